@@ -37,6 +37,7 @@ class Command:
 COMMANDS = (
     Command("up", "deploy.supervisor.command", "start all services on this machine"),
     Command("chat", "deploy.chat.command", "chat in the terminal"),
+    Command("models", "deploy.models.command", "list, download, remove and inspect models"),
     Command("bench", "deploy.bench.command", "measure any OpenAI-compatible server, or Pando's components"),
     Command("attack", "deploy.attack.command", "run the published attacks on shared caches against a server"),
     Command("state", "deploy.inspection.state", "show queues, rows and pages of the scheduler"),

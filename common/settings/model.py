@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any, Literal, Self
 
 from pydantic import Field, model_validator
 
+from common.models.references import default_name
 from common.section import Section
 
 
@@ -14,10 +14,13 @@ class ModelSettings(Section):
     """The model to serve."""
 
     reference: str = "smollm2-135m-instruct"
-    """Name of a bundled model, path of a directory with config.json, or path of a GGUF file; paths must be valid on
-    every host."""
+    """Name of a bundled model, path of a directory with config.json, path of a GGUF file, or a model on the Hugging
+    Face hub: `org/repository`, with a revision `org/repository@v1.0`, or one of its GGUF files by quantization
+    `org/repository:Q4_K_M`. A path that exists takes precedence over the hub; paths must be valid on every host.
+    Downloads go to the hub's cache; HF_TOKEN, HF_HOME, HF_ENDPOINT and HF_HUB_OFFLINE have their usual meaning."""
     served_name: str | None = None
-    """Name by which clients request the model; by default the last part of `reference`."""
+    """Name by which clients request the model; by default the repository's name on the hub, or the last part of a
+    path."""
     load_format: Literal["auto", "safetensors", "gguf", "dummy", "fake"] = "auto"
     """`dummy`: random weights in the shapes of config.json. `fake`: no model at all, for tests of the protocol."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
@@ -43,7 +46,7 @@ class ModelSettings(Section):
     @property
     def name(self) -> str:
         """The model name that clients use."""
-        return self.served_name or Path(self.reference).name
+        return self.served_name or default_name(self.reference)
 
 
 class ServedModelSettings(ModelSettings):

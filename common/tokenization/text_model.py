@@ -52,7 +52,8 @@ def load_served_model(settings: ModelSettings) -> TextModel:
         ConfigurationError: the model cannot be found or read, or the pooling does not suit it.
     """
     placeholder = settings.load_format in ("dummy", "fake")
-    model = load_text_model(resolve(settings.reference), max_context=settings.max_context, placeholder=placeholder)
+    files = resolve(settings.reference, weights=False)
+    model = load_text_model(files, max_context=settings.max_context, placeholder=placeholder)
     if settings.pooling == "auto":
         return model
     pooling = Pooling(settings.pooling)

@@ -9,13 +9,13 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from common import models
 from common.errors import ConfigurationError
 from common.settings import SettingsParser, parse_settings
 from common.settings.reference import describe_settings
+from deploy.models.progress import download_report
 from deploy.supervisor.console import ConsoleReporter, JsonReporter
 from deploy.supervisor.layout import lay_out
-from deploy.supervisor.models import deploy_models
+from deploy.supervisor.models import pin_models
 from deploy.supervisor.probes import Probes
 from deploy.supervisor.supervisor import ServiceFailedError, Supervisor
 
@@ -66,9 +66,7 @@ def main(argv: Sequence[str]) -> int:
     try:
         settings, arguments = read_arguments(argv)
         # A missing model is reported here, rather than in the log of the first service that reads it.
-        for model in deploy_models(settings, arguments.tp):
-            if model.settings.model.load_format != "fake":
-                models.resolve(model.settings.model.reference)
+        settings = pin_models(settings, arguments.tp, download_report(as_json=settings.log.format == "json"))
         layout, directory = lay_out(settings, arguments.tp, arguments.run_directory)
     except ConfigurationError as error:
         sys.stderr.write(f"pando up: {error}\n")

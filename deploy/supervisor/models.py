@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from pydantic import ValidationError
 
+from common import models
 from common.errors import ConfigurationError, InvalidRequestError
 from common.names import check_name
 from common.section import Section
@@ -16,11 +17,13 @@ from common.settings import ModelSettings, ServedModelSettings, explain
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
+    from common.models.progress import DownloadReport
     from common.settings import GatewaySettings, Settings
 
 SECTIONS = ("tokenizer", "scheduler", "worker", "detokenizer")
 MAX_PREFIX_CHARACTERS = 24
 S = TypeVar("S", bound=Section)
+M = TypeVar("M", bound=ModelSettings)
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +59,31 @@ def deploy_models(settings: Settings, ranks: int) -> list[DeployedModel]:
         )
         device += entry.tp
     return deployed
+
+
+def pin_models(settings: Settings, ranks: int, report: DownloadReport) -> Settings:
+    """Download the models of a deployment; return `settings` with each model on a hub at its present commit.
+
+    All services, and their restarts, then use the same files, which they find in the cache without a network.
+
+    Raises:
+        ConfigurationError: a model cannot be found, or not downloaded.
+    """
+    pinned: dict[str, str] = {}
+    for model in deploy_models(settings, ranks):
+        its = model.settings.model
+        if its.load_format != "fake":
+            pinned[its.reference] = models.pin(its.reference, report, weights=its.load_format != "dummy")
+
+    def at_commit(section: M) -> M:
+        reference = pinned.get(section.reference, section.reference)
+        return section if reference == section.reference else section.model_copy(update={"reference": reference})
+
+    entries = {
+        name: at_commit(entry) if "reference" in entry.model_fields_set else entry
+        for name, entry in settings.models.items()
+    }
+    return settings.model_copy(update={"model": at_commit(settings.model), "models": entries})
 
 
 def check_metrics_ports(gateway: GatewaySettings, settings: Iterable[Settings]) -> None:

@@ -73,7 +73,7 @@ def load_model(spec: EngineSpec, report: ProgressReport, options: RunnerOptions)
     Raises:
         ConfigurationError: it cannot be found or run as configured.
     """
-    files = resolve(spec.model)
+    files = resolve(spec.model, weights=spec.load_format != "dummy")
     if files.kind is ModelKind.DIRECTORY and is_encoder_directory(files.path):
         return EncoderRunner.load(files.path, spec, report, options)
     return load_decoder(spec, report, options)

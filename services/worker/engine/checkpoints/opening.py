@@ -14,7 +14,7 @@ from services.worker.engine.checkpoints.safetensors_directory import (
     read_generation,
     read_json,
 )
-from services.worker.engine.model.config_json import is_own
+from services.worker.engine.model.config_json import Implementation, implementation_of
 from services.worker.engine.transformers_models.checkpoint import TransformersCheckpoint, open_transformers_checkpoint
 
 if TYPE_CHECKING:
@@ -35,10 +35,10 @@ def open_checkpoint(
     """
     if load_format not in LOAD_FORMATS:
         raise ConfigurationError(f"load_format {load_format!r} is not one of {', '.join(LOAD_FORMATS)}")
-    files = resolve(reference)
+    files = resolve(reference, weights=load_format != "dummy")
     if files.kind is ModelKind.DIRECTORY and load_format != "gguf":
         raw = read_json(files.path / "config.json")
-        if not is_own(raw):
+        if implementation_of(raw) is not Implementation.OWN:
             is_dummy = load_format == "dummy"
             return open_transformers_checkpoint(files.path, raw, read_generation(files.path), is_dummy=is_dummy)
     if load_format == "dummy":

@@ -51,7 +51,9 @@ class Compiler:
         import xgrammar
 
         text = load_text_model(
-            resolve(source.model), max_context=ANY_CONTEXT, placeholder=source.load_format in ("dummy", "fake")
+            resolve(source.model, weights=False),
+            max_context=ANY_CONTEXT,
+            placeholder=source.load_format in ("dummy", "fake"),
         )
         self._tokenizer: Tokenizer = text.tokenizer
         # The bytes of each token.

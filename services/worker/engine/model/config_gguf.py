@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from common.errors import ConfigurationError
 from services.worker.engine.model.config import Activation, ModelConfig, MoeConfig, RotaryConfig
-from services.worker.engine.model.rotary import yarn_amplitude, yarn_divisors
+from services.worker.engine.model.rotary_config import yarn_amplitude, yarn_divisors
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

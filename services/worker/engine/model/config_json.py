@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from enum import Enum
 from typing import TYPE_CHECKING, Any
 
+from common.encoders import is_encoder
 from common.errors import ConfigurationError
 from services.worker.engine.model.config import FAMILIES, Activation, ModelConfig, MoeConfig, RotaryConfig
-from services.worker.engine.model.rotary import read_rotary
+from services.worker.engine.model.rotary_config import read_rotary
 from services.worker.engine.quantization.checkpoint_scheme import stored_scales
 
 if TYPE_CHECKING:
@@ -47,9 +49,21 @@ def config_from_json(config: Mapping[str, Any], generation: Mapping[str, Any] | 
         raise ConfigurationError(f"config.json has no {error.args[0]!r}") from error
 
 
-def is_own(config: Mapping[str, Any]) -> bool:
-    """Return whether there is an implementation of a config.json's family here."""
-    return _text_part(config).get("model_type") in FAMILIES
+class Implementation(Enum):
+    """The code that computes a model."""
+
+    ENCODER = "encoder"
+    OWN = "own"
+    """A decoder of a family in `FAMILIES`."""
+    TRANSFORMERS = "transformers"
+
+
+def implementation_of(config: Mapping[str, Any]) -> Implementation:
+    """Return which code would compute the model of a config.json; it may still refuse one of the model's options."""
+    if is_encoder(config):
+        return Implementation.ENCODER
+    is_own = _text_part(config).get("model_type") in FAMILIES
+    return Implementation.OWN if is_own else Implementation.TRANSFORMERS
 
 
 def _text_part(config: Mapping[str, Any]) -> Mapping[str, Any]:

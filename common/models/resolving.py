@@ -1,0 +1,103 @@
+"""From a model's reference to its files."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from common.errors import ConfigurationError
+from common.models.bundled import BUNDLED_MODELS, find_bundled
+from common.models.files import ModelFiles, ModelKind
+from common.models.references import parse_hub_reference
+
+if TYPE_CHECKING:
+    from types import ModuleType
+
+    from common.models.progress import DownloadReport
+    from common.models.references import HubReference
+
+ACCEPTED = (
+    f"Give a bundled model's name ({', '.join(BUNDLED_MODELS)}), a directory with config.json, a .gguf file, or a "
+    "model on the Hugging Face hub as organisation/repository[@revision][:quantization]"
+)
+
+
+def resolve(reference: str, *, weights: bool = True) -> ModelFiles:
+    """Find the files that `reference` names; those of a hub are downloaded if the cache lacks them.
+
+    A bundled model's name takes precedence over a path of the same name, for which `./name` can be written; a path that
+    exists takes precedence over a model on a hub.
+
+    Args:
+        reference: a bundled model's name, a path, or `organisation/repository[@revision][:quantization]`.
+        weights: whether weights are needed, or only configuration and tokenizer.
+
+    Raises:
+        ConfigurationError: there is no usable model, or it cannot be downloaded; the message says what to do.
+    """
+    local = find_local(reference)
+    if local is not None:
+        return local
+    hub = _import_hub(reference)
+    files: ModelFiles = hub.fetch(hub_reference(reference), weights=weights, report=hub.LogReport()).files
+    return files
+
+
+def pin(reference: str, report: DownloadReport, *, weights: bool = True) -> str:
+    """Return a reference to the same model at its present commit, after its files have been downloaded.
+
+    A reference to local files is returned unchanged.
+
+    Raises:
+        ConfigurationError: as for `resolve`.
+    """
+    if find_local(reference) is not None:
+        return reference
+    named = hub_reference(reference)
+    return str(named.at(_import_hub(reference).fetch(named, weights=weights, report=report).commit))
+
+
+def find_local(reference: str) -> ModelFiles | None:
+    """Return the files of a bundled model or a path; None if `reference` can only be a model on a hub.
+
+    Raises:
+        ConfigurationError: it is neither of them.
+    """
+    bundled = find_bundled(reference)
+    if bundled is not None:
+        return bundled
+    path = Path(reference).expanduser()
+    if path.is_dir():
+        if not (path / "config.json").is_file():
+            raise ConfigurationError(f"model {reference!r}: the directory has no config.json")
+        return ModelFiles(path.resolve().name, ModelKind.DIRECTORY, path)
+    if path.is_file() and path.suffix.lower() == ".gguf":
+        return ModelFiles(path.name, ModelKind.GGUF, path)
+    if path.is_file():
+        raise ConfigurationError(f"model {reference!r}: the file is not a .gguf file. {ACCEPTED}")
+    hub_reference(reference)
+    return None
+
+
+def hub_reference(reference: str) -> HubReference:
+    """Return the parts of a reference to a model on a hub.
+
+    Raises:
+        ConfigurationError: it is not written as one.
+    """
+    hub = parse_hub_reference(reference)
+    if hub is None:
+        raise ConfigurationError(f"model {reference!r}: no such model, file or directory. {ACCEPTED}")
+    return hub
+
+
+def _import_hub(reference: str) -> ModuleType:
+    # Its imports take half a second, which a local model need not wait for.
+    try:
+        from common.models import hub
+    except ModuleNotFoundError as error:
+        raise ConfigurationError(
+            f"model {reference}: models on a hub need the package {error.name}, which is not installed: "
+            "pip install '.[hub]' in Pando's repository"
+        ) from error
+    return hub

@@ -1,0 +1,168 @@
+"""What is known of a model before its weights are loaded."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Final
+
+from deploy.models.support import Service, support_of, support_of_gguf
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from deploy.models.support import Support
+    from services.worker.engine.model.config import ModelConfig
+
+# Bytes of a checkpoint's elements, by `dtype` of config.json.
+_ELEMENT_BYTES: Final = {"float32": 4, "bfloat16": 2, "float16": 2}
+# 4 bits, and a scale of 16 bits for each 128 elements.
+_FOUR_BITS: Final = 4 + 16 / 128
+
+
+@dataclass(frozen=True, slots=True)
+class Evidence:
+    """A model's configuration and files, from a hub, a cache or a directory."""
+
+    config: Mapping[str, Any] = field(default_factory=dict)
+    generation: Mapping[str, Any] = field(default_factory=dict)
+    # Bytes of each file that would be used.
+    files: Mapping[str, int] = field(default_factory=dict)
+    # Bytes of all tensors by the safetensors index, or else the size of the weights' file.
+    weight_bytes: int | None = None
+    # Elements of all tensors, where the hub or a GGUF file states them.
+    stated_parameters: int | None = None
+    # Of a GGUF file: its architecture, and its shape if its header could be read.
+    architecture: str | None = None
+    gguf_config: ModelConfig | None = None
+    gguf_context: int | None = None
+    has_tokenizer: bool = False
+    has_chat_template: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class ModelFacts:
+    """Answers about one model; None where nothing is known. Memory is that of the weights, in bytes."""
+
+    family: str
+    service: Service
+    reason: str
+    parameters: int | None
+    download_bytes: int
+    memory: Mapping[str, int] | None
+    quantization: str | None
+    max_context: int | None
+    kv_bytes_per_token: int | None
+    """In bfloat16, over all layers."""
+    kv_bytes_at_max_context: int | None
+    """Of one sequence; layers with a window hold no more than that."""
+    has_tokenizer: bool
+    has_chat_template: bool
+
+
+def facts_of(evidence: Evidence) -> ModelFacts:
+    """Return what is known of a model."""
+    support = _support(evidence)
+    shape = evidence.gguf_config or support.config
+    text = evidence.config.get("text_config") or evidence.config
+    parameters, layers = _parameters(evidence, support)
+    context = shape.max_context if shape else evidence.gguf_context or _number(text, "max_position_embeddings")
+    per_layer = 4 * shape.kv_heads * shape.head_dim if shape else _kv_of_layer(text)
+    if support.service is Service.ENCODER:  # it keeps none
+        per_layer = None
+    layer_count = shape.layers if shape else _number(text, "num_hidden_layers")
+    windows = shape.windows if shape else ()
+    return ModelFacts(
+        family=evidence.architecture or str(text.get("model_type") or evidence.config.get("model_type") or "unknown"),
+        service=support.service,
+        reason=support.reason,
+        parameters=parameters,
+        download_bytes=sum(evidence.files.values()),
+        memory=_memory(parameters, layers) if parameters and layers is not None else None,
+        quantization=_quantization(evidence.config),
+        max_context=context,
+        kv_bytes_per_token=per_layer * layer_count if per_layer and layer_count else None,
+        kv_bytes_at_max_context=_kv_of_sequence(per_layer, layer_count, windows, context),
+        has_tokenizer=evidence.has_tokenizer,
+        has_chat_template=evidence.has_chat_template,
+    )
+
+
+def count_parameters(config: ModelConfig) -> tuple[int, int]:
+    """Return the elements of all tensors of a decoder with an own implementation, and those of the layers' matrices."""
+    hidden, queries, keys = config.hidden_size, config.query_heads * config.head_dim, config.kv_heads * config.head_dim
+    attention = 2 * hidden * queries + 2 * hidden * keys
+    vectors = (4 if config.post_norms else 2) * hidden + (2 * config.head_dim if config.qk_norm else 0)
+    vectors += (queries + 2 * keys if config.qkv_bias else 0) + (hidden if config.output_bias else 0)
+    matrices = 0
+    for layer in range(config.layers):
+        moe = config.moe_of(layer)
+        columns = config.intermediate_size if moe is None else moe.experts * moe.intermediate_size
+        matrices += attention + 3 * hidden * columns + (0 if moe is None else moe.experts * hidden)
+    vectors = vectors * config.layers + hidden
+    if config.mlp_bias:
+        vectors += config.layers * (2 * config.intermediate_size + hidden)
+    embeddings = config.vocabulary_size * hidden * (1 if config.tied_embeddings else 2)
+    return matrices + vectors + embeddings, matrices
+
+
+def _support(evidence: Evidence) -> Support:
+    if evidence.architecture is not None:
+        return support_of_gguf(evidence.architecture)
+    return support_of(evidence.config, evidence.generation)
+
+
+def _parameters(evidence: Evidence, support: Support) -> tuple[int | None, int | None]:
+    """Return the number of parameters, and of those that quantization would make smaller."""
+    config = evidence.gguf_config or support.config
+    if config is not None and (evidence.gguf_config is not None or support.service is Service.OWN):
+        return count_parameters(config)
+    text = evidence.config.get("text_config") or evidence.config
+    total = evidence.stated_parameters
+    if total is None and _quantization(evidence.config) is None and evidence.weight_bytes:
+        dtype = evidence.config.get("dtype") or evidence.config.get("torch_dtype") or text.get("torch_dtype")
+        total = evidence.weight_bytes // _ELEMENT_BYTES.get(str(dtype or "float32"), 2)
+    vocabulary, hidden = _number(text, "vocab_size"), _number(text, "hidden_size")
+    if total is None or vocabulary is None or hidden is None:
+        return total, total
+    tied = config.tied_embeddings if config else bool(text.get("tie_word_embeddings", False))
+    return total, max(total - vocabulary * hidden * (1 if tied else 2), 0)
+
+
+def _memory(parameters: int, matrices: int) -> dict[str, int]:
+    """Return bytes of the weights with the layers' matrices in each type, and the rest in bfloat16."""
+    rest = 2 * (parameters - matrices)
+    return {
+        "bf16": 2 * parameters,
+        "fp8": rest + matrices,
+        "4 bits": rest + math.ceil(matrices * _FOUR_BITS / 8),
+    }
+
+
+def _kv_of_layer(text: Mapping[str, Any]) -> int | None:
+    """Return the bytes of one token's keys and values in a layer, in bfloat16, from a config.json."""
+    if text.get("kv_lora_rank"):  # multi-head latent attention keeps one compressed row
+        return 2 * (int(text["kv_lora_rank"]) + int(text.get("qk_rope_head_dim") or 0))
+    heads, hidden = _number(text, "num_attention_heads"), _number(text, "hidden_size")
+    if not heads or not hidden:
+        return None
+    return 4 * (_number(text, "num_key_value_heads") or heads) * (_number(text, "head_dim") or hidden // heads)
+
+
+def _kv_of_sequence(
+    per_layer: int | None, layers: int | None, windows: tuple[int | None, ...], context: int | None
+) -> int | None:
+    if not per_layer or not layers or not context:
+        return None
+    seen = windows or (None,) * layers
+    return per_layer * sum(context if window is None else min(window, context) for window in seen)
+
+
+def _quantization(config: Mapping[str, Any]) -> str | None:
+    described = config.get("quantization_config") or (config.get("text_config") or {}).get("quantization_config")
+    return str(described.get("quant_method")) if described else None
+
+
+def _number(config: Mapping[str, Any], name: str) -> int | None:
+    value = config.get(name)
+    return value if isinstance(value, int) else None

@@ -1,0 +1,97 @@
+"""Whether and how the worker serves a model, decided by the worker's own code from the model's configuration."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass
+from enum import Enum
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+from common.errors import ConfigurationError
+from services.worker.engine.encoder.config import encoder_config
+from services.worker.engine.model.config import ModelConfig
+from services.worker.engine.model.config_gguf import ARCHITECTURES
+from services.worker.engine.model.config_json import Implementation, config_from_json, implementation_of
+from services.worker.engine.model.rotary_config import no_rotation
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+# A program, because no code of the command may import torch or transformers.
+_SUPPORT_MODULE: Final = "services.worker.engine.transformers_models.support"
+_TIMEOUT_S: Final = 120.0
+
+
+class Service(Enum):
+    """How a model is served."""
+
+    OWN = "own implementation"
+    ENCODER = "own implementation of encoders, for embeddings"
+    TRANSFORMERS = "through transformers"
+    REFUSED = "not served"
+    UNKNOWN = "unknown"
+
+
+@dataclass(frozen=True, slots=True)
+class Support:
+    """How a model is served, why if that needs a reason, and its shape if the worker's code can read it."""
+
+    service: Service
+    reason: str = ""
+    config: ModelConfig | None = None
+
+
+def support_of(config: Mapping[str, Any], generation: Mapping[str, Any]) -> Support:
+    """Return how the model of a config.json is served; for families without an own implementation, takes seconds."""
+    try:
+        match implementation_of(config):
+            case Implementation.ENCODER:
+                encoder_config(config)
+                return Support(Service.ENCODER)
+            case Implementation.OWN:
+                return Support(Service.OWN, config=config_from_json(config, generation))
+            case Implementation.TRANSFORMERS:
+                return _through_transformers(config)
+    except ConfigurationError as error:
+        return Support(Service.REFUSED, str(error))
+
+
+def support_of_gguf(architecture: str) -> Support:
+    """Return how a GGUF file of an architecture is served."""
+    if architecture in ARCHITECTURES:
+        return Support(Service.OWN)
+    return Support(
+        Service.REFUSED,
+        f"GGUF architecture {architecture!r} is not supported; supported: {', '.join(ARCHITECTURES)}",
+    )
+
+
+def _through_transformers(config: Mapping[str, Any]) -> Support:
+    with tempfile.TemporaryDirectory(prefix="pando-inspect-") as directory:
+        (Path(directory) / "config.json").write_text(json.dumps(dict(config)), encoding="utf-8")
+        try:
+            ended = subprocess.run(
+                [sys.executable, "-m", _SUPPORT_MODULE, directory],
+                capture_output=True, text=True, timeout=_TIMEOUT_S, check=True,
+            )  # fmt: skip
+            answer: dict[str, Any] = json.loads(ended.stdout)
+        except (OSError, subprocess.SubprocessError, ValueError):
+            return Support(
+                Service.UNKNOWN,
+                "no own implementation here; the worker, which knows whether transformers runs it, is missing",
+            )
+    if "error" in answer:
+        return Support(Service.REFUSED, str(answer["error"]))
+    reason = "slower and on one rank, if its attention passes the check at start-up"
+    return Support(Service.TRANSFORMERS, reason, transformers_shape(answer))
+
+
+def transformers_shape(answer: Mapping[str, Any]) -> ModelConfig:
+    """Return the shape that the worker's program has written."""
+    return ModelConfig(
+        **answer, intermediate_size=0, norm_epsilon=0.0, rotary=no_rotation(answer["head_dim"]), dtype="bfloat16"
+    )

@@ -1,0 +1,111 @@
+"""Rotary position embedding as a config describes it: how frequencies are stretched for long contexts."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any
+
+from common.errors import ConfigurationError
+from services.worker.engine.model.config import RotaryConfig
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+ROTARY_TYPES = ("default", "linear", "llama3", "yarn")
+_NO_SCALING = "default"
+
+
+def no_rotation(head_dim: int) -> RotaryConfig:
+    """Return a table of rotations by 0, for queries and keys that already contain their positions."""
+    return RotaryConfig(1.0, (math.inf,) * (head_dim // 2))
+
+
+def read_rotary(parameters: Mapping[str, Any], theta: float, head_dim: int, max_context: int) -> RotaryConfig:
+    """Read `rope_parameters` of a config.json, or `rope_scaling` as older ones call it.
+
+    Args:
+        parameters: what is there; empty: nothing is stretched.
+        theta: the base where `parameters` has none.
+        head_dim: components of a head.
+        max_context: the model's longest context, from which a missing factor follows.
+
+    Raises:
+        ConfigurationError: the type is not supported.
+        KeyError: a parameter is missing.
+    """
+    theta = float(parameters.get("rope_theta", theta))
+    if parameters.get("partial_rotary_factor", 1.0) != 1.0:
+        raise ConfigurationError("partial_rotary_factor: rotating a part of each head is not supported")
+    match parameters.get("rope_type", parameters.get("type", _NO_SCALING)):
+        case "default":
+            return RotaryConfig(theta)
+        case "linear":
+            return RotaryConfig(theta, (float(parameters["factor"]),) * (head_dim // 2))
+        case "llama3":
+            return RotaryConfig(theta, llama3_divisors(theta, head_dim, parameters))
+        case "yarn":
+            factor = _yarn_factor(parameters, max_context)
+            return RotaryConfig(
+                theta, yarn_divisors(theta, head_dim, factor, parameters), _yarn_amplitude(factor, parameters)
+            )
+        case other:
+            raise ConfigurationError(f"rope type {other!r} is not supported; supported: {', '.join(ROTARY_TYPES)}")
+
+
+def llama3_divisors(theta: float, head_dim: int, parameters: Mapping[str, Any]) -> tuple[float, ...]:
+    """Return by how much Llama 3.1 divides each frequency: long waves by `factor`, short ones not, between smoothly."""
+    factor, low, high = (float(parameters[key]) for key in ("factor", "low_freq_factor", "high_freq_factor"))
+    original = float(parameters["original_max_position_embeddings"])
+    divisors = []
+    for i in range(head_dim // 2):
+        wavelength = 2 * math.pi * theta ** (2 * i / head_dim)
+        if wavelength > original / low:
+            divisors.append(factor)
+        elif wavelength < original / high:
+            divisors.append(1.0)
+        else:
+            smooth = (original / wavelength - low) / (high - low)
+            divisors.append(1.0 / ((1 - smooth) / factor + smooth))
+    return tuple(divisors)
+
+
+def yarn_divisors(theta: float, head_dim: int, factor: float, parameters: Mapping[str, Any]) -> tuple[float, ...]:
+    """Return by how much YaRN divides each frequency (Peng et al. 2023, section 3.2).
+
+    Components that turn more than `beta_fast` times within the original context stay, those that turn less than
+    `beta_slow` times are divided by `factor`, and in between weights go linearly with the component's number.
+    """
+    original = float(parameters["original_max_position_embeddings"])
+
+    def component(turns: float) -> float:
+        return head_dim * math.log(original / (turns * 2 * math.pi)) / (2 * math.log(theta))
+
+    low, high = component(parameters.get("beta_fast") or 32.0), component(parameters.get("beta_slow") or 1.0)
+    if parameters.get("truncate", True):
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, head_dim - 1)
+    divisors = []
+    for i in range(head_dim // 2):
+        stretched = min(max((i - low) / max(high - low, 0.001), 0.0), 1.0)
+        divisors.append(1.0 / (stretched / factor + (1.0 - stretched)))
+    return tuple(divisors)
+
+
+def _yarn_factor(parameters: Mapping[str, Any], max_context: int) -> float:
+    factor = parameters.get("factor")
+    return float(max_context / parameters["original_max_position_embeddings"] if factor is None else factor)
+
+
+def _yarn_amplitude(factor: float, parameters: Mapping[str, Any]) -> float:
+    given = parameters.get("attention_factor")
+    if given is not None:
+        return float(given)
+    scale, scale_of_all = parameters.get("mscale"), parameters.get("mscale_all_dim")
+    if scale and scale_of_all:
+        return yarn_amplitude(factor, float(scale)) / yarn_amplitude(factor, float(scale_of_all))
+    return yarn_amplitude(factor)
+
+
+def yarn_amplitude(factor: float, weight: float = 1.0) -> float:
+    """Return by how much YaRN raises queries and keys, so that the softmax stays as sharp over a longer context."""
+    return 0.1 * weight * math.log(factor) + 1.0 if factor > 1 else 1.0

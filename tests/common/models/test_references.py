@@ -1,0 +1,87 @@
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING
+
+import pytest
+
+from common.errors import ConfigurationError
+from common.models import resolve
+from common.models.references import HubReference, default_name, parse_hub_reference
+from common.models.selection import select_files
+from common.settings import ModelSettings
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+FILES = ("config.json", "tokenizer.json", "model.safetensors", "model-Q8_0.gguf")
+
+
+@pytest.mark.parametrize(
+    ("reference", "parts"),
+    [
+        ("Qwen/Qwen3-8B", HubReference("Qwen/Qwen3-8B")),
+        ("Qwen/Qwen3-8B@v1.0", HubReference("Qwen/Qwen3-8B", "v1.0")),
+        ("a/b@refs/pr/1", HubReference("a/b", "refs/pr/1")),
+        ("a/b-GGUF:Q4_K_M", HubReference("a/b-GGUF", "main", "Q4_K_M")),
+        ("a/b@0123:UD-Q4_K_XL", HubReference("a/b", "0123", "UD-Q4_K_XL")),
+    ],
+)
+def test_references_are_read_and_written(reference: str, parts: HubReference) -> None:
+    assert parse_hub_reference(reference) == parts
+    assert str(parts) == reference
+
+
+@pytest.mark.parametrize(
+    "reference",
+    [
+        "smollm2",
+        "./a/b",
+        "/a/b",
+        "../a/b",
+        "~/a",
+        "a/b/c",
+        "a/model.gguf",
+        "a/b@",
+        "a/b:",
+        "a /b",
+        "a/",
+        "/b",
+        ".a/b",
+        "",
+    ],
+)
+def test_other_forms_are_paths_or_names(reference: str) -> None:
+    assert parse_hub_reference(reference) is None
+
+
+def test_models_are_served_by_their_name_on_the_hub_without_revision(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for reference in ("org/model", "org/model@abc", "org/model@abc:Q8_0"):
+        assert ModelSettings(reference=reference).name == "org/model"
+    assert ModelSettings(reference="org/model", served_name="mine").name == "mine"
+    assert default_name("/models/tiny.gguf") == "tiny.gguf"
+    (tmp_path / "org" / "model").mkdir(parents=True)
+    assert ModelSettings(reference="org/model").name == "model"
+
+
+def test_a_repository_with_both_formats_is_served_from_safetensors_unless_a_quantization_is_named() -> None:
+    assert select_files(HubReference("a/b"), FILES, weights=True).files == FILES[:3]
+    assert select_files(HubReference("a/b", quantization="q8_0"), FILES, weights=False).gguf == FILES[3]
+
+
+def test_a_single_gguf_file_needs_no_name() -> None:
+    assert select_files(HubReference("a/b"), ("README.md", FILES[3], "mmproj-F16.gguf"), weights=True).gguf == FILES[3]
+    both = ("x-Q8_0.gguf", "y-Q8_0.gguf")
+    with pytest.raises(ConfigurationError, match=r"'Q8_0' matches several files: x-Q8_0\.gguf, y-Q8_0\.gguf"):
+        select_files(HubReference("a/b", quantization="Q8_0"), both, weights=True)
+
+
+def test_without_the_client_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(sys.modules, "common.models.hub", raising=False)
+    monkeypatch.delattr("common.models.hub", raising=False)
+    monkeypatch.setitem(sys.modules, "httpx2", None)
+    with pytest.raises(ConfigurationError, match=r"models on a hub need the package .*pip install '\.\[hub\]'"):
+        resolve("org/model")

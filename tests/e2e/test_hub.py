@@ -1,0 +1,138 @@
+"""A model by its name on a hub: downloaded, continued after a kill, and served by all services."""
+
+from __future__ import annotations
+
+import json
+import signal
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import httpx
+import pytest
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from common.settings import GatewaySettings, ModelSettings, SchedulerSettings, Settings, WorkerSettings
+from deploy.supervisor.layout import free_port
+from tests.e2e.conftest import serve
+from tests.e2e.test_command import Up
+from tests.fakes.hub import COMMIT, serve_hub
+from tests.fakes.hub_client import HubClient
+from tests.services.worker.engine.families import save_model
+from tests.waiting import wait_until
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from tests.fakes.hub import FakeHub
+
+NAME = "acme/tiny-llama"
+# Enough layers for weights of 30 MB, of which the client writes 10 MB at a time.
+SHAPE = {"vocab_size": 300, "hidden_size": 256, "intermediate_size": 1024, "num_hidden_layers": 8}
+PIECE_BYTES = 10 << 20
+
+
+@pytest.fixture(scope="module")
+def published() -> Iterator[Path]:
+    """A tiny random Llama in two shards, with a vocabulary of bytes, as repositories hold it."""
+    with tempfile.TemporaryDirectory() as place:
+        folder = save_model(Path(place), "Llama", SHAPE, max_shard_size="25MB")
+        specials = ["<pad>", "<s>", "<|end|>"]
+        alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+        vocabulary = {token: i for i, token in enumerate([*specials, *alphabet])}
+        tokenizer = Tokenizer(models.BPE(vocabulary, []))
+        tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+        tokenizer.decoder = decoders.ByteLevel()
+        fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>", eos_token="<|end|>")
+        fast.chat_template = "{% for message in messages %}{{ message.content }}{% endfor %}"
+        fast.save_pretrained(folder)
+        (folder / "pytorch_model.bin").write_bytes(b"pickle")
+        assert len(list(folder.glob("model-*.safetensors"))) == 2
+        yield folder
+
+
+@pytest.fixture
+def hub(published: Path) -> Iterator[FakeHub]:
+    with serve_hub() as served:
+        served.add(NAME, published)
+        yield served
+
+
+@pytest.fixture
+def client(hub: FakeHub, tmp_path: Path) -> HubClient:
+    return HubClient(hub.url, tmp_path / "home")
+
+
+def ask(url: str, model: str) -> str:
+    body: dict[str, Any] = {
+        "model": model, "messages": [{"role": "user", "content": "Hello"}], "max_tokens": 4, "temperature": 0,
+        "ignore_eos": True,
+    }  # fmt: skip
+    answer = httpx.post(f"{url}/v1/chat/completions", json=body, timeout=120, trust_env=False)
+    assert answer.status_code == 200, answer.text
+    assert answer.json()["usage"]["completion_tokens"] == 4
+    text: str = answer.json()["choices"][0]["message"]["content"]
+    return text
+
+
+def test_pando_up_downloads_continues_and_serves(
+    hub: FakeHub, client: HubClient, published: Path, run_root: Path
+) -> None:
+    shards = [path.name for path in published.glob("model-*.safetensors")]
+    environ = client.environment(XDG_RUNTIME_DIR=str(run_root))
+    arguments = ("--port", str(free_port("127.0.0.1")), "--model", NAME, "--log.format", "json")
+    hub.bytes_per_s = 2 * PIECE_BYTES
+    interrupted = Up(*arguments, environ=environ)
+    blobs = client.cached(NAME) / "blobs"
+    wait_until(lambda: sum(path.stat().st_size for path in blobs.glob("*.incomplete")) >= PIECE_BYTES, 60)
+    assert interrupted.end(signal.SIGKILL) == -signal.SIGKILL
+    # Of the shards; other files are named by a shorter digest.
+    kept = sum(path.stat().st_size for path in blobs.iterdir() if len(path.stem) == 64)
+    hub.bytes_per_s = 0
+    hub.sent.clear()
+    hub.requests.clear()
+    up = Up(*arguments, environ=environ)
+    try:
+        up.wait_for('"deployment.ready"')
+        events = [json.loads(line) for line in up.lines if line.startswith("{")]
+        (ready,) = [event for event in events if event["event"] == "deployment.ready"]
+        assert ready["model"] == NAME
+        progress = [event for event in events if event["event"] == "model.download"]
+        assert [event["service"] for event in progress] == ["pando"] * len(progress)
+        assert progress[-1]["done"] == progress[-1]["total"] > kept
+        # Services find everything in the cache, without asking the hub.
+        assert set(hub.requests.values()) == {1}
+        assert sum(hub.sent.values()) + kept == sum((published / name).stat().st_size for name in shards)
+        assert ask(ready["url"], NAME)
+    finally:
+        assert up.end() == 0
+    assert any("pytorch_model.bin" in name for name in hub.repositories[NAME].files)
+    assert not any("pytorch_model.bin" in path for path in hub.paths)
+
+
+def test_ranks_and_tokenizer_that_download_at_once_fetch_each_file_once(
+    hub: FakeHub, client: HubClient, published: Path, run_root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in client.environment().items():
+        monkeypatch.setenv(name, value)
+    settings = Settings(
+        model=ModelSettings(reference=f"{NAME}@{COMMIT}"),
+        gateway=GatewaySettings(port=0, anonymous="vouched"),
+        scheduler=SchedulerSettings(max_rows=4),
+        worker=WorkerSettings(threads=1),
+    )
+    for running in serve(settings, run_root, ranks=2):
+        assert running.model == NAME
+        assert ask(running.url, NAME)
+    shards = [path.name for path in published.glob("model-*.safetensors")]
+    assert dict(hub.requests) == dict.fromkeys(shards, 1)
+    assert dict(hub.sent) == {name: (published / name).stat().st_size for name in shards}
+
+
+def test_a_model_that_cannot_be_downloaded_is_one_sentence(client: HubClient, run_root: Path) -> None:
+    up = Up("--model", "acme/nothing", environ=client.environment(XDG_RUNTIME_DIR=str(run_root)))
+    assert up.process.wait(60) == 2
+    wait_until(lambda: up.lines, 10)
+    (line,) = up.lines
+    assert line.startswith("pando up: model acme/nothing: neither a local path nor a public model at")

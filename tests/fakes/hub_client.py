@@ -1,0 +1,79 @@
+"""Resolves a model's reference in a process of its own, whose environment says which hub and which cache."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from common.errors import ConfigurationError
+from common.logs import configure_logging
+from common.models import resolve
+from common.settings import LogSettings
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+TIMEOUT_S = 90.0
+
+
+@dataclass(frozen=True)
+class HubClient:
+    """The environment of processes that download from one hub into one cache."""
+
+    endpoint: str
+    home: Path
+
+    def environment(self, **changes: str) -> dict[str, str]:
+        """Return this process's environment without settings for a hub, but for this one's and `changes`."""
+        kept = {name: value for name, value in os.environ.items() if not name.startswith("HF_")}
+        local = {"NO_PROXY": "127.0.0.1,localhost", "no_proxy": "127.0.0.1,localhost"}
+        return {
+            **kept,
+            **local,
+            "HF_HUB_DISABLE_TELEMETRY": "1",
+            "HF_ENDPOINT": self.endpoint,
+            "HF_HOME": str(self.home),
+            **changes,
+        }
+
+    def start(self, reference: str, *, weights: bool = True, **changes: str) -> subprocess.Popen[str]:
+        """Start to resolve `reference`."""
+        return subprocess.Popen(
+            [sys.executable, "-m", "tests.fakes.hub_client", reference, str(int(weights))],
+            env=self.environment(**changes), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        )  # fmt: skip
+
+    def resolve(self, reference: str, *, weights: bool = True, **changes: str) -> dict[str, Any]:
+        """Return what `reference` is found to be, or {"error": …}."""
+        return result_of(self.start(reference, weights=weights, **changes))
+
+    def cached(self, repository: str) -> Path:
+        """Return the repository's folder in the cache."""
+        return self.home / "hub" / f"models--{repository.replace('/', '--')}"
+
+
+def result_of(process: subprocess.Popen[str]) -> dict[str, Any]:
+    """Wait for a process of `HubClient.start`; its log is under "log"."""
+    output, log = process.communicate(timeout=TIMEOUT_S)
+    assert process.returncode == 0, log
+    result: dict[str, Any] = json.loads(output)
+    return {**result, "log": log}
+
+
+def main(reference: str, weights: str) -> None:
+    """Write what is found as JSON."""
+    configure_logging("worker", LogSettings(format="json"))
+    try:
+        files = resolve(reference, weights=bool(int(weights)))
+        found = {"path": str(files.path), "kind": files.kind.value, "name": files.name}
+    except ConfigurationError as error:
+        found = {"error": str(error)}
+    json.dump({**found, "imports_hub": "huggingface_hub" in sys.modules}, sys.stdout)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
