@@ -11,39 +11,35 @@ from starlette.middleware.cors import CORSMiddleware
 
 from common.errors import PandoError
 from common.types import ErrorCode
-from gateway.api import (
-    administration,
-    chat,
-    completions,
-    embeddings,
-    messages,
-    models,
-    native,
-    operations,
-    responses,
-    sessions,
-    tokenization,
-)
-from gateway.api.schema import describe
-from gateway.body import ClientGoneError
-from gateway.errors import HttpError, error_response, http_error_response
-from gateway.middleware import CLIENT_GONE_STATUS, REFUSAL, RequestContext, add_headers
+from gateway.endpoints import administration, models, tokenization
+from gateway.endpoints import health as operations
+from gateway.endpoints.chat import route as chat
+from gateway.endpoints.chat.schema import ChatCompletionBody
+from gateway.endpoints.completions import route as completions
+from gateway.endpoints.completions.schema import CompletionBody
+from gateway.endpoints.embeddings import route as embeddings
+from gateway.endpoints.embeddings.schema import EmbeddingBody, RerankBody, ScoreBody
+from gateway.endpoints.messages import route as messages
+from gateway.endpoints.messages.schema import MessagesBody
+from gateway.endpoints.native import route as native
+from gateway.endpoints.native import sessions
+from gateway.endpoints.native.schema import AbortBody, GenerateBody
+from gateway.endpoints.native.session_schema import CloseSessionBody, OpenSessionBody
+from gateway.endpoints.openapi import describe
+from gateway.endpoints.responses import route as responses
+from gateway.endpoints.responses.schema import ResponseBody
+from gateway.endpoints.tokenization_schema import DetokenizeBody, TokenizeChatBody, TokenizeTextBody
 from gateway.quotas.quotas import LimitedError
-from gateway.schemas.anthropic import MessagesBody
-from gateway.schemas.chat import ChatCompletionBody
-from gateway.schemas.completions import CompletionBody
-from gateway.schemas.embeddings import EmbeddingBody, RerankBody, ScoreBody
-from gateway.schemas.native import AbortBody, GenerateBody
-from gateway.schemas.responses import ResponseBody
-from gateway.schemas.sessions import CloseSessionBody, OpenSessionBody
-from gateway.schemas.tokenization import DetokenizeBody, TokenizeChatBody, TokenizeTextBody
+from gateway.server.body import ClientGoneError
+from gateway.server.errors import HttpError, error_response, http_error_response
+from gateway.server.middleware import CLIENT_GONE_STATUS, REFUSAL, RequestContext, add_headers
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from fastapi.telemetry import TelemetryConfig
 
-    from gateway.api.context import Context
+    from gateway.endpoints.context import Context
 
 # Response headers that browser scripts may read in addition to the CORS-safelisted ones.
 SHOWN_TO_PAGES = (

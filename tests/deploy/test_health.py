@@ -10,7 +10,7 @@ import pytest
 from common.rpc.server import RpcServer
 from common.settings import GatewaySettings, RpcSettings, SchedulerSettings, Settings
 from deploy.health import is_healthy, local
-from gateway.probes import ProbeServer
+from gateway.server.probes import ProbeServer
 from tests.gateway.support import gateway_saying
 
 if TYPE_CHECKING:

@@ -15,20 +15,20 @@ from openai.types.embedding_create_params import EmbeddingCreateParams as OpenAi
 from openai.types.responses.response_create_params import ResponseCreateParamsNonStreaming as OpenAiResponse
 from openai.types.shared_params.reasoning_effort import ReasoningEffort
 
-from gateway.schemas import refusals
-from gateway.schemas.anthropic import MessagesBody
-from gateway.schemas.chat import ChatCompletionBody, Effort
-from gateway.schemas.completions import CompletionBody
-from gateway.schemas.embeddings import EmbeddingBody, RerankBody, ScoreBody
-from gateway.schemas.native import GenerateBody, NativeSampling
-from gateway.schemas.responses import ResponseBody
+from gateway.endpoints import refusals
+from gateway.endpoints.chat.schema import ChatCompletionBody, Effort
+from gateway.endpoints.completions.schema import CompletionBody
+from gateway.endpoints.embeddings.schema import EmbeddingBody, RerankBody, ScoreBody
+from gateway.endpoints.messages.schema import MessagesBody
+from gateway.endpoints.native.schema import GenerateBody, NativeSampling
+from gateway.endpoints.responses.schema import ResponseBody
 from tests.gateway.support import HELLO, error_of, gateway_saying
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from gateway.schemas.parse import Schema
-    from gateway.schemas.refusals import Refusal
+    from gateway.endpoints.refusals import Refusal
+    from gateway.endpoints.schema import Schema
 
 TABLE = Path(__file__).parents[2] / "gateway" / "API.md"
 

@@ -7,7 +7,7 @@ import pytest
 
 from common.deltas import Delta, PromptUsage
 from common.requests import TokenPrompt
-from gateway import responses
+from gateway.delivery import deliveries as responses
 from tests.fakes.pipeline import STOP, Event, logprob, says
 from tests.gateway.support import error_of, events, faked, gateway_saying
 

@@ -8,8 +8,8 @@ import subprocess
 import sys
 from typing import TYPE_CHECKING
 
-from gateway import body, connections
-from gateway.connections import notice_dead_peers
+from gateway.server import body, connections
+from gateway.server.connections import notice_dead_peers
 from tests.gateway.listening import listening
 from tests.gateway.support import gateway_saying
 

@@ -24,7 +24,7 @@ from common.types import (
     RequestFailure,
     RequestId,
 )
-from gateway.generations import EMBEDDING_WINDOW
+from gateway.generation.generations import EMBEDDING_WINDOW
 from tests.fakes.pipeline import CARD, rejects
 from tests.gateway.support import FakedGateway, error_of, faked
 from tests.gateway.test_openai_sdk import sdk

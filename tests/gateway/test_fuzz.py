@@ -10,16 +10,16 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from common.types import ReplyTo, SubscriberId
+from gateway.endpoints.chat.schema import ChatCompletionBody
+from gateway.endpoints.completions.schema import CompletionBody
+from gateway.endpoints.embeddings.schema import EmbeddingBody, RerankBody, ScoreBody
 from gateway.pipeline.wire import generate_to_wire
-from gateway.schemas.chat import ChatCompletionBody
-from gateway.schemas.completions import CompletionBody
-from gateway.schemas.embeddings import EmbeddingBody, RerankBody, ScoreBody
 from tests.gateway.support import HELLO, FakedGateway, gateway_saying
 
 if TYPE_CHECKING:
     import httpx
 
-    from gateway.schemas.parse import Schema
+    from gateway.endpoints.schema import Schema
 
 CHAT_FIELDS = [*sorted(ChatCompletionBody.model_fields), "response_format", "tool_choice", "functions", "best_of"]
 COMPLETION_FIELDS = [*sorted(CompletionBody.model_fields), "suffix", "best_of", "response_format"]

@@ -13,8 +13,8 @@ import pytest
 
 from common.errors import ConfigurationError
 from common.settings import GatewaySettings
-from gateway.https import HttpsFiles, https_files, keep_renewing
-from gateway.probes import ProbeServer
+from gateway.server.https import HttpsFiles, https_files, keep_renewing
+from gateway.server.probes import ProbeServer
 from tests.fakes.certificates import Authority, Identity
 from tests.gateway.listening import listening
 from tests.gateway.support import gateway_saying

@@ -7,7 +7,7 @@ from common.deltas import Delta, PromptUsage
 from common.requests import GenerateRequest
 from common.sampling import choice_seed
 from common.types import Finish, FinishReason, RequestId, Resume, SamplingParams, StopConditions, Subject, View
-from gateway.journal import ChoiceRecord, Journal, JournalEntry, Verdict
+from gateway.generation.journal import ChoiceRecord, Journal, JournalEntry, Verdict
 
 ID = RequestId("cmpl-1")
 

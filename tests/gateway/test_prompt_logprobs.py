@@ -10,7 +10,7 @@ import pytest
 from common.deltas import Delta, LogprobText, PromptLogprobsText, TokenText
 from common.prompt_logprobs import PromptLogprobs
 from common.types import Admission, ErrorCode, Finish, FinishReason, RequestFailure, RequestId
-from gateway.generation import MAX_PROMPT_VALUES
+from gateway.generation.generation import MAX_PROMPT_VALUES
 from tests.fakes.pipeline import LENGTH, PROMPT
 from tests.gateway.support import FakedGateway, faked
 

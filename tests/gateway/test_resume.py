@@ -24,10 +24,10 @@ from common.types import (
     Subject,
     View,
 )
-from gateway.generation import Generation
-from gateway.journal import ChoiceRecord, JournalEntry
+from gateway.generation.generation import Generation
+from gateway.generation.journal import ChoiceRecord, JournalEntry
+from gateway.generation.resume import ResumePolicy
 from gateway.metrics import GatewayMetrics
-from gateway.resume import ResumePolicy
 from tests.fakes.pipeline import LENGTH, STOP, FakePipeline
 
 ID = RequestId("cmpl-1")

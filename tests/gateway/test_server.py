@@ -8,7 +8,7 @@ import pytest
 
 from common.deltas import Delta
 from common.errors import ConfigurationError
-from gateway.server import HttpServer
+from gateway.server.http_server import HttpServer
 from tests.fakes.pipeline import STOP
 from tests.gateway.listening import listening
 from tests.gateway.support import HELLO, faked, gateway_saying

@@ -9,9 +9,9 @@ import pytest
 
 from common.errors import InvalidRequestError
 from common.grammars import GrammarKind
-from gateway.schemas.completions import CompletionBody
-from gateway.schemas.parse import parse
-from gateway.schemas.responses import ResponseBody
+from gateway.endpoints.completions.schema import CompletionBody
+from gateway.endpoints.responses.schema import ResponseBody
+from gateway.endpoints.schema import parse
 from tests.gateway.support import HELLO
 
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}

@@ -205,7 +205,7 @@ def test_a_gateway_without_keys_answers_for_the_names_it_has_in_the_cluster() ->
 
 
 def test_the_gateways_probes_are_its_routes() -> None:
-    from gateway.api import operations
+    from gateway.endpoints import health as operations
 
     routes = {getattr(route, "path", "") for route in operations.create_router(None).routes}  # type: ignore[arg-type]  # only names are asked for
     probes = container(pods(render({}))["gateway"])
