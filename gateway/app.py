@@ -23,12 +23,11 @@ from gateway.endpoints.messages import route as messages
 from gateway.endpoints.messages.schema import MessagesBody
 from gateway.endpoints.native import route as native
 from gateway.endpoints.native import sessions
-from gateway.endpoints.native.schema import AbortBody, GenerateBody
-from gateway.endpoints.native.session_schema import CloseSessionBody, OpenSessionBody
+from gateway.endpoints.native.schema import AbortBody, CloseSessionBody, GenerateBody, OpenSessionBody
 from gateway.endpoints.openapi import describe
 from gateway.endpoints.responses import route as responses
 from gateway.endpoints.responses.schema import ResponseBody
-from gateway.endpoints.tokenization_schema import DetokenizeBody, TokenizeChatBody, TokenizeTextBody
+from gateway.endpoints.tokenization import DetokenizeBody, TokenizeChatBody, TokenizeTextBody
 from gateway.quotas.quotas import LimitedError
 from gateway.server.body import ClientGoneError
 from gateway.server.errors import HttpError, error_response, http_error_response

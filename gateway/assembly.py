@@ -14,13 +14,11 @@ from gateway.app import create_app
 from gateway.backends import Backends
 from gateway.endpoints.context import Context, Limits
 from gateway.generation.generations import Generations
-from gateway.generation.journal import Journal
-from gateway.generation.resume import ResumePolicy
+from gateway.generation.journal import Journal, ResumePolicy
 from gateway.identity.identity import Identity, Keyless
 from gateway.identity.keys import KeyRing, load_keys
 from gateway.identity.proxies import TrustedProxy, parse_networks
-from gateway.identity.signing_keys import open_signing_keys
-from gateway.identity.tokens import SignedTokens, TokenRules
+from gateway.identity.tokens import SignedTokens, TokenRules, open_signing_keys
 from gateway.metrics import GatewayMetrics
 from gateway.model_services import open_models
 from gateway.pipeline.model_pipelines import ModelPipelines

@@ -1,29 +1,22 @@
-"""Responses of generations: server-sent events, or one body."""
+"""Delivery of a generation to its client: as server-sent events, as one body, or as one body rendered piecewise."""
 
 from __future__ import annotations
 
 import asyncio
 from typing import TYPE_CHECKING, Protocol
 
-from starlette.responses import Response
-
 from common.errors import RequestFailedError
 from common.types import ErrorCode, RequestFailure
-from gateway.delivery.watch import ClientWatch
-from gateway.endpoints.prompt_logprobs import PromptScores
-from gateway.endpoints.shapes import WholeChoice, collect, count_logprobs
-from gateway.server.middleware import add_headers
+from gateway.delivery.collecting import PromptScores, WholeChoice, collect, count_logprobs
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Sequence
+    from collections.abc import Awaitable, Callable, Iterator, Sequence
 
-    from starlette.types import Receive, Scope, Send
+    from starlette.types import Send
 
-    from common.requests import GenerateRequest
-    from gateway.endpoints.shapes import StreamRenderer, WholeRenderer
-    from gateway.generation.generation import Generation
-    from gateway.generation.generations import Generations
-    from gateway.quotas.quotas import Lease
+    from common.errors import PandoError
+    from gateway.generation.generation import Generation, Usage
+    from gateway.generation.journal import ChoiceUpdate
 
 EVENT_STREAM_HEADERS = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
@@ -40,75 +33,12 @@ TOO_MANY_VALUES = RequestFailure(
 )
 # A comment in the event stream format, which clients ignore.
 KEEP_ALIVE = b": keep-alive\n\n"
+# The event loop gets control after rendering this much, which takes a few milliseconds.
+PIECE_BYTES = 256 * 1024
 
 
 async def end_at_once() -> None:
     """The default `before_end`: nothing to wait for."""
-
-
-class Delivery(Protocol):
-    """Sends a generation's output to its client."""
-
-    async def deliver(self, generation: Generation, send: Send) -> None:
-        """Send the whole response.
-
-        Raises:
-            RequestFailedError: the request failed before anything was sent.
-        """
-
-
-class GenerationResponse(Response):
-    """Submits the prompts, delivers the result, and aborts all of them when the client disconnects."""
-
-    def __init__(
-        self,
-        generations: Generations,
-        requests: Sequence[GenerateRequest],
-        delivery: Delivery,
-        take: Callable[[], Awaitable[Lease]],
-        buffer_bytes: int | None = None,
-    ) -> None:
-        """Prepare to submit `requests`; `take` charges them to the quotas first.
-
-        At most about `buffer_bytes` of their text wait for a slow client.
-        """
-        super().__init__()
-        self._take = take
-        self._generations = generations
-        self._requests = requests
-        self._delivery = delivery
-        self._buffer_bytes = buffer_bytes
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Serve the client.
-
-        Raises:
-            PandoError: the requests were refused, or failed before anything was sent.
-        """
-        lease = await self._take()
-        add_headers(scope, lease.headers())
-        used_tokens = 0
-        try:
-            generation = self._generations.open(self._requests, buffer_bytes=self._buffer_bytes)
-            try:
-                await self._serve(generation, receive, send)
-            finally:
-                used_tokens = generation.usage.prompt_tokens + generation.usage.completion_tokens
-        finally:
-            lease.settle(used_tokens)
-
-    async def _serve(self, generation: Generation, receive: Receive, send: Send) -> None:
-        watch = ClientWatch(receive)
-        generation.on_overflow = watch.cut
-        cause = None
-        try:
-            async with watch:
-                await self._delivery.deliver(generation, send)
-        except asyncio.CancelledError:
-            cause = "shutdown"
-            raise
-        finally:
-            self._generations.close(generation, "disconnect" if watch.gone else cause)
 
 
 class StreamDelivery:
@@ -194,3 +124,54 @@ class WholeDelivery:
         headers = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(body))]
         await send({"type": "http.response.start", "status": 200, "headers": headers})
         await send({"type": "http.response.body", "body": body, "more_body": False})
+
+
+class PiecewiseDelivery:
+    """Collects all updates, renders them piecewise so that other tasks can run in between, and sends one body."""
+
+    def __init__(self, renderer: PiecewiseRenderer) -> None:
+        self._renderer = renderer
+
+    async def deliver(self, generation: Generation, send: Send) -> None:
+        """Wait for the end of all choices and send them; see `Delivery`."""
+        choices = [WholeChoice() for entry in generation.entries for _ in entry.choices]
+        while (updates := await generation.next_updates()) is None or updates:
+            collect(updates or (), choices)
+        pieces, written = [], 0
+        for piece in self._renderer.pieces(choices, generation.usage):
+            pieces.append(piece)
+            written += len(piece)
+            if written > PIECE_BYTES:
+                written = 0
+                await asyncio.sleep(0)
+        body = b"".join(pieces)
+        headers = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(body))]
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
+        await send({"type": "http.response.body", "body": body, "more_body": False})
+
+
+class StreamRenderer(Protocol):
+    """Renders the events of one stream."""
+
+    def events(self, update: ChoiceUpdate) -> bytes:
+        """Return the events for one update; empty if they would contain nothing new."""
+
+    def ending(self, usage: Usage) -> bytes:
+        """Return the events after the last update, including the end mark."""
+
+    def failure(self, error: PandoError) -> bytes:
+        """Return the event for a failure during the stream, including the end mark."""
+
+
+class WholeRenderer(Protocol):
+    """Renders a response as one body."""
+
+    def body(self, choices: Sequence[WholeChoice], usage: Usage) -> bytes:
+        """Return the JSON body."""
+
+
+class PiecewiseRenderer(Protocol):
+    """Renders a long response in pieces, each of which takes a short time."""
+
+    def pieces(self, choices: Sequence[WholeChoice], usage: Usage) -> Iterator[bytes]:
+        """Yield the JSON body."""

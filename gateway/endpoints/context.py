@@ -11,11 +11,10 @@ from typing import TYPE_CHECKING
 from common.errors import PermissionDeniedError
 from common.requests import GenerateRequest
 from common.types import RequestId
-from gateway.delivery.deliveries import GenerationResponse, StreamDelivery, WholeDelivery, end_at_once
-from gateway.delivery.piecewise import PiecewiseDelivery
+from gateway.delivery.deliveries import PiecewiseDelivery, StreamDelivery, WholeDelivery, end_at_once
+from gateway.delivery.response import GenerationResponse
 from gateway.endpoints.shapes import ResponseHead
-from gateway.estimates import announced_tokens, prompt_tokens
-from gateway.quotas.quotas import Charge
+from gateway.quotas.quotas import Charge, announced_tokens, prompt_tokens
 from gateway.server.body import read_object
 from gateway.server.middleware import TENANT, add_headers
 from gateway.server.trace import trace_of
@@ -28,10 +27,10 @@ if TYPE_CHECKING:
     from common.requests import ChatPrompt, Prompt
     from common.types import Subject
     from gateway.backends import Backend, Backends
-    from gateway.delivery.deliveries import Delivery
+    from gateway.delivery.deliveries import PiecewiseRenderer, StreamRenderer, WholeRenderer
+    from gateway.delivery.response import Delivery
     from gateway.endpoints.chat.schema import ChatCompletionBody
     from gateway.endpoints.completions.schema import CompletionBody
-    from gateway.endpoints.shapes import PiecewiseRenderer, StreamRenderer, WholeRenderer
     from gateway.generation.generations import Generations
     from gateway.identity.caller import Caller, Requester
     from gateway.identity.identity import Identity
@@ -40,7 +39,6 @@ if TYPE_CHECKING:
     from gateway.quotas.quotas import Lease, Quotas
     from gateway.state.aborts import Aborts
     from gateway.stored_responses.store import ResponseStore
-
 
 NO_ADMINISTRATOR = (
     "This needs an administrator's credential; where neither API keys nor tokens are configured, a direct connection "

@@ -2,28 +2,20 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Protocol
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from common.types import FinishReason
 from gateway.server.errors import error_event
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
-
     from common.deltas import LogprobText, TokenText
     from common.errors import PandoError
-    from common.types import Finish
-    from gateway.endpoints.prompt_logprobs import PromptScores
+    from gateway.delivery.collecting import PromptScores
     from gateway.generation.generation import Usage
-    from gateway.generation.journal import ChoiceUpdate
 
 DONE = b"data: [DONE]\n\n"
-
 # JSON has no infinity; OpenAI's API returns this value for an impossible token.
 LEAST_LOGPROB = -9999.0
-
-FINISH_REASONS = {FinishReason.STOP: "stop", FinishReason.LENGTH: "length"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,79 +28,9 @@ class ResponseHead:
     fingerprint: str
 
 
-@dataclass(slots=True)
-class WholeChoice:
-    """A choice that is collected until the response is sent as one body."""
-
-    text: list[str] = field(default_factory=list)
-    logprobs: list[LogprobText] = field(default_factory=list)
-    finish_reason: str = "stop"
-    matched_stop: int | str | None = None
-    # See `Finish`.
-    embedding: bytes | None = None
-    # Number of tokens of each entry of `text`.
-    tokens: list[int] = field(default_factory=list)
-    token_ids: list[int] = field(default_factory=list)
-    # Shared by all choices of a prompt.
-    prompt: PromptScores | None = None
-
-
-class StreamRenderer(Protocol):
-    """Renders the events of one stream."""
-
-    def events(self, update: ChoiceUpdate) -> bytes:
-        """Return the events for one update; empty if they would contain nothing new."""
-
-    def ending(self, usage: Usage) -> bytes:
-        """Return the events after the last update, including the end mark."""
-
-    def failure(self, error: PandoError) -> bytes:
-        """Return the event for a failure during the stream, including the end mark."""
-
-
-class PiecewiseRenderer(Protocol):
-    """Renders a long response in pieces, each of which takes a short time."""
-
-    def pieces(self, choices: Sequence[WholeChoice], usage: Usage) -> Iterator[bytes]:
-        """Yield the JSON body."""
-
-
-class WholeRenderer(Protocol):
-    """Renders a response as one body."""
-
-    def body(self, choices: Sequence[WholeChoice], usage: Usage) -> bytes:
-        """Return the JSON body."""
-
-
 def failed_stream(error: PandoError) -> bytes:
     """Return the event for a failure during the stream, and the end mark."""
     return b"data: " + error_event(error) + b"\n\n" + DONE
-
-
-def collect(updates: Iterable[ChoiceUpdate], choices: Sequence[WholeChoice]) -> None:
-    """Add `updates` to their choices."""
-    for update in updates:
-        choice = choices[update.index]
-        choice.text.append(update.text)
-        choice.tokens.append(update.tokens)
-        choice.token_ids.extend(update.token_ids)
-        choice.logprobs.extend(update.logprobs)
-        if update.prompt_logprobs is not None and choice.prompt is not None:
-            choice.prompt.add(update.prompt_logprobs)
-        if update.finish is not None:
-            choice.finish_reason = FINISH_REASONS[update.finish.reason]
-            choice.matched_stop = matched_stop(update.finish)
-            choice.embedding = update.finish.embedding
-
-
-def count_logprobs(updates: Iterable[ChoiceUpdate]) -> int:
-    """Return the number of log probabilities of generated tokens in `updates`."""
-    return sum(1 + len(entry.top) + len(entry.asked) for update in updates for entry in update.logprobs)
-
-
-def matched_stop(finish: Finish) -> int | str | None:
-    """Return the stop token or text that ended a choice; None if the model ended it."""
-    return finish.matched_text if finish.matched_token_id is None else finish.matched_token_id
 
 
 def usage_object(usage: Usage, reasoning_tokens: int = 0) -> dict[str, object]:
@@ -133,3 +55,21 @@ def token_string(token: TokenText) -> str:
 def finite_logprob(token: TokenText) -> float:
     """Return the log probability, limited to values that JSON can represent."""
     return max(token.logprob, LEAST_LOGPROB)
+
+
+def by_id(scores: PromptScores, top: int) -> list[object]:
+    """Return them in vLLM's shape: for each token an object keyed by id, null for the first."""
+    nothing: list[object] = [None] if scores.lead else []
+    return nothing + [_ids_object(entry, top) for entry in scores.entries]
+
+
+def _ids_object(entry: LogprobText, top: int) -> dict[str, object]:
+    ranked = [(token, rank) for rank, token in enumerate(entry.top[:top], 1)]
+    return {
+        str(token.token_id): {
+            "logprob": finite_logprob(token),
+            "rank": rank,
+            "decoded_token": token.text.decode("utf-8", "replace"),
+        }
+        for token, rank in (*ranked, (entry.token, entry.rank))
+    }

@@ -7,18 +7,42 @@ from typing import TYPE_CHECKING
 import orjson
 from fastapi import APIRouter, Request, Response
 
+from gateway.endpoints.chat.schema import Conversation
+from gateway.endpoints.generation_fields import TokenId  # noqa: TC001  (pydantic reads it at run time)
 from gateway.endpoints.openapi import documented
 from gateway.endpoints.plain_route import PlainRoute
-from gateway.endpoints.schema import parse
-from gateway.endpoints.tokenization_schema import DetokenizeBody, TokenizeChatBody, TokenizeTextBody
-from gateway.estimates import prompt_tokens
+from gateway.endpoints.schema import Schema, parse
 from gateway.identity.caller import identify
+from gateway.quotas.quotas import prompt_tokens
 
 if TYPE_CHECKING:
     from common.types import Subject
     from gateway.backends import Backend
     from gateway.endpoints.context import Context
     from gateway.pipeline.messages import Tokenization
+
+
+class TokenizeTextBody(Schema):
+    """A text to encode."""
+
+    model: str | None = None
+    prompt: str
+    add_special_tokens: bool | None = None
+    return_token_strs: bool | None = None
+
+
+class TokenizeChatBody(Conversation):
+    """A conversation to render and encode."""
+
+    model: str | None = None
+
+
+class DetokenizeBody(Schema):
+    """Ids to decode."""
+
+    model: str | None = None
+    tokens: list[TokenId]
+    skip_special_tokens: bool | None = None
 
 
 def create_router(context: Context) -> APIRouter:

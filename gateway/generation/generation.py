@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from common.deltas import PromptUsage
+from common.errors import RequestFailedError
 from common.logs import get_logger
 from common.types import ErrorCode, Finish, FinishReason, RequestFailure, RequestId
 from gateway.generation.journal import Verdict
-from gateway.generation.outbox import Outbox
 from gateway.metrics import Pace
 
 if TYPE_CHECKING:
@@ -19,11 +19,13 @@ if TYPE_CHECKING:
 
     from common.deltas import Delta
     from common.types import Admission
-    from gateway.generation.journal import ChoiceRecord, ChoiceUpdate, JournalEntry
-    from gateway.generation.resume import ResumePolicy
+    from gateway.generation.journal import ChoiceRecord, ChoiceUpdate, JournalEntry, ResumePolicy
     from gateway.metrics import GatewayMetrics
     from gateway.pipeline.port import Pipeline
 
+# Rough memory of a waiting update in addition to its text, and of one log probability entry.
+UPDATE_BYTES = 200
+LOGPROB_BYTES = 400
 STUCK = RequestFailure(ErrorCode.TIMEOUT, "the client does not read its stream")
 MISFIT = RequestFailure(ErrorCode.UNAVAILABLE, "tokens were lost on the way", retryable=True)
 # Log probabilities of prompts that one response may contain: some 15 MB of JSON, rendered in half a second. The
@@ -296,3 +298,71 @@ def _failure_of(finish: Finish | None) -> RequestFailure | None:
     if finish.reason is FinishReason.ABORT:
         return RequestFailure(ErrorCode.UNAVAILABLE, "the request was aborted by an operator", retryable=False)
     return None
+
+
+class Outbox:
+    """Connects the pipeline, which puts updates at any time, with the one reader that takes them."""
+
+    def __init__(self, limit_bytes: int | None) -> None:
+        """`limit_bytes` None sets no limit."""
+        self._limit_bytes = limit_bytes
+        self._bytes = 0
+        self._updates: list[ChoiceUpdate] = []
+        self._ended = False
+        self._is_nudged = False
+        self._failure: RequestFailure | None = None
+        self._waiter: asyncio.Future[None] | None = None
+
+    @property
+    def is_over_limit(self) -> bool:
+        """Whether more bytes wait for the reader than the limit allows."""
+        return self._limit_bytes is not None and self._bytes > self._limit_bytes
+
+    def put(self, update: ChoiceUpdate) -> None:
+        self._updates.append(update)
+        self._bytes += UPDATE_BYTES + len(update.text) + LOGPROB_BYTES * len(update.logprobs)
+        if update.prompt_logprobs is not None:
+            self._bytes += LOGPROB_BYTES * len(update.prompt_logprobs.entries)
+        self._wake()
+
+    def end(self, failure: RequestFailure | None = None) -> None:
+        """Mark the end of updates, with the failure that caused it, if any."""
+        self._ended = True
+        self._failure = failure
+        self._wake()
+
+    def clear(self) -> None:
+        """Drop all waiting updates."""
+        self._updates.clear()
+        self._bytes = 0
+
+    def nudge(self) -> None:
+        """Wake the reader even if there is no update."""
+        self._is_nudged = True
+        self._wake()
+
+    async def take(self) -> Sequence[ChoiceUpdate] | None:
+        """Wait for updates and return all that are pending; empty at the end, None after a nudge.
+
+        Raises:
+            RequestFailedError: the outbox ended with a failure, and all updates before it have been taken.
+        """
+        while not self._updates:
+            if self._failure is not None:
+                raise RequestFailedError(self._failure)
+            if self._ended:
+                return ()
+            if self._is_nudged:
+                self._is_nudged = False
+                return None
+            self._waiter = asyncio.get_running_loop().create_future()
+            try:
+                await self._waiter
+            finally:
+                self._waiter = None
+        updates, self._updates, self._bytes = self._updates, [], 0
+        return updates
+
+    def _wake(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)

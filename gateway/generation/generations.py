@@ -19,8 +19,7 @@ if TYPE_CHECKING:
 
     from common.requests import GenerateRequest
     from common.types import Subject, View
-    from gateway.generation.journal import Journal
-    from gateway.generation.resume import ResumePolicy
+    from gateway.generation.journal import Journal, ResumePolicy
     from gateway.metrics import GatewayMetrics
     from gateway.pipeline.port import Pipeline
 

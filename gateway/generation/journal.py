@@ -1,4 +1,4 @@
-"""The journal: the tokens and text of each open request that its client has received, to resume it after a failure."""
+"""The journal: the tokens and text that each client has received, and when an interrupted choice is resumed."""
 
 from __future__ import annotations
 
@@ -8,13 +8,14 @@ from enum import Enum
 from typing import TYPE_CHECKING
 
 from common.sampling import choice_seed
-from common.types import Finish, FinishReason, RequestId, Resume
+from common.types import ErrorCode, Finish, FinishReason, RequestId, Resume
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from common.deltas import Delta, LogprobText, PromptLogprobsText, PromptUsage
     from common.requests import GenerateRequest
+    from common.types import RequestFailure
 
 
 @dataclass(frozen=True, slots=True)
@@ -213,3 +214,40 @@ class Journal:
 
     def __iter__(self) -> Iterator[JournalEntry]:
         return iter(self._entries.values())
+
+
+@dataclass(frozen=True, slots=True)
+class ResumePolicy:
+    """Limits on resubmission while parts of the pipeline are unavailable.
+
+    A request that was never admitted waits only `admission_deadline_s`: its client has seen no output and can go
+    elsewhere. An admitted one may wait `deadline_s` for its next token and fail `attempts` times in all, so that a
+    request that crashes its worker does not do so forever.
+    """
+
+    attempts: int = 5
+    deadline_s: float = 60.0
+    admission_deadline_s: float = 10.0
+    first_delay_s: float = 0.05
+    max_delay_s: float = 0.5
+
+    def delay(self, choice: ChoiceRecord, failure: RequestFailure, now: float) -> float | None:
+        """Return the seconds until `choice` is submitted again after `failure`; None to give up.
+
+        `now` and `choice.interrupted_at` are readings of the same monotonic clock, in seconds.
+        """
+        if not _passes_by_waiting(choice, failure) or choice.failures > self.attempts:
+            return None
+        since = now if choice.interrupted_at is None else choice.interrupted_at
+        limit = self.deadline_s if choice.was_admitted else self.admission_deadline_s
+        delay = min(self.first_delay_s * 2.0 ** min(choice.tries, 16), self.max_delay_s)
+        return delay if now + delay <= since + limit else None
+
+
+def _passes_by_waiting(choice: ChoiceRecord, failure: RequestFailure) -> bool:
+    if not failure.retryable:
+        return False
+    if failure.code is ErrorCode.QUEUE_FULL:
+        # A new request is refused with a retry hint; an admitted one keeps trying.
+        return choice.was_admitted
+    return failure.code is ErrorCode.UNAVAILABLE

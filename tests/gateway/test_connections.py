@@ -1,4 +1,4 @@
-"""Clients that are slow, silent or gone, on real connections."""
+"""Clients that are slow, silent or gone, on real http_server."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ import subprocess
 import sys
 from typing import TYPE_CHECKING
 
-from gateway.server import body, connections
-from gateway.server.connections import notice_dead_peers
+from gateway.server import body, http_server
+from gateway.server.http_server import notice_dead_peers
 from tests.gateway.listening import listening
 from tests.gateway.support import gateway_saying
 
@@ -30,7 +30,7 @@ async def until_closed(reader: asyncio.StreamReader) -> bytes:
 
 
 async def test_headers_that_never_end_are_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(connections, "HEADER_S", 0.1)
+    monkeypatch.setattr(http_server, "HEADER_S", 0.1)
     async with listening(gateway_saying("x")) as port:
         for beginning in (b"", b"POST /v1/comp", request_head(5)[:-4]):
             reader, writer = await asyncio.open_connection("127.0.0.1", port)
@@ -42,7 +42,7 @@ async def test_headers_that_never_end_are_not_waited_for(monkeypatch: pytest.Mon
 async def test_a_request_that_takes_long_is_not_taken_for_headers_that_never_end(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(connections, "HEADER_S", 0.5)
+    monkeypatch.setattr(http_server, "HEADER_S", 0.5)
     gateway = gateway_saying("a", "b", "c")
     gateway.pipeline.pause_s = 0.2
     async with listening(gateway) as port:
@@ -102,14 +102,14 @@ async def test_what_answers_get_answers_head_without_a_body() -> None:
 
 def test_the_process_may_have_more_connections_than_shells_allow() -> None:
     program = (
-        "import resource; from gateway.connections import allow_many_connections as allow\n"
+        "import resource; from gateway.server.http_server import allow_many_connections as allow\n"
         "_, hard = resource.getrlimit(resource.RLIMIT_NOFILE)\n"
         "resource.setrlimit(resource.RLIMIT_NOFILE, (100, hard))\n"
         "print(allow(), allow(), hard)"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     first, second, hard = map(int, done.stdout.split())
-    assert first == second == (min(hard, connections.MAX_FILES) if hard >= 0 else connections.MAX_FILES)
+    assert first == second == (min(hard, http_server.MAX_FILES) if hard >= 0 else http_server.MAX_FILES)
 
 
 def test_accepted_connections_ask_whether_the_other_end_is_there() -> None:

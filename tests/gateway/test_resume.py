@@ -25,8 +25,7 @@ from common.types import (
     View,
 )
 from gateway.generation.generation import Generation
-from gateway.generation.journal import ChoiceRecord, JournalEntry
-from gateway.generation.resume import ResumePolicy
+from gateway.generation.journal import ChoiceRecord, JournalEntry, ResumePolicy
 from gateway.metrics import GatewayMetrics
 from tests.fakes.pipeline import LENGTH, STOP, FakePipeline
 

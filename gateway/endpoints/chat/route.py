@@ -12,8 +12,7 @@ from common.errors import InvalidRequestError
 from gateway.backends import check_generates
 from gateway.endpoints import refusals
 from gateway.endpoints.chat.grammar import chat_grammar
-from gateway.endpoints.chat.parsed_render import ParsedChatStream, WholeParsedChat
-from gateway.endpoints.chat.render import ChatStream, WholeChat
+from gateway.endpoints.chat.render import ChatStream, ParsedChatStream, WholeChat, WholeParsedChat
 from gateway.endpoints.chat.schema import ChatCompletionBody
 from gateway.endpoints.openapi import documented
 from gateway.endpoints.plain_route import PlainRoute
@@ -23,8 +22,9 @@ from gateway.identity.caller import identify
 
 if TYPE_CHECKING:
     from common.requests import GenerateRequest
+    from gateway.delivery.deliveries import StreamRenderer, WholeRenderer
     from gateway.endpoints.context import Context
-    from gateway.endpoints.shapes import ResponseHead, StreamRenderer, WholeRenderer
+    from gateway.endpoints.shapes import ResponseHead
     from gateway.identity.caller import Requester
     from gateway.parsing.answers import Reading
     from gateway.pipeline.messages import ModelInfo

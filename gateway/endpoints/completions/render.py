@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
+import codecs
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import orjson
 
-from gateway.endpoints.prompt_logprobs import PromptScores, by_id, legacy_object, legacy_top
+from gateway.delivery.collecting import FINISH_REASONS, PromptScores, matched_stop
 from gateway.endpoints.shapes import (
     DONE,
-    FINISH_REASONS,
+    by_id,
     failed_stream,
     finite_logprob,
-    matched_stop,
     token_string,
     usage_object,
 )
@@ -23,7 +23,9 @@ if TYPE_CHECKING:
 
     from common.deltas import LogprobText
     from common.errors import PandoError
-    from gateway.endpoints.shapes import ResponseHead, WholeChoice, WholeRenderer
+    from gateway.delivery.collecting import WholeChoice
+    from gateway.delivery.deliveries import WholeRenderer
+    from gateway.endpoints.shapes import ResponseHead
     from gateway.generation.generation import Usage
     from gateway.generation.journal import ChoiceUpdate
 
@@ -232,3 +234,28 @@ def _common(head: ResponseHead) -> dict[str, object]:
         "model": head.model,
         "system_fingerprint": head.fingerprint,
     }
+
+
+def legacy_object(scores: PromptScores, top: int, echo: str) -> tuple[dict[str, list[object]], int]:
+    """Return them in the shape of completions, for a prompt echoed as `echo`, and the text offset after it."""
+    # A character that spans several tokens counts for its last token.
+    decoder = codecs.getincrementaldecoder("utf-8")("replace")
+    lengths = [len(decoder.decode(token.text)) for token in scores.tokens]
+    # Counted from the end, because the prompt's text may lack special tokens at its beginning.
+    offsets, end = [], len(echo)
+    for length in reversed(lengths):
+        end = max(end - length, 0)
+        offsets.append(end)
+    nothing: list[object] = [None] if scores.lead else []
+    shape: dict[str, list[object]] = {
+        "tokens": [token_string(token) for token in scores.tokens],
+        "token_logprobs": nothing + [finite_logprob(entry.token) for entry in scores.entries],
+        "top_logprobs": nothing + [legacy_top(entry, top) for entry in scores.entries],
+        "text_offset": list(reversed(offsets)),
+    }
+    return shape, len(echo)
+
+
+def legacy_top(entry: LogprobText, top: int) -> dict[str, float]:
+    """Return the most likely tokens, and the token itself even if it is not among them."""
+    return {token_string(token): finite_logprob(token) for token in (entry.token, *entry.top[:top])}

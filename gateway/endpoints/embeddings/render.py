@@ -14,7 +14,8 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from gateway.endpoints.shapes import ResponseHead, WholeChoice
+    from gateway.delivery.collecting import WholeChoice
+    from gateway.endpoints.shapes import ResponseHead
     from gateway.generation.generation import Usage
 
 

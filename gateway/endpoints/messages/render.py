@@ -7,16 +7,17 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import orjson
 
+from gateway.delivery.collecting import FINISH_REASONS, matched_stop
 from gateway.endpoints.blocks import Block, BlockKind, BlockWriter, Closed, Grown, Opened
-from gateway.endpoints.shapes import FINISH_REASONS, matched_stop
 from gateway.server.errors import SHAPES
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from common.errors import PandoError
+    from gateway.delivery.collecting import WholeChoice
     from gateway.endpoints.blocks import BlockEvent
-    from gateway.endpoints.shapes import ResponseHead, WholeChoice
+    from gateway.endpoints.shapes import ResponseHead
     from gateway.generation.generation import Usage
     from gateway.generation.journal import ChoiceUpdate
     from gateway.parsing.answers import Reading

@@ -10,15 +10,8 @@ import orjson
 
 from common.deltas import PromptUsage
 from common.types import FinishReason
-from gateway.endpoints.prompt_logprobs import (
-    PromptScores,
-    asked_triples,
-    native_asked,
-    native_top,
-    native_tops,
-    native_triples,
-)
-from gateway.endpoints.shapes import DONE, WholeChoice, collect, failed_stream, finite_logprob, matched_stop
+from gateway.delivery.collecting import PromptScores, WholeChoice, collect, matched_stop
+from gateway.endpoints.shapes import DONE, LEAST_LOGPROB, failed_stream, finite_logprob
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -137,3 +130,32 @@ def finish_of(finish: Finish, tokens: int) -> dict[str, object]:
 def _triple(entry: LogprobText) -> list[object]:
     token = entry.token
     return [finite_logprob(token), token.token_id, token.text.decode("utf-8", "replace")]
+
+
+def native_triples(scores: PromptScores) -> list[object]:
+    """Return them in SGLang's shape: log probability, id, text."""
+    tokens = [(None, scores.lead)] if scores.lead else []
+    pairs = [*tokens, *((finite_logprob(entry.token), entry.token) for entry in scores.entries)]
+    return [[value, token.token_id, token.text.decode("utf-8", "replace")] for value, token in pairs]
+
+
+def native_tops(scores: PromptScores) -> list[object]:
+    """Return the most likely tokens of each position in SGLang's shape."""
+    nothing: list[object] = [None] if scores.lead else []
+    return nothing + [native_top(entry) for entry in scores.entries]
+
+
+def native_top(entry: LogprobText) -> list[object]:
+    """Return the most likely tokens at one position."""
+    return [[finite_logprob(token), token.token_id, token.text.decode("utf-8", "replace")] for token in entry.top]
+
+
+def native_asked(scores: PromptScores, token_ids: Sequence[int]) -> list[object]:
+    """Return the log probabilities of `token_ids` at each position in SGLang's shape."""
+    nothing: list[object] = [None] if scores.lead else []
+    return nothing + [asked_triples(entry, token_ids) for entry in scores.entries]
+
+
+def asked_triples(entry: LogprobText, token_ids: Sequence[int]) -> list[object]:
+    """Return the log probabilities of `token_ids` at one position."""
+    return [[max(value, LEAST_LOGPROB), token_id, None] for value, token_id in zip(entry.asked, token_ids, strict=True)]

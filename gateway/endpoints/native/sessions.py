@@ -11,7 +11,7 @@ from fastapi import APIRouter, Request, Response
 from common.errors import InvalidRequestError
 from common.names import check_name
 from common.types import SessionWish
-from gateway.endpoints.native.session_schema import CloseSessionBody, OpenSessionBody
+from gateway.endpoints.native.schema import CloseSessionBody, OpenSessionBody
 from gateway.endpoints.openapi import documented
 from gateway.endpoints.plain_route import PlainRoute
 from gateway.endpoints.schema import parse

@@ -7,17 +7,17 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import orjson
 
+from gateway.delivery.collecting import FINISH_REASONS
 from gateway.endpoints.blocks import Block, BlockKind, BlockWriter, Closed, Grown, Opened
 from gateway.endpoints.chat.render import logprobs_object
-from gateway.endpoints.shapes import FINISH_REASONS
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from common.deltas import LogprobText
     from common.errors import PandoError
+    from gateway.delivery.collecting import WholeChoice
     from gateway.endpoints.blocks import BlockEvent
-    from gateway.endpoints.shapes import WholeChoice
     from gateway.generation.generation import Usage
     from gateway.generation.journal import ChoiceUpdate
     from gateway.parsing.answers import Reading
