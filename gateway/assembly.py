@@ -10,7 +10,7 @@ from common.limits import load_limits
 from common.reloading import Reloading
 from common.rpc.security import UNIX_ONLY
 from common.version import version
-from gateway.app import create_app
+from gateway.app import create_app, create_probe_app
 from gateway.backends import Backends
 from gateway.endpoints.context import Context, Limits
 from gateway.generation.generations import Generations
@@ -23,9 +23,8 @@ from gateway.metrics import GatewayMetrics
 from gateway.model_services import open_models
 from gateway.pipeline.model_pipelines import ModelPipelines
 from gateway.quotas.quotas import Quotas
-from gateway.server.http_server import HttpServer
+from gateway.server.http_server import HttpServer, ProbeServer
 from gateway.server.https import https_files
-from gateway.server.probes import ProbeServer
 from gateway.state.state import open_state
 
 if TYPE_CHECKING:
@@ -84,7 +83,7 @@ class Gateway:
         self._server = HttpServer(create_app(context, settings.cors_origins), settings.host, settings.port, https)
         asks_for_certificates = https is not None and https.clients is not None
         self._probes = (
-            ProbeServer(context, settings.host, security.probe_port)
+            ProbeServer(create_probe_app(context), settings.host, security.probe_port)
             if asks_for_certificates and security.probe_port is not None
             else None
         )

@@ -6,43 +6,47 @@ import asyncio
 from typing import TYPE_CHECKING, TypeVar
 
 import orjson
-from fastapi import APIRouter, Request, Response
+from fastapi import APIRouter, Depends, Request, Response
+from fastapi.responses import PlainTextResponse
 
 from common.errors import InvalidRequestError, UnavailableError
 from common.names import check_name
 from common.version import version
 from gateway.endpoints.health import readiness
-from gateway.endpoints.native.schema import AbortBody
-from gateway.endpoints.openapi import documented
-from gateway.endpoints.schema import parse
-from gateway.identity.caller import identify
+from gateway.endpoints.schema import Schema
+from gateway.identity.caller import Caller, identify
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Iterable, Iterator
+    from collections.abc import Iterable, Iterator
 
     from gateway.endpoints.context import Context
-
-    Endpoint = Callable[[Request], Awaitable[Response]]
 
 T = TypeVar("T")
 EXPOSITION_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 
-def create_router(context: Context) -> APIRouter:
-    """Return the routes."""
-    router = APIRouter()
+class AbortBody(Schema):
+    """The exact id of the request to abort, or all."""
 
-    @router.get("/metrics")
-    async def metrics(request: Request) -> Response:
+    rid: str | None = None
+    abort_all: bool | None = None
+
+
+def add_routes(router: APIRouter, context: Context) -> None:
+    """Add the routes."""
+    is_caller, is_admin = [Depends(context.caller)], [Depends(context.admin)]
+
+    @router.get("/metrics", dependencies=is_admin, response_class=PlainTextResponse)
+    async def metrics() -> Response:
         """Return all metrics in the Prometheus text format; at low traffic they reveal a request's token counts."""
-        await context.admin(request)
         return Response(context.metrics.exposition(), headers={"content-type": EXPOSITION_TYPE})
 
-    @router.get("/flush_cache", operation_id="flush_cache_by_get")
-    @router.post("/flush_cache", operation_id="flush_cache")
-    async def flush_cache(request: Request, model: str | None = None) -> Response:
+    @router.get(
+        "/flush_cache", operation_id="flush_cache_by_get", dependencies=is_admin, response_class=PlainTextResponse
+    )
+    @router.post("/flush_cache", operation_id="flush_cache", dependencies=is_admin, response_class=PlainTextResponse)
+    async def flush_cache(model: str | None = None) -> Response:
         """Drop cached prefixes that no running request needs, of all models or of one."""
-        await context.admin(request)
         chosen = (await context.models.find(model),) if model else context.models.all
         # Every model is flushed, even if another one fails.
         flushed = await asyncio.gather(
@@ -51,11 +55,9 @@ def create_router(context: Context) -> APIRouter:
         pages = sum(_raised(flushed))
         return Response(f"Cache flushed: {pages} pages.\n", media_type="text/plain")
 
-    @router.post("/abort_request", openapi_extra=documented(AbortBody))
-    async def abort_request(request: Request) -> Response:
+    @router.post("/abort_request")
+    async def abort_request(request: Request, body: AbortBody, caller: Caller = Depends(context.caller)) -> Response:
         """Abort a request at any gateway: the caller's own, or any with an administrator's credential."""
-        caller = await context.caller(request)
-        body = parse(AbortBody, await context.body(request))
         if body.abort_all:
             await context.admin(request)
         elif not body.rid:
@@ -75,17 +77,10 @@ def create_router(context: Context) -> APIRouter:
             raise UnavailableError("; ".join(map(str, state.missing)))
         return Response(b'{"status":"ready"}', media_type="application/json")
 
-    for path in ("/get_model_info", "/model_info"):
-        router.add_api_route(path, _model_info(context), methods=["GET"])
-    for path in ("/get_server_info", "/server_info"):
-        router.add_api_route(path, _server_info(context), methods=["GET"])
-    return router
-
-
-def _model_info(context: Context) -> Endpoint:
-    async def model_info(request: Request, model: str | None = None) -> Response:
+    @router.get("/model_info", operation_id="model_info", dependencies=is_caller)
+    @router.get("/get_model_info", operation_id="get_model_info", dependencies=is_caller)
+    async def model_info(model: str | None = None) -> Response:
         """Return the model's name and capabilities."""
-        await context.caller(request)
         card = await context.models.require(model)
         info = {
             "model_path": card.name,
@@ -99,13 +94,10 @@ def _model_info(context: Context) -> Endpoint:
         }
         return Response(orjson.dumps(info), media_type="application/json")
 
-    return model_info
-
-
-def _server_info(context: Context) -> Endpoint:
-    async def server_info(request: Request, model: str | None = None) -> Response:
+    @router.get("/server_info", operation_id="server_info", dependencies=is_admin)
+    @router.get("/get_server_info", operation_id="get_server_info", dependencies=is_admin)
+    async def server_info(model: str | None = None) -> Response:
         """Return the statistics of each scheduler group of a model."""
-        await context.admin(request)
         backend = await context.models.find(model)
         card = await backend.served.card()
         info = {
@@ -117,8 +109,6 @@ def _server_info(context: Context) -> Endpoint:
             "internal_states": await backend.administration.states(),
         }
         return Response(orjson.dumps(info), media_type="application/json")
-
-    return server_info
 
 
 def _raised(results: Iterable[T | BaseException]) -> Iterator[T]:

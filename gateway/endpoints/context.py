@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
 
+from fastapi import Request
+
 from common.errors import PermissionDeniedError
 from common.requests import GenerateRequest
 from common.types import RequestId
@@ -15,14 +17,11 @@ from gateway.delivery.deliveries import PiecewiseDelivery, StreamDelivery, Whole
 from gateway.delivery.response import GenerationResponse
 from gateway.endpoints.shapes import ResponseHead
 from gateway.quotas.quotas import Charge, announced_tokens, prompt_tokens
-from gateway.server.body import read_object
 from gateway.server.middleware import TENANT, add_headers
 from gateway.server.trace import trace_of
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-
-    from starlette.requests import Request
 
     from common.requests import ChatPrompt, Prompt
     from common.types import Subject
@@ -79,7 +78,7 @@ class Context:
     fingerprint: str
 
     async def caller(self, request: Request) -> Caller:
-        """Return the caller of `request`.
+        """Return the caller of `request`; a dependency of endpoints.
 
         Raises:
             UnauthenticatedError: a credential is required, and it is missing or wrong.
@@ -90,7 +89,7 @@ class Context:
         return caller
 
     async def admin(self, request: Request) -> Caller:
-        """Return the caller of `request`, who must be an administrator.
+        """Return the caller of `request`, who must be an administrator; a dependency of endpoints.
 
         Raises:
             UnauthenticatedError: a credential is required, and it is missing or wrong.
@@ -100,10 +99,6 @@ class Context:
         if not caller.is_admin:
             raise PermissionDeniedError(NO_ADMINISTRATOR)
         return caller
-
-    async def body(self, request: Request) -> dict[str, object]:
-        """Return the JSON object in the body; raises the errors of `read_object`."""
-        return await read_object(request, self.limits.body_bytes)
 
     @asynccontextmanager
     async def charged(self, request: Request, subject: Subject, tokens: int = 0) -> AsyncIterator[Spending]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import secrets
-from typing import Annotated, Self
+from typing import Annotated, ClassVar, Self
 
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 from pydantic_core import PydanticCustomError
@@ -13,7 +13,7 @@ from common.names import check_name
 from common.prompt_logprobs import PromptLogprobs
 from common.sampling import MASK_64
 from common.types import CacheMode, SamplingParams, StopConditions
-from gateway.endpoints.schema import Schema
+from gateway.endpoints.schema import LEAVE_OUT, Refusal, Schema, is_empty, never
 from gateway.endpoints.structure_fields import StructureFields, refuse_with_grammar
 
 MAX_CHOICES = 128
@@ -72,8 +72,38 @@ class StreamOptions(Schema):
     include_usage: bool | None = None
 
 
+# Additional data that SGLang and vLLM can return.
+RETURNED = (
+    "return_cached_tokens_details",
+    "return_meta_info",
+    "return_prompt_text",
+    "return_prompt_token_ids",
+    "return_routed_experts",
+    "return_token_ids",
+    "return_tokens_as_token_ids",
+)
+
+
 class GenerationFields(StructureFields):
     """The common fields of both completion endpoints; null always means the default."""
+
+    unsupported: ClassVar[tuple[Refusal, ...]] = (
+        Refusal("use_beam_search", is_empty, LEAVE_OUT),
+        Refusal("logits_processors", is_empty, LEAVE_OUT),
+        Refusal("lora_path", is_empty, LEAVE_OUT),
+        Refusal("session_params", is_empty, "use 'session_id', or /generate"),
+        Refusal("return_hidden_states", is_empty, LEAVE_OUT),
+        Refusal("custom_logit_processor", is_empty, LEAVE_OUT),
+        Refusal("moderation", never, LEAVE_OUT),
+        Refusal("custom_params", is_empty, LEAVE_OUT),
+        Refusal("vllm_xargs", is_empty, LEAVE_OUT),
+        Refusal("logprob_token_ids", is_empty, "use 'token_ids_logprob' of /generate"),
+        Refusal("repetition_detection", is_empty, LEAVE_OUT),
+        Refusal("thinking_token_budget", lambda value: value == -1, LEAVE_OUT),
+        Refusal("truncation_side", lambda value: value == "left", '"left" is'),
+        Refusal("watermarking", is_empty, LEAVE_OUT),
+        *(Refusal(name, is_empty, LEAVE_OUT) for name in RETURNED),
+    )
 
     model: str | None = None
     n: int | None = Field(None, ge=1, le=MAX_CHOICES)

@@ -45,9 +45,8 @@ async def readiness(context: Context, model: str | None = None) -> ReadyState:
     return ReadyState(not all(lacks), missing)
 
 
-def create_router(context: Context) -> APIRouter:
-    """Return the routes; none requires a credential."""
-    router = APIRouter()
+def add_routes(router: APIRouter, context: Context) -> None:
+    """Add the routes; none requires a credential."""
 
     @router.get("/health")
     async def health() -> Response:
@@ -59,5 +58,3 @@ def create_router(context: Context) -> APIRouter:
         """Report whether requests would be served now, of one model or any, and the services that are missing."""
         state = await readiness(context, model)
         return Response(orjson.dumps(state.answer), 200 if state.serves else 503, media_type="application/json")
-
-    return router

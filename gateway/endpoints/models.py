@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import orjson
-from fastapi import APIRouter, Request, Response
+from fastapi import APIRouter, Depends, Response
 
 if TYPE_CHECKING:
     from gateway.backends import Backend
@@ -13,28 +13,23 @@ if TYPE_CHECKING:
     from gateway.pipeline.messages import ModelInfo
 
 
-def create_router(context: Context) -> APIRouter:
-    """Return the routes."""
-    router = APIRouter()
+def add_routes(router: APIRouter, context: Context) -> None:
+    """Add the routes."""
 
-    @router.get("/v1/models")
-    async def list_models(request: Request) -> Response:
+    @router.get("/v1/models", dependencies=[Depends(context.caller)])
+    async def list_models() -> Response:
         """Return all served models."""
-        await context.caller(request)
         known = await context.models.known()
         if len(known) == 1 and known[0][1] is None:
             # The only model's name is unknown; this raises the error that explains why.
             await context.models.require(None)
         return _json({"object": "list", "data": [model_object(backend, card) for backend, card in known]})
 
-    @router.get("/v1/models/{name:path}")
-    async def get_model(request: Request, name: str) -> Response:
+    @router.get("/v1/models/{name:path}", dependencies=[Depends(context.caller)])
+    async def get_model(name: str) -> Response:
         """Return one model."""
-        await context.caller(request)
         backend = await context.models.find(name)
         return _json(model_object(backend, await backend.served.card()))
-
-    return router
 
 
 def model_object(backend: Backend, card: ModelInfo | None) -> dict[str, object]:

@@ -1,8 +1,12 @@
-"""Validation of JSON bodies; errors name the wrong field and the expected value."""
+"""The base of request bodies: validation, unsupported fields, and errors that name the field and the expected value.
+
+A field that would change the output and is not supported is refused by its name instead of silently ignored.
+"""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, TypeVar
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar, TypeVar
 
 import orjson
 from pydantic import BaseModel, ConfigDict, ValidationError
@@ -10,7 +14,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from common.errors import InvalidRequestError
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from pydantic_core import ErrorDetails
 
@@ -21,12 +25,38 @@ MAX_PREVIEW_CHARACTERS = 80
 TYPE_ERRORS = ("_type", "_parsing")
 # Error types whose messages would show the names of our classes.
 OBJECT_ERRORS = ("model_type", "dict_type")
+# What a client can do instead of sending an unsupported field.
+LEAVE_OUT = "leave it out"
+
+
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    """A field that is accepted only with values that have no effect."""
+
+    field: str
+    is_harmless: Callable[[object], bool]
+    supported: str
 
 
 class Schema(BaseModel):
     """Base of request bodies: types are not converted, and unknown fields are ignored, because clients send many."""
 
     model_config = ConfigDict(strict=True, extra="ignore", frozen=True)
+
+    unsupported: ClassVar[tuple[Refusal, ...]] = ()
+
+    @classmethod
+    def refuse_unsupported(cls, body: Mapping[str, object]) -> None:
+        """Check that `body` has none of the `unsupported` fields, except with a value that has no effect.
+
+        Raises:
+            InvalidRequestError: it has one.
+        """
+        for refusal in cls.unsupported:
+            value = body.get(refusal.field)
+            if value is not None and not refusal.is_harmless(value):
+                message = f"'{refusal.field}' is not supported by this server with this value; {refusal.supported}."
+                raise InvalidRequestError(message, param=refusal.field)
 
 
 def parse(schema: type[SchemaT], body: Mapping[str, object]) -> SchemaT:
@@ -80,3 +110,13 @@ def to_json(value: object, param: str) -> str:
         return orjson.dumps(value).decode()
     except TypeError as error:
         raise InvalidRequestError(f"'{param}' cannot be read: {error}", param=param) from error
+
+
+def never(_value: object) -> bool:
+    """Accept no value of an unsupported field."""
+    return False
+
+
+def is_empty(value: object) -> bool:
+    """Accept the values of an unsupported field that turn it off."""
+    return value in (False, "", 0) or value == [] or value == {}

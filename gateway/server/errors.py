@@ -47,6 +47,20 @@ HTTP_SHAPES: dict[int, ErrorShape] = {
     413: ErrorShape("invalid_request_error", "request_too_large"),
     415: ErrorShape("invalid_request_error", "unsupported_media_type"),
 }
+TEXT = {"type": "string"}
+NULLABLE_TEXT = {"type": ["string", "null"]}
+# The JSON schema of the bodies that `error_body` returns.
+ERROR_SCHEMA = {
+    "type": "object",
+    "properties": {
+        "error": {
+            "type": "object",
+            "properties": {"message": TEXT, "type": TEXT, "param": NULLABLE_TEXT, "code": NULLABLE_TEXT},
+            "required": ["message", "type", "param", "code"],
+        }
+    },
+    "required": ["error"],
+}
 
 
 class HttpError(Exception):

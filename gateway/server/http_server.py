@@ -108,6 +108,28 @@ class HttpServer:
         await keep_renewing(self._https, config.ssl)
 
 
+class ProbeServer:
+    """Serves an application over plain HTTP on a separate port: for probes, which have no client certificate."""
+
+    def __init__(self, app: FastAPI, host: str, port: int) -> None:
+        """Listen on `host` and `port`; 0 picks a free port.
+
+        Raises:
+            ConfigurationError: the address is in use or cannot be bound.
+        """
+        self._socket = listen(host, port)
+        self.port: int = self._socket.getsockname()[1]
+        self._server = QuietServer(uvicorn.Config(app, ws="none", lifespan="off", access_log=False, log_config=None))
+
+    async def run(self) -> None:
+        serving = asyncio.create_task(self._server.serve(sockets=[self._socket]))
+        try:
+            await asyncio.shield(serving)
+        finally:
+            self._server.should_exit = True
+            await serving
+
+
 class QuietServer(uvicorn.Server):
     """Leaves signals to `common.runtime`, which translates them into the `stopping` event."""
 

@@ -15,7 +15,6 @@ from openai.types.embedding_create_params import EmbeddingCreateParams as OpenAi
 from openai.types.responses.response_create_params import ResponseCreateParamsNonStreaming as OpenAiResponse
 from openai.types.shared_params.reasoning_effort import ReasoningEffort
 
-from gateway.endpoints import refusals
 from gateway.endpoints.chat.schema import ChatCompletionBody, Effort
 from gateway.endpoints.completions.schema import CompletionBody
 from gateway.endpoints.embeddings.schema import EmbeddingBody, RerankBody, ScoreBody
@@ -25,9 +24,6 @@ from gateway.endpoints.responses.schema import ResponseBody
 from tests.gateway.support import HELLO, error_of, gateway_saying
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
-
-    from gateway.endpoints.refusals import Refusal
     from gateway.endpoints.schema import Schema
 
 TABLE = Path(__file__).parents[2] / "gateway" / "API.md"
@@ -37,7 +33,6 @@ TABLE = Path(__file__).parents[2] / "gateway" / "API.md"
 class Endpoint:
     path: str
     schema: type[Schema]
-    refusals: Iterable[Refusal]
     good: dict[str, Any]
     official: frozenset[str] = frozenset()
     # Fields stand inside this one.
@@ -51,40 +46,32 @@ ENDPOINTS = {
     "/v1/chat/completions": Endpoint(
         "/v1/chat/completions",
         ChatCompletionBody,
-        refusals.CHAT,
         {"model": "tiny", "messages": HELLO},
         frozenset(OpenAiChat.__annotations__),
     ),
     "/v1/completions": Endpoint(
         "/v1/completions",
         CompletionBody,
-        refusals.COMPLETIONS,
         {"model": "tiny", "prompt": "x"},
         frozenset(OpenAiCompletion.__annotations__),
     ),
     "/v1/responses": Endpoint(
         "/v1/responses",
         ResponseBody,
-        refusals.RESPONSES,
         {"model": "tiny", "input": "x"},
         frozenset(OpenAiResponse.__annotations__),
     ),
     "/v1/embeddings": Endpoint(
         "/v1/embeddings",
         EmbeddingBody,
-        refusals.EMBEDDINGS,
         {"model": "tiny", "input": "x"},
         frozenset(OpenAiEmbedding.__annotations__),
     ),
-    "/v1/score": Endpoint("/v1/score", ScoreBody, refusals.SCORE, {"text_1": "x", "text_2": "y"}),
-    "/v1/rerank": Endpoint("/v1/rerank", RerankBody, refusals.RERANK, {"query": "x", "documents": ["y"]}),
-    "/v1/messages": Endpoint(
-        "/v1/messages", MessagesBody, refusals.MESSAGES, {"model": "tiny", "max_tokens": 2, "messages": HELLO}
-    ),
-    "/generate": Endpoint("/generate", GenerateBody, refusals.NATIVE, {"text": "x"}),
-    "/generate: sampling_params": Endpoint(
-        "/generate", NativeSampling, refusals.NATIVE_SAMPLING, {"text": "x"}, inside="sampling_params"
-    ),
+    "/v1/score": Endpoint("/v1/score", ScoreBody, {"text_1": "x", "text_2": "y"}),
+    "/v1/rerank": Endpoint("/v1/rerank", RerankBody, {"query": "x", "documents": ["y"]}),
+    "/v1/messages": Endpoint("/v1/messages", MessagesBody, {"model": "tiny", "max_tokens": 2, "messages": HELLO}),
+    "/generate": Endpoint("/generate", GenerateBody, {"text": "x"}),
+    "/generate: sampling_params": Endpoint("/generate", NativeSampling, {"text": "x"}, inside="sampling_params"),
 }
 # Fields of requests to SGLang and vLLM as their sources had them in 2026, by endpoint and where they stand.
 OTHER_SERVERS: dict[str, dict[str, list[str]]] = json.loads(Path(__file__).with_name("other_servers.json").read_text())
@@ -126,7 +113,7 @@ def test_rows_say_what_schemas_and_refusals_say(name: str) -> None:
     honoured, refused, ignored = ROWS[name]
     endpoint = ENDPOINTS[name]
     assert honoured == endpoint.schema.model_fields.keys()
-    assert refused == {refusal.field for refusal in endpoint.refusals}
+    assert refused == {refusal.field for refusal in endpoint.schema.unsupported}
     assert not (ignored & (honoured | refused))
 
 

@@ -13,8 +13,9 @@ import pytest
 
 from common.errors import ConfigurationError
 from common.settings import GatewaySettings
+from gateway.app import create_probe_app
+from gateway.server.http_server import ProbeServer
 from gateway.server.https import HttpsFiles, https_files, keep_renewing
-from gateway.server.probes import ProbeServer
 from tests.fakes.certificates import Authority, Identity
 from tests.gateway.listening import listening
 from tests.gateway.support import gateway_saying
@@ -118,7 +119,7 @@ async def is_let_in(port: int, authority: Authority, shown: Identity | None) -> 
 
 async def test_who_cannot_show_one_still_learns_whether_the_gateway_is_well_but_nothing_else() -> None:
     gateway = gateway_saying("x")
-    probes = ProbeServer(gateway.context, "127.0.0.1", 0)
+    probes = ProbeServer(create_probe_app(gateway.context), "127.0.0.1", 0)
     running = asyncio.create_task(probes.run())
     try:
         async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{probes.port}", trust_env=False) as http:

@@ -6,19 +6,16 @@ import uuid
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from fastapi import APIRouter, Request, Response
+from fastapi import APIRouter, Depends, Request, Response
 
 from common.errors import InvalidRequestError
 from gateway.backends import check_generates
-from gateway.endpoints import refusals
 from gateway.endpoints.chat.grammar import chat_grammar
 from gateway.endpoints.chat.render import ChatStream, ParsedChatStream, WholeChat, WholeParsedChat
 from gateway.endpoints.chat.schema import ChatCompletionBody
-from gateway.endpoints.openapi import documented
-from gateway.endpoints.plain_route import PlainRoute
-from gateway.endpoints.schema import parse
+from gateway.endpoints.routing import STREAMED
 from gateway.endpoints.structure_fields import refuse_with_grammar
-from gateway.identity.caller import identify
+from gateway.identity.caller import Caller, identify
 
 if TYPE_CHECKING:
     from common.requests import GenerateRequest
@@ -30,17 +27,14 @@ if TYPE_CHECKING:
     from gateway.pipeline.messages import ModelInfo
 
 
-def create_router(context: Context) -> APIRouter:
-    """Return the route."""
-    router = APIRouter(route_class=PlainRoute)
+def add_routes(router: APIRouter, context: Context) -> None:
+    """Add the route."""
 
-    @router.post("/v1/chat/completions", openapi_extra=documented(ChatCompletionBody))
-    async def create_chat_completion(request: Request) -> Response:
+    @router.post("/v1/chat/completions", responses=STREAMED)
+    async def create_chat_completion(
+        request: Request, body: ChatCompletionBody, caller: Caller = Depends(context.caller)
+    ) -> Response:
         """Generate the next message of a conversation."""
-        caller = await context.caller(request)
-        raw = await context.body(request)
-        refusals.check(raw, refusals.CHAT)
-        body = parse(ChatCompletionBody, raw)
         requester = identify(caller, body.user_names, body.cache_salt)
         card = await require_chat(context, body.model)
         head = context.head(f"chatcmpl-{uuid.uuid4().hex}", card.name)
@@ -48,8 +42,6 @@ def create_router(context: Context) -> APIRouter:
         if body.stream:
             return context.stream(requester, [generate], _stream(body, head, reading))
         return context.whole(requester, [generate], _whole(body, head, reading))
-
-    return router
 
 
 async def require_chat(context: Context, model: str | None) -> ModelInfo:

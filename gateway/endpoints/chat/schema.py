@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, Any, Literal, Self, TypeAlias
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self, TypeAlias
 
 from pydantic import BeforeValidator, Field, model_validator
 from pydantic_core import PydanticCustomError
@@ -11,7 +11,7 @@ from common.errors import InvalidRequestError
 from common.requests import ChatMessage, ChatPrompt
 from gateway.endpoints.chat.tools import MAX_TOOLS, Choice, Tools, names_of, reading_of, with_tools
 from gateway.endpoints.generation_fields import INT32_MAX, MAX_TOP_LOGPROBS, GenerationFields
-from gateway.endpoints.schema import Schema, to_json
+from gateway.endpoints.schema import LEAVE_OUT, Refusal, Schema, is_empty, never, to_json
 
 if TYPE_CHECKING:
     from gateway.parsing.answers import Reading
@@ -125,6 +125,25 @@ class Conversation(Schema):
 
 class ChatCompletionBody(GenerationFields, Conversation):
     """A request for chat completions."""
+
+    unsupported: ClassVar[tuple[Refusal, ...]] = (
+        *GenerationFields.unsupported,
+        Refusal("functions", is_empty, "use 'tools'"),
+        Refusal("function_call", lambda value: value in ("none", "auto"), "use 'tools'"),
+        Refusal("modalities", lambda value: value in ([], ["text"]), 'only ["text"] is'),
+        Refusal("audio", never, LEAVE_OUT),
+        Refusal("add_special_tokens", lambda value: value is False, "the chat template brings them"),
+        Refusal("web_search_options", never, LEAVE_OUT),
+        Refusal("chat_template", never, "the model's own template is used"),
+        Refusal("echo", is_empty, LEAVE_OUT),
+        Refusal("best_of", lambda value: value == 1, "use 'n'"),
+        Refusal("input_ids", is_empty, "use /v1/completions or /generate"),
+        Refusal("documents", is_empty, "use 'chat_template_kwargs'"),
+        Refusal("reasoning", is_empty, "use 'reasoning_effort'"),
+        Refusal("include_reasoning", lambda value: value is True, LEAVE_OUT),
+        Refusal("stream_reasoning", lambda value: value is True, LEAVE_OUT),
+        Refusal("verbosity", lambda value: value == "medium", 'only "medium" is'),
+    )
 
     max_completion_tokens: int | None = Field(None, ge=1, le=INT32_MAX)
     parallel_tool_calls: bool | None = None

@@ -8,18 +8,15 @@ from contextlib import nullcontext
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from fastapi import APIRouter, Request, Response
+from fastapi import APIRouter, Depends, Request, Response
 
 from common.requests import TokenPrompt
 from common.types import RequestId
 from gateway.backends import check_generates
-from gateway.endpoints import refusals
 from gateway.endpoints.completions.render import BestOf, CompletionStream, Echo, WholeCompletion
 from gateway.endpoints.completions.schema import CompletionBody
-from gateway.endpoints.openapi import documented
-from gateway.endpoints.plain_route import PlainRoute
-from gateway.endpoints.schema import parse
-from gateway.identity.caller import identify
+from gateway.endpoints.routing import STREAMED
+from gateway.identity.caller import Caller, identify
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -29,17 +26,14 @@ if TYPE_CHECKING:
     from gateway.endpoints.context import Context
 
 
-def create_router(context: Context) -> APIRouter:
-    """Return the route."""
-    router = APIRouter(route_class=PlainRoute)
+def add_routes(router: APIRouter, context: Context) -> None:
+    """Add the route."""
 
-    @router.post("/v1/completions", openapi_extra=documented(CompletionBody))
-    async def create_completion(request: Request) -> Response:
+    @router.post("/v1/completions", responses=STREAMED)
+    async def create_completion(
+        request: Request, body: CompletionBody, caller: Caller = Depends(context.caller)
+    ) -> Response:
         """Complete texts or token sequences."""
-        caller = await context.caller(request)
-        raw = await context.body(request)
-        refusals.check(raw, refusals.COMPLETIONS)
-        body = parse(CompletionBody, raw)
         requester = identify(caller, body.user_names, body.cache_salt)
         card = check_generates(await context.models.require_named(body.model))
         head = context.head(f"cmpl-{uuid.uuid4().hex}", card.name)
@@ -58,8 +52,6 @@ def create_router(context: Context) -> APIRouter:
         return context.whole(
             requester, requests, BestOf(whole, body.choices, body.returned) if body.is_contest else whole
         )
-
-    return router
 
 
 def one_per_prompt(first: GenerateRequest, prompts: Sequence[str | TokenPrompt]) -> list[GenerateRequest]:

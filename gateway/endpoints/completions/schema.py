@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Self
+from typing import Annotated, ClassVar, Self
 
 from pydantic import BeforeValidator, Field, model_validator
 from pydantic_core import PydanticCustomError
@@ -11,6 +11,7 @@ from common.errors import InvalidRequestError
 from common.prompt_logprobs import PromptLogprobs
 from common.requests import TokenPrompt
 from gateway.endpoints.generation_fields import INT32_MAX, MAX_CHOICES, MAX_TOP_LOGPROBS, GenerationFields
+from gateway.endpoints.schema import LEAVE_OUT, Refusal, is_empty
 
 DEFAULT_MAX_TOKENS = 16
 # Choices of one response, summed over all its prompts.
@@ -47,6 +48,12 @@ def _token_prompt(ids: list[object]) -> TokenPrompt:
 
 class CompletionBody(GenerationFields):
     """A request for completions of texts."""
+
+    unsupported: ClassVar[tuple[Refusal, ...]] = (
+        *GenerationFields.unsupported,
+        Refusal("suffix", is_empty, LEAVE_OUT),
+        Refusal("prompt_embeds", is_empty, LEAVE_OUT),
+    )
 
     prompt: Annotated[list[str | TokenPrompt], BeforeValidator(parse_prompts)] = Field(strict=False)
     max_tokens: int | None = Field(None, ge=0, le=INT32_MAX)

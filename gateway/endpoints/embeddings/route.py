@@ -5,18 +5,14 @@ from __future__ import annotations
 import uuid
 from typing import TYPE_CHECKING
 
-from fastapi import APIRouter, Request, Response
+from fastapi import APIRouter, Depends, Request, Response
 
 from common.errors import InvalidRequestError
 from common.requests import GenerateRequest
 from common.types import RequestId, SamplingParams, StopConditions
-from gateway.endpoints import refusals
 from gateway.endpoints.embeddings.render import WholeEmbeddings, WholeRanking, WholeScores
 from gateway.endpoints.embeddings.schema import EmbeddingBody, RerankBody, ScoreBody
-from gateway.endpoints.openapi import documented
-from gateway.endpoints.plain_route import PlainRoute
-from gateway.endpoints.schema import parse
-from gateway.identity.caller import identify
+from gateway.identity.caller import Caller, identify
 from gateway.server.trace import trace_of
 
 if TYPE_CHECKING:
@@ -29,17 +25,14 @@ if TYPE_CHECKING:
     from gateway.pipeline.messages import ModelInfo
 
 
-def create_router(context: Context) -> APIRouter:
-    """Return the routes."""
-    router = APIRouter(route_class=PlainRoute)
+def add_routes(router: APIRouter, context: Context) -> None:
+    """Add the routes."""
 
-    @router.post("/v1/embeddings", openapi_extra=documented(EmbeddingBody))
-    async def create_embeddings(request: Request) -> Response:
+    @router.post("/v1/embeddings")
+    async def create_embeddings(
+        request: Request, body: EmbeddingBody, caller: Caller = Depends(context.caller)
+    ) -> Response:
         """Embed texts or token sequences."""
-        caller = await context.caller(request)
-        raw = await context.body(request)
-        refusals.check(raw, refusals.EMBEDDINGS)
-        body = parse(EmbeddingBody, raw)
         requester = identify(caller, body.user_names, body.cache_salt)
         card = await context.models.require_named(body.model)
         check_dimensions(body.dimensions, card)
@@ -49,14 +42,10 @@ def create_router(context: Context) -> APIRouter:
             requester, requests, WholeEmbeddings(card.name, body.encoding_format == "base64", body.dimensions)
         )
 
-    @router.post("/score", openapi_extra=documented(ScoreBody), operation_id="score_without_version")
-    @router.post("/v1/score", openapi_extra=documented(ScoreBody), operation_id="score")
-    async def score(request: Request) -> Response:
+    @router.post("/score", operation_id="score_without_version")
+    @router.post("/v1/score", operation_id="score")
+    async def score(request: Request, body: ScoreBody, caller: Caller = Depends(context.caller)) -> Response:
         """Return the similarity of texts: the cosine of their embeddings."""
-        caller = await context.caller(request)
-        raw = await context.body(request)
-        refusals.check(raw, refusals.SCORE)
-        body = parse(ScoreBody, raw)
         requester = identify(caller, body.user_names, body.cache_salt)
         card = await context.models.require(body.model)
         head = context.head(f"score-{uuid.uuid4().hex}", card.name)
@@ -64,15 +53,11 @@ def create_router(context: Context) -> APIRouter:
         requests = embedding.requests({"text_1": body.text_1, "text_2": body.text_2})
         return context.whole(requester, requests, WholeScores(head, len(body.text_1)))
 
-    @router.post("/rerank", openapi_extra=documented(RerankBody), operation_id="rerank_without_version")
-    @router.post("/v2/rerank", openapi_extra=documented(RerankBody), operation_id="rerank_2")
-    @router.post("/v1/rerank", openapi_extra=documented(RerankBody), operation_id="rerank")
-    async def rerank(request: Request) -> Response:
+    @router.post("/rerank", operation_id="rerank_without_version")
+    @router.post("/v2/rerank", operation_id="rerank_2")
+    @router.post("/v1/rerank", operation_id="rerank")
+    async def rerank(request: Request, body: RerankBody, caller: Caller = Depends(context.caller)) -> Response:
         """Order documents by their similarity to a query."""
-        caller = await context.caller(request)
-        raw = await context.body(request)
-        refusals.check(raw, refusals.RERANK)
-        body = parse(RerankBody, raw)
         requester = identify(caller, body.user_names, body.cache_salt)
         card = await context.models.require(body.model)
         head = context.head(f"rerank-{uuid.uuid4().hex}", card.name)
@@ -81,8 +66,6 @@ def create_router(context: Context) -> APIRouter:
         top_n = len(body.documents) if body.top_n is None else body.top_n
         ranking = WholeRanking(head, body.documents, top_n, body.return_documents is not False)
         return context.whole(requester, requests, ranking)
-
-    return router
 
 
 class _Embedding:

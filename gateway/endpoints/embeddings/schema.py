@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import BeforeValidator, Field, model_validator
 from pydantic_core import PydanticCustomError
@@ -10,10 +10,10 @@ from pydantic_core import PydanticCustomError
 from common.errors import InvalidRequestError
 from common.names import check_name
 from common.requests import TokenPrompt
-from common.types import CacheMode, Pooling  # noqa: TC001  (pydantic reads them at run time)
+from common.types import CacheMode, Pooling
 from gateway.endpoints.completions.schema import parse_prompts
 from gateway.endpoints.generation_fields import INT32_MAX
-from gateway.endpoints.schema import Schema
+from gateway.endpoints.schema import LEAVE_OUT, Refusal, Schema, is_empty, never
 
 # Maximum texts of one request, as in OpenAI's API.
 MAX_INPUTS = 2048
@@ -47,6 +47,15 @@ Documents = Annotated[Annotated[list[str], Field(min_length=1, max_length=MAX_IN
 
 class EmbeddingFields(Schema):
     """The common fields of all three bodies; null always means the default."""
+
+    unsupported: ClassVar[tuple[Refusal, ...]] = (
+        Refusal("truncate_prompt_tokens", never, "shorten the texts"),
+        Refusal(
+            "add_special_tokens", lambda value: value is True, "special tokens are added as the model's tokenizer does"
+        ),
+        Refusal("mm_processor_kwargs", is_empty, LEAVE_OUT),
+        Refusal("activation", never, LEAVE_OUT),
+    )
 
     model: str | None = None
     pooling: Pooling | None = Field(None, strict=False)
@@ -86,6 +95,14 @@ class EmbeddingFields(Schema):
 class EmbeddingBody(EmbeddingFields):
     """A request for embeddings of texts or token sequences."""
 
+    unsupported: ClassVar[tuple[Refusal, ...]] = (
+        *EmbeddingFields.unsupported,
+        Refusal("messages", is_empty, "use 'input'"),
+        Refusal("normalize", lambda value: value is True, "embeddings have length 1"),
+        Refusal("embed_dtype", lambda value: value == "float32", '"float32" is'),
+        Refusal("endianness", lambda value: value in ("native", "little"), '"little" is'),
+    )
+
     input: Inputs = Field(strict=False)
     encoding_format: Literal["float", "base64"] | None = None
     dimensions: int | None = Field(None, ge=1, le=INT32_MAX)
@@ -118,6 +135,13 @@ class ScoreBody(EmbeddingFields):
 
 class RerankBody(EmbeddingFields):
     """A request to order documents by their similarity to a query."""
+
+    unsupported: ClassVar[tuple[Refusal, ...]] = (
+        *EmbeddingFields.unsupported,
+        Refusal("max_tokens_per_doc", never, "shorten the documents"),
+        Refusal("max_chunks_per_doc", never, "shorten the documents"),
+        Refusal("rank_fields", is_empty, "only 'text' is ranked"),
+    )
 
     query: str
     documents: Documents

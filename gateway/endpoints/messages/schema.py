@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, TypeAlias
+from typing import Annotated, Any, ClassVar, TypeAlias
 
 import orjson
-from pydantic import Field
+from pydantic import BeforeValidator, Field
 
 from common.errors import InvalidRequestError
 from gateway.endpoints.chat.schema import MAX_MESSAGES, ChatCompletionBody
 from gateway.endpoints.chat.tools import MAX_TOOLS
 from gateway.endpoints.generation_fields import INT32_MAX, MAX_STOP_TEXTS
-from gateway.endpoints.schema import Schema, parse
+from gateway.endpoints.schema import LEAVE_OUT, Refusal, Schema, is_empty, parse
 
 Json: TypeAlias = dict[str, Any]  # Any: free JSON
 MODES = {"auto": "auto", "any": "required", "none": "none"}
@@ -32,6 +32,18 @@ class MetadataBody(Schema):
 
 class MessagesBody(Schema):
     """A request for a message."""
+
+    unsupported: ClassVar[tuple[Refusal, ...]] = (
+        Refusal(
+            "thinking",
+            lambda value: isinstance(value, dict) and value.get("type") in ("disabled", "adaptive"),
+            LEAVE_OUT,
+        ),
+        Refusal("output_config", is_empty, LEAVE_OUT),
+        Refusal("output_format", is_empty, LEAVE_OUT),
+        Refusal("mcp_servers", is_empty, LEAVE_OUT),
+        Refusal("container", is_empty, LEAVE_OUT),
+    )
 
     model: str | None = None
     messages: list[TurnBody] = Field(min_length=1, max_length=MAX_MESSAGES)
@@ -77,6 +89,12 @@ class MessagesBody(Schema):
             "parallel_tool_calls": False if choice.get("disable_parallel_tool_use") is True else None,
         }
         return parse(ChatCompletionBody, fields)
+
+
+class CountTokensBody(MessagesBody):
+    """A conversation whose tokens are to be counted; `max_tokens` is not needed, and any value is accepted."""
+
+    max_tokens: Annotated[int, BeforeValidator(lambda _: 1)] = 1
 
 
 def _messages(turn: TurnBody, where: str) -> list[Json]:

@@ -1,43 +1,36 @@
-"""/generate, compatible with SGLang's clients and test kits."""
+"""/generate, /open_session and /close_session, compatible with SGLang's clients and test kits."""
 
 from __future__ import annotations
 
+import secrets
 import uuid
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from fastapi import APIRouter, Request, Response
+import orjson
+from fastapi import APIRouter, Depends, Request, Response
 
 from common.errors import InvalidRequestError
 from common.names import check_name
+from common.types import SessionWish
 from gateway.backends import check_generates
-from gateway.endpoints import refusals
 from gateway.endpoints.completions.route import one_per_prompt
 from gateway.endpoints.native.render import NativeShape, NativeStream, WholeNative
-from gateway.endpoints.native.schema import GenerateBody
-from gateway.endpoints.openapi import documented
-from gateway.endpoints.plain_route import PlainRoute
-from gateway.endpoints.schema import parse
+from gateway.endpoints.native.schema import CloseSessionBody, GenerateBody, OpenSessionBody
+from gateway.endpoints.routing import STREAMED
 from gateway.endpoints.shapes import ResponseHead
-from gateway.identity.caller import identify
+from gateway.identity.caller import Caller, identify
 
 if TYPE_CHECKING:
     from gateway.endpoints.context import Context
 
 
-def create_router(context: Context) -> APIRouter:
-    """Return the route."""
-    router = APIRouter(route_class=PlainRoute)
+def add_routes(router: APIRouter, context: Context) -> None:
+    """Add the routes."""
 
-    @router.post("/generate", openapi_extra=documented(GenerateBody))
-    async def generate(request: Request) -> Response:
+    @router.post("/generate", responses=STREAMED)
+    async def generate(request: Request, body: GenerateBody, caller: Caller = Depends(context.caller)) -> Response:
         """Complete one or several texts."""
-        caller = await context.caller(request)
-        raw = await context.body(request)
-        refusals.check(raw, refusals.NATIVE)
-        sampling = raw.get("sampling_params")
-        refusals.check(sampling if isinstance(sampling, dict) else {}, refusals.NATIVE_SAMPLING)
-        body = parse(GenerateBody, raw)
         turn = body.session_params
         requester = identify(caller, body.user_names, body.cache_salt)
         card = check_generates(await context.models.require(body.model))
@@ -56,15 +49,43 @@ def create_router(context: Context) -> APIRouter:
             first = replace(first, turn=turn.turn(name), add_special_tokens=adds)
         requests = one_per_prompt(first, completion.prompt)
         asked = body.logprob_token_ids
-        shape = NativeShape(name, completion.choices, bool(body.return_logprob), is_batch_of(raw), asked)
+        shape = NativeShape(name, completion.choices, bool(body.return_logprob), body.is_batch, asked)
         if body.stream:
             return context.stream(requester, requests, NativeStream(shape, len(requests)))
         return context.whole(requester, requests, WholeNative(shape))
 
-    return router
+    @router.post("/open_session")
+    async def open_session(
+        request: Request, body: OpenSessionBody, caller: Caller = Depends(context.caller)
+    ) -> Response:
+        """Open a session, which keeps its latest turn in the cache; return its id."""
+        session = check_name("session_id", body.session_id) if body.session_id else f"sess-{secrets.token_hex(16)}"
+        requester = identify(caller, body.user_names, body.cache_salt)
+        backend = await context.models.find(body.model)
+        wish = SessionWish(
+            view=requester.view,
+            session=session,
+            capacity_tokens=body.capacity_of_str_len,
+            timeout_ms=None if body.timeout is None else max(round(body.timeout * 1000), 1),
+        )
+        async with context.charged(request, requester.subject):
+            grant = await backend.model.open_session(wish)
+        headers = {
+            "x-session-capacity-tokens": str(grant.capacity_tokens),
+            "x-session-timeout-s": f"{grant.timeout_ms / 1000:g}",
+        }
+        return Response(orjson.dumps(session), media_type="application/json", headers=headers)
 
-
-def is_batch_of(raw: dict[str, object]) -> bool:
-    """Whether the client sent a list of prompts."""
-    ids = raw.get("input_ids")
-    return isinstance(raw.get("text"), list) or (isinstance(ids, list) and bool(ids) and isinstance(ids[0], list))
+    @router.post("/close_session")
+    async def close_session(
+        request: Request, body: CloseSessionBody, caller: Caller = Depends(context.caller)
+    ) -> Response:
+        """Close one of the caller's sessions."""
+        session = check_name("session_id", body.session_id)
+        requester = identify(caller, body.user_names, body.cache_salt)
+        backend = await context.models.find(body.model)
+        await context.charge_for_ending(request, requester.subject)
+        if not await backend.model.close_session(requester.view, session):
+            message = f"You have no open session '{session}' with this model; it may have timed out."
+            raise InvalidRequestError(message, param="session_id")
+        return Response(b"{}", media_type="application/json")

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Self
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar, Self
 
-from pydantic import BeforeValidator, Field, model_validator
+from pydantic import BeforeValidator, Field, ModelWrapValidatorHandler, PrivateAttr, model_validator
 from pydantic_core import PydanticCustomError
 
 from common.errors import InvalidRequestError
@@ -17,7 +18,7 @@ from common.types import (
 )
 from gateway.endpoints.completions.schema import CompletionBody, parse_prompts
 from gateway.endpoints.generation_fields import INT32_MAX, MAX_TOP_LOGPROBS, Biases, StopPatterns, StopTexts, TokenId
-from gateway.endpoints.schema import Schema, parse
+from gateway.endpoints.schema import LEAVE_OUT, Refusal, Schema, is_empty, parse
 
 DEFAULT_NEW_TOKENS = 128
 MAX_LOGPROB_TOKEN_IDS = 128
@@ -74,6 +75,10 @@ class SessionParams(Schema):
 class NativeSampling(Schema):
     """The object `sampling_params`."""
 
+    unsupported: ClassVar[tuple[Refusal, ...]] = tuple(
+        Refusal(name, is_empty, LEAVE_OUT) for name in ("custom_params", "beam_width")
+    )
+
     max_new_tokens: int | None = Field(None, ge=0, le=INT32_MAX)
     min_new_tokens: int | None = Field(None, ge=0, le=INT32_MAX)
     stop: StopTexts = None
@@ -111,8 +116,33 @@ def _texts(value: object) -> object:
     return [value] if isinstance(value, str) else value
 
 
+NATIVE_RETURNED = (
+    "return_entropy",
+    "return_flat_raw_top_logprobs",
+    "return_flat_raw_top_logprobs_b64",
+    "return_indexer_topk",
+    "return_prompt_token_ids",
+    "return_routed_experts",
+    "return_sampling_mask",
+)
+
+
 class GenerateBody(Schema):
     """A request to complete one or several prompts."""
+
+    unsupported: ClassVar[tuple[Refusal, ...]] = (
+        Refusal("input_embeds", is_empty, "use 'text' or 'input_ids'"),
+        Refusal("image_data", is_empty, LEAVE_OUT),
+        Refusal("audio_data", is_empty, LEAVE_OUT),
+        Refusal("video_data", is_empty, LEAVE_OUT),
+        Refusal("lora_path", is_empty, LEAVE_OUT),
+        Refusal("custom_logit_processor", is_empty, LEAVE_OUT),
+        Refusal("return_hidden_states", is_empty, LEAVE_OUT),
+        Refusal("positional_embed_overrides", is_empty, LEAVE_OUT),
+        Refusal("max_thinking_tokens", is_empty, LEAVE_OUT),
+        Refusal("multi_item_delimiter_indices", is_empty, LEAVE_OUT),
+        *(Refusal(name, is_empty, LEAVE_OUT) for name in NATIVE_RETURNED),
+    )
 
     text: Annotated[list[str] | None, Field(min_length=1), BeforeValidator(_texts)] = None
     input_ids: Annotated[list[TokenPrompt] | None, BeforeValidator(_ids)] = Field(None, strict=False)
@@ -131,6 +161,27 @@ class GenerateBody(Schema):
     cache_mode: CacheMode | None = Field(None, strict=False)
     session_params: SessionParams | None = None
     session_id: str | None = None
+
+    _is_batch: bool = PrivateAttr(default=False)
+
+    @model_validator(mode="wrap")
+    @classmethod
+    def _note_form(cls, body: Any, handler: ModelWrapValidatorHandler[Self]) -> Self:  # Any: the client's JSON
+        valid = handler(body)
+        texts, ids = body.get("text"), body.get("input_ids")
+        valid._is_batch = isinstance(texts, list) or (isinstance(ids, list) and bool(ids) and isinstance(ids[0], list))
+        return valid
+
+    @classmethod
+    def refuse_unsupported(cls, body: Mapping[str, object]) -> None:
+        super().refuse_unsupported(body)
+        sampling = body.get("sampling_params")
+        NativeSampling.refuse_unsupported(sampling if isinstance(sampling, dict) else {})
+
+    @property
+    def is_batch(self) -> bool:
+        """Whether the client sent a list of prompts."""
+        return self._is_batch
 
     @model_validator(mode="after")
     def _has_one_prompt(self) -> Self:
@@ -190,10 +241,3 @@ class GenerateBody(Schema):
             "session_id": self.session,
         }
         return parse(CompletionBody, fields)
-
-
-class AbortBody(Schema):
-    """The exact id of the request to abort, or all."""
-
-    rid: str | None = None
-    abort_all: bool | None = None

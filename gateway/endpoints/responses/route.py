@@ -8,16 +8,14 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import orjson
-from fastapi import APIRouter, Request, Response
+from fastapi import APIRouter, Depends, Request, Response
 
 from common.errors import InvalidRequestError
-from gateway.endpoints import refusals
 from gateway.endpoints.chat.route import chat_request, require_chat
-from gateway.endpoints.openapi import documented
 from gateway.endpoints.responses.render import ResponseDraft, ResponseStream, WholeResponse
 from gateway.endpoints.responses.schema import FORMAT, ResponseBody, to_messages
-from gateway.endpoints.schema import parse
-from gateway.identity.caller import identify
+from gateway.endpoints.routing import STREAMED
+from gateway.identity.caller import Caller, identify
 from gateway.server.errors import HttpError
 from gateway.stored_responses.store import Holder, StoredResponse
 
@@ -26,22 +24,18 @@ if TYPE_CHECKING:
 
     from common.requests import GenerateRequest
     from gateway.endpoints.context import Context
-    from gateway.identity.caller import Caller
 
 MAX_ID_CHARACTERS = 256
 
 
-def create_router(context: Context) -> APIRouter:
-    """Return the routes."""
-    router = APIRouter()
+def add_routes(router: APIRouter, context: Context) -> None:
+    """Add the routes."""
 
-    @router.post("/v1/responses", openapi_extra=documented(ResponseBody))
-    async def create_response(request: Request) -> Response:
+    @router.post("/v1/responses", responses=STREAMED)
+    async def create_response(
+        request: Request, body: ResponseBody, caller: Caller = Depends(context.caller)
+    ) -> Response:
         """Generate the next output of a conversation, optionally of a stored one."""
-        caller = await context.caller(request)
-        raw = await context.body(request)
-        refusals.check(raw, refusals.RESPONSES)
-        body = parse(ResponseBody, raw)
         messages = body.new_messages()
         if body.store is not False:
             # Checked before generation, because the client relies on the response being stored.
@@ -67,30 +61,29 @@ def create_router(context: Context) -> APIRouter:
         return context.whole(requester, [generate], WholeResponse(draft, reading), keep)
 
     @router.get("/v1/responses/{response_id}")
-    async def get_response(request: Request, response_id: str) -> Response:
+    async def get_response(request: Request, response_id: str, caller: Caller = Depends(context.caller)) -> Response:
         """Return a stored response."""
-        stored = await _stored(context, request, response_id)
+        stored = await _stored(context, request, caller, response_id)
         return _json(stored.response)
 
     @router.get("/v1/responses/{response_id}/input_items")
-    async def list_input_items(request: Request, response_id: str) -> Response:
+    async def list_input_items(
+        request: Request, response_id: str, caller: Caller = Depends(context.caller)
+    ) -> Response:
         """Return the input items of a stored response."""
-        stored = await _stored(context, request, response_id)
+        stored = await _stored(context, request, caller, response_id)
         ids = [item.get("id") for item in stored.input]
         ends = {"first_id": ids[0] if ids else None, "last_id": ids[-1] if ids else None}
         return _json({"object": "list", "data": stored.input, "has_more": False, **ends})
 
     @router.delete("/v1/responses/{response_id}")
-    async def delete_response(request: Request, response_id: str) -> Response:
+    async def delete_response(request: Request, response_id: str, caller: Caller = Depends(context.caller)) -> Response:
         """Delete a stored response."""
-        caller = await context.caller(request)
         await context.charge_for_ending(request, identify(caller).subject)
         holder = _holder(caller)
         if not await context.stored.delete(holder, response_id):
             raise _unknown(response_id)
         return _json({"id": response_id, "object": "response", "deleted": True})
-
-    return router
 
 
 def _with_own_names(generate: GenerateRequest) -> GenerateRequest:
@@ -117,8 +110,7 @@ async def _earlier(context: Context, holder: Holder, previous_id: str | None) ->
     return list(stored.messages)
 
 
-async def _stored(context: Context, request: Request, response_id: str) -> StoredResponse:
-    caller = await context.caller(request)
+async def _stored(context: Context, request: Request, caller: Caller, response_id: str) -> StoredResponse:
     is_sane = len(response_id) <= MAX_ID_CHARACTERS
     async with context.charged(request, identify(caller).subject):
         stored = await context.stored.find(_holder(caller), response_id) if is_sane else None

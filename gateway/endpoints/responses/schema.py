@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal, TypeAlias
+from typing import Annotated, Any, ClassVar, Literal, TypeAlias
 
 from pydantic import BeforeValidator, Field, WithJsonSchema
 from pydantic_core import PydanticCustomError
 
 from common.errors import InvalidRequestError
-from common.types import CacheMode  # noqa: TC001  (pydantic reads it at run time)
+from common.types import CacheMode
 from gateway.endpoints.chat.schema import ChatCompletionBody, Effort
 from gateway.endpoints.chat.tools import MAX_TOOLS
 from gateway.endpoints.generation_fields import INT32_MAX, MAX_TOP_LOGPROBS
-from gateway.endpoints.schema import Schema, parse
+from gateway.endpoints.schema import LEAVE_OUT, Refusal, Schema, is_empty, never, parse
 
 Json: TypeAlias = dict[str, Any]  # Any: free JSON
 
@@ -65,6 +65,17 @@ class ReasoningOptions(Schema):
 
 class ResponseBody(Schema):
     """A request for a response."""
+
+    unsupported: ClassVar[tuple[Refusal, ...]] = (
+        Refusal("background", is_empty, LEAVE_OUT),
+        Refusal("moderation", never, LEAVE_OUT),
+        Refusal("image", never, LEAVE_OUT),
+        Refusal("conversation", never, "use 'previous_response_id'"),
+        Refusal("prompt", never, "use 'instructions' and 'input'"),
+        Refusal("max_tool_calls", never, LEAVE_OUT),
+        Refusal("truncation", lambda value: value == "disabled", '"disabled" is'),
+        Refusal("context_management", is_empty, LEAVE_OUT),
+    )
 
     model: str | None = None
     input: Input
