@@ -26,7 +26,7 @@ from tests.gateway.support import HELLO, error_of, gateway_saying
 if TYPE_CHECKING:
     from gateway.endpoints.schema import Schema
 
-TABLE = Path(__file__).parents[2] / "gateway" / "API.md"
+TABLE = Path(__file__).parents[3] / "gateway" / "API.md"
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Clients that are slow, silent or gone, on real http_server."""
+"""Clients that are slow, silent or gone, on real connections."""
 
 from __future__ import annotations
 
