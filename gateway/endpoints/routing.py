@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 # The response of a route that can stream, in the OpenAPI description.
-STREAMED: dict[int | str, dict[str, Any]] = {200: {"content": {"text/event-stream": {"schema": {"type": "string"}}}}}
+STREAMED: dict[int | str, dict[str, Any]] = {200: {"content": {"text/event-stream": {"schema": {}}}}}
 
 
 def body_route(max_body_bytes: int) -> type[APIRoute]:

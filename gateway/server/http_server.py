@@ -10,7 +10,7 @@ import contextlib
 import resource
 import socket
 import ssl
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import uvicorn
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
@@ -24,7 +24,6 @@ if TYPE_CHECKING:
 
     from fastapi import FastAPI
 
-    from gateway.generation.generations import Generations
     from gateway.server.https import HttpsFiles
 
 BACKLOG = 4096
@@ -40,6 +39,13 @@ IDLE_S, INTERVAL_S, COUNT = 30, 10, 3
 UNACKNOWLEDGED_MS = 60_000
 # More connections than one process can serve.
 MAX_FILES = 65_536
+
+
+class OpenRequests(Protocol):
+    """The requests that are being served."""
+
+    async def drain(self, limit_s: float) -> None:
+        """Refuse new requests, wait up to `limit_s` for the open ones to end, then fail the rest."""
 
 
 class HttpServer:
@@ -79,7 +85,7 @@ class HttpServer:
         )
         self._log = get_logger("server")
 
-    async def serve(self, stopping: asyncio.Event, generations: Generations, drain_s: float) -> None:
+    async def serve(self, stopping: asyncio.Event, requests: OpenRequests, drain_s: float) -> None:
         """Serve until `stopping` is set, then let open requests finish for up to `drain_s` seconds.
 
         Meanwhile, connections are still accepted and answered with 503, so that a load balancer can choose another
@@ -91,7 +97,7 @@ class HttpServer:
         renewing = asyncio.create_task(self._renew())
         try:
             await asyncio.wait((serving, stop), return_when=asyncio.FIRST_COMPLETED)
-            await generations.drain(drain_s)
+            await requests.drain(drain_s)
         finally:
             stop.cancel()
             renewing.cancel()

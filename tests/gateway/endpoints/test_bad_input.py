@@ -2,12 +2,15 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+import orjson
 import pytest
 
+from gateway.identity.keys import ApiKey, hash_of, save_keys
 from tests.gateway.support import HELLO, FakedGateway, error_of, gateway_saying
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
+    from pathlib import Path
 
 JSON = {"content-type": "application/json"}
 IMAGE = {"type": "image_url", "image_url": {"url": "data:"}}
@@ -16,6 +19,22 @@ IMAGE = {"type": "image_url", "image_url": {"url": "data:"}}
 @pytest.fixture
 def gateway() -> FakedGateway:
     return gateway_saying("x")
+
+
+async def test_without_a_credential_nothing_of_a_body_is_read(tmp_path: Path) -> None:
+    save_keys(tmp_path / "keys.toml", [ApiKey("ann", hash_of("ann"), "acme")])
+    read = []
+
+    async def body() -> AsyncIterator[bytes]:
+        read.append("body")
+        yield orjson.dumps({"model": "tiny", "messages": HELLO})
+
+    async with gateway_saying("x", keys_file=tmp_path / "keys.toml").client() as client:
+        refused = await client.post("/v1/chat/completions", content=body(), headers=JSON)
+        assert (refused.status_code, read) == (401, [])
+        headers = JSON | {"authorization": "Bearer ann"}
+        answered = await client.post("/v1/chat/completions", content=body(), headers=headers)
+        assert (answered.status_code, read) == (200, ["body"])
 
 
 @pytest.mark.parametrize(

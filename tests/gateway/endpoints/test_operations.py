@@ -96,14 +96,41 @@ async def test_tokenize_and_detokenize() -> None:
     assert (await gateway.post("/tokenize", {"model": "other", "prompt": "x"})).status_code == 404
 
 
-async def test_api_description_shows_the_bodies() -> None:
+async def test_api_description_shows_the_body_of_every_endpoint_that_has_one() -> None:
     description = (await gateway_saying("x").get("/openapi.json")).json()
-    body = description["paths"]["/v1/chat/completions"]["post"]["requestBody"]
-    reference = body["content"]["application/json"]["schema"]["$ref"]
     schemas = description["components"]["schemas"]
-    assert "messages" in schemas[reference.rpartition("/")[2]]["properties"]
+    posts = {path: methods["post"] for path, methods in description["paths"].items() if "post" in methods}
+    assert {path for path, operation in posts.items() if "requestBody" not in operation} == {"/flush_cache"}
+    bodies = {}
+    for path in posts.keys() - {"/flush_cache"}:
+        body = posts[path]["requestBody"]
+        assert body["required"]
+        names = re.findall(r"#/components/schemas/(\w+)", orjson.dumps(body).decode())
+        bodies[path] = set().union(*(schemas[name]["properties"] for name in names))
+    assert len(bodies) == 17
+    assert {"messages", "temperature", "tools"} <= bodies["/v1/chat/completions"]
+    assert {"messages", "prompt"} <= bodies["/tokenize"]
+    assert "max_tokens" in schemas["MessagesBody"]["required"]
+    assert "max_tokens" not in schemas["CountTokensBody"]["required"]
     # Nothing refers to what is not there.
     assert set(re.findall(r"#/components/schemas/(\w+)", orjson.dumps(description).decode())) <= schemas.keys()
+
+
+async def test_api_description_shows_the_shape_of_errors_and_streams() -> None:
+    description = (await gateway_saying("x").get("/openapi.json")).json()
+    operations = [operation for methods in description["paths"].values() for operation in methods.values()]
+    assert len(operations) == 32
+    for operation in operations:
+        assert operation["responses"].keys() == {"200", "4XX", "503"}
+        shape = operation["responses"]["4XX"]["content"]["application/json"]["schema"]
+        assert shape["properties"]["error"]["required"] == ["message", "type", "param", "code"]
+    streaming = {
+        path
+        for path, methods in description["paths"].items()
+        for operation in methods.values()
+        if "text/event-stream" in operation["responses"]["200"]["content"]
+    }
+    assert streaming == {"/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages", "/generate"}
 
 
 @pytest.mark.parametrize("given", ["abc-123", "req_1.2:3/4+5=@x", "a" * 128])
