@@ -31,6 +31,16 @@ MAX_ID_DIGITS = 10
 # Smaller masses are not distinguishable in single precision, and 0 means "unset" on the wire; as with any smaller mass,
 # one token remains.
 LEAST_TOP_P = 1e-6
+# Additional data that SGLang and vLLM can return.
+RETURNED = (
+    "return_cached_tokens_details",
+    "return_meta_info",
+    "return_prompt_text",
+    "return_prompt_token_ids",
+    "return_routed_experts",
+    "return_token_ids",
+    "return_tokens_as_token_ids",
+)
 
 
 def _stop_texts(value: object) -> object:
@@ -70,18 +80,6 @@ class StreamOptions(Schema):
     """Options of a streamed response."""
 
     include_usage: bool | None = None
-
-
-# Additional data that SGLang and vLLM can return.
-RETURNED = (
-    "return_cached_tokens_details",
-    "return_meta_info",
-    "return_prompt_text",
-    "return_prompt_token_ids",
-    "return_routed_experts",
-    "return_token_ids",
-    "return_tokens_as_token_ids",
-)
 
 
 class GenerationFields(StructureFields):

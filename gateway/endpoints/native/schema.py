@@ -22,6 +22,16 @@ from gateway.endpoints.schema import LEAVE_OUT, Refusal, Schema, is_empty, parse
 
 DEFAULT_NEW_TOKENS = 128
 MAX_LOGPROB_TOKEN_IDS = 128
+# Additional data that SGLang can return.
+NATIVE_RETURNED = (
+    "return_entropy",
+    "return_flat_raw_top_logprobs",
+    "return_flat_raw_top_logprobs_b64",
+    "return_indexer_topk",
+    "return_prompt_token_ids",
+    "return_routed_experts",
+    "return_sampling_mask",
+)
 
 
 class UserFields(Schema):
@@ -114,17 +124,6 @@ def _ids(value: object) -> object:
 
 def _texts(value: object) -> object:
     return [value] if isinstance(value, str) else value
-
-
-NATIVE_RETURNED = (
-    "return_entropy",
-    "return_flat_raw_top_logprobs",
-    "return_flat_raw_top_logprobs_b64",
-    "return_indexer_topk",
-    "return_prompt_token_ids",
-    "return_routed_experts",
-    "return_sampling_mask",
-)
 
 
 class GenerateBody(Schema):
