@@ -10,7 +10,7 @@ from common.rpc.security import read_security
 from common.runtime import run_service
 from common.settings import load_settings
 from gateway.assembly import Gateway
-from gateway.connections import allow_many_connections
+from gateway.server.http_server import allow_many_connections
 
 if TYPE_CHECKING:
     import asyncio

@@ -2,48 +2,35 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from fastapi import FastAPI, Request, Response
+import orjson
+from fastapi import Depends, FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 
 from common.errors import PandoError
 from common.types import ErrorCode
-from gateway.api import (
-    administration,
-    chat,
-    completions,
-    embeddings,
-    messages,
-    models,
-    native,
-    operations,
-    responses,
-    sessions,
-    tokenization,
-)
-from gateway.api.schema import describe
-from gateway.body import ClientGoneError
-from gateway.errors import HttpError, error_response, http_error_response
-from gateway.middleware import CLIENT_GONE_STATUS, REFUSAL, RequestContext, add_headers
+from gateway.endpoints import administration, health, models, tokenization
+from gateway.endpoints.chat import route as chat
+from gateway.endpoints.completions import route as completions
+from gateway.endpoints.embeddings import route as embeddings
+from gateway.endpoints.messages import route as messages
+from gateway.endpoints.native import route as native
+from gateway.endpoints.responses import route as responses
+from gateway.endpoints.routing import body_route
 from gateway.quotas.quotas import LimitedError
-from gateway.schemas.anthropic import MessagesBody
-from gateway.schemas.chat import ChatCompletionBody
-from gateway.schemas.completions import CompletionBody
-from gateway.schemas.embeddings import EmbeddingBody, RerankBody, ScoreBody
-from gateway.schemas.native import AbortBody, GenerateBody
-from gateway.schemas.responses import ResponseBody
-from gateway.schemas.sessions import CloseSessionBody, OpenSessionBody
-from gateway.schemas.tokenization import DetokenizeBody, TokenizeChatBody, TokenizeTextBody
+from gateway.server.body import ClientGoneError
+from gateway.server.errors import ERROR_SCHEMA, HttpError, error_response, http_error_response
+from gateway.server.middleware import CLIENT_GONE_STATUS, REFUSAL, RequestContext, add_headers
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from fastapi.telemetry import TelemetryConfig
 
-    from gateway.api.context import Context
+    from gateway.endpoints.context import Context
 
 # Response headers that browser scripts may read in addition to the CORS-safelisted ones.
 SHOWN_TO_PAGES = (
@@ -62,22 +49,12 @@ REFUSALS = {
     ErrorCode.UNAUTHENTICATED: "unauthenticated",
     ErrorCode.PERMISSION_DENIED: "permission_denied",
 }
-BODIES = (
-    ChatCompletionBody,
-    CompletionBody,
-    ResponseBody,
-    MessagesBody,
-    EmbeddingBody,
-    ScoreBody,
-    RerankBody,
-    TokenizeTextBody,
-    TokenizeChatBody,
-    DetokenizeBody,
-    GenerateBody,
-    AbortBody,
-    OpenSessionBody,
-    CloseSessionBody,
-)
+# A response that any endpoint can have, in the OpenAPI description. A model in place of the schema would take FastAPI a
+# third of the time to build an application, because it would be compiled twice for each route.
+FAILURE: dict[str, Any] = {
+    "description": "What was wrong, and what would be right",
+    "content": {"application/json": {"schema": ERROR_SCHEMA}},
+}
 
 
 def create_app(context: Context, cors_origins: Sequence[str] = ()) -> FastAPI:
@@ -85,17 +62,29 @@ def create_app(context: Context, cors_origins: Sequence[str] = ()) -> FastAPI:
     # FastAPI's own telemetry would look up its providers on every request; Pando has its own metrics and traces.
     silent: TelemetryConfig = {"tracing": False, "metrics": False, "logs": False}
     # FastAPI's own OpenAPI route needs no credentials, and its documentation pages load scripts from other hosts.
-    app = FastAPI(title="Pando", redirect_slashes=False, openapi_url=None, telemetry=silent)
+    app = FastAPI(
+        title="Pando",
+        redirect_slashes=False,
+        openapi_url=None,
+        telemetry=silent,
+        responses={"4XX": FAILURE, 503: FAILURE},
+    )
+    app.router.route_class = body_route(context.limits.body_bytes)
+    # All routes are added to one router: FastAPI searches the routes of included routers twice, some 45 µs per request.
     generating = (chat, completions, responses, messages, native)
-    for endpoint in (*generating, sessions, embeddings, models, tokenization, administration, operations):
-        # `include_router` is not used: a request would search the routes of nested routers twice.
-        app.router.routes.extend(endpoint.create_router(context).routes)
+    for endpoint in (*generating, embeddings, models, tokenization, administration, health):
+        endpoint.add_routes(app.router, context)
+
+    @app.get("/openapi.json", include_in_schema=False, dependencies=[Depends(context.caller)])
+    def description() -> Response:
+        # Not a coroutine, so that FastAPI calls it in a thread: the first description takes a few hundred milliseconds.
+        return Response(orjson.dumps(app.openapi()), media_type="application/json")
+
     app.add_exception_handler(PandoError, _on_pando_error)
     app.add_exception_handler(HttpError, _on_http_error)
     app.add_exception_handler(HTTPException, _on_routing_error)
     app.add_exception_handler(RequestValidationError, _on_validation_error)
     app.add_exception_handler(ClientGoneError, _on_client_gone)
-    describe(app, context, BODIES)
     if cors_origins:
         app.add_middleware(
             CORSMiddleware,
@@ -105,6 +94,13 @@ def create_app(context: Context, cors_origins: Sequence[str] = ()) -> FastAPI:
             expose_headers=SHOWN_TO_PAGES,
         )
     app.add_middleware(RequestContext, metrics=context.metrics)
+    return app
+
+
+def create_probe_app(context: Context) -> FastAPI:
+    """Build an application with only the endpoints that need no credentials."""
+    app = FastAPI(openapi_url=None)
+    health.add_routes(app.router, context)
     return app
 
 

@@ -10,24 +10,21 @@ from common.limits import load_limits
 from common.reloading import Reloading
 from common.rpc.security import UNIX_ONLY
 from common.version import version
-from gateway.api.context import Context, Limits
-from gateway.app import create_app
+from gateway.app import create_app, create_probe_app
 from gateway.backends import Backends
-from gateway.generations import Generations
-from gateway.https import https_files
+from gateway.endpoints.context import Context, Limits
+from gateway.generation.generations import Generations
+from gateway.generation.journal import Journal, ResumePolicy
 from gateway.identity.identity import Identity, Keyless
 from gateway.identity.keys import KeyRing, load_keys
 from gateway.identity.proxies import TrustedProxy, parse_networks
-from gateway.identity.signing_keys import open_signing_keys
-from gateway.identity.tokens import SignedTokens, TokenRules
-from gateway.journal import Journal
+from gateway.identity.tokens import SignedTokens, TokenRules, open_signing_keys
 from gateway.metrics import GatewayMetrics
 from gateway.model_services import open_models
 from gateway.pipeline.model_pipelines import ModelPipelines
-from gateway.probes import ProbeServer
 from gateway.quotas.quotas import Quotas
-from gateway.resume import ResumePolicy
-from gateway.server import HttpServer
+from gateway.server.http_server import HttpServer, ProbeServer
+from gateway.server.https import https_files
 from gateway.state.state import open_state
 
 if TYPE_CHECKING:
@@ -86,7 +83,7 @@ class Gateway:
         self._server = HttpServer(create_app(context, settings.cors_origins), settings.host, settings.port, https)
         asks_for_certificates = https is not None and https.clients is not None
         self._probes = (
-            ProbeServer(context, settings.host, security.probe_port)
+            ProbeServer(create_probe_app(context), settings.host, security.probe_port)
             if asks_for_certificates and security.probe_port is not None
             else None
         )

@@ -9,13 +9,12 @@ from common.rpc.discovery import Discovery
 from common.rpc.sessions import SessionsClient
 from common.secret_files import read_secret
 from common.settings import BackendSettings
-from gateway.backends import Backend
+from gateway.backends import Backend, ServedModel
 from gateway.pipeline.administration import GrpcAdministration
 from gateway.pipeline.client import GrpcPipeline
 from gateway.pipeline.model import GrpcModel
 from gateway.pipeline.readiness import PipelineReadiness
 from gateway.pipeline.scheduler_groups import SchedulerGroups
-from gateway.served_model import ServedModel
 from protos.gen.pando.v1 import detokenizer_pb2_grpc, tokenizer_pb2_grpc
 
 if TYPE_CHECKING:

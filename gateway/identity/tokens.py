@@ -1,21 +1,34 @@
-"""JSON Web Tokens of an identity provider as credentials."""
+"""JSON Web Tokens of an identity provider as credentials, and the public keys that verify them."""
 
 from __future__ import annotations
 
+import asyncio
+import json
+import time
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
+import httpx
 import jwt
 
-from common.errors import InvalidRequestError, UnauthenticatedError
+from common.errors import ConfigurationError, InvalidRequestError, UnauthenticatedError, UnavailableError
+from common.logs import get_logger
 from common.names import check_name
+from common.reloading import Reloading
 from gateway.identity.caller import Caller, person
+from gateway.identity.proxies import is_loopback
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
 LEEWAY_S = 30
 WRONG_TOKEN = "The token is not valid: {reason}."
+KeySet: TypeAlias = "Mapping[str | None, jwt.PyJWK]"
+MAX_KEY_SET_BYTES = 1024 * 1024
+FETCH_TIMEOUT_S = 5.0
+# A token with an unknown key id triggers a refresh, at most this often, since clients can make up ids.
+LEAST_INTERVAL_S = 10.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,3 +118,112 @@ def _reason(error: jwt.InvalidTokenError) -> str:
             return "its algorithm is not accepted"
         case _:
             return "signature or form is wrong"
+
+
+def open_signing_keys(source: str, lifetime_s: float, transport: httpx.AsyncBaseTransport | None = None) -> SigningKeys:
+    """Return the keys at `source`, a file or a URL.
+
+    Raises:
+        ConfigurationError: the file cannot be read, or the URL is neither https nor on this machine.
+    """
+    if "://" not in source:
+        return FileKeys(Path(source))
+    url = httpx.URL(source)
+    if url.scheme != "https" and not (url.scheme == "http" and (url.host == "localhost" or is_loopback(url.host))):
+        raise ConfigurationError("gateway.jwt_keys: keys that come over a network need https")
+    return RemoteKeys(httpx.AsyncClient(transport=transport, timeout=FETCH_TIMEOUT_S), url, lifetime_s)
+
+
+class FileKeys:
+    """Implements `SigningKeys` with a file that is reloaded when it changes."""
+
+    def __init__(self, path: Path) -> None:
+        self._keys = Reloading(path, _load)
+
+    async def find(self, key_id: str | None) -> jwt.PyJWK | None:
+        return choose(self._keys.value, key_id)
+
+
+class RemoteKeys:
+    """Implements `SigningKeys` with a URL; old keys stay in use while it is unreachable."""
+
+    def __init__(
+        self, client: httpx.AsyncClient, url: httpx.URL, lifetime_s: float, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        """Fetch `url` when a key is first needed, and again after `lifetime_s`."""
+        self._client = client
+        self._url = url
+        self._lifetime_s = lifetime_s
+        self._clock = clock
+        self._keys: KeySet | None = None
+        self._asked_at = float("-inf")
+        self._asking = asyncio.Lock()
+        self._log = get_logger("signing_keys")
+
+    async def find(self, key_id: str | None) -> jwt.PyJWK | None:
+        if self._is_due(self._lifetime_s):
+            await self._ask(self._lifetime_s)
+        found = choose(self._keys, key_id) if self._keys is not None else None
+        if found is None and self._is_due(LEAST_INTERVAL_S):
+            await self._ask(LEAST_INTERVAL_S)
+        if self._keys is None:
+            raise UnavailableError("the keys that sign tokens cannot be had", retry_after_ms=1000)
+        return choose(self._keys, key_id)
+
+    def _is_due(self, interval_s: float) -> bool:
+        return self._clock() - self._asked_at >= interval_s
+
+    async def _ask(self, interval_s: float) -> None:
+        async with self._asking:
+            if not self._is_due(interval_s):
+                return
+            self._asked_at = self._clock()
+            try:
+                async with self._client.stream("GET", self._url) as response:
+                    response.raise_for_status()
+                    content = b""
+                    async for chunk in response.aiter_bytes():
+                        content += chunk
+                        if len(content) > MAX_KEY_SET_BYTES:
+                            raise ConfigurationError("the key set is too large")
+                self._keys = parse_key_set(content)
+            except (httpx.HTTPError, ConfigurationError) as error:
+                self._log.error("signing_keys.not_refreshed", url=str(self._url), reason=str(error))
+
+
+def parse_key_set(content: bytes) -> KeySet:
+    """Return the keys of a set by id, without those of unknown kinds or for encryption.
+
+    Raises:
+        ConfigurationError: `content` is not a key set.
+    """
+    try:
+        entries = json.loads(content)["keys"]
+        keys = [_parse(entry) for entry in entries]
+    except (ValueError, LookupError, TypeError, RecursionError) as error:
+        raise ConfigurationError(f"no JSON Web Key Set: {error}") from error
+    return {key.key_id: key for key in keys if key is not None}
+
+
+def choose(keys: KeySet, key_id: str | None) -> jwt.PyJWK | None:
+    """Return the key with the id `key_id`; without an id, the key if there is exactly one."""
+    if key_id is None and len(keys) == 1:
+        return next(iter(keys.values()))
+    return keys.get(key_id)
+
+
+def _load(path: Path) -> KeySet:
+    try:
+        return parse_key_set(path.read_bytes())
+    except (OSError, ConfigurationError) as error:
+        raise ConfigurationError(f"gateway.jwt_keys {path}: {error}") from error
+
+
+def _parse(entry: object) -> jwt.PyJWK | None:
+    # A symmetric key does not belong in a published set.
+    if not isinstance(entry, dict) or entry.get("kty") == "oct" or entry.get("use", "sig") != "sig":
+        return None
+    try:
+        return jwt.PyJWK.from_dict(entry)
+    except (jwt.PyJWTError, NotImplementedError):
+        return None

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeAlias, assert_never
 
 from common.types import ToolStyle
-from gateway.parsing.reasoning import CLOSING, OPENING
+from gateway.parsing.answers import CLOSING, OPENING
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""Applies the limits of tenants and users to requests."""
+"""Applies the limits of tenants and users to requests, and estimates the tokens of a request in advance."""
 
 from __future__ import annotations
 
@@ -7,12 +7,16 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Protocol
 
 from common.errors import QueueFullError
+from common.requests import ChatPrompt, TokenPrompt
 from gateway.quotas.meters import Account, Taking, rate_headers
 
 if TYPE_CHECKING:
     from common.limits import Limits
+    from common.requests import GenerateRequest, Prompt
     from common.types import Subject
     from gateway.quotas.meters import Meters
+
+CHARACTERS_PER_TOKEN = 4
 
 
 class LimitsSource(Protocol):
@@ -99,3 +103,20 @@ class LimitedError(QueueFullError):
     def __init__(self, message: str, retry_after_ms: int, headers: list[tuple[bytes, bytes]]) -> None:
         super().__init__(message, retry_after_ms=retry_after_ms)
         self.headers = headers
+
+
+def announced_tokens(request: GenerateRequest) -> int:
+    """Return the estimated number of prompt and output tokens of `request`; an output without a limit counts as 0."""
+    return prompt_tokens(request.prompt) + (request.stop.max_tokens or 0) * request.n
+
+
+def prompt_tokens(prompt: Prompt) -> int:
+    """Return the estimated number of tokens of `prompt`."""
+    match prompt:
+        case TokenPrompt(ids):
+            return len(ids)
+        case ChatPrompt(messages, tools_json):
+            contents = sum(len(message.content or "") for message in messages)
+            return (contents + sum(map(len, tools_json))) // CHARACTERS_PER_TOKEN
+        case _:
+            return len(prompt) // CHARACTERS_PER_TOKEN

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from redis.asyncio import Redis
 
     from common.types import View
-    from gateway.generations import Generations
+    from gateway.generation.generations import Generations
     from gateway.state.server import StateServer
     from gateway.state.signatures import Signatures
 

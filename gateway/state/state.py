@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Coroutine
 
     from common.settings import GatewaySettings
-    from gateway.generations import Generations
+    from gateway.generation.generations import Generations
     from gateway.metrics import GatewayMetrics
     from gateway.quotas.meters import Meters
     from gateway.state.aborts import Aborts

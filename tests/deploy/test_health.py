@@ -10,7 +10,8 @@ import pytest
 from common.rpc.server import RpcServer
 from common.settings import GatewaySettings, RpcSettings, SchedulerSettings, Settings
 from deploy.health import is_healthy, local
-from gateway.probes import ProbeServer
+from gateway.app import create_probe_app
+from gateway.server.http_server import ProbeServer
 from tests.gateway.support import gateway_saying
 
 if TYPE_CHECKING:
@@ -51,7 +52,7 @@ async def test_a_service_that_is_away_is_not_healthy(tmp_path: Path) -> None:
 
 async def test_a_gateway_that_asks_for_certificates_is_asked_where_it_does_not(tmp_path: Path) -> None:
     gateway = gateway_saying("x")
-    probes = ProbeServer(gateway.context, "127.0.0.1", 0)
+    probes = ProbeServer(create_probe_app(gateway.context), "127.0.0.1", 0)
     settings = Settings(
         gateway=GatewaySettings(port=1, client_authority=tmp_path / "ca.crt"), rpc=RpcSettings(probe_port=probes.port)
     )

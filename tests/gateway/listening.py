@@ -6,12 +6,12 @@ import asyncio
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING
 
-from gateway.server import HttpServer
+from gateway.server.http_server import HttpServer
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
-    from gateway.https import HttpsFiles
+    from gateway.server.https import HttpsFiles
     from tests.gateway.support import FakedGateway
 
 

@@ -10,14 +10,13 @@ import httpx
 from prometheus_client import CollectorRegistry
 
 from common.settings import GatewaySettings
-from gateway.api.context import Context
 from gateway.app import create_app
 from gateway.assembly import build_identity, build_quotas, limits, resume_policy
-from gateway.backends import Backend, Backends
-from gateway.generations import Generations
-from gateway.journal import Journal
+from gateway.backends import Backend, Backends, ServedModel
+from gateway.endpoints.context import Context
+from gateway.generation.generations import Generations
+from gateway.generation.journal import Journal
 from gateway.metrics import GatewayMetrics
-from gateway.served_model import ServedModel
 from gateway.state.state import open_state
 from tests.fakes.pipeline import FakeAdministration, FakeModel, FakePipeline, FakeReadiness, Script, says
 

@@ -18,8 +18,7 @@ from common.errors import ConfigurationError, UnauthenticatedError, UnavailableE
 from common.settings import GatewaySettings
 from gateway.assembly import build_identity
 from gateway.identity.caller import Caller
-from gateway.identity.signing_keys import FileKeys, RemoteKeys, open_signing_keys
-from gateway.identity.tokens import SignedTokens, TokenRules
+from gateway.identity.tokens import FileKeys, RemoteKeys, SignedTokens, TokenRules, open_signing_keys
 
 if TYPE_CHECKING:
     from pathlib import Path

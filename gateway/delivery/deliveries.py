@@ -1,0 +1,177 @@
+"""Delivery of a generation to its client: as server-sent events, as one body, or as one body rendered piecewise."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING, Protocol
+
+from common.errors import RequestFailedError
+from common.types import ErrorCode, RequestFailure
+from gateway.delivery.collecting import PromptScores, WholeChoice, collect, count_logprobs
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable, Iterator, Sequence
+
+    from starlette.types import Send
+
+    from common.errors import PandoError
+    from gateway.generation.generation import Generation, Usage
+    from gateway.generation.journal import ChoiceUpdate
+
+EVENT_STREAM_HEADERS = [
+    (b"content-type", b"text/event-stream; charset=utf-8"),
+    (b"cache-control", b"no-cache"),
+    # Disables response buffering in nginx and compatible proxies.
+    (b"x-accel-buffering", b"no"),
+]
+# Log probabilities of generated tokens that are kept until a response is complete: some 200 MB.
+MAX_WHOLE_VALUES = 1_048_576
+TOO_MANY_VALUES = RequestFailure(
+    ErrorCode.INVALID_REQUEST,
+    f"The answer has more than {MAX_WHOLE_VALUES} log probabilities: stream it, or ask for fewer of them.",
+    param="logprobs",
+)
+# A comment in the event stream format, which clients ignore.
+KEEP_ALIVE = b": keep-alive\n\n"
+# The event loop gets control after rendering this much, which takes a few milliseconds.
+PIECE_BYTES = 256 * 1024
+
+
+async def end_at_once() -> None:
+    """The default `before_end`: nothing to wait for."""
+
+
+class StreamDelivery:
+    """Sends updates as they come; the status line waits for the first, so that an early failure has its own status."""
+
+    def __init__(
+        self,
+        renderer: StreamRenderer,
+        keep_alive_s: float,
+        before_end: Callable[[], Awaitable[None]] = end_at_once,
+    ) -> None:
+        """Write events with `renderer`, and a comment after every `keep_alive_s` without events.
+
+        `before_end` is awaited between rendering the last event and sending it.
+        """
+        self._renderer = renderer
+        self._before_end = before_end
+        self._keep_alive_s = keep_alive_s
+        self._sent_at = float("-inf")
+        self._ticking: asyncio.TimerHandle | None = None
+
+    async def deliver(self, generation: Generation, send: Send) -> None:
+        """Send the events, then the end mark; a failure after the start is sent as an event before the end mark.
+
+        The status line and comments are also sent while the client waits long for the first update.
+        """
+        ticking = asyncio.get_running_loop().call_later(self._keep_alive_s, self._tick, generation)
+        try:
+            await self._deliver(generation, send)
+        finally:
+            (self._ticking or ticking).cancel()
+
+    async def _deliver(self, generation: Generation, send: Send) -> None:
+        updates = await generation.next_updates()
+        await send({"type": "http.response.start", "status": 200, "headers": EVENT_STREAM_HEADERS})
+        try:
+            while updates is None or updates:
+                events = KEEP_ALIVE if updates is None else b"".join(map(self._renderer.events, updates))
+                if events:
+                    await send({"type": "http.response.body", "body": events, "more_body": True})
+                    self._sent_at = asyncio.get_running_loop().time()
+                updates = await generation.next_updates()
+            ending = self._renderer.ending(generation.usage)
+        except RequestFailedError as error:
+            ending = self._renderer.failure(error)
+        await self._before_end()
+        await send({"type": "http.response.body", "body": ending, "more_body": False})
+
+    def _tick(self, generation: Generation) -> None:
+        """Nudge a reader that has waited for `keep_alive_s`. One timer per stream is cheaper than one per token."""
+        loop = asyncio.get_running_loop()
+        left = self._sent_at + self._keep_alive_s - loop.time()
+        if left <= 0:
+            generation.nudge()
+        self._ticking = loop.call_later(left if left > 0 else self._keep_alive_s, self._tick, generation)
+
+
+class WholeDelivery:
+    """Collects all updates and sends one body."""
+
+    def __init__(self, renderer: WholeRenderer, before_end: Callable[[], Awaitable[None]] = end_at_once) -> None:
+        """Write the body with `renderer`; `before_end` is awaited between rendering and sending it."""
+        self._renderer = renderer
+        self._before_end = before_end
+
+    async def deliver(self, generation: Generation, send: Send) -> None:
+        """Wait for the end of all choices and send them.
+
+        Raises:
+            RequestFailedError: the request failed, or has more than MAX_WHOLE_VALUES log probabilities.
+        """
+        prompts = [PromptScores() for _ in generation.entries]
+        pairs = zip(generation.entries, prompts, strict=True)
+        choices = [WholeChoice(prompt=prompt) for entry, prompt in pairs for _ in entry.choices]
+        values = 0
+        while (updates := await generation.next_updates()) is None or updates:
+            collect(updates or (), choices)
+            values += count_logprobs(updates or ())
+            if values > MAX_WHOLE_VALUES:
+                raise RequestFailedError(TOO_MANY_VALUES)
+        body = self._renderer.body(choices, generation.usage)
+        await self._before_end()
+        headers = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(body))]
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
+        await send({"type": "http.response.body", "body": body, "more_body": False})
+
+
+class PiecewiseDelivery:
+    """Collects all updates, renders them piecewise so that other tasks can run in between, and sends one body."""
+
+    def __init__(self, renderer: PiecewiseRenderer) -> None:
+        self._renderer = renderer
+
+    async def deliver(self, generation: Generation, send: Send) -> None:
+        """Wait for the end of all choices and send them; see `Delivery`."""
+        choices = [WholeChoice() for entry in generation.entries for _ in entry.choices]
+        while (updates := await generation.next_updates()) is None or updates:
+            collect(updates or (), choices)
+        pieces, written = [], 0
+        for piece in self._renderer.pieces(choices, generation.usage):
+            pieces.append(piece)
+            written += len(piece)
+            if written > PIECE_BYTES:
+                written = 0
+                await asyncio.sleep(0)
+        body = b"".join(pieces)
+        headers = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(body))]
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
+        await send({"type": "http.response.body", "body": body, "more_body": False})
+
+
+class StreamRenderer(Protocol):
+    """Renders the events of one stream."""
+
+    def events(self, update: ChoiceUpdate) -> bytes:
+        """Return the events for one update; empty if they would contain nothing new."""
+
+    def ending(self, usage: Usage) -> bytes:
+        """Return the events after the last update, including the end mark."""
+
+    def failure(self, error: PandoError) -> bytes:
+        """Return the event for a failure during the stream, including the end mark."""
+
+
+class WholeRenderer(Protocol):
+    """Renders a response as one body."""
+
+    def body(self, choices: Sequence[WholeChoice], usage: Usage) -> bytes:
+        """Return the JSON body."""
+
+
+class PiecewiseRenderer(Protocol):
+    """Renders a long response in pieces, each of which takes a short time."""
+
+    def pieces(self, choices: Sequence[WholeChoice], usage: Usage) -> Iterator[bytes]:
+        """Yield the JSON body."""

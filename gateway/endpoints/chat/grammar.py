@@ -1,0 +1,93 @@
+"""The grammar of a chat's output: its response format, the schemas of tools, and the reasoning before both."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Any
+
+from common.errors import InvalidRequestError
+from common.grammars import Grammar, GrammarKind
+from common.json_schemas import check_json_schema
+from gateway.endpoints.schema import to_json
+from gateway.endpoints.structure_fields import checked_grammar
+from gateway.parsing.call_formats import BoundTool, after_reasoning, can_bind, forced_calls, free_calls
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from common.types import ToolStyle
+    from gateway.endpoints.chat.schema import ChatCompletionBody
+    from gateway.parsing.answers import Reading
+    from gateway.parsing.call_formats import Format
+
+# For tools without a schema, and for non-strict tools whose schema cannot be enforced.
+ANY_OBJECT = {"type": "object"}
+
+
+def chat_grammar(body: ChatCompletionBody, reading: Reading) -> Grammar | None:
+    """Return the grammar of the output, after the part that the prompt contains.
+
+    The arguments of calls follow their tool's schema if calls are required or any tool is strict.
+
+    Raises:
+        InvalidRequestError: a strict tool's schema cannot be enforced.
+    """
+    own = body.grammar
+    style, tools = reading.tool_style, body.callable_tools
+    if style is None or not tools:
+        return own if own is None or not reading.has_reasoning else _tag(_thinking(_format_of(own), reading), own.param)
+    choice = body.tool_choice
+    is_forced = choice is not None and choice.mode == "required"
+    if not is_forced and own is None and not any(tool["function"].get("strict") for tool in tools):
+        return None
+    name = choice.name if choice is not None else None
+    bound = [
+        _bind(tool, number, style) for number, tool in enumerate(tools) if name in (None, tool["function"]["name"])
+    ]
+    if is_forced:
+        calls = forced_calls(style, bound, named=name is not None, in_parallel=reading.may_call_in_parallel)
+        return _tag(calls, "tools")
+    content = _format_of(own) if own is not None else None
+    answer = free_calls(style, bound, in_parallel=reading.may_call_in_parallel, content=content)
+    return _tag(_thinking(answer, reading), own.param if own is not None else "tools")
+
+
+def _bind(tool: Mapping[str, Any], number: int, style: ToolStyle) -> BoundTool:  # Any: a JSON schema
+    function = tool["function"]
+    param = f"tools[{number}].function.parameters"
+    schema = function.get("parameters")
+    if schema is None:
+        schema = {"type": "object", "properties": {}} if function.get("strict") else ANY_OBJECT
+    try:
+        check_json_schema(schema, param)
+        if not isinstance(schema, dict) or not can_bind(style, schema):
+            raise InvalidRequestError(f"'{param}' cannot be written as this model's calls.", param=param)
+    except InvalidRequestError:
+        if function.get("strict"):
+            raise
+        schema = ANY_OBJECT
+    return BoundTool(function["name"], {"type": "object", **schema} if "$ref" not in schema else schema)
+
+
+def _format_of(grammar: Grammar) -> Format:
+    match grammar.kind:
+        case GrammarKind.JSON_SCHEMA:
+            return {"type": "json_schema", "json_schema": json.loads(grammar.text), "max_whitespace_cnt": 1}
+        case GrammarKind.REGEX:
+            return {"type": "regex", "pattern": grammar.text}
+        case GrammarKind.EBNF:
+            return {"type": "grammar", "grammar": grammar.text}
+        case GrammarKind.STRUCTURAL_TAG:
+            format_: Format = json.loads(grammar.text)["format"]
+            return format_
+
+
+def _thinking(format_: Format, reading: Reading) -> Format:
+    if not reading.has_reasoning:
+        return format_
+    return after_reasoning(format_, is_open=reading.begins_with_reasoning)
+
+
+def _tag(format_: Format, param: str) -> Grammar:
+    text = to_json({"type": "structural_tag", "format": format_}, param)
+    return checked_grammar(GrammarKind.STRUCTURAL_TAG, text, param)

@@ -1,0 +1,318 @@
+"""Chat completions, streamed and whole."""
+
+from __future__ import annotations
+
+import secrets
+import string
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, assert_never
+
+import orjson
+
+from common.types import FinishReason, ToolStyle
+from gateway.delivery.collecting import FINISH_REASONS, matched_stop
+from gateway.endpoints.shapes import DONE, by_id, failed_stream, finite_logprob, usage_object
+from gateway.parsing.pieces import CallArguments, CallStart, Reasoning, Text
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    from common.deltas import LogprobText, TokenText
+    from common.errors import PandoError
+    from gateway.delivery.collecting import WholeChoice
+    from gateway.endpoints.shapes import ResponseHead
+    from gateway.generation.generation import Usage
+    from gateway.generation.journal import ChoiceUpdate
+    from gateway.parsing.answers import AnswerParser, Reading
+    from gateway.parsing.pieces import Piece
+
+TOOL_CALLS = "tool_calls"
+# Mistral's templates accept only ids of this form.
+MISTRAL_ID_CHARACTERS = 9
+
+
+class ChatChunks:
+    """Frames chat chunks. Repeated parts are serialised once, because this runs for every token."""
+
+    def __init__(self, head: ResponseHead, *, include_usage: bool) -> None:
+        """`include_usage` adds a last chunk with token counts, and null counts to the others."""
+        self._include_usage = include_usage
+        common = {
+            "id": head.id,
+            "object": "chat.completion.chunk",
+            "created": head.created,
+            "model": head.model,
+            "system_fingerprint": head.fingerprint,
+        }
+        self._head = b"data: " + orjson.dumps(common)[:-1] + b',"choices":['
+        self._tail = b'}],"usage":null}\n\n' if include_usage else b"}]}\n\n"
+        # The start of a chunk up to the delta, by choice index.
+        self._prefixes: dict[int, bytes] = {}
+
+    def has_begun(self, index: int) -> bool:
+        """Whether the role of choice `index` has been sent."""
+        return index in self._prefixes
+
+    def role(self, index: int, content: bytes = b'""') -> bytes:
+        """Return the first chunk of a choice; `content` is JSON."""
+        self._prefixes[index] = self._head + b'{"index":%d,"delta":' % index
+        return self.delta(index, b'{"role":"assistant","content":' + content + b',"refusal":null}')
+
+    def delta(self, index: int, delta: bytes, logprobs: bytes = b"null") -> bytes:
+        """Return a chunk of a choice whose role has been sent; `delta` and `logprobs` are JSON."""
+        return self._prefixes[index] + delta + b',"logprobs":' + logprobs + b',"finish_reason":null' + self._tail
+
+    def finish(self, index: int, reason: str, stop: int | str | None) -> bytes:
+        end = b'{},"logprobs":null,"finish_reason":' + orjson.dumps(reason) + b',"matched_stop":' + orjson.dumps(stop)
+        return self._prefixes[index] + end + self._tail
+
+    def ending(self, usage: Usage, reasoning_tokens: int = 0) -> bytes:
+        """Return the usage chunk, if requested, and the end mark."""
+        if not self._include_usage:
+            return DONE
+        counts = orjson.dumps(usage_object(usage, reasoning_tokens))
+        return self._head + b'],"usage":' + counts + b"}\n\n" + DONE
+
+
+class ChatStream:
+    """Renders chat chunks of outputs that consist of text only."""
+
+    def __init__(self, head: ResponseHead, *, logprobs: bool, include_usage: bool) -> None:
+        self._logprobs = logprobs
+        self._chunks = ChatChunks(head, include_usage=include_usage)
+
+    def events(self, update: ChoiceUpdate) -> bytes:
+        """Return the chunks for one update: the role once, then text, then the finish on its own."""
+        chunks, index = self._chunks, update.index
+        events = b"" if chunks.has_begun(index) else chunks.role(index)
+        if update.text or (self._logprobs and update.logprobs):
+            logprobs = orjson.dumps(logprobs_object(update.logprobs)) if self._logprobs else b"null"
+            events += chunks.delta(index, b'{"content":' + orjson.dumps(update.text) + b"}", logprobs)
+        if update.finish is not None:
+            events += chunks.finish(index, FINISH_REASONS[update.finish.reason], matched_stop(update.finish))
+        return events
+
+    def ending(self, usage: Usage) -> bytes:
+        """Return the chunks after the last update."""
+        return self._chunks.ending(usage)
+
+    def failure(self, error: PandoError) -> bytes:
+        """Return the event for a failure during the stream, and the end mark."""
+        return failed_stream(error)
+
+
+class WholeChat:
+    """Renders a chat completion as one body."""
+
+    def __init__(self, head: ResponseHead, *, logprobs: bool, prompt_top: int | None = None) -> None:
+        """`prompt_top` adds the prompt's log probabilities, with `prompt_top` alternatives at each position."""
+        self._head = head
+        self._logprobs = logprobs
+        self._prompt_top = prompt_top
+
+    def body(self, choices: Sequence[WholeChoice], usage: Usage) -> bytes:
+        answer = {
+            "id": self._head.id,
+            "object": "chat.completion",
+            "created": self._head.created,
+            "model": self._head.model,
+            "choices": [self._choice(index, choice) for index, choice in enumerate(choices)],
+            "usage": usage_object(usage),
+            "system_fingerprint": self._head.fingerprint,
+        }
+        return orjson.dumps(answer | prompt_logprobs_field(choices, self._prompt_top))
+
+    def _choice(self, index: int, choice: WholeChoice) -> dict[str, object]:
+        return {
+            "index": index,
+            "message": {"role": "assistant", "content": "".join(choice.text), "refusal": None},
+            "logprobs": logprobs_object(choice.logprobs) if self._logprobs else None,
+            "finish_reason": choice.finish_reason,
+            "matched_stop": choice.matched_stop,
+        }
+
+
+def prompt_logprobs_field(choices: Sequence[WholeChoice], top: int | None) -> dict[str, object]:
+    """Return the field `prompt_logprobs`, or no field if `top` is None."""
+    prompt = choices[0].prompt
+    return {} if top is None or prompt is None else {"prompt_logprobs": by_id(prompt, top)}
+
+
+def logprobs_object(logprobs: Sequence[LogprobText]) -> dict[str, object]:
+    """Return log probabilities in the shape of chat completions."""
+    content = [{**_token(entry.token), "top_logprobs": [_token(token) for token in entry.top]} for entry in logprobs]
+    return {"content": content, "refusal": None}
+
+
+def _token(token: TokenText) -> dict[str, object]:
+    return {
+        "token": token.text.decode("utf-8", "replace"),
+        "logprob": finite_logprob(token),
+        "bytes": list(token.text),
+    }
+
+
+@dataclass(slots=True)
+class Message:
+    """The sum of an output's pieces."""
+
+    text: str = ""
+    reasoning: str = ""
+    # Pairs of name and arguments.
+    calls: list[list[str]] = field(default_factory=list)
+
+    def add(self, pieces: Iterable[Piece]) -> None:
+        for piece in pieces:
+            match piece:
+                case Text(text):
+                    self.text += text
+                case Reasoning(text):
+                    self.reasoning += text
+                case CallStart(_, name):
+                    self.calls.append([name, ""])
+                case CallArguments(index, text):
+                    self.calls[index][1] += text
+                case _ as never:
+                    assert_never(never)
+
+
+@dataclass(frozen=True, slots=True)
+class ReadAnswer:
+    """A complete output, and the number of its tokens that are reasoning."""
+
+    message: Message
+    reasoning_tokens: int
+
+    @classmethod
+    def of(cls, reading: Reading, choice: WholeChoice) -> ReadAnswer:
+        """Parse the output of `choice`."""
+        parser, message, reasoning_tokens = reading.parser(), Message(), 0
+        for text, tokens in zip(choice.text, choice.tokens, strict=True):
+            reasoning_tokens += tokens * parser.is_thinking
+            message.add(parser.feed(text))
+        message.add(parser.flush())
+        return cls(message, reasoning_tokens)
+
+
+def new_call_id(style: ToolStyle | None) -> str:
+    """Return a random id for a tool call."""
+    if style is ToolStyle.MISTRAL:
+        return "".join(secrets.choice(string.ascii_letters + string.digits) for _ in range(MISTRAL_ID_CHARACTERS))
+    return f"call_{secrets.token_hex(12)}"
+
+
+class ParsedChatStream:
+    """Renders chat chunks whose deltas are text, reasoning or parts of calls."""
+
+    def __init__(self, head: ResponseHead, reading: Reading, *, logprobs: bool, include_usage: bool) -> None:
+        """`reading` has the rules for parsing the outputs."""
+        self._reading = reading
+        self._logprobs = logprobs
+        self._chunks = ChatChunks(head, include_usage=include_usage)
+        self._parsers: dict[int, AnswerParser] = {}
+        self._reasoning_tokens = 0
+
+    def events(self, update: ChoiceUpdate) -> bytes:
+        parser = self._parsers.get(update.index)
+        if parser is None:
+            parser = self._parsers[update.index] = self._reading.parser()
+        self._reasoning_tokens += update.tokens * parser.is_thinking
+        pieces = [*parser.feed(update.text), *(parser.flush() if update.finish is not None else ())]
+        deltas = [_delta(piece, self._reading.tool_style) for piece in pieces]
+        events = self._begin(update.index, pieces) if pieces or update.finish is not None or update.logprobs else b""
+        logprobs = b"null"
+        if self._logprobs and update.logprobs:
+            logprobs = orjson.dumps(logprobs_object(update.logprobs))
+            deltas = deltas or [b"{}"]
+        for delta in deltas:
+            events += self._chunks.delta(update.index, delta, logprobs)
+            logprobs = b"null"
+        if update.finish is not None:
+            is_call = parser.has_calls and update.finish.reason is FinishReason.STOP
+            reason = TOOL_CALLS if is_call else FINISH_REASONS[update.finish.reason]
+            events += self._chunks.finish(update.index, reason, matched_stop(update.finish))
+        return events
+
+    def ending(self, usage: Usage) -> bytes:
+        """Return the chunks after the last update."""
+        return self._chunks.ending(usage, self._reasoning_tokens)
+
+    def failure(self, error: PandoError) -> bytes:
+        """Return the event for a failure during the stream, and the end mark."""
+        return failed_stream(error)
+
+    def _begin(self, index: int, pieces: Sequence[Piece]) -> bytes:
+        if self._chunks.has_begun(index):
+            return b""
+        is_call = bool(pieces) and isinstance(pieces[0], CallStart)
+        return self._chunks.role(index, b"null" if is_call else b'""')
+
+
+class WholeParsedChat:
+    """Renders a chat completion with tool calls and reasoning as one body."""
+
+    def __init__(self, head: ResponseHead, reading: Reading, *, logprobs: bool, prompt_top: int | None = None) -> None:
+        """`reading` has the rules for parsing the outputs; see `WholeChat` for the rest."""
+        self._head = head
+        self._reading = reading
+        self._logprobs = logprobs
+        self._prompt_top = prompt_top
+
+    def body(self, choices: Sequence[WholeChoice], usage: Usage) -> bytes:
+        answers = [ReadAnswer.of(self._reading, choice) for choice in choices]
+        pairs = enumerate(zip(choices, answers, strict=True))
+        body = {
+            "id": self._head.id,
+            "object": "chat.completion",
+            "created": self._head.created,
+            "model": self._head.model,
+            "choices": [self._choice(index, choice, answer.message) for index, (choice, answer) in pairs],
+            "usage": usage_object(usage, sum(answer.reasoning_tokens for answer in answers)),
+            "system_fingerprint": self._head.fingerprint,
+        }
+        return orjson.dumps(body | prompt_logprobs_field(choices, self._prompt_top))
+
+    def _choice(self, index: int, choice: WholeChoice, message: Message) -> dict[str, object]:
+        is_call = bool(message.calls) and choice.finish_reason == FINISH_REASONS[FinishReason.STOP]
+        return {
+            "index": index,
+            "message": message_object(message, self._reading),
+            "logprobs": logprobs_object(choice.logprobs) if self._logprobs else None,
+            "finish_reason": TOOL_CALLS if is_call else choice.finish_reason,
+            "matched_stop": choice.matched_stop,
+        }
+
+
+def message_object(message: Message, reading: Reading) -> dict[str, object]:
+    """Return a message in OpenAI's shape."""
+    shape: dict[str, object] = {"role": "assistant", "content": message.text, "refusal": None}
+    if reading.has_reasoning:
+        shape["reasoning_content"] = message.reasoning or None
+    if message.calls:
+        shape["content"] = message.text or None
+        shape["tool_calls"] = [
+            {
+                "id": new_call_id(reading.tool_style),
+                "type": "function",
+                "function": {"name": name, "arguments": arguments},
+            }
+            for name, arguments in message.calls
+        ]
+    return shape
+
+
+def _delta(piece: Piece, style: ToolStyle | None) -> bytes:
+    match piece:
+        case Text(text):
+            delta: dict[str, object] = {"content": text}
+        case Reasoning(text):
+            delta = {"reasoning_content": text}
+        case CallStart(index, name):
+            function = {"name": name, "arguments": ""}
+            call = {"index": index, "id": new_call_id(style), "type": "function", "function": function}
+            delta = {"tool_calls": [call]}
+        case CallArguments(index, text):
+            delta = {"tool_calls": [{"index": index, "function": {"arguments": text}}]}
+        case _ as never:
+            assert_never(never)
+    return orjson.dumps(delta)

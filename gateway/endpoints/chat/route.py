@@ -1,0 +1,95 @@
+"""/v1/chat/completions."""
+
+from __future__ import annotations
+
+import uuid
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from fastapi import APIRouter, Depends, Request, Response
+
+from common.errors import InvalidRequestError
+from gateway.backends import check_generates
+from gateway.endpoints.chat.grammar import chat_grammar
+from gateway.endpoints.chat.render import ChatStream, ParsedChatStream, WholeChat, WholeParsedChat
+from gateway.endpoints.chat.schema import ChatCompletionBody
+from gateway.endpoints.routing import STREAMED
+from gateway.endpoints.structure_fields import refuse_with_grammar
+from gateway.identity.caller import Caller, identify
+
+if TYPE_CHECKING:
+    from common.requests import GenerateRequest
+    from gateway.delivery.deliveries import StreamRenderer, WholeRenderer
+    from gateway.endpoints.context import Context
+    from gateway.endpoints.shapes import ResponseHead
+    from gateway.identity.caller import Requester
+    from gateway.parsing.answers import Reading
+    from gateway.pipeline.messages import ModelInfo
+
+
+def add_routes(router: APIRouter, context: Context) -> None:
+    """Add the route."""
+
+    @router.post("/v1/chat/completions", responses=STREAMED)
+    async def create_chat_completion(
+        request: Request, body: ChatCompletionBody, caller: Caller = Depends(context.caller)
+    ) -> Response:
+        """Generate the next message of a conversation."""
+        requester = identify(caller, body.user_names, body.cache_salt)
+        card = await require_chat(context, body.model)
+        head = context.head(f"chatcmpl-{uuid.uuid4().hex}", card.name)
+        generate, reading = chat_request(context, request, head, requester, body, card)
+        if body.stream:
+            return context.stream(requester, [generate], _stream(body, head, reading))
+        return context.whole(requester, [generate], _whole(body, head, reading))
+
+
+async def require_chat(context: Context, model: str | None) -> ModelInfo:
+    """Return the card of `model`, if it can chat.
+
+    Raises:
+        ModelNotFoundError: no served model has this name.
+        InvalidRequestError: it has no chat template.
+    """
+    card = check_generates(await context.models.require_named(model))
+    if not card.has_chat_template:
+        message = f"The model '{card.name}' has no chat template; use /v1/completions."
+        raise InvalidRequestError(message, param="messages")
+    return card
+
+
+def chat_request(
+    context: Context,
+    request: Request,
+    head: ResponseHead,
+    requester: Requester,
+    body: ChatCompletionBody,
+    card: ModelInfo,
+) -> tuple[GenerateRequest, Reading]:
+    """Return the generation request of a chat, and the rules for parsing its output.
+
+    Raises:
+        InvalidRequestError: fields of the body contradict each other, or are not supported.
+    """
+    reading = body.reading(card)
+    generate = context.generate_request(request, head, requester, body, body.to_prompt(reading.prefix))
+    grammar = chat_grammar(body, reading)
+    if grammar != generate.sampling.grammar:
+        refuse_with_grammar(grammar, allowed_token_ids=body.allowed_token_ids)
+        generate = replace(generate, sampling=replace(generate.sampling, grammar=grammar))
+    if reading.needs_special_tokens and body.skip_special_tokens is None:
+        generate = replace(generate, skip_special_tokens=False)
+    return generate, reading
+
+
+def _stream(body: ChatCompletionBody, head: ResponseHead, reading: Reading) -> StreamRenderer:
+    logprobs, include_usage = bool(body.logprobs), body.wants_usage_in_stream
+    if reading.is_plain:
+        return ChatStream(head, logprobs=logprobs, include_usage=include_usage)
+    return ParsedChatStream(head, reading, logprobs=logprobs, include_usage=include_usage)
+
+
+def _whole(body: ChatCompletionBody, head: ResponseHead, reading: Reading) -> WholeRenderer:
+    if reading.is_plain:
+        return WholeChat(head, logprobs=bool(body.logprobs), prompt_top=body.prompt_logprobs)
+    return WholeParsedChat(head, reading, logprobs=bool(body.logprobs), prompt_top=body.prompt_logprobs)

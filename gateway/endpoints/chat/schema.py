@@ -1,0 +1,181 @@
+"""The body of /v1/chat/completions."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self, TypeAlias
+
+from pydantic import BeforeValidator, Field, model_validator
+from pydantic_core import PydanticCustomError
+
+from common.errors import InvalidRequestError
+from common.requests import ChatMessage, ChatPrompt
+from gateway.endpoints.chat.tools import MAX_TOOLS, Choice, Tools, names_of, reading_of, with_tools
+from gateway.endpoints.generation_fields import INT32_MAX, MAX_TOP_LOGPROBS, GenerationFields
+from gateway.endpoints.schema import LEAVE_OUT, Refusal, Schema, is_empty, never, to_json
+
+if TYPE_CHECKING:
+    from gateway.parsing.answers import Reading
+    from gateway.pipeline.messages import ModelInfo
+
+MAX_MESSAGES = 10_000
+Effort: TypeAlias = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
+# Template variables that turn reasoning off.
+THINKING_VARIABLES = ("enable_thinking", "thinking")
+TEXT_PARTS = {"text": "text", "refusal": "refusal"}
+
+
+def _joined_parts(value: object) -> object:
+    """Return content as one text, joining parts by line breaks."""
+    if not isinstance(value, list):
+        if value is None or isinstance(value, str):
+            return value
+        raise PydanticCustomError("content_type", "should be a string or a list of content parts")
+    texts = []
+    for number, part in enumerate(value):
+        kind = part.get("type") if isinstance(part, dict) else None
+        text = part.get(TEXT_PARTS.get(kind, "")) if isinstance(part, dict) and isinstance(kind, str) else None
+        if not isinstance(text, str):
+            message = "part {number} should be a text part, like {example}; this model reads text only"
+            example = '{"type": "text", "text": "Hello"}'
+            raise PydanticCustomError("content", message, {"number": number, "example": example})
+        texts.append(text)
+    return "\n".join(texts)
+
+
+def _tool_calls(value: object) -> object:
+    for call in value if isinstance(value, list) else []:
+        function = call.get("function") if isinstance(call, dict) else None
+        name = function.get("name") if isinstance(function, dict) else None
+        arguments = function.get("arguments") if isinstance(function, dict) else None
+        if not isinstance(name, str) or not isinstance(arguments, str):
+            raise PydanticCustomError("tool_calls", "each call should have function.name and function.arguments, texts")
+    return value
+
+
+class Message(Schema):
+    """One message of the conversation."""
+
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: Annotated[str | None, BeforeValidator(_joined_parts)] = None
+    name: str | None = None
+    tool_call_id: str | None = None
+    tool_calls: Annotated[list[dict[str, Any]] | None, BeforeValidator(_tool_calls)] = None  # Any: free JSON
+    reasoning_content: str | None = None
+
+    @model_validator(mode="after")
+    def _has_content(self) -> Self:
+        if self.content is None and self.role != "assistant":
+            raise PydanticCustomError("message", "a message of role {role} should have content", {"role": self.role})
+        return self
+
+    def to_message(self) -> ChatMessage:
+        """Return the message for the chat template."""
+        calls = to_json(self.tool_calls, "messages") if self.tool_calls else None
+        # Null content is kept only together with calls; otherwise some templates would print it.
+        content = self.content if self.content is not None or calls else ""
+        return ChatMessage(self.role, content, self.name, self.tool_call_id, calls, self.reasoning_content)
+
+
+class Conversation(Schema):
+    """The fields of a chat prompt."""
+
+    messages: list[Message] = Field(min_length=1, max_length=MAX_MESSAGES)
+    tools: Tools = Field(None, max_length=MAX_TOOLS)
+    tool_choice: Choice = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None  # Any: variables of the model's template
+
+    reasoning_effort: Effort | None = None
+
+    @property
+    def callable_tools(self) -> list[dict[str, Any]]:  # Any: JSON schemas
+        """The tools that the model may call."""
+        is_forbidden = self.tool_choice is not None and self.tool_choice.mode == "none"
+        return [] if is_forbidden else self.tools or []
+
+    @property
+    def opens_answer(self) -> bool:
+        """Whether the prompt ends with the start of a new assistant turn."""
+        return not self.continue_final_message if self.add_generation_prompt is None else self.add_generation_prompt
+
+    def to_prompt(self, assistant_prefix: str = "") -> ChatPrompt:
+        """Return the conversation for the chat template; the output begins with `assistant_prefix`.
+
+        Raises:
+            InvalidRequestError: the flags contradict each other, or some JSON is nested too deeply.
+        """
+        if self.continue_final_message and self.add_generation_prompt:
+            message = "'continue_final_message' and 'add_generation_prompt' must not both be true."
+            raise InvalidRequestError(message, param="continue_final_message")
+        if assistant_prefix and not self.opens_answer:
+            message = "'tool_choice' cannot ask for a call where no answer begins."
+            raise InvalidRequestError(message, param="tool_choice")
+        effort = {} if self.reasoning_effort is None else {"reasoning_effort": self.reasoning_effort}
+        variables = effort | (self.chat_template_kwargs or {})
+        return ChatPrompt(
+            messages=tuple(message.to_message() for message in self.messages),
+            tools_json=tuple(to_json(tool, "tools") for tool in self.callable_tools),
+            add_generation_prompt=self.opens_answer,
+            continue_final_message=bool(self.continue_final_message),
+            template_variables_json=to_json(variables, "chat_template_kwargs") if variables else None,
+            assistant_prefix=assistant_prefix or None,
+        )
+
+
+class ChatCompletionBody(GenerationFields, Conversation):
+    """A request for chat completions."""
+
+    unsupported: ClassVar[tuple[Refusal, ...]] = (
+        *GenerationFields.unsupported,
+        Refusal("functions", is_empty, "use 'tools'"),
+        Refusal("function_call", lambda value: value in ("none", "auto"), "use 'tools'"),
+        Refusal("modalities", lambda value: value in ([], ["text"]), 'only ["text"] is'),
+        Refusal("audio", never, LEAVE_OUT),
+        Refusal("add_special_tokens", lambda value: value is False, "the chat template brings them"),
+        Refusal("web_search_options", never, LEAVE_OUT),
+        Refusal("chat_template", never, "the model's own template is used"),
+        Refusal("echo", is_empty, LEAVE_OUT),
+        Refusal("best_of", lambda value: value == 1, "use 'n'"),
+        Refusal("input_ids", is_empty, "use /v1/completions or /generate"),
+        Refusal("documents", is_empty, "use 'chat_template_kwargs'"),
+        Refusal("reasoning", is_empty, "use 'reasoning_effort'"),
+        Refusal("include_reasoning", lambda value: value is True, LEAVE_OUT),
+        Refusal("stream_reasoning", lambda value: value is True, LEAVE_OUT),
+        Refusal("verbosity", lambda value: value == "medium", 'only "medium" is'),
+    )
+
+    max_completion_tokens: int | None = Field(None, ge=1, le=INT32_MAX)
+    parallel_tool_calls: bool | None = None
+    separate_reasoning: bool | None = None
+    logprobs: bool | None = None
+    top_logprobs: int | None = Field(None, ge=0, le=MAX_TOP_LOGPROBS)
+
+    @model_validator(mode="after")
+    def _top_logprobs_need_logprobs(self) -> Self:
+        if self.top_logprobs and not self.logprobs:
+            raise InvalidRequestError("'top_logprobs' needs 'logprobs' to be true.", param="top_logprobs")
+        return self
+
+    def reading(self, card: ModelInfo) -> Reading:
+        """Return the rules for parsing the model's output.
+
+        Raises:
+            InvalidRequestError: the requested tools cannot be called.
+        """
+        variables = self.chat_template_kwargs or {}
+        is_off = any(variables.get(name) is False for name in THINKING_VARIABLES)
+        thinks = self.separate_reasoning is not False
+        reading = reading_of(card, thinks=thinks, opens_thought=self.opens_answer and not is_off)
+        in_parallel = self.parallel_tool_calls is not False
+        return with_tools(reading, card, names_of(self.callable_tools), self.tool_choice, in_parallel=in_parallel)
+
+    @property
+    def token_limit(self) -> int | None:
+        """Maximum tokens of a choice; None: up to the end of the context."""
+        return self.max_completion_tokens if self.max_completion_tokens is not None else self.max_tokens
+
+    @property
+    def logprobs_wanted(self) -> int | None:
+        """Number of alternatives to report with each token's log probability; None: no log probabilities."""
+        return (self.top_logprobs or 0) if self.logprobs else None

@@ -1,0 +1,80 @@
+"""/v1/completions."""
+
+from __future__ import annotations
+
+import asyncio
+import uuid
+from contextlib import nullcontext
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from fastapi import APIRouter, Depends, Request, Response
+
+from common.requests import TokenPrompt
+from common.types import RequestId
+from gateway.backends import check_generates
+from gateway.endpoints.completions.render import BestOf, CompletionStream, Echo, WholeCompletion
+from gateway.endpoints.completions.schema import CompletionBody
+from gateway.endpoints.routing import STREAMED
+from gateway.identity.caller import Caller, identify
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from common.requests import GenerateRequest
+    from common.types import Subject
+    from gateway.endpoints.context import Context
+
+
+def add_routes(router: APIRouter, context: Context) -> None:
+    """Add the route."""
+
+    @router.post("/v1/completions", responses=STREAMED)
+    async def create_completion(
+        request: Request, body: CompletionBody, caller: Caller = Depends(context.caller)
+    ) -> Response:
+        """Complete texts or token sequences."""
+        requester = identify(caller, body.user_names, body.cache_salt)
+        card = check_generates(await context.models.require_named(body.model))
+        head = context.head(f"cmpl-{uuid.uuid4().hex}", card.name)
+        first = context.generate_request(request, head, requester, body, body.prompt[0])
+        first = replace(first, add_special_tokens=body.add_special_tokens)
+        requests = one_per_prompt(first, body.prompt)
+        echo = await _echo(context, request, requester.subject, body) if body.echo else None
+        logprobs = body.logprobs is not None
+        if body.stream:
+            usage, choices = body.wants_usage_in_stream, body.choices
+            chunks = CompletionStream(
+                head, logprobs=logprobs, include_usage=usage, echo=echo, choices_per_prompt=choices
+            )
+            return context.stream(requester, requests, chunks)
+        whole = WholeCompletion(head, logprobs=logprobs, echo=echo, prompt_top=body.prompt_logprobs)
+        return context.whole(
+            requester, requests, BestOf(whole, body.choices, body.returned) if body.is_contest else whole
+        )
+
+
+def one_per_prompt(first: GenerateRequest, prompts: Sequence[str | TokenPrompt]) -> list[GenerateRequest]:
+    """Return one request per prompt; several prompts get ids with a suffix, a single one keeps the response's id."""
+    if len(prompts) == 1:
+        return [first]
+    return [
+        replace(first, prompt=prompt, request_id=RequestId(f"{first.request_id}-{number}"))
+        for number, prompt in enumerate(prompts)
+    ]
+
+
+async def _echo(context: Context, request: Request, subject: Subject, body: CompletionBody) -> Echo:
+    """Return the prompts that the choices echo. Decoding ids is charged like /detokenize, once for all prompts."""
+    skip = body.skip_special_tokens is not False
+    model = (await context.models.find(body.model)).model
+    ids = sum(len(prompt.ids) for prompt in body.prompt if isinstance(prompt, TokenPrompt))
+
+    async def text_of(prompt: str | TokenPrompt) -> str:
+        if isinstance(prompt, str):
+            return prompt
+        return await model.detokenize(subject, prompt.ids, skip_special_tokens=skip)
+
+    async with context.charged(request, subject, ids) if ids else nullcontext():
+        texts = await asyncio.gather(*map(text_of, body.prompt))
+    return Echo([text for text in texts for _ in range(body.returned)], body.logprobs)

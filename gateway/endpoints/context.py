@@ -1,0 +1,209 @@
+"""The objects that endpoints use, and the steps that several endpoints share."""
+
+from __future__ import annotations
+
+import time
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING
+
+from fastapi import Request
+
+from common.errors import PermissionDeniedError
+from common.requests import GenerateRequest
+from common.types import RequestId
+from gateway.delivery.deliveries import PiecewiseDelivery, StreamDelivery, WholeDelivery, end_at_once
+from gateway.delivery.response import GenerationResponse
+from gateway.endpoints.shapes import ResponseHead
+from gateway.quotas.quotas import Charge, announced_tokens, prompt_tokens
+from gateway.server.middleware import TENANT, add_headers
+from gateway.server.trace import trace_of
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+
+    from common.requests import ChatPrompt, Prompt
+    from common.types import Subject
+    from gateway.backends import Backend, Backends
+    from gateway.delivery.deliveries import PiecewiseRenderer, StreamRenderer, WholeRenderer
+    from gateway.delivery.response import Delivery
+    from gateway.endpoints.chat.schema import ChatCompletionBody
+    from gateway.endpoints.completions.schema import CompletionBody
+    from gateway.generation.generations import Generations
+    from gateway.identity.caller import Caller, Requester
+    from gateway.identity.identity import Identity
+    from gateway.metrics import GatewayMetrics
+    from gateway.pipeline.messages import Tokenization
+    from gateway.quotas.quotas import Lease, Quotas
+    from gateway.state.aborts import Aborts
+    from gateway.stored_responses.store import ResponseStore
+
+NO_ADMINISTRATOR = (
+    "This needs an administrator's credential; where neither API keys nor tokens are configured, a direct connection "
+    "to localhost on the gateway's own machine."
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """Bounds on the memory and time that one client can use."""
+
+    body_bytes: int
+    stream_buffer_bytes: int
+    request_timeout_ms: int | None
+    keep_alive_s: float
+    max_priority: int = 0
+
+
+@dataclass(slots=True)
+class Spending:
+    """Tokens that a request has used; the announced number until the actual one is known."""
+
+    tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Context:
+    """The objects that endpoints use, built once at start."""
+
+    generations: Generations
+    models: Backends
+    identity: Identity
+    quotas: Quotas
+    stored: ResponseStore
+    aborts: Aborts
+    metrics: GatewayMetrics
+    limits: Limits
+    fingerprint: str
+
+    async def caller(self, request: Request) -> Caller:
+        """Return the caller of `request`; a dependency of endpoints.
+
+        Raises:
+            UnauthenticatedError: a credential is required, and it is missing or wrong.
+        """
+        peer = request.client.host if request.client else None
+        caller = await self.identity.caller(request.headers, peer, request.scope["http_version"])
+        request.scope[TENANT] = caller.tenant
+        return caller
+
+    async def admin(self, request: Request) -> Caller:
+        """Return the caller of `request`, who must be an administrator; a dependency of endpoints.
+
+        Raises:
+            UnauthenticatedError: a credential is required, and it is missing or wrong.
+            PermissionDeniedError: the caller is not an administrator.
+        """
+        caller = await self.caller(request)
+        if not caller.is_admin:
+            raise PermissionDeniedError(NO_ADMINISTRATOR)
+        return caller
+
+    @asynccontextmanager
+    async def charged(self, request: Request, subject: Subject, tokens: int = 0) -> AsyncIterator[Spending]:
+        """Charge for one request that is open during the block and uses about `tokens` tokens.
+
+        Raises:
+            LimitedError: it exceeds the rest of a limit.
+            UnavailableError: the use cannot be counted now.
+        """
+        lease = await self._take(request, Charge(subject, 1, tokens))
+        spending = Spending(tokens)
+        try:
+            yield spending
+        finally:
+            lease.settle(spending.tokens)
+
+    async def charge_for_ending(self, request: Request, subject: Subject) -> None:
+        """Charge for one request that ends or removes something; the limit of open requests does not apply to it.
+
+        Raises:
+            LimitedError: it exceeds the rest of a limit.
+            UnavailableError: the use cannot be counted now.
+        """
+        lease = await self._take(request, Charge(subject, 1, 0, may_exceed_concurrent=True))
+        lease.settle(0)
+
+    async def render_chat(self, request: Request, subject: Subject, backend: Backend, chat: ChatPrompt) -> Tokenization:
+        """Apply the model's chat template to a conversation, encode the result and charge for its tokens."""
+        async with self.charged(request, subject, prompt_tokens(chat)) as spending:
+            encoded = await backend.model.render_chat(subject, chat)
+            spending.tokens = len(encoded.ids)
+        return encoded
+
+    async def _take(self, request: Request, charge: Charge) -> Lease:
+        lease = await self.quotas.take(charge)
+        add_headers(request.scope, lease.headers())
+        return lease
+
+    def head(self, response_id: str, model: str) -> ResponseHead:
+        """Return the fields that all parts of a response repeat; `created` is now."""
+        return ResponseHead(response_id, int(time.time()), model, self.fingerprint)
+
+    def generate_request(
+        self,
+        request: Request,
+        head: ResponseHead,
+        requester: Requester,
+        body: ChatCompletionBody | CompletionBody,
+        prompt: Prompt,
+    ) -> GenerateRequest:
+        """Return the generation request for `body`, with the response's id.
+
+        Raises:
+            InvalidRequestError: fields of the body contradict each other.
+        """
+        return GenerateRequest(
+            request_id=RequestId(head.id),
+            view=requester.view,
+            model=head.model,
+            prompt=prompt,
+            sampling=body.sampling(body.logprobs_wanted),
+            stop=body.stop_conditions(body.token_limit),
+            n=body.choices,
+            priority=requester.priority(body.priority, self.limits.max_priority),
+            cache_mode=requester.cache_mode(body.cache_mode),
+            skip_special_tokens=body.skip_special_tokens is not False,
+            timeout_ms=self.limits.request_timeout_ms,
+            trace=trace_of(request.headers),
+            session=body.session,
+            max_context_tokens=self.quotas.max_context(requester.subject),
+            prompt_logprobs=body.prompt_logprobs_wanted,
+            truncate_prompt_tokens=body.truncate_prompt_tokens,
+            bad_words=tuple(body.bad_words or ()),
+            routing_key=body.routing_key,
+        )
+
+    def stream(
+        self,
+        requester: Requester,
+        requests: Sequence[GenerateRequest],
+        renderer: StreamRenderer,
+        before_end: Callable[[], Awaitable[None]] = end_at_once,
+    ) -> GenerationResponse:
+        """Submit `requests` and respond with events as they come; `before_end` is awaited before the last one."""
+        return self._respond(requester, requests, StreamDelivery(renderer, self.limits.keep_alive_s, before_end))
+
+    def whole(
+        self,
+        requester: Requester,
+        requests: Sequence[GenerateRequest],
+        renderer: WholeRenderer,
+        before_end: Callable[[], Awaitable[None]] = end_at_once,
+    ) -> GenerationResponse:
+        """Submit `requests` and respond with one body; `before_end` is awaited before it is sent."""
+        return self._respond(requester, requests, WholeDelivery(renderer, before_end))
+
+    def in_pieces(
+        self, requester: Requester, requests: Sequence[GenerateRequest], renderer: PiecewiseRenderer
+    ) -> GenerationResponse:
+        """Submit `requests` and respond with one body, which is rendered piecewise because that takes long."""
+        return self._respond(requester, requests, PiecewiseDelivery(renderer))
+
+    def _respond(
+        self, requester: Requester, requests: Sequence[GenerateRequest], delivery: Delivery
+    ) -> GenerationResponse:
+        charge = Charge(requester.subject, len(requests), sum(map(announced_tokens, requests)))
+        limit = self.limits.stream_buffer_bytes if isinstance(delivery, StreamDelivery) else None
+        return GenerationResponse(self.generations, requests, delivery, partial(self.quotas.take, charge), limit)

@@ -1,0 +1,49 @@
+"""/v1/messages, for clients of Anthropic's API."""
+
+from __future__ import annotations
+
+import uuid
+from typing import TYPE_CHECKING
+
+import orjson
+from fastapi import APIRouter, Depends, Request, Response
+
+from gateway.endpoints.chat.route import chat_request, require_chat
+from gateway.endpoints.messages.render import MessageStream, WholeMessage
+from gateway.endpoints.messages.schema import CountTokensBody, MessagesBody
+from gateway.endpoints.routing import STREAMED
+from gateway.identity.caller import Caller, identify
+
+if TYPE_CHECKING:
+    from gateway.endpoints.context import Context
+
+
+def add_routes(router: APIRouter, context: Context) -> None:
+    """Add the routes."""
+
+    @router.post("/v1/messages", responses=STREAMED)
+    async def create_message(
+        request: Request, body: MessagesBody, caller: Caller = Depends(context.caller)
+    ) -> Response:
+        """Generate the next message of a conversation."""
+        chat = body.to_chat()
+        # Coding agents put a session id there, so it names a person only if the credential vouches for its users.
+        requester = identify(caller, body.user_names if caller.vouches else ())
+        card = await require_chat(context, chat.model)
+        head = context.head(f"msg_{uuid.uuid4().hex}", card.name)
+        generate, reading = chat_request(context, request, head, requester, chat, card)
+        if chat.stream:
+            return context.stream(requester, [generate], MessageStream(head, reading))
+        return context.whole(requester, [generate], WholeMessage(head, reading))
+
+    @router.post("/v1/messages/count_tokens")
+    async def count_tokens(
+        request: Request, body: CountTokensBody, caller: Caller = Depends(context.caller)
+    ) -> Response:
+        """Count the tokens of a conversation."""
+        chat = body.to_chat()
+        subject = identify(caller, body.user_names if caller.vouches else ()).subject
+        card = await require_chat(context, chat.model)
+        backend = await context.models.find(card.name)
+        encoded = await context.render_chat(request, subject, backend, chat.to_prompt(chat.reading(card).prefix))
+        return Response(orjson.dumps({"input_tokens": len(encoded.ids)}), media_type="application/json")

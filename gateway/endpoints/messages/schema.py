@@ -1,0 +1,167 @@
+"""The body of /v1/messages, and its conversion into a chat completion request."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, ClassVar, TypeAlias
+
+import orjson
+from pydantic import BeforeValidator, Field
+
+from common.errors import InvalidRequestError
+from gateway.endpoints.chat.schema import MAX_MESSAGES, ChatCompletionBody
+from gateway.endpoints.chat.tools import MAX_TOOLS
+from gateway.endpoints.generation_fields import INT32_MAX, MAX_STOP_TEXTS
+from gateway.endpoints.schema import LEAVE_OUT, Refusal, Schema, is_empty, parse
+
+Json: TypeAlias = dict[str, Any]  # Any: free JSON
+MODES = {"auto": "auto", "any": "required", "none": "none"}
+
+
+class TurnBody(Schema):
+    """One message of the conversation."""
+
+    role: str
+    content: str | list[Json]
+
+
+class MetadataBody(Schema):
+    """The object `metadata`."""
+
+    user_id: str | None = None
+
+
+class MessagesBody(Schema):
+    """A request for a message."""
+
+    unsupported: ClassVar[tuple[Refusal, ...]] = (
+        Refusal(
+            "thinking",
+            lambda value: isinstance(value, dict) and value.get("type") in ("disabled", "adaptive"),
+            LEAVE_OUT,
+        ),
+        Refusal("output_config", is_empty, LEAVE_OUT),
+        Refusal("output_format", is_empty, LEAVE_OUT),
+        Refusal("mcp_servers", is_empty, LEAVE_OUT),
+        Refusal("container", is_empty, LEAVE_OUT),
+    )
+
+    model: str | None = None
+    messages: list[TurnBody] = Field(min_length=1, max_length=MAX_MESSAGES)
+    max_tokens: Annotated[int, Field(ge=1, le=INT32_MAX)]
+    system: str | list[Json] | None = None
+    metadata: MetadataBody | None = None
+    stop_sequences: list[str] | None = Field(None, max_length=MAX_STOP_TEXTS)
+    stream: bool | None = None
+    temperature: float | None = Field(None, ge=0, le=1)
+    top_p: float | None = None
+    top_k: int | None = None
+    tools: list[Json] | None = Field(None, max_length=MAX_TOOLS)
+    tool_choice: Json | None = None
+
+    @property
+    def user_names(self) -> tuple[tuple[str, str | None], ...]:
+        """The field that may name a user."""
+        return (("metadata.user_id", self.metadata.user_id if self.metadata else None),)
+
+    def to_chat(self) -> ChatCompletionBody:
+        """Return the equivalent chat completion request.
+
+        Raises:
+            InvalidRequestError: a value is out of range or not supported.
+        """
+        messages: list[Json] = []
+        if self.system:
+            messages.append({"role": "system", "content": _texts(self.system, "system")})
+        for number, turn in enumerate(self.messages):
+            messages += _messages(turn, f"messages[{number}]")
+        choice = self.tool_choice or {}
+        fields = {
+            "model": self.model,
+            "messages": messages,
+            "max_completion_tokens": self.max_tokens,
+            "stop": self.stop_sequences or None,
+            "stream": self.stream,
+            "temperature": self.temperature,
+            "top_p": self.top_p,
+            "top_k": self.top_k,
+            "tools": [_tool(number, tool) for number, tool in enumerate(self.tools or [])] or None,
+            "tool_choice": _choice(choice) if choice else None,
+            "parallel_tool_calls": False if choice.get("disable_parallel_tool_use") is True else None,
+        }
+        return parse(ChatCompletionBody, fields)
+
+
+class CountTokensBody(MessagesBody):
+    """A conversation whose tokens are to be counted; `max_tokens` is not needed, and any value is accepted."""
+
+    max_tokens: Annotated[int, BeforeValidator(lambda _: 1)] = 1
+
+
+def _messages(turn: TurnBody, where: str) -> list[Json]:
+    if turn.role not in ("user", "assistant"):
+        raise InvalidRequestError(f"'{where}.role' should be user or assistant.", param=f"{where}.role")
+    if isinstance(turn.content, str):
+        return [{"role": turn.role, "content": turn.content}]
+    return _results(turn.content, where) if turn.role == "user" else [_answer(turn.content, where)]
+
+
+def _results(blocks: list[Json], where: str) -> list[Json]:
+    """Convert a user's blocks: first one message per tool result, then one with all texts."""
+    results = [
+        {
+            "role": "tool",
+            "tool_call_id": block.get("tool_use_id"),
+            "content": _texts(block.get("content") or "", where),
+        }
+        for block in blocks
+        if block.get("type") == "tool_result"
+    ]
+    rest = [block for block in blocks if block.get("type") != "tool_result"]
+    return [*results, {"role": "user", "content": _texts(rest, where)}] if rest or not results else results
+
+
+def _answer(blocks: list[Json], where: str) -> Json:
+    message: Json = {"role": "assistant", "content": None}
+    texts = [block for block in blocks if block.get("type") not in ("tool_use", "thinking", "redacted_thinking")]
+    if texts:
+        message["content"] = _texts(texts, where)
+    thoughts = [str(block.get("thinking", "")) for block in blocks if block.get("type") == "thinking"]
+    if thoughts:
+        message["reasoning_content"] = "\n".join(thoughts)
+    calls = [_call(block) for block in blocks if block.get("type") == "tool_use"]
+    return message | ({"tool_calls": calls} if calls else {})
+
+
+def _call(block: Json) -> Json:
+    function = {"name": block.get("name"), "arguments": orjson.dumps(block.get("input") or {}).decode()}
+    return {"id": block.get("id"), "type": "function", "function": function}
+
+
+def _texts(content: object, where: str) -> str:
+    if isinstance(content, str):
+        return content
+    texts = []
+    for block in content if isinstance(content, list) else [content]:
+        text = block.get("text") if isinstance(block, dict) and block.get("type") == "text" else None
+        if not isinstance(text, str):
+            message = f"'{where}' should have text blocks only; this model reads text."
+            raise InvalidRequestError(message, param=where)
+        texts.append(text)
+    return "\n".join(texts)
+
+
+def _tool(number: int, tool: Json) -> Json:
+    if tool.get("type", "custom") != "custom":
+        message = f"'tools[{number}].type' is not supported by this server with this value; only \"custom\" is."
+        raise InvalidRequestError(message, param=f"tools[{number}].type")
+    function = {name: tool[name] for name in ("name", "description", "strict") if name in tool}
+    return {"type": "function", "function": {**function, "parameters": tool.get("input_schema")}}
+
+
+def _choice(choice: Json) -> object:
+    kind = choice.get("type")
+    if kind == "tool":
+        return {"type": "function", "function": {"name": choice.get("name")}}
+    if not isinstance(kind, str) or kind not in MODES:
+        raise InvalidRequestError("'tool_choice.type' should be auto, any, tool or none.", param="tool_choice.type")
+    return MODES[kind]

@@ -1,0 +1,91 @@
+"""/generate, /open_session and /close_session, compatible with SGLang's clients and test kits."""
+
+from __future__ import annotations
+
+import secrets
+import uuid
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import orjson
+from fastapi import APIRouter, Depends, Request, Response
+
+from common.errors import InvalidRequestError
+from common.names import check_name
+from common.types import SessionWish
+from gateway.backends import check_generates
+from gateway.endpoints.completions.route import one_per_prompt
+from gateway.endpoints.native.render import NativeShape, NativeStream, WholeNative
+from gateway.endpoints.native.schema import CloseSessionBody, GenerateBody, OpenSessionBody
+from gateway.endpoints.routing import STREAMED
+from gateway.endpoints.shapes import ResponseHead
+from gateway.identity.caller import Caller, identify
+
+if TYPE_CHECKING:
+    from gateway.endpoints.context import Context
+
+
+def add_routes(router: APIRouter, context: Context) -> None:
+    """Add the routes."""
+
+    @router.post("/generate", responses=STREAMED)
+    async def generate(request: Request, body: GenerateBody, caller: Caller = Depends(context.caller)) -> Response:
+        """Complete one or several texts."""
+        turn = body.session_params
+        requester = identify(caller, body.user_names, body.cache_salt)
+        card = check_generates(await context.models.require(body.model))
+        completion = body.to_completion(card.name)
+        name = check_name("rid", body.rid) if body.rid else f"gen-{uuid.uuid4().hex}"
+        # A client may reuse its own id; the pipeline's ids are globally unique.
+        head = ResponseHead(f"{name[:128]}.{uuid.uuid4().hex}", 0, card.name, context.fingerprint)
+        first = context.generate_request(request, head, requester, completion, completion.prompt[0])
+        sampling_params = replace(first.sampling, logprob_token_ids=body.logprob_token_ids)
+        first = replace(first, sampling=sampling_params, prompt_logprobs=body.prompt_logprobs_wanted)
+        if turn is not None:
+            if len(completion.prompt) > 1:
+                raise InvalidRequestError("A turn of a session has one prompt.", param="session_params")
+            # A continuation of earlier tokens does not begin with a BOS token.
+            adds = False if turn.rid else None
+            first = replace(first, turn=turn.turn(name), add_special_tokens=adds)
+        requests = one_per_prompt(first, completion.prompt)
+        asked = body.logprob_token_ids
+        shape = NativeShape(name, completion.choices, bool(body.return_logprob), body.is_batch, asked)
+        if body.stream:
+            return context.stream(requester, requests, NativeStream(shape, len(requests)))
+        return context.whole(requester, requests, WholeNative(shape))
+
+    @router.post("/open_session")
+    async def open_session(
+        request: Request, body: OpenSessionBody, caller: Caller = Depends(context.caller)
+    ) -> Response:
+        """Open a session, which keeps its latest turn in the cache; return its id."""
+        session = check_name("session_id", body.session_id) if body.session_id else f"sess-{secrets.token_hex(16)}"
+        requester = identify(caller, body.user_names, body.cache_salt)
+        backend = await context.models.find(body.model)
+        wish = SessionWish(
+            view=requester.view,
+            session=session,
+            capacity_tokens=body.capacity_of_str_len,
+            timeout_ms=None if body.timeout is None else max(round(body.timeout * 1000), 1),
+        )
+        async with context.charged(request, requester.subject):
+            grant = await backend.model.open_session(wish)
+        headers = {
+            "x-session-capacity-tokens": str(grant.capacity_tokens),
+            "x-session-timeout-s": f"{grant.timeout_ms / 1000:g}",
+        }
+        return Response(orjson.dumps(session), media_type="application/json", headers=headers)
+
+    @router.post("/close_session")
+    async def close_session(
+        request: Request, body: CloseSessionBody, caller: Caller = Depends(context.caller)
+    ) -> Response:
+        """Close one of the caller's sessions."""
+        session = check_name("session_id", body.session_id)
+        requester = identify(caller, body.user_names, body.cache_salt)
+        backend = await context.models.find(body.model)
+        await context.charge_for_ending(request, requester.subject)
+        if not await backend.model.close_session(requester.view, session):
+            message = f"You have no open session '{session}' with this model; it may have timed out."
+            raise InvalidRequestError(message, param="session_id")
+        return Response(b"{}", media_type="application/json")

@@ -1,0 +1,151 @@
+"""All open generations of this process: their number is limited, and shutdown waits for them."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from typing import TYPE_CHECKING
+
+from structlog.contextvars import bind_contextvars
+
+from common.errors import RequestFailedError
+from common.room import SharedRoom
+from common.types import ErrorCode, RequestFailure
+from gateway.generation.generation import Generation
+from gateway.generation.journal import JournalEntry
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+
+    from common.requests import GenerateRequest
+    from common.types import Subject, View
+    from gateway.generation.journal import Journal, ResumePolicy
+    from gateway.metrics import GatewayMetrics
+    from gateway.pipeline.port import Pipeline
+
+RETRY_AFTER_MS = 1000
+# One request may contain thousands of texts; submitted all at once, they would fill the scheduler's queue.
+EMBEDDING_WINDOW = 256
+ABORTED = RequestFailure(ErrorCode.INVALID_REQUEST, "the request was aborted on demand")
+SHUTDOWN = RequestFailure(
+    ErrorCode.UNAVAILABLE, "this server is shutting down", retryable=True, retry_after_ms=RETRY_AFTER_MS
+)
+
+
+class Generations:
+    """Opens and closes generations. While `draining` is set, new ones are refused and the open ones finish."""
+
+    def __init__(
+        self,
+        pipeline: Pipeline,
+        journal: Journal,
+        policy: ResumePolicy,
+        metrics: GatewayMetrics,
+        *,
+        max_open_requests: int,
+    ) -> None:
+        """At most `max_open_requests` prompts are open at a time."""
+        self.draining = False
+        self._pipeline = pipeline
+        self._journal = journal
+        self._policy = policy
+        self._metrics = metrics
+        self._room = SharedRoom(max_open_requests, "open", RETRY_AFTER_MS)
+        self._open: set[Generation] = set()
+        self._taken: dict[Generation, tuple[Subject, int]] = {}
+        self._idle = asyncio.Event()
+        self._idle.set()
+
+    def open(self, requests: Sequence[GenerateRequest], *, buffer_bytes: int | None = None) -> Generation:
+        """Submit `requests`, numbering their choices consecutively; the caller must `close` the generation.
+
+        Raises:
+            QueueFullError: too many requests are open.
+            RequestFailedError: this process is shutting down.
+        """
+        if self.draining:
+            raise RequestFailedError(SHUTDOWN)
+        self._room.take(requests[0].view.subject, len(requests))
+        entries = list(_numbered(requests))
+        window = EMBEDDING_WINDOW if requests[0].pooling is not None else None
+        generation = Generation(
+            self._pipeline, entries, self._policy, self._metrics, buffer_bytes=buffer_bytes, window=window
+        )
+        for entry in entries:
+            self._journal.open(entry)
+        self._open.add(generation)
+        self._taken[generation] = (requests[0].view.subject, len(requests))
+        self._idle.clear()
+        self._metrics.open_requests.set(len(self._journal))
+        # Fields of the log event at the request's end.
+        request = requests[0]
+        bind_contextvars(request_id=request.request_id, tenant=request.view.tenant, model=request.model)
+        generation.start()
+        return generation
+
+    def close(self, generation: Generation, cause: str | None = None) -> None:
+        """End `generation` if it has not ended, and remove it; an early end is counted under `cause`."""
+        if generation not in self._open:
+            return
+        self._open.remove(generation)
+        generation.close(cause)
+        for entry in generation.entries:
+            self._journal.close(entry.request.request_id)
+        self._room.give_back(*self._taken.pop(generation))
+        self._metrics.open_requests.set(len(self._journal))
+        if not self._open:
+            self._idle.set()
+        usage = generation.usage
+        model = generation.entries[0].request.model
+        self._metrics.prompt_tokens.labels(model).inc(usage.prompt_tokens)
+        self._metrics.cached_tokens.labels(model).inc(usage.cached_tokens)
+        bind_contextvars(**usage.counts())
+
+    def abort(self, request_id: str | None, owner: Callable[[View], bool]) -> int:
+        """Abort the requests that `owner` accepts and that are called exactly `request_id` (None: any name).
+
+        The suffix of a request id that starts at its last dot makes it unique and is not part of its name. Returns the
+        number of aborted requests.
+        """
+        found = [
+            generation
+            for generation in self._open
+            if request_id in (None, *_names(generation)) and owner(generation.entries[0].request.view)
+        ]
+        for generation in found:
+            generation.fail(ABORTED, "request")
+        return len(found)
+
+    async def watch_silence(self, limit_s: float, interval_s: float = 5.0) -> None:
+        """Look periodically for requests that the pipeline has lost, until cancelled."""
+        while True:
+            await asyncio.sleep(interval_s)
+            for generation in list(self._open):
+                generation.end_silence(limit_s)
+
+    @property
+    def open_requests(self) -> int:
+        """Number of prompts that are being processed."""
+        return len(self._journal)
+
+    async def drain(self, limit_s: float) -> None:
+        """Refuse new requests, wait up to `limit_s` for the open ones to end, then fail the rest."""
+        self.draining = True
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(limit_s):
+                await self._idle.wait()
+        for generation in list(self._open):
+            generation.fail(SHUTDOWN, "shutdown")
+
+
+def _numbered(requests: Sequence[GenerateRequest]) -> Iterator[JournalEntry]:
+    first = 0
+    for request in requests:
+        yield JournalEntry(request, first)
+        first += request.n
+
+
+def _names(generation: Generation) -> tuple[str, str]:
+    """Return the complete id of a generation's first request, and the id that its client was given."""
+    whole = generation.entries[0].request.request_id
+    return whole, whole.rpartition(".")[0] or whole.removesuffix("-0")

@@ -1,0 +1,253 @@
+"""The journal: the tokens and text that each client has received, and when an interrupted choice is resumed."""
+
+from __future__ import annotations
+
+from array import array
+from dataclasses import dataclass, replace
+from enum import Enum
+from typing import TYPE_CHECKING
+
+from common.sampling import choice_seed
+from common.types import ErrorCode, Finish, FinishReason, RequestId, Resume
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from common.deltas import Delta, LogprobText, PromptLogprobsText, PromptUsage
+    from common.requests import GenerateRequest
+    from common.types import RequestFailure
+
+
+@dataclass(frozen=True, slots=True)
+class ChoiceUpdate:
+    """New output of one choice; `index` is its place in the response."""
+
+    index: int
+    text: str
+    token_ids: Sequence[int] = ()
+    logprobs: Sequence[LogprobText] = ()
+    finish: Finish | None = None
+    # Only in the first update of a choice.
+    prompt_usage: PromptUsage | None = None
+    # Only in updates before the first token of a prompt's first choice.
+    prompt_logprobs: PromptLogprobsText | None = None
+
+    @property
+    def tokens(self) -> int:
+        """The number of new tokens."""
+        return len(self.token_ids)
+
+
+class Verdict(Enum):
+    """Relation of a delta to the tokens received before."""
+
+    FRESH = "fresh"
+    DUPLICATE = "duplicate"
+    # Tokens are missing, or only some of the delta's tokens are new, so its new text cannot be separated.
+    MISFIT = "misfit"
+
+
+class ChoiceRecord:
+    """One choice of a request: the tokens received, the characters passed on, and its interruptions."""
+
+    __slots__ = (
+        "delivered_characters",
+        "failures",
+        "finish",
+        "index",
+        "interrupted_at",
+        "number",
+        "request",
+        "score",
+        "token_ids",
+        "tries",
+        "was_admitted",
+    )
+
+    def __init__(self, request: GenerateRequest, number: int, index: int) -> None:
+        """Start the record of choice `number` of `request`, which is choice `index` of the response."""
+        self.request = request
+        self.number = number
+        self.index = index
+        self.token_ids = array("I")
+        self.delivered_characters = 0
+        self.finish: Finish | None = None
+        self.was_admitted = False
+        # How often the choice failed after it had been admitted.
+        self.failures = 0
+        # When the choice was interrupted (None: it was not), and how often it has been submitted again since then.
+        self.interrupted_at: float | None = None
+        self.tries = 0
+        # The part of the prompt's log probabilities that is still to come, with a prompt's first choice only.
+        self.score = request.prompt_logprobs if number == 0 else None
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether the final update has been passed on."""
+        return self.finish is not None
+
+    @property
+    def is_exhausted(self) -> bool:
+        """Whether max_tokens tokens have been received, so that only the end itself can be missing."""
+        limit = self.request.stop.max_tokens
+        return limit is not None and 0 < limit <= len(self.token_ids)
+
+    def judge(self, delta: Delta) -> Verdict:
+        """Classify `delta`; only a FRESH one may be applied."""
+        received = len(self.token_ids)
+        if self.finish is not None:
+            return Verdict.DUPLICATE
+        if delta.first_token_index == received:
+            return Verdict.FRESH
+        if delta.first_token_index + len(delta.token_ids) <= received and delta.finish is None:
+            return Verdict.DUPLICATE
+        return Verdict.MISFIT
+
+    def apply(self, delta: Delta) -> ChoiceUpdate:
+        """Record a FRESH delta and return the update for the client."""
+        # A resumed choice reports on a different prompt: the original one with the tokens generated before.
+        usage = delta.prompt_usage if not self.token_ids else None
+        self.token_ids.extend(delta.token_ids)
+        self.delivered_characters += len(delta.text)
+        self.finish = delta.finish
+        self.was_admitted = True
+        self.interrupted_at = None
+        self.tries = 0
+        part = None if delta.prompt_logprobs is None else self._news(delta.prompt_logprobs)
+        return ChoiceUpdate(self.index, delta.text, delta.token_ids, delta.logprobs, delta.finish, usage, part)
+
+    def _news(self, part: PromptLogprobsText) -> PromptLogprobsText | None:
+        """Return the part without the entries that were received before."""
+        if self.score is None:
+            return None
+        expected = self.score.start + 1
+        is_first = self.request.prompt_logprobs == self.score
+        entries = part.entries[expected - part.first :] if part.first < expected else part.entries
+        self.score = None if part.is_last else replace(self.score, start=expected - 1 + len(entries))
+        return part._replace(first=expected, entries=entries, lead=part.lead if is_first else None)
+
+    def end_at_limit(self) -> ChoiceUpdate:
+        """Finish an exhausted choice whose final delta was lost."""
+        self.finish = Finish(FinishReason.LENGTH)
+        return ChoiceUpdate(self.index, "", (), (), self.finish)
+
+    def continuation(self, request_id: RequestId, elapsed_ms: int = 0) -> GenerateRequest:
+        """Return the request that continues this choice alone, after the last token received.
+
+        Its `stop` is unchanged: limits count from the first generated token, including those in `resume`. `elapsed_ms`
+        of its time limit have passed.
+        """
+        request = self.request
+        sampling = replace(request.sampling, seed=choice_seed(request.sampling.seed, self.number))
+        resume = Resume(tuple(self.token_ids), self.delivered_characters) if self.token_ids else None
+        # If the time is over, the scheduler reports the timeout, as for any other request.
+        timeout_ms = None if request.timeout_ms is None else max(1, request.timeout_ms - elapsed_ms)
+        return replace(
+            request,
+            request_id=request_id,
+            n=1,
+            sampling=sampling,
+            resume=resume,
+            timeout_ms=timeout_ms,
+            prompt_logprobs=self.score,
+        )
+
+
+class JournalEntry:
+    """One open request with its choices and the pipeline's report about its prompt."""
+
+    __slots__ = ("choices", "prompt_tokens", "prompt_usage", "request")
+
+    def __init__(self, request: GenerateRequest, first_index: int = 0) -> None:
+        """Start the entry of `request`, whose choice 0 is choice `first_index` of the response."""
+        self.request = request
+        self.choices = [ChoiceRecord(request, number, first_index + number) for number in range(request.n)]
+        self.prompt_tokens = 0
+        # As reported for choice 0, which has just put the whole prompt into the cache, where the other choices find it.
+        self.prompt_usage: PromptUsage | None = None
+
+    @property
+    def is_finished(self) -> bool:
+        return all(choice.is_finished for choice in self.choices)
+
+    @property
+    def completion_tokens(self) -> int:
+        """Number of generated tokens, summed over all choices."""
+        return sum(len(choice.token_ids) for choice in self.choices)
+
+    @property
+    def prompt_values(self) -> int:
+        """Number of the prompt's log probabilities that all choices together contain, once `prompt_tokens` is known."""
+        wanted = self.request.prompt_logprobs
+        if wanted is None:
+            return 0
+        return wanted.reported(self.prompt_tokens) * wanted.values_per_token * self.request.n
+
+    def note_usage(self, choice: ChoiceRecord, usage: PromptUsage) -> None:
+        """Keep the first report about the prompt; the report of choice 0 has precedence over the others.
+
+        Reports for resumed choices are ignored, because they count tokens generated before as prompt.
+        """
+        if choice.token_ids:
+            return
+        if self.prompt_usage is None or choice.number == 0:
+            self.prompt_usage = usage
+
+
+class Journal:
+    """The entries of all open requests of this process."""
+
+    def __init__(self) -> None:
+        self._entries: dict[RequestId, JournalEntry] = {}
+
+    def open(self, entry: JournalEntry) -> None:
+        """Keep `entry` until its request is closed."""
+        assert entry.request.request_id not in self._entries, "request ids are unique"
+        self._entries[entry.request.request_id] = entry
+
+    def close(self, request_id: RequestId) -> None:
+        """Remove the entry of a request that has ended; unknown ids are ignored."""
+        self._entries.pop(request_id, None)
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def __iter__(self) -> Iterator[JournalEntry]:
+        return iter(self._entries.values())
+
+
+@dataclass(frozen=True, slots=True)
+class ResumePolicy:
+    """Limits on resubmission while parts of the pipeline are unavailable.
+
+    A request that was never admitted waits only `admission_deadline_s`: its client has seen no output and can go
+    elsewhere. An admitted one may wait `deadline_s` for its next token and fail `attempts` times in all, so that a
+    request that crashes its worker does not do so forever.
+    """
+
+    attempts: int = 5
+    deadline_s: float = 60.0
+    admission_deadline_s: float = 10.0
+    first_delay_s: float = 0.05
+    max_delay_s: float = 0.5
+
+    def delay(self, choice: ChoiceRecord, failure: RequestFailure, now: float) -> float | None:
+        """Return the seconds until `choice` is submitted again after `failure`; None to give up.
+
+        `now` and `choice.interrupted_at` are readings of the same monotonic clock, in seconds.
+        """
+        if not _passes_by_waiting(choice, failure) or choice.failures > self.attempts:
+            return None
+        since = now if choice.interrupted_at is None else choice.interrupted_at
+        limit = self.deadline_s if choice.was_admitted else self.admission_deadline_s
+        delay = min(self.first_delay_s * 2.0 ** min(choice.tries, 16), self.max_delay_s)
+        return delay if now + delay <= since + limit else None
+
+
+def _passes_by_waiting(choice: ChoiceRecord, failure: RequestFailure) -> bool:
+    if not failure.retryable:
+        return False
+    if failure.code is ErrorCode.QUEUE_FULL:
+        # A new request is refused with a retry hint; an admitted one keeps trying.
+        return choice.was_admitted
+    return failure.code is ErrorCode.UNAVAILABLE

@@ -1,0 +1,117 @@
+"""The middleware around every request: request id, metrics, log event, and a response to unhandled exceptions."""
+
+from __future__ import annotations
+
+import re
+import time
+import uuid
+from typing import TYPE_CHECKING
+
+import structlog
+
+from common.logs import get_logger
+from gateway.server.errors import internal_error_response
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+    from gateway.metrics import GatewayMetrics
+
+REQUEST_ID_HEADER = b"x-request-id"
+SANE_REQUEST_ID = re.compile(rb"[A-Za-z0-9._:/+=@-]{1,128}")
+# Polled every few seconds by orchestrators and monitoring.
+QUIET_ROUTES = frozenset({"/health", "/ready", "/metrics"})
+# Status in metrics and logs if the client disconnected before the response had one.
+CLIENT_GONE_STATUS = 499
+# Key in a request's ASGI scope: headers that are added to its response, regardless of its outcome.
+EXTRA_HEADERS = "pando.headers"
+# Keys in the scope: the tenant, once known, and the cause of a refusal.
+TENANT = "pando.tenant"
+REFUSAL = "pando.refusal"
+
+
+def add_headers(scope: Scope, headers: Sequence[tuple[bytes, bytes]]) -> None:
+    """Add `headers` to the response, replacing earlier ones of the same names."""
+    extra: list[tuple[bytes, bytes]] = scope[EXTRA_HEADERS]
+    names = {name for name, _ in headers}
+    extra[:] = [*(header for header in extra if header[0] not in names), *headers]
+
+
+class RequestContext:
+    """Outermost layer of the ASGI application."""
+
+    def __init__(self, app: ASGIApp, metrics: GatewayMetrics) -> None:
+        self._app = app
+        self._metrics = metrics
+        self._log = get_logger("http")
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        request_id = _request_id(scope)
+        extra = [(REQUEST_ID_HEADER, request_id)]
+        scope[EXTRA_HEADERS] = extra
+        exchange = _Exchange(send, extra)
+        structlog.contextvars.clear_contextvars()
+        structlog.contextvars.bind_contextvars(http_request_id=request_id.decode())
+        started = time.monotonic()
+        method = scope["method"]
+        if method == "HEAD":
+            # HEAD is routed like GET; the server omits the body.
+            scope = {**scope, "method": "GET"}
+        try:
+            await self._app(scope, receive, exchange.send)
+        except Exception as error:  # noqa: BLE001  (the edge of the request's task: every defect must get an answer)
+            self._log.error("http.failed", path=scope["path"], exc_info=error)
+            # A response that has started is left incomplete: the server then closes the connection, which shows the
+            # client that it is truncated.
+            if exchange.status is None:
+                await internal_error_response()(scope, receive, exchange.send)
+        finally:
+            self._note_end(scope, method, exchange, time.monotonic() - started)
+
+    def _note_end(self, scope: Scope, method: str, exchange: _Exchange, seconds: float) -> None:
+        route = getattr(scope.get("route"), "path", "unmatched")
+        status = exchange.status or CLIENT_GONE_STATUS
+        self._metrics.requests.labels(route, str(status)).inc()
+        self._metrics.request_seconds.labels(route).observe(seconds)
+        if REFUSAL in scope:
+            self._metrics.refuse(scope.get(TENANT), scope[REFUSAL])
+        log = self._log.debug if route in QUIET_ROUTES else self._log.info
+        log(
+            "request.finished",
+            method=method,
+            path=scope["path"],
+            status=status,
+            complete=exchange.complete,
+            seconds=round(seconds, 4),
+        )
+
+
+class _Exchange:
+    """The sending half of one request: adds headers and records the status and whether the response was complete."""
+
+    def __init__(self, send: Send, extra: Iterable[tuple[bytes, bytes]]) -> None:
+        self.status: int | None = None
+        self.complete = False
+        self._send = send
+        self._extra = extra
+
+    async def send(self, message: Message) -> None:
+        if message["type"] == "http.response.start":
+            self.status = message["status"]
+            message = {**message, "headers": [*message.get("headers", ()), *self._extra]}
+        elif message["type"] == "http.response.body":
+            self.complete = not message.get("more_body", False)
+        await self._send(message)
+
+
+def _request_id(scope: Scope) -> bytes:
+    """Return the client's request id if it is safe in logs and headers, otherwise a new one."""
+    for name, value in scope["headers"]:
+        if name == REQUEST_ID_HEADER and SANE_REQUEST_ID.fullmatch(value):
+            return bytes(value)
+    return f"req_{uuid.uuid4().hex}".encode()
