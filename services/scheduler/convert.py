@@ -9,18 +9,9 @@ import numpy as np
 from common.steps import NO_IDS, EngineCapacity, RowStop, StepResult, WindowPool
 from common.transfers import TransferAck, TransferDirection, TransferId
 from common.types import RowSlot, StepId
-from common.wire import (
-    finish_reason_from_wire,
-    finish_to_wire,
-    logprob_from_wire,
-    logprob_to_wire,
-    pooling_to_wire,
-    prompt_logprobs_to_wire,
-    resume_to_wire,
-    sampling_to_wire,
-    span_from_wire,
-    span_to_wire,
-)
+from common.wire.answers import finish_reason_from_wire, finish_to_wire, logprob_from_wire, logprob_to_wire
+from common.wire.options import pooling_to_wire, resume_to_wire, sampling_to_wire
+from common.wire.prompt_logprobs import prompt_logprobs_to_wire, span_from_wire, span_to_wire
 from protos.gen.pando.v1 import detokenizer_pb2, worker_pb2
 
 if TYPE_CHECKING:
@@ -192,7 +183,7 @@ def output_to_wire(output: Output) -> detokenizer_pb2.PushRequest:
 
 def _choice_to_wire(sequence: Sequence) -> detokenizer_pb2.ChoiceOpen:
     request = sequence.request
-    stop: StopConditions = request.stop
+    stop: StopConditions = request.options.stop
     return detokenizer_pb2.ChoiceOpen(
         handle=sequence.handle,
         request_id=request.request_id,
@@ -201,8 +192,8 @@ def _choice_to_wire(sequence: Sequence) -> detokenizer_pb2.ChoiceOpen:
         stop_strings=stop.stop_strings,
         include_stop_text=stop.include_stop_text,
         stop_patterns=stop.stop_patterns,
-        skip_special_tokens=request.skip_special_tokens,
+        skip_special_tokens=request.options.skip_special_tokens,
         min_tokens=stop.min_tokens,
         prompt_tokens=sequence.prompt_tokens,
-        resume=resume_to_wire(request.resume),
+        resume=resume_to_wire(request.options.resume),
     )

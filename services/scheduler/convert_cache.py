@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from common.wire import view_to_wire
+from common.wire.identity import view_to_wire
 from protos.gen.pando.v1 import scheduler_pb2, sessions_pb2
 from services.scheduler.cache.types import CacheEventKind, NodeState, Visibility
 

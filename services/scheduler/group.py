@@ -14,7 +14,7 @@ from common.errors import ConfigurationError, UnavailableError
 from common.logs import get_logger
 from common.rpc.reconnect import RefusalLog
 from common.rpc.status import to_error
-from common.wire import grammar_to_wire
+from common.wire.grammars import grammar_to_wire
 from protos.gen.pando.v1 import worker_pb2, worker_pb2_grpc
 from services.scheduler.acknowledgements import GroupAcks
 from services.scheduler.convert import capacity_from_wire, plan_to_wire, result_from_wire, spec_to_wire

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import numpy as np
 
 from common.errors import InvalidRequestError, UnavailableError
-from common.wire import admission_to_wire, subject_from_wire, view_from_wire, view_to_wire
+from common.wire.answers import admission_to_wire
+from common.wire.identity import subject_from_wire, view_from_wire, view_to_wire
 from protos.gen.pando.v1 import scheduler_pb2, scheduler_pb2_grpc
 from services.scheduler import metrics
 from services.scheduler.convert_cache import (

@@ -10,7 +10,7 @@ from common.errors import InvalidRequestError, PandoError
 from common.grammars import GrammarScope
 from common.room import SharedRoom
 from common.types import Admission, ErrorCode, RequestFailure, RequestId
-from common.wire import schedule_request_from_wire
+from common.wire.requests import schedule_request_from_wire
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
@@ -89,7 +89,7 @@ class Submissions:
         """Return the admission, or None if it follows later."""
         try:
             request = _with_scope(schedule_request_from_wire(message))
-            grammar = request.sampling.grammar
+            grammar = request.options.sampling.grammar
             if grammar is None:
                 return self._loop.submit(request)
             if request.request_id in self._waiting:
@@ -130,8 +130,9 @@ class Submissions:
 
 def _with_scope(request: ScheduleRequest) -> ScheduleRequest:
     """Return the request with its view as the scope of its grammar, overriding the sender's."""
-    grammar, view = request.sampling.grammar, request.view
+    grammar, view = request.options.sampling.grammar, request.view
     if grammar is None:
         return request
     scoped = replace(grammar, scope=GrammarScope(view.tenant, view.subject.name, view.salt))
-    return replace(request, sampling=replace(request.sampling, grammar=scoped))
+    sampling = replace(request.options.sampling, grammar=scoped)
+    return replace(request, options=replace(request.options, sampling=sampling))

@@ -14,14 +14,14 @@ from common.types import (
     Admission,
     ReplyTo,
     RequestId,
+    RequestOptions,
     SamplingParams,
     ScheduleRequest,
-    StopConditions,
     Subject,
     SubscriberId,
     View,
 )
-from common.wire import schedule_request_to_wire
+from common.wire.requests import schedule_request_to_wire
 from protos.gen.pando.v1 import common_pb2, scheduler_pb2
 from services.scheduler.submissions import Submissions
 
@@ -62,8 +62,7 @@ def request(name: str, grammar: Grammar | None = None) -> scheduler_pb2.Schedule
             View(Subject("t", "u")),
             ReplyTo(SubscriberId("s")),
             np.array([1, 2], np.int32),
-            SamplingParams(grammar=grammar),
-            StopConditions(),
+            RequestOptions(SamplingParams(grammar=grammar)),
         )
     )
 
