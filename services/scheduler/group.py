@@ -17,7 +17,7 @@ from common.rpc.status import to_error
 from common.wire.grammars import grammar_to_wire
 from protos.gen.pando.v1 import worker_pb2, worker_pb2_grpc
 from services.scheduler.acknowledgements import GroupAcks
-from services.scheduler.convert import capacity_from_wire, plan_to_wire, result_from_wire, spec_to_wire
+from services.scheduler.wire.steps import capacity_from_wire, plan_to_wire, result_from_wire, spec_to_wire
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Sequence

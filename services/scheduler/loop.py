@@ -20,7 +20,6 @@ from services.scheduler.cache.factory import make_allocator, make_cache, resolve
 from services.scheduler.cache.factory import resolve as resolve_cache
 from services.scheduler.cache.sharing.choices import SharingChoices
 from services.scheduler.cache_meter import STATES, CacheMeter
-from services.scheduler.convert import output_to_wire
 from services.scheduler.core.config import resolve
 from services.scheduler.core.core import SchedulerCore
 from services.scheduler.core.times import OperationTimes
@@ -28,6 +27,7 @@ from services.scheduler.group import GroupState
 from services.scheduler.policy.factory import make_counters, make_policy
 from services.scheduler.storage_desk import StorageDesk
 from services.scheduler.tier_meter import TierMeter
+from services.scheduler.wire.steps import output_to_wire
 
 if TYPE_CHECKING:
     from collections.abc import Callable

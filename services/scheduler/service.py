@@ -14,7 +14,10 @@ from common.wire.answers import admission_to_wire
 from common.wire.identity import subject_from_wire, view_from_wire, view_to_wire
 from protos.gen.pando.v1 import scheduler_pb2, scheduler_pb2_grpc
 from services.scheduler import metrics
-from services.scheduler.convert_cache import (
+from services.scheduler.submissions import Submissions
+from services.scheduler.tier_meter import traffic_to_wire
+from services.scheduler.watching import EventBacklog
+from services.scheduler.wire.state import (
     Disclosure,
     cache_to_wire,
     event_to_wire,
@@ -25,9 +28,6 @@ from services.scheduler.convert_cache import (
     storage_to_wire,
     tier_to_wire,
 )
-from services.scheduler.submissions import Submissions
-from services.scheduler.tier_meter import traffic_to_wire
-from services.scheduler.watching import EventBacklog
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Iterable, Iterator, Mapping

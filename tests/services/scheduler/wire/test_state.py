@@ -13,7 +13,7 @@ from services.scheduler.cache.types import (
     NodeState,
     Visibility,
 )
-from services.scheduler.convert_cache import Disclosure, event_to_wire, node_to_wire
+from services.scheduler.wire.state import Disclosure, event_to_wire, node_to_wire
 
 NODE = NodeSnapshot(
     node_id=NodeId(7),
