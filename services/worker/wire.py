@@ -25,11 +25,7 @@ if TYPE_CHECKING:
 DEFAULT_MEMORY_FRACTION = 0.85
 
 _DIRECTIONS = {
-    worker_pb2.TRANSFER_DIRECTION_DEVICE_TO_HOST: TransferDirection.DEVICE_TO_HOST,
-    worker_pb2.TRANSFER_DIRECTION_HOST_TO_DEVICE: TransferDirection.HOST_TO_DEVICE,
-    worker_pb2.TRANSFER_DIRECTION_HOST_TO_STORAGE: TransferDirection.HOST_TO_STORAGE,
-    worker_pb2.TRANSFER_DIRECTION_STORAGE_TO_HOST: TransferDirection.STORAGE_TO_HOST,
-    worker_pb2.TRANSFER_DIRECTION_DROP_FROM_STORAGE: TransferDirection.DROP_FROM_STORAGE,
+    worker_pb2.TransferDirection.Value(f"TRANSFER_DIRECTION_{each.name}"): each for each in TransferDirection
 }
 
 

@@ -19,11 +19,7 @@ if TYPE_CHECKING:
     from common.transfers import Transfer
 
 _DIRECTIONS = {
-    TransferDirection.DEVICE_TO_HOST: worker_pb2.TRANSFER_DIRECTION_DEVICE_TO_HOST,
-    TransferDirection.HOST_TO_DEVICE: worker_pb2.TRANSFER_DIRECTION_HOST_TO_DEVICE,
-    TransferDirection.HOST_TO_STORAGE: worker_pb2.TRANSFER_DIRECTION_HOST_TO_STORAGE,
-    TransferDirection.STORAGE_TO_HOST: worker_pb2.TRANSFER_DIRECTION_STORAGE_TO_HOST,
-    TransferDirection.DROP_FROM_STORAGE: worker_pb2.TRANSFER_DIRECTION_DROP_FROM_STORAGE,
+    each: worker_pb2.TransferDirection.Value(f"TRANSFER_DIRECTION_{each.name}") for each in TransferDirection
 }
 
 
