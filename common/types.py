@@ -277,10 +277,7 @@ class Admission:
 
 @dataclass(frozen=True, slots=True)
 class RequestOptions:
-    """The parts of a request that do not change between gateway and scheduler; `common/wire/options.py` converts them.
-
-    They apply to every choice of the request.
-    """
+    """The part of a request that gateway, tokenizer and scheduler share; `common/wire/options.py` converts it."""
 
     sampling: SamplingParams = SamplingParams()
     stop: StopConditions = StopConditions()
