@@ -5,20 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeAlias
 
-from common.types import CacheMode
-
 if TYPE_CHECKING:
-    from common.prompt_logprobs import PromptLogprobs
-    from common.types import (
-        Pooling,
-        RequestId,
-        Resume,
-        SamplingParams,
-        SessionTurn,
-        StopConditions,
-        TraceContext,
-        View,
-    )
+    from common.types import RequestId, RequestOptions, View
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,24 +56,9 @@ class GenerateRequest:
     view: View
     model: str
     prompt: Prompt
-    sampling: SamplingParams
-    stop: StopConditions
-    n: int = 1
-    priority: int = 0
-    cache_mode: CacheMode = CacheMode.DEFAULT
-    skip_special_tokens: bool = True
-    resume: Resume | None = None
-    timeout_ms: int | None = None
-    trace: TraceContext | None = None
-    # Name of the session, unique within the view.
-    session: str | None = None
-    turn: SessionTurn | None = None
-    max_context_tokens: int | None = None
-    # If set, the prompt is embedded and nothing is generated.
-    pooling: Pooling | None = None
+    options: RequestOptions
     # Name of the prompt's field in the client's request, for error messages.
     prompt_name: str | None = None
-    prompt_logprobs: PromptLogprobs | None = None
     # Whether the model's post-processor adds its special tokens; None: to texts but not to chats.
     add_special_tokens: bool | None = None
     # Keep only this number of tokens at the end of the prompt.

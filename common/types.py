@@ -276,15 +276,12 @@ class Admission:
 
 
 @dataclass(frozen=True, slots=True)
-class ScheduleRequest:
-    """An encoded, validated request on its way to the scheduler."""
+class RequestOptions:
+    """The part of a request that gateway, tokenizer and scheduler share; `common/wire/options.py` converts it."""
 
-    request_id: RequestId
-    view: View
-    reply_to: ReplyTo
-    token_ids: TokenIds
-    sampling: SamplingParams
-    stop: StopConditions
+    sampling: SamplingParams = SamplingParams()
+    stop: StopConditions = StopConditions()
+    # Number of choices.
     n: int = 1
     priority: int = 0
     cache_mode: CacheMode = CacheMode.DEFAULT
@@ -299,5 +296,16 @@ class ScheduleRequest:
     # If set, the prompt is embedded and nothing is generated.
     pooling: Pooling | None = None
     prompt_logprobs: PromptLogprobs | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ScheduleRequest:
+    """An encoded, validated request on its way to the scheduler."""
+
+    request_id: RequestId
+    view: View
+    reply_to: ReplyTo
+    token_ids: TokenIds
+    options: RequestOptions = RequestOptions()
     # Key by which the tokenizer chooses one of several scheduler groups; not sent to schedulers.
     routing_key: str | None = None

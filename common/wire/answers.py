@@ -5,12 +5,7 @@ from __future__ import annotations
 from common.types import Admission, ErrorCode, Finish, FinishReason, RequestFailure, RequestId, TokenLogprob
 from protos.gen.pando.v1 import common_pb2
 
-_FINISH_REASONS = {
-    FinishReason.STOP: common_pb2.FINISH_REASON_STOP,
-    FinishReason.LENGTH: common_pb2.FINISH_REASON_LENGTH,
-    FinishReason.ABORT: common_pb2.FINISH_REASON_ABORT,
-    FinishReason.ERROR: common_pb2.FINISH_REASON_ERROR,
-}
+_FINISH_REASONS = {reason: common_pb2.FinishReason.Value(f"FINISH_REASON_{reason.name}") for reason in FinishReason}
 _FINISH_REASONS_BACK = {wire: reason for reason, wire in _FINISH_REASONS.items()}
 
 _ERROR_CODES = {code: common_pb2.ErrorCode.Value(f"ERROR_CODE_{code.name}") for code in ErrorCode}

@@ -1,50 +1,12 @@
-"""Sessions and their turns, from and to protobuf."""
+"""The opening and closing of sessions, from and to protobuf."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from common.errors import InvalidRequestError
 from common.names import check_name
-from common.types import SessionGrant, SessionTurn, SessionWish, View
+from common.types import SessionGrant, SessionWish, View
 from common.wire.identity import view_from_wire, view_to_wire
 from protos.gen.pando.v1 import sessions_pb2
-
-if TYPE_CHECKING:
-    from protos.gen.pando.v1 import scheduler_pb2, tokenizer_pb2
-
-
-def turn_to_wire(turn: SessionTurn | None) -> sessions_pb2.SessionTurn | None:
-    """Encode the turn that a request is of its session, if it is one."""
-    if turn is None:
-        return None
-    return sessions_pb2.SessionTurn(
-        name=turn.name,
-        after=turn.after,
-        offset=turn.offset,
-        drop_previous_output=turn.drop_previous_output,
-        replace=turn.replace,
-    )
-
-
-def turn_from_wire(message: scheduler_pb2.ScheduleRequest | tokenizer_pb2.GenerateRequest) -> SessionTurn | None:
-    """Decode the turn that a request is of its session, if it is one.
-
-    Raises:
-        InvalidRequestError: the session is missing, or a name is missing or invalid.
-    """
-    if not message.HasField("turn"):
-        return None
-    turn = message.turn
-    if not message.session or not turn.name:
-        raise InvalidRequestError("a turn must have a name and a session", param="session_params")
-    return SessionTurn(
-        name=check_name("rid", turn.name),
-        after=check_name("session_params.rid", turn.after) if turn.HasField("after") else None,
-        offset=turn.offset or None,
-        drop_previous_output=turn.drop_previous_output,
-        replace=turn.replace,
-    )
 
 
 def wish_to_wire(wish: SessionWish) -> sessions_pb2.OpenSessionRequest:

@@ -18,6 +18,7 @@ from common.types import (
     FinishReason,
     ReplyTo,
     RequestId,
+    RequestOptions,
     SamplingParams,
     ScheduleRequest,
     StopConditions,
@@ -25,7 +26,8 @@ from common.types import (
     SubscriberId,
     View,
 )
-from common.wire import admission_from_wire, finish_from_wire, schedule_request_to_wire
+from common.wire.answers import admission_from_wire, finish_from_wire
+from common.wire.requests import schedule_request_to_wire
 from deploy.bench.clock import Clock, SystemClock
 from protos.gen.pando.v1 import detokenizer_pb2, detokenizer_pb2_grpc, scheduler_pb2, scheduler_pb2_grpc
 
@@ -232,9 +234,11 @@ def schedule_requests(
             view=View(Subject(TENANT, request.user or f"{run}-{index}")),
             reply_to=ReplyTo(SubscriberId("")),
             token_ids=np.asarray(prompts.prompt(request.segments), dtype=np.int32),
-            sampling=SamplingParams(temperature=temperature, seed=index),
-            stop=StopConditions(max_tokens=request.output_tokens, ignore_eos=True),
-            cache_mode=cache_mode,
+            options=RequestOptions(
+                SamplingParams(temperature=temperature, seed=index),
+                StopConditions(max_tokens=request.output_tokens, ignore_eos=True),
+                cache_mode=cache_mode,
+            ),
         )
         for index, request in enumerate(requests)
     ]

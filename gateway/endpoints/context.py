@@ -12,7 +12,7 @@ from fastapi import Request
 
 from common.errors import PermissionDeniedError
 from common.requests import GenerateRequest
-from common.types import RequestId
+from common.types import RequestId, RequestOptions
 from gateway.delivery.deliveries import PiecewiseDelivery, StreamDelivery, WholeDelivery, end_at_once
 from gateway.delivery.response import GenerationResponse
 from gateway.endpoints.shapes import ResponseHead
@@ -159,17 +159,19 @@ class Context:
             view=requester.view,
             model=head.model,
             prompt=prompt,
-            sampling=body.sampling(body.logprobs_wanted),
-            stop=body.stop_conditions(body.token_limit),
-            n=body.choices,
-            priority=requester.priority(body.priority, self.limits.max_priority),
-            cache_mode=requester.cache_mode(body.cache_mode),
-            skip_special_tokens=body.skip_special_tokens is not False,
-            timeout_ms=self.limits.request_timeout_ms,
-            trace=trace_of(request.headers),
-            session=body.session,
-            max_context_tokens=self.quotas.max_context(requester.subject),
-            prompt_logprobs=body.prompt_logprobs_wanted,
+            options=RequestOptions(
+                sampling=body.sampling(body.logprobs_wanted),
+                stop=body.stop_conditions(body.token_limit),
+                n=body.choices,
+                priority=requester.priority(body.priority, self.limits.max_priority),
+                cache_mode=requester.cache_mode(body.cache_mode),
+                skip_special_tokens=body.skip_special_tokens is not False,
+                timeout_ms=self.limits.request_timeout_ms,
+                trace=trace_of(request.headers),
+                session=body.session,
+                max_context_tokens=self.quotas.max_context(requester.subject),
+                prompt_logprobs=body.prompt_logprobs_wanted,
+            ),
             truncate_prompt_tokens=body.truncate_prompt_tokens,
             bad_words=tuple(body.bad_words or ()),
             routing_key=body.routing_key,

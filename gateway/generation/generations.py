@@ -67,7 +67,7 @@ class Generations:
             raise RequestFailedError(SHUTDOWN)
         self._room.take(requests[0].view.subject, len(requests))
         entries = list(_numbered(requests))
-        window = EMBEDDING_WINDOW if requests[0].pooling is not None else None
+        window = EMBEDDING_WINDOW if requests[0].options.pooling is not None else None
         generation = Generation(
             self._pipeline, entries, self._policy, self._metrics, buffer_bytes=buffer_bytes, window=window
         )
@@ -142,7 +142,7 @@ def _numbered(requests: Sequence[GenerateRequest]) -> Iterator[JournalEntry]:
     first = 0
     for request in requests:
         yield JournalEntry(request, first)
-        first += request.n
+        first += request.options.n
 
 
 def _names(generation: Generation) -> tuple[str, str]:

@@ -79,7 +79,7 @@ class ChoiceRecord:
         self.interrupted_at: float | None = None
         self.tries = 0
         # The part of the prompt's log probabilities that is still to come, with a prompt's first choice only.
-        self.score = request.prompt_logprobs if number == 0 else None
+        self.score = request.options.prompt_logprobs if number == 0 else None
 
     @property
     def is_finished(self) -> bool:
@@ -89,7 +89,7 @@ class ChoiceRecord:
     @property
     def is_exhausted(self) -> bool:
         """Whether max_tokens tokens have been received, so that only the end itself can be missing."""
-        limit = self.request.stop.max_tokens
+        limit = self.request.options.stop.max_tokens
         return limit is not None and 0 < limit <= len(self.token_ids)
 
     def judge(self, delta: Delta) -> Verdict:
@@ -121,7 +121,7 @@ class ChoiceRecord:
         if self.score is None:
             return None
         expected = self.score.start + 1
-        is_first = self.request.prompt_logprobs == self.score
+        is_first = self.request.options.prompt_logprobs == self.score
         entries = part.entries[expected - part.first :] if part.first < expected else part.entries
         self.score = None if part.is_last else replace(self.score, start=expected - 1 + len(entries))
         return part._replace(first=expected, entries=entries, lead=part.lead if is_first else None)
@@ -137,20 +137,15 @@ class ChoiceRecord:
         Its `stop` is unchanged: limits count from the first generated token, including those in `resume`. `elapsed_ms`
         of its time limit have passed.
         """
-        request = self.request
-        sampling = replace(request.sampling, seed=choice_seed(request.sampling.seed, self.number))
+        options = self.request.options
+        sampling = replace(options.sampling, seed=choice_seed(options.sampling.seed, self.number))
         resume = Resume(tuple(self.token_ids), self.delivered_characters) if self.token_ids else None
         # If the time is over, the scheduler reports the timeout, as for any other request.
-        timeout_ms = None if request.timeout_ms is None else max(1, request.timeout_ms - elapsed_ms)
-        return replace(
-            request,
-            request_id=request_id,
-            n=1,
-            sampling=sampling,
-            resume=resume,
-            timeout_ms=timeout_ms,
-            prompt_logprobs=self.score,
+        timeout_ms = None if options.timeout_ms is None else max(1, options.timeout_ms - elapsed_ms)
+        options = replace(
+            options, n=1, sampling=sampling, resume=resume, timeout_ms=timeout_ms, prompt_logprobs=self.score
         )
+        return replace(self.request, request_id=request_id, options=options)
 
 
 class JournalEntry:
@@ -161,7 +156,7 @@ class JournalEntry:
     def __init__(self, request: GenerateRequest, first_index: int = 0) -> None:
         """Start the entry of `request`, whose choice 0 is choice `first_index` of the response."""
         self.request = request
-        self.choices = [ChoiceRecord(request, number, first_index + number) for number in range(request.n)]
+        self.choices = [ChoiceRecord(request, number, first_index + number) for number in range(request.options.n)]
         self.prompt_tokens = 0
         # As reported for choice 0, which has just put the whole prompt into the cache, where the other choices find it.
         self.prompt_usage: PromptUsage | None = None
@@ -178,10 +173,11 @@ class JournalEntry:
     @property
     def prompt_values(self) -> int:
         """Number of the prompt's log probabilities that all choices together contain, once `prompt_tokens` is known."""
-        wanted = self.request.prompt_logprobs
+        options = self.request.options
+        wanted = options.prompt_logprobs
         if wanted is None:
             return 0
-        return wanted.reported(self.prompt_tokens) * wanted.values_per_token * self.request.n
+        return wanted.reported(self.prompt_tokens) * wanted.values_per_token * options.n
 
     def note_usage(self, choice: ChoiceRecord, usage: PromptUsage) -> None:
         """Keep the first report about the prompt; the report of choice 0 has precedence over the others.

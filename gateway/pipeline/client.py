@@ -10,7 +10,7 @@ from common.errors import UnavailableError
 from common.logs import get_logger
 from common.rpc.stream import StreamLink
 from common.types import ErrorCode, ReplyTo, RequestFailure, RequestId
-from common.wire import admission_from_wire
+from common.wire.answers import admission_from_wire
 from gateway.pipeline.subscription import Subscription
 from gateway.pipeline.wire import generate_to_wire
 from protos.gen.pando.v1 import common_pb2, tokenizer_pb2
@@ -94,7 +94,7 @@ class GrpcPipeline:
 
     def submit(self, request: GenerateRequest, listener: Listener) -> None:
         """Queue `request` for the next message."""
-        self._submissions[request.request_id] = _Submission(listener, request.n)
+        self._submissions[request.request_id] = _Submission(listener, request.options.n)
         self._outgoing[request.request_id] = request
         self._schedule_flush()
 

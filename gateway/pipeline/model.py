@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from common.rpc.status import answered
-from common.wire import subject_to_wire
+from common.wire.identity import subject_to_wire
 from gateway.pipeline.messages import Tokenization
 from gateway.pipeline.wire import chat_to_wire, model_from_wire
 from protos.gen.pando.v1 import tokenizer_pb2

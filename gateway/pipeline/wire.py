@@ -7,20 +7,10 @@ from typing import TYPE_CHECKING, assert_never
 from common.deltas import Delta, LogprobText, PromptLogprobsText, PromptUsage, TokenText
 from common.requests import ChatPrompt, TokenPrompt
 from common.types import Pooling, RequestId, ToolStyle
-from common.wire import (
-    cache_mode_to_wire,
-    finish_from_wire,
-    pooling_from_wire,
-    pooling_to_wire,
-    prompt_logprobs_to_wire,
-    reply_to_wire,
-    resume_to_wire,
-    sampling_to_wire,
-    stop_to_wire,
-    trace_to_wire,
-    turn_to_wire,
-    view_to_wire,
-)
+from common.wire.answers import finish_from_wire
+from common.wire.identity import view_to_wire
+from common.wire.options import options_to_wire, pooling_from_wire
+from common.wire.requests import reply_to_wire
 from gateway.pipeline.messages import ModelInfo
 from protos.gen.pando.v1 import tokenizer_pb2
 
@@ -29,13 +19,9 @@ if TYPE_CHECKING:
     from common.types import ReplyTo
     from protos.gen.pando.v1 import detokenizer_pb2
 
-
-_TOOL_STYLES = {
+_TOOL_STYLES: dict[tokenizer_pb2.ToolStyle.ValueType, ToolStyle | None] = {
     tokenizer_pb2.TOOL_STYLE_UNSPECIFIED: None,
-    tokenizer_pb2.TOOL_STYLE_HERMES: ToolStyle.HERMES,
-    tokenizer_pb2.TOOL_STYLE_LLAMA3: ToolStyle.LLAMA3,
-    tokenizer_pb2.TOOL_STYLE_MISTRAL: ToolStyle.MISTRAL,
-    tokenizer_pb2.TOOL_STYLE_PYTHONIC: ToolStyle.PYTHONIC,
+    **{tokenizer_pb2.ToolStyle.Value(f"TOOL_STYLE_{style.name}"): style for style in ToolStyle},
 }
 
 
@@ -46,26 +32,13 @@ def generate_to_wire(request: GenerateRequest, reply_to: ReplyTo) -> tokenizer_p
         view=view_to_wire(request.view),
         reply_to=reply_to_wire(reply_to),
         model=request.model,
-        sampling=sampling_to_wire(request.sampling),
-        stop=stop_to_wire(request.stop),
-        n=request.n,
-        priority=request.priority,
-        cache_mode=cache_mode_to_wire(request.cache_mode),
-        skip_special_tokens=request.skip_special_tokens,
-        resume=resume_to_wire(request.resume),
-        timeout_ms=request.timeout_ms,
-        trace=trace_to_wire(request.trace),
-        session=request.session,
-        turn=turn_to_wire(request.turn),
-        max_context_tokens=request.max_context_tokens,
-        pooling=pooling_to_wire(request.pooling),
         prompt_name=request.prompt_name,
-        prompt_logprobs=prompt_logprobs_to_wire(request.prompt_logprobs),
         add_special_tokens=request.add_special_tokens,
         truncate_prompt_tokens=request.truncate_prompt_tokens,
         bad_words=request.bad_words,
         routing_key=request.routing_key,
     )
+    message.MergeFrom(options_to_wire(request.options, tokenizer_pb2.GenerateRequest))
     match request.prompt:
         case str(text):
             message.text = text

@@ -107,7 +107,7 @@ class LimitedError(QueueFullError):
 
 def announced_tokens(request: GenerateRequest) -> int:
     """Return the estimated number of prompt and output tokens of `request`; an output without a limit counts as 0."""
-    return prompt_tokens(request.prompt) + (request.stop.max_tokens or 0) * request.n
+    return prompt_tokens(request.prompt) + (request.options.stop.max_tokens or 0) * request.options.n
 
 
 def prompt_tokens(prompt: Prompt) -> int:

@@ -13,15 +13,15 @@ from common.rpc.channel import open_channel
 from common.rpc.security import read_security
 from common.rpc.server import RpcServer
 from common.rpc.sessions import SESSIONS, SessionsService
-from common.rpc.stream import StreamLink
 from common.runtime import drained, run_service
 from common.settings import Settings, load_settings
 from common.steps import EngineSpec
-from protos.gen.pando.v1 import detokenizer_pb2_grpc, scheduler_pb2_grpc, sessions_pb2_grpc
+from protos.gen.pando.v1 import scheduler_pb2_grpc, sessions_pb2_grpc
 from services.scheduler.content.checker import ContentChecker
 from services.scheduler.content.desk import ContentDesk
 from services.scheduler.credentials import Credentials, read_token
 from services.scheduler.decision_log import DecisionLog
+from services.scheduler.detokenizer_link import DetokenizerLink
 from services.scheduler.group import WorkerGroup
 from services.scheduler.loop import SchedulerLoop
 from services.scheduler.service import SchedulerService
@@ -58,14 +58,7 @@ async def serve_with(settings: Settings, stopping: asyncio.Event, decisions: Dec
     channels = [partial(open_channel, address, security) for address in settings.scheduler.workers]
     group = WorkerGroup(channels, engine_spec(settings), loop, settings.scheduler.worker_timeout_s)
     channel = open_channel(settings.scheduler.detokenizer, security)
-    stub = detokenizer_pb2_grpc.DetokenizerStub(channel)
-    outlet = StreamLink(
-        "detokenizer",
-        lambda: stub.Push(),
-        loop.on_push_response,
-        on_connected=loop.wake,
-        on_disconnected=loop.on_outlet_broken,
-    )
+    outlet = DetokenizerLink(channel, loop)
     loop.connect(group, outlet)
     works = [group.run(), outlet.run(), loop.run()]
     desk = make_desk(settings, loop)

@@ -13,14 +13,11 @@ import grpc
 from common.errors import ConfigurationError, UnavailableError
 from common.logs import get_logger
 from common.rpc.reconnect import RefusalLog
-from common.rpc.status import to_error
-from common.wire import grammar_to_wire
-from protos.gen.pando.v1 import worker_pb2, worker_pb2_grpc
 from services.scheduler.acknowledgements import GroupAcks
-from services.scheduler.convert import capacity_from_wire, plan_to_wire, result_from_wire, spec_to_wire
+from services.scheduler.rank import PlanStream, Rank, RankLostError
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable, Sequence
+    from collections.abc import Callable, Sequence
 
     from common.grammars import Grammar
     from common.steps import EngineCapacity, EngineSpec, StepPlan, StepResult
@@ -29,12 +26,9 @@ if TYPE_CHECKING:
 RECONNECT_S = 0.2
 # A failure during loading is likely to repeat: pauses double up to this limit.
 MAX_RECONNECT_S = 5.0
-CONFIGURE_TIMEOUT_S = 3600.0
 WATCH_INTERVAL_S = 1.0
 # Time to wait for the other ranks' errors after one has failed.
 REASON_GRACE_S = 0.5
-# Covers the worker's own limit for a grammar, and grammars queued before this one.
-PREPARE_TIMEOUT_S = 120.0
 
 
 class GroupState(Enum):
@@ -44,17 +38,6 @@ class GroupState(Enum):
     CONFIGURING = "CONFIGURING"
     READY = "READY"
     FAILED = "FAILED"
-
-
-class GroupLostError(Exception):
-    """A rank failed, disconnected or hangs; the whole group has to be configured again.
-
-    `out_of_memory`: device memory did not suffice for a step.
-    """
-
-    def __init__(self, message: str, *, out_of_memory: bool = False) -> None:
-        super().__init__(message)
-        self.out_of_memory = out_of_memory
 
 
 class GroupListener(Protocol):
@@ -89,14 +72,14 @@ class WorkerGroup:
         self._spec = spec
         self._listener = listener
         self._timeout_s = timeout_s
-        self._queues: list[asyncio.Queue[worker_pb2.StepPlan]] = []
+        self._streams: list[PlanStream] = []
         self._acks = GroupAcks(len(channels))
         self._plans_in_flight = 0
         # One rank has failed, and the others' streams are read only for their errors.
         self._is_losing = False
         self._last_sign = time.monotonic()
-        # Stub of rank 0, which samples, while the group is ready.
-        self._first: worker_pb2_grpc.WorkerAsyncStub | None = None
+        # Rank 0, which samples, while the group is ready.
+        self._first: Rank | None = None
         self._pause_s = RECONNECT_S
         self._refusals = RefusalLog("worker")
         self._log = get_logger("group")
@@ -104,12 +87,10 @@ class WorkerGroup:
     def send(self, plan: StepPlan) -> None:
         """Queue a plan for every rank."""
         assert self.state is GroupState.READY, "plans need a group that is ready"
-        message = plan_to_wire(plan)
         if not self._plans_in_flight:
             self._last_sign = time.monotonic()
         self._plans_in_flight += 1
-        for queue in self._queues:
-            queue.put_nowait(message)
+        PlanStream.send_to_all(plan, self._streams)
 
     async def prepare(self, grammar: Grammar) -> None:
         """Compile a grammar before rows need it.
@@ -119,11 +100,7 @@ class WorkerGroup:
         """
         if self._first is None:
             raise UnavailableError("the scheduler waits for its workers", retry_after_ms=1000)
-        request = worker_pb2.PrepareGrammarRequest(grammar=grammar_to_wire(grammar))
-        try:
-            await self._first.PrepareGrammar(request, timeout=PREPARE_TIMEOUT_S)
-        except grpc.aio.AioRpcError as error:
-            raise to_error(error) from error
+        await self._first.prepare(grammar)
 
     async def run(self) -> NoReturn:
         """Configure and serve the group indefinitely.
@@ -134,8 +111,8 @@ class WorkerGroup:
         while True:
             channels = [open_channel() for open_channel in self._open_channels]
             try:
-                await self._run_once([worker_pb2_grpc.WorkerStub(channel) for channel in channels])
-            except (GroupLostError, grpc.aio.AioRpcError) as error:
+                await self._run_once([Rank(channel) for channel in channels])
+            except (RankLostError, grpc.aio.AioRpcError) as error:
                 self._lose(error)
             finally:
                 for channel in channels:
@@ -150,41 +127,38 @@ class WorkerGroup:
             self._log.warning("group.lost", reason=reason)
         if self.state is GroupState.READY:
             self.state = GroupState.FAILED
-            self._listener.on_lost(out_of_memory=isinstance(error, GroupLostError) and error.out_of_memory)
+            self._listener.on_lost(out_of_memory=isinstance(error, RankLostError) and error.out_of_memory)
         elif self.state is GroupState.CONFIGURING:
             self.state = GroupState.CONNECTING
             self._pause_s = min(2 * self._pause_s, MAX_RECONNECT_S)
 
-    async def _run_once(self, ranks: list[worker_pb2_grpc.WorkerAsyncStub]) -> None:
+    async def _run_once(self, ranks: list[Rank]) -> None:
         """Configure all ranks, then serve them until one fails."""
-        await asyncio.gather(
-            *(rank.GetState(worker_pb2.GetWorkerStateRequest(), timeout=5, wait_for_ready=True) for rank in ranks)
-        )
+        await asyncio.gather(*(rank.wait_until_up() for rank in ranks))
         if self.state is not GroupState.FAILED:
             self.state = GroupState.CONFIGURING
         capacity = await self._configure(ranks)
-        self._queues = [asyncio.Queue() for _ in ranks]
         self._acks = GroupAcks(len(ranks))
         self._plans_in_flight = 0
         self._is_losing = False
-        calls = [rank.Execute(_drain(queue)) for rank, queue in zip(ranks, self._queues, strict=True)]
+        self._streams = [rank.execute() for rank in ranks]
         try:
-            await asyncio.gather(*(call.wait_for_connection() for call in calls))
+            await asyncio.gather(*(stream.wait_until_open() for stream in self._streams))
             self.state, self._pause_s = GroupState.READY, RECONNECT_S
             self._refusals.clear()
             self._first = ranks[0]
             self._log.info("group.ready", ranks=len(ranks), pages=capacity.device_pages, device=capacity.device)
             self._listener.on_ready(capacity)
-            await self._serve(calls)
+            await self._serve()
         finally:
             self._first = None
-            for call in calls:
-                call.cancel()
+            for stream in self._streams:
+                stream.cancel()
 
-    async def _configure(self, ranks: list[worker_pb2_grpc.WorkerAsyncStub]) -> EngineCapacity:
+    async def _configure(self, ranks: list[Rank]) -> EngineCapacity:
         """Configure all ranks concurrently, as they synchronise; return the capacity that they agreed on."""
         tasks = [
-            asyncio.create_task(self._configure_rank(rank, replace(self._spec, rank=number, world_size=len(ranks))))
+            asyncio.create_task(rank.configure(replace(self._spec, rank=number, world_size=len(ranks))))
             for number, rank in enumerate(ranks)
         ]
         try:
@@ -208,20 +182,9 @@ class WorkerGroup:
         )
         return replace(capacities[0], has_storage=has_storage)
 
-    async def _configure_rank(self, rank: worker_pb2_grpc.WorkerAsyncStub, spec: EngineSpec) -> EngineCapacity:
-        call = rank.Configure(spec_to_wire(spec), timeout=CONFIGURE_TIMEOUT_S)
-        stage = ""
-        async for message in call:
-            if message.HasField("capacity"):
-                return capacity_from_wire(message.capacity)
-            if message.stage != stage:
-                stage = message.stage
-                self._log.info("worker.configuring", rank=spec.rank, stage=stage, percent=int(message.progress * 100))
-        raise GroupLostError(f"rank {spec.rank} ended Configure without a capacity")
-
-    async def _serve(self, calls: list[grpc.aio.StreamStreamCall[worker_pb2.StepPlan, worker_pb2.StepResult]]) -> None:
+    async def _serve(self) -> None:
         """Read all ranks' results until one of them fails."""
-        readers = [asyncio.create_task(self._read(call, rank)) for rank, call in enumerate(calls)]
+        readers = [asyncio.create_task(self._read(stream, rank)) for rank, stream in enumerate(self._streams)]
         watch = asyncio.create_task(self._watch())
         try:
             done, _ = await asyncio.wait([*readers, watch], return_when=asyncio.FIRST_COMPLETED)
@@ -235,13 +198,10 @@ class WorkerGroup:
                 task.cancel()
             await asyncio.gather(*readers, watch, return_exceptions=True)
 
-    async def _read(
-        self, call: grpc.aio.StreamStreamCall[worker_pb2.StepPlan, worker_pb2.StepResult], rank: int
-    ) -> None:
-        async for message in call:
-            result = result_from_wire(message)
+    async def _read(self, stream: PlanStream, rank: int) -> None:
+        async for result in stream.results():
             if result.error is not None:
-                raise GroupLostError(f"rank {rank}: {result.error}", out_of_memory=result.out_of_memory)
+                raise RankLostError(f"rank {rank}: {result.error}", out_of_memory=result.out_of_memory)
             if self._is_losing:
                 continue
             for ack in result.acks:
@@ -252,7 +212,7 @@ class WorkerGroup:
                 self._last_sign = time.monotonic()
                 self._plans_in_flight -= result.last
                 self._listener.on_result(result)
-        raise GroupLostError(f"rank {rank} closed its stream")
+        raise RankLostError(f"rank {rank} closed its stream")
 
     async def _watch(self) -> None:
         """Fail the group if plans are in flight and no result arrives in time."""
@@ -260,14 +220,9 @@ class WorkerGroup:
             await asyncio.sleep(WATCH_INTERVAL_S)
             silence = time.monotonic() - self._last_sign
             if self._plans_in_flight and silence > self._timeout_s:
-                raise GroupLostError(f"no result for {silence:.0f} s")
+                raise RankLostError(f"no result for {silence:.0f} s")
 
 
 def _most_informative(errors: list[BaseException]) -> BaseException:
     """Return the root cause among the errors of several ranks."""
-    return next((error for error in errors if isinstance(error, GroupLostError) and error.out_of_memory), errors[0])
-
-
-async def _drain(queue: asyncio.Queue[worker_pb2.StepPlan]) -> AsyncIterator[worker_pb2.StepPlan]:
-    while True:
-        yield await queue.get()
+    return next((error for error in errors if isinstance(error, RankLostError) and error.out_of_memory), errors[0])

@@ -20,7 +20,6 @@ from services.scheduler.cache.factory import make_allocator, make_cache, resolve
 from services.scheduler.cache.factory import resolve as resolve_cache
 from services.scheduler.cache.sharing.choices import SharingChoices
 from services.scheduler.cache_meter import STATES, CacheMeter
-from services.scheduler.convert import output_to_wire
 from services.scheduler.core.config import resolve
 from services.scheduler.core.core import SchedulerCore
 from services.scheduler.core.times import OperationTimes
@@ -30,17 +29,17 @@ from services.scheduler.storage_desk import StorageDesk
 from services.scheduler.tier_meter import TierMeter
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterable
 
     from common.grammars import Grammar
-    from common.rpc.stream import StreamLink
     from common.settings import SchedulerSettings
     from common.steps import EngineCapacity, StepResult
     from common.transfers import TransferAck
     from common.types import ScheduleRequest, SessionGrant, SessionWish, View
-    from protos.gen.pando.v1 import detokenizer_pb2
+    from services.scheduler.core.output import EndedChoice
     from services.scheduler.core.sessions import Sessions
     from services.scheduler.decision_log import DecisionLog
+    from services.scheduler.detokenizer_link import DetokenizerLink
     from services.scheduler.group import WorkerGroup
 
 HOUSEKEEPING_INTERVAL_S = 0.25
@@ -72,7 +71,7 @@ class SchedulerLoop:
         self._storage = StorageDesk(settings)
         self._capacity: EngineCapacity | None = None
         self._group: WorkerGroup | None = None
-        self._outlet: StreamLink[detokenizer_pb2.PushRequest, detokenizer_pb2.PushResponse] | None = None
+        self._outlet: DetokenizerLink | None = None
         self._wake = asyncio.Event()
         self._limits_file = Reloading(settings.limits_file, load_limits) if settings.limits_file else None
         self._limits = self._limits_file.value if self._limits_file else Limits()
@@ -80,11 +79,7 @@ class SchedulerLoop:
         self._is_draining = False
         self._log = get_logger("loop")
 
-    def connect(
-        self,
-        group: WorkerGroup,
-        outlet: StreamLink[detokenizer_pb2.PushRequest, detokenizer_pb2.PushResponse],
-    ) -> None:
+    def connect(self, group: WorkerGroup, outlet: DetokenizerLink) -> None:
         """Set the worker group and the detokenizer link, which in turn call the `on_…` methods."""
         self._group, self._outlet = group, outlet
 
@@ -242,17 +237,19 @@ class SchedulerLoop:
         self.core.requeue_all()
         self._push()
 
-    def on_push_response(self, response: detokenizer_pb2.PushResponse) -> None:
+    def on_choices_ended(self, ended: Iterable[EndedChoice]) -> None:
         """End the choices that the detokenizer has ended."""
         if self.core is None:
             return
-        for hit in response.stop_hits:
-            self.core.end_silently(hit.handle, hit.completion_tokens)
-        for handle in response.gone_handles:
-            self.core.end_silently(handle)
+        for choice in ended:
+            self.core.end_silently(choice.handle, choice.completion_tokens)
         self._wake.set()
 
-    def on_outlet_broken(self, _reason: str) -> None:
+    def on_outlet_connected(self) -> None:
+        """Serve the requests that waited for the detokenizer."""
+        self._wake.set()
+
+    def on_outlet_broken(self) -> None:
         """End every sequence: the gateways see the break, too, and resubmit unfinished requests."""
         if self.core is None:
             return
@@ -268,7 +265,7 @@ class SchedulerLoop:
 
     @property
     def _is_outlet_connected(self) -> bool:
-        return self._outlet is not None and self._outlet.connected
+        return self._outlet is not None and self._outlet.is_connected
 
     def _turn(self) -> None:
         """Send a plan if the pipeline has room and there is work, and schedule another turn after it."""
@@ -302,7 +299,7 @@ class SchedulerLoop:
         output = self.core.take_output() if self.core else None
         if output is not None and self._outlet is not None:
             with contextlib.suppress(UnavailableError):
-                self._outlet.send(output_to_wire(output))
+                self._outlet.send(output)
 
     async def _housekeep(self) -> None:
         """Enforce time limits, advance the cache's epoch, check page accounting and update gauges, periodically."""

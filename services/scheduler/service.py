@@ -10,10 +10,13 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import numpy as np
 
 from common.errors import InvalidRequestError, UnavailableError
-from common.wire import admission_to_wire, subject_from_wire, view_from_wire, view_to_wire
+from common.wire.identity import subject_from_wire, view_from_wire, view_to_wire
 from protos.gen.pando.v1 import scheduler_pb2, scheduler_pb2_grpc
 from services.scheduler import metrics
-from services.scheduler.convert_cache import (
+from services.scheduler.submissions import Submissions
+from services.scheduler.watching import EventBacklog
+from services.scheduler.wire.requests import admissions_to_wire, batch_from_wire
+from services.scheduler.wire.state import (
     Disclosure,
     cache_to_wire,
     event_to_wire,
@@ -23,10 +26,8 @@ from services.scheduler.convert_cache import (
     session_to_wire,
     storage_to_wire,
     tier_to_wire,
+    traffic_to_wire,
 )
-from services.scheduler.submissions import Submissions
-from services.scheduler.tier_meter import traffic_to_wire
-from services.scheduler.watching import EventBacklog
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Iterable, Iterator, Mapping
@@ -66,12 +67,10 @@ class SchedulerService(scheduler_pb2_grpc.SchedulerServicer):
     ) -> AsyncIterator[scheduler_pb2.SchedulerSubmitResponse]:
         """Submit batches of requests and aborts; admissions known at once are returned in one message per batch."""
         submissions = Submissions(self._loop)
-        reading = asyncio.create_task(submissions.read(request_iterator))
+        reading = asyncio.create_task(submissions.read(batch_from_wire(message) async for message in request_iterator))
         try:
             async for admissions in submissions.answers():
-                yield scheduler_pb2.SchedulerSubmitResponse(
-                    admissions=[admission_to_wire(admission) for admission in admissions]
-                )
+                yield admissions_to_wire(admissions)
         finally:
             reading.cancel()
             submissions.close()

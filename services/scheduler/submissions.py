@@ -3,26 +3,32 @@
 from __future__ import annotations
 
 import asyncio
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Protocol
 
 from common.errors import InvalidRequestError, PandoError
 from common.grammars import GrammarScope
 from common.room import SharedRoom
-from common.types import Admission, ErrorCode, RequestFailure, RequestId
-from common.wire import schedule_request_from_wire
+from common.types import Admission, ErrorCode, RequestFailure
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
     from common.grammars import Grammar
-    from common.types import ScheduleRequest, Subject
-    from protos.gen.pando.v1 import scheduler_pb2
+    from common.types import RequestId, ScheduleRequest, Subject
 
 # Maximum number of requests of one stream that wait for their grammars.
 MAX_WAITING = 1024
 RETRY_AFTER_MS = 1000
 ABORTED = RequestFailure(ErrorCode.UNAVAILABLE, "the request was aborted")
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """One message of a tokenizer: requests, or refusals of those that could not be decoded, and aborts."""
+
+    requests: tuple[ScheduleRequest | Admission, ...] = ()
+    aborts: tuple[RequestId, ...] = ()
 
 
 class TakesRequests(Protocol):
@@ -50,11 +56,11 @@ class Submissions:
         # None marks the end.
         self._answers: asyncio.Queue[list[Admission] | Exception | None] = asyncio.Queue()
 
-    async def read(self, messages: AsyncIterator[scheduler_pb2.SchedulerSubmitRequest]) -> None:
-        """Read and submit the peer's messages until its end of the stream."""
+    async def read(self, batches: AsyncIterator[Batch]) -> None:
+        """Submit the peer's batches until its end of the stream."""
         try:
-            async for message in messages:
-                self._take(message)
+            async for batch in batches:
+                self._take(batch)
         except Exception as error:  # noqa: BLE001  (raised again by the task that answers)
             self._answers.put_nowait(error)
         else:
@@ -77,26 +83,28 @@ class Submissions:
         for task in self._waiting.values():
             task.cancel()
 
-    def _take(self, message: scheduler_pb2.SchedulerSubmitRequest) -> None:
-        admissions = [self._submit(schedule) for schedule in message.schedules]
-        for abort in message.aborts:
-            self._abort(RequestId(abort.request_id))
+    def _take(self, batch: Batch) -> None:
+        admissions = [self._submit(request) for request in batch.requests]
+        for request_id in batch.aborts:
+            self._abort(request_id)
         known = [admission for admission in admissions if admission is not None]
         if known:
             self._answers.put_nowait(known)
 
-    def _submit(self, message: scheduler_pb2.ScheduleRequest) -> Admission | None:
+    def _submit(self, submitted: ScheduleRequest | Admission) -> Admission | None:
         """Return the admission, or None if it follows later."""
+        if isinstance(submitted, Admission):
+            return submitted
+        request = _with_scope(submitted)
+        grammar = request.options.sampling.grammar
         try:
-            request = _with_scope(schedule_request_from_wire(message))
-            grammar = request.sampling.grammar
             if grammar is None:
                 return self._loop.submit(request)
             if request.request_id in self._waiting:
                 raise InvalidRequestError(f"request id {request.request_id} is in use", param="request_id")
             self._room.take(request.view.subject)
         except PandoError as error:
-            return Admission(RequestId(message.request_id), len(message.token_ids), error.to_failure())
+            return Admission(request.request_id, len(request.token_ids), error.to_failure())
         self._waiting[request.request_id] = asyncio.create_task(self._submit_later(request, grammar))
         self._subjects[request.request_id] = request.view.subject
         return None
@@ -130,8 +138,9 @@ class Submissions:
 
 def _with_scope(request: ScheduleRequest) -> ScheduleRequest:
     """Return the request with its view as the scope of its grammar, overriding the sender's."""
-    grammar, view = request.sampling.grammar, request.view
+    grammar, view = request.options.sampling.grammar, request.view
     if grammar is None:
         return request
     scoped = replace(grammar, scope=GrammarScope(view.tenant, view.subject.name, view.salt))
-    return replace(request, sampling=replace(request.sampling, grammar=scoped))
+    sampling = replace(request.options.sampling, grammar=scoped)
+    return replace(request, options=replace(request.options, sampling=sampling))

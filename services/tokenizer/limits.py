@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from common.requests import GenerateRequest, Prompt
     from common.tokenization.parts import EmbeddingTraits
-    from common.types import Resume, SamplingParams, StopConditions, TokenIds
+    from common.types import RequestOptions, Resume, SamplingParams, StopConditions, TokenIds
 
 MAX_CHOICES: Final = 128
 MAX_TOP_LOGPROBS: Final = 20
@@ -49,11 +49,12 @@ def check_request(request: GenerateRequest, limits: Limits) -> None:
     """
     if request.model != limits.model:
         raise ModelNotFoundError(f"The model `{request.model}` does not exist", param="model")
-    _check_range(request.n, 1, MAX_CHOICES, "n")
-    if request.timeout_ms is not None and request.timeout_ms < 1:
+    options = request.options
+    _check_range(options.n, 1, MAX_CHOICES, "n")
+    if options.timeout_ms is not None and options.timeout_ms < 1:
         raise InvalidRequestError("timeout must be at least 1 ms", param="timeout")
-    if request.pooling is not None:
-        _check_pooling(request, request.pooling, limits)
+    if options.pooling is not None:
+        _check_pooling(options, options.pooling, limits)
         return
     if limits.embedding.is_encoder:
         message = (
@@ -61,13 +62,13 @@ def check_request(request: GenerateRequest, limits: Limits) -> None:
             "generates none."
         )
         raise InvalidRequestError(message, param="model")
-    _check_sampling(request.sampling, limits)
-    if request.prompt_logprobs is not None:
-        _check_range(request.prompt_logprobs.top, 0, MAX_TOP_LOGPROBS, "prompt_logprobs")
-        check_ids(request.prompt_logprobs.token_ids, limits, "token_ids_logprob")
-    _check_stop(request.stop, limits)
-    if request.resume is not None:
-        _check_resume(request.resume, request, limits)
+    _check_sampling(options.sampling, limits)
+    if options.prompt_logprobs is not None:
+        _check_range(options.prompt_logprobs.top, 0, MAX_TOP_LOGPROBS, "prompt_logprobs")
+        check_ids(options.prompt_logprobs.token_ids, limits, "token_ids_logprob")
+    _check_stop(options.stop, limits)
+    if options.resume is not None:
+        _check_resume(options.resume, options, limits)
 
 
 def check_prompt(token_ids: TokenIds, request: GenerateRequest, limits: Limits) -> None:
@@ -85,16 +86,17 @@ def check_prompt(token_ids: TokenIds, request: GenerateRequest, limits: Limits) 
         wrong = low if low < 0 else high
         message = f"token id {wrong} is outside the vocabulary of {limits.vocabulary_size}"
         raise InvalidRequestError(message, param=param)
-    context, length = allowed_context(request, limits), len(token_ids)
-    asked = request.stop.max_tokens
+    options = request.options
+    context, length = allowed_context(options, limits), len(token_ids)
+    asked = options.stop.max_tokens
     what = "messages" if isinstance(request.prompt, ChatPrompt) else "prompt"
     whose = "This model's" if context == limits.max_context_tokens else "Your"
     maximum = f"{whose} maximum context length is {context} tokens."
     # Generation needs room for at least one more token, pooling does not.
-    if length + (request.pooling is None) > context:
+    if length + (options.pooling is None) > context:
         message = f"{maximum} However, your {what} resulted in {length} tokens. Please reduce the length of the {what}."
         raise ContextLengthError(message, param=param)
-    if request.pooling is None and asked is not None and length + asked > context:
+    if options.pooling is None and asked is not None and length + asked > context:
         message = (
             f"{maximum} However, you requested {length + asked} tokens ({length} in the {what}, {asked} in the "
             f"completion). Please reduce the length of the {what} or completion."
@@ -102,21 +104,21 @@ def check_prompt(token_ids: TokenIds, request: GenerateRequest, limits: Limits) 
         raise ContextLengthError(message, param=param)
 
     # A turn is only the end of its prompt, which the scheduler knows and checks.
-    if request.prompt_logprobs is not None and request.turn is None:
-        check_prompt_logprobs(request.prompt_logprobs, length)
+    if options.prompt_logprobs is not None and options.turn is None:
+        check_prompt_logprobs(options.prompt_logprobs, length)
 
 
-def allowed_context(request: GenerateRequest, limits: Limits) -> int:
+def allowed_context(options: RequestOptions, limits: Limits) -> int:
     """Return the maximum number of tokens of prompt and output together."""
-    own = request.max_context_tokens
+    own = options.max_context_tokens
     return limits.max_context_tokens if own is None else min(own, limits.max_context_tokens)
 
 
-def _check_pooling(request: GenerateRequest, pooling: Pooling, limits: Limits) -> None:
+def _check_pooling(options: RequestOptions, pooling: Pooling, limits: Limits) -> None:
     if pooling is Pooling.FIRST and not limits.embedding.is_encoder:
         message = "pooling 'cls' is for encoders: in this model the first token sees no other; use 'last' or 'mean'"
         raise InvalidRequestError(message, param="pooling")
-    if request.n != 1 or request.resume is not None:
+    if options.n != 1 or options.resume is not None:
         raise InvalidRequestError("a request to embed has one choice, and nothing to resume", param="n")
 
 
@@ -155,11 +157,11 @@ def _check_stop(stop: StopConditions, limits: Limits) -> None:
         compile_pattern(pattern)
 
 
-def _check_resume(resume: Resume, request: GenerateRequest, limits: Limits) -> None:
-    if request.n != 1:
+def _check_resume(resume: Resume, options: RequestOptions, limits: Limits) -> None:
+    if options.n != 1:
         raise InvalidRequestError("only a request for one choice can be resumed", param="n")
     check_ids(resume.token_ids, limits, "resume")
-    longest = request.stop.max_tokens
+    longest = options.stop.max_tokens
     if longest is not None and len(resume.token_ids) >= longest:
         message = f"resume: {len(resume.token_ids)} tokens were generated already, and max_tokens is {longest}"
         raise InvalidRequestError(message, param="resume")

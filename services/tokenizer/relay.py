@@ -216,8 +216,9 @@ class Relay:
         request = submission.request
         if not request.bad_words:
             return submission
-        sampling = replace(request.sampling, banned_sequences=await self._ban(request.view.subject, request.bad_words))
-        return replace(submission, request=replace(request, sampling=sampling))
+        sequences = await self._ban(request.view.subject, request.bad_words)
+        sampling = replace(request.options.sampling, banned_sequences=sequences)
+        return replace(submission, request=replace(request, options=replace(request.options, sampling=sampling)))
 
     def _try_schedule(self, submission: Submission, encoded: Encoded) -> ScheduleRequest | Admission:
         request = submission.request
@@ -270,29 +271,11 @@ def _aborted() -> RequestFailure:
 
 
 def _scheduled(submission: Submission, token_ids: TokenIds, limits: Limits) -> ScheduleRequest:
-    request = submission.request
-    stop = request.stop
-    if request.pooling is None and stop.max_tokens is None and request.max_context_tokens is not None:
+    request, options = submission.request, submission.request.options
+    if options.pooling is None and options.stop.max_tokens is None and options.max_context_tokens is not None:
         # The scheduler checks against the model's context only, not against the requester's smaller limit.
-        stop = replace(stop, max_tokens=allowed_context(request, limits) - len(token_ids))
+        max_tokens = allowed_context(options, limits) - len(token_ids)
+        options = replace(options, stop=replace(options.stop, max_tokens=max_tokens))
     return ScheduleRequest(
-        request_id=request.request_id,
-        view=request.view,
-        reply_to=submission.reply_to,
-        token_ids=token_ids,
-        sampling=request.sampling,
-        stop=stop,
-        n=request.n,
-        priority=request.priority,
-        cache_mode=request.cache_mode,
-        skip_special_tokens=request.skip_special_tokens,
-        resume=request.resume,
-        timeout_ms=request.timeout_ms,
-        trace=request.trace,
-        session=request.session,
-        turn=request.turn,
-        max_context_tokens=request.max_context_tokens,
-        prompt_logprobs=request.prompt_logprobs,
-        pooling=request.pooling,
-        routing_key=request.routing_key,
+        request.request_id, request.view, submission.reply_to, token_ids, options, routing_key=request.routing_key
     )

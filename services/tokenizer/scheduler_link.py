@@ -10,7 +10,8 @@ from common.errors import UnavailableError
 from common.rpc.channel import is_serving
 from common.rpc.sessions import SessionsClient
 from common.rpc.stream import StreamLink
-from common.wire import admission_from_wire, schedule_request_to_wire
+from common.wire.answers import admission_from_wire
+from common.wire.requests import schedule_request_to_wire
 from protos.gen.pando.v1 import common_pb2, scheduler_pb2, scheduler_pb2_grpc
 
 if TYPE_CHECKING:

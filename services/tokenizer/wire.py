@@ -5,23 +5,11 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from common.errors import InvalidRequestError
-from common.names import check_name
 from common.requests import ChatMessage, ChatPrompt, GenerateRequest, TokenPrompt
-from common.types import RequestId
-from common.wire import (
-    admission_to_wire,
-    cache_mode_from_wire,
-    pooling_from_wire,
-    prompt_logprobs_from_wire,
-    reply_to_from_wire,
-    resume_from_wire,
-    sampling_from_wire,
-    session_from_wire,
-    stop_from_wire,
-    trace_from_wire,
-    turn_from_wire,
-    view_from_wire,
-)
+from common.wire.answers import admission_to_wire
+from common.wire.identity import view_from_wire
+from common.wire.options import options_from_wire
+from common.wire.requests import reply_to_from_wire, request_id_from_wire
 from protos.gen.pando.v1 import tokenizer_pb2
 from services.tokenizer.requests import Submission
 
@@ -36,34 +24,18 @@ def submission_from_wire(message: tokenizer_pb2.GenerateRequest) -> Submission:
     """Decode a request and the destination of its output.
 
     Raises:
-        InvalidRequestError: identity, reply-to, request id or prompt is missing.
+        InvalidRequestError: identity, reply-to, request id or prompt is missing, or a part is invalid.
     """
-    if not message.request_id:
-        raise InvalidRequestError("request_id must be set", param="request_id")
-    check_name("request_id", message.request_id)
     request = GenerateRequest(
-        request_id=RequestId(message.request_id),
+        request_id=request_id_from_wire(message.request_id),
         view=view_from_wire(message.view),
         model=message.model,
         prompt=_prompt_from_wire(message),
-        sampling=sampling_from_wire(message.sampling),
-        stop=stop_from_wire(message.stop),
-        n=message.n,
-        priority=message.priority,
-        cache_mode=cache_mode_from_wire(message.cache_mode),
-        skip_special_tokens=message.skip_special_tokens,
-        resume=resume_from_wire(message.resume) if message.HasField("resume") else None,
-        timeout_ms=message.timeout_ms if message.HasField("timeout_ms") else None,
-        trace=trace_from_wire(message.trace),
-        session=session_from_wire(message),
-        turn=turn_from_wire(message),
-        max_context_tokens=message.max_context_tokens if message.HasField("max_context_tokens") else None,
-        prompt_logprobs=prompt_logprobs_from_wire(message),
+        options=options_from_wire(message),
         add_special_tokens=message.add_special_tokens if message.HasField("add_special_tokens") else None,
         truncate_prompt_tokens=(message.truncate_prompt_tokens if message.HasField("truncate_prompt_tokens") else None),
         bad_words=tuple(message.bad_words),
         routing_key=message.routing_key if message.HasField("routing_key") else None,
-        pooling=pooling_from_wire(message.pooling),
         prompt_name=message.prompt_name if message.HasField("prompt_name") else None,
     )
     return Submission(request, reply_to_from_wire(message.reply_to))

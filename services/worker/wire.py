@@ -10,14 +10,9 @@ from common.errors import InvalidRequestError
 from common.steps import EngineSpec, JumpLimit, PageGrants, PageReplacement, PrefillChunk, RowOpen, StepPlan
 from common.transfers import Transfer, TransferDirection, TransferId
 from common.types import RequestId, RowSlot, StepId
-from common.wire import (
-    finish_reason_to_wire,
-    logprob_to_wire,
-    pooling_from_wire,
-    prompt_logprobs_from_wire,
-    sampling_from_wire,
-    span_to_wire,
-)
+from common.wire.answers import finish_reason_to_wire, logprob_to_wire
+from common.wire.options import pooling_from_wire, sampling_from_wire
+from common.wire.prompt_logprobs import prompt_logprobs_from_wire, span_to_wire
 from protos.gen.pando.v1 import worker_pb2
 
 if TYPE_CHECKING:
@@ -30,11 +25,7 @@ if TYPE_CHECKING:
 DEFAULT_MEMORY_FRACTION = 0.85
 
 _DIRECTIONS = {
-    worker_pb2.TRANSFER_DIRECTION_DEVICE_TO_HOST: TransferDirection.DEVICE_TO_HOST,
-    worker_pb2.TRANSFER_DIRECTION_HOST_TO_DEVICE: TransferDirection.HOST_TO_DEVICE,
-    worker_pb2.TRANSFER_DIRECTION_HOST_TO_STORAGE: TransferDirection.HOST_TO_STORAGE,
-    worker_pb2.TRANSFER_DIRECTION_STORAGE_TO_HOST: TransferDirection.STORAGE_TO_HOST,
-    worker_pb2.TRANSFER_DIRECTION_DROP_FROM_STORAGE: TransferDirection.DROP_FROM_STORAGE,
+    worker_pb2.TransferDirection.Value(f"TRANSFER_DIRECTION_{each.name}"): each for each in TransferDirection
 }
 
 

@@ -10,7 +10,16 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from common.types import ReplyTo, RequestId, SamplingParams, ScheduleRequest, StopConditions, SubscriberId, View
+from common.types import (
+    ReplyTo,
+    RequestId,
+    RequestOptions,
+    SamplingParams,
+    ScheduleRequest,
+    StopConditions,
+    SubscriberId,
+    View,
+)
 from services.scheduler.cache.factory import make_cache
 from services.scheduler.cache.pages import PageAllocator
 from services.scheduler.core.config import CoreConfig
@@ -100,8 +109,7 @@ class _Run:
             view=View(backlog.subject, f"request={number}" if backlog.salted else ""),
             reply_to=ReplyTo(SubscriberId("bench")),
             token_ids=np.array(self._chance.choices(range(VOCABULARY), k=PROMPT_TOKENS), np.int32),
-            sampling=SamplingParams(temperature=0.0),
-            stop=StopConditions(max_tokens=OUTPUT_TOKENS),
+            options=RequestOptions(SamplingParams(temperature=0.0), StopConditions(max_tokens=OUTPUT_TOKENS)),
         )
         admission = self._core.submit(request, self._now)
         assert admission.rejected is None, admission.rejected

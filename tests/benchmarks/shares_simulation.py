@@ -16,6 +16,7 @@ from common.types import (
     FinishReason,
     ReplyTo,
     RequestId,
+    RequestOptions,
     RowSlot,
     SamplingParams,
     ScheduleRequest,
@@ -185,8 +186,7 @@ class Simulation:
                 view=View(Subject("tenant", user)),
                 reply_to=ReplyTo(SubscriberId("bench")),
                 token_ids=np.array(prompt, np.int32),
-                sampling=SamplingParams(temperature=0.0),
-                stop=StopConditions(max_tokens=output),
+                options=RequestOptions(SamplingParams(temperature=0.0), StopConditions(max_tokens=output)),
             )
             self.requests[name] = Observed(user, self._now, len(prompt))
             admission = self.core.submit(request, self._now)

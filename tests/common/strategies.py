@@ -22,6 +22,7 @@ from common.types import (
     ReplyTo,
     RequestFailure,
     RequestId,
+    RequestOptions,
     Resume,
     SamplingParams,
     ScheduleRequest,
@@ -140,12 +141,8 @@ turns = complete(
     replace=st.booleans(),
 )
 reply_tos = complete(ReplyTo, subscriber_id=NAMES.map(SubscriberId), detokenizer=st.none() | NAMES)
-single_requests = complete(
-    ScheduleRequest,
-    request_id=NAMES.map(RequestId),
-    view=views,
-    reply_to=reply_tos,
-    token_ids=st.lists(TOKEN, min_size=1, max_size=20).map(lambda ids: np.array(ids, np.int32)),
+single_options = complete(
+    RequestOptions,
     sampling=sampling,
     stop=stops,
     n=st.integers(1, 128),
@@ -155,17 +152,25 @@ single_requests = complete(
     resume=st.none() | resumes,
     timeout_ms=st.none() | COUNT,
     trace=st.none() | traces,
-    prompt_logprobs=st.none() | prompt_logprobs,
     session=st.none() | NAMES,
-    pooling=st.none() | st.sampled_from(Pooling),
-    max_context_tokens=st.none() | COUNT,
     turn=st.none(),
-    # Not sent to schedulers.
-    routing_key=st.none(),
+    max_context_tokens=st.none() | COUNT,
+    pooling=st.none() | st.sampled_from(Pooling),
+    prompt_logprobs=st.none() | prompt_logprobs,
 )
 # Only a session has turns.
-schedule_requests = single_requests | st.builds(
-    lambda request, session, turn: replace(request, session=session, turn=turn), single_requests, NAMES, turns
+options = single_options | st.builds(
+    lambda options, session, turn: replace(options, session=session, turn=turn), single_options, NAMES, turns
+)
+schedule_requests = complete(
+    ScheduleRequest,
+    request_id=NAMES.map(RequestId),
+    view=views,
+    reply_to=reply_tos,
+    token_ids=st.lists(TOKEN, min_size=1, max_size=20).map(lambda ids: np.array(ids, np.int32)),
+    options=options,
+    # Not sent to schedulers.
+    routing_key=st.none(),
 )
 chat_messages = complete(
     ChatMessage,
@@ -191,21 +196,8 @@ generate_requests = complete(
     view=views,
     model=NAMES,
     prompt=st.text() | chats | complete(TokenPrompt, ids=st.lists(TOKEN, max_size=5).map(tuple)),
-    sampling=sampling,
-    stop=stops,
-    n=st.integers(1, 128),
-    priority=st.integers(-(2**31), 2**31 - 1),
-    cache_mode=st.sampled_from(CacheMode),
-    skip_special_tokens=st.booleans(),
-    resume=st.none() | resumes,
-    timeout_ms=st.none() | COUNT,
-    trace=st.none() | traces,
-    session=NAMES,
-    turn=st.none() | turns,
-    max_context_tokens=st.none() | COUNT,
-    pooling=st.none() | st.sampled_from(Pooling),
+    options=options,
     prompt_name=st.none() | NAMES,
-    prompt_logprobs=st.none() | prompt_logprobs,
     add_special_tokens=st.none() | st.booleans(),
     truncate_prompt_tokens=st.none() | COUNT,
     bad_words=st.lists(NAMES, max_size=3).map(tuple),

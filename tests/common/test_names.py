@@ -4,7 +4,7 @@ import pytest
 
 from common.errors import InvalidRequestError
 from common.names import MAX_NAME_BYTES, check_name
-from common.wire import view_from_wire
+from common.wire.identity import view_from_wire
 from protos.gen.pando.v1 import common_pb2
 
 

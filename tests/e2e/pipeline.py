@@ -15,6 +15,7 @@ from common.types import (
     CacheMode,
     ReplyTo,
     RequestId,
+    RequestOptions,
     SamplingParams,
     ScheduleRequest,
     StopConditions,
@@ -22,7 +23,8 @@ from common.types import (
     SubscriberId,
     View,
 )
-from common.wire import finish_from_wire, schedule_request_to_wire
+from common.wire.answers import finish_from_wire
+from common.wire.requests import schedule_request_to_wire
 from protos.gen.pando.v1 import detokenizer_pb2, detokenizer_pb2_grpc, scheduler_pb2, scheduler_pb2_grpc
 
 if TYPE_CHECKING:
@@ -115,8 +117,8 @@ def _request(
             view=view,
             reply_to=ReplyTo(subscriber),
             token_ids=np.asarray(ids, dtype=np.int32),
-            sampling=SamplingParams(temperature=0.0),
-            stop=StopConditions(max_tokens=max_tokens),
-            cache_mode=cache_mode,
+            options=RequestOptions(
+                SamplingParams(temperature=0.0), StopConditions(max_tokens=max_tokens), cache_mode=cache_mode
+            ),
         )
     )

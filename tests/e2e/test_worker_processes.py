@@ -18,7 +18,7 @@ from common.rpc.security import Security
 from common.steps import EngineSpec, StepPlan, StepResult
 from common.types import StepId
 from protos.gen.pando.v1 import worker_pb2, worker_pb2_grpc
-from services.scheduler.convert import plan_to_wire, result_from_wire, spec_to_wire
+from services.scheduler.wire.steps import plan_to_wire, result_from_wire, spec_to_wire
 from services.worker.__main__ import NAME
 from tests.e2e.hosts import Host, NoHostsError, hosts
 from tests.services.worker.engine.scenario import chunk, open_row

@@ -12,7 +12,7 @@ import grpc
 
 from common.rpc.acceptance import accept_stream
 from common.types import ErrorCode, Finish, FinishReason, RequestFailure
-from common.wire import failure_to_wire, finish_to_wire
+from common.wire.answers import failure_to_wire, finish_to_wire
 from protos.gen.pando.v1 import (
     common_pb2,
     detokenizer_pb2,

@@ -102,20 +102,22 @@ def says(
 
     def script(request: GenerateRequest) -> Iterable[Event]:
         yield Admission(request.request_id, usage.prompt_tokens)
-        if request.pooling is not None:
+        if request.options.pooling is not None:
             embedded = Finish(FinishReason.STOP, embedding=EMBEDDING)
             yield Delta(request.request_id, 0, 0, (), "", prompt_usage=usage, finish=embedded)
             return
-        first = len(request.resume.token_ids) if request.resume else 0
+        resume = request.options.resume
+        first = len(resume.token_ids) if resume else 0
+        wants_logprobs = request.options.sampling.top_logprobs is not None
         for number, word in enumerate(words[first:], start=first):
-            for choice in range(request.n):
+            for choice in range(request.options.n):
                 yield Delta(
                     request.request_id,
                     choice,
                     first_token_index=number,
                     token_ids=(1000 + number,),
                     text=word,
-                    logprobs=tuple(logprobs[number : number + 1]) if request.sampling.top_logprobs is not None else (),
+                    logprobs=tuple(logprobs[number : number + 1]) if wants_logprobs else (),
                     prompt_usage=usage if number == first else None,
                     finish=finish if number == len(words) - 1 else None,
                 )

@@ -74,12 +74,13 @@ def chat_request(
     reading = body.reading(card)
     generate = context.generate_request(request, head, requester, body, body.to_prompt(reading.prefix))
     grammar = chat_grammar(body, reading)
-    if grammar != generate.sampling.grammar:
+    options = generate.options
+    if grammar != options.sampling.grammar:
         refuse_with_grammar(grammar, allowed_token_ids=body.allowed_token_ids)
-        generate = replace(generate, sampling=replace(generate.sampling, grammar=grammar))
+        options = replace(options, sampling=replace(options.sampling, grammar=grammar))
     if reading.needs_special_tokens and body.skip_special_tokens is None:
-        generate = replace(generate, skip_special_tokens=False)
-    return generate, reading
+        options = replace(options, skip_special_tokens=False)
+    return replace(generate, options=options), reading
 
 
 def _stream(body: ChatCompletionBody, head: ResponseHead, reading: Reading) -> StreamRenderer:

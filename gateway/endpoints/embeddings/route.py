@@ -9,7 +9,7 @@ from fastapi import APIRouter, Depends, Request, Response
 
 from common.errors import InvalidRequestError
 from common.requests import GenerateRequest
-from common.types import RequestId, SamplingParams, StopConditions
+from common.types import RequestId, RequestOptions
 from gateway.endpoints.embeddings.render import WholeEmbeddings, WholeRanking, WholeScores
 from gateway.endpoints.embeddings.schema import EmbeddingBody, RerankBody, ScoreBody
 from gateway.identity.caller import Caller, identify
@@ -99,15 +99,15 @@ class _Embedding:
             view=self._requester.view,
             model=self._card.name,
             prompt=prompt,
-            sampling=SamplingParams(),
-            stop=StopConditions(),
-            priority=self._requester.priority(body.priority, context.limits.max_priority),
-            cache_mode=self._requester.cache_mode(body.cache_mode),
-            timeout_ms=context.limits.request_timeout_ms,
-            trace=trace_of(self._request.headers),
-            session=body.session,
-            max_context_tokens=context.quotas.max_context(self._requester.subject),
-            pooling=body.pooling or self._card.pooling,
+            options=RequestOptions(
+                priority=self._requester.priority(body.priority, context.limits.max_priority),
+                cache_mode=self._requester.cache_mode(body.cache_mode),
+                timeout_ms=context.limits.request_timeout_ms,
+                trace=trace_of(self._request.headers),
+                session=body.session,
+                max_context_tokens=context.quotas.max_context(self._requester.subject),
+                pooling=body.pooling or self._card.pooling,
+            ),
             prompt_name=name,
             routing_key=body.routing_key,
         )

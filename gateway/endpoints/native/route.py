@@ -39,15 +39,16 @@ def add_routes(router: APIRouter, context: Context) -> None:
         # A client may reuse its own id; the pipeline's ids are globally unique.
         head = ResponseHead(f"{name[:128]}.{uuid.uuid4().hex}", 0, card.name, context.fingerprint)
         first = context.generate_request(request, head, requester, completion, completion.prompt[0])
-        sampling_params = replace(first.sampling, logprob_token_ids=body.logprob_token_ids)
-        first = replace(first, sampling=sampling_params, prompt_logprobs=body.prompt_logprobs_wanted)
+        sampling_params = replace(first.options.sampling, logprob_token_ids=body.logprob_token_ids)
+        options = replace(first.options, sampling=sampling_params, prompt_logprobs=body.prompt_logprobs_wanted)
         if turn is not None:
             if len(completion.prompt) > 1:
                 raise InvalidRequestError("A turn of a session has one prompt.", param="session_params")
             # A continuation of earlier tokens does not begin with a BOS token.
             adds = False if turn.rid else None
-            first = replace(first, turn=turn.turn(name), add_special_tokens=adds)
-        requests = one_per_prompt(first, completion.prompt)
+            first = replace(first, add_special_tokens=adds)
+            options = replace(options, turn=turn.turn(name))
+        requests = one_per_prompt(replace(first, options=options), completion.prompt)
         asked = body.logprob_token_ids
         shape = NativeShape(name, completion.choices, bool(body.return_logprob), body.is_batch, asked)
         if body.stream:

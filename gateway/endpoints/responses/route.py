@@ -88,10 +88,12 @@ def add_routes(router: APIRouter, context: Context) -> None:
 
 def _with_own_names(generate: GenerateRequest) -> GenerateRequest:
     """Replace the chat's name of the output format by this API's name, which errors use."""
-    grammar = generate.sampling.grammar
+    options = generate.options
+    grammar = options.sampling.grammar
     if grammar is None or not grammar.param.startswith("response_format"):
         return generate
-    return replace(generate, sampling=replace(generate.sampling, grammar=replace(grammar, param=FORMAT)))
+    sampling = replace(options.sampling, grammar=replace(grammar, param=FORMAT))
+    return replace(generate, options=replace(options, sampling=sampling))
 
 
 def _holder(caller: Caller, body: ResponseBody | None = None) -> Holder:

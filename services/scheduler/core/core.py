@@ -137,7 +137,7 @@ class SchedulerCore:
             return Admission(request.request_id, len(request.token_ids), error.to_failure())
         leader: Sequence | None = None
         sequences = []
-        for index in range(request.n):
+        for index in range(request.options.n):
             sequence = self._new_sequence(request, index, leader, now)
             leader = leader or sequence
             sequences.append(sequence)
@@ -147,7 +147,7 @@ class SchedulerCore:
             self._output.open(sequence)
         self._by_request[request.request_id] = sequences
         for sequence in sequences[:1]:
-            if request.pooling is None and len(sequence.token_ids) >= sequence.max_total_tokens:
+            if request.options.pooling is None and len(sequence.token_ids) >= sequence.max_total_tokens:
                 # Resumed with no tokens left to generate.
                 self._finish(sequence, Finish(FinishReason.LENGTH))
             else:
@@ -157,40 +157,42 @@ class SchedulerCore:
     def _check(self, request: ScheduleRequest) -> None:
         if request.request_id in self._by_request:
             raise InvalidRequestError(f"request id {request.request_id} is in use", param="request_id")
-        self.queue.check_room(request.view.subject, request.n, self.config.max_waiting, self._limits)
-        if request.resume is not None and request.n != 1:
+        options = request.options
+        self.queue.check_room(request.view.subject, options.n, self.config.max_waiting, self._limits)
+        if options.resume is not None and options.n != 1:
             raise InvalidRequestError("a resumed request has exactly one choice", param="n")
-        known = len(request.token_ids) + (len(request.resume.token_ids) if request.resume else 0)
+        known = len(request.token_ids) + (len(options.resume.token_ids) if options.resume else 0)
         limit = self._context_of(request)
-        if request.pooling is None and known >= limit:
+        if options.pooling is None and known >= limit:
             raise ContextLengthError(
                 f"the prompt has {known} tokens, but at most {limit - 1} fit beside one token of output", param="prompt"
             )
-        if request.prompt_logprobs is not None:
-            check_prompt_logprobs(request.prompt_logprobs, len(request.token_ids))
+        if options.prompt_logprobs is not None:
+            check_prompt_logprobs(options.prompt_logprobs, len(request.token_ids))
         ids = request.token_ids
         if int(ids.min()) < 0 or int(ids.max()) >= self.config.vocabulary_size:
             raise InvalidRequestError(f"token ids must be in [0, {self.config.vocabulary_size})", param="prompt")
 
     def _new_sequence(self, request: ScheduleRequest, index: int, leader: Sequence | None, now: float) -> Sequence:
-        limit = self._context_of(request)
-        if request.pooling is not None:
+        options, limit = request.options, self._context_of(request)
+        if options.pooling is not None:
             limit = len(request.token_ids)
-        elif request.stop.max_tokens is not None:
+        elif options.stop.max_tokens is not None:
             # A sequence always samples one token when its prefill completes, even if max_tokens is 0.
-            limit = min(limit, len(request.token_ids) + max(request.stop.max_tokens, 1))
+            limit = min(limit, len(request.token_ids) + max(options.stop.max_tokens, 1))
         handle = self._next_handle
         self._next_handle += 1
-        sampling = dataclasses.replace(request.sampling, seed=choice_seed(request.sampling.seed, index))
+        sampling = dataclasses.replace(options.sampling, seed=choice_seed(options.sampling.seed, index))
         sequence = Sequence(request, index, handle, sampling, initial_ids(request), limit, now, leader)
-        if request.prompt_logprobs is not None and leader is None:
-            sequence.scoring = PromptScoring(request.prompt_logprobs, request.token_ids)
+        if options.prompt_logprobs is not None and leader is None:
+            sequence.scoring = PromptScoring(options.prompt_logprobs, request.token_ids)
         return sequence
 
     def _context_of(self, request: ScheduleRequest) -> int:
         """Return the maximum length of prompt and output together, in tokens."""
         limit = min(self.config.max_context, self.config.capacity_tokens)
-        return limit if request.max_context_tokens is None else min(limit, request.max_context_tokens)
+        own = request.options.max_context_tokens
+        return limit if own is None else min(limit, own)
 
     def abort(self, request_id: RequestId) -> bool:
         """Abort a request by its exact id; return whether it was open."""
@@ -233,7 +235,7 @@ class SchedulerCore:
 
     def _overdue(self, sequence: Sequence, now: float) -> str | None:
         age = now - sequence.arrived_at
-        timeout_ms = sequence.request.timeout_ms
+        timeout_ms = sequence.request.options.timeout_ms
         if timeout_ms is not None and age * 1000 > timeout_ms:
             return f"the request's own limit of {timeout_ms} ms passed"
         if sequence.started_at is None:

@@ -198,7 +198,8 @@ class FairRows:
         def key(sequence: Sequence) -> tuple[float, str, float, str, int, int]:
             subject = sequence.request.view.subject
             of_tenant, of_subject = -by_tenant[subject.tenant], -by_subject[subject]
-            return of_tenant, subject.tenant, of_subject, subject.name, sequence.request.priority, -sequence.handle
+            priority = sequence.request.options.priority
+            return of_tenant, subject.tenant, of_subject, subject.name, priority, -sequence.handle
 
         return key
 

@@ -32,7 +32,7 @@ class InFlightPrefixes:
 
     def add(self, sequence: Sequence) -> None:
         """Add a row that has just been opened."""
-        if sequence.is_prefilled or sequence.request.cache_mode is CacheMode.NONE:
+        if sequence.is_prefilled or sequence.request.options.cache_mode is CacheMode.NONE:
             return
         view = self._memory.cache.view_of(sequence.request.view)
         if view is not None:
@@ -40,7 +40,7 @@ class InFlightPrefixes:
 
     def is_awaited(self, sequence: Sequence) -> bool:
         """Return whether pages that the sequence could soon match are being computed now."""
-        if not self._by_view or sequence.request.cache_mode is CacheMode.NONE:
+        if not self._by_view or sequence.request.options.cache_mode is CacheMode.NONE:
             return False
         view = self._memory.cache.view_of(sequence.request.view)
         found: int | None = None

@@ -68,7 +68,7 @@ class LoadBack:
 
     def prefetch(self, sequence: Sequence) -> None:
         """Start to look for the prefix of a new sequence in storage."""
-        if sequence.request.cache_mode is not CacheMode.NONE:
+        if sequence.request.options.cache_mode is not CacheMode.NONE:
             sequence.fetch = self.host.prefetch(sequence.request.view, sequence.cacheable_ids)
 
     def end_prefetch(self, sequence: Sequence) -> None:
@@ -96,7 +96,7 @@ class LoadBack:
         storage, fetch = self.host.storage, sequence.fetch
         if storage is not None and fetch is not None and storage.is_awaited(fetch, now):
             return True
-        if sequence.loads >= MAX_LOADS or sequence.request.cache_mode is CacheMode.NONE:
+        if sequence.loads >= MAX_LOADS or sequence.request.options.cache_mode is CacheMode.NONE:
             return False
         match = self.host.find(sequence.request.view, sequence.cacheable_ids)
         if not match.host_tokens:

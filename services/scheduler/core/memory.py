@@ -88,7 +88,7 @@ class KvMemory:
 
     def match(self, sequence: Sequence) -> int:
         """Return how many tokens of a waiting sequence are cached in its view; changes nothing."""
-        if sequence.request.cache_mode is CacheMode.NONE:
+        if sequence.request.options.cache_mode is CacheMode.NONE:
             return 0
         return self._peek(sequence.request.view, sequence.cacheable_ids)
 
@@ -139,20 +139,20 @@ class KvMemory:
         self.allocator.release(lock.pages)
 
     def _commit(self, sequence: Sequence) -> PrefixLock:
-        request = sequence.request
-        if request.cache_mode is CacheMode.NONE:
-            return self.cache.commit_nothing(request.view)
+        view, options = sequence.request.view, sequence.request.options
+        if options.cache_mode is CacheMode.NONE:
+            return self.cache.commit_nothing(view)
         leader = sequence.leader
         # All choices of a request count as one use of its prefix.
         repeated = sequence.was_committed or (leader is not None and leader.was_committed)
         sequence.was_committed = True
         return self._commit_prefix(
-            request.view,
+            view,
             sequence.cacheable_ids,
             repeated=repeated,
-            may_promote=request.cache_mode is not CacheMode.PRIVATE,
-            priority=request.priority,
-            session=request.session,
+            may_promote=options.cache_mode is not CacheMode.PRIVATE,
+            priority=options.priority,
+            session=options.session,
         )
 
     def try_allocate(self, count: int, owner: int = -1) -> PageIds | None:

@@ -26,6 +26,14 @@ class Output:
     prompt_logprobs: tuple[PromptPart, ...] = ()
 
 
+@dataclass(frozen=True, slots=True)
+class EndedChoice:
+    """A choice that the detokenizer has ended: by stop text after `completion_tokens`, or as its subscriber is gone."""
+
+    handle: int
+    completion_tokens: int | None = None
+
+
 @dataclass(slots=True)
 class OutputBuffer:
     """Collects output in order; `take` empties it."""

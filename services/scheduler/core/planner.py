@@ -334,11 +334,12 @@ class Planner:
             sequence.cached_tokens = min(lock.matched_tokens, sequence.prompt_tokens)
             self._billing.start(sequence, lock.matched_tokens)
         request = sequence.request
-        stop_ids = request.stop.stop_token_ids
+        stop = request.options.stop
+        stop_ids = stop.stop_token_ids
         # After a complete grammar match only the end can follow: with ignore_eos it is postponed as long as possible.
-        is_postponed = request.stop.ignore_eos and sequence.sampling.grammar is not None
+        is_postponed = stop.ignore_eos and sequence.sampling.grammar is not None
         postponed = self._config.eos_token_ids if is_postponed else ()
-        if not request.stop.ignore_eos or is_postponed:
+        if not stop.ignore_eos or is_postponed:
             stop_ids = (*stop_ids, *self._config.eos_token_ids)
         return RowOpen(
             row=row,
@@ -351,10 +352,10 @@ class Planner:
             sampling=sequence.sampling,
             max_total_tokens=sequence.max_total_tokens,
             stop_token_ids=stop_ids,
-            min_new_tokens=request.stop.min_tokens,
+            min_new_tokens=stop.min_tokens,
             postponed_token_ids=postponed,
             prompt_logprobs=None if sequence.scoring is None else sequence.scoring.remaining,
-            pooling=request.pooling,
+            pooling=request.options.pooling,
         )
 
     def _unstick(self, prefilling: list[Sequence], now: float) -> bool:

@@ -19,9 +19,9 @@ def with_usable_cache(request: ScheduleRequest) -> ScheduleRequest:
     The cache holds keys and values but no hidden states, and mean pooling needs the hidden state of every token. The
     last token is always computed, so requests with last-token pooling use the cache like those that generate.
     """
-    if request.pooling in (None, Pooling.LAST):
+    if request.options.pooling in (None, Pooling.LAST):
         return request
-    return replace(request, cache_mode=CacheMode.NONE)
+    return replace(request, options=replace(request.options, cache_mode=CacheMode.NONE))
 
 
 def check_pooling(request: ScheduleRequest, config: CoreConfig) -> None:
@@ -31,13 +31,14 @@ def check_pooling(request: ScheduleRequest, config: CoreConfig) -> None:
         InvalidRequestError: generation on an encoder, or an embedding request with parameters that have no meaning.
         ContextLengthError: the prompt is longer than the model, or a pass of an encoder, allows.
     """
-    if request.pooling is None:
+    options = request.options
+    if options.pooling is None:
         if config.is_encoder:
             raise InvalidRequestError("this model is an encoder: it embeds, and generates nothing", param="model")
         return
-    if request.n != 1 or request.resume is not None:
+    if options.n != 1 or options.resume is not None:
         raise InvalidRequestError("a request to embed has one choice, and nothing to resume", param="n")
-    if request.pooling is Pooling.FIRST and not config.is_encoder:
+    if options.pooling is Pooling.FIRST and not config.is_encoder:
         raise InvalidRequestError("in this model the first token sees no other: pool last or mean", param="pooling")
     length, limit = len(request.token_ids), min(config.max_context, config.capacity_tokens)
     if length > limit:

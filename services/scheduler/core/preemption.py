@@ -34,7 +34,7 @@ class Preemption:
 
     def victim(self, candidates: Iterable[Sequence]) -> Sequence:
         """Return the youngest row of the lowest priority."""
-        return min(candidates, key=lambda sequence: (sequence.request.priority, -sequence.handle))
+        return min(candidates, key=lambda sequence: (sequence.request.options.priority, -sequence.handle))
 
     def note_refusal(self, sequence: Sequence) -> None:
         """Record that memory did not suffice to admit a sequence."""
@@ -50,15 +50,15 @@ class Preemption:
         movable = [
             sequence
             for sequence in self._rows.occupants()
-            if sequence.request.priority < highest and sequence.preemptions < self._limit
+            if sequence.request.options.priority < highest and sequence.preemptions < self._limit
         ]
         if not movable:
             return
         first = next(iter(self._queue.candidates(self._memory.match)), None)
         if first is None or in_flight().is_awaited(first):
             return
-        lower = [sequence for sequence in movable if sequence.request.priority < first.request.priority]
-        lower.sort(key=lambda sequence: (sequence.request.priority, -sequence.handle))
+        lower = [sequence for sequence in movable if sequence.request.options.priority < first.request.options.priority]
+        lower.sort(key=lambda sequence: (sequence.request.options.priority, -sequence.handle))
         if not lower or not self._can_suffice(first, lower):
             return
         for victim in lower:

@@ -145,7 +145,7 @@ class WaitingQueue:
             del lines[subject.name]
         if not lines:
             del self._lines[subject.tenant]
-        priority = sequence.request.priority
+        priority = sequence.request.options.priority
         self._by_priority[priority] -= 1
         if not self._by_priority[priority]:
             del self._by_priority[priority]
@@ -164,7 +164,7 @@ class WaitingQueue:
         subject = sequence.request.view.subject
         self.census.add(subject)
         self._lines.setdefault(subject.tenant, {}).setdefault(subject.name, {})[sequence.handle] = sequence
-        self._by_priority[sequence.request.priority] += 1
+        self._by_priority[sequence.request.options.priority] += 1
         if self._counters is not None:
             self._counters.enter(subject)
 

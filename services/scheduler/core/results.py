@@ -155,7 +155,7 @@ class ResultHandler:
             finish(sequence, Finish(FinishReason.ERROR, error=DeviceMemoryError(NO_MEMORY).to_failure()))
             return
         # The id of an end-of-sequence token is internal to the model; only a client's own stop id is reported.
-        asked = stop.matched_token_id if stop.matched_token_id in sequence.request.stop.stop_token_ids else None
+        asked = stop.matched_token_id if stop.matched_token_id in sequence.request.options.stop.stop_token_ids else None
         finish(sequence, Finish(stop.reason, matched_token_id=asked, embedding=embedding))
 
     def _without_decoding(self, chunks: tuple[PrefillChunk, ...], result: StepResult) -> float:

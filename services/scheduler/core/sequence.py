@@ -90,7 +90,7 @@ class Sequence:
     @property
     def is_silent(self) -> bool:
         """Whether only its prompt is computed; the one token sampled with that is not sent to the detokenizer."""
-        return self.request.stop.max_tokens == 0 and self.request.pooling is None
+        return self.request.options.stop.max_tokens == 0 and self.request.options.pooling is None
 
     @property
     def may_start(self) -> bool:
@@ -100,6 +100,6 @@ class Sequence:
 
 def initial_ids(request: ScheduleRequest) -> TokenIds:
     """Return prompt and resumed tokens, [tokens] int32."""
-    if request.resume is None:
+    if request.options.resume is None:
         return request.token_ids
-    return np.concatenate([request.token_ids, np.array(request.resume.token_ids, dtype=np.int32)])
+    return np.concatenate([request.token_ids, np.array(request.options.resume.token_ids, dtype=np.int32)])

@@ -132,15 +132,16 @@ class Sessions:
             tokens.
         """
         session = self._find(request)
-        turn = request.turn
+        turn = request.options.turn
         if turn is None:
             if session is not None:
                 self._check_room(session, len(request.token_ids))
             return request
         if session is None:
-            message = f"the session '{request.session}' is not open, or not any more; open one with /open_session"
+            name = request.options.session
+            message = f"the session '{name}' is not open, or not any more; open one with /open_session"
             raise InvalidRequestError(message, param="session_params")
-        if request.n != 1:
+        if request.options.n != 1:
             raise InvalidRequestError("a turn of a session has one choice, as the next one continues it", param="n")
         base = session.base_of(turn)
         ids = request.token_ids if base is None else np.concatenate([base, request.token_ids])
@@ -166,13 +167,13 @@ class Sessions:
         if self._open.get((session.view, session.name)) is not session or not was_running:
             return
         session.turns += 1
-        if request.turn is not None and sequence.is_prefilled:
-            turn = request.turn
+        if request.options.turn is not None and sequence.is_prefilled:
+            turn = request.options.turn
             finished = FinishedTurn(sequence.handle, sequence.prompt_tokens, token_ids, turn.after)
             session.remember(turn, finished)
-        if request.cache_mode is not CacheMode.NONE:
+        if request.options.cache_mode is not CacheMode.NONE:
             # One token more than computed: a match never covers the last token.
-            self._pin(session, token_ids[: computed + 1], request.priority)
+            self._pin(session, token_ids[: computed + 1], request.options.priority)
 
     def trim(self, handle: int, generated: int) -> None:
         """Drop the tokens of a choice after the end that the detokenizer has found: its client has not seen them."""
@@ -234,7 +235,8 @@ class Sessions:
             session.pin = None
 
     def _find(self, request: ScheduleRequest) -> Session | None:
-        return self._open.get((request.view, request.session)) if request.session is not None else None
+        name = request.options.session
+        return self._open.get((request.view, name)) if name is not None else None
 
     def _held_by(self, subject: Subject) -> int:
         return sum(session.pinned_tokens for session in self if session.view.subject == subject)

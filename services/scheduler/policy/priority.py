@@ -17,4 +17,4 @@ class PriorityFirst:
     def order(self, waiting: Iterable[Sequence], match: Callable[[Sequence], int]) -> Iterable[Sequence]:
         """Return the highest priority first."""
         # A reversed sort is stable too: equal elements keep their order.
-        return sorted(waiting, key=attrgetter("request.priority"), reverse=True)
+        return sorted(waiting, key=attrgetter("request.options.priority"), reverse=True)

@@ -119,9 +119,9 @@ class Fleet:
             raise _no_scheduler()
         batches: dict[str, list[ScheduleRequest]] = defaultdict(list)
         for request in requests:
-            if request.session is not None:
+            if request.options.session is not None:
                 # Only this group has the session's state, so its load does not matter.
-                chosen = favourite(session_key(request.view, request.session), loads)
+                chosen = favourite(session_key(request.view, request.options.session), loads)
             else:
                 candidates = [Candidate(name, load) for name, load in loads.items()]
                 chosen = self._policy.choose(affinity_key(request, self._prefix_tokens), candidates)

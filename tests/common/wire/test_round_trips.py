@@ -5,8 +5,28 @@ from typing import TYPE_CHECKING
 import pytest
 from hypothesis import given
 
-from common import wire
 from common.errors import InvalidRequestError
+from common.types import CacheMode, RequestOptions
+from common.wire.answers import (
+    admission_from_wire,
+    admission_to_wire,
+    failure_from_wire,
+    finish_from_wire,
+    finish_to_wire,
+    logprob_from_wire,
+    logprob_to_wire,
+)
+from common.wire.identity import view_from_wire, view_to_wire
+from common.wire.options import (
+    options_from_wire,
+    options_to_wire,
+    pooling_from_wire,
+    sampling_from_wire,
+    sampling_to_wire,
+    stop_from_wire,
+    stop_to_wire,
+)
+from common.wire.requests import schedule_request_from_wire, schedule_request_to_wire
 from protos.gen.pando.v1 import common_pb2, scheduler_pb2
 from tests.common import strategies
 from tests.common.strategies import plain
@@ -23,56 +43,56 @@ def reparsed(message: scheduler_pb2.ScheduleRequest) -> scheduler_pb2.ScheduleRe
 @examples(40)
 @given(strategies.schedule_requests)
 def test_a_request_survives_the_wire(request: ScheduleRequest) -> None:
-    back = wire.schedule_request_from_wire(reparsed(wire.schedule_request_to_wire(request)))
+    back = schedule_request_from_wire(reparsed(schedule_request_to_wire(request)))
     assert plain(back) == plain(request)
 
 
 @given(strategies.sampling)
 def test_sampling_survives_the_wire(sampling: SamplingParams) -> None:
-    assert plain(wire.sampling_from_wire(wire.sampling_to_wire(sampling))) == plain(sampling)
+    assert plain(sampling_from_wire(sampling_to_wire(sampling))) == plain(sampling)
 
 
 @given(strategies.stops)
 def test_stop_conditions_survive_the_wire(stop: StopConditions) -> None:
-    assert plain(wire.stop_from_wire(wire.stop_to_wire(stop))) == plain(stop)
+    assert plain(stop_from_wire(stop_to_wire(stop))) == plain(stop)
 
 
 @given(strategies.finishes)
 def test_a_finish_survives_the_wire(finish: Finish) -> None:
-    encoded = wire.finish_to_wire(finish).SerializeToString()
-    assert wire.finish_from_wire(common_pb2.Finish.FromString(encoded)) == finish
+    encoded = finish_to_wire(finish).SerializeToString()
+    assert finish_from_wire(common_pb2.Finish.FromString(encoded)) == finish
 
 
 @given(strategies.logprobs)
 def test_logprobs_survive_the_wire(logprob: TokenLogprob) -> None:
-    assert plain(wire.logprob_from_wire(wire.logprob_to_wire(logprob))) == plain(logprob)
+    assert plain(logprob_from_wire(logprob_to_wire(logprob))) == plain(logprob)
 
 
 @given(strategies.admissions)
 def test_an_admission_survives_the_wire(admission: Admission) -> None:
-    encoded = wire.admission_to_wire(admission).SerializeToString()
-    assert wire.admission_from_wire(common_pb2.Admission.FromString(encoded)) == admission
+    encoded = admission_to_wire(admission).SerializeToString()
+    assert admission_from_wire(common_pb2.Admission.FromString(encoded)) == admission
 
 
 @given(strategies.views)
 def test_a_view_survives_the_wire(view: View) -> None:
-    assert plain(wire.view_from_wire(wire.view_to_wire(view))) == plain(view)
+    assert plain(view_from_wire(view_to_wire(view))) == plain(view)
 
 
 @pytest.mark.parametrize("parts", [{}, {"tenant": "t"}, {"name": "u"}, {"tenant": "", "name": ""}])
 def test_a_missing_identity_is_never_anybody(parts: dict[str, str]) -> None:
     with pytest.raises(InvalidRequestError, match="tenant and name"):
-        wire.view_from_wire(common_pb2.View(subject=common_pb2.Subject(**parts), salt="salt"))
+        view_from_wire(common_pb2.View(subject=common_pb2.Subject(**parts), salt="salt"))
 
 
 def test_an_unknown_way_of_pooling_is_refused_and_not_taken_for_generating() -> None:
-    assert wire.pooling_from_wire(common_pb2.POOLING_UNSPECIFIED) is None
+    assert pooling_from_wire(common_pb2.POOLING_UNSPECIFIED) is None
     with pytest.raises(InvalidRequestError, match="not supported"):
-        wire.pooling_from_wire(99)  # type: ignore[arg-type]  # as a newer peer would send it
+        pooling_from_wire(99)  # type: ignore[arg-type]  # as a newer peer would send it
 
 
 def test_unset_sampling_fields_switch_nothing_off_that_the_model_needs() -> None:
-    sampling = wire.sampling_from_wire(common_pb2.SamplingParams())
+    sampling = sampling_from_wire(common_pb2.SamplingParams())
     assert sampling.temperature == 0.0
     assert sampling.top_p == 1.0
     assert not sampling.has_penalties
@@ -80,6 +100,12 @@ def test_unset_sampling_fields_switch_nothing_off_that_the_model_needs() -> None
 
 def test_every_error_code_has_a_wire_value() -> None:
     values = set(common_pb2.ErrorCode.values()) - {common_pb2.ERROR_CODE_UNSPECIFIED}
-    assert {wire.failure_from_wire(common_pb2.RequestError(code=value)).code.name for value in values} == {
+    assert {failure_from_wire(common_pb2.RequestError(code=value)).code.name for value in values} == {
         common_pb2.ErrorCode.Name(value).removeprefix("ERROR_CODE_") for value in values
     }
+
+
+@pytest.mark.parametrize("mode", CacheMode)
+def test_cache_modes_survive_the_wire(mode: CacheMode) -> None:
+    message = options_to_wire(RequestOptions(cache_mode=mode), scheduler_pb2.ScheduleRequest)
+    assert options_from_wire(message).cache_mode is mode

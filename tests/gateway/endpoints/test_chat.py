@@ -79,25 +79,26 @@ async def test_every_field_reaches_the_pipeline() -> None:
     )
     assert response.status_code == 200
     (request,) = gateway.pipeline.submitted
-    assert request.sampling == SamplingParams(0.5, 0.9, 40, 0.05, 1.1, 0.2, -0.3, 7, {5: -100.0, 6: 1.5}, 3)
-    assert request.stop == StopConditions(20, 2, (2, 3), ("\n", "END"), ignore_eos=True, include_stop_text=True)
-    assert (request.n, request.priority, request.cache_mode) == (2, -4, CacheMode.NONE)
-    assert request.skip_special_tokens is False
+    assert request.options.sampling == SamplingParams(0.5, 0.9, 40, 0.05, 1.1, 0.2, -0.3, 7, {5: -100.0, 6: 1.5}, 3)
+    assert request.options.stop == StopConditions(20, 2, (2, 3), ("\n", "END"), ignore_eos=True, include_stop_text=True)
+    assert (request.options.n, request.options.priority, request.options.cache_mode) == (2, -4, CacheMode.NONE)
+    assert request.options.skip_special_tokens is False
     assert request.view == View(Subject("default", "local"), "salt=red&user=ada")
     assert request.routing_key == "thread-7"
     assert request.model == "tiny"
-    assert request.trace is not None
+    assert request.options.trace is not None
 
 
 async def test_defaults_are_those_of_openai() -> None:
     gateway = gateway_saying("x")
     await gateway.chat()
     (request,) = gateway.pipeline.submitted
-    assert (request.sampling.temperature, request.sampling.top_p, request.sampling.top_k) == (1.0, 1.0, None)
-    assert request.stop == StopConditions()
-    assert request.sampling.top_logprobs is None
-    assert request.n == 1
-    assert request.skip_special_tokens is True
+    sampling = request.options.sampling
+    assert (sampling.temperature, sampling.top_p, sampling.top_k) == (1.0, 1.0, None)
+    assert request.options.stop == StopConditions()
+    assert sampling.top_logprobs is None
+    assert request.options.n == 1
+    assert request.options.skip_special_tokens is True
 
 
 async def test_a_null_field_means_its_default() -> None:
@@ -128,20 +129,20 @@ async def test_requests_without_a_seed_get_different_ones() -> None:
     await gateway.chat()
     await gateway.chat()
     first, second = gateway.pipeline.submitted
-    assert first.sampling.seed != second.sampling.seed
+    assert first.options.sampling.seed != second.options.sampling.seed
 
 
 async def test_negative_seed_is_taken_modulo_two_to_the_64() -> None:
     gateway = gateway_saying("x")
     await gateway.chat(seed=-1)
-    assert gateway.pipeline.submitted[0].sampling.seed == 2**64 - 1
+    assert gateway.pipeline.submitted[0].options.sampling.seed == 2**64 - 1
 
 
 async def test_top_p_of_zero_keeps_the_most_likely_token() -> None:
     gateway = gateway_saying("x")
     await gateway.chat(top_p=0)
     # The wire carries single precision and reads 0 as "unset", so something small but positive must be sent.
-    assert 0 < gateway.pipeline.submitted[0].sampling.top_p <= 1e-5
+    assert 0 < gateway.pipeline.submitted[0].options.sampling.top_p <= 1e-5
 
 
 async def test_messages_reach_the_template_as_they_are() -> None:

@@ -26,7 +26,7 @@ async def test_max_tokens_defaults_to_16() -> None:
     gateway = gateway_saying("x")
     await gateway.complete()
     await gateway.complete(max_tokens=5)
-    assert [request.stop.max_tokens for request in gateway.pipeline.submitted] == [16, 5]
+    assert [request.options.stop.max_tokens for request in gateway.pipeline.submitted] == [16, 5]
 
 
 @pytest.mark.parametrize(
@@ -52,7 +52,7 @@ async def test_choices_of_several_prompts_are_numbered_through() -> None:
         usage = PromptUsage(10, 3)
         return [
             Delta(request.request_id, choice, 0, (1,), f"{request.prompt}{choice}", prompt_usage=usage, finish=STOP)
-            for choice in range(request.n)
+            for choice in range(request.options.n)
         ]
 
     body = (await faked(script).complete(prompt=["a", "b"], n=2)).json()

@@ -83,7 +83,8 @@ async def test_an_answer_is_as_openai_sends_it() -> None:
         "model": "tiny",
         "usage": {"prompt_tokens": 5, "total_tokens": 5},
     }
-    assert (request.prompt, request.pooling, request.prompt_name, request.n) == ("cat", Pooling.MEAN, "input", 1)
+    assert (request.prompt, request.prompt_name) == ("cat", "input")
+    assert (request.options.pooling, request.options.n) == (Pooling.MEAN, 1)
 
 
 async def test_several_inputs_keep_their_order_and_count_together() -> None:
@@ -127,10 +128,10 @@ async def test_fewer_dimensions_are_the_first_ones_at_length_one() -> None:
 async def test_pooling_cache_mode_and_names_reach_the_pipeline() -> None:
     body = {"input": "cat", "pooling": "cls", "cache_mode": "none", "user": "ann", "session_id": "s", "priority": 3}
     _, (request,) = await ask("/v1/embeddings", body)
-    assert request.pooling is Pooling.FIRST
-    assert request.cache_mode is CacheMode.NONE
+    assert request.options.pooling is Pooling.FIRST
+    assert request.options.cache_mode is CacheMode.NONE
     assert request.view.salt == "user=ann"
-    assert (request.session, request.priority) == ("s", 3)
+    assert (request.options.session, request.options.priority) == ("s", 3)
 
 
 @pytest.mark.parametrize(
@@ -216,7 +217,7 @@ async def test_a_service_that_dies_is_waited_for_and_the_input_goes_round_again(
     made.pipeline.lose(first.request_id, RequestFailure(ErrorCode.UNAVAILABLE, "gone", retryable=True))
     _, again = await made.pipeline.submissions(2)
     assert again.request_id != first.request_id
-    assert (again.prompt, again.pooling, again.resume) == ("cat", Pooling.MEAN, None)
+    assert (again.prompt, again.options.pooling, again.options.resume) == ("cat", Pooling.MEAN, None)
     for event in embeds(again):
         made.pipeline.tell(event)
     assert (await asking).json()["data"][0]["embedding"] == VECTORS["cat"]

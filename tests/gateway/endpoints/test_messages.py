@@ -68,7 +68,7 @@ async def test_conversations_with_tools_reach_the_template() -> None:
     [request] = gateway.pipeline.submitted
     assert isinstance(request.prompt, ChatPrompt)
     assert [message.role for message in request.prompt.messages] == ["system", "user", "assistant", "tool"]
-    assert request.stop.max_tokens == 9
+    assert request.options.stop.max_tokens == 9
 
 
 async def test_why_it_ended() -> None:

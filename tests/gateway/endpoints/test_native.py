@@ -33,7 +33,7 @@ async def test_one_text_gives_one_object_with_its_account() -> None:
     assert meta["finish_reason"] == {"type": "length", "length": 2}
     assert (meta["prompt_tokens"], meta["completion_tokens"], meta["cached_tokens"]) == (7, 2, 4)
     [request] = gateway.pipeline.submitted
-    assert (request.stop.max_tokens, request.sampling.temperature) == (2, 0)
+    assert (request.options.stop.max_tokens, request.options.sampling.temperature) == (2, 0)
 
 
 async def test_a_batch_and_several_choices_give_lists() -> None:

@@ -33,7 +33,7 @@ def entry(position: int, asked: int = 0) -> LogprobText:
 
 def parts(request: GenerateRequest) -> Iterator[PromptLogprobsText]:
     """Tell of the prompt in two parts, from where it is asked for."""
-    wanted = request.prompt_logprobs
+    wanted = request.options.prompt_logprobs
     assert wanted is not None
     lead = TokenText(IDS[wanted.start], 0.0, TEXTS[wanted.start])
     entries = [entry(position, len(wanted.token_ids)) for position in range(wanted.start + 1, 4)]
@@ -46,11 +46,11 @@ def parts(request: GenerateRequest) -> Iterator[PromptLogprobsText]:
 
 def script(request: GenerateRequest) -> Iterator[Event]:
     yield Admission(request.request_id, 4)
-    if request.prompt_logprobs is not None:
+    if request.options.prompt_logprobs is not None:
         for part in parts(request):
             yield Delta(request.request_id, 0, 0, (), "", (), PROMPT, prompt_logprobs=part)
-    for index in range(request.n):
-        if request.stop.max_tokens == 0:
+    for index in range(request.options.n):
+        if request.options.stop.max_tokens == 0:
             yield Delta(request.request_id, index, 0, (), "", finish=LENGTH)
         else:
             logprobs = [LogprobText(TokenText(50, -3.0, b" Fr"), (OTHER,), (-7.0,) * 2)]
@@ -94,8 +94,8 @@ async def test_scoring_alone_generates_nothing() -> None:
     assert choice["logprobs"] == SCORED
     assert body["usage"]["completion_tokens"] == 0
     (sent,) = fake.pipeline.submitted
-    assert sent.stop.max_tokens == 0
-    assert sent.prompt_logprobs == PromptLogprobs(0, 1)
+    assert sent.options.stop.max_tokens == 0
+    assert sent.options.prompt_logprobs == PromptLogprobs(0, 1)
 
 
 async def test_every_choice_of_every_prompt_shows_its_prompts() -> None:
@@ -136,14 +136,14 @@ async def test_prompt_logprobs_are_told_by_id(endpoint: str) -> None:
         "11": {"logprob": -1.0, "rank": 2, "decoded_token": " cap"},
     }
     assert len(told) == 4
-    assert fake.pipeline.submitted[0].prompt_logprobs == PromptLogprobs(0, 2)
+    assert fake.pipeline.submitted[0].options.prompt_logprobs == PromptLogprobs(0, 2)
 
 
 async def test_who_asks_for_none_is_told_none() -> None:
     fake = gateway()
     assert "prompt_logprobs" not in (await fake.chat()).json()
     assert "prompt_logprobs" not in (await fake.complete()).json()["choices"][0]
-    assert [request.prompt_logprobs for request in fake.pipeline.submitted] == [None, None]
+    assert [request.options.prompt_logprobs for request in fake.pipeline.submitted] == [None, None]
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -173,22 +173,22 @@ async def test_native_answers_have_input_and_output_apart(stream: bool) -> None:
     assert meta["output_token_ids_logprobs"] == [[[-7.0, 5, None], [-7.0, 6, None]]]
     assert meta["prompt_tokens"] == PROMPT.prompt_tokens
     (sent,) = fake.pipeline.submitted
-    assert sent.prompt_logprobs == PromptLogprobs(1, 2, (5, 6))
-    assert sent.sampling.logprob_token_ids == (5, 6)
+    assert sent.options.prompt_logprobs == PromptLogprobs(1, 2, (5, 6))
+    assert sent.options.sampling.logprob_token_ids == (5, 6)
 
 
 async def test_native_answers_tell_of_the_output_alone_unless_asked() -> None:
     fake = gateway()
     meta = (await fake.post("/generate", {"text": "x", "return_logprob": True})).json()["meta_info"]
     assert (meta["input_token_logprobs"], meta["input_top_logprobs"]) == ([], [])
-    assert fake.pipeline.submitted[0].prompt_logprobs is None
+    assert fake.pipeline.submitted[0].options.prompt_logprobs is None
 
 
 async def test_what_was_interrupted_goes_on_where_it_was() -> None:
     """The first submission breaks after a part; the second is asked for the rest, and nothing comes twice."""
 
     def breaking(request: GenerateRequest) -> Iterator[Event]:
-        wanted = request.prompt_logprobs
+        wanted = request.options.prompt_logprobs
         assert wanted is not None
         if wanted.start == 0:
             first, _ = parts(request)
@@ -200,7 +200,7 @@ async def test_what_was_interrupted_goes_on_where_it_was() -> None:
     fake = faked(breaking)
     body = (await fake.complete(prompt="The capital of", echo=True, logprobs=1, max_tokens=0)).json()
     assert body["choices"][0]["logprobs"] == SCORED
-    assert [request.prompt_logprobs for request in fake.pipeline.submitted] == [
+    assert [request.options.prompt_logprobs for request in fake.pipeline.submitted] == [
         PromptLogprobs(0, 1),
         PromptLogprobs(1, 1),
     ]
@@ -208,7 +208,7 @@ async def test_what_was_interrupted_goes_on_where_it_was() -> None:
 
 async def test_what_is_complete_is_not_asked_for_again() -> None:
     def breaking(request: GenerateRequest) -> Iterator[Event]:
-        if request.prompt_logprobs is not None:
+        if request.options.prompt_logprobs is not None:
             *told, _finish = script(request)
             yield from told
             yield Delta(request.request_id, 0, 0, (), "", finish=Finish(FinishReason.ERROR, error=GONE))
@@ -221,7 +221,7 @@ async def test_what_is_complete_is_not_asked_for_again() -> None:
     assert body["choices"][0]["text"] == " Fr"
     first, second = fake.pipeline.submitted
     assert first.request_id != RequestId(second.request_id)
-    assert second.prompt_logprobs is None
+    assert second.options.prompt_logprobs is None
 
 
 @pytest.mark.parametrize(("prompts", "n", "status"), [(16, 1, 200), (17, 1, 400), (8, 2, 200), (3, 6, 400)])

@@ -123,7 +123,7 @@ async def test_an_answer_cut_by_the_limit_is_incomplete() -> None:
     gateway = faked(says("Hi", finish=LENGTH))
     body = (await post(gateway, max_output_tokens=1)).json()
     assert (body["status"], body["incomplete_details"]) == ("incomplete", {"reason": "max_output_tokens"})
-    assert gateway.pipeline.submitted[0].stop.max_tokens == 1
+    assert gateway.pipeline.submitted[0].options.stop.max_tokens == 1
 
 
 async def test_a_failure_in_the_middle_is_an_event() -> None:

@@ -26,9 +26,9 @@ async def test_a_session_is_opened_used_and_closed() -> None:
     second = await gateway.post("/generate", {"text": "y", "rid": "mine", "session_params": params})
     assert second.json()["meta_info"]["id"] == "mine"
     one, two = gateway.pipeline.submitted
-    assert one.session == two.session == session
-    assert one.turn == SessionTurn(first)
-    assert two.turn == SessionTurn("mine", after=first, offset=-1, replace=True)
+    assert one.options.session == two.options.session == session
+    assert one.options.turn == SessionTurn(first)
+    assert two.options.turn == SessionTurn("mine", after=first, offset=-1, replace=True)
     # Only what begins a context may begin with a BOS.
     assert (one.add_special_tokens, two.add_special_tokens) == (None, False)
     ((view, name),) = gateway.model.sessions
@@ -56,7 +56,7 @@ async def test_chats_and_completions_name_it_by_session_id() -> None:
     ((view, _),) = gateway.model.sessions
     assert len(gateway.pipeline.submitted) == 3
     for request in gateway.pipeline.submitted:
-        assert (request.session, request.view, request.turn) == (session, view, None)
+        assert (request.options.session, request.view, request.options.turn) == (session, view, None)
 
 
 async def test_a_request_names_one_session() -> None:

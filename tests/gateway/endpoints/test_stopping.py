@@ -25,7 +25,7 @@ async def test_stop_conditions_reach_the_pipeline() -> None:
     gateway = gateway_saying("x")
     await gateway.chat(stop_regex="a+b", no_stop_trim=True, ignore_eos=True, min_tokens=2, stop_token_ids=[7])
     await gateway.complete(stop_regex=["a", "b"])
-    chat, completion = (request.stop for request in gateway.pipeline.submitted)
+    chat, completion = (request.options.stop for request in gateway.pipeline.submitted)
     assert chat.stop_patterns == ("a+b",)
     assert (chat.include_stop_text, chat.ignore_eos, chat.min_tokens, chat.stop_token_ids) == (True, True, 2, (7,))
     assert completion.stop_patterns == ("a", "b")
@@ -55,7 +55,7 @@ async def test_best_of_returns_the_most_likely_choices_and_counts_all() -> None:
     answer = (await gateway.complete(best_of=3, n=2)).json()
     assert [(choice["index"], choice["text"]) for choice in answer["choices"]] == [(0, "1"), (1, "2")]
     assert answer["usage"]["completion_tokens"] == 3
-    assert gateway.pipeline.submitted[0].n == 3
+    assert gateway.pipeline.submitted[0].options.n == 3
     assert answer["choices"][0]["logprobs"] is None
 
 
@@ -63,12 +63,12 @@ async def test_time_that_has_passed_counts_when_a_choice_is_resumed() -> None:
     gateway = faked(None, request_timeout_s=10.0)
     asking = asyncio.create_task(gateway.complete())
     [first] = await gateway.pipeline.submissions(1)
-    assert first.timeout_ms == 10_000
+    assert first.options.timeout_ms == 10_000
     await asyncio.sleep(0.2)
     gateway.pipeline.lose(first.request_id, AWAY)
     _, second = await gateway.pipeline.submissions(2)
-    assert second.timeout_ms is not None
-    assert 5_000 < second.timeout_ms <= 9_800
+    assert second.options.timeout_ms is not None
+    assert 5_000 < second.options.timeout_ms <= 9_800
     for event in says("x")(second):
         gateway.pipeline.tell(event)
     assert (await asking).status_code == 200

@@ -145,7 +145,7 @@ async def test_marks_that_are_special_tokens_are_asked_for() -> None:
     await gateway.chat(tools=[WEATHER])
     await gateway.chat()
     await gateway.chat(tools=[WEATHER], skip_special_tokens=True)
-    assert [request.skip_special_tokens for request in gateway.pipeline.submitted] == [False, True, True]
+    assert [request.options.skip_special_tokens for request in gateway.pipeline.submitted] == [False, True, True]
 
 
 async def test_reasoning_is_separated_and_counted() -> None:

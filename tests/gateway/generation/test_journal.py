@@ -6,16 +6,25 @@ from hypothesis import strategies as st
 from common.deltas import Delta, PromptUsage
 from common.requests import GenerateRequest
 from common.sampling import choice_seed
-from common.types import Finish, FinishReason, RequestId, Resume, SamplingParams, StopConditions, Subject, View
+from common.types import (
+    Finish,
+    FinishReason,
+    RequestId,
+    RequestOptions,
+    Resume,
+    SamplingParams,
+    StopConditions,
+    Subject,
+    View,
+)
 from gateway.generation.journal import ChoiceRecord, Journal, JournalEntry, Verdict
 
 ID = RequestId("cmpl-1")
 
 
 def request(n: int = 1, max_tokens: int | None = None) -> GenerateRequest:
-    return GenerateRequest(
-        ID, View(Subject("t", "u")), "tiny", "Hello", SamplingParams(seed=5), StopConditions(max_tokens=max_tokens), n=n
-    )
+    options = RequestOptions(SamplingParams(seed=5), StopConditions(max_tokens=max_tokens), n=n)
+    return GenerateRequest(ID, View(Subject("t", "u")), "tiny", "Hello", options)
 
 
 def delta(first: int, text: str, *ids: int, finish: Finish | None = None) -> Delta:
@@ -58,16 +67,16 @@ def test_continuation_says_what_the_client_has() -> None:
     choice.apply(delta(0, "世界", 1, 2))
     again = choice.continuation(RequestId("cmpl-1.2.1"))
     assert again.request_id == "cmpl-1.2.1"
-    assert again.n == 1
-    assert again.resume == Resume((1, 2), 2)
-    assert again.sampling.seed == choice_seed(5, 2)
+    assert again.options.n == 1
+    assert again.options.resume == Resume((1, 2), 2)
+    assert again.options.sampling.seed == choice_seed(5, 2)
     assert again.prompt == "Hello"
 
 
 def test_continuation_of_nothing_is_the_request_itself() -> None:
     again = ChoiceRecord(request(), 0, 0).continuation(RequestId("cmpl-1.0.1"))
-    assert again.resume is None
-    assert again.sampling.seed == 5
+    assert again.options.resume is None
+    assert again.options.sampling.seed == 5
 
 
 def test_all_tokens_received_means_exhausted() -> None:

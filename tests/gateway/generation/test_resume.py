@@ -18,6 +18,7 @@ from common.types import (
     FinishReason,
     RequestFailure,
     RequestId,
+    RequestOptions,
     Resume,
     SamplingParams,
     StopConditions,
@@ -38,9 +39,8 @@ QUICK = ResumePolicy(attempts=2, deadline_s=30.0, admission_deadline_s=30.0, fir
 
 
 def request(n: int = 1, **stop: Any) -> GenerateRequest:
-    return GenerateRequest(
-        ID, View(Subject("t", "u")), "tiny", "Hello", SamplingParams(seed=5), StopConditions(**stop), n=n
-    )
+    options = RequestOptions(SamplingParams(seed=5), StopConditions(**stop), n=n)
+    return GenerateRequest(ID, View(Subject("t", "u")), "tiny", "Hello", options)
 
 
 def begin(
@@ -49,7 +49,7 @@ def begin(
     entries, first = [], 0
     for one in requests or (request(),):
         entries.append(JournalEntry(one, first))
-        first += one.n
+        first += one.options.n
     generation = Generation(pipeline, entries, policy, GatewayMetrics(CollectorRegistry()), **options)
     generation.start()
     return generation
@@ -74,7 +74,7 @@ async def test_choice_goes_on_where_it_was_interrupted() -> None:
     pipeline.tell(tokens(ID, 0, 0, "Hel", 1, 2))
     pipeline.tell(tokens(ID, 0, 2, "", finish=BROKEN))
     again = (await pipeline.submissions(2))[1]
-    assert again.resume == Resume((1, 2), 3)
+    assert again.options.resume == Resume((1, 2), 3)
     assert again.request_id != ID
     pipeline.tell(tokens(again.request_id, 0, 2, "lo", 3, finish=STOP))
     assert await read(generation) == "Hello"
@@ -100,9 +100,9 @@ async def test_each_choice_continues_alone_with_its_own_seed() -> None:
     pipeline.tell(tokens(ID, 1, 0, "b", 2))
     pipeline.lose(ID, AWAY)
     again = (await pipeline.submissions(3))[1:]
-    assert [one.n for one in again] == [1, 1]
-    assert [one.sampling.seed for one in again] == [choice_seed(5, 1), choice_seed(5, 2)]
-    assert [one.resume for one in again] == [Resume((2,), 1), None]
+    assert [one.options.n for one in again] == [1, 1]
+    assert [one.options.sampling.seed for one in again] == [choice_seed(5, 1), choice_seed(5, 2)]
+    assert [one.options.resume for one in again] == [Resume((2,), 1), None]
     pipeline.tell(tokens(again[0].request_id, 0, 1, "B", 3, finish=STOP))
     pipeline.tell(tokens(again[1].request_id, 0, 0, "c", 4, finish=STOP))
     assert await read(generation) == "abBc"
@@ -118,7 +118,7 @@ async def test_one_failed_choice_does_not_disturb_the_others() -> None:
     again = (await pipeline.submissions(2))[1]
     pipeline.lose(ID, AWAY)  # concerns choice 0 only: choice 1 has moved on
     other = (await pipeline.submissions(3))[2]
-    assert (again.resume, other.resume) == (Resume((2,), 1), Resume((1,), 1))
+    assert (again.options.resume, other.options.resume) == (Resume((2,), 1), Resume((1,), 1))
     pipeline.tell(tokens(again.request_id, 0, 1, "B", 3, finish=STOP))
     pipeline.tell(tokens(other.request_id, 0, 1, "A", 4, finish=STOP))
     assert sorted(await read(generation)) == ["A", "B", "a", "b"]

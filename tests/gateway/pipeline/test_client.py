@@ -18,10 +18,9 @@ from common.types import (
     ErrorCode,
     RequestFailure,
     RequestId,
-    SamplingParams,
+    RequestOptions,
     SessionGrant,
     SessionWish,
-    StopConditions,
     Subject,
     View,
 )
@@ -89,9 +88,7 @@ async def connected(services: FakeServices) -> AsyncIterator[Connected]:
 
 
 def request(name: str = "r1", n: int = 1) -> GenerateRequest:
-    return GenerateRequest(
-        RequestId(name), View(Subject("t", "u")), "tiny", "Hello", SamplingParams(), StopConditions(), n=n
-    )
+    return GenerateRequest(RequestId(name), View(Subject("t", "u")), "tiny", "Hello", RequestOptions(n=n))
 
 
 async def up(client: Connected) -> None:

@@ -9,17 +9,17 @@ from hypothesis import given
 
 from common.types import Pooling, ReplyTo, ToolStyle
 from gateway.pipeline.messages import ModelInfo
-from gateway.pipeline.wire import delta_from_wire, generate_to_wire, model_from_wire
+from gateway.pipeline.wire import chat_to_wire, delta_from_wire, generate_to_wire, model_from_wire
 from protos.gen.pando.v1 import common_pb2, detokenizer_pb2, tokenizer_pb2
 from services.detokenizer.wire import deltas_to_wire
 from services.tokenizer.requests import Submission
-from services.tokenizer.wire import submission_from_wire
-from tests.common.strategies import deltas, generate_requests, plain, reply_tos
+from services.tokenizer.wire import chat_from_wire, submission_from_wire
+from tests.common.strategies import chats, deltas, generate_requests, plain, reply_tos
 from tests.examples import examples
 
 if TYPE_CHECKING:
     from common.deltas import Delta
-    from common.requests import GenerateRequest
+    from common.requests import ChatPrompt, GenerateRequest
 
 
 @examples(40)
@@ -28,6 +28,13 @@ def test_a_request_survives_the_wire(request: GenerateRequest, reply_to: ReplyTo
     encoded = generate_to_wire(request, reply_to).SerializeToString()
     decoded = submission_from_wire(tokenizer_pb2.GenerateRequest.FromString(encoded))
     assert plain(decoded) == plain(Submission(request, reply_to))
+
+
+@examples(40)
+@given(chats)
+def test_a_conversation_survives_the_wire(chat: ChatPrompt) -> None:
+    encoded = chat_to_wire(chat).SerializeToString()
+    assert plain(chat_from_wire(tokenizer_pb2.ChatPrompt.FromString(encoded))) == plain(chat)
 
 
 @examples(40)

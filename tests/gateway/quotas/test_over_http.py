@@ -72,8 +72,8 @@ async def test_context_limit_and_cache_mode_of_the_credential_reach_the_pipeline
     gateway = gateway_with(tmp_path, "[tenants.acme]\nmax_context = 100\n", key)
     await ask(gateway, cache_mode="default")
     [request] = gateway.pipeline.submitted
-    assert request.max_context_tokens == 100
-    assert request.cache_mode is CacheMode.NONE
+    assert request.options.max_context_tokens == 100
+    assert request.options.cache_mode is CacheMode.NONE
 
 
 # Requests beside generation that cost something, and how many tokens each counts: a character is one to the fake.

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from common.rpc.channel import is_serving, open_channel
 from common.rpc.server import RpcServer
 from common.settings import Settings
-from common.wire import schedule_request_to_wire
+from common.wire.requests import schedule_request_to_wire
 from protos.gen.pando.v1 import (
     common_pb2,
     detokenizer_pb2_grpc,

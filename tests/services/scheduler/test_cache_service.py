@@ -12,7 +12,7 @@ from prometheus_client import REGISTRY
 from common.errors import ConfigurationError
 from common.settings import SchedulerSettings
 from common.types import Subject, View
-from common.wire import subject_to_wire, view_to_wire
+from common.wire.identity import subject_to_wire, view_to_wire
 from protos.gen.pando.v1 import scheduler_pb2, sessions_pb2
 from services.scheduler import service as service_module
 from services.scheduler.credentials import Credentials, read_token

@@ -11,7 +11,7 @@ import pytest
 from prometheus_client import REGISTRY
 
 from common.errors import ConfigurationError
-from common.wire import schedule_request_to_wire
+from common.wire.requests import schedule_request_to_wire
 from protos.gen.pando.v1 import (
     common_pb2,
     scheduler_pb2,

@@ -13,9 +13,9 @@ from services.scheduler.cache.pages import PageAllocator
 from services.scheduler.cache.radix import RadixCache
 from services.scheduler.cache.tiers.config import HostConfig
 from services.scheduler.cache.tiers.storage_config import PrefetchPolicy, StorageConfig
-from services.scheduler.convert_cache import storage_to_wire
 from services.scheduler.keyring import Keyring
 from services.scheduler.storage_desk import StorageDesk, default_path, resolve
+from services.scheduler.wire.state import storage_to_wire
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -14,16 +14,14 @@ from common.types import (
     Admission,
     ReplyTo,
     RequestId,
+    RequestOptions,
     SamplingParams,
     ScheduleRequest,
-    StopConditions,
     Subject,
     SubscriberId,
     View,
 )
-from common.wire import schedule_request_to_wire
-from protos.gen.pando.v1 import common_pb2, scheduler_pb2
-from services.scheduler.submissions import Submissions
+from services.scheduler.submissions import Batch, Submissions
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
@@ -55,16 +53,13 @@ class Loop:
         await self.is_compiled.wait()
 
 
-def request(name: str, grammar: Grammar | None = None) -> scheduler_pb2.ScheduleRequest:
-    return schedule_request_to_wire(
-        ScheduleRequest(
-            RequestId(name),
-            View(Subject("t", "u")),
-            ReplyTo(SubscriberId("s")),
-            np.array([1, 2], np.int32),
-            SamplingParams(grammar=grammar),
-            StopConditions(),
-        )
+def request(name: str, grammar: Grammar | None = None) -> ScheduleRequest:
+    return ScheduleRequest(
+        RequestId(name),
+        View(Subject("t", "u")),
+        ReplyTo(SubscriberId("s")),
+        np.array([1, 2], np.int32),
+        RequestOptions(SamplingParams(grammar=grammar)),
     )
 
 
@@ -74,17 +69,16 @@ class Stream:
     def __init__(self) -> None:
         self.loop = Loop()
         self.submissions = Submissions(self.loop)
-        self.messages: asyncio.Queue[scheduler_pb2.SchedulerSubmitRequest | None] = asyncio.Queue()
+        self.messages: asyncio.Queue[Batch | None] = asyncio.Queue()
         self.reading = asyncio.create_task(self.submissions.read(self._sent()))
         self.answers = self.submissions.answers()
 
-    async def _sent(self) -> AsyncIterator[scheduler_pb2.SchedulerSubmitRequest]:
+    async def _sent(self) -> AsyncIterator[Batch]:
         while (message := await self.messages.get()) is not None:
             yield message
 
-    def send(self, *requests: scheduler_pb2.ScheduleRequest, abort: str | None = None) -> None:
-        aborts = [common_pb2.Abort(request_id=abort)] if abort else []
-        self.messages.put_nowait(scheduler_pb2.SchedulerSubmitRequest(schedules=requests, aborts=aborts))
+    def send(self, *requests: ScheduleRequest | Admission, abort: str | None = None) -> None:
+        self.messages.put_nowait(Batch(requests, (RequestId(abort),) if abort else ()))
 
     async def next(self) -> list[tuple[str, str | None]]:
         async with asyncio.timeout(30):
@@ -101,6 +95,14 @@ async def test_others_are_admitted_while_a_grammar_is_compiled() -> None:
     stream.loop.is_compiled.set()
     assert await stream.next() == [("bound", None)]
     assert stream.loop.taken == ["free", "later", "bound"]
+
+
+async def test_a_request_that_could_not_be_decoded_is_answered_with_its_refusal() -> None:
+    stream = Stream()
+    refusal = Admission(RequestId("bad"), 1, InvalidRequestError("the prompt is empty").to_failure())
+    stream.send(refusal, request("good"))
+    assert await stream.next() == [("bad", "the prompt is empty"), ("good", None)]
+    assert stream.loop.taken == ["good"]
 
 
 async def test_a_refused_grammar_is_the_requests_answer() -> None:
@@ -147,7 +149,7 @@ async def test_what_breaks_the_peers_stream_breaks_the_answers() -> None:
         def __aiter__(self) -> Broken:
             return self
 
-        async def __anext__(self) -> scheduler_pb2.SchedulerSubmitRequest:
+        async def __anext__(self) -> Batch:
             raise GoneError
 
     submissions = Submissions(Loop())

@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from common.requests import GenerateRequest, Prompt
-from common.types import ReplyTo, RequestId, SamplingParams, StopConditions, Subject, SubscriberId, View
+from common.types import ReplyTo, RequestId, RequestOptions, SamplingParams, StopConditions, Subject, SubscriberId, View
 from services.tokenizer.limits import Limits
 from services.tokenizer.requests import Submission
 
@@ -14,19 +14,20 @@ LIMITS = Limits(model="tiny", max_context_tokens=100, vocabulary_size=50)
 
 
 def request(name: str = "r1", prompt: Prompt | None = None, **changes: Any) -> GenerateRequest:
-    """Return a valid request; `changes` go to sampling and stop conditions where the field is theirs."""
-    sampling = {key: value for key, value in changes.items() if key in SamplingParams.__slots__}
-    stop = {key: value for key, value in changes.items() if key in StopConditions.__slots__}
-    rest = {key: value for key, value in changes.items() if key not in sampling and key not in stop}
+    """Return a valid request; each of `changes` goes to the part of the request that has the field."""
+    sampling, stop, options = (
+        {key: changes.pop(key) for key in part.__slots__ if key in changes}
+        for part in (SamplingParams, StopConditions, RequestOptions)
+    )
+    options = {"sampling": SamplingParams(**sampling), "stop": StopConditions(**stop), **options}
     base = GenerateRequest(
         request_id=RequestId(name),
         view=View(Subject("acme", "ada")),
         model="tiny",
         prompt="hello" if prompt is None else prompt,
-        sampling=replace(SamplingParams(), **sampling),
-        stop=replace(StopConditions(), **stop),
+        options=RequestOptions(**options),
     )
-    return replace(base, **rest)
+    return replace(base, **changes)
 
 
 def submission(name: str = "r1", prompt: Prompt | None = None, **changes: Any) -> Submission:

@@ -59,8 +59,8 @@ async def test_pooling_travels_on_and_leaves_the_stop_conditions_alone() -> None
     bench.relay.submit(bench.session, [submission("r1", pooling=Pooling.LAST, max_context_tokens=50)])
     await settle()
     ((sent,),) = bench.scheduler.batches
-    assert sent.pooling is Pooling.LAST
-    assert sent.stop.max_tokens is None
+    assert sent.options.pooling is Pooling.LAST
+    assert sent.options.stop.max_tokens is None
 
 
 async def test_errors_call_the_prompt_what_its_client_does() -> None:

@@ -126,13 +126,13 @@ async def test_everything_but_the_prompt_is_passed_on_unchanged(bench: Bench) ->
         cache_mode=CacheMode.PRIVATE,
         session="monday",
         prompt_logprobs=PromptLogprobs(1, 2),
+        routing_key="group",
     )
     bench.relay.submit(bench.session, [asked])
     await settle()
     (sent,) = bench.scheduler.batches[0]
     assert sent.reply_to == asked.reply_to
-    names = ("view", "sampling", "stop", "n", "priority", "skip_special_tokens", "timeout_ms")
-    for field in (*names, "cache_mode", "session", "prompt_logprobs"):
+    for field in ("request_id", "view", "options", "routing_key"):
         assert getattr(sent, field) == getattr(asked.request, field)
 
 
@@ -140,8 +140,8 @@ async def test_texts_that_are_banned_reach_the_scheduler_as_ids(bench: Bench) ->
     bench.relay.submit(bench.session, [submission("a", bad_words=("no", "x")), submission("b")])
     await settle()
     first, second = bench.scheduler.batches[0]
-    assert first.sampling.banned_sequences == ((10, 11), (20,))
-    assert second.sampling.banned_sequences == ()
+    assert first.options.sampling.banned_sequences == ((10, 11), (20,))
+    assert second.options.sampling.banned_sequences == ()
 
 
 async def test_of_a_prompt_that_is_to_be_truncated_the_end_stays(bench: Bench) -> None:

@@ -8,7 +8,7 @@ from hypothesis import given
 from common.errors import InvalidRequestError
 from common.steps import EngineCapacity, EngineSpec, StepPlan, StepResult
 from protos.gen.pando.v1 import worker_pb2
-from services.scheduler import convert as scheduler
+from services.scheduler.wire import steps as scheduler
 from services.worker import wire as worker
 from tests.common.strategies import plain
 from tests.examples import examples

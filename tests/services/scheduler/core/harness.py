@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import deque
-from typing import TYPE_CHECKING
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -15,6 +16,7 @@ from common.types import (
     Pooling,
     ReplyTo,
     RequestId,
+    RequestOptions,
     Resume,
     SamplingParams,
     ScheduleRequest,
@@ -77,16 +79,23 @@ def make_request(
         view=View(Subject(tenant, user)),
         reply_to=ReplyTo(SubscriberId("gateway")),
         token_ids=np.array(prompt, np.int32),
-        sampling=SamplingParams(temperature=0.0, grammar=grammar),
-        stop=StopConditions(max_tokens=max_tokens),
-        n=n,
-        priority=priority,
-        cache_mode=cache_mode,
-        resume=resume,
-        timeout_ms=timeout_ms,
-        pooling=pooling,
-        prompt_logprobs=None if scored_from is None else PromptLogprobs(scored_from),
+        options=RequestOptions(
+            SamplingParams(temperature=0.0, grammar=grammar),
+            StopConditions(max_tokens=max_tokens),
+            n=n,
+            priority=priority,
+            cache_mode=cache_mode,
+            resume=resume,
+            timeout_ms=timeout_ms,
+            pooling=pooling,
+            prompt_logprobs=None if scored_from is None else PromptLogprobs(scored_from),
+        ),
     )
+
+
+def with_options(request: ScheduleRequest, **changes: Any) -> ScheduleRequest:
+    """Return the request with these options changed."""
+    return replace(request, options=replace(request.options, **changes))
 
 
 class Harness:
@@ -215,7 +224,8 @@ class Harness:
             name: tuple[str, int] = (sequence.request.request_id, sequence.choice_index)
             assert sequence.handle not in self._names, "opened twice"
             self._names[sequence.handle] = name
-            self.outputs[name] = list(sequence.request.resume.token_ids) if sequence.request.resume else []
+            resume = sequence.request.options.resume
+            self.outputs[name] = list(resume.token_ids) if resume else []
         for sequence in output.starts:
             self.cached[self._names[sequence.handle]] = sequence.cached_tokens or 0
         for part in output.prompt_logprobs:

@@ -8,7 +8,7 @@ import pytest
 from common.grammars import Grammar, GrammarKind
 from common.types import CacheMode, ErrorCode, FinishReason, RequestId, Resume, StopConditions
 from tests.fakes.simulated_worker import expected_output
-from tests.services.scheduler.core.harness import STOP_ID, Harness, make_request
+from tests.services.scheduler.core.harness import STOP_ID, Harness, make_request, with_options
 
 if TYPE_CHECKING:
     from services.scheduler.cache.factory import CacheName
@@ -287,12 +287,14 @@ def test_a_sequence_longer_than_memory_ends_with_length() -> None:
 def test_an_ignored_end_is_put_off_beside_a_grammar_and_left_out_otherwise() -> None:
     harness = Harness()
     stop = StopConditions(max_tokens=8, min_tokens=3, stop_token_ids=(9,), ignore_eos=True)
-    free = replace(make_request("free", [1, 2]), stop=stop)
+    free = with_options(make_request("free", [1, 2]), stop=stop)
     grammar = Grammar(GrammarKind.REGEX, "a+", "regex")
     for request in (
         free,
-        replace(free, request_id=RequestId("bound"), sampling=replace(free.sampling, grammar=grammar)),
-        replace(free, request_id=RequestId("ends"), stop=replace(stop, ignore_eos=False)),
+        with_options(
+            replace(free, request_id=RequestId("bound")), sampling=replace(free.options.sampling, grammar=grammar)
+        ),
+        with_options(replace(free, request_id=RequestId("ends")), stop=replace(stop, ignore_eos=False)),
     ):
         harness.core.submit(request, harness.now)
     harness.run()

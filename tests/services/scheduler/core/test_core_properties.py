@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-from dataclasses import replace
 
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
@@ -13,7 +12,7 @@ from common.types import CacheMode, FinishReason, Pooling, RequestId, SessionWis
 from services.scheduler.core.session import SessionRules
 from tests.examples import examples
 from tests.fakes.simulated_worker import embedding_of, expected_output, score_of
-from tests.services.scheduler.core.harness import BOUND, STOP_ID, Harness, make_request
+from tests.services.scheduler.core.harness import BOUND, STOP_ID, Harness, make_request, with_options
 
 # Few distinct prompts that share prefixes, so that the cache is hit, split and contended.
 PROMPTS = st.builds(
@@ -107,7 +106,7 @@ class CoreMachine(RuleBasedStateMachine):
     @rule(prompt=PROMPTS, user=USERS, session=SESSIONS, max_tokens=st.integers(1, 10))
     def take_turn(self, prompt: list[int], user: str, session: str, max_tokens: int) -> None:
         name = f"r{len(self.requests)}"
-        request = replace(make_request(name, prompt, user=user, max_tokens=max_tokens), session=session)
+        request = with_options(make_request(name, prompt, user=user, max_tokens=max_tokens), session=session)
         rejected = self.harness.core.submit(request, 0.0).rejected
         assert rejected is None or rejected.param == "session_id", "only a session may have no room"
         if rejected is None:

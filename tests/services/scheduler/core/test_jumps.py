@@ -9,7 +9,7 @@ import pytest
 from common.types import FinishReason, RequestId, SessionTurn, SessionWish, Subject, View
 from services.scheduler.core.session import SessionRules
 from tests.fakes.simulated_worker import expected_output, is_forced, next_token
-from tests.services.scheduler.core.harness import BOUND, STOP_ID, Harness, make_request
+from tests.services.scheduler.core.harness import BOUND, STOP_ID, Harness, make_request, with_options
 
 PROMPT = [11, 22, 33, 44, 55]
 LONG = 40
@@ -74,7 +74,7 @@ def test_a_stop_id_that_is_forced_ends_the_row() -> None:
     for stop in sorted(stops):
         harness = harness_of()
         request = make_request("r0", PROMPT, max_tokens=LONG, grammar=BOUND)
-        harness.core.submit(replace(request, stop=replace(request.stop, stop_token_ids=(stop,))), 0.0)
+        harness.core.submit(with_options(request, stop=replace(request.options.stop, stop_token_ids=(stop,))), 0.0)
         harness.run()
         assert harness.outputs["r0", 0] == expected_output(PROMPT, 45, (STOP_ID, stop))
         assert harness.finishes["r0", 0].matched_token_id == stop
@@ -152,7 +152,7 @@ def test_only_rows_whose_grammar_alone_decides_may_jump() -> None:
     harness = harness_of()
     harness.core.submit(make_request("free", PROMPT, max_tokens=LONG), 0.0)
     request = make_request("told", PROMPT[1:], max_tokens=LONG, grammar=BOUND)
-    harness.core.submit(replace(request, sampling=replace(request.sampling, top_logprobs=0)), 0.0)
+    harness.core.submit(with_options(request, sampling=replace(request.options.sampling, top_logprobs=0)), 0.0)
     harness.run()
     assert not any(plan.jumps for plan in harness.plans)
     assert harness.core.jumped_tokens == 0
@@ -169,7 +169,7 @@ def test_a_session_goes_on_behind_what_was_forced_at_the_end(max_tokens: int) ->
     for name, after, prompt in (("one", None, PROMPT), ("two", "one", [5, 6])):
         request = make_request(name, prompt, max_tokens=max_tokens, grammar=BOUND)
         turn = SessionTurn(name, after=after)
-        assert harness.core.submit(replace(request, session="chat", turn=turn), 0.0).rejected is None
+        assert harness.core.submit(with_options(request, session="chat", turn=turn), 0.0).rejected is None
         harness.run()
         whole = [*(ended[-1] if ended else []), *prompt]
         ended.append([*whole, *expected(whole, max_tokens)])

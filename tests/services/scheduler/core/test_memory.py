@@ -1,11 +1,10 @@
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from services.scheduler.core.sequence import Sequence
 from tests.services.scheduler.cache.driver import ANN, BOB, CID, PLAIN, Driver
-from tests.services.scheduler.core.harness import Harness, make_request
+from tests.services.scheduler.core.harness import Harness, make_request, with_options
 
 if TYPE_CHECKING:
     from common.types import ScheduleRequest
@@ -21,7 +20,7 @@ def test_hits_are_counted_once_however_often_a_waiting_request_is_looked_at() ->
         driver.serve(user, SYSTEM)
     driver.next_epoch()
     request = make_request("waiting", [*SYSTEM, 9, 9], user="dan")
-    sequence = Sequence(request, 0, 1, request.sampling, request.token_ids, 100, 0.0)
+    sequence = Sequence(request, 0, 1, request.options.sampling, request.token_ids, 100, 0.0)
     # With so many spare pages wanted, it does not fit; or it fits until its own prefix is locked, and then no more.
     for spare in (1_000, memory.available_pages - 1):
         for _ in range(50):
@@ -50,6 +49,6 @@ def test_choices_of_one_request_are_one_hit() -> None:
 def test_session_of_a_request_reaches_the_cache() -> None:
     harness = Harness(cache="user_aware", rules=PLAIN)
     request = make_request("one", [*SYSTEM, 9, 9], user="dan", max_tokens=1)
-    run(harness, replace(request, session="monday"))
+    run(harness, with_options(request, session="monday"))
     assert harness.cache.forget(request.view.subject, "tuesday") == 0
     assert harness.cache.forget(request.view.subject, "monday") == 2

@@ -21,7 +21,7 @@ from common.types import (
 )
 from services.scheduler.core.session import SessionRules
 from tests.fakes.simulated_worker import expected_output
-from tests.services.scheduler.core.harness import STOP_ID, Harness, make_request
+from tests.services.scheduler.core.harness import STOP_ID, Harness, make_request, with_options
 
 ALICE = View(Subject("tenant", "alice"))
 BOB = View(Subject("tenant", "bob"))
@@ -49,7 +49,7 @@ def ask(
     turn: SessionTurn | None = None,
     max_tokens: int = 6,
 ) -> RequestFailure | None:
-    request = replace(make_request(name, prompt, user=user, max_tokens=max_tokens), session=session, turn=turn)
+    request = with_options(make_request(name, prompt, user=user, max_tokens=max_tokens), session=session, turn=turn)
     return harness.core.submit(request, harness.now).rejected
 
 
@@ -212,7 +212,7 @@ def test_sessions_of_one_tenant_leave_some_to_others_whatever_names_it_invents()
     other = View(Subject("other", "ann"))
     open_session(harness, "chat", other)
     request = make_request("other", [7] * 30, user="ann", tenant="other", max_tokens=2)
-    assert harness.core.submit(replace(request, session="chat"), 0.0).rejected is None
+    assert harness.core.submit(with_options(request, session="chat"), 0.0).rejected is None
     harness.run()
     assert sum(pinned(harness)) > 96
 
@@ -260,7 +260,7 @@ def keep(harness: Harness, view: View, name: str, tokens: int) -> None:
     open_session(harness, name, view)
     prompt = [(len(harness.outputs) * 37 + 5 * index) % 800 + 20 for index in range(tokens - 1)]
     request = make_request(name, prompt, tenant=view.tenant, user=view.subject.name, max_tokens=2)
-    assert harness.core.submit(replace(request, session=name), harness.now).rejected is None
+    assert harness.core.submit(with_options(request, session=name), harness.now).rejected is None
     harness.run()
     harness.now += 1
     harness.core.expire(harness.now)
@@ -357,8 +357,8 @@ def test_log_probabilities_of_a_turn_are_bounded_by_its_whole_prompt(monkeypatch
     def refusal(name: str, start: int) -> str | None:
         wanted = make_request(name, [5, 6], user="alice", scored_from=start)
         turn = SessionTurn(name, after="one")
-        failure = harness.core.submit(replace(wanted, session="chat", turn=turn), harness.now).rejected
-        return None if failure is None else failure.param
+        failure = harness.core.submit(with_options(wanted, session="chat", turn=turn), harness.now).rejected
+        return failure.param if failure else None
 
     assert refusal("all", 0) == "prompt_logprobs"
     assert refusal("after", length + 1) == "logprob_start_len"
@@ -413,7 +413,7 @@ def test_turns_that_cannot_be_continued_are_refused() -> None:
     assert harness.core.abort(RequestId("one"))
     failure = ask(harness, "three", FIRST, turn=SessionTurn("x", after="one"))
     assert failure is not None, "it had not even begun"
-    request = replace(make_request("four", FIRST, n=2), session="chat", turn=SessionTurn("x"))
+    request = with_options(make_request("four", FIRST, n=2), session="chat", turn=SessionTurn("x"))
     rejected = harness.core.submit(request, 0.0).rejected
     assert rejected is not None
     assert "one choice" in rejected.message
@@ -424,7 +424,7 @@ def test_what_may_not_be_cached_is_not_held() -> None:
     harness = harness_with()
     open_session(harness)
     request = make_request("one", FIRST, cache_mode=CacheMode.NONE)
-    harness.core.submit(replace(request, session="chat"), 0.0)
+    harness.core.submit(with_options(request, session="chat"), 0.0)
     harness.run()
     assert pinned(harness) == [0]
 
@@ -435,7 +435,7 @@ def test_what_a_user_may_use_of_the_context_counts_the_whole_session() -> None:
     for name, after in (("one", None), ("two", "one")):
         request = make_request(name, FIRST, max_tokens=None)
         turn = SessionTurn(name, after=after)
-        request = replace(request, session="chat", turn=turn, max_context_tokens=30)
+        request = with_options(request, session="chat", turn=turn, max_context_tokens=30)
         rejected = harness.core.submit(request, 0.0).rejected
         harness.run()
         if after is None:

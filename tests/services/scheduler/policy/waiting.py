@@ -9,9 +9,8 @@ import numpy as np
 from common.types import (
     ReplyTo,
     RequestId,
-    SamplingParams,
+    RequestOptions,
     ScheduleRequest,
-    StopConditions,
     Subject,
     SubscriberId,
     View,
@@ -34,15 +33,13 @@ def waiting_sequence(
         view=View(Subject(tenant, user)),
         reply_to=ReplyTo(SubscriberId("gateway")),
         token_ids=ids,
-        sampling=SamplingParams(),
-        stop=StopConditions(),
-        priority=priority,
+        options=RequestOptions(priority=priority),
     )
     return Sequence(
         request=request,
         choice_index=0,
         handle=handle,
-        sampling=request.sampling,
+        sampling=request.options.sampling,
         token_ids=ids,
         max_total_tokens=8,
         arrived_at=arrived_at,

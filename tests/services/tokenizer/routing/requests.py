@@ -9,9 +9,7 @@ import numpy as np
 from common.types import (
     ReplyTo,
     RequestId,
-    SamplingParams,
     ScheduleRequest,
-    StopConditions,
     Subject,
     SubscriberId,
     View,
@@ -28,6 +26,4 @@ def schedule(name: str, tenant: str = "acme", user: str = "ann", ids: Sequence[i
         view=View(Subject(tenant, user)),
         reply_to=ReplyTo(SubscriberId("gateway")),
         token_ids=np.array(ids, dtype=np.int32),
-        sampling=SamplingParams(),
-        stop=StopConditions(),
     )

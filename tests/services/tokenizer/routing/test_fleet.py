@@ -15,7 +15,7 @@ from common.rpc.channel import open_channel
 from common.rpc.discovery import Discovery
 from common.rpc.server import RpcServer
 from common.rpc.sessions import SessionsService
-from common.types import SessionWish, Subject, View
+from common.types import RequestOptions, SessionWish, Subject, View
 from protos.gen.pando.v1 import scheduler_pb2, scheduler_pb2_grpc, sessions_pb2_grpc
 from services.tokenizer.routing.fleet import Fleet
 from services.tokenizer.routing.policies import PrefixAware, RoundRobin
@@ -221,7 +221,7 @@ async def test_a_session_s_requests_go_where_it_is_open_however_much_that_group_
         assert all(group.scheduler.sessions for group in tier.groups), "sessions are spread"
         for number in range(3):
             requests = [schedule(f"{user.subject.name}-{number}", user=user.subject.name) for user in users]
-            fleet.submit([replace(request, session="chat") for request in requests])
+            fleet.submit([replace(request, options=RequestOptions(session="chat")) for request in requests])
         await until(lambda: len(tier.listener.admitted) == 36)
         for group in tier.groups:
             assert {request.view.subject.name for request in group.scheduler.requests} == {

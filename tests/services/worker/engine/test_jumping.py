@@ -230,7 +230,7 @@ def opened(
     worker: EngineWorker, most: int, *, total: int = 40, pages: int = 12, stop: tuple[int, ...] = ()
 ) -> StepPlan:
     row = open_row(
-        0, PROMPT, range(pages), total=total, stop=stop, sampling=make_request("", [1], grammar=BOUND).sampling
+        0, PROMPT, range(pages), total=total, stop=stop, sampling=make_request("", [1], grammar=BOUND).options.sampling
     )
     jumps = (JumpLimit(RowSlot(0), most),) if most else ()
     return StepPlan(StepId(1), opens=(row,), prefills=(chunk(0, 0, len(PROMPT)),), jumps=jumps)

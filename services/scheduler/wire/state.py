@@ -1,11 +1,11 @@
-"""Wire messages about the cache for operators and tools: nodes, events, accounting."""
+"""The scheduler's state for operators and tools: the cache's nodes, events and accounting, requests and sessions."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from common.wire import view_to_wire
+from common.wire.identity import view_to_wire
 from protos.gen.pando.v1 import scheduler_pb2, sessions_pb2
 from services.scheduler.cache.types import CacheEventKind, NodeState, Visibility
 
@@ -17,19 +17,13 @@ if TYPE_CHECKING:
     from services.scheduler.cache.tiers.storage_tier import StorageTier
     from services.scheduler.cache.types import Accounting, CacheEvent, NodeSnapshot, OwnerSnapshot
     from services.scheduler.cache_meter import CacheMeter
+    from services.scheduler.core.costs import CostEstimate
+    from services.scheduler.core.load_back import LoadBack
     from services.scheduler.core.sequence import Sequence
     from services.scheduler.core.session import Session
 
-_VISIBILITIES = {
-    Visibility.PRIVATE: scheduler_pb2.VISIBILITY_PRIVATE,
-    Visibility.TENANT: scheduler_pb2.VISIBILITY_TENANT,
-    Visibility.PUBLIC: scheduler_pb2.VISIBILITY_PUBLIC,
-}
-_STATES = {
-    NodeState.LIVE: scheduler_pb2.NODE_STATE_LIVE,
-    NodeState.SOFT_FREE: scheduler_pb2.NODE_STATE_SOFT_FREE,
-    NodeState.ON_HOST: scheduler_pb2.NODE_STATE_ON_HOST,
-}
+_VISIBILITIES = {each: scheduler_pb2.Visibility.Value(f"VISIBILITY_{each.name}") for each in Visibility}
+_STATES = {state: scheduler_pb2.NodeState.Value(f"NODE_STATE_{state.name}") for state in NodeState}
 _EVENT_KINDS = {kind: scheduler_pb2.CacheEventKind.Value(f"CACHE_EVENT_KIND_{kind.name}") for kind in CacheEventKind}
 
 
@@ -163,6 +157,31 @@ def storage_to_wire(storage: StorageTier) -> scheduler_pb2.StorageAccounting:
         misses=storage.misses,
         reading_pages=storage.reading_pages,
         writing_pages=storage.writing_pages,
+    )
+
+
+def traffic_to_wire(loads: LoadBack) -> scheduler_pb2.HostTierState:
+    """Encode the traffic between the tiers, and the cost of loading from the host."""
+    message = scheduler_pb2.HostTierState(
+        open_transfers=len(loads.host.ledger),
+        skipped_load_tokens=loads.skipped_tokens,
+        skipped_backup_pages=loads.host.skipped_pages,
+        load_cost=_cost_to_wire(loads.costs.estimate()),
+    )
+    for direction, moved in loads.moved.items():
+        message.traffic.add(
+            direction=direction.value, transfers=moved.transfers, pages=moved.pages, seconds=moved.seconds
+        )
+    return message
+
+
+def _cost_to_wire(estimate: CostEstimate) -> scheduler_pb2.LoadCost:
+    return scheduler_pb2.LoadCost(
+        prefill_tokens_per_s=estimate.prefill_tokens_per_s,
+        load_bytes_per_s=estimate.load_bytes_per_s,
+        bytes_per_token=estimate.bytes_per_token,
+        load_latency_s=estimate.load_latency_s,
+        break_even_tokens=estimate.break_even_tokens,
     )
 
 

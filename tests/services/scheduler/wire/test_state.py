@@ -3,8 +3,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from common.types import CacheMode, Subject, View
-from common.wire import cache_mode_from_wire, cache_mode_to_wire
+from common.types import Subject, View
 from protos.gen.pando.v1 import scheduler_pb2
 from services.scheduler.cache.types import (
     CacheEvent,
@@ -14,7 +13,7 @@ from services.scheduler.cache.types import (
     NodeState,
     Visibility,
 )
-from services.scheduler.convert_cache import Disclosure, event_to_wire, node_to_wire
+from services.scheduler.wire.state import Disclosure, event_to_wire, node_to_wire
 
 NODE = NodeSnapshot(
     node_id=NodeId(7),
@@ -73,8 +72,3 @@ def test_neither_owner_nor_tokens_without_credential() -> None:
 def test_every_kind_of_event_has_its_name_on_the_wire(kind: CacheEventKind) -> None:
     message = event_to_wire(CacheEvent(3, kind, NODE), STRANGER)
     assert scheduler_pb2.CacheEventKind.Name(message.kind) == f"CACHE_EVENT_KIND_{kind.name}"
-
-
-@pytest.mark.parametrize("mode", CacheMode)
-def test_cache_modes_survive_the_wire(mode: CacheMode) -> None:
-    assert cache_mode_from_wire(cache_mode_to_wire(mode)) is mode

@@ -1,4 +1,4 @@
-"""Conversion between the scheduler's dataclasses and wire messages."""
+"""The messages exchanged with workers: configuration, plans and results."""
 
 from __future__ import annotations
 
@@ -9,33 +9,17 @@ import numpy as np
 from common.steps import NO_IDS, EngineCapacity, RowStop, StepResult, WindowPool
 from common.transfers import TransferAck, TransferDirection, TransferId
 from common.types import RowSlot, StepId
-from common.wire import (
-    finish_reason_from_wire,
-    finish_to_wire,
-    logprob_from_wire,
-    logprob_to_wire,
-    pooling_to_wire,
-    prompt_logprobs_to_wire,
-    resume_to_wire,
-    sampling_to_wire,
-    span_from_wire,
-    span_to_wire,
-)
-from protos.gen.pando.v1 import detokenizer_pb2, worker_pb2
+from common.wire.answers import finish_reason_from_wire, logprob_from_wire
+from common.wire.options import pooling_to_wire, sampling_to_wire
+from common.wire.prompt_logprobs import prompt_logprobs_to_wire, span_from_wire
+from protos.gen.pando.v1 import worker_pb2
 
 if TYPE_CHECKING:
     from common.steps import EngineSpec, RowOpen, StepPlan
     from common.transfers import Transfer
-    from common.types import StopConditions
-    from services.scheduler.core.output import Output
-    from services.scheduler.core.sequence import Sequence
 
 _DIRECTIONS = {
-    TransferDirection.DEVICE_TO_HOST: worker_pb2.TRANSFER_DIRECTION_DEVICE_TO_HOST,
-    TransferDirection.HOST_TO_DEVICE: worker_pb2.TRANSFER_DIRECTION_HOST_TO_DEVICE,
-    TransferDirection.HOST_TO_STORAGE: worker_pb2.TRANSFER_DIRECTION_HOST_TO_STORAGE,
-    TransferDirection.STORAGE_TO_HOST: worker_pb2.TRANSFER_DIRECTION_STORAGE_TO_HOST,
-    TransferDirection.DROP_FROM_STORAGE: worker_pb2.TRANSFER_DIRECTION_DROP_FROM_STORAGE,
+    each: worker_pb2.TransferDirection.Value(f"TRANSFER_DIRECTION_{each.name}") for each in TransferDirection
 }
 
 
@@ -168,41 +152,4 @@ def result_from_wire(message: worker_pb2.StepResult) -> StepResult:
         embeddings=tuple((RowSlot(entry.row), entry.embedding) for entry in message.embeddings),
         forced_rows=np.array(message.forced_rows, dtype=np.int32) if message.forced_rows else NO_IDS,
         forced_token_ids=np.array(message.forced_token_ids, dtype=np.int32) if message.forced_rows else NO_IDS,
-    )
-
-
-def output_to_wire(output: Output) -> detokenizer_pb2.PushRequest:
-    """Encode one push to the detokenizer."""
-    message = detokenizer_pb2.PushRequest(
-        opens=[_choice_to_wire(sequence) for sequence in output.opens],
-        handles=output.handles.tolist(),
-        token_ids=output.token_ids.tolist(),
-    )
-    for sequence in output.starts:
-        message.starts.add(handle=sequence.handle, cached_tokens=sequence.cached_tokens or 0)
-    for index, logprob in output.logprobs:
-        message.logprobs.add(index=index, logprob=logprob_to_wire(logprob))
-    for part in output.prompt_logprobs:
-        span = span_to_wire(part.span)
-        message.prompt_logprobs.add(handle=part.handle, span=span, lead_token_id=part.lead, is_last=part.is_last)
-    for handle, finish in output.finishes:
-        message.finishes.add(handle=handle, finish=finish_to_wire(finish))
-    return message
-
-
-def _choice_to_wire(sequence: Sequence) -> detokenizer_pb2.ChoiceOpen:
-    request = sequence.request
-    stop: StopConditions = request.stop
-    return detokenizer_pb2.ChoiceOpen(
-        handle=sequence.handle,
-        request_id=request.request_id,
-        choice_index=sequence.choice_index,
-        subscriber_id=request.reply_to.subscriber_id,
-        stop_strings=stop.stop_strings,
-        include_stop_text=stop.include_stop_text,
-        stop_patterns=stop.stop_patterns,
-        skip_special_tokens=request.skip_special_tokens,
-        min_tokens=stop.min_tokens,
-        prompt_tokens=sequence.prompt_tokens,
-        resume=resume_to_wire(request.resume),
     )

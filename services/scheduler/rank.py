@@ -1,0 +1,107 @@
+"""The connection to one worker rank, with values instead of protobuf messages as its interface."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING
+
+from common.logs import get_logger
+from common.rpc.status import answered
+from common.wire.grammars import grammar_to_wire
+from protos.gen.pando.v1 import worker_pb2, worker_pb2_grpc
+from services.scheduler.wire.steps import capacity_from_wire, plan_to_wire, result_from_wire, spec_to_wire
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Iterable
+
+    import grpc
+
+    from common.grammars import Grammar
+    from common.steps import EngineCapacity, EngineSpec, StepPlan, StepResult
+
+STATE_TIMEOUT_S = 5.0
+CONFIGURE_TIMEOUT_S = 3600.0
+# Covers the worker's own limit for a grammar, and grammars queued before this one.
+PREPARE_TIMEOUT_S = 120.0
+
+
+class RankLostError(Exception):
+    """A rank failed, disconnected or hangs; the whole group has to be configured again.
+
+    `out_of_memory`: device memory did not suffice for a step.
+    """
+
+    def __init__(self, message: str, *, out_of_memory: bool = False) -> None:
+        super().__init__(message)
+        self.out_of_memory = out_of_memory
+
+
+class Rank:
+    """Calls one rank over its channel."""
+
+    def __init__(self, channel: grpc.aio.Channel) -> None:
+        self._stub = worker_pb2_grpc.WorkerStub(channel)
+        self._log = get_logger("rank")
+
+    async def wait_until_up(self) -> None:
+        """Wait until the rank answers."""
+        await self._stub.GetState(worker_pb2.GetWorkerStateRequest(), timeout=STATE_TIMEOUT_S, wait_for_ready=True)
+
+    async def configure(self, spec: EngineSpec) -> EngineCapacity:
+        """Configure the rank and return its capacity; progress is logged.
+
+        Raises:
+            RankLostError: the call ended without a capacity.
+        """
+        stage = ""
+        async for message in self._stub.Configure(spec_to_wire(spec), timeout=CONFIGURE_TIMEOUT_S):
+            if message.HasField("capacity"):
+                return capacity_from_wire(message.capacity)
+            if message.stage != stage:
+                stage = message.stage
+                self._log.info("worker.configuring", rank=spec.rank, stage=stage, percent=int(message.progress * 100))
+        raise RankLostError(f"rank {spec.rank} ended Configure without a capacity")
+
+    async def prepare(self, grammar: Grammar) -> None:
+        """Compile a grammar before rows need it.
+
+        Raises:
+            PandoError: the grammar is refused, or the rank is unreachable.
+        """
+        request = worker_pb2.PrepareGrammarRequest(grammar=grammar_to_wire(grammar))
+        await answered(self._stub.PrepareGrammar(request, timeout=PREPARE_TIMEOUT_S))
+
+    def execute(self) -> PlanStream:
+        """Open the stream of plans and results, which the caller must cancel."""
+        return PlanStream(self._stub)
+
+
+class PlanStream:
+    """The stream of plans to a rank and of their results."""
+
+    def __init__(self, stub: worker_pb2_grpc.WorkerAsyncStub) -> None:
+        self._plans: asyncio.Queue[worker_pb2.StepPlan] = asyncio.Queue()
+        self._call = stub.Execute(_drain(self._plans))
+
+    async def wait_until_open(self) -> None:
+        await self._call.wait_for_connection()
+
+    async def results(self) -> AsyncIterator[StepResult]:
+        """Yield results until the rank closes the stream."""
+        async for message in self._call:
+            yield result_from_wire(message)
+
+    def cancel(self) -> None:
+        self._call.cancel()
+
+    @staticmethod
+    def send_to_all(plan: StepPlan, streams: Iterable[PlanStream]) -> None:
+        """Queue a plan for all of `streams`; it is encoded once."""
+        message = plan_to_wire(plan)
+        for stream in streams:
+            stream._plans.put_nowait(message)
+
+
+async def _drain(queue: asyncio.Queue[worker_pb2.StepPlan]) -> AsyncIterator[worker_pb2.StepPlan]:
+    while True:
+        yield await queue.get()
