@@ -36,14 +36,16 @@ class Command:
 
 COMMANDS = (
     Command("up", "deploy.supervisor.command", "start all services on this machine"),
-    Command("chat", "deploy.chat.command", "chat in the terminal"),
+    Command("chat", "deploy.cli.chat.command", "chat in the terminal"),
     Command("models", "deploy.models.command", "list, download, remove and inspect models"),
-    Command("bench", "deploy.bench.command", "measure any OpenAI-compatible server, or Pando's components"),
-    Command("attack", "deploy.attack.command", "run the published attacks on shared caches against a server"),
-    Command("state", "deploy.inspection.state", "show queues, rows and pages of the scheduler"),
-    Command("profile", "deploy.inspection.profile", "record traces of the workers' computations"),
-    Command("keys", "deploy.keys.command", "create, list and revoke API keys"),
-    Command("cache", "deploy.inspection.cache", "inspect the prefix cache; pin, forget, flush"),
+    Command("bench", "deploy.evaluation.bench.command", "measure any OpenAI-compatible server, or Pando's components"),
+    Command(
+        "attack", "deploy.evaluation.attack.command", "run the published attacks on shared caches against a server"
+    ),
+    Command("state", "deploy.cli.inspection.state", "show queues, rows and pages of the scheduler"),
+    Command("profile", "deploy.cli.inspection.profile", "record traces of the workers' computations"),
+    Command("keys", "deploy.cli.keys.command", "create, list and revoke API keys"),
+    Command("cache", "deploy.cli.inspection.cache", "inspect the prefix cache; pin, forget, flush"),
 )
 
 
@@ -78,7 +80,3 @@ def run_command(command: Command, argv: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(prog=f"pando {command.name}", description=command.help)
     module.add_arguments(parser)
     return module.run(parser.parse_args(list(argv)))
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -17,6 +17,7 @@ from deploy.setup.requirements import requirements_of
 ROOT = Path(__file__).resolve().parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 PACKAGES = ("common", "deploy", "gateway", "protos", "services")
+CHECKOUT_ONLY = ROOT / "deploy" / "evaluation" / "experiments"
 DISTRIBUTIONS = packages_distributions()
 OTHER_NAMES = {"flashinfer": "flashinfer-python"}
 COPIES = {
@@ -54,6 +55,9 @@ def test_a_wheel_has_what_runs_and_nothing_that_only_a_checkout_needs(tmp_path: 
     assert {name.partition("/")[0] for name in names} == {*PACKAGES, f"pando-{PROJECT['version']}.dist-info"}
     assert {f"{package}/py.typed" for package in PACKAGES} <= set(names)
     needed = {
+        "deploy/cli/commands.py",
+        "deploy/evaluation/attack/command.py",
+        "deploy/evaluation/bench/command.py",
         "deploy/supervisor/command.py",
         "gateway/quotas/meters.lua",
         "protos/pando/v1/common.proto",
@@ -61,7 +65,8 @@ def test_a_wheel_has_what_runs_and_nothing_that_only_a_checkout_needs(tmp_path: 
     }
     assert needed <= set(names)
     assert len([name for name in names if name.endswith(".cpp")]) > 0
-    unwanted = r"\.(md|so|yaml|Dockerfile|sh|txt)$|^deploy/(checks|compose|helm|images|locks|setup)/|^protos/generate"
+    rooms = "checks|compose|evaluation/(experiments|results|shapes)|helm|images|locks|setup"
+    unwanted = rf"\.(md|so|svg|yaml|Dockerfile|sh|txt)$|^deploy/({rooms})/|^protos/generate"
     assert [name for name in names if re.search(unwanted, name) and ".dist-info/" not in name] == []
 
 
@@ -93,9 +98,11 @@ def test_what_a_part_imports_is_in_its_extras(folder: str, extras: list[str], ap
 
 
 def third_party(folder: Path) -> set[str]:
-    """Return the top-level modules that files below `folder` import and that are neither ours nor Python's own."""
+    """Return the top-level modules that packaged files below `folder` import, without ours and Python's own."""
     found = set()
     for path in folder.rglob("*.py"):
+        if path.is_relative_to(CHECKOUT_ONLY):
+            continue
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.Import):
                 found |= {name.name.partition(".")[0] for name in node.names}

@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from deploy.attack.campaign import Plan, attack
-from deploy.attack.findings import Verdict
-from deploy.attack.launching import FAIR, Launch, launched
-from deploy.attack.launching import NO_MODEL as NO_MODEL_SETTINGS
-from deploy.attack.scene import QUICK
 from deploy.cli import main
+from deploy.evaluation.attack.campaign import Plan, attack
+from deploy.evaluation.attack.findings import Verdict
+from deploy.evaluation.attack.launching import FAIR, Launch, launched
+from deploy.evaluation.attack.launching import NO_MODEL as NO_MODEL_SETTINGS
+from deploy.evaluation.attack.scene import QUICK
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -13,7 +13,7 @@ import httpx
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from deploy.chat.conversation import Message
+    from deploy.cli.chat.conversation import Message
 
 CONNECT_TIMEOUT_S = 5.0
 # A long prompt on a slow machine takes long before the first token; Ctrl-C ends the wait.

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING
 
 from rich.console import Console
 
-from deploy.chat.client import ChatClient, ChatError, ChatOptions, tls_context
-from deploy.chat.conversation import Conversation
-from deploy.chat.terminal import Terminal, describe, printable, read_from_terminal
+from deploy.cli.chat.client import ChatClient, ChatError, ChatOptions, tls_context
+from deploy.cli.chat.conversation import Conversation
+from deploy.cli.chat.terminal import Terminal, describe, printable, read_from_terminal
 from deploy.supervisor.state import read_state, run_root
 
 if TYPE_CHECKING:

@@ -6,15 +6,15 @@ import contextlib
 import unicodedata
 from typing import TYPE_CHECKING
 
-from deploy.chat.client import ChatError
+from deploy.cli.chat.client import ChatError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from rich.console import Console
 
-    from deploy.chat.client import Answer, ChatClient, ChatOptions
-    from deploy.chat.conversation import Conversation
+    from deploy.cli.chat.client import Answer, ChatClient, ChatOptions
+    from deploy.cli.chat.conversation import Conversation
 
 HELP = """/reset          clear the conversation
 /system TEXT    set the system prompt (without TEXT: remove it) and clear the conversation

@@ -6,19 +6,19 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from deploy.inspection.cache_changes import flush, forget, pin, unpin
-from deploy.inspection.cache_figures import show_stats
-from deploy.inspection.cache_tree import show_tree, watch
-from deploy.inspection.connection import add_connection_arguments, with_scheduler
-from deploy.inspection.identities import Filter, parse_subject
-from deploy.inspection.prompts import Prompt
-from deploy.inspection.replay import add_replay_arguments, run_replay
+from deploy.cli.inspection.cache_changes import flush, forget, pin, unpin
+from deploy.cli.inspection.cache_figures import show_stats
+from deploy.cli.inspection.cache_tree import show_tree, watch
+from deploy.cli.inspection.connection import add_connection_arguments, with_scheduler
+from deploy.cli.inspection.identities import Filter, parse_subject
+from deploy.cli.inspection.prompts import Prompt
+from deploy.cli.inspection.replay import add_replay_arguments, run_replay
 
 if TYPE_CHECKING:
     import argparse
     from collections.abc import Callable
 
-    from deploy.inspection.connection import Connection
+    from deploy.cli.inspection.connection import Connection
 
 SHOWN_NODES = 200
 SHOWN_OWNERS = 10

@@ -6,13 +6,13 @@ from typing import TYPE_CHECKING
 
 from rich.markup import escape
 
-from deploy.inspection.connection import TIMEOUT_S
-from deploy.inspection.identities import subject_text
+from deploy.cli.inspection.connection import TIMEOUT_S
+from deploy.cli.inspection.identities import subject_text
 from protos.gen.pando.v1 import scheduler_pb2
 
 if TYPE_CHECKING:
-    from deploy.inspection.connection import Connection
-    from deploy.inspection.prompts import Prompt
+    from deploy.cli.inspection.connection import Connection
+    from deploy.cli.inspection.prompts import Prompt
     from protos.gen.pando.v1 import common_pb2
 
 

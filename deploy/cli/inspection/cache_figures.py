@@ -7,15 +7,15 @@ from typing import TYPE_CHECKING
 from rich.markup import escape
 from rich.table import Table
 
-from deploy.inspection.connection import TIMEOUT_S
-from deploy.inspection.identities import name_of
-from deploy.inspection.state import tiers
+from deploy.cli.inspection.connection import TIMEOUT_S
+from deploy.cli.inspection.identities import name_of
+from deploy.cli.inspection.state import tiers
 from protos.gen.pando.v1 import scheduler_pb2
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
-    from deploy.inspection.connection import Connection
+    from deploy.cli.inspection.connection import Connection
 
 
 def show_stats(connection: Connection, *, max_owners: int) -> None:

@@ -7,15 +7,15 @@ from typing import TYPE_CHECKING
 from rich.markup import escape
 from rich.tree import Tree
 
-from deploy.inspection.connection import TIMEOUT_S
-from deploy.inspection.identities import name_of
+from deploy.cli.inspection.connection import TIMEOUT_S
+from deploy.cli.inspection.identities import name_of
 from protos.gen.pando.v1 import scheduler_pb2
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from deploy.inspection.connection import Connection
-    from deploy.inspection.identities import Filter
+    from deploy.cli.inspection.connection import Connection
+    from deploy.cli.inspection.identities import Filter
 
 
 def show_tree(connection: Connection, *, shown: Filter, max_nodes: int, with_ids: bool) -> None:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Protocol
 import grpc
 
 from common.rpc.status import to_error
-from deploy.inspection.connection import add_connection_arguments, open_channel
+from deploy.cli.inspection.connection import add_connection_arguments, open_channel
 from deploy.supervisor.state import find_state
 from protos.gen.pando.v1 import worker_pb2, worker_pb2_grpc
 

@@ -10,7 +10,7 @@ import grpc
 
 from common.errors import ConfigurationError
 from common.rpc.status import to_error
-from deploy.inspection.connection import open_channel
+from deploy.cli.inspection.connection import open_channel
 from deploy.supervisor.state import find_state
 from protos.gen.pando.v1 import tokenizer_pb2, tokenizer_pb2_grpc
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import orjson
 from rich.table import Table
 
-from deploy.bench.report import output_console
+from deploy.evaluation.bench.report import output_console
 from services.scheduler.cache.debug.replay import LogError, replay
 
 if TYPE_CHECKING:

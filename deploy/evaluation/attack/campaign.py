@@ -7,31 +7,31 @@ from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from deploy.attack.oracles.delay import probe_delay, probe_long_outputs
-from deploy.attack.oracles.demotion import probe_demotion
-from deploy.attack.oracles.evidence import probe_boundary, probe_sybils
-from deploy.attack.oracles.flood import probe_flood
-from deploy.attack.oracles.forgeries import probe_forgeries
-from deploy.attack.oracles.grammars import probe_grammar_delay, probe_grammar_times
-from deploy.attack.oracles.inventions import probe_inventions, probe_keyless, probe_rival_times
-from deploy.attack.oracles.isolation import probe_isolation
-from deploy.attack.oracles.names import probe_names
-from deploy.attack.oracles.pages import probe_pages
-from deploy.attack.oracles.pairs import probe_pairs
-from deploy.attack.oracles.pushing import probe_pushing
-from deploy.attack.oracles.revocation import probe_revocation
-from deploy.attack.oracles.serving_order import probe_duplicates, probe_order
-from deploy.attack.oracles.storage import probe_storage
-from deploy.attack.prober import Prober
-from deploy.attack.scene import Scene
-from deploy.attack.texts import Texts
-from deploy.bench.clock import SystemClock
+from deploy.evaluation.attack.oracles.delay import probe_delay, probe_long_outputs
+from deploy.evaluation.attack.oracles.demotion import probe_demotion
+from deploy.evaluation.attack.oracles.evidence import probe_boundary, probe_sybils
+from deploy.evaluation.attack.oracles.flood import probe_flood
+from deploy.evaluation.attack.oracles.forgeries import probe_forgeries
+from deploy.evaluation.attack.oracles.grammars import probe_grammar_delay, probe_grammar_times
+from deploy.evaluation.attack.oracles.inventions import probe_inventions, probe_keyless, probe_rival_times
+from deploy.evaluation.attack.oracles.isolation import probe_isolation
+from deploy.evaluation.attack.oracles.names import probe_names
+from deploy.evaluation.attack.oracles.pages import probe_pages
+from deploy.evaluation.attack.oracles.pairs import probe_pairs
+from deploy.evaluation.attack.oracles.pushing import probe_pushing
+from deploy.evaluation.attack.oracles.revocation import probe_revocation
+from deploy.evaluation.attack.oracles.serving_order import probe_duplicates, probe_order
+from deploy.evaluation.attack.oracles.storage import probe_storage
+from deploy.evaluation.attack.prober import Prober
+from deploy.evaluation.attack.scene import Scene
+from deploy.evaluation.attack.texts import Texts
+from deploy.evaluation.bench.clock import SystemClock
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Sequence
 
-    from deploy.attack.findings import Finding
-    from deploy.attack.scene import Effort, Server
+    from deploy.evaluation.attack.findings import Finding
+    from deploy.evaluation.attack.scene import Effort, Server
 
 # The floods come last, as they leave the cache full.
 ORACLES: dict[str, Callable[[Scene], Awaitable[list[Finding]]]] = {

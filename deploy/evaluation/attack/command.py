@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING
 
 from rich.console import Console
 
-from deploy.attack.prober import AttackError
-from deploy.attack.scene import Effort
-from deploy.bench.deployments import LaunchError, add_setting_arguments
-from deploy.bench.report import output_console, print_failure
-from deploy.bench.results import Provenance
-from deploy.bench.serve_arguments import positive_float, positive_int
-from deploy.bench.target import TargetError
+from deploy.evaluation.attack.prober import AttackError
+from deploy.evaluation.attack.scene import Effort
+from deploy.evaluation.bench.deployments import LaunchError, add_setting_arguments
+from deploy.evaluation.bench.report import output_console, print_failure
+from deploy.evaluation.bench.results import Provenance
+from deploy.evaluation.bench.serve_arguments import positive_float, positive_int
+from deploy.evaluation.bench.target import TargetError
 
 if TYPE_CHECKING:
     import argparse
@@ -104,8 +104,8 @@ def run(arguments: argparse.Namespace) -> int:
     if importlib.util.find_spec("scipy") is None:
         print_failure(PROGRAM, ModuleNotFoundError("this needs scipy: make install-dev"))
         return 2
-    from deploy.attack.report import finding_table, write_findings
-    from deploy.attack.runs import attack_launched, attack_running
+    from deploy.evaluation.attack.report import finding_table, write_findings
+    from deploy.evaluation.attack.runs import attack_launched, attack_running
 
     console, status = output_console(), Console(stderr=True)
 

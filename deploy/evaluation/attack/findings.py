@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import TYPE_CHECKING
 
-from deploy.attack.statistics import pairs_for
+from deploy.evaluation.attack.statistics import pairs_for
 
 if TYPE_CHECKING:
-    from deploy.attack.statistics import Separation
+    from deploy.evaluation.attack.statistics import Separation
 
 # The targets' bound on private text. Guessing is 0.5.
 HIGHEST_CLOSED_AUC = 0.55

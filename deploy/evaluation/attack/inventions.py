@@ -5,12 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from deploy.attack.prober import COMPLETIONS, MESSAGES, Disguise
+from deploy.evaluation.attack.prober import COMPLETIONS, MESSAGES, Disguise
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
-    from deploy.attack.scene import Credentials
+    from deploy.evaluation.attack.scene import Credentials
 
 # Body fields that hold a name, a conversation or a salt. Whether one of them names a person is the credential's affair.
 PERSON_FIELDS = ("user", "safety_identifier")

@@ -9,8 +9,8 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
 
-from deploy.attack.scene import Credentials, Server
-from deploy.bench.deployments import LaunchedDeployment
+from deploy.evaluation.attack.scene import Credentials, Server
+from deploy.evaluation.bench.deployments import LaunchedDeployment
 from gateway.identity.keys import ApiKey, hash_of, save_keys
 
 if TYPE_CHECKING:

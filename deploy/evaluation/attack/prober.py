@@ -8,18 +8,18 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import orjson
 
-from deploy.attack.texts import with_question
-from deploy.bench.client import OpenAIClient, RequestOptions
-from deploy.bench.prompts import PromptMaker
-from deploy.bench.records import BenchRequest
-from deploy.bench.target import accepts_ids, base_url, find_model, measure_tokens_per_word
-from deploy.bench.transport import HttpClient, TransportError
+from deploy.evaluation.attack.texts import with_question
+from deploy.evaluation.bench.client import OpenAIClient, RequestOptions
+from deploy.evaluation.bench.prompts import PromptMaker
+from deploy.evaluation.bench.records import BenchRequest
+from deploy.evaluation.bench.target import accepts_ids, base_url, find_model, measure_tokens_per_word
+from deploy.evaluation.bench.transport import HttpClient, TransportError
 
 if TYPE_CHECKING:
     from collections.abc import Coroutine, Iterable, Mapping, Sequence
 
-    from deploy.bench.clock import Clock
-    from deploy.bench.records import RequestRecord, Segment
+    from deploy.evaluation.bench.clock import Clock
+    from deploy.evaluation.bench.records import RequestRecord, Segment
 
 
 class AttackError(Exception):

@@ -8,17 +8,17 @@ from typing import TYPE_CHECKING, Any
 import orjson
 from rich.table import Table
 
-from deploy.attack.findings import Verdict
-from deploy.bench.results import rounded, short_model
+from deploy.evaluation.attack.findings import Verdict
+from deploy.evaluation.bench.results import rounded, short_model
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
     from pathlib import Path
 
-    from deploy.attack.campaign import Report
-    from deploy.attack.findings import Finding
-    from deploy.attack.statistics import Separation
-    from deploy.bench.results import Provenance
+    from deploy.evaluation.attack.campaign import Report
+    from deploy.evaluation.attack.findings import Finding
+    from deploy.evaluation.attack.statistics import Separation
+    from deploy.evaluation.bench.results import Provenance
 
 STYLES = {
     Verdict.LEAKS: "red",

@@ -9,15 +9,15 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
 
-from deploy.attack.campaign import ORACLES, Plan, Report, attack
-from deploy.attack.launching import FAIR, KEYLESS, MODES, NO_MODEL, ROOMY, Launch, launched
-from deploy.attack.scene import QUICK, UNKNOWN, Credentials, Effort, Server
+from deploy.evaluation.attack.campaign import ORACLES, Plan, Report, attack
+from deploy.evaluation.attack.launching import FAIR, KEYLESS, MODES, NO_MODEL, ROOMY, Launch, launched
+from deploy.evaluation.attack.scene import QUICK, UNKNOWN, Credentials, Effort, Server
 
 if TYPE_CHECKING:
     import argparse
     from collections.abc import Callable, Sequence
 
-    from deploy.attack.findings import Finding
+    from deploy.evaluation.attack.findings import Finding
 
 # Few probes decide where observations are exact: what the server says, whom it serves first, who is who.
 EXACT_ORACLES = (

@@ -6,15 +6,15 @@ import asyncio
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, TypeVar
 
-from deploy.attack.prober import AttackError, at_once
+from deploy.evaluation.attack.prober import AttackError, at_once
 
 if TYPE_CHECKING:
     import random
     from collections.abc import Coroutine, Iterable
     from pathlib import Path
 
-    from deploy.attack.prober import Prober
-    from deploy.attack.texts import Texts
+    from deploy.evaluation.attack.prober import Prober
+    from deploy.evaluation.attack.texts import Texts
 
 UNKNOWN = "unknown"
 # Requests that are sent at the same time where their order does not matter.

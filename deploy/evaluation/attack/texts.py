@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from deploy.bench.records import Segment
+from deploy.evaluation.bench.records import Segment
 
 QUESTION_TOKENS = 8
 

@@ -7,17 +7,17 @@ from typing import TYPE_CHECKING, Any
 
 import orjson
 
-from deploy.bench.openai_stream import AnswerReader, error_message
-from deploy.bench.records import RequestRecord
-from deploy.bench.transport import TransportError
+from deploy.evaluation.bench.openai_stream import AnswerReader, error_message
+from deploy.evaluation.bench.records import RequestRecord
+from deploy.evaluation.bench.transport import TransportError
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from deploy.bench.clock import Clock
-    from deploy.bench.prompts import PromptMaker
-    from deploy.bench.records import BenchRequest
-    from deploy.bench.transport import BodySink, HttpClient, Response
+    from deploy.evaluation.bench.clock import Clock
+    from deploy.evaluation.bench.prompts import PromptMaker
+    from deploy.evaluation.bench.records import BenchRequest
+    from deploy.evaluation.bench.transport import BodySink, HttpClient, Response
 
 PATHS = {"completions": "/v1/completions", "chat": "/v1/chat/completions"}
 

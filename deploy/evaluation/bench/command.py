@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from deploy.bench.cache.command import add_cache_arguments, run_cache
-from deploy.bench.control_plane.command import add_control_plane_arguments, run_control_plane
-from deploy.bench.cpu import add_cpu_arguments, run_cpu
-from deploy.bench.offline import add_offline_arguments, run_offline
-from deploy.bench.plots import add_plots_arguments, run_plots
-from deploy.bench.serve import run_serve
-from deploy.bench.serve_arguments import add_serve_arguments
-from deploy.bench.tenants.command import add_tenants_arguments, run_tenants
-from deploy.bench.trace_writing import add_trace_arguments, run_trace
+from deploy.evaluation.bench.cache.command import add_cache_arguments, run_cache
+from deploy.evaluation.bench.control_plane.command import add_control_plane_arguments, run_control_plane
+from deploy.evaluation.bench.cpu import add_cpu_arguments, run_cpu
+from deploy.evaluation.bench.offline import add_offline_arguments, run_offline
+from deploy.evaluation.bench.plots import add_plots_arguments, run_plots
+from deploy.evaluation.bench.serve import run_serve
+from deploy.evaluation.bench.serve_arguments import add_serve_arguments
+from deploy.evaluation.bench.tenants.command import add_tenants_arguments, run_tenants
+from deploy.evaluation.bench.trace_writing import add_trace_arguments, run_trace
 
 if TYPE_CHECKING:
     import argparse

@@ -13,26 +13,26 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 from rich.table import Table
 
-from deploy.bench.figures import Spread
-from deploy.bench.measure import Bench, TargetOptions
-from deploy.bench.records import BenchRequest, Segment, Session
-from deploy.bench.report import output_console, print_failure, spread_text
-from deploy.bench.results import Provenance, ResultSheet, short_model, write_results
-from deploy.bench.serve_arguments import (
+from deploy.evaluation.bench.figures import Spread
+from deploy.evaluation.bench.measure import Bench, TargetOptions
+from deploy.evaluation.bench.records import BenchRequest, Segment, Session
+from deploy.evaluation.bench.report import output_console, print_failure, spread_text
+from deploy.evaluation.bench.results import Provenance, ResultSheet, short_model, write_results
+from deploy.evaluation.bench.serve_arguments import (
     DEFAULT_URL,
     add_result_arguments,
     add_target_arguments,
     json_object,
     positive_int,
 )
-from deploy.bench.target import TargetError
-from deploy.bench.workloads.random_text import random_sessions
+from deploy.evaluation.bench.target import TargetError
+from deploy.evaluation.bench.workloads.random_text import random_sessions
 
 if TYPE_CHECKING:
     import argparse
     from collections.abc import Sequence
 
-    from deploy.bench.records import RequestRecord
+    from deploy.evaluation.bench.records import RequestRecord
 
 INPUT_TOKENS = 256
 OUTPUT_TOKENS = 64

@@ -12,7 +12,7 @@ import numpy as np
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-    from deploy.bench.records import LoadResult
+    from deploy.evaluation.bench.records import LoadResult
 
 QUANTILES = (50, 90, 99)
 

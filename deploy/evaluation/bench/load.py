@@ -5,13 +5,13 @@ from __future__ import annotations
 import asyncio
 from typing import TYPE_CHECKING, Protocol
 
-from deploy.bench.records import LoadResult
+from deploy.evaluation.bench.records import LoadResult
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from deploy.bench.clock import Clock
-    from deploy.bench.records import BenchRequest, RequestRecord, Session
+    from deploy.evaluation.bench.clock import Clock
+    from deploy.evaluation.bench.records import BenchRequest, RequestRecord, Session
 
 
 class Sender(Protocol):

@@ -5,18 +5,18 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from deploy.bench.client import OpenAIClient, RequestOptions
-from deploy.bench.clock import Clock, SystemClock
-from deploy.bench.load import run_closed_loop, run_open_loop
-from deploy.bench.prompts import DEFAULT_VOCABULARY, PromptMaker
-from deploy.bench.target import TargetError, accepts_ids, find_model, measure_tokens_per_word, open_client
-from deploy.bench.workloads.random_text import random_sessions
+from deploy.evaluation.bench.client import OpenAIClient, RequestOptions
+from deploy.evaluation.bench.clock import Clock, SystemClock
+from deploy.evaluation.bench.load import run_closed_loop, run_open_loop
+from deploy.evaluation.bench.prompts import DEFAULT_VOCABULARY, PromptMaker
+from deploy.evaluation.bench.target import TargetError, accepts_ids, find_model, measure_tokens_per_word, open_client
+from deploy.evaluation.bench.workloads.random_text import random_sessions
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-    from deploy.bench.records import LoadResult, RequestRecord, Session
-    from deploy.bench.transport import HttpClient
+    from deploy.evaluation.bench.records import LoadResult, RequestRecord, Session
+    from deploy.evaluation.bench.transport import HttpClient
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,23 +13,23 @@ from rich.table import Table
 
 from common.errors import ConfigurationError
 from common.types import CacheMode
-from deploy.bench.deployments import LaunchedDeployment, LaunchError, add_setting_arguments
-from deploy.bench.figures import Spread
-from deploy.bench.pipeline_client import ChoiceRecord, PipelineClient, PipelineError, schedule_requests
-from deploy.bench.progress import following_tokens
-from deploy.bench.prompts import PromptMaker
-from deploy.bench.report import NOT_REPORTED, output_console, print_failure, spread_text
-from deploy.bench.results import Provenance, ResultSheet, write_results
-from deploy.bench.serve_arguments import add_result_arguments, positive_float, positive_int
-from deploy.bench.workloads.random_text import random_sessions
-from deploy.bench.workloads.w1 import TEMPERATURE, w1_requests
+from deploy.evaluation.bench.deployments import LaunchedDeployment, LaunchError, add_setting_arguments
+from deploy.evaluation.bench.figures import Spread
+from deploy.evaluation.bench.pipeline_client import ChoiceRecord, PipelineClient, PipelineError, schedule_requests
+from deploy.evaluation.bench.progress import following_tokens
+from deploy.evaluation.bench.prompts import PromptMaker
+from deploy.evaluation.bench.report import NOT_REPORTED, output_console, print_failure, spread_text
+from deploy.evaluation.bench.results import Provenance, ResultSheet, write_results
+from deploy.evaluation.bench.serve_arguments import add_result_arguments, positive_float, positive_int
+from deploy.evaluation.bench.workloads.random_text import random_sessions
+from deploy.evaluation.bench.workloads.w1 import TEMPERATURE, w1_requests
 from deploy.supervisor.state import find_state
 
 if TYPE_CHECKING:
     import argparse
     from collections.abc import Sequence
 
-    from deploy.bench.records import BenchRequest
+    from deploy.evaluation.bench.records import BenchRequest
 
 WARM_UP_REQUESTS = 4
 WARM_UP_TOKENS = 16

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import orjson
 
-from deploy.bench.event_stream import DONE, EventSplitter
+from deploy.evaluation.bench.event_stream import DONE, EventSplitter
 
 if TYPE_CHECKING:
     from collections.abc import Callable

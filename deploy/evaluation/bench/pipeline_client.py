@@ -28,7 +28,7 @@ from common.types import (
 )
 from common.wire.answers import admission_from_wire, finish_from_wire
 from common.wire.requests import schedule_request_to_wire
-from deploy.bench.clock import Clock, SystemClock
+from deploy.evaluation.bench.clock import Clock, SystemClock
 from protos.gen.pando.v1 import detokenizer_pb2, detokenizer_pb2_grpc, scheduler_pb2, scheduler_pb2_grpc
 
 if TYPE_CHECKING:
@@ -36,8 +36,8 @@ if TYPE_CHECKING:
     from types import TracebackType
 
     from common.types import Finish
-    from deploy.bench.prompts import PromptMaker
-    from deploy.bench.records import BenchRequest
+    from deploy.evaluation.bench.prompts import PromptMaker
+    from deploy.evaluation.bench.records import BenchRequest
 
 # Requests and responses differ by stream.
 AnyStream: TypeAlias = "grpc.aio.UnaryStreamCall[Any, Any] | grpc.aio.StreamStreamCall[Any, Any]"

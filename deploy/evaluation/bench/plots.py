@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import orjson
 
-from deploy.bench.report import output_console, print_failure
+from deploy.evaluation.bench.report import output_console, print_failure
 
 if TYPE_CHECKING:
     import argparse
@@ -22,7 +22,7 @@ Entry = dict[str, Any]  # one result as JSON
 
 MODES = ("shared", "isolated", "isolated_pinned", "user_aware")
 COLOURS = dict(zip(MODES, ("#b3403a", "#8c8c8c", "#c9a24b", "#2f6f4f"), strict=True))
-DEFAULT_FOLDER = Path("tests/benchmarks/results")
+DEFAULT_FOLDER = Path("deploy/evaluation/results")
 
 
 def add_plots_arguments(parser: argparse.ArgumentParser) -> None:

@@ -13,8 +13,8 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Sequence
     from types import TracebackType
 
-    from deploy.bench.pipeline_client import ChoiceRecord
-    from deploy.bench.records import RequestRecord
+    from deploy.evaluation.bench.pipeline_client import ChoiceRecord
+    from deploy.evaluation.bench.records import RequestRecord
 
 # Low, because redrawing competes with the load for the processor.
 DRAWINGS_PER_S = 2

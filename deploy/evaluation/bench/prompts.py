@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from deploy.bench.records import Segment
+    from deploy.evaluation.bench.records import Segment
 
 # Ids below are special tokens and single bytes in most vocabularies; ids above are words in every vocabulary.
 LOWEST_ID = 256

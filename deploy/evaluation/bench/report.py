@@ -8,13 +8,13 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from deploy.bench.figures import QUANTILES
+from deploy.evaluation.bench.figures import QUANTILES
 
 if TYPE_CHECKING:
-    from deploy.bench.figures import LoadFigures, Percentiles, Spread
-    from deploy.bench.records import LoadResult
-    from deploy.bench.results import ResultSheet
-    from deploy.bench.workloads.ideal import IdealRates
+    from deploy.evaluation.bench.figures import LoadFigures, Percentiles, Spread
+    from deploy.evaluation.bench.records import LoadResult
+    from deploy.evaluation.bench.results import ResultSheet
+    from deploy.evaluation.bench.workloads.ideal import IdealRates
 
 NOT_REPORTED = "–"
 # Width of tables in files and pipes.

@@ -14,7 +14,7 @@ import orjson
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-    from deploy.bench.figures import Spread
+    from deploy.evaluation.bench.figures import Spread
 
 SECRET_FLAGS = ("--api-key",)
 

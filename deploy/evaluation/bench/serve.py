@@ -6,21 +6,21 @@ import asyncio
 import sys
 from typing import TYPE_CHECKING
 
-from deploy.bench.figures import summarize
-from deploy.bench.measure import Bench
-from deploy.bench.progress import RequestProgress
-from deploy.bench.report import load_results, load_table, output_console, print_errors, print_failure
-from deploy.bench.results import Provenance, ResultSheet, short_model, write_results
-from deploy.bench.serve_arguments import build_sessions, is_open_loop, target_options
-from deploy.bench.target import TargetError
-from deploy.bench.workloads.ideal import ideal_rates
+from deploy.evaluation.bench.figures import summarize
+from deploy.evaluation.bench.measure import Bench
+from deploy.evaluation.bench.progress import RequestProgress
+from deploy.evaluation.bench.report import load_results, load_table, output_console, print_errors, print_failure
+from deploy.evaluation.bench.results import Provenance, ResultSheet, short_model, write_results
+from deploy.evaluation.bench.serve_arguments import build_sessions, is_open_loop, target_options
+from deploy.evaluation.bench.target import TargetError
+from deploy.evaluation.bench.workloads.ideal import ideal_rates
 
 if TYPE_CHECKING:
     import argparse
     from collections.abc import Sequence
 
-    from deploy.bench.figures import LoadFigures
-    from deploy.bench.records import LoadResult, Session
+    from deploy.evaluation.bench.figures import LoadFigures
+    from deploy.evaluation.bench.records import LoadResult, Session
 
 DEFAULT_CONCURRENCY = 8
 

@@ -10,20 +10,20 @@ from typing import TYPE_CHECKING, Any
 
 import orjson
 
-from deploy.bench.arrivals import gamma_arrivals
-from deploy.bench.measure import TargetOptions
-from deploy.bench.prompts import DEFAULT_VOCABULARY
-from deploy.bench.workloads.m1 import M1Shape, m1_sessions
-from deploy.bench.workloads.random_text import random_sessions
-from deploy.bench.workloads.shared_prefix import SharedPrefixShape, shared_prefix_sessions
-from deploy.bench.workloads.sharegpt import ShareGptOptions, sharegpt_sessions
-from deploy.bench.workloads.trace import BLOCK_TOKENS, TraceOptions, trace_sessions
-from deploy.bench.workloads.w1 import w1_sessions
+from deploy.evaluation.bench.arrivals import gamma_arrivals
+from deploy.evaluation.bench.measure import TargetOptions
+from deploy.evaluation.bench.prompts import DEFAULT_VOCABULARY
+from deploy.evaluation.bench.workloads.m1 import M1Shape, m1_sessions
+from deploy.evaluation.bench.workloads.random_text import random_sessions
+from deploy.evaluation.bench.workloads.shared_prefix import SharedPrefixShape, shared_prefix_sessions
+from deploy.evaluation.bench.workloads.sharegpt import ShareGptOptions, sharegpt_sessions
+from deploy.evaluation.bench.workloads.trace import BLOCK_TOKENS, TraceOptions, trace_sessions
+from deploy.evaluation.bench.workloads.w1 import w1_sessions
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from deploy.bench.records import Session
+    from deploy.evaluation.bench.records import Session
 
 DEFAULT_URL = "http://127.0.0.1:8000"
 USER_FIELDS = ("user", "user_id", "safety_identifier", "cache_salt", "none")

@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING, Any
 
 import orjson
 
-from deploy.bench.openai_stream import error_message
-from deploy.bench.prompts import WORDS
-from deploy.bench.transport import HttpClient, TransportError
+from deploy.evaluation.bench.openai_stream import error_message
+from deploy.evaluation.bench.prompts import WORDS
+from deploy.evaluation.bench.transport import HttpClient, TransportError
 
 if TYPE_CHECKING:
-    from deploy.bench.transport import Response
+    from deploy.evaluation.bench.transport import Response
 
 PROBE_TIMEOUT_S = 120.0
 

@@ -8,19 +8,19 @@ from typing import TYPE_CHECKING, Any
 
 import orjson
 
-from deploy.bench.cache.arrivals import by_time
-from deploy.bench.report import output_console, print_failure
-from deploy.bench.serve_arguments import positive_float, positive_int
-from deploy.bench.workloads.ideal import IdealCache
-from deploy.bench.workloads.m1 import M1Shape, m1_stream
-from deploy.bench.workloads.trace import BLOCK_TOKENS
+from deploy.evaluation.bench.cache.arrivals import by_time
+from deploy.evaluation.bench.report import output_console, print_failure
+from deploy.evaluation.bench.serve_arguments import positive_float, positive_int
+from deploy.evaluation.bench.workloads.ideal import IdealCache
+from deploy.evaluation.bench.workloads.m1 import M1Shape, m1_stream
+from deploy.evaluation.bench.workloads.trace import BLOCK_TOKENS
 
 if TYPE_CHECKING:
     import argparse
     from collections.abc import Iterable
 
-    from deploy.bench.cache.arrivals import Arrival
-    from deploy.bench.records import Segment
+    from deploy.evaluation.bench.cache.arrivals import Arrival
+    from deploy.evaluation.bench.records import Segment
 
 # Seconds per output token in the trace, which determine the gaps between the turns of a conversation.
 TOKEN_S = 0.02

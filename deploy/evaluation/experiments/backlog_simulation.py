@@ -20,13 +20,13 @@ from common.types import (
     SubscriberId,
     View,
 )
+from deploy.evaluation.experiments.shares_simulation import PAGE_SIZE, VOCABULARY, TimedWorker
 from services.scheduler.cache.factory import make_cache
 from services.scheduler.cache.pages import PageAllocator
 from services.scheduler.core.config import CoreConfig
 from services.scheduler.core.core import SchedulerCore
 from services.scheduler.core.shares import ShareConfig, VirtualCounters
 from services.scheduler.policy.factory import PolicyName, make_policy
-from tests.benchmarks.shares_simulation import PAGE_SIZE, VOCABULARY, TimedWorker
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -51,7 +51,7 @@ class Backlog:
 def service(
     policy: PolicyName, backlogs: Sequence[Backlog], limits: Limits, *, duration_s: float, slack_tokens: float = 512.0
 ) -> Mapping[Subject, float]:
-    """Return what each subject gets, in weighted tokens, over the time after the first fifth."""
+    """Return the service of each subject, in weighted tokens, over the time after the first fifth."""
     run = _Run(policy, backlogs, limits, slack_tokens)
     run.until(duration_s / 5)
     before = Counter(run.served)

@@ -1,4 +1,4 @@
-"""What the prefix cache costs in processor time and memory: `python -m tests.benchmarks.cache_costs`.
+"""Costs of the prefix cache in processor time and memory: `python -m deploy.evaluation.experiments.cache_costs`.
 
 A request has 2,000 tokens, of which 1,600 are cached: an app's system prompt, which in the user-aware cache the tenant
 shares by evidence, then five turns of the user's own. The tree around it consists of leaves of one page, ten per user.
@@ -22,9 +22,9 @@ import numpy as np
 from rich.table import Table
 
 from common.types import Subject, View
-from deploy.bench.figures import Spread
-from deploy.bench.report import output_console
-from deploy.bench.results import Provenance, Result, ResultSheet, write_results
+from deploy.evaluation.bench.figures import Spread
+from deploy.evaluation.bench.report import output_console
+from deploy.evaluation.bench.results import Provenance, Result, ResultSheet, write_results
 from services.scheduler.cache.config import CacheConfig, Mode
 from services.scheduler.cache.keys import TOKEN_BYTES
 from services.scheduler.cache.pages import PageAllocator
@@ -94,16 +94,16 @@ class Grove:
         times = [clock()]
         cache.peek(request.view, request.token_ids)
         times.append(clock())
-        lease = cache.commit(request.view, request.token_ids)
+        lock = cache.commit(request.view, request.token_ids)
         times.append(clock())
-        fresh = self.allocator.try_allocate(len(request.token_ids) // PAGE_SIZE - len(lease.pages))
+        fresh = self.allocator.try_allocate(len(request.token_ids) // PAGE_SIZE - len(lock.pages))
         assert fresh is not None, "memory is sized for all requests"
-        table = np.concatenate([lease.pages, fresh])
+        table = np.concatenate([lock.pages, fresh])
         between = clock()
-        lease = cache.insert(lease, request.token_ids, table, len(request.token_ids)).lock
+        lock = cache.insert(lock, request.token_ids, table, len(request.token_ids)).lock
         times.append(clock() - between + times[-1])
         between = clock()
-        cache.release(lease)
+        cache.release(lock)
         times.append(clock() - between + times[-1])
         self.allocator.release(table)
         return [after - before for before, after in pairwise(times)]
@@ -149,7 +149,7 @@ class Costs:
 
     @property
     def request_us(self) -> float:
-        """What a request costs, without its end and its share of the epoch boundary."""
+        """Cost of a request, without its end and its share of the epoch boundary."""
         return self.operations[REQUEST].median
 
 
@@ -194,7 +194,7 @@ def measure_memory(mode: Mode, nodes: int) -> float:
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Measure, print, and write what was asked for."""
-    parser = argparse.ArgumentParser(prog="python -m tests.benchmarks.cache_costs", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m deploy.evaluation.experiments.cache_costs", description=__doc__)
     parser.add_argument("--nodes", type=int, nargs="+", default=[10**3, 10**4, 10**5, 10**6])
     parser.add_argument("--requests", type=int, default=1_000, help="per repeat (%(default)s)")
     parser.add_argument("--repeats", type=int, default=5, help="(%(default)s)")
@@ -236,13 +236,13 @@ def summary_table(costs: Sequence[Costs], memory: Mapping[Mode, float]) -> Table
 
 
 def ratios(costs: Sequence[Costs]) -> dict[int, float]:
-    """Return what a request costs with user awareness, as a multiple of without, by nodes."""
+    """Return the cost of a request with user awareness, as a multiple of the cost without, by nodes."""
     by_size = {(cost.nodes, cost.mode): cost.request_us for cost in costs}
     return {cost.nodes: cost.request_us / by_size[cost.nodes, Mode.SHARED] for cost in costs if cost.mode is MODES[1]}
 
 
 def growth(costs: Sequence[Costs], mode: Mode) -> float:
-    """Return what a request costs at most, as a multiple of the cost in the smallest tree."""
+    """Return the highest cost of a request, as a multiple of the cost in the smallest tree."""
     of_mode = [cost for cost in costs if cost.mode is mode]
     return max(cost.request_us for cost in of_mode) / min(of_mode, key=lambda cost: cost.nodes).request_us
 

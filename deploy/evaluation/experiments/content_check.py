@@ -1,6 +1,7 @@
 """How much harmless text the shipped rules of the content check refuse, and how fast they read.
 
-Run as `python -m tests.benchmarks.content_check DIRECTORY…`, which reads the text files below each directory.
+Run as `python -m deploy.evaluation.experiments.content_check DIRECTORY…`, which reads the text files below each
+directory.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """How long decode steps of an engine take on a GPU, without gRPC, and how much of that the device idles.
 
-`python -m tests.benchmarks.decode_steps tests/benchmarks/shapes/qwen3-0.6b --rows 1 256 --prompt 500`
+`python -m deploy.evaluation.experiments.decode_steps deploy/evaluation/shapes/qwen3-0.6b --rows 1 256 --prompt 500`
 
 With `--tp 2`, two tensor-parallel ranks take the first two GPUs; what is printed is rank 0's.
 """
@@ -24,7 +24,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from common.steps import EngineSpec, PrefillChunk, RowOpen, StepPlan
 from common.types import RequestId, RowSlot, SamplingParams, StepId
-from deploy.bench.results import Provenance, ResultSheet, write_results
+from deploy.evaluation.bench.results import Provenance, ResultSheet, write_results
 from services.worker.engine.backends import RunnerOptions
 from services.worker.engine.execution.torch_model import torch_engine
 from services.worker.engine.loader import load_decoder
@@ -83,7 +83,7 @@ class Driver:
         return (time.perf_counter() - started) / (plans * STEPS)
 
     def run(self, plan: StepPlan) -> None:
-        """Run one plan; its tokens are nobody's."""
+        """Run one plan; its tokens are dropped."""
         self._engine.execute(plan, lambda _result: None)
 
     def settle(self) -> None:
@@ -115,7 +115,7 @@ def measure(arguments: argparse.Namespace, rank: int, rendezvous: str) -> None:
     )  # fmt: skip
     driver = Driver(spec)
     name = f"{Path(arguments.model).name} (dummy{', fp8' if arguments.quantization == 'fp8' else ''})"
-    command = shlex.join(["python", "-m", "tests.benchmarks.decode_steps", *sys.argv[1:]])
+    command = shlex.join(["python", "-m", "deploy.evaluation.experiments.decode_steps", *sys.argv[1:]])
     sheet = ResultSheet("decode-steps", name, arguments.tp, replace(Provenance.collect(()), command=command))
     for rows in sorted(arguments.rows):
         # Rows that are there already go on, and need pages for all that follows.
@@ -133,7 +133,7 @@ def measure(arguments: argparse.Namespace, rank: int, rendezvous: str) -> None:
 
 
 def programs_of(profiled: profile) -> list[FunctionEvent]:
-    """Return what ran on the device."""
+    """Return the programs that ran on the device."""
     return [event for event in profiled.events() or () if event.device_type.name == "CUDA"]  # type: ignore[no-untyped-call]  # torch leaves it untyped
 
 

@@ -1,8 +1,9 @@
 """Embeddings per second: the bundled encoder through all services, beside reference implementations in this process.
 
-`python -m tests.benchmarks.embeddings` starts a deployment of its own and measures it and its peers in turn, with the
-same texts and the same number of threads. `sentence-transformers` takes part if it is installed. Processor time is that
-of all services, or of this process; it says more than the rate where others use the machine, too.
+`python -m deploy.evaluation.experiments.embeddings` starts a deployment of its own and measures it and its
+peers in turn, with the same texts and the same number of threads. `sentence-transformers` takes part if it is
+installed. Processor time is that of all services, or of this process; it says more than the rate where others use the
+machine, too.
 """
 
 from __future__ import annotations
@@ -27,10 +28,10 @@ import torch
 from rich.table import Table
 
 from common.models import resolve
-from deploy.bench.deployments import LaunchedDeployment
-from deploy.bench.figures import Spread
-from deploy.bench.report import output_console
-from deploy.bench.results import Provenance, ResultSheet, write_results
+from deploy.evaluation.bench.deployments import LaunchedDeployment
+from deploy.evaluation.bench.figures import Spread
+from deploy.evaluation.bench.report import output_console
+from deploy.evaluation.bench.results import Provenance, ResultSheet, write_results
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Sequence
@@ -76,7 +77,7 @@ class Peer(Protocol):
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure and print; return the exit code."""
-    parser = argparse.ArgumentParser(prog="python -m tests.benchmarks.embeddings", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m deploy.evaluation.experiments.embeddings", description=__doc__)
     parser.add_argument("--texts", type=int, default=512, help="how many (%(default)s)")
     parser.add_argument("--repeats", type=int, default=3, help="of each measurement (%(default)s)")
     parser.add_argument("--set", action="append", default=[], metavar="NAME=VALUE", help="a setting of the deployment")
@@ -165,7 +166,7 @@ def make_peers() -> dict[str, Peer]:
     path = str(resolve(MODEL).path)
     peers: dict[str, Peer] = {"transformers": Transformers(path)}
     if importlib.util.find_spec("sentence_transformers") is not None:
-        # Whoever wants to compare with it installs it: it has no types here.
+        # An optional package without types.
         sentence_transformers: Any = importlib.import_module("sentence_transformers")
         model = sentence_transformers.SentenceTransformer(path, device="cpu")
         peers["sentence-transformers"] = lambda texts: model.encode(

@@ -1,4 +1,6 @@
-"""Greedy and modest users, floods and weighted tenants under each policy: `python -m tests.benchmarks.fairness`.
+"""Greedy and modest users, floods and weighted tenants under each policy.
+
+Run as `python -m deploy.evaluation.experiments.fairness`.
 
 The scheduler core runs as it is, with a user-aware cache; a worker that computes nothing takes the time that a GPU of
 some size would: a constant per step, and something per token of prompt and per decoding row. Time is simulated, so the
@@ -6,7 +8,7 @@ figures are the same on every machine, and a run takes seconds.
 
 The greedy user keeps 64 questions about a dozen long documents in the queue; each modest one holds a conversation,
 whose next turn comes some seconds after the answer. Reported are times to first token; Jain's index of speed (a user's
-speed is what its time to first token would be with nobody else there, over what it is: 1 means that all are slowed down
+speed is what its time to first token would be without other users, over what it is: 1 means that all are slowed down
 alike); and how much of the prompts the cache held.
 
 Beside that, two cases in which all always have requests waiting. A flood without a name keeps 256 requests in the
@@ -27,22 +29,22 @@ from rich.table import Table
 
 from common.limits import Limits, SubjectLimits, TenantLimits
 from common.types import Subject
-from deploy.bench.report import output_console
-from deploy.bench.results import Provenance, ResultSheet, write_results
-from tests.benchmarks.backlog_simulation import Backlog, service
-from tests.benchmarks.shares_simulation import Simulation, Workload, figures
+from deploy.evaluation.bench.report import output_console
+from deploy.evaluation.bench.results import Provenance, ResultSheet, write_results
+from deploy.evaluation.experiments.backlog_simulation import Backlog, service
+from deploy.evaluation.experiments.shares_simulation import Simulation, Workload, figures
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from deploy.bench.results import Result
+    from deploy.evaluation.bench.results import Result
     from services.scheduler.policy.factory import PolicyName
 
 K = TypeVar("K")
 
 # Of backlogs, more changes nothing.
 BACKLOG_S = 15.0
-RESULTS = Path(__file__).parent / "results" / "fairness.json"
+RESULTS = Path(__file__).parents[1] / "results" / "fairness.json"
 UNITS = {
     "modest_ttft_p50": "ms",
     "modest_ttft_p95": "ms",
@@ -142,7 +144,9 @@ def main(argv: Sequence[str]) -> int:
     units = UNITS | SHARE_UNITS
     results: list[Result] = []
     provenance = Provenance.collect(argv)
-    provenance = Provenance("python -m tests.benchmarks.fairness --json", provenance.commit, provenance.date)
+    provenance = Provenance(
+        "python -m deploy.evaluation.experiments.fairness --json", provenance.commit, provenance.date
+    )
     for variant in VARIANTS:
         table.add_column(variant.label, justify="right")
         sheet = ResultSheet("fairness", "simulated", 1, provenance, variant.label)

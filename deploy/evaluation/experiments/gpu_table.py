@@ -1,4 +1,6 @@
-"""Every row of the GPU table, each part with one deployment: `python -m tests.benchmarks.gpu_table --json FILE`.
+"""Every row of the GPU table, each part with one deployment.
+
+Run as `python -m deploy.evaluation.experiments.gpu_table --json FILE`.
 
 Parts can be chosen by name and are measured in the order in which `--list` prints them with their commands; `--seconds`
 begins no load after that time, and says what is left; `--label` keeps another run's figures beside those of the first.
@@ -17,13 +19,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from deploy.bench.deployments import LaunchedDeployment, LaunchError
-from deploy.bench.results import current_commit, read_results, write_results
+from deploy.evaluation.bench.deployments import LaunchedDeployment, LaunchError
+from deploy.evaluation.bench.results import current_commit, read_results, write_results
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-SHAPES = "tests/benchmarks/shapes"
+SHAPES = "deploy/evaluation/shapes"
 DUMMY = ("model.load_format=dummy", "model.max_context=4096", "scheduler.max_rows=256")
 OFFLINE = (*DUMMY, "scheduler.max_step_tokens=16384")
 FP8 = (*OFFLINE, "model.quantization=fp8")
@@ -45,7 +47,7 @@ class Part:
     settings: tuple[str, ...] = OFFLINE
 
     def deployment(self) -> AbstractContextManager[LaunchedDeployment | None]:
-        """Return what serves the loads, not yet started."""
+        """Return the deployment for the loads, not yet started."""
         if self.shape is None:
             return nullcontext()
         return LaunchedDeployment(None, (f"model.reference={SHAPES}/{self.shape}", *self.settings), ranks=self.ranks)
@@ -55,8 +57,8 @@ OFFLINE_LOAD = "pando bench offline --tp {tp} --no-cache --repeats 3 --json {jso
 THROUGHPUT = (f"{OFFLINE_LOAD} --workload w1", f"{OFFLINE_LOAD} --workload batch1")
 # Near what a GPU can do, when requests happen to come decides how long they wait: they come alike in every run.
 ONLINE_LOAD = "pando bench serve --url {url} --input-tokens 1784 --output-tokens 256 --warmup 16 --seed 1"
-SHARES = "python -m tests.benchmarks.pipeline_shares --json {json}"
-STEPS = f"python -m tests.benchmarks.decode_steps {SHAPES}/%s --prompt 500 --json {{json}}"
+SHARES = "python -m deploy.evaluation.experiments.pipeline_shares --json {json}"
+STEPS = f"python -m deploy.evaluation.experiments.decode_steps {SHAPES}/%s --prompt 500 --json {{json}}"
 PARTS = (
     *(Part(shape, THROUGHPUT, shape) for shape in ("qwen3-0.6b", "llama-3.1-8b", "qwen3-14b")),
     Part("qwen3-14b-tp2", THROUGHPUT, "qwen3-14b", 2),
@@ -82,15 +84,15 @@ PARTS = (
     Part(
         "fp8",
         (
-            "python -m tests.benchmarks.quantization speed --device cuda --json {json}",
+            "python -m deploy.evaluation.experiments.quantization speed --device cuda --json {json}",
             *(f"{STEPS % shape} --rows 1 64 256 --quantization fp8" for shape in ("llama-3.1-8b", "qwen3-14b")),
         ),
     ),
     Part(
         "host-tier",
         (
-            f"python -m tests.benchmarks.host_tier --device cuda --model {SHAPES}/llama-3.1-8b --load-format dummy"
-            " --rows 64 --lengths 512 2048 8192 --json {json}",
+            f"python -m deploy.evaluation.experiments.host_tier --device cuda --model {SHAPES}/llama-3.1-8b"
+            " --load-format dummy --rows 64 --lengths 512 2048 8192 --json {json}",
         ),
     ),
     Part(
@@ -142,7 +144,7 @@ def words(command: str) -> Iterator[str]:
 
 def add(found: Path, results: Path, part: Part, model: str | None, label: str | None) -> None:
     """Move what a load has found to the table, with the command that repeats it."""
-    commit, command = current_commit(), f"python -m tests.benchmarks.gpu_table {part.name}"
+    commit, command = current_commit(), f"python -m deploy.evaluation.experiments.gpu_table {part.name}"
     entries = []
     for result in read_results(found):
         labels = ", ".join(one for one in (result.label, label) if one)

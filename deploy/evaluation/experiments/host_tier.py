@@ -1,4 +1,4 @@
-"""Loading KV pages from the host against computing them again: `python -m tests.benchmarks.host_tier`.
+"""Loading KV pages from the host against computing them again: `python -m deploy.evaluation.experiments.host_tier`.
 
 For some lengths: how long a prefill of so many tokens takes, and how long the copy of their pages to the device, alone
 and beside rows that decode; how much slower these are meanwhile; and the length from which loading pays. Pages are
@@ -6,7 +6,8 @@ copied in the order of a fresh pool (runs) and in a random one (scattered), as t
 
 On a GPU, with any config.json:
 
-    python -m tests.benchmarks.host_tier --device cuda --model DIR --load-format dummy --rows 64 --lengths 1024 8192
+    python -m deploy.evaluation.experiments.host_tier --device cuda --model DIR --load-format dummy \
+        --rows 64 --lengths 1024 8192
 """
 
 from __future__ import annotations
@@ -25,9 +26,9 @@ from rich.table import Table
 
 from common.steps import EngineSpec
 from common.transfers import Transfer, TransferDirection, TransferId
-from deploy.bench.figures import Spread
-from deploy.bench.report import output_console
-from deploy.bench.results import Provenance, Result, ResultSheet, write_results
+from deploy.evaluation.bench.figures import Spread
+from deploy.evaluation.bench.report import output_console
+from deploy.evaluation.bench.results import Provenance, Result, ResultSheet, write_results
 from services.worker.engine.host import limit_spinning
 
 if TYPE_CHECKING:
@@ -44,7 +45,7 @@ CONTEXT = 256
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """What one length costs, in milliseconds; the bandwidths are those of the copies alone, in GB/s."""
+    """Costs of one length, in milliseconds; the bandwidths are those of the copies alone, in GB/s."""
 
     tokens: int
     order: str
@@ -97,7 +98,7 @@ class Bench:
         self._step(self.decode)
 
     def step_ms(self) -> Spread:
-        """Return what a decode step takes when nothing is copied."""
+        """Return the time of a decode step while nothing is copied."""
         return self._repeat(lambda: self._step(self.decode))
 
     def line(self, tokens: int, order: str) -> Line:
@@ -167,7 +168,7 @@ class Bench:
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Measure, print, and write what was asked for."""
-    parser = argparse.ArgumentParser(prog="python -m tests.benchmarks.host_tier", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m deploy.evaluation.experiments.host_tier", description=__doc__)
     parser.add_argument("--model", default="smollm2-135m-instruct", help="(%(default)s)")
     parser.add_argument("--load-format", default="auto", help="auto, safetensors, gguf or dummy")
     parser.add_argument("--dtype", default="auto")

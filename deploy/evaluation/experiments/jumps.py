@@ -1,6 +1,6 @@
-"""What jumping forward saves where a schema has many fixed keys: the bundled model on the CPU, without gRPC.
+"""Savings of jumping forward where a schema has many fixed keys: the bundled model on the CPU, without gRPC.
 
-Run as `python -m tests.benchmarks.jumps --json tests/benchmarks/results/jumps.json`.
+Run as `python -m deploy.evaluation.experiments.jumps --json deploy/evaluation/results/jumps.json`.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from common.types import SamplingParams
-from deploy.bench.figures import Spread
-from deploy.bench.results import Provenance, ResultSheet, write_results
+from deploy.evaluation.bench.figures import Spread
+from deploy.evaluation.bench.results import Provenance, ResultSheet, write_results
 from tests.services.worker.engine.grammars.corpus import CORPUS
 from tests.services.worker.engine.grammars.outputs import schema_grammar
 from tests.services.worker.engine.grammars.writing import ROWS, load, outputs
@@ -44,7 +44,7 @@ def main() -> None:
     for metric, (spread, unit) in figures.items():
         sys.stdout.write(f"{metric:60} {spread.median:10.1f} {unit}  ({spread.low:.1f} to {spread.high:.1f})\n")
     if arguments.json is not None:
-        command = f"python -m tests.benchmarks.jumps --json {arguments.json}"
+        command = f"python -m deploy.evaluation.experiments.jumps --json {arguments.json}"
         sheet = ResultSheet("jumps", "smollm2-135m-instruct", 1, replace(Provenance.collect(()), command=command))
         for metric, (spread, unit) in figures.items():
             sheet.add_spread(metric, spread, unit)

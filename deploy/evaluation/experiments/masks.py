@@ -1,7 +1,7 @@
-"""What grammars cost: compiling, and the masks of a pass, at two sizes of vocabulary.
+"""Costs of grammars: compiling, and the masks of a pass, at two sizes of vocabulary.
 
-Run as `python -m tests.benchmarks.masks --json tests/benchmarks/results/masks.json`. The larger vocabulary is the
-bundled model's with pairs of its tokens behind it.
+Run as `python -m deploy.evaluation.experiments.masks --json deploy/evaluation/results/masks.json`.
+The larger vocabulary is the bundled model's, followed by pairs of its tokens.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ import xgrammar
 from common.models import resolve
 from common.tokenization import load_text_model
 from common.tokenization.vocabulary import read_vocabulary
-from deploy.bench.figures import Spread
-from deploy.bench.results import Provenance, ResultSheet, write_results
+from deploy.evaluation.bench.figures import Spread
+from deploy.evaluation.bench.results import Provenance, ResultSheet, write_results
 from services.worker.engine.grammars.matcher import Matcher, mask_words
 from services.worker.engine.sampling.logits_processors import apply_masks
 from tests.services.worker.engine.grammars.corpus import CORPUS
@@ -66,7 +66,7 @@ def main() -> None:
     for metric, (spread, unit) in figures.items():
         sys.stdout.write(f"{metric:60} {spread.median:10.3f} {unit}  ({spread.low:.3f} to {spread.high:.3f})\n")
     if arguments.json is not None:
-        command = f"python -m tests.benchmarks.masks --json {arguments.json}"
+        command = f"python -m deploy.evaluation.experiments.masks --json {arguments.json}"
         sheet = ResultSheet("masks", "smollm2-135m-instruct", 1, replace(Provenance.collect(()), command=command))
         for metric, (spread, unit) in figures.items():
             sheet.add_spread(metric, spread, unit)

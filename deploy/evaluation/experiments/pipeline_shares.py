@@ -1,6 +1,6 @@
 """Where a deployment's time goes while a load runs: processor time of every service, and how busy the GPU is.
 
-`python -m tests.benchmarks.pipeline_shares -- pando bench serve --concurrency 256 --requests 256`
+`python -m deploy.evaluation.experiments.pipeline_shares -- pando bench serve --concurrency 256 --requests 256`
 
 Runs the command after `--` and prints, for each service, its processor time as a share of the time that passed (100 %
 is one core), and per token if `--tokens` says how many the load asks for. A service near 100 % is the next bottleneck,
@@ -25,8 +25,8 @@ from typing import TYPE_CHECKING
 import psutil
 from rich.table import Table
 
-from deploy.bench.report import output_console
-from deploy.bench.results import Provenance, ResultSheet, write_results
+from deploy.evaluation.bench.report import output_console
+from deploy.evaluation.bench.results import Provenance, ResultSheet, write_results
 from deploy.supervisor.state import find_state
 
 if TYPE_CHECKING:
@@ -78,7 +78,7 @@ class GpuWatch:
 
 
 def processor_seconds(pids: Mapping[str, int]) -> dict[str, float]:
-    """Return what each process and its children have used since they began."""
+    """Return the processor time of each process and its children since they began."""
     found = {}
     for name, pid in pids.items():
         process = psutil.Process(pid)
@@ -109,7 +109,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     busy = statistics.mean(watch.percents) if watch.percents else None
     output_console().print(table(shares, busy, options.tokens))
     if options.json is not None:
-        command = shlex.join(["python", "-m", "tests.benchmarks.pipeline_shares", *arguments])
+        command = shlex.join(["python", "-m", "deploy.evaluation.experiments.pipeline_shares", *arguments])
         sheet = ResultSheet(BENCHMARK, state.model, 1, replace(Provenance.collect(()), command=command), options.label)
         for share in shares:
             sheet.add(f"{share.name} processor time", share.percent, "% of a core")

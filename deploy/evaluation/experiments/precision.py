@@ -1,4 +1,6 @@
-"""What narrower weights change: `python -m tests.benchmarks.precision [TEXT …]` compares them with float32.
+"""Predictions with narrower weights, compared with float32.
+
+Run as `python -m deploy.evaluation.experiments.precision [TEXT …]`.
 
 Every token of the texts is predicted from all before it. Printed are the mean negative log likelihood (nats per token),
 the mean Kullback-Leibler divergence from float32, and how often the likeliest token is the same.
@@ -21,7 +23,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 BUNDLED = "smollm2-135m-instruct"
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 TEXTS = ("README.md", "services/scheduler/README.md", "services/scheduler/cache/README.md", "common/errors.py")
 KINDS = (("float32", "auto"), ("bfloat16", "auto"), ("bfloat16", "float16"), ("bfloat16", "bfloat16"))
 

@@ -1,6 +1,7 @@
 """How long passes of short prompts take on a GPU, alone and beside rows that decode, and how much of that it idles.
 
-`python -m tests.benchmarks.prompt_passes tests/benchmarks/shapes/qwen3-0.6b --prompts 32 128 512 --rows 0 32`
+    python -m deploy.evaluation.experiments.prompt_passes deploy/evaluation/shapes/qwen3-0.6b \
+        --prompts 32 128 512 --rows 0 32
 
 A device that idles waits for the host to launch what comes next.
 """
@@ -21,8 +22,8 @@ from torch.profiler import ProfilerActivity, profile
 
 from common.steps import EngineSpec, PrefillChunk, RowOpen, StepPlan
 from common.types import RequestId, RowSlot, SamplingParams
-from deploy.bench.results import Provenance, ResultSheet, write_results
-from tests.benchmarks.decode_steps import Driver, idle_share, spans_of
+from deploy.evaluation.bench.results import Provenance, ResultSheet, write_results
+from deploy.evaluation.experiments.decode_steps import Driver, idle_share, spans_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -72,7 +73,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             max_step_tokens=max(8192, *arguments.prompts) + most,
         )
     )  # fmt: skip
-    command = shlex.join(["python", "-m", "tests.benchmarks.prompt_passes", *(argv or sys.argv[1:])])
+    command = shlex.join(["python", "-m", "deploy.evaluation.experiments.prompt_passes", *(argv or sys.argv[1:])])
     name = f"{Path(arguments.model).name} (dummy)"
     sheet = ResultSheet("prompt-passes", name, 1, replace(Provenance.collect(()), command=command))
     for rows in sorted(arguments.rows):

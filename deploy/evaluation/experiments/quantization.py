@@ -1,14 +1,14 @@
-"""What FP8 weights cost and bring: `python -m tests.benchmarks.quantization accuracy`, or `speed`.
+"""Losses and gains of FP8 weights: `python -m deploy.evaluation.experiments.quantization accuracy`, or `speed`.
 
 `accuracy` predicts every token of some texts from all before it, with weights as they are and in FP8, and continues
 prompts greedily. Written are the mean negative log likelihood (nats per token), the mean Kullback-Leibler divergence,
-how often the likeliest token is the same, in the texts and behind the prompts, and how many tokens of a continuation
+how often the likeliest token is the same, in the texts and after the prompts, and how many tokens of a continuation
 are the same until the first that is not.
 
 `speed` times the linear layers of a model's shape, one after another, for some numbers of rows; weights come from
 memory, not from a cache. On a GPU it replays captured passes:
 
-    python -m tests.benchmarks.quantization speed --device cuda tests/benchmarks/shapes/llama-3.1-8b
+    python -m deploy.evaluation.experiments.quantization speed --device cuda deploy/evaluation/shapes/llama-3.1-8b
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from deploy.bench.results import Provenance, ResultSheet, write_results
+from deploy.evaluation.bench.results import Provenance, ResultSheet, write_results
 from services.worker.engine.host import limit_spinning
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
 BENCHMARK = "quantization"
-SHAPES = Path(__file__).parent / "shapes"
+SHAPES = Path(__file__).parents[1] / "shapes"
 ROWS = (1, 2, 4, 8, 16, 64, 256, 1024, 4096)
 
 
@@ -37,10 +37,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     limit_spinning()
     # Only now: these load torch, and with it the runtime that reads what was set.
     if arguments.part == "accuracy":
-        from tests.benchmarks.quantization_accuracy import measure_accuracy as measure
+        from deploy.evaluation.experiments.quantization_accuracy import measure_accuracy as measure
     else:
-        from tests.benchmarks.quantization_speed import measure_speed as measure
-    command = shlex.join(["python", "-m", "tests.benchmarks.quantization", *(sys.argv[1:] if argv is None else argv)])
+        from deploy.evaluation.experiments.quantization_speed import measure_speed as measure
+    command = shlex.join(
+        ["python", "-m", "deploy.evaluation.experiments.quantization", *(sys.argv[1:] if argv is None else argv)]
+    )
     provenance = replace(Provenance.collect(()), command=command)
 
     def sheet(model: str, label: str) -> ResultSheet:

@@ -12,20 +12,20 @@ import torch
 from common.models import resolve
 from common.steps import EngineSpec
 from common.tokenization import load_text_model
+from deploy.evaluation.experiments.precision import TEXTS, Comparison, compare
 from services.worker.engine.backends import RunnerOptions
 from services.worker.engine.loader import load_decoder
-from tests.benchmarks.precision import TEXTS, Comparison, compare
 from tests.services.worker.engine.driving import Driver
 
 if TYPE_CHECKING:
     import argparse
     from collections.abc import Callable, Sequence
 
-    from deploy.bench.results import ResultSheet
+    from deploy.evaluation.bench.results import ResultSheet
 
     Ids = Sequence[Sequence[int]]
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 PROMPT_TOKENS = 64
 KINDS = {"wide": "auto", "fp8": "fp8"}
 
@@ -120,7 +120,7 @@ def read_texts(model: str, paths: Sequence[Path], tokens: int, prompts: int) -> 
 
 
 def agree(predicted: Sequence[torch.Tensor], continuations: Ids) -> Agreement:
-    """Compare the likeliest tokens behind prompts and their continuations with these."""
+    """Compare the likeliest tokens after prompts and their continuations with these."""
     same: list[torch.Tensor] = []
     for log_probabilities, ids in zip(predicted, continuations, strict=True):
         same.append(log_probabilities[-len(ids) :].argmax(dim=-1) == torch.tensor(ids))

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     import argparse
     from collections.abc import Callable, Iterator
 
-    from deploy.bench.results import ResultSheet
+    from deploy.evaluation.bench.results import ResultSheet
     from services.worker.engine.kernels.interface import Kernels
     from services.worker.engine.model.config import Activation
 
@@ -70,7 +70,7 @@ def measure_speed(arguments: argparse.Namespace, sheet: Callable[[str, str], Res
 
 
 def results_name(layer: Layer, rows: int) -> str:
-    """Return what one product is called."""
+    """Return the name of one product."""
     return f"{layer.name} {layer.inputs} x {layer.outputs}, {rows} rows"
 
 
@@ -89,7 +89,7 @@ def layers_of(shape: Path, ranks: int) -> list[Layer]:
 
 
 def ways(device: torch.device) -> list[Way]:
-    """Return what is compared: what the engine does, and on a GPU the parts it is made of and could be made of."""
+    """Return the alternatives: the engine's own way, and on a GPU its parts and other possible parts."""
     if device.type == "cpu":
         library = find_library(RunnerOptions(device="cpu"), device)
         kernels = select_backend(library, torch.bfloat16, device, available_cores()).kernels
@@ -128,7 +128,7 @@ def ways(device: torch.device) -> list[Way]:
 
 
 def engine_ways(kernels: Kernels) -> list[Way]:
-    """Return what the engine computes with weights as they are, and in FP8."""
+    """Return the engine's products with weights as they are, and in FP8."""
 
     def wide(layer: Layer, weight: torch.Tensor) -> Multiply:
         if layer.activation is None:

@@ -1,4 +1,6 @@
-"""What routing among two scheduler groups is worth on the M1 workload: `python -m tests.benchmarks.routing`.
+"""The worth of routing among two scheduler groups on the M1 workload.
+
+Run as `python -m deploy.evaluation.experiments.routing`.
 
 Each policy undisturbed, then the best of them while one group is drained or killed under load and started again. The
 engines make tokens up: prefill costs nothing, so what counts is the share of prompt tokens that was cached, and that no
@@ -23,8 +25,8 @@ from typing import Any
 
 from rich.table import Table
 
-from deploy.bench.report import output_console
-from deploy.bench.results import Provenance, ResultSheet, write_results
+from deploy.evaluation.bench.report import output_console
+from deploy.evaluation.bench.results import Provenance, ResultSheet, write_results
 from tests.e2e.groups import Tier
 
 BENCHMARK = "routing"
@@ -44,7 +46,7 @@ class Scenario:
 
 @dataclass(frozen=True, slots=True)
 class Figures:
-    """What a run brought."""
+    """Figures of a run."""
 
     cached_share: float
     requests_per_s: float
@@ -154,7 +156,7 @@ def table_of(measured: dict[Scenario, Figures]) -> Table:
 
 def keep(measured: dict[Scenario, Figures], path: Path) -> None:
     """Write the figures where results are kept."""
-    command = shlex.join(["python", "-m", "tests.benchmarks.routing", *sys.argv[1:]])
+    command = shlex.join(["python", "-m", "deploy.evaluation.experiments.routing", *sys.argv[1:]])
     provenance = Provenance.collect([])
     provenance = Provenance(command, provenance.commit, provenance.date)
     results = []

@@ -49,7 +49,7 @@ THINK_S = 2.0
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """Who asks how much; seconds of simulated time."""
+    """Users and the amount of their requests; seconds of simulated time."""
 
     modest_users: int = 8
     duration_s: float = 120.0
@@ -108,7 +108,7 @@ class TimedWorker:
 
 @dataclass(slots=True)
 class Observed:
-    """What one request met with."""
+    """Times of one request."""
 
     user: str
     submitted_at: float
@@ -241,7 +241,7 @@ def jain(values: list[float]) -> float:
 
 
 def figures(simulation: Simulation) -> dict[str, float]:
-    """Return what is reported, times in milliseconds."""
+    """Return the reported figures, times in milliseconds."""
     started = [observed for observed in simulation.requests.values() if observed.first_token_at is not None]
     modest = [observed for observed in started if observed.user != GREEDY]
     greedy = [observed for observed in started if observed.user == GREEDY]

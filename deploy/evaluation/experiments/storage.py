@@ -1,11 +1,11 @@
-"""What encrypting stored pages and hashing weights costs: `python -m tests.benchmarks.storage`.
+"""Costs of encrypting stored pages and of hashing weights: `python -m deploy.evaluation.experiments.storage`.
 
 Writes pages through a rank's storage tier to a directory and reads them back, as they are stored and, for comparison,
 unencrypted; meanwhile another thread does what stands for decode steps. Then reads a safetensors file into memory of
 the device, with the digest of the weights and without. The directory should be in memory, so that no disk is measured:
 
-    python -m tests.benchmarks.storage --directory /dev/shm
-    python -m tests.benchmarks.storage --directory /dev/shm --threads 8 --device cuda --weight-gigabytes 16
+    python -m deploy.evaluation.experiments.storage --directory /dev/shm
+    python -m deploy.evaluation.experiments.storage --directory /dev/shm --threads 8 --device cuda --weight-gigabytes 16
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ from rich.table import Table
 from safetensors.torch import save_file
 
 from common.transfers import Transfer, TransferAck, TransferDirection, TransferId
-from deploy.bench.figures import Spread
-from deploy.bench.report import output_console
-from deploy.bench.results import Provenance, ResultSheet, write_results
+from deploy.evaluation.bench.figures import Spread
+from deploy.evaluation.bench.report import output_console
+from deploy.evaluation.bench.results import Provenance, ResultSheet, write_results
 from services.worker.engine.checkpoints.safetensors_directory import WHOLE, SafetensorsTensors
 from services.worker.storage.files import FileStorage
 from services.worker.storage.objects import ObjectFormat
@@ -139,7 +139,7 @@ class Bench:
 
 
 class Steps:
-    """What stands for decoding: a thread that does a millisecond or two of Python and NumPy again and again."""
+    """A substitute for decoding: a thread that does a millisecond or two of Python and NumPy again and again."""
 
     def __init__(self) -> None:
         self._is_done = threading.Event()
@@ -203,7 +203,7 @@ class Loading:
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Measure, print, and write what was asked for."""
-    parser = argparse.ArgumentParser(prog="python -m tests.benchmarks.storage", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m deploy.evaluation.experiments.storage", description=__doc__)
     parser.add_argument(
         "--directory", type=Path, default=None, help="where files are written; by default where temporary files are"
     )

@@ -1,6 +1,7 @@
-"""What the tokenizer library's cache of words saves, and what its times give away.
+"""Savings of the tokenizer library's word cache, and what its times reveal.
 
-Run as `python -m tests.benchmarks.word_cache`. Prompts are cut from this repository's documents and programs.
+Run as `python -m deploy.evaluation.experiments.word_cache`. Prompts are cut from this repository's documents
+and programs.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from common.tokenization import load_text_model
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 LENGTHS = (256, 1024, 4096, 16384)
 WORD_LETTERS = 250
 

@@ -11,14 +11,14 @@ import asyncio
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from deploy.attack.findings import Finding, Verdict, not_applicable
-from deploy.attack.inventions import PERSON_FIELDS, UNNAMED, Invention, Power, rivals
-from deploy.attack.oracles.inventions import NO_RIVAL
-from deploy.bench.records import Segment
+from deploy.evaluation.attack.findings import Finding, Verdict, not_applicable
+from deploy.evaluation.attack.inventions import PERSON_FIELDS, UNNAMED, Invention, Power, rivals
+from deploy.evaluation.attack.oracles.inventions import NO_RIVAL
+from deploy.evaluation.bench.records import Segment
 
 if TYPE_CHECKING:
-    from deploy.attack.prober import Disguise, Sighting
-    from deploy.attack.scene import Scene
+    from deploy.evaluation.attack.prober import Disguise, Sighting
+    from deploy.evaluation.attack.scene import Scene
 
 ORACLE = "rival key: delay"
 CONTROL = "delay by as many real people (control)"

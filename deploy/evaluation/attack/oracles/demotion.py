@@ -9,13 +9,13 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from deploy.attack.findings import Finding, Verdict, not_applicable
-from deploy.attack.inventions import Invention, Power, rivals
-from deploy.attack.oracles.inventions import NO_RIVAL
+from deploy.evaluation.attack.findings import Finding, Verdict, not_applicable
+from deploy.evaluation.attack.inventions import Invention, Power, rivals
+from deploy.evaluation.attack.oracles.inventions import NO_RIVAL
 
 if TYPE_CHECKING:
-    from deploy.attack.scene import Scene
-    from deploy.bench.records import Segment
+    from deploy.evaluation.attack.scene import Scene
+    from deploy.evaluation.bench.records import Segment
 
 ORACLE = "rival key: demotion"
 CONTROL = "demotion by the tenant's own people (control)"

@@ -5,13 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from deploy.attack.findings import Finding, Verdict, not_applicable
-from deploy.attack.oracles.pairs import report_cached
+from deploy.evaluation.attack.findings import Finding, Verdict, not_applicable
+from deploy.evaluation.attack.oracles.pairs import report_cached
 
 if TYPE_CHECKING:
-    from deploy.attack.oracles.pairs import Pair
-    from deploy.attack.scene import Scene
-    from deploy.bench.records import Segment
+    from deploy.evaluation.attack.oracles.pairs import Pair
+    from deploy.evaluation.attack.scene import Scene
+    from deploy.evaluation.bench.records import Segment
 
 SYBIL = "Sybil sweep"
 BOUNDARY = "epoch boundary"

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from deploy.attack.findings import Finding, Verdict, not_applicable
-from deploy.bench.records import Segment
+from deploy.evaluation.attack.findings import Finding, Verdict, not_applicable
+from deploy.evaluation.bench.records import Segment
 
 if TYPE_CHECKING:
-    from deploy.attack.scene import Scene
+    from deploy.evaluation.attack.scene import Scene
 
 ORACLE = "flood"
 FLOOD_TOKENS = 1000

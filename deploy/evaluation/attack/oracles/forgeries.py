@@ -10,15 +10,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from deploy.attack.findings import Finding, Verdict, not_applicable
-from deploy.bench.records import Segment
+from deploy.evaluation.attack.findings import Finding, Verdict, not_applicable
+from deploy.evaluation.bench.records import Segment
 
 if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
-    from deploy.attack.prober import Answer
-    from deploy.attack.scene import Scene
+    from deploy.evaluation.attack.prober import Answer
+    from deploy.evaluation.attack.scene import Scene
 
 ORACLE = "forged storage"
 ANSWER_TOKENS = 8

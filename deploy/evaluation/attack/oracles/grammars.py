@@ -10,13 +10,13 @@ import contextlib
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from deploy.attack.findings import Finding, Verdict, judge, not_applicable
-from deploy.attack.inventions import UNNAMED, Invention, rivals
-from deploy.attack.prober import AttackError, Disguise
-from deploy.attack.statistics import Group, pooled
+from deploy.evaluation.attack.findings import Finding, Verdict, judge, not_applicable
+from deploy.evaluation.attack.inventions import UNNAMED, Invention, rivals
+from deploy.evaluation.attack.prober import AttackError, Disguise
+from deploy.evaluation.attack.statistics import Group, pooled
 
 if TYPE_CHECKING:
-    from deploy.attack.scene import Scene
+    from deploy.evaluation.attack.scene import Scene
 
 TIMING, TIMING_CONTROL = "grammar timing", "grammar timing of one's own (control)"
 DELAY = "grammar delay"

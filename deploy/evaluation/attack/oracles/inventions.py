@@ -11,8 +11,8 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, TypeAlias
 
-from deploy.attack.findings import Finding, Verdict, judge, not_applicable
-from deploy.attack.inventions import (
+from deploy.evaluation.attack.findings import Finding, Verdict, judge, not_applicable
+from deploy.evaluation.attack.inventions import (
     CONVERSATION_FIELDS,
     PERSON_FIELDS,
     REMOTE,
@@ -24,17 +24,17 @@ from deploy.attack.inventions import (
     person,
     rivals,
 )
-from deploy.attack.oracles.pairs import report_cached
-from deploy.attack.prober import NO_KEY, AttackError, Disguise
-from deploy.attack.statistics import Group, pooled
+from deploy.evaluation.attack.oracles.pairs import report_cached
+from deploy.evaluation.attack.prober import NO_KEY, AttackError, Disguise
+from deploy.evaluation.attack.statistics import Group, pooled
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
 
-    from deploy.attack.oracles.pairs import Pair
-    from deploy.attack.prober import Sighting
-    from deploy.attack.scene import Scene
-    from deploy.bench.records import Segment
+    from deploy.evaluation.attack.oracles.pairs import Pair
+    from deploy.evaluation.attack.prober import Sighting
+    from deploy.evaluation.attack.scene import Scene
+    from deploy.evaluation.bench.records import Segment
 
 # Pairs whose copies fit into a small cache at the same time.
 TIMED_BATCH = 16

@@ -8,14 +8,14 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from deploy.attack.findings import Finding, Verdict, not_applicable
-from deploy.attack.inventions import person
-from deploy.attack.oracles.pairs import report_cached
-from deploy.attack.prober import COMPLETIONS
+from deploy.evaluation.attack.findings import Finding, Verdict, not_applicable
+from deploy.evaluation.attack.inventions import person
+from deploy.evaluation.attack.oracles.pairs import report_cached
+from deploy.evaluation.attack.prober import COMPLETIONS
 
 if TYPE_CHECKING:
-    from deploy.attack.oracles.pairs import Pair
-    from deploy.attack.scene import Scene
+    from deploy.evaluation.attack.oracles.pairs import Pair
+    from deploy.evaluation.attack.scene import Scene
 
 ORACLE = "tenant that shares nothing"
 CONTROL = "tenant that shares by evidence (control)"

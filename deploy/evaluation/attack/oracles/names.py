@@ -5,16 +5,16 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from deploy.attack.findings import Finding, Verdict, not_applicable
-from deploy.attack.oracles.pairs import report_cached
-from deploy.attack.prober import AttackError, Disguise
+from deploy.evaluation.attack.findings import Finding, Verdict, not_applicable
+from deploy.evaluation.attack.oracles.pairs import report_cached
+from deploy.evaluation.attack.prober import AttackError, Disguise
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from deploy.attack.oracles.pairs import Pair
-    from deploy.attack.prober import Sighting
-    from deploy.attack.scene import Credentials, Scene
+    from deploy.evaluation.attack.oracles.pairs import Pair
+    from deploy.evaluation.attack.prober import Sighting
+    from deploy.evaluation.attack.scene import Credentials, Scene
 
 TENANT_HEADER, USER_HEADER = "x-pando-tenant", "x-pando-user"
 

@@ -5,15 +5,15 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING
 
-from deploy.attack.findings import Finding, Verdict
-from deploy.attack.inventions import REMOTE
-from deploy.attack.prober import NO_KEY, Disguise
-from deploy.bench.records import Segment
+from deploy.evaluation.attack.findings import Finding, Verdict
+from deploy.evaluation.attack.inventions import REMOTE
+from deploy.evaluation.attack.prober import NO_KEY, Disguise
+from deploy.evaluation.bench.records import Segment
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from deploy.attack.scene import Scene
+    from deploy.evaluation.attack.scene import Scene
 
 ORACLE = "metrics"
 CONTROL = "metrics for an administrator (control)"

@@ -8,15 +8,15 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from deploy.attack.findings import Finding, judge, not_applicable
-from deploy.attack.statistics import Group, pooled
+from deploy.evaluation.attack.findings import Finding, judge, not_applicable
+from deploy.evaluation.attack.statistics import Group, pooled
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from deploy.attack.prober import Sighting
-    from deploy.attack.scene import Scene
-    from deploy.bench.records import Segment
+    from deploy.evaluation.attack.prober import Sighting
+    from deploy.evaluation.attack.scene import Scene
+    from deploy.evaluation.bench.records import Segment
 
 Pair = tuple["Sighting", "Sighting"]
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from deploy.attack.findings import Finding, Verdict, not_applicable
-from deploy.attack.inventions import Invention, Power, colleagues, rivals
-from deploy.bench.records import Segment
+from deploy.evaluation.attack.findings import Finding, Verdict, not_applicable
+from deploy.evaluation.attack.inventions import Invention, Power, colleagues, rivals
+from deploy.evaluation.bench.records import Segment
 
 if TYPE_CHECKING:
-    from deploy.attack.scene import Scene
+    from deploy.evaluation.attack.scene import Scene
 
 ORACLE = "made-up names: pushing out"
 CONTROL = "pushing out by as many real people (control)"

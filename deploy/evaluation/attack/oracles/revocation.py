@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from deploy.attack.findings import Finding, Verdict, not_applicable
+from deploy.evaluation.attack.findings import Finding, Verdict, not_applicable
 
 if TYPE_CHECKING:
-    from deploy.attack.scene import Scene
+    from deploy.evaluation.attack.scene import Scene
 
 ORACLE = "revocation"
 # Two closed windows and an epoch, and the part of a window in which the prober begins.

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from deploy.attack.findings import Finding, judge
-from deploy.attack.statistics import Group, within
-from deploy.bench.records import Segment
+from deploy.evaluation.attack.findings import Finding, judge
+from deploy.evaluation.attack.statistics import Group, within
+from deploy.evaluation.bench.records import Segment
 
 if TYPE_CHECKING:
-    from deploy.attack.scene import Scene
+    from deploy.evaluation.attack.scene import Scene
 
 # Long enough that everything behind it is in the queue before any of it can start.
 DUMMY_TOKENS = 192

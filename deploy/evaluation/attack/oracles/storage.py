@@ -7,13 +7,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from deploy.attack.findings import Finding, not_applicable
-from deploy.attack.oracles.pairs import report_cached
+from deploy.evaluation.attack.findings import Finding, not_applicable
+from deploy.evaluation.attack.oracles.pairs import report_cached
 
 if TYPE_CHECKING:
-    from deploy.attack.oracles.pairs import Pair
-    from deploy.attack.prober import Prober
-    from deploy.attack.scene import Scene
+    from deploy.evaluation.attack.oracles.pairs import Pair
+    from deploy.evaluation.attack.prober import Prober
+    from deploy.evaluation.attack.scene import Scene
 
 ORACLE = "storage reads"
 # How long writing may take: so many looks, so far apart.

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
-    from deploy.bench.records import BenchRequest, Session
+    from deploy.evaluation.bench.records import BenchRequest, Session
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,24 +11,24 @@ from typing import TYPE_CHECKING
 
 from rich.console import Console
 
-from deploy.bench.cache.arrivals import by_time
-from deploy.bench.cache.report import cache_table, cost_table, sheet_of
-from deploy.bench.cache.simulation import Machine, Simulation
-from deploy.bench.cache.tally import Rules, Tally
-from deploy.bench.report import output_console, print_failure
-from deploy.bench.results import Provenance, write_results
-from deploy.bench.serve_arguments import add_result_arguments, positive_float, positive_int
-from deploy.bench.workloads.ideal import IdealCache
-from deploy.bench.workloads.m1 import M1Shape, m1_stream
-from deploy.bench.workloads.trace import TraceOptions, trace_stream
+from deploy.evaluation.bench.cache.arrivals import by_time
+from deploy.evaluation.bench.cache.report import cache_table, cost_table, sheet_of
+from deploy.evaluation.bench.cache.simulation import Machine, Simulation
+from deploy.evaluation.bench.cache.tally import Rules, Tally
+from deploy.evaluation.bench.report import output_console, print_failure
+from deploy.evaluation.bench.results import Provenance, write_results
+from deploy.evaluation.bench.serve_arguments import add_result_arguments, positive_float, positive_int
+from deploy.evaluation.bench.workloads.ideal import IdealCache
+from deploy.evaluation.bench.workloads.m1 import M1Shape, m1_stream
+from deploy.evaluation.bench.workloads.trace import TraceOptions, trace_stream
 from services.scheduler.cache.config import CacheConfig
 
 if TYPE_CHECKING:
     import argparse
     from collections.abc import Iterator
 
-    from deploy.bench.cache.tally import CacheFigures
-    from deploy.bench.records import Session
+    from deploy.evaluation.bench.cache.tally import CacheFigures
+    from deploy.evaluation.bench.records import Session
     from services.scheduler.cache.factory import CacheName
 
 MODES: tuple[CacheName, ...] = ("shared", "isolated", "isolated_pinned", "user_aware")

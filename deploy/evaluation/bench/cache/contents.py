@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from common.types import TokenIds
-    from deploy.bench.records import Segment
+    from deploy.evaluation.bench.records import Segment
 
 LARGEST_SEGMENT = 1 << 17
 _SPAN = (1 << 31) - LARGEST_SEGMENT

@@ -7,14 +7,14 @@ from typing import TYPE_CHECKING
 
 from rich.table import Table
 
-from deploy.bench.cache.tally import OPERATIONS
-from deploy.bench.results import ResultSheet
+from deploy.evaluation.bench.cache.tally import OPERATIONS
+from deploy.evaluation.bench.results import ResultSheet
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from deploy.bench.cache.tally import CacheFigures
-    from deploy.bench.results import Provenance
+    from deploy.evaluation.bench.cache.tally import CacheFigures
+    from deploy.evaluation.bench.results import Provenance
 
 NONE = "–"
 

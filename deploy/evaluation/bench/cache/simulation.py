@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from common.types import Subject, View
-from deploy.bench.cache.contents import Contents
+from deploy.evaluation.bench.cache.contents import Contents
+from deploy.evaluation.bench.cache.tally import TENANT
 from services.scheduler.cache.factory import make_cache
 from services.scheduler.cache.pages import PageAllocator
 
@@ -23,14 +24,12 @@ if TYPE_CHECKING:
 
     from common.steps import PageIds
     from common.types import TokenIds
-    from deploy.bench.cache.arrivals import Arrival
-    from deploy.bench.cache.tally import Tally
-    from deploy.bench.records import BenchRequest
+    from deploy.evaluation.bench.cache.arrivals import Arrival
+    from deploy.evaluation.bench.cache.tally import Tally
+    from deploy.evaluation.bench.records import BenchRequest
     from services.scheduler.cache.config import CacheConfig
     from services.scheduler.cache.factory import CacheName
     from services.scheduler.cache.types import PrefixLock
-
-TENANT = "tenant"
 
 
 @dataclass(frozen=True, slots=True)

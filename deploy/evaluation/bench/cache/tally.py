@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from array import array
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
 from common.types import Subject, View
-from deploy.bench.cache.simulation import TENANT
-from deploy.bench.records import Segment
+from deploy.evaluation.bench.records import Segment
 from services.scheduler.cache.types import CacheEventKind
 
 if TYPE_CHECKING:
@@ -18,11 +17,14 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from deploy.bench.cache.simulation import Simulation
-    from deploy.bench.records import BenchRequest
-    from deploy.bench.workloads.ideal import IdealCache
+    from deploy.evaluation.bench.cache.contents import Contents
+    from deploy.evaluation.bench.records import BenchRequest
+    from deploy.evaluation.bench.workloads.ideal import IdealCache
+    from services.scheduler.cache.interface import PrefixCache
+    from services.scheduler.cache.pages import PageAllocator
 
 OPERATIONS = ("peek", "commit", "insert", "release", "evict", "advance")
+TENANT = "tenant"
 # A view of the users' tenant that sends no requests, to check whether a prompt is shared.
 OBSERVER = View(Subject(TENANT, "observer"))
 ONE_MORE = Segment("one more", 1)
@@ -73,6 +75,15 @@ class CacheFigures:
     def hit_rate(self) -> float:
         """Share of all prompt tokens that were found in the cache."""
         return self.hit_tokens / self.input_tokens if self.input_tokens else 0.0
+
+
+class SimulatedServer(Protocol):
+    """The state of a simulated server that a tally reads."""
+
+    allocator: PageAllocator
+    cache: PrefixCache
+    contents: Contents
+    now: float
 
 
 @dataclass(slots=True)
@@ -139,25 +150,25 @@ class Tally:
             self._pending[first.key] = now, first
             self._fresh.append(first)
 
-    def close_epoch(self, nanoseconds: int, simulation: Simulation) -> None:
+    def close_epoch(self, nanoseconds: int, server: SimulatedServer) -> None:
         """Record the state after an epoch boundary, and the duration of the boundary."""
         self.note("advance", nanoseconds)
-        self._pages.append(used_pages(simulation))
-        cache, now = simulation.cache, simulation.now
+        self._pages.append(used_pages(server))
+        cache, now = server.cache, server.now
         for key, (since, segment) in list(self._pending.items()):
             # The last token of a prompt never matches, so one more is appended.
-            ids = simulation.contents.ids((segment, ONE_MORE))
+            ids = server.contents.ids((segment, ONE_MORE))
             if cache.peek(OBSERVER, ids) >= segment.tokens // cache.page_size * cache.page_size:
                 del self._pending[key]
                 self._promoted.append(now - since)
         fresh, self._fresh = self._fresh, []
         if self._rules.by_pins:
             for segment in fresh:
-                cache.pin(simulation.contents.ids((segment,)))
+                cache.pin(server.contents.ids((segment,)))
 
-    def figures(self, simulation: Simulation) -> CacheFigures:
+    def figures(self, server: SimulatedServer) -> CacheFigures:
         """Return the figures of the whole simulation."""
-        events = simulation.cache.events
+        events = server.cache.events
         asked = np.array([user.asked for user in self._users.values()], np.float64)
         found = np.array([user.found for user in self._users.values()], np.float64)
         return CacheFigures(
@@ -171,8 +182,8 @@ class Tally:
             fairness=jain_index(found / np.maximum(asked, 1)),
             users=len(self._users),
             mean_pages=float(np.mean(self._pages)) if self._pages else 0.0,
-            last_pages=used_pages(simulation),
-            nodes=sum(1 for _ in simulation.cache.dump()),
+            last_pages=used_pages(server),
+            nodes=sum(1 for _ in server.cache.dump()),
             promotions=events.count(CacheEventKind.PROMOTED),
             quarantines=events.count(CacheEventKind.QUARANTINED),
             demotions=events.count(CacheEventKind.DEMOTED),
@@ -182,9 +193,9 @@ class Tally:
         )
 
 
-def used_pages(simulation: Simulation) -> int:
+def used_pages(server: SimulatedServer) -> int:
     """Return the number of pages that running rows or live nodes hold."""
-    return simulation.allocator.capacity - simulation.allocator.free_pages - simulation.cache.soft_free_pages
+    return server.allocator.capacity - server.allocator.free_pages - server.cache.soft_free_pages
 
 
 def jain_index(values: Sequence[float] | NDArray[np.float64]) -> float:

@@ -12,24 +12,24 @@ import grpc
 import psutil
 from rich.table import Table
 
-from deploy.bench.control_plane.latency import measure_abort_latency, measure_added_latency
-from deploy.bench.control_plane.memory import measure_memory
-from deploy.bench.control_plane.observed_pipeline import ObservedPipeline, PipelineStateError
-from deploy.bench.control_plane.pipeline import measure_pipeline
-from deploy.bench.control_plane.scheduler_step import STEP_MS, measure_scheduler_step
-from deploy.bench.deployments import LaunchedDeployment, LaunchError, add_setting_arguments
-from deploy.bench.pipeline_client import PipelineError
-from deploy.bench.report import output_console, print_failure, spread_text
-from deploy.bench.results import Provenance, ResultSheet, write_results
-from deploy.bench.serve_arguments import add_result_arguments, positive_int
-from deploy.bench.target import TargetError
+from deploy.evaluation.bench.control_plane.latency import measure_abort_latency, measure_added_latency
+from deploy.evaluation.bench.control_plane.memory import measure_memory
+from deploy.evaluation.bench.control_plane.observed_pipeline import ObservedPipeline, PipelineStateError
+from deploy.evaluation.bench.control_plane.pipeline import measure_pipeline
+from deploy.evaluation.bench.control_plane.scheduler_step import STEP_MS, measure_scheduler_step
+from deploy.evaluation.bench.deployments import LaunchedDeployment, LaunchError, add_setting_arguments
+from deploy.evaluation.bench.pipeline_client import PipelineError
+from deploy.evaluation.bench.report import output_console, print_failure, spread_text
+from deploy.evaluation.bench.results import Provenance, ResultSheet, write_results
+from deploy.evaluation.bench.serve_arguments import add_result_arguments, positive_int
+from deploy.evaluation.bench.target import TargetError
 from deploy.supervisor.layout import free_port
 
 if TYPE_CHECKING:
     import argparse
     from collections.abc import Awaitable, Callable, Sequence
 
-    from deploy.bench.control_plane.figure import Figure
+    from deploy.evaluation.bench.control_plane.figure import Figure
 
     Measure = Callable[[ObservedPipeline], Awaitable[list[Figure]]]
 

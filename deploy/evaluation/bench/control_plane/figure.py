@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from deploy.bench.figures import Spread
+from deploy.evaluation.bench.figures import Spread
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

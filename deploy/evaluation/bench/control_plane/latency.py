@@ -5,15 +5,15 @@ from __future__ import annotations
 import asyncio
 from typing import TYPE_CHECKING
 
-from deploy.bench.control_plane.figure import Figure
-from deploy.bench.control_plane.observed_pipeline import PipelineStateError
-from deploy.bench.measure import Bench, TargetOptions
-from deploy.bench.openai_stream import AnswerReader
-from deploy.bench.records import BenchRequest, Segment
-from deploy.bench.workloads.random_text import random_sessions
+from deploy.evaluation.bench.control_plane.figure import Figure
+from deploy.evaluation.bench.control_plane.observed_pipeline import PipelineStateError
+from deploy.evaluation.bench.measure import Bench, TargetOptions
+from deploy.evaluation.bench.openai_stream import AnswerReader
+from deploy.evaluation.bench.records import BenchRequest, Segment
+from deploy.evaluation.bench.workloads.random_text import random_sessions
 
 if TYPE_CHECKING:
-    from deploy.bench.control_plane.observed_pipeline import ObservedPipeline
+    from deploy.evaluation.bench.control_plane.observed_pipeline import ObservedPipeline
     from protos.gen.pando.v1 import scheduler_pb2
 
 PROMPT_TOKENS = 32

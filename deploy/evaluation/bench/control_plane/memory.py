@@ -7,13 +7,13 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from deploy.bench.control_plane.figure import Figure
-from deploy.bench.measure import Bench, TargetOptions
-from deploy.bench.workloads.random_text import random_sessions
+from deploy.evaluation.bench.control_plane.figure import Figure
+from deploy.evaluation.bench.measure import Bench, TargetOptions
+from deploy.evaluation.bench.workloads.random_text import random_sessions
 
 if TYPE_CHECKING:
-    from deploy.bench.control_plane.observed_pipeline import ObservedPipeline
-    from deploy.bench.records import Session
+    from deploy.evaluation.bench.control_plane.observed_pipeline import ObservedPipeline
+    from deploy.evaluation.bench.records import Session
 
 PROMPT_TOKENS = 256
 # One-time allocations are included at every count, so the slope over the counts is the memory per request.

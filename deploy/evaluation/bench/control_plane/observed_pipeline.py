@@ -10,14 +10,14 @@ import psutil
 from prometheus_client.parser import text_string_to_metric_families
 
 from common.rpc.channel import open_channel
-from deploy.bench.transport import HttpClient
+from deploy.evaluation.bench.transport import HttpClient
 from protos.gen.pando.v1 import scheduler_pb2, scheduler_pb2_grpc
 
 if TYPE_CHECKING:
     from collections.abc import Callable
     from types import TracebackType
 
-    from deploy.bench.deployments import LaunchedDeployment
+    from deploy.evaluation.bench.deployments import LaunchedDeployment
 
 CALL_TIMEOUT_S = 10.0
 WAIT_TIMEOUT_S = 60.0

@@ -5,13 +5,13 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING
 
-from deploy.bench.control_plane.figure import Figure
-from deploy.bench.control_plane.observed_pipeline import PipelineStateError
-from deploy.bench.measure import Bench, TargetOptions
-from deploy.bench.workloads.random_text import random_sessions
+from deploy.evaluation.bench.control_plane.figure import Figure
+from deploy.evaluation.bench.control_plane.observed_pipeline import PipelineStateError
+from deploy.evaluation.bench.measure import Bench, TargetOptions
+from deploy.evaluation.bench.workloads.random_text import random_sessions
 
 if TYPE_CHECKING:
-    from deploy.bench.control_plane.observed_pipeline import ObservedPipeline
+    from deploy.evaluation.bench.control_plane.observed_pipeline import ObservedPipeline
 
 PROMPT_TOKENS = 32
 OUTPUT_TOKENS = 256

@@ -5,13 +5,13 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from common.types import CacheMode
-from deploy.bench.control_plane.figure import Figure
-from deploy.bench.pipeline_client import PipelineClient, schedule_requests
-from deploy.bench.prompts import PromptMaker
-from deploy.bench.workloads.random_text import random_sessions
+from deploy.evaluation.bench.control_plane.figure import Figure
+from deploy.evaluation.bench.pipeline_client import PipelineClient, schedule_requests
+from deploy.evaluation.bench.prompts import PromptMaker
+from deploy.evaluation.bench.workloads.random_text import random_sessions
 
 if TYPE_CHECKING:
-    from deploy.bench.control_plane.observed_pipeline import ObservedPipeline
+    from deploy.evaluation.bench.control_plane.observed_pipeline import ObservedPipeline
 
 # About the duration of a step of an 8B model with this many rows on a GPU, and long enough for the other services,
 # which share the processor, to finish the previous step.

@@ -10,19 +10,19 @@ from typing import TYPE_CHECKING
 
 from rich.console import Console
 
-from deploy.bench.deployments import LaunchError, add_setting_arguments
-from deploy.bench.report import output_console, print_failure
-from deploy.bench.results import Provenance, write_results
-from deploy.bench.serve_arguments import add_result_arguments, positive_float, positive_int
-from deploy.bench.target import TargetError
-from deploy.bench.tenants.measuring import MODES, ModeServer, RoundOptions, play_rounds
-from deploy.bench.tenants.mixes import DEFAULT_SIZES, MIXES
-from deploy.bench.tenants.report import mode_table, ratio_table, sheets_of
+from deploy.evaluation.bench.deployments import LaunchError, add_setting_arguments
+from deploy.evaluation.bench.report import output_console, print_failure
+from deploy.evaluation.bench.results import Provenance, write_results
+from deploy.evaluation.bench.serve_arguments import add_result_arguments, positive_float, positive_int
+from deploy.evaluation.bench.target import TargetError
+from deploy.evaluation.bench.tenants.measuring import MODES, ModeServer, RoundOptions, play_rounds
+from deploy.evaluation.bench.tenants.mixes import DEFAULT_SIZES, MIXES
+from deploy.evaluation.bench.tenants.report import mode_table, ratio_table, sheets_of
 
 if TYPE_CHECKING:
     import argparse
 
-    from deploy.bench.tenants.measuring import ModeRounds
+    from deploy.evaluation.bench.tenants.measuring import ModeRounds
 
 
 def add_tenants_arguments(parser: argparse.ArgumentParser) -> None:

@@ -12,20 +12,20 @@ from typing import TYPE_CHECKING
 import grpc
 
 from common.rpc.options import CHANNEL_OPTIONS
-from deploy.bench.deployments import LaunchedDeployment
-from deploy.bench.figures import summarize
-from deploy.bench.measure import Bench, TargetOptions
-from deploy.bench.prompts import PromptMaker
-from deploy.bench.target import TargetError
-from deploy.bench.tenants.mixes import arriving, round_phases, system_prompts
+from deploy.evaluation.bench.deployments import LaunchedDeployment
+from deploy.evaluation.bench.figures import summarize
+from deploy.evaluation.bench.measure import Bench, TargetOptions
+from deploy.evaluation.bench.prompts import PromptMaker
+from deploy.evaluation.bench.target import TargetError
+from deploy.evaluation.bench.tenants.mixes import arriving, round_phases, system_prompts
 from protos.gen.pando.v1 import scheduler_pb2, scheduler_pb2_grpc
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from deploy.bench.figures import LoadFigures
-    from deploy.bench.records import LoadResult, Segment
-    from deploy.bench.tenants.mixes import MixSize, Phase
+    from deploy.evaluation.bench.figures import LoadFigures
+    from deploy.evaluation.bench.records import LoadResult, Segment
+    from deploy.evaluation.bench.tenants.mixes import MixSize, Phase
 
 MODES = ("shared", "isolated", "isolated_pinned", "user_aware")
 DEVICE_PAGES = 2048

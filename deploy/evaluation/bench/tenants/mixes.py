@@ -5,15 +5,15 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from deploy.bench.arrivals import gamma_arrivals
-from deploy.bench.workloads.ideal import PAGE_TOKENS
-from deploy.bench.workloads.m1 import M1Shape, m1_sessions
-from deploy.bench.workloads.shared_prefix import SharedPrefixShape, shared_prefix_sessions
+from deploy.evaluation.bench.arrivals import gamma_arrivals
+from deploy.evaluation.bench.workloads.ideal import PAGE_TOKENS
+from deploy.evaluation.bench.workloads.m1 import M1Shape, m1_sessions
+from deploy.evaluation.bench.workloads.shared_prefix import SharedPrefixShape, shared_prefix_sessions
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from deploy.bench.records import BenchRequest, Segment, Session
+    from deploy.evaluation.bench.records import BenchRequest, Segment, Session
 
 # Keys of segments that many users share: equal in both phases of a round, and new in each round.
 COMMON_KEYS = ("system/", "template/", "secret/")

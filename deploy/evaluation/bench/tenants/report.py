@@ -6,15 +6,15 @@ from typing import TYPE_CHECKING
 
 from rich.table import Table
 
-from deploy.bench.figures import Spread
-from deploy.bench.report import spread_text
-from deploy.bench.results import ResultSheet
+from deploy.evaluation.bench.figures import Spread
+from deploy.evaluation.bench.report import spread_text
+from deploy.evaluation.bench.results import ResultSheet
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from deploy.bench.results import Provenance
-    from deploy.bench.tenants.measuring import ModeRounds, PhaseFigures
+    from deploy.evaluation.bench.results import Provenance
+    from deploy.evaluation.bench.tenants.measuring import ModeRounds, PhaseFigures
 
 SUBJECT = "user_aware"
 # metric, name, unit, decimals, function that reads it

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from deploy.bench.records import BenchRequest, Segment
+    from deploy.evaluation.bench.records import BenchRequest, Segment
 
 PAGE_TOKENS = 16
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from deploy.bench.records import BenchRequest, Segment, Session
+from deploy.evaluation.bench.records import BenchRequest, Segment, Session
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

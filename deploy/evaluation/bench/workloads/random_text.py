@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 
-from deploy.bench.records import BenchRequest, Segment, Session
+from deploy.evaluation.bench.records import BenchRequest, Segment, Session
 
 
 def random_sessions(

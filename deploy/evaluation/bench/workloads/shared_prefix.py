@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass, replace
 
-from deploy.bench.records import BenchRequest, Segment, Session
+from deploy.evaluation.bench.records import BenchRequest, Segment, Session
 
 
 @dataclass(frozen=True, slots=True)

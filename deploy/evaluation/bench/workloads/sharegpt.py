@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import orjson
 
-from deploy.bench.records import BenchRequest, Segment, Session
+from deploy.evaluation.bench.records import BenchRequest, Segment, Session
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 import orjson
 
-from deploy.bench.arrivals import scale_times
-from deploy.bench.records import BenchRequest, Segment, Session
+from deploy.evaluation.bench.arrivals import scale_times
+from deploy.evaluation.bench.records import BenchRequest, Segment, Session
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator

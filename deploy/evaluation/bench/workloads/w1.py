@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 
-from deploy.bench.records import BenchRequest, Segment, Session
+from deploy.evaluation.bench.records import BenchRequest, Segment, Session
 
 REQUESTS = 256
 LENGTHS = (100, 1024)  # tokens, both ends included, of prompts and of outputs

@@ -1,4 +1,6 @@
-"""Write the bundled model in forms that peers read: `python -m tests.benchmarks.peers.export_model DIRECTORY`.
+"""Write the bundled model in forms that peers read.
+
+Run as `python -m deploy.evaluation.experiments.peers.export_model DIRECTORY`.
 
 The weights are the very same: llama-server reads `model-bf16.gguf`, vLLM and SGLang the directory itself. `--tiny`
 writes instead a model of one narrow layer without weights, for `dummy` ones: what runs it is busy with all the rest.

@@ -1,4 +1,6 @@
-"""Tokens that servers stream per second of processor time: `python -m tests.benchmarks.peers.http_servers --help`.
+"""Tokens that servers stream per second of processor time.
+
+Run as `python -m deploy.evaluation.experiments.peers.http_servers --server NAME=URL=PID`.
 
 Each `--server NAME=URL=PID` is loaded in turn, several times; the time of the process and of all its children counts.
 """
@@ -16,10 +18,10 @@ from pathlib import Path
 
 import psutil
 
-from deploy.bench.figures import Spread
-from deploy.bench.measure import Bench, TargetOptions
-from deploy.bench.results import Provenance, ResultSheet, write_results
-from deploy.bench.workloads.random_text import random_sessions
+from deploy.evaluation.bench.figures import Spread
+from deploy.evaluation.bench.measure import Bench, TargetOptions
+from deploy.evaluation.bench.results import Provenance, ResultSheet, write_results
+from deploy.evaluation.bench.workloads.random_text import random_sessions
 
 STREAMS = 64
 WAVES = 4
@@ -85,10 +87,10 @@ def main() -> None:
             "output_per_core": (server.per_core, "tok/s"),
             "tokens_per_event": (server.per_event, "tokens"),
         }
-        told = {metric: round(statistics.median(values), 2) for metric, (values, _) in figures.items()}
-        print(server.name, json.dumps(told))  # noqa: T201  (a command's output)
+        medians = {metric: round(statistics.median(values), 2) for metric, (values, _) in figures.items()}
+        print(server.name, json.dumps(medians))  # noqa: T201  (a command's output)
         if arguments.json is not None:
-            command = shlex.join(["python", "-m", "tests.benchmarks.peers.http_servers", *sys.argv[1:]])
+            command = shlex.join(["python", "-m", "deploy.evaluation.experiments.peers.http_servers", *sys.argv[1:]])
             provenance = replace(Provenance.collect([]), command=command)
             sheet = ResultSheet("http-servers", "token source", 1, provenance, server.name)
             for metric, (values, unit) in figures.items():

@@ -1,8 +1,8 @@
 """vLLM's OpenAI server without an engine, whose place a source takes that has tokens for every request at once.
 
 Run it with vLLM's own Python, from this repository, with the arguments of `vllm serve`:
-`python -m tests.benchmarks.peers.vllm_token_source tiny/ --load-format dummy --port 8002`. What is left is what the
-server itself does: HTTP, tokenizer, the bookkeeping of requests, and ids to text. Beside it,
+`python -m deploy.evaluation.experiments.peers.vllm_token_source tiny/ --load-format dummy --port 8002`.
+What is left is what the server itself does: HTTP, tokenizer, the bookkeeping of requests, and ids to text. Beside it,
 `pando up --model.load_format fake` does the same for Pando, its scheduler included.
 """
 

@@ -5,11 +5,11 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from deploy.chat.client import ChatClient, ChatError, ChatOptions, UnreachableError
+from deploy.cli.chat.client import ChatClient, ChatError, ChatOptions, UnreachableError
 from tests.fakes.openai_server import free_url
 
 if TYPE_CHECKING:
-    from deploy.chat.client import Answer
+    from deploy.cli.chat.client import Answer
     from tests.fakes.openai_server import FakeOpenAIServer
 
 MESSAGES = [{"role": "user", "content": "one two three"}]

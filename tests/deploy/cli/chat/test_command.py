@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from deploy.chat.client import ChatError
-from deploy.chat.command import running_url
 from deploy.cli import main
+from deploy.cli.chat.client import ChatError
+from deploy.cli.chat.command import running_url
 from deploy.supervisor.state import DeploymentState, write_state
 from tests.fakes.openai_server import free_url
 

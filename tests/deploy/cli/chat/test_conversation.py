@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from deploy.chat.conversation import Conversation
+from deploy.cli.chat.conversation import Conversation
 
 
 def test_turns_follow_the_system_prompt() -> None:

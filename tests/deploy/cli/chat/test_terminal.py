@@ -6,14 +6,14 @@ from typing import TYPE_CHECKING
 import pytest
 from rich.console import Console
 
-from deploy.chat.client import Answer, ChatClient, ChatError, ChatOptions
-from deploy.chat.conversation import Conversation
-from deploy.chat.terminal import Terminal, describe, printable
+from deploy.cli.chat.client import Answer, ChatClient, ChatError, ChatOptions
+from deploy.cli.chat.conversation import Conversation
+from deploy.cli.chat.terminal import Terminal, describe, printable
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from deploy.chat.conversation import Message
+    from deploy.cli.chat.conversation import Message
 
 
 class ScriptedClient(ChatClient):

@@ -9,7 +9,7 @@ import grpc
 import pytest
 
 from deploy.cli import main
-from deploy.inspection.cache_tree import describe
+from deploy.cli.inspection.cache_tree import describe
 from protos.gen.pando.v1 import (
     common_pb2,
     scheduler_pb2,

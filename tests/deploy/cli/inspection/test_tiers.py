@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 import pytest
 from rich.console import Console
 
-from deploy.inspection.state import load_cost, traffic
+from deploy.cli.inspection.state import load_cost, traffic
 from protos.gen.pando.v1 import scheduler_pb2
 
 if TYPE_CHECKING:

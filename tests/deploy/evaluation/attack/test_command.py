@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from deploy.attack import campaign
-from deploy.attack.command import ORACLES
-from deploy.attack.runs import EXACT_ORACLES
 from deploy.cli import main
-from tests.deploy.attack.conftest import CachingServer
+from deploy.evaluation.attack import campaign
+from deploy.evaluation.attack.command import ORACLES
+from deploy.evaluation.attack.runs import EXACT_ORACLES
+from tests.deploy.evaluation.attack.conftest import CachingServer
 from tests.fakes.openai_server import free_url, running_server
 
 if TYPE_CHECKING:
@@ -89,7 +89,7 @@ def test_a_server_that_does_not_tell_is_not_applicable(
 def test_nothing_that_becomes_public_is_an_error(
     caching_server: CachingServer, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("deploy.attack.scene.PATIENCE_S", 0.3)
+    monkeypatch.setattr("deploy.evaluation.attack.scene.PATIENCE_S", 0.3)
     assert main(["attack", "--url", caching_server.url, "--modes", "user_aware", "--oracles", "sybils", *SOON]) == 2
     assert "does not become public" in capsys.readouterr().err
 
@@ -134,7 +134,7 @@ def test_what_is_read_from_storage_is_judged_by_a_second_server(
 def test_a_storage_that_gives_nothing_back_proves_nothing(
     caching_server: CachingServer, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("deploy.attack.oracles.storage.POLL_S", 0)
+    monkeypatch.setattr("deploy.evaluation.attack.oracles.storage.POLL_S", 0)
     with running_server(CachingServer()) as sibling:
         flags = ["--sibling-url", sibling.url, "--oracles", "storage", *SOON]
         assert main(["attack", "--url", caching_server.url, *flags]) == 0

@@ -5,9 +5,9 @@ import re
 
 import pytest
 
-from deploy.attack.findings import Finding, Verdict, judge
-from deploy.attack.oracles.evidence import SybilSweep, judge_sweep
-from deploy.attack.statistics import Group, pooled
+from deploy.evaluation.attack.findings import Finding, Verdict, judge
+from deploy.evaluation.attack.oracles.evidence import SybilSweep, judge_sweep
+from deploy.evaluation.attack.statistics import Group, pooled
 
 
 def finding(pairs: int, shift: float, *, either_way: bool = False) -> Finding:

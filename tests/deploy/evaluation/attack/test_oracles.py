@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from deploy.attack.findings import Verdict
-from deploy.attack.oracles.forgeries import Outcome, judge_forgeries
-from deploy.attack.oracles.pages import counts
-from deploy.attack.prober import Answer
 from deploy.cli import main
-from tests.deploy.attack.aware_server import EPOCH_S, FLAGS, AwareServer
+from deploy.evaluation.attack.findings import Verdict
+from deploy.evaluation.attack.oracles.forgeries import Outcome, judge_forgeries
+from deploy.evaluation.attack.oracles.pages import counts
+from deploy.evaluation.attack.prober import Answer
+from tests.deploy.evaluation.attack.aware_server import EPOCH_S, FLAGS, AwareServer
 from tests.fakes.openai_server import running_server
 
 if TYPE_CHECKING:
@@ -161,8 +161,8 @@ def test_grammars_that_are_compiled_once_for_all_are_seen(tmp_path: Path, *, sha
 def test_grammars_that_keep_others_waiting_are_seen(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, in_order: bool, verdict: str
 ) -> None:
-    monkeypatch.setattr("deploy.attack.oracles.grammars.MOST_DELAY_S", 0.5)
-    monkeypatch.setattr("deploy.attack.oracles.grammars.AHEAD_S", 0.1)
+    monkeypatch.setattr("deploy.evaluation.attack.oracles.grammars.MOST_DELAY_S", 0.5)
+    monkeypatch.setattr("deploy.evaluation.attack.oracles.grammars.AHEAD_S", 0.1)
     found = verdicts(attack(AwareServer(compiles_in_order=in_order), tmp_path, "grammar-delay", *FLAGS))
     assert found == {"grammar delay": verdict}
 
@@ -171,8 +171,8 @@ def test_grammars_that_keep_others_waiting_are_seen(
 def test_pages_that_are_not_authenticated_are_seen_to_be_used(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, authenticates: bool, verdict: str
 ) -> None:
-    monkeypatch.setattr("deploy.attack.oracles.forgeries.QUIET_S", 0.05)
-    monkeypatch.setattr("deploy.attack.oracles.forgeries.POLL_S", 0.05)
+    monkeypatch.setattr("deploy.evaluation.attack.oracles.forgeries.QUIET_S", 0.05)
+    monkeypatch.setattr("deploy.evaluation.attack.oracles.forgeries.POLL_S", 0.05)
     folder = tmp_path / "storage"
     folder.mkdir()
     server = AwareServer(storage=folder, authenticates=authenticates)

@@ -3,7 +3,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from deploy.bench.arrivals import gamma_arrivals, scale_times
+from deploy.evaluation.bench.arrivals import gamma_arrivals, scale_times
 
 
 @pytest.mark.parametrize("burstiness", [0.5, 1.0, 3.0])

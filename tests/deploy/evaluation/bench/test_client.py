@@ -4,15 +4,15 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from deploy.bench.client import OpenAIClient, RequestOptions
-from deploy.bench.clock import SystemClock
-from deploy.bench.prompts import PromptMaker
-from deploy.bench.records import BenchRequest, Segment
-from deploy.bench.transport import HttpClient
+from deploy.evaluation.bench.client import OpenAIClient, RequestOptions
+from deploy.evaluation.bench.clock import SystemClock
+from deploy.evaluation.bench.prompts import PromptMaker
+from deploy.evaluation.bench.records import BenchRequest, Segment
+from deploy.evaluation.bench.transport import HttpClient
 from tests.fakes.openai_server import free_url
 
 if TYPE_CHECKING:
-    from deploy.bench.records import RequestRecord
+    from deploy.evaluation.bench.records import RequestRecord
     from tests.fakes.openai_server import FakeOpenAIServer
 
 SEGMENTS = (Segment("system", 30, role="system"), Segment("question", 10))

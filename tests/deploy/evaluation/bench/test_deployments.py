@@ -4,8 +4,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from deploy.bench.deployments import LaunchedDeployment, LaunchError
 from deploy.cli import main
+from deploy.evaluation.bench.deployments import LaunchedDeployment, LaunchError
 
 if TYPE_CHECKING:
     from pathlib import Path

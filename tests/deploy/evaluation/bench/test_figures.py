@@ -2,8 +2,8 @@ from __future__ import annotations
 
 import pytest
 
-from deploy.bench.figures import Percentiles, Spread, summarize
-from deploy.bench.records import LoadResult, RequestRecord
+from deploy.evaluation.bench.figures import Percentiles, Spread, summarize
+from deploy.evaluation.bench.records import LoadResult, RequestRecord
 
 
 def record(start: float, chunks: tuple[float, ...], end: float, output: int, **more: object) -> RequestRecord:

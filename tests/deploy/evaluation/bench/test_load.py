@@ -2,8 +2,8 @@ from __future__ import annotations
 
 import pytest
 
-from deploy.bench.load import run_closed_loop, run_open_loop
-from deploy.bench.records import BenchRequest, RequestRecord, Segment, Session
+from deploy.evaluation.bench.load import run_closed_loop, run_open_loop
+from deploy.evaluation.bench.records import BenchRequest, RequestRecord, Segment, Session
 from tests.fakes.virtual_clock import VirtualClock
 
 

@@ -6,16 +6,16 @@ from typing import TYPE_CHECKING
 import pytest
 
 from common.types import CacheMode, ScheduleRequest
-from deploy.bench.offline import evaluate
-from deploy.bench.pipeline_client import ChoiceRecord, PipelineClient, PipelineError, schedule_requests
-from deploy.bench.prompts import PromptMaker
-from deploy.bench.workloads.random_text import random_sessions
+from deploy.evaluation.bench.offline import evaluate
+from deploy.evaluation.bench.pipeline_client import ChoiceRecord, PipelineClient, PipelineError, schedule_requests
+from deploy.evaluation.bench.prompts import PromptMaker
+from deploy.evaluation.bench.workloads.random_text import random_sessions
 from tests.fakes.echo_pipeline import CACHED_TOKENS, running_pipeline
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from deploy.bench.records import BenchRequest
+    from deploy.evaluation.bench.records import BenchRequest
 
 WORK = [session.requests[0] for session in random_sessions(5, 20, 7)]
 

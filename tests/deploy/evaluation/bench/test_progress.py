@@ -7,8 +7,8 @@ import pytest
 from rich.console import Console
 
 from common.types import RequestId
-from deploy.bench.pipeline_client import ChoiceRecord
-from deploy.bench.progress import following_tokens
+from deploy.evaluation.bench.pipeline_client import ChoiceRecord
+from deploy.evaluation.bench.progress import following_tokens
 from tests.waiting import until
 
 

@@ -3,8 +3,8 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from deploy.bench.prompts import LOWEST_ID, PromptMaker
-from deploy.bench.records import Segment
+from deploy.evaluation.bench.prompts import LOWEST_ID, PromptMaker
+from deploy.evaluation.bench.records import Segment
 
 
 def ids(maker: PromptMaker, *segments: Segment) -> list[int]:

@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from deploy.bench.figures import Spread
-from deploy.bench.results import Provenance, ResultSheet, redact, rounded, short_model, write_results
+from deploy.evaluation.bench.figures import Spread
+from deploy.evaluation.bench.results import Provenance, ResultSheet, redact, rounded, short_model, write_results
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -4,9 +4,9 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from deploy.bench.measure import Bench, TargetOptions
-from deploy.bench.records import BenchRequest, Segment
-from deploy.bench.target import TargetError, base_url, find_model, measure_tokens_per_word, open_client
+from deploy.evaluation.bench.measure import Bench, TargetOptions
+from deploy.evaluation.bench.records import BenchRequest, Segment
+from deploy.evaluation.bench.target import TargetError, base_url, find_model, measure_tokens_per_word, open_client
 from tests.fakes.openai_server import free_url
 
 if TYPE_CHECKING:

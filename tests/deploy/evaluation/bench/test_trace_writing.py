@@ -5,11 +5,11 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from deploy.bench.records import Segment
-from deploy.bench.trace_writing import BlockNames
-from deploy.bench.workloads.ideal import ideal_rates
-from deploy.bench.workloads.trace import TraceOptions, trace_sessions, trace_stream
 from deploy.cli import main
+from deploy.evaluation.bench.records import Segment
+from deploy.evaluation.bench.trace_writing import BlockNames
+from deploy.evaluation.bench.workloads.ideal import ideal_rates
+from deploy.evaluation.bench.workloads.trace import TraceOptions, trace_sessions, trace_stream
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from deploy.bench.transport import HttpClient, Response, TransportError
+from deploy.evaluation.bench.transport import HttpClient, Response, TransportError
 from tests.fakes.openai_server import free_url
 
 if TYPE_CHECKING:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from tests.benchmarks.fairness import VARIANTS, measure, measure_shares
-from tests.benchmarks.shares_simulation import Workload, jain
+from deploy.evaluation.experiments.fairness import VARIANTS, measure, measure_shares
+from deploy.evaluation.experiments.shares_simulation import Workload, jain
 
 
 @pytest.mark.slow

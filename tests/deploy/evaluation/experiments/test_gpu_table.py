@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from deploy.bench.results import Result, read_results, write_results
-from tests.benchmarks import gpu_table
-from tests.benchmarks.gpu_table import PARTS, SHAPES, OutOfTimeError, Part, add, main, measure
+from deploy.evaluation.bench.results import Result, read_results, write_results
+from deploy.evaluation.experiments import gpu_table
+from deploy.evaluation.experiments.gpu_table import PARTS, SHAPES, OutOfTimeError, Part, add, main, measure
 
 OFFLINE = "pando bench offline --workload random --requests 2 --output-tokens 4 --tp {tp} --json {json}"
 RUNS = ((1.0, None), (2.0, "8/s"))
@@ -25,7 +25,7 @@ def test_loads_find_the_part_s_deployment_and_their_figures_name_the_table(tmp_p
     assert codes[1] != 0
     found = read_results(tmp_path / "results.json")
     assert {result.model for result in found} == {"qwen3-0.6b (fake)"}
-    assert {result.command for result in found} == {"python -m tests.benchmarks.gpu_table small"}
+    assert {result.command for result in found} == {"python -m deploy.evaluation.experiments.gpu_table small"}
 
 
 def test_another_run_s_figures_stay_beside_the_first(tmp_path: Path) -> None:

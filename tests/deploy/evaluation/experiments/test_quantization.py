@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from tests.benchmarks.quantization import main
+from deploy.evaluation.experiments.quantization import main
 from tests.services.worker.engine.families import save_family
 
 if TYPE_CHECKING:

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from deploy.evaluation.experiments.content_check import SUFFIXES, examine
 from services.scheduler.content.interface import DetectorOptions, Finding, RulesError
 from services.scheduler.content.patterns import PatternDetector
 from services.scheduler.content.rules import parse_rules
-from tests.benchmarks.content_check import SUFFIXES, examine
 from tests.services.scheduler.content.corpus import NEAR_MISSES, POSITIVES, SENTENCES, drawn
 
 RULE = """

@@ -6,11 +6,11 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from deploy.bench.cache.arrivals import Arrival, by_time
-from deploy.bench.cache.simulation import Machine, Simulation
-from deploy.bench.cache.tally import CacheFigures, Rules, Tally, jain_index
-from deploy.bench.records import BenchRequest, Segment, Session
-from deploy.bench.workloads.ideal import IdealCache
+from deploy.evaluation.bench.cache.arrivals import Arrival, by_time
+from deploy.evaluation.bench.cache.simulation import Machine, Simulation
+from deploy.evaluation.bench.cache.tally import CacheFigures, Rules, Tally, jain_index
+from deploy.evaluation.bench.records import BenchRequest, Segment, Session
+from deploy.evaluation.bench.workloads.ideal import IdealCache
 from services.scheduler.cache.config import CacheConfig
 from services.scheduler.cache.debug.audit import audit
 from services.scheduler.cache.debug.invariants import violations

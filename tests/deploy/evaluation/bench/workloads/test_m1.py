@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pytest
 
-from deploy.bench.workloads.ideal import IdealCache, ideal_rates
-from deploy.bench.workloads.m1 import M1Shape, m1_sessions, m1_stream
+from deploy.evaluation.bench.workloads.ideal import IdealCache, ideal_rates
+from deploy.evaluation.bench.workloads.m1 import M1Shape, m1_sessions, m1_stream
 
 if TYPE_CHECKING:
-    from deploy.bench.records import Session
+    from deploy.evaluation.bench.records import Session
 
 SHAPE = M1Shape(users=500, apps=20)
 

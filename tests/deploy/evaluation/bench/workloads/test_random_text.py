@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from deploy.bench.workloads.random_text import random_sessions
+from deploy.evaluation.bench.workloads.random_text import random_sessions
 
 
 def test_prompts_share_nothing_and_have_the_lengths_asked_for() -> None:

@@ -4,7 +4,7 @@ from collections import Counter
 
 import pytest
 
-from deploy.bench.workloads.shared_prefix import SharedPrefixShape, shared_prefix_sessions
+from deploy.evaluation.bench.workloads.shared_prefix import SharedPrefixShape, shared_prefix_sessions
 
 SHAPE = SharedPrefixShape(apps=4, users=10, requests_per_user=3, system_tokens=70, question_tokens=20, output_tokens=5)
 

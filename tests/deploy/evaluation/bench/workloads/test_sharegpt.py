@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from deploy.bench.workloads.sharegpt import ShareGptOptions, sharegpt_sessions
+from deploy.evaluation.bench.workloads.sharegpt import ShareGptOptions, sharegpt_sessions
 
 if TYPE_CHECKING:
     from pathlib import Path

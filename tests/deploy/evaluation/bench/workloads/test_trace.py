@@ -4,8 +4,8 @@ import json
 
 import pytest
 
-from deploy.bench.prompts import PromptMaker
-from deploy.bench.workloads.trace import TraceOptions, parse_trace
+from deploy.evaluation.bench.prompts import PromptMaker
+from deploy.evaluation.bench.workloads.trace import TraceOptions, parse_trace
 
 
 def row(timestamp: int, length: int, hash_ids: list[int], output: int = 100, **more: object) -> bytes:

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from deploy.bench.workloads.w1 import TOTAL_INPUT_TOKENS, TOTAL_OUTPUT_TOKENS, w1_requests
+from deploy.evaluation.bench.workloads.w1 import TOTAL_INPUT_TOKENS, TOTAL_OUTPUT_TOKENS, w1_requests
 
 
 def test_the_totals_are_those_that_others_publish_for() -> None:

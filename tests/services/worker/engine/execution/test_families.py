@@ -90,7 +90,7 @@ def test_other_families_run_through_transformers(family: str, tmp_path: Path) ->
 
 
 def test_mixtures_load_onto_the_device_without_weights() -> None:
-    spec = EngineSpec("tests/benchmarks/shapes/qwen3-30b-a3b", load_format="dummy", max_rows=4, max_context=512,
+    spec = EngineSpec("deploy/evaluation/shapes/qwen3-30b-a3b", load_format="dummy", max_rows=4, max_context=512,
                       max_step_tokens=256)  # fmt: skip
     runner = load_decoder(spec, lambda *_: None, RunnerOptions(device="cuda", backend="gpu"))
     # 30.5 billion weights of two bytes.

@@ -192,5 +192,5 @@ def parameters_of(config: ModelConfig) -> int:
     [("qwen3-0.6b", 0.60), ("llama-3.1-8b", 8.03), ("qwen3-14b", 14.77), ("qwen3-30b-a3b", 30.5), ("gemma-3-4b", 3.88)],
 )
 def test_shapes_that_are_measured_are_those_of_the_models(shape: str, billions: float) -> None:
-    config = read_config(Path("tests/benchmarks/shapes") / shape)
+    config = read_config(Path("deploy/evaluation/shapes") / shape)
     assert parameters_of(config) / 1e9 == pytest.approx(billions, rel=0.01)

@@ -50,7 +50,7 @@ def test_logits_are_those_of_widened_products_but_for_rounding(family: str, tmp_
 def capacity(quantization: str, pages: int | None) -> tuple[int, int, int]:
     """Return pages, bytes of a page, and bytes that are taken beside pages."""
     torch.cuda.empty_cache()
-    spec = EngineSpec("tests/benchmarks/shapes/qwen3-0.6b", load_format="dummy", max_rows=4, max_context=512,
+    spec = EngineSpec("deploy/evaluation/shapes/qwen3-0.6b", load_format="dummy", max_rows=4, max_context=512,
                       max_step_tokens=256, quantization=quantization, device_pages=pages)  # fmt: skip
     runner = load_decoder(spec, lambda *_: None, RunnerOptions(device="cuda", backend="gpu"))
     made = runner.capacity
