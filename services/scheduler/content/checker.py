@@ -2,28 +2,21 @@
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
-import json
-import os
 import sys
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from common.logs import get_logger
+from common.child_process import ChildProcess
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from common.child_process import Message
     from common.types import TokenIds
 
 # Loading a model's vocabulary takes seconds on a slow machine.
 START_TIMEOUT_S = 120.0
-MAX_ANSWER_BYTES = 1 << 16
 COMMAND = (sys.executable, "-m", "services.scheduler.content.child")
-
-# One line of JSON, as read and written by `child.py`.
-Message = dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,12 +38,11 @@ class ContentChecker:
     """Owns the child process. One query at a time; after a failure the next query starts a new process."""
 
     def __init__(self, configuration: Message, deadline_s: float, command: Sequence[str] = COMMAND) -> None:
-        """Run `command`, whose first line of input is `configuration`; each prompt may take `deadline_s`."""
+        """Run `command`, whose first message is `configuration`; each prompt may take `deadline_s`."""
         self._configuration = configuration
         self._deadline_s = deadline_s
         self._command = command
-        self._process: asyncio.subprocess.Process | None = None
-        self._log = get_logger("content")
+        self._process: ChildProcess | None = None
 
     async def examine(self, token_ids: TokenIds) -> Answer:
         """Return the verdict on a prompt, or the reason why there is none."""
@@ -63,54 +55,23 @@ class ContentChecker:
     async def close(self) -> None:
         process, self._process = self._process, None
         if process is not None:
-            with contextlib.suppress(ProcessLookupError):
-                process.kill()
-            await process.wait()
+            await process.kill()
 
     async def _ask(self, question: Message) -> Answer:
         try:
             if self._process is None:
-                started = await self._start()
+                self._process = await ChildProcess.start(self._command)
+                started = _answer(await self._process.ask(self._configuration, START_TIMEOUT_S))
                 if started.failure is not None:
                     await self.close()
                     return started
-            return await self._exchange(question, self._deadline_s)
+            return _answer(await self._process.ask(question, self._deadline_s))
         except TimeoutError:
             failure = f"no answer within {self._deadline_s:g} s"
-        except (OSError, ValueError, asyncio.IncompleteReadError) as error:
+        except (OSError, ValueError) as error:
             failure = f"{type(error).__name__}: {error}"
         await self.close()
         return Answer(failure=failure)
-
-    async def _start(self) -> Answer:
-        self._process = await asyncio.create_subprocess_exec(
-            *self._command,
-            str(os.getpid()),
-            stdin=asyncio.subprocess.PIPE,
-            stdout=asyncio.subprocess.PIPE,
-            limit=MAX_ANSWER_BYTES,
-        )
-        return await self._exchange(self._configuration, START_TIMEOUT_S)
-
-    async def _exchange(self, question: Message, timeout_s: float) -> Answer:
-        """Send one line and read one.
-
-        Raises:
-            TimeoutError: the answer takes too long.
-            OSError: the process has ended.
-            ValueError: the answer is malformed.
-        """
-        process = self._process
-        assert process is not None
-        assert process.stdin is not None
-        assert process.stdout is not None
-        async with asyncio.timeout(timeout_s):
-            process.stdin.write(json.dumps(question).encode() + b"\n")
-            await process.stdin.drain()
-            line = await process.stdout.readline()
-        if not line:
-            raise ConnectionError("the process that examines has ended")
-        return _answer(json.loads(line))
 
 
 def _answer(message: Message) -> Answer:

@@ -9,12 +9,12 @@ from __future__ import annotations
 import json
 import os
 import sys
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import TYPE_CHECKING, TextIO
 
 import numpy as np
 
+from common.child_process import begin_child
 from common.errors import ConfigurationError
-from common.orphans import die_with_parent
 from common.settings import ModelSettings
 from common.tokenization import load_served_model
 from services.scheduler.content.examiner import Examiner, make_detectors
@@ -24,20 +24,16 @@ from services.scheduler.content.text import Transcriber
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-# A message on either pipe; both ends belong to this package.
-Message = dict[str, Any]
+    from common.child_process import Message
+
 # Serving takes precedence over examining.
 NICENESS = 10
 
 
 def main() -> None:
     """Serve standard input until it ends."""
-    # Its input ends with its parent, but a hanging detector would not notice.
-    die_with_parent(int(sys.argv[1]))
+    answers = begin_child()
     os.nice(NICENESS)
-    # A detector that prints must not be able to forge an answer.
-    answers = os.fdopen(os.dup(sys.stdout.fileno()), "w", encoding="utf-8")
-    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
     serve(sys.stdin, answers, make_examiner)
 
 

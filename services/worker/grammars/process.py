@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import os
 import signal
 import socket
 import sys
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import psutil
 
+from common.child_process import MAX_LINE_BYTES, ChildProcess, read_message, write_message
 from common.errors import UnavailableError
 from common.logs import get_logger
 
@@ -26,11 +26,7 @@ if TYPE_CHECKING:
 # Importing and loading a vocabulary takes seconds on a slow machine, a fork milliseconds.
 START_TIMEOUT_S = 120.0
 FORK_TIMEOUT_S = 30.0
-MAX_LINE_BYTES = 1 << 16
 COMMAND = (sys.executable, "-m", "services.worker.grammars.template")
-
-# One line of JSON, as `template.py` writes and reads it.
-Message = dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,13 +53,8 @@ class CompileProcess:
     async def compile(self, grammar: Grammar) -> Verdict:
         """Compile a grammar and try it out; the caller kills the process afterwards."""
         try:
-            question: Message = {"kind": grammar.kind.value, "text": grammar.text}
-            self._writer.write(json.dumps(question).encode() + b"\n")
-            await self._writer.drain()
-            line = await self._reader.readline()
-            if not line:
-                raise ConnectionError("the process that compiles has ended")
-            answer: Message = json.loads(line)
+            await write_message(self._writer, {"kind": grammar.kind.value, "text": grammar.text})
+            answer = await read_message(self._reader)
             data = await self._reader.readexactly(int(answer["bytes"]))
         except (OSError, ValueError, asyncio.IncompleteReadError):
             get_logger("grammars").warning("grammars.process_died", kind=grammar.kind.value, bytes=len(grammar.text))
@@ -98,7 +89,7 @@ class CompileProcesses:
         self._command = command
         self._turn = asyncio.Lock()
         self._source: VocabularySource | None = None
-        self._template: asyncio.subprocess.Process | None = None
+        self._template: ChildProcess | None = None
         self._control: socket.socket | None = None
 
     async def take(self, source: VocabularySource) -> CompileProcess:
@@ -109,7 +100,7 @@ class CompileProcesses:
         """
         async with self._turn:
             try:
-                if self._template is None or self._template.returncode is not None or source != self._source:
+                if self._template is None or self._template.has_ended or source != self._source:
                     await self._start(source)
                 async with asyncio.timeout(FORK_TIMEOUT_S):
                     return await self._fork()
@@ -128,29 +119,14 @@ class CompileProcesses:
         control, theirs = socket.socketpair()
         self._source, self._control = source, control
         with theirs:
-            self._template = await asyncio.create_subprocess_exec(
-                *self._command,
-                str(os.getpid()),
-                str(theirs.fileno()),
-                stdin=asyncio.subprocess.PIPE,
-                stdout=asyncio.subprocess.PIPE,
-                limit=MAX_LINE_BYTES,
-                pass_fds=(theirs.fileno(),),
-            )
+            descriptor = theirs.fileno()
+            self._template = await ChildProcess.start(self._command, str(descriptor), descriptors=(descriptor,))
         try:
-            await self._load(self._template, source)
+            # It answers when the vocabulary is loaded.
+            await self._template.ask(asdict(source), START_TIMEOUT_S)
         except BaseException:
             await self._end()
             raise
-
-    async def _load(self, template: asyncio.subprocess.Process, source: VocabularySource) -> None:
-        assert template.stdin is not None
-        assert template.stdout is not None
-        async with asyncio.timeout(START_TIMEOUT_S):
-            template.stdin.write(json.dumps(asdict(source)).encode() + b"\n")
-            await template.stdin.drain()
-            if not await template.stdout.readline():
-                raise ConnectionError("the process that loads the vocabulary has ended")
 
     async def _fork(self) -> CompileProcess:
         assert self._control is not None
@@ -159,10 +135,7 @@ class CompileProcesses:
             socket.send_fds(self._control, [b"f"], [theirs.fileno()])
         reader, writer = await asyncio.open_connection(sock=ours, limit=MAX_LINE_BYTES)
         try:
-            line = await reader.readline()
-            if not line:
-                raise ConnectionError("the template cannot fork")
-            return CompileProcess(int(json.loads(line)["pid"]), reader, writer)
+            return CompileProcess(int((await read_message(reader))["pid"]), reader, writer)
         except BaseException:
             # The process ends when it finds its connection closed.
             writer.close()
@@ -173,6 +146,4 @@ class CompileProcesses:
             self._control.close()
         template, self._template, self._control = self._template, None, None
         if template is not None:
-            with contextlib.suppress(ProcessLookupError):
-                template.kill()
-            await asyncio.shield(template.wait())
+            await template.kill()

@@ -20,8 +20,9 @@ import sys
 import tempfile
 import time
 import traceback
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+from common.child_process import begin_child
 from common.grammars import Grammar, GrammarKind
 from common.orphans import die_with_parent
 from services.worker.engine.grammars.compiler import Compiler, GrammarError
@@ -31,8 +32,8 @@ from services.worker.engine.grammars.vocabulary_source import VocabularySource
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-# What goes over the connections; both ends are this package's.
-Message = dict[str, Any]
+    from common.child_process import Message
+
 # Serving goes before compiling.
 NICENESS = 10
 # Beside what the process takes to start.
@@ -45,10 +46,7 @@ _WARNING = re.compile(r"Warning: (.*)")
 
 def main() -> None:
     """Load a vocabulary, and fork until the socket is closed."""
-    die_with_parent(int(sys.argv[1]))
-    # Libraries that print must not be able to answer.
-    answers = os.fdopen(os.dup(sys.stdout.fileno()), "w", encoding="utf-8")
-    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
+    answers = begin_child()
     compile_ = make_compile(json.loads(sys.stdin.readline()))
     os.nice(NICENESS)
     # The kernel reaps what was forked.

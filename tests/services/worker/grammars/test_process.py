@@ -197,8 +197,7 @@ async def test_a_template_that_died_is_started_again() -> None:
     own = CompileProcesses()
     await (await own.take(SOURCE)).kill()
     assert own._template is not None
-    own._template.kill()
-    await own._template.wait()
+    await own._template.kill()
     assert (await compiled(own, GOOD)).refusal is None
     await own.close()
 

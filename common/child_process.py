@@ -1,0 +1,120 @@
+"""Child processes that answer lines of JSON: the parent's side, and the first steps of the child's.
+
+A child is for work that may hang, crash or take all memory. It gets the parent's process id as its first argument, and
+ends when the parent does. A message is one JSON object on one line.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import sys
+from typing import TYPE_CHECKING, Any, TextIO
+
+from common.orphans import die_with_parent
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+MAX_LINE_BYTES = 1 << 16
+
+# The two ends of a connection agree on the fields.
+Message = dict[str, Any]
+
+
+class ChildProcess:
+    """A running child process, which answers each message with one."""
+
+    def __init__(self, process: asyncio.subprocess.Process) -> None:
+        """Use a process whose standard input and output are pipes."""
+        assert process.stdin is not None
+        assert process.stdout is not None
+        self._process = process
+        self._input = process.stdin
+        self._output = process.stdout
+
+    @classmethod
+    async def start(cls, command: Sequence[str], *arguments: str, descriptors: Sequence[int] = ()) -> ChildProcess:
+        """Run `command` with this process's id and `arguments`; the child inherits the file `descriptors`.
+
+        Raises:
+            OSError: it cannot be started.
+        """
+        process = await asyncio.create_subprocess_exec(
+            *command,
+            str(os.getpid()),
+            *arguments,
+            stdin=asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.PIPE,
+            limit=MAX_LINE_BYTES,
+            pass_fds=tuple(descriptors),
+        )
+        return cls(process)
+
+    @property
+    def pid(self) -> int:
+        """Process id."""
+        return self._process.pid
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether the process has ended."""
+        return self._process.returncode is not None
+
+    async def ask(self, message: Mapping[str, Any], timeout_s: float) -> Message:
+        """Send a message and return the answer. After an error the process must be killed: its answer may still come.
+
+        Raises:
+            TimeoutError: the answer takes too long.
+            OSError: the process has ended.
+            ValueError: the answer is malformed, or longer than `MAX_LINE_BYTES`.
+        """
+        async with asyncio.timeout(timeout_s):
+            await write_message(self._input, message)
+            return await read_message(self._output)
+
+    async def kill(self) -> None:
+        """Kill the process and wait for its end."""
+        with contextlib.suppress(ProcessLookupError):
+            self._process.kill()
+        await asyncio.shield(self._process.wait())
+
+
+async def write_message(writer: asyncio.StreamWriter, message: Mapping[str, Any]) -> None:
+    """Write one message.
+
+    Raises:
+        OSError: the other end is closed.
+    """
+    writer.write(json.dumps(message).encode() + b"\n")
+    await writer.drain()
+
+
+async def read_message(reader: asyncio.StreamReader) -> Message:
+    """Read one message.
+
+    Raises:
+        OSError: the other end is closed.
+        ValueError: the line is no JSON object, or too long.
+    """
+    line = await reader.readline()
+    if not line:
+        raise ConnectionError("the child process has ended")
+    message = json.loads(line)
+    if not isinstance(message, dict):
+        raise ValueError(f"the child process did not answer with an object: {line[:80]!r}")
+    return message
+
+
+def begin_child() -> TextIO:
+    """Tie this process to the parent that `sys.argv` names, and return the stream for answers.
+
+    Standard output becomes standard error, so that a library that prints cannot forge an answer.
+    """
+    # Standard input ends with the parent, but a child that hangs would not notice.
+    die_with_parent(int(sys.argv[1]))
+    answers = os.fdopen(os.dup(sys.stdout.fileno()), "w", encoding="utf-8")
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
+    return answers
