@@ -4,126 +4,22 @@ from __future__ import annotations
 
 import heapq
 from dataclasses import dataclass, field
-from itertools import count
-from operator import itemgetter
-from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
+from typing import TYPE_CHECKING, Generic
 
-from services.scheduler.cache.config import EvictionPolicy
+from services.scheduler.cache.eviction_policies import C, coldness_of
+from services.scheduler.cache.ranking import SPARE_ENTRIES, Ranking
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping, Set
+    from collections.abc import Iterable, Iterator
 
     from services.scheduler.cache.accounts import Accounts
     from services.scheduler.cache.config import CacheConfig
+    from services.scheduler.cache.eviction_policies import Coldness
     from services.scheduler.cache.node import Account, Holder
+    from services.scheduler.cache.ranking import Urgency
 
-# Lower values are evicted first.
-Coldness = tuple[int, ...]
-# Standing, then the excess over the quota or the coldness of the first candidate; never equal for two holdings.
-Urgency = tuple[Any, ...]  # numbers; equal standings have the same types
-
+# Standings of a holding, the first to be evicted first.
 _OVER_QUOTA, _WITHIN_QUOTA, _WITHIN_FLOOR = range(3)
-# A heap is rebuilt when its length exceeds twice the number of live entries by more than this.
-_SPARE_ENTRIES = 32
-
-
-class Candidate(Protocol):
-    """An evictable item, with the values that its coldness depends on; on the device it is a node."""
-
-    queued: int
-
-    @property
-    def owner(self) -> Account:
-        """The item's owner."""
-
-    @property
-    def pinned(self) -> bool:
-        """Whether the operator has pinned it."""
-
-    @property
-    def priority(self) -> int:
-        """Highest priority of the requests that used it."""
-
-    @property
-    def epoch(self) -> int:
-        """Epoch of its last use."""
-
-    @property
-    def last_access(self) -> int:
-        """Logical time of its last use."""
-
-    @property
-    def u_pre(self) -> int:
-        """Number of subjects that used it in the previous epoch."""
-
-    @property
-    def uses(self) -> int:
-        """Number of prefix locks that covered it."""
-
-
-C = TypeVar("C", bound=Candidate)
-H = TypeVar("H")
-
-
-class _Ranking(Generic[H]):
-    """Holdings that have candidates, the most urgent first.
-
-    A heap entry may overstate the urgency, which is corrected when it comes first. A holding that may have become more
-    urgent must be noted; the next access enters it again, so that many changes between two accesses cost one entry. The
-    order depends on the holdings alone, not on the number of accesses.
-    """
-
-    def __init__(self, urgency: Callable[[H], Urgency]) -> None:
-        self._urgency = urgency
-        self._heap: list[tuple[Urgency, int, H]] = []
-        self._entries: dict[H, int] = {}
-        self._noted: dict[H, None] = {}
-        self._numbers = count()
-
-    def __len__(self) -> int:
-        return len(self._heap) + len(self._noted)
-
-    def note(self, holding: H) -> None:
-        self._noted[holding] = None
-
-    def drop(self, holding: H) -> None:
-        self._noted.pop(holding, None)
-        self._entries.pop(holding, None)
-
-    def first(self) -> H | None:
-        self._enter_noted()
-        heap = self._heap
-        while heap:
-            urgency, number, holding = heap[0]
-            if self._entries.get(holding) != number:
-                heapq.heappop(heap)
-            elif (now := self._urgency(holding)) != urgency:
-                heapq.heapreplace(heap, (now, number, holding))
-            else:
-                return holding
-        return None
-
-    def any(self, number: int) -> H | None:
-        """Return some holding, varying with `number`."""
-        self._enter_noted()
-        if not self._heap:
-            return None
-        for index in range(number, number + len(self._heap)):
-            _, entry, holding = self._heap[index % len(self._heap)]
-            if self._entries.get(holding) == entry:
-                return holding
-        return None
-
-    def _enter_noted(self) -> None:
-        if not self._noted:
-            return
-        for holding in self._noted:
-            number = self._entries[holding] = next(self._numbers)
-            heapq.heappush(self._heap, (self._urgency(holding), number, holding))
-        self._noted.clear()
-        if len(self._heap) > 2 * len(self._entries) + _SPARE_ENTRIES:
-            self._heap = [entry for entry in self._heap if self._entries.get(entry[2]) == entry[1]]
-            heapq.heapify(self._heap)
 
 
 @dataclass(slots=True, eq=False, repr=False)
@@ -151,8 +47,8 @@ class TenantHolding(Generic[C]):
     """Pages of a tenant on one tier, and its subjects with candidates: by urgency, and by size for its quota."""
 
     holder: Holder
-    by_urgency: _Ranking[SubjectHolding[C]]
-    by_size: _Ranking[SubjectHolding[C]]
+    by_urgency: Ranking[SubjectHolding[C]]
+    by_size: Ranking[SubjectHolding[C]]
     pages: int = 0
     members: int = 0
     candidates: int = 0
@@ -178,13 +74,13 @@ class EvictionQueue(Generic[C]):
         self._config = config
         self._capacity = capacity
         self._accounts = accounts
-        self._coldness = _coldness(config)
+        self._coldness = coldness_of(config)
         self._subjects: dict[Holder, SubjectHolding[C]] = {}
         self._tenants: dict[Holder, TenantHolding[C]] = {}
         # Tenants with candidates: all, those without a share of their own, and those with one.
-        self._by_coldness: _Ranking[TenantHolding[C]] = _Ranking(self._tenant_urgency)
-        self._by_size: _Ranking[TenantHolding[C]] = _Ranking(self._tenant_size)
-        self._by_excess: _Ranking[TenantHolding[C]] = _Ranking(self._tenant_excess)
+        self._by_coldness: Ranking[TenantHolding[C]] = Ranking(self._tenant_urgency)
+        self._by_size: Ranking[TenantHolding[C]] = Ranking(self._tenant_size)
+        self._by_excess: Ranking[TenantHolding[C]] = Ranking(self._tenant_excess)
         self._next = 0
         self._epoch = 0
         # Pages of all tenants, and of active ones with a share of their own; both exclude the public.
@@ -265,7 +161,7 @@ class EvictionQueue(Generic[C]):
                     ranking.drop(tenant)
             # The next subject may be within its floor and yet colder.
             self._note_tenant(tenant)
-        elif len(subject.heap) > 2 * subject.candidates + _SPARE_ENTRIES:
+        elif len(subject.heap) > 2 * subject.candidates + SPARE_ENTRIES:
             subject.heap = [entry for entry in subject.heap if entry[2].queued == entry[1]]
             heapq.heapify(subject.heap)
 
@@ -344,7 +240,7 @@ class EvictionQueue(Generic[C]):
         if subject is None:
             tenant = self._tenants.get(holder.tenant)
             if tenant is None:
-                rankings = _Ranking(self._subject_urgency), _Ranking(self._size_urgency)
+                rankings = Ranking(self._subject_urgency), Ranking(self._size_urgency)
                 tenant = self._tenants[holder.tenant] = TenantHolding(holder.tenant, *rankings)
             tenant.members += 1
             subject = self._subjects[holder] = SubjectHolding(holder, tenant)
@@ -484,42 +380,3 @@ class EvictionQueue(Generic[C]):
 
     def _tenant_excess(self, tenant: TenantHolding[C]) -> Urgency:
         return self._is_within_floor(tenant), self._quota(tenant) - tenant.pages, tenant.holder.number
-
-
-def queue_violations(queue: EvictionQueue[C], pages: Mapping[Holder, int], candidates: Set[C]) -> Iterator[str]:
-    """Yield the faults of a queue that should count `pages` and hold exactly `candidates`. O(nodes)."""
-    counted = queue.holders()
-    expected = {holder: number for holder, number in pages.items() if number}
-    if counted != expected:
-        shown = [{holder.scope: number for holder, number in each.items()} for each in (expected, counted)]
-        yield f"subjects and tenants have {shown[0]} pages, counted {shown[1]}"
-    places = list(queue.places())
-    if len(places) != len(candidates) or {candidate for _, candidate in places} != candidates:
-        yield f"{len(candidates)} nodes can be evicted, and the eviction queue has {len(places)} entries"
-        return
-    first = queue.first()
-    if first is not min(places, key=itemgetter(0), default=(None, None))[1]:
-        yield f"the eviction queue takes one of {first and first.owner.scope} first, which is not the most urgent"
-
-
-def _coldness(config: CacheConfig) -> Callable[[Candidate], Coldness]:
-    """Return the order of the configured policy. Deeper nodes go first implicitly, as only leaves are candidates."""
-    bonus = config.public_bonus_epochs
-
-    def lru(node: Candidate) -> Coldness:
-        return node.pinned, node.priority, node.epoch + bonus * node.u_pre.bit_length(), node.last_access
-
-    def lfu(node: Candidate) -> Coldness:
-        return node.pinned, node.priority, (node.uses + node.u_pre).bit_length(), node.last_access
-
-    def slru(node: Candidate) -> Coldness:
-        recency = node.epoch + bonus * node.u_pre.bit_length(), node.last_access
-        return node.pinned, node.priority, node.uses > 1, *recency
-
-    match config.eviction:
-        case EvictionPolicy.LFU:
-            return lfu
-        case EvictionPolicy.SLRU:
-            return slru
-        case _:  # under PRIORITY, requests set the priorities; else they are all 0
-            return lru

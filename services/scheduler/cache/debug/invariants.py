@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections import Counter
 from typing import TYPE_CHECKING
 
+from services.scheduler.cache.debug.queue_invariants import queue_violations
 from services.scheduler.cache.debug.tier_invariants import host_violations
-from services.scheduler.cache.eviction import queue_violations
 from services.scheduler.cache.types import NodeState
 
 if TYPE_CHECKING:

@@ -14,8 +14,9 @@ from common.transfers import TransferAck
 from common.types import Subject, View
 from services.scheduler.cache.accounts import Accounts
 from services.scheduler.cache.config import CacheConfig
+from services.scheduler.cache.debug.queue_invariants import queue_violations
 from services.scheduler.cache.debug.replay import replay
-from services.scheduler.cache.eviction import EvictionQueue, queue_violations
+from services.scheduler.cache.eviction import EvictionQueue
 from services.scheduler.cache.tiers.config import HostConfig
 from services.scheduler.cache.types import NodeState
 from tests.examples import examples
