@@ -1,16 +1,20 @@
-"""Reader of model directories in the layout of `transformers`: tokenizer.json and its accompanying JSON files."""
+"""Readers of model directories in the layout of `transformers`.
+
+The tokenizer is in tokenizer.json and its accompanying JSON files; the files of sentence-transformers define
+embeddings. Models with random weights, whose directories often have no tokenizer, get a placeholder.
+"""
 
 from __future__ import annotations
 
 import json
 from typing import TYPE_CHECKING, Any, Final
 
-from tokenizers import AddedToken, Tokenizer
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from common.encoders import encoder_context, is_encoder
 from common.errors import ConfigurationError
 from common.tokenization.parts import EmbeddingTraits, TextParts
-from common.tokenization.sentence_files import read_longest_text, read_pooling
+from common.tokenization.vocabulary import byte_alphabet
 from common.types import Pooling
 
 if TYPE_CHECKING:
@@ -23,6 +27,18 @@ JsonObject = dict[str, Any]
 # For families whose config.json omits values that equal the defaults of `transformers`.
 _UNSTATED_CONTEXTS: Final = {"gemma3": 131_072, "gemma3_text": 131_072}
 _CONTEXT_KEYS: Final = ("max_position_embeddings", "n_positions", "max_sequence_length", "seq_length")
+# Supported flags of a pooling module's config.json.
+_POOLINGS: Final = {
+    "pooling_mode_cls_token": Pooling.FIRST,
+    "pooling_mode_mean_tokens": Pooling.MEAN,
+    "pooling_mode_lasttoken": Pooling.LAST,
+}
+_MODULES: Final = ("Transformer", "Pooling", "Normalize")
+_DEFAULT_VOCABULARY: Final = 32_000
+_TEMPLATE: Final = (
+    "{% for message in messages %}{{ message['role'] + ': ' + message['content'] + '\\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ 'assistant: ' }}{% endif %}"
+)
 
 
 def read_directory(path: Path) -> TextParts:
@@ -138,3 +154,55 @@ def _templates(path: Path, settings: JsonObject) -> dict[str, str]:
     for extra in sorted((path / "additional_chat_templates").glob("*.jinja")):
         templates[extra.stem] = extra.read_text(encoding="utf-8")
     return templates
+
+
+def read_pooling(path: Path) -> Pooling | None:
+    """Return the pooling of the model in directory `path`; None if the files define none.
+
+    Raises:
+        ConfigurationError: the files define modules or poolings that are not supported.
+    """
+    file = path / "modules.json"
+    if not file.is_file():
+        return None
+    modules = {str(module["type"]).rpartition(".")[2]: str(module["path"]) for module in _required_json(file)}
+    unknown = [name for name in modules if name not in _MODULES]
+    if unknown:
+        raise ConfigurationError(f"{file}: {', '.join(unknown)} after the model is not supported; {_MODULES} are")
+    if "Pooling" not in modules:
+        return None
+    chosen = _required_json(path / modules["Pooling"] / "config.json")
+    modes = [name for name, value in chosen.items() if name.startswith("pooling_mode_") and value is True]
+    if len(modes) != 1 or modes[0] not in _POOLINGS:
+        raise ConfigurationError(f"{file}: {', '.join(modes) or 'no pooling'} is not supported; one of these is: "
+                                 f"{', '.join(_POOLINGS)}")  # fmt: skip
+    return _POOLINGS[modes[0]]
+
+
+def read_longest_text(path: Path) -> int | None:
+    """Return the longest text, in tokens with special ones, that the model supports; None if the files set no limit."""
+    file = path / "sentence_bert_config.json"
+    longest = _required_json(file).get("max_seq_length") if file.is_file() else None
+    return longest if isinstance(longest, int) else None
+
+
+def _required_json(file: Path) -> Any:  # free JSON
+    try:
+        return json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ConfigurationError(f"{file}: {error}") from error
+
+
+def read_placeholder(path: Path) -> TextParts:
+    """Return a placeholder with the vocabulary size and context length of the config.json in `path`."""
+    config = read_json(path / "config.json")
+    size = vocabulary_size(config) or _DEFAULT_VOCABULARY
+    vocabulary = {letter: byte for byte, letter in byte_alphabet().items() if byte < size}
+    # Ġ is the space of the byte alphabet.
+    vocabulary |= {f"Ġw{i}": i for i in range(256, size)}
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
+    tokenizer.decoder = decoders.ByteLevel()
+    return TextParts(
+        tokenizer, {"default": _TEMPLATE}, {}, context_length(config), size, embedding_traits(path, config)
+    )

@@ -6,18 +6,22 @@ and decoder follow from these by convention and are rebuilt here.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Final
 
-from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
+from tokenizers.pre_tokenizers import ByteLevel, Digits, Split
+from tokenizers.processors import TemplateProcessing
 
 from common.errors import ConfigurationError
-from common.tokenization.byte_alphabet import byte_alphabet
-from common.tokenization.post_processing import set_framing
-from common.tokenization.splits import SplitRule, find_split_rule
+from common.tokenization.vocabulary import byte_alphabet
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
     from pathlib import Path
+
+    from tokenizers.pre_tokenizers import PreTokenizer
 
     from common.gguf_header import Metadata
 
@@ -59,7 +63,7 @@ def build_tokenizer(path: Path, metadata: Metadata) -> Tokenizer:
             )
     _add_whole_tokens(tokenizer, tokens, _types(metadata))
     special = special_tokens(metadata)
-    set_framing(
+    _set_framing(
         tokenizer,
         special.get("bos_token") if metadata.get("tokenizer.ggml.add_bos_token", add_bos) else None,
         special.get("eos_token") if metadata.get("tokenizer.ggml.add_eos_token", False) else None,
@@ -136,3 +140,83 @@ def _types(metadata: Metadata) -> list[int]:
     value = metadata.get("tokenizer.ggml.token_type", ())
     types = [int(kind) for kind in value] if isinstance(value, tuple) else []
     return types if len(types) == len(tokens) else [1] * len(tokens)
+
+
+def _set_framing(tokenizer: Tokenizer, bos: str | None, eos: str | None) -> None:
+    """Make `encode(add_special_tokens=True)` prepend `bos` and append `eos`, unless they are None."""
+    special = [(token, tokenizer.token_to_id(token)) for token in dict.fromkeys((bos, eos)) if token is not None]
+    template = [*([bos] if bos else []), "$A", *([eos] if eos else [])]
+    tokenizer.post_processor = TemplateProcessing(single=template, special_tokens=special)
+
+
+@dataclass(frozen=True, slots=True)
+class SplitRule:
+    """How a family of models splits text, and other properties that its pre-tokenizer's name implies."""
+
+    # None: the expression of GPT-2, which is built into `ByteLevel`.
+    pattern: str | None = None
+    # Split off each digit before all other splits.
+    single_digits: bool = False
+    # A piece that equals a token becomes this token, without merges.
+    ignore_merges: bool = False
+    # Whether BOS is added, if the file does not define it.
+    add_bos: bool = False
+
+    def build(self) -> PreTokenizer:
+        """Return the pre-tokenizer of this rule."""
+        if self.pattern is not None:
+            split = Split(Regex(self.pattern), behavior="isolated")
+            return pre_tokenizers.Sequence([split, ByteLevel(add_prefix_space=False, use_regex=False)])
+        plain = ByteLevel(add_prefix_space=False, use_regex=True)
+        return pre_tokenizers.Sequence([Digits(individual_digits=True), plain]) if self.single_digits else plain
+
+
+_CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
+_SPACES = r"\s*[\r\n]+|\s+(?!\S)|\s+"
+# Letters of one word: upper case followed by lower case, or only upper case.
+_UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
+_LEAD = r"[^\r\n\p{L}\p{N}]?"
+
+_LLAMA_3 = SplitRule(
+    rf"{_CONTRACTIONS}|{_LEAD}\p{{L}}+|\p{{N}}{{1,3}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*|{_SPACES}",
+    ignore_merges=True,
+    add_bos=True,
+)
+_QWEN_2 = SplitRule(rf"{_CONTRACTIONS}|{_LEAD}\p{{L}}+|\p{{N}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*|{_SPACES}")
+_TEKKEN = SplitRule(
+    rf"{_LEAD}{_UPPER}*{_LOWER}+|{_LEAD}{_UPPER}+{_LOWER}*|\p{{N}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n/]*|{_SPACES}",
+    ignore_merges=True,
+    add_bos=True,
+)
+_GPT_4O = SplitRule(
+    rf"{_LEAD}{_UPPER}*{_LOWER}+{_CONTRACTIONS}?|{_LEAD}{_UPPER}+{_LOWER}*{_CONTRACTIONS}?"
+    rf"|\p{{N}}{{1,3}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n/]*|{_SPACES}",
+)
+_DIGITS_APART = SplitRule(single_digits=True)
+
+SPLIT_RULES = MappingProxyType(
+    {
+        "gpt-2": SplitRule(),
+        **dict.fromkeys(("smollm", "starcoder", "refact", "command-r", "codeshell"), _DIGITS_APART),
+        **dict.fromkeys(("llama-bpe", "llama3", "llama-v3"), _LLAMA_3),
+        **dict.fromkeys(("qwen2", "deepseek-r1-qwen"), _QWEN_2),
+        **dict.fromkeys(("gpt-4o", "llama4"), _GPT_4O),
+        "tekken": _TEKKEN,
+    }
+)
+
+
+def find_split_rule(name: str) -> SplitRule:
+    """Return the rule that a GGUF file calls `name`.
+
+    Raises:
+        ConfigurationError: the name is unknown; a wrong guess would silently split text differently than in training.
+    """
+    rule = SPLIT_RULES.get(name)
+    if rule is None:
+        known = ", ".join(sorted(SPLIT_RULES))
+        raise ConfigurationError(
+            f"unknown pre-tokenizer {name!r} in the GGUF file (known: {known}). "
+            "Serve the model from a directory with tokenizer.json instead"
+        )
+    return rule

@@ -10,10 +10,9 @@ from tokenizers.models import BPE, Unigram
 from common.errors import ConfigurationError
 from common.gguf_header import Metadata, read_header
 from common.models import ModelFiles, ModelKind, resolve
-from common.tokenization.directory import read_directory
+from common.tokenization.directory import read_directory, read_placeholder
 from common.tokenization.gguf_vocabulary import build_tokenizer, special_tokens
 from common.tokenization.parts import NO_TRAITS, EmbeddingTraits, TextParts
-from common.tokenization.placeholder import read_placeholder
 from common.types import Pooling
 
 if TYPE_CHECKING:

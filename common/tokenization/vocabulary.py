@@ -6,8 +6,6 @@ import json
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
-from common.tokenization.byte_alphabet import byte_alphabet
-
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
@@ -126,3 +124,10 @@ def _text(piece: bytes) -> str | None:
         return piece.decode()
     except UnicodeDecodeError:
         return None
+
+
+def byte_alphabet() -> dict[int, str]:
+    """Return GPT-2's table: for each byte, the printable character that stands for it in byte-level vocabularies."""
+    printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
+    others = [byte for byte in range(256) if byte not in printable]
+    return {byte: chr(byte) for byte in printable} | {byte: chr(256 + i) for i, byte in enumerate(others)}

@@ -24,7 +24,7 @@ from services.scheduler.core.config import resolve
 from services.scheduler.core.core import SchedulerCore
 from services.scheduler.core.times import OperationTimes
 from services.scheduler.group import GroupState
-from services.scheduler.policy.factory import make_counters, make_policy
+from services.scheduler.policy.policies import make_counters, make_policy
 from services.scheduler.storage_desk import StorageDesk
 from services.scheduler.tier_meter import TierMeter
 

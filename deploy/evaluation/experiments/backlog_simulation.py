@@ -26,7 +26,7 @@ from services.scheduler.cache.pages import PageAllocator
 from services.scheduler.core.config import CoreConfig
 from services.scheduler.core.core import SchedulerCore
 from services.scheduler.core.shares import ShareConfig, VirtualCounters
-from services.scheduler.policy.factory import PolicyName, make_policy
+from services.scheduler.policy.policies import PolicyName, make_policy
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

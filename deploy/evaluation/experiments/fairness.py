@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from deploy.evaluation.bench.results import Result
-    from services.scheduler.policy.factory import PolicyName
+    from services.scheduler.policy.policies import PolicyName
 
 K = TypeVar("K")
 

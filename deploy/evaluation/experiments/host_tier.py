@@ -75,7 +75,7 @@ class Bench:
         """Load it; `arguments` are those of the command line."""
         from services.worker.engine.backends import RunnerOptions
         from services.worker.engine.loader import load_decoder
-        from services.worker.engine.measuring.random_batches import random_batch
+        from services.worker.engine.measuring.measurements import random_batch
 
         self._make_batch = random_batch
         longest = -(-max(arguments.lengths) // arguments.page_size)

@@ -2,21 +2,30 @@
 
 from __future__ import annotations
 
+import tomllib
+import unicodedata
 from hashlib import blake2b
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+import re2
+from pydantic import Field, ValidationError
+
+from common.section import Section
+from common.settings import explain
+from services.scheduler.content.checks import CheckError, find_check
 from services.scheduler.content.interface import Finding, RulesError
 from services.scheduler.content.normal import normalise
-from services.scheduler.content.rules import parse_rules
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Callable, Iterable
 
     from services.scheduler.content.interface import DetectorOptions
-    from services.scheduler.content.rules import Rule
 
 SHIPPED_RULES = Path(__file__).with_name("rules.toml")
+MAX_FILE_BYTES = 1 << 20
+# A program of this size takes milliseconds per prompt; larger ones are refused at compilation.
+MAX_PATTERN_BYTES = 8 << 20
 
 
 class PatternDetector:
@@ -61,3 +70,108 @@ class PatternDetector:
         self._seen, self._rules = seen, rules
         self._in_effect = blake2b(data, digest_size=8).hexdigest()
         return self._in_effect
+
+
+class RuleSource(Section):
+    """One `[[rules]]` table. Patterns are RE2's: no look-around, no back-references, time linear in the text.
+
+    They match the normalised text (`normal.py`): ASCII spaces, digits, hyphens and quotation marks, nothing invisible.
+    """
+
+    name: str = Field(min_length=1, max_length=64)
+    """Shown in logs and metrics."""
+    pattern: str = Field(min_length=1)
+    """The pattern to search for."""
+    tail: str | None = None
+    """The beginnings of a match that count at the end of the text, as the text may end in the middle of a secret."""
+    check: str | None = None
+    """A check that a match must pass, by name (`checks.py`), such as a checksum."""
+    unless: str | None = None
+    """Matches that contain this pattern are ignored."""
+    alone: bool = False
+    """Matches adjacent to another letter or digit are ignored, but ideographs and kana need no space."""
+
+
+class RuleFile(Section):
+    """The whole file."""
+
+    rules: tuple[RuleSource, ...] = Field(min_length=1, max_length=1000)
+
+
+class Rule:
+    """A compiled rule."""
+
+    def __init__(self, source: RuleSource) -> None:
+        """Compile the patterns of `source`.
+
+        Raises:
+            RulesError: a pattern or the name of a check is invalid.
+        """
+        self.name = source.name
+        self._pattern = _compile(source.name, source.pattern)
+        self._tail = _compile(source.name, rf"(?:{source.tail})\z") if source.tail else None
+        self._unless = _compile(source.name, source.unless) if source.unless else None
+        self._alone = source.alone
+        self._check: Callable[[str], bool] | None = None
+        if source.check:
+            try:
+                self._check = find_check(source.check)
+            except CheckError as error:
+                raise RulesError(f"rule {source.name}: {error}") from error
+
+    def first(self, text: str) -> int | None:
+        """Return the start of the first finding, in characters; None if there is none."""
+        for match in self._pattern.finditer(text):
+            if self._holds(match.group(), text, match.start(), match.end()):
+                return int(match.start())
+        tail = self._tail.search(text) if self._tail else None
+        return int(tail.start()) if tail and not self._excepted(tail.group()) else None
+
+    def _holds(self, found: str, text: str, start: int, end: int) -> bool:
+        if self._alone and (_is_word(text[max(0, start - 1) : start]) or _is_word(text[end : end + 1])):
+            return False
+        return not self._excepted(found) and (self._check is None or self._check(found))
+
+    def _excepted(self, found: str) -> bool:
+        return self._unless is not None and self._unless.search(found) is not None
+
+
+def parse_rules(data: bytes) -> tuple[Rule, ...]:
+    """Parse the rules in a TOML file's bytes.
+
+    Raises:
+        RulesError: the file or one of its rules is invalid; no rule is used then.
+    """
+    if len(data) > MAX_FILE_BYTES:
+        raise RulesError(f"the file has more than {MAX_FILE_BYTES:,} bytes")
+    try:
+        file = RuleFile.model_validate(tomllib.loads(data.decode()))
+    except ValidationError as error:
+        raise RulesError(explain(error)) from error
+    except ValueError as error:  # neither TOML nor UTF-8
+        raise RulesError(str(error)) from error
+    names = [source.name for source in file.rules]
+    repeated = {name for name in names if names.count(name) > 1}
+    if repeated:
+        raise RulesError(f"several rules are called {', '.join(sorted(repeated))}")
+    return tuple(Rule(source) for source in file.rules)
+
+
+def _is_word(neighbour: str) -> bool:
+    """Return whether a character (or `""` at the text's ends) continues a word of a script with spaces."""
+    return neighbour.isalnum() and unicodedata.category(neighbour) != "Lo"
+
+
+def _compile(name: str, pattern: str) -> Any:  # re2 has no types
+    options = re2.Options()
+    options.log_errors = False
+    options.max_mem = MAX_PATTERN_BYTES
+    try:
+        compiled = re2.compile(pattern, options)
+    except re2.error as error:
+        reason = error.args[0] if error.args else error
+        text = reason.decode(errors="replace") if isinstance(reason, bytes) else str(reason)
+        raise RulesError(f"rule {name}: {pattern}: {text}") from error
+    if compiled.search("") is not None:
+        raise RulesError(f"rule {name}: {pattern}: matches nothing at all, and so everywhere")
+    return compiled

@@ -24,11 +24,11 @@ from services.scheduler.core.planner import Planner
 from services.scheduler.core.pooling import check_pooling, with_usable_cache
 from services.scheduler.core.queue import Policy, WaitingQueue
 from services.scheduler.core.results import NO_MEMORY, ResultHandler
+from services.scheduler.core.row_changes import Tenancy
 from services.scheduler.core.rows import RowTable
 from services.scheduler.core.scoring import PromptScoring
 from services.scheduler.core.sequence import Phase, Sequence, initial_ids
 from services.scheduler.core.sessions import Sessions
-from services.scheduler.core.tenancy import Tenancy
 
 if TYPE_CHECKING:
     from collections.abc import Iterable

@@ -10,9 +10,9 @@ import numpy as np
 from common.steps import PrefillChunk, RowOpen, StepPlan
 from common.types import StepId
 from services.scheduler.core.fair_rows import FairRows, RowPreemption
-from services.scheduler.core.granting import Granting
 from services.scheduler.core.in_flight_prefixes import InFlightPrefixes
 from services.scheduler.core.preemption import Preemption
+from services.scheduler.core.row_changes import Granting
 from services.scheduler.core.sequence import Phase
 from services.scheduler.core.step_limits import LEAST_TOKENS, StepLimits
 
@@ -26,9 +26,9 @@ if TYPE_CHECKING:
     from services.scheduler.core.config import CoreConfig
     from services.scheduler.core.memory import KvMemory
     from services.scheduler.core.queue import WaitingQueue
+    from services.scheduler.core.row_changes import Tenancy
     from services.scheduler.core.rows import RowTable
     from services.scheduler.core.sequence import Sequence
-    from services.scheduler.core.tenancy import Tenancy
 
 
 # Number of waiting sequences whose mean length estimates that of all.

@@ -20,9 +20,9 @@ if TYPE_CHECKING:
     from common.types import StepId
     from services.scheduler.core.costs import LoadCosts
     from services.scheduler.core.output import OutputBuffer
+    from services.scheduler.core.row_changes import Tenancy
     from services.scheduler.core.rows import RowTable
     from services.scheduler.core.sequence import Sequence
-    from services.scheduler.core.tenancy import Tenancy
 
 # Weight of the newest sample in the running mean of the decode step's duration.
 STEP_TIME_WEIGHT = 0.1

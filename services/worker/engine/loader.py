@@ -31,7 +31,6 @@ from services.worker.engine.host_memory import keep_freed_memory
 from services.worker.engine.host_tier.pool import allocate_host_pool, count_host_pages
 from services.worker.engine.kernels.cpu.layers import fuse_layers
 from services.worker.engine.kernels.interface import AttentionShape, Backend, KvLayout
-from services.worker.engine.measuring.calibration import calibrate
 from services.worker.engine.measuring.capacity import (
     MemoryMeasure,
     activation_reserve,
@@ -41,7 +40,7 @@ from services.worker.engine.measuring.capacity import (
     longest_context,
     sampler_bytes,
 )
-from services.worker.engine.measuring.random_batches import measure_peak, pages_of, prompts_of, random_prompts
+from services.worker.engine.measuring.measurements import calibrate, measure_peak, pages_of, prompts_of, random_prompts
 from services.worker.engine.model.assembly import Assembler
 from services.worker.engine.model.config import FAMILIES
 from services.worker.engine.model.kv_pool import KvPool, allocate_pool, bytes_per_token, join_pools

@@ -11,9 +11,8 @@ from typing import TYPE_CHECKING, Protocol
 
 from common.errors import InvalidRequestError, PandoError, QueueFullError
 from services.worker import metrics
-from services.worker.grammars.budget import CompileBudget
 from services.worker.grammars.process import Verdict
-from services.worker.grammars.turns import Turns
+from services.worker.grammars.turns import CompileBudget, Turns
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Set

@@ -1,4 +1,4 @@
-"""Turns at compiling: the tenant served least recently comes next, in it the subject served least recently."""
+"""Fair compiling: turns of tenants and their subjects, and the compile seconds of each subject."""
 
 from __future__ import annotations
 
@@ -6,13 +6,17 @@ from collections import OrderedDict, deque
 from typing import TYPE_CHECKING, Generic, TypeVar
 
 if TYPE_CHECKING:
-    from collections.abc import Set
+    from collections.abc import Callable, Set
 
     from common.grammars import GrammarScope
 
 Item = TypeVar("Item")
 # Subjects and tenants whose last turn is remembered, so that leaving the queue and coming back gains nothing.
 MAX_REMEMBERED = 65_536
+# Time after which a compile budget is full again.
+REFILL_S = 60.0
+# Subjects in debt; beyond this number, those with the least debt are forgotten.
+MAX_SUBJECTS = 65_536
 
 
 class Turns(Generic[Item]):
@@ -89,3 +93,36 @@ class Turns(Generic[Item]):
             del self._tenants[tenant][subject]
         if not self._tenants[tenant]:
             del self._tenants[tenant]
+
+
+class CompileBudget:
+    """Counts what subjects have used lately. A subject may go into debt by one compilation, which it then waits off."""
+
+    def __init__(self, seconds: float, clock: Callable[[], float]) -> None:
+        """Allow `seconds` of compiling a minute."""
+        self._seconds = seconds
+        self._clock = clock
+        # Seconds used and not yet refilled, and when that was so.
+        self._used: dict[tuple[str, str], tuple[float, float]] = {}
+
+    def charge(self, scope: GrammarScope, seconds: float) -> None:
+        """Count seconds of compiling."""
+        used = self._used_now(scope) + seconds
+        self._used[scope.tenant, scope.subject] = (used, self._clock())
+        if len(self._used) > MAX_SUBJECTS:
+            now = self._clock()
+            self._used = {key: entry for key, entry in self._used.items() if self._left(entry, now) > 0}
+        if len(self._used) > MAX_SUBJECTS:
+            del self._used[min(self._used, key=lambda key: self._left(self._used[key], self._clock()))]
+
+    def wait_s(self, scope: GrammarScope) -> float:
+        """Return after how many seconds a subject may compile again; 0: now."""
+        return max(0.0, self._used_now(scope) - self._seconds) * REFILL_S / self._seconds
+
+    def _used_now(self, scope: GrammarScope) -> float:
+        entry = self._used.get((scope.tenant, scope.subject))
+        return 0.0 if entry is None else self._left(entry, self._clock())
+
+    def _left(self, entry: tuple[float, float], now: float) -> float:
+        used, at = entry
+        return max(0.0, used - (now - at) * self._seconds / REFILL_S)

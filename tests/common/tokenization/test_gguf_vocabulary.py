@@ -8,7 +8,7 @@ import pytest
 from common.errors import ConfigurationError
 from common.models import ModelFiles, ModelKind
 from common.tokenization import TextModel, load_text_model
-from common.tokenization.byte_alphabet import byte_alphabet
+from common.tokenization.vocabulary import byte_alphabet
 from tests.common.tokenization.gguf_files import BYTE, CONTROL, NORMAL, UNKNOWN, USER_DEFINED, Vocabulary, write
 from tests.common.tokenization.transformers_oracle import load_gguf
 from tests.texts import TEXTS

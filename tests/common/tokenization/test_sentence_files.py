@@ -11,8 +11,7 @@ from common.errors import ConfigurationError
 from common.models import resolve
 from common.settings import ModelSettings
 from common.tokenization import load_served_model
-from common.tokenization.directory import read_directory
-from common.tokenization.sentence_files import read_pooling
+from common.tokenization.directory import read_directory, read_pooling
 from common.types import Pooling
 
 if TYPE_CHECKING:

@@ -92,7 +92,7 @@ def run(arguments: argparse.Namespace, show: Callable[[Measurement], None]) -> l
     # After `limit_spinning`: these load torch, and with it the OpenMP runtime that reads its settings once.
     from services.worker.engine.backends import RunnerOptions
     from services.worker.engine.loader import load_decoder
-    from services.worker.engine.measuring.random_batches import random_batch
+    from services.worker.engine.measuring.measurements import random_batch
 
     results = []
     for backend in arguments.backends:

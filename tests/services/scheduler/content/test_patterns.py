@@ -9,8 +9,7 @@ import pytest
 
 from deploy.evaluation.experiments.content_check import SUFFIXES, examine
 from services.scheduler.content.interface import DetectorOptions, Finding, RulesError
-from services.scheduler.content.patterns import PatternDetector
-from services.scheduler.content.rules import parse_rules
+from services.scheduler.content.patterns import PatternDetector, parse_rules
 from tests.services.scheduler.content.corpus import NEAR_MISSES, POSITIVES, SENTENCES, drawn
 
 RULE = """

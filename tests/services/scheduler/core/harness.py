@@ -33,7 +33,7 @@ from services.scheduler.core.config import CoreConfig
 from services.scheduler.core.core import SchedulerCore
 from services.scheduler.core.session import SessionRules
 from services.scheduler.core.shares import ShareConfig, VirtualCounters
-from services.scheduler.policy.factory import PolicyName, make_policy
+from services.scheduler.policy.policies import PolicyName, make_policy
 from tests.fakes.simulated_worker import VOCABULARY, SimulatedWorker
 
 if TYPE_CHECKING:

@@ -12,7 +12,7 @@ from tests.services.scheduler.core.harness import STOP_ID, Harness, make_request
 
 if TYPE_CHECKING:
     from services.scheduler.cache.factory import CacheName
-    from services.scheduler.policy.factory import PolicyName
+    from services.scheduler.policy.policies import PolicyName
 
 PROMPT = [(13 * position) % 800 + 10 for position in range(40)]
 

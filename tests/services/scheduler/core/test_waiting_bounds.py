@@ -12,7 +12,7 @@ from common.errors import QueueFullError
 from common.limits import Limits, SubjectLimits, TenantLimits
 from common.types import ErrorCode, Subject
 from services.scheduler.core.queue import WaitingQueue
-from services.scheduler.policy.first_come import FirstComeFirstServed
+from services.scheduler.policy.policies import FirstComeFirstServed
 from tests.services.scheduler.core.harness import Harness, make_request
 from tests.services.scheduler.policy.waiting import waiting_sequence
 

@@ -5,11 +5,15 @@ from typing import get_args
 import pytest
 
 from common.settings import SchedulerSettings
-from services.scheduler.policy.factory import PolicyName, make_counters, make_policy
-from services.scheduler.policy.fair_share import FairShare
-from services.scheduler.policy.first_come import FirstComeFirstServed
-from services.scheduler.policy.longest_prefix import LongestPrefixMatch
-from services.scheduler.policy.priority import PriorityFirst
+from services.scheduler.policy.policies import (
+    FairShare,
+    FirstComeFirstServed,
+    LongestPrefixMatch,
+    PolicyName,
+    PriorityFirst,
+    make_counters,
+    make_policy,
+)
 from tests.services.scheduler.policy.waiting import handles, line_up, waiting_sequence
 
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from common.limits import Limits, SubjectLimits, TenantLimits
 from common.types import Subject
 from services.scheduler.core.shares import ShareConfig, VirtualCounters
-from services.scheduler.policy.fair_share import FairShare
+from services.scheduler.policy.policies import FairShare
 from tests.examples import examples
 from tests.services.scheduler.policy.waiting import handles, line_up, waiting_sequence
 

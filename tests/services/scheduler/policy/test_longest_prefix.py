@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.scheduler.policy.longest_prefix import LongestPrefixMatch
+from services.scheduler.policy.policies import LongestPrefixMatch
 from tests.services.scheduler.policy.waiting import handles, waiting_sequence
 
 if TYPE_CHECKING:

@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from services.scheduler.policy.priority import PriorityFirst
+from services.scheduler.policy.policies import PriorityFirst
 from tests.services.scheduler.policy.waiting import handles, waiting_sequence
 
 

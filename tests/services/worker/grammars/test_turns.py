@@ -8,8 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from common.grammars import GrammarScope
-from services.worker.grammars.budget import CompileBudget
-from services.worker.grammars.turns import Turns
+from services.worker.grammars.turns import CompileBudget, Turns
 from tests.services.worker.grammars.fakes import ANN, BOB, RIVAL, Clock
 
 SCOPES = st.builds(GrammarScope, st.sampled_from("tuv"), st.sampled_from("abc"))

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from common.errors import ConfigurationError
-from services.worker.engine.measuring.random_batches import measure_peak
+from services.worker.engine.measuring.measurements import measure_peak
 
 
 def test_a_step_that_does_not_fit_beside_the_weights_names_the_settings_to_change() -> None:

@@ -1,21 +1,118 @@
-"""Least served tenant first, and within it the least served subject; near them, the longest cached prefix."""
+"""Policies: the order of the waiting queue."""
 
 from __future__ import annotations
 
 import heapq
-from collections import deque
+from collections import Counter, deque
 from dataclasses import dataclass, field
 from itertools import islice
-from typing import TYPE_CHECKING, TypeVar
+from operator import attrgetter
+from typing import TYPE_CHECKING, Literal, TypeVar, assert_never
+
+from services.scheduler.core.shares import ShareConfig, VirtualCounters
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterable, Iterator
 
-    from services.scheduler.core.queue import Line, Waiting
+    from common.settings import QueueSettings
+    from services.scheduler.core.queue import Line, Policy, Waiting
     from services.scheduler.core.sequence import Sequence
-    from services.scheduler.core.shares import VirtualCounters
 
 K = TypeVar("K")
+
+PolicyName = Literal["fcfs", "lpm", "priority", "fair"]
+
+
+def make_counters(settings: QueueSettings) -> VirtualCounters | None:
+    """Return the counters that the policy needs, None if it needs none."""
+    if settings.policy != "fair":
+        return None
+    return VirtualCounters(ShareConfig(output_weight=settings.fair_output_weight))
+
+
+def make_policy(name: PolicyName, counters: VirtualCounters | None = None, slack_tokens: float = 512.0) -> Policy:
+    """Return the policy of a `QueueSettings.policy` name. `fair` reads `counters`, which the core updates."""
+    match name:
+        case "fcfs":
+            return FirstComeFirstServed()
+        case "lpm":
+            return LongestPrefixMatch()
+        case "priority":
+            return PriorityFirst()
+        case "fair":
+            assert counters is not None, "fair shares are by counters"
+            return FairShare(counters, slack_tokens)
+        case _:
+            assert_never(name)
+
+
+class FirstComeFirstServed:
+    """Keeps the order of arrival."""
+
+    def order(self, waiting: Iterable[Sequence], match: Callable[[Sequence], int]) -> Iterable[Sequence]:
+        """Return `waiting` unchanged."""
+        return waiting
+
+
+class PriorityFirst:
+    """Orders by the request's priority, then by arrival."""
+
+    def order(self, waiting: Iterable[Sequence], match: Callable[[Sequence], int]) -> Iterable[Sequence]:
+        """Return the highest priority first."""
+        # A reversed sort is stable too: equal elements keep their order.
+        return sorted(waiting, key=attrgetter("request.options.priority"), reverse=True)
+
+
+class LongestPrefixMatch:
+    """Starts sequences that need the least prefill first, while the prefixes they share are still cached.
+
+    Work per round is bounded: only a window of `window` sequences is matched, the others follow by arrival. The window
+    is divided equally among the waiting tenants, and each part among the tenant's subjects; unused places go to the
+    oldest sequences. So a flood by one subject does not displace the others. No sequence starves: those that arrived
+    more than `patience_s` before the newest one go first, by arrival.
+    """
+
+    def __init__(self, window: int = 128, patience_s: float = 30.0) -> None:
+        """Match at most `window` sequences; only those arriving within `patience_s` after one can overtake it."""
+        assert window > 0
+        assert patience_s >= 0
+        self._window = window
+        self._patience_s = patience_s
+
+    def order(self, waiting: Iterable[Sequence], match: Callable[[Sequence], int]) -> Iterator[Sequence]:
+        """Yield overdue sequences by arrival, then the window by match and arrival, then the others by arrival."""
+        by_arrival = list(waiting)
+        if not by_arrival:
+            return
+        # Relative to the newest arrival rather than to now: without new arrivals no sequence is overtaken indefinitely.
+        deadline = by_arrival[-1].arrived_at - self._patience_s
+        impatient = next(index for index, sequence in enumerate(by_arrival) if sequence.arrived_at >= deadline)
+        yield from islice(by_arrival, impatient)
+        window, others = self._divide(by_arrival[impatient:])
+        yield from sorted(window, key=match, reverse=True)
+        yield from others
+
+    def _divide(self, waiting: list[Sequence]) -> tuple[list[Sequence], list[Sequence]]:
+        """Return the window and the others, both by arrival."""
+        if len(waiting) <= self._window:
+            return waiting, []
+        subjects = {sequence.request.view.subject for sequence in waiting}
+        tenants = Counter(subject.tenant for subject in subjects)
+        part = max(1, self._window // len(tenants))
+        taken: Counter[object] = Counter()
+        chosen: set[int] = set()
+        for sequence in waiting:
+            subject = sequence.request.view.subject
+            most = max(1, part // tenants[subject.tenant])
+            if len(chosen) < self._window and taken[subject] < most and taken[subject.tenant] < part:
+                taken.update((subject, subject.tenant))
+                chosen.add(sequence.handle)
+        for sequence in waiting:
+            if len(chosen) >= self._window:
+                break
+            chosen.add(sequence.handle)
+        window = [sequence for sequence in waiting if sequence.handle in chosen]
+        return window, [sequence for sequence in waiting if sequence.handle not in chosen]
 
 
 @dataclass(slots=True)
