@@ -82,6 +82,8 @@ class CoreMachine(RuleBasedStateMachine):
         bound: bool,
     ) -> None:
         name = f"r{len(self.requests)}"
+        # Log probabilities from a later token on are refused.
+        scored = None if scored is None else min(scored, len(prompt))
         request = make_request(
             name,
             prompt,
