@@ -21,6 +21,7 @@ import httpx
 from common.settings import load_settings
 from deploy.supervisor.layout import free_port
 from deploy.supervisor.state import read_state, run_root
+from services.worker.engine.execution.fake_model import STEP_VARIABLE
 
 if TYPE_CHECKING:
     import argparse
@@ -57,9 +58,17 @@ class LaunchedDeployment:
     """All services, with the gateway on a free port; entering waits until requests are served, leaving stops them."""
 
     def __init__(
-        self, config: str | None, overrides: Sequence[str], defaults: Sequence[str] = (), *, ranks: int = 1
+        self,
+        config: str | None,
+        overrides: Sequence[str],
+        defaults: Sequence[str] = (),
+        *,
+        ranks: int = 1,
+        fake_step_ms: float | None = None,
     ) -> None:
         """Prepare a deployment; `overrides` take precedence over `defaults`, both are NAME=VALUE.
+
+        `fake_step_ms` is the duration of a forward pass with model.load_format=fake.
 
         Raises:
             SystemExit: a setting is invalid; the message is on standard error.
@@ -71,6 +80,7 @@ class LaunchedDeployment:
         self._argv += ["--config", config] if config is not None else []
         self.settings = load_settings("pando bench", "", self._argv)
         self._ranks = ranks
+        self._variables = {} if fake_step_ms is None else {STEP_VARIABLE: str(fake_step_ms)}
         self._root: Path | None = None
 
     @property
@@ -113,6 +123,7 @@ class LaunchedDeployment:
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
+                env={**os.environ, **self._variables},
                 start_new_session=True,
             )
         try:

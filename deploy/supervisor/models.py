@@ -119,9 +119,19 @@ def _settings_of(settings: Settings, name: str, entry: ServedModelSettings, devi
 
 def _with(section: S, own: Mapping[str, Any], where: str) -> S:  # Any: checked here
     try:
-        return type(section).model_validate({**section.model_dump(), **own})
+        return type(section).model_validate(_merged(section.model_dump(), own))
     except ValidationError as error:
         raise ConfigurationError(f"{where}: {explain(error)}") from error
+
+
+def _merged(shared: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
+    """Return `shared` with the values of `own`, section by section."""
+    nested = {name: _merged(shared[name], value) for name, value in own.items() if _are_tables(shared.get(name), value)}
+    return {**shared, **own, **nested}
+
+
+def _are_tables(*values: object) -> bool:
+    return all(isinstance(value, dict) for value in values)
 
 
 def _check_name(name: str) -> None:

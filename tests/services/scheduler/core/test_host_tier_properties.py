@@ -61,7 +61,7 @@ class HostTierMachine(RuleBasedStateMachine):
             host=HostConfig(pages=host_pages, policy=policy, window_pages=8),
             ranks=ranks,
             depth=depth,
-            lease_s=lock,
+            target_plan_s=lock,
             max_step_tokens=12,
             max_context=56,
             max_waiting=2000,
