@@ -26,7 +26,7 @@ class CacheSettings(Section):
     eviction: Literal["lru", "lfu", "slru", "priority"] = "lru"
     """Pages to evict first: least recently used (lru), least frequently used (lfu), used only once (slru), or used by
     requests of low priority (priority)."""
-    promotion_subjects: int = Field(default=3, ge=1)
+    promotion_subjects: int = Field(default=3, ge=1, le=32)
     """Number k of users of a tenant that must have computed a prompt before it is shared within the tenant. A prompt
     is never shared while colluders and victims together are at most k - 1 users."""
     promotion_epochs: int = Field(default=30, ge=0)

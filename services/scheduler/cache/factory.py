@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Literal
 
 from common.errors import ConfigurationError
 from services.scheduler.cache.chunk import ChunkCache
-from services.scheduler.cache.config import CacheConfig, EvictionPolicy, Mode
+from services.scheduler.cache.config import CacheConfig, EvictionPolicy, Mode, PrivacyProfile
 from services.scheduler.cache.pages import PageAllocator
 from services.scheduler.cache.radix import RadixCache
 from services.scheduler.cache.tiers.config import HostConfig, WritePolicy
@@ -67,7 +67,10 @@ def resolve(settings: CacheSettings, device: str = "cpu", *, content_check: bool
     Raises:
         ConfigurationError: the settings contradict each other.
     """
+    profile = PrivacyProfile()
+    evidence = settings.promotion_subjects * profile.repromotion_factor
     return CacheConfig(
+        profile=replace(profile, creators_limit=max(profile.creators_limit, evidence)),
         eviction=EvictionPolicy(settings.eviction),
         promotion_subjects=settings.promotion_subjects,
         promotion_epochs=settings.promotion_epochs,

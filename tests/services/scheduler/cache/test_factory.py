@@ -1,16 +1,19 @@
 from __future__ import annotations
 
-from dataclasses import fields
+import re
+from dataclasses import asdict, fields, replace
+from pathlib import Path
 from typing import Any, get_args
 
 import pytest
 
 from common.errors import ConfigurationError
 from common.settings import CacheSettings
-from services.scheduler.cache.config import CacheConfig, EvictionPolicy, Mode
+from services.scheduler.cache.config import CacheConfig, EvictionPolicy, Mode, PrivacyProfile
 from services.scheduler.cache.factory import CacheName, make_cache, resolve
 from services.scheduler.cache.pages import PageAllocator
 from services.scheduler.cache.radix import RadixCache
+from tests.services.scheduler.cache.driver import with_rules
 
 
 def test_every_name_of_the_settings_makes_a_cache() -> None:
@@ -59,6 +62,23 @@ def test_settings_reach_the_cache() -> None:
     assert (cache.config.promotion_subjects, cache.config.quota_share) == (5, 0.5)
 
 
+def test_settings_leave_the_constants_of_the_privacy_bounds_alone() -> None:
+    names = {field.name for field in fields(PrivacyProfile)}
+    assert names.isdisjoint(CacheSettings.model_fields)
+    assert resolve(CacheSettings(promotion_subjects=16)).profile == PrivacyProfile()
+
+
+def test_the_privacy_model_lists_every_constant_with_its_value() -> None:
+    page = (Path(__file__).parents[4] / "docs" / "privacy.md").read_text(encoding="utf-8")
+    listed = re.findall(r"^\| `(\w+)` \| ([\d.]+) \| B", page, re.MULTILINE)
+    assert listed == [(name, f"{value:.6g}") for name, value in asdict(PrivacyProfile()).items()]
+
+
+def test_every_creator_that_is_evidence_is_recorded() -> None:
+    most = resolve(CacheSettings(promotion_subjects=32))
+    assert most.profile == replace(PrivacyProfile(), creators_limit=64)
+
+
 @pytest.mark.parametrize(
     "wrong",
     [
@@ -67,11 +87,13 @@ def test_settings_reach_the_cache() -> None:
         {"quota_share": 0.1, "floor_share": 0.2},
         {"headroom_share": 1.0},
         {"creators_limit": 5},
+        {"demotion_tenants": 1},
+        {"diversity_min": 1.5},
     ],
 )
 def test_constants_that_cannot_work_are_refused(wrong: dict[str, Any]) -> None:
     with pytest.raises(ConfigurationError, match=next(iter(wrong))):
-        CacheConfig(**wrong)
+        with_rules(CacheConfig(), **wrong)
 
 
 @pytest.mark.parametrize(
