@@ -162,8 +162,12 @@ def _build(
         raise ConfigurationError(f"{file or 'settings'}: {error}") from error
 
 
-def explain(error: ValidationError) -> str:
-    """Return one message per invalid setting, joined by "; ". Secrets are not shown."""
+def explain(error: ValidationError, section: str = "") -> str:
+    """Return one message per invalid setting, joined by "; ". Secrets are not shown.
+
+    Names in `error` are relative to `section`.
+    """
+    path = f"{section}." if section else ""
     lines = []
     for detail in error.errors():
         name = ".".join(str(part) for part in detail["loc"])
@@ -172,7 +176,7 @@ def explain(error: ValidationError) -> str:
         else:
             lines.append(
                 f"{name}: {detail['msg']}"
-                + (f" (got {detail['input']!r})" if may_be_shown(name, detail["input"]) else "")
+                + (f" (got {detail['input']!r})" if may_be_shown(f"{path}{name}", detail["input"]) else "")
             )
     return "; ".join(lines)
 

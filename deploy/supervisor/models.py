@@ -113,15 +113,15 @@ def _settings_of(settings: Settings, name: str, entry: ServedModelSettings, devi
         shared = getattr(settings, section)
         if section == "worker":
             shared = shared.model_copy(update={"device_index": device_index})
-        update[section] = _with(shared, getattr(entry, section), f"models.{name}.{section}")
+        update[section] = _with(shared, getattr(entry, section), name, section)
     return settings.model_copy(update=update)
 
 
-def _with(section: S, own: Mapping[str, Any], where: str) -> S:  # Any: checked here
+def _with(shared: S, own: Mapping[str, Any], model: str, section: str) -> S:  # Any: checked here
     try:
-        return type(section).model_validate(_merged(section.model_dump(), own))
+        return type(shared).model_validate(_merged(shared.model_dump(), own))
     except ValidationError as error:
-        raise ConfigurationError(f"{where}: {explain(error)}") from error
+        raise ConfigurationError(f"models.{model}.{section}: {explain(error, section)}") from error
 
 
 def _merged(shared: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
