@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import json
+import sys
 from typing import TYPE_CHECKING, Any
 
 from common.errors import ConfigurationError
@@ -153,6 +154,10 @@ class OldNames:
             else f"{name} has no effect: {REMOVED[name]}; the next version will refuse it"
             for name in self._seen
         ]
+
+    def report(self, program: str) -> None:
+        """Write the warnings to standard error."""
+        sys.stderr.writelines(f"{program}: warning: {warning}\n" for warning in self.warnings)
 
     def in_arguments(self, arguments: Sequence[str]) -> list[str]:
         """Return the command line with new names: --OLD VALUE, --OLD=VALUE, and JSON for whole sections.

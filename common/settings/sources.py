@@ -80,7 +80,7 @@ def parse_settings(
     except ValueError as error:  # a flag for a table whose value is not a table
         raise ConfigurationError(str(error)) from error
     settings = _build(flags, environ, names.in_table(_read(Path(file))) if file else {}, file)
-    sys.stderr.writelines(f"{parser.prog}: warning: {warning}\n" for warning in names.warnings)
+    names.report(parser.prog)
     return settings, arguments
 
 

@@ -18,7 +18,8 @@ from typing import TYPE_CHECKING, Self
 
 import httpx
 
-from common.settings import load_settings
+from common.settings import PREFIX, load_settings
+from common.settings.renamed import OldNames
 from deploy.supervisor.layout import free_port
 from deploy.supervisor.state import read_state, run_root
 from services.worker.engine.execution.fake_model import STEP_VARIABLE
@@ -76,7 +77,11 @@ class LaunchedDeployment:
         port = free_port("127.0.0.1")
         # Each user that a benchmark names must be a separate subject.
         own = (f"gateway.port={port}", "gateway.anonymous=vouched")
-        self._argv = [f"--{setting}" for setting in (*own, *defaults, *overrides)]
+        # One by one, so that an override under an old name takes precedence over a default under the new one.
+        names = OldNames(PREFIX)
+        chosen = [flag for setting in overrides for flag in names.in_arguments([f"--{setting}"])]
+        names.report("pando bench")
+        self._argv = [*(f"--{setting}" for setting in (*own, *defaults)), *chosen]
         self._argv += ["--config", config] if config is not None else []
         self.settings = load_settings("pando bench", "", self._argv)
         self._ranks = ranks
