@@ -37,10 +37,10 @@ def main() -> int:
 
 async def is_healthy(settings: Settings, service: str) -> bool:
     """Whether `service`, configured by `settings` and running on this host, can serve a request."""
-    if service == "gateway" and settings.gateway.client_authority is not None and settings.rpc.probe_port:
+    if service == "gateway" and settings.gateway.tls.client_authority is not None and settings.rpc.probe_port:
         return await _answers(f"http://{local(f'{settings.gateway.host}:{settings.rpc.probe_port}')}/ready")
     if service == "gateway":
-        scheme = "http" if settings.gateway.certificate is None else "https"
+        scheme = "http" if settings.gateway.tls.certificate is None else "https"
         return await _answers(f"{scheme}://{local(f'{settings.gateway.host}:{settings.gateway.port}')}/ready")
     address, security = local(getattr(settings, service).address), read_security(settings.rpc)
     if security.probe_port and security.needs_tls(address):

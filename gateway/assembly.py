@@ -79,7 +79,7 @@ class Gateway:
             limits=limits(settings),
             fingerprint=fingerprint(),
         )
-        https = https_files(settings)
+        https = https_files(settings.tls)
         self._server = HttpServer(create_app(context, settings.cors_origins), settings.host, settings.port, https)
         asks_for_certificates = https is not None and https.clients is not None
         self._probes = (
@@ -150,27 +150,27 @@ class ReloadedKeys:
 
 
 def _build_tokens(settings: GatewaySettings) -> SignedTokens | None:
-    if settings.jwt_keys is None:
+    if settings.jwt.keys is None:
         return None
-    if settings.jwt_issuer is None or settings.jwt_audience is None:
-        raise ConfigurationError("gateway.jwt_keys needs gateway.jwt_issuer and gateway.jwt_audience")
+    if settings.jwt.issuer is None or settings.jwt.audience is None:
+        raise ConfigurationError("gateway.jwt.keys needs gateway.jwt.issuer and gateway.jwt.audience")
     rules = TokenRules(
-        issuer=settings.jwt_issuer,
-        audience=settings.jwt_audience,
-        algorithms=settings.jwt_algorithms,
+        issuer=settings.jwt.issuer,
+        audience=settings.jwt.audience,
+        algorithms=settings.jwt.algorithms,
         default_tenant=settings.default_tenant,
-        tenant_claim=settings.jwt_tenant_claim,
-        user_claim=settings.jwt_user_claim,
-        admin_scope=settings.jwt_admin_scope,
+        tenant_claim=settings.jwt.tenant_claim,
+        user_claim=settings.jwt.user_claim,
+        admin_scope=settings.jwt.admin_scope,
     )
-    return SignedTokens(rules, open_signing_keys(settings.jwt_keys, settings.jwt_cache_s))
+    return SignedTokens(rules, open_signing_keys(settings.jwt.keys))
 
 
 def resume_policy(settings: GatewaySettings) -> ResumePolicy:
     """Return the bounds on resubmitting interrupted requests."""
     return ResumePolicy(
-        attempts=settings.resume_attempts,
-        deadline_s=settings.resume_deadline_s,
+        attempts=settings.resume.attempts,
+        deadline_s=settings.resume.deadline_s,
         admission_deadline_s=settings.admission_deadline_s,
     )
 

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-from common.settings.backend import BackendSettings
-from common.settings.cache import CacheSettings
 from common.settings.detokenizer import DetokenizerSettings
-from common.settings.gateway import GatewaySettings
+from common.settings.gateway import BackendSettings, GatewaySettings, JwtSettings, TlsSettings
 from common.settings.logs import LogSettings
 from common.settings.model import ModelSettings, ServedModelSettings
-from common.settings.queues import QueueSettings
 from common.settings.rpc import RpcSettings
-from common.settings.scheduler import SchedulerSettings
+from common.settings.scheduler import (
+    CacheSettings,
+    HostTierSettings,
+    QueueSettings,
+    SchedulerSettings,
+    SessionSettings,
+    StorageSettings,
+)
 from common.settings.schema import PREFIX, Settings
 from common.settings.sources import (
     CONFIG_VARIABLE,
@@ -20,9 +24,8 @@ from common.settings.sources import (
     load_settings,
     parse_settings,
 )
-from common.settings.storage import StorageSettings
 from common.settings.tokenizer import TokenizerSettings
-from common.settings.worker import WorkerSettings
+from common.settings.worker import GrammarSettings, ProfileSettings, WorkerSettings, WorkerStorageSettings
 
 __all__ = [
     "CONFIG_VARIABLE",
@@ -31,17 +34,24 @@ __all__ = [
     "CacheSettings",
     "DetokenizerSettings",
     "GatewaySettings",
+    "GrammarSettings",
+    "HostTierSettings",
+    "JwtSettings",
     "LogSettings",
     "ModelSettings",
+    "ProfileSettings",
     "QueueSettings",
     "RpcSettings",
     "SchedulerSettings",
     "ServedModelSettings",
+    "SessionSettings",
     "Settings",
     "SettingsParser",
     "StorageSettings",
+    "TlsSettings",
     "TokenizerSettings",
     "WorkerSettings",
+    "WorkerStorageSettings",
     "check_environment",
     "explain",
     "load_settings",

@@ -1,17 +1,114 @@
-"""The gateway's section of the configuration."""
+"""The gateway's section of the configuration, and the sections in it."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
-from pydantic import Field, SecretStr
+from pydantic import Field, SecretStr, StringConstraints
 
-from common.settings.backend import BackendSettings
-from common.settings.identity import IdentitySettings
+from common.section import Section
+
+# Asymmetric algorithms only: a party that can verify a token must not be able to create one.
+Algorithm = Literal["RS256", "RS384", "RS512", "PS256", "PS384", "PS512", "ES256", "ES384", "ES512", "EdDSA"]
+# Without scheme, port and wildcards.
+HostName = Annotated[
+    str, StringConstraints(to_lower=True, max_length=253, pattern=r"^[A-Za-z0-9_]([A-Za-z0-9_.-]*[A-Za-z0-9_])?$")
+]
 
 
-class GatewaySettings(IdentitySettings):
+class BackendSettings(Section):
+    """Addresses of one of several models; fields have the same meaning as in the section `gateway`."""
+
+    tokenizer: str
+    """Address of the model's tokenizer."""
+    detokenizer: str
+    """Address of its detokenizer."""
+    scheduler: str | None = None
+    """Address of its scheduler, for administration only."""
+    schedulers: tuple[str, ...] = ()
+    """Addresses of its scheduler groups, instead of `scheduler`."""
+    aliases: tuple[str, ...] = ()
+    """Other names by which clients may request the model."""
+
+
+class TlsSettings(Section):
+    """HTTPS at the API's port."""
+
+    certificate: Path | None = None
+    """Certificate and chain (PEM) for HTTPS; reloaded when the file changes. Absent: HTTP."""
+    key: Path | None = None
+    """Private key of the certificate (PEM)."""
+    client_authority: Path | None = None
+    """Authorities (PEM) for client certificates: connections without a certificate of theirs are refused. For probes
+    that have none, health and readiness are then also served at rpc.probe_port, in plaintext. Absent: clients need no
+    certificate."""
+
+
+class JwtSettings(Section):
+    """Signed tokens (JSON Web Tokens) as credentials."""
+
+    keys: str | None = None
+    """JSON Web Key Set that tokens are verified with: a file or an https URL. Absent: tokens are not accepted."""
+    issuer: str | None = None
+    """Required value of a token's claim `iss`; mandatory with keys."""
+    audience: str | None = None
+    """Value that a token's claim `aud` must contain; mandatory with keys."""
+    algorithms: tuple[Algorithm, ...] = ("RS256", "ES256", "EdDSA")
+    """Accepted signature algorithms."""
+    tenant_claim: str | None = None
+    """Claim that names the tenant; absent: all users belong to gateway.default_tenant."""
+    user_claim: str = "sub"
+    """Claim that names the user."""
+    admin_scope: str | None = None
+    """Tokens with this word in `scope` have administrator rights; absent: no token has."""
+
+
+class StateSettings(Section):
+    """The store of the limits' counters and of responses, which several gateways share."""
+
+    url: SecretStr | None = None
+    """Store of the limits' counters and of responses. Absent or memory: this process, for a single gateway. For several
+    gateways: the URL of one Redis or Valkey server (redis://, rediss:// or unix://). It holds clients' conversations,
+    so it must not be open to others; it should not evict keys (maxmemory-policy noeviction)."""
+    url_file: Path | None = None
+    """File with the URL of the store, instead of the URL itself."""
+    secret: SecretStr | None = None
+    """Secret with which gateways sign their requests to each other: at least 32 characters that cannot be guessed, the
+    same for all gateways, and unknown to others who can write to the server. Without it, administrators can abort
+    others' requests only at the gateway that they call, and anyone who can write to the server can abort a request
+    whose id and subject they know."""
+    secret_file: Path | None = None
+    """File with this secret, instead of the secret itself."""
+    prefix: str = Field(default="pando", pattern=r"^[A-Za-z0-9_.-]{1,64}$")
+    """Prefix of keys and channels on the server; deployments that share a server need different ones."""
+    failure: Literal["open", "closed"] = "open"
+    """Behaviour while the server is unreachable. open: each gateway enforces the limits on its own, so that N gateways
+    allow N times as much. closed: requests that are subject to limits are answered with 503."""
+
+
+class ResponsesSettings(Section):
+    """Stored responses."""
+
+    file: Path | None = None
+    """SQLite database for the stored responses of a single gateway; absent: in memory, lost when the gateway stops."""
+    lifetime_days: float = Field(default=30.0, gt=0)
+    """Days for which responses are stored."""
+    max_bytes: int = Field(default=256 * 1024 * 1024, ge=1024 * 1024)
+    """Bytes of stored responses, over all gateways. Above it, the tenant that uses most, and within it the subject that
+    uses most, loses its oldest responses."""
+
+
+class ResumeSettings(Section):
+    """Choices that are resumed after a service that worked on them has failed."""
+
+    attempts: int = Field(default=5, ge=0)
+    """How often a choice is resumed."""
+    deadline_s: float = Field(default=60.0, ge=0)
+    """Seconds that an interrupted choice may wait for its next token."""
+
+
+class GatewaySettings(Section):
     """The HTTP front end."""
 
     host: str = "127.0.0.1"
@@ -23,14 +120,31 @@ class GatewaySettings(IdentitySettings):
     /metrics at the API's port."""
     metrics_host: str = "127.0.0.1"
     """Interface of the Prometheus endpoint. For a scraper on another host, use one that only the scraper can reach."""
-    certificate: Path | None = None
-    """Certificate and chain (PEM) for HTTPS; reloaded when the file changes. Absent: HTTP."""
-    key: Path | None = None
-    """Private key of the certificate (PEM)."""
-    client_authority: Path | None = None
-    """Authorities (PEM) for client certificates: connections without a certificate of theirs are refused. For probes
-    that have none, health and readiness are then also served at rpc.probe_port, in plaintext. Absent: clients need no
-    certificate."""
+    keys_file: Path | None = None
+    """TOML file of API keys, written by `pando keys`; reloaded when it changes. Absent: no key is required."""
+    limits_file: Path | None = None
+    """TOML file with limits of tenants and subjects; reloaded when it changes. Absent: no limits. Schedulers read the
+    same file through scheduler.limits_file."""
+    max_priority: int = 0
+    """Highest `priority` that a request may set, unless its key has another limit (`pando keys create --max-priority`);
+    administrators may set any."""
+    default_tenant: str = Field(default="default", min_length=1, max_length=64)
+    """Tenant of all callers while no keys are required."""
+    anonymous: Literal["auto", "local", "isolated", "vouched", "refuse"] = "auto"
+    """How requests without a credential are treated while neither keys nor tokens are configured. local: as requests of
+    one person at this machine. isolated: as one subject that finds only public text and is no evidence for sharing.
+    auto: local for direct connections over loopback, isolated otherwise. vouched: as auto, but users named in requests
+    count as separate people; for tests and benchmarks on closed networks. refuse: they are answered with 401."""
+    allowed_hosts: tuple[HostName, ...] = ()
+    """Host names besides localhost that are accepted in requests over loopback (in all requests if `anonymous` is
+    local) while no keys are required, for example those of a reverse proxy on the gateway's machine. Requests for these
+    names have no administrator rights."""
+    trusted_proxies: tuple[str, ...] = ()
+    """Networks (CIDR) whose direct connections may name tenant and user in the two headers below."""
+    tenant_header: str = "x-pando-tenant"
+    """Header in which a trusted proxy names the tenant; such requests need no API key."""
+    user_header: str = "x-pando-user"
+    """Header in which a trusted proxy names the user."""
     cors_origins: tuple[str, ...] = ()
     """Origins (https://chat.example) whose pages may call the API from browsers; "*": all origins. Without API keys,
     requests of such a page count as requests of the browser's user."""
@@ -52,34 +166,6 @@ class GatewaySettings(IdentitySettings):
     """Admin token of the schedulers, if they have one; without it they refuse to flush their caches."""
     scheduler_admin_token_file: Path | None = None
     """File with the admin token of the schedulers, instead of the token itself."""
-    state: SecretStr | None = None
-    """Store of the limits' counters and of responses. Absent or memory: this process, for a single gateway. For several
-    gateways: the URL of one Redis or Valkey server (redis://, rediss:// or unix://). It holds clients' conversations,
-    so it must not be open to others; it should not evict keys (maxmemory-policy noeviction)."""
-    state_file: Path | None = None
-    """File with the URL of the store, instead of the URL itself."""
-    state_secret: SecretStr | None = None
-    """Secret with which gateways sign their requests to each other: at least 32 characters that cannot be guessed, the
-    same for all gateways, and unknown to others who can write to the server. Without it, administrators can abort
-    others' requests only at the gateway that they call, and anyone who can write to the server can abort a request
-    whose id and subject they know."""
-    state_secret_file: Path | None = None
-    """File with this secret, instead of the secret itself."""
-    state_prefix: str = Field(default="pando", pattern=r"^[A-Za-z0-9_.-]{1,64}$")
-    """Prefix of keys and channels on the server; deployments that share a server need different ones."""
-    state_failure: Literal["open", "closed"] = "open"
-    """Behaviour while the server is unreachable. open: each gateway enforces the limits on its own, so that N gateways
-    allow N times as much. closed: requests that are subject to limits are answered with 503."""
-    state_timeout_s: float = Field(default=1.0, gt=0, le=60)
-    """Seconds after which the server counts as unreachable; from then on, no request waits for it until it answers
-    again."""
-    responses_file: Path | None = None
-    """SQLite database for the stored responses of a single gateway; absent: in memory, lost when the gateway stops."""
-    responses_lifetime_days: float = Field(default=30.0, gt=0)
-    """Days for which responses are stored."""
-    responses_max_bytes: int = Field(default=256 * 1024 * 1024, ge=1024 * 1024)
-    """Bytes of stored responses, over all gateways. Above it, the tenant that uses most, and within it the subject that
-    uses most, loses its oldest responses."""
     max_body_bytes: int = Field(default=8 * 1024 * 1024, ge=1024)
     """Largest request body in bytes; larger ones are answered with 413."""
     max_open_requests: int = Field(default=8192, ge=1)
@@ -90,13 +176,14 @@ class GatewaySettings(IdentitySettings):
     """Seconds of silence after which a comment is sent on a stream, so that proxies do not close the connection."""
     request_timeout_s: float | None = Field(default=None, gt=0)
     """Time limit of a request in seconds, from arrival to finish; absent: only the scheduler's limits apply."""
-    resume_attempts: int = Field(default=5, ge=0)
-    """How often a choice is resumed after a service that worked on it has failed."""
-    resume_deadline_s: float = Field(default=60.0, ge=0)
-    """Seconds that an interrupted choice may wait for its next token."""
     admission_deadline_s: float = Field(default=10.0, ge=0)
     """Seconds that a new request waits for an unreachable service before it is answered with 503."""
     silence_timeout_s: float = Field(default=600.0, gt=0)
     """Seconds without any message after which a request counts as lost; must exceed scheduler.waiting_timeout_s."""
     drain_s: float = Field(default=30.0, ge=0)
     """Seconds that open requests have to finish after SIGTERM."""
+    tls: TlsSettings = TlsSettings()
+    jwt: JwtSettings = JwtSettings()
+    state: StateSettings = StateSettings()
+    responses: ResponsesSettings = ResponsesSettings()
+    resume: ResumeSettings = ResumeSettings()

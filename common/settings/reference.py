@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, Union, get_args, get_
 from pydantic import BaseModel, SecretStr
 
 from common.settings.schema import PREFIX, Settings
+from common.settings.sources import section_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -64,12 +65,12 @@ def _groups_of(owner: type[BaseModel], path: str, fields: dict[str, FieldInfo]) 
     """Yield the groups that `fields` of `owner` define at `path`, then those of nested sections."""
     for definer in reversed(owner.__mro__):
         own = {name: field for name, field in fields.items() if name in vars(definer).get("__annotations__", {})}
-        plain = {name: field for name, field in own.items() if _section_of(field.annotation) is None}
+        plain = {name: field for name, field in own.items() if section_of(field.annotation) is None}
         if plain:
             settings = tuple(_describe(f"{path}{name}", field) for name, field in plain.items())
             yield SettingsGroup(path.rstrip("."), _first_paragraph(definer.__doc__), settings)
         for name, field in own.items():
-            section = _section_of(field.annotation)
+            section = section_of(field.annotation)
             if section is not None:
                 yield from _groups_of(section, f"{path}{name}.", section.model_fields)
             elif (each := _section_of_each(field.annotation)) is not None:
@@ -86,13 +87,9 @@ def _describe(name: str, field: FieldInfo) -> Setting:
     )
 
 
-def _section_of(annotation: object) -> type[BaseModel] | None:
-    return annotation if isinstance(annotation, type) and issubclass(annotation, BaseModel) else None
-
-
 def _section_of_each(annotation: object) -> type[BaseModel] | None:
     """Return the section class of a table's values; None if the annotation is not a table of sections."""
-    return _section_of(get_args(annotation)[1]) if get_origin(annotation) is dict else None
+    return section_of(get_args(annotation)[1]) if get_origin(annotation) is dict else None
 
 
 def _kind(annotation: object, metadata: list[Any]) -> str:  # Any: constraints of several libraries
@@ -120,7 +117,7 @@ def _type_in_words(annotation: object) -> str:
         return f"table of {_type_in_words(arguments[1])}"
     if isinstance(annotation, type) and issubclass(annotation, Enum):
         return " | ".join(f"`{value.value}`" for value in annotation)
-    return "tables" if _section_of(annotation) else PLAIN_TYPES[annotation]
+    return "tables" if section_of(annotation) else PLAIN_TYPES[annotation]
 
 
 def _default(value: object) -> str:

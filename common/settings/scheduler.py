@@ -1,15 +1,147 @@
-"""The scheduler's section of the configuration."""
+"""The scheduler's section of the configuration, and the sections in it."""
 
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Literal
 
 from pydantic import Field, SecretStr
 
-from common.settings.queues import QueueSettings
+from common.section import Section
 
 
-class SchedulerSettings(QueueSettings):
+class CacheSettings(Section):
+    """The prefix cache: rules of sharing, and quotas. Shares are of a tier's pages; durations are in epochs.
+
+    The other constants of the privacy bounds are in `services.scheduler.cache.config.PrivacyProfile`.
+    """
+
+    mode: Literal["user_aware", "isolated_pinned", "isolated", "shared", "chunk"] = "user_aware"
+    """Prefix cache. user_aware: a prompt that enough users of a tenant have computed is shared within the tenant; other
+    prompts stay private. isolated_pinned: only prompts that the operator pinned are shared. isolated: one cache per
+    user. shared: one cache for all users, which reveals to each what others have sent: only for users who trust each
+    other. chunk: no prefix cache."""
+    epoch_seconds: float = Field(default=10.0, gt=0)
+    """Length of a cache epoch in seconds. At its end, windows of counters close and prompts become shared."""
+    eviction: Literal["lru", "lfu", "slru", "priority"] = "lru"
+    """Pages to evict first: least recently used (lru), least frequently used (lfu), used only once (slru), or used by
+    requests of low priority (priority)."""
+    promotion_subjects: int = Field(default=3, ge=1, le=32)
+    """Number k of users of a tenant that must have computed a prompt before it is shared within the tenant. A prompt
+    is never shared while colluders and victims together are at most k - 1 users."""
+    promotion_epochs: int = Field(default=30, ge=0)
+    """Epochs within which these users must have computed the prompt; the default is five minutes."""
+    share_across_tenants: bool = False
+    """Make a prompt public once at least two tenants share it, each on the evidence of its own users, if these tenants
+    have chosen global sharing."""
+    quota_share: float = Field(default=0.25, gt=0, le=1)
+    """Quota of a subject. Above it, its own pages are evicted first, so that a flood does not displace pages of others.
+    In the limits file, cache_share sets quotas of single subjects and of tenants."""
+    floor_share: float = Field(default=1 / 1024, ge=0, le=1)
+    """Pages of an active subject up to this share are the last that are evicted among its tenant's pages; in the limits
+    file: cache_floor."""
+    tenant_floor_share: float = Field(default=1 / 64, ge=0, le=1)
+    """Pages of an active tenant up to this share are evicted only when no tenant holds more than its floor; in the
+    limits file: cache_floor of a tenant."""
+    strict_numerics: bool | Literal["auto"] = "auto"
+    """Never replace a user's private pages by pages for the same tokens that another user's batch computed: their KV
+    may differ in the last bits, which can change an answer. auto: true on GPUs, false on CPUs."""
+    checked_paths: int = Field(default=8, ge=0)
+    """Paths of the tree, of each kind, whose invariants are checked four times a second, at about 0.1 % of a core."""
+    decision_log: Path | None = None
+    """File to which all decisions of the cache are appended, for `pando cache replay`. It contains all prompts as token
+    ids and the users who sent them: it is created readable only by its owner, and grows without bound. Absent: none."""
+
+
+class ContentCheckSettings(Section):
+    """The content check, which can veto that a prompt is shared. It runs in a separate process."""
+
+    enabled: bool = False
+    """Share only prompts that the content check has approved; while its process fails, nothing new is shared."""
+    detectors: tuple[str, ...] = ("patterns",)
+    """Detectors of the content check: patterns (regular expressions), the name of an entry point in the group
+    pando.content_detectors, or package.module:factory. A prompt is approved if none of them rejects it."""
+    rules: Path | None = None
+    """TOML file with the patterns, reloaded when it changes; absent: the patterns that ship with Pando."""
+    deadline_s: float = Field(default=5.0, gt=0)
+    """Time limit of a content check in seconds; a check that exceeds it is aborted and counts as a rejection."""
+
+
+class HostTierSettings(Section):
+    """The host tier: copies of KV pages in host memory."""
+
+    gigabytes: float = Field(default=0.0, ge=0)
+    """GiB of host memory per rank for copies of KV pages; 0: no host tier."""
+    pages: int | None = Field(default=None, ge=0)
+    """Size of the host tier in pages; takes precedence over gigabytes."""
+    write_policy: Literal["write_through", "write_through_selective", "write_back"] = "write_through"
+    """Pages that are copied to the host: all cached pages (write_through), those used repeatedly
+    (write_through_selective), or those about to be evicted from the device (write_back)."""
+
+
+class StorageSettings(Section):
+    """The storage tier: it requires a host tier, and `worker.storage.location` on every rank."""
+
+    prefetch: Literal["off", "best_effort", "timeout", "wait_complete"] = "timeout"
+    """Loading of a new prompt's pages from storage. off: they are not loaded. best_effort: they are loaded, but the
+    request does not wait. timeout: the request waits up to wait_ms. wait_complete: it waits until they are loaded;
+    worker.storage.timeout_s bounds the time."""
+    wait_ms: float = Field(default=500.0, ge=0)
+    """With prefetch timeout: longest time in milliseconds that a request waits for its pages."""
+    min_tokens: int = Field(default=64, ge=1)
+    """Smallest number of missing tokens for which storage is read; fewer are computed sooner."""
+    megabytes_per_s: float = Field(default=0.0, ge=0)
+    """Limit on the read rate from storage, per rank, in MB/s; 0: no limit."""
+    write: Literal["backed_up", "off"] = "backed_up"
+    """backed_up: pages that are copied to the host are written to storage as well. off: nothing is written."""
+    keyring: Path | None = None
+    """SQLite file with the random seeds from which names and keys of stored pages are derived; created with mode 0600
+    if it does not exist. Schedulers that share a storage must share this file. Without it, no stored page can be read;
+    a backup of it makes the pages of forgotten users readable again. Default: pando/keyring.db in $XDG_STATE_HOME or
+    ~/.local/state."""
+    secret: SecretStr | None = Field(default=None, min_length=32)
+    """If set, this secret is required in addition to the keyring to read stored pages; at least 32 characters that
+    cannot be guessed."""
+
+
+class SessionSettings(Section):
+    """Pages that sessions may keep between their turns. Shares are of the device's KV pages."""
+
+    limit: int = Field(default=8, ge=0)
+    """Sessions that one subject may have open; 0: none."""
+    limit_total: int = Field(default=1024, ge=0)
+    """Sessions that may be open in total; one tenant may have three quarters of them open."""
+    share: float = Field(default=0.125, ge=0, le=1)
+    """Share that all sessions of one subject together may hold; also the largest capacity of one session."""
+    share_total: float = Field(default=0.5, ge=0, le=0.9)
+    """Share that all sessions together may hold; the rest is for running requests. The sessions of one tenant may hold
+    three quarters of it."""
+    timeout_s: float = Field(default=600.0, gt=0)
+    """Seconds without a turn after which a session ends, unless the client chose another timeout when it opened it."""
+    timeout_limit_s: float = Field(default=3600.0, gt=0)
+    """Longest timeout, in seconds, that a client may choose for a session."""
+
+
+class QueueSettings(Section):
+    """The waiting queue: its order and its length."""
+
+    policy: Literal["fcfs", "lpm", "priority", "fair"] = "fair"
+    """Order of the waiting queue. fcfs: by arrival. lpm: longest cached prefix first. priority: by the requests'
+    priority. fair: fair shares of tenants, and of subjects within each tenant, by the weights in the limits file;
+    running requests are preempted for a tenant or subject that has less than its share, and continue later with the
+    same tokens; a subject that waits alone is served in order of arrival."""
+    priority_preemptions: int = Field(default=2, ge=0)
+    """With policy priority: how often a running request may be preempted by a waiting one of higher priority when rows
+    or pages are exhausted; it continues later with the same tokens. 0: running requests are not preempted."""
+    max_waiting_requests: int = Field(default=4096, ge=1)
+    """Length of the waiting queue; further requests are refused with a hint when to retry. The limits file can bound
+    tenants and subjects (waiting). Otherwise a tenant may have three times as many requests waiting as places are free,
+    and a subject as many as its tenant may still add, so that a flood leaves places for others."""
+    fair_output_weight: float = Field(default=2.0, ge=0)
+    """With policy fair: cost of a generated token, relative to a prompt token that is not cached."""
+
+
+class SchedulerSettings(Section):
     """Rows, steps, KV pages and timeouts of the scheduler."""
 
     address: str = "127.0.0.1:50052"
@@ -24,6 +156,9 @@ class SchedulerSettings(QueueSettings):
     """Port of the Prometheus endpoint, in plaintext and without credentials; absent: none."""
     metrics_host: str = "127.0.0.1"
     """Interface of the Prometheus endpoint. For a scraper on another host, use one that only the scraper can reach."""
+    limits_file: Path | None = None
+    """TOML file with limits of tenants and subjects, the same file as gateway.limits_file; reloaded when it changes.
+    Absent: all have equal weights, quotas and floors."""
     page_size: int = Field(default=16, ge=1, le=256)
     """Tokens per KV page: the unit of matching, sharing and transfer."""
     max_rows: int = Field(default=64, ge=1, le=4096)
@@ -42,13 +177,13 @@ class SchedulerSettings(QueueSettings):
     window_ratio: float = Field(default=0.25, ge=0, le=1)
     """For models with sliding-window layers (Gemma 3): pages of these layers per page of the other layers; more if the
     windows of all rows need it and memory suffices. 0: all layers keep all tokens, in one pool, as they always do with
-    a host tier or cache_decision_log."""
-    queue_depth: int = Field(default=2, ge=1, le=16)
+    a host tier or cache.decision_log."""
+    plans_in_flight: int = Field(default=2, ge=1, le=16)
     """Plans in flight; with 2, a plan is sent while the previous one runs, which hides the network's latency."""
-    lease_ms: float = Field(default=8.0, ge=0)
+    target_plan_ms: float = Field(default=8.0, ge=0)
     """Target duration of a plan in milliseconds while no request waits; it determines the steps of a plan (multi-step
     decode)."""
-    max_lease_steps: int = Field(default=16, ge=1, le=256)
+    max_steps_per_plan: int = Field(default=16, ge=1, le=256)
     """Upper bound on the steps of one plan."""
     jump_tokens: int = Field(default=16, ge=0, le=256)
     """Jump-forward: when a grammar determines the next tokens, up to this many are appended at once and computed in one
@@ -66,3 +201,9 @@ class SchedulerSettings(QueueSettings):
     pin prompts; absent: no caller may. When it is set, flush, pause and resume require it, too."""
     admin_token_file: Path | None = None
     """File with the admin token, instead of the token itself."""
+    cache: CacheSettings = CacheSettings()
+    content_check: ContentCheckSettings = ContentCheckSettings()
+    host_tier: HostTierSettings = HostTierSettings()
+    storage: StorageSettings = StorageSettings()
+    sessions: SessionSettings = SessionSettings()
+    queue: QueueSettings = QueueSettings()

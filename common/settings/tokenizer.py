@@ -9,6 +9,16 @@ from pydantic import Field
 from common.section import Section
 
 
+class RoutingSettings(Section):
+    """Choice among several scheduler groups."""
+
+    policy: Literal["prefix_aware", "least_loaded", "round_robin"] = "prefix_aware"
+    """Choice of a request's scheduler group. prefix_aware: the same group for one user's prompts with equal beginnings.
+    least_loaded: the group with the fewest open requests. round_robin: each group in turn."""
+    prefix_tokens: int = Field(default=64, ge=0)
+    """With policy prefix_aware: leading tokens that are compared; 0: all prompts of a user count as equal."""
+
+
 class TokenizerSettings(Section):
     """The conversion of text to token ids."""
 
@@ -19,13 +29,6 @@ class TokenizerSettings(Section):
     schedulers: tuple[str, ...] = ()
     """Addresses of several scheduler groups, instead of `scheduler`; dns:host:port stands for all addresses that the
     host name resolves to, which are looked up periodically."""
-    routing: Literal["prefix_aware", "least_loaded", "round_robin"] = "prefix_aware"
-    """Choice of a request's scheduler group. prefix_aware: the same group for one user's prompts with equal beginnings.
-    least_loaded: the group with the fewest open requests. round_robin: each group in turn."""
-    routing_prefix_tokens: int = Field(default=64, ge=0)
-    """With routing prefix_aware: leading tokens that are compared; 0: all prompts of a user count as equal."""
-    routing_load_factor: float = Field(default=1.25, gt=1)
-    """With routing prefix_aware: largest load of a group, as a multiple of its share of the open requests."""
     threads: int = Field(default=2, ge=1)
     """Threads that tokenize. With two or more, one is kept free of texts of more than 65,536 characters."""
     max_pending_requests: int = Field(default=4096, ge=1)
@@ -37,3 +40,4 @@ class TokenizerSettings(Section):
     """Port of the Prometheus endpoint, in plaintext and without credentials; absent: none."""
     metrics_host: str = "127.0.0.1"
     """Interface of the Prometheus endpoint. For a scraper on another host, use one that only the scraper can reach."""
+    routing: RoutingSettings = RoutingSettings()

@@ -25,6 +25,10 @@ PANDO_SCHEDULER__MAX_ROWS=128 pando up
 pando up --config pando.toml         # [scheduler] ⏎ max_rows = 128
 ```
 
+Sections may contain sections: `--scheduler.cache.mode isolated`, `PANDO_SCHEDULER__CACHE__MODE=isolated`, or `mode` in
+the table `[scheduler.cache]`. A name that a version has changed is accepted until the next one, with a warning that
+states the new name; giving a setting under both names is an error.
+
 Lists and tables are JSON in flags and in the environment: `--tokenizer.schedulers '["a:50052", "b:50052"]'`. Flags have
 the names of the settings: `--gateway.port 8000`. `pando up` accepts `--model`, `--host` and `--port` as short forms of
 `model.reference`, `gateway.host` and `gateway.port`; it sets the addresses of the services that it starts. A service

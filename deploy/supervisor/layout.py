@@ -112,7 +112,7 @@ def plan_layout(settings: Settings, run_directory: Path, ranks: int = 1) -> Layo
     placed = [_place(model, run_directory, total) for model in deployed]
     port = settings.gateway.port or free_port(settings.gateway.host)
     host = _reachable(settings.gateway.host)
-    url = f"{'https' if settings.gateway.certificate else 'http'}://{host}:{port}"
+    url = f"{'https' if settings.gateway.tls.certificate else 'http'}://{host}:{port}"
     probe_url = _probe_url(settings, host) or url
     gateway = settings.gateway.model_copy(
         update={
@@ -135,10 +135,10 @@ def plan_layout(settings: Settings, run_directory: Path, ranks: int = 1) -> Layo
 
 def _probe_url(settings: Settings, host: str) -> str | None:
     """Return the URL at which a gateway that requires client certificates serves health without one."""
-    if settings.gateway.client_authority is None:
+    if settings.gateway.tls.client_authority is None:
         return None
     if settings.rpc.probe_port is None:
-        raise ConfigurationError("with gateway.client_authority, set rpc.probe_port: it is used for health checks")
+        raise ConfigurationError("with gateway.tls.client_authority, set rpc.probe_port: it is used for health checks")
     return f"http://{host}:{settings.rpc.probe_port}"
 
 

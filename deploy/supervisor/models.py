@@ -113,15 +113,25 @@ def _settings_of(settings: Settings, name: str, entry: ServedModelSettings, devi
         shared = getattr(settings, section)
         if section == "worker":
             shared = shared.model_copy(update={"device_index": device_index})
-        update[section] = _with(shared, getattr(entry, section), f"models.{name}.{section}")
+        update[section] = _with(shared, getattr(entry, section), name, section)
     return settings.model_copy(update=update)
 
 
-def _with(section: S, own: Mapping[str, Any], where: str) -> S:  # Any: checked here
+def _with(shared: S, own: Mapping[str, Any], model: str, section: str) -> S:  # Any: checked here
     try:
-        return type(section).model_validate({**section.model_dump(), **own})
+        return type(shared).model_validate(_merged(shared.model_dump(), own))
     except ValidationError as error:
-        raise ConfigurationError(f"{where}: {explain(error)}") from error
+        raise ConfigurationError(f"models.{model}.{section}: {explain(error, section)}") from error
+
+
+def _merged(shared: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
+    """Return `shared` with the values of `own`, section by section."""
+    nested = {name: _merged(shared[name], value) for name, value in own.items() if _are_tables(shared.get(name), value)}
+    return {**shared, **own, **nested}
+
+
+def _are_tables(*values: object) -> bool:
+    return all(isinstance(value, dict) for value in values)
 
 
 def _check_name(name: str) -> None:

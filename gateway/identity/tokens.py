@@ -29,6 +29,8 @@ MAX_KEY_SET_BYTES = 1024 * 1024
 FETCH_TIMEOUT_S = 5.0
 # A token with an unknown key id triggers a refresh, at most this often, since clients can make up ids.
 LEAST_INTERVAL_S = 10.0
+# Seconds for which keys from a URL are cached.
+LIFETIME_S = 300.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,7 +122,9 @@ def _reason(error: jwt.InvalidTokenError) -> str:
             return "signature or form is wrong"
 
 
-def open_signing_keys(source: str, lifetime_s: float, transport: httpx.AsyncBaseTransport | None = None) -> SigningKeys:
+def open_signing_keys(
+    source: str, lifetime_s: float = LIFETIME_S, transport: httpx.AsyncBaseTransport | None = None
+) -> SigningKeys:
     """Return the keys at `source`, a file or a URL.
 
     Raises:
@@ -130,7 +134,7 @@ def open_signing_keys(source: str, lifetime_s: float, transport: httpx.AsyncBase
         return FileKeys(Path(source))
     url = httpx.URL(source)
     if url.scheme != "https" and not (url.scheme == "http" and (url.host == "localhost" or is_loopback(url.host))):
-        raise ConfigurationError("gateway.jwt_keys: keys that come over a network need https")
+        raise ConfigurationError("gateway.jwt.keys: keys that come over a network need https")
     return RemoteKeys(httpx.AsyncClient(transport=transport, timeout=FETCH_TIMEOUT_S), url, lifetime_s)
 
 
@@ -216,7 +220,7 @@ def _load(path: Path) -> KeySet:
     try:
         return parse_key_set(path.read_bytes())
     except (OSError, ConfigurationError) as error:
-        raise ConfigurationError(f"gateway.jwt_keys {path}: {error}") from error
+        raise ConfigurationError(f"gateway.jwt.keys {path}: {error}") from error
 
 
 def _parse(entry: object) -> jwt.PyJWK | None:

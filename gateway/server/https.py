@@ -13,7 +13,7 @@ from common.logs import get_logger
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from common.settings import GatewaySettings
+    from common.settings import TlsSettings
 
 WATCH_INTERVAL_S = 5.0
 
@@ -51,7 +51,7 @@ class HttpsFiles:
         context.load_cert_chain(self.certificate, self.key)
 
 
-def https_files(settings: GatewaySettings) -> HttpsFiles | None:
+def https_files(settings: TlsSettings) -> HttpsFiles | None:
     """Return the files that the settings name; None for plain HTTP.
 
     Raises:
@@ -59,15 +59,17 @@ def https_files(settings: GatewaySettings) -> HttpsFiles | None:
     """
     if settings.certificate is None and settings.key is None:
         if settings.client_authority is not None:
-            raise ConfigurationError("gateway.client_authority needs gateway.certificate: over HTTP nobody shows one")
+            raise ConfigurationError(
+                "gateway.tls.client_authority needs gateway.tls.certificate: over HTTP nobody shows one"
+            )
         return None
     if settings.certificate is None or settings.key is None:
-        raise ConfigurationError("gateway.certificate and gateway.key belong together")
+        raise ConfigurationError("gateway.tls.certificate and gateway.tls.key belong together")
     files = HttpsFiles(settings.certificate, settings.key, settings.client_authority)
     try:
         files.load_into(ssl.create_default_context(ssl.Purpose.CLIENT_AUTH))
     except OSError as error:
-        raise ConfigurationError(f"gateway.certificate {settings.certificate}: {error}") from error
+        raise ConfigurationError(f"gateway.tls.certificate {settings.certificate}: {error}") from error
     return files
 
 

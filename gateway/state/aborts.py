@@ -42,7 +42,7 @@ RECONNECT_S = 0.2
 MAX_OPEN_ABORTS = 32
 NEEDS_SECRET = (
     "requests were ended at this gateway; the others end what is not the caller's own only if all of them have "
-    "gateway.state_secret."
+    "gateway.state.secret."
 )
 
 
@@ -153,7 +153,7 @@ class SharedAborts:
                 content["reports"],
             )
             if not self._signatures.are_made and (caller.is_admin or request_id is None):
-                raise RefusedError("administrators' messages need gateway.state_secret")
+                raise RefusedError("administrators' messages need gateway.state.secret")
             if not reports.startswith(self._reports):
                 raise RefusedError("it asks for reports elsewhere")
             is_own = content["from"] == self._state.gateway_id

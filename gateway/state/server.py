@@ -27,6 +27,8 @@ SCHEMES = ("redis://", "rediss://", "unix://")
 CONNECTIONS = 64
 PROBE_INTERVAL_S = 0.5
 RETRY_AFTER_MS = 1000
+# Seconds after which the server counts as unreachable; no request waits for it until it answers again.
+TIMEOUT_S = 1.0
 # The kernel closes a TCP connection whose peer has silently vanished, so that a subscription does not wait forever.
 KEEPALIVE = {
     getattr(socket, name): value
@@ -52,7 +54,7 @@ class StateServer:
     background probe has written to the server again.
     """
 
-    def __init__(self, url: str, metrics: GatewayMetrics, *, prefix: str, timeout_s: float) -> None:
+    def __init__(self, url: str, metrics: GatewayMetrics, *, prefix: str, timeout_s: float = TIMEOUT_S) -> None:
         """Prepare connections to `url` without opening any. All keys and channels begin with `prefix`.
 
         Raises:
@@ -127,7 +129,7 @@ class StateServer:
 
 def _open_pool(url: str, timeout_s: float) -> BlockingConnectionPool:
     if not url.startswith(SCHEMES):
-        raise ConfigurationError(f"gateway.state should be memory, or a URL that begins with {', '.join(SCHEMES)}")
+        raise ConfigurationError(f"gateway.state.url should be memory, or a URL that begins with {', '.join(SCHEMES)}")
     tcp = {} if url.startswith("unix://") else {"socket_keepalive": True, "socket_keepalive_options": KEEPALIVE}
     try:
         pool = BlockingConnectionPool.from_url(
@@ -145,5 +147,5 @@ def _open_pool(url: str, timeout_s: float) -> BlockingConnectionPool:
         pool.make_connection()  # type: ignore[no-untyped-call]  # redis-py has no annotation there
     except (TypeError, ValueError) as error:
         # The error's own message may quote the URL, which may contain a password.
-        raise ConfigurationError("gateway.state is not a URL of a Redis or Valkey server") from error
+        raise ConfigurationError("gateway.state.url is not a URL of a Redis or Valkey server") from error
     return pool

@@ -57,7 +57,7 @@ class Signatures:
         length = MAC_BYTES if self.are_made else 0
         mac, body = message[:length], message[length:]
         if not hmac.compare_digest(mac, self._mac(body)):
-            raise RefusedError("it is not signed with gateway.state_secret of this gateway")
+            raise RefusedError("it is not signed with gateway.state.secret of this gateway")
         try:
             content = orjson.loads(body)
             at, nonce = float(content["at"]), str(content["nonce"])

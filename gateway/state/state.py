@@ -55,26 +55,27 @@ def open_state(
     Raises:
         ConfigurationError: the address, the secret or the responses file is wrong.
     """
-    url = read_secret("gateway.state", settings.state, settings.state_file)
+    url = read_secret("gateway.state.url", settings.state.url, settings.state.url_file)
+    lifetime_s = settings.responses.lifetime_days * DAY_S
     if url is None or url == MEMORY:
-        stored = SqliteResponses(
-            settings.responses_file, settings.responses_lifetime_days * DAY_S, settings.responses_max_bytes
-        )
+        stored = SqliteResponses(settings.responses.file, lifetime_s, settings.responses.max_bytes)
         return State(MemoryMeters(limits_clock or time.monotonic), stored, LocalAborts(generations), stored.close)
-    if settings.responses_file is not None:
-        raise ConfigurationError("gateway.responses_file is of no use beside gateway.state, which holds the responses")
-    server = StateServer(url, metrics, prefix=settings.state_prefix, timeout_s=settings.state_timeout_s)
-    own = MemoryMeters(limits_clock or time.monotonic) if settings.state_failure == "open" else None
+    if settings.responses.file is not None:
+        raise ConfigurationError(
+            "gateway.responses.file is of no use beside gateway.state.url, which holds the responses"
+        )
+    server = StateServer(url, metrics, prefix=settings.state.prefix)
+    own = MemoryMeters(limits_clock or time.monotonic) if settings.state.failure == "open" else None
     meters = RedisMeters(server, own, metrics, clock=limits_clock)
-    responses = RedisResponses(server, settings.responses_lifetime_days * DAY_S, settings.responses_max_bytes)
-    secret = read_secret("gateway.state_secret", settings.state_secret, settings.state_secret_file)
+    responses = RedisResponses(server, lifetime_s, settings.responses.max_bytes)
+    secret = read_secret("gateway.state.secret", settings.state.secret, settings.state.secret_file)
     if secret is not None and len(secret) < LEAST_SECRET:
-        raise ConfigurationError(f"gateway.state_secret should have at least {LEAST_SECRET} characters")
+        raise ConfigurationError(f"gateway.state.secret should have at least {LEAST_SECRET} characters")
     aborts = SharedAborts(server, generations, Signatures(secret))
 
     async def close() -> None:
         with contextlib.suppress(StateAwayError, TimeoutError):
-            async with asyncio.timeout(settings.state_timeout_s):
+            async with asyncio.timeout(server.timeout_s):
                 await meters.flush()
                 await responses.flush()
         await server.close()

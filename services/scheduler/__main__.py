@@ -46,7 +46,7 @@ async def serve(settings: Settings, stopping: asyncio.Event) -> None:
     Raises:
         ConfigurationError: the settings are invalid here or in a worker.
     """
-    path = settings.scheduler.cache_decision_log
+    path = settings.scheduler.cache.decision_log
     with contextlib.nullcontext() if path is None else DecisionLog(path) as decisions:
         await serve_with(settings, stopping, decisions)
 
@@ -101,15 +101,15 @@ async def report_health(server: RpcServer, can_serve: Callable[[], bool]) -> Non
 
 def make_desk(settings: Settings, loop: SchedulerLoop) -> ContentDesk | None:
     """Return the content check that precedes publication, if the settings enable it."""
-    scheduler, model = settings.scheduler, settings.model
-    if not scheduler.cache_content_check:
+    rules, model = settings.scheduler.content_check, settings.model
+    if not rules.enabled:
         return None
     configuration = {
         "model": model.model_dump(mode="json"),
-        "detectors": list(scheduler.content_detectors),
-        "rules": str(scheduler.content_rules) if scheduler.content_rules else None,
+        "detectors": list(rules.detectors),
+        "rules": str(rules.rules) if rules.rules else None,
     }
-    checker = ContentChecker(configuration, scheduler.content_deadline_s)
+    checker = ContentChecker(configuration, rules.deadline_s)
     return ContentDesk(checker, lambda: loop.core.memory.cache if loop.core else None)
 
 
@@ -129,10 +129,10 @@ def engine_spec(settings: Settings) -> EngineSpec:
         max_step_tokens=scheduler.max_step_tokens,
         device_pages=scheduler.device_pages,
         memory_fraction=scheduler.memory_fraction,
-        host_pages=scheduler.cache_host_pages,
-        host_bytes=int(scheduler.cache_host_gigabytes * 1024**3),
+        host_pages=scheduler.host_tier.pages,
+        host_bytes=int(scheduler.host_tier.gigabytes * 1024**3),
         # Cache decisions depend on the sliding-window pool, which the log does not record, so it is disabled then.
-        window_ratio=0.0 if scheduler.cache_decision_log else scheduler.window_ratio,
+        window_ratio=0.0 if scheduler.cache.decision_log else scheduler.window_ratio,
     )
 
 

@@ -109,11 +109,11 @@ def _open(path: Path) -> BinaryIO:
     try:
         descriptor = os.open(path, flags, OWNER_ONLY)
     except OSError as error:
-        raise ConfigurationError(f"cache_decision_log {path}: {error.strerror}") from error
+        raise ConfigurationError(f"scheduler.cache.decision_log {path}: {error.strerror}") from error
     state = os.fstat(descriptor)
     if not stat.S_ISREG(state.st_mode):
         os.close(descriptor)
-        raise ConfigurationError(f"cache_decision_log {path}: no plain file")
+        raise ConfigurationError(f"scheduler.cache.decision_log {path}: no plain file")
     os.fchmod(descriptor, OWNER_ONLY)
     # A process that was killed may have left a partial line.
     if state.st_size and os.pread(descriptor, 1, state.st_size - 1) != b"\n":

@@ -73,7 +73,7 @@ class Keyring:
         try:
             self._file = _open(path, secret)
         except (OSError, sqlite3.Error, ValueError) as error:
-            raise ConfigurationError(f"scheduler.storage_keyring {path}: {error}") from error
+            raise ConfigurationError(f"scheduler.storage.keyring {path}: {error}") from error
 
     def keys(self, scope: Scope, hashes: Iterable[bytes]) -> ObjectKeys:
         """Return the current names and key for writing and looking up pages of `scope`."""

@@ -68,7 +68,7 @@ class SchedulerLoop:
         self._clock = clock
         self._decisions = decisions
         self._sampler: InvariantSampler | None = None
-        self._storage = StorageDesk(settings)
+        self._storage = StorageDesk(settings.storage)
         self._capacity: EngineCapacity | None = None
         self._group: WorkerGroup | None = None
         self._outlet: DetokenizerLink | None = None
@@ -100,7 +100,7 @@ class SchedulerLoop:
     @property
     def epoch(self) -> int:
         """The epoch by the clock. The cache advances to it during housekeeping, and plans carry the cache's epoch."""
-        return int(self._clock() / self._settings.epoch_seconds)
+        return int(self._clock() / self._settings.cache.epoch_seconds)
 
     def submit(self, request: ScheduleRequest) -> Admission:
         """Submit a request to the core, or return an admission with the reason for its refusal."""
@@ -176,10 +176,12 @@ class SchedulerLoop:
             self.core = None
         if self.core is None:
             config = resolve(self._settings, capacity)
-            rules = resolve_cache(self._settings, capacity.device)
-            host = resolve_host(self._settings, capacity.host_pages)
+            rules = resolve_cache(
+                self._settings.cache, capacity.device, content_check=self._settings.content_check.enabled
+            )
+            host = resolve_host(self._settings.host_tier, capacity.host_pages)
             # An encoder has no KV to cache.
-            name = "chunk" if capacity.is_encoder else self._settings.cache
+            name = "chunk" if capacity.is_encoder else self._settings.cache.mode
             allocator = make_allocator(name, config.device_pages, config.page_size, capacity.window_pool)
             choices = SharingChoices(lambda tenant: self._limits.sharing_of(tenant))
             cache = make_cache(name, allocator, config.page_size, rules, host, choices)
@@ -189,8 +191,8 @@ class SchedulerLoop:
                 self._decisions.begin(encode_header(name, *sizes, rules, host, storage))
                 cache = RecordedCache(cache, allocator, self._decisions.note, choices)
             cache.advance(self.epoch)
-            counters = make_counters(self._settings)
-            policy = make_policy(self._settings.policy, counters, self._settings.fair_slack_tokens)
+            counters = make_counters(self._settings.queue)
+            policy = make_policy(self._settings.queue.policy, counters)
             times = OperationTimes(time.thread_time)
             self.core = SchedulerCore(config, allocator, cache, policy, counters, times)
             if self._limits_file is not None:
@@ -271,7 +273,7 @@ class SchedulerLoop:
         """Send a plan if the pipeline has room and there is work, and schedule another turn after it."""
         if self.core is None or self._group is None:
             return
-        if self.can_serve and self.core.in_flight < self._settings.queue_depth:
+        if self.can_serve and self.core.in_flight < self._settings.plans_in_flight:
             started = time.thread_time()
             plan = self.core.plan(self.now, self.core.memory.cache.epoch)
             if plan is not None:
@@ -326,7 +328,7 @@ class SchedulerLoop:
 
     def _check_invariants(self) -> None:
         """Check some paths of the cache's tree; violations are logged and never fatal."""
-        wrong = self._sampler.check(self._settings.cache_checked_paths) if self._sampler else []
+        wrong = self._sampler.check(self._settings.cache.checked_paths) if self._sampler else []
         if wrong:
             metrics.CACHE_VIOLATIONS_TOTAL.inc(len(wrong))
             self._log.error("cache.invariant_violated", violations=wrong[:SHOWN_VIOLATIONS], count=len(wrong))

@@ -83,8 +83,8 @@ class SchedulerService(scheduler_pb2_grpc.SchedulerServicer):
             worker_group=self._loop.group_state.value,
             max_rows=self._settings.max_rows,
             page_size_tokens=self._settings.page_size,
-            policy=self._settings.policy,
-            cache=self._settings.cache,
+            policy=self._settings.queue.policy,
+            cache=self._settings.cache.mode,
         )
         core = self._loop.core
         if core is not None:

@@ -37,8 +37,8 @@ class StorageDesk:
             return None
         config = resolve(self._settings, capacity)
         if self._keyring is None:
-            secret = self._settings.storage_secret
-            path = self._settings.storage_keyring or default_path()
+            secret = self._settings.secret
+            path = self._settings.keyring or default_path()
             self._keyring = Keyring(path, None if secret is None else secret.get_secret_value().encode())
         host.add_storage(config, self._keyring)
         self._log.info("storage.attached", prefetch=config.policy.value, writes=config.writes)
@@ -55,12 +55,11 @@ def resolve(settings: StorageSettings, capacity: EngineCapacity) -> StorageConfi
     """Convert the settings for workers of this capacity."""
     page_bytes = capacity.kv_bytes_per_token * capacity.page_size
     return StorageConfig(
-        policy=PrefetchPolicy(settings.storage_prefetch),
-        wait_s=settings.storage_wait_ms / 1000,
-        min_pages=max(1, -(-settings.storage_min_tokens // capacity.page_size)),
-        window_pages=settings.storage_pages_in_flight,
-        pages_per_s=settings.storage_megabytes_per_s * _MEGABYTE / page_bytes,
-        writes=settings.storage_write == "backed_up",
+        policy=PrefetchPolicy(settings.prefetch),
+        wait_s=settings.wait_ms / 1000,
+        min_pages=max(1, -(-settings.min_tokens // capacity.page_size)),
+        pages_per_s=settings.megabytes_per_s * _MEGABYTE / page_bytes,
+        writes=settings.write == "backed_up",
     )
 
 

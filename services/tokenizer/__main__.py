@@ -100,12 +100,12 @@ def build(
 async def open_schedulers(settings: TokenizerSettings, security: Security) -> AsyncIterator[Fleet | SchedulerLink]:
     """Connect to the scheduler groups in the settings, or to the single scheduler."""
     if settings.schedulers:
-        policy = make_policy(settings.routing, settings.routing_load_factor)
+        policy = make_policy(settings.routing.policy)
 
         def connect(found: Found) -> grpc.aio.Channel:
             return open_channel(found.address, security, found.name)
 
-        yield Fleet(Discovery(settings.schedulers), connect, policy, settings.routing_prefix_tokens)
+        yield Fleet(Discovery(settings.schedulers), connect, policy, settings.routing.prefix_tokens)
         return
     async with open_channel(settings.scheduler, security) as channel:
         yield SchedulerLink(channel)

@@ -11,11 +11,18 @@ from common.metrics import MODEL_INFO
 from common.rpc.security import read_security
 from common.rpc.server import RpcServer
 from common.runtime import run_service
-from common.settings import Settings, WorkerSettings, load_settings
+from common.settings import (
+    GrammarSettings,
+    ProfileSettings,
+    Settings,
+    WorkerSettings,
+    WorkerStorageSettings,
+    load_settings,
+)
 from protos.gen.pando.v1 import worker_pb2_grpc
 from services.worker.engine.execution.engine import ModelEngine
 from services.worker.engine.execution.fake_model import LOAD_FORMAT as FAKE_FORMAT
-from services.worker.engine.execution.fake_model import FakeModel, FakeOptions
+from services.worker.engine.execution.fake_model import STEP_VARIABLE, FakeModel, FakeOptions
 from services.worker.engine.grammars.library import GrammarLibrary
 from services.worker.engine.host import limit_spinning
 from services.worker.grammars.desk import GrammarDesk, GrammarLimits
@@ -24,7 +31,7 @@ from services.worker.profiles import ProfileRules
 from services.worker.rank import Rank
 from services.worker.service import WorkerService
 from services.worker.storage.engine import StoringEngine
-from services.worker.storage.factory import make_storage
+from services.worker.storage.factory import STORAGE_THREADS, make_storage
 from services.worker.storage.tier import StorageTier
 
 if TYPE_CHECKING:
@@ -35,6 +42,8 @@ if TYPE_CHECKING:
 NAME = "pando.v1.Worker"
 # Exit status that asks the supervisor for a restart: EX_TEMPFAIL of sysexits.h.
 RESTART_STATUS = 75
+# One user may take an eighth of the cache of compiled grammars.
+SUBJECTS_A_CACHE = 8
 
 
 def main() -> None:
@@ -48,15 +57,18 @@ async def serve(settings: Settings, stopping: asyncio.Event) -> None:
     """Serve until `stopping` is set, or until only a new process can go on."""
     security = read_security(settings.rpc)
     MODEL_INFO.labels(settings.model.name).set(1)
-    tier = make_tier(settings.worker)
+    tier = make_tier(settings.worker.storage)
+    cache_bytes = settings.worker.grammars.cache_megabytes * 2**20
     library = GrammarLibrary(
-        cache_bytes=settings.worker.grammar_cache_megabytes * 2**20,
-        subject_bytes=settings.worker.grammar_cache_megabytes_per_subject * 2**20,
+        cache_bytes=cache_bytes,
+        subject_bytes=cache_bytes // SUBJECTS_A_CACHE,
     )
-    grammars = GrammarDesk(library, CompileProcesses(), grammar_limits(settings.worker))
+    grammars = GrammarDesk(library, CompileProcesses(), grammar_limits(settings.worker.grammars))
     engine = make_engine(settings.worker, library)
     engine = engine if tier is None else StoringEngine(engine, tier, asyncio.get_running_loop())
-    rank = Rank(engine, profile_rules=profile_rules(settings.worker), keep_warm_s=settings.worker.keep_warm_ms / 1000)
+    rank = Rank(
+        engine, profile_rules=profile_rules(settings.worker.profile), keep_warm_s=settings.worker.keep_warm_ms / 1000
+    )
     server = RpcServer(NAME, settings.worker.address, security)
     server.add(worker_pb2_grpc.add_WorkerServicer_to_server, WorkerService(rank, grammars))
     await server.start()
@@ -83,39 +95,30 @@ async def serve(settings: Settings, stopping: asyncio.Event) -> None:
             os._exit(0)
 
 
-def grammar_limits(settings: WorkerSettings) -> GrammarLimits:
+def grammar_limits(settings: GrammarSettings) -> GrammarLimits:
     """Return what compilations may take."""
     return GrammarLimits(
-        timeout_s=settings.grammar_timeout_s,
-        slice_s=min(settings.grammar_slice_s, settings.grammar_timeout_s),
-        open_per_subject=settings.grammar_open_per_subject,
-        seconds_per_minute=settings.grammar_seconds_per_minute,
+        timeout_s=settings.timeout_s,
+        slice_s=min(settings.slice_s, settings.timeout_s),
+        open_per_subject=settings.open_per_subject,
+        seconds_per_minute=settings.seconds_per_minute,
     )
 
 
-def profile_rules(settings: WorkerSettings) -> ProfileRules:
+def profile_rules(settings: ProfileSettings) -> ProfileRules:
     """Return the limits of profiles of this rank."""
-    return ProfileRules(
-        directory=settings.profile_directory,
-        max_seconds=settings.profile_max_seconds,
-        max_passes=settings.profile_max_passes,
-        max_bytes=settings.profile_max_megabytes * 2**20,
-    )
+    return ProfileRules(directory=settings.directory, max_seconds=settings.max_seconds)
 
 
-def make_tier(settings: WorkerSettings) -> StorageTier | None:
+def make_tier(settings: WorkerStorageSettings) -> StorageTier | None:
     """Return the storage tier, None where no storage is configured."""
     storage = make_storage(settings)
-    return None if storage is None else StorageTier(storage, settings.storage_timeout_s, settings.storage_threads)
+    return None if storage is None else StorageTier(storage, settings.timeout_s, STORAGE_THREADS)
 
 
 def make_engine(settings: WorkerSettings, library: GrammarLibrary) -> Engine:
     """Return the engine that `Configure` will load; torch is imported only when a real model is configured."""
-    fake_options = FakeOptions(
-        vocabulary_size=settings.fake_vocabulary_size,
-        eos_probability=settings.fake_eos_probability,
-        step_s=settings.fake_step_ms / 1000,
-    )
+    fake_options = FakeOptions(step_s=float(os.environ.get(STEP_VARIABLE, "0")) / 1000)
 
     def load(spec: EngineSpec, report: ProgressReport) -> LoadedModel:
         if spec.load_format == FAKE_FORMAT:

@@ -144,7 +144,7 @@ class Profiles:
     def _check_room(self) -> Path:
         rules = self._rules
         if rules.directory is None:
-            raise ProfileRefusedError("this worker records no profiles: set worker.profile_directory")
+            raise ProfileRefusedError("this worker records no profiles: set worker.profile.directory")
         if self._current is not None:
             raise ProfileRefusedError(f"a profile is being recorded already, to {self._current.path}")
         rules.directory.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -152,7 +152,7 @@ class Profiles:
         if taken >= rules.max_bytes:
             raise ProfileRefusedError(
                 f"the profiles in {rules.directory} take {taken >> 20} MiB of the {rules.max_bytes >> 20} that they "
-                "may: remove some, or set worker.profile_max_megabytes"
+                "may: remove some"
             )
         return rules.directory
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from common.rpc.server import RpcServer
-from common.settings import GatewaySettings, RpcSettings, SchedulerSettings, Settings
+from common.settings import GatewaySettings, RpcSettings, SchedulerSettings, Settings, TlsSettings
 from deploy.health import is_healthy, local
 from gateway.app import create_probe_app
 from gateway.server.http_server import ProbeServer
@@ -54,7 +54,8 @@ async def test_a_gateway_that_asks_for_certificates_is_asked_where_it_does_not(t
     gateway = gateway_saying("x")
     probes = ProbeServer(create_probe_app(gateway.context), "127.0.0.1", 0)
     settings = Settings(
-        gateway=GatewaySettings(port=1, client_authority=tmp_path / "ca.crt"), rpc=RpcSettings(probe_port=probes.port)
+        gateway=GatewaySettings(port=1, tls=TlsSettings(client_authority=tmp_path / "ca.crt")),
+        rpc=RpcSettings(probe_port=probes.port),
     )
     running = asyncio.create_task(probes.run())
     try:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 import tempfile
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -12,6 +13,7 @@ import pytest
 from common import models
 from common.errors import ConfigurationError
 from common.settings import GatewaySettings, ModelSettings, SchedulerSettings, Settings
+from services.worker.engine.execution.fake_model import STEP_VARIABLE
 from tests.e2e.deployment import Deployment
 from tests.e2e.served import Served
 
@@ -55,6 +57,14 @@ def serve(settings: Settings, root: Path, ranks: int = 1) -> Iterator[Served]:
         yield Served(deployment)
     finally:
         deployment.stop()
+
+
+@contextmanager
+def fake_steps(step_ms: float) -> Iterator[None]:
+    """Let forward passes of fake models take `step_ms` in deployments that start within the block."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(STEP_VARIABLE, str(step_ms))
+        yield
 
 
 def require_model() -> None:

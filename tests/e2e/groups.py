@@ -10,6 +10,7 @@ import httpx
 from common.rpc.options import CHANNEL_OPTIONS
 from deploy.supervisor.layout import free_port
 from protos.gen.pando.v1 import scheduler_pb2, scheduler_pb2_grpc
+from services.worker.engine.execution.fake_model import STEP_VARIABLE
 from tests.e2e.processes import Processes
 from tests.waiting import wait_until
 
@@ -26,10 +27,14 @@ PROMPT = "A long prompt that every user begins with, so that its pages are worth
 class Tier:
     """One gateway, tokenizer and detokenizer; two schedulers with a worker each, whose engine makes tokens up."""
 
-    def __init__(self, directory: Path, settings: Mapping[str, object] | None = None) -> None:
-        """Keep sockets and logs in `directory`; `settings` are everybody's: {"tokenizer.routing": "round_robin"}."""
+    def __init__(self, directory: Path, settings: Mapping[str, object] | None = None, step_ms: float = 5) -> None:
+        """Keep sockets and logs in `directory`; `settings` are those of all services: {"scheduler.max_rows": 2}.
+
+        A forward pass takes `step_ms`.
+        """
         self._directory = directory
         self._settings = settings or {}
+        self._step_ms = step_ms
         self._processes = Processes(directory)
         self.port, self.metrics_port = free_port("127.0.0.1"), free_port("127.0.0.1")
         self.http = httpx.Client(base_url=f"http://127.0.0.1:{self.port}", timeout=120, trust_env=False)
@@ -116,5 +121,6 @@ class Tier:
         return f"unix:{self._directory}/{name}.sock"
 
     def _start(self, name: str, module: str, settings: dict[str, object]) -> None:
-        common = {"model.load_format": "fake", "worker.fake_step_ms": 5}
-        self._processes.start(name, module, {**common, **self._settings, **settings})
+        common = {"model.load_format": "fake"}
+        given = {**common, **self._settings, **settings}
+        self._processes.start(name, module, given, **{STEP_VARIABLE: str(self._step_ms)})

@@ -24,15 +24,18 @@ class Processes:
         self._directory = directory
         self._processes: dict[str, subprocess.Popen[bytes]] = {}
 
-    def start(self, name: str, module: str, settings: Mapping[str, object]) -> None:
-        """Run `python -m module`, as the supervisor does, with settings as flags: {"scheduler.max_rows": 8}."""
+    def start(self, name: str, module: str, settings: Mapping[str, object], **variables: str) -> None:
+        """Run `python -m module`, as the supervisor does, with settings as flags: {"scheduler.max_rows": 8}.
+
+        `variables` are added to the environment.
+        """
         flags = [text for key, value in settings.items() for text in (f"--{key}", str(value))]
         with self._log(name).open("ab") as log:
             self._processes[name] = subprocess.Popen(
                 [sys.executable, "-m", "deploy.supervisor.child", str(os.getpid()), module, *flags],
                 stdout=log,
                 stderr=subprocess.STDOUT,
-                env=child_environment(os.environ),
+                env=child_environment(os.environ) | variables,
             )
 
     def end(self, name: str, number: signal.Signals = signal.SIGTERM) -> None:

@@ -16,12 +16,21 @@ from deploy.evaluation.attack.findings import Verdict
 from deploy.evaluation.attack.launching import FAIR, Launch, launched
 from deploy.evaluation.attack.launching import NO_MODEL as NO_MODEL_SETTINGS
 from deploy.evaluation.attack.scene import QUICK
+from tests.e2e.conftest import fake_steps
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
     from pathlib import Path
 
 # Steps long enough that a queue forms and its order can be seen.
-NO_MODEL = ["--set", "model.load_format=fake", "--set", "worker.fake_step_ms=20"]
+STEP_MS = 20.0
+NO_MODEL = ["--set", "model.load_format=fake"]
+
+
+@pytest.fixture(autouse=True)
+def slow_steps() -> Iterator[None]:
+    with fake_steps(STEP_MS):
+        yield
 
 
 ORACLES = ("pairs", "order", "sybils", "boundary", "revocation", "names")

@@ -13,9 +13,9 @@ import httpx
 import pytest
 
 from common.rpc.options import CHANNEL_OPTIONS
-from common.settings import GatewaySettings, ModelSettings, SchedulerSettings, Settings, WorkerSettings
+from common.settings import GatewaySettings, ModelSettings, SchedulerSettings, Settings
 from protos.gen.pando.v1 import common_pb2, scheduler_pb2, scheduler_pb2_grpc, tokenizer_pb2, tokenizer_pb2_grpc
-from tests.e2e.conftest import serve
+from tests.e2e.conftest import fake_steps, serve
 from tests.services.scheduler.content.corpus import drawn
 from tests.waiting import wait_until
 
@@ -38,20 +38,18 @@ def aware(run_root: Path) -> Iterator[Served]:
     settings = Settings(
         model=ModelSettings(load_format="fake"),
         gateway=GatewaySettings(port=0, anonymous="vouched"),
-        worker=WorkerSettings(fake_step_ms=1.0),
         scheduler=SchedulerSettings.model_validate(
             {
-                "cache": "user_aware",
-                "cache_content_check": True,
-                "epoch_seconds": EPOCH_S,
+                "cache": {"epoch_seconds": EPOCH_S},
+                "content_check": {"enabled": True},
                 "admin_token": TOKEN,
-                "policy": "fair",
                 "max_rows": 8,
-                "max_waiting_requests": 64,
+                "queue": {"policy": "fair", "max_waiting_requests": 64},
             }
         ),
     )
-    yield from serve(settings, run_root)
+    with fake_steps(1.0):
+        yield from serve(settings, run_root)
 
 
 def chat(served: Served, system: str, user: str | None, question: str = "Hello?", session: str | None = None) -> int:

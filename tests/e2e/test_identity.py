@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from common.settings import GatewaySettings, ModelSettings, SchedulerSettings, Settings
+from common.settings import CacheSettings, GatewaySettings, ModelSettings, SchedulerSettings, Settings
 from gateway.identity.keys import ApiKey, hash_of, load_keys, save_keys
 from tests.e2e.conftest import serve
 from tests.waiting import wait_until
@@ -27,7 +27,7 @@ PROMPT = list(range(1000, 1200))
 PAGE = 16
 # Less than the words that the chat template puts in front of all messages, and more.
 TEMPLATE_TOKENS = 64
-SCHEDULER = SchedulerSettings(epoch_seconds=0.5)
+SCHEDULER = SchedulerSettings(cache=CacheSettings(epoch_seconds=0.5))
 # What a reverse proxy adds to what a client elsewhere asks.
 REMOTE = {"x-forwarded-for": "203.0.113.7"}
 LIMITS = """

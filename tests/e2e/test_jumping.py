@@ -35,7 +35,7 @@ def served_without(run_root: Path) -> Iterator[Served]:
 @pytest.fixture(scope="module")
 def served_tight(run_root: Path) -> Iterator[Served]:
     require_model()
-    scheduler = SchedulerSettings(device_pages=20, lease_ms=100, max_lease_steps=8)
+    scheduler = SchedulerSettings(device_pages=20, target_plan_ms=100, max_steps_per_plan=8)
     yield from serve(Settings(gateway=GatewaySettings(port=0, anonymous="vouched"), scheduler=scheduler), run_root)
 
 

@@ -18,6 +18,7 @@ from common.settings import (
     DetokenizerSettings,
     GatewaySettings,
     ModelSettings,
+    ProfileSettings,
     SchedulerSettings,
     Settings,
     WorkerSettings,
@@ -100,8 +101,8 @@ def pipeline(run_root: Path) -> Iterator[Served]:
         model=ModelSettings(load_format="fake"),
         gateway=GatewaySettings(port=0, anonymous="vouched"),
         detokenizer=DetokenizerSettings(metrics_port=free_port("127.0.0.1")),
-        scheduler=SchedulerSettings.model_validate({"cache": "user_aware", "admin_token": "open-sesame-please"}),
-        worker=WorkerSettings(profile_directory=run_root / "profiles"),
+        scheduler=SchedulerSettings.model_validate({"admin_token": "open-sesame-please"}),
+        worker=WorkerSettings(profile=ProfileSettings(directory=run_root / "profiles")),
     )
     yield from serve(settings, run_root)
 

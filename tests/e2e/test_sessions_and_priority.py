@@ -10,7 +10,7 @@ import httpx
 import pytest
 
 from common.settings import Settings
-from tests.e2e.conftest import serve
+from tests.e2e.conftest import fake_steps, serve
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -23,14 +23,13 @@ PAGE = 16
 SETTINGS = {
     "model": {"load_format": "fake"},
     "gateway": {"port": 0},
-    "worker": {"fake_step_ms": 5.0, "threads": 1},
+    "worker": {"threads": 1},
     "scheduler": {
         "device_pages": 96,
         "max_rows": 2,
-        "policy": "priority",
-        "session_limit": 2,
-        "session_share": 0.25,
-        "max_lease_steps": 4,
+        "queue": {"policy": "priority"},
+        "sessions": {"limit": 2, "share": 0.25},
+        "max_steps_per_plan": 4,
     },
 }
 # Of a session's 24 pages.
@@ -39,7 +38,8 @@ PROMPT = list(range(1000, 1000 + 12 * PAGE))
 
 @pytest.fixture(scope="module")
 def small(run_root: Path) -> Iterator[Served]:
-    yield from serve(Settings.model_validate(SETTINGS), run_root)
+    with fake_steps(5.0):
+        yield from serve(Settings.model_validate(SETTINGS), run_root)
 
 
 @pytest.fixture

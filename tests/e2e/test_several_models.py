@@ -11,7 +11,7 @@ import openai
 import pytest
 
 from common.settings import Settings
-from tests.e2e.conftest import serve
+from tests.e2e.conftest import fake_steps, serve
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -24,13 +24,14 @@ SETTINGS = {
     "model": {"load_format": "fake"},
     "models": {"small": {"max_context": 512, "aliases": ["gpt-4o-mini"]}, "large": {"scheduler": {"max_rows": 4}}},
     "gateway": {"port": 0, "default_model": "large"},
-    "worker": {"fake_step_ms": 20.0, "threads": 1},
+    "worker": {"threads": 1},
 }
 
 
 @pytest.fixture(scope="module")
 def both(run_root: Path) -> Iterator[Served]:
-    yield from serve(Settings.model_validate(SETTINGS), run_root)
+    with fake_steps(20.0):
+        yield from serve(Settings.model_validate(SETTINGS), run_root)
 
 
 def tokens_of(

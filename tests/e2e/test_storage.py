@@ -15,7 +15,17 @@ import pytest
 from pydantic import SecretStr
 
 from common.rpc.options import CHANNEL_OPTIONS
-from common.settings import GatewaySettings, ModelSettings, SchedulerSettings, Settings, WorkerSettings
+from common.settings import (
+    CacheSettings,
+    GatewaySettings,
+    HostTierSettings,
+    ModelSettings,
+    SchedulerSettings,
+    Settings,
+    StorageSettings,
+    WorkerSettings,
+    WorkerStorageSettings,
+)
 from protos.gen.pando.v1 import common_pb2, scheduler_pb2, scheduler_pb2_grpc
 from services.scheduler.cache.debug.replay import replay
 from tests.e2e.conftest import serve
@@ -61,13 +71,12 @@ def served_with(storage: str, place: Path, root: Path, ranks: int = 1) -> Iterat
         scheduler=SchedulerSettings(
             max_rows=8,
             device_pages=200,
-            cache_host_pages=200,
-            storage_prefetch="wait_complete",
-            storage_keyring=place / "keyring.db",
-            cache_decision_log=log,
+            host_tier=HostTierSettings(pages=200),
+            storage=StorageSettings(prefetch="wait_complete", keyring=place / "keyring.db"),
+            cache=CacheSettings(decision_log=log),
             admin_token=SecretStr(ADMIN_TOKEN),
         ),
-        worker=WorkerSettings(storage=SecretStr(storage), storage_timeout_s=10.0),
+        worker=WorkerSettings(storage=WorkerStorageSettings(location=SecretStr(storage), timeout_s=10.0)),
     )
     yield from serve(settings, root, ranks)
 

@@ -20,6 +20,7 @@ from common.types import StepId
 from protos.gen.pando.v1 import worker_pb2, worker_pb2_grpc
 from services.scheduler.wire.steps import plan_to_wire, result_from_wire, spec_to_wire
 from services.worker.__main__ import NAME
+from services.worker.engine.execution.fake_model import STEP_VARIABLE
 from tests.e2e.hosts import Host, NoHostsError, hosts
 from tests.services.worker.engine.scenario import chunk, open_row
 from tests.services.worker.engine.tiny_llama import save_tiny_llama
@@ -139,8 +140,11 @@ async def test_a_signal_ends_the_process_in_order(launcher: Launcher, number: si
         assert await rank.process.wait() == 0
 
 
-async def test_a_signal_ends_the_process_though_the_engine_is_busy(launcher: Launcher) -> None:
-    rank = await launcher.start("--worker.fake_step_ms", "60000")
+async def test_a_signal_ends_the_process_though_the_engine_is_busy(
+    launcher: Launcher, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(STEP_VARIABLE, "60000")
+    rank = await launcher.start()
     await rank.configure(EngineSpec("anything", "fake"))
     call = rank.stub.Execute()
     await call.write(plan_to_wire(PLAN))

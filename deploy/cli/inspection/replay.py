@@ -23,7 +23,7 @@ DIFFERENT, UNREADABLE = 1, 2
 
 def add_replay_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of `pando cache replay`."""
-    parser.add_argument("log", type=Path, help="the file of scheduler.cache_decision_log; it contains all prompts")
+    parser.add_argument("log", type=Path, help="the file of scheduler.cache.decision_log; it contains all prompts")
 
 
 def run_replay(arguments: argparse.Namespace) -> int:

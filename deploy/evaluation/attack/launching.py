@@ -22,9 +22,9 @@ DEVICE_PAGES = 1024
 EPOCH_SECONDS = 2.0
 # The order that tells most: who has more cached goes first.
 DEFAULTS = (
-    f"scheduler.epoch_seconds={EPOCH_SECONDS}",
+    f"scheduler.cache.epoch_seconds={EPOCH_SECONDS}",
     f"scheduler.device_pages={DEVICE_PAGES}",
-    "scheduler.policy=lpm",
+    "scheduler.queue.policy=lpm",
 )
 OWN_TENANT, RIVAL_TENANT, THIRD_TENANT, ISOLATED_TENANT = "default", "rival", "third", "isolated"
 LIMITS = f"""
@@ -35,11 +35,11 @@ KEYS_FILE, LIMITS_FILE = "keys.toml", "limits.toml"
 # Few rows, small steps and a slow engine, so that a queue forms whose order can be seen.
 FAIR_ROWS = 4
 FAIR = (
-    "scheduler.policy=fair",
+    "scheduler.queue.policy=fair",
     f"scheduler.max_rows={FAIR_ROWS}",
     "scheduler.max_step_tokens=256",
-    "worker.fake_step_ms=20",
 )
+FAIR_STEP_MS = 20.0
 KEYLESS = ("gateway.anonymous=auto",)
 # So that no text of many is evicted before it is looked at, which could hide that it is shared.
 ROOMY = (f"scheduler.device_pages={8 * DEVICE_PAGES}",)
@@ -89,7 +89,8 @@ class Launch:
     """A deployment to start: a mode, the user's own settings, and the settings that an oracle needs.
 
     `settings` go before the user's; `principals` is the threshold of evidence, `storage` the storage's directory. The
-    keys are equal for servers that are made from one `Launch`; `has_keys` says whether requests need one.
+    keys are equal for servers that are made from one `Launch`; `has_keys` says whether requests need one;
+    `fake_step_ms` is the duration of a pass without a model.
     """
 
     mode: str
@@ -99,25 +100,26 @@ class Launch:
     principals: int | None = None
     storage: Path | None = None
     has_keys: bool = True
+    fake_step_ms: float | None = None
     keys: Keys = field(default_factory=Keys)
     storage_secret: str = field(default_factory=_key)
 
     def all_settings(self, folder: Path) -> list[str]:
         """Return the settings that go before all others; keys and limits are files in `folder`."""
-        settings = [*self.overrides, *self.settings, f"scheduler.cache={self.mode}"]
+        settings = [*self.overrides, *self.settings, f"scheduler.cache.mode={self.mode}"]
         if self.has_keys:
             settings.append(f"gateway.keys_file={folder / KEYS_FILE}")
             settings += [f"{service}.limits_file={folder / LIMITS_FILE}" for service in ("gateway", "scheduler")]
         if self.principals is not None:
-            settings.append(f"scheduler.cache_promotion_subjects={self.principals}")
+            settings.append(f"scheduler.cache.promotion_subjects={self.principals}")
         if self.storage is not None:
             settings += [
-                f"worker.storage={self.storage}",
-                f"scheduler.cache_host_pages={DEVICE_PAGES}",
-                f"scheduler.storage_keyring={self.storage / 'keyring.db'}",
-                f"scheduler.storage_secret={self.storage_secret}",
-                "scheduler.storage_prefetch=wait_complete",
-                "scheduler.storage_min_tokens=1",
+                f"worker.storage.location={self.storage}",
+                f"scheduler.host_tier.pages={DEVICE_PAGES}",
+                f"scheduler.storage.keyring={self.storage / 'keyring.db'}",
+                f"scheduler.storage.secret={self.storage_secret}",
+                "scheduler.storage.prefetch=wait_complete",
+                "scheduler.storage.min_tokens=1",
             ]
         return settings
 
@@ -141,16 +143,18 @@ def launched(launch: Launch) -> Iterator[Launched]:
     with TemporaryDirectory(prefix="pando-attack-") as folder:
         launch.keys.save(Path(folder, KEYS_FILE))
         Path(folder, LIMITS_FILE).write_text(LIMITS, encoding="utf-8")
-        with LaunchedDeployment(launch.config, launch.all_settings(Path(folder)), DEFAULTS) as deployment:
+        with LaunchedDeployment(
+            launch.config, launch.all_settings(Path(folder)), DEFAULTS, fake_step_ms=launch.fake_step_ms
+        ) as deployment:
             settings = deployment.settings.scheduler
             server = Server(
                 mode=launch.mode,
-                promotion_subjects=settings.cache_promotion_subjects,
-                epoch_seconds=settings.epoch_seconds,
+                promotion_subjects=settings.cache.promotion_subjects,
+                epoch_seconds=settings.cache.epoch_seconds,
                 capacity_tokens=(settings.device_pages or 0) * settings.page_size or None,
                 credentials=launch.keys.credentials if launch.has_keys else Credentials(),
                 storage=launch.storage,
-                policy=settings.policy,
+                policy=settings.queue.policy,
                 rows=settings.max_rows,
                 has_keys=launch.has_keys,
             )

@@ -10,7 +10,7 @@ from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
 
 from deploy.evaluation.attack.campaign import ORACLES, Plan, Report, attack
-from deploy.evaluation.attack.launching import FAIR, KEYLESS, MODES, NO_MODEL, ROOMY, Launch, launched
+from deploy.evaluation.attack.launching import FAIR, FAIR_STEP_MS, KEYLESS, MODES, NO_MODEL, ROOMY, Launch, launched
 from deploy.evaluation.attack.scene import QUICK, UNKNOWN, Credentials, Effort, Server
 
 if TYPE_CHECKING:
@@ -108,7 +108,7 @@ def _attack_mode(arguments: argparse.Namespace, mode: str, progress: Callable[[s
     add("", launch, first)
     add(" without keys", replace(model_free, settings=(*NO_MODEL, *KEYLESS), has_keys=False), KEYLESS_ORACLES)
     add(" without a model", replace(model_free, settings=(*NO_MODEL, *ROOMY)), ROOMY_ORACLES)
-    add(" with fair shares", replace(model_free, settings=(*NO_MODEL, *FAIR)), FAIR_ORACLES)
+    add(" with fair shares", replace(model_free, settings=(*NO_MODEL, *FAIR), fake_step_ms=FAIR_STEP_MS), FAIR_ORACLES)
     with TemporaryDirectory(prefix="pando-storage-") as folder:
         add(" two over one storage", replace(launch, storage=Path(folder)), STORAGE, servers=2)
     findings = [finding for part in parts for finding in part.findings]

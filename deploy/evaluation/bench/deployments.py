@@ -18,9 +18,11 @@ from typing import TYPE_CHECKING, Self
 
 import httpx
 
-from common.settings import load_settings
+from common.settings import PREFIX, load_settings
+from common.settings.renamed import OldNames
 from deploy.supervisor.layout import free_port
 from deploy.supervisor.state import read_state, run_root
+from services.worker.engine.execution.fake_model import STEP_VARIABLE
 
 if TYPE_CHECKING:
     import argparse
@@ -57,9 +59,17 @@ class LaunchedDeployment:
     """All services, with the gateway on a free port; entering waits until requests are served, leaving stops them."""
 
     def __init__(
-        self, config: str | None, overrides: Sequence[str], defaults: Sequence[str] = (), *, ranks: int = 1
+        self,
+        config: str | None,
+        overrides: Sequence[str],
+        defaults: Sequence[str] = (),
+        *,
+        ranks: int = 1,
+        fake_step_ms: float | None = None,
     ) -> None:
         """Prepare a deployment; `overrides` take precedence over `defaults`, both are NAME=VALUE.
+
+        `fake_step_ms` is the duration of a forward pass with model.load_format=fake.
 
         Raises:
             SystemExit: a setting is invalid; the message is on standard error.
@@ -67,10 +77,15 @@ class LaunchedDeployment:
         port = free_port("127.0.0.1")
         # Each user that a benchmark names must be a separate subject.
         own = (f"gateway.port={port}", "gateway.anonymous=vouched")
-        self._argv = [f"--{setting}" for setting in (*own, *defaults, *overrides)]
+        # One by one, so that an override under an old name takes precedence over a default under the new one.
+        names = OldNames(PREFIX)
+        chosen = [flag for setting in overrides for flag in names.in_arguments([f"--{setting}"])]
+        names.report("pando bench")
+        self._argv = [*(f"--{setting}" for setting in (*own, *defaults)), *chosen]
         self._argv += ["--config", config] if config is not None else []
         self.settings = load_settings("pando bench", "", self._argv)
         self._ranks = ranks
+        self._variables = {} if fake_step_ms is None else {STEP_VARIABLE: str(fake_step_ms)}
         self._root: Path | None = None
 
     @property
@@ -113,6 +128,7 @@ class LaunchedDeployment:
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
+                env={**os.environ, **self._variables},
                 start_new_session=True,
             )
         try:

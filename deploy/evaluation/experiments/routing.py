@@ -90,13 +90,12 @@ def main() -> None:
 def measure(scenario: Scenario, arguments: argparse.Namespace, undisturbed_s: float) -> Figures:
     """Run the workload through two groups of their own."""
     settings = {
-        "tokenizer.routing": scenario.policy,
+        "tokenizer.routing.policy": scenario.policy,
         "scheduler.device_pages": arguments.pages,
-        "scheduler.cache": arguments.cache,
-        "worker.fake_step_ms": 2,
+        "scheduler.cache.mode": arguments.cache,
     }
     with tempfile.TemporaryDirectory(prefix="pando-routing-") as folder:
-        tier = Tier(Path(folder), settings)
+        tier = Tier(Path(folder), settings, step_ms=2)
         output = Path(folder) / "result.json"
         try:
             tier.start()

@@ -133,8 +133,8 @@ class Simulation:
             max_waiting=4096,
             waiting_timeout_s=1e9,
             running_timeout_s=1e9,
-            lease_s=0.008,
-            max_lease_steps=8,
+            target_plan_s=0.008,
+            max_steps_per_plan=8,
         )
         allocator = PageAllocator(config.device_pages)
         counters = VirtualCounters(ShareConfig()) if policy == "fair" else None

@@ -1,4 +1,4 @@
-"""All constants of the cache, with their defaults and reasons."""
+"""All constants of the cache, with their defaults and reasons. `CacheSettings` sets some of them."""
 
 from __future__ import annotations
 
@@ -45,30 +45,29 @@ class EvictionPolicy(Enum):
     PRIORITY = "priority"
 
 
-@dataclass(frozen=True, slots=True)
-class CacheConfig:
-    """Rules of a radix cache. Shares are of the tier's capacity; windows and spans are counted in epochs."""
+def _check(checks: dict[str, bool]) -> None:
+    wrong = [message for message, is_met in checks.items() if not is_met]
+    if wrong:
+        raise ConfigurationError("; ".join(wrong))
 
-    mode: Mode = Mode.USER_AWARE
-    eviction: EvictionPolicy = EvictionPolicy.LRU
+
+@dataclass(frozen=True, slots=True)
+class PrivacyProfile:
+    """Constants of the bounds B2, B3 and B5 of docs/privacy.md, which hold for them together.
+
+    They decide when text is shared again after a demotion, when hits count as probing, and what a quarantine and a
+    demotion require. No setting changes one of them, as each is chosen with regard to the others; tests do.
+    """
 
     # --- promotion ---
-    # Subjects of a tenant that must have computed a chain: with k, k - 1 colluders and victims learn nothing.
-    promotion_subjects: int = 3
-    # Epochs within which they must have computed it: 5 minutes of 10 s epochs are many turns of a popular prompt.
-    promotion_epochs: int = 30
-    # Whether prefixes that several tenants share, each by its own evidence and choice, become public.
-    share_across_tenants: bool = False
     # Factor on the required evidence after a demotion, which proved the evidence too weak once.
     repromotion_factor: int = 2
-    # Promote only prefixes that the content check has allowed.
-    content_check: bool = False
     # A verdict that does not arrive within this number of epochs is requested again: the check has lost it.
     verdict_epochs: int = 30
     # Number of chains whose verdict or demotion is remembered; at 100 bytes each this is some MB.
     remembered_chains: int = 65_536
 
-    # --- demotion ---
+    # --- probe detection ---
     # Fewer hits in a window are not judged: they cannot distinguish a person from a prober.
     hit_min: int = 16
     # Distinct subjects per hit below which a window looks like probing: 2 subjects with 16 hits.
@@ -82,6 +81,8 @@ class CacheConfig:
     # Pairs of subject and node of one tenant for which these are counted in a window, so that invented subjects cannot
     # fill memory. Also the maximum number of creators of a PUBLIC node.
     watched_pairs: int = 65_536
+
+    # --- demotion ---
     # Number of a tenant's subjects quarantined at one node within the window below after which the tenant loses the
     # node: many of them probe it.
     demotion_quarantines: int = 2
@@ -91,6 +92,39 @@ class CacheConfig:
     demotion_tenants: int = 2
     # Creators kept per node and tenant: they bound the copies made by a demotion; early ones are the evidence.
     creators_limit: int = 32
+
+    def __post_init__(self) -> None:
+        """Validate the values.
+
+        Raises:
+            ConfigurationError: a value is out of its range.
+        """
+        _check(
+            {
+                "demotion_tenants must be at least 2": self.demotion_tenants >= MIN_TENANTS,
+                "repromotion_factor must be at least 1": self.repromotion_factor >= 1,
+                "diversity_min must be in [0, 1]": 0 <= self.diversity_min <= 1,
+            }
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class CacheConfig:
+    """Rules of a radix cache. Shares are of the tier's capacity; windows and spans are counted in epochs."""
+
+    mode: Mode = Mode.USER_AWARE
+    eviction: EvictionPolicy = EvictionPolicy.LRU
+    profile: PrivacyProfile = PrivacyProfile()
+
+    # --- promotion ---
+    # Subjects of a tenant that must have computed a chain: with k, k - 1 colluders and victims learn nothing.
+    promotion_subjects: int = 3
+    # Epochs within which they must have computed it: 5 minutes of 10 s epochs are many turns of a popular prompt.
+    promotion_epochs: int = 30
+    # Whether prefixes that several tenants share, each by its own evidence and choice, become public.
+    share_across_tenants: bool = False
+    # Promote only prefixes that the content check has allowed.
+    content_check: bool = False
 
     # --- memory ---
     # The next three apply where the limits file states nothing else.
@@ -119,20 +153,16 @@ class CacheConfig:
         Raises:
             ConfigurationError: a value is out of its range.
         """
-        highest = self.promotion_subjects * self.repromotion_factor
-        checks = {
-            "promotion_subjects must be at least 1": self.promotion_subjects >= 1,
-            "demotion_tenants must be at least 2": self.demotion_tenants >= MIN_TENANTS,
-            f"promotion_subjects × repromotion_factor must be at most {EXACT_SUBJECTS}": (highest <= EXACT_SUBJECTS),
-            "repromotion_factor must be at least 1": self.repromotion_factor >= 1,
-            "quota_share must be in (0, 1]": 0 < self.quota_share <= 1,
-            "floor_share must be in [0, quota_share]": 0 <= self.floor_share <= self.quota_share,
-            "tenant_floor_share must be in [0, 1]": 0 <= self.tenant_floor_share <= 1,
-            "headroom_share must be in [0, 1)": 0 <= self.headroom_share < 1,
-            "diversity_min must be in [0, 1]": 0 <= self.diversity_min <= 1,
-            "creators_limit must hold the evidence of a promotion": self.creators_limit >= highest,
-            "merge_group_limit must be at least 2": self.merge_group_limit >= 2,
-        }
-        wrong = [message for message, paths in checks.items() if not paths]
-        if wrong:
-            raise ConfigurationError("; ".join(wrong))
+        highest = self.promotion_subjects * self.profile.repromotion_factor
+        _check(
+            {
+                "promotion_subjects must be at least 1": self.promotion_subjects >= 1,
+                f"promotion_subjects × repromotion_factor must be at most {EXACT_SUBJECTS}": highest <= EXACT_SUBJECTS,
+                "quota_share must be in (0, 1]": 0 < self.quota_share <= 1,
+                "floor_share must be in [0, quota_share]": 0 <= self.floor_share <= self.quota_share,
+                "tenant_floor_share must be in [0, 1]": 0 <= self.tenant_floor_share <= 1,
+                "headroom_share must be in [0, 1)": 0 <= self.headroom_share < 1,
+                "creators_limit must hold the evidence of a promotion": self.profile.creators_limit >= highest,
+                "merge_group_limit must be at least 2": self.merge_group_limit >= 2,
+            }
+        )

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from dataclasses import fields, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Literal
 
 from common.errors import ConfigurationError
 from services.scheduler.cache.chunk import ChunkCache
-from services.scheduler.cache.config import CacheConfig, EvictionPolicy, Mode
+from services.scheduler.cache.config import CacheConfig, EvictionPolicy, Mode, PrivacyProfile
 from services.scheduler.cache.pages import PageAllocator
 from services.scheduler.cache.radix import RadixCache
 from services.scheduler.cache.tiers.config import HostConfig, WritePolicy
 from services.scheduler.cache.window_pages import WindowPages
 
 if TYPE_CHECKING:
-    from common.settings import CacheSettings
+    from common.settings import CacheSettings, HostTierSettings
     from common.steps import WindowPool
     from services.scheduler.cache.interface import PrefixCache
     from services.scheduler.cache.sharing.choices import SharingChoices
@@ -61,19 +61,26 @@ def make_cache(
     return RadixCache(allocator, page_size, replace(config or CacheConfig(), mode=Mode(name)), host, choices)
 
 
-def resolve(settings: CacheSettings, device: str = "cpu") -> CacheConfig:
+def resolve(settings: CacheSettings, device: str = "cpu", *, content_check: bool = False) -> CacheConfig:
     """Convert the settings for workers on `device`; the mode is left to `make_cache`.
 
     Raises:
         ConfigurationError: the settings contradict each other.
     """
-    values = {
-        field.name: getattr(settings, f"cache_{field.name}")
-        for field in fields(CacheConfig)
-        if field.name not in ("mode", "eviction", "strict_numerics")
-    }
-    strict = resolve_strict_numerics(settings.cache_strict_numerics, device)
-    return CacheConfig(eviction=EvictionPolicy(settings.cache_eviction), strict_numerics=strict, **values)
+    profile = PrivacyProfile()
+    evidence = settings.promotion_subjects * profile.repromotion_factor
+    return CacheConfig(
+        profile=replace(profile, creators_limit=max(profile.creators_limit, evidence)),
+        eviction=EvictionPolicy(settings.eviction),
+        promotion_subjects=settings.promotion_subjects,
+        promotion_epochs=settings.promotion_epochs,
+        share_across_tenants=settings.share_across_tenants,
+        content_check=content_check,
+        quota_share=settings.quota_share,
+        floor_share=settings.floor_share,
+        tenant_floor_share=settings.tenant_floor_share,
+        strict_numerics=resolve_strict_numerics(settings.strict_numerics, device),
+    )
 
 
 def resolve_strict_numerics(wanted: bool | Literal["auto"], device: str) -> bool:
@@ -84,16 +91,10 @@ def resolve_strict_numerics(wanted: bool | Literal["auto"], device: str) -> bool
     return device.partition(":")[0] not in ("cpu", "fake") if wanted == "auto" else wanted
 
 
-def resolve_host(settings: CacheSettings, pages: int) -> HostConfig:
+def resolve_host(settings: HostTierSettings, pages: int) -> HostConfig:
     """Return the rules of a host tier for which the workers have `pages` pages.
 
     Raises:
         ConfigurationError: a value is out of its range.
     """
-    return HostConfig(
-        pages=pages,
-        policy=WritePolicy(settings.cache_host_policy),
-        uses=settings.cache_host_uses,
-        window_pages=settings.cache_host_window_pages,
-        reserve_share=settings.cache_host_reserve_share,
-    )
+    return HostConfig(pages=pages, policy=WritePolicy(settings.write_policy))

@@ -256,9 +256,9 @@ class Node:
             self.creators = {}
         subject, salt, party = account.subject, account.scope[2], account.party
         known = self.creators.get(subject)
-        if known is None and len(self.creators) >= config.creators_limit:
+        if known is None and len(self.creators) >= config.profile.creators_limit:
             of_party = sum(other[: len(party)] == party for other in self.creators)
-            if of_party >= config.creators_limit or len(self.creators) >= config.watched_pairs:
+            if of_party >= config.profile.creators_limit or len(self.creators) >= config.profile.watched_pairs:
                 return
         self.creators[subject] = (
             Creator(epoch, (salt,), evidence) if known is None else known.also(epoch, salt, evidence)

@@ -29,7 +29,7 @@ MAX_WAITING = 1024
 class ContentDesk:
     """Checks one prompt at a time, tenants in turn; runs on the event loop while a child process does the work.
 
-    A failure is no verdict: the candidate stays private, and the cache resubmits it after `cache_verdict_epochs`.
+    A failure is no verdict: the candidate stays private, and the cache resubmits it after `verdict_epochs`.
     """
 
     def __init__(self, checker: ContentChecker, cache: Callable[[], PrefixCache | None]) -> None:
@@ -52,7 +52,7 @@ class ContentDesk:
             first = await self._checker.look()
             problem = first.failure or first.complaint
             if problem is not None:
-                raise ConfigurationError(f"scheduler.cache_content_check: {problem}")
+                raise ConfigurationError(f"scheduler.content_check.enabled: {problem}")
             self._note_rules(first)
             looked_at = time.monotonic()
             while True:

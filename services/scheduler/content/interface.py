@@ -1,4 +1,4 @@
-"""Interface of content detectors. Operators name their own in `scheduler.content_detectors`."""
+"""Interface of content detectors. Operators name their own in `scheduler.content_check.detectors`."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Detector(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class DetectorOptions:
-    """Options of a detector: the path of `scheduler.content_rules`, or None for its own rules."""
+    """Options of a detector: the path of `scheduler.content_check.rules`, or None for its own rules."""
 
     rules: str | None = None
 

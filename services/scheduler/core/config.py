@@ -9,8 +9,12 @@ from common.errors import ConfigurationError
 from services.scheduler.core.session import SessionRules
 
 if TYPE_CHECKING:
-    from common.settings import SchedulerSettings
+    from common.settings import SchedulerSettings, SessionSettings
     from common.steps import EngineCapacity
+
+
+# Share of all sessions, and of their pages, that one tenant may have, so that some are left to others.
+TENANT_SHARE = 0.75
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,8 +31,9 @@ class CoreConfig:
     max_waiting: int
     waiting_timeout_s: float
     running_timeout_s: float
-    lease_s: float
-    max_lease_steps: int
+    # Multi-step decode: the target duration of a plan while no request waits, and the maximum of its steps.
+    target_plan_s: float
+    max_steps_per_plan: int
     # Maximum prompt tokens beside decoding rows while few requests wait; None: as many as fit.
     mixed_step_tokens: int | None = None
     # Costs of loading from the host and of recomputing, calibrated at start-up; 0: not measured.
@@ -70,33 +75,33 @@ def resolve(settings: SchedulerSettings, capacity: EngineCapacity) -> CoreConfig
         max_context=capacity.max_context,
         vocabulary_size=capacity.vocabulary_size,
         eos_token_ids=capacity.eos_token_ids,
-        max_waiting=settings.max_waiting_requests,
+        max_waiting=settings.queue.max_waiting_requests,
         waiting_timeout_s=settings.waiting_timeout_s,
         running_timeout_s=settings.running_timeout_s,
-        lease_s=settings.lease_ms / 1000,
-        max_lease_steps=settings.max_lease_steps,
+        target_plan_s=settings.target_plan_ms / 1000,
+        max_steps_per_plan=settings.max_steps_per_plan,
         kv_bytes_per_token=capacity.kv_bytes_per_token,
         prefill_tokens_per_s=capacity.prefill_tokens_per_s,
         load_bytes_per_s=capacity.load_bytes_per_s,
         is_encoder=capacity.is_encoder,
         jump_tokens=settings.jump_tokens if capacity.jumps_forward else 0,
-        strict_priority=settings.policy == "priority",
-        sessions=_session_rules(settings, capacity),
-        max_preemptions=settings.priority_preemptions if settings.policy == "priority" else 0,
+        strict_priority=settings.queue.policy == "priority",
+        sessions=_session_rules(settings.sessions, capacity),
+        max_preemptions=settings.queue.priority_preemptions if settings.queue.policy == "priority" else 0,
     )
 
 
-def _session_rules(settings: SchedulerSettings, capacity: EngineCapacity) -> SessionRules:
+def _session_rules(settings: SessionSettings, capacity: EngineCapacity) -> SessionRules:
     def tokens(share: float) -> int:
         return int(capacity.device_pages * share) * capacity.page_size
 
     return SessionRules(
-        per_subject=settings.session_limit,
-        per_tenant=settings.session_limit_tenant,
-        total=settings.session_limit_total,
-        subject_tokens=tokens(settings.session_share),
-        tenant_tokens=tokens(settings.session_share_tenant),
-        total_tokens=tokens(settings.session_share_total),
-        timeout_s=min(settings.session_timeout_s, settings.session_timeout_limit_s),
-        max_timeout_s=settings.session_timeout_limit_s,
+        per_subject=settings.limit,
+        per_tenant=int(settings.limit_total * TENANT_SHARE),
+        total=settings.limit_total,
+        subject_tokens=tokens(settings.share),
+        tenant_tokens=tokens(settings.share_total * TENANT_SHARE),
+        total_tokens=tokens(settings.share_total),
+        timeout_s=min(settings.timeout_s, settings.timeout_limit_s),
+        max_timeout_s=settings.timeout_limit_s,
     )

@@ -182,10 +182,10 @@ class Planner:
         return sorted(sequences, key=lambda sequence: sequence.handle)
 
     def _most_steps(self, decode_step_s: float | None) -> int:
-        """Return how many steps of a multi-step decode fill `lease_s`; 1 while the step time is unmeasured."""
+        """Return how many steps of a multi-step decode fill `target_plan_s`; 1 while the step time is unmeasured."""
         if not decode_step_s:
             return 1
-        return max(1, min(int(self._config.lease_s / decode_step_s), self._config.max_lease_steps))
+        return max(1, min(int(self._config.target_plan_s / decode_step_s), self._config.max_steps_per_plan))
 
     def _plan_decode(self) -> tuple[NDArray[np.int64], Granting]:
         """Plan one token for each decoding row and retract rows until there are pages for it.

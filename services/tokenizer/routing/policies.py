@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 # Below this load a request stays with the group that has its prefix cached: this many requests decode together as fast
 # as one. Also, reported loads are some tenths of a second old.
 FREE_LOAD = 8
+# Largest load of a group under `PrefixAware`, as a multiple of its share of the open requests.
+LOAD_FACTOR = 1.25
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,7 +115,7 @@ def _scoped(view: View) -> hashlib.blake2b:
     return digest
 
 
-def make_policy(name: str, load_factor: float) -> Policy:
+def make_policy(name: str, load_factor: float = LOAD_FACTOR) -> Policy:
     """Return the policy with this name in the settings."""
     match name:
         case "round_robin":

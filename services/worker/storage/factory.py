@@ -9,31 +9,33 @@ from common.errors import ConfigurationError
 from services.worker.storage.interface import StorageError
 
 if TYPE_CHECKING:
-    from common.settings import WorkerSettings
+    from common.settings import WorkerStorageSettings
     from services.worker.storage.interface import Storage
 
+# Concurrent calls to the storage; at most half of them write.
+STORAGE_THREADS = 4
 _REDIS_SCHEMES = ("redis://", "rediss://", "unix://")
 
 
-def make_storage(settings: WorkerSettings) -> Storage | None:
+def make_storage(settings: WorkerStorageSettings) -> Storage | None:
     """Return the back end, None where no storage is configured.
 
     Raises:
         ConfigurationError: the place cannot be used as configured; a server that is down is no such reason.
     """
-    if settings.storage is None:
+    if settings.location is None:
         return None
-    place = settings.storage.get_secret_value()
+    place = settings.location.get_secret_value()
     try:
         if place.startswith(_REDIS_SCHEMES):
             # Only who uses it needs the package.
             from services.worker.storage.redis_server import RedisStorage
 
-            return RedisStorage(place, settings.storage_timeout_s, settings.storage_threads)
+            return RedisStorage(place, settings.timeout_s, STORAGE_THREADS)
         if "://" in place:
-            raise StorageError(f"storage is a directory or one of {', '.join(_REDIS_SCHEMES)}…")
+            raise StorageError(f"a directory or one of {', '.join(_REDIS_SCHEMES)}…")
         from services.worker.storage.files import FileStorage
 
-        return FileStorage(Path(place), int(settings.storage_gigabytes * 1024**3))
+        return FileStorage(Path(place), int(settings.gigabytes * 1024**3))
     except StorageError as error:
-        raise ConfigurationError(f"worker.storage: {error}") from error
+        raise ConfigurationError(f"worker.storage.location: {error}") from error

@@ -22,14 +22,27 @@ def test_defaults_need_nothing() -> None:
     assert settings.model.name == "smollm2-135m-instruct"
 
 
-def test_flags_beat_environment_beats_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_flags_beat_environment_beats_file(tmp_path: Path) -> None:
     file = tmp_path / "pando.toml"
-    file.write_text("[scheduler]\nmax_rows = 3\npage_size = 8\nqueue_depth = 3\n")
-    monkeypatch.setenv("PANDO_SCHEDULER__PAGE_SIZE", "32")
-    monkeypatch.setenv("PANDO_SCHEDULER__QUEUE_DEPTH", "4")
-    settings = parse("--config", str(file), "--scheduler.queue_depth", "5")
+    file.write_text("[scheduler]\nmax_rows = 3\npage_size = 8\nplans_in_flight = 3\n")
+    environ = {"PANDO_SCHEDULER__PAGE_SIZE": "32", "PANDO_SCHEDULER__PLANS_IN_FLIGHT": "4"}
+    settings = parse("--config", str(file), "--scheduler.plans_in_flight", "5", environ=environ)
     scheduler = settings.scheduler
-    assert (scheduler.max_rows, scheduler.page_size, scheduler.queue_depth) == (3, 32, 5)
+    assert (scheduler.max_rows, scheduler.page_size, scheduler.plans_in_flight) == (3, 32, 5)
+
+
+def test_sections_within_a_section_are_merged_over_the_sources(tmp_path: Path) -> None:
+    file = tmp_path / "pando.toml"
+    file.write_text('[scheduler.cache]\nmode = "shared"\neviction = "lfu"\nepoch_seconds = 3\n')
+    environ = {"PANDO_SCHEDULER__CACHE__EVICTION": "slru", "PANDO_SCHEDULER__CACHE__EPOCH_SECONDS": "4"}
+    cache = parse("--config", str(file), "--scheduler.cache.epoch_seconds", "5", environ=environ).scheduler.cache
+    assert (cache.mode, cache.eviction, cache.epoch_seconds) == ("shared", "slru", 5)
+
+
+def test_only_the_given_environment_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PANDO_SCHEDULER__MAX_ROWS", "3")
+    assert parse().scheduler.max_rows == 64
+    assert parse_settings(argparse.ArgumentParser(), [])[0].scheduler.max_rows == 3
 
 
 def test_the_file_may_be_named_by_the_environment(tmp_path: Path) -> None:
@@ -82,6 +95,7 @@ def test_an_unknown_flag_or_value_ends_the_process_with_a_message(capsys: pytest
         ("--scheduler.max-rows", "scheduler.max_rows"),
         ("--max-rows", "scheduler.max_rows"),
         ("--worker.kv_dtype", "model.kv_dtype"),
+        ("--scheduler.promotion_subjects", "scheduler.cache.promotion_subjects"),
     ],
 )
 def test_an_unknown_flag_is_answered_with_one_like_it_in_one_line(
@@ -105,6 +119,7 @@ def test_a_flag_like_none_is_answered_without_a_guess(capsys: pytest.CaptureFixt
     [
         (["--rpc.token", "hush-hush"], "at least 16"),
         (["--rpc.token", "hush-hush-hush-hush", "--rpc.plaintext", "true"], "rpc.token requires TLS"),
+        (["--scheduler.storage.secret", "hush-hush"], "scheduler.storage.secret: .*at least 32"),
     ],
 )
 def test_a_secret_that_does_not_fit_is_not_repeated(flags: list[str], message: str) -> None:

@@ -43,7 +43,7 @@ def test_the_help_of_up_shows_the_settings_that_people_use(capsys: pytest.Captur
         main(["up", "--help"])
     shown = capsys.readouterr().out
     assert ended.value.code == 0
-    assert re.findall(r"--(\w+\.\w+|models) ", shown.partition("options:")[2]) == list(up.COMMON_SETTINGS)
+    assert re.findall(r"--(\w+(?:\.\w+)+|models) ", shown.partition("options:")[2]) == list(up.COMMON_SETTINGS)
     assert "--tp N" in shown
     assert "--help-all" in shown
 

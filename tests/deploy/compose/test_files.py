@@ -214,9 +214,9 @@ def test_two_gateways_share_a_server_that_only_the_ring_reaches(monkeypatch: pyt
     gateway, server = overlay["services"]["gateway"], overlay["services"]["valkey"]
     environment = {**SERVICES["gateway"]["environment"], **gateway["environment"]}
     settings = settings_with(environment, {}, monkeypatch).gateway
-    assert settings.state is not None
-    assert settings.state.get_secret_value() == "redis://valkey:6379"
-    assert str(settings.state_secret_file) == "/run/secrets/state_secret"
+    assert settings.state.url is not None
+    assert settings.state.url.get_secret_value() == "redis://valkey:6379"
+    assert str(settings.state.secret_file) == "/run/secrets/state_secret"
     assert gateway["secrets"] == list(overlay["secrets"]) == ["state_secret"]
     assert gateway["depends_on"] == {"valkey": {"condition": "service_healthy"}}
     [published] = gateway["ports"]

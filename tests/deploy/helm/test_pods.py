@@ -38,7 +38,7 @@ def test_the_services_accept_the_rendered_settings(name: str) -> None:
         ports = {port["containerPort"] for port in each.container["ports"]}
         section = getattr(each.settings, each.service)
         if each.service == "gateway":
-            probe_port = {each.settings.rpc.probe_port} if section.client_authority else set()
+            probe_port = {each.settings.rpc.probe_port} if section.tls.client_authority else set()
             assert ports == {section.port, section.metrics_port} | probe_port
             continue
         assert {int(section.address.rpartition(":")[2]), section.metrics_port} <= ports
@@ -81,16 +81,16 @@ def test_every_address_is_that_of_a_service_of_the_release(name: str) -> None:
 
 def test_gateways_are_told_where_their_state_is_and_how_to_fail() -> None:
     plain = next(each for each in running(render(VALUE_SETS["several-gateways"])) if each.service == "gateway")
-    assert plain.settings.gateway.state is not None
-    assert plain.settings.gateway.state.get_secret_value() == "rediss://state.example:6380/2"
-    assert plain.settings.gateway.state_failure == "closed"
-    assert mounted_secret(plain, str(plain.settings.gateway.state_secret_file)) == ("signing", "secret")
+    assert plain.settings.gateway.state.url is not None
+    assert plain.settings.gateway.state.url.get_secret_value() == "rediss://state.example:6380/2"
+    assert plain.settings.gateway.state.failure == "closed"
+    assert mounted_secret(plain, str(plain.settings.gateway.state.secret_file)) == ("signing", "secret")
     secret = next(each for each in running(render(VALUE_SETS["hpa"])) if each.service == "gateway")
-    assert mounted_secret(secret, str(secret.settings.gateway.state_file)) == ("state", "url")
-    assert secret.settings.gateway.state_secret_file is None
+    assert mounted_secret(secret, str(secret.settings.gateway.state.url_file)) == ("state", "url")
+    assert secret.settings.gateway.state.secret_file is None
     alone = next(each for each in running(render({})) if each.service == "gateway")
-    assert alone.settings.gateway.state is None
-    assert alone.settings.gateway.state_file is None
+    assert alone.settings.gateway.state.url is None
+    assert alone.settings.gateway.state.url_file is None
 
 
 def mounted_secret(each: Running, path: str) -> tuple[str, str]:
@@ -180,7 +180,7 @@ def test_probes_need_no_certificate_where_clients_do() -> None:
     for probe in ("startupProbe", "livenessProbe", "readinessProbe"):
         asked = gateway.container[probe]["httpGet"]
         assert (ports[asked["port"]], asked["scheme"]) == (gateway.settings.rpc.probe_port, "HTTP")
-    assert gateway.settings.gateway.client_authority is not None
+    assert gateway.settings.gateway.tls.client_authority is not None
 
 
 def test_metrics_are_read_from_the_ports_at_which_they_are_served() -> None:

@@ -39,7 +39,7 @@ VALUE_SETS: dict[str, dict[str, Any]] = {
         "worker": {"tensorParallel": 2, "ranksPerPod": 1},
         "tls": {"enabled": True},
         "monitoring": {"serviceMonitor": {"enabled": True}},
-        "settings": {"tokenizer": {"routing": "least_loaded"}},
+        "settings": {"tokenizer": {"routing": {"policy": "least_loaded"}}},
     },
     "groups-over-nodes": {
         "groups": {"replicas": 2},

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from common.errors import ConfigurationError
-from common.settings import RpcSettings, Settings
+from common.settings import RpcSettings, Settings, TlsSettings
 from deploy.supervisor import layout as layout_module
 from deploy.supervisor.layout import Stage, check_port, free_port, plan_layout
 
@@ -83,10 +83,11 @@ def test_the_url_is_one_that_a_client_here_can_use(host: str, url: str) -> None:
 
 
 def test_a_gateway_with_a_certificate_is_reached_by_https_and_one_that_asks_for_some_is_probed_elsewhere() -> None:
-    https = {"port": 8123, "certificate": "/tls.crt", "key": "/tls.key"}
-    layout = plan_layout(settings_with(gateway=https), RUN)
+    tls = {"certificate": "/tls.crt", "key": "/tls.key"}
+    layout = plan_layout(settings_with(gateway={"port": 8123, "tls": TlsSettings.model_validate(tls)}), RUN)
     assert (layout.url, layout.probe_url) == ("https://127.0.0.1:8123", "https://127.0.0.1:8123")
-    strict = settings_with(gateway=https | {"client_authority": "/ca.crt"})
+    asking = TlsSettings.model_validate(tls | {"client_authority": "/ca.crt"})
+    strict = settings_with(gateway={"port": 8123, "tls": asking})
     with pytest.raises(ConfigurationError, match=r"rpc\.probe_port"):
         plan_layout(strict, RUN)
     layout = plan_layout(strict.model_copy(update={"rpc": RpcSettings(probe_port=9200)}), RUN)

@@ -94,6 +94,22 @@ def test_what_is_wrong_with_a_model_is_told(models: dict[str, Any], message: str
         layout_of(models)
 
 
+def test_a_model_s_own_settings_are_merged_section_by_section() -> None:
+    layout = layout_of(
+        {"a": {"scheduler": {"cache": {"eviction": "lfu"}}}, "b": "x"},
+        scheduler={"cache": {"mode": "isolated", "epoch_seconds": 3}},
+    )
+    own, shared = (layout.find(f"{name}/scheduler").settings.scheduler.cache for name in "ab")
+    assert (own.mode, own.epoch_seconds, own.eviction) == ("isolated", 3, "lfu")
+    assert shared.eviction == "lru"
+
+
+def test_a_secret_of_one_model_that_does_not_fit_is_not_repeated() -> None:
+    with pytest.raises(ConfigurationError, match=r"models\.a\.scheduler: storage\.secret") as refused:
+        layout_of({"a": {"scheduler": {"storage": {"secret": "hush-hush"}}}})
+    assert "hush" not in str(refused.value)
+
+
 @pytest.mark.parametrize(
     ("gateway", "message"),
     [({"port": 9000, "metrics_port": 9000}, "both 9000"), ({"port": 8000, "metrics_port": 9092}, "port 9092")],

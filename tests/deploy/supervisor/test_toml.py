@@ -30,7 +30,7 @@ def test_changed_values_and_secrets_read_back_equal(tmp_path: Path) -> None:
         update={
             "model": settings.model.model_copy(update={"reference": 'C:\\models\\"x" äß 模型'}),
             "scheduler": settings.scheduler.model_copy(
-                update={"workers": ("unix:/a", "unix:/b"), "lease_ms": 1.5, "admin_token": SecretStr("s3cret")}
+                update={"workers": ("unix:/a", "unix:/b"), "target_plan_ms": 1.5, "admin_token": SecretStr("s3cret")}
             ),
         }
     )

@@ -34,7 +34,7 @@ HOST_PAGES = 300
 @pytest.fixture(scope="module", params=[1, pytest.param(2, marks=pytest.mark.soak)], ids=["one-rank", "two-ranks"])
 def tiered(request: pytest.FixtureRequest, run_root: Path) -> Iterator[Served]:
     """A deployment with few device pages and a host tier."""
-    yield from serve_rows(run_root, device_pages=DEVICE_PAGES, cache_host_pages=HOST_PAGES, ranks=request.param)
+    yield from serve_rows(run_root, device_pages=DEVICE_PAGES, host_tier={"pages": HOST_PAGES}, ranks=request.param)
 
 
 def nodes(served: Served) -> list[scheduler_pb2.TreeNode]:

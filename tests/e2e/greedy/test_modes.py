@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, get_args
 
 import pytest
 
-from common.settings import SchedulerSettings
+from common.settings import CacheSettings
 from tests.e2e.greedy.checks import PAGE, TIMEOUT_S, cacheable, check_answers, pick, serve_rows
 from tests.e2e.greedy.reference import OUTPUT_TOKENS
 from tests.e2e.pipeline import ask
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 pytestmark = pytest.mark.timeout(TIMEOUT_S)
 
-MODES = get_args(SchedulerSettings.model_fields["cache"].annotation)
+MODES = get_args(CacheSettings.model_fields["mode"].annotation)
 QUICK = ("user_aware",)
 EPOCH_S = 0.5
 REFERENCES = pick("length-300", "chat-colors", "chinese-capitals", "code-json")
@@ -42,7 +42,7 @@ FOUND = {
 )
 def moded(request: pytest.FixtureRequest, run_root: Path) -> Iterator[tuple[str, Served]]:
     """The name of a mode, and a deployment in it with short epochs."""
-    for served in serve_rows(run_root, cache=request.param, epoch_seconds=EPOCH_S):
+    for served in serve_rows(run_root, cache={"mode": request.param, "epoch_seconds": EPOCH_S}):
         yield request.param, served
 
 

@@ -12,10 +12,20 @@ from typing import TYPE_CHECKING
 
 import grpc
 import pytest
+from pydantic import SecretStr
 
 from common import models
 from common.rpc.options import CHANNEL_OPTIONS
-from common.settings import GatewaySettings, ModelSettings, SchedulerSettings, Settings, WorkerSettings
+from common.settings import (
+    GatewaySettings,
+    HostTierSettings,
+    ModelSettings,
+    SchedulerSettings,
+    Settings,
+    StorageSettings,
+    WorkerSettings,
+    WorkerStorageSettings,
+)
 from common.types import CacheMode
 from protos.gen.pando.v1 import scheduler_pb2, scheduler_pb2_grpc
 from tests.e2e.conftest import require_model, serve
@@ -54,11 +64,10 @@ def served_with(
         max_rows=4,
         page_size=PAGE,
         device_pages=100,
-        cache_host_pages=100,
-        storage_prefetch="wait_complete",
-        storage_keyring=place / "keyring.db",
+        host_tier=HostTierSettings(pages=100),
+        storage=StorageSettings(prefetch="wait_complete", keyring=place / "keyring.db"),
     )
-    worker = WorkerSettings(storage=storage, storage_timeout_s=10.0)  # type: ignore[arg-type]  # pydantic makes it a secret
+    worker = WorkerSettings(storage=WorkerStorageSettings(location=SecretStr(storage), timeout_s=10.0))
     settings = Settings(
         model=model, gateway=GatewaySettings(port=0, anonymous="vouched"), scheduler=scheduler, worker=worker
     )

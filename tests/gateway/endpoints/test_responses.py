@@ -152,7 +152,7 @@ async def test_nobody_reaches_what_others_have_stored(tmp_path: Path) -> None:
         ApiKey("app", hash_of("app"), "acme", vouches_for_users=True),
     ]
     save_keys(tmp_path / "keys.toml", keys)
-    gateway = faked(says("x"), keys_file=tmp_path / "keys.toml", responses_file=tmp_path / "responses.sqlite")
+    gateway = faked(says("x"), keys_file=tmp_path / "keys.toml", responses={"file": tmp_path / "responses.sqlite"})
     mine = (await post(gateway, "ann")).json()["id"]
     path = f"/v1/responses/{mine}"
     for stranger in ("bob", "eve", "app"):

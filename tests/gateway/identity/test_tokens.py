@@ -15,7 +15,7 @@ from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat
 from starlette.datastructures import Headers
 
 from common.errors import ConfigurationError, UnauthenticatedError, UnavailableError
-from common.settings import GatewaySettings
+from common.settings import GatewaySettings, JwtSettings
 from gateway.assembly import build_identity
 from gateway.identity.caller import Caller
 from gateway.identity.tokens import FileKeys, RemoteKeys, SignedTokens, TokenRules, open_signing_keys
@@ -170,10 +170,12 @@ def test_keys_from_the_network_need_https(tmp_path: Path) -> None:
 
 
 async def test_tokens_and_keys_by_the_gateways_settings(key_file: Path) -> None:
-    with pytest.raises(ConfigurationError, match="jwt_issuer"):
-        build_identity(GatewaySettings(jwt_keys=str(key_file)))
+    with pytest.raises(ConfigurationError, match=r"jwt\.issuer"):
+        build_identity(GatewaySettings(jwt=JwtSettings(keys=str(key_file))))
     identity = build_identity(
-        GatewaySettings(jwt_keys=str(key_file), jwt_issuer="https://id", jwt_audience="pando", default_tenant="home")
+        GatewaySettings(
+            jwt=JwtSettings(keys=str(key_file), issuer="https://id", audience="pando"), default_tenant="home"
+        )
     )
     caller = await identity.caller(Headers({"authorization": f"Bearer {token()}"}), "127.0.0.1")
     assert caller == Caller("home", "user/ann")

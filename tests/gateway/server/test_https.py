@@ -12,7 +12,7 @@ import httpx
 import pytest
 
 from common.errors import ConfigurationError
-from common.settings import GatewaySettings
+from common.settings import TlsSettings
 from gateway.app import create_probe_app
 from gateway.server.http_server import ProbeServer
 from gateway.server.https import HttpsFiles, https_files, keep_renewing
@@ -52,7 +52,7 @@ def _step(side: ssl.SSLObject) -> bool:
 
 
 def files_of(identity: Identity) -> HttpsFiles:
-    found = https_files(GatewaySettings(certificate=identity.certificate, key=identity.key))
+    found = https_files(TlsSettings(certificate=identity.certificate, key=identity.key))
     assert found is not None
     return found
 
@@ -77,29 +77,29 @@ async def test_a_renewed_certificate_is_shown_without_a_restart(tmp_path: Path) 
 
 
 def test_without_files_there_is_no_https() -> None:
-    assert https_files(GatewaySettings()) is None
+    assert https_files(TlsSettings()) is None
 
 
 def test_a_certificate_and_the_key_of_another_are_refused(tmp_path: Path) -> None:
     authority = Authority(tmp_path)
     first, second = authority.issue("first"), authority.issue("second")
-    with pytest.raises(ConfigurationError, match=r"gateway\.certificate"):
-        https_files(GatewaySettings(certificate=first.certificate, key=second.key))
+    with pytest.raises(ConfigurationError, match=r"gateway\.tls\.certificate"):
+        https_files(TlsSettings(certificate=first.certificate, key=second.key))
     with pytest.raises(ConfigurationError, match="belong together"):
-        https_files(GatewaySettings(certificate=first.certificate))
+        https_files(TlsSettings(certificate=first.certificate))
     with pytest.raises(ConfigurationError, match=r"missing\.pem"):
-        https_files(GatewaySettings(certificate=tmp_path / "missing.pem", key=first.key))
+        https_files(TlsSettings(certificate=tmp_path / "missing.pem", key=first.key))
 
 
 def test_clients_certificates_are_asked_for_only_over_tls(tmp_path: Path) -> None:
-    with pytest.raises(ConfigurationError, match=r"gateway\.client_authority"):
-        https_files(GatewaySettings(client_authority=Authority(tmp_path).path))
+    with pytest.raises(ConfigurationError, match=r"gateway\.tls\.client_authority"):
+        https_files(TlsSettings(client_authority=Authority(tmp_path).path))
 
 
 async def test_a_client_shows_a_certificate_of_the_authority_or_is_refused(tmp_path: Path) -> None:
     authority, stranger = Authority(tmp_path), Authority(tmp_path / "other", "somebody")
     own = authority.issue("gateway")
-    files = https_files(GatewaySettings(certificate=own.certificate, key=own.key, client_authority=authority.path))
+    files = https_files(TlsSettings(certificate=own.certificate, key=own.key, client_authority=authority.path))
     gateway = gateway_saying("x")
     async with listening(gateway, https=files) as port:
         shown = authority.issue("client"), authority.issue("late", expired=True), stranger.issue("guest"), None

@@ -35,19 +35,19 @@ async def silent_server() -> AsyncIterator[str]:
     "url", ["redis", "http://x", "localhost:6379", "redis://h:port", "redis://h?no_such=1", "redis://:geheim@h/?a=b"]
 )
 def test_an_address_that_is_none_stops_the_start_without_being_shown(url: str) -> None:
-    with pytest.raises(ConfigurationError, match=r"gateway\.state") as refused:
+    with pytest.raises(ConfigurationError, match=r"gateway\.state\.url") as refused:
         StateServer(url, new_metrics(), prefix="p", timeout_s=1.0)
     assert "geheim" not in str(refused.value)
 
 
 async def test_state_and_responses_file_contradict_each_other() -> None:
-    with pytest.raises(ConfigurationError, match="responses_file"):
-        gateway_saying("x", state="redis://127.0.0.1:1", responses_file="responses.sqlite")
+    with pytest.raises(ConfigurationError, match=r"responses\.file"):
+        gateway_saying("x", state={"url": "redis://127.0.0.1:1"}, responses={"file": "responses.sqlite"})
 
 
 async def test_memory_may_be_named() -> None:
-    assert GatewaySettings.model_validate({"state": "memory"}).state is not None
-    assert (await gateway_saying("x", state="memory").chat()).status_code == 200
+    assert GatewaySettings.model_validate({"state": {"url": "memory"}}).state.url is not None
+    assert (await gateway_saying("x", state={"url": "memory"}).chat()).status_code == 200
 
 
 async def test_a_silent_server_delays_one_call_by_the_timeout_and_no_other() -> None:

@@ -47,11 +47,9 @@ async def pair(
     save_keys(directory / "keys.toml", KEYS)
     (directory / "limits.toml").write_text(settings.pop("limits", LIMITS))
     shared = {
-        "state": redis_process.url,
-        "state_prefix": new_prefix(),
+        "state": {"url": redis_process.url, "prefix": new_prefix(), "secret": SECRET, **settings.pop("state", {})},
         "keys_file": directory / "keys.toml",
         "limits_file": directory / "limits.toml",
-        "state_secret": SECRET,
         **settings,
     }
     first, second = faked(script, **shared), faked(script, **shared)
@@ -141,7 +139,7 @@ async def test_an_abort_reaches_the_gateway_where_the_request_is_open(
 async def test_unsigned_aborts_end_what_is_the_subjects_own_and_administrators_are_told(
     redis_process: RedisProcess, tmp_path: Path
 ) -> None:
-    async with pair(redis_process, tmp_path, None, state_secret=None) as (first, second):
+    async with pair(redis_process, tmp_path, None, state={"secret": None}) as (first, second):
         body = {"text": "Hello", "rid": "mine"}
         asking = [asyncio.create_task(first.post("/generate", body, headers(key))) for key in ("ann", "bob")]
         await first.pipeline.submissions(2)
@@ -153,7 +151,7 @@ async def test_unsigned_aborts_end_what_is_the_subjects_own_and_administrators_a
         assert (await abort(second, "eve", rid="mine")).json() == {"aborted": 0}
         assert (await abort(second, "ann", rid="mine")).json() == {"aborted": 1}
         for fields in ({"rid": "mine"}, {"abort_all": True}):
-            assert "gateway.state_secret" in error_of(await abort(second, "root", **fields), 503)["message"]
+            assert "gateway.state.secret" in error_of(await abort(second, "root", **fields), 503)["message"]
         assert len(first.pipeline.aborted) == 1
         assert (await abort(first, "root", rid="mine")).json() == {"aborted": 1}
         assert [(await task).status_code for task in asking] == [400, 400]
@@ -163,7 +161,7 @@ async def test_without_a_secret_an_administrator_ends_everything_at_the_only_gat
     redis_process: RedisProcess, tmp_path: Path
 ) -> None:
     save_keys(tmp_path / "keys.toml", KEYS)
-    only = faked(None, state=redis_process.url, state_prefix=new_prefix(), keys_file=tmp_path / "keys.toml")
+    only = faked(None, state={"url": redis_process.url, "prefix": new_prefix()}, keys_file=tmp_path / "keys.toml")
     async with working(*only.state.background):
         asking = asyncio.create_task(only.post("/generate", {"text": "Hello"}, headers("ann")))
         await only.pipeline.submissions(1)
@@ -192,11 +190,11 @@ FORGERIES: dict[str, dict[str, Any]] = {
 async def test_whoever_writes_to_the_server_ends_no_request(
     redis_process: RedisProcess, tmp_path: Path, forgery: str, secret: str | None
 ) -> None:
-    async with pair(redis_process, tmp_path, None, state_secret=secret) as (first, _):
+    async with pair(redis_process, tmp_path, None, state={"secret": secret}) as (first, _):
         asking = asyncio.create_task(first.post("/generate", {"text": "Hello", "rid": "mine"}, headers("ann")))
         await first.pipeline.submissions(1)
         await subscribed(redis_process, first, 2)
-        prefix = first.settings.state_prefix
+        prefix = first.settings.state.prefix
         content = {"from": "nowhere", "reports": f"{prefix}:abort:forged", **FORGERIES[forgery]}
         with redis_process.client() as client:
             client.publish(f"{prefix}:aborts", Signatures(None).seal(content))
@@ -215,10 +213,10 @@ async def test_whoever_writes_to_the_server_ends_no_request(
 
 def test_a_short_secret_stops_the_start(tmp_path: Path) -> None:
     with pytest.raises(ConfigurationError, match="at least 32 characters"):
-        faked(None, state="redis://localhost:1", state_secret="short")
+        faked(None, state={"url": "redis://localhost:1", "secret": "short"})
     (tmp_path / "secret").write_text("short")
     with pytest.raises(ConfigurationError, match="at least 32 characters"):
-        faked(None, state="redis://localhost:1", state_secret_file=tmp_path / "secret")
+        faked(None, state={"url": "redis://localhost:1", "secret_file": tmp_path / "secret"})
 
 
 async def test_the_other_gateways_limits_and_headers_count(redis_process: RedisProcess, tmp_path: Path) -> None:
@@ -238,7 +236,7 @@ async def test_the_other_gateways_limits_and_headers_count(redis_process: RedisP
 @pytest.mark.parametrize("failure", ["open", "closed"])
 async def test_without_the_server_responses_are_503_and_the_rest_is_as_configured(tmp_path: Path, failure: str) -> None:
     with temporary_redis() as redis_process:
-        async with pair(redis_process, tmp_path, says("x"), state_failure=failure) as (first, second):
+        async with pair(redis_process, tmp_path, says("x"), state={"failure": failure}) as (first, second):
             kept = (await respond(first, "ann")).json()["id"]
             redis_process.kill()
             await until(lambda: not is_up(second))
@@ -277,6 +275,6 @@ def is_up(gateway: FakedGateway) -> bool:
 
 async def subscribed(redis_process: RedisProcess, gateway: FakedGateway, count: int) -> None:
     """Wait until so many gateways listen for aborts."""
-    channel = f"{gateway.settings.state_prefix}:aborts"
+    channel = f"{gateway.settings.state.prefix}:aborts"
     with redis_process.client() as client:
         await until(lambda: client.pubsub_numsub(channel) == [(channel.encode(), count)])

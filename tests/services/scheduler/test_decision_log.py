@@ -68,7 +68,7 @@ def test_what_cannot_be_a_log_is_refused_by_name(tmp_path: Path, kind: str) -> N
     else:
         (tmp_path / "elsewhere").touch()
         path.symlink_to(tmp_path / "elsewhere")
-    with pytest.raises(ConfigurationError, match=r"cache_decision_log .*decisions\.jsonl"):
+    with pytest.raises(ConfigurationError, match=r"cache\.decision_log .*decisions\.jsonl"):
         DecisionLog(path)
 
 

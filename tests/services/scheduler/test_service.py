@@ -138,7 +138,7 @@ async def test_a_worker_that_hangs_is_taken_for_dead(tmp_path: Path) -> None:
 
 
 async def test_prefixes_come_back_from_the_host_of_ranks_that_take_different_times(tmp_path: Path) -> None:
-    pipeline = Pipeline(tmp_path, cache_host_pages=64, device_pages=16)
+    pipeline = Pipeline(tmp_path, host_tier={"pages": 64}, device_pages=16)
     for worker, passes in zip(pipeline.workers, (5, 1), strict=True):
         worker.pages, worker.transfer_passes = 16, passes
     await pipeline.start()

@@ -7,7 +7,7 @@ import pytest
 from pydantic import SecretStr
 
 from common.errors import ConfigurationError
-from common.settings import SchedulerSettings
+from common.settings import StorageSettings
 from common.steps import EngineCapacity
 from services.scheduler.cache.pages import PageAllocator
 from services.scheduler.cache.radix import RadixCache
@@ -28,16 +28,15 @@ def make_cache(host_pages: int = 8) -> RadixCache:
     return RadixCache(PageAllocator(8), 16, host=HostConfig(pages=host_pages))
 
 
-def settings(path: Path, **values: object) -> SchedulerSettings:
-    return SchedulerSettings(storage_keyring=path, **values)  # type: ignore[arg-type]
+def settings(path: Path, **values: object) -> StorageSettings:
+    return StorageSettings(keyring=path, **values)  # type: ignore[arg-type]
 
 
 def test_settings_become_rules_in_pages_and_seconds() -> None:
-    values = SchedulerSettings(
-        storage_prefetch="best_effort", storage_wait_ms=250, storage_min_tokens=40, storage_pages_in_flight=7,
-        storage_megabytes_per_s=1.6, storage_write="off",
-    )  # fmt: skip
-    assert resolve(values, CAPACITY) == StorageConfig(PrefetchPolicy.BEST_EFFORT, 0.25, 3, 7, 100.0, writes=False)
+    values = StorageSettings(prefetch="best_effort", wait_ms=250, min_tokens=40, megabytes_per_s=1.6, write="off")
+    assert resolve(values, CAPACITY) == StorageConfig(
+        PrefetchPolicy.BEST_EFFORT, 0.25, 3, pages_per_s=100.0, writes=False
+    )
 
 
 def test_where_the_workers_have_a_storage_the_host_tier_gets_it(tmp_path: Path) -> None:
@@ -70,7 +69,7 @@ def test_what_others_revoke_counts_from_the_next_epoch_on(tmp_path: Path) -> Non
 
 
 def test_the_secret_can_be_a_setting(tmp_path: Path) -> None:
-    desk = StorageDesk(settings(tmp_path / "ring", storage_secret=SecretStr("s" * 32)))
+    desk = StorageDesk(settings(tmp_path / "ring", secret=SecretStr("s" * 32)))
     desk.attach(make_cache().host, CAPACITY)
     assert desk._keyring is not None
     keys = desk._keyring.keys((), CHAIN)
@@ -79,13 +78,13 @@ def test_the_secret_can_be_a_setting(tmp_path: Path) -> None:
 
 def test_a_keyring_that_cannot_be_made_is_a_configuration_error(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(ConfigurationError, match="storage_keyring"):
+    with pytest.raises(ConfigurationError, match=r"storage\.keyring"):
         StorageDesk(settings(tmp_path / "file" / "ring")).attach(make_cache().host, CAPACITY)
 
 
 def test_the_traffic_is_told(tmp_path: Path) -> None:
     cache = make_cache()
-    StorageDesk(settings(tmp_path / "ring", storage_prefetch="best_effort")).attach(cache.host, CAPACITY)
+    StorageDesk(settings(tmp_path / "ring", prefetch="best_effort")).attach(cache.host, CAPACITY)
     assert cache.host is not None
     storage = cache.host.storage
     assert storage is not None

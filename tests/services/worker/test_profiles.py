@@ -99,7 +99,7 @@ async def test_a_recording_ends_by_itself_and_can_still_be_asked_for(tmp_path: P
 
 
 async def test_no_recording_begins_without_a_directory_or_room_in_it(tmp_path: Path) -> None:
-    with pytest.raises(ProfileRefusedError, match=r"worker\.profile_directory"):
+    with pytest.raises(ProfileRefusedError, match=r"worker\.profile\.directory"):
         await Desk(ProfileRules()).profiles.start("rank0")
     desk = Desk(ProfileRules(tmp_path / "traces", max_bytes=1500))
     for _ in range(2):

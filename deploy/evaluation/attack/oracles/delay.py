@@ -31,7 +31,7 @@ LONG_CONTROL = "long outputs of as many real people (control)"
 LONG_OUTPUT = 320
 # After its first answer, the flood is in the queue by then, and most of it has not been served.
 AHEAD_S = 0.3
-# Requests by which shares may differ at any time: `scheduler.fair_slack_tokens`, and what is fetched ahead.
+# Requests by which shares may differ at any time: `slack_tokens` of the fair policy, and what is fetched ahead.
 SLACK = 6
 
 

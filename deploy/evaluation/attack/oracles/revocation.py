@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 ORACLE = "revocation"
 # Two closed windows and an epoch, and the part of a window in which the prober begins.
 ALLOWED_EPOCHS = 4
-# The cache's `hit_min`: who asks less often than that per window cannot be told from a person.
+# `PrivacyProfile.hit_min`: who asks less often than that per window cannot be told from a person.
 HITS_THAT_TELL = 16
 # Beyond it there is no point in waiting.
 PATIENCE_EPOCHS = 8

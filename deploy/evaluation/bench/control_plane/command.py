@@ -114,11 +114,10 @@ def _measure_in_deployment(
 ) -> tuple[list[Figure], str]:
     defaults = (
         "model.load_format=fake",
-        f"worker.fake_step_ms={step_ms}",
         f"scheduler.max_rows={arguments.rows}",
         f"scheduler.metrics_port={free_port('127.0.0.1')}",
     )
-    with LaunchedDeployment(arguments.config, arguments.overrides, defaults) as deployment:
+    with LaunchedDeployment(arguments.config, arguments.overrides, defaults, fake_step_ms=step_ms) as deployment:
 
         async def measure_all() -> list[Figure]:
             async with ObservedPipeline(deployment) as observed:

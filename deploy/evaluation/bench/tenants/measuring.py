@@ -71,8 +71,8 @@ class ModeServer:
         self.mode = mode
         self._options = options
         self._admin_token = secrets.token_hex(16)
-        defaults = [f"scheduler.epoch_seconds={options.epoch_seconds}", f"scheduler.device_pages={DEVICE_PAGES}"]
-        forced = [f"scheduler.cache={mode}", f"scheduler.admin_token={self._admin_token}"]
+        defaults = [f"scheduler.cache.epoch_seconds={options.epoch_seconds}", f"scheduler.device_pages={DEVICE_PAGES}"]
+        forced = [f"scheduler.cache.mode={mode}", f"scheduler.admin_token={self._admin_token}"]
         self.deployment = LaunchedDeployment(config, [*overrides, *forced], defaults)
         self._prompts = PromptMaker(options.seed)
         self._bench: Bench | None = None

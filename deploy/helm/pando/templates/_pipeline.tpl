@@ -27,14 +27,14 @@ detokenizer: {module: services.detokenizer, port: 50054, metrics: 9094, health: 
 {{- $state := $gateway.state -}}
 {{- $most := int $gateway.replicas -}}
 {{- if ne $gateway.autoscaling.mode "off" }}{{ $most = int $gateway.autoscaling.maxReplicas }}{{ end -}}
-{{- $settings := dict "state_failure" $state.failure -}}
-{{- if $state.signingSecret }}{{ $_ := set $settings "state_secret_file" "/etc/pando/state-signing/secret" }}{{ end -}}
+{{- $settings := dict "failure" $state.failure -}}
+{{- if $state.signingSecret }}{{ $_ := set $settings "secret_file" "/etc/pando/state-signing/secret" }}{{ end -}}
 {{- if and $state.url $state.existingSecret -}}
 {{- fail "name gateway.state.url or gateway.state.existingSecret, not both" -}}
 {{- else if $state.existingSecret -}}
-{{- merge (dict "state_file" "/etc/pando/state/url") $settings | toJson -}}
+{{- dict "state" (merge (dict "url_file" "/etc/pando/state/url") $settings) | toJson -}}
 {{- else if $state.url -}}
-{{- merge (dict "state" $state.url) $settings | toJson -}}
+{{- dict "state" (merge (dict "url" $state.url) $settings) | toJson -}}
 {{- else if $state.signingSecret -}}
 {{- fail "gateway.state.signingSecret is for gateways that share a state: set gateway.state.url or gateway.state.existingSecret" -}}
 {{- else if gt $most 1 -}}
@@ -89,10 +89,10 @@ detokenizer: {module: services.detokenizer, port: 50054, metrics: 9094, health: 
 {{- $_ := set $own.scheduler "admin_token_file" "/etc/pando/admin/token" -}}
 {{- $_ := set $own.gateway "scheduler_admin_token_file" "/etc/pando/admin/token" -}}
 {{- end -}}
-{{- if .Values.gateway.certificateSecret }}{{ $_ := merge $own.gateway (dict "certificate" "/etc/pando/https/tls.crt" "key" "/etc/pando/https/tls.key") }}{{ end -}}
+{{- if .Values.gateway.certificateSecret }}{{ $_ := set $own.gateway "tls" (dict "certificate" "/etc/pando/https/tls.crt" "key" "/etc/pando/https/tls.key") }}{{ end -}}
 {{- if .Values.gateway.clientAuthoritySecret -}}
 {{- $_ := required "gateway.clientAuthoritySecret needs gateway.certificateSecret" .Values.gateway.certificateSecret -}}
-{{- $_ := set $own.gateway "client_authority" "/etc/pando/clients/ca.crt" -}}
+{{- $_ := set $own.gateway.tls "client_authority" "/etc/pando/clients/ca.crt" -}}
 {{- end -}}
 {{- $_ := merge $own.gateway (include "pando.state" . | fromJson) -}}
 {{- $rpc := dict "plaintext" true -}}

@@ -7,7 +7,7 @@ the end.
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from typing import TYPE_CHECKING, Any, get_args
 
 import numpy as np
@@ -16,7 +16,7 @@ import orjson
 from common.limits import Limits
 from common.transfers import TransferAck, TransferId
 from common.types import Sharing, Subject, View
-from services.scheduler.cache.config import CacheConfig, EvictionPolicy
+from services.scheduler.cache.config import CacheConfig, EvictionPolicy, PrivacyProfile
 from services.scheduler.cache.debug.recorded import RecordedCache
 from services.scheduler.cache.factory import CacheName, make_cache
 from services.scheduler.cache.object_keys import ObjectKeys
@@ -85,7 +85,8 @@ def encode_header(
     storage: StorageConfig | None = None,
 ) -> bytes:
     """Return the first line of a log."""
-    rules = {**asdict(config), "mode": config.mode.value, "eviction": config.eviction.value}
+    rules = {**asdict(config), **asdict(config.profile), "mode": config.mode.value, "eviction": config.eviction.value}
+    del rules["profile"]  # its constants are listed among the other rules
     opened: Facts = {
         "operation": HEADER,
         "version": VERSION,
@@ -295,7 +296,8 @@ def _open(facts: Facts, at: int) -> _Run:
         if name not in get_args(CacheName):
             raise LogError(f"line {at}: unknown cache {name!r}")
         rules.pop("mode")
-        config = CacheConfig(**{**rules, "eviction": EvictionPolicy(rules["eviction"])})
+        profile = PrivacyProfile(**{field.name: rules.pop(field.name) for field in fields(PrivacyProfile)})
+        config = CacheConfig(**{**rules, "eviction": EvictionPolicy(rules["eviction"]), "profile": profile})
         allocator = PageAllocator(facts["capacity"])
         host = None
         if "host" in facts:

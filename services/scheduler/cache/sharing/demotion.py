@@ -63,7 +63,7 @@ class Demoter:
 
     def __init__(self, store: NodeStore, locks: LockTable) -> None:
         """Change nodes of `store`; `locks` holds the locks on them."""
-        self.demoted = DemotedChains(store.config.remembered_chains)
+        self.demoted = DemotedChains(store.config.profile.remembered_chains)
         self._store = store
         self._locks = locks
 

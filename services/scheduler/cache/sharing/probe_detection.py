@@ -82,7 +82,7 @@ class ProbeDetector:
     def _count_try(self, node: Node, account: Account, missing_page: bytes) -> None:
         found = self._tries.get((node, account.fingerprint))
         if found is None:
-            if self._watched[account.party] >= self._store.config.watched_pairs:
+            if self._watched[account.party] >= self._store.config.profile.watched_pairs:
                 return
             self._watched[account.party] += 1
             found = self._tries[node, account.fingerprint] = account, DistinctCount()
@@ -99,7 +99,7 @@ class ProbeDetector:
                 suspects[node] = found
             node.roll_over(self._store.epoch)
         for (node, fingerprint), (account, tries) in self._tries.items():
-            is_over = tries.count >= self._store.config.continuation_limit
+            is_over = tries.count >= self._store.config.profile.continuation_limit
             if is_over and node.is_shared and not (node.is_dead or node.pinned):
                 suspects.setdefault(node, {})[fingerprint] = account.scope[0]
         self._tries.clear()
@@ -133,23 +133,23 @@ class ProbeDetector:
         else:
             parties = (node.parties or {}).items()
         for party, window in parties:
-            if window.hits >= self._store.config.hit_min and self._is_suspect(node, party, window):
+            if window.hits >= self._store.config.profile.hit_min and self._is_suspect(node, party, window):
                 assert window.users is not None, "there were hits"
                 for fingerprint in window.users.members:
                     yield fingerprint, party[0]
 
     def _is_suspect(self, node: Node, party: Scope, window: Window) -> bool:
         """Whether a party's hits look like probing, by the closing window and the previous one."""
-        config, users, hits = self._store.config, window.distinct_users, window.hits
-        enough = self._enough * (config.repromotion_factor if node.generation else 1)
-        if users >= enough or users > config.diversity_min * hits:
+        profile, users, hits = self._store.config.profile, window.distinct_users, window.hits
+        enough = self._enough * (profile.repromotion_factor if node.generation else 1)
+        if users >= enough or users > profile.diversity_min * hits:
             return False
         before = window.previous_hits
-        was_low = before >= config.hit_min and window.previous_users <= min(config.diversity_min * before, enough - 1)
-        has_jumped = window.previous_users <= 1 and hits >= config.jump_factor * max(before, 1)
+        was_low = before >= profile.hit_min and window.previous_users <= min(profile.diversity_min * before, enough - 1)
+        has_jumped = window.previous_users <= 1 and hits >= profile.jump_factor * max(before, 1)
         if was_low or not has_jumped:
             return was_low
-        return sum(subject[: len(party)] == party for subject in node.creators or ()) <= config.few_creators
+        return sum(subject[: len(party)] == party for subject in node.creators or ()) <= profile.few_creators
 
     def _quarantine(self, node: Node, suspects: dict[int, str]) -> None:
         store, epoch = self._store, self._store.epoch
@@ -163,12 +163,12 @@ class ProbeDetector:
         """Hide a node from tenants of which several subjects have been quarantined recently, or demote it."""
         store, epoch, quarantined = self._store, self._store.epoch, node.quarantined
         assert quarantined is not None, "there are suspects"
-        oldest = epoch - store.config.quarantine_epochs
+        oldest = epoch - store.config.profile.quarantine_epochs
         recent = Counter(one.tenant for one in quarantined.values() if one.since >= oldest and not one.is_whole)
         probing = [
             store.accounts.owner((tenant,))
             for tenant in sorted(tenants)
-            if recent[tenant] >= store.config.demotion_quarantines
+            if recent[tenant] >= store.config.profile.demotion_quarantines
         ]
         if not node.is_public:
             if probing:
@@ -179,13 +179,13 @@ class ProbeDetector:
                 quarantined[account.fingerprint] = Quarantine(epoch, account.scope[0], is_whole=True)
             store.accounts.forget_if_empty(account)
         whole = sum(one.is_whole and one.since >= oldest for one in quarantined.values())
-        if whole >= store.config.demotion_tenants:
+        if whole >= store.config.profile.demotion_tenants:
             self._demoter.demote(node)
 
     def _end_quarantines(self) -> None:
         """Show nodes again to tenants of which enough subjects have computed them since, as evidence."""
         proven, self._proven = self._proven, {}
-        required = self._enough * self._store.config.repromotion_factor
+        required = self._enough * self._store.config.profile.repromotion_factor
         for node in proven:
             if node.is_dead or node.quarantined is None:
                 continue

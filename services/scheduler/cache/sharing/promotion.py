@@ -162,7 +162,7 @@ class Promoter:
         if config.content_check or len(self._demoted):
             pages, generation = self._examine(owner.scope, parent, evidence, pages, generation)
         # Two tenants that share a text have 2k subjects anyway, so after a demotion more tenants are required, too.
-        factor = config.repromotion_factor if generation else 1
+        factor = config.profile.repromotion_factor if generation else 1
         least = MIN_TENANTS * (factor if owner.is_public else 1)
         if not pages or subjects < config.promotion_subjects * factor or tenants < least:
             return None

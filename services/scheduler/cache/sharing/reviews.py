@@ -76,7 +76,7 @@ class Reviews:
         if asked is not None:
             # The earlier members may have been evicted since.
             self._pending[asked].members = members
-        elif len(book.asked) < self._config.remembered_chains:
+        elif len(book.asked) < self._config.profile.remembered_chains:
             review = _Review(book, hashes[:end], members, epoch)
             self._ask(review, np.frombuffer(key, np.int32)[: end * self._page_size], scope[0] if scope else "")
         return allowed
@@ -103,7 +103,7 @@ class Reviews:
         """Drop reviews whose verdicts are overdue; return the nodes to be examined again."""
         expired: list[Node] = []
         for candidate_id, review in list(self._pending.items()):
-            if epoch - review.asked_epoch > self._config.verdict_epochs:
+            if epoch - review.asked_epoch > self._config.profile.verdict_epochs:
                 del self._pending[candidate_id]
                 del review.book.asked[review.hashes[-1]]
                 expired.extend(review.members)
@@ -124,5 +124,5 @@ class Reviews:
     def _remember(self, book: _Book, chain: bytes, *, is_allowed: bool) -> None:
         book.verdicts[chain] = is_allowed
         book.verdicts.move_to_end(chain)
-        while len(book.verdicts) > self._config.remembered_chains:
+        while len(book.verdicts) > self._config.profile.remembered_chains:
             book.verdicts.popitem(last=False)

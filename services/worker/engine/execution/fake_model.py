@@ -34,6 +34,8 @@ if TYPE_CHECKING:
 
 # The load format that selects the fake.
 LOAD_FORMAT = "fake"
+# Environment variable with the duration of a pass in milliseconds, for tests and benchmarks.
+STEP_VARIABLE = "PANDO_FAKE_STEP_MS"
 DEFAULT_CONTEXT = 8192
 # Small ids are control tokens and single bytes in most vocabularies; words make readable text.
 FIRST_WORD = 1024

@@ -17,6 +17,12 @@ def test_settings_given_win_over_the_benchmarks_own() -> None:
     assert deployment.settings.gateway.port != 0
 
 
+def test_a_setting_under_its_old_name_takes_precedence_too(capsys: pytest.CaptureFixture[str]) -> None:
+    deployment = LaunchedDeployment(None, ["scheduler.policy=fcfs"], ["scheduler.queue.policy=lpm"])
+    assert deployment.settings.scheduler.queue.policy == "fcfs"
+    assert len(capsys.readouterr().err.splitlines()) == 1
+
+
 @pytest.mark.parametrize(
     ("load_format", "name"), [("fake", "tiny (fake)"), ("dummy", "tiny (dummy)"), ("gguf", "tiny")]
 )

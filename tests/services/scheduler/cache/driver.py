@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from common.types import Subject, View
-from services.scheduler.cache.config import CacheConfig
+from services.scheduler.cache.config import CacheConfig, PrivacyProfile
 from services.scheduler.cache.debug.audit import account, audit
 from services.scheduler.cache.debug.invariants import violations
 from services.scheduler.cache.factory import CacheName, make_cache
@@ -33,6 +33,13 @@ EVE = View(Subject("tenant", "eve"))
 
 # One user may fill a small tier, and nothing is freed ahead of need.
 PLAIN = CacheConfig(quota_share=1.0, floor_share=0.0, tenant_floor_share=0.0, headroom_share=0.0)
+_CONSTANTS = {field.name for field in fields(PrivacyProfile)}
+
+
+def with_rules(config: CacheConfig, **changes: Any) -> CacheConfig:
+    """Return `config` with other rules, and other constants of its privacy profile."""
+    constants = {name: changes.pop(name) for name in _CONSTANTS & changes.keys()}
+    return replace(config, profile=replace(config.profile, **constants), **changes)
 
 
 def int32(values: object) -> np.ndarray:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from common.types import Sharing
 from services.scheduler.cache.config import CacheConfig
+from tests.services.scheduler.cache.driver import with_rules
 from tests.services.scheduler.cache.user_aware_machine import SESSIONS, TENANTS, USERS, UserAwareMachine
 
 if TYPE_CHECKING:
@@ -58,7 +59,8 @@ class Life:
 def draw(seed: int, steps: int) -> Life:
     """Return the life that belongs to a seed."""
     chance = random.Random(seed)
-    config = CacheConfig(
+    config = with_rules(
+        CacheConfig(),
         share_across_tenants=chance.random() < 0.5,
         promotion_subjects=chance.choice([1, 2, 2, 2, 3]),
         promotion_epochs=chance.randint(0, 3),

@@ -1,39 +1,82 @@
 from __future__ import annotations
 
-from dataclasses import fields
+import re
+from dataclasses import asdict, fields, replace
+from pathlib import Path
 from typing import Any, get_args
 
 import pytest
 
 from common.errors import ConfigurationError
-from common.settings import SchedulerSettings
-from services.scheduler.cache.config import CacheConfig, EvictionPolicy, Mode
+from common.settings import CacheSettings
+from services.scheduler.cache.config import CacheConfig, EvictionPolicy, Mode, PrivacyProfile
 from services.scheduler.cache.factory import CacheName, make_cache, resolve
 from services.scheduler.cache.pages import PageAllocator
 from services.scheduler.cache.radix import RadixCache
+from tests.services.scheduler.cache.driver import with_rules
 
 
 def test_every_name_of_the_settings_makes_a_cache() -> None:
-    names = get_args(SchedulerSettings.model_fields["cache"].annotation)
+    names = get_args(CacheSettings.model_fields["mode"].annotation)
     assert set(names) == set(get_args(CacheName))
     for name in names:
         assert make_cache(name, PageAllocator(4), 16).page_size == 16
 
 
-def test_settings_name_every_constant_and_have_its_default() -> None:
-    assert resolve(SchedulerSettings()) == CacheConfig()
-    named = {name.removeprefix("cache_") for name in SchedulerSettings.model_fields if name.startswith("cache_")}
-    # What is logged and checked is no rule of the cache; the host tier has rules of its own.
-    others = {"decision_log", "checked_paths", *(name for name in named if name.startswith("host_"))}
-    assert named - others == {field.name for field in fields(CacheConfig)} - {"mode"}
+def test_defaults_of_the_settings_are_those_of_the_cache() -> None:
+    assert resolve(CacheSettings()) == CacheConfig()
+    # These three settings are no rules of the cache.
+    rules = set(CacheSettings.model_fields) - {"epoch_seconds", "decision_log", "checked_paths"}
+    assert rules <= {field.name for field in fields(CacheConfig)}
+
+
+def test_every_rule_in_the_settings_has_an_effect() -> None:
+    given = CacheSettings(
+        eviction="lfu",
+        promotion_subjects=5,
+        promotion_epochs=7,
+        share_across_tenants=True,
+        quota_share=0.5,
+        floor_share=0.25,
+        tenant_floor_share=0.125,
+        strict_numerics=True,
+    )
+    assert resolve(given, content_check=True) == CacheConfig(
+        eviction=EvictionPolicy.LFU,
+        promotion_subjects=5,
+        promotion_epochs=7,
+        share_across_tenants=True,
+        content_check=True,
+        quota_share=0.5,
+        floor_share=0.25,
+        tenant_floor_share=0.125,
+        strict_numerics=True,
+    )
 
 
 def test_settings_reach_the_cache() -> None:
-    config = resolve(SchedulerSettings(cache_promotion_subjects=5, cache_eviction="slru", cache_quota_share=0.5))
+    config = resolve(CacheSettings(promotion_subjects=5, eviction="slru", quota_share=0.5))
     cache = make_cache("isolated_pinned", PageAllocator(8), 16, config)
     assert isinstance(cache, RadixCache)
     assert (cache.config.mode, cache.config.eviction) == (Mode.ISOLATED_PINNED, EvictionPolicy.SLRU)
     assert (cache.config.promotion_subjects, cache.config.quota_share) == (5, 0.5)
+
+
+def test_settings_leave_the_constants_of_the_privacy_bounds_alone() -> None:
+    names = {field.name for field in fields(PrivacyProfile)}
+    assert names.isdisjoint(CacheSettings.model_fields)
+    assert resolve(CacheSettings(promotion_subjects=16)).profile == PrivacyProfile()
+
+
+def test_the_privacy_model_lists_every_constant_with_its_value() -> None:
+    page = (Path(__file__).parents[4] / "docs" / "privacy.md").read_text(encoding="utf-8")
+    listed = re.findall(r"^\| `(\w+)` \| ([\d.]+) \| B", page, re.MULTILINE)
+    assert listed == [(name, f"{value:.6g}") for name, value in asdict(PrivacyProfile()).items()]
+
+
+def test_every_creator_that_is_evidence_is_recorded() -> None:
+    most = resolve(CacheSettings(promotion_subjects=32))
+    assert most.profile == replace(PrivacyProfile(), creators_limit=64)
 
 
 @pytest.mark.parametrize(
@@ -44,11 +87,13 @@ def test_settings_reach_the_cache() -> None:
         {"quota_share": 0.1, "floor_share": 0.2},
         {"headroom_share": 1.0},
         {"creators_limit": 5},
+        {"demotion_tenants": 1},
+        {"diversity_min": 1.5},
     ],
 )
 def test_constants_that_cannot_work_are_refused(wrong: dict[str, Any]) -> None:
     with pytest.raises(ConfigurationError, match=next(iter(wrong))):
-        CacheConfig(**wrong)
+        with_rules(CacheConfig(), **wrong)
 
 
 @pytest.mark.parametrize(
@@ -64,5 +109,5 @@ def test_constants_that_cannot_work_are_refused(wrong: dict[str, Any]) -> None:
 )
 def test_pages_are_not_exchanged_on_gpus_unless_asked_for(wanted: Any, device: str, strict: bool) -> None:
     """Point 1.13: there KV may depend on what else was in the batch."""
-    settings = SchedulerSettings(cache_strict_numerics=wanted)
+    settings = CacheSettings(strict_numerics=wanted)
     assert resolve(settings, device).strict_numerics is strict

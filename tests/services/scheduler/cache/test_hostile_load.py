@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import TYPE_CHECKING, get_args
 
 import pytest
@@ -12,7 +11,7 @@ from services.scheduler.cache.config import CacheConfig, EvictionPolicy
 from services.scheduler.cache.debug.audit import account, audit
 from services.scheduler.cache.factory import CacheName
 from services.scheduler.cache.types import NodeState
-from tests.services.scheduler.cache.driver import ANN, BOB, CID, DAN, EVE, PLAIN, Driver
+from tests.services.scheduler.cache.driver import ANN, BOB, CID, DAN, EVE, PLAIN, Driver, with_rules
 
 if TYPE_CHECKING:
     from services.scheduler.cache.radix import RadixCache
@@ -85,7 +84,7 @@ def test_million_prefixes_of_one_user_take_nothing_from_others() -> None:
 
 def test_floor_of_each_user_survives_many_users_within_their_quotas() -> None:
     """Nobody is over its quota here; who is active keeps its floor all the same."""
-    driver = Driver("user_aware", config=replace(PLAIN, floor_share=0.01, active_epochs=30), capacity=CAPACITY)
+    driver = Driver("user_aware", config=with_rules(PLAIN, floor_share=0.01, active_epochs=30), capacity=CAPACITY)
     for number, user in enumerate(MODEST):
         driver.serve(user, [number, *range(1, 20)])
     for number in range(400):
@@ -96,7 +95,7 @@ def test_floor_of_each_user_survives_many_users_within_their_quotas() -> None:
 
 
 def test_invented_users_who_try_continuations_of_a_shared_prompt_fill_no_memory() -> None:
-    driver = Driver("user_aware", config=replace(PLAIN, watched_pairs=100), capacity=CAPACITY)
+    driver = Driver("user_aware", config=with_rules(PLAIN, watched_pairs=100), capacity=CAPACITY)
     for user in (ANN, BOB, CID):
         driver.serve(user, [1, 2])
     driver.next_epoch()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -10,7 +9,7 @@ import pytest
 from common.types import Sharing, Subject, View
 from services.scheduler.cache.node import Account
 from services.scheduler.cache.types import Visibility
-from tests.services.scheduler.cache.driver import PLAIN, Driver, int32
+from tests.services.scheduler.cache.driver import PLAIN, Driver, int32, with_rules
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -28,7 +27,7 @@ STRANGER = View(Subject("dust", "user/0"))
 
 def driver_with(sharing: dict[str, Sharing] | None = None, **changes: Any) -> Driver:
     choices = {} if sharing is None else sharing
-    config = replace(PLAIN, **changes)
+    config = with_rules(PLAIN, **changes)
     return Driver("user_aware", config=config, capacity=600, sharing_of=lambda name: choices.get(name, Sharing.TENANT))
 
 

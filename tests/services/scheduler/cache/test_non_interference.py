@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import pytest
@@ -11,7 +10,7 @@ from hypothesis import strategies as st
 
 from common.types import Sharing, Subject, View
 from tests.examples import examples
-from tests.services.scheduler.cache.driver import ANN, BOB, CID, DAN, EVE, PLAIN, Driver, int32
+from tests.services.scheduler.cache.driver import ANN, BOB, CID, DAN, EVE, PLAIN, Driver, int32, with_rules
 from tests.services.scheduler.cache.two_worlds import Ask, Deed, Pass, World, pages_of
 
 if TYPE_CHECKING:
@@ -60,7 +59,7 @@ places = st.lists(st.integers(0, 1000), min_size=4, max_size=4)
 
 
 def both_worlds(one: list[Deed], other: list[Deed], k: int, name: CacheName = "user_aware") -> tuple[World, World]:
-    config = replace(PLAIN, promotion_subjects=k, hit_min=2, jump_factor=2, continuation_limit=4)
+    config = with_rules(PLAIN, promotion_subjects=k, hit_min=2, jump_factor=2, continuation_limit=4)
     before: list[Deed] = [*(Ask(View(Subject("tenant", f"early {n}")), APP) for n in range(k)), Pass()]
     return World(name, config).do([*before, *one]), World(name, config).do([*before, *other])
 
@@ -146,7 +145,7 @@ class TestThreshold:
         return any(self.found(a, computing, n, k) != self.found(a, computing, 0, k) for computing in range(a + 1))
 
     def found(self, a: int, computing: int, n: int, k: int) -> list[int]:
-        driver = Driver("user_aware", config=replace(PLAIN, promotion_subjects=k), capacity=400)
+        driver = Driver("user_aware", config=with_rules(PLAIN, promotion_subjects=k), capacity=400)
         for number in range(n):
             driver.serve(View(Subject("tenant", f"victim {number}")), list(SECRET))
         attackers = [View(Subject("tenant", f"attacker {number}")) for number in range(a)]
@@ -175,7 +174,7 @@ class TestThreshold:
     @pytest.mark.parametrize("k", [1, 2, 3])
     @pytest.mark.parametrize("n", [1, 5])
     def test_subjects_of_other_tenants_learn_nothing_however_many_there_are(self, k: int, n: int) -> None:
-        driver = Driver("user_aware", config=replace(PLAIN, promotion_subjects=k), capacity=400)
+        driver = Driver("user_aware", config=with_rules(PLAIN, promotion_subjects=k), capacity=400)
         for number in range(n):
             driver.serve(View(Subject("victims", f"{number}")), list(SECRET))
         attackers = [View(Subject("attackers", f"{number}"), f"{number % 3}") for number in range(20)]
@@ -198,7 +197,7 @@ class TestRevocation:
     def test_prober_sees_nothing_after_two_closed_windows(
         self, hits: list[int], probers: tuple[View, ...], quiet_epochs: int, jump_factor: int
     ) -> None:
-        driver = Driver("user_aware", config=replace(PLAIN, jump_factor=jump_factor), capacity=4_000)
+        driver = Driver("user_aware", config=with_rules(PLAIN, jump_factor=jump_factor), capacity=4_000)
         for user in (ANN, BOB, CID):
             driver.serve(user, list(SECRET))
         driver.next_epoch()
@@ -250,7 +249,7 @@ class TestNoInventions:
     def worlds(self, one: list[Deed], other: list[Deed], sharing: dict[str, Sharing]) -> tuple[World, World]:
         """Pinned text, and text that two further tenants have made public by evidence, are there before."""
         chosen = {"one": Sharing.GLOBAL, "two": Sharing.GLOBAL, "quiet": Sharing.NONE, **sharing}
-        config = replace(PLAIN, share_across_tenants=True, hit_min=2, jump_factor=2, continuation_limit=4)
+        config = with_rules(PLAIN, share_across_tenants=True, hit_min=2, jump_factor=2, continuation_limit=4)
         crowd = [View(Subject(tenant, f"user/{number}")) for tenant in ("one", "two") for number in range(3)]
         before: list[Deed] = [*(Ask(view, CROWD) for view in crowd), Ask(crowd[0], APP), Pass()]
         pair = []

@@ -19,7 +19,7 @@ from services.scheduler.cache.pages import PageAllocator
 from services.scheduler.cache.radix import RadixCache
 from services.scheduler.cache.sharing.choices import SharingChoices
 from services.scheduler.cache.types import NodeState, Visibility, scope_of
-from tests.services.scheduler.cache.driver import int32
+from tests.services.scheduler.cache.driver import int32, with_rules
 from tests.services.scheduler.cache.view_oracle import Entry, Held, Path, ViewOracle
 
 if TYPE_CHECKING:
@@ -52,7 +52,8 @@ prompts = st.one_of(
 )
 picks = st.integers(0, 1000)
 configs = st.builds(
-    CacheConfig,
+    with_rules,
+    st.just(CacheConfig()),
     promotion_subjects=st.sampled_from([1, 2, 2, 2, 3]),
     share_across_tenants=st.booleans(),
     promotion_epochs=st.integers(0, 3),

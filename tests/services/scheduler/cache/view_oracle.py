@@ -292,7 +292,7 @@ class ViewOracle:
                     suspects[scope, path] = self.suspects(page)
                 if page.hits:
                     page.roll(self.epoch)
-                required = self.config.promotion_subjects * self.config.repromotion_factor
+                required = self.config.promotion_subjects * self.config.profile.repromotion_factor
                 for tenant, since in list(page.quarantined_tenants.items()):
                     proofs = [made for subject, made in page.proofs.items() if subject[0] == tenant]
                     if sum(made >= since for made in proofs) >= required:
@@ -306,30 +306,30 @@ class ViewOracle:
 
     def suspects(self, page: Shared) -> set[SubjectKey]:
         config, found = self.config, set()
-        enough = config.promotion_subjects * (config.repromotion_factor if page.generation else 1)
+        enough = config.promotion_subjects * (config.profile.repromotion_factor if page.generation else 1)
         for party, use in page.parties.items():
             users = len(use.users)
-            if use.hits < config.hit_min or users >= enough or users > config.diversity_min * use.hits:
+            if use.hits < config.profile.hit_min or users >= enough or users > config.profile.diversity_min * use.hits:
                 continue
             was_low = (
-                use.previous_hits >= config.hit_min
+                use.previous_hits >= config.profile.hit_min
                 and use.previous_users < enough
-                and use.previous_users <= config.diversity_min * use.previous_hits
+                and use.previous_users <= config.profile.diversity_min * use.previous_hits
             )
             jumped = (
                 use.previous_users <= 1
-                and use.hits >= config.jump_factor * max(use.previous_hits, 1)
-                and sum(subject[: len(party)] == party for subject in page.creators) <= config.few_creators
+                and use.hits >= config.profile.jump_factor * max(use.previous_hits, 1)
+                and sum(subject[: len(party)] == party for subject in page.creators) <= config.profile.few_creators
             )
             if was_low or jumped:
                 found |= use.users
         return found
 
     def judge(self, scope: Scope, path: Path, tenants: set[str], soft: set[Entry]) -> None:
-        page, oldest = self.shared[scope][path], self.epoch - self.config.quarantine_epochs
+        page, oldest = self.shared[scope][path], self.epoch - self.config.profile.quarantine_epochs
         for tenant in tenants:
             recent = [since for subject, since in page.quarantined.items() if subject[0] == tenant and since >= oldest]
-            if len(recent) < self.config.demotion_quarantines:
+            if len(recent) < self.config.profile.demotion_quarantines:
                 continue
             if scope:
                 self.demote(scope, path, soft)
@@ -337,7 +337,7 @@ class ViewOracle:
                 page.quarantined_tenants[tenant] = self.epoch
         if not scope:
             whole = sum(since >= oldest for since in page.quarantined_tenants.values())
-            if whole >= self.config.demotion_tenants:
+            if whole >= self.config.profile.demotion_tenants:
                 self.demote(scope, path, soft)
 
     def demote(self, scope: Scope, top: Path, soft: set[Entry], *, is_suspect: bool = True) -> None:
@@ -433,7 +433,7 @@ class ViewOracle:
 
     def try_share(self, scope: Scope, path: Path, weight: int, generation: int, tenants: int | None = None) -> bool:
         generation = max(generation, self.demoted.get((scope, path), 0))
-        factor = self.config.repromotion_factor if generation else 1
+        factor = self.config.profile.repromotion_factor if generation else 1
         if weight < self.config.promotion_subjects * factor or (tenants is not None and tenants < 2 * factor):
             return False
         self.share(scope, path, generation)

@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import asyncio
 from contextlib import asynccontextmanager
-from dataclasses import replace
 from typing import TYPE_CHECKING, cast
 
 import numpy as np
@@ -12,7 +11,7 @@ from common.errors import ConfigurationError
 from services.scheduler.cache.types import CandidateId, PromotionCandidate
 from services.scheduler.content.checker import Answer
 from services.scheduler.content.desk import MAX_WAITING, ContentDesk
-from tests.services.scheduler.cache.driver import ANN, BOB, CID, DAN, PLAIN, Driver
+from tests.services.scheduler.cache.driver import ANN, BOB, CID, DAN, PLAIN, Driver, with_rules
 from tests.waiting import until
 
 if TYPE_CHECKING:
@@ -56,7 +55,7 @@ async def working(checker: ScriptedChecker, driver: Driver) -> AsyncIterator[Con
 
 
 def driver_with_candidate() -> Driver:
-    config = replace(PLAIN, content_check=True, verdict_epochs=2)
+    config = with_rules(PLAIN, content_check=True, verdict_epochs=2)
     driver = Driver("user_aware", config=config, capacity=200)
     for number, user in enumerate((ANN, BOB, CID)):
         driver.serve(user, [*PROMPT, 50 + number, 0])

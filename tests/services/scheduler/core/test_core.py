@@ -196,7 +196,7 @@ def test_a_choice_ended_by_the_detokenizer_leaves_without_a_second_finish() -> N
 
 
 def test_leases_grow_while_nothing_waits_and_end_when_something_does() -> None:
-    harness = Harness(lease_s=0.005, max_rows=2)
+    harness = Harness(target_plan_s=0.005, max_rows=2)
     harness.core.submit(make_request("long", prompt_of(5), max_tokens=60), 0.0)
     for _ in range(30):
         harness.plan()

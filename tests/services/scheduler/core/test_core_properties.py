@@ -47,7 +47,7 @@ class CoreMachine(RuleBasedStateMachine):
         self.harness = Harness(
             pages=pages,
             depth=depth,
-            lease_s=lock,
+            target_plan_s=lock,
             max_rows=4,
             max_step_tokens=40 if jump > 2 else 12,
             max_context=56,

@@ -289,7 +289,7 @@ def test_one_subject_is_served_exactly_as_without_shares(seed: int) -> None:
             max_waiting=10_000,
             cache=chance.choice(["user_aware", "shared", "chunk"]),
             depth=chance.randint(1, 3),
-            lease_s=chance.choice([0.0, 0.004]),
+            target_plan_s=chance.choice([0.0, 0.004]),
         )
         for number in range(250):
             if chance.random() < 0.3:
@@ -368,7 +368,7 @@ def test_whatever_makes_way_everything_ends_with_its_own_tokens(
         depth=depth,
         cache=cache,  # type: ignore[arg-type]  # drawn from its names
         limits=Limits(tenants={"a": TenantLimits(weight=weight)}),
-        lease_s=lock,
+        target_plan_s=lock,
     )
     load = Load(harness)
     for (tenant, user), length, max_tokens, steps, priority in events:

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
 
 from common.types import CacheMode, FinishReason, RequestId, Subject
-from services.scheduler.cache.config import CacheConfig
+from services.scheduler.cache.config import CacheConfig, PrivacyProfile
 from services.scheduler.cache.debug.invariants import violations
 from services.scheduler.cache.radix import RadixCache
 from services.scheduler.cache.tiers.config import HostConfig, WritePolicy
@@ -24,7 +24,11 @@ from tests.services.scheduler.core.harness import STOP_ID, Harness, make_request
 from tests.services.scheduler.core.test_core_properties import PROMPTS
 
 USERS = ("ann", "bob", "cid")
-RULES = CacheConfig(promotion_subjects=2, hit_min=2, diversity_min=1.0, headroom_share=0.0, demotion_quarantines=1)
+RULES = CacheConfig(
+    promotion_subjects=2,
+    headroom_share=0.0,
+    profile=PrivacyProfile(hit_min=2, diversity_min=1.0, demotion_quarantines=1),
+)
 
 
 class HostTierMachine(RuleBasedStateMachine):
@@ -61,7 +65,7 @@ class HostTierMachine(RuleBasedStateMachine):
             host=HostConfig(pages=host_pages, policy=policy, window_pages=8),
             ranks=ranks,
             depth=depth,
-            lease_s=lock,
+            target_plan_s=lock,
             max_step_tokens=12,
             max_context=56,
             max_waiting=2000,

@@ -38,11 +38,11 @@ def expected(prompt: list[int], max_tokens: int = LONG) -> list[int]:
 
 
 @pytest.mark.parametrize("depth", [1, 2, 3])
-@pytest.mark.parametrize("lease_s", [0.0, 0.004])
+@pytest.mark.parametrize("target_plan_s", [0.0, 0.004])
 @pytest.mark.parametrize("page_size", [1, 4, 16])
-def test_what_is_written_is_the_same_in_fewer_passes(depth: int, lease_s: float, page_size: int) -> None:
-    harness = harness_of(depth=depth, lease_s=lease_s, page_size=page_size, pages=256 // page_size)
-    without = harness_of(0, depth=depth, lease_s=lease_s, page_size=page_size, pages=256 // page_size)
+def test_what_is_written_is_the_same_in_fewer_passes(depth: int, target_plan_s: float, page_size: int) -> None:
+    harness = harness_of(depth=depth, target_plan_s=target_plan_s, page_size=page_size, pages=256 // page_size)
+    without = harness_of(0, depth=depth, target_plan_s=target_plan_s, page_size=page_size, pages=256 // page_size)
     prompts = [PROMPT, PROMPT[1:], PROMPT[2:]]
     assert run(harness, *prompts) == run(without, *prompts) == [expected(prompt) for prompt in prompts]
     assert harness.core.jumped_tokens > 20

@@ -449,7 +449,7 @@ def test_what_a_user_may_use_of_the_context_counts_the_whole_session() -> None:
 @pytest.mark.parametrize("ended_by_itself", [False, True])
 def test_tokens_behind_a_stop_text_are_no_part_of_the_turn(*, ended_by_itself: bool) -> None:
     """The detokenizer finds a stop text some steps after it was sampled, perhaps when the row has ended."""
-    harness = harness_with(lease_s=0.01)
+    harness = harness_with(target_plan_s=0.01)
     open_session(harness)
     ask(harness, "one", FIRST, turn=SessionTurn("one"), max_tokens=6 if ended_by_itself else 30)
     for _ in range(8):

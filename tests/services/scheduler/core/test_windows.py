@@ -128,7 +128,7 @@ class WindowMachine(CoreMachine):
         self.harness = Harness(
             pages=pages,
             depth=depth,
-            lease_s=lock,
+            target_plan_s=lock,
             max_rows=4,
             max_step_tokens=12,
             max_context=56,

@@ -4,7 +4,7 @@ from typing import get_args
 
 import pytest
 
-from common.settings import SchedulerSettings
+from common.settings import QueueSettings
 from services.scheduler.policy.policies import (
     FairShare,
     FirstComeFirstServed,
@@ -22,13 +22,13 @@ from tests.services.scheduler.policy.waiting import handles, line_up, waiting_se
     [("fcfs", FirstComeFirstServed), ("lpm", LongestPrefixMatch), ("priority", PriorityFirst), ("fair", FairShare)],
 )
 def test_each_name_makes_its_policy(name: PolicyName, kind: type) -> None:
-    counters = make_counters(SchedulerSettings(policy=name))
+    counters = make_counters(QueueSettings(policy=name))
     assert (counters is not None) == (name == "fair")
     assert isinstance(make_policy(name, counters), kind)
 
 
 def test_the_settings_offer_exactly_these_names() -> None:
-    assert get_args(SchedulerSettings.model_fields["policy"].annotation) == get_args(PolicyName)
+    assert get_args(QueueSettings.model_fields["policy"].annotation) == get_args(PolicyName)
 
 
 def test_first_come_is_first_served() -> None:

@@ -131,9 +131,9 @@ class EngineHarness(Harness):
 @settings(max_examples=40, deadline=None)
 @given(st.data(), st.integers(16, 60), st.integers(1, 3), st.sampled_from([0.0, 0.004]), st.sampled_from([0, 1, 3, 16]))
 def test_outputs_are_what_sampling_gives_whatever_happens_on_the_way(
-    data: st.DataObject, pages: int, depth: int, lease_s: float, jump: int
+    data: st.DataObject, pages: int, depth: int, target_plan_s: float, jump: int
 ) -> None:
-    harness = EngineHarness(pages=pages, depth=depth, lease_s=lease_s, jump_tokens=jump, cache="shared")
+    harness = EngineHarness(pages=pages, depth=depth, target_plan_s=target_plan_s, jump_tokens=jump, cache="shared")
     wanted: dict[str, tuple[list[int], int, int]] = {}
     aborted = set()
     for number in range(data.draw(st.integers(1, 8))):
@@ -201,10 +201,10 @@ class ToldRunner(TellingRunner):
         return told
 
 
-@pytest.mark.parametrize("lease_s", [0.0, 0.004])
-def test_other_ranks_follow_by_what_they_are_told(lease_s: float) -> None:
+@pytest.mark.parametrize("target_plan_s", [0.0, 0.004])
+def test_other_ranks_follow_by_what_they_are_told(target_plan_s: float) -> None:
     told: list[torch.Tensor] = []
-    harness = EngineHarness(pages=60, jump_tokens=16, lease_s=lease_s)
+    harness = EngineHarness(pages=60, jump_tokens=16, target_plan_s=target_plan_s)
     first = harness.worker = EngineWorker(60, partial(TellingRunner, told=told))
     for index in range(4):
         grammar = BOUND if index else None

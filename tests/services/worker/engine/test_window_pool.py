@@ -76,7 +76,7 @@ def test_rows_longer_than_the_window_continue_as_transformers_does(
     assert pool.kv_bytes_per_token == 2 * capacity.kv_bytes_per_token
     harness = Harness(
         pages=PAGES, page_size=page_size, max_rows=ROWS, max_context=128, cache="shared", window=WINDOW,
-        window_pool=POOL, lease_s=0.004,
+        window_pool=POOL, target_plan_s=0.004,
     )  # fmt: skip
     harness.worker = EngineWorker(engine)
     first, second = random_ids(60, VOCABULARY, seed=1), random_ids(90, VOCABULARY, seed=2)

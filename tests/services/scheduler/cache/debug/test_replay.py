@@ -18,7 +18,7 @@ from services.scheduler.cache.debug.replay import (
 from services.scheduler.cache.factory import CacheName, make_cache
 from services.scheduler.cache.pages import PageAllocator
 from services.scheduler.cache.sharing.choices import SharingChoices
-from tests.services.scheduler.cache.driver import ANN, BOB, CID, DAN, PLAIN, Driver, int32
+from tests.services.scheduler.cache.driver import ANN, BOB, CID, DAN, PLAIN, Driver, int32, with_rules
 
 if TYPE_CHECKING:
     from services.scheduler.cache.config import CacheConfig
@@ -80,6 +80,23 @@ def test_replayed_log_gives_the_same_decisions_in_every_mode(name: CacheName) ->
     assert (report.operations, report.starts) == (len(driver.lines) - 1, 1)
     assert report.nodes == len(list(driver.cache.dump()))
     assert report.cached_pages == 64 - driver.allocator.free_pages
+
+
+def test_constants_of_the_privacy_profile_are_recorded_and_replayed() -> None:
+    driver = RecordedDriver(config=with_rules(PLAIN, hit_min=2, diversity_min=1.0, demotion_quarantines=1))
+    header = orjson.loads(driver.lines[0])["config"]
+    # The same names as before the profile existed, so that older logs stay readable.
+    assert "profile" not in header
+    assert (header["hit_min"], header["diversity_min"], header["creators_limit"]) == (2, 1.0, 32)
+    for user in (ANN, BOB, CID):
+        driver.serve(user, [*SYSTEM, 7, 7])
+    driver.next_epoch()
+    for _ in range(3):
+        for _ in range(4):
+            driver.end(driver.admit(DAN, [*SYSTEM, 8, 8]))
+        driver.next_epoch()
+    assert driver.tenants == []  # demoted: with the default constants four hits would not be judged
+    assert replay(driver.lines).difference is None
 
 
 def test_content_checks_are_replayed_with_their_verdicts() -> None:

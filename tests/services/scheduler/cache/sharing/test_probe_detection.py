@@ -1,12 +1,11 @@
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from common.types import Subject, View
-from tests.services.scheduler.cache.driver import ANN, BOB, CID, DAN, EVE, PLAIN, Driver
+from tests.services.scheduler.cache.driver import ANN, BOB, CID, DAN, EVE, PLAIN, Driver, with_rules
 
 SECRET = [1, 2, 3, 4, 5, 6]
 FAY = View(Subject("tenant", "fay"))
@@ -14,7 +13,7 @@ FAY = View(Subject("tenant", "fay"))
 
 def published(**changes: Any) -> Driver:
     """Ann, Bob and Cid have made something public that should not be."""
-    driver = Driver("user_aware", config=replace(PLAIN, **changes), capacity=400)
+    driver = Driver("user_aware", config=with_rules(PLAIN, **changes), capacity=400)
     for user in (ANN, BOB, CID):
         driver.serve(user, [*SECRET, 7, 7])
     driver.next_epoch()

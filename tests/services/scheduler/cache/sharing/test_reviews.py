@@ -1,16 +1,15 @@
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 from services.scheduler.cache.types import CandidateId
-from tests.services.scheduler.cache.driver import ANN, BOB, CID, DAN, PLAIN, Driver
+from tests.services.scheduler.cache.driver import ANN, BOB, CID, DAN, PLAIN, Driver, with_rules
 
 PROMPT = [1, 2, 3, 4, 5, 6, 7, 8]
 
 
 def driver_with(**changes: Any) -> Driver:
-    driver = Driver("user_aware", config=replace(PLAIN, content_check=True, **changes), capacity=100)
+    driver = Driver("user_aware", config=with_rules(PLAIN, content_check=True, **changes), capacity=100)
     for number, user in enumerate((ANN, BOB, CID)):
         driver.serve(user, [*PROMPT, 50 + number, 0])
     driver.next_epoch()
@@ -134,7 +133,7 @@ def test_verdict_counts_for_those_who_hold_the_chain_when_it_comes() -> None:
 
 
 def test_no_more_is_asked_than_is_remembered() -> None:
-    driver = Driver("user_aware", config=replace(PLAIN, content_check=True, remembered_chains=2), capacity=100)
+    driver = Driver("user_aware", config=with_rules(PLAIN, content_check=True, remembered_chains=2), capacity=100)
     for number in range(5):
         for user in (ANN, BOB, CID):
             driver.serve(user, [number, number])

@@ -85,7 +85,7 @@ def executor(runner: CheckingRunner, max_rows: int = 4) -> OverlappedExecutor:
 @settings(max_examples=8, deadline=None)
 @given(st.data(), st.integers(14, 40), st.integers(1, 3))
 def test_rows_on_the_device_follow_the_plans(data: st.DataObject, pages: int, depth: int) -> None:
-    lives(OverlappedHarness(executor, pages=pages, depth=depth, lease_s=0.004), data)
+    lives(OverlappedHarness(executor, pages=pages, depth=depth, target_plan_s=0.004), data)
 
 
 @settings(max_examples=6, deadline=None)
@@ -94,7 +94,10 @@ def test_rows_with_two_page_tables_follow_the_plans(
     data: st.DataObject, pages: int, depth: int, window: int, spare: int
 ) -> None:
     pool = (window + 4) // 4 + 2 + spare
-    lives(OverlappedHarness(executor, pages=pages, depth=depth, lease_s=0.004, window=window, window_pool=pool), data)
+    lives(
+        OverlappedHarness(executor, pages=pages, depth=depth, target_plan_s=0.004, window=window, window_pool=pool),
+        data,
+    )
 
 
 # What the tables on the device cannot hold: the host samples.

@@ -69,9 +69,9 @@ def assert_embedded(finish: Finish, prompt: list[int], pooling: Pooling) -> None
 @settings(max_examples=60, deadline=None)
 @given(st.data(), st.integers(14, 40), st.integers(1, 3), st.sampled_from([0.0, 0.004]))
 def test_whatever_the_scheduler_asks_for_tokens_are_right(
-    data: st.DataObject, pages: int, depth: int, lease_s: float
+    data: st.DataObject, pages: int, depth: int, target_plan_s: float
 ) -> None:
-    lives(OverlappedHarness(LateExecutor, pages=pages, depth=depth, lease_s=lease_s), data)
+    lives(OverlappedHarness(LateExecutor, pages=pages, depth=depth, target_plan_s=target_plan_s), data)
 
 
 @settings(max_examples=40, deadline=None)
@@ -80,7 +80,9 @@ def test_rows_with_two_page_tables_read_what_they_should_in_both(
     data: st.DataObject, pages: int, depth: int, window: int, spare: int
 ) -> None:
     pool = (window + 4) // 4 + 2 + spare
-    harness = OverlappedHarness(LateExecutor, pages=pages, depth=depth, lease_s=0.004, window=window, window_pool=pool)
+    harness = OverlappedHarness(
+        LateExecutor, pages=pages, depth=depth, target_plan_s=0.004, window=window, window_pool=pool
+    )
     lives(harness, data)
 
 
