@@ -115,7 +115,7 @@ def test_there_are_documents_with_commands() -> None:
 
 
 @every_document
-def test_links_lead_somewhere(document: Path) -> None:
+def test_links_point_to_existing_files(document: Path) -> None:
     links = re.findall(r"\]\((?!https?:|#)([^)#\s]+)", document.read_text())
     assert [link for link in links if not (document.parent / link).exists()] == []
 
@@ -129,7 +129,7 @@ def test_nothing_outside_of_the_repository_is_named(document: Path) -> None:
     assert ELSEWHERE.findall(text) == []
 
 
-def test_paths_elsewhere_would_be_found() -> None:
+def test_paths_outside_of_the_repository_would_be_found() -> None:
     assert ELSEWHERE.findall("see /home/ann/notes.md and `/mnt/plan`") == ["/home/ann/notes.md", "/mnt/plan"]
     assert ELSEWHERE.findall("https://example.com/mnt/x, /etc/pando/tls, path/to/mnt/x, /opt/pando/bin") == []
     assert not is_within(ROOT / "docs" / ".." / ".." / "shared")

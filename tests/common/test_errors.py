@@ -35,6 +35,6 @@ def test_an_error_survives_as_a_value(kind: type[PandoError]) -> None:
     assert again.to_failure() == failure
 
 
-def test_only_what_may_succeed_later_is_retryable() -> None:
+def test_only_failures_that_may_succeed_later_are_retryable() -> None:
     assert QueueFullError("full").to_failure().retryable
     assert not ContextLengthError("long").to_failure().retryable

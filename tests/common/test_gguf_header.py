@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 
-def test_equals_what_the_gguf_package_reads() -> None:
+def test_reads_the_same_header_as_the_gguf_package() -> None:
     path = resolve("smollm2-135m-instruct").path
     reader = gguf.GGUFReader(str(path))
     header = read_header(path)

@@ -36,7 +36,7 @@ def load(tmp_path: Path, text: str) -> Limits:
     return load_limits(path)
 
 
-def test_a_table_inherits_what_it_leaves_out(tmp_path: Path) -> None:
+def test_a_table_inherits_the_fields_that_it_omits(tmp_path: Path) -> None:
     limits = load(tmp_path, FILE)
     acme = limits.of("acme")
     assert (acme.max_context, acme.concurrent, acme.weight) == (9, 4, 2.0)
@@ -49,7 +49,7 @@ def test_a_table_inherits_what_it_leaves_out(tmp_path: Path) -> None:
     assert limits.of_subject(Subject("acme", "user/ann")) == ann
 
 
-def test_a_tenant_s_own_numbers_are_not_its_subjects(tmp_path: Path) -> None:
+def test_a_tenant_s_own_cache_share_and_weight_do_not_apply_to_its_subjects(tmp_path: Path) -> None:
     limits = load(tmp_path, FILE)
     assert limits.of_subject(Subject("acme", "key/1")).cache_share is None
     assert limits.of_subject(Subject("acme", "key/1")).weight == 1.0
@@ -60,7 +60,7 @@ def test_the_old_name_of_each_subject_is_understood(tmp_path: Path) -> None:
     assert limits.of_subject(Subject("acme", "key/1")).concurrent == 1
 
 
-def test_what_was_stated_survives_a_journey_as_json(tmp_path: Path) -> None:
+def test_stated_limits_survive_a_round_trip_through_json(tmp_path: Path) -> None:
     limits = load(tmp_path, FILE)
     again = Limits.model_validate(limits.described())
     assert again == limits
@@ -85,6 +85,6 @@ def test_what_was_stated_survives_a_journey_as_json(tmp_path: Path) -> None:
         ("[default.each_user]\n[default.each_subject]\n", "default.each_user"),
     ],
 )
-def test_malformed_limits_name_what_is_wrong(tmp_path: Path, text: str, why: str) -> None:
+def test_an_error_of_malformed_limits_names_the_field(tmp_path: Path, text: str, why: str) -> None:
     with pytest.raises(ConfigurationError, match=why):
         load(tmp_path, text)

@@ -12,14 +12,14 @@ def _at_info() -> None:
     set_level("info")
 
 
-def test_at_debug_libraries_keep_to_themselves_what_concerns_nobody_else() -> None:
+def test_at_level_debug_libraries_log_from_level_info_on() -> None:
     assert set_level("debug") == "info"
     assert logging.getLogger("services.worker").isEnabledFor(logging.DEBUG)
     assert not logging.getLogger("grpc._cython.cygrpc").isEnabledFor(logging.DEBUG)
     assert logging.getLogger("grpc._cython.cygrpc").isEnabledFor(logging.INFO)
 
 
-def test_above_info_they_are_as_silent_as_the_others() -> None:
+def test_above_info_libraries_follow_the_configured_level() -> None:
     assert set_level("error") == "info"
     assert not logging.getLogger("services.worker").isEnabledFor(logging.WARNING)
     assert not logging.getLogger("grpc._cython.cygrpc").isEnabledFor(logging.WARNING)

@@ -16,7 +16,7 @@ def test_a_free_port_is_taken_and_returned() -> None:
     assert "# HELP pando_rpc_seconds" in text
 
 
-def test_unless_told_otherwise_metrics_are_shown_on_loopback_only() -> None:
+def test_metrics_are_served_on_loopback_only_by_default() -> None:
     settings = Settings()
     sections = (settings.gateway, settings.tokenizer, settings.scheduler, settings.worker, settings.detokenizer)
     [host] = {section.metrics_host for section in sections}

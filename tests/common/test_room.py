@@ -34,7 +34,7 @@ def test_a_flood_of_one_tenant_with_invented_names_leaves_room_for_others() -> N
         room.take(RIVAL)
 
 
-def test_one_request_of_many_parts_fits_where_there_is_room_and_is_given_back_whole() -> None:
+def test_a_request_of_many_parts_takes_free_room_and_returns_all_of_it() -> None:
     room = SharedRoom(100, "open", 1000)
     room.take(ANN, 90)
     with pytest.raises(QueueFullError):

@@ -9,11 +9,11 @@ if TYPE_CHECKING:
     import pytest
 
 
-def test_what_is_installed_counts() -> None:
+def test_the_version_is_that_of_the_installed_package() -> None:
     assert version() == metadata.version("pando")
 
 
-def test_an_image_that_installs_nothing_says_what_it_was_made_of(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_an_installed_package_the_version_comes_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     def not_installed(_name: str) -> str:
         raise metadata.PackageNotFoundError
 

@@ -44,13 +44,13 @@ async def test_a_service_is_healthy_once_it_serves(tmp_path: Path) -> None:
         await server.stop(0)
 
 
-async def test_a_service_that_is_away_is_not_healthy(tmp_path: Path) -> None:
+async def test_an_unreachable_service_is_not_healthy(tmp_path: Path) -> None:
     # At an address of its own: channels of one process share a failed connection's wait before the next attempt.
     settings = Settings(scheduler=SchedulerSettings(address=f"unix:{tmp_path}/away.sock"))
     assert not await is_healthy(settings, "scheduler")
 
 
-async def test_a_gateway_that_asks_for_certificates_is_asked_where_it_does_not(tmp_path: Path) -> None:
+async def test_a_gateway_that_requires_certificates_is_checked_at_its_probe_port(tmp_path: Path) -> None:
     gateway = gateway_saying("x")
     probes = ProbeServer(create_probe_app(gateway.context), "127.0.0.1", 0)
     settings = Settings(
@@ -67,5 +67,5 @@ async def test_a_gateway_that_asks_for_certificates_is_asked_where_it_does_not(t
         await asyncio.gather(running, return_exceptions=True)
 
 
-async def test_a_gateway_that_is_away_is_not_healthy() -> None:
+async def test_an_unreachable_gateway_is_not_healthy() -> None:
     assert not await is_healthy(Settings(gateway=GatewaySettings(port=1)), "gateway")

@@ -48,7 +48,7 @@ def test_the_licence_is_that_of_the_images() -> None:
             assert 'licenses="Apache-2.0"' in (ROOT / name).read_text()
 
 
-def test_a_wheel_has_what_runs_and_nothing_that_only_a_checkout_needs(tmp_path: Path) -> None:
+def test_a_wheel_contains_all_runtime_files_and_no_development_files(tmp_path: Path) -> None:
     builder = pytest.importorskip("hatchling.builders.wheel", reason="make install-dev installs hatchling")
     (wheel,) = builder.WheelBuilder(str(ROOT)).build(directory=str(tmp_path), versions=["standard"])
     names = zipfile.ZipFile(wheel).namelist()
@@ -84,7 +84,7 @@ PARTS = [
 
 
 @pytest.mark.parametrize(("folder", "extras", "apart"), PARTS, ids=[part[0] for part in PARTS])
-def test_what_a_part_imports_is_in_its_extras(folder: str, extras: list[str], apart: set[str]) -> None:
+def test_imports_of_each_part_are_declared_in_its_extras(folder: str, extras: list[str], apart: set[str]) -> None:
     requirements = requirements_of(PROJECT["dependencies"], PROJECT["optional-dependencies"], extras)
     declared = {canonical(re.split(r"[\[<>=~! ]", line, maxsplit=1)[0]) for line in requirements} | apart
     imported = third_party(ROOT / folder)

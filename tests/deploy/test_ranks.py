@@ -43,12 +43,12 @@ def test_a_ranks_own_flags_win_over_those_that_were_given() -> None:
 
 
 @pytest.mark.parametrize(("address", "ranks"), [("unix:/tmp/worker.sock", 2), ("localhost", 2), ("host:1", 0)])
-def test_what_cannot_be_counted_from_is_refused(address: str, ranks: int) -> None:
+def test_addresses_and_rank_counts_without_consecutive_ports_are_refused(address: str, ranks: int) -> None:
     with pytest.raises(ConfigurationError):
         commands_of(Settings(worker=WorkerSettings(address=address)), ranks=ranks, cores=1, arguments=[])
 
 
-async def test_one_that_ends_takes_the_others_along(tmp_path: Path) -> None:
+async def test_a_rank_that_ends_stops_the_others(tmp_path: Path) -> None:
     lasting = (sys.executable, "-c", SLEEP, str(tmp_path / "pid"))
     failing = (sys.executable, "-c", f"import os, time\nwhile not os.path.exists({str(tmp_path / 'pid')!r}): "
                "time.sleep(0.01)\ntime.sleep(0.2); raise SystemExit(75)")  # fmt: skip
@@ -56,11 +56,11 @@ async def test_one_that_ends_takes_the_others_along(tmp_path: Path) -> None:
     assert not is_running(int((tmp_path / "pid").read_text()))
 
 
-async def test_one_that_ends_well_is_a_failure_of_the_group() -> None:
+async def test_a_rank_that_exits_normally_is_a_failure_of_the_group() -> None:
     assert await asyncio.wait_for(run_together([(sys.executable, "-c", "")]), 30) == 1
 
 
-async def test_a_signal_ends_all_and_is_no_failure(tmp_path: Path) -> None:
+async def test_a_signal_ends_all_ranks_and_is_not_a_failure(tmp_path: Path) -> None:
     paths = [tmp_path / "first", tmp_path / "second"]
     running = asyncio.create_task(run_together([(sys.executable, "-c", SLEEP, str(path)) for path in paths]))
     await until(lambda: all(path.exists() and path.read_text() for path in paths))

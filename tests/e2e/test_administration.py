@@ -60,7 +60,7 @@ def own_address() -> str:
         return str(probe.getsockname()[0])
 
 
-def test_a_local_person_administers(keyless: Served) -> None:
+def test_a_local_person_may_administer(keyless: Served) -> None:
     for host in ("127.0.0.1", "localhost"):
         url = f"http://{host}:{port_of(keyless)}"
         assert statuses(url, (*ADMIN, *USER, *OPEN)) == [200] * 12
@@ -75,12 +75,12 @@ def test_a_local_person_administers(keyless: Served) -> None:
         {"origin": "https://evil.example"},
     ],
 )
-def test_a_proxy_on_the_machine_and_a_foreign_page_do_not(keyless: Served, headers: dict[str, str]) -> None:
+def test_a_local_proxy_and_a_foreign_page_may_not_administer(keyless: Served, headers: dict[str, str]) -> None:
     assert statuses(keyless.url, ADMIN, **headers) == [403] * 5
     assert statuses(keyless.url, (*USER, *OPEN), **headers) == [200] * 7
 
 
-def test_neither_does_nginx_as_it_comes(keyless: Served) -> None:
+def test_nginx_with_default_settings_may_not_administer(keyless: Served) -> None:
     # `proxy_pass http://127.0.0.1:PORT;` and nothing else: HTTP/1.0, the server's own address as Host, no header more.
     host = f"127.0.0.1:{port_of(keyless)}"
     with socket.create_connection(("127.0.0.1", port_of(keyless)), timeout=60) as proxy:
@@ -89,21 +89,21 @@ def test_neither_does_nginx_as_it_comes(keyless: Served) -> None:
             assert b" 403 " in answer.readline()
 
 
-def test_a_rebound_name_is_told_which_setting_to_use(keyless: Served) -> None:
+def test_refusing_a_rebound_host_name_names_the_setting_that_allows_it(keyless: Served) -> None:
     assert statuses(keyless.url, (*ADMIN, *USER), host="evil.example") == [403] * 9
     assert statuses(keyless.url, OPEN, host="evil.example") == [200] * 3
     answer = httpx.get(f"{keyless.url}/v1/models", headers={"host": "evil.example"}, trust_env=False)
     assert "gateway.allowed_hosts" in answer.json()["error"]["message"]
 
 
-def test_another_machine_does_not_administer_whatever_it_says(keyless: Served) -> None:
+def test_another_machine_may_not_administer_whatever_its_host_header(keyless: Served) -> None:
     url = f"http://{own_address()}:{port_of(keyless)}"
     for headers in ({}, {"host": "localhost"}, {"host": "pando-gateway.llm.svc"}):
         assert statuses(url, ADMIN, **headers) == [403] * 5
         assert statuses(url, (*USER, *OPEN), **headers) == [200] * 7
 
 
-def test_with_keys_only_an_admin_s_administers(guarded: Served) -> None:
+def test_with_keys_only_an_admin_key_administers(guarded: Served) -> None:
     assert statuses(guarded.url, (*ADMIN, *USER)) == [401] * 9
     assert statuses(guarded.url, ADMIN, authorization="Bearer ann") == [403] * 5
     assert statuses(guarded.url, USER, authorization="Bearer ann") == [200] * 4

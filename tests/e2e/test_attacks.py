@@ -42,7 +42,7 @@ def verdicts(path: Path) -> dict[tuple[str, str], str]:
 
 
 @pytest.mark.timeout(600)
-def test_exact_oracles_see_through_the_shared_cache_and_not_through_the_user_aware_one(tmp_path: Path) -> None:
+def test_exact_oracles_find_leaks_in_the_shared_cache_only(tmp_path: Path) -> None:
     def attacked(mode: str) -> dict[tuple[str, str], str]:
         path = tmp_path / f"{mode}.json"
         # The order in which equals happen to be served says something once in forty times: the same one each time.
@@ -66,7 +66,7 @@ def test_exact_oracles_see_through_the_shared_cache_and_not_through_the_user_awa
 
 
 @pytest.mark.timeout(600)
-def test_made_up_people_get_through_the_shared_cache_and_not_through_the_user_aware_one(tmp_path: Path) -> None:
+def test_invented_users_find_leaks_in_the_shared_cache_only(tmp_path: Path) -> None:
     def attacked(mode: str) -> dict[str, dict[str, Any]]:
         path = tmp_path / f"{mode}.json"
         flags = ["--modes", mode, "--oracles", *INVENTIONS, "--thresholds", "--seed", "7", "--json", str(path)]
@@ -104,7 +104,7 @@ def test_forged_pages_in_storage_are_misses(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.soak
 @pytest.mark.timeout(3600)
-def test_all_oracles_find_what_is_claimed_of_every_mode(tmp_path: Path) -> None:
+def test_all_oracles_confirm_the_claims_about_every_mode(tmp_path: Path) -> None:
     path = tmp_path / "attack.json"
     assert main(["attack", "--launch", "--json", str(path)]) == 0
     found = verdicts(path)
@@ -121,7 +121,7 @@ def test_all_oracles_find_what_is_claimed_of_every_mode(tmp_path: Path) -> None:
 
 
 @pytest.mark.timeout(300)
-def test_long_outputs_are_seen_to_hold_a_victim_back_where_rows_are_not_shared() -> None:
+def test_the_oracle_detects_long_outputs_that_delay_a_victim_without_fair_shares() -> None:
     """The oracle's own control: what it finds closed under fair shares is open when requests are served by arrival."""
     settings = (*NO_MODEL_SETTINGS, *(each.replace("policy=fair", "policy=fcfs") for each in FAIR))
     with launched(Launch(mode="user_aware", settings=settings)) as up:

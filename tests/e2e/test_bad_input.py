@@ -51,7 +51,7 @@ def test_broken_json_is_refused(served: Served) -> None:
     assert answer.json()["error"]["message"]
 
 
-def test_a_body_of_10_mb_is_answered_and_leaves_the_server_well(served: Served) -> None:
+def test_a_body_of_10_mb_is_refused_and_the_server_stays_healthy(served: Served) -> None:
     body = json.dumps({"model": served.model, "messages": [{"role": "user", "content": "x" * 10_000_000}]})
     with served.leaving_nothing_behind(), served.http() as http:
         answer = http.post("/v1/chat/completions", content=body, headers={"content-type": "application/json"})
@@ -60,7 +60,7 @@ def test_a_body_of_10_mb_is_answered_and_leaves_the_server_well(served: Served) 
     assert "Paris" in served.complete()
 
 
-def test_bad_requests_do_not_disturb_a_stream_beside_them(served: Served) -> None:
+def test_bad_requests_do_not_disturb_a_concurrent_request(served: Served) -> None:
     expected = served.complete("Once upon a time", max_tokens=60, user="undisturbed")
     result: list[str] = []
     good = threading.Thread(

@@ -44,7 +44,7 @@ def test_control_plane_measures_every_part(tmp_path: Path, capsys: pytest.Captur
 
 @pytest.mark.timeout(600)
 @pytest.mark.soak
-def test_tenants_measures_modes_beside_each_other(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_tenants_measures_several_modes_and_compares_them(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "r.json"
     small = ["--rounds", "1", "--users", "8", "--modes", "isolated", "user_aware", "--epoch-seconds", "1"]
     assert main(["bench", "tenants", *FAKE, *small, "--json", str(path)]) == 0

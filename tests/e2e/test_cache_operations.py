@@ -102,7 +102,7 @@ def pando(served: Served, *arguments: str, admin: bool = True) -> subprocess.Com
     return subprocess.run(command, capture_output=True, text=True, timeout=150, check=False, env={"COLUMNS": "200"})
 
 
-def test_a_prompt_with_a_key_is_never_shared_beyond_it_and_one_without_becomes_so(aware: Served) -> None:
+def test_a_prompt_is_shared_only_up_to_a_secret(aware: Served) -> None:
     secret = f"{KEEPER}Use the key {KEY} for the catalogue. {KEEPER}"
     with aware.leaving_nothing_behind():
         for number in range(5):
@@ -202,7 +202,7 @@ BAD_USERS: dict[str, tuple[bytes, int]] = {
 
 
 @pytest.mark.parametrize(("user", "status"), BAD_USERS.values(), ids=BAD_USERS.keys())
-def test_a_user_id_that_cannot_be_one_is_refused_at_the_gateway(aware: Served, user: bytes, status: int) -> None:
+def test_an_invalid_user_id_is_refused_at_the_gateway(aware: Served, user: bytes, status: int) -> None:
     body = b'{"model": "%s", "prompt": "Hi", "max_tokens": 2, "user": %s}' % (aware.model.encode(), user)
     views = aware.state().cache_accounting.views
     with aware.leaving_nothing_behind(), aware.http() as http:
@@ -231,7 +231,7 @@ def test_unnamed_requests_share_with_each_other_and_with_no_named_user(aware: Se
     ],
     ids=["no tenant", "no user", "control character", "10 MB"],
 )
-def test_a_direct_caller_of_tokenizer_or_scheduler_is_refused_alike(
+def test_tokenizer_and_scheduler_refuse_invalid_identities_of_direct_callers(
     aware: Served, tenant: str, user: str, words: str
 ) -> None:
     view = common_pb2.View(subject=common_pb2.Subject(tenant=tenant, name=user))
@@ -255,7 +255,7 @@ def test_a_direct_caller_of_tokenizer_or_scheduler_is_refused_alike(
         assert words in admission.rejected.message
 
 
-def test_bytes_that_are_no_utf_8_end_only_the_stream_they_came_by(aware: Served) -> None:
+def test_invalid_utf_8_ends_only_its_own_stream(aware: Served) -> None:
     good = scheduler_pb2.ScheduleRequest(
         request_id="direct",
         view=common_pb2.View(subject=common_pb2.Subject(tenant="default", name="USER")),

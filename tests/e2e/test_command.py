@@ -83,7 +83,7 @@ def children_of(pid: int) -> list[int]:
     return [int(child) for child in listed]
 
 
-def test_it_shows_a_curl_that_works_and_ends_cleanly_at_ctrl_c(up: Up, runtime: dict[str, str]) -> None:
+def test_up_shows_a_working_curl_command_and_ends_cleanly_on_ctrl_c(up: Up, runtime: dict[str, str]) -> None:
     up.wait_for("Press Ctrl-C to stop")
     children = children_of(up.process.pid)
     assert len(children) == 5
@@ -105,7 +105,7 @@ def test_it_shows_a_curl_that_works_and_ends_cleanly_at_ctrl_c(up: Up, runtime: 
     assert {"gateway", "tokenizer", "scheduler", "worker", "detokenizer", "pando"} <= prefixes
 
 
-def test_its_services_die_with_it_when_it_is_killed(up: Up) -> None:
+def test_services_die_when_pando_up_is_killed(up: Up) -> None:
     up.wait_for("Press Ctrl-C to stop")
     children = children_of(up.process.pid)
     up.end(signal.SIGKILL)
@@ -131,7 +131,7 @@ def test_an_open_stream_finishes_before_the_end(up: Up) -> None:
     assert up.process.wait(timeout=120) == 0
 
 
-def test_one_wish_that_comes_as_two_signals_still_lets_a_stream_finish(up: Up) -> None:
+def test_two_termination_signals_in_quick_succession_let_a_stream_finish(up: Up) -> None:
     with long_stream(up) as lines:
         up.process.send_signal(signal.SIGTERM)
         time.sleep(0.1)
@@ -140,7 +140,7 @@ def test_one_wish_that_comes_as_two_signals_still_lets_a_stream_finish(up: Up) -
     assert up.process.wait(timeout=120) == 0
 
 
-def test_a_taken_port_is_an_error_that_says_what_to_do(runtime: dict[str, str]) -> None:
+def test_a_taken_port_is_an_error_that_names_the_flag(runtime: dict[str, str]) -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()

@@ -58,7 +58,7 @@ def async_client(served: Served) -> openai.AsyncOpenAI:
     )
 
 
-def test_validation_is_on(client: openai.OpenAI) -> None:
+def test_the_sdk_validates_responses(client: openai.OpenAI) -> None:
     """What these tests rest on: an answer of another shape is an error."""
     with pytest.raises(openai.APIResponseValidationError):
         client.get("/models", cast_to=openai.types.CreateEmbeddingResponse)

@@ -80,7 +80,7 @@ def test_a_client_that_does_not_stream_frees_everything_too(served: Served) -> N
         wait_until(lambda: not phases(served), timeout_s=30)
 
 
-def test_the_same_work_goes_on_after_many_disconnects(served_fake: Served) -> None:
+def test_the_server_still_answers_after_many_disconnects(served_fake: Served) -> None:
     body = {"model": served_fake.model, "prompt": "Hello", "max_tokens": 4000, "stream": True, "ignore_eos": True}
     with served_fake.leaving_nothing_behind(), served_fake.http() as http:
         for _ in range(40):

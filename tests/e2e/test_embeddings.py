@@ -103,7 +103,7 @@ def test_scores_and_rankings_follow_from_embeddings(encoder: Served, reference: 
     assert ranked["results"][0]["document"]["text"] == TEXTS[1:][best[0]]
 
 
-def test_what_the_encoder_cannot_do_is_said_with_what_it_can(encoder: Served) -> None:
+def test_an_encoder_refuses_generation_and_names_the_embeddings_endpoint(encoder: Served) -> None:
     client = encoder.client()
     with pytest.raises(BadRequestError, match="/v1/embeddings") as refused:
         client.chat.completions.create(model=encoder.model, messages=[{"role": "user", "content": "Hello"}])
@@ -132,7 +132,7 @@ def test_wrong_inputs_are_refused_by_their_field(encoder: Served) -> None:
     wait_until(encoder.is_idle)
 
 
-def test_a_client_that_leaves_takes_its_inputs_with_it(encoder: Served) -> None:
+def test_inputs_of_a_disconnected_client_are_dropped(encoder: Served) -> None:
     host, port = encoder.url.removeprefix("http://").split(":")
     content = json.dumps({"model": encoder.model, "input": TEXTS[4:5] * 2048}).encode()
     head = (
@@ -150,7 +150,7 @@ def test_a_client_that_leaves_takes_its_inputs_with_it(encoder: Served) -> None:
 
 
 @pytest.mark.parametrize("name", ["worker", "scheduler"])
-def test_a_service_that_dies_costs_a_pause_only(encoder: Served, reference: NDArray[np.float32], name: str) -> None:
+def test_embeddings_survive_the_death_of_a_service(encoder: Served, reference: NDArray[np.float32], name: str) -> None:
     got: list[NDArray[np.float32]] = []
     asking = threading.Thread(target=lambda: got.append(vectors_of(encoder, TEXTS[4:] * 150)))
     asking.start()
@@ -164,7 +164,7 @@ def test_a_service_that_dies_costs_a_pause_only(encoder: Served, reference: NDAr
 
 
 @pytest.mark.parametrize("pooling", ["last", "mean"])
-def test_the_decoder_embeds_beside_what_it_generates(served: Served, pooling: str) -> None:
+def test_a_decoder_embeds_and_generates_concurrently(served: Served, pooling: str) -> None:
     texts = [*TEXTS[:3], TEXTS[4] * 3]
     options = {"extra_body": {"pooling": pooling, "user": "embedding"}}
     with served.leaving_nothing_behind():

@@ -40,7 +40,7 @@ def port_of(served: Served) -> int:
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-async def test_a_thousand_wrong_requests_leave_no_page_and_disturb_nobody(served: Served) -> None:
+async def test_a_thousand_wrong_requests_leak_no_page_and_disturb_no_stream(served: Served) -> None:
     alone = await stream(served)
     make = partial(request, model=served.model)
     with served.leaving_nothing_behind():

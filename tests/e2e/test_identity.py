@@ -149,7 +149,7 @@ def test_a_revoked_key_is_refused_without_restart(guarded: Served, keys_file: Pa
     assert ask(guarded, "app-1").status_code == 200
 
 
-def test_what_enough_vouched_people_ask_is_shared_in_their_tenant(guarded: Served) -> None:
+def test_prompts_of_enough_vouched_subjects_are_shared_in_their_tenant(guarded: Served) -> None:
     """The control of all tests below, in which nothing may be shared."""
     prompt = text()
     assert [found(guarded, "trusted", prompt, user=f"person-{number}") for number in range(3)] == [0, 0, 0]
@@ -158,7 +158,7 @@ def test_what_enough_vouched_people_ask_is_shared_in_their_tenant(guarded: Serve
 
 
 @pytest.mark.parametrize("fields", [{}, {"session_id": "one-chat"}], ids=["names nobody", "names its session"])
-def test_1_1_three_turns_of_a_chat_find_themselves_and_stay_private(guarded: Served, fields: dict[str, str]) -> None:
+def test_1_1_turns_of_a_chat_find_its_earlier_turns_and_stay_private(guarded: Served, fields: dict[str, str]) -> None:
     chats = {stranger: text() for stranger in STRANGERS}
     for turn in range(4):
         for stranger, chat in chats.items():
@@ -173,9 +173,7 @@ def test_1_1_three_turns_of_a_chat_find_themselves_and_stay_private(guarded: Ser
 
 
 @pytest.mark.parametrize("fields", [{}, {"session_id": "one-chat"}], ids=["names nobody", "names its session"])
-def test_1_1_without_keys_a_chat_on_this_machine_finds_itself_and_clients_elsewhere_do_not(
-    laptop: Served, fields: dict[str, str]
-) -> None:
+def test_1_1_without_keys_only_a_local_chat_finds_its_earlier_turns(laptop: Served, fields: dict[str, str]) -> None:
     chat = text()
     for turn in range(4):
         assert (found(laptop, "", chat, **fields) > 0) is (turn > 0)
@@ -189,7 +187,7 @@ def test_1_1_without_keys_a_chat_on_this_machine_finds_itself_and_clients_elsewh
 
 
 @pytest.mark.parametrize("field", ["session_id", "prompt_cache_key", "cache_salt", "user"])
-def test_1_2_three_conversations_of_one_person_are_one_person_s(guarded: Served, field: str) -> None:
+def test_1_2_conversations_of_one_person_count_as_one_subject(guarded: Served, field: str) -> None:
     repositories = {stranger: text() for stranger in STRANGERS}
     for repository in repositories.values():
         seen = [found(guarded, "ann-laptop", repository, **{field: f"conversation-{number}"}) for number in range(4)]
@@ -201,7 +199,7 @@ def test_1_2_three_conversations_of_one_person_are_one_person_s(guarded: Served,
         assert found(guarded, "ann-laptop", repository, **{field: "conversation-0"}) > 0
 
 
-def test_1_2_an_anthropic_client_s_sessions_are_no_people(guarded: Served) -> None:
+def test_1_2_sessions_of_an_anthropic_client_are_not_separate_subjects(guarded: Served) -> None:
     def found_in_message(key: str, words: str, user: str) -> int:
         body = {"model": guarded.model, "max_tokens": 2, "messages": [{"role": "user", "content": words}]}
         with guarded.http() as http:
@@ -219,7 +217,7 @@ def test_1_2_an_anthropic_client_s_sessions_are_no_people(guarded: Served) -> No
 
 
 @pytest.mark.parametrize("field", ["user", "session_id", "prompt_cache_key", "cache_salt"])
-def test_1_3_three_made_up_names_of_a_rival_do_not_show_who_holds_a_text(guarded: Served, field: str) -> None:
+def test_1_3_three_invented_names_do_not_reveal_a_rival_s_cached_texts(guarded: Served, field: str) -> None:
     held, other = [text() for _ in range(5)], [text() for _ in range(5)]
     for number, prompt in enumerate(held):
         found(guarded, "trusted", prompt, user=f"victim-{number}")
@@ -241,7 +239,7 @@ def test_1_3_text_that_a_tenant_shares_is_not_found_by_another(guarded: Served) 
     assert found(guarded, "third", prompt) == 0
 
 
-def test_1_5_made_up_names_of_a_rival_do_not_switch_sharing_off(guarded: Served) -> None:
+def test_1_5_invented_names_of_a_rival_do_not_disable_sharing(guarded: Served) -> None:
     prompt = text()
     for number in range(3):
         found(guarded, "trusted", prompt, user=f"holder-{number}")

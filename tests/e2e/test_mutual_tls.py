@@ -150,7 +150,7 @@ def test_the_gateway_speaks_no_plaintext(pipeline: TlsPipeline) -> None:
 
 
 @pytest.mark.parametrize("who", ["stranger", "expired", "nobody"])
-def test_others_are_refused_by_the_gateway(pipeline: TlsPipeline, who: str) -> None:
+def test_the_gateway_refuses_clients_without_a_valid_certificate(pipeline: TlsPipeline, who: str) -> None:
     shown = {
         "stranger": pipeline.stranger.issue("guest", believes=pipeline.authority.path),
         "expired": pipeline.authority.issue("late", expired=True),
@@ -179,7 +179,7 @@ def test_ports_for_probes_answer_nothing_but_health(pipeline: TlsPipeline, servi
 
 @pytest.mark.parametrize("service", [name for name in SERVICES if name != "gateway"])
 @pytest.mark.parametrize("who", ["stranger", "expired", "nobody", "plaintext"])
-def test_others_are_refused_at_each_port(pipeline: TlsPipeline, service: str, who: str) -> None:
+def test_each_port_refuses_callers_without_a_valid_certificate(pipeline: TlsPipeline, service: str, who: str) -> None:
     assert check(pipeline.address(service), credentials(pipeline.identities["gateway"])) is None
     match who:
         case "stranger":
@@ -228,7 +228,7 @@ def test_every_method_that_a_service_offers_is_in_the_table(pipeline: TlsPipelin
     assert methods - health == CALLERS[f"pando.v1.{service.capitalize()}"].keys()
 
 
-def test_what_is_refused_is_seen_by_the_service_that_refuses(pipeline: TlsPipeline) -> None:
+def test_a_refused_call_is_logged_and_counted_by_the_refusing_service(pipeline: TlsPipeline) -> None:
     with grpc.secure_channel(pipeline.address("worker"), credentials(pipeline.identities["gateway"])) as channel:
         assert code_of(channel, "/pando.v1.Worker/Execute", TOKEN) is grpc.StatusCode.PERMISSION_DENIED
     log = (pipeline.directory / "worker.log").read_text()
@@ -240,7 +240,7 @@ def test_what_is_refused_is_seen_by_the_service_that_refuses(pipeline: TlsPipeli
     assert 'pando_rpc_refused_total{method="/pando.v1.Worker/Execute",role="gateway"}' in metrics
 
 
-def test_a_command_with_the_certificate_of_a_service_is_refused_what_is_an_operators(pipeline: TlsPipeline) -> None:
+def test_a_command_with_a_service_s_certificate_may_not_call_operator_methods(pipeline: TlsPipeline) -> None:
     own = pipeline.identities["detokenizer"]
     variables = {f"PANDO_RPC__{name.upper()}": str(getattr(own, name)) for name in ("certificate", "key", "authority")}
     state = pando("state", "--scheduler", pipeline.address("scheduler"), **variables, PANDO_RPC__TOKEN=TOKEN)
@@ -248,7 +248,7 @@ def test_a_command_with_the_certificate_of_a_service_is_refused_what_is_an_opera
     assert "the role detokenizer may not call /pando.v1.Scheduler/GetState" in state.stderr
 
 
-def test_people_chat_and_look_into_the_scheduler_with_certificates_of_their_own(pipeline: TlsPipeline) -> None:
+def test_operators_chat_and_inspect_the_scheduler_with_their_own_certificates(pipeline: TlsPipeline) -> None:
     own = pipeline.operator
     shown = ["--authority", own.authority, "--certificate", own.certificate, "--key", own.key]
     chat = pando("chat", "--url", pipeline.url, "--max-tokens", "5", "--prompt", "Hello", *shown)

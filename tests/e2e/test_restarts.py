@@ -50,7 +50,7 @@ def kill_and_wait_until_replaced(served: Served, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", SERVICES)
-def test_it_serves_again_and_an_open_request_ends_with_its_answer_or_a_clear_error(
+def test_a_killed_service_recovers_and_an_open_request_ends_with_answer_or_error(
     served_fake: Served, name: str
 ) -> None:
     wait_until(lambda: serves(served_fake), RECOVERY_S)
@@ -92,7 +92,7 @@ def test_the_real_model_answers_again_and_rightly(served: Served, name: str) -> 
 
 
 @pytest.mark.parametrize("name", ["tokenizer", "scheduler", "worker", "detokenizer"])
-def test_ready_says_no_while_a_service_is_away_and_yes_again_afterwards(served_fake: Served, name: str) -> None:
+def test_readiness_is_lost_while_a_service_is_down_and_returns_afterwards(served_fake: Served, name: str) -> None:
     wait_until(served_fake.is_ready, RECOVERY_S)
     served_fake.deployment.kill(name)
     wait_until(lambda: not served_fake.is_ready(), timeout_s=120, step_s=0.01)
@@ -103,7 +103,7 @@ def test_ready_says_no_while_a_service_is_away_and_yes_again_afterwards(served_f
     assert served_fake.complete("Hi", max_tokens=2)
 
 
-def test_what_ready_promises_holds_right_after_the_start(served_fake: Served) -> None:
+def test_a_service_that_reports_ready_answers_at_once(served_fake: Served) -> None:
     assert served_fake.is_ready()
     started = time.monotonic()
     assert served_fake.complete("Hi", max_tokens=2)

@@ -132,7 +132,7 @@ def test_time_ends_a_session_and_quotas_refuse(http: httpx.Client) -> None:
     assert state(http)["tiers"][0]["free_pages"] == "96"
 
 
-def test_an_urgent_request_makes_running_ones_wait_which_then_go_on(http: httpx.Client) -> None:
+def test_an_urgent_request_preempts_running_ones_which_then_continue(http: httpx.Client) -> None:
     prompts = [[3000 + 100 * number + i for i in range(2 * PAGE)] for number in range(2)]
     undisturbed = [generate(http, prompt, 400, user_id="before")["output_ids"] for prompt in prompts]
     answers: dict[int, dict[str, Any]] = {}

@@ -51,7 +51,7 @@ def wait_for(condition: Callable[[], bool], limit_s: float = 60.0) -> None:
         time.sleep(0.02)
 
 
-def test_both_are_listed_and_answer_by_their_names(both: Served) -> None:
+def test_both_models_are_listed_and_answer_by_name(both: Served) -> None:
     client = both.client()
     listed = {model.id: model.model_dump() for model in client.models.list()}
     assert {name: model["max_model_len"] for name, model in listed.items()} == {"small": 512, "large": 8192}

@@ -143,7 +143,7 @@ def flipped(content: bytes) -> bytes:
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_whoever_can_write_the_directory_forges_nothing(place: Path, run_root: Path, ranks: int) -> None:
+def test_write_access_to_the_directory_does_not_allow_forged_pages(place: Path, run_root: Path, ranks: int) -> None:
     """Pages of others, altered pages and pages from backups are computed as if they were not there."""
     files, pages = place / "files", ranks * WHOLE_PAGES // 16
     with served_with(str(files), place, run_root, ranks) as served:

@@ -87,7 +87,7 @@ def generate(served: Served, **sampling: Any) -> str:
     return text
 
 
-def test_the_sdk_parses_what_comes_into_models(served: Served) -> None:
+def test_the_sdk_parses_answers_into_pydantic_models(served: Served) -> None:
     chat_client, responses = served.client().chat.completions, served.client().responses
     answer = chat_client.parse(model=served.model, messages=CHAT, response_format=Report, max_tokens=200, temperature=1)
     assert answer.choices[0].finish_reason == "stop"
@@ -108,7 +108,7 @@ def test_choices_that_are_streamed_conform_each(served: Served) -> None:
     assert finishes == {0: "stop", 1: "stop"}
 
 
-def test_each_way_to_ask_for_a_form_is_honoured(served: Served) -> None:
+def test_each_parameter_for_a_format_is_honoured(served: Served) -> None:
     complete = served.client().completions
     plain: Any = {"model": served.model, "prompt": "x", "max_tokens": 60}
     for field, value, pattern in (
@@ -129,7 +129,7 @@ def test_each_way_to_ask_for_a_form_is_honoured(served: Served) -> None:
     assert answer.choices[0].message.content == "{}"
 
 
-def test_other_sampling_goes_beside_a_form(served: Served) -> None:
+def test_other_sampling_parameters_work_together_with_a_grammar(served: Served) -> None:
     def text_of(**fields: Any) -> str:
         plain: Any = {"model": served.model, "prompt": "One, two,", "max_tokens": 24, "temperature": 0}
         text: str = served.client().completions.create(extra_body=fields, **plain).choices[0].text
@@ -162,7 +162,9 @@ def test_other_sampling_goes_beside_a_form(served: Served) -> None:
         ),
     ],
 )
-def test_what_cannot_be_followed_is_refused_by_its_name(served: Served, body: dict[str, Any], param: str) -> None:
+def test_invalid_grammars_are_refused_with_their_parameter_s_name(
+    served: Served, body: dict[str, Any], param: str
+) -> None:
     with pytest.raises(BadRequestError) as refused:
         served.client().completions.create(model=served.model, prompt="x", max_tokens=4, extra_body=body)
     assert refused.value.param == param
@@ -234,7 +236,7 @@ def test_the_same_seed_gives_the_same_output_whatever_else_runs(served: Served) 
     assert len(set(together)) > 1
 
 
-def test_what_a_form_forces_takes_no_pass_and_is_told_like_the_rest(served: Served) -> None:
+def test_tokens_forced_by_a_grammar_skip_the_forward_pass_and_are_reported_normally(served: Served) -> None:
     def ask(**fields: Any) -> Any:
         return chat(served, FORECAST, seed=4, temperature=1.1, **fields)
 
@@ -297,7 +299,7 @@ def written(served: Served) -> dict[str, Any]:
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("name", CORPUS)
-def test_the_real_model_writes_what_is_valid(written: dict[str, Any], name: str) -> None:
+def test_the_real_model_writes_valid_json(written: dict[str, Any], name: str) -> None:
     answer = written[name]
     if answer.finish_reason == "stop":
         jsonschema.validate(json.loads(str(answer.message.content)), CORPUS[name])

@@ -87,7 +87,7 @@ def test_responses_are_created_streamed_continued_and_deleted(served: Served) ->
         client.responses.retrieve(first.id)
 
 
-def test_messages_say_what_the_chat_says(served: Served) -> None:
+def test_messages_and_chat_return_the_same_text(served: Served) -> None:
     chat = served.client().chat.completions.create(model=served.model, messages=CHAT, max_tokens=12, temperature=0)
     with served.http() as http:
         body = {"model": served.model, "max_tokens": 12, "messages": CHAT, "temperature": 0}

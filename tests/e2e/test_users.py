@@ -39,7 +39,7 @@ def test_the_second_turn_of_a_conversation_reuses_the_first(served: Served) -> N
     assert second >= 120
 
 
-def test_nobody_profits_from_what_another_user_asked(served: Served) -> None:
+def test_a_prompt_of_one_user_gives_others_no_cache_hits(served: Served) -> None:
     def ask(weather: str, user: str | None) -> int:
         # Unlike any other prompt from its first words on: three users make what they share public.
         messages: list[ChatCompletionMessageParam] = [
@@ -53,7 +53,7 @@ def test_nobody_profits_from_what_another_user_asked(served: Served) -> None:
     assert [ask("sunny", user) for user in ("alice", None)] == [0, 0]
 
 
-async def test_32_users_stream_at_the_same_time_and_each_gets_the_own_answer(served: Served) -> None:
+async def test_32_users_stream_concurrently_and_each_gets_its_own_answer(served: Served) -> None:
     client = served.async_client()
     questions = [f"Count from {first} to {first + 5}: {first}, {first + 1}," for first in range(1, 33)]
     with served.leaving_nothing_behind():

@@ -155,7 +155,7 @@ async def test_a_signal_ends_the_process_though_the_engine_is_busy(
 
 
 @pytest.mark.slow
-async def test_two_ranks_generate_what_one_does_and_survive_the_loss_of_either(launcher: Launcher) -> None:
+async def test_two_ranks_generate_the_same_as_one_and_survive_the_loss_of_either(launcher: Launcher) -> None:
     save_tiny_llama(launcher.directory)
     spec = group_spec(launcher.directory)
     ranks = [await launcher.start(), await launcher.start()]
@@ -193,7 +193,7 @@ async def assert_fails(rank: Rank, plan: StepPlan) -> None:
     assert (await rank.stub.GetState(worker_pb2.GetWorkerStateRequest())).state == "FAILED"
 
 
-async def test_ranks_on_hosts_of_their_own_generate_what_one_does(launcher: Launcher, two_hosts: list[Host]) -> None:
+async def test_ranks_on_separate_hosts_generate_the_same_as_one_rank(launcher: Launcher, two_hosts: list[Host]) -> None:
     save_tiny_llama(launcher.directory)
     alone = await launcher.start()
     await alone.configure(replace(group_spec(launcher.directory), world_size=1, rendezvous=""))

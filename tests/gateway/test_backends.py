@@ -73,7 +73,7 @@ async def test_the_model_that_is_named_answers(asked: str, answers: str) -> None
     assert native["text"] == answers
 
 
-async def test_an_unknown_name_is_told_what_there_is() -> None:
+async def test_an_unknown_model_name_is_refused_with_the_known_ones() -> None:
     error = error_of(await TwoModels().chat(model="huge"), 404)
     assert error["code"] == "model_not_found"
     assert error["param"] == "model"
@@ -92,7 +92,7 @@ async def test_without_a_name_the_default_answers_if_there_is_one() -> None:
     assert native.json()["text"] == "large"
 
 
-async def test_all_models_are_listed_with_what_they_are() -> None:
+async def test_all_models_are_listed_with_kind_and_context_length() -> None:
     encoder = FakedModel("minilm", FakePipeline(), is_encoder=True)
     gateway = TwoModels(encoder)
     listed = (await gateway.get("/v1/models")).json()["data"]
@@ -116,7 +116,7 @@ async def test_an_encoder_generates_nothing() -> None:
         assert "/v1/embeddings" in error_of(response, 400)["message"]
 
 
-async def test_a_model_whose_services_are_away_is_a_503_and_the_others_go_on() -> None:
+async def test_a_model_with_unreachable_services_gives_503_and_other_models_still_answer() -> None:
     gateway = TwoModels(admission_deadline_s=0.0)
     gateway.small.model.error = UnavailableError("the tokenizer is away")
     assert error_of(await gateway.chat(model="small"), 503)["message"] == "the tokenizer is away"
@@ -141,7 +141,7 @@ async def test_an_interrupted_choice_is_resumed_at_its_own_model() -> None:
     assert not gateway.small.pipeline.submitted
 
 
-async def test_readiness_tells_of_each_model() -> None:
+async def test_readiness_is_reported_per_model() -> None:
     gateway = TwoModels()
     assert (await gateway.get("/ready")).json() == {"status": "ready", "missing": []}
     gateway.large.readiness.lacking = ["tokenizer: not connected"]
@@ -184,7 +184,7 @@ async def test_metrics_name_the_model() -> None:
     assert 'pando_gateway_completion_tokens_total{model="large"} 1.0' in text
 
 
-async def test_services_that_serve_another_model_than_they_should_are_of_no_use() -> None:
+async def test_services_of_another_model_than_configured_are_refused() -> None:
     gateway = TwoModels()
     gateway.large.model.card = replace(CARD, name="small")
     assert "serve 'small'" in error_of(await gateway.chat(model="large"), 503)["message"]

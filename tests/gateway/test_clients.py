@@ -53,7 +53,7 @@ async def run(*command: str) -> None:
 
 
 @pytest.mark.parametrize("client", ["litellm", "langchain", "instructor", "anthropic"])
-async def test_client_is_content(client: str) -> None:
+async def test_third_party_clients_work(client: str) -> None:
     async with listening(gateway()) as port:
         await run(str(CLIENTS / "python"), str(HERE / f"{client}_smoke.py"), f"http://127.0.0.1:{port}")
 

@@ -125,7 +125,7 @@ async def test_client_tries_again_when_the_queue_was_full() -> None:
     assert len(gateway.pipeline.submitted) == 2
 
 
-async def test_client_does_not_repeat_what_would_fail_again() -> None:
+async def test_the_sdk_does_not_retry_failures_that_would_repeat() -> None:
     gateway = faked(rejects(RequestFailure(ErrorCode.INTERNAL, "a defect")))
     async with sdk(gateway, max_retries=2) as client:
         with pytest.raises(openai.InternalServerError):

@@ -101,7 +101,7 @@ async def test_request_waits_for_a_tokenizer_that_starts_again(tmp_path: Path) -
     assert response.json()["choices"][0]["message"]["content"] == "Hello world"
 
 
-async def test_ring_that_stays_away_is_503_in_time(tmp_path: Path) -> None:
+async def test_an_unreachable_pipeline_gives_503_within_the_deadline(tmp_path: Path) -> None:
     async with pipeline_servers(tmp_path) as services, gateway_over(services, admission_deadline_s=0.3) as client:
         await until_ready(client)
         assert (await client.get("/v1/models")).status_code == 200

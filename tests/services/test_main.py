@@ -31,7 +31,7 @@ def test_help_names_the_settings(service: str) -> None:
     assert f"--{service}.address" in done.stdout
 
 
-def test_a_model_that_is_not_there_ends_the_process_with_what_would_help(service: str, tmp_path: Path) -> None:
+def test_a_missing_model_ends_the_process_with_a_helpful_error(service: str, tmp_path: Path) -> None:
     address = f"unix:{tmp_path / 'socket'}"
     arguments = ("--model.reference", str(tmp_path / "missing"), f"--{service}.address", address)
     done = run(service, *arguments, "--rpc.plaintext", "true")
@@ -45,7 +45,7 @@ def test_an_unknown_flag_is_an_error(service: str) -> None:
     assert done.returncode == 2
 
 
-async def test_the_process_lives_until_it_is_told_to_stop(service: str, tmp_path: Path) -> None:
+async def test_the_process_runs_until_it_is_terminated(service: str, tmp_path: Path) -> None:
     address = f"unix:{tmp_path / 'socket'}"
     process = await asyncio.create_subprocess_exec(
         sys.executable, "-m", f"services.{service}", f"--{service}.address", address, "--rpc.plaintext", "true"

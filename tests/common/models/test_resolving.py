@@ -67,7 +67,7 @@ def test_gguf_file_is_accepted(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["absent", "weights.bin"])
-def test_anything_else_is_refused_with_what_is_accepted(tmp_path: Path, name: str) -> None:
+def test_any_other_model_reference_is_refused_with_a_list_of_accepted_ones(tmp_path: Path, name: str) -> None:
     (tmp_path / "weights.bin").write_bytes(b"")
     with pytest.raises(ConfigurationError, match=r"smollm2-135m-instruct.*config\.json.*\.gguf"):
         resolve(str(tmp_path / name))

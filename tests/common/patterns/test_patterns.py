@@ -47,7 +47,7 @@ def find(pattern: str, text: str) -> Match | None:
 @given(PATTERNS, st.text("abc1\n", max_size=12))
 @example("a.*b|ab", "acccb")
 @example("(?:ab|b)c", "abc")
-def test_finds_what_a_search_of_all_substrings_finds(pattern: str, text: str) -> None:
+def test_finds_the_same_match_as_a_search_of_all_substrings(pattern: str, text: str) -> None:
     if re.fullmatch(pattern, ""):
         with pytest.raises(InvalidRequestError, match="empty text"):
             compile_pattern(pattern)
@@ -57,7 +57,7 @@ def test_finds_what_a_search_of_all_substrings_finds(pattern: str, text: str) ->
 
 @examples(100)
 @given(PATTERNS.filter(lambda pattern: not re.fullmatch(pattern, "")), st.text("abc1", max_size=10))
-def test_a_match_never_begins_in_what_was_not_pending(pattern: str, text: str) -> None:
+def test_a_match_never_begins_in_released_text(pattern: str, text: str) -> None:
     matcher = PatternMatcher(compile_pattern(pattern))
     released = 0
     for count, character in enumerate(text, start=1):
@@ -90,7 +90,7 @@ def test_a_match_never_begins_in_what_was_not_pending(pattern: str, text: str) -
         "a++",
     ],
 )
-def test_what_needs_to_look_back_or_is_wrong_is_refused_by_name(pattern: str) -> None:
+def test_unsupported_and_invalid_patterns_are_refused_with_the_parameter_s_name(pattern: str) -> None:
     with pytest.raises(InvalidRequestError) as refused:
         compile_pattern(pattern)
     assert refused.value.param == "stop_regex"
@@ -105,7 +105,7 @@ def test_expressions_that_kill_backtracking_engines_take_linear_time() -> None:
     assert matcher.step("b") is not None
 
 
-def test_what_is_held_back_is_bounded() -> None:
+def test_pending_text_is_bounded() -> None:
     matcher = PatternMatcher(compile_pattern("(?s)a.*b"))
     for _ in range(MAX_SPAN + 500):
         matcher.step("a")

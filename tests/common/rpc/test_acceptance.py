@@ -48,7 +48,7 @@ async def test_a_stream_is_accepted_before_its_first_response() -> None:
         assert not call.done()
 
 
-async def test_metadata_alone_do_not_accept_a_stream() -> None:
+async def test_initial_metadata_alone_does_not_accept_a_stream() -> None:
     may_refuse = asyncio.Event()
 
     async def refuse(_request: bytes, context: Context) -> None:

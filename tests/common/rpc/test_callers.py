@@ -230,7 +230,7 @@ async def test_the_trust_domain_can_be_another(people: dict[str, Identity]) -> N
         assert (await called_by(people["gateway"], address, GATEWAY_ONLY))[0] is DENIED
 
 
-async def test_a_name_of_another_type_that_reads_like_a_role_is_none(
+async def test_a_dns_name_that_reads_like_a_role_grants_no_role(
     authority: Authority, people: dict[str, Identity]
 ) -> None:
     posing = authority.issue("posing", hosts=["spiffe://pando.internal/pando/gateway", "gateway"])
@@ -282,7 +282,7 @@ async def test_a_link_that_is_refused_never_connects_and_logs_the_reason_once(pe
     assert not connections
 
 
-def test_a_refusal_is_logged_again_after_a_connection_and_what_is_no_refusal_never() -> None:
+def test_a_refusal_is_logged_once_per_connection_and_other_failures_are_not() -> None:
     def failed(code: grpc.StatusCode) -> grpc.aio.AioRpcError:
         return grpc.aio.AioRpcError(code, grpc.aio.Metadata(), grpc.aio.Metadata(), "why")
 
@@ -306,7 +306,7 @@ def test_a_refusal_is_logged_again_after_a_connection_and_what_is_no_refusal_nev
         {"trust_domain": "spiffe://pando"},
     ],
 )
-def test_names_that_cannot_be_are_refused(settings: dict[str, object]) -> None:
+def test_invalid_peer_names_and_trust_domains_are_refused(settings: dict[str, object]) -> None:
     with pytest.raises(ValidationError):
         RpcSettings.model_validate(settings)
 

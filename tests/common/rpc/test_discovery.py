@@ -25,7 +25,7 @@ async def test_static_addresses_are_taken_as_they_are() -> None:
     assert found == (Found("a:1"), Found("unix:/run/b.sock"))
 
 
-async def test_a_name_stands_for_all_addresses_behind_it_now() -> None:
+async def test_a_name_resolves_to_all_its_current_addresses() -> None:
     names = Names()
     discovery = Discovery(["static:1", f"dns:{NAME}:50052"], names.resolve)
     names.answer = ["10.0.0.2:50052", "10.0.0.1:50052"]
@@ -34,7 +34,7 @@ async def test_a_name_stands_for_all_addresses_behind_it_now() -> None:
     assert await discovery.look() == (Found("static:1"), Found("10.0.0.3:50052", NAME))
 
 
-async def test_what_is_known_is_kept_while_the_name_service_is_away() -> None:
+async def test_known_addresses_are_kept_while_the_name_service_fails() -> None:
     names = Names()
     discovery = Discovery([f"dns:{NAME}:50052"], names.resolve)
     names.answer = ["10.0.0.1:50052"]

@@ -50,7 +50,7 @@ async def stub(tmp_path: Path) -> AsyncIterator[operations_pb2_grpc.OperationsAs
     await server.stop(0)
 
 
-async def test_the_answer_tells_the_level_before(stub: operations_pb2_grpc.OperationsAsyncStub) -> None:
+async def test_the_answer_contains_the_previous_level(stub: operations_pb2_grpc.OperationsAsyncStub) -> None:
     await stub.SetLogLevel(operations_pb2.SetLogLevelRequest(level=operations_pb2.LOG_LEVEL_ERROR))
     answer = await stub.SetLogLevel(operations_pb2.SetLogLevelRequest(level=operations_pb2.LOG_LEVEL_INFO))
     assert answer.previous == operations_pb2.LOG_LEVEL_ERROR

@@ -36,6 +36,6 @@ async def test_pauses_grow_up_to_a_bound_while_the_peer_stays_away() -> None:
     assert pauses[-1] == MAX_PAUSE_S
 
 
-async def test_a_connection_that_was_there_is_tried_again_soon() -> None:
+async def test_a_connection_that_had_succeeded_is_retried_soon() -> None:
     pauses = await pauses_after([False] * 5 + [True])
     assert pauses[-1] == FIRST_PAUSE_S

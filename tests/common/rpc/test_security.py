@@ -66,7 +66,7 @@ async def test_other_clients_are_refused(authority: Authority, tmp_path: Path) -
             assert not await is_serving(channel, NAME, timeout_s=30)
 
 
-async def test_a_server_that_is_somebody_else_is_not_talked_to(authority: Authority, tmp_path: Path) -> None:
+async def test_a_server_of_another_authority_is_refused(authority: Authority, tmp_path: Path) -> None:
     impostor = Authority(tmp_path / "other", "somebody").issue("worker", believes=authority.path)
     async with serving(impostor) as server:
         assert not await reaches(server.port, read_security(authority.issue("scheduler").settings()))
@@ -103,7 +103,7 @@ async def test_a_renewed_client_certificate_is_used_by_the_next_call(authority: 
         assert answer.status == health_pb2.HealthCheckResponse.SERVING
 
 
-async def test_files_that_are_away_for_a_moment_change_nothing(authority: Authority) -> None:
+async def test_briefly_missing_certificate_files_change_nothing(authority: Authority) -> None:
     worker = authority.issue("worker")
     security = read_security(worker.settings())
     before = security.load()
@@ -120,7 +120,7 @@ async def test_without_the_token_only_health_is_answered(authority: Authority) -
         assert await reaches(server.port, read_security(client.settings()))
 
 
-async def test_probes_are_answered_in_plaintext_at_a_port_of_their_own_and_learn_only_health(
+async def test_probes_are_answered_in_plaintext_at_a_separate_port_and_learn_only_health(
     authority: Authority,
 ) -> None:
     async with serving(authority.issue("worker"), probe_port=0) as server:

@@ -90,7 +90,7 @@ async def test_an_absent_peer_is_unavailable(tmp_path: Path) -> None:
     assert error.retryable
 
 
-async def test_health_tells_alive_from_serving(tmp_path: Path) -> None:
+async def test_health_distinguishes_alive_from_serving(tmp_path: Path) -> None:
     server = RpcServer(NAME, f"unix:{tmp_path}/health.sock")
     await server.start()
     async with open_channel(server.address) as channel:

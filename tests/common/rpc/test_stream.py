@@ -87,7 +87,7 @@ async def test_messages_arrive_in_order(link: Link, tmp_path: Path) -> None:
     await server.stop(0)
 
 
-async def test_it_connects_before_anything_is_sent_and_again_after_a_break(link: Link, tmp_path: Path) -> None:
+async def test_a_link_connects_before_anything_is_sent_and_again_after_a_break(link: Link, tmp_path: Path) -> None:
     first = await start_echo(tmp_path)
     await until(lambda: link.connections == 1)
     await first.stop(0)

@@ -98,7 +98,7 @@ def test_an_unknown_flag_or_value_ends_the_process_with_a_message(capsys: pytest
         ("--scheduler.promotion_subjects", "scheduler.cache.promotion_subjects"),
     ],
 )
-def test_an_unknown_flag_is_answered_with_one_like_it_in_one_line(
+def test_an_unknown_flag_is_refused_in_one_line_that_suggests_a_similar_one(
     flag: str, meant: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit) as ended:
@@ -108,7 +108,7 @@ def test_an_unknown_flag_is_answered_with_one_like_it_in_one_line(
     assert f"did you mean {meant}?" in line
 
 
-def test_a_flag_like_none_is_answered_without_a_guess(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_flag_that_resembles_none_is_refused_without_a_guess(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         load_settings("pando", "", ["--enforce-eager"], {})
     assert "unrecognized arguments: --enforce-eager; --help" in capsys.readouterr().err
@@ -122,7 +122,7 @@ def test_a_flag_like_none_is_answered_without_a_guess(capsys: pytest.CaptureFixt
         (["--scheduler.storage.secret", "hush-hush"], "scheduler.storage.secret: .*at least 32"),
     ],
 )
-def test_a_secret_that_does_not_fit_is_not_repeated(flags: list[str], message: str) -> None:
+def test_an_invalid_secret_is_not_shown_in_the_error(flags: list[str], message: str) -> None:
     with pytest.raises(ConfigurationError, match=message) as refused:
         parse(*flags)
     assert "hush" not in str(refused.value)

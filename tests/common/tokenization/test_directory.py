@@ -100,7 +100,7 @@ def test_limits_of_a_nested_text_model_are_found(directory: Path) -> None:
     assert (model.max_context_tokens, model.vocabulary_size) == (77, 50_000)
 
 
-def test_a_family_may_leave_its_usual_context_out(directory: Path) -> None:
+def test_a_config_may_omit_the_default_context_of_its_family(directory: Path) -> None:
     (directory / "config.json").write_text(json.dumps({"model_type": "gemma3", "text_config": {"hidden_size": 2560}}))
     assert load(directory).max_context_tokens == 131_072
 
@@ -146,9 +146,7 @@ def test_a_placeholder_encodes_bytes_and_shows_every_id(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("load_format", ["dummy", "fake"])
-def test_models_without_weights_of_their_own_need_no_vocabulary(
-    tmp_path: Path, load_format: Literal["dummy", "fake"]
-) -> None:
+def test_dummy_and_fake_models_need_no_tokenizer_file(tmp_path: Path, load_format: Literal["dummy", "fake"]) -> None:
     (tmp_path / "config.json").write_text(json.dumps(CONFIG))
     served = load_served_model(ModelSettings(reference=str(tmp_path), load_format=load_format, max_context=100))
     assert (served.max_context_tokens, served.vocabulary_size) == (100, 49160)

@@ -45,7 +45,7 @@ def test_the_pooling_module_says_how(tmp_path: Path, flag: str, pooling: Pooling
     assert read_pooling(directory(tmp_path, "Transformer", "Pooling", "Normalize", **flags)) is pooling
 
 
-def test_without_these_files_nothing_is_said(tmp_path: Path) -> None:
+def test_without_pooling_files_no_pooling_is_returned(tmp_path: Path) -> None:
     assert read_pooling(tmp_path) is None
     assert read_pooling(directory(tmp_path, "Transformer")) is None
 
@@ -59,7 +59,7 @@ def test_without_these_files_nothing_is_said(tmp_path: Path) -> None:
         (("Transformer", "Pooling"), {}, "no pooling"),
     ],
 )
-def test_what_would_give_other_embeddings_is_refused(
+def test_modules_that_would_change_the_embeddings_are_refused(
     tmp_path: Path, modules: tuple[str, ...], flags: dict[str, bool], complaint: str
 ) -> None:
     with pytest.raises(ConfigurationError, match=complaint):
@@ -75,14 +75,14 @@ def test_the_bundled_encoder_has_the_limits_and_the_pooling_of_its_files() -> No
     assert not model.chat_templates
 
 
-def test_its_tokenizer_neither_cuts_texts_nor_fills_them_up() -> None:
+def test_the_bundled_encoder_s_tokenizer_neither_truncates_nor_pads() -> None:
     # Its tokenizer.json asks for both, at 128 tokens.
     tokenizer = load_served_model(ModelSettings(reference=ENCODER)).tokenizer
     assert tokenizer.encode("Hello, World!").tokens == ["[CLS]", "hello", ",", "world", "!", "[SEP]"]
     assert len(tokenizer.encode("word " * 300).ids) == 302
 
 
-def test_its_texts_are_encoded_as_transformers_does() -> None:
+def test_the_bundled_encoder_s_texts_are_encoded_as_transformers_does() -> None:
     import transformers
 
     reference = transformers.AutoTokenizer.from_pretrained(resolve(ENCODER).path)
@@ -110,7 +110,7 @@ def test_the_setting_wins_over_the_files() -> None:
         load_served_model(ModelSettings(pooling="cls"))
 
 
-def test_roberta_counts_positions_from_behind_its_padding(tmp_path: Path) -> None:
+def test_roberta_counts_positions_from_after_the_padding_index(tmp_path: Path) -> None:
     load_served_model(ModelSettings(reference=ENCODER)).tokenizer.save(str(tmp_path / "tokenizer.json"))
     write(tmp_path / "config.json", {"model_type": "roberta", "max_position_embeddings": 514, "pad_token_id": 1})
     parts = read_directory(tmp_path)

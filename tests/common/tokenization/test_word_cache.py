@@ -41,7 +41,7 @@ def test_a_loaded_model_remembers_no_word(word: str) -> None:
     assert not keeps(load_text_model(resolve("smollm2-135m-instruct")).tokenizer, word)
 
 
-def test_the_library_does_remember_words_unless_told_otherwise(copy: Callable[[], Tokenizer]) -> None:
+def test_the_library_caches_words_by_default(copy: Callable[[], Tokenizer]) -> None:
     assert keeps(copy(), WORD)
 
 

@@ -58,7 +58,7 @@ def test_columns_that_do_not_fit_together_are_refused(column: str) -> None:
         span_from_wire(message)
 
 
-def test_the_first_token_reported_is_the_one_behind_the_start() -> None:
+def test_the_first_token_reported_is_the_one_after_the_start() -> None:
     assert PromptLogprobs(start=0).reported(prompt_tokens=5) == 4
     assert PromptLogprobs(start=3).reported(prompt_tokens=5) == 1
     assert PromptLogprobs(start=4).reported(prompt_tokens=5) == 0

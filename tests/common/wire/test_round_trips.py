@@ -80,7 +80,7 @@ def test_a_view_survives_the_wire(view: View) -> None:
 
 
 @pytest.mark.parametrize("parts", [{}, {"tenant": "t"}, {"name": "u"}, {"tenant": "", "name": ""}])
-def test_a_missing_identity_is_never_anybody(parts: dict[str, str]) -> None:
+def test_a_view_without_tenant_or_name_is_refused(parts: dict[str, str]) -> None:
     with pytest.raises(InvalidRequestError, match="tenant and name"):
         view_from_wire(common_pb2.View(subject=common_pb2.Subject(**parts), salt="salt"))
 
@@ -91,7 +91,7 @@ def test_an_unknown_way_of_pooling_is_refused_and_not_taken_for_generating() -> 
         pooling_from_wire(99)  # type: ignore[arg-type]  # as a newer peer would send it
 
 
-def test_unset_sampling_fields_switch_nothing_off_that_the_model_needs() -> None:
+def test_unset_sampling_fields_mean_greedy_without_filters_or_penalties() -> None:
     sampling = sampling_from_wire(common_pb2.SamplingParams())
     assert sampling.temperature == 0.0
     assert sampling.top_p == 1.0

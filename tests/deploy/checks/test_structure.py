@@ -27,7 +27,7 @@ def test_imports_for_annotations_count_only_if_asked_for() -> None:
     assert imports_of(SOURCES, with_types=True)["common/b.py"] == {"common/a.py", "common/c.py"}
 
 
-def test_circles_are_found_wherever_the_import_stands() -> None:
+def test_import_cycles_are_found_wherever_the_import_stands() -> None:
     assert circles_of(imports_of(SOURCES, with_types=False)) == [["common/c.py", "common/d.py"]]
     assert circles_of(imports_of(SOURCES, with_types=True)) == [
         ["common/c.py", "common/d.py"],

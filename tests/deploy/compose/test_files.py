@@ -60,7 +60,7 @@ def test_the_plain_command_at_the_root_finds_the_file() -> None:
 
 
 @every_service
-def test_who_needs_a_service_waits_until_it_is_healthy(name: str) -> None:
+def test_a_service_starts_after_the_services_that_it_needs_are_healthy(name: str) -> None:
     needed = {
         "worker": set(),
         "detokenizer": set(),
@@ -83,7 +83,7 @@ def test_containers_restart_within_limits_and_change_nothing_of_their_image(name
     assert "memory" in service["deploy"]["resources"]["limits"]
 
 
-def test_nobody_but_the_gateway_can_be_reached_from_outside() -> None:
+def test_only_the_gateway_is_reachable_from_outside() -> None:
     assert load("compose.yaml")["networks"]["pipeline"] == {"internal": True}
     for name in NAMES:
         assert ("ports" in SERVICES[name]) == (name == "gateway")
@@ -153,7 +153,7 @@ def test_rules_and_dashboards_are_those_of_the_chart() -> None:
     assert all(SERVICES[name]["profiles"] == ["observability"] for name in ("prometheus", "grafana"))
 
 
-def test_secrets_are_files_and_whoever_reads_one_is_given_it() -> None:
+def test_secrets_are_files_mounted_into_the_services_that_read_them() -> None:
     overlay = load("secrets.yaml")
     for service in overlay["services"].values():
         named = {path.removeprefix("/run/secrets/") for path in service["environment"].values()}
@@ -172,7 +172,7 @@ def test_gateway_and_scheduler_read_the_same_limits(monkeypatch: pytest.MonkeyPa
         assert mount["source"] in overlay["configs"]
 
 
-def test_each_service_has_a_certificate_directory_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_service_mounts_a_separate_certificate_directory(monkeypatch: pytest.MonkeyPatch) -> None:
     services = load("tls.yaml")["services"]
     assert services.keys() == set(NAMES)
     for name, service in services.items():
@@ -183,7 +183,7 @@ def test_each_service_has_a_certificate_directory_of_its_own(monkeypatch: pytest
         assert (str(rpc.certificate), rpc.plaintext) == (f"{target}/tls.crt", False)
 
 
-def test_each_of_two_models_has_services_of_its_own_behind_one_gateway(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_two_models_have_separate_services_and_share_one_gateway(monkeypatch: pytest.MonkeyPatch) -> None:
     overlay = load("models.yaml")["services"]
     variables = {"PANDO_SECOND_MODEL": "/models/large", "PANDO_SECOND_NAME": "big"}
 
@@ -207,7 +207,7 @@ def test_each_of_two_models_has_services_of_its_own_behind_one_gateway(monkeypat
             assert service.get("depends_on", {}).keys() == {f"second-{needed}" for needed in waits}, name
 
 
-def test_two_gateways_share_a_server_that_only_the_ring_reaches(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_two_gateways_share_a_state_server_on_the_internal_network(monkeypatch: pytest.MonkeyPatch) -> None:
     overlay = load("gateways.yaml")
     # Nothing but the server beside the gateway: a second service would not have what other overlays give the gateway.
     assert overlay["services"].keys() == {"valkey", "gateway"}

@@ -66,7 +66,9 @@ def test_a_chat_through_the_gateway(project: Project) -> None:
 
 
 @everyone
-def test_containers_are_nobody_on_a_file_system_that_cannot_be_written(project: Project, service: str) -> None:
+def test_containers_run_unprivileged_without_build_tools_on_a_read_only_file_system(
+    project: Project, service: str
+) -> None:
     program = (
         "import os, json, shutil\n"
         "try:\n  open('/opt/pando/x', 'w'); writes = True\n"
@@ -77,7 +79,7 @@ def test_containers_are_nobody_on_a_file_system_that_cannot_be_written(project: 
 
 
 @everyone
-def test_nobody_but_the_gateway_is_published(project: Project, service: str) -> None:
+def test_only_the_gateway_publishes_ports(project: Project, service: str) -> None:
     published = json.loads(project.inspect(project.container(service), "{{json .NetworkSettings.Ports}}"))
     bound = [binding["HostIp"] for bindings in published.values() for binding in bindings or []]
     assert bound == (["127.0.0.1"] if service == "gateway" else [])
@@ -119,7 +121,7 @@ def test_a_killed_container_comes_back_and_chats_go_on(project: Project, service
     assert story(project) == undisturbed
 
 
-def test_whoever_asks_inside_the_container_may_flush_the_cache(project: Project) -> None:
+def test_a_caller_inside_the_container_may_flush_the_cache(project: Project) -> None:
     program = (
         "import httpx\n"
         "print(httpx.post('http://127.0.0.1:8000/flush_cache').text, httpx.get('http://127.0.0.1:8000/get_server_info').text)"

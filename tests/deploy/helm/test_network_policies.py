@@ -30,7 +30,7 @@ def test_every_pod_has_a_policy_for_both_directions(name: str) -> None:
         assert sum(_selects(spec["podSelector"], labels) for spec in policies) == 1
 
 
-def test_an_edge_too_many_would_be_noticed() -> None:
+def test_a_superfluous_network_edge_would_be_noticed() -> None:
     objects = render({})
     for item in objects:
         if item["kind"] == "NetworkPolicy" and component_of(item) == "worker":
@@ -40,7 +40,7 @@ def test_an_edge_too_many_would_be_noticed() -> None:
     assert ("demo-pando-gateway", "demo-pando-worker", 50053) in open_edges(objects)
 
 
-def test_strangers_reach_only_the_gateway_and_only_if_nobody_is_named() -> None:
+def test_only_the_gateway_is_open_to_all_and_only_without_named_clients() -> None:
     assert [name for name, rules in _ingress(render({})).items() if any("from" not in rule for rule in rules)] == [
         "gateway"
     ]
@@ -63,7 +63,7 @@ def test_metrics_are_read_only_by_prometheus_in_its_own_namespace(name: str) -> 
         assert [rule["from"] for rule in ingress[component_of(each.workload)] if port in _ports(rule)] == [[prometheus]]
 
 
-def test_models_are_fetched_only_by_those_who_read_them_and_only_if_they_are_fetched() -> None:
+def test_only_services_that_read_a_fetched_model_may_reach_outside_addresses() -> None:
     def who_leaves(values: dict[str, Any]) -> set[str]:
         return {
             component_of(item)
@@ -93,7 +93,7 @@ def test_only_gateways_reach_their_state() -> None:
     assert rules("defaults") == {}
 
 
-def test_another_releases_gateway_reaches_what_a_gateway_asks_and_no_worker() -> None:
+def test_the_gateway_of_another_release_reaches_all_services_but_the_workers() -> None:
     rules = _ingress(render(VALUE_SETS["model-for-another-gateway"]))
     front = VALUE_SETS["model-for-another-gateway"]["networkPolicy"]["otherGateways"]
     open_to_it = {name: rule["ports"] for name, found in rules.items() for rule in found if rule.get("from") == front}
@@ -104,7 +104,7 @@ def test_another_releases_gateway_reaches_what_a_gateway_asks_and_no_worker() ->
     }
 
 
-def test_the_gateway_of_two_releases_reaches_what_it_asks_in_both() -> None:
+def test_a_gateway_of_two_releases_reaches_its_peers_in_both() -> None:
     releases = {name: render(VALUE_SETS[f"example-two-models-{name}"], name) for name in ("front", "large")}
     served = {
         release: next(each.settings for each in running(objects) if each.service == "tokenizer").model.name

@@ -66,7 +66,7 @@ def test_no_two_objects_have_one_name(name: str) -> None:
 
 
 @every_value_set
-def test_what_selects_pods_selects_some(name: str) -> None:
+def test_each_pod_selector_matches_its_pods(name: str) -> None:
     objects = render(VALUE_SETS[name])
     labels = [template_of(item)["metadata"]["labels"] for item in objects if item["kind"] in WORKLOADS]
     selectors = [
@@ -82,7 +82,7 @@ def test_what_selects_pods_selects_some(name: str) -> None:
 
 
 @every_value_set
-def test_pods_mount_what_they_declare_and_declare_what_they_mount(name: str) -> None:
+def test_pods_mount_exactly_the_volumes_that_they_declare(name: str) -> None:
     workloads = [item for item in render(VALUE_SETS[name]) if item["kind"] in WORKLOADS]
     assert len(workloads) >= 2
     for item in workloads:
@@ -119,7 +119,7 @@ def test_groups_that_scale_have_no_replicas_and_those_that_do_not_have_as_many_a
 
 
 @pytest.mark.parametrize("name", ["hpa", "keda"])
-def test_replicas_are_left_to_who_scales(name: str) -> None:
+def test_replicas_are_left_to_the_autoscaler(name: str) -> None:
     objects = render(VALUE_SETS[name])
     for component in ("gateway", "tokenizer"):
         assert "replicas" not in named(objects, "Deployment", component)["spec"]
@@ -128,7 +128,7 @@ def test_replicas_are_left_to_who_scales(name: str) -> None:
     assert named(render({}), "Deployment", "tokenizer")["spec"]["replicas"] == 2
 
 
-def test_the_autoscaler_averages_what_pods_report() -> None:
+def test_the_autoscaler_averages_the_metrics_of_pods() -> None:
     metrics = named(render(VALUE_SETS["hpa"]), "HorizontalPodAutoscaler", "gateway")["spec"]["metrics"]
     by_pods = [metric["pods"] for metric in metrics if metric["type"] == "Pods"]
     assert [metric["target"]["type"] for metric in by_pods] == ["AverageValue"]

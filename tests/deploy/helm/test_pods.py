@@ -79,7 +79,7 @@ def test_every_address_is_that_of_a_service_of_the_release(name: str) -> None:
         assert (services[host].get("clusterIP") == "None") == address.startswith("dns:")
 
 
-def test_gateways_are_told_where_their_state_is_and_how_to_fail() -> None:
+def test_gateways_get_the_address_of_their_state_and_its_failure_mode() -> None:
     plain = next(each for each in running(render(VALUE_SETS["several-gateways"])) if each.service == "gateway")
     assert plain.settings.gateway.state.url is not None
     assert plain.settings.gateway.state.url.get_secret_value() == "rediss://state.example:6380/2"
@@ -151,7 +151,7 @@ def test_a_group_in_a_pod_starts_its_workers_first_and_drains_before_they_end() 
     assert "lifecycle" not in worker
 
 
-def test_the_gateway_knows_the_schedulers_admin_token_wherever_they_have_one() -> None:
+def test_gateway_and_scheduler_share_the_admin_token() -> None:
     for name in ("keys-and-admin", "three-groups", "groups-keda"):
         everybody = running(render(VALUE_SETS[name]))
         for each in everybody:
@@ -223,7 +223,7 @@ def test_the_start_may_take_as_long_as_the_weights_need() -> None:
 
 
 @every_value_set
-def test_pods_get_longer_to_end_than_they_need(name: str) -> None:
+def test_termination_grace_periods_exceed_pre_stop_and_drain_times(name: str) -> None:
     for each in running(render(VALUE_SETS[name])):
         hook = each.container.get("lifecycle", {}).get("preStop", {"sleep": {"seconds": 0}})
         drain = getattr(getattr(each.settings, each.service), "drain_s", 0)
@@ -272,7 +272,7 @@ def test_services_trust_each_other_by_certificates_and_probes_need_none() -> Non
 
 
 @pytest.mark.parametrize("name", ["own-authority", "three-groups", "groups-keda", "given-issuer"])
-def test_each_service_has_a_certificate_of_its_own_with_its_role_and_no_other(name: str) -> None:
+def test_each_service_has_a_separate_certificate_with_exactly_its_role(name: str) -> None:
     objects = render(VALUE_SETS[name])
     services = running(objects)
     assert {each.service for each in services} == {"gateway", *SERVICES}
@@ -321,7 +321,7 @@ def certificate_secret(each: Running) -> str:
 
 
 @pytest.mark.parametrize("name", ["own-authority", "three-groups", "groups-keda"])
-def test_every_address_of_the_ring_is_in_its_peers_certificate(name: str) -> None:
+def test_every_pipeline_address_is_in_its_peer_s_certificate(name: str) -> None:
     objects = render(VALUE_SETS[name])
     secrets = {
         item["spec"]["secretName"]: item["spec"].get("dnsNames", [])
@@ -373,7 +373,7 @@ def _modules(objects: list[Manifest]) -> Iterator[str]:
         yield command[2]
 
 
-def test_every_component_of_the_ring_is_there_once() -> None:
+def test_every_component_of_the_pipeline_is_rendered_once() -> None:
     kinds = [component_of(item) for item in render({}) if item["kind"] in ("Deployment", "StatefulSet")]
     assert sorted(kinds) == sorted(("gateway", *SERVICES))
 

@@ -90,7 +90,7 @@ QUERIES = dict([*rule_queries(), *dashboard_queries(), *variable_queries(), *sca
 
 
 @pytest.mark.parametrize("query", QUERIES.values(), ids=QUERIES)
-def test_asks_for_what_is_exported(query: str) -> None:
+def test_queries_use_only_exported_metrics(query: str) -> None:
     assert problems(query) == []
 
 
@@ -136,7 +136,7 @@ def test_rules_are_in_the_chart_as_they_are() -> None:
     assert rule["spec"] == yaml.safe_load(RULES.read_text())
 
 
-def test_every_alert_says_what_happened_and_how_bad_it_is() -> None:
+def test_every_alert_has_a_severity_a_summary_and_a_description() -> None:
     alerts = [rule for rule in rules() if "alert" in rule]
     assert len(alerts) >= 5
     for rule in alerts:

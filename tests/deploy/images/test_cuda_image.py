@@ -44,11 +44,11 @@ def inside(program: str) -> Any:
     return json.loads(done.stdout.splitlines()[-1])
 
 
-def test_it_says_what_it_is(labels: dict[str, Any]) -> None:
+def test_it_has_a_title_label(labels: dict[str, Any]) -> None:
     assert labels["org.opencontainers.image.title"] == "Pando worker (CUDA)"
 
 
-def test_it_runs_as_nobody_and_has_no_compiler(labels: dict[str, Any]) -> None:
+def test_it_runs_unprivileged_and_has_no_compiler(labels: dict[str, Any]) -> None:
     program = (
         "import json, os, shutil\n"
         "tools = [name for name in ('gcc', 'g++', 'cc', 'nvcc', 'make', 'pip') if shutil.which(name)]\n"
@@ -57,7 +57,7 @@ def test_it_runs_as_nobody_and_has_no_compiler(labels: dict[str, Any]) -> None:
     assert inside(program) == [10001, []]
 
 
-def test_it_brings_torch_for_gpus_and_the_attention_of_an_h100(labels: dict[str, Any]) -> None:
+def test_the_image_contains_torch_for_gpus_and_attention_kernels_for_an_h100(labels: dict[str, Any]) -> None:
     program = (
         "import json, torch\n"
         "from services.worker.engine.kernels.gpu.prebuild import attention_specs, is_missing\n"

@@ -22,7 +22,7 @@ def final_stage(path: Path) -> str:
     return re.split(r"^FROM ", path.read_text(), flags=re.MULTILINE)[-1]
 
 
-def test_there_are_three() -> None:
+def test_there_are_three_dockerfiles() -> None:
     assert [path.stem for path in DOCKERFILES] == ["services", "worker-cpu", "worker-cuda"]
 
 
@@ -40,7 +40,7 @@ def test_hadolint_would_find_something(tmp_path: Path) -> None:
 
 
 @every_image
-def test_it_runs_as_nobody_in_particular(path: Path) -> None:
+def test_it_runs_as_an_unprivileged_user(path: Path) -> None:
     users = re.findall(r"^USER (.*)$", final_stage(path), flags=re.MULTILINE)
     assert users == ["10001:10001"]
 
@@ -60,7 +60,7 @@ def test_versions_are_the_locked_ones(path: Path) -> None:
 
 
 @every_image
-def test_it_says_what_it_is_and_whether_it_works(path: Path) -> None:
+def test_it_has_labels_and_a_health_check(path: Path) -> None:
     stage = final_stage(path)
     assert {"title", "description", "version", "revision", "licenses"} <= set(
         re.findall(r"org\.opencontainers\.image\.(\w+)=", stage)
@@ -69,12 +69,12 @@ def test_it_says_what_it_is_and_whether_it_works(path: Path) -> None:
 
 
 @every_image
-def test_nothing_is_installed_beside_what_was_built(path: Path) -> None:
+def test_the_final_stage_installs_nothing(path: Path) -> None:
     commands = re.findall(r"^RUN (.*)$", final_stage(path), flags=re.MULTILINE)
     assert commands == (["install -d -o 10001 -g 10001 /cache"] if path.stem == "worker-cuda" else [])
 
 
-def test_what_gpus_need_is_locked_once() -> None:
+def test_gpu_packages_are_locked_in_one_file_only() -> None:
     locks = ROOT / "deploy" / "locks"
     gpu, rest = (
         {line.partition("==")[0].lower().replace("_", "-") for line in (locks / name).read_text().splitlines()}
@@ -84,7 +84,7 @@ def test_what_gpus_need_is_locked_once() -> None:
     assert {name for name in gpu & rest if not name.startswith("#")} == set()
 
 
-def test_the_image_without_a_compiler_hands_out_what_was_compiled_and_nothing_else(tmp_path: Path) -> None:
+def test_without_a_compiler_only_prebuilt_objects_are_returned(tmp_path: Path) -> None:
     prebuilt, source, target = tmp_path / "prebuilt", tmp_path / "cuda_utils.c", tmp_path / "cuda_utils.so"
     source.write_text("int answer(void) { return 42; }\n")
     prebuilt.mkdir()

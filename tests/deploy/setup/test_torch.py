@@ -31,7 +31,7 @@ def asked(folder: Path, flavour: str, failing: str = "nothing") -> tuple[list[st
     return log.read_text().splitlines(), run.stderr
 
 
-def test_for_gpus_only_the_default_build_will_do_with_the_locked_packages(tmp_path: Path) -> None:
+def test_a_gpu_installation_uses_only_the_default_build_with_locked_packages(tmp_path: Path) -> None:
     (call,), _ = asked(tmp_path, "gpu")
     # One that says which build it is, such as 2.13.0+cpu, is another string.
     assert "torch===2.13.0" in call.split()
@@ -39,7 +39,7 @@ def test_for_gpus_only_the_default_build_will_do_with_the_locked_packages(tmp_pa
     assert constraints == [ROOT / "deploy" / "locks" / name for name in ("constraints.txt", "gpu.txt")]
 
 
-def test_for_gpus_pytorchs_own_index_is_asked_where_the_default_build_is_not_to_be_had(tmp_path: Path) -> None:
+def test_a_gpu_installation_falls_back_to_the_pytorch_index(tmp_path: Path) -> None:
     (_, call), _ = asked(tmp_path, "gpu", failing="===")
     assert re.search(r"torch==2\.13\.0\+(cu\d+) .*/whl/\1$", call)
 

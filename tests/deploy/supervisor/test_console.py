@@ -45,7 +45,7 @@ def test_the_banner_names_a_command_that_the_shell_finds(tmp_path: Path, monkeyp
     assert "  pando chat --url" in banner(LAYOUT)
 
 
-def test_markup_in_a_service_s_words_stays_as_it_is() -> None:
+def test_markup_in_a_service_s_output_is_shown_unchanged() -> None:
     shown, output = reporter(terminal=False)
     shown.line("worker", "[bold]not markup[/bold]")
     assert output.getvalue() == "      worker | [bold]not markup[/bold]\n"

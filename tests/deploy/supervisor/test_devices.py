@@ -24,7 +24,7 @@ def sizes(settings: Settings) -> tuple[int, int]:
     return settings.scheduler.max_rows, settings.scheduler.max_step_tokens
 
 
-def test_steps_are_longer_on_gpus_unless_somebody_has_said_how_long() -> None:
+def test_steps_are_larger_on_gpus_unless_configured() -> None:
     on_gpu = "--worker.device=cuda"
     assert sizes(suited(settings_of(on_gpu))) == tuple(ON_GPUS.values())
     assert sizes(suited(settings_of(on_gpu, "--scheduler.max_rows=64"))) == (64, ON_GPUS["max_step_tokens"])
@@ -37,7 +37,7 @@ def test_steps_are_longer_on_gpus_unless_somebody_has_said_how_long() -> None:
     (True, "2.13.0", True), (True, "2.11.0+cu130", True), (True, "2.13.0+cpu", False), (False, "2.13.0", False),
     (True, None, False),
 ])  # fmt: skip
-def test_a_gpu_is_taken_where_there_is_one_and_torch_can(
+def test_a_gpu_is_used_if_driver_and_torch_build_allow_it(
     has_driver: bool, build: str | None, expected: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     def version(_name: str) -> str:
@@ -50,7 +50,7 @@ def test_a_gpu_is_taken_where_there_is_one_and_torch_can(
     assert runs_on_gpu(settings_of().worker) == expected
 
 
-def test_a_deployment_s_services_are_all_told(tmp_path: Path) -> None:
+def test_all_services_of_a_deployment_get_the_sizes_for_gpus(tmp_path: Path) -> None:
     layout = plan_layout(settings_of("--worker.device=cuda"), tmp_path)
     for name in ("scheduler", "worker"):
         assert sizes(layout.find(name).settings) == tuple(ON_GPUS.values())

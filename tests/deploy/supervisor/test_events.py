@@ -10,7 +10,7 @@ def test_a_json_event_is_written_with_time_and_fields_but_without_its_envelope()
     )
 
 
-def test_a_warning_says_so() -> None:
+def test_a_warning_is_labelled() -> None:
     assert "WARNING link.broken" in format_event("worker", parse_line('{"event": "link.broken", "level": "warning"}'))
 
 
@@ -19,7 +19,7 @@ def test_every_line_of_a_traceback_has_the_prefix() -> None:
     assert text.splitlines() == ["      worker | ERROR x", "      worker | Traceback", "      worker |   boom"]
 
 
-def test_what_is_no_event_is_shown_as_it_is() -> None:
+def test_a_line_that_is_not_an_event_is_shown_unchanged() -> None:
     for line in ("Segmentation fault", "[1, 2]", '{"no": "event"}', '{"event": 3}'):
         assert parse_line(line).text == line
 

@@ -19,7 +19,7 @@ def settings_with(**sections: dict[str, object]) -> Settings:
     return settings.model_copy(update=update)
 
 
-def test_every_service_is_told_where_its_peers_listen() -> None:
+def test_every_service_gets_the_addresses_of_its_peers() -> None:
     layout = plan_layout(Settings(), RUN)
     gateway = layout.find("gateway").settings
     scheduler = layout.find("scheduler")
@@ -69,7 +69,7 @@ def test_no_ranks_is_an_error() -> None:
         plan_layout(Settings(), RUN, ranks=0)
 
 
-def test_a_path_too_long_for_a_socket_is_an_error_that_says_what_to_do() -> None:
+def test_a_path_too_long_for_a_socket_is_an_error_that_names_the_flag() -> None:
     with pytest.raises(ConfigurationError, match="--run-directory"):
         plan_layout(Settings(), Path("/tmp") / ("x" * 100))
 
@@ -82,7 +82,7 @@ def test_the_url_is_one_that_a_client_here_can_use(host: str, url: str) -> None:
     assert plan_layout(settings_with(gateway={"host": host, "port": 8123}), RUN).url == url
 
 
-def test_a_gateway_with_a_certificate_is_reached_by_https_and_one_that_asks_for_some_is_probed_elsewhere() -> None:
+def test_a_gateway_that_requires_client_certificates_is_probed_at_a_separate_port() -> None:
     tls = {"certificate": "/tls.crt", "key": "/tls.key"}
     layout = plan_layout(settings_with(gateway={"port": 8123, "tls": TlsSettings.model_validate(tls)}), RUN)
     assert (layout.url, layout.probe_url) == ("https://127.0.0.1:8123", "https://127.0.0.1:8123")
@@ -95,7 +95,7 @@ def test_a_gateway_with_a_certificate_is_reached_by_https_and_one_that_asks_for_
     assert layout.probe_url == layout.find("gateway").address == "http://127.0.0.1:9200"
 
 
-def test_a_taken_port_is_reported_with_a_way_out() -> None:
+def test_a_taken_port_is_reported_with_the_flag_that_changes_it() -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()

@@ -19,7 +19,7 @@ def layout_of(models: dict[str, Any], **sections: Any) -> Layout:
     return plan_layout(Settings.model_validate({"models": models, **sections}), RUN)
 
 
-def test_each_model_has_services_of_its_own_and_all_share_the_gateway() -> None:
+def test_each_model_has_separate_services_and_all_share_the_gateway() -> None:
     layout = layout_of({"small": "smollm2-135m-instruct", "org/large": {"reference": "/m", "tp": 2}})
     assert [spec.name for spec in layout.services] == [
         "small/worker",
@@ -48,7 +48,7 @@ def test_each_model_has_services_of_its_own_and_all_share_the_gateway() -> None:
     assert {worker.group for worker in workers} == {"org-large/worker"}
 
 
-def test_what_a_model_says_of_itself_goes_before_what_all_share() -> None:
+def test_settings_of_a_model_override_shared_settings() -> None:
     layout = layout_of(
         {
             "small": {"aliases": ["gpt"], "scheduler": {"max_rows": 3}, "max_context": 128},
@@ -75,7 +75,7 @@ def test_models_take_devices_one_after_the_other_unless_they_say_which() -> None
     assert devices == {"a/worker-0": 1, "a/worker-1": 2, "b/worker": 3, "c/worker": 0}
 
 
-def test_names_that_look_alike_as_files_are_told_apart() -> None:
+def test_names_that_map_to_the_same_file_name_get_distinct_prefixes() -> None:
     layout = layout_of({"a/b": "x", "a-b": "x", "///": "x"})
     assert list(layout.models.values()) == ["a-b/", "a-b-2/", "model/"]
 
@@ -89,7 +89,7 @@ def test_names_that_look_alike_as_files_are_told_apart() -> None:
         ({"a": {"scheduler": {"metrics_port": 9000}}, "b": {"scheduler": {"metrics_port": 9000}}}, "port 9000"),
     ],
 )
-def test_what_is_wrong_with_a_model_is_told(models: dict[str, Any], message: str) -> None:
+def test_errors_in_a_model_s_settings_name_the_setting(models: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigurationError, match=message):
         layout_of(models)
 
@@ -114,13 +114,13 @@ def test_a_secret_of_one_model_that_does_not_fit_is_not_repeated() -> None:
     ("gateway", "message"),
     [({"port": 9000, "metrics_port": 9000}, "both 9000"), ({"port": 8000, "metrics_port": 9092}, "port 9092")],
 )
-def test_the_gateway_s_metrics_have_a_port_of_their_own(gateway: dict[str, int], message: str) -> None:
+def test_the_gateway_s_metrics_need_a_separate_port(gateway: dict[str, int], message: str) -> None:
     settings = Settings.model_validate({"gateway": gateway, "scheduler": {"metrics_port": 9092}})
     with pytest.raises(ConfigurationError, match=message):
         plan_layout(settings, RUN)
 
 
-def test_ranks_are_each_model_s_own() -> None:
+def test_with_several_models_ranks_are_set_per_model() -> None:
     with pytest.raises(ConfigurationError, match="tp"):
         plan_layout(Settings.model_validate({"models": {"a": "x"}}), RUN, ranks=2)
 

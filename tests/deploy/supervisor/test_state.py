@@ -63,7 +63,7 @@ def test_several_deployments_need_a_port_to_choose(tmp_path: Path) -> None:
     assert find_state(tmp_path, port=8001) == state_at(8001)
 
 
-def test_a_torn_or_foreign_file_is_no_state(tmp_path: Path) -> None:
+def test_a_damaged_or_foreign_state_file_is_ignored(tmp_path: Path) -> None:
     for content in ("", "{", "[]", '{"pid": 1}', '{"services": 3}'):
         (tmp_path / "state.json").write_text(content)
         assert read_state(tmp_path) is None
@@ -74,7 +74,7 @@ def test_an_unknown_service_is_an_error() -> None:
         state_at(8000).address_of("router")
 
 
-def test_of_several_models_one_is_to_be_chosen(tmp_path: Path) -> None:
+def test_one_of_several_models_must_be_chosen(tmp_path: Path) -> None:
     services = {f"{model}/scheduler": ServiceState(f"unix:/run/{model}.s.sock") for model in ("small", "large")}
     models = {"small": "small/", "org/large": "large/"}
     put(tmp_path, DeploymentState(os.getpid(), "http://127.0.0.1:8000", "small", services, models))

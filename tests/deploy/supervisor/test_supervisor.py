@@ -61,7 +61,7 @@ def is_running(pid: int) -> bool:
     return True
 
 
-async def test_nobody_waits_with_its_start_until_others_are_alive(tmp_path: Path) -> None:
+async def test_services_start_without_waiting_for_others_to_be_alive(tmp_path: Path) -> None:
     first = service(tmp_path, "first", "obedient", Stage.COMPUTE)
     second = service(tmp_path, "second", "obedient", Stage.EDGE)
     running = Running(tmp_path, first, second)
@@ -140,7 +140,7 @@ async def test_a_process_that_stops_answering_is_killed_and_started_again(tmp_pa
         assert any("has not answered" in note for note in running.reporter.notes)
 
 
-async def test_the_edge_ends_before_what_it_depends_on(tmp_path: Path) -> None:
+async def test_services_stop_before_the_services_that_they_depend_on(tmp_path: Path) -> None:
     stages = {"worker": Stage.COMPUTE, "scheduler": Stage.CONTROL, "gateway": Stage.EDGE}
     running = Running(tmp_path, *(service(tmp_path, name, "obedient", stage) for name, stage in stages.items()))
     async with running.deployed():

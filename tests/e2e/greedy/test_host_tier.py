@@ -78,7 +78,7 @@ def test_answers_are_the_same_without_cache_cold_and_warm_from_device_and_host(t
     assert sum(answer.cached_tokens for answer in again.answers) > 0
 
 
-def test_nobody_is_served_what_another_has_on_the_host(tiered: Served) -> None:
+def test_host_pages_of_one_user_are_not_served_to_another(tiered: Served) -> None:
     with tiered.leaving_nothing_behind():
         stranger = ask(tiered, [LONG[0].prompt_ids], OUTPUT_TOKENS, "stranger")
     check_answers(LONG, stranger.answers)

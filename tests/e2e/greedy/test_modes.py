@@ -51,7 +51,7 @@ def end_epoch(served: Served) -> None:
     wait_until(lambda: served.state().cache_accounting.epoch > epoch)
 
 
-def test_answers_are_the_same_for_everybody_whoever_computed_the_pages(moded: tuple[str, Served]) -> None:
+def test_answers_do_not_depend_on_the_user_that_computed_the_pages(moded: tuple[str, Served]) -> None:
     mode, served = moded
     found = []
     for user in USERS:

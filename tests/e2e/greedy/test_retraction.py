@@ -25,7 +25,7 @@ def tight(run_root: Path) -> Iterator[Served]:
 
 
 @pytest.mark.parametrize("cache_mode", CacheMode)
-def test_rows_that_were_retracted_end_as_if_they_had_not_been(tight: Served, cache_mode: CacheMode) -> None:
+def test_retraction_does_not_change_the_output(tight: Served, cache_mode: CacheMode) -> None:
     check_retraction(
         tight, cache_mode, (GROWING, GROWING[::-1]) if cache_mode is CacheMode.DEFAULT else (GROWING[::-1],)
     )

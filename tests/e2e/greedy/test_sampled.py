@@ -67,7 +67,9 @@ async def draw(client: AsyncOpenAI, served: Served, prompt: str, seed: int, n: i
     return [choice.text for choice in answer.choices]
 
 
-async def test_in_a_batch_with_retractions(sampling: Served, alone: dict[str, str]) -> None:
+async def test_sampled_outputs_are_the_same_in_a_batch_with_retractions(
+    sampling: Served, alone: dict[str, str]
+) -> None:
     before = sampling.state().retractions
     with sampling.leaving_nothing_behind():
         async with sampling.async_client() as client:
@@ -76,7 +78,9 @@ async def test_in_a_batch_with_retractions(sampling: Served, alone: dict[str, st
     assert sampling.state().retractions > before
 
 
-async def test_with_several_choices(sampling: Served, alone: dict[str, str]) -> None:
+async def test_several_choices_are_sampled_as_single_ones_with_their_seeds(
+    sampling: Served, alone: dict[str, str]
+) -> None:
     async with sampling.async_client() as client:
         texts = await draw(client, sampling, PROMPTS[0], 0, n=3)
         singly = [(await draw(client, sampling, PROMPTS[0], choice_seed(0, i)))[0] for i in range(3)]
@@ -88,7 +92,9 @@ async def test_with_several_choices(sampling: Served, alone: dict[str, str]) -> 
 @pytest.mark.parametrize(
     "service", ["worker", *(pytest.param(other, marks=pytest.mark.soak) for other in ("scheduler", "detokenizer"))]
 )
-async def test_across_the_death_of_a_service(sampling: Served, alone: dict[str, str], service: str) -> None:
+async def test_sampled_output_survives_the_death_of_a_service(
+    sampling: Served, alone: dict[str, str], service: str
+) -> None:
     async with sampling.async_client() as client:
         stream = await client.completions.create(
             model=sampling.model, prompt=PROMPTS[0], seed=0, max_tokens=TOKENS, temperature=1.0, user="user 0",

@@ -52,7 +52,7 @@ def test_sixteen_together_with_cold_and_with_cached_prompts(two_ranks: Served) -
     check_together(two_ranks, SHORT)
 
 
-def test_behind_cached_answers(two_ranks: Served) -> None:
+def test_continued_answers_are_served_from_the_cache(two_ranks: Served) -> None:
     check_cached_answers(two_ranks, GROWING[1:])
 
 
@@ -60,5 +60,5 @@ def test_prompts_are_scored(two_ranks: Served) -> None:
     check_scores(two_ranks, ("english-physics", "length-63"))
 
 
-def test_rows_that_were_retracted_end_as_if_they_had_not_been(two_ranks: Served) -> None:
+def test_retraction_does_not_change_the_output(two_ranks: Served) -> None:
     check_retraction(two_ranks, CacheMode.DEFAULT, (GROWING,))

@@ -55,7 +55,7 @@ def test_sixteen_together_with_cold_and_with_cached_prompts(whole: Served) -> No
     check_together(whole, REFERENCES)
 
 
-def test_behind_cached_answers(whole: Served) -> None:
+def test_continued_answers_are_served_from_the_cache(whole: Served) -> None:
     check_cached_answers(whole, GROWING[1:])
 
 

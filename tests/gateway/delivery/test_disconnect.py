@@ -90,7 +90,7 @@ async def test_client_that_does_not_read_is_aborted_and_its_connection_closed() 
     assert b'pando_gateway_aborts_total{cause="slow_client"} 1.0' in gateway.metrics.exposition()
 
 
-async def test_client_that_leaves_before_its_body_is_complete_disturbs_nobody() -> None:
+async def test_a_client_that_disconnects_during_its_body_does_not_affect_others() -> None:
     gateway = gateway_saying("x")
     async with listening(gateway) as port:
         _, writer = await asyncio.open_connection("127.0.0.1", port)

@@ -130,7 +130,7 @@ def guarded(keys_file: Path) -> FakedGateway:
 
 
 @of_every_endpoint
-async def test_with_keys_a_local_connection_is_worth_nothing(guarded: FakedGateway, endpoint: str) -> None:
+async def test_with_keys_a_local_connection_grants_nothing(guarded: FakedGateway, endpoint: str) -> None:
     access = ACCESS[endpoint]
     response = await ask(guarded, endpoint, LOCALLY)
     assert response.status_code == (200 if access is Access.OPEN else 401)
@@ -139,7 +139,7 @@ async def test_with_keys_a_local_connection_is_worth_nothing(guarded: FakedGatew
 
 
 @of_every_endpoint
-async def test_with_keys_an_ordinary_one_does_all_but_administer(guarded: FakedGateway, endpoint: str) -> None:
+async def test_with_keys_an_ordinary_key_allows_all_but_administration(guarded: FakedGateway, endpoint: str) -> None:
     response = await ask(guarded, endpoint, LOCALLY | {"authorization": "Bearer ann"})
     assert (response.status_code == 403) == (ACCESS[endpoint] is Access.ADMIN)
     assert response.status_code != 401
@@ -147,7 +147,7 @@ async def test_with_keys_an_ordinary_one_does_all_but_administer(guarded: FakedG
 
 
 @of_every_endpoint
-async def test_with_keys_an_admin_s_does_everything_from_everywhere(guarded: FakedGateway, endpoint: str) -> None:
+async def test_with_keys_an_admin_key_allows_everything_from_everywhere(guarded: FakedGateway, endpoint: str) -> None:
     guarded.peer = "10.1.2.3"
     headers = {"host": "llm.example", "x-forwarded-for": "203.0.113.9", "authorization": "Bearer root"}
     assert (await ask(guarded, endpoint, headers)).status_code not in REFUSED
@@ -155,13 +155,15 @@ async def test_with_keys_an_admin_s_does_everything_from_everywhere(guarded: Fak
 
 @of_every_endpoint
 @pytest.mark.parametrize("peer", ["127.0.0.1", "::1", "::ffff:127.0.0.1"])
-async def test_without_keys_a_local_person_does_everything(endpoint: str, peer: str) -> None:
+async def test_without_keys_a_local_person_may_do_everything(endpoint: str, peer: str) -> None:
     assert (await ask(keyless(peer), endpoint, LOCALLY)).status_code not in REFUSED
 
 
 @of_every_endpoint
 @pytest.mark.parametrize("who", NOT_LOCAL)
-async def test_without_keys_others_over_loopback_do_not_administer(endpoint: str, who: str) -> None:
+async def test_without_keys_callers_that_are_not_local_persons_cannot_administer_over_loopback(
+    endpoint: str, who: str
+) -> None:
     gateway = keyless(allowed_hosts=("llm.example",))
     response = await ask(gateway, endpoint, NOT_LOCAL[who])
     assert (response.status_code == 403) == (ACCESS[endpoint] is Access.ADMIN)
@@ -169,7 +171,7 @@ async def test_without_keys_others_over_loopback_do_not_administer(endpoint: str
 
 
 @of_every_endpoint
-async def test_without_keys_users_of_a_trusted_proxy_do_not_administer(endpoint: str) -> None:
+async def test_without_keys_users_of_a_trusted_proxy_cannot_administer(endpoint: str) -> None:
     gateway = keyless(trusted_proxies=("127.0.0.1/32",))
     for headers in ({"host": "llm.example", "x-pando-user": "ann"}, LOCALLY, LOCALLY | {"x-pando-tenant": "acme"}):
         response = await ask(gateway, endpoint, headers)
@@ -177,7 +179,7 @@ async def test_without_keys_users_of_a_trusted_proxy_do_not_administer(endpoint:
 
 
 @of_every_endpoint
-async def test_without_keys_people_elsewhere_do_not_administer(endpoint: str) -> None:
+async def test_without_keys_remote_callers_cannot_administer(endpoint: str) -> None:
     gateway = keyless("10.1.2.3")
     for headers in (LOCALLY, {"host": "pando-gateway.llm.svc"}):
         response = await ask(gateway, endpoint, headers)

@@ -109,7 +109,7 @@ def test_every_endpoint_has_its_row() -> None:
 
 
 @pytest.mark.parametrize("name", ENDPOINTS)
-def test_rows_say_what_schemas_and_refusals_say(name: str) -> None:
+def test_table_rows_match_schemas_and_refusals(name: str) -> None:
     honoured, refused, ignored = ROWS[name]
     endpoint = ENDPOINTS[name]
     assert honoured == endpoint.schema.model_fields.keys()
@@ -135,7 +135,7 @@ def test_every_effort_of_the_official_client_is_known() -> None:
 
 
 @pytest.mark.parametrize(("name", "field"), [(name, field) for name, row in ROWS.items() for field in sorted(row[1])])
-async def test_what_is_refused_is_refused_by_its_name(name: str, field: str) -> None:
+async def test_refused_fields_are_named_in_the_error(name: str, field: str) -> None:
     endpoint = ENDPOINTS[name]
     response = await gateway_saying("x").post(
         endpoint.path, endpoint.body(**{field: PROBES.get(f"{name} {field}", PROBES.get(field, 1))})
@@ -144,7 +144,7 @@ async def test_what_is_refused_is_refused_by_its_name(name: str, field: str) -> 
 
 
 @pytest.mark.parametrize("name", ENDPOINTS)
-async def test_what_is_ignored_changes_nothing_whatever_its_type(name: str) -> None:
+async def test_ignored_fields_are_accepted_with_any_type(name: str) -> None:
     endpoint = ENDPOINTS[name]
     for value in (1, "x", ["x"], {"x": "y"}):
         gateway = gateway_saying("x")
@@ -154,7 +154,7 @@ async def test_what_is_ignored_changes_nothing_whatever_its_type(name: str) -> N
         assert response.status_code == 200, response.text
 
 
-async def test_endpoints_beside_the_table_are_there() -> None:
+async def test_endpoints_listed_outside_the_table_exist() -> None:
     text = TABLE.read_text(encoding="utf-8").partition("Other endpoints:")[2]
     spelled = {re.sub(r"\{\w+\}", "{id}", path) for path in gateway_saying("x").app.openapi()["paths"]}
     assert set(re.findall(r"`(/[^`]+)`", text.partition("\n\n")[0])) <= spelled

@@ -118,7 +118,7 @@ async def test_wrong_chat_field_is_named(gateway: FakedGateway, fields: Any, par
         {"web_search_options": {}},
     ],
 )
-async def test_what_cannot_be_honoured_in_a_chat_is_refused_by_name(gateway: FakedGateway, fields: Any) -> None:
+async def test_unsupported_chat_fields_are_refused_by_name(gateway: FakedGateway, fields: Any) -> None:
     error = error_of(await gateway.chat(**fields), 400)
     (field,) = fields
     assert error["param"] == field
@@ -191,14 +191,14 @@ async def test_best_of_equal_to_n_is_accepted(gateway: FakedGateway) -> None:
         b'{"a":' * 5000 + b"1" + b"}" * 5000,
     ],
 )
-async def test_broken_json_is_told_so(gateway: FakedGateway, body: bytes) -> None:
+async def test_invalid_json_is_reported_as_such(gateway: FakedGateway, body: bytes) -> None:
     async with gateway.client() as client:
         response = await client.post("/v1/chat/completions", content=body, headers=JSON)
     assert "JSON" in error_of(response, 400)["message"]
 
 
 @pytest.mark.parametrize("body", [b"[]", b"3", b"null", b'"text"'])
-async def test_json_that_is_no_object_is_told_so(gateway: FakedGateway, body: bytes) -> None:
+async def test_json_that_is_not_an_object_is_reported_as_such(gateway: FakedGateway, body: bytes) -> None:
     async with gateway.client() as client:
         response = await client.post("/v1/chat/completions", content=body, headers=JSON)
     assert "object" in error_of(response, 400)["message"]
@@ -231,7 +231,7 @@ async def test_form_content_type_is_unsupported(gateway: FakedGateway) -> None:
     assert error_of(response, 415)["code"] == "unsupported_media_type"
 
 
-async def test_a_page_must_name_the_content_type_so_that_its_browser_asks_first(gateway: FakedGateway) -> None:
+async def test_a_foreign_page_must_send_a_content_type_that_forces_a_preflight(gateway: FakedGateway) -> None:
     body = b'{"model": "tiny", "prompt": "x"}'
     async with gateway.client() as client:
         for origin, status in (({}, 200), ({"origin": "http://elsewhere.example"}, 415)):

@@ -239,7 +239,7 @@ async def views_of(gateway: FakedGateway, *bodies: dict[str, str]) -> list[View]
     return [request.view for request in gateway.pipeline.submitted]
 
 
-async def test_the_three_fields_for_a_user_narrow_alike_and_make_no_subject() -> None:
+async def test_the_three_user_fields_give_the_same_view_and_no_new_subject() -> None:
     views = await views_of(gateway_saying("x"), *({field: "ada"} for field in ("user", "user_id", "safety_identifier")))
     assert set(views) == {View(Subject("default", "local"), "user=ada")}
 
@@ -250,12 +250,12 @@ async def test_three_turns_without_a_name_have_one_view_and_one_subject() -> Non
 
 
 @pytest.mark.parametrize("field", ["prompt_cache_key", "session_id", "cache_salt", "user"])
-async def test_conversation_keys_are_no_people(field: str) -> None:
+async def test_conversation_keys_make_no_subjects(field: str) -> None:
     views = await views_of(gateway_saying("x"), *({field: f"{number}"} for number in range(3)))
     assert {view.subject for view in views} == {Subject("default", "local")}
 
 
-async def test_users_are_people_where_the_credential_vouches_for_them(tmp_path: Path) -> None:
+async def test_users_are_subjects_if_the_credential_vouches_for_them(tmp_path: Path) -> None:
     keys = tmp_path / "keys.toml"
     save_keys(
         keys, [ApiKey("app", hash_of("s"), "acme", vouches_for_users=True), ApiKey("plain", hash_of("p"), "acme")]

@@ -167,14 +167,16 @@ async def test_pooling_cache_mode_and_names_reach_the_pipeline() -> None:
         ("/v1/rerank", "top_n", {"query": "x", "documents": ["x"], "top_n": 0}),
     ],
 )
-async def test_what_is_wrong_is_refused_by_its_name(path: str, param: str, body: dict[str, Any]) -> None:
+async def test_invalid_fields_of_embedding_requests_are_refused_by_name(
+    path: str, param: str, body: dict[str, Any]
+) -> None:
     made = gateway()
     error = error_of(await made.post(path, {"model": "tiny", **body}), 400)
     assert (error["param"] or "").partition("[")[0] == param
     assert not made.pipeline.submitted
 
 
-async def test_a_text_that_the_ring_refuses_refuses_the_request_and_ends_the_others() -> None:
+async def test_a_refused_text_fails_the_request_and_aborts_the_others() -> None:
     made = gateway(None)
     asking = asyncio.create_task(made.post("/v1/embeddings", {"model": "tiny", "input": ["cat", "long"]}))
     first, second = await made.pipeline.submissions(2)
@@ -185,7 +187,7 @@ async def test_a_text_that_the_ring_refuses_refuses_the_request_and_ends_the_oth
     assert made.pipeline.aborted == [first.request_id]
 
 
-async def test_a_full_queue_invites_to_come_back() -> None:
+async def test_a_full_queue_is_a_429_with_retry_after() -> None:
     failure = RequestFailure(ErrorCode.QUEUE_FULL, "full", retryable=True, retry_after_ms=1000)
     made = gateway(rejects(failure))
     response = await made.post("/v1/embeddings", {"model": "tiny", "input": "cat"})
@@ -209,7 +211,7 @@ async def test_thousands_of_inputs_go_round_a_few_at_a_time() -> None:
     assert answer["usage"]["prompt_tokens"] == 5 * count
 
 
-async def test_a_service_that_dies_is_waited_for_and_the_input_goes_round_again() -> None:
+async def test_an_input_lost_with_a_service_is_submitted_again() -> None:
     made = gateway(None)
     asking = asyncio.create_task(made.post("/v1/embeddings", {"model": "tiny", "input": "cat"}))
     (first,) = await made.pipeline.submissions(1)
@@ -251,7 +253,7 @@ async def test_documents_come_in_the_order_of_their_relevance() -> None:
 
 
 @pytest.mark.parametrize("path", ["/v1/rerank", "/rerank", "/v2/rerank"])
-async def test_only_the_best_come_and_without_their_text_if_so_wished(path: str) -> None:
+async def test_rerank_returns_only_the_top_n_and_omits_texts_on_request(path: str) -> None:
     body = {"query": "cat", "documents": ["car", "kitten"], "top_n": 1, "return_documents": False}
     answer, _ = await ask(path, body)
     (result,) = answer["results"]
@@ -259,7 +261,7 @@ async def test_only_the_best_come_and_without_their_text_if_so_wished(path: str)
     assert result["index"] == 1
 
 
-async def test_more_than_there_is_may_be_asked_for() -> None:
+async def test_top_n_may_exceed_the_number_of_documents() -> None:
     answer, _ = await ask("/v1/rerank", {"query": "cat", "documents": ["car"], "top_n": 9})
     assert len(answer["results"]) == 1
 

@@ -79,7 +79,9 @@ EMBEDDERS: dict[str, tuple[type[Schema], dict[str, Any]]] = {
 @pytest.mark.parametrize("path", EMBEDDERS)
 @RELAXED
 @given(data=st.data())
-async def test_no_body_of_what_embeds_is_a_server_error(gateway: FakedGateway, path: str, data: st.DataObject) -> None:
+async def test_no_body_sent_to_an_embedding_endpoint_causes_a_server_error(
+    gateway: FakedGateway, path: str, data: st.DataObject
+) -> None:
     schema, good = EMBEDDERS[path]
     await _check(gateway, path, data.draw(bodies(sorted(schema.model_fields), good)))
 

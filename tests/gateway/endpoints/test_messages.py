@@ -71,7 +71,7 @@ async def test_conversations_with_tools_reach_the_template() -> None:
     assert request.options.stop.max_tokens == 9
 
 
-async def test_why_it_ended() -> None:
+async def test_the_stop_reason_is_reported() -> None:
     by_text = faked(says("x", finish=Finish(FinishReason.STOP, matched_text="END")))
     ended = (await post(by_text, stop_sequences=["END"])).json()
     assert (ended["stop_reason"], ended["stop_sequence"]) == ("stop_sequence", "END")
@@ -91,7 +91,7 @@ async def test_why_it_ended() -> None:
         ({"temperature": 2}, "temperature"),
     ],
 )
-async def test_what_cannot_be_honoured_is_refused_by_name(fields: dict[str, Any], param: str) -> None:
+async def test_unsupported_and_invalid_fields_are_refused_by_name(fields: dict[str, Any], param: str) -> None:
     assert error_of(await post(thinking("x"), **fields), 400)["param"] == param
 
 
@@ -103,7 +103,7 @@ async def test_tokens_are_counted_without_a_limit_of_the_answer() -> None:
     assert not gateway.pipeline.submitted
 
 
-async def test_an_error_says_so_where_clients_of_this_api_look() -> None:
+async def test_an_error_has_the_type_field_of_the_messages_api() -> None:
     response = await post(thinking("x"), max_tokens=0)
     assert response.json()["type"] == "error"
     assert error_of(response, 400)["param"] == "max_tokens"
@@ -114,7 +114,7 @@ async def test_an_error_says_so_where_clients_of_this_api_look() -> None:
 @pytest.mark.parametrize(
     ("vouches", "view"), [(True, View(Subject("acme", "user/ann"))), (False, View(Subject("acme", "key/k")))]
 )
-async def test_metadata_names_a_person_only_where_the_credential_vouches(
+async def test_metadata_names_a_subject_only_if_the_credential_vouches(
     tmp_path: Path, vouches: bool, view: View
 ) -> None:
     keys = tmp_path / "keys.toml"

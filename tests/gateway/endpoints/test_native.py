@@ -76,7 +76,7 @@ async def test_log_probabilities_have_sglangs_shape() -> None:
         ({"text": "a", "rid": "a\x00"}, "rid"),
     ],
 )
-async def test_what_is_wrong_is_named(body: dict[str, Any], param: str | None) -> None:
+async def test_invalid_fields_of_generate_are_named(body: dict[str, Any], param: str | None) -> None:
     assert error_of(await generate(gateway_saying("x"), **body), 400)["param"] == param
 
 
@@ -95,7 +95,7 @@ async def test_an_id_to_abort_that_no_request_can_have_is_refused() -> None:
     assert error_of(await faked(None).post("/abort_request", {"rid": "x" * 20_000}), 400)["param"] == "rid"
 
 
-async def test_nobody_aborts_or_administrates_for_others(tmp_path: Path) -> None:
+async def test_keys_without_admin_rights_cannot_abort_for_others_or_administrate(tmp_path: Path) -> None:
     keys = [ApiKey(name, hash_of(name), "acme", admin=name == "root") for name in ("ann", "bob", "root")]
     save_keys(tmp_path / "keys.toml", keys)
     gateway = faked(None, keys_file=tmp_path / "keys.toml")
@@ -115,7 +115,7 @@ async def test_nobody_aborts_or_administrates_for_others(tmp_path: Path) -> None
     await asking
 
 
-async def test_strangers_do_not_administrate_a_gateway_without_keys() -> None:
+async def test_remote_and_cross_site_callers_cannot_administer_a_gateway_without_keys() -> None:
     gateway = gateway_saying("x")
     assert (await gateway.post("/flush_cache", {})).status_code == 200
     assert gateway.administration.flushes == 1

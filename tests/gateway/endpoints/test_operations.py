@@ -28,7 +28,7 @@ async def test_ready_when_nothing_is_missing() -> None:
     assert response.json() == {"status": "ready", "missing": []}
 
 
-async def test_metrics_count_what_happened() -> None:
+async def test_metrics_count_requests_and_tokens() -> None:
     gateway = gateway_saying("a", "b")
     await gateway.chat(stream=True)
     await gateway.chat(temperature=-1)
@@ -46,7 +46,7 @@ async def test_metrics_count_what_happened() -> None:
 @pytest.mark.parametrize(
     ("path", "level"), [("/health", "debug"), ("/ready", "debug"), ("/metrics", "debug"), ("/v1/models", "info")]
 )
-async def test_what_is_asked_every_few_seconds_is_logged_for_debugging_only(path: str, level: str) -> None:
+async def test_probe_requests_are_logged_at_debug_level_only(path: str, level: str) -> None:
     with capture_logs() as events:
         await gateway_saying("x").get(path)
     assert [event["log_level"] for event in events if event["event"] == "request.finished"] == [level]

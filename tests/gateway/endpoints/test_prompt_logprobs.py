@@ -74,7 +74,7 @@ SCORED: dict[str, list[Any]] = {
 }
 
 
-async def test_an_echo_shows_them_before_those_of_the_answer() -> None:
+async def test_an_echo_puts_prompt_logprobs_before_those_of_the_answer() -> None:
     body = (await gateway().complete(prompt="The capital of", echo=True, logprobs=1, max_tokens=1)).json()
     (choice,) = body["choices"]
     assert choice["text"] == "The capital of Fr"
@@ -122,7 +122,7 @@ async def test_a_stream_shows_prompts_first() -> None:
 
 
 @pytest.mark.parametrize("endpoint", ["chat", "completions", "tools"])
-async def test_prompt_logprobs_are_told_by_id(endpoint: str) -> None:
+async def test_prompt_logprobs_are_keyed_by_token_id(endpoint: str) -> None:
     fake = gateway()
     if endpoint == "completions":
         told = (await fake.complete(prompt_logprobs=2)).json()["choices"][0]["prompt_logprobs"]
@@ -139,7 +139,7 @@ async def test_prompt_logprobs_are_told_by_id(endpoint: str) -> None:
     assert fake.pipeline.submitted[0].options.prompt_logprobs == PromptLogprobs(0, 2)
 
 
-async def test_who_asks_for_none_is_told_none() -> None:
+async def test_prompt_logprobs_are_absent_unless_requested() -> None:
     fake = gateway()
     assert "prompt_logprobs" not in (await fake.chat()).json()
     assert "prompt_logprobs" not in (await fake.complete()).json()["choices"][0]
@@ -177,14 +177,14 @@ async def test_native_answers_have_input_and_output_apart(stream: bool) -> None:
     assert sent.options.sampling.logprob_token_ids == (5, 6)
 
 
-async def test_native_answers_tell_of_the_output_alone_unless_asked() -> None:
+async def test_native_answers_contain_no_prompt_logprobs_by_default() -> None:
     fake = gateway()
     meta = (await fake.post("/generate", {"text": "x", "return_logprob": True})).json()["meta_info"]
     assert (meta["input_token_logprobs"], meta["input_top_logprobs"]) == ([], [])
     assert fake.pipeline.submitted[0].options.prompt_logprobs is None
 
 
-async def test_what_was_interrupted_goes_on_where_it_was() -> None:
+async def test_interrupted_prompt_logprobs_continue_from_the_break() -> None:
     """The first submission breaks after a part; the second is asked for the rest, and nothing comes twice."""
 
     def breaking(request: GenerateRequest) -> Iterator[Event]:
@@ -206,7 +206,7 @@ async def test_what_was_interrupted_goes_on_where_it_was() -> None:
     ]
 
 
-async def test_what_is_complete_is_not_asked_for_again() -> None:
+async def test_complete_prompt_logprobs_are_not_requested_again() -> None:
     def breaking(request: GenerateRequest) -> Iterator[Event]:
         if request.options.prompt_logprobs is not None:
             *told, _finish = script(request)
@@ -225,7 +225,7 @@ async def test_what_is_complete_is_not_asked_for_again() -> None:
 
 
 @pytest.mark.parametrize(("prompts", "n", "status"), [(16, 1, 200), (17, 1, 400), (8, 2, 200), (3, 6, 400)])
-async def test_what_a_response_tells_of_all_prompts_is_bounded(prompts: int, n: int, status: int) -> None:
+async def test_prompt_logprobs_of_one_response_are_bounded_over_all_prompts(prompts: int, n: int, status: int) -> None:
     # Own value and 5 alternatives for each of 5,462 tokens, so that sixteen are just within the bound.
     tokens = MAX_PROMPT_VALUES // 16 // 6 + 1
 

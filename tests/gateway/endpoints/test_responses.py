@@ -138,13 +138,13 @@ async def test_a_failure_in_the_middle_is_an_event() -> None:
     assert '"message":"broken"' in response.text
 
 
-async def test_what_is_not_to_be_stored_is_not() -> None:
+async def test_a_response_with_store_false_is_not_stored() -> None:
     gateway = gateway_saying("x")
     response_id = (await post(gateway, store=False)).json()["id"]
     assert error_of(await gateway.get(f"/v1/responses/{response_id}"), 404)
 
 
-async def test_nobody_reaches_what_others_have_stored(tmp_path: Path) -> None:
+async def test_stored_responses_of_others_are_unreachable(tmp_path: Path) -> None:
     keys = [
         ApiKey("ann", hash_of("ann"), "acme", "ann"),
         ApiKey("bob", hash_of("bob"), "acme", "bob"),
@@ -184,5 +184,5 @@ async def test_nobody_reaches_what_others_have_stored(tmp_path: Path) -> None:
         ({"metadata": {"a": "b" * 1000}}, "metadata"),
     ],
 )
-async def test_what_cannot_be_honoured_is_refused_by_name(fields: dict[str, Any], param: str) -> None:
+async def test_unsupported_and_invalid_fields_are_refused_by_name(fields: dict[str, Any], param: str) -> None:
     assert error_of(await post(gateway_saying("x"), **fields), 400)["param"] == param

@@ -38,7 +38,7 @@ async def test_a_session_is_opened_used_and_closed() -> None:
     assert error_of(await gateway.post("/close_session", {"session_id": session}), 400)["param"] == "session_id"
 
 
-async def test_a_grant_is_told() -> None:
+async def test_an_opened_session_returns_its_capacity_and_timeout() -> None:
     gateway = gateway_saying("x")
     response = await gateway.post("/open_session", {"session_id": "s", "capacity_of_str_len": 500, "timeout": 2.5})
     assert response.json() == "s"
@@ -47,7 +47,7 @@ async def test_a_grant_is_told() -> None:
     assert error_of(await gateway.post("/open_session", {"session_id": "s"}), 400)["param"] == "session_id"
 
 
-async def test_chats_and_completions_name_it_by_session_id() -> None:
+async def test_chats_and_completions_name_their_session_by_session_id() -> None:
     gateway = gateway_saying("x")
     session = await opened(gateway)
     await gateway.chat(session_id=session)
@@ -64,7 +64,7 @@ async def test_a_request_names_one_session() -> None:
     assert error_of(await gateway_saying("x").post("/generate", body), 400)["param"] == "session_id"
 
 
-async def test_a_session_of_a_user_is_that_user_s() -> None:
+async def test_a_user_s_session_belongs_to_that_user_only() -> None:
     gateway = gateway_saying("x")
     session = await opened(gateway, user_id="ann")
     await gateway.chat(session_id=session, user_id="ann")
@@ -76,7 +76,7 @@ async def test_a_session_of_a_user_is_that_user_s() -> None:
     assert error_of(await gateway.post("/close_session", {"session_id": session, "user_id": "bob"}), 400)
 
 
-async def test_keys_have_sessions_of_their_own_and_one_quota_each(tmp_path: Any) -> None:
+async def test_each_key_has_separate_sessions_and_one_quota(tmp_path: Any) -> None:
     keys = tmp_path / "keys.toml"
     save_keys(keys, [ApiKey(name, hash_of(name), "acme") for name in ("one", "two")])
     gateway = gateway_saying("x", keys_file=keys)
@@ -104,6 +104,6 @@ async def test_keys_have_sessions_of_their_own_and_one_quota_each(tmp_path: Any)
         ("/v1/completions", {"model": "tiny", "prompt": "x", "session_params": {"id": "s"}}, "session_params"),
     ],
 )
-async def test_what_cannot_be_a_session_is_refused(path: str, body: dict[str, Any], param: str) -> None:
+async def test_invalid_session_requests_are_refused(path: str, body: dict[str, Any], param: str) -> None:
     response = await gateway_saying("x").post(path, body)
     assert error_of(response, 404 if param == "model" else 400)["param"] == param

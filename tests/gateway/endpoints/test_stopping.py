@@ -31,7 +31,7 @@ async def test_stop_conditions_reach_the_pipeline() -> None:
     assert completion.stop_patterns == ("a", "b")
 
 
-async def test_clients_are_told_what_matched() -> None:
+async def test_answers_contain_the_matched_stop() -> None:
     by_text = faked(says("x", finish=Finish(FinishReason.STOP, matched_text="END")))
     by_token = faked(says("x", finish=Finish(FinishReason.STOP, matched_token_id=7)))
     by_model = gateway_saying("x")
@@ -89,7 +89,7 @@ async def test_a_stream_that_waits_gets_comments_and_then_its_answer() -> None:
     assert response.text.endswith("data: [DONE]\n\n")
 
 
-async def test_a_failure_behind_comments_is_an_event() -> None:
+async def test_a_failure_after_keep_alive_comments_is_sent_as_an_event() -> None:
     gateway = faked(None, keep_alive_s=0.01)
     asking = asyncio.create_task(gateway.post("/v1/completions", {"model": "tiny", "prompt": "x", "stream": True}))
     [request] = await gateway.pipeline.submissions(1)

@@ -93,7 +93,7 @@ async def test_each_choice_has_one_role_and_one_finish_reason() -> None:
     assert roles == finishes == dict.fromkeys(range(4), 1)
 
 
-async def test_tokens_without_text_make_no_chunk_of_their_own() -> None:
+async def test_tokens_without_text_cause_no_separate_chunk() -> None:
     def script(request: GenerateRequest) -> list[Event]:
         return [
             Delta(request.request_id, 0, 0, (1,), "", prompt_usage=PROMPT),

@@ -45,7 +45,7 @@ def refusal(**fields: Any) -> str | None:
         ({"response_format": TAG}, GrammarKind.STRUCTURAL_TAG, TAG),
     ],
 )
-def test_each_form_is_one_grammar(fields: dict[str, Any], kind: GrammarKind, text: Any) -> None:
+def test_each_format_field_gives_one_grammar(fields: dict[str, Any], kind: GrammarKind, text: Any) -> None:
     grammar = completion(**fields).sampling(None).grammar
     assert grammar is not None
     assert grammar.kind is kind
@@ -64,7 +64,7 @@ def test_each_form_is_one_grammar(fields: dict[str, Any], kind: GrammarKind, tex
         {"structured_outputs": {}},
     ],
 )
-def test_what_asks_for_nothing_binds_nothing(fields: dict[str, Any]) -> None:
+def test_empty_format_fields_create_no_grammar(fields: dict[str, Any]) -> None:
     assert completion(**fields).sampling(None).grammar is None
 
 
@@ -90,11 +90,11 @@ def test_what_asks_for_nothing_binds_nothing(fields: dict[str, Any]) -> None:
         ({"structural_tag": {"format": {"type": "json_schema", "json_schema": {"not": {}}}}}, "structural_tag"),
     ],
 )  # fmt: skip
-def test_what_cannot_be_honoured_is_refused_by_its_name(fields: dict[str, Any], param: str) -> None:
+def test_invalid_format_fields_are_refused_by_name(fields: dict[str, Any], param: str) -> None:
     assert refusal(**fields) == param
 
 
-def test_what_goes_beside_a_form() -> None:
+def test_other_sampling_fields_are_kept_with_a_grammar() -> None:
     body = completion(regex="a+", min_tokens=3, ignore_eos=True, logit_bias={"5": 2}, bad_words=["b"])
     assert body.sampling(None).logit_bias == {5: 2}
     stop = body.stop_conditions(16)
@@ -121,7 +121,7 @@ def test_what_goes_beside_a_form() -> None:
         {"type": "object", "properties": {"a": {"items": {"prefixItems": [{"not": {}}]}}}},
     ],
 )
-def test_what_a_grammar_would_ignore_is_refused(schema: dict[str, Any]) -> None:
+def test_schema_keywords_that_the_grammar_would_ignore_are_refused(schema: dict[str, Any]) -> None:
     assert refusal(guided_json=schema) == "guided_json"
 
 

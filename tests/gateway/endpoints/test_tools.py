@@ -129,7 +129,7 @@ async def test_one_call_only_if_none_may_be_parallel() -> None:
         ({"tools": [WEATHER], "tool_choice": "required", "allowed_token_ids": [1]}, "allowed_token_ids"),
     ],
 )
-async def test_what_cannot_be_honoured_is_refused_by_name(fields: dict[str, Any], param: str) -> None:
+async def test_unsupported_and_invalid_fields_are_refused_by_name(fields: dict[str, Any], param: str) -> None:
     assert error_of(await gateway_of(["x"]).chat(**fields), 400)["param"] == param
 
 
@@ -163,7 +163,7 @@ async def test_reasoning_is_separated_and_counted() -> None:
     assert left["content"] == "<think>Hmm</think>Yes"
 
 
-async def test_a_template_that_opens_the_block_unless_it_is_told_not_to() -> None:
+async def test_a_template_opens_the_reasoning_block_unless_thinking_is_disabled() -> None:
     gateway = gateway_of(["Hm</think>Yes"], has_reasoning=True, begins_with_reasoning=True)
     assert (await gateway.chat()).json()["choices"][0]["message"]["reasoning_content"] == "Hm"
     gateway.pipeline.script = says("Yes")
@@ -171,7 +171,7 @@ async def test_a_template_that_opens_the_block_unless_it_is_told_not_to() -> Non
     assert answer.json()["choices"][0]["message"]["content"] == "Yes"
 
 
-async def test_log_probabilities_beside_calls_are_all_sent() -> None:
+async def test_log_probabilities_of_answers_with_tool_calls_are_all_sent() -> None:
     gateway = gateway_of([])
     words = ["Hi ", *CALL.partition("name")]
     gateway.pipeline.script = says(*words, logprobs=[logprob(word, -1.0) for word in words])

@@ -62,7 +62,7 @@ def test_after_the_finish_everything_is_a_duplicate() -> None:
     assert choice.judge(delta(1, "b", 2)) is Verdict.DUPLICATE
 
 
-def test_continuation_says_what_the_client_has() -> None:
+def test_a_continuation_contains_the_progress_that_the_client_has_received() -> None:
     choice = ChoiceRecord(request(n=3), 2, 2)
     choice.apply(delta(0, "世界", 1, 2))
     again = choice.continuation(RequestId("cmpl-1.2.1"))
@@ -73,7 +73,7 @@ def test_continuation_says_what_the_client_has() -> None:
     assert again.prompt == "Hello"
 
 
-def test_continuation_of_nothing_is_the_request_itself() -> None:
+def test_a_continuation_without_progress_is_the_request_itself() -> None:
     again = ChoiceRecord(request(), 0, 0).continuation(RequestId("cmpl-1.0.1"))
     assert again.options.resume is None
     assert again.options.sampling.seed == 5
@@ -86,7 +86,7 @@ def test_all_tokens_received_means_exhausted() -> None:
     assert choice.is_exhausted
 
 
-def test_lost_end_is_made_up_for() -> None:
+def test_a_lost_finish_is_reconstructed_at_the_limit() -> None:
     choice = ChoiceRecord(request(max_tokens=1), 0, 0)
     choice.apply(delta(0, "a", 1))
     assert choice.end_at_limit().finish == Finish(FinishReason.LENGTH)
@@ -109,7 +109,7 @@ def test_prompt_usage_of_a_resumed_choice_is_ignored() -> None:
     assert entry.prompt_usage == PromptUsage(10, 4)
 
 
-def test_journal_holds_what_is_open() -> None:
+def test_the_journal_holds_only_open_requests() -> None:
     journal = Journal()
     entry = JournalEntry(request())
     journal.open(entry)

@@ -81,7 +81,7 @@ async def test_choice_goes_on_where_it_was_interrupted() -> None:
     assert generation.usage.completion_tokens == 3
 
 
-async def test_lost_submission_goes_on_without_being_aborted_twice() -> None:
+async def test_a_lost_submission_is_resumed_without_an_abort() -> None:
     pipeline = FakePipeline()
     generation = begin(pipeline)
     pipeline.tell(tokens(ID, 0, 0, "Hel", 1))
@@ -159,7 +159,7 @@ async def test_progress_between_failures_does_not_make_attempts_unbounded() -> N
         await read(generation)
 
 
-async def test_newcomer_waits_only_for_the_admission_deadline() -> None:
+async def test_a_new_request_waits_no_longer_than_the_admission_deadline() -> None:
     # Long enough for several attempts, and far from the other deadline, on a busy machine too.
     policy = replace(QUICK, deadline_s=60.0, admission_deadline_s=0.5)
     pipeline = FakePipeline(lambda one: [Admission(one.request_id, 0, AWAY)])
@@ -171,7 +171,7 @@ async def test_newcomer_waits_only_for_the_admission_deadline() -> None:
     assert len(pipeline.submitted) > policy.attempts + 1
 
 
-async def test_newcomer_at_a_full_queue_is_told_at_once() -> None:
+async def test_a_new_request_at_a_full_queue_fails_at_once() -> None:
     pipeline = FakePipeline(lambda one: [Admission(one.request_id, 0, FULL)])
     with pytest.raises(RequestFailedError, match="full"):
         await read(begin(pipeline))
@@ -190,7 +190,7 @@ async def test_resumed_choice_waits_at_a_full_queue() -> None:
     assert await read(generation) == "ab"
 
 
-async def test_choice_that_lost_only_its_end_is_finished_here() -> None:
+async def test_a_choice_that_lost_only_its_finish_is_finished_by_the_gateway() -> None:
     pipeline = FakePipeline()
     generation = begin(pipeline, request(max_tokens=2))
     pipeline.tell(tokens(ID, 0, 0, "ab", 1, 2))
@@ -212,7 +212,7 @@ async def test_missing_tokens_are_fetched_again() -> None:
     assert await read(generation) == "abc"
 
 
-async def test_silence_is_taken_for_loss() -> None:
+async def test_a_silent_request_is_treated_as_lost() -> None:
     pipeline = FakePipeline()
     generation = begin(pipeline)
     pipeline.tell(Admission(ID, 7))
@@ -226,7 +226,7 @@ async def test_silence_is_taken_for_loss() -> None:
     assert await read(generation) == "a"
 
 
-async def test_closing_aborts_what_is_open_by_exact_id_and_only_once() -> None:
+async def test_closing_aborts_the_open_request_by_exact_id_and_only_once() -> None:
     pipeline = FakePipeline()
     generation = begin(pipeline, request(n=2))
     pipeline.tell(tokens(ID, 0, 0, "a", 1, finish=STOP))

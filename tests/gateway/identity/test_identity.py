@@ -68,7 +68,7 @@ async def test_key_may_come_as_anthropics_clients_send_it() -> None:
         {"x-api-key": "wrong"},
     ],
 )
-async def test_without_a_known_key_nobody_comes_in(headers: dict[str, str]) -> None:
+async def test_callers_without_a_known_key_are_refused(headers: dict[str, str]) -> None:
     with pytest.raises(UnauthenticatedError):
         await identity_of(KEY).caller(Headers(headers), STRANGER)
 
@@ -82,7 +82,7 @@ async def test_without_a_known_key_nobody_comes_in(headers: dict[str, str]) -> N
         ("vouched", Caller("home", "local", vouches=True, is_admin=True), Caller("home", "anonymous", vouches=True)),
     ],
 )
-async def test_without_keys_the_setting_says_whose_requests_are(
+async def test_without_keys_the_setting_decides_the_subject_of_requests(
     anonymous: Anonymous, here: Caller, elsewhere: Caller
 ) -> None:
     identity = Identity(None, NO_PROXY, Keyless("home", anonymous))
@@ -126,7 +126,7 @@ async def test_trusted_proxy_that_names_a_tenant_only_vouches_for_no_user_of_the
     assert subjects == {Subject("acme", "proxy")}
 
 
-async def test_trusted_proxy_that_names_no_tenant_needs_a_key_and_lends_its_users_no_rights() -> None:
+async def test_a_trusted_proxy_without_a_tenant_needs_a_key_and_its_users_get_no_key_rights() -> None:
     key = dataclasses.replace(KEY, admin=True, vouches_for_users=True)
     identity = identity_of(key, proxy=PROXY)
     with pytest.raises(UnauthenticatedError):
@@ -141,7 +141,7 @@ async def test_a_header_smuggled_past_the_proxy_is_refused() -> None:
         await Identity(None, PROXY, ANYONE).caller(headers, "10.0.0.1")
 
 
-def test_fields_count_in_their_order_and_empty_ones_not_at_all() -> None:
+def test_the_first_non_empty_user_field_counts() -> None:
     named = [("user_id", ""), ("user", "b"), ("safety_identifier", "c")]
     assert identify(BACK_END, named).view == View(Subject("acme", "user/b"))
 
@@ -226,7 +226,7 @@ def test_same_user_of_two_tenants_is_two_subjects() -> None:
     assert identify(BACK_END, named).subject != identify(rival, named).subject
 
 
-def test_requests_are_owned_by_their_subject_and_by_who_vouches_for_it() -> None:
+def test_requests_are_owned_by_their_subject_and_by_its_voucher() -> None:
     assert owns(ANN, identify(ANN, [("user", "x")], salt="y").view)
     assert owns(BACK_END, identify(BACK_END, [("user", "ann")]).view)
     assert not owns(APPLICATION, identify(ANN).view)
@@ -240,7 +240,7 @@ def test_anonymous_requests_are_owned_by_no_caller() -> None:
     assert not owns(dataclasses.replace(caller, vouches=True), identify(caller).view)
 
 
-def test_elsewhere_vouched_names_are_people_and_unnamed_requests_stay_anonymous() -> None:
+def test_remote_vouched_names_are_subjects_and_unnamed_requests_stay_anonymous() -> None:
     caller = Caller("home", "anonymous", vouches=True)
     named = [identify(caller, [("user", "ann")]) for _ in range(2)]
     assert {request.view for request in named} == {View(Subject("home", "user/ann"))}

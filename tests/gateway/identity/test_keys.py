@@ -29,7 +29,7 @@ def test_keys_file_is_read(tmp_path: Path) -> None:
     assert load_keys(write_keys(tmp_path / "keys.toml", text)) == [KEY]
 
 
-def test_what_is_saved_is_read_again_and_only_the_owner_may_read_it(tmp_path: Path) -> None:
+def test_saved_keys_are_read_back_and_only_the_owner_may_read_the_file(tmp_path: Path) -> None:
     path = tmp_path / "new" / "keys.toml"
     full = ApiKey("k2", hash_of("x"), 'a"\\c', "ünïcode", True, True, CacheMode.NONE, "2026-01-01", -3)
     save_keys(path, [KEY, full])

@@ -43,20 +43,20 @@ def sent_to(host: str, **headers: str) -> Headers:
 
 @pytest.mark.parametrize("peer", ["127.0.0.1", "127.3.2.1", "::1", "::ffff:127.0.0.1"])
 @pytest.mark.parametrize("host", LOOPBACK_HOSTS)
-def test_a_direct_connection_over_loopback_is_a_local_person_s(peer: str, host: str) -> None:
+def test_a_direct_connection_over_loopback_is_a_local_person(peer: str, host: str) -> None:
     assert PLAIN.is_local_person(peer, sent_to(host))
     assert PLAIN.may_administrate(peer, sent_to(host))
     PLAIN.check_host(peer, sent_to(host))
 
 
 @pytest.mark.parametrize("peer", ["10.0.0.7", "192.168.1.2", "::ffff:10.0.0.7", "fe80::1", "unix", "", None])
-def test_a_connection_from_elsewhere_is_not_whatever_its_host(peer: str | None) -> None:
+def test_a_remote_connection_is_not_local_whatever_its_host_header(peer: str | None) -> None:
     assert not PLAIN.is_local_person(peer, sent_to("localhost"))
     PLAIN.check_host(peer, sent_to("pando-gateway.llm.svc"))
 
 
 @pytest.mark.parametrize("host", FOREIGN_HOSTS)
-def test_a_rebound_name_is_neither_local_nor_answered(host: str) -> None:
+def test_a_rebound_host_name_is_not_local_and_refused(host: str) -> None:
     assert not PLAIN.is_local_person("127.0.0.1", sent_to(host))
     with pytest.raises(PermissionDeniedError, match=r"gateway\.allowed_hosts"):
         PLAIN.check_host("127.0.0.1", sent_to(host))
@@ -76,7 +76,7 @@ def test_an_address_cannot_be_rebound_so_it_is_answered_but_only_a_loopback_one_
         assert not PLAIN.is_local_person("127.0.0.1", sent_to(host))
 
 
-def test_an_allowed_name_is_answered_and_makes_nobody_local() -> None:
+def test_an_allowed_host_name_is_accepted_and_does_not_make_the_caller_local() -> None:
     NAMED.check_host("127.0.0.1", sent_to("LLM.example:443"))
     assert not NAMED.is_local_person("127.0.0.1", sent_to("llm.example"))
     with pytest.raises(PermissionDeniedError):
@@ -89,16 +89,16 @@ def test_a_forwarding_header_makes_the_connection_a_proxy_s(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["x-pando-tenant", "x-pando-user"])
-def test_so_do_the_headers_of_a_proxy_whose_address_nobody_configured(name: str) -> None:
+def test_identity_headers_make_the_connection_a_proxy_s(name: str) -> None:
     assert not PLAIN.is_local_person("127.0.0.1", Headers({"host": "localhost", name: "ann"}))
 
 
-def test_so_does_the_http_version_of_nginx_which_adds_no_header_by_default() -> None:
+def test_the_http_version_of_nginx_makes_the_connection_a_proxy_s() -> None:
     assert not PLAIN.is_local_person("127.0.0.1", sent_to("127.0.0.1:8000"), "1.0")
 
 
 @pytest.mark.parametrize("peer", ["127.0.0.1", "::1", "::ffff:127.0.0.1"])
-def test_a_trusted_proxy_on_this_machine_is_no_person_even_without_headers(peer: str) -> None:
+def test_a_trusted_local_proxy_is_not_a_local_person_even_without_headers(peer: str) -> None:
     locality = Locality(LOCAL_PROXY)
     assert not locality.is_local_person(peer, sent_to("localhost"))
     locality.check_host(peer, sent_to("llm.example"))
@@ -136,7 +136,7 @@ def test_no_composition_of_loopback_and_foreign_names_is_local(host: str) -> Non
 
 
 @pytest.mark.parametrize("headers", [{"x-forwarded-for": "203.0.113.9"}, {"via": "1.1 proxy"}, {"x-pando-user": "ann"}])
-async def test_users_behind_a_proxy_on_this_machine_are_no_administrators(headers: dict[str, str]) -> None:
+async def test_users_of_a_proxy_on_this_machine_are_not_administrators(headers: dict[str, str]) -> None:
     for proxy in (NO_PROXY, LOCAL_PROXY):
         caller = await Identity(None, proxy, Keyless("home")).caller(sent_to("localhost", **headers), "127.0.0.1")
         assert not caller.is_admin
@@ -151,7 +151,7 @@ async def test_a_rebound_name_is_refused_by_identity() -> None:
 
 
 @pytest.mark.parametrize("peer", ["127.0.0.1", "172.18.0.1"])
-async def test_where_all_are_one_local_person_a_rebound_name_is_refused_from_everywhere(peer: str) -> None:
+async def test_with_a_single_local_subject_a_rebound_name_is_refused_from_every_peer(peer: str) -> None:
     # In Compose, the browser of the machine comes through a bridge.
     one = Identity(None, NO_PROXY, Keyless("home", "local", frozenset({"gateway"})))
     with pytest.raises(PermissionDeniedError):

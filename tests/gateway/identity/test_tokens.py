@@ -135,7 +135,7 @@ async def test_keys_of_a_url_are_cached_and_rotation_is_noticed() -> None:
     assert provider.asked == 2
 
 
-async def test_made_up_key_names_do_not_make_us_ask_each_time() -> None:
+async def test_unknown_key_names_do_not_cause_a_request_each_time() -> None:
     provider = Provider()
     keys = provider.remote()
     for number in range(100):
@@ -144,7 +144,7 @@ async def test_made_up_key_names_do_not_make_us_ask_each_time() -> None:
     assert provider.asked == 1
 
 
-async def test_old_keys_stay_in_use_while_the_provider_is_away() -> None:
+async def test_old_keys_stay_in_use_while_the_provider_is_unreachable() -> None:
     provider = Provider()
     keys = provider.remote()
     assert await keys.find("one")
@@ -154,7 +154,7 @@ async def test_old_keys_stay_in_use_while_the_provider_is_away() -> None:
     assert provider.asked == 2
 
 
-async def test_a_provider_that_was_never_reached_is_no_reason_to_refuse_the_credential() -> None:
+async def test_an_unreachable_provider_makes_the_check_unavailable_and_does_not_refuse_the_credential() -> None:
     provider = Provider()
     provider.is_away = True
     with pytest.raises(UnavailableError):

@@ -68,7 +68,7 @@ def test_the_call_of_a_named_tool_is_finished_as_its_schema_says(style: ToolStyl
 
 @pytest.mark.parametrize("style", STYLES)
 @pytest.mark.parametrize("in_parallel", [False, True])
-def test_calls_that_have_to_be_made_are_of_some_tool(style: ToolStyle, in_parallel: bool) -> None:
+def test_forced_calls_name_a_given_tool(style: ToolStyle, in_parallel: bool) -> None:
     prefix = call_prefix(style, None, begins_with_reasoning=False)
     for output in outputs(forced_calls(style, [WEATHER, CLOCK], named=False, in_parallel=in_parallel)):
         calls, words = read(style, prefix, output)
@@ -80,7 +80,7 @@ def test_calls_that_have_to_be_made_are_of_some_tool(style: ToolStyle, in_parall
 
 
 @pytest.mark.parametrize("style", [ToolStyle.LLAMA3, ToolStyle.PYTHONIC, ToolStyle.HERMES])
-def test_an_answer_is_calls_or_content_of_its_own_form(style: ToolStyle) -> None:
+def test_an_answer_is_either_tool_calls_or_content_in_the_requested_format(style: ToolStyle) -> None:
     content: Format = {"type": "regex", "pattern": "(yes|no)"}
     kinds = set()
     for output in outputs(free_calls(style, [WEATHER], in_parallel=False, content=content), count=8):
@@ -92,7 +92,7 @@ def test_an_answer_is_calls_or_content_of_its_own_form(style: ToolStyle) -> None
     assert kinds == {True, False}
 
 
-def test_what_looks_like_a_call_in_free_text_is_one() -> None:
+def test_a_call_inside_free_text_is_parsed_and_valid() -> None:
     format_ = free_calls(ToolStyle.HERMES, [WEATHER], in_parallel=True)
     grammar = {"type": "sequence", "elements": [{"type": "const_string", "value": "Well: "}, format_]}
     found = 0
@@ -107,7 +107,7 @@ def test_what_looks_like_a_call_in_free_text_is_one() -> None:
 
 
 @pytest.mark.parametrize("is_open", [False, True])
-def test_reasoning_comes_before_what_is_bound(is_open: bool) -> None:
+def test_reasoning_precedes_the_constrained_text(is_open: bool) -> None:
     format_ = after_reasoning({"type": "regex", "pattern": "[0-9]{2}"}, is_open=is_open)
     ends = [output for output in outputs(format_, count=8) if re.search(r"[0-9]{2}$", output)]
     assert ends or is_open  # what goes on thinking is cut off

@@ -113,7 +113,7 @@ def read(reading: Reading, parts: list[str]) -> list[Piece]:
 
 
 @pytest.mark.parametrize(("reading", "text", "expected"), CASES, ids=[text[:40] for _, text, _ in CASES])
-def test_wherever_an_answer_is_cut_it_is_read_alike(reading: Reading, text: str, expected: list[Piece]) -> None:
+def test_parsing_does_not_depend_on_the_chunk_boundaries(reading: Reading, text: str, expected: list[Piece]) -> None:
     assert read(reading, [text]) == expected
     assert read(reading, list(text)) == expected
     for cut in range(1, len(text)):

@@ -83,7 +83,7 @@ async def test_without_the_schedulers_token_nothing_is_flushed(tmp_path: Path) -
         assert (refused.value.code, scheduler.flushes) == (ErrorCode.PERMISSION_DENIED, 0)
 
 
-async def test_a_group_that_is_away_is_told_of_after_the_others_were_asked(tmp_path: Path) -> None:
+async def test_an_unreachable_group_is_reported_after_all_others_were_asked(tmp_path: Path) -> None:
     here, away, scheduler = f"unix:{tmp_path}/a.sock", f"unix:{tmp_path}/b.sock", scheduler_with(3)
     async with running(here, scheduler), administration(away, here) as asking:
         with pytest.raises(PandoError) as failed:
@@ -91,7 +91,7 @@ async def test_a_group_that_is_away_is_told_of_after_the_others_were_asked(tmp_p
         assert (failed.value.code, scheduler.flushes) == (ErrorCode.UNAVAILABLE, 1)
 
 
-async def test_a_gateway_that_knows_no_scheduler_says_so() -> None:
+async def test_a_gateway_without_a_scheduler_reports_the_missing_setting() -> None:
     async with administration() as asking:
         with pytest.raises(PandoError, match=r"gateway\.scheduler"):
             await asking.states()

@@ -106,7 +106,7 @@ async def test_request_goes_out_and_text_comes_back(tmp_path: Path) -> None:
     assert notes.lost == []
 
 
-async def test_what_is_queued_in_one_turn_goes_in_one_message(tmp_path: Path) -> None:
+async def test_requests_queued_in_one_loop_iteration_are_sent_in_one_message(tmp_path: Path) -> None:
     async with pipeline_servers(tmp_path) as services, connected(services) as client:
         await up(client)
         notes = Notes()
@@ -127,7 +127,7 @@ async def test_large_requests_are_split_into_several_messages(tmp_path: Path) ->
     assert services.batches == [1, 1, 1]
 
 
-async def test_rejection_is_the_last_that_is_heard(tmp_path: Path) -> None:
+async def test_nothing_follows_a_rejection(tmp_path: Path) -> None:
     rejection = common_pb2.RequestError(code=common_pb2.ERROR_CODE_CONTEXT_LENGTH_EXCEEDED, message="too long")
     async with pipeline_servers(tmp_path, rejection=rejection) as services, connected(services) as client:
         await up(client)
@@ -160,7 +160,7 @@ async def test_abort_goes_out_once_by_exact_id(tmp_path: Path) -> None:
     assert {delta.request_id for delta in notes.deltas[2:]} == {"r10"}
 
 
-async def test_abort_before_the_request_went_out_sends_neither(tmp_path: Path) -> None:
+async def test_an_abort_before_sending_sends_neither_request_nor_abort(tmp_path: Path) -> None:
     async with pipeline_servers(tmp_path) as services, connected(services) as client:
         await up(client)
         client.pipeline.submit(request("r1"), Notes())
@@ -182,7 +182,7 @@ async def test_finished_requests_are_not_aborted(tmp_path: Path) -> None:
     assert services.aborts == []
 
 
-async def test_without_a_ring_a_request_is_lost_at_once(tmp_path: Path) -> None:
+async def test_without_a_pipeline_a_request_is_lost_at_once(tmp_path: Path) -> None:
     services = FakeServices(tmp_path)
     async with connected(services) as client:
         notes = Notes()
@@ -193,7 +193,7 @@ async def test_without_a_ring_a_request_is_lost_at_once(tmp_path: Path) -> None:
     assert notes.lost[0][1].code is ErrorCode.UNAVAILABLE
 
 
-async def test_tokenizer_that_dies_loses_only_what_it_had_not_admitted(tmp_path: Path) -> None:
+async def test_a_dead_tokenizer_loses_only_requests_that_it_had_not_admitted(tmp_path: Path) -> None:
     async with pipeline_servers(tmp_path, automatic=1) as services, connected(services) as client:
         await up(client)
         admitted, waiting = Notes(), Notes()
@@ -217,7 +217,7 @@ async def test_tokenizer_that_dies_loses_only_what_it_had_not_admitted(tmp_path:
     assert admitted.lost == []
 
 
-async def test_detokenizer_that_dies_loses_everything_and_is_subscribed_to_anew(tmp_path: Path) -> None:
+async def test_a_dead_detokenizer_loses_all_requests_and_is_subscribed_again(tmp_path: Path) -> None:
     async with pipeline_servers(tmp_path, automatic=1) as services, connected(services) as client:
         await up(client)
         notes = Notes()
@@ -238,7 +238,7 @@ async def test_detokenizer_that_dies_loses_everything_and_is_subscribed_to_anew(
     assert services.requests[-1].reply_to.subscriber_id == services.subscribers[-1]
 
 
-async def test_readiness_names_what_is_missing(tmp_path: Path) -> None:
+async def test_readiness_names_the_missing_services(tmp_path: Path) -> None:
     async with pipeline_servers(tmp_path) as services, connected(services) as client:
         await up(client)
         assert await client.readiness.missing() == []

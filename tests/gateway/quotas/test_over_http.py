@@ -30,7 +30,7 @@ async def ask(gateway: FakedGateway, key: str = "one", **fields: object) -> http
     return await gateway.post("/v1/chat/completions", body, {"authorization": f"Bearer {key}"})
 
 
-async def test_the_limit_is_told_before_it_is_reached_and_then_429_with_retry_after(tmp_path: Path) -> None:
+async def test_headers_show_the_limit_and_exceeding_it_gives_429_with_retry_after(tmp_path: Path) -> None:
     gateway = gateway_with(tmp_path, "[default]\nrequests_per_minute = 2\n")
     first = await ask(gateway)
     assert first.headers["x-ratelimit-limit-requests"] == "2"
@@ -44,7 +44,7 @@ async def test_the_limit_is_told_before_it_is_reached_and_then_429_with_retry_af
     assert len(gateway.pipeline.submitted) == 2
 
 
-async def test_quota_checked_before_the_user_was_known(tmp_path: Path) -> None:
+async def test_quotas_are_checked_per_vouched_user(tmp_path: Path) -> None:
     key = ApiKey("k1", hash_of("one"), "acme", vouches_for_users=True)
     gateway = gateway_with(tmp_path, "[default.each_user]\nrequests_per_minute = 1\n", key)
     assert (await ask(gateway, user="ann")).status_code == 200
@@ -52,7 +52,7 @@ async def test_quota_checked_before_the_user_was_known(tmp_path: Path) -> None:
     assert (await ask(gateway, user="ann")).status_code == 429
 
 
-async def test_admin_role_dropped_the_quota(tmp_path: Path) -> None:
+async def test_an_admin_key_is_subject_to_quotas(tmp_path: Path) -> None:
     key = ApiKey("k1", hash_of("one"), "acme", admin=True)
     gateway = gateway_with(tmp_path, "[default]\nrequests_per_minute = 1\n", key)
     assert [(await ask(gateway)).status_code for _ in range(2)] == [200, 429]
@@ -112,7 +112,7 @@ async def test_requests_that_generate_nothing_count_and_so_do_their_tokens(tmp_p
 
 
 @charged
-async def test_they_are_counted_for_their_own_tenant_alone(tmp_path: Path, endpoint: str) -> None:
+async def test_requests_that_generate_nothing_count_for_their_own_tenant_only(tmp_path: Path, endpoint: str) -> None:
     keys = [ApiKey("k1", hash_of("one"), "acme"), ApiKey("k2", hash_of("two"), "rival")]
     gateway = gateway_with(tmp_path, "[default]\nrequests_per_minute = 1\n", *keys)
     assert [(await call(gateway, endpoint)).status_code == 429 for _ in range(2)] == [False, True]
@@ -139,7 +139,7 @@ async def test_a_text_that_announces_more_tokens_than_are_left_is_not_encoded(tm
     assert gateway.model.subjects == [Subject("acme", "key/k1")]
 
 
-async def test_a_text_that_cannot_be_encoded_costs_what_it_announced(tmp_path: Path) -> None:
+async def test_a_text_that_cannot_be_encoded_is_charged_its_announced_cost(tmp_path: Path) -> None:
     gateway = gateway_with(tmp_path, "[default]\ntokens_per_minute = 1000\n")
     gateway.model.error = ContextLengthError("too long", param="text")
     headers = {"authorization": "Bearer one"}
@@ -147,7 +147,7 @@ async def test_a_text_that_cannot_be_encoded_costs_what_it_announced(tmp_path: P
     assert (await gateway.post("/tokenize", {"prompt": "x" * 3_600}, headers)).status_code == 429
 
 
-async def test_the_echo_of_ids_costs_what_decoding_them_does(tmp_path: Path) -> None:
+async def test_echoing_prompt_ids_is_charged_for_their_decoding(tmp_path: Path) -> None:
     gateway = gateway_with(tmp_path, "[default]\nrequests_per_minute = 3\n")
     body = {"model": "tiny", "max_tokens": 1, "echo": True}
     headers = {"authorization": "Bearer one"}
@@ -159,7 +159,7 @@ async def test_the_echo_of_ids_costs_what_decoding_them_does(tmp_path: Path) -> 
     assert gateway.model.subjects == [Subject("acme", "key/k1")]
 
 
-async def test_people_that_a_key_vouches_for_count_tokens_for_themselves(tmp_path: Path) -> None:
+async def test_token_counting_is_limited_per_vouched_user(tmp_path: Path) -> None:
     key = ApiKey("k1", hash_of("one"), "acme", vouches_for_users=True)
     gateway = gateway_with(tmp_path, "[default.each_subject]\nrequests_per_minute = 1\n", key)
     for user, expected in (("ann", 200), ("bob", 200), ("ann", 429)):

@@ -133,7 +133,7 @@ async def test_a_user_at_the_limit_does_not_hinder_the_others_but_the_tenant_is_
     assert not await bench.is_refused(Subject("other", "user/ann"))
 
 
-async def test_no_name_is_taken_for_another(bench: Bench) -> None:
+async def test_subjects_with_similar_names_have_separate_meters(bench: Bench) -> None:
     bench.limit(TenantLimits(each_subject=SubjectLimits(requests_per_minute=1)))
     subjects = [
         Subject(tenant, name)
@@ -144,7 +144,7 @@ async def test_no_name_is_taken_for_another(bench: Bench) -> None:
     assert [await bench.is_refused(subject) for subject in subjects] == [True] * 40
 
 
-async def test_what_is_refused_takes_nothing(bench: Bench) -> None:
+async def test_a_refused_request_consumes_no_quota(bench: Bench) -> None:
     bench.limit(TenantLimits(requests_per_minute=100, concurrent=1, each_subject=SubjectLimits(requests_per_minute=1)))
     await bench.use(ANN)
     for _ in range(200):
@@ -152,7 +152,7 @@ async def test_what_is_refused_takes_nothing(bench: Bench) -> None:
     assert not await bench.is_refused(BOB)
 
 
-async def test_changed_limits_count_at_once_and_for_what_was_used_before(bench: Bench) -> None:
+async def test_changed_limits_apply_at_once_and_to_earlier_usage(bench: Bench) -> None:
     bench.limit(TenantLimits(concurrent=5, requests_per_minute=100))
     lease = await bench.take()
     bench.limit(TenantLimits(concurrent=1, requests_per_minute=100))
@@ -165,7 +165,7 @@ async def test_changed_limits_count_at_once_and_for_what_was_used_before(bench: 
     assert [await bench.is_refused() for _ in range(2)] == [False, True]
 
 
-async def test_users_who_come_and_go_leave_no_trace() -> None:
+async def test_meters_of_inactive_users_are_removed() -> None:
     now = 0.0
     meters = MemoryMeters(lambda: now)
     bench = Bench()
@@ -184,7 +184,7 @@ def test_the_smallest_context_counts() -> None:
     assert Quotas(None, MemoryMeters()).max_context(ANN) is None
 
 
-async def test_headers_tell_what_is_left_of_the_nearest_limit(bench: Bench) -> None:
+async def test_headers_show_the_remainder_of_the_tightest_limit(bench: Bench) -> None:
     bench.limit(
         TenantLimits(requests_per_minute=100, each_subject=SubjectLimits(requests_per_minute=6, tokens_per_minute=60))
     )

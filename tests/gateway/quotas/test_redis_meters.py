@@ -129,7 +129,7 @@ async def test_a_clock_that_is_set_back_gives_nothing_away(redis_process: RedisP
         assert (await meters.take([limited], 1, 0)).obstacle is not None
 
 
-async def test_keys_do_not_stay(redis_process: RedisProcess) -> None:
+async def test_redis_keys_of_meters_expire(redis_process: RedisProcess) -> None:
     async with gateways(redis_process, 1) as [meters]:
         taking = await meters.take([account(requests_per_minute=60, tokens_per_minute=60, concurrent=2)], 1, 30)
         taking.settle(600)
@@ -155,7 +155,7 @@ async def test_open_requests_still_count_after_the_server_has_lost_everything() 
             assert await open_now(second, limited) == 1
 
 
-async def test_while_the_server_is_away_limits_hold_for_each_gateway_if_they_shall() -> None:
+async def test_while_the_server_is_down_limits_fail_closed_or_hold_per_gateway() -> None:
     limited = account(requests_per_minute=10)
     metrics = new_metrics()
     with temporary_redis() as redis_process:

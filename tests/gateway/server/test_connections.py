@@ -88,7 +88,7 @@ async def test_a_body_that_trickles_is_answered_with_408(monkeypatch: pytest.Mon
     assert answer.startswith(b"HTTP/1.1 408")
 
 
-async def test_what_answers_get_answers_head_without_a_body() -> None:
+async def test_head_gets_the_same_status_as_get_without_a_body() -> None:
     async with listening(gateway_saying("x")) as port:
         for path, status in (("/health", b"200"), ("/v1/models", b"200"), ("/v1/completions", b"405")):
             reader, writer = await asyncio.open_connection("127.0.0.1", port)

@@ -24,7 +24,7 @@ def gateway() -> FakedGateway:
         (RequestFailure(ErrorCode.INTERNAL, "a defect"), 500, "internal_error"),
     ],
 )
-async def test_rejection_by_the_ring_becomes_its_status(
+async def test_a_rejection_by_the_pipeline_becomes_its_http_status(
     failure: RequestFailure, status: int, code: str | None, stream: bool
 ) -> None:
     response = await faked(rejects(failure)).chat(stream=stream)
@@ -54,7 +54,7 @@ async def test_unreachable_tokenizer_is_503_with_retry_after(gateway: FakedGatew
     assert response.headers["retry-after"] == "1"
 
 
-async def test_defect_of_ours_is_500_in_shape(gateway: FakedGateway) -> None:
+async def test_an_internal_defect_is_a_well_formed_500(gateway: FakedGateway) -> None:
     gateway.model.error = None
     gateway.model.card = None  # type: ignore[assignment]  # the defect
     response = await gateway.chat()

@@ -76,7 +76,7 @@ async def test_no_request_out_of_fifty_thousand_is_a_server_error_and_memory_sta
     assert psutil.Process().memory_info().rss - before < 100 * 2**20
 
 
-def test_the_generator_repeats_itself() -> None:
+def test_the_request_generator_is_deterministic() -> None:
     import random
 
     assert [request(random.Random(5)) for _ in range(3)] == [request(random.Random(5)) for _ in range(3)]

@@ -117,7 +117,7 @@ async def is_let_in(port: int, authority: Authority, shown: Identity | None) -> 
         return False
 
 
-async def test_who_cannot_show_one_still_learns_whether_the_gateway_is_well_but_nothing_else() -> None:
+async def test_without_a_client_certificate_only_health_and_readiness_are_served() -> None:
     gateway = gateway_saying("x")
     probes = ProbeServer(create_probe_app(gateway.context), "127.0.0.1", 0)
     running = asyncio.create_task(probes.run())

@@ -34,7 +34,7 @@ async def silent_server() -> AsyncIterator[str]:
 @pytest.mark.parametrize(
     "url", ["redis", "http://x", "localhost:6379", "redis://h:port", "redis://h?no_such=1", "redis://:geheim@h/?a=b"]
 )
-def test_an_address_that_is_none_stops_the_start_without_being_shown(url: str) -> None:
+def test_an_invalid_state_address_prevents_the_start_and_is_not_shown(url: str) -> None:
     with pytest.raises(ConfigurationError, match=r"gateway\.state\.url") as refused:
         StateServer(url, new_metrics(), prefix="p", timeout_s=1.0)
     assert "geheim" not in str(refused.value)
@@ -64,7 +64,7 @@ async def test_a_silent_server_delays_one_call_by_the_timeout_and_no_other() -> 
         assert time.monotonic() - started < 0.2
 
 
-async def test_it_is_said_once_when_the_server_goes_and_once_when_it_is_back(
+async def test_an_outage_of_the_server_and_its_end_are_each_logged_once(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     metrics = new_metrics()
@@ -85,7 +85,7 @@ async def test_it_is_said_once_when_the_server_goes_and_once_when_it_is_back(
     assert said.count("state.back") == 1
 
 
-async def test_a_server_that_takes_no_writes_counts_as_away(redis_process: RedisProcess) -> None:
+async def test_a_state_server_that_refuses_writes_counts_as_down(redis_process: RedisProcess) -> None:
     with redis_process.client() as client:
         async with state_server(redis_process.url, new_prefix()) as server:
             client.execute_command("REPLICAOF", "127.0.0.1", "1")

@@ -72,7 +72,7 @@ def test_a_message_is_remembered_as_long_as_it_would_be_valid_and_no_longer() ->
 @pytest.mark.parametrize(
     "body", [b"", b"[]", b"{}", b"null", b'{"at": null, "nonce": "x"}', b'{"at": "nan", "nonce": ""}']
 )
-def test_what_is_malformed_is_refused(body: bytes) -> None:
+def test_malformed_messages_are_refused(body: bytes) -> None:
     with pytest.raises(RefusedError):
         Signatures(None).open(body)
 

@@ -96,7 +96,7 @@ async def test_a_response_is_found_continued_listed_and_deleted_by_the_other_gat
             assert (await here.get(path, headers("ann"))).status_code == 404
 
 
-async def test_a_user_who_is_named_like_a_key_or_a_session_reaches_nothing_of_theirs(
+async def test_a_user_named_like_a_key_or_session_cannot_reach_their_responses(
     redis_process: RedisProcess, tmp_path: Path
 ) -> None:
     async with pair(redis_process, tmp_path, says("x")) as (first, second):
@@ -136,7 +136,7 @@ async def test_an_abort_reaches_the_gateway_where_the_request_is_open(
         assert len(first.pipeline.aborted) == 2
 
 
-async def test_unsigned_aborts_end_what_is_the_subjects_own_and_administrators_are_told(
+async def test_without_a_state_secret_subjects_abort_their_own_requests_and_administrators_get_503(
     redis_process: RedisProcess, tmp_path: Path
 ) -> None:
     async with pair(redis_process, tmp_path, None, state={"secret": None}) as (first, second):
@@ -157,7 +157,7 @@ async def test_unsigned_aborts_end_what_is_the_subjects_own_and_administrators_a
         assert [(await task).status_code for task in asking] == [400, 400]
 
 
-async def test_without_a_secret_an_administrator_ends_everything_at_the_only_gateway(
+async def test_without_a_secret_an_administrator_aborts_all_requests_of_a_single_gateway(
     redis_process: RedisProcess, tmp_path: Path
 ) -> None:
     save_keys(tmp_path / "keys.toml", KEYS)
@@ -187,7 +187,7 @@ FORGERIES: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("forgery", FORGERIES)
 @pytest.mark.parametrize("secret", [SECRET, None])
-async def test_whoever_writes_to_the_server_ends_no_request(
+async def test_forged_aborts_written_to_the_state_server_are_ignored(
     redis_process: RedisProcess, tmp_path: Path, forgery: str, secret: str | None
 ) -> None:
     async with pair(redis_process, tmp_path, None, state={"secret": secret}) as (first, _):

@@ -63,7 +63,7 @@ def opening(request: pytest.FixtureRequest) -> Opening:
     return opening
 
 
-async def test_a_response_is_its_holders_alone(opening: Opening) -> None:
+async def test_a_response_is_accessible_to_its_holder_only(opening: Opening) -> None:
     holders = [ANN, BOB, Holder("other", "user/ann"), Holder("acme", "key/ann"), Holder("acme", "/ann")]
     async with opening(60.0, MEBIBYTE) as kept:
         await put(kept, ANN, stored("a"))
@@ -75,7 +75,7 @@ async def test_a_response_is_its_holders_alone(opening: Opening) -> None:
         assert await kept.find(ANN, "a") is None
 
 
-async def test_users_of_a_credential_are_told_apart_and_the_credential_itself_sees_all(opening: Opening) -> None:
+async def test_users_of_a_credential_are_kept_apart_and_the_credential_sees_all(opening: Opening) -> None:
     carl, dora, nobody = (Holder("acme", "key/app", user) for user in ("carl", "dora", None))
     async with opening(60.0, MEBIBYTE) as kept:
         await put(kept, carl, stored("carls"))
@@ -88,14 +88,14 @@ async def test_users_of_a_credential_are_told_apart_and_the_credential_itself_se
         assert await kept.delete(nobody, "unnamed")
 
 
-async def test_what_is_too_old_is_gone(opening: Opening) -> None:
+async def test_expired_responses_are_gone(opening: Opening) -> None:
     async with opening(0.05, MEBIBYTE) as kept:
         await put(kept, ANN, stored("a"))
         await asyncio.sleep(0.1)
         assert await kept.find(ANN, "a") is None
 
 
-async def test_room_is_bounded_and_one_subject_cannot_take_that_of_others(opening: Opening) -> None:
+async def test_capacity_is_bounded_and_one_subject_cannot_take_that_of_others(opening: Opening) -> None:
     async with opening(60.0, MEBIBYTE) as kept:
         await put(kept, BOB, stored("bobs", 1000))
         for number in range(100):
@@ -106,7 +106,7 @@ async def test_room_is_bounded_and_one_subject_cannot_take_that_of_others(openin
         assert await kept.find(BOB, "bobs")
 
 
-async def test_of_many_that_use_as_much_the_oldest_response_goes(opening: Opening) -> None:
+async def test_among_equal_holders_the_oldest_responses_are_evicted(opening: Opening) -> None:
     holders = [Holder("acme", f"user/{number}") for number in range(100)]
     async with opening(60.0, MEBIBYTE) as kept:
         for number, holder in enumerate(holders):
@@ -116,7 +116,7 @@ async def test_of_many_that_use_as_much_the_oldest_response_goes(opening: Openin
         assert 45 <= len(found) <= 53
 
 
-async def test_a_tenant_with_many_users_pushes_out_its_own_responses_alone(opening: Opening) -> None:
+async def test_a_tenant_with_many_users_evicts_only_its_own_responses(opening: Opening) -> None:
     async with opening(60.0, MEBIBYTE) as kept:
         victims = [Holder("acme", f"user/{number}") for number in range(10)]
         for number, victim in enumerate(victims):
@@ -131,7 +131,7 @@ async def test_a_tenant_with_many_users_pushes_out_its_own_responses_alone(openi
         assert 25 <= len(left) <= 31
 
 
-async def test_a_person_pushes_out_no_other_of_its_tenant_below_an_equal_part(opening: Opening) -> None:
+async def test_a_user_does_not_evict_others_of_its_tenant_below_an_equal_share(opening: Opening) -> None:
     async with opening(60.0, MEBIBYTE) as kept:
         app = Holder("acme", "key/app")
         carl, dora = Subject("acme", "user/carl"), Subject("acme", "user/dora")
@@ -170,7 +170,7 @@ async def test_small_responses_are_bounded_in_number(opening: Opening) -> None:
         assert await kept.find(ANN, "1099")
 
 
-async def test_what_is_larger_than_the_room_is_not_kept_and_pushes_out_nothing(opening: Opening) -> None:
+async def test_a_response_larger_than_the_capacity_is_not_stored_and_evicts_nothing(opening: Opening) -> None:
     async with opening(60.0, MEBIBYTE) as kept:
         await put(kept, BOB, stored("bobs"))
         await put(kept, ANN, stored("small"))
@@ -238,7 +238,7 @@ async def test_rows_of_versions_that_confused_users_and_keys_are_dropped(tmp_pat
     await store.close()
 
 
-def test_a_file_that_is_no_database_stops_the_start(tmp_path: Path) -> None:
+def test_a_responses_file_that_is_not_a_database_prevents_the_start(tmp_path: Path) -> None:
     path = tmp_path / "responses.sqlite"
     path.write_text("no database, but a text that is long enough to be none" * 50)
     with pytest.raises(ConfigurationError, match="responses file"):
@@ -262,7 +262,7 @@ async def test_old_entries_leave_nothing_at_the_server(redis_process: RedisProce
             assert [client.zcard(f"{prefix}:{kind}") for kind in ("expiring", "tenants")] == [1, 1]
 
 
-async def test_while_the_server_is_away_one_tenant_does_not_fill_the_waiting_room() -> None:
+async def test_while_the_server_is_down_one_tenant_does_not_fill_the_write_queue() -> None:
     with temporary_redis() as redis_process:
         async with state_server(redis_process.url, new_prefix()) as server:
             kept = RedisResponses(server, 60.0, 512 * MEBIBYTE)
@@ -278,7 +278,7 @@ async def test_while_the_server_is_away_one_tenant_does_not_fill_the_waiting_roo
             assert await kept.find(Holder("rival", "user/bob"), "bobs")
 
 
-async def test_what_is_finished_while_the_server_is_away_is_stored_when_it_is_back() -> None:
+async def test_responses_finished_during_an_outage_are_stored_after_it() -> None:
     with temporary_redis() as redis_process:
         async with state_server(redis_process.url, new_prefix()) as server:
             kept = RedisResponses(server, 60.0, MEBIBYTE)

@@ -63,7 +63,7 @@ async def test_a_stop_string_across_tokens_ends_the_choice() -> None:
     assert pushing.hub.open_choices == 0
 
 
-async def test_tokens_after_the_match_count_for_nothing() -> None:
+async def test_tokens_after_a_stop_match_are_ignored() -> None:
     ids = encode("one STOP two three four")
     received = await Pushing(DECODERS).run(spec(stops=["STOP"]), ids, finish=LENGTH, per_push=len(ids))
     assert received.text == "one "
@@ -131,7 +131,7 @@ async def test_the_token_that_ends_a_choice_cannot_complete_a_stop_string() -> N
     assert (received.text, received.finish) == ("in", STOP)
 
 
-async def test_held_text_is_shown_at_the_end_of_its_limit() -> None:
+async def test_held_back_text_is_released_at_the_length_limit() -> None:
     received = await Pushing(DECODERS).run(spec(stops=["STOPPING"]), encode("one STOP"))
     assert (received.text, received.finish) == ("one STOP", LENGTH)
 
@@ -152,7 +152,7 @@ async def test_after_an_error_nothing_uncertain_is_shown() -> None:
     per_push=st.integers(1, 4),
     stops=st.lists(st.text("abe t\ufffd", min_size=1, max_size=4), max_size=2),
 )
-async def test_a_resumed_choice_shows_what_an_uninterrupted_one_would(
+async def test_a_resumed_choice_gives_the_same_output_as_an_uninterrupted_one(
     ids: list[int], cut: int, per_push: int, stops: list[str]
 ) -> None:
     whole = await Pushing(DECODERS).run(spec(stops=stops), ids, per_push=per_push)
@@ -169,14 +169,14 @@ async def test_a_resumed_choice_shows_what_an_uninterrupted_one_would(
     assert after.deltas[0].first_token_index == cut
 
 
-async def test_a_resumed_choice_first_catches_up_with_what_was_not_delivered() -> None:
+async def test_a_resumed_choice_first_sends_the_undelivered_text() -> None:
     ids = encode("one two three four")
     resume = Resume(tuple(ids[:3]), len("one"))
     received = await Pushing(DECODERS).run(spec(resume=resume), ids[3:])
     assert received.text == " two three four"
 
 
-async def test_a_resumed_choice_skips_what_was_delivered_beyond_its_ids() -> None:
+async def test_a_resumed_choice_skips_text_delivered_beyond_its_ids() -> None:
     ids = encode("one two three four")
     resume = Resume(tuple(ids[:1]), len("one two th"))
     received = await Pushing(DECODERS).run(spec(resume=resume), ids[1:])

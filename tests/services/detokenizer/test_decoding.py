@@ -42,7 +42,7 @@ def test_incremental_text_is_that_of_decoding_all_at_once(ids: list[int], skip: 
 
 @examples(100)
 @given(ids=st.lists(any_id, min_size=1, max_size=60))
-def test_what_was_said_is_never_taken_back(ids: list[int]) -> None:
+def test_decoded_text_is_never_retracted(ids: list[int]) -> None:
     decoder, text = ByteDecoder(VOCABULARY.all_pieces), ""
     for count, i in enumerate(ids, start=1):
         text += decoder.push(i)
@@ -139,6 +139,6 @@ def test_effort_of_the_window_is_linear_on_tokens_without_text() -> None:
     assert sum(decoded) <= 1000 * 2 * 16
 
 
-def test_the_bundled_model_is_what_the_fixtures_load(model: TextModel) -> None:
+def test_the_fixtures_load_the_bundled_model(model: TextModel) -> None:
     assert isinstance(model.tokenizer, Tokenizer)
     assert model.vocabulary_size == MODEL.vocabulary_size

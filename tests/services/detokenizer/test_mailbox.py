@@ -23,7 +23,7 @@ def mailbox(merge_at: int = 100, max_tokens: int = 1000) -> Mailbox:
     return Mailbox(SubscriberId("gateway"), merge_at=merge_at, max_tokens=max_tokens)
 
 
-async def test_what_was_posted_is_taken_in_order_and_once() -> None:
+async def test_posted_deltas_are_taken_in_order_and_once() -> None:
     box = mailbox()
     deltas = [delta("a", 0, "x"), delta("b", 0, "y"), delta("a", 1, "z")]
     box.post(deltas[:2])
@@ -53,7 +53,7 @@ async def test_a_slow_subscriber_gets_merged_deltas() -> None:
     assert firsts == [sum(lengths[:i]) for i in range(len(lengths))]
 
 
-async def test_merging_waits_until_it_pays_when_there_are_many_choices() -> None:
+async def test_with_many_choices_merging_waits_until_enough_deltas_wait() -> None:
     box = mailbox(merge_at=10, max_tokens=10**6)
     merges = 0
     for index in range(50):
@@ -82,7 +82,7 @@ async def test_a_closed_mailbox_takes_nothing_more() -> None:
         await box.take()
 
 
-async def test_closing_wakes_who_waits() -> None:
+async def test_closing_wakes_the_waiting_reader() -> None:
     box = mailbox()
     waiting = asyncio.create_task(box.take())
     await asyncio.sleep(0)
@@ -91,7 +91,7 @@ async def test_closing_wakes_who_waits() -> None:
         await waiting
 
 
-def test_merging_leaves_what_is_told_of_prompts_apart_and_first() -> None:
+def test_merging_keeps_prompt_logprobs_separate_and_first() -> None:
     parts = [
         Delta(RequestId("a"), 0, 0, (), "", prompt_logprobs=PromptLogprobsText(first, [], is_last=first == 9))
         for first in (1, 9)
@@ -101,7 +101,7 @@ def test_merging_leaves_what_is_told_of_prompts_apart_and_first() -> None:
     assert [(one.text, one.finish) for one in merged[2:]] == [("xy", END)]
 
 
-def test_what_is_told_of_prompts_counts_towards_the_limit() -> None:
+def test_prompt_logprobs_count_towards_the_limit() -> None:
     box = mailbox(max_tokens=10)
     entry = LogprobText(TokenText(1, -1.0, b""), (TokenText(2, -1.0, b""),) * 4)
     box.post([Delta(RequestId("a"), 0, 0, (), "", prompt_logprobs=PromptLogprobsText(1, [entry] * 3))])

@@ -23,7 +23,7 @@ def run(matcher: PatternStopMatcher | StopMatcher, pieces: list[str]) -> tuple[s
 
 @examples(100)
 @given(texts, stop_lists, SIZES, st.booleans())
-def test_strings_among_patterns_stop_as_strings_alone(
+def test_stop_strings_work_the_same_with_and_without_patterns(
     text: str, stops: list[str], sizes: list[int], include: bool
 ) -> None:
     pieces = cut(text, sizes)

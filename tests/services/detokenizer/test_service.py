@@ -130,7 +130,7 @@ async def test_a_push_becomes_one_message_for_its_subscriber(pipeline: Pipeline,
     ]
 
 
-async def test_who_hears_that_it_has_subscribed_is_known(pipeline: Pipeline) -> None:
+async def test_a_subscriber_is_registered_before_its_confirmation(pipeline: Pipeline) -> None:
     await pipeline.subscribe()
     assert pipeline.hub.subscribers == 1
 
@@ -143,7 +143,7 @@ async def test_text_goes_to_the_subscriber_that_a_choice_names(pipeline: Pipelin
     assert [delta.request_id for delta in await read(second)] == ["request-2"]
 
 
-async def test_the_scheduler_hears_of_stop_hits(pipeline: Pipeline, model: TextModel) -> None:
+async def test_the_scheduler_is_notified_of_stop_matches(pipeline: Pipeline, model: TextModel) -> None:
     subscription, push = await pipeline.subscribe(), await pipeline.push()
     ids = model.tokenizer.encode("one STOP two").ids
     await push.write(
@@ -156,7 +156,7 @@ async def test_the_scheduler_hears_of_stop_hits(pipeline: Pipeline, model: TextM
     assert [(hit.handle, hit.completion_tokens) for hit in answer.stop_hits] == [(9, len(delta.token_ids))]
 
 
-async def test_the_scheduler_hears_of_choices_without_a_subscriber(pipeline: Pipeline) -> None:
+async def test_the_scheduler_is_notified_of_choices_without_a_subscriber(pipeline: Pipeline) -> None:
     push = await pipeline.push()
     await push.write(detokenizer_pb2.PushRequest(opens=[opened(4, "nobody")]))
     answer = await asyncio.wait_for(push.read(), TIMEOUT_S)
@@ -246,7 +246,7 @@ async def test_a_subscription_needs_an_id(pipeline: Pipeline) -> None:
     assert (error.code, error.param) == (ErrorCode.INVALID_REQUEST, "subscriber_id")
 
 
-async def test_health_follows_what_the_process_says(pipeline: Pipeline) -> None:
+async def test_health_follows_the_serving_state_of_the_process(pipeline: Pipeline) -> None:
     assert not await is_serving(pipeline.channel, NAME)
     await pipeline.server.set_serving(True)
     assert await is_serving(pipeline.channel, NAME)

@@ -68,7 +68,7 @@ async def test_log_probabilities_carry_the_bytes_of_tokens(pushing: Pushing, mod
     assert list(second.logprobs) == [LogprobText(TokenText(world, -0.5, b" world"), top)]
 
 
-async def test_log_probabilities_stop_with_the_tokens_that_count(pushing: Pushing, model: TextModel) -> None:
+async def test_log_probabilities_end_with_the_last_kept_token(pushing: Pushing, model: TextModel) -> None:
     ids = model.tokenizer.encode("one STOP two").ids
     logprobs = {index: TokenLogprob(-float(index)) for index in range(len(ids))}
     (delta,) = await pushing.push([spec(1, ["STOP"])], [(1, i) for i in ids], logprobs)
@@ -99,7 +99,7 @@ async def test_choices_of_a_subscriber_that_cannot_keep_up_are_gone_with_its_nex
     assert (await pushing.answers()).gone_handles == [2]
 
 
-async def test_a_subscriber_that_comes_again_starts_without_its_old_choices(pushing: Pushing) -> None:
+async def test_a_subscriber_that_subscribes_again_starts_without_its_old_choices(pushing: Pushing) -> None:
     await pushing.push(opens=[spec(1)])
     again = pushing.hub.subscribe(GATEWAY)
     assert (await pushing.answers()).gone_handles == [1]
@@ -111,7 +111,7 @@ async def test_a_subscriber_that_comes_again_starts_without_its_old_choices(push
     assert received.finish == LENGTH
 
 
-async def test_when_the_scheduler_goes_its_choices_end_with_an_invitation_to_retry(pushing: Pushing) -> None:
+async def test_choices_of_a_lost_scheduler_end_with_a_retryable_error(pushing: Pushing) -> None:
     await pushing.push(opens=[spec(1), spec(2)], tokens=[(1, 100)])
     pushing.hub.close_session(pushing.session)
     deltas = await pushing.mailbox.take()
@@ -133,9 +133,7 @@ async def test_two_schedulers_may_use_the_same_handles(pushing: Pushing) -> None
     assert pushing.hub.open_choices == 1
 
 
-async def test_a_pattern_that_nobody_has_checked_ends_its_choice_and_no_other(
-    pushing: Pushing, model: TextModel
-) -> None:
+async def test_an_invalid_unchecked_pattern_ends_only_its_own_choice(pushing: Pushing, model: TextModel) -> None:
     ids = model.tokenizer.encode("Hello").ids
     deltas = await pushing.push(opens=[replace(spec(1), stop_patterns=(r"(a)\1",)), spec(2)], tokens=[(2, ids[0])])
     ended = next(delta for delta in deltas if delta.request_id == "request-1")

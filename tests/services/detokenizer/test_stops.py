@@ -50,7 +50,9 @@ def test_equals_a_search_of_the_whole_text(text: str, stops: list[str], sizes: l
 
 @examples(150)
 @given(text=texts, stops=stop_lists, sizes=st.lists(st.integers(1, 5), min_size=1, max_size=4))
-def test_holds_back_exactly_what_may_become_a_stop_string(text: str, stops: list[str], sizes: list[int]) -> None:
+def test_holds_back_exactly_the_text_that_may_become_a_stop_string(
+    text: str, stops: list[str], sizes: list[int]
+) -> None:
     matcher, fed, shown = StopMatcher(StopAutomaton(stops), include_stop_text=False), "", ""
     for piece in cut(text, sizes):
         fed += piece

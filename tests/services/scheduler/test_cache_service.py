@@ -116,7 +116,7 @@ async def test_a_watcher_sees_the_tree_first_and_then_each_change_in_order(aware
     assert not any(entry.node.HasField("owner_view") for entry in seen)
 
 
-async def test_a_watcher_that_does_not_keep_up_is_told_what_it_lost_and_begins_anew(
+async def test_a_slow_watcher_gets_the_number_of_lost_events_and_a_new_snapshot(
     aware: Pipeline, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(service_module, "EventBacklog", lambda: EventBacklog(limit=2))
@@ -143,7 +143,7 @@ async def test_a_watcher_that_does_not_keep_up_is_told_what_it_lost_and_begins_a
     assert (await asyncio.wait_for(anext(events), 30)).kind == scheduler_pb2.CACHE_EVENT_KIND_INSERTED
 
 
-async def test_the_state_tells_what_each_owner_has_and_what_was_found(aware: Pipeline) -> None:
+async def test_the_state_contains_pages_per_owner_and_hit_tokens(aware: Pipeline) -> None:
     await serve_all(aware, *USERS)
     node = await until_shared(aware)
     assert (node.promoted_by, node.creators) == (3, 3)
@@ -239,7 +239,7 @@ async def test_sessions_are_shown_by_name_to_administrators_only_and_end_when_fo
     assert not (await pipeline.state()).sessions
 
 
-async def test_a_pinned_prompt_is_public_after_the_first_who_computes_it(aware: Pipeline) -> None:
+async def test_a_pinned_prompt_is_public_after_its_first_computation(aware: Pipeline) -> None:
     pin = scheduler_pb2.PinRequest(token_ids=PROMPT[:21])
     assert await status_of(aware.stub.Pin(pin, timeout=30)) is grpc.StatusCode.PERMISSION_DENIED
     assert (await aware.stub.Pin(pin, timeout=30, metadata=ADMIN)).pinned_tokens == 20
@@ -263,7 +263,7 @@ async def test_a_pin_of_ids_that_no_prompt_has_is_refused(pipeline: Pipeline, id
     assert await status_of(call) is grpc.StatusCode.INVALID_ARGUMENT
 
 
-async def test_with_a_token_set_nobody_else_flushes_pauses_or_resumes(pipeline: Pipeline) -> None:
+async def test_with_a_token_set_callers_without_it_cannot_flush_pause_or_resume(pipeline: Pipeline) -> None:
     calls = (
         pipeline.stub.FlushCache(scheduler_pb2.FlushCacheRequest(), timeout=30),
         pipeline.stub.Pause(scheduler_pb2.PauseRequest(), timeout=30, metadata=WRONG),

@@ -36,7 +36,7 @@ def test_written_log_can_be_replayed(tmp_path: Path) -> None:
     assert (report.difference, report.nodes, report.is_lost) == (None, 1, False)
 
 
-def test_only_the_owner_can_read_it_also_if_it_was_there_before(tmp_path: Path) -> None:
+def test_only_the_owner_can_read_the_log_even_if_the_file_existed(tmp_path: Path) -> None:
     path = tmp_path / "decisions.jsonl"
     path.touch(0o644)
     for _ in range(2):
@@ -44,7 +44,7 @@ def test_only_the_owner_can_read_it_also_if_it_was_there_before(tmp_path: Path) 
             assert path.stat().st_mode & 0o777 == 0o600
 
 
-def test_restarted_process_appends_behind_the_half_line_of_one_that_was_killed(tmp_path: Path) -> None:
+def test_a_restarted_process_appends_after_the_partial_line_of_a_killed_one(tmp_path: Path) -> None:
     path = tmp_path / "decisions.jsonl"
     with DecisionLog(path) as log:
         recorded(log).serve(ANN, [1, 2, 3, 4])
@@ -57,7 +57,7 @@ def test_restarted_process_appends_behind_the_half_line_of_one_that_was_killed(t
 
 
 @pytest.mark.parametrize("kind", ["folder", "missing folder", "pipe", "link"])
-def test_what_cannot_be_a_log_is_refused_by_name(tmp_path: Path, kind: str) -> None:
+def test_a_path_that_cannot_be_a_log_file_is_refused_by_name(tmp_path: Path, kind: str) -> None:
     path = tmp_path / "decisions.jsonl"
     if kind == "folder":
         path.mkdir()

@@ -6,7 +6,7 @@ from common.settings import ModelSettings, Settings
 from services.scheduler.__main__ import engine_spec
 
 
-def test_ranks_are_told_how_the_settings_want_the_model_held() -> None:
+def test_the_engine_spec_carries_dtypes_and_quantization_of_the_settings() -> None:
     model = ModelSettings(reference="directory", dtype="bfloat16", kv_dtype="float16", quantization="fp8")
     spec = engine_spec(Settings(model=model))
     assert (spec.model, spec.dtype, spec.kv_dtype, spec.quantization) == ("directory", "bfloat16", "float16", "fp8")

@@ -36,7 +36,7 @@ def test_seeds_are_made_once_and_kept_from_others(path: Path) -> None:
     assert all(stat.S_IMODE(each.stat().st_mode) == 0o600 for each in path.parent.iterdir())
 
 
-def test_two_files_have_nothing_in_common(tmp_path: Path) -> None:
+def test_two_keyring_files_have_no_keys_in_common(tmp_path: Path) -> None:
     secret = b"x" * 32
     for given in (None, secret):
         one, other = (Keyring(tmp_path / f"{name}{given is None}", given).keys(ANN, CHAIN) for name in "ab")
@@ -44,7 +44,7 @@ def test_two_files_have_nothing_in_common(tmp_path: Path) -> None:
         assert one.cipher_key != other.cipher_key
 
 
-def test_a_given_secret_is_needed_beside_the_file_and_not_written_down(path: Path) -> None:
+def test_a_given_secret_is_needed_with_the_file_and_not_written_to_it(path: Path) -> None:
     secret = b"x" * 32
     keys = Keyring(path, secret).keys(ANN, CHAIN)
     assert Keyring(path, secret).keys(ANN, CHAIN) == keys
@@ -56,7 +56,7 @@ def test_a_given_secret_is_needed_beside_the_file_and_not_written_down(path: Pat
 @pytest.mark.parametrize(
     ("revoked", "kept"), [(ANN, BOB), (ANN, PUBLIC_SCOPE), (ANN, ("t",)), (PUBLIC_SCOPE, ANN), (("t",), ANN)]
 )
-def test_what_was_revoked_is_unreachable_for_good_and_the_rest_is_not(
+def test_keys_of_a_revoked_scope_change_for_good_and_other_keys_stay(
     path: Path, revoked: tuple[str, ...], kept: tuple[str, ...]
 ) -> None:
     keyring = Keyring(path)
@@ -69,7 +69,7 @@ def test_what_was_revoked_is_unreachable_for_good_and_the_rest_is_not(
         assert pipeline.keys(revoked, CHAIN) == keyring.keys(revoked, CHAIN)
 
 
-def test_a_revoked_seed_is_not_in_the_file_nor_beside_it_any_more(path: Path) -> None:
+def test_a_revoked_seed_is_removed_from_the_file_and_its_directory(path: Path) -> None:
     keyring = Keyring(path)
     for number in range(50):
         keyring.keys(("t", f"user {number}"), CHAIN)
@@ -93,7 +93,7 @@ def test_salts_share_their_subjects_seed_and_end_with_it(path: Path) -> None:
     assert not {keys.cipher_key for keys in before} & {keyring.keys(view, CHAIN).cipher_key for view in views}
 
 
-def test_others_take_a_revocation_over_at_their_next_refresh(path: Path) -> None:
+def test_other_keyrings_adopt_a_revocation_at_their_next_refresh(path: Path) -> None:
     one, other = Keyring(path), Keyring(path)
     before = one.keys(ANN, CHAIN)
     assert other.keys(ANN, CHAIN) == before
@@ -111,7 +111,7 @@ def test_revocations_of_two_processes_add_up(path: Path) -> None:
     assert fresh.keys(BOB, CHAIN) == other.keys(BOB, CHAIN)
 
 
-def test_no_name_is_written_down(path: Path) -> None:
+def test_no_names_are_stored_in_the_keyring(path: Path) -> None:
     Keyring(path).revoke(("tenant-name", "user-name"))
     assert b"name" not in path.read_bytes()
 
@@ -159,7 +159,7 @@ def test_a_file_that_others_can_read_is_refused(path: Path) -> None:
 
 
 @pytest.mark.parametrize("content", ["[]", json.dumps({"secret": "00" * 32, "generations": {}}), "x" * 9000])
-def test_a_file_that_is_no_keyring_is_refused_and_left_alone(path: Path, content: str) -> None:
+def test_a_file_that_is_not_a_keyring_is_refused_and_not_changed(path: Path, content: str) -> None:
     path.parent.mkdir()
     path.write_text(content)
     path.chmod(0o600)

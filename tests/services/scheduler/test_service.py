@@ -63,7 +63,7 @@ async def test_an_abort_frees_row_and_pages(pipeline: Pipeline) -> None:
     assert tier.free_pages + tier.evictable_pages == tier.capacity_pages
 
 
-async def test_the_share_of_pages_in_use_is_told_to_who_scales(pipeline: Pipeline) -> None:
+async def test_the_share_of_pages_in_use_is_exported_for_autoscalers(pipeline: Pipeline) -> None:
     def percent() -> float:
         return REGISTRY.get_sample_value("pando_scheduler_kv_usage_percent") or 0.0
 
@@ -110,7 +110,7 @@ async def test_rows_go_on_after_the_workers_come_back(pipeline: Pipeline, how: s
     assert pipeline.workers[0].configured[1].device_pages == 64
 
 
-async def test_what_fails_while_it_loads_is_tried_again_more_and_more_rarely(tmp_path: Path) -> None:
+async def test_a_failed_load_is_retried_with_growing_delays(tmp_path: Path) -> None:
     pipeline = Pipeline(tmp_path)
     pipeline.workers[0].failures_to_load = 3
     started = time.monotonic()
@@ -124,7 +124,7 @@ async def test_what_fails_while_it_loads_is_tried_again_more_and_more_rarely(tmp
     await pipeline.stop()
 
 
-async def test_a_worker_that_hangs_is_taken_for_dead(tmp_path: Path) -> None:
+async def test_a_hanging_worker_is_treated_as_dead(tmp_path: Path) -> None:
     pipeline = Pipeline(tmp_path, worker_timeout_s=0.5)
     await pipeline.start()
     await pipeline.ready()
@@ -167,7 +167,7 @@ async def test_a_refused_configuration_ends_the_process(tmp_path: Path) -> None:
     await pipeline.stop()
 
 
-async def test_without_its_detokenizer_it_serves_nobody_and_forgets_what_that_knew(pipeline: Pipeline) -> None:
+async def test_without_its_detokenizer_it_refuses_requests_and_drops_the_open_ones(pipeline: Pipeline) -> None:
     pipeline.workers[0].step_s = 0.02
     await pipeline.submit("cut off", max_tokens=90)
     await until(lambda: pipeline.detokenizer.output_of("cut off"))
@@ -192,7 +192,7 @@ async def test_a_request_is_known_to_the_detokenizer_while_it_waits(pipeline: Pi
     assert "waiting" not in pipeline.detokenizer.cached
 
 
-async def test_flush_pause_and_resume_do_what_they_say(pipeline: Pipeline) -> None:
+async def test_flush_frees_pages_and_pause_holds_requests_until_resume(pipeline: Pipeline) -> None:
     await pipeline.submit("first")
     await pipeline.finished("first")
     freed = await pipeline.stub.FlushCache(scheduler_pb2.FlushCacheRequest(), timeout=30, metadata=ADMIN)
@@ -207,7 +207,7 @@ async def test_flush_pause_and_resume_do_what_they_say(pipeline: Pipeline) -> No
     assert pipeline.detokenizer.cached["second"] == 0
 
 
-async def test_before_the_workers_are_there_it_says_so(tmp_path: Path) -> None:
+async def test_without_workers_the_scheduler_reports_itself_unavailable(tmp_path: Path) -> None:
     pipeline = Pipeline(tmp_path)
     pipeline.workers = []
     await pipeline.start()
@@ -233,7 +233,7 @@ async def test_a_stopping_scheduler_lets_open_requests_finish(tmp_path: Path) ->
     await pipeline.stop()
 
 
-async def test_a_rank_without_memory_for_a_step_makes_all_ranks_start_anew_with_smaller_ones(tmp_path: Path) -> None:
+async def test_a_rank_out_of_memory_makes_all_ranks_restart_with_smaller_steps(tmp_path: Path) -> None:
     pipeline = Pipeline(tmp_path, max_step_tokens=64)
     for worker in pipeline.workers:
         worker.most_tokens = 20
@@ -258,7 +258,7 @@ async def test_a_rank_without_memory_for_a_step_makes_all_ranks_start_anew_with_
 
 
 @pytest.mark.parametrize("is_asked_for", [True, False])
-async def test_layers_with_a_window_have_a_pool_of_their_own_if_asked_for(tmp_path: Path, is_asked_for: bool) -> None:
+async def test_windowed_layers_have_a_separate_pool_unless_disabled(tmp_path: Path, is_asked_for: bool) -> None:
     pipeline = Pipeline(tmp_path, **({} if is_asked_for else {"window_ratio": 0.0}))
     for worker in pipeline.workers:
         worker.window, worker.step_s = (20, 10), 0.005

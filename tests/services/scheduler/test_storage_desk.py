@@ -57,7 +57,7 @@ def test_without_storage_or_host_tier_no_secret_is_made(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_what_others_revoke_counts_from_the_next_epoch_on(tmp_path: Path) -> None:
+def test_revocations_by_other_processes_apply_from_the_next_epoch(tmp_path: Path) -> None:
     desk, cache = StorageDesk(settings(tmp_path / "ring")), make_cache()
     desk.attach(cache.host, CAPACITY)
     other = Keyring(tmp_path / "ring")
@@ -82,7 +82,7 @@ def test_a_keyring_that_cannot_be_made_is_a_configuration_error(tmp_path: Path) 
         StorageDesk(settings(tmp_path / "file" / "ring")).attach(make_cache().host, CAPACITY)
 
 
-def test_the_traffic_is_told(tmp_path: Path) -> None:
+def test_storage_traffic_is_reported(tmp_path: Path) -> None:
     cache = make_cache()
     StorageDesk(settings(tmp_path / "ring", prefetch="best_effort")).attach(cache.host, CAPACITY)
     assert cache.host is not None

@@ -132,7 +132,7 @@ async def test_a_request_that_is_aborted_meanwhile_never_starts() -> None:
     assert stream.loop.taken == []
 
 
-async def test_the_stream_ends_behind_the_last_answer() -> None:
+async def test_the_stream_ends_after_the_last_answer() -> None:
     stream = Stream()
     stream.send(request("bound", SLOW))
     stream.messages.put_nowait(None)
@@ -141,7 +141,7 @@ async def test_the_stream_ends_behind_the_last_answer() -> None:
     assert [one async for one in stream.answers] != []
 
 
-async def test_what_breaks_the_peers_stream_breaks_the_answers() -> None:
+async def test_an_error_of_the_peer_s_stream_is_raised_by_the_answers() -> None:
     class GoneError(Exception):
         pass
 

@@ -11,7 +11,7 @@ def sample(name: str, direction: str) -> float:
     return REGISTRY.get_sample_value(f"pando_scheduler_{name}", {"direction": direction}) or 0.0
 
 
-def test_what_has_moved_is_told_and_exported_once() -> None:
+def test_tier_traffic_is_reported_and_exported_once() -> None:
     harness = make_harness()
     serve(harness, "cold", PROMPT)
     serve(harness, "flood", OTHER)
@@ -28,7 +28,7 @@ def test_what_has_moved_is_told_and_exported_once() -> None:
     assert sample("transfer_bytes_total", "host_to_device") - before == 10 * loads.host.loaded_pages
 
 
-def test_the_rule_for_loading_is_told() -> None:
+def test_the_load_cost_model_is_reported() -> None:
     harness = make_harness(prefill_tokens_per_s=1e3, load_bytes_per_s=1e6)
     assert harness.core.memory.loads is not None
     cost = traffic_to_wire(harness.core.memory.loads).load_cost

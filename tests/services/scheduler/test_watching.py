@@ -23,7 +23,7 @@ async def test_events_come_in_their_order() -> None:
     assert backlog.take_lost() == 0
 
 
-async def test_what_does_not_fit_is_counted_with_all_that_waits() -> None:
+async def test_an_overflow_counts_all_waiting_events_as_lost() -> None:
     backlog = EventBacklog(limit=4)
     for sequence in range(1, 11):
         backlog.add(event(sequence))
@@ -34,7 +34,7 @@ async def test_what_does_not_fit_is_counted_with_all_that_waits() -> None:
     assert backlog.take_lost() == 0
 
 
-async def test_memory_is_bounded_while_nobody_reads() -> None:
+async def test_the_backlog_is_bounded_without_a_reader() -> None:
     backlog = EventBacklog(limit=4)
     for sequence in range(100_000):
         backlog.add(event(sequence))

@@ -134,7 +134,7 @@ def test_the_bundled_template_renders_as_transformers_does(
 @pytest.mark.parametrize("name", TEMPLATES)
 @pytest.mark.parametrize("messages", [TOOL_CONVERSATION, *CONVERSATIONS[:7]])
 @pytest.mark.parametrize("has_tools", [True, False])
-def test_conventions_are_those_of_transformers(
+def test_chat_templates_render_as_transformers_does(
     oracle: OracleTokenizer, name: str, messages: tuple[ChatMessage, ...], has_tools: bool
 ) -> None:
     variables = {"enable_thinking": True, "custom": {"nested": {"b": [1, 2.5, None], "a": "<ü>"}, "text": "x"}}
@@ -174,7 +174,7 @@ def test_a_template_for_tools_is_used_only_with_tools() -> None:
     assert both.render(user(tools_json=(json.dumps(WEATHER),))) == "tools"
 
 
-def test_the_clock_is_the_callers() -> None:
+def test_templates_use_the_injected_clock() -> None:
     assert templates("{{ strftime_now('%d %b %Y %H:%M') }}").render(user()) == "01 Mar 2026 12:30"
 
 
@@ -205,7 +205,7 @@ def test_arguments_too_deep_to_be_read_stay_as_they_are() -> None:
         ("{{ 'x' * 1 }}{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}", "recursion"),
     ],
 )
-def test_what_a_template_refuses_is_the_callers_error(source: str, message: str) -> None:
+def test_a_failure_of_the_template_is_the_caller_s_error(source: str, message: str) -> None:
     with pytest.raises(InvalidRequestError, match=message) as raised:
         templates(source).render(user())
     assert raised.value.param == "messages"
@@ -279,12 +279,12 @@ def test_a_final_message_that_the_template_leaves_out_cannot_be_continued() -> N
         templates("{{ messages | length }}").render(chat)
 
 
-def test_no_trace_of_the_search_for_the_end_is_left() -> None:
+def test_no_marker_of_the_continued_message_is_left_in_the_text() -> None:
     chat = user(add_generation_prompt=False, continue_final_message=True)
     assert templates("{{ messages[-1].content }}, again: {{ messages[-1].content }}!").render(chat) == "Hi, again: Hi"
 
 
-def test_a_model_without_template_says_so() -> None:
+def test_a_model_without_a_template_is_reported() -> None:
     none = ChatTemplates({}, {})
     assert not none
     with pytest.raises(InvalidRequestError, match="no chat template"):

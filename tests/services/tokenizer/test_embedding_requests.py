@@ -26,7 +26,7 @@ def test_every_model_embeds(pooling: Pooling) -> None:
 
 
 @pytest.mark.parametrize("prompt", ["a text", ChatPrompt((ChatMessage("user", "Hello"),))])
-def test_an_encoder_says_what_it_serves_instead_of_generating(prompt: str | ChatPrompt) -> None:
+def test_an_encoder_refuses_generation_and_names_its_endpoints(prompt: str | ChatPrompt) -> None:
     with pytest.raises(InvalidRequestError, match=r"`tiny` is an encoder.*/v1/embeddings") as caught:
         check_request(request(prompt=prompt), ENCODER)
     assert caught.value.param == "model"
@@ -40,7 +40,7 @@ def test_an_encoder_says_what_it_serves_instead_of_generating(prompt: str | Chat
         ("n", {"pooling": Pooling.MEAN, "resume": Resume((1,), 1)}),
     ],
 )
-def test_what_has_no_meaning_is_refused_by_its_field(param: str, changes: dict[str, Any]) -> None:
+def test_meaningless_pooling_options_are_refused_by_field(param: str, changes: dict[str, Any]) -> None:
     with pytest.raises(InvalidRequestError) as caught:
         check_request(request(**changes), LIMITS)
     assert caught.value.param == param
@@ -54,7 +54,7 @@ def test_a_text_may_fill_the_context() -> None:
         check_prompt(np.full(11, 3, np.int32), request(pooling=Pooling.MEAN, max_context_tokens=10), LIMITS)
 
 
-async def test_pooling_travels_on_and_leaves_the_stop_conditions_alone() -> None:
+async def test_pooling_is_forwarded_and_leaves_the_stop_conditions_unchanged() -> None:
     bench = Bench()
     bench.relay.submit(bench.session, [submission("r1", pooling=Pooling.LAST, max_context_tokens=50)])
     await settle()
@@ -63,7 +63,7 @@ async def test_pooling_travels_on_and_leaves_the_stop_conditions_alone() -> None
     assert sent.options.stop.max_tokens is None
 
 
-async def test_errors_call_the_prompt_what_its_client_does() -> None:
+async def test_errors_use_the_client_s_name_for_the_prompt() -> None:
     bench = Bench()
     names = {"unnamed": None, "named": "text_2"}
     bench.relay.submit(

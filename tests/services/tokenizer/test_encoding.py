@@ -38,7 +38,7 @@ def test_a_batch_of_all_kinds_keeps_its_order(encoder: Encoder, oracle: OracleTo
     assert list(world) == oracle("world")["input_ids"]
 
 
-def test_only_little_plain_text_is_quick(encoder: Encoder) -> None:
+def test_only_short_plain_text_is_quick(encoder: Encoder) -> None:
     def chat(content: str, tool_calls: str | None = None, **fields: Any) -> ChatPrompt:
         return ChatPrompt((ChatMessage("user", content, tool_calls_json=tool_calls),), **fields)
 

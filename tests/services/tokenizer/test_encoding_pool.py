@@ -78,7 +78,7 @@ async def settle() -> None:
         await asyncio.sleep(0)
 
 
-async def test_little_text_is_encoded_at_once_whatever_waits() -> None:
+async def test_a_short_text_is_encoded_at_once_whatever_is_waiting() -> None:
     bench = Bench(1)
     await bench.ask(RIVAL, "r" * LONG)
     await bench.ask(ANN, "hello")
@@ -119,7 +119,7 @@ async def test_long_texts_leave_a_thread_to_shorter_ones(threads: int, expected:
     assert len(bench.texts.encoded) == 10
 
 
-async def test_shares_go_by_characters_and_not_by_texts() -> None:
+async def test_shares_are_measured_in_characters_and_not_in_texts() -> None:
     bench = Bench(1)
     await bench.ask(BOB, "b" * SOME)
     for _ in range(10):
@@ -159,7 +159,7 @@ async def test_an_error_reaches_its_caller_and_frees_the_thread() -> None:
     assert len(await bench.tasks[1]) == 1
 
 
-async def test_who_is_cancelled_while_waiting_leaves_the_queue() -> None:
+async def test_a_cancelled_waiting_request_leaves_the_queue() -> None:
     bench = Bench(1)
     for subject in (ANN, BOB, RIVAL):
         await bench.ask(subject, subject.name[-1] * SOME)
@@ -173,7 +173,7 @@ async def test_who_is_cancelled_while_waiting_leaves_the_queue() -> None:
     assert running.cancelled()
 
 
-def test_all_that_makes_a_prompt_long_counts() -> None:
+def test_all_parts_of_a_chat_count_towards_its_size() -> None:
     message = ChatMessage("assistant", "c" * 10, tool_calls_json="t" * 100, reasoning_content="r" * 1000)
     chat = ChatPrompt((message,), tools_json=("j" * 10_000,), template_variables_json="v" * 100_000)
     assert size(chat) - size(ChatPrompt((ChatMessage("user"),))) == 111_110

@@ -47,7 +47,7 @@ def test_while_two_tenants_wait_their_work_differs_by_an_item_of_each(mine: list
         assert abs(work[ANN] - work[RIVAL]) <= max(mine) + max(theirs)
 
 
-def test_invented_names_get_one_tenant_s_part() -> None:
+def test_invented_names_together_get_one_tenant_s_share() -> None:
     queue: FairQueue[tuple[Subject, int]] = FairQueue()
     for number in range(1000):
         invented = Subject("rival", f"user/{number}")
@@ -58,7 +58,7 @@ def test_invented_names_get_one_tenant_s_part() -> None:
     assert first.count("acme") == 10
 
 
-def test_a_tenant_that_arrives_is_next_but_for_one_and_cannot_save_up() -> None:
+def test_an_arriving_tenant_is_served_within_two_turns_and_accumulates_no_credit() -> None:
     queue: FairQueue[tuple[Subject, int]] = FairQueue()
     for _ in range(50):
         queue.add(RIVAL, (RIVAL, 100), 100)
@@ -71,7 +71,7 @@ def test_a_tenant_that_arrives_is_next_but_for_one_and_cannot_save_up() -> None:
     assert taken.count(ANN) == taken.count(RIVAL) == 10
 
 
-def test_to_leave_and_come_back_gains_nothing() -> None:
+def test_leaving_and_rejoining_the_queue_gains_nothing() -> None:
     queue: FairQueue[tuple[Subject, int]] = FairQueue()
     for _ in range(40):
         queue.add(ANN, (ANN, 100), 100)
@@ -96,7 +96,7 @@ def test_names_that_are_invented_all_the_time_do_not_hold_up_others_of_their_ten
     assert taken.count(ANN) == 2
 
 
-def test_items_that_may_not_start_hold_up_their_subject_alone() -> None:
+def test_an_item_that_may_not_start_blocks_only_its_own_subject() -> None:
     queue: FairQueue[str] = FairQueue()
     for subject, items in ((ANN, ("long", "after it")), (BOB, ("short",))):
         for item in items:
@@ -116,7 +116,7 @@ def test_a_removed_item_is_not_taken() -> None:
     assert [queue.take(lambda _: True) for _ in range(2)] == ["b", None]
 
 
-def test_names_that_come_and_go_are_forgotten() -> None:
+def test_transient_names_are_forgotten() -> None:
     queue: FairQueue[int] = FairQueue()
     queue.add(RIVAL, -1, 1)
     queue.add(ANN, -2, 1)

@@ -126,7 +126,7 @@ def test_prompt_and_completion_beyond_the_context_are_refused_with_both_numbers(
     )
 
 
-def test_more_log_probabilities_of_a_prompt_than_can_be_told_are_refused() -> None:
+def test_too_many_log_probabilities_of_a_prompt_are_refused() -> None:
     large = replace(LIMITS, max_context_tokens=10_000)
     check_prompt(ids(5_000), request(prompt_logprobs=PromptLogprobs(0, 20)), large)
     check_prompt(ids(9_000), request(prompt_logprobs=PromptLogprobs(8_000, 20)), large)
@@ -135,7 +135,7 @@ def test_more_log_probabilities_of_a_prompt_than_can_be_told_are_refused() -> No
     assert raised.value.param == "prompt_logprobs"
 
 
-def test_log_probabilities_behind_the_prompt_are_refused() -> None:
+def test_log_probabilities_from_after_the_prompt_are_refused() -> None:
     check_prompt(ids(60), request(prompt_logprobs=PromptLogprobs(60)), LIMITS)
     with pytest.raises(InvalidRequestError, match="from token 61 on, of a prompt of 60") as raised:
         check_prompt(ids(60), request(prompt_logprobs=PromptLogprobs(61)), LIMITS)

@@ -144,7 +144,7 @@ async def test_texts_that_are_banned_reach_the_scheduler_as_ids(bench: Bench) ->
     assert second.options.sampling.banned_sequences == ()
 
 
-async def test_of_a_prompt_that_is_to_be_truncated_the_end_stays(bench: Bench) -> None:
+async def test_truncation_keeps_the_end_of_a_prompt(bench: Bench) -> None:
     bench.relay.submit(bench.session, [submission("a", truncate_prompt_tokens=2)])
     await settle()
     (sent,) = bench.scheduler.batches[0]
@@ -161,7 +161,7 @@ async def test_admissions_go_back_to_the_gateway_that_asked(bench: Bench) -> Non
     assert [answer.request_id for answer in await other.take()] == ["b"]
 
 
-async def test_nothing_is_kept_after_the_admission(bench: Bench) -> None:
+async def test_the_relay_forgets_a_request_after_its_admission(bench: Bench) -> None:
     bench.submit("a")
     await settle()
     assert bench.relay.pending == 1
@@ -232,7 +232,7 @@ async def test_requests_are_rejected_while_the_scheduler_is_away(bench: Bench) -
     assert bench.relay.pending == 0
 
 
-async def test_when_the_scheduler_goes_its_unanswered_requests_are_rejected_and_aborted(bench: Bench) -> None:
+async def test_unanswered_requests_of_a_lost_scheduler_are_rejected_and_aborted(bench: Bench) -> None:
     bench.submit("a", "b")
     await settle()
     bench.admit("a")
@@ -247,7 +247,7 @@ async def test_when_the_scheduler_goes_its_unanswered_requests_are_rejected_and_
     assert bench.scheduler.names == ["a", "b", "c"]
 
 
-async def test_when_a_gateway_goes_its_requests_end_but_not_those_of_others(bench: Bench) -> None:
+async def test_requests_of_a_disconnected_gateway_end_and_those_of_others_continue(bench: Bench) -> None:
     other = GatewaySession()
     bench.submit("sent")
     bench.relay.submit(other, [submission("others")])

@@ -34,7 +34,7 @@ def test_constants_may_be_looked_up_while_a_template_is_compiled() -> None:
     assert templates.render(HELLO) == "13"
 
 
-def test_an_answer_that_shall_begin_so_stands_behind_the_prompt() -> None:
+def test_the_assistant_prefix_follows_the_rendered_prompt() -> None:
     templates = ChatTemplates({"default": "{{ messages[0].content }}:"}, {})
     chat = ChatPrompt(HELLO.messages, assistant_prefix="<tool_call>")
     assert templates.render(chat) == "Hello:<tool_call>"

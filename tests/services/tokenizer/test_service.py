@@ -168,7 +168,7 @@ async def test_requests_of_all_kinds_reach_the_scheduler_encoded(pipeline: Pipel
     assert len(pipeline.scheduler.messages) == 1
 
 
-async def test_a_request_keeps_all_it_came_with(pipeline: Pipeline) -> None:
+async def test_a_request_keeps_all_its_fields(pipeline: Pipeline) -> None:
     gateway = await pipeline.gateway()
     asked = generate(
         "a",
@@ -261,7 +261,7 @@ async def test_aborts_pass_through(pipeline: Pipeline) -> None:
     assert pipeline.scheduler.aborts == ["a", "unknown"]
 
 
-async def test_when_a_gateway_goes_what_it_was_not_told_of_is_aborted(pipeline: Pipeline) -> None:
+async def test_unanswered_requests_of_a_disconnected_gateway_are_aborted(pipeline: Pipeline) -> None:
     leaving, staying = await pipeline.gateway(), await pipeline.gateway()
     await leaving.submit(generate("admitted"))
     await leaving.admissions()
@@ -284,7 +284,7 @@ async def test_without_a_scheduler_requests_are_rejected_at_once(pipeline: Pipel
     assert answer.rejected.retryable
 
 
-async def test_when_the_scheduler_goes_before_it_answers_the_request_is_rejected_and_later_aborted(
+async def test_a_request_unanswered_by_a_lost_scheduler_is_rejected_and_later_aborted(
     pipeline: Pipeline,
 ) -> None:
     pipeline.scheduler.answers = False
@@ -305,7 +305,7 @@ async def test_when_the_scheduler_goes_before_it_answers_the_request_is_rejected
     assert not answer.HasField("rejected")
 
 
-async def test_it_serves_only_while_the_scheduler_does(pipeline: Pipeline) -> None:
+async def test_the_tokenizer_serves_only_while_the_scheduler_does(pipeline: Pipeline) -> None:
     async def follows(expected: bool) -> None:
         async with asyncio.timeout(TIMEOUT_S):
             while await pipeline.serves() != expected:  # noqa: ASYNC110  (the state of another process)
@@ -343,7 +343,7 @@ async def test_encoding_leaves_the_event_loop_free(pipeline: Pipeline) -> None:
     assert len(gaps) > 10, "the loop turned while sixteen long prompts were being encoded"
 
 
-async def test_texts_can_be_encoded_and_decoded_by_people(pipeline: Pipeline, oracle: OracleTokenizer) -> None:
+async def test_texts_can_be_encoded_and_decoded_over_rpc(pipeline: Pipeline, oracle: OracleTokenizer) -> None:
     encoded = await pipeline.stub.Tokenize(tokenizer_pb2.TokenizeRequest(text="Hello 12", add_special_tokens=True))
     assert list(encoded.ids) == oracle("Hello 12")["input_ids"]
     assert list(encoded.tokens) == ["Hello", "Ġ", "1", "2"]
@@ -373,7 +373,7 @@ async def test_half_a_subject_is_refused(pipeline: Pipeline, subject: dict[str, 
     assert to_error(raised.value).param == "subject"
 
 
-async def test_a_conversation_can_be_looked_at(pipeline: Pipeline, oracle: OracleTokenizer) -> None:
+async def test_a_rendered_conversation_can_be_inspected(pipeline: Pipeline, oracle: OracleTokenizer) -> None:
     variables = json.dumps({"unused": 1})
     request = tokenizer_pb2.RenderChatRequest(chat=chat("Hi", template_variables_json=variables))
     answer = await pipeline.stub.RenderChat(request)
@@ -382,7 +382,7 @@ async def test_a_conversation_can_be_looked_at(pipeline: Pipeline, oracle: Oracl
     assert list(answer.ids) == oracle.apply_chat_template(messages, add_generation_prompt=True)["input_ids"]
 
 
-async def test_a_bad_conversation_is_a_status_with_details(pipeline: Pipeline) -> None:
+async def test_an_invalid_conversation_gives_a_status_with_details(pipeline: Pipeline) -> None:
     with pytest.raises(grpc.aio.AioRpcError) as raised:
         await pipeline.stub.RenderChat(tokenizer_pb2.RenderChatRequest(chat=chat()))
     assert raised.value.code() is grpc.StatusCode.INVALID_ARGUMENT

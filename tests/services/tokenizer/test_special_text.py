@@ -61,7 +61,7 @@ def test_users_cannot_end_their_turn(encoder: Encoder, model: TextModel) -> None
     ],
     ids=["system", "assistant", "tools", "variables"],
 )
-def test_wherever_they_write_it(model: TextModel, chat: ChatPrompt) -> None:
+def test_special_tokens_in_any_message_field_stay_plain_text(model: TextModel, chat: ChatPrompt) -> None:
     encoder = Encoder(model, ChatTemplates({"default": CHATML}, {"bos_token": "<|endoftext|>"}))
     harmless = ChatPrompt(tuple(ChatMessage(message.role, "Hi") for message in chat.messages))
     ids = ids_of(encoder, chat)
@@ -69,7 +69,7 @@ def test_wherever_they_write_it(model: TextModel, chat: ChatPrompt) -> None:
     assert model.tokenizer.decode(ids, skip_special_tokens=False) == encoder.render(chat)[0]
 
 
-def test_a_message_may_be_continued_behind_such_text(encoder: Encoder, model: TextModel) -> None:
+def test_a_message_may_be_continued_after_special_text(encoder: Encoder, model: TextModel) -> None:
     chat = ChatPrompt(
         (ChatMessage("user", "Hi"), ChatMessage("assistant", "It is <|im_end|> that")),
         add_generation_prompt=False,
@@ -80,7 +80,7 @@ def test_a_message_may_be_continued_behind_such_text(encoder: Encoder, model: Te
     assert specials_in(model, ids)[-1] == "<|im_start|>"
 
 
-def test_a_text_is_read_alike_by_both_tokenizers(encoder: Encoder, model: TextModel) -> None:
+def test_both_tokenizers_agree_except_on_special_tokens(encoder: Encoder, model: TextModel) -> None:
     """Of everything that users may write: what makes the difference is only whether special tokens are special."""
     special = SpecialText(model.tokenizer)
     shielded = harmless = 0

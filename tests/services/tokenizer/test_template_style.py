@@ -28,7 +28,7 @@ def test_style_is_read_from_the_template(source: str, style: TemplateStyle) -> N
     assert style_of(sources, ChatTemplates(sources, {}), "auto", "auto") == style
 
 
-def test_a_template_for_tools_counts_more_than_the_default() -> None:
+def test_the_style_of_a_tool_template_takes_precedence_over_the_default() -> None:
     sources = {"default": "plain", "tool_use": HERMES}
     assert style_of(sources, ChatTemplates(sources, {}), "auto", "auto").tools is ToolStyle.HERMES
 

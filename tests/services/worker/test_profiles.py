@@ -62,7 +62,7 @@ class Desk:
         command()
 
 
-async def test_one_recording_at_a_time_and_each_into_a_file_of_its_own(tmp_path: Path) -> None:
+async def test_one_recording_runs_at_a_time_and_each_is_written_to_a_separate_file(tmp_path: Path) -> None:
     desk = Desk(ProfileRules(tmp_path))
     with pytest.raises(ProfileRefusedError, match="start one first"):
         await desk.profiles.stop()

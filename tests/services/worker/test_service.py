@@ -200,7 +200,7 @@ async def test_an_invalid_plan_fails_the_rank_and_configuring_keeps_the_weights(
     assert engine.calls == ["configure", "reset", "configure"]
 
 
-async def test_an_engine_that_fails_says_so_and_is_closed(serve: Serve) -> None:
+async def test_a_failed_engine_reports_its_error_and_is_closed(serve: Serve) -> None:
     engine = ScriptedEngine()
     stub = await serve(engine)
     await configure(stub)
@@ -266,7 +266,7 @@ async def test_ranks_that_meet_once_leave_their_group_with_their_process(serve: 
     assert engine.calls == ["configure"]
 
 
-async def test_a_rank_alone_goes_on_in_its_process(serve: Serve) -> None:
+async def test_a_single_rank_continues_in_its_process(serve: Serve) -> None:
     ends = asyncio.Event()
     engine = ScriptedEngine(meets_once=True)
     stub = await serve(engine, ends=ends)
@@ -288,7 +288,7 @@ async def test_configuring_ends_the_stream_that_runs(serve: Serve) -> None:
     assert (await get_state(stub)).open_rows == 0
 
 
-async def test_a_second_configure_is_refused_while_the_first_is_heard(serve: Serve) -> None:
+async def test_a_second_configure_is_refused_while_the_first_has_a_caller(serve: Serve) -> None:
     go_on = threading.Event()
     stub = await serve(ScriptedEngine(before_configure=wait_for(go_on)))
     first = asyncio.create_task(configure(stub))
@@ -300,7 +300,7 @@ async def test_a_second_configure_is_refused_while_the_first_is_heard(serve: Ser
     assert (await first)[-1].HasField("capacity")
 
 
-async def test_a_configure_whose_caller_went_away_is_taken_over_by_the_next(serve: Serve) -> None:
+async def test_a_configure_whose_caller_disconnected_is_taken_over_by_the_next(serve: Serve) -> None:
     go_on = threading.Event()
     engine = ScriptedEngine(before_configure=wait_for(go_on))
     stub = await serve(engine)
@@ -365,7 +365,7 @@ async def test_a_hanging_engine_makes_the_process_give_up(serve: Serve) -> None:
 
 
 @pytest.mark.parametrize(("world_size", "tidied"), [(1, "reset"), (2, "close")])
-async def test_a_want_of_memory_is_told_apart_and_a_rank_alone_keeps_its_weights(
+async def test_out_of_memory_is_reported_as_such_and_a_single_rank_keeps_its_weights(
     serve: Serve, world_size: int, tidied: str
 ) -> None:
     engine = ScriptedEngine(before_execute=raises(OutOfMemoryError("no room for 4096 tokens")))

@@ -43,7 +43,7 @@ async def test_plans_wait_while_too_many_are_open() -> None:
     assert len(dispatched) == MAX_OPEN_PLANS + 2
 
 
-async def test_results_end_behind_those_of_the_last_plan() -> None:
+async def test_results_end_after_those_of_the_last_plan() -> None:
     session = Session(lambda _session, _plan: None)
     await session.submit(plan(1))
     session.finish_input()
@@ -52,7 +52,7 @@ async def test_results_end_behind_those_of_the_last_plan() -> None:
     assert [got.last async for got in session.results()] == [False, True]
 
 
-async def test_an_error_comes_behind_what_was_delivered() -> None:
+async def test_an_error_comes_after_the_delivered_results() -> None:
     session = Session(lambda _session, _plan: None)
     await session.submit(plan(1))
     session.deliver(result(1, last=False))

@@ -39,13 +39,13 @@ def test_capacities_survive_the_wire(capacity: EngineCapacity) -> None:
     assert plain(scheduler.capacity_from_wire(worker.capacity_to_wire(capacity))) == plain(capacity)
 
 
-def test_a_spec_has_defaults_for_what_people_leave_out() -> None:
+def test_a_spec_has_defaults_for_omitted_fields() -> None:
     message = worker_pb2.ConfigureRequest(model="m", page_size_tokens=16, max_rows=4, max_step_tokens=64)
     assert worker.spec_from_wire(message) == EngineSpec("m", max_rows=4, max_step_tokens=64)
 
 
 @pytest.mark.parametrize("missing", ["model", "page_size_tokens", "max_rows", "max_step_tokens"])
-def test_a_spec_without_what_it_needs_is_refused(missing: str) -> None:
+def test_a_spec_without_a_required_field_is_refused(missing: str) -> None:
     message = worker_pb2.ConfigureRequest(model="m", page_size_tokens=16, max_rows=4, max_step_tokens=64)
     message.ClearField(missing)  # type: ignore[arg-type]  # one of the literals above
     with pytest.raises(InvalidRequestError, match=missing):
@@ -66,7 +66,7 @@ def test_a_transfer_without_direction_is_refused() -> None:
         worker.plan_from_wire(message)
 
 
-def test_numbers_beyond_what_ids_can_be_turn_negative_so_that_the_engine_refuses_them() -> None:
+def test_numbers_out_of_range_turn_negative_so_that_the_engine_refuses_them() -> None:
     message = worker_pb2.StepPlan(opens=[worker_pb2.RowOpen(token_ids=[2**32 - 1], pages=[2**31])])
     (opened,) = worker.plan_from_wire(message).opens
     assert opened.token_ids.tolist() == [-1]

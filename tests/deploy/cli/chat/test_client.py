@@ -66,7 +66,7 @@ def test_failures_are_explained(server: FakeOpenAIServer, model: str, message: s
         ask(server, model)
 
 
-def test_what_came_before_a_failure_is_kept(server: FakeOpenAIServer) -> None:
+def test_pieces_before_a_failure_are_kept(server: FakeOpenAIServer) -> None:
     pieces: list[str] = []
     with pytest.raises(ChatError):
         ask(server, "error-midway", pieces)
@@ -89,7 +89,7 @@ def test_an_interrupt_closes_the_connection(server: FakeOpenAIServer) -> None:
     client.close()
 
 
-def test_a_server_that_is_away_is_named_with_what_to_do() -> None:
+def test_the_error_of_an_unreachable_server_names_it_and_the_remedy() -> None:
     url = free_url()
     with pytest.raises(UnreachableError, match=rf"{url}.*pando up.*--url"):
         ChatClient(url).find_model()
@@ -105,6 +105,6 @@ def test_the_first_listed_model_is_taken_and_none_is_explained(server: FakeOpenA
 
 
 @pytest.mark.parametrize("url", ["ftp://host", "http://h:port"])
-def test_what_is_no_url_is_said_to_be_none(url: str) -> None:
+def test_an_invalid_url_is_reported(url: str) -> None:
     with pytest.raises(ChatError, match="not a URL"):
         ChatClient(url).find_model()

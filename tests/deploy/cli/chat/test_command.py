@@ -55,7 +55,7 @@ def test_nothing_to_ask_is_an_error(
     assert "there is no prompt" in capsys.readouterr().err
 
 
-def test_a_server_that_is_away_is_explained(capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_unreachable_server_is_explained(capsys: pytest.CaptureFixture[str]) -> None:
     url = free_url()
     assert main(["chat", "--url", url, "--prompt", "hi"]) == 1
     captured = capsys.readouterr()

@@ -10,7 +10,7 @@ def test_turns_follow_the_system_prompt() -> None:
     assert [message["role"] for message in talk.ask("again")] == ["system", "user", "assistant", "user"]
 
 
-def test_a_question_without_an_answer_is_taken_back() -> None:
+def test_a_question_without_an_answer_is_removed() -> None:
     talk = Conversation()
     talk.ask("hi")
     talk.answer("")

@@ -58,7 +58,7 @@ def test_a_conversation_grows_and_each_answer_has_its_figures() -> None:
     assert [message["content"] for message in client.asked[1]] == ["hi", "Hello", "bye"]
 
 
-def test_reset_and_system_begin_anew() -> None:
+def test_reset_and_system_start_a_new_conversation() -> None:
     client = ScriptedClient(["a"], ["b"], ["c"], ["d"])
     chat(client, "1", "/reset", "2", "/system be kind", "3", "/system", "4", system="old")
     contents = [[message["content"] for message in asked] for asked in client.asked]
@@ -79,14 +79,14 @@ def test_a_failed_question_can_be_asked_again() -> None:
     assert [message["content"] for message in client.asked[1]] == ["hi"]
 
 
-def test_ctrl_c_at_the_prompt_tells_how_to_leave() -> None:
+def test_ctrl_c_at_the_prompt_explains_how_to_quit() -> None:
     client = ScriptedClient(["yes"])
     shown = chat(client, KeyboardInterrupt(), "still there?", EOFError())
     assert "/quit" in shown
     assert "yes" in shown
 
 
-def test_unknown_commands_ask_nothing() -> None:
+def test_unknown_commands_send_no_request() -> None:
     client = ScriptedClient()
     shown = chat(client, "/dance", "/help", "/exit")
     assert "unknown command /dance" in shown
@@ -115,5 +115,5 @@ def test_markup_in_answers_is_text() -> None:
         (Answer(1.0, [], 1.25, 1.25, "stop", 40, 1), "1 tokens · first token after 250 ms · prompt 40 tokens"),
     ],
 )
-def test_figures_say_what_is_known(answer: Answer, shown: str) -> None:
+def test_the_description_contains_only_the_known_figures(answer: Answer, shown: str) -> None:
     assert describe(answer) == shown

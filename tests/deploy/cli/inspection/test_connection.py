@@ -83,7 +83,7 @@ def test_settings_of_the_services_open_their_ports(
     assert main(["state", "--scheduler", address, "--config", str(config)]) == 1
 
 
-def test_the_environment_does_as_well_and_the_tokenizer_is_asked_likewise(
+def test_credentials_from_the_environment_work_for_scheduler_and_tokenizer(
     served: tuple[Pipeline, str], authority: Authority, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pipeline, address = served
@@ -97,7 +97,7 @@ def test_the_environment_does_as_well_and_the_tokenizer_is_asked_likewise(
 
 
 @pytest.mark.parametrize("who", ["stranger", "expired", "plaintext"])
-def test_others_are_refused(
+def test_commands_without_a_valid_certificate_are_refused(
     served: tuple[Pipeline, str], authority: Authority, tmp_path: Path, capsys: pytest.CaptureFixture[str], who: str
 ) -> None:
     flags = ["--plaintext"]

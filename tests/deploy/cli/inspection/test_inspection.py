@@ -154,7 +154,7 @@ def test_state_shows_rows_pages_and_open_requests(
         assert text in shown
 
 
-def test_state_shows_sessions_as_far_as_the_scheduler_tells(
+def test_state_shows_anonymous_and_named_sessions(
     scheduler: tuple[ScriptedScheduler, str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["state", "--scheduler", scheduler[1]]) == 0
@@ -198,7 +198,7 @@ def test_stats_show_totals_owners_and_costs(
     assert "acme/ann" in capsys.readouterr().out
 
 
-def test_tree_tells_why_a_node_is_public_and_what_is_unusual_about_it() -> None:
+def test_tree_explains_why_a_node_is_public_and_shows_unusual_properties() -> None:
     node = scheduler_pb2.TreeNode(
         node_id=4,
         edge_tokens=32,
@@ -236,7 +236,7 @@ def test_a_view_is_asked_for_by_name_or_by_fingerprint(scheduler: tuple[Scripted
 
 
 @pytest.mark.parametrize("name", ["acme", "acme/", "/ann", ""])
-def test_half_a_name_names_nobody(
+def test_forget_refuses_an_incomplete_subject_name(
     scheduler: tuple[ScriptedScheduler, str], capsys: pytest.CaptureFixture[str], name: str
 ) -> None:
     assert main(["cache", "forget", name, "--scheduler", scheduler[1]]) == 2
@@ -244,7 +244,7 @@ def test_half_a_name_names_nobody(
     assert scheduler[0].asked == []
 
 
-def test_forget_names_whom_and_tells_what_became_free(
+def test_forget_names_its_subject_and_reports_the_freed_pages(
     scheduler: tuple[ScriptedScheduler, str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["cache", "forget", "acme/ann", "--scheduler", scheduler[1], "--admin-token", "s3cret"]) == 0
@@ -284,7 +284,7 @@ def tokenizer(tmp_path: Path) -> Iterator[str]:
     server.stop(None).wait()
 
 
-def test_a_system_prompt_is_pinned_with_the_template_around_it_and_nothing_behind(
+def test_a_system_prompt_is_pinned_with_its_template_and_nothing_after_it(
     scheduler: tuple[ScriptedScheduler, str], tokenizer: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = tmp_path / "system.txt"
@@ -302,7 +302,7 @@ def test_a_system_prompt_is_pinned_with_the_template_around_it_and_nothing_behin
     assert shown[2:] == ["unpinned; cached entries stay public", "there is no such pin"]
 
 
-def test_a_prompt_that_cannot_be_had_is_an_error_in_words(
+def test_a_prompt_that_cannot_be_read_or_encoded_is_explained(
     scheduler: tuple[ScriptedScheduler, str], tokenizer: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     places = ["--scheduler", scheduler[1], "--tokenizer", tokenizer]
@@ -313,7 +313,7 @@ def test_a_prompt_that_cannot_be_had_is_an_error_in_words(
     assert "the tokenizer at" in capsys.readouterr().err
 
 
-def test_flush_tells_what_it_freed(
+def test_flush_reports_the_freed_pages(
     scheduler: tuple[ScriptedScheduler, str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["cache", "flush", "--scheduler", scheduler[1]]) == 0
@@ -334,6 +334,6 @@ def test_the_admin_token_is_shown_to_the_scheduler(scheduler: tuple[ScriptedSche
     assert scheduler[0].credentials == ["", "Bearer s3cret"]
 
 
-def test_a_scheduler_that_is_away_is_an_error_in_words(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_unreachable_scheduler_is_explained(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["state", "--scheduler", f"unix:{tmp_path}/nobody.sock"]) == 1
     assert "nobody.sock" in capsys.readouterr().err

@@ -68,7 +68,7 @@ def test_all_ranks_begin_and_end_together(
     assert "/traces/rank0.json.gz: 1,234 passes, 1.5 MiB" in capsys.readouterr().out
 
 
-def test_a_refusal_is_told_and_others_begin_all_the_same(
+def test_a_rank_s_refusal_is_reported_and_the_other_ranks_start(
     ranks: tuple[list[Rank], list[str]], capsys: pytest.CaptureFixture[str]
 ) -> None:
     found, flags = ranks

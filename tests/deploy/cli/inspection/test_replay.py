@@ -49,7 +49,7 @@ def test_difference_is_shown_and_is_the_exit_status(tmp_path: Path, capsys: pyte
 
 
 @pytest.mark.parametrize("content", [b"", b"neither json", None])
-def test_file_that_is_no_log_is_refused(
+def test_a_file_that_is_not_a_log_is_refused(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], content: bytes | None
 ) -> None:
     log = tmp_path / "log"

@@ -19,7 +19,7 @@ def printed(shown: RenderableType) -> str:
     return capture.get()
 
 
-def test_what_has_moved_is_shown_with_its_rate() -> None:
+def test_tier_traffic_is_shown_with_its_rate() -> None:
     host = scheduler_pb2.HostTierState(
         open_transfers=3,
         traffic=[scheduler_pb2.TierTraffic(direction="host_to_device", transfers=7, pages=4_000, seconds=2.5)],

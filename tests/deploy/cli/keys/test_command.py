@@ -35,7 +35,7 @@ def test_a_key_is_made_shown_and_revoked(tmp_path: Path, capsys: pytest.CaptureF
     assert len(load_keys(file)) == 1
 
 
-def test_wrong_names_are_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_invalid_names_are_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     there = ["--file", str(tmp_path / "keys.toml")]
     assert main(["keys", "create", "--tenant", "a\x00b", *there]) == 2
     assert "control characters" in capsys.readouterr().err

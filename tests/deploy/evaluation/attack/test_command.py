@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 SOON = ["--epoch-seconds", "0.1", "--quick", "--text-tokens", "64"]
 
 
-def test_a_server_that_keeps_users_apart_is_closed(
+def test_a_server_that_isolates_users_gets_the_verdict_closed(
     caching_server: CachingServer, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = tmp_path / "attack.json"
@@ -43,7 +43,7 @@ def test_a_server_that_keeps_users_apart_is_closed(
     assert any("x-pando-tenant" in headers for headers in caching_server.headers)
 
 
-def test_a_shared_server_is_seen_to_leak(
+def test_a_server_that_shares_gets_the_verdict_leaks(
     caching_server: CachingServer, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     caching_server.is_shared = True
@@ -70,7 +70,7 @@ def test_one_name_that_opens_a_view_is_a_leak(
     assert "1 of 11 disguises see it" in capsys.readouterr().out
 
 
-def test_a_shared_server_that_is_not_seen_to_leak_is_a_failure_of_the_harness(
+def test_an_attack_that_finds_no_leak_in_shared_mode_fails(
     caching_server: CachingServer, capsys: pytest.CaptureFixture[str]
 ) -> None:
     flags = ["--url", caching_server.url, "--modes", "shared", "--oracles", "pairs", *SOON]
@@ -78,7 +78,7 @@ def test_a_shared_server_that_is_not_seen_to_leak_is_a_failure_of_the_harness(
     assert "proves nothing" in capsys.readouterr().out
 
 
-def test_a_server_that_does_not_tell_is_not_applicable(
+def test_oracles_do_not_apply_to_a_server_that_reports_no_usage(
     server: FakeOpenAIServer, capsys: pytest.CaptureFixture[str]
 ) -> None:
     server.listed = ["no-usage"]
@@ -86,7 +86,7 @@ def test_a_server_that_does_not_tell_is_not_applicable(
     assert capsys.readouterr().out.count("not applicable") == 2
 
 
-def test_nothing_that_becomes_public_is_an_error(
+def test_it_is_an_error_if_nothing_becomes_public(
     caching_server: CachingServer, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr("deploy.evaluation.attack.scene.PATIENCE_S", 0.3)
@@ -98,9 +98,7 @@ def test_nothing_that_becomes_public_is_an_error(
     ("flags", "message"),
     [(["--modes", "shared", "isolated"], "one mode"), (["--modes", "shared"], "no server answers")],
 )
-def test_what_cannot_be_attacked_is_explained(
-    flags: list[str], message: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_impossible_attack_is_explained(flags: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["attack", "--url", free_url(), *flags]) == 2
     assert message in capsys.readouterr().err
 
@@ -117,7 +115,7 @@ def test_a_missing_extra_is_named(monkeypatch: pytest.MonkeyPatch, capsys: pytes
 
 
 @pytest.mark.parametrize(("is_shared", "verdict"), [(False, "closed"), (True, "leaks")])
-def test_what_is_read_from_storage_is_judged_by_a_second_server(
+def test_a_second_server_shows_whether_stored_pages_leak(
     caching_server: CachingServer, tmp_path: Path, *, is_shared: bool, verdict: str
 ) -> None:
     sibling = CachingServer(is_shared=is_shared, asked=caching_server.asked)
@@ -131,7 +129,7 @@ def test_what_is_read_from_storage_is_judged_by_a_second_server(
     assert "owners find 4 of 4" in entry["note"]
 
 
-def test_a_storage_that_gives_nothing_back_proves_nothing(
+def test_the_storage_oracle_does_not_apply_if_storage_returns_nothing(
     caching_server: CachingServer, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr("deploy.evaluation.attack.oracles.storage.POLL_S", 0)

@@ -37,7 +37,7 @@ def test_a_small_leak_that_few_pairs_suggest_is_undecided_not_closed() -> None:
     assert finding(20, 0.4).verdict is Verdict.UNDECIDED
 
 
-def test_being_served_later_tells_as_much_where_it_goes_either_way() -> None:
+def test_a_two_sided_oracle_counts_later_service_as_a_leak() -> None:
     assert finding(250, -1.0).verdict is Verdict.CLOSED
     assert finding(250, -1.0, either_way=True).verdict is Verdict.LEAKS
 

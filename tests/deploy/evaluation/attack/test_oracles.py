@@ -41,14 +41,14 @@ def verdicts(entries: dict[str, dict[str, Any]]) -> dict[str, str]:
 NAMES_CONTROL = "people named by a vouching key (control)"
 
 
-def test_made_up_people_get_nowhere_where_only_vouched_names_are_people(tmp_path: Path) -> None:
+def test_invented_users_find_no_leak_where_only_vouched_names_are_subjects(tmp_path: Path) -> None:
     found = verdicts(attack(AwareServer(), tmp_path, "inventions", *FLAGS))
     assert found.pop(NAMES_CONTROL) == "leaks"
     assert len(found) == 5
     assert set(found.values()) == {"closed"}
 
 
-def test_made_up_people_are_seen_through_where_any_name_is_a_person(tmp_path: Path) -> None:
+def test_invented_users_find_leaks_where_every_name_is_a_subject(tmp_path: Path) -> None:
     found = attack(AwareServer(believes_names=True), tmp_path, "inventions", *FLAGS)
     assert found["one key: guessing"]["verdict"] == "leaks"
     assert found["one key: publishing"]["verdict"] == "leaks"
@@ -59,46 +59,50 @@ def test_made_up_people_are_seen_through_where_any_name_is_a_person(tmp_path: Pa
     assert found["rival key: guessing"]["verdict"] == "closed"
 
 
-def test_evidence_across_tenants_is_seen_by_a_rival(tmp_path: Path) -> None:
+def test_evidence_across_tenants_leaks_to_a_rival(tmp_path: Path) -> None:
     found = verdicts(attack(AwareServer(shares_across_tenants=True), tmp_path, "inventions", *FLAGS))
     rival = ("rival key: guessing", "rival key: tenant's shared text", "rival key: publishing")
     assert [found[name] for name in rival] == ["leaks"] * 3
     assert found["one key: guessing"] == found["one key: publishing"] == "closed"
 
 
-def test_without_other_keys_a_rival_is_not_applicable(tmp_path: Path) -> None:
+def test_rival_oracles_do_not_apply_without_a_second_key(tmp_path: Path) -> None:
     found = verdicts(attack(AwareServer(), tmp_path, "inventions", "--api-key", "app"))
     assert found["rival key: guessing"] == "not applicable"
     assert found["one key: publishing"] == "closed"
 
 
 @pytest.mark.parametrize(("believes_names", "verdict"), [(False, "closed"), (True, "leaks")])
-def test_clients_without_a_key_are_told_from_people(tmp_path: Path, *, believes_names: bool, verdict: str) -> None:
+def test_clients_without_a_key_are_distinguished_from_named_users(
+    tmp_path: Path, *, believes_names: bool, verdict: str
+) -> None:
     server = AwareServer(has_keys=False, believes_names=believes_names)
     found = verdicts(attack(server, tmp_path, "keyless", "--no-keys"))
     assert found == {"keyless: guessing": verdict, "keyless: publishing": verdict}
 
 
-def test_a_server_that_wants_keys_has_no_clients_without_one(tmp_path: Path) -> None:
+def test_the_keyless_oracle_does_not_apply_to_a_server_that_requires_keys(tmp_path: Path) -> None:
     assert verdicts(attack(AwareServer(), tmp_path, "keyless", *FLAGS)) == {"keyless": "not applicable"}
 
 
 @pytest.mark.parametrize(("isolates", "verdict"), [(True, "closed"), (False, "leaks")])
-def test_a_tenant_that_shares_although_it_must_not_is_seen(tmp_path: Path, *, isolates: bool, verdict: str) -> None:
+def test_sharing_by_a_tenant_that_must_not_share_is_detected(tmp_path: Path, *, isolates: bool, verdict: str) -> None:
     found = verdicts(attack(AwareServer(isolates_tenants=isolates), tmp_path, "isolation", *FLAGS))
     assert found.pop("tenant that shares by evidence (control)") == "leaks"
     assert found == {"tenant that shares nothing": verdict}
 
 
 @pytest.mark.parametrize(("across", "verdict"), [(False, "closed"), (True, "unbounded")])
-def test_a_rival_who_switches_sharing_off_is_seen(tmp_path: Path, *, across: bool, verdict: str) -> None:
+def test_an_attack_by_a_rival_that_switches_sharing_off_is_detected(
+    tmp_path: Path, *, across: bool, verdict: str
+) -> None:
     found = verdicts(attack(AwareServer(shares_across_tenants=across), tmp_path, "demotion", *FLAGS))
     assert found.pop("demotion by the tenant's own people (control)") == "unbounded"
     assert found == {"rival key: demotion": verdict}
 
 
 @pytest.mark.parametrize(("evicts", "verdict"), [(False, "bounded"), (True, "unbounded")])
-def test_made_up_people_who_push_a_victim_out_are_seen(tmp_path: Path, *, evicts: bool, verdict: str) -> None:
+def test_evictions_by_invented_users_are_detected(tmp_path: Path, *, evicts: bool, verdict: str) -> None:
     server = AwareServer(evicts_others=evicts)
     found = verdicts(attack(server, tmp_path, "pushing", *FLAGS, "--capacity-tokens", str(512 * 16)))
     assert found.pop("pushing out by as many real people (control)") == "unbounded"
@@ -106,7 +110,7 @@ def test_made_up_people_who_push_a_victim_out_are_seen(tmp_path: Path, *, evicts
 
 
 @pytest.mark.parametrize(("in_order", "verdict"), [(False, "bounded"), (True, "unbounded")])
-def test_a_flood_that_delays_a_victim_is_seen(tmp_path: Path, *, in_order: bool, verdict: str) -> None:
+def test_a_flood_that_delays_a_victim_is_detected(tmp_path: Path, *, in_order: bool, verdict: str) -> None:
     server = AwareServer(serves_in_order=in_order, step_s=0.03)
     found = verdicts(attack(server, tmp_path, "delay", *FLAGS, "--policy", "fair", "--rows", "1"))
     assert found.pop("delay by as many real people (control)") == "unbounded"
@@ -114,19 +118,19 @@ def test_a_flood_that_delays_a_victim_is_seen(tmp_path: Path, *, in_order: bool,
 
 
 @pytest.mark.parametrize(("in_order", "verdict"), [(False, "bounded"), (True, "unbounded")])
-def test_long_outputs_that_hold_a_victim_back_are_seen(tmp_path: Path, *, in_order: bool, verdict: str) -> None:
+def test_long_outputs_that_delay_a_victim_are_detected(tmp_path: Path, *, in_order: bool, verdict: str) -> None:
     server = AwareServer(serves_in_order=in_order, step_s=0.004)
     found = verdicts(attack(server, tmp_path, "long-outputs", *FLAGS, "--policy", "fair", "--rows", "1"))
     assert found.pop("long outputs of as many real people (control)") == "unbounded"
     assert found == {"rival key: long outputs": verdict}
 
 
-def test_delays_are_not_judged_where_shares_are_not_promised(tmp_path: Path) -> None:
+def test_the_delay_oracle_does_not_apply_without_fair_shares(tmp_path: Path) -> None:
     assert verdicts(attack(AwareServer(), tmp_path, "delay", *FLAGS)) == {"rival key: delay": "not applicable"}
 
 
 @pytest.mark.parametrize(("shows", "verdict"), [(False, "closed"), (True, "leaks")])
-def test_pages_that_count_single_requests_are_seen(tmp_path: Path, *, shows: bool, verdict: str) -> None:
+def test_metrics_pages_that_reveal_single_requests_are_detected(tmp_path: Path, *, shows: bool, verdict: str) -> None:
     found = attack(AwareServer(shows_metrics=shows), tmp_path, "pages", *FLAGS)
     assert found["metrics for an administrator (control)"]["verdict"] == "leaks"
     assert found["metrics"]["verdict"] == verdict
@@ -144,12 +148,12 @@ def test_pages_that_count_single_requests_are_seen(tmp_path: Path, *, shows: boo
         (b'{"seen": 3}', b'{"seen": 3}', ""),
     ],
 )
-def test_a_number_that_grows_by_a_request_is_found(before: bytes, after: bytes, shown: str) -> None:
+def test_a_counter_that_grows_by_one_request_is_found(before: bytes, after: bytes, shown: str) -> None:
     assert counts(before, after, 997) == shown
 
 
 @pytest.mark.parametrize(("shares", "verdict"), [(False, "closed"), (True, "leaks")])
-def test_grammars_that_are_compiled_once_for_all_are_seen(tmp_path: Path, *, shares: bool, verdict: str) -> None:
+def test_grammars_shared_between_scopes_are_detected(tmp_path: Path, *, shares: bool, verdict: str) -> None:
     server = AwareServer(shares_grammars=shares)
     found = verdicts(attack(server, tmp_path, "grammar-times", *FLAGS, "--pairs", "250", quick=False))
     assert found["grammar timing of one's own (control)"] == "leaks"
@@ -158,7 +162,7 @@ def test_grammars_that_are_compiled_once_for_all_are_seen(tmp_path: Path, *, sha
 
 
 @pytest.mark.parametrize(("in_order", "verdict"), [(False, "bounded"), (True, "unbounded")])
-def test_grammars_that_keep_others_waiting_are_seen(
+def test_grammars_that_delay_others_are_detected(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, in_order: bool, verdict: str
 ) -> None:
     monkeypatch.setattr("deploy.evaluation.attack.oracles.grammars.MOST_DELAY_S", 0.5)
@@ -168,7 +172,7 @@ def test_grammars_that_keep_others_waiting_are_seen(
 
 
 @pytest.mark.parametrize(("authenticates", "verdict"), [(True, "closed"), (False, "leaks")])
-def test_pages_that_are_not_authenticated_are_seen_to_be_used(
+def test_use_of_unauthenticated_stored_pages_is_detected(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, authenticates: bool, verdict: str
 ) -> None:
     monkeypatch.setattr("deploy.evaluation.attack.oracles.forgeries.QUIET_S", 0.05)
@@ -184,7 +188,7 @@ def test_pages_that_are_not_authenticated_are_seen_to_be_used(
         assert "flipped" in found["forged storage"]["note"]
 
 
-def test_a_storage_that_is_never_read_proves_nothing() -> None:
+def test_a_storage_that_is_never_read_leaves_forgeries_undecided() -> None:
     missed = Answer("text", 0)
     outcomes = [Outcome(name, missed, missed) for name in ("untouched", "flipped")]
     assert judge_forgeries(outcomes).verdict is Verdict.UNDECIDED

@@ -20,7 +20,7 @@ def test_blind_observations_have_an_area_of_a_half_within_the_interval() -> None
     assert separation.ks > 0.01
 
 
-def test_the_area_is_the_chance_that_a_held_text_shows_more() -> None:
+def test_the_area_is_the_probability_that_a_held_text_scores_higher() -> None:
     # Two normal distributions one deviation apart: Φ(1 / √2) = 0.760.
     separation = pooled(pairs(1000, 1.0))
     assert separation.auc == pytest.approx(0.760, abs=0.03)
@@ -48,7 +48,7 @@ def test_places_in_a_queue_are_compared_within_the_queue_only() -> None:
     assert within(ahead).auc == 1
 
 
-def test_two_queues_are_not_taken_for_certainty() -> None:
+def test_two_equal_groups_leave_a_wide_interval() -> None:
     alike = Group((1.0, 4.0), (2.0, 3.0))
     separation = within([alike, alike])
     assert separation.low == separation.high == 0.5

@@ -38,7 +38,7 @@ async def test_a_good_answer_is_recorded_with_usage_and_times(server: FakeOpenAI
     assert record.started_s < record.chunks_s[0] <= record.chunks_s[-1] <= record.ended_s
 
 
-async def test_the_body_is_what_servers_expect(server: FakeOpenAIServer) -> None:
+async def test_the_request_body_has_the_fields_that_servers_expect(server: FakeOpenAIServer) -> None:
     await send(server.url, "good")
     await send(server.url, "good", "chat")
     completion, chat = server.bodies
@@ -53,7 +53,7 @@ async def test_the_body_is_what_servers_expect(server: FakeOpenAIServer) -> None
         assert body["user"] == "ann"
 
 
-def test_extra_fields_win_and_the_user_goes_where_it_should() -> None:
+def test_extra_fields_take_precedence_and_the_user_goes_into_its_configured_field() -> None:
     options = RequestOptions("m", user_field="cache_salt", ignore_eos=False, extra_body={"temperature": 1.5})
     client = OpenAIClient(HttpClient("http://127.0.0.1:1"), PromptMaker(), options, SystemClock())
     body = client.body(REQUEST)
@@ -62,7 +62,7 @@ def test_extra_fields_win_and_the_user_goes_where_it_should() -> None:
     assert "ignore_eos" not in body
 
 
-async def test_without_usage_chunks_are_counted_and_that_is_said(server: FakeOpenAIServer) -> None:
+async def test_without_usage_chunks_are_counted_and_marked_as_such(server: FakeOpenAIServer) -> None:
     record = await send(server.url, "no-usage")
     assert record.error is None
     assert record.counted_by_chunks
@@ -96,7 +96,7 @@ async def test_failures_are_records_of_their_kind(
     assert message in record.message
 
 
-async def test_a_server_that_stalls_times_out_and_keeps_what_came(server: FakeOpenAIServer) -> None:
+async def test_a_stalled_server_times_out_and_its_earlier_chunks_are_kept(server: FakeOpenAIServer) -> None:
     record = await send(server.url, "stalls", timeout_s=2.0)
     assert record.error == "timeout"
     assert len(record.chunks_s) == 1

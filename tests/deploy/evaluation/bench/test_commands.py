@@ -77,7 +77,7 @@ def test_serve_shared_prefix_sends_users(server: FakeOpenAIServer) -> None:
     assert sorted(users) == sorted(f"user-{user:05d}" for user in range(3) for _ in range(2))
 
 
-def test_serve_plays_m1_and_reports_what_an_unlimited_cache_would_find(
+def test_serve_plays_m1_and_reports_the_hit_rates_of_an_unlimited_cache(
     server: FakeOpenAIServer, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = tmp_path / "r.json"
@@ -129,7 +129,9 @@ def test_serve_reports_failures_by_kind(
     assert metrics(path)["failed_http_429"] == 6
 
 
-def test_serve_tells_when_tokens_are_only_chunks(server: FakeOpenAIServer, capsys: pytest.CaptureFixture[str]) -> None:
+def test_serve_reports_when_tokens_are_counted_by_chunks(
+    server: FakeOpenAIServer, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["bench", "serve", "--url", server.url, "--model", "no-usage", *SMALL]) == 0
     assert "counted by chunks" in " ".join(capsys.readouterr().out.split())
 
@@ -142,13 +144,15 @@ def test_serve_tells_when_tokens_are_only_chunks(server: FakeOpenAIServer, capsy
         (["--burstiness", "-1", "--rate", "3"], "burstiness"),
     ],
 )
-def test_serve_explains_what_does_not_fit(flags: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_serve_explains_invalid_combinations_of_flags(
+    flags: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["bench", "serve", *flags]) == 2
     assert message in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("benchmark", ["serve", "cpu"])
-def test_a_server_that_is_away_is_explained(benchmark: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_unreachable_server_is_explained(benchmark: str, capsys: pytest.CaptureFixture[str]) -> None:
     url = free_url()
     assert main(["bench", benchmark, "--url", url]) == 2
     assert url.removeprefix("http://") in capsys.readouterr().err
@@ -191,6 +195,8 @@ def test_cpu_asks_for_its_prefix_twice_as_one_user(server: FakeOpenAIServer) -> 
     assert len(set(others)) == len(others)
 
 
-def test_cpu_refuses_figures_over_failures(server: FakeOpenAIServer, capsys: pytest.CaptureFixture[str]) -> None:
+def test_cpu_reports_no_figures_if_requests_failed(
+    server: FakeOpenAIServer, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["bench", "cpu", "--url", server.url, "--model", "error-midway"]) == 2
     assert "the worker died" in capsys.readouterr().err

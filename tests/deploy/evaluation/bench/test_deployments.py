@@ -26,7 +26,7 @@ def test_a_setting_under_its_old_name_takes_precedence_too(capsys: pytest.Captur
 @pytest.mark.parametrize(
     ("load_format", "name"), [("fake", "tiny (fake)"), ("dummy", "tiny (dummy)"), ("gguf", "tiny")]
 )
-def test_a_model_that_is_none_is_named_so(load_format: str, name: str) -> None:
+def test_fake_and_dummy_models_are_marked_in_the_name(load_format: str, name: str) -> None:
     settings = [f"model.load_format={load_format}", "model.served_name=tiny"]
     assert LaunchedDeployment(None, settings).model == name
 

@@ -63,7 +63,7 @@ def test_a_server_that_hides_its_cache_has_no_share() -> None:
     assert summarize(LoadResult((record(0.0, (1.0,), 1.0, 1),), 1.0)).cached_share is None
 
 
-def test_nothing_sent_is_zero_and_not_an_error() -> None:
+def test_an_empty_load_gives_zero_figures() -> None:
     figures = summarize(LoadResult((), 0.0))
     assert (figures.output_tokens_per_s, figures.requests_per_s, figures.cached_share) == (0.0, 0.0, None)
 

@@ -56,7 +56,7 @@ def test_usage_without_details_leaves_cached_tokens_unknown() -> None:
     assert reader.cached_tokens is None
 
 
-def test_timings_of_llama_server_fill_what_usage_lacks() -> None:
+def test_timings_of_llama_server_replace_missing_usage() -> None:
     reader = read(chat("a"), {"choices": [], "timings": {"cache_n": 5, "prompt_n": 7, "predicted_n": 1}})
     assert (reader.input_tokens, reader.output_tokens, reader.cached_tokens) == (12, 1, 5)
 

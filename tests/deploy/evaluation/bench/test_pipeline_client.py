@@ -49,7 +49,7 @@ async def test_several_batches_go_over_one_connection() -> None:
         assert (await client.get_state()).running_rows == 7
 
 
-async def test_requests_are_what_the_workload_says_and_share_no_principal() -> None:
+async def test_requests_match_the_workload_and_have_one_subject_each() -> None:
     async with running_pipeline() as pipeline, PipelineClient(pipeline.address, pipeline.address) as client:
         await client.run(encoded(), 10)
         await client.run(encoded(), 10)
@@ -88,7 +88,7 @@ async def test_a_broken_stream_ends_the_run() -> None:
             await waiting
 
 
-async def test_a_service_that_is_away_is_named(tmp_path: Path) -> None:
+async def test_an_unreachable_service_is_named(tmp_path: Path) -> None:
     address = f"unix:{tmp_path}/nobody.sock"
     async with running_pipeline() as pipeline:
         with pytest.raises(PipelineError, match=f"scheduler at {address}"):

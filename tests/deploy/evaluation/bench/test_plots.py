@@ -28,7 +28,7 @@ ENTRIES = [
 ]
 
 
-def test_what_is_kept_is_drawn(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_plot_is_drawn_for_each_kind_of_stored_result(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "a.json").write_text(json.dumps(ENTRIES))
     assert main(["bench", "plots", str(tmp_path)]) == 0
     names = ["attack.svg", "cache-costs.svg", "cache-m1-10.svg", "tenants-s1.svg"]
@@ -40,7 +40,7 @@ def test_what_is_kept_is_drawn(tmp_path: Path, capsys: pytest.CaptureFixture[str
     assert {path: path.read_text() for path in drawn} == drawn
 
 
-def test_a_file_that_is_no_list_of_results_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_file_that_is_not_a_list_of_results_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "a.json").write_text("{}")
     assert main(["bench", "plots", str(tmp_path)]) == 2
     assert "a.json is not a list" in capsys.readouterr().err

@@ -26,7 +26,7 @@ async def test_tokens_are_counted_while_requests_run() -> None:
 
 
 @pytest.mark.parametrize("fails", [False, True])
-async def test_nothing_is_shown_where_nobody_watches(fails: bool) -> None:
+async def test_no_progress_is_shown_without_a_terminal(fails: bool) -> None:
     shown, output = console(terminal=False)
     with pytest.raises(RuntimeError) if fails else contextlib.nullcontext():
         async with following_tokens([], 50, shown):

@@ -39,7 +39,7 @@ def test_results_have_the_agreed_fields(tmp_path: Path) -> None:
     ]
 
 
-def test_a_later_run_replaces_what_it_measures_again(tmp_path: Path) -> None:
+def test_a_later_run_replaces_the_results_that_it_measures_again(tmp_path: Path) -> None:
     path = tmp_path / "cpu.json"
     write_results(path, sheet(1).results)
     write_results(path, sheet(2, label="peer").results)

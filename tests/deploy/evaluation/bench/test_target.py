@@ -25,20 +25,22 @@ async def test_the_first_listed_model_is_taken(server: FakeOpenAIServer) -> None
     assert await find_model(open_client(server.url, None)) == "first"
 
 
-async def test_a_server_without_models_must_be_told_one(server: FakeOpenAIServer) -> None:
+async def test_a_server_that_lists_no_models_requires_the_model_flag(server: FakeOpenAIServer) -> None:
     server.listed = []
     with pytest.raises(TargetError, match="--model"):
         await find_model(open_client(server.url, None))
 
 
-async def test_a_server_that_is_away_is_named() -> None:
+async def test_an_unreachable_server_is_named() -> None:
     url = free_url()
     with pytest.raises(TargetError, match=url.rpartition(":")[2]):
         await Bench.connect(TargetOptions(url))
 
 
 @pytest.mark.parametrize(("model", "form"), [("good", "ids"), ("text-only", "text")])
-async def test_prompts_are_ids_where_the_server_takes_them(server: FakeOpenAIServer, model: str, form: str) -> None:
+async def test_prompts_are_sent_as_ids_if_the_server_accepts_them(
+    server: FakeOpenAIServer, model: str, form: str
+) -> None:
     bench = await Bench.connect(TargetOptions(server.url, model=model))
     assert bench.prompt_form == form
     await bench.close()

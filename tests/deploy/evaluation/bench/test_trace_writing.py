@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 
-def test_equal_blocks_behind_equal_blocks_have_equal_ids() -> None:
+def test_equal_blocks_after_equal_prefixes_have_equal_ids() -> None:
     names = BlockNames(10)
     system, question, other = Segment("s", 25), Segment("q", 10), Segment("o", 10)
     assert names.ids([system, question]) == [0, 1, 2, 3]

@@ -85,7 +85,7 @@ async def test_a_body_is_read_in_each_framing() -> None:
         assert raw.requests[0].endswith(b"\r\n\r\n{}")
 
 
-async def test_a_sink_gets_the_pieces_of_a_200_only() -> None:
+async def test_a_sink_receives_the_body_of_a_200_only() -> None:
     statuses = iter([b"200 OK", b"503 Busy"])
 
     async def answer(_reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -164,7 +164,7 @@ async def test_a_silent_server_times_out() -> None:
         assert raised.value.kind == "timeout"
 
 
-async def test_nobody_listening_is_a_connect_error() -> None:
+async def test_a_closed_port_is_a_connect_error() -> None:
     with pytest.raises(TransportError) as raised:
         await HttpClient(free_url()).request("GET", "/", timeout_s=30)
     assert raised.value.kind == "connect"

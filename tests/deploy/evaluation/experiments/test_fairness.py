@@ -9,7 +9,7 @@ from deploy.evaluation.experiments.shares_simulation import Workload, jain
 
 
 @pytest.mark.slow
-def test_fair_shares_spare_modest_users_the_greedy_one_s_queue_and_keep_the_cache() -> None:
+def test_fair_shares_shorten_the_wait_of_modest_users_and_keep_the_hit_rate() -> None:
     fcfs, lpm, fair = (measure(variant, Workload(duration_s=20.0)) for variant in VARIANTS[:3])
     assert fair["modest_ttft_p95"] < 0.5 * min(fcfs["modest_ttft_p95"], lpm["modest_ttft_p95"])
     assert fair["jain_index_of_speed"] > max(fcfs["jain_index_of_speed"], lpm["jain_index_of_speed"]) + 0.05
@@ -17,7 +17,7 @@ def test_fair_shares_spare_modest_users_the_greedy_one_s_queue_and_keep_the_cach
 
 
 @pytest.mark.slow
-def test_a_named_user_has_its_share_beside_an_unnamed_flood_and_tenants_have_theirs_by_weight() -> None:
+def test_a_named_user_keeps_its_share_in_a_flood_and_tenants_share_by_weight() -> None:
     fcfs, fair = (measure_shares(variant, 10.0) for variant in (VARIANTS[0], VARIANTS[2]))
     assert fair["named_share_beside_flood"] >= 0.95
     assert max(fair["tenant_share_error"], fair["subject_share_error"]) <= 5

@@ -28,7 +28,7 @@ def test_loads_find_the_part_s_deployment_and_their_figures_name_the_table(tmp_p
     assert {result.command for result in found} == {"python -m deploy.evaluation.experiments.gpu_table small"}
 
 
-def test_another_run_s_figures_stay_beside_the_first(tmp_path: Path) -> None:
+def test_results_of_a_second_run_are_kept_next_to_the_first(tmp_path: Path) -> None:
     found, results = tmp_path / "found.json", tmp_path / "results.json"
     provenance = ("pando bench", "abc", "2026-01-01")
     measured = [Result("w1", "small", 1, "speed", value, "tok/s", *provenance, label) for value, label in RUNS]

@@ -29,7 +29,7 @@ def test_each_layer_is_timed_in_both_types(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_fp8_predicts_nearly_what_wider_weights_do(tmp_path: Path) -> None:
+def test_fp8_weights_predict_nearly_the_same_as_wider_weights(tmp_path: Path) -> None:
     path, text = tmp_path / "accuracy.json", tmp_path / "text"
     text.write_text("The quick brown fox jumps over the lazy dog, and the dog does not care. " * 12)
     sizes = ["--tokens", "160", "--prompts", "2", "--new-tokens", "4"]

@@ -6,7 +6,7 @@ from services.scheduler.cache.debug.audit import account
 from tests.services.scheduler.cache.driver import ANN, Driver
 
 
-def test_nothing_is_ever_found() -> None:
+def test_the_chunk_cache_never_finds_anything() -> None:
     driver = Driver("chunk")
     assert driver.serve(ANN, [1, 2, 3, 4]) == 0
     assert driver.serve(ANN, [1, 2, 3, 4]) == 0

@@ -22,7 +22,7 @@ def short(event: CacheEvent) -> tuple[CacheEventKind, list[int], int]:
     return event.kind, event.node.token_ids.tolist(), event.node.depth_tokens
 
 
-def test_insert_split_and_eviction_are_told_in_order() -> None:
+def test_insert_split_and_eviction_are_reported_in_order() -> None:
     driver, events = watched()
     driver.serve(ANN, [1, 2, 3, 4])
     driver.serve(ANN, [1, 2, 5, 6])
@@ -59,7 +59,7 @@ def test_tail_of_a_leaf_is_split_off_before_it_goes() -> None:
     ]
 
 
-def test_flush_tells_what_went_and_then_that_it_is_over() -> None:
+def test_flush_reports_each_removed_node_before_the_flushed_event() -> None:
     driver, events = watched()
     driver.serve(ANN, [1, 2])
     driver.serve(BOB, [3, 4])
@@ -102,7 +102,7 @@ def test_snapshot_and_events_together_give_the_tree() -> None:
     assert shape(list(mirror.values())) == shape(list(driver.cache.dump()))
 
 
-def test_sequence_rises_also_while_nobody_listens() -> None:
+def test_event_sequence_numbers_rise_without_subscribers() -> None:
     driver = Driver()
     driver.serve(ANN, [1, 2])
     assert driver.cache.events.sequence == 1
@@ -112,7 +112,7 @@ def test_sequence_rises_also_while_nobody_listens() -> None:
     assert events[0].sequence == 2
 
 
-def test_unsubscribed_listener_hears_nothing_and_others_go_on() -> None:
+def test_an_unsubscribed_listener_gets_no_events_and_others_still_do() -> None:
     driver, events = watched()
     others: list[CacheEvent] = []
     unsubscribe = driver.cache.events.subscribe(others.append)

@@ -107,7 +107,7 @@ def test_constants_that_cannot_work_are_refused(wrong: dict[str, Any]) -> None:
         (False, "cuda", False),
     ],
 )
-def test_pages_are_not_exchanged_on_gpus_unless_asked_for(wanted: Any, device: str, strict: bool) -> None:
+def test_strict_numerics_are_the_default_on_gpus_only(wanted: Any, device: str, strict: bool) -> None:
     """Point 1.13: there KV may depend on what else was in the batch."""
     settings = CacheSettings(strict_numerics=wanted)
     assert resolve(settings, device).strict_numerics is strict

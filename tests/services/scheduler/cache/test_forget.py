@@ -6,7 +6,7 @@ from tests.services.scheduler.cache.driver import ANN, BOB, CID, PLAIN, Driver
 SYSTEM = [1, 2, 3, 4, 5, 6]
 
 
-def test_all_that_is_private_to_a_principal_goes_at_once() -> None:
+def test_all_private_nodes_of_a_forgotten_subject_go_at_once() -> None:
     driver = Driver("user_aware", config=PLAIN)
     driver.serve(ANN, [*SYSTEM, 7, 7])
     driver.serve(ANN, [9, 9])
@@ -18,7 +18,7 @@ def test_all_that_is_private_to_a_principal_goes_at_once() -> None:
     driver.check()
 
 
-def test_running_rows_go_on_and_leave_nothing() -> None:
+def test_running_rows_of_a_forgotten_subject_continue_and_cache_nothing() -> None:
     driver = Driver("user_aware", config=PLAIN)
     driver.serve(ANN, SYSTEM)
     rows = [driver.admit(ANN, [*SYSTEM, 7, 7]), driver.admit(ANN, [8, 8, 8, 8]), driver.admit(BOB, SYSTEM)]
@@ -34,7 +34,7 @@ def test_running_rows_go_on_and_leave_nothing() -> None:
     driver.check()
 
 
-def test_public_part_stays_and_the_name_goes() -> None:
+def test_forgetting_keeps_a_shared_part_and_removes_its_creator() -> None:
     driver = Driver("user_aware", config=PLAIN)
     for user in (ANN, BOB, CID):
         driver.serve(user, [*SYSTEM, 7, 7] if user is ANN else SYSTEM)
@@ -45,7 +45,7 @@ def test_public_part_stays_and_the_name_goes() -> None:
     driver.check()
 
 
-def test_evidence_of_the_forgotten_does_not_count() -> None:
+def test_evidence_of_a_forgotten_subject_does_not_count() -> None:
     driver = Driver("user_aware", config=PLAIN)
     for user in (ANN, BOB, CID):
         driver.serve(user, SYSTEM)
@@ -68,7 +68,7 @@ def test_session_alone_can_be_forgotten() -> None:
     assert driver.edges(ANN) == []
 
 
-def test_what_requests_without_session_have_used_goes_with_the_principal_alone() -> None:
+def test_pages_also_used_without_a_session_are_forgotten_only_with_the_subject() -> None:
     driver = Driver("user_aware", config=PLAIN)
     driver.serve(ANN, [*SYSTEM, 7, 7], session="monday")
     driver.serve(ANN, [*SYSTEM, 8])
@@ -95,7 +95,7 @@ def test_running_rows_of_a_forgotten_session_leave_nothing_and_others_go_on() ->
     driver.check()
 
 
-def test_rows_of_two_sessions_forgotten_in_turn_keep_nothing_of_what_they_shared() -> None:
+def test_a_prefix_shared_by_two_sessions_goes_when_both_are_forgotten() -> None:
     driver = Driver("user_aware", config=PLAIN)
     driver.serve(ANN, SYSTEM, session="one")
     rows = [driver.admit(ANN, [*SYSTEM, number, 0], session=name) for number, name in enumerate(("one", "other"))]
@@ -116,7 +116,7 @@ def test_name_of_a_session_means_nothing_to_other_users() -> None:
     assert driver.edges(ANN) == [SYSTEM]
 
 
-def test_prompt_of_very_many_sessions_belongs_to_none() -> None:
+def test_a_prompt_used_by_very_many_sessions_belongs_to_none() -> None:
     driver = Driver("user_aware", config=PLAIN, capacity=200)
     for number in range(100):
         driver.serve(ANN, [*SYSTEM, number, 0], session=f"{number}")
@@ -124,7 +124,7 @@ def test_prompt_of_very_many_sessions_belongs_to_none() -> None:
     assert driver.peek(ANN, [*SYSTEM, 0]) == 6
 
 
-def test_unknown_principal_is_forgotten_easily() -> None:
+def test_forgetting_an_unknown_subject_does_nothing() -> None:
     driver = Driver("user_aware", config=PLAIN)
     assert driver.cache.forget(ANN.subject) == 0
     assert driver.radix.store.accounts.all() == []

@@ -67,7 +67,7 @@ def test_flood_of_prefixes_takes_nothing_from_others() -> None:
     assert_exact(driver)
 
 
-def test_flood_within_one_epoch_leaves_no_trace_of_what_is_gone() -> None:
+def test_a_flood_within_one_epoch_takes_nothing_from_others() -> None:
     driver = flood(10_000, epoch_every=1_000_000)
     assert_others_keep_their_shares(driver)
     assert_exact(driver)
@@ -94,7 +94,7 @@ def test_floor_of_each_user_survives_many_users_within_their_quotas() -> None:
     assert_exact(driver)
 
 
-def test_invented_users_who_try_continuations_of_a_shared_prompt_fill_no_memory() -> None:
+def test_invented_subjects_probing_a_shared_prompt_fill_no_memory() -> None:
     driver = Driver("user_aware", config=with_rules(PLAIN, watched_pairs=100), capacity=CAPACITY)
     for user in (ANN, BOB, CID):
         driver.serve(user, [1, 2])
@@ -111,7 +111,7 @@ def test_invented_users_who_try_continuations_of_a_shared_prompt_fill_no_memory(
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("policy", list(EvictionPolicy))
 @pytest.mark.parametrize("capacity", [1, 2, 3])
-def test_smallest_pools_serve_what_fits(name: CacheName, policy: EvictionPolicy, capacity: int) -> None:
+def test_the_smallest_pools_serve_requests_that_fit(name: CacheName, policy: EvictionPolicy, capacity: int) -> None:
     driver = Driver(name, config=CacheConfig(eviction=policy), capacity=capacity)
     for number in range(60):
         for user in (ANN, BOB, CID, DAN):

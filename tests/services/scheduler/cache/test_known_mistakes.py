@@ -64,7 +64,7 @@ def test_owners_are_compared_in_both_parts_and_not_as_one_text(name: CacheName) 
         assert found == [8 if other == owner else 0 for other in alike]
 
 
-def test_quarantine_of_one_is_not_anothers_whose_name_looks_like_it() -> None:
+def test_a_quarantine_does_not_apply_to_subjects_with_similar_names() -> None:
     driver = published()
     driver.next_epoch()
     for _ in range(20):
@@ -132,7 +132,7 @@ def test_halves_of_a_split_count_on_by_themselves() -> None:
     assert lower.creators
 
 
-def test_nothing_of_the_cache_reads_a_clock_or_chance() -> None:
+def test_the_cache_uses_no_clock_and_no_randomness() -> None:
     modules = list(Path(*package.__path__).rglob("*.py"))
     assert len(modules) > 20
     forbidden = {"time", "datetime", "random", "secrets", "uuid", "os", "threading", "asyncio"}
@@ -187,7 +187,7 @@ def test_duplicates_are_not_freed_while_a_running_row_points_to_them() -> None:
 
 
 @pytest.mark.parametrize("allowed", [0, 1, -1])
-def test_check_that_saw_nothing_makes_nothing_public(allowed: int) -> None:
+def test_a_verdict_that_allows_at_most_one_token_publishes_nothing(allowed: int) -> None:
     driver = Driver("user_aware", config=replace(PLAIN, content_check=True))
     for user in (ANN, BOB, CID):
         driver.serve(user, TEXT)

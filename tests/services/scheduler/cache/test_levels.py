@@ -85,7 +85,7 @@ class TestNobodyIsInvented:
         assert finds(driver, ACME[1], View(ACME[0].subject, "user=other"), STRANGER) == [0, 0, 0]
 
     @pytest.mark.parametrize("across", [False, True])
-    def test_made_up_names_of_another_tenant_read_nothing_off(self, across: bool) -> None:
+    def test_invented_names_of_another_tenant_learn_nothing(self, across: bool) -> None:
         """Point 1.3: one victim, and more invented people than a promotion asks for."""
         held, lacking = (
             driver_with(dict.fromkeys(("acme", "blue"), Sharing.GLOBAL), share_across_tenants=across) for _ in range(2)
@@ -100,7 +100,7 @@ class TestNobodyIsInvented:
         assert finds(held, *views) == finds(lacking, *views)
         assert finds(held, ACME[0], ACME[1]) == [6, 0]
 
-    def test_one_tenant_cannot_take_away_what_another_shares(self) -> None:
+    def test_one_tenant_cannot_remove_another_s_shared_prefix(self) -> None:
         """Point 1.5: neither what the other tenant shares in itself nor what both have made public."""
         driver, _ = global_driver()
         driver.next_epoch()
@@ -114,7 +114,7 @@ class TestNobodyIsInvented:
 
 
 class TestLevels:
-    def test_evidence_of_a_tenant_is_shared_in_it_alone(self) -> None:
+    def test_a_prefix_with_evidence_in_one_tenant_is_shared_in_that_tenant_only(self) -> None:
         driver = driver_with()
         serve_all(driver, ACME[:3])
         driver.next_epoch()
@@ -146,7 +146,7 @@ class TestLevels:
         assert driver.cache.usage.merged_pages == 4
         driver.check()
 
-    def test_what_two_tenants_share_becomes_public_where_all_choose_so(self) -> None:
+    def test_a_prefix_shared_by_two_tenants_becomes_public_if_both_share_globally(self) -> None:
         driver, _ = global_driver()
         assert driver.tenants == []
         assert finds(driver, STRANGER) == [6]
@@ -155,7 +155,7 @@ class TestLevels:
         driver.check()
 
     @pytest.mark.parametrize("other", [Sharing.TENANT, Sharing.NONE])
-    def test_a_tenant_that_does_not_choose_so_makes_nothing_public(self, other: Sharing) -> None:
+    def test_a_tenant_without_global_sharing_makes_nothing_public(self, other: Sharing) -> None:
         driver = driver_with({"acme": Sharing.GLOBAL, "blue": other}, share_across_tenants=True)
         for users in (ACME, BLUE):
             serve_all(driver, users[:3])
@@ -163,7 +163,7 @@ class TestLevels:
         assert driver.public == []
         assert finds(driver, ACME[5], STRANGER) == [6, 0]
 
-    def test_choosing_global_is_not_enough_where_the_operator_does_not_allow_it(self) -> None:
+    def test_global_sharing_requires_the_operator_s_permission(self) -> None:
         driver = driver_with(dict.fromkeys(("acme", "blue"), Sharing.GLOBAL))
         for users in (ACME, BLUE):
             serve_all(driver, users[:3])
@@ -171,7 +171,7 @@ class TestLevels:
         assert driver.public == []
         assert finds(driver, STRANGER) == [0]
 
-    def test_a_third_tenant_has_no_say_in_what_two_make_public(self) -> None:
+    def test_a_third_tenant_does_not_influence_prefixes_made_public_by_two(self) -> None:
         """Otherwise they would learn what it holds."""
         seen = []
         for has_third in (False, True):
@@ -195,7 +195,7 @@ class TestLevels:
         assert finds(driver, BLUE[0], STRANGER) == [6, 6]
         driver.check()
 
-    def test_private_pages_below_what_tenants_share_are_merged_across_tenants(self) -> None:
+    def test_private_pages_below_shared_prefixes_are_merged_across_tenants(self) -> None:
         driver = driver_with()
         for users in (ACME, BLUE):
             serve_all(driver, users[:3])
@@ -209,7 +209,7 @@ class TestLevels:
 
 
 class TestChoices:
-    def test_a_tenant_with_none_shares_nothing_and_finds_what_is_public(self) -> None:
+    def test_a_tenant_with_sharing_none_shares_nothing_and_finds_public_prefixes(self) -> None:
         driver, choices = global_driver()
         choices["cyan"] = Sharing.NONE
         serve_all(driver, CYAN[:5], [5, 5, 5, 5])
@@ -217,7 +217,7 @@ class TestChoices:
         assert driver.peek(CYAN[5], [5, 5, 5, 5, 0]) == 0
         assert finds(driver, CYAN[5]) == [6]
 
-    def test_what_was_shared_goes_back_to_its_creators_when_a_tenant_turns_to_none(self) -> None:
+    def test_shared_prefixes_return_to_their_creators_when_a_tenant_stops_sharing(self) -> None:
         choices: dict[str, Sharing] = {}
         driver = driver_with(choices)
         for users in (ACME, BLUE):
@@ -237,7 +237,7 @@ class TestChoices:
         driver.next_epoch()
         assert finds(driver, View(Subject("acme", "user/new"))) == [0]
 
-    def test_what_too_few_tenants_make_public_any_more_is_theirs_again(self) -> None:
+    def test_a_public_prefix_returns_to_its_tenants_when_too_few_share_it(self) -> None:
         driver, choices = global_driver()
         choices["blue"] = Sharing.TENANT
         driver.next_epoch()
@@ -265,7 +265,7 @@ class TestTenantsAreJudgedAlone:
         driver.next_epoch()
         assert finds(driver, View(Subject("cyan", "user/new"))) == [6]
 
-    def test_text_that_may_not_be_shared_does_not_end_a_tenant_s_quarantine(self) -> None:
+    def test_requests_that_may_not_promote_do_not_end_a_tenant_s_quarantine(self) -> None:
         """Private requests were counted like those of subjects that share what they ask."""
         driver, _ = global_driver()
         driver.next_epoch()
@@ -289,7 +289,7 @@ class TestTenantsAreJudgedAlone:
         assert finds(driver, newcomer) == [6]
         driver.check()
 
-    def test_several_probing_tenants_give_it_back_to_those_that_shared_it(self) -> None:
+    def test_several_probing_tenants_return_a_public_prefix_to_the_tenants_that_shared_it(self) -> None:
         driver, _ = global_driver()
         driver.serve(ACME[4], [*TEXT, 9, 9, 4, 4])
         driver.next_epoch()
@@ -301,7 +301,7 @@ class TestTenantsAreJudgedAlone:
         assert driver.peek(ACME[4], [*TEXT, 9, 9, 4, 4, 0]) == 10
         driver.check()
 
-    def test_a_tenant_that_shared_it_and_probes_loses_what_it_shared(self) -> None:
+    def test_a_tenant_that_probes_a_prefix_it_shared_loses_it(self) -> None:
         driver, _ = global_driver()
         driver.next_epoch()
         for view in (*BLUE[3:5], *CYAN[:2]):
@@ -359,7 +359,7 @@ def test_views_of_one_subject_count_as_one_and_differ_between_kinds() -> None:
     assert Account(("acme", "key/1", "")).fingerprint != accounts[0].fingerprint
 
 
-def test_forgetting_a_subject_forgets_all_its_views_and_leaves_what_is_shared() -> None:
+def test_forgetting_a_subject_forgets_all_its_views_and_keeps_shared_prefixes() -> None:
     driver = driver_with()
     serve_all(driver, ACME[:3])
     driver.next_epoch()

@@ -41,7 +41,7 @@ class TestSoftFree:
         assert driver.allocator.free_pages == free - 1
         driver.check(row)
 
-    def test_partial_match_revives_only_what_it_needs(self) -> None:
+    def test_a_partial_match_revives_only_the_matched_pages(self) -> None:
         driver = driver_with(headroom_share=0.5, capacity=12)
         driver.serve(ANN, list(range(20)))
         driver.cache.evict(2)
@@ -61,7 +61,7 @@ class TestSoftFree:
         assert soft(driver) == [[20, 0]]
         assert driver.peek(BOB, [1, 2, 3]) == 2
 
-    def test_eviction_frees_some_ahead_of_need(self) -> None:
+    def test_eviction_soft_frees_pages_ahead_of_need(self) -> None:
         driver = driver_with(headroom_share=0.25, capacity=16)
         for first in range(16):
             driver.serve(ANN, [first, 0])
@@ -77,7 +77,7 @@ class TestSoftFree:
         assert driver.serve(BOB, list(range(100, 132))) == 0
         assert driver.peek(BOB, list(range(100, 132))) == 30
 
-    def test_events_tell_each_change(self) -> None:
+    def test_each_change_emits_an_event(self) -> None:
         driver = driver_with(quota_share=2 / 64)
         kinds: list[CacheEventKind] = []
         driver.cache.events.subscribe(lambda event: kinds.append(event.kind))
@@ -97,7 +97,7 @@ class TestSoftFree:
 
 
 class TestShares:
-    def test_flood_of_one_principal_pushes_nobody_else_out(self) -> None:
+    def test_a_flood_of_one_subject_evicts_no_other_subject_s_pages(self) -> None:
         driver = driver_with(capacity=100, quota_share=0.3)
         modest = [View(Subject("tenant", f"modest {number}")) for number in range(8)]
         for number, user in enumerate(modest):
@@ -124,7 +124,7 @@ class TestShares:
         }
         assert live == {ANN: 10, BOB: 10, CID: 4}
 
-    def test_floor_of_an_active_principal_goes_last(self) -> None:
+    def test_pages_within_an_active_subject_s_floor_are_evicted_last(self) -> None:
         driver = driver_with(capacity=20, floor_share=0.2, active_epochs=2)
         driver.serve(ANN, [1, 2, 3, 4])
         for first in range(10, 26):
@@ -145,7 +145,7 @@ class TestShares:
         assert driver.peek(ANN, [1, 2, 3, 4, 5]) == 0
         assert driver.cache.evictable_pages == 16
 
-    def test_others_holding_the_same_pages_does_not_show_in_ones_quota(self) -> None:
+    def test_a_subject_s_quota_does_not_depend_on_others_holding_the_same_pages(self) -> None:
         driver = driver_with("user_aware", quota_share=4 / 64, promotion_subjects=3)
         for user in (ANN, BOB):
             driver.serve(user, [1, 2, 3, 4])
@@ -190,14 +190,14 @@ class TestOrder:
         ("policy", "first"),
         [(EvictionPolicy.LRU, [3, 4]), (EvictionPolicy.LFU, [5, 6]), (EvictionPolicy.SLRU, [5, 6])],
     )
-    def test_policies_differ_in_what_use_counts(self, policy: EvictionPolicy, first: list[int]) -> None:
+    def test_eviction_policies_weigh_uses_differently(self, policy: EvictionPolicy, first: list[int]) -> None:
         driver = driver_with(eviction=policy)
         for ids in ([3, 4], [3, 4, 0], [3, 4, 0], [3, 4, 0], [5, 6]):
             driver.serve(ANN, ids)
         driver.cache.evict(1)
         assert first not in driver.edges()
 
-    def test_low_priority_goes_first_under_that_policy_alone(self) -> None:
+    def test_low_priority_pages_are_evicted_first_under_the_priority_policy_only(self) -> None:
         for policy, left in ((EvictionPolicy.PRIORITY, [1, 2]), (EvictionPolicy.LRU, [3, 4])):
             driver = driver_with(eviction=policy)
             driver.serve(ANN, [1, 2], priority=5)
@@ -214,7 +214,7 @@ class TestOrder:
         assert driver.edges() == [[1, 2]]
 
 
-def test_invented_principals_leave_nothing_behind() -> None:
+def test_accounts_of_invented_subjects_are_removed() -> None:
     driver = driver_with(capacity=16)
     for number in range(1000):
         driver.serve(View(Subject("tenant", f"{number}")), [number, 0, 1, 2])

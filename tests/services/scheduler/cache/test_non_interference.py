@@ -76,12 +76,16 @@ class TestNonInterference:
 
     @examples(40)
     @given(others(tails), st.lists(asks(st.just(VICTIM), tails.map(lambda tail: SECRET + tail)), max_size=4), places)
-    def test_victim_may_as_well_be_absent(self, ours: list[Deed], victims: list[Deed], at: list[int]) -> None:
+    def test_others_do_not_notice_whether_a_victim_is_present(
+        self, ours: list[Deed], victims: list[Deed], at: list[int]
+    ) -> None:
         assert_nobody_notices(mixed(ours, victims, at), ours)
 
     @examples(40)
     @given(others(st.one_of(tails, parts_of_the_secret)), st.lists(answers, min_size=1, max_size=4), places)
-    def test_guesses_change_nothing(self, ours: list[Deed], endings: list[tuple[int, ...]], at: list[int]) -> None:
+    def test_guesses_do_not_reveal_a_victim_s_text(
+        self, ours: list[Deed], endings: list[tuple[int, ...]], at: list[int]
+    ) -> None:
         """One victim and two who guess are fewer than the four that a promotion asks for."""
         one, other = (mixed(ours, [Ask(VICTIM, text, ending) for ending in endings], at) for text in (SECRET, DECOY))
         assert_nobody_notices(one, other, k=4)
@@ -92,7 +96,7 @@ class TestNonInterference:
         st.lists(answers, min_size=1, max_size=4),
         places,
     )
-    def test_secret_below_a_public_prompt_stays_one(
+    def test_a_secret_below_a_public_prompt_stays_secret(
         self, ours: list[Deed], endings: list[tuple[int, ...]], at: list[int]
     ) -> None:
         one, other = (mixed(ours, [Ask(VICTIM, APP + text, end) for end in endings], at) for text in (SECRET, DECOY))
@@ -102,7 +106,7 @@ class TestNonInterference:
     @given(
         others(st.one_of(tails, parts_of_the_secret)), st.sampled_from(["opted out", "no cache", "generated"]), places
     )
-    def test_what_is_no_evidence_may_be_what_everybody_else_asks(
+    def test_requests_without_evidence_stay_unnoticeable_when_others_ask_the_same(
         self, ours: list[Deed], why: str, at: list[int]
     ) -> None:
         """Also with as many others as a promotion asks for, who do without the victim."""
@@ -121,12 +125,12 @@ class TestNonInterference:
         victims: list[Deed] = [Ask(VICTIM, SECRET), Ask(VICTIM, APP + SECRET)]
         assert_nobody_notices(mixed(ours, victims, at), ours, name=name)
 
-    def test_shared_cache_is_seen_to_leak(self) -> None:
+    def test_the_shared_cache_fails_the_non_interference_check(self) -> None:
         """Otherwise equal worlds would prove nothing."""
         with pytest.raises(AssertionError):
             assert_nobody_notices([Ask(VICTIM, SECRET), Ask(ANN, SECRET)], [Ask(ANN, SECRET)], name="shared")
 
-    def test_one_guesser_too_many_is_seen_to_leak(self) -> None:
+    def test_with_one_guesser_too_many_the_leak_is_detected(self) -> None:
         guesses: list[Deed] = [Ask(ANN, SECRET), Ask(BOB, SECRET), Pass(), Ask(CID, SECRET)]
         with pytest.raises(AssertionError):
             assert_nobody_notices([Ask(VICTIM, SECRET), *guesses], [Ask(VICTIM, DECOY), *guesses])
@@ -290,7 +294,7 @@ class TestNoInventions:
         choices,
         st.sampled_from([Sharing.TENANT, Sharing.NONE]),
     )
-    def test_a_rival_tenant_learns_nothing_of_private_text_or_of_what_another_shares(
+    def test_a_rival_tenant_learns_nothing_of_another_s_private_or_shared_text(
         self, rivals: list[Deed], one: list[Deed], other: list[Deed], at: list[int], rival: Sharing, victim: Sharing
     ) -> None:
         rivals = mixed(rivals, [Pass()] * 4, at)
@@ -308,7 +312,7 @@ class TestNoInventions:
         alone = mixed(one, [Pass()] * 4, at)
         self.assert_equal_for(QUIET[:2], *self.worlds(interleaved(alone, rivals_without_time(rivals), at), alone, {}))
 
-    def test_what_two_tenants_choose_to_share_is_seen_to_cross(self) -> None:
+    def test_global_sharing_of_two_tenants_is_observable(self) -> None:
         """Otherwise equal worlds would prove nothing."""
         rivals: list[Deed] = [Ask(view, SECRET) for view in INVENTED]
         ours: list[Deed] = [Ask(view, SECRET) for view in ACME]

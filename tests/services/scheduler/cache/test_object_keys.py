@@ -47,7 +47,7 @@ def test_no_two_scopes_have_the_same_keys(lhs: tuple[str, ...], rhs: tuple[str, 
     assert (scope_tag(SECRET, lhs) == scope_tag(SECRET, rhs)) == (lhs == rhs)
 
 
-def test_names_that_are_no_text_have_keys_of_their_own() -> None:
+def test_names_with_invalid_unicode_have_distinct_keys() -> None:
     assert keys_of(scope=("t", "\udcff")) != keys_of(scope=("t", "?"))
 
 

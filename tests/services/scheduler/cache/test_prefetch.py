@@ -34,7 +34,7 @@ def expected(own: set[int], public: set[int], start: int, end: int) -> int:
 
 
 @given(st.sets(st.integers(0, 40)), st.sets(st.integers(0, 40)), st.integers(0, 20), st.integers(1, 9), st.data())
-def test_it_finds_the_longest_prefix_that_is_there_under_any_of_the_names(
+def test_prefetch_finds_the_longest_prefix_stored_under_any_scope(
     own: set[int], public: set[int], start: int, room: int, data: st.DataObject
 ) -> None:
     prefetch = Prefetch((ANN, PUBLIC_SCOPE), start, 40)
@@ -42,7 +42,7 @@ def test_it_finds_the_longest_prefix_that_is_there_under_any_of_the_names(
     assert prefetch.position == expected(own, public, start, 40)
 
 
-def test_where_nothing_is_one_page_is_asked_for_under_each_name() -> None:
+def test_if_nothing_is_stored_one_page_per_scope_is_requested() -> None:
     prefetch = Prefetch((ANN, PUBLIC_SCOPE), 3, 100)
     assert play(prefetch, set(), set()) == [Run(ANN, 3, 1), Run(PUBLIC_SCOPE, 3, 1)]
 
@@ -54,12 +54,12 @@ def test_a_long_prefix_takes_few_round_trips() -> None:
     assert prefetch.position == 512
 
 
-def test_nobody_elses_name_is_ever_asked_for() -> None:
+def test_prefetch_asks_only_for_its_own_scopes() -> None:
     prefetch = Prefetch((ANN, PUBLIC_SCOPE), 0, 64)
     assert {run.scope for run in play(prefetch, set(range(5)), set(range(3, 50)))} == {ANN, PUBLIC_SCOPE}
 
 
-def test_after_stop_what_is_under_way_still_counts_and_nothing_follows() -> None:
+def test_a_stopped_prefetch_counts_its_open_run_and_starts_no_other() -> None:
     prefetch = Prefetch((ANN,), 0, 64)
     run = prefetch.take_run(1)
     prefetch.stop()
@@ -78,7 +78,7 @@ def test_a_rate_is_kept_over_time() -> None:
     assert taken == pytest.approx(1100, abs=10)
 
 
-def test_no_rate_is_no_limit() -> None:
+def test_a_rate_of_zero_means_no_limit() -> None:
     limit = RateLimit(0.0)
     limit.take(1e12, 0.0)
     assert limit.available(0.0) == float("inf")

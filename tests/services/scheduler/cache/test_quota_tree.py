@@ -56,19 +56,19 @@ def flooded(config: CacheConfig, *, by: list[View], rounds: int = 3) -> Driver:
 class TestInventedNames:
     """Issue 12, 1.4: 64 invented names pushed a victim's 624 cached tokens out."""
 
-    def test_names_under_a_key_that_does_not_vouch_push_nothing_out(self) -> None:
+    def test_names_under_a_key_that_does_not_vouch_evict_nothing(self) -> None:
         """Such a name is a salt: all views are of one subject, with one quota."""
         driver = flooded(CacheConfig(), by=[View(KEY, f"user=name {number}") for number in range(NAMES)])
         assert driver.peek(VICTIM, ids(0)) == CACHED
 
-    def test_names_under_another_tenant_s_key_that_vouches_push_nothing_out(self) -> None:
+    def test_names_under_another_tenant_s_vouching_key_evict_nothing(self) -> None:
         names = [View(Subject("rival", f"user/name {number}")) for number in range(NAMES)]
         driver = flooded(CacheConfig(), by=names)
         assert driver.peek(VICTIM, ids(0)) == CACHED
         # What the victim's tenant leaves of its half is the flood's, too.
         assert pages_of(driver, "rival") > 128
 
-    def test_in_one_s_own_tenant_a_key_that_vouches_does_push_out_what_is_above_the_floor(self) -> None:
+    def test_a_vouching_key_can_evict_pages_above_the_floor_in_its_own_tenant(self) -> None:
         """The control: such a key is trusted to name its tenant's people, each of whom counts."""
         names = [View(Subject("tenant", f"user/name {number}")) for number in range(NAMES)]
         assert flooded(CacheConfig(floor_share=0.0), by=names).peek(VICTIM, ids(0)) == 0
@@ -115,7 +115,7 @@ class TestTenants:
             driver.serve(large, ids(number, 4))
         assert (pages_of(driver, "large"), pages_of(driver, "small")) == pytest.approx((32, 32), abs=2)
 
-    def test_what_idle_tenants_have_goes_to_those_that_want_it(self) -> None:
+    def test_pages_of_idle_tenants_go_to_active_ones(self) -> None:
         driver = Driver("user_aware", capacity=64, config=replace(PLAIN, active_epochs=2))
         for number in range(30):
             driver.serve(View(Subject(f"tenant {number % 3}", "user/a")), ids(number, 4))
@@ -124,7 +124,7 @@ class TestTenants:
             driver.serve(View(Subject("late", "user/a")), ids(number, 4))
         assert pages_of(driver, "late") == 64
 
-    def test_stated_shares_divide_memory_and_the_others_divide_what_is_left(self) -> None:
+    def test_tenants_get_their_stated_shares_and_the_others_divide_the_rest(self) -> None:
         driver = Driver("user_aware", capacity=64, config=PLAIN)
         driver.cache.adopt(Limits(tenants={"gold": TenantLimits(cache_share=0.5)}))
         names = ("gold", "one", "two")
@@ -220,13 +220,13 @@ class TestHost:
         assert driver.violations() == []
         return host.find(VICTIM, int32(ids(0, 17))).host_tokens
 
-    def test_salts_of_one_subject_leave_a_victim_s_copies(self) -> None:
+    def test_salts_of_one_subject_do_not_evict_a_victim_s_host_copies(self) -> None:
         assert self.flooded([View(KEY, f"{number}") for number in range(NAMES)]) == 16
 
-    def test_subjects_of_a_rival_tenant_leave_a_victim_s_copies(self) -> None:
+    def test_subjects_of_a_rival_tenant_do_not_evict_a_victim_s_host_copies(self) -> None:
         assert self.flooded([View(Subject("rival", f"user/{number}")) for number in range(NAMES)]) == 16
 
-    def test_subjects_of_one_s_own_tenant_do_not(self) -> None:
+    def test_subjects_of_the_same_tenant_can_evict_a_victim_s_host_copies(self) -> None:
         assert self.flooded([View(Subject("tenant", f"user/{number}")) for number in range(NAMES)]) == 0
 
 
@@ -258,7 +258,7 @@ limits = st.builds(Limits, default=tenant_limits, tenants=st.just({}) | st.fixed
     ),
     st.sampled_from([0.0, 0.1]),
 )
-def test_sums_and_order_hold_whatever_tenants_subjects_and_limits_there_are(steps: list[Any], floor: float) -> None:
+def test_accounts_and_eviction_order_hold_for_any_tenants_subjects_and_limits(steps: list[Any], floor: float) -> None:
     """After every operation, counts of subjects and tenants are those of their nodes, and the right one goes next."""
     config = CacheConfig(floor_share=floor, tenant_floor_share=floor, active_epochs=2, headroom_share=0.0)
     driver = Driver("user_aware", capacity=24, config=config)
@@ -323,7 +323,7 @@ class Leaf:
     steps=st.lists(st.tuples(st.integers(0, 2), st.integers(0, 2), st.integers(1, 5), st.booleans()), max_size=60),
     looks=st.lists(st.booleans(), min_size=60, max_size=60),
 )
-def test_victims_do_not_depend_on_how_often_one_looks(
+def test_eviction_victims_do_not_depend_on_how_often_the_queue_is_inspected(
     steps: list[tuple[int, int, int, bool]], looks: list[bool]
 ) -> None:
     """Two queues with equal operations, one of which is looked at in between, agree on every victim."""
@@ -385,7 +385,7 @@ def test_changes_cost_little_however_many_subjects_there_are() -> None:
 
 
 @pytest.mark.parametrize("mode", ["user_aware", "shared", "isolated"])
-def test_limits_are_part_of_what_a_replay_does_again(mode: str) -> None:
+def test_a_replay_repeats_changes_of_limits(mode: str) -> None:
     driver = RecordedDriver(mode, capacity=16)  # type: ignore[arg-type]  # named above
     half = Limits(tenants={"a": TenantLimits(cache_share=0.25, each_subject=SubjectLimits(cache_share=0.125))})
     for number in range(30):

@@ -52,13 +52,13 @@ class TestMatching:
 
 
 class TestIsolation:
-    def test_one_principal_never_finds_what_another_asked(self) -> None:
+    def test_a_subject_never_finds_another_s_prompt(self) -> None:
         driver = Driver()
         driver.serve(ANN, [1, 2, 3, 4, 5])
         assert driver.peek(BOB, [1, 2, 3, 4, 5]) == 0
         assert driver.serve(BOB, [1, 2, 3, 4, 5]) == 0
 
-    def test_children_of_two_principals_with_the_same_page_live_side_by_side(self) -> None:
+    def test_two_subjects_keep_separate_nodes_with_the_same_page(self) -> None:
         driver = Driver()
         driver.serve(ANN, [1, 2, 3, 4])
         driver.serve(BOB, [1, 2, 3, 4])
@@ -78,13 +78,13 @@ class TestIsolation:
             (View(Subject("1", "1")), View(Subject("1", "01"))),
         ],
     )
-    def test_principals_that_differ_in_any_part_are_different(self, one: View, other: View) -> None:
+    def test_views_that_differ_in_any_part_share_nothing(self, one: View, other: View) -> None:
         driver = Driver()
         driver.serve(one, [1, 2, 3])
         assert driver.peek(one, [1, 2, 3]) == 2
         assert driver.peek(other, [1, 2, 3]) == 0
 
-    def test_empty_principal_is_private_and_not_everybody(self) -> None:
+    def test_a_subject_with_an_empty_name_is_private_and_not_public(self) -> None:
         driver = Driver()
         nobody = View(Subject("", ""))
         driver.serve(nobody, [1, 2, 3])
@@ -94,7 +94,7 @@ class TestIsolation:
         (node,) = driver.cache.dump(nobody)
         assert (node.visibility, node.owner) == (Visibility.PRIVATE, nobody)
 
-    def test_dump_of_a_principal_shows_only_its_view(self) -> None:
+    def test_the_dump_of_a_view_shows_only_its_nodes(self) -> None:
         driver = Driver()
         driver.serve(ANN, [1, 2])
         driver.serve(BOB, [3, 4])

@@ -12,7 +12,7 @@ def test_least_recently_used_goes_first() -> None:
     assert driver.edges() == [[1, 2]]
 
 
-def test_end_of_use_counts_and_not_its_start() -> None:
+def test_recency_counts_from_the_end_of_use() -> None:
     driver = Driver()
     long_running = driver.admit(ANN, [1, 2])
     driver.insert(long_running)
@@ -54,7 +54,7 @@ def test_parent_goes_after_its_children() -> None:
     assert driver.edges() == []
 
 
-def test_what_was_trimmed_can_be_inserted_again() -> None:
+def test_trimmed_pages_can_be_inserted_again() -> None:
     driver = Driver()
     driver.serve(ANN, [1, 2, 3, 4, 5, 6])
     driver.cache.evict(2)
@@ -62,14 +62,14 @@ def test_what_was_trimmed_can_be_inserted_again() -> None:
     assert driver.peek(ANN, [1, 2, 3, 4, 5, 6, 7]) == 6
 
 
-def test_more_than_there_is_frees_all_there_is() -> None:
+def test_evicting_more_pages_than_exist_frees_all() -> None:
     driver = Driver()
     driver.serve(ANN, [1, 2, 3, 4])
     assert driver.cache.evict(100) == 2
     assert driver.cache.evict(100) == 0
 
 
-def test_flush_drops_all_but_what_is_in_use() -> None:
+def test_flush_drops_all_pages_that_are_not_in_use() -> None:
     driver = Driver()
     driver.serve(ANN, [1, 2, 3, 4])
     row = driver.admit(ANN, [1, 2, 9])

@@ -5,7 +5,7 @@ import pytest
 from tests.services.scheduler.cache.driver import ANN, Driver
 
 
-def test_pages_the_tree_has_are_returned_with_what_stands_in_for_them() -> None:
+def test_duplicate_pages_are_returned_with_their_canonical_ones() -> None:
     driver = Driver()
     prompt = [1, 2, 3, 4, 5, 6, 7]
     first, second = driver.admit(ANN, prompt), driver.admit(ANN, [*prompt[:5], 9, 9])
@@ -38,7 +38,7 @@ def test_duplicates_are_reported_once() -> None:
     assert driver.insert(second).first_duplicate is None
 
 
-def test_duplicates_outlive_everything_while_the_row_names_them() -> None:
+def test_duplicate_pages_are_kept_while_a_row_references_them() -> None:
     driver = Driver(capacity=8)
     first, second = driver.admit(ANN, [1, 2, 3, 4]), driver.admit(ANN, [1, 2, 3, 4])
     driver.insert(first)

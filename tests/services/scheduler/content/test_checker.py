@@ -97,7 +97,7 @@ async def test_a_detector_that_never_ends_is_ended_by_the_deadline(harmless: Tok
         assert (await checker.look()).rules is not None
 
 
-async def test_a_process_that_dies_is_started_anew(harmless: TokenIds) -> None:
+async def test_a_dead_checker_process_is_restarted(harmless: TokenIds) -> None:
     async with checking(f"{HERE}:DyingDetector") as checker:
         for _ in range(2):
             answer = await checker.examine(harmless)
@@ -106,7 +106,7 @@ async def test_a_process_that_dies_is_started_anew(harmless: TokenIds) -> None:
             assert "ended" in answer.failure
 
 
-async def test_what_a_detector_prints_is_no_verdict(model: TextModel) -> None:
+async def test_text_printed_by_a_detector_is_not_taken_for_a_verdict(model: TextModel) -> None:
     async with checking(f"{HERE}:ChattyDetector") as checker:
         answer = await checker.examine(ids_of(model, "A purple cow."))
     assert answer.allowed_tokens == 1
@@ -120,7 +120,7 @@ async def test_what_a_detector_prints_is_no_verdict(model: TextModel) -> None:
         ({"reference": "no-such-model"}, "no-such-model"),
     ],
 )
-async def test_what_cannot_work_is_said_at_once(
+async def test_invalid_checker_options_are_reported_at_once(
     tmp_path: Path, harmless: TokenIds, options: dict[str, Any], words: str
 ) -> None:
     rules = tmp_path / options["rules"] if "rules" in options else None

@@ -15,7 +15,7 @@ IBANS = tuple({re.sub(r"[^0-9A-Z]", "", number) for number in POSITIVES["iban"] 
 
 
 @given(st.sampled_from(CARDS), st.data())
-def test_a_card_number_with_one_wrong_digit_is_none(card: str, data: st.DataObject) -> None:
+def test_a_card_number_with_one_wrong_digit_is_rejected(card: str, data: st.DataObject) -> None:
     place = data.draw(st.integers(4, len(card) - 1))
     digit = data.draw(st.sampled_from("0123456789").filter(lambda digit: digit != card[place]))
     assert is_card(card)
@@ -23,7 +23,7 @@ def test_a_card_number_with_one_wrong_digit_is_none(card: str, data: st.DataObje
 
 
 @given(st.sampled_from(IBANS), st.data())
-def test_an_account_number_with_one_wrong_digit_is_none_whatever_follows(number: str, data: st.DataObject) -> None:
+def test_an_iban_is_found_whatever_follows_and_rejected_with_a_wrong_digit(number: str, data: st.DataObject) -> None:
     assert starts_with_iban(number + data.draw(st.text("ABC 123", max_size=6)))
     place = data.draw(st.sampled_from([i for i, letter in enumerate(number) if letter.isdecimal() and i > 3]))
     digit = data.draw(st.sampled_from("0123456789").filter(lambda digit: digit != number[place]))
@@ -47,7 +47,7 @@ def test_names_in_programs_are_not_random() -> None:
 @pytest.mark.parametrize(
     ("text", "holds"), [("1234567", False), ("12345678", True), ("1" * 9, False), ("1" * 16, False)]
 )
-def test_a_phone_number_has_a_number_of_digits(text: str, holds: bool) -> None:
+def test_a_phone_number_needs_a_plausible_number_of_digits(text: str, holds: bool) -> None:
     assert is_phone(text) is holds
 
 

@@ -174,7 +174,7 @@ async def test_detectors_that_cannot_start_end_the_service(answer: Answer) -> No
     assert checker.closed
 
 
-async def test_while_workers_are_away_there_is_nothing_to_check() -> None:
+async def test_without_workers_nothing_is_checked() -> None:
     checker = ScriptedChecker(Answer(rules="1"))
     desk = ContentDesk(cast("ContentChecker", checker), lambda: None)
     task = asyncio.create_task(desk.run())

@@ -35,7 +35,7 @@ def test_a_harmless_prompt_may_be_public_as_a_whole(model: TextModel) -> None:
     assert examiner(model).examine(ids) == Verdict(len(ids))
 
 
-def test_only_what_stands_before_a_finding_may_be_public(model: TextModel) -> None:
+def test_only_text_before_a_finding_may_be_public(model: TextModel) -> None:
     before = "You are the assistant of Acme. The key is "
     ids = ids_of(model, f"{before}sk-{drawn(48)} and nothing else.")
     verdict = examiner(model).examine(ids)
@@ -53,7 +53,7 @@ def test_all_detectors_are_asked_and_the_strictest_wins(model: TextModel) -> Non
     assert 0 < strict.allowed_tokens < examiner(model, "patterns").examine(ids).allowed_tokens
 
 
-def test_what_cannot_be_read_cannot_be_public(model: TextModel) -> None:
+def test_unreadable_tokens_cannot_be_public(model: TextModel) -> None:
     ids = np.concatenate([ids_of(model, "Readable."), np.array([9_000_000, 5, 6], np.int32)])
     assert examiner(model).examine(ids) == Verdict(len(ids) - 3, "unreadable")
     assert examiner(model).examine(ids[-3:]) == Verdict(0, "unreadable")
@@ -83,12 +83,12 @@ def test_a_finding_outside_of_the_text_is_an_error(model: TextModel) -> None:
         (f"{HERE}:unmakeable", "no licence"),
     ],
 )
-def test_a_detector_that_cannot_be_had_is_named(name: str, words: str) -> None:
+def test_a_detector_that_cannot_be_loaded_is_explained(name: str, words: str) -> None:
     with pytest.raises(RulesError, match=words):
         make_detectors([name], DetectorOptions())
 
 
-def test_a_detector_is_told_the_operator_s_rules() -> None:
+def test_a_detector_gets_the_operator_s_rules() -> None:
     made = make_detectors([f"{HERE}:WordDetector"], DetectorOptions("/etc/rules"))[f"{HERE}:WordDetector"]
     assert isinstance(made, WordDetector)
     assert made.options.rules == "/etc/rules"

@@ -117,7 +117,7 @@ def test_ordinary_text_stays_as_it_is(text: str) -> None:
         ("müller 漢字 Ответ", "müller 漢字 Ответ"),
     ],
 )
-def test_known_spellings(original: str, normal: str) -> None:
+def test_known_spellings_are_normalised(original: str, normal: str) -> None:
     assert normalise(original).text == normal
 
 

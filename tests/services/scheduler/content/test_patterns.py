@@ -42,7 +42,7 @@ def test_each_secret_is_found_in_every_sentence_by_its_rule(detector: PatternDet
 
 
 @pytest.mark.parametrize("text", NEAR_MISSES)
-def test_what_only_looks_like_a_secret_is_left_alone(detector: PatternDetector, text: str) -> None:
+def test_near_misses_of_secrets_are_not_reported(detector: PatternDetector, text: str) -> None:
     assert found(detector, text) == {}
 
 
@@ -146,7 +146,7 @@ def test_rules_can_ask_for_the_neighbours_and_make_exceptions() -> None:
     assert rule.first("nothing") is None
 
 
-def test_findings_are_values() -> None:
+def test_equal_findings_compare_equal() -> None:
     assert Finding(3, "x") == Finding(3, "x")
 
 

@@ -25,7 +25,7 @@ def test_a_prompt_becomes_its_text_with_special_tokens_spelled_out(model: TextMo
         assert len(before) <= start, character
 
 
-def test_ids_that_stand_for_no_text_are_where_reading_ends(model: TextModel) -> None:
+def test_reading_ends_at_the_first_id_without_text(model: TextModel) -> None:
     transcriber = Transcriber(model)
     assert transcriber.readable_tokens(np.array([10, 11, 12], np.int32)) == 3
     assert transcriber.readable_tokens(np.array([10, 10_000_000, 12], np.int32)) == 1
@@ -47,7 +47,7 @@ def test_each_character_is_in_the_token_that_holds_its_first_byte(pieces: list[b
 
 
 @pytest.mark.parametrize(("start", "token"), [(0, 0), (3, 0), (4, 1), (7, 2), (8, 2)])
-def test_tokens_that_look_at_each_other_are_found_by_what_they_add(start: int, token: int) -> None:
+def test_tokens_with_context_dependent_text_are_located_by_the_text_they_add(start: int, token: int) -> None:
     prefixes = ["", "the ", "the run", "the running"]
     transcript = DecodedTranscript(3, prefixes.__getitem__)
     assert transcript.text == "the running"

@@ -33,7 +33,7 @@ def test_a_request_is_charged_for_its_prompt_and_twice_for_its_output() -> None:
     assert charged(harness, "alice") == 24 + 2 * output_of(harness, "one")
 
 
-def test_what_its_own_view_holds_is_free() -> None:
+def test_tokens_cached_in_its_own_view_are_not_charged_to_a_subject() -> None:
     harness = make()
     harness.core.submit(make_request("first", PROMPT, max_tokens=4), 0.0)
     harness.run()
@@ -96,7 +96,7 @@ def test_lost_workers_are_not_the_users_fault() -> None:
     assert charged(harness, "alice") == 24 + 2 * output_of(harness, "one")
 
 
-def test_without_the_cache_all_of_it_is_charged() -> None:
+def test_without_the_cache_the_whole_prompt_is_charged() -> None:
     harness = make()
     for name in ("one", "two"):
         harness.core.submit(make_request(name, PROMPT, max_tokens=2, cache_mode=CacheMode.NONE), 0.0)
@@ -104,7 +104,7 @@ def test_without_the_cache_all_of_it_is_charged() -> None:
     assert charged(harness, "alice") == 2 * 24 + 2 * (output_of(harness, "one") + output_of(harness, "two"))
 
 
-def test_nobody_waits_longer_because_another_user_asks_much() -> None:
+def test_many_requests_of_one_user_do_not_delay_another() -> None:
     harness = Harness(policy="fair", max_rows=1, max_step_tokens=16)
     for number in range(6):
         prompt = [token + number for token in PROMPT]

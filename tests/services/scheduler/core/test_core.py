@@ -38,7 +38,7 @@ def test_every_request_gets_its_tokens_and_one_finish(cache: CacheName, depth: i
     assert not list(harness.core.open_sequences)
 
 
-def test_a_long_prompt_is_prefilled_in_chunks_beside_decoding_rows() -> None:
+def test_a_long_prompt_is_prefilled_in_chunks_while_other_rows_decode() -> None:
     harness = Harness(max_step_tokens=8)
     harness.core.submit(make_request("short", prompt_of(4), max_tokens=20), 0.0)
     harness.plan()
@@ -243,7 +243,7 @@ def test_waiting_and_running_limits_end_requests_with_a_timeout() -> None:
         ({"request_id": "taken"}, ErrorCode.INVALID_REQUEST),
     ],
 )
-def test_what_cannot_run_is_refused_with_its_cause(change: dict[str, object], code: ErrorCode) -> None:
+def test_requests_that_cannot_run_are_refused_with_their_cause(change: dict[str, object], code: ErrorCode) -> None:
     harness = Harness()
     harness.core.submit(make_request("taken", prompt_of(4)), 0.0)
     arguments: dict[str, object] = {"request_id": "new", "prompt": prompt_of(4), **change}
@@ -263,7 +263,7 @@ def test_a_full_queue_says_when_to_come_back() -> None:
     assert rejected.retry_after_ms
 
 
-def test_pause_admits_nobody_and_lets_running_rows_finish() -> None:
+def test_pause_admits_no_sequence_and_lets_running_rows_finish() -> None:
     harness = Harness()
     harness.core.submit(make_request("running", prompt_of(4)), 0.0)
     harness.plan()
@@ -284,7 +284,7 @@ def test_a_sequence_longer_than_memory_ends_with_length() -> None:
     assert harness.finishes["endless", 0].reason in (FinishReason.LENGTH, FinishReason.STOP)
 
 
-def test_an_ignored_end_is_put_off_beside_a_grammar_and_left_out_otherwise() -> None:
+def test_an_ignored_eos_is_postponed_with_a_grammar_and_omitted_otherwise() -> None:
     harness = Harness()
     stop = StopConditions(max_tokens=8, min_tokens=3, stop_token_ids=(9,), ignore_eos=True)
     free = with_options(make_request("free", [1, 2]), stop=stop)

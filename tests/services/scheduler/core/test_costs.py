@@ -5,7 +5,7 @@ import pytest
 from services.scheduler.core.costs import FIRST_LATENCY_S, LoadCosts
 
 
-def test_it_is_tried_while_nothing_is_known() -> None:
+def test_loading_is_tried_while_costs_are_unknown() -> None:
     assert LoadCosts(100).pays(1)
     assert LoadCosts(100, prefill_tokens_per_s=1e9).pays(1)
     assert LoadCosts(100).estimate().break_even_tokens is None
@@ -23,13 +23,13 @@ def test_short_runs_are_computed_and_long_ones_loaded() -> None:
     assert costs.pays(200, queued_tokens=1000)
 
 
-def test_a_slow_bus_never_pays() -> None:
+def test_loading_over_a_slow_bus_never_pays_off() -> None:
     costs = LoadCosts(1000, prefill_tokens_per_s=1e6, load_bytes_per_s=1e7)
     assert not costs.pays(10**9)
     assert costs.estimate().break_even_tokens is None
 
 
-def test_what_is_observed_outweighs_the_calibration() -> None:
+def test_observations_outweigh_the_calibration() -> None:
     costs = LoadCosts(1000, prefill_tokens_per_s=1000, load_bytes_per_s=1e7)
     for _ in range(60):
         costs.saw_prefill(512, 512 / 50_000)
@@ -41,7 +41,7 @@ def test_what_is_observed_outweighs_the_calibration() -> None:
     assert not costs.pays(10_000)
 
 
-def test_small_chunks_say_nothing_about_prefill() -> None:
+def test_small_chunks_do_not_change_the_prefill_estimate() -> None:
     costs = LoadCosts(1000, prefill_tokens_per_s=1000, load_bytes_per_s=1e7)
     costs.saw_prefill(1, 1.0)
     costs.saw_prefill(512, 0.0)

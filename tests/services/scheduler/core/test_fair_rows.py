@@ -109,14 +109,14 @@ def flooded() -> Load:
     return load
 
 
-def test_a_second_tenant_starts_beside_long_outputs_within_a_quantum(flooded: Load) -> None:
+def test_a_second_tenant_starts_during_long_outputs_within_a_quantum(flooded: Load) -> None:
     name = flooded.submit("victim", 1)[0]
     assert flooded.steps_until_running(name) <= QUANTUM_TOKENS + 2 * PLANS_BETWEEN_LOOKS
     assert flooded.running() == {"flood": 15, "victim": 1}
     flooded.finish()
 
 
-def test_without_fair_shares_it_waits_for_the_end_of_an_output() -> None:
+def test_without_fair_shares_a_victim_waits_for_the_end_of_an_output() -> None:
     load = Load(roomy(policy="fcfs"))
     load.submit("flood", 32)
     load.step(4)
@@ -180,7 +180,7 @@ def test_invented_subjects_take_rows_of_their_own_tenant_only(flooded: Load) -> 
     flooded.finish()
 
 
-def test_the_row_that_makes_way_is_the_youngest_of_the_subject_that_has_most() -> None:
+def test_the_youngest_row_of_the_subject_with_the_most_rows_is_preempted() -> None:
     load = Load(roomy(rows=8))
     modest = load.submit("flood", 2, user="modest")
     greedy = load.submit("flood", 6, user="greedy")
@@ -192,7 +192,7 @@ def test_the_row_that_makes_way_is_the_youngest_of_the_subject_that_has_most() -
     load.finish()
 
 
-def test_a_row_runs_for_a_quantum_before_it_makes_way_and_no_tenant_falls_below_its_share() -> None:
+def test_a_row_runs_for_a_quantum_and_no_tenant_falls_below_its_share() -> None:
     """Short requests of one tenant keep coming beside long ones of another: rows change hands, but do not churn."""
     load = Load(roomy(rows=4))
     load.submit("long", 4)
@@ -229,7 +229,7 @@ def test_more_tenants_than_rows_leave_each_other_alone() -> None:
     load.finish()
 
 
-def test_waiting_for_memory_counts_pages_as_shares() -> None:
+def test_a_tenant_that_waits_for_memory_gets_its_share_of_pages() -> None:
     """Few rows that hold all the memory: there are free rows, but no pages for another tenant's prompt."""
     load = Load(roomy(rows=8, pages=150))
     load.submit("flood", 4, length=100, max_tokens=100)
@@ -321,7 +321,7 @@ def test_one_subject_is_served_exactly_as_without_shares(seed: int) -> None:
     assert second.core.preemptions == 0
 
 
-def test_the_loads_of_one_subject_are_short_of_memory_now_and_then() -> None:
+def test_loads_of_one_subject_sometimes_run_short_of_memory() -> None:
     """What the comparison above relies on: in some of its runs rows are retracted."""
     load = Load(roomy(rows=6, pages=60))
     load.submit("tenant", 6, length=20, max_tokens=60)
@@ -349,7 +349,7 @@ SUBJECTS = [("a", "x"), ("a", "y"), ("b", "x"), ("c", "z")]
     weight=st.sampled_from([0.5, 1.0, 4.0]),
     lock=st.sampled_from([0.0, 0.004]),
 )
-def test_whatever_makes_way_everything_ends_with_its_own_tokens(
+def test_every_sequence_ends_with_its_own_tokens_whatever_is_preempted(
     events: list[tuple[tuple[str, str], int, int, int, int]],
     pages: int,
     rows: int,
@@ -398,7 +398,7 @@ def test_max_min_shares_are_fair(total: float, parties: dict[int, tuple[float, i
 
 
 @pytest.mark.parametrize("blockers", [("rival", "rival"), ("rival", "friend")])
-def test_a_prompt_that_never_fits_costs_others_their_share_of_the_time_only(blockers: tuple[str, str]) -> None:
+def test_a_prompt_that_never_fits_takes_only_its_tenant_s_share_of_time(blockers: tuple[str, str]) -> None:
     """A tenant keeps one small row running, beside which its waiting prompt for nearly all pages cannot start."""
     small, giant = blockers
 

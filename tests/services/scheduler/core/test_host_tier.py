@@ -44,7 +44,7 @@ def test_a_prefix_that_left_the_device_comes_back_from_the_host() -> None:
     assert harness.cache.host.loaded_pages > 0
 
 
-def test_nobody_finds_what_another_has_on_the_host() -> None:
+def test_host_pages_of_one_user_are_not_found_by_another() -> None:
     harness = make_harness()
     serve(harness, "cold", PROMPT)
     serve(harness, "flood", OTHER)
@@ -110,7 +110,7 @@ def test_an_abort_during_a_load_leaves_the_pages_to_the_next() -> None:
     assert directions(harness).count(TransferDirection.HOST_TO_DEVICE) == loads
 
 
-def test_workers_that_die_take_both_tiers_along() -> None:
+def test_dead_workers_lose_the_pages_of_both_tiers() -> None:
     harness = make_harness()
     serve(harness, "cold", PROMPT)
     serve(harness, "flood", OTHER)
@@ -148,7 +148,7 @@ def test_the_smallest_pools_serve(policy: WritePolicy, host_pages: int, pages: i
         serve(harness, f"r{number}", PROMPT[: 12 + 4 * (number % 3)], user=f"user{number % 2}")
 
 
-def test_selective_write_through_copies_what_is_used_again() -> None:
+def test_selective_write_through_copies_only_reused_pages() -> None:
     harness = make_harness(pages=64, policy=WritePolicy.WRITE_THROUGH_SELECTIVE)
     assert harness.cache.host is not None
     serve(harness, "first", PROMPT)
@@ -158,7 +158,7 @@ def test_selective_write_through_copies_what_is_used_again() -> None:
     assert harness.cache.host.backed_up_pages == 6
 
 
-def test_write_back_copies_only_what_is_about_to_go() -> None:
+def test_write_back_copies_only_pages_about_to_be_evicted() -> None:
     harness = make_harness(pages=64, policy=WritePolicy.WRITE_BACK)
     assert harness.cache.host is not None
     serve(harness, "one", PROMPT)

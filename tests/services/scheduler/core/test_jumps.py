@@ -40,7 +40,7 @@ def expected(prompt: list[int], max_tokens: int = LONG) -> list[int]:
 @pytest.mark.parametrize("depth", [1, 2, 3])
 @pytest.mark.parametrize("target_plan_s", [0.0, 0.004])
 @pytest.mark.parametrize("page_size", [1, 4, 16])
-def test_what_is_written_is_the_same_in_fewer_passes(depth: int, target_plan_s: float, page_size: int) -> None:
+def test_jump_forward_gives_the_same_output_in_fewer_passes(depth: int, target_plan_s: float, page_size: int) -> None:
     harness = harness_of(depth=depth, target_plan_s=target_plan_s, page_size=page_size, pages=256 // page_size)
     without = harness_of(0, depth=depth, target_plan_s=target_plan_s, page_size=page_size, pages=256 // page_size)
     prompts = [PROMPT, PROMPT[1:], PROMPT[2:]]
@@ -80,7 +80,7 @@ def test_a_stop_id_that_is_forced_ends_the_row() -> None:
         assert harness.finishes["r0", 0].matched_token_id == stop
 
 
-def test_with_little_memory_rows_jump_less_and_nobody_gives_way_for_it() -> None:
+def test_with_little_memory_rows_jump_less_and_none_is_retracted() -> None:
     prompts = [PROMPT, PROMPT[1:], PROMPT[2:]]
     pages = sum(-(-(len(prompt) + 12) // 4) for prompt in prompts)
     harness = harness_of(16, pages=pages, max_step_tokens=128)
@@ -96,7 +96,7 @@ def test_a_retraction_within_a_jump_changes_nothing() -> None:
     assert harness.core.jumped_tokens > 0
 
 
-def test_a_row_that_is_aborted_while_its_jump_is_on_the_way_leaves_nothing() -> None:
+def test_a_row_aborted_during_a_jump_leaves_no_tokens_or_pages() -> None:
     harness = harness_of(depth=2)
     harness.core.submit(make_request("r0", PROMPT, max_tokens=LONG, grammar=BOUND), 0.0)
     for _ in range(4):
@@ -112,7 +112,7 @@ def test_a_row_that_is_aborted_while_its_jump_is_on_the_way_leaves_nothing() -> 
     harness.audit()
 
 
-def test_the_workers_are_lost_within_a_jump() -> None:
+def test_a_row_recovers_when_workers_are_lost_within_a_jump() -> None:
     harness = harness_of(depth=2)
     harness.core.submit(make_request("r0", PROMPT, max_tokens=LONG, grammar=BOUND), 0.0)
     while not harness.core.jumped_tokens:
@@ -131,7 +131,7 @@ def test_a_pass_never_exceeds_its_budget() -> None:
     assert harness.core.jumped_tokens > 0
 
 
-def test_what_was_forced_counts_beside_the_prompts_that_follow() -> None:
+def test_forced_tokens_count_towards_the_step_size_with_following_prompts() -> None:
     harness = harness_of(2, max_step_tokens=12, pages=14)
     long = [(13 * i) % 900 + 10 for i in range(20)]
     harness.core.submit(make_request("r0", [10, 23], max_tokens=4, grammar=BOUND), 0.0)
@@ -142,7 +142,7 @@ def test_what_was_forced_counts_beside_the_prompts_that_follow() -> None:
     assert harness.outputs["r1", 0] == expected(long, 1)
 
 
-def test_where_steps_have_no_room_beside_one_token_a_row_nothing_jumps() -> None:
+def test_nothing_jumps_if_steps_have_room_for_one_token_per_row_only() -> None:
     harness = harness_of(16, max_step_tokens=16, max_rows=16)
     assert run(harness, PROMPT) == [expected(PROMPT)]
     assert harness.core.jumped_tokens == 0
@@ -159,7 +159,7 @@ def test_only_rows_whose_grammar_alone_decides_may_jump() -> None:
 
 
 @pytest.mark.parametrize("max_tokens", range(2, 12))
-def test_a_session_goes_on_behind_what_was_forced_at_the_end(max_tokens: int) -> None:
+def test_a_session_continues_after_tokens_forced_at_the_end(max_tokens: int) -> None:
     harness = harness_of(
         16, sessions=SessionRules(per_subject=1, total=1, subject_tokens=96, tenant_tokens=96, total_tokens=96)
     )

@@ -46,14 +46,14 @@ def test_many_tokens_are_taken_as_fast_as_steps_allow() -> None:
     assert prefilled(harness.plans[before:]) == [63]
 
 
-def test_a_prompt_beside_which_nothing_decodes_is_not_cut() -> None:
+def test_a_prompt_is_not_chunked_if_no_row_decodes() -> None:
     harness = Harness(max_step_tokens=64, mixed_step_tokens=16, depth=1)
     harness.core.submit(make_request("alone", prompt_of(50)), 0.0)
     harness.plan()
     assert prefilled(harness.plans) == [50]
 
 
-def test_without_the_setting_a_step_takes_what_fits() -> None:
+def test_without_mixed_step_tokens_a_step_prefills_as_much_as_fits() -> None:
     harness, before = decoding(mixed=None)
     harness.core.submit(make_request("second", prompt_of(40, 1)), 0.0)
     harness.plan()

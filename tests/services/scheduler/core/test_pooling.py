@@ -16,7 +16,7 @@ def embed(harness: Harness, name: str, prompt: list[int], pooling: Pooling = Poo
 
 
 @pytest.mark.parametrize("pooling", [Pooling.LAST, Pooling.MEAN])
-def test_a_prompt_is_embedded_in_chunks_beside_rows_that_generate(pooling: Pooling) -> None:
+def test_a_prompt_is_embedded_in_chunks_while_other_rows_generate(pooling: Pooling) -> None:
     harness = Harness(max_step_tokens=8)
     assert harness.core.submit(make_request("text", PROMPT[:5], max_tokens=9), 0.0).rejected is None
     embed(harness, "vector", PROMPT, pooling)
@@ -28,7 +28,7 @@ def test_a_prompt_is_embedded_in_chunks_beside_rows_that_generate(pooling: Pooli
     assert len(chunks) > 3
 
 
-def test_the_last_state_is_found_behind_a_cached_prefix_and_leaves_one() -> None:
+def test_last_pooling_uses_a_cached_prefix_and_leaves_one() -> None:
     harness = Harness()
     embed(harness, "first", PROMPT, Pooling.LAST)
     harness.run()
@@ -40,7 +40,7 @@ def test_the_last_state_is_found_behind_a_cached_prefix_and_leaves_one() -> None
     assert harness.finishes["second", 0].embedding == embedding_of(PROMPT)
 
 
-def test_a_mean_neither_reads_the_cache_nor_writes_it() -> None:
+def test_mean_pooling_neither_reads_nor_writes_the_cache() -> None:
     harness = Harness()
     harness.core.submit(make_request("text", PROMPT, max_tokens=1), 0.0)
     harness.run()
@@ -114,19 +114,19 @@ def test_an_encoder_goes_on_after_its_worker_was_lost() -> None:
     assert harness.finishes["a", 0].embedding == embedding_of(PROMPT[:10])
 
 
-def test_an_encoder_refuses_to_generate_by_the_name_of_the_model() -> None:
+def test_an_encoder_refuses_to_generate_and_names_the_model_parameter() -> None:
     rejected = encoder().core.submit(make_request("text", [1, 2]), 0.0).rejected
     assert rejected is not None
     assert (rejected.code, rejected.param) == (ErrorCode.INVALID_REQUEST, "model")
 
 
-def test_an_encoder_refuses_what_does_not_fit() -> None:
+def test_an_encoder_refuses_a_prompt_that_is_too_long() -> None:
     rejected = encoder().core.submit(make_request("long", [1] * 17, pooling=Pooling.MEAN), 0.0).rejected
     assert rejected is not None
     assert "at most 16" in rejected.message
 
 
-def test_what_has_no_meaning_is_refused_by_its_field() -> None:
+def test_meaningless_pooling_options_are_refused_by_field() -> None:
     core = Harness().core
     for request, param in (
         (make_request("first", [1, 2], pooling=Pooling.FIRST), "pooling"),

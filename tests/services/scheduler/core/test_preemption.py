@@ -58,7 +58,7 @@ def test_a_higher_priority_takes_pages_when_rows_are_left() -> None:
     assert_all_right(harness, {"a": LONG, "b": [token + 200 for token in LONG], "urgent": URGENT}, 20)
 
 
-def test_equals_and_lower_ones_wait() -> None:
+def test_requests_of_equal_or_lower_priority_wait() -> None:
     harness = crowded()
     harness.core.submit(make_request("equal", URGENT, priority=0), 0.0)
     harness.core.submit(make_request("lower", URGENT, user="lower", priority=-1), 0.0)
@@ -68,7 +68,7 @@ def test_equals_and_lower_ones_wait() -> None:
     harness.run()
 
 
-def test_a_row_makes_way_only_so_often() -> None:
+def test_a_row_is_preempted_a_limited_number_of_times() -> None:
     harness = Harness(policy="priority", max_rows=1, max_preemptions=2)
     harness.core.submit(make_request("patient", LONG, user="patient", max_tokens=20), 0.0)
     work(harness, 5)
@@ -92,7 +92,7 @@ def test_a_row_makes_way_only_so_often() -> None:
     assert_all_right(harness, {"patient": LONG}, 20)
 
 
-def test_nobody_makes_way_in_vain() -> None:
+def test_no_row_is_preempted_if_the_urgent_request_would_still_not_fit() -> None:
     """The urgent one needs more than the lower class could give: another of its own class holds the rest."""
     harness = Harness(policy="priority", pages=24, max_rows=4, max_preemptions=2)
     harness.core.submit(make_request("equal", LONG, user="equal", priority=1, max_tokens=12), 0.0)
@@ -119,7 +119,7 @@ def test_without_preemptions_the_policy_only_orders() -> None:
     assert ends.index(("urgent", 0)) < ends.index(("late", 0))
 
 
-def test_who_makes_way_for_an_abort_is_back_at_once() -> None:
+def test_a_preempted_row_returns_at_once_when_the_urgent_request_is_aborted() -> None:
     harness = crowded()
     harness.core.submit(make_request("urgent", URGENT, priority=1, max_tokens=20), 0.0)
     work(harness, 2)
@@ -131,7 +131,7 @@ def test_who_makes_way_for_an_abort_is_back_at_once() -> None:
     harness.run()
 
 
-def test_what_has_just_been_preempted_is_found_in_the_cache() -> None:
+def test_a_preempted_sequence_is_found_in_the_cache() -> None:
     harness = crowded()
     harness.core.submit(make_request("urgent", URGENT, priority=1, max_tokens=4), 0.0)
     work(harness, 2)

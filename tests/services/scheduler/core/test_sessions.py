@@ -89,7 +89,7 @@ def test_a_session_s_second_turn_finds_its_first_after_a_flood() -> None:
     harness.audit()
 
 
-def test_a_name_alone_opens_nothing() -> None:
+def test_a_session_name_alone_opens_no_session() -> None:
     harness = harness_with()
     assert ask(harness, "one", FIRST) is None
     harness.run()
@@ -106,7 +106,7 @@ def test_the_next_turn_takes_the_place_of_the_last_one() -> None:
         assert [session.turns for session in harness.core.sessions] == [number + 1]
 
 
-def test_closing_and_time_let_go_what_was_held() -> None:
+def test_closed_and_expired_sessions_release_their_pages() -> None:
     harness = harness_with(pages=40)
     open_session(harness)
     ask(harness, "one", FIRST)
@@ -131,7 +131,7 @@ def test_closing_and_time_let_go_what_was_held() -> None:
     harness.audit()
 
 
-def test_a_session_is_its_opener_s_alone() -> None:
+def test_a_session_is_accessible_to_its_opener_only() -> None:
     """Somebody else's session of the same name is another session."""
     harness = harness_with()
     open_session(harness, view=ALICE)
@@ -148,7 +148,7 @@ def test_a_session_is_its_opener_s_alone() -> None:
     assert [session.turns for session in harness.core.sessions] == [1, 1]
 
 
-def test_quotas_refuse_and_say_what_would_be_right() -> None:
+def test_session_quotas_refuse_and_name_the_allowed_value() -> None:
     harness = harness_with()
     sessions = harness.core.sessions
     with pytest.raises(InvalidRequestError, match="96 tokens here, not 97") as refused:
@@ -170,7 +170,7 @@ def test_quotas_refuse_and_say_what_would_be_right() -> None:
         Harness(sessions=SessionRules()).core.sessions.open(SessionWish(ALICE, "chat"))
 
 
-def test_what_sessions_hold_is_bounded_for_each_user_and_for_all() -> None:
+def test_tokens_held_by_sessions_are_bounded_per_user_and_per_tenant() -> None:
     harness = harness_with()
     for name in ("a", "b"):
         open_session(harness, name)
@@ -306,7 +306,7 @@ def test_pins_yield_by_weight_of_tenant_and_subject() -> None:
     assert yielding(harness) == ["small0", "plain0", "plain1", "vip0", "vip1"]
 
 
-def test_a_row_that_grows_alone_takes_what_sessions_hold() -> None:
+def test_a_row_that_grows_alone_takes_pages_held_by_sessions() -> None:
     harness = harness_with(pages=16, max_context=80)
     open_session(harness)
     ask(harness, "one", FIRST)
@@ -333,7 +333,7 @@ def test_forgetting_ends_the_session() -> None:
     harness.audit()
 
 
-def test_sessions_outlive_their_workers_without_what_they_held() -> None:
+def test_sessions_outlive_their_workers_but_lose_their_pages() -> None:
     harness = harness_with()
     open_session(harness)
     ask(harness, "one", FIRST, turn=SessionTurn("one"))
@@ -365,7 +365,7 @@ def test_log_probabilities_of_a_turn_are_bounded_by_its_whole_prompt(monkeypatch
     assert refusal("enough", 1) is None
 
 
-def test_a_turn_continues_another_with_only_what_is_new() -> None:
+def test_a_turn_continues_another_with_only_its_new_tokens() -> None:
     harness = harness_with()
     open_session(harness)
     assert ask(harness, "r1", FIRST, turn=SessionTurn("one")) is None
@@ -386,7 +386,7 @@ def test_a_turn_continues_another_with_only_what_is_new() -> None:
         assert harness.outputs[name, 0] == expected_output([*kept, 8], len(kept) + 7, (STOP_ID,))
 
 
-def test_replacing_forgets_what_came_after() -> None:
+def test_replacing_a_turn_forgets_the_turns_after_it() -> None:
     harness = harness_with()
     open_session(harness)
     for name, after in (("one", None), ("two", "one"), ("three", "two")):
@@ -420,7 +420,7 @@ def test_turns_that_cannot_be_continued_are_refused() -> None:
     assert not any(session.open_requests for session in harness.core.sessions)
 
 
-def test_what_may_not_be_cached_is_not_held() -> None:
+def test_a_session_does_not_hold_pages_that_may_not_be_cached() -> None:
     harness = harness_with()
     open_session(harness)
     request = make_request("one", FIRST, cache_mode=CacheMode.NONE)
@@ -429,7 +429,7 @@ def test_what_may_not_be_cached_is_not_held() -> None:
     assert pinned(harness) == [0]
 
 
-def test_what_a_user_may_use_of_the_context_counts_the_whole_session() -> None:
+def test_the_context_limit_of_a_user_applies_to_the_whole_session() -> None:
     harness = harness_with()
     open_session(harness)
     for name, after in (("one", None), ("two", "one")):
@@ -447,7 +447,7 @@ def test_what_a_user_may_use_of_the_context_counts_the_whole_session() -> None:
 
 
 @pytest.mark.parametrize("ended_by_itself", [False, True])
-def test_tokens_behind_a_stop_text_are_no_part_of_the_turn(*, ended_by_itself: bool) -> None:
+def test_tokens_after_a_stop_text_are_not_part_of_the_turn(*, ended_by_itself: bool) -> None:
     """The detokenizer finds a stop text some steps after it was sampled, perhaps when the row has ended."""
     harness = harness_with(target_plan_s=0.01)
     open_session(harness)
@@ -466,7 +466,7 @@ def test_tokens_behind_a_stop_text_are_no_part_of_the_turn(*, ended_by_itself: b
     assert harness.outputs["two", 0] == expected_output(prompt, len(prompt) + 6, (STOP_ID,))
 
 
-def test_a_prompt_for_which_hundreds_of_pins_yield_is_planned_without_recursion() -> None:
+def test_a_prompt_that_displaces_hundreds_of_session_pins_is_planned_without_recursion() -> None:
     sessions = 250
     rules = SessionRules(
         per_subject=sessions,

@@ -59,7 +59,7 @@ def test_a_tenant_pays_for_all_of_its_subjects_and_no_other_does() -> None:
     assert counter(counters, user("ann", "other")) == 0
 
 
-def test_who_returns_is_lifted_to_the_lowest_of_those_that_wait() -> None:
+def test_a_returning_subject_is_lifted_to_the_lowest_waiting_counter() -> None:
     counters = make()
     for name in ("ann", "bob"):
         counters.enter(user(name).subject)
@@ -69,7 +69,7 @@ def test_who_returns_is_lifted_to_the_lowest_of_those_that_wait() -> None:
     assert counter(counters, user("late")) == 300
 
 
-def test_a_second_request_that_waits_lifts_nobody() -> None:
+def test_a_second_waiting_request_does_not_lift_the_counter() -> None:
     counters = make()
     counters.enter(user("ann").subject)
     counters.enter(user("bob").subject)
@@ -78,7 +78,7 @@ def test_a_second_request_that_waits_lifts_nobody() -> None:
     assert counter(counters, user("ann")) == 0
 
 
-def test_what_somebody_had_beyond_the_others_is_not_forgotten_by_a_pause() -> None:
+def test_a_pause_does_not_reset_a_counter_above_the_others() -> None:
     counters = make()
     for name in ("ann", "greedy"):
         counters.enter(user(name).subject)
@@ -88,7 +88,7 @@ def test_what_somebody_had_beyond_the_others_is_not_forgotten_by_a_pause() -> No
     assert counter(counters, user("greedy")) == 1000
 
 
-def test_where_nobody_waits_nobody_owes() -> None:
+def test_a_subject_that_enters_an_empty_queue_starts_at_the_last_counter() -> None:
     counters = make()
     counters.enter(user("ann").subject)
     counters.charge(user("ann").subject, prompt_tokens=1000)
@@ -97,7 +97,7 @@ def test_where_nobody_waits_nobody_owes() -> None:
     assert counter(counters, user("bob")) == counter(counters, user("ann"))
 
 
-def test_counters_of_idle_principals_go_when_the_others_have_caught_up() -> None:
+def test_counters_of_idle_subjects_are_removed_once_others_have_caught_up() -> None:
     counters = make()
     counters.enter(user("steady").subject)
     for number in range(50):
@@ -111,7 +111,7 @@ def test_counters_of_idle_principals_go_when_the_others_have_caught_up() -> None
     assert len(counters) == 1
 
 
-def test_a_hundred_thousand_principals_are_counted_and_memory_is_bounded() -> None:
+def test_a_hundred_thousand_subjects_are_counted_in_bounded_memory() -> None:
     counters = make(remembered=1000)
     counters.enter(user("steady").subject)
     for number in range(100_000):
@@ -124,7 +124,7 @@ def test_a_hundred_thousand_principals_are_counted_and_memory_is_bounded() -> No
     assert max(len(level._idle), len(level._waiting)) <= 2 * 1002 + 32
 
 
-def test_tenants_that_come_and_go_leave_a_bounded_trace() -> None:
+def test_counters_of_transient_tenants_are_bounded() -> None:
     counters = make(remembered=100)
     counters.enter(user("steady", "steady").subject)
     for number in range(5_000):
@@ -138,7 +138,7 @@ def test_tenants_that_come_and_go_leave_a_bounded_trace() -> None:
     assert len(counters._subjects) <= 202
 
 
-def test_what_was_not_computed_is_given_back() -> None:
+def test_charges_for_uncomputed_tokens_are_refunded() -> None:
     counters = make()
     for name in ("ann", "bob"):
         counters.enter(user(name).subject)
@@ -191,7 +191,7 @@ operations = st.lists(
 
 
 @given(operations)
-def test_heaps_and_forgetting_change_nothing_against_plain_scans(steps: list[tuple[str, int, int]]) -> None:
+def test_counters_with_heaps_and_forgetting_equal_plain_scans(steps: list[tuple[str, int, int]]) -> None:
     counters, naive = make(), Naive()
     level = counters._level("tenant")
     # Another one keeps the tenant from being forgotten.

@@ -68,7 +68,7 @@ def test_a_row_that_is_given_up_ends_with_a_typed_error_and_others_go_on() -> No
     harness.audit()
 
 
-def test_what_was_not_computed_is_not_kept_for_the_next_request() -> None:
+def test_uncomputed_pages_are_not_cached_for_the_next_request() -> None:
     harness = Harness(depth=1)
     # Its second chunk of 16.
     harness.worker = ShortWorker(64, 4, {(2, 0)})
@@ -83,7 +83,7 @@ def test_what_was_not_computed_is_not_kept_for_the_next_request() -> None:
 
 
 @given(st.sets(st.tuples(st.integers(1, 20), st.integers(0, 3)), max_size=12), st.integers(1, 3))
-def test_whoever_is_given_up_when_memory_adds_up(lost: set[tuple[int, int]], depth: int) -> None:
+def test_accounts_stay_exact_whichever_sequences_are_given_up(lost: set[tuple[int, int]], depth: int) -> None:
     harness = Harness(pages=24, depth=depth, cache="shared")
     harness.worker = ShortWorker(24, 4, lost)
     for number in range(6):
@@ -107,7 +107,7 @@ def test_limits_shrink_in_tokens_first_then_in_rows_and_then_no_more() -> None:
     assert seen == [(128, 5), (32, 5), (LEAST_TOKENS, 5), (LEAST_TOKENS, 2), (LEAST_TOKENS, 1)]
 
 
-def test_after_a_loss_for_want_of_memory_steps_are_smaller_and_all_goes_on() -> None:
+def test_after_an_out_of_memory_loss_steps_are_smaller_and_all_requests_finish() -> None:
     harness = Harness(max_step_tokens=64, max_rows=4)
     for name in ("a", "b", "c", "d"):
         harness.core.submit(make_request(name, [ord(name), *PROMPT]), 0.0)
@@ -124,7 +124,7 @@ def test_after_a_loss_for_want_of_memory_steps_are_smaller_and_all_goes_on() -> 
         assert harness.outputs[name, 0] == expected_output([ord(name), *PROMPT], 39, (STOP_ID,))
 
 
-def test_what_ran_when_nothing_can_be_smaller_fails_and_what_waited_goes_on() -> None:
+def test_when_steps_cannot_shrink_running_sequences_fail_and_waiting_ones_run() -> None:
     harness = Harness(max_step_tokens=16, max_rows=1)
     for name in ("a", "b"):
         harness.core.submit(make_request(name, PROMPT), 0.0)

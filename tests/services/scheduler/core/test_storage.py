@@ -89,7 +89,7 @@ def keyring(tmp_path: Path) -> Path:
     return tmp_path / "keyring.db"
 
 
-def test_what_one_server_computed_another_finds_for_the_same_user_and_for_nobody_else(keyring: Path) -> None:
+def test_stored_pages_are_found_at_another_server_by_the_same_user_only(keyring: Path) -> None:
     objects: Objects = {}
     first = Server(keyring, objects)
     assert first.serve("cold") == 0
@@ -108,7 +108,7 @@ def test_after_a_restart_of_everything_the_prefix_is_still_there(keyring: Path) 
     assert server.serve("warm") == 44
 
 
-def test_two_ranks_go_by_what_both_have(keyring: Path) -> None:
+def test_two_ranks_use_only_stored_pages_that_both_have(keyring: Path) -> None:
     objects: Objects = {}
     Server(keyring, objects, ranks=2).serve("cold")
     assert len(objects) == 24
@@ -171,7 +171,7 @@ def shared(keyring: Path) -> tuple[Server, Objects]:
     return server, objects
 
 
-def test_what_a_tenant_shares_is_found_by_all_of_it_at_another_server(
+def test_a_tenant_s_shared_pages_are_found_by_its_subjects_at_another_server(
     shared: tuple[Server, Objects], keyring: Path
 ) -> None:
     other = Server(keyring, shared[1], cache="user_aware", pages=128)
@@ -181,7 +181,7 @@ def test_what_a_tenant_shares_is_found_by_all_of_it_at_another_server(
     assert other.storage.fetched_pages == fetched, "shared pages are there once"
 
 
-def test_what_was_demoted_is_found_by_nobody_any_more(shared: tuple[Server, Objects], keyring: Path) -> None:
+def test_stored_pages_of_a_demoted_prefix_are_no_longer_shared(shared: tuple[Server, Objects], keyring: Path) -> None:
     server, objects = shared
     (node,) = [node for node, _ in server.cache.store.tree.walk() if node.is_shared]
     server.cache._demoter.demote(node)
@@ -202,14 +202,14 @@ def test_shared_pages_that_were_not_demoted_are_stored_under_their_new_name(
     assert Server(keyring, objects, cache="user_aware").serve("erin", user="erin") == 44
 
 
-def test_who_seems_to_probe_finds_nothing_shared_in_storage(shared: tuple[Server, Objects], keyring: Path) -> None:
+def test_a_distrusted_subject_finds_no_shared_pages_in_storage(shared: tuple[Server, Objects], keyring: Path) -> None:
     other = Server(keyring, shared[1], cache="user_aware", pages=128)
     other.storage.distrust([Account(("tenant", "mallory", "")).fingerprint])
     assert other.serve("mallory", user="mallory") == 0
     assert other.serve("dave", user="dave") == 44
 
 
-def test_forgotten_is_forgotten_in_storage_too(keyring: Path) -> None:
+def test_forgetting_a_subject_drops_its_stored_pages(keyring: Path) -> None:
     objects: Objects = {}
     server = Server(keyring, objects)
     server.serve("alice")
@@ -223,7 +223,7 @@ def test_forgotten_is_forgotten_in_storage_too(keyring: Path) -> None:
     assert Server(keyring, objects).serve("bob", user="bob") == 44
 
 
-def test_what_a_forgotten_session_leaves_is_stored_under_its_new_name(keyring: Path) -> None:
+def test_pages_that_survive_a_forgotten_session_are_stored_under_new_names(keyring: Path) -> None:
     objects: Objects = {}
     server = Server(keyring, objects)
     server.serve("kept")
@@ -234,7 +234,7 @@ def test_what_a_forgotten_session_leaves_is_stored_under_its_new_name(keyring: P
     assert Server(keyring, objects).serve("kept") == 44
 
 
-def test_forgetting_reaches_what_is_not_in_memory_any_more(keyring: Path) -> None:
+def test_forgetting_includes_stored_pages_no_longer_in_memory(keyring: Path) -> None:
     objects: Objects = {}
     Server(keyring, objects).serve("alice")
     server = Server(keyring, objects)
@@ -271,7 +271,7 @@ def test_a_backup_is_of_no_use_after_a_demotion(shared: tuple[Server, Objects], 
     assert Server(keyring, objects, cache="user_aware").serve("dave", user="dave") == 0
 
 
-def test_salts_do_not_share_what_is_stored_and_are_forgotten_with_their_subject(keyring: Path) -> None:
+def test_salted_views_do_not_share_stored_pages_and_are_forgotten_with_their_subject(keyring: Path) -> None:
     objects: Objects = {}
 
     def serve(server: Server, salt: str) -> int:
@@ -313,7 +313,7 @@ def test_without_the_keyring_nothing_is_found(keyring: Path) -> None:
     assert Server(keyring, objects).serve("lost") == 0
 
 
-def test_two_ranks_go_by_what_both_can_decrypt(keyring: Path) -> None:
+def test_two_ranks_use_only_stored_pages_that_both_can_decrypt(keyring: Path) -> None:
     objects: Objects = {}
     Server(keyring, objects, ranks=2).serve("cold")
     order = [name for name in objects if name[0] == 1]
@@ -322,7 +322,7 @@ def test_two_ranks_go_by_what_both_can_decrypt(keyring: Path) -> None:
     assert server.serve("warm") == 20
 
 
-def test_storage_that_is_down_makes_misses(keyring: Path) -> None:
+def test_storage_that_is_down_gives_misses(keyring: Path) -> None:
     objects: Objects = {}
     Server(keyring, objects).serve("cold")
     server = Server(keyring, objects)
@@ -344,14 +344,14 @@ def submit_while_storage_is_slow(keyring: Path, policy: PrefetchPolicy) -> Serve
     return server
 
 
-def test_best_effort_starts_at_once_and_keeps_what_comes_later(keyring: Path) -> None:
+def test_best_effort_starts_without_waiting_for_storage(keyring: Path) -> None:
     server = submit_while_storage_is_slow(keyring, PrefetchPolicy.BEST_EFFORT)
     assert server.harness.cached["r", 0] == 0
     server.finish()
 
 
 @pytest.mark.parametrize("policy", [PrefetchPolicy.TIMEOUT, PrefetchPolicy.WAIT_COMPLETE])
-def test_others_wait_and_get_what_there_is(keyring: Path, policy: PrefetchPolicy) -> None:
+def test_other_prefetch_policies_wait_for_the_stored_pages(keyring: Path, policy: PrefetchPolicy) -> None:
     server = submit_while_storage_is_slow(keyring, policy)
     assert ("r", 0) not in server.harness.cached
     server.finish()
@@ -368,7 +368,7 @@ def test_with_a_timeout_the_wait_ends(keyring: Path) -> None:
     server.finish()
 
 
-def test_off_looks_nothing_up(keyring: Path) -> None:
+def test_with_prefetch_off_storage_is_not_asked(keyring: Path) -> None:
     server = submit_while_storage_is_slow(keyring, PrefetchPolicy.OFF)
     assert FETCH not in server.directions()
     server.finish()
@@ -392,7 +392,7 @@ def test_others_decode_while_one_waits(keyring: Path) -> None:
     assert server.harness.cached["waits", 0] == 44
 
 
-def test_an_abort_keeps_what_is_under_way_and_asks_for_nothing_more(keyring: Path) -> None:
+def test_an_abort_keeps_the_running_fetch_and_starts_no_other(keyring: Path) -> None:
     server = submit_while_storage_is_slow(keyring, PrefetchPolicy.WAIT_COMPLETE)
     server.harness.core.abort(RequestId("r"))
     server.finish()
@@ -409,7 +409,7 @@ def test_pages_in_flight_are_limited(keyring: Path) -> None:
     assert max(sizes) == 3
 
 
-def test_a_rate_spreads_reading_over_time(keyring: Path) -> None:
+def test_a_rate_limit_spreads_storage_reads_over_time(keyring: Path) -> None:
     objects: Objects = {}
     Server(keyring, objects).serve("cold")
     config = StorageConfig(PrefetchPolicy.WAIT_COMPLETE, min_pages=2, pages_per_s=2.0)
@@ -429,7 +429,7 @@ def test_a_rate_spreads_reading_over_time(keyring: Path) -> None:
     assert server.harness.cached["r", 0] == 44
 
 
-def test_writes_can_be_off(keyring: Path) -> None:
+def test_storage_writes_can_be_disabled(keyring: Path) -> None:
     objects: Objects = {}
     Server(keyring, objects, StorageConfig(PrefetchPolicy.OFF, writes=False)).serve("cold")
     assert objects == {}

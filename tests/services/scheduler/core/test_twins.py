@@ -52,7 +52,7 @@ def test_where_all_share_one_view_all_wait_for_each_other() -> None:
     assert prefilled_tokens(two_at_once(("alice", "bob"), "shared")) == 42 + 2
 
 
-def test_what_will_not_be_cached_is_not_waited_for() -> None:
+def test_a_twin_that_will_not_be_cached_is_not_waited_for() -> None:
     assert prefilled_tokens(two_at_once(("alice", "alice"), "chunk")) == 2 * 42
     assert prefilled_tokens(two_at_once(("alice", "alice"), "isolated", CacheMode.NONE)) == 2 * 42
 
@@ -70,7 +70,7 @@ def test_the_wait_ends_as_soon_as_the_common_part_is_computed() -> None:
     assert harness.cached["short", 0] == 8
 
 
-def test_who_waits_for_a_twin_that_goes_away_computes_it_itself() -> None:
+def test_a_request_computes_its_prompt_itself_if_its_twin_is_aborted() -> None:
     harness = Harness(max_step_tokens=16)
     harness.core.submit(make_request("first", PROMPT), 0.0)
     harness.core.submit(make_request("second", PROMPT), 0.0)
@@ -94,7 +94,7 @@ POLICIES: list[PolicyName] = ["fcfs", "lpm", "priority", "fair"]
 
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("cache", ["isolated", "user_aware"])
-def test_order_and_figures_of_all_others_are_the_same_whatever_a_victim_has_asked_before(
+def test_serving_order_and_figures_of_others_do_not_depend_on_a_victim_s_prompts(
     policy: PolicyName, cache: CacheName
 ) -> None:
     """The serving-order probe: a victim's secret against candidates that an attacker submits in one batch."""
@@ -122,7 +122,7 @@ def test_order_and_figures_of_all_others_are_the_same_whatever_a_victim_has_aske
     assert set(probes[0][1].values()) == {0}
 
 
-def test_in_a_shared_cache_the_order_tells_all() -> None:
+def test_in_a_shared_cache_the_serving_order_reveals_the_cached_prompt() -> None:
     """The probe above does find something where there is something to find."""
     harness = Harness(policy="lpm", cache="shared", max_rows=1, max_step_tokens=16, pages=128)
     candidates = [[base + position for position in range(40)] for base in (10, 110, 210, 310)]

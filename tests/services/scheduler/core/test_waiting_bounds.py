@@ -42,7 +42,7 @@ def flood(harness: Harness, user: str, tenant: str = "tenant") -> tuple[int, Req
     raise AssertionError("it is never refused")
 
 
-def test_one_subject_s_flood_leaves_room_for_others_and_is_told_so() -> None:
+def test_one_subject_s_flood_leaves_room_for_others_and_is_refused_with_its_limit() -> None:
     harness = paused(100)
     waiting, failure = flood(harness, "eve")
     assert waiting == 60
@@ -87,7 +87,7 @@ def test_stated_bounds_hold_and_are_named() -> None:
     assert submit(harness, 99, "ann", "acme") is None
 
 
-def test_a_request_with_more_choices_than_a_stated_bound_never_waits() -> None:
+def test_a_request_with_more_choices_than_the_waiting_limit_is_refused() -> None:
     harness = paused(100, Limits(default=TenantLimits(each_subject=SubjectLimits(waiting=2))))
     failure = submit(harness, 0, "ann", n=3)
     assert failure is not None
@@ -95,7 +95,7 @@ def test_a_request_with_more_choices_than_a_stated_bound_never_waits() -> None:
 
 
 @pytest.mark.parametrize("size", [1, 2, 3])
-def test_the_smallest_queues_let_in_what_fits(size: int) -> None:
+def test_the_smallest_queues_admit_as_many_requests_as_their_size(size: int) -> None:
     harness = paused(size)
     for number in range(size):
         assert submit(harness, 0, f"user {number}", f"tenant {number}") is None
@@ -108,7 +108,7 @@ def test_the_smallest_queues_let_in_what_fits(size: int) -> None:
     st.lists(st.tuples(st.integers(0, 3), st.integers(0, 5), st.integers(1, 3)), max_size=200),
     st.integers(8, 60),
 )
-def test_however_few_flood_there_is_room_for_one_who_has_nothing_waiting(
+def test_a_flood_of_few_tenants_leaves_room_for_a_subject_with_nothing_waiting(
     asked: list[tuple[int, int, int]], size: int
 ) -> None:
     """Four tenants, each with any subjects, never fill a queue of eight or more to the last place."""

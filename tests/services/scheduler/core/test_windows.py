@@ -70,7 +70,7 @@ def test_a_prefix_whose_window_has_gone_is_computed_again_from_where_one_is_left
     serve(harness, "longer", PROMPT[:64])
 
 
-def test_rows_of_other_users_do_not_lose_their_windows_to_whoever_comes() -> None:
+def test_rows_of_other_users_do_not_lose_their_windows_to_new_requests() -> None:
     harness = Harness(pages=60, window=10, window_pool=24, max_rows=4, max_context=100, max_step_tokens=16)
     for number, user in enumerate(("alice", "bob", "carol", "dora")):
         prompt = PROMPT[number : number + 40]
@@ -82,7 +82,7 @@ def test_rows_of_other_users_do_not_lose_their_windows_to_whoever_comes() -> Non
         assert harness.outputs[user, 0] == expected_output(prompt, 60, (STOP_ID,))
 
 
-def test_what_is_held_while_nobody_can_hold_anything_is_found_and_repaired() -> None:
+def test_windows_held_without_running_rows_are_detected_and_repaired() -> None:
     harness = Harness(pages=60, window=10, window_pool=40, cache="shared", max_context=100)
     serve(harness, "first", PROMPT[:40])
     memory = harness.core.memory
@@ -99,7 +99,7 @@ def test_what_is_held_while_nobody_can_hold_anything_is_found_and_repaired() -> 
     assert harness.cached["second", 0] == 40
 
 
-def test_a_pool_in_which_no_row_could_go_on_is_refused() -> None:
+def test_a_window_pool_too_small_for_any_row_is_refused() -> None:
     with pytest.raises(ConfigurationError, match=r"scheduler\.window_ratio"):
         make_allocator("shared", 100, 16, WindowPool(pages=5, window_tokens=1024, layers=1, kv_bytes_per_token=1))
     windows = make_allocator("chunk", 3, 16, WindowPool(3, 1024, 1, 1)).windows

@@ -32,7 +32,7 @@ def counters_of(**tokens: int) -> VirtualCounters:
     return counters
 
 
-def test_the_least_served_goes_first_and_each_principal_s_own_by_arrival() -> None:
+def test_the_least_served_subject_goes_first_and_its_own_requests_by_arrival() -> None:
     waiting = [waiting_sequence(1, user="ann"), waiting_sequence(2, user="ann"), waiting_sequence(3, user="bob")]
     policy = FairShare(counters_of(ann=100, bob=50), slack_tokens=0)
     assert handles(policy.order(line_up(waiting), lambda _: 0)) == [3, 1, 2]
@@ -54,7 +54,7 @@ def test_within_the_slack_the_longest_prefix_goes_first() -> None:
     assert handles(policy.order(line_up(waiting), lambda sequence: match[sequence.handle])) == [2, 1, 3]
 
 
-def test_one_subject_alone_goes_by_arrival_and_beside_others_by_prefix() -> None:
+def test_one_subject_alone_is_ordered_by_arrival_and_among_others_by_prefix() -> None:
     own = [waiting_sequence(number, user="ann") for number in range(3)]
     policy = FairShare(counters_of(ann=0, bob=0), slack_tokens=100)
 
@@ -79,7 +79,7 @@ def test_no_more_than_the_window_is_matched_at_a_time() -> None:
     assert len(set(matched)) == 16
 
 
-def test_everybody_is_offered_a_row_exactly_once() -> None:
+def test_every_sequence_is_offered_a_row_exactly_once() -> None:
     counters = counters_of(ann=5, bob=50_000, eve=3_000)
     waiting = [waiting_sequence(number, user=("ann", "bob", "eve")[number % 3]) for number in range(30)]
     order = FairShare(counters).order(line_up(waiting), lambda sequence: sequence.handle % 7)
@@ -88,7 +88,7 @@ def test_everybody_is_offered_a_row_exactly_once() -> None:
 
 
 @pytest.mark.parametrize("slack", [0, 64, 512])
-def test_counters_of_those_that_wait_never_lie_further_apart_than_the_bound(slack: int) -> None:
+def test_counters_of_waiting_subjects_never_differ_by_more_than_the_bound(slack: int) -> None:
     longest, weight, running_tokens = 100, 2, 30
     chance = random.Random(slack)
     counters = VirtualCounters(ShareConfig(output_weight=weight))
@@ -136,7 +136,7 @@ def test_tenants_come_first_and_then_their_subjects() -> None:
     assert handles(FairShare(counters, slack_tokens=0).order(line_up(waiting), lambda _: 0)) == [3, 0, 1, 2]
 
 
-def test_the_slack_counts_on_each_level() -> None:
+def test_the_slack_applies_on_each_level() -> None:
     counters = VirtualCounters(ShareConfig())
     subjects = [Subject("a", "x"), Subject("a", "y"), Subject("b", "z")]
     for subject in subjects:
@@ -213,7 +213,7 @@ def test_random_tenants_and_subjects_get_their_weights_within_the_bound(
     assert max(shares) - min(shares) <= 2 * (slack + longest / min(weight for weight, _ in tenants))
 
 
-def test_a_flood_that_names_no_one_gets_its_share_of_turns_and_no_more() -> None:
+def test_an_anonymous_flood_gets_its_share_of_turns_and_no_more() -> None:
     """Issue 12, 1.4: unnamed requests are one subject, whatever salt they have, and it got 1,999 of 2,000 turns."""
     counters = VirtualCounters(ShareConfig())
     policy, numbers = FairShare(counters, 512), count()

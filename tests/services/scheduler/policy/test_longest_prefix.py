@@ -55,7 +55,7 @@ def test_empty_queue_has_an_empty_order() -> None:
     st.integers(1, 8),
     st.floats(0, 10),
 )
-def test_everybody_is_offered_a_row_exactly_once(
+def test_every_sequence_is_offered_a_row_exactly_once(
     arrivals: list[tuple[float, int]], window: int, patience_s: float
 ) -> None:
     lengths = {handle: length for handle, (_, length) in enumerate(arrivals)}

@@ -50,7 +50,7 @@ ADMIN = Disclosure(is_admin=True, fingerprint=lambda _: "f" * 16, with_ids=True)
 STRANGER = Disclosure(is_admin=False, fingerprint=lambda _: "f" * 16, with_ids=True)
 
 
-def test_every_field_of_a_node_is_told() -> None:
+def test_every_field_of_a_node_is_converted() -> None:
     message = node_to_wire(NODE, ADMIN)
     assert {field.name for field, _ in message.ListFields()} == {
         field.name for field in scheduler_pb2.TreeNode.DESCRIPTOR.fields
@@ -60,7 +60,7 @@ def test_every_field_of_a_node_is_told() -> None:
     assert message.state == scheduler_pb2.NODE_STATE_SOFT_FREE
 
 
-def test_neither_owner_nor_tokens_without_credential() -> None:
+def test_without_a_credential_neither_owner_nor_tokens_are_shown() -> None:
     message = node_to_wire(NODE, STRANGER)
     assert not message.HasField("owner_view")
     assert not message.HasField("owner_tenant")

@@ -146,7 +146,7 @@ async def test_a_group_that_drains_gets_nothing_new_and_its_users_move(tmp_path:
         assert tier.listener.lost == set()
 
 
-async def test_a_group_that_dies_loses_what_it_had_not_answered_and_nothing_else(tmp_path: Path) -> None:
+async def test_a_dead_group_loses_only_its_unanswered_requests(tmp_path: Path) -> None:
     tier = Tier(tmp_path, 2)
     async with tier.run(RoundRobin()) as fleet:
         for group in tier.groups:
@@ -183,7 +183,7 @@ async def test_groups_come_and_go_by_discovery(tmp_path: Path) -> None:
         await until(lambda: tier.serving(fleet) == 2)
 
 
-async def test_reported_load_counts(tmp_path: Path) -> None:
+async def test_reported_load_affects_the_routing(tmp_path: Path) -> None:
     tier = Tier(tmp_path, 2)
     tier.groups[0].scheduler.waiting = 50
     async with tier.run(PrefixAware(1.25)) as fleet:
@@ -193,7 +193,7 @@ async def test_reported_load_counts(tmp_path: Path) -> None:
         assert [len(group.names) for group in tier.groups] == [0, 8]
 
 
-async def test_with_nobody_there_the_caller_is_told_to_come_back(tmp_path: Path) -> None:
+async def test_without_a_serving_group_requests_are_refused_as_unavailable(tmp_path: Path) -> None:
     tier = Tier(tmp_path, 1)
     async with tier.run(RoundRobin()) as fleet:
         await tier.groups[0].stop()
@@ -203,7 +203,7 @@ async def test_with_nobody_there_the_caller_is_told_to_come_back(tmp_path: Path)
             tier.submit(fleet, "a")
 
 
-async def test_aborts_reach_whoever_has_the_request(tmp_path: Path) -> None:
+async def test_aborts_are_sent_to_all_groups(tmp_path: Path) -> None:
     tier = Tier(tmp_path, 2)
     async with tier.run(RoundRobin()) as fleet:
         tier.submit(fleet, "a", "b")

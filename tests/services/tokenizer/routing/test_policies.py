@@ -71,7 +71,7 @@ def test_keys_spread_over_all_groups_evenly() -> None:
     assert all(850 < counts[name] < 1150 for name in NAMES)
 
 
-def test_an_overrun_favourite_is_left_alone_until_it_has_room() -> None:
+def test_an_overloaded_preferred_group_is_avoided() -> None:
     policy = PrefixAware(1.25)
     favourite = policy.choose(bytes(32), candidates(0, 0, 0))
     crowded = [Candidate(c.name, 90 if c.name == favourite else 5) for c in candidates(0, 0, 0)]
@@ -87,12 +87,14 @@ def test_an_overrun_favourite_is_left_alone_until_it_has_room() -> None:
         (schedule("2", tenant="rival", user="ann", ids=[*range(65)]), False),
     ],
 )
-def test_a_key_is_of_one_users_prompts_that_begin_alike(other: ScheduleRequest, *, same: bool) -> None:
+def test_an_affinity_key_belongs_to_one_user_s_prompts_with_equal_beginnings(
+    other: ScheduleRequest, *, same: bool
+) -> None:
     mine = affinity_key(schedule("1", user="ann", ids=[*range(65)]), 64)
     assert (affinity_key(other, 64) == mine) is same
 
 
-def test_where_the_tenant_ends_and_the_user_begins_makes_a_difference() -> None:
+def test_affinity_keys_separate_tenant_and_user() -> None:
     first, second = schedule("1", tenant="ab", user="c"), schedule("1", tenant="a", user="bc")
     assert affinity_key(first, 64) != affinity_key(second, 64)
 

@@ -97,7 +97,7 @@ def test_a_prompt_in_any_chunks_has_the_embedding_of_transformers(
     assert result.rows.size == result.token_ids.size == 0
 
 
-def test_rows_are_embedded_together_and_beside_rows_that_generate(model: Path) -> None:
+def test_rows_are_embedded_together_and_while_other_rows_generate(model: Path) -> None:
     made = engine(model)
     text = random_ids(20, VOCABULARY, seed=99)
     generating = open_row(7, text, range(56, 64), total=40)
@@ -133,7 +133,7 @@ def test_a_prompt_may_fill_the_context(model: Path) -> None:
     np.testing.assert_allclose(vector_of(result), reference(model, prompt, Pooling.MEAN), atol=2e-6)
 
 
-def test_the_last_state_is_the_same_behind_a_prefix_that_is_stored(model: Path) -> None:
+def test_last_pooling_gives_the_same_vector_after_a_cached_prefix(model: Path) -> None:
     made = engine(model)
     prompt = PROMPTS[0]
     run(made, replace(opened(0, prompt, Pooling.LAST), prefills=(chunk(0, 0, 37),)))
@@ -143,13 +143,13 @@ def test_the_last_state_is_the_same_behind_a_prefix_that_is_stored(model: Path) 
     np.testing.assert_allclose(vector_of(result), reference(model, prompt, Pooling.LAST), atol=2e-6)
 
 
-def test_a_mean_behind_a_prefix_is_an_invalid_plan(model: Path) -> None:
+def test_mean_pooling_after_a_cached_prefix_is_an_invalid_plan(model: Path) -> None:
     hit = replace(open_row(1, PROMPTS[0], range(PAGES), computed=32, total=37), pooling=Pooling.MEAN)
     with pytest.raises(InvalidPlanError, match="hidden states are lost"):
         run(engine(model), StepPlan(StepId(1), opens=(hit,), prefills=(chunk(1, 32, 5),)))
 
 
-def test_a_slot_that_was_left_in_the_middle_of_a_prompt_begins_anew(model: Path) -> None:
+def test_a_slot_closed_in_the_middle_of_a_prompt_starts_clean(model: Path) -> None:
     made = engine(model)
     first, second = PROMPTS[0], PROMPTS[2]
     result = run(

@@ -99,7 +99,7 @@ def total(prompt: list[int]) -> int:
 
 
 @pytest.mark.parametrize("lengths", [[100], [1, 100], [3, 1, 100]], ids=str)
-def test_a_prompt_is_continued_alike_in_one_chunk_and_in_several(subject: Subject, lengths: list[int]) -> None:
+def test_the_output_does_not_depend_on_how_the_prompt_is_chunked(subject: Subject, lengths: list[int]) -> None:
     for prompt, expected in zip(subject.prompts, subject.expected, strict=True):
         subject.engine.reset()
         generated: list[int] = []

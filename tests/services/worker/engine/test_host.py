@@ -40,7 +40,7 @@ def test_a_quota_of_processor_time_limits_the_cores(system: Path, quota: str, co
     assert host.available_cores() == cores
 
 
-def test_a_memory_limit_leaves_what_is_not_used_of_it(system: Path) -> None:
+def test_available_memory_is_the_unused_part_of_a_memory_limit(system: Path) -> None:
     unlimited = host.available_memory()
     assert unlimited > 0
     (system / "cgroup" / "memory.max").write_text("3000\n")

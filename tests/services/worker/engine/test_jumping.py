@@ -130,7 +130,7 @@ class EngineHarness(Harness):
 
 @settings(max_examples=40, deadline=None)
 @given(st.data(), st.integers(16, 60), st.integers(1, 3), st.sampled_from([0.0, 0.004]), st.sampled_from([0, 1, 3, 16]))
-def test_outputs_are_what_sampling_gives_whatever_happens_on_the_way(
+def test_jumping_rows_keep_their_outputs_through_aborts_and_lost_workers(
     data: st.DataObject, pages: int, depth: int, target_plan_s: float, jump: int
 ) -> None:
     harness = EngineHarness(pages=pages, depth=depth, target_plan_s=target_plan_s, jump_tokens=jump, cache="shared")
@@ -169,7 +169,7 @@ class CrampedRunner(CheckingRunner):
         return super().hidden_states(batch)
 
 
-def test_what_was_forced_is_computed_in_parts_where_memory_is_short() -> None:
+def test_forced_tokens_are_computed_in_parts_when_memory_is_short() -> None:
     harness = EngineHarness(pages=60, jump_tokens=16)
     harness.worker = EngineWorker(60, CrampedRunner)
     prompts = [[salt, *PROMPT] for salt in range(4)]
@@ -202,7 +202,7 @@ class ToldRunner(TellingRunner):
 
 
 @pytest.mark.parametrize("target_plan_s", [0.0, 0.004])
-def test_other_ranks_follow_by_what_they_are_told(target_plan_s: float) -> None:
+def test_other_ranks_follow_by_the_tokens_that_they_receive(target_plan_s: float) -> None:
     told: list[torch.Tensor] = []
     harness = EngineHarness(pages=60, jump_tokens=16, target_plan_s=target_plan_s)
     first = harness.worker = EngineWorker(60, partial(TellingRunner, told=told))
@@ -251,7 +251,7 @@ def run_length() -> int:
     return next(index for index in range(1, 40) if certain(output[:index]) is None) - 1
 
 
-def test_a_row_computes_what_was_forced_on_it_in_one_pass(worker: EngineWorker) -> None:
+def test_a_row_computes_its_forced_tokens_in_one_pass(worker: EngineWorker) -> None:
     length = run_length()
     assert length >= 1, "else this test shows nothing"
     first = worker.run(opened(worker, 40))
@@ -305,13 +305,13 @@ def test_a_stop_id_that_is_forced_ends_the_row_and_the_jump(worker: EngineWorker
     assert after.rows.size == 0
 
 
-def test_behind_a_sampled_stop_id_nothing_is_forced(worker: EngineWorker) -> None:
+def test_nothing_is_forced_after_a_sampled_stop_id(worker: EngineWorker) -> None:
     stop = expected(PROMPT, 1, ())[0]
     [result] = worker.run(opened(worker, 40, stop=(stop,)))
     assert written([result]) == [stop]
 
 
-def test_rows_that_tell_log_probabilities_are_sampled_token_by_token(worker: EngineWorker) -> None:
+def test_rows_that_report_log_probabilities_are_sampled_token_by_token(worker: EngineWorker) -> None:
     plan = opened(worker, 40)
     [row] = plan.opens
     told = replace(row, sampling=replace(row.sampling, top_logprobs=1))

@@ -42,7 +42,7 @@ def test_logits_are_those_of_transformers(family: str, tmp_path: Path) -> None:
         torch.testing.assert_close(got, expected, atol=3e-4, rtol=1e-4)
 
 
-def test_chunks_give_what_a_whole_prefill_gives(runner: ModelRunner) -> None:
+def test_a_chunked_prefill_gives_the_same_logits_as_a_whole_one(runner: ModelRunner) -> None:
     driver = Driver(runner)
     whole = driver.run([(driver.open(70), PROMPT)], all_tokens=True)
     row = driver.open(70)
@@ -50,7 +50,7 @@ def test_chunks_give_what_a_whole_prefill_gives(runner: ModelRunner) -> None:
     torch.testing.assert_close(torch.cat(parts), whole, atol=1e-4, rtol=1e-4)
 
 
-def test_decoding_gives_what_a_prefill_gives(runner: ModelRunner) -> None:
+def test_decoding_gives_the_same_logits_as_a_prefill(runner: ModelRunner) -> None:
     driver = Driver(runner)
     whole = driver.run([(driver.open(70), PROMPT)], all_tokens=True)
     row = driver.open(70)
@@ -124,7 +124,7 @@ def test_smaller_kv_stays_close(model: Path, backend: str, kv_dtype: str, tolera
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
-def test_smaller_weights_give_what_transformers_gives_with_rounded_ones(model: Path, dtype: str) -> None:
+def test_16_bit_weights_give_the_same_as_transformers_with_rounded_weights(model: Path, dtype: str) -> None:
     expected = reference_logits(model, PROMPT, rounded=getattr(torch, dtype))
     driver = Driver(load(model, backend="compiled", dtype=dtype))
     got = driver.run([(driver.open(70), PROMPT)], all_tokens=True)
@@ -132,7 +132,7 @@ def test_smaller_weights_give_what_transformers_gives_with_rounded_ones(model: P
     assert (got - expected).norm() / expected.norm() < (1e-5 if dtype == "float16" else 0.05)
 
 
-def test_capacity_tells_what_was_allocated(model: Path) -> None:
+def test_capacity_describes_the_allocated_cache(model: Path) -> None:
     capacity = load(model, device_pages=20, page_size=32, max_context=100).capacity
     assert (capacity.device_pages, capacity.page_size, capacity.max_context) == (20, 32, 100)
     assert (capacity.vocabulary_size, capacity.eos_token_ids, capacity.layers) == (VOCABULARY, (2,), 3)
@@ -144,7 +144,7 @@ def test_no_row_may_be_longer_than_the_pool(model: Path) -> None:
     assert load(model, device_pages=5).capacity.max_context == 80
 
 
-def test_pages_are_counted_from_memory_when_nobody_says_how_many(model: Path) -> None:
+def test_without_a_given_page_count_there_are_pages_for_all_rows(model: Path) -> None:
     # All rows full: 8 rows of 512 tokens.
     assert load(model, device_pages=None, max_rows=8).capacity.device_pages == 8 * 32
 
@@ -184,12 +184,14 @@ def test_progress_rises_to_one_and_names_its_stages(model: Path) -> None:
         ({"backend": "cuda-graphs"}, "backend 'cuda-graphs' is not one of"),
     ],
 )
-def test_what_cannot_be_run_is_refused_with_a_reason(model: Path, changes: dict[str, object], complaint: str) -> None:
+def test_invalid_load_settings_are_refused_with_a_reason(
+    model: Path, changes: dict[str, object], complaint: str
+) -> None:
     with pytest.raises(ConfigurationError, match=complaint):
         load(model, **changes)  # type: ignore[arg-type]  # as parametrised
 
 
-def test_a_page_size_that_no_register_divides_runs_in_plain_torch(model: Path) -> None:
+def test_a_page_size_that_does_not_fit_registers_runs_in_plain_torch(model: Path) -> None:
     expected = reference_logits(model, PROMPT)
     driver = Driver(load(model, backend="compiled", page_size=5))
     got = driver.run([(driver.open(70), PROMPT)], all_tokens=True)

@@ -116,13 +116,13 @@ def check(spans: list[PromptLogprobSpan], expected: torch.Tensor, wanted: Prompt
 @pytest.mark.parametrize(
     "wanted", [PromptLogprobs(), PromptLogprobs(0, 5, (7, 3)), PromptLogprobs(37, 2), PromptLogprobs(88, 1)], ids=str
 )
-def test_they_are_those_of_transformers_however_the_prompt_is_cut(
+def test_prompt_logprobs_equal_those_of_transformers_for_any_chunks(
     engine: ModelEngine, expected: torch.Tensor, lengths: list[int], wanted: PromptLogprobs
 ) -> None:
     check(spans_of(results_of(engine, plans(wanted, lengths))), expected, wanted)
 
 
-def test_behind_a_cached_prefix(engine: ModelEngine, expected: torch.Tensor) -> None:
+def test_prompt_logprobs_after_a_cached_prefix(engine: ModelEngine, expected: torch.Tensor) -> None:
     results_of(engine, plans(PromptLogprobs(), [90]))
     wanted = PromptLogprobs(40, 3)
     again = replace(open_row(0, PROMPT, range(8), computed=32, total=100), prompt_logprobs=wanted)
@@ -130,7 +130,7 @@ def test_behind_a_cached_prefix(engine: ModelEngine, expected: torch.Tensor) -> 
     check(spans_of(results_of(engine, [plan]), row=0), expected, wanted)
 
 
-def test_rows_beside_it_get_the_tokens_that_they_get_alone(engine: ModelEngine) -> None:
+def test_prompt_logprobs_of_a_row_do_not_change_the_tokens_of_others(engine: ModelEngine) -> None:
     alone = [result.token_ids.tolist() for result in results_of(engine, plans(PromptLogprobs(), [30, 60])[:1])]
     engine.reset()
     beside = results_of(engine, plans(PromptLogprobs(0, 4), [30, 60]))
@@ -145,7 +145,7 @@ def test_logits_are_made_in_slices(
     check(spans_of(results_of(engine, plans(wanted, [60, 30]))), expected, wanted)
 
 
-def test_results_that_bring_them_are_bounded_and_come_before_the_pass_is_told_of(engine: ModelEngine) -> None:
+def test_results_with_prompt_logprobs_are_bounded_and_precede_the_result_of_their_pass(engine: ModelEngine) -> None:
     results = results_of(engine, plans(PromptLogprobs(0, 90, tuple(range(96)) * 10), [90]))[1:]
     *partial, last = results
     assert len(partial) > 1
@@ -156,7 +156,7 @@ def test_results_that_bring_them_are_bounded_and_come_before_the_pass_is_told_of
     assert not last.prompt_logprobs
 
 
-def test_a_row_that_wants_none_in_the_slot_of_one_that_did_gets_none(engine: ModelEngine) -> None:
+def test_a_row_without_prompt_logprobs_gets_none_in_a_reused_slot(engine: ModelEngine) -> None:
     results_of(engine, plans(PromptLogprobs(), [90]))
     plan = StepPlan(
         StepId(200),
@@ -180,7 +180,7 @@ def run_rank(rank: int, world_size: int, rendezvous: str, model: Path, wanted: P
     return spans
 
 
-def test_two_ranks_tell_the_same(model: Path, expected: torch.Tensor, ranks: Ranks) -> None:
+def test_two_ranks_give_the_prompt_logprobs_of_transformers(model: Path, expected: torch.Tensor, ranks: Ranks) -> None:
     wanted = PromptLogprobs(5, 4, (1,))
     first, second = ranks.run(run_rank, 2, model, wanted)
     check(first, expected, wanted)

@@ -77,7 +77,7 @@ def test_one_flipped_bit_of_any_tensor_makes_another_fingerprint(model: Path, or
     assert fingerprint(changed) == original
 
 
-def test_a_merged_adapter_with_the_bases_header_and_last_norm_makes_another_fingerprint(
+def test_a_merged_adapter_changes_the_fingerprint_despite_an_equal_header_and_last_norm(
     model: Path, original: str, tmp_path: Path
 ) -> None:
     merged = shutil.copytree(model, tmp_path / "merged")
@@ -138,7 +138,7 @@ def test_dummy_weights_of_two_configurations_have_two_fingerprints(model: Path, 
     assert len({made_up, original, fingerprint(changed, load_format="dummy")}) == 3
 
 
-def test_a_family_of_the_library_goes_by_weights_and_configuration(tmp_path: Path) -> None:
+def test_the_identity_of_a_transformers_model_covers_weights_and_configuration(tmp_path: Path) -> None:
     model = tmp_path / "model"
     save_model(model, "GPTNeoX", {})
     tensors = load_file(model / WHOLE)

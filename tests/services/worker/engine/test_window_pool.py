@@ -113,7 +113,7 @@ def run_rank(
     return capacity.window_pool.pages, [pair for each in pairs for pair in each]
 
 
-def test_two_ranks_with_two_pools_give_what_one_gives(ranks: Ranks, tmp_path: Path) -> None:
+def test_two_ranks_with_two_pools_give_the_same_as_one_rank(ranks: Ranks, tmp_path: Path) -> None:
     save_family(tmp_path, "gemma3")
     engine, _ = load(tmp_path, "torch", 4)
     harness = Harness(
@@ -131,7 +131,7 @@ def test_two_ranks_with_two_pools_give_what_one_gives(ranks: Ranks, tmp_path: Pa
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("head_dim", [32, 64])
-def test_on_a_gpu_two_pools_give_what_one_gives(head_dim: int, tmp_path: Path) -> None:
+def test_on_a_gpu_two_pools_give_the_same_as_one(head_dim: int, tmp_path: Path) -> None:
     save_family(tmp_path, "gemma3", head_dim=head_dim)
     prompts = [random_ids(length, VOCABULARY, seed=length) for length in (60, 90, 5, 41, 1)]
     outputs = []
@@ -165,14 +165,16 @@ def test_on_a_gpu_two_pools_give_what_one_gives(head_dim: int, tmp_path: Path) -
         ("llama", {}),
     ],
 )
-def test_otherwise_all_layers_share_one_pool(family: str, changes: dict[str, Any], tmp_path: Path) -> None:
+def test_without_a_separate_window_pool_all_layers_share_one_pool(
+    family: str, changes: dict[str, Any], tmp_path: Path
+) -> None:
     save_family(tmp_path, family)
     _, capacity = load(tmp_path, "torch", 4, **changes)
     assert capacity.window_pool is None
     assert capacity.device_pages == PAGES
 
 
-def test_an_engine_is_reused_by_a_scheduler_that_asks_for_what_it_was_given(tmp_path: Path) -> None:
+def test_an_engine_is_reused_if_the_requested_window_pages_equal_its_own(tmp_path: Path) -> None:
     save_family(tmp_path, "gemma3")
     engine, capacity = load(tmp_path, "torch", 4, device_pages=None, window_pages=None)
     model, pool = engine._model, capacity.window_pool

@@ -101,7 +101,7 @@ async def test_turns_go_round_tenants_and_then_subjects() -> None:
         assert it.work.texts() == ["first", "a0", "r0", "b0", "r1", "a1", "b1", "a2"]
 
 
-async def test_what_takes_longer_than_a_slice_goes_on_beside_the_others_and_ends() -> None:
+async def test_a_grammar_that_takes_longer_than_a_slice_continues_while_others_compile() -> None:
     async with setup() as it:
         it.work.hold("long")
         [long] = it.ask(grammar("long"))
@@ -113,7 +113,7 @@ async def test_what_takes_longer_than_a_slice_goes_on_beside_the_others_and_ends
         assert it.work.texts().count("long") == 1
 
 
-async def test_a_second_long_one_is_stopped_and_starts_again_when_the_first_has_ended() -> None:
+async def test_a_second_long_compilation_is_stopped_and_restarted_after_the_first() -> None:
     async with setup() as it:
         it.work.hold("long0", "long1")
         first, second = it.ask(grammar("long0", RIVAL), grammar("long1", ANN))
@@ -141,7 +141,7 @@ async def test_a_grammar_that_takes_too_long_is_refused_and_stopped() -> None:
         assert it.work.texts() == ["endless", "endless", "bad"]
 
 
-async def test_a_subject_has_so_many_open_compilations_and_others_are_not_concerned() -> None:
+async def test_open_compilations_are_limited_per_subject_and_others_are_not_affected() -> None:
     limits = GrammarLimits(slice_s=SLICE_S, open_per_subject=3)
     async with setup(limits) as it:
         hostile = names("slow", 3)
@@ -191,7 +191,7 @@ async def test_time_that_other_work_took_from_a_compilation_is_not_charged() -> 
         assert await it.desk.prepare(grammar("more", RIVAL)) == 1000
 
 
-async def test_what_waits_when_its_subject_has_used_up_its_seconds_is_refused() -> None:
+async def test_a_waiting_grammar_is_refused_once_its_subject_s_seconds_are_used_up() -> None:
     async with setup(GrammarLimits(slice_s=SLICE_S, seconds_per_minute=10.0)) as it:
         it.work.hold("slow")
         slow, waiting = it.ask(grammar("slow", RIVAL), grammar("next", RIVAL))
@@ -232,7 +232,7 @@ async def test_compiling_stops_when_the_last_call_is_cancelled() -> None:
         assert await it.desk.prepare(grammar("slow")) == 1000
 
 
-async def test_what_only_waits_is_taken_out_when_it_is_cancelled() -> None:
+async def test_a_waiting_grammar_is_removed_when_it_is_cancelled() -> None:
     async with setup() as it:
         it.work.hold("slow0", "slow1")
         it.ask(grammar("slow0", RIVAL), grammar("slow1", BOB))
@@ -266,7 +266,7 @@ async def test_another_scope_compiles_the_same_again(text: str, other: GrammarSc
         assert [one.scope for one in it.work.started] == [ANN, other]
 
 
-async def test_the_tenant_with_most_waiting_gives_way_when_too_many_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_too_many_waiting_grammars_are_refused_from_the_tenant_with_most(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(desk_module, "MAX_WAITING", 20)
     async with setup() as it:
         hostile = names("slow", 40)
@@ -279,7 +279,7 @@ async def test_the_tenant_with_most_waiting_gives_way_when_too_many_wait(monkeyp
         assert all(isinstance(task.exception(), QueueFullError) for task in refused)
 
 
-async def test_a_pool_that_cannot_start_is_not_the_grammars_fault() -> None:
+async def test_a_pool_that_cannot_start_is_reported_as_unavailable() -> None:
     class Broken(Work):
         async def take(self, source: VocabularySource) -> FakeProcess:
             raise UnavailableError("no")
@@ -291,7 +291,7 @@ async def test_a_pool_that_cannot_start_is_not_the_grammars_fault() -> None:
     await desk.close()
 
 
-async def test_without_a_vocabulary_grammars_are_not_heeded() -> None:
+async def test_without_a_vocabulary_grammars_are_not_compiled() -> None:
     work = Work()
     desk = GrammarDesk(GrammarLibrary(), work, LIMITS)
     assert await desk.prepare(grammar("x")) == 0

@@ -84,7 +84,7 @@ async def compiled(processes: CompileProcesses, grammar: Grammar) -> Verdict:
         await process.kill()
 
 
-async def test_a_good_grammar_comes_back_compiled(processes: CompileProcesses) -> None:
+async def test_a_valid_grammar_is_returned_compiled(processes: CompileProcesses) -> None:
     verdict = await compiled(processes, GOOD)
     assert verdict.refusal is None
     matcher = Matcher(Compiler(SOURCE).load(verdict.data), SOURCE.vocabulary_size)
@@ -106,7 +106,7 @@ async def test_a_bad_grammar_is_refused_with_a_reason(processes: CompileProcesse
     assert "/project/" not in refusal
 
 
-async def test_nothing_that_is_thrown_at_it_ends_the_process(processes: CompileProcesses) -> None:
+async def test_no_random_grammar_ends_the_compile_template(processes: CompileProcesses) -> None:
     await compiled(processes, GOOD)
     template = processes._template
     random_ = random.Random(7)
@@ -162,7 +162,7 @@ async def test_huge_grammars_harm_at_most_their_process(processes: CompileProces
     assert processes._template is template
 
 
-async def test_a_process_that_computes_is_killed(processes: CompileProcesses) -> None:
+async def test_a_process_that_is_busy_compiling_can_be_killed(processes: CompileProcesses) -> None:
     process = await processes.take(SOURCE)
     with pytest.raises(TimeoutError):
         async with asyncio.timeout(0.2):
@@ -202,7 +202,7 @@ async def test_a_template_that_died_is_started_again() -> None:
     await own.close()
 
 
-async def test_a_process_that_does_not_start_is_not_the_grammars_fault() -> None:
+async def test_a_compile_process_that_does_not_start_is_reported_as_unavailable() -> None:
     broken = CompileProcesses((sys.executable, "-c", ""))
     for _ in range(2):
         with pytest.raises(UnavailableError):

@@ -28,7 +28,7 @@ def test_each_item_is_taken_once_and_a_subjects_items_in_order(scopes: list[Gram
 
 
 @given(st.lists(SCOPES, min_size=1, max_size=40))
-def test_nobody_gets_two_turns_while_another_tenant_waits(scopes: list[GrammarScope]) -> None:
+def test_no_tenant_gets_two_turns_while_another_waits(scopes: list[GrammarScope]) -> None:
     turns: Turns[GrammarScope] = Turns()
     left = Counter(scope.tenant for scope in scopes)
     for scope in scopes:
@@ -40,7 +40,7 @@ def test_nobody_gets_two_turns_while_another_tenant_waits(scopes: list[GrammarSc
         assert lhs.tenant != rhs.tenant or all(not left[tenant] for tenant in left if tenant != lhs.tenant)
 
 
-def test_what_is_removed_has_no_turn_and_the_longest_gives_way() -> None:
+def test_a_removed_item_gets_no_turn_and_the_longest_queue_gives_way() -> None:
     turns: Turns[str] = Turns()
     for scope, item in ((ANN, "a"), (ANN, "b"), (BOB, "c"), (RIVAL, "r")):
         turns.add(scope, item)
@@ -51,7 +51,7 @@ def test_what_is_removed_has_no_turn_and_the_longest_gives_way() -> None:
     assert [turns.take(), turns.take()] == ["a", "r"]
 
 
-def test_coming_back_after_each_turn_does_not_push_in() -> None:
+def test_rejoining_after_each_turn_does_not_jump_the_queue() -> None:
     turns: Turns[str] = Turns()
     turns.add(RIVAL, "r0")
     assert turns.take() == "r0"

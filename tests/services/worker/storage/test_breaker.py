@@ -18,7 +18,7 @@ def test_single_failures_do_not_open_it() -> None:
     assert breaker.allows(0.0)
 
 
-def test_failures_in_a_row_open_it_for_a_pause() -> None:
+def test_consecutive_failures_open_the_breaker_for_a_pause() -> None:
     breaker = opened()
     assert breaker.is_open
     assert not breaker.allows(FIRST_PAUSE_S / 2)

@@ -91,7 +91,7 @@ def transfer(number: int, direction: TransferDirection, pages: list[int], keys: 
     )
 
 
-async def test_a_later_result_acknowledges_what_storage_did(bench: Bench) -> None:
+async def test_a_later_result_acknowledges_storage_transfers(bench: Bench) -> None:
     assert bench.engine.configure(SPEC, lambda *_: None).has_storage
     bench.run(transfer(1, STORE, [0, 1], KEYS[:2]))
     assert replace(await bench.ack(), duration_us=0) == TransferAck(TransferId(1), 2)
@@ -108,7 +108,7 @@ async def test_transfers_within_the_engine_remain_its_own(bench: Bench) -> None:
     assert bench.run(own) == (TransferAck(TransferId(5), 1),)
 
 
-async def test_what_belongs_to_an_earlier_stream_is_void(bench: Bench) -> None:
+async def test_transfers_of_an_earlier_stream_are_void(bench: Bench) -> None:
     bench.engine.configure(SPEC, lambda *_: None)
     bench.run(transfer(1, STORE, [0, 1], KEYS[:2]))
     bench.engine.reset()

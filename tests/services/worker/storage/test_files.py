@@ -22,26 +22,26 @@ def files(root: Path) -> list[Path]:
     return sorted(path for path in root.rglob("*") if path.is_file())
 
 
-def test_what_was_put_is_got_and_found(tmp_path: Path) -> None:
+def test_stored_objects_are_read_back_and_found(tmp_path: Path) -> None:
     storage = FileStorage(tmp_path / "new" / "place", 1000)
     storage.put_many({name(1): b"one", name(2): b"two"})
     assert storage.get_many([name(1), name(2), name(3)]) == [b"one", b"two", None]
     assert storage.exists_many([name(3), name(2)]) == [False, True]
 
 
-def test_another_process_finds_it(tmp_path: Path) -> None:
+def test_another_instance_finds_stored_objects(tmp_path: Path) -> None:
     FileStorage(tmp_path, 1000).put_many({name(1): b"one"})
     assert FileStorage(tmp_path, 1000).get_many([name(1)]) == [b"one"]
 
 
-def test_what_was_deleted_is_gone_and_the_rest_is_not(tmp_path: Path) -> None:
+def test_deleted_objects_are_gone_and_others_are_kept(tmp_path: Path) -> None:
     storage = FileStorage(tmp_path, 1000)
     storage.put_many({name(1): b"one", name(2): b"two"})
     storage.delete_many([name(1), name(3)])
     assert storage.get_many([name(1), name(2)]) == [None, b"two"]
 
 
-def test_nobody_else_may_read(tmp_path: Path) -> None:
+def test_stored_files_are_readable_by_their_owner_only(tmp_path: Path) -> None:
     FileStorage(tmp_path / "place", 1000).put_many({name(1): b"one"})
     paths = [tmp_path / "place", *(tmp_path / "place").rglob("*")]
     assert len(paths) == 3
@@ -53,7 +53,7 @@ def test_objects_spread_over_folders(tmp_path: Path) -> None:
     assert len(list(tmp_path.iterdir())) == 64
 
 
-def test_the_limit_holds_and_what_was_not_read_for_longest_goes(tmp_path: Path) -> None:
+def test_the_limit_holds_and_the_least_recently_read_files_are_evicted(tmp_path: Path) -> None:
     storage = FileStorage(tmp_path, 1000)
     for number in range(9):
         storage.put_many({name(number): bytes(100)})
@@ -64,7 +64,7 @@ def test_the_limit_holds_and_what_was_not_read_for_longest_goes(tmp_path: Path) 
     assert storage.exists_many([name(0), name(1), name(10), name(11)]) == [True, False, True, True]
 
 
-def test_the_limit_counts_what_others_wrote(tmp_path: Path) -> None:
+def test_the_limit_includes_files_written_by_others(tmp_path: Path) -> None:
     FileStorage(tmp_path, 10_000).put_many({name(number): bytes(100) for number in range(20)})
     storage = FileStorage(tmp_path, 1000)
     storage.put_many({name(30): bytes(100)})
@@ -95,7 +95,7 @@ def test_files_whose_writer_died_are_cleaned_up(tmp_path: Path) -> None:
     assert storage.exists_many([name(1)]) == [True]
 
 
-def test_a_place_that_is_no_directory_is_refused(tmp_path: Path) -> None:
+def test_a_storage_path_that_is_not_a_directory_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(StorageError, match="cannot use"):
         FileStorage(tmp_path / "file", 1000)

@@ -26,14 +26,14 @@ def decode(data: bytes, key: bytes = KEY, cipher_key: bytes = CIPHER_KEY) -> mem
 
 
 @given(PAYLOADS)
-def test_what_was_encoded_is_decoded(payload: bytes) -> None:
+def test_decoding_restores_the_encoded_payload(payload: bytes) -> None:
     decoded = decode(encode(payload))
     assert not isinstance(decoded, Miss)
     assert bytes(decoded) == payload
 
 
 @given(PAYLOADS)
-def test_nothing_of_the_page_is_seen_and_no_two_writes_are_alike(payload: bytes) -> None:
+def test_an_encoded_page_hides_its_content_and_no_two_encodings_are_equal(payload: bytes) -> None:
     first, second = encode(payload), encode(payload)
     assert len(first) == len(payload) + OVERHEAD_BYTES
     assert first[-80:-16] != second[-80:-16]
@@ -70,7 +70,7 @@ def test_anything_appended_is_a_miss(payload: bytes, more: bytes) -> None:
 
 
 @given(st.binary(max_size=OVERHEAD_BYTES + 128))
-def test_anything_else_is_a_miss(data: bytes) -> None:
+def test_arbitrary_bytes_decode_to_a_miss(data: bytes) -> None:
     assert isinstance(decode(data), Miss)
 
 

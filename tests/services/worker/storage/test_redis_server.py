@@ -19,19 +19,19 @@ def storage(redis_process: RedisProcess) -> RedisStorage:
     return RedisStorage(redis_process.url, timeout_s=2.0, connections=2)
 
 
-def test_what_was_put_is_got_and_found(storage: RedisStorage) -> None:
+def test_stored_objects_are_read_back_and_found(storage: RedisStorage) -> None:
     storage.put_many({"a-1": b"\0one", "a-2": bytes(100_000)})
     assert storage.get_many(["a-1", "a-2", "a-3"]) == [b"\0one", bytes(100_000), None]
     assert storage.exists_many(["a-3", "a-1"]) == [False, True]
 
 
-def test_what_was_deleted_is_gone_and_the_rest_is_not(storage: RedisStorage) -> None:
+def test_deleted_objects_are_gone_and_others_are_kept(storage: RedisStorage) -> None:
     storage.put_many({"a-1": b"one", "a-2": b"two"})
     storage.delete_many(["a-1", "a-3"])
     assert storage.get_many(["a-1", "a-2"]) == [None, b"two"]
 
 
-def test_a_server_that_was_killed_fails_at_once_and_is_used_again_when_it_is_back(
+def test_calls_to_a_killed_server_fail_at_once_and_work_after_its_restart(
     storage: RedisStorage, redis_process: RedisProcess
 ) -> None:
     storage.put_many({"a-1": b"one"})
@@ -45,7 +45,7 @@ def test_a_server_that_was_killed_fails_at_once_and_is_used_again_when_it_is_bac
     assert storage.get_many(["a-1"]) == [b"one"]
 
 
-def test_a_server_that_was_never_there_is_found_out_at_the_first_call(tmp_path: Path) -> None:
+def test_an_unreachable_server_is_detected_at_the_first_call(tmp_path: Path) -> None:
     storage = RedisStorage(f"unix://{tmp_path}/nobody.sock", timeout_s=0.5, connections=1)
     with pytest.raises(StorageError, match="EXISTS failed"):
         storage.exists_many(["a-1"])

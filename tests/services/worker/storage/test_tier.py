@@ -61,13 +61,13 @@ async def bench() -> AsyncIterator[Bench]:
     assert bench.storage.is_closed
 
 
-async def test_what_was_stored_is_fetched_into_other_pages(bench: Bench) -> None:
+async def test_stored_pages_are_fetched_into_other_pages(bench: Bench) -> None:
     assert await bench.do(STORE, KEYS[:10], list(range(10))) == 10
     assert await bench.do(FETCH, KEYS[:10], list(range(10, 20))) == 10
     assert bench.pages.pages[10:] == bench.pages.pages[:10]
 
 
-async def test_what_is_there_is_not_written_again(bench: Bench) -> None:
+async def test_existing_objects_are_not_written_again(bench: Bench) -> None:
     await bench.do(STORE, KEYS[:3], [0, 1, 2])
     bench.storage.calls.clear()
     assert await bench.do(STORE, KEYS[:3], [0, 1, 2]) == 3
@@ -82,9 +82,7 @@ async def test_a_fetch_ends_with_the_first_page_that_is_missing(bench: Bench) ->
 
 
 @pytest.mark.parametrize("kept", [0, 3, -1])
-async def test_a_truncated_object_is_a_miss_whose_page_is_not_touched_and_gives_way_to_a_whole_one(
-    bench: Bench, kept: int
-) -> None:
+async def test_a_truncated_object_is_a_miss_that_touches_no_page_and_is_replaced(bench: Bench, kept: int) -> None:
     await bench.do(STORE, KEYS[:3], [0, 1, 2])
     bench.storage.objects[FORM.name(KEYS[1])] = bench.storage.objects[FORM.name(KEYS[1])][:kept]
     before = list(bench.pages.pages)
@@ -102,9 +100,7 @@ async def test_a_page_is_not_stored_as_it_is(bench: Bench) -> None:
 
 
 @pytest.mark.parametrize("forged", ["swapped", "flipped", "other_key", "unencrypted"])
-async def test_a_forged_object_is_a_miss_whose_page_is_not_touched_and_gives_way_to_a_whole_one(
-    bench: Bench, forged: str
-) -> None:
+async def test_a_forged_object_is_a_miss_that_touches_no_page_and_is_replaced(bench: Bench, forged: str) -> None:
     await bench.do(STORE, KEYS[:3], [0, 1, 2])
     objects, name = bench.storage.objects, FORM.name(KEYS[1])
     flipped = bytearray(objects[name])
@@ -129,13 +125,13 @@ async def test_without_the_key_that_it_was_stored_with_a_page_is_a_miss(bench: B
     assert bench.pages.pages[10] == b"page  10"
 
 
-async def test_what_was_dropped_is_missing(bench: Bench) -> None:
+async def test_dropped_objects_are_missing(bench: Bench) -> None:
     await bench.do(STORE, KEYS[:3], [0, 1, 2])
     assert await bench.do(DROP, KEYS[1:2], []) == 1
     assert await bench.do(FETCH, KEYS[:3], [10, 11, 12]) == 1
 
 
-async def test_a_storage_that_is_down_makes_misses_and_is_soon_left_alone(bench: Bench) -> None:
+async def test_a_storage_that_is_down_gives_misses_and_soon_gets_no_calls(bench: Bench) -> None:
     bench.storage.is_down = True
     for _ in range(10):
         assert await bench.do(FETCH, KEYS[:2], [0, 1]) == 0
@@ -146,7 +142,7 @@ async def test_a_storage_that_is_down_makes_misses_and_is_soon_left_alone(bench:
     assert await bench.do(STORE, KEYS[:1], [0]) == 1
 
 
-async def test_a_storage_that_hangs_is_waited_for_only_so_long() -> None:
+async def test_a_hanging_storage_is_waited_for_only_until_the_timeout() -> None:
     bench = Bench(timeout_s=0.05)
     bench.storage.gate = threading.Event()
     try:

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     import pytest
 
 
-def test_modes_are_simulated_beside_each_other(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_several_modes_are_simulated_and_compared(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "cache.json"
     small = ["--requests", "600", "--users", "60", "--apps", "4", "--scale", "0.1", "--device-pages", "2000"]
     modes = ["--modes", "shared", "user_aware"]

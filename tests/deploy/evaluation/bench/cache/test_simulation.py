@@ -44,7 +44,7 @@ def apps_first_users() -> list[Arrival]:
 @pytest.mark.parametrize(
     ("mode", "hits"), [("shared", 4 * 160), ("isolated", 0), ("isolated_pinned", 3 * 160), ("user_aware", 2 * 160)]
 )
-def test_each_mode_finds_what_its_rules_allow(mode: CacheName, hits: int) -> None:
+def test_each_mode_hits_exactly_the_tokens_that_its_rules_allow(mode: CacheName, hits: int) -> None:
     # user_aware: three users compute the prompt, the others find it. A pin that is made when the prompt is first seen
     # becomes effective one epoch after, so that it is the second user's prompt which is kept.
     figures, _ = played(mode, apps_first_users())
@@ -54,7 +54,7 @@ def test_each_mode_finds_what_its_rules_allow(mode: CacheName, hits: int) -> Non
         assert figures.crossing_tokens == 0
 
 
-def test_what_is_found_without_evidence_is_told() -> None:
+def test_hits_without_evidence_are_counted() -> None:
     figures, _ = played("shared", apps_first_users())
     # The second and the third user find what only one and two others have asked.
     assert figures.crossing_tokens == 2 * 160
@@ -94,7 +94,7 @@ def test_no_page_is_lost_when_memory_is_short(mode: CacheName) -> None:
     assert audit(simulation.allocator, simulation.cache, {}).is_clean
 
 
-def test_what_can_never_fit_is_refused_and_the_rest_goes_on() -> None:
+def test_a_request_that_can_never_fit_is_refused_and_the_others_run() -> None:
     small = Machine(device_pages=20)
     arrivals = [Arrival(0, request("ann", Segment("d", 10_000))), Arrival(1, request("ann", SYSTEM))]
     figures, _ = played("user_aware", arrivals, small)
@@ -108,7 +108,7 @@ def test_turns_come_when_the_answer_before_is_written_and_thought_about() -> Non
     assert times == [1.0, 2.0, 5.0]
 
 
-def test_fairness_is_one_for_equals_and_one_in_n_for_a_favourite() -> None:
+def test_jain_index_is_one_for_equals_and_one_nth_for_a_single_winner() -> None:
     assert jain_index([0.5, 0.5, 0.5]) == pytest.approx(1.0)
     assert jain_index([1.0, 0.0, 0.0, 0.0]) == pytest.approx(0.25)
     assert jain_index([0.0, 0.0]) == 1.0

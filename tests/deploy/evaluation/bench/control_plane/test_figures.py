@@ -44,7 +44,7 @@ def test_a_scheduler_without_the_metrics_is_explained() -> None:
         parse_step_totals("")
 
 
-def test_memory_per_request_is_the_slope_whatever_the_start() -> None:
+def test_memory_per_request_is_the_slope_of_memory_over_requests() -> None:
     assert slope([5_000_000 + 4096 * count for count in COUNTS]) == pytest.approx(4096)
 
 

@@ -22,7 +22,7 @@ def test_phases_ask_equal_work_about_equal_apps_by_other_users(mix: str) -> None
 
 
 @pytest.mark.parametrize("mix", list(MIXES))
-def test_nothing_of_a_round_was_asked_in_an_earlier_one(mix: str) -> None:
+def test_no_round_repeats_segments_of_an_earlier_one(mix: str) -> None:
     rounds = [round_phases(mix, SIZE, number, seed=1) for number in (0, 1)]
     keys = [
         {s.key for phase in phases for session in phase.sessions for r in session.requests for s in r.segments}

@@ -32,7 +32,7 @@ def test_ratios_are_taken_within_rounds() -> None:
     assert [spread.low, spread.median, spread.high] == pytest.approx([4.0, 4.0, 4.0])
 
 
-def test_a_mode_that_was_left_out_has_no_ratio() -> None:
+def test_an_omitted_mode_has_no_ratio() -> None:
     modes = [rounds("isolated", 8.0), rounds("user_aware", 2.0)]
     assert ratio(modes, "warm", "request_throughput", "shared") is None
     assert ratio_table(modes).row_count == 2
@@ -45,7 +45,7 @@ def test_first_tokens_are_compared_in_milliseconds() -> None:
     assert spread.median == pytest.approx(0.25)
 
 
-def test_results_name_mode_and_phase_or_what_is_divided() -> None:
+def test_labels_of_results_name_mode_and_phase_or_the_ratio_s_two_modes() -> None:
     modes = [rounds("isolated", 8.0), rounds("user_aware", 2.0)]
     sheets = sheets_of(modes, "tenants-s1", "tiny", Provenance("pando", "abc", "2026-01-01"))
     found = {(result.label, result.metric): result for sheet in sheets for result in sheet.results}

@@ -27,7 +27,7 @@ def test_equal_seeds_are_equal_workloads() -> None:
     assert m1_sessions(SHAPE, 300, seed=3) != m1_sessions(SHAPE, 300, seed=4)
 
 
-def test_it_has_as_many_requests_as_asked_for_in_order_of_arrival() -> None:
+def test_m1_has_the_requested_number_of_requests_in_order_of_arrival() -> None:
     sessions = m1_sessions(SHAPE, 1000, rate=2.0)
     assert sum(len(session.requests) for session in sessions) == 1000
     arrivals = [session.arrival_s or 0.0 for session in sessions]
@@ -65,7 +65,7 @@ def test_every_user_has_one_to_three_apps(sessions: list[Session]) -> None:
     assert {len(each) for each in apps.values()} == {1, 2, 3}
 
 
-def test_a_turn_goes_on_with_all_that_was_said_before() -> None:
+def test_a_turn_contains_the_whole_conversation_before_it() -> None:
     sessions = (session for session in m1_stream(SHAPE) if len(session.requests) >= 3)
     for earlier, later in pairwise(next(sessions).requests):
         assert later.segments[:-2] == earlier.segments
@@ -104,7 +104,7 @@ def test_bursts_keep_the_rate_and_spread_the_gaps() -> None:
 
 
 @pytest.mark.parametrize("wrong", [{"users": 0}, {"scale": 0}, {"turns": 0.5}, {"document_share": 0.99}])
-def test_what_cannot_be_drawn_is_refused(wrong: dict[str, float]) -> None:
+def test_invalid_shapes_are_refused(wrong: dict[str, float]) -> None:
     with pytest.raises(ValueError, match=r"at least|exceed"):
         M1Shape(**wrong)  # type: ignore[arg-type]  # one field each
 
@@ -118,7 +118,7 @@ def test_ideal_rates_of_a_scaled_workload() -> None:
     assert ideal_rates(requests, keeps_answers=False).within < alone.within
 
 
-def test_the_ideal_cache_knows_who_has_asked_what() -> None:
+def test_the_ideal_cache_distinguishes_own_shared_and_evident_hits() -> None:
     cache = IdealCache(keeps_answers=False, principals=2, page_tokens=16)
     by_user = {request.user: request for session in m1_sessions(SHAPE, 500) for request in session.requests}
     first, second, third = list(by_user.values())[:3]

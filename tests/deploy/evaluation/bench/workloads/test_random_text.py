@@ -11,7 +11,7 @@ def test_prompts_share_nothing_and_have_the_lengths_asked_for() -> None:
     assert {(request.input_tokens, request.output_tokens) for request in requests} == {(256, 64)}
 
 
-def test_names_make_other_prompts_of_the_same_lengths() -> None:
+def test_a_different_name_gives_different_prompts_of_the_same_lengths() -> None:
     first = random_sessions(9, 100, 20, length_spread=0.5, name="a", seed=4)
     second = random_sessions(9, 100, 20, length_spread=0.5, name="b", seed=4)
     keys = {session.requests[0].segments[0].key for session in first + second}
@@ -29,6 +29,6 @@ def test_lengths_are_a_function_of_the_seed() -> None:
     assert random_sessions(9, 99, 9, length_spread=0.5, seed=1) != random_sessions(9, 99, 9, length_spread=0.5, seed=2)
 
 
-def test_a_spread_that_could_leave_nothing_is_refused() -> None:
+def test_a_length_spread_that_allows_empty_prompts_is_refused() -> None:
     with pytest.raises(ValueError, match="spread"):
         random_sessions(1, 10, 10, length_spread=1.0)

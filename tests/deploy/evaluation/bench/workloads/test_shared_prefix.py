@@ -9,7 +9,7 @@ from deploy.evaluation.bench.workloads.shared_prefix import SharedPrefixShape, s
 SHAPE = SharedPrefixShape(apps=4, users=10, requests_per_user=3, system_tokens=70, question_tokens=20, output_tokens=5)
 
 
-def test_every_user_asks_as_often_as_said_and_always_the_same_app() -> None:
+def test_every_user_sends_the_configured_number_of_requests_to_one_app() -> None:
     requests = [session.requests[0] for session in shared_prefix_sessions(SHAPE)]
     assert Counter(request.user for request in requests) == {f"user-{user:05d}": 3 for user in range(10)}
     apps = {(request.user, request.segments[0].key) for request in requests}
@@ -35,6 +35,6 @@ def test_the_default_is_workload_s1() -> None:
     assert {(request.input_tokens, request.output_tokens) for request in requests} == {(3563 + 223, 64)}
 
 
-def test_nobody_asking_is_refused() -> None:
+def test_a_workload_without_users_is_refused() -> None:
     with pytest.raises(ValueError, match="at least 1"):
         shared_prefix_sessions(SharedPrefixShape(users=0))

@@ -42,7 +42,7 @@ def test_later_turns_carry_the_history(tmp_path: Path) -> None:
     assert {request.output_tokens for request in session.requests} == {7}
 
 
-def test_what_does_not_fit_is_left_out(tmp_path: Path) -> None:
+def test_conversations_of_another_form_are_left_out(tmp_path: Path) -> None:
     entries = [
         conversation(("human", "x" * 10_000), ("gpt", "y")),
         conversation(("gpt", "hello"), ("human", "?")),

@@ -23,7 +23,7 @@ def test_ids_and_lengths_are_in_their_ranges() -> None:
         assert max(ids) <= 10_000
 
 
-def test_a_part_is_a_part_of_the_whole() -> None:
+def test_a_part_of_w1_is_a_prefix_of_the_whole() -> None:
     whole, part = w1_requests(), w1_requests(8, scale=0.1)
     assert w1_requests(8) == whole[:8]
     for small, large in zip(part, whole[:8], strict=True):
@@ -36,6 +36,6 @@ def test_a_part_is_a_part_of_the_whole() -> None:
 
 
 @pytest.mark.parametrize(("requests", "scale"), [(0, 1.0), (257, 1.0), (8, 0.0), (8, 1.5)])
-def test_what_is_not_w1_is_refused(requests: int, scale: float) -> None:
+def test_sizes_beyond_those_of_w1_are_refused(requests: int, scale: float) -> None:
     with pytest.raises(ValueError, match=r"W1|scale"):
         w1_requests(requests, scale)

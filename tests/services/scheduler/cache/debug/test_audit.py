@@ -24,14 +24,14 @@ def test_a_forgotten_row_shows_as_unaccounted_references() -> None:
     assert not accounting.is_exact
 
 
-def test_audit_of_sound_books_is_clean() -> None:
+def test_an_audit_of_consistent_accounts_is_clean() -> None:
     driver = Driver()
     driver.serve(ANN, [1, 2, 3, 4])
     row = driver.admit(ANN, [1, 2, 3, 4, 5])
     assert audit(driver.allocator, driver.cache, {"row": row.table}).is_clean
 
 
-def test_audit_names_a_leaked_page_and_who_had_it() -> None:
+def test_audit_names_a_leaked_page_and_its_owner() -> None:
     driver = Driver()
     driver.serve(ANN, [1, 2])
     pages = driver.allocator.try_allocate(1, owner=42)
@@ -85,7 +85,7 @@ def test_repair_flushes_a_cache_whose_pages_others_may_have_written() -> None:
     assert audit(driver.allocator, driver.cache, {}).is_clean
 
 
-def test_repair_of_sound_books_changes_nothing() -> None:
+def test_repairing_consistent_accounts_changes_nothing() -> None:
     driver = Driver(capacity=8)
     driver.serve(ANN, [1, 2, 3, 4])
     driver.allocator.try_allocate(1)

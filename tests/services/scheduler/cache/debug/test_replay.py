@@ -127,7 +127,7 @@ def test_first_difference_is_reported_with_both_sides() -> None:
     assert difference.replayed["outcome"]["pages"] != [1, 2, 3]
 
 
-def test_other_rules_are_found_where_they_first_matter() -> None:
+def test_a_changed_rule_is_found_at_its_first_difference() -> None:
     driver = RecordedDriver()
     a_day(driver)
     header = orjson.loads(driver.lines[0])
@@ -148,7 +148,7 @@ def test_operation_that_cannot_be_done_again_is_a_difference() -> None:
     assert "outcome.error" in difference.fields
 
 
-def test_second_header_begins_anew() -> None:
+def test_a_second_header_restarts_the_replay() -> None:
     one, other = RecordedDriver(), RecordedDriver("shared")
     a_day(one)
     other.serve(ANN, SYSTEM)
@@ -157,7 +157,7 @@ def test_second_header_begins_anew() -> None:
     assert (report.nodes, report.cached_pages) == (1, 3)
 
 
-def test_log_whose_writer_could_not_keep_up_says_so() -> None:
+def test_a_log_ended_by_a_slow_writer_is_reported_as_incomplete() -> None:
     driver = RecordedDriver()
     driver.serve(ANN, SYSTEM)
     report = replay([*driver.lines, encode_end()])
@@ -178,7 +178,7 @@ def test_log_whose_writer_could_not_keep_up_says_so() -> None:
         ([encode_header("shared", 2, 4, PLAIN), b'{"operation": "dance", "number": 1}'], "unknown operation"),
     ],
 )
-def test_what_is_no_log_is_refused_with_its_line(lines: list[bytes], message: str) -> None:
+def test_an_invalid_log_is_refused_with_its_line(lines: list[bytes], message: str) -> None:
     with pytest.raises(LogError, match=message):
         replay(lines)
 
@@ -211,7 +211,7 @@ def test_ids_are_recorded_once_per_row() -> None:
     assert replay(driver.lines).difference is None
 
 
-def test_choices_of_tenants_are_replayed_as_they_were() -> None:
+def test_sharing_choices_of_tenants_are_replayed() -> None:
     decisions: list[Decision] = []
     choices = {"tenant": Sharing.TENANT}
     asked = SharingChoices(lambda tenant: choices[tenant])

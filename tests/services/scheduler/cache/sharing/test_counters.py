@@ -22,7 +22,7 @@ def fingerprint(number: int) -> int:
     return Account(("tenant", f"user {number}")).fingerprint
 
 
-def test_members_are_counted_exactly_and_once_while_they_are_few() -> None:
+def test_few_members_are_counted_exactly_and_once() -> None:
     count = DistinctCount()
     for number in [*range(EXACT_SUBJECTS), *range(EXACT_SUBJECTS)]:
         count.add(fingerprint(number))
@@ -31,7 +31,7 @@ def test_members_are_counted_exactly_and_once_while_they_are_few() -> None:
 
 
 @pytest.mark.parametrize("users", [65, 100, 300, 1_000, 30_000])
-def test_many_are_estimated_within_a_quarter(users: int) -> None:
+def test_large_counts_are_estimated_within_a_quarter(users: int) -> None:
     count = DistinctCount()
     for _ in range(2):
         for number in range(users):
@@ -75,7 +75,7 @@ def test_estimate_never_exceeds_the_hits() -> None:
     assert node.distinct_users <= 70
 
 
-def test_fingerprints_tell_subjects_apart_by_both_parts() -> None:
+def test_fingerprints_distinguish_subjects_by_both_parts() -> None:
     views = [
         View(Subject("a/b", "c")),
         View(Subject("a", "b/c")),

@@ -26,7 +26,7 @@ class TestPages:
         assert driver.cache.held_references == 20
         driver.check()
 
-    def test_views_are_as_before(self) -> None:
+    def test_merging_does_not_change_views(self) -> None:
         driver = driver_with()
         driver.serve(ANN, [*DOCUMENT, 50, 51])
         driver.serve(BOB, [*DOCUMENT, 60, 61])
@@ -69,7 +69,7 @@ class TestPages:
         driver.next_epoch()
         assert driver.allocator.free_pages == 180
 
-    def test_what_is_in_use_is_merged_later(self) -> None:
+    def test_pages_in_use_are_merged_later(self) -> None:
         driver = driver_with()
         driver.serve(ANN, DOCUMENT)
         driver.serve(BOB, DOCUMENT)
@@ -83,7 +83,7 @@ class TestPages:
         assert driver.allocator.free_pages == 190
         driver.check()
 
-    def test_opted_out_pages_are_merged_too_as_nobody_sees_it(self) -> None:
+    def test_opted_out_pages_are_merged_too_because_merging_is_invisible(self) -> None:
         driver = driver_with(promotion_subjects=2)
         driver.serve(ANN, DOCUMENT, may_promote=False)
         driver.serve(BOB, DOCUMENT, may_promote=False)
@@ -113,7 +113,7 @@ class TestChains:
         assert driver.edges() == [[1, 2, 3, 4], [5, 6, 7, 8]]
         driver.check()
 
-    def test_halves_are_joined_when_what_parted_them_is_gone(self) -> None:
+    def test_halves_of_a_node_are_joined_when_the_reason_for_the_split_is_gone(self) -> None:
         driver = driver_with(headroom_share=2 / 200)
         driver.serve(ANN, [1, 2, 3, 4, 5, 6])
         driver.cache.evict(0)

@@ -14,7 +14,7 @@ def driver(request: Any) -> Driver:
     return Driver(request.param, config=PLAIN, capacity=100)
 
 
-def test_pinned_prompt_is_public_as_soon_as_anybody_has_computed_it(driver: Driver) -> None:
+def test_a_pinned_prompt_is_public_once_any_subject_has_computed_it(driver: Driver) -> None:
     assert driver.cache.pin(int32(SYSTEM)) == 6
     driver.next_epoch()
     assert driver.peek(ANN, [*SYSTEM, 9]) == 0
@@ -25,7 +25,7 @@ def test_pinned_prompt_is_public_as_soon_as_anybody_has_computed_it(driver: Driv
     driver.check()
 
 
-def test_what_was_private_before_the_pin_becomes_public_with_it(driver: Driver) -> None:
+def test_private_copies_of_a_pinned_prompt_become_public(driver: Driver) -> None:
     rows = [driver.admit(user, [*SYSTEM, 7, number]) for number, user in enumerate((ANN, BOB))]
     for row in rows:
         driver.insert(row)

@@ -49,7 +49,7 @@ def test_repeated_commits_of_a_request_are_no_hits() -> None:
     driver.end(again)
 
 
-def test_peeking_is_no_hit() -> None:
+def test_a_peek_is_not_counted_as_a_hit() -> None:
     driver = published()
     for _ in range(100):
         driver.peek(DAN, [*SECRET, 9])
@@ -84,14 +84,14 @@ def test_steady_prober_is_quarantined_after_two_windows() -> None:
     assert probe(driver, DAN) == 0
 
 
-def test_few_hits_are_no_sign() -> None:
+def test_few_hits_do_not_lead_to_quarantine() -> None:
     driver = published()
     for _ in range(10):
         assert probe(driver, DAN, times=15) == 15
         driver.next_epoch()
 
 
-def test_who_computes_it_itself_sees_it_again() -> None:
+def test_a_quarantined_subject_sees_a_prefix_again_after_computing_it() -> None:
     driver = published()
     probe(driver, DAN)
     driver.next_epoch()
@@ -105,7 +105,7 @@ def test_who_computes_it_itself_sees_it_again() -> None:
     driver.check()
 
 
-def test_who_computes_a_part_sees_that_part_again() -> None:
+def test_a_quarantined_subject_sees_a_part_again_after_computing_it() -> None:
     driver = published()
     probe(driver, DAN)
     driver.next_epoch()
@@ -126,7 +126,7 @@ def test_hot_healthy_prompt_is_not_demoted() -> None:
     assert probe(driver, DAN) == 20
 
 
-def test_creators_alone_may_ask_as_often_as_they_like() -> None:
+def test_frequent_hits_by_creators_alone_demote_nothing() -> None:
     driver = published()
     for _ in range(3):
         for user in (ANN, BOB, CID):
@@ -135,7 +135,7 @@ def test_creators_alone_may_ask_as_often_as_they_like() -> None:
     assert driver.tenants == [[*SECRET, 7, 7]]
 
 
-def test_several_probers_demote_it_for_everybody_but_its_creators() -> None:
+def test_several_probers_demote_a_prefix_for_all_but_its_creators() -> None:
     driver = published()
     probe(driver, DAN)
     driver.next_epoch()
@@ -155,7 +155,7 @@ def test_several_probers_demote_it_for_everybody_but_its_creators() -> None:
     driver.check()
 
 
-def test_what_was_demoted_needs_twice_the_principals() -> None:
+def test_a_demoted_prefix_needs_twice_as_many_subjects() -> None:
     driver = published()
     probe(driver, DAN)
     probe(driver, EVE)
@@ -172,7 +172,7 @@ def test_what_was_demoted_needs_twice_the_principals() -> None:
     driver.check()
 
 
-def test_demotion_is_remembered_when_all_of_it_is_gone() -> None:
+def test_a_demotion_is_remembered_after_all_its_nodes_are_gone() -> None:
     driver = published()
     probe(driver, DAN)
     probe(driver, EVE)
@@ -197,7 +197,7 @@ def test_rows_of_creators_go_on_through_a_demotion() -> None:
     driver.check()
 
 
-def test_rows_of_others_keep_their_pages_and_leave_nothing() -> None:
+def test_running_rows_keep_their_pages_through_a_demotion_and_leak_none() -> None:
     driver = published()
     theirs = driver.admit(DAN, [*SECRET, 7, 7, 8, 8])
     driver.insert(theirs)
@@ -229,7 +229,7 @@ def test_private_continuations_stay_with_creators_and_go_with_others() -> None:
     driver.check()
 
 
-def test_one_who_tries_many_continuations_is_quarantined() -> None:
+def test_a_subject_that_tries_many_continuations_is_quarantined() -> None:
     driver = published(continuation_limit=30, hit_min=1_000)
     for number in range(30):
         row = driver.admit(DAN, [*SECRET, 100 + number, 0, 1])

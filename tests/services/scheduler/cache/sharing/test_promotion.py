@@ -15,7 +15,7 @@ def user_aware(**changes: object) -> Driver:
     return Driver("user_aware", config=replace(PLAIN, **changes), capacity=200)  # type: ignore[arg-type]
 
 
-def test_chain_of_enough_principals_becomes_public_at_the_epoch_boundary() -> None:
+def test_a_chain_with_enough_subjects_is_promoted_at_the_epoch_boundary() -> None:
     driver = user_aware()
     for user in (ANN, BOB, CID):
         driver.serve(user, [*SYSTEM, 7, 7])
@@ -27,7 +27,7 @@ def test_chain_of_enough_principals_becomes_public_at_the_epoch_boundary() -> No
     driver.check()
 
 
-def test_fewer_principals_promote_nothing_however_often_they_ask() -> None:
+def test_too_few_subjects_promote_nothing_however_often_they_ask() -> None:
     driver = user_aware()
     for _ in range(10):
         for user in (ANN, BOB):
@@ -48,7 +48,7 @@ def test_only_the_common_part_is_promoted_and_the_rest_stays_with_its_owners() -
     driver.check()
 
 
-def test_branches_with_enough_principals_are_promoted_each() -> None:
+def test_each_branch_with_enough_subjects_is_promoted() -> None:
     driver = Driver("user_aware", config=PLAIN, capacity=400)
     for number in range(6):
         driver.serve(View(Subject("tenant", f"{number}")), [*SYSTEM, number % 2, 8, 30 + number, 0])
@@ -136,7 +136,7 @@ def test_evidence_expires() -> None:
     assert driver.tenants == [SYSTEM]
 
 
-def test_opted_out_principal_is_no_evidence_but_shares_what_others_make_public() -> None:
+def test_an_opted_out_subject_is_no_evidence_but_uses_shared_prefixes() -> None:
     driver = user_aware()
     driver.serve(ANN, [*SYSTEM, 8, 8], may_promote=False)
     driver.serve(BOB, SYSTEM)
@@ -184,7 +184,7 @@ def test_isolated_modes_promote_nothing(mode: str) -> None:
     assert driver.peek(EVE, [*SYSTEM, 1]) == 0
 
 
-def test_users_that_come_later_use_the_public_copy_and_take_no_memory() -> None:
+def test_later_users_use_the_shared_copy_and_take_no_memory() -> None:
     driver = user_aware()
     for user in (ANN, BOB, CID):
         driver.serve(user, SYSTEM)

@@ -66,7 +66,7 @@ def test_part_before_the_finding_is_published() -> None:
     driver.check()
 
 
-def test_verdict_does_not_stand_in_for_evidence() -> None:
+def test_a_verdict_does_not_replace_expired_evidence() -> None:
     driver = driver_with(promotion_epochs=3)
     (candidate,) = driver.cache.take_candidates()
     driver.next_epoch(5)
@@ -75,7 +75,7 @@ def test_verdict_does_not_stand_in_for_evidence() -> None:
     assert driver.tenants == []
 
 
-def test_nonsense_from_a_check_publishes_no_more_than_was_asked() -> None:
+def test_invalid_verdicts_publish_nothing() -> None:
     driver = driver_with()
     (candidate,) = driver.cache.take_candidates()
     driver.cache.resolve(CandidateId(999), 100)
@@ -119,7 +119,7 @@ def test_pins_need_no_check() -> None:
     assert driver.public == [candidate_ids.tolist()]
 
 
-def test_verdict_counts_for_those_who_hold_the_chain_when_it_comes() -> None:
+def test_a_verdict_applies_to_the_current_holders_of_the_chain() -> None:
     driver = driver_with()
     (candidate,) = driver.cache.take_candidates()
     driver.cache.flush()
@@ -132,7 +132,7 @@ def test_verdict_counts_for_those_who_hold_the_chain_when_it_comes() -> None:
     assert driver.tenants == [PROMPT]
 
 
-def test_no_more_is_asked_than_is_remembered() -> None:
+def test_no_more_candidates_are_offered_than_are_remembered() -> None:
     driver = Driver("user_aware", config=with_rules(PLAIN, content_check=True, remembered_chains=2), capacity=100)
     for number in range(5):
         for user in (ANN, BOB, CID):

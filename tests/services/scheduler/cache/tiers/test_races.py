@@ -74,7 +74,7 @@ def hosted(ids: list[int]) -> TieredDriver:
     return driver
 
 
-def test_a_split_divides_what_is_on_its_way_to_the_host() -> None:
+def test_a_split_divides_an_open_backup() -> None:
     driver = TieredDriver()
     driver.serve(ANN, A)
     (backup,) = driver.tier.plan_backups()
@@ -88,7 +88,7 @@ def test_a_split_divides_what_is_on_its_way_to_the_host() -> None:
     driver.check()
 
 
-def test_a_split_divides_what_is_on_its_way_to_the_device() -> None:
+def test_a_split_divides_an_open_load() -> None:
     driver = hosted(A)
     load = driver.load(A)
     row = driver.admit(ANN, [*A[:6], 1, 1])
@@ -102,7 +102,7 @@ def test_a_split_divides_what_is_on_its_way_to_the_device() -> None:
     driver.end(row)
 
 
-def test_what_a_row_has_computed_meanwhile_stays() -> None:
+def test_pages_computed_during_a_load_are_kept() -> None:
     driver = hosted(A)
     row = driver.admit(ANN, [*A, 0])
     load = driver.load(A)
@@ -115,7 +115,7 @@ def test_what_a_row_has_computed_meanwhile_stays() -> None:
     driver.check()
 
 
-def test_what_is_being_loaded_keeps_its_copy_when_the_host_is_full() -> None:
+def test_a_node_being_loaded_keeps_its_host_copy_when_the_host_is_full() -> None:
     driver = TieredDriver(capacity=64, host_pages=12)
     for ids in (A, B):
         driver.serve(ANN, ids)
@@ -131,7 +131,7 @@ def test_what_is_being_loaded_keeps_its_copy_when_the_host_is_full() -> None:
     assert driver.peek(ANN, [*A, 0]) == len(A)
 
 
-def test_a_backup_is_worth_nothing_once_the_copy_above_it_has_gone() -> None:
+def test_a_backup_is_dropped_when_the_host_copy_of_its_parent_is_gone() -> None:
     driver = TieredDriver()
     for user in (ANN, BOB):
         driver.serve(user, A)
@@ -162,7 +162,7 @@ def test_backups_that_are_done_out_of_order_are_kept_in_order() -> None:
     driver.check()
 
 
-def test_whoever_is_forgotten_while_its_pages_move_leaves_nothing_behind() -> None:
+def test_a_subject_forgotten_during_transfers_leaves_no_pages() -> None:
     driver = hosted(A)
     driver.serve(ANN, B)
     transfers = [driver.load(A), *driver.tier.plan_backups()]
@@ -175,7 +175,7 @@ def test_whoever_is_forgotten_while_its_pages_move_leaves_nothing_behind() -> No
     assert (driver.allocator.free_pages, driver.tier.pages.allocator.free_pages) == (64, 64)
 
 
-def test_a_promotion_takes_over_the_copy_and_voids_what_is_on_its_way() -> None:
+def test_a_promotion_takes_over_the_host_copy_and_voids_the_open_load() -> None:
     driver = hosted(A)
     load = driver.load(A)
     driver.serve(BOB, A)
@@ -190,7 +190,7 @@ def test_a_promotion_takes_over_the_copy_and_voids_what_is_on_its_way() -> None:
     assert driver.peek(CID, [*A, 0]) == len(A)
 
 
-def test_what_is_public_and_only_on_the_host_is_found_by_all() -> None:
+def test_a_shared_prefix_that_is_only_on_the_host_is_found_by_others() -> None:
     driver = TieredDriver()
     for user in (ANN, BOB):
         driver.serve(user, A)
@@ -203,7 +203,7 @@ def test_what_is_public_and_only_on_the_host_is_found_by_all() -> None:
     driver.check()
 
 
-def test_a_flush_leaves_what_is_moving() -> None:
+def test_a_flush_keeps_pages_in_transfer() -> None:
     driver = hosted(A)
     driver.serve(ANN, B)
     driver.back_up()
@@ -217,7 +217,7 @@ def test_a_flush_leaves_what_is_moving() -> None:
     assert (driver.allocator.free_pages, driver.tier.pages.allocator.free_pages) == (64, 64)
 
 
-def test_a_node_that_left_page_by_page_is_one_node_again() -> None:
+def test_a_node_evicted_page_by_page_becomes_one_node_again() -> None:
     driver = TieredDriver()
     driver.serve(ANN, A)
     driver.back_up()

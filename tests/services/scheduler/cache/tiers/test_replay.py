@@ -66,7 +66,7 @@ def test_a_log_with_transfers_comes_out_the_same(policy: WritePolicy) -> None:
     assert report.operations == len(lines) - 1
 
 
-def test_another_outcome_of_a_load_is_found() -> None:
+def test_a_different_outcome_of_a_load_is_reported() -> None:
     lines = recorded(WritePolicy.WRITE_THROUGH)
     at = next(index for index, line in enumerate(lines) if orjson.loads(line)["operation"] == "load")
     facts = orjson.loads(lines[at])

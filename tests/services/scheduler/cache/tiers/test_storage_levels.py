@@ -103,7 +103,7 @@ def shared_by(group: Group, tenant: str, ids: Sequence[int] = TEXT) -> None:
     group.settle()
 
 
-def test_another_group_finds_what_a_tenant_shares_in_that_tenant_alone() -> None:
+def test_another_group_finds_a_tenant_s_shared_prefix_for_that_tenant_only() -> None:
     one, other = groups()
     shared_by(one, "acme")
     assert other.ask(View(Subject("acme", "user/new")), [*TEXT, 7]) == 6
@@ -112,7 +112,7 @@ def test_another_group_finds_what_a_tenant_shares_in_that_tenant_alone() -> None
     other.check()
 
 
-def test_a_view_is_found_by_itself_alone() -> None:
+def test_a_view_s_stored_pages_are_found_by_that_view_only() -> None:
     one, other = groups()
     ann, salted, bob = View(Subject("acme", "ann")), View(Subject("acme", "ann"), "s"), View(Subject("acme", "bob"))
     one.ask(ann, [*TEXT, 0])
@@ -134,7 +134,7 @@ def test_a_tenant_that_shares_nothing_finds_nothing_of_the_tenant() -> None:
 
 
 @pytest.mark.parametrize("tenant", ["acme", "blue"])
-def test_what_is_public_is_found_by_all(tenant: str) -> None:
+def test_public_prefixes_in_storage_are_found_by_all_tenants(tenant: str) -> None:
     one, other = groups(dict.fromkeys(("acme", "blue"), Sharing.NONE))
     one.cache.pin(int32(TEXT))
     one.next_epoch()
@@ -142,7 +142,7 @@ def test_what_is_public_is_found_by_all(tenant: str) -> None:
     assert other.ask(View(Subject(tenant, "user/new")), [*TEXT, 7]) == 6
 
 
-def test_forgetting_reaches_what_is_only_in_storage() -> None:
+def test_forgetting_includes_pages_that_are_only_in_storage() -> None:
     one, other = groups()
     ann = View(Subject("acme", "ann"), "salt")
     one.ask(ann, [*TEXT, 0])

@@ -62,7 +62,7 @@ def test_ranks_read_parts_of_the_same_weights(model: Path) -> None:
     assert torch.equal(checkpoint.read(UP, columns=slice(512, 1024)), whole[:, 512:])
 
 
-def test_no_two_rows_are_alike_though_values_repeat(model: Path) -> None:
+def test_no_two_rows_are_equal_although_values_repeat(model: Path) -> None:
     config = replace(read_config(model), hidden_size=1024, intermediate_size=2048)
     whole = DummyCheckpoint(config).read(UP)
     assert len(torch.unique(whole[:, :8], dim=0)) == 2048

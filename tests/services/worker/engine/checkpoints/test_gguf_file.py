@@ -47,7 +47,7 @@ def test_a_gguf_file_holds_the_model_it_was_made_of(family: str, tmp_path: Path)
 
 
 @pytest.mark.parametrize("family", ["qwen3 moe", "gemma3"])
-def test_a_gguf_file_computes_what_its_source_does(family: str, tmp_path: Path) -> None:
+def test_a_gguf_file_gives_the_same_logits_as_its_source(family: str, tmp_path: Path) -> None:
     # The one scale of attention that GGUF files leave to whoever reads them.
     options = {"query_pre_attn_scalar": 32} if family == "gemma3" else {}
     name, given = FAMILIES[family]
@@ -135,7 +135,7 @@ def test_other_rope_scaling_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("content", [b"", b"not a model", b"GGUF\x01\0\0\0", b"GGUF\x03\0\0\0\xff"])
-def test_what_is_no_gguf_file_is_refused(content: bytes, tmp_path: Path) -> None:
+def test_a_file_that_is_not_gguf_is_refused(content: bytes, tmp_path: Path) -> None:
     path = tmp_path / "model.gguf"
     path.write_bytes(content)
     with pytest.raises(ConfigurationError, match=r"GGUF|readable"):

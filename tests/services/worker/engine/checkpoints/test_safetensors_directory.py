@@ -61,7 +61,7 @@ def test_end_ids_come_from_the_generation_config_first(tmp_path: Path) -> None:
     assert SafetensorsCheckpoint(tmp_path).config.eos_token_ids == (5, 9)
 
 
-def test_the_identity_is_of_what_has_been_read(tmp_path: Path) -> None:
+def test_the_identity_covers_the_rows_that_were_read(tmp_path: Path) -> None:
     def identity(name: str, seed: int = 0, rows: slice | None = None) -> str:
         checkpoint = SafetensorsCheckpoint(save_family(tmp_path / f"{seed}", "llama", seed=seed))
         checkpoint.read(name, rows)

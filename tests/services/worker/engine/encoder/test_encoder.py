@@ -94,7 +94,7 @@ def test_a_ragged_batch_has_the_embeddings_of_transformers(tmp_path: Path, name:
 
 
 @pytest.mark.parametrize("pooling", Pooling)
-def test_any_state_can_be_the_embedding(tmp_path: Path, pooling: Pooling) -> None:
+def test_an_encoder_supports_each_kind_of_pooling(tmp_path: Path, pooling: Pooling) -> None:
     model = save_encoder(tmp_path)
     assert_embeds(model, run(configured(model)[0], whole(PROMPTS[:3], pooling)), PROMPTS[:3], pooling)
 
@@ -107,7 +107,7 @@ def test_a_text_alone_has_the_embedding_that_it_has_among_others(tmp_path: Path)
         np.testing.assert_allclose(vectors(run(engine, whole([prompt])))[0], together[row], atol=1e-6)
 
 
-def test_rows_come_and_go(tmp_path: Path) -> None:
+def test_a_closed_slot_is_reused_and_a_reset_closes_all_rows(tmp_path: Path) -> None:
     model = save_encoder(tmp_path)
     engine, _ = configured(model)
     run(engine, whole(PROMPTS[:2]))
@@ -136,13 +136,13 @@ def test_the_longest_text_is_embedded(tmp_path: Path, name: str, context: int) -
     )
 
 
-def test_the_context_is_what_one_pass_takes(tmp_path: Path) -> None:
+def test_an_encoder_s_context_is_limited_to_one_pass(tmp_path: Path) -> None:
     save_encoder(tmp_path)
     assert configured(tmp_path, max_step_tokens=32)[1].max_context == 32
     assert configured(tmp_path, max_context=20)[1].max_context == 20
 
 
-def test_bfloat16_is_near(tmp_path: Path) -> None:
+def test_bfloat16_embeddings_are_close_to_the_reference(tmp_path: Path) -> None:
     model = save_encoder(tmp_path)
     got = vectors(run(configured(model, dtype="bfloat16")[0], whole(PROMPTS)))
     assert sorted(got) == list(range(len(PROMPTS)))
@@ -157,7 +157,7 @@ def test_bfloat16_is_near(tmp_path: Path) -> None:
         (StepPlan(StepId(1), opens=(open_row(0, PROMPTS[0]),)), "cannot generate"),
     ],
 )
-def test_what_an_encoder_cannot_do_is_an_invalid_plan(tmp_path: Path, plan: StepPlan, complaint: str) -> None:
+def test_plans_that_an_encoder_cannot_run_are_invalid(tmp_path: Path, plan: StepPlan, complaint: str) -> None:
     with pytest.raises(InvalidPlanError, match=complaint):
         run(configured(save_encoder(tmp_path))[0], plan)
 
@@ -193,7 +193,9 @@ def test_where_memory_does_not_suffice_fewer_texts_are_computed_at_once(
         ({"layer_norm_eps": None}, "layer_norm_eps"),
     ],
 )
-def test_what_is_not_supported_is_said_at_the_start(tmp_path: Path, changes: dict[str, object], complaint: str) -> None:
+def test_unsupported_encoder_configurations_are_refused_at_the_start(
+    tmp_path: Path, changes: dict[str, object], complaint: str
+) -> None:
     save_encoder(tmp_path)
     file = tmp_path / "config.json"
     config = {**json.loads(file.read_text()), **changes}
@@ -205,9 +207,7 @@ def test_what_is_not_supported_is_said_at_the_start(tmp_path: Path, changes: dic
 @pytest.mark.parametrize(
     ("changes", "complaint"), [({"world_size": 2}, "one rank"), ({"load_format": "dummy"}, "dummy")]
 )
-def test_what_an_encoder_cannot_be_configured_with_is_refused(
-    tmp_path: Path, changes: dict[str, object], complaint: str
-) -> None:
+def test_unsupported_encoder_settings_are_refused(tmp_path: Path, changes: dict[str, object], complaint: str) -> None:
     with pytest.raises(ConfigurationError, match=complaint):
         configured(save_encoder(tmp_path), **changes)
 

@@ -73,7 +73,7 @@ def cut_short(asked: int) -> Exception | None:
     return error
 
 
-def test_sizes_without_memory_are_left_out_and_named(caplog: pytest.LogCaptureFixture) -> None:
+def test_capture_sizes_without_memory_are_skipped_and_named(caplog: pytest.LogCaptureFixture) -> None:
     one = Ladder(short_above(4))
     with caplog.at_level(logging.WARNING):
         one.capture()
@@ -90,13 +90,13 @@ def test_sizes_without_memory_are_left_out_and_named(caplog: pytest.LogCaptureFi
     assert one.passes.of(5).size == 8
 
 
-def test_a_capture_that_memory_has_cut_short_counts_as_one_without_memory() -> None:
+def test_a_capture_interrupted_by_lack_of_memory_counts_as_out_of_memory() -> None:
     one = Ladder(cut_short)
     one.capture()
     assert one.captured == [1, 2, 4, 8]
 
 
-def test_ranks_leave_out_together_what_one_has_no_memory_for() -> None:
+def test_ranks_skip_the_same_batch_sizes_when_one_lacks_memory() -> None:
     # This rank has memory for all but 16 rows, the other one for all but 4.
     theirs = iter([True, True, False, True, True])
     asked: list[bool] = []
@@ -111,17 +111,17 @@ def test_ranks_leave_out_together_what_one_has_no_memory_for() -> None:
     assert one.captured == [1, 2, 8]
 
 
-def test_a_rank_of_several_that_was_wrong_says_what_to_change() -> None:
+def test_a_failed_capture_on_one_of_several_ranks_names_the_settings_to_change() -> None:
     with pytest.raises(ConfigurationError, match="8 rows; make"):
         Ladder(short_above(4)).capture(agree=lambda holds: holds)
 
 
-def test_other_errors_are_not_taken_for_a_want_of_memory() -> None:
+def test_other_capture_errors_are_not_treated_as_out_of_memory() -> None:
     with pytest.raises(ValueError, match="made up"):
         Ladder(lambda _size: ValueError("made up")).capture()
 
 
-def test_what_time_does_not_suffice_for_is_left_out(caplog: pytest.LogCaptureFixture) -> None:
+def test_batch_sizes_beyond_the_time_budget_are_skipped(caplog: pytest.LogCaptureFixture) -> None:
     one = Ladder()
     with caplog.at_level(logging.WARNING):
         one.capture(budget_s=0.0)

@@ -112,7 +112,7 @@ def random_open(random: Random, row: int) -> RowOpen:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("seed", range(4 if torch.cuda.is_available() else 1))
-def test_rows_that_ask_for_anything_get_what_the_host_gives(
+def test_random_sampling_options_give_the_same_tokens_as_the_host(
     device: torch.device, seed: int, dtype: torch.dtype
 ) -> None:
     random, both = Random(seed), Both(7, device)
@@ -130,7 +130,7 @@ def test_rows_that_ask_for_anything_get_what_the_host_gives(
     assert differing <= 1
 
 
-def test_penalties_count_what_the_device_has_sampled(device: torch.device) -> None:
+def test_penalties_count_tokens_sampled_on_the_device(device: torch.device) -> None:
     both = Both(2, device)
     punished = SamplingParams(temperature=0, frequency_penalty=2.0, repetition_penalty=1.5)
     both.open([open_row(0, [3, 3, 5], range(4), total=CONTEXT, sampling=punished)])
@@ -143,7 +143,7 @@ def test_penalties_count_what_the_device_has_sampled(device: torch.device) -> No
     assert [got[0] for got, _ in chosen] == [3, 7, 5, 3, 9, 5, 3, 7, 5]
 
 
-def test_a_row_that_is_opened_again_is_punished_for_what_it_had_sampled(device: torch.device) -> None:
+def test_a_reopened_row_is_penalised_for_its_earlier_output(device: torch.device) -> None:
     punished = SamplingParams(temperature=0.0, presence_penalty=1.0, frequency_penalty=0.7)
     logits = torch.full((1, VOCABULARY), -50.0)
     logits[0, [3, 5, 7, 9]] = torch.tensor([9.0, 8.0, 7.0, 6.0])
@@ -192,7 +192,7 @@ def test_a_sequence_is_banned_but_not_its_tokens(device: torch.device) -> None:
     assert [got[0] for got, _ in chosen] == [40, 30, 30, 40, 30, 30]
 
 
-def test_nobody_pays_for_what_nobody_asks(device: torch.device) -> None:
+def test_a_batch_uses_the_cheapest_sampling_mode_that_its_rows_need(device: torch.device) -> None:
     both = Both(4, device)
     asked = [
         SamplingParams(0.0),
@@ -206,7 +206,7 @@ def test_nobody_pays_for_what_nobody_asks(device: torch.device) -> None:
     assert [both.sampler.reports(np.array(rows)) for rows in ([0, 1, 2], [0, 3])] == [False, True]
 
 
-def test_what_the_tables_cannot_hold_is_left_to_the_host(device: torch.device) -> None:
+def test_options_that_exceed_the_tables_are_left_to_the_host(device: torch.device) -> None:
     both = Both(6, device)
     sampling = SamplingParams(0.0)
     asked = [
@@ -224,7 +224,7 @@ def test_what_the_tables_cannot_hold_is_left_to_the_host(device: torch.device) -
     assert [both.sampler.needs_history(one) for one in slots] == [True] * 5 + [False]
 
 
-def test_tables_take_what_is_kept_free_for_them() -> None:
+def test_sampler_tables_fit_in_the_memory_reserved_for_them() -> None:
     both = Both(3, torch.device("cpu"))
     adjustments = both.sampler._processors
     assert adjustments is not None

@@ -53,7 +53,7 @@ def test_tokens_are_a_function_of_seed_and_position() -> None:
     assert generate(engine, [5], prompt=4)[0][:-1] == first[1:]
 
 
-def test_tokens_are_words_of_the_vocabulary_and_never_its_end() -> None:
+def test_fake_tokens_are_vocabulary_words_and_never_eos() -> None:
     engine = configured(FakeOptions(vocabulary_size=2000))
     tokens = np.array(generate(engine, list(range(200)), steps=20))
     assert tokens.shape == (200, 20)
@@ -75,20 +75,20 @@ def test_an_embedding_is_a_function_of_all_ids() -> None:
     assert abs(float(first @ other)) < 0.999
 
 
-def test_the_end_comes_as_often_as_asked() -> None:
+def test_eos_is_sampled_with_the_configured_probability() -> None:
     engine = configured(FakeOptions(eos_probability=0.25))
     ended = [tokens[-1] == 2 for tokens in generate(engine, list(range(250)), steps=1)]
     assert 0.15 < np.mean(ended) < 0.35
 
 
-def test_a_pass_takes_the_time_it_was_told_to() -> None:
+def test_a_pass_takes_its_configured_time() -> None:
     slept: list[float] = []
     engine = configured(FakeOptions(step_s=0.25), slept.append)
     generate(engine, [1], steps=3)
     assert slept == [0.25] * 3
 
 
-def test_capacity_is_what_was_asked_for_or_enough_for_every_row() -> None:
+def test_capacity_is_the_requested_one_or_enough_for_every_row() -> None:
     engine = fake_engine()
     asked = engine.configure(replace(SPEC, device_pages=77, max_context=100), lambda _fraction, _stage: None)
     assert (asked.device_pages, asked.max_context, asked.eos_token_ids) == (77, 100, (2,))
@@ -109,7 +109,7 @@ def transfer(number: int, direction: TransferDirection, device: list[int], host:
     return Transfer(TransferId(number), direction, ids(device), ids(host))
 
 
-def test_a_transfer_takes_its_time_and_is_acknowledged_once() -> None:
+def test_a_transfer_is_acknowledged_once_and_not_by_its_own_plan() -> None:
     engine, results = moving(transfer(1, BACKUP, [3, 4], [5, 6]))
     for step in range(2, 5):
         engine.execute(StepPlan(StepId(step)), results.append)
@@ -148,7 +148,7 @@ def test_an_engine_without_host_tier_refuses_transfers() -> None:
         configured().execute(StepPlan(StepId(1), transfers=(transfer(1, BACKUP, [3], [0]),)), lambda _result: None)
 
 
-def test_a_full_house_of_rows_runs_in_few_passes() -> None:
+def test_256_rows_generate_together() -> None:
     engine = configured()
     tokens = generate(engine, list(range(256)), steps=8)
     assert [len(row) for row in tokens] == [8] * 256
@@ -159,7 +159,7 @@ def test_nothing_of_torch_is_imported() -> None:
     assert subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout == "False\n"
 
 
-def test_prompts_are_scored_with_made_up_values() -> None:
+def test_the_fake_model_scores_prompts_with_invented_values() -> None:
     engine = fake_engine()
     engine.configure(SPEC, lambda *_: None)
     wanted = PromptLogprobs(1, 2, (9,))

@@ -83,7 +83,7 @@ def generated(results: list[StepResult], row: int) -> list[int]:
     return [tokens_by_row(result)[row] for result in results if row in tokens_by_row(result)]
 
 
-def test_what_allocators_say_of_a_want_of_memory_is_understood() -> None:
+def test_out_of_memory_errors_of_torch_and_numpy_are_recognised() -> None:
     with pytest.raises(RuntimeError) as of_torch:
         torch.empty(2**60, dtype=torch.uint8)
     with pytest.raises(MemoryError) as of_numpy:
@@ -146,7 +146,7 @@ def test_a_row_that_does_not_fit_alone_is_given_up_and_others_go_on(phase: str) 
     assert engine.open_rows == 2
 
 
-def test_a_chunk_that_follows_what_was_given_up_is_harmless() -> None:
+def test_a_later_chunk_of_a_row_given_up_is_harmless() -> None:
     engine = configured(ShortRunner(lambda batch: 12 in batch.token_ids.tolist()))
     opened = open_row(0, PROMPTS[0], [0, 1, 2])
     (first,) = run(engine, StepPlan(StepId(1), opens=(opened,), prefills=(chunk(0, 0, 3),)))
@@ -159,7 +159,7 @@ def test_a_chunk_that_follows_what_was_given_up_is_harmless() -> None:
 
 
 @pytest.mark.parametrize("error", ERRORS[1:3], ids=["device", "host"])
-def test_a_rank_of_several_says_so_at_once_as_others_may_have_had_the_memory(error: Exception) -> None:
+def test_one_of_several_ranks_reports_out_of_memory_without_a_retry(error: Exception) -> None:
     runner = ShortRunner(lambda batch: batch.token_ids.shape[0] > 4, error)
     engine = configured(runner, rank=0, world_size=2)
     with pytest.raises(OutOfMemoryError, match="14 tokens"):
@@ -167,14 +167,14 @@ def test_a_rank_of_several_says_so_at_once_as_others_may_have_had_the_memory(err
     assert runner.refusals == 1
 
 
-def test_what_else_takes_memory_in_a_plan_is_told_as_a_want_of_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_any_failed_allocation_in_a_plan_raises_out_of_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     engine = configured(CheckingRunner())
     monkeypatch.setattr(engine._runner, "run", lambda *_: np.empty(2**60, np.uint8))
     with pytest.raises(OutOfMemoryError):
         run(engine, plan_of(PROMPTS, 1))
 
 
-def test_a_defect_is_no_want_of_memory() -> None:
+def test_other_runtime_errors_are_not_reported_as_out_of_memory() -> None:
     engine = configured(ShortRunner(lambda _: True, RuntimeError("shapes differ")))
     with pytest.raises(RuntimeError, match="shapes differ"):
         run(engine, plan_of(PROMPTS, 1))
@@ -225,7 +225,7 @@ def short_rank(rank: int, world_size: int, rendezvous: str, model: str, phase: s
 
 
 @pytest.mark.parametrize("phase", ["prefill", pytest.param("decode", marks=pytest.mark.slow)])
-def test_two_ranks_of_which_one_lacks_memory_meet_anew_and_go_on(ranks: Ranks, phase: str, tmp_path: Path) -> None:
+def test_two_ranks_recover_after_one_runs_out_of_memory(ranks: Ranks, phase: str, tmp_path: Path) -> None:
     save_tiny_llama(tmp_path)
     engine = torch_engine(lambda asked, report: load_decoder(asked, report, RunnerOptions(threads=1)))
     engine.configure(

@@ -114,7 +114,7 @@ def test_a_row_that_the_host_samples_waits_for_its_history_and_others_do_not() -
     assert [tokens_by_row(result)[3] for result in results] == expected_output([21, 22], 9)
 
 
-def test_prompts_are_scored_beside_rows_that_decode() -> None:
+def test_prompts_are_scored_while_other_rows_decode() -> None:
     prompt = list(range(40, 52))
     one = OverlappedWorker(4000, PAGE_SIZE, 8, executor(CheckingRunner(), 8))
     scored = replace(open_row(3, prompt, [6, 7, 8, 9], total=16), prompt_logprobs=PromptLogprobs(2, 1, (5,)))
@@ -172,9 +172,7 @@ def test_a_pass_that_does_not_fit_into_memory_is_computed_in_halves(monkeypatch:
 
 
 @pytest.mark.parametrize("where", ["compute", "choose", "choose on the host", "host memory"])
-def test_decoding_rows_for_which_memory_lacks_are_computed_in_parts(
-    monkeypatch: pytest.MonkeyPatch, where: str
-) -> None:
+def test_decoding_rows_that_exceed_memory_are_computed_in_parts(monkeypatch: pytest.MonkeyPatch, where: str) -> None:
     made = executor(CheckingRunner(), 8)
     refusals: list[int] = []
 
@@ -236,7 +234,7 @@ def test_a_row_that_does_not_fit_alone_is_given_up_and_others_go_on(monkeypatch:
 
 
 @pytest.mark.parametrize("phase", ["prefill", "decode"])
-def test_a_rank_of_several_does_not_decide_alone(monkeypatch: pytest.MonkeyPatch, phase: str) -> None:
+def test_one_of_several_ranks_does_not_split_a_batch_alone(monkeypatch: pytest.MonkeyPatch, phase: str) -> None:
     checking = ResidentCheckingRunner(CheckingRunner().capacity)
     made = OverlappedExecutor(checking, EngineSpec("none", max_rows=4, page_size=PAGE_SIZE, world_size=2))
 
@@ -280,7 +278,7 @@ def test_halves_hold_the_same_tokens(lengths: list[int], data: st.DataObject) ->
     assert abs(int(first.lengths.sum()) - int(second.lengths.sum())) <= 1
 
 
-def test_the_ladder_covers_every_number_of_rows() -> None:
+def test_decode_capture_sizes_cover_every_number_of_rows() -> None:
     assert decode_capture_sizes(1) == (1,)
     assert decode_capture_sizes(5) == (1, 2, 4, 5)
     assert decode_capture_sizes(256)[-1] == 256

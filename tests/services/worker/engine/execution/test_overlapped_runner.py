@@ -68,7 +68,7 @@ def assert_embedded(finish: Finish, prompt: list[int], pooling: Pooling) -> None
 
 @settings(max_examples=60, deadline=None)
 @given(st.data(), st.integers(14, 40), st.integers(1, 3), st.sampled_from([0.0, 0.004]))
-def test_whatever_the_scheduler_asks_for_tokens_are_right(
+def test_random_schedules_give_the_right_tokens(
     data: st.DataObject, pages: int, depth: int, target_plan_s: float
 ) -> None:
     lives(OverlappedHarness(LateExecutor, pages=pages, depth=depth, target_plan_s=target_plan_s), data)
@@ -76,7 +76,7 @@ def test_whatever_the_scheduler_asks_for_tokens_are_right(
 
 @settings(max_examples=40, deadline=None)
 @given(st.data(), st.integers(14, 40), st.integers(1, 3), st.integers(1, 24), st.integers(2, 12))
-def test_rows_with_two_page_tables_read_what_they_should_in_both(
+def test_rows_with_two_page_tables_read_the_right_pages_in_both(
     data: st.DataObject, pages: int, depth: int, window: int, spare: int
 ) -> None:
     pool = (window + 4) // 4 + 2 + spare
@@ -94,7 +94,7 @@ def steps(results: list[StepResult]) -> list[dict[int, int]]:
     return [tokens_by_row(result) for result in results]
 
 
-def test_one_pass_stays_behind_until_the_next_plan_or_until_nothing_comes() -> None:
+def test_the_last_pass_is_delivered_with_the_next_plan_or_when_settling() -> None:
     one = worker()
     plan = StepPlan(StepId(1), opens=(open_row(0, PROMPT, [0, 1, 2, 3]),), prefills=(chunk(0, 0, 5),), steps=3)
     assert len(one.run(plan)) == 2
@@ -104,7 +104,7 @@ def test_one_pass_stays_behind_until_the_next_plan_or_until_nothing_comes() -> N
     assert one.runner.is_settled
 
 
-def test_settling_gives_way_to_a_plan_that_waits() -> None:
+def test_settling_stops_when_a_plan_is_waiting() -> None:
     one = worker()
     one.run(StepPlan(StepId(1), opens=(open_row(0, PROMPT, [0, 1, 2]),), prefills=(chunk(0, 0, 5),)))
     one.runner.settle(lambda: True, pause=lambda _seconds: None)
@@ -139,7 +139,7 @@ def test_the_lag_does_not_depend_on_when_tokens_arrive(settles: bool) -> None:
     assert executor.launches == 2
 
 
-def test_a_row_at_its_length_takes_no_further_part() -> None:
+def test_a_row_at_its_length_limit_takes_part_in_no_further_pass() -> None:
     executor = LateExecutor(CheckingRunner())
     one = OverlappedWorker(64, 4, 8, executor)
     results = one.run(
@@ -174,7 +174,7 @@ def test_a_slot_that_was_given_away_gets_none_of_the_earlier_rows_embedding() ->
 
 
 @pytest.mark.parametrize(("rows", "beside"), [(8, [1, 2, 3]), (2, [1]), (1, [])])
-def test_warming_up_runs_prompts_beside_ever_more_rows_and_longer_ones_alone(rows: int, beside: list[int]) -> None:
+def test_warm_up_runs_prompts_with_ever_more_decoding_rows_and_longer_ones_alone(rows: int, beside: list[int]) -> None:
     runner = CheckingRunner()
     spec = EngineSpec("none", max_rows=rows, page_size=4, max_step_tokens=64)
     warm_up(LateExecutor(runner), runner.capacity, spec)

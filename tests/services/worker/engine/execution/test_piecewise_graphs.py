@@ -65,7 +65,7 @@ def live_batch(tokens: int, samples: list[int]) -> ForwardBatch:
 
 
 @pytest.mark.parametrize("samples", [[4], [0, 2, 4], []])
-def test_attention_gets_the_pass_s_own_batch_and_padding_writes_where_nobody_reads(samples: list[int]) -> None:
+def test_attention_gets_the_live_batch_and_padding_writes_to_an_unread_page(samples: list[int]) -> None:
     runner: Any = StandIn(WINDOWED)
     one = PiecewiseGraph(SIZE, runner, runner)
     # More tokens before fewer: padding must not write where those went.
@@ -89,7 +89,7 @@ def test_a_warm_up_attends_to_nothing() -> None:
     assert runner.attended == []
 
 
-def test_the_ladder_ends_with_what_a_step_may_have() -> None:
+def test_capture_sizes_are_bounded_by_the_step_size() -> None:
     assert piecewise_capture_sizes(8) == ()
     assert piecewise_capture_sizes(100)[-1] == 96
     sizes = piecewise_capture_sizes(1 << 20)
@@ -102,7 +102,9 @@ def test_the_ladder_ends_with_what_a_step_may_have() -> None:
     [(100, 4096, 4096, 100), (3000, 4096, 4096, 2048), (9000, 4096, 4096, 4096), (9000, 4096, 600, 512),
      (9000, 1500, 4096, 1024), (9000, 100, 100, 256)],
 )  # fmt: skip
-def test_what_is_captured_depends_on_what_it_saves(max_step_tokens: int, fits: int, saves: int, most: int) -> None:
+def test_the_largest_captured_size_depends_on_memory_and_saved_time(
+    max_step_tokens: int, fits: int, saves: int, most: int
+) -> None:
     def make(size: int) -> Any:
         def capture(_pool: object) -> None:
             if size > fits:
@@ -129,7 +131,7 @@ OWN = {
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("family", OWN)
-def test_pieces_compute_what_single_programs_do(family: str, tmp_path: Path) -> None:
+def test_piecewise_graphs_compute_the_same_as_uncaptured_passes(family: str, tmp_path: Path) -> None:
     name, options = FAMILIES[family]
     save_model(tmp_path, name, {**options, **OWN[family], "initializer_range": 0.1})
     runner = load(tmp_path, backend="gpu", dtype="bfloat16")

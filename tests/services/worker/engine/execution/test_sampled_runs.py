@@ -161,7 +161,7 @@ def assert_same(got: Heard, expected: Heard) -> None:
 
 
 @pytest.mark.parametrize("seed", range(10 if torch.cuda.is_available() else 2))
-def test_random_plans_give_what_the_host_gives(device: torch.device, seed: int) -> None:
+def test_random_plans_give_the_same_results_as_the_host(device: torch.device, seed: int) -> None:
     """Rows come and go in the middle of others', in chunks, and come back with what they had sampled."""
     scheduler = Asking(Seldom(seed), MarkovRunner(CPU).capacity, max_rows=ROWS)
     on_host, on_device = OnHost(), OnDevice(device)
@@ -197,7 +197,7 @@ def opened_rows(count: int, seed: int) -> StepPlan:
     return StepPlan(StepId(1), opens=opens, prefills=prefills, steps=25)
 
 
-def test_nobody_waits_for_a_token_to_sample_the_next(device: torch.device) -> None:
+def test_the_next_pass_is_launched_before_the_last_token_is_known(device: torch.device) -> None:
     """All passes of a lease are launched before anything is known of the one before the last."""
     on_device, on_host = OnDevice(device), OnHost()
     known: list[int] = []
@@ -217,7 +217,7 @@ def test_nobody_waits_for_a_token_to_sample_the_next(device: torch.device) -> No
     assert known[:-1] == [2] * 24
 
 
-def test_ranks_that_are_told_keep_up(device: torch.device) -> None:
+def test_ranks_that_receive_tokens_stay_in_step_with_the_sampling_rank(device: torch.device) -> None:
     """Rank 1 has no logits: it makes the same exchanges in the same order, whoever samples, and ends up the same."""
     if device.type != "cpu":
         pytest.skip("exchanges are recorded as they happen, not as they are captured")

@@ -53,7 +53,7 @@ def run(plan: StepPlan, *, reports_tokens: bool = True) -> list[StepResult]:
 PLAN = StepPlan(StepId(8), opens=(open_row(1, [1, 2], [0, 1], total=40),), prefills=(chunk(1, 0, 2),), steps=2)
 
 
-def test_results_name_their_plan_and_tell_compute_from_host_time() -> None:
+def test_results_name_their_plan_and_separate_compute_from_host_time() -> None:
     first, second = run(PLAN)
     assert (first.step_id, first.substep, first.last) == (8, 0, False)
     assert (second.step_id, second.substep, second.last) == (8, 1, True)

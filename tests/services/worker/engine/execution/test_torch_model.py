@@ -36,7 +36,7 @@ def run(engine: ModelEngine, plan: StepPlan) -> list[StepResult]:
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 @given(st.integers(0, 2**32))
-def test_random_plans_give_what_the_reference_worker_gives(device: str, seed: int) -> None:
+def test_random_plans_give_the_same_results_as_the_reference_worker(device: str, seed: int) -> None:
     runner = CheckingRunner(device=torch.device(device))
     engine = configured(runner)
     reference = SimulatedWorker(pages=4000, page_size=PAGE_SIZE)
@@ -197,7 +197,7 @@ def test_an_equal_configuration_reuses_the_loaded_model(again: EngineSpec, loads
     assert engine.open_rows == 0
 
 
-def test_ranks_of_a_group_always_load_anew() -> None:
+def test_ranks_of_a_group_always_load_the_model_again() -> None:
     runners = [CheckingRunner(), CheckingRunner()]
     fresh = iter(runners)
     engine = torch_engine(lambda _spec, _report: next(fresh))

@@ -126,7 +126,7 @@ def test_a_schema_of_many_keys_takes_few_passes() -> None:
 
 
 @pytest.mark.parametrize("kept", [1, 2, 5, 9])
-def test_a_row_that_starts_again_within_a_jump_goes_on_alike(kept: int) -> None:
+def test_a_row_restarted_within_a_jump_gives_the_same_continuation(kept: int) -> None:
     grammar = schema_grammar(KEYS)
     [[*whole]], _ = outputs([bound_row(0, grammar, seed=1)], 16)
     [rest], _ = outputs([bound_row(2, grammar, seed=1, more=whole[:kept])], 4)
@@ -143,7 +143,7 @@ def piece(token_id: int | None) -> bytes | None:
     return None if token_id is None else vocabulary().all_pieces.data[token_id]
 
 
-def test_a_text_that_is_certain_is_written_in_its_longest_tokens() -> None:
+def test_certain_text_is_written_in_its_longest_tokens() -> None:
     matcher = matcher_of(Grammar(GrammarKind.REGEX, "temperature: [0-9]", "regex"))
     written = []
     while (token_id := matcher.spelling()) is not None:
@@ -154,21 +154,21 @@ def test_a_text_that_is_certain_is_written_in_its_longest_tokens() -> None:
     assert matcher.only() is None
 
 
-def test_a_token_that_goes_beyond_what_is_certain_leaves_the_choice() -> None:
+def test_nothing_is_forced_if_a_token_may_extend_beyond_the_certain_text() -> None:
     # "the" may become "then" or "there": whoever wants one of those has tokens that say so.
     matcher = matcher_of(Grammar(GrammarKind.REGEX, "the(n|re)", "regex"))
     assert matcher.spelling() is None
     assert matcher.only() is None
 
 
-def test_where_an_output_may_end_nothing_is_certain() -> None:
+def test_nothing_is_forced_where_the_output_may_end() -> None:
     matcher = matcher_of(Grammar(GrammarKind.REGEX, "q(abcdef)?", "regex"))
     assert matcher.accept(vocabulary().plain_pieces.data.index(b"q"))
     assert matcher.only() is None
     assert matcher.spelling() is None
 
 
-def test_behind_a_complete_output_only_the_end_may_come() -> None:
+def test_after_a_complete_output_only_eos_is_allowed() -> None:
     matcher = matcher_of(Grammar(GrammarKind.REGEX, "5", "regex"))
     five = matcher.only()
     assert piece(five) == b"5"
@@ -176,13 +176,13 @@ def test_behind_a_complete_output_only_the_end_may_come() -> None:
     assert matcher.only() == EOS
 
 
-def test_a_character_of_several_tokens_does_no_harm() -> None:
+def test_jumps_handle_characters_of_several_tokens() -> None:
     [[*output]], _ = outputs([bound_row(0, Grammar(GrammarKind.REGEX, "(🙂){3}🦜🦜", "regex"), seed=1)], 16)
     assert text_of(output[:-1]) == "🙂🙂🙂🦜🦜"
     assert len(PROMPT) == 3
 
 
-def test_whoever_bans_a_spelling_is_left_the_others() -> None:
+def test_a_banned_forced_token_is_replaced_by_another_tokenization() -> None:
     grammar = Grammar(GrammarKind.REGEX, "temperature[0-9]", "regex")
     opened = bound_row(0, grammar, seed=1)
     [[first, *_]], _ = outputs([opened], 16)
@@ -193,7 +193,7 @@ def test_whoever_bans_a_spelling_is_left_the_others() -> None:
     assert text_of(output[:-1])[:-1] == "temperature"
 
 
-def test_a_spelling_is_none_that_would_end_the_row() -> None:
+def test_a_tokenization_that_would_end_the_row_is_not_used() -> None:
     grammar = Grammar(GrammarKind.REGEX, "temperature[0-9]", "regex")
     opened = bound_row(0, grammar, seed=1)
     [[first, *_]], _ = outputs([opened], 16)

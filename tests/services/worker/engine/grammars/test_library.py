@@ -15,21 +15,21 @@ def put(made: GrammarLibrary, *grammars: Grammar, seconds: float = 0.0) -> None:
 
 
 @pytest.mark.parametrize("other", [BOB, RIVAL, GrammarScope(ANN.tenant, ANN.subject, "salt")])
-def test_a_grammar_is_there_for_its_own_scope_only(other: GrammarScope) -> None:
+def test_a_grammar_is_available_to_its_own_scope_only(other: GrammarScope) -> None:
     made = library()
     put(made, grammar("x", ANN))
     assert made.has(grammar("x", ANN))
     assert not made.has(grammar("x", other))
 
 
-def test_a_subject_beyond_its_part_loses_its_own_oldest() -> None:
+def test_a_subject_above_its_share_loses_its_own_oldest_grammars() -> None:
     made = library(subject_bytes=3 * SIZE)
     put(made, grammar("victim", BOB), *(grammar(f"g{index}") for index in range(10)))
     assert [made.has(grammar(f"g{index}")) for index in range(10)] == [False] * 7 + [True] * 3
     assert made.has(grammar("victim", BOB))
 
 
-def test_beyond_the_whole_the_tenant_and_subject_with_most_give_way() -> None:
+def test_above_the_total_the_tenant_and_subject_with_most_lose_grammars() -> None:
     made = library(cache_bytes=10 * SIZE)
     put(made, *(grammar(f"a{index}", ANN) for index in range(2)), grammar("b", BOB))
     put(made, *(grammar(f"r{index}", RIVAL) for index in range(50)))
@@ -43,7 +43,7 @@ def test_the_newest_stays_even_if_it_alone_is_too_large() -> None:
     assert [made.has(grammar("x")), made.has(grammar("y"))] == [False, True]
 
 
-def test_what_was_compiled_for_another_vocabulary_is_not_taken_over() -> None:
+def test_a_grammar_compiled_for_another_vocabulary_is_not_used() -> None:
     made = library()
     made.serve(SOURCE.__class__("other", "fake", 16, (2,)))
     put(made, grammar("x"))

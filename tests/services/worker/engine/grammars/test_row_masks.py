@@ -30,7 +30,7 @@ ORDER = schema_grammar(CORPUS["order"])
 LISTS = schema_grammar(CORPUS["array of arrays"])
 
 
-def test_equal_whatever_rows_are_beside_it() -> None:
+def test_the_output_does_not_depend_on_other_rows() -> None:
     [alone] = finished([bound_row(0, ORDER, seed=4)])
     together = finished(
         [
@@ -66,7 +66,7 @@ def test_equal_after_a_retraction_or_in_another_process(kept: int) -> None:
     assert rows.output(again) == whole
 
 
-def test_it_ends_with_the_end_of_the_sequence_and_not_before() -> None:
+def test_a_row_ends_with_eos_once_its_grammar_is_complete() -> None:
     rows = Rows([bound_row(0, Grammar(GrammarKind.REGEX, "[0-9]{6}", "regex"), seed=1)])
     opened = rows.running[0]
     while rows.running:
@@ -172,7 +172,7 @@ def test_a_row_that_has_ended_may_take_part_once_more() -> None:
     assert len(allowed(masks, table_of(masks))) == mask_words(VOCABULARY_SIZE) * 32
 
 
-def test_a_row_whose_grammar_is_gone_ends() -> None:
+def test_a_row_whose_grammar_is_missing_may_only_end() -> None:
     class Empty(Library):
         def matcher(self, grammar: Grammar) -> Walk | None:  # type: ignore[override]
             return None

@@ -29,7 +29,9 @@ def is_allowed(grammar: Grammar, text: str) -> bool:
         ),
     ],
 )
-def test_a_schema_inside_a_tag_is_enforced_as_one_alone(schema: dict[str, Any], good: str, bad: str) -> None:
+def test_a_schema_inside_a_structural_tag_is_enforced_like_a_plain_one(
+    schema: dict[str, Any], good: str, bad: str
+) -> None:
     tag = {"type": "structural_tag", "format": {"type": "json_schema", "json_schema": schema}}
     inside = Grammar(GrammarKind.STRUCTURAL_TAG, json.dumps(tag), "tools")
     for grammar in (schema_grammar(schema), inside):

@@ -49,7 +49,7 @@ class Rig:
 
 @pytest.mark.parametrize("layout", KvLayout)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_pages_come_back_as_they_went(layout: KvLayout, dtype: torch.dtype) -> None:
+def test_pages_are_unchanged_after_a_backup_and_a_load(layout: KvLayout, dtype: torch.dtype) -> None:
     rig = Rig(layout, dtype)
     device = np.random.default_rng(0).permutation(40)[:21].tolist()
     before = [rig.content(page) for page in device]
@@ -85,7 +85,7 @@ def test_loads_go_before_backups() -> None:
     assert rig.finish() == [2, 1]
 
 
-def test_what_is_voided_is_not_copied(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_voided_transfers_are_not_copied(monkeypatch: pytest.MonkeyPatch) -> None:
     rig = Rig()
     monkeypatch.setattr(sliced_transfers, "BACKUP_BUDGET_S", 0.001)
     rig.begin(1, BACKUP, list(range(40)), list(range(40)))
@@ -97,7 +97,7 @@ def test_what_is_voided_is_not_copied(monkeypatch: pytest.MonkeyPatch) -> None:
     assert rig.finish() == [2]
 
 
-def test_the_time_of_a_copy_is_told() -> None:
+def test_the_duration_of_a_copy_is_reported() -> None:
     rig = Rig()
     rig.begin(1, LOAD, list(range(16)), list(range(16)))
     (ack,) = rig.transfers.wait()

@@ -112,7 +112,7 @@ def rig() -> Iterator[Rig]:
 
 
 @pytest.mark.gpu
-def test_pages_come_back_as_they_went(rig: Rig) -> None:
+def test_pages_are_unchanged_after_a_backup_and_a_load(rig: Rig) -> None:
     device = np.random.default_rng(0).permutation(PAGES)[:70].tolist()
     host = np.random.default_rng(1).permutation(HOST_PAGES)[:70].tolist()
     before = rig.content(device)
@@ -125,7 +125,7 @@ def test_pages_come_back_as_they_went(rig: Rig) -> None:
 
 
 @pytest.mark.gpu
-def test_a_backup_sees_what_passes_before_it_wrote_although_they_still_run(rig: Rig) -> None:
+def test_a_backup_waits_for_the_writes_of_earlier_passes(rig: Rig) -> None:
     pages = list(range(40))
     busy = torch.randn(4096, 4096, device=rig.device)
     for _ in range(30):
@@ -137,7 +137,7 @@ def test_a_backup_sees_what_passes_before_it_wrote_although_they_still_run(rig: 
 
 
 @pytest.mark.gpu
-def test_a_load_does_not_overwrite_what_passes_before_it_still_read(rig: Rig) -> None:
+def test_a_load_does_not_overwrite_pages_that_earlier_passes_still_read(rig: Rig) -> None:
     pages = list(range(40))
     rig.fill(pages, 1.0)
     busy = torch.randn(4096, 4096, device=rig.device)
@@ -161,7 +161,7 @@ def test_passes_do_not_wait_for_copies(rig: Rig) -> None:
 
 
 @pytest.mark.gpu
-def test_both_directions_and_what_is_voided(rig: Rig) -> None:
+def test_both_directions_complete_and_voided_transfers_are_not_acknowledged(rig: Rig) -> None:
     rig.begin(1, BACKUP, list(range(40)), list(range(40)))
     rig.begin(2, LOAD, list(range(40, 80)), list(range(60, 100)))
     assert sorted(rig.finish(2)) == [1, 2]

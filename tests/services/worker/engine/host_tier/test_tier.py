@@ -80,7 +80,7 @@ def test_a_prompt_that_was_on_the_host_gives_the_same_tokens_from_other_pages(mo
     assert engine.generate([0, 1, 2, 8, 9], computed=48) != cold
 
 
-def test_what_the_host_tier_is_worth_is_measured_at_start_up(model: Path) -> None:
+def test_prefill_and_load_speed_are_measured_at_start_up(model: Path) -> None:
     capacity = Engine(model).capacity
     assert capacity.host_pages == 16
     assert capacity.prefill_tokens_per_s > 0

@@ -65,7 +65,7 @@ def test_scores_without_a_scale_are_divided_by_the_root_of_their_width() -> None
     assert AttentionShape(4, 2, 64, 16, score_scale=0.5).scale == 0.5
 
 
-def test_what_lies_before_all_windows_is_never_looked_at(library: CpuLibrary) -> None:
+def test_pages_before_all_windows_are_never_read(library: CpuLibrary) -> None:
     case = Case(AttentionShape(6, 2, 64, 16, window_left=20), [(150, 1), (70, 1), (130, 30)], seed=1)
     queries, batch = case.qkv()[:, : case.shape.query_width].contiguous(), case.batch()
     table = batch.page_table.clone()
@@ -156,7 +156,7 @@ def test_a_query_gets_the_same_bits_in_every_chunk(library: CpuLibrary, window_l
             assert torch.equal(got, expected[old : old + new])
 
 
-def test_far_scores_do_not_overflow(library: CpuLibrary) -> None:
+def test_extreme_attention_scores_do_not_overflow(library: CpuLibrary) -> None:
     case = Case(AttentionShape(2, 1, 16, 16), [(90, 1), (10, 70)], seed=4)
     queries = case.qkv()[:, :32].contiguous() * 300
     for backend in backends(library, case.shape):

@@ -25,11 +25,11 @@ def pages(asked: EngineSpec, memory: MemoryMeasure, context: int = 8192) -> int:
     return count_pages(asked, context, TOKEN, reserve=GIB, memory=memory)
 
 
-def test_pages_that_were_asked_for_are_not_questioned() -> None:
+def test_a_requested_number_of_pages_is_used_unchanged() -> None:
     assert pages(spec(device_pages=7), MemoryMeasure(0, 0)) == 7
 
 
-def test_weights_and_kv_share_a_fraction_of_what_was_free() -> None:
+def test_weights_and_kv_share_a_fraction_of_the_free_memory() -> None:
     # Of 80 GiB half may be used; 10 are weights, 1 is kept for activations: 29 GiB are left.
     assert pages(spec(), MemoryMeasure(80 * GIB, 70 * GIB)) == 29_696
     assert pages(spec(page_size=32), MemoryMeasure(80 * GIB, 70 * GIB)) == 14_848

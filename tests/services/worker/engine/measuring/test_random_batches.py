@@ -7,7 +7,7 @@ from common.errors import ConfigurationError
 from services.worker.engine.measuring.measurements import measure_peak
 
 
-def test_a_step_that_does_not_fit_beside_the_weights_names_the_settings_to_change() -> None:
+def test_a_step_that_does_not_fit_next_to_the_weights_names_the_settings() -> None:
     def run() -> None:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 40.00 GiB")
 

@@ -32,7 +32,7 @@ def test_two_pools_take_layers_of_both_kinds_and_no_host_tier(
     assert has_window_pool(spec(**changes), is_local) is wanted
 
 
-def test_pages_that_were_asked_for_are_not_questioned() -> None:
+def test_a_requested_number_of_pages_is_used_unchanged() -> None:
     assert count_window_pages(spec(window_pages=7), 1000, 1024) == 7
 
 
@@ -47,7 +47,7 @@ def test_the_windows_of_all_rows_fit_if_they_may_take_half() -> None:
 
 
 @given(st.integers(1, 400), st.floats(0.01, 1.0), st.integers(64, 8192), st.integers(1, 256))
-def test_both_pools_take_what_there_is_and_no_more(gib: int, ratio: float, window: int, rows: int) -> None:
+def test_both_pools_use_the_available_memory_and_no_more(gib: int, ratio: float, window: int, rows: int) -> None:
     # As Gemma 3 27B: 10 and 52 layers.
     token_bytes = (10 * 8192, 52 * 8192)
     memory = MemoryMeasure(gib * GIB, gib * GIB)

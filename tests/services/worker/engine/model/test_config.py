@@ -94,7 +94,7 @@ def test_rope_parameters_are_read_from_files_of_transformers_4_and_5(old: bool) 
     assert (max(config.rotary.frequency_divisors), min(config.rotary.frequency_divisors)) == (8.0, 1.0)
 
 
-def test_gemma_rotates_windowed_layers_by_a_base_of_their_own() -> None:
+def test_gemma_s_windowed_layers_have_a_separate_rope_base() -> None:
     layers = {"num_hidden_layers": 6, "num_attention_heads": 4, "head_dim": 16, "sliding_window": 32}
     old = {"rope_scaling": {"rope_type": "linear", "factor": 8.0}, "rope_local_base_freq": 5e3, "rope_theta": 1e6}
     new = {
@@ -147,7 +147,7 @@ def test_layers_of_a_mixture_may_be_dense() -> None:
         ({"head_dim": 15}, "head_dim 15 is odd"),
     ],
 )
-def test_what_is_not_supported_is_named(changes: dict[str, object], complaint: str) -> None:
+def test_unsupported_configurations_are_refused_with_a_reason(changes: dict[str, object], complaint: str) -> None:
     with pytest.raises(ConfigurationError, match=complaint):
         from_json(**changes)
 

@@ -33,7 +33,7 @@ KINDS: list[dict[str, Any]] = [
 
 
 @pytest.mark.parametrize("parameters", KINDS, ids=lambda parameters: str(parameters["rope_type"]))
-def test_angles_are_those_of_transformers(parameters: dict[str, Any]) -> None:
+def test_rotary_angles_equal_those_of_transformers(parameters: dict[str, Any]) -> None:
     config = transformers.LlamaConfig(
         head_dim=HEAD_DIM, hidden_size=512, num_attention_heads=4, max_position_embeddings=CONTEXT
     )
@@ -50,11 +50,11 @@ def test_angles_are_those_of_transformers(parameters: dict[str, Any]) -> None:
     torch.testing.assert_close(table[:100], expected[:100], atol=3e-5, rtol=0)
 
 
-def test_without_parameters_nothing_is_stretched() -> None:
+def test_without_rope_parameters_nothing_is_scaled() -> None:
     assert read_rotary({}, 10000.0, HEAD_DIM, CONTEXT) == RotaryConfig(10000.0)
 
 
-def test_heads_may_be_left_as_they_are() -> None:
+def test_the_rotary_table_without_rotation_is_the_identity() -> None:
     table = rotary_table(no_rotation(8), 8, 3, torch.device("cpu"))
     assert table.tolist() == [[1.0] * 4 + [0.0] * 4] * 3
 

@@ -56,7 +56,7 @@ def test_shares_of_ranks_are_cut_out_of_the_matrix_that_one_rank_would_hold(tmp_
 
 
 @pytest.mark.parametrize("scheme", [FP8_DYNAMIC, PER_TENSOR])
-def test_what_is_stored_is_read_with_its_scales(tmp_path: Path, scheme: dict[str, object]) -> None:
+def test_stored_fp8_matrices_are_read_with_their_scales(tmp_path: Path, scheme: dict[str, object]) -> None:
     save_family(tmp_path, "llama")
     wide = load_file(tmp_path / "model.safetensors")
     store_in_fp8(tmp_path, scheme)
@@ -87,7 +87,7 @@ def test_damaged_matrices_are_named(tmp_path: Path, name: str, tensor: torch.Ten
         tensors_of(tmp_path).matrix(DOWN)
 
 
-def test_matrices_of_one_product_are_stored_alike(tmp_path: Path) -> None:
+def test_matrices_of_one_product_must_be_stored_in_one_format(tmp_path: Path) -> None:
     save_family(tmp_path, "llama")
     store_in_fp8(tmp_path, but=("1.self_attn.k_proj",))
     with pytest.raises(ConfigurationError, match=r"tensors .*k_proj.*: that only some are stored in FP8 is not"):

@@ -128,7 +128,7 @@ def compute(rank: int, world_size: int, rendezvous: str, model: str) -> torch.Te
     return logits
 
 
-def test_ranks_on_gpus_exchange_what_they_hold(fresh_ranks: Ranks) -> None:
+def test_collectives_of_two_gpu_ranks_give_the_right_results(fresh_ranks: Ranks) -> None:
     first, second = fresh_ranks.run(exchange, WORLD)
     for result in (first, second):
         assert result["shares"] == torch.cuda.can_device_access_peer(0, 1)
@@ -144,7 +144,7 @@ def test_ranks_on_gpus_exchange_what_they_hold(fresh_ranks: Ranks) -> None:
     assert [tuple(nothing.shape) for nothing in second["gathered"]] == [(0, VOCABULARY)] * 3
 
 
-def test_two_gpus_compute_what_one_computes(fresh_ranks: Ranks, tmp_path: Path) -> None:
+def test_two_gpus_compute_the_same_as_one(fresh_ranks: Ranks, tmp_path: Path) -> None:
     save_tiny_llama(tmp_path)
     both, nothing = fresh_ranks.run(compute, WORLD, str(tmp_path))
     (alone,) = fresh_ranks.run(compute, 1, str(tmp_path))

@@ -53,7 +53,7 @@ def compute(rank: int, world_size: int, rendezvous: str, model: str, backend: st
     return logits, int(told), runner.capacity.device_pages
 
 
-def test_ranks_exchange_what_they_hold(ranks: Ranks) -> None:
+def test_collectives_of_two_ranks_give_the_right_results(ranks: Ranks) -> None:
     first, second = ranks.run(exchange, 2)
     assert first["sum"] == second["sum"] == [1, 20]
     assert first["gathered"] == [[0, 1, 2, 3, 4]] * 2
@@ -67,7 +67,7 @@ def test_ranks_exchange_what_they_hold(ranks: Ranks) -> None:
     ("family", "world_size", "backend"),
     [("smol", 2, "compiled"), ("qwen3", 3, "torch"), ("llama biased", 2, "compiled")],
 )
-def test_several_ranks_compute_what_one_computes(
+def test_several_ranks_compute_the_same_as_one(
     ranks: Ranks, family: str, world_size: int, backend: str, tmp_path: Path
 ) -> None:
     expected = reference_logits(save_family(tmp_path, family), PROMPT)
@@ -78,7 +78,7 @@ def test_several_ranks_compute_what_one_computes(
     assert [pages for _, _, pages in results] == [40] * world_size
 
 
-def test_one_rank_needs_nobody() -> None:
+def test_a_single_rank_needs_no_peers() -> None:
     group = join_group(0, 1, "", CPU)
     assert isinstance(group, SingleRank)
     tensor = torch.ones(2, 3)

@@ -59,7 +59,7 @@ def test_another_host_is_reached_by_the_interface_with_our_address() -> None:
 
 
 @pytest.mark.usefixtures("other_host")
-def test_what_the_environment_names_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_interfaces_named_in_the_environment_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NCCL_SOCKET_IFNAME", "ib0")
     use_way_to("10.77.0.2:29500")
     assert (os.environ["GLOO_SOCKET_IFNAME"], os.environ["NCCL_SOCKET_IFNAME"]) == ("eth7", "ib0")

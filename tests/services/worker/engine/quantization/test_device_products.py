@@ -60,7 +60,7 @@ def capacity(quantization: str, pages: int | None) -> tuple[int, int, int]:
     return made.device_pages, page_bytes, taken
 
 
-def test_what_weights_do_not_take_is_there_for_pages() -> None:
+def test_memory_saved_by_smaller_weights_is_used_for_pages() -> None:
     (_, page_bytes, wide_bytes), (_, _, narrow_bytes) = capacity("auto", 8), capacity("fp8", 8)
     # 440 million weights of projections; embedding and head keep their type. Seen: 410 MB; the rest is not explained.
     assert 0.9 * 440e6 < wide_bytes - narrow_bytes < 1.05 * 440e6

@@ -126,7 +126,7 @@ def compute_as_rank(rank: int, world_size: int, rendezvous: str, model: str, qua
     return logits_of(model, rank=rank, world_size=world_size, rendezvous=rendezvous, quantization=quantization)  # type: ignore[arg-type]  # a path as a string, which processes take
 
 
-def test_two_ranks_hold_what_one_does_and_scale_their_shares_of_activations(
+def test_two_ranks_hold_the_same_fp8_weights_and_scale_their_shares_of_activations(
     ranks: Ranks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     save_mild(tmp_path, "llama")
@@ -141,7 +141,7 @@ def test_two_ranks_hold_what_one_does_and_scale_their_shares_of_activations(
 
 
 @pytest.mark.parametrize("backend", ["torch", "compiled"])
-def test_what_is_stored_in_fp8_is_not_quantised_again(backend: str, tmp_path: Path) -> None:
+def test_weights_stored_in_fp8_are_not_quantised_again(backend: str, tmp_path: Path) -> None:
     save_mild(tmp_path, "qwen3")
     quantised = logits_of(tmp_path, backend=backend, quantization="fp8")
     store_in_fp8(tmp_path)
@@ -168,7 +168,7 @@ def test_layers_that_were_left_out_stay_wide(tmp_path: Path) -> None:
     assert 0 < error(logits_of(tmp_path), wide) < error(quantised, wide)
 
 
-def test_made_up_weights_are_quantised_where_the_checkpoint_would_be(model: Path, tmp_path: Path) -> None:
+def test_dummy_weights_are_quantised_like_those_of_a_checkpoint(model: Path, tmp_path: Path) -> None:
     quantised = logits_of(model, load_format="dummy", quantization="fp8")
     wide = logits_of(model, load_format="dummy")
     assert 0 < error(quantised, wide) < 0.1
@@ -224,7 +224,7 @@ def test_matrices_that_units_cannot_multiply_are_refused_before_any_is_read(
         load(tmp_path, quantization="fp8")
 
 
-def test_what_has_no_fp8_is_refused(model: Path, tmp_path: Path) -> None:
+def test_unsupported_quantization_is_refused(model: Path, tmp_path: Path) -> None:
     with pytest.raises(ConfigurationError, match="quantization 'int4' is not one of auto, fp8"):
         load(model, quantization="int4")
     save_model(tmp_path, "GPTNeoX", {"hidden_size": 64, "intermediate_size": 64, "num_attention_heads": 4})

@@ -51,7 +51,7 @@ def test_tokens_of_equal_probability_are_kept_or_dropped_together(vocabulary: in
     assert (flat[:, :vocabulary] >= thresholds[:, None]).all()
 
 
-def test_a_row_keeps_the_same_whatever_the_others_ask_for() -> None:
+def test_filter_thresholds_of_a_row_do_not_depend_on_other_rows() -> None:
     random = np.random.default_rng(5)
     exact = np.stack([softmax(random.normal(size=20_000) * spread) for spread in (6, 0.1, 2, 1)])
     probabilities = pad_to_blocks(torch.from_numpy(exact.astype(np.float32)), 0.0)

@@ -9,7 +9,7 @@ from services.worker.engine.sampling.logits_processors import apply_masks
 
 @pytest.mark.parametrize("vocabulary", [32, 64, 100, 49_152, 50_257])
 @pytest.mark.parametrize("samples", [[0, 1, 2], [1], [2, 0]])
-def test_exactly_what_is_not_allowed_becomes_impossible(vocabulary: int, samples: list[int]) -> None:
+def test_exactly_the_disallowed_tokens_become_impossible(vocabulary: int, samples: list[int]) -> None:
     random = np.random.default_rng(1)
     allowed = random.random((len(samples), vocabulary)) < 0.3
     padded = np.zeros((len(samples), -(-vocabulary // 32) * 32), np.uint8)

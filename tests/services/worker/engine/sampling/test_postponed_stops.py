@@ -30,7 +30,7 @@ def row(grammar: Grammar, seed: int, *, minimum: int = 0, length: int = 60, igno
 
 
 @pytest.mark.parametrize("minimum", [1, 5, 20])
-def test_an_output_that_may_go_on_has_its_minimum(minimum: int) -> None:
+def test_an_output_that_its_grammar_can_extend_reaches_its_minimum(minimum: int) -> None:
     lengths = []
     for seed in SEEDS:
         [output] = finished([row(DIGITS, seed, minimum=minimum)])
@@ -40,13 +40,13 @@ def test_an_output_that_may_go_on_has_its_minimum(minimum: int) -> None:
     assert max(lengths) < 60
 
 
-def test_a_complete_output_ends_whatever_the_minimum() -> None:
+def test_a_complete_output_ends_even_below_the_minimum() -> None:
     for seed in SEEDS:
         [output] = finished([row(THREE_DIGITS, seed, minimum=40, ignores_end=True)])
         assert len(text_of(output)) == 3
 
 
-def test_the_end_is_put_off_inside_a_document_only_as_far_as_it_goes() -> None:
+def test_eos_is_postponed_only_until_the_document_is_complete() -> None:
     for seed in SEEDS:
         [output] = finished([row(LIST, seed, minimum=30, length=400)])
         assert isinstance(json.loads(text_of(output)), list)
@@ -58,7 +58,7 @@ def test_an_ignored_end_leaves_the_length() -> None:
         assert len(output) == 60
 
 
-def test_stop_ids_count_beside_an_ignored_end() -> None:
+def test_stop_ids_apply_even_if_eos_is_ignored() -> None:
     [whole] = finished([row(DIGITS, 1, ignores_end=True)])
     opened = replace(row(DIGITS, 1, ignores_end=True), stop_token_ids=(whole[7], EOS))
     [output] = finished([opened])

@@ -61,7 +61,7 @@ def logits_of(rows: int, seed: int = 0, vocabulary: int = VOCABULARY, spread: fl
 
 
 @given(requests(), st.randoms(use_true_random=False))
-def test_a_row_gets_the_same_token_alone_and_in_any_company(opens: list[RowOpen], random: Random) -> None:
+def test_a_row_gets_the_same_token_alone_and_in_any_batch(opens: list[RowOpen], random: Random) -> None:
     logits = logits_of(len(opens))
     alone = [sample_rows(logits[i : i + 1], [replace(opens[i], row=opens[-1 - i].row)]) for i in range(len(opens))]
     order = list(range(len(opens)))
@@ -79,7 +79,7 @@ def test_a_row_gets_the_same_token_alone_and_in_any_company(opens: list[RowOpen]
     st.just(1.0) | st.floats(0.05, 0.99),
     st.just(0.0) | st.floats(0.001, 1),
 )
-def test_nothing_is_drawn_that_the_filters_drop(
+def test_filtered_tokens_are_never_drawn(
     seed: int, temperature: float, top_k: int | None, top_p: float, min_p: float
 ) -> None:
     sampling = SamplingParams(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
@@ -143,7 +143,7 @@ def test_top_k_of_one_is_greedy() -> None:
     assert torch.equal(sample_rows(logits, opens).token_ids, logits.argmax(-1))
 
 
-def test_penalties_and_biases_change_what_greedy_takes() -> None:
+def test_penalties_and_biases_change_the_greedy_choice() -> None:
     logits = torch.zeros(4, VOCABULARY)
     logits[:, 10], logits[:, 11], logits[:, 12] = 3.0, 2.9, 2.0
     changes: list[dict[str, object]] = [
@@ -167,7 +167,7 @@ def test_stop_ids_are_not_chosen_before_the_minimum() -> None:
     assert sample_rows(logits, opens).token_ids.tolist() == [7, 7, 2]
 
 
-def test_log_probabilities_are_of_the_unmodified_logits_and_only_for_those_who_ask() -> None:
+def test_log_probabilities_are_of_the_unmodified_logits_and_only_for_rows_that_request_them() -> None:
     logits = logits_of(3)
     sampling = SamplingParams(temperature=0, top_logprobs=2, logit_bias={5: 100.0}, repetition_penalty=1.5)
     opens = [open_row(0, [1]), open_row(1, [1], sampling=sampling), open_row(2, [1])]

@@ -13,7 +13,7 @@ LIKELY = torch.arange(VOCABULARY, dtype=torch.float32)[None]
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_only_what_is_allowed_is_drawn(temperature: float) -> None:
+def test_only_allowed_tokens_are_sampled(temperature: float) -> None:
     allowed = (3, 70, 9)
     for seed in range(20):
         sampling = SamplingParams(temperature=temperature, seed=seed, allowed_token_ids=allowed)
@@ -21,7 +21,7 @@ def test_only_what_is_allowed_is_drawn(temperature: float) -> None:
         assert int(found.token_ids[0]) in allowed
 
 
-def test_rows_beside_it_are_not_touched() -> None:
+def test_token_constraints_do_not_affect_other_rows() -> None:
     opens = [open_row(0, [1]), open_row(1, [1], sampling=SamplingParams(temperature=0, allowed_token_ids=(5,)))]
     assert sample_rows(LIKELY.repeat(2, 1), opens).token_ids.tolist() == [VOCABULARY - 1, 5]
 
@@ -47,13 +47,13 @@ def test_the_end_of_a_banned_sequence_is_not_drawn(
     assert int(sample_rows(LIKELY, [opened]).token_ids[0]) == expected
 
 
-def test_a_row_of_which_everything_is_ruled_out_still_gets_a_token() -> None:
+def test_a_row_without_allowed_tokens_still_gets_a_token() -> None:
     sampling = SamplingParams(temperature=1.0, allowed_token_ids=(5,), banned_sequences=((5,),))
     (token,) = sample_rows(LIKELY, [open_row(0, [1], sampling=sampling)]).token_ids.tolist()
     assert 0 <= token < VOCABULARY
 
 
-def test_log_probabilities_are_those_without_what_is_ruled_out() -> None:
+def test_log_probabilities_ignore_token_constraints() -> None:
     sampling = SamplingParams(temperature=0, allowed_token_ids=(5,), top_logprobs=1, logprob_token_ids=(5, 7))
     samples = sample_rows(LIKELY, [open_row(0, [1], sampling=sampling)])
     ((_, told),) = samples.logprobs

@@ -72,7 +72,7 @@ def test_a_warning_says_that_it_is_slower(tmp_path: Path, caplog: pytest.LogCapt
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
-def test_narrow_types_stay_close(dtype: str, tmp_path: Path) -> None:
+def test_16_bit_logits_stay_close_to_the_reference(dtype: str, tmp_path: Path) -> None:
     save_model(tmp_path, *OTHERS["olmo2"])
     driver = Driver(load(tmp_path, dtype=dtype))
     got = driver.run([(driver.open(70), PROMPT)], all_tokens=True)
@@ -81,7 +81,7 @@ def test_narrow_types_stay_close(dtype: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("family", REFUSED)
-def test_what_needs_other_attention_is_refused(family: str, tmp_path: Path) -> None:
+def test_families_that_need_other_attention_are_refused(family: str, tmp_path: Path) -> None:
     name, options, complaint = REFUSED[family]
     save_model(tmp_path, name, options)
     with pytest.raises(ConfigurationError, match=complaint):
@@ -110,7 +110,7 @@ def test_quantised_weights_are_refused_by_the_name_of_their_key(tmp_path: Path) 
         load(tmp_path, load_format="dummy")
 
 
-def test_a_family_that_nobody_knows_is_named(tmp_path: Path) -> None:
+def test_the_error_of_an_unknown_family_names_it(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"model_type": "hyperion"}')
     with pytest.raises(ConfigurationError, match="'hyperion' is neither one of Pando's own nor known to transformers"):
         load(tmp_path, load_format="dummy")

@@ -55,7 +55,7 @@ def one_by_one(monkeypatch: pytest.MonkeyPatch, run: Callable[[], list[torch.Ten
 
 @pytest.mark.parametrize("family", ["llama biased", "qwen3", "qwen2 windowed", "smol"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
-def test_layers_in_one_call_give_what_operators_give_one_by_one(
+def test_fused_layers_give_the_same_as_separate_operators(
     family: str, dtype: str, joined: list[FusedLayers | None], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     save_family(tmp_path, family)
@@ -79,7 +79,7 @@ def test_plain_torch_is_left_as_it_is(joined: list[FusedLayers | None], tmp_path
     assert joined == [None]
 
 
-def test_a_long_prompt_whose_inputs_threads_share_gives_the_same(
+def test_fused_layers_give_the_same_for_a_long_prompt_on_two_threads(
     joined: list[FusedLayers | None], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     save_family(tmp_path, "llama")

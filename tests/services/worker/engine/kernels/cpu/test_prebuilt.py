@@ -31,29 +31,31 @@ def directory(tmp_path: Path) -> Path:
 @pytest.mark.parametrize(
     ("flags", "name"), [(AVX2, "avx2"), (AVX512, "avx512"), (AVX512 | {"avx512_bf16"}, "avx512-bf16")]
 )
-def test_the_best_that_the_processor_can_run_is_taken(directory: Path, flags: frozenset[str], name: str) -> None:
+def test_the_best_prebuilt_library_that_the_processor_can_run_is_chosen(
+    directory: Path, flags: frozenset[str], name: str
+) -> None:
     chosen = choose(directory, flags)
     assert chosen is not None
     assert chosen.name == f"operators-{name}.so"
 
 
-def test_an_old_processor_gets_none(directory: Path) -> None:
+def test_an_old_processor_gets_no_prebuilt_library(directory: Path) -> None:
     assert choose(directory, AVX2 - {"fma"}) is None
 
 
-def test_what_was_not_built_is_not_chosen(directory: Path) -> None:
+def test_a_missing_prebuilt_library_is_not_chosen(directory: Path) -> None:
     (directory / "operators-avx512.so").unlink()
     chosen = choose(directory, AVX512)
     assert chosen is not None
     assert chosen.name == "operators-avx2.so"
 
 
-def test_nothing_is_looked_for_where_nobody_named_a_directory(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_named_directory_no_prebuilt_library_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(DIRECTORY_VARIABLE, raising=False)
     assert find_prebuilt() is None
 
 
-def test_a_named_directory_is_looked_into(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_named_directory_is_searched_for_prebuilt_libraries(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(DIRECTORY_VARIABLE, str(directory))
     found = find_prebuilt()
     assert (found is not None) == (choose(directory, processor_flags()) is not None)

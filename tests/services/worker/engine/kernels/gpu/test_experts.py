@@ -59,14 +59,14 @@ def check(experts: int, tokens: int, skew: float, activation: Activation, device
     st.sampled_from([3, 5, 16]), st.integers(1, 300 if HAS_GPU else 40), st.sampled_from([0.0, 0.5, 10.0]),
     st.sampled_from(Activation),
 )  # fmt: skip
-def test_any_routing_gives_what_the_loop_gives(
+def test_any_routing_gives_the_same_as_the_expert_loop(
     device: torch.device, experts: int, tokens: int, skew: float, activation: Activation
 ) -> None:
     check(experts, tokens, skew, activation, device)
 
 
 @pytest.mark.parametrize(("experts", "tokens", "activation"), [(5, 24, Activation.SILU), (3, 97, Activation.GELU_TANH)])
-def test_experts_in_fp8_give_what_the_loop_over_them_gives(
+def test_fp8_experts_give_the_same_as_the_expert_loop(
     device: torch.device, experts: int, tokens: int, activation: Activation
 ) -> None:
     if HAS_GPU and torch.cuda.get_device_capability(device) < (8, 9):
@@ -99,7 +99,7 @@ def test_no_tokens_give_nothing(device: torch.device) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("tokens", [1, 8, 256, 4096])
-def test_a_captured_mixture_takes_any_routing(device: torch.device, dtype: torch.dtype, tokens: int) -> None:
+def test_a_captured_moe_layer_handles_any_routing(device: torch.device, dtype: torch.dtype, tokens: int) -> None:
     experts, hidden = 128, 2048
     made = matrices(experts, hidden, 192)
     moe = GpuExperts(experts, iter(made), Activation.SILU, dtype, device)

@@ -52,7 +52,7 @@ def test_rows_are_quantised_as_the_reference_does(device: torch.device, width: i
     assert within(off, (expected_values.double() * expected_scales - rows).abs() + rows.double().abs() * 2.0**-20)
 
 
-def test_what_is_no_number_spoils_its_row_and_no_rows_need_no_program(device: torch.device) -> None:
+def test_non_finite_values_affect_only_their_row_and_zero_rows_are_allowed(device: torch.device) -> None:
     rows = torch.tensor([[1.0, float("nan"), 2.0], [1.0, 2.0, 4.0], [1.0, float("-inf"), 2.0]], dtype=DTYPE)
     values, scales = quantise_rows(rows.to(device))
     product = (values.float() * scales).cpu().sum(dim=-1)
@@ -93,7 +93,7 @@ def test_gated_products_are_those_of_quantised_values(
     torch.testing.assert_close(got.cpu().double(), activate(gate, activation) * up, atol=3e-2, rtol=3e-2)
 
 
-def test_a_token_is_quantised_alike_whoever_else_is_in_the_batch(device: torch.device) -> None:
+def test_quantisation_of_a_token_does_not_depend_on_the_batch(device: torch.device) -> None:
     rows = (random(33, 256) * torch.logspace(-3, 3, 33)[:, None]).to(DTYPE).to(device)
     values, scales = quantise_rows(rows)
     for count in (1, 2, 16):

@@ -34,7 +34,7 @@ def compiled(monkeypatch: pytest.MonkeyPatch) -> set[tuple[Any, ...]]:
     return known
 
 
-def test_hopper_gets_kernels_of_its_own(compiled: set[tuple[Any, ...]]) -> None:
+def test_hopper_gets_separate_attention_kernels(compiled: set[tuple[Any, ...]]) -> None:
     specs: Any = attention_specs("8.0 8.9 9.0a", [64], [torch.bfloat16], [False, True])
     assert [spec.name[0] for spec in specs] == ["fa2", "fa2", "fa3", "fa3"]
 

@@ -83,7 +83,7 @@ def is_near_edge(logits: torch.Tensor, asked: SamplingParams, one: int, other: i
     return between < 1e-5 or has_tie_at_border
 
 
-def test_without_filters_they_are_not_looked_at(device: torch.device) -> None:
+def test_filter_parameters_are_ignored_when_filtering_is_off(device: torch.device) -> None:
     logits = torch.randn(3, 5000, generator=torch.Generator().manual_seed(1)).half()
     narrow = [SamplingParams(temperature=0.7, top_k=2, seed=seed) for seed in range(3)]
     wide = [SamplingParams(temperature=0.7, seed=seed) for seed in range(3)]
