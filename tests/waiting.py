@@ -1,4 +1,4 @@
-"""Waiting for what tells nobody when it happens, and no longer than a test should."""
+"""Waiting for conditions that cannot notify, for a limited time."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def wait_until(
 
 
 def is_running(pid: int) -> bool:
-    """Return whether the process lives; an orphan that nobody has waited for yet is dead all the same."""
+    """Return whether the process lives; a zombie does not."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except (FileNotFoundError, ProcessLookupError):
