@@ -5,13 +5,18 @@ from __future__ import annotations
 import argparse
 import ast
 import importlib
+import inspect
 import re
 import shlex
+import sys
+from functools import cache
+from itertools import accumulate
 from pathlib import Path
 
 import pytest
 
-from common.settings import PREFIX, Settings, check_environment
+from common.settings import PREFIX, check_environment
+from common.settings.reference import describe_settings
 from deploy.cli import COMMANDS
 from deploy.supervisor.command import read_arguments
 
@@ -23,13 +28,19 @@ DOCUMENTS = [
 ]
 MODULES = [path for folder in FOLDERS for path in sorted((ROOT / folder).rglob("*.py")) if "gen" not in path.parts]
 CONTRACTS = sorted((ROOT / "protos" / "pando").rglob("*.proto"))
-SECTIONS = {
-    name: set(getattr(field.annotation, "model_fields", {}))
-    for name, field in Settings.model_fields.items()
-    if name != "models"
+# Full names of settings and of their sections.
+SETTINGS = {
+    name
+    for group in describe_settings()
+    for setting in group.settings
+    for name in accumulate(setting.name.split("."), "{}.{}".format)
 }
-# Other projects' files, of which ours speak.
-FOREIGN = {"serving_chat.py", "renderers/", "docs/gguf.md"}
+SECTIONS = {name.partition(".")[0] for name in SETTINGS if "." in name} - {"models"}
+EXPERIMENTS = "deploy.evaluation.experiments"
+# vLLM reads its arguments.
+FOREIGN_ARGUMENTS = {f"{EXPERIMENTS}.peers.vllm_token_source"}
+# Files of other projects, and keys of other formats.
+FOREIGN = {"serving_chat.py", "renderers/", "docs/gguf.md", "tokenizer.ggml.pre"}
 SUFFIXES = {"json", "proto", "py", "sock"}
 # What a name may begin with that is not said from its README's folder or the top.
 BELOW_THE_TOP = ("tests", "services", "services/scheduler", "services/worker")
@@ -65,6 +76,47 @@ def commands(text: str, program: str) -> list[list[str]]:
     """Return the arguments of each call of `program` on a line of its own."""
     calls = (shlex.split(line) for line in command_lines(text) if re.match(rf"(\S+=\S+ )*(\S*/)?{program}\s", line))
     return [call[next(i for i, word in enumerate(call) if Path(word).name == program) + 1 :] for call in calls]
+
+
+def calls_of_experiments(text: str) -> list[tuple[str, list[str]]]:
+    """Return module and arguments of each call of an experiment, in blocks and in code spans."""
+    places = [*command_lines(text), *code_spans(text)]
+    calls = [re.search(rf"python -m ({re.escape(EXPERIMENTS)}[\w.]*)(.*)", place) for place in places]
+    # A process id that the shell would insert.
+    return [(call[1], shlex.split(re.sub(r"\$\([^)]*\)", "1", call[2]))) for call in calls if call]
+
+
+def settings_in(text: str) -> list[str]:
+    """Return the names of settings, with all their sections, in flags and in code spans."""
+    flags = re.findall(r"--(\w+(?:\.\w+)+)", text)
+    # Names with capitals are values of the chart.
+    spans = [name for span in code_spans(text) for name in re.findall(r"^([a-z]\w*(?:\.[a-z0-9_]+)+)(?: \S+)?$", span)]
+    return [
+        *flags,
+        *(name for name in spans if name.partition(".")[0] in SECTIONS and name.rpartition(".")[2] not in SUFFIXES),
+    ]
+
+
+@cache
+def imports(module: str) -> frozenset[str]:
+    """Return what a module of ours imports when it is loaded, with the names that it takes from there."""
+    path = ROOT / module.replace(".", "/")
+    file = next((one for one in (path.with_suffix(".py"), path / "__init__.py") if one.is_file()), None)
+    nodes = ast.parse(file.read_text()).body if file else []
+    plain = {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
+    named = {f"{node.module}.{name.name}" for node in nodes if isinstance(node, ast.ImportFrom) for name in node.names}
+    return frozenset(plain | named)
+
+
+def loads_torch(module: str) -> bool:
+    found: set[str] = set()
+    waiting = [module]
+    while waiting:
+        # Loading a.b.c loads a and a.b, too.
+        new = set(accumulate(waiting.pop().split("."), "{}.{}".format)) - found
+        found |= new
+        waiting += [name for each in new for name in imports(each)]
+    return "torch" in found
 
 
 def exists(name: str, document: Path) -> bool:
@@ -183,11 +235,14 @@ def test_tests_that_are_named_exist(document: Path) -> None:
 @pytest.mark.parametrize("document", [path for path in DOCUMENTS if path.stem != "CHANGELOG"], ids=relative)
 def test_settings_that_are_named_exist(document: Path) -> None:
     text = document.read_text()
-    flags = re.findall(r"--(\w+)\.(\w+)", text)
-    mentioned = [tuple(name) for span in code_spans(text) for name in re.findall(r"^(\w+)\.(\w+)(?: \S+)?$", span)]
-    for section, name in [*flags, *(pair for pair in mentioned if pair[0] in SECTIONS and pair[1] not in SUFFIXES)]:
-        assert name in SECTIONS.get(section, ()), f"{section}.{name}"
+    assert [name for name in settings_in(text) if name not in SETTINGS | FOREIGN] == []
     check_environment(dict.fromkeys(re.findall(rf"\b{PREFIX}\w+__\w+", text), ""))
+
+
+def test_wrong_settings_would_be_found() -> None:
+    found = settings_in("`gateway.tls.key`, `gateway.tls.keys` and `pando up --scheduler.queue.rule fair`")
+    assert found == ["scheduler.queue.rule", "gateway.tls.key", "gateway.tls.keys"]
+    assert [name for name in found if name in SETTINGS] == ["gateway.tls.key"]
 
 
 @every_document
@@ -223,6 +278,31 @@ def test_commands_are_understood(document: Path, tmp_path: Path, monkeypatch: py
     (tmp_path / "pando.toml").touch()  # readers have one
     for name, *arguments in commands(document.read_text(), "pando"):
         assert understand(name, arguments) == 0, f"pando {name} {shlex.join(arguments)}"
+
+
+def test_documents_have_calls_of_experiments_to_check() -> None:
+    modules = {module for document in DOCUMENTS for module, _ in calls_of_experiments(document.read_text())}
+    assert len(modules) > 15
+    assert len([module for module in modules if not loads_torch(module)]) >= 8
+
+
+@every_document
+def test_arguments_of_experiments_are_understood(document: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Checks those that can be loaded without torch."""
+    parse = argparse.ArgumentParser.parse_args
+
+    def parse_and_end(parser: argparse.ArgumentParser, arguments: list[str] | None = None) -> None:
+        parse(parser, arguments)
+        raise SystemExit(0)
+
+    monkeypatch.setattr(argparse.ArgumentParser, "parse_args", parse_and_end)
+    for module, arguments in calls_of_experiments(document.read_text()):
+        if module not in FOREIGN_ARGUMENTS and not loads_torch(module):
+            main = importlib.import_module(module).main
+            monkeypatch.setattr(sys, "argv", [module, *arguments])
+            with pytest.raises(SystemExit) as end:
+                main(*[arguments][: len(inspect.signature(main).parameters)])
+            assert end.value.code == 0, f"{module} {shlex.join(arguments)}"
 
 
 def understand(name: str, arguments: list[str]) -> int:

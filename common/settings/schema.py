@@ -18,7 +18,7 @@ PREFIX = "PANDO_"
 
 
 class Settings(BaseSettings):
-    """All settings; each service reads its own section, `model` and `log`."""
+    """All settings; each service reads its own section, `model`, `rpc` and `log`."""
 
     model_config = SettingsConfigDict(
         env_prefix=PREFIX, env_nested_delimiter="__", extra="forbid", frozen=True, use_attribute_docstrings=True

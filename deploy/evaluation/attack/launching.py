@@ -88,16 +88,16 @@ class Keys:
 class Launch:
     """A deployment to start: a mode, the user's own settings, and the settings that an oracle needs.
 
-    `settings` go before the user's; `principals` is the threshold of evidence, `storage` the storage's directory. The
-    keys are equal for servers that are made from one `Launch`; `has_keys` says whether requests need one;
-    `fake_step_ms` is the duration of a pass without a model.
+    `settings` go before the user's; `promotion_subjects` is the threshold of evidence, `storage` the storage's
+    directory. The keys are equal for servers that are made from one `Launch`; `has_keys` says whether requests need
+    one; `fake_step_ms` is the duration of a pass without a model.
     """
 
     mode: str
     config: str | None = None
     overrides: tuple[str, ...] = ()
     settings: tuple[str, ...] = ()
-    principals: int | None = None
+    promotion_subjects: int | None = None
     storage: Path | None = None
     has_keys: bool = True
     fake_step_ms: float | None = None
@@ -110,8 +110,8 @@ class Launch:
         if self.has_keys:
             settings.append(f"gateway.keys_file={folder / KEYS_FILE}")
             settings += [f"{service}.limits_file={folder / LIMITS_FILE}" for service in ("gateway", "scheduler")]
-        if self.principals is not None:
-            settings.append(f"scheduler.cache.promotion_subjects={self.principals}")
+        if self.promotion_subjects is not None:
+            settings.append(f"scheduler.cache.promotion_subjects={self.promotion_subjects}")
         if self.storage is not None:
             settings += [
                 f"worker.storage.location={self.storage}",

@@ -136,8 +136,8 @@ def _attack_launch(launch: Launch, plan: Plan, servers: int, progress: Callable[
         return asyncio.run(attack(own.url, own.api_key, server, plan, progress))
 
 
-def _sweep(launch: Launch, plan: Plan, principals: int, progress: Callable[[str], None]) -> list[Finding]:
-    progress(f"{launch.mode}: start with k = {principals}")
-    with_k = replace(launch, principals=principals)
+def _sweep(launch: Launch, plan: Plan, promotion_subjects: int, progress: Callable[[str], None]) -> list[Finding]:
+    progress(f"{launch.mode}: start with k = {promotion_subjects}")
+    with_k = replace(launch, promotion_subjects=promotion_subjects)
     report = _attack_launch(with_k, replace(plan, oracles=("sybils",)), 1, progress)
     return [replace(found, oracle=f"{found.oracle}, another k") for found in report.findings]

@@ -35,8 +35,13 @@ class Mode(Enum):
 class EvictionPolicy(Enum):
     """Order of eviction among one owner's nodes, and among owners within their shares.
 
-    LRU: oldest epoch, then least recently used. LFU: fewest uses (by powers of two), then LRU. SLRU: nodes used once
-    before nodes used again, each by LRU. PRIORITY: lowest priority of the requests that used it, then LRU.
+    Every policy evicts nodes without a pin first, and among them those whose requests had the lowest priority. After
+    these two:
+
+    LRU: earliest epoch, then least recently used; nodes that many subjects used in the previous epoch count as used
+    some epochs later (`public_bonus_epochs`). LFU: fewest uses (by powers of two), then least recently used. SLRU:
+    nodes used once before nodes used again, each as in LRU. PRIORITY: as in LRU; only under this policy do nodes have
+    the priorities of their requests, otherwise all are 0.
     """
 
     LRU = "lru"

@@ -102,7 +102,7 @@ def simulate(arguments: argparse.Namespace, mode: CacheName) -> CacheFigures:
     )
     config = CacheConfig(promotion_subjects=arguments.promotion_subjects, promotion_epochs=arguments.promotion_epochs)
     rules = Rules(by_evidence=mode in ("shared", "user_aware"), by_pins=mode == "isolated_pinned")
-    tally = Tally(rules, IdealCache(keeps_answers=True, principals=config.promotion_subjects))
+    tally = Tally(rules, IdealCache(keeps_answers=True, promotion_subjects=config.promotion_subjects))
     simulation = Simulation(mode, machine, config, tally)
     arrivals = by_time(_sessions(arguments), machine.token_s)
     simulation.run(islice(arrivals, arguments.requests))

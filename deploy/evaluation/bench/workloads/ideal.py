@@ -36,10 +36,10 @@ class IdealRates:
 class IdealCache:
     """Stores every prefix of whole segments with its users; matches are rounded down to whole pages."""
 
-    def __init__(self, *, keeps_answers: bool, principals: int = 3, page_tokens: int = PAGE_TOKENS) -> None:
-        """`principals`: distinct users that are sufficient evidence; `keeps_answers`: answers are stored, too."""
+    def __init__(self, *, keeps_answers: bool, promotion_subjects: int = 3, page_tokens: int = PAGE_TOKENS) -> None:
+        """`promotion_subjects`: users that are sufficient evidence; `keeps_answers`: answers are stored, too."""
         self._keeps_answers = keeps_answers
-        self._principals = principals
+        self._promotion_subjects = promotion_subjects
         self._page_tokens = page_tokens
         # By prefix: the known tokens of its last segment, and its users. Most prefixes have a single user.
         self._known: dict[int, tuple[int, str | set[str]]] = {}
@@ -57,7 +57,7 @@ class IdealCache:
             known, is_own, users = self._learn(hash((chain, segment.key)), segment, user)
             if place < len(segments):
                 shared = min(known, segment.tokens)
-                for kind, is_seen in enumerate((is_own, users > 0, users >= self._principals)):
+                for kind, is_seen in enumerate((is_own, users > 0, users >= self._promotion_subjects)):
                     found[kind] += shared if goes_on[kind] and is_seen else 0
                     goes_on[kind] = goes_on[kind] and is_seen and shared == segment.tokens
             chain = hash((chain, segment.key, segment.tokens))

@@ -1,4 +1,4 @@
-"""What is claimed of the user-aware cache (B1 to B5; see the top README)."""
+"""What is claimed of the user-aware cache (B1 to B5; see docs/privacy.md)."""
 
 from __future__ import annotations
 

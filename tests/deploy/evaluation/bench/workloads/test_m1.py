@@ -119,7 +119,7 @@ def test_ideal_rates_of_a_scaled_workload() -> None:
 
 
 def test_the_ideal_cache_distinguishes_own_shared_and_evident_hits() -> None:
-    cache = IdealCache(keeps_answers=False, principals=2, page_tokens=16)
+    cache = IdealCache(keeps_answers=False, promotion_subjects=2, page_tokens=16)
     by_user = {request.user: request for session in m1_sessions(SHAPE, 500) for request in session.requests}
     first, second, third = list(by_user.values())[:3]
     assert cache.ask(first).shared_by_all == 0
