@@ -31,7 +31,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 UNIT_JOBS ?= 2
 E2E_JOBS ?= 2
 
-.PHONY: clients help serve embed test unit soak e2e containers lint types protos check bench lock clean distclean protos-check breaking install install-dev
+.PHONY: clients help serve embed test unit soak e2e extended containers lint types protos check bench lock clean distclean protos-check breaking install install-dev
 
 help: ## Show this list
 	@awk -F':.*## ' '/^[a-z0-9-]+:.*## / {printf "  \033[36mmake %-11s\033[0m %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -51,7 +51,10 @@ soak: install-dev ## Run the tests that take minutes to hours: random operations
 	$(BIN)/python -m pytest --hypothesis-profile exploring -m soak $(ARGS) tests
 
 e2e: install-dev ## Run the tests that start the real services
-	$(BIN)/python -m pytest -m "e2e and not soak" -n $(E2E_JOBS) --dist loadfile --no-loadscope-reorder $(ARGS) tests/e2e
+	$(BIN)/python -m pytest -m "e2e and not soak and not extended" -n $(E2E_JOBS) --dist loadfile --no-loadscope-reorder $(ARGS) tests/e2e
+
+extended: install-dev ## Run the longer ones of them, as CI does
+	$(BIN)/python -m pytest -m "extended and not soak" -n $(E2E_JOBS) --dist loadfile --no-loadscope-reorder $(ARGS) tests/e2e
 
 containers: install-dev ## Build the images and run docker compose for real; as root on Debian it brings its own engine
 	.ci/containers

@@ -65,6 +65,7 @@ def test_exact_oracles_find_leaks_in_the_shared_cache_only(tmp_path: Path) -> No
     assert found["user_aware", "revocation"] in ("bounded", "undecided")
 
 
+@pytest.mark.extended
 @pytest.mark.timeout(600)
 def test_invented_users_find_leaks_in_the_shared_cache_only(tmp_path: Path) -> None:
     def attacked(mode: str) -> dict[str, dict[str, Any]]:
@@ -120,6 +121,7 @@ def test_all_oracles_confirm_the_claims_about_every_mode(tmp_path: Path) -> None
         assert {oracle: found[mode, oracle] for oracle in private} == dict.fromkeys(private, "closed")
 
 
+@pytest.mark.extended
 @pytest.mark.timeout(300)
 def test_the_oracle_detects_long_outputs_that_delay_a_victim_without_fair_shares() -> None:
     """The oracle's own control: what it finds closed under fair shares is open when requests are served by arrival."""

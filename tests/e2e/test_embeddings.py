@@ -149,6 +149,7 @@ def test_inputs_of_a_disconnected_client_are_dropped(encoder: Served) -> None:
     assert vectors_of(encoder, "x").shape == (1, 384)
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("name", ["worker", "scheduler"])
 def test_embeddings_survive_the_death_of_a_service(encoder: Served, reference: NDArray[np.float32], name: str) -> None:
     got: list[NDArray[np.float32]] = []

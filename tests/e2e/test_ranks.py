@@ -34,6 +34,7 @@ def test_two_ranks_answer_as_one_does(served: Served, served_by_two: Served) -> 
         assert served_by_two.complete(prompt, max_tokens=12) == served.complete(prompt, max_tokens=12)
 
 
+@pytest.mark.extended
 def test_two_ranks_apply_grammars_and_jump_forward_consistently(served_by_two: Served) -> None:
     before = served_by_two.state().jumped_tokens
     for name in ("order", "enum of texts"):

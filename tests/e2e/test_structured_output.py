@@ -295,7 +295,7 @@ def written(served: Served) -> dict[str, Any]:
         return dict(zip(CORPUS, pool.map(write, CORPUS), strict=True))
 
 
-@pytest.mark.slow
+@pytest.mark.extended
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("name", CORPUS)
 def test_the_real_model_writes_valid_json(written: dict[str, Any], name: str) -> None:

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     from tests.e2e.served import Served
 
-pytestmark = pytest.mark.timeout(TIMEOUT_S)
+pytestmark = [pytest.mark.extended, pytest.mark.timeout(TIMEOUT_S)]
 
 
 @pytest.fixture(scope="module")

@@ -93,6 +93,7 @@ def flush(served: Served) -> None:
         scheduler_pb2_grpc.SchedulerStub(channel).FlushCache(scheduler_pb2.FlushCacheRequest(), timeout=10)
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.soak)])
 def test_answers_are_the_same_from_files_after_a_restart_of_everything_and_with_some_of_them_damaged(
     place: Path, run_root: Path, ranks: int
@@ -116,6 +117,7 @@ def test_answers_are_the_same_from_files_after_a_restart_of_everything_and_with_
         assert cached(served) == EVERYTHING  # from the device
 
 
+@pytest.mark.extended
 def test_weights_that_differ_in_one_bit_share_no_page(place: Path, run_root: Path) -> None:
     """As a base model and its fine-tune do not, or two files of one header."""
     files, other = place / "files", place / "other.gguf"
