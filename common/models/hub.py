@@ -223,7 +223,7 @@ class _Blob:
         self._lock = folder.parent / ".locks" / folder.name / f"{self.digest}.lock"
 
     def missing_bytes(self) -> int:
-        """Return how many bytes are not on disk yet."""
+        """Count the bytes that are not on disk yet."""
         return 0 if self._path.exists() else self.size - _size_of(self._partial)
 
     def fetch(self, pinned: HubReference, report: DownloadReport, stop: threading.Event) -> None:

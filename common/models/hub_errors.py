@@ -45,7 +45,7 @@ def is_unreachable(error: BaseException) -> bool:
 
 
 def explain(error: BaseException, reference: HubReference) -> str:
-    """Return what went wrong with the model `reference`, and what to do about it."""
+    """Describe the failure of the model `reference` and its remedy in a sentence."""
     cause = _cause(error)
     if isinstance(cause, HfHubHTTPError):
         return f"model {reference}: {_refusal(cause, reference)}"
@@ -78,7 +78,7 @@ def explain(error: BaseException, reference: HubReference) -> str:
 
 
 def _refusal(error: HfHubHTTPError, reference: HubReference) -> str:
-    """Return what an answer of the hub means."""
+    """Describe an error status of the hub in a sentence."""
     page = f"{constants.ENDPOINT}/{reference.repository}"
     status = error.response.status_code
     has_token = get_token() is not None

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 def gather(reference: str) -> Evidence:
-    """Return what is known of the model `reference`; of a hub's model, configuration and index are downloaded.
+    """Collect the facts of the model `reference`; of a hub's model, configuration and index are downloaded.
 
     Raises:
         ConfigurationError: there is no such model.
@@ -35,7 +35,7 @@ def gather(reference: str) -> Evidence:
 
 
 def gather_local(files: ModelFiles) -> Evidence:
-    """Return what is known of a model on this host."""
+    """Collect the facts of a model on this host."""
     if files.kind is ModelKind.GGUF:
         return _gguf_on_disk(files.path)
     sizes = {
@@ -49,7 +49,7 @@ def gather_local(files: ModelFiles) -> Evidence:
 
 
 def gather_from_hub(reference: HubReference) -> Evidence:
-    """Return what is known of a model on a hub.
+    """Collect the facts of a model on a hub.
 
     Raises:
         ConfigurationError: it cannot be asked for; the message says what to do.

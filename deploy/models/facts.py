@@ -1,4 +1,4 @@
-"""What is known of a model before its weights are loaded."""
+"""Facts of a model that need no weights: family, sizes, memory."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class ModelFacts:
 
 
 def facts_of(evidence: Evidence) -> ModelFacts:
-    """Return what is known of a model."""
+    """Compute the facts of a model."""
     support = _support(evidence)
     shape = evidence.gguf_config or support.config
     text = evidence.config.get("text_config") or evidence.config

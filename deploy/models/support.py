@@ -46,7 +46,7 @@ class Support:
 
 
 def support_of(config: Mapping[str, Any], generation: Mapping[str, Any]) -> Support:
-    """Return how the model of a config.json is served; for families without an own implementation, takes seconds."""
+    """Find the implementation that serves the model of a config.json; takes seconds for families without an own one."""
     try:
         match implementation_of(config):
             case Implementation.ENCODER:
@@ -61,7 +61,7 @@ def support_of(config: Mapping[str, Any], generation: Mapping[str, Any]) -> Supp
 
 
 def support_of_gguf(architecture: str) -> Support:
-    """Return how a GGUF file of an architecture is served."""
+    """Find the implementation that serves a GGUF file of an architecture."""
     if architecture in ARCHITECTURES:
         return Support(Service.OWN)
     return Support(

@@ -60,7 +60,7 @@ def https_files(settings: TlsSettings) -> HttpsFiles | None:
     if settings.certificate is None and settings.key is None:
         if settings.client_authority is not None:
             raise ConfigurationError(
-                "gateway.tls.client_authority needs gateway.tls.certificate: over HTTP nobody shows one"
+                "gateway.tls.client_authority needs gateway.tls.certificate: HTTP has no client certificates"
             )
         return None
     if settings.certificate is None or settings.key is None:

@@ -83,7 +83,7 @@ class PrefixCache(Protocol):
         """Return a key equal for requests that match each other's prefixes; None if the cache matches nothing."""
 
     def peek(self, view: View, token_ids: TokenIds) -> int:
-        """Return how many leading tokens are cached in a view; changes nothing.
+        """Count the leading tokens that are cached in a view; changes nothing.
 
         A multiple of the page size, and at most len(token_ids) - 1.
         """

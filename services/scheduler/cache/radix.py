@@ -113,7 +113,7 @@ class RadixCache:
         return self._scope(view)
 
     def peek(self, view: View, token_ids: TokenIds) -> int:
-        """Return how many leading tokens are cached in a view; changes nothing."""
+        """Count the leading tokens that are cached in a view; changes nothing."""
         viewer = self._viewer(view)
         return self._match(viewer, PagedKey(token_ids, self.page_size), len(token_ids)).pages * self.page_size
 

@@ -92,7 +92,7 @@ class RecordedCache:
         return self._cache.view_of(view)
 
     def peek(self, view: View, token_ids: TokenIds) -> int:
-        """Return how many leading tokens are cached in a view; not recorded."""
+        """Count the leading tokens that are cached in a view; not recorded."""
         return self._cache.peek(view, token_ids)
 
     def commit(
