@@ -189,10 +189,15 @@ class GrammarDesk:
         }
         if self._first is None and (job := self._next(self._new, have_long)) is not None:
             self._first = job
-            job.task = asyncio.create_task(self._run(job))
+            self._start(job)
         if self._second is None and (job := self._next(self._long)) is not None:
             self._second = job
-            job.task = asyncio.create_task(self._run(job))
+            self._start(job)
+
+    def _start(self, job: _Job) -> None:
+        job.task = asyncio.create_task(self._run(job))
+        # A task that is cancelled before its first step never runs, not even its `finally`.
+        job.task.add_done_callback(lambda _: self._leave(job))
 
     def _next(self, turns: Turns[_Job], passed_over: Set[tuple[str, str]] = frozenset()) -> _Job | None:
         while (job := turns.take(passed_over)) is not None:
@@ -220,8 +225,6 @@ class GrammarDesk:
                 self._long.add(job.grammar.scope, job)
             else:
                 self._answer(job, verdict)
-        finally:
-            self._leave(job)
 
     async def _compile(self, job: _Job) -> Verdict | None:
         """Return what came of a grammar; None if it has to wait for the second place."""

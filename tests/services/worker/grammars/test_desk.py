@@ -232,6 +232,17 @@ async def test_compiling_stops_when_the_last_call_is_cancelled() -> None:
         assert await it.desk.prepare(grammar("slow")) == 1000
 
 
+async def test_a_grammar_cancelled_before_its_compilation_takes_a_step_leaves_its_place_to_the_next() -> None:
+    async with setup() as it:
+        call = it.desk.prepare(grammar("gone", ANN))
+        call.send(None)
+        with pytest.raises(asyncio.CancelledError):
+            call.throw(asyncio.CancelledError())
+        async with asyncio.timeout(10):
+            assert await it.desk.prepare(grammar("next", BOB)) == 1000
+        assert it.work.texts() == ["next"]
+
+
 async def test_a_waiting_grammar_is_removed_when_it_is_cancelled() -> None:
     async with setup() as it:
         it.work.hold("slow0", "slow1")
