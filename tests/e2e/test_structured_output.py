@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import re
 import signal
@@ -10,13 +11,14 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, Literal
 
+import httpx
 import jsonschema
 import pytest
 from openai import BadRequestError
 from pydantic import BaseModel, Field
 
 from tests.services.worker.engine.grammars.corpus import CORPUS
-from tests.waiting import wait_until
+from tests.waiting import until, wait_until
 
 if TYPE_CHECKING:
     from tests.e2e.served import Served
@@ -187,9 +189,7 @@ def test_others_do_not_wait_for_a_grammar_that_takes_long(served: Served) -> Non
     assert ended == ["free", "bound"]
 
 
-@pytest.mark.extended
-@pytest.mark.timeout(600)
-def test_hostile_grammars_of_one_user_delay_others_little_and_refuse_them_never(served: Served) -> None:
+async def test_hostile_grammars_of_one_user_delay_others_little_and_refuse_them_never(served: Served) -> None:
     numbers = iter(range(1000))
 
     def victim_s() -> float:
@@ -199,32 +199,29 @@ def test_hostile_grammars_of_one_user_delay_others_little_and_refuse_them_never(
         chat(served, schema, user="victim", max_tokens=4)
         return time.monotonic() - started
 
-    def hostile(number: int) -> int:
-        with served.http() as http:
-            body = {
-                "model": served.model,
-                "prompt": "x",
-                "max_tokens": 2,
-                "user": "mallory",
-                "regex": f"[\\u0000-\\uffff]{{0,{100_000 - number}}}",
-            }
-            return http.post("/v1/completions", json=body).status_code
-
     victim_s()
     idle_s = max(victim_s() for _ in range(3))
-    with ThreadPoolExecutor(24) as pool:
-        asked = [pool.submit(hostile, number) for number in range(24)]
-        wait_until(lambda: any(one.done() for one in asked))  # those beyond the open ones are refused at once
-        started = time.monotonic()
-        delays_s = [victim_s() - idle_s for _ in range(6)]
-        was_attacked = not all(one.done() for one in asked)
-        statuses = {one.result() for one in asked}
-    assert was_attacked, f"the attack ended within {time.monotonic() - started:.0f} s"
+    async with httpx.AsyncClient(base_url=served.url, timeout=300, trust_env=False) as http:
+
+        async def hostile(number: int) -> int:
+            fields = {"user": "mallory", "regex": f"[\\u0000-\\uffff]{{0,{100_000 - number}}}"}
+            body = {"model": served.model, "prompt": "x", "max_tokens": 2, **fields}
+            return (await http.post("/v1/completions", json=body)).status_code
+
+        requests = [asyncio.create_task(hostile(number)) for number in range(24)]
+        await until(lambda: any(one.done() for one in requests))  # those beyond the open ones are refused at once
+        delays_s = [await asyncio.to_thread(victim_s) - idle_s for _ in range(6)]
+        open_requests = [one for one in requests if not one.done()]
+        for one in open_requests:
+            one.cancel()
+        statuses = await asyncio.gather(*requests, return_exceptions=True)
+    assert open_requests, "the attack ended before its victim's requests"
     # One slice, on an idle machine; 24 of 3 s and more each came before. A busy machine gets some more time.
     assert max(delays_s) < 15.0, (idle_s, delays_s)
     assert sorted(delays_s)[2] < 5.0, (idle_s, delays_s)
-    assert statuses <= {200, 400, 429}
-    assert 429 in statuses
+    answered = {status for status in statuses if isinstance(status, int)}
+    assert 429 in answered
+    assert answered <= {200, 400, 429}
 
 
 def test_the_same_seed_gives_the_same_output_whatever_else_runs(served: Served) -> None:
