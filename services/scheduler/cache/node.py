@@ -61,7 +61,8 @@ class Account:
     tenant's choice as of the last epoch boundary, and `views` counts its views' accounts. `live_pages` are those of its
     LIVE nodes, counted regardless of other owners of the same pages: quotas must not depend on other owners. `tops` are
     its nodes below nodes of other owners; the public has none. `holder` is the holder whose quota its pages count
-    against: all views of a subject have the same.
+    against: all views of a subject have the same. `is_shared` marks a tenant or the public, whose nodes are in more than
+    one view.
     """
 
     scope: Scope
@@ -79,24 +80,18 @@ class Account:
     is_active: bool = False
     tops: dict[Node, None] = field(default_factory=dict)
     has_sessions: bool = False
+    is_public: bool = field(init=False)
+    is_shared: bool = field(init=False)
     _fingerprint: int | None = None
 
     def __post_init__(self, of_tenant: Account | None, of_holder: Holder | None) -> None:
         """Derive the dependent fields from the scope."""
         self.tenant = self if of_tenant is None else of_tenant
         self.subject = self.scope[:2]
+        self.is_public = not self.scope
+        self.is_shared = len(self.scope) < VIEW_PARTS
         # An account created for a lookup only holds nothing.
         self.holder = Holder(self.subject, -1) if of_holder is None else of_holder
-
-    @property
-    def is_public(self) -> bool:
-        """Whether every view contains its nodes."""
-        return not self.scope
-
-    @property
-    def is_shared(self) -> bool:
-        """Whether it is a tenant or the public, whose nodes are in more than one view."""
-        return len(self.scope) < VIEW_PARTS
 
     @property
     def fingerprint(self) -> int:
@@ -212,7 +207,7 @@ class Node:
     @property
     def is_public(self) -> bool:
         """Whether it is in every view, except for quarantines."""
-        return not self.owner.scope
+        return self.owner.is_public
 
     @property
     def is_shared(self) -> bool:

@@ -54,14 +54,14 @@ class ProbeDetector:
             missing_page: The next whole page of the request, which is not below `node`.
         """
         deepest = node
-        while not deepest.is_shared:
+        while not deepest.owner.is_shared:
             assert deepest.parent is not None, "the root is public"
             deepest = deepest.parent
         at, subject = deepest, account.subject
-        while at.parent is not None:
+        while (parent := at.parent) is not None:
             if at.creators is None or subject not in at.creators:
                 self._count_hit(at, account)
-            at = at.parent
+            at = parent
         if missing_page is None or deepest is not node or node.parent is None:
             return
         if subject not in (node.creators or ()):
@@ -74,7 +74,7 @@ class ProbeDetector:
         if node.u_cnt_l is None:
             node.u_cnt_l = DistinctCount()
         node.u_cnt_l.add(account.fingerprint)
-        if node.is_public:
+        if node.owner.is_public:
             if node.parties is None:
                 node.parties = {}
             node.parties.setdefault(account.party, Window()).add(account.fingerprint)
