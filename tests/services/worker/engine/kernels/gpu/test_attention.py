@@ -95,6 +95,8 @@ def test_rows_of_every_shape_attend_as_in_plain_torch(case: Case, device: torch.
 
 
 @pytest.mark.gpu
+# FlashInfer compiles a kernel for each kind of shape.
+@pytest.mark.timeout(900)
 @settings(max_examples=60, deadline=None)
 @given(case=cases(head_dims=(64, 128, 256)))
 def test_flashinfer_attends_to_chunks_as_plain_torch_does(case: Case, device: torch.device) -> None:
