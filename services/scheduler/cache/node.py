@@ -61,8 +61,8 @@ class Account:
     tenant's choice as of the last epoch boundary, and `views` counts its views' accounts. `live_pages` are those of its
     LIVE nodes, counted regardless of other owners of the same pages: quotas must not depend on other owners. `tops` are
     its nodes below nodes of other owners; the public has none. `holder` is the holder whose quota its pages count
-    against: all views of a subject have the same. `is_shared` marks a tenant or the public, whose nodes are in more than
-    one view.
+    against: all views of a subject have the same. `is_shared` marks a tenant or the public, whose nodes are in more
+    than one view.
     """
 
     scope: Scope
