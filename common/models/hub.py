@@ -34,10 +34,8 @@ from huggingface_hub.hf_api import RepoFile
 from huggingface_hub.utils import WeakFileLock, build_hf_headers, disable_progress_bars
 
 from common.errors import ConfigurationError
-from common.logs import get_logger
 from common.models.files import ModelFiles, ModelKind
 from common.models.hub_errors import FAILURES, explain, is_unreachable
-from common.models.progress import DownloadState, PeriodicReport
 from common.models.selection import Selection, select_files, shards_of
 
 if TYPE_CHECKING:
@@ -52,8 +50,6 @@ PARALLEL_FILES: Final = 4
 MAX_BREAKS: Final = 5
 _LOCK_POLL_S: Final = 1.0
 
-log = get_logger("models")
-
 
 @dataclass(frozen=True, slots=True)
 class Fetched:
@@ -61,14 +57,6 @@ class Fetched:
 
     files: ModelFiles
     commit: str
-
-
-class LogReport(PeriodicReport):
-    """Writes the progress to the log, as a service does."""
-
-    def __init__(self) -> None:
-        """Use the log of this process."""
-        super().__init__(_log_state)
 
 
 def fetch(reference: HubReference, *, weights: bool, report: DownloadReport) -> Fetched:
@@ -331,10 +319,3 @@ def _size_of(path: Path) -> int:
         return path.stat().st_size
     except FileNotFoundError:
         return 0
-
-
-def _log_state(state: DownloadState) -> None:
-    log.info(
-        "model.download", model=state.model, stage=f"downloading {state.model}", files=state.files, done=state.done,
-        total=state.total,
-    )  # fmt: skip

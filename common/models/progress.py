@@ -7,6 +7,8 @@ import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
+from common.logs import get_logger
+
 if TYPE_CHECKING:
     from collections.abc import Callable
 
@@ -67,3 +69,18 @@ class PeriodicReport:
     def _emit_now(self) -> None:
         self._emitted_at = time.monotonic()
         self._emit(self._state)
+
+
+class LogReport(PeriodicReport):
+    """Writes the progress to the log, as a service does."""
+
+    def __init__(self) -> None:
+        """Use the log of this process."""
+        super().__init__(_log_state)
+
+
+def _log_state(state: DownloadState) -> None:
+    get_logger("models").info(
+        "model.download", model=state.model, stage=f"downloading {state.model}", files=state.files, done=state.done,
+        total=state.total,
+    )  # fmt: skip

@@ -2,23 +2,26 @@
 
 from __future__ import annotations
 
+from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from common.errors import ConfigurationError
 from common.models.bundled import BUNDLED_MODELS, find_bundled
 from common.models.files import ModelFiles, ModelKind
-from common.models.references import parse_hub_reference
+from common.models.progress import LogReport
+from common.models.references import is_object_address, parse_hub_reference, parse_object_reference
 
 if TYPE_CHECKING:
     from types import ModuleType
 
     from common.models.progress import DownloadReport
-    from common.models.references import HubReference
+    from common.models.references import HubReference, ObjectReference
 
 ACCEPTED = (
     f"Give a bundled model's name ({', '.join(BUNDLED_MODELS)}), a directory with config.json, a .gguf file, or a "
-    "model on the Hugging Face hub as organisation/repository[@revision][:quantization]"
+    "model on the Hugging Face hub as organisation/repository[@revision][:quantization], or the address of one in an "
+    "object store (s3://bucket/prefix, gs://bucket/prefix)"
 )
 
 
@@ -29,7 +32,8 @@ def resolve(reference: str, *, weights: bool = True) -> ModelFiles:
     exists takes precedence over a model on a hub.
 
     Args:
-        reference: a bundled model's name, a path, or `organisation/repository[@revision][:quantization]`.
+        reference: a bundled model's name, a path, `organisation/repository[@revision][:quantization]`, or an address in
+            an object store.
         weights: whether weights are needed, or only configuration and tokenizer.
 
     Raises:
@@ -38,9 +42,7 @@ def resolve(reference: str, *, weights: bool = True) -> ModelFiles:
     local = find_local(reference)
     if local is not None:
         return local
-    hub = _import_hub(reference)
-    files: ModelFiles = hub.fetch(hub_reference(reference), weights=weights, report=hub.LogReport()).files
-    return files
+    return _fetch(reference, LogReport(), weights=weights)
 
 
 def pin(reference: str, report: DownloadReport, *, weights: bool = True) -> str:
@@ -53,12 +55,25 @@ def pin(reference: str, report: DownloadReport, *, weights: bool = True) -> str:
     """
     if find_local(reference) is not None:
         return reference
+    if is_object_address(reference):
+        # All processes must use one version, and the address may soon be that of another.
+        return str(_fetch(reference, report, weights=weights).path)
     named = hub_reference(reference)
-    return str(named.at(_import_hub(reference).fetch(named, weights=weights, report=report).commit))
+    return str(named.at(_import(reference, "hub").fetch(named, weights=weights, report=report).commit))
+
+
+def _fetch(reference: str, report: DownloadReport, *, weights: bool) -> ModelFiles:
+    files: ModelFiles
+    if is_object_address(reference):
+        stored = object_reference(reference)
+        files = _import(reference, "object_store").fetch(stored, weights=weights, report=report)
+    else:
+        files = _import(reference, "hub").fetch(hub_reference(reference), weights=weights, report=report).files
+    return files
 
 
 def find_local(reference: str) -> ModelFiles | None:
-    """Return the files of a bundled model or a path; None if `reference` can only be a model on a hub.
+    """Return the files of a bundled model or a path; None if `reference` can only be on a hub or in an object store.
 
     Raises:
         ConfigurationError: it is neither of them.
@@ -66,6 +81,9 @@ def find_local(reference: str) -> ModelFiles | None:
     bundled = find_bundled(reference)
     if bundled is not None:
         return bundled
+    if is_object_address(reference):
+        object_reference(reference)
+        return None
     path = Path(reference).expanduser()
     if path.is_dir():
         if not (path / "config.json").is_file():
@@ -91,13 +109,24 @@ def hub_reference(reference: str) -> HubReference:
     return hub
 
 
-def _import_hub(reference: str) -> ModuleType:
-    # Its imports take half a second, which a local model need not wait for.
+def object_reference(reference: str) -> ObjectReference:
+    """Return the parts of a reference to a model in an object store.
+
+    Raises:
+        ConfigurationError: it is not written as one.
+    """
+    stored = parse_object_reference(reference)
+    if stored is None:
+        raise ConfigurationError(f"model {reference!r}: write s3://bucket/prefix or gs://bucket/prefix[:quantization]")
+    return stored
+
+
+def _import(reference: str, name: str) -> ModuleType:
+    # The imports take half a second, which a local model need not wait for.
     try:
-        from common.models import hub
+        return import_module(f"common.models.{name}")
     except ModuleNotFoundError as error:
         raise ConfigurationError(
             f"model {reference}: models on a hub need the package {error.name}, which is not installed: "
             "pip install '.[hub]' in Pando's repository"
         ) from error
-    return hub

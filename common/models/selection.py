@@ -6,14 +6,16 @@ import json
 import re
 from dataclasses import dataclass
 from fnmatch import fnmatch
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, TypeAlias
 
 from common.errors import ConfigurationError
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from common.models.references import HubReference
+    from common.models.references import HubReference, ObjectReference
+
+    Reference: TypeAlias = HubReference | ObjectReference
 
 CONFIG: Final = "config.json"
 WEIGHTS: Final = "model.safetensors"
@@ -44,7 +46,7 @@ class Selection:
     index: str | None = None
 
 
-def select_files(reference: HubReference, files: Iterable[str], *, weights: bool) -> Selection:
+def select_files(reference: Reference, files: Iterable[str], *, weights: bool) -> Selection:
     """Choose the files that are needed, `weights` or not; a GGUF file has everything in one.
 
     Raises:
@@ -95,7 +97,7 @@ def shards_of(index: str) -> tuple[str, ...]:
     return tuple(sorted(str(name) for name in names))
 
 
-def _find_quantization(reference: HubReference, wanted: str, models: list[str]) -> str:
+def _find_quantization(reference: Reference, wanted: str, models: list[str]) -> str:
     if not models:
         raise ConfigurationError(
             f"model {reference}: the repository has no GGUF files; leave out `:{wanted}` to serve its safetensors"
@@ -114,7 +116,7 @@ def _find_quantization(reference: HubReference, wanted: str, models: list[str]) 
     return _whole(reference, found[0])
 
 
-def _whole(reference: HubReference, name: str) -> str:
+def _whole(reference: Reference, name: str) -> str:
     if _SPLIT.search(name):
         raise ConfigurationError(
             f"model {reference}: {name} is one part of a split file, which is not supported; download all parts and "

@@ -13,8 +13,8 @@ from rich.table import Table
 from common.errors import ConfigurationError
 from common.models import BUNDLED_MODELS, ModelFiles, pin, resolve
 from common.models.bundled import find_bundled
-from common.models.references import parse_hub_reference
-from common.models.resolving import find_local, hub_reference
+from common.models.references import is_object_address, parse_hub_reference
+from common.models.resolving import find_local, hub_reference, object_reference
 from deploy.models.evidence import gather
 from deploy.models.facts import facts_of
 from deploy.models.progress import download_report, size
@@ -31,9 +31,9 @@ ABSENT = "unknown"
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the actions of `pando models`."""
     actions = parser.add_subparsers(dest="action", required=True, metavar="action")
-    listing = actions.add_parser("list", help="print the bundled models and those in the hub's cache")
-    pull = actions.add_parser("pull", help="download a model into the hub's cache")
-    removal = actions.add_parser("remove", help="delete a model from the hub's cache")
+    listing = actions.add_parser("list", help="print the bundled models and those in the cache")
+    pull = actions.add_parser("pull", help="download a model into the cache")
+    removal = actions.add_parser("remove", help="delete a model from the cache")
     inspection = actions.add_parser(
         "inspect", help="print a model's size, memory and context, and whether it is served; downloads no weights"
     )
@@ -41,7 +41,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action.add_argument(
             "model",
             metavar="NAME",
-            help="organisation/repository[@revision][:quantization]"
+            help="organisation/repository[@revision][:quantization], s3://bucket/prefix"
             + ("" if action is removal else ", a bundled model or a path"),
         )
     for action in (listing, inspection):
@@ -62,6 +62,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _list(*, as_json: bool) -> int:
+    from common.models.object_store import cached_prefixes
     from deploy.models.cache import cached_models
 
     rows: list[dict[str, Any]] = []
@@ -71,6 +72,7 @@ def _list(*, as_json: bool) -> int:
     for model in cached_models():
         described = {"revisions": list(model.revisions), "gguf_files": list(model.gguf_files)}
         rows.append({"name": model.repository, "source": "cache", "bytes": model.size, **described})
+    rows += [{"name": address, "source": "cache", "bytes": count} for address, count in cached_prefixes().items()]
     if as_json:
         sys.stdout.write(json.dumps(rows, indent=2) + "\n")
         return 0
@@ -93,6 +95,11 @@ def _pull(model: str) -> int:
 def _remove(model: str) -> int:
     if model in BUNDLED_MODELS:
         raise ConfigurationError(f"{model} is a Python package: remove it with pip")
+    if is_object_address(model):
+        from common.models import object_store
+
+        sys.stdout.write(f"removed {model}, {size(object_store.remove(object_reference(model)))}\n")
+        return 0
     if parse_hub_reference(model) is None and find_local(model) is not None:
         raise ConfigurationError(f"{model} is a path, and not in the hub's cache")
     from deploy.models.cache import remove

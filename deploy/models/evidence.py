@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from common.errors import ConfigurationError
 from common.gguf_header import read_header
 from common.models import ModelFiles, ModelKind
+from common.models.references import is_object_address
 from common.models.resolving import find_local, hub_reference
 from common.models.selection import CONFIG, INDEX, WEIGHTS, is_gguf_model, select_files
 from deploy.models.facts import Evidence
@@ -31,6 +32,8 @@ def gather(reference: str) -> Evidence:
         ConfigurationError: there is no such model.
     """
     local = find_local(reference)
+    if local is None and is_object_address(reference):
+        raise ConfigurationError(f"model {reference}: download it to inspect it: pando models pull {reference}")
     return gather_local(local) if local is not None else gather_from_hub(hub_reference(reference))
 
 

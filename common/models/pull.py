@@ -1,0 +1,35 @@
+"""Downloads a model for the services of a deployment: `python -m common.models.pull org/name`.
+
+A container runs this once before the services start, which then find the model in the cache that they share
+(HF_HOME) and need no network (HF_HUB_OFFLINE=1).
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+
+from common.errors import ConfigurationError
+from common.logs import configure_logging, get_logger
+from common.models.resolving import resolve
+from common.settings import LogSettings
+
+
+def main() -> int:
+    """Download what the arguments name; return the exit status."""
+    parser = argparse.ArgumentParser(prog="python -m common.models.pull", description=__doc__)
+    parser.add_argument("model", metavar="NAME", help="a model's reference; a bundled name or a path needs no download")
+    parser.add_argument("--no-weights", action="store_true", help="only configuration and tokenizer")
+    arguments = parser.parse_args()
+    configure_logging("pull", LogSettings(format="json"))
+    try:
+        files = resolve(arguments.model, weights=not arguments.no_weights)
+    except ConfigurationError as error:
+        sys.stderr.write(f"{error}\n")
+        return 2
+    get_logger("models").info("model.ready", model=arguments.model, path=str(files.path))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
