@@ -62,15 +62,17 @@ def test_the_plain_command_at_the_root_finds_the_file() -> None:
 @every_service
 def test_a_service_starts_after_the_services_that_it_needs_are_healthy(name: str) -> None:
     needed = {
-        "worker": set(),
-        "detokenizer": set(),
+        "worker": {"model"},
+        "detokenizer": {"model"},
         "scheduler": {"worker", "detokenizer"},
         "tokenizer": {"scheduler"},
         "gateway": {"tokenizer", "detokenizer"},
     }
     waits = SERVICES[name].get("depends_on", {})
     assert waits.keys() == needed[name]
-    assert all(condition == {"condition": "service_healthy"} for condition in waits.values())
+    for other, condition in waits.items():
+        ended = "service_completed_successfully" if other == "model" else "service_healthy"
+        assert condition == {"condition": ended}
     assert SERVICES[name]["healthcheck"]["test"][-2:] == ["deploy.health", name]
 
 
@@ -92,8 +94,26 @@ def test_only_the_gateway_is_reachable_from_outside() -> None:
     assert all("127.0.0.1" in port for port in published)
 
 
+def test_one_container_downloads_the_model_into_the_volume_that_all_read() -> None:
+    model = SERVICES["model"]
+    program, name = model["command"][:-1], model["command"][-1]
+    assert program == ["python", "-m", "common.models.pull"]
+    assert name == SERVICES["worker"]["environment"]["PANDO_MODEL__REFERENCE"]
+    assert model["networks"] == ["edge"]
+    assert "HF_HUB_OFFLINE" not in model["environment"]
+    [volume] = model["volumes"]
+    assert volume == f"models:{model['environment']['HF_HOME']}"
+    for service in NAMES:
+        environment = SERVICES[service]["environment"]
+        assert (environment["HF_HOME"], environment["HF_HUB_OFFLINE"]) == (model["environment"]["HF_HOME"], "1")
+        assert "HF_TOKEN" not in environment
+        assert f"{volume}:ro" in SERVICES[service]["volumes"]
+
+
 def test_settings_in_the_environment_exist_and_fit() -> None:
-    environment = {key: str(value) for key, value in SERVICES["gateway"]["environment"].items()}
+    environment = {
+        key: str(value) for key, value in SERVICES["gateway"]["environment"].items() if key.startswith("PANDO_")
+    }
     check_environment(environment)
     sections: dict[str, dict[str, Any]] = {}
     for key, value in environment.items():
@@ -138,7 +158,7 @@ def test_prometheus_scrapes_every_service_where_it_reports() -> None:
         name: service["extends"]["service"]
         for overlay in ("gateways.yaml", "gpu-2.yaml", "limits.yaml", "models.yaml")
         for name, service in load(overlay)["services"].items()
-        if "extends" in service
+        if "extends" in service and service["extends"]["service"] != "model"
     }
     assert found == {"gateway": ports["gateway"]} | {name: ports[like] for name, like in started.items()}
 
@@ -201,6 +221,7 @@ def test_two_models_have_separate_services_and_share_one_gateway(monkeypatch: py
         assert backend.scheduler == pipeline["tokenizer"].tokenizer.scheduler == f"{prefix}scheduler:50052"
         assert pipeline["scheduler"].scheduler.workers == (f"{prefix}worker:50053",)
         assert str(pipeline["scheduler"].scheduler.rendezvous).startswith(f"{prefix}worker:")
+    assert overlay["second-model"]["command"][-1] == "${PANDO_SECOND_MODEL}"
     for name, service in overlay.items():
         if "extends" in service:
             waits = SERVICES[service["extends"]["service"]].get("depends_on", {})

@@ -78,6 +78,10 @@ def test_containers_run_unprivileged_without_build_tools_on_a_read_only_file_sys
     assert json.loads(project.inside(service, program)) == [10001, False, []]
 
 
+def test_the_volume_of_models_can_be_written_by_the_container_that_downloads(project: Project) -> None:
+    assert project.inside("worker", "import os; print(os.stat('/models').st_uid)").strip() == "10001"
+
+
 @everyone
 def test_only_the_gateway_publishes_ports(project: Project, service: str) -> None:
     published = json.loads(project.inspect(project.container(service), "{{json .NetworkSettings.Ports}}"))

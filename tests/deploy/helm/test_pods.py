@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from common.limits import load_limits
+from common.models import pull
 from common.rpc.roles import Role
 from common.settings import Settings
 from tests.deploy.helm.chart import (
@@ -237,11 +238,22 @@ def test_models_are_where_the_settings_say(name: str) -> None:
     for each in running(objects):
         mounts = [mount["mountPath"] for mount in each.container["volumeMounts"]]
         needs_model = each.service in ("tokenizer", "detokenizer", "worker")
-        assert ("/models" in mounts) == (needs_model and reference.startswith("/models/"))
+        assert ("/models" in mounts) == (needs_model and "/" in reference)
+        environment = {entry["name"]: entry.get("value") for entry in each.container["env"]}
+        is_cached = needs_model and "/" in reference and not reference.startswith("/")
+        assert (environment.get("HF_HOME"), environment.get("HF_HUB_OFFLINE")) == (
+            ("/models", "1") if is_cached else (None, None)
+        )
         for fetching in [item for item in each.template["spec"].get("initContainers", []) if item["name"] == "model"]:
             assert reference in fetching["args"]
             weights_too = component_of(each.workload) in ("worker", "group")
-            assert any("safetensors" in argument for argument in fetching["args"]) == (not weights_too)
+            without = {"--no-weights", "--exclude=*.safetensors"} & set(fetching["args"])
+            assert bool(without) == (not weights_too)
+            if is_cached:
+                assert {"name": "HF_HOME", "value": "/models"} in fetching["env"]
+                arguments = [*fetching["command"], *fetching["args"]]
+                assert arguments[:3] == ["python", "-m", "common.models.pull"]
+                assert pull.parse(arguments[3:]).model == reference
 
 
 def test_workers_on_gpus_can_keep_the_kernels_that_they_compile() -> None:

@@ -8,7 +8,7 @@ import yaml
 
 from tests.deploy.helm.chart import CHART
 
-_CLAIM = {"source": "path", "path": "llama", "volume": {"existingClaim": "models"}}
+_CLAIM = {"reference": "/models/llama", "volume": {"existingClaim": "models"}}
 
 
 def _scaled(mode: str) -> dict[str, Any]:
@@ -56,7 +56,7 @@ VALUE_SETS: dict[str, dict[str, Any]] = {
             "nodeSelector": {"pool": "gpu"},
             "runtimeClassName": "nvidia",
         },
-        "model": {"source": "hub", "hub": {"repository": "Qwen/Qwen3-8B"}},
+        "model": {"reference": "Qwen/Qwen3-8B"},
         "tls": {"enabled": True, "tokenSecret": "ring-token"},
         "adminToken": {"existingSecret": "admin"},
         "monitoring": {"serviceMonitor": {"enabled": True}},
@@ -86,15 +86,15 @@ VALUE_SETS: dict[str, dict[str, Any]] = {
     },
     "model-from-hub": {
         "model": {
-            "source": "hub",
-            "hub": {"repository": "Qwen/Qwen3-8B", "tokenSecret": "hub", "endpoint": "https://hub.example"},
+            "reference": "Qwen/Qwen3-8B@v1.0",
+            "hub": {"tokenSecret": "hub", "endpoint": "https://hub.example"},
             "volume": {"create": True, "storageClass": "fast"},
         }
     },
     "model-from-s3": {
         "model": {
-            "source": "s3",
-            "s3": {"uri": "s3://models/qwen3-8b", "credentialsSecret": "aws", "region": "eu-north-1"},
+            "reference": "s3://models/qwen3-8b",
+            "s3": {"credentialsSecret": "aws", "region": "eu-north-1"},
             "servedName": "qwen",
         }
     },

@@ -32,6 +32,11 @@
     {{- if eq .name "scheduler" }}
     {{- include "pando.groupVariables" . | trim | nindent 4 }}
     {{- end }}
+    {{- if and (has .name (list "tokenizer" "detokenizer" "worker")) (eq (include "pando.modelSource" $root) "hub") }}
+    # The init container has downloaded the model.
+    - {name: HF_HOME, value: /models}
+    - {name: HF_HUB_OFFLINE, value: "1"}
+    {{- end }}
     {{- if $isWorker }}
     - name: OMP_NUM_THREADS
       valueFrom: {resourceFieldRef: {resource: requests.cpu}}
@@ -100,7 +105,7 @@
     {{- if $root.Values.tls.enabled }}
     - {name: {{ ternary "worker-tls" "tls" $isSidecar }}, mountPath: /etc/pando/tls, readOnly: true}
     {{- end }}
-    {{- if and (has .name (list "tokenizer" "detokenizer" "worker")) (ne $root.Values.model.source "bundled") }}
+    {{- if and (has .name (list "tokenizer" "detokenizer" "worker")) (ne (include "pando.modelSource" $root) "bundled") }}
     - {name: model, mountPath: /models, readOnly: true}
     {{- end }}
 {{- end -}}

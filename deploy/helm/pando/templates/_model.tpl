@@ -1,21 +1,31 @@
+{{/* Where the model comes from: bundled, path (on the volume), hub or s3. */}}
+{{- define "pando.modelSource" -}}
+{{- $reference := .Values.model.reference -}}
+{{- if hasPrefix "s3://" $reference -}}s3
+{{- else if hasPrefix "/" $reference -}}path
+{{- else if contains "/" $reference -}}hub
+{{- else -}}bundled
+{{- end -}}
+{{- end -}}
+
+{{/* The reference that the services resolve: a model on a hub is in the cache of its volume. */}}
 {{- define "pando.modelReference" -}}
-{{- $model := .Values.model -}}
-{{- if eq $model.source "bundled" -}}smollm2-135m-instruct
-{{- else if eq $model.source "path" -}}/models/{{ $model.path | trimPrefix "/" }}
-{{- else if eq $model.source "hub" -}}/models/{{ $model.hub.repository | replace "/" "--" }}
-{{- else -}}/models/{{ base (trimSuffix "/" $model.s3.uri) }}
+{{- $reference := .Values.model.reference -}}
+{{- if eq (include "pando.modelSource" .) "s3" -}}/models/{{ base (trimSuffix "/" $reference) }}
+{{- else -}}{{ $reference }}
 {{- end -}}
 {{- end -}}
 
 {{- define "pando.modelVolumes" -}}
 {{- $volume := .Values.model.volume -}}
-{{- if ne .Values.model.source "bundled" }}
+{{- $source := include "pando.modelSource" . -}}
+{{- if ne $source "bundled" }}
 - name: model
   {{- if or $volume.existingClaim $volume.create }}
   persistentVolumeClaim:
     claimName: {{ default (printf "%s-model" (include "pando.fullname" .)) $volume.existingClaim }}
-  {{- else if eq .Values.model.source "path" }}
-  {{- fail "model.source path needs model.volume.existingClaim, or model.volume.create" }}
+  {{- else if eq $source "path" }}
+  {{- fail "a path in model.reference needs model.volume.existingClaim, or model.volume.create" }}
   {{- else }}
   emptyDir: {sizeLimit: {{ $volume.sizeLimit | quote }}}
   {{- end }}
@@ -26,28 +36,21 @@
 {{- define "pando.modelDownload" -}}
 {{- $model := .root.Values.model -}}
 {{- $target := include "pando.modelReference" .root -}}
-{{- if eq $model.source "hub" }}
+{{- $source := include "pando.modelSource" .root -}}
+{{- if eq $source "hub" }}
 - name: model
   image: {{ include "pando.image" (dict "root" .root "image" .root.Values.image.services) }}
   imagePullPolicy: {{ .root.Values.image.pullPolicy }}
-  command: [python, -c]
+  # Pods that share the volume share the download.
+  command: [python, -m, common.models.pull]
   args:
-    - |
-      import sys
-      from huggingface_hub import snapshot_download
-      repository, revision, target, *left_out = sys.argv[1:]
-      snapshot_download(repository, revision=revision, local_dir=target, ignore_patterns=left_out)
-    - {{ required "model.source hub needs model.hub.repository" $model.hub.repository | quote }}
-    - {{ $model.hub.revision | quote }}
     - {{ $target | quote }}
-    - "*.bin"
-    - "*.pth"
-    - "original/*"
     {{- if not .isWhole }}
-    - "*.safetensors"
+    - --no-weights
     {{- end }}
   env:
     - {name: HOME, value: /tmp}
+    - {name: HF_HOME, value: /models}
     {{- with $model.hub.endpoint }}
     - {name: HF_ENDPOINT, value: {{ . | quote }}}
     {{- end }}
@@ -56,13 +59,13 @@
       valueFrom: {secretKeyRef: {name: {{ . | quote }}, key: token}}
     {{- end }}
   {{- include "pando.downloadRest" .root | nindent 2 }}
-{{- else if eq $model.source "s3" }}
+{{- else if eq $source "s3" }}
 - name: model
   image: {{ $model.s3.image | quote }}
   args:
     - s3
     - sync
-    - {{ required "model.source s3 needs model.s3.uri" $model.s3.uri | quote }}
+    - {{ $model.reference | quote }}
     - {{ $target | quote }}
     - --only-show-errors
     {{- if not .isWhole }}

@@ -62,7 +62,7 @@ runtimeClassName: {{ . }}
 {{- end }}
 {{- end }}
 {{- $needsModel := or $hasWorker (has .name (list "tokenizer" "detokenizer")) }}
-{{- $isFetched := and $needsModel (has $root.Values.model.source (list "hub" "s3")) }}
+{{- $isFetched := and $needsModel (has (include "pando.modelSource" $root) (list "hub" "s3")) }}
 {{- if or $isGroup $isFetched }}
 initContainers:
   {{- if $isFetched }}
