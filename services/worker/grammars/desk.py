@@ -195,9 +195,14 @@ class GrammarDesk:
             self._start(job)
 
     def _start(self, job: _Job) -> None:
-        job.task = asyncio.create_task(self._run(job))
+        job.task = task = asyncio.create_task(self._run(job))
+
+        def leave_unless_left(_: asyncio.Task[None]) -> None:
+            if job.task is task:
+                self._leave(job)
+
         # A task that is cancelled before its first step never runs, not even its `finally`.
-        job.task.add_done_callback(lambda _: self._leave(job))
+        task.add_done_callback(leave_unless_left)
 
     def _next(self, turns: Turns[_Job], passed_over: Set[tuple[str, str]] = frozenset()) -> _Job | None:
         while (job := turns.take(passed_over)) is not None:
@@ -225,6 +230,9 @@ class GrammarDesk:
                 self._long.add(job.grammar.scope, job)
             else:
                 self._answer(job, verdict)
+        finally:
+            # Here, as a job that waits again may be restarted before this task's callback runs.
+            self._leave(job)
 
     async def _compile(self, job: _Job) -> Verdict | None:
         """Return what came of a grammar; None if it has to wait for the second place."""

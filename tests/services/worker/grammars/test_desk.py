@@ -243,6 +243,34 @@ async def test_a_grammar_cancelled_before_its_compilation_takes_a_step_leaves_it
         assert it.work.texts() == ["next"]
 
 
+async def test_a_grammar_restarted_as_its_first_compilation_ends_keeps_its_place(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async with setup() as it:
+        it.work.hold("long", "other")
+        [long] = it.ask(grammar("long", BOB))
+        await eventually(lambda: it.work.started)
+        [other] = it.ask(grammar("other", ANN))
+        nexts: list[asyncio.Task[int]] = []
+        kill = FakeProcess.kill
+
+        async def kill_slowly(process: FakeProcess) -> None:
+            await kill(process)
+            if it.work.stopped and not it.work.gates["long"].is_set():
+                # The second place becomes free, and a call fills it before the first compilation's task has ended.
+                it.work.gates["long"].set()
+                await long
+                await asyncio.sleep(0.01)
+                nexts.extend(it.ask(grammar("next", RIVAL)))
+
+        monkeypatch.setattr(FakeProcess, "kill", kill_slowly)
+        await eventually(lambda: nexts)
+        assert await nexts[0] == 1000
+        await eventually(lambda: it.work.texts().count("other") == 2)
+        other.cancel()
+        await eventually(lambda: not it.work.alive, timeout_s=5)
+
+
 async def test_a_waiting_grammar_is_removed_when_it_is_cancelled() -> None:
     async with setup() as it:
         it.work.hold("slow0", "slow1")
