@@ -97,7 +97,8 @@ def _session_rules(settings: SessionSettings, capacity: EngineCapacity) -> Sessi
 
     return SessionRules(
         per_subject=settings.limit,
-        per_tenant=int(settings.limit_total * TENANT_SHARE),
+        # Of a single session, three quarters would be none.
+        per_tenant=max(int(settings.limit_total * TENANT_SHARE), min(settings.limit_total, 1)),
         total=settings.limit_total,
         subject_tokens=tokens(settings.share),
         tenant_tokens=tokens(settings.share_total * TENANT_SHARE),

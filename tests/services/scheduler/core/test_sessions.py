@@ -8,6 +8,8 @@ import pytest
 
 from common.errors import InvalidRequestError, QueueFullError
 from common.limits import Limits, SubjectLimits, TenantLimits
+from common.settings import SchedulerSettings
+from common.steps import EngineCapacity
 from common.types import (
     CacheMode,
     ErrorCode,
@@ -19,6 +21,7 @@ from common.types import (
     Subject,
     View,
 )
+from services.scheduler.core.config import resolve
 from services.scheduler.core.session import SessionRules
 from tests.fakes.simulated_worker import expected_output
 from tests.services.scheduler.core.harness import STOP_ID, Harness, make_request, with_options
@@ -29,6 +32,7 @@ RULES = SessionRules(
     per_subject=2, total=3, subject_tokens=96, tenant_tokens=128, total_tokens=128, timeout_s=10.0, max_timeout_s=60.0
 )
 FIRST = list(range(100, 122))
+CAPACITY = EngineCapacity(1024, 16, 2048, 1000, (0,), 512, "fingerprint", "cpu", 2)
 
 
 def harness_with(rules: SessionRules = RULES, **options: object) -> Harness:
@@ -192,6 +196,14 @@ def test_tokens_held_by_sessions_are_bounded_per_user_and_per_tenant() -> None:
     # Outside of sessions nobody is concerned.
     assert ask(harness, "alone", [1] * 60, session=None) is None
     harness.run()
+
+
+@pytest.mark.parametrize(("total", "per_tenant"), [(0, 0), (1, 1), (2, 1), (8, 6), (1024, 768)])
+def test_a_tenant_may_have_three_quarters_of_the_sessions_but_one_at_least(total: int, per_tenant: int) -> None:
+    settings = SchedulerSettings.model_validate({"sessions": {"limit_total": total, "share_total": 0.5}})
+    rules = resolve(settings, CAPACITY).sessions
+    assert (rules.total, rules.per_tenant) == (total, per_tenant)
+    assert (rules.total_tokens, rules.tenant_tokens) == (512 * 16, 384 * 16)
 
 
 def test_sessions_of_one_tenant_leave_some_to_others_whatever_names_it_invents() -> None:
