@@ -71,6 +71,7 @@ def test_the_length_is_kept_to_within_a_jump(max_tokens: int) -> None:
 
 def test_a_stop_id_that_is_forced_ends_the_row() -> None:
     stops = {token for token in expected(PROMPT) if is_forced(token)}
+    assert stops
     for stop in sorted(stops):
         harness = harness_of()
         request = make_request("r0", PROMPT, max_tokens=LONG, grammar=BOUND)
