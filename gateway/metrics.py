@@ -65,7 +65,7 @@ class GatewayMetrics:
         )
         self.refusals = Counter(
             "pando_gateway_refusals_total",
-            "Requests that were not taken, as limits were reached or nobody may ask for it.",
+            "Requests refused because of a limit or a missing permission.",
             ["tenant", "cause"],
             registry=registry,
         )

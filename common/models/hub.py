@@ -263,7 +263,7 @@ class _Blob:
 
 
 class _CountingFile:
-    """Counts what is written to a file, and ends the writer's work when it is told to stop."""
+    """Counts the bytes that are written to a file, and ends the writer's work once `stop` is set."""
 
     def __init__(self, file: Any, report: DownloadReport, stop: threading.Event) -> None:  # Any: see above
         self._file, self._report, self._stop = file, report, stop

@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     import grpc
 
-# gRPC delivers initial metadata for a refused stream too, before its status; this entry is what tells them apart.
+# gRPC delivers initial metadata for a refused stream too, before its status; this entry distinguishes them.
 ACCEPTED_KEY = "pando-accepted"
 
 
 async def accept_stream(context: grpc.aio.ServicerContext[Any, Any]) -> None:
-    """Tell the client that its stream is accepted, once everything that it may rely on exists."""
+    """Confirm to the client that its stream is accepted, once everything that it may rely on exists."""
     await context.send_initial_metadata(((ACCEPTED_KEY, "1"),))
 
 

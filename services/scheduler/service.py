@@ -231,7 +231,7 @@ class SchedulerService(scheduler_pb2_grpc.SchedulerServicer):
         for owner in cache.owners():
             if owner.view and self._credentials.fingerprint(owner.view) == request.fingerprint:
                 return owner.view
-        raise InvalidRequestError("nobody with this fingerprint has anything in the cache", param="fingerprint")
+        raise InvalidRequestError("no view with this fingerprint has entries in the cache", param="fingerprint")
 
 
 def _metadata(context: Context) -> Mapping[str, str | bytes]:

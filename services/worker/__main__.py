@@ -96,7 +96,7 @@ async def serve(settings: Settings, stopping: asyncio.Event) -> None:
 
 
 def grammar_limits(settings: GrammarSettings) -> GrammarLimits:
-    """Return what compilations may take."""
+    """Return the limits of compilations."""
     return GrammarLimits(
         timeout_s=settings.timeout_s,
         slice_s=min(settings.slice_s, settings.timeout_s),

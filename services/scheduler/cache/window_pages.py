@@ -128,7 +128,7 @@ class WindowPages:
 
     def release(self, pages: PageIds) -> None:
         """Count one row less that needs the window pages of pages; the first of them are evicted first."""
-        assert (self._needed[pages] > 0).all(), "nobody gives back what it does not need"
+        assert (self._needed[pages] > 0).all(), "only needed pages are given back"
         self._needed[pages] -= 1
         for page in pages[self._needed[pages] == 0].tolist():
             self._idle[page] = None

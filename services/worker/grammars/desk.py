@@ -29,7 +29,7 @@ MAX_REFUSALS = 1024
 
 @dataclass(frozen=True, slots=True)
 class GrammarLimits:
-    """What compilations may take; see `WorkerSettings`."""
+    """Limits of compilations; see `GrammarSettings`."""
 
     timeout_s: float = 30.0
     slice_s: float = 1.0
@@ -38,7 +38,7 @@ class GrammarLimits:
 
 
 class Compiles(Protocol):
-    """What the desk needs of `CompileProcess`."""
+    """A process that compiles a grammar, as `CompileProcess` does."""
 
     async def compile(self, grammar: Grammar) -> Verdict:
         """Compile a grammar."""
@@ -51,13 +51,13 @@ class Compiles(Protocol):
 
 
 class StartsProcesses(Protocol):
-    """What the desk needs of `CompileProcesses`."""
+    """A source of such processes, as `CompileProcesses` is."""
 
     async def take(self, source: VocabularySource) -> Compiles:
         """Return a new process that compiles for a vocabulary; raises UnavailableError."""
 
     async def close(self) -> None:
-        """Start no more."""
+        """End the template; no further process starts."""
 
 
 @dataclass(slots=True, eq=False)
@@ -67,7 +67,7 @@ class _Job:
     answer: asyncio.Future[Verdict]
     # Calls that wait for the answer.
     callers: int = 0
-    # It has used up its slice.
+    # Whether it has used up its slice.
     is_long: bool = False
     # While it is compiled.
     task: asyncio.Task[None] | None = field(default=None)
@@ -89,7 +89,7 @@ class GrammarDesk:
         limits: GrammarLimits,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Put into `library` what `processes` compile."""
+        """`library` receives the grammars that `processes` compile."""
         self._library = library
         self._processes = processes
         self._limits = limits
@@ -104,7 +104,7 @@ class GrammarDesk:
         self._refusals: OrderedDict[tuple[VocabularySource, Grammar], str] = OrderedDict()
 
     async def prepare(self, grammar: Grammar) -> int:
-        """Have a grammar compiled for its scope; return the microseconds that took, 0 if it was there already.
+        """Compile a grammar for its scope; return the microseconds that it took, 0 if the library has it already.
 
         Calls for the same grammar and scope wait together. When all of them are cancelled, compiling stops.
 
@@ -114,7 +114,7 @@ class GrammarDesk:
             UnavailableError: no process can be started.
         """
         source = self._library.source
-        # An engine without a model heeds no grammar, like no other parameter.
+        # An engine without a model ignores grammars, as it does all parameters.
         if source is None or self._library.has(grammar):
             return 0
         refusal = self._refusals.get((source, grammar))
@@ -133,7 +133,7 @@ class GrammarDesk:
         return verdict.elapsed_us
 
     async def close(self) -> None:
-        """Give up what is open and end the processes."""
+        """Abandon open jobs and end the processes."""
         self._is_closed = True
         tasks = [job.task for job in self._open.values() if job.task is not None]
         for job in list(self._open.values()):
@@ -181,7 +181,7 @@ class GrammarDesk:
             )
 
     def _fill(self) -> None:
-        """Start what may start."""
+        """Start the next job in each free place."""
         if self._is_closed:
             return
         have_long = {
@@ -235,7 +235,7 @@ class GrammarDesk:
             self._leave(job)
 
     async def _compile(self, job: _Job) -> Verdict | None:
-        """Return what came of a grammar; None if it has to wait for the second place."""
+        """Compile a job's grammar; return None if it has to wait for the second place."""
         process = await self._processes.take(job.source)
         compiling = asyncio.create_task(process.compile(job.grammar))
         started = self._clock()
@@ -295,7 +295,7 @@ class GrammarDesk:
             job.answer.exception()  # the last caller may have gone
 
     def _abandon(self, job: _Job) -> None:
-        """Stop what no call waits for any more."""
+        """Stop a job that no call waits for any more."""
         metrics.GRAMMARS_TOTAL.labels("stopped").inc()
         self._open.pop(job.grammar, None)
         job.answer.cancel()

@@ -31,13 +31,13 @@ COMMAND = (sys.executable, "-m", "services.worker.grammars.template")
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """What came of a grammar: it compiled, as `data`, or `refusal` says what is wrong with it."""
+    """The outcome of a compilation: `data`, or the reason in `refusal`."""
 
     refusal: str | None
     elapsed_us: int = 0
-    # As `Compiler.load` reads it.
+    # The compiled grammar as `Compiler.load` reads it.
     data: bytes = b""
-    # Whether the same would come of it again; what took too long may have been slowed by other work.
+    # Whether another attempt would end alike; other work may have slowed down one that took too long.
     is_final: bool = True
 
 

@@ -133,7 +133,7 @@ def make_compile(message: Message) -> Callable[[Grammar], bytes]:
 
 @contextlib.contextmanager
 def warnings_refused() -> Iterator[None]:
-    """Take a warning for a refusal: the library tells what of a grammar it ignores, but only on standard error.
+    """Refuse a grammar of which the library ignores a part, as it reports only on standard error.
 
     Raises:
         GrammarError: there was one.

@@ -40,7 +40,7 @@ class Turns(Generic[Item]):
         return self._count
 
     def add(self, scope: GrammarScope, item: Item) -> None:
-        """Let an item wait behind the others of its subject."""
+        """Let an item wait after the others of its subject."""
         self._tenants.setdefault(scope.tenant, {}).setdefault(scope.subject, deque()).append(item)
         self._count += 1
 

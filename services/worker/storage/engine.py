@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from services.worker.engine.execution.interface import Emit, Engine, HostPages, ProgressReport
     from services.worker.storage.tier import StorageTier
 
-# How long an engine without work stays with a plan if storage may be done with something: the next plan waits for it.
+# How long an engine without work keeps a plan open for acknowledgements of storage; the next plan waits meanwhile.
 IDLE_WAIT_S = 0.005
 
 
@@ -87,11 +87,11 @@ class StoringEngine:
         self._inner.execute(plan, emit_with_acks)
 
     def settle(self, is_wanted: Callable[[], bool]) -> None:
-        """Emit what the inner engine still owes."""
+        """Emit the inner engine's outstanding results."""
         self._inner.settle(is_wanted)
 
     def keep_warm(self) -> None:
-        """Let an idle device do a little."""
+        """Keep an idle device's clocks high."""
         self._inner.keep_warm()
 
     def reset(self) -> None:
@@ -101,7 +101,7 @@ class StoringEngine:
         self._begin_stream()
 
     def close(self) -> None:
-        """Give back what the inner engine holds; open transfers are void."""
+        """Close the inner engine; open transfers are void."""
         self._end_stream()
         self._inner.close()
 
@@ -131,7 +131,7 @@ class _Stream:
             loop.call_soon_threadsafe(tier.begin, transfer, self._shard, self._acks.put)
 
     def take_acks(self, wait_s: float) -> list[TransferAck]:
-        """Return what has come; wait so long if nothing has and something will."""
+        """Return the acknowledgements that have come; wait up to `wait_s` if there is none and one is due."""
         acks = []
         with contextlib.suppress(queue.Empty):
             if self._open and wait_s and self._acks.empty():

@@ -33,7 +33,7 @@ _HEADER = struct.Struct("<8sIQ32s32s")
 _NONCE_BYTES = 12
 _TAG_BYTES = 16
 _PAYLOAD_START = _HEADER.size + _NONCE_BYTES
-# What an object is longer than its page.
+# Bytes of an object beyond those of its page.
 OVERHEAD_BYTES = _PAYLOAD_START + _TAG_BYTES
 
 
@@ -53,7 +53,7 @@ class Miss(Enum):
 
 @dataclass(frozen=True, slots=True)
 class ObjectFormat:
-    """What objects of one rank look like.
+    """The format of one rank's objects.
 
     `fingerprint` is `EngineCapacity.fingerprint`, `page_bytes` the length of every payload.
     """

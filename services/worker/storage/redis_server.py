@@ -21,7 +21,7 @@ _PREFIX = "pando:kv:"
 class RedisStorage:
     """Keeps each object as one string; see `Storage`.
 
-    What goes when memory is short is the server's to decide (`maxmemory`, `maxmemory-policy allkeys-lru`).
+    The server's settings decide which objects are evicted (`maxmemory`, `maxmemory-policy allkeys-lru`).
     """
 
     def __init__(self, url: str, timeout_s: float, connections: int) -> None:
@@ -41,7 +41,7 @@ class RedisStorage:
                 socket_timeout=timeout_s,
                 socket_connect_timeout=timeout_s,
                 max_connections=connections,
-                # Trying again is for whoever knows how long the caller waits.
+                # Retries are left to callers, which have deadlines.
                 retry=Retry(NoBackoff(), 0),
             )
         except ValueError as error:

@@ -52,7 +52,7 @@ class StorageTier:
         self._clock = clock
         self._breaker = CircuitBreaker()
         self._threads = ThreadPoolExecutor(threads, "storage")
-        # Reads have somebody waiting for them.
+        # Requests wait for reads.
         self._writers = asyncio.Semaphore(max(1, threads // 2))
         self._tasks: set[asyncio.Task[None]] = set()
         self._log = get_logger("storage")
@@ -136,7 +136,7 @@ class StorageTier:
             async with asyncio.timeout(self._timeout_s):
                 answer = await self._in_thread(function)
         except TimeoutError:
-            # The thread goes on; whatever it brings is dropped.
+            # The thread continues; its result is dropped.
             self._note_failure(f"no answer within {self._timeout_s:g} s")
             raise _CallFailedError(Miss.SLOW) from None
         except StorageError as error:

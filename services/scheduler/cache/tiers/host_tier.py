@@ -136,7 +136,7 @@ class HostTier:
         if opened is None:
             return None
         if opened.transfer.direction.uses_storage:
-            assert self.storage is not None, "nobody else begins such transfers"
+            assert self.storage is not None, "only storage begins such transfers"
             self.storage.finish(opened, ack)
             self.ledger.close(opened)
             return opened.transfer

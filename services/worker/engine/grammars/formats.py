@@ -37,7 +37,7 @@ def as_enforced(schema: Any) -> Any:  # Any: JSON
         return schema
     result = {name: value if name in _DATA else as_enforced(value) for name, value in schema.items()}
     if isinstance(result.get("oneOf"), list) and "anyOf" not in result and are_disjoint(result["oneOf"]):
-        # The library cannot tell, and says so.
+        # The library cannot see that they are disjoint, and warns.
         result["anyOf"] = result.pop("oneOf")
     format_ = result.get("format")
     if isinstance(format_, str) and format_ in PATTERNS:

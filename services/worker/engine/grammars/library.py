@@ -38,7 +38,7 @@ LARGE_BYTES = 1024 * 1024
 
 
 class CompilesGrammars(Protocol):
-    """What the library needs of `Compiler`."""
+    """Compiles and loads grammars, as `Compiler` does."""
 
     pieces: list[bytes]
 
@@ -72,7 +72,7 @@ class _Entry:
 
 
 class GrammarLibrary:
-    """Belongs to no thread. What is compiled stays valid for whoever holds it, also after it was dropped from here.
+    """Belongs to no thread. A compiled grammar that the library has dropped stays valid for rows that use it.
 
     Grammars of equal text and different scopes are different ones: nothing shows that another scope has compiled the
     same. A subject beyond its part of the memory loses its own oldest; beyond the whole, the subject that holds most.

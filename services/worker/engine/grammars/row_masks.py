@@ -48,7 +48,7 @@ class FollowsOutput(Protocol):
 
 
 class MakesMatchers(Protocol):
-    """What rows need of `GrammarLibrary`."""
+    """A source of matchers, as `GrammarLibrary` is."""
 
     def begin(self, grammar: Grammar) -> None:
         """Begin to compile, unless that is done."""
@@ -64,7 +64,7 @@ class _Row:
         self.grammar = grammar
         self.accepted = opened.prompt_tokens
         self.end_ids = end_ids
-        # Whoever bans a spelling finds another.
+        # With banned sequences, a text that is certain may have to be spelled in other tokens.
         self.spells_alike = not opened.sampling.banned_sequences
         self.matcher: FollowsOutput | None = None
         self.overdraft_s = 0.0
@@ -106,7 +106,7 @@ class RowMasks:
         return masks
 
     def forced(self, slot: int, sampled: int, room: int, rows: RowTable) -> list[int]:
-        """Return what must follow the token that row `slot` has just sampled: up to `room` ids, or to its end.
+        """Return the ids that must follow the token that row `slot` has just sampled, up to `room` ids or its end.
 
         They are what it would sample, one after the other, as its masks leave nothing else.
         """

@@ -1,4 +1,4 @@
-"""Trying a compiled grammar out, where nobody else is harmed if it turns out to be a bad one."""
+"""Trial of a compiled grammar, in a process of its own, so that a bad grammar delays no other row."""
 
 from __future__ import annotations
 

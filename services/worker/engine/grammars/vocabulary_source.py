@@ -1,4 +1,4 @@
-"""What grammars are compiled for."""
+"""The vocabulary that grammars are compiled for."""
 
 from __future__ import annotations
 

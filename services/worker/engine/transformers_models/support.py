@@ -27,7 +27,7 @@ SHAPE_FIELDS = (
 
 
 def read_transformers_config(directory: Path, raw: Mapping[str, Any], generation: Mapping[str, Any]) -> ModelConfig:
-    """Return what the engine needs of the config.json `raw` of `directory`.
+    """Return the engine's description of the config.json `raw` of `directory`.
 
     Raises:
         ConfigurationError: the library is missing, does not know the family, or it is no decoder.
