@@ -14,7 +14,7 @@ from common.errors import ConfigurationError, UnavailableError
 from common.logs import get_logger
 from common.rpc.reconnect import RefusalLog
 from services.scheduler.acknowledgements import GroupAcks
-from services.scheduler.rank import PlanStream, Rank, RankLostError
+from services.scheduler.rank import PlanStream, RankConnection, RankLostError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -79,7 +79,7 @@ class WorkerGroup:
         self._is_losing = False
         self._last_sign = time.monotonic()
         # Rank 0, which samples, while the group is ready.
-        self._first: Rank | None = None
+        self._first: RankConnection | None = None
         self._pause_s = RECONNECT_S
         self._refusals = RefusalLog("worker")
         self._log = get_logger("group")
@@ -111,7 +111,7 @@ class WorkerGroup:
         while True:
             channels = [open_channel() for open_channel in self._open_channels]
             try:
-                await self._run_once([Rank(channel) for channel in channels])
+                await self._run_once([RankConnection(channel) for channel in channels])
             except (RankLostError, grpc.aio.AioRpcError) as error:
                 self._lose(error)
             finally:
@@ -132,7 +132,7 @@ class WorkerGroup:
             self.state = GroupState.CONNECTING
             self._pause_s = min(2 * self._pause_s, MAX_RECONNECT_S)
 
-    async def _run_once(self, ranks: list[Rank]) -> None:
+    async def _run_once(self, ranks: list[RankConnection]) -> None:
         """Configure all ranks, then serve them until one fails."""
         await asyncio.gather(*(rank.wait_until_up() for rank in ranks))
         if self.state is not GroupState.FAILED:
@@ -155,7 +155,7 @@ class WorkerGroup:
             for stream in self._streams:
                 stream.cancel()
 
-    async def _configure(self, ranks: list[Rank]) -> EngineCapacity:
+    async def _configure(self, ranks: list[RankConnection]) -> EngineCapacity:
         """Configure all ranks concurrently, as they synchronise; return the capacity that they agreed on."""
         tasks = [
             asyncio.create_task(rank.configure(replace(self._spec, rank=number, world_size=len(ranks))))

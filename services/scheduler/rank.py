@@ -36,7 +36,7 @@ class RankLostError(Exception):
         self.out_of_memory = out_of_memory
 
 
-class Rank:
+class RankConnection:
     """Calls one rank over its channel."""
 
     def __init__(self, channel: grpc.aio.Channel) -> None:

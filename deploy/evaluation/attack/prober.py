@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import orjson
 
 from deploy.evaluation.attack.texts import with_question
-from deploy.evaluation.bench.client import OpenAIClient, RequestOptions
+from deploy.evaluation.bench.client import OpenAIClient, RequestTemplate
 from deploy.evaluation.bench.prompts import PromptMaker
 from deploy.evaluation.bench.records import BenchRequest
 from deploy.evaluation.bench.target import accepts_ids, base_url, find_model, measure_tokens_per_word
@@ -122,7 +122,7 @@ class Prober:
         if disguise.endpoint == MESSAGES:
             assert output_tokens == 1, "long outputs are asked for as completions"
             return await self._ask_message(asked, disguise)
-        options = RequestOptions(self.model, disguise.endpoint, user_field=None, extra_body=disguise.fields)
+        options = RequestTemplate(self.model, disguise.endpoint, user_field=None, extra_body=disguise.fields)
         client = OpenAIClient(self._client(disguise), self._prompts, options, self.clock)
         return _sighting(await client.send(BenchRequest(asked, output_tokens=output_tokens)))
 

@@ -23,7 +23,7 @@ PATHS = {"completions": "/v1/completions", "chat": "/v1/chat/completions"}
 
 
 @dataclass(frozen=True, slots=True)
-class RequestOptions:
+class RequestTemplate:
     """Parameters that all requests of a load have in common."""
 
     model: str
@@ -40,7 +40,7 @@ class RequestOptions:
 class OpenAIClient:
     """Sends requests and records the responses; a failure is a record, too, never an exception."""
 
-    def __init__(self, http: HttpClient, prompts: PromptMaker, options: RequestOptions, clock: Clock) -> None:
+    def __init__(self, http: HttpClient, prompts: PromptMaker, options: RequestTemplate, clock: Clock) -> None:
         self._http = http
         self._prompts = prompts
         self._options = options

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from deploy.evaluation.bench.client import OpenAIClient, RequestOptions
+from deploy.evaluation.bench.client import OpenAIClient, RequestTemplate
 from deploy.evaluation.bench.clock import Clock, SystemClock
 from deploy.evaluation.bench.load import run_closed_loop, run_open_loop
 from deploy.evaluation.bench.prompts import DEFAULT_VOCABULARY, PromptMaker
@@ -63,7 +63,7 @@ class Bench:
         as_ids = await _takes_ids(http, model, options)
         per_word = 1.0 if as_ids else await measure_tokens_per_word(http, model)
         prompts = PromptMaker(options.seed, as_ids=as_ids, vocabulary=options.vocabulary, tokens_per_word=per_word)
-        request_options = RequestOptions(
+        request_options = RequestTemplate(
             model=model,
             endpoint=options.endpoint,
             temperature=options.temperature,

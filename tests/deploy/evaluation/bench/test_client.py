@@ -4,7 +4,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from deploy.evaluation.bench.client import OpenAIClient, RequestOptions
+from deploy.evaluation.bench.client import OpenAIClient, RequestTemplate
 from deploy.evaluation.bench.clock import SystemClock
 from deploy.evaluation.bench.prompts import PromptMaker
 from deploy.evaluation.bench.records import BenchRequest, Segment
@@ -21,7 +21,7 @@ REQUEST = BenchRequest(SEGMENTS, output_tokens=8, user="ann")
 
 async def send(url: str, model: str, endpoint: str = "completions", timeout_s: float = 10.0) -> RequestRecord:
     http = HttpClient(url)
-    options = RequestOptions(model, endpoint, timeout_s=timeout_s)
+    options = RequestTemplate(model, endpoint, timeout_s=timeout_s)
     prompts = PromptMaker(as_ids=endpoint == "completions")
     try:
         return await OpenAIClient(http, prompts, options, SystemClock()).send(REQUEST)
@@ -54,7 +54,7 @@ async def test_the_request_body_has_the_fields_that_servers_expect(server: FakeO
 
 
 def test_extra_fields_take_precedence_and_the_user_goes_into_its_configured_field() -> None:
-    options = RequestOptions("m", user_field="cache_salt", ignore_eos=False, extra_body={"temperature": 1.5})
+    options = RequestTemplate("m", user_field="cache_salt", ignore_eos=False, extra_body={"temperature": 1.5})
     client = OpenAIClient(HttpClient("http://127.0.0.1:1"), PromptMaker(), options, SystemClock())
     body = client.body(REQUEST)
     assert (body["cache_salt"], body["temperature"]) == ("ann", 1.5)
