@@ -12,10 +12,12 @@ from huggingface_hub.file_download import repo_folder_name
 
 from common.errors import ConfigurationError
 from common.models.references import DEFAULT_REVISION
-from common.models.selection import CONFIG, is_gguf_model
+from common.models.selection import CONFIG, is_gguf_model, quantizations
 
 if TYPE_CHECKING:
-    from huggingface_hub import CachedRepoInfo, HFCacheInfo
+    from collections.abc import Iterable
+
+    from huggingface_hub import CachedFileInfo, CachedRepoInfo, CachedRevisionInfo, HFCacheInfo
 
     from common.models.references import HubReference
 
@@ -60,13 +62,20 @@ def remove(reference: HubReference) -> int:
     if reference.quantization is None:
         strategy = scanned.delete_revisions(*(revision.commit_hash for revision in revisions))
     else:
-        tag = f"{reference.quantization.lower()}.gguf"
-        files = [file for revision in revisions for file in revision.files if file.file_name.lower().endswith(tag)]
+        files = _files_of(reference.quantization, revisions)
         if not files:
             raise ConfigurationError(_absent(reference))
         strategy = scanned.delete_files(*files)
     strategy.execute()
     return partial + strategy.expected_freed_size
+
+
+def _files_of(quantization: str, revisions: Iterable[CachedRevisionInfo]) -> list[CachedFileInfo]:
+    """Return the GGUF files of a quantization: those of F16, but not of BF16; or those whose names end with the tag."""
+    tag = quantization.lower()
+    files = [file for revision in revisions for file in revision.files if is_gguf_model(file.file_name)]
+    exact = [file for file in files if quantizations([file.file_name])[0].lower() == tag]
+    return exact or [file for file in files if file.file_name.lower().endswith(f"{tag}.gguf")]
 
 
 def _remove_partial_files(reference: HubReference) -> int:

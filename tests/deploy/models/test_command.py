@@ -100,6 +100,15 @@ def test_models_are_pulled_listed_and_removed(hub: FakeHub, client: HubClient) -
     assert NAME not in {row["name"] for row in json.loads(pando(client, "list", "--json"))}
 
 
+def test_a_quantization_is_removed_without_those_whose_names_end_alike(hub: FakeHub, client: HubClient) -> None:
+    hub.repositories["acme/two"] = Repository({"llama-F16.gguf": b"half", "llama-BF16.gguf": b"brain"})
+    for quantization in ("F16", "BF16"):
+        pando(client, "pull", f"acme/two:{quantization}")
+    assert pando(client, "remove", "acme/two:F16") == "removed acme/two:F16, 4 B\n"
+    rows = {row["name"]: row for row in json.loads(pando(client, "list", "--json"))}
+    assert rows["acme/two"]["gguf_files"] == ["llama-BF16.gguf"]
+
+
 def test_a_revision_is_removed_alone(hub: FakeHub, client: HubClient) -> None:
     pando(client, "pull", f"{NAME}@v1")
     hub.repositories[NAME].commit = "f" * 40
