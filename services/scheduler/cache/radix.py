@@ -317,7 +317,11 @@ class RadixCache:
         return self._pins.add(token_ids)
 
     def unpin(self, token_ids: TokenIds) -> bool:
-        """Undo `pin`; return whether there was such a pin. Cached nodes stay public until they are evicted."""
+        """Undo `pin`; return whether there was such a pin.
+
+        Nodes in memory stay public until they are evicted; stored pages become unreadable, and other pins are stored
+        again.
+        """
         if not self._pins.remove(token_ids):
             return False
         for node in self.store.tree.walk_owned(self.store.accounts.public):
@@ -325,6 +329,8 @@ class RadixCache:
                 self._promoter.set_pinned(node, is_pinned=False)
         for pin in self._pins.active:
             self._promoter.publish_pin(pin)
+        if self.config.mode.allows_pins:
+            self.store.tier.revoke(self.store.accounts.public)
         return True
 
     def take_candidates(self) -> tuple[PromotionCandidate, ...]:

@@ -43,6 +43,10 @@ class StorageConfig:
     writes: bool = True
 
 
+# The scope under which a cache in mode SHARED stores its pages; no view, tenant or public scope has four parts.
+_COMMON_SCOPE: Scope = ("", "", "", "shared")
+
+
 class PageNames(Protocol):
     """Supplies the names and keys of pages in storage, and destroys keys."""
 
@@ -51,3 +55,16 @@ class PageNames(Protocol):
 
     def revoke(self, scope: Scope) -> None:
         """Make all stored pages of `scope`, and of other views of the same subject, unreadable."""
+
+
+class CommonNames:
+    """Names of pages that a cache in mode SHARED stores: in other modes, its one view must not count as public."""
+
+    def __init__(self, names: PageNames) -> None:
+        self._names = names
+
+    def keys(self, _scope: Scope, hashes: Iterable[bytes]) -> ObjectKeys:
+        return self._names.keys(_COMMON_SCOPE, hashes)
+
+    def revoke(self, _scope: Scope) -> None:
+        self._names.revoke(_COMMON_SCOPE)

@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from common.transfers import TransferDirection
-from services.scheduler.cache.tiers.storage_config import PrefetchPolicy
+from services.scheduler.cache.config import Mode
+from services.scheduler.cache.tiers.storage_config import CommonNames, PrefetchPolicy
 from services.scheduler.cache.tiers.storage_reads import StorageReads
 from services.scheduler.cache.tiers.storage_writes import StorageWrites
 
@@ -38,6 +39,8 @@ class StorageTier:
         # Lookups that did not return all requested pages, because they are missing or damaged, or storage failed.
         self.misses = 0
         self._store = store
+        if store.config.mode is Mode.SHARED:
+            names = CommonNames(names)
         self._names = names
         self._writes = StorageWrites(store, ledger, names)
         self._reads = StorageReads(store, host, ledger, config, names)

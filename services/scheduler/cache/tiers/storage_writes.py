@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from common.transfers import TransferDirection
+from services.scheduler.cache.config import Mode
 from services.scheduler.cache.keys import chain_hashes
 from services.scheduler.cache.object_keys import ObjectKeys
 
@@ -25,12 +26,17 @@ _NO_PAGES = np.empty(0, np.int32)
 
 
 class StorageWrites:
-    """Stores nodes that have a copy on the host, once under each owner, and drops stored pages."""
+    """Stores nodes that have a copy on the host, once under each owner, and drops stored pages.
+
+    Of public nodes only pinned ones are stored as public. Others are public by choices of tenants, which may end while
+    no scheduler has the node in memory; they are stored under each of these tenants already.
+    """
 
     def __init__(self, store: NodeStore, ledger: TransferLedger, names: PageNames) -> None:
         self._store = store
         self._ledger = ledger
         self._names = names
+        self._is_shared = store.config.mode is Mode.SHARED
         self._noted: dict[Node, None] = {}
         self._dropped: list[bytes] = []
 
@@ -60,7 +66,7 @@ class StorageWrites:
         while self._noted and room > 0:
             node = next(iter(self._noted))
             del self._noted[node]
-            if node.is_dead or node.host_pages is None:
+            if node.is_dead or node.host_pages is None or not self._may_store(node):
                 continue
             room -= node.size
             self._ledger.retain_host(node.host_pages)
@@ -70,6 +76,9 @@ class StorageWrites:
     def forget_all(self) -> None:
         """Start over: no copies are left. Pending drops remain."""
         self._noted.clear()
+
+    def _may_store(self, node: Node) -> bool:
+        return node.pinned or not node.is_public or self._is_shared
 
     def _drop(self, node: Node) -> None:
         self._noted.pop(node, None)

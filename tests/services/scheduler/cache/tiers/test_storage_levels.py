@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hmac
 from collections import Counter
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import pytest
@@ -12,6 +13,7 @@ from hypothesis import strategies as st
 
 from common.transfers import TransferAck, TransferDirection
 from common.types import Sharing, Subject, View
+from services.scheduler.cache.factory import CacheName
 from services.scheduler.cache.object_keys import ObjectKeys
 from services.scheduler.cache.tiers.config import HostConfig
 from services.scheduler.cache.tiers.storage_config import PrefetchPolicy, StorageConfig
@@ -20,6 +22,7 @@ from tests.services.scheduler.cache.driver import PLAIN, Driver, int32
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
+    from services.scheduler.cache.config import CacheConfig
     from services.scheduler.cache.types import Scope
 
 TEXT = [1, 2, 3, 4, 5, 6]
@@ -43,10 +46,18 @@ class SharedNames:
 class Group(Driver):
     """A scheduler group: its own cache and host tier, over a storage that others use, too."""
 
-    def __init__(self, names: SharedNames, stored: set[bytes], sharing: dict[str, Sharing]) -> None:
+    def __init__(
+        self,
+        names: SharedNames,
+        stored: set[bytes],
+        sharing: dict[str, Sharing],
+        *,
+        mode: CacheName = "user_aware",
+        config: CacheConfig = PLAIN,
+    ) -> None:
         super().__init__(
-            "user_aware",
-            config=PLAIN,
+            mode,
+            config=config,
             capacity=600,
             page_size=PAGE_SIZE,
             sharing_of=lambda tenant: sharing.get(tenant, Sharing.TENANT),
@@ -140,6 +151,49 @@ def test_public_prefixes_in_storage_are_found_by_all_tenants(tenant: str) -> Non
     one.next_epoch()
     one.ask(View(Subject("acme", "user/0")), [*TEXT, 0])
     assert other.ask(View(Subject(tenant, "user/new")), [*TEXT, 7]) == 6
+
+
+@pytest.mark.parametrize("mode", ["user_aware", "isolated_pinned"])
+def test_text_that_a_cache_in_shared_mode_has_stored_is_not_public_in_other_modes(mode: CacheName) -> None:
+    """As after a trial of `shared`, or beside another deployment with it: its cache is one view, but nobody's consent."""
+    names, stored = SharedNames(), set[bytes]()
+    shared = Group(names, stored, {}, mode="shared")
+    shared.ask(View(Subject("acme", "user/ann")), [*TEXT, 0])
+    assert Group(names, stored, {}, mode="shared").ask(View(Subject("blue", "user/0")), [*TEXT, 7]) == 6
+    other = Group(names, stored, {}, mode=mode)
+    assert other.ask(View(Subject("blue", "user/0")), [*TEXT, 7]) == 0
+
+
+def test_a_tenant_that_ends_global_sharing_ends_it_for_text_that_is_only_in_storage() -> None:
+    sharing = dict.fromkeys(("acme", "blue"), Sharing.GLOBAL)
+    names, stored, config = SharedNames(), set[bytes](), replace(PLAIN, share_across_tenants=True)
+    one = Group(names, stored, sharing, config=config)
+    for tenant in sharing:
+        shared_by(one, tenant)
+    one.next_epoch()
+    one.settle()
+    assert [token for edge in one.public for token in edge] == TEXT
+    sharing.update(dict.fromkeys(sharing, Sharing.TENANT))
+    # A scheduler that starts now has nothing in memory, so nothing to demote.
+    other = Group(names, stored, sharing, config=config)
+    assert other.ask(View(Subject("rival", "key/r")), [*TEXT, 7]) == 0
+    # The tenants' own copies stay theirs.
+    assert other.ask(View(Subject("acme", "user/new")), [*TEXT, 7]) == 6
+    other.check()
+
+
+def test_an_unpinned_prompt_is_not_public_in_storage_any_more() -> None:
+    one, other = groups()
+    kept = [9, *TEXT]
+    for ids in (TEXT, kept[:6]):
+        one.cache.pin(int32(ids))
+    one.next_epoch()
+    for ids in (TEXT, kept[:6]):
+        one.ask(View(Subject("acme", "user/0")), [*ids, 0])
+    one.cache.unpin(int32(TEXT))
+    one.settle()
+    assert other.ask(View(Subject("blue", "user/new")), [*TEXT, 7]) == 0
+    assert other.ask(View(Subject("blue", "user/new")), [*kept[:6], 7]) == 6
 
 
 def test_forgetting_includes_pages_that_are_only_in_storage() -> None:
