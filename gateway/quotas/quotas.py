@@ -8,13 +8,16 @@ from typing import TYPE_CHECKING, Protocol
 
 from common.errors import QueueFullError
 from common.requests import ChatPrompt, TokenPrompt
+from common.types import Sharing
 from gateway.quotas.meters import Account, Taking, rate_headers
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from common.limits import Limits
     from common.requests import GenerateRequest, Prompt
     from common.types import Subject
-    from gateway.quotas.meters import Meters
+    from gateway.quotas.meters import Meters, Reading
 
 CHARACTERS_PER_TOKEN = 4
 
@@ -32,10 +35,11 @@ class Lease:
     """The share of the quotas that one HTTP request has taken; `settle` must be called once."""
 
     taking: Taking
+    shown: Sequence[Reading]
 
     def headers(self) -> list[tuple[bytes, bytes]]:
         """Return the headers with the remaining quotas."""
-        return rate_headers(self.taking.readings)
+        return rate_headers(self.shown)
 
     def settle(self, used_tokens: int) -> None:
         """Close the request and replace its announced tokens by the number used; returns immediately."""
@@ -81,10 +85,23 @@ class Quotas:
             accounts = list(map(_without_concurrent, accounts))
         accounts = [account for account in accounts if account.is_limited]
         taking = await self._meters.take(accounts, charge.requests, charge.tokens)
-        if taking.obstacle is not None:
-            headers = rate_headers(taking.readings)
-            raise LimitedError(taking.obstacle.message, math.ceil(taking.obstacle.wait_s * 1000), headers)
-        return Lease(taking)
+        shown = [
+            reading for account, reading in zip(accounts, taking.readings, strict=True) if not self._is_secret(account)
+        ]
+        obstacle = taking.obstacle
+        if obstacle is not None:
+            if self._is_secret(obstacle.account):
+                obstacle = replace(obstacle, wait_s=math.ceil(obstacle.wait_s))
+            raise LimitedError(obstacle.message, math.ceil(obstacle.wait_s * 1000), rate_headers(shown))
+        return Lease(taking, shown)
+
+    def _is_secret(self, account: Account) -> bool:
+        """Whether the account's use would show subjects of a tenant that shares nothing what others of it do."""
+        return (
+            account.subject is None
+            and self._rules is not None
+            and self._rules.value.sharing_of(account.tenant) is Sharing.NONE
+        )
 
     def _accounts(self, subject: Subject) -> list[Account]:
         if self._rules is None:

@@ -167,3 +167,27 @@ async def test_token_counting_is_limited_per_vouched_user(tmp_path: Path) -> Non
         answer = await gateway.post("/v1/messages/count_tokens", body, {"authorization": "Bearer one"})
         assert answer.status_code == expected
     assert gateway.model.subjects == [Subject("acme", "user/ann"), Subject("acme", "user/bob")]
+
+
+async def test_a_tenant_that_shares_nothing_shows_no_subject_the_use_of_another(tmp_path: Path) -> None:
+    keys = [ApiKey("k1", hash_of("one"), "acme"), ApiKey("k2", hash_of("two"), "acme")]
+    limits = 'tokens_per_minute = 60000\nrequests_per_minute = {}\nsharing = "none"\n[tenants.acme.each_subject]\n'
+    limits = f"[tenants.acme]\n{limits}requests_per_minute = 5\n"
+    gateway = gateway_with(tmp_path, limits.format(1000), *keys)
+    before = await ask(gateway, "one")
+    await ask(gateway, "two", messages=[{"role": "user", "content": "x" * 4_000}])
+    after = await ask(gateway, "one")
+    seen = [
+        [value for name, value in answer.headers.items() if name.startswith("x-ratelimit") and "reset" not in name]
+        for answer in (before, after)
+    ]
+    assert seen == [["5", "4"], ["5", "3"]]
+    # At the tenant's limit, a refusal is inevitable; how much is lacking is known in whole seconds only.
+    (tmp_path / "limits.toml").write_text(limits.format(3))
+    limited = gateway_with(tmp_path, limits.format(3), *keys)
+    for key in ("two", "two", "two"):
+        await ask(limited, key)
+    refused = await ask(limited, "one")
+    assert "organization" in error_of(refused, 429)["message"]
+    assert int(refused.headers["retry-after-ms"]) % 1000 == 0
+    assert "x-ratelimit-limit-tokens" not in refused.headers
