@@ -65,8 +65,9 @@ class EvictionQueue(Generic[C]):
 
     The quota of a tenant without a share of its own is an equal part, for each active one, of the pages that such
     tenants hold, idle ones included. So one tenant alone may have everything, and several that want memory each get as
-    much. Candidates unused for `active_epochs`, public or not, are evicted before the excess over a tenant's quota: a
-    quota protects only nodes in use. Changes cost O(log n), a victim O(log n) amortised.
+    much. Public text that is not pinned counts as one more tenant's. Candidates unused for `active_epochs`, public or
+    not, are evicted before the excess over a tenant's quota: a quota protects only nodes in use. Changes cost O(log n),
+    a victim O(log n) amortised.
     """
 
     def __init__(self, config: CacheConfig, capacity: int, accounts: Accounts) -> None:
@@ -86,6 +87,8 @@ class EvictionQueue(Generic[C]):
         # Pages of all tenants, and of active ones with a share of their own; both exclude the public.
         self._pages = 0
         self._reserved_pages = 0
+        # Quotas of active tenants with a share of their own.
+        self._reserved_quotas = 0
         self._version = accounts.version
         self._limits_version = accounts.limits_version
         accounts.on_activation(self._note_floor)
@@ -288,15 +291,20 @@ class EvictionQueue(Generic[C]):
                 self._note(subject)
         if self._version != accounts.version:
             self._version = accounts.version
-            self._reserved_pages = sum(
-                tenant.pages
+            reserved = [
+                tenant
                 for tenant in self._tenants.values()
                 if tenant.holder.share is not None and tenant.holder.is_active
-            )
+            ]
+            self._reserved_pages = sum(tenant.pages for tenant in reserved)
+            self._reserved_quotas = int(sum(map(self._quota, reserved)))
 
     def _most_over(self) -> TenantHolding[C] | None:
         """Return the tenant that exceeds its quota by most, if any does."""
         tenants = [tenant for ranking in (self._by_size, self._by_excess) if (tenant := ranking.first()) is not None]
+        public = self._tenants.get(self._accounts.public.holder.tenant)
+        if public is not None and public.candidates:
+            tenants.append(public)
         over = [(excess, -each.holder.number, each) for each in tenants if (excess := self._excess(each)) is not None]
         return max(over)[2] if over else None
 
@@ -321,11 +329,28 @@ class EvictionQueue(Generic[C]):
         If several tenants have equal parts as quotas, those that hold exactly their quota can be evicted from, too.
         """
         holder = tenant.holder
-        if holder.is_common or self._is_within_floor(tenant):
+        if holder.is_common:
+            return self._public_excess(tenant)
+        if self._is_within_floor(tenant):
             return None
         excess = tenant.pages - self._quota(tenant)
         if holder.share is None and self._accounts.active_tenants > 1:
             return excess if excess >= 0 else None
+        return excess if excess > 0 else None
+
+    def _public_excess(self, public: TenantHolding[C]) -> float | None:
+        """Return by how many pages the public exceeds its part; None if it does not, or if all candidates are pinned.
+
+        It counts as one more tenant without a share of its own: tenants that share globally can make text public.
+        """
+        subject = public.by_urgency.first()
+        first = None if subject is None else subject.first()
+        if first is None or first.pinned:
+            return None
+        excess: float = public.pages - max(self._capacity - self._reserved_quotas, 0)
+        if active := self._accounts.active_tenants:
+            held = public.pages + self._pages - self._reserved_pages
+            excess = max(excess, public.pages - held / (active + 1))
         return excess if excess > 0 else None
 
     def _is_over_within(self, subject: SubjectHolding[C]) -> bool:

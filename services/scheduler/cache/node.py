@@ -30,7 +30,7 @@ class Holder:
     """A tenant, or a subject of one, as the holder of a quota; one object each, so holders compare by identity.
 
     Nodes shared by a tenant's subjects belong to a separate holder beside them, and so do the public's, both as tenant
-    and as its only subject: such a holder `is_common`, and no quota limits it.
+    and as its only subject: such a holder `is_common`, and has no share of its own.
 
     `number` orders holders by their first request. `share` and `floor` are shares of a tier's pages; a tenant without
     `share` gets an equal part of the pages that the others leave (see `EvictionQueue`). `members` counts the accounts

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from common.limits import Limits, SubjectLimits, TenantLimits
 from common.transfers import TransferAck
-from common.types import Subject, View
+from common.types import Sharing, Subject, View
 from services.scheduler.cache.accounts import Accounts
 from services.scheduler.cache.config import CacheConfig
 from services.scheduler.cache.debug.queue_invariants import queue_violations
@@ -152,6 +152,31 @@ class TestTenants:
             driver.serve(View(Subject("b", "user/b")), ids(100 + number, 4))
         assert driver.peek(VICTIM, [*system, 51]) == 40
         assert (pages_of(driver, "a"), pages_of(driver, "b")) == pytest.approx((22, 22), abs=2)
+
+    @pytest.mark.parametrize("share", [None, 0.25])
+    def test_text_that_two_rival_tenants_make_public_takes_one_tenant_s_part(self, share: float | None) -> None:
+        rivals = {"one": Sharing.GLOBAL, "other": Sharing.GLOBAL}
+        driver = Driver(
+            "user_aware",
+            capacity=200,
+            config=CacheConfig(share_across_tenants=True),
+            sharing_of=lambda tenant: rivals.get(tenant, Sharing.TENANT),
+        )
+        driver.cache.adopt(Limits(default=TenantLimits(cache_share=share)))
+        driver.serve(VICTIM, ids(0, 81))
+        for first in range(0, 32, 4):
+            for number in range(first, first + 4):
+                for view in (View(Subject(tenant, f"user/{name}")) for tenant in rivals for name in range(3)):
+                    driver.serve(view, ids(100 + number, 20))
+            driver.next_epoch(2)
+            # Many subjects keep public text longer than the victim's, which is in use as well.
+            for number in range(first + 4):
+                for name in range(3, 11):
+                    driver.serve(View(Subject("one", f"user/{name}")), ids(100 + number, 20))
+            if first % 8:
+                assert driver.serve(VICTIM, ids(0, 81)) >= 70
+        assert driver.public
+        driver.check()
 
 
 class TestSubjects:

@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 
 from common.transfers import TransferAck, TransferDirection
 from common.types import Sharing, Subject, View
-from services.scheduler.cache.factory import CacheName
 from services.scheduler.cache.object_keys import ObjectKeys
 from services.scheduler.cache.tiers.config import HostConfig
 from services.scheduler.cache.tiers.storage_config import PrefetchPolicy, StorageConfig
@@ -23,6 +22,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
     from services.scheduler.cache.config import CacheConfig
+    from services.scheduler.cache.factory import CacheName
     from services.scheduler.cache.types import Scope
 
 TEXT = [1, 2, 3, 4, 5, 6]
@@ -155,7 +155,7 @@ def test_public_prefixes_in_storage_are_found_by_all_tenants(tenant: str) -> Non
 
 @pytest.mark.parametrize("mode", ["user_aware", "isolated_pinned"])
 def test_text_that_a_cache_in_shared_mode_has_stored_is_not_public_in_other_modes(mode: CacheName) -> None:
-    """As after a trial of `shared`, or beside another deployment with it: its cache is one view, but nobody's consent."""
+    """As after a trial of `shared`, or beside a deployment with it that uses the same storage."""
     names, stored = SharedNames(), set[bytes]()
     shared = Group(names, stored, {}, mode="shared")
     shared.ask(View(Subject("acme", "user/ann")), [*TEXT, 0])
