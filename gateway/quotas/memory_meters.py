@@ -13,7 +13,8 @@ if TYPE_CHECKING:
     from common.limits import SubjectLimits
     from gateway.quotas.meters import Account
 
-# When there are more meters, the idle ones, which equal new ones, are dropped.
+# Idle meters, which equal new ones, are dropped when there are more than this, and more than twice as many as the last
+# time: a search takes a microsecond per meter, and names can be invented faster than their meters become idle.
 MAX_METERS = 10_000
 
 _Key: TypeAlias = tuple[str, str | None]
@@ -110,6 +111,7 @@ class MemoryMeters:
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._meters: dict[_Key, Meter] = {}
+        self._most = MAX_METERS
 
     @property
     def count(self) -> int:
@@ -137,8 +139,9 @@ class MemoryMeters:
         key = (account.tenant, account.subject)
         meter = self._meters.get(key)
         if meter is None:
-            if len(self._meters) >= MAX_METERS:
+            if len(self._meters) >= self._most:
                 self._meters = {key: meter for key, meter in self._meters.items() if not meter.is_idle(now)}
+                self._most = max(MAX_METERS, 2 * len(self._meters))
             meter = self._meters[key] = Meter(account.quota, now)
         meter.quota = account.quota
         return meter

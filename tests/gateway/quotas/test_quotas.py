@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from common.limits import Limits, SubjectLimits, TenantLimits
 from common.types import Subject
-from gateway.quotas.memory_meters import Bucket, MemoryMeters
+from gateway.quotas.memory_meters import MAX_METERS, Bucket, MemoryMeters, Meter
 from gateway.quotas.quotas import Charge, Lease, LimitedError, Quotas
 from gateway.quotas.redis_meters import RedisMeters
 from tests.gateway.state.servers import new_metrics, new_prefix, state_server
@@ -175,6 +175,24 @@ async def test_meters_of_inactive_users_are_removed() -> None:
         now = float(number)
         await bench.use(Subject("acme", str(number)))
     assert meters.count <= 10_100
+
+
+async def test_meters_in_use_are_not_searched_for_idle_ones_at_each_new_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A key that vouches can invent names, and all tenants would wait for the searches."""
+    searched = 0
+
+    def is_idle(_meter: Meter, _now: float) -> bool:
+        nonlocal searched
+        searched += 1
+        return False
+
+    monkeypatch.setattr(Meter, "is_idle", is_idle)
+    bench = Bench()
+    bench.limit(TenantLimits(each_subject=SubjectLimits(requests_per_minute=1)))
+    bench.add(MemoryMeters(lambda: 0.0))
+    for number in range(MAX_METERS + 100):
+        await bench.use(Subject("rival", f"user/{number}"))
+    assert searched <= 2 * MAX_METERS
 
 
 def test_the_smallest_context_counts() -> None:
