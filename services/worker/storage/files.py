@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import itertools
 import os
+import stat
 import threading
 import time
 from pathlib import Path
@@ -22,6 +24,10 @@ _KEPT_SHARE = 0.9
 _TEMPORARY_PREFIX = ".new-"
 # Nobody writes one file for so long: its writer died.
 _ABANDONED_S = 3600.0
+# A longer file holds no page of any model: a page takes some megabytes.
+_LONGEST_BYTES = 256 * 1024 * 1024
+# A file that is no object: it decodes as truncated, and is deleted.
+_NO_OBJECT = b""
 
 
 class FileStorage:
@@ -114,13 +120,26 @@ class FileStorage:
         return self._root / name[-2:] / name
 
     def _get(self, path: Path) -> bytes | None:
+        # Others may write to the directory: a link, a pipe or a huge file must not take up this process.
         try:
-            data = path.read_bytes()
-            os.utime(path)
+            descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
         except FileNotFoundError:
             return None
         except OSError as error:
+            if error.errno == errno.ELOOP:
+                return _NO_OBJECT
             raise StorageError(f"cannot read {path}: {error}") from error
+        try:
+            status = os.fstat(descriptor)
+            if not stat.S_ISREG(status.st_mode) or status.st_size > _LONGEST_BYTES:
+                return _NO_OBJECT
+            with open(descriptor, "rb", closefd=False) as file:
+                data = file.read(_LONGEST_BYTES)
+            os.utime(descriptor)
+        except OSError as error:
+            raise StorageError(f"cannot read {path}: {error}") from error
+        finally:
+            os.close(descriptor)
         return data
 
     def _write(self, path: Path, data: Blob) -> None:

@@ -131,3 +131,23 @@ def test_readers_never_see_half_of_an_object(tmp_path: Path) -> None:
     finally:
         stop.set()
         writer.join()
+
+
+@pytest.mark.parametrize("kind", ["huge", "pipe", "link"])
+def test_a_file_that_is_no_object_is_neither_waited_for_nor_read_into_memory(tmp_path: Path, kind: str) -> None:
+    storage = FileStorage(tmp_path / "place", 1000)
+    storage.put_many({name(1): b"one"})
+    [path] = files(tmp_path)
+    path.unlink()
+    match kind:
+        case "huge":
+            with path.open("wb") as file:
+                file.truncate(2**40)
+        case "pipe":
+            os.mkfifo(path)
+        case _:
+            path.symlink_to("/dev/zero")
+    assert storage.get_many([name(1)]) == [b""]
+    storage.delete_many([name(1)])
+    storage.put_many({name(1): b"one"})
+    assert storage.get_many([name(1)]) == [b"one"]
