@@ -15,11 +15,13 @@ import orjson
 from common.errors import QueueFullError
 from common.logs import get_logger
 from common.room import SharedRoom
+from common.types import Subject
 from gateway.state.server import RETRY_AFTER_MS, StateAwayError
 from gateway.stored_responses.store import decode, size_of
 
 if TYPE_CHECKING:
-    from common.types import Subject
+    from collections.abc import AsyncIterator
+
     from gateway.state.server import StateServer
     from gateway.stored_responses.store import Holder, StoredResponse
 
@@ -27,6 +29,10 @@ if TYPE_CHECKING:
 # with its size, at least LEAST_WAITING_BYTES.
 MAX_WAITING_BYTES = 64 * 1024 * 1024
 LEAST_WAITING_BYTES = 64 * 1024
+# Reads and deletions that may wait, and how many of them, and how many writes, use the server at a time. A response may
+# have megabytes: many at once would take so long that the server counts as unavailable, for all tenants and limits.
+MAX_PENDING_READS = 64
+AT_ONCE = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +60,9 @@ class RedisResponses:
         self._script = state.redis.register_script(script)
         self._waiting: deque[_Write] = deque()
         self._room = SharedRoom(MAX_WAITING_BYTES, "waiting for the shared state", RETRY_AFTER_MS)
+        self._reads = SharedRoom(MAX_PENDING_READS, "reading stored responses", RETRY_AFTER_MS)
+        self._read_turns = asyncio.Semaphore(AT_ONCE)
+        self._write_turns = asyncio.Semaphore(AT_ONCE)
         self._writing: set[asyncio.Task[None]] = set()
         self._wake = asyncio.Event()
         self._log = get_logger("responses")
@@ -89,9 +98,11 @@ class RedisResponses:
 
         Raises:
             StateAwayError: the server is unavailable.
+            QueueFullError: too many other reads wait.
         """
         key = f"{self._prefix}:item:{_digest(holder.tenant, holder.credential)}:{_digest(response_id)}"
-        found = await self._state.call(lambda redis: redis.hmget(key, ["user", "response", "messages", "input"]))
+        async with self._turn_to_read(holder):
+            found = await self._state.call(lambda redis: redis.hmget(key, ["user", "response", "messages", "input"]))
         parts = [part for part in found if isinstance(part, bytes)]
         if len(parts) < len(found):
             return None
@@ -105,10 +116,12 @@ class RedisResponses:
 
         Raises:
             StateAwayError: the server is unavailable.
+            QueueFullError: too many other reads wait.
         """
         place = (self._prefix, _digest(holder.tenant, holder.credential), _digest(response_id))
         arguments = ("delete", *place, _user(holder))
-        return bool(await self._state.call(lambda redis: self._script(args=arguments, client=redis)))
+        async with self._turn_to_read(holder):
+            return bool(await self._state.call(lambda redis: self._script(args=arguments, client=redis)))
 
     async def run(self) -> None:
         """Write the waiting responses whenever the server is available again, until cancelled."""
@@ -134,9 +147,20 @@ class RedisResponses:
             self._waiting.popleft()
             self._room.give_back(write.subject, write.size)
 
+    @contextlib.asynccontextmanager
+    async def _turn_to_read(self, holder: Holder) -> AsyncIterator[None]:
+        subject = Subject(holder.tenant, holder.credential)
+        self._reads.take(subject)
+        try:
+            async with self._read_turns:
+                yield
+        finally:
+            self._reads.give_back(subject)
+
     async def _write(self, write: _Write) -> None:
         try:
-            await self._state.call(lambda redis: self._script(args=write.arguments, client=redis))
+            async with self._write_turns:
+                await self._state.call(lambda redis: self._script(args=write.arguments, client=redis))
         except StateAwayError:
             try:
                 self._room.take(write.subject, write.size)
