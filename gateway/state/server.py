@@ -25,6 +25,8 @@ T = TypeVar("T")
 
 SCHEMES = ("redis://", "rediss://", "unix://")
 CONNECTIONS = 64
+# Commands at a time; the other connections are for probes and subscriptions.
+COMMANDS = CONNECTIONS - 4
 PROBE_INTERVAL_S = 0.5
 RETRY_AFTER_MS = 1000
 # Seconds after which the server counts as unreachable; no request waits for it until it answers again.
@@ -65,6 +67,9 @@ class StateServer:
         # Distinguishes this process from other gateways, and from itself after a restart.
         self.gateway_id = secrets.token_hex(8)
         self.redis = Redis(connection_pool=_open_pool(url, timeout_s))
+        # The time in which a command waits for others does not count as the server's: a burst of one client's requests
+        # would make the server count as unavailable for all.
+        self._turns = asyncio.Semaphore(COMMANDS)
         self._up = asyncio.Event()
         self._up.set()
         self._away_since = 0.0
@@ -86,14 +91,15 @@ class StateServer:
         Raises:
             StateAwayError: the server answers with an error or not in time.
         """
-        if not self._up.is_set():
-            raise StateAwayError(was_sent=False)
-        try:
-            async with asyncio.timeout(self.timeout_s):
-                return await command(self.redis)
-        except (RedisError, OSError) as error:  # TimeoutError is an OSError
-            self._note_away(error)
-            raise StateAwayError(was_sent=True) from error
+        async with self._turns:
+            if not self._up.is_set():
+                raise StateAwayError(was_sent=False)
+            try:
+                async with asyncio.timeout(self.timeout_s):
+                    return await command(self.redis)
+            except (RedisError, OSError) as error:  # TimeoutError is an OSError
+                self._note_away(error)
+                raise StateAwayError(was_sent=True) from error
 
     async def run(self) -> None:
         """Probe the server until cancelled."""

@@ -11,7 +11,7 @@ import pytest
 
 from common.errors import ConfigurationError
 from common.settings import GatewaySettings
-from gateway.state.server import StateAwayError, StateServer
+from gateway.state.server import CONNECTIONS, StateAwayError, StateServer
 from tests.fakes.redis_process import temporary_redis
 from tests.gateway.state.servers import new_metrics, new_prefix, state_server
 from tests.gateway.support import gateway_saying
@@ -48,6 +48,16 @@ async def test_state_and_responses_file_contradict_each_other() -> None:
 async def test_memory_may_be_named() -> None:
     assert GatewaySettings.model_validate({"state": {"url": "memory"}}).state.url is not None
     assert (await gateway_saying("x", state={"url": "memory"}).chat()).status_code == 200
+
+
+async def test_calls_that_wait_for_others_do_not_make_the_server_count_as_unavailable(
+    redis_process: RedisProcess,
+) -> None:
+    """A burst of requests under one key, all of them beyond its limit, made all tenants' requests fail."""
+    async with state_server(redis_process.url, new_prefix(), timeout_s=1.0) as server:
+        calls = [server.call(lambda redis: redis.blpop("none", timeout=0.25)) for _ in range(8 * CONNECTIONS)]
+        assert await asyncio.gather(*calls) == [None] * len(calls)
+        assert server.is_up
 
 
 async def test_a_silent_server_delays_one_call_by_the_timeout_and_no_other() -> None:
