@@ -35,7 +35,7 @@ class Filter:
 
 
 def parse_subject(text: str) -> common_pb2.Subject:
-    """Parse a subject of the form `tenant/kind/name`; names may contain slashes.
+    """Parse a subject of the form `tenant/kind/name`; names may contain slashes, in tenants written as %2F.
 
     Raises:
         ConfigurationError: a part is missing.
@@ -46,12 +46,13 @@ def parse_subject(text: str) -> common_pb2.Subject:
             f"{text!r} is not a TENANT/SUBJECT such as acme/user/ann, acme/key/KEYID or default/local; "
             "without API keys the tenant is `default`"
         )
-    return common_pb2.Subject(tenant=tenant, name=name)
+    return common_pb2.Subject(tenant=tenant.replace("%2F", "/").replace("%25", "%"), name=name)
 
 
 def subject_text(subject: common_pb2.Subject) -> str:
     """Return a subject in the form that `parse_subject` accepts."""
-    return f"{subject.tenant}/{subject.name}"
+    tenant = subject.tenant.replace("%", "%25").replace("/", "%2F")
+    return f"{tenant}/{subject.name}"
 
 
 def name_of(view: common_pb2.View | None, fingerprint: str) -> str:

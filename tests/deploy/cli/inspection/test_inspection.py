@@ -10,6 +10,7 @@ import pytest
 
 from deploy.cli import main
 from deploy.cli.inspection.cache_tree import describe
+from deploy.cli.inspection.identities import parse_subject, subject_text
 from protos.gen.pando.v1 import (
     common_pb2,
     scheduler_pb2,
@@ -337,3 +338,10 @@ def test_the_admin_token_is_shown_to_the_scheduler(scheduler: tuple[ScriptedSche
 def test_an_unreachable_scheduler_is_explained(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["state", "--scheduler", f"unix:{tmp_path}/nobody.sock"]) == 1
     assert "nobody.sock" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("tenant", ["acme", "acme/user", "100%", "a%2Fb"])
+def test_a_subject_of_any_tenant_can_be_named_and_no_other_is_meant(tenant: str) -> None:
+    """`pando cache forget` took tenant acme/user for acme, and so forgot somebody else."""
+    subject = common_pb2.Subject(tenant=tenant, name="user/x/y")
+    assert parse_subject(subject_text(subject)) == subject
