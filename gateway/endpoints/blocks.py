@@ -7,12 +7,12 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
-from gateway.parsing.pieces import CallArguments, CallStart, Reasoning
+from common.notations.pieces import CallArguments, CallStart, Reasoning
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from gateway.parsing.pieces import Piece
+    from common.notations.pieces import Piece
 
 
 class BlockKind(Enum):

@@ -5,16 +5,16 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, assert_never
 
+from common.notations.object_calls import HERMES, LLAMA3, MISTRAL, ObjectCallParser
+from common.notations.pieces import CallArguments, CallStart, Reasoning, Text, merged, overlap
+from common.notations.python_calls import PythonCallParser
 from common.types import ToolStyle
-from gateway.parsing.object_calls import HERMES, LLAMA3, MISTRAL, ObjectCallParser
-from gateway.parsing.pieces import CallArguments, CallStart, Reasoning, Text, merged, overlap
-from gateway.parsing.python_calls import PythonCallParser
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
     from collections.abc import Set as AbstractSet
 
-    from gateway.parsing.pieces import Parser, Piece
+    from common.notations.pieces import Parser, Piece
 
 OPENING = "<think>"
 CLOSING = "</think>"
@@ -117,7 +117,7 @@ class Reading:
 
 
 class AnswerParser:
-    """Implements `gateway.parsing.pieces.Parser`: reasoning first, then text and calls."""
+    """Implements `common.notations.pieces.Parser`: reasoning first, then text and calls."""
 
     def __init__(self, reading: Reading) -> None:
         self.has_calls = False

@@ -8,17 +8,17 @@ from typing import TYPE_CHECKING, Any
 from common.errors import InvalidRequestError
 from common.grammars import Grammar, GrammarKind
 from common.json_schemas import check_json_schema
+from common.notations.call_formats import BoundTool, after_reasoning, can_bind, forced_calls, free_calls
 from gateway.endpoints.schema import to_json
 from gateway.endpoints.structure_fields import checked_grammar
-from gateway.parsing.call_formats import BoundTool, after_reasoning, can_bind, forced_calls, free_calls
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+    from common.notations.call_formats import Format
     from common.types import ToolStyle
     from gateway.endpoints.chat.schema import ChatCompletionBody
     from gateway.parsing.answers import Reading
-    from gateway.parsing.call_formats import Format
 
 # For tools without a schema, and for non-strict tools whose schema cannot be enforced.
 ANY_OBJECT = {"type": "object"}

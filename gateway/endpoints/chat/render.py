@@ -9,22 +9,22 @@ from typing import TYPE_CHECKING, assert_never
 
 import orjson
 
+from common.notations.pieces import CallArguments, CallStart, Reasoning, Text
 from common.types import FinishReason, ToolStyle
 from gateway.delivery.collecting import FINISH_REASONS, matched_stop
 from gateway.endpoints.shapes import DONE, by_id, failed_stream, finite_logprob, usage_object
-from gateway.parsing.pieces import CallArguments, CallStart, Reasoning, Text
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
     from common.deltas import LogprobText, TokenText
     from common.errors import PandoError
+    from common.notations.pieces import Piece
     from gateway.delivery.collecting import WholeChoice
     from gateway.endpoints.shapes import ResponseHead
     from gateway.generation.generation import Usage
     from gateway.generation.journal import ChoiceUpdate
     from gateway.parsing.answers import AnswerParser, Reading
-    from gateway.parsing.pieces import Piece
 
 TOOL_CALLS = "tool_calls"
 # Mistral's templates accept only ids of this form.

@@ -9,13 +9,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from common.notations.pieces import CallArguments, CallStart, Reasoning, Text, merged
 from common.types import ToolStyle
 from gateway.parsing.answers import Reading, call_prefix
-from gateway.parsing.pieces import CallArguments, CallStart, Reasoning, Text, merged
 from tests.examples import examples
 
 if TYPE_CHECKING:
-    from gateway.parsing.pieces import Piece
+    from common.notations.pieces import Piece
 
 TOOLS = frozenset({"get_weather", "add"})
 A = '{"city": "Pa\\"r}is", "n": [1, {"x": "]"}]}'

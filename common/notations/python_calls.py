@@ -6,13 +6,13 @@ import ast
 import json
 from typing import TYPE_CHECKING
 
-from gateway.parsing.pieces import CallArguments, CallStart, Text, merged
+from common.notations.pieces import CallArguments, CallStart, Text, merged
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
     from collections.abc import Set as AbstractSet
 
-    from gateway.parsing.pieces import Piece
+    from common.notations.pieces import Piece
 
 # Longer than any sensible call; limits the input of Python's parser.
 MAX_CALL_CHARACTERS = 64 * 1024
@@ -21,7 +21,7 @@ _TAGS = ("<|python_start|>", "<|python_end|>")
 
 
 class PythonCallParser:
-    """Implements `gateway.parsing.pieces.Parser`. An output that does not begin with a list is text."""
+    """Implements `common.notations.pieces.Parser`. An output that does not begin with a list is text."""
 
     def __init__(self, tools: AbstractSet[str]) -> None:
         self._tools = tools

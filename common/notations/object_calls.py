@@ -7,13 +7,13 @@ from dataclasses import dataclass
 from enum import Enum, auto
 from typing import TYPE_CHECKING
 
-from gateway.parsing.pieces import CallArguments, CallStart, Text, merged, overlap
+from common.notations.pieces import CallArguments, CallStart, Text, merged, overlap
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
     from collections.abc import Set as AbstractSet
 
-    from gateway.parsing.pieces import Piece
+    from common.notations.pieces import Piece
 
 NAME = "name"
 ARGUMENTS = ("arguments", "parameters")
@@ -258,7 +258,7 @@ class _State(Enum):
 
 
 class ObjectCallParser:
-    """Implements `gateway.parsing.pieces.Parser` for one notation."""
+    """Implements `common.notations.pieces.Parser` for one notation."""
 
     def __init__(self, notation: Notation, tools: AbstractSet[str]) -> None:
         """Parse calls of `tools`; objects that do not name a tool are text."""

@@ -10,7 +10,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeAlias, assert_never
 
 from common.types import ToolStyle
-from gateway.parsing.answers import CLOSING, OPENING
+
+CLOSING, OPENING = "</think>", "<think>"
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

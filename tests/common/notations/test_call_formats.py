@@ -11,15 +11,15 @@ import pytest
 
 from common.grammars import Grammar, GrammarKind
 from common.models import resolve
+from common.notations.call_formats import BoundTool, after_reasoning, can_bind, forced_calls, free_calls
+from common.notations.pieces import CallArguments, CallStart, Text
 from common.tokenization import load_text_model
 from common.types import ToolStyle
 from gateway.parsing.answers import Reading, call_prefix
-from gateway.parsing.call_formats import BoundTool, after_reasoning, can_bind, forced_calls, free_calls
-from gateway.parsing.pieces import CallArguments, CallStart, Text
 from tests.services.worker.engine.grammars.outputs import SOURCE, bound_row, finished, text_of
 
 if TYPE_CHECKING:
-    from gateway.parsing.call_formats import Format
+    from common.notations.call_formats import Format
 
 WEATHER = BoundTool(
     "get_weather",
