@@ -205,6 +205,29 @@ class ToolStyle(Enum):
     LLAMA3 = "llama3"
     MISTRAL = "mistral"
     PYTHONIC = "pythonic"
+    MISTRAL_ARGS = "mistral_args"
+    QWEN3_CODER = "qwen3_coder"
+    GLM = "glm"
+    GLM47 = "glm47"
+    DEEPSEEK_V3 = "deepseek_v3"
+    DEEPSEEK_V31 = "deepseek_v31"
+    KIMI_K2 = "kimi_k2"
+    MINIMAX = "minimax"
+    GRANITE = "granite"
+    GEMMA = "gemma"
+    HARMONY = "harmony"
+
+
+class ReasoningStyle(Enum):
+    """How a model marks its reasoning; see `ReasoningStyle` in protos/pando/v1/tokenizer.proto."""
+
+    THINK = "think"
+    BRACKETS = "brackets"
+    RESPONSE = "response"
+    SEED = "seed"
+    KIMI = "kimi"
+    GEMMA = "gemma"
+    HARMONY = "harmony"
 
 
 class FinishReason(Enum):

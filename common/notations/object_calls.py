@@ -10,10 +10,11 @@ from typing import TYPE_CHECKING
 from common.notations.pieces import CallArguments, CallStart, Text, merged, overlap
 
 if TYPE_CHECKING:
+    import re
     from collections.abc import Sequence
-    from collections.abc import Set as AbstractSet
 
     from common.notations.pieces import Piece
+    from common.notations.schemas import Tools
 
 NAME = "name"
 ARGUMENTS = ("arguments", "parameters")
@@ -129,7 +130,7 @@ class CallReader:
     that it can be shown as text if it turns out not to be a call.
     """
 
-    def __init__(self, index: int, tools: AbstractSet[str], name: str | None = None) -> None:
+    def __init__(self, index: int, tools: Tools, name: str | None = None, id_: str | None = None) -> None:
         """Start call number `index`, of one of `tools`."""
         self.raw = ""
         self.has_started = False
@@ -137,6 +138,7 @@ class CallReader:
         self.is_wrong = name is not None and name not in tools
         self.pieces: list[Piece] = []
         self._index = index
+        self._id = id_
         self._tools = tools
         self._is_bare = name is not None
         self._scanner = ObjectScanner()
@@ -212,7 +214,7 @@ class CallReader:
 
     def _start(self, name: str) -> None:
         self.has_started = True
-        self.pieces.append(CallStart(self._index, name))
+        self.pieces.append(CallStart(self._index, name, self._id))
 
 
 def _unquoted(value: str) -> str:
@@ -226,24 +228,22 @@ def _unquoted(value: str) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class Notation:
-    """The delimiters of objects: characters of `lead` may precede the first, those of `separators` separate two."""
+class ObjectMarks:
+    """The marks of a notation: characters of `lead` may precede the first object, `separators` separate two."""
 
-    opening: str
+    # Any of these begins calls.
+    openings: tuple[str, ...]
     closing: str = ""
     lead: str = ""
     separators: str = ""
     # An output that begins with an object is a call without a mark.
     may_be_bare: bool = False
-    # `name{…}` or `name[ARGS]{…}` may replace an object with name and arguments.
-    may_have_names_before: bool = False
+    # The text between mark and object, which may name the tool: then the object has the arguments only.
+    header: re.Pattern[str] | None = None
     # Ends a list of objects. Any other text after an object is shown.
     end: str = ""
-
-
-HERMES = Notation("<tool_call>", "</tool_call>")
-LLAMA3 = Notation("<|python_tag|>", separators=";,", may_be_bare=True)
-MISTRAL = Notation("[TOOL_CALLS]", lead="[", separators=",", may_have_names_before=True, end="]")
+    # Marks around several calls.
+    section: tuple[str, ...] = ()
 
 
 class _State(Enum):
@@ -260,11 +260,11 @@ class _State(Enum):
 class ObjectCallParser:
     """Implements `common.notations.pieces.Parser` for one notation."""
 
-    def __init__(self, notation: Notation, tools: AbstractSet[str]) -> None:
+    def __init__(self, marks: ObjectMarks, tools: Tools) -> None:
         """Parse calls of `tools`; objects that do not name a tool are text."""
-        self._notation = notation
+        self._marks = marks
         self._tools = tools
-        self._state = _State.START if notation.may_be_bare else _State.TEXT
+        self._state = _State.START if marks.may_be_bare else _State.TEXT
         self._held = ""
         # Mark and lead of the current call, which are shown if it turns out not to be a call.
         self._prefix = ""
@@ -306,7 +306,7 @@ class ObjectCallParser:
             self._state is _State.TEXT
             and not self._held
             and bool(text)
-            and self._notation.opening[0] not in text
+            and self._marks.openings[0][0] not in text
             and not text[-1].isspace()
         )
 
@@ -318,7 +318,7 @@ class ObjectCallParser:
 
     def _step_start(self) -> bool:
         start = self._held.lstrip()
-        if not start or (len(start) < len(self._notation.opening) and self._notation.opening.startswith(start)):
+        if not start or any(len(start) < len(mark) and mark.startswith(start) for mark in self._marks.openings):
             return False
         if start[0] == "{":
             self._prefix = self._held[: len(self._held) - len(start)]
@@ -329,43 +329,52 @@ class ObjectCallParser:
         return True
 
     def _step_text(self) -> bool:
-        opening = self._notation.opening
-        before, mark, rest = self._held.partition(opening)
-        if mark:
-            shown = before.rstrip()
-            self._pieces.append(Text(shown))
-            self._prefix, self._held = before[len(shown) :] + mark, rest
+        marks = (*self._marks.openings, *self._marks.section)
+        found = min(((at, mark) for mark in marks if (at := self._held.find(mark)) >= 0), default=None)
+        if found is None:
+            certain = self._held[: len(self._held) - max(overlap(self._held, mark) for mark in marks)].rstrip()
+            self._pieces.append(Text(certain))
+            self._held = self._held[len(certain) :]
+            return False
+        at, mark = found
+        shown = self._held[:at].rstrip()
+        self._pieces.append(Text(shown))
+        space, self._held = self._held[len(shown) : at], self._held[at + len(mark) :]
+        if mark in self._marks.section:
+            self._state = _State.GAP
+        else:
+            self._prefix = space + mark
             self._state = _State.LEAD
-            return True
-        certain = self._held[: len(self._held) - overlap(self._held, opening)].rstrip()
-        self._pieces.append(Text(certain))
-        self._held = self._held[len(certain) :]
-        return False
+        return True
 
     def _step_lead(self) -> bool:
-        character = self._held[0]
-        if character == "{":
+        character, header = self._held[0], self._marks.header
+        if character == "{" and (header is None or self._marks.lead):
             self._begin_call()
-        elif character.isspace() or character in self._notation.lead:
+        elif character.isspace() or character in self._marks.lead:
             self._prefix += character
             self._held = self._held[1:]
-        elif self._notation.may_have_names_before and (character.isalnum() or character in "_-"):
+        elif header is not None:
             self._state = _State.NAME
         else:
             self._give_up(self._prefix)
         return True
 
     def _step_name(self) -> bool:
-        name, brace, _ = self._held.partition("{")
-        if not brace and len(name) <= MAX_NAME_CHARACTERS:
+        text, brace, _ = self._held.partition("{")
+        if not brace and len(text) <= MAX_NAME_CHARACTERS:
             return False
-        self._prefix += name
-        self._held = self._held[len(name) :]
-        self._begin_call(name.partition("[")[0].strip())
+        header = self._marks.header.fullmatch(text) if self._marks.header is not None and brace else None
+        self._prefix += text
+        self._held = self._held[len(text) :]
+        if header is None:
+            self._give_up(self._prefix)
+            return True
+        self._begin_call(header["name"].strip(), header.groupdict().get("id"))
         return True
 
-    def _begin_call(self, name: str | None = None) -> None:
-        self._reader = CallReader(self._calls, self._tools, name)
+    def _begin_call(self, name: str | None = None, id_: str | None = None) -> None:
+        self._reader = CallReader(self._calls, self._tools, name, id_)
         self._state = _State.CALL
         if self._reader.is_wrong:
             self._give_up(self._prefix)
@@ -394,19 +403,19 @@ class ObjectCallParser:
             self._give_up("" if reader.has_started else self._prefix + reader.raw)
 
     def _step_after(self) -> bool:
-        notation, rest = self._notation, self._held.lstrip()
+        marks, rest = self._marks, self._held.lstrip()
         if not rest:
             self._held = ""
             return False
-        if notation.closing and rest.startswith(notation.closing):
-            self._held, self._state = rest.removeprefix(notation.closing), _State.GAP
-        elif notation.closing and notation.closing.startswith(rest):
+        if marks.closing and rest.startswith(marks.closing):
+            self._held, self._state = rest.removeprefix(marks.closing), _State.GAP
+        elif marks.closing and marks.closing.startswith(rest):
             return False
-        elif rest[0] in notation.separators or (rest[0] == "{" and notation.separators):
+        elif rest[0] in marks.separators or (rest[0] == "{" and marks.separators):
             self._prefix = ""
-            self._held = rest.lstrip(notation.separators + " \t\r\n")
+            self._held = rest.lstrip(marks.separators + " \t\r\n")
             self._state = _State.LEAD
-        elif notation.end and rest[0] in notation.end:
+        elif marks.end and rest[0] in marks.end:
             self._held, self._state = rest[1:], _State.GAP
         else:
             self._held, self._state = rest, _State.TEXT

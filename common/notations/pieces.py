@@ -25,6 +25,8 @@ class CallStart(NamedTuple):
 
     call: int
     name: str
+    # The call's id, in notations that write one.
+    id: str | None = None
 
 
 class CallArguments(NamedTuple):

@@ -10,9 +10,9 @@ from common.notations.pieces import CallArguments, CallStart, Text, merged
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
-    from collections.abc import Set as AbstractSet
 
     from common.notations.pieces import Piece
+    from common.notations.schemas import Tools
 
 # Longer than any sensible call; limits the input of Python's parser.
 MAX_CALL_CHARACTERS = 64 * 1024
@@ -23,7 +23,7 @@ _TAGS = ("<|python_start|>", "<|python_end|>")
 class PythonCallParser:
     """Implements `common.notations.pieces.Parser`. An output that does not begin with a list is text."""
 
-    def __init__(self, tools: AbstractSet[str]) -> None:
+    def __init__(self, tools: Tools) -> None:
         self._tools = tools
         self._held = ""
         self._is_text = False
@@ -124,7 +124,7 @@ class PythonCallParser:
         return merged([Text(held)])
 
 
-def parse_call(source: str, tools: AbstractSet[str]) -> tuple[str, str] | None:
+def parse_call(source: str, tools: Tools) -> tuple[str, str] | None:
     """Return name and JSON arguments of a Python call; None unless it calls one of `tools` with literal values."""
     try:
         tree = _WithConstants().visit(ast.parse(source, mode="eval")).body

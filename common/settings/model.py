@@ -32,10 +32,18 @@ class ModelSettings(Section):
     """Quantization of the layers' matrices; auto: that of the checkpoint. fp8: weights are quantised when they are
     loaded, with one scale per output channel, and activations before each product, with one scale per token; for GPUs
     that multiply FP8 (compute capability 8.9 and later). Embedding, head and norms are not quantised."""
-    tool_style: Literal["auto", "none", "hermes", "llama3", "mistral", "pythonic"] = "auto"
-    """Format of the model's tool calls; auto: detected from its chat template."""
-    reasoning_style: Literal["auto", "none", "think"] = "auto"
-    """think: reasoning is written in <think> blocks; auto: if the chat template contains them."""
+    tool_style: Literal[
+        "auto", "none", "hermes", "llama3", "pythonic", "mistral", "mistral_args", "qwen3_coder", "glm", "glm47",
+        "deepseek_v3", "deepseek_v31", "kimi_k2", "minimax", "harmony", "granite", "gemma",
+    ] = "auto"  # fmt: skip
+    """Notation of the model's tool calls; auto: found by rendering a call with its chat template and reading it back.
+    If no notation can read it, a warning is logged at the start, and requests with tools are refused."""
+    reasoning_style: Literal["auto", "none", "think", "brackets", "response", "seed", "kimi", "gemma", "harmony"] = (
+        "auto"
+    )
+    """How the model marks its reasoning: think: <think> blocks; brackets: [THINK] (Mistral); response: <think>, then
+    <response> (Granite); seed: <seed:think>; kimi: ◁think▷; gemma: the channel thought; harmony: the channel analysis
+    (gpt-oss); auto: as in the chat template."""
     pooling: Literal["auto", "last", "mean", "cls"] = "auto"
     """Hidden states that become embeddings, unless a request chooses: the last token's, the mean over all tokens, or
     the first token's (encoders only). auto: by the model's files; without an entry there, mean for encoders and last

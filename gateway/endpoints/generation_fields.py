@@ -97,7 +97,6 @@ class GenerationFields(StructureFields):
         Refusal("vllm_xargs", is_empty, LEAVE_OUT),
         Refusal("logprob_token_ids", is_empty, "use 'token_ids_logprob' of /generate"),
         Refusal("repetition_detection", is_empty, LEAVE_OUT),
-        Refusal("thinking_token_budget", lambda value: value == -1, LEAVE_OUT),
         Refusal("truncation_side", lambda value: value == "left", '"left" is'),
         Refusal("watermarking", is_empty, LEAVE_OUT),
         *(Refusal(name, is_empty, LEAVE_OUT) for name in RETURNED),

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from common.types import Pooling
 
 if TYPE_CHECKING:
-    from common.types import ToolStyle
+    from common.types import ReasoningStyle, ToolStyle
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,8 +22,15 @@ class ModelInfo:
     created_unix_s: int
     # None: the chat template does not support tools.
     tool_style: ToolStyle | None = None
-    has_reasoning: bool = False
+    # None: the model marks no reasoning.
+    reasoning_style: ReasoningStyle | None = None
+    # Whether the prompt opens the reasoning: by itself, if the request asks for reasoning, and if it asks for none.
     begins_with_reasoning: bool = False
+    begins_with_reasoning_on_request: bool = False
+    begins_with_reasoning_although_off: bool = False
+    reads_reasoning_effort: bool = False
+    # Why requests with tools are refused.
+    tools_problem: str | None = None
     # The model only embeds.
     is_encoder: bool = False
     # The default pooling of embeddings.

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, assert_never
 
 from common.deltas import Delta, LogprobText, PromptLogprobsText, PromptUsage, TokenText
 from common.requests import ChatPrompt, TokenPrompt
-from common.types import Pooling, RequestId, ToolStyle
+from common.types import Pooling, ReasoningStyle, RequestId, ToolStyle
 from common.wire.answers import finish_from_wire
 from common.wire.identity import view_to_wire
 from common.wire.options import options_to_wire, pooling_from_wire
@@ -22,6 +22,10 @@ if TYPE_CHECKING:
 _TOOL_STYLES: dict[tokenizer_pb2.ToolStyle.ValueType, ToolStyle | None] = {
     tokenizer_pb2.TOOL_STYLE_UNSPECIFIED: None,
     **{tokenizer_pb2.ToolStyle.Value(f"TOOL_STYLE_{style.name}"): style for style in ToolStyle},
+}
+_REASONING_STYLES: dict[tokenizer_pb2.ReasoningStyle.ValueType, ReasoningStyle | None] = {
+    tokenizer_pb2.REASONING_STYLE_UNSPECIFIED: None,
+    **{tokenizer_pb2.ReasoningStyle.Value(f"REASONING_STYLE_{style.name}"): style for style in ReasoningStyle},
 }
 
 
@@ -125,8 +129,12 @@ def model_from_wire(message: tokenizer_pb2.GetModelResponse) -> ModelInfo:
         has_chat_template=message.has_chat_template,
         created_unix_s=message.created_unix_s,
         tool_style=_TOOL_STYLES[message.tool_style],
-        has_reasoning=message.has_reasoning,
+        reasoning_style=_REASONING_STYLES[message.reasoning_style],
         begins_with_reasoning=message.begins_with_reasoning,
+        begins_with_reasoning_on_request=message.begins_with_reasoning_on_request,
+        begins_with_reasoning_although_off=message.begins_with_reasoning_although_off,
+        reads_reasoning_effort=message.reads_reasoning_effort,
+        tools_problem=message.tools_problem if message.HasField("tools_problem") else None,
         is_encoder=message.is_encoder,
         pooling=pooling_from_wire(message.pooling) or Pooling.LAST,
         embedding_dimensions=message.embedding_dimensions,

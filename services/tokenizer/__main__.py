@@ -30,7 +30,7 @@ from services.tokenizer.routing.fleet import Fleet
 from services.tokenizer.routing.policies import make_policy
 from services.tokenizer.scheduler_link import SchedulerLink
 from services.tokenizer.service import TokenizerService
-from services.tokenizer.template_style import style_of
+from services.tokenizer.template_style import style_of, warn_of_problems
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable
@@ -90,6 +90,7 @@ def build(
     limits = Limits(settings.model.name, model.max_context_tokens, model.vocabulary_size, model.embedding)
     templates = ChatTemplates(model.chat_templates, model.special_tokens)
     style = style_of(model.chat_templates, templates, settings.model.tool_style, settings.model.reasoning_style)
+    warn_of_problems(style, settings.model.tool_style)
     pool = EncodingPool(Encoder(model, templates, style), executor, settings.tokenizer.threads)
     room = SharedRoom(settings.tokenizer.max_pending_requests, "being submitted", RETRY_AFTER_MS)
     relay = Relay(limits, scheduler, pool.encode, room, pool.ban)

@@ -63,14 +63,22 @@ class ChatTemplates:
         """Whether the model has any chat template."""
         return bool(self._sources)
 
-    def render(self, chat: ChatPrompt, shield: Callable[[Json], Json] = lambda value: value) -> str:
+    def render(
+        self,
+        chat: ChatPrompt,
+        shield: Callable[[Json], Json] = lambda value: value,
+        *,
+        takes_arguments_as_text: bool = False,
+    ) -> str:
         """Return the prompt for `chat`; `shield` transforms the values that the template reads.
+
+        The arguments of calls are objects, or with `takes_arguments_as_text` JSON.
 
         Raises:
             InvalidRequestError: the template refuses the conversation, or cannot render it.
         """
         tools = shield([_parse_object(tool, "tools") for tool in chat.tools_json]) or None
-        messages = shield([_plain_message(message) for message in chat.messages])
+        messages = shield([_plain_message(message, as_text=takes_arguments_as_text) for message in chat.messages])
         variables = shield(_parse_object(chat.template_variables_json or "{}", "chat_template_kwargs"))
         if not messages:
             raise InvalidRequestError("messages must not be empty", param="messages")
@@ -139,8 +147,8 @@ def _raise(message: str) -> NoReturn:
     raise jinja2.TemplateError(message)
 
 
-def _plain_message(message: ChatMessage) -> dict[str, Json]:
-    """Return the message in the form that templates expect: no absent fields, arguments of calls as objects."""
+def _plain_message(message: ChatMessage, *, as_text: bool) -> dict[str, Json]:
+    """Return the message in the form that templates expect: no absent fields, arguments of calls as objects or text."""
     plain: dict[str, Json] = {"role": message.role}
     if message.reasoning_content is not None:
         # Some templates read it under its older name.
@@ -153,7 +161,7 @@ def _plain_message(message: ChatMessage) -> dict[str, Json]:
         calls = _parse(message.tool_calls_json, "messages")
         if not isinstance(calls, list):
             raise InvalidRequestError("tool_calls must be an array", param="messages")
-        plain["tool_calls"] = [_with_parsed_arguments(call) for call in calls]
+        plain["tool_calls"] = calls if as_text else [_with_parsed_arguments(call) for call in calls]
     return plain
 
 

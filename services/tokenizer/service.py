@@ -21,7 +21,13 @@ from protos.gen.pando.v1 import tokenizer_pb2, tokenizer_pb2_grpc
 from services.tokenizer import metrics
 from services.tokenizer.limits import check_count, check_ids
 from services.tokenizer.relay import GatewaySession
-from services.tokenizer.wire import admissions_to_wire, chat_from_wire, submission_from_wire, tool_style_to_wire
+from services.tokenizer.wire import (
+    admissions_to_wire,
+    chat_from_wire,
+    reasoning_style_to_wire,
+    submission_from_wire,
+    tool_style_to_wire,
+)  # fmt: skip
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Iterator
@@ -135,11 +141,16 @@ class TokenizerService(tokenizer_pb2_grpc.TokenizerServicer):
             has_chat_template=self._pool.encoder.has_chat_template,
             created_unix_s=self._created_unix_s,
             tool_style=tool_style_to_wire(style.tools),
-            has_reasoning=style.has_reasoning,
+            has_reasoning=style.reasoning is not None,
             begins_with_reasoning=style.begins_with_reasoning,
             is_encoder=embedding.is_encoder,
             pooling=pooling_to_wire(embedding.pooling),
             embedding_dimensions=embedding.dimensions,
+            reasoning_style=reasoning_style_to_wire(style.reasoning),
+            begins_with_reasoning_on_request=style.begins_with_reasoning_on_request,
+            begins_with_reasoning_although_off=style.begins_with_reasoning_although_off,
+            reads_reasoning_effort=style.reads_reasoning_effort,
+            tools_problem=style.tools_problem,
         )
 
 

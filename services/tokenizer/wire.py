@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from common.requests import Prompt
-    from common.types import Admission, ToolStyle
+    from common.types import Admission, ReasoningStyle, ToolStyle
 
 
 def submission_from_wire(message: tokenizer_pb2.GenerateRequest) -> Submission:
@@ -62,6 +62,11 @@ def admissions_to_wire(admissions: Sequence[Admission]) -> tokenizer_pb2.Tokeniz
 def tool_style_to_wire(style: ToolStyle | None) -> tokenizer_pb2.ToolStyle.ValueType:
     """Encode the notation of tool calls."""
     return tokenizer_pb2.ToolStyle.Value(f"TOOL_STYLE_{style.name if style else 'UNSPECIFIED'}")
+
+
+def reasoning_style_to_wire(style: ReasoningStyle | None) -> tokenizer_pb2.ReasoningStyle.ValueType:
+    """Encode the marks of reasoning."""
+    return tokenizer_pb2.ReasoningStyle.Value(f"REASONING_STYLE_{style.name if style else 'UNSPECIFIED'}")
 
 
 def _prompt_from_wire(message: tokenizer_pb2.GenerateRequest) -> Prompt:

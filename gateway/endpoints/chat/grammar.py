@@ -8,20 +8,25 @@ from typing import TYPE_CHECKING, Any
 from common.errors import InvalidRequestError
 from common.grammars import Grammar, GrammarKind
 from common.json_schemas import check_json_schema
-from common.notations.call_formats import BoundTool, after_reasoning, can_bind, forced_calls, free_calls
+from common.notations.formats import ANY_TEXT, ANY_TOKENS
+from common.notations.notation import BoundTool
+from common.notations.reasoning import answered, reasoned
+from common.notations.registry import NOTATIONS
 from gateway.endpoints.schema import to_json
 from gateway.endpoints.structure_fields import checked_grammar
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from common.notations.call_formats import Format
+    from common.notations.formats import Format
     from common.types import ToolStyle
     from gateway.endpoints.chat.schema import ChatCompletionBody
     from gateway.parsing.answers import Reading
 
 # For tools without a schema, and for non-strict tools whose schema cannot be enforced.
 ANY_OBJECT = {"type": "object"}
+# The field that limits reasoning.
+BUDGET = "thinking_token_budget"
 
 
 def chat_grammar(body: ChatCompletionBody, reading: Reading) -> Grammar | None:
@@ -35,21 +40,37 @@ def chat_grammar(body: ChatCompletionBody, reading: Reading) -> Grammar | None:
     own = body.grammar
     style, tools = reading.tool_style, body.callable_tools
     if style is None or not tools:
-        return own if own is None or not reading.has_reasoning else _tag(_thinking(_format_of(own), reading), own.param)
+        return _text_grammar(own, reading)
     choice = body.tool_choice
     is_forced = choice is not None and choice.mode == "required"
-    if not is_forced and own is None and not any(tool["function"].get("strict") for tool in tools):
-        return None
+    is_strict = any(tool["function"].get("strict") for tool in tools)
+    if not is_forced and own is None and not is_strict:
+        if reading.budget is None:
+            return None
+        if not reading.is_in_messages:
+            return _tag(_thinking(ANY_TOKENS, reading), BUDGET)
     name = choice.name if choice is not None else None
     bound = [
         _bind(tool, number, style) for number, tool in enumerate(tools) if name in (None, tool["function"]["name"])
     ]
+    notation, in_parallel = NOTATIONS[style], reading.may_call_in_parallel
     if is_forced:
-        calls = forced_calls(style, bound, named=name is not None, in_parallel=reading.may_call_in_parallel)
-        return _tag(calls, "tools")
+        return _tag(notation.forced(bound, named=name is not None, in_parallel=in_parallel), "tools")
     content = _format_of(own) if own is not None else None
-    answer = free_calls(style, bound, in_parallel=reading.may_call_in_parallel, content=content)
-    return _tag(_thinking(answer, reading), own.param if own is not None else "tools")
+    answer = notation.free(bound, in_parallel=in_parallel, content=content)
+    param = own.param if own is not None else "tools" if is_strict else BUDGET
+    return _tag(_thinking(answer, reading), param)
+
+
+def _text_grammar(own: Grammar | None, reading: Reading) -> Grammar | None:
+    """Return the grammar of an output without calls."""
+    style = reading.reasoning_style
+    if style is None or (own is None and reading.budget is None):
+        return own
+    if own is not None:
+        return _tag(_thinking(answered(style, _format_of(own)), reading), own.param)
+    answer = answered(style, ANY_TEXT) if reading.is_in_messages else ANY_TOKENS
+    return _tag(_thinking(answer, reading), BUDGET)
 
 
 def _bind(tool: Mapping[str, Any], number: int, style: ToolStyle) -> BoundTool:  # Any: a JSON schema
@@ -60,7 +81,7 @@ def _bind(tool: Mapping[str, Any], number: int, style: ToolStyle) -> BoundTool: 
         schema = {"type": "object", "properties": {}} if function.get("strict") else ANY_OBJECT
     try:
         check_json_schema(schema, param)
-        if not isinstance(schema, dict) or not can_bind(style, schema):
+        if not isinstance(schema, dict) or not NOTATIONS[style].can_bind(schema):
             raise InvalidRequestError(f"'{param}' cannot be written as this model's calls.", param=param)
     except InvalidRequestError:
         if function.get("strict"):
@@ -83,9 +104,9 @@ def _format_of(grammar: Grammar) -> Format:
 
 
 def _thinking(format_: Format, reading: Reading) -> Format:
-    if not reading.has_reasoning:
+    if reading.reasoning_style is None or (reading.joins_reasoning and reading.budget is None):
         return format_
-    return after_reasoning(format_, is_open=reading.begins_with_reasoning)
+    return reasoned(reading.reasoning_style, format_, is_open=reading.begins_with_reasoning, budget=reading.budget)
 
 
 def _tag(format_: Format, param: str) -> Grammar:

@@ -9,7 +9,7 @@ from pydantic_core import PydanticCustomError
 
 from common.errors import InvalidRequestError
 from common.requests import ChatMessage, ChatPrompt
-from gateway.endpoints.chat.tools import MAX_TOOLS, Choice, Tools, names_of, reading_of, with_tools
+from gateway.endpoints.chat.tools import MAX_TOOLS, Choice, Thinking, Tools, reading_of, schemas_of, with_tools
 from gateway.endpoints.generation_fields import INT32_MAX, MAX_TOP_LOGPROBS, GenerationFields
 from gateway.endpoints.schema import LEAVE_OUT, Refusal, Schema, is_empty, never, to_json
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 MAX_MESSAGES = 10_000
 Effort: TypeAlias = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
-# Template variables that turn reasoning off.
+# Template variables that turn reasoning on or off.
 THINKING_VARIABLES = ("enable_thinking", "thinking")
 TEXT_PARTS = {"text": "text", "refusal": "refusal"}
 
@@ -87,6 +87,18 @@ class Conversation(Schema):
     chat_template_kwargs: dict[str, Any] | None = None  # Any: variables of the model's template
 
     reasoning_effort: Effort | None = None
+    # -1: no limit.
+    thinking_token_budget: int | None = Field(None, ge=-1, le=INT32_MAX)
+
+    @property
+    def thinking(self) -> Thinking:
+        """The reasoning that is asked for; variables of the template take precedence over other fields."""
+        variables, effort, budget = self.chat_template_kwargs or {}, self.reasoning_effort, self.thinking_token_budget
+        stated = [value for name in THINKING_VARIABLES if isinstance(value := variables.get(name), bool)]
+        if budget == -1:
+            budget = None
+        is_on = None if effort is None and budget is None else effort != "none" and budget != 0
+        return Thinking(all(stated) if stated else is_on, effort, budget)
 
     @property
     def callable_tools(self) -> list[dict[str, Any]]:  # Any: JSON schemas
@@ -111,8 +123,7 @@ class Conversation(Schema):
         if assistant_prefix and not self.opens_answer:
             message = "'tool_choice' cannot ask for a call where no answer begins."
             raise InvalidRequestError(message, param="tool_choice")
-        effort = {} if self.reasoning_effort is None else {"reasoning_effort": self.reasoning_effort}
-        variables = effort | (self.chat_template_kwargs or {})
+        variables = self._template_variables()
         return ChatPrompt(
             messages=tuple(message.to_message() for message in self.messages),
             tools_json=tuple(to_json(tool, "tools") for tool in self.callable_tools),
@@ -121,6 +132,12 @@ class Conversation(Schema):
             template_variables_json=to_json(variables, "chat_template_kwargs") if variables else None,
             assistant_prefix=assistant_prefix or None,
         )
+
+    def _template_variables(self) -> dict[str, Any]:  # Any: free JSON
+        thinking = self.thinking
+        fields = {"reasoning_effort": thinking.effort, "thinking_budget": thinking.budget}
+        fields |= dict.fromkeys(THINKING_VARIABLES, thinking.is_on)
+        return {name: value for name, value in fields.items() if value is not None} | (self.chat_template_kwargs or {})
 
 
 class ChatCompletionBody(GenerationFields, Conversation):
@@ -163,12 +180,10 @@ class ChatCompletionBody(GenerationFields, Conversation):
         Raises:
             InvalidRequestError: the requested tools cannot be called.
         """
-        variables = self.chat_template_kwargs or {}
-        is_off = any(variables.get(name) is False for name in THINKING_VARIABLES)
-        thinks = self.separate_reasoning is not False
-        reading = reading_of(card, thinks=thinks, opens_thought=self.opens_answer and not is_off)
+        separates = self.separate_reasoning is not False
+        reading = reading_of(card, self.thinking, separates=separates, opens_answer=self.opens_answer)
         in_parallel = self.parallel_tool_calls is not False
-        return with_tools(reading, card, names_of(self.callable_tools), self.tool_choice, in_parallel=in_parallel)
+        return with_tools(reading, card, schemas_of(self.callable_tools), self.tool_choice, in_parallel=in_parallel)
 
     @property
     def token_limit(self) -> int | None:

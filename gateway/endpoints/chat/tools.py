@@ -14,7 +14,6 @@ from gateway.parsing.answers import Reading, call_prefix
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from common.types import ToolStyle
     from gateway.pipeline.messages import ModelInfo
 
 MAX_TOOLS = 256
@@ -33,6 +32,21 @@ CHOICE_SCHEMA = {
         {"type": "null"},
     ]
 }
+
+
+# Maximum tokens of reasoning by effort, for models whose template does not read the effort.
+EFFORT_BUDGETS = {"minimal": 512, "low": 1024, "medium": 4096, "high": 16_384}
+
+
+@dataclass(frozen=True, slots=True)
+class Thinking:
+    """The reasoning that a request asks for."""
+
+    # None: the model's default.
+    is_on: bool | None = None
+    effort: str | None = None
+    # Maximum number of tokens.
+    budget: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,28 +90,53 @@ Tools: TypeAlias = Annotated[list[dict[str, Any]] | None, BeforeValidator(_tools
 Choice: TypeAlias = Annotated[InstanceOf[ToolChoice] | None, BeforeValidator(_choice), WithJsonSchema(CHOICE_SCHEMA)]
 
 
-def names_of(tools: Sequence[Mapping[str, Any]]) -> list[str]:  # Any: JSON schemas
-    """Return the names of `tools`, in their order."""
-    return [tool["function"]["name"] for tool in tools]
+def schemas_of(tools: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, Any]]:  # Any: JSON schemas
+    """Return the schema of each tool's arguments by its name; an empty one if the tool has none."""
+    functions = [tool["function"] for tool in tools]
+    return {
+        function["name"]: schema if isinstance(schema := function.get("parameters"), dict) else {}
+        for function in functions
+    }
 
 
-def reading_of(card: ModelInfo, *, thinks: bool, opens_thought: bool) -> Reading:
+def reading_of(card: ModelInfo, thinking: Thinking, *, separates: bool, opens_answer: bool) -> Reading:
     """Return the rules for parsing the model's output without tools.
 
-    `thinks` is False if the client requests reasoning as part of the text. `opens_thought` is False if this prompt does
-    not open a reasoning block although the model's template can.
+    `separates` is False if the client requests reasoning as part of the text, `opens_answer` if the prompt does not end
+    with the beginning of an answer.
     """
-    has_reasoning = card.has_reasoning and thinks
-    return Reading(
-        has_reasoning=has_reasoning,
-        begins_with_reasoning=has_reasoning and card.begins_with_reasoning and opens_thought,
+    if card.reasoning_style is None:
+        return Reading()
+    match thinking.is_on:
+        case None:
+            begins = card.begins_with_reasoning
+        case True:
+            begins = card.begins_with_reasoning_on_request
+        case False:
+            begins = card.begins_with_reasoning_although_off
+    reading = Reading(
+        reasoning_style=card.reasoning_style,
+        begins_with_reasoning=begins and opens_answer,
+        joins_reasoning=not separates,
     )
+    if not opens_answer:
+        return reading
+    if thinking.is_on is False:
+        # Where the prompt does not open reasoning, the template has taken note, and the model does not reason.
+        return replace(reading, budget=0) if begins or reading.is_in_messages else reading
+    by_effort = None if card.reads_reasoning_effort else EFFORT_BUDGETS.get(thinking.effort or "")
+    return replace(reading, budget=by_effort if thinking.budget is None else thinking.budget)
 
 
 def with_tools(
-    reading: Reading, card: ModelInfo, names: Sequence[str], choice: ToolChoice | None, *, in_parallel: bool
+    reading: Reading,
+    card: ModelInfo,
+    schemas: Mapping[str, dict[str, Any]],  # Any: JSON schemas
+    choice: ToolChoice | None,
+    *,
+    in_parallel: bool,
 ) -> Reading:
-    """Return the rules for parsing outputs that may call the tools `names`.
+    """Return the rules for parsing outputs that may call the tools whose arguments have these `schemas`.
 
     The beginning of a required call is put into the prompt, so that the model can only continue it; its arguments are
     generated.
@@ -105,11 +144,15 @@ def with_tools(
     Raises:
         InvalidRequestError: the model does not support tools, or the chosen one is not among them.
     """
+    names = schemas.keys()
     wanted = choice or ToolChoice("auto")
     if wanted.mode == "required" and not names:
         raise InvalidRequestError("'tool_choice' needs 'tools'.", param="tool_choice")
     if not names or wanted.mode == "none":
         return reading
+    if card.tools_problem is not None:
+        message = f"'{card.name}' cannot be given tools: {card.tools_problem}."
+        raise InvalidRequestError(message, param="tools")
     if card.tool_style is None:
         raise InvalidRequestError(f"The chat template of '{card.name}' knows no tools.", param="tools")
     if wanted.name is not None and wanted.name not in names:
@@ -117,13 +160,7 @@ def with_tools(
     return replace(
         reading,
         tool_style=card.tool_style,
-        tools=frozenset(names),
+        tools=schemas,
         may_call_in_parallel=in_parallel and wanted.name is None,
-        prefix=_prefix(reading, card.tool_style, wanted),
+        prefix=call_prefix(reading, card.tool_style, wanted.name) if wanted.mode == "required" else "",
     )
-
-
-def _prefix(reading: Reading, style: ToolStyle, choice: ToolChoice) -> str:
-    if choice.mode != "required":
-        return ""
-    return call_prefix(style, choice.name, begins_with_reasoning=reading.begins_with_reasoning)

@@ -51,6 +51,7 @@ class CompletionBody(GenerationFields):
 
     unsupported: ClassVar[tuple[Refusal, ...]] = (
         *GenerationFields.unsupported,
+        Refusal("thinking_token_budget", lambda value: value == -1, "use chat completions"),
         Refusal("suffix", is_empty, LEAVE_OUT),
         Refusal("prompt_embeds", is_empty, LEAVE_OUT),
     )

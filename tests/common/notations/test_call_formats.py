@@ -3,29 +3,41 @@
 from __future__ import annotations
 
 import json
-import re
 from typing import TYPE_CHECKING, Any
 
 import jsonschema
 import pytest
+import xgrammar
+from hypothesis import given
+from hypothesis import strategies as st
 
 from common.grammars import Grammar, GrammarKind
 from common.models import resolve
-from common.notations.call_formats import BoundTool, after_reasoning, can_bind, forced_calls, free_calls
-from common.notations.pieces import CallArguments, CallStart, Text
+from common.notations.harmony import CALL
+from common.notations.notation import BoundTool, Call
+from common.notations.registry import NOTATIONS
 from common.tokenization import load_text_model
 from common.types import ToolStyle
-from gateway.parsing.answers import Reading, call_prefix
+from services.worker.engine.grammars.compiler import Compiler
+from tests.common.notations.cases import ARGUMENTS, KEYS, SCHEMA, calls_in, can_write, fed, text_in, texts_in
+from tests.examples import examples
 from tests.services.worker.engine.grammars.outputs import SOURCE, bound_row, finished, text_of
 
 if TYPE_CHECKING:
-    from common.notations.call_formats import Format
+    from collections.abc import Sequence
+
+    from common.notations.formats import Format
 
 WEATHER = BoundTool(
     "get_weather",
     {
         "type": "object",
-        "properties": {"city": {"enum": ["Paris", "Rome"]}, "days": {"type": "integer"}, "wind": {"type": "boolean"}},
+        "properties": {
+            "city": {"type": "string", "enum": ["Paris", "Rome"]},
+            "days": {"type": "integer"},
+            "wind": {"type": "boolean"},
+            "note": {"type": "string"},
+        },
         "required": ["city"],
         "additionalProperties": False,
     },
@@ -33,6 +45,24 @@ WEATHER = BoundTool(
 CLOCK = BoundTool("clock", {"type": "object", "properties": {}, "additionalProperties": False})
 SCHEMAS = {tool.name: tool.schema for tool in (WEATHER, CLOCK)}
 STYLES = list(ToolStyle)
+# Notations whose calls may follow text.
+IN_TEXT = [style for style in STYLES if style not in (ToolStyle.LLAMA3, ToolStyle.PYTHONIC, ToolStyle.HARMONY)]
+
+
+@pytest.fixture(scope="module")
+def compiler() -> Compiler:
+    return Compiler(SOURCE)
+
+
+def compiled(compiler: Compiler, format_: Format) -> xgrammar.CompiledGrammar:
+    text = json.dumps({"type": "structural_tag", "format": format_})
+    return compiler.compile(Grammar(GrammarKind.STRUCTURAL_TAG, text, "tools"))
+
+
+def matches(grammar: xgrammar.CompiledGrammar, text: str) -> bool:
+    """Whether the grammar accepts a text as a whole output."""
+    matcher = xgrammar.GrammarMatcher(grammar, terminate_without_stop_token=True)
+    return matcher.accept_string(text) and matcher.is_terminated()
 
 
 def outputs(format_: Format, count: int = 4, begun: str = "") -> list[str]:
@@ -44,81 +74,140 @@ def outputs(format_: Format, count: int = 4, begun: str = "") -> list[str]:
     return [text_of(ids) for ids in finished(rows)]
 
 
-def read(style: ToolStyle, prefix: str, text: str) -> tuple[list[tuple[str, Any]], str]:
-    """Return the calls in an answer, and the text beside them."""
-    parser = Reading(tool_style=style, tools=frozenset(SCHEMAS), prefix=prefix).parser()
-    pieces = [*parser.feed(text), *parser.flush()]
-    names = {piece.call: piece.name for piece in pieces if isinstance(piece, CallStart)}
-    arguments = dict.fromkeys(names, "")
-    for piece in pieces:
-        if isinstance(piece, CallArguments):
-            arguments[piece.call] += piece.text
-    words = "".join(piece.text for piece in pieces if isinstance(piece, Text))
-    return [(name, json.loads(arguments[call])) for call, name in names.items()], words
+def read(style: ToolStyle, text: str) -> tuple[list[Call], str]:
+    """Return the calls in an output, and the text beside them."""
+    pieces = fed(NOTATIONS[style].parser(SCHEMAS), [text])
+    return calls_in(pieces), text_in(pieces)
+
+
+def rendered(style: ToolStyle, calls: Sequence[Call]) -> str:
+    # The mark of harmony's last call ends the sequence.
+    return NOTATIONS[style].render(calls).removesuffix(CALL)
 
 
 @pytest.mark.parametrize("style", STYLES)
 def test_the_call_of_a_named_tool_is_finished_as_its_schema_says(style: ToolStyle) -> None:
-    prefix = call_prefix(style, WEATHER.name, begins_with_reasoning=False)
-    for output in outputs(forced_calls(style, [WEATHER], named=True, in_parallel=False)):
-        [(name, arguments)], words = read(style, prefix, output)
-        assert (name, words.strip()) == (WEATHER.name, "")
-        jsonschema.validate(arguments, WEATHER.schema)
+    notation = NOTATIONS[style]
+    for output in outputs(notation.forced([WEATHER], named=True, in_parallel=False)):
+        [call], words = read(style, notation.prefix(WEATHER.name) + output)
+        assert (call.name, words.strip()) == (WEATHER.name, "")
+        jsonschema.validate(call.arguments, WEATHER.schema)
 
 
 @pytest.mark.parametrize("style", STYLES)
 @pytest.mark.parametrize("in_parallel", [False, True])
 def test_forced_calls_name_a_given_tool(style: ToolStyle, in_parallel: bool) -> None:
-    prefix = call_prefix(style, None, begins_with_reasoning=False)
-    for output in outputs(forced_calls(style, [WEATHER, CLOCK], named=False, in_parallel=in_parallel)):
-        calls, words = read(style, prefix, output)
+    notation = NOTATIONS[style]
+    for output in outputs(notation.forced([WEATHER, CLOCK], named=False, in_parallel=in_parallel)):
+        calls, words = read(style, notation.prefix(None) + output)
         assert calls
         assert in_parallel or len(calls) == 1
         assert not words.strip()
-        for name, arguments in calls:
-            jsonschema.validate(arguments, SCHEMAS[name])
+        for call in calls:
+            jsonschema.validate(call.arguments, SCHEMAS[call.name])
 
 
-@pytest.mark.parametrize("style", [ToolStyle.LLAMA3, ToolStyle.PYTHONIC, ToolStyle.HERMES])
+@pytest.mark.parametrize("style", STYLES)
 def test_an_answer_is_either_tool_calls_or_content_in_the_requested_format(style: ToolStyle) -> None:
+    notation = NOTATIONS[style]
     content: Format = {"type": "regex", "pattern": "(yes|no)"}
-    kinds = set()
-    for output in outputs(free_calls(style, [WEATHER], in_parallel=False, content=content), count=8):
-        calls, words = read(style, "", output)
+    for output in outputs(notation.free([WEATHER], in_parallel=False, content=content), count=8):
+        calls, words = read(style, output)
         assert bool(calls) != (words in ("yes", "no"))
-        kinds.add(bool(calls))
-        for _, arguments in calls:
-            jsonschema.validate(arguments, WEATHER.schema)
-    assert kinds == {True, False}
+        for call in calls:
+            jsonschema.validate(call.arguments, WEATHER.schema)
 
 
-def test_a_call_inside_free_text_is_parsed_and_valid() -> None:
-    format_ = free_calls(ToolStyle.HERMES, [WEATHER], in_parallel=True)
+@pytest.mark.parametrize("style", IN_TEXT)
+def test_a_call_inside_free_text_is_parsed_and_valid(style: ToolStyle) -> None:
+    notation = NOTATIONS[style]
+    begun = "Well: " + notation.prefix(None)
+    format_ = notation.free([WEATHER], in_parallel=True, content=None)
     grammar = {"type": "sequence", "elements": [{"type": "const_string", "value": "Well: "}, format_]}
-    found = 0
     # A random model does not write the first words of a call by itself.
-    for output in outputs(grammar, begun="Well: <tool_call>"):
-        calls, _ = read(ToolStyle.HERMES, "", output)
-        found += len(calls)
-        assert output.count("<tool_call>") >= len(calls)
-        for name, arguments in calls:
-            jsonschema.validate(arguments, SCHEMAS[name])
-    assert found
+    for output in outputs(grammar, begun=begun):
+        calls, words = read(style, output)
+        assert calls
+        assert words.startswith("Well:")
+        for call in calls:
+            jsonschema.validate(call.arguments, SCHEMAS[call.name])
 
 
-@pytest.mark.parametrize("is_open", [False, True])
-def test_reasoning_precedes_the_constrained_text(is_open: bool) -> None:
-    format_ = after_reasoning({"type": "regex", "pattern": "[0-9]{2}"}, is_open=is_open)
-    ends = [output for output in outputs(format_, count=8) if re.search(r"[0-9]{2}$", output)]
-    assert ends or is_open  # what goes on thinking is cut off
-    for output in ends:
-        parser = Reading(has_reasoning=True, begins_with_reasoning=is_open).parser()
-        pieces = [*parser.feed(output), *parser.flush()]
-        words = "".join(piece.text for piece in pieces if isinstance(piece, Text))
-        assert words.strip() == output[-2:]
+OBJECT = {**SCHEMA, "properties": {**SCHEMA["properties"], "object": {"type": "object", "additionalProperties": True}}}
+BOUND = [BoundTool("get_weather", OBJECT), BoundTool("add-2", OBJECT)]
 
 
-def test_keywords_of_python_have_to_be_identifiers() -> None:
-    odd = {"type": "object", "properties": {"two words": {"type": "integer"}}}
-    assert not can_bind(ToolStyle.PYTHONIC, odd)
-    assert can_bind(ToolStyle.HERMES, odd)
+def drawn_calls(style: ToolStyle) -> st.SearchStrategy[list[Call]]:
+    """Draw calls with arguments in the order of the schema, as grammars write them."""
+    ordered = ARGUMENTS.map(lambda drawn: {key: drawn[key] for key in KEYS if key in drawn})
+    if style is ToolStyle.GEMMA:
+        # Values without a schema are constrained to some depth and to plain keys.
+        ordered = ordered.map(lambda drawn: {key: drawn[key] for key in drawn if key not in ("list", "object")})
+    calls = st.builds(Call, st.sampled_from([tool.name for tool in BOUND]), ordered)
+    return st.lists(calls, min_size=1, max_size=2).filter(lambda drawn: is_regular(style, drawn))
+
+
+def is_regular(style: ToolStyle, calls: Sequence[Call]) -> bool:
+    """Whether grammars write such calls: texts of JSON without escapes of their own, numbers without exponents."""
+    numbers = json.dumps([dict(call.arguments) for call in calls])
+    texts = [text for call in calls for text in texts_in(dict(call.arguments))]
+    is_plain = all(character.isprintable() or character in "\n\t" for text in texts for character in text)
+    no_end = all("</parameter>" not in text and "</arg_value>" not in text for text in texts)
+    return can_write(style, calls) and is_plain and no_end and "e+" not in numbers and "e-" not in numbers
+
+
+GRAMMARS: dict[tuple[ToolStyle, bool], Any] = {}
+
+
+@pytest.mark.parametrize("style", [style for style in STYLES if style is not ToolStyle.PYTHONIC])
+@examples(15)
+@given(data=st.data())
+def test_grammars_accept_the_calls_that_the_notation_writes(
+    compiler: Compiler, style: ToolStyle, data: st.DataObject
+) -> None:
+    notation = NOTATIONS[style]
+    if (style, True) not in GRAMMARS:
+        GRAMMARS[style, True] = compiled(compiler, notation.forced(BOUND, named=False, in_parallel=True))
+        GRAMMARS[style, False] = compiled(compiler, notation.free(BOUND, in_parallel=True, content=None))
+    text = rendered(style, data.draw(drawn_calls(style)))
+    assert matches(GRAMMARS[style, True], text.removeprefix(notation.prefix(None)))
+    assert matches(GRAMMARS[style, False], text)
+
+
+@pytest.mark.parametrize("style", STYLES)
+def test_grammars_refuse_what_the_schema_does(compiler: Compiler, style: ToolStyle) -> None:
+    notation = NOTATIONS[style]
+    named = compiled(compiler, notation.forced([WEATHER], named=True, in_parallel=False))
+    prefix = notation.prefix(WEATHER.name)
+    for arguments, is_valid in [
+        ({"city": "Paris", "days": 3}, True),
+        ({"city": "London"}, False),
+        ({"city": "Paris", "days": "x"}, False),
+        ({"city": "Paris", "planet": "Mars"}, False),
+        ({"days": 3}, False),
+    ]:
+        text = rendered(style, [Call(WEATHER.name, arguments)])
+        assert matches(named, text.removeprefix(prefix)) == is_valid, arguments
+
+
+@pytest.mark.parametrize(
+    ("style", "schema", "is_bound"),
+    [
+        (ToolStyle.PYTHONIC, {"two words": {"type": "integer"}}, False),
+        (ToolStyle.HERMES, {"two words": {"type": "integer"}}, True),
+        (ToolStyle.QWEN3_CODER, {"two words": {"type": "integer"}}, True),
+        (ToolStyle.QWEN3_CODER, {"a>b": {"type": "integer"}}, False),
+        (ToolStyle.QWEN3_CODER, {"a": {"type": "string", "minLength": 2}}, False),
+        (ToolStyle.GLM, {"a": {"type": ["string", "null"]}}, True),
+        (ToolStyle.GLM, {"a": {"type": ["string", "object"]}}, False),
+        (ToolStyle.GLM, {"a": {"enum": ["x", "</arg_value>"]}}, False),
+        (ToolStyle.MINIMAX, {"a": {"type": "object", "properties": {"b": {"type": "string", "minLength": 2}}}}, True),
+        (ToolStyle.GEMMA, {"a": {"type": "array", "items": {"type": "string"}}}, True),
+        (ToolStyle.GEMMA, {"a": {"type": "string", "pattern": "x+"}}, False),
+    ],
+)
+def test_strict_schemas_are_bound_where_the_notation_allows(
+    style: ToolStyle, schema: dict[str, Any], is_bound: bool
+) -> None:
+    whole = {"type": "object", "properties": schema, "additionalProperties": False}
+    assert NOTATIONS[style].can_bind(whole) is is_bound

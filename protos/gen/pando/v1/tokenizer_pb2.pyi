@@ -21,6 +21,50 @@ else:
 
 DESCRIPTOR: _descriptor.FileDescriptor
 
+class _ReasoningStyle:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _ReasoningStyleEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_ReasoningStyle.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    REASONING_STYLE_UNSPECIFIED: _ReasoningStyle.ValueType  # 0
+    """It does not."""
+    REASONING_STYLE_THINK: _ReasoningStyle.ValueType  # 1
+    """<think>…</think>"""
+    REASONING_STYLE_BRACKETS: _ReasoningStyle.ValueType  # 2
+    """Mistral: [THINK]…[/THINK]"""
+    REASONING_STYLE_RESPONSE: _ReasoningStyle.ValueType  # 3
+    """Granite: <think>…</think><response>…</response>"""
+    REASONING_STYLE_SEED: _ReasoningStyle.ValueType  # 4
+    """<seed:think>…</seed:think>"""
+    REASONING_STYLE_KIMI: _ReasoningStyle.ValueType  # 5
+    """◁think▷…◁/think▷"""
+    REASONING_STYLE_GEMMA: _ReasoningStyle.ValueType  # 6
+    """<|channel>thought…<channel|>"""
+    REASONING_STYLE_HARMONY: _ReasoningStyle.ValueType  # 7
+    """A message in the channel analysis."""
+
+class ReasoningStyle(_ReasoningStyle, metaclass=_ReasoningStyleEnumTypeWrapper):
+    """How a model marks its reasoning."""
+
+REASONING_STYLE_UNSPECIFIED: ReasoningStyle.ValueType  # 0
+"""It does not."""
+REASONING_STYLE_THINK: ReasoningStyle.ValueType  # 1
+"""<think>…</think>"""
+REASONING_STYLE_BRACKETS: ReasoningStyle.ValueType  # 2
+"""Mistral: [THINK]…[/THINK]"""
+REASONING_STYLE_RESPONSE: ReasoningStyle.ValueType  # 3
+"""Granite: <think>…</think><response>…</response>"""
+REASONING_STYLE_SEED: ReasoningStyle.ValueType  # 4
+"""<seed:think>…</seed:think>"""
+REASONING_STYLE_KIMI: ReasoningStyle.ValueType  # 5
+"""◁think▷…◁/think▷"""
+REASONING_STYLE_GEMMA: ReasoningStyle.ValueType  # 6
+"""<|channel>thought…<channel|>"""
+REASONING_STYLE_HARMONY: ReasoningStyle.ValueType  # 7
+"""A message in the channel analysis."""
+Global___ReasoningStyle: _TypeAlias = ReasoningStyle  # noqa: Y015
+
 class _ToolStyle:
     ValueType = _typing.NewType("ValueType", _builtins.int)
     V: _TypeAlias = ValueType  # noqa: Y015
@@ -37,9 +81,31 @@ class _ToolStyleEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_ToolStyle.V
     """Mistral: [TOOL_CALLS] and a list of objects."""
     TOOL_STYLE_PYTHONIC: _ToolStyle.ValueType  # 4
     """Llama 3.2 and 4: [name(argument=value), …]."""
+    TOOL_STYLE_MISTRAL_ARGS: _ToolStyle.ValueType  # 5
+    """Mistral since 2025: [TOOL_CALLS]name[ARGS]{…}."""
+    TOOL_STYLE_QWEN3_CODER: _ToolStyle.ValueType  # 6
+    """Qwen3-Coder: <tool_call><function=name><parameter=key>value</parameter></function></tool_call>."""
+    TOOL_STYLE_GLM: _ToolStyle.ValueType  # 7
+    """GLM 4.5 and 4.6: <tool_call>name<arg_key>key</arg_key><arg_value>value</arg_value></tool_call>, on several lines."""
+    TOOL_STYLE_GLM47: _ToolStyle.ValueType  # 8
+    """GLM 4.7: the same without line breaks."""
+    TOOL_STYLE_DEEPSEEK_V3: _ToolStyle.ValueType  # 9
+    """DeepSeek V3 and R1: JSON in a code block."""
+    TOOL_STYLE_DEEPSEEK_V31: _ToolStyle.ValueType  # 10
+    """DeepSeek V3.1: JSON after the name."""
+    TOOL_STYLE_KIMI_K2: _ToolStyle.ValueType  # 11
+    """Kimi K2: JSON after functions.name:number."""
+    TOOL_STYLE_MINIMAX: _ToolStyle.ValueType  # 12
+    """MiniMax M2: <invoke name="name"><parameter name="key">value</parameter></invoke>."""
+    TOOL_STYLE_GRANITE: _ToolStyle.ValueType  # 13
+    """Granite 3: <|tool_call|> and a list of objects."""
+    TOOL_STYLE_GEMMA: _ToolStyle.ValueType  # 14
+    """Gemma 4: call:name{key:value}."""
+    TOOL_STYLE_HARMONY: _ToolStyle.ValueType  # 15
+    """gpt-oss: a message in the channel commentary, to functions.name."""
 
 class ToolStyle(_ToolStyle, metaclass=_ToolStyleEnumTypeWrapper):
-    """Formats of tool calls."""
+    """Notations of tool calls."""
 
 TOOL_STYLE_UNSPECIFIED: ToolStyle.ValueType  # 0
 """The chat template does not support tools."""
@@ -51,6 +117,28 @@ TOOL_STYLE_MISTRAL: ToolStyle.ValueType  # 3
 """Mistral: [TOOL_CALLS] and a list of objects."""
 TOOL_STYLE_PYTHONIC: ToolStyle.ValueType  # 4
 """Llama 3.2 and 4: [name(argument=value), …]."""
+TOOL_STYLE_MISTRAL_ARGS: ToolStyle.ValueType  # 5
+"""Mistral since 2025: [TOOL_CALLS]name[ARGS]{…}."""
+TOOL_STYLE_QWEN3_CODER: ToolStyle.ValueType  # 6
+"""Qwen3-Coder: <tool_call><function=name><parameter=key>value</parameter></function></tool_call>."""
+TOOL_STYLE_GLM: ToolStyle.ValueType  # 7
+"""GLM 4.5 and 4.6: <tool_call>name<arg_key>key</arg_key><arg_value>value</arg_value></tool_call>, on several lines."""
+TOOL_STYLE_GLM47: ToolStyle.ValueType  # 8
+"""GLM 4.7: the same without line breaks."""
+TOOL_STYLE_DEEPSEEK_V3: ToolStyle.ValueType  # 9
+"""DeepSeek V3 and R1: JSON in a code block."""
+TOOL_STYLE_DEEPSEEK_V31: ToolStyle.ValueType  # 10
+"""DeepSeek V3.1: JSON after the name."""
+TOOL_STYLE_KIMI_K2: ToolStyle.ValueType  # 11
+"""Kimi K2: JSON after functions.name:number."""
+TOOL_STYLE_MINIMAX: ToolStyle.ValueType  # 12
+"""MiniMax M2: <invoke name="name"><parameter name="key">value</parameter></invoke>."""
+TOOL_STYLE_GRANITE: ToolStyle.ValueType  # 13
+"""Granite 3: <|tool_call|> and a list of objects."""
+TOOL_STYLE_GEMMA: ToolStyle.ValueType  # 14
+"""Gemma 4: call:name{key:value}."""
+TOOL_STYLE_HARMONY: ToolStyle.ValueType  # 15
+"""gpt-oss: a message in the channel commentary, to functions.name."""
 Global___ToolStyle: _TypeAlias = ToolStyle  # noqa: Y015
 
 @_typing.final
@@ -589,6 +677,11 @@ class GetModelResponse(_message.Message):
     IS_ENCODER_FIELD_NUMBER: _builtins.int
     POOLING_FIELD_NUMBER: _builtins.int
     EMBEDDING_DIMENSIONS_FIELD_NUMBER: _builtins.int
+    REASONING_STYLE_FIELD_NUMBER: _builtins.int
+    BEGINS_WITH_REASONING_ON_REQUEST_FIELD_NUMBER: _builtins.int
+    BEGINS_WITH_REASONING_ALTHOUGH_OFF_FIELD_NUMBER: _builtins.int
+    READS_REASONING_EFFORT_FIELD_NUMBER: _builtins.int
+    TOOLS_PROBLEM_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     """The name by which clients request the model."""
     max_context_tokens: _builtins.int
@@ -598,17 +691,27 @@ class GetModelResponse(_message.Message):
     created_unix_s: _builtins.int
     """Unix seconds at which this service loaded the model."""
     tool_style: Global___ToolStyle.ValueType
-    """The format of the model's tool calls, detected from its chat template."""
+    """The notation of the model's tool calls, found by rendering a call with its chat template."""
     has_reasoning: _builtins.bool
-    """Whether the chat template contains <think> blocks."""
+    """Whether reasoning_style is set."""
     begins_with_reasoning: _builtins.bool
-    """Whether the chat template itself opens the block, so that an answer begins inside it."""
+    """Whether the chat template itself opens the reasoning, so that an answer begins inside it."""
     is_encoder: _builtins.bool
     """Whether the model is an encoder, which embeds but cannot generate."""
     pooling: _common_pb2.Pooling.ValueType
     """The default pooling of requests for embeddings."""
     embedding_dimensions: _builtins.int
     """Components of an embedding."""
+    reasoning_style: Global___ReasoningStyle.ValueType
+    """How the model marks its reasoning."""
+    begins_with_reasoning_on_request: _builtins.bool
+    """The same as begins_with_reasoning, for requests that ask for reasoning."""
+    begins_with_reasoning_although_off: _builtins.bool
+    """The same, for requests that ask for no reasoning."""
+    reads_reasoning_effort: _builtins.bool
+    """Whether the chat template reads reasoning_effort."""
+    tools_problem: _builtins.str
+    """Why requests with tools are refused; absent: they are not, or the chat template does not support tools."""
     def __init__(
         self,
         *,
@@ -623,11 +726,18 @@ class GetModelResponse(_message.Message):
         is_encoder: _builtins.bool = ...,
         pooling: _common_pb2.Pooling.ValueType = ...,
         embedding_dimensions: _builtins.int = ...,
+        reasoning_style: Global___ReasoningStyle.ValueType = ...,
+        begins_with_reasoning_on_request: _builtins.bool = ...,
+        begins_with_reasoning_although_off: _builtins.bool = ...,
+        reads_reasoning_effort: _builtins.bool = ...,
+        tools_problem: _builtins.str | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_tools_problem", b"_tools_problem", "tools_problem", b"tools_problem"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["begins_with_reasoning", b"begins_with_reasoning", "created_unix_s", b"created_unix_s", "embedding_dimensions", b"embedding_dimensions", "has_chat_template", b"has_chat_template", "has_reasoning", b"has_reasoning", "is_encoder", b"is_encoder", "max_context_tokens", b"max_context_tokens", "model", b"model", "pooling", b"pooling", "tool_style", b"tool_style", "vocabulary_size", b"vocabulary_size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_tools_problem", b"_tools_problem", "begins_with_reasoning", b"begins_with_reasoning", "begins_with_reasoning_although_off", b"begins_with_reasoning_although_off", "begins_with_reasoning_on_request", b"begins_with_reasoning_on_request", "created_unix_s", b"created_unix_s", "embedding_dimensions", b"embedding_dimensions", "has_chat_template", b"has_chat_template", "has_reasoning", b"has_reasoning", "is_encoder", b"is_encoder", "max_context_tokens", b"max_context_tokens", "model", b"model", "pooling", b"pooling", "reads_reasoning_effort", b"reads_reasoning_effort", "reasoning_style", b"reasoning_style", "tool_style", b"tool_style", "tools_problem", b"tools_problem", "vocabulary_size", b"vocabulary_size"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__tools_problem: _TypeAlias = _typing.Literal["tools_problem"]  # noqa: Y015
+    _WhichOneofArgType__tools_problem: _TypeAlias = _typing.Literal["_tools_problem", b"_tools_problem"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__tools_problem) -> _WhichOneofReturnType__tools_problem | None: ...
 
 Global___GetModelResponse: _TypeAlias = GetModelResponse  # noqa: Y015

@@ -56,6 +56,11 @@ class Compiler:
             placeholder=source.load_format in ("dummy", "fake"),
         )
         self._tokenizer: Tokenizer = text.tokenizer
+        self._special_ids = {
+            token.content: id_ for id_, token in text.tokenizer.get_added_tokens_decoder().items() if token.special
+        }
+        longest_first = sorted(self._special_ids, key=len, reverse=True)
+        self._special = re.compile(f"({'|'.join(map(re.escape, longest_first))})" if longest_first else "")
         # The bytes of each token.
         self.pieces = _pieces(read_vocabulary(text.tokenizer, source.vocabulary_size), source.vocabulary_size)
         self._tokenizer_info = xgrammar.TokenizerInfo(
@@ -102,17 +107,46 @@ class Compiler:
         return self._grammar_compiler.compile_structural_tag(json.dumps(self._prepared(tag)))
 
     def _prepared(self, value: Any) -> Any:  # Any: JSON
-        """Return a structural tag with ids in place of tokens' texts, as special tokens stand for no text here."""
+        """Return a structural tag with ids in place of tokens' texts, as special tokens stand for no text here.
+
+        Formats of our own (`common/notations/formats.py`) are replaced by the library's.
+        """
         if isinstance(value, list):
             return [self._prepared(item) for item in value]
         if not isinstance(value, dict):
             return value
+        match value.get("type"):
+            case "marked_string":
+                return self._marked_string(value["value"])
+            case "text_with_calls":
+                return self._text_with_calls(value)
         return {name: self._prepared_field(name, item) for name, item in value.items()}
 
     def _prepared_field(self, name: str, value: Any) -> Any:  # Any: JSON
         if name == "json_schema":
             return as_enforced(value)
         return self._ids(value) if name in TOKEN_FIELDS else self._prepared(value)
+
+    def _marked_string(self, text: str) -> dict[str, Any]:  # Any: JSON
+        """Return the format of `text`, in which special tokens are matched as such."""
+        parts = [part for part in self._special.split(text) if part] if self._special.pattern else [text]
+        formats = [
+            {"type": "token", "token": self._special_ids[part]}
+            if part in self._special_ids
+            else {"type": "const_string", "value": part}
+            for part in parts
+        ]
+        return formats[0] if len(formats) == 1 else {"type": "sequence", "elements": formats}
+
+    def _text_with_calls(self, value: dict[str, Any]) -> dict[str, Any]:  # Any: JSON
+        mark, calls = value["mark"], self._prepared(value["content"])
+        if mark in self._special_ids:
+            excludes = [self._special_ids[token] for token in value["excludes"] if token in self._special_ids]
+            rules = [[self._special_ids[mark], calls]]
+            return {
+                "type": "token_dispatch", "rules": rules, "loop": value["repeats"], "exclude_tokens": excludes,
+            }  # fmt: skip
+        return {"type": "dispatch", "rules": [[mark, calls]], "loop": value["repeats"], "excludes": value["excludes"]}
 
     def _ids(self, tokens: Any) -> Any:  # Any: JSON
         if isinstance(tokens, list):
