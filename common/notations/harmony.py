@@ -141,10 +141,12 @@ class HarmonyNotation:
         return sequence(first, star(sequence(*marked(CALL + NEXT), _any_call(tools))))
 
     def free(self, tools: Sequence[BoundTool], *, in_parallel: bool, content: Format | None) -> Format:
-        """Return the format of messages: a preamble, then calls or the final message."""
+        """Return the format of messages: a preamble, unless there is `content`, then calls or the final message."""
         final = sequence(*marked(f"{CHANNEL}final{MESSAGE}"), content or ANY_TEXT)
         call = _any_call(tools)
         calls = sequence(call, star(sequence(*marked(CALL + NEXT), call))) if in_parallel else call
+        if content is not None:
+            return either([calls, final])
         preamble = sequence(*marked(f"{CHANNEL}commentary{MESSAGE}"), ANY_TEXT, *marked(END + NEXT))
         return sequence(optional(preamble), either([calls, final]))
 

@@ -77,5 +77,5 @@ def count_logprobs(updates: Iterable[ChoiceUpdate]) -> int:
 
 
 def matched_stop(finish: Finish) -> int | str | None:
-    """Return the stop token or text that ended a choice; None if the model ended it."""
+    """Return the id of the token, the stop text or the expression that ended a choice; None if none did."""
     return finish.matched_text if finish.matched_token_id is None else finish.matched_token_id

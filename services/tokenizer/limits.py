@@ -147,7 +147,7 @@ def _check_stop(stop: StopConditions, limits: Limits) -> None:
     if stop.max_tokens is not None:
         _check_range(stop.max_tokens, 0, None, "max_tokens")
         _check_range(stop.min_tokens, 0, stop.max_tokens, "min_tokens")
-    check_ids(stop.stop_token_ids, limits, "stop_token_ids")
+    # Stop ids outside of the vocabulary never match.
     if not all(stop.stop_strings):
         raise InvalidRequestError("a stop text must not be empty", param="stop")
     _check_range(len(stop.stop_strings), 0, MAX_STOP_STRINGS, "stop", "the number of texts")

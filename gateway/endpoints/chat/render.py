@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, assert_never
 import orjson
 
 from common.notations.pieces import CallArguments, CallStart, Reasoning, Text
+from common.notations.registry import NOTATIONS
 from common.types import FinishReason, ToolStyle
 from gateway.delivery.collecting import FINISH_REASONS, matched_stop
 from gateway.endpoints.shapes import DONE, by_id, failed_stream, finite_logprob, usage_object
@@ -153,13 +154,21 @@ def _token(token: TokenText) -> dict[str, object]:
 
 
 @dataclass(slots=True)
+class MessageCall:
+    """A call of a message; `id` is the one that the model wrote."""
+
+    name: str
+    id: str | None
+    arguments: str = ""
+
+
+@dataclass(slots=True)
 class Message:
     """The sum of an output's pieces."""
 
     text: str = ""
     reasoning: str = ""
-    # Pairs of name and arguments.
-    calls: list[list[str]] = field(default_factory=list)
+    calls: list[MessageCall] = field(default_factory=list)
 
     def add(self, pieces: Iterable[Piece]) -> None:
         for piece in pieces:
@@ -168,10 +177,10 @@ class Message:
                     self.text += text
                 case Reasoning(text):
                     self.reasoning += text
-                case CallStart(_, name):
-                    self.calls.append([name, ""])
+                case CallStart(_, name, id_):
+                    self.calls.append(MessageCall(name, id_))
                 case CallArguments(index, text):
-                    self.calls[index][1] += text
+                    self.calls[index].arguments += text
                 case _ as never:
                     assert_never(never)
 
@@ -194,9 +203,13 @@ class ReadAnswer:
         return cls(message, reasoning_tokens)
 
 
-def new_call_id(style: ToolStyle | None) -> str:
-    """Return a random id for a tool call."""
-    if style is ToolStyle.MISTRAL:
+def call_id(style: ToolStyle | None, name: str, index: int, written: str | None) -> str:
+    """Return the id of a tool call: the one that the model has `written`, or one that its chat template accepts."""
+    if written is not None:
+        return written
+    if style is not None and NOTATIONS[style].ids_name_calls:
+        return f"functions.{name}:{index}"
+    if style in (ToolStyle.MISTRAL, ToolStyle.MISTRAL_ARGS):
         return "".join(secrets.choice(string.ascii_letters + string.digits) for _ in range(MISTRAL_ID_CHARACTERS))
     return f"call_{secrets.token_hex(12)}"
 
@@ -292,11 +305,11 @@ def message_object(message: Message, reading: Reading) -> dict[str, object]:
         shape["content"] = message.text or None
         shape["tool_calls"] = [
             {
-                "id": new_call_id(reading.tool_style),
+                "id": call_id(reading.tool_style, call.name, index, call.id),
                 "type": "function",
-                "function": {"name": name, "arguments": arguments},
+                "function": {"name": call.name, "arguments": call.arguments},
             }
-            for name, arguments in message.calls
+            for index, call in enumerate(message.calls)
         ]
     return shape
 
@@ -307,9 +320,10 @@ def _delta(piece: Piece, style: ToolStyle | None) -> bytes:
             delta: dict[str, object] = {"content": text}
         case Reasoning(text):
             delta = {"reasoning_content": text}
-        case CallStart(index, name):
+        case CallStart(index, name, id_):
             function = {"name": name, "arguments": ""}
-            call = {"index": index, "id": new_call_id(style), "type": "function", "function": function}
+            key = call_id(style, name, index, id_)
+            call = {"index": index, "id": key, "type": "function", "function": function}
             delta = {"tool_calls": [call]}
         case CallArguments(index, text):
             delta = {"tool_calls": [{"index": index, "function": {"arguments": text}}]}

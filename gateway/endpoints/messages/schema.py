@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, ClassVar, TypeAlias
+from typing import Annotated, Any, ClassVar, Literal, Self, TypeAlias
 
 import orjson
-from pydantic import BeforeValidator, Field
+from pydantic import BeforeValidator, Field, model_validator
 
 from common.errors import InvalidRequestError
-from gateway.endpoints.chat.schema import MAX_MESSAGES, ChatCompletionBody
+from gateway.endpoints.chat.schema import MAX_MESSAGES, THINKING_VARIABLES, ChatCompletionBody
 from gateway.endpoints.chat.tools import MAX_TOOLS
 from gateway.endpoints.generation_fields import INT32_MAX, MAX_STOP_TEXTS
 from gateway.endpoints.schema import LEAVE_OUT, Refusal, Schema, is_empty, parse
 
 Json: TypeAlias = dict[str, Any]  # Any: free JSON
+FORMAT = "output_config.format"
 MODES = {"auto": "auto", "any": "required", "none": "none"}
 
 
@@ -30,16 +31,24 @@ class MetadataBody(Schema):
     user_id: str | None = None
 
 
+class OutputConfigBody(Schema):
+    """The object `output_config`."""
+
+    effort: Literal["low", "medium", "high", "xhigh", "max"] | None = None
+    format: Json | None = None
+
+
+class ThinkingBody(Schema):
+    """The object `thinking`."""
+
+    type: Literal["enabled", "disabled", "adaptive"]
+    budget_tokens: Annotated[int, Field(ge=1, le=INT32_MAX)] | None = None
+
+
 class MessagesBody(Schema):
     """A request for a message."""
 
     unsupported: ClassVar[tuple[Refusal, ...]] = (
-        Refusal(
-            "thinking",
-            lambda value: isinstance(value, dict) and value.get("type") in ("disabled", "adaptive"),
-            LEAVE_OUT,
-        ),
-        Refusal("output_config", is_empty, LEAVE_OUT),
         Refusal("output_format", is_empty, LEAVE_OUT),
         Refusal("mcp_servers", is_empty, LEAVE_OUT),
         Refusal("container", is_empty, LEAVE_OUT),
@@ -57,6 +66,25 @@ class MessagesBody(Schema):
     top_k: int | None = None
     tools: list[Json] | None = Field(None, max_length=MAX_TOOLS)
     tool_choice: Json | None = None
+    thinking: ThinkingBody | None = None
+    output_config: OutputConfigBody | None = None
+
+    @model_validator(mode="after")
+    def _thinking_leaves_room_for_an_answer(self) -> Self:
+        thinking = self.thinking
+        if thinking is None:
+            return self
+        if (thinking.budget_tokens is not None) != (thinking.type == "enabled"):
+            message = "'thinking.budget_tokens' is required with the type \"enabled\", and only allowed with it."
+            raise InvalidRequestError(message, param="thinking.budget_tokens")
+        if thinking.budget_tokens is not None and thinking.budget_tokens >= self._most_tokens:
+            message = "'thinking.budget_tokens' must be less than 'max_tokens'."
+            raise InvalidRequestError(message, param="thinking.budget_tokens")
+        return self
+
+    @property
+    def _most_tokens(self) -> int:
+        return self.max_tokens
 
     @property
     def user_names(self) -> tuple[tuple[str, str | None], ...]:
@@ -75,6 +103,7 @@ class MessagesBody(Schema):
         for number, turn in enumerate(self.messages):
             messages += _messages(turn, f"messages[{number}]")
         choice = self.tool_choice or {}
+        output = self.output_config or OutputConfigBody()
         fields = {
             "model": self.model,
             "messages": messages,
@@ -86,15 +115,27 @@ class MessagesBody(Schema):
             "top_k": self.top_k,
             "tools": [_tool(number, tool) for number, tool in enumerate(self.tools or [])] or None,
             "tool_choice": _choice(choice) if choice else None,
+            "reasoning_effort": output.effort,
+            "response_format": _response_format(output.format),
+            **_thinking_fields(self.thinking),
             "parallel_tool_calls": False if choice.get("disable_parallel_tool_use") is True else None,
         }
-        return parse(ChatCompletionBody, fields)
+        try:
+            return parse(ChatCompletionBody, fields)
+        except InvalidRequestError as error:
+            if error.param is None or not error.param.startswith("response_format"):
+                raise
+            raise InvalidRequestError(error.message.replace(error.param, FORMAT), param=FORMAT) from error
 
 
 class CountTokensBody(MessagesBody):
     """A conversation whose tokens are to be counted; `max_tokens` is not needed, and any value is accepted."""
 
     max_tokens: Annotated[int, BeforeValidator(lambda _: 1)] = 1
+
+    @property
+    def _most_tokens(self) -> int:
+        return INT32_MAX
 
 
 def _messages(turn: TurnBody, where: str) -> list[Json]:
@@ -156,6 +197,23 @@ def _tool(number: int, tool: Json) -> Json:
         raise InvalidRequestError(message, param=f"tools[{number}].type")
     function = {name: tool[name] for name in ("name", "description", "strict") if name in tool}
     return {"type": "function", "function": {**function, "parameters": tool.get("input_schema")}}
+
+
+def _thinking_fields(thinking: ThinkingBody | None) -> Json:
+    """Convert `thinking` to fields of a chat; templates read variables of both names."""
+    if thinking is None:
+        return {}
+    variables = dict.fromkeys(THINKING_VARIABLES, thinking.type != "disabled")
+    return {"thinking_token_budget": thinking.budget_tokens, "chat_template_kwargs": variables}
+
+
+def _response_format(format_: Json | None) -> Json | None:
+    """Convert the format of the output to `response_format` of a chat."""
+    if format_ is None:
+        return None
+    if format_.get("type") != "json_schema":
+        raise InvalidRequestError(f"'{FORMAT}.type' should be json_schema.", param=f"{FORMAT}.type")
+    return {"type": "json_schema", "json_schema": {"name": "output", "schema": format_.get("schema", {})}}
 
 
 def _choice(choice: Json) -> object:

@@ -154,9 +154,7 @@ class ResultHandler:
         if stop.reason is FinishReason.ERROR:
             finish(sequence, Finish(FinishReason.ERROR, error=DeviceMemoryError(NO_MEMORY).to_failure()))
             return
-        # The id of an end-of-sequence token is internal to the model; only a client's own stop id is reported.
-        asked = stop.matched_token_id if stop.matched_token_id in sequence.request.options.stop.stop_token_ids else None
-        finish(sequence, Finish(stop.reason, matched_token_id=asked, embedding=embedding))
+        finish(sequence, Finish(stop.reason, matched_token_id=stop.matched_token_id, embedding=embedding))
 
     def _without_decoding(self, chunks: tuple[PrefillChunk, ...], result: StepResult) -> float:
         """Return the seconds of a pass due to its chunks: decoding beside them is assumed to take one decode step."""

@@ -19,9 +19,10 @@ if TYPE_CHECKING:
 # Fragments of which texts consist, marks of all notations among them.
 MARKS = (
     "<tool_call>", "</tool_call>", "<function=", "</function>", "<parameter=", "</parameter>", "<arg_key>",
-    "</arg_key>", "<arg_value>", "</arg_value>", "<invoke name=", "</invoke>", "[TOOL_CALLS]", "[ARGS]", "<|tool_call|>",
-    "<|tool_call_begin|>", "<|tool_call_end|>", "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>", "<｜tool▁sep｜>",
-    "<|tool_call>", "<tool_call|>", "<|channel|>", "<|message|>", "<|call|>", "<|python_tag|>", "```", "</think>",
+    "</arg_key>", "<arg_value>", "</arg_value>", "<invoke name=", "</invoke>", "[TOOL_CALLS]", "[ARGS]",
+    "<|tool_call|>", "<|tool_call_begin|>", "<|tool_call_end|>", "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>",
+    "<｜tool▁sep｜>", "<|tool_call>", "<tool_call|>", "<|channel|>", "<|message|>", "<|call|>", "<|python_tag|>", "```",
+    "</think>",
 )  # fmt: skip
 # What notations cannot write within a text: it is where the text ends.
 ENDS = {

@@ -9,7 +9,7 @@ import orjson
 import pytest
 
 from common.requests import ChatPrompt
-from common.types import Finish, FinishReason, Subject, ToolStyle, View
+from common.types import Finish, FinishReason, ReasoningStyle, Subject, ToolStyle, View
 from gateway.identity.keys import ApiKey, hash_of, save_keys
 from tests.fakes.pipeline import CARD, LENGTH, FakeModel, FakePipeline, says
 from tests.gateway.support import FakedGateway, error_of, faked, gateway_saying
@@ -24,7 +24,7 @@ CALL = '<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>'
 
 
 def thinking(*words: str) -> FakedGateway:
-    card = dataclasses.replace(CARD, tool_style=ToolStyle.HERMES, has_reasoning=True)
+    card = dataclasses.replace(CARD, tool_style=ToolStyle.HERMES, reasoning_style=ReasoningStyle.THINK)
     return FakedGateway(FakePipeline(says(*words)), model=FakeModel(card))
 
 

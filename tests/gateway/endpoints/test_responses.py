@@ -11,7 +11,7 @@ import pytest
 
 from common.deltas import Delta
 from common.requests import ChatPrompt
-from common.types import Admission, ErrorCode, Finish, FinishReason, RequestFailure, ToolStyle
+from common.types import Admission, ErrorCode, Finish, FinishReason, ReasoningStyle, RequestFailure, ToolStyle
 from gateway.identity.keys import ApiKey, hash_of, save_keys
 from tests.fakes.pipeline import CARD, LENGTH, FakeModel, FakePipeline, says
 from tests.gateway.listening import listening
@@ -35,7 +35,7 @@ async def sdk(gateway: FakedGateway) -> AsyncIterator[openai.AsyncOpenAI]:
 
 
 def thinking(*words: str) -> FakedGateway:
-    card = dataclasses.replace(CARD, tool_style=ToolStyle.HERMES, has_reasoning=True)
+    card = dataclasses.replace(CARD, tool_style=ToolStyle.HERMES, reasoning_style=ReasoningStyle.THINK)
     return FakedGateway(FakePipeline(says(*words)), model=FakeModel(card))
 
 

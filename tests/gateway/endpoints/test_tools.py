@@ -11,7 +11,7 @@ import orjson
 import pytest
 
 from common.requests import ChatPrompt
-from common.types import FinishReason, ToolStyle
+from common.types import FinishReason, ReasoningStyle, ToolStyle
 from tests.fakes.pipeline import CARD, LENGTH, FakeModel, logprob, says
 from tests.gateway.listening import listening
 from tests.gateway.support import FakedGateway, error_of, events, faked
@@ -149,7 +149,7 @@ async def test_marks_that_are_special_tokens_are_asked_for() -> None:
 
 
 async def test_reasoning_is_separated_and_counted() -> None:
-    gateway = gateway_of(["<think>", "Hm", "m", "</think>", "Yes"], has_reasoning=True)
+    gateway = gateway_of(["<think>", "Hm", "m", "</think>", "Yes"], reasoning_style=ReasoningStyle.THINK)
     whole = (await gateway.chat()).json()
     message = whole["choices"][0]["message"]
     assert (message["reasoning_content"], message["content"]) == ("Hmm", "Yes")
@@ -164,7 +164,7 @@ async def test_reasoning_is_separated_and_counted() -> None:
 
 
 async def test_a_template_opens_the_reasoning_block_unless_thinking_is_disabled() -> None:
-    gateway = gateway_of(["Hm</think>Yes"], has_reasoning=True, begins_with_reasoning=True)
+    gateway = gateway_of(["Hm</think>Yes"], reasoning_style=ReasoningStyle.THINK, begins_with_reasoning=True)
     assert (await gateway.chat()).json()["choices"][0]["message"]["reasoning_content"] == "Hm"
     gateway.pipeline.script = says("Yes")
     answer = await gateway.chat(chat_template_kwargs={"enable_thinking": False})
@@ -181,7 +181,7 @@ async def test_log_probabilities_of_answers_with_tool_calls_are_all_sent() -> No
 
 
 async def test_the_sdk_accumulates_streamed_calls() -> None:
-    gateway = gateway_of(["<think>Hm</think>", *CALL, CALL], has_reasoning=True)
+    gateway = gateway_of(["<think>Hm</think>", *CALL, CALL], reasoning_style=ReasoningStyle.THINK)
     async with (
         listening(gateway) as port,
         openai.AsyncOpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="x") as sdk,

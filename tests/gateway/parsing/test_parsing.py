@@ -3,22 +3,26 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from common.notations.notation import Call
 from common.notations.pieces import CallArguments, CallStart, Reasoning, Text, merged
-from common.types import ToolStyle
+from common.notations.registry import NOTATIONS
+from common.types import ReasoningStyle, ToolStyle
 from gateway.parsing.answers import Reading, call_prefix
 from tests.examples import examples
 
 if TYPE_CHECKING:
     from common.notations.pieces import Piece
 
-TOOLS = frozenset({"get_weather", "add"})
+TOOLS: dict[str, dict[str, object]] = {"get_weather": {}, "add": {}}
 A = '{"city": "Pa\\"r}is", "n": [1, {"x": "]"}]}'
+THINK = ReasoningStyle.THINK
 H, L, M, P = ToolStyle.HERMES, ToolStyle.LLAMA3, ToolStyle.MISTRAL, ToolStyle.PYTHONIC
 
 
@@ -89,15 +93,52 @@ CASES: list[tuple[Reading, str, list[Piece]]] = [
     (Reading(P, TOOLS), "[1, 2] are numbers", [Text("[1, 2] are numbers")]),
     (Reading(P, TOOLS), "[add(__import__('os'))]", [Text("[add(__import__('os'))]")]),
     (Reading(P, TOOLS), "[add(a=1", [Text("[add(a=1")]),
-    (Reading(has_reasoning=True), "<think>\nI see.\n</think>\n\nYes.", [Reasoning("I see."), Text("Yes.")]),
-    (Reading(has_reasoning=True), "No <think>later</think>", [Text("No <think>later</think>")]),
-    (Reading(has_reasoning=True), " plain", [Text(" plain")]),
-    (Reading(has_reasoning=True), "<think>on and on ", [Reasoning("on and on")]),
-    (Reading(has_reasoning=True), "<think></think>x", [Text("x")]),
-    (Reading(has_reasoning=True, begins_with_reasoning=True), "Hm </ </think> y", [Reasoning("Hm </"), Text("y")]),
-    (Reading(has_reasoning=True, begins_with_reasoning=True), "<think>Hm</think>y", [Reasoning("Hm"), Text("y")]),
+    (Reading(reasoning_style=THINK), "<think>\nI see.\n</think>\n\nYes.", [Reasoning("I see."), Text("Yes.")]),
+    (Reading(reasoning_style=THINK), "No <think>later</think>", [Text("No <think>later</think>")]),
+    (Reading(reasoning_style=THINK), " plain", [Text(" plain")]),
+    (Reading(reasoning_style=THINK), "<think>on and on ", [Reasoning("on and on")]),
+    (Reading(reasoning_style=THINK), "<think></think>x", [Text("x")]),
+    (Reading(reasoning_style=THINK, begins_with_reasoning=True), "Hm </ </think> y", [Reasoning("Hm </"), Text("y")]),
+    (Reading(reasoning_style=THINK, begins_with_reasoning=True), "<think>Hm</think>y", [Reasoning("Hm"), Text("y")]),
     (
-        Reading(H, TOOLS, has_reasoning=True, begins_with_reasoning=True),
+        Reading(reasoning_style=ReasoningStyle.BRACKETS),
+        "[THINK]I see.[/THINK]Yes [THINK]",
+        [Reasoning("I see."), Text("Yes [THINK]")],
+    ),
+    (Reading(reasoning_style=ReasoningStyle.SEED), "<seed:think>a</seed:think>b", [Reasoning("a"), Text("b")]),
+    (Reading(reasoning_style=ReasoningStyle.KIMI), "◁think▷a◁/think▷b", [Reasoning("a"), Text("b")]),
+    (Reading(reasoning_style=ReasoningStyle.GEMMA), "<|channel>thought\na\n<channel|>b", [Reasoning("a"), Text("b")]),
+    (
+        Reading(reasoning_style=ReasoningStyle.RESPONSE),
+        "<think>a</think>\n<response>b < c</response>",
+        [Reasoning("a"), Text("b < c")],
+    ),
+    (Reading(reasoning_style=ReasoningStyle.RESPONSE), "<think>a</think>b", [Reasoning("a"), Text("b")]),
+    (
+        Reading(reasoning_style=ReasoningStyle.HARMONY),
+        "<|channel|>analysis<|message|>Hm. <|end|><|start|>assistant<|channel|>final<|message|>Yes.<|return|>",
+        [Reasoning("Hm. "), Text("Yes.")],
+    ),
+    (
+        Reading(reasoning_style=ReasoningStyle.HARMONY, joins_reasoning=True),
+        "<|channel|>analysis<|message|>Hm. <|end|><|start|>assistant<|channel|>final<|message|>Yes.",
+        [Text("Hm. Yes.")],
+    ),
+    (Reading(reasoning_style=ReasoningStyle.HARMONY), "Yes <b", [Text("Yes <b")]),
+    (
+        Reading(ToolStyle.HARMONY, TOOLS, ReasoningStyle.HARMONY),
+        "<|channel|>analysis<|message|>Hm<|end|><|start|>assistant to=functions.add<|channel|>commentary json"
+        '<|message|>{"a": 1}<|call|>',
+        [Reasoning("Hm"), *call(0, "add", '{"a": 1}')],
+    ),
+    (
+        Reading(ToolStyle.HARMONY, TOOLS, ReasoningStyle.HARMONY),
+        "<|channel|>commentary<|message|>I look.<|end|><|start|>assistant<|channel|>commentary to=functions.add "
+        '<|constrain|>json<|message|>{"a": 1}',
+        [Text("I look."), *call(0, "add", '{"a": 1}')],
+    ),
+    (
+        Reading(H, TOOLS, reasoning_style=THINK, begins_with_reasoning=True),
         f'Let me <tool_call> see</think>\n<tool_call>{{"name": "get_weather", "arguments": {A}}}</tool_call>',
         [Reasoning("Let me <tool_call> see"), *ONE],
     ),
@@ -120,14 +161,20 @@ def test_parsing_does_not_depend_on_the_chunk_boundaries(reading: Reading, text:
         assert read(reading, [text[:cut], text[cut:]]) == expected
 
 
-MARKS = ("<tool_call>", "</tool_call>", "[TOOL_CALLS]", "[ARGS]", "<think>", "</think>", "<|python_tag|>")
+MARKS = (
+    "<tool_call>", "</tool_call>", "[TOOL_CALLS]", "[ARGS]", "<think>", "</think>", "<|python_tag|>", "<function=",
+    "<parameter=", "</parameter>", "</function>", "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>",
+    '<invoke name="', '">', "</invoke>", "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜tool▁call▁end｜>", "call:",
+    "<|tool_call>", "<tool_call|>", '<|"|>', "<|channel|>", "<|message|>", "<|call|>", "<|end|>", "to=functions.",
+    "<|tool_call_begin|>", "functions.add:0", "<|tool_call_argument_begin|>", "<|tool_call|>", "analysis", "final",
+)  # fmt: skip
 CALLS = ('{"name": "add", "arguments": {"a": 1}}', "add", "[add(a=1)", '"name"', '"add"')
 FRAGMENTS = st.sampled_from([*'{}[]()",:; \n\\a<>=', *MARKS, *CALLS])
 
 
 @examples(200)
 @given(
-    st.sampled_from([None, H, L, M, P]),
+    st.sampled_from([None, *ToolStyle]),
     st.booleans(),
     st.booleans(),
     st.lists(FRAGMENTS, max_size=25).map("".join),
@@ -136,7 +183,7 @@ FRAGMENTS = st.sampled_from([*'{}[]()",:; \n\\a<>=', *MARKS, *CALLS])
 def test_no_answer_is_read_differently_when_it_is_cut(
     style: ToolStyle | None, thinks: bool, begins: bool, text: str, sizes: list[int]
 ) -> None:
-    reading = Reading(style, TOOLS, thinks, thinks and begins)
+    reading = Reading(style, TOOLS, THINK if thinks else None, thinks and begins)
     parts, position, index = [], 0, 0
     while position < len(text):
         parts.append(text[position : position + sizes[index % len(sizes)]])
@@ -150,13 +197,15 @@ def test_no_answer_is_read_differently_when_it_is_cut(
 
 @pytest.mark.parametrize("style", list(ToolStyle))
 def test_an_answer_that_had_to_begin_with_a_call_is_read_with_its_beginning(style: ToolStyle) -> None:
-    prefix = call_prefix(style, "add", begins_with_reasoning=False)
-    rest = {H: '{"a": 1}}</tool_call>', L: '{"a": 1}}', M: '{"a": 1}}]', P: "a=1)]"}[style]
-    assert read(Reading(style, TOOLS, prefix=prefix), list(rest)) == call(0, "add", '{"a": 1}')
-    prefix = call_prefix(style, None, begins_with_reasoning=True)
-    rest = {H: 'add", "arguments": {}}', L: 'add", "parameters": {}}', M: 'add", "arguments": {}}]', P: "add()]"}[style]
-    reading = Reading(style, TOOLS, has_reasoning=True, begins_with_reasoning=True, prefix=prefix)
-    assert read(reading, [rest]) == call(0, "add", "{}")
+    whole = NOTATIONS[style].render([Call("add", {"a": 1})])
+    for name, begins in (("add", False), (None, True)):
+        reading = Reading(style, TOOLS, THINK if begins else None, begins_with_reasoning=begins)
+        reading = replace(reading, prefix=call_prefix(reading, style, name))
+        rest = whole.removeprefix(NOTATIONS[style].prefix(name))
+        pieces = read(reading, list(rest))
+        assert [type(piece) for piece in pieces] == [CallStart, CallArguments]
+        assert pieces[0][:2] == (0, "add")
+        assert json.loads(pieces[1].text) == {"a": 1}
 
 
 def test_arguments_are_passed_on_as_they_come() -> None:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from hypothesis import given
 
-from common.types import Pooling, ReplyTo, ToolStyle
+from common.types import Pooling, ReasoningStyle, ReplyTo, ToolStyle
 from gateway.pipeline.messages import ModelInfo
 from gateway.pipeline.wire import chat_to_wire, delta_from_wire, generate_to_wire, model_from_wire
 from protos.gen.pando.v1 import common_pb2, detokenizer_pb2, tokenizer_pb2
@@ -53,7 +53,7 @@ def test_a_model_arrives_with_all_its_fields() -> None:
         has_chat_template=True,
         created_unix_s=1700000000,
         tool_style=tokenizer_pb2.TOOL_STYLE_LLAMA3,
-        has_reasoning=True,
+        reasoning_style=ReasoningStyle.THINK,
         begins_with_reasoning=True,
         is_encoder=True,
         pooling=common_pb2.POOLING_FIRST,

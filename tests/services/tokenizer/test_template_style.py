@@ -1,40 +1,120 @@
+"""The notation of a model is what its chat template writes."""
+
 from __future__ import annotations
+
+import json
 
 import pytest
 
-from common.types import ToolStyle
+from common.requests import ChatMessage, ChatPrompt
+from common.types import ReasoningStyle, ToolStyle
 from services.tokenizer.chat_template import ChatTemplates
 from services.tokenizer.template_style import TemplateStyle, style_of
+from tests.common.notations.templates import TEMPLATES, chatml
 
-HERMES = "{% if tools %}Return <tool_call>{}</tool_call>{% endif %}"
-THINKS = "{{ messages[0].content }}{% if x %}</think>{% endif %}{% if add_generation_prompt %}<think>\n{% endif %}"
+PLAIN = "{% for message in messages %}{{ message.content }}{% endfor %}"
+OPENED = "{%- if add_generation_prompt %}{{ '<think>\\n' }}{% endif %}"
+SWITCHED = (
+    PLAIN
+    + "{% if add_generation_prompt %}{{ '<think>' if thinking is defined and thinking else '</think>' }}{% endif %}"
+)
+
+
+def style(source: str, tools: str = "auto", reasoning: str = "auto") -> TemplateStyle:
+    sources = {"default": source}
+    return style_of(sources, ChatTemplates(sources, {}), tools, reasoning)
+
+
+def test_every_notation_has_a_template() -> None:
+    assert set(TEMPLATES) == set(ToolStyle)
+
+
+@pytest.mark.parametrize("wanted", list(TEMPLATES))
+def test_the_notation_is_found_by_reading_a_rendered_call_back(wanted: ToolStyle) -> None:
+    found = style(TEMPLATES[wanted])
+    assert (found.tools, found.tools_problem) == (wanted, None)
+    assert found.takes_arguments_as_text is (wanted in (ToolStyle.DEEPSEEK_V3, ToolStyle.DEEPSEEK_V31))
+
+
+def test_templates_without_tools_have_no_notation_and_no_problem() -> None:
+    for source in (PLAIN, "<tool_call> without the variable", PLAIN + "{# no tools #}"):
+        assert style(source) == TemplateStyle()
 
 
 @pytest.mark.parametrize(
-    ("source", "style"),
+    "calls",
     [
-        ("no functions here", TemplateStyle()),
-        ("<tool_call> without the variable", TemplateStyle()),
-        (HERMES, TemplateStyle(ToolStyle.HERMES)),
-        ("{% if tools %}[TOOL_CALLS]{% endif %}", TemplateStyle(ToolStyle.MISTRAL)),
-        ("{% if tools %}<|python_tag|>{% endif %}", TemplateStyle(ToolStyle.LLAMA3)),
-        ("{% if tools %}[func_name1(a=1)] <|python_tag|>{% endif %}", TemplateStyle(ToolStyle.PYTHONIC)),
-        ("{{ messages[0].content.split('</think>') }}", TemplateStyle(None, has_reasoning=True)),
-        (THINKS, TemplateStyle(None, has_reasoning=True, begins_with_reasoning=True)),
+        "{{ '<call>' + message.tool_calls | tojson + '</call>' }}",
+        "{{ '<tool_call>' + message.tool_calls[0].function.name + ' with ' + "
+        "message.tool_calls[0].function.arguments | tojson + '</tool_call>' }}",
+        "",
     ],
 )
-def test_style_is_read_from_the_template(source: str, style: TemplateStyle) -> None:
-    sources = {"default": source}
-    assert style_of(sources, ChatTemplates(sources, {}), "auto", "auto") == style
+def test_a_notation_that_cannot_be_read_back_is_refused_with_the_reason(calls: str) -> None:
+    found = style(chatml(calls))
+    assert found.tools is None
+    assert found.tools_problem is not None
+    assert "model.tool_style" in found.tools_problem
 
 
-def test_the_style_of_a_tool_template_takes_precedence_over_the_default() -> None:
-    sources = {"default": "plain", "tool_use": HERMES}
+def test_the_settings_take_precedence() -> None:
+    assert style(TEMPLATES[ToolStyle.HERMES], "none", "think") == TemplateStyle(None, ReasoningStyle.THINK)
+    assert style(TEMPLATES[ToolStyle.HERMES], "pythonic", "none").tools is ToolStyle.PYTHONIC
+    unreadable = style(chatml("{{ message.tool_calls | tojson }}"), "glm")
+    assert (unreadable.tools, unreadable.tools_problem) == (ToolStyle.GLM, None)
+    # The setting also decides how the template gets arguments.
+    assert style(TEMPLATES[ToolStyle.DEEPSEEK_V31], "deepseek_v31").takes_arguments_as_text
+
+
+def test_the_template_for_tools_takes_precedence_over_the_default() -> None:
+    sources = {"default": PLAIN, "tool_use": TEMPLATES[ToolStyle.HERMES]}
     assert style_of(sources, ChatTemplates(sources, {}), "auto", "auto").tools is ToolStyle.HERMES
 
 
-def test_settings_win() -> None:
-    sources = {"default": HERMES}
-    templates = ChatTemplates(sources, {})
-    assert style_of(sources, templates, "none", "think") == TemplateStyle(None, has_reasoning=True)
-    assert style_of(sources, templates, "pythonic", "none") == TemplateStyle(ToolStyle.PYTHONIC)
+def test_arguments_are_rendered_as_the_template_needs_them() -> None:
+    sources = {"default": TEMPLATES[ToolStyle.DEEPSEEK_V31]}
+    call = {"id": "a", "type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}}
+    messages = (ChatMessage("user", "Hi"), ChatMessage("assistant", None, tool_calls_json=json.dumps([call])))
+    text = ChatTemplates(sources, {}).render(ChatPrompt(messages), takes_arguments_as_text=True)
+    assert '<｜tool▁call▁begin｜>add<｜tool▁sep｜>{"a": 1}<｜tool▁call▁end｜>' in text
+
+
+def shows(opening: str, closing: str) -> str:
+    """Return a template that writes reasoning between marks."""
+    thought = (
+        "{% if message.reasoning_content %}" + opening + "{{ message.reasoning_content }}" + closing + "{% endif %}"
+    )
+    return "{% for message in messages %}" + thought + "{{ message.content }}{% endfor %}"
+
+
+@pytest.mark.parametrize(
+    ("source", "wanted"),
+    [
+        (PLAIN, None),
+        (shows("<think>\n", "\n</think>\n\n"), ReasoningStyle.THINK),
+        (shows("[THINK]", "[/THINK]"), ReasoningStyle.BRACKETS),
+        (shows("<seed:think>", "</seed:think>"), ReasoningStyle.SEED),
+        (shows("◁think▷", "◁/think▷"), ReasoningStyle.KIMI),
+        (shows("<|channel>thought\n", "\n<channel|>"), ReasoningStyle.GEMMA),
+        (shows("<think>", "</think><response>"), ReasoningStyle.RESPONSE),
+        (TEMPLATES[ToolStyle.HARMONY], ReasoningStyle.HARMONY),
+        ("{{ messages[0].content.split('</think>')[-1] }}", ReasoningStyle.THINK),
+        (PLAIN + "{# <think> #}", None),
+    ],
+)
+def test_the_marks_of_reasoning_are_read_from_the_template(source: str, wanted: ReasoningStyle | None) -> None:
+    assert style(source).reasoning is wanted
+
+
+def test_whether_the_prompt_opens_reasoning_may_depend_on_the_request() -> None:
+    always = style(PLAIN + OPENED)
+    assert (always.reasoning, always.begins_with_reasoning) == (ReasoningStyle.THINK, True)
+    assert (always.begins_with_reasoning_on_request, always.begins_with_reasoning_although_off) == (True, True)
+    asked = style(SWITCHED)
+    assert (asked.reasoning, asked.begins_with_reasoning) == (ReasoningStyle.THINK, False)
+    assert (asked.begins_with_reasoning_on_request, asked.begins_with_reasoning_although_off) == (True, False)
+
+
+def test_whether_the_template_reads_the_effort_is_known() -> None:
+    assert style(PLAIN + "{{ reasoning_effort }}").reads_reasoning_effort
+    assert not style(PLAIN).reads_reasoning_effort
