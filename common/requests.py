@@ -67,3 +67,5 @@ class GenerateRequest:
     bad_words: tuple[str, ...] = ()
     # With several scheduler groups, requests of one view with equal keys are sent to the same group.
     routing_key: str | None = None
+    # Whether the admission has the ids of the prompt.
+    returns_prompt_ids: bool = False

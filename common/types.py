@@ -296,6 +296,8 @@ class Admission:
     request_id: RequestId
     prompt_tokens: int
     rejected: RequestFailure | None = None
+    # The prompt, if the request asks for it; only from the tokenizer.
+    prompt_ids: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -92,10 +92,11 @@ def admission_to_wire(admission: Admission) -> common_pb2.Admission:
         request_id=admission.request_id,
         rejected=failure_to_wire(admission.rejected) if admission.rejected else None,
         prompt_tokens=admission.prompt_tokens,
+        prompt_token_ids=admission.prompt_ids,
     )
 
 
 def admission_from_wire(message: common_pb2.Admission) -> Admission:
     """Decode an admission answer."""
     rejected = failure_from_wire(message.rejected) if message.HasField("rejected") else None
-    return Admission(RequestId(message.request_id), message.prompt_tokens, rejected)
+    return Admission(RequestId(message.request_id), message.prompt_tokens, rejected, tuple(message.prompt_token_ids))

@@ -51,6 +51,8 @@ class WholeChoice:
     # Number of tokens of each entry of `text`.
     tokens: list[int] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)
+    # If the request asks for them.
+    prompt_ids: Sequence[int] = ()
     # Shared by all choices of a prompt.
     prompt: PromptScores | None = None
 
@@ -62,6 +64,7 @@ def collect(updates: Iterable[ChoiceUpdate], choices: Sequence[WholeChoice]) -> 
         choice.text.append(update.text)
         choice.tokens.append(update.tokens)
         choice.token_ids.extend(update.token_ids)
+        choice.prompt_ids = update.prompt_ids or choice.prompt_ids
         choice.logprobs.extend(update.logprobs)
         if update.prompt_logprobs is not None and choice.prompt is not None:
             choice.prompt.add(update.prompt_logprobs)

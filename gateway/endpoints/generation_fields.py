@@ -38,7 +38,6 @@ RETURNED = (
     "return_prompt_text",
     "return_prompt_token_ids",
     "return_routed_experts",
-    "return_token_ids",
     "return_tokens_as_token_ids",
 )
 
@@ -128,6 +127,7 @@ class GenerationFields(StructureFields):
     bad_words: BadWords = None
     prompt_logprobs: int | None = Field(None, ge=0, le=MAX_TOP_LOGPROBS)
     truncate_prompt_tokens: int | None = Field(None, ge=1, le=INT32_MAX)
+    return_token_ids: bool | None = None
     priority: int | None = Field(None, ge=-INT32_MAX, le=INT32_MAX)
     cache_mode: CacheMode | None = Field(None, strict=False)
     user_id: str | None = None

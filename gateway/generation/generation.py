@@ -156,6 +156,7 @@ class Generation:
             self._interrupt(route, route.choices.values(), admission.rejected)
             return
         self._note_admission(route)
+        route.entry.prompt_ids = route.entry.prompt_ids or admission.prompt_ids
         # The scheduler may count the tokens generated before as the prompt of a resumed submission.
         if not route.entry.prompt_tokens:
             route.entry.prompt_tokens = admission.prompt_tokens
@@ -185,7 +186,7 @@ class Generation:
                 del self._routes[delta.request_id]
         failure = _failure_of(delta.finish)
         if failure is None:
-            self._pass_on(choice.apply(delta))
+            self._pass_on(route.entry.with_prompt_ids(choice.apply(delta)))
         else:
             self._interrupt(route, (choice,), failure)
 

@@ -31,6 +31,8 @@ class ChoiceUpdate:
     prompt_usage: PromptUsage | None = None
     # Only in updates before the first token of a prompt's first choice.
     prompt_logprobs: PromptLogprobsText | None = None
+    # Once for each choice, if the request asks for them.
+    prompt_ids: Sequence[int] = ()
 
     @property
     def tokens(self) -> int:
@@ -151,7 +153,7 @@ class ChoiceRecord:
 class JournalEntry:
     """One open request with its choices and the pipeline's report about its prompt."""
 
-    __slots__ = ("choices", "prompt_tokens", "prompt_usage", "request")
+    __slots__ = ("_told", "choices", "prompt_ids", "prompt_tokens", "prompt_usage", "request")
 
     def __init__(self, request: GenerateRequest, first_index: int = 0) -> None:
         """Start the entry of `request`, whose choice 0 is choice `first_index` of the response."""
@@ -160,6 +162,9 @@ class JournalEntry:
         self.prompt_tokens = 0
         # As reported for choice 0, which has just put the whole prompt into the cache, where the other choices find it.
         self.prompt_usage: PromptUsage | None = None
+        self.prompt_ids: tuple[int, ...] = ()
+        # The choices whose updates have had the prompt's ids.
+        self._told: set[int] = set()
 
     @property
     def is_finished(self) -> bool:
@@ -178,6 +183,13 @@ class JournalEntry:
         if wanted is None:
             return 0
         return wanted.reported(self.prompt_tokens) * wanted.values_per_token * options.n
+
+    def with_prompt_ids(self, update: ChoiceUpdate) -> ChoiceUpdate:
+        """Add the prompt's ids to the first update of each choice after they are known."""
+        if not self.prompt_ids or update.index in self._told:
+            return update
+        self._told.add(update.index)
+        return replace(update, prompt_ids=self.prompt_ids)
 
     def note_usage(self, choice: ChoiceRecord, usage: PromptUsage) -> None:
         """Keep the first report about the prompt; the report of choice 0 has precedence over the others.

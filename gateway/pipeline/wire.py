@@ -41,6 +41,7 @@ def generate_to_wire(request: GenerateRequest, reply_to: ReplyTo) -> tokenizer_p
         truncate_prompt_tokens=request.truncate_prompt_tokens,
         bad_words=request.bad_words,
         routing_key=request.routing_key,
+        return_prompt_ids=request.returns_prompt_ids,
     )
     message.MergeFrom(options_to_wire(request.options, tokenizer_pb2.GenerateRequest))
     match request.prompt:

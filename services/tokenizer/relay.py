@@ -78,6 +78,8 @@ class _Pending:
     session: GatewaySession
     submission: Submission
     phase: Phase = Phase.ENCODING
+    # For the admission, if the request asks for them.
+    prompt_ids: tuple[int, ...] = ()
 
     @property
     def request(self) -> GenerateRequest:
@@ -205,6 +207,8 @@ class Relay:
                 self._room.give_back(subject)
                 continue  # aborted in the meantime
             scheduled = self._try_schedule(submission, result)
+            if isinstance(scheduled, ScheduleRequest) and submission.request.returns_prompt_ids:
+                pending.prompt_ids = tuple(scheduled.token_ids.tolist())
             if isinstance(scheduled, Admission):
                 self._answer(scheduled)
             else:
@@ -248,6 +252,8 @@ class Relay:
         pending = self._pending.get(admission.request_id)
         if pending is not None:
             self._remove(admission.request_id)
+            if admission.rejected is None and pending.prompt_ids:
+                admission = replace(admission, prompt_ids=pending.prompt_ids)
             pending.session.post(_in_terms_of(pending.request, admission))
 
     def _remove(self, request_id: RequestId) -> Phase:

@@ -36,6 +36,7 @@ def submission_from_wire(message: tokenizer_pb2.GenerateRequest) -> Submission:
         truncate_prompt_tokens=(message.truncate_prompt_tokens if message.HasField("truncate_prompt_tokens") else None),
         bad_words=tuple(message.bad_words),
         routing_key=message.routing_key if message.HasField("routing_key") else None,
+        returns_prompt_ids=message.return_prompt_ids,
         prompt_name=message.prompt_name if message.HasField("prompt_name") else None,
     )
     return Submission(request, reply_to_from_wire(message.reply_to))

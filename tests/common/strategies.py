@@ -126,7 +126,13 @@ logprobs = st.integers(0, 5).flatmap(
         asked=st.lists(FLOAT, max_size=2).map(tuple),
     )
 )
-admissions = complete(Admission, request_id=NAMES.map(RequestId), prompt_tokens=COUNT, rejected=st.none() | failures)
+admissions = complete(
+    Admission,
+    request_id=NAMES.map(RequestId),
+    prompt_tokens=COUNT,
+    rejected=st.none() | failures,
+    prompt_ids=st.lists(TOKEN, max_size=3).map(tuple),
+)
 resumes = complete(Resume, token_ids=st.lists(TOKEN, max_size=5).map(tuple), delivered_characters=COUNT)
 prompt_logprobs = complete(
     PromptLogprobs, start=COUNT, top=st.integers(0, 20), token_ids=st.lists(TOKEN, max_size=3).map(tuple)
@@ -202,6 +208,7 @@ generate_requests = complete(
     truncate_prompt_tokens=st.none() | COUNT,
     bad_words=st.lists(NAMES, max_size=3).map(tuple),
     routing_key=st.none() | NAMES,
+    returns_prompt_ids=st.booleans(),
 )
 token_texts = complete(TokenText, token_id=TOKEN, logprob=FLOAT, text=st.binary(max_size=5))
 logprob_texts = complete(

@@ -35,9 +35,16 @@ MISTRAL_ID_CHARACTERS = 9
 class ChatChunks:
     """Frames chat chunks. Repeated parts are serialised once, because this runs for every token."""
 
-    def __init__(self, head: ResponseHead, *, include_usage: bool) -> None:
-        """`include_usage` adds a last chunk with token counts, and null counts to the others."""
+    def __init__(self, head: ResponseHead, *, include_usage: bool, token_ids: bool) -> None:
+        """`include_usage` adds a last chunk with token counts, and null counts to the others.
+
+        `token_ids` adds the ids of the prompt to the first chunk, and those of the output to each choice.
+        """
         self._include_usage = include_usage
+        self._has_ids = token_ids
+        # Ids that no chunk has had yet, by choice index.
+        self._ids: dict[int, list[int]] = {}
+        self._prompt_ids: Sequence[int] | None = None
         common = {
             "id": head.id,
             "object": "chat.completion.chunk",
@@ -50,6 +57,13 @@ class ChatChunks:
         # The start of a chunk up to the delta, by choice index.
         self._prefixes: dict[int, bytes] = {}
 
+    def note(self, update: ChoiceUpdate) -> None:
+        """Keep the ids of an update for the next chunk of its choice."""
+        if self._has_ids:
+            self._ids.setdefault(update.index, []).extend(update.token_ids)
+            if update.prompt_ids and self._prompt_ids is None:
+                self._prompt_ids = update.prompt_ids
+
     def has_begun(self, index: int) -> bool:
         """Whether the role of choice `index` has been sent."""
         return index in self._prefixes
@@ -61,11 +75,24 @@ class ChatChunks:
 
     def delta(self, index: int, delta: bytes, logprobs: bytes = b"null") -> bytes:
         """Return a chunk of a choice whose role has been sent; `delta` and `logprobs` are JSON."""
-        return self._prefixes[index] + delta + b',"logprobs":' + logprobs + b',"finish_reason":null' + self._tail
+        end = b',"logprobs":' + logprobs + b',"finish_reason":null'
+        return self._prefixes[index] + delta + end + (self._tail_with_ids(index) if self._has_ids else self._tail)
 
     def finish(self, index: int, reason: str, stop: int | str | None) -> bytes:
         end = b'{},"logprobs":null,"finish_reason":' + orjson.dumps(reason) + b',"matched_stop":' + orjson.dumps(stop)
-        return self._prefixes[index] + end + self._tail
+        return self._prefixes[index] + end + (self._tail_with_ids(index) if self._has_ids else self._tail)
+
+    def _tail_with_ids(self, index: int) -> bytes:
+        """Return the end of a chunk with the ids that no chunk has had yet."""
+        tail = self._tail
+        if ids := self._ids.pop(index, None):
+            tail = b',"token_ids":' + orjson.dumps(ids) + tail
+        if self._prompt_ids:
+            # The end of the choices, then fields of the chunk.
+            choices, _, rest = tail.partition(b"}]")
+            tail = choices + b'}],"prompt_token_ids":' + orjson.dumps(list(self._prompt_ids)) + rest
+            self._prompt_ids = ()
+        return tail
 
     def ending(self, usage: Usage, reasoning_tokens: int = 0) -> bytes:
         """Return the usage chunk, if requested, and the end mark."""
@@ -78,15 +105,18 @@ class ChatChunks:
 class ChatStream:
     """Renders chat chunks of outputs that consist of text only."""
 
-    def __init__(self, head: ResponseHead, *, logprobs: bool, include_usage: bool) -> None:
+    def __init__(self, head: ResponseHead, *, logprobs: bool, include_usage: bool, token_ids: bool = False) -> None:
+        """`token_ids` adds the ids of prompt and output."""
         self._logprobs = logprobs
-        self._chunks = ChatChunks(head, include_usage=include_usage)
+        self._has_ids = token_ids
+        self._chunks = ChatChunks(head, include_usage=include_usage, token_ids=token_ids)
 
     def events(self, update: ChoiceUpdate) -> bytes:
         """Return the chunks for one update: the role once, then text, then the finish on its own."""
         chunks, index = self._chunks, update.index
+        chunks.note(update)
         events = b"" if chunks.has_begun(index) else chunks.role(index)
-        if update.text or (self._logprobs and update.logprobs):
+        if update.text or (self._logprobs and update.logprobs) or (self._has_ids and update.token_ids):
             logprobs = orjson.dumps(logprobs_object(update.logprobs)) if self._logprobs else b"null"
             events += chunks.delta(index, b'{"content":' + orjson.dumps(update.text) + b"}", logprobs)
         if update.finish is not None:
@@ -105,10 +135,16 @@ class ChatStream:
 class WholeChat:
     """Renders a chat completion as one body."""
 
-    def __init__(self, head: ResponseHead, *, logprobs: bool, prompt_top: int | None = None) -> None:
-        """`prompt_top` adds the prompt's log probabilities, with `prompt_top` alternatives at each position."""
+    def __init__(
+        self, head: ResponseHead, *, logprobs: bool, prompt_top: int | None = None, token_ids: bool = False
+    ) -> None:
+        """`prompt_top` adds the prompt's log probabilities, with `prompt_top` alternatives at each position.
+
+        `token_ids` adds the ids of prompt and output.
+        """
         self._head = head
         self._logprobs = logprobs
+        self._has_ids = token_ids
         self._prompt_top = prompt_top
 
     def body(self, choices: Sequence[WholeChoice], usage: Usage) -> bytes:
@@ -121,7 +157,8 @@ class WholeChat:
             "usage": usage_object(usage),
             "system_fingerprint": self._head.fingerprint,
         }
-        return orjson.dumps(answer | prompt_logprobs_field(choices, self._prompt_top))
+        ids = prompt_ids_field(choices) if self._has_ids else {}
+        return orjson.dumps(answer | prompt_logprobs_field(choices, self._prompt_top) | ids)
 
     def _choice(self, index: int, choice: WholeChoice) -> dict[str, object]:
         return {
@@ -130,7 +167,12 @@ class WholeChat:
             "logprobs": logprobs_object(choice.logprobs) if self._logprobs else None,
             "finish_reason": choice.finish_reason,
             "matched_stop": choice.matched_stop,
-        }
+        } | ({"token_ids": choice.token_ids} if self._has_ids else {})
+
+
+def prompt_ids_field(choices: Sequence[WholeChoice]) -> dict[str, object]:
+    """Return the field `prompt_token_ids`."""
+    return {"prompt_token_ids": list(choices[0].prompt_ids) or None}
 
 
 def prompt_logprobs_field(choices: Sequence[WholeChoice], top: int | None) -> dict[str, object]:
@@ -217,11 +259,13 @@ def call_id(style: ToolStyle | None, name: str, index: int, written: str | None)
 class ParsedChatStream:
     """Renders chat chunks whose deltas are text, reasoning or parts of calls."""
 
-    def __init__(self, head: ResponseHead, reading: Reading, *, logprobs: bool, include_usage: bool) -> None:
-        """`reading` has the rules for parsing the outputs."""
+    def __init__(
+        self, head: ResponseHead, reading: Reading, *, logprobs: bool, include_usage: bool, token_ids: bool = False
+    ) -> None:
+        """`reading` has the rules for parsing the outputs; see `ChatStream` for the rest."""
         self._reading = reading
         self._logprobs = logprobs
-        self._chunks = ChatChunks(head, include_usage=include_usage)
+        self._chunks = ChatChunks(head, include_usage=include_usage, token_ids=token_ids)
         self._parsers: dict[int, AnswerParser] = {}
         self._reasoning_tokens = 0
 
@@ -229,6 +273,7 @@ class ParsedChatStream:
         parser = self._parsers.get(update.index)
         if parser is None:
             parser = self._parsers[update.index] = self._reading.parser()
+        self._chunks.note(update)
         self._reasoning_tokens += update.tokens * parser.is_thinking
         pieces = [*parser.feed(update.text), *(parser.flush() if update.finish is not None else ())]
         deltas = [_delta(piece, self._reading.tool_style) for piece in pieces]
@@ -264,9 +309,18 @@ class ParsedChatStream:
 class WholeParsedChat:
     """Renders a chat completion with tool calls and reasoning as one body."""
 
-    def __init__(self, head: ResponseHead, reading: Reading, *, logprobs: bool, prompt_top: int | None = None) -> None:
+    def __init__(
+        self,
+        head: ResponseHead,
+        reading: Reading,
+        *,
+        logprobs: bool,
+        prompt_top: int | None = None,
+        token_ids: bool = False,
+    ) -> None:
         """`reading` has the rules for parsing the outputs; see `WholeChat` for the rest."""
         self._head = head
+        self._has_ids = token_ids
         self._reading = reading
         self._logprobs = logprobs
         self._prompt_top = prompt_top
@@ -283,7 +337,8 @@ class WholeParsedChat:
             "usage": usage_object(usage, sum(answer.reasoning_tokens for answer in answers)),
             "system_fingerprint": self._head.fingerprint,
         }
-        return orjson.dumps(body | prompt_logprobs_field(choices, self._prompt_top))
+        ids = prompt_ids_field(choices) if self._has_ids else {}
+        return orjson.dumps(body | prompt_logprobs_field(choices, self._prompt_top) | ids)
 
     def _choice(self, index: int, choice: WholeChoice, message: Message) -> dict[str, object]:
         is_call = bool(message.calls) and choice.finish_reason == FINISH_REASONS[FinishReason.STOP]
@@ -293,7 +348,7 @@ class WholeParsedChat:
             "logprobs": logprobs_object(choice.logprobs) if self._logprobs else None,
             "finish_reason": TOOL_CALLS if is_call else choice.finish_reason,
             "matched_stop": choice.matched_stop,
-        }
+        } | ({"token_ids": choice.token_ids} if self._has_ids else {})
 
 
 def message_object(message: Message, reading: Reading) -> dict[str, object]:

@@ -84,13 +84,14 @@ def chat_request(
 
 
 def _stream(body: ChatCompletionBody, head: ResponseHead, reading: Reading) -> StreamRenderer:
-    logprobs, include_usage = bool(body.logprobs), body.wants_usage_in_stream
+    logprobs, usage, ids = bool(body.logprobs), body.wants_usage_in_stream, bool(body.return_token_ids)
     if reading.is_plain:
-        return ChatStream(head, logprobs=logprobs, include_usage=include_usage)
-    return ParsedChatStream(head, reading, logprobs=logprobs, include_usage=include_usage)
+        return ChatStream(head, logprobs=logprobs, include_usage=usage, token_ids=ids)
+    return ParsedChatStream(head, reading, logprobs=logprobs, include_usage=usage, token_ids=ids)
 
 
 def _whole(body: ChatCompletionBody, head: ResponseHead, reading: Reading) -> WholeRenderer:
+    logprobs, top, ids = bool(body.logprobs), body.prompt_logprobs, bool(body.return_token_ids)
     if reading.is_plain:
-        return WholeChat(head, logprobs=bool(body.logprobs), prompt_top=body.prompt_logprobs)
-    return WholeParsedChat(head, reading, logprobs=bool(body.logprobs), prompt_top=body.prompt_logprobs)
+        return WholeChat(head, logprobs=logprobs, prompt_top=top, token_ids=ids)
+    return WholeParsedChat(head, reading, logprobs=logprobs, prompt_top=top, token_ids=ids)

@@ -135,9 +135,11 @@ class Conversation(Schema):
 
     def _template_variables(self) -> dict[str, Any]:  # Any: free JSON
         thinking = self.thinking
-        fields = {"reasoning_effort": thinking.effort, "thinking_budget": thinking.budget}
-        fields |= dict.fromkeys(THINKING_VARIABLES, thinking.is_on)
-        return {name: value for name, value in fields.items() if value is not None} | (self.chat_template_kwargs or {})
+        fields: dict[str, Any] = {"reasoning_effort": thinking.effort, "thinking_budget": thinking.budget}
+        stated = self.chat_template_kwargs or {}
+        if not stated.keys() & set(THINKING_VARIABLES):
+            fields |= dict.fromkeys(THINKING_VARIABLES, thinking.is_on)
+        return {name: value for name, value in fields.items() if value is not None} | stated
 
 
 class ChatCompletionBody(GenerationFields, Conversation):

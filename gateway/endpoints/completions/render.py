@@ -83,9 +83,11 @@ class CompletionStream:
         include_usage: bool,
         echo: Echo | None = None,
         choices_per_prompt: int = 1,
+        token_ids: bool = False,
     ) -> None:
-        """With `echo`, each choice begins with its prompt."""
+        """With `echo`, each choice begins with its prompt; `token_ids` adds the ids of prompt and output."""
         self._logprobs = logprobs
+        self._has_ids = token_ids
         self._include_usage = include_usage
         self._echo = echo
         is_scored = echo is not None and echo.top is not None
@@ -123,7 +125,8 @@ class CompletionStream:
     def _chunk(self, update: ChoiceUpdate, choice: _StreamedChoice) -> bytes:
         text, choice.echo = choice.echo + update.text, ""
         with_logprobs = self._logprobs and bool(update.logprobs)
-        if not text and not with_logprobs and update.finish is None:
+        ids = _ids_of(update) if self._has_ids else b""
+        if not text and not with_logprobs and update.finish is None and not ids:
             return b""
         logprobs = b"null"
         if with_logprobs:
@@ -133,7 +136,7 @@ class CompletionStream:
         delta = orjson.dumps(text) + b',"logprobs":' + logprobs + b',"finish_reason":' + reason
         if update.finish is not None:
             delta += b',"matched_stop":' + orjson.dumps(matched_stop(update.finish))
-        return choice.prefix + delta + self._tail
+        return choice.prefix + delta + ids + self._tail
 
     def ending(self, usage: Usage) -> bytes:
         """Return the usage chunk, if requested, and the end mark."""
@@ -146,17 +149,30 @@ class CompletionStream:
         return failed_stream(error)
 
 
+def _ids_of(update: ChoiceUpdate) -> bytes:
+    """Return the fields with the ids of an update, each with a comma before it."""
+    prompt = b',"prompt_token_ids":' + orjson.dumps(list(update.prompt_ids)) if update.prompt_ids else b""
+    return prompt + (b',"token_ids":' + orjson.dumps(list(update.token_ids)) if update.token_ids else b"")
+
+
 class WholeCompletion:
     """Renders a completion as one body."""
 
     def __init__(
-        self, head: ResponseHead, *, logprobs: bool, echo: Echo | None = None, prompt_top: int | None = None
+        self,
+        head: ResponseHead,
+        *,
+        logprobs: bool,
+        echo: Echo | None = None,
+        prompt_top: int | None = None,
+        token_ids: bool = False,
     ) -> None:
-        """With `echo`, each choice begins with its prompt.
+        """With `echo`, each choice begins with its prompt; `token_ids` adds the ids of prompt and output.
 
         With `prompt_top`, log probabilities of the prompt are included, with `prompt_top` alternatives at each
         position.
         """
+        self._has_ids = token_ids
         self._head = head
         self._logprobs = logprobs
         self._echo = echo
@@ -176,6 +192,8 @@ class WholeCompletion:
         }
         if self._prompt_top is not None and choice.prompt is not None:
             shape["prompt_logprobs"] = by_id(choice.prompt, self._prompt_top)
+        if self._has_ids:
+            shape |= {"token_ids": choice.token_ids, "prompt_token_ids": list(choice.prompt_ids) or None}
         return shape
 
     def _logprobs_of(self, index: int, choice: WholeChoice) -> dict[str, list[object]]:

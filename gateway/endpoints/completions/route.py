@@ -41,14 +41,14 @@ def add_routes(router: APIRouter, context: Context) -> None:
         first = replace(first, add_special_tokens=body.add_special_tokens)
         requests = one_per_prompt(first, body.prompt)
         echo = await _echo(context, request, requester.subject, body) if body.echo else None
-        logprobs = body.logprobs is not None
+        logprobs, ids = body.logprobs is not None, bool(body.return_token_ids)
         if body.stream:
             usage, choices = body.wants_usage_in_stream, body.choices
             chunks = CompletionStream(
-                head, logprobs=logprobs, include_usage=usage, echo=echo, choices_per_prompt=choices
+                head, logprobs=logprobs, include_usage=usage, echo=echo, choices_per_prompt=choices, token_ids=ids
             )
             return context.stream(requester, requests, chunks)
-        whole = WholeCompletion(head, logprobs=logprobs, echo=echo, prompt_top=body.prompt_logprobs)
+        whole = WholeCompletion(head, logprobs=logprobs, echo=echo, prompt_top=body.prompt_logprobs, token_ids=ids)
         return context.whole(
             requester, requests, BestOf(whole, body.choices, body.returned) if body.is_contest else whole
         )

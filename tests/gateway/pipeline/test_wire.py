@@ -53,16 +53,46 @@ def test_a_model_arrives_with_all_its_fields() -> None:
         has_chat_template=True,
         created_unix_s=1700000000,
         tool_style=tokenizer_pb2.TOOL_STYLE_LLAMA3,
-        reasoning_style=ReasoningStyle.THINK,
+        has_reasoning=True,
+        reasoning_style=tokenizer_pb2.REASONING_STYLE_SEED,
         begins_with_reasoning=True,
+        begins_with_reasoning_on_request=True,
+        begins_with_reasoning_although_off=True,
+        reads_reasoning_effort=True,
+        tools_problem="unknown",
         is_encoder=True,
         pooling=common_pb2.POOLING_FIRST,
         embedding_dimensions=384,
     )
     assert {field.name for field, _ in message.ListFields()} == {field.name for field in message.DESCRIPTOR.fields}
-    expected = ModelInfo("minilm", 512, 30522, True, 1700000000, ToolStyle.LLAMA3, True, True, True, Pooling.FIRST, 384)
+    expected = ModelInfo(
+        "minilm",
+        512,
+        30522,
+        has_chat_template=True,
+        created_unix_s=1700000000,
+        tool_style=ToolStyle.LLAMA3,
+        reasoning_style=ReasoningStyle.SEED,
+        begins_with_reasoning=True,
+        begins_with_reasoning_on_request=True,
+        begins_with_reasoning_although_off=True,
+        reads_reasoning_effort=True,
+        tools_problem="unknown",
+        is_encoder=True,
+        pooling=Pooling.FIRST,
+        embedding_dimensions=384,
+    )
     assert model_from_wire(message) == expected
     assert all(getattr(expected, field.name) != field.default for field in fields(expected))
+
+
+def test_each_way_to_mark_reasoning_arrives() -> None:
+    arrived = {
+        name: model_from_wire(tokenizer_pb2.GetModelResponse(reasoning_style=value)).reasoning_style
+        for name, value in tokenizer_pb2.ReasoningStyle.items()
+    }
+    known = {f"REASONING_STYLE_{style.name}": style for style in ReasoningStyle}
+    assert arrived == {"REASONING_STYLE_UNSPECIFIED": None, **known}
 
 
 def test_each_way_to_write_tool_calls_arrives() -> None:

@@ -808,6 +808,7 @@ class Admission(_message.Message):
     REQUEST_ID_FIELD_NUMBER: _builtins.int
     REJECTED_FIELD_NUMBER: _builtins.int
     PROMPT_TOKENS_FIELD_NUMBER: _builtins.int
+    PROMPT_TOKEN_IDS_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     prompt_tokens: _builtins.int
     """Length of the tokenized prompt."""
@@ -815,16 +816,21 @@ class Admission(_message.Message):
     def rejected(self) -> Global___RequestError:
         """Absent: accepted."""
 
+    @_builtins.property
+    def prompt_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """The tokenized prompt, if the request asks for it; only from the tokenizer."""
+
     def __init__(
         self,
         *,
         request_id: _builtins.str = ...,
         rejected: Global___RequestError | None = ...,
         prompt_tokens: _builtins.int = ...,
+        prompt_token_ids: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_rejected", b"_rejected", "rejected", b"rejected"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_rejected", b"_rejected", "prompt_tokens", b"prompt_tokens", "rejected", b"rejected", "request_id", b"request_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_rejected", b"_rejected", "prompt_token_ids", b"prompt_token_ids", "prompt_tokens", b"prompt_tokens", "rejected", b"rejected", "request_id", b"request_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__rejected: _TypeAlias = _typing.Literal["rejected"]  # noqa: Y015
     _WhichOneofArgType__rejected: _TypeAlias = _typing.Literal["_rejected", b"_rejected"]  # noqa: Y015
