@@ -69,7 +69,8 @@ class PythonArguments:
         return ", ".join(f"{name}={to_json(value)}" for name, value in arguments.items())
 
     def format(self, schema: Schema) -> Format:
-        required, others = [], []
+        required: list[Format] = []
+        others: list[Format] = []
         for name, inner in (schema.get("properties") or {}).items():
             value = sequence(*const(f"{name}="), json_value(with_definitions(inner, schema)))
             (required if name in (schema.get("required") or ()) else others).append(value)
@@ -172,7 +173,8 @@ class GemmaArguments:
             member = sequence(regex(r"[A-Za-z_][A-Za-z0-9_]*"), *const(":"), self._any(depth - 1))
             more = star(sequence(*const(","), member))
             return sequence(*const("{"), optional(sequence(member, more)), *const("}"))
-        required, others = [], []
+        required: list[Format] = []
+        others: list[Format] = []
         for name, inner in properties.items():
             part = sequence(*marked(f"{self._key(name)}:"), self._value(inner, whole, depth))
             (required if name in (schema.get("required") or ()) else others).append(part)

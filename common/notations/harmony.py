@@ -30,8 +30,8 @@ MAX_HEADER_CHARACTERS = 1024
 _ENDS = (END, CALL, RETURN, START, CHANNEL)
 _CHANNEL = re.compile(r"<\|channel\|>\s*(\w+)")
 _RECIPIENT = re.compile(r"\bto=(?:functions\.)?([^\s<]+)")
-# What a message can begin with, where the prompt has begun it.
-_BEGINNINGS = (START, CHANNEL, " to=", "to=", MESSAGE, *_ENDS)
+# The beginnings of a header, where the prompt may have begun the message.
+_HEADERS = (START, CHANNEL, " to=", "to=")
 
 
 class HarmonyParser:
@@ -67,25 +67,23 @@ class HarmonyParser:
         return [] if held.lstrip().startswith(("<|", "to=")) else merged([Text(held)])
 
     def _step_header(self, pieces: list[Piece]) -> bool:
-        header, mark, rest = self._held.partition(MESSAGE)
-        if not mark:
-            if any(beginning.startswith(self._held) for beginning in _BEGINNINGS):
-                return False
-            if self._held.startswith(_BEGINNINGS) and len(self._held) <= MAX_HEADER_CHARACTERS:
-                return False
-        if not mark or not header.startswith(_BEGINNINGS[:4]):
-            # No header of a message: text in none.
-            self._is_header = self._is_reasoning = self._is_call = False
-            if not mark:
+        held = self._held
+        if held.startswith(_HEADERS):
+            header, mark, rest = held.partition(MESSAGE)
+            if mark and len(header) <= MAX_HEADER_CHARACTERS:
+                self._begin(header, pieces)
+                self._held = rest
                 return True
-            rest = self._held if header else rest
-            if header:
-                pieces.append(Text(header))
-                rest = self._held[len(header) + len(mark) :]
-            self._held = rest
-            return True
-        self._begin(header, pieces)
-        self._held = rest
+            if len(header) <= MAX_HEADER_CHARACTERS:
+                return False
+            pieces.append(Text(held[0]))
+            self._held = held[1:]
+        elif any(beginning.startswith(held) for beginning in (*_HEADERS, MESSAGE, *_ENDS)):
+            return False
+        else:
+            self._held = held.removeprefix(MESSAGE)
+        # Text in no message.
+        self._is_header = self._is_reasoning = self._is_call = False
         return True
 
     def _begin(self, header: str, pieces: list[Piece]) -> None:

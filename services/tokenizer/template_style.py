@@ -228,7 +228,8 @@ def _reasoning_of(source: str, templates: ChatTemplates, setting: str) -> Templa
         return TemplateStyle()
     opening = MARKS[style].opening
     prompts = [_prompt(templates, variables) for variables in (None, _REASON, _DO_NOT_REASON)]
-    return TemplateStyle(None, style, *(prompt.rstrip().endswith(opening) for prompt in prompts))
+    begins, on_request, although_off = (prompt.rstrip().endswith(opening) for prompt in prompts)
+    return TemplateStyle(None, style, begins, on_request, although_off)
 
 
 def _found_reasoning(source: str, templates: ChatTemplates) -> ReasoningStyle | None:

@@ -101,7 +101,8 @@ def says(
     """A script that gives every choice one token per word, and continues where a resumed request stopped."""
 
     def script(request: GenerateRequest) -> Iterable[Event]:
-        yield Admission(request.request_id, usage.prompt_tokens)
+        ids = tuple(range(usage.prompt_tokens)) if request.returns_prompt_ids else ()
+        yield Admission(request.request_id, usage.prompt_tokens, prompt_ids=ids)
         if request.options.pooling is not None:
             embedded = Finish(FinishReason.STOP, embedding=EMBEDDING)
             yield Delta(request.request_id, 0, 0, (), "", prompt_usage=usage, finish=embedded)

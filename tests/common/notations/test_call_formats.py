@@ -178,13 +178,14 @@ def test_grammars_refuse_what_the_schema_does(compiler: Compiler, style: ToolSty
     notation = NOTATIONS[style]
     named = compiled(compiler, notation.forced([WEATHER], named=True, in_parallel=False))
     prefix = notation.prefix(WEATHER.name)
-    for arguments, is_valid in [
+    cases: list[tuple[dict[str, Any], bool]] = [
         ({"city": "Paris", "days": 3}, True),
         ({"city": "London"}, False),
         ({"city": "Paris", "days": "x"}, False),
         ({"city": "Paris", "planet": "Mars"}, False),
         ({"days": 3}, False),
-    ]:
+    ]
+    for arguments, is_valid in cases:
         text = rendered(style, [Call(WEATHER.name, arguments)])
         assert matches(named, text.removeprefix(prefix)) == is_valid, arguments
 

@@ -42,7 +42,8 @@ def test_calls_are_read_as_they_were_written(style: ToolStyle, data: st.DataObje
     assert calls_in(pieces) == calls
     assert text_in(pieces) == ("I look." if before else "")
     sizes = data.draw(st.lists(st.integers(1, 9), min_size=1, max_size=4))
-    parts, position = [], 0
+    parts: list[str] = []
+    position = 0
     while position < len(text):
         size = sizes[len(parts) % len(sizes)]
         parts.append(text[position : position + size])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 from typing import TYPE_CHECKING, Any
 
 import orjson
@@ -135,3 +136,43 @@ async def test_metadata_names_a_subject_only_if_the_credential_vouches(
     response = await gateway.post("/v1/messages", body, {"x-api-key": "secret"})
     assert response.status_code == 200, response.text
     assert [request.view for request in gateway.pipeline.submitted] == [view]
+
+
+async def test_thinking_and_effort_reach_the_template_and_limit_the_reasoning() -> None:
+    gateway = thinking("x")
+    for fields, budget, variables in [
+        (
+            {"thinking": {"type": "enabled", "budget_tokens": 8}},
+            8,
+            {"thinking_budget": 8, "enable_thinking": True, "thinking": True},
+        ),
+        ({"thinking": {"type": "adaptive"}}, None, {"enable_thinking": True, "thinking": True}),
+        ({"thinking": {"type": "disabled"}}, None, {"enable_thinking": False, "thinking": False}),
+        (
+            {"output_config": {"effort": "low"}},
+            1024,
+            {"reasoning_effort": "low", "enable_thinking": True, "thinking": True},
+        ),
+    ]:
+        response = await post(gateway, **fields)
+        assert response.status_code == 200, response.text
+        request = gateway.pipeline.submitted[-1]
+        assert isinstance(request.prompt, ChatPrompt)
+        assert json.loads(request.prompt.template_variables_json or "{}") == variables
+        grammar = request.options.sampling.grammar
+        assert (f'"max_tokens":{budget}' in grammar.text) if grammar is not None else budget is None
+
+
+async def test_an_output_format_constrains_the_answer() -> None:
+    gateway = thinking("x")
+    schema = {"type": "object", "properties": {"a": {"type": "integer"}}}
+    await post(gateway, output_config={"format": {"type": "json_schema", "schema": schema}})
+    grammar = gateway.pipeline.submitted[-1].options.sampling.grammar
+    assert grammar is not None
+    assert '"a":{"type":"integer"}' in grammar.text
+
+
+async def test_counting_tokens_accepts_any_budget() -> None:
+    body = {"model": "tiny", "messages": [{"role": "user", "content": "Hello"}]}
+    body |= {"thinking": {"type": "enabled", "budget_tokens": 100_000}}
+    assert (await thinking("x").post("/v1/messages/count_tokens", body)).status_code == 200

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 from typing import TYPE_CHECKING, Any
 
 import openai
@@ -194,3 +195,132 @@ async def test_the_sdk_accumulates_streamed_calls() -> None:
     assert message.tool_calls is not None
     assert [call.function.arguments for call in message.tool_calls] == ['{"city": "Paris"}'] * 2
     assert len({call.id for call in message.tool_calls}) == 2
+
+
+async def test_a_model_whose_notation_cannot_be_read_refuses_tools_with_the_reason_and_chats() -> None:
+    gateway = gateway_of(["x"], style=None, tools_problem="its notation is not known")
+    error = error_of(await gateway.chat(tools=[WEATHER]), 400)
+    assert error["param"] == "tools"
+    assert "its notation is not known" in error["message"]
+    assert (await gateway.chat()).status_code == 200
+
+
+async def test_calls_are_read_with_the_types_of_the_tool_s_schema() -> None:
+    parameters = {"type": "object", "properties": {"a": {"type": "integer"}, "b": {"type": "string"}}}
+    tool = {"type": "function", "function": {"name": "add", "parameters": parameters}}
+    text = (
+        "<tool_call>\n<function=add>\n<parameter=a>\n1\n</parameter>\n<parameter=b>\n2\n</parameter>\n"
+        "</function>\n</tool_call>"
+    )
+    gateway = gateway_of([text], style=ToolStyle.QWEN3_CODER)
+    [call] = (await gateway.chat(tools=[tool])).json()["choices"][0]["message"]["tool_calls"]
+    assert json.loads(call["function"]["arguments"]) == {"a": 1, "b": "2"}
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_ids_of_calls_are_those_of_the_notation(stream: bool) -> None:
+    text = (
+        "<|tool_calls_section_begin|><|tool_call_begin|>functions.get_weather:3<|tool_call_argument_begin|>{}"
+        "<|tool_call_end|><|tool_calls_section_end|>"
+    )
+    gateway = gateway_of([text], style=ToolStyle.KIMI_K2)
+    if stream:
+        chunks = await chunks_of(gateway, tools=[WEATHER])
+        [id_] = [
+            call["id"]
+            for chunk in chunks
+            for call in chunk["choices"][0]["delta"].get("tool_calls", ())
+            if "id" in call
+        ]
+    else:
+        id_ = (await gateway.chat(tools=[WEATHER])).json()["choices"][0]["message"]["tool_calls"][0]["id"]
+    assert id_ == "functions.get_weather:3"
+
+
+HARMONY_ANSWER = [
+    "<|channel|>", "analysis", "<|message|>", "Hm", "<|end|>", "<|start|>", "assistant", "<|channel|>", "final",
+    "<|message|>", "Yes",
+]  # fmt: skip
+
+
+async def test_messages_of_harmony_are_read_with_and_without_tools() -> None:
+    style = {"style": ToolStyle.HARMONY, "reasoning_style": ReasoningStyle.HARMONY}
+    gateway = gateway_of(HARMONY_ANSWER, **style)
+    for fields in ({}, {"tools": [WEATHER]}, {"stream": False}):
+        message = (await gateway.chat(**fields)).json()["choices"][0]["message"]
+        assert (message["reasoning_content"], message["content"]) == ("Hm", "Yes")
+    joined = (await gateway.chat(separate_reasoning=False)).json()["choices"][0]["message"]
+    assert joined["content"] == "HmYes"
+    assert not any(request.options.skip_special_tokens for request in gateway.pipeline.submitted)
+
+
+def budget_of(gateway: FakedGateway) -> int | None:
+    """Return the maximum tokens of reasoning in the last request's grammar."""
+    grammar = gateway.pipeline.submitted[-1].options.sampling.grammar
+    found = re.search(r'"max_tokens":(\d+)', grammar.text) if grammar is not None else None
+    return int(found[1]) if found else None
+
+
+def variables_of(gateway: FakedGateway) -> dict[str, Any]:
+    prompt = gateway.pipeline.submitted[-1].prompt
+    assert isinstance(prompt, ChatPrompt)
+    variables: dict[str, Any] = json.loads(prompt.template_variables_json or "{}")
+    return variables
+
+
+@pytest.mark.parametrize(
+    ("fields", "budget", "variables"),
+    [
+        ({}, None, {}),
+        ({"thinking_token_budget": 100}, 100, {"enable_thinking": True, "thinking": True, "thinking_budget": 100}),
+        ({"thinking_token_budget": -1}, None, {}),
+        ({"thinking_token_budget": 0}, 0, {"enable_thinking": False, "thinking": False, "thinking_budget": 0}),
+        ({"reasoning_effort": "low"}, 1024, {"enable_thinking": True, "thinking": True, "reasoning_effort": "low"}),
+        ({"reasoning_effort": "max"}, None, {"enable_thinking": True, "thinking": True, "reasoning_effort": "max"}),
+        ({"reasoning_effort": "none"}, 0, {"enable_thinking": False, "thinking": False, "reasoning_effort": "none"}),
+        ({"chat_template_kwargs": {"enable_thinking": False}}, 0, {"enable_thinking": False}),
+        (
+            {"reasoning_effort": "low", "thinking_token_budget": 7},
+            7,
+            {"enable_thinking": True, "thinking": True, "reasoning_effort": "low", "thinking_budget": 7},
+        ),
+        ({"thinking_token_budget": 7, "add_generation_prompt": False}, None, None),
+    ],
+)
+async def test_budgets_and_efforts_reach_the_template_and_limit_the_reasoning(
+    fields: dict[str, Any], budget: int | None, variables: dict[str, Any] | None
+) -> None:
+    # The template opens the reasoning whatever the request says.
+    opens = {"begins_with_reasoning": True, "begins_with_reasoning_on_request": True}
+    gateway = gateway_of(["x"], reasoning_style=ReasoningStyle.THINK, begins_with_reasoning_although_off=True, **opens)
+    assert (await gateway.chat(**fields)).status_code == 200
+    assert budget_of(gateway) == budget
+    assert variables is None or variables_of(gateway) == variables
+
+
+async def test_an_effort_is_no_budget_where_the_template_reads_it() -> None:
+    gateway = gateway_of(["x"], reasoning_style=ReasoningStyle.THINK, reads_reasoning_effort=True)
+    await gateway.chat(reasoning_effort="low")
+    assert budget_of(gateway) is None
+    await gateway.chat(reasoning_effort="low", thinking_token_budget=5)
+    assert budget_of(gateway) == 5
+
+
+async def test_no_budget_is_set_for_models_that_do_not_reason_or_have_been_told_not_to() -> None:
+    plain = gateway_of(["x"])
+    await plain.chat(thinking_token_budget=5, reasoning_effort="low")
+    assert budget_of(plain) is None
+    switched = gateway_of(["x"], reasoning_style=ReasoningStyle.THINK, begins_with_reasoning_on_request=True)
+    await switched.chat(reasoning_effort="none")
+    assert switched.pipeline.submitted[-1].options.sampling.grammar is None
+    await switched.chat(thinking_token_budget=5, tools=[WEATHER])
+    assert budget_of(switched) == 5
+    assert (await switched.chat(thinking_token_budget=-2)).status_code == 400
+
+
+async def test_whether_an_answer_begins_with_reasoning_depends_on_the_request() -> None:
+    gateway = gateway_of(["Hm</think>Yes"], reasoning_style=ReasoningStyle.THINK, begins_with_reasoning_on_request=True)
+    asked = (await gateway.chat(chat_template_kwargs={"thinking": True})).json()["choices"][0]["message"]
+    assert (asked["reasoning_content"], asked["content"]) == ("Hm", "Yes")
+    not_asked = (await gateway.chat()).json()["choices"][0]["message"]
+    assert not_asked["content"] == "Hm</think>Yes"

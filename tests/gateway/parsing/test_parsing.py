@@ -203,9 +203,11 @@ def test_an_answer_that_had_to_begin_with_a_call_is_read_with_its_beginning(styl
         reading = replace(reading, prefix=call_prefix(reading, style, name))
         rest = whole.removeprefix(NOTATIONS[style].prefix(name))
         pieces = read(reading, list(rest))
-        assert [type(piece) for piece in pieces] == [CallStart, CallArguments]
-        assert pieces[0][:2] == (0, "add")
-        assert json.loads(pieces[1].text) == {"a": 1}
+        [start, arguments] = pieces
+        assert isinstance(start, CallStart)
+        assert isinstance(arguments, CallArguments)
+        assert start.name == "add"
+        assert json.loads(arguments.text) == {"a": 1}
 
 
 def test_arguments_are_passed_on_as_they_come() -> None:
