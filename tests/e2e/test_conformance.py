@@ -36,10 +36,13 @@ TOOL: Any = {
 
 @pytest.fixture(scope="module")
 def served(run_root: Path) -> Iterator[Served]:
-    """A deployment that takes the bundled model for one that calls tools: grammars make its calls right."""
+    """A deployment that takes the bundled model for one that calls tools and reasons: grammars make it do so."""
     require_model()
     yield from serve(
-        Settings(model=ModelSettings(tool_style="hermes"), gateway=GatewaySettings(port=0, anonymous="vouched")),
+        Settings(
+            model=ModelSettings(tool_style="hermes", reasoning_style="think"),
+            gateway=GatewaySettings(port=0, anonymous="vouched"),
+        ),
         run_root,
     )
 
@@ -166,3 +169,33 @@ def test_models_and_errors(client: openai.OpenAI, served: Served) -> None:
     assert refused.value.param == "temperature"
     assert isinstance(refused.value.body, dict)
     assert refused.value.body.keys() == {"message", "type", "param", "code"}
+
+
+def test_ends_and_ids_are_those_of_the_engine(client: openai.OpenAI, served: Served) -> None:
+    """Fields of SGLang and vLLM that the SDK passes through."""
+    extra: dict[str, Any] = {"return_token_ids": True, "stop_token_ids": [2**31 - 1], "ebnf": 'root ::= "a" "b"'}
+    extra["separate_reasoning"] = False
+    answer = client.chat.completions.create(model=served.model, messages=CHAT, temperature=0, extra_body=extra)
+    [choice] = answer.to_dict()["choices"]
+    assert choice["message"]["content"] == "ab"
+    assert isinstance(choice["matched_stop"], int)
+    assert choice["token_ids"][-1] == choice["matched_stop"]
+    assert len(answer.to_dict()["prompt_token_ids"]) == answer.to_dict()["usage"]["prompt_tokens"]
+    by_expression = client.completions.create(
+        model=served.model, prompt="1 2 3", max_tokens=20, temperature=0, extra_body={"stop_regex": "[0-9]"}
+    )
+    assert by_expression.to_dict()["choices"][0]["matched_stop"] == "[0-9]"
+
+
+@pytest.mark.parametrize("fields", [{}, {"tools": [TOOL]}])
+def test_reasoning_ends_with_its_budget(client: openai.OpenAI, served: Served, fields: dict[str, Any]) -> None:
+    budget = 10
+    answer = client.chat.completions.create(
+        model=served.model, messages=CHAT, max_tokens=60, seed=5, extra_body={"thinking_token_budget": budget}, **fields
+    ).to_dict()
+    [choice] = answer["choices"]
+    assert choice["message"]["reasoning_content"]
+    assert choice["message"]["content"]
+    # The tokens of both marks count, too.
+    marks = 2 * len("</think>")
+    assert 0 < answer["usage"]["completion_tokens_details"]["reasoning_tokens"] <= budget + marks

@@ -45,7 +45,7 @@ CLOCK = BoundTool("clock", {"type": "object", "properties": {}, "additionalPrope
 SCHEMAS = {tool.name: tool.schema for tool in (WEATHER, CLOCK)}
 STYLES = list(ToolStyle)
 # Notations whose calls may follow text.
-IN_TEXT = [style for style in STYLES if style not in (ToolStyle.LLAMA3, ToolStyle.PYTHONIC, ToolStyle.HARMONY)]
+IN_TEXT = [ToolStyle.HERMES, ToolStyle.GLM, ToolStyle.DEEPSEEK_V31, ToolStyle.MINIMAX, ToolStyle.GEMMA]
 
 
 @pytest.fixture(scope="module")
@@ -64,7 +64,7 @@ def matches(grammar: xgrammar.CompiledGrammar, text: str) -> bool:
     return matcher.accept_string(text) and matcher.is_terminated()
 
 
-def outputs(format_: Format, count: int = 2, begun: str = "") -> list[str]:
+def outputs(format_: Format, count: int = 1, begun: str = "") -> list[str]:
     """Return what is sampled under a format, beginning with the text `begun`."""
     text = json.dumps({"type": "structural_tag", "format": format_})
     grammar = Grammar(GrammarKind.STRUCTURAL_TAG, text, "tools")
@@ -93,8 +93,9 @@ def test_the_call_of_a_named_tool_is_finished_as_its_schema_says(style: ToolStyl
         jsonschema.validate(call.arguments, WEATHER.schema)
 
 
-@pytest.mark.parametrize("style", STYLES)
-@pytest.mark.parametrize("in_parallel", [False, True])
+@pytest.mark.parametrize(
+    ("style", "in_parallel"), [*((style, True) for style in STYLES), (ToolStyle.HERMES, False), (ToolStyle.GLM, False)]
+)
 def test_forced_calls_name_a_given_tool(style: ToolStyle, in_parallel: bool) -> None:
     notation = NOTATIONS[style]
     for output in outputs(notation.forced([WEATHER, CLOCK], named=False, in_parallel=in_parallel)):
@@ -106,7 +107,9 @@ def test_forced_calls_name_a_given_tool(style: ToolStyle, in_parallel: bool) -> 
             jsonschema.validate(call.arguments, SCHEMAS[call.name])
 
 
-@pytest.mark.parametrize("style", STYLES)
+@pytest.mark.parametrize(
+    "style", [ToolStyle.HERMES, ToolStyle.LLAMA3, ToolStyle.PYTHONIC, ToolStyle.QWEN3_CODER, ToolStyle.HARMONY]
+)
 def test_an_answer_is_either_tool_calls_or_content_in_the_requested_format(style: ToolStyle) -> None:
     notation = NOTATIONS[style]
     content: Format = {"type": "regex", "pattern": "(yes|no)"}
@@ -159,7 +162,7 @@ GRAMMARS: dict[tuple[ToolStyle, bool], Any] = {}
 
 
 @pytest.mark.parametrize("style", [style for style in STYLES if style is not ToolStyle.PYTHONIC])
-@examples(15)
+@examples(10)
 @given(data=st.data())
 def test_grammars_accept_the_calls_that_the_notation_writes(
     compiler: Compiler, style: ToolStyle, data: st.DataObject

@@ -140,7 +140,7 @@ async def test_metadata_names_a_subject_only_if_the_credential_vouches(
 
 async def test_thinking_and_effort_reach_the_template_and_limit_the_reasoning() -> None:
     gateway = thinking("x")
-    for fields, budget, variables in [
+    cases: list[tuple[dict[str, Any], int | None, dict[str, Any]]] = [
         (
             {"thinking": {"type": "enabled", "budget_tokens": 8}},
             8,
@@ -153,7 +153,8 @@ async def test_thinking_and_effort_reach_the_template_and_limit_the_reasoning() 
             1024,
             {"reasoning_effort": "low", "enable_thinking": True, "thinking": True},
         ),
-    ]:
+    ]
+    for fields, budget, variables in cases:
         response = await post(gateway, **fields)
         assert response.status_code == 200, response.text
         request = gateway.pipeline.submitted[-1]
@@ -173,6 +174,6 @@ async def test_an_output_format_constrains_the_answer() -> None:
 
 
 async def test_counting_tokens_accepts_any_budget() -> None:
-    body = {"model": "tiny", "messages": [{"role": "user", "content": "Hello"}]}
-    body |= {"thinking": {"type": "enabled", "budget_tokens": 100_000}}
+    body: dict[str, Any] = {"model": "tiny", "messages": [{"role": "user", "content": "Hello"}]}
+    body["thinking"] = {"type": "enabled", "budget_tokens": 100_000}
     assert (await thinking("x").post("/v1/messages/count_tokens", body)).status_code == 200

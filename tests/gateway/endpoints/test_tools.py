@@ -244,8 +244,7 @@ HARMONY_ANSWER = [
 
 
 async def test_messages_of_harmony_are_read_with_and_without_tools() -> None:
-    style = {"style": ToolStyle.HARMONY, "reasoning_style": ReasoningStyle.HARMONY}
-    gateway = gateway_of(HARMONY_ANSWER, **style)
+    gateway = gateway_of(HARMONY_ANSWER, style=ToolStyle.HARMONY, reasoning_style=ReasoningStyle.HARMONY)
     for fields in ({}, {"tools": [WEATHER]}, {"stream": False}):
         message = (await gateway.chat(**fields)).json()["choices"][0]["message"]
         assert (message["reasoning_content"], message["content"]) == ("Hm", "Yes")
@@ -291,8 +290,13 @@ async def test_budgets_and_efforts_reach_the_template_and_limit_the_reasoning(
     fields: dict[str, Any], budget: int | None, variables: dict[str, Any] | None
 ) -> None:
     # The template opens the reasoning whatever the request says.
-    opens = {"begins_with_reasoning": True, "begins_with_reasoning_on_request": True}
-    gateway = gateway_of(["x"], reasoning_style=ReasoningStyle.THINK, begins_with_reasoning_although_off=True, **opens)
+    gateway = gateway_of(
+        ["x"],
+        reasoning_style=ReasoningStyle.THINK,
+        begins_with_reasoning=True,
+        begins_with_reasoning_on_request=True,
+        begins_with_reasoning_although_off=True,
+    )
     assert (await gateway.chat(**fields)).status_code == 200
     assert budget_of(gateway) == budget
     assert variables is None or variables_of(gateway) == variables
