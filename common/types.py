@@ -216,6 +216,7 @@ class ToolStyle(Enum):
     GRANITE = "granite"
     GEMMA = "gemma"
     HARMONY = "harmony"
+    SEED = "seed"
 
 
 class ReasoningStyle(Enum):

@@ -114,6 +114,27 @@ _QWEN3_CODER: Final = CallNotation(
     mark="<tool_call>",
     more_marks=("<function=",),
 )
+_SEED: Final = CallNotation(
+    partial(
+        KeyedCallParser,
+        KeyedMarks(
+            section=("<seed:tool_call>", "</seed:tool_call>"),
+            opening="<function=",
+            after_name=re.compile(">"),
+            before_key="<parameter=",
+            after_key=re.compile(">"),
+            after_value="</parameter>",
+            closing="</function>",
+        ),
+    ),
+    KeyedArguments("<parameter=", ">", "</parameter>\n", "</parameter>", ">\n"),
+    "<seed:tool_call>\n<function=",
+    ">\n",
+    "</function>\n</seed:tool_call>",
+    "\n<seed:tool_call>\n<function=",
+    mark="<seed:tool_call>",
+    more_marks=("<function=",),
+)
 _GLM_MARKS: Final = KeyedMarks(
     section=("", ""),
     opening="<tool_call>",
@@ -242,6 +263,7 @@ _GEMMA: Final = CallNotation(
 NOTATIONS: Final[dict[ToolStyle, Notation]] = {
     ToolStyle.HERMES: _HERMES,
     ToolStyle.QWEN3_CODER: _QWEN3_CODER,
+    ToolStyle.SEED: _SEED,
     ToolStyle.GLM: _GLM,
     ToolStyle.GLM47: _GLM47,
     ToolStyle.DEEPSEEK_V3: _DEEPSEEK_V3,

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Final
 from common.errors import InvalidRequestError
 from common.logs import get_logger
 from common.notations.notation import Call
-from common.notations.pieces import CallArguments, CallStart
+from common.notations.pieces import CallArguments, CallStart, Text
 from common.notations.reasoning import MARKS
 from common.notations.registry import NOTATIONS
 from common.requests import ChatMessage, ChatPrompt
@@ -18,6 +18,7 @@ from common.types import ReasoningStyle, ToolStyle
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Set as AbstractSet
 
     from common.notations.pieces import Piece
     from services.tokenizer.chat_template import ChatTemplates
@@ -46,6 +47,14 @@ _CALLS: Final = (
 _IDS: Final = (("callAAAA0", "callAAAA1"), (f"functions.{_NAME}:0", f"functions.{_NAME}:1"))
 _REASON: Final = json.dumps({"enable_thinking": True, "thinking": True})
 _DO_NOT_REASON: Final = json.dumps({"enable_thinking": False, "thinking": False})
+# Marks of a notation that is not known would be left in the text: <…> or […] in one word.
+_MARK: Final = re.compile(r"<[^<>\s]{1,40}>|\[/?[A-Z_]{2,30}\]")
+# Ends of turns, which templates may choose by the kind of the turn.
+_ENDS: Final = frozenset({
+    "</s>", "<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<|end|>", "<|end_of_text|>", "<|endoftext|>", "<eos>",
+    # Where Gemma 4 waits for results.
+    "<|tool_response>",
+})  # fmt: skip
 _HAS_TOOLS: Final = re.compile(r"\btools\b")
 
 
@@ -111,11 +120,14 @@ def _readable(
     templates: ChatTemplates, styles: Sequence[ToolStyle], *, as_text: bool
 ) -> Iterator[tuple[ToolStyle, bool]]:
     """Yield the notations that read the rendered calls, and whether they write them as the template does."""
+    answer = _turn(templates, ChatMessage("assistant", _ANSWER)) or ""
+    opened = _rendered(templates, (_QUESTION,), opens=True) or ""
+    marks = _ENDS | _marks_in(answer) | _marks_in(opened[opened.rfind(_QUESTION.content or "") :])
     # Some templates allow one call per message.
     for count in (2, 1):
         calls = _CALLS[:count]
         outputs = [output for ids in _IDS for output in _outputs(templates, calls, ids, as_text=as_text)]
-        found = [style for style in styles if any(_reads(style, output, calls) for output in outputs)]
+        found = [style for style in styles if any(_reads(style, output, calls, marks) for output in outputs)]
         for style in found:
             text = NOTATIONS[style].render(calls).strip()
             yield style, any(text in output for output in outputs)
@@ -188,10 +200,16 @@ def _rendered(
         return None
 
 
-def _reads(style: ToolStyle, output: str, calls: Sequence[Call]) -> bool:
-    """Whether the notation's parser finds exactly `calls` in `output`."""
+def _reads(style: ToolStyle, output: str, calls: Sequence[Call], marks: AbstractSet[str]) -> bool:
+    """Whether the notation's parser finds exactly `calls` in `output`, and beside them no marks except `marks`."""
     parser = NOTATIONS[style].parser({_NAME: _PARAMETERS})
-    return _calls_in([*parser.feed(output), *parser.flush()]) == list(calls)
+    pieces = [*parser.feed(output), *parser.flush()]
+    beside = "".join(piece.text for piece in pieces if isinstance(piece, Text))
+    return _calls_in(pieces) == list(calls) and _marks_in(beside) <= marks
+
+
+def _marks_in(text: str) -> frozenset[str]:
+    return frozenset(_MARK.findall(text))
 
 
 def _calls_in(pieces: Sequence[Piece]) -> list[Call]:

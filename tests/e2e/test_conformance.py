@@ -176,21 +176,22 @@ def test_ends_and_ids_are_those_of_the_engine(client: openai.OpenAI, served: Ser
     extra: dict[str, Any] = {"return_token_ids": True, "stop_token_ids": [2**31 - 1], "ebnf": 'root ::= "a" "b"'}
     extra["separate_reasoning"] = False
     answer = client.chat.completions.create(model=served.model, messages=CHAT, temperature=0, extra_body=extra)
-    [choice] = answer.to_dict()["choices"]
+    body: Any = answer.to_dict()  # Any: free JSON
+    [choice] = body["choices"]
     assert choice["message"]["content"] == "ab"
     assert isinstance(choice["matched_stop"], int)
     assert choice["token_ids"][-1] == choice["matched_stop"]
-    assert len(answer.to_dict()["prompt_token_ids"]) == answer.to_dict()["usage"]["prompt_tokens"]
-    by_expression = client.completions.create(
+    assert len(body["prompt_token_ids"]) == body["usage"]["prompt_tokens"]
+    ended: Any = client.completions.create(
         model=served.model, prompt="1 2 3", max_tokens=20, temperature=0, extra_body={"stop_regex": "[0-9]"}
-    )
-    assert by_expression.to_dict()["choices"][0]["matched_stop"] == "[0-9]"
+    ).to_dict()
+    assert ended["choices"][0]["matched_stop"] == "[0-9]"
 
 
 @pytest.mark.parametrize("fields", [{}, {"tools": [TOOL]}])
 def test_reasoning_ends_with_its_budget(client: openai.OpenAI, served: Served, fields: dict[str, Any]) -> None:
     budget = 10
-    answer = client.chat.completions.create(
+    answer: Any = client.chat.completions.create(
         model=served.model, messages=CHAT, max_tokens=60, seed=5, extra_body={"thinking_token_budget": budget}, **fields
     ).to_dict()
     [choice] = answer["choices"]

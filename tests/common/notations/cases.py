@@ -27,6 +27,7 @@ MARKS = (
 # What notations cannot write within a text: it is where the text ends.
 ENDS = {
     ToolStyle.QWEN3_CODER: ("</parameter>",),
+    ToolStyle.SEED: ("</parameter>",),
     ToolStyle.GLM: ("</arg_value>",),
     ToolStyle.GLM47: ("</arg_value>",),
     ToolStyle.MINIMAX: ("</parameter>",),

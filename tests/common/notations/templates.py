@@ -102,6 +102,13 @@ TEMPLATES: dict[ToolStyle, str] = {
             "\\n",
         )
     ),
+    ToolStyle.SEED: chatml(
+        each(
+            "{{ '\\n<seed:tool_call>\\n<function=' + f.name + '>\\n' }}"
+            + KEYED.replace("PARAMETER", "{{ '<parameter=' + key + '>' + value | string + '</parameter>\\n' }}")
+            + "{{ '</function>\\n</seed:tool_call>' }}"
+        )
+    ),
     ToolStyle.GLM: chatml(
         each(
             "{{ '\\n<tool_call>' + f.name + '\\n' }}"

@@ -93,9 +93,9 @@ def test_the_prefix_of_a_forced_call_begins_its_text(style: ToolStyle) -> None:
     assert notation.prefix("get_weather").startswith(notation.prefix(None))
 
 
-@pytest.mark.parametrize("style", [ToolStyle.QWEN3_CODER, ToolStyle.GLM, ToolStyle.GLM47, ToolStyle.MINIMAX])
+@pytest.mark.parametrize("style", [ToolStyle.QWEN3_CODER, ToolStyle.SEED, ToolStyle.GLM, ToolStyle.MINIMAX])
 def test_a_text_may_contain_the_mark_at_its_end_unless_more_of_a_call_follows(style: ToolStyle) -> None:
-    mark = "</arg_value>" if style in (ToolStyle.GLM, ToolStyle.GLM47) else "</parameter>"
+    mark = "</arg_value>" if style is ToolStyle.GLM else "</parameter>"
     calls = [Call("get_weather", {"word": f"a {mark} b {mark}{mark} c", "count": 1})]
     text = NOTATIONS[style].render(calls)
     for parts in ([text], list(text)):

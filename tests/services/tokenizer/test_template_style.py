@@ -48,6 +48,10 @@ def test_templates_without_tools_have_no_notation_and_no_problem() -> None:
         "{{ '<tool_call>' + message.tool_calls[0].function.name + ' with ' + "
         "message.tool_calls[0].function.arguments | tojson + '</tool_call>' }}",
         "",
+        # Known but for the marks around it, which would be left in the text.
+        "{{ '<TOOLCALL>[' + message.tool_calls[0].function.name + '()]</TOOLCALL>' }}",
+        "{{ '<x:call><function=' + message.tool_calls[0].function.name + '><parameter=word>pro bed</parameter>"
+        "<parameter=count>7</parameter><parameter=flag>true</parameter></function></x:call>' }}",
     ],
 )
 def test_a_notation_that_cannot_be_read_back_is_refused_with_the_reason(calls: str) -> None:

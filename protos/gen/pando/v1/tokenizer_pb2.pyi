@@ -103,6 +103,8 @@ class _ToolStyleEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_ToolStyle.V
     """Gemma 4: call:name{key:value}."""
     TOOL_STYLE_HARMONY: _ToolStyle.ValueType  # 15
     """gpt-oss: a message in the channel commentary, to functions.name."""
+    TOOL_STYLE_SEED: _ToolStyle.ValueType  # 16
+    """Seed-OSS: Qwen3-Coder's elements in <seed:tool_call>."""
 
 class ToolStyle(_ToolStyle, metaclass=_ToolStyleEnumTypeWrapper):
     """Notations of tool calls."""
@@ -139,6 +141,8 @@ TOOL_STYLE_GEMMA: ToolStyle.ValueType  # 14
 """Gemma 4: call:name{key:value}."""
 TOOL_STYLE_HARMONY: ToolStyle.ValueType  # 15
 """gpt-oss: a message in the channel commentary, to functions.name."""
+TOOL_STYLE_SEED: ToolStyle.ValueType  # 16
+"""Seed-OSS: Qwen3-Coder's elements in <seed:tool_call>."""
 Global___ToolStyle: _TypeAlias = ToolStyle  # noqa: Y015
 
 @_typing.final
