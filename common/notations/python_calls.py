@@ -54,9 +54,9 @@ class PythonCallParser:
 
     def flush(self) -> Sequence[Piece]:
         """Return the rest; after calls, the end of the list is dropped."""
-        rest = self._held.strip().removesuffix(_TAGS[1]).strip()
-        if self._calls and rest in ("", "]"):
-            return []
+        rest = self._held.strip()
+        if self._calls and (not rest or rest[0] == "]"):
+            self._held = rest[1:].lstrip().removeprefix(_TAGS[1]).lstrip()
         return self._as_text()
 
     def _has_given_up(self) -> bool:

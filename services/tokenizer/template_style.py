@@ -85,9 +85,9 @@ def style_of(sources: Mapping[str, str], templates: ChatTemplates, tools: str, r
         return style
     wanted = list(ToolStyle) if tools == "auto" else [ToolStyle(tools)]
     found = [
-        _Found(style_, as_text=as_text, is_exact=is_exact)
+        _Found(style_, as_text=as_text, distance=distance)
         for as_text in (False, True)
-        for style_, is_exact in _readable(templates, wanted, as_text=as_text)
+        for style_, distance in _readable(templates, wanted, as_text=as_text)
     ]
     best = min(found, key=lambda one: one.rank, default=None)
     if best is not None:
@@ -108,18 +108,18 @@ def warn_of_problems(style: TemplateStyle, setting: str) -> None:
 class _Found:
     style: ToolStyle
     as_text: bool
-    # Whether the template's text is the notation's own.
-    is_exact: bool
+    # See `_distance`.
+    distance: int
 
     @property
-    def rank(self) -> tuple[bool, bool, int]:
-        return self.as_text, not self.is_exact, list(NOTATIONS).index(self.style)
+    def rank(self) -> tuple[bool, int, int]:
+        return self.as_text, self.distance, list(NOTATIONS).index(self.style)
 
 
 def _readable(
     templates: ChatTemplates, styles: Sequence[ToolStyle], *, as_text: bool
-) -> Iterator[tuple[ToolStyle, bool]]:
-    """Yield the notations that read the rendered calls, and whether they write them as the template does."""
+) -> Iterator[tuple[ToolStyle, int]]:
+    """Yield the notations that read the rendered calls, each with its distance from the template's text."""
     answer = _turn(templates, ChatMessage("assistant", _ANSWER)) or ""
     opened = _rendered(templates, (_QUESTION,), opens=True) or ""
     marks = _ENDS | _marks_in(answer) | _marks_in(opened[opened.rfind(_QUESTION.content or "") :])
@@ -129,10 +129,17 @@ def _readable(
         outputs = [output for ids in _IDS for output in _outputs(templates, calls, ids, as_text=as_text)]
         found = [style for style in styles if any(_reads(style, output, calls, marks) for output in outputs)]
         for style in found:
-            text = NOTATIONS[style].render(calls).strip()
-            yield style, any(text in output for output in outputs)
+            yield style, min(_distance(style, output, calls) for output in outputs)
         if found:
             return
+
+
+def _distance(style: ToolStyle, output: str, calls: Sequence[Call]) -> int:
+    """Return 0 if the notation writes the calls as the template does, 1 if their beginning is the same, else 2."""
+    if NOTATIONS[style].render(calls).strip() in output:
+        return 0
+    beginning = NOTATIONS[style].prefix(None) + _NAME
+    return 1 if "".join(beginning.split()) in "".join(output.split()) else 2
 
 
 def _outputs(templates: ChatTemplates, calls: Sequence[Call], ids: Sequence[str], *, as_text: bool) -> Iterator[str]:

@@ -36,6 +36,25 @@ def test_the_notation_is_found_by_reading_a_rendered_call_back(wanted: ToolStyle
     assert found.takes_arguments_as_text is (wanted in (ToolStyle.DEEPSEEK_V3, ToolStyle.DEEPSEEK_V31))
 
 
+@pytest.mark.parametrize(
+    ("calls", "wanted"),
+    [
+        ("{{ '[TOOL_CALLS]' + f.name + f.arguments | tojson }}", ToolStyle.MISTRAL_ARGS),
+        ("{{ '[TOOL_CALLS]' + f.name + '[CALL_ID]abc[ARGS]' + f.arguments | tojson }}", ToolStyle.MISTRAL_ARGS),
+        ("{{ '<tool_call>' + {'name': f.name, 'arguments': f.arguments} | tojson }}</tool_call>", ToolStyle.HERMES),
+        ("{{ '<tool_call>[' + {'name': f.name, 'arguments': f.arguments} | tojson + ']' }}", ToolStyle.GRANITE),
+        ("{{ '<|python_start|>[' + f.name + '(' }}{% for key, value in f.arguments.items() %}{{ key + '=' }}"
+         "{{ value | tojson }}{{ ', ' if not loop.last }}{% endfor %}{{ ')]<|python_end|>' }}", ToolStyle.PYTHONIC),
+        ("{{ '<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>' + f.name + '\\n```json\\n' }}"
+         "{{ f.arguments | tojson + '\\n```<｜tool▁call▁end｜><｜tool▁calls▁end｜>' }}", ToolStyle.DEEPSEEK_V3),
+    ],
+)  # fmt: skip
+def test_variants_of_a_notation_are_read(calls: str, wanted: ToolStyle) -> None:
+    one = "{%- if message.tool_calls | length > 1 %}{{ raise_exception('one call only') }}{% endif %}"
+    found = style(chatml(one + "{%- set f = message.tool_calls[0].function %}" + calls))
+    assert (found.tools, found.takes_arguments_as_text) == (wanted, False)
+
+
 def test_templates_without_tools_have_no_notation_and_no_problem() -> None:
     for source in (PLAIN, "<tool_call> without the variable", PLAIN + "{# no tools #}"):
         assert style(source) == TemplateStyle()
