@@ -15,6 +15,7 @@ import jinja2.nodes
 import jinja2.sandbox
 
 from common.errors import InvalidRequestError
+from services.tokenizer.call_ids import with_accepted_ids
 from services.tokenizer.rendering_budget import BoundedEnvironment, RenderingBudget
 
 if TYPE_CHECKING:
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
     from jinja2.parser import Parser
 
     from common.requests import ChatMessage, ChatPrompt
+    from common.types import ToolStyle
 
 # A value decoded from JSON; templates read free-form schemas.
 Json: TypeAlias = Any
@@ -69,16 +71,18 @@ class ChatTemplates:
         shield: Callable[[Json], Json] = lambda value: value,
         *,
         takes_arguments_as_text: bool = False,
+        tool_style: ToolStyle | None = None,
     ) -> str:
         """Return the prompt for `chat`; `shield` transforms the values that the template reads.
 
-        The arguments of calls are objects, or with `takes_arguments_as_text` JSON.
+        The arguments of calls are objects, or with `takes_arguments_as_text` JSON; their ids are those of `tool_style`.
 
         Raises:
             InvalidRequestError: the template refuses the conversation, or cannot render it.
         """
         tools = shield([_parse_object(tool, "tools") for tool in chat.tools_json]) or None
-        messages = shield([_plain_message(message, as_text=takes_arguments_as_text) for message in chat.messages])
+        plain = [_plain_message(message, as_text=takes_arguments_as_text) for message in chat.messages]
+        messages = shield(with_accepted_ids(plain, tool_style))
         variables = shield(_parse_object(chat.template_variables_json or "{}", "chat_template_kwargs"))
         if not messages:
             raise InvalidRequestError("messages must not be empty", param="messages")

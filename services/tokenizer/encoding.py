@@ -120,7 +120,8 @@ class Encoder:
     def _read_chat(self, chat: ChatPrompt) -> tuple[str, TokenIds | None]:
         """Return the rendered prompt, and its ids if it contains special tokens that are text."""
         shield = self._special.shield()
-        text = self._templates.render(chat, shield, takes_arguments_as_text=self.style.takes_arguments_as_text)
+        as_text, tools = self.style.takes_arguments_as_text, self.style.tools
+        text = self._templates.render(chat, shield, takes_arguments_as_text=as_text, tool_style=tools)
         if not shield.is_used:
             return self._guarded(text, "messages"), None
         plain = self._guarded(self._special.without_marks(text), "messages")

@@ -38,6 +38,15 @@ def test_every_request_gets_its_tokens_and_one_finish(cache: CacheName, depth: i
     assert not list(harness.core.open_sequences)
 
 
+def test_the_token_that_ended_a_choice_is_reported_also_if_it_is_the_model_s_own() -> None:
+    harness = Harness()
+    prompt = next(one for salt in range(2000) if outcome(one := prompt_of(6, salt), 8)[-1] == STOP_ID)
+    harness.core.submit(make_request("r0", prompt), 0.0)
+    harness.run()
+    finish = harness.finishes["r0", 0]
+    assert (finish.reason, finish.matched_token_id) == (FinishReason.STOP, STOP_ID)
+
+
 def test_a_long_prompt_is_prefilled_in_chunks_while_other_rows_decode() -> None:
     harness = Harness(max_step_tokens=8)
     harness.core.submit(make_request("short", prompt_of(4), max_tokens=20), 0.0)
