@@ -66,7 +66,7 @@ def check_request(request: GenerateRequest, limits: Limits) -> None:
     if options.prompt_logprobs is not None:
         _check_range(options.prompt_logprobs.top, 0, MAX_TOP_LOGPROBS, "prompt_logprobs")
         check_ids(options.prompt_logprobs.token_ids, limits, "token_ids_logprob")
-    _check_stop(options.stop, limits)
+    _check_stop(options.stop)
     if options.resume is not None:
         _check_resume(options.resume, options, limits)
 
@@ -143,11 +143,11 @@ def _check_sampling(sampling: SamplingParams, limits: Limits) -> None:
         _check_range(bias, -100, 100, "logit_bias", "each value")
 
 
-def _check_stop(stop: StopConditions, limits: Limits) -> None:
+def _check_stop(stop: StopConditions) -> None:
+    # Stop ids may be outside of the vocabulary; these never match.
     if stop.max_tokens is not None:
         _check_range(stop.max_tokens, 0, None, "max_tokens")
         _check_range(stop.min_tokens, 0, stop.max_tokens, "min_tokens")
-    # Stop ids outside of the vocabulary never match.
     if not all(stop.stop_strings):
         raise InvalidRequestError("a stop text must not be empty", param="stop")
     _check_range(len(stop.stop_strings), 0, MAX_STOP_STRINGS, "stop", "the number of texts")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from typing import Any
 
 import pytest
 
@@ -13,7 +14,7 @@ from services.tokenizer.call_ids import with_accepted_ids
 from services.tokenizer.chat_template import ChatTemplates
 from tests.common.notations.templates import TEMPLATES
 
-MESSAGES = [
+MESSAGES: list[dict[str, Any]] = [  # Any: free JSON
     {"role": "user", "content": "Hi"},
     {"role": "assistant", "tool_calls": [
         {"id": "toolu_1", "type": "function", "function": {"name": "add", "arguments": {"a": 1}}},

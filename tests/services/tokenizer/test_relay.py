@@ -344,3 +344,15 @@ async def test_a_defect_in_encoding_is_answered_too(bench: Bench) -> None:
     bench.submit("a", "b")
     assert await bench.answers() == {"a": ErrorCode.INTERNAL, "b": ErrorCode.INTERNAL}
     assert bench.relay.pending == 0
+
+
+async def test_the_ids_of_the_prompt_are_returned_with_an_acceptance_if_the_request_asks_for_them(bench: Bench) -> None:
+    asked = submission("asked", TokenPrompt((3, 4, 5)), returns_prompt_ids=True, truncate_prompt_tokens=2)
+    refused = submission("refused", TokenPrompt((3, 4)), returns_prompt_ids=True)
+    bench.relay.submit(bench.session, [asked, refused, submission("not", TokenPrompt((3, 4)))])
+    await settle()
+    bench.admit("asked", "not")
+    error = UnavailableError("full").to_failure()
+    bench.relay.on_admissions([Admission(RequestId("refused"), 2, error)])
+    answers = await asyncio.wait_for(bench.session.take(), 30)
+    assert {answer.request_id: answer.prompt_ids for answer in answers} == {"asked": (4, 5), "refused": (), "not": ()}
