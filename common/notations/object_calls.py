@@ -351,6 +351,9 @@ class ObjectCallParser:
         character, header = self._held[0], self._marks.header
         if character == "{" and (header is None or self._marks.lead):
             self._begin_call()
+        elif not self._prefix and (character.isspace() or character in self._marks.separators):
+            # Between two objects.
+            self._held = self._held[1:]
         elif character.isspace() or character in self._marks.lead:
             self._prefix += character
             self._held = self._held[1:]
@@ -413,7 +416,7 @@ class ObjectCallParser:
             return False
         elif rest[0] in marks.separators or (rest[0] == "{" and marks.separators):
             self._prefix = ""
-            self._held = rest.lstrip(marks.separators + " \t\r\n")
+            self._held = rest
             self._state = _State.LEAD
         elif marks.end and rest[0] in marks.end:
             self._held, self._state = rest[1:], _State.GAP
