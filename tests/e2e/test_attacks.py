@@ -22,6 +22,16 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
+    from deploy.evaluation.attack.campaign import Report
+
+class Unobserved:
+    def progress(self, line: str) -> None:
+        pass
+
+    def found(self, oracle: str, report: Report) -> None:
+        pass
+
+
 # Steps long enough that a queue forms and its order can be seen.
 STEP_MS = 20.0
 NO_MODEL = ["--set", "model.load_format=fake"]
@@ -130,5 +140,5 @@ def test_the_oracle_detects_long_outputs_that_delay_a_victim_without_fair_shares
         assert up.server.policy == "fcfs"
         claimed = replace(up.server, policy="fair")
         plan = Plan(("long-outputs",), QUICK, text_tokens=64, seed=7)
-        report = asyncio.run(attack(up.url, up.api_key, claimed, plan, lambda _: None))
+        report = asyncio.run(attack(up.url, up.api_key, claimed, plan, Unobserved()))
     assert [finding.verdict for finding in report.findings] == [Verdict.UNBOUNDED] * 2

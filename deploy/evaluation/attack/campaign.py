@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from deploy.evaluation.attack.oracles.delay import probe_delay, probe_long_outputs
 from deploy.evaluation.attack.oracles.demotion import probe_demotion
@@ -82,6 +82,11 @@ class Report:
     model: str
     findings: tuple[Finding, ...]
 
+    @classmethod
+    def of(cls, parts: Sequence[Report]) -> Report:
+        """Return the reports on one mode as one, named after the first of them."""
+        return cls(parts[0].mode, parts[0].model, tuple(finding for part in parts for finding in part.findings))
+
     @property
     def surprises(self) -> list[str]:
         """What is not as claimed; nothing, if the server keeps what its mode promises."""
@@ -96,6 +101,16 @@ class Report:
         return lines + [f"{self.mode}: {found.oracle}: {found.verdict.value}" for found in attacks if found.succeeded]
 
 
+class Observer(Protocol):
+    """Follows a campaign."""
+
+    def progress(self, line: str) -> None:
+        """Take a line on what runs now."""
+
+    def found(self, oracle: str, report: Report) -> None:
+        """Take all that an oracle has found in a mode."""
+
+
 @dataclass(frozen=True, slots=True)
 class Plan:
     """How to attack: which oracles, how hard, with which chance."""
@@ -106,14 +121,14 @@ class Plan:
     seed: int
 
 
-async def attack(url: str, api_key: str | None, server: Server, plan: Plan, progress: Callable[[str], None]) -> Report:
-    """Run the oracles of `plan` against the server at `url`; `progress` is called with a line on what runs.
+async def attack(url: str, api_key: str | None, server: Server, plan: Plan, observer: Observer) -> Report:
+    """Run the oracles of `plan` against the server at `url`; `observer` gets the findings of each of them at its end.
 
     Raises:
         TargetError: nothing there that could be asked.
         AttackError: a request failed in the middle.
     """
-    findings: list[Finding] = []
+    reports: list[Report] = []
     async with AsyncExitStack() as stack:
         prober = await _connect(stack, url, api_key, plan.seed)
         texts, chance = Texts(tokens=plan.text_tokens), random.Random(plan.seed)
@@ -121,9 +136,10 @@ async def attack(url: str, api_key: str | None, server: Server, plan: Plan, prog
         if server.sibling_url is not None:
             scene.sibling = await _connect(stack, server.sibling_url, api_key, plan.seed)
         for name in plan.oracles:
-            progress(f"{server.mode}: {name}")
-            findings += await ORACLES[name](scene)
-    return Report(server.mode, prober.model, tuple(findings))
+            observer.progress(f"{server.mode}: {name}")
+            reports.append(Report(server.mode, server.model or prober.model, tuple(await ORACLES[name](scene))))
+            observer.found(name, reports[-1])
+    return Report.of(reports)
 
 
 async def _connect(stack: AsyncExitStack, url: str, api_key: str | None, seed: int) -> Prober:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import secrets
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -20,6 +21,9 @@ from deploy.evaluation.bench.target import TargetError
 
 if TYPE_CHECKING:
     import argparse
+
+    from deploy.evaluation.attack.campaign import Report
+    from deploy.evaluation.attack.report import FindingsFile
 
 MODES = ("shared", "isolated", "isolated_pinned", "user_aware")
 # As `runs.ORACLES` and `campaign.ORACLES`; those need scipy, and --help must not.
@@ -60,7 +64,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--pairs", type=positive_int, help=f"pairs of probes (default {Effort().pairs})")
     parser.add_argument("--text-tokens", type=positive_int, default=64, help="length of private texts (%(default)s)")
     parser.add_argument("--seed", type=int, default=secrets.randbelow(1 << 31), help="of texts and orders")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the findings to FILE")
+    parser.add_argument(
+        "--json",
+        type=Path,
+        metavar="FILE",
+        help="write each oracle's findings to FILE at its end; those of other oracles in FILE stay",
+    )
     known = parser.add_argument_group("what is known of the server at --url")
     known.add_argument(
         "--api-key",
@@ -104,16 +113,16 @@ def run(arguments: argparse.Namespace) -> int:
     if importlib.util.find_spec("scipy") is None:
         print_failure(PROGRAM, ModuleNotFoundError("this needs scipy: make install-dev"))
         return 2
-    from deploy.evaluation.attack.report import finding_table, write_findings
-    from deploy.evaluation.attack.runs import attack_launched, attack_running
+    from deploy.evaluation.attack.report import FindingsFile, finding_table
+    from deploy.evaluation.attack.runs import attack_launched, attack_running, planned_oracles
 
-    console, status = output_console(), Console(stderr=True)
-
-    def progress(line: str) -> None:
-        status.print(line, style="dim", highlight=False)
-
+    console = output_console()
     try:
-        reports = attack_launched(arguments, progress) if arguments.launch else attack_running(arguments, progress)
+        file = None
+        if arguments.json is not None:
+            file = FindingsFile(arguments.json, Provenance.collect(sys.argv[1:]), planned_oracles(arguments))
+        observer = _Observer(Console(stderr=True), file)
+        reports = attack_launched(arguments, observer) if arguments.launch else attack_running(arguments, observer)
     except (AttackError, TargetError, LaunchError, ValueError) as error:
         print_failure(PROGRAM, error)
         return 2
@@ -123,6 +132,17 @@ def run(arguments: argparse.Namespace) -> int:
     surprises = [line for report in reports for line in report.surprises]
     for line in surprises:
         console.print(line, style="red", highlight=False, soft_wrap=True)
-    if arguments.json is not None:
-        write_findings(arguments.json, reports, Provenance.collect(sys.argv[1:]))
     return int(bool(surprises))
+
+
+@dataclass(frozen=True, slots=True)
+class _Observer:
+    console: Console
+    file: FindingsFile | None
+
+    def progress(self, line: str) -> None:
+        self.console.print(line, style="dim", highlight=False)
+
+    def found(self, oracle: str, report: Report) -> None:
+        if self.file is not None:
+            self.file.add(oracle, report)

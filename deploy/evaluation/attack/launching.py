@@ -32,14 +32,14 @@ LIMITS = f"""
 sharing = "none"
 """
 KEYS_FILE, LIMITS_FILE = "keys.toml", "limits.toml"
-# Few rows, small steps and a slow engine, so that a queue forms whose order can be seen.
+# Few rows, small steps and an engine that takes this long for each, so that a queue forms whose order can be seen.
+STEP_MS = 20.0
 FAIR_ROWS = 4
 FAIR = (
     "scheduler.queue.policy=fair",
     f"scheduler.max_rows={FAIR_ROWS}",
     "scheduler.max_step_tokens=256",
 )
-FAIR_STEP_MS = 20.0
 KEYLESS = ("gateway.anonymous=auto",)
 # So that no text of many is evicted before it is looked at, which could hide that it is shared.
 ROOMY = (f"scheduler.device_pages={8 * DEVICE_PAGES}",)
@@ -149,6 +149,7 @@ def launched(launch: Launch) -> Iterator[Launched]:
             settings = deployment.settings.scheduler
             server = Server(
                 mode=launch.mode,
+                model=deployment.model,
                 promotion_subjects=settings.cache.promotion_subjects,
                 epoch_seconds=settings.cache.epoch_seconds,
                 capacity_tokens=(settings.device_pages or 0) * settings.page_size or None,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
@@ -9,10 +10,10 @@ import orjson
 from rich.table import Table
 
 from deploy.evaluation.attack.findings import Verdict
-from deploy.evaluation.bench.results import rounded, short_model
+from deploy.evaluation.bench.results import read_entries, rounded, short_model
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Mapping
     from pathlib import Path
 
     from deploy.evaluation.attack.campaign import Report
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
     from deploy.evaluation.attack.statistics import Separation
     from deploy.evaluation.bench.results import Provenance
 
+UNFINISHED = "unfinished"
 STYLES = {
     Verdict.LEAKS: "red",
     Verdict.UNBOUNDED: "red",
@@ -43,11 +45,55 @@ def finding_table(reports: Iterable[Report]) -> Table:
     return table
 
 
-def write_findings(path: Path, reports: Iterable[Report], provenance: Provenance) -> None:
-    """Write all findings to `path`, as a list in the form of the other results with verdict and note."""
-    entries = [_entry(report, finding, provenance) for report in reports for finding in report.findings]
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_bytes(orjson.dumps(entries, option=orjson.OPT_INDENT_2 | orjson.OPT_APPEND_NEWLINE))
+class FindingsFile:
+    """A list in the form of the other results, with oracle, verdict and note; complete after each oracle.
+
+    An oracle's findings replace its earlier ones on the same model in the same mode, the others stay with their commit
+    and date. The oracles of a mode that have not been run to their end are one entry, whose metric is `UNFINISHED`.
+    """
+
+    def __init__(self, path: Path, provenance: Provenance, planned: Mapping[str, Iterable[str]]) -> None:
+        """Add to the findings in `path` those of the `planned` oracles, by mode.
+
+        Raises:
+            ValueError: the file exists, but is not a list of findings.
+        """
+        self._path = path
+        self._provenance = provenance
+        entries = read_entries(path)
+        self._entries = [entry for entry in entries if entry.get("metric") != UNFINISHED]
+        earlier = [entry for entry in entries if entry.get("metric") == UNFINISHED]
+        # By mode, in order.
+        self._unfinished = {entry["label"]: dict.fromkeys(entry["oracles"]) for entry in earlier}
+        for mode, oracles in planned.items():
+            self._unfinished.setdefault(mode, {}).update(dict.fromkeys(oracles))
+        self._write()
+
+    def add(self, oracle: str, report: Report) -> None:
+        """Write all that an oracle has found in a mode."""
+        new = [_entry(oracle, report, finding, self._provenance) for finding in report.findings]
+        replaced = ("attack", short_model(report.model), report.mode, oracle)
+        self._entries = [entry for entry in self._entries if _key(entry) != replaced] + new
+        self._unfinished.get(report.mode, {}).pop(oracle, None)
+        self._write()
+
+    def _write(self) -> None:
+        unfinished = [
+            {
+                "benchmark": "attack",
+                "label": mode,
+                "metric": UNFINISHED,
+                "oracles": list(oracles),
+                **asdict(self._provenance),
+            }
+            for mode, oracles in self._unfinished.items()
+            if oracles
+        ]
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        scratch = self._path.with_name(f".{self._path.name}.{os.getpid()}")
+        option = orjson.OPT_INDENT_2 | orjson.OPT_APPEND_NEWLINE
+        scratch.write_bytes(orjson.dumps(self._entries + unfinished, option=option))
+        scratch.replace(self._path)
 
 
 def _cells(finding: Finding) -> tuple[str, ...]:
@@ -64,12 +110,17 @@ def _auc(separation: Separation | None) -> str:
     return f"{separation.auc:.3f} \\[{separation.low:.3f}, {separation.high:.3f}]"
 
 
-def _entry(report: Report, finding: Finding, provenance: Provenance) -> dict[str, Any]:
+def _key(entry: Mapping[str, Any]) -> tuple[Any, ...]:
+    return tuple(entry.get(name) for name in ("benchmark", "model", "label", "oracle"))
+
+
+def _entry(oracle: str, report: Report, finding: Finding, provenance: Provenance) -> dict[str, Any]:
     entry: dict[str, Any] = {
         "benchmark": "attack",
         "model": short_model(report.model),
         "tp": 1,
         "label": report.mode,
+        "oracle": oracle,
         "metric": finding.oracle,
         "verdict": finding.verdict.value,
         "probes": finding.probes,

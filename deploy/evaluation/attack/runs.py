@@ -4,20 +4,20 @@ from __future__ import annotations
 
 import asyncio
 from contextlib import ExitStack
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
 
 from deploy.evaluation.attack.campaign import ORACLES, Plan, Report, attack
-from deploy.evaluation.attack.launching import FAIR, FAIR_STEP_MS, KEYLESS, MODES, NO_MODEL, ROOMY, Launch, launched
+from deploy.evaluation.attack.launching import FAIR, KEYLESS, MODES, NO_MODEL, ROOMY, STEP_MS, Launch, launched
 from deploy.evaluation.attack.scene import QUICK, UNKNOWN, Credentials, Effort, Server
 
 if TYPE_CHECKING:
     import argparse
-    from collections.abc import Callable, Sequence
+    from collections.abc import Sequence
 
-    from deploy.evaluation.attack.findings import Finding
+    from deploy.evaluation.attack.campaign import Observer
 
 # Few probes decide where observations are exact: what the server says, whom it serves first, who is who.
 EXACT_ORACLES = (
@@ -42,11 +42,26 @@ STORAGE = ("storage", "forgeries")
 KEYLESS_ORACLES = ("keyless",)
 FAIR_ORACLES = ("delay", "long-outputs", "pushing")
 ROOMY_ORACLES = ("inventions", "isolation", "demotion")
+# With --quick, these are asked of that server, too: most of their time would be the model's.
+QUICK_ROOMY_ORACLES = ("order", "sybils", "boundary", "revocation", "names", *ROOMY_ORACLES)
 # What these find does not depend on the mode of the cache.
 MODE_INDEPENDENT = ("pages", "grammar-times", "grammar-delay", "delay", "long-outputs", "forgeries")
 
 
-def attack_running(arguments: argparse.Namespace, progress: Callable[[str], None]) -> list[Report]:
+def planned_oracles(arguments: argparse.Namespace) -> dict[str, list[str]]:
+    """Return the names of the oracles that the flags ask for, by mode."""
+    oracles = plan_of(arguments).oracles
+    if not arguments.launch:
+        return {arguments.modes[0] if arguments.modes else UNKNOWN: list(oracles)}
+    planned: dict[str, list[str]] = {}
+    for mode in arguments.modes or MODES:
+        planned[mode] = [each for each in oracles if mode == SWEPT_MODE or each not in MODE_INDEPENDENT]
+        if mode == SWEPT_MODE and "sybils" in oracles:
+            planned[mode] += [_sweep_name(k) for k in arguments.thresholds]
+    return planned
+
+
+def attack_running(arguments: argparse.Namespace, observer: Observer) -> list[Report]:
     """Attack the server at --url.
 
     Raises:
@@ -76,47 +91,48 @@ def attack_running(arguments: argparse.Namespace, progress: Callable[[str], None
         sibling_url=arguments.sibling_url,
         storage=arguments.storage,
     )
-    return [asyncio.run(attack(arguments.url, arguments.api_key, server, plan_of(arguments), progress))]
+    return [asyncio.run(attack(arguments.url, arguments.api_key, server, plan_of(arguments), observer))]
 
 
-def attack_launched(arguments: argparse.Namespace, progress: Callable[[str], None]) -> list[Report]:
+def attack_launched(arguments: argparse.Namespace, observer: Observer) -> list[Report]:
     """Start a server for each mode in turn, and attack it.
 
     Raises:
         LaunchError: a server does not start.
         TargetError, AttackError: see `attack`.
     """
-    return [_attack_mode(arguments, mode, progress) for mode in arguments.modes or MODES]
+    return [_attack_mode(arguments, mode, observer) for mode in arguments.modes or MODES]
 
 
-def _attack_mode(arguments: argparse.Namespace, mode: str, progress: Callable[[str], None]) -> Report:
+def _attack_mode(arguments: argparse.Namespace, mode: str, observer: Observer) -> Report:
     plan = plan_of(arguments)
     if mode != SWEPT_MODE:
         plan = replace(plan, oracles=tuple(oracle for oracle in plan.oracles if oracle not in MODE_INDEPENDENT))
     launch = Launch(mode, arguments.config, tuple(arguments.overrides))
     model_free = replace(launch, settings=NO_MODEL)
-    special = (*STORAGE, *KEYLESS_ORACLES, *FAIR_ORACLES, *ROOMY_ORACLES)
+    roomy = ROOMY_ORACLES if plan.effort.times else QUICK_ROOMY_ORACLES
+    special = (*STORAGE, *KEYLESS_ORACLES, *FAIR_ORACLES, *roomy)
     first = tuple(oracle for oracle in plan.oracles if oracle not in special)
     parts: list[Report] = []
 
     def add(what: str, launch: Launch, oracles: Sequence[str], servers: int = 1) -> None:
         chosen = tuple(oracle for oracle in oracles if oracle in plan.oracles)
         if chosen:
-            progress(f"{mode}: start{what}")
-            parts.append(_attack_launch(launch, replace(plan, oracles=chosen), servers, progress))
+            observer.progress(f"{mode}: start{what}")
+            parts.append(_attack_launch(launch, replace(plan, oracles=chosen), servers, observer))
 
     add("", launch, first)
     add(" without keys", replace(model_free, settings=(*NO_MODEL, *KEYLESS), has_keys=False), KEYLESS_ORACLES)
-    add(" without a model", replace(model_free, settings=(*NO_MODEL, *ROOMY)), ROOMY_ORACLES)
-    add(" with fair shares", replace(model_free, settings=(*NO_MODEL, *FAIR), fake_step_ms=FAIR_STEP_MS), FAIR_ORACLES)
+    slow = replace(model_free, fake_step_ms=STEP_MS)
+    add(" without a model", replace(slow, settings=(*NO_MODEL, *ROOMY)), roomy)
+    add(" with fair shares", replace(slow, settings=(*NO_MODEL, *FAIR)), FAIR_ORACLES)
     with TemporaryDirectory(prefix="pando-storage-") as folder:
         add(" two over one storage", replace(launch, storage=Path(folder)), STORAGE, servers=2)
-    findings = [finding for part in parts for finding in part.findings]
     if mode == SWEPT_MODE and "sybils" in plan.oracles:
-        findings += [each for k in arguments.thresholds for each in _sweep(model_free, plan, k, progress)]
+        parts += [_sweep(model_free, plan, k, observer) for k in arguments.thresholds]
     if not parts:
         raise ValueError(f"none of the chosen oracles depends on the mode, so that {mode} need not be attacked")
-    return Report(mode, parts[0].model, tuple(findings))
+    return Report.of(parts)
 
 
 def plan_of(arguments: argparse.Namespace) -> Plan:
@@ -128,16 +144,34 @@ def plan_of(arguments: argparse.Namespace) -> Plan:
     return Plan(oracles, effort, arguments.text_tokens, arguments.seed)
 
 
-def _attack_launch(launch: Launch, plan: Plan, servers: int, progress: Callable[[str], None]) -> Report:
+def _attack_launch(launch: Launch, plan: Plan, servers: int, observer: Observer) -> Report:
     """Attack a server; the second one of two is its sibling over the same storage."""
     with ExitStack() as stack:
         own, *others = [stack.enter_context(launched(launch)) for _ in range(servers)]
         server = replace(own.server, sibling_url=others[0].url) if others else own.server
-        return asyncio.run(attack(own.url, own.api_key, server, plan, progress))
+        return asyncio.run(attack(own.url, own.api_key, server, plan, observer))
 
 
-def _sweep(launch: Launch, plan: Plan, promotion_subjects: int, progress: Callable[[str], None]) -> list[Finding]:
-    progress(f"{launch.mode}: start with k = {promotion_subjects}")
+@dataclass(frozen=True, slots=True)
+class _SweepObserver:
+    """Names a sweep by its threshold, as there are several of them."""
+
+    observer: Observer
+    name: str
+
+    def progress(self, line: str) -> None:
+        self.observer.progress(line)
+
+    def found(self, _oracle: str, report: Report) -> None:
+        self.observer.found(self.name, report)
+
+
+def _sweep(launch: Launch, plan: Plan, promotion_subjects: int, observer: Observer) -> Report:
+    observer.progress(f"{launch.mode}: start with k = {promotion_subjects}")
     with_k = replace(launch, promotion_subjects=promotion_subjects)
-    report = _attack_launch(with_k, replace(plan, oracles=("sybils",)), 1, progress)
-    return [replace(found, oracle=f"{found.oracle}, another k") for found in report.findings]
+    named = _SweepObserver(observer, _sweep_name(promotion_subjects))
+    return _attack_launch(with_k, replace(plan, oracles=("sybils",)), 1, named)
+
+
+def _sweep_name(promotion_subjects: int) -> str:
+    return f"sybils, k = {promotion_subjects}"

@@ -52,10 +52,12 @@ class Server:
     `mode` is `UNKNOWN` if nobody has said; `capacity_tokens` is the KV memory that a flood has to fill; `rows` the
     number of requests that run at the same time; `sibling_url` another server over the same storage, with the same
     keys; `storage` the directory of that storage, if the attacker can write to it; `policy` the order of the waiting
-    queue; `has_keys` says whether requests need a credential.
+    queue; `has_keys` says whether requests need a credential; `model` is the model's name in results, if it is not the
+    one that the server gives.
     """
 
     mode: str = UNKNOWN
+    model: str | None = None
     promotion_subjects: int = 3
     epoch_seconds: float = 10.0
     capacity_tokens: int | None = None

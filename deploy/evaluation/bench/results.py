@@ -16,7 +16,16 @@ if TYPE_CHECKING:
 
     from deploy.evaluation.bench.figures import Spread
 
-SECRET_FLAGS = ("--api-key",)
+SECRET_FLAGS = (
+    "--api-key",
+    "--plain-key",
+    "--personal-key",
+    "--rival-key",
+    "--rival-vouching-key",
+    "--third-key",
+    "--isolated-key",
+    "--admin-key",
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +117,7 @@ def write_results(path: Path, results: Iterable[Result]) -> None:
     """
     new = list(results)
     keys = {result.key for result in new}
-    kept = [entry for entry in _read(path) if _key(entry) not in keys]
+    kept = [entry for entry in read_entries(path) if _key(entry) not in keys]
     entries = kept + [{name: value for name, value in asdict(r).items() if value is not None} for r in new]
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_bytes(orjson.dumps(entries, option=orjson.OPT_INDENT_2 | orjson.OPT_APPEND_NEWLINE))
@@ -121,9 +130,23 @@ def read_results(path: Path) -> list[Result]:
         ValueError: the file is not a list of results.
     """
     try:
-        return [Result(**entry) for entry in _read(path)]
+        return [Result(**entry) for entry in read_entries(path)]
     except TypeError as error:
         raise ValueError(f"{path} is not a list of results") from error
+
+
+def read_entries(path: Path) -> list[dict[str, Any]]:
+    """Return the list in `path` with all of its fields; empty if the file does not exist.
+
+    Raises:
+        ValueError: the file is not a list of results.
+    """
+    if not path.exists():
+        return []
+    entries = orjson.loads(path.read_bytes())
+    if not isinstance(entries, list) or not all(isinstance(entry, dict) for entry in entries):
+        raise ValueError(f"{path} is not a list of results")
+    return entries
 
 
 def short_model(name: str) -> str:
@@ -141,13 +164,18 @@ def redact(argv: Sequence[str]) -> list[str]:
     shown: list[str] = []
     for argument in argv:
         flag, equals, _ = argument.partition("=")
-        if shown and shown[-1] in SECRET_FLAGS:
+        if shown and _is_secret(shown[-1]):
             shown.append("***")
-        elif equals and flag in SECRET_FLAGS:
+        elif equals and _is_secret(flag):
             shown.append(f"{flag}=***")
         else:
             shown.append(argument)
     return shown
+
+
+def _is_secret(flag: str) -> bool:
+    """Whether a flag, which argparse lets people abbreviate, is followed by a credential."""
+    return len(flag) > 2 and any(name.startswith(flag) for name in SECRET_FLAGS)
 
 
 def current_commit() -> str:
@@ -166,15 +194,6 @@ def _git(folder: Path, *arguments: str) -> str:
         ["git", "-C", str(folder), *arguments], check=True, capture_output=True, text=True, timeout=10
     )
     return done.stdout.strip()
-
-
-def _read(path: Path) -> list[dict[str, Any]]:
-    if not path.exists():
-        return []
-    entries = orjson.loads(path.read_bytes())
-    if not isinstance(entries, list) or not all(isinstance(entry, dict) for entry in entries):
-        raise ValueError(f"{path} is not a list of results")
-    return entries
 
 
 def _key(entry: dict[str, Any]) -> tuple[Any, ...]:

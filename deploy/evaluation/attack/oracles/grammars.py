@@ -14,15 +14,19 @@ from deploy.evaluation.attack.findings import Finding, Verdict, judge, not_appli
 from deploy.evaluation.attack.inventions import UNNAMED, Invention, rivals
 from deploy.evaluation.attack.prober import AttackError, Disguise
 from deploy.evaluation.attack.statistics import Group, pooled
+from deploy.evaluation.bench.records import Segment
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from deploy.evaluation.attack.scene import Scene
 
 TIMING, TIMING_CONTROL = "grammar timing", "grammar timing of one's own (control)"
-DELAY = "grammar delay"
+DELAY, DELAY_CONTROL = "grammar delay", "grammar delay by the victim's own (control)"
 NO_GRAMMARS = "the server follows no grammars"
-# Large enough that compiling takes longer than the noise of a request.
-PROPERTIES = 24
+# Enough that compiling (0.1 s) takes longer than the noise of a request, and so few that an asker's schemas stay within
+# its compile budget (`worker.grammars.seconds_per_minute`).
+PROPERTIES = 4
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
 # Pairs by which it is seen that a second use of one's own schema is faster.
 CONTROL_PAIRS = 40
@@ -65,22 +69,32 @@ async def probe_grammar_delay(scene: Scene) -> list[Finding]:
     if not powers or not await _follows_grammars(scene):
         return [not_applicable(DELAY, NO_GRAMMARS if powers else "no key of another tenant: --rival-key")]
     alone = await _time(scene, _schema(scene), Disguise({"user": scene.user("victim")}))
-    hostile = [
-        asyncio.create_task(_ask_hostile(scene, number, Invention(powers[0], "user").worn(scene.user("made-up"))))
-        for number in range(HOSTILE_GRAMMARS)
-    ]
+    rival = Invention(powers[0], "user")
+    beside = [rival.worn(scene.user("made-up")) for _ in range(HOSTILE_GRAMMARS)]
+    found = await _delayed(scene, alone, beside, Disguise({"user": scene.user("victim")}))
+    victim = Disguise({"user": scene.user("victim")})
+    control = await _delayed(scene, alone, [victim] * HOSTILE_GRAMMARS, victim)
+    return [found, replace(control, oracle=DELAY_CONTROL, is_control=True)]
+
+
+async def _delayed(scene: Scene, alone_s: float, hostile: Sequence[Disguise], victim: Disguise) -> Finding:
+    """Time a victim's small grammar beside expensive ones; `alone_s` is how long it takes without them."""
+    asked = [asyncio.create_task(_ask_hostile(scene, number, each)) for number, each in enumerate(hostile)]
+    most_s = alone_s + MOST_DELAY_S
+    what = f"instead of {alone_s:.1f} s beside {len(hostile)} expensive grammars"
     try:
         await scene.prober.clock.sleep(AHEAD_S)
-        beside = await _time(scene, _schema(scene), Disguise({"user": scene.user("victim")}))
+        async with asyncio.timeout(most_s):
+            beside_s = await _time(scene, _schema(scene), victim)
+    except TimeoutError:
+        return Finding(DELAY, Verdict.UNBOUNDED, len(hostile), note=f"more than {most_s:.1f} s {what}")
     except AttackError as error:
-        return [Finding(DELAY, Verdict.UNBOUNDED, HOSTILE_GRAMMARS, note=str(error))]
+        return Finding(DELAY, Verdict.UNBOUNDED, len(hostile), note=str(error))
     finally:
-        for task in hostile:
+        for task in asked:
             task.cancel()
-        await asyncio.gather(*hostile, return_exceptions=True)
-    verdict = Verdict.BOUNDED if beside - alone <= MOST_DELAY_S else Verdict.UNBOUNDED
-    note = f"{beside:.1f} s instead of {alone:.1f} s beside {HOSTILE_GRAMMARS} expensive grammars"
-    return [Finding(DELAY, verdict, HOSTILE_GRAMMARS, note=note)]
+        await asyncio.gather(*asked, return_exceptions=True)
+    return Finding(DELAY, Verdict.BOUNDED, len(hostile), note=f"{beside_s:.1f} s {what}")
 
 
 async def _follows_grammars(scene: Scene) -> bool:
@@ -100,7 +114,9 @@ async def _ask_hostile(scene: Scene, number: int, disguise: Disguise) -> None:
 async def _time(scene: Scene, schema: dict[str, Any], disguise: Disguise) -> float:
     form = {"type": "json_schema", "json_schema": {"name": "form", "schema": schema}}
     asked = replace(disguise, fields={**disguise.fields, "response_format": form})
-    return (await scene.prober.ask_as(scene.texts.document(scene.name()), asked)).first_token_s
+    # A prompt of one page, as its computation is noise here.
+    text = (Segment(f"document/{scene.name()}", scene.texts.page_tokens),)
+    return (await scene.prober.ask_as(text, asked)).first_token_s
 
 
 def _schema(scene: Scene) -> dict[str, Any]:

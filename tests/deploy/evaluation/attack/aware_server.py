@@ -100,7 +100,7 @@ class AwareServer(FakeOpenAIServer):
     _epoch: int = 0
     _served: dict[str, int] = field(default_factory=lambda: defaultdict(int))
     _waiting: list[tuple[float, int, str, asyncio.Event]] = field(default_factory=list)
-    _compiling: asyncio.Lock = field(default_factory=asyncio.Lock)
+    _compiling: dict[str, asyncio.Lock] = field(default_factory=lambda: defaultdict(asyncio.Lock))
 
     def app(self) -> Starlette:
         return Starlette(
@@ -267,8 +267,7 @@ class AwareServer(FakeOpenAIServer):
         place = "all" if self.shares_grammars else f"{who.tenant} {who.subject}"
         is_hostile = "guided_regex" in body
         if (place, text) not in self.grammars:
-            lock = self._compiling if self.compiles_in_order else asyncio.Lock()
-            async with lock:
+            async with self._compiling["all" if self.compiles_in_order else f"{who.tenant} {who.subject}"]:
                 await asyncio.sleep(0.4 if is_hostile else 0.005)
             self.grammars.add((place, text))
         return None

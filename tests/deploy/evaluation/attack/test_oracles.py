@@ -168,6 +168,7 @@ def test_grammars_that_delay_others_are_detected(
     monkeypatch.setattr("deploy.evaluation.attack.oracles.grammars.MOST_DELAY_S", 0.5)
     monkeypatch.setattr("deploy.evaluation.attack.oracles.grammars.AHEAD_S", 0.1)
     found = verdicts(attack(AwareServer(compiles_in_order=in_order), tmp_path, "grammar-delay", *FLAGS))
+    assert found.pop("grammar delay by the victim's own (control)") == "unbounded"
     assert found == {"grammar delay": verdict}
 
 

@@ -71,7 +71,16 @@ def test_a_file_of_something_else_is_not_overwritten(tmp_path: Path) -> None:
     assert json.loads(path.read_text()) == {"mine": 1}
 
 
-@pytest.mark.parametrize("argv", [["--api-key", "sk-1", "--x"], ["--api-key=sk-1", "--x"]])
+@pytest.mark.parametrize(
+    "argv",
+    [
+        ["--api-key", "sk-1", "--x"],
+        ["--api-key=sk-1", "--x"],
+        ["--rival-key", "sk-1", "--x"],
+        ["--admin", "sk-1", "--x"],
+        ["--plain=sk-1", "--x"],
+    ],
+)
 def test_credentials_never_reach_the_results(argv: list[str]) -> None:
     assert "sk-1" not in " ".join(redact(argv))
     assert redact(argv)[-1] == "--x"
