@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
     from deploy.evaluation.attack.campaign import Report
 
+
 class Unobserved:
     def progress(self, line: str) -> None:
         pass

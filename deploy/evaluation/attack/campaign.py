@@ -7,6 +7,7 @@ from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
+from deploy.evaluation.attack.findings import Verdict
 from deploy.evaluation.attack.oracles.delay import probe_delay, probe_long_outputs
 from deploy.evaluation.attack.oracles.demotion import probe_demotion
 from deploy.evaluation.attack.oracles.evidence import probe_boundary, probe_sybils
@@ -62,6 +63,11 @@ KNOWN_LEAKS = (
     "cached_tokens",
     "time to first token",
     "serving order (PromptPeek)",
+    "in-batch duplicates",
+    "Sybil sweep",
+    "epoch boundary",
+    "absent user id",
+    "spoofed user id",
     "rival key: guessing",
     "rival key: tenant's shared text",
     "rival key: publishing",
@@ -71,6 +77,9 @@ KNOWN_LEAKS = (
     "keyless: guessing",
     "keyless: publishing",
     "tenant that shares nothing",
+    "storage reads",
+    "made-up names: pushing out",
+    "flood",
 )
 
 
@@ -94,7 +103,8 @@ class Report:
         lines = [f"{self.mode} is not seen to leak by {each.oracle}: it proves nothing elsewhere" for each in blind]
         attacks = [each for each in self.findings if not each.is_control]
         if self.mode == "shared":
-            blind = [each for each in attacks if each.oracle in KNOWN_LEAKS and not each.succeeded]
+            tried = [each for each in attacks if each.verdict is not Verdict.NOT_APPLICABLE]
+            blind = [each for each in tried if each.oracle in KNOWN_LEAKS and not each.succeeded]
             return lines + [
                 f"shared is not seen to leak by {found.oracle}: it proves nothing elsewhere" for found in blind
             ]
