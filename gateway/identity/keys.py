@@ -8,6 +8,7 @@ import json
 import os
 import re
 import secrets
+import stat
 import tempfile
 import tomllib
 from dataclasses import dataclass, fields
@@ -92,10 +93,10 @@ def load_keys(path: Path, *, may_be_empty: bool = False) -> list[ApiKey]:
 
 
 def save_keys(path: Path, keys: Iterable[ApiKey]) -> None:
-    """Replace a keys file atomically; only its owner can read it.
+    """Replace a keys file atomically. A new one can be read by its owner only; owner and mode of an earlier one stay.
 
     Raises:
-        ConfigurationError: the file cannot be written.
+        ConfigurationError: the file cannot be written, or it belongs to another user.
     """
     text = HEADER + "".join(map(_dump_key, keys))
     try:
@@ -103,9 +104,29 @@ def save_keys(path: Path, keys: Iterable[ApiKey]) -> None:
         handle, scratch = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
         with os.fdopen(handle, "w", encoding="utf-8") as file:
             file.write(text)
-        Path(scratch).replace(path)
+        try:
+            _take_over(Path(scratch), path)
+            Path(scratch).replace(path)
+        except BaseException:
+            Path(scratch).unlink(missing_ok=True)
+            raise
     except OSError as error:
         raise ConfigurationError(f"keys file {path}: {error}") from error
+
+
+def _take_over(fresh: Path, old: Path) -> None:
+    """Give a file the owner and mode of the one that it replaces, so that the gateway can read it, too."""
+    if not old.exists():
+        return
+    status = old.stat()
+    try:
+        os.chown(fresh, status.st_uid, status.st_gid)
+    except PermissionError:
+        raise ConfigurationError(
+            f"keys file {old}: it belongs to user {status.st_uid} and group {status.st_gid}; only this user, if it is in "
+            "this group, and root can change it"
+        ) from None
+    fresh.chmod(stat.S_IMODE(status.st_mode))
 
 
 def _dump_key(key: ApiKey) -> str:

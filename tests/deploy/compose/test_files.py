@@ -176,20 +176,38 @@ def test_rules_and_dashboards_are_those_of_the_chart() -> None:
 def test_secrets_are_files_mounted_into_the_services_that_read_them() -> None:
     overlay = load("secrets.yaml")
     for service in overlay["services"].values():
-        named = {path.removeprefix("/run/secrets/") for path in service["environment"].values()}
-        assert named == set(service["secrets"]) <= overlay["secrets"].keys()
+        named = {path for path in service["environment"].values() if path.startswith("/run/secrets/")}
+        assert named == {f"/run/secrets/{name}" for name in service["secrets"]}
+        assert set(service["secrets"]) <= overlay["secrets"].keys()
     # The scheduler flushes its cache only for who knows the token.
     assert "admin_token" in overlay["services"]["gateway"]["secrets"]
 
 
-def test_gateway_and_scheduler_read_the_same_limits(monkeypatch: pytest.MonkeyPatch) -> None:
-    overlay = load("limits.yaml")
-    assert overlay["services"].keys() == {"gateway", "scheduler"}
-    for name, service in overlay["services"].items():
-        [mount] = service["configs"]
-        settings = settings_with(service["environment"], {}, monkeypatch)
-        assert str(getattr(settings, name).limits_file) == mount["target"]
-        assert mount["source"] in overlay["configs"]
+@pytest.mark.parametrize(
+    ("overlay", "service", "setting"),
+    [
+        ("secrets.yaml", "gateway", "keys_file"),
+        ("limits.yaml", "gateway", "limits_file"),
+        ("limits.yaml", "scheduler", "limits_file"),
+    ],
+)
+def test_files_that_are_replaced_are_mounted_with_their_directory(
+    overlay: str, service: str, setting: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # A container does not see that a file is replaced that is mounted singly: a revoked key would stay valid.
+    definition = load(overlay)["services"][service]
+    [mount] = definition["volumes"]
+    settings = settings_with(definition["environment"], {}, monkeypatch)
+    file: Path = getattr(getattr(settings, service), setting)
+    assert str(file.parent) == mount["target"]
+    assert (mount["type"], mount["read_only"], mount["bind"]) == ("bind", True, {"create_host_path": False})
+    assert f"names the directory of {file.name}" in mount["source"]
+
+
+def test_gateway_and_scheduler_read_the_same_limits() -> None:
+    services = load("limits.yaml")["services"]
+    assert services.keys() == {"gateway", "scheduler"}
+    assert services["gateway"]["volumes"] == services["scheduler"]["volumes"]
 
 
 def test_each_service_mounts_a_separate_certificate_directory(monkeypatch: pytest.MonkeyPatch) -> None:

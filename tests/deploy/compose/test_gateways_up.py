@@ -32,21 +32,23 @@ class TwoGateways:
 
     def __init__(self, directory: Path) -> None:
         self.ports = consecutive_ports()
-        names = ("keys.toml", "admin.txt", "state.txt", "limits.toml")
+        names = ("keys/keys.toml", "admin.txt", "state.txt", "limits/limits.toml")
         keys, admin_token, state_secret, limits = (directory / name for name in names)
         with contextlib.redirect_stdout(io.StringIO()) as out:
             assert main(["keys", "create", "--file", str(keys), "--tenant", "acme"]) == 0
         for file in (admin_token, state_secret):
             file.write_text(secrets.token_hex(32))
+        limits.parent.mkdir()
         limits.write_text(f"[tenants.acme]\nrequests_per_minute = {REQUESTS_PER_MINUTE}\n")
-        directory.chmod(0o755)
+        for folder in (directory, keys.parent, limits.parent):
+            folder.chmod(0o755)
         for file in (keys, admin_token, state_secret, limits):
             file.chmod(0o644)
         environment = {
-            "PANDO_KEYS": str(keys),
+            "PANDO_KEYS": str(keys.parent),
             "PANDO_ADMIN_TOKEN": str(admin_token),
             "PANDO_STATE_SECRET": str(state_secret),
-            "PANDO_LIMITS": str(limits),
+            "PANDO_LIMITS": str(limits.parent),
             "PANDO_PORTS": f"{self.ports[0]}-{self.ports[1]}",
         }
         self.project = Project("secrets.yaml", "limits.yaml", "gateways.yaml", environment=environment)

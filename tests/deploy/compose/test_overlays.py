@@ -14,6 +14,7 @@ from openai import AuthenticationError, OpenAI
 
 from tests.deploy.compose.engine import SERVICES, Project
 from tests.fakes.certificates import Authority
+from tests.waiting import wait_until
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -49,7 +50,8 @@ class Secured:
     """A deployment with two keys, an admin token and certificates, whose files it writes."""
 
     def __init__(self, directory: Path) -> None:
-        self.key, self.admin_key = create_key(directory), create_key(directory, "--admin")
+        self.keys_file = directory / "keys" / "keys.toml"
+        self.key, self.admin_key = self.create_key(), self.create_key("--admin")
         (directory / "admin.txt").write_text(ADMIN_TOKEN)
         authority = Authority(directory / "authority")
         for service in SERVICES:
@@ -62,11 +64,19 @@ class Secured:
         for path in (directory, *directory.rglob("*")):  # the user in the containers is nobody here
             path.chmod(0o755 if path.is_dir() else 0o644)
         environment = {
-            "PANDO_KEYS": str(directory / "keys.toml"),
+            "PANDO_KEYS": str(self.keys_file.parent),
             "PANDO_ADMIN_TOKEN": str(directory / "admin.txt"),
             "PANDO_CERTIFICATES": str(directory / "tls"),
         }
         self.project = Project("secrets.yaml", "tls.yaml", environment=environment)
+
+    def create_key(self, *flags: str) -> str:
+        """Make a key by the command that the overlay's comment names."""
+        return self.manage_keys("create", "--tenant", "acme", *flags)
+
+    def manage_keys(self, action: str, *flags: str) -> str:
+        command = [sys.executable, "-m", "deploy.cli", "keys", action, "--file", str(self.keys_file), *flags]
+        return subprocess.run(command, capture_output=True, text=True, check=True, timeout=60).stdout.strip()
 
     def client(self, key: str) -> OpenAI:
         return OpenAI(base_url=f"{self.project.url}/v1", api_key=key, max_retries=0, timeout=120)
@@ -74,13 +84,6 @@ class Secured:
     def flush(self, key: str) -> httpx.Response:
         headers = {"authorization": f"Bearer {key}"}
         return httpx.post(f"{self.project.url}/flush_cache", headers=headers, timeout=30, trust_env=False)
-
-
-def create_key(directory: Path, *flags: str) -> str:
-    """Make a key by the command that the overlay's comment names."""
-    file = str(directory / "keys.toml")
-    command = [sys.executable, "-m", "deploy.cli", "keys", "create", "--file", file, "--tenant", "acme", *flags]
-    return subprocess.run(command, capture_output=True, text=True, check=True, timeout=60).stdout.strip()
 
 
 @pytest.fixture(scope="module")
@@ -109,6 +112,13 @@ def test_a_chat_needs_a_key(secured: Secured) -> None:
     assert secured.client(secured.key).chat.completions.create(**body).usage
     with pytest.raises(AuthenticationError):
         secured.client("pando-guessed").chat.completions.create(**body)
+
+
+def test_keys_are_created_and_revoked_while_the_gateway_runs(secured: Secured) -> None:
+    key = secured.create_key()
+    wait_until(lambda: secured.flush(key).status_code == httpx.codes.FORBIDDEN, timeout_s=10, what=lambda: "a new key")
+    secured.manage_keys("revoke", key.split("-")[1])
+    wait_until(lambda: secured.flush(key).status_code == httpx.codes.UNAUTHORIZED, timeout_s=10, what=lambda: "its end")
 
 
 def test_only_the_administrators_key_flushes_the_cache(secured: Secured) -> None:

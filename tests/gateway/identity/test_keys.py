@@ -38,6 +38,36 @@ def test_saved_keys_are_read_back_and_only_the_owner_may_read_the_file(tmp_path:
     assert list(path.parent.iterdir()) == [path]
 
 
+def test_a_replaced_file_stays_readable_for_the_gateways_user(tmp_path: Path) -> None:
+    path = tmp_path / "keys.toml"
+    save_keys(path, [KEY])
+    path.chmod(0o640)
+    group = max(os.getgroups(), default=os.getgid())
+    owner = 10001 if os.getuid() == 0 else os.getuid()
+    os.chown(path, owner, group)
+    before = path.stat()
+    save_keys(path, [])
+    after = path.stat()
+    assert after.st_ino != before.st_ino
+    assert (after.st_uid, after.st_gid, stat.S_IMODE(after.st_mode)) == (owner, group, 0o640)
+
+
+def test_a_file_of_another_user_is_not_replaced_by_one_that_this_user_cannot_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "keys.toml"
+    save_keys(path, [KEY])
+
+    def chown(*_: object) -> None:
+        raise PermissionError("Operation not permitted")
+
+    monkeypatch.setattr(os, "chown", chown)
+    with pytest.raises(ConfigurationError, match=f"belongs to user {os.getuid()} and group"):
+        save_keys(path, [])
+    assert load_keys(path) == [KEY]
+    assert list(tmp_path.iterdir()) == [path]
+
+
 def test_secrets_differ_and_begin_with_their_id() -> None:
     secrets = {new_secret("k1") for _ in range(100)}
     assert len(secrets) == 100
