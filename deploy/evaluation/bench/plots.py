@@ -163,22 +163,29 @@ def _draw_costs(figure: Figure, entries: Sequence[Entry]) -> None:
 
 
 def _draw_attack(figure: Figure, entries: Sequence[Entry]) -> None:
-    """Draw the AUC of each oracle by mode, with confidence intervals."""
+    """Draw the AUC of each oracle by mode, with confidence intervals; controls, which must leak, as circles."""
+    figure.set_size_inches(9, 4.8)
     axes = figure.subplots()
     shown = [entry for entry in entries if "value" in entry]
     oracles = list(dict.fromkeys(entry["metric"] for entry in shown))
     for entry in shown:
         mode = entry["label"]
-        at = oracles.index(entry["metric"]) + (MODES.index(mode) - 1.5) * 0.18 if mode in MODES else 0
+        at = oracles.index(entry["metric"]) + ((MODES.index(mode) - 1.5) * 0.18 if mode in MODES else 0)
         low, high = max(entry["value"] - entry["low"], 0), max(entry["high"] - entry["value"], 0)
-        axes.errorbar(at, entry["value"], [[low], [high]], fmt="o", color=COLOURS.get(mode), markersize=4)
-    axes.axhline(0.5, color="black", linewidth=0.6)
-    axes.axhline(0.55, color="black", linewidth=0.6, linestyle=":")
-    axes.set_xticks(range(len(oracles)), oracles, fontsize=7, rotation=15)
-    axes.set_ylabel("AUC (0.5: guessing)")
+        face = "white" if entry.get("control") else COLOURS.get(mode)
+        axes.errorbar(
+            entry["value"], at, xerr=[[low], [high]], fmt="o", color=COLOURS.get(mode), mfc=face, markersize=4
+        )
+    axes.axvline(0.5, color="black", linewidth=0.6)
+    axes.axvline(0.55, color="black", linewidth=0.6, linestyle=":")
+    axes.set_yticks(range(len(oracles)), oracles, fontsize=7)
+    axes.invert_yaxis()
+    axes.set_xlabel("AUC (0.5: guessing)")
     for mode in MODES:
-        axes.plot([], [], "o", color=COLOURS[mode], label=mode)
-    axes.legend(fontsize=7)
+        if any(entry["label"] == mode for entry in shown):
+            axes.plot([], [], "o", color=COLOURS[mode], label=mode)
+    axes.plot([], [], "o", color="black", mfc="white", label="control, must leak")
+    axes.legend(fontsize=7, loc="center left")
 
 
 # By the prefix of the benchmark's name.
