@@ -123,8 +123,8 @@ def _take_over(fresh: Path, old: Path) -> None:
         os.chown(fresh, status.st_uid, status.st_gid)
     except PermissionError:
         raise ConfigurationError(
-            f"keys file {old}: it belongs to user {status.st_uid} and group {status.st_gid}; only this user, if it is in "
-            "this group, and root can change it"
+            f"keys file {old}: it belongs to user {status.st_uid} and group {status.st_gid}; only root, or this user "
+            "as a member of this group, can change it"
         ) from None
     fresh.chmod(stat.S_IMODE(status.st_mode))
 
