@@ -51,7 +51,7 @@ from services.worker.engine.model_runner import ModelRunner
 from services.worker.engine.parallel.group import RankGroup, join_group
 from services.worker.engine.parallel.shards import ModelShard, shard_model
 from services.worker.engine.parallel.symmetric_memory import ExchangeShape
-from services.worker.engine.quantization.policy import check_device, check_model, holds_fp8, quantises
+from services.worker.engine.quantization.policy import check_device, check_model, held_format, quantiser
 from services.worker.engine.transformers_models.checkpoint import TransformersCheckpoint
 from services.worker.engine.transformers_models.decoder import TransformersDecoder, pages_to_check
 
@@ -119,10 +119,12 @@ class _DecoderLoader:
             if self._device.type == "cpu"
             else select_gpu_backend(options, self._dtype, self._device, spec.max_rows)
         )
-        if holds_fp8(spec, self._config):
-            check_model(self._config, self._shard, is_own=is_own)
+        self._held_format = held_format(spec, self._config)
+        if self._held_format is not None:
+            check_model(self._held_format, self._config, self._shard, is_own=is_own)
             if self._backend.name == "gpu":
-                check_device(self._dtype, torch.cuda.get_device_capability(self._device))
+                capability = torch.cuda.get_device_capability(self._device)
+                check_device(self._held_format, self._config, self._shard, self._dtype, capability)
         self._kv_dtype = select_kv_dtype(spec.kv_dtype, self._backend.kernels.activation_dtype)
 
     @torch.inference_mode()
@@ -146,8 +148,9 @@ class _DecoderLoader:
         pool = self._pool(pages + self._can_overlap, model.kv_layout, window_pages)
         capacity = self._capacity(pool, pages, min(context, pages * spec.page_size), model.kv_layout.value, group)
         log.info(
-            "model.loaded model=%s device=%s backend=%s dtype=%s fp8=%s kv_dtype=%s pages=%d context=%d threads=%d",
-            spec.model, self._device, self._backend.name, self._dtype, holds_fp8(spec, config), self._kv_dtype, pages,
+            "model.loaded model=%s device=%s backend=%s dtype=%s weights=%s kv_dtype=%s pages=%d context=%d threads=%d",
+            spec.model, self._device, self._backend.name, self._dtype, self._held_format or "as stored",
+            self._kv_dtype, pages,
             capacity.max_context, torch.get_num_threads(),
         )  # fmt: skip
         host_pages = group.minimum(self._count_host_pages(pool))
@@ -169,7 +172,7 @@ class _DecoderLoader:
         if isinstance(self._checkpoint, TransformersCheckpoint):
             return self._transformers_decoder(self._checkpoint, context)
         kernels, ranks = self._backend.kernels, self._spec.world_size
-        tensors = Tensors(self._checkpoint, self._device, quantises=quantises(self._spec, self._config))
+        tensors = Tensors(self._checkpoint, self._device, quantiser(self._spec, self._config))
         weights = Assembler(tensors, self._shard, kernels, self._dtype, self._device).weights(
             lambda share: self._report(0.98 * share, "loading weights")
         )
@@ -298,7 +301,7 @@ class _DecoderLoader:
         weights = "".join(group.gather_digests(self._checkpoint.identity()))
         parts = (
             weights, str(asdict(self._config)), str(self._dtype), str(self._kv_dtype), layout,
-            str(quantises(spec, self._config)),
+            str(quantiser(spec, self._config) is not None),
             str(spec.page_size), str(shard.kv_heads), f"{spec.rank}/{spec.world_size}",
         )  # fmt: skip
         return EngineCapacity(

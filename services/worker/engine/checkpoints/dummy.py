@@ -11,6 +11,7 @@ from services.worker.engine.checkpoints.tensor_shapes import tensor_shape
 
 if TYPE_CHECKING:
     from services.worker.engine.model.config import ModelConfig
+    from services.worker.engine.quantization.grouped import GroupedMatrix
 
 # A prime, so that rows of a matrix never repeat each other exactly and no two logits tie.
 _PERIOD = 1_048_573
@@ -36,6 +37,14 @@ class DummyCheckpoint:
     def identity(self) -> str:
         """Return the digest of the values that all tensors repeat, and of the seed, which says from where on."""
         return self._identity
+
+    def has(self, name: str) -> bool:
+        """Return whether there is a tensor of this name: a matrix in its plain form."""
+        return name.endswith((".weight", ".bias"))
+
+    def packed(self, name: str, rows: slice | None = None, columns: slice | None = None) -> GroupedMatrix | None:
+        """Return None: weights are made as floats."""
+        return None
 
     def read(self, name: str, rows: slice | None = None, columns: slice | None = None) -> torch.Tensor:
         """Return a tensor or a block of a matrix; see `Checkpoint.read`."""

@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
+    from services.worker.engine.quantization.grouped import GroupedMatrix
+
     FloatArray = NDArray[np.float32]
 
 _LAYER_NAMES = {
@@ -80,6 +82,10 @@ class GgufCheckpoint:
         """Return the digest of all blocks read, as they are stored; see `Checkpoint.identity`."""
         return self._digest.hexdigest()
 
+    def has(self, name: str) -> bool:
+        """Whether there is a tensor of this name."""
+        return gguf_name(split_expert(name)[0], has_output_norms=self.config.post_norms) in self._tensors
+
     def read(self, name: str, rows: slice | None = None, columns: slice | None = None) -> torch.Tensor:
         """Return a tensor or a block of a matrix; see `Checkpoint.read`. Rows of q and k must be whole heads."""
         whole, expert = split_expert(name)
@@ -90,6 +96,10 @@ class GgufCheckpoint:
         if columns is not None:
             values = np.ascontiguousarray(values[:, columns])
         return torch.from_numpy(values)
+
+    def packed(self, name: str, rows: slice | None = None, columns: slice | None = None) -> GroupedMatrix | None:
+        """Return a matrix, or a block of it, in the file's own blocks; see `Checkpoint.packed`."""
+        return None
 
     def _rows_of(self, name: str, expert: int, rows: slice | None) -> slice:
         """Return where rows of one expert lie in a tensor [experts, rows, columns]."""

@@ -8,6 +8,7 @@ if TYPE_CHECKING:
     import torch
 
     from services.worker.engine.model.config import ModelConfig
+    from services.worker.engine.quantization.grouped import GroupedMatrix
 
 
 class Checkpoint(Protocol):
@@ -23,8 +24,20 @@ class Checkpoint(Protocol):
         """Return a SHA-256 digest of all weights that have been read so far; waits until they have been hashed."""
         ...
 
+    def has(self, name: str) -> bool:
+        """Return whether there is a tensor of this name."""
+        ...
+
     def read(self, name: str, rows: slice | None = None, columns: slice | None = None) -> torch.Tensor:
         """Return a tensor, or a block of a matrix, on the CPU in the file's own (or a wider) float type.
+
+        Raises:
+            ConfigurationError: the checkpoint has no such tensor.
+        """
+        ...
+
+    def packed(self, name: str, rows: slice | None = None, columns: slice | None = None) -> GroupedMatrix | None:
+        """Return a matrix, or a block of it, that is stored in blocks of a few bits; None: it is stored otherwise.
 
         Raises:
             ConfigurationError: the checkpoint has no such tensor.

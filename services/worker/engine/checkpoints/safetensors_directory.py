@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     import torch
 
     from services.worker.engine.model.config import ModelConfig
+    from services.worker.engine.quantization.grouped import GroupedMatrix
 
 WHOLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -48,6 +49,14 @@ class SafetensorsCheckpoint:
     def read(self, name: str, rows: slice | None = None, columns: slice | None = None) -> torch.Tensor:
         """Return a tensor or a block of a matrix; see `Checkpoint.read`."""
         return self._tensors.read(_renamed(name, self._prefixes), rows, columns)
+
+    def has(self, name: str) -> bool:
+        """Whether there is a tensor of this name."""
+        return self._tensors.has(_renamed(name, self._prefixes))
+
+    def packed(self, name: str, rows: slice | None = None, columns: slice | None = None) -> GroupedMatrix | None:
+        """Return None: what is packed here consists of several tensors; see `PackedReader`."""
+        return None
 
 
 class SafetensorsTensors:

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
     from services.worker.engine.model.batch import ForwardBatch
     from services.worker.engine.model.config import Activation
-    from services.worker.engine.quantization.fp8 import Fp8Matrix
+    from services.worker.engine.quantization.matrices import Matrix
 
 
 class KvLayout(Enum):
@@ -101,9 +101,9 @@ class GatedLinear(Protocol):
 class ExpertMatrices:
     """One expert: gate and up [intermediate, hidden], down [hidden, intermediate]."""
 
-    gate: torch.Tensor | Fp8Matrix
-    up: torch.Tensor | Fp8Matrix
-    down: torch.Tensor | Fp8Matrix
+    gate: Matrix
+    up: Matrix
+    down: Matrix
 
 
 class Experts(Protocol):
@@ -123,19 +123,19 @@ class Experts(Protocol):
 class Kernels(Protocol):
     """Everything in a layer but attention.
 
-    Matrices of one gated layer, or of all experts, are either all in FP8 or none is.
+    Matrices of one gated layer, or of all experts, are all quantised in one format, or none is.
     """
 
     activation_dtype: torch.dtype
 
-    def linear(self, weight: torch.Tensor | Fp8Matrix, bias: torch.Tensor | None) -> Linear:
+    def linear(self, weight: Matrix, bias: torch.Tensor | None) -> Linear:
         """Lay out a matrix [out, in] and its bias [out]; `weight` may be dropped afterwards."""
         ...
 
     def gated_linear(
         self,
-        gate: torch.Tensor | Fp8Matrix,
-        up: torch.Tensor | Fp8Matrix,
+        gate: Matrix,
+        up: Matrix,
         biases: tuple[torch.Tensor, torch.Tensor] | None,
         activation: Activation,
     ) -> GatedLinear:

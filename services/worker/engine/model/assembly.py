@@ -10,7 +10,7 @@ import torch
 from services.worker.engine.kernels.interface import ExpertMatrices, QkNorm
 from services.worker.engine.model.feed_forward import DenseFeedForward, MoeFeedForward
 from services.worker.engine.model.transformer import DecoderLayer, TransformerWeights
-from services.worker.engine.quantization.fp8 import above
+from services.worker.engine.quantization.matrices import above
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -112,7 +112,8 @@ class Assembler:
                         (f"{expert}.gate_proj.weight", part, None),
                         (f"{expert}.up_proj.weight", part, None),
                         (f"{expert}.down_proj.weight", None, None if self.shard.world_size == 1 else part),
-                    ]
+                    ],
+                    together=2,
                 )
             )
 

@@ -4,8 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import Enum
+from typing import TYPE_CHECKING
 
 from common.errors import ConfigurationError
+
+if TYPE_CHECKING:
+    from services.worker.engine.quantization.formats import StoredFormat
 
 # Families with an implementation here, by `model_type` of config.json; other formats are translated.
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "qwen3_moe", "gemma3_text")
@@ -17,15 +21,6 @@ class Activation(Enum):
     SILU = "silu"
     GELU_TANH = "gelu_pytorch_tanh"
     """GELU by its approximation with a hyperbolic tangent."""
-
-
-class StoredScales(Enum):
-    """The granularity of the scales of FP8 matrices in a checkpoint."""
-
-    CHANNEL = "channel"
-    """Each output: scales [out, 1]."""
-    TENSOR = "tensor"
-    """The matrix."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,8 +89,8 @@ class ModelConfig:
     logits_softcap: float | None = None
     """Logits are bent into (-cap, cap) by a hyperbolic tangent."""
     moe: MoeConfig | None = None
-    stored_scales: StoredScales | None = None
-    """How matrices that the checkpoint stores in FP8 are scaled; None: it stores none."""
+    stored_format: StoredFormat | None = None
+    """How the checkpoint stores quantised matrices; None: it stores none."""
 
     def __post_init__(self) -> None:
         """Reject shapes that no code here could run."""

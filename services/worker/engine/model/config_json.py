@@ -10,7 +10,7 @@ from common.encoders import is_encoder
 from common.errors import ConfigurationError
 from services.worker.engine.model.config import FAMILIES, Activation, ModelConfig, MoeConfig, RotaryConfig
 from services.worker.engine.model.rotary_config import read_rotary
-from services.worker.engine.quantization.checkpoint_scheme import stored_scales
+from services.worker.engine.quantization.checkpoint_scheme import stored_format
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -42,9 +42,9 @@ def config_from_json(config: Mapping[str, Any], generation: Mapping[str, Any] | 
     if family not in FAMILIES:
         raise ConfigurationError(f"model family {family!r} is not supported; supported: {', '.join(FAMILIES)}")
     quantization = config.get("quantization_config") or text.get("quantization_config")
-    scales = stored_scales(quantization) if quantization else None
+    stored = stored_format(quantization) if quantization else None
     try:
-        return replace(_read(family, text, generation or {}), stored_scales=scales)
+        return replace(_read(family, text, generation or {}), stored_format=stored)
     except KeyError as error:
         raise ConfigurationError(f"config.json has no {error.args[0]!r}") from error
 

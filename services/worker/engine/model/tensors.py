@@ -1,4 +1,4 @@
-"""A rank's tensors as they come out of a checkpoint: of the right shape, and matrices in FP8 where they shall be."""
+"""A rank's tensors as they come out of a checkpoint: of the right shape, and matrices quantised where they shall be."""
 
 from __future__ import annotations
 
@@ -8,14 +8,19 @@ from typing import TYPE_CHECKING
 import torch
 
 from common.errors import ConfigurationError
-from services.worker.engine.checkpoints.tensor_shapes import block_shape
-from services.worker.engine.model.config import StoredScales
-from services.worker.engine.quantization.fp8 import FP8, Fp8Matrix, quantise
+from services.worker.engine.checkpoints.tensor_shapes import block_shape, tensor_shape
+from services.worker.engine.quantization.formats import FP8_BLOCK, Fp8Format, GroupedFormat, Int8Format, StoredScales
+from services.worker.engine.quantization.fp8 import FP8, Fp8Matrix, block_matrix
+from services.worker.engine.quantization.grouped import GroupedMatrix
+from services.worker.engine.quantization.int8 import Int8Matrix
+from services.worker.engine.quantization.matrices import are_alike
+from services.worker.engine.quantization.packed_words import PackedReader
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from services.worker.engine.checkpoints.interface import Checkpoint
+    from services.worker.engine.quantization.matrices import Matrix, QuantisedMatrix
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,24 +29,25 @@ class Tensors:
 
     checkpoint: Checkpoint
     device: torch.device
-    """Where matrices are quantised."""
-    quantises: bool = False
-    """Whether matrices that are stored in a wider type become FP8."""
+    """Where matrices are quantised or unpacked."""
+    quantise: Callable[[torch.Tensor], QuantisedMatrix] | None = None
+    """Quantises matrices that are stored in a wider type; None: they are used unchanged."""
 
     def plain(self, name: str, rows: slice | None = None, columns: slice | None = None) -> torch.Tensor:
-        """Return a tensor, or a block of a matrix, that is never held in FP8.
+        """Return a tensor, or a block of a matrix, that is never held quantised.
 
         Raises:
             ConfigurationError: it is missing, of another shape than the configuration says, or stored quantised.
         """
         tensor = self._read(name, rows, columns)
-        if tensor.dtype == FP8:
+        if tensor.dtype.itemsize == 1:
+            kind = "FP8" if tensor.dtype == FP8 else "INT8"
             raise ConfigurationError(
-                f"tensor {name!r} is stored in FP8, which is supported of projections and experts only"
+                f"tensor {name!r} is stored in {kind}, which is supported of projections and experts only"
             )
         return tensor
 
-    def matrix(self, name: str, rows: slice | None = None, columns: slice | None = None) -> torch.Tensor | Fp8Matrix:
+    def matrix(self, name: str, rows: slice | None = None, columns: slice | None = None) -> Matrix:
         """Return a projection's matrix `name`, which ends with `.weight`, or a block of it.
 
         A row is quantised as a whole, whichever columns are wanted: so every number of ranks holds the same values.
@@ -49,24 +55,45 @@ class Tensors:
         Raises:
             ConfigurationError: as `plain`, or its scales are wrong.
         """
-        if self.quantises:
-            matrix = quantise(self.plain(name, rows).to(self.device))
+        if self.quantise is not None:
+            matrix = self.quantise(self.plain(name, rows).to(self.device))
             return matrix if columns is None else matrix.columns(columns)
+        stored = self.checkpoint.config.stored_format
+        if isinstance(stored, GroupedFormat):
+            reader, stem = PackedReader(stored, self.checkpoint.read, self.device), name.removesuffix(".weight")
+            if self.checkpoint.has(reader.words_of(stem)):
+                height, width = tensor_shape(name, self.checkpoint.config)
+                return reader.matrix(stem, (height, width), rows or slice(0, height), columns or slice(0, width))
+        packed = self.checkpoint.packed(name, rows, columns)
+        if packed is not None:
+            return packed
         tensor = self._read(name, rows, columns)
-        if tensor.dtype != FP8:
-            return tensor
-        return Fp8Matrix(tensor, self._scales(f"{name}_scale", rows, tensor.shape[0]))
+        if isinstance(stored, Int8Format) and tensor.dtype == torch.int8:
+            return Int8Matrix(tensor, self._scales(f"{name}_scale", rows, tensor.shape[0]))
+        if isinstance(stored, Fp8Format) and tensor.dtype == FP8:
+            return self._fp8(name, tensor, stored, rows, columns)
+        return tensor
 
-    def alike(self, parts: Sequence[tuple[str, slice | None, slice | None]]) -> list[torch.Tensor | Fp8Matrix]:
-        """Return matrices (name, rows, columns) that are multiplied together: all in FP8, or none.
+    def alike(
+        self, parts: Sequence[tuple[str, slice | None, slice | None]], together: int | None = None
+    ) -> list[Matrix]:
+        """Return matrices (name, rows, columns) that are held alike: all quantised in one format, or none.
+
+        The first `together` of them, by default all, have the same inputs and can be stacked.
 
         Raises:
             ConfigurationError: as `matrix`, or they are stored differently.
         """
         matrices = [self.matrix(*part) for part in parts]
-        if len({isinstance(matrix, Fp8Matrix) for matrix in matrices}) > 1:
-            names = ", ".join(name for name, _, _ in parts)
-            raise ConfigurationError(f"tensors {names}: that only some are stored in FP8 is not supported")
+        names = ", ".join(name for name, _, _ in parts)
+        kinds = {type(matrix) for matrix in matrices}
+        if len(kinds) > 1 and self.checkpoint.config.stored_format is None:
+            # Of GGUF files, where each tensor has a type of its own.
+            return [each.widened(torch.float32) if isinstance(each, GroupedMatrix) else each for each in matrices]
+        if len(kinds) > 1:
+            raise ConfigurationError(f"tensors {names}: that only some are stored quantised is not supported")
+        if not are_alike(matrices[:together]):
+            raise ConfigurationError(f"tensors {names}: different orders of inputs (g_idx) are not supported")
         return matrices
 
     def _read(self, name: str, rows: slice | None, columns: slice | None) -> torch.Tensor:
@@ -78,23 +105,54 @@ class Tensors:
                 f"tensor {name!r} has the shape {tuple(tensor.shape)} where the model's configuration says {expected}"
             )
         is_narrow = tensor.dtype == FP8
-        if not tensor.is_floating_point() or (tensor.dtype.itemsize == 1 and not is_narrow):
+        is_integer = tensor.dtype == torch.int8 and isinstance(config.stored_format, Int8Format)
+        if not is_integer and (not tensor.is_floating_point() or (tensor.dtype.itemsize == 1 and not is_narrow)):
             raise ConfigurationError(f"tensor {name!r} is stored as {tensor.dtype}, which is not supported")
-        if is_narrow and config.stored_scales is None:
+        if is_narrow and not isinstance(config.stored_format, Fp8Format):
             raise ConfigurationError(
                 f"tensor {name!r} is stored in FP8, but config.json has no quantization_config that says how"
             )
         return tensor
 
-    def _scales(self, name: str, rows: slice | None, height: int) -> torch.Tensor:
-        """Return [height] float32."""
-        if self.checkpoint.config.stored_scales is StoredScales.TENSOR:
-            scales, expected = self.checkpoint.read(name), 1
-        else:
-            scales, expected = self.checkpoint.read(name, rows), height
+    def _fp8(
+        self, name: str, values: torch.Tensor, stored: Fp8Format, rows: slice | None, columns: slice | None
+    ) -> QuantisedMatrix:
+        if stored.scales is StoredScales.BLOCK:
+            return block_matrix(values, self._block_scales(f"{name}{stored.scale_suffix}", name, rows, columns))
+        scales = self._scales(
+            f"{name}{stored.scale_suffix}", rows, values.shape[0], is_one=stored.scales is StoredScales.TENSOR
+        )
+        if not stored.has_input_scales:
+            return Fp8Matrix(values, scales)
+        input_scale = self._scales(f"{name.removesuffix('weight')}input_scale", None, 1, is_one=True)
+        if not bool((input_scale > 0).all()):
+            raise ConfigurationError(f"tensor {name!r} has an input_scale that is not above 0")
+        return Fp8Matrix(values, scales, input_scale)
+
+    def _scales(self, name: str, rows: slice | None, height: int, *, is_one: bool = False) -> torch.Tensor:
+        """Return [height] float32; a single one is that of all rows."""
+        scales, expected = (self.checkpoint.read(name), 1) if is_one else (self.checkpoint.read(name, rows), height)
         if scales.numel() != expected:
             raise ConfigurationError(f"tensor {name!r} has {scales.numel()} scales where {expected} belong")
-        wide = scales.float().flatten()
-        if not bool(torch.isfinite(wide).all()):
-            raise ConfigurationError(f"tensor {name!r} has scales that are no numbers")
-        return wide.expand(height).contiguous()
+        return _finite(name, scales).flatten().expand(height).contiguous()
+
+    def _block_scales(self, name: str, matrix: str, rows: slice | None, columns: slice | None) -> torch.Tensor:
+        """Return the scales of each row of a block, [rows, ceil(columns / 128)] float32."""
+        height, width = tensor_shape(matrix, self.checkpoint.config)
+        rows, columns = rows or slice(0, height), columns or slice(0, width)
+        in_blocks = [slice(part.start // FP8_BLOCK, -(-part.stop // FP8_BLOCK)) for part in (rows, columns)]
+        scales = self.checkpoint.read(name, *in_blocks)
+        expected = tuple(part.stop - part.start for part in in_blocks)
+        if tuple(scales.shape) != expected:
+            raise ConfigurationError(f"tensor {name!r} has scales of the shape {tuple(scales.shape)}, not {expected}")
+        first = rows.start - in_blocks[0].start * FP8_BLOCK
+        spread = _finite(name, scales).repeat_interleave(FP8_BLOCK, dim=0)
+        return spread[first : first + rows.stop - rows.start]
+
+
+def _finite(name: str, scales: torch.Tensor) -> torch.Tensor:
+    """Return scales as float32."""
+    wide = scales.float()
+    if not bool(torch.isfinite(wide).all()):
+        raise ConfigurationError(f"tensor {name!r} has scales that are no numbers")
+    return wide

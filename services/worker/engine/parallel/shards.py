@@ -7,11 +7,13 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from common.errors import ConfigurationError
+from services.worker.engine.quantization.formats import column_unit
 
 if TYPE_CHECKING:
     from services.worker.engine.model.config import ModelConfig
 
-# Matrix kernels work on whole vectors of 16 floats, so borders inside the feed-forward layer fall between those.
+# Matrix kernels work on whole vectors of 16 floats, so borders inside the feed-forward layer fall between those; with
+# some formats of quantised weights between larger units.
 _FEED_FORWARD_UNIT = 16
 
 
@@ -82,21 +84,28 @@ def shard_model(config: ModelConfig, rank: int, world_size: int) -> ModelShard:
             f"tensor parallelism over {world_size} ranks leaves some without work: the model has {config.query_heads} "
             f"query heads and {config.intermediate_size} feed-forward columns"
         )
+    unit = column_unit(config.stored_format)
+    for shard in shards:
+        queries = shard.query_heads.scaled(config.head_dim)
+        if queries.start % unit or (queries.stop % unit and shard.rank + 1 < world_size):
+            raise ConfigurationError(
+                f"FP8 in blocks is cut between {unit} inputs: rank {shard.rank} of {world_size} would have columns "
+                f"{queries.start} to {queries.stop} of attention's output; use fewer ranks"
+            )
     return shards[rank]
 
 
 def _shard(config: ModelConfig, rank: int, world_size: int) -> ModelShard:
     queries, keys = _split_heads(config, rank, world_size)
+    unit = max(_FEED_FORWARD_UNIT, column_unit(config.stored_format))
     return ModelShard(
         rank,
         world_size,
         query_heads=queries,
         kv_heads=keys,
-        intermediate=split_evenly(config.intermediate_size, world_size, _FEED_FORWARD_UNIT)[rank],
+        intermediate=split_evenly(config.intermediate_size, world_size, unit)[rank],
         vocabulary=split_evenly(config.vocabulary_size, world_size)[rank],
-        expert_columns=split_evenly(config.moe.intermediate_size, world_size, _FEED_FORWARD_UNIT)[rank]
-        if config.moe
-        else None,
+        expert_columns=split_evenly(config.moe.intermediate_size, world_size, unit)[rank] if config.moe else None,
     )
 
 

@@ -1,71 +1,128 @@
-"""Whether matrices are held in FP8, and whether this model can be on this rank."""
+"""In which format matrices are held, and whether this model can be on this rank."""
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
 
 from common.errors import ConfigurationError
-from services.worker.engine.quantization.fp8 import WIDTH_UNIT
+from services.worker.engine.quantization import fp8, grouped, int8
+from services.worker.engine.quantization.formats import Fp8Format, GroupedFormat, Int8Format, StoredScales
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from common.steps import EngineSpec
     from services.worker.engine.model.config import ModelConfig
     from services.worker.engine.parallel.shards import ModelShard
+    from services.worker.engine.quantization.formats import StoredFormat
+    from services.worker.engine.quantization.matrices import QuantisedMatrix
 
 QUANTIZATIONS = ("auto", "fp8")
 # From here on devices multiply FP8 (Ada).
-_FIRST_CAPABILITY = (8, 9)
+_FIRST_FP8_CAPABILITY = (8, 9)
+# Inputs that programs for GPUs unpack together.
+_UNPACKED_INPUTS = 32
 
 
-def holds_fp8(spec: EngineSpec, config: ModelConfig) -> bool:
-    """Return whether the layers' matrices are held in FP8, stored so or quantised while they are read.
+def held_format(spec: EngineSpec, config: ModelConfig) -> StoredFormat | None:
+    """Return the format of the layers' matrices, stored so or quantised while they are read; None: as wide as stored.
 
     Raises:
-        ConfigurationError: what is asked for is unknown.
+        ConfigurationError: what is asked for is unknown, or impossible with what is stored.
     """
     if spec.quantization not in QUANTIZATIONS:
         raise ConfigurationError(f"quantization {spec.quantization!r} is not one of {', '.join(QUANTIZATIONS)}")
-    return spec.quantization == "fp8" or config.stored_scales is not None
+    stored = config.stored_format
+    if spec.quantization == "fp8":
+        if stored is not None and not isinstance(stored, Fp8Format):
+            raise ConfigurationError(
+                "quantization=fp8: the checkpoint's weights are quantised in another format already; use "
+                "quantization=auto"
+            )
+        return stored or Fp8Format(StoredScales.CHANNEL)
+    return stored
 
 
-def quantises(spec: EngineSpec, config: ModelConfig) -> bool:
-    """Return whether matrices are quantised while they are read; matrices stored in FP8 are used unchanged."""
-    return holds_fp8(spec, config) and (config.stored_scales is None or spec.load_format == "dummy")
+def quantiser(spec: EngineSpec, config: ModelConfig) -> Callable[[torch.Tensor], QuantisedMatrix] | None:
+    """Return what quantises matrices while they are read; None: they are used as they are stored."""
+    held = held_format(spec, config)
+    if config.stored_format is not None and spec.load_format != "dummy":
+        return None
+    match held:
+        case None:
+            return None
+        case Fp8Format(scales=StoredScales.BLOCK):
+            return fp8.quantise_blocks
+        case Fp8Format():
+            return fp8.quantise
+        case Int8Format():
+            return int8.quantise
+        case GroupedFormat():
+            return partial(
+                grouped.quantise, bits=held.bits, group=held.group_size, has_zero_points=held.has_zero_points
+            )
 
 
-def check_model(config: ModelConfig, shard: ModelShard, *, is_own: bool) -> None:
-    """Raise ConfigurationError if this rank has a matrix that cannot be in FP8.
+def check_model(held: StoredFormat, config: ModelConfig, shard: ModelShard, *, is_own: bool) -> None:
+    """Raise ConfigurationError if this rank has a matrix that cannot be in the format.
 
     Decoders that are not our own, but run through `transformers`, have none that can.
     """
     if not is_own:
         raise ConfigurationError(
-            f"quantization=fp8: model family {config.family!r} runs through transformers, with weights as they are"
+            f"quantised weights: model family {config.family!r} runs through transformers, with weights as they are"
         )
-    queries, keys = (len(heads) * config.head_dim for heads in (shard.query_heads, shard.kv_heads))
-    widths = {
+    if isinstance(held, Fp8Format) and held.scales is not StoredScales.BLOCK:
+        _check_widths("FP8", fp8.WIDTH_UNIT, {**_inputs(config, shard), **_outputs(config, shard)}, shard)
+
+
+def check_device(
+    held: StoredFormat, config: ModelConfig, shard: ModelShard, dtype: torch.dtype, capability: tuple[int, int]
+) -> None:
+    """Raise ConfigurationError if a GPU's own kernels cannot multiply matrices in the format."""
+    match held:
+        case Fp8Format():
+            _check_fp8_device(held, dtype, capability)
+        case GroupedFormat():
+            _check_widths("packed weights on a GPU", _UNPACKED_INPUTS, _inputs(config, shard), shard)
+    if config.moe is not None and not isinstance(held, Fp8Format):
+        raise ConfigurationError(
+            "experts in INT8 or packed integers are not supported on a GPU; use a checkpoint in FP8, or backend=torch, "
+            "which widens the weights"
+        )
+
+
+def _check_fp8_device(held: Fp8Format, dtype: torch.dtype, capability: tuple[int, int]) -> None:
+    if capability < _FIRST_FP8_CAPABILITY:
+        raise ConfigurationError(
+            f"FP8 needs a GPU of compute capability {'.'.join(map(str, _FIRST_FP8_CAPABILITY))} or later; this one has "
+            f"{'.'.join(map(str, capability))}: use backend=torch, which widens the weights"
+        )
+    if dtype != torch.bfloat16 and held.scales is not StoredScales.BLOCK:
+        raise ConfigurationError(f"FP8 products come in bfloat16 on a GPU, not in {dtype}: use dtype=bfloat16")
+
+
+def _inputs(config: ModelConfig, shard: ModelShard) -> dict[str, int]:
+    return {
         "hidden_size": config.hidden_size,
-        "columns of query heads": queries,
-        "columns of query, key and value heads": queries + 2 * keys,
+        "columns of query heads": len(shard.query_heads) * config.head_dim,
         "feed-forward columns": len(shard.intermediate),
         "columns of an expert": len(shard.expert_columns) if shard.expert_columns is not None else 0,
     }
+
+
+def _outputs(config: ModelConfig, shard: ModelShard) -> dict[str, int]:
+    queries, keys = (len(heads) * config.head_dim for heads in (shard.query_heads, shard.kv_heads))
+    return {"columns of query, key and value heads": queries + 2 * keys}
+
+
+def _check_widths(subject: str, unit: int, widths: dict[str, int], shard: ModelShard) -> None:
     for name, width in widths.items():
-        if width % WIDTH_UNIT:
+        if width % unit:
             raise ConfigurationError(
-                f"FP8 needs matrices whose sides are multiples of {WIDTH_UNIT}: rank {shard.rank} of "
+                f"{subject} needs matrices whose sides are multiples of {unit}: rank {shard.rank} of "
                 f"{shard.world_size} has {width} {name}"
             )
-
-
-def check_device(dtype: torch.dtype, capability: tuple[int, int]) -> None:
-    """Raise ConfigurationError if a GPU cannot multiply FP8, or not with activations of this type."""
-    if capability < _FIRST_CAPABILITY:
-        raise ConfigurationError(
-            f"FP8 needs a GPU of compute capability {'.'.join(map(str, _FIRST_CAPABILITY))} or later; this one has "
-            f"{'.'.join(map(str, capability))}: use backend=torch, which widens the weights"
-        )
-    if dtype != torch.bfloat16:
-        raise ConfigurationError(f"FP8 products come in bfloat16 on a GPU, not in {dtype}: use dtype=bfloat16")

@@ -11,16 +11,26 @@ from typing import TYPE_CHECKING
 import torch
 
 from services.worker.engine.host_memory import HostArena
-from services.worker.engine.kernels.composed import ExpertLoop, WidenedLinear
+from services.worker.engine.kernels.composed import (
+    ExpertLoop,
+    PreparedLinear,
+    WidenedLinear,
+    activation_quantiser,
+    round_in_groups,
+)
 from services.worker.engine.kernels.cpu.library import ACTIVATIONS, ELEMENT_TYPES, CpuLibrary
 from services.worker.engine.kernels.torch.kernels import TorchGatedLinear
-from services.worker.engine.quantization.fp8 import Fp8Matrix, above
+from services.worker.engine.quantization.fp8 import Fp8BlockMatrix, Fp8Matrix
+from services.worker.engine.quantization.grouped import GroupedMatrix
+from services.worker.engine.quantization.int8 import Int8Matrix
+from services.worker.engine.quantization.matrices import above
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from services.worker.engine.kernels.interface import ExpertMatrices, Experts, GatedLinear, Linear
     from services.worker.engine.model.config import Activation
+    from services.worker.engine.quantization.matrices import Matrix
 
 
 _INPUTS_PER_STEP = {torch.float32: 1, torch.float16: 1, torch.bfloat16: 2}
@@ -126,24 +136,28 @@ class CpuKernels:
         self._threads = threads
         self._arena = HostArena()
 
-    def linear(self, weight: torch.Tensor | Fp8Matrix, bias: torch.Tensor | None) -> Linear:
-        if isinstance(weight, Fp8Matrix):
-            # The narrowest type that holds FP8 values exactly; so do inputs that are rounded to it.
-            packed = self._pack(weight.values, None, torch.bfloat16)
-            product = CpuLinear(self._library, packed, self._threads)
-            return WidenedLinear(product, torch.float32, weight.scales, bias)
-        return CpuLinear(self._library, self._pack(weight, bias, self._dtype), self._threads)
+    def linear(self, weight: Matrix, bias: torch.Tensor | None) -> Linear:
+        """Lay out a matrix; a quantised one is widened."""
+        match weight:
+            case Fp8Matrix() | Int8Matrix():
+                # The narrowest type that holds FP8 and INT8 values exactly; so do inputs that are rounded to it.
+                packed = self._pack(weight.values, None, torch.bfloat16)
+                product = CpuLinear(self._library, packed, self._threads)
+                return WidenedLinear(product, torch.float32, activation_quantiser(weight), weight.scales, bias)
+            case Fp8BlockMatrix():
+                return PreparedLinear(self._plain(weight.widened(torch.float32), bias), round_in_groups)
+            case GroupedMatrix():
+                product = self._plain(weight.widened(torch.float32), bias)
+                return PreparedLinear(product, weight.ordered_inputs) if weight.order is not None else product
+            case _:
+                return self._plain(weight, bias)
 
     def gated_linear(
-        self,
-        gate: torch.Tensor | Fp8Matrix,
-        up: torch.Tensor | Fp8Matrix,
-        biases: tuple[torch.Tensor, torch.Tensor] | None,
-        activation: Activation,
+        self, gate: Matrix, up: Matrix, biases: tuple[torch.Tensor, torch.Tensor] | None, activation: Activation
     ) -> GatedLinear:
         """Lay out gate and up matrix."""
-        if isinstance(gate, Fp8Matrix) or isinstance(up, Fp8Matrix):
-            # Scales come before the activation.
+        if not isinstance(gate, torch.Tensor) or not isinstance(up, torch.Tensor):
+            # Inputs are quantised or put in order once, and scales come before the activation.
             return TorchGatedLinear(self.linear(above(gate, up), torch.cat(biases) if biases else None), activation)
         gate_bias, up_bias = biases or (None, None)
         packed = self._pack(gate, gate_bias, self._dtype), self._pack(up, up_bias, self._dtype)
@@ -167,6 +181,9 @@ class CpuKernels:
     ) -> torch.Tensor:
         """Add, then normalise."""
         return self.rms_norm(sums.add_(added), weight, epsilon)
+
+    def _plain(self, weight: torch.Tensor, bias: torch.Tensor | None) -> Linear:
+        return CpuLinear(self._library, self._pack(weight, bias, self._dtype), self._threads)
 
     def _pack(self, weight: torch.Tensor, bias: torch.Tensor | None, dtype: torch.dtype) -> PackedMatrix:
         outputs, inputs = weight.shape

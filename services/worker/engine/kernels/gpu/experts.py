@@ -16,27 +16,31 @@ import triton.language as tl
 
 from services.worker.engine.kernels.gpu.elementwise import activated
 from services.worker.engine.kernels.gpu.fp8_linear import quantise_rows
+from services.worker.engine.kernels.gpu.quantised_linear import quantise_groups
 from services.worker.engine.model.config import Activation
-from services.worker.engine.quantization.fp8 import FP8, Fp8Matrix
+from services.worker.engine.quantization.formats import FP8_BLOCK
+from services.worker.engine.quantization.fp8 import FP8, Fp8BlockMatrix, Fp8Matrix
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from services.worker.engine.kernels.interface import ExpertMatrices
+    from services.worker.engine.quantization.matrices import Matrix
 
 
 @triton.jit
 def _grouped_product(
     inputs, weight, input_scales, weight_scales, routing_weights, outputs, order, starts, first_blocks, last_block,
-    width, columns, gated_offset, stride_expert, stride_scales,
+    width, columns, gated_offset, stride_expert, stride_scales, groups,
     PER_TOKEN: tl.constexpr, EXPERTS: tl.constexpr, SEARCH: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
-    IS_FIRST: tl.constexpr, GELU: tl.constexpr, SCALED: tl.constexpr,
+    IS_FIRST: tl.constexpr, GELU: tl.constexpr, SCALED: tl.constexpr, GROUPED: tl.constexpr,
 ):  # fmt: skip
     """Multiply a block of pairs with their expert's matrix.
 
     The first product takes its inputs from the pairs' tokens and gates them, the second one takes those results, weighs
-    them and puts them back to the pairs' places. Both take FP8 on both sides, and scale what comes out, if SCALED.
+    them and puts them back to the pairs' places. Both take FP8 on both sides, and scale what comes out, if SCALED; if
+    GROUPED, each `groups`-th part of the width, DEPTH wide, has scales of its own on both sides.
     """
     block = tl.program_id(1)
     if block >= tl.load(last_block):
@@ -61,11 +65,21 @@ def _grouped_product(
         in_width = start + steps < width
         given = tl.load(at_inputs + start, mask=inside[:, None] & in_width[None, :], other=0.0)
         mask = in_width[:, None] & in_columns[None, :]
-        sums += tl.dot(given, tl.load(at_weight + start, mask=mask, other=0.0), max_num_imprecise_acc=imprecise)
+        part = tl.dot(given, tl.load(at_weight + start, mask=mask, other=0.0), max_num_imprecise_acc=imprecise)
+        if GROUPED:
+            group = start // DEPTH
+            of_inputs = tl.load(input_scales + sources * groups + group, mask=inside, other=0.0)[:, None]
+            at_scales = weight_scales + expert * stride_scales + at * groups + group
+            part *= of_inputs * tl.load(at_scales, mask=in_columns, other=0.0)[None, :]
+        sums += part
         if IS_FIRST:
             gated = tl.load(at_weight + gated_offset + start, mask=mask, other=0.0)
-            gated_sums += tl.dot(given, gated, max_num_imprecise_acc=imprecise)
-    if SCALED:
+            gated_part = tl.dot(given, gated, max_num_imprecise_acc=imprecise)
+            if GROUPED:
+                of_gated = tl.load(at_scales + columns * groups, mask=in_columns, other=0.0)
+                gated_part *= of_inputs * of_gated[None, :]
+            gated_sums += gated_part
+    if SCALED and not GROUPED:
         scales = weight_scales + expert * stride_scales + at
         of_inputs = tl.load(input_scales + sources, mask=inside, other=0.0)[:, None]
         sums *= of_inputs * tl.load(scales, mask=in_columns, other=0.0)[None, :]
@@ -109,27 +123,47 @@ def tuning_for(pairs: int, experts: int) -> ExpertTuning:
     return _MANY_PAIRS if pairs >= _MANY * experts else _FEW_PAIRS
 
 
-@dataclass(frozen=True, slots=True)
 class _Stack:
-    """One matrix of each expert, in FP8 if there are scales."""
+    """One matrix of each expert: as wide as activations, or in FP8 with scales for rows or for blocks of inputs."""
 
-    values: torch.Tensor  # [experts, out, in]
-    scales: torch.Tensor | None  # [experts, out] float32
+    def __init__(self, like: Matrix, experts: int, rows: int, dtype: torch.dtype, device: torch.device) -> None:
+        """Make room for `experts` matrices [rows, in] that are held as `like` is."""
+        self.groups = 0
+        # [experts, out] or [experts, out, groups] float32
+        self.scales: torch.Tensor | None = None
+        # [1] float32: one program quantises the inputs of all experts.
+        self.input_scale: torch.Tensor | None = None
+        width = like.shape[1]
+        match like:
+            case Fp8Matrix():
+                dtype, self.scales = FP8, torch.empty(experts, rows, device=device)
+                self.input_scale = None if like.input_scale is None else torch.zeros(1, device=device)
+            case Fp8BlockMatrix():
+                dtype, width, self.groups = FP8, like.values.shape[1], like.scales.shape[1]
+                self.scales = torch.empty(experts, rows, self.groups, device=device)
+            case _:
+                assert isinstance(like, torch.Tensor), "experts in other formats are refused"
+        self.values = torch.empty(experts, rows, width, dtype=dtype, device=device)  # [experts, out, in]
 
-    @classmethod
-    def empty(cls, shape: tuple[int, int, int], dtype: torch.dtype, device: torch.device, *, scaled: bool) -> _Stack:
-        scales = torch.empty(shape[:2], device=device) if scaled else None
-        return cls(torch.empty(shape, dtype=FP8 if scaled else dtype, device=device), scales)
-
-    def put(self, expert: int, rows: slice, matrix: torch.Tensor | Fp8Matrix) -> None:
+    def put(self, expert: int, rows: slice, matrix: Matrix) -> None:
         """Copy a matrix, or one half of a stacked one, to its place."""
-        if isinstance(matrix, Fp8Matrix):
-            assert self.scales is not None, "experts are held alike"
-            self.values[expert, rows].copy_(matrix.values)
-            self.scales[expert, rows].copy_(matrix.scales)
-        else:
+        if isinstance(matrix, torch.Tensor):
             assert self.scales is None, "experts are held alike"
             self.values[expert, rows].copy_(matrix)
+            return
+        assert self.scales is not None, "experts are held alike"
+        assert isinstance(matrix, Fp8Matrix | Fp8BlockMatrix), "experts in other formats are refused"
+        self.values[expert, rows].copy_(matrix.values)
+        self.scales[expert, rows].copy_(matrix.scales)
+        if isinstance(matrix, Fp8Matrix) and matrix.input_scale is not None:
+            assert self.input_scale is not None, "experts are held alike"
+            torch.maximum(self.input_scale, matrix.input_scale.to(self.input_scale.device), out=self.input_scale)
+
+    def quantised(self, inputs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return inputs [rows, in] as they are multiplied, and their scales, if there are any."""
+        if self.groups:
+            return quantise_groups(inputs)
+        return (inputs, inputs) if self.scales is None else quantise_rows(inputs, self.input_scale)
 
 
 class GpuExperts:
@@ -141,11 +175,10 @@ class GpuExperts:
     ) -> None:  # fmt: skip
         """Copy `count` experts to `device`, one after the other."""
         first = next(matrices)
-        columns, width = first.gate.shape
-        scaled = isinstance(first.gate, Fp8Matrix)
+        columns, self._hidden = first.gate.shape
         # [experts, 2 intermediate, hidden], gate above up; [experts, hidden, intermediate]
-        self._gate_up = _Stack.empty((count, 2 * columns, width), dtype, device, scaled=scaled)
-        self._down = _Stack.empty((count, width, columns), dtype, device, scaled=scaled)
+        self._gate_up = _Stack(first.gate, count, 2 * columns, dtype, device)
+        self._down = _Stack(first.down, count, self._hidden, dtype, device)
         for i, expert in enumerate(itertools.chain([first], matrices)):
             self._gate_up.put(i, slice(columns), expert.gate)
             self._gate_up.put(i, slice(columns, None), expert.up)
@@ -156,7 +189,8 @@ class GpuExperts:
     def __call__(self, inputs: torch.Tensor, expert_ids: torch.Tensor, routing_weights: torch.Tensor) -> torch.Tensor:
         """Return the weighted sum, without waiting for the device."""
         tokens, chosen = expert_ids.shape
-        experts, hidden, columns = self._down.values.shape
+        experts, columns = self._gate_up.values.shape[0], self._gate_up.values.shape[1] // 2
+        hidden = self._hidden
         if tokens == 0:
             return torch.empty_like(inputs)
         pairs = tokens * chosen
@@ -174,14 +208,15 @@ class GpuExperts:
             (gated, self._down, outputs, False),
         ):
             width, wide = weight.values.shape[2], target.shape[1]
-            given, scales = (source, source) if weight.scales is None else quantise_rows(source)
+            given, scales = weight.quantised(source)
             _grouped_product[(triton.cdiv(wide, tuning.columns), blocks)](
                 given, weight.values, scales, source if weight.scales is None else weight.scales, routing_weights,
                 target, *plan,
-                width, wide, wide * width if is_first else 0, weight.values.stride(0), weight.values.shape[1],
+                width, wide, wide * width if is_first else 0, weight.values.stride(0),
+                weight.values.shape[1] * max(weight.groups, 1), weight.groups,
                 PER_TOKEN=chosen, EXPERTS=experts, SEARCH=triton.next_power_of_2(experts),
-                ROWS=tuning.rows, COLUMNS=tuning.columns, DEPTH=tuning.depth,
+                ROWS=tuning.rows, COLUMNS=tuning.columns, DEPTH=FP8_BLOCK if weight.groups else tuning.depth,
                 IS_FIRST=is_first, GELU=self._activation is Activation.GELU_TANH, SCALED=weight.scales is not None,
-                num_warps=tuning.warps, num_stages=tuning.stages,
+                GROUPED=weight.groups > 0, num_warps=tuning.warps, num_stages=tuning.stages,
             )  # fmt: skip
         return outputs.view(tokens, chosen, hidden).sum(dim=1)

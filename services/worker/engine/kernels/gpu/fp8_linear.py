@@ -35,27 +35,32 @@ def _to_grid(values, LARGEST: tl.constexpr):
 
 @triton.jit
 def _quantise_rows(
-    inputs, values, scales, width,
-    BLOCK: tl.constexpr, LARGEST: tl.constexpr, SMALLEST: tl.constexpr, OVERLAPS: tl.constexpr,
+    inputs, given_scale, values, scales, width,
+    BLOCK: tl.constexpr, LARGEST: tl.constexpr, SMALLEST: tl.constexpr, IS_GIVEN: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
+    """Quantise a row by its own scale, or by one for all rows if IS_GIVEN."""
     if OVERLAPS:
         follow()
     row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, BLOCK)
     inside = columns < width
     wide = tl.load(inputs + row * width + columns, mask=inside, other=0.0).to(tl.float32)
-    # Bits of numbers without a sign are ordered as the numbers are, and those of a NaN come last: it spoils its row.
-    bits = wide.to(tl.int32, bitcast=True) & 0x7FFFFFFF
-    largest = tl.max(bits, axis=0).to(tl.float32, bitcast=True)
-    # Divided exactly, as the reference does: many quotients are half way between two values.
-    scale = tl.div_rn(tl.where(largest < SMALLEST, SMALLEST, largest), tl.full([], LARGEST, tl.float32))
+    if IS_GIVEN:
+        scale = tl.load(given_scale)
+    else:
+        # Bits of numbers without a sign are ordered as the numbers are, and those of a NaN come last: it spoils
+        # its row.
+        bits = wide.to(tl.int32, bitcast=True) & 0x7FFFFFFF
+        largest = tl.max(bits, axis=0).to(tl.float32, bitcast=True)
+        # Divided exactly, as the reference does: many quotients are half way between two values.
+        scale = tl.div_rn(tl.where(largest < SMALLEST, SMALLEST, largest), tl.full([], LARGEST, tl.float32))
     tl.store(scales + row, scale)
     grid = _to_grid(tl.div_rn(wide, tl.zeros([BLOCK], tl.float32) + scale), LARGEST=LARGEST)
     tl.store(values + row * width + columns, grid.to(values.dtype.element_ty), mask=inside)
 
 
-def quantise_rows(inputs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return rows [tokens, width] in FP8 and their scales, [tokens, 1] float32.
+def quantise_rows(inputs: torch.Tensor, scale: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return rows [tokens, width] in FP8 and their scales, [tokens, 1] float32; `scale` [1] is that of all rows.
 
     Nothing waits for the device.
     """
@@ -66,7 +71,8 @@ def quantise_rows(inputs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     if tokens:
         block = triton.next_power_of_2(width)
         _quantise_rows[(tokens,)](
-            inputs, values, scales, width, BLOCK=block, LARGEST=LARGEST, SMALLEST=SMALLEST,
+            inputs, scales if scale is None else scale, values, scales, width,
+            BLOCK=block, LARGEST=LARGEST, SMALLEST=SMALLEST, IS_GIVEN=scale is not None,
             num_warps=min(max(block // 1024, 1), 16), **launch_options(tokens),
         )  # fmt: skip
     return values, scales
@@ -117,7 +123,7 @@ def multiply(
     inputs: torch.Tensor, matrix: Fp8Matrix, bias: torch.Tensor | None, outputs: torch.Tensor | None = None
 ) -> torch.Tensor:
     """Return inputs [tokens, in] times the matrix [out, in], plus bias [out], all bfloat16, in `outputs` if given."""
-    values, scales = quantise_rows(inputs)
+    values, scales = quantise_rows(inputs, matrix.input_scale)
     product: torch.Tensor = torch._scaled_mm(
         values, matrix.values.t(), scale_a=scales, scale_b=matrix.scales[None], bias=bias, out_dtype=inputs.dtype
     )
@@ -130,7 +136,7 @@ def multiply_few(
 ) -> None:  # fmt: skip
     """Write the product of few tokens to `outputs` [tokens, out], or add it; gated if there is an activation."""
     if inputs.shape[0]:
-        values, scales = quantise_rows(inputs)
+        values, scales = quantise_rows(inputs, matrix.input_scale)
         small_linear.launch(
             values, matrix.values, bias, outputs, small_linear.Scales(scales, matrix.scales), adds=adds,
             activation=activation,

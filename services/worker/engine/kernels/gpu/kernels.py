@@ -10,13 +10,20 @@ from torch.nn.functional import linear
 from services.worker.engine.kernels.gpu import elementwise, small_linear
 from services.worker.engine.kernels.gpu.experts import GpuExperts
 from services.worker.engine.kernels.gpu.fp8_linear import GpuFp8GatedLinear, GpuFp8Linear
-from services.worker.engine.quantization.fp8 import Fp8Matrix, above
+from services.worker.engine.kernels.gpu.quantised_linear import (
+    GpuQuantisedGatedLinear,
+    GpuQuantisedLinear,
+    product_of,
+)
+from services.worker.engine.quantization.fp8 import Fp8Matrix
+from services.worker.engine.quantization.matrices import above
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from services.worker.engine.kernels.interface import ExpertMatrices, Experts, GatedLinear, Linear
     from services.worker.engine.model.config import Activation
+    from services.worker.engine.quantization.matrices import Matrix
 
 
 class GpuLinear:
@@ -70,25 +77,32 @@ class GpuKernels:
         self.activation_dtype = dtype
         self._device = device
 
-    def linear(self, weight: torch.Tensor | Fp8Matrix, bias: torch.Tensor | None) -> Linear:
+    def linear(self, weight: Matrix, bias: torch.Tensor | None) -> Linear:
         converted_bias = None if bias is None else self._converted(bias)
-        if isinstance(weight, Fp8Matrix):
-            return GpuFp8Linear(weight.to(self._device), converted_bias)
-        return GpuLinear(self._converted(weight), converted_bias)
+        match self._moved(weight):
+            case Fp8Matrix() as matrix:
+                return GpuFp8Linear(matrix, converted_bias)
+            case torch.Tensor() as matrix:
+                return GpuLinear(matrix, converted_bias)
+            case matrix:
+                return GpuQuantisedLinear(product_of(matrix), converted_bias)
 
     def gated_linear(
         self,
-        gate: torch.Tensor | Fp8Matrix,
-        up: torch.Tensor | Fp8Matrix,
+        gate: Matrix,
+        up: Matrix,
         biases: tuple[torch.Tensor, torch.Tensor] | None,
         activation: Activation,
     ) -> GatedLinear:
         """Lay out gate and up matrix above each other."""
         bias = torch.cat([self._converted(bias) for bias in biases]) if biases else None
-        both = above(self._moved(gate), self._moved(up))
-        if isinstance(both, Fp8Matrix):
-            return GpuFp8GatedLinear(both, bias, activation)
-        return GpuGatedLinear(both, bias, activation)
+        match above(self._moved(gate), self._moved(up)):
+            case Fp8Matrix() as both:
+                return GpuFp8GatedLinear(both, bias, activation)
+            case torch.Tensor() as both:
+                return GpuGatedLinear(both, bias, activation)
+            case both:
+                return GpuQuantisedGatedLinear(GpuQuantisedLinear(product_of(both), bias), activation)
 
     def experts(self, count: int, matrices: Iterator[ExpertMatrices], activation: Activation) -> Experts:
         """Stack the experts' matrices."""
@@ -105,8 +119,8 @@ class GpuKernels:
             return elementwise.rms_norm(sums.add_(added), weight, epsilon)
         return elementwise.add_rms_norm(sums, added, weight, epsilon)
 
-    def _moved(self, matrix: torch.Tensor | Fp8Matrix) -> torch.Tensor | Fp8Matrix:
-        return matrix.to(self._device) if isinstance(matrix, Fp8Matrix) else self._converted(matrix)
+    def _moved(self, matrix: Matrix) -> Matrix:
+        return self._converted(matrix) if isinstance(matrix, torch.Tensor) else matrix.to(self._device)
 
     def _converted(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor.to(self._device, self.activation_dtype).contiguous()

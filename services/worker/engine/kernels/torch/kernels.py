@@ -7,14 +7,24 @@ from typing import TYPE_CHECKING
 import torch
 from torch.nn.functional import gelu, linear, silu
 
-from services.worker.engine.kernels.composed import ExpertLoop, WidenedLinear
+from services.worker.engine.kernels.composed import (
+    ExpertLoop,
+    PreparedLinear,
+    WidenedLinear,
+    activation_quantiser,
+    round_in_groups,
+)
 from services.worker.engine.model.config import Activation
-from services.worker.engine.quantization.fp8 import Fp8Matrix, above
+from services.worker.engine.quantization.fp8 import Fp8BlockMatrix, Fp8Matrix
+from services.worker.engine.quantization.grouped import GroupedMatrix
+from services.worker.engine.quantization.int8 import Int8Matrix
+from services.worker.engine.quantization.matrices import above
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from services.worker.engine.kernels.interface import ExpertMatrices, Experts, GatedLinear, Linear
+    from services.worker.engine.quantization.matrices import Matrix
 
 
 class TorchLinear:
@@ -81,18 +91,33 @@ class TorchKernels:
         packs = device.type == "cpu" and _can_pack(dtype)
         self._linear_type: type[PrepackedLinear | TorchLinear] = PrepackedLinear if packs else TorchLinear
 
-    def linear(self, weight: torch.Tensor | Fp8Matrix, bias: torch.Tensor | None) -> Linear:
-        if isinstance(weight, Fp8Matrix):
-            # Sums of products that are still to be scaled leave float16's range.
-            wide = torch.float32 if self.activation_dtype == torch.float16 else self.activation_dtype
-            product = self._linear_type(weight.values.to(self._device).to(wide), None)
-            return WidenedLinear(product, wide, weight.scales.to(self._device), bias)
+    def linear(self, weight: Matrix, bias: torch.Tensor | None) -> Linear:
+        """Lay out a matrix; a quantised one is widened."""
+        match weight:
+            case Fp8Matrix() | Int8Matrix():
+                # Sums of products that are still to be scaled leave float16's range.
+                wide = torch.float32 if self.activation_dtype == torch.float16 else self.activation_dtype
+                matrix = weight.to(self._device)
+                product = self._linear_type(matrix.values.to(wide), None)
+                return WidenedLinear(product, wide, activation_quantiser(matrix), matrix.scales, bias)
+            case Fp8BlockMatrix():
+                return PreparedLinear(
+                    self._plain(weight.to(self._device).widened(torch.float32), bias), round_in_groups
+                )
+            case GroupedMatrix():
+                moved = weight.to(self._device)
+                product = self._plain(moved.widened(torch.float32), bias)
+                return PreparedLinear(product, moved.ordered_inputs) if moved.order is not None else product
+            case _:
+                return self._plain(weight, bias)
+
+    def _plain(self, weight: torch.Tensor, bias: torch.Tensor | None) -> Linear:
         return self._linear_type(self._converted(weight), None if bias is None else self._converted(bias))
 
     def gated_linear(
         self,
-        gate: torch.Tensor | Fp8Matrix,
-        up: torch.Tensor | Fp8Matrix,
+        gate: Matrix,
+        up: Matrix,
         biases: tuple[torch.Tensor, torch.Tensor] | None,
         activation: Activation,
     ) -> GatedLinear:

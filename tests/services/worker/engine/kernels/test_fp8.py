@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from services.worker.engine.kernels.cpu.kernels import CpuKernels
 from services.worker.engine.kernels.torch.kernels import TorchKernels, activate
 from services.worker.engine.model.config import Activation
-from services.worker.engine.quantization.fp8 import FP8, LARGEST, Fp8Matrix, above, quantise, quantise_rows
+from services.worker.engine.quantization.fp8 import FP8, LARGEST, Fp8Matrix, quantise, quantise_rows
+from services.worker.engine.quantization.matrices import above
 from tests.services.worker.engine.quantization.fp8_bounds import exact_product, rounding_bound, widened, within
 
 if TYPE_CHECKING:

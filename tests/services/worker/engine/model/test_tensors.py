@@ -29,7 +29,7 @@ Q, K, V = (f"{LAYER}.self_attn.{name}_proj.weight" for name in "qkv")
 
 
 def tensors_of(directory: Path, *, quantises: bool = False) -> Tensors:
-    return Tensors(SafetensorsCheckpoint(directory), CPU, quantises=quantises)
+    return Tensors(SafetensorsCheckpoint(directory), CPU, quantise if quantises else None)
 
 
 def replace_tensor(directory: Path, name: str, tensor: torch.Tensor | None) -> None:
@@ -90,7 +90,7 @@ def test_damaged_matrices_are_named(tmp_path: Path, name: str, tensor: torch.Ten
 def test_matrices_of_one_product_must_be_stored_in_one_format(tmp_path: Path) -> None:
     save_family(tmp_path, "llama")
     store_in_fp8(tmp_path, but=("1.self_attn.k_proj",))
-    with pytest.raises(ConfigurationError, match=r"tensors .*k_proj.*: that only some are stored in FP8 is not"):
+    with pytest.raises(ConfigurationError, match=r"tensors .*k_proj.*: that only some are stored quantised is not"):
         tensors_of(tmp_path).alike([(name, None, None) for name in (Q, K, V)])
 
 

@@ -1,0 +1,504 @@
+"""Products with matrices in FP8 blocks, INT8, or integers of a few bits, which are unpacked and scaled in the product.
+
+Two programs serve each format: one multiplies tiles of tokens and outputs on matrix units, and for packed integers
+another one multiplies one or two tokens, which is bound by reading the weights. Sums have a fixed order.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+import triton
+import triton.language as tl
+
+from services.worker.engine.kernels.gpu import elementwise
+from services.worker.engine.kernels.gpu.dependent_launch import follow, launch_options
+from services.worker.engine.kernels.gpu.fp8_linear import quantise_rows
+from services.worker.engine.quantization import int8
+from services.worker.engine.quantization.formats import FP8_BLOCK
+from services.worker.engine.quantization.fp8 import Fp8BlockMatrix, in_blocks
+from services.worker.engine.quantization.grouped import GroupedMatrix, in_order
+from services.worker.engine.quantization.int8 import Int8Matrix
+
+if TYPE_CHECKING:
+    from services.worker.engine.model.config import Activation
+
+# Up to so many tokens, packed weights are multiplied token by token.
+FEW_TOKENS = 2
+# From so many tokens on, packed weights are widened, this many at once, and multiplied by the library.
+_MANY_TOKENS = 256
+_WIDENED_AT_ONCE = 1 << 24
+# Inputs that a program for few tokens reads per step, and outputs that it computes.
+_FEW_STEP, _FEW_OUTPUTS = 1024, 2
+_LARGEST_PACK = 128
+
+
+@triton.jit
+def _store(
+    sums, bias, outputs, rows, at, in_rows, in_columns, columns, HAS_BIAS: tl.constexpr, ADDS: tl.constexpr
+):  # fmt: skip
+    """Write sums [rows, columns], plus bias, to `outputs`, or add them."""
+    element = outputs.dtype.element_ty
+    if HAS_BIAS:
+        sums += tl.load(bias + at, mask=in_columns, other=0.0).to(tl.float32)[None, :]
+    targets = outputs + rows.to(tl.int64)[:, None] * columns + at[None, :]
+    mask = in_rows[:, None] & in_columns[None, :]
+    if ADDS:
+        sums = sums.to(element).to(tl.float32) + tl.load(targets, mask=mask, other=0.0).to(tl.float32)
+    tl.store(targets, sums.to(element), mask=mask)
+
+
+@triton.jit
+def _fp8_block_product(
+    inputs, weight, input_scales, weight_scales, bias, outputs, tokens, columns, width, blocks,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, HAS_BIAS: tl.constexpr, ADDS: tl.constexpr,
+    OVERLAPS: tl.constexpr,
+):  # fmt: skip
+    """Multiply inputs [tokens, width] with weight [columns, width], DEPTH inputs of a scale on each side at a time."""
+    if OVERLAPS:
+        follow()
+    at = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+    rows = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
+    steps = tl.arange(0, DEPTH)
+    in_rows, in_columns = rows < tokens, at < columns
+    at_inputs = inputs + rows.to(tl.int64)[:, None] * width + steps[None, :]
+    at_weight = weight + at.to(tl.int64)[None, :] * width + steps[:, None]
+    sums = tl.zeros([ROWS, COLUMNS], tl.float32)
+    for block in range(0, blocks):
+        given = tl.load(at_inputs + block * DEPTH, mask=in_rows[:, None], other=0.0)
+        factors = tl.load(at_weight + block * DEPTH, mask=in_columns[None, :], other=0.0)
+        of_inputs = tl.load(input_scales + rows * blocks + block, mask=in_rows, other=0.0)
+        of_weight = tl.load(weight_scales + block * columns + at, mask=in_columns, other=0.0)
+        # Hopper's own sums of FP8 have 14 bits: after so many they are added to float32.
+        part = tl.dot(given, factors, max_num_imprecise_acc=DEPTH)
+        sums += part * of_inputs[:, None] * of_weight[None, :]
+    _store(sums, bias, outputs, rows, at, in_rows, in_columns, columns, HAS_BIAS=HAS_BIAS, ADDS=ADDS)
+
+
+@triton.jit
+def _int8_product(
+    inputs, weight, input_scales, weight_scales, bias, outputs, tokens, columns, width,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, HAS_BIAS: tl.constexpr, ADDS: tl.constexpr,
+    OVERLAPS: tl.constexpr,
+):  # fmt: skip
+    """Multiply inputs [tokens, width] with weight [columns, width], exactly, and scale the sums."""
+    if OVERLAPS:
+        follow()
+    at = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+    rows = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
+    steps = tl.arange(0, DEPTH)
+    in_rows, in_columns = rows < tokens, at < columns
+    at_inputs = inputs + rows.to(tl.int64)[:, None] * width + steps[None, :]
+    at_weight = weight + at.to(tl.int64)[None, :] * width + steps[:, None]
+    sums = tl.zeros([ROWS, COLUMNS], tl.int32)
+    for start in range(0, width, DEPTH):
+        in_width = start + steps < width
+        given = tl.load(at_inputs + start, mask=in_rows[:, None] & in_width[None, :], other=0)
+        factors = tl.load(at_weight + start, mask=in_columns[None, :] & in_width[:, None], other=0)
+        sums += tl.dot(given, factors, out_dtype=tl.int32)
+    of_inputs = tl.load(input_scales + rows, mask=in_rows, other=0.0)
+    of_weight = tl.load(weight_scales + at, mask=in_columns, other=0.0)
+    scaled = sums.to(tl.float32) * of_inputs[:, None] * of_weight[None, :]
+    _store(scaled, bias, outputs, rows, at, in_rows, in_columns, columns, HAS_BIAS=HAS_BIAS, ADDS=ADDS)
+
+
+@triton.jit
+def _integers(
+    low_bits, high_bits, outputs, width, block, places, mask,
+    HALF: tl.constexpr, BITS: tl.constexpr, PACK: tl.constexpr,
+):  # fmt: skip
+    """Return integers of some outputs, at `places` of one half of a pack of inputs, as float32.
+
+    A byte of `low_bits` holds four bits of a place in the first half of a pack and of that in the second half; a byte
+    of `high_bits` holds the fifth bit of eight, or the fifth and sixth of four, of a pack.
+    """
+    half_pack: tl.constexpr = PACK // 2
+    if BITS == 8:
+        return tl.load(low_bits + outputs * width + block * PACK + HALF * half_pack + places, mask=mask, other=0).to(
+            tl.float32
+        )
+    low = tl.load(low_bits + outputs * (width // 2) + block * half_pack + places, mask=mask, other=0).to(tl.int32)
+    integers = (low >> (4 * HALF)) & 15
+    if BITS == 5:
+        fifth: tl.constexpr = PACK // 8
+        high = tl.load(high_bits + outputs * (width // 8) + block * fifth + places % fifth, mask=mask, other=0)
+        integers |= ((high.to(tl.int32) >> (places // fifth + 4 * HALF)) & 1) << 4
+    if BITS == 6:
+        sixth: tl.constexpr = PACK // 4
+        high = tl.load(high_bits + outputs * (width // 4) + block * sixth + places % sixth, mask=mask, other=0)
+        integers |= ((high.to(tl.int32) >> (2 * (places // sixth) + 4 * HALF)) & 3) << 4
+    return integers.to(tl.float32)
+
+
+@triton.jit
+def _half_of_weights(
+    low_bits, high_bits, scales, shifts, at, columns, width, block, in_columns,
+    HALF: tl.constexpr, BITS: tl.constexpr, PACK: tl.constexpr, GROUP: tl.constexpr, HAS_SHIFTS: tl.constexpr,
+):  # fmt: skip
+    """Return the weights [PACK / 2, columns] of one half of a pack of inputs, as float32."""
+    half_pack: tl.constexpr = PACK // 2
+    places = tl.arange(0, half_pack)
+    mask = in_columns[None, :]
+    integers = _integers(
+        low_bits, high_bits, at.to(tl.int64)[None, :], width, block, places[:, None], mask,
+        HALF=HALF, BITS=BITS, PACK=PACK,
+    )  # fmt: skip
+    first = block * PACK + HALF * half_pack
+    if half_pack <= GROUP:
+        at_scales = (first // GROUP) * columns + at[None, :]
+    else:
+        at_scales = ((first + places) // GROUP)[:, None] * columns + at[None, :]
+    factors = tl.load(scales + at_scales, mask=mask, other=0.0).to(tl.float32)
+    if HAS_SHIFTS:
+        return integers * factors + tl.load(shifts + at_scales, mask=mask, other=0.0).to(tl.float32)
+    middle: tl.constexpr = 2 ** (BITS - 1)
+    return (integers - middle) * factors
+
+
+@triton.jit
+def _grouped_product(
+    inputs, low_bits, high_bits, scales, shifts, bias, outputs, tokens, columns, width,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, BITS: tl.constexpr, PACK: tl.constexpr, GROUP: tl.constexpr,
+    HAS_SHIFTS: tl.constexpr, HAS_BIAS: tl.constexpr, ADDS: tl.constexpr, OVERLAPS: tl.constexpr,
+):  # fmt: skip
+    """Multiply inputs [tokens, width] with packed weights [columns, width]; PACK divides the width."""
+    if OVERLAPS:
+        follow()
+    at = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+    rows = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
+    in_rows, in_columns = rows < tokens, at < columns
+    half_pack: tl.constexpr = PACK // 2
+    at_inputs = inputs + rows.to(tl.int64)[:, None] * width + tl.arange(0, half_pack)[None, :]
+    element = inputs.dtype.element_ty
+    sums = tl.zeros([ROWS, COLUMNS], tl.float32)
+    for block in range(0, width // PACK):
+        for half in tl.static_range(2):
+            given = tl.load(at_inputs + block * PACK + half * half_pack, mask=in_rows[:, None], other=0.0)
+            factors = _half_of_weights(
+                low_bits, high_bits, scales, shifts, at, columns, width, block, in_columns,
+                HALF=half, BITS=BITS, PACK=PACK, GROUP=GROUP, HAS_SHIFTS=HAS_SHIFTS,
+            )  # fmt: skip
+            sums += tl.dot(given, factors.to(element))
+    _store(sums, bias, outputs, rows, at, in_rows, in_columns, columns, HAS_BIAS=HAS_BIAS, ADDS=ADDS)
+
+
+@triton.jit
+def _grouped_product_of_few(
+    inputs, low_bits, high_bits, scales, shifts, bias, outputs, columns, width,
+    OUTPUTS: tl.constexpr, STEP: tl.constexpr, BITS: tl.constexpr, PACK: tl.constexpr, GROUP: tl.constexpr,
+    HAS_SHIFTS: tl.constexpr, HAS_BIAS: tl.constexpr, ADDS: tl.constexpr, OVERLAPS: tl.constexpr,
+):  # fmt: skip
+    """Multiply one token with packed weights of OUTPUTS outputs; a step reads STEP inputs, whole packs."""
+    if OVERLAPS:
+        follow()
+    at = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS)
+    token = tl.program_id(1)
+    in_columns = at < columns
+    half_pack: tl.constexpr = PACK // 2
+    middle: tl.constexpr = 2 ** (BITS - 1)
+    steps = tl.arange(0, STEP // 2)
+    places = steps % half_pack
+    sums = tl.zeros([OUTPUTS, STEP // 2], tl.float32)
+    for start in range(0, width, STEP):
+        blocks = start // PACK + steps // half_pack
+        in_width = blocks * PACK < width
+        mask = in_columns[:, None] & in_width[None, :]
+        for half in tl.static_range(2):
+            inputs_at = blocks * PACK + half * half_pack + places
+            given = tl.load(inputs + token.to(tl.int64) * width + inputs_at, mask=in_width, other=0.0).to(tl.float32)
+            integers = _integers(
+                low_bits, high_bits, at.to(tl.int64)[:, None], width, blocks[None, :], places[None, :], mask,
+                HALF=half, BITS=BITS, PACK=PACK,
+            )  # fmt: skip
+            at_scales = (inputs_at // GROUP)[None, :] * columns + at[:, None]
+            factors = tl.load(scales + at_scales, mask=mask, other=0.0).to(tl.float32)
+            if HAS_SHIFTS:
+                weights = integers * factors + tl.load(shifts + at_scales, mask=mask, other=0.0).to(tl.float32)
+            else:
+                weights = (integers - middle) * factors
+            sums += weights * given[None, :]
+    product = tl.sum(sums, axis=1)
+    element = outputs.dtype.element_ty
+    target = outputs + token.to(tl.int64) * columns + at
+    if HAS_BIAS:
+        product += tl.load(bias + at, mask=in_columns, other=0.0).to(tl.float32)
+    if ADDS:
+        product = product.to(element).to(tl.float32) + tl.load(target, mask=in_columns, other=0.0).to(tl.float32)
+    tl.store(target, product.to(element), mask=in_columns)
+
+
+@triton.jit
+def _widen(
+    low_bits, high_bits, scales, shifts, widened, first, columns, last, width,
+    COLUMNS: tl.constexpr, BITS: tl.constexpr, PACK: tl.constexpr, GROUP: tl.constexpr, HAS_SHIFTS: tl.constexpr,
+    OVERLAPS: tl.constexpr,
+):  # fmt: skip
+    """Write the weights of outputs `first` to `last` of one pack of inputs to `widened` [last - first, width]."""
+    if OVERLAPS:
+        follow()
+    at = first + tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+    block = tl.program_id(1)
+    in_columns = at < last
+    half_pack: tl.constexpr = PACK // 2
+    places = tl.arange(0, half_pack)
+    for half in tl.static_range(2):
+        factors = _half_of_weights(
+            low_bits, high_bits, scales, shifts, at, columns, width, block, in_columns,
+            HALF=half, BITS=BITS, PACK=PACK, GROUP=GROUP, HAS_SHIFTS=HAS_SHIFTS,
+        )  # fmt: skip
+        targets = widened + (at - first).to(tl.int64)[None, :] * width + block * PACK + half * half_pack
+        tl.store(targets + places[:, None], factors.to(widened.dtype.element_ty), mask=in_columns[None, :])
+
+
+@triton.jit
+def _quantise_rows_to_int8(
+    inputs, values, scales, width,
+    BLOCK: tl.constexpr, HALF_RANGE: tl.constexpr, SMALLEST: tl.constexpr, OVERLAPS: tl.constexpr,
+):  # fmt: skip
+    if OVERLAPS:
+        follow()
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.arange(0, BLOCK)
+    inside = columns < width
+    wide = tl.load(inputs + row * width + columns, mask=inside, other=0.0).to(tl.float32)
+    largest = tl.max(tl.abs(wide), axis=0)
+    scale = tl.div_rn(tl.where(largest < SMALLEST, SMALLEST, largest), tl.full([], HALF_RANGE, tl.float32))
+    # Not a number spoils its row: its scale is no number, whatever its values are.
+    tl.store(scales + row, tl.where(tl.sum(tl.where(wide == wide, 0, 1), axis=0) > 0, float("nan"), scale))
+    quotients = tl.div_rn(wide, tl.zeros([BLOCK], tl.float32) + scale)
+    # Adding 1.5 * 2^23 rounds to the nearest even integer.
+    rounded = (quotients + 12582912.0) - 12582912.0
+    kept = tl.minimum(tl.maximum(rounded, -128.0), 127.0)
+    tl.store(values + row * width + columns, kept.to(tl.int8), mask=inside)
+
+
+def quantise_rows_to_int8(inputs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return rows [tokens, width] in INT8 and their scales, [tokens, 1] float32; nothing waits for the device."""
+    inputs = inputs.contiguous()
+    tokens, width = inputs.shape
+    values = inputs.new_empty(tokens, width, dtype=torch.int8)
+    scales = inputs.new_empty(tokens, 1, dtype=torch.float32)
+    if tokens:
+        block = triton.next_power_of_2(width)
+        _quantise_rows_to_int8[(tokens,)](
+            inputs, values, scales, width, BLOCK=block, HALF_RANGE=int8.HALF_RANGE, SMALLEST=int8.SMALLEST,
+            num_warps=min(max(block // 1024, 1), 16), **launch_options(tokens),
+        )  # fmt: skip
+    return values, scales
+
+
+def quantise_groups(inputs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return rows [tokens, width] in FP8, filled up with zeros, and scales [tokens, groups] float32, one for each 128."""
+    padded = in_blocks(inputs).contiguous()
+    values, scales = quantise_rows(padded.view(-1, FP8_BLOCK))
+    return values.view(padded.shape), scales.view(padded.shape[0], -1)
+
+
+@dataclass(frozen=True, slots=True)
+class Tile:
+    """How a product is cut: tokens and outputs of a program, its warps and pipeline stages."""
+
+    rows: int
+    columns: int
+    warps: int
+    stages: int
+
+
+def tile_for(tokens: int) -> Tile:
+    """Return how to cut products of `tokens` tokens: few are bound by reading weights, many by multiplying."""
+    if tokens <= 16:
+        return Tile(16, 32, 4, 4)
+    if tokens <= 32:
+        return Tile(32, 64, 4, 4)
+    if tokens <= 64:
+        return Tile(64, 64, 4, 3)
+    return Tile(128, 128, 8, 3)
+
+
+class BlockProduct:
+    """Products with FP8 in blocks."""
+
+    def __init__(self, matrix: Fp8BlockMatrix) -> None:
+        """Keep a matrix that is on the device."""
+        self.outputs = matrix.shape[0]
+        self._values = matrix.values
+        self._scales = matrix.scales.t().contiguous()  # [blocks, out], as programs read them
+
+    def write(self, inputs: torch.Tensor, bias: torch.Tensor | None, outputs: torch.Tensor, *, adds: bool) -> None:
+        """Write the product [tokens, out] to `outputs`, or add it."""
+        tokens = inputs.shape[0]
+        values, scales = quantise_groups(inputs)
+        tile = tile_for(tokens)
+        _fp8_block_product[(triton.cdiv(self.outputs, tile.columns), triton.cdiv(tokens, tile.rows))](
+            values, self._values, scales, self._scales, scales if bias is None else bias, outputs,
+            tokens, self.outputs, values.shape[1], scales.shape[1],
+            ROWS=tile.rows, COLUMNS=tile.columns, DEPTH=FP8_BLOCK, HAS_BIAS=bias is not None, ADDS=adds,
+            num_warps=tile.warps, num_stages=tile.stages, **launch_options(tokens),
+        )  # fmt: skip
+
+
+class Int8Product:
+    """Products with INT8."""
+
+    _DEPTH = 128
+
+    def __init__(self, matrix: Int8Matrix) -> None:
+        """Keep a matrix that is on the device."""
+        self.outputs = matrix.shape[0]
+        self._matrix = matrix
+
+    def write(self, inputs: torch.Tensor, bias: torch.Tensor | None, outputs: torch.Tensor, *, adds: bool) -> None:
+        """Write the product [tokens, out] to `outputs`, or add it."""
+        tokens, width = inputs.shape
+        values, scales = quantise_rows_to_int8(inputs)
+        tile = tile_for(tokens)
+        _int8_product[(triton.cdiv(self.outputs, tile.columns), triton.cdiv(tokens, tile.rows))](
+            values, self._matrix.values, scales, self._matrix.scales, scales if bias is None else bias, outputs,
+            tokens, self.outputs, width,
+            ROWS=tile.rows, COLUMNS=tile.columns, DEPTH=self._DEPTH, HAS_BIAS=bias is not None, ADDS=adds,
+            num_warps=tile.warps, num_stages=tile.stages, **launch_options(tokens),
+        )  # fmt: skip
+
+
+class GroupedProduct:
+    """Products with packed integers, unpacked while they are multiplied."""
+
+    def __init__(self, matrix: GroupedMatrix) -> None:
+        """Pack a matrix that is on the device."""
+        self.outputs, self._width = matrix.values.shape
+        self._bits, self._group, self._order = matrix.bits, matrix.group, matrix.order
+        self._pack = pack_of(self._width, self._group)
+        self._low, self._high = packed(matrix.values, matrix.bits, self._pack)
+        self._scales = matrix.scales.t().contiguous()  # [groups, out], as programs read them
+        self._shifts = None if matrix.shifts is None else matrix.shifts.t().contiguous()
+
+    def write(self, inputs: torch.Tensor, bias: torch.Tensor | None, outputs: torch.Tensor, *, adds: bool) -> None:
+        """Write the product [tokens, out] to `outputs`, or add it."""
+        inputs = in_order(inputs, self._order).contiguous()
+        tokens = inputs.shape[0]
+        if tokens > _MANY_TOKENS:
+            self._write_widened(inputs, bias, outputs, adds=adds)
+            return
+        tensors = (*self._weights, inputs if bias is None else bias, outputs)
+        flags = {"HAS_BIAS": bias is not None, "ADDS": adds, **self._constants, **launch_options(tokens)}
+        if tokens <= FEW_TOKENS:
+            _grouped_product_of_few[(triton.cdiv(self.outputs, _FEW_OUTPUTS), tokens)](
+                inputs, *tensors, self.outputs, self._width,
+                OUTPUTS=_FEW_OUTPUTS, STEP=_FEW_STEP, num_warps=2, num_stages=3, **flags,
+            )  # fmt: skip
+            return
+        tile = tile_for(tokens)
+        _grouped_product[(triton.cdiv(self.outputs, tile.columns), triton.cdiv(tokens, tile.rows))](
+            inputs, *tensors, tokens, self.outputs, self._width,
+            ROWS=tile.rows, COLUMNS=tile.columns, num_warps=tile.warps, num_stages=tile.stages, **flags,
+        )  # fmt: skip
+
+    def widened(self, dtype: torch.dtype, part: slice | None = None) -> torch.Tensor:
+        """Return the weights of some outputs [part, in]."""
+        part = part or slice(0, self.outputs)
+        height, columns = part.stop - part.start, 32
+        weights = torch.empty(height, self._width, dtype=dtype, device=self._low.device)
+        _widen[(triton.cdiv(height, columns), self._width // self._pack)](
+            *self._weights, weights, part.start, self.outputs, part.stop, self._width,
+            COLUMNS=columns, num_warps=4, **self._constants, OVERLAPS=False,
+        )  # fmt: skip
+        return weights
+
+    def _write_widened(
+        self, inputs: torch.Tensor, bias: torch.Tensor | None, outputs: torch.Tensor, *, adds: bool
+    ) -> None:
+        height = max(1, _WIDENED_AT_ONCE // self._width)
+        for start in range(0, self.outputs, height):
+            part = slice(start, min(self.outputs, start + height))
+            product = inputs @ self.widened(inputs.dtype, part).t()
+            if bias is not None:
+                product += bias[part]
+            if adds:
+                outputs[:, part] += product
+            else:
+                outputs[:, part] = product
+
+    @property
+    def _weights(self) -> tuple[torch.Tensor, ...]:
+        return self._low, self._high, self._scales, self._scales if self._shifts is None else self._shifts
+
+    @property
+    def _constants(self) -> dict[str, int | bool]:
+        return {
+            "BITS": self._bits, "PACK": self._pack, "GROUP": self._group, "HAS_SHIFTS": self._shifts is not None,
+        }  # fmt: skip
+
+
+def pack_of(width: int, group: int) -> int:
+    """Return how many inputs are packed together: half of them belong to one group where that is possible."""
+    largest = min(_LARGEST_PACK, max(2 * group, _LARGEST_PACK // 2))
+    return next(pack for pack in (128, 64, 32) if pack <= largest and width % pack == 0)
+
+
+def packed(values: torch.Tensor, bits: int, pack: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return integers [out, in] as `_integers` reads them: the lower four bits of each and the others, or all eight."""
+    if bits == 8:
+        return values, values
+    outputs = values.shape[0]
+    # [out, packs, half, place]
+    halves = values.view(outputs, -1, 2, pack // 2)
+    low = (halves & 15)[:, :, 0] | ((halves & 15)[:, :, 1] << 4)
+    if bits == 4:
+        return low.reshape(outputs, -1), low
+    extra = bits - 4
+    # Places that are a byte's width of `high` apart share a byte: [out, packs, half and multiple, place in it]
+    parts = (halves >> 4).reshape(outputs, halves.shape[1], 8 // extra, -1)
+    high = torch.zeros_like(parts[:, :, 0])
+    for i in range(8 // extra):
+        high |= parts[:, :, i] << (extra * i)
+    return low.reshape(outputs, -1), high.reshape(outputs, -1)
+
+
+class GpuQuantisedLinear:
+    """One matrix."""
+
+    def __init__(self, product: BlockProduct | Int8Product | GroupedProduct, bias: torch.Tensor | None) -> None:
+        """Multiply by `product`; keep bias [out]."""
+        self._product = product
+        self._bias = bias
+
+    def __call__(self, inputs: torch.Tensor, outputs: torch.Tensor | None = None) -> torch.Tensor:
+        if outputs is None:
+            outputs = inputs.new_empty(inputs.shape[0], self._product.outputs)
+        if inputs.shape[0]:
+            self._product.write(inputs, self._bias, outputs, adds=False)
+        return outputs
+
+    def add_to(self, inputs: torch.Tensor, sums: torch.Tensor) -> None:
+        if not sums.is_contiguous():
+            sums += self(inputs)
+        elif inputs.shape[0]:
+            self._product.write(inputs, self._bias, sums, adds=True)
+
+
+class GpuQuantisedGatedLinear:
+    """Gate and up projection as one product."""
+
+    def __init__(self, both: GpuQuantisedLinear, activation: Activation) -> None:
+        """Split the output of `both`, gate above up."""
+        self._both = both
+        self._activation = activation
+
+    def __call__(self, inputs: torch.Tensor) -> torch.Tensor:
+        """Return activation(gate) * up."""
+        return elementwise.gate(self._both(inputs), self._activation)
+
+
+def product_of(
+    matrix: Fp8BlockMatrix | Int8Matrix | GroupedMatrix,
+) -> BlockProduct | Int8Product | GroupedProduct:
+    """Return the product with a matrix that is on the device."""
+    match matrix:
+        case Fp8BlockMatrix():
+            return BlockProduct(matrix)
+        case Int8Matrix():
+            return Int8Product(matrix)
+        case GroupedMatrix():
+            return GroupedProduct(matrix)

@@ -1,0 +1,52 @@
+"""The matrices that kernels lay out: as wide as activations, or quantised in one of several ways."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, TypeAlias, TypeVar
+
+import torch
+
+from services.worker.engine.quantization import fp8, grouped
+from services.worker.engine.quantization.fp8 import Fp8BlockMatrix, Fp8Matrix
+from services.worker.engine.quantization.grouped import GroupedMatrix
+from services.worker.engine.quantization.int8 import Int8Matrix
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+_M = TypeVar("_M")
+
+QuantisedMatrix: TypeAlias = Fp8Matrix | Fp8BlockMatrix | Int8Matrix | GroupedMatrix
+Matrix: TypeAlias = torch.Tensor | QuantisedMatrix
+
+
+def above(*matrices: Matrix) -> Matrix:
+    """Return matrices of the same inputs, all of one kind, as one: the first lies above the others."""
+    kinds = {type(matrix) for matrix in matrices}
+    assert are_alike(matrices), f"matrices of one product are held alike, not as {kinds}"
+    match matrices[0]:
+        case Fp8Matrix():
+            return fp8.stacked(_all(Fp8Matrix, matrices))
+        case Fp8BlockMatrix():
+            return fp8.stacked_blocks(_all(Fp8BlockMatrix, matrices))
+        case Int8Matrix():
+            given = _all(Int8Matrix, matrices)
+            return Int8Matrix(torch.cat([each.values for each in given]), torch.cat([each.scales for each in given]))
+        case GroupedMatrix():
+            return grouped.stacked(_all(GroupedMatrix, matrices))
+        case _:
+            return torch.cat(_all(torch.Tensor, matrices))
+
+
+def are_alike(matrices: Sequence[Matrix]) -> bool:
+    """Return whether matrices of the same inputs can be one."""
+    # Parameters are tensors, too.
+    kinds = {torch.Tensor if isinstance(matrix, torch.Tensor) else type(matrix) for matrix in matrices}
+    if len(kinds) > 1:
+        return False
+    ordered = [matrix for matrix in matrices if isinstance(matrix, GroupedMatrix)]
+    return not ordered or grouped.same_order(ordered)
+
+
+def _all(kind: type[_M], matrices: Sequence[object]) -> list[_M]:
+    return [matrix for matrix in matrices if isinstance(matrix, kind)]

@@ -1,0 +1,218 @@
+"""Products with quantised matrices on the GPU against sums in float64."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+
+from services.worker.engine.kernels.composed import round_in_groups
+from services.worker.engine.kernels.torch.kernels import activate
+from services.worker.engine.model.config import Activation
+from services.worker.engine.quantization import fp8, grouped, int8
+from services.worker.engine.quantization.grouped import GroupedMatrix
+
+pytest.importorskip("triton", reason="its interpreter runs the programs where there is no GPU")
+
+from services.worker.engine.kernels.gpu import quantised_linear
+from services.worker.engine.kernels.gpu.kernels import GpuKernels
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from services.worker.engine.kernels.interface import Linear
+    from services.worker.engine.quantization.matrices import QuantisedMatrix
+
+HAS_GPU = torch.cuda.is_available()
+# The interpreter multiplies no bfloat16.
+DTYPE = torch.bfloat16 if HAS_GPU else torch.float16
+EPSILON = torch.finfo(DTYPE).eps
+# One token, few, a tile that is not full, and several tiles.
+TOKENS = (1, 2, 3, 17, 130) if HAS_GPU else (1, 3, 17)
+
+
+def random(*shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(DTYPE)
+
+
+def integers(outputs: int, width: int, bits: int, group: int, *, shifted: bool, narrow: bool = True) -> GroupedMatrix:
+    """Return a matrix of random integers whose weights are about as large as 1 / sqrt(width)."""
+    generator = torch.Generator().manual_seed(bits + group)
+    values = torch.randint(2**bits, (outputs, width), dtype=torch.uint8, generator=generator)
+    scales = (torch.rand(outputs, width // group, generator=generator) + 0.5) * (2.0**-bits / width**0.5)
+    shifts = -scales * torch.randint(2**bits, scales.shape, generator=generator)
+    dtype = torch.float16 if narrow else torch.float32
+    return GroupedMatrix(values, bits, scales.to(dtype), shifts.to(dtype) if shifted else None)
+
+
+def weights_of(matrix: QuantisedMatrix) -> torch.Tensor:
+    """Return the weights in float64, [out, in]."""
+    match matrix:
+        case GroupedMatrix():
+            scales, shifts = (
+                each.double().repeat_interleave(matrix.group, dim=1)
+                for each in (matrix.scales, matrix.explicit_shifts())
+            )
+            return matrix.values.double() * scales + shifts
+        case fp8.Fp8BlockMatrix():
+            spread = matrix.scales.double().repeat_interleave(128, dim=1)
+            return (matrix.values.double() * spread)[:, : matrix.inputs]
+        case _:
+            return matrix.values.double() * matrix.scales.double()[:, None]
+
+
+def exact(inputs: torch.Tensor, matrix: QuantisedMatrix) -> torch.Tensor:
+    """Return the product in float64 with inputs as the format rounds them."""
+    match matrix:
+        case GroupedMatrix():
+            seen = matrix.ordered_inputs(inputs).double()
+        case fp8.Fp8BlockMatrix():
+            seen = round_in_groups(inputs.float())[:, : matrix.inputs].double()
+        case int8.Int8Matrix():
+            values, scales = int8.quantise_rows(inputs)
+            seen = values.double() * scales
+        case _:
+            values, scales = fp8.quantise_with(inputs, matrix.input_scale)
+            seen = values.double() * scales
+    return seen @ weights_of(matrix).t()
+
+
+def tolerance(inputs: torch.Tensor, matrix: QuantisedMatrix) -> float:
+    """Return what an output may be off: weights are rounded to the inputs' type, sums once or twice."""
+    largest = float((inputs.double().abs() @ weights_of(matrix)[:, : inputs.shape[1]].abs().t()).max())
+    if isinstance(matrix, GroupedMatrix):
+        largest = float((matrix.ordered_inputs(inputs).double().abs() @ weights_of(matrix).abs().t()).max())
+    return 2 * EPSILON * largest
+
+
+MATRICES: dict[str, Callable[[int, int], QuantisedMatrix]] = {
+    "fp8 blocks": lambda outputs, width: fp8.quantise_blocks(random(outputs, width, seed=1).float() / width**0.5),
+    "int8": lambda outputs, width: int8.quantise(random(outputs, width, seed=1).float() / width**0.5),
+    "static fp8": lambda outputs, width: replace(
+        fp8.quantise(random(outputs, width, seed=1).float() / width**0.5), input_scale=torch.tensor([0.01])
+    ),
+    "4 bits": lambda outputs, width: integers(outputs, width, 4, 64, shifted=False),
+    "4 bits shifted": lambda outputs, width: integers(outputs, width, 4, 32, shifted=True, narrow=False),
+    "5 bits": lambda outputs, width: integers(outputs, width, 5, 32, shifted=True),
+    "6 bits": lambda outputs, width: integers(outputs, width, 6, 16, shifted=False),
+    "8 bits": lambda outputs, width: integers(outputs, width, 8, 32, shifted=True),
+}
+
+
+@pytest.fixture(autouse=True)
+def can_multiply(device: torch.device) -> None:
+    if device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 9):
+        pytest.skip("this GPU does not multiply FP8")
+
+
+def check(linear: Linear, inputs: torch.Tensor, expected: torch.Tensor, allowed: float, device: torch.device) -> None:
+    got = linear(inputs.to(device))
+    assert got.dtype == DTYPE
+    assert float((got.cpu().double() - expected).abs().max()) <= allowed
+    outputs = torch.full_like(got, float("nan"))
+    assert linear(inputs.to(device), outputs) is outputs
+    assert torch.equal(outputs, got)
+    sums = random(*expected.shape, seed=5)
+    added = sums.to(device, copy=True)
+    linear.add_to(inputs.to(device), added)
+    wanted = sums.double() + expected
+    assert float((added.cpu().double() - wanted).abs().max()) <= allowed + EPSILON * float(wanted.abs().max())
+
+
+@pytest.mark.parametrize("tokens", TOKENS)
+@pytest.mark.parametrize("kind", MATRICES)
+@pytest.mark.parametrize("has_bias", [False, True])
+def test_products_are_those_of_stored_weights(device: torch.device, kind: str, tokens: int, has_bias: bool) -> None:
+    width, outputs = (4352, 272) if HAS_GPU else (320, 80)
+    matrix, inputs = MATRICES[kind](outputs, width), random(tokens, width)
+    bias = random(outputs, seed=3) if has_bias else None
+    linear = GpuKernels(DTYPE, device).linear(matrix, bias)
+    expected = exact(inputs, matrix) + (0 if bias is None else bias.double())
+    check(linear, inputs, expected, tolerance(inputs, matrix), device)
+
+
+@pytest.mark.parametrize("kind", ["fp8 blocks", "4 bits", "5 bits", "6 bits", "int8"])
+def test_widths_that_fill_no_pack_or_block_are_right(device: torch.device, kind: str) -> None:
+    # 576 is SmolLM2's width: four and a half blocks; 96 is packed by 32.
+    for width in (576, 96) if kind == "int8" or kind == "fp8 blocks" else (576,):
+        matrix, inputs = MATRICES[kind](48, width), random(5, width)
+        linear = GpuKernels(DTYPE, device).linear(matrix, None)
+        check(linear, inputs, exact(inputs, matrix), tolerance(inputs, matrix), device)
+
+
+@pytest.mark.parametrize("bits", grouped.BITS)
+@pytest.mark.parametrize(("group", "width"), [(16, 96), (32, 128), (64, 192), (128, 256), (32, 96)])
+def test_integers_of_every_group_are_unpacked(device: torch.device, bits: int, group: int, width: int) -> None:
+    for shifted in (False, True):
+        matrix = integers(40, width, bits, group, shifted=shifted)
+        product = quantised_linear.GroupedProduct(matrix.to(device))
+        widened = product.widened(torch.float32, slice(3, 39)).cpu()
+        torch.testing.assert_close(widened.double(), weights_of(matrix)[3:39], atol=1e-7, rtol=1e-5)
+
+
+def test_many_tokens_are_multiplied_with_widened_weights(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(quantised_linear, "_WIDENED_AT_ONCE", 24 * 128)
+    matrix, inputs, bias = integers(80, 128, 4, 32, shifted=True), random(300, 128), random(80, seed=3)
+    linear = GpuKernels(DTYPE, device).linear(matrix, bias)
+    expected = exact(inputs, matrix) + bias.double()
+    check(linear, inputs, expected, tolerance(inputs, matrix) + EPSILON * float(expected.abs().max()), device)
+
+
+def test_inputs_are_put_in_the_order_of_act_order(device: torch.device) -> None:
+    generator = torch.Generator().manual_seed(0)
+    values = torch.randint(16, (48, 192), dtype=torch.uint8, generator=generator)
+    scales = torch.rand(48, 8, generator=generator).half()
+    # Groups of unequal size, as a rank has them that holds some columns of each.
+    groups = torch.randint(8, (192,), generator=generator)
+    matrix = grouped.sorted_matrix(values, 4, scales, None, groups, 128)
+    assert matrix.input_width == 192
+    inputs = random(6, 192)
+    expected = inputs.double() @ ((values.double() - 8) * scales.double()[:, groups]).t()
+    torch.testing.assert_close(exact(inputs, matrix), expected)
+    linear = GpuKernels(DTYPE, device).linear(matrix, None)
+    check(linear, inputs, expected, tolerance(inputs, matrix), device)
+
+
+@pytest.mark.parametrize("kind", MATRICES)
+@pytest.mark.parametrize("activation", Activation)
+def test_gated_products_are_those_of_stored_weights(device: torch.device, kind: str, activation: Activation) -> None:
+    inputs, matrices = random(5, 320), (MATRICES[kind](48, 320), MATRICES[kind](48, 320))
+    biases = random(48, seed=3), random(48, seed=4)
+    got = GpuKernels(DTYPE, device).gated_linear(*matrices, biases, activation)(inputs.to(device))
+    gate, up = (exact(inputs, matrix) + bias.double() for matrix, bias in zip(matrices, biases, strict=True))
+    torch.testing.assert_close(got.cpu().double(), activate(gate, activation) * up, atol=3e-2, rtol=3e-2)
+
+
+def test_rows_are_quantised_to_int8_as_the_reference_does(device: torch.device) -> None:
+    rows = random(9, 200) * torch.logspace(-3, 3, 9).to(DTYPE)[:, None]
+    rows[3] = 0
+    values, scales = quantised_linear.quantise_rows_to_int8(rows.to(device))
+    expected_values, expected_scales = int8.quantise_rows(rows)
+    torch.testing.assert_close(scales.cpu(), expected_scales, atol=0, rtol=1e-6)
+    # A division that is off in its last bit may round the other way, where it is half way between two values.
+    assert int((values.cpu().int() - expected_values.int()).abs().max()) <= 1
+    assert (values.cpu() == expected_values).double().mean() > 0.99
+    rows[2, 5] = float("nan")
+    _, scales = quantised_linear.quantise_rows_to_int8(rows.to(device))
+    assert scales.isnan().flatten().tolist() == [i == 2 for i in range(9)]
+    assert quantised_linear.quantise_rows_to_int8(rows[:0].to(device))[0].shape == (0, 200)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", MATRICES)
+@pytest.mark.parametrize("tokens", [1, 8, 64, 512])
+def test_captured_products_are_the_same(device: torch.device, kind: str, tokens: int) -> None:
+    matrix = MATRICES[kind](512, 1024)
+    linear = GpuKernels(DTYPE, device).linear(matrix, None)
+    inputs = random(tokens, 1024).to(device)
+    linear(inputs)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = linear(inputs)
+    for seed in (7, 8):
+        inputs.copy_(random(tokens, 1024, seed=seed))
+        graph.replay()
+        assert torch.equal(captured, linear(inputs))
