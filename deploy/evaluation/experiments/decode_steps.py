@@ -25,6 +25,7 @@ from torch.profiler import ProfilerActivity, profile
 from common.steps import EngineSpec, PrefillChunk, RowOpen, StepPlan
 from common.types import RequestId, RowSlot, SamplingParams, StepId
 from deploy.evaluation.bench.results import Provenance, ResultSheet, write_results
+from deploy.evaluation.experiments.stored_formats import FORMATS, shape_in
 from services.worker.engine.backends import RunnerOptions
 from services.worker.engine.execution.torch_model import torch_engine
 from services.worker.engine.loader import load_decoder
@@ -164,8 +165,20 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--prompt", type=int, default=500, help="tokens of each row before it decodes")
     parser.add_argument("--tp", type=int, default=1, help="tensor-parallel ranks")
     parser.add_argument("--quantization", choices=("auto", "fp8"), default="auto", help="of the layers' matrices")
+    parser.add_argument("--format", choices=FORMATS, help="of stored weights, instead of the shape's own")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write results into the list in FILE")
     arguments = parser.parse_args(argv)
+    if arguments.format is None:
+        run_ranks(arguments)
+    else:
+        with shape_in(Path(arguments.model), arguments.format) as directory:
+            arguments.model = str(directory)
+            run_ranks(arguments)
+    return 0
+
+
+def run_ranks(arguments: argparse.Namespace) -> None:
+    """Measure as all ranks, rank 0 in this process."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         rendezvous = f"127.0.0.1:{probe.getsockname()[1]}"
@@ -178,7 +191,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     measure(arguments, 0, rendezvous)
     for other in others:
         other.join()
-    return 0
 
 
 if __name__ == "__main__":

@@ -1,9 +1,10 @@
-"""How long the linear layers of a model's shape take, with FP8 weights and wider ones; see `quantization.py`."""
+"""How long the linear layers of a model's shape take, with quantised weights and wider ones; see `quantization.py`."""
 
 from __future__ import annotations
 
 import time
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -13,7 +14,8 @@ from services.worker.engine.backends import RunnerOptions, find_library, select_
 from services.worker.engine.checkpoints.safetensors_directory import read_config
 from services.worker.engine.host import available_cores
 from services.worker.engine.parallel.shards import shard_model
-from services.worker.engine.quantization.fp8 import quantise
+from services.worker.engine.quantization import grouped, int8
+from services.worker.engine.quantization.fp8 import quantise, quantise_blocks
 
 if TYPE_CHECKING:
     import argparse
@@ -22,9 +24,21 @@ if TYPE_CHECKING:
     from deploy.evaluation.bench.results import ResultSheet
     from services.worker.engine.kernels.interface import Kernels
     from services.worker.engine.model.config import Activation
+    from services.worker.engine.quantization.matrices import QuantisedMatrix
 
     Multiply = Callable[[torch.Tensor], object]
+    Quantiser = Callable[[torch.Tensor], QuantisedMatrix]
 
+# The formats of weights that are compared with bfloat16, by name.
+QUANTISERS: dict[str, Quantiser] = {
+    "fp8": quantise,
+    "fp8 blocks": quantise_blocks,
+    "int8": int8.quantise,
+    "4 bits, groups of 128": partial(grouped.quantise, bits=4, group=128, has_zero_points=False),
+    "4 bits, zero points": partial(grouped.quantise, bits=4, group=128, has_zero_points=True),
+    "4 bits, groups of 32": partial(grouped.quantise, bits=4, group=32, has_zero_points=True),
+    "8 bits, groups of 32": partial(grouped.quantise, bits=8, group=32, has_zero_points=False),
+}
 # Weights that are read in turn: more than caches hold, of a GPU and of a processor.
 _COLD_BYTES = {"cuda": 512 * 1024**2, "cpu": 96 * 1024**2}
 _MOST_COPIES = 32
@@ -128,7 +142,7 @@ def ways(device: torch.device) -> list[Way]:
 
 
 def engine_ways(kernels: Kernels) -> list[Way]:
-    """Return the engine's products with weights as they are, and in FP8."""
+    """Return the engine's products with weights as they are, and in each format."""
 
     def wide(layer: Layer, weight: torch.Tensor) -> Multiply:
         if layer.activation is None:
@@ -136,13 +150,16 @@ def engine_ways(kernels: Kernels) -> list[Way]:
         gate, up = weight.chunk(2)
         return kernels.gated_linear(gate, up, None, layer.activation)
 
-    def narrow(layer: Layer, weight: torch.Tensor) -> Multiply:
-        if layer.activation is None:
-            return kernels.linear(quantise(weight), None)
-        gate, up = (quantise(half) for half in weight.chunk(2))
-        return kernels.gated_linear(gate, up, None, layer.activation)
+    def quantised(quantiser: Quantiser) -> Callable[[Layer, torch.Tensor], Multiply]:
+        def prepare(layer: Layer, weight: torch.Tensor) -> Multiply:
+            if layer.activation is None:
+                return kernels.linear(quantiser(weight), None)
+            gate, up = (quantiser(half) for half in weight.chunk(2))
+            return kernels.gated_linear(gate, up, None, layer.activation)
 
-    return [Way("bfloat16", wide), Way("fp8", narrow)]
+        return prepare
+
+    return [Way("bfloat16", wide), *(Way(name, quantised(each)) for name, each in QUANTISERS.items())]
 
 
 def times(layer: Layer, way: Way, rows: list[int], device: torch.device, seconds: float) -> Iterator[tuple[int, float]]:

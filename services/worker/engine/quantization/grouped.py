@@ -220,9 +220,12 @@ def same_order(matrices: Sequence[GroupedMatrix]) -> bool:
 
 
 def quantise(weight: torch.Tensor, bits: int, group: int | None, *, has_zero_points: bool) -> GroupedMatrix:
-    """Return a matrix [out, in] rounded to nearest, scaled by the range of each group."""
+    """Return a matrix [out, in] rounded to nearest, scaled by the range of each `group` of inputs (None: of all).
+
+    Where groups do not divide the inputs they are smaller.
+    """
     outputs, inputs = weight.shape
-    size = group or inputs
+    size = math.gcd(group or inputs, inputs)
     groups = weight.float().view(outputs, -1, size)
     largest = 2**bits - 1
     if has_zero_points:

@@ -290,7 +290,7 @@ def quantise_rows_to_int8(inputs: torch.Tensor) -> tuple[torch.Tensor, torch.Ten
 
 
 def quantise_groups(inputs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return rows [tokens, width] in FP8, filled up with zeros, and scales [tokens, groups] float32, one for each 128."""
+    """Return rows [tokens, width] in FP8, filled up with zeros, and scales of each 128, [tokens, groups] float32."""
     padded = in_blocks(inputs).contiguous()
     values, scales = quantise_rows(padded.view(-1, FP8_BLOCK))
     return values.view(padded.shape), scales.view(padded.shape[0], -1)

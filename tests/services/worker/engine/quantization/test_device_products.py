@@ -1,4 +1,4 @@
-"""Models in FP8 on a GPU, against the same values that are multiplied in a wider type."""
+"""Models with quantised weights on a GPU, against the same values that are multiplied in a wider type."""
 
 from __future__ import annotations
 
@@ -7,12 +7,16 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 
+from common.errors import ConfigurationError
 from common.steps import EngineSpec
 from services.worker.engine.backends import RunnerOptions
 from services.worker.engine.loader import load_decoder
 from tests.services.worker.engine.driving import Driver, load
 from tests.services.worker.engine.execution.test_families import OWN, PROMPT
 from tests.services.worker.engine.families import FAMILIES, reference_logits, save_model
+from tests.services.worker.engine.quantization.fp8_checkpoints import change_config
+from tests.services.worker.engine.quantization.stored_formats import SCHEMES, store_quantised
+from tests.services.worker.engine.quantization.test_stored_formats import SHAPE
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -26,10 +30,13 @@ def can_multiply() -> None:
         pytest.skip("this GPU does not multiply FP8")
 
 
-def logits_of(directory: Path, **changes: object) -> torch.Tensor:
+def logits_of(directory: Path, tokens: int | None = None, **changes: object) -> torch.Tensor:
+    """Return the logits of a prompt, computed in passes of `tokens` tokens."""
     runner = load(directory, **changes)  # type: ignore[arg-type]  # whatever a test wants to change
     driver = Driver(runner)
-    logits = driver.run([(driver.open(len(PROMPT)), PROMPT)], all_tokens=True).cpu()
+    row, size = driver.open(len(PROMPT)), tokens or len(PROMPT)
+    passes = [PROMPT[start : start + size] for start in range(0, len(PROMPT), size)]
+    logits = torch.cat([driver.run([(row, ids)], all_tokens=True).cpu() for ids in passes])
     runner.close()
     return logits
 
@@ -45,6 +52,38 @@ def test_logits_are_those_of_widened_products_but_for_rounding(family: str, tmp_
     # Roundings to bfloat16 differ, and with them a few of those to FP8.
     assert float((got - wide).norm() / wide.norm()) < 1.3 * lost + 0.03
     assert float((got - widened).norm() / wide.norm()) < lost + 0.03
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_logits_of_stored_formats_are_those_of_the_reference(scheme: str, tmp_path: Path) -> None:
+    save_model(tmp_path, "Llama", {**FAMILIES["llama biased"][1], **SHAPE})
+    wide = logits_of(tmp_path, backend="torch", dtype="float32")
+    store_quantised(tmp_path, SCHEMES[scheme])
+    expected = logits_of(tmp_path, backend="torch", dtype="float32")
+    lost = float((expected - wide).norm() / wide.norm())
+    for tokens in (None, 1):
+        got = logits_of(tmp_path, backend="gpu", dtype="bfloat16", tokens=tokens)
+        assert float((got.float() - expected).norm() / expected.norm()) < 0.5 * lost + 0.02
+
+
+@pytest.mark.parametrize("scheme", ["fp8 blocks", "fp8 static"])
+def test_experts_in_stored_formats_are_those_of_the_reference(scheme: str, tmp_path: Path) -> None:
+    name, options = FAMILIES["qwen3 moe"]
+    save_model(tmp_path, name, {**options, **SHAPE, "moe_intermediate_size": 128, "num_experts": 6})
+    store_quantised(tmp_path, SCHEMES[scheme])
+    # All of them are chosen: roundings change no choice.
+    change_config(tmp_path, num_experts_per_tok=6)
+    expected = logits_of(tmp_path, backend="torch", dtype="float32")
+    got = logits_of(tmp_path, backend="gpu", dtype="bfloat16")
+    assert float((got.float() - expected).norm() / expected.norm()) < 0.1
+
+
+def test_experts_without_a_program_are_refused(tmp_path: Path) -> None:
+    name, options = FAMILIES["qwen3 moe"]
+    save_model(tmp_path, name, {**options, **SHAPE, "moe_intermediate_size": 128})
+    store_quantised(tmp_path, SCHEMES["awq 128"])
+    with pytest.raises(ConfigurationError, match="experts in INT8 or packed integers are not supported on a GPU"):
+        load(tmp_path, backend="gpu", dtype="bfloat16")
 
 
 def capacity(quantization: str, pages: int | None) -> tuple[int, int, int]:

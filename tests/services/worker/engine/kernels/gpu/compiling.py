@@ -14,9 +14,18 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from services.worker.engine.kernels.gpu import device_batch as row_state
-from services.worker.engine.kernels.gpu import elementwise, experts, fp8_linear, rank_sums, sampling, small_linear
+from services.worker.engine.kernels.gpu import (
+    elementwise,
+    experts,
+    fp8_linear,
+    quantised_linear,
+    rank_sums,
+    sampling,
+    small_linear,
+)
 from services.worker.engine.kernels.gpu import logits_processors as adjusting
 from services.worker.engine.kernels.gpu import logprobs as reporting
+from services.worker.engine.quantization.formats import FP8_BLOCK
 from services.worker.engine.quantization.fp8 import LARGEST, SMALLEST
 
 # Values of what is constant while a program is compiled.
@@ -56,7 +65,7 @@ def main() -> None:
     for adds in (0, 1):
         norm = {"WIDTH": 5120, "BLOCK": 8192, "ADDS": adds, "OVERLAPS": 1}
         sizes.append(build(elementwise._rms_norm, "*bf16 *bf16 *bf16 *bf16 fp32", 8, **norm))
-    sizes += fp8_sizes()
+    sizes += fp8_sizes() + quantised_sizes()
     sys.stdout.write("\n".join(map(str, sizes)))
 
 
@@ -64,21 +73,49 @@ def fp8_sizes() -> list[int]:
     """Compile what multiplies FP8: products of few tokens, of experts, and what quantises ahead of them."""
     both, scales, sizes = "*fp8e4nv *fp8e4nv", "*fp32 *fp32", []
     for block, warps in ((16, 1), (4096, 4), (32768, 16)):
-        how: Constants = {"BLOCK": block, "LARGEST": LARGEST, "SMALLEST": SMALLEST, "OVERLAPS": True}
-        sizes.append(build(fp8_linear._quantise_rows, "*bf16 *fp8e4nv *fp32 i32", warps, **how))
+        how: Constants = {"BLOCK": block, "LARGEST": LARGEST, "SMALLEST": SMALLEST, "IS_GIVEN": False}
+        sizes.append(build(fp8_linear._quantise_rows, "*bf16 *fp32 *fp8e4nv *fp32 i32", warps, OVERLAPS=True, **how))
     for program, block, warps in ((small_linear._product_at_once, 4096, 4), (small_linear._product, 1024, 2)):
         how = {"ROWS": 1, "BLOCK": block, "HAS_BIAS": True, "SCALED": True, "ADDS": False, "GATED": True}
         given = f"{both} *bf16 {scales} *bf16 i32 i32"
         sizes.append(build(program, given, warps, GELU=False, OVERLAPS=True, **how))
     for tuning, is_first in itertools.product((experts._FEW_PAIRS, experts._MANY_PAIRS), (True, False)):
         how = {"ROWS": tuning.rows, "COLUMNS": tuning.columns, "DEPTH": tuning.depth, "IS_FIRST": is_first}
-        given = f"{both} {scales} *bf16 *bf16 {'*i64 ' * 4} {'i32 ' * 5}"
-        sizes.append(
-            build(
-                experts._grouped_product, given, tuning.warps,
-                PER_TOKEN=8, EXPERTS=128, SEARCH=128, GELU=False, SCALED=True, **how,
-            )
-        )  # fmt: skip
+        given = f"{both} {scales} *bf16 *bf16 {'*i64 ' * 4} {'i32 ' * 6}"
+        for grouped in (False, True):
+            how["DEPTH"] = FP8_BLOCK if grouped else tuning.depth
+            sizes.append(
+                build(
+                    experts._grouped_product, given, tuning.warps,
+                    PER_TOKEN=8, EXPERTS=128, SEARCH=128, GELU=False, SCALED=True, GROUPED=grouped, **how,
+                )
+            )  # fmt: skip
+    return sizes
+
+
+def quantised_sizes() -> list[int]:
+    """Compile the products with FP8 in blocks, INT8 and packed integers, for tiles of all sizes."""
+    sizes = []
+    rounding: Constants = {"BLOCK": 8192, "HALF_RANGE": 127.5, "SMALLEST": 1e-12, "OVERLAPS": True}
+    sizes.append(build(quantised_linear._quantise_rows_to_int8, "*bf16 *i8 *fp32 i32", 8, **rounding))
+    for tokens in (1, 17, 33, 65):
+        tile = quantised_linear.tile_for(tokens)
+        how: Constants = {"ROWS": tile.rows, "COLUMNS": tile.columns, "HAS_BIAS": True, "ADDS": True, "OVERLAPS": True}
+        blocks = "*fp8e4nv *fp8e4nv *fp32 *fp32 *bf16 *bf16 i32 i32 i32 i32"
+        sizes.append(build(quantised_linear._fp8_block_product, blocks, tile.warps, DEPTH=FP8_BLOCK, **how))
+        narrow = "*i8 *i8 *fp32 *fp32 *bf16 *bf16 i32 i32 i32"
+        sizes.append(build(quantised_linear._int8_product, narrow, tile.warps, DEPTH=128, **how))
+        packed = "*bf16 *u8 *u8 *fp16 *fp16 *bf16 *bf16 i32 i32 i32"
+        for bits, group in ((4, 128), (4, 32), (5, 32), (6, 16), (8, 32)):
+            what = {"BITS": bits, "GROUP": group, "PACK": quantised_linear.pack_of(4096, group), "HAS_SHIFTS": True}
+            sizes.append(build(quantised_linear._grouped_product, packed, tile.warps, **how, **what))
+    for bits, group in ((4, 128), (5, 32), (6, 16), (8, 32)):
+        what = {"BITS": bits, "GROUP": group, "PACK": quantised_linear.pack_of(4096, group), "HAS_SHIFTS": False}
+        few = "*bf16 *u8 *u8 *fp16 *fp16 *bf16 *bf16 i32 i32"
+        how = {"OUTPUTS": 2, "STEP": 1024, "HAS_BIAS": False, "ADDS": False, "OVERLAPS": True}
+        sizes.append(build(quantised_linear._grouped_product_of_few, few, 2, **how, **what))
+        widened = "*u8 *u8 *fp16 *fp16 *bf16 i32 i32 i32 i32"
+        sizes.append(build(quantised_linear._widen, widened, 4, COLUMNS=32, OVERLAPS=False, **what))
     return sizes
 
 

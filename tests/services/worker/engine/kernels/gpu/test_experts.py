@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -11,11 +14,16 @@ from services.worker.engine.kernels.composed import ExpertLoop
 from services.worker.engine.kernels.interface import ExpertMatrices
 from services.worker.engine.kernels.torch.kernels import TorchKernels
 from services.worker.engine.model.config import Activation
-from services.worker.engine.quantization.fp8 import quantise
+from services.worker.engine.quantization.fp8 import quantise, quantise_blocks
 
 pytest.importorskip("triton", reason="its interpreter runs the programs where there is no GPU")
 
 from services.worker.engine.kernels.gpu.experts import GpuExperts
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from services.worker.engine.quantization.matrices import Matrix
 
 HAS_GPU = torch.cuda.is_available()
 DTYPE = torch.bfloat16 if HAS_GPU else torch.float32
@@ -44,6 +52,10 @@ def routed(tokens: int, experts: int, skew: float, hidden: int = HIDDEN) -> tupl
     return inputs.to(DTYPE), ids, routing_weights.to(DTYPE)
 
 
+def quantise_statically(weight: torch.Tensor) -> Matrix:
+    return replace(quantise(weight), input_scale=torch.tensor([0.02]))
+
+
 def check(experts: int, tokens: int, skew: float, activation: Activation, device: torch.device) -> None:
     cpu = torch.device("cpu")
     inputs, ids, routing_weights = routed(tokens, experts, skew)
@@ -65,14 +77,19 @@ def test_any_routing_gives_the_same_as_the_expert_loop(
     check(experts, tokens, skew, activation, device)
 
 
+@pytest.mark.parametrize("quantiser", [quantise, quantise_blocks, quantise_statically])
 @pytest.mark.parametrize(("experts", "tokens", "activation"), [(5, 24, Activation.SILU), (3, 97, Activation.GELU_TANH)])
 def test_fp8_experts_give_the_same_as_the_expert_loop(
-    device: torch.device, experts: int, tokens: int, activation: Activation
+    device: torch.device,
+    quantiser: Callable[[torch.Tensor], Matrix],
+    experts: int,
+    tokens: int,
+    activation: Activation,
 ) -> None:
     if HAS_GPU and torch.cuda.get_device_capability(device) < (8, 9):
         pytest.skip("this GPU does not multiply FP8")
     made = [
-        ExpertMatrices(*(quantise(matrix.float()) for matrix in (each.gate, each.up, each.down)))  # type: ignore[union-attr]  # made so
+        ExpertMatrices(*(quantiser(matrix.float()) for matrix in (each.gate, each.up, each.down)))  # type: ignore[union-attr]  # made so
         for each in matrices(experts)
     ]
     inputs, ids, routing_weights = routed(tokens, experts, 0.5)
