@@ -141,7 +141,7 @@ def test_layers_of_a_mixture_may_be_dense() -> None:
         ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "rope type 'dynamic' is not supported"),
         ({"rope_scaling": {"type": "yarn", "factor": 2.0}}, "no 'original_max_position_embeddings'"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
-        ({"quantization_config": {"quant_method": "gptq"}}, "quantization_config: weights quantised by 'gptq'"),
+        ({"quantization_config": {"quant_method": "hqq"}}, "quantization_config: weights quantised by 'hqq'"),
         ({"sliding_window": 4, "use_sliding_window": True, "layer_types": ["chunked_attention"] * 2}, "layer_types"),
         ({"num_key_value_heads": 3}, "4 query heads cannot share 3 KV heads"),
         ({"head_dim": 15}, "head_dim 15 is odd"),

@@ -10,6 +10,9 @@ import torch
 from torch.nn.functional import linear
 
 from common.errors import ConfigurationError
+from services.worker.engine.checkpoints.safetensors_directory import SafetensorsCheckpoint
+from services.worker.engine.parallel.shards import shard_model
+from services.worker.engine.quantization.formats import Fp8Format, GroupedFormat, GroupedLayout, StoredScales
 from services.worker.engine.quantization.fp8 import quantise, quantise_rows
 from services.worker.engine.quantization.policy import check_device
 from tests.services.worker.engine.driving import Driver, load, random_ids
@@ -29,6 +32,7 @@ if TYPE_CHECKING:
 
     from tests.services.worker.engine.parallel.ranks import Ranks
 
+PER_CHANNEL = Fp8Format(StoredScales.CHANNEL)
 PROMPT = random_ids(70, VOCABULARY)
 # Weights small enough that roundings do not decide.
 MILD = {"initializer_range": 0.05}
@@ -182,23 +186,19 @@ def test_pages_of_fp8_and_of_wider_weights_are_not_interchangeable(model: Path) 
     assert len(prints) == 2
 
 
-BLOCKS = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
-
-
 @pytest.mark.parametrize(
     ("scheme", "complaint"),
     [
-        ({"quant_method": "awq", "bits": 4}, "weights quantised by 'awq' are not supported"),
-        (BLOCKS, r"a scale for each block \[128, 128\] are not supported"),
-        ({**PER_TENSOR, "activation_scheme": "static"}, "activations scaled by 'static' numbers are not supported"),
+        ({"quant_method": "quip", "bits": 2}, "weights quantised by 'quip' are not supported"),
+        ({**PER_TENSOR, "activation_scheme": "log"}, "activations scaled by 'log' numbers are not supported"),
         ({**PER_TENSOR, "kv_cache_scheme": {"num_bits": 8}}, "kv_cache_scheme"),
-        ({**FP8_DYNAMIC, "format": "pack-quantized"}, "weights stored as 'pack-quantized' are not supported"),
-        ({**FP8_DYNAMIC, "sparsity_config": {"format": "dense"}}, "sparse weights are not supported"),
+        ({**FP8_DYNAMIC, "format": "nvfp4-pack-quantized"}, "weights stored as 'nvfp4-pack-quantized' are not"),
+        ({**FP8_DYNAMIC, "sparsity_config": {"format": "sparse-24-bitmask"}}, "sparse weights are not supported"),
         ({**FP8_DYNAMIC, "config_groups": {}}, "0 different schemes"),
         (changed(FP8_DYNAMIC, "weights", num_bits=4, type="int"), "weights of 4 bits, 'int', are not supported"),
-        (changed(FP8_DYNAMIC, "weights", strategy="block"), "a scale for each 'block' are not supported"),
+        (changed(FP8_DYNAMIC, "weights", strategy="tensor_group"), "a scale for each 'tensor_group' are not"),
         (changed(FP8_DYNAMIC, "weights", symmetric=False), "zero points are not supported"),
-        (changed(FP8_DYNAMIC, "input_activations", dynamic=False, strategy="tensor"), "static, are not supported"),
+        (changed(FP8_DYNAMIC, "input_activations", dynamic=False), "static, are not supported"),
     ],
 )
 def test_other_schemes_are_refused_by_name(
@@ -240,8 +240,17 @@ def test_unsupported_quantization_is_refused(model: Path, tmp_path: Path) -> Non
     ],
 )
 def test_gpus_that_do_not_multiply_fp8_are_refused(
-    dtype: torch.dtype, capability: tuple[int, int], complaint: str
+    model: Path, dtype: torch.dtype, capability: tuple[int, int], complaint: str
 ) -> None:
-    check_device(torch.bfloat16, (9, 0))
+    config = SafetensorsCheckpoint(model).config
+    shard = shard_model(config, 0, 1)
+    check_device(PER_CHANNEL, config, shard, torch.bfloat16, (9, 0))
     with pytest.raises(ConfigurationError, match=complaint):
-        check_device(dtype, capability)
+        check_device(PER_CHANNEL, config, shard, dtype, capability)
+
+
+def test_widths_that_gpus_do_not_unpack_are_refused(model: Path) -> None:
+    config = SafetensorsCheckpoint(model).config
+    held = GroupedFormat(GroupedLayout.GPTQ, 4, 16, has_zero_points=True)
+    with pytest.raises(ConfigurationError, match="multiples of 32: rank 0 of 1 has 48 hidden_size"):
+        check_device(held, config, shard_model(config, 0, 1), torch.bfloat16, (9, 0))
