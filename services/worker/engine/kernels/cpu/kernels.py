@@ -5,10 +5,12 @@ Products with bfloat16 weights round their inputs to bfloat16 where the processo
 
 from __future__ import annotations
 
+import ctypes
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
+from torch.nn.functional import pad
 
 from services.worker.engine.host_memory import HostArena
 from services.worker.engine.kernels.composed import (
@@ -18,7 +20,7 @@ from services.worker.engine.kernels.composed import (
     activation_quantiser,
     round_in_groups,
 )
-from services.worker.engine.kernels.cpu.library import ACTIVATIONS, ELEMENT_TYPES, CpuLibrary
+from services.worker.engine.kernels.cpu.library import ACTIVATIONS, ELEMENT_TYPES, CpuLibrary, MatrixArguments
 from services.worker.engine.kernels.torch.kernels import TorchGatedLinear
 from services.worker.engine.quantization.fp8 import Fp8BlockMatrix, Fp8Matrix
 from services.worker.engine.quantization.grouped import GroupedMatrix
@@ -33,35 +35,23 @@ if TYPE_CHECKING:
     from services.worker.engine.quantization.matrices import Matrix
 
 
+# Inputs of packed integers that lie together.
+_INTEGERS_PER_STEP = 8
 _INPUTS_PER_STEP = {torch.float32: 1, torch.float16: 1, torch.bfloat16: 2}
 
 
 @dataclass(frozen=True, slots=True)
-class PackedMatrix:
-    """A matrix [outputs, inputs] as operators/matrix.hpp wants it.
+class LaidOutMatrix:
+    """A matrix [outputs, inputs] as the operators want it, by addresses in the tensors that it keeps.
 
     `panels` is [panels, inputs / pair, panel, pair], the last panel filled up with zeros; pair is 2 for bfloat16, else
-    1.
+    1. Packed integers are [panels, inputs / 8, bits, panel] bytes, and their scales [panels, groups, 1 or 2, panel].
     """
 
     panels: torch.Tensor
+    scales: torch.Tensor | None
     bias: torch.Tensor | None  # [outputs] float32
-    inputs: int
-    outputs: int
-
-    @property
-    def address(self) -> int:
-        return self.panels.data_ptr()
-
-    @property
-    def bias_address(self) -> int | None:
-        """Where the biases begin, or None for a null pointer."""
-        return None if self.bias is None else self.bias.data_ptr()
-
-    @property
-    def element_type(self) -> int:
-        """The library's number of the weights' type."""
-        return ELEMENT_TYPES[self.panels.dtype]
+    arguments: MatrixArguments
 
 
 class CpuLinear:
@@ -72,16 +62,17 @@ class CpuLinear:
     20 / 200 / 222 / 226; compare `PrepackedLinear`.
     """
 
-    def __init__(self, library: CpuLibrary, matrix: PackedMatrix, threads: int) -> None:
-        """Multiply with `matrix` on `threads` threads."""
+    def __init__(self, library: CpuLibrary, matrix: LaidOutMatrix, dtype: torch.dtype, threads: int) -> None:
+        """Multiply with `matrix`, whose weights are `dtype` or unpacked to it, on `threads` threads."""
         self.library = library
         self.matrix = matrix
-        self.threads = threads
-        self._constants = (matrix.address, matrix.element_type, matrix.bias_address)
+        self.element_type = ELEMENT_TYPES[dtype]
+        self._threads = threads
+        self._arguments = ctypes.pointer(matrix.arguments)
 
     def __call__(self, inputs: torch.Tensor, outputs: torch.Tensor | None = None) -> torch.Tensor:
         if outputs is None:
-            outputs = inputs.new_empty(inputs.shape[0], self.matrix.outputs)
+            outputs = inputs.new_empty(inputs.shape[0], self.matrix.arguments.outputs)
         self._run(inputs, outputs, accumulate=0)
         return outputs
 
@@ -91,10 +82,9 @@ class CpuLinear:
     def _run(self, inputs: torch.Tensor, outputs: torch.Tensor, accumulate: int) -> None:
         assert inputs.is_contiguous(), "operators take contiguous activations"
         assert outputs.is_contiguous(), "operators write contiguous activations"
-        weights, element_type, bias = self._constants
         self.library.linear(
-            inputs.data_ptr(), weights, element_type, bias, inputs.shape[0], self.matrix.inputs, self.matrix.outputs,
-            outputs.data_ptr(), accumulate, self.threads,
+            inputs.data_ptr(), self._arguments, self.element_type, inputs.shape[0], outputs.data_ptr(), accumulate,
+            self._threads,
         )  # fmt: skip
 
 
@@ -102,24 +92,26 @@ class CpuGatedLinear:
     """Gate and up product of a tile of tokens, joined before they leave the cache."""
 
     def __init__(
-        self, library: CpuLibrary, gate: PackedMatrix, up: PackedMatrix, activation: Activation, threads: int
-    ) -> None:
-        """Multiply with `gate` and `up` on `threads` threads."""
-        assert gate.panels.dtype == up.panels.dtype, "gate and up are of one type"
+        self, library: CpuLibrary, gate: LaidOutMatrix, up: LaidOutMatrix, dtype: torch.dtype, activation: Activation,
+        threads: int,
+    ) -> None:  # fmt: skip
+        """Multiply with `gate` and `up`, as `CpuLinear` does, on `threads` threads."""
+        assert bool(gate.arguments.bits) == bool(up.arguments.bits), "gate and up are both packed, or neither is"
         self._library = library
         self.gate = gate
         self.up = up
         self.activation = ACTIVATIONS[activation]
+        self._element_type = ELEMENT_TYPES[dtype]
         self._threads = threads
+        self._arguments = ctypes.pointer(gate.arguments), ctypes.pointer(up.arguments)
 
     def __call__(self, inputs: torch.Tensor) -> torch.Tensor:
         """Return activation(gate) * up."""
         assert inputs.is_contiguous(), "operators take contiguous activations"
-        gate, up = self.gate, self.up
-        outputs = inputs.new_empty(inputs.shape[0], gate.outputs)
+        outputs = inputs.new_empty(inputs.shape[0], self.gate.arguments.outputs)
         self._library.gated_linear(
-            inputs.data_ptr(), gate.address, up.address, gate.element_type, gate.bias_address, up.bias_address,
-            inputs.shape[0], gate.inputs, gate.outputs, outputs.data_ptr(), self.activation, self._threads,
+            inputs.data_ptr(), *self._arguments, self._element_type, inputs.shape[0], outputs.data_ptr(),
+            self.activation, self._threads,
         )  # fmt: skip
         return outputs
 
@@ -141,13 +133,13 @@ class CpuKernels:
         match weight:
             case Fp8Matrix() | Int8Matrix():
                 # The narrowest type that holds FP8 and INT8 values exactly; so do inputs that are rounded to it.
-                packed = self._pack(weight.values, None, torch.bfloat16)
-                product = CpuLinear(self._library, packed, self._threads)
+                values = self._lay_out(weight.values, None, torch.bfloat16)
+                product = CpuLinear(self._library, values, torch.bfloat16, self._threads)
                 return WidenedLinear(product, torch.float32, activation_quantiser(weight), weight.scales, bias)
             case Fp8BlockMatrix():
                 return PreparedLinear(self._plain(weight.widened(torch.float32), bias), round_in_groups)
             case GroupedMatrix():
-                product = self._plain(weight.widened(torch.float32), bias)
+                product = CpuLinear(self._library, self._pack(weight, bias), self._dtype, self._threads)
                 return PreparedLinear(product, weight.ordered_inputs) if weight.order is not None else product
             case _:
                 return self._plain(weight, bias)
@@ -156,12 +148,16 @@ class CpuKernels:
         self, gate: Matrix, up: Matrix, biases: tuple[torch.Tensor, torch.Tensor] | None, activation: Activation
     ) -> GatedLinear:
         """Lay out gate and up matrix."""
-        if not isinstance(gate, torch.Tensor) or not isinstance(up, torch.Tensor):
-            # Inputs are quantised or put in order once, and scales come before the activation.
-            return TorchGatedLinear(self.linear(above(gate, up), torch.cat(biases) if biases else None), activation)
         gate_bias, up_bias = biases or (None, None)
-        packed = self._pack(gate, gate_bias, self._dtype), self._pack(up, up_bias, self._dtype)
-        return CpuGatedLinear(self._library, *packed, activation, self._threads)
+        match gate, up:
+            case torch.Tensor(), torch.Tensor():
+                both = (self._lay_out(each, bias, self._dtype) for each, bias in ((gate, gate_bias), (up, up_bias)))
+            case GroupedMatrix(order=None), GroupedMatrix(order=None):
+                both = (self._pack(each, bias) for each, bias in ((gate, gate_bias), (up, up_bias)))
+            case _:
+                # Inputs are quantised or put in order once, and scales come before the activation.
+                return TorchGatedLinear(self.linear(above(gate, up), torch.cat(biases) if biases else None), activation)
+        return CpuGatedLinear(self._library, *both, self._dtype, activation, self._threads)
 
     def experts(self, count: int, matrices: Iterator[ExpertMatrices], activation: Activation) -> Experts:
         """Lay out each expert by itself."""
@@ -183,9 +179,9 @@ class CpuKernels:
         return self.rms_norm(sums.add_(added), weight, epsilon)
 
     def _plain(self, weight: torch.Tensor, bias: torch.Tensor | None) -> Linear:
-        return CpuLinear(self._library, self._pack(weight, bias, self._dtype), self._threads)
+        return CpuLinear(self._library, self._lay_out(weight, bias, self._dtype), self._dtype, self._threads)
 
-    def _pack(self, weight: torch.Tensor, bias: torch.Tensor | None, dtype: torch.dtype) -> PackedMatrix:
+    def _lay_out(self, weight: torch.Tensor, bias: torch.Tensor | None, dtype: torch.dtype) -> LaidOutMatrix:
         outputs, inputs = weight.shape
         panel, pair = self._library.panel, _INPUTS_PER_STEP[dtype]
         assert inputs % pair == 0, "no model has layers of odd width"
@@ -195,4 +191,49 @@ class CpuKernels:
         packed[:whole] = rows[: whole * panel].view(whole, panel, inputs // pair, pair).transpose(1, 2)
         if whole < panels:
             packed[whole, :, : outputs - whole * panel] = rows[whole * panel :].transpose(0, 1)
-        return PackedMatrix(packed, None if bias is None else bias.float().contiguous(), inputs, outputs)
+        return _laid_out(packed, None, bias, inputs=inputs, outputs=outputs)
+
+    def _pack(self, matrix: GroupedMatrix, bias: torch.Tensor | None) -> LaidOutMatrix:
+        """Lay out integers, which stay packed."""
+        (outputs, inputs), bits = matrix.values.shape, matrix.bits
+        assert inputs % _INTEGERS_PER_STEP == 0, "groups are larger"
+        panels = self._arena.zeros(
+            (-(-outputs // self._library.panel), inputs // _INTEGERS_PER_STEP, bits, self._library.panel), torch.uint8
+        )
+        # [panels, steps, 8, panel]
+        steps = self._in_panels(matrix.values).unflatten(1, (-1, _INTEGERS_PER_STEP))
+        if bits == _INTEGERS_PER_STEP:
+            panels.copy_(steps)
+        else:
+            panels[:, :, :4] = (steps[:, :, 0::2] & 15) | ((steps[:, :, 1::2] & 15) << 4)
+            extra = bits - 4
+            for i in range(_INTEGERS_PER_STEP if extra else 0):
+                row, place = divmod(i * extra, 8)
+                panels[:, :, 4 + row] |= (steps[:, :, i] >> 4) << place
+        parts = [matrix.scales] if matrix.shifts is None else [matrix.scales, matrix.shifts]
+        in_panels = [self._in_panels(each) for each in parts]
+        scales = self._arena.zeros((*in_panels[0].shape[:2], len(parts), self._library.panel), matrix.scales.dtype)
+        for i, each in enumerate(in_panels):
+            scales[:, :, i] = each
+        return _laid_out(
+            panels, scales, bias, inputs=inputs, outputs=outputs, bits=bits, group=matrix.group,
+            has_wide_scales=matrix.scales.dtype == torch.float32, has_shifts=matrix.shifts is not None,
+        )  # fmt: skip
+
+    def _in_panels(self, rows: torch.Tensor) -> torch.Tensor:
+        """Return rows [outputs, width], filled up with zeros, as [panels, width, panel]."""
+        panel = self._library.panel
+        return pad(rows, (0, 0, 0, -rows.shape[0] % panel)).unflatten(0, (-1, panel)).transpose(1, 2)
+
+
+def _laid_out(
+    panels: torch.Tensor, scales: torch.Tensor | None, bias: torch.Tensor | None, **fields: int
+) -> LaidOutMatrix:
+    wide = None if bias is None else bias.float().contiguous()
+    arguments = MatrixArguments(
+        panels=panels.data_ptr(),
+        scales=None if scales is None else scales.data_ptr(),
+        bias=None if wide is None else wide.data_ptr(),
+        **fields,
+    )
+    return LaidOutMatrix(panels, scales, wide, arguments)

@@ -13,14 +13,12 @@ from services.worker.engine.kernels.cpu.library import (
     ELEMENT_TYPES,
     LayerArguments,
     LayersArguments,
-    MatrixArguments,
 )
 from services.worker.engine.model.feed_forward import DenseFeedForward
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from services.worker.engine.kernels.cpu.kernels import PackedMatrix
     from services.worker.engine.kernels.interface import AttentionBackend
     from services.worker.engine.model.batch import ForwardBatch
     from services.worker.engine.model.kv_pool import KvPool
@@ -48,7 +46,7 @@ class FusedLayers:
         assert isinstance(feed_forward, DenseFeedForward)
         assert isinstance(feed_forward.gate_up, CpuGatedLinear)
         self._library = qkv.library
-        self._weights_type = qkv.matrix.element_type
+        self._weights_type = qkv.element_type
         self._activation = feed_forward.gate_up.activation
         widths = self._arguments[0]
         inputs = max(widths.qkv.inputs, widths.output.inputs, widths.down.inputs)
@@ -120,17 +118,11 @@ def _layer_arguments(layer: DecoderLayer, attention: CpuAttention) -> LayerArgum
         key_norm=norms.key.data_ptr() if norms else None,
         feed_forward_norm=layer.feed_forward_norm.data_ptr(),
         angles=attention.angles.data_ptr(),
-        qkv=_matrix_arguments(layer.qkv.matrix),
-        output=_matrix_arguments(layer.attention_output.matrix),
-        gate=_matrix_arguments(feed_forward.gate_up.gate),
-        up=_matrix_arguments(feed_forward.gate_up.up),
-        down=_matrix_arguments(feed_forward.down.matrix),
+        qkv=layer.qkv.matrix.arguments,
+        output=layer.attention_output.matrix.arguments,
+        gate=feed_forward.gate_up.gate.arguments,
+        up=feed_forward.gate_up.up.arguments,
+        down=feed_forward.down.matrix.arguments,
         window_left=-1 if window is None else window,
         table=int(window is not None),
-    )
-
-
-def _matrix_arguments(matrix: PackedMatrix) -> MatrixArguments:
-    return MatrixArguments(
-        panels=matrix.address, bias=matrix.bias_address, inputs=matrix.inputs, outputs=matrix.outputs
     )

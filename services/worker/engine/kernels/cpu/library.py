@@ -62,9 +62,19 @@ class AttentionArguments(ctypes.Structure):
 
 
 class MatrixArguments(ctypes.Structure):
-    """`MatrixArguments` of operators/layers.hpp."""
+    """`MatrixArguments` of operators/packed.hpp."""
 
-    _fields_ = (("panels", c_void_p), ("bias", c_void_p), ("inputs", c_int), ("outputs", c_int))
+    _fields_ = (
+        ("panels", c_void_p),
+        ("scales", c_void_p),
+        ("bias", c_void_p),
+        ("inputs", c_int),
+        ("outputs", c_int),
+        ("bits", c_int),
+        ("group", c_int),
+        ("has_wide_scales", c_int),
+        ("has_shifts", c_int),
+    )
 
 
 class LayerArguments(ctypes.Structure):
@@ -108,9 +118,9 @@ class LayersArguments(ctypes.Structure):
 
 
 _SIGNATURES = {
-    "linear": (c_void_p, c_void_p, c_int, c_void_p, c_int, c_int, c_int, c_void_p, c_int, c_int),
+    "linear": (c_void_p, ctypes.POINTER(MatrixArguments), c_int, c_int, c_void_p, c_int, c_int),
     "gated_linear": (
-        c_void_p, c_void_p, c_void_p, c_int, c_void_p, c_void_p, c_int, c_int, c_int, c_void_p, c_int, c_int,
+        c_void_p, ctypes.POINTER(MatrixArguments), ctypes.POINTER(MatrixArguments), c_int, c_int, c_void_p, c_int, c_int,
     ),
     "rms_norm": (c_void_p, c_void_p, c_float, c_int, c_int, c_void_p, c_int),
     "store": (ctypes.POINTER(StoreArguments), c_void_p, c_void_p, c_int),

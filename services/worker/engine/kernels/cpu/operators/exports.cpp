@@ -5,6 +5,7 @@
 #include "elementwise.hpp"
 #include "layers.hpp"
 #include "matrix.hpp"
+#include "packed.hpp"
 
 namespace {
 
@@ -32,26 +33,24 @@ int pando_panel() { return pando::kPanel; }
 int pando_rounds_inputs() { return std::is_same_v<pando::InputOf<pando::BFloat16>, pando::BFloat16>; }
 int pando_max_head_dim() { return pando::kMaxHeadDim; }
 
-void pando_linear(const float* inputs, const void* panels, int type, const float* bias, int tokens, int width_in,
-                  int width_out, float* outputs, int accumulate, int threads) {
+void pando_linear(const float* inputs, const pando::MatrixArguments* matrix, int type, int tokens, float* outputs,
+                  int accumulate, int threads) {
   with_type(type, [&](auto element) {
     using Weight = decltype(element);
-    const pando::Matrix<Weight> matrix{static_cast<const Weight*>(panels), bias, width_in, width_out};
-    const auto* converted = pando::convert_inputs<Weight>(inputs, static_cast<long>(tokens) * width_in, threads);
-    pando::run_tiles(pando::Product<Weight>{matrix, converted, outputs, accumulate != 0}, tokens, threads);
+    const auto* converted = pando::convert_inputs<Weight>(inputs, static_cast<long>(tokens) * matrix->inputs, threads);
+#pragma omp parallel num_threads(threads)
+    pando::share_product<Weight>(*matrix, converted, tokens, outputs, accumulate != 0);
   });
 }
 
-void pando_gated_linear(const float* inputs, const void* gate, const void* up, int type, const float* gate_bias,
-                        const float* up_bias, int tokens, int width_in, int width_out, float* outputs, int activation,
-                        int threads) {
+void pando_gated_linear(const float* inputs, const pando::MatrixArguments* gate, const pando::MatrixArguments* up,
+                        int type, int tokens, float* outputs, int activation, int threads) {
   with_type(type, [&](auto element) {
     using Weight = decltype(element);
-    const pando::Matrix<Weight> gates{static_cast<const Weight*>(gate), gate_bias, width_in, width_out};
-    const pando::Matrix<Weight> ups{static_cast<const Weight*>(up), up_bias, width_in, width_out};
-    const auto* converted = pando::convert_inputs<Weight>(inputs, static_cast<long>(tokens) * width_in, threads);
+    const auto* converted = pando::convert_inputs<Weight>(inputs, static_cast<long>(tokens) * gate->inputs, threads);
     const auto bend = static_cast<pando::Activation>(activation);
-    pando::run_tiles(pando::GatedProduct<Weight>{gates, ups, converted, outputs, bend}, tokens, threads);
+#pragma omp parallel num_threads(threads)
+    pando::share_gated_product<Weight>(*gate, *up, converted, tokens, outputs, bend);
   });
 }
 

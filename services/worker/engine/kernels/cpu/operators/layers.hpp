@@ -9,14 +9,9 @@
 #include "attention.hpp"
 #include "elementwise.hpp"
 #include "matrix.hpp"
+#include "packed.hpp"
 
 namespace pando {
-
-struct MatrixArguments {
-  const void* panels;
-  const float* bias;
-  int inputs, outputs;
-};
 
 // One layer of this rank, whose share is the whole model.
 struct LayerArguments {
@@ -44,11 +39,6 @@ struct LayersArguments {
   StoreArguments store;        // what differs between layers is filled in
   AttentionArguments attention;
 };
-
-template <typename Weight>
-Matrix<Weight> matrix_of(const MatrixArguments& a) {
-  return {static_cast<const Weight*>(a.panels), a.bias, a.inputs, a.outputs};
-}
 
 // Inputs of a product, [tokens, width]: `row(token, target)` makes one token's. If they are few, each thread makes all of
 // them for itself, which takes no longer than waiting until another has; else they are shared, in `shared`.
@@ -127,17 +117,16 @@ void share_layer(const LayersArguments& a, const LayerArguments& layer, const st
   attention.window_left = layer.window_left;
 
   const Input* inputs = normalised(a.hidden, layer.input_norm, epsilon, tokens, hidden, shared);
-  share_tiles(Product<Weight>{matrix_of<Weight>(layer.qkv), inputs, scratch.qkv, false}, tokens);
+  share_product<Weight>(layer.qkv, inputs, tokens, scratch.qkv, false);
   share_store(store, static_cast<Element*>(layer.keys), static_cast<Element*>(layer.values));
   share_tasks(attention, tasks, static_cast<const Element*>(layer.keys), static_cast<const Element*>(layer.values));
   inputs = converted(scratch.attended, tokens, layer.output.inputs, shared);
-  share_tiles(Product<Weight>{matrix_of<Weight>(layer.output), inputs, a.hidden, true}, tokens);
+  share_product<Weight>(layer.output, inputs, tokens, a.hidden, true);
   inputs = normalised(a.hidden, layer.feed_forward_norm, epsilon, tokens, hidden, shared);
-  share_tiles(GatedProduct<Weight>{matrix_of<Weight>(layer.gate), matrix_of<Weight>(layer.up), inputs, scratch.gated,
-                                   static_cast<Activation>(a.activation)},
-              tokens);
+  share_gated_product<Weight>(layer.gate, layer.up, inputs, tokens, scratch.gated,
+                              static_cast<Activation>(a.activation));
   inputs = converted(scratch.gated, tokens, layer.down.inputs, shared);
-  share_tiles(Product<Weight>{matrix_of<Weight>(layer.down), inputs, a.hidden, true}, tokens);
+  share_product<Weight>(layer.down, inputs, tokens, a.hidden, true);
 }
 
 template <typename Weight, typename Element>

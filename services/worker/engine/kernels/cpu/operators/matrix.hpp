@@ -94,27 +94,31 @@ struct Matrix {
 template <int Rows>
 using Tile = Vector[Rows][kPanelVectors];
 
+// Adds the products of `count` inputs, of rows `stride` apart, with weights [count, kPanel] to a tile.
 template <int Rows, typename Weight>
-inline void multiply(const InputOf<Weight>* inputs, const Matrix<Weight>& matrix, int panel, Tile<Rows>& sums) {
+inline void accumulate(const InputOf<Weight>* inputs, long stride, const Weight* weights, int count, Tile<Rows>& sums) {
   using Way = Format<Weight>;
-  const int depth = matrix.inputs;
-  const Weight* weights = matrix.panel(panel);
-#pragma GCC unroll 8
-  for (int row = 0; row < Rows; ++row)
-#pragma GCC unroll 8
-    for (int v = 0; v < kPanelVectors; ++v) sums[row][v] = Vector{};
-  for (int i = 0; i < depth; i += Way::kInputs) {
+  for (int i = 0; i < count; i += Way::kInputs) {
     decltype(Way::weights(weights)) weight[kPanelVectors];
 #pragma GCC unroll 8
     for (int v = 0; v < kPanelVectors; ++v)
       weight[v] = Way::weights(weights + static_cast<long>(i) * kPanel + v * kLanes * Way::kInputs);
 #pragma GCC unroll 8
     for (int row = 0; row < Rows; ++row) {
-      const auto input = Way::input(inputs + static_cast<long>(row) * depth + i);
+      const auto input = Way::input(inputs + row * stride + i);
 #pragma GCC unroll 8
       for (int v = 0; v < kPanelVectors; ++v) sums[row][v] = Way::add(sums[row][v], input, weight[v]);
     }
   }
+}
+
+template <int Rows, typename Weight>
+inline void multiply(const InputOf<Weight>* inputs, const Matrix<Weight>& matrix, int panel, Tile<Rows>& sums) {
+#pragma GCC unroll 8
+  for (int row = 0; row < Rows; ++row)
+#pragma GCC unroll 8
+    for (int v = 0; v < kPanelVectors; ++v) sums[row][v] = Vector{};
+  accumulate<Rows, Weight>(inputs, matrix.inputs, matrix.panel(panel), matrix.inputs, sums);
   if (matrix.bias == nullptr) return;
   float bias[kPanel] = {};
   const int first = panel * kPanel;
@@ -233,12 +237,6 @@ void share_tiles(const Operation& operation, int tokens) {
       run_tile<kTileRows>(operation, std::min(kTileRows, tokens - row), row, panel);
     }
   }
-}
-
-template <typename Operation>
-void run_tiles(const Operation& operation, int tokens, int threads) {
-#pragma omp parallel num_threads(threads)
-  share_tiles(operation, tokens);
 }
 
 // Inputs in the type that products with `Weight` take; valid until the calling thread asks again.

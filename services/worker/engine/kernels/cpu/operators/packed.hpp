@@ -1,0 +1,289 @@
+// Products with weights of 4, 5, 6 or 8 bits, which have a scale and a shift for each group of inputs.
+//
+// Weights are cut into panels as in matrix.hpp. Some inputs of a panel at a time are unpacked to the type that products
+// multiply, into memory that stays in the nearest cache, and multiplied with all tokens before the next ones are. Every
+// weight is unpacked, and every result summed, in the same way whatever the number of tokens.
+#pragma once
+
+#include <vector>
+
+#include "matrix.hpp"
+
+namespace pando {
+
+// Inputs whose weights lie together: a byte row holds four bits of two, the fifth bit of eight, or two bits of four.
+constexpr int kStep = 8;
+// Inputs that are unpacked at a time; a multiple of every group.
+constexpr int kUnpacked = 256;
+
+// The type that packed weights are unpacked to where others have the type `Weight`.
+template <typename Weight>
+using Unpacked = std::conditional_t<std::is_same_v<Weight, BFloat16>, BFloat16, float>;
+
+// What share_tiles and share_panels multiply with; `bits` is 0 if `panels` are as matrix.hpp has them.
+struct MatrixArguments {
+  // [panels, inputs / 8, bits, kPanel] bytes
+  const void* panels;
+  // [panels, inputs / group, 1 or 2, kPanel], scales and shifts
+  const void* scales;
+  const float* bias;
+  int inputs, outputs, bits, group;
+  int has_wide_scales;  // float32, else float16
+  int has_shifts;       // else they are -2^(bits - 1) times the scales
+
+  const uint8_t* step(int panel, int input) const {
+    const long steps = static_cast<long>(panel) * (inputs / kStep) + input / kStep;
+    return static_cast<const uint8_t*>(panels) + steps * bits * kPanel;
+  }
+};
+
+inline IntVector load_bytes(const uint8_t* source) {
+#if defined(__AVX512F__)
+  return (IntVector)_mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(source)));
+#elif defined(__AVX2__)
+  return (IntVector)_mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(source)));
+#else
+  typedef uint8_t Bytes __attribute__((vector_size(kLanes)));
+  Bytes bytes;
+  std::memcpy(&bytes, source, sizeof bytes);
+  return __builtin_convertvector(bytes, IntVector);
+#endif
+}
+
+// The integers of kStep inputs for the outputs of one register, from byte rows kPanel apart.
+template <int Bits>
+inline void load_integers(const uint8_t* rows, IntVector (&integers)[kStep]) {
+  if constexpr (Bits == 8) {
+#pragma GCC unroll 8
+    for (int i = 0; i < kStep; ++i) integers[i] = load_bytes(rows + i * kPanel);
+    return;
+  }
+#pragma GCC unroll 8
+  for (int i = 0; i < kStep / 2; ++i) {
+    const IntVector pair = load_bytes(rows + i * kPanel);
+    integers[2 * i] = pair & 15;
+    integers[2 * i + 1] = pair >> 4;
+  }
+  if constexpr (Bits == 5) {
+    const IntVector fifth = load_bytes(rows + 4 * kPanel);
+#pragma GCC unroll 8
+    for (int i = 0; i < kStep; ++i) integers[i] |= (fifth >> i & 1) << 4;
+  }
+  if constexpr (Bits == 6) {
+#pragma GCC unroll 8
+    for (int half = 0; half < 2; ++half) {
+      const IntVector upper = load_bytes(rows + (4 + half) * kPanel);
+#pragma GCC unroll 8
+      for (int i = 0; i < 4; ++i) integers[4 * half + i] |= (upper >> 2 * i & 3) << 4;
+    }
+  }
+}
+
+// Writes the weights of two successive inputs as products read them.
+inline void put_pair(Vector first, Vector second, float* target) {
+  store(target, first);
+  store(target + kPanel, second);
+}
+
+inline WordVector rounded_word(Vector vector) {
+  const WordVector word = (WordVector)vector;
+  return word + 0x7fff + (word >> 16 & 1);
+}
+
+inline void put_pair(Vector first, Vector second, BFloat16* target) {
+  const WordVector words = rounded_word(first) >> 16 | (rounded_word(second) & 0xffff0000u);
+  std::memcpy(target, &words, sizeof words);
+}
+
+// How far apart registers of outputs are in unpacked weights.
+inline int stride_of(const float*) { return kLanes; }
+inline int stride_of(const BFloat16*) { return 2 * kLanes; }
+
+// Unpacks inputs [begin, end) of a panel, whole groups, to `target` [inputs, kPanel], or in pairs of inputs.
+template <int Bits, typename Weight>
+inline void unpack(const MatrixArguments& matrix, int panel, int begin, int end, Weight* target) {
+  const int group = matrix.group, parts = matrix.has_shifts ? 2 : 1;
+  const float middle = -static_cast<float>(1 << (Bits - 1));
+  for (int start = begin; start < end; start += group) {
+    const long place = (static_cast<long>(panel) * (matrix.inputs / group) + start / group) * parts * kPanel;
+    Vector scales[kPanelVectors], shifts[kPanelVectors];
+#pragma GCC unroll 8
+    for (int v = 0; v < kPanelVectors; ++v) {
+      if (matrix.has_wide_scales) {
+        const float* source = static_cast<const float*>(matrix.scales) + place + v * kLanes;
+        scales[v] = load(source);
+        shifts[v] = matrix.has_shifts ? load(source + kPanel) : scales[v] * middle;
+      } else {
+        const Float16* source = static_cast<const Float16*>(matrix.scales) + place + v * kLanes;
+        scales[v] = load(source);
+        shifts[v] = matrix.has_shifts ? load(source + kPanel) : scales[v] * middle;
+      }
+    }
+    for (int input = start; input < start + group; input += kStep) {
+      const uint8_t* rows = matrix.step(panel, input);
+      Weight* first = target + static_cast<long>(input - begin) * kPanel;
+#pragma GCC unroll 8
+      for (int v = 0; v < kPanelVectors; ++v) {
+        IntVector integers[kStep];
+        load_integers<Bits>(rows + v * kLanes, integers);
+#pragma GCC unroll 8
+        for (int i = 0; i < kStep; i += 2) {
+          const Vector even = __builtin_convertvector(integers[i], Vector) * scales[v] + shifts[v];
+          const Vector odd = __builtin_convertvector(integers[i + 1], Vector) * scales[v] + shifts[v];
+          put_pair(even, odd, first + i * kPanel + v * stride_of(first));
+        }
+      }
+    }
+  }
+}
+
+// Adds the products of inputs [begin, begin + count) of all tokens, whose weights are unpacked, to sums [tokens, kPanel].
+template <int Rows, typename Weight>
+inline void add_unpacked(const InputOf<Weight>* inputs, int depth, int begin, int count, const Weight* weights,
+                         int tokens, float* sums) {
+  int row = 0;
+  for (; row + Rows <= tokens; row += Rows) {
+    Tile<Rows> tile;
+    float* target = sums + static_cast<long>(row) * kPanel;
+#pragma GCC unroll 8
+    for (int i = 0; i < Rows; ++i)
+#pragma GCC unroll 8
+      for (int v = 0; v < kPanelVectors; ++v)
+        tile[i][v] = begin == 0 ? Vector{} : load(target + i * kPanel + v * kLanes);
+    accumulate<Rows, Weight>(inputs + static_cast<long>(row) * depth + begin, depth, weights, count, tile);
+#pragma GCC unroll 8
+    for (int i = 0; i < Rows; ++i)
+#pragma GCC unroll 8
+      for (int v = 0; v < kPanelVectors; ++v) store(target + i * kPanel + v * kLanes, tile[i][v]);
+  }
+  if constexpr (Rows > 1)
+    if (row < tokens)
+      add_unpacked<Rows - 1, Weight>(inputs + static_cast<long>(row) * depth, depth, begin, count, weights,
+                                     tokens - row, sums + static_cast<long>(row) * kPanel);
+}
+
+// Returns inputs [tokens, in] times one panel, [tokens, kPanel], in `sums`.
+template <typename Weight>
+inline float* panel_sums(const MatrixArguments& matrix, const InputOf<Weight>* inputs, int tokens, int panel,
+                         std::vector<float>& sums) {
+  static thread_local std::vector<Weight> weights;
+  weights.resize(kUnpacked * kPanel);
+  sums.resize(static_cast<long>(tokens) * kPanel);
+  for (int begin = 0; begin < matrix.inputs; begin += kUnpacked) {
+    const int end = std::min(matrix.inputs, begin + kUnpacked);
+    switch (matrix.bits) {
+      case 4:
+        unpack<4>(matrix, panel, begin, end, weights.data());
+        break;
+      case 5:
+        unpack<5>(matrix, panel, begin, end, weights.data());
+        break;
+      case 6:
+        unpack<6>(matrix, panel, begin, end, weights.data());
+        break;
+      default:
+        unpack<8>(matrix, panel, begin, end, weights.data());
+    }
+    add_unpacked<kTileRows, Weight>(inputs, matrix.inputs, begin, end - begin, weights.data(), tokens, sums.data());
+  }
+  if (matrix.bias != nullptr) {
+    const int first = panel * kPanel, columns = std::min(kPanel, matrix.outputs - first);
+    for (int token = 0; token < tokens; ++token)
+      for (int i = 0; i < columns; ++i) sums[static_cast<long>(token) * kPanel + i] += matrix.bias[first + i];
+  }
+  return sums.data();
+}
+
+// outputs = (outputs if accumulate) + inputs x weights + bias
+template <typename Weight>
+struct PackedProduct {
+  MatrixArguments matrix;
+  const InputOf<Weight>* inputs;
+  float* outputs;
+  bool accumulate;
+
+  int width() const { return matrix.outputs; }
+
+  void run(int first, int tokens, int panel) const {
+    static thread_local std::vector<float> memory;
+    const float* sums =
+        panel_sums<Weight>(matrix, inputs + static_cast<long>(first) * matrix.inputs, tokens, panel, memory);
+    const int columns = std::min(kPanel, width() - panel * kPanel);
+    for (int token = 0; token < tokens; ++token) {
+      float* target = outputs + static_cast<long>(first + token) * width() + panel * kPanel;
+      const float* line = sums + static_cast<long>(token) * kPanel;
+      for (int i = 0; i < columns; ++i) target[i] = accumulate ? target[i] + line[i] : line[i];
+    }
+  }
+};
+
+// outputs = activation(inputs x gate) * (inputs x up)
+template <typename Weight>
+struct PackedGatedProduct {
+  MatrixArguments gate, up;
+  const InputOf<Weight>* inputs;
+  float* outputs;
+  Activation activation;
+
+  int width() const { return gate.outputs; }
+
+  void run(int first, int tokens, int panel) const {
+    static thread_local std::vector<float> gate_memory, up_memory;
+    const InputOf<Weight>* source = inputs + static_cast<long>(first) * gate.inputs;
+    const float* gates = panel_sums<Weight>(gate, source, tokens, panel, gate_memory);
+    float* ups = panel_sums<Weight>(up, source, tokens, panel, up_memory);
+    const int columns = std::min(kPanel, width() - panel * kPanel);
+    for (int token = 0; token < tokens; ++token) {
+      const long place = static_cast<long>(token) * kPanel;
+      for (int v = 0; v < kPanelVectors; ++v) {
+        const long at = place + v * kLanes;
+        store(ups + at, load(ups + at) * activate(load(gates + at), activation));
+      }
+      std::copy_n(ups + place, columns, outputs + static_cast<long>(first + token) * width() + panel * kPanel);
+    }
+  }
+};
+
+// As `share_tiles`: runs all panels with the threads of the parallel region around it, cutting tokens up where panels
+// are few.
+template <typename Operation>
+void share_panels(const Operation& operation, int tokens) {
+  const int panels = panels_of(operation.width());
+  const int tiles = (tokens + kTileRows - 1) / kTileRows;
+  const int wanted = std::max(1, 4 * omp_get_num_threads() / panels);
+  const int tokens_per_task = std::max(1, tiles / wanted) * kTileRows;
+  const int cuts = (tokens + tokens_per_task - 1) / tokens_per_task;
+#pragma omp for schedule(guided)
+  for (int task = 0; task < panels * cuts; ++task) {
+    const int first = task % cuts * tokens_per_task;
+    operation.run(first, std::min(tokens_per_task, tokens - first), task / cuts);
+  }
+}
+
+template <typename Weight>
+Matrix<Weight> matrix_of(const MatrixArguments& a) {
+  return {static_cast<const Weight*>(a.panels), a.bias, a.inputs, a.outputs};
+}
+
+// Shares a product among the threads of the region around it, whether its weights are packed or not.
+template <typename Weight>
+void share_product(const MatrixArguments& matrix, const InputOf<Weight>* inputs, int tokens, float* outputs,
+                   bool accumulate) {
+  if (matrix.bits == 0)
+    share_tiles(Product<Weight>{matrix_of<Weight>(matrix), inputs, outputs, accumulate}, tokens);
+  else
+    share_panels(PackedProduct<Unpacked<Weight>>{matrix, inputs, outputs, accumulate}, tokens);
+}
+
+// The same of a gated layer, both of whose matrices are packed or neither is.
+template <typename Weight>
+void share_gated_product(const MatrixArguments& gate, const MatrixArguments& up, const InputOf<Weight>* inputs,
+                         int tokens, float* outputs, Activation activation) {
+  if (gate.bits == 0)
+    share_tiles(GatedProduct<Weight>{matrix_of<Weight>(gate), matrix_of<Weight>(up), inputs, outputs, activation},
+                tokens);
+  else
+    share_panels(PackedGatedProduct<Unpacked<Weight>>{gate, up, inputs, outputs, activation}, tokens);
+}
+
+}  // namespace pando
