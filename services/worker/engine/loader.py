@@ -124,7 +124,7 @@ class _DecoderLoader:
             check_model(self._held_format, self._config, self._shard, is_own=is_own)
             if self._backend.name == "gpu":
                 capability = torch.cuda.get_device_capability(self._device)
-                check_device(self._held_format, self._config, self._shard, self._dtype, capability)
+                check_device(self._held_format, self._config, self._dtype, capability)
         self._kv_dtype = select_kv_dtype(spec.kv_dtype, self._backend.kernels.activation_dtype)
 
     @torch.inference_mode()

@@ -1,4 +1,4 @@
-"""GGUF files (llama.cpp's format), dequantised as they are read."""
+"""GGUF files (llama.cpp's format): matrices in their own blocks, all else dequantised as it is read."""
 
 from __future__ import annotations
 
@@ -14,12 +14,14 @@ from common.errors import ConfigurationError
 from common.gguf_header import read_header
 from services.worker.engine.checkpoints.weight_digest import WeightDigest, block_name
 from services.worker.engine.model.config_gguf import config_from_gguf
+from services.worker.engine.quantization.gguf_blocks import KINDS, grouped_blocks
 
 if TYPE_CHECKING:
     from pathlib import Path
 
     from numpy.typing import NDArray
 
+    from common.gguf_header import TensorEntry
     from services.worker.engine.quantization.grouped import GroupedMatrix
 
     FloatArray = NDArray[np.float32]
@@ -88,10 +90,8 @@ class GgufCheckpoint:
 
     def read(self, name: str, rows: slice | None = None, columns: slice | None = None) -> torch.Tensor:
         """Return a tensor or a block of a matrix; see `Checkpoint.read`. Rows of q and k must be whole heads."""
-        whole, expert = split_expert(name)
-        stored = gguf_name(whole, has_output_norms=self.config.post_norms)
-        values = self._dequantised(stored, rows if expert is None else self._rows_of(stored, expert, rows))
-        if self.config.family == "llama" and (".q_proj." in name or ".k_proj." in name):
+        values = self._dequantised(*self._place(name, rows))
+        if self._is_reordered(name):
             values = _restore_halves(values, self.config.head_dim)
         if columns is not None:
             values = np.ascontiguousarray(values[:, columns])
@@ -99,21 +99,44 @@ class GgufCheckpoint:
 
     def packed(self, name: str, rows: slice | None = None, columns: slice | None = None) -> GroupedMatrix | None:
         """Return a matrix, or a block of it, in the file's own blocks; see `Checkpoint.packed`."""
-        return None
+        stored, place = self._place(name, rows)
+        kind = self._quantization(self._entry(stored).kind)
+        if kind.name not in KINDS:
+            return None
+        # A copy: the file is mapped for reading only.
+        data = torch.from_numpy(np.array(self._data_of(stored, place)))
+        if self._is_reordered(name):
+            data = data[_restored_order(data.shape[0], self.config.head_dim)]
+        matrix = grouped_blocks(kind.name, data.unflatten(1, (-1, GGML_QUANT_SIZES[kind][1])))
+        return matrix if columns is None else matrix.columns(columns)
+
+    def _place(self, name: str, rows: slice | None) -> tuple[str, slice | None]:
+        """Return the name of the stored tensor, and where rows of `name` lie in it; None: all of them are."""
+        whole, expert = split_expert(name)
+        stored = gguf_name(whole, has_output_norms=self.config.post_norms)
+        return stored, rows if expert is None else self._rows_of(stored, expert, rows)
+
+    def _is_reordered(self, name: str) -> bool:
+        return self.config.family == "llama" and (".q_proj." in name or ".k_proj." in name)
 
     def _rows_of(self, name: str, expert: int, rows: slice | None) -> slice:
         """Return where rows of one expert lie in a tensor [experts, rows, columns]."""
-        if name not in self._tensors:
-            raise ConfigurationError(f"{self._path}: no tensor {name!r}")
-        height = self._tensors[name].shape[1]
+        height = self._entry(name).shape[1]
         within = rows or slice(0, height)
         return slice(expert * height + within.start, expert * height + within.stop)
 
     def _dequantised(self, name: str, rows: slice | None = None) -> FloatArray:
         """Return a tensor, or some of its rows of all matrices in it, as float32."""
-        if name not in self._tensors:
-            raise ConfigurationError(f"{self._path}: no tensor {name!r}")
-        entry = self._tensors[name]
+        entry = self._entry(name)
+        data = self._data_of(name, rows)
+        values = dequantize(data, self._quantization(entry.kind))
+        shape = (data.shape[0], entry.shape[-1]) if len(entry.shape) > 1 else entry.shape
+        # Unquantised tensors come back as views of the read-only map.
+        return np.array(values, dtype=np.float32).reshape(shape)
+
+    def _data_of(self, name: str, rows: slice | None) -> NDArray[np.uint8]:
+        """Return the bytes of rows of all matrices in a tensor, as they are mapped, [rows, bytes]."""
+        entry = self._entry(name)
         quantization = self._quantization(entry.kind)
         block_elements, block_bytes = GGML_QUANT_SIZES[quantization]
         row_bytes = entry.shape[-1] // block_elements * block_bytes
@@ -121,10 +144,12 @@ class GgufCheckpoint:
         start = entry.offset + rows.start * row_bytes
         data = self._data[start : start + (rows.stop - rows.start) * row_bytes].reshape(-1, row_bytes).view(np.ndarray)
         self._digest.add(block_name(f"{name} {quantization.name}", rows, None), data)
-        values = dequantize(data, quantization)
-        shape = (rows.stop - rows.start, entry.shape[-1]) if len(entry.shape) > 1 else entry.shape
-        # Unquantised tensors come back as views of the read-only map.
-        return np.array(values, dtype=np.float32).reshape(shape)
+        return data
+
+    def _entry(self, name: str) -> TensorEntry:
+        if name not in self._tensors:
+            raise ConfigurationError(f"{self._path}: no tensor {name!r}")
+        return self._tensors[name]
 
     def _quantization(self, kind: int) -> GGMLQuantizationType:
         try:
@@ -163,3 +188,8 @@ def _restore_halves(values: FloatArray, head_dim: int) -> FloatArray:
     """Put rows (0, 1, 2, …) of each head, pairs side by side, back to (0, 2, …, 1, 3, …), two halves."""
     heads = values.reshape(-1, head_dim // 2, 2, *values.shape[1:])
     return np.ascontiguousarray(heads.swapaxes(1, 2)).reshape(values.shape)
+
+
+def _restored_order(height: int, head_dim: int) -> torch.Tensor:
+    """Return where the rows of `_restore_halves` come from."""
+    return torch.arange(height).view(-1, head_dim // 2, 2).transpose(1, 2).flatten()

@@ -43,7 +43,7 @@ class Assembler:
         config, vocabulary = self.config, self.shard.vocabulary
         rows = vocabulary.scaled(1)
         embedding = self.tensors.plain("model.embed_tokens.weight", rows)
-        head = embedding if config.tied_embeddings else self.tensors.plain("lm_head.weight", rows)
+        head = self.tensors.head("model.embed_tokens.weight" if config.tied_embeddings else "lm_head.weight", rows)
         # Head and embedding weigh as much as this many layers; the rest of the bar belongs to the layers.
         units = config.layers + 1
         head_linear = self.kernels.linear(head, None)

@@ -47,6 +47,15 @@ class Tensors:
             )
         return tensor
 
+    def head(self, name: str, rows: slice) -> Matrix:
+        """Return rows of the head's matrix, which is quantised only if a GGUF file stores it so.
+
+        Raises:
+            ConfigurationError: as `plain`.
+        """
+        packed = self.checkpoint.packed(name, rows) if self.quantise is None else None
+        return self.plain(name, rows) if packed is None else packed
+
     def matrix(self, name: str, rows: slice | None = None, columns: slice | None = None) -> Matrix:
         """Return a projection's matrix `name`, which ends with `.weight`, or a block of it.
 

@@ -94,6 +94,16 @@ class GroupedMatrix:
         values = self.values.view(outputs, groups, -1)
         return (values.float() * scales + shifts).to(dtype).view(outputs, -1)
 
+    def plain(self, dtype: torch.dtype) -> torch.Tensor:
+        """Return the weights [out, in] in `dtype`, columns as the inputs are."""
+        widened = self.widened(dtype)
+        if self.order is None:
+            return widened
+        width = self.shape[1]
+        inputs = widened.new_zeros(widened.shape[0], width + 1)
+        inputs[:, self.order] = widened
+        return inputs[:, :width].contiguous()
+
     def ordered_inputs(self, inputs: torch.Tensor) -> torch.Tensor:
         """Return the inputs [tokens, in] as the matrix's columns take them."""
         return in_order(inputs, self.order)

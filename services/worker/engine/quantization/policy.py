@@ -23,8 +23,6 @@ if TYPE_CHECKING:
 QUANTIZATIONS = ("auto", "fp8")
 # From here on devices multiply FP8 (Ada).
 _FIRST_FP8_CAPABILITY = (8, 9)
-# Inputs that programs for GPUs unpack together.
-_UNPACKED_INPUTS = 32
 
 
 def held_format(spec: EngineSpec, config: ModelConfig) -> StoredFormat | None:
@@ -76,22 +74,17 @@ def check_model(held: StoredFormat, config: ModelConfig, shard: ModelShard, *, i
             f"quantised weights: model family {config.family!r} runs through transformers, with weights as they are"
         )
     if isinstance(held, Fp8Format) and held.scales is not StoredScales.BLOCK:
-        _check_widths("FP8", fp8.WIDTH_UNIT, {**_inputs(config, shard), **_outputs(config, shard)}, shard)
+        _check_widths(config, shard)
 
 
-def check_device(
-    held: StoredFormat, config: ModelConfig, shard: ModelShard, dtype: torch.dtype, capability: tuple[int, int]
-) -> None:
+def check_device(held: StoredFormat, config: ModelConfig, dtype: torch.dtype, capability: tuple[int, int]) -> None:
     """Raise ConfigurationError if a GPU's own kernels cannot multiply matrices in the format."""
-    match held:
-        case Fp8Format():
-            _check_fp8_device(held, dtype, capability)
-        case GroupedFormat():
-            _check_widths("packed weights on a GPU", _UNPACKED_INPUTS, _inputs(config, shard), shard)
-    if config.moe is not None and not isinstance(held, Fp8Format):
+    if isinstance(held, Fp8Format):
+        _check_fp8_device(held, dtype, capability)
+    if config.moe is not None and isinstance(held, Int8Format):
         raise ConfigurationError(
-            "experts in INT8 or packed integers are not supported on a GPU; use a checkpoint in FP8, or backend=torch, "
-            "which widens the weights"
+            "experts in INT8 are not supported on a GPU; use a checkpoint in FP8, or backend=torch, which widens the "
+            "weights"
         )
 
 
@@ -105,24 +98,18 @@ def _check_fp8_device(held: Fp8Format, dtype: torch.dtype, capability: tuple[int
         raise ConfigurationError(f"FP8 products come in bfloat16 on a GPU, not in {dtype}: use dtype=bfloat16")
 
 
-def _inputs(config: ModelConfig, shard: ModelShard) -> dict[str, int]:
-    return {
+def _check_widths(config: ModelConfig, shard: ModelShard) -> None:
+    queries, keys = (len(heads) * config.head_dim for heads in (shard.query_heads, shard.kv_heads))
+    widths = {
         "hidden_size": config.hidden_size,
-        "columns of query heads": len(shard.query_heads) * config.head_dim,
+        "columns of query heads": queries,
+        "columns of query, key and value heads": queries + 2 * keys,
         "feed-forward columns": len(shard.intermediate),
         "columns of an expert": len(shard.expert_columns) if shard.expert_columns is not None else 0,
     }
-
-
-def _outputs(config: ModelConfig, shard: ModelShard) -> dict[str, int]:
-    queries, keys = (len(heads) * config.head_dim for heads in (shard.query_heads, shard.kv_heads))
-    return {"columns of query, key and value heads": queries + 2 * keys}
-
-
-def _check_widths(subject: str, unit: int, widths: dict[str, int], shard: ModelShard) -> None:
     for name, width in widths.items():
-        if width % unit:
+        if width % fp8.WIDTH_UNIT:
             raise ConfigurationError(
-                f"{subject} needs matrices whose sides are multiples of {unit}: rank {shard.rank} of "
+                f"FP8 needs matrices whose sides are multiples of {fp8.WIDTH_UNIT}: rank {shard.rank} of "
                 f"{shard.world_size} has {width} {name}"
             )

@@ -120,7 +120,8 @@ class LayersArguments(ctypes.Structure):
 _SIGNATURES = {
     "linear": (c_void_p, ctypes.POINTER(MatrixArguments), c_int, c_int, c_void_p, c_int, c_int),
     "gated_linear": (
-        c_void_p, ctypes.POINTER(MatrixArguments), ctypes.POINTER(MatrixArguments), c_int, c_int, c_void_p, c_int, c_int,
+        c_void_p, ctypes.POINTER(MatrixArguments), ctypes.POINTER(MatrixArguments), c_int, c_int, c_void_p, c_int,
+        c_int,
     ),
     "rms_norm": (c_void_p, c_void_p, c_float, c_int, c_int, c_void_p, c_int),
     "store": (ctypes.POINTER(StoreArguments), c_void_p, c_void_p, c_int),

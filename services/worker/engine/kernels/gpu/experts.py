@@ -17,14 +17,15 @@ import triton.language as tl
 from services.worker.engine.kernels.gpu.elementwise import activated
 from services.worker.engine.kernels.gpu.fp8_linear import quantise_rows
 from services.worker.engine.kernels.gpu.quantised_linear import quantise_groups
+from services.worker.engine.kernels.interface import ExpertMatrices
 from services.worker.engine.model.config import Activation
 from services.worker.engine.quantization.formats import FP8_BLOCK
 from services.worker.engine.quantization.fp8 import FP8, Fp8BlockMatrix, Fp8Matrix
+from services.worker.engine.quantization.grouped import GroupedMatrix
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from services.worker.engine.kernels.interface import ExpertMatrices
     from services.worker.engine.quantization.matrices import Matrix
 
 
@@ -40,7 +41,7 @@ def _grouped_product(
 
     The first product takes its inputs from the pairs' tokens and gates them, the second one takes those results, weighs
     them and puts them back to the pairs' places. Both take FP8 on both sides, and scale what comes out, if SCALED; if
-    GROUPED, each `groups`-th part of the width, DEPTH wide, has scales of its own on both sides.
+    GROUPED, both sides have a scale for each of `groups` parts of the width, DEPTH inputs wide.
     """
     block = tl.program_id(1)
     if block >= tl.load(last_block):
@@ -174,12 +175,14 @@ class GpuExperts:
         device: torch.device,
     ) -> None:  # fmt: skip
         """Copy `count` experts to `device`, one after the other."""
-        first = next(matrices)
+        # Packed integers are widened: no program here unpacks them.
+        widened = (_widened(each, dtype) for each in matrices)
+        first = next(widened)
         columns, self._hidden = first.gate.shape
         # [experts, 2 intermediate, hidden], gate above up; [experts, hidden, intermediate]
         self._gate_up = _Stack(first.gate, count, 2 * columns, dtype, device)
         self._down = _Stack(first.down, count, self._hidden, dtype, device)
-        for i, expert in enumerate(itertools.chain([first], matrices)):
+        for i, expert in enumerate(itertools.chain([first], widened)):
             self._gate_up.put(i, slice(columns), expert.gate)
             self._gate_up.put(i, slice(columns, None), expert.up)
             self._down.put(i, slice(None), expert.down)
@@ -220,3 +223,13 @@ class GpuExperts:
                 GROUPED=weight.groups > 0, num_warps=tuning.warps, num_stages=tuning.stages,
             )  # fmt: skip
         return outputs.view(tokens, chosen, hidden).sum(dim=1)
+
+
+def _widened(expert: ExpertMatrices, dtype: torch.dtype) -> ExpertMatrices:
+    """Return an expert whose packed integers are `dtype`."""
+    return ExpertMatrices(
+        *(
+            each.plain(dtype) if isinstance(each, GroupedMatrix) else each
+            for each in (expert.gate, expert.up, expert.down)
+        )
+    )

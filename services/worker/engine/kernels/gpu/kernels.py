@@ -13,9 +13,11 @@ from services.worker.engine.kernels.gpu.fp8_linear import GpuFp8GatedLinear, Gpu
 from services.worker.engine.kernels.gpu.quantised_linear import (
     GpuQuantisedGatedLinear,
     GpuQuantisedLinear,
+    can_pack,
     product_of,
 )
 from services.worker.engine.quantization.fp8 import Fp8Matrix
+from services.worker.engine.quantization.grouped import GroupedMatrix
 from services.worker.engine.quantization.matrices import above
 
 if TYPE_CHECKING:
@@ -120,7 +122,12 @@ class GpuKernels:
         return elementwise.add_rms_norm(sums, added, weight, epsilon)
 
     def _moved(self, matrix: Matrix) -> Matrix:
-        return self._converted(matrix) if isinstance(matrix, torch.Tensor) else matrix.to(self._device)
+        if isinstance(matrix, torch.Tensor):
+            return self._converted(matrix)
+        moved = matrix.to(self._device)
+        if isinstance(moved, GroupedMatrix) and not can_pack(moved):
+            return moved.plain(self.activation_dtype)
+        return moved
 
     def _converted(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor.to(self._device, self.activation_dtype).contiguous()

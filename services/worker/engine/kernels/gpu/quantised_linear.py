@@ -32,7 +32,8 @@ _MANY_TOKENS = 256
 _WIDENED_AT_ONCE = 1 << 24
 # Inputs that a program for few tokens reads per step, and outputs that it computes.
 _FEW_STEP, _FEW_OUTPUTS = 1024, 2
-_LARGEST_PACK = 128
+_PACKS = (128, 64, 32)
+_LARGEST_PACK = _PACKS[0]
 
 
 @triton.jit
@@ -434,7 +435,12 @@ class GroupedProduct:
 def pack_of(width: int, group: int) -> int:
     """Return how many inputs are packed together: half of them belong to one group where that is possible."""
     largest = min(_LARGEST_PACK, max(2 * group, _LARGEST_PACK // 2))
-    return next(pack for pack in (128, 64, 32) if pack <= largest and width % pack == 0)
+    return next(pack for pack in _PACKS if pack <= largest and width % pack == 0)
+
+
+def can_pack(matrix: GroupedMatrix) -> bool:
+    """Return whether the matrix's inputs fill packs; else its weights have to be widened."""
+    return matrix.values.shape[1] % _PACKS[-1] == 0
 
 
 def packed(values: torch.Tensor, bits: int, pack: int) -> tuple[torch.Tensor, torch.Tensor]:

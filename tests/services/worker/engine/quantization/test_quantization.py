@@ -11,8 +11,7 @@ from torch.nn.functional import linear
 
 from common.errors import ConfigurationError
 from services.worker.engine.checkpoints.safetensors_directory import SafetensorsCheckpoint
-from services.worker.engine.parallel.shards import shard_model
-from services.worker.engine.quantization.formats import Fp8Format, GroupedFormat, GroupedLayout, StoredScales
+from services.worker.engine.quantization.formats import Fp8Format, Int8Format, StoredScales
 from services.worker.engine.quantization.fp8 import quantise, quantise_rows
 from services.worker.engine.quantization.policy import check_device
 from tests.services.worker.engine.driving import Driver, load, random_ids
@@ -243,14 +242,12 @@ def test_gpus_that_do_not_multiply_fp8_are_refused(
     model: Path, dtype: torch.dtype, capability: tuple[int, int], complaint: str
 ) -> None:
     config = SafetensorsCheckpoint(model).config
-    shard = shard_model(config, 0, 1)
-    check_device(PER_CHANNEL, config, shard, torch.bfloat16, (9, 0))
+    check_device(PER_CHANNEL, config, torch.bfloat16, (9, 0))
     with pytest.raises(ConfigurationError, match=complaint):
-        check_device(PER_CHANNEL, config, shard, dtype, capability)
+        check_device(PER_CHANNEL, config, dtype, capability)
 
 
-def test_widths_that_gpus_do_not_unpack_are_refused(model: Path) -> None:
-    config = SafetensorsCheckpoint(model).config
-    held = GroupedFormat(GroupedLayout.GPTQ, 4, 16, has_zero_points=True)
-    with pytest.raises(ConfigurationError, match="multiples of 32: rank 0 of 1 has 48 hidden_size"):
-        check_device(held, config, shard_model(config, 0, 1), torch.bfloat16, (9, 0))
+def test_experts_in_int8_are_refused_on_a_gpu(tmp_path: Path) -> None:
+    save_family(tmp_path, "qwen3 moe")
+    with pytest.raises(ConfigurationError, match="experts in INT8 are not supported on a GPU"):
+        check_device(Int8Format(), SafetensorsCheckpoint(tmp_path).config, torch.bfloat16, (9, 0))
