@@ -1,9 +1,9 @@
-"""Losses and gains of FP8 weights: `python -m deploy.evaluation.experiments.quantization accuracy`, or `speed`.
+"""Losses and gains of quantised weights: `python -m deploy.evaluation.experiments.quantization accuracy`, or `speed`.
 
-`accuracy` predicts every token of some texts from all before it, with weights as they are and in FP8, and continues
-prompts greedily. Written are the mean negative log likelihood (nats per token), the mean Kullback-Leibler divergence,
-how often the likeliest token is the same, in the texts and after the prompts, and how many tokens of a continuation
-are the same until the first that is not.
+`accuracy` predicts every token of some texts from all before it, with weights as they are, in FP8, and in the formats
+that `--formats` names, rounded to nearest, and continues prompts greedily. Written are the mean negative log likelihood
+(nats per token), the mean Kullback-Leibler divergence, how often the likeliest token is the same, in the texts and after
+the prompts, and how many tokens of a continuation are the same until the first that is not.
 
 `speed` times the linear layers of a model's shape, one after another, for some numbers of rows; weights come from
 memory, not from a cache. On a GPU it replays captured passes:
@@ -58,12 +58,13 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     """Read the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parts = parser.add_subparsers(dest="part", required=True)
-    accuracy = parts.add_parser("accuracy", help="predictions in FP8 against those of wider weights")
+    accuracy = parts.add_parser("accuracy", help="predictions of quantised weights against those of wider ones")
     accuracy.add_argument("--model", default="smollm2-135m-instruct", help="bundled name, directory or GGUF file")
     accuracy.add_argument("--dtype", default="bfloat16", help="of what is compared with, and of activations")
     accuracy.add_argument("--tokens", type=int, default=512, help="of each text, at most (%(default)s)")
     accuracy.add_argument("--prompts", type=int, default=16, help="how many are continued (%(default)s)")
     accuracy.add_argument("--new-tokens", type=int, default=48, help="of each continuation (%(default)s)")
+    accuracy.add_argument("--formats", nargs="*", default=[], help="schemes of the tests' stored_formats.py")
     accuracy.add_argument("texts", nargs="*", type=Path, help="files to predict; default: some of this repository")
     speed = parts.add_parser("speed", help="times of linear layers")
     speed.add_argument("shapes", nargs="*", type=Path, help="directories with a config.json each")

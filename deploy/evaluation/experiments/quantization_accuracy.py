@@ -1,10 +1,11 @@
-"""Predictions with weights in FP8 beside those with weights as they are; see `quantization.py`."""
+"""Predictions with quantised weights beside those with weights as they are; see `quantization.py`."""
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
 
 import torch
@@ -13,6 +14,7 @@ from common.models import resolve
 from common.steps import EngineSpec
 from common.tokenization import load_text_model
 from deploy.evaluation.experiments.precision import TEXTS, Comparison, compare
+from deploy.evaluation.experiments.requantised import write_copy
 from services.worker.engine.backends import RunnerOptions
 from services.worker.engine.loader import load_decoder
 from tests.services.worker.engine.driving import Driver
@@ -27,7 +29,7 @@ if TYPE_CHECKING:
 
 ROOT = Path(__file__).parents[3]
 PROMPT_TOKENS = 64
-KINDS = {"wide": "auto", "fp8": "fp8"}
+WIDE, FP8 = "wide", "fp8"
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,11 +45,11 @@ class Agreement:
 class Predictor:
     """One loaded model."""
 
-    def __init__(self, arguments: argparse.Namespace, quantization: str, longest: int) -> None:
-        """Load it for texts of `longest` tokens."""
+    def __init__(self, arguments: argparse.Namespace, model: str, quantization: str, longest: int) -> None:
+        """Load `model` for texts of `longest` tokens."""
         rows = arguments.prompts
         spec = EngineSpec(
-            arguments.model, dtype=arguments.dtype, quantization=quantization, max_rows=rows,
+            model, dtype=arguments.dtype, quantization=quantization, max_rows=rows,
             max_step_tokens=max(longest, rows * (PROMPT_TOKENS + arguments.new_tokens)),
             device_pages=max(-(-longest // 16), rows * -(-(PROMPT_TOKENS + arguments.new_tokens) // 16)) + 1,
         )  # fmt: skip
@@ -85,28 +87,28 @@ def measure_accuracy(arguments: argparse.Namespace, sheet: Callable[[str, str], 
     paths = arguments.texts or [ROOT / name for name in TEXTS]
     texts, prompts = read_texts(arguments.model, paths, arguments.tokens, arguments.prompts)
     longest = max(map(len, texts))
-    predictions: dict[str, list[torch.Tensor]] = {}
-    continuations: list[list[int]] = []
-    agreement = None
-    for kind, quantization in KINDS.items():
-        predictor = Predictor(arguments, quantization, longest)
-        predictions[kind] = predictor.log_probabilities(texts)
-        if not continuations:
-            continuations = predictor.continued(prompts, arguments.new_tokens)
-        else:
-            whole = [[*prompt, *ids[:-1]] for prompt, ids in zip(prompts, continuations, strict=True)]
-            agreement = agree(predictor.log_probabilities(whole), continuations)
-        predictor.close()
-    assert agreement is not None, "the second kind is compared with the first"
     results = sheet(Path(arguments.model).name, arguments.dtype)
-    for kind in KINDS:
-        show(kind, compare(texts, predictions[kind], predictions["wide"]), results)
-    for metric, value, unit in (
-        ("fp8: greedy tokens that are the same", 100 * agreement.same, "%"),
-        ("fp8: tokens until the first other one", agreement.same_until, "tokens"),
-    ):
-        print(f"{metric}: {value:.2f} {unit}")  # noqa: T201
-        results.add(metric, value, unit)
+    wide = Predictor(arguments, arguments.model, "auto", longest)
+    expected, continuations = wide.log_probabilities(texts), wide.continued(prompts, arguments.new_tokens)
+    wide.close()
+    show(WIDE, compare(texts, expected, expected), results)
+    whole = [[*prompt, *ids[:-1]] for prompt, ids in zip(prompts, continuations, strict=True)]
+    for kind in (FP8, *arguments.formats):
+        with TemporaryDirectory(prefix="pando-copy-") as folder:
+            model = arguments.model if kind == FP8 else str(write_copy(arguments.model, kind, Path(folder) / "model"))
+            predictor = Predictor(arguments, model, FP8 if kind == FP8 else "auto", longest)
+        predicted, agreement = (
+            predictor.log_probabilities(texts),
+            agree(predictor.log_probabilities(whole), continuations),
+        )
+        predictor.close()
+        show(kind, compare(texts, predicted, expected), results)
+        for metric, value, unit in (
+            (f"{kind}: greedy tokens that are the same", 100 * agreement.same, "%"),
+            (f"{kind}: tokens until the first other one", agreement.same_until, "tokens"),
+        ):
+            print(f"{metric}: {value:.2f} {unit}", flush=True)  # noqa: T201
+            results.add(metric, value, unit)
     return [results]
 
 
@@ -133,6 +135,6 @@ def show(kind: str, comparison: Comparison, results: ResultSheet) -> None:
     print(f"{kind:5} {comparison}")  # noqa: T201
     results.add(f"{kind}: negative log likelihood", comparison.likelihood, "nats")
     results.add(f"{kind}: perplexity", math.exp(comparison.likelihood), "")
-    if kind != "wide":
+    if kind != WIDE:
         results.add(f"{kind}: divergence", comparison.divergence, "nats")
         results.add(f"{kind}: likeliest tokens that are the same", 100 * comparison.same, "%")

@@ -24,9 +24,10 @@ def write_gguf(
     config: ModelConfig,
     tensors: Mapping[str, torch.Tensor],
     quantization: GGMLQuantizationType = GGMLQuantizationType.F32,
+    wide: tuple[str, ...] = (),
     **fields: Any,  # whatever a test wants to add
 ) -> Path:
-    """Write `tensors`, named as in `transformers`; matrices are quantised."""
+    """Write `tensors`, named as in `transformers`; matrices are quantised but for stored names with one of `wide`."""
     arch = {family: arch for arch, family in ARCHITECTURES.items()}.get(config.family, "llama")
     writer = GGUFWriter(path, arch)
     writer.add_context_length(config.max_context)
@@ -53,8 +54,9 @@ def write_gguf(
         if arch == "llama" and (".q_proj." in name or ".k_proj." in name):
             heads = values.reshape(-1, 2, config.head_dim // 2, *values.shape[1:])
             values = heads.swapaxes(1, 2).reshape(values.shape)
-        kind = quantization if values.ndim > 1 else GGMLQuantizationType.F32
         stored = gguf_name(name, has_output_norms=config.post_norms)
+        is_wide = values.ndim == 1 or any(part in stored for part in wide)
+        kind = GGMLQuantizationType.F32 if is_wide else quantization
         writer.add_tensor(stored, quantize(values, kind), raw_dtype=kind)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()

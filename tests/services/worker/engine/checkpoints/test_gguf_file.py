@@ -8,7 +8,7 @@ import pytest
 import torch
 from gguf import GGMLQuantizationType, GGUFValueType, GGUFWriter
 from gguf.quants import dequantize, quantize
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from common.errors import ConfigurationError
 from services.worker.engine.checkpoints.gguf_file import GgufCheckpoint, gguf_name
@@ -20,6 +20,8 @@ from tests.services.worker.engine.families import FAMILIES, VOCABULARY, referenc
 
 if TYPE_CHECKING:
     from pathlib import Path
+
+    from tests.services.worker.engine.parallel.ranks import Ranks
 
 QUERY = "model.layers.1.self_attn.q_proj.weight"
 DOWN = "model.layers.0.mlp.down_proj.weight"
@@ -100,6 +102,54 @@ def test_quantised_weights_are_dequantised(kind: str, tmp_path: Path) -> None:
     assert np.array_equal(checkpoint.read(DOWN).numpy(), expected)
     assert np.array_equal(checkpoint.read(DOWN, slice(5, 7)).numpy(), expected[5:7])
     assert checkpoint.read(DOWN).dtype == torch.float32
+
+
+def logits_of(path: Path, **changes: object) -> torch.Tensor:
+    driver = Driver(load(path, **changes))  # type: ignore[arg-type]  # whatever a test wants to change
+    prompt = random_ids(30, VOCABULARY)
+    return driver.run([(driver.open(30), prompt)], all_tokens=True)
+
+
+def compute_as_rank(rank: int, world_size: int, rendezvous: str, path: str) -> torch.Tensor:
+    return logits_of(path, rank=rank, world_size=world_size, rendezvous=rendezvous)  # type: ignore[arg-type]  # a path as a string, which processes take
+
+
+@pytest.mark.parametrize("kind", ["Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0"])
+@pytest.mark.parametrize("family", ["llama tied", "qwen3 moe"])
+def test_packed_weights_give_the_logits_of_dequantised_ones(
+    family: str, kind: str, tmp_path: Path, ranks: Ranks
+) -> None:
+    quantization = GGMLQuantizationType[kind]
+    name, options = FAMILIES[family]
+    shape = {"hidden_size": 64, "intermediate_size": 128, "moe_intermediate_size": 64, "initializer_range": 0.05}
+    source = SafetensorsCheckpoint(save_model(tmp_path, name, {**options, **shape}))
+    tensors = load_file(tmp_path / "model.safetensors")
+    path = write_gguf(tmp_path / "model.gguf", source.config, tensors, quantization)
+    checkpoint = GgufCheckpoint(path)
+    packed = checkpoint.packed("model.layers.0.self_attn.q_proj.weight")
+    assert packed is not None
+    assert torch.equal(packed.widened(torch.float32), checkpoint.read("model.layers.0.self_attn.q_proj.weight"))
+    save_file({each: checkpoint.read(each) for each in tensors}, tmp_path / "model.safetensors")
+    expected = reference_logits(tmp_path, random_ids(30, VOCABULARY))
+    for backend in ("torch", "compiled"):
+        torch.testing.assert_close(logits_of(path, backend=backend), expected, atol=3e-4, rtol=1e-4)
+    if kind in ("Q4_1", "Q8_0"):
+        together = ranks.run(compute_as_rank, 2, str(path))[0]
+        torch.testing.assert_close(together, expected, atol=3e-4, rtol=1e-4)
+
+
+def test_projections_that_are_stored_differently_are_widened(tmp_path: Path) -> None:
+    name, options = FAMILIES["llama"]
+    source = SafetensorsCheckpoint(save_model(tmp_path, name, {**options, "hidden_size": 64}))
+    tensors = load_file(tmp_path / "model.safetensors")
+    path = write_gguf(tmp_path / "model.gguf", source.config, tensors, GGMLQuantizationType.Q8_0, wide=("attn_v",))
+    checkpoint = GgufCheckpoint(path)
+    assert checkpoint.packed("model.layers.0.self_attn.v_proj.weight") is None
+    assert checkpoint.packed("model.layers.0.self_attn.k_proj.weight") is not None
+    save_file({each: checkpoint.read(each) for each in tensors}, tmp_path / "model.safetensors")
+    torch.testing.assert_close(
+        logits_of(path), reference_logits(tmp_path, random_ids(30, VOCABULARY)), atol=3e-4, rtol=1e-4
+    )
 
 
 def test_linear_rope_scaling_and_sliding_windows_are_read(tmp_path: Path) -> None:
