@@ -1,7 +1,7 @@
 """Products with matrices in FP8 blocks, INT8, or integers of a few bits, which are unpacked and scaled in the product.
 
-Two programs serve each format: one multiplies tiles of tokens and outputs on matrix units, and for packed integers
-another one multiplies one or two tokens, which is bound by reading the weights. Sums have a fixed order.
+A program multiplies a tile of tokens and outputs on matrix units; sums have a fixed order. Packed weights are widened
+for many tokens, which the library multiplies.
 """
 
 from __future__ import annotations
@@ -25,13 +25,9 @@ from services.worker.engine.quantization.int8 import Int8Matrix
 if TYPE_CHECKING:
     from services.worker.engine.model.config import Activation
 
-# Up to so many tokens, packed weights are multiplied token by token.
-FEW_TOKENS = 2
-# From so many tokens on, packed weights are widened, this many at once, and multiplied by the library.
-_MANY_TOKENS = 256
+# With more tokens, packed weights are widened, this many at once, and multiplied by the library.
+_MOST_TOKENS = 64
 _WIDENED_AT_ONCE = 1 << 24
-# Inputs that a program for few tokens reads per step, and outputs that it computes.
-_FEW_STEP, _FEW_OUTPUTS = 1024, 2
 _PACKS = (128, 64, 32)
 _LARGEST_PACK = _PACKS[0]
 
@@ -186,51 +182,6 @@ def _grouped_product(
 
 
 @triton.jit
-def _grouped_product_of_few(
-    inputs, low_bits, high_bits, scales, shifts, bias, outputs, columns, width,
-    OUTPUTS: tl.constexpr, STEP: tl.constexpr, BITS: tl.constexpr, PACK: tl.constexpr, GROUP: tl.constexpr,
-    HAS_SHIFTS: tl.constexpr, HAS_BIAS: tl.constexpr, ADDS: tl.constexpr, OVERLAPS: tl.constexpr,
-):  # fmt: skip
-    """Multiply one token with packed weights of OUTPUTS outputs; a step reads STEP inputs, whole packs."""
-    if OVERLAPS:
-        follow()
-    at = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS)
-    token = tl.program_id(1)
-    in_columns = at < columns
-    half_pack: tl.constexpr = PACK // 2
-    middle: tl.constexpr = 2 ** (BITS - 1)
-    steps = tl.arange(0, STEP // 2)
-    places = steps % half_pack
-    sums = tl.zeros([OUTPUTS, STEP // 2], tl.float32)
-    for start in range(0, width, STEP):
-        blocks = start // PACK + steps // half_pack
-        in_width = blocks * PACK < width
-        mask = in_columns[:, None] & in_width[None, :]
-        for half in tl.static_range(2):
-            inputs_at = blocks * PACK + half * half_pack + places
-            given = tl.load(inputs + token.to(tl.int64) * width + inputs_at, mask=in_width, other=0.0).to(tl.float32)
-            integers = _integers(
-                low_bits, high_bits, at.to(tl.int64)[:, None], width, blocks[None, :], places[None, :], mask,
-                HALF=half, BITS=BITS, PACK=PACK,
-            )  # fmt: skip
-            at_scales = (inputs_at // GROUP)[None, :] * columns + at[:, None]
-            factors = tl.load(scales + at_scales, mask=mask, other=0.0).to(tl.float32)
-            if HAS_SHIFTS:
-                weights = integers * factors + tl.load(shifts + at_scales, mask=mask, other=0.0).to(tl.float32)
-            else:
-                weights = (integers - middle) * factors
-            sums += weights * given[None, :]
-    product = tl.sum(sums, axis=1)
-    element = outputs.dtype.element_ty
-    target = outputs + token.to(tl.int64) * columns + at
-    if HAS_BIAS:
-        product += tl.load(bias + at, mask=in_columns, other=0.0).to(tl.float32)
-    if ADDS:
-        product = product.to(element).to(tl.float32) + tl.load(target, mask=in_columns, other=0.0).to(tl.float32)
-    tl.store(target, product.to(element), mask=in_columns)
-
-
-@triton.jit
 def _widen(
     low_bits, high_bits, scales, shifts, widened, first, columns, last, width,
     COLUMNS: tl.constexpr, BITS: tl.constexpr, PACK: tl.constexpr, GROUP: tl.constexpr, HAS_SHIFTS: tl.constexpr,
@@ -372,24 +323,20 @@ class GroupedProduct:
         self._bits, self._group, self._order = matrix.bits, matrix.group, matrix.order
         self._pack = pack_of(self._width, self._group)
         self._low, self._high = packed(matrix.values, matrix.bits, self._pack)
-        self._scales = matrix.scales.t().contiguous()  # [groups, out], as programs read them
-        self._shifts = None if matrix.shifts is None else matrix.shifts.t().contiguous()
+        # [groups, out] float32, as programs read them: narrower ones cannot be copied while a program computes, which
+        # takes half as long again.
+        self._scales = matrix.scales.float().t().contiguous()
+        self._shifts = None if matrix.shifts is None else matrix.shifts.float().t().contiguous()
 
     def write(self, inputs: torch.Tensor, bias: torch.Tensor | None, outputs: torch.Tensor, *, adds: bool) -> None:
         """Write the product [tokens, out] to `outputs`, or add it."""
         inputs = in_order(inputs, self._order).contiguous()
         tokens = inputs.shape[0]
-        if tokens > _MANY_TOKENS:
+        if tokens > _MOST_TOKENS:
             self._write_widened(inputs, bias, outputs, adds=adds)
             return
         tensors = (*self._weights, inputs if bias is None else bias, outputs)
         flags = {"HAS_BIAS": bias is not None, "ADDS": adds, **self._constants, **launch_options(tokens)}
-        if tokens <= FEW_TOKENS:
-            _grouped_product_of_few[(triton.cdiv(self.outputs, _FEW_OUTPUTS), tokens)](
-                inputs, *tensors, self.outputs, self._width,
-                OUTPUTS=_FEW_OUTPUTS, STEP=_FEW_STEP, num_warps=2, num_stages=3, **flags,
-            )  # fmt: skip
-            return
         tile = tile_for(tokens)
         _grouped_product[(triton.cdiv(self.outputs, tile.columns), triton.cdiv(tokens, tile.rows))](
             inputs, *tensors, tokens, self.outputs, self._width,

@@ -63,7 +63,7 @@ def test_logits_of_stored_formats_are_those_of_the_reference(scheme: str, tmp_pa
     lost = float((expected - wide).norm() / wide.norm())
     for tokens in (None, 1):
         got = logits_of(tmp_path, backend="gpu", dtype="bfloat16", tokens=tokens)
-        assert float((got.float() - expected).norm() / expected.norm()) < 0.5 * lost + 0.02
+        assert float((got.float() - expected).norm() / expected.norm()) < 0.7 * lost + 0.02
 
 
 @pytest.mark.parametrize("scheme", ["fp8 blocks", "fp8 static", "awq 32", "gptq act-order"])

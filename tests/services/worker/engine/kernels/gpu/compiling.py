@@ -105,16 +105,13 @@ def quantised_sizes() -> list[int]:
         sizes.append(build(quantised_linear._fp8_block_product, blocks, tile.warps, DEPTH=FP8_BLOCK, **how))
         narrow = "*i8 *i8 *fp32 *fp32 *bf16 *bf16 i32 i32 i32"
         sizes.append(build(quantised_linear._int8_product, narrow, tile.warps, DEPTH=128, **how))
-        packed = "*bf16 *u8 *u8 *fp16 *fp16 *bf16 *bf16 i32 i32 i32"
+        packed = "*bf16 *u8 *u8 *fp32 *fp32 *bf16 *bf16 i32 i32 i32"
         for bits, group in ((4, 128), (4, 32), (5, 32), (6, 16), (8, 32)):
             what = {"BITS": bits, "GROUP": group, "PACK": quantised_linear.pack_of(4096, group), "HAS_SHIFTS": True}
             sizes.append(build(quantised_linear._grouped_product, packed, tile.warps, **how, **what))
     for bits, group in ((4, 128), (5, 32), (6, 16), (8, 32)):
         what = {"BITS": bits, "GROUP": group, "PACK": quantised_linear.pack_of(4096, group), "HAS_SHIFTS": False}
-        few = "*bf16 *u8 *u8 *fp16 *fp16 *bf16 *bf16 i32 i32"
-        how = {"OUTPUTS": 2, "STEP": 1024, "HAS_BIAS": False, "ADDS": False, "OVERLAPS": True}
-        sizes.append(build(quantised_linear._grouped_product_of_few, few, 2, **how, **what))
-        widened = "*u8 *u8 *fp16 *fp16 *bf16 i32 i32 i32 i32"
+        widened = "*u8 *u8 *fp32 *fp32 *bf16 i32 i32 i32 i32"
         sizes.append(build(quantised_linear._widen, widened, 4, COLUMNS=32, OVERLAPS=False, **what))
     return sizes
 

@@ -100,7 +100,8 @@ def test_fp8_experts_give_the_same_as_the_expert_loop(
     # What lies between two values may be rounded the other way between the products.
     error = (got - expected).norm(dim=-1) / expected.norm(dim=-1)
     assert float(error.median()) < (2e-2 if HAS_GPU else 1e-5)
-    assert float(error.max()) < 5e-2
+    # By a scale for all tokens, small values are rounded more coarsely, and rounding the other way costs more.
+    assert float(error.max()) < (0.12 if quantiser is quantise_statically else 5e-2)
 
 
 def test_many_tokens_take_larger_blocks(device: torch.device) -> None:
