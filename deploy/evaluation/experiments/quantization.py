@@ -2,8 +2,8 @@
 
 `accuracy` predicts every token of some texts from all before it, with weights as they are, in FP8, and in the formats
 that `--formats` names, rounded to nearest, and continues prompts greedily. Written are the mean negative log likelihood
-(nats per token), the mean Kullback-Leibler divergence, how often the likeliest token is the same, in the texts and after
-the prompts, and how many tokens of a continuation are the same until the first that is not.
+(nats per token), the mean Kullback-Leibler divergence, how often the likeliest token is the same, in the texts and
+after the prompts, and how many tokens of a continuation are the same until the first that is not.
 
 `speed` times the linear layers of a model's shape, one after another, for some numbers of rows; weights come from
 memory, not from a cache. On a GPU it replays captured passes:

@@ -107,7 +107,7 @@ class GgufCheckpoint:
         data = torch.from_numpy(np.array(self._data_of(stored, place)))
         if self._is_reordered(name):
             data = data[_restored_order(data.shape[0], self.config.head_dim)]
-        matrix = grouped_blocks(kind.name, data.unflatten(1, (-1, GGML_QUANT_SIZES[kind][1])))
+        matrix = grouped_blocks(kind.name, data.view(data.shape[0], -1, GGML_QUANT_SIZES[kind][1]))
         return matrix if columns is None else matrix.columns(columns)
 
     def _place(self, name: str, rows: slice | None) -> tuple[str, slice | None]:

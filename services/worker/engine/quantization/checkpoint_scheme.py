@@ -140,10 +140,11 @@ def _float8(weights: Mapping[str, Any], activations: Mapping[str, Any]) -> Fp8Fo
     _check_symmetry(weights)
     is_dynamic = bool(activations.get("dynamic"))
     kind = (activations.get("type"), activations.get("num_bits"), activations.get("strategy"))
-    expected = {("float", 8, "group" if strategy == "block" else "token"): True}
-    if strategy != "block":
-        expected["float", 8, "tensor"] = False
-    if expected.get(kind) is not is_dynamic or (strategy == "block" and activations.get("group_size") != FP8_BLOCK):
+    if strategy == "block":
+        is_known = (kind, is_dynamic) == (("float", 8, "group"), True) and activations.get("group_size") == FP8_BLOCK
+    else:
+        is_known = (kind, is_dynamic) in ((("float", 8, "token"), True), (("float", 8, "tensor"), False))
+    if not is_known:
         raise _activations_refusal(kind, is_dynamic=is_dynamic)
     return Fp8Format(_FP8_STRATEGIES[strategy], has_input_scales=not is_dynamic)
 

@@ -66,8 +66,8 @@ def _q5_k(blocks: torch.Tensor) -> Parts:
 
 def _q6_k(blocks: torch.Tensor) -> Parts:
     # Two halves of 128 elements; bytes hold four bits of elements 64 apart, and two bits of elements 32 apart.
-    lower = blocks[..., 0:128].unflatten(-1, (2, 1, 64)) >> _steps(2, 4)[:, None] & 15
-    upper = blocks[..., 128:192].unflatten(-1, (2, 1, 32)) >> _steps(4, 2)[:, None] & 3
+    lower = _parts(blocks[..., 0:128], 2, 1, 64) >> _steps(2, 4)[:, None] & 15
+    upper = _parts(blocks[..., 128:192], 2, 1, 32) >> _steps(4, 2)[:, None] & 3
     values = lower.flatten(-2) | (upper.flatten(-2) << 4)
     scales = blocks[..., 192:208].contiguous().view(torch.int8).float() * _half(blocks, 208)
     return values, 6, scales, None
@@ -97,15 +97,20 @@ def _fifth_bits(packed: torch.Tensor) -> torch.Tensor:
 
 def _halves_of_32(packed: torch.Tensor) -> torch.Tensor:
     """Return integers of 32 bytes at a time: the lower four bits of all of them, then the upper ones."""
-    return _nibbles(packed.unflatten(-1, (-1, 32))).flatten(-2)
+    return _nibbles(_parts(packed, -1, 32)).flatten(-2)
 
 
 def _scales_and_shifts(blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Return those of the eight groups of a block with two scales in float16 and twelve bytes of 6-bit integers."""
-    first, second, third = blocks[..., 4:16].unflatten(-1, (3, 4)).unbind(-2)
+    first, second, third = _parts(blocks[..., 4:16], 3, 4).unbind(-2)
     scales = torch.cat([first & 63, (third & 15) | (first >> 6 << 4)], dim=-1)
     minima = torch.cat([second & 63, (third >> 4) | (second >> 6 << 4)], dim=-1)
     return scales.float() * _half(blocks, 0), minima.float() * -_half(blocks, 2)
+
+
+def _parts(tensor: torch.Tensor, *shape: int) -> torch.Tensor:
+    """Return a tensor whose last dimension becomes several."""
+    return tensor.reshape(*tensor.shape[:-1], *shape)
 
 
 def _steps(count: int, size: int) -> torch.Tensor:

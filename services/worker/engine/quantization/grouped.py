@@ -134,14 +134,10 @@ def grouped_matrix(
     stop = start + values.shape[1]
     unit = math.gcd(group, start, stop, LARGEST_GROUP)
     matrix = GroupedMatrix(values, bits, scales.float(), _shifts(scales, zero_points, bits))
-    spread, part = (lambda each: each.repeat_interleave(group // unit, dim=1)), slice(start // unit, stop // unit)
-    return _narrowed(
-        replace(
-            matrix,
-            scales=spread(matrix.scales)[:, part].contiguous(),
-            shifts=None if matrix.shifts is None else spread(matrix.shifts)[:, part].contiguous(),
-        )
-    )
+    times, part = group // unit, slice(start // unit, stop // unit)
+    shifts = None if matrix.shifts is None else matrix.shifts.repeat_interleave(times, dim=1)[:, part].contiguous()
+    scales = matrix.scales.repeat_interleave(times, dim=1)[:, part].contiguous()
+    return _narrowed(replace(matrix, scales=scales, shifts=shifts))
 
 
 def sorted_matrix(

@@ -122,9 +122,9 @@ class PackedReader:
 def unpacked(words: torch.Tensor, bits: int, dimension: int) -> torch.Tensor:
     """Return the integers of int32 words [rows, columns] as uint8, lowest bits first, along one dimension."""
     shifts = torch.arange(0, _WORD, bits, dtype=torch.int32, device=words.device)
-    if dimension == 0:
-        return ((words[:, None, :] >> shifts[None, :, None]) & (2**bits - 1)).to(torch.uint8).flatten(0, 1)
-    return ((words[:, :, None] >> shifts) & (2**bits - 1)).to(torch.uint8).flatten(1)
+    spread = words[:, None, :] >> shifts[None, :, None] if dimension == 0 else words[:, :, None] >> shifts
+    integers: torch.Tensor = (spread & (2**bits - 1)).to(torch.uint8)
+    return integers.flatten(0, 1) if dimension == 0 else integers.flatten(1)
 
 
 def _awq_order(values: torch.Tensor) -> torch.Tensor:

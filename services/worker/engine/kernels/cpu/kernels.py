@@ -149,15 +149,15 @@ class CpuKernels:
     ) -> GatedLinear:
         """Lay out gate and up matrix."""
         gate_bias, up_bias = biases or (None, None)
-        match gate, up:
-            case torch.Tensor(), torch.Tensor():
-                both = (self._lay_out(each, bias, self._dtype) for each, bias in ((gate, gate_bias), (up, up_bias)))
-            case GroupedMatrix(order=None), GroupedMatrix(order=None):
-                both = (self._pack(each, bias) for each, bias in ((gate, gate_bias), (up, up_bias)))
-            case _:
-                # Inputs are quantised or put in order once, and scales come before the activation.
-                return TorchGatedLinear(self.linear(above(gate, up), torch.cat(biases) if biases else None), activation)
-        return CpuGatedLinear(self._library, *both, self._dtype, activation, self._threads)
+        if isinstance(gate, torch.Tensor) and isinstance(up, torch.Tensor):
+            first, second = self._lay_out(gate, gate_bias, self._dtype), self._lay_out(up, up_bias, self._dtype)
+        elif isinstance(gate, GroupedMatrix) and isinstance(up, GroupedMatrix) and gate.order is None:
+            assert up.order is None, "gate and up take their inputs in the same order"
+            first, second = self._pack(gate, gate_bias), self._pack(up, up_bias)
+        else:
+            # Inputs are quantised or put in order once, and scales come before the activation.
+            return TorchGatedLinear(self.linear(above(gate, up), torch.cat(biases) if biases else None), activation)
+        return CpuGatedLinear(self._library, first, second, self._dtype, activation, self._threads)
 
     def experts(self, count: int, matrices: Iterator[ExpertMatrices], activation: Activation) -> Experts:
         """Lay out each expert by itself."""
@@ -201,7 +201,8 @@ class CpuKernels:
             (-(-outputs // self._library.panel), inputs // _INTEGERS_PER_STEP, bits, self._library.panel), torch.uint8
         )
         # [panels, steps, 8, panel]
-        steps = self._in_panels(matrix.values).unflatten(1, (-1, _INTEGERS_PER_STEP))
+        steps = self._in_panels(matrix.values)
+        steps = steps.reshape(steps.shape[0], -1, _INTEGERS_PER_STEP, self._library.panel)
         if bits == _INTEGERS_PER_STEP:
             panels.copy_(steps)
         else:
@@ -223,7 +224,8 @@ class CpuKernels:
     def _in_panels(self, rows: torch.Tensor) -> torch.Tensor:
         """Return rows [outputs, width], filled up with zeros, as [panels, width, panel]."""
         panel = self._library.panel
-        return pad(rows, (0, 0, 0, -rows.shape[0] % panel)).unflatten(0, (-1, panel)).transpose(1, 2)
+        padded = pad(rows, (0, 0, 0, -rows.shape[0] % panel))
+        return padded.view(-1, panel, rows.shape[1]).transpose(1, 2)
 
 
 def _laid_out(

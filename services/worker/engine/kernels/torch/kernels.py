@@ -98,8 +98,8 @@ class TorchKernels:
                 # Sums of products that are still to be scaled leave float16's range.
                 wide = torch.float32 if self.activation_dtype == torch.float16 else self.activation_dtype
                 matrix = weight.to(self._device)
-                product = self._linear_type(matrix.values.to(wide), None)
-                return WidenedLinear(product, wide, activation_quantiser(matrix), matrix.scales, bias)
+                values = self._linear_type(matrix.values.to(wide), None)
+                return WidenedLinear(values, wide, activation_quantiser(matrix), matrix.scales, bias)
             case Fp8BlockMatrix():
                 return PreparedLinear(
                     self._plain(weight.to(self._device).widened(torch.float32), bias), round_in_groups

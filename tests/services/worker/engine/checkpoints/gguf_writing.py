@@ -24,6 +24,7 @@ def write_gguf(
     config: ModelConfig,
     tensors: Mapping[str, torch.Tensor],
     quantization: GGMLQuantizationType = GGMLQuantizationType.F32,
+    *,
     wide: tuple[str, ...] = (),
     **fields: Any,  # whatever a test wants to add
 ) -> Path:

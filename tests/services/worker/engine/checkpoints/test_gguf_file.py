@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
@@ -154,7 +154,7 @@ def test_projections_that_are_stored_differently_are_widened(tmp_path: Path) -> 
 
 def test_linear_rope_scaling_and_sliding_windows_are_read(tmp_path: Path) -> None:
     config = SafetensorsCheckpoint(save_family(tmp_path, "llama")).config
-    fields = {
+    fields: dict[str, Any] = {
         "llama__rope__scaling__type": ("linear", GGUFValueType.STRING),
         "llama__rope__scaling__factor": (4.0, GGUFValueType.FLOAT32),
         "llama__attention__sliding_window": (128, GGUFValueType.UINT32),
@@ -167,7 +167,7 @@ def test_linear_rope_scaling_and_sliding_windows_are_read(tmp_path: Path) -> Non
 def test_yarn_is_read_as_from_a_config_json(tmp_path: Path) -> None:
     config = SafetensorsCheckpoint(save_family(tmp_path, "yarn")).config
     plain = replace(config, rotary=RotaryConfig(config.rotary.theta))
-    fields = {
+    fields: dict[str, Any] = {
         "qwen3__rope__scaling__type": ("yarn", GGUFValueType.STRING),
         "qwen3__rope__scaling__factor": (4.0, GGUFValueType.FLOAT32),
         "qwen3__rope__scaling__original_context_length": (32, GGUFValueType.UINT32),
@@ -178,7 +178,7 @@ def test_yarn_is_read_as_from_a_config_json(tmp_path: Path) -> None:
 
 def test_other_rope_scaling_is_refused(tmp_path: Path) -> None:
     config = SafetensorsCheckpoint(save_family(tmp_path, "llama")).config
-    fields = {"llama__rope__scaling__type": ("longrope", GGUFValueType.STRING)}
+    fields: dict[str, Any] = {"llama__rope__scaling__type": ("longrope", GGUFValueType.STRING)}
     path = write_gguf(tmp_path / "model.gguf", config, {}, **fields)
     with pytest.raises(ConfigurationError, match="rope scaling 'longrope' is not supported"):
         GgufCheckpoint(path)

@@ -97,7 +97,7 @@ def round_to_static_fp8(inputs: torch.Tensor) -> torch.Tensor:
 def round_to_fp8_groups(inputs: torch.Tensor) -> torch.Tensor:
     """Return inputs [..., in] as one scale for each 128 of them leaves them."""
     parts = []
-    for part in inputs.float().split(128, dim=-1):
+    for part in torch.split(inputs.float(), 128, dim=-1):
         scales = part.abs().amax(dim=-1, keepdim=True) / 448
         parts.append(rounded_to_fp8(part, scales).double() * scales.double())
     return torch.cat(parts, dim=-1)

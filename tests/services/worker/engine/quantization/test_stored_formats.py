@@ -78,7 +78,7 @@ def rounded_inputs(round_inputs: Callable[[torch.Tensor], torch.Tensor], parts: 
     """Return a hook that rounds inputs, in such parts."""
 
     def hook(_: object, given: tuple[torch.Tensor]) -> tuple[torch.Tensor]:
-        pieces = given[0].split(parts, dim=-1) if parts else [given[0]]
+        pieces = torch.split(given[0], parts, dim=-1) if parts else [given[0]]
         return (torch.cat([round_inputs(piece) for piece in pieces], dim=-1),)
 
     return hook

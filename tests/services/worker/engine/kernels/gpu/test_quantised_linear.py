@@ -74,6 +74,7 @@ def exact(inputs: torch.Tensor, matrix: QuantisedMatrix) -> torch.Tensor:
             values, scales = int8.quantise_rows(inputs)
             seen = values.double() * scales
         case _:
+            assert matrix.input_scale is not None
             values, scales = fp8.quantise_with(inputs, matrix.input_scale)
             seen = values.double() * scales
     return seen @ weights_of(matrix).t()
@@ -154,6 +155,7 @@ def test_integers_of_every_group_are_unpacked(device: torch.device, bits: int, g
 
 def test_many_tokens_are_multiplied_with_widened_weights(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(quantised_linear, "_WIDENED_AT_ONCE", 24 * 128)
+    monkeypatch.setattr(quantised_linear, "_ALIGNED_OUTPUTS", 8)
     matrix, inputs, bias = integers(80, 128, 4, 32, shifted=True), random(70, 128), random(80, seed=3)
     linear = GpuKernels(DTYPE, device).linear(matrix, bias)
     expected = exact(inputs, matrix) + bias.double()
