@@ -105,9 +105,11 @@ def test_quantised_weights_are_dequantised(kind: str, tmp_path: Path) -> None:
 
 
 def logits_of(path: Path, **changes: object) -> torch.Tensor:
-    driver = Driver(load(path, **changes))  # type: ignore[arg-type]  # whatever a test wants to change
-    prompt = random_ids(30, VOCABULARY)
-    return driver.run([(driver.open(30), prompt)], all_tokens=True)
+    runner = load(path, **changes)  # type: ignore[arg-type]  # whatever a test wants to change
+    driver = Driver(runner)
+    logits = driver.run([(driver.open(30), random_ids(30, VOCABULARY))], all_tokens=True)
+    runner.close()
+    return logits
 
 
 def compute_as_rank(rank: int, world_size: int, rendezvous: str, path: str) -> torch.Tensor:
