@@ -142,7 +142,8 @@ def test_packed_weights_give_the_logits_of_dequantised_ones(
 
 def test_projections_that_are_stored_differently_are_widened(tmp_path: Path) -> None:
     name, options = FAMILIES["llama"]
-    source = SafetensorsCheckpoint(save_model(tmp_path, name, {**options, "hidden_size": 64}))
+    shape = {"hidden_size": 64, "intermediate_size": 128, "initializer_range": 0.05}
+    source = SafetensorsCheckpoint(save_model(tmp_path, name, {**options, **shape}))
     tensors = load_file(tmp_path / "model.safetensors")
     path = write_gguf(tmp_path / "model.gguf", source.config, tensors, GGMLQuantizationType.Q8_0, wide=("attn_v",))
     checkpoint = GgufCheckpoint(path)
