@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import signal
 import sys
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 import uvloop
 
@@ -17,39 +17,27 @@ from common.metrics import start_metrics_server
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
 
-    from common.settings import LogSettings
+    from common.settings import Settings
 
 DRAIN_INTERVAL_S = 0.05
 
 
-class MetricsEndpoint(Protocol):
-    """The part of a service's settings that says where Prometheus reads its metrics."""
-
-    @property
-    def metrics_port(self) -> int | None:
-        """TCP port; None for no endpoint."""
-
-    @property
-    def metrics_host(self) -> str:
-        """Interface."""
-
-
 def run_service(
     name: str,
-    log: LogSettings,
+    settings: Settings,
+    metrics_port: int | None,
     main: Callable[[asyncio.Event], Awaitable[None]],
-    metrics: MetricsEndpoint,
 ) -> None:
     """Run `main` until it returns. SIGTERM and SIGINT set the event passed to it, so that it can drain.
 
     A second signal ends the process at once. A ConfigurationError is logged and ends the process with status 1.
     """
-    configure_logging(name, log)
+    configure_logging(name, settings.log)
     logger = get_logger("runtime")
     try:
-        if metrics.metrics_port is not None:
-            port = start_metrics_server(metrics.metrics_port, metrics.metrics_host)
-            logger.info("metrics.listening", host=metrics.metrics_host, port=port)
+        if metrics_port is not None:
+            port = start_metrics_server(metrics_port, settings.metrics.host)
+            logger.info("metrics.listening", host=settings.metrics.host, port=port)
         with contextlib.suppress(KeyboardInterrupt):
             uvloop.run(_run(name, main))
     except ConfigurationError as error:

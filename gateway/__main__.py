@@ -22,9 +22,10 @@ def main() -> None:
     allow_many_connections()
 
     async def serve(stopping: asyncio.Event) -> None:
-        await Gateway(settings.gateway, REGISTRY, read_security(settings.rpc)).run(stopping)
+        security = read_security(settings.rpc)
+        await Gateway(settings.gateway, REGISTRY, security, settings.limits.file).run(stopping)
 
-    run_service("gateway", settings.log, serve, settings.gateway)
+    run_service("gateway", settings, settings.gateway.metrics_port, serve)
 
 
 if __name__ == "__main__":

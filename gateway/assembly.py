@@ -38,6 +38,9 @@ if TYPE_CHECKING:
     from gateway.identity.keys import ApiKey
     from gateway.quotas.meters import Meters
 
+# Tenant of all callers whose credentials name none.
+DEFAULT_TENANT = "default"
+
 
 class Gateway:
     """One gateway process. It must be constructed on the event loop that runs it."""
@@ -47,9 +50,11 @@ class Gateway:
         settings: GatewaySettings,
         registry: CollectorRegistry,
         security: Security = UNIX_ONLY,
+        limits_file: Path | None = None,
         limits_clock: Callable[[], float] | None = None,
+        resume: ResumePolicy | None = None,
     ) -> None:
-        """Build all parts and open the listening socket. Tests pass `limits_clock` (seconds).
+        """Build all parts and open the listening socket. Tests pass `limits_clock` (seconds) and `resume`.
 
         Raises:
             ConfigurationError: the keys file, a network, a certificate or an address is wrong.
@@ -63,7 +68,7 @@ class Gateway:
         self._generations = Generations(
             self._services[None].pipeline if None in self._services else pipeline,
             Journal(),
-            resume_policy(settings),
+            resume or ResumePolicy(),
             metrics,
             max_open_requests=settings.max_open_requests,
         )
@@ -72,7 +77,7 @@ class Gateway:
             generations=self._generations,
             models=backends,
             identity=identity,
-            quotas=build_quotas(settings, self._state.meters),
+            quotas=build_quotas(limits_file, self._state.meters),
             stored=self._state.stored,
             aborts=self._state.aborts,
             metrics=metrics,
@@ -99,7 +104,7 @@ class Gateway:
         pipelines = [each.pipeline.run() for each in self._services.values()]
         probes = [self._probes.run()] if self._probes else []
         state = [work() for work in self._state.background]
-        background = (*pipelines, *probes, *state, self._generations.watch_silence(settings.silence_timeout_s))
+        background = (*pipelines, *probes, *state, self._generations.watch_silence())
         try:
             async with asyncio.TaskGroup() as tasks:
                 running = [tasks.create_task(work) for work in background]
@@ -126,17 +131,17 @@ def build_identity(settings: GatewaySettings) -> Identity:
     keys = ReloadedKeys(settings.keys_file) if settings.keys_file else None
     networks = parse_networks(settings.trusted_proxies)
     proxy = TrustedProxy(networks, settings.tenant_header, settings.user_header)
-    keyless = Keyless(settings.default_tenant, settings.anonymous, frozenset(settings.allowed_hosts))
+    keyless = Keyless(DEFAULT_TENANT, settings.anonymous, frozenset(settings.allowed_hosts))
     return Identity(keys, proxy, keyless, _build_tokens(settings))
 
 
-def build_quotas(settings: GatewaySettings, meters: Meters) -> Quotas:
-    """Return the quotas of tenants and users; `meters` counts their use.
+def build_quotas(limits_file: Path | None, meters: Meters) -> Quotas:
+    """Return the quotas of tenants and users, none without a file; `meters` counts their use.
 
     Raises:
         ConfigurationError: the limits file is wrong.
     """
-    return Quotas(Reloading(settings.limits_file, load_limits) if settings.limits_file else None, meters)
+    return Quotas(Reloading(limits_file, load_limits) if limits_file else None, meters)
 
 
 class ReloadedKeys:
@@ -157,8 +162,7 @@ def _build_tokens(settings: GatewaySettings) -> SignedTokens | None:
     rules = TokenRules(
         issuer=settings.jwt.issuer,
         audience=settings.jwt.audience,
-        algorithms=settings.jwt.algorithms,
-        default_tenant=settings.default_tenant,
+        default_tenant=DEFAULT_TENANT,
         tenant_claim=settings.jwt.tenant_claim,
         user_claim=settings.jwt.user_claim,
         admin_scope=settings.jwt.admin_scope,
@@ -166,22 +170,11 @@ def _build_tokens(settings: GatewaySettings) -> SignedTokens | None:
     return SignedTokens(rules, open_signing_keys(settings.jwt.keys))
 
 
-def resume_policy(settings: GatewaySettings) -> ResumePolicy:
-    """Return the bounds on resubmitting interrupted requests."""
-    return ResumePolicy(
-        attempts=settings.resume.attempts,
-        deadline_s=settings.resume.deadline_s,
-        admission_deadline_s=settings.admission_deadline_s,
-    )
-
-
 def limits(settings: GatewaySettings) -> Limits:
     """Return the bounds on the memory and time that one client can use."""
     timeout_s = settings.request_timeout_s
     return Limits(
         body_bytes=settings.max_body_bytes,
-        stream_buffer_bytes=settings.stream_buffer_bytes,
         request_timeout_ms=None if timeout_s is None else round(timeout_s * 1000),
-        keep_alive_s=settings.keep_alive_s,
         max_priority=settings.max_priority,
     )

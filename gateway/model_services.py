@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from common.rpc.channel import open_channel
 from common.rpc.discovery import Discovery
 from common.rpc.sessions import SessionsClient
-from common.secret_files import read_secret
+from common.secrets import read_secret
 from common.settings import BackendSettings
 from gateway.backends import Backend, ServedModel
 from gateway.pipeline.administration import GrpcAdministration
@@ -75,7 +75,6 @@ def open_models(
     only = BackendSettings(
         tokenizer=settings.tokenizer,
         detokenizer=settings.detokenizer,
-        scheduler=settings.scheduler,
         schedulers=settings.schedulers,
     )
     backends: list[tuple[str | None, BackendSettings]] = [*settings.models.items()] or [(None, only)]
@@ -84,12 +83,11 @@ def open_models(
 
 def open_schedulers(settings: BackendSettings, security: Security) -> SchedulerGroups:
     """Return the scheduler groups that the administration endpoints reach; possibly none."""
-    configured = settings.schedulers or ((settings.scheduler,) if settings.scheduler else ())
 
     def connect(found: Found) -> grpc.aio.Channel:
         return open_channel(found.address, security, found.name)
 
-    return SchedulerGroups(Discovery(configured), connect)
+    return SchedulerGroups(Discovery(settings.schedulers), connect)
 
 
 def read_admin_token(settings: GatewaySettings) -> str | None:
@@ -98,6 +96,4 @@ def read_admin_token(settings: GatewaySettings) -> str | None:
     Raises:
         ConfigurationError: the token's file is unreadable or empty.
     """
-    return read_secret(
-        "gateway.scheduler_admin_token", settings.scheduler_admin_token, settings.scheduler_admin_token_file
-    )
+    return read_secret("gateway.scheduler_admin_token", settings.scheduler_admin_token)

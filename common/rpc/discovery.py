@@ -15,6 +15,11 @@ if TYPE_CHECKING:
 DNS = "dns:"
 
 
+def is_looked_up(address: str) -> bool:
+    """Whether a configured address stands for all addresses of a host name."""
+    return address.startswith(DNS)
+
+
 @dataclass(frozen=True, slots=True)
 class Found:
     """A server's address. `name` is the host name that resolved to it, if any, which its certificate must carry."""
@@ -38,7 +43,7 @@ class Discovery:
         """Return the current servers, each once. While a name cannot be resolved, its last known addresses are used."""
         found: dict[str, Found] = {}
         for configured in self._configured:
-            if not configured.startswith(DNS):
+            if not is_looked_up(configured):
                 found.setdefault(configured, Found(configured))
                 continue
             host, _, port = configured.removeprefix(DNS).rpartition(":")

@@ -14,6 +14,7 @@ import grpc
 
 from common.errors import ConfigurationError
 from common.rpc.token import send_token
+from common.secrets import read_secret
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -120,6 +121,7 @@ class Security:
 
 
 UNIX_ONLY = Security()
+LEAST_TOKEN = 16
 
 
 def read_security(settings: RpcSettings) -> Security:
@@ -131,5 +133,5 @@ def read_security(settings: RpcSettings) -> Security:
     files = None
     if settings.certificate and settings.key and settings.authority:
         files = CertificateFiles(settings.certificate, settings.key, settings.authority)
-    token = None if settings.token is None else settings.token.get_secret_value()
+    token = read_secret("rpc.token", settings.token, LEAST_TOKEN)
     return Security(files, token, settings.plaintext, settings.probe_port, settings.names_of_roles())

@@ -16,6 +16,7 @@ from common.settings.scheduler import (
     StorageSettings,
 )
 from common.settings.schema import PREFIX, Settings
+from common.settings.shared import LimitsSettings, MetricsSettings
 from common.settings.sources import (
     CONFIG_VARIABLE,
     SettingsParser,
@@ -37,7 +38,9 @@ __all__ = [
     "GrammarSettings",
     "HostTierSettings",
     "JwtSettings",
+    "LimitsSettings",
     "LogSettings",
+    "MetricsSettings",
     "ModelSettings",
     "ProfileSettings",
     "QueueSettings",

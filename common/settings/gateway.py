@@ -7,10 +7,8 @@ from typing import Annotated, Literal
 
 from pydantic import Field, SecretStr, StringConstraints
 
-from common.section import Section
+from common.section import Addresses, AtLeast, Section
 
-# Asymmetric algorithms only: a party that can verify a token must not be able to create one.
-Algorithm = Literal["RS256", "RS384", "RS512", "PS256", "PS384", "PS512", "ES256", "ES384", "ES512", "EdDSA"]
 # Without scheme, port and wildcards.
 HostName = Annotated[
     str, StringConstraints(to_lower=True, max_length=253, pattern=r"^[A-Za-z0-9_]([A-Za-z0-9_.-]*[A-Za-z0-9_])?$")
@@ -24,10 +22,8 @@ class BackendSettings(Section):
     """Address of the model's tokenizer."""
     detokenizer: str
     """Address of its detokenizer."""
-    scheduler: str | None = None
-    """Address of its scheduler, for administration only."""
-    schedulers: tuple[str, ...] = ()
-    """Addresses of its scheduler groups, instead of `scheduler`."""
+    schedulers: Addresses = ()
+    """Addresses of its scheduler groups, for administration only."""
     aliases: tuple[str, ...] = ()
     """Other names by which clients may request the model."""
 
@@ -54,10 +50,8 @@ class JwtSettings(Section):
     """Required value of a token's claim `iss`; mandatory with keys."""
     audience: str | None = None
     """Value that a token's claim `aud` must contain; mandatory with keys."""
-    algorithms: tuple[Algorithm, ...] = ("RS256", "ES256", "EdDSA")
-    """Accepted signature algorithms."""
     tenant_claim: str | None = None
-    """Claim that names the tenant; absent: all users belong to gateway.default_tenant."""
+    """Claim that names the tenant; absent: all users belong to the tenant `default`."""
     user_claim: str = "sub"
     """Claim that names the user."""
     admin_scope: str | None = None
@@ -71,15 +65,11 @@ class StateSettings(Section):
     """Store of the limits' counters and of responses. Absent or memory: this process, for a single gateway. For several
     gateways: the URL of one Redis or Valkey server (redis://, rediss:// or unix://). It holds clients' conversations,
     so it must not be open to others; it should not evict keys (maxmemory-policy noeviction)."""
-    url_file: Path | None = None
-    """File with the URL of the store, instead of the URL itself."""
-    secret: SecretStr | None = None
+    secret: Annotated[SecretStr | None, AtLeast(32)] = None
     """Secret with which gateways sign their requests to each other: at least 32 characters that cannot be guessed, the
     same for all gateways, and unknown to others who can write to the server. Without it, administrators can abort
     others' requests only at the gateway that they call, and anyone who can write to the server can abort a request
     whose id and subject they know."""
-    secret_file: Path | None = None
-    """File with this secret, instead of the secret itself."""
     prefix: str = Field(default="pando", pattern=r"^[A-Za-z0-9_.-]{1,64}$")
     """Prefix of keys and channels on the server; deployments that share a server need different ones."""
     failure: Literal["open", "closed"] = "open"
@@ -99,15 +89,6 @@ class ResponsesSettings(Section):
     uses most, loses its oldest responses."""
 
 
-class ResumeSettings(Section):
-    """Choices that are resumed after a service that worked on them has failed."""
-
-    attempts: int = Field(default=5, ge=0)
-    """How often a choice is resumed."""
-    deadline_s: float = Field(default=60.0, ge=0)
-    """Seconds that an interrupted choice may wait for its next token."""
-
-
 class GatewaySettings(Section):
     """The HTTP front end."""
 
@@ -118,18 +99,11 @@ class GatewaySettings(Section):
     metrics_port: int | None = Field(default=None, ge=0, le=65535)
     """Port of the Prometheus endpoint, in plaintext and without credentials. Absent: none; administrators can read
     /metrics at the API's port."""
-    metrics_host: str = "127.0.0.1"
-    """Interface of the Prometheus endpoint. For a scraper on another host, use one that only the scraper can reach."""
     keys_file: Path | None = None
     """TOML file of API keys, written by `pando keys`; reloaded when it changes. Absent: no key is required."""
-    limits_file: Path | None = None
-    """TOML file with limits of tenants and subjects; reloaded when it changes. Absent: no limits. Schedulers read the
-    same file through scheduler.limits_file."""
     max_priority: int = 0
     """Highest `priority` that a request may set, unless its key has another limit (`pando keys create --max-priority`);
     administrators may set any."""
-    default_tenant: str = Field(default="default", min_length=1, max_length=64)
-    """Tenant of all callers while no keys are required."""
     anonymous: Literal["auto", "local", "isolated", "vouched", "refuse"] = "auto"
     """How requests without a credential are treated while neither keys nor tokens are configured. local: as requests of
     one person at this machine. isolated: as one subject that finds only public text and is no evidence for sharing.
@@ -152,10 +126,9 @@ class GatewaySettings(Section):
     """Address of the tokenizer."""
     detokenizer: str = "127.0.0.1:50054"
     """Address of the detokenizer."""
-    scheduler: str | None = None
-    """Address of the scheduler, for administration only; absent: administrative endpoints answer 503."""
-    schedulers: tuple[str, ...] = ()
-    """Addresses of several scheduler groups, instead of `scheduler`; the same as tokenizer.schedulers."""
+    schedulers: Addresses = ()
+    """Addresses of the scheduler groups, the same as tokenizer.schedulers, for administration only. Absent:
+    administrative endpoints answer 503."""
     models: dict[str, BackendSettings] = Field(default_factory=dict)
     """Several models, by the names that their tokenizers serve, instead of the addresses above; in flags and
     environment as JSON: {"small": {"tokenizer": "host:port", "detokenizer": "host:port"}}."""
@@ -164,26 +137,15 @@ class GatewaySettings(Section):
     and only one model is served."""
     scheduler_admin_token: SecretStr | None = None
     """Admin token of the schedulers, if they have one; without it they refuse to flush their caches."""
-    scheduler_admin_token_file: Path | None = None
-    """File with the admin token of the schedulers, instead of the token itself."""
     max_body_bytes: int = Field(default=8 * 1024 * 1024, ge=1024)
     """Largest request body in bytes; larger ones are answered with 413."""
     max_open_requests: int = Field(default=8192, ge=1)
     """Prompts that may be open at the same time; further ones are answered with 429."""
-    stream_buffer_bytes: int = Field(default=1024 * 1024, ge=1024)
-    """Bytes of a stream that are buffered for a slow client before its request is aborted."""
-    keep_alive_s: float = Field(default=15.0, gt=0)
-    """Seconds of silence after which a comment is sent on a stream, so that proxies do not close the connection."""
     request_timeout_s: float | None = Field(default=None, gt=0)
     """Time limit of a request in seconds, from arrival to finish; absent: only the scheduler's limits apply."""
-    admission_deadline_s: float = Field(default=10.0, ge=0)
-    """Seconds that a new request waits for an unreachable service before it is answered with 503."""
-    silence_timeout_s: float = Field(default=600.0, gt=0)
-    """Seconds without any message after which a request counts as lost; must exceed scheduler.waiting_timeout_s."""
     drain_s: float = Field(default=30.0, ge=0)
     """Seconds that open requests have to finish after SIGTERM."""
     tls: TlsSettings = TlsSettings()
     jwt: JwtSettings = JwtSettings()
     state: StateSettings = StateSettings()
     responses: ResponsesSettings = ResponsesSettings()
-    resume: ResumeSettings = ResumeSettings()

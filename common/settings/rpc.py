@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Annotated
 
 from pydantic import Field, SecretStr, field_validator, model_validator
 
 from common.rpc.roles import Role
-from common.section import Section
+from common.section import AtLeast, Section
 
 
 class RpcSettings(Section):
@@ -21,7 +22,7 @@ class RpcSettings(Section):
     """Private key of the certificate (PEM)."""
     authority: Path | None = None
     """Certificates of the authorities that sign peers' certificates (PEM); other peers are refused."""
-    token: SecretStr | None = Field(default=None, min_length=16)
+    token: Annotated[SecretStr | None, AtLeast(16)] = None
     """Secret that all services share: TLS peers that do not send it are refused. Absent: a certificate suffices."""
     trust_domain: str = Field(default="pando.internal", pattern=r"^[a-z0-9._-]{1,255}$")
     """Trust domain of certificates: one with the URI spiffe://<trust domain>/pando/<role> has that role, which

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import Field, SecretStr
 
-from common.section import Section
+from common.section import Addresses, AtLeast, Section
 
 
 class CacheSettings(Section):
@@ -36,18 +36,11 @@ class CacheSettings(Section):
     have chosen global sharing."""
     quota_share: float = Field(default=0.25, gt=0, le=1)
     """Quota of a subject. Above it, its own pages are evicted first, so that a flood does not displace pages of others.
-    In the limits file, cache_share sets quotas of single subjects and of tenants."""
-    floor_share: float = Field(default=1 / 1024, ge=0, le=1)
-    """Pages of an active subject up to this share are the last that are evicted among its tenant's pages; in the limits
-    file: cache_floor."""
-    tenant_floor_share: float = Field(default=1 / 64, ge=0, le=1)
-    """Pages of an active tenant up to this share are evicted only when no tenant holds more than its floor; in the
-    limits file: cache_floor of a tenant."""
+    In the limits file, cache_share sets quotas of single subjects and of tenants, and cache_floor the shares that are
+    evicted last."""
     strict_numerics: bool | Literal["auto"] = "auto"
     """Never replace a user's private pages by pages for the same tokens that another user's batch computed: their KV
     may differ in the last bits, which can change an answer. auto: true on GPUs, false on CPUs."""
-    checked_paths: int = Field(default=8, ge=0)
-    """Paths of the tree, of each kind, whose invariants are checked four times a second, at about 0.1 % of a core."""
     decision_log: Path | None = None
     """File to which all decisions of the cache are appended, for `pando cache replay`. It contains all prompts as token
     ids and the users who sent them: it is created readable only by its owner, and grows without bound. Absent: none."""
@@ -63,8 +56,6 @@ class ContentCheckSettings(Section):
     pando.content_detectors, or package.module:factory. A prompt is approved if none of them rejects it."""
     rules: Path | None = None
     """TOML file with the patterns, reloaded when it changes; absent: the patterns that ship with Pando."""
-    deadline_s: float = Field(default=5.0, gt=0)
-    """Time limit of a content check in seconds; a check that exceeds it is aborted and counts as a rejection."""
 
 
 class HostTierSettings(Section):
@@ -84,10 +75,8 @@ class StorageSettings(Section):
 
     prefetch: Literal["off", "best_effort", "timeout", "wait_complete"] = "timeout"
     """Loading of a new prompt's pages from storage. off: they are not loaded. best_effort: they are loaded, but the
-    request does not wait. timeout: the request waits up to wait_ms. wait_complete: it waits until they are loaded;
-    worker.storage.timeout_s bounds the time."""
-    wait_ms: float = Field(default=500.0, ge=0)
-    """With prefetch timeout: longest time in milliseconds that a request waits for its pages."""
+    request does not wait. timeout: the request waits up to half a second. wait_complete: it waits until they are
+    loaded; worker.storage.timeout_s bounds the time."""
     min_tokens: int = Field(default=64, ge=1)
     """Smallest number of missing tokens for which storage is read; fewer are computed sooner."""
     megabytes_per_s: float = Field(default=0.0, ge=0)
@@ -99,7 +88,7 @@ class StorageSettings(Section):
     if it does not exist. Schedulers that share a storage must share this file. Without it, no stored page can be read;
     a backup of it makes the pages of forgotten users readable again. Default: pando/keyring.db in $XDG_STATE_HOME or
     ~/.local/state."""
-    secret: SecretStr | None = Field(default=None, min_length=32)
+    secret: Annotated[SecretStr | None, AtLeast(32)] = None
     """If set, this secret is required in addition to the keyring to read stored pages; at least 32 characters that
     cannot be guessed."""
 
@@ -117,9 +106,8 @@ class SessionSettings(Section):
     """Share that all sessions together may hold; the rest is for running requests. The sessions of one tenant may hold
     three quarters of it."""
     timeout_s: float = Field(default=600.0, gt=0)
-    """Seconds without a turn after which a session ends, unless the client chose another timeout when it opened it."""
-    timeout_limit_s: float = Field(default=3600.0, gt=0)
-    """Longest timeout, in seconds, that a client may choose for a session."""
+    """Seconds without a turn after which a session ends, unless the client chose another timeout when it opened it: up
+    to an hour, or to this value if it is greater."""
 
 
 class QueueSettings(Section):
@@ -130,15 +118,10 @@ class QueueSettings(Section):
     priority. fair: fair shares of tenants, and of subjects within each tenant, by the weights in the limits file;
     running requests are preempted for a tenant or subject that has less than its share, and continue later with the
     same tokens; a subject that waits alone is served in order of arrival."""
-    priority_preemptions: int = Field(default=2, ge=0)
-    """With policy priority: how often a running request may be preempted by a waiting one of higher priority when rows
-    or pages are exhausted; it continues later with the same tokens. 0: running requests are not preempted."""
     max_waiting_requests: int = Field(default=4096, ge=1)
     """Length of the waiting queue; further requests are refused with a hint when to retry. The limits file can bound
     tenants and subjects (waiting). Otherwise a tenant may have three times as many requests waiting as places are free,
     and a subject as many as its tenant may still add, so that a flood leaves places for others."""
-    fair_output_weight: float = Field(default=2.0, ge=0)
-    """With policy fair: cost of a generated token, relative to a prompt token that is not cached."""
 
 
 class SchedulerSettings(Section):
@@ -146,7 +129,7 @@ class SchedulerSettings(Section):
 
     address: str = "127.0.0.1:50052"
     """gRPC address to listen on: host:port or unix:path."""
-    workers: tuple[str, ...] = ("127.0.0.1:50053",)
+    workers: Addresses = ("127.0.0.1:50053",)
     """Addresses of the tensor-parallel ranks, rank 0 first."""
     rendezvous: str = "127.0.0.1:29555"
     """host:port at which the ranks connect to each other; used with two or more ranks."""
@@ -154,11 +137,6 @@ class SchedulerSettings(Section):
     """Address of the detokenizer."""
     metrics_port: int | None = Field(default=None, ge=0, le=65535)
     """Port of the Prometheus endpoint, in plaintext and without credentials; absent: none."""
-    metrics_host: str = "127.0.0.1"
-    """Interface of the Prometheus endpoint. For a scraper on another host, use one that only the scraper can reach."""
-    limits_file: Path | None = None
-    """TOML file with limits of tenants and subjects, the same file as gateway.limits_file; reloaded when it changes.
-    Absent: all have equal weights, quotas and floors."""
     page_size: int = Field(default=16, ge=1, le=256)
     """Tokens per KV page: the unit of matching, sharing and transfer."""
     max_rows: int = Field(default=64, ge=1, le=4096)
@@ -174,21 +152,11 @@ class SchedulerSettings(Section):
     """KV pages on the device; absent: the worker derives the number from free memory."""
     memory_fraction: float = Field(default=0.85, gt=0, le=1)
     """Share of free memory that the worker may use for weights and KV."""
-    window_ratio: float = Field(default=0.25, ge=0, le=1)
-    """For models with sliding-window layers (Gemma 3): pages of these layers per page of the other layers; more if the
-    windows of all rows need it and memory suffices. 0: all layers keep all tokens, in one pool, as they always do with
-    a host tier or cache.decision_log."""
     plans_in_flight: int = Field(default=2, ge=1, le=16)
     """Plans in flight; with 2, a plan is sent while the previous one runs, which hides the network's latency."""
-    target_plan_ms: float = Field(default=8.0, ge=0)
-    """Target duration of a plan in milliseconds while no request waits; it determines the steps of a plan (multi-step
-    decode)."""
     max_steps_per_plan: int = Field(default=16, ge=1, le=256)
-    """Upper bound on the steps of one plan."""
-    jump_tokens: int = Field(default=16, ge=0, le=256)
-    """Jump-forward: when a grammar determines the next tokens, up to this many are appended at once and computed in one
-    pass; pages for them are granted in advance. 0: one token per pass. The output is the same."""
-    waiting_timeout_s: float = Field(default=300.0, gt=0)
+    """Multi-step decode: upper bound on the steps of one plan while no request waits."""
+    waiting_timeout_s: float = Field(default=300.0, gt=0, lt=600)
     """Seconds after which a request that has not started fails with a timeout."""
     running_timeout_s: float = Field(default=3600.0, gt=0)
     """Seconds after its start at which an unfinished request fails with a timeout."""
@@ -199,8 +167,6 @@ class SchedulerSettings(Section):
     admin_token: SecretStr | None = None
     """Callers that send `authorization: Bearer TOKEN` see owners and token ids in state dumps, and may forget users and
     pin prompts; absent: no caller may. When it is set, flush, pause and resume require it, too."""
-    admin_token_file: Path | None = None
-    """File with the admin token, instead of the token itself."""
     cache: CacheSettings = CacheSettings()
     content_check: ContentCheckSettings = ContentCheckSettings()
     host_tier: HostTierSettings = HostTierSettings()

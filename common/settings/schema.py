@@ -11,6 +11,7 @@ from common.settings.logs import LogSettings
 from common.settings.model import ModelSettings, ServedModelSettings
 from common.settings.rpc import RpcSettings
 from common.settings.scheduler import SchedulerSettings
+from common.settings.shared import LimitsSettings, MetricsSettings
 from common.settings.tokenizer import TokenizerSettings
 from common.settings.worker import WorkerSettings
 
@@ -18,7 +19,7 @@ PREFIX = "PANDO_"
 
 
 class Settings(BaseSettings):
-    """All settings; each service reads its own section, `model`, `rpc` and `log`."""
+    """All settings; each service reads its own section, and those that come before `gateway`."""
 
     model_config = SettingsConfigDict(
         env_prefix=PREFIX, env_nested_delimiter="__", extra="forbid", frozen=True, use_attribute_docstrings=True
@@ -30,6 +31,8 @@ class Settings(BaseSettings):
     differ from those that all models share. Absent: only `model`."""
     log: LogSettings = LogSettings()
     rpc: RpcSettings = RpcSettings()
+    metrics: MetricsSettings = MetricsSettings()
+    limits: LimitsSettings = LimitsSettings()
     gateway: GatewaySettings = GatewaySettings()
     tokenizer: TokenizerSettings = TokenizerSettings()
     scheduler: SchedulerSettings = SchedulerSettings()

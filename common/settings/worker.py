@@ -13,19 +13,9 @@ from common.section import Section
 class GrammarSettings(Section):
     """Compilation of grammars (JSON schema, regular expression, …)."""
 
-    timeout_s: float = Field(default=30.0, gt=0)
-    """Seconds after which a compilation is aborted and the request refused."""
-    slice_s: float = Field(default=1.0, gt=0)
-    """Seconds after which a compilation yields to other users' grammars: one such long compilation continues in
-    parallel, further ones restart when it has ended."""
-    open_per_subject: int = Field(default=16, ge=1)
-    """Grammars of one user (subject) that may be waiting or in compilation; further ones are refused with 429."""
     seconds_per_minute: float = Field(default=30.0, gt=0)
     """Compile time per minute of one user's grammars, a refilling budget; while it is used up, new grammars are refused
     with 429. Grammars that are already compiled are served nonetheless."""
-    cache_megabytes: int = Field(default=512, ge=1)
-    """MiB of compiled grammars in the cache, over all users; those of one user may take an eighth of it. Each
-    view has its own entries, so that the time to the first token does not reveal who else uses the same grammar."""
 
 
 class WorkerStorageSettings(Section):
@@ -46,8 +36,6 @@ class ProfileSettings(Section):
     directory: Path | None = None
     """Directory for the traces of this rank; absent: recording is disabled. Anyone who can
     connect to the worker may start a recording, which slows it down meanwhile."""
-    max_seconds: float = Field(default=60.0, gt=0, le=3600)
-    """Longest duration of a recording in seconds."""
 
 
 class WorkerSettings(Section):
@@ -69,8 +57,6 @@ class WorkerSettings(Section):
     the next request is fast; costs power. 0: never. No effect on CPUs."""
     metrics_port: int | None = Field(default=None, ge=0, le=65535)
     """Port of the Prometheus endpoint, in plaintext and without credentials; absent: none."""
-    metrics_host: str = "127.0.0.1"
-    """Interface of the Prometheus endpoint. For a scraper on another host, use one that only the scraper can reach."""
     grammars: GrammarSettings = GrammarSettings()
     storage: WorkerStorageSettings = WorkerStorageSettings()
     profile: ProfileSettings = ProfileSettings()

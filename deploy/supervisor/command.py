@@ -37,7 +37,7 @@ COMMON_SETTINGS = (
     "gateway.host",
     "gateway.port",
     "gateway.keys_file",
-    "gateway.limits_file",
+    "limits.file",
     "gateway.tls.certificate",
     "gateway.tls.key",
     "scheduler.max_rows",

@@ -118,7 +118,6 @@ def plan_layout(settings: Settings, run_directory: Path, ranks: int = 1) -> Layo
         update={
             "port": port,
             "scheduler_admin_token": settings.scheduler.admin_token,
-            "scheduler_admin_token_file": settings.scheduler.admin_token_file,
             **_backends(placed),
         }
     )
@@ -189,7 +188,7 @@ def _connected(settings: Settings, sockets: Mapping[str, str], ranks: Sequence[s
     return settings.model_copy(
         update={
             "tokenizer": settings.tokenizer.model_copy(
-                update={"address": sockets["tokenizer"], "scheduler": sockets["scheduler"]}
+                update={"address": sockets["tokenizer"], "schedulers": (sockets["scheduler"],)}
             ),
             "scheduler": settings.scheduler.model_copy(
                 update={
@@ -197,8 +196,6 @@ def _connected(settings: Settings, sockets: Mapping[str, str], ranks: Sequence[s
                     "workers": tuple(sockets[name] for name in ranks),
                     "detokenizer": sockets["detokenizer"],
                     "rendezvous": f"127.0.0.1:{free_port('127.0.0.1')}",
-                    # Gateway and scheduler read the same file.
-                    "limits_file": settings.scheduler.limits_file or settings.gateway.limits_file,
                 }
             ),
             "detokenizer": settings.detokenizer.model_copy(update={"address": sockets["detokenizer"]}),
@@ -209,17 +206,20 @@ def _connected(settings: Settings, sockets: Mapping[str, str], ranks: Sequence[s
 def _backends(placed: Sequence[_Placed]) -> dict[str, object]:
     """Return the gateway's settings with the addresses of the models."""
     if not placed[0].model.prefix:
-        return {name: placed[0].address_of(name) for name in ("tokenizer", "detokenizer", "scheduler")}
+        return _addresses(placed[0])
     models = {
-        each.model.name: BackendSettings(
-            tokenizer=each.address_of("tokenizer"),
-            detokenizer=each.address_of("detokenizer"),
-            scheduler=each.address_of("scheduler"),
-            aliases=each.model.aliases,
-        )
+        each.model.name: BackendSettings.model_validate({**_addresses(each), "aliases": each.model.aliases})
         for each in placed
     }
     return {"models": models}
+
+
+def _addresses(placed: _Placed) -> dict[str, object]:
+    return {
+        "tokenizer": placed.address_of("tokenizer"),
+        "detokenizer": placed.address_of("detokenizer"),
+        "schedulers": (placed.address_of("scheduler"),),
+    }
 
 
 def _for_rank(settings: Settings, address: str, rank: int, ranks: int) -> Settings:

@@ -50,10 +50,12 @@ class Limits:
     """Bounds on the memory and time that one client can use."""
 
     body_bytes: int
-    stream_buffer_bytes: int
     request_timeout_ms: int | None
-    keep_alive_s: float
     max_priority: int = 0
+    # Of a stream, for a slow client; beyond, its request is aborted.
+    stream_buffer_bytes: int = 2**20
+    # Silence after which a comment is sent on a stream, so that proxies do not close the connection.
+    keep_alive_s: float = 15.0
 
 
 @dataclass(slots=True)

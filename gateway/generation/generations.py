@@ -24,6 +24,8 @@ if TYPE_CHECKING:
     from gateway.pipeline.port import Pipeline
 
 RETRY_AFTER_MS = 1000
+# A request without any message for this long counts as lost; scheduler.waiting_timeout_s must be less.
+SILENCE_LIMIT_S = 600.0
 # One request may contain thousands of texts; submitted all at once, they would fill the scheduler's queue.
 EMBEDDING_WINDOW = 256
 ABORTED = RequestFailure(ErrorCode.INVALID_REQUEST, "the request was aborted on demand")
@@ -116,7 +118,7 @@ class Generations:
             generation.fail(ABORTED, "request")
         return len(found)
 
-    async def watch_silence(self, limit_s: float, interval_s: float = 5.0) -> None:
+    async def watch_silence(self, limit_s: float = SILENCE_LIMIT_S, interval_s: float = 5.0) -> None:
         """Look periodically for requests that the pipeline has lost, until cancelled."""
         while True:
             await asyncio.sleep(interval_s)

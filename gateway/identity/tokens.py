@@ -20,7 +20,7 @@ from gateway.identity.caller import Caller, person
 from gateway.identity.proxies import is_loopback
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Mapping
 
 LEEWAY_S = 30
 WRONG_TOKEN = "The token is not valid: {reason}."
@@ -29,6 +29,8 @@ MAX_KEY_SET_BYTES = 1024 * 1024
 FETCH_TIMEOUT_S = 5.0
 # A token with an unknown key id triggers a refresh, at most this often, since clients can make up ids.
 LEAST_INTERVAL_S = 10.0
+# Asymmetric ones only: a party that can verify a token must not be able to create one.
+ALGORITHMS = ["RS256", "RS384", "RS512", "PS256", "PS384", "PS512", "ES256", "ES384", "ES512", "EdDSA"]
 # Seconds for which keys from a URL are cached.
 LIFETIME_S = 300.0
 
@@ -39,7 +41,6 @@ class TokenRules:
 
     issuer: str
     audience: str
-    algorithms: Sequence[str]
     default_tenant: str
     tenant_claim: str | None
     user_claim: str
@@ -76,7 +77,7 @@ class SignedTokens:
                 token,
                 # The key determines the algorithm, so that a token cannot choose a different one.
                 key,
-                algorithms=list(rules.algorithms),
+                algorithms=ALGORITHMS,
                 audience=rules.audience,
                 issuer=rules.issuer,
                 leeway=LEEWAY_S,

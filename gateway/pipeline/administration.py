@@ -52,7 +52,7 @@ class GrpcAdministration:
         """Call every group, even if one of them fails; raise the first error after that."""
         stubs = await self._groups.stubs()
         if not stubs:
-            raise UnavailableError("this gateway knows no scheduler (gateway.scheduler, gateway.schedulers)")
+            raise UnavailableError("this gateway knows no scheduler (gateway.schedulers)")
         results = await asyncio.gather(*(call(stub) for stub in stubs), return_exceptions=True)
         answers: list[Answer] = []
         for result in results:

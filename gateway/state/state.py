@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from common.errors import ConfigurationError
-from common.secret_files import read_secret
+from common.secrets import read_secret
 from gateway.quotas.memory_meters import MemoryMeters
 from gateway.quotas.redis_meters import RedisMeters
 from gateway.state.aborts import LocalAborts, SharedAborts
@@ -55,7 +55,7 @@ def open_state(
     Raises:
         ConfigurationError: the address, the secret or the responses file is wrong.
     """
-    url = read_secret("gateway.state.url", settings.state.url, settings.state.url_file)
+    url = read_secret("gateway.state.url", settings.state.url)
     lifetime_s = settings.responses.lifetime_days * DAY_S
     if url is None or url == MEMORY:
         stored = SqliteResponses(settings.responses.file, lifetime_s, settings.responses.max_bytes)
@@ -68,9 +68,7 @@ def open_state(
     own = MemoryMeters(limits_clock or time.monotonic) if settings.state.failure == "open" else None
     meters = RedisMeters(server, own, metrics, clock=limits_clock)
     responses = RedisResponses(server, lifetime_s, settings.responses.max_bytes)
-    secret = read_secret("gateway.state.secret", settings.state.secret, settings.state.secret_file)
-    if secret is not None and len(secret) < LEAST_SECRET:
-        raise ConfigurationError(f"gateway.state.secret should have at least {LEAST_SECRET} characters")
+    secret = read_secret("gateway.state.secret", settings.state.secret, LEAST_SECRET)
     aborts = SharedAborts(server, generations, Signatures(secret))
 
     async def close() -> None:

@@ -19,12 +19,14 @@ if TYPE_CHECKING:
     import asyncio
 
 NAME = "pando.v1.Detokenizer"
+# Seconds that open choices have to finish after the signal to stop; the gateway resumes those that have not.
+DRAIN_S = 15.0
 
 
 def main() -> None:
     """Read the settings and serve until SIGTERM or SIGINT."""
     settings = load_settings("python -m services.detokenizer", "Token ids to text, incremental, with stop strings.")
-    run_service("detokenizer", settings.log, lambda stop: serve(settings, stop), settings.detokenizer)
+    run_service("detokenizer", settings, settings.detokenizer.metrics_port, lambda stop: serve(settings, stop))
 
 
 async def serve(settings: Settings, stopping: asyncio.Event) -> None:
@@ -43,7 +45,7 @@ async def serve(settings: Settings, stopping: asyncio.Event) -> None:
         await server.set_serving(True)
         await stopping.wait()
         await server.set_serving(False)
-        await drained(lambda: not hub.open_choices, settings.detokenizer.drain_s)
+        await drained(lambda: not hub.open_choices, DRAIN_S)
     finally:
         await server.stop(grace_s=0.2)
 

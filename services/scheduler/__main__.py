@@ -31,13 +31,16 @@ if TYPE_CHECKING:
 
 NAME = "pando.v1.Scheduler"
 HEALTH_INTERVAL_S = 0.1
+# Pages of sliding-window layers per page of the other layers; workers take more if the windows of all rows need it and
+# memory suffices. 0: all layers share one pool.
+WINDOW_RATIO = 0.25
 
 
 def main() -> None:
     """Read the settings and serve until a signal arrives."""
     settings = load_settings("python -m services.scheduler", "Queues, policy, prefix cache and step plans.")
     MODEL_INFO.labels(settings.model.name).set(1)
-    run_service("scheduler", settings.log, lambda stop: serve(settings, stop), settings.scheduler)
+    run_service("scheduler", settings, settings.scheduler.metrics_port, lambda stop: serve(settings, stop))
 
 
 async def serve(settings: Settings, stopping: asyncio.Event) -> None:
@@ -53,7 +56,7 @@ async def serve(settings: Settings, stopping: asyncio.Event) -> None:
 
 async def serve_with(settings: Settings, stopping: asyncio.Event, decisions: DecisionLog | None) -> None:
     """Run the scheduler until `stopping` is set; record the cache's decisions if there is a log."""
-    loop = SchedulerLoop(settings.scheduler, decisions=decisions)
+    loop = SchedulerLoop(settings.scheduler, decisions=decisions, limits_file=settings.limits.file)
     security = read_security(settings.rpc)
     channels = [partial(open_channel, address, security) for address in settings.scheduler.workers]
     group = WorkerGroup(channels, engine_spec(settings), loop, settings.scheduler.worker_timeout_s)
@@ -109,7 +112,7 @@ def make_desk(settings: Settings, loop: SchedulerLoop) -> ContentDesk | None:
         "detectors": list(rules.detectors),
         "rules": str(rules.rules) if rules.rules else None,
     }
-    checker = ContentChecker(configuration, rules.deadline_s)
+    checker = ContentChecker(configuration)
     return ContentDesk(checker, lambda: loop.core.memory.cache if loop.core else None)
 
 
@@ -132,7 +135,7 @@ def engine_spec(settings: Settings) -> EngineSpec:
         host_pages=scheduler.host_tier.pages,
         host_bytes=int(scheduler.host_tier.gigabytes * 1024**3),
         # Cache decisions depend on the sliding-window pool, which the log does not record, so it is disabled then.
-        window_ratio=0.0 if scheduler.cache.decision_log else scheduler.window_ratio,
+        window_ratio=0.0 if scheduler.cache.decision_log else WINDOW_RATIO,
     )
 
 

@@ -8,7 +8,7 @@ import secrets
 from typing import TYPE_CHECKING
 
 from common.errors import PermissionDeniedError
-from common.secret_files import read_secret
+from common.secrets import read_secret
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -65,9 +65,9 @@ class Credentials:
 
 
 def read_token(settings: SchedulerSettings) -> str | None:
-    """Return the configured admin token, given directly or by a file.
+    """Return the configured admin token.
 
     Raises:
-        ConfigurationError: both are configured, or the file is unreadable or empty.
+        ConfigurationError: its file is unreadable or empty.
     """
-    return read_secret("scheduler.admin_token", settings.admin_token, settings.admin_token_file)
+    return read_secret("scheduler.admin_token", settings.admin_token)

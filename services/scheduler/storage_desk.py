@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from common.logs import get_logger
+from common.secrets import read_secret
 from services.scheduler.cache.tiers.storage_config import PrefetchPolicy, StorageConfig
 from services.scheduler.keyring import Keyring
 
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
     from services.scheduler.cache.tiers.host_tier import HostTier
 
 _MEGABYTE = 1e6
+LEAST_SECRET = 32
 
 
 class StorageDesk:
@@ -37,9 +39,9 @@ class StorageDesk:
             return None
         config = resolve(self._settings, capacity)
         if self._keyring is None:
-            secret = self._settings.secret
+            secret = read_secret("scheduler.storage.secret", self._settings.secret, LEAST_SECRET)
             path = self._settings.keyring or default_path()
-            self._keyring = Keyring(path, None if secret is None else secret.get_secret_value().encode())
+            self._keyring = Keyring(path, None if secret is None else secret.encode())
         host.add_storage(config, self._keyring)
         self._log.info("storage.attached", prefetch=config.policy.value, writes=config.writes)
         return config
@@ -56,7 +58,6 @@ def resolve(settings: StorageSettings, capacity: EngineCapacity) -> StorageConfi
     page_bytes = capacity.kv_bytes_per_token * capacity.page_size
     return StorageConfig(
         policy=PrefetchPolicy(settings.prefetch),
-        wait_s=settings.wait_ms / 1000,
         min_pages=max(1, -(-settings.min_tokens // capacity.page_size)),
         pages_per_s=settings.megabytes_per_s * _MEGABYTE / page_bytes,
         writes=settings.write == "backed_up",

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from common.metrics import MODEL_INFO
 from common.room import SharedRoom
 from common.rpc.channel import open_channel
-from common.rpc.discovery import Discovery
+from common.rpc.discovery import Discovery, is_looked_up
 from common.rpc.security import read_security
 from common.rpc.server import RpcServer
 from common.rpc.sessions import SESSIONS, SessionsService
@@ -45,6 +45,10 @@ if TYPE_CHECKING:
 
 NAME = "pando.v1.Tokenizer"
 HEALTH_INTERVAL_S = 0.25
+# Seconds that pending requests have to be submitted after the signal to stop.
+DRAIN_S = 5.0
+# Requests that are being tokenized or wait for the scheduler's answer.
+MAX_PENDING_REQUESTS = 4096
 
 
 def main() -> None:
@@ -53,7 +57,7 @@ def main() -> None:
     # The library's own thread pool would mix the texts of all calls without regard to tenants.
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     MODEL_INFO.labels(settings.model.name).set(1)
-    run_service("tokenizer", settings.log, lambda stop: serve(settings, stop), settings.tokenizer)
+    run_service("tokenizer", settings, settings.tokenizer.metrics_port, lambda stop: serve(settings, stop))
 
 
 async def serve(settings: Settings, stopping: asyncio.Event) -> None:
@@ -77,7 +81,7 @@ async def serve(settings: Settings, stopping: asyncio.Event) -> None:
                     await stopping.wait()
                     health.cancel()
                     await server.set_serving(False)
-                    await drained(lambda: not relay.pending, settings.tokenizer.drain_s)
+                    await drained(lambda: not relay.pending, DRAIN_S)
                     running.cancel()
             finally:
                 await server.stop(grace_s=0.2)
@@ -92,7 +96,7 @@ def build(
     style = style_of(model.chat_templates, templates, settings.model.tool_style, settings.model.reasoning_style)
     warn_of_problems(style, settings.model.tool_style)
     pool = EncodingPool(Encoder(model, templates, style), executor, settings.tokenizer.threads)
-    room = SharedRoom(settings.tokenizer.max_pending_requests, "being submitted", RETRY_AFTER_MS)
+    room = SharedRoom(MAX_PENDING_REQUESTS, "being submitted", RETRY_AFTER_MS)
     relay = Relay(limits, scheduler, pool.encode, room, pool.ban)
     return relay, TokenizerService(relay, pool, room, limits, int(time.time()))
 
@@ -100,16 +104,15 @@ def build(
 @contextlib.asynccontextmanager
 async def open_schedulers(settings: TokenizerSettings, security: Security) -> AsyncIterator[Fleet | SchedulerLink]:
     """Connect to the scheduler groups in the settings, or to the single scheduler."""
-    if settings.schedulers:
-        policy = make_policy(settings.routing.policy)
-
-        def connect(found: Found) -> grpc.aio.Channel:
-            return open_channel(found.address, security, found.name)
-
-        yield Fleet(Discovery(settings.schedulers), connect, policy, settings.routing.prefix_tokens)
+    if len(settings.schedulers) == 1 and not is_looked_up(settings.schedulers[0]):
+        async with open_channel(settings.schedulers[0], security) as channel:
+            yield SchedulerLink(channel)
         return
-    async with open_channel(settings.scheduler, security) as channel:
-        yield SchedulerLink(channel)
+
+    def connect(found: Found) -> grpc.aio.Channel:
+        return open_channel(found.address, security, found.name)
+
+    yield Fleet(Discovery(settings.schedulers), connect, make_policy(settings.routing.policy))
 
 
 async def report_health(server: RpcServer, can_serve: Callable[[], Awaitable[bool]]) -> None:

@@ -11,14 +11,7 @@ from common.metrics import MODEL_INFO
 from common.rpc.security import read_security
 from common.rpc.server import RpcServer
 from common.runtime import run_service
-from common.settings import (
-    GrammarSettings,
-    ProfileSettings,
-    Settings,
-    WorkerSettings,
-    WorkerStorageSettings,
-    load_settings,
-)
+from common.settings import Settings, WorkerSettings, WorkerStorageSettings, load_settings
 from protos.gen.pando.v1 import worker_pb2_grpc
 from services.worker.engine.execution.engine import ModelEngine
 from services.worker.engine.execution.fake_model import LOAD_FORMAT as FAKE_FORMAT
@@ -42,7 +35,8 @@ if TYPE_CHECKING:
 NAME = "pando.v1.Worker"
 # Exit status that asks the supervisor for a restart: EX_TEMPFAIL of sysexits.h.
 RESTART_STATUS = 75
-# One user may take an eighth of the cache of compiled grammars.
+# Compiled grammars, of all users. One user may take an eighth of it.
+GRAMMAR_CACHE_BYTES = 512 * 2**20
 SUBJECTS_A_CACHE = 8
 
 
@@ -50,7 +44,7 @@ def main() -> None:
     """Read the settings and serve until a signal comes."""
     settings = load_settings("python -m services.worker", "One rank of the model: weights, KV memory, sampling.")
     limit_spinning()
-    run_service("worker", settings.log, lambda stopping: serve(settings, stopping), settings.worker)
+    run_service("worker", settings, settings.worker.metrics_port, lambda stopping: serve(settings, stopping))
 
 
 async def serve(settings: Settings, stopping: asyncio.Event) -> None:
@@ -58,17 +52,13 @@ async def serve(settings: Settings, stopping: asyncio.Event) -> None:
     security = read_security(settings.rpc)
     MODEL_INFO.labels(settings.model.name).set(1)
     tier = make_tier(settings.worker.storage)
-    cache_bytes = settings.worker.grammars.cache_megabytes * 2**20
-    library = GrammarLibrary(
-        cache_bytes=cache_bytes,
-        subject_bytes=cache_bytes // SUBJECTS_A_CACHE,
-    )
-    grammars = GrammarDesk(library, CompileProcesses(), grammar_limits(settings.worker.grammars))
+    library = GrammarLibrary(cache_bytes=GRAMMAR_CACHE_BYTES, subject_bytes=GRAMMAR_CACHE_BYTES // SUBJECTS_A_CACHE)
+    limits = GrammarLimits(seconds_per_minute=settings.worker.grammars.seconds_per_minute)
+    grammars = GrammarDesk(library, CompileProcesses(), limits)
     engine = make_engine(settings.worker, library)
     engine = engine if tier is None else StoringEngine(engine, tier, asyncio.get_running_loop())
-    rank = Rank(
-        engine, profile_rules=profile_rules(settings.worker.profile), keep_warm_s=settings.worker.keep_warm_ms / 1000
-    )
+    rules = ProfileRules(directory=settings.worker.profile.directory)
+    rank = Rank(engine, profile_rules=rules, keep_warm_s=settings.worker.keep_warm_ms / 1000)
     server = RpcServer(NAME, settings.worker.address, security)
     server.add(worker_pb2_grpc.add_WorkerServicer_to_server, WorkerService(rank, grammars))
     await server.start()
@@ -93,21 +83,6 @@ async def serve(settings: Settings, stopping: asyncio.Event) -> None:
         if not has_ended:
             # The interpreter cannot end either while operators or a hanging storage run in another thread.
             os._exit(0)
-
-
-def grammar_limits(settings: GrammarSettings) -> GrammarLimits:
-    """Return the limits of compilations."""
-    return GrammarLimits(
-        timeout_s=settings.timeout_s,
-        slice_s=min(settings.slice_s, settings.timeout_s),
-        open_per_subject=settings.open_per_subject,
-        seconds_per_minute=settings.seconds_per_minute,
-    )
-
-
-def profile_rules(settings: ProfileSettings) -> ProfileRules:
-    """Return the limits of profiles of this rank."""
-    return ProfileRules(directory=settings.directory, max_seconds=settings.max_seconds)
 
 
 def make_tier(settings: WorkerStorageSettings) -> StorageTier | None:

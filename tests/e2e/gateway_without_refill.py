@@ -19,9 +19,11 @@ def main() -> None:
     settings = load_settings("gateway_without_refill", "A gateway for tests.")
 
     async def serve(stopping: asyncio.Event) -> None:
-        await Gateway(settings.gateway, REGISTRY, read_security(settings.rpc), limits_clock=lambda: 1.0).run(stopping)
+        security = read_security(settings.rpc)
+        gateway = Gateway(settings.gateway, REGISTRY, security, settings.limits.file, limits_clock=lambda: 1.0)
+        await gateway.run(stopping)
 
-    run_service("gateway", settings.log, serve, settings.gateway)
+    run_service("gateway", settings, settings.gateway.metrics_port, serve)
 
 
 if __name__ == "__main__":

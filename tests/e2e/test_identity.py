@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from common.settings import CacheSettings, GatewaySettings, ModelSettings, SchedulerSettings, Settings
+from common.settings import CacheSettings, GatewaySettings, LimitsSettings, ModelSettings, SchedulerSettings, Settings
 from gateway.identity.keys import ApiKey, hash_of, load_keys, save_keys
 from tests.e2e.conftest import serve
 from tests.waiting import wait_until
@@ -60,8 +60,9 @@ def keys_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def guarded(run_root: Path, keys_file: Path) -> Iterator[Served]:
-    gateway = GatewaySettings(port=0, keys_file=keys_file, limits_file=keys_file.with_name("limits.toml"))
-    settings = Settings(model=ModelSettings(load_format="fake"), gateway=gateway, scheduler=SCHEDULER)
+    gateway = GatewaySettings(port=0, keys_file=keys_file)
+    limits = LimitsSettings(file=keys_file.with_name("limits.toml"))
+    settings = Settings(model=ModelSettings(load_format="fake"), limits=limits, gateway=gateway, scheduler=SCHEDULER)
     yield from serve(settings, run_root)
 
 

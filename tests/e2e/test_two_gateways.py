@@ -37,9 +37,9 @@ async def test_two_gateways_act_as_one_while_their_state_restarts(run_root: Path
     with temporary_redis() as redis_process:
         async with two_gateways(
             directory,
-            state=redis_process.url,
-            keys_file=directory / "keys.toml",
             limits_file=directory / "limits.toml",
+            keys_file=directory / "keys.toml",
+            **{"state.url": redis_process.url},
         ) as gateways:
             await check_limit(gateways)
             await check_responses(gateways)

@@ -123,7 +123,7 @@ class TwoGateways:
 
 
 @asynccontextmanager
-async def two_gateways(directory: Path, **settings: object) -> AsyncIterator[TwoGateways]:
+async def two_gateways(directory: Path, limits_file: Path, **settings: object) -> AsyncIterator[TwoGateways]:
     """Run everything; `settings` are those of the section `gateway`. Both gateways are ready."""
     ports, metrics_ports = [free_port(), free_port()], [free_port(), free_port()]
     processes = Processes(directory)
@@ -134,7 +134,7 @@ async def two_gateways(directory: Path, **settings: object) -> AsyncIterator[Two
         for number, (port, metrics_port) in enumerate(zip(ports, metrics_ports, strict=True)):
             own = {"port": port, "metrics_port": metrics_port, **addresses, **settings}
             named = {f"gateway.{name}": value for name, value in own.items()}
-            processes.start(f"gateway-{number}", GATEWAY, {**named, "log.level": "warning"})
+            processes.start(f"gateway-{number}", GATEWAY, {**named, "limits.file": limits_file, "log.level": "warning"})
         async with httpx.AsyncClient(trust_env=False) as client:
             for port in ports:
                 await _until_ready(client, port, processes)

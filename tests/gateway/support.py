@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import httpx
@@ -11,17 +11,18 @@ from prometheus_client import CollectorRegistry
 
 from common.settings import GatewaySettings
 from gateway.app import create_app
-from gateway.assembly import build_identity, build_quotas, limits, resume_policy
+from gateway.assembly import build_identity, build_quotas, limits
 from gateway.backends import Backend, Backends, ServedModel
 from gateway.endpoints.context import Context
 from gateway.generation.generations import Generations
-from gateway.generation.journal import Journal
+from gateway.generation.journal import Journal, ResumePolicy
 from gateway.metrics import GatewayMetrics
 from gateway.state.state import open_state
 from tests.fakes.pipeline import FakeAdministration, FakeModel, FakePipeline, FakeReadiness, Script, says
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
+    from pathlib import Path
 
     from fastapi import FastAPI
 
@@ -42,23 +43,26 @@ class FakedGateway:
     name: str | None = None
     aliases: tuple[str, ...] = ()
     others: list[Backend] = field(default_factory=list)
+    limits_file: Path | None = None
+    resume: ResumePolicy = field(default_factory=ResumePolicy)
+    # Changes of `Limits`.
+    bounds: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.metrics = GatewayMetrics(CollectorRegistry())
-        policy = resume_policy(self.settings)
         self.generations = Generations(
-            self.pipeline, self.journal, policy, self.metrics, max_open_requests=self.settings.max_open_requests
+            self.pipeline, self.journal, self.resume, self.metrics, max_open_requests=self.settings.max_open_requests
         )
         self.state = open_state(self.settings, self.generations, self.metrics)
         self.context = Context(
             generations=self.generations,
             models=Backends([self.backend, *self.others], self.settings.default_model),
             identity=build_identity(self.settings),
-            quotas=build_quotas(self.settings, self.state.meters),
+            quotas=build_quotas(self.limits_file, self.state.meters),
             stored=self.state.stored,
             aborts=self.state.aborts,
             metrics=self.metrics,
-            limits=limits(self.settings),
+            limits=replace(limits(self.settings), **self.bounds),
             fingerprint="pando-test",
         )
         self.app: FastAPI = create_app(self.context, self.settings.cors_origins)
@@ -92,8 +96,11 @@ def gateway_saying(*words: str, **settings: Any) -> FakedGateway:
     return faked(says(*words), **settings)
 
 
-def faked(script: Script | None, **settings: Any) -> FakedGateway:
-    return FakedGateway(FakePipeline(script), GatewaySettings(**settings))
+def faked(
+    script: Script | None, limits_file: Path | None = None, bounds: dict[str, Any] | None = None, **settings: Any
+) -> FakedGateway:
+    gateway = GatewaySettings(**settings)
+    return FakedGateway(FakePipeline(script), gateway, limits_file=limits_file, bounds=bounds or {})
 
 
 def stable(text: str) -> str:

@@ -11,6 +11,7 @@ from common.errors import ConfigurationError, UnavailableError
 from common.settings import GatewaySettings
 from common.types import ErrorCode, RequestFailure
 from gateway.backends import Backend, Backends, ServedModel
+from gateway.generation.journal import ResumePolicy
 from gateway.pipeline.model_pipelines import ModelPipelines
 from tests.fakes.pipeline import CARD, FakeAdministration, FakeModel, FakePipeline, FakeReadiness, says
 from tests.gateway.support import HELLO, FakedGateway, error_of
@@ -39,7 +40,7 @@ class FakedModel:
 class TwoModels(FakedGateway):
     """`small` and `large`, of which each says its name; `extra` come on top."""
 
-    def __init__(self, *extra: FakedModel, **settings: object) -> None:
+    def __init__(self, *extra: FakedModel, resume: ResumePolicy | None = None, **settings: object) -> None:
         self.small = FakedModel("small", FakePipeline(says("small")), aliases=("gpt-4o-mini", "org/small"))
         self.large = FakedModel("large", FakePipeline(says("large")))
         models = (self.small, self.large, *extra)
@@ -53,6 +54,7 @@ class TwoModels(FakedGateway):
             name="small",
             aliases=self.small.aliases,
             others=[model.backend for model in models[1:]],
+            resume=resume or ResumePolicy(),
         )
 
 
@@ -117,7 +119,7 @@ async def test_an_encoder_generates_nothing() -> None:
 
 
 async def test_a_model_with_unreachable_services_gives_503_and_other_models_still_answer() -> None:
-    gateway = TwoModels(admission_deadline_s=0.0)
+    gateway = TwoModels(resume=ResumePolicy(admission_deadline_s=0.0))
     gateway.small.model.error = UnavailableError("the tokenizer is away")
     assert error_of(await gateway.chat(model="small"), 503)["message"] == "the tokenizer is away"
     assert text_of((await gateway.chat(model="large")).json()) == "large"

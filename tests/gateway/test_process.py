@@ -13,6 +13,7 @@ from prometheus_client import CollectorRegistry
 
 from common.settings import GatewaySettings
 from gateway.assembly import Gateway
+from gateway.generation.journal import ResumePolicy
 from tests.fakes.pipeline_servers import DETOKENIZER, TOKENIZER, FakeServices, pipeline_servers
 from tests.gateway.support import HELLO, events
 
@@ -24,9 +25,11 @@ BODY: dict[str, Any] = {"model": "tiny", "messages": HELLO}
 
 
 @asynccontextmanager
-async def gateway_over(services: FakeServices, **settings: Any) -> AsyncIterator[httpx.AsyncClient]:
-    addresses: dict[str, Any] = {"tokenizer": services.address(TOKENIZER), "detokenizer": services.address(DETOKENIZER)}
-    gateway = Gateway(GatewaySettings(port=0, drain_s=30, **addresses, **settings), CollectorRegistry())
+async def gateway_over(services: FakeServices, resume: ResumePolicy | None = None) -> AsyncIterator[httpx.AsyncClient]:
+    settings = GatewaySettings(
+        port=0, drain_s=30, tokenizer=services.address(TOKENIZER), detokenizer=services.address(DETOKENIZER)
+    )
+    gateway = Gateway(settings, CollectorRegistry(), resume=resume)
     stopping = asyncio.Event()
     running = asyncio.create_task(gateway.run(stopping))
     try:
@@ -102,7 +105,8 @@ async def test_request_waits_for_a_tokenizer_that_starts_again(tmp_path: Path) -
 
 
 async def test_an_unreachable_pipeline_gives_503_within_the_deadline(tmp_path: Path) -> None:
-    async with pipeline_servers(tmp_path) as services, gateway_over(services, admission_deadline_s=0.3) as client:
+    resume = ResumePolicy(admission_deadline_s=0.3)
+    async with pipeline_servers(tmp_path) as services, gateway_over(services, resume) as client:
         await until_ready(client)
         assert (await client.get("/v1/models")).status_code == 200
         await services.kill(DETOKENIZER)

@@ -15,7 +15,7 @@ from rich.console import Console
 from common.rpc.options import CHANNEL_OPTIONS
 from common.rpc.security import Security, read_security
 from common.rpc.status import to_error
-from common.secret_files import read_secret
+from common.secrets import read_secret
 from common.settings import CONFIG_VARIABLE, parse_settings
 from deploy.supervisor.state import find_state
 from protos.gen.pando.v1 import scheduler_pb2_grpc
@@ -122,8 +122,7 @@ def read_admin_token(arguments: argparse.Namespace) -> str | None:
     Raises:
         ConfigurationError: the token's file cannot be read.
     """
-    scheduler = _settings(arguments).scheduler
-    return read_secret("scheduler.admin_token", scheduler.admin_token, scheduler.admin_token_file)
+    return read_secret("scheduler.admin_token", _settings(arguments).scheduler.admin_token)
 
 
 def _settings(arguments: argparse.Namespace) -> Settings:

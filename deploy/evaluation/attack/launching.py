@@ -108,8 +108,7 @@ class Launch:
         """Return the settings that go before all others; keys and limits are files in `folder`."""
         settings = [*self.overrides, *self.settings, f"scheduler.cache.mode={self.mode}"]
         if self.has_keys:
-            settings.append(f"gateway.keys_file={folder / KEYS_FILE}")
-            settings += [f"{service}.limits_file={folder / LIMITS_FILE}" for service in ("gateway", "scheduler")]
+            settings += [f"gateway.keys_file={folder / KEYS_FILE}", f"limits.file={folder / LIMITS_FILE}"]
         if self.promotion_subjects is not None:
             settings.append(f"scheduler.cache.promotion_subjects={self.promotion_subjects}")
         if self.storage is not None:

@@ -38,7 +38,7 @@ def make_allocator(name: CacheName, pages: int, page_size: int, window: WindowPo
     if window.pages < least:
         raise ConfigurationError(
             f"{window.pages} pages for the layers with a window of {window.window_tokens} tokens, but one row needs "
-            f"{least}: raise scheduler.window_ratio or the memory, or set window_ratio to 0"
+            f"{least}: free memory on the device, or raise scheduler.memory_fraction or lower scheduler.max_rows"
         )
     return allocator
 
@@ -77,8 +77,7 @@ def resolve(settings: CacheSettings, device: str = "cpu", *, content_check: bool
         share_across_tenants=settings.share_across_tenants,
         content_check=content_check,
         quota_share=settings.quota_share,
-        floor_share=settings.floor_share,
-        tenant_floor_share=settings.tenant_floor_share,
+        floor_share=min(CacheConfig().floor_share, settings.quota_share),
         strict_numerics=resolve_strict_numerics(settings.strict_numerics, device),
     )
 

@@ -16,6 +16,8 @@ if TYPE_CHECKING:
 
 # Loading a model's vocabulary takes seconds on a slow machine.
 START_TIMEOUT_S = 120.0
+# A check that takes longer is aborted and counts as a rejection.
+DEADLINE_S = 5.0
 COMMAND = (sys.executable, "-m", "services.scheduler.content.child")
 
 
@@ -37,7 +39,9 @@ class Answer:
 class ContentChecker:
     """Owns the child process. One query at a time; after a failure the next query starts a new process."""
 
-    def __init__(self, configuration: Message, deadline_s: float, command: Sequence[str] = COMMAND) -> None:
+    def __init__(
+        self, configuration: Message, deadline_s: float = DEADLINE_S, command: Sequence[str] = COMMAND
+    ) -> None:
         """Run `command`, whose first message is `configuration`; each prompt may take `deadline_s`."""
         self._configuration = configuration
         self._deadline_s = deadline_s

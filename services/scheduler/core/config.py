@@ -15,6 +15,15 @@ if TYPE_CHECKING:
 
 # Share of all sessions, and of their pages, that one tenant may have, so that some are left to others.
 TENANT_SHARE = 0.75
+# Longest timeout that a client may choose for a session, unless the operator's default is longer.
+MAX_SESSION_TIMEOUT_S = 3600.0
+# Target duration of a plan while no request waits: it determines the steps of a plan (multi-step decode), and a request
+# that arrives waits about as long for its first step.
+TARGET_PLAN_S = 0.008
+# Jump-forward: tokens that a grammar determines and that one pass may compute; their pages are granted in advance.
+JUMP_TOKENS = 16
+# With policy priority: how often a running request may be preempted by a waiting one of higher priority.
+MAX_PREEMPTIONS = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,16 +87,16 @@ def resolve(settings: SchedulerSettings, capacity: EngineCapacity) -> CoreConfig
         max_waiting=settings.queue.max_waiting_requests,
         waiting_timeout_s=settings.waiting_timeout_s,
         running_timeout_s=settings.running_timeout_s,
-        target_plan_s=settings.target_plan_ms / 1000,
+        target_plan_s=TARGET_PLAN_S,
         max_steps_per_plan=settings.max_steps_per_plan,
         kv_bytes_per_token=capacity.kv_bytes_per_token,
         prefill_tokens_per_s=capacity.prefill_tokens_per_s,
         load_bytes_per_s=capacity.load_bytes_per_s,
         is_encoder=capacity.is_encoder,
-        jump_tokens=settings.jump_tokens if capacity.jumps_forward else 0,
+        jump_tokens=JUMP_TOKENS if capacity.jumps_forward else 0,
         strict_priority=settings.queue.policy == "priority",
         sessions=_session_rules(settings.sessions, capacity),
-        max_preemptions=settings.queue.priority_preemptions if settings.queue.policy == "priority" else 0,
+        max_preemptions=MAX_PREEMPTIONS if settings.queue.policy == "priority" else 0,
     )
 
 
@@ -103,6 +112,6 @@ def _session_rules(settings: SessionSettings, capacity: EngineCapacity) -> Sessi
         subject_tokens=tokens(settings.share),
         tenant_tokens=tokens(settings.share_total * TENANT_SHARE),
         total_tokens=tokens(settings.share_total),
-        timeout_s=min(settings.timeout_s, settings.timeout_limit_s),
-        max_timeout_s=settings.timeout_limit_s,
+        timeout_s=settings.timeout_s,
+        max_timeout_s=max(settings.timeout_s, MAX_SESSION_TIMEOUT_S),
     )

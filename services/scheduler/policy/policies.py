@@ -27,7 +27,7 @@ def make_counters(settings: QueueSettings) -> VirtualCounters | None:
     """Return the counters that the policy needs, None if it needs none."""
     if settings.policy != "fair":
         return None
-    return VirtualCounters(ShareConfig(output_weight=settings.fair_output_weight))
+    return VirtualCounters(ShareConfig())
 
 
 def make_policy(name: PolicyName, counters: VirtualCounters | None = None, slack_tokens: float = 512.0) -> Policy:

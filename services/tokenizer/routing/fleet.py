@@ -36,14 +36,12 @@ class Fleet:
         discovery: Discovery,
         connect: Callable[[Found], grpc.aio.Channel],
         policy: Policy,
-        prefix_tokens: int,
         discovery_interval_s: float = DISCOVERY_INTERVAL_S,
     ) -> None:
         """`discovery` finds groups, `connect` opens channels to them, `policy` selects one for each request."""
         self._discovery = discovery
         self._connect = connect
         self._policy = policy
-        self._prefix_tokens = prefix_tokens
         self._discovery_interval_s = discovery_interval_s
         self._replicas: dict[str, Replica] = {}
         self._log = get_logger("fleet")
@@ -124,7 +122,7 @@ class Fleet:
                 chosen = favourite(session_key(request.view, request.options.session), loads)
             else:
                 candidates = [Candidate(name, load) for name, load in loads.items()]
-                chosen = self._policy.choose(affinity_key(request, self._prefix_tokens), candidates)
+                chosen = self._policy.choose(affinity_key(request), candidates)
             loads[chosen] += 1
             batches[chosen].append(request)
         return batches

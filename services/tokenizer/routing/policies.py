@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 FREE_LOAD = 8
 # Largest load of a group under `PrefixAware`, as a multiple of its share of the open requests.
 LOAD_FACTOR = 1.25
+# Leading tokens by which prompts of one user count as equal: enough to tell system prompts apart.
+PREFIX_TOKENS = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,8 +83,8 @@ def score(key: bytes, name: str) -> int:
     return int.from_bytes(hashlib.blake2b(name.encode(), key=key, digest_size=8).digest(), "big")
 
 
-def affinity_key(request: ScheduleRequest, prefix_tokens: int) -> bytes:
-    """Return the key of a request, 32 bytes: its view, then its routing key or else its first `prefix_tokens` tokens.
+def affinity_key(request: ScheduleRequest) -> bytes:
+    """Return the key of a request, 32 bytes: its view, then its routing key or else its first `PREFIX_TOKENS` tokens.
 
     The view comes first and with its length, so that requests of different views never share a key: the choice of a
     user's group depends on that user's own requests only.
@@ -91,7 +93,7 @@ def affinity_key(request: ScheduleRequest, prefix_tokens: int) -> bytes:
     if request.routing_key is not None:
         digest.update(b"key" + request.routing_key.encode())
         return digest.digest()
-    digest.update(b"ids" + np.ascontiguousarray(request.token_ids[:prefix_tokens], dtype="<u4").tobytes())
+    digest.update(b"ids" + np.ascontiguousarray(request.token_ids[:PREFIX_TOKENS], dtype="<u4").tobytes())
     return digest.digest()
 
 

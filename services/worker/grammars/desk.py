@@ -29,10 +29,14 @@ MAX_REFUSALS = 1024
 
 @dataclass(frozen=True, slots=True)
 class GrammarLimits:
-    """Limits of compilations; see `GrammarSettings`."""
+    """Limits of compilations: of one grammar, then of the grammars of one subject."""
 
+    # After this time, a compilation is aborted and the request refused.
     timeout_s: float = 30.0
+    # After this time, a compilation yields to other subjects' grammars: one such long compilation continues in
+    # parallel, further ones restart when it has ended.
     slice_s: float = 1.0
+    # Grammars that may be waiting or in compilation.
     open_per_subject: int = 16
     seconds_per_minute: float = 30.0
 

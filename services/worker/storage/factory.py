@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from common.errors import ConfigurationError
+from common.secrets import read_secret
 from services.worker.storage.interface import StorageError
 
 if TYPE_CHECKING:
@@ -23,9 +24,9 @@ def make_storage(settings: WorkerStorageSettings) -> Storage | None:
     Raises:
         ConfigurationError: the place cannot be used as configured; a server that is down is no such reason.
     """
-    if settings.location is None:
+    place = read_secret("worker.storage.location", settings.location)
+    if place is None:
         return None
-    place = settings.location.get_secret_value()
     try:
         if place.startswith(_REDIS_SCHEMES):
             # Only who uses it needs the package.

@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import argparse
 import json
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import pytest
 
 from common.errors import ConfigurationError
+from common.secrets import read_secret
 from common.settings import PREFIX, Settings, parse_settings
-from common.settings.renamed import OF_MODELS, REMOVED, RENAMED, OldNames
+from common.settings.renamed import FILES, KEY, OF_MODELS, REMOVED, RENAMED, OldNames
 from common.settings.sources import known_settings
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 
 def parse(*argv: str, environ: dict[str, str] | None = None) -> Settings:
@@ -34,11 +32,9 @@ def warnings(capsys: pytest.CaptureFixture[str]) -> list[str]:
 def test_old_names_are_no_settings_and_new_names_are() -> None:
     known = set(known_settings())
     assert known.isdisjoint({*RENAMED, *REMOVED})
-    assert set(RENAMED.values()) <= known
-    assert len(set(RENAMED.values())) == len(RENAMED)
+    assert {new for new in RENAMED.values() if KEY not in new} <= known
     assert RENAMED.keys().isdisjoint(REMOVED)
-    # Tables of single models are translated section by section.
-    assert [old for old, new in RENAMED.items() if old.partition(".")[0] != new.partition(".")[0]] == []
+    assert set(RENAMED) >= FILES
     assert set(OF_MODELS) < set(Settings.model_fields)
 
 
@@ -50,10 +46,10 @@ def test_old_flags(flags: list[str], capsys: pytest.CaptureFixture[str]) -> None
 
 
 def test_old_variables(capsys: pytest.CaptureFixture[str]) -> None:
-    environ = {"PANDO_SCHEDULER__CACHE_EVICTION": "lfu", "PANDO_GATEWAY__JWT_ALGORITHMS": '["EdDSA"]', "HOME": "/"}
+    environ = {"PANDO_SCHEDULER__CACHE_EVICTION": "lfu", "PANDO_GATEWAY__JWT_ISSUER": "https://id", "HOME": "/"}
     settings = parse(environ=environ)
     assert settings.scheduler.cache.eviction == "lfu"
-    assert settings.gateway.jwt.algorithms == ("EdDSA",)
+    assert settings.gateway.jwt.issuer == "https://id"
     assert len(warnings(capsys)) == 2
 
 
@@ -112,6 +108,54 @@ def test_the_old_name_of_a_section_is_still_a_scalar_setting(old: str, tmp_path:
     assert parse(environ={variable: value}).model_dump(mode="json") == expected
     assert parse(environ={variable: as_json}).model_dump(mode="json") == expected
     assert from_file(tmp_path, f'[{section}]\n{name} = "{value}"\n').model_dump(mode="json") == expected
+
+
+def test_one_setting_replaces_those_of_several_services(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    sections = ("gateway", "tokenizer", "scheduler", "worker", "detokenizer")
+    text = "".join(f'[{section}]\nmetrics_host = "0.0.0.0"\n' for section in sections)
+    assert from_file(tmp_path, text).metrics.host == "0.0.0.0"
+    assert len(warnings(capsys)) == len(sections)
+    in_environment = {f"PANDO_{section.upper()}__METRICS_HOST": "::" for section in sections}
+    assert parse(environ=in_environment).metrics.host == "::"
+    assert parse("--gateway.limits_file", "a.toml", "--scheduler.limits_file=a.toml").limits.file == Path("a.toml")
+    in_json = parse(environ={"PANDO_WORKER": '{"metrics_host": "::1", "threads": 3}'})
+    assert (in_json.metrics.host, in_json.worker.threads) == ("::1", 3)
+    of_model = from_file(tmp_path, '[models.a.worker]\nmetrics_host = "::"\nthreads = 2\n')
+    assert (of_model.metrics.host, of_model.models["a"].worker) == ("::", {"threads": 2})
+
+
+def test_one_setting_cannot_have_the_values_of_several_services(tmp_path: Path) -> None:
+    text = '[gateway]\nlimits_file = "a.toml"\n[scheduler]\nlimits_file = "b.toml"\n'
+    with pytest.raises(ConfigurationError, match=r"give only limits\.file"):
+        from_file(tmp_path, text)
+    with pytest.raises(ConfigurationError, match=r"give only limits\.file"):
+        parse("--gateway.limits_file", "a.toml", "--scheduler.limits_file", "b.toml")
+    with pytest.raises(ConfigurationError, match=r"give only limits\.file"):
+        from_file(tmp_path, '[gateway]\nlimits_file = "a.toml"\n[limits]\nfile = "a.toml"\n')
+
+
+def test_old_names_of_files_with_secrets(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "secret").write_text("open-sesame-please\n")
+    path = str(tmp_path / "secret")
+    by_flag = parse("--scheduler.admin_token_file", path).scheduler.admin_token
+    assert read_secret("scheduler.admin_token", by_flag) == "open-sesame-please"
+    assert "file:PATH" in warnings(capsys)[0]
+    by_variable = parse(environ={"PANDO_GATEWAY__STATE__URL_FILE": path}).gateway.state.url
+    assert read_secret("gateway.state.url", by_variable) == "open-sesame-please"
+    in_file = from_file(tmp_path, f'[gateway]\nstate_secret_file = "{path}"\n').gateway.state.secret
+    assert read_secret("gateway.state.secret", in_file) == "open-sesame-please"
+    with pytest.raises(ConfigurationError, match=r"give only gateway\.state\.url"):
+        from_file(tmp_path, f'[gateway.state]\nurl = "redis://a"\nurl_file = "{path}"\n')
+
+
+def test_a_single_scheduler_is_a_list_of_one(tmp_path: Path) -> None:
+    assert parse("--tokenizer.scheduler", "a:1").tokenizer.schedulers == ("a:1",)
+    assert parse(environ={"PANDO_GATEWAY__SCHEDULER": "a:1"}).gateway.schedulers == ("a:1",)
+    backend = '"tokenizer": "t:1", "detokenizer": "d:1", "scheduler": "s:1"'
+    models = parse(environ={"PANDO_GATEWAY__MODELS": f'{{"org/a": {{{backend}}}}}'}).gateway.models
+    assert models["org/a"].schedulers == ("s:1",)
+    table = '[gateway.models."org/a"]\ntokenizer = "t:1"\ndetokenizer = "d:1"\nscheduler = "s:1"\n'
+    assert from_file(tmp_path, table).gateway.models == models
 
 
 def test_new_names_are_accepted_without_a_warning(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -176,6 +220,25 @@ def test_removed_settings_have_no_effect_and_are_named(tmp_path: Path, capsys: p
     ]
     assert all("has no effect" in warning for warning in given)
     assert "PANDO_FAKE_STEP_MS" in given[0]
+
+
+@pytest.mark.parametrize("name", sorted(REMOVED))
+def test_a_removed_setting_has_no_effect_in_any_source(
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    section, _, key = name.rpartition(".")
+    variable = f"{PREFIX}{name}".replace(".", "__").upper()
+    outermost, *path = section.split(".")
+    as_json = json.dumps({key: 1})
+    for part in reversed(path):
+        as_json = f'{{"{part}": {as_json}}}'
+    unchanged = Settings().model_dump()
+    assert parse(f"--{name}", "1").model_dump() == unchanged
+    assert parse(environ={variable: "1"}).model_dump() == unchanged
+    assert parse(f"--{outermost}", as_json).model_dump() == unchanged
+    assert from_file(tmp_path, f"[{section}]\n{key} = 1\n").model_dump() == unchanged
+    expected = f"pando: warning: {name} has no effect: {REMOVED[name]}; the next version will refuse it"
+    assert warnings(capsys) == [expected] * 4
 
 
 def test_values_are_still_checked() -> None:

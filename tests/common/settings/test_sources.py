@@ -39,6 +39,16 @@ def test_sections_within_a_section_are_merged_over_the_sources(tmp_path: Path) -
     assert (cache.mode, cache.eviction, cache.epoch_seconds) == ("shared", "slru", 5)
 
 
+@pytest.mark.parametrize("text", ["a:1,dns:b:2", "a:1, dns:b:2", '["a:1", "dns:b:2"]'])
+def test_addresses_are_separated_by_commas_or_json(text: str, tmp_path: Path) -> None:
+    expected = ("a:1", "dns:b:2")
+    assert parse("--tokenizer.schedulers", text).tokenizer.schedulers == expected
+    assert parse(environ={"PANDO_SCHEDULER__WORKERS": text}).scheduler.workers == expected
+    file = tmp_path / "pando.toml"
+    file.write_text(f"[gateway]\nschedulers = '{text}'\n")
+    assert parse("--config", str(file)).gateway.schedulers == expected
+
+
 def test_only_the_given_environment_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PANDO_SCHEDULER__MAX_ROWS", "3")
     assert parse().scheduler.max_rows == 64

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import re
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -132,8 +133,8 @@ def test_addresses_are_those_of_containers(name: str) -> None:
     for key in (
         "GATEWAY__TOKENIZER",
         "GATEWAY__DETOKENIZER",
-        "GATEWAY__SCHEDULER",
-        "TOKENIZER__SCHEDULER",
+        "GATEWAY__SCHEDULERS",
+        "TOKENIZER__SCHEDULERS",
         "SCHEDULER__DETOKENIZER",
     ):
         host, port = environment[f"PANDO_{key}"].split(":")
@@ -152,7 +153,7 @@ def test_prometheus_scrapes_every_service_where_it_reports() -> None:
     ports = {name: int(environment[f"PANDO_{name.upper()}__METRICS_PORT"]) for name in NAMES}
     # Of the gateway there may be replicas, which have one name.
     assert targets == {name: [f"{name}:{port}"] for name, port in ports.items() if name != "gateway"}
-    assert {environment[f"PANDO_{name.upper()}__METRICS_HOST"] for name in NAMES} == {"0.0.0.0"}
+    assert environment["PANDO_METRICS__HOST"] == "0.0.0.0"
     found = {name: config["port"] for config in by_name["dns_sd_configs"] for name in config["names"]}
     started = {
         name: service["extends"]["service"]
@@ -176,8 +177,8 @@ def test_rules_and_dashboards_are_those_of_the_chart() -> None:
 def test_secrets_are_files_mounted_into_the_services_that_read_them() -> None:
     overlay = load("secrets.yaml")
     for service in overlay["services"].values():
-        named = {path for path in service["environment"].values() if path.startswith("/run/secrets/")}
-        assert named == {f"/run/secrets/{name}" for name in service["secrets"]}
+        named = {path for path in service["environment"].values() if path.startswith("file:")}
+        assert named == {f"file:/run/secrets/{name}" for name in service["secrets"]}
         assert set(service["secrets"]) <= overlay["secrets"].keys()
     # The scheduler flushes its cache only for who knows the token.
     assert "admin_token" in overlay["services"]["gateway"]["secrets"]
@@ -186,9 +187,9 @@ def test_secrets_are_files_mounted_into_the_services_that_read_them() -> None:
 @pytest.mark.parametrize(
     ("overlay", "service", "setting"),
     [
-        ("secrets.yaml", "gateway", "keys_file"),
-        ("limits.yaml", "gateway", "limits_file"),
-        ("limits.yaml", "scheduler", "limits_file"),
+        ("secrets.yaml", "gateway", "gateway.keys_file"),
+        ("limits.yaml", "gateway", "limits.file"),
+        ("limits.yaml", "scheduler", "limits.file"),
     ],
 )
 def test_files_that_are_replaced_are_mounted_with_their_directory(
@@ -198,7 +199,7 @@ def test_files_that_are_replaced_are_mounted_with_their_directory(
     definition = load(overlay)["services"][service]
     [mount] = definition["volumes"]
     settings = settings_with(definition["environment"], {}, monkeypatch)
-    file: Path = getattr(getattr(settings, service), setting)
+    file: Path = attrgetter(setting)(settings)
     assert str(file.parent) == mount["target"]
     assert (mount["type"], mount["read_only"], mount["bind"]) == ("bind", True, {"create_host_path": False})
     assert f"names the directory of {file.name}" in mount["source"]
@@ -236,7 +237,7 @@ def test_two_models_have_separate_services_and_share_one_gateway(monkeypatch: py
         assert {settings.model.name for settings in pipeline.values()} == {name}
         assert backend.tokenizer == f"{prefix}tokenizer:50051"
         assert backend.detokenizer == pipeline["scheduler"].scheduler.detokenizer == f"{prefix}detokenizer:50054"
-        assert backend.scheduler == pipeline["tokenizer"].tokenizer.scheduler == f"{prefix}scheduler:50052"
+        assert backend.schedulers == pipeline["tokenizer"].tokenizer.schedulers == (f"{prefix}scheduler:50052",)
         assert pipeline["scheduler"].scheduler.workers == (f"{prefix}worker:50053",)
         assert str(pipeline["scheduler"].scheduler.rendezvous).startswith(f"{prefix}worker:")
     assert overlay["second-model"]["command"][-1] == "${PANDO_SECOND_MODEL}"
@@ -255,7 +256,8 @@ def test_two_gateways_share_a_state_server_on_the_internal_network(monkeypatch: 
     settings = settings_with(environment, {}, monkeypatch).gateway
     assert settings.state.url is not None
     assert settings.state.url.get_secret_value() == "redis://valkey:6379"
-    assert str(settings.state.secret_file) == "/run/secrets/state_secret"
+    assert settings.state.secret is not None
+    assert settings.state.secret.get_secret_value() == "file:/run/secrets/state_secret"
     assert gateway["secrets"] == list(overlay["secrets"]) == ["state_secret"]
     assert gateway["depends_on"] == {"valkey": {"condition": "service_healthy"}}
     [published] = gateway["ports"]

@@ -59,7 +59,7 @@ def test_metrics_are_read_only_by_prometheus_in_its_own_namespace(name: str) -> 
     for each in running(objects):
         section = getattr(each.settings, each.service)
         port = section.metrics_port
-        assert section.metrics_host in ("0.0.0.0", "::")
+        assert each.settings.metrics.host in ("0.0.0.0", "::")
         assert [rule["from"] for rule in ingress[component_of(each.workload)] if port in _ports(rule)] == [[prometheus]]
 
 
@@ -117,7 +117,7 @@ def test_a_gateway_of_two_releases_reaches_its_peers_in_both() -> None:
     asked = {
         (gateway.workload["metadata"]["name"], *address.split(":"))
         for model in models.values()
-        for address in (model.tokenizer, model.detokenizer, model.scheduler or "")
+        for address in (model.tokenizer, model.detokenizer, *model.schedulers)
     }
     within = pipeline_of(releases["front"]) | pipeline_of(releases["large"])
     assert open_edges([*releases["front"], *releases["large"]]) == within | {

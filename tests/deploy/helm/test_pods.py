@@ -12,6 +12,8 @@ from common.limits import load_limits
 from common.models import pull
 from common.rpc.roles import Role
 from common.settings import Settings
+from services.detokenizer.__main__ import DRAIN_S as DETOKENIZER_DRAIN_S
+from services.tokenizer.__main__ import DRAIN_S as TOKENIZER_DRAIN_S
 from tests.deploy.helm.chart import (
     Manifest,
     Running,
@@ -28,6 +30,8 @@ from tests.deploy.helm.value_sets import VALUE_SETS
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
+
+    from pydantic import SecretStr
 
 SERVICES = ("tokenizer", "scheduler", "worker", "detokenizer")
 every_value_set = pytest.mark.parametrize("name", VALUE_SETS)
@@ -67,7 +71,7 @@ def test_every_address_is_that_of_a_service_of_the_release(name: str) -> None:
     settings = Settings(**settings_of(objects))
     services = {item["metadata"]["name"]: item["spec"] for item in objects if item["kind"] == "Service"}
     schedulers = schedulers_of(settings)
-    assert schedulers == list(settings.gateway.schedulers or (settings.gateway.scheduler,))
+    assert schedulers == list(settings.gateway.schedulers)
     for address in (
         settings.gateway.tokenizer,
         settings.gateway.detokenizer,
@@ -85,17 +89,19 @@ def test_gateways_get_the_address_of_their_state_and_its_failure_mode() -> None:
     assert plain.settings.gateway.state.url is not None
     assert plain.settings.gateway.state.url.get_secret_value() == "rediss://state.example:6380/2"
     assert plain.settings.gateway.state.failure == "closed"
-    assert mounted_secret(plain, str(plain.settings.gateway.state.secret_file)) == ("signing", "secret")
+    assert mounted_secret(plain, plain.settings.gateway.state.secret) == ("signing", "secret")
     secret = next(each for each in running(render(VALUE_SETS["hpa"])) if each.service == "gateway")
-    assert mounted_secret(secret, str(secret.settings.gateway.state.url_file)) == ("state", "url")
-    assert secret.settings.gateway.state.secret_file is None
+    assert mounted_secret(secret, secret.settings.gateway.state.url) == ("state", "url")
+    assert secret.settings.gateway.state.secret is None
     alone = next(each for each in running(render({})) if each.service == "gateway")
     assert alone.settings.gateway.state.url is None
-    assert alone.settings.gateway.state.url_file is None
 
 
-def mounted_secret(each: Running, path: str) -> tuple[str, str]:
-    """Return the Secret and the key that a container reads at `path`."""
+def mounted_secret(each: Running, setting: SecretStr | None) -> tuple[str, str]:
+    """Return the Secret and the key that a container reads for a setting, whose value names a file."""
+    assert setting is not None
+    prefix, _, path = setting.get_secret_value().partition(":")
+    assert prefix == "file"
     directory, _, key = path.rpartition("/")
     mounts = {mount["mountPath"]: mount["name"] for mount in each.container["volumeMounts"]}
     volumes = {volume["name"]: volume for volume in each.template["spec"]["volumes"]}
@@ -137,7 +143,7 @@ def group_of(running: Running) -> str | None:
 
 def schedulers_of(settings: Settings) -> list[str]:
     """Return the addresses of the groups that the tokenizer chooses among."""
-    return list(settings.tokenizer.schedulers or (settings.tokenizer.scheduler,))
+    return list(settings.tokenizer.schedulers)
 
 
 def test_a_group_in_a_pod_starts_its_workers_first_and_drains_before_they_end() -> None:
@@ -158,7 +164,10 @@ def test_gateway_and_scheduler_share_the_admin_token() -> None:
         for each in everybody:
             mounts = {mount["mountPath"] for mount in each.container["volumeMounts"]}
             assert ("/etc/pando/admin" in mounts) == (each.service in ("gateway", "scheduler"))
-        assert str(everybody[0].settings.gateway.scheduler_admin_token_file) == "/etc/pando/admin/token"
+        gateway, scheduler = everybody[0].settings.gateway, everybody[0].settings.scheduler
+        for token in (gateway.scheduler_admin_token, scheduler.admin_token):
+            assert token is not None
+            assert token.get_secret_value() == "file:/etc/pando/admin/token"
 
 
 def test_probes_ask_for_the_health_names_that_the_services_have() -> None:
@@ -227,7 +236,8 @@ def test_the_start_may_take_as_long_as_the_weights_need() -> None:
 def test_termination_grace_periods_exceed_pre_stop_and_drain_times(name: str) -> None:
     for each in running(render(VALUE_SETS[name])):
         hook = each.container.get("lifecycle", {}).get("preStop", {"sleep": {"seconds": 0}})
-        drain = getattr(getattr(each.settings, each.service), "drain_s", 0)
+        constants = {"tokenizer": TOKENIZER_DRAIN_S, "detokenizer": DETOKENIZER_DRAIN_S}
+        drain = getattr(getattr(each.settings, each.service), "drain_s", constants.get(each.service, 0))
         assert each.template["spec"]["terminationGracePeriodSeconds"] > hook["sleep"]["seconds"] + drain
 
 
@@ -269,9 +279,11 @@ def test_secrets_are_never_in_the_settings_file() -> None:
     objects = render(VALUE_SETS["keys-and-admin"])
     assert settings_of(objects)["gateway"]["keys_file"] == "/etc/pando/keys/keys.toml"
     text = named(objects, "ConfigMap", "settings")["data"]["pando.toml"]
-    assert not re.search("^ *(admin_token|token|secret) *=", text, re.MULTILINE)
+    secrets = re.findall('^ *(?:scheduler_admin_token|admin_token|token|secret) *= *"(.*)"', text, re.MULTILINE)
+    assert len(secrets) == 2
+    assert all(secret.startswith("file:/etc/pando/") for secret in secrets)
     [mount] = [m for m in container(pods(objects)["scheduler"])["volumeMounts"] if m["name"] == "admin"]
-    assert settings_of(objects)["scheduler"]["admin_token_file"] == f"{mount['mountPath']}/token"
+    assert settings_of(objects)["scheduler"]["admin_token"] == f"file:{mount['mountPath']}/token"
 
 
 def test_services_trust_each_other_by_certificates_and_probes_need_none() -> None:
@@ -406,9 +418,8 @@ def test_gateways_and_schedulers_read_the_limits_from_a_folder_that_follows_the_
         if "limits" in mounts:
             readers += 1
             assert "subPath" not in mounts["limits"]
-            file = getattr(each.settings, each.service).limits_file
-            assert str(file) == f"{mounts['limits']['mountPath']}/limits.toml"
+            assert str(each.settings.limits.file) == f"{mounts['limits']['mountPath']}/limits.toml"
             volumes = {volume["name"]: volume for volume in each.template["spec"]["volumes"]}
             assert volumes["limits"]["configMap"]["name"] == limits["metadata"]["name"]
     assert readers == 2
-    assert "limits_file" not in settings_of(render({}))["scheduler"]
+    assert "limits" not in settings_of(render({}))

@@ -25,7 +25,7 @@ def test_every_service_gets_the_addresses_of_its_peers() -> None:
     scheduler = layout.find("scheduler")
     assert gateway.gateway.tokenizer == layout.find("tokenizer").address == f"unix:{RUN}/tokenizer.sock"
     assert gateway.gateway.detokenizer == scheduler.settings.scheduler.detokenizer == layout.find("detokenizer").address
-    assert layout.find("tokenizer").settings.tokenizer.scheduler == scheduler.address
+    assert layout.find("tokenizer").settings.tokenizer.schedulers == (scheduler.address,)
     assert scheduler.settings.scheduler.workers == (layout.find("worker").address,)
     for name in ("tokenizer", "scheduler", "worker", "detokenizer"):
         spec = layout.find(name)
@@ -36,14 +36,6 @@ def test_other_settings_reach_every_service_unchanged() -> None:
     layout = plan_layout(settings_with(scheduler={"max_rows": 7}, worker={"threads": 3}), RUN)
     assert {spec.settings.scheduler.max_rows for spec in layout.services} == {7}
     assert layout.find("worker").settings.worker.threads == 3
-
-
-def test_the_gateway_s_limits_file_is_the_scheduler_s_unless_it_has_another() -> None:
-    layout = plan_layout(settings_with(gateway={"limits_file": Path("limits.toml")}), RUN)
-    assert layout.find("scheduler").settings.scheduler.limits_file == Path("limits.toml")
-    own = settings_with(gateway={"limits_file": Path("limits.toml")}, scheduler={"limits_file": Path("other.toml")})
-    assert plan_layout(own, RUN).find("scheduler").settings.scheduler.limits_file == Path("other.toml")
-    assert plan_layout(Settings(), RUN).find("scheduler").settings.scheduler.limits_file is None
 
 
 def test_ranks_have_their_own_sockets_devices_and_share_of_the_cores(monkeypatch: pytest.MonkeyPatch) -> None:

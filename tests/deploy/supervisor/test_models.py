@@ -39,7 +39,7 @@ def test_each_model_has_separate_services_and_all_share_the_gateway() -> None:
         backend = layout.find("gateway").settings.gateway.models[model]
         assert backend.tokenizer == its["tokenizer"].address
         assert backend.detokenizer == its["scheduler"].settings.scheduler.detokenizer == its["detokenizer"].address
-        assert backend.scheduler == its["tokenizer"].settings.tokenizer.scheduler == its["scheduler"].address
+        assert backend.schedulers == its["tokenizer"].settings.tokenizer.schedulers == (its["scheduler"].address,)
         assert {spec.settings.model.name for spec in its.values()} == {model}
     assert len({spec.address for spec in layout.services}) == len(layout.services)
     workers = [layout.find(f"org-large/worker-{rank}") for rank in range(2)]

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import orjson
 import pytest
 
+from tests.fakes.pipeline import says
 from tests.gateway.listening import listening
 from tests.gateway.support import HELLO, FakedGateway, faked, gateway_saying
 from tests.waiting import until
@@ -78,9 +79,7 @@ async def test_only_the_client_that_left_is_aborted() -> None:
 
 
 async def test_client_that_does_not_read_is_aborted_and_its_connection_closed() -> None:
-    gateway = gateway_saying(*[" x" * 2000] * 10_000)
-    gateway.settings = gateway.settings.model_copy(update={"stream_buffer_bytes": 65_536})
-    gateway.__post_init__()
+    gateway = faked(says(*[" x" * 2000] * 10_000), bounds={"stream_buffer_bytes": 65_536})
     async with listening(gateway) as port:
         reader, writer = await send_request(port, stream=True)
         assert await seconds_until_aborted(gateway) < 30

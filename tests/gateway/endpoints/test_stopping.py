@@ -75,7 +75,7 @@ async def test_time_that_has_passed_counts_when_a_choice_is_resumed() -> None:
 
 
 async def test_a_stream_that_waits_gets_comments_and_then_its_answer() -> None:
-    gateway = faked(None, keep_alive_s=0.01)
+    gateway = faked(None, bounds={"keep_alive_s": 0.01})
     asking = asyncio.create_task(
         gateway.post("/v1/chat/completions", {"model": "tiny", "messages": HELLO, "stream": True})
     )
@@ -90,7 +90,7 @@ async def test_a_stream_that_waits_gets_comments_and_then_its_answer() -> None:
 
 
 async def test_a_failure_after_keep_alive_comments_is_sent_as_an_event() -> None:
-    gateway = faked(None, keep_alive_s=0.01)
+    gateway = faked(None, bounds={"keep_alive_s": 0.01})
     asking = asyncio.create_task(gateway.post("/v1/completions", {"model": "tiny", "prompt": "x", "stream": True}))
     [request] = await gateway.pipeline.submissions(1)
     await asyncio.sleep(0.3)

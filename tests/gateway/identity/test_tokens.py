@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 SIGNER = rsa.generate_private_key(65537, 2048)
 OTHER = rsa.generate_private_key(65537, 2048)
-RULES = TokenRules("https://id", "pando", ("RS256",), "home", "org", "sub", "pando:admin")
+RULES = TokenRules("https://id", "pando", "home", "org", "sub", "pando:admin")
 
 
 def public_jwk(key: rsa.RSAPrivateKey, key_id: str) -> dict[str, Any]:
@@ -173,11 +173,9 @@ async def test_tokens_and_keys_by_the_gateways_settings(key_file: Path) -> None:
     with pytest.raises(ConfigurationError, match=r"jwt\.issuer"):
         build_identity(GatewaySettings(jwt=JwtSettings(keys=str(key_file))))
     identity = build_identity(
-        GatewaySettings(
-            jwt=JwtSettings(keys=str(key_file), issuer="https://id", audience="pando"), default_tenant="home"
-        )
+        GatewaySettings(jwt=JwtSettings(keys=str(key_file), issuer="https://id", audience="pando"))
     )
     caller = await identity.caller(Headers({"authorization": f"Bearer {token()}"}), "127.0.0.1")
-    assert caller == Caller("home", "user/ann")
+    assert caller == Caller("default", "user/ann")
     with pytest.raises(UnauthenticatedError):
         await identity.caller(Headers({}), "127.0.0.1")

@@ -216,7 +216,7 @@ def test_a_short_secret_stops_the_start(tmp_path: Path) -> None:
         faked(None, state={"url": "redis://localhost:1", "secret": "short"})
     (tmp_path / "secret").write_text("short")
     with pytest.raises(ConfigurationError, match="at least 32 characters"):
-        faked(None, state={"url": "redis://localhost:1", "secret_file": tmp_path / "secret"})
+        faked(None, state={"url": "redis://localhost:1", "secret": f"file:{tmp_path / 'secret'}"})
 
 
 async def test_the_other_gateways_limits_and_headers_count(redis_process: RedisProcess, tmp_path: Path) -> None:

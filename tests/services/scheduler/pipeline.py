@@ -41,7 +41,7 @@ async def until_state(pipeline: Pipeline, condition: Callable[[scheduler_pb2.Get
 class Pipeline:
     """A scheduler between two fake workers and a fake detokenizer, all on sockets of one folder."""
 
-    def __init__(self, folder: Path, **scheduler: Any) -> None:
+    def __init__(self, folder: Path, limits_file: Path | None = None, **scheduler: Any) -> None:
         self.workers = [FakeWorkerService(), FakeWorkerService()]
         self.detokenizer = RecordingDetokenizer()  # type: ignore[abstract]  # nobody subscribes
         self.admissions: dict[str, common_pb2.Admission] = {}
@@ -60,7 +60,7 @@ class Pipeline:
             "admin_token": "let me in",
             **scheduler,
         }
-        self.settings = Settings.model_validate({"scheduler": section})
+        self.settings = Settings.model_validate({"scheduler": section, "limits": {"file": limits_file}})
 
     def address(self, name: str) -> str:
         return f"unix:{self._folder}/{name}.sock"

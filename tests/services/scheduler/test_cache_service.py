@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 import grpc
 import pytest
 from prometheus_client import REGISTRY
+from pydantic import SecretStr
 
-from common.errors import ConfigurationError
 from common.settings import SchedulerSettings
 from common.types import Subject, View
 from common.wire.identity import subject_to_wire, view_to_wire
@@ -293,16 +293,9 @@ def test_fingerprints_are_stable_opaque_and_different_for_neighbours() -> None:
     assert one.fingerprint(View(Subject("acme", "\ud800"))) != one.fingerprint(ann)
 
 
-def test_the_token_comes_from_a_file_or_from_the_setting_but_not_from_both(tmp_path: Path) -> None:
+def test_the_token_is_that_of_the_setting_or_of_the_file_that_it_names(tmp_path: Path) -> None:
     file = tmp_path / "token"
     file.write_text("from a file\n")
-    assert read_token(SchedulerSettings(admin_token_file=file)) == "from a file"
-    assert read_token(SchedulerSettings(admin_token="direct")) == "direct"  # type: ignore[arg-type]  # as read from a flag
+    assert read_token(SchedulerSettings(admin_token=SecretStr("direct"))) == "direct"
+    assert read_token(SchedulerSettings(admin_token=SecretStr(f"file:{file}"))) == "from a file"
     assert read_token(SchedulerSettings()) is None
-    with pytest.raises(ConfigurationError, match="not both"):
-        read_token(SchedulerSettings(admin_token="direct", admin_token_file=file))  # type: ignore[arg-type]  # likewise
-    file.write_text(" \n")
-    with pytest.raises(ConfigurationError, match="empty"):
-        read_token(SchedulerSettings(admin_token_file=file))
-    with pytest.raises(ConfigurationError, match="nowhere"):
-        read_token(SchedulerSettings(admin_token_file=tmp_path / "nowhere"))

@@ -258,8 +258,11 @@ async def test_a_rank_out_of_memory_makes_all_ranks_restart_with_smaller_steps(t
 
 
 @pytest.mark.parametrize("is_asked_for", [True, False])
-async def test_windowed_layers_have_a_separate_pool_unless_disabled(tmp_path: Path, is_asked_for: bool) -> None:
-    pipeline = Pipeline(tmp_path, **({} if is_asked_for else {"window_ratio": 0.0}))
+async def test_windowed_layers_have_a_separate_pool_unless_decisions_are_logged(
+    tmp_path: Path, is_asked_for: bool
+) -> None:
+    log = None if is_asked_for else tmp_path / "decisions"
+    pipeline = Pipeline(tmp_path, cache={"decision_log": log})
     for worker in pipeline.workers:
         worker.window, worker.step_s = (20, 10), 0.005
     await pipeline.start()

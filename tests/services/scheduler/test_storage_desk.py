@@ -33,9 +33,9 @@ def settings(path: Path, **values: object) -> StorageSettings:
 
 
 def test_settings_become_rules_in_pages_and_seconds() -> None:
-    values = StorageSettings(prefetch="best_effort", wait_ms=250, min_tokens=40, megabytes_per_s=1.6, write="off")
+    values = StorageSettings(prefetch="best_effort", min_tokens=40, megabytes_per_s=1.6, write="off")
     assert resolve(values, CAPACITY) == StorageConfig(
-        PrefetchPolicy.BEST_EFFORT, 0.25, 3, pages_per_s=100.0, writes=False
+        PrefetchPolicy.BEST_EFFORT, 0.5, 3, pages_per_s=100.0, writes=False
     )
 
 

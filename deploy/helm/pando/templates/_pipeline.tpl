@@ -1,11 +1,11 @@
-{{/* The services: ports, modules and health names, for pods, probes and policies. */}}
+{{/* The services: ports, modules and health names, for pods, probes and policies; drain times that are constants. */}}
 {{- define "pando.pipeline" -}}
 
 gateway: {module: gateway, port: 8000, metrics: 9095}
-tokenizer: {module: services.tokenizer, port: 50051, metrics: 9091, health: pando.v1.Tokenizer}
+tokenizer: {module: services.tokenizer, port: 50051, metrics: 9091, health: pando.v1.Tokenizer, drain: 5}
 scheduler: {module: services.scheduler, port: 50052, metrics: 9092, health: pando.v1.Scheduler}
 worker: {module: services.worker, port: 50053, metrics: 9093, health: pando.v1.Worker}
-detokenizer: {module: services.detokenizer, port: 50054, metrics: 9094, health: pando.v1.Detokenizer}
+detokenizer: {module: services.detokenizer, port: 50054, metrics: 9094, health: pando.v1.Detokenizer, drain: 15}
 {{- end -}}
 
 {{- define "pando.ranksPerPod" -}}
@@ -28,11 +28,11 @@ detokenizer: {module: services.detokenizer, port: 50054, metrics: 9094, health: 
 {{- $most := int $gateway.replicas -}}
 {{- if ne $gateway.autoscaling.mode "off" }}{{ $most = int $gateway.autoscaling.maxReplicas }}{{ end -}}
 {{- $settings := dict "failure" $state.failure -}}
-{{- if $state.signingSecret }}{{ $_ := set $settings "secret_file" "/etc/pando/state-signing/secret" }}{{ end -}}
+{{- if $state.signingSecret }}{{ $_ := set $settings "secret" "file:/etc/pando/state-signing/secret" }}{{ end -}}
 {{- if and $state.url $state.existingSecret -}}
 {{- fail "name gateway.state.url or gateway.state.existingSecret, not both" -}}
 {{- else if $state.existingSecret -}}
-{{- dict "state" (merge (dict "url_file" "/etc/pando/state/url") $settings) | toJson -}}
+{{- dict "state" (merge (dict "url" "file:/etc/pando/state/url") $settings) | toJson -}}
 {{- else if $state.url -}}
 {{- dict "state" (merge (dict "url" $state.url) $settings) | toJson -}}
 {{- else if $state.signingSecret -}}
@@ -49,15 +49,15 @@ detokenizer: {module: services.detokenizer, port: 50054, metrics: 9094, health: 
 {{- $pipeline := include "pando.pipeline" . | fromYaml -}}
 {{- $name := include "pando.fullname" . -}}
 {{- $interface := .Values.listenHost | trimPrefix "[" | trimSuffix "]" -}}
-{{- $own := dict "model" (dict "reference" (include "pando.modelReference" .)) "log" (dict "format" "json") -}}
+{{- $own := dict "model" (dict "reference" (include "pando.modelReference" .)) "log" (dict "format" "json") "metrics" (dict "host" $interface) -}}
 {{- with .Values.model.servedName }}{{ $_ := set $own.model "served_name" . }}{{ end -}}
 {{- range $service, $facts := omit $pipeline "gateway" -}}
 {{- $listen := printf "%s:%d" $.Values.listenHost (int $facts.port) -}}
-{{- $_ := set $own $service (dict "address" $listen "metrics_port" (int $facts.metrics) "metrics_host" $interface) -}}
+{{- $_ := set $own $service (dict "address" $listen "metrics_port" (int $facts.metrics)) -}}
 {{- end -}}
 {{- $peer := dict -}}
 {{- range $service, $facts := $pipeline }}{{ $_ := set $peer $service (printf "%s-%s:%d" $name $service (int $facts.port)) }}{{ end -}}
-{{- $gateway := dict "host" $interface "port" (int $pipeline.gateway.port) "metrics_port" (int $pipeline.gateway.metrics) "metrics_host" $interface -}}
+{{- $gateway := dict "host" $interface "port" (int $pipeline.gateway.port) "metrics_port" (int $pipeline.gateway.metrics) -}}
 {{- $_ := merge $gateway (dict "tokenizer" $peer.tokenizer "detokenizer" $peer.detokenizer "drain_s" (int .Values.gateway.drainSeconds)) -}}
 {{- /* Host names of requests that a service mesh's sidecar may forward over loopback. */}}
 {{- $service := printf "%s-gateway" $name -}}
@@ -70,24 +70,15 @@ detokenizer: {module: services.detokenizer, port: 50054, metrics: 9094, health: 
 {{- $_ := set $gateway "allowed_hosts" ($names | uniq) -}}
 {{- if .Values.apiKeys.existingSecret }}{{ $_ := set $gateway "keys_file" "/etc/pando/keys/keys.toml" }}{{ end -}}
 {{- if .Values.limits -}}
-{{- $_ := set $gateway "limits_file" "/etc/pando/limits/limits.toml" -}}
-{{- $_ := set $own.scheduler "limits_file" "/etc/pando/limits/limits.toml" -}}
+{{- $_ := set $own "limits" (dict "file" "/etc/pando/limits/limits.toml") -}}
 {{- end -}}
 {{- $_ := set $own "gateway" $gateway -}}
-{{- $_ := merge $own.tokenizer (dict "drain_s" (int .Values.tokenizer.drainSeconds)) -}}
 {{- $schedulers := include "pando.schedulers" . | fromJsonArray -}}
-{{- range $asking := list $own.tokenizer $own.gateway -}}
-{{- if and (eq 1 (len $schedulers)) (not (hasPrefix "dns:" (first $schedulers))) -}}
-{{- $_ := set $asking "scheduler" (first $schedulers) -}}
-{{- else -}}
-{{- $_ := set $asking "schedulers" $schedulers -}}
-{{- end -}}
-{{- end -}}
-{{- $_ := merge $own.detokenizer (dict "drain_s" (int .Values.detokenizer.drainSeconds)) -}}
+{{- range $asking := list $own.tokenizer $own.gateway }}{{ $_ := set $asking "schedulers" $schedulers }}{{ end -}}
 {{- $_ := merge $own.scheduler (dict "detokenizer" $peer.detokenizer "drain_s" (int .Values.scheduler.drainSeconds)) -}}
 {{- if .Values.adminToken.existingSecret -}}
-{{- $_ := set $own.scheduler "admin_token_file" "/etc/pando/admin/token" -}}
-{{- $_ := set $own.gateway "scheduler_admin_token_file" "/etc/pando/admin/token" -}}
+{{- $_ := set $own.scheduler "admin_token" "file:/etc/pando/admin/token" -}}
+{{- $_ := set $own.gateway "scheduler_admin_token" "file:/etc/pando/admin/token" -}}
 {{- end -}}
 {{- if .Values.gateway.certificateSecret }}{{ $_ := set $own.gateway "tls" (dict "certificate" "/etc/pando/https/tls.crt" "key" "/etc/pando/https/tls.key") }}{{ end -}}
 {{- if .Values.gateway.clientAuthoritySecret -}}

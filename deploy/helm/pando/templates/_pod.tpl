@@ -15,6 +15,7 @@ spec:
 {{- define "pando.podSpec" -}}
 {{- $root := .root -}}
 {{- $values := .values | default (index $root.Values .name) -}}
+{{- $facts := index (include "pando.pipeline" $root | fromYaml) .name | default dict -}}
 {{- $isGroup := eq .name "group" -}}
 {{- $hasWorker := or $isGroup (eq .name "worker") -}}
 {{- $isAdmin := or $isGroup (has .name (list "gateway" "scheduler")) -}}
@@ -22,7 +23,7 @@ serviceAccountName: {{ include "pando.serviceAccount" $root }}
 # No service uses the Kubernetes API.
 automountServiceAccountToken: false
 enableServiceLinks: false
-terminationGracePeriodSeconds: {{ add $root.Values.preStopSeconds ($values.drainSeconds | default 0) 10 }}
+terminationGracePeriodSeconds: {{ add $root.Values.preStopSeconds ($values.drainSeconds | default $facts.drain | default 0) 10 }}
 securityContext:
   {{- toYaml $root.Values.podSecurityContext | nindent 2 }}
 {{- with $root.Values.image.pullSecrets }}

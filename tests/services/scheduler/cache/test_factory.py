@@ -25,8 +25,8 @@ def test_every_name_of_the_settings_makes_a_cache() -> None:
 
 def test_defaults_of_the_settings_are_those_of_the_cache() -> None:
     assert resolve(CacheSettings()) == CacheConfig()
-    # These three settings are no rules of the cache.
-    rules = set(CacheSettings.model_fields) - {"epoch_seconds", "decision_log", "checked_paths"}
+    # These two settings are no rules of the cache.
+    rules = set(CacheSettings.model_fields) - {"epoch_seconds", "decision_log"}
     assert rules <= {field.name for field in fields(CacheConfig)}
 
 
@@ -37,8 +37,6 @@ def test_every_rule_in_the_settings_has_an_effect() -> None:
         promotion_epochs=7,
         share_across_tenants=True,
         quota_share=0.5,
-        floor_share=0.25,
-        tenant_floor_share=0.125,
         strict_numerics=True,
     )
     assert resolve(given, content_check=True) == CacheConfig(
@@ -48,10 +46,12 @@ def test_every_rule_in_the_settings_has_an_effect() -> None:
         share_across_tenants=True,
         content_check=True,
         quota_share=0.5,
-        floor_share=0.25,
-        tenant_floor_share=0.125,
         strict_numerics=True,
     )
+
+
+def test_a_floor_is_at_most_the_quota() -> None:
+    assert resolve(CacheSettings(quota_share=0.0001)).floor_share == 0.0001
 
 
 def test_settings_reach_the_cache() -> None:

@@ -103,9 +103,7 @@ class Tier:
         for group in self.groups:
             await group.start()
         discovery = Discovery(self.configured)
-        fleet = Fleet(
-            discovery, lambda found: open_channel(found.address), policy, prefix_tokens=64, discovery_interval_s=0.05
-        )
+        fleet = Fleet(discovery, lambda found: open_channel(found.address), policy, discovery_interval_s=0.05)
         running = asyncio.create_task(fleet.run(self.listener))
         try:
             await until(lambda: self.serving(fleet) == len(self.groups))

@@ -90,19 +90,19 @@ def test_an_overloaded_preferred_group_is_avoided() -> None:
 def test_an_affinity_key_belongs_to_one_user_s_prompts_with_equal_beginnings(
     other: ScheduleRequest, *, same: bool
 ) -> None:
-    mine = affinity_key(schedule("1", user="ann", ids=[*range(65)]), 64)
-    assert (affinity_key(other, 64) == mine) is same
+    mine = affinity_key(schedule("1", user="ann", ids=[*range(65)]))
+    assert (affinity_key(other) == mine) is same
 
 
 def test_affinity_keys_separate_tenant_and_user() -> None:
     first, second = schedule("1", tenant="ab", user="c"), schedule("1", tenant="a", user="bc")
-    assert affinity_key(first, 64) != affinity_key(second, 64)
+    assert affinity_key(first) != affinity_key(second)
 
 
 def test_ids_of_any_integer_type_have_one_key() -> None:
     request = schedule("1", ids=[1, 2, 70_000])
     wide = replace(request, token_ids=np.array([1, 2, 70_000], dtype=np.int64))
-    assert affinity_key(request, 64) == affinity_key(wide, 64)
+    assert affinity_key(request) == affinity_key(wide)
 
 
 def test_every_policy_of_the_settings_is_there() -> None:
