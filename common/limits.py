@@ -28,7 +28,7 @@ class SubjectLimits(BaseModel):
 
     `weight`: its share under policy `fair`, relative to the tenant's other subjects. `cache_share`: its quota of each
     cache tier's pages; default: `scheduler.cache.quota_share`. `cache_floor`: pages, as a share of each tier, that its
-    tenant evicts last while the subject is active; default: `scheduler.cache.floor_share`. `waiting`: requests in a
+    tenant evicts last while the subject is active; default: 1/1024. `waiting`: requests in a
     scheduler's queue; default: as many as its tenant's limit still allows. `max_context`: tokens of prompt and output
     together.
     """
@@ -58,7 +58,7 @@ class TenantLimits(SubjectLimits):
     """Limits of all subjects of a tenant together, and of each of them.
 
     Defaults that differ from a subject's: `cache_share`: an equal part of the pages that remain after the shares of
-    active tenants with a `cache_share`. `cache_floor`: `scheduler.cache.tenant_floor_share`. `waiting`: three times
+    active tenants with a `cache_share`. `cache_floor`: 1/64. `waiting`: three times
     the number of free places. `sharing`: which other subjects may reuse text that this tenant's subjects computed.
     """
 

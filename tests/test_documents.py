@@ -41,7 +41,7 @@ EXPERIMENTS = "deploy.evaluation.experiments"
 FOREIGN_ARGUMENTS = {f"{EXPERIMENTS}.peers.vllm_token_source"}
 # Files of other projects, and keys of other formats.
 FOREIGN = {"serving_chat.py", "renderers/", "docs/gguf.md", "tokenizer.ggml.pre"}
-SUFFIXES = {"json", "proto", "py", "sock"}
+SUFFIXES = {"json", "proto", "py", "sock", "yaml"}
 # What a name may begin with that is not said from its README's folder or the top.
 BELOW_THE_TOP = ("tests", "services", "services/scheduler", "services/worker")
 # Where the files of whoever wrote a document would be; examples have /etc, /path/to, /tmp and /var.

@@ -29,11 +29,16 @@ Sections may contain sections: `--scheduler.cache.mode isolated`, `PANDO_SCHEDUL
 the table `[scheduler.cache]`. A name that a version has changed is accepted until the next one, with a warning that
 states the new name; giving a setting under both names is an error.
 
-Lists and tables are JSON in flags and in the environment: `--tokenizer.schedulers '["a:50052", "b:50052"]'`. Flags have
-the names of the settings: `--gateway.port 8000`. `pando up` accepts `--model`, `--host` and `--port` as short forms of
-`model.reference`, `gateway.host` and `gateway.port`; it sets the addresses of the services that it starts. A service
-that runs on its own (`python -m services.scheduler`) reads the same names, and uses its own section, `model`, `rpc` and
-`log`. *Absent* means that the setting has no value; the description states the effect.
+Lists and tables are JSON in flags and in the environment: `--gateway.allowed_hosts '["llm.example"]'`. Addresses may
+also be separated by commas: `PANDO_TOKENIZER__SCHEDULERS=a:50052,b:50052`. The value `file:PATH` of a *secret string*
+stands for the content of the file, in each source: `PANDO_SCHEDULER__ADMIN_TOKEN=file:/run/secrets/admin_token`. Only
+the services that use the secret read the file, at their start.
+
+Flags have the names of the settings: `--gateway.port 8000`. `pando up` accepts `--model`, `--host` and `--port` as
+short forms of `model.reference`, `gateway.host` and `gateway.port`; it sets the addresses of the services that it
+starts. A service that runs on its own (`python -m services.scheduler`) reads the same names, and uses its own section
+and those that all share (`model`, `log`, `rpc`, `metrics`, `limits`). *Absent* means that the setting has no value;
+the description states the effect.
 """
 
 
