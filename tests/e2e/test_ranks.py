@@ -40,6 +40,7 @@ def test_two_ranks_apply_grammars_and_jump_forward_consistently(served_by_two: S
     for name in ("order", "enum of texts"):
         # Where log probabilities are told, each token takes a pass.
         told, answer = (chat(served_by_two, CORPUS[name], n=2, seed=3, logprobs=told) for told in (True, False))
+        assert len(answer.choices) == 2
         for choice, other in zip(answer.choices, told.choices, strict=True):
             assert choice.message.content == other.message.content
             if choice.finish_reason == "stop":

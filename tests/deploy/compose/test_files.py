@@ -290,5 +290,7 @@ def test_gpus_are_asked_for_only_in_overlays_and_each_rank_has_its_worker() -> N
         "secrets.yaml",
         "tls.yaml",
     ):
-        for service in load(overlay)["services"].values():
+        services = load(overlay)["services"].values()
+        assert any("environment" in service for service in services), overlay
+        for service in services:
             check_environment({key: str(value) for key, value in service.get("environment", {}).items()})

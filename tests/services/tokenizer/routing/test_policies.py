@@ -116,4 +116,5 @@ def test_sessions_of_one_name_are_apart_for_different_users_and_move_only_with_t
     assert len(keys) == 4
     many = [session_key(View(Subject("acme", f"user-{number}")), "chat") for number in range(200)]
     homes = {key: favourite(key, names) for key in many}
+    assert set(homes.values()) == set(names)
     assert all(homes[key] == favourite(key, ["a", "b"]) for key in many if homes[key] != "c")

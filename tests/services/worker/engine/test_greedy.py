@@ -22,7 +22,9 @@ ALONE = ("one-token-word", "chinese-capitals", "emoji-flags", "chat-colors", "le
 
 
 def chosen(*names: str) -> list[Reference]:
-    return [reference for reference in REFERENCES if reference.name in names]
+    found = [reference for reference in REFERENCES if reference.name in names]
+    assert len(found) == len(names)
+    return found
 
 
 def continue_all(runner: ModelRunner, references: list[Reference]) -> list[list[int]]:
@@ -91,5 +93,7 @@ def test_plain_torch_continues_as_transformers_does() -> None:
 @pytest.mark.slow
 def test_two_ranks_continue_as_transformers_does(ranks: Ranks) -> None:
     names = ("english-capital", "emoji-faces", "chat-sum")
-    for generated in ranks.run(continue_as_rank, 2, names):
+    of_ranks = ranks.run(continue_as_rank, 2, names)
+    assert len(of_ranks) == 2
+    for generated in of_ranks:
         assert_equal(chosen(*names), generated)

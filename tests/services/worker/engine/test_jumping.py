@@ -212,9 +212,9 @@ def test_other_ranks_follow_by_the_tokens_that_they_receive(target_plan_s: float
     harness.run()
     assert harness.core.jumped_tokens > 10
     second = EngineWorker(60, partial(ToldRunner, told=told), rank=1)
-    for plan in harness.plans:
-        for result in second.run(plan):
-            assert result.rows.size == result.forced_rows.size == 0
+    results = [result for plan in harness.plans for result in second.run(plan)]
+    assert len(results) >= len(harness.plans) > 4
+    assert all(result.rows.size == result.forced_rows.size == 0 for result in results)
     assert not told
     theirs, ours = second.table, first.table
     assert theirs.lengths.tolist() == ours.lengths.tolist()
