@@ -19,9 +19,8 @@ from gateway.endpoints.embeddings import route as embeddings
 from gateway.endpoints.messages import route as messages
 from gateway.endpoints.native import route as native
 from gateway.endpoints.responses import route as responses
-from gateway.endpoints.routing import body_route
+from gateway.endpoints.routing import ClientGoneError, body_route
 from gateway.quotas.quotas import LimitedError
-from gateway.server.body import ClientGoneError
 from gateway.server.errors import ERROR_SCHEMA, HttpError, error_response, http_error_response
 from gateway.server.middleware import CLIENT_GONE_STATUS, REFUSAL, RequestContext, add_headers
 

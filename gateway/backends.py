@@ -9,10 +9,13 @@ from typing import TYPE_CHECKING
 from common.errors import ConfigurationError, InvalidRequestError, ModelNotFoundError, PandoError, UnavailableError
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
+    from common.requests import GenerateRequest
+    from common.types import RequestId
     from gateway.pipeline.messages import ModelInfo
-    from gateway.pipeline.port import Administration, Model, Readiness
+    from gateway.pipeline.port import Administration, Listener, Model, Pipeline, Readiness
+
 
 NOTHING_NAMED = "You must provide a 'model' parameter."
 SHOWN_CHARACTERS = 256
@@ -168,3 +171,20 @@ def check_generates(card: ModelInfo) -> ModelInfo:
         message = f"The model '{card.name}' generates nothing; it embeds, at /v1/embeddings."
         raise InvalidRequestError(message, param="model")
     return card
+
+
+class ModelPipelines:
+    """Implements `Pipeline`: each request goes to the pipeline of the model it names."""
+
+    def __init__(self, pipelines: Mapping[str, Pipeline]) -> None:
+        """`pipelines` maps model names, as the models' tokenizers report them, to pipelines."""
+        self._pipelines = pipelines
+
+    def submit(self, request: GenerateRequest, listener: Listener) -> None:
+        """Send `request` to its model's pipeline; a resubmission goes to the same one."""
+        self._pipelines[request.model].submit(request, listener)
+
+    def abort(self, request_id: RequestId) -> None:
+        """Abort the request in every pipeline: ids are globally unique, and a pipeline ignores unknown ids."""
+        for pipeline in self._pipelines.values():
+            pipeline.abort(request_id)

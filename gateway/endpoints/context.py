@@ -13,8 +13,13 @@ from fastapi import Request
 from common.errors import PermissionDeniedError
 from common.requests import GenerateRequest
 from common.types import RequestId, RequestOptions
-from gateway.delivery.deliveries import PiecewiseDelivery, StreamDelivery, WholeDelivery, end_at_once
-from gateway.delivery.response import GenerationResponse
+from gateway.delivery.deliveries import (
+    GenerationResponse,
+    PiecewiseDelivery,
+    StreamDelivery,
+    WholeDelivery,
+    end_at_once,
+)
 from gateway.endpoints.shapes import ResponseHead
 from gateway.quotas.quotas import Charge, announced_tokens, prompt_tokens
 from gateway.server.middleware import TENANT, add_headers
@@ -26,8 +31,7 @@ if TYPE_CHECKING:
     from common.requests import ChatPrompt, Prompt
     from common.types import Subject
     from gateway.backends import Backend, Backends
-    from gateway.delivery.deliveries import PiecewiseRenderer, StreamRenderer, WholeRenderer
-    from gateway.delivery.response import Delivery
+    from gateway.delivery.deliveries import Delivery, PiecewiseRenderer, StreamRenderer, WholeRenderer
     from gateway.endpoints.chat.schema import ChatCompletionBody
     from gateway.endpoints.completions.schema import CompletionBody
     from gateway.generation.generations import Generations

@@ -1,13 +1,17 @@
-"""Routes whose endpoints declare a request body."""
+"""Routes whose endpoints declare a request body: how it is read, bounded in size and time, and validated."""
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 from typing import TYPE_CHECKING, Any, get_args
 
+import orjson
 from fastapi.routing import APIRoute
 
+from common.errors import InvalidRequestError
 from gateway.endpoints.schema import parse
-from gateway.server.body import read_object
+from gateway.server.errors import HttpError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine, Mapping, Sequence
@@ -18,10 +22,18 @@ if TYPE_CHECKING:
     from gateway.endpoints.schema import Schema
 
     Handler = Callable[[Request], Coroutine[Any, Any, Response]]
-
+    from starlette.requests import Request
+    from starlette.types import Receive
 
 # The response of a route that can stream, in the OpenAPI description.
 STREAMED: dict[int | str, dict[str, Any]] = {200: {"content": {"text/event-stream": {"schema": {}}}}}
+# A client that receives "too large" while it is still sending often sees only a broken connection. So up to this much
+# of the rest is read and discarded first.
+DISCARD_BYTES = 32 * 1024 * 1024
+DISCARD_S = 2.0
+# Longest pause between two chunks of a body, and longest time for the whole body.
+PAUSE_S = 30.0
+BODY_S = 300.0
 
 
 def body_route(max_body_bytes: int) -> type[APIRoute]:
@@ -80,3 +92,86 @@ def choose(schemas: Sequence[type[Schema]], raw: Mapping[str, object]) -> type[S
         if all(name in raw for name, field in schema.model_fields.items() if field.is_required()):
             return schema
     return schemas[-1]
+
+
+class ClientGoneError(Exception):
+    """The client closed the connection before its request was complete."""
+
+
+async def read_object(request: Request, limit: int) -> dict[str, object]:
+    """Return the JSON object in the body, which may have up to `limit` bytes.
+
+    Raises:
+        HttpError: the body is too large, arrives too slowly, or its content type or encoding is not supported.
+        InvalidRequestError: the body is not a JSON object.
+        ClientGoneError: the client disconnected.
+    """
+    _check_headers(request)
+    body = await _read(request, limit)
+    try:
+        value = orjson.loads(body)
+    except orjson.JSONDecodeError as error:
+        reason = str(error) if body else "it is empty"
+        raise InvalidRequestError(f"The request body is not valid JSON: {reason}") from error
+    if not isinstance(value, dict):
+        raise InvalidRequestError("The request body must be a JSON object.")
+    return value
+
+
+def _check_headers(request: Request) -> None:
+    # Clients that are not browsers may omit the content type. Pages may not: application/json makes a browser send a
+    # preflight request first, which the gateway does not grant to foreign origins.
+    unnamed = "" if "origin" in request.headers else "application/json"
+    content_type = request.headers.get("content-type", unnamed).partition(";")[0].strip().lower()
+    if content_type != "application/json" and not content_type.endswith("+json"):
+        raise HttpError(415, f"Content type {content_type!r} is not supported; send application/json.")
+    encoding = request.headers.get("content-encoding", "identity").strip().lower()
+    if encoding != "identity":
+        raise HttpError(415, f"Content encoding {encoding!r} is not supported; send the body uncompressed.")
+
+
+async def _read(request: Request, limit: int) -> bytes:
+    announced = request.headers.get("content-length", "")
+    if announced.isdecimal() and int(announced) > limit:
+        # With "Expect: 100-continue" the client waits before it uploads; an immediate answer saves it the upload.
+        if "expect" not in request.headers:
+            await _discard(request.receive)
+        raise _too_large(limit)
+    chunks: list[bytes] = []
+    size = 0
+    more = True
+    deadline = asyncio.get_running_loop().time() + BODY_S
+    while more:
+        try:
+            async with asyncio.timeout_at(min(deadline, asyncio.get_running_loop().time() + PAUSE_S)):
+                message = await request.receive()
+        except TimeoutError:
+            raise HttpError(408, "The request body did not come to its end.", close=True) from None
+        if message["type"] == "http.disconnect":
+            raise ClientGoneError
+        chunk = message.get("body", b"")
+        more = message.get("more_body", False)
+        size += len(chunk)
+        if size > limit:
+            chunks.clear()
+            if more:
+                await _discard(request.receive)
+            raise _too_large(limit)
+        chunks.append(chunk)
+    return b"".join(chunks)
+
+
+async def _discard(receive: Receive) -> None:
+    """Read and discard the rest of the body, up to DISCARD_BYTES and DISCARD_S."""
+    size = 0
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(DISCARD_S):
+            while size < DISCARD_BYTES:
+                message = await receive()
+                size += len(message.get("body", b""))
+                if message["type"] == "http.disconnect" or not message.get("more_body", False):
+                    return
+
+
+def _too_large(limit: int) -> HttpError:
+    return HttpError(413, f"The request body is larger than the limit of {limit} bytes.", close=True)

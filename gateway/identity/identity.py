@@ -7,13 +7,13 @@ from typing import TYPE_CHECKING, Literal, Protocol, TypeAlias, assert_never
 
 from common.errors import UnauthenticatedError
 from gateway.identity.caller import ANONYMOUS, ANONYMOUS_TENANT, LOCAL, PROXY, Caller, key, person
-from gateway.identity.locality import Locality
+from gateway.identity.peers import Locality
 
 if TYPE_CHECKING:
     from starlette.datastructures import Headers
 
     from gateway.identity.keys import ApiKey
-    from gateway.identity.proxies import TrustedProxy
+    from gateway.identity.peers import TrustedProxy
 
 # The treatment of requests without any credential; `IdentitySettings.anonymous` explains the values.
 Anonymous: TypeAlias = Literal["auto", "local", "isolated", "vouched", "refuse"]

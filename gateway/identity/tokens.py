@@ -17,7 +17,7 @@ from common.logs import get_logger
 from common.names import check_name
 from common.reloading import Reloading
 from gateway.identity.caller import Caller, person
-from gateway.identity.proxies import is_loopback
+from gateway.identity.peers import is_loopback
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping

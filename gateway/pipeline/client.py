@@ -1,26 +1,40 @@
-"""The pipeline over gRPC: one stream to the tokenizer, one from the detokenizer, shared by all requests."""
+"""The client of one model's services over gRPC: requests and their output, other calls, and health.
+
+All requests share one stream to the tokenizer and one from the detokenizer.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import secrets
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import grpc
+
 from common.errors import UnavailableError
 from common.logs import get_logger
-from common.rpc.stream import StreamLink
-from common.types import ErrorCode, ReplyTo, RequestFailure, RequestId
+from common.rpc.acceptance import wait_until_accepted
+from common.rpc.channel import is_serving
+from common.rpc.reconnect import RefusalLog, keep_connecting
+from common.rpc.status import answered
+from common.rpc.stream import CLOSED_HERE, StreamLink
+from common.types import ErrorCode, ReplyTo, RequestFailure, RequestId, SubscriberId
 from common.wire.answers import admission_from_wire
-from gateway.pipeline.subscription import Subscription
-from gateway.pipeline.wire import generate_to_wire
-from protos.gen.pando.v1 import common_pb2, tokenizer_pb2
+from common.wire.identity import subject_to_wire
+from gateway.pipeline.messages import Tokenization
+from gateway.pipeline.wire import chat_to_wire, delta_from_wire, generate_to_wire, model_from_wire
+from protos.gen.pando.v1 import common_pb2, detokenizer_pb2, tokenizer_pb2
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
     from common.deltas import Delta
-    from common.requests import GenerateRequest
+    from common.requests import ChatPrompt, GenerateRequest
+    from common.rpc.sessions import SessionHost
+    from common.types import SessionGrant, SessionWish, Subject, View
     from gateway.metrics import GatewayMetrics
+    from gateway.pipeline.messages import ModelInfo
     from gateway.pipeline.port import Listener
     from protos.gen.pando.v1 import detokenizer_pb2_grpc, tokenizer_pb2_grpc
 
@@ -30,6 +44,9 @@ DETOKENIZER_LINK = "detokenizer"
 # A message is sent when it has about this size, well below gRPC's limit on messages.
 MAX_BATCH_BYTES = 4 * 1024 * 1024
 RETRY_AFTER_MS = 1000
+TOKENIZER_SERVICE = tokenizer_pb2.DESCRIPTOR.services_by_name["Tokenizer"].full_name
+TIMEOUT_S = 10.0
+CARD_TIMEOUT_S = 2.0
 
 
 @dataclass(slots=True)
@@ -209,3 +226,117 @@ class GrpcPipeline:
 
 def _away(message: str) -> RequestFailure:
     return RequestFailure(ErrorCode.UNAVAILABLE, message, retryable=True, retry_after_ms=RETRY_AFTER_MS)
+
+
+class Subscription:
+    """Keeps one subscription at the detokenizer open, under a fresh id each time.
+
+    An id belongs to one subscription only: requests submitted under an earlier one were reported as lost when it broke.
+    The callbacks run on the event loop and must not block.
+    """
+
+    def __init__(
+        self,
+        stub: detokenizer_pb2_grpc.DetokenizerAsyncStub,
+        on_delta: Callable[[Delta], None],
+        on_connected: Callable[[], None],
+        on_broken: Callable[[str], None],
+    ) -> None:
+        """The subscription starts with `run`."""
+        self.subscriber_id: SubscriberId | None = None
+        self._stub = stub
+        self._on_delta = on_delta
+        self._on_connected = on_connected
+        self._on_broken = on_broken
+        self._refusals = RefusalLog("detokenizer")
+        self._log = get_logger("subscription")
+
+    async def run(self) -> None:
+        """Subscribe, and again after every failure, until cancelled."""
+        await keep_connecting(self._run_once)
+
+    async def _run_once(self) -> bool:
+        """Subscribe and receive until the stream breaks; return whether it was connected."""
+        subscriber_id = SubscriberId(f"gateway-{secrets.token_hex(16)}")
+        call = self._stub.Subscribe(detokenizer_pb2.SubscribeRequest(subscriber_id=subscriber_id))
+        reason = CLOSED_HERE
+        try:
+            await wait_until_accepted(call)
+            self.subscriber_id = subscriber_id
+            self._refusals.clear()
+            self._log.info("subscription.connected", subscriber_id=subscriber_id)
+            self._on_connected()
+            async for message in call:
+                for delta in message.deltas:
+                    self._on_delta(delta_from_wire(delta))
+            reason = "closed by the peer"
+        except grpc.RpcError as error:
+            reason = str(error.details() if isinstance(error, grpc.aio.AioRpcError) else error)
+            self._refusals.note(error)
+        finally:
+            was_connected, self.subscriber_id = self.subscriber_id is not None, None
+            call.cancel()
+            if was_connected:
+                log = self._log.info if reason is CLOSED_HERE else self._log.warning
+                log("subscription.broken", subscriber_id=subscriber_id, reason=reason)
+                self._on_broken(reason)
+        return was_connected
+
+
+class PipelineReadiness:
+    """Implements `gateway.pipeline.port.Readiness`.
+
+    The tokenizer's health includes the scheduler's, which includes the workers and the link to the detokenizer.
+    """
+
+    def __init__(self, pipeline: GrpcPipeline, tokenizer: grpc.aio.Channel) -> None:
+        """Use the connections of `pipeline` and the health that the tokenizer reports."""
+        self._pipeline = pipeline
+        self._tokenizer = tokenizer
+
+    async def missing(self) -> list[str]:
+        """Return the missing services, each in a few words."""
+        missing = []
+        if not self._pipeline.is_linked:
+            missing.append("tokenizer: not connected")
+        elif not await is_serving(self._tokenizer, TOKENIZER_SERVICE):
+            missing.append("tokenizer: connected, but it cannot serve (is the scheduler or a worker away?)")
+        if not self._pipeline.is_subscribed:
+            missing.append("detokenizer: not subscribed")
+        return missing
+
+
+class GrpcModel:
+    """Implements `gateway.pipeline.port.Model`."""
+
+    def __init__(self, stub: tokenizer_pb2_grpc.TokenizerAsyncStub, sessions: SessionHost) -> None:
+        """`stub` calls the tokenizer, which also hosts `sessions`."""
+        self._stub = stub
+        self._sessions = sessions
+
+    async def get_model(self) -> ModelInfo:
+        call = self._stub.GetModel(tokenizer_pb2.GetModelRequest(), timeout=CARD_TIMEOUT_S)
+        return model_from_wire(await answered(call))
+
+    async def tokenize(self, subject: Subject, text: str, *, add_special_tokens: bool) -> Tokenization:
+        request = tokenizer_pb2.TokenizeRequest(
+            text=text, add_special_tokens=add_special_tokens, subject=subject_to_wire(subject)
+        )
+        answer = await answered(self._stub.Tokenize(request, timeout=TIMEOUT_S))
+        return Tokenization(tuple(answer.ids), tuple(answer.tokens))
+
+    async def detokenize(self, subject: Subject, ids: tuple[int, ...], *, skip_special_tokens: bool) -> str:
+        request = tokenizer_pb2.DetokenizeRequest(
+            ids=ids, skip_special_tokens=skip_special_tokens, subject=subject_to_wire(subject)
+        )
+        return (await answered(self._stub.Detokenize(request, timeout=TIMEOUT_S))).text
+
+    async def render_chat(self, subject: Subject, chat: ChatPrompt) -> Tokenization:
+        request = tokenizer_pb2.RenderChatRequest(chat=chat_to_wire(chat), subject=subject_to_wire(subject))
+        return Tokenization(tuple((await answered(self._stub.RenderChat(request, timeout=TIMEOUT_S))).ids))
+
+    async def open_session(self, wish: SessionWish) -> SessionGrant:
+        return await self._sessions.open_session(wish)
+
+    async def close_session(self, view: View, session: str) -> bool:
+        return await self._sessions.close_session(view, session)

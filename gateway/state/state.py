@@ -12,9 +12,8 @@ from common.errors import ConfigurationError
 from common.secrets import read_secret
 from gateway.quotas.memory_meters import MemoryMeters
 from gateway.quotas.redis_meters import RedisMeters
-from gateway.state.aborts import LocalAborts, SharedAborts
+from gateway.state.aborts import LocalAborts, SharedAborts, Signatures
 from gateway.state.server import StateAwayError, StateServer
-from gateway.state.signatures import Signatures
 from gateway.stored_responses.redis_responses import RedisResponses
 from gateway.stored_responses.sqlite_responses import SqliteResponses
 

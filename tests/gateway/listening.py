@@ -11,7 +11,7 @@ from gateway.server.http_server import HttpServer
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
-    from gateway.server.https import HttpsFiles
+    from gateway.server.http_server import HttpsFiles
     from tests.gateway.support import FakedGateway
 
 

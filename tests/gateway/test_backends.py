@@ -10,9 +10,8 @@ import pytest
 from common.errors import ConfigurationError, UnavailableError
 from common.settings import GatewaySettings
 from common.types import ErrorCode, RequestFailure
-from gateway.backends import Backend, Backends, ServedModel
+from gateway.backends import Backend, Backends, ModelPipelines, ServedModel
 from gateway.generation.journal import ResumePolicy
-from gateway.pipeline.model_pipelines import ModelPipelines
 from tests.fakes.pipeline import CARD, FakeAdministration, FakeModel, FakePipeline, FakeReadiness, says
 from tests.gateway.support import HELLO, FakedGateway, error_of
 

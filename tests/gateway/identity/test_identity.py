@@ -15,7 +15,7 @@ from common.types import CacheMode, Subject, View
 from gateway.identity.caller import Caller, identify, key, owns, person
 from gateway.identity.identity import Identity, Keyless
 from gateway.identity.keys import ApiKey, KeyRing, hash_of
-from gateway.identity.proxies import TrustedProxy, parse_networks
+from gateway.identity.peers import TrustedProxy, parse_networks
 from tests.gateway.support import gateway_saying
 
 if TYPE_CHECKING:

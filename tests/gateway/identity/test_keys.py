@@ -10,7 +10,7 @@ from common.errors import ConfigurationError
 from common.reloading import Reloading
 from common.types import CacheMode
 from gateway.identity.keys import ApiKey, KeyRing, hash_of, load_keys, new_secret, save_keys
-from gateway.identity.proxies import parse_networks
+from gateway.identity.peers import parse_networks
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -14,8 +14,7 @@ from common.errors import PermissionDeniedError
 from common.settings import GatewaySettings
 from gateway.identity.caller import ANONYMOUS, LOCAL, Caller
 from gateway.identity.identity import Identity, Keyless
-from gateway.identity.locality import FORWARDING_HEADERS, FORWARDING_PREFIXES, Locality
-from gateway.identity.proxies import TrustedProxy, parse_networks
+from gateway.identity.peers import FORWARDING_HEADERS, FORWARDING_PREFIXES, Locality, TrustedProxy, parse_networks
 
 NO_PROXY = TrustedProxy((), "X-Pando-Tenant", "X-Pando-User")
 LOCAL_PROXY = TrustedProxy(parse_networks(["127.0.0.0/8", "::1/128"]), "x-pando-tenant", "x-pando-user")

@@ -12,8 +12,7 @@ from common.rpc.channel import open_channel
 from common.rpc.discovery import Discovery
 from common.rpc.server import RpcServer
 from common.types import ErrorCode
-from gateway.pipeline.administration import GrpcAdministration
-from gateway.pipeline.scheduler_groups import SchedulerGroups
+from gateway.pipeline.administration import GrpcAdministration, SchedulerGroups
 from protos.gen.pando.v1 import scheduler_pb2, scheduler_pb2_grpc
 
 if TYPE_CHECKING:

@@ -25,9 +25,7 @@ from common.types import (
     View,
 )
 from gateway.metrics import GatewayMetrics
-from gateway.pipeline.client import GrpcPipeline
-from gateway.pipeline.model import GrpcModel
-from gateway.pipeline.readiness import PipelineReadiness
+from gateway.pipeline.client import GrpcModel, GrpcPipeline, PipelineReadiness
 from protos.gen.pando.v1 import common_pb2, detokenizer_pb2_grpc, tokenizer_pb2_grpc
 from tests.fakes.pipeline_servers import DETOKENIZER, TOKENIZER, FakeServices, pipeline_servers
 from tests.waiting import until

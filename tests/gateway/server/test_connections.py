@@ -8,7 +8,8 @@ import subprocess
 import sys
 from typing import TYPE_CHECKING
 
-from gateway.server import body, http_server
+from gateway.endpoints import routing
+from gateway.server import http_server
 from gateway.server.http_server import notice_dead_peers
 from tests.gateway.listening import listening
 from tests.gateway.support import gateway_saying
@@ -66,7 +67,7 @@ async def test_headers_without_end_are_not_kept() -> None:
 
 
 async def test_a_body_that_stops_is_answered_with_408(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(body, "PAUSE_S", 0.1)
+    monkeypatch.setattr(routing, "PAUSE_S", 0.1)
     async with listening(gateway_saying("x")) as port:
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
         writer.write(request_head(len(BODY)) + BODY[:5])
@@ -76,7 +77,7 @@ async def test_a_body_that_stops_is_answered_with_408(monkeypatch: pytest.Monkey
 
 
 async def test_a_body_that_trickles_is_answered_with_408(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(body, "BODY_S", 1.0)
+    monkeypatch.setattr(routing, "BODY_S", 1.0)
     async with listening(gateway_saying("x")) as port:
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
         writer.write(request_head(len(BODY)))

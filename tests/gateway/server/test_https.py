@@ -14,8 +14,7 @@ import pytest
 from common.errors import ConfigurationError
 from common.settings import TlsSettings
 from gateway.app import create_probe_app
-from gateway.server.http_server import ProbeServer
-from gateway.server.https import HttpsFiles, https_files, keep_renewing
+from gateway.server.http_server import HttpsFiles, ProbeServer, https_files, keep_renewing
 from tests.fakes.certificates import Authority, Identity
 from tests.gateway.listening import listening
 from tests.gateway.support import gateway_saying

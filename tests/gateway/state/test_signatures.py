@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from gateway.state.signatures import MAX_MESSAGE_BYTES, VALID_S, RefusedError, Signatures
+from gateway.state.aborts import MAX_MESSAGE_BYTES, VALID_S, RefusedError, Signatures
 
 SECRET = "a secret that has more than 32 characters"
 

@@ -7,10 +7,11 @@ from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from pydantic import ValidationError
 
 from common.errors import ConfigurationError, UnavailableError
 from gateway.identity.keys import ApiKey, hash_of, save_keys
-from gateway.state.signatures import Signatures
+from gateway.state.aborts import Signatures
 from tests.fakes.pipeline import says
 from tests.fakes.redis_process import temporary_redis
 from tests.gateway.state.servers import new_prefix, working
@@ -212,7 +213,7 @@ async def test_forged_aborts_written_to_the_state_server_are_ignored(
 
 
 def test_a_short_secret_stops_the_start(tmp_path: Path) -> None:
-    with pytest.raises(ConfigurationError, match="at least 32 characters"):
+    with pytest.raises(ValidationError, match="at least 32 characters"):
         faked(None, state={"url": "redis://localhost:1", "secret": "short"})
     (tmp_path / "secret").write_text("short")
     with pytest.raises(ConfigurationError, match="at least 32 characters"):

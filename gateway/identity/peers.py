@@ -1,26 +1,29 @@
-"""Identifies requests without a credential that come directly from a person at this machine.
+"""The peer of a request's connection: a trusted proxy, a person at this machine, or someone else.
 
-A TCP connection over loopback alone does not show that: reverse proxies, tunnels and sidecars on the same host connect
-over loopback on behalf of strangers, and a web page whose host name an attacker resolves to 127.0.0.1 (DNS rebinding)
-connects from the browser of the person who opened it.
+A TCP connection over loopback alone does not show that a request comes directly from a person at this machine: reverse
+proxies, tunnels and sidecars on the same host connect over loopback on behalf of strangers, and a web page whose host
+name an attacker resolves to 127.0.0.1 (DNS rebinding) connects from the browser of the person who opened it.
 """
 
 from __future__ import annotations
 
+import ipaddress
 import re
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 from urllib.parse import urlsplit
 
-from common.errors import PermissionDeniedError
-from gateway.identity.proxies import is_loopback, parse_peer
+from common.errors import ConfigurationError, InvalidRequestError, PermissionDeniedError
+from common.names import check_name
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     from starlette.datastructures import Headers
 
-    from gateway.identity.proxies import TrustedProxy
-
+Network: TypeAlias = ipaddress.IPv4Network | ipaddress.IPv6Network
+Address: TypeAlias = ipaddress.IPv4Address | ipaddress.IPv6Address
 # Headers that proxies add and direct clients do not send. A single one shows that a proxy forwarded the request.
 FORWARDING_HEADERS = frozenset(
     {
@@ -53,12 +56,74 @@ FORWARDING_PREFIXES = (
 )
 # By default nginx speaks HTTP/1.0 to its upstream servers, and sends their address as Host.
 PROXY_HTTP_VERSION = "1.0"
-
 HOST = re.compile(r"(\[[0-9a-f:.]+\]|[^\[\]:@/\s]+)(?::\d{1,5})?")
 REFUSED_HOST = (
     "Without an API key, this request is answered only for localhost, IP addresses and the names in "
     "gateway.allowed_hosts, not for {host}."
 )
+
+
+@dataclass(frozen=True, slots=True)
+class TrustedProxy:
+    """Direct peers in `networks` may name tenant and user in these headers."""
+
+    networks: tuple[Network, ...]
+    tenant_header: str
+    user_header: str
+
+    def trusts(self, peer: str | None) -> bool:
+        """Whether the TCP peer `peer` is a configured proxy."""
+        address = parse_peer(peer)
+        return address is not None and any(address in network for network in self.networks)
+
+    def names(self, headers: Headers, peer: str | None) -> tuple[str | None, str | None]:
+        """Return the tenant and user that the proxy names; (None, None) if the peer is not a trusted proxy.
+
+        Raises:
+            InvalidRequestError: a header is malformed.
+        """
+        if not self.trusts(peer):
+            return None, None
+        return _single_header(headers, self.tenant_header), _single_header(headers, self.user_header)
+
+
+# Requests often come from the same addresses.
+@lru_cache(maxsize=1024)
+def parse_peer(peer: str | None) -> Address | None:
+    """Return the IP address of a TCP peer, None if it has none; IPv4-mapped IPv6 addresses become IPv4."""
+    try:
+        address = ipaddress.ip_address(peer or "")
+    except ValueError:
+        return None
+    return getattr(address, "ipv4_mapped", None) or address
+
+
+def is_loopback(peer: str | None) -> bool:
+    """Whether the TCP peer `peer` has a loopback address."""
+    address = parse_peer(peer)
+    return address is not None and address.is_loopback
+
+
+def parse_networks(texts: Iterable[str]) -> tuple[Network, ...]:
+    """Parse networks in CIDR notation.
+
+    Raises:
+        ConfigurationError: one is malformed.
+    """
+    try:
+        return tuple(ipaddress.ip_network(text) for text in texts)
+    except ValueError as error:
+        raise ConfigurationError(f"gateway.trusted_proxies: {error}") from error
+
+
+def _single_header(headers: Headers, name: str) -> str | None:
+    """Return the header's value; two are refused, since a client could add its own before a proxy that appends."""
+    values = headers.getlist(name)
+    if not values or values == [""]:
+        return None
+    if len(values) > 1:
+        raise InvalidRequestError(f"The header {name} must occur only once.", param=name)
+    return check_name(name, values[0])
 
 
 @dataclass(frozen=True, slots=True)
