@@ -13,7 +13,6 @@ import grpc
 from common.errors import ConfigurationError, UnavailableError
 from common.logs import get_logger
 from common.rpc.reconnect import RefusalLog
-from services.scheduler.acknowledgements import GroupAcks
 from services.scheduler.rank import PlanStream, RankConnection, RankLostError
 
 if TYPE_CHECKING:
@@ -21,7 +20,8 @@ if TYPE_CHECKING:
 
     from common.grammars import Grammar
     from common.steps import EngineCapacity, EngineSpec, StepPlan, StepResult
-    from common.transfers import TransferAck
+    from common.transfers import TransferAck, TransferId
+
 
 RECONNECT_S = 0.2
 # A failure during loading is likely to repeat: pauses double up to this limit.
@@ -226,3 +226,32 @@ class WorkerGroup:
 def _most_informative(errors: list[BaseException]) -> BaseException:
     """Return the root cause among the errors of several ranks."""
     return next((error for error in errors if isinstance(error, RankLostError) and error.out_of_memory), errors[0])
+
+
+class GroupAcks:
+    """Collects acknowledgements until every rank has acknowledged a transfer."""
+
+    def __init__(self, ranks: int) -> None:
+        """Start for a stream of plans to `ranks` ranks."""
+        self._ranks = ranks
+        self._pending: dict[TransferId, tuple[TransferAck, set[int]]] = {}
+
+    def add(self, rank: int, ack: TransferAck) -> TransferAck | None:
+        """Add a rank's acknowledgement; return the group's once all ranks have acknowledged, else None.
+
+        It counts the pages that all ranks have, and the slowest rank's time.
+        """
+        known = self._pending.pop(ack.transfer_id, None)
+        together, ranks = (ack, {rank}) if known is None else (_combine(known[0], ack), known[1] | {rank})
+        if len(ranks) == self._ranks:
+            return together
+        self._pending[ack.transfer_id] = together, ranks
+        return None
+
+
+def _combine(one: TransferAck, other: TransferAck) -> TransferAck:
+    return replace(
+        one,
+        done_pages=min(one.done_pages, other.done_pages),
+        duration_us=max(one.duration_us, other.duration_us),
+    )

@@ -7,11 +7,13 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from services.worker.engine.host_tier.tier import make_transfers
+from services.worker.engine.host_tier.sliced_transfers import SlicedTransfers
+from services.worker.engine.host_tier.stream_transfers import StreamTransfers
 
 if TYPE_CHECKING:
     from common.steps import EngineCapacity
     from services.worker.engine.host_tier.pool import HostPool
+    from services.worker.engine.host_tier.transfers import Transfers
     from services.worker.engine.model.batch import ForwardBatch
     from services.worker.engine.model.decoder import Decoder
     from services.worker.engine.model.kv_pool import KvPool
@@ -85,3 +87,8 @@ class ModelRunner:
         self._group.close()
         self._model.close()
         del self._model, self._pool
+
+
+def make_transfers(pool: KvPool, host: HostPool, device: torch.device) -> Transfers:
+    """Return the transfers between the KV pool and the host tier for this device."""
+    return StreamTransfers(pool, host, device) if device.type == "cuda" else SlicedTransfers(pool, host)

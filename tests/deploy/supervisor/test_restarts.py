@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from deploy.supervisor.restarts import RestartHistory, RestartPolicy
+from deploy.supervisor.supervisor import RestartHistory, RestartPolicy
 
 POLICY = RestartPolicy(first_delay_s=0.1, max_delay_s=0.5, stable_after_s=10.0, give_up_after=6)
 

@@ -13,9 +13,8 @@ from typing import TYPE_CHECKING
 import pytest
 
 from deploy.supervisor.layout import Stage
-from deploy.supervisor.restarts import RestartPolicy
 from deploy.supervisor.state import read_state
-from deploy.supervisor.supervisor import ServiceFailedError, Supervisor, Timing
+from deploy.supervisor.supervisor import RestartPolicy, ServiceFailedError, Supervisor, Timing
 from tests.deploy.supervisor.fakes import FileProbes, RecordingReporter, layout_of, service
 from tests.waiting import until
 

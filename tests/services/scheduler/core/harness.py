@@ -25,7 +25,6 @@ from common.types import (
     SubscriberId,
     View,
 )
-from services.scheduler.acknowledgements import GroupAcks
 from services.scheduler.cache.factory import CacheName, make_cache
 from services.scheduler.cache.pages import PageAllocator
 from services.scheduler.cache.window_pages import WindowPages
@@ -33,6 +32,7 @@ from services.scheduler.core.config import CoreConfig
 from services.scheduler.core.core import SchedulerCore
 from services.scheduler.core.session import SessionRules
 from services.scheduler.core.shares import ShareConfig, VirtualCounters
+from services.scheduler.group import GroupAcks
 from services.scheduler.policy.policies import PolicyName, make_policy
 from tests.fakes.simulated_worker import VOCABULARY, SimulatedWorker
 
