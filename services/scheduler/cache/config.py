@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 
 from common.errors import ConfigurationError
@@ -61,7 +61,8 @@ class PrivacyProfile:
     """Constants of the bounds B2, B3 and B5 of docs/privacy.md, which hold for them together.
 
     They decide when text is shared again after a demotion, when hits count as probing, and what a quarantine and a
-    demotion require. No setting changes one of them, as each is chosen with regard to the others; tests do.
+    demotion require. They are chosen with regard to each other and are no settings; tests change them. Two depend on
+    the evidence that a promotion requires: `few_creators` and `creators_limit` are minimums, see `for_evidence`.
     """
 
     # --- promotion ---
@@ -79,7 +80,8 @@ class PrivacyProfile:
     diversity_min: float = 0.125
     # A quiet node whose hits grow by this factor is judged after one window instead of two.
     jump_factor: int = 10
-    # "Shared by few" means at most this many creators: twice the required evidence.
+    # "Shared by few" means at most this many creators: twice the required evidence, with that of 3 subjects as the
+    # minimum. Below the required evidence, no node would be shared by few.
     few_creators: int = 6
     # Distinct continuations that one subject may try below a node within a window; an ordinary application tries fewer.
     continuation_limit: int = 256
@@ -110,6 +112,14 @@ class PrivacyProfile:
                 "repromotion_factor must be at least 1": self.repromotion_factor >= 1,
                 "diversity_min must be in [0, 1]": 0 <= self.diversity_min <= 1,
             }
+        )
+
+    def for_evidence(self, promotion_subjects: int) -> PrivacyProfile:
+        """Return these constants for that number of subjects: those that depend on it grow with it."""
+        return replace(
+            self,
+            few_creators=max(self.few_creators, 2 * promotion_subjects),
+            creators_limit=max(self.creators_limit, self.repromotion_factor * promotion_subjects),
         )
 
 

@@ -67,10 +67,8 @@ def resolve(settings: CacheSettings, device: str = "cpu", *, content_check: bool
     Raises:
         ConfigurationError: the settings contradict each other.
     """
-    profile = PrivacyProfile()
-    evidence = settings.promotion_subjects * profile.repromotion_factor
     return CacheConfig(
-        profile=replace(profile, creators_limit=max(profile.creators_limit, evidence)),
+        profile=PrivacyProfile().for_evidence(settings.promotion_subjects),
         eviction=EvictionPolicy(settings.eviction),
         promotion_subjects=settings.promotion_subjects,
         promotion_epochs=settings.promotion_epochs,

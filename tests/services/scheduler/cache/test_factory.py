@@ -40,6 +40,7 @@ def test_every_rule_in_the_settings_has_an_effect() -> None:
         strict_numerics=True,
     )
     assert resolve(given, content_check=True) == CacheConfig(
+        profile=PrivacyProfile(few_creators=10),
         eviction=EvictionPolicy.LFU,
         promotion_subjects=5,
         promotion_epochs=7,
@@ -65,7 +66,7 @@ def test_settings_reach_the_cache() -> None:
 def test_settings_leave_the_constants_of_the_privacy_bounds_alone() -> None:
     names = {field.name for field in fields(PrivacyProfile)}
     assert names.isdisjoint(CacheSettings.model_fields)
-    assert resolve(CacheSettings(promotion_subjects=16)).profile == PrivacyProfile()
+    assert resolve(CacheSettings()).profile == PrivacyProfile()
 
 
 def test_the_privacy_model_lists_every_constant_with_its_value() -> None:
@@ -74,9 +75,14 @@ def test_the_privacy_model_lists_every_constant_with_its_value() -> None:
     assert listed == [(name, f"{value:.6g}") for name, value in asdict(PrivacyProfile()).items()]
 
 
-def test_every_creator_that_is_evidence_is_recorded() -> None:
-    most = resolve(CacheSettings(promotion_subjects=32))
-    assert most.profile == replace(PrivacyProfile(), creators_limit=64)
+@pytest.mark.parametrize(
+    ("subjects", "few_creators", "creators_limit"), [(1, 6, 32), (3, 6, 32), (4, 8, 32), (16, 32, 32), (32, 64, 64)]
+)
+def test_limits_on_creators_grow_with_the_required_evidence(
+    subjects: int, few_creators: int, creators_limit: int
+) -> None:
+    config = resolve(CacheSettings(promotion_subjects=subjects))
+    assert config.profile == replace(PrivacyProfile(), few_creators=few_creators, creators_limit=creators_limit)
 
 
 @pytest.mark.parametrize(

@@ -1,10 +1,13 @@
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
+from common.settings import CacheSettings
 from common.types import Subject, View
+from services.scheduler.cache.factory import resolve
 from tests.services.scheduler.cache.driver import ANN, BOB, CID, DAN, EVE, PLAIN, Driver, with_rules
 
 SECRET = [1, 2, 3, 4, 5, 6]
@@ -72,6 +75,21 @@ def test_prober_of_a_quiet_node_is_quarantined_after_one_window() -> None:
     assert driver.peek(EVE, [*SECRET, 9]) == 6
     assert driver.peek(ANN, [*SECRET, 9]) == 6
     assert driver.edges(DAN) == []
+    driver.check()
+
+
+def test_prober_of_a_quiet_node_is_quarantined_after_one_window_if_promotion_requires_more_subjects() -> None:
+    profile = resolve(CacheSettings(promotion_subjects=8)).profile
+    driver = Driver("user_aware", config=replace(PLAIN, promotion_subjects=8, profile=profile), capacity=400)
+    for number in range(8):
+        driver.serve(View(Subject("tenant", f"creator {number}")), [*SECRET, 7, 7])
+    driver.next_epoch()
+    assert driver.tenants == [[*SECRET, 7, 7]]
+    driver.next_epoch()
+    assert probe(driver, DAN) == 20
+    driver.next_epoch()
+    assert probe(driver, DAN) == 0
+    assert driver.peek(EVE, [*SECRET, 9]) == 6
     driver.check()
 
 
