@@ -1,10 +1,20 @@
 from __future__ import annotations
 
+import ast
+from collections import defaultdict
 from typing import TYPE_CHECKING
 
 import pytest
 
-from deploy.checks.structure import DIALECT, circles_of, count_settings, imported_once, imports_of, measure
+from deploy.checks.structure import (
+    DIALECT,
+    circles_of,
+    count_settings,
+    imported_once,
+    imports_of,
+    measure,
+    python_files,
+)
 from deploy.checks.structure import ROOT as CHECKOUT
 
 if TYPE_CHECKING:
@@ -74,3 +84,13 @@ def test_figures_are_those_of_the_checkout_that_is_named(tmp_path: Path) -> None
 
 def test_this_checkout_has_settings() -> None:
     assert count_settings(CHECKOUT) > 50
+
+
+def test_every_public_class_has_a_name_of_its_own() -> None:
+    files: defaultdict[str, list[str]] = defaultdict(list)
+    for path in python_files(CHECKOUT):
+        for node in ast.parse(path.read_text(encoding="utf-8")).body:
+            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                files[node.name].append(path.relative_to(CHECKOUT).as_posix())
+    assert len(files) > 100
+    assert {name: where for name, where in files.items() if len(where) > 1} == {}
