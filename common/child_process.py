@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 MAX_LINE_BYTES = 1 << 16
 
 # The two ends of a connection agree on the fields.
-Message = dict[str, Any]
+JsonMessage = dict[str, Any]
 
 
 class ChildProcess:
@@ -63,7 +63,7 @@ class ChildProcess:
         """Whether the process has ended."""
         return self._process.returncode is not None
 
-    async def ask(self, message: Mapping[str, Any], timeout_s: float) -> Message:
+    async def ask(self, message: Mapping[str, Any], timeout_s: float) -> JsonMessage:
         """Send a message and return the answer. After an error the process must be killed: its answer may still come.
 
         Raises:
@@ -92,7 +92,7 @@ async def write_message(writer: asyncio.StreamWriter, message: Mapping[str, Any]
     await writer.drain()
 
 
-async def read_message(reader: asyncio.StreamReader) -> Message:
+async def read_message(reader: asyncio.StreamReader) -> JsonMessage:
     """Read one message.
 
     Raises:

@@ -17,7 +17,7 @@ from common.settings import BackendSettings
 from common.version import version
 from gateway.app import create_app, create_probe_app
 from gateway.backends import Backend, Backends, ModelPipelines, ServedModel
-from gateway.endpoints.context import Context, Limits
+from gateway.endpoints.context import ClientLimits, Context
 from gateway.generation.generations import Generations
 from gateway.generation.journal import Journal, ResumePolicy
 from gateway.identity.identity import Identity, Keyless
@@ -153,7 +153,7 @@ def build_quotas(limits_file: Path | None, meters: Meters) -> Quotas:
 
 
 class ReloadedKeys:
-    """Implements `gateway.identity.identity.Keys` with a file that is reloaded when it changes."""
+    """Implements `gateway.identity.identity.KeySource` with a file that is reloaded when it changes."""
 
     def __init__(self, path: Path) -> None:
         self._pipeline = Reloading(path, lambda path: KeyRing(load_keys(path, may_be_empty=True)))
@@ -178,10 +178,10 @@ def _build_tokens(settings: GatewaySettings) -> SignedTokens | None:
     return SignedTokens(rules, open_signing_keys(settings.jwt.keys))
 
 
-def limits(settings: GatewaySettings) -> Limits:
+def limits(settings: GatewaySettings) -> ClientLimits:
     """Return the bounds on the memory and time that one client can use."""
     timeout_s = settings.request_timeout_s
-    return Limits(
+    return ClientLimits(
         body_bytes=settings.max_body_bytes,
         request_timeout_ms=None if timeout_s is None else round(timeout_s * 1000),
         max_priority=settings.max_priority,

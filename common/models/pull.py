@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from common.errors import ConfigurationError
 from common.logs import configure_logging, get_logger
-from common.models.resolving import resolve
+from common.models.resolving import resolve_model
 from common.settings import LogSettings
 
 if TYPE_CHECKING:
@@ -24,7 +24,7 @@ def main() -> int:
     arguments = parse(sys.argv[1:])
     configure_logging("pull", LogSettings(format="json"))
     try:
-        files = resolve(arguments.model, weights=not arguments.no_weights)
+        files = resolve_model(arguments.model, weights=not arguments.no_weights)
     except ConfigurationError as error:
         sys.stderr.write(f"{error}\n")
         return 2

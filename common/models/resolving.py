@@ -25,7 +25,7 @@ ACCEPTED = (
 )
 
 
-def resolve(reference: str, *, weights: bool = True) -> ModelFiles:
+def resolve_model(reference: str, *, weights: bool = True) -> ModelFiles:
     """Find the files that `reference` names; those of a hub are downloaded if the cache lacks them.
 
     A bundled model's name takes precedence over a path of the same name, for which `./name` can be written; a path that
@@ -51,7 +51,7 @@ def pin(reference: str, report: DownloadReport, *, weights: bool = True) -> str:
     A reference to local files is returned unchanged.
 
     Raises:
-        ConfigurationError: as for `resolve`.
+        ConfigurationError: as for `resolve_model`.
     """
     if find_local(reference) is not None:
         return reference

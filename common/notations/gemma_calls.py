@@ -7,7 +7,7 @@ import re
 from typing import TYPE_CHECKING, Any
 
 from common.notations.arguments import to_json
-from common.notations.pieces import CallArguments, CallStart, Text, merged, overlap
+from common.notations.pieces import CallArguments, CallStart, TextPiece, merged, overlap
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -50,7 +50,7 @@ class GemmaCallParser:
     def flush(self) -> Sequence[Piece]:
         """Return the rest; a truncated call is text."""
         held, self._held = self._held, ""
-        return merged([Text(self._space + self._opening + held if self._is_call else held)])
+        return merged([TextPiece(self._space + self._opening + held if self._is_call else held)])
 
     def _step_text(self, pieces: list[Piece]) -> bool:
         if self._is_gap:
@@ -59,12 +59,12 @@ class GemmaCallParser:
         before, mark, rest = self._held.partition(self._opening)
         if mark:
             shown = before.rstrip()
-            pieces.append(Text(shown))
+            pieces.append(TextPiece(shown))
             self._space, self._held = before[len(shown) :], rest
             self._is_call, self._position, self._is_quoted = True, 0, False
             return True
         certain = self._held[: len(self._held) - overlap(self._held, self._opening)].rstrip()
-        pieces.append(Text(certain))
+        pieces.append(TextPiece(certain))
         self._held = self._held[len(certain) :]
         return False
 
@@ -77,7 +77,7 @@ class GemmaCallParser:
         self._is_call = False
         if found is None:
             whole = source + ("" if end is None else self._closing)
-            pieces.append(Text(self._space + self._opening + whole))
+            pieces.append(TextPiece(self._space + self._opening + whole))
         else:
             name, arguments = found
             pieces += [CallStart(self._calls, name), CallArguments(self._calls, to_json(arguments))]

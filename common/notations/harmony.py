@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from common.notations.arguments import to_json
 from common.notations.formats import ANY_TEXT, either, json_value, marked, optional, sequence, star
-from common.notations.pieces import CallArguments, CallStart, Reasoning, Text, merged, overlap
+from common.notations.pieces import CallArguments, CallStart, Reasoning, TextPiece, merged, overlap
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -64,7 +64,7 @@ class HarmonyParser:
         held, self._held = self._held, ""
         if not self._is_header:
             return merged([self._piece(held)])
-        return [] if held.lstrip().startswith(("<|", "to=")) else merged([Text(held)])
+        return [] if held.lstrip().startswith(("<|", "to=")) else merged([TextPiece(held)])
 
     def _step_header(self, pieces: list[Piece]) -> bool:
         held = self._held
@@ -76,7 +76,7 @@ class HarmonyParser:
                 return True
             if len(header) <= MAX_HEADER_CHARACTERS:
                 return False
-            pieces.append(Text(held[0]))
+            pieces.append(TextPiece(held[0]))
             self._held = held[1:]
         elif any(beginning.startswith(held) for beginning in (*_HEADERS, MESSAGE, *_ENDS)):
             return False
@@ -112,7 +112,7 @@ class HarmonyParser:
     def _piece(self, text: str) -> Piece:
         if self._is_call:
             return CallArguments(self._calls, text)
-        return Reasoning(text) if self._is_reasoning else Text(text)
+        return Reasoning(text) if self._is_reasoning else TextPiece(text)
 
 
 class HarmonyNotation:

@@ -12,7 +12,7 @@ from enum import Enum, auto
 from typing import TYPE_CHECKING
 
 from common.notations.arguments import to_json
-from common.notations.pieces import CallArguments, CallStart, Text, merged, overlap
+from common.notations.pieces import CallArguments, CallStart, TextPiece, merged, overlap
 from common.notations.schemas import property_of, typed, types_of
 
 if TYPE_CHECKING:
@@ -87,7 +87,7 @@ class KeyedCallParser:
     def feed(self, text: str) -> Sequence[Piece]:
         """Return the pieces that are complete enough to be shown."""
         if self._state is _State.TEXT and not self._held and "<" not in text and text and not text[-1].isspace():
-            return [Text(text)]
+            return [TextPiece(text)]
         self._held += text
         while self._held and self._steps[self._state]():
             pass
@@ -98,7 +98,7 @@ class KeyedCallParser:
         if self._state is _State.VALUE:
             self._end_truncated_value()
         elif self._state in (_State.TEXT, _State.SECTION, _State.NAME):
-            self._pieces.append(Text(self._prefix + self._held))
+            self._pieces.append(TextPiece(self._prefix + self._held))
         self._held = ""
         return self._take()
 
@@ -113,12 +113,12 @@ class KeyedCallParser:
         found = min(((at, mark) for mark in marks if (at := self._held.find(mark)) >= 0), default=None)
         if found is None:
             certain = self._held[: len(self._held) - max(overlap(self._held, mark) for mark in marks)].rstrip()
-            self._pieces.append(Text(certain))
+            self._pieces.append(TextPiece(certain))
             self._held = self._held[len(certain) :]
             return False
         at, mark = found
         shown = self._held[:at].rstrip()
-        self._pieces.append(Text(shown))
+        self._pieces.append(TextPiece(shown))
         space, self._held = self._held[len(shown) : at], self._held[at + len(mark) :]
         if mark == self._marks.section[1]:
             self._end_section(space + mark)
@@ -131,7 +131,7 @@ class KeyedCallParser:
         if self._calls:
             self._state = _State.GAP
         else:
-            self._pieces.append(Text(text))
+            self._pieces.append(TextPiece(text))
 
     def _step_section(self) -> bool:
         rest, opening = self._held.lstrip(), self._marks.opening
@@ -250,7 +250,7 @@ class KeyedCallParser:
 
     def _give_up(self) -> None:
         """Show the presumed call as text, up to the next mark."""
-        self._pieces.append(Text(self._prefix))
+        self._pieces.append(TextPiece(self._prefix))
         self._prefix = ""
         self._state = _State.TEXT
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from enum import Enum, auto
 from typing import TYPE_CHECKING
 
-from common.notations.pieces import CallArguments, CallStart, Text, merged, overlap
+from common.notations.pieces import CallArguments, CallStart, TextPiece, merged, overlap
 
 if TYPE_CHECKING:
     import re
@@ -284,7 +284,7 @@ class ObjectCallParser:
     def feed(self, text: str) -> Sequence[Piece]:
         """Return the pieces that are complete enough to be shown."""
         if self._is_plainly_text(text):
-            return [Text(text)]
+            return [TextPiece(text)]
         self._held += text
         while self._held and self._steps[self._state]():
             pass
@@ -294,9 +294,9 @@ class ObjectCallParser:
         """Return the rest; a truncated call keeps the arguments received so far."""
         if self._state in (_State.LEAD, _State.NAME) or (self._state is _State.CALL and not self._reader.has_started):
             raw = self._reader.raw if self._state is _State.CALL else ""
-            self._pieces.append(Text(self._prefix + raw))
+            self._pieces.append(TextPiece(self._prefix + raw))
         if self._state in (_State.START, _State.TEXT, _State.NAME):
-            self._pieces.append(Text(self._held))
+            self._pieces.append(TextPiece(self._held))
         self._held = ""
         return self._take()
 
@@ -333,12 +333,12 @@ class ObjectCallParser:
         found = min(((at, mark) for mark in marks if (at := self._held.find(mark)) >= 0), default=None)
         if found is None:
             certain = self._held[: len(self._held) - max(overlap(self._held, mark) for mark in marks)].rstrip()
-            self._pieces.append(Text(certain))
+            self._pieces.append(TextPiece(certain))
             self._held = self._held[len(certain) :]
             return False
         at, mark = found
         shown = self._held[:at].rstrip()
-        self._pieces.append(Text(shown))
+        self._pieces.append(TextPiece(shown))
         space, self._held = self._held[len(shown) : at], self._held[at + len(mark) :]
         if mark in self._marks.section:
             self._state = _State.GAP
@@ -432,6 +432,6 @@ class ObjectCallParser:
 
     def _give_up(self, text: str) -> None:
         """Show the presumed call as text; the following text is not a call either, until the next mark."""
-        self._pieces.append(Text(text))
+        self._pieces.append(TextPiece(text))
         self._prefix = ""
         self._state = _State.TEXT

@@ -8,7 +8,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
 
-class Text(NamedTuple):
+class TextPiece(NamedTuple):
     """Text for the user."""
 
     text: str
@@ -36,7 +36,7 @@ class CallArguments(NamedTuple):
     text: str
 
 
-Piece: TypeAlias = Text | Reasoning | CallStart | CallArguments
+Piece: TypeAlias = TextPiece | Reasoning | CallStart | CallArguments
 
 
 class Parser(Protocol):
@@ -55,10 +55,10 @@ def merged(pieces: Iterable[Piece]) -> list[Piece]:
     for piece in pieces:
         last = result[-1] if result else None
         match piece, last:
-            case (Text(""), _) | (Reasoning(""), _) | (CallArguments(_, ""), _):
+            case (TextPiece(""), _) | (Reasoning(""), _) | (CallArguments(_, ""), _):
                 continue
-            case Text(more), Text(text):
-                result[-1] = Text(text + more)
+            case TextPiece(more), TextPiece(text):
+                result[-1] = TextPiece(text + more)
             case Reasoning(more), Reasoning(text):
                 result[-1] = Reasoning(text + more)
             case CallArguments(call, more), CallArguments(same, text) if call == same:

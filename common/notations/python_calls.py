@@ -6,7 +6,7 @@ import ast
 import json
 from typing import TYPE_CHECKING
 
-from common.notations.pieces import CallArguments, CallStart, Text, merged
+from common.notations.pieces import CallArguments, CallStart, TextPiece, merged
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -37,7 +37,7 @@ class PythonCallParser:
     def feed(self, text: str) -> Sequence[Piece]:
         """Return the pieces that are complete enough to be shown."""
         if self._has_given_up():
-            return [Text(text)]
+            return [TextPiece(text)]
         self._held += text
         if not self._is_list and not self._begin():
             return self._as_text() if self._has_given_up() else []
@@ -113,7 +113,7 @@ class PythonCallParser:
         found = parse_call(source.lstrip("[,] \t\r\n"), self._tools)
         if found is None:
             self._is_text = True
-            return [Text(source)]
+            return [TextPiece(source)]
         name, arguments = found
         pieces: list[Piece] = [CallStart(self._calls, name), CallArguments(self._calls, arguments)]
         self._calls += 1
@@ -121,7 +121,7 @@ class PythonCallParser:
 
     def _as_text(self) -> list[Piece]:
         held, self._held = self._held, ""
-        return merged([Text(held)])
+        return merged([TextPiece(held)])
 
 
 def parse_call(source: str, tools: Tools) -> tuple[str, str] | None:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Final
 
 from common.notations.formats import const, either, marked, optional, regex, sequence
 from common.notations.harmony import ANALYSIS, CHANNEL, END, MESSAGE, NEXT
-from common.notations.pieces import Reasoning, Text, overlap
+from common.notations.pieces import Reasoning, TextPiece, overlap
 from common.types import ReasoningStyle
 
 if TYPE_CHECKING:
@@ -64,7 +64,7 @@ class ReasoningParser:
     def feed(self, text: str) -> Sequence[Piece]:
         """Return the pieces that are complete enough to be shown."""
         if self._is_over and not self._is_at_edge:
-            return [Text(self._shown(text))]
+            return [TextPiece(self._shown(text))]
         self._held += text
         pieces: list[Piece] = []
         if not self._is_open and not self._is_over:
@@ -74,7 +74,7 @@ class ReasoningParser:
         if self._is_over:
             self._held = self._held.lstrip() if self._is_at_edge else self._held
             self._is_at_edge = self._is_at_edge and not self._held
-            pieces.append(Text(self._shown(self._held)))
+            pieces.append(TextPiece(self._shown(self._held)))
             self._held = ""
         return pieces
 
@@ -82,7 +82,7 @@ class ReasoningParser:
         held, self._held = self._held, ""
         if self._is_open:
             return [Reasoning(held.rstrip())]
-        return [Text(self._shown(held) + (self._answer.flush() if self._answer is not None else ""))]
+        return [TextPiece(self._shown(held) + (self._answer.flush() if self._answer is not None else ""))]
 
     def _shown(self, text: str) -> str:
         return text if self._answer is None else self._answer.feed(text)

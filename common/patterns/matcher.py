@@ -15,7 +15,7 @@ MAX_KNOWN = 4096
 
 
 @dataclass(frozen=True, slots=True)
-class Match:
+class PatternMatch:
     """The half-open range [start, end) of characters, counted from the beginning of the text."""
 
     start: int
@@ -44,7 +44,7 @@ class PatternMatcher:
         """Number of characters at the end of the text that may still become part of a match."""
         return self._position - min(self._threads.values(), default=self._position)
 
-    def step(self, character: str) -> Match | None:
+    def step(self, character: str) -> PatternMatch | None:
         """Append a character; return the match that ends with it, if there is one."""
         position, accepting = self._position, self._accepting(character)
         self._position = position + 1
@@ -61,7 +61,7 @@ class PatternMatcher:
         self._threads = {}
         return self._spread(moved) if moved else None
 
-    def _spread(self, moved: dict[int, int]) -> Match | None:
+    def _spread(self, moved: dict[int, int]) -> PatternMatch | None:
         """Follow transitions without a character from the states reached, earliest starts first."""
         program, found = self._program, None
         seen: set[int] = set()
@@ -75,7 +75,7 @@ class PatternMatcher:
                 if program.characters[reached] is not None:
                     self._threads[reached] = start
                 elif reached == program.accept:
-                    found = Match(start, self._position)
+                    found = PatternMatch(start, self._position)
                 else:
                     stack.extend(program.nexts[reached])
         return found

@@ -9,7 +9,7 @@ from tokenizers.models import BPE, Unigram
 
 from common.errors import ConfigurationError
 from common.gguf_header import Metadata, read_header
-from common.models import ModelFiles, ModelKind, resolve
+from common.models import ModelFiles, ModelKind, resolve_model
 from common.tokenization.directory import read_directory, read_placeholder
 from common.tokenization.gguf_vocabulary import build_tokenizer, special_tokens
 from common.tokenization.parts import NO_TRAITS, EmbeddingTraits, TextParts
@@ -51,7 +51,7 @@ def load_served_model(settings: ModelSettings) -> TextModel:
         ConfigurationError: the model cannot be found or read, or the pooling does not suit it.
     """
     placeholder = settings.load_format in ("dummy", "fake")
-    files = resolve(settings.reference, weights=False)
+    files = resolve_model(settings.reference, weights=False)
     model = load_text_model(files, max_context=settings.max_context, placeholder=placeholder)
     if settings.pooling == "auto":
         return model

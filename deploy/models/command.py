@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 from common.errors import ConfigurationError
-from common.models import BUNDLED_MODELS, ModelFiles, pin, resolve
+from common.models import BUNDLED_MODELS, ModelFiles, pin, resolve_model
 from common.models.bundled import find_bundled
 from common.models.references import is_object_address, parse_hub_reference
 from common.models.resolving import find_local, hub_reference, object_reference
@@ -88,7 +88,7 @@ def _list(*, as_json: bool) -> int:
 
 def _pull(model: str) -> int:
     pinned = pin(model, download_report())
-    sys.stdout.write(f"{resolve(pinned).path}\n")
+    sys.stdout.write(f"{resolve_model(pinned).path}\n")
     return 0
 
 

@@ -188,6 +188,6 @@ def shows_encoder(layout: Layout) -> bool:
     """Whether the model of the example requests is an encoder."""
     settings = layout.find(f"{layout.models.get(layout.model, '')}tokenizer").settings.model
     try:
-        return is_encoder_directory(models.resolve(settings.reference, weights=False).path)
+        return is_encoder_directory(models.resolve_model(settings.reference, weights=False).path)
     except ConfigurationError:  # a fake model may have no files
         return False

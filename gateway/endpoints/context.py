@@ -50,7 +50,7 @@ NO_ADMINISTRATOR = (
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
+class ClientLimits:
     """Bounds on the memory and time that one client can use."""
 
     body_bytes: int
@@ -80,7 +80,7 @@ class Context:
     stored: ResponseStore
     aborts: Aborts
     metrics: GatewayMetrics
-    limits: Limits
+    limits: ClientLimits
     fingerprint: str
 
     async def caller(self, request: Request) -> Caller:

@@ -11,7 +11,7 @@ from common.deltas import PromptUsage
 from common.errors import RequestFailedError
 from common.logs import get_logger
 from common.types import ErrorCode, Finish, FinishReason, RequestFailure, RequestId
-from gateway.generation.journal import Verdict
+from gateway.generation.journal import DeltaRelation
 from gateway.metrics import Pace
 
 if TYPE_CHECKING:
@@ -170,13 +170,13 @@ class Generation:
             return
         self._note_admission(route)
         match choice.judge(delta):
-            case Verdict.DUPLICATE:
+            case DeltaRelation.DUPLICATE:
                 return
-            case Verdict.MISFIT:
+            case DeltaRelation.MISFIT:
                 self._log.error("generation.misfit", request_id=delta.request_id, first_token=delta.first_token_index)
                 self._give_up(delta.request_id, MISFIT)
                 return
-            case Verdict.FRESH:
+            case DeltaRelation.FRESH:
                 pass
         if delta.prompt_usage is not None:
             route.entry.note_usage(choice, delta.prompt_usage)

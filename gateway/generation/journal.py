@@ -40,7 +40,7 @@ class ChoiceUpdate:
         return len(self.token_ids)
 
 
-class Verdict(Enum):
+class DeltaRelation(Enum):
     """Relation of a delta to the tokens received before."""
 
     FRESH = "fresh"
@@ -94,16 +94,16 @@ class ChoiceRecord:
         limit = self.request.options.stop.max_tokens
         return limit is not None and 0 < limit <= len(self.token_ids)
 
-    def judge(self, delta: Delta) -> Verdict:
+    def judge(self, delta: Delta) -> DeltaRelation:
         """Classify `delta`; only a FRESH one may be applied."""
         received = len(self.token_ids)
         if self.finish is not None:
-            return Verdict.DUPLICATE
+            return DeltaRelation.DUPLICATE
         if delta.first_token_index == received:
-            return Verdict.FRESH
+            return DeltaRelation.FRESH
         if delta.first_token_index + len(delta.token_ids) <= received and delta.finish is None:
-            return Verdict.DUPLICATE
-        return Verdict.MISFIT
+            return DeltaRelation.DUPLICATE
+        return DeltaRelation.MISFIT
 
     def apply(self, delta: Delta) -> ChoiceUpdate:
         """Record a FRESH delta and return the update for the client."""

@@ -24,7 +24,7 @@ WRONG_KEY = "Incorrect API key provided."
 MAX_CREDENTIAL_CHARACTERS = 16_384
 
 
-class Keys(Protocol):
+class KeySource(Protocol):
     """A source of API keys."""
 
     def find(self, secret: str) -> ApiKey | None:
@@ -75,7 +75,9 @@ class Keyless:
 class Identity:
     """Decides the caller of each request."""
 
-    def __init__(self, keys: Keys | None, proxy: TrustedProxy, keyless: Keyless, tokens: Tokens | None = None) -> None:
+    def __init__(
+        self, keys: KeySource | None, proxy: TrustedProxy, keyless: Keyless, tokens: Tokens | None = None
+    ) -> None:
         """Accept `keys` and `tokens`; without both, requests need no credential and `keyless` decides their caller."""
         self._keys = keys
         self._tokens = tokens

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from common.notations.harmony import HarmonyParser
-from common.notations.pieces import CallArguments, CallStart, Reasoning, Text, merged
+from common.notations.pieces import CallArguments, CallStart, Reasoning, TextPiece, merged
 from common.notations.reasoning import MARKS, ReasoningParser
 from common.notations.registry import NOTATIONS
 from common.types import ReasoningStyle, ToolStyle
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
-class Reading:
+class ParsingRules:
     """The rules for parsing the outputs of one request."""
 
     tool_style: ToolStyle | None = None
@@ -66,7 +66,7 @@ class Reading:
 class AnswerParser:
     """Implements `common.notations.pieces.Parser`: reasoning first, then text and calls."""
 
-    def __init__(self, reading: Reading) -> None:
+    def __init__(self, reading: ParsingRules) -> None:
         self.has_calls = False
         self._messages = HarmonyParser(reading.tools) if reading.is_in_messages else None
         self._reasoning = _reasoning_parser(reading)
@@ -97,32 +97,32 @@ class AnswerParser:
         return merged(pieces)
 
     def _read(self, text: str) -> list[Piece]:
-        return self._read_calls(self._reasoning.feed(text) if self._reasoning is not None else [Text(text)])
+        return self._read_calls(self._reasoning.feed(text) if self._reasoning is not None else [TextPiece(text)])
 
     def _read_calls(self, pieces: Sequence[Piece]) -> list[Piece]:
         if self._calls is None:
             return list(pieces)
         found: list[Piece] = []
         for piece in pieces:
-            found += self._allowed(self._calls.feed(piece.text)) if isinstance(piece, Text) else [piece]
+            found += self._allowed(self._calls.feed(piece.text)) if isinstance(piece, TextPiece) else [piece]
         return found
 
     def _allowed(self, pieces: Sequence[Piece]) -> list[Piece]:
         self.has_calls = self.has_calls or any(isinstance(piece, CallStart) for piece in pieces)
         if self._joins_reasoning:
-            pieces = [Text(piece.text) if isinstance(piece, Reasoning) else piece for piece in pieces]
+            pieces = [TextPiece(piece.text) if isinstance(piece, Reasoning) else piece for piece in pieces]
         if self._may_call_in_parallel:
             return list(pieces)
         return [piece for piece in pieces if not (isinstance(piece, CallStart | CallArguments) and piece.call)]
 
 
-def _reasoning_parser(reading: Reading) -> ReasoningParser | None:
+def _reasoning_parser(reading: ParsingRules) -> ReasoningParser | None:
     if reading.reasoning_style is None or reading.joins_reasoning or reading.is_in_messages:
         return None
     return ReasoningParser(MARKS[reading.reasoning_style], begins_inside=reading.begins_with_reasoning)
 
 
-def call_prefix(reading: Reading, style: ToolStyle, name: str | None) -> str:
+def call_prefix(reading: ParsingRules, style: ToolStyle, name: str | None) -> str:
     """Return the start of an output that calls `name` (None: any tool), after the end of an opened reasoning block."""
     before = ""
     if reading.begins_with_reasoning and reading.reasoning_style is not None and not reading.is_in_messages:

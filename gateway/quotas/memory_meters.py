@@ -5,13 +5,13 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING, TypeAlias
 
-from gateway.quotas.meters import BUSY_WAIT_S, Level, Limit, Obstacle, Reading, Taking
+from gateway.quotas.meters import BUSY_WAIT_S, Level, Limit, MeterReading, Obstacle, Taking
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from common.limits import SubjectLimits
-    from gateway.quotas.meters import Account
+    from gateway.quotas.meters import MeteredAccount
 
 # Idle meters, which equal new ones, are dropped when there are more than this, and more than twice as many as the last
 # time: a search takes a microsecond per meter, and names can be invented faster than their meters become idle.
@@ -90,10 +90,10 @@ class Meter:
         if limit := self.quota.tokens_per_minute:
             self._tokens.take(tokens, limit, now)
 
-    def read(self, now: float) -> Reading:
+    def read(self, now: float) -> MeterReading:
         """Return the remaining amounts."""
         requests, tokens = self.quota.requests_per_minute, self.quota.tokens_per_minute
-        return Reading(
+        return MeterReading(
             Level(requests, self._requests.left(requests, now)) if requests else None,
             Level(tokens, self._tokens.left(tokens, now)) if tokens else None,
         )
@@ -118,7 +118,7 @@ class MemoryMeters:
         """Number of accounts with a meter."""
         return len(self._meters)
 
-    async def take(self, accounts: Sequence[Account], requests: int, tokens: int) -> Taking:
+    async def take(self, accounts: Sequence[MeteredAccount], requests: int, tokens: int) -> Taking:
         """Take `requests` and `tokens` from all accounts, or nothing from any."""
         now = self._clock()
         meters = [self._meter(account, now) for account in accounts]
@@ -135,7 +135,7 @@ class MemoryMeters:
 
         return Taking([meter.read(now) for meter in meters], settle=settle)
 
-    def _meter(self, account: Account, now: float) -> Meter:
+    def _meter(self, account: MeteredAccount, now: float) -> Meter:
         key = (account.tenant, account.subject)
         meter = self._meters.get(key)
         if meter is None:

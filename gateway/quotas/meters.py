@@ -25,7 +25,7 @@ class Limit(Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class Account:
+class MeteredAccount:
     """A tenant, or one of its subjects, and its limits."""
 
     tenant: str
@@ -47,7 +47,7 @@ class Account:
 class Obstacle:
     """The exceeded limit of an account, and the seconds until a retry may succeed."""
 
-    account: Account
+    account: MeteredAccount
     limit: Limit
     wait_s: float
 
@@ -81,7 +81,7 @@ class Level:
 
 
 @dataclass(frozen=True, slots=True)
-class Reading:
+class MeterReading:
     """The levels of one account; None where it has no such limit."""
 
     requests: Level | None
@@ -99,7 +99,7 @@ class Taking:
     If there was no obstacle, `settle` must be called once with the number of tokens used.
     """
 
-    readings: Sequence[Reading]
+    readings: Sequence[MeterReading]
     obstacle: Obstacle | None = None
     settle: Callable[[int], None] = ignore_end
 
@@ -107,7 +107,7 @@ class Taking:
 class Meters(Protocol):
     """Counts the use of limits."""
 
-    async def take(self, accounts: Sequence[Account], requests: int, tokens: int) -> Taking:
+    async def take(self, accounts: Sequence[MeteredAccount], requests: int, tokens: int) -> Taking:
         """Take `requests` and `tokens` from all accounts, or nothing from any.
 
         Raises:
@@ -115,7 +115,7 @@ class Meters(Protocol):
         """
 
 
-def rate_headers(readings: Sequence[Reading]) -> list[tuple[bytes, bytes]]:
+def rate_headers(readings: Sequence[MeterReading]) -> list[tuple[bytes, bytes]]:
     """Return the `x-ratelimit-*` headers; of several limits, those of the one with the least left."""
     headers = []
     kinds = {

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Protocol
 from common.errors import QueueFullError
 from common.requests import ChatPrompt, TokenPrompt
 from common.types import Sharing
-from gateway.quotas.meters import Account, Taking, rate_headers
+from gateway.quotas.meters import MeteredAccount, Taking, rate_headers
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from common.limits import Limits
     from common.requests import GenerateRequest, Prompt
     from common.types import Subject
-    from gateway.quotas.meters import Meters, Reading
+    from gateway.quotas.meters import MeterReading, Meters
 
 CHARACTERS_PER_TOKEN = 4
 
@@ -35,7 +35,7 @@ class Lease:
     """The share of the quotas that one HTTP request has taken; `settle` must be called once."""
 
     taking: Taking
-    shown: Sequence[Reading]
+    shown: Sequence[MeterReading]
 
     def headers(self) -> list[tuple[bytes, bytes]]:
         """Return the headers with the remaining quotas."""
@@ -95,7 +95,7 @@ class Quotas:
             raise LimitedError(obstacle.message, math.ceil(obstacle.wait_s * 1000), rate_headers(shown))
         return Lease(taking, shown)
 
-    def _is_secret(self, account: Account) -> bool:
+    def _is_secret(self, account: MeteredAccount) -> bool:
         """Whether the account's use would show subjects of a tenant that shares nothing what others of it do."""
         return (
             account.subject is None
@@ -103,14 +103,17 @@ class Quotas:
             and self._rules.value.sharing_of(account.tenant) is Sharing.NONE
         )
 
-    def _accounts(self, subject: Subject) -> list[Account]:
+    def _accounts(self, subject: Subject) -> list[MeteredAccount]:
         if self._rules is None:
             return []
         limits, tenant = self._rules.value, subject.tenant
-        return [Account(tenant, None, limits.of(tenant)), Account(tenant, subject.name, limits.of_subject(subject))]
+        return [
+            MeteredAccount(tenant, None, limits.of(tenant)),
+            MeteredAccount(tenant, subject.name, limits.of_subject(subject)),
+        ]
 
 
-def _without_concurrent(account: Account) -> Account:
+def _without_concurrent(account: MeteredAccount) -> MeteredAccount:
     return replace(account, quota=account.quota.model_copy(update={"concurrent": None}))
 
 

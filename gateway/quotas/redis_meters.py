@@ -12,7 +12,7 @@ from importlib import resources
 from typing import TYPE_CHECKING
 
 from common.logs import get_logger
-from gateway.quotas.meters import BUSY_WAIT_S, Level, Limit, Obstacle, Reading, Taking
+from gateway.quotas.meters import BUSY_WAIT_S, Level, Limit, MeterReading, Obstacle, Taking
 from gateway.state.server import StateAwayError
 
 if TYPE_CHECKING:
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from redis.asyncio.client import Pipeline
 
     from gateway.metrics import GatewayMetrics
-    from gateway.quotas.meters import Account, Meters
+    from gateway.quotas.meters import MeteredAccount, Meters
     from gateway.state.server import StateServer
 
 # Lifetime of the leases of open requests, which a dead gateway keeps until then. They are renewed three times as often.
@@ -39,7 +39,7 @@ class Settlement:
 
     lease: str
     tokens: int
-    accounts: tuple[Account, ...]
+    accounts: tuple[MeteredAccount, ...]
 
 
 class RedisMeters:
@@ -66,12 +66,12 @@ class RedisMeters:
         self._lease_s = lease_s
         self._script = state.redis.register_script(resources.files("gateway.quotas").joinpath("meters.lua").read_text())
         self._numbers = itertools.count()
-        self._open: dict[str, tuple[Account, ...]] = {}
+        self._open: dict[str, tuple[MeteredAccount, ...]] = {}
         self._settlements: deque[Settlement] = deque(maxlen=MAX_SETTLEMENTS)
         self._wake = asyncio.Event()
         self._log = get_logger("quotas")
 
-    async def take(self, accounts: Sequence[Account], requests: int, tokens: int) -> Taking:
+    async def take(self, accounts: Sequence[MeteredAccount], requests: int, tokens: int) -> Taking:
         """Take `requests` and `tokens` from all accounts, or nothing from any.
 
         Raises:
@@ -111,7 +111,7 @@ class RedisMeters:
         with contextlib.suppress(StateAwayError):
             await self._settle()
 
-    async def _take(self, accounts: Sequence[Account], requests: int, tokens: int) -> Taking:
+    async def _take(self, accounts: Sequence[MeteredAccount], requests: int, tokens: int) -> Taking:
         lease = f"{requests}:{self._state.gateway_id}-{next(self._numbers)}"
         leasing = tuple(account for account in accounts if account.needs_lease)
         keys = [key for account in accounts for key in self._keys(account)]
@@ -126,7 +126,7 @@ class RedisMeters:
             raise
         forbids, limit, wait_s, *levels = map(_text, answer)
         readings = [
-            Reading(
+            MeterReading(
                 _level(account.quota.requests_per_minute, levels[2 * index]),
                 _level(account.quota.tokens_per_minute, levels[2 * index + 1]),
             )
@@ -186,7 +186,7 @@ class RedisMeters:
     def _now(self) -> str:
         return "" if self._clock is None else str(round(self._clock() * 1e6))
 
-    def _keys(self, account: Account) -> tuple[str, str]:
+    def _keys(self, account: MeteredAccount) -> tuple[str, str]:
         """Return the keys of an account. Names are hashed, so that no name can produce another account's key.
 
         The braces keep the keys of a tenant and its subjects in one slot of a cluster.
@@ -196,7 +196,7 @@ class RedisMeters:
         return key, f"{key}:leases"
 
 
-def _limits(account: Account) -> tuple[int | None, int | None, int | None]:
+def _limits(account: MeteredAccount) -> tuple[int | None, int | None, int | None]:
     quota = account.quota
     return quota.requests_per_minute, quota.tokens_per_minute, quota.concurrent
 

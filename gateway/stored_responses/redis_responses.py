@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
     from gateway.state.server import StateServer
-    from gateway.stored_responses.store import Holder, StoredResponse
+    from gateway.stored_responses.store import ResponseOwner, StoredResponse
 
 # Responses that finish while the server is unavailable wait here, up to this many bytes; more are dropped. Each counts
 # with its size, at least LEAST_WAITING_BYTES.
@@ -76,7 +76,7 @@ class RedisResponses:
         if not self._state.is_up:
             raise StateAwayError(was_sent=False)
 
-    async def put(self, holder: Holder, subject: Subject, stored: StoredResponse) -> None:
+    async def put(self, holder: ResponseOwner, subject: Subject, stored: StoredResponse) -> None:
         """Store a response. While the server is unavailable, the response waits in memory, and this returns."""
         texts = stored.encode()
         size = size_of(texts)
@@ -93,7 +93,7 @@ class RedisResponses:
         task.add_done_callback(self._writing.discard)
         await asyncio.shield(task)
 
-    async def find(self, holder: Holder, response_id: str) -> StoredResponse | None:
+    async def find(self, holder: ResponseOwner, response_id: str) -> StoredResponse | None:
         """Return a response of `holder`; of any user of the credential, if `holder` names none.
 
         Raises:
@@ -111,7 +111,7 @@ class RedisResponses:
             return None
         return decode(response, messages, given)
 
-    async def delete(self, holder: Holder, response_id: str) -> bool:
+    async def delete(self, holder: ResponseOwner, response_id: str) -> bool:
         """Delete a response of `holder`; return whether it existed.
 
         Raises:
@@ -148,7 +148,7 @@ class RedisResponses:
             self._room.give_back(write.subject, write.size)
 
     @contextlib.asynccontextmanager
-    async def _turn_to_read(self, holder: Holder) -> AsyncIterator[None]:
+    async def _turn_to_read(self, holder: ResponseOwner) -> AsyncIterator[None]:
         subject = Subject(holder.tenant, holder.credential)
         self._reads.take(subject)
         try:
@@ -176,6 +176,6 @@ def _digest(*names: str) -> str:
     return hashlib.sha256(orjson.dumps(names)).hexdigest()[:32]
 
 
-def _user(holder: Holder) -> str:
+def _user(holder: ResponseOwner) -> str:
     """Return a user's name in its stored form, which is empty without a user."""
     return "" if holder.user is None else f"={holder.user}"

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from concurrent.futures import Future
     from pathlib import Path
 
-    from gateway.stored_responses.store import Holder, StoredResponse
+    from gateway.stored_responses.store import ResponseOwner, StoredResponse
 
 T = TypeVar("T")
 
@@ -76,7 +76,7 @@ class SqliteResponses:
     def check(self) -> None:
         """A local database is always available."""
 
-    async def put(self, holder: Holder, subject: Subject, stored: StoredResponse) -> None:
+    async def put(self, holder: ResponseOwner, subject: Subject, stored: StoredResponse) -> None:
         """Queue a response for writing and return; later reads see it."""
         try:
             self._room.take(subject)
@@ -87,11 +87,11 @@ class SqliteResponses:
         writing = self._thread.submit(self._insert, holder, subject, stored)
         writing.add_done_callback(lambda done: loop.call_soon_threadsafe(self._note_written, subject, done))
 
-    async def find(self, holder: Holder, response_id: str) -> StoredResponse | None:
+    async def find(self, holder: ResponseOwner, response_id: str) -> StoredResponse | None:
         """Return a response of `holder`; of any user of the credential, if `holder` names none."""
         return await self._run(holder, lambda: self._select(holder, response_id))
 
-    async def delete(self, holder: Holder, response_id: str) -> bool:
+    async def delete(self, holder: ResponseOwner, response_id: str) -> bool:
         """Delete a response of `holder`; return whether it existed."""
         return await self._run(holder, lambda: self._delete(holder, response_id))
 
@@ -100,7 +100,7 @@ class SqliteResponses:
         self._thread.shutdown()
         self._database.close()
 
-    async def _run(self, holder: Holder, work: Callable[[], T]) -> T:
+    async def _run(self, holder: ResponseOwner, work: Callable[[], T]) -> T:
         subject = Subject(holder.tenant, holder.credential)
         self._reads.take(subject)
         try:
@@ -113,7 +113,7 @@ class SqliteResponses:
         if (error := writing.exception()) is not None:
             self._log.error("response.not_stored", reason=str(error))
 
-    def _insert(self, holder: Holder, subject: Subject, stored: StoredResponse) -> None:
+    def _insert(self, holder: ResponseOwner, subject: Subject, stored: StoredResponse) -> None:
         now = time.time()
         texts = stored.encode()
         size = size_of(texts)
@@ -161,7 +161,7 @@ class SqliteResponses:
             self._database.execute("DELETE FROM stored_responses WHERE sequence = ?", (sequence,))
             excess -= freed
 
-    def _select(self, holder: Holder, response_id: str) -> StoredResponse | None:
+    def _select(self, holder: ResponseOwner, response_id: str) -> StoredResponse | None:
         row = self._database.execute(
             "SELECT response, messages, input FROM stored_responses WHERE id = ? AND tenant = ? AND holder = ? "
             "AND (user IS ? OR ? IS NULL) AND created >= ?",
@@ -169,7 +169,7 @@ class SqliteResponses:
         ).fetchone()
         return decode(*row) if row else None
 
-    def _delete(self, holder: Holder, response_id: str) -> bool:
+    def _delete(self, holder: ResponseOwner, response_id: str) -> bool:
         found = self._database.execute(
             "DELETE FROM stored_responses WHERE id = ? AND tenant = ? AND holder = ? AND (user IS ? OR ? IS NULL)",
             (response_id, *_key(holder)),
@@ -177,5 +177,5 @@ class SqliteResponses:
         return found.rowcount > 0
 
 
-def _key(holder: Holder) -> tuple[str, str, str | None, str | None]:
+def _key(holder: ResponseOwner) -> tuple[str, str, str | None, str | None]:
     return holder.tenant, holder.credential, holder.user, holder.user

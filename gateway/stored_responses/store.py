@@ -24,7 +24,7 @@ ENTRY_BYTES = 1024
 
 
 @dataclass(frozen=True, slots=True)
-class Holder:
+class ResponseOwner:
     """The owner of stored responses: the credential that created them, and the user that the request named, if any.
 
     `credential` begins with its kind ("user/ann", "key/k1"), so that names of different kinds never coincide.
@@ -68,20 +68,20 @@ class ResponseStore(Protocol):
             UnavailableError: they cannot.
         """
 
-    async def put(self, holder: Holder, subject: Subject, stored: StoredResponse) -> None:
+    async def put(self, holder: ResponseOwner, subject: Subject, stored: StoredResponse) -> None:
         """Store a response in the room of `subject`, which is accountable for it.
 
         Once this returns, `find` finds it, unless it is too large or the store has failed, which is logged.
         """
 
-    async def find(self, holder: Holder, response_id: str) -> StoredResponse | None:
+    async def find(self, holder: ResponseOwner, response_id: str) -> StoredResponse | None:
         """Return a response of `holder`; of any user of the credential, if `holder` names none.
 
         Raises:
             UnavailableError: the store is unavailable.
         """
 
-    async def delete(self, holder: Holder, response_id: str) -> bool:
+    async def delete(self, holder: ResponseOwner, response_id: str) -> bool:
         """Delete a response of `holder`; return whether it existed.
 
         Raises:

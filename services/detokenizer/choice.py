@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
     from common.deltas import LogprobText, PromptLogprobsText
     from common.types import Resume
-    from services.detokenizer.decoding import Decoder
+    from services.detokenizer.decoding import IncrementalDecoder
     from services.detokenizer.mailbox import Mailbox
     from services.detokenizer.messages import ChoiceSpec
 
@@ -42,7 +42,7 @@ class Choice:
         "tokens",
     )
 
-    def __init__(self, spec: ChoiceSpec, decoder: Decoder, mailbox: Mailbox) -> None:
+    def __init__(self, spec: ChoiceSpec, decoder: IncrementalDecoder, mailbox: Mailbox) -> None:
         """Begin the choice, or resume an interrupted one by decoding its ids without output.
 
         Raises:

@@ -17,7 +17,7 @@ _CONTEXT: Final = 4
 _REPLACEMENT: Final = "\N{REPLACEMENT CHARACTER}"
 
 
-class Decoder(Protocol):
+class IncrementalDecoder(Protocol):
     """An incremental decoder for one sequence of ids."""
 
     def push(self, token_id: int) -> str:

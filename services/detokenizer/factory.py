@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from common.tokenization.vocabulary import is_bytewise, read_vocabulary
-from services.detokenizer.decoding import ByteDecoder, Decoder, WindowDecoder
+from services.detokenizer.decoding import ByteDecoder, IncrementalDecoder, WindowDecoder
 
 if TYPE_CHECKING:
     from common.tokenization import TextModel
@@ -19,7 +19,7 @@ class DecoderFactory:
         self._vocabulary = read_vocabulary(model.tokenizer, model.vocabulary_size)
         self._is_bytewise = is_bytewise(model.tokenizer)
 
-    def make(self, *, skip_special_tokens: bool) -> Decoder:
+    def make(self, *, skip_special_tokens: bool) -> IncrementalDecoder:
         """Return a decoder for a new sequence."""
         if self._is_bytewise:
             return ByteDecoder(self._vocabulary.pieces(skip_special_tokens=skip_special_tokens))

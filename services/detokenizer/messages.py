@@ -42,13 +42,13 @@ class Push:
     logprobs: Mapping[int, TokenLogprob] = field(default_factory=dict)
     finishes: Mapping[int, Finish] = field(default_factory=dict)
     starts: Mapping[int, int] = field(default_factory=dict)
-    prompt_logprobs: Sequence[PromptPart] = ()
+    prompt_logprobs: Sequence[PromptLogprobsPart] = ()
 
 
 # The following are created for every push: named tuples cost a third of frozen dataclasses.
 
 
-class PromptPart(NamedTuple):
+class PromptLogprobsPart(NamedTuple):
     """Log probabilities of a part of a choice's prompt; see `ChoicePromptLogprobs` in detokenizer.proto."""
 
     handle: int

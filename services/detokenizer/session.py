@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from common.types import SubscriberId, TokenLogprob
     from services.detokenizer.factory import DecoderFactory
     from services.detokenizer.mailbox import Mailbox
-    from services.detokenizer.messages import ChoiceSpec, PromptPart, Push
+    from services.detokenizer.messages import ChoiceSpec, PromptLogprobsPart, Push
 
 
 class PushSession:
@@ -132,7 +132,7 @@ class PushSession:
                 touched.append(choice)
         return touched
 
-    def _post_prompt_logprobs(self, part: PromptPart, posts: dict[Mailbox, list[Delta]]) -> None:
+    def _post_prompt_logprobs(self, part: PromptLogprobsPart, posts: dict[Mailbox, list[Delta]]) -> None:
         choice = self._choices.get(part.handle)
         if choice is not None:
             posts.setdefault(choice.mailbox, []).append(choice.add_prompt_logprobs(self._spell_part(part)))
@@ -153,7 +153,7 @@ class PushSession:
             logprob.asked,
         )
 
-    def _spell_part(self, part: PromptPart) -> PromptLogprobsText:
+    def _spell_part(self, part: PromptLogprobsPart) -> PromptLogprobsText:
         span, spell = part.span, self._decoders.token_bytes
         columns = (span.token_ids, span.logprobs, span.ranks, span.top_ids, span.top_logprobs, span.asked)
         entries = [

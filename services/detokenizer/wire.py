@@ -10,7 +10,7 @@ from common.wire.answers import finish_from_wire, finish_to_wire, logprob_from_w
 from common.wire.options import resume_from_wire
 from common.wire.prompt_logprobs import span_from_wire
 from protos.gen.pando.v1 import detokenizer_pb2
-from services.detokenizer.messages import ChoiceSpec, PromptPart, Push
+from services.detokenizer.messages import ChoiceSpec, PromptLogprobsPart, Push
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -70,9 +70,9 @@ def _spec_from_wire(message: detokenizer_pb2.ChoiceOpen) -> ChoiceSpec:
     )
 
 
-def _part_from_wire(message: detokenizer_pb2.ChoicePromptLogprobs) -> PromptPart:
+def _part_from_wire(message: detokenizer_pb2.ChoicePromptLogprobs) -> PromptLogprobsPart:
     lead = message.lead_token_id if message.HasField("lead_token_id") else None
-    return PromptPart(message.handle, span_from_wire(message.span), lead, message.is_last)
+    return PromptLogprobsPart(message.handle, span_from_wire(message.span), lead, message.is_last)
 
 
 def _delta_to_wire(delta: Delta) -> detokenizer_pb2.Delta:

@@ -16,11 +16,10 @@ from services.scheduler import metrics
 from services.scheduler.cache.debug.invariant_sampler import InvariantSampler
 from services.scheduler.cache.debug.recorded import RecordedCache
 from services.scheduler.cache.debug.replay import encode_header
-from services.scheduler.cache.factory import make_allocator, make_cache, resolve_host
-from services.scheduler.cache.factory import resolve as resolve_cache
+from services.scheduler.cache.factory import make_allocator, make_cache, resolve_cache, resolve_host
 from services.scheduler.cache.sharing.choices import SharingChoices
 from services.scheduler.cache_meter import STATES, CacheMeter
-from services.scheduler.core.config import resolve
+from services.scheduler.core.config import resolve_core
 from services.scheduler.core.core import SchedulerCore
 from services.scheduler.core.times import OperationTimes
 from services.scheduler.group import GroupState
@@ -179,7 +178,7 @@ class SchedulerLoop:
             self._push()
             self.core = None
         if self.core is None:
-            config = resolve(self._settings, capacity)
+            config = resolve_core(self._settings, capacity)
             rules = resolve_cache(
                 self._settings.cache, capacity.device, content_check=self._settings.content_check.enabled
             )

@@ -37,7 +37,7 @@ class StorageDesk:
         """
         if not capacity.has_storage or host is None:
             return None
-        config = resolve(self._settings, capacity)
+        config = resolve_storage(self._settings, capacity)
         if self._keyring is None:
             secret = read_secret("scheduler.storage.secret", self._settings.secret, LEAST_SECRET)
             path = self._settings.keyring or default_path()
@@ -53,7 +53,7 @@ class StorageDesk:
             self._keyring.refresh()
 
 
-def resolve(settings: StorageSettings, capacity: EngineCapacity) -> StorageConfig:
+def resolve_storage(settings: StorageSettings, capacity: EngineCapacity) -> StorageConfig:
     """Convert the settings for workers of this capacity."""
     page_bytes = capacity.kv_bytes_per_token * capacity.page_size
     return StorageConfig(

@@ -22,9 +22,9 @@ from common.tokenization import load_served_model
 from protos.gen.pando.v1 import sessions_pb2_grpc, tokenizer_pb2_grpc
 from services.tokenizer import metrics
 from services.tokenizer.chat_template import ChatTemplates
-from services.tokenizer.encoding import Encoder
+from services.tokenizer.encoding import PromptEncoder
 from services.tokenizer.encoding_pool import EncodingPool
-from services.tokenizer.limits import Limits
+from services.tokenizer.limits import ModelLimits
 from services.tokenizer.relay import RETRY_AFTER_MS, Relay
 from services.tokenizer.routing.fleet import Fleet
 from services.tokenizer.routing.policies import make_policy
@@ -91,11 +91,11 @@ def build(
     settings: Settings, model: TextModel, scheduler: Scheduler, executor: ThreadPoolExecutor
 ) -> tuple[Relay, TokenizerService]:
     """Build the objects of a service that sends requests to `scheduler`."""
-    limits = Limits(settings.model.name, model.max_context_tokens, model.vocabulary_size, model.embedding)
+    limits = ModelLimits(settings.model.name, model.max_context_tokens, model.vocabulary_size, model.embedding)
     templates = ChatTemplates(model.chat_templates, model.special_tokens)
     style = style_of(model.chat_templates, templates, settings.model.tool_style, settings.model.reasoning_style)
     warn_of_problems(style, settings.model.tool_style)
-    pool = EncodingPool(Encoder(model, templates, style), executor, settings.tokenizer.threads)
+    pool = EncodingPool(PromptEncoder(model, templates, style), executor, settings.tokenizer.threads)
     room = SharedRoom(MAX_PENDING_REQUESTS, "being submitted", RETRY_AFTER_MS)
     relay = Relay(limits, scheduler, pool.encode, room, pool.ban)
     return relay, TokenizerService(relay, pool, room, limits, int(time.time()))

@@ -27,7 +27,7 @@ MESSAGE_CHARACTERS = 64
 Encoded: TypeAlias = "TokenIds | PandoError"
 
 
-class Encoder:
+class PromptEncoder:
     """Tokenizer and chat templates of one model.
 
     Thread-safe: the tokenizer is immutable and releases the interpreter's lock.

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from common.requests import ChatPrompt, Prompt
     from common.types import Subject
-    from services.tokenizer.encoding import Encoded, Encoder
+    from services.tokenizer.encoding import Encoded, PromptEncoder
 
 T = TypeVar("T")
 
@@ -49,7 +49,7 @@ class EncodingPool:
     tenant; with two threads or more, a text of up to `LONG_CHARACTERS` never waits for a longer one of another subject.
     """
 
-    def __init__(self, encoder: Encoder, executor: Executor, threads: int) -> None:
+    def __init__(self, encoder: PromptEncoder, executor: Executor, threads: int) -> None:
         """Encode in `executor`, which has `threads` threads and which the caller shuts down."""
         self.encoder = encoder
         self._executor = executor
@@ -73,7 +73,7 @@ class EncodingPool:
         return encoded
 
     async def ban(self, subject: Subject, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
-        """Return the token sequences of `words`; see `Encoder.ban`."""
+        """Return the token sequences of `words`; see `PromptEncoder.ban`."""
         return await self._run(subject, sum(map(len, words)), lambda: self.encoder.ban(words))
 
     async def tokenize(self, subject: Subject, text: str, *, add_special_tokens: bool) -> tuple[list[int], list[str]]:

@@ -31,7 +31,7 @@ MAX_STOP_PATTERNS: Final = 4
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
+class ModelLimits:
     """Limits of the served model."""
 
     model: str
@@ -40,7 +40,7 @@ class Limits:
     embedding: EmbeddingTraits = NO_TRAITS
 
 
-def check_request(request: GenerateRequest, limits: Limits) -> None:
+def check_request(request: GenerateRequest, limits: ModelLimits) -> None:
     """Check everything that does not depend on the encoded prompt.
 
     Raises:
@@ -71,7 +71,7 @@ def check_request(request: GenerateRequest, limits: Limits) -> None:
         _check_resume(options.resume, options, limits)
 
 
-def check_prompt(token_ids: TokenIds, request: GenerateRequest, limits: Limits) -> None:
+def check_prompt(token_ids: TokenIds, request: GenerateRequest, limits: ModelLimits) -> None:
     """Check the encoded prompt.
 
     Raises:
@@ -108,13 +108,13 @@ def check_prompt(token_ids: TokenIds, request: GenerateRequest, limits: Limits) 
         check_prompt_logprobs(options.prompt_logprobs, length)
 
 
-def allowed_context(options: RequestOptions, limits: Limits) -> int:
+def allowed_context(options: RequestOptions, limits: ModelLimits) -> int:
     """Return the maximum number of tokens of prompt and output together."""
     own = options.max_context_tokens
     return limits.max_context_tokens if own is None else min(own, limits.max_context_tokens)
 
 
-def _check_pooling(options: RequestOptions, pooling: Pooling, limits: Limits) -> None:
+def _check_pooling(options: RequestOptions, pooling: Pooling, limits: ModelLimits) -> None:
     if pooling is Pooling.FIRST and not limits.embedding.is_encoder:
         message = "pooling 'cls' is for encoders: in this model the first token sees no other; use 'last' or 'mean'"
         raise InvalidRequestError(message, param="pooling")
@@ -122,7 +122,7 @@ def _check_pooling(options: RequestOptions, pooling: Pooling, limits: Limits) ->
         raise InvalidRequestError("a request to embed has one choice, and nothing to resume", param="n")
 
 
-def _check_sampling(sampling: SamplingParams, limits: Limits) -> None:
+def _check_sampling(sampling: SamplingParams, limits: ModelLimits) -> None:
     _check_range(sampling.temperature, 0, 2, "temperature")
     _check_range(sampling.top_p, 0, 1, "top_p")
     _check_range(sampling.min_p, 0, 1, "min_p")
@@ -157,7 +157,7 @@ def _check_stop(stop: StopConditions) -> None:
         compile_pattern(pattern)
 
 
-def _check_resume(resume: Resume, options: RequestOptions, limits: Limits) -> None:
+def _check_resume(resume: Resume, options: RequestOptions, limits: ModelLimits) -> None:
     if options.n != 1:
         raise InvalidRequestError("only a request for one choice can be resumed", param="n")
     check_ids(resume.token_ids, limits, "resume")
@@ -167,7 +167,7 @@ def _check_resume(resume: Resume, options: RequestOptions, limits: Limits) -> No
         raise InvalidRequestError(message, param="resume")
 
 
-def check_ids(token_ids: Iterable[int], limits: Limits, param: str) -> None:
+def check_ids(token_ids: Iterable[int], limits: ModelLimits, param: str) -> None:
     """Check the ids of the field `param`.
 
     Raises:
@@ -179,7 +179,7 @@ def check_ids(token_ids: Iterable[int], limits: Limits, param: str) -> None:
             raise InvalidRequestError(message, param=param)
 
 
-def check_count(count: int, limits: Limits, param: str) -> None:
+def check_count(count: int, limits: ModelLimits, param: str) -> None:
     """Check the number of ids in the field `param`.
 
     Raises:

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from common.room import SharedRoom
     from common.types import RequestId, Subject, TokenIds
     from services.tokenizer.encoding import Encoded
-    from services.tokenizer.limits import Limits
+    from services.tokenizer.limits import ModelLimits
     from services.tokenizer.requests import Submission
 
 RETRY_AFTER_MS = 1000
@@ -40,7 +40,7 @@ class Scheduler(Protocol):
         """Abort requests, now or as soon as the scheduler is available again."""
 
 
-class Phase(Enum):
+class RequestPhase(Enum):
     """Progress of a request."""
 
     ENCODING = "encoding"
@@ -77,7 +77,7 @@ class GatewaySession:
 class _Pending:
     session: GatewaySession
     submission: Submission
-    phase: Phase = Phase.ENCODING
+    phase: RequestPhase = RequestPhase.ENCODING
     # For the admission, if the request asks for them.
     prompt_ids: tuple[int, ...] = ()
 
@@ -95,7 +95,7 @@ class Relay:
 
     def __init__(
         self,
-        limits: Limits,
+        limits: ModelLimits,
         scheduler: Scheduler,
         encode: Callable[[Subject, Sequence[Prompt], Sequence[bool | None]], Awaitable[Sequence[Encoded]]],
         room: SharedRoom,
@@ -140,7 +140,7 @@ class Relay:
         elsewhere = []
         for request_id in request_ids:
             pending = self._pending.get(request_id)
-            if pending is not None and pending.phase is Phase.ENCODING:
+            if pending is not None and pending.phase is RequestPhase.ENCODING:
                 # It never reaches the scheduler, because `_process` skips requests that are no longer pending.
                 self._answer(Admission(request_id, 0, _aborted()))
             else:
@@ -158,7 +158,7 @@ class Relay:
 
         With several schedulers, `lost` are the requests sent to this one; None: all that were sent.
         """
-        sent = [request_id for request_id, pending in self._pending.items() if pending.phase is Phase.SENT]
+        sent = [request_id for request_id, pending in self._pending.items() if pending.phase is RequestPhase.SENT]
         unanswered = sent if lost is None else sorted(set(sent).intersection(lost))
         error = UnavailableError("the scheduler went away; try again", retry_after_ms=RETRY_AFTER_MS)
         for request_id in unanswered:
@@ -169,7 +169,7 @@ class Relay:
     def close(self, session: GatewaySession) -> None:
         """Remove a gateway whose stream ended, and abort its requests without a relayed admission."""
         mine = [request_id for request_id, pending in self._pending.items() if pending.session is session]
-        sent = [request_id for request_id in mine if self._remove(request_id) is Phase.SENT]
+        sent = [request_id for request_id in mine if self._remove(request_id) is RequestPhase.SENT]
         if sent:
             self._scheduler.abort(sent)
 
@@ -202,7 +202,7 @@ class Relay:
             submissions = [pending.submission for pending in batch]
         ready = []
         for pending, submission, result in zip(batch, submissions, encoded, strict=True):
-            pending.phase = Phase.ENCODED
+            pending.phase = RequestPhase.ENCODED
             if self._pending.get(pending.request.request_id) is not pending:
                 self._room.give_back(subject)
                 continue  # aborted in the meantime
@@ -246,7 +246,7 @@ class Relay:
                 self._answer(Admission(request.request_id, len(request.token_ids), error.to_failure()))
             return
         for request in requests:
-            self._pending[request.request_id].phase = Phase.SENT
+            self._pending[request.request_id].phase = RequestPhase.SENT
 
     def _answer(self, admission: Admission) -> None:
         pending = self._pending.get(admission.request_id)
@@ -256,10 +256,10 @@ class Relay:
                 admission = replace(admission, prompt_ids=pending.prompt_ids)
             pending.session.post(_in_terms_of(pending.request, admission))
 
-    def _remove(self, request_id: RequestId) -> Phase:
+    def _remove(self, request_id: RequestId) -> RequestPhase:
         """Remove a request; return its phase. While it is being encoded, it keeps its place in the room."""
         pending = self._pending.pop(request_id)
-        if pending.phase is not Phase.ENCODING:
+        if pending.phase is not RequestPhase.ENCODING:
             self._room.give_back(pending.subject)
         return pending.phase
 
@@ -276,7 +276,7 @@ def _aborted() -> RequestFailure:
     return InvalidRequestError("the request was aborted before it was admitted").to_failure()
 
 
-def _scheduled(submission: Submission, token_ids: TokenIds, limits: Limits) -> ScheduleRequest:
+def _scheduled(submission: Submission, token_ids: TokenIds, limits: ModelLimits) -> ScheduleRequest:
     request, options = submission.request, submission.request.options
     if options.pooling is None and options.stop.max_tokens is None and options.max_context_tokens is not None:
         # The scheduler checks against the model's context only, not against the requester's smaller limit.

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from common.room import SharedRoom
     from common.types import Admission
     from services.tokenizer.encoding_pool import EncodingPool
-    from services.tokenizer.limits import Limits
+    from services.tokenizer.limits import ModelLimits
     from services.tokenizer.relay import Relay
 
 # Admissions that may wait for a gateway that does not read its stream.
@@ -50,7 +50,9 @@ Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
 class TokenizerService(tokenizer_pb2_grpc.TokenizerServicer):
     """Decodes messages, calls the relay or the pool, and encodes the results."""
 
-    def __init__(self, relay: Relay, pool: EncodingPool, room: SharedRoom, limits: Limits, created_unix_s: int) -> None:
+    def __init__(
+        self, relay: Relay, pool: EncodingPool, room: SharedRoom, limits: ModelLimits, created_unix_s: int
+    ) -> None:
         """Serve the model named in `limits`, loaded at `created_unix_s` (Unix time); calls occupy places in `room`."""
         self._relay = relay
         self._pool = pool

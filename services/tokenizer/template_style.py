@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Final
 from common.errors import InvalidRequestError
 from common.logs import get_logger
 from common.notations.notation import Call
-from common.notations.pieces import CallArguments, CallStart, Text
+from common.notations.pieces import CallArguments, CallStart, TextPiece
 from common.notations.reasoning import MARKS
 from common.notations.registry import NOTATIONS
 from common.requests import ChatMessage, ChatPrompt
@@ -211,7 +211,7 @@ def _reads(style: ToolStyle, output: str, calls: Sequence[Call], marks: Abstract
     """Whether the notation's parser finds exactly `calls` in `output`, and beside them no marks except `marks`."""
     parser = NOTATIONS[style].parser({_NAME: _PARAMETERS})
     pieces = [*parser.feed(output), *parser.flush()]
-    beside = "".join(piece.text for piece in pieces if isinstance(piece, Text))
+    beside = "".join(piece.text for piece in pieces if isinstance(piece, TextPiece))
     return _calls_in(pieces) == list(calls) and _marks_in(beside) <= marks
 
 

@@ -25,7 +25,7 @@ from services.worker.rank import Rank
 from services.worker.service import WorkerService
 from services.worker.storage.engine import StoringEngine
 from services.worker.storage.factory import STORAGE_THREADS, make_storage
-from services.worker.storage.tier import StorageTier
+from services.worker.storage.tier import WorkerStorageTier
 
 if TYPE_CHECKING:
     from common.steps import EngineSpec
@@ -85,10 +85,10 @@ async def serve(settings: Settings, stopping: asyncio.Event) -> None:
             os._exit(0)
 
 
-def make_tier(settings: WorkerStorageSettings) -> StorageTier | None:
+def make_tier(settings: WorkerStorageSettings) -> WorkerStorageTier | None:
     """Return the storage tier, None where no storage is configured."""
     storage = make_storage(settings)
-    return None if storage is None else StorageTier(storage, settings.timeout_s, STORAGE_THREADS)
+    return None if storage is None else WorkerStorageTier(storage, settings.timeout_s, STORAGE_THREADS)
 
 
 def make_engine(settings: WorkerSettings, library: GrammarLibrary) -> Engine:

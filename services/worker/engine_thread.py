@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 from common.logs import get_logger
 
-Command = Callable[[], None]
+EngineCommand = Callable[[], None]
 
 HEARTBEAT_S = 0.25
 
@@ -17,11 +17,11 @@ HEARTBEAT_S = 0.25
 class EngineThread:
     """All work on the engine happens here: device contexts and thread counts belong to one thread."""
 
-    def __init__(self, idle: Command | None = None, idle_s: float = HEARTBEAT_S) -> None:
+    def __init__(self, idle: EngineCommand | None = None, idle_s: float = HEARTBEAT_S) -> None:
         """Prepare; `start` starts. `idle` is called whenever there has been no command for `idle_s` seconds."""
         self._idle = idle
         self._idle_s = idle_s
-        self._commands: queue.SimpleQueue[Command | None] = queue.SimpleQueue()
+        self._commands: queue.SimpleQueue[EngineCommand | None] = queue.SimpleQueue()
         self._last_beat = time.monotonic()
         self._last_command = time.monotonic()
         self._log = get_logger("engine")
@@ -42,7 +42,7 @@ class EngineThread:
         """Whether something waits to be run."""
         return not self._commands.empty()
 
-    def submit(self, command: Command) -> None:
+    def submit(self, command: EngineCommand) -> None:
         """Queue a command; it handles its own errors."""
         self._commands.put(command)
 
@@ -74,7 +74,7 @@ class EngineThread:
             self._carry_out(command)
             self._last_command = time.monotonic()
 
-    def _when_idle(self) -> Command | None:
+    def _when_idle(self) -> EngineCommand | None:
         """Return the idle command once the thread has been idle for its interval."""
         now = time.monotonic()
         if self._idle is None or now - self._last_command < self._idle_s:
@@ -82,7 +82,7 @@ class EngineThread:
         self._last_command = now
         return self._idle
 
-    def _carry_out(self, command: Command) -> None:
+    def _carry_out(self, command: EngineCommand) -> None:
         try:
             command()
         except Exception:  # noqa: BLE001  (the thread must outlive it)

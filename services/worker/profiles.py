@@ -21,7 +21,7 @@ T = TypeVar("T")
 SUFFIX = ".json.gz"
 
 
-class Recorder(Protocol):
+class ProfileRecorder(Protocol):
     """Records what happens in the thread that it is started in, and on its device."""
 
     def start(self) -> None:
@@ -71,7 +71,7 @@ class Profiles:
     def __init__(
         self,
         rules: ProfileRules,
-        make_recorder: Callable[[], Recorder],
+        make_recorder: Callable[[], ProfileRecorder],
         run: Callable[[Callable[[], None]], Awaitable[None]],
     ) -> None:
         """Keep to `rules`; `run` has the engine's thread run something, and waits for it.
@@ -85,7 +85,7 @@ class Profiles:
         self._current: Profile | None = None
         # Ended by itself, and not asked for yet.
         self._ended: Profile | None = None
-        self._recorder: Recorder | None = None
+        self._recorder: ProfileRecorder | None = None
         self._passes = 0
         self._timer: asyncio.TimerHandle | None = None
         self._ending: asyncio.Task[Profile] | None = None

@@ -15,14 +15,14 @@ from services.worker import metrics
 from services.worker.engine.execution.interface import InvalidPlanError, OutOfMemoryError
 from services.worker.engine_thread import EngineThread
 from services.worker.profiles import ProfileRules, Profiles
-from services.worker.session import Session, SessionEndedError
+from services.worker.session import ExecuteSession, SessionEndedError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from common.steps import EngineCapacity, EngineSpec, StepPlan
     from services.worker.engine.execution.interface import Engine, ProgressReport
-    from services.worker.profiles import Recorder
+    from services.worker.profiles import ProfileRecorder
 
 # Far longer than any plan: a thread that is still busy then hangs.
 STUCK_AFTER_S = 30.0
@@ -92,7 +92,7 @@ class Rank:
         self._spec: EngineSpec | None = None
         self._capacity: EngineCapacity | None = None
         self._loading: _Loading | None = None
-        self._session: Session | None = None
+        self._session: ExecuteSession | None = None
         self._finished_passes = 0
         self._log = get_logger("rank")
         self.profiles = Profiles(profile_rules or ProfileRules(), _make_recorder, self._run_on_thread)
@@ -127,7 +127,7 @@ class Rank:
         finally:
             loading.report = None
 
-    def open_session(self) -> Session:
+    def open_session(self) -> ExecuteSession:
         """Begin a stream of plans with no rows open; a stream that is open gives way.
 
         Raises:
@@ -137,10 +137,10 @@ class Rank:
             self._end_session(self._session, SupersededError("a newer Execute stream took over"))
         if self._state is not WorkerState.READY:
             raise NotReadyError(f"the rank is {self._state.value}, configure it first")
-        self._session = Session(self._dispatch)
+        self._session = ExecuteSession(self._dispatch)
         return self._session
 
-    def close_session(self, session: Session) -> None:
+    def close_session(self, session: ExecuteSession) -> None:
         """End a stream and free its rows, unless that has happened already."""
         if session is self._session:
             self._end_session(session, None)
@@ -210,7 +210,7 @@ class Rank:
         self._set_state(WorkerState.READY)
         loading.done.set_result(outcome)
 
-    def _end_session(self, session: Session, error: Exception | None) -> None:
+    def _end_session(self, session: ExecuteSession, error: Exception | None) -> None:
         self._session = None
         session.end(error)
         metrics.OPEN_ROWS.set(0)
@@ -228,10 +228,10 @@ class Rank:
         else:
             self._thread.submit(self._engine.reset)
 
-    def _dispatch(self, session: Session, plan: StepPlan) -> None:
+    def _dispatch(self, session: ExecuteSession, plan: StepPlan) -> None:
         self._thread.submit(functools.partial(self._execute, session, plan))
 
-    def _execute(self, session: Session, plan: StepPlan) -> None:
+    def _execute(self, session: ExecuteSession, plan: StepPlan) -> None:
         """Run a plan, on the engine's thread."""
 
         def emit(result: StepResult) -> None:
@@ -275,14 +275,20 @@ class Rank:
             self._engine.close()
 
     def _fail(
-        self, session: Session, plan: StepPlan, reason: str, tidy_up: Callable[[], None], *, out_of_memory: bool = False
+        self,
+        session: ExecuteSession,
+        plan: StepPlan,
+        reason: str,
+        tidy_up: Callable[[], None],
+        *,
+        out_of_memory: bool = False,
     ) -> None:
         session.is_ended = True
         result = StepResult(plan.step_id, substep=0, last=True, error=reason, out_of_memory=out_of_memory)
         self._call_loop(self._on_failed, session, result)
         tidy_up()
 
-    def _on_failed(self, session: Session, result: StepResult) -> None:
+    def _on_failed(self, session: ExecuteSession, result: StepResult) -> None:
         metrics.PLANS_FAILED_TOTAL.inc()
         if session is self._session:
             self._set_state(WorkerState.FAILED)
@@ -333,7 +339,7 @@ class Rank:
         metrics.READY.set(state is WorkerState.READY)
 
 
-def _make_recorder() -> Recorder:
+def _make_recorder() -> ProfileRecorder:
     # Imported here because it loads torch.
     from services.worker.engine.measuring.torch_recorder import TorchRecorder
 

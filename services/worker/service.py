@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from common.steps import EngineCapacity
     from services.worker.grammars.desk import GrammarDesk
     from services.worker.rank import Rank
-    from services.worker.session import Session
+    from services.worker.session import ExecuteSession
 
     Context = grpc.aio.ServicerContext[object, object]
 
@@ -131,7 +131,7 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
         return worker_pb2.StopProfileResponse(path=str(profile.path), passes=profile.passes, bytes=profile.bytes)
 
 
-async def _read(plans: AsyncIterator[worker_pb2.StepPlan], session: Session) -> None:
+async def _read(plans: AsyncIterator[worker_pb2.StepPlan], session: ExecuteSession) -> None:
     """Feed the session from the stream until the peer has sent its last plan."""
     try:
         async for message in plans:

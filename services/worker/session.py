@@ -18,10 +18,10 @@ class SessionEndedError(Exception):
     """The stream is over; whatever still computes for it may stop."""
 
 
-class Session:
+class ExecuteSession:
     """Belongs to the event loop, but for `is_ended`, which the engine's thread reads and may set."""
 
-    def __init__(self, dispatch: Callable[[Session, StepPlan], None]) -> None:
+    def __init__(self, dispatch: Callable[[ExecuteSession, StepPlan], None]) -> None:
         """Start empty; `dispatch` hands a plan to the engine's thread."""
         # Once true, nothing more is computed for this session.
         self.is_ended = False

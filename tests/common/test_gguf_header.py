@@ -8,14 +8,14 @@ import pytest
 
 from common.errors import ConfigurationError
 from common.gguf_header import TensorEntry, read_header
-from common.models import resolve
+from common.models import resolve_model
 
 if TYPE_CHECKING:
     from pathlib import Path
 
 
 def test_reads_the_same_header_as_the_gguf_package() -> None:
-    path = resolve("smollm2-135m-instruct").path
+    path = resolve_model("smollm2-135m-instruct").path
     reader = gguf.GGUFReader(str(path))
     header = read_header(path)
     expected = {name: field.contents() for name, field in reader.fields.items() if not name.startswith("GGUF.")}
@@ -92,7 +92,7 @@ def test_every_value_type_is_read(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("length", [0, 3, 4, 20, 100, 5000])
 def test_a_file_cut_short_is_refused(tmp_path: Path, length: int) -> None:
-    with resolve("smollm2-135m-instruct").path.open("rb") as whole:
+    with resolve_model("smollm2-135m-instruct").path.open("rb") as whole:
         head = whole.read(length)
     path = tmp_path / "cut.gguf"
     path.write_bytes(head)

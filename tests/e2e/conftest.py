@@ -70,7 +70,7 @@ def fake_steps(step_ms: float) -> Iterator[None]:
 def require_model() -> None:
     """Fail with the remedy if the bundled model is not installed."""
     try:
-        models.resolve(ModelSettings().reference)
+        models.resolve_model(ModelSettings().reference)
     except ConfigurationError as error:
         pytest.fail(str(error))
 

@@ -12,7 +12,7 @@ import pytest
 
 from deploy.cli import main
 from deploy.evaluation.attack.campaign import Plan, attack
-from deploy.evaluation.attack.findings import Verdict
+from deploy.evaluation.attack.findings import OracleVerdict
 from deploy.evaluation.attack.launching import FAIR, Launch, launched
 from deploy.evaluation.attack.launching import NO_MODEL as NO_MODEL_SETTINGS
 from deploy.evaluation.attack.scene import QUICK
@@ -22,14 +22,14 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
-    from deploy.evaluation.attack.campaign import Report
+    from deploy.evaluation.attack.campaign import AttackReport
 
 
 class Unobserved:
     def progress(self, line: str) -> None:
         pass
 
-    def found(self, oracle: str, report: Report) -> None:
+    def found(self, oracle: str, report: AttackReport) -> None:
         pass
 
 
@@ -142,4 +142,4 @@ def test_the_oracle_detects_long_outputs_that_delay_a_victim_without_fair_shares
         claimed = replace(up.server, policy="fair")
         plan = Plan(("long-outputs",), QUICK, text_tokens=64, seed=7)
         report = asyncio.run(attack(up.url, up.api_key, claimed, plan, Unobserved()))
-    assert [finding.verdict for finding in report.findings] == [Verdict.UNBOUNDED] * 2
+    assert [finding.verdict for finding in report.findings] == [OracleVerdict.UNBOUNDED] * 2

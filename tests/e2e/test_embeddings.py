@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from openai import BadRequestError, NotFoundError
 
-from common.models import resolve
+from common.models import resolve_model
 from common.settings import GatewaySettings, ModelSettings, Settings
 from tests.e2e.conftest import serve
 from tests.waiting import wait_until
@@ -50,7 +50,7 @@ def reference() -> NDArray[np.float32]:
     import torch
     import transformers
 
-    path = resolve(ENCODER).path
+    path = resolve_model(ENCODER).path
     tokenizer = transformers.AutoTokenizer.from_pretrained(path)
     model = transformers.AutoModel.from_pretrained(path, dtype=torch.float32).eval()
     batch = tokenizer(TEXTS, padding=True, return_tensors="pt")

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
     from common.steps import EngineCapacity, EngineSpec, StepPlan
     from services.worker.engine.execution.engine import ModelEngine
-    from services.worker.engine.execution.interface import Emit, HostPages, ProgressReport
+    from services.worker.engine.execution.interface import Emit, HostPageBytes, ProgressReport
 
 
 def nothing() -> None:
@@ -34,7 +34,7 @@ class ScriptedEngine:
     meets_once: bool = False
 
     @property
-    def host_pages(self) -> HostPages | None:
+    def host_pages(self) -> HostPageBytes | None:
         return self.inner.host_pages
 
     @property

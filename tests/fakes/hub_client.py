@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from common.errors import ConfigurationError
 from common.logs import configure_logging
-from common.models import resolve
+from common.models import resolve_model
 from common.settings import LogSettings
 
 if TYPE_CHECKING:
@@ -68,7 +68,7 @@ def main(reference: str, weights: str) -> None:
     """Write what is found as JSON."""
     configure_logging("worker", LogSettings(format="json"))
     try:
-        files = resolve(reference, weights=bool(int(weights)))
+        files = resolve_model(reference, weights=bool(int(weights)))
         found = {"path": str(files.path), "kind": files.kind.value, "name": files.name}
     except ConfigurationError as error:
         found = {"error": str(error)}

@@ -13,7 +13,7 @@ import httpx
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from deploy.cli.chat.conversation import Message
+    from deploy.cli.chat.conversation import HistoryMessage
 
 CONNECT_TIMEOUT_S = 5.0
 # A long prompt on a slow machine takes long before the first token; Ctrl-C ends the wait.
@@ -39,7 +39,7 @@ class ChatOptions:
 
 
 @dataclass(slots=True)
-class Answer:
+class StreamedAnswer:
     """One streamed answer; complete once `finish_reason` is set. Times are in seconds of the client's clock."""
 
     asked_s: float
@@ -132,7 +132,9 @@ class ChatClient:
             except (ValueError, LookupError, TypeError, AttributeError):
                 raise ChatError(f"{self.url} lists no model; is it an OpenAI-compatible server?") from None
 
-    def ask(self, messages: list[Message], options: ChatOptions, on_text: Callable[[str], None]) -> Answer:
+    def ask(
+        self, messages: list[HistoryMessage], options: ChatOptions, on_text: Callable[[str], None]
+    ) -> StreamedAnswer:
         """Send the conversation and return the answer; `on_text` is called with its pieces as they arrive.
 
         An exception in `on_text`, or KeyboardInterrupt, closes the connection, which aborts the answer.
@@ -141,7 +143,7 @@ class ChatClient:
             ChatError: there was no answer, or it was incomplete; `on_text` has received the pieces until then.
         """
         body = _body(messages, options)
-        answer = Answer(self._now())
+        answer = StreamedAnswer(self._now())
         with self._explained(), self._http.stream("POST", "/v1/chat/completions", json=body) as response:
             if response.status_code != httpx.codes.OK:
                 response.read()
@@ -189,7 +191,7 @@ class _Explained:
                 pass
 
 
-def _body(messages: list[Message], options: ChatOptions) -> dict[str, Any]:
+def _body(messages: list[HistoryMessage], options: ChatOptions) -> dict[str, Any]:
     body: dict[str, Any] = {
         "model": options.model,
         "messages": messages,
@@ -222,7 +224,7 @@ def _events(response: httpx.Response) -> Iterator[dict[str, Any]]:
         yield chunk
 
 
-def _read_chunk(answer: Answer, chunk: dict[str, Any]) -> list[str]:
+def _read_chunk(answer: StreamedAnswer, chunk: dict[str, Any]) -> list[str]:
     """Store the chunk's finish reason and usage in `answer`; return its text."""
     pieces: list[str] = []
     for choice in chunk.get("choices") or ():

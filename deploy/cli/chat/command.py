@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 
 from deploy.cli.chat.client import ChatClient, ChatError, ChatOptions, tls_context
-from deploy.cli.chat.conversation import Conversation
+from deploy.cli.chat.conversation import ChatHistory
 from deploy.cli.chat.terminal import Terminal, describe, printable, read_from_terminal
 from deploy.supervisor.state import read_state, run_root
 
@@ -72,7 +72,7 @@ def chat(client: ChatClient, arguments: argparse.Namespace) -> None:
         temperature=arguments.temperature,
         max_tokens=arguments.max_tokens,
     )
-    conversation = Conversation(arguments.system)
+    conversation = ChatHistory(arguments.system)
     if arguments.prompt is not None:
         ask_once(client, options, conversation, arguments.prompt)
     elif sys.stdin.isatty():
@@ -81,7 +81,7 @@ def chat(client: ChatClient, arguments: argparse.Namespace) -> None:
         ask_once(client, options, conversation, sys.stdin.read().strip())
 
 
-def ask_once(client: ChatClient, options: ChatOptions, conversation: Conversation, question: str) -> None:
+def ask_once(client: ChatClient, options: ChatOptions, conversation: ChatHistory, question: str) -> None:
     """Write the answer to `question` to standard output, and its figures to standard error.
 
     Raises:

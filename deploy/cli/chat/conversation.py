@@ -4,17 +4,17 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-Message = dict[str, str]
+HistoryMessage = dict[str, str]
 
 
 @dataclass(slots=True)
-class Conversation:
+class ChatHistory:
     """The messages of one chat, in the API's format."""
 
     system: str | None = None
-    turns: list[Message] = field(default_factory=list)
+    turns: list[HistoryMessage] = field(default_factory=list)
 
-    def ask(self, text: str) -> list[Message]:
+    def ask(self, text: str) -> list[HistoryMessage]:
         """Add a message of the user; return all messages to send."""
         self.turns.append({"role": "user", "content": text})
         return self.messages
@@ -31,7 +31,7 @@ class Conversation:
         self.turns.clear()
 
     @property
-    def messages(self) -> list[Message]:
+    def messages(self) -> list[HistoryMessage]:
         """All messages, the system prompt first."""
         head = [{"role": "system", "content": self.system}] if self.system else []
         return head + self.turns

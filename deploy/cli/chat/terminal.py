@@ -13,8 +13,8 @@ if TYPE_CHECKING:
 
     from rich.console import Console
 
-    from deploy.cli.chat.client import Answer, ChatClient, ChatOptions
-    from deploy.cli.chat.conversation import Conversation
+    from deploy.cli.chat.client import ChatClient, ChatOptions, StreamedAnswer
+    from deploy.cli.chat.conversation import ChatHistory
 
 HELP = """/reset          clear the conversation
 /system TEXT    set the system prompt (without TEXT: remove it) and clear the conversation
@@ -28,7 +28,7 @@ class Terminal:
         self,
         client: ChatClient,
         options: ChatOptions,
-        conversation: Conversation,
+        conversation: ChatHistory,
         console: Console,
         read_line: Callable[[], str],
     ) -> None:
@@ -110,7 +110,7 @@ def read_from_terminal() -> str:
     return input("\n> ")
 
 
-def describe(answer: Answer) -> str:
+def describe(answer: StreamedAnswer) -> str:
     """Return the figures of an answer in one line, without those that the server does not report."""
     parts: list[str] = []
     if answer.completion_tokens is not None:

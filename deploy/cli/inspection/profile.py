@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from protos.gen.pando.v1.worker_pb2_grpc import WorkerStub
 
-Answer = worker_pb2.StartProfileResponse | worker_pb2.StopProfileResponse
+ProfileResponse = worker_pb2.StartProfileResponse | worker_pb2.StopProfileResponse
 
 # `stop` returns after the trace is written.
 TIMEOUT_S = 120.0
@@ -27,7 +27,7 @@ TIMEOUT_S = 120.0
 class _Call(Protocol):
     """A call in progress."""
 
-    def result(self) -> Answer:
+    def result(self) -> ProfileResponse:
         """Wait for the answer."""
 
 
@@ -66,7 +66,7 @@ def _ask(stub: WorkerStub, arguments: argparse.Namespace) -> _Call:
     return stub.StopProfile.future(worker_pb2.StopProfileRequest(), timeout=TIMEOUT_S)
 
 
-def _describe(answer: Answer) -> str:
+def _describe(answer: ProfileResponse) -> str:
     if isinstance(answer, worker_pb2.StartProfileResponse):
         return f"recording for at most {answer.max_seconds:g} s, to {answer.path}"
     return f"{answer.path}: {answer.passes:,} passes, {answer.bytes / 2**20:.1f} MiB"

@@ -7,7 +7,7 @@ from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
-from deploy.evaluation.attack.findings import Verdict
+from deploy.evaluation.attack.findings import OracleVerdict
 from deploy.evaluation.attack.oracles.delay import probe_delay, probe_long_outputs
 from deploy.evaluation.attack.oracles.demotion import probe_demotion
 from deploy.evaluation.attack.oracles.evidence import probe_boundary, probe_sybils
@@ -25,7 +25,7 @@ from deploy.evaluation.attack.oracles.serving_order import probe_duplicates, pro
 from deploy.evaluation.attack.oracles.storage import probe_storage
 from deploy.evaluation.attack.prober import Prober
 from deploy.evaluation.attack.scene import Scene
-from deploy.evaluation.attack.texts import Texts
+from deploy.evaluation.attack.texts import ProbeTexts
 from deploy.evaluation.bench.clock import SystemClock
 
 if TYPE_CHECKING:
@@ -84,7 +84,7 @@ KNOWN_LEAKS = (
 
 
 @dataclass(frozen=True, slots=True)
-class Report:
+class AttackReport:
     """What was found on one server."""
 
     mode: str
@@ -92,7 +92,7 @@ class Report:
     findings: tuple[Finding, ...]
 
     @classmethod
-    def of(cls, parts: Sequence[Report]) -> Report:
+    def of(cls, parts: Sequence[AttackReport]) -> AttackReport:
         """Return the reports on one mode as one, named after the first of them."""
         return cls(parts[0].mode, parts[0].model, tuple(finding for part in parts for finding in part.findings))
 
@@ -103,7 +103,7 @@ class Report:
         lines = [f"{self.mode} is not seen to leak by {each.oracle}: it proves nothing elsewhere" for each in blind]
         attacks = [each for each in self.findings if not each.is_control]
         if self.mode == "shared":
-            tried = [each for each in attacks if each.verdict is not Verdict.NOT_APPLICABLE]
+            tried = [each for each in attacks if each.verdict is not OracleVerdict.NOT_APPLICABLE]
             blind = [each for each in tried if each.oracle in KNOWN_LEAKS and not each.succeeded]
             return lines + [
                 f"shared is not seen to leak by {found.oracle}: it proves nothing elsewhere" for found in blind
@@ -117,7 +117,7 @@ class Observer(Protocol):
     def progress(self, line: str) -> None:
         """Take a line on what runs now."""
 
-    def found(self, oracle: str, report: Report) -> None:
+    def found(self, oracle: str, report: AttackReport) -> None:
         """Take all that an oracle has found in a mode."""
 
 
@@ -131,25 +131,25 @@ class Plan:
     seed: int
 
 
-async def attack(url: str, api_key: str | None, server: Server, plan: Plan, observer: Observer) -> Report:
+async def attack(url: str, api_key: str | None, server: Server, plan: Plan, observer: Observer) -> AttackReport:
     """Run the oracles of `plan` against the server at `url`; `observer` gets the findings of each of them at its end.
 
     Raises:
         TargetError: nothing there that could be asked.
         AttackError: a request failed in the middle.
     """
-    reports: list[Report] = []
+    reports: list[AttackReport] = []
     async with AsyncExitStack() as stack:
         prober = await _connect(stack, url, api_key, plan.seed)
-        texts, chance = Texts(tokens=plan.text_tokens), random.Random(plan.seed)
+        texts, chance = ProbeTexts(tokens=plan.text_tokens), random.Random(plan.seed)
         scene = Scene(prober, server, plan.effort, texts, chance)
         if server.sibling_url is not None:
             scene.sibling = await _connect(stack, server.sibling_url, api_key, plan.seed)
         for name in plan.oracles:
             observer.progress(f"{server.mode}: {name}")
-            reports.append(Report(server.mode, server.model or prober.model, tuple(await ORACLES[name](scene))))
+            reports.append(AttackReport(server.mode, server.model or prober.model, tuple(await ORACLES[name](scene))))
             observer.found(name, reports[-1])
-    return Report.of(reports)
+    return AttackReport.of(reports)
 
 
 async def _connect(stack: AsyncExitStack, url: str, api_key: str | None, seed: int) -> Prober:

@@ -22,7 +22,7 @@ from deploy.evaluation.bench.target import TargetError
 if TYPE_CHECKING:
     import argparse
 
-    from deploy.evaluation.attack.campaign import Report
+    from deploy.evaluation.attack.campaign import AttackReport
     from deploy.evaluation.attack.report import FindingsFile
 
 MODES = ("shared", "isolated", "isolated_pinned", "user_aware")
@@ -143,6 +143,6 @@ class _Observer:
     def progress(self, line: str) -> None:
         self.console.print(line, style="dim", highlight=False)
 
-    def found(self, oracle: str, report: Report) -> None:
+    def found(self, oracle: str, report: AttackReport) -> None:
         if self.file is not None:
             self.file.add(oracle, report)

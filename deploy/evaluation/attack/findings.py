@@ -18,7 +18,7 @@ HIGHEST_CLOSED_AUC = 0.55
 COARSEST_HALF_WIDTH = 0.06
 
 
-class Verdict(Enum):
+class OracleVerdict(Enum):
     """Whether an oracle tells anything.
 
     BOUNDED: it tells as much as is claimed that it may, and no more; UNBOUNDED: more than that. UNDECIDED: too few
@@ -41,7 +41,7 @@ class Finding:
     """
 
     oracle: str
-    verdict: Verdict
+    verdict: OracleVerdict
     probes: int = 0
     separation: Separation | None = None
     note: str = ""
@@ -50,7 +50,7 @@ class Finding:
     @property
     def succeeded(self) -> bool:
         """Whether the attack got more than is claimed that it can."""
-        return self.verdict in (Verdict.LEAKS, Verdict.UNBOUNDED)
+        return self.verdict in (OracleVerdict.LEAKS, OracleVerdict.UNBOUNDED)
 
 
 def judge(oracle: str, separation: Separation, note: str = "", *, either_way: bool = False) -> Finding:
@@ -63,15 +63,15 @@ def judge(oracle: str, separation: Separation, note: str = "", *, either_way: bo
 
 def not_applicable(oracle: str, why: str) -> Finding:
     """Return the finding that there was nothing to try."""
-    return Finding(oracle, Verdict.NOT_APPLICABLE, note=why)
+    return Finding(oracle, OracleVerdict.NOT_APPLICABLE, note=why)
 
 
-def _decide(shown: Separation) -> tuple[Verdict, str]:
+def _decide(shown: Separation) -> tuple[OracleVerdict, str]:
     if shown.auc > HIGHEST_CLOSED_AUC and shown.low > 0.5:
-        return Verdict.LEAKS, ""
+        return OracleVerdict.LEAKS, ""
     if shown.auc <= HIGHEST_CLOSED_AUC and shown.half_width <= COARSEST_HALF_WIDTH:
-        return Verdict.CLOSED, ""
+        return OracleVerdict.CLOSED, ""
     wanted = COARSEST_HALF_WIDTH if shown.auc <= HIGHEST_CLOSED_AUC else shown.auc - 0.5
     pairs = min(shown.held, shown.other)
     needed = max(math.ceil(pairs * (shown.half_width / wanted) ** 2), pairs_for(wanted), pairs + 1)
-    return Verdict.UNDECIDED, f"about {needed} pairs would decide, these were {pairs}"
+    return OracleVerdict.UNDECIDED, f"about {needed} pairs would decide, these were {pairs}"

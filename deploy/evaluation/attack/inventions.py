@@ -10,7 +10,7 @@ from deploy.evaluation.attack.prober import COMPLETIONS, MESSAGES, Disguise
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
-    from deploy.evaluation.attack.scene import Credentials
+    from deploy.evaluation.attack.scene import VictimKeys
 
 # Body fields that hold a name, a conversation or a salt. Whether one of them names a person is the credential's affair.
 PERSON_FIELDS = ("user", "safety_identifier")
@@ -68,7 +68,7 @@ def person(name: str, endpoint: str, api_key: str | None = None) -> Disguise:
     return Disguise(_fields(MESSAGE_USER if endpoint == MESSAGES else "user", name), {}, api_key, endpoint)
 
 
-def rivals(credentials: Credentials) -> list[Power]:
+def rivals(credentials: VictimKeys) -> list[Power]:
     """Return the keys of another tenant."""
     powers = []
     if credentials.rival is not None:
@@ -78,7 +78,7 @@ def rivals(credentials: Credentials) -> list[Power]:
     return powers
 
 
-def colleagues(credentials: Credentials) -> list[Power]:
+def colleagues(credentials: VictimKeys) -> list[Power]:
     """Return keys of the victims' tenant that are one subject each."""
     powers = [Power("vouching key", fields=IMPERSONAL_FIELDS)]
     if credentials.plain is not None:

@@ -9,7 +9,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
 
-from deploy.evaluation.attack.scene import Credentials, Server
+from deploy.evaluation.attack.scene import Server, VictimKeys
 from deploy.evaluation.bench.deployments import LaunchedDeployment
 from gateway.identity.keys import ApiKey, hash_of, save_keys
 
@@ -52,7 +52,7 @@ def _key() -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class Keys:
+class LaunchedKeys:
     """The keys of a launched server. `app` vouches for its users, who are the victims and their neighbours."""
 
     app: str = field(default_factory=_key)
@@ -79,9 +79,9 @@ class Keys:
         save_keys(path, keys)
 
     @property
-    def credentials(self) -> Credentials:
+    def credentials(self) -> VictimKeys:
         """The keys as attackers have them."""
-        return Credentials(self.plain, self.personal, self.rival, self.rival_app, self.third, self.isolated, self.admin)
+        return VictimKeys(self.plain, self.personal, self.rival, self.rival_app, self.third, self.isolated, self.admin)
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +101,7 @@ class Launch:
     storage: Path | None = None
     has_keys: bool = True
     fake_step_ms: float | None = None
-    keys: Keys = field(default_factory=Keys)
+    keys: LaunchedKeys = field(default_factory=LaunchedKeys)
     storage_secret: str = field(default_factory=_key)
 
     def all_settings(self, folder: Path) -> list[str]:
@@ -152,7 +152,7 @@ def launched(launch: Launch) -> Iterator[Launched]:
                 promotion_subjects=settings.cache.promotion_subjects,
                 epoch_seconds=settings.cache.epoch_seconds,
                 capacity_tokens=(settings.device_pages or 0) * settings.page_size or None,
-                credentials=launch.keys.credentials if launch.has_keys else Credentials(),
+                credentials=launch.keys.credentials if launch.has_keys else VictimKeys(),
                 storage=launch.storage,
                 policy=settings.queue.policy,
                 rows=settings.max_rows,

@@ -58,7 +58,7 @@ class Sighting:
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class ProbeAnswer:
     """A greedy answer of a few tokens."""
 
     text: str
@@ -126,7 +126,7 @@ class Prober:
         client = OpenAIClient(self._client(disguise), self._prompts, options, self.clock)
         return _sighting(await client.send(BenchRequest(asked, output_tokens=output_tokens)))
 
-    async def complete(self, text: tuple[Segment, ...], user: str, tokens: int) -> Answer:
+    async def complete(self, text: tuple[Segment, ...], user: str, tokens: int) -> ProbeAnswer:
         """Return the greedy answer to exactly `text`, so that two servers can be compared.
 
         Raises:
@@ -143,7 +143,9 @@ class Prober:
         }
         answer = await self._post("/v1/completions", body, Disguise())
         try:
-            return Answer(answer["choices"][0]["text"], answer["usage"]["prompt_tokens_details"]["cached_tokens"] or 0)
+            return ProbeAnswer(
+                answer["choices"][0]["text"], answer["usage"]["prompt_tokens_details"]["cached_tokens"] or 0
+            )
         except (KeyError, IndexError, TypeError):
             raise AttackError("an answer lacks its text or the count of cached tokens") from None
 

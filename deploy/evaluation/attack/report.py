@@ -9,30 +9,30 @@ from typing import TYPE_CHECKING, Any
 import orjson
 from rich.table import Table
 
-from deploy.evaluation.attack.findings import Verdict
+from deploy.evaluation.attack.findings import OracleVerdict
 from deploy.evaluation.bench.results import read_entries, rounded, short_model
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
     from pathlib import Path
 
-    from deploy.evaluation.attack.campaign import Report
+    from deploy.evaluation.attack.campaign import AttackReport
     from deploy.evaluation.attack.findings import Finding
     from deploy.evaluation.attack.statistics import Separation
     from deploy.evaluation.bench.results import Provenance
 
 UNFINISHED = "unfinished"
 STYLES = {
-    Verdict.LEAKS: "red",
-    Verdict.UNBOUNDED: "red",
-    Verdict.UNDECIDED: "yellow",
-    Verdict.CLOSED: "green",
-    Verdict.BOUNDED: "green",
-    Verdict.NOT_APPLICABLE: "dim",
+    OracleVerdict.LEAKS: "red",
+    OracleVerdict.UNBOUNDED: "red",
+    OracleVerdict.UNDECIDED: "yellow",
+    OracleVerdict.CLOSED: "green",
+    OracleVerdict.BOUNDED: "green",
+    OracleVerdict.NOT_APPLICABLE: "dim",
 }
 
 
-def finding_table(reports: Iterable[Report]) -> Table:
+def finding_table(reports: Iterable[AttackReport]) -> Table:
     """Return one table of all servers."""
     title = "what a user can learn of another one's private text; AUC 0.5 is guessing, [95 % interval]"
     table = Table(title=title, title_justify="left")
@@ -69,7 +69,7 @@ class FindingsFile:
             self._unfinished.setdefault(mode, {}).update(dict.fromkeys(oracles))
         self._write()
 
-    def add(self, oracle: str, report: Report) -> None:
+    def add(self, oracle: str, report: AttackReport) -> None:
         """Write all that an oracle has found in a mode."""
         new = [_entry(oracle, report, finding, self._provenance) for finding in report.findings]
         replaced = ("attack", short_model(report.model), report.mode, oracle)
@@ -114,7 +114,7 @@ def _key(entry: Mapping[str, Any]) -> tuple[Any, ...]:
     return tuple(entry.get(name) for name in ("benchmark", "model", "label", "oracle"))
 
 
-def _entry(oracle: str, report: Report, finding: Finding, provenance: Provenance) -> dict[str, Any]:
+def _entry(oracle: str, report: AttackReport, finding: Finding, provenance: Provenance) -> dict[str, Any]:
     entry: dict[str, Any] = {
         "benchmark": "attack",
         "model": short_model(report.model),

@@ -9,9 +9,9 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
 
-from deploy.evaluation.attack.campaign import ORACLES, Plan, Report, attack
+from deploy.evaluation.attack.campaign import ORACLES, AttackReport, Plan, attack
 from deploy.evaluation.attack.launching import FAIR, KEYLESS, MODES, NO_MODEL, ROOMY, STEP_MS, Launch, launched
-from deploy.evaluation.attack.scene import QUICK, UNKNOWN, Credentials, Effort, Server
+from deploy.evaluation.attack.scene import QUICK, UNKNOWN, Effort, Server, VictimKeys
 
 if TYPE_CHECKING:
     import argparse
@@ -61,7 +61,7 @@ def planned_oracles(arguments: argparse.Namespace) -> dict[str, list[str]]:
     return planned
 
 
-def attack_running(arguments: argparse.Namespace, observer: Observer) -> list[Report]:
+def attack_running(arguments: argparse.Namespace, observer: Observer) -> list[AttackReport]:
     """Attack the server at --url.
 
     Raises:
@@ -76,7 +76,7 @@ def attack_running(arguments: argparse.Namespace, observer: Observer) -> list[Re
         promotion_subjects=arguments.promotion_subjects,
         epoch_seconds=arguments.epoch_seconds,
         capacity_tokens=arguments.capacity_tokens,
-        credentials=Credentials(
+        credentials=VictimKeys(
             arguments.plain_key,
             arguments.personal_key,
             arguments.rival_key,
@@ -94,7 +94,7 @@ def attack_running(arguments: argparse.Namespace, observer: Observer) -> list[Re
     return [asyncio.run(attack(arguments.url, arguments.api_key, server, plan_of(arguments), observer))]
 
 
-def attack_launched(arguments: argparse.Namespace, observer: Observer) -> list[Report]:
+def attack_launched(arguments: argparse.Namespace, observer: Observer) -> list[AttackReport]:
     """Start a server for each mode in turn, and attack it.
 
     Raises:
@@ -104,7 +104,7 @@ def attack_launched(arguments: argparse.Namespace, observer: Observer) -> list[R
     return [_attack_mode(arguments, mode, observer) for mode in arguments.modes or MODES]
 
 
-def _attack_mode(arguments: argparse.Namespace, mode: str, observer: Observer) -> Report:
+def _attack_mode(arguments: argparse.Namespace, mode: str, observer: Observer) -> AttackReport:
     plan = plan_of(arguments)
     if mode != SWEPT_MODE:
         plan = replace(plan, oracles=tuple(oracle for oracle in plan.oracles if oracle not in MODE_INDEPENDENT))
@@ -113,7 +113,7 @@ def _attack_mode(arguments: argparse.Namespace, mode: str, observer: Observer) -
     roomy = ROOMY_ORACLES if plan.effort.times else QUICK_ROOMY_ORACLES
     special = (*STORAGE, *KEYLESS_ORACLES, *FAIR_ORACLES, *roomy)
     first = tuple(oracle for oracle in plan.oracles if oracle not in special)
-    parts: list[Report] = []
+    parts: list[AttackReport] = []
 
     def add(what: str, launch: Launch, oracles: Sequence[str], servers: int = 1) -> None:
         chosen = tuple(oracle for oracle in oracles if oracle in plan.oracles)
@@ -132,7 +132,7 @@ def _attack_mode(arguments: argparse.Namespace, mode: str, observer: Observer) -
         parts += [_sweep(model_free, plan, k, observer) for k in arguments.thresholds]
     if not parts:
         raise ValueError(f"none of the chosen oracles depends on the mode, so that {mode} need not be attacked")
-    return Report.of(parts)
+    return AttackReport.of(parts)
 
 
 def plan_of(arguments: argparse.Namespace) -> Plan:
@@ -144,7 +144,7 @@ def plan_of(arguments: argparse.Namespace) -> Plan:
     return Plan(oracles, effort, arguments.text_tokens, arguments.seed)
 
 
-def _attack_launch(launch: Launch, plan: Plan, servers: int, observer: Observer) -> Report:
+def _attack_launch(launch: Launch, plan: Plan, servers: int, observer: Observer) -> AttackReport:
     """Attack a server; the second one of two is its sibling over the same storage."""
     with ExitStack() as stack:
         own, *others = [stack.enter_context(launched(launch)) for _ in range(servers)]
@@ -162,11 +162,11 @@ class _SweepObserver:
     def progress(self, line: str) -> None:
         self.observer.progress(line)
 
-    def found(self, _oracle: str, report: Report) -> None:
+    def found(self, _oracle: str, report: AttackReport) -> None:
         self.observer.found(self.name, report)
 
 
-def _sweep(launch: Launch, plan: Plan, promotion_subjects: int, observer: Observer) -> Report:
+def _sweep(launch: Launch, plan: Plan, promotion_subjects: int, observer: Observer) -> AttackReport:
     observer.progress(f"{launch.mode}: start with k = {promotion_subjects}")
     with_k = replace(launch, promotion_subjects=promotion_subjects)
     named = _SweepObserver(observer, _sweep_name(promotion_subjects))

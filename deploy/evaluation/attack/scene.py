@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from deploy.evaluation.attack.prober import Prober
-    from deploy.evaluation.attack.texts import Texts
+    from deploy.evaluation.attack.texts import ProbeTexts
 
 UNKNOWN = "unknown"
 # Requests that are sent at the same time where their order does not matter.
@@ -27,7 +27,7 @@ PATIENCE_S = 60.0
 
 
 @dataclass(frozen=True, slots=True)
-class Credentials:
+class VictimKeys:
     """API keys beside the prober's own, which vouches for its users: these are the victims and their neighbours.
 
     `plain` and `personal` belong to the victims' tenant: an ordinary key, and one that stands for a person. `rival` and
@@ -61,7 +61,7 @@ class Server:
     promotion_subjects: int = 3
     epoch_seconds: float = 10.0
     capacity_tokens: int | None = None
-    credentials: Credentials = field(default_factory=Credentials)
+    credentials: VictimKeys = field(default_factory=VictimKeys)
     sibling_url: str | None = None
     storage: Path | None = None
     policy: str | None = None
@@ -105,7 +105,7 @@ class Scene:
     prober: Prober
     server: Server
     effort: Effort
-    texts: Texts
+    texts: ProbeTexts
     chance: random.Random
     sibling: Prober | None = None
     _names: int = field(default=0)

@@ -10,7 +10,7 @@ QUESTION_TOKENS = 8
 
 
 @dataclass(frozen=True, slots=True)
-class Texts:
+class ProbeTexts:
     """Prompts of equal length: `tokens` that somebody may hold, then a question of the asker's own.
 
     Only whole pages match, so a slot is a page: the least that can be guessed at once.

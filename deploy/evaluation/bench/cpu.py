@@ -14,8 +14,8 @@ from rich.console import Console
 from rich.table import Table
 
 from deploy.evaluation.bench.figures import Spread
-from deploy.evaluation.bench.measure import Bench, TargetOptions
-from deploy.evaluation.bench.records import BenchRequest, Segment, Session
+from deploy.evaluation.bench.measure import ServerUnderTest, TargetOptions
+from deploy.evaluation.bench.records import BenchRequest, Segment, WorkloadSession
 from deploy.evaluation.bench.report import output_console, print_failure, spread_text
 from deploy.evaluation.bench.results import Provenance, ResultSheet, short_model, write_results
 from deploy.evaluation.bench.serve_arguments import (
@@ -51,7 +51,7 @@ PREFIX_ROWS = (
 
 
 @dataclass(slots=True)
-class Samples:
+class RoundSamples:
     """The figures of all rounds against one server, by metric."""
 
     label: str | None
@@ -107,13 +107,13 @@ def parse_target(text: str) -> tuple[str | None, str]:
     return None, text
 
 
-async def _measure_all(arguments: argparse.Namespace, progress: Console) -> list[Samples]:
+async def _measure_all(arguments: argparse.Namespace, progress: Console) -> list[RoundSamples]:
     targets = [parse_target(text) for text in arguments.url or [DEFAULT_URL]]
-    benches: list[tuple[Bench, Samples]] = []
+    benches: list[tuple[ServerUnderTest, RoundSamples]] = []
     try:
         for label, url in targets:
-            bench = await Bench.connect(_target_options(arguments, url))
-            benches.append((bench, Samples(label or arguments.label, short_model(bench.model))))
+            bench = await ServerUnderTest.connect(_target_options(arguments, url))
+            benches.append((bench, RoundSamples(label or arguments.label, short_model(bench.model))))
             await bench.warm_up(4, 2, INPUT_TOKENS, 16)
         for round_number in range(arguments.repeats):
             for bench, samples in benches:
@@ -126,7 +126,7 @@ async def _measure_all(arguments: argparse.Namespace, progress: Console) -> list
     return [samples for _, samples in benches]
 
 
-async def _round(bench: Bench, samples: Samples, number: int, arguments: argparse.Namespace) -> None:
+async def _round(bench: ServerUnderTest, samples: RoundSamples, number: int, arguments: argparse.Namespace) -> None:
     await _single_stream(bench, samples, number, arguments.single_requests)
     for streams in arguments.streams:
         name = f"streams/{streams}/{number}"
@@ -137,7 +137,7 @@ async def _round(bench: Bench, samples: Samples, number: int, arguments: argpars
     await _prefix(bench, samples, number)
 
 
-async def _single_stream(bench: Bench, samples: Samples, number: int, requests: int) -> None:
+async def _single_stream(bench: ServerUnderTest, samples: RoundSamples, number: int, requests: int) -> None:
     sessions = random_sessions(requests, INPUT_TOKENS, OUTPUT_TOKENS, name=f"single/{number}")
     result = await bench.closed_loop(sessions, 1)
     for record in result.records:
@@ -146,7 +146,7 @@ async def _single_stream(bench: Bench, samples: Samples, number: int, requests: 
             samples.add("one_stream_decode", rate)
 
 
-async def _prefix(bench: Bench, samples: Samples, number: int) -> None:
+async def _prefix(bench: ServerUnderTest, samples: RoundSamples, number: int) -> None:
     """Send two prompts with one prefix and different ends, as one user."""
     for metric, end in (("prefix_cold_ttft", "first"), ("prefix_warm_ttft", "second")):
         segments = (
@@ -154,7 +154,7 @@ async def _prefix(bench: Bench, samples: Samples, number: int) -> None:
             Segment(f"prefix/{number}/{end}", SUFFIX_TOKENS),
         )
         request = BenchRequest(segments, output_tokens=4, user=f"prefix-{number}")
-        result = await bench.closed_loop([Session((request,))], 1)
+        result = await bench.closed_loop([WorkloadSession((request,))], 1)
         samples.add(metric, first_token_ms(result.records[0]))
 
 
@@ -194,7 +194,7 @@ def _target_options(arguments: argparse.Namespace, url: str) -> TargetOptions:
     )
 
 
-def _table(servers: Sequence[Samples], arguments: argparse.Namespace) -> Table:
+def _table(servers: Sequence[RoundSamples], arguments: argparse.Namespace) -> Table:
     title = f"{INPUT_TOKENS} tokens in, {OUTPUT_TOKENS} out; prefix {PREFIX_TOKENS} tokens; median (least-largest)"
     table = Table(title=title, title_justify="left")
     table.add_column("")
@@ -206,7 +206,7 @@ def _table(servers: Sequence[Samples], arguments: argparse.Namespace) -> Table:
     return table
 
 
-def _sheet(samples: Samples, tp: int, provenance: Provenance) -> ResultSheet:
+def _sheet(samples: RoundSamples, tp: int, provenance: Provenance) -> ResultSheet:
     sheet = ResultSheet("cpu-default", samples.model, tp, provenance, samples.label)
     units = {"ttft": "ms", "decode": "tok/s", "output": "tok/s"}
     for metric in samples.values:

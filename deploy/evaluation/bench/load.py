@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from deploy.evaluation.bench.clock import Clock
-    from deploy.evaluation.bench.records import BenchRequest, RequestRecord, Session
+    from deploy.evaluation.bench.records import BenchRequest, RequestRecord, WorkloadSession
 
 
 class Sender(Protocol):
@@ -28,7 +28,7 @@ def _ignore(_record: RequestRecord) -> None:
 
 async def run_closed_loop(
     sender: Sender,
-    sessions: Sequence[Session],
+    sessions: Sequence[WorkloadSession],
     concurrency: int,
     clock: Clock,
     on_record: Callable[[RequestRecord], None] = _ignore,
@@ -49,7 +49,7 @@ async def run_closed_loop(
 
 async def run_open_loop(
     sender: Sender,
-    sessions: Sequence[Session],
+    sessions: Sequence[WorkloadSession],
     clock: Clock,
     on_record: Callable[[RequestRecord], None] = _ignore,
 ) -> LoadResult:
@@ -73,7 +73,7 @@ class _Player:
         self._on_record = on_record
         self._records: list[RequestRecord] = []
 
-    async def play(self, session: Session, due: float | None = None) -> None:
+    async def play(self, session: WorkloadSession, due: float | None = None) -> None:
         """Send the requests of a session one after the other; a failure ends the session, as in a real conversation."""
         for request in session.requests:
             await self._clock.sleep(request.delay_s)

@@ -15,7 +15,7 @@ from deploy.evaluation.bench.workloads.random_text import random_sessions
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-    from deploy.evaluation.bench.records import LoadResult, RequestRecord, Session
+    from deploy.evaluation.bench.records import LoadResult, RequestRecord, WorkloadSession
     from deploy.evaluation.bench.transport import HttpClient
 
 
@@ -40,7 +40,7 @@ class TargetOptions:
 
 
 @dataclass(frozen=True, slots=True)
-class Bench:
+class ServerUnderTest:
     """A server under test."""
 
     model: str
@@ -51,7 +51,7 @@ class Bench:
     clock: Clock
 
     @classmethod
-    async def connect(cls, options: TargetOptions, clock: Clock | None = None) -> Bench:
+    async def connect(cls, options: TargetOptions, clock: Clock | None = None) -> ServerUnderTest:
         """Determine the server's model and the form of prompts that it accepts.
 
         Raises:
@@ -89,7 +89,7 @@ class Bench:
 
     async def closed_loop(
         self,
-        sessions: Sequence[Session],
+        sessions: Sequence[WorkloadSession],
         concurrency: int,
         on_record: Callable[[RequestRecord], None] = lambda _record: None,
     ) -> LoadResult:
@@ -97,7 +97,7 @@ class Bench:
         return await run_closed_loop(self.client, sessions, concurrency, self.clock, on_record)
 
     async def open_loop(
-        self, sessions: Sequence[Session], on_record: Callable[[RequestRecord], None] = lambda _record: None
+        self, sessions: Sequence[WorkloadSession], on_record: Callable[[RequestRecord], None] = lambda _record: None
     ) -> LoadResult:
         """Play each of `sessions` at its arrival time."""
         return await run_open_loop(self.client, sessions, self.clock, on_record)

@@ -15,7 +15,7 @@ from common.errors import ConfigurationError
 from common.types import CacheMode
 from deploy.evaluation.bench.deployments import LaunchedDeployment, LaunchError, add_setting_arguments
 from deploy.evaluation.bench.figures import Spread
-from deploy.evaluation.bench.pipeline_client import ChoiceRecord, PipelineClient, PipelineError, schedule_requests
+from deploy.evaluation.bench.pipeline_client import PipelineClient, PipelineError, PipelineRecord, schedule_requests
 from deploy.evaluation.bench.progress import following_tokens
 from deploy.evaluation.bench.prompts import PromptMaker
 from deploy.evaluation.bench.report import NOT_REPORTED, output_console, print_failure, spread_text
@@ -153,7 +153,7 @@ async def _measure(
         return runs[1:]
 
 
-def evaluate(requests: Sequence[BenchRequest], records: Sequence[ChoiceRecord]) -> OfflineRun:
+def evaluate(requests: Sequence[BenchRequest], records: Sequence[PipelineRecord]) -> OfflineRun:
     """Return the figures of one pass.
 
     Raises:

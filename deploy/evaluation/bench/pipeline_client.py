@@ -51,7 +51,7 @@ class PipelineError(Exception):
 
 
 @dataclass(slots=True)
-class ChoiceRecord:
+class PipelineRecord:
     """The record of one request. Times are in seconds of the client's clock."""
 
     request_id: RequestId
@@ -81,7 +81,7 @@ class ChoiceRecord:
 class _Batch:
     """The requests of one `run`, by id."""
 
-    records: dict[str, ChoiceRecord] = field(default_factory=dict)
+    records: dict[str, PipelineRecord] = field(default_factory=dict)
     open_count: int = 0
     done: asyncio.Event = field(default_factory=asyncio.Event)
 
@@ -134,10 +134,10 @@ class PipelineClient:
         """Close both streams; open requests are aborted, as their subscriber is gone."""
         await self._close()
 
-    async def start(self, requests: Sequence[ScheduleRequest]) -> list[ChoiceRecord]:
+    async def start(self, requests: Sequence[ScheduleRequest]) -> list[PipelineRecord]:
         """Submit `requests` as one batch and return their records, which `finish` completes."""
         now = self._clock.now()
-        records = [ChoiceRecord(r.request_id, now, prompt_tokens=len(r.token_ids)) for r in requests]
+        records = [PipelineRecord(r.request_id, now, prompt_tokens=len(r.token_ids)) for r in requests]
         self._batch = _Batch({record.request_id: record for record in records}, len(records))
         reply_to = ReplyTo(self.subscriber_id)
         encoded = [schedule_request_to_wire(replace(request, reply_to=reply_to)) for request in requests]
@@ -158,7 +158,7 @@ class PipelineClient:
         if self._broken is not None:
             raise PipelineError(self._broken)
 
-    async def run(self, requests: Sequence[ScheduleRequest], timeout_s: float = 3600.0) -> list[ChoiceRecord]:
+    async def run(self, requests: Sequence[ScheduleRequest], timeout_s: float = 3600.0) -> list[PipelineRecord]:
         """Submit `requests` as one batch and wait until all have ended."""
         records = await self.start(requests)
         await self.finish(timeout_s)

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Sequence
     from types import TracebackType
 
-    from deploy.evaluation.bench.pipeline_client import ChoiceRecord
+    from deploy.evaluation.bench.pipeline_client import PipelineRecord
     from deploy.evaluation.bench.records import RequestRecord
 
 # Low, because redrawing competes with the load for the processor.
@@ -46,7 +46,7 @@ class RequestProgress:
 
 @contextlib.asynccontextmanager
 async def following_tokens(
-    records: Sequence[ChoiceRecord], total: int, console: Console | None = None
+    records: Sequence[PipelineRecord], total: int, console: Console | None = None
 ) -> AsyncIterator[None]:
     """Show how many of `total` tokens the records have, if standard error is a terminal."""
     with _bar(console) as progress:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from itertools import pairwise
 
-TokenIds = tuple[int, ...]
+TokenTuple = tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,7 +19,7 @@ class Segment:
     """system, user or assistant; only used by the chat endpoint."""
     text: str | None = None
     """Literal content instead of generated content."""
-    ids: TokenIds | None = None
+    ids: TokenTuple | None = None
     """Literal token ids instead of generated ones."""
 
 
@@ -42,7 +42,7 @@ class BenchRequest:
 
 
 @dataclass(frozen=True, slots=True)
-class Session:
+class WorkloadSession:
     """Consecutive requests, such as the turns of a conversation; in most workloads a single one."""
 
     requests: tuple[BenchRequest, ...]

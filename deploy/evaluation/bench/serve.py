@@ -7,7 +7,7 @@ import sys
 from typing import TYPE_CHECKING
 
 from deploy.evaluation.bench.figures import summarize
-from deploy.evaluation.bench.measure import Bench
+from deploy.evaluation.bench.measure import ServerUnderTest
 from deploy.evaluation.bench.progress import RequestProgress
 from deploy.evaluation.bench.report import load_results, load_table, output_console, print_errors, print_failure
 from deploy.evaluation.bench.results import Provenance, ResultSheet, short_model, write_results
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from deploy.evaluation.bench.figures import LoadFigures
-    from deploy.evaluation.bench.records import LoadResult, Session
+    from deploy.evaluation.bench.records import LoadResult, WorkloadSession
 
 DEFAULT_CONCURRENCY = 8
 
@@ -58,8 +58,8 @@ def exit_code(figures: LoadFigures) -> int:
     return int(figures.requests > 0 and figures.failed == figures.requests)
 
 
-async def _measure(arguments: argparse.Namespace, sessions: Sequence[Session]) -> tuple[str, LoadResult]:
-    bench = await Bench.connect(target_options(arguments))
+async def _measure(arguments: argparse.Namespace, sessions: Sequence[WorkloadSession]) -> tuple[str, LoadResult]:
+    bench = await ServerUnderTest.connect(target_options(arguments))
     try:
         concurrency = arguments.concurrency or DEFAULT_CONCURRENCY
         if arguments.warmup:

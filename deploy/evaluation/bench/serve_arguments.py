@@ -23,7 +23,7 @@ from deploy.evaluation.bench.workloads.w1 import w1_sessions
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from deploy.evaluation.bench.records import Session
+    from deploy.evaluation.bench.records import WorkloadSession
 
 DEFAULT_URL = "http://127.0.0.1:8000"
 USER_FIELDS = ("user", "user_id", "safety_identifier", "cache_salt", "none")
@@ -162,7 +162,7 @@ def target_options(arguments: argparse.Namespace) -> TargetOptions:
     )
 
 
-def build_sessions(arguments: argparse.Namespace) -> list[Session]:
+def build_sessions(arguments: argparse.Namespace) -> list[WorkloadSession]:
     """Return the workload's sessions, with arrival times if the loop is open.
 
     Raises:
@@ -181,7 +181,7 @@ def is_open_loop(arguments: argparse.Namespace) -> bool:
     return arguments.rate is not None or (arguments.workload == "trace" and arguments.concurrency is None)
 
 
-def _random(arguments: argparse.Namespace) -> list[Session]:
+def _random(arguments: argparse.Namespace) -> list[WorkloadSession]:
     return random_sessions(
         arguments.requests or 64,
         arguments.input_tokens,
@@ -191,7 +191,7 @@ def _random(arguments: argparse.Namespace) -> list[Session]:
     )
 
 
-def _shared_prefix(arguments: argparse.Namespace) -> list[Session]:
+def _shared_prefix(arguments: argparse.Namespace) -> list[WorkloadSession]:
     shape = SharedPrefixShape(
         arguments.apps,
         arguments.users,
@@ -203,12 +203,12 @@ def _shared_prefix(arguments: argparse.Namespace) -> list[Session]:
     return shared_prefix_sessions(shape, arguments.seed)[: arguments.requests]
 
 
-def _m1(arguments: argparse.Namespace) -> list[Session]:
+def _m1(arguments: argparse.Namespace) -> list[WorkloadSession]:
     shape = M1Shape(users=arguments.users, apps=arguments.apps, think_s=arguments.think_s, scale=arguments.scale)
     return m1_sessions(shape, arguments.requests or 64, seed=arguments.seed)
 
 
-def _sharegpt(arguments: argparse.Namespace) -> list[Session]:
+def _sharegpt(arguments: argparse.Namespace) -> list[WorkloadSession]:
     options = ShareGptOptions(
         count=arguments.requests or 64,
         turns=arguments.turns,
@@ -218,7 +218,7 @@ def _sharegpt(arguments: argparse.Namespace) -> list[Session]:
     return sharegpt_sessions(_file(arguments), options, arguments.seed)
 
 
-def _trace(arguments: argparse.Namespace) -> list[Session]:
+def _trace(arguments: argparse.Namespace) -> list[WorkloadSession]:
     options = TraceOptions(
         count=arguments.requests,
         speed=arguments.trace_speed,
@@ -228,7 +228,7 @@ def _trace(arguments: argparse.Namespace) -> list[Session]:
     return trace_sessions(_file(arguments), options)
 
 
-def _w1(arguments: argparse.Namespace) -> list[Session]:
+def _w1(arguments: argparse.Namespace) -> list[WorkloadSession]:
     sessions = w1_sessions(scale=arguments.scale)
     return sessions[: arguments.requests]
 
@@ -241,7 +241,7 @@ def _file(arguments: argparse.Namespace) -> Path:
 
 
 # Another workload needs a module and one line here.
-WORKLOADS: dict[str, Callable[[argparse.Namespace], list[Session]]] = {
+WORKLOADS: dict[str, Callable[[argparse.Namespace], list[WorkloadSession]]] = {
     "random": _random,
     "shared-prefix": _shared_prefix,
     "s1": _shared_prefix,

@@ -27,7 +27,7 @@ import psutil
 import torch
 from rich.table import Table
 
-from common.models import resolve
+from common.models import resolve_model
 from deploy.evaluation.bench.deployments import LaunchedDeployment
 from deploy.evaluation.bench.figures import Spread
 from deploy.evaluation.bench.report import output_console
@@ -59,7 +59,7 @@ LOADS = (Load("64 texts a request, 4 requests at a time", 64, 4), Load("one by o
 
 
 @dataclass(frozen=True, slots=True)
-class Line:
+class EmbeddingsResult:
     """One implementation under one load: seconds for all texts, and the largest difference from the reference."""
 
     name: str
@@ -86,7 +86,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     texts = make_texts(arguments.texts)
     peers = make_peers()
     stopwatch = Stopwatch(arguments.repeats, peers["transformers"](texts))
-    lines: list[Line] = []
+    lines: list[EmbeddingsResult] = []
     with LaunchedDeployment(None, arguments.set, [f"model.reference={MODEL}"]) as launched:
         services = [psutil.Process(process_id) for process_id in launched.process_ids.values()]
         for load in LOADS:
@@ -116,7 +116,9 @@ class Stopwatch:
         self._repeats = repeats
         self._expected = expected
 
-    def measure(self, name: str, run: Callable[[], NDArray[np.float32]], processor: Callable[[], float]) -> Line:
+    def measure(
+        self, name: str, run: Callable[[], NDArray[np.float32]], processor: Callable[[], float]
+    ) -> EmbeddingsResult:
         """Return how long `run` takes by the clock, and by `processor`, seconds."""
         result = run()
         seconds, processor_seconds = [], []
@@ -126,7 +128,7 @@ class Stopwatch:
             seconds.append(time.perf_counter() - started)
             processor_seconds.append(processor() - processor_started)
         difference = float(np.abs(result - self._expected).max())
-        return Line(name, Spread.of(seconds), Spread.of(processor_seconds), difference)
+        return EmbeddingsResult(name, Spread.of(seconds), Spread.of(processor_seconds), difference)
 
 
 def processor_time(process: psutil.Process) -> float:
@@ -163,7 +165,7 @@ def decoded(embedding: str) -> NDArray[np.float32]:
 
 def make_peers() -> dict[str, Peer]:
     """Return the implementations that are installed, loaded."""
-    path = str(resolve(MODEL).path)
+    path = str(resolve_model(MODEL).path)
     peers: dict[str, Peer] = {"transformers": Transformers(path)}
     if importlib.util.find_spec("sentence_transformers") is not None:
         # An optional package without types.
@@ -199,7 +201,7 @@ class Transformers:
         return vectors
 
 
-def show(lines: Sequence[Line], texts: int) -> None:
+def show(lines: Sequence[EmbeddingsResult], texts: int) -> None:
     """Print one line per measurement."""
     table = Table(title=f"{texts} texts, {torch.get_num_threads()} threads", title_justify="left")
     for name in ("", "texts/s", "from … to", "processor ms/text", "largest difference"):
@@ -211,7 +213,7 @@ def show(lines: Sequence[Line], texts: int) -> None:
     output_console().print(table)
 
 
-def write(path: Path, lines: Sequence[Line], texts: int, provenance: Provenance) -> None:
+def write(path: Path, lines: Sequence[EmbeddingsResult], texts: int, provenance: Provenance) -> None:
     """Keep the figures in the results file `path`."""
     for line in lines:
         sheet = ResultSheet("embeddings", MODEL, 1, provenance, label=line.name)

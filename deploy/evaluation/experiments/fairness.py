@@ -32,7 +32,7 @@ from common.types import Subject
 from deploy.evaluation.bench.report import output_console
 from deploy.evaluation.bench.results import Provenance, ResultSheet, write_results
 from deploy.evaluation.experiments.backlog_simulation import Backlog, service
-from deploy.evaluation.experiments.shares_simulation import Simulation, Workload, figures
+from deploy.evaluation.experiments.shares_simulation import SharesSimulation, Workload, figures
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -60,7 +60,7 @@ SHARE_UNITS = {"named_share_beside_flood": "of its fair share", "tenant_share_er
 
 
 @dataclass(frozen=True, slots=True)
-class Variant:
+class PolicyVariant:
     """A policy as it is run."""
 
     label: str
@@ -69,22 +69,22 @@ class Variant:
 
 
 VARIANTS = (
-    Variant("fcfs", "fcfs"),
-    Variant("lpm", "lpm"),
-    Variant("fair", "fair"),
-    Variant("fair, no slack", "fair", 0.0),
-    Variant("fair, slack 4096", "fair", 4096.0),
+    PolicyVariant("fcfs", "fcfs"),
+    PolicyVariant("lpm", "lpm"),
+    PolicyVariant("fair", "fair"),
+    PolicyVariant("fair, no slack", "fair", 0.0),
+    PolicyVariant("fair, slack 4096", "fair", 4096.0),
 )
 
 
-def measure(variant: Variant, workload: Workload) -> dict[str, float]:
+def measure(variant: PolicyVariant, workload: Workload) -> dict[str, float]:
     """Run one policy; return its figures by the names in `UNITS`."""
-    simulation = Simulation(variant.policy, workload, variant.slack_tokens)
+    simulation = SharesSimulation(variant.policy, workload, variant.slack_tokens)
     simulation.run()
     return figures(simulation)
 
 
-def measure_shares(variant: Variant, duration_s: float) -> dict[str, float]:
+def measure_shares(variant: PolicyVariant, duration_s: float) -> dict[str, float]:
     """Run the two cases with a constant backlog; return their figures by the names in `SHARE_UNITS`."""
     named, unnamed = Subject("default", "user/ann"), Subject("default", "anonymous")
     backlogs = [Backlog(unnamed, 256, salted=True), Backlog(named, 32)]
@@ -117,7 +117,7 @@ def measure_shares(variant: Variant, duration_s: float) -> dict[str, float]:
 
 
 def _service(
-    variant: Variant, backlogs: Sequence[Backlog], limits: Limits, duration_s: float
+    variant: PolicyVariant, backlogs: Sequence[Backlog], limits: Limits, duration_s: float
 ) -> Mapping[Subject, float]:
     return service(variant.policy, backlogs, limits, duration_s=duration_s, slack_tokens=variant.slack_tokens)
 

@@ -34,7 +34,7 @@ ONLINE = (*DUMMY, "scheduler.max_step_tokens=3584")
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class TablePart:
     """Loads that share a deployment; one without a shape starts by itself what it needs.
 
     In each load, `{url}`, `{tp}` and `{json}` are filled in; `pando` and `python` are this environment's.
@@ -60,10 +60,10 @@ ONLINE_LOAD = "pando bench serve --url {url} --input-tokens 1784 --output-tokens
 SHARES = "python -m deploy.evaluation.experiments.pipeline_shares --json {json}"
 STEPS = f"python -m deploy.evaluation.experiments.decode_steps {SHAPES}/%s --prompt 500 --json {{json}}"
 PARTS = (
-    *(Part(shape, THROUGHPUT, shape) for shape in ("qwen3-0.6b", "llama-3.1-8b", "qwen3-14b")),
-    Part("qwen3-14b-tp2", THROUGHPUT, "qwen3-14b", 2),
-    Part("qwen3-14b-tp4", THROUGHPUT, "qwen3-14b", 4),
-    Part(
+    *(TablePart(shape, THROUGHPUT, shape) for shape in ("qwen3-0.6b", "llama-3.1-8b", "qwen3-14b")),
+    TablePart("qwen3-14b-tp2", THROUGHPUT, "qwen3-14b", 2),
+    TablePart("qwen3-14b-tp4", THROUGHPUT, "qwen3-14b", 4),
+    TablePart(
         "online",
         (
             f"{ONLINE_LOAD} --json {{json}} --rate 8 --requests 480 --label '8 requests/s'",
@@ -73,29 +73,31 @@ PARTS = (
         "llama-3.1-8b",
         settings=ONLINE,
     ),
-    Part("w1-shares", (f"{SHARES} --label w1 -- pando bench offline --no-cache",), "llama-3.1-8b"),
-    Part("steps", tuple(f"{STEPS % shape} --rows 1 64 256" for shape in ("qwen3-0.6b", "llama-3.1-8b", "qwen3-14b"))),
-    Part("steps-tp2", (f"{STEPS % 'qwen3-14b'} --rows 1 64 256 --tp {{tp}}",), ranks=2),
-    Part("steps-tp4", (f"{STEPS % 'qwen3-14b'} --rows 1 64 256 --tp {{tp}}",), ranks=4),
+    TablePart("w1-shares", (f"{SHARES} --label w1 -- pando bench offline --no-cache",), "llama-3.1-8b"),
+    TablePart(
+        "steps", tuple(f"{STEPS % shape} --rows 1 64 256" for shape in ("qwen3-0.6b", "llama-3.1-8b", "qwen3-14b"))
+    ),
+    TablePart("steps-tp2", (f"{STEPS % 'qwen3-14b'} --rows 1 64 256 --tp {{tp}}",), ranks=2),
+    TablePart("steps-tp4", (f"{STEPS % 'qwen3-14b'} --rows 1 64 256 --tp {{tp}}",), ranks=4),
     *(
-        Part(f"{shape}-fp8", tuple(f"{load} --label fp8" for load in THROUGHPUT), shape, settings=FP8)
+        TablePart(f"{shape}-fp8", tuple(f"{load} --label fp8" for load in THROUGHPUT), shape, settings=FP8)
         for shape in ("llama-3.1-8b", "qwen3-14b")
     ),
-    Part(
+    TablePart(
         "fp8",
         (
             "python -m deploy.evaluation.experiments.quantization speed --device cuda --json {json}",
             *(f"{STEPS % shape} --rows 1 64 256 --quantization fp8" for shape in ("llama-3.1-8b", "qwen3-14b")),
         ),
     ),
-    Part(
+    TablePart(
         "host-tier",
         (
             f"python -m deploy.evaluation.experiments.host_tier --device cuda --model {SHAPES}/llama-3.1-8b"
             " --load-format dummy --rows 64 --lengths 512 2048 8192 --json {json}",
         ),
     ),
-    Part(
+    TablePart(
         "tenants",
         # One mode at a time has the GPU's memory: 40,000 pages are 640,000 tokens.
         tuple(
@@ -115,7 +117,9 @@ class OutOfTimeError(Exception):
     """The next load would begin after the time that was given."""
 
 
-def measure(part: Part, results: Path | None, deadline: float, label: str | None = None) -> Iterator[tuple[str, int]]:
+def measure(
+    part: TablePart, results: Path | None, deadline: float, label: str | None = None
+) -> Iterator[tuple[str, int]]:
     """Run the loads of `part` and add what they write to `results`; yield each command with its exit code.
 
     Raises:
@@ -142,7 +146,7 @@ def words(command: str) -> Iterator[str]:
         yield from {"pando": (sys.executable, "-m", "deploy.cli"), "python": (sys.executable,)}.get(word, (word,))
 
 
-def add(found: Path, results: Path, part: Part, model: str | None, label: str | None) -> None:
+def add(found: Path, results: Path, part: TablePart, model: str | None, label: str | None) -> None:
     """Move what a load has found to the table, with the command that repeats it."""
     commit, command = current_commit(), f"python -m deploy.evaluation.experiments.gpu_table {part.name}"
     entries = []

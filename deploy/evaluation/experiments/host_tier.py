@@ -44,7 +44,7 @@ CONTEXT = 256
 
 
 @dataclass(frozen=True, slots=True)
-class Line:
+class LengthCosts:
     """Costs of one length, in milliseconds; the bandwidths are those of the copies alone, in GB/s."""
 
     tokens: int
@@ -68,7 +68,7 @@ class Line:
         return self.bytes_copied / spread.median / 1e6
 
 
-class Bench:
+class HostTierBench:
     """A loaded model with both tiers, whose first pages belong to rows that decode."""
 
     def __init__(self, arguments: argparse.Namespace) -> None:
@@ -101,14 +101,14 @@ class Bench:
         """Return the time of a decode step while nothing is copied."""
         return self._repeat(lambda: self._step(self.decode))
 
-    def line(self, tokens: int, order: str) -> Line:
+    def line(self, tokens: int, order: str) -> LengthCosts:
         """Measure one length."""
         beside_load = [self._beside(LOAD, tokens, order) for _ in range(self._repeats)]
         beside_backup = [self._beside(BACKUP, tokens, order) for _ in range(self._repeats)]
         prompt = self._make_batch(self.runner.capacity, self.runner.device, [(0, tokens)])
         host = self.runner.host_pool
         assert host is not None
-        return Line(
+        return LengthCosts(
             tokens=tokens,
             order=order,
             prefill_ms=self._repeat(lambda: self._step(prompt)),
@@ -181,7 +181,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--json", type=Path, help="also write the figures there")
     arguments = parser.parse_args(argv)
     limit_spinning()
-    bench = Bench(arguments)
+    bench = HostTierBench(arguments)
     step_ms = bench.step_ms()
     lines = [bench.line(tokens, order) for order in ("runs", "scattered") for tokens in arguments.lengths]
     console = output_console()
@@ -196,7 +196,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         write_results(arguments.json, results(lines, step_ms, arguments, provenance))
 
 
-def table(lines: Sequence[Line], step_ms: Spread) -> Table:
+def table(lines: Sequence[LengthCosts], step_ms: Spread) -> Table:
     """Return all lines, for people."""
     found = Table(title=f"ms, medians; a decode step alone takes {step_ms.median:.1f} ms", title_justify="left")
     for name in (
@@ -216,7 +216,7 @@ def table(lines: Sequence[Line], step_ms: Spread) -> Table:
 
 
 def results(
-    lines: Sequence[Line], step_ms: Spread, arguments: argparse.Namespace, provenance: Provenance
+    lines: Sequence[LengthCosts], step_ms: Spread, arguments: argparse.Namespace, provenance: Provenance
 ) -> list[Result]:
     """Return everything in the form that is kept; the label says device, length and order."""
     device = "cuda" if arguments.device == "cuda" else "cpu"

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 import xgrammar
 
-from common.models import resolve
+from common.models import resolve_model
 from common.tokenization import load_text_model
 from common.tokenization.vocabulary import read_vocabulary
 from deploy.evaluation.bench.figures import Spread
@@ -126,7 +126,7 @@ def timed(run: Callable[[], object], repeats: int = REPEATS) -> Spread:
 
 def pieces(size: int) -> list[bytes]:
     """Return the bytes of a vocabulary of `size` tokens."""
-    tokenizer = load_text_model(resolve("smollm2-135m-instruct")).tokenizer
+    tokenizer = load_text_model(resolve_model("smollm2-135m-instruct")).tokenizer
     own = list(read_vocabulary(tokenizer, VOCABULARY_SIZE).plain_pieces.data)
     random = np.random.default_rng(0)
     pairs = random.integers(300, len(own), (size - len(own), 2))

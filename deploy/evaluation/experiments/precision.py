@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 import torch
 from transformers import AutoTokenizer
 
-from common.models import resolve
+from common.models import resolve_model
 from tests.services.worker.engine.driving import Driver, load
 
 if TYPE_CHECKING:
@@ -50,7 +50,7 @@ def main() -> int:
     parser.add_argument("--tokens", type=int, default=1024, help="of each text, at most (%(default)s)")
     parser.add_argument("texts", nargs="*", type=Path, default=[ROOT / name for name in TEXTS])
     arguments = parser.parse_args()
-    file = resolve(BUNDLED).path
+    file = resolve_model(BUNDLED).path
     tokenizer = AutoTokenizer.from_pretrained(str(file.parent), gguf_file=file.name, local_files_only=True)
     texts = [tokenizer(path.read_text())["input_ids"][: arguments.tokens] for path in arguments.texts]
     reference: list[torch.Tensor] = []

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from common.models import resolve
+from common.models import resolve_model
 from common.steps import EngineSpec
 from common.tokenization import load_text_model
 from deploy.evaluation.experiments.precision import TEXTS, Comparison, compare
@@ -114,7 +114,7 @@ def measure_accuracy(arguments: argparse.Namespace, sheet: Callable[[str, str], 
 
 def read_texts(model: str, paths: Sequence[Path], tokens: int, prompts: int) -> tuple[list[list[int]], list[list[int]]]:
     """Return the ids of the texts' beginnings, and prompts that are cut out of them evenly."""
-    tokenizer = load_text_model(resolve(model)).tokenizer
+    tokenizer = load_text_model(resolve_model(model)).tokenizer
     texts = [tokenizer.encode(path.read_text()).ids[:tokens] for path in paths]
     flat = [token for text in texts for token in text]
     step = max(1, (len(flat) - PROMPT_TOKENS) // prompts)

@@ -118,7 +118,7 @@ class Observed:
     output_tokens: int = 0
 
 
-class Simulation:
+class SharesSimulation:
     """One policy, one workload."""
 
     def __init__(self, policy: PolicyName, workload: Workload, slack_tokens: float = 512.0) -> None:
@@ -240,7 +240,7 @@ def jain(values: list[float]) -> float:
     return sum(values) ** 2 / (len(values) * squares) if squares else 1.0
 
 
-def figures(simulation: Simulation) -> dict[str, float]:
+def figures(simulation: SharesSimulation) -> dict[str, float]:
     """Return the reported figures, times in milliseconds."""
     started = [observed for observed in simulation.requests.values() if observed.first_token_at is not None]
     modest = [observed for observed in started if observed.user != GREEDY]

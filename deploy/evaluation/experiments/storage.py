@@ -38,7 +38,7 @@ from services.worker.engine.checkpoints.safetensors_directory import WHOLE, Safe
 from services.worker.storage.files import FileStorage
 from services.worker.storage.objects import ObjectFormat
 from services.worker.storage.shard import Shard
-from services.worker.storage.tier import StorageTier
+from services.worker.storage.tier import WorkerStorageTier
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -53,7 +53,7 @@ MATRIX = (4096, 8192)
 CIPHER_KEY = b"k" * 32
 
 
-class HostPages:
+class MemoryPages:
     """Pages in ordinary memory."""
 
     def __init__(self, page_bytes: int, count: int) -> None:
@@ -78,13 +78,13 @@ class PlainFormat(ObjectFormat):
         return memoryview(data)
 
 
-class Bench:
+class StorageBench:
     """A storage tier over a directory that is emptied after each run."""
 
     def __init__(self, arguments: argparse.Namespace, page_bytes: int) -> None:
         self._arguments = arguments
         self._count = max(8, int(arguments.gigabytes * 1e9) // page_bytes)
-        self._pages = HostPages(page_bytes, self._count)
+        self._pages = MemoryPages(page_bytes, self._count)
         self._keys = [os.urandom(32) for _ in range(self._count)]
 
     def run(self, form: ObjectFormat) -> dict[str, float]:
@@ -117,7 +117,7 @@ class Bench:
             shutil.rmtree(place)
 
     async def _move(self, storage: FileStorage, form: ObjectFormat, direction: TransferDirection) -> float:
-        tier = StorageTier(storage, 600.0, self._arguments.threads)
+        tier = WorkerStorageTier(storage, 600.0, self._arguments.threads)
         shard, acks = Shard(self._pages, form), asyncio.Queue[TransferAck]()
         each = max(1, self._count // (4 * self._arguments.threads))
         firsts = range(0, self._count, each)
@@ -234,7 +234,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 def measure_pages(arguments: argparse.Namespace, page_bytes: int, provenance: Provenance) -> ResultSheet:
     """Measure pages of one size, encrypted and not in turn."""
-    bench = Bench(arguments, page_bytes)
+    bench = StorageBench(arguments, page_bytes)
     forms = {"encrypted": ObjectFormat("benchmark", page_bytes), "plain": PlainFormat("benchmark", page_bytes)}
     runs: dict[str, list[dict[str, float]]] = {name: [] for name in forms}
     for form in forms.values():

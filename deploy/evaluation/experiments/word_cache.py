@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 from tokenizers import Tokenizer
 
-from common.models import resolve
+from common.models import resolve_model
 from common.tokenization import load_text_model
 
 if TYPE_CHECKING:
@@ -50,7 +50,7 @@ def main(arguments: Sequence[str]) -> None:
     parser.add_argument("--model", default="smollm2-135m-instruct")
     parser.add_argument("--repeats", type=int, default=40)
     options = parser.parse_args(arguments)
-    without = load_text_model(resolve(options.model)).tokenizer
+    without = load_text_model(resolve_model(options.model)).tokenizer
     cached = Tokenizer.from_str(without.to_str())
     tokenizers = {"without": without, "cached": cached}
     for tokens in LENGTHS:

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from common.notations.formats import Format
     from common.types import ToolStyle
     from gateway.endpoints.chat.schema import ChatCompletionBody
-    from gateway.parsing.answers import Reading
+    from gateway.parsing.answers import ParsingRules
 
 # For tools without a schema, and for non-strict tools whose schema cannot be enforced.
 ANY_OBJECT = {"type": "object"}
@@ -29,7 +29,7 @@ ANY_OBJECT = {"type": "object"}
 BUDGET = "thinking_token_budget"
 
 
-def chat_grammar(body: ChatCompletionBody, reading: Reading) -> Grammar | None:
+def chat_grammar(body: ChatCompletionBody, reading: ParsingRules) -> Grammar | None:
     """Return the grammar of the output, after the part that the prompt contains.
 
     The arguments of calls follow their tool's schema if calls are required or any tool is strict.
@@ -62,7 +62,7 @@ def chat_grammar(body: ChatCompletionBody, reading: Reading) -> Grammar | None:
     return _tag(_thinking(answer, reading), param)
 
 
-def _text_grammar(own: Grammar | None, reading: Reading) -> Grammar | None:
+def _text_grammar(own: Grammar | None, reading: ParsingRules) -> Grammar | None:
     """Return the grammar of an output without calls."""
     style = reading.reasoning_style
     if style is None or (own is None and reading.budget is None):
@@ -103,7 +103,7 @@ def _format_of(grammar: Grammar) -> Format:
             return format_
 
 
-def _thinking(format_: Format, reading: Reading) -> Format:
+def _thinking(format_: Format, reading: ParsingRules) -> Format:
     if reading.reasoning_style is None or (reading.joins_reasoning and reading.budget is None):
         return format_
     return reasoned(reading.reasoning_style, format_, is_open=reading.begins_with_reasoning, budget=reading.budget)

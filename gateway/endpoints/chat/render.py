@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, assert_never
 
 import orjson
 
-from common.notations.pieces import CallArguments, CallStart, Reasoning, Text
+from common.notations.pieces import CallArguments, CallStart, Reasoning, TextPiece
 from common.notations.registry import NOTATIONS
 from common.types import FinishReason, ToolStyle
 from gateway.delivery.collecting import FINISH_REASONS, matched_stop
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from gateway.endpoints.shapes import ResponseHead
     from gateway.generation.generation import Usage
     from gateway.generation.journal import ChoiceUpdate
-    from gateway.parsing.answers import AnswerParser, Reading
+    from gateway.parsing.answers import AnswerParser, ParsingRules
 
 TOOL_CALLS = "tool_calls"
 # Mistral's templates accept only ids of this form.
@@ -205,7 +205,7 @@ class MessageCall:
 
 
 @dataclass(slots=True)
-class Message:
+class AssistantMessage:
     """The sum of an output's pieces."""
 
     text: str = ""
@@ -215,7 +215,7 @@ class Message:
     def add(self, pieces: Iterable[Piece]) -> None:
         for piece in pieces:
             match piece:
-                case Text(text):
+                case TextPiece(text):
                     self.text += text
                 case Reasoning(text):
                     self.reasoning += text
@@ -231,13 +231,13 @@ class Message:
 class ReadAnswer:
     """A complete output, and the number of its tokens that are reasoning."""
 
-    message: Message
+    message: AssistantMessage
     reasoning_tokens: int
 
     @classmethod
-    def of(cls, reading: Reading, choice: WholeChoice) -> ReadAnswer:
+    def of(cls, reading: ParsingRules, choice: WholeChoice) -> ReadAnswer:
         """Parse the output of `choice`."""
-        parser, message, reasoning_tokens = reading.parser(), Message(), 0
+        parser, message, reasoning_tokens = reading.parser(), AssistantMessage(), 0
         for text, tokens in zip(choice.text, choice.tokens, strict=True):
             reasoning_tokens += tokens * parser.is_thinking
             message.add(parser.feed(text))
@@ -260,7 +260,7 @@ class ParsedChatStream:
     """Renders chat chunks whose deltas are text, reasoning or parts of calls."""
 
     def __init__(
-        self, head: ResponseHead, reading: Reading, *, logprobs: bool, include_usage: bool, token_ids: bool = False
+        self, head: ResponseHead, reading: ParsingRules, *, logprobs: bool, include_usage: bool, token_ids: bool = False
     ) -> None:
         """`reading` has the rules for parsing the outputs; see `ChatStream` for the rest."""
         self._reading = reading
@@ -312,7 +312,7 @@ class WholeParsedChat:
     def __init__(
         self,
         head: ResponseHead,
-        reading: Reading,
+        reading: ParsingRules,
         *,
         logprobs: bool,
         prompt_top: int | None = None,
@@ -340,7 +340,7 @@ class WholeParsedChat:
         ids = prompt_ids_field(choices) if self._has_ids else {}
         return orjson.dumps(body | prompt_logprobs_field(choices, self._prompt_top) | ids)
 
-    def _choice(self, index: int, choice: WholeChoice, message: Message) -> dict[str, object]:
+    def _choice(self, index: int, choice: WholeChoice, message: AssistantMessage) -> dict[str, object]:
         is_call = bool(message.calls) and choice.finish_reason == FINISH_REASONS[FinishReason.STOP]
         return {
             "index": index,
@@ -351,7 +351,7 @@ class WholeParsedChat:
         } | ({"token_ids": choice.token_ids} if self._has_ids else {})
 
 
-def message_object(message: Message, reading: Reading) -> dict[str, object]:
+def message_object(message: AssistantMessage, reading: ParsingRules) -> dict[str, object]:
     """Return a message in OpenAI's shape."""
     shape: dict[str, object] = {"role": "assistant", "content": message.text, "refusal": None}
     if reading.has_reasoning:
@@ -371,7 +371,7 @@ def message_object(message: Message, reading: Reading) -> dict[str, object]:
 
 def _delta(piece: Piece, style: ToolStyle | None) -> bytes:
     match piece:
-        case Text(text):
+        case TextPiece(text):
             delta: dict[str, object] = {"content": text}
         case Reasoning(text):
             delta = {"reasoning_content": text}

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from gateway.endpoints.context import Context
     from gateway.endpoints.shapes import ResponseHead
     from gateway.identity.caller import Requester
-    from gateway.parsing.answers import Reading
+    from gateway.parsing.answers import ParsingRules
     from gateway.pipeline.messages import ModelInfo
 
 
@@ -65,7 +65,7 @@ def chat_request(
     requester: Requester,
     body: ChatCompletionBody,
     card: ModelInfo,
-) -> tuple[GenerateRequest, Reading]:
+) -> tuple[GenerateRequest, ParsingRules]:
     """Return the generation request of a chat, and the rules for parsing its output.
 
     Raises:
@@ -83,14 +83,14 @@ def chat_request(
     return replace(generate, options=options), reading
 
 
-def _stream(body: ChatCompletionBody, head: ResponseHead, reading: Reading) -> StreamRenderer:
+def _stream(body: ChatCompletionBody, head: ResponseHead, reading: ParsingRules) -> StreamRenderer:
     logprobs, usage, ids = bool(body.logprobs), body.wants_usage_in_stream, bool(body.return_token_ids)
     if reading.is_plain:
         return ChatStream(head, logprobs=logprobs, include_usage=usage, token_ids=ids)
     return ParsedChatStream(head, reading, logprobs=logprobs, include_usage=usage, token_ids=ids)
 
 
-def _whole(body: ChatCompletionBody, head: ResponseHead, reading: Reading) -> WholeRenderer:
+def _whole(body: ChatCompletionBody, head: ResponseHead, reading: ParsingRules) -> WholeRenderer:
     logprobs, top, ids = bool(body.logprobs), body.prompt_logprobs, bool(body.return_token_ids)
     if reading.is_plain:
         return WholeChat(head, logprobs=logprobs, prompt_top=top, token_ids=ids)

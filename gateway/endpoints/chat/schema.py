@@ -14,7 +14,7 @@ from gateway.endpoints.generation_fields import INT32_MAX, MAX_TOP_LOGPROBS, Gen
 from gateway.endpoints.schema import LEAVE_OUT, Refusal, Schema, is_empty, never, to_json
 
 if TYPE_CHECKING:
-    from gateway.parsing.answers import Reading
+    from gateway.parsing.answers import ParsingRules
     from gateway.pipeline.messages import ModelInfo
 
 MAX_MESSAGES = 10_000
@@ -176,7 +176,7 @@ class ChatCompletionBody(GenerationFields, Conversation):
             raise InvalidRequestError("'top_logprobs' needs 'logprobs' to be true.", param="top_logprobs")
         return self
 
-    def reading(self, card: ModelInfo) -> Reading:
+    def reading(self, card: ModelInfo) -> ParsingRules:
         """Return the rules for parsing the model's output.
 
         Raises:

@@ -9,7 +9,7 @@ from pydantic import BeforeValidator, InstanceOf, WithJsonSchema
 from pydantic_core import PydanticCustomError
 
 from common.errors import InvalidRequestError
-from gateway.parsing.answers import Reading, call_prefix
+from gateway.parsing.answers import ParsingRules, call_prefix
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -99,14 +99,14 @@ def schemas_of(tools: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
     }
 
 
-def reading_of(card: ModelInfo, thinking: Thinking, *, separates: bool, opens_answer: bool) -> Reading:
+def reading_of(card: ModelInfo, thinking: Thinking, *, separates: bool, opens_answer: bool) -> ParsingRules:
     """Return the rules for parsing the model's output without tools.
 
     `separates` is False if the client requests reasoning as part of the text, `opens_answer` if the prompt does not end
     with the beginning of an answer.
     """
     if card.reasoning_style is None:
-        return Reading()
+        return ParsingRules()
     match thinking.is_on:
         case None:
             begins = card.begins_with_reasoning
@@ -114,7 +114,7 @@ def reading_of(card: ModelInfo, thinking: Thinking, *, separates: bool, opens_an
             begins = card.begins_with_reasoning_on_request
         case False:
             begins = card.begins_with_reasoning_although_off
-    reading = Reading(
+    reading = ParsingRules(
         reasoning_style=card.reasoning_style,
         begins_with_reasoning=begins and opens_answer,
         joins_reasoning=not separates,
@@ -129,13 +129,13 @@ def reading_of(card: ModelInfo, thinking: Thinking, *, separates: bool, opens_an
 
 
 def with_tools(
-    reading: Reading,
+    reading: ParsingRules,
     card: ModelInfo,
     schemas: Mapping[str, dict[str, Any]],  # Any: JSON schemas
     choice: ToolChoice | None,
     *,
     in_parallel: bool,
-) -> Reading:
+) -> ParsingRules:
     """Return the rules for parsing outputs that may call the tools whose arguments have these `schemas`.
 
     The beginning of a required call is put into the prompt, so that the model can only continue it; its arguments are

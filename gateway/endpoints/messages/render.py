@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from gateway.endpoints.shapes import ResponseHead
     from gateway.generation.generation import Usage
     from gateway.generation.journal import ChoiceUpdate
-    from gateway.parsing.answers import Reading
+    from gateway.parsing.answers import ParsingRules
 
 Json: TypeAlias = dict[str, Any]  # Any: free JSON
 
@@ -28,7 +28,7 @@ Json: TypeAlias = dict[str, Any]  # Any: free JSON
 class WholeMessage:
     """Renders a message as one body."""
 
-    def __init__(self, head: ResponseHead, reading: Reading) -> None:
+    def __init__(self, head: ResponseHead, reading: ParsingRules) -> None:
         """`reading` has the rules for parsing the output."""
         self._head = head
         self._reading = reading
@@ -45,7 +45,7 @@ class WholeMessage:
 class MessageStream:
     """Renders the events of a message."""
 
-    def __init__(self, head: ResponseHead, reading: Reading) -> None:
+    def __init__(self, head: ResponseHead, reading: ParsingRules) -> None:
         """`reading` has the rules for parsing the output."""
         self._head = head
         self._parser = reading.parser()

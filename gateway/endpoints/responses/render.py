@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from gateway.endpoints.blocks import BlockEvent
     from gateway.generation.generation import Usage
     from gateway.generation.journal import ChoiceUpdate
-    from gateway.parsing.answers import Reading
+    from gateway.parsing.answers import ParsingRules
 
 Json: TypeAlias = dict[str, Any]  # Any: free JSON
 
@@ -71,7 +71,7 @@ class ResponseDraft:
 class WholeResponse:
     """Renders a response as one body."""
 
-    def __init__(self, draft: ResponseDraft, reading: Reading) -> None:
+    def __init__(self, draft: ResponseDraft, reading: ParsingRules) -> None:
         """`reading` has the rules for parsing the output."""
         self._draft = draft
         self._reading = reading
@@ -90,7 +90,7 @@ class WholeResponse:
 class ResponseStream:
     """Renders the numbered events of a response."""
 
-    def __init__(self, draft: ResponseDraft, reading: Reading) -> None:
+    def __init__(self, draft: ResponseDraft, reading: ParsingRules) -> None:
         """`reading` has the rules for parsing the output."""
         self._draft = draft
         self._parser = reading.parser()

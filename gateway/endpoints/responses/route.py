@@ -17,7 +17,7 @@ from gateway.endpoints.responses.schema import FORMAT, ResponseBody, to_messages
 from gateway.endpoints.routing import STREAMED
 from gateway.identity.caller import Caller, identify
 from gateway.server.errors import HttpError
-from gateway.stored_responses.store import Holder, StoredResponse
+from gateway.stored_responses.store import ResponseOwner, StoredResponse
 
 if TYPE_CHECKING:
     from typing import Any
@@ -96,13 +96,15 @@ def _with_own_names(generate: GenerateRequest) -> GenerateRequest:
     return replace(generate, options=replace(options, sampling=sampling))
 
 
-def _holder(caller: Caller, body: ResponseBody | None = None) -> Holder:
+def _holder(caller: Caller, body: ResponseBody | None = None) -> ResponseOwner:
     """Return the owner of a response. Requests that retrieve it name no user, so it belongs to the credential."""
     names = (body.user_id, body.user, body.safety_identifier) if body else ()
-    return Holder(caller.tenant, caller.subject, next(filter(None, names), None))
+    return ResponseOwner(caller.tenant, caller.subject, next(filter(None, names), None))
 
 
-async def _earlier(context: Context, holder: Holder, previous_id: str | None) -> list[dict[str, Any]]:  # Any: free JSON
+async def _earlier(
+    context: Context, holder: ResponseOwner, previous_id: str | None
+) -> list[dict[str, Any]]:  # Any: free JSON
     if previous_id is None:
         return []
     stored = await context.stored.find(holder, previous_id)

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 Coldness = tuple[int, ...]
 
 
-class Candidate(Protocol):
+class EvictionCandidate(Protocol):
     """An evictable item, with the values that its coldness depends on; on the device it is a node."""
 
     queued: int
@@ -50,20 +50,20 @@ class Candidate(Protocol):
         """Number of prefix locks that covered it."""
 
 
-C = TypeVar("C", bound=Candidate)
+C = TypeVar("C", bound=EvictionCandidate)
 
 
-def coldness_of(config: CacheConfig) -> Callable[[Candidate], Coldness]:
+def coldness_of(config: CacheConfig) -> Callable[[EvictionCandidate], Coldness]:
     """Return the order of the configured policy. Deeper nodes go first implicitly, as only leaves are candidates."""
     bonus = config.public_bonus_epochs
 
-    def lru(node: Candidate) -> Coldness:
+    def lru(node: EvictionCandidate) -> Coldness:
         return node.pinned, node.priority, node.epoch + bonus * node.u_pre.bit_length(), node.last_access
 
-    def lfu(node: Candidate) -> Coldness:
+    def lfu(node: EvictionCandidate) -> Coldness:
         return node.pinned, node.priority, (node.uses + node.u_pre).bit_length(), node.last_access
 
-    def slru(node: Candidate) -> Coldness:
+    def slru(node: EvictionCandidate) -> Coldness:
         recency = node.epoch + bonus * node.u_pre.bit_length(), node.last_access
         return node.pinned, node.priority, node.uses > 1, *recency
 

@@ -61,7 +61,7 @@ def make_cache(
     return RadixCache(allocator, page_size, replace(config or CacheConfig(), mode=Mode(name)), host, choices)
 
 
-def resolve(settings: CacheSettings, device: str = "cpu", *, content_check: bool = False) -> CacheConfig:
+def resolve_cache(settings: CacheSettings, device: str = "cpu", *, content_check: bool = False) -> CacheConfig:
     """Convert the settings for workers on `device`; the mode is left to `make_cache`.
 
     Raises:

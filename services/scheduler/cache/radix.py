@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from services.scheduler.cache.pages import PageAllocator
     from services.scheduler.cache.sharing.choices import SharingChoices
     from services.scheduler.cache.tiers.config import HostConfig
-    from services.scheduler.cache.tree import Match
+    from services.scheduler.cache.tree import PrefixMatch
     from services.scheduler.cache.types import (
         CandidateId,
         NodeSnapshot,
@@ -376,14 +376,14 @@ class RadixCache:
     def _scope(self, view: View) -> Scope:
         return PUBLIC_SCOPE if self._is_shared else scope_of(view)
 
-    def _match(self, viewer: Account, key: PagedKey, tokens: int) -> Match:
+    def _match(self, viewer: Account, key: PagedKey, tokens: int) -> PrefixMatch:
         # The last token must be computed, for its logits.
         end = max(tokens - 1, 0) // self.page_size
         match = self.store.tree.match(self.store.tree.root, viewer, key, 0, end)
         windows = self.store.allocator.windows
         return match if windows is None else self._usable(match, windows)
 
-    def _usable(self, match: Match, windows: WindowPages) -> Match:
+    def _usable(self, match: PrefixMatch, windows: WindowPages) -> PrefixMatch:
         """Return the part of a match that a row can continue from: its sliding-window layers need their pages, too."""
         tree = self.store.tree
         pages = tree.path_pages(match.node, tree.root)
@@ -391,7 +391,7 @@ class RadixCache:
             pages = np.concatenate([pages, match.partial.pages[: match.partial_pages]])
         return tree.shortened(match, windows.usable_pages(pages))
 
-    def _end_of(self, match: Match) -> Node:
+    def _end_of(self, match: PrefixMatch) -> Node:
         """Return the node that ends where the match ends, splitting a longer one if necessary; the caller locks it."""
         if match.partial is None:
             return match.node

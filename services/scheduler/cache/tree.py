@@ -34,7 +34,7 @@ class Reach(Flag):
 NORMAL = Reach(0)
 
 
-class Match(NamedTuple):
+class PrefixMatch(NamedTuple):
     """Result of a match: up to the end of `node`, then `partial_pages` into its child `partial`, if that is set."""
 
     node: Node
@@ -60,7 +60,9 @@ class PageTree:
         self._public = public
         self.root = self._make(None, public, b"", np.empty(0, np.int32))
 
-    def match(self, node: Node, viewer: Account, key: PagedKey, first: int, end: int, reach: Reach = NORMAL) -> Match:
+    def match(
+        self, node: Node, viewer: Account, key: PagedKey, first: int, end: int, reach: Reach = NORMAL
+    ) -> PrefixMatch:
         """Find the longest path in the view of `viewer` below `node` that matches the pages [first, end) of `key`.
 
         Changes nothing.
@@ -84,18 +86,18 @@ class PageTree:
                 break
             common = key.common_pages(child.key, first, end)
             if common * self.page_bytes < len(child.key):
-                return Match(node, first, child, common)
+                return PrefixMatch(node, first, child, common)
             node = child
             first += common
-        return Match(node, first)
+        return PrefixMatch(node, first)
 
-    def shortened(self, match: Match, pages: int) -> Match:
+    def shortened(self, match: PrefixMatch, pages: int) -> PrefixMatch:
         """Return the part of a match that covers its first `pages` pages."""
         node, depth, below = match.node, match.node_pages, match.partial
         while depth > pages:
             assert node.parent is not None, "the root is at depth 0"
             node, depth, below = node.parent, depth - node.size, node
-        return Match(node, depth) if depth == pages else Match(node, depth, below, pages - depth)
+        return PrefixMatch(node, depth) if depth == pages else PrefixMatch(node, depth, below, pages - depth)
 
     def group(self, parent: Node, page: bytes) -> list[Node]:
         """Return the children of all owners that begin with `page`."""

@@ -11,7 +11,7 @@ from common.child_process import ChildProcess
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from common.child_process import Message
+    from common.child_process import JsonMessage
     from common.types import TokenIds
 
 # Loading a model's vocabulary takes seconds on a slow machine.
@@ -22,7 +22,7 @@ COMMAND = (sys.executable, "-m", "services.scheduler.content.child")
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class CheckAnswer:
     """Answer of the child process.
 
     `allowed_tokens` is None if there is no verdict, for the reason in `failure`. `rules` identifies the rules in
@@ -40,7 +40,7 @@ class ContentChecker:
     """Owns the child process. One query at a time; after a failure the next query starts a new process."""
 
     def __init__(
-        self, configuration: Message, deadline_s: float = DEADLINE_S, command: Sequence[str] = COMMAND
+        self, configuration: JsonMessage, deadline_s: float = DEADLINE_S, command: Sequence[str] = COMMAND
     ) -> None:
         """Run `command`, whose first message is `configuration`; each prompt may take `deadline_s`."""
         self._configuration = configuration
@@ -48,11 +48,11 @@ class ContentChecker:
         self._command = command
         self._process: ChildProcess | None = None
 
-    async def examine(self, token_ids: TokenIds) -> Answer:
+    async def examine(self, token_ids: TokenIds) -> CheckAnswer:
         """Return the verdict on a prompt, or the reason why there is none."""
         return await self._ask({"ids": token_ids.tolist()})
 
-    async def look(self) -> Answer:
+    async def look(self) -> CheckAnswer:
         """Let the detectors check their rules for changes."""
         return await self._ask({})
 
@@ -61,7 +61,7 @@ class ContentChecker:
         if process is not None:
             await process.kill()
 
-    async def _ask(self, question: Message) -> Answer:
+    async def _ask(self, question: JsonMessage) -> CheckAnswer:
         try:
             if self._process is None:
                 self._process = await ChildProcess.start(self._command)
@@ -75,14 +75,14 @@ class ContentChecker:
         except (OSError, ValueError) as error:
             failure = f"{type(error).__name__}: {error}"
         await self.close()
-        return Answer(failure=failure)
+        return CheckAnswer(failure=failure)
 
 
-def _answer(message: Message) -> Answer:
+def _answer(message: JsonMessage) -> CheckAnswer:
     allowed = message.get("allowed")
     if allowed is not None and (not isinstance(allowed, int) or allowed < 0):
         raise ValueError(f"no number of tokens: {allowed!r}")
-    return Answer(
+    return CheckAnswer(
         allowed_tokens=allowed,
         rule=message.get("rule"),
         rules=message.get("rules"),

@@ -24,7 +24,7 @@ from services.scheduler.content.text import Transcriber
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from common.child_process import Message
+    from common.child_process import JsonMessage
 
 # Serving takes precedence over examining.
 NICENESS = 10
@@ -37,11 +37,11 @@ def main() -> None:
     serve(sys.stdin, answers, make_examiner)
 
 
-def serve(questions: TextIO, answers: TextIO, make: Callable[[Message], Examiner]) -> None:
+def serve(questions: TextIO, answers: TextIO, make: Callable[[JsonMessage], Examiner]) -> None:
     """Configure an examiner from the first line, and answer each line."""
     examiner: Examiner | None = None
     for line in questions:
-        message: Message = json.loads(line)
+        message: JsonMessage = json.loads(line)
         try:
             if examiner is None:
                 examiner = make(message)
@@ -52,15 +52,15 @@ def serve(questions: TextIO, answers: TextIO, make: Callable[[Message], Examiner
         answers.flush()
 
 
-def make_examiner(message: Message) -> Examiner:
+def make_examiner(message: JsonMessage) -> Examiner:
     """Load the model and detectors named by the first line."""
     model = load_served_model(ModelSettings.model_validate(message["model"]))
     return Examiner(Transcriber(model), make_detectors(message["detectors"], DetectorOptions(message["rules"])))
 
 
-def examine(examiner: Examiner, message: Message) -> Message:
+def examine(examiner: Examiner, message: JsonMessage) -> JsonMessage:
     """Return the rules in effect, the error of newer ones, and the verdict if a prompt was submitted."""
-    answer: Message = {}
+    answer: JsonMessage = {}
     try:
         answer["rules"] = examiner.refresh()
     except RulesError as error:

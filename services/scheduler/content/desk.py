@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
     from services.scheduler.cache.interface import PrefixCache
     from services.scheduler.cache.types import PromotionCandidate
-    from services.scheduler.content.checker import Answer, ContentChecker
+    from services.scheduler.content.checker import CheckAnswer, ContentChecker
 
 POLL_S = 0.25
 # Maximum delay before a change of the rules is noticed.
@@ -96,7 +96,7 @@ class ContentDesk:
         self.verdicts[outcome] = self.verdicts.get(outcome, 0) + 1
         metrics.VERDICTS_TOTAL.labels(outcome).inc()
 
-    def _note_rules(self, answer: Answer) -> None:
+    def _note_rules(self, answer: CheckAnswer) -> None:
         """Handle changed rules, which invalidate earlier verdicts, and rules that were refused."""
         if answer.complaint != self._complaint:
             self._complaint = answer.complaint

@@ -21,7 +21,7 @@ SHIPPED = {"patterns": "services.scheduler.content.patterns:PatternDetector"}
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
+class CheckVerdict:
     """Number of leading tokens that may be public, and the rule that ended them, if one did."""
 
     allowed_tokens: int
@@ -50,7 +50,7 @@ class Examiner:
         """
         return ",".join(f"{name}={detector.refresh()}" for name, detector in self._detectors.items())
 
-    def examine(self, token_ids: TokenIds) -> Verdict:
+    def examine(self, token_ids: TokenIds) -> CheckVerdict:
         """Return the verdict on a prompt, [tokens] int32.
 
         Raises:
@@ -59,20 +59,20 @@ class Examiner:
         readable = self._transcriber.readable_tokens(token_ids)
         if not readable:
             if len(token_ids):
-                return Verdict(0, "unreadable")
+                return CheckVerdict(0, "unreadable")
             raise RulesError("there is nothing to examine")
         transcript = self._transcriber.transcribe(token_ids[:readable])
         text = transcript.text
         if not text:
             raise RulesError("the prompt has no text")
-        verdict = Verdict(readable, None if readable == len(token_ids) else "unreadable")
+        verdict = CheckVerdict(readable, None if readable == len(token_ids) else "unreadable")
         for name, detector in self._detectors.items():
             for finding in detector.find(text):
                 if not 0 <= finding.start < len(text):
                     raise RulesError(f"detector {name} found something at {finding.start} of {len(text)} characters")
                 tokens = transcript.token_of(finding.start)
                 if tokens < verdict.allowed_tokens:
-                    verdict = Verdict(tokens, finding.rule)
+                    verdict = CheckVerdict(tokens, finding.rule)
         return verdict
 
 

@@ -10,7 +10,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
-class Finding:
+class ContentFinding:
     """Text that must not become public, from character `start` on."""
 
     start: int
@@ -25,7 +25,7 @@ class Detector(Protocol):
     `pando.content_detectors`; the factory takes a `DetectorOptions`.
     """
 
-    def find(self, text: str) -> Iterable[Finding]:
+    def find(self, text: str) -> Iterable[ContentFinding]:
         """Return the findings, in any order. `text` starts with the prompt, but may end in the middle of it."""
 
     def refresh(self) -> str:

@@ -14,7 +14,7 @@ from pydantic import Field, ValidationError
 from common.section import Section
 from common.settings import explain
 from services.scheduler.content.checks import CheckError, find_check
-from services.scheduler.content.interface import Finding, RulesError
+from services.scheduler.content.interface import ContentFinding, RulesError
 from services.scheduler.content.normal import normalise
 
 if TYPE_CHECKING:
@@ -43,7 +43,7 @@ class PatternDetector:
         # File status at the last successful read: size, times and inode show whether the file has changed.
         self._seen: tuple[int, ...] = ()
 
-    def find(self, text: str) -> Iterable[Finding]:
+    def find(self, text: str) -> Iterable[ContentFinding]:
         """Return the first finding of each rule.
 
         Raises:
@@ -53,7 +53,7 @@ class PatternDetector:
             raise RulesError(f"{self._path}: no rules are in effect")
         normal = normalise(text)
         starts = ((rule.first(normal.text), rule.name) for rule in self._rules)
-        return [Finding(normal.origin(start), name) for start, name in starts if start is not None]
+        return [ContentFinding(normal.origin(start), name) for start, name in starts if start is not None]
 
     def refresh(self) -> str:
         """Read the file again if it has changed; see `Detector`."""

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from common.types import Subject
-    from services.scheduler.core.rows import RowTable
+    from services.scheduler.core.rows import RowSlots
     from services.scheduler.core.sequence import Sequence
     from services.scheduler.core.shares import VirtualCounters
 
@@ -18,7 +18,7 @@ class Billing:
     Without counters every call is a no-op.
     """
 
-    def __init__(self, rows: RowTable, counters: VirtualCounters | None) -> None:
+    def __init__(self, rows: RowSlots, counters: VirtualCounters | None) -> None:
         """Charge `counters` for the sequences in `rows`."""
         self._rows = rows
         self.counters = counters

@@ -1,4 +1,4 @@
-"""Configuration of the scheduler core; `resolve` derives it from the settings and the workers' capacity."""
+"""Configuration of the scheduler core; `resolve_core` derives it from the settings and the workers' capacity."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ class CoreConfig:
         return self.max_context if self.is_encoder else self.device_pages * self.page_size
 
 
-def resolve(settings: SchedulerSettings, capacity: EngineCapacity) -> CoreConfig:
+def resolve_core(settings: SchedulerSettings, capacity: EngineCapacity) -> CoreConfig:
     """Combine settings with the workers' capacity.
 
     Raises:

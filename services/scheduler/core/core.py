@@ -22,12 +22,12 @@ from services.scheduler.core.memory import KvMemory
 from services.scheduler.core.output import Output, OutputBuffer
 from services.scheduler.core.planner import Planner
 from services.scheduler.core.pooling import check_pooling, with_usable_cache
-from services.scheduler.core.queue import Policy, WaitingQueue
+from services.scheduler.core.queue import QueuePolicy, WaitingQueue
 from services.scheduler.core.results import NO_MEMORY, ResultHandler
 from services.scheduler.core.row_changes import Tenancy
-from services.scheduler.core.rows import RowTable
+from services.scheduler.core.rows import RowSlots
 from services.scheduler.core.scoring import PromptScoring
-from services.scheduler.core.sequence import Phase, Sequence, initial_ids
+from services.scheduler.core.sequence import Sequence, SequencePhase, initial_ids
 from services.scheduler.core.sessions import Sessions
 
 if TYPE_CHECKING:
@@ -55,7 +55,7 @@ class SchedulerCore:
         config: CoreConfig,
         allocator: PageAllocator,
         cache: PrefixCache,
-        policy: Policy,
+        policy: QueuePolicy,
         counters: VirtualCounters | None = None,
         times: OperationTimes | None = None,
     ) -> None:
@@ -66,7 +66,7 @@ class SchedulerCore:
         self.config = config
         self._limits = Limits()
         self._counters = counters
-        self.rows = RowTable(config.max_rows, config.max_context + 1, config.page_size)
+        self.rows = RowSlots(config.max_rows, config.max_context + 1, config.page_size)
         retracted_first = counters is None and not config.strict_priority
         self.queue = WaitingQueue(policy, counters, retracted_first=retracted_first)
         costs = LoadCosts(config.kv_bytes_per_token, config.prefill_tokens_per_s, config.load_bytes_per_s)
@@ -279,7 +279,7 @@ class SchedulerCore:
             assert sequence.row is not None, "occupants have a row"
             self._billing.leave(sequence, for_good=False)
             sequence.token_ids = self.rows.tokens(sequence.row).copy()
-            sequence.phase = Phase.WAITING
+            sequence.phase = SequencePhase.WAITING
             self.memory.free(sequence, self.rows)
             self.rows.close(sequence.row)
             self.queue.put_back(sequence)
@@ -322,7 +322,7 @@ class SchedulerCore:
             self._billing.leave(sequence, for_good=True)
             self._tenancy.vacate(sequence)
         self.sessions.end(sequence, token_ids, computed, was_running=row is not None)
-        sequence.phase = Phase.FINISHED
+        sequence.phase = SequencePhase.FINISHED
         del self._by_handle[sequence.handle]
         siblings = self._by_request[sequence.request.request_id]
         siblings.remove(sequence)

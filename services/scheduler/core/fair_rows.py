@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from services.scheduler.core.in_flight_prefixes import InFlightPrefixes
     from services.scheduler.core.memory import KvMemory
     from services.scheduler.core.queue import WaitingQueue
-    from services.scheduler.core.rows import RowTable
+    from services.scheduler.core.rows import RowSlots
     from services.scheduler.core.sequence import Sequence
     from services.scheduler.core.shares import VirtualCounters
 
@@ -61,7 +61,7 @@ class FairRows:
 
     def __init__(
         self,
-        rows: RowTable,
+        rows: RowSlots,
         queue: WaitingQueue,
         memory: KvMemory,
         billing: Billing,

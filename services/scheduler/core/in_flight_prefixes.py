@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
     from common.types import TokenIds
     from services.scheduler.core.memory import KvMemory
-    from services.scheduler.core.rows import RowTable
+    from services.scheduler.core.rows import RowSlots
     from services.scheduler.core.sequence import Sequence
 
 
@@ -22,7 +22,7 @@ class InFlightPrefixes:
     the common prefix is computed, or when the row ends or is retracted.
     """
 
-    def __init__(self, rows: RowTable, memory: KvMemory) -> None:
+    def __init__(self, rows: RowSlots, memory: KvMemory) -> None:
         """Index the rows that run now."""
         self._rows = rows
         self._memory = memory

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from services.scheduler.cache.pages import PageAllocator
     from services.scheduler.cache.types import LockId, PrefixLock
     from services.scheduler.core.costs import LoadCosts
-    from services.scheduler.core.rows import RowTable
+    from services.scheduler.core.rows import RowSlots
     from services.scheduler.core.sequence import Sequence
     from services.scheduler.core.times import OperationTimes
 
@@ -170,7 +170,7 @@ class KvMemory:
         """Return the window pages of a row's new pages; empty without a sliding-window pool."""
         return NO_PAGES if self.windows is None else self.windows.pool.window_pages_of(pages)
 
-    def begin_window(self, sequence: Sequence, rows: RowTable) -> PageIds:
+    def begin_window(self, sequence: Sequence, rows: RowSlots) -> PageIds:
         """Return the window pages at the end of an admitted row's prefix; empty without a sliding-window pool."""
         if self.windows is None:
             return NO_PAGES
@@ -178,12 +178,12 @@ class KvMemory:
         assert sequence.lock is not None
         return self.windows.begin(sequence.row, sequence.lock, rows)
 
-    def slide_windows(self, rows: RowTable) -> None:
+    def slide_windows(self, rows: RowSlots) -> None:
         """Release window pages that have left the rows' windows; called before each plan."""
         if self.windows is not None:
             self.windows.slide(rows)
 
-    def keep(self, sequence: Sequence, rows: RowTable) -> list[PageReplacement]:
+    def keep(self, sequence: Sequence, rows: RowSlots) -> list[PageReplacement]:
         """Insert the row's confirmed whole pages into the cache.
 
         If the cache already had the same tokens, the row switches to the cache's pages and its own duplicates are
@@ -210,7 +210,7 @@ class KvMemory:
             return [PageReplacement(row, first, changed)]
         return [PageReplacement(row, first, changed, self.windows.after_repointing(row, first, len(changed), rows))]
 
-    def free(self, sequence: Sequence, rows: RowTable) -> None:
+    def free(self, sequence: Sequence, rows: RowSlots) -> None:
         """Release the row's references to its pages, and its prefix lock."""
         row, lock = sequence.row, sequence.lock
         assert row is not None
@@ -248,13 +248,13 @@ class KvMemory:
         """Number of page references held by all pins."""
         return sum(len(lock.pages) for lock in self._pins.values())
 
-    def account(self, rows: RowTable) -> Accounting:
+    def account(self, rows: RowSlots) -> Accounting:
         """Account for the device's pages in O(rows)."""
         in_transfers = self.loads.host.ledger.device_references if self.loads else 0
         held = int(rows.page_count.sum()) + self.pinned_pages
         return account(self.allocator, self.cache, held + in_transfers)
 
-    def account_windows(self, rows: RowTable) -> Accounting | None:
+    def account_windows(self, rows: RowSlots) -> Accounting | None:
         """Account for the pages of the sliding-window pool, if there is one; none of them is soft-free.
 
         Pages still protected while no row runs and nothing is pinned have leaked.
@@ -270,13 +270,13 @@ class KvMemory:
         if self.windows is not None:
             self.windows.pool.repair()
 
-    def window_faults(self, rows: RowTable) -> list[str]:
+    def window_faults(self, rows: RowSlots) -> list[str]:
         """Recount the window pages that rows and sessions need, and return the differences found."""
         if self.windows is None:
             return []
         return self.windows.faults(rows, self._pins.values(), self.allocator.capacity)
 
-    def audit(self, rows: RowTable) -> AuditReport:
+    def audit(self, rows: RowSlots) -> AuditReport:
         """Recount the holders of every page."""
         tables = {
             f"{sequence.request.request_id}/{sequence.choice_index}": rows.page_table(sequence.row)

@@ -13,7 +13,7 @@ from services.scheduler.core.fair_rows import FairRows, RowPreemption
 from services.scheduler.core.in_flight_prefixes import InFlightPrefixes
 from services.scheduler.core.preemption import Preemption
 from services.scheduler.core.row_changes import Granting
-from services.scheduler.core.sequence import Phase
+from services.scheduler.core.sequence import SequencePhase
 from services.scheduler.core.step_limits import LEAST_TOKENS, StepLimits
 
 if TYPE_CHECKING:
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from services.scheduler.core.memory import KvMemory
     from services.scheduler.core.queue import WaitingQueue
     from services.scheduler.core.row_changes import Tenancy
-    from services.scheduler.core.rows import RowTable
+    from services.scheduler.core.rows import RowSlots
     from services.scheduler.core.sequence import Sequence
 
 
@@ -49,7 +49,7 @@ class Planner:
     def __init__(
         self,
         config: CoreConfig,
-        rows: RowTable,
+        rows: RowSlots,
         queue: WaitingQueue,
         memory: KvMemory,
         tenancy: Tenancy,
@@ -248,7 +248,7 @@ class Planner:
         assert row is not None, "only running sequences are retracted"
         self._billing.leave(sequence, for_good=False)
         sequence.token_ids = self._rows.tokens(row).copy()
-        sequence.phase = Phase.WAITING
+        sequence.phase = SequencePhase.WAITING
         sequence.retractions += 1
         self._tenancy.vacate(sequence)
         self._queue.put_back(sequence)
@@ -326,7 +326,7 @@ class Planner:
     def _open(self, sequence: Sequence, lock: PrefixLock, now: float) -> RowOpen:
         self._queue.remove(sequence)
         row = self._rows.open(sequence, self.next_step, lock.pages, lock.matched_tokens)
-        sequence.phase = Phase.PREFILL
+        sequence.phase = SequencePhase.PREFILL
         sequence.loads = 0
         if sequence.started_at is None:
             sequence.started_at = now

@@ -23,20 +23,20 @@ RETRY_AFTER_MS = 1000
 
 
 # The waiting sequences of one subject by handle, in the order in which they should start.
-Line = dict[int, "Sequence"]
+WaitingLine = dict[int, "Sequence"]
 
 
 class Waiting(Protocol):
     """Waiting sequences; iteration yields those that may start, by arrival."""
 
     @property
-    def lines(self) -> dict[str, dict[str, Line]]:
+    def lines(self) -> dict[str, dict[str, WaitingLine]]:
         """All waiting sequences by tenant and subject name, including those that may not start yet."""
 
     def __iter__(self) -> Iterator[Sequence]: ...
 
 
-class Policy(Protocol):
+class QueuePolicy(Protocol):
     """Decides the order in which waiting sequences are offered a row."""
 
     def order(self, waiting: Waiting, match: Callable[[Sequence], int]) -> Iterable[Sequence]:
@@ -52,7 +52,7 @@ class WaitingQueue:
     """Sequences in order of arrival, after those that were retracted; offered in the policy's order."""
 
     def __init__(
-        self, policy: Policy, counters: VirtualCounters | None = None, *, retracted_first: bool = True
+        self, policy: QueuePolicy, counters: VirtualCounters | None = None, *, retracted_first: bool = True
     ) -> None:
         """Start empty; `counters` are notified of arrivals and departures.
 
@@ -64,7 +64,7 @@ class WaitingQueue:
         # Counts of the waiting sequences.
         self.census = Census()
         self._by_priority: Counter[int] = Counter()
-        self._lines: dict[str, dict[str, Line]] = {}
+        self._lines: dict[str, dict[str, WaitingLine]] = {}
         self._retracted: OrderedDict[int, Sequence] = OrderedDict()
         self._arrived: OrderedDict[int, Sequence] = OrderedDict()
 
@@ -171,7 +171,7 @@ class WaitingQueue:
 
 @dataclass(frozen=True, slots=True)
 class _Waiting:
-    lines: dict[str, dict[str, Line]]
+    lines: dict[str, dict[str, WaitingLine]]
     _parts: tuple[OrderedDict[int, Sequence], ...]
 
     def __iter__(self) -> Iterator[Sequence]:

@@ -9,7 +9,7 @@ import numpy as np
 from common.errors import DeviceMemoryError
 from common.steps import RowStop
 from common.types import Finish, FinishReason, RowSlot
-from services.scheduler.core.sequence import Phase
+from services.scheduler.core.sequence import SequencePhase
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from services.scheduler.core.costs import LoadCosts
     from services.scheduler.core.output import OutputBuffer
     from services.scheduler.core.row_changes import Tenancy
-    from services.scheduler.core.rows import RowTable
+    from services.scheduler.core.rows import RowSlots
     from services.scheduler.core.sequence import Sequence
 
 # Weight of the newest sample in the running mean of the decode step's duration.
@@ -37,14 +37,14 @@ class ResultHandler:
     """
 
     def __init__(
-        self, rows: RowTable, tenancy: Tenancy, output: OutputBuffer, load_costs: LoadCosts | None = None
+        self, rows: RowSlots, tenancy: Tenancy, output: OutputBuffer, load_costs: LoadCosts | None = None
     ) -> None:
         """Apply results to state that the core owns; `load_costs` receives the measured cost of prefill."""
         self._rows = rows
         self._tenancy = tenancy
         self._output = output
         self._load_costs = load_costs
-        # The chunks of plans in flight, and the value of `RowTable.vacated` when each plan was made.
+        # The chunks of plans in flight, and the value of `RowSlots.vacated` when each plan was made.
         self._expected: dict[StepId, tuple[tuple[PrefillChunk, ...], int]] = {}
         self.decode_step_s: float | None = None
         # Number of jump-forward tokens.
@@ -83,7 +83,7 @@ class ResultHandler:
             self._load_costs.saw_prefill(sum(chunk.length for chunk in chunks), self._without_decoding(chunks, result))
 
     def _recall(self, result: StepResult) -> tuple[tuple[PrefillChunk, ...], int | None]:
-        """Return the chunks of the result's pass, and `RowTable.vacated` as of the plan."""
+        """Return the chunks of the result's pass, and `RowSlots.vacated` as of the plan."""
         chunks, vacated = self._expected.get(result.step_id, ((), None))
         if result.last:
             self._expected.pop(result.step_id, None)
@@ -142,7 +142,7 @@ class ResultHandler:
             self._tenancy.keep_computed(sequence)
             if end >= len(sequence.token_ids):
                 sequence.is_prefilled = True
-                sequence.phase = Phase.DECODE
+                sequence.phase = SequencePhase.DECODE
 
     def _finish_stopped(
         self, stop: RowStop, embedding: bytes | None, finish: Callable[[Sequence, Finish], None]

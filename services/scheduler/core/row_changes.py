@@ -14,14 +14,14 @@ if TYPE_CHECKING:
     from common.steps import PageIds, PageReplacement
     from common.types import RowSlot
     from services.scheduler.core.memory import KvMemory
-    from services.scheduler.core.rows import RowTable
+    from services.scheduler.core.rows import RowSlots
     from services.scheduler.core.sequence import Sequence
 
 
 class Granting:
     """Appends pages to rows' page tables, and collects the grants for the workers."""
 
-    def __init__(self, rows: RowTable, memory: KvMemory) -> None:
+    def __init__(self, rows: RowSlots, memory: KvMemory) -> None:
         """Start without grants; `memory` maps pages to their pages in a sliding-window pool."""
         self._rows = rows
         self._memory = memory
@@ -51,7 +51,7 @@ class Tenancy:
     owner of the pages writes to them after the old row's last step.
     """
 
-    def __init__(self, rows: RowTable, memory: KvMemory) -> None:
+    def __init__(self, rows: RowSlots, memory: KvMemory) -> None:
         self._rows = rows
         self._memory = memory
         self._closes: list[RowSlot] = []

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from services.scheduler.core.sequence import Sequence
 
 
-class RowTable:
+class RowSlots:
     """Owns the row slots: the sequence that runs in each, its tokens, its pages, and its planned position.
 
     Per row, in tokens: `length` is the number of known ids; `planned` the KV that is computed once all plans sent so

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from services.scheduler.core.session import Session
 
 
-class Phase(Enum):
+class SequencePhase(Enum):
     """State of a sequence, normally in the order WAITING, PREFILL, DECODE, FINISHED.
 
     Retraction leads from PREFILL or DECODE back to WAITING.
@@ -47,7 +47,7 @@ class Sequence:
     arrived_at: float
     # The sequence whose prefill this one waits for, to share it (n > 1).
     leader: Sequence | None = None
-    phase: Phase = Phase.WAITING
+    phase: SequencePhase = SequencePhase.WAITING
     row: RowSlot | None = None
     lock: PrefixLock | None = None
     # Prefix hit of the first admission: reported to the requester and billed; a retraction does not change it.
@@ -95,7 +95,7 @@ class Sequence:
     @property
     def may_start(self) -> bool:
         """Whether its leader's prefill, if it has a leader, is done or can no longer be shared."""
-        return self.leader is None or self.leader.is_prefilled or self.leader.phase is Phase.FINISHED
+        return self.leader is None or self.leader.is_prefilled or self.leader.phase is SequencePhase.FINISHED
 
 
 def initial_ids(request: ScheduleRequest) -> TokenIds:

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
 
     from common.settings import QueueSettings
-    from services.scheduler.core.queue import Line, Policy, Waiting
+    from services.scheduler.core.queue import QueuePolicy, Waiting, WaitingLine
     from services.scheduler.core.sequence import Sequence
 
 K = TypeVar("K")
@@ -30,7 +30,7 @@ def make_counters(settings: QueueSettings) -> VirtualCounters | None:
     return VirtualCounters(ShareConfig())
 
 
-def make_policy(name: PolicyName, counters: VirtualCounters | None = None, slack_tokens: float = 512.0) -> Policy:
+def make_policy(name: PolicyName, counters: VirtualCounters | None = None, slack_tokens: float = 512.0) -> QueuePolicy:
     """Return the policy of a `QueueSettings.policy` name. `fair` reads `counters`, which the core updates."""
     match name:
         case "fcfs":
@@ -119,7 +119,7 @@ class LongestPrefixMatch:
 class _Tenant:
     """A tenant's waiting subjects in a heap of (counter, handle of the next sequence, name)."""
 
-    lines: dict[str, Line]
+    lines: dict[str, WaitingLine]
     heap: list[tuple[float, int, str]] = field(default_factory=list)
     # A line is copied when its first sequence is chosen, as the caller may or may not remove it.
     _left: dict[str, deque[Sequence]] = field(default_factory=dict)
@@ -204,7 +204,7 @@ class FairShare:
                 if tenants[name].heap:
                     heapq.heappush(heap, self._tenant_entry(name, tenants[name]))
 
-    def _tenant(self, lines: dict[str, Line]) -> _Tenant:
+    def _tenant(self, lines: dict[str, WaitingLine]) -> _Tenant:
         tenant = _Tenant(dict(lines))
         for subject in lines:
             self._put_back(tenant, subject)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from common.errors import UnavailableError
 from common.logs import get_logger
-from services.tokenizer.routing.policies import Candidate, affinity_key, favourite, session_key
+from services.tokenizer.routing.policies import RoutingCandidate, affinity_key, favourite, session_key
 from services.tokenizer.routing.replica import Replica
 
 if TYPE_CHECKING:
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from common.rpc.discovery import Discovery, Found
     from common.types import RequestId, ScheduleRequest, SessionGrant, SessionWish, View
-    from services.tokenizer.routing.policies import Policy
+    from services.tokenizer.routing.policies import RoutingPolicy
     from services.tokenizer.scheduler_link import SchedulerListener
 
 DISCOVERY_INTERVAL_S = 2.0
@@ -35,7 +35,7 @@ class Fleet:
         self,
         discovery: Discovery,
         connect: Callable[[Found], grpc.aio.Channel],
-        policy: Policy,
+        policy: RoutingPolicy,
         discovery_interval_s: float = DISCOVERY_INTERVAL_S,
     ) -> None:
         """`discovery` finds groups, `connect` opens channels to them, `policy` selects one for each request."""
@@ -121,7 +121,7 @@ class Fleet:
                 # Only this group has the session's state, so its load does not matter.
                 chosen = favourite(session_key(request.view, request.options.session), loads)
             else:
-                candidates = [Candidate(name, load) for name, load in loads.items()]
+                candidates = [RoutingCandidate(name, load) for name, load in loads.items()]
                 chosen = self._policy.choose(affinity_key(request), candidates)
             loads[chosen] += 1
             batches[chosen].append(request)

@@ -29,17 +29,17 @@ PREFIX_TOKENS = 64
 
 
 @dataclass(frozen=True, slots=True)
-class Candidate:
+class RoutingCandidate:
     """A group that would serve a request now, and the number of its requests."""
 
     name: str
     load: int
 
 
-class Policy(Protocol):
+class RoutingPolicy(Protocol):
     """Selects one of several groups."""
 
-    def choose(self, key: bytes, candidates: Sequence[Candidate]) -> str:
+    def choose(self, key: bytes, candidates: Sequence[RoutingCandidate]) -> str:
         """Return the name of the group for a request with `key`; `candidates` is not empty."""
         ...
 
@@ -50,7 +50,7 @@ class RoundRobin:
     def __init__(self) -> None:
         self._turn = 0
 
-    def choose(self, key: bytes, candidates: Sequence[Candidate]) -> str:
+    def choose(self, key: bytes, candidates: Sequence[RoutingCandidate]) -> str:
         """Return the next group's name; `key` is ignored."""
         self._turn += 1
         return candidates[(self._turn - 1) % len(candidates)].name
@@ -59,7 +59,7 @@ class RoundRobin:
 class LeastLoaded:
     """Selects the group with the fewest open requests; among equals, the one with the highest score for the key."""
 
-    def choose(self, key: bytes, candidates: Sequence[Candidate]) -> str:
+    def choose(self, key: bytes, candidates: Sequence[RoutingCandidate]) -> str:
         return min(candidates, key=lambda candidate: (candidate.load, -score(key, candidate.name))).name
 
 
@@ -70,7 +70,7 @@ class PrefixAware:
         """No group gets more than `load_factor` (above 1) times its share of all open requests, or FREE_LOAD."""
         self._load_factor = load_factor
 
-    def choose(self, key: bytes, candidates: Sequence[Candidate]) -> str:
+    def choose(self, key: bytes, candidates: Sequence[RoutingCandidate]) -> str:
         """Return the group with the highest score among those below the bound; there is always one."""
         open_requests = sum(candidate.load for candidate in candidates) + 1
         bound = max(FREE_LOAD, math.ceil(self._load_factor * open_requests / len(candidates)))
@@ -117,7 +117,7 @@ def _scoped(view: View) -> hashlib.blake2b:
     return digest
 
 
-def make_policy(name: str, load_factor: float = LOAD_FACTOR) -> Policy:
+def make_policy(name: str, load_factor: float = LOAD_FACTOR) -> RoutingPolicy:
     """Return the policy with this name in the settings."""
     match name:
         case "round_robin":

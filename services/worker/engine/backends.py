@@ -19,7 +19,7 @@ from services.worker.engine.kernels.torch.backend import TorchBackend
 
 if TYPE_CHECKING:
     from common.steps import EngineSpec
-    from services.worker.engine.kernels.interface import Backend
+    from services.worker.engine.kernels.interface import KernelBackend
     from services.worker.engine.model.config import ModelConfig
 
 log = logging.getLogger(__name__)
@@ -121,12 +121,14 @@ def find_library(options: RunnerOptions, device: torch.device) -> CpuLibrary | N
         return None
 
 
-def select_backend(library: CpuLibrary | None, dtype: torch.dtype, device: torch.device, threads: int) -> Backend:
+def select_backend(library: CpuLibrary | None, dtype: torch.dtype, device: torch.device, threads: int) -> KernelBackend:
     """Return the kernels to use: the compiled ones if they are there, else those of torch."""
     return TorchBackend(dtype, device) if library is None else CpuBackend(library, dtype, threads)
 
 
-def select_gpu_backend(options: RunnerOptions, dtype: torch.dtype, device: torch.device, max_rows: int) -> Backend:
+def select_gpu_backend(
+    options: RunnerOptions, dtype: torch.dtype, device: torch.device, max_rows: int
+) -> KernelBackend:
     """Return the kernels to use on a GPU, for up to `max_rows` rows; those of torch, with a warning, if need be.
 
     Raises:

@@ -11,7 +11,7 @@ import torch
 
 from common.encoders import is_encoder_directory
 from common.errors import ConfigurationError
-from common.models import ModelKind, resolve
+from common.models import ModelKind, resolve_model
 from common.steps import EngineCapacity, WindowPool
 from services.worker.engine.backends import (
     RunnerOptions,
@@ -30,7 +30,7 @@ from services.worker.engine.host import available_memory
 from services.worker.engine.host_memory import keep_freed_memory
 from services.worker.engine.host_tier.pool import allocate_host_pool, count_host_pages
 from services.worker.engine.kernels.cpu.layers import fuse_layers
-from services.worker.engine.kernels.interface import AttentionShape, Backend, KvLayout
+from services.worker.engine.kernels.interface import AttentionShape, KernelBackend, KvLayout
 from services.worker.engine.measuring.capacity import (
     MemoryMeasure,
     activation_reserve,
@@ -45,7 +45,7 @@ from services.worker.engine.model.assembly import Assembler
 from services.worker.engine.model.config import FAMILIES
 from services.worker.engine.model.kv_pool import KvPool, allocate_pool, bytes_per_token, join_pools
 from services.worker.engine.model.rotary import rotary_table
-from services.worker.engine.model.tensors import Tensors
+from services.worker.engine.model.tensors import CheckedTensors
 from services.worker.engine.model.transformer import Transformer
 from services.worker.engine.model_runner import ModelRunner
 from services.worker.engine.parallel.group import RankGroup, join_group
@@ -72,7 +72,7 @@ def load_model(spec: EngineSpec, report: ProgressReport, options: RunnerOptions)
     Raises:
         ConfigurationError: it cannot be found or run as configured.
     """
-    files = resolve(spec.model, weights=spec.load_format != "dummy")
+    files = resolve_model(spec.model, weights=spec.load_format != "dummy")
     if files.kind is ModelKind.DIRECTORY and is_encoder_directory(files.path):
         return EncoderRunner.load(files.path, spec, report, options)
     return load_decoder(spec, report, options)
@@ -114,7 +114,7 @@ class _DecoderLoader:
                 f"for {', '.join(FAMILIES)}"
             )
         self._dtype = select_dtype(spec.dtype, self._config, self._device, library if is_own else None)
-        self._backend: Backend = (
+        self._backend: KernelBackend = (
             select_backend(library, self._dtype, self._device, threads)
             if self._device.type == "cpu"
             else select_gpu_backend(options, self._dtype, self._device, spec.max_rows)
@@ -172,7 +172,7 @@ class _DecoderLoader:
         if isinstance(self._checkpoint, TransformersCheckpoint):
             return self._transformers_decoder(self._checkpoint, context)
         kernels, ranks = self._backend.kernels, self._spec.world_size
-        tensors = Tensors(self._checkpoint, self._device, quantiser(self._spec, self._config))
+        tensors = CheckedTensors(self._checkpoint, self._device, quantiser(self._spec, self._config))
         weights = Assembler(tensors, self._shard, kernels, self._dtype, self._device).weights(
             lambda share: self._report(0.98 * share, "loading weights")
         )

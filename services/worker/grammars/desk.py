@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from common.errors import InvalidRequestError, PandoError, QueueFullError
 from services.worker import metrics
-from services.worker.grammars.process import Verdict
+from services.worker.grammars.process import CompileResult
 from services.worker.grammars.turns import CompileBudget, Turns
 
 if TYPE_CHECKING:
@@ -44,7 +44,7 @@ class GrammarLimits:
 class Compiles(Protocol):
     """A process that compiles a grammar, as `CompileProcess` does."""
 
-    async def compile(self, grammar: Grammar) -> Verdict:
+    async def compile(self, grammar: Grammar) -> CompileResult:
         """Compile a grammar."""
 
     def cpu_seconds(self) -> float | None:
@@ -68,7 +68,7 @@ class StartsProcesses(Protocol):
 class _Job:
     source: VocabularySource
     grammar: Grammar
-    answer: asyncio.Future[Verdict]
+    answer: asyncio.Future[CompileResult]
     # Calls that wait for the answer.
     callers: int = 0
     # Whether it has used up its slice.
@@ -127,14 +127,14 @@ class GrammarDesk:
         job = self._open.get(grammar) or self._enter(source, grammar)
         job.callers += 1
         try:
-            verdict = await asyncio.shield(job.answer)
+            result = await asyncio.shield(job.answer)
         finally:
             job.callers -= 1
             if not job.callers and not job.answer.done():
                 self._abandon(job)
-        if verdict.refusal is not None:
-            raise _refused(grammar, verdict.refusal)
-        return verdict.elapsed_us
+        if result.refusal is not None:
+            raise _refused(grammar, result.refusal)
+        return result.elapsed_us
 
     async def close(self) -> None:
         """Abandon open jobs and end the processes."""
@@ -220,9 +220,9 @@ class GrammarDesk:
 
     async def _run(self, job: _Job) -> None:
         try:
-            verdict = await self._compile(job)
-            if verdict is not None and verdict.refusal is None:
-                loading = self._library.load(job.source, job.grammar, verdict.data, verdict.elapsed_us / 1e6)
+            result = await self._compile(job)
+            if result is not None and result.refusal is None:
+                loading = self._library.load(job.source, job.grammar, result.data, result.elapsed_us / 1e6)
                 await asyncio.wrap_future(loading)
         except PandoError as error:
             self._fail(job, error)
@@ -230,15 +230,15 @@ class GrammarDesk:
             self._fail(job, error)
             raise
         else:
-            if verdict is None:
+            if result is None:
                 self._long.add(job.grammar.scope, job)
             else:
-                self._answer(job, verdict)
+                self._answer(job, result)
         finally:
             # Here, as a job that waits again may be restarted before this task's callback runs.
             self._leave(job)
 
-    async def _compile(self, job: _Job) -> Verdict | None:
+    async def _compile(self, job: _Job) -> CompileResult | None:
         """Compile a job's grammar; return None if it has to wait for the second place."""
         process = await self._processes.take(job.source)
         compiling = asyncio.create_task(process.compile(job.grammar))
@@ -254,7 +254,7 @@ class GrammarDesk:
             left = self._limits.timeout_s - (self._limits.slice_s if is_first else 0.0)
             await asyncio.wait({compiling}, timeout=max(0.0, left))
             if not compiling.done():
-                return Verdict(f"it takes longer than {self._limits.timeout_s:g} s to compile", is_final=False)
+                return CompileResult(f"it takes longer than {self._limits.timeout_s:g} s to compile", is_final=False)
             return compiling.result()
         finally:
             # On a busy machine other work takes most of the time that passes.
@@ -281,16 +281,16 @@ class GrammarDesk:
             self._second = None
         self._fill()
 
-    def _answer(self, job: _Job, verdict: Verdict) -> None:
-        metrics.GRAMMARS_TOTAL.labels("compiled" if verdict.refusal is None else "refused").inc()
-        metrics.GRAMMAR_COMPILE_SECONDS.observe(verdict.elapsed_us / 1e6)
-        if verdict.refusal is not None and verdict.is_final:
-            self._refusals[job.source, job.grammar] = verdict.refusal
+    def _answer(self, job: _Job, result: CompileResult) -> None:
+        metrics.GRAMMARS_TOTAL.labels("compiled" if result.refusal is None else "refused").inc()
+        metrics.GRAMMAR_COMPILE_SECONDS.observe(result.elapsed_us / 1e6)
+        if result.refusal is not None and result.is_final:
+            self._refusals[job.source, job.grammar] = result.refusal
             while len(self._refusals) > MAX_REFUSALS:
                 self._refusals.popitem(last=False)
         self._open.pop(job.grammar, None)
         if not job.answer.done():
-            job.answer.set_result(verdict)
+            job.answer.set_result(result)
 
     def _fail(self, job: _Job, error: Exception) -> None:
         self._open.pop(job.grammar, None)

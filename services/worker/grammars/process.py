@@ -30,7 +30,7 @@ COMMAND = (sys.executable, "-m", "services.worker.grammars.template")
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
+class CompileResult:
     """The outcome of a compilation: `data`, or the reason in `refusal`."""
 
     refusal: str | None
@@ -50,7 +50,7 @@ class CompileProcess:
         self._reader = reader
         self._writer = writer
 
-    async def compile(self, grammar: Grammar) -> Verdict:
+    async def compile(self, grammar: Grammar) -> CompileResult:
         """Compile a grammar and try it out; the caller kills the process afterwards."""
         try:
             await write_message(self._writer, {"kind": grammar.kind.value, "text": grammar.text})
@@ -58,8 +58,8 @@ class CompileProcess:
             data = await self._reader.readexactly(int(answer["bytes"]))
         except (OSError, ValueError, asyncio.IncompleteReadError):
             get_logger("grammars").warning("grammars.process_died", kind=grammar.kind.value, bytes=len(grammar.text))
-            return Verdict("it takes too much memory to compile")
-        return Verdict(answer.get("refusal"), int(answer["elapsed_us"]), data)
+            return CompileResult("it takes too much memory to compile")
+        return CompileResult(answer.get("refusal"), int(answer["elapsed_us"]), data)
 
     def cpu_seconds(self) -> float | None:
         """Return the processor time that it has used; None if it has ended."""

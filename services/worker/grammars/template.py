@@ -32,7 +32,7 @@ from services.worker.engine.grammars.vocabulary_source import VocabularySource
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from common.child_process import Message
+    from common.child_process import JsonMessage
 
 # Serving goes before compiling.
 NICENESS = 10
@@ -96,9 +96,9 @@ def serve(connection: socket.socket, compile_: Callable[[Grammar], bytes]) -> No
         line = stream.readline()
         if not line:
             return
-        message: Message = json.loads(line)
+        message: JsonMessage = json.loads(line)
         started = time.perf_counter()
-        answer: Message = {}
+        answer: JsonMessage = {}
         data = b""
         try:
             data = compile_(Grammar(GrammarKind(message["kind"]), message["text"], ""))
@@ -111,7 +111,7 @@ def serve(connection: socket.socket, compile_: Callable[[Grammar], bytes]) -> No
         stream.write(json.dumps(answer).encode() + b"\n" + data)
 
 
-def make_compile(message: Message) -> Callable[[Grammar], bytes]:
+def make_compile(message: JsonMessage) -> Callable[[Grammar], bytes]:
     """Load the vocabulary that the first line names; return what compiles for it, and raises GrammarError."""
     message["eos_token_ids"] = tuple(message["eos_token_ids"])
     source = VocabularySource(**message)

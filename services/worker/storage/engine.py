@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 
     from common.steps import EngineCapacity, EngineSpec, StepPlan, StepResult
     from common.transfers import Transfer
-    from services.worker.engine.execution.interface import Emit, Engine, HostPages, ProgressReport
-    from services.worker.storage.tier import StorageTier
+    from services.worker.engine.execution.interface import Emit, Engine, HostPageBytes, ProgressReport
+    from services.worker.storage.tier import WorkerStorageTier
 
 # How long an engine without work keeps a plan open for acknowledgements of storage; the next plan waits meanwhile.
 IDLE_WAIT_S = 0.005
@@ -31,7 +31,7 @@ class StoringEngine:
     Lives in the engine's thread, as `inner` does; `tier` lives on `loop`.
     """
 
-    def __init__(self, inner: Engine, tier: StorageTier, loop: asyncio.AbstractEventLoop) -> None:
+    def __init__(self, inner: Engine, tier: WorkerStorageTier, loop: asyncio.AbstractEventLoop) -> None:
         """Take over `inner`; `tier` remains the caller's to close."""
         self._inner = inner
         self._tier = tier
@@ -41,7 +41,7 @@ class StoringEngine:
         self._host_pages = 0
 
     @property
-    def host_pages(self) -> HostPages | None:
+    def host_pages(self) -> HostPageBytes | None:
         """The inner engine's host pages."""
         return self._inner.host_pages
 
@@ -124,7 +124,7 @@ class _Stream:
         self._open = 0
         self._acks: queue.SimpleQueue[TransferAck] = queue.SimpleQueue()
 
-    def begin(self, tier: StorageTier, loop: asyncio.AbstractEventLoop, transfers: tuple[Transfer, ...]) -> None:
+    def begin(self, tier: WorkerStorageTier, loop: asyncio.AbstractEventLoop, transfers: tuple[Transfer, ...]) -> None:
         """Have transfers begun."""
         self._open += len(transfers)
         for transfer in transfers:

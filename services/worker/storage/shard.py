@@ -10,7 +10,7 @@ from services.worker.storage.objects import Miss
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from services.worker.engine.execution.interface import HostPages
+    from services.worker.engine.execution.interface import HostPageBytes
     from services.worker.storage.interface import Blob
     from services.worker.storage.objects import ObjectFormat
 
@@ -25,7 +25,7 @@ class Shard:
     Once `close` has returned, no page is read or written any more, however late an answer of the back end comes.
     """
 
-    def __init__(self, pages: HostPages, form: ObjectFormat) -> None:
+    def __init__(self, pages: HostPageBytes, form: ObjectFormat) -> None:
         """Read and write `pages` as objects of the form `form`."""
         self._pages = pages
         self._form = form

@@ -36,7 +36,7 @@ class _CallFailedError(Exception):
         self.miss = miss
 
 
-class StorageTier:
+class WorkerStorageTier:
     """Owns the back end and its threads. Methods belong to the event loop.
 
     Every transfer is acknowledged, in bounded time: a call that takes longer than `timeout_s` counts as failed, and

@@ -10,7 +10,7 @@ import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 
 from common.errors import ConfigurationError
-from common.models import ModelKind, object_store, pin, resolve
+from common.models import ModelKind, object_store, pin, resolve_model
 from common.models.progress import DownloadState, PeriodicReport
 from common.models.references import ObjectReference, default_name, parse_object_reference
 
@@ -102,19 +102,19 @@ def test_addresses_name_a_prefix_and_a_quantization(written: str, uri: str, quan
 @pytest.mark.parametrize("written", ["s3://bucket", "s3://bucket/", "s3:///x", "gs://"])
 def test_an_address_without_bucket_or_prefix_is_refused(written: str) -> None:
     with pytest.raises(ConfigurationError, match="write s3://bucket/prefix"):
-        resolve(written)
+        resolve_model(written)
 
 
 def test_the_model_is_served_under_the_last_part_of_its_address() -> None:
     assert default_name(ADDRESS) == "qwen"
-    assert resolve(ADDRESS).name == "qwen"
+    assert resolve_model(ADDRESS).name == "qwen"
 
 
 def test_services_without_weights_get_text_files_and_workers_the_shards_besides() -> None:
-    text = resolve(ADDRESS, weights=False)
+    text = resolve_model(ADDRESS, weights=False)
     assert text.kind is ModelKind.DIRECTORY
     assert read_names() == {"config.json", "tokenizer.json"}
-    whole = resolve(ADDRESS)
+    whole = resolve_model(ADDRESS)
     assert whole.path == text.path
     assert read_names() == OBJECTS.keys() - {"pytorch_model.bin"}
     for name, content in SHARDS.items():
@@ -122,9 +122,9 @@ def test_services_without_weights_get_text_files_and_workers_the_shards_besides(
 
 
 def test_present_files_are_not_read_again() -> None:
-    resolve(ADDRESS)
+    resolve_model(ADDRESS)
     Store.reads.clear()
-    resolve(ADDRESS)
+    resolve_model(ADDRESS)
     assert Store.reads == []
 
 
@@ -133,19 +133,19 @@ def test_an_interrupted_file_is_continued(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(object_store, "CHUNK_BYTES", 10_000)
     Store.breaks[name] = 30_000
     with pytest.raises(ConfigurationError, match="connection reset"):
-        resolve(ADDRESS)
+        resolve_model(ADDRESS)
     Store.reads.clear()
     states: list[DownloadState] = []
     path = pin(ADDRESS, PeriodicReport(states.append))
     assert min(start for read, start in Store.reads if read == name) == 30_000
     assert (states[-1].done, states[-1].total) == (states[-1].total, states[-1].total)
-    assert resolve(path).path.joinpath(name).read_bytes() == SHARDS[name]
+    assert resolve_model(path).path.joinpath(name).read_bytes() == SHARDS[name]
 
 
 def test_a_replaced_model_gets_a_folder_of_its_own(store: Store) -> None:
-    first = resolve(ADDRESS)
+    first = resolve_model(ADDRESS)
     store.pipe_file(f"{ADDRESS}/config.json", b'{"version": 2}')
-    second = resolve(ADDRESS)
+    second = resolve_model(ADDRESS)
     assert (first.path / "config.json").read_bytes() == b"{}"
     assert (second.path / "config.json").read_bytes() == b'{"version": 2}'
 
@@ -156,26 +156,26 @@ def test_an_object_that_is_replaced_during_its_download_is_an_error(
     info = Store.info
     monkeypatch.setattr(Store, "info", lambda self, path, **_: {**info(self, path), "ETag": "another"})
     with pytest.raises(ConfigurationError, match=r"was replaced in the store while it was downloaded"):
-        resolve(ADDRESS, weights=False)
+        resolve_model(ADDRESS, weights=False)
 
 
 def test_without_a_connection_the_version_used_last_serves(monkeypatch: pytest.MonkeyPatch) -> None:
-    path = resolve(ADDRESS).path
+    path = resolve_model(ADDRESS).path
     Store.failure = ConnectionError("no route")
-    assert resolve(ADDRESS).path == path
+    assert resolve_model(ADDRESS).path == path
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     Store.failure = AssertionError("asked")
-    assert resolve(ADDRESS).path == path
+    assert resolve_model(ADDRESS).path == path
     with pytest.raises(ConfigurationError, match=r"missing: all files.*HF_HUB_OFFLINE forbids a download"):
-        resolve("s3://models/team/other")
+        resolve_model("s3://models/team/other")
 
 
 def test_without_weights_in_the_cache_a_worker_is_told_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
-    resolve(ADDRESS, weights=False)
+    resolve_model(ADDRESS, weights=False)
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    resolve(ADDRESS, weights=False)
+    resolve_model(ADDRESS, weights=False)
     with pytest.raises(ConfigurationError, match=r"no weights|model\.safetensors"):
-        resolve(ADDRESS)
+        resolve_model(ADDRESS)
 
 
 @pytest.mark.parametrize(
@@ -190,26 +190,26 @@ def test_without_weights_in_the_cache_a_worker_is_told_what_is_missing(monkeypat
 def test_failures_say_what_to_do(failure: Exception, message: str) -> None:
     Store.failure = failure
     with pytest.raises(ConfigurationError, match=message):
-        resolve(ADDRESS)
+        resolve_model(ADDRESS)
 
 
 def test_an_empty_prefix_is_an_error() -> None:
     with pytest.raises(ConfigurationError, match=r"no objects below s3://models/none/"):
-        resolve("s3://models/none")
+        resolve_model("s3://models/none")
 
 
 def test_a_single_gguf_file_and_a_named_quantization(store: Store) -> None:
     store.pipe_file("s3://models/gguf/tiny-Q4_K_M.gguf", b"four")
     store.pipe_file("s3://models/gguf/tiny-Q8_0.gguf", b"eight")
-    assert resolve("s3://models/gguf/tiny-Q8_0.gguf").path.read_bytes() == b"eight"
-    chosen = resolve("s3://models/gguf:Q4_K_M")
+    assert resolve_model("s3://models/gguf/tiny-Q8_0.gguf").path.read_bytes() == b"eight"
+    chosen = resolve_model("s3://models/gguf:Q4_K_M")
     assert (chosen.kind, chosen.path.read_bytes()) == (ModelKind.GGUF, b"four")
     with pytest.raises(ConfigurationError, match="several GGUF files; name a quantization"):
-        resolve("s3://models/gguf")
+        resolve_model("s3://models/gguf")
 
 
 def test_cached_prefixes_are_listed_and_removed() -> None:
-    resolve(ADDRESS)
+    resolve_model(ADDRESS)
     reference = ObjectReference(ADDRESS)
     [(address, count)] = object_store.cached_prefixes().items()
     assert address == ADDRESS

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from common.errors import ConfigurationError
-from common.models import resolve
+from common.models import resolve_model
 from common.models.references import HubReference, default_name, parse_hub_reference
 from common.models.selection import select_files
 from common.settings import ModelSettings
@@ -84,4 +84,4 @@ def test_without_the_client_the_error_says_what_to_install(monkeypatch: pytest.M
     monkeypatch.delattr("common.models.hub", raising=False)
     monkeypatch.setitem(sys.modules, "httpx2", None)
     with pytest.raises(ConfigurationError, match=r"models on a hub need the package .*pip install '\.\[hub\]'"):
-        resolve("org/model")
+        resolve_model("org/model")

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from hypothesis import strategies as st
 
 from common.notations.notation import Call
-from common.notations.pieces import CallArguments, CallStart, Text
+from common.notations.pieces import CallArguments, CallStart, TextPiece
 from common.types import ToolStyle
 
 if TYPE_CHECKING:
@@ -124,4 +124,4 @@ def calls_in(pieces: Iterable[Piece]) -> list[Call]:
 
 def text_in(pieces: Iterable[Piece]) -> str:
     """Return the text that pieces add up to."""
-    return "".join(piece.text for piece in pieces if isinstance(piece, Text))
+    return "".join(piece.text for piece in pieces if isinstance(piece, TextPiece))

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from common.grammars import Grammar, GrammarKind
-from common.models import resolve
+from common.models import resolve_model
 from common.notations.harmony import CALL
 from common.notations.notation import BoundTool, Call
 from common.notations.registry import NOTATIONS
@@ -68,7 +68,7 @@ def outputs(format_: Format, count: int = 1, begun: str = "") -> list[str]:
     """Return what is sampled under a format, beginning with the text `begun`."""
     text = json.dumps({"type": "structural_tag", "format": format_})
     grammar = Grammar(GrammarKind.STRUCTURAL_TAG, text, "tools")
-    more = load_text_model(resolve(SOURCE.model)).tokenizer.encode(begun).ids if begun else ()
+    more = load_text_model(resolve_model(SOURCE.model)).tokenizer.encode(begun).ids if begun else ()
     rows = [bound_row(row, grammar, seed=row, length=400, more=more) for row in range(count)]
     return [text_of(ids) for ids in finished(rows)]
 

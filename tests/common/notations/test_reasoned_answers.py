@@ -8,7 +8,7 @@ import re
 import pytest
 
 from common.grammars import Grammar, GrammarKind
-from common.models import resolve
+from common.models import resolve_model
 from common.notations.formats import ANY_TOKENS, regex
 from common.notations.harmony import HarmonyParser
 from common.notations.pieces import Reasoning
@@ -42,7 +42,7 @@ def read(style: ReasoningStyle, output: str, *, is_open: bool) -> tuple[str, str
     [*((style, False) for style in STYLES), (ReasoningStyle.THINK, True), (ReasoningStyle.SEED, True)],
 )
 def test_a_budget_ends_the_reasoning_and_the_answer_follows(style: ReasoningStyle, is_open: bool) -> None:
-    encoder = load_text_model(resolve(SOURCE.model)).tokenizer
+    encoder = load_text_model(resolve_model(SOURCE.model)).tokenizer
     budget = 12
     lengths = []
     for output in outputs(style, is_open=is_open, budget=budget):

@@ -8,7 +8,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from common.errors import InvalidRequestError
-from common.patterns.matcher import MAX_SPAN, Match, PatternMatcher
+from common.patterns.matcher import MAX_SPAN, PatternMatch, PatternMatcher
 from common.patterns.program import compile_pattern
 from tests.examples import examples
 
@@ -28,17 +28,17 @@ def _more(inner: st.SearchStrategy[str]) -> st.SearchStrategy[str]:
 PATTERNS = st.recursive(LITERALS, _more, max_leaves=6)
 
 
-def expected(pattern: str, text: str) -> Match | None:
+def expected(pattern: str, text: str) -> PatternMatch | None:
     """Search all substrings with Python's own engine: the first end, and for it the first start."""
     whole = re.compile(pattern)
     for end in range(1, len(text) + 1):
         for start in range(end):
             if whole.fullmatch(text, start, end):
-                return Match(start, end)
+                return PatternMatch(start, end)
     return None
 
 
-def find(pattern: str, text: str) -> Match | None:
+def find(pattern: str, text: str) -> PatternMatch | None:
     matcher = PatternMatcher(compile_pattern(pattern))
     return next((match for character in text if (match := matcher.step(character)) is not None), None)
 

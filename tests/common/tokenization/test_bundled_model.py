@@ -38,8 +38,8 @@ def test_special_tokens_and_limits_are_the_files_own(bundled: TextModel, oracle:
 
 def test_loading_imports_neither_torch_nor_transformers() -> None:
     code = (
-        "import sys; from common.models import resolve; from common.tokenization import load_text_model;"
-        "load_text_model(resolve('smollm2-135m-instruct'));"
+        "import sys; from common.models import resolve_model; from common.tokenization import load_text_model;"
+        "load_text_model(resolve_model('smollm2-135m-instruct'));"
         "print(sorted({'torch', 'transformers', 'gguf', 'llama_cpp', 'llm'} & set(sys.modules)))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)

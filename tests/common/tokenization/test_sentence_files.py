@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from common.errors import ConfigurationError
-from common.models import resolve
+from common.models import resolve_model
 from common.settings import ModelSettings
 from common.tokenization import load_served_model
 from common.tokenization.directory import read_directory, read_pooling
@@ -85,7 +85,7 @@ def test_the_bundled_encoder_s_tokenizer_neither_truncates_nor_pads() -> None:
 def test_the_bundled_encoder_s_texts_are_encoded_as_transformers_does() -> None:
     import transformers
 
-    reference = transformers.AutoTokenizer.from_pretrained(resolve(ENCODER).path)
+    reference = transformers.AutoTokenizer.from_pretrained(resolve_model(ENCODER).path)
     tokenizer = load_served_model(ModelSettings(reference=ENCODER)).tokenizer
     for text in (
         "",

@@ -8,7 +8,7 @@ import pytest
 from tokenizers import Tokenizer
 from tokenizers.models import BPE
 
-from common.models import resolve
+from common.models import resolve_model
 from common.tokenization import load_text_model
 from common.tokenization.text_model import disable_word_cache
 
@@ -32,13 +32,13 @@ def keeps(tokenizer: Tokenizer, word: str) -> bool:
 
 @pytest.fixture
 def copy() -> Callable[[], Tokenizer]:
-    text = load_text_model(resolve("smollm2-135m-instruct")).tokenizer.to_str()
+    text = load_text_model(resolve_model("smollm2-135m-instruct")).tokenizer.to_str()
     return lambda: Tokenizer.from_str(text)
 
 
 @pytest.mark.parametrize("word", [WORD, "quixotically", "unlikelihoods"])
 def test_a_loaded_model_remembers_no_word(word: str) -> None:
-    assert not keeps(load_text_model(resolve("smollm2-135m-instruct")).tokenizer, word)
+    assert not keeps(load_text_model(resolve_model("smollm2-135m-instruct")).tokenizer, word)
 
 
 def test_the_library_caches_words_by_default(copy: Callable[[], Tokenizer]) -> None:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from tokenizers.pre_tokenizers import ByteLevel, Digits, Sequence
 
-from common.models import resolve
+from common.models import resolve_model
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -29,7 +29,7 @@ class OracleTokenizer(Protocol):
 @cache
 def load_bundled() -> OracleTokenizer:
     """Load the bundled model's tokenizer, with the pre-tokenizer that the conversion to GGUF forgets put back."""
-    path = resolve("smollm2-135m-instruct").path
+    path = resolve_model("smollm2-135m-instruct").path
     tokenizer: OracleTokenizer = _load(str(path.parent), gguf_file=path.name)
     digits = Digits(individual_digits=True)
     tokenizer.backend_tokenizer.pre_tokenizer = Sequence([digits, ByteLevel(add_prefix_space=False)])

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from common.errors import ConfigurationError
-from common.models import resolve
+from common.models import resolve_model
 from deploy.models import support as deciding
 from deploy.models.evidence import gather_local
 from deploy.models.facts import Evidence, ModelFacts, facts_of
@@ -69,7 +69,7 @@ def test_fewer_bits_take_less_memory_but_for_the_embedding(name: str) -> None:
 
 
 def test_the_count_of_an_own_model_is_that_of_its_tensors() -> None:
-    evidence = gather_local(resolve("smollm2-135m-instruct"))
+    evidence = gather_local(resolve_model("smollm2-135m-instruct"))
     found = facts_of(evidence)
     assert found.parameters == evidence.stated_parameters == 134_515_008
     assert (found.service, found.max_context, found.has_tokenizer, found.has_chat_template) == (
@@ -78,7 +78,7 @@ def test_the_count_of_an_own_model_is_that_of_its_tensors() -> None:
 
 
 def test_an_encoder_of_this_host_keeps_no_keys_and_values() -> None:
-    found = facts_of(gather_local(resolve("all-minilm-l6-v2")))
+    found = facts_of(gather_local(resolve_model("all-minilm-l6-v2")))
     assert (found.service, found.kv_bytes_per_token, found.memory is not None) == (Service.ENCODER, None, True)
     assert found.parameters is not None
     assert math.isclose(found.parameters, 22.7e6, rel_tol=0.01)
@@ -111,4 +111,4 @@ def test_without_the_worker_the_answer_is_that_it_cannot_be_asked(monkeypatch: p
 def test_a_damaged_config_is_named(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("[]")
     with pytest.raises(ConfigurationError, match=r"config\.json: a JSON object is expected"):
-        gather_local(resolve(str(tmp_path)))
+        gather_local(resolve_model(str(tmp_path)))

@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from common.models import resolve
+from common.models import resolve_model
 from common.types import FinishReason
 from tests.common.tokenization.transformers_oracle import load_bundled
 from tests.e2e.greedy.prompts import PROMPTS
@@ -67,7 +67,7 @@ class ReferenceModel:
         import torch
         from transformers import AutoModelForCausalLM
 
-        path = resolve("smollm2-135m-instruct").path
+        path = resolve_model("smollm2-135m-instruct").path
         self._torch = torch
         self._tokenizer = load_bundled()
         self._model: Any = AutoModelForCausalLM.from_pretrained(

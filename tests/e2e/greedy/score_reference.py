@@ -24,10 +24,10 @@ def main() -> None:
     import torch
     import transformers
 
-    from common.models import resolve
+    from common.models import resolve_model
     from tests.e2e.greedy.reference import read_golden
 
-    file = resolve("smollm2-135m-instruct").path
+    file = resolve_model("smollm2-135m-instruct").path
     load = transformers.AutoModelForCausalLM.from_pretrained
     model = load(str(file.parent), gguf_file=file.name, dtype=torch.float32).eval()
     prompts = {reference.name: reference.prompt_ids for reference in read_golden()}

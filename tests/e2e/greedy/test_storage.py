@@ -124,7 +124,7 @@ def test_weights_that_differ_in_one_bit_share_no_page(place: Path, run_root: Pat
     with served_with(str(files), place, run_root) as served:
         assert cached(served) == 0
         store(served)
-    shutil.copy(models.resolve(EXACT.reference).path, other)
+    shutil.copy(models.resolve_model(EXACT.reference).path, other)
     with other.open("r+b") as file:
         file.seek(other.stat().st_size // 2)
         (byte,) = file.read(1)

@@ -17,7 +17,7 @@ from common.types import (
     Subject,
     View,
 )
-from gateway.generation.journal import ChoiceRecord, Journal, JournalEntry, Verdict
+from gateway.generation.journal import ChoiceRecord, DeltaRelation, Journal, JournalEntry
 
 ID = RequestId("cmpl-1")
 
@@ -34,7 +34,7 @@ def delta(first: int, text: str, *ids: int, finish: Finish | None = None) -> Del
 def test_deltas_in_order_are_fresh() -> None:
     choice = ChoiceRecord(request(), 0, 0)
     for item in (delta(0, "a", 1), delta(1, "", 2), delta(2, "世"), delta(2, "b", 3, 4)):
-        assert choice.judge(item) is Verdict.FRESH
+        assert choice.judge(item) is DeltaRelation.FRESH
         choice.apply(item)
     assert list(choice.token_ids) == [1, 2, 3, 4]
     assert choice.delivered_characters == 3
@@ -43,23 +43,23 @@ def test_deltas_in_order_are_fresh() -> None:
 def test_repeated_deltas_are_duplicates() -> None:
     choice = ChoiceRecord(request(), 0, 0)
     choice.apply(delta(0, "ab", 1, 2))
-    assert choice.judge(delta(0, "a", 1)) is Verdict.DUPLICATE
-    assert choice.judge(delta(1, "b", 2)) is Verdict.DUPLICATE
-    assert choice.judge(delta(0, "ab", 1, 2)) is Verdict.DUPLICATE
+    assert choice.judge(delta(0, "a", 1)) is DeltaRelation.DUPLICATE
+    assert choice.judge(delta(1, "b", 2)) is DeltaRelation.DUPLICATE
+    assert choice.judge(delta(0, "ab", 1, 2)) is DeltaRelation.DUPLICATE
 
 
 def test_gap_and_half_known_delta_do_not_fit() -> None:
     choice = ChoiceRecord(request(), 0, 0)
     choice.apply(delta(0, "ab", 1, 2))
-    assert choice.judge(delta(3, "d", 4)) is Verdict.MISFIT
-    assert choice.judge(delta(1, "bc", 2, 3)) is Verdict.MISFIT
-    assert choice.judge(delta(0, "", 1, finish=Finish(FinishReason.STOP))) is Verdict.MISFIT
+    assert choice.judge(delta(3, "d", 4)) is DeltaRelation.MISFIT
+    assert choice.judge(delta(1, "bc", 2, 3)) is DeltaRelation.MISFIT
+    assert choice.judge(delta(0, "", 1, finish=Finish(FinishReason.STOP))) is DeltaRelation.MISFIT
 
 
 def test_after_the_finish_everything_is_a_duplicate() -> None:
     choice = ChoiceRecord(request(), 0, 0)
     choice.apply(delta(0, "a", 1, finish=Finish(FinishReason.STOP)))
-    assert choice.judge(delta(1, "b", 2)) is Verdict.DUPLICATE
+    assert choice.judge(delta(1, "b", 2)) is DeltaRelation.DUPLICATE
 
 
 def test_a_continuation_contains_the_progress_that_the_client_has_received() -> None:
@@ -132,7 +132,7 @@ def test_whatever_is_replayed_the_client_gets_each_token_once(sizes: list[int], 
         position = data.draw(st.integers(min_value=0, max_value=position), label="replay from") if stream else 0
         stop = data.draw(st.integers(min_value=position + 1, max_value=len(stream)), label="up to")
         for item in stream[position:stop]:
-            if choice.judge(item) is Verdict.FRESH:
+            if choice.judge(item) is DeltaRelation.FRESH:
                 choice.apply(item)
         position = max(stop, _covered(stream, len(choice.token_ids)))
     assert list(choice.token_ids) == list(range(first))

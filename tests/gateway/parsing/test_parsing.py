@@ -11,10 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from common.notations.notation import Call
-from common.notations.pieces import CallArguments, CallStart, Reasoning, Text, merged
+from common.notations.pieces import CallArguments, CallStart, Reasoning, TextPiece, merged
 from common.notations.registry import NOTATIONS
 from common.types import ReasoningStyle, ToolStyle
-from gateway.parsing.answers import Reading, call_prefix
+from gateway.parsing.answers import ParsingRules, call_prefix
 from tests.examples import examples
 
 if TYPE_CHECKING:
@@ -33,119 +33,139 @@ def call(index: int, name: str, arguments: str) -> list[Piece]:
 ONE = call(0, "get_weather", A)
 TWO = [*ONE, *call(1, "add", '{"a": 1}')]
 
-CASES: list[tuple[Reading, str, list[Piece]]] = [
-    (Reading(H, TOOLS), "Hello there", [Text("Hello there")]),
-    (Reading(H, TOOLS), f'<tool_call>\n{{"name": "get_weather", "arguments": {A}}}\n</tool_call>', ONE),
-    (Reading(H, TOOLS), f'<tool_call>{{"arguments": {A}, "name": "get_weather"}}</tool_call>', ONE),
-    (Reading(H, TOOLS), f'<tool_call>{{"id": 7, "name":"get_weather" , "arguments" : {A} }} </tool_call>\n', ONE),
+CASES: list[tuple[ParsingRules, str, list[Piece]]] = [
+    (ParsingRules(H, TOOLS), "Hello there", [TextPiece("Hello there")]),
+    (ParsingRules(H, TOOLS), f'<tool_call>\n{{"name": "get_weather", "arguments": {A}}}\n</tool_call>', ONE),
+    (ParsingRules(H, TOOLS), f'<tool_call>{{"arguments": {A}, "name": "get_weather"}}</tool_call>', ONE),
+    (ParsingRules(H, TOOLS), f'<tool_call>{{"id": 7, "name":"get_weather" , "arguments" : {A} }} </tool_call>\n', ONE),
     (
-        Reading(H, TOOLS),
+        ParsingRules(H, TOOLS),
         f'I look.\n\n<tool_call>\n{{"name": "get_weather", "arguments": {A}}}\n</tool_call>\n<tool_call>\n'
         '{"name": "add", "arguments": {"a": 1}}\n</tool_call>',
-        [Text("I look."), *TWO],
+        [TextPiece("I look."), *TWO],
     ),
     (
-        Reading(H, TOOLS, may_call_in_parallel=False),
+        ParsingRules(H, TOOLS, may_call_in_parallel=False),
         f'<tool_call>{{"name": "get_weather", "arguments": {A}}}</tool_call>'
         '<tool_call>{"name": "add", "arguments": {}}</tool_call>',
         ONE,
     ),
-    (Reading(H, TOOLS), '<tool_call>{"name": "add"}</tool_call> Done', [*call(0, "add", "{}"), Text("Done")]),
+    (ParsingRules(H, TOOLS), '<tool_call>{"name": "add"}</tool_call> Done', [*call(0, "add", "{}"), TextPiece("Done")]),
     (
-        Reading(H, TOOLS),
+        ParsingRules(H, TOOLS),
         '<tool_call>{"name": "add", "arguments": "{\\"a\\": 1}"}</tool_call>',
         call(0, "add", '{"a": 1}'),
     ),
     (
-        Reading(H, TOOLS),
+        ParsingRules(H, TOOLS),
         '<tool_call>{"name": "rm", "arguments": {}}',
-        [Text('<tool_call>{"name": "rm", "arguments": {}}')],
+        [TextPiece('<tool_call>{"name": "rm", "arguments": {}}')],
     ),
-    (Reading(H, TOOLS), "a <tool_cal l> b\n", [Text("a <tool_cal l> b\n")]),
-    (Reading(H, TOOLS), "<tool_call>nonsense", [Text("<tool_call>nonsense")]),
-    (Reading(H, TOOLS), '<tool_call>{"nam', [Text('<tool_call>{"nam')]),
-    (Reading(H, TOOLS), '<tool_call>{"name": "add", "arguments": {"a"', call(0, "add", '{"a"')),
-    (Reading(L, TOOLS), f'{{"name": "get_weather", "parameters": {A}}}', ONE),
+    (ParsingRules(H, TOOLS), "a <tool_cal l> b\n", [TextPiece("a <tool_cal l> b\n")]),
+    (ParsingRules(H, TOOLS), "<tool_call>nonsense", [TextPiece("<tool_call>nonsense")]),
+    (ParsingRules(H, TOOLS), '<tool_call>{"nam', [TextPiece('<tool_call>{"nam')]),
+    (ParsingRules(H, TOOLS), '<tool_call>{"name": "add", "arguments": {"a"', call(0, "add", '{"a"')),
+    (ParsingRules(L, TOOLS), f'{{"name": "get_weather", "parameters": {A}}}', ONE),
     (
-        Reading(L, TOOLS),
+        ParsingRules(L, TOOLS),
         f'<|python_tag|>{{"name": "get_weather", "parameters": {A}}}; {{"name": "add", "parameters": {{"a": 1}}}}',
         TWO,
     ),
-    (Reading(L, TOOLS), '{"answer": 42}', [Text('{"answer": 42}')]),
-    (Reading(L, TOOLS), ' {"a": [1, 2]} is JSON', [Text(' {"a": [1, 2]} is JSON')]),
-    (Reading(L, TOOLS), "Hello {}", [Text("Hello {}")]),
+    (ParsingRules(L, TOOLS), '{"answer": 42}', [TextPiece('{"answer": 42}')]),
+    (ParsingRules(L, TOOLS), ' {"a": [1, 2]} is JSON', [TextPiece(' {"a": [1, 2]} is JSON')]),
+    (ParsingRules(L, TOOLS), "Hello {}", [TextPiece("Hello {}")]),
     (
-        Reading(M, TOOLS),
+        ParsingRules(M, TOOLS),
         f'[TOOL_CALLS] [{{"name": "get_weather", "arguments": {A}}}, {{"name": "add", "arguments": {{"a": 1}}}}]',
         TWO,
     ),
-    (Reading(M, TOOLS), f"[TOOL_CALLS]get_weather[ARGS]{A}", ONE),
-    (Reading(M, TOOLS), f'Hm. [TOOL_CALLS]get_weather{A}[TOOL_CALLS]add{{"a": 1}}', [Text("Hm."), *TWO]),
-    (Reading(M, TOOLS), "[TOOL_CALLS]rm{}", [Text("[TOOL_CALLS]rm{}")]),
-    (Reading(M, TOOLS), "[TOOL_CALLSx", [Text("[TOOL_CALLSx")]),
+    (ParsingRules(M, TOOLS), f"[TOOL_CALLS]get_weather[ARGS]{A}", ONE),
+    (ParsingRules(M, TOOLS), f'Hm. [TOOL_CALLS]get_weather{A}[TOOL_CALLS]add{{"a": 1}}', [TextPiece("Hm."), *TWO]),
+    (ParsingRules(M, TOOLS), "[TOOL_CALLS]rm{}", [TextPiece("[TOOL_CALLS]rm{}")]),
+    (ParsingRules(M, TOOLS), "[TOOL_CALLSx", [TextPiece("[TOOL_CALLSx")]),
     (
-        Reading(P, TOOLS),
+        ParsingRules(P, TOOLS),
         "[get_weather(city='Pa)ris', n=[1, 2]), add(a=1)]",
         [*call(0, "get_weather", '{"city": "Pa)ris", "n": [1, 2]}'), *call(1, "add", '{"a": 1}')],
     ),
-    (Reading(P, TOOLS), "<|python_start|>[add(a=1)]<|python_end|>", call(0, "add", '{"a": 1}')),
-    (Reading(P, TOOLS), "[rm(a=1)]", [Text("[rm(a=1)]")]),
-    (Reading(P, TOOLS), "[1, 2] are numbers", [Text("[1, 2] are numbers")]),
-    (Reading(P, TOOLS), "[add(__import__('os'))]", [Text("[add(__import__('os'))]")]),
-    (Reading(P, TOOLS), "[add(a=1", [Text("[add(a=1")]),
-    (Reading(reasoning_style=THINK), "<think>\nI see.\n</think>\n\nYes.", [Reasoning("I see."), Text("Yes.")]),
-    (Reading(reasoning_style=THINK), "No <think>later</think>", [Text("No <think>later</think>")]),
-    (Reading(reasoning_style=THINK), " plain", [Text(" plain")]),
-    (Reading(reasoning_style=THINK), "<think>on and on ", [Reasoning("on and on")]),
-    (Reading(reasoning_style=THINK), "<think></think>x", [Text("x")]),
-    (Reading(reasoning_style=THINK, begins_with_reasoning=True), "Hm </ </think> y", [Reasoning("Hm </"), Text("y")]),
-    (Reading(reasoning_style=THINK, begins_with_reasoning=True), "<think>Hm</think>y", [Reasoning("Hm"), Text("y")]),
+    (ParsingRules(P, TOOLS), "<|python_start|>[add(a=1)]<|python_end|>", call(0, "add", '{"a": 1}')),
+    (ParsingRules(P, TOOLS), "[rm(a=1)]", [TextPiece("[rm(a=1)]")]),
+    (ParsingRules(P, TOOLS), "[1, 2] are numbers", [TextPiece("[1, 2] are numbers")]),
+    (ParsingRules(P, TOOLS), "[add(__import__('os'))]", [TextPiece("[add(__import__('os'))]")]),
+    (ParsingRules(P, TOOLS), "[add(a=1", [TextPiece("[add(a=1")]),
     (
-        Reading(reasoning_style=ReasoningStyle.BRACKETS),
+        ParsingRules(reasoning_style=THINK),
+        "<think>\nI see.\n</think>\n\nYes.",
+        [Reasoning("I see."), TextPiece("Yes.")],
+    ),
+    (ParsingRules(reasoning_style=THINK), "No <think>later</think>", [TextPiece("No <think>later</think>")]),
+    (ParsingRules(reasoning_style=THINK), " plain", [TextPiece(" plain")]),
+    (ParsingRules(reasoning_style=THINK), "<think>on and on ", [Reasoning("on and on")]),
+    (ParsingRules(reasoning_style=THINK), "<think></think>x", [TextPiece("x")]),
+    (
+        ParsingRules(reasoning_style=THINK, begins_with_reasoning=True),
+        "Hm </ </think> y",
+        [Reasoning("Hm </"), TextPiece("y")],
+    ),
+    (
+        ParsingRules(reasoning_style=THINK, begins_with_reasoning=True),
+        "<think>Hm</think>y",
+        [Reasoning("Hm"), TextPiece("y")],
+    ),
+    (
+        ParsingRules(reasoning_style=ReasoningStyle.BRACKETS),
         "[THINK]I see.[/THINK]Yes [THINK]",
-        [Reasoning("I see."), Text("Yes [THINK]")],
+        [Reasoning("I see."), TextPiece("Yes [THINK]")],
     ),
-    (Reading(reasoning_style=ReasoningStyle.SEED), "<seed:think>a</seed:think>b", [Reasoning("a"), Text("b")]),
-    (Reading(reasoning_style=ReasoningStyle.KIMI), "◁think▷a◁/think▷b", [Reasoning("a"), Text("b")]),
-    (Reading(reasoning_style=ReasoningStyle.GEMMA), "<|channel>thought\na\n<channel|>b", [Reasoning("a"), Text("b")]),
     (
-        Reading(reasoning_style=ReasoningStyle.RESPONSE),
+        ParsingRules(reasoning_style=ReasoningStyle.SEED),
+        "<seed:think>a</seed:think>b",
+        [Reasoning("a"), TextPiece("b")],
+    ),
+    (ParsingRules(reasoning_style=ReasoningStyle.KIMI), "◁think▷a◁/think▷b", [Reasoning("a"), TextPiece("b")]),
+    (
+        ParsingRules(reasoning_style=ReasoningStyle.GEMMA),
+        "<|channel>thought\na\n<channel|>b",
+        [Reasoning("a"), TextPiece("b")],
+    ),
+    (
+        ParsingRules(reasoning_style=ReasoningStyle.RESPONSE),
         "<think>a</think>\n<response>b < c</response>",
-        [Reasoning("a"), Text("b < c")],
+        [Reasoning("a"), TextPiece("b < c")],
     ),
-    (Reading(reasoning_style=ReasoningStyle.RESPONSE), "<think>a</think>b", [Reasoning("a"), Text("b")]),
+    (ParsingRules(reasoning_style=ReasoningStyle.RESPONSE), "<think>a</think>b", [Reasoning("a"), TextPiece("b")]),
     (
-        Reading(reasoning_style=ReasoningStyle.HARMONY),
+        ParsingRules(reasoning_style=ReasoningStyle.HARMONY),
         "<|channel|>analysis<|message|>Hm. <|end|><|start|>assistant<|channel|>final<|message|>Yes.<|return|>",
-        [Reasoning("Hm. "), Text("Yes.")],
+        [Reasoning("Hm. "), TextPiece("Yes.")],
     ),
     (
-        Reading(reasoning_style=ReasoningStyle.HARMONY, joins_reasoning=True),
+        ParsingRules(reasoning_style=ReasoningStyle.HARMONY, joins_reasoning=True),
         "<|channel|>analysis<|message|>Hm. <|end|><|start|>assistant<|channel|>final<|message|>Yes.",
-        [Text("Hm. Yes.")],
+        [TextPiece("Hm. Yes.")],
     ),
-    (Reading(reasoning_style=ReasoningStyle.HARMONY), "Yes <b", [Text("Yes <b")]),
+    (ParsingRules(reasoning_style=ReasoningStyle.HARMONY), "Yes <b", [TextPiece("Yes <b")]),
     (
-        Reading(ToolStyle.HARMONY, TOOLS, ReasoningStyle.HARMONY),
+        ParsingRules(ToolStyle.HARMONY, TOOLS, ReasoningStyle.HARMONY),
         "<|channel|>analysis<|message|>Hm<|end|><|start|>assistant to=functions.add<|channel|>commentary json"
         '<|message|>{"a": 1}<|call|>',
         [Reasoning("Hm"), *call(0, "add", '{"a": 1}')],
     ),
     (
-        Reading(ToolStyle.HARMONY, TOOLS, ReasoningStyle.HARMONY),
+        ParsingRules(ToolStyle.HARMONY, TOOLS, ReasoningStyle.HARMONY),
         "<|channel|>commentary<|message|>I look.<|end|><|start|>assistant<|channel|>commentary to=functions.add "
         '<|constrain|>json<|message|>{"a": 1}',
-        [Text("I look."), *call(0, "add", '{"a": 1}')],
+        [TextPiece("I look."), *call(0, "add", '{"a": 1}')],
     ),
     (
-        Reading(H, TOOLS, reasoning_style=THINK, begins_with_reasoning=True),
+        ParsingRules(H, TOOLS, reasoning_style=THINK, begins_with_reasoning=True),
         f'Let me <tool_call> see</think>\n<tool_call>{{"name": "get_weather", "arguments": {A}}}</tool_call>',
         [Reasoning("Let me <tool_call> see"), *ONE],
     ),
 ]
 
 
-def read(reading: Reading, parts: list[str]) -> list[Piece]:
+def read(reading: ParsingRules, parts: list[str]) -> list[Piece]:
     parser = reading.parser()
     pieces: list[Piece] = []
     for part in parts:
@@ -154,7 +174,9 @@ def read(reading: Reading, parts: list[str]) -> list[Piece]:
 
 
 @pytest.mark.parametrize(("reading", "text", "expected"), CASES, ids=[text[:40] for _, text, _ in CASES])
-def test_parsing_does_not_depend_on_the_chunk_boundaries(reading: Reading, text: str, expected: list[Piece]) -> None:
+def test_parsing_does_not_depend_on_the_chunk_boundaries(
+    reading: ParsingRules, text: str, expected: list[Piece]
+) -> None:
     assert read(reading, [text]) == expected
     assert read(reading, list(text)) == expected
     for cut in range(1, len(text)):
@@ -183,7 +205,7 @@ FRAGMENTS = st.sampled_from([*'{}[]()",:; \n\\a<>=', *MARKS, *CALLS])
 def test_no_answer_is_read_differently_when_it_is_cut(
     style: ToolStyle | None, thinks: bool, begins: bool, text: str, sizes: list[int]
 ) -> None:
-    reading = Reading(style, TOOLS, THINK if thinks else None, thinks and begins)
+    reading = ParsingRules(style, TOOLS, THINK if thinks else None, thinks and begins)
     parts, position, index = [], 0, 0
     while position < len(text):
         parts.append(text[position : position + sizes[index % len(sizes)]])
@@ -199,7 +221,7 @@ def test_no_answer_is_read_differently_when_it_is_cut(
 def test_an_answer_that_had_to_begin_with_a_call_is_read_with_its_beginning(style: ToolStyle) -> None:
     whole = NOTATIONS[style].render([Call("add", {"a": 1})])
     for name, begins in (("add", False), (None, True)):
-        reading = Reading(style, TOOLS, THINK if begins else None, begins_with_reasoning=begins)
+        reading = ParsingRules(style, TOOLS, THINK if begins else None, begins_with_reasoning=begins)
         reading = replace(reading, prefix=call_prefix(reading, style, name))
         rest = whole.removeprefix(NOTATIONS[style].prefix(name))
         pieces = read(reading, list(rest))
@@ -211,7 +233,7 @@ def test_an_answer_that_had_to_begin_with_a_call_is_read_with_its_beginning(styl
 
 
 def test_arguments_are_passed_on_as_they_come() -> None:
-    parser = Reading(H, TOOLS).parser()
+    parser = ParsingRules(H, TOOLS).parser()
     assert parser.feed('<tool_call>{"name": "add", "argu') == [CallStart(0, "add")]
     assert parser.feed('ments": {"a": ') == [CallArguments(0, '{"a": ')]
     assert parser.feed("1") == [CallArguments(0, "1")]

@@ -11,7 +11,7 @@ import pytest
 
 from common.limits import SubjectLimits
 from gateway.quotas.memory_meters import MemoryMeters
-from gateway.quotas.meters import Account
+from gateway.quotas.meters import MeteredAccount
 from gateway.quotas.redis_meters import RedisMeters
 from gateway.state.server import StateAwayError
 from tests.fakes.redis_process import temporary_redis
@@ -38,11 +38,11 @@ async def gateways(
         yield meters
 
 
-def account(name: str | None = None, **limits: int) -> Account:
-    return Account("acme", name, SubjectLimits(**limits))
+def account(name: str | None = None, **limits: int) -> MeteredAccount:
+    return MeteredAccount("acme", name, SubjectLimits(**limits))
 
 
-async def open_now(meters: RedisMeters, of: Account) -> int:
+async def open_now(meters: RedisMeters, of: MeteredAccount) -> int:
     """Try how many requests can still be opened; leave none of them open."""
     taken: list[Taking] = []
     while (taking := await meters.take([of], 1, 0)).obstacle is None:

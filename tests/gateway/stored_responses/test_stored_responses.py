@@ -17,7 +17,7 @@ from common.types import Subject
 from gateway.state.server import StateAwayError
 from gateway.stored_responses.redis_responses import AT_ONCE, RedisResponses
 from gateway.stored_responses.sqlite_responses import SqliteResponses
-from gateway.stored_responses.store import Holder, StoredResponse, size_of
+from gateway.stored_responses.store import ResponseOwner, StoredResponse, size_of
 from tests.fakes.redis_process import RedisProcess, temporary_redis
 from tests.gateway.state.servers import new_prefix, state_server, working
 from tests.waiting import until
@@ -34,11 +34,11 @@ if TYPE_CHECKING:
     # Takes lifetime and room.
     Opening: TypeAlias = Callable[[float, int], AbstractAsyncContextManager[ResponseStore]]
 
-ANN, BOB = Holder("acme", "user/ann"), Holder("acme", "user/bob")
+ANN, BOB = ResponseOwner("acme", "user/ann"), ResponseOwner("acme", "user/bob")
 MEBIBYTE = 1024 * 1024
 
 
-async def put(kept: ResponseStore, holder: Holder, response: StoredResponse) -> None:
+async def put(kept: ResponseStore, holder: ResponseOwner, response: StoredResponse) -> None:
     """Keep a response in the room of the person, if the holder is one."""
     await kept.put(holder, Subject(holder.tenant, holder.credential), response)
 
@@ -66,7 +66,13 @@ def opening(request: pytest.FixtureRequest) -> Opening:
 
 
 async def test_a_response_is_accessible_to_its_holder_only(opening: Opening) -> None:
-    holders = [ANN, BOB, Holder("other", "user/ann"), Holder("acme", "key/ann"), Holder("acme", "/ann")]
+    holders = [
+        ANN,
+        BOB,
+        ResponseOwner("other", "user/ann"),
+        ResponseOwner("acme", "key/ann"),
+        ResponseOwner("acme", "/ann"),
+    ]
     async with opening(60.0, MEBIBYTE) as kept:
         await put(kept, ANN, stored("a"))
         assert [await kept.find(holder, "a") is not None for holder in holders] == [True] + [False] * 4
@@ -78,7 +84,7 @@ async def test_a_response_is_accessible_to_its_holder_only(opening: Opening) -> 
 
 
 async def test_users_of_a_credential_are_kept_apart_and_the_credential_sees_all(opening: Opening) -> None:
-    carl, dora, nobody = (Holder("acme", "key/app", user) for user in ("carl", "dora", None))
+    carl, dora, nobody = (ResponseOwner("acme", "key/app", user) for user in ("carl", "dora", None))
     async with opening(60.0, MEBIBYTE) as kept:
         await put(kept, carl, stored("carls"))
         await put(kept, nobody, stored("unnamed"))
@@ -109,7 +115,7 @@ async def test_capacity_is_bounded_and_one_subject_cannot_take_that_of_others(op
 
 
 async def test_among_equal_holders_the_oldest_responses_are_evicted(opening: Opening) -> None:
-    holders = [Holder("acme", f"user/{number}") for number in range(100)]
+    holders = [ResponseOwner("acme", f"user/{number}") for number in range(100)]
     async with opening(60.0, MEBIBYTE) as kept:
         for number, holder in enumerate(holders):
             await put(kept, holder, stored(f"{number:02}", 20_000))
@@ -120,10 +126,10 @@ async def test_among_equal_holders_the_oldest_responses_are_evicted(opening: Ope
 
 async def test_a_tenant_with_many_users_evicts_only_its_own_responses(opening: Opening) -> None:
     async with opening(60.0, MEBIBYTE) as kept:
-        victims = [Holder("acme", f"user/{number}") for number in range(10)]
+        victims = [ResponseOwner("acme", f"user/{number}") for number in range(10)]
         for number, victim in enumerate(victims):
             await put(kept, victim, stored(f"victim-{number}", 40_000))
-        app = Holder("rival", "key/app")
+        app = ResponseOwner("rival", "key/app")
         for number in range(200):
             response = stored(f"flood-{number:03}", 20_000)
             await kept.put(app, Subject("rival", f"user/invented-{number}"), response)
@@ -135,7 +141,7 @@ async def test_a_tenant_with_many_users_evicts_only_its_own_responses(opening: O
 
 async def test_a_user_does_not_evict_others_of_its_tenant_below_an_equal_share(opening: Opening) -> None:
     async with opening(60.0, MEBIBYTE) as kept:
-        app = Holder("acme", "key/app")
+        app = ResponseOwner("acme", "key/app")
         carl, dora = Subject("acme", "user/carl"), Subject("acme", "user/dora")
         for number in range(20):
             await kept.put(app, carl, stored(f"carl-{number}", 20_000))
@@ -200,7 +206,7 @@ async def test_both_stores_evict_by_the_rule(opening: Opening, data: st.DataObje
     async with opening(60.0, MEBIBYTE) as kept:
         for number, (tenant, subject, size) in enumerate(puts):
             response = stored(str(number), size)
-            await put(kept, Holder(tenant, subject), response)
+            await put(kept, ResponseOwner(tenant, subject), response)
             model.append((tenant, subject, str(number), size_of(response.encode())))
             while sum(entry[3] for entry in model) > MEBIBYTE:
                 of_tenant = [entry for entry in model if entry[0] == most(model, 0)]
@@ -208,7 +214,7 @@ async def test_both_stores_evict_by_the_rule(opening: Opening, data: st.DataObje
                 model.remove(next(entry for entry in of_tenant if entry[1] == victim))
         ids = {entry[2] for entry in model}
         for number, (tenant, subject, _) in enumerate(puts):
-            found = await kept.find(Holder(tenant, subject), str(number))
+            found = await kept.find(ResponseOwner(tenant, subject), str(number))
             assert (found is not None) == (str(number) in ids)
 
 
@@ -251,7 +257,7 @@ async def test_old_entries_leave_nothing_at_the_server(redis_process: RedisProce
     async with state_server(redis_process.url, new_prefix()) as server:
         kept = RedisResponses(server, 0.5, MEBIBYTE)
         for number in range(20):
-            await put(kept, Holder("acme", f"user/{number}"), stored(str(number)))
+            await put(kept, ResponseOwner("acme", f"user/{number}"), stored(str(number)))
         await asyncio.sleep(0.6)
         await put(kept, ANN, stored("last"))
         with redis_process.client() as client:
@@ -272,12 +278,12 @@ async def test_while_the_server_is_down_one_tenant_does_not_fill_the_write_queue
             for number in range(1100):
                 await kept.put(ANN, Subject("acme", f"user/{number}"), stored(f"flood-{number}"))
             assert len(kept._waiting) == 768
-            await put(kept, Holder("rival", "user/bob"), stored("bobs"))
+            await put(kept, ResponseOwner("rival", "user/bob"), stored("bobs"))
             assert len(kept._waiting) == 769
             redis_process.start()
             async with working(kept.run):
                 await until(lambda: server.is_up and not kept._waiting)
-            assert await kept.find(Holder("rival", "user/bob"), "bobs")
+            assert await kept.find(ResponseOwner("rival", "user/bob"), "bobs")
 
 
 async def test_responses_finished_during_an_outage_are_stored_after_it() -> None:
@@ -300,10 +306,10 @@ async def test_responses_finished_during_an_outage_are_stored_after_it() -> None
 async def test_reads_of_one_user_leave_places_for_those_of_others(opening: Opening) -> None:
     async with opening(60.0, MEBIBYTE) as store:
         await put(store, ANN, stored("anns"))
-        await put(store, Holder("other", "key/k"), stored("others"))
+        await put(store, ResponseOwner("other", "key/k"), stored("others"))
         reading = [asyncio.ensure_future(store.find(ANN, "anns")) for _ in range(200)]
         await asyncio.sleep(0)
-        assert await store.find(Holder("other", "key/k"), "others")
+        assert await store.find(ResponseOwner("other", "key/k"), "others")
         results = await asyncio.gather(*reading, return_exceptions=True)
         refused = [result for result in results if isinstance(result, QueueFullError)]
         assert 100 < len(refused) < 200

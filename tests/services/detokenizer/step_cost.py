@@ -11,7 +11,7 @@ import sys
 import time
 from typing import TYPE_CHECKING
 
-from common.models import resolve
+from common.models import resolve_model
 from common.tokenization import load_text_model
 from common.types import SubscriberId
 from protos.gen.pando.v1 import detokenizer_pb2
@@ -29,7 +29,7 @@ STEPS = 400
 
 def main() -> None:
     """Print the median time of a step for plain rows, rows with stop strings and rows with log probabilities."""
-    model = load_text_model(resolve("smollm2-135m-instruct"))
+    model = load_text_model(resolve_model("smollm2-135m-instruct"))
     decoders = DecoderFactory(model)
     ids = model.tokenizer.encode("The quick brown fox jumps over the lazy dog. 我能吞下玻璃而不伤身体。😀 " * 40).ids
     for name, stops, top in (

@@ -5,14 +5,14 @@ from hypothesis import strategies as st
 
 from common.deltas import PromptUsage
 from common.errors import UnavailableError
-from common.models import resolve
+from common.models import resolve_model
 from common.tokenization import load_text_model
 from common.types import Finish, FinishReason, Resume
 from services.detokenizer.factory import DecoderFactory
 from tests.examples import examples
 from tests.services.detokenizer.pushing import LENGTH, STOP, Pushing, spec
 
-MODEL = load_text_model(resolve("smollm2-135m-instruct"))
+MODEL = load_text_model(resolve_model("smollm2-135m-instruct"))
 DECODERS = DecoderFactory(MODEL)
 EOS = 2
 

@@ -8,16 +8,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
-from common.models import resolve
+from common.models import resolve_model
 from common.tokenization import TextModel, load_text_model
 from common.tokenization.vocabulary import Pieces, read_vocabulary
 from services.detokenizer import decoding
-from services.detokenizer.decoding import ByteDecoder, Decoder, WindowDecoder
+from services.detokenizer.decoding import ByteDecoder, IncrementalDecoder, WindowDecoder
 from tests.examples import examples
 from tests.services.detokenizer.vocabularies import sentence_piece, word_piece
 from tests.texts import TEXTS
 
-MODEL = load_text_model(resolve("smollm2-135m-instruct"))
+MODEL = load_text_model(resolve_model("smollm2-135m-instruct"))
 VOCABULARY = read_vocabulary(MODEL.tokenizer, MODEL.vocabulary_size)
 # Ids whose bytes are no whole characters: where decoding is hard.
 PARTIAL = [i for i, text in enumerate(VOCABULARY.all_pieces.texts) if text is None]
@@ -29,7 +29,7 @@ any_id = st.one_of(
 )
 
 
-def pushed(decoder: Decoder, ids: list[int]) -> list[str]:
+def pushed(decoder: IncrementalDecoder, ids: list[int]) -> list[str]:
     return [*(decoder.push(i) for i in ids), decoder.flush()]
 
 

@@ -11,7 +11,7 @@ from common.errors import InvalidRequestError, UnavailableError
 from common.prompt_logprobs import PromptLogprobSpan
 from common.types import ErrorCode, Finish, FinishReason, SubscriberId, TokenLogprob
 from gateway.pipeline.wire import delta_from_wire
-from services.detokenizer.messages import PromptPart, Push
+from services.detokenizer.messages import PromptLogprobsPart, Push
 from services.detokenizer.wire import deltas_to_wire
 from tests.services.detokenizer.pushing import GATEWAY, LENGTH, Pushing, spec
 
@@ -163,7 +163,7 @@ async def test_log_probabilities_of_a_prompt_are_spelled_and_come_before_the_fir
         np.array([[-0.25, -0.5]], np.float32),
         np.array([[-4.0]], np.float32),
     )
-    part = PromptPart(1, span, lead=hello, is_last=True)
+    part = PromptLogprobsPart(1, span, lead=hello, is_last=True)
     push = Push([spec(1)], [1], [world], starts={1: 4}, prompt_logprobs=[part, part._replace(handle=7)])
     pushing.session.apply(push)
     told, first = await pushing.mailbox.take()

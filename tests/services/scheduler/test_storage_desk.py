@@ -14,7 +14,7 @@ from services.scheduler.cache.radix import RadixCache
 from services.scheduler.cache.tiers.config import HostConfig
 from services.scheduler.cache.tiers.storage_config import PrefetchPolicy, StorageConfig
 from services.scheduler.keyring import Keyring
-from services.scheduler.storage_desk import StorageDesk, default_path, resolve
+from services.scheduler.storage_desk import StorageDesk, default_path, resolve_storage
 from services.scheduler.wire.state import storage_to_wire
 
 if TYPE_CHECKING:
@@ -34,7 +34,7 @@ def settings(path: Path, **values: object) -> StorageSettings:
 
 def test_settings_become_rules_in_pages_and_seconds() -> None:
     values = StorageSettings(prefetch="best_effort", min_tokens=40, megabytes_per_s=1.6, write="off")
-    assert resolve(values, CAPACITY) == StorageConfig(
+    assert resolve_storage(values, CAPACITY) == StorageConfig(
         PrefetchPolicy.BEST_EFFORT, 0.5, 3, pages_per_s=100.0, writes=False
     )
 

@@ -2,21 +2,21 @@ from __future__ import annotations
 
 import pytest
 
-from common.models import resolve
+from common.models import resolve_model
 from common.tokenization import TextModel, load_text_model
 from services.tokenizer.chat_template import ChatTemplates
-from services.tokenizer.encoding import Encoder
+from services.tokenizer.encoding import PromptEncoder
 from tests.common.tokenization.transformers_oracle import OracleTokenizer, load_bundled
 
 
 @pytest.fixture(scope="session")
 def model() -> TextModel:
-    return load_text_model(resolve("smollm2-135m-instruct"))
+    return load_text_model(resolve_model("smollm2-135m-instruct"))
 
 
 @pytest.fixture(scope="session")
-def encoder(model: TextModel) -> Encoder:
-    return Encoder(model, ChatTemplates(model.chat_templates, model.special_tokens))
+def encoder(model: TextModel) -> PromptEncoder:
+    return PromptEncoder(model, ChatTemplates(model.chat_templates, model.special_tokens))
 
 
 @pytest.fixture(scope="session")

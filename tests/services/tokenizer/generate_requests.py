@@ -7,10 +7,10 @@ from typing import Any
 
 from common.requests import GenerateRequest, Prompt
 from common.types import ReplyTo, RequestId, RequestOptions, SamplingParams, StopConditions, Subject, SubscriberId, View
-from services.tokenizer.limits import Limits
+from services.tokenizer.limits import ModelLimits
 from services.tokenizer.requests import Submission
 
-LIMITS = Limits(model="tiny", max_context_tokens=100, vocabulary_size=50)
+LIMITS = ModelLimits(model="tiny", max_context_tokens=100, vocabulary_size=50)
 
 
 def request(name: str = "r1", prompt: Prompt | None = None, **changes: Any) -> GenerateRequest:

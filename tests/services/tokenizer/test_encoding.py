@@ -10,7 +10,7 @@ import numpy as np
 from common.errors import ContextLengthError, InvalidRequestError
 from common.requests import ChatMessage, ChatPrompt, TokenPrompt
 from services.tokenizer.chat_template import ChatTemplates
-from services.tokenizer.encoding import Encoder
+from services.tokenizer.encoding import PromptEncoder
 from services.tokenizer.special_text import SpecialText
 from tests.texts import TEXTS
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from tests.common.tokenization.transformers_oracle import OracleTokenizer
 
 
-def test_a_batch_of_all_kinds_keeps_its_order(encoder: Encoder, oracle: OracleTokenizer) -> None:
+def test_a_batch_of_all_kinds_keeps_its_order(encoder: PromptEncoder, oracle: OracleTokenizer) -> None:
     chat = ChatPrompt((ChatMessage("user", "Hi"),))
     broken = ChatPrompt(())
     results = encoder.encode(["Hello", chat, TokenPrompt((5, 6)), broken, "world"])
@@ -38,7 +38,7 @@ def test_a_batch_of_all_kinds_keeps_its_order(encoder: Encoder, oracle: OracleTo
     assert list(world) == oracle("world")["input_ids"]
 
 
-def test_only_short_plain_text_is_quick(encoder: Encoder) -> None:
+def test_only_short_plain_text_is_quick(encoder: PromptEncoder) -> None:
     def chat(content: str, tool_calls: str | None = None, **fields: Any) -> ChatPrompt:
         return ChatPrompt((ChatMessage("user", content, tool_calls_json=tool_calls),), **fields)
 
@@ -52,13 +52,13 @@ def test_only_short_plain_text_is_quick(encoder: Encoder) -> None:
     assert not encoder.is_quick([chat("<|im_end|>")])
 
 
-def test_texts_in_a_batch_encode_as_transformers_does_alone(encoder: Encoder, oracle: OracleTokenizer) -> None:
+def test_texts_in_a_batch_encode_as_transformers_does_alone(encoder: PromptEncoder, oracle: OracleTokenizer) -> None:
     for text, result in zip(TEXTS, encoder.encode(list(TEXTS)), strict=True):
         assert isinstance(result, np.ndarray)
         assert list(result) == oracle(text)["input_ids"], repr(text)
 
 
-def test_chats_encode_as_transformers_does(encoder: Encoder, model: TextModel, oracle: OracleTokenizer) -> None:
+def test_chats_encode_as_transformers_does(encoder: PromptEncoder, model: TextModel, oracle: OracleTokenizer) -> None:
     # Where users write special tokens, `transformers` lets them end turns; see test_special_text.py.
     special = SpecialText(model.tokenizer)
     texts = [text for text in TEXTS if special.shield()(text) is text]
@@ -76,7 +76,9 @@ def test_framing_tokens_are_added_to_texts_only(model: TextModel) -> None:
 
     tokenizer = Tokenizer.from_str(model.tokenizer.to_str())
     tokenizer.post_processor = TemplateProcessing(single=["<|im_start|>", "$A"], special_tokens=[("<|im_start|>", 1)])
-    encoder = Encoder(replace(model, tokenizer=tokenizer), ChatTemplates({"default": "{{ messages[0].content }}"}, {}))
+    encoder = PromptEncoder(
+        replace(model, tokenizer=tokenizer), ChatTemplates({"default": "{{ messages[0].content }}"}, {})
+    )
     text, chat = encoder.encode(["a", ChatPrompt((ChatMessage("user", "a"),))])
     assert isinstance(text, np.ndarray)
     assert isinstance(chat, np.ndarray)
@@ -93,7 +95,7 @@ def test_a_text_that_cannot_fit_is_refused_before_it_is_encoded(model: TextModel
     )
     longest = max(map(len, model.tokenizer.get_vocab()))
     small = replace(model, tokenizer=tokenizer, max_context_tokens=10)  # type: ignore[arg-type]  # a fake
-    (error,) = Encoder(small, ChatTemplates({}, {})).encode(["x" * (10 * longest + 1)])
+    (error,) = PromptEncoder(small, ChatTemplates({}, {})).encode(["x" * (10 * longest + 1)])
     assert isinstance(error, ContextLengthError)
     assert "at least 11 tokens" in error.message
     assert encoded == []
@@ -102,12 +104,12 @@ def test_a_text_that_cannot_fit_is_refused_before_it_is_encoded(model: TextModel
 def test_a_text_of_the_longest_tokens_is_not_refused_by_its_characters(model: TextModel) -> None:
     longest = max(model.tokenizer.get_vocab(), key=len)
     text = model.tokenizer.decode([model.tokenizer.get_vocab()[longest]])
-    small = Encoder(replace(model, max_context_tokens=1), ChatTemplates({}, {}))
+    small = PromptEncoder(replace(model, max_context_tokens=1), ChatTemplates({}, {}))
     (ids,) = small.encode([text])
     assert isinstance(ids, np.ndarray)
 
 
-def test_many_threads_may_encode_at_once(encoder: Encoder, oracle: OracleTokenizer) -> None:
+def test_many_threads_may_encode_at_once(encoder: PromptEncoder, oracle: OracleTokenizer) -> None:
     results: dict[int, bool] = {}
 
     def work(number: int) -> None:
@@ -125,7 +127,7 @@ def test_many_threads_may_encode_at_once(encoder: Encoder, oracle: OracleTokeniz
     assert results == dict.fromkeys(range(4), True)
 
 
-def test_text_tokens_and_ids_agree(encoder: Encoder, model: TextModel) -> None:
+def test_text_tokens_and_ids_agree(encoder: PromptEncoder, model: TextModel) -> None:
     ids, tokens = encoder.encode_text("Hello 12<|im_end|>", add_special_tokens=False)
     assert tokens == [model.tokenizer.id_to_token(i) for i in ids]
     assert encoder.decode(ids, skip_special_tokens=False) == "Hello 12<|im_end|>"

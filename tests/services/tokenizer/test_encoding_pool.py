@@ -11,7 +11,7 @@ import pytest
 
 from common.requests import ChatMessage, ChatPrompt, TokenPrompt
 from common.types import Subject
-from services.tokenizer.encoding import Encoder, size
+from services.tokenizer.encoding import PromptEncoder, size
 from services.tokenizer.encoding_pool import JOB_CHARACTERS, LONG_CHARACTERS, EncodingPool
 
 if TYPE_CHECKING:
@@ -41,7 +41,7 @@ class Threads(Executor):
         await settle()
 
 
-class Texts(Encoder):
+class Texts(PromptEncoder):
     """Notes texts in the order in which their encoding is finished."""
 
     def __init__(self) -> None:

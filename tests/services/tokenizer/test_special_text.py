@@ -12,7 +12,7 @@ from tokenizers import AddedToken, Tokenizer, models, normalizers, pre_tokenizer
 
 from common.requests import ChatMessage, ChatPrompt
 from services.tokenizer.chat_template import ChatTemplates
-from services.tokenizer.encoding import Encoder
+from services.tokenizer.encoding import PromptEncoder
 from services.tokenizer.special_text import SpecialText
 from tests.texts import TEXTS
 
@@ -30,7 +30,7 @@ def user(text: str, **more: Any) -> ChatPrompt:
     return ChatPrompt((ChatMessage("user", text),), **more)
 
 
-def ids_of(encoder: Encoder, chat: ChatPrompt) -> list[int]:
+def ids_of(encoder: PromptEncoder, chat: ChatPrompt) -> list[int]:
     (found,) = encoder.encode([chat])
     assert isinstance(found, np.ndarray)
     assert found.dtype == np.int32
@@ -42,7 +42,7 @@ def specials_in(model: TextModel, ids: list[int]) -> list[str]:
     return [special[token_id] for token_id in ids if token_id in special]
 
 
-def test_users_cannot_end_their_turn(encoder: Encoder, model: TextModel) -> None:
+def test_users_cannot_end_their_turn(encoder: PromptEncoder, model: TextModel) -> None:
     ids = ids_of(encoder, user(INJECTION))
     assert specials_in(model, ids) == specials_in(model, ids_of(encoder, user("Hi")))
     rendered, shown = encoder.render(user(INJECTION))
@@ -62,14 +62,14 @@ def test_users_cannot_end_their_turn(encoder: Encoder, model: TextModel) -> None
     ids=["system", "assistant", "tools", "variables"],
 )
 def test_special_tokens_in_any_message_field_stay_plain_text(model: TextModel, chat: ChatPrompt) -> None:
-    encoder = Encoder(model, ChatTemplates({"default": CHATML}, {"bos_token": "<|endoftext|>"}))
+    encoder = PromptEncoder(model, ChatTemplates({"default": CHATML}, {"bos_token": "<|endoftext|>"}))
     harmless = ChatPrompt(tuple(ChatMessage(message.role, "Hi") for message in chat.messages))
     ids = ids_of(encoder, chat)
     assert specials_in(model, ids) == specials_in(model, ids_of(encoder, harmless))
     assert model.tokenizer.decode(ids, skip_special_tokens=False) == encoder.render(chat)[0]
 
 
-def test_a_message_may_be_continued_after_special_text(encoder: Encoder, model: TextModel) -> None:
+def test_a_message_may_be_continued_after_special_text(encoder: PromptEncoder, model: TextModel) -> None:
     chat = ChatPrompt(
         (ChatMessage("user", "Hi"), ChatMessage("assistant", "It is <|im_end|> that")),
         add_generation_prompt=False,
@@ -80,7 +80,7 @@ def test_a_message_may_be_continued_after_special_text(encoder: Encoder, model: 
     assert specials_in(model, ids)[-1] == "<|im_start|>"
 
 
-def test_both_tokenizers_agree_except_on_special_tokens(encoder: Encoder, model: TextModel) -> None:
+def test_both_tokenizers_agree_except_on_special_tokens(encoder: PromptEncoder, model: TextModel) -> None:
     """Of everything that users may write: what makes the difference is only whether special tokens are special."""
     special = SpecialText(model.tokenizer)
     shielded = harmless = 0
@@ -137,7 +137,7 @@ def folding() -> Tokenizer:
     ids=["unigram", "folding"],
 )
 def test_other_kinds_of_tokenizers(model: TextModel, tokenizer: Tokenizer, template: str, text: str, mark: str) -> None:
-    encoder = Encoder(replace(model, tokenizer=tokenizer), ChatTemplates({"default": template}, {}))
+    encoder = PromptEncoder(replace(model, tokenizer=tokenizer), ChatTemplates({"default": template}, {}))
     marker = tokenizer.token_to_id(mark)
     assert marker is not None
     assert tokenizer.encode(template.replace("{{ messages[0].content }}", text)).ids.count(marker) == 2
@@ -151,7 +151,7 @@ def test_ids_of_added_tokens_are_kept_where_the_list_has_gaps(model: TextModel) 
     tokenizer.add_special_tokens(["<|one|>"])
     tokenizer.add_tokens(["<plain>"])
     tokenizer.add_special_tokens(["<|two|>"])
-    encoder = Encoder(
+    encoder = PromptEncoder(
         replace(model, tokenizer=tokenizer), ChatTemplates({"default": "<|one|>{{ messages[0].content }}<|two|>"}, {})
     )
     ids = ids_of(encoder, user("<|two|> <plain>"))

@@ -6,7 +6,7 @@ import pytest
 
 from common.steps import StepPlan, StepResult
 from common.types import StepId
-from services.worker.session import MAX_OPEN_PLANS, Session
+from services.worker.session import MAX_OPEN_PLANS, ExecuteSession
 
 
 def plan(step: int) -> StepPlan:
@@ -19,7 +19,7 @@ def result(step: int, *, last: bool = True) -> StepResult:
 
 async def test_plans_wait_while_too_many_are_open() -> None:
     dispatched: list[int] = []
-    session = Session(lambda _session, given: dispatched.append(given.step_id))
+    session = ExecuteSession(lambda _session, given: dispatched.append(given.step_id))
 
     async def submit_all() -> None:
         for step in range(MAX_OPEN_PLANS + 2):
@@ -44,7 +44,7 @@ async def test_plans_wait_while_too_many_are_open() -> None:
 
 
 async def test_results_end_after_those_of_the_last_plan() -> None:
-    session = Session(lambda _session, _plan: None)
+    session = ExecuteSession(lambda _session, _plan: None)
     await session.submit(plan(1))
     session.finish_input()
     session.deliver(result(1, last=False))
@@ -53,7 +53,7 @@ async def test_results_end_after_those_of_the_last_plan() -> None:
 
 
 async def test_an_error_comes_after_the_delivered_results() -> None:
-    session = Session(lambda _session, _plan: None)
+    session = ExecuteSession(lambda _session, _plan: None)
     await session.submit(plan(1))
     session.deliver(result(1, last=False))
     session.end(RuntimeError("lost"))
@@ -65,7 +65,7 @@ async def test_an_error_comes_after_the_delivered_results() -> None:
 
 async def test_nothing_is_dispatched_after_the_end() -> None:
     dispatched: list[StepPlan] = []
-    session = Session(lambda _session, given: dispatched.append(given))
+    session = ExecuteSession(lambda _session, given: dispatched.append(given))
     session.end()
     await session.submit(plan(1))
     assert dispatched == []

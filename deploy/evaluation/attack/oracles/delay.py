@@ -11,7 +11,7 @@ import asyncio
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from deploy.evaluation.attack.findings import Finding, Verdict, not_applicable
+from deploy.evaluation.attack.findings import Finding, OracleVerdict, not_applicable
 from deploy.evaluation.attack.inventions import PERSON_FIELDS, UNNAMED, Invention, Power, rivals
 from deploy.evaluation.attack.oracles.inventions import NO_RIVAL
 from deploy.evaluation.bench.records import Segment
@@ -46,10 +46,10 @@ async def probe_delay(scene: Scene) -> list[Finding]:
     worst = max(passed, key=lambda label: passed[label])
     is_bounded = passed[worst] <= most
     note = f"{passed[worst]} of {FLOOD} requests before a victim's {REQUESTS}, fair are at most {most}: {worst}"
-    verdict = Verdict.BOUNDED if is_bounded else Verdict.UNBOUNDED
+    verdict = OracleVerdict.BOUNDED if is_bounded else OracleVerdict.UNBOUNDED
     found = Finding(ORACLE, verdict, len(ways) * FLOOD, note=note)
     count = await _overtaken(scene, Invention(Power("vouching key"), "user"))
-    control = Finding(CONTROL, Verdict.UNBOUNDED if count > most else Verdict.BOUNDED, FLOOD)
+    control = Finding(CONTROL, OracleVerdict.UNBOUNDED if count > most else OracleVerdict.BOUNDED, FLOOD)
     return [found, replace(control, is_control=True, note=f"{count} of {FLOOD} requests before a victim's {REQUESTS}")]
 
 
@@ -62,10 +62,10 @@ async def probe_long_outputs(scene: Scene) -> list[Finding]:
     most = rows // 4
     ended = {way.label: await _ended_before(scene, way) for way in ways}
     worst = max(ended, key=lambda label: ended[label])
-    verdict = Verdict.BOUNDED if ended[worst] <= most else Verdict.UNBOUNDED
+    verdict = OracleVerdict.BOUNDED if ended[worst] <= most else OracleVerdict.UNBOUNDED
     note = f"{ended[worst]} of {2 * rows} long outputs end before a victim's first token, at most {most} may: {worst}"
     count = await _ended_before(scene, Invention(Power("vouching key"), "user"))
-    control = Finding(LONG_CONTROL, Verdict.UNBOUNDED if count > most else Verdict.BOUNDED, 2 * rows)
+    control = Finding(LONG_CONTROL, OracleVerdict.UNBOUNDED if count > most else OracleVerdict.BOUNDED, 2 * rows)
     return [
         Finding(LONG_ORACLE, verdict, len(ways) * 2 * rows, note=note),
         replace(control, is_control=True, note=f"{count} of {2 * rows} long outputs end before a victim's first token"),

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from deploy.evaluation.attack.findings import Finding, Verdict, not_applicable
+from deploy.evaluation.attack.findings import Finding, OracleVerdict, not_applicable
 from deploy.evaluation.attack.inventions import Invention, Power, rivals
 from deploy.evaluation.attack.oracles.inventions import NO_RIVAL
 
@@ -52,7 +52,9 @@ async def probe_demotion(scene: Scene) -> list[Finding]:
     for target in targets:
         target.before = await _found(scene, target)
     if not all(target.before for target in targets):
-        return [Finding(ORACLE, Verdict.UNDECIDED, note="the prompts were not shared when they were first attacked")]
+        return [
+            Finding(ORACLE, OracleVerdict.UNDECIDED, note="the prompts were not shared when they were first attacked")
+        ]
     # Who is taken for a prober loses sight of the prompt first. Newcomers must not look meanwhile: they are evidence
     # that the prompt is in honest use.
     probes = await _hammer(scene, targets)
@@ -93,5 +95,5 @@ def _judge(oracle: str, targets: list[Target], times: int) -> Finding:
     probes = len(targets) * NAMES * times
     if lost:
         note = f"new users find {lost[0].after} tokens instead of {lost[0].before}: {lost[0].way.label}"
-        return Finding(oracle, Verdict.UNBOUNDED, probes, note=note)
-    return Finding(oracle, Verdict.CLOSED, probes, note=f"new users still find {targets[0].before} tokens")
+        return Finding(oracle, OracleVerdict.UNBOUNDED, probes, note=note)
+    return Finding(oracle, OracleVerdict.CLOSED, probes, note=f"new users still find {targets[0].before} tokens")

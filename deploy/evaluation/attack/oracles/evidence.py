@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from deploy.evaluation.attack.findings import Finding, Verdict, not_applicable
+from deploy.evaluation.attack.findings import Finding, OracleVerdict, not_applicable
 from deploy.evaluation.attack.oracles.pairs import report_cached
 
 if TYPE_CHECKING:
@@ -79,13 +79,13 @@ def judge_sweep(sweep: SybilSweep) -> Finding:
     """Compare a sweep with the bound."""
     probes = sweep.colluders * len(sweep.first_hits)
     if not sweep.leaking:
-        return Finding(SYBIL, Verdict.CLOSED, probes, note=f"no (a, n) leaks up to {sweep.cases[-1]}")
+        return Finding(SYBIL, OracleVerdict.CLOSED, probes, note=f"no (a, n) leaks up to {sweep.cases[-1]}")
     beyond = [case for case in sweep.leaking if case not in sweep.expected]
     if beyond:
-        return Finding(SYBIL, Verdict.LEAKS, probes, note=f"k = {sweep.threshold}: leaks at (a, n) = {beyond[0]}")
+        return Finding(SYBIL, OracleVerdict.LEAKS, probes, note=f"k = {sweep.threshold}: leaks at (a, n) = {beyond[0]}")
     if sweep.leaking == sweep.expected:
-        return Finding(SYBIL, Verdict.BOUNDED, probes, note=f"leaks exactly where n + a > k = {sweep.threshold}")
-    return Finding(SYBIL, Verdict.BOUNDED, probes, note=f"leaks only where n + a > k = {sweep.threshold}")
+        return Finding(SYBIL, OracleVerdict.BOUNDED, probes, note=f"leaks exactly where n + a > k = {sweep.threshold}")
+    return Finding(SYBIL, OracleVerdict.BOUNDED, probes, note=f"leaks only where n + a > k = {sweep.threshold}")
 
 
 async def probe_boundary(scene: Scene) -> list[Finding]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from deploy.evaluation.attack.findings import Finding, Verdict, not_applicable
+from deploy.evaluation.attack.findings import Finding, OracleVerdict, not_applicable
 from deploy.evaluation.bench.records import Segment
 
 if TYPE_CHECKING:
@@ -35,6 +35,6 @@ async def probe_flood(scene: Scene) -> list[Finding]:
         await scene.prober.ask((Segment(f"flood/{scene.name()}", FLOOD_TOKENS),), flooder)
     after = sum([(await scene.prober.ask(text, user)).cached_tokens or 0 for text, user in held])
     kept = after / before
-    verdict = Verdict.BOUNDED if kept >= KEPT_SHARE else Verdict.UNBOUNDED
+    verdict = OracleVerdict.BOUNDED if kept >= KEPT_SHARE else OracleVerdict.UNBOUNDED
     note = f"others keep {kept:.0%} while one user asks {requests * FLOOD_TOKENS / capacity:.2f} × the capacity"
     return [Finding(ORACLE, verdict, len(held), note=note)]

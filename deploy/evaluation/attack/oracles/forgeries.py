@@ -10,14 +10,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from deploy.evaluation.attack.findings import Finding, Verdict, not_applicable
+from deploy.evaluation.attack.findings import Finding, OracleVerdict, not_applicable
 from deploy.evaluation.bench.records import Segment
 
 if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
-    from deploy.evaluation.attack.prober import Answer
+    from deploy.evaluation.attack.prober import ProbeAnswer
     from deploy.evaluation.attack.scene import Scene
 
 ORACLE = "forged storage"
@@ -29,10 +29,10 @@ POLL_S = 0.5
 # So long without a new file means that everything has been stored.
 QUIET_S = 1.5
 
-Contents = dict["Path", bytes]
+StoredObjects = dict["Path", bytes]
 
 
-def flip(victims: Contents, _planted: Contents) -> Contents:
+def flip(victims: StoredObjects, _planted: StoredObjects) -> StoredObjects:
     """Flip a bit in the middle of every file."""
     forged = {path: bytearray(data) for path, data in victims.items()}
     for data in forged.values():
@@ -40,24 +40,24 @@ def flip(victims: Contents, _planted: Contents) -> Contents:
     return {path: bytes(data) for path, data in forged.items()}
 
 
-def cut(victims: Contents, _planted: Contents) -> Contents:
+def cut(victims: StoredObjects, _planted: StoredObjects) -> StoredObjects:
     """Cut the second half of every file off."""
     return {path: data[: len(data) // 2] for path, data in victims.items()}
 
 
-def swap(victims: Contents, _planted: Contents) -> Contents:
+def swap(victims: StoredObjects, _planted: StoredObjects) -> StoredObjects:
     """Give every file the content of the next one."""
     contents = list(victims.values())
     return dict(zip(victims, [*contents[1:], contents[0]], strict=True))
 
 
-def plant(victims: Contents, planted: Contents) -> Contents:
+def plant(victims: StoredObjects, planted: StoredObjects) -> StoredObjects:
     """Give every file the content of one that the attacker had stored for a text of its own."""
     contents = list(planted.values())
     return {path: contents[number % len(contents)] for number, path in enumerate(victims)}
 
 
-FORGERIES: dict[str, Callable[[Contents, Contents], Contents]] = {
+FORGERIES: dict[str, Callable[[StoredObjects, StoredObjects], StoredObjects]] = {
     "untouched": lambda victims, _planted: victims,
     "flipped": flip,
     "cut": cut,
@@ -71,8 +71,8 @@ class Outcome:
     """How a prompt was answered before and after its stored pages were forged."""
 
     forgery: str
-    before: Answer
-    after: Answer
+    before: ProbeAnswer
+    after: ProbeAnswer
 
     @property
     def is_accepted(self) -> bool:
@@ -106,15 +106,19 @@ def judge_forgeries(outcomes: list[Outcome]) -> Finding:
     accepted = [outcome for outcome in forged if outcome.is_accepted]
     if accepted:
         shown = ", ".join(outcome.forgery for outcome in accepted)
-        return Finding(ORACLE, Verdict.LEAKS, len(forged), note=f"pages are used: {shown}")
+        return Finding(ORACLE, OracleVerdict.LEAKS, len(forged), note=f"pages are used: {shown}")
     if not untouched.after.cached_tokens:
-        return Finding(ORACLE, Verdict.UNDECIDED, len(forged), note="pages that were not touched are not found either")
+        return Finding(
+            ORACLE, OracleVerdict.UNDECIDED, len(forged), note="pages that were not touched are not found either"
+        )
     names = ", ".join(outcome.forgery for outcome in forged)
     note = f"misses: {names}; of untouched pages {untouched.after.cached_tokens} tokens are found"
-    return Finding(ORACLE, Verdict.CLOSED, len(forged), note=note)
+    return Finding(ORACLE, OracleVerdict.CLOSED, len(forged), note=note)
 
 
-async def _stored(scene: Scene, folder: Path, text: tuple[Segment, ...], user: str) -> tuple[Answer, Contents]:
+async def _stored(
+    scene: Scene, folder: Path, text: tuple[Segment, ...], user: str
+) -> tuple[ProbeAnswer, StoredObjects]:
     """Have a text answered; return the answer and the files that it left in the storage."""
     earlier = set(_files(folder))
     answer = await scene.prober.complete(text, user, ANSWER_TOKENS)

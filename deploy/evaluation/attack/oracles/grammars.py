@@ -10,7 +10,7 @@ import contextlib
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from deploy.evaluation.attack.findings import Finding, Verdict, judge, not_applicable
+from deploy.evaluation.attack.findings import Finding, OracleVerdict, judge, not_applicable
 from deploy.evaluation.attack.inventions import UNNAMED, Invention, rivals
 from deploy.evaluation.attack.prober import AttackError, Disguise
 from deploy.evaluation.attack.statistics import Group, pooled
@@ -87,14 +87,14 @@ async def _delayed(scene: Scene, alone_s: float, hostile: Sequence[Disguise], vi
         async with asyncio.timeout(most_s):
             beside_s = await _time(scene, _schema(scene), victim)
     except TimeoutError:
-        return Finding(DELAY, Verdict.UNBOUNDED, len(hostile), note=f"more than {most_s:.1f} s {what}")
+        return Finding(DELAY, OracleVerdict.UNBOUNDED, len(hostile), note=f"more than {most_s:.1f} s {what}")
     except AttackError as error:
-        return Finding(DELAY, Verdict.UNBOUNDED, len(hostile), note=str(error))
+        return Finding(DELAY, OracleVerdict.UNBOUNDED, len(hostile), note=str(error))
     finally:
         for task in asked:
             task.cancel()
         await asyncio.gather(*asked, return_exceptions=True)
-    return Finding(DELAY, Verdict.BOUNDED, len(hostile), note=f"{beside_s:.1f} s {what}")
+    return Finding(DELAY, OracleVerdict.BOUNDED, len(hostile), note=f"{beside_s:.1f} s {what}")
 
 
 async def _follows_grammars(scene: Scene) -> bool:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, TypeAlias
 
-from deploy.evaluation.attack.findings import Finding, Verdict, judge, not_applicable
+from deploy.evaluation.attack.findings import Finding, OracleVerdict, judge, not_applicable
 from deploy.evaluation.attack.inventions import (
     CONVERSATION_FIELDS,
     PERSON_FIELDS,
@@ -168,13 +168,13 @@ async def _looked(scene: Scene, oracle: str, looks: Sequence[Look]) -> Finding:
         return not_applicable(oracle, NO_RIVAL)
     seen = await scene.at_once(_look(scene, look) for look in looks)
     found = report_cached(oracle, seen)
-    if found.verdict is Verdict.NOT_APPLICABLE:
+    if found.verdict is OracleVerdict.NOT_APPLICABLE:
         return found
     ways = {look.way: None for look, pair in zip(looks, seen, strict=True) if _is_hit(*pair)}
     # One way that works is one too many, however many do not.
     if ways:
-        return replace(found, verdict=Verdict.LEAKS, note=f"{len(ways)} ways, such as: {next(iter(ways))}")
-    return replace(found, verdict=Verdict.CLOSED, note=f"{len({look.way for look in looks})} ways")
+        return replace(found, verdict=OracleVerdict.LEAKS, note=f"{len(ways)} ways, such as: {next(iter(ways))}")
+    return replace(found, verdict=OracleVerdict.CLOSED, note=f"{len({look.way for look in looks})} ways")
 
 
 async def _look(scene: Scene, look: Look) -> Pair:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from deploy.evaluation.attack.findings import Finding, Verdict, not_applicable
+from deploy.evaluation.attack.findings import Finding, OracleVerdict, not_applicable
 from deploy.evaluation.attack.inventions import person
 from deploy.evaluation.attack.oracles.pairs import report_cached
 from deploy.evaluation.attack.prober import COMPLETIONS
@@ -45,4 +45,4 @@ async def _looked(scene: Scene, oracle: str, key: str | None) -> Finding:
         seen.append((await scene.prober.ask_as(held, looker), await scene.prober.ask_as(other, looker)))
     found = report_cached(oracle, seen, f"{2 * scene.server.promotion_subjects} people asked before")
     hits = any((held.cached_tokens or 0) > (other.cached_tokens or 0) for held, other in seen)
-    return replace(found, verdict=Verdict.LEAKS) if hits else found
+    return replace(found, verdict=OracleVerdict.LEAKS) if hits else found

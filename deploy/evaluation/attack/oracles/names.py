@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from deploy.evaluation.attack.findings import Finding, Verdict, not_applicable
+from deploy.evaluation.attack.findings import Finding, OracleVerdict, not_applicable
 from deploy.evaluation.attack.oracles.pairs import report_cached
 from deploy.evaluation.attack.prober import AttackError, Disguise
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
     from deploy.evaluation.attack.oracles.pairs import Pair
     from deploy.evaluation.attack.prober import Sighting
-    from deploy.evaluation.attack.scene import Credentials, Scene
+    from deploy.evaluation.attack.scene import Scene, VictimKeys
 
 TENANT_HEADER, USER_HEADER = "x-pando-tenant", "x-pando-user"
 
@@ -37,14 +37,14 @@ def no_credential() -> list[Disguise]:
     return [Disguise(), Disguise({"user": ""}), Disguise({"user_id": "", "safety_identifier": ""})]
 
 
-def strangers(credentials: Credentials) -> list[Disguise]:
+def strangers(credentials: VictimKeys) -> list[Disguise]:
     """Return identities that are not those of unnamed requests under the prober's own key."""
     disguises = [Disguise({"user": name}) for name in ("someone-else", "local", "anonymous")]
     keys = [credentials.plain, credentials.personal, credentials.rival]
     return [*disguises, *(Disguise(api_key=key) for key in keys if key is not None)]
 
 
-def impostors(credentials: Credentials) -> list[Disguise]:
+def impostors(credentials: VictimKeys) -> list[Disguise]:
     """Return names that are not the victim's, as templates of the victim's, and the victim's own under other keys."""
     fields: list[Mapping[str, str]] = [
         {"user": "{name} "},
@@ -89,7 +89,9 @@ async def _try(scene: Scene, oracle: str, cases: list[tuple[Disguise, Disguise]]
     found = report_cached(oracle, seen, f"{refused} of {len(cases)} disguises refused" if refused else "")
     hits = sum(_cached(held) > _cached(other) for held, other in seen)
     # One name that opens another's view is one too many, however many do not.
-    return replace(found, verdict=Verdict.LEAKS, note=f"{hits} of {len(seen)} disguises see it") if hits else found
+    return (
+        replace(found, verdict=OracleVerdict.LEAKS, note=f"{hits} of {len(seen)} disguises see it") if hits else found
+    )
 
 
 def _cached(sighting: Sighting) -> int:

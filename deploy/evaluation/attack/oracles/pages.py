@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING
 
-from deploy.evaluation.attack.findings import Finding, Verdict
+from deploy.evaluation.attack.findings import Finding, OracleVerdict
 from deploy.evaluation.attack.inventions import REMOTE
 from deploy.evaluation.attack.prober import NO_KEY, Disguise
 from deploy.evaluation.bench.records import Segment
@@ -47,11 +47,11 @@ async def probe_pages(scene: Scene) -> list[Finding]:
         readers["another tenant's key"] = Disguise(api_key=credentials.rival)
     revealed, read = await _revealed(scene, readers)
     note = f"{read} of {len(readers) * len(PATHS)} pages can be read"
-    verdict = Verdict.LEAKS if revealed else Verdict.CLOSED
+    verdict = OracleVerdict.LEAKS if revealed else OracleVerdict.CLOSED
     findings = [Finding(ORACLE, verdict, 2 * len(readers) * len(PATHS), note=revealed or note)]
     if credentials.admin is not None:
         seen, _ = await _revealed(scene, {"admin": Disguise(api_key=credentials.admin)})
-        verdict = Verdict.LEAKS if seen else Verdict.CLOSED
+        verdict = OracleVerdict.LEAKS if seen else OracleVerdict.CLOSED
         findings.append(Finding(CONTROL, verdict, 2 * len(PATHS), note=seen, is_control=True))
     return findings
 

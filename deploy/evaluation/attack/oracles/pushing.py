@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from deploy.evaluation.attack.findings import Finding, Verdict, not_applicable
+from deploy.evaluation.attack.findings import Finding, OracleVerdict, not_applicable
 from deploy.evaluation.attack.inventions import Invention, Power, colleagues, rivals
 from deploy.evaluation.bench.records import Segment
 
@@ -39,14 +39,14 @@ async def probe_pushing(scene: Scene) -> list[Finding]:
     if lost:
         name, (had, has) = next(iter(lost.items()))
         note = f"{has} of a victim's {had} tokens are left after {NAMES} names under the {name}"
-        found = Finding(ORACLE, Verdict.UNBOUNDED, len(powers) * NAMES, note=note)
+        found = Finding(ORACLE, OracleVerdict.UNBOUNDED, len(powers) * NAMES, note=note)
     else:
         note = f"a victim keeps {before} tokens; {NAMES} names under the {', the '.join(kept)}"
-        found = Finding(ORACLE, Verdict.BOUNDED, len(powers) * NAMES, note=note)
+        found = Finding(ORACLE, OracleVerdict.BOUNDED, len(powers) * NAMES, note=note)
     if scene.server.mode == "shared":
         return [found]
     had, has = await _flood(scene, text, victim, Invention(Power("vouching key"), "user"), capacity)
-    verdict = Verdict.UNBOUNDED if has < had else Verdict.BOUNDED
+    verdict = OracleVerdict.UNBOUNDED if has < had else OracleVerdict.BOUNDED
     control = Finding(CONTROL, verdict, NAMES, note=f"{has} of {had} tokens are left after {NAMES} users")
     return [found, replace(control, is_control=True)]
 

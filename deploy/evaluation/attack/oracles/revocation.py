@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from deploy.evaluation.attack.findings import Finding, Verdict, not_applicable
+from deploy.evaluation.attack.findings import Finding, OracleVerdict, not_applicable
 
 if TYPE_CHECKING:
     from deploy.evaluation.attack.scene import Scene
@@ -33,10 +33,10 @@ async def probe_revocation(scene: Scene) -> list[Finding]:
         probes += 1
     epochs = (clock.now() - start) / epoch_s
     if not probes:
-        return [Finding(ORACLE, Verdict.UNDECIDED, 1, note="the text was not public when it was first probed")]
+        return [Finding(ORACLE, OracleVerdict.UNDECIDED, 1, note="the text was not public when it was first probed")]
     if (cached or epochs > ALLOWED_EPOCHS) and probes / epochs < HITS_THAT_TELL:
-        return [Finding(ORACLE, Verdict.UNDECIDED, probes, note="too slow: fewer probes per epoch say nothing")]
+        return [Finding(ORACLE, OracleVerdict.UNDECIDED, probes, note="too slow: fewer probes per epoch say nothing")]
     if cached:
-        return [Finding(ORACLE, Verdict.UNBOUNDED, probes, note=f"still found after {epochs:.1f} epochs")]
-    verdict = Verdict.BOUNDED if epochs <= ALLOWED_EPOCHS else Verdict.UNBOUNDED
+        return [Finding(ORACLE, OracleVerdict.UNBOUNDED, probes, note=f"still found after {epochs:.1f} epochs")]
+    verdict = OracleVerdict.BOUNDED if epochs <= ALLOWED_EPOCHS else OracleVerdict.UNBOUNDED
     return [Finding(ORACLE, verdict, probes, note=f"lost after {epochs:.1f} epochs and {probes} probes")]

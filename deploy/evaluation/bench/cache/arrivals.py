@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
-    from deploy.evaluation.bench.records import BenchRequest, Session
+    from deploy.evaluation.bench.records import BenchRequest, WorkloadSession
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,13 +20,13 @@ class Arrival:
     request: BenchRequest
 
 
-def by_time(sessions: Iterable[Session], token_s: float) -> Iterator[Arrival]:
+def by_time(sessions: Iterable[WorkloadSession], token_s: float) -> Iterator[Arrival]:
     """Yield the requests of sessions, which must be in order of arrival.
 
     A turn arrives after the previous answer has been generated, at `token_s` seconds per token, and the user's delay.
     Prefill times are ignored, so that every cache under test gets the same requests at the same times.
     """
-    pending: list[tuple[float, int, int, Session]] = []
+    pending: list[tuple[float, int, int, WorkloadSession]] = []
     for number, session in enumerate(sessions):
         start = session.arrival_s or 0.0
         while pending and pending[0][0] <= start:
@@ -36,7 +36,7 @@ def by_time(sessions: Iterable[Session], token_s: float) -> Iterator[Arrival]:
         yield _next(pending, token_s)
 
 
-def _next(pending: list[tuple[float, int, int, Session]], token_s: float) -> Arrival:
+def _next(pending: list[tuple[float, int, int, WorkloadSession]], token_s: float) -> Arrival:
     time_s, number, turn, session = pending[0]
     request = session.requests[turn]
     if turn + 1 < len(session.requests):

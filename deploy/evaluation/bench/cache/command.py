@@ -13,7 +13,7 @@ from rich.console import Console
 
 from deploy.evaluation.bench.cache.arrivals import by_time
 from deploy.evaluation.bench.cache.report import cache_table, cost_table, sheet_of
-from deploy.evaluation.bench.cache.simulation import Machine, Simulation
+from deploy.evaluation.bench.cache.simulation import CacheSimulation, Machine
 from deploy.evaluation.bench.cache.tally import Rules, Tally
 from deploy.evaluation.bench.report import output_console, print_failure
 from deploy.evaluation.bench.results import Provenance, write_results
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from deploy.evaluation.bench.cache.tally import CacheFigures
-    from deploy.evaluation.bench.records import Session
+    from deploy.evaluation.bench.records import WorkloadSession
     from services.scheduler.cache.factory import CacheName
 
 MODES: tuple[CacheName, ...] = ("shared", "isolated", "isolated_pinned", "user_aware")
@@ -103,13 +103,13 @@ def simulate(arguments: argparse.Namespace, mode: CacheName) -> CacheFigures:
     config = CacheConfig(promotion_subjects=arguments.promotion_subjects, promotion_epochs=arguments.promotion_epochs)
     rules = Rules(by_evidence=mode in ("shared", "user_aware"), by_pins=mode == "isolated_pinned")
     tally = Tally(rules, IdealCache(keeps_answers=True, promotion_subjects=config.promotion_subjects))
-    simulation = Simulation(mode, machine, config, tally)
+    simulation = CacheSimulation(mode, machine, config, tally)
     arrivals = by_time(_sessions(arguments), machine.token_s)
     simulation.run(islice(arrivals, arguments.requests))
     return tally.figures(simulation)
 
 
-def _sessions(arguments: argparse.Namespace) -> Iterator[Session]:
+def _sessions(arguments: argparse.Namespace) -> Iterator[WorkloadSession]:
     if arguments.trace is not None:
         return trace_stream(arguments.trace, TraceOptions(count=arguments.requests, speed=arguments.trace_speed))
     shape = M1Shape(users=arguments.users, apps=arguments.apps, scale=arguments.scale)

@@ -53,7 +53,7 @@ class _Row:
     table: PageIds
 
 
-class Simulation:
+class CacheSimulation:
     """Owns one cache, its pages, and the running requests."""
 
     def __init__(self, mode: CacheName, machine: Machine, config: CacheConfig, tally: Tally) -> None:

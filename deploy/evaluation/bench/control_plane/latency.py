@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from deploy.evaluation.bench.control_plane.figure import Figure
 from deploy.evaluation.bench.control_plane.observed_pipeline import PipelineStateError
-from deploy.evaluation.bench.measure import Bench, TargetOptions
+from deploy.evaluation.bench.measure import ServerUnderTest, TargetOptions
 from deploy.evaluation.bench.openai_stream import AnswerReader
 from deploy.evaluation.bench.records import BenchRequest, Segment
 from deploy.evaluation.bench.workloads.random_text import random_sessions
@@ -27,7 +27,7 @@ POLL_S = 0.001
 
 async def measure_added_latency(observed: ObservedPipeline, repeats: int) -> list[Figure]:
     """Send one chat at a time and subtract the time of the worker's forward pass, by the worker's clock."""
-    bench = await Bench.connect(TargetOptions(observed.url, endpoint="chat"))
+    bench = await ServerUnderTest.connect(TargetOptions(observed.url, endpoint="chat"))
     added: list[float] = []
     try:
         await bench.warm_up(5, 1, PROMPT_TOKENS, 4)
@@ -48,7 +48,7 @@ async def measure_added_latency(observed: ObservedPipeline, repeats: int) -> lis
 
 async def measure_abort_latency(observed: ObservedPipeline, repeats: int) -> list[Figure]:
     """Disconnect in the middle of an answer and poll until the scheduler has freed its row and pages."""
-    bench = await Bench.connect(TargetOptions(observed.url, prompt_form="ids"))
+    bench = await ServerUnderTest.connect(TargetOptions(observed.url, prompt_form="ids"))
     times: list[float] = []
     try:
         for number in range(repeats * ABORTS_PER_REPEAT):
@@ -68,7 +68,7 @@ def is_idle(state: scheduler_pb2.GetStateResponse) -> bool:
     return not (state.running_rows or state.waiting_requests or held)
 
 
-async def _leave_midway(bench: Bench, number: int) -> None:
+async def _leave_midway(bench: ServerUnderTest, number: int) -> None:
     """Read a few chunks of a long answer, then close the connection."""
     arrived = asyncio.Event()
     reader = AnswerReader(bench.clock.now)

@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from deploy.evaluation.bench.control_plane.figure import Figure
-from deploy.evaluation.bench.measure import Bench, TargetOptions
+from deploy.evaluation.bench.measure import ServerUnderTest, TargetOptions
 from deploy.evaluation.bench.workloads.random_text import random_sessions
 
 if TYPE_CHECKING:
     from deploy.evaluation.bench.control_plane.observed_pipeline import ObservedPipeline
-    from deploy.evaluation.bench.records import Session
+    from deploy.evaluation.bench.records import WorkloadSession
 
 PROMPT_TOKENS = 256
 # One-time allocations are included at every count, so the slope over the counts is the memory per request.
@@ -24,7 +24,7 @@ TARGET_KIB = 64.0
 
 async def measure_memory(observed: ObservedPipeline) -> list[Figure]:
     """Hold increasing numbers of requests open while the scheduler is paused, and fit a line to the memory."""
-    bench = await Bench.connect(TargetOptions(observed.url, prompt_form="ids"))
+    bench = await ServerUnderTest.connect(TargetOptions(observed.url, prompt_form="ids"))
     sessions = random_sessions(COUNTS[-1], PROMPT_TOKENS, 8, name="memory")
     await bench.warm_up(8, 8, PROMPT_TOKENS, 8)
     await observed.pause()
@@ -51,7 +51,10 @@ def slope(memory_bytes: list[int]) -> float:
 
 
 async def _hold(
-    observed: ObservedPipeline, bench: Bench, sessions: list[Session], open_requests: list[asyncio.Task[object]]
+    observed: ObservedPipeline,
+    bench: ServerUnderTest,
+    sessions: list[WorkloadSession],
+    open_requests: list[asyncio.Task[object]],
 ) -> dict[str, int]:
     """Open further requests until all `sessions` wait in the scheduler, and return each service's memory in bytes."""
     count = len(sessions)

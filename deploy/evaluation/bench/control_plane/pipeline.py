@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from deploy.evaluation.bench.control_plane.figure import Figure
 from deploy.evaluation.bench.control_plane.observed_pipeline import PipelineStateError
-from deploy.evaluation.bench.measure import Bench, TargetOptions
+from deploy.evaluation.bench.measure import ServerUnderTest, TargetOptions
 from deploy.evaluation.bench.workloads.random_text import random_sessions
 
 if TYPE_CHECKING:
@@ -21,7 +21,7 @@ WAVES = 3
 
 async def measure_pipeline(observed: ObservedPipeline, repeats: int) -> list[Figure]:
     """Stream at full speed; report tokens per second, and per second of processor time."""
-    bench = await Bench.connect(TargetOptions(observed.url, prompt_form="ids"))
+    bench = await ServerUnderTest.connect(TargetOptions(observed.url, prompt_form="ids"))
     rates: list[float] = []
     per_core: list[float] = []
     shares: dict[str, list[float]] = {}

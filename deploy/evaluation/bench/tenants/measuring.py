@@ -14,7 +14,7 @@ import grpc
 from common.rpc.options import CHANNEL_OPTIONS
 from deploy.evaluation.bench.deployments import LaunchedDeployment
 from deploy.evaluation.bench.figures import summarize
-from deploy.evaluation.bench.measure import Bench, TargetOptions
+from deploy.evaluation.bench.measure import ServerUnderTest, TargetOptions
 from deploy.evaluation.bench.prompts import PromptMaker
 from deploy.evaluation.bench.target import TargetError
 from deploy.evaluation.bench.tenants.mixes import arriving, round_phases, system_prompts
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
     from deploy.evaluation.bench.figures import LoadFigures
     from deploy.evaluation.bench.records import LoadResult, Segment
-    from deploy.evaluation.bench.tenants.mixes import MixSize, Phase
+    from deploy.evaluation.bench.tenants.mixes import LoadPhase, MixSize
 
 MODES = ("shared", "isolated", "isolated_pinned", "user_aware")
 DEVICE_PAGES = 2048
@@ -75,7 +75,7 @@ class ModeServer:
         forced = [f"scheduler.cache.mode={mode}", f"scheduler.admin_token={self._admin_token}"]
         self.deployment = LaunchedDeployment(config, [*overrides, *forced], defaults)
         self._prompts = PromptMaker(options.seed)
-        self._bench: Bench | None = None
+        self._bench: ServerUnderTest | None = None
 
     async def start(self, stack: AsyncExitStack) -> None:
         """Connect to the deployment, which has been entered, and warm it up.
@@ -84,7 +84,7 @@ class ModeServer:
             TargetError: the deployment cannot be measured.
         """
         url = self.deployment.url
-        bench = await Bench.connect(TargetOptions(url=url, prompt_form="ids", seed=self._options.seed))
+        bench = await ServerUnderTest.connect(TargetOptions(url=url, prompt_form="ids", seed=self._options.seed))
         stack.push_async_callback(bench.close)
         await bench.warm_up(4, 2, 128, 8)
         self._bench = bench
@@ -109,7 +109,7 @@ class ModeServer:
                 if not answer.pinned_tokens:
                     raise TargetError(f"{self.mode}: a prompt of {prompt.tokens} tokens was not pinned")
 
-    async def play(self, phase: Phase) -> PhaseFigures:
+    async def play(self, phase: LoadPhase) -> PhaseFigures:
         """Run one phase and return its figures.
 
         Raises:

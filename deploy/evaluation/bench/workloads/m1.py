@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from deploy.evaluation.bench.records import BenchRequest, Segment, Session
+from deploy.evaluation.bench.records import BenchRequest, Segment, WorkloadSession
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -66,9 +66,9 @@ class M1Shape:
 
 def m1_sessions(
     shape: M1Shape, requests: int, rate: float = 1.0, burstiness: float = 1.0, seed: int = 0
-) -> list[Session]:
+) -> list[WorkloadSession]:
     """Return sessions with `requests` requests in total, in order of arrival, with `rate` requests per second."""
-    sessions: list[Session] = []
+    sessions: list[WorkloadSession] = []
     left = requests
     for session in m1_stream(shape, rate, burstiness, seed):
         session = replace(session, requests=session.requests[:left])
@@ -79,7 +79,7 @@ def m1_sessions(
     return sessions
 
 
-def m1_stream(shape: M1Shape, rate: float = 1.0, burstiness: float = 1.0, seed: int = 0) -> Iterator[Session]:
+def m1_stream(shape: M1Shape, rate: float = 1.0, burstiness: float = 1.0, seed: int = 0) -> Iterator[WorkloadSession]:
     """Yield sessions in order of arrival, without end; gaps between them are Gamma-distributed (CV `burstiness`)."""
     return _Drawer(shape, rate / shape.turns, burstiness, seed).sessions()
 
@@ -112,7 +112,7 @@ class _Drawer:
         self._apps = self._random.integers(0, shape.apps, (shape.users, shape.apps_per_user))
         self._documents: dict[int, tuple[int, int]] = {}
 
-    def sessions(self) -> Iterator[Session]:
+    def sessions(self) -> Iterator[WorkloadSession]:
         number, now = 0, 0.0
         while True:
             block = self._block()
@@ -134,7 +134,7 @@ class _Drawer:
             turns=random.geometric(1 / shape.turns, BLOCK),
         )
 
-    def _session(self, block: _Block, i: int, number: int, now: float) -> Session:
+    def _session(self, block: _Block, i: int, number: int, now: float) -> WorkloadSession:
         user, kind, shape = int(block.users[i]), float(block.kinds[i]), self._shape
         app = int(block.apps[i])
         system = Segment(f"system/{app}", int(self._systems[app]), role="system")
@@ -144,7 +144,9 @@ class _Drawer:
             opening = self._template()
         else:
             opening = (system,)
-        return Session(tuple(self._turns(f"user-{user:06d}", number, opening, int(block.turns[i]))), arrival_s=now)
+        return WorkloadSession(
+            tuple(self._turns(f"user-{user:06d}", number, opening, int(block.turns[i]))), arrival_s=now
+        )
 
     def _document(self, user: int, number: int, tokens: int) -> Segment:
         """Return the user's last document again, or a new one."""

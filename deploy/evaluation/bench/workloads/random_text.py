@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 
-from deploy.evaluation.bench.records import BenchRequest, Segment, Session
+from deploy.evaluation.bench.records import BenchRequest, Segment, WorkloadSession
 
 
 def random_sessions(
@@ -15,7 +15,7 @@ def random_sessions(
     length_spread: float = 0.0,
     name: str = "random",
     seed: int = 0,
-) -> list[Session]:
+) -> list[WorkloadSession]:
     """Return `count` requests; lengths are uniform within ±`length_spread` (a share of the length).
 
     Different `name`s give different prompts of the same lengths, so that repeats do not hit a cache.
@@ -29,6 +29,6 @@ def random_sessions(
         return max(1, tokens + (lengths.randint(-spread, spread) if spread else 0))
 
     return [
-        Session((BenchRequest((Segment(f"{name}/{i}", draw(input_tokens)),), draw(output_tokens)),))
+        WorkloadSession((BenchRequest((Segment(f"{name}/{i}", draw(input_tokens)),), draw(output_tokens)),))
         for i in range(count)
     ]

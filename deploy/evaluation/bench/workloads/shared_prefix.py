@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass, replace
 
-from deploy.evaluation.bench.records import BenchRequest, Segment, Session
+from deploy.evaluation.bench.records import BenchRequest, Segment, WorkloadSession
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,12 +33,12 @@ class SharedPrefixShape:
         )
 
 
-def shared_prefix_sessions(shape: SharedPrefixShape, seed: int = 0) -> list[Session]:
+def shared_prefix_sessions(shape: SharedPrefixShape, seed: int = 0) -> list[WorkloadSession]:
     """Return all requests of all users in random order; user u uses app u mod apps."""
     if min(shape.apps, shape.users, shape.requests_per_user) < 1:
         raise ValueError("apps, users and requests per user must be at least 1")
     sessions = [
-        Session((_request(shape, user, number),))
+        WorkloadSession((_request(shape, user, number),))
         for user in range(shape.users)
         for number in range(shape.requests_per_user)
     ]

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import orjson
 
-from deploy.evaluation.bench.records import BenchRequest, Segment, Session
+from deploy.evaluation.bench.records import BenchRequest, Segment, WorkloadSession
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -34,7 +34,7 @@ class ShareGptOptions:
     max_output_tokens: int = 1024
 
 
-def sharegpt_sessions(path: Path, options: ShareGptOptions, seed: int = 0) -> list[Session]:
+def sharegpt_sessions(path: Path, options: ShareGptOptions, seed: int = 0) -> list[WorkloadSession]:
     """Return up to `count` sessions, one user each, drawn without replacement.
 
     Raises:
@@ -48,12 +48,12 @@ def sharegpt_sessions(path: Path, options: ShareGptOptions, seed: int = 0) -> li
         raise ValueError(f"{path} is not a JSON array of conversations")
     order = list(range(len(entries)))
     random.Random(seed).shuffle(order)
-    sessions: list[Session] = []
+    sessions: list[WorkloadSession] = []
     for index in order:
         if len(sessions) == options.count:
             break
         if requests := _requests(entries[index], f"user-{index:05d}", options):
-            sessions.append(Session(requests))
+            sessions.append(WorkloadSession(requests))
     if not sessions:
         raise ValueError(f"{path} has no conversation of the right format and length")
     return sessions

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import orjson
 
 from deploy.evaluation.bench.arrivals import scale_times
-from deploy.evaluation.bench.records import BenchRequest, Segment, Session
+from deploy.evaluation.bench.records import BenchRequest, Segment, WorkloadSession
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -38,7 +38,7 @@ class TraceOptions:
     """The user of requests for which the trace names none; requests of one user may share prefixes."""
 
 
-def trace_sessions(path: Path, options: TraceOptions) -> list[Session]:
+def trace_sessions(path: Path, options: TraceOptions) -> list[WorkloadSession]:
     """Return the requests of the trace in `path` with their arrival times.
 
     Raises:
@@ -48,7 +48,7 @@ def trace_sessions(path: Path, options: TraceOptions) -> list[Session]:
         return parse_trace(lines, options, str(path))
 
 
-def trace_stream(path: Path, options: TraceOptions) -> Iterator[Session]:
+def trace_stream(path: Path, options: TraceOptions) -> Iterator[WorkloadSession]:
     """Yield the requests of a trace that is ordered by time, without loading all of it.
 
     Raises:
@@ -64,10 +64,10 @@ def trace_stream(path: Path, options: TraceOptions) -> Iterator[Session]:
             if last is not None and time < last:
                 raise ValueError(f"{path}:{number}: earlier than the line before it")
             last = time
-            yield Session((_request(row, options),), arrival_s=(time - first) / 1000 / options.speed)
+            yield WorkloadSession((_request(row, options),), arrival_s=(time - first) / 1000 / options.speed)
 
 
-def parse_trace(lines: Iterable[bytes], options: TraceOptions, name: str = "trace") -> list[Session]:
+def parse_trace(lines: Iterable[bytes], options: TraceOptions, name: str = "trace") -> list[WorkloadSession]:
     """Return the sessions of a trace given as lines."""
     rows: list[dict[str, Any]] = []
     for number, line in enumerate(lines, start=1):
@@ -76,7 +76,10 @@ def parse_trace(lines: Iterable[bytes], options: TraceOptions, name: str = "trac
         if line.strip():
             rows.append(_parse_line(line, f"{name}:{number}"))
     arrivals = scale_times((row["timestamp"] for row in rows), options.speed)
-    return [Session((_request(row, options),), arrival_s=arrival) for row, arrival in zip(rows, arrivals, strict=True)]
+    return [
+        WorkloadSession((_request(row, options),), arrival_s=arrival)
+        for row, arrival in zip(rows, arrivals, strict=True)
+    ]
 
 
 def _parse_line(line: bytes, place: str) -> dict[str, Any]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 
-from deploy.evaluation.bench.records import BenchRequest, Segment, Session
+from deploy.evaluation.bench.records import BenchRequest, Segment, WorkloadSession
 
 REQUESTS = 256
 LENGTHS = (100, 1024)  # tokens, both ends included, of prompts and of outputs
@@ -36,9 +36,9 @@ def w1_requests(requests: int = REQUESTS, scale: float = 1.0) -> list[BenchReque
     ]
 
 
-def w1_sessions(requests: int = REQUESTS, scale: float = 1.0) -> list[Session]:
+def w1_sessions(requests: int = REQUESTS, scale: float = 1.0) -> list[WorkloadSession]:
     """Return W1 as sessions, for a server under test over HTTP."""
-    return [Session((request,)) for request in w1_requests(requests, scale)]
+    return [WorkloadSession((request,)) for request in w1_requests(requests, scale)]
 
 
 def _request(index: int, prompt: tuple[int, ...], output_tokens: int) -> BenchRequest:

@@ -17,7 +17,7 @@ from gguf import GGMLQuantizationType, GGUFReader, GGUFValueType, GGUFWriter
 from gguf.quants import dequantize, quantize
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-from common.models import resolve
+from common.models import resolve_model
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -32,7 +32,7 @@ def main() -> int:
     parser.add_argument("--tiny", action="store_true", help="write only config and tokenizer of a model of one layer")
     parser.add_argument("directory", type=Path, help="where to write")
     arguments = parser.parse_args()
-    source = resolve(arguments.model).path
+    source = resolve_model(arguments.model).path
     arguments.directory.mkdir(parents=True, exist_ok=True)
     if arguments.tiny:
         write_tiny_directory(source, arguments.directory)

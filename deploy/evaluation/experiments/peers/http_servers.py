@@ -19,7 +19,7 @@ from pathlib import Path
 import psutil
 
 from deploy.evaluation.bench.figures import Spread
-from deploy.evaluation.bench.measure import Bench, TargetOptions
+from deploy.evaluation.bench.measure import ServerUnderTest, TargetOptions
 from deploy.evaluation.bench.results import Provenance, ResultSheet, write_results
 from deploy.evaluation.bench.workloads.random_text import random_sessions
 
@@ -30,7 +30,7 @@ OUTPUT_TOKENS = 256
 
 
 @dataclass
-class Server:
+class PeerServer:
     """A server under load, and what was measured: tokens/s, tokens per second of processor time, tokens per event."""
 
     name: str
@@ -49,7 +49,7 @@ class Server:
 
     async def measure(self, repeat: int) -> None:
         """Load it once."""
-        bench = await Bench.connect(TargetOptions(self.url, prompt_form="ids"))
+        bench = await ServerUnderTest.connect(TargetOptions(self.url, prompt_form="ids"))
         try:
             await bench.warm_up(STREAMS, STREAMS, PROMPT_TOKENS, 16)
             sessions = random_sessions(STREAMS * WAVES, PROMPT_TOKENS, OUTPUT_TOKENS, name=f"servers/{repeat}")
@@ -65,10 +65,10 @@ class Server:
         self.per_event.append(tokens / sum(len(record.chunks_s) for record in result.records))
 
 
-def server_of(text: str) -> Server:
+def server_of(text: str) -> PeerServer:
     """Return the server that NAME=URL=PID names."""
     name, url, pid = text.split("=")
-    return Server(name, url, psutil.Process(int(pid)))
+    return PeerServer(name, url, psutil.Process(int(pid)))
 
 
 def main() -> None:

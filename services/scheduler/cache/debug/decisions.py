@@ -35,7 +35,7 @@ class Decision:
     events: tuple[Facts, ...] = ()
 
 
-class Recorder:
+class DecisionRecorder:
     """Records the operations of one cache and its allocator; the cache's own use of pages follows from its operations.
 
     Token ids are recorded once per row: an insertion records those that neither its commit nor an earlier insertion

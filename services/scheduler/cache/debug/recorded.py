@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from services.scheduler.cache.debug.decisions import Recorder
+from services.scheduler.cache.debug.decisions import DecisionRecorder
 from services.scheduler.cache.types import scope_of
 
 if TYPE_CHECKING:
@@ -41,7 +41,7 @@ class RecordedCache:
     ) -> None:
         """Record `cache`, its reads of `choices`, and the rows' use of `allocator`; all three must be new."""
         self._cache = cache
-        self._recorder = Recorder(sink)
+        self._recorder = DecisionRecorder(sink)
         allocator.observer = self._recorder
         cache.events.subscribe(self._recorder.heard)
         if cache.host is not None:

@@ -65,7 +65,7 @@ class Difference:
 
 
 @dataclass(frozen=True, slots=True)
-class Report:
+class ReplayResult:
     """Result of a replay. `is_lost`: the log ends where its writer was killed or could not keep up."""
 
     operations: int
@@ -118,7 +118,7 @@ def encode_end() -> bytes:
     return orjson.dumps({"operation": END})
 
 
-def replay(lines: Iterable[bytes]) -> Report:
+def replay(lines: Iterable[bytes]) -> ReplayResult:
     """Repeat the operations of the log, up to the first difference.
 
     Raises:
@@ -150,10 +150,10 @@ def replay(lines: Iterable[bytes]) -> Report:
             operations += 1
             difference = run.compare(facts, line.strip(), at)
             if difference is not None:
-                return Report(operations, starts, *run.totals, is_lost, difference)
+                return ReplayResult(operations, starts, *run.totals, is_lost, difference)
     if run is None:
         raise cut or LogError("the log is empty")
-    return Report(operations, starts, *run.totals, is_lost or cut is not None)
+    return ReplayResult(operations, starts, *run.totals, is_lost or cut is not None)
 
 
 class _Run:

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from common.steps import PageIds
     from common.transfers import Transfer, TransferAck, TransferId
     from common.types import Subject, TokenIds, View
-    from services.scheduler.cache.debug.decisions import Facts, Recorder
+    from services.scheduler.cache.debug.decisions import DecisionRecorder, Facts
     from services.scheduler.cache.keys import PagedKey
     from services.scheduler.cache.node import Account, Holder, Node
     from services.scheduler.cache.store import NodeStore
@@ -48,7 +48,7 @@ class HostTier:
         self.backed_up_pages = 0
         self.loaded_pages = 0
         # Records the tier's operations and their outcomes.
-        self.observer: Recorder | None = None
+        self.observer: DecisionRecorder | None = None
         # Backups that all ranks have finished, while older ones are unfinished.
         self._done: set[TransferId] = set()
         self.storage: StorageTier | None = None

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class TransferPart:
     """Pages [first, first + count) of a transfer."""
 
     first: int
@@ -38,7 +38,7 @@ class OpenTransfer:
 
     transfer: Transfer
     end: Node
-    parts: dict[Node, Part]
+    parts: dict[Node, TransferPart]
     held: list[PageIds] = field(default_factory=list)
 
     def in_order(self) -> Iterator[tuple[Node, PageIds, PageIds]]:
@@ -99,11 +99,11 @@ class TransferLedger:
         """Start a transfer for a path of nodes, parents first; it takes over one reference on each page."""
         transfer = Transfer(TransferId(self._next), direction, device_pages, host_pages)
         self._next += 1
-        parts: dict[Node, Part] = {}
+        parts: dict[Node, TransferPart] = {}
         first = 0
         for node in nodes:
             assert node not in self._by_node
-            parts[node] = Part(first, node.size)
+            parts[node] = TransferPart(first, node.size)
             first += node.size
         assert first == len(device_pages) == len(host_pages)
         self._register(OpenTransfer(transfer, nodes[-1], parts))
@@ -157,8 +157,8 @@ class TransferLedger:
         if opened is None:
             return
         part = opened.parts[node]
-        opened.parts[upper] = Part(part.first, upper.size)
-        opened.parts[node] = Part(part.first + upper.size, part.count - upper.size)
+        opened.parts[upper] = TransferPart(part.first, upper.size)
+        opened.parts[node] = TransferPart(part.first + upper.size, part.count - upper.size)
         self._by_node[upper] = opened
 
     def follow(self, node: Node, other: Node) -> None:
@@ -201,5 +201,5 @@ class TransferLedger:
             del self._by_end[opened.end]
 
 
-def _cut(pages: PageIds, part: Part) -> PageIds:
+def _cut(pages: PageIds, part: TransferPart) -> PageIds:
     return pages[part.first : part.first + part.count]

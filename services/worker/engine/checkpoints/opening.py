@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from common.errors import ConfigurationError
-from common.models import ModelKind, resolve
+from common.models import ModelKind, resolve_model
 from services.worker.engine.checkpoints.dummy import DummyCheckpoint
 from services.worker.engine.checkpoints.gguf_file import GgufCheckpoint
 from services.worker.engine.checkpoints.safetensors_directory import (
@@ -35,7 +35,7 @@ def open_checkpoint(
     """
     if load_format not in LOAD_FORMATS:
         raise ConfigurationError(f"load_format {load_format!r} is not one of {', '.join(LOAD_FORMATS)}")
-    files = resolve(reference, weights=load_format != "dummy")
+    files = resolve_model(reference, weights=load_format != "dummy")
     if files.kind is ModelKind.DIRECTORY and load_format != "gguf":
         raw = read_json(files.path / "config.json")
         if implementation_of(raw) is not Implementation.OWN:

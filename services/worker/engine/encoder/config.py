@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
 
-class Activation(Enum):
+class EncoderActivation(Enum):
     """The activation function of an encoder's feed-forward layers."""
 
     GELU = "gelu"
@@ -25,12 +25,12 @@ class Activation(Enum):
 
 # As `hidden_act` spells them.
 _ACTIVATIONS = {
-    "gelu": Activation.GELU,
-    "gelu_new": Activation.GELU_TANH,
-    "gelu_pytorch_tanh": Activation.GELU_TANH,
-    "relu": Activation.RELU,
-    "silu": Activation.SILU,
-    "swish": Activation.SILU,
+    "gelu": EncoderActivation.GELU,
+    "gelu_new": EncoderActivation.GELU_TANH,
+    "gelu_pytorch_tanh": EncoderActivation.GELU_TANH,
+    "relu": EncoderActivation.RELU,
+    "silu": EncoderActivation.SILU,
+    "swish": EncoderActivation.SILU,
 }
 
 
@@ -48,7 +48,7 @@ class EncoderConfig:
     first_position: int
     """Row of the position table that a text's first token gets."""
     norm_epsilon: float
-    activation: Activation
+    activation: EncoderActivation
     dtype: str = "float32"
 
     def __post_init__(self) -> None:

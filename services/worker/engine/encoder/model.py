@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch.nn.functional import gelu, layer_norm, relu, scaled_dot_product_attention, silu
 
-from services.worker.engine.encoder.config import Activation
+from services.worker.engine.encoder.config import EncoderActivation
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -19,11 +19,11 @@ if TYPE_CHECKING:
     from services.worker.engine.encoder.config import EncoderConfig
     from services.worker.engine.encoder.weights import EncoderLayer, EncoderWeights, Norm
 
-_ACTIVATIONS: dict[Activation, Callable[[torch.Tensor], torch.Tensor]] = {
-    Activation.GELU: gelu,
-    Activation.GELU_TANH: lambda inputs: gelu(inputs, approximate="tanh"),
-    Activation.RELU: relu,
-    Activation.SILU: silu,
+_ACTIVATIONS: dict[EncoderActivation, Callable[[torch.Tensor], torch.Tensor]] = {
+    EncoderActivation.GELU: gelu,
+    EncoderActivation.GELU_TANH: lambda inputs: gelu(inputs, approximate="tanh"),
+    EncoderActivation.RELU: relu,
+    EncoderActivation.SILU: silu,
 }
 # Texts whose lengths fall between the same multiples of this are computed together, filled up to the longest of them.
 _STEP = 16

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from common.steps import EngineSpec, RowOpen
     from services.worker.engine.encoder.config import EncoderConfig
     from services.worker.engine.plans.passes import ForwardPass
-    from services.worker.engine.plans.rows import RowTable
+    from services.worker.engine.plans.rows import RowStates
 
 log = logging.getLogger(__name__)
 
@@ -95,12 +95,12 @@ class EncoderExecutor:
     def open(self, opened: RowOpen) -> None:
         self._pooler.open(opened)
 
-    def step(self, rows: RowTable, forward: ForwardPass) -> PassOutput:
+    def step(self, rows: RowStates, forward: ForwardPass) -> PassOutput:
         """Embed the pass's rows, fewer at a time if memory does not suffice."""
         made = compute_in_parts(forward, lambda part: self._step(rows, part), is_shared=False, cut=row_halves)
         return join(forward, [sampled for _, sampled in made.parts], made.failed)
 
-    def _step(self, rows: RowTable, forward: ForwardPass) -> PassOutput:
+    def _step(self, rows: RowStates, forward: ForwardPass) -> PassOutput:
         batch, device = gather(rows, forward), self._runner.device
         hidden = self._runner.encoder.forward(
             torch.from_numpy(batch.token_ids).to(device),

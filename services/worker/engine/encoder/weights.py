@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from services.worker.engine.kernels.interface import Kernels, Linear
 
 
-class Tensors(Protocol):
+class TensorSource(Protocol):
     """Random access to the tensors of a model."""
 
     def has(self, name: str) -> bool:
@@ -57,7 +57,11 @@ class EncoderWeights:
 
 
 def read_weights(
-    tensors: Tensors, config: EncoderConfig, kernels: Kernels, device: torch.device, report: Callable[[float], None]
+    tensors: TensorSource,
+    config: EncoderConfig,
+    kernels: Kernels,
+    device: torch.device,
+    report: Callable[[float], None],
 ) -> EncoderWeights:
     """Read everything; `report` gets the share that is done after each layer.
 
@@ -68,7 +72,7 @@ def read_weights(
 
 
 class _Reader:
-    def __init__(self, tensors: Tensors, config: EncoderConfig, kernels: Kernels, device: torch.device) -> None:
+    def __init__(self, tensors: TensorSource, config: EncoderConfig, kernels: Kernels, device: torch.device) -> None:
         self._tensors = tensors
         self._config = config
         self._kernels = kernels

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from common.steps import RowOpen, StepPlan
-    from services.worker.engine.plans.rows import RowTable
+    from services.worker.engine.plans.rows import RowStates
 
 _PAGES = row_state.PAGES.value
 
@@ -59,7 +59,7 @@ class DeviceBatch:
         """[slots] int32, a view."""
         return self.cells[:, row_state.LAST_TOKEN.value]
 
-    def mirror(self, plan: StepPlan, rows: RowTable, needs: NDArray[np.uint16]) -> None:
+    def mirror(self, plan: StepPlan, rows: RowStates, needs: NDArray[np.uint16]) -> None:
         """Queue the changes that `plan` made in `rows`; `needs` [slots] are the rows' `Needs`."""
         changed: dict[int, int] = {}
         for opened in plan.opens:
@@ -102,7 +102,7 @@ class DeviceBatch:
         header[row_state.STOPS_FROM.value] = stops_from
         self._write(opened.row, 0, header)
 
-    def _write_pages(self, row: int, first: int, rows: RowTable) -> None:
+    def _write_pages(self, row: int, first: int, rows: RowStates) -> None:
         # A row may be granted more pages than its context can use; those are never read.
         last = min(int(rows.page_counts[row]), self._width)
         if last <= first:

@@ -25,7 +25,7 @@ from services.worker.engine.sampling.table import Needs
 if TYPE_CHECKING:
     from common.steps import EngineSpec, RowOpen
     from services.worker.engine.execution.device_batch import DeviceBatch
-    from services.worker.engine.plans.rows import RowIndices, RowTable
+    from services.worker.engine.plans.rows import RowIndices, RowStates
     from services.worker.engine.sampling.table import SamplingTable
 
 _FILTERS = Needs.ORDER | Needs.MIN_P
@@ -123,7 +123,7 @@ class DeviceSampler:
         follows = self._bans_sequences[slots].any() or bool(self._table.needs_of(slots) & Needs.GRAMMAR)
         return bool(follows) or not self.can_choose(slots)
 
-    def mode_of(self, slots: RowIndices, rows: RowTable) -> SamplingMode:
+    def mode_of(self, slots: RowIndices, rows: RowStates) -> SamplingMode:
         """Return how rows `slots` choose their next token."""
         needs = self._table.needs_of(slots)
         if needs & PROCESSING == Needs.MIN_TOKENS:
@@ -138,7 +138,7 @@ class DeviceSampler:
         """Whether any of rows `slots` wants log probabilities."""
         return slots.size > 0 and bool(self._table.needs_of(slots) & Needs.LOGPROBS)
 
-    def follow(self, slots: RowIndices, rows: RowTable) -> None:
+    def follow(self, slots: RowIndices, rows: RowStates) -> None:
         """Upload the masks of rows `slots` whose allowed tokens depend on their earlier tokens."""
         if self._processors is None:
             return

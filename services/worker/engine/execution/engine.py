@@ -13,14 +13,14 @@ if TYPE_CHECKING:
     from contextlib import AbstractContextManager
 
     from common.steps import StepPlan
-    from services.worker.engine.execution.interface import Emit, HostPages
-    from services.worker.engine.plans.rows import RowTable
+    from services.worker.engine.execution.interface import Emit, HostPageBytes
+    from services.worker.engine.plans.rows import RowStates
 
 
 class PlanRunner(Protocol):
     """Owns the rows of one stream of plans and runs these plans, synchronously or overlapped."""
 
-    rows: RowTable
+    rows: RowStates
 
     def run(self, plan: StepPlan, emit: Emit) -> None:
         """Run a plan; see `Engine.execute`."""
@@ -40,7 +40,7 @@ class LoadedModel(Protocol):
         """The room for rows and pages."""
 
     @property
-    def host_pages(self) -> HostPages | None:
+    def host_pages(self) -> HostPageBytes | None:
         """The host tier's pages, None without one."""
 
     @property
@@ -78,7 +78,7 @@ class ModelEngine:
         return self._runner.rows.open_count if self._runner else 0
 
     @property
-    def host_pages(self) -> HostPages | None:
+    def host_pages(self) -> HostPageBytes | None:
         return self._model.host_pages if self._model else None
 
     @property

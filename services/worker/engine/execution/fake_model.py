@@ -19,7 +19,7 @@ from services.worker.engine.execution.interface import InvalidPlanError
 from services.worker.engine.execution.pass_output import PassOutput
 from services.worker.engine.execution.synchronous_runner import SynchronousRunner
 from services.worker.engine.plans.plan import PlanLimits
-from services.worker.engine.plans.rows import RowTable
+from services.worker.engine.plans.rows import RowStates
 from services.worker.engine.plans.scoring import ScoringTable
 
 if TYPE_CHECKING:
@@ -90,7 +90,7 @@ class FakeModel:
 
     def make_runner(self) -> SynchronousRunner:
         spec, capacity = self._spec, self.capacity
-        rows = RowTable(spec.max_rows, capacity.max_context, capacity.page_size)
+        rows = RowStates(spec.max_rows, capacity.max_context, capacity.page_size)
         limits = PlanLimits(capacity.vocabulary_size, capacity.device_pages, spec.max_step_tokens, capacity.host_pages)
         executor = FakeExecutor(self._options, spec.max_rows, self._sleep)
         transfers = FakeTransfers(self._options.transfer_passes) if capacity.host_pages else None
@@ -137,7 +137,7 @@ class FakeExecutor:
         self._seeds[opened.row] = opened.sampling.seed
         self._scoring.open(opened)
 
-    def step(self, rows: RowTable, forward: ForwardPass) -> PassOutput:
+    def step(self, rows: RowStates, forward: ForwardPass) -> PassOutput:
         """Take a step's time and make up its tokens."""
         if self._options.step_s > 0:
             self._sleep(self._options.step_s)

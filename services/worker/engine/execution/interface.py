@@ -20,7 +20,7 @@ class OutOfMemoryError(Exception):
     """Memory does not suffice for a step, and it cannot be made smaller here. The weights are unharmed."""
 
 
-class HostPages(Protocol):
+class HostPageBytes(Protocol):
     """Pages of a rank's host tier as bytes; page p holds the same tokens of all layers.
 
     Any thread may call the methods; the caller ensures that no other one uses the page at the same time.
@@ -41,7 +41,7 @@ class Engine(Protocol):
     """One tensor-parallel rank, used from one thread."""
 
     @property
-    def host_pages(self) -> HostPages | None:
+    def host_pages(self) -> HostPageBytes | None:
         """The host tier's pages, None without one; other threads may touch them until `reset` or `close`."""
 
     @property

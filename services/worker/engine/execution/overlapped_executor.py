@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from common.steps import EngineSpec, StepPlan
     from common.types import RowSlot, TokenLogprob
     from services.worker.engine.grammars.row_masks import RowMasks
-    from services.worker.engine.plans.rows import RowIndices, RowTable
+    from services.worker.engine.plans.rows import RowIndices, RowStates
 
 log = logging.getLogger(__name__)
 
@@ -131,7 +131,7 @@ class OverlappedExecutor:
     def _make_prompt_pass(self, size: int) -> PiecewiseGraph:
         return PiecewiseGraph(size, self._rows, self._runner)
 
-    def mirror(self, plan: StepPlan, rows: RowTable) -> None:
+    def mirror(self, plan: StepPlan, rows: RowStates) -> None:
         """Copy a plan's changes; see `OverlappedPassExecutor`."""
         for opened in plan.opens:
             self._table.open(opened)
@@ -140,11 +140,11 @@ class OverlappedExecutor:
             self._pooler.open(opened)
         self._rows.mirror(plan, rows, self._table.needs)
 
-    def needs_history(self, rows: RowTable, forward: ForwardPass) -> bool:
+    def needs_history(self, rows: RowStates, forward: ForwardPass) -> bool:
         """Whether the sampler has to look at the rows' earlier tokens on the host."""
         return self._sampler.needs_history(forward.sampled_rows)
 
-    def launch(self, rows: RowTable, forward: ForwardPass) -> LaunchedOutput:
+    def launch(self, rows: RowStates, forward: ForwardPass) -> LaunchedOutput:
         """Start a pass; see `OverlappedPassExecutor`."""
         self._sampler.upload()
         if not forward.chunks.rows.size:
@@ -159,7 +159,7 @@ class OverlappedExecutor:
                     raise OutOfMemoryError(f"memory does not suffice for a step: {error}") from error
         return self._launch_parts(rows, forward)
 
-    def _launch_decoding(self, rows: RowTable, members: RowIndices) -> LaunchedOutput:
+    def _launch_decoding(self, rows: RowStates, members: RowIndices) -> LaunchedOutput:
         one = self._decode_passes.of(members.size)
         order = one.take(members, rows.lengths[members])
         # Allocated before tokens are appended: no operation that can fail may follow that.
@@ -182,7 +182,7 @@ class OverlappedExecutor:
         host_logprobs.copy_(one.report)
         return self._fetch(one.token_ids, host, order, reports=(self._sampler.launched(host_logprobs, members, order),))
 
-    def _launch_parts(self, rows: RowTable, forward: ForwardPass) -> LaunchedOutput:
+    def _launch_parts(self, rows: RowStates, forward: ForwardPass) -> LaunchedOutput:
         """Run a pass kernel by kernel, in parts if memory does not suffice."""
         made = compute_in_parts(forward, lambda part: self._compute_part(rows, part), is_shared=self._is_shared)
         sampled = forward.sampled_rows
@@ -209,7 +209,7 @@ class OverlappedExecutor:
         )  # fmt: skip
         return replace(launched, failed=made.failed, pooled=pooled, vectors=vectors, prompt_logprobs=prompt_logprobs)
 
-    def _compute_part(self, rows: RowTable, forward: ForwardPass) -> _Part:
+    def _compute_part(self, rows: RowStates, forward: ForwardPass) -> _Part:
         """Compute a pass, or a part of one, and sample."""
         logits, prompt_logprobs = self._compute_mixed(rows, forward)
         sampled, device = forward.sampled_rows, self._runner.device
@@ -239,7 +239,7 @@ class OverlappedExecutor:
         host_logprobs.copy_(report)
         return (self._sampler.launched(host_logprobs, sampled, np.arange(sampled.size)),)
 
-    def _compute_mixed(self, rows: RowTable, forward: ForwardPass) -> tuple[torch.Tensor, RowSpans]:
+    def _compute_mixed(self, rows: RowStates, forward: ForwardPass) -> tuple[torch.Tensor, RowSpans]:
         """Return the logits of a pass's samples, and the log probabilities of prompts, which it waits for."""
         host = with_pooled(gather(rows, forward))
         scored = self._scoring.of(rows, forward)
@@ -262,7 +262,9 @@ class OverlappedExecutor:
         spans = score(hidden[others:], scored, vocabulary_size, logits_of, is_first=self._is_first)
         return logits_of(hidden[:samples]), spans
 
-    def _sample_on_host(self, logits: torch.Tensor, places: torch.Tensor, slots: RowIndices, rows: RowTable) -> Samples:
+    def _sample_on_host(
+        self, logits: torch.Tensor, places: torch.Tensor, slots: RowIndices, rows: RowStates
+    ) -> Samples:
         """Choose with the sampler that knows every parameter, and waits."""
         if self._is_first:
             samples = sample(logits[places].float(), slots, rows, self._table)

@@ -31,9 +31,9 @@ if TYPE_CHECKING:
 
     from common.transfers import TransferAck
     from services.worker.engine.execution.interface import Emit
-    from services.worker.engine.execution.synchronous_runner import Clock
+    from services.worker.engine.execution.synchronous_runner import TimeSource
     from services.worker.engine.host_tier.transfers import Transfers
-    from services.worker.engine.plans.rows import RowIndices, RowTable
+    from services.worker.engine.plans.rows import RowIndices, RowStates
 
 
 log = logging.getLogger(__name__)
@@ -59,13 +59,13 @@ class PendingOutput(Protocol):
 class OverlappedPassExecutor(Protocol):
     """Computes passes without waiting for them."""
 
-    def mirror(self, plan: StepPlan, rows: RowTable) -> None:
+    def mirror(self, plan: StepPlan, rows: RowStates) -> None:
         """Copy the changes that a plan made in `rows` to the device."""
 
-    def needs_history(self, rows: RowTable, forward: ForwardPass) -> bool:
+    def needs_history(self, rows: RowStates, forward: ForwardPass) -> bool:
         """Whether a pass can be launched only when all earlier tokens are known."""
 
-    def launch(self, rows: RowTable, forward: ForwardPass) -> PendingOutput:
+    def launch(self, rows: RowStates, forward: ForwardPass) -> PendingOutput:
         """Start a pass with at least one row."""
 
 
@@ -93,13 +93,13 @@ class OverlappedRunner:
 
     def __init__(
         self,
-        rows: RowTable,
+        rows: RowStates,
         limits: PlanLimits,
         executor: OverlappedPassExecutor,
         *,
         transfers: Transfers | None = None,
         reports_tokens: bool = True,
-        clock: Clock = time.perf_counter,
+        clock: TimeSource = time.perf_counter,
     ) -> None:
         """Take over `rows`. Ranks other than 0 do not report tokens; `clock` counts seconds.
 

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from common.steps import EngineCapacity, RowOpen
     from services.worker.engine.host_tier.pool import HostPool
     from services.worker.engine.host_tier.transfers import Transfers
-    from services.worker.engine.plans.rows import RowTable
+    from services.worker.engine.plans.rows import RowStates
     from services.worker.engine.sampling.table import SamplingTable
 
 # Alignment in bytes of arrays that are packed into one copy.
@@ -73,12 +73,12 @@ class SynchronousExecutor:
         self._scoring.open(opened)
         self._pooler.open(opened)
 
-    def step(self, rows: RowTable, forward: ForwardPass) -> PassOutput:
+    def step(self, rows: RowStates, forward: ForwardPass) -> PassOutput:
         """Run one pass, in parts if memory does not suffice."""
         made = compute_in_parts(forward, lambda part: self._step(rows, part), is_shared=self._is_shared)
         return join(forward, [sampled for _, sampled in made.parts], made.failed)
 
-    def _step(self, rows: RowTable, forward: ForwardPass) -> PassOutput:
+    def _step(self, rows: RowStates, forward: ForwardPass) -> PassOutput:
         logits, prompt_logprobs = self._compute(gather(rows, forward), self._scoring.of(rows, forward))
         embeddings = self._pooler.finish(forward.pooled_rows) if self._rank == 0 else ()
         slots = forward.sampled_rows

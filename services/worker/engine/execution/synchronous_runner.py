@@ -19,9 +19,9 @@ if TYPE_CHECKING:
     from common.transfers import TransferAck
     from services.worker.engine.execution.interface import Emit
     from services.worker.engine.host_tier.transfers import Transfers
-    from services.worker.engine.plans.rows import RowTable
+    from services.worker.engine.plans.rows import RowStates
 
-Clock = Callable[[], float]
+TimeSource = Callable[[], float]
 
 
 class PassExecutor(Protocol):
@@ -30,7 +30,7 @@ class PassExecutor(Protocol):
     def open(self, opened: RowOpen) -> None:
         """Store a row's parameters."""
 
-    def step(self, rows: RowTable, forward: ForwardPass) -> PassOutput:
+    def step(self, rows: RowStates, forward: ForwardPass) -> PassOutput:
         """Run a pass, which has at least one row, and return its tokens, one for each of its `sampled_rows`."""
 
 
@@ -39,13 +39,13 @@ class SynchronousRunner:
 
     def __init__(
         self,
-        rows: RowTable,
+        rows: RowStates,
         limits: PlanLimits,
         executor: PassExecutor,
         *,
         transfers: Transfers | None = None,
         reports_tokens: bool = True,
-        clock: Clock = time.perf_counter,
+        clock: TimeSource = time.perf_counter,
     ) -> None:
         """Take over `rows`. Ranks other than 0 do not report tokens; `clock` counts seconds.
 

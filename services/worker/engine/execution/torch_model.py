@@ -23,7 +23,7 @@ from services.worker.engine.grammars.vocabulary_source import VocabularySource
 from services.worker.engine.measuring.warm_up import warm_up
 from services.worker.engine.model_runner import ModelRunner
 from services.worker.engine.plans.plan import PlanLimits
-from services.worker.engine.plans.rows import RowTable
+from services.worker.engine.plans.rows import RowStates
 from services.worker.engine.sampling.table import SamplingTable
 
 if TYPE_CHECKING:
@@ -91,7 +91,7 @@ class TorchModel:
     def make_runner(self) -> SynchronousRunner | OverlappedRunner:
         spec, capacity = self._spec, self.runner.capacity
         window = capacity.window_pool
-        rows = RowTable(spec.max_rows, capacity.max_context, capacity.page_size, has_window_pool=window is not None)
+        rows = RowStates(spec.max_rows, capacity.max_context, capacity.page_size, has_window_pool=window is not None)
         limits = PlanLimits(
             capacity.vocabulary_size,
             capacity.device_pages,

@@ -11,7 +11,7 @@ import re
 from typing import TYPE_CHECKING, Any
 
 from common.grammars import Grammar, GrammarKind
-from common.models import resolve
+from common.models import resolve_model
 from common.tokenization import load_text_model
 from common.tokenization.vocabulary import read_vocabulary
 from services.worker.engine.grammars.formats import as_enforced
@@ -51,7 +51,7 @@ class Compiler:
         import xgrammar
 
         text = load_text_model(
-            resolve(source.model, weights=False),
+            resolve_model(source.model, weights=False),
             max_context=ANY_CONTEXT,
             placeholder=source.load_format in ("dummy", "fake"),
         )

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from common.grammars import Grammar
     from common.steps import RowOpen
     from services.worker.engine.grammars.matcher import Mask
-    from services.worker.engine.plans.rows import RowIndices, RowTable
+    from services.worker.engine.plans.rows import RowIndices, RowStates
 
 log = logging.getLogger(__name__)
 
@@ -94,7 +94,7 @@ class RowMasks:
         ends = tuple(id_ for id_ in opened.stop_token_ids if 0 <= id_ < self._vocabulary_size)
         self._rows[opened.row] = _Row(opened, grammar, ends)
 
-    def masks(self, slots: RowIndices, rows: RowTable) -> NDArray[np.int32]:
+    def masks(self, slots: RowIndices, rows: RowStates) -> NDArray[np.int32]:
         """Return which tokens rows `slots`, all with grammars, may sample next, [slots, words] int32 (see `Mask`)."""
         masks = np.empty((slots.size, mask_words(self._vocabulary_size)), np.int32)
         for index, slot in enumerate(slots.tolist()):
@@ -105,7 +105,7 @@ class RowMasks:
             self._charge(row, self._clock() - started, masks=1)
         return masks
 
-    def forced(self, slot: int, sampled: int, room: int, rows: RowTable) -> list[int]:
+    def forced(self, slot: int, sampled: int, room: int, rows: RowStates) -> list[int]:
         """Return the ids that must follow the token that row `slot` has just sampled, up to `room` ids or its end.
 
         They are what it would sample, one after the other, as its masks leave nothing else.

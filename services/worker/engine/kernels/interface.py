@@ -184,7 +184,7 @@ class AttentionBackend(Protocol):
         ...
 
 
-class Backend(Protocol):
+class KernelBackend(Protocol):
     """A family of kernels that fit together."""
 
     name: str

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 class TorchRecorder:
-    """See `services.worker.profiles.Recorder`."""
+    """See `services.worker.profiles.ProfileRecorder`."""
 
     def __init__(self) -> None:
         activities = [ProfilerActivity.CPU]

@@ -13,7 +13,7 @@ from common.steps import NO_PAGES, PrefillChunk, RowOpen, StepPlan
 from common.types import RequestId, RowSlot, SamplingParams, StepId
 from services.worker.engine.execution.overlapped_runner import OverlappedPassExecutor, OverlappedRunner
 from services.worker.engine.plans.plan import PlanLimits
-from services.worker.engine.plans.rows import RowTable
+from services.worker.engine.plans.rows import RowStates
 
 if TYPE_CHECKING:
     from common.steps import EngineCapacity, EngineSpec
@@ -56,7 +56,7 @@ class _Passes:
 
     def __init__(self, executor: OverlappedPassExecutor, capacity: EngineCapacity, spec: EngineSpec) -> None:
         window = capacity.window_pool
-        rows = RowTable(spec.max_rows, capacity.max_context, capacity.page_size, has_window_pool=window is not None)
+        rows = RowStates(spec.max_rows, capacity.max_context, capacity.page_size, has_window_pool=window is not None)
         limits = PlanLimits(
             capacity.vocabulary_size,
             capacity.device_pages,

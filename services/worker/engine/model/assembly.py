@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from services.worker.engine.kernels.interface import GatedLinear, Kernels, Linear
     from services.worker.engine.model.config import ModelConfig, MoeConfig
     from services.worker.engine.model.feed_forward import FeedForward
-    from services.worker.engine.model.tensors import Tensors
+    from services.worker.engine.model.tensors import CheckedTensors
     from services.worker.engine.parallel.shards import ModelShard
 
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 class Assembler:
     """Reads a rank's share of one checkpoint, tensor by tensor."""
 
-    tensors: Tensors
+    tensors: CheckedTensors
     shard: ModelShard
     kernels: Kernels
     dtype: torch.dtype

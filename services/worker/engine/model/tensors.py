@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
-class Tensors:
+class CheckedTensors:
     """Reads and checks."""
 
     checkpoint: Checkpoint

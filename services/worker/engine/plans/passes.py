@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from common.types import Pooling
 
 if TYPE_CHECKING:
-    from services.worker.engine.plans.rows import RowIndices, RowTable
+    from services.worker.engine.plans.rows import RowIndices, RowStates
 
 IntArray = NDArray[np.int64]
 
@@ -90,7 +90,7 @@ class HostBatch:
     window_slots: IntArray | None = None
 
 
-def make_pass(rows: RowTable, decoding: RowIndices, chunks: Chunks) -> ForwardPass:
+def make_pass(rows: RowStates, decoding: RowIndices, chunks: Chunks) -> ForwardPass:
     """Return the pass of decoding rows and chunks; rows that jumped forward compute their new tokens as a chunk."""
     lacking = rows.lengths[decoding] - rows.computed[decoding]
     has_jumped = lacking > 1
@@ -107,7 +107,7 @@ def make_pass(rows: RowTable, decoding: RowIndices, chunks: Chunks) -> ForwardPa
     return ForwardPass(decoding[~has_jumped], ahead)
 
 
-def gather(rows: RowTable, forward: ForwardPass) -> HostBatch:
+def gather(rows: RowStates, forward: ForwardPass) -> HostBatch:
     """Return the model's input for a pass, without a loop over rows."""
     if forward.chunks.rows.size == 0:
         return _gather_decode(rows, forward.decode_rows)
@@ -115,7 +115,7 @@ def gather(rows: RowTable, forward: ForwardPass) -> HostBatch:
 
 
 def _with_window(
-    batch: HostBatch, rows: RowTable, taking_part: RowIndices, token_rows: RowIndices, positions: IntArray
+    batch: HostBatch, rows: RowStates, taking_part: RowIndices, token_rows: RowIndices, positions: IntArray
 ) -> HostBatch:
     """Add page table and write slots of the sliding-window KV pool, if there is one."""
     if rows.window_table is None:
@@ -127,7 +127,7 @@ def _with_window(
     )
 
 
-def _gather_decode(rows: RowTable, taking_part: RowIndices) -> HostBatch:
+def _gather_decode(rows: RowStates, taking_part: RowIndices) -> HostBatch:
     count = taking_part.size
     key_lengths = rows.lengths[taking_part]
     positions = key_lengths - 1
@@ -147,7 +147,7 @@ def _gather_decode(rows: RowTable, taking_part: RowIndices) -> HostBatch:
     return _with_window(batch, rows, taking_part, taking_part, positions)
 
 
-def _gather_mixed(rows: RowTable, forward: ForwardPass) -> HostBatch:
+def _gather_mixed(rows: RowStates, forward: ForwardPass) -> HostBatch:
     decoding, chunks = forward.decode_rows, forward.chunks
     taking_part = np.concatenate([decoding, chunks.rows])
     first_positions = np.concatenate([rows.lengths[decoding] - 1, chunks.starts])
@@ -177,7 +177,7 @@ def _gather_mixed(rows: RowTable, forward: ForwardPass) -> HostBatch:
     return _with_window(batch, rows, taking_part, token_rows, positions)
 
 
-def _pooled_tokens(rows: RowTable, chunks: Chunks, query_starts: IntArray) -> tuple[IntArray, IntArray]:
+def _pooled_tokens(rows: RowStates, chunks: Chunks, query_starts: IntArray) -> tuple[IntArray, IntArray]:
     """Return which of the pass's tokens are pooled, and the row of each; chunk i begins at query_starts[i]."""
     indices, slots = [NO_INDICES], [NO_INDICES]
     for i in np.flatnonzero(chunks.pools):
@@ -194,7 +194,7 @@ def _pooled_tokens(rows: RowTable, chunks: Chunks, query_starts: IntArray) -> tu
     return np.concatenate(indices), np.concatenate(slots)
 
 
-def _page_table(rows: RowTable, taking_part: RowIndices, max_key_length: int) -> NDArray[np.int32]:
+def _page_table(rows: RowStates, taking_part: RowIndices, max_key_length: int) -> NDArray[np.int32]:
     return rows.page_table[taking_part, : -(-max_key_length // rows.page_size)]
 
 

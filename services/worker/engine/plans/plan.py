@@ -10,7 +10,7 @@ import numpy as np
 from common.types import Pooling
 from services.worker.engine.execution.interface import InvalidPlanError
 from services.worker.engine.plans.passes import NO_CHUNKS, Chunks
-from services.worker.engine.plans.rows import Phase, RowTable
+from services.worker.engine.plans.rows import RowPhase, RowStates
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -35,7 +35,7 @@ class PlanLimits:
     window_tokens: int = 0
 
 
-def apply_bookkeeping(plan: StepPlan, rows: RowTable, limits: PlanLimits) -> Chunks:
+def apply_bookkeeping(plan: StepPlan, rows: RowStates, limits: PlanLimits) -> Chunks:
     """Carry out closes, opens, replacements and grants, set how far rows may jump, and return the first pass's chunks.
 
     Raises:
@@ -67,16 +67,16 @@ def apply_bookkeeping(plan: StepPlan, rows: RowTable, limits: PlanLimits) -> Chu
     return chunks
 
 
-def _require_open(rows: RowTable, row: RowSlot, what: str) -> None:
-    if not 0 <= row < rows.max_rows or rows.phase[row] == Phase.FREE:
+def _require_open(rows: RowStates, row: RowSlot, what: str) -> None:
+    if not 0 <= row < rows.max_rows or rows.phase[row] == RowPhase.FREE:
         raise InvalidPlanError(f"{what} of row {row}, which is not open")
 
 
-def _check_open(opened: RowOpen, rows: RowTable, limits: PlanLimits) -> None:
+def _check_open(opened: RowOpen, rows: RowStates, limits: PlanLimits) -> None:
     row, length = opened.row, opened.token_ids.size
     if not 0 <= row < rows.max_rows:
         raise InvalidPlanError(f"open of row {row}: slots are 0 to {rows.max_rows - 1}")
-    if rows.phase[row] != Phase.FREE:
+    if rows.phase[row] != RowPhase.FREE:
         raise InvalidPlanError(f"open of row {row}, which is open already")
     if not 1 <= opened.prompt_tokens <= length:
         raise InvalidPlanError(f"open of row {row}: {opened.prompt_tokens} prompt tokens among {length} ids")
@@ -138,12 +138,12 @@ def _check_window(
         raise InvalidPlanError(f"{what}: a page of the window pool outside [0, {limits.window_pages})")
 
 
-def _unseen_pages(computed: int, rows: RowTable, limits: PlanLimits) -> int:
+def _unseen_pages(computed: int, rows: RowStates, limits: PlanLimits) -> int:
     """Return how many of a row's first pages no token from position `computed` on sees in layers with a window."""
     return max(computed - limits.window_tokens + 1, 0) // rows.page_size
 
 
-def _check_replacement(replacement: PageReplacement, rows: RowTable, limits: PlanLimits) -> None:
+def _check_replacement(replacement: PageReplacement, rows: RowStates, limits: PlanLimits) -> None:
     row = replacement.row
     _require_open(rows, row, "page replacement")
     if not 0 <= replacement.first <= rows.page_counts[row] - replacement.pages.size:
@@ -153,13 +153,13 @@ def _check_replacement(replacement: PageReplacement, rows: RowTable, limits: Pla
         )
     _check_pages(replacement.pages, limits, f"page replacement of row {row}")
     # The scheduler may not know yet that a row has stopped itself.
-    stopped = rows.phase[row] == Phase.STOPPED
+    stopped = rows.phase[row] == RowPhase.STOPPED
     unseen = replacement.pages.size if stopped else _unseen_pages(int(rows.computed[row]), rows, limits)
     most_missing = max(unseen - replacement.first, 0)
     _check_window(replacement.pages, replacement.window_pages, most_missing, limits, f"page replacement of row {row}")
 
 
-def _check_grants(grants: PageGrants, rows: RowTable, limits: PlanLimits) -> None:
+def _check_grants(grants: PageGrants, rows: RowStates, limits: PlanLimits) -> None:
     if grants.rows.size != grants.pages.size:
         raise InvalidPlanError(f"page grants: {grants.rows.size} rows and {grants.pages.size} pages")
     for row in np.unique(grants.rows).tolist():
@@ -188,7 +188,7 @@ def _check_pages(pages: NDArray[np.int32], limits: PlanLimits, what: str) -> Non
         raise InvalidPlanError(f"{what}: a page outside [0, {limits.device_pages})")
 
 
-def _take_chunks(prefills: tuple[PrefillChunk, ...], rows: RowTable) -> Chunks:
+def _take_chunks(prefills: tuple[PrefillChunk, ...], rows: RowStates) -> Chunks:
     if not prefills:
         return NO_CHUNKS
     for chunk in prefills:
@@ -201,10 +201,10 @@ def _take_chunks(prefills: tuple[PrefillChunk, ...], rows: RowTable) -> Chunks:
     return Chunks(indices, starts, lengths, starts + lengths == rows.lengths[indices], pools)
 
 
-def _check_chunk(chunk: PrefillChunk, rows: RowTable) -> None:
+def _check_chunk(chunk: PrefillChunk, rows: RowStates) -> None:
     row = chunk.row
     _require_open(rows, row, "prefill")
-    if rows.phase[row] != Phase.PREFILL:
+    if rows.phase[row] != RowPhase.PREFILL:
         raise InvalidPlanError(f"prefill of row {row}, whose ids are all computed")
     if chunk.start != rows.computed[row]:
         raise InvalidPlanError(f"prefill of row {row} from {chunk.start}, with {rows.computed[row]} tokens computed")
@@ -214,7 +214,7 @@ def _check_chunk(chunk: PrefillChunk, rows: RowTable) -> None:
         )
 
 
-def _check_size(chunks: Chunks, rows: RowTable, limits: PlanLimits) -> None:
+def _check_size(chunks: Chunks, rows: RowStates, limits: PlanLimits) -> None:
     decoding = rows.decoding()
     # Besides its own token, a row that has jumped computes those that were forced on it.
     tokens = int(chunks.lengths.sum() + (rows.lengths[decoding] - rows.computed[decoding]).sum())
@@ -227,7 +227,7 @@ def _check_wholeness(chunks: Chunks) -> None:
         raise InvalidPlanError("a part of a row's ids: an encoder computes all of them in one pass")
 
 
-def _check_coverage(chunks: Chunks, rows: RowTable, steps: int) -> None:
+def _check_coverage(chunks: Chunks, rows: RowStates, steps: int) -> None:
     """Check that in every pass of the plan's multi-step decode each participating row has a page to write to."""
     decoding = rows.decoding()
     continuing = chunks.rows[chunks.samples]
@@ -246,7 +246,7 @@ def _check_coverage(chunks: Chunks, rows: RowTable, steps: int) -> None:
         )
 
 
-def _limit_jumps(plan: StepPlan, rows: RowTable) -> None:
+def _limit_jumps(plan: StepPlan, rows: RowStates) -> None:
     rows.jump_limits[:] = 0
     for jump in plan.jumps:
         row, most = jump.row, jump.max_tokens

@@ -83,7 +83,7 @@ def concatenate_forced(parts: list[ForcedTokens]) -> ForcedTokens:
 RowIndices = NDArray[np.int64]
 
 
-class Phase(IntEnum):
+class RowPhase(IntEnum):
     """Where a row stands."""
 
     FREE = 0
@@ -95,7 +95,7 @@ class Phase(IntEnum):
     STOPPED = 3
 
 
-class RowTable:
+class RowStates:
     """State of all row slots. Methods trust their arguments; `plan.py` checks plans before they come here.
 
     Arrays have one entry per slot; those of free slots mean nothing. `lengths` counts the ids known (prompt and
@@ -133,16 +133,16 @@ class RowTable:
 
     def decoding(self) -> RowIndices:
         """Return the rows that decode, in ascending order."""
-        return np.flatnonzero(self.phase == Phase.DECODE)
+        return np.flatnonzero(self.phase == RowPhase.DECODE)
 
     def reset(self) -> None:
-        self.phase[:] = Phase.FREE
+        self.phase[:] = RowPhase.FREE
         self.jump_limits[:] = 0
 
     def open(self, opened: RowOpen) -> None:
         """Take a free slot."""
         row, length = opened.row, opened.token_ids.size
-        self.phase[row] = Phase.PREFILL
+        self.phase[row] = RowPhase.PREFILL
         self.lengths[row] = length
         self.computed[row] = opened.computed_tokens
         self.prompt_tokens[row] = opened.prompt_tokens
@@ -157,7 +157,7 @@ class RowTable:
         self.append_pages(row, opened.pages, opened.window_pages)
 
     def close(self, row: RowSlot) -> None:
-        self.phase[row] = Phase.FREE
+        self.phase[row] = RowPhase.FREE
 
     def append_pages(self, row: RowSlot, pages: NDArray[np.int32], window_pages: NDArray[np.int32]) -> None:
         """Put pages at the end of a row's page table; `window_pages` are the window pool's for the last of them."""
@@ -200,7 +200,7 @@ class RowTable:
 
     def finish_pooled(self, rows: RowIndices) -> tuple[RowStop, ...]:
         """Stop rows that are embedded: their last id is computed."""
-        self.phase[rows] = Phase.STOPPED
+        self.phase[rows] = RowPhase.STOPPED
         return tuple(RowStop(RowSlot(row), FinishReason.STOP) for row in rows.tolist())
 
     def advance(self, rows: RowIndices) -> NDArray[np.bool_]:
@@ -213,7 +213,7 @@ class RowTable:
         self.computed[rows] = positions
         self.lengths[rows] = positions + 1
         at_limit: NDArray[np.bool_] = positions + 1 >= self.max_total_tokens[rows]
-        self.phase[rows] = np.where(at_limit, np.uint8(Phase.STOPPED), np.uint8(Phase.DECODE))
+        self.phase[rows] = np.where(at_limit, np.uint8(RowPhase.STOPPED), np.uint8(RowPhase.DECODE))
         return at_limit
 
     def record(self, rows: RowIndices, positions: NDArray[np.int64], token_ids: TokenIds) -> NDArray[np.bool_]:
@@ -252,7 +252,7 @@ class RowTable:
 
     def stop(self, rows: RowIndices) -> None:
         """Take rows out of decoding until they are closed."""
-        self.phase[rows[self.phase[rows] == Phase.DECODE]] = Phase.STOPPED
+        self.phase[rows[self.phase[rows] == RowPhase.DECODE]] = RowPhase.STOPPED
 
     def append_tokens(self, rows: RowIndices, token_ids: TokenIds) -> tuple[RowStop, ...]:
         """Give each row its sampled token; rows go on decoding unless they are returned as stopped."""
@@ -262,7 +262,7 @@ class RowTable:
         stopped = hits_stop | hits_length
         if not stopped.any():
             return ()
-        self.phase[rows[stopped]] = Phase.STOPPED
+        self.phase[rows[stopped]] = RowPhase.STOPPED
         return tuple(
             RowStop(RowSlot(int(rows[i])), FinishReason.STOP, int(token_ids[i]))
             if hits_stop[i]

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from common.steps import RowOpen
     from common.types import StepId, TokenIds
     from services.worker.engine.plans.passes import Chunks, ForwardPass, HostBatch, IntArray
-    from services.worker.engine.plans.rows import RowTable
+    from services.worker.engine.plans.rows import RowStates
 
 RowSpans = tuple[tuple[RowSlot, "PromptLogprobSpan"], ...]
 
@@ -50,7 +50,7 @@ class ScoringTable:
         else:
             self._wanted[opened.row] = opened.prompt_logprobs
 
-    def of(self, rows: RowTable, forward: ForwardPass) -> tuple[Scored, ...]:
+    def of(self, rows: RowStates, forward: ForwardPass) -> tuple[Scored, ...]:
         """Return the scored runs of a pass, whose tokens are one for each decoding row, then those of chunks."""
         chunks = forward.chunks
         if not self._wanted or not chunks.rows.size:
@@ -59,7 +59,7 @@ class ScoringTable:
         found = (self._run(rows, chunks, index, int(ends[index])) for index in range(chunks.rows.size))
         return tuple(run for run in found if run is not None)
 
-    def _run(self, rows: RowTable, chunks: Chunks, index: int, end: int) -> Scored | None:
+    def _run(self, rows: RowStates, chunks: Chunks, index: int, end: int) -> Scored | None:
         row = int(chunks.rows[index])
         wanted = self._wanted.get(row)
         if wanted is None:

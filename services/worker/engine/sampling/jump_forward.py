@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from common.types import TokenIds
-    from services.worker.engine.plans.rows import RowIndices, RowTable
+    from services.worker.engine.plans.rows import RowIndices, RowStates
     from services.worker.engine.sampling.table import SamplingTable
 
 # Padding in place of a token.
@@ -22,7 +22,7 @@ _NOTHING = -1
 
 
 def with_jump_forward(
-    token_ids: torch.Tensor, slots: RowIndices, rows: RowTable, table: SamplingTable, room: NDArray[np.int64]
+    token_ids: torch.Tensor, slots: RowIndices, rows: RowStates, table: SamplingTable, room: NDArray[np.int64]
 ) -> torch.Tensor:
     """Return a block [slots, 1 + most forced] of each row's sampled token and its forced tokens, padded with -1.
 

@@ -12,12 +12,12 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from services.worker.engine.grammars.row_masks import RowMasks
-    from services.worker.engine.plans.rows import RowIndices, RowTable
+    from services.worker.engine.plans.rows import RowIndices, RowStates
     from services.worker.engine.sampling.table import PostponedStops, SamplingTable
 
 
 def penalise(
-    logits: torch.Tensor, samples: NDArray[np.int64], slots: RowIndices, rows: RowTable, table: SamplingTable
+    logits: torch.Tensor, samples: NDArray[np.int64], slots: RowIndices, rows: RowStates, table: SamplingTable
 ) -> None:
     """Apply repetition, frequency and presence penalties in place to `logits[samples]`, which belong to rows `slots`.
 
@@ -60,7 +60,7 @@ def mask_stops(logits: torch.Tensor, samples: NDArray[np.int64], slots: RowIndic
 
 
 def _places(
-    logits: torch.Tensor, samples: NDArray[np.int64], rows: RowTable, slots: RowIndices, first: NDArray[np.int64]
+    logits: torch.Tensor, samples: NDArray[np.int64], rows: RowStates, slots: RowIndices, first: NDArray[np.int64]
 ) -> torch.Tensor:
     """Return where the logits of each row's ids [first, length) are, as flat indices [rows, longest].
 
@@ -84,7 +84,7 @@ def mask_grammars(
     logits: torch.Tensor,
     samples: NDArray[np.int64],
     slots: RowIndices,
-    rows: RowTable,
+    rows: RowStates,
     masks: RowMasks,
     endings: PostponedStops,
 ) -> None:

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from common.types import RowSlot, TokenLogprob
-    from services.worker.engine.plans.rows import RowIndices, RowTable
+    from services.worker.engine.plans.rows import RowIndices, RowStates
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +29,7 @@ class Samples:
     logprobs: tuple[tuple[RowSlot, TokenLogprob], ...] = ()
 
 
-def sample(logits: torch.Tensor, slots: RowIndices, rows: RowTable, table: SamplingTable) -> Samples:
+def sample(logits: torch.Tensor, slots: RowIndices, rows: RowStates, table: SamplingTable) -> Samples:
     """Choose the next token of rows `slots`.
 
     Args:
@@ -53,7 +53,7 @@ def sample(logits: torch.Tensor, slots: RowIndices, rows: RowTable, table: Sampl
     return Samples(token_ids, token_logprobs(unmodified, chosen, wanted, table.top_logprobs[wanted], asked))
 
 
-def _process(logits: torch.Tensor, slots: RowIndices, rows: RowTable, table: SamplingTable, needs: Needs) -> None:
+def _process(logits: torch.Tensor, slots: RowIndices, rows: RowStates, table: SamplingTable, needs: Needs) -> None:
     if needs & Needs.PENALTIES:
         samples = table.rows_that_need(Needs.PENALTIES, slots)
         penalise(logits, samples, slots[samples], rows, table)
@@ -72,7 +72,7 @@ def _process(logits: torch.Tensor, slots: RowIndices, rows: RowTable, table: Sam
         mask_grammars(logits, samples, slots[samples], rows, table.grammars, table.endings)
 
 
-def _choose(logits: torch.Tensor, slots: RowIndices, rows: RowTable, table: SamplingTable) -> torch.Tensor:
+def _choose(logits: torch.Tensor, slots: RowIndices, rows: RowStates, table: SamplingTable) -> torch.Tensor:
     drawing = table.rows_that_need(Needs.DRAW, slots)
     if drawing.size == 0:
         return logits.argmax(dim=-1)
@@ -87,7 +87,7 @@ def _choose(logits: torch.Tensor, slots: RowIndices, rows: RowTable, table: Samp
     return token_ids
 
 
-def _draw(logits: torch.Tensor, slots: RowIndices, rows: RowTable, table: SamplingTable) -> torch.Tensor:
+def _draw(logits: torch.Tensor, slots: RowIndices, rows: RowStates, table: SamplingTable) -> torch.Tensor:
     temperature = _tensor(table.temperature[slots], logits)
     probabilities = pad_to_blocks(torch.softmax(logits.div_(temperature[:, None]), dim=-1), 0.0)
     filtering = table.rows_that_need(Needs.ORDER | Needs.MIN_P, slots)

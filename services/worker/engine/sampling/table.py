@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from common.steps import RowOpen
     from services.worker.engine.grammars.row_masks import RowMasks
-    from services.worker.engine.plans.rows import RowIndices, RowTable
+    from services.worker.engine.plans.rows import RowIndices, RowStates
 
 # Below this a temperature would overflow: argmax is used instead.
 LEAST_TEMPERATURE = 1e-5
@@ -154,7 +154,7 @@ class TokenConstraints:
             self._allowed[opened.row] = torch.tensor(sampling.allowed_token_ids, dtype=torch.int64)
         self._banned[opened.row] = sampling.banned_sequences
 
-    def apply(self, logits: torch.Tensor, samples: NDArray[np.int64], slots: RowIndices, rows: RowTable) -> None:
+    def apply(self, logits: torch.Tensor, samples: NDArray[np.int64], slots: RowIndices, rows: RowStates) -> None:
         """Set the logits of tokens that rows `slots` may not sample to BANNED_LOGIT in `logits[samples]`, in place.
 
         Only what a row has generated counts as the beginning of a banned sequence.
@@ -170,7 +170,7 @@ class TokenConstraints:
             if ends:
                 row[torch.tensor(ends, device=logits.device)] = BANNED_LOGIT
 
-    def ends(self, slot: int, rows: RowTable) -> list[int]:
+    def ends(self, slot: int, rows: RowStates) -> list[int]:
         """Return the ids with which a row would now end a sequence that it bans."""
         generated = rows.token_ids[slot, rows.prompt_tokens[slot] : rows.lengths[slot]]
         return [
@@ -211,7 +211,7 @@ class PostponedStops:
             until = opened.prompt_tokens + opened.min_new_tokens
             self._rows[opened.row] = _Row(np.concatenate([early, always]), until, always)
 
-    def mask(self, masks: NDArray[np.int32], slots: RowIndices, rows: RowTable) -> None:
+    def mask(self, masks: NDArray[np.int32], slots: RowIndices, rows: RowStates) -> None:
         """Clear the bits of postponed stop ids in rows' masks, in place, unless that would clear all bits of a row.
 
         Args:

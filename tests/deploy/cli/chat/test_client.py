@@ -9,13 +9,13 @@ from deploy.cli.chat.client import ChatClient, ChatError, ChatOptions, Unreachab
 from tests.fakes.openai_server import free_url
 
 if TYPE_CHECKING:
-    from deploy.cli.chat.client import Answer
+    from deploy.cli.chat.client import StreamedAnswer
     from tests.fakes.openai_server import FakeOpenAIServer
 
 MESSAGES = [{"role": "user", "content": "one two three"}]
 
 
-def ask(server: FakeOpenAIServer, model: str = "good", pieces: list[str] | None = None) -> Answer:
+def ask(server: FakeOpenAIServer, model: str = "good", pieces: list[str] | None = None) -> StreamedAnswer:
     client = ChatClient(server.url)
     received: list[str] = [] if pieces is None else pieces
     try:

@@ -1,24 +1,24 @@
 from __future__ import annotations
 
-from deploy.cli.chat.conversation import Conversation
+from deploy.cli.chat.conversation import ChatHistory
 
 
 def test_turns_follow_the_system_prompt() -> None:
-    talk = Conversation("be brief")
+    talk = ChatHistory("be brief")
     talk.ask("hi")
     talk.answer("hello")
     assert [message["role"] for message in talk.ask("again")] == ["system", "user", "assistant", "user"]
 
 
 def test_a_question_without_an_answer_is_removed() -> None:
-    talk = Conversation()
+    talk = ChatHistory()
     talk.ask("hi")
     talk.answer("")
     assert talk.messages == []
 
 
 def test_reset_keeps_the_system_prompt() -> None:
-    talk = Conversation("be brief")
+    talk = ChatHistory("be brief")
     talk.ask("hi")
     talk.answer("hello")
     talk.reset()

@@ -6,14 +6,14 @@ from typing import TYPE_CHECKING
 import pytest
 from rich.console import Console
 
-from deploy.cli.chat.client import Answer, ChatClient, ChatError, ChatOptions
-from deploy.cli.chat.conversation import Conversation
+from deploy.cli.chat.client import ChatClient, ChatError, ChatOptions, StreamedAnswer
+from deploy.cli.chat.conversation import ChatHistory
 from deploy.cli.chat.terminal import Terminal, describe, printable
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from deploy.cli.chat.conversation import Message
+    from deploy.cli.chat.conversation import HistoryMessage
 
 
 class ScriptedClient(ChatClient):
@@ -22,11 +22,13 @@ class ScriptedClient(ChatClient):
     def __init__(self, *answers: list[str | BaseException]) -> None:
         super().__init__("http://scripted")
         self.answers = list(answers)
-        self.asked: list[list[Message]] = []
+        self.asked: list[list[HistoryMessage]] = []
 
-    def ask(self, messages: list[Message], options: ChatOptions, on_text: Callable[[str], None]) -> Answer:
+    def ask(
+        self, messages: list[HistoryMessage], options: ChatOptions, on_text: Callable[[str], None]
+    ) -> StreamedAnswer:
         self.asked.append([dict(message) for message in messages])
-        answer = Answer(0.0, first_s=0.5, last_s=2.5, finish_reason="stop", completion_tokens=5)
+        answer = StreamedAnswer(0.0, first_s=0.5, last_s=2.5, finish_reason="stop", completion_tokens=5)
         for piece in self.answers.pop(0):
             if isinstance(piece, BaseException):
                 raise piece
@@ -46,7 +48,7 @@ def chat(client: ScriptedClient, *lines: str | BaseException, system: str | None
 
     shown = io.StringIO()
     console = Console(file=shown, width=200)
-    Terminal(client, ChatOptions("tiny", "ann"), Conversation(system), console, read_line).run()
+    Terminal(client, ChatOptions("tiny", "ann"), ChatHistory(system), console, read_line).run()
     return shown.getvalue()
 
 
@@ -106,14 +108,14 @@ def test_markup_in_answers_is_text() -> None:
 @pytest.mark.parametrize(
     ("answer", "shown"),
     [
-        (Answer(0.0), ""),
+        (StreamedAnswer(0.0), ""),
         (
-            Answer(1.0, [], 1.25, 2.25, "length", 40, 11, 32),
+            StreamedAnswer(1.0, [], 1.25, 2.25, "length", 40, 11, 32),
             "11 tokens · 10.0 tokens/s · first token after 250 ms · prompt 40 tokens, 32 of them cached · "
             "cut at the token limit",
         ),
-        (Answer(1.0, [], 1.25, 1.25, "stop", 40, 1), "1 tokens · first token after 250 ms · prompt 40 tokens"),
+        (StreamedAnswer(1.0, [], 1.25, 1.25, "stop", 40, 1), "1 tokens · first token after 250 ms · prompt 40 tokens"),
     ],
 )
-def test_the_description_contains_only_the_known_figures(answer: Answer, shown: str) -> None:
+def test_the_description_contains_only_the_known_figures(answer: StreamedAnswer, shown: str) -> None:
     assert describe(answer) == shown

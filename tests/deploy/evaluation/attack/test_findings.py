@@ -5,7 +5,7 @@ import re
 
 import pytest
 
-from deploy.evaluation.attack.findings import Finding, Verdict, judge
+from deploy.evaluation.attack.findings import Finding, OracleVerdict, judge
 from deploy.evaluation.attack.oracles.evidence import SybilSweep, judge_sweep
 from deploy.evaluation.attack.statistics import Group, pooled
 
@@ -17,44 +17,44 @@ def finding(pairs: int, shift: float, *, either_way: bool = False) -> Finding:
 
 
 def test_a_clear_difference_leaks() -> None:
-    assert finding(250, 1.0).verdict is Verdict.LEAKS
+    assert finding(250, 1.0).verdict is OracleVerdict.LEAKS
     assert finding(250, 1.0).probes == 500
 
 
 def test_no_difference_in_250_pairs_is_closed() -> None:
-    assert finding(250, 0.0).verdict is Verdict.CLOSED
+    assert finding(250, 0.0).verdict is OracleVerdict.CLOSED
 
 
 def test_no_difference_in_a_few_pairs_is_undecided_and_says_how_many_it_takes() -> None:
     found = finding(20, 0.0)
-    assert found.verdict is Verdict.UNDECIDED
+    assert found.verdict is OracleVerdict.UNDECIDED
     needed = re.search(r"about (\d+) pairs would decide, these were 20", found.note)
     assert needed is not None
     assert 100 < int(needed[1]) < 500
 
 
 def test_a_small_leak_that_few_pairs_suggest_is_undecided_not_closed() -> None:
-    assert finding(20, 0.4).verdict is Verdict.UNDECIDED
+    assert finding(20, 0.4).verdict is OracleVerdict.UNDECIDED
 
 
 def test_a_two_sided_oracle_counts_later_service_as_a_leak() -> None:
-    assert finding(250, -1.0).verdict is Verdict.CLOSED
-    assert finding(250, -1.0, either_way=True).verdict is Verdict.LEAKS
+    assert finding(250, -1.0).verdict is OracleVerdict.CLOSED
+    assert finding(250, -1.0, either_way=True).verdict is OracleVerdict.LEAKS
 
 
 @pytest.mark.parametrize(
     ("first_hits", "verdict"),
     [
         # k = 3, and k + 1 colluders: without holders the fourth hits what the first three have made public.
-        ((4, 3, 2, 1), Verdict.BOUNDED),
-        ((None, None, None, None), Verdict.CLOSED),
-        ((2, 1, 1, 1), Verdict.LEAKS),
-        ((4, 2, 2, 1), Verdict.LEAKS),
+        ((4, 3, 2, 1), OracleVerdict.BOUNDED),
+        ((None, None, None, None), OracleVerdict.CLOSED),
+        ((2, 1, 1, 1), OracleVerdict.LEAKS),
+        ((4, 2, 2, 1), OracleVerdict.LEAKS),
         # Less than the bound allows is within it.
-        ((4, 3, 2, 2), Verdict.BOUNDED),
+        ((4, 3, 2, 2), OracleVerdict.BOUNDED),
     ],
 )
-def test_a_sweep_is_judged_by_the_bound(first_hits: tuple[int | None, ...], verdict: Verdict) -> None:
+def test_a_sweep_is_judged_by_the_bound(first_hits: tuple[int | None, ...], verdict: OracleVerdict) -> None:
     assert judge_sweep(SybilSweep(3, 4, first_hits)).verdict is verdict
 
 

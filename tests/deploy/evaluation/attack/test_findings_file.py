@@ -9,8 +9,8 @@ import pytest
 
 from deploy.cli import main
 from deploy.evaluation.attack import campaign, runs
-from deploy.evaluation.attack.campaign import Report
-from deploy.evaluation.attack.findings import Finding, Verdict
+from deploy.evaluation.attack.campaign import AttackReport
+from deploy.evaluation.attack.findings import Finding, OracleVerdict
 from deploy.evaluation.attack.report import UNFINISHED, FindingsFile
 from deploy.evaluation.bench.results import Provenance
 
@@ -24,8 +24,8 @@ OLD = Provenance("pando attack", "0ld", "2026-01-01")
 NEW = Provenance("pando attack --oracles flood", "11ew", "2026-02-02")
 
 
-def report(verdict: Verdict, *oracles: str, mode: str = "user_aware", model: str = "tiny") -> Report:
-    return Report(mode, model, tuple(Finding(oracle, verdict) for oracle in oracles))
+def report(verdict: OracleVerdict, *oracles: str, mode: str = "user_aware", model: str = "tiny") -> AttackReport:
+    return AttackReport(mode, model, tuple(Finding(oracle, verdict) for oracle in oracles))
 
 
 def entries(path: Path) -> list[dict[str, Any]]:
@@ -47,8 +47,8 @@ def test_findings_are_in_the_file_after_each_oracle(tmp_path: Path) -> None:
     path = tmp_path / "new" / "attack.json"
     file = FindingsFile(path, OLD, {"shared": ["pairs"], "user_aware": ["pairs", "pages", "flood"]})
     assert unfinished(path) == {"shared": ["pairs"], "user_aware": ["pairs", "pages", "flood"]}
-    file.add("pairs", report(Verdict.LEAKS, "cached_tokens", "time to first token", mode="shared"))
-    file.add("pages", report(Verdict.CLOSED, "metrics"))
+    file.add("pairs", report(OracleVerdict.LEAKS, "cached_tokens", "time to first token", mode="shared"))
+    file.add("pages", report(OracleVerdict.CLOSED, "metrics"))
     assert shown(path) == [
         ("shared", "cached_tokens", "leaks", "0ld"),
         ("shared", "time to first token", "leaks", "0ld"),
@@ -61,19 +61,19 @@ def test_findings_are_in_the_file_after_each_oracle(tmp_path: Path) -> None:
 def test_a_later_run_replaces_only_the_oracles_that_it_runs(tmp_path: Path) -> None:
     path = tmp_path / "attack.json"
     first = FindingsFile(path, OLD, {"user_aware": ["pairs", "flood", "pages"]})
-    first.add("pairs", report(Verdict.UNDECIDED, "cached_tokens", "time to first token"))
-    first.add("flood", report(Verdict.BOUNDED, "flood"))
+    first.add("pairs", report(OracleVerdict.UNDECIDED, "cached_tokens", "time to first token"))
+    first.add("flood", report(OracleVerdict.BOUNDED, "flood"))
     second = FindingsFile(path, NEW, {"user_aware": ["pairs"]})
     # Until an oracle is at its end, what it found before stays.
     assert len(shown(path)) == 3
     assert unfinished(path) == {"user_aware": ["pages", "pairs"]}
     # An oracle that does not apply any more leaves nothing of what it once found.
-    second.add("pairs", report(Verdict.CLOSED, "cached_tokens"))
+    second.add("pairs", report(OracleVerdict.CLOSED, "cached_tokens"))
     expected = [("user_aware", "flood", "bounded", "0ld"), ("user_aware", "cached_tokens", "closed", "11ew")]
     assert shown(path) == expected
     assert unfinished(path) == {"user_aware": ["pages"]}
-    second.add("pages", report(Verdict.CLOSED, "metrics", model="another"))
-    second.add("pairs", report(Verdict.LEAKS, "cached_tokens", model="another"))
+    second.add("pages", report(OracleVerdict.CLOSED, "metrics", model="another"))
+    second.add("pairs", report(OracleVerdict.LEAKS, "cached_tokens", model="another"))
     assert shown(path)[:2] == expected
     assert len(shown(path)) == 4
     assert unfinished(path) == {}
@@ -125,17 +125,17 @@ def test_each_mode_plans_the_oracles_that_depend_on_it(monkeypatch: pytest.Monke
     planned: dict[str, list[str]] = {}
     run: list[tuple[str, str]] = []
 
-    def attacked(launch: Any, plan: Any, _servers: int, observer: Any) -> Report:
+    def attacked(launch: Any, plan: Any, _servers: int, observer: Any) -> AttackReport:
         for oracle in plan.oracles:
-            observer.found(oracle, report(Verdict.CLOSED, oracle, mode=launch.mode))
-        return report(Verdict.CLOSED, *plan.oracles, mode=launch.mode)
+            observer.found(oracle, report(OracleVerdict.CLOSED, oracle, mode=launch.mode))
+        return report(OracleVerdict.CLOSED, *plan.oracles, mode=launch.mode)
 
     class Recording(FindingsFile):
         def __init__(self, path: Path, provenance: Provenance, planned_oracles: Any) -> None:
             planned.update(planned_oracles)
             super().__init__(path, provenance, planned_oracles)
 
-        def add(self, oracle: str, found: Report) -> None:
+        def add(self, oracle: str, found: AttackReport) -> None:
             run.append((found.mode, oracle))
             super().add(oracle, found)
 

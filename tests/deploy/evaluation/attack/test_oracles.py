@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from deploy.cli import main
-from deploy.evaluation.attack.findings import Verdict
+from deploy.evaluation.attack.findings import OracleVerdict
 from deploy.evaluation.attack.oracles.forgeries import Outcome, judge_forgeries
 from deploy.evaluation.attack.oracles.pages import counts
-from deploy.evaluation.attack.prober import Answer
+from deploy.evaluation.attack.prober import ProbeAnswer
 from tests.deploy.evaluation.attack.aware_server import EPOCH_S, FLAGS, AwareServer
 from tests.fakes.openai_server import running_server
 
@@ -190,10 +190,10 @@ def test_use_of_unauthenticated_stored_pages_is_detected(
 
 
 def test_a_storage_that_is_never_read_leaves_forgeries_undecided() -> None:
-    missed = Answer("text", 0)
+    missed = ProbeAnswer("text", 0)
     outcomes = [Outcome(name, missed, missed) for name in ("untouched", "flipped")]
-    assert judge_forgeries(outcomes).verdict is Verdict.UNDECIDED
-    outcomes[0] = Outcome("untouched", missed, Answer("text", 64))
-    assert judge_forgeries(outcomes).verdict is Verdict.CLOSED
-    outcomes[1] = Outcome("flipped", missed, Answer("another", 0))
-    assert judge_forgeries(outcomes).verdict is Verdict.LEAKS
+    assert judge_forgeries(outcomes).verdict is OracleVerdict.UNDECIDED
+    outcomes[0] = Outcome("untouched", missed, ProbeAnswer("text", 64))
+    assert judge_forgeries(outcomes).verdict is OracleVerdict.CLOSED
+    outcomes[1] = Outcome("flipped", missed, ProbeAnswer("another", 0))
+    assert judge_forgeries(outcomes).verdict is OracleVerdict.LEAKS

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from deploy.evaluation.bench.load import run_closed_loop, run_open_loop
-from deploy.evaluation.bench.records import BenchRequest, RequestRecord, Segment, Session
+from deploy.evaluation.bench.records import BenchRequest, RequestRecord, Segment, WorkloadSession
 from tests.fakes.virtual_clock import VirtualClock
 
 
@@ -31,8 +31,8 @@ def request(key: str, seconds: int = 1, **more: object) -> BenchRequest:
     return BenchRequest((Segment(key, 1),), seconds, **more)  # type: ignore[arg-type]  # user and delay_s only
 
 
-def session(key: str, seconds: int = 1, arrival_s: float | None = None) -> Session:
-    return Session((request(key, seconds),), arrival_s)
+def session(key: str, seconds: int = 1, arrival_s: float | None = None) -> WorkloadSession:
+    return WorkloadSession((request(key, seconds),), arrival_s)
 
 
 async def test_closed_loop_keeps_as_many_open_as_asked() -> None:
@@ -82,7 +82,7 @@ async def test_requests_of_a_session_follow_each_other_with_time_to_think() -> N
     clock = VirtualClock()
     start = clock.now()
     turns = (request("1", 2), request("2", 2, delay_s=5.0), request("3", 2, delay_s=1.0))
-    result = await clock.run(run_open_loop(TimedSender(clock), [Session(turns, 1.0)], clock))
+    result = await clock.run(run_open_loop(TimedSender(clock), [WorkloadSession(turns, 1.0)], clock))
     assert [record.started_s - start for record in result.records] == [1.0, 8.0, 11.0]
     assert all(record.late_s == 0 for record in result.records)
 
@@ -90,7 +90,7 @@ async def test_requests_of_a_session_follow_each_other_with_time_to_think() -> N
 async def test_a_failed_turn_ends_its_session_but_no_other() -> None:
     clock = VirtualClock()
     sender = TimedSender(clock)
-    sessions = [Session((request("1", 1, user="fails"), request("2"))), session("3")]
+    sessions = [WorkloadSession((request("1", 1, user="fails"), request("2"))), session("3")]
     result = await clock.run(run_closed_loop(sender, sessions, 1, clock))
     assert sender.order == ["1", "3"]
     assert [record.error for record in result.records] == ["http_500", None]

@@ -7,7 +7,7 @@ import pytest
 
 from common.types import CacheMode, ScheduleRequest
 from deploy.evaluation.bench.offline import evaluate
-from deploy.evaluation.bench.pipeline_client import ChoiceRecord, PipelineClient, PipelineError, schedule_requests
+from deploy.evaluation.bench.pipeline_client import PipelineClient, PipelineError, PipelineRecord, schedule_requests
 from deploy.evaluation.bench.prompts import PromptMaker
 from deploy.evaluation.bench.workloads.random_text import random_sessions
 from tests.fakes.echo_pipeline import CACHED_TOKENS, running_pipeline
@@ -24,7 +24,7 @@ def encoded(work: list[BenchRequest] = WORK) -> list[ScheduleRequest]:
     return schedule_requests(work, PromptMaker(), 0.6, CacheMode.DEFAULT)
 
 
-async def drive(mode: str, timeout_s: float = 10.0) -> list[ChoiceRecord]:
+async def drive(mode: str, timeout_s: float = 10.0) -> list[PipelineRecord]:
     async with running_pipeline(mode) as pipeline, PipelineClient(pipeline.address, pipeline.address) as client:
         return await client.run(encoded(), timeout_s)
 

@@ -7,7 +7,7 @@ import pytest
 from rich.console import Console
 
 from common.types import RequestId
-from deploy.evaluation.bench.pipeline_client import ChoiceRecord
+from deploy.evaluation.bench.pipeline_client import PipelineRecord
 from deploy.evaluation.bench.progress import following_tokens
 from tests.waiting import until
 
@@ -18,7 +18,7 @@ def console(*, terminal: bool) -> tuple[Console, io.StringIO]:
 
 
 async def test_tokens_are_counted_while_requests_run() -> None:
-    records = [ChoiceRecord(RequestId(name), 0.0) for name in "ab"]
+    records = [PipelineRecord(RequestId(name), 0.0) for name in "ab"]
     shown, output = console(terminal=True)
     async with following_tokens(records, 50, shown):
         records[0].tokens, records[1].tokens = 12, 30

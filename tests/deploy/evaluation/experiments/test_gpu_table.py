@@ -10,7 +10,7 @@ import pytest
 
 from deploy.evaluation.bench.results import Result, read_results, write_results
 from deploy.evaluation.experiments import gpu_table
-from deploy.evaluation.experiments.gpu_table import PARTS, SHAPES, OutOfTimeError, Part, add, main, measure
+from deploy.evaluation.experiments.gpu_table import PARTS, SHAPES, OutOfTimeError, TablePart, add, main, measure
 
 OFFLINE = "pando bench offline --workload random --requests 2 --output-tokens 4 --tp {tp} --json {json}"
 RUNS = ((1.0, None), (2.0, "8/s"))
@@ -19,7 +19,7 @@ FAKE = ("model.load_format=fake", "scheduler.device_pages=64")
 
 @pytest.mark.soak
 def test_loads_find_the_part_s_deployment_and_their_figures_name_the_table(tmp_path: Path) -> None:
-    part = Part("small", (OFFLINE, "pando bench offline --workload nonsense"), "qwen3-0.6b", settings=FAKE)
+    part = TablePart("small", (OFFLINE, "pando bench offline --workload nonsense"), "qwen3-0.6b", settings=FAKE)
     codes = [code for _, code in measure(part, tmp_path / "results.json", math.inf)]
     assert codes[0] == 0
     assert codes[1] != 0
@@ -34,15 +34,15 @@ def test_results_of_a_second_run_are_kept_next_to_the_first(tmp_path: Path) -> N
     measured = [Result("w1", "small", 1, "speed", value, "tok/s", *provenance, label) for value, label in RUNS]
     write_results(found, measured)
     for label in (None, "second run"):
-        add(found, results, Part("small", ()), None, label)
+        add(found, results, TablePart("small", ()), None, label)
     labels = [result.label for result in read_results(results)]
     assert sorted(labels, key=str) == ["8/s", "8/s, second run", None, "second run"]
 
 
 def test_no_load_begins_after_the_time_given(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(OutOfTimeError):
-        next(measure(Part("late", ("python -c 'raise SystemExit(3)'",)), None, time.monotonic() - 1))
-    monkeypatch.setattr(gpu_table, "PARTS", (Part("wrong", ("python -c 'raise SystemExit(3)'",)),))
+        next(measure(TablePart("late", ("python -c 'raise SystemExit(3)'",)), None, time.monotonic() - 1))
+    monkeypatch.setattr(gpu_table, "PARTS", (TablePart("wrong", ("python -c 'raise SystemExit(3)'",)),))
     assert main(["wrong"]) == 1
     assert main(["wrong", "--seconds", "-1"]) == 1
 

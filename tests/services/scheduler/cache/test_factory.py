@@ -10,7 +10,7 @@ import pytest
 from common.errors import ConfigurationError
 from common.settings import CacheSettings
 from services.scheduler.cache.config import CacheConfig, EvictionPolicy, Mode, PrivacyProfile
-from services.scheduler.cache.factory import CacheName, make_cache, resolve
+from services.scheduler.cache.factory import CacheName, make_cache, resolve_cache
 from services.scheduler.cache.pages import PageAllocator
 from services.scheduler.cache.radix import RadixCache
 from tests.services.scheduler.cache.driver import with_rules
@@ -24,7 +24,7 @@ def test_every_name_of_the_settings_makes_a_cache() -> None:
 
 
 def test_defaults_of_the_settings_are_those_of_the_cache() -> None:
-    assert resolve(CacheSettings()) == CacheConfig()
+    assert resolve_cache(CacheSettings()) == CacheConfig()
     # These two settings are no rules of the cache.
     rules = set(CacheSettings.model_fields) - {"epoch_seconds", "decision_log"}
     assert rules <= {field.name for field in fields(CacheConfig)}
@@ -39,7 +39,7 @@ def test_every_rule_in_the_settings_has_an_effect() -> None:
         quota_share=0.5,
         strict_numerics=True,
     )
-    assert resolve(given, content_check=True) == CacheConfig(
+    assert resolve_cache(given, content_check=True) == CacheConfig(
         profile=PrivacyProfile(few_creators=10),
         eviction=EvictionPolicy.LFU,
         promotion_subjects=5,
@@ -52,11 +52,11 @@ def test_every_rule_in_the_settings_has_an_effect() -> None:
 
 
 def test_a_floor_is_at_most_the_quota() -> None:
-    assert resolve(CacheSettings(quota_share=0.0001)).floor_share == 0.0001
+    assert resolve_cache(CacheSettings(quota_share=0.0001)).floor_share == 0.0001
 
 
 def test_settings_reach_the_cache() -> None:
-    config = resolve(CacheSettings(promotion_subjects=5, eviction="slru", quota_share=0.5))
+    config = resolve_cache(CacheSettings(promotion_subjects=5, eviction="slru", quota_share=0.5))
     cache = make_cache("isolated_pinned", PageAllocator(8), 16, config)
     assert isinstance(cache, RadixCache)
     assert (cache.config.mode, cache.config.eviction) == (Mode.ISOLATED_PINNED, EvictionPolicy.SLRU)
@@ -66,7 +66,7 @@ def test_settings_reach_the_cache() -> None:
 def test_settings_leave_the_constants_of_the_privacy_bounds_alone() -> None:
     names = {field.name for field in fields(PrivacyProfile)}
     assert names.isdisjoint(CacheSettings.model_fields)
-    assert resolve(CacheSettings()).profile == PrivacyProfile()
+    assert resolve_cache(CacheSettings()).profile == PrivacyProfile()
 
 
 def test_the_privacy_model_lists_every_constant_with_its_value() -> None:
@@ -81,7 +81,7 @@ def test_the_privacy_model_lists_every_constant_with_its_value() -> None:
 def test_limits_on_creators_grow_with_the_required_evidence(
     subjects: int, few_creators: int, creators_limit: int
 ) -> None:
-    config = resolve(CacheSettings(promotion_subjects=subjects))
+    config = resolve_cache(CacheSettings(promotion_subjects=subjects))
     assert config.profile == replace(PrivacyProfile(), few_creators=few_creators, creators_limit=creators_limit)
 
 
@@ -116,4 +116,4 @@ def test_constants_that_cannot_work_are_refused(wrong: dict[str, Any]) -> None:
 def test_strict_numerics_are_the_default_on_gpus_only(wanted: Any, device: str, strict: bool) -> None:
     """Point 1.13: there KV may depend on what else was in the batch."""
     settings = CacheSettings(strict_numerics=wanted)
-    assert resolve(settings, device).strict_numerics is strict
+    assert resolve_cache(settings, device).strict_numerics is strict

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING
 
-from services.scheduler.content.interface import DetectorOptions, Finding
+from services.scheduler.content.interface import ContentFinding, DetectorOptions
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -18,32 +18,32 @@ class WordDetector:
         self.options = options
         self._word = word
 
-    def find(self, text: str) -> Iterable[Finding]:
+    def find(self, text: str) -> Iterable[ContentFinding]:
         start = text.find(self._word)
-        return [Finding(start, "word")] if start >= 0 else []
+        return [ContentFinding(start, "word")] if start >= 0 else []
 
     def refresh(self) -> str:
         return "always the same"
 
 
 class RaisingDetector(WordDetector):
-    def find(self, text: str) -> Iterable[Finding]:
+    def find(self, text: str) -> Iterable[ContentFinding]:
         raise ValueError(f"cannot read {text}")
 
 
 class EndlessDetector(WordDetector):
-    def find(self, text: str) -> Iterable[Finding]:
+    def find(self, text: str) -> Iterable[ContentFinding]:
         time.sleep(3600)
         return []
 
 
 class DyingDetector(WordDetector):
-    def find(self, text: str) -> Iterable[Finding]:
+    def find(self, text: str) -> Iterable[ContentFinding]:
         raise SystemExit(3)
 
 
 class ChattyDetector(WordDetector):
-    def find(self, text: str) -> Iterable[Finding]:
+    def find(self, text: str) -> Iterable[ContentFinding]:
         print('{"allowed": 1000000}')  # noqa: T201  (an attempt to answer in the child's place)
         return super().find(text)
 
@@ -51,8 +51,8 @@ class ChattyDetector(WordDetector):
 class LyingDetector(WordDetector):
     """Finds things where there is no text."""
 
-    def find(self, text: str) -> Iterable[Finding]:
-        return [Finding(len(text) + 10, "beyond")]
+    def find(self, text: str) -> Iterable[ContentFinding]:
+        return [ContentFinding(len(text) + 10, "beyond")]
 
 
 def unmakeable(options: DetectorOptions) -> WordDetector:

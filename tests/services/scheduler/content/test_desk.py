@@ -9,7 +9,7 @@ import pytest
 
 from common.errors import ConfigurationError
 from services.scheduler.cache.types import CandidateId, PromotionCandidate
-from services.scheduler.content.checker import Answer
+from services.scheduler.content.checker import CheckAnswer
 from services.scheduler.content.desk import MAX_WAITING, ContentDesk
 from tests.services.scheduler.cache.driver import ANN, BOB, CID, DAN, PLAIN, Driver, with_rules
 from tests.waiting import until
@@ -27,17 +27,17 @@ PROMPT = list(range(100, 116))
 class ScriptedChecker:
     """Answers what it is told to."""
 
-    def __init__(self, answer: Answer) -> None:
+    def __init__(self, answer: CheckAnswer) -> None:
         self.answer = answer
         self.asked: list[TokenIds] = []
         self.closed = False
 
-    async def examine(self, token_ids: TokenIds) -> Answer:
+    async def examine(self, token_ids: TokenIds) -> CheckAnswer:
         self.asked.append(token_ids)
         return self.answer
 
-    async def look(self) -> Answer:
-        return Answer(rules=self.answer.rules, complaint=self.answer.complaint)
+    async def look(self) -> CheckAnswer:
+        return CheckAnswer(rules=self.answer.rules, complaint=self.answer.complaint)
 
     async def close(self) -> None:
         self.closed = True
@@ -68,7 +68,7 @@ def driver_with_candidate() -> Driver:
 )
 async def test_a_verdict_decides_how_much_is_shared(allowed: int, outcome: str, shared: list[list[int]]) -> None:
     driver = driver_with_candidate()
-    checker = ScriptedChecker(Answer(allowed, rules="1"))
+    checker = ScriptedChecker(CheckAnswer(allowed, rules="1"))
     async with working(checker, driver) as desk:
         await until(lambda: desk.verdicts == {outcome: 1})
     assert [ids.tolist() for ids in checker.asked] == [PROMPT]
@@ -78,8 +78,8 @@ async def test_a_verdict_decides_how_much_is_shared(allowed: int, outcome: str, 
     assert checker.closed
 
 
-@pytest.mark.parametrize("answer", [Answer(failure="no answer within 5 s"), Answer()])
-async def test_a_failure_publishes_nothing_and_is_asked_about_again(answer: Answer) -> None:
+@pytest.mark.parametrize("answer", [CheckAnswer(failure="no answer within 5 s"), CheckAnswer()])
+async def test_a_failure_publishes_nothing_and_is_asked_about_again(answer: CheckAnswer) -> None:
     driver = driver_with_candidate()
     checker = ScriptedChecker(answer)
     async with working(checker, driver) as desk:
@@ -89,7 +89,7 @@ async def test_a_failure_publishes_nothing_and_is_asked_about_again(answer: Answ
         # As soon as the cache has waited for long enough, without anybody asking for the prompt anew.
         driver.next_epoch(3)
         driver.next_epoch()
-        checker.answer = Answer(len(PROMPT))
+        checker.answer = CheckAnswer(len(PROMPT))
         await until(lambda: desk.verdicts == {"failed": 1, "allowed": 1})
     driver.next_epoch()
     assert driver.tenants == [PROMPT]
@@ -97,10 +97,10 @@ async def test_a_failure_publishes_nothing_and_is_asked_about_again(answer: Answ
 
 async def test_verdicts_of_old_rules_do_not_count_under_new_ones() -> None:
     driver = driver_with_candidate()
-    checker = ScriptedChecker(Answer(0, rules="strict"))
+    checker = ScriptedChecker(CheckAnswer(0, rules="strict"))
     async with working(checker, driver) as desk:
         await until(lambda: desk.verdicts == {"refused": 1})
-        checker.answer = Answer(len(PROMPT), rules="lax")
+        checker.answer = CheckAnswer(len(PROMPT), rules="lax")
         # Found out by looking, as nothing is asked.
         await until(lambda: desk._rules == "lax")
         driver.serve(DAN, PROMPT)
@@ -130,7 +130,7 @@ class Candidates:
 async def examined(cache: Candidates, most: int) -> list[str]:
     """Return the tenants of the candidates that got a verdict, in order."""
     desk = ContentDesk(
-        cast("ContentChecker", ScriptedChecker(Answer(16, rules="1"))), lambda: cast("PrefixCache", cache)
+        cast("ContentChecker", ScriptedChecker(CheckAnswer(16, rules="1"))), lambda: cast("PrefixCache", cache)
     )
     task = asyncio.create_task(desk.run())
     await until(lambda: sum(desk.verdicts.values()) == most)
@@ -161,13 +161,15 @@ async def test_a_candidate_says_which_tenant_is_to_share_it() -> None:
     assert [candidate.tenant for candidate in candidates] == ["tenant"]
 
 
-@pytest.mark.parametrize("answer", [Answer(failure="no content detector is named"), Answer(complaint="no rules")])
-async def test_detectors_that_cannot_start_end_the_service(answer: Answer) -> None:
+@pytest.mark.parametrize(
+    "answer", [CheckAnswer(failure="no content detector is named"), CheckAnswer(complaint="no rules")]
+)
+async def test_detectors_that_cannot_start_end_the_service(answer: CheckAnswer) -> None:
     class Refusing(ScriptedChecker):
-        async def look(self) -> Answer:
+        async def look(self) -> CheckAnswer:
             return answer
 
-    checker = Refusing(Answer())
+    checker = Refusing(CheckAnswer())
     desk = ContentDesk(cast("ContentChecker", checker), lambda: None)
     with pytest.raises(ConfigurationError, match="no "):
         await desk.run()
@@ -175,7 +177,7 @@ async def test_detectors_that_cannot_start_end_the_service(answer: Answer) -> No
 
 
 async def test_without_workers_nothing_is_checked() -> None:
-    checker = ScriptedChecker(Answer(rules="1"))
+    checker = ScriptedChecker(CheckAnswer(rules="1"))
     desk = ContentDesk(cast("ContentChecker", checker), lambda: None)
     task = asyncio.create_task(desk.run())
     await asyncio.sleep(0.05)

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from services.scheduler.content import examiner as examiner_module
-from services.scheduler.content.examiner import Examiner, Verdict, make_detectors
+from services.scheduler.content.examiner import CheckVerdict, Examiner, make_detectors
 from services.scheduler.content.interface import DetectorOptions, RulesError
 from services.scheduler.content.text import Transcriber
 from tests.services.scheduler.content.corpus import drawn
@@ -32,7 +32,7 @@ def examiner(model: TextModel, *names: str) -> Examiner:
 
 def test_a_harmless_prompt_may_be_public_as_a_whole(model: TextModel) -> None:
     ids = ids_of(model, "You are the patient guide of a botanical garden.")
-    assert examiner(model).examine(ids) == Verdict(len(ids))
+    assert examiner(model).examine(ids) == CheckVerdict(len(ids))
 
 
 def test_only_text_before_a_finding_may_be_public(model: TextModel) -> None:
@@ -55,8 +55,8 @@ def test_all_detectors_are_asked_and_the_strictest_wins(model: TextModel) -> Non
 
 def test_unreadable_tokens_cannot_be_public(model: TextModel) -> None:
     ids = np.concatenate([ids_of(model, "Readable."), np.array([9_000_000, 5, 6], np.int32)])
-    assert examiner(model).examine(ids) == Verdict(len(ids) - 3, "unreadable")
-    assert examiner(model).examine(ids[-3:]) == Verdict(0, "unreadable")
+    assert examiner(model).examine(ids) == CheckVerdict(len(ids) - 3, "unreadable")
+    assert examiner(model).examine(ids[-3:]) == CheckVerdict(0, "unreadable")
 
 
 def test_an_empty_input_is_an_error_and_no_permission(model: TextModel) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from deploy.evaluation.experiments.content_check import SUFFIXES, examine
-from services.scheduler.content.interface import DetectorOptions, Finding, RulesError
+from services.scheduler.content.interface import ContentFinding, DetectorOptions, RulesError
 from services.scheduler.content.patterns import PatternDetector, parse_rules
 from tests.services.scheduler.content.corpus import NEAR_MISSES, POSITIVES, SENTENCES, drawn
 
@@ -147,7 +147,7 @@ def test_rules_can_ask_for_the_neighbours_and_make_exceptions() -> None:
 
 
 def test_equal_findings_compare_equal() -> None:
-    assert Finding(3, "x") == Finding(3, "x")
+    assert ContentFinding(3, "x") == ContentFinding(3, "x")
 
 
 def test_few_harmless_texts_are_refused(detector: PatternDetector) -> None:

@@ -21,7 +21,7 @@ from common.types import (
     Subject,
     View,
 )
-from services.scheduler.core.config import resolve
+from services.scheduler.core.config import resolve_core
 from services.scheduler.core.session import SessionRules
 from tests.fakes.simulated_worker import expected_output
 from tests.services.scheduler.core.harness import STOP_ID, Harness, make_request, with_options
@@ -201,7 +201,7 @@ def test_tokens_held_by_sessions_are_bounded_per_user_and_per_tenant() -> None:
 @pytest.mark.parametrize(("total", "per_tenant"), [(0, 0), (1, 1), (2, 1), (8, 6), (1024, 768)])
 def test_a_tenant_may_have_three_quarters_of_the_sessions_but_one_at_least(total: int, per_tenant: int) -> None:
     settings = SchedulerSettings.model_validate({"sessions": {"limit_total": total, "share_total": 0.5}})
-    rules = resolve(settings, CAPACITY).sessions
+    rules = resolve_core(settings, CAPACITY).sessions
     assert (rules.total, rules.per_tenant) == (total, per_tenant)
     assert (rules.total_tokens, rules.tenant_tokens) == (512 * 16, 384 * 16)
 

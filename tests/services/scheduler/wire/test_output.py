@@ -9,8 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from protos.gen.pando.v1 import detokenizer_pb2
-from services.detokenizer.messages import Answers, ChoiceSpec, Push, StopHit
-from services.detokenizer.messages import PromptPart as ReceivedPart
+from services.detokenizer.messages import Answers, ChoiceSpec, PromptLogprobsPart, Push, StopHit
 from services.detokenizer.wire import answers_to_wire, push_from_wire
 from services.scheduler.core.output import EndedChoice, Output, OutputBuffer
 from services.scheduler.core.scoring import PromptPart
@@ -97,7 +96,7 @@ def test_output_survives_the_wire(output: Output) -> None:
         finishes=dict(output.finishes),
         starts={sequence.handle: sequence.cached_tokens or 0 for sequence in output.starts},
         prompt_logprobs=[
-            ReceivedPart(part.handle, part.span, part.lead, part.is_last) for part in output.prompt_logprobs
+            PromptLogprobsPart(part.handle, part.span, part.lead, part.is_last) for part in output.prompt_logprobs
         ],
     )
     assert plain(push) == plain(expected)

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from common.types import Admission, RequestId
-    from services.tokenizer.routing.policies import Policy
+    from services.tokenizer.routing.policies import RoutingPolicy
 
 
 class LoadedScheduler(FakeScheduler):
@@ -99,7 +99,7 @@ class Tier:
         return sum(replica.can_serve for replica in fleet._replicas.values())
 
     @asynccontextmanager
-    async def run(self, policy: Policy) -> AsyncIterator[Fleet]:
+    async def run(self, policy: RoutingPolicy) -> AsyncIterator[Fleet]:
         for group in self.groups:
             await group.start()
         discovery = Discovery(self.configured)

@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 from common.types import Subject, View
 from services.tokenizer.routing.policies import (
     FREE_LOAD,
-    Candidate,
     LeastLoaded,
     PrefixAware,
     RoundRobin,
+    RoutingCandidate,
     affinity_key,
     favourite,
     make_policy,
@@ -33,8 +33,8 @@ keys = st.binary(min_size=32, max_size=32)
 loads = st.lists(st.integers(0, 200), min_size=1, max_size=8)
 
 
-def candidates(*numbers: int) -> list[Candidate]:
-    return [Candidate(f"group-{index}", load) for index, load in enumerate(numbers)]
+def candidates(*numbers: int) -> list[RoutingCandidate]:
+    return [RoutingCandidate(f"group-{index}", load) for index, load in enumerate(numbers)]
 
 
 def test_round_robin_takes_turns() -> None:
@@ -59,14 +59,14 @@ def test_no_group_gets_more_than_its_bounded_share(key: bytes, numbers: list[int
 @given(st.lists(keys, min_size=1, max_size=50, unique=True), st.sampled_from(NAMES))
 def test_a_group_that_leaves_takes_only_its_own_keys_along(asked: list[bytes], leaving: str) -> None:
     policy = PrefixAware(1.25)
-    before = {key: policy.choose(key, [Candidate(name, 0) for name in NAMES]) for key in asked}
-    after = {key: policy.choose(key, [Candidate(name, 0) for name in NAMES if name != leaving]) for key in asked}
+    before = {key: policy.choose(key, [RoutingCandidate(name, 0) for name in NAMES]) for key in asked}
+    after = {key: policy.choose(key, [RoutingCandidate(name, 0) for name in NAMES if name != leaving]) for key in asked}
     assert all(after[key] == before[key] for key in asked if before[key] != leaving)
 
 
 def test_keys_spread_over_all_groups_evenly() -> None:
     policy = PrefixAware(1.25)
-    idle = [Candidate(name, 0) for name in NAMES]
+    idle = [RoutingCandidate(name, 0) for name in NAMES]
     counts = Counter(policy.choose(index.to_bytes(32, "big"), idle) for index in range(4000))
     assert all(850 < counts[name] < 1150 for name in NAMES)
 
@@ -74,7 +74,7 @@ def test_keys_spread_over_all_groups_evenly() -> None:
 def test_an_overloaded_preferred_group_is_avoided() -> None:
     policy = PrefixAware(1.25)
     favourite = policy.choose(bytes(32), candidates(0, 0, 0))
-    crowded = [Candidate(c.name, 90 if c.name == favourite else 5) for c in candidates(0, 0, 0)]
+    crowded = [RoutingCandidate(c.name, 90 if c.name == favourite else 5) for c in candidates(0, 0, 0)]
     assert policy.choose(bytes(32), crowded) != favourite
 
 

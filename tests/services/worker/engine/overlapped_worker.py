@@ -16,7 +16,7 @@ from services.worker.engine.execution.pooler import Pooler, with_pooled
 from services.worker.engine.execution.synchronous_executor import to_device
 from services.worker.engine.plans.passes import ForwardPass, gather
 from services.worker.engine.plans.plan import PlanLimits
-from services.worker.engine.plans.rows import RowTable
+from services.worker.engine.plans.rows import RowStates
 from tests.fakes.model_runner import CheckingRunner
 from tests.fakes.simulated_worker import VOCABULARY, SimulatedWorker
 from tests.services.scheduler.core.harness import Harness
@@ -58,15 +58,15 @@ class LateExecutor:
     launches: int = 0
     pooler: Pooler = field(default_factory=Pooler)
 
-    def mirror(self, plan: StepPlan, rows: RowTable) -> None:
+    def mirror(self, plan: StepPlan, rows: RowStates) -> None:
         for opened in plan.opens:
             self.last.pop(opened.row, None)
             self.pooler.open(opened)
 
-    def needs_history(self, rows: RowTable, forward: ForwardPass) -> bool:
+    def needs_history(self, rows: RowStates, forward: ForwardPass) -> bool:
         return False
 
-    def launch(self, rows: RowTable, forward: ForwardPass) -> Arriving:
+    def launch(self, rows: RowStates, forward: ForwardPass) -> Arriving:
         self.launches += 1
         host = with_pooled(gather(rows, forward))
         for i, row in enumerate(forward.decode_rows):
@@ -101,7 +101,7 @@ class OverlappedWorker(SimulatedWorker):
             window_pages=window.pages if window else 0,
             window_tokens=window.window_tokens if window else 0,
         )
-        rows = RowTable(max_rows, 128, page_size, has_window_pool=window is not None)
+        rows = RowStates(max_rows, 128, page_size, has_window_pool=window is not None)
         self.runner = OverlappedRunner(rows, limits, executor)
 
     def run(self, plan: StepPlan) -> list[StepResult]:

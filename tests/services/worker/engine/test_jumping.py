@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from services.worker.engine.grammars.matcher import Mask
     from services.worker.engine.grammars.vocabulary_source import VocabularySource
     from services.worker.engine.model.batch import ForwardBatch
-    from services.worker.engine.plans.rows import RowTable
+    from services.worker.engine.plans.rows import RowStates
 
 CONTEXT = 60
 PROMPT = [11, 12, 13, 14, 15]
@@ -107,7 +107,7 @@ class EngineWorker(SimulatedWorker):
         assert self.engine.configure(asked, lambda *_: None).jumps_forward is (rank == 0)
 
     @property
-    def table(self) -> RowTable:
+    def table(self) -> RowStates:
         assert self.engine._runner is not None
         return self.engine._runner.rows
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from common.grammars import Grammar, GrammarKind, GrammarScope
 from services.worker.engine.grammars.library import GrammarLibrary
 from services.worker.engine.grammars.vocabulary_source import VocabularySource
-from services.worker.grammars.process import Verdict
+from services.worker.grammars.process import CompileResult
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -87,7 +87,7 @@ class FakeProcess:
         self._number = next(work.numbers)
         work.alive.add(self._number)
 
-    async def compile(self, grammar: Grammar) -> Verdict:
+    async def compile(self, grammar: Grammar) -> CompileResult:
         assert self._number in self._work.alive
         self._work.started.append(grammar)
         try:
@@ -98,8 +98,8 @@ class FakeProcess:
             self._work.stopped.append(grammar)
             raise
         if grammar.text == "bad":
-            return Verdict("it is bad", 1000)
-        return Verdict(None, 1000, b"%d" % SIZE)
+            return CompileResult("it is bad", 1000)
+        return CompileResult(None, 1000, b"%d" % SIZE)
 
     def cpu_seconds(self) -> float | None:
         return self._work.cpu_seconds

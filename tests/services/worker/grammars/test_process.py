@@ -16,12 +16,12 @@ import pytest_asyncio
 
 from common.errors import UnavailableError
 from common.grammars import Grammar, GrammarKind
-from common.models import resolve
+from common.models import resolve_model
 from common.tokenization import load_text_model
 from services.worker.engine.grammars.compiler import Compiler
 from services.worker.engine.grammars.matcher import Matcher
 from services.worker.engine.grammars.vocabulary_source import VocabularySource
-from services.worker.grammars.process import CompileProcesses, Verdict
+from services.worker.grammars.process import CompileProcesses, CompileResult
 from tests.waiting import is_running, until
 
 if TYPE_CHECKING:
@@ -76,7 +76,7 @@ async def processes() -> AsyncIterator[CompileProcesses]:
     await made.close()
 
 
-async def compiled(processes: CompileProcesses, grammar: Grammar) -> Verdict:
+async def compiled(processes: CompileProcesses, grammar: Grammar) -> CompileResult:
     process = await processes.take(SOURCE)
     try:
         return await process.compile(grammar)
@@ -85,10 +85,10 @@ async def compiled(processes: CompileProcesses, grammar: Grammar) -> Verdict:
 
 
 async def test_a_valid_grammar_is_returned_compiled(processes: CompileProcesses) -> None:
-    verdict = await compiled(processes, GOOD)
-    assert verdict.refusal is None
-    matcher = Matcher(Compiler(SOURCE).load(verdict.data), SOURCE.vocabulary_size)
-    vocabulary = load_text_model(resolve(SOURCE.model)).tokenizer
+    result = await compiled(processes, GOOD)
+    assert result.refusal is None
+    matcher = Matcher(Compiler(SOURCE).load(result.data), SOURCE.vocabulary_size)
+    vocabulary = load_text_model(resolve_model(SOURCE.model)).tokenizer
     assert [matcher.accept(vocabulary.encode(text).ids[0]) for text in ("1", "x", "2", "3", "4")] == [
         True,
         False,
@@ -133,8 +133,8 @@ async def test_no_random_grammar_ends_the_compile_template(processes: CompilePro
     for number in range(200):
         text = "".join(random_.choice(pieces) for _ in range(random_.randrange(1, 24)))
         kind = (GrammarKind.EBNF, GrammarKind.REGEX, GrammarKind.JSON_SCHEMA, GrammarKind.STRUCTURAL_TAG)[number % 4]
-        verdict = await compiled(processes, Grammar(kind, text, "x"))
-        assert verdict.refusal != "it takes too much memory to compile", text
+        result = await compiled(processes, Grammar(kind, text, "x"))
+        assert result.refusal != "it takes too much memory to compile", text
     assert processes._template is template
 
 

@@ -12,7 +12,7 @@ from common.transfers import Transfer, TransferAck, TransferDirection, TransferI
 from common.types import StepId
 from services.worker.engine.execution.interface import InvalidPlanError
 from services.worker.storage.engine import StoringEngine
-from services.worker.storage.tier import StorageTier
+from services.worker.storage.tier import WorkerStorageTier
 from tests.fakes.storage import FakeHostPages, FakeStorage
 
 if TYPE_CHECKING:
@@ -61,7 +61,7 @@ class Bench:
     def __init__(self, inner: InnerEngine) -> None:
         self.inner = inner
         self.storage = FakeStorage()
-        self.tier = StorageTier(self.storage, 5.0, threads=2)
+        self.tier = WorkerStorageTier(self.storage, 5.0, threads=2)
         self.engine = StoringEngine(inner, self.tier, asyncio.get_running_loop())
         self.step = 0
 

@@ -11,7 +11,7 @@ from prometheus_client import REGISTRY
 from common.transfers import Transfer, TransferAck, TransferDirection, TransferId
 from services.worker.storage.objects import Miss, ObjectFormat
 from services.worker.storage.shard import Shard
-from services.worker.storage.tier import StorageTier
+from services.worker.storage.tier import WorkerStorageTier
 from tests.fakes.storage import FakeHostPages, FakeStorage
 from tests.fakes.virtual_clock import VirtualClock
 
@@ -31,7 +31,7 @@ class Bench:
     def __init__(self, timeout_s: float = 5.0) -> None:
         self.storage = FakeStorage()
         self.clock = VirtualClock()
-        self.tier = StorageTier(self.storage, timeout_s, threads=2, clock=self.clock.now)
+        self.tier = WorkerStorageTier(self.storage, timeout_s, threads=2, clock=self.clock.now)
         self.pages = FakeHostPages(8, [b"page %3d" % number for number in range(20)])
         self.shard = Shard(self.pages, FORM)
         self.acks: asyncio.Queue[TransferAck] = asyncio.Queue()

@@ -21,7 +21,7 @@ _AVX512 = _AVX2 | {"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"}
 
 
 @dataclass(frozen=True, slots=True)
-class Variant:
+class ProcessorVariant:
     """One kind of x86-64 processor: the compiler's options, and the flags of /proc/cpuinfo that they require."""
 
     name: str
@@ -31,9 +31,9 @@ class Variant:
 
 # Best first.
 VARIANTS = (
-    Variant("avx512-bf16", ("-march=x86-64-v4", "-mavx512bf16"), _AVX512 | {"avx512_bf16"}),
-    Variant("avx512", ("-march=x86-64-v4",), _AVX512),
-    Variant("avx2", ("-march=x86-64-v3",), _AVX2),
+    ProcessorVariant("avx512-bf16", ("-march=x86-64-v4", "-mavx512bf16"), _AVX512 | {"avx512_bf16"}),
+    ProcessorVariant("avx512", ("-march=x86-64-v4",), _AVX512),
+    ProcessorVariant("avx2", ("-march=x86-64-v3",), _AVX2),
 )
 
 
@@ -76,7 +76,7 @@ def build_all(directory: Path, openmp: Path | None) -> list[Path]:
     return [_path(directory, variant) for variant in VARIANTS]
 
 
-def _path(directory: Path, variant: Variant) -> Path:
+def _path(directory: Path, variant: ProcessorVariant) -> Path:
     return directory / f"operators-{variant.name}.so"
 
 

@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING
 import pytest
 
 from deploy.evaluation.bench.cache.arrivals import Arrival, by_time
-from deploy.evaluation.bench.cache.simulation import Machine, Simulation
+from deploy.evaluation.bench.cache.simulation import CacheSimulation, Machine
 from deploy.evaluation.bench.cache.tally import CacheFigures, Rules, Tally, jain_index
-from deploy.evaluation.bench.records import BenchRequest, Segment, Session
+from deploy.evaluation.bench.records import BenchRequest, Segment, WorkloadSession
 from deploy.evaluation.bench.workloads.ideal import IdealCache
 from services.scheduler.cache.config import CacheConfig
 from services.scheduler.cache.debug.audit import audit
@@ -28,10 +28,12 @@ def request(user: str, *segments: Segment, answer: int = 16) -> BenchRequest:
     return BenchRequest(segments, answer, user=user, answer=Segment(f"answer/{name}", answer, role="assistant"))
 
 
-def played(mode: CacheName, arrivals: list[Arrival], machine: Machine = MACHINE) -> tuple[CacheFigures, Simulation]:
+def played(
+    mode: CacheName, arrivals: list[Arrival], machine: Machine = MACHINE
+) -> tuple[CacheFigures, CacheSimulation]:
     rules = Rules(by_evidence=mode in ("shared", "user_aware"), by_pins=mode == "isolated_pinned")
     tally = Tally(rules, IdealCache(keeps_answers=True))
-    simulation = Simulation(mode, machine, CacheConfig(headroom_share=0), tally)
+    simulation = CacheSimulation(mode, machine, CacheConfig(headroom_share=0), tally)
     simulation.run(arrivals)
     return tally.figures(simulation), simulation
 
@@ -103,7 +105,7 @@ def test_a_request_that_can_never_fit_is_refused_and_the_others_run() -> None:
 
 def test_turns_come_when_the_answer_before_is_written_and_thought_about() -> None:
     turns = [BenchRequest((Segment("a", 4),), 10), BenchRequest((Segment("b", 4),), 5, delay_s=3.0)]
-    sessions = [Session(tuple(turns), arrival_s=1.0), Session((turns[0],), arrival_s=2.0)]
+    sessions = [WorkloadSession(tuple(turns), arrival_s=1.0), WorkloadSession((turns[0],), arrival_s=2.0)]
     times = [arrival.time_s for arrival in by_time(sessions, token_s=0.1)]
     assert times == [1.0, 2.0, 5.0]
 

@@ -12,13 +12,13 @@ from deploy.evaluation.bench.workloads.ideal import IdealCache, ideal_rates
 from deploy.evaluation.bench.workloads.m1 import M1Shape, m1_sessions, m1_stream
 
 if TYPE_CHECKING:
-    from deploy.evaluation.bench.records import Session
+    from deploy.evaluation.bench.records import WorkloadSession
 
 SHAPE = M1Shape(users=500, apps=20)
 
 
 @pytest.fixture(scope="module")
-def sessions() -> list[Session]:
+def sessions() -> list[WorkloadSession]:
     return list(islice(m1_stream(SHAPE), 40_000))
 
 
@@ -35,7 +35,7 @@ def test_m1_has_the_requested_number_of_requests_in_order_of_arrival() -> None:
     assert 1000 / arrivals[-1] == pytest.approx(2.0, rel=0.2)
 
 
-def test_lengths_turns_and_pauses_are_distributed_as_specified(sessions: list[Session]) -> None:
+def test_lengths_turns_and_pauses_are_distributed_as_specified(sessions: list[WorkloadSession]) -> None:
     requests = [request for session in sessions for request in session.requests]
     assert mean(len(session.requests) for session in sessions) == pytest.approx(1.7, abs=0.05)
     assert median(request.segments[-1].tokens for request in requests) == pytest.approx(120, rel=0.05)
@@ -49,14 +49,14 @@ def test_lengths_turns_and_pauses_are_distributed_as_specified(sessions: list[Se
     assert 1000 < median(systems.values()) < 2200
 
 
-def test_the_second_user_asks_half_as_often_as_the_first(sessions: list[Session]) -> None:
+def test_the_second_user_asks_half_as_often_as_the_first(sessions: list[WorkloadSession]) -> None:
     users = Counter(session.requests[0].user for session in sessions)
     (_, first), (_, second), (_, third) = users.most_common(3)
     assert first / second == pytest.approx(2, rel=0.15)
     assert first / third == pytest.approx(3, rel=0.15)
 
 
-def test_every_user_has_one_to_three_apps(sessions: list[Session]) -> None:
+def test_every_user_has_one_to_three_apps(sessions: list[WorkloadSession]) -> None:
     apps: dict[str | None, set[str]] = {}
     for session in sessions:
         key = session.requests[0].segments[0].key
@@ -72,7 +72,7 @@ def test_a_turn_contains_the_whole_conversation_before_it() -> None:
         assert later.segments[-2] == earlier.answer
 
 
-def test_documents_are_private_and_asked_again(sessions: list[Session]) -> None:
+def test_documents_are_private_and_asked_again(sessions: list[WorkloadSession]) -> None:
     asked: dict[str, set[str | None]] = {}
     private = again = 0
     for session in sessions:

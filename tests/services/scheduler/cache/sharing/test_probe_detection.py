@@ -7,7 +7,7 @@ import pytest
 
 from common.settings import CacheSettings
 from common.types import Subject, View
-from services.scheduler.cache.factory import resolve
+from services.scheduler.cache.factory import resolve_cache
 from tests.services.scheduler.cache.driver import ANN, BOB, CID, DAN, EVE, PLAIN, Driver, with_rules
 
 SECRET = [1, 2, 3, 4, 5, 6]
@@ -79,7 +79,7 @@ def test_prober_of_a_quiet_node_is_quarantined_after_one_window() -> None:
 
 
 def test_prober_of_a_quiet_node_is_quarantined_after_one_window_if_promotion_requires_more_subjects() -> None:
-    profile = resolve(CacheSettings(promotion_subjects=8)).profile
+    profile = resolve_cache(CacheSettings(promotion_subjects=8)).profile
     driver = Driver("user_aware", config=replace(PLAIN, promotion_subjects=8, profile=profile), capacity=400)
     for number in range(8):
         driver.serve(View(Subject("tenant", f"creator {number}")), [*SECRET, 7, 7])

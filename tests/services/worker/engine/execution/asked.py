@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from common.steps import RowOpen
-    from services.worker.engine.plans.rows import RowIndices, RowTable
+    from services.worker.engine.plans.rows import RowIndices, RowStates
 
 # Tokens; of these there are too many pairs to ban enough of them.
 MANY = 1000
@@ -32,7 +32,7 @@ class EveryThird:
     def open(self, opened: RowOpen) -> None:
         pass
 
-    def masks(self, slots: RowIndices, rows: RowTable) -> NDArray[np.int32]:
+    def masks(self, slots: RowIndices, rows: RowStates) -> NDArray[np.int32]:
         flags = np.zeros((slots.size, -(-self._vocabulary_size // 32) * 32), np.uint8)
         for line, slot in zip(flags, slots.tolist(), strict=True):
             first = int(rows.token_ids[slot, : rows.lengths[slot]].sum()) % 3

@@ -13,7 +13,7 @@ import torch
 from common.steps import EngineSpec, RowOpen, StepPlan
 from common.types import RowSlot, SamplingParams, StepId, TokenLogprob
 from services.worker.engine.measuring.capacity import sampler_bytes
-from services.worker.engine.plans.rows import RowTable
+from services.worker.engine.plans.rows import RowStates
 from services.worker.engine.sampling.sampler import sample
 from services.worker.engine.sampling.table import SamplingTable
 from tests.services.worker.engine.execution.asked import GRAMMAR, EveryThird, random_sampling
@@ -42,7 +42,7 @@ class Both:
     vocabulary: int = VOCABULARY
 
     def __post_init__(self) -> None:
-        self.rows = RowTable(self.max_rows, CONTEXT, 16)
+        self.rows = RowStates(self.max_rows, CONTEXT, 16)
         self.table = SamplingTable(self.max_rows, self.vocabulary)
         self.table.grammars = EveryThird(self.vocabulary)  # type: ignore[assignment]  # stands in for `RowMasks`
         self.device_batch = DeviceBatch(self.max_rows, CONTEXT // 16, 99, self.vocabulary, self.device)

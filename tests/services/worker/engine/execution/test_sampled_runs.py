@@ -19,7 +19,7 @@ from services.worker.engine.execution.overlapped_runner import OverlappedRunner
 from services.worker.engine.execution.synchronous_executor import SynchronousExecutor
 from services.worker.engine.execution.synchronous_runner import SynchronousRunner
 from services.worker.engine.plans.plan import PlanLimits
-from services.worker.engine.plans.rows import RowTable
+from services.worker.engine.plans.rows import RowStates
 from services.worker.engine.sampling.table import SamplingTable
 from tests.services.worker.engine.execution.asked import EveryThird, random_sampling
 from tests.services.worker.engine.execution.markov import PAGE_SIZE, PAGES, VOCABULARY, MarkovRunner
@@ -55,7 +55,7 @@ def nothing_waits(device: torch.device) -> Iterator[None]:
 class StrictExecutor(OverlappedExecutor):
     """Launches without waiting, or not at all."""
 
-    def launch(self, rows: RowTable, forward: ForwardPass) -> LaunchedOutput:
+    def launch(self, rows: RowStates, forward: ForwardPass) -> LaunchedOutput:
         with nothing_waits(self._runner.device):
             return super().launch(rows, forward)
 
@@ -90,7 +90,7 @@ class OnHost:
         table = SamplingTable(ROWS, VOCABULARY)
         table.grammars = EveryThird(VOCABULARY)  # type: ignore[assignment]  # stands in for `RowMasks`
         self._plans = SynchronousRunner(
-            RowTable(ROWS, 64, PAGE_SIZE), LIMITS, SynchronousExecutor(MarkovRunner(CPU), table, rank=0)
+            RowStates(ROWS, 64, PAGE_SIZE), LIMITS, SynchronousExecutor(MarkovRunner(CPU), table, rank=0)
         )
 
     def run(self, plan: StepPlan) -> list[StepResult]:
@@ -108,7 +108,7 @@ class OnDevice:
             if device.type != "cpu":
                 executor.capture(lambda _share: None)
         executor.use_grammars(EveryThird(VOCABULARY))  # type: ignore[arg-type]  # stands in for `RowMasks`
-        self.plans = OverlappedRunner(RowTable(ROWS, 64, PAGE_SIZE), LIMITS, executor)
+        self.plans = OverlappedRunner(RowStates(ROWS, 64, PAGE_SIZE), LIMITS, executor)
 
     def run(self, plan: StepPlan) -> list[StepResult]:
         results: list[StepResult] = []
@@ -203,7 +203,7 @@ def test_the_next_pass_is_launched_before_the_last_token_is_known(device: torch.
     known: list[int] = []
     plain = on_device.plans.rows.record
 
-    def record(rows, positions, token_ids):  # type: ignore[no-untyped-def]  # as `RowTable.record`
+    def record(rows, positions, token_ids):  # type: ignore[no-untyped-def]  # as `RowStates.record`
         known.append(int(on_device.plans.rows.lengths[rows].max() - positions.max()))
         return plain(rows, positions, token_ids)
 

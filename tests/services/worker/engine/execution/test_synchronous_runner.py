@@ -11,7 +11,7 @@ from common.types import RowSlot, StepId, TokenLogprob
 from services.worker.engine.execution.pass_output import PassOutput
 from services.worker.engine.execution.synchronous_runner import SynchronousRunner
 from services.worker.engine.plans.plan import PlanLimits
-from services.worker.engine.plans.rows import RowTable
+from services.worker.engine.plans.rows import RowStates
 from tests.services.worker.engine.scenario import chunk, open_row
 
 if TYPE_CHECKING:
@@ -30,7 +30,7 @@ class ConstantExecutor:
     def open(self, opened: RowOpen) -> None:
         self.opened.append(opened.row)
 
-    def step(self, rows: RowTable, forward: ForwardPass) -> PassOutput:
+    def step(self, rows: RowStates, forward: ForwardPass) -> PassOutput:
         for _ in range(3):
             next(self.clock)
         return PassOutput(np.full(forward.sampled_rows.size, 5, np.int32), (LOGPROB,))
@@ -39,7 +39,7 @@ class ConstantExecutor:
 def run(plan: StepPlan, *, reports_tokens: bool = True) -> list[StepResult]:
     clock = count()
     runner = SynchronousRunner(
-        RowTable(4, 40, 4),
+        RowStates(4, 40, 4),
         PlanLimits(100, 50, 64),
         ConstantExecutor(clock),
         reports_tokens=reports_tokens,

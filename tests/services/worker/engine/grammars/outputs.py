@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from common.grammars import Grammar, GrammarKind
-from common.models import resolve
+from common.models import resolve_model
 from common.tokenization import load_text_model
 from common.tokenization.vocabulary import Vocabulary, read_vocabulary
 from common.types import SamplingParams
@@ -18,7 +18,7 @@ from services.worker.engine.grammars.compiler import Compiler
 from services.worker.engine.grammars.library import GrammarLibrary
 from services.worker.engine.grammars.row_masks import RowMasks
 from services.worker.engine.grammars.vocabulary_source import VocabularySource
-from services.worker.engine.plans.rows import RowTable
+from services.worker.engine.plans.rows import RowStates
 from services.worker.engine.sampling.sampler import sample
 from services.worker.engine.sampling.table import SamplingTable
 from tests.services.worker.engine.scenario import open_row
@@ -46,7 +46,7 @@ def library() -> GrammarLibrary:
 
 @cache
 def vocabulary() -> Vocabulary:
-    return read_vocabulary(load_text_model(resolve(SOURCE.model)).tokenizer, VOCABULARY_SIZE)
+    return read_vocabulary(load_text_model(resolve_model(SOURCE.model)).tokenizer, VOCABULARY_SIZE)
 
 
 def schema_grammar(schema: object) -> Grammar:
@@ -80,7 +80,7 @@ class Rows:
     """Rows that sample one token per step."""
 
     def __init__(self, opens: Sequence[RowOpen], max_rows: int = 8, context: int = 512) -> None:
-        self.rows = RowTable(max_rows, context, page_size=16)
+        self.rows = RowStates(max_rows, context, page_size=16)
         self.table = SamplingTable(max_rows, VOCABULARY_SIZE, RowMasks(library(), VOCABULARY_SIZE))
         self.running: list[RowOpen] = []
         for opened in opens:

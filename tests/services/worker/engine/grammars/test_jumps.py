@@ -17,7 +17,7 @@ from services.worker.engine.execution.pass_output import PassOutput
 from services.worker.engine.execution.synchronous_runner import SynchronousRunner
 from services.worker.engine.grammars.row_masks import RowMasks
 from services.worker.engine.plans.plan import PlanLimits
-from services.worker.engine.plans.rows import RowTable
+from services.worker.engine.plans.rows import RowStates
 from services.worker.engine.sampling.jump_forward import split_token_block, with_jump_forward
 from services.worker.engine.sampling.sampler import sample
 from services.worker.engine.sampling.table import SamplingTable
@@ -64,7 +64,7 @@ class MadeUpModel:
     def open(self, opened: RowOpen) -> None:
         self.table.open(opened)
 
-    def step(self, rows: RowTable, forward: ForwardPass) -> PassOutput:
+    def step(self, rows: RowStates, forward: ForwardPass) -> PassOutput:
         self.passes += 1
         slots = forward.sampled_rows
         logits = [logits_of(int(self.table.seeds[slot]), int(rows.lengths[slot])) for slot in slots]
@@ -77,7 +77,7 @@ class MadeUpModel:
 def outputs(opens: list[RowOpen], jump: int, *, steps: int = 1) -> tuple[list[list[int]], int]:
     """Run rows to their ends, which may get `jump` tokens ahead; return their outputs, and the passes that took."""
     model = MadeUpModel(8)
-    rows = RowTable(8, 512, page_size=16)
+    rows = RowStates(8, 512, page_size=16)
     runner = SynchronousRunner(rows, PlanLimits(VOCABULARY_SIZE, 8 * PAGES, 256), model)
     granted = tuple(
         replace(opened, pages=ids(range(index * PAGES, (index + 1) * PAGES))) for index, opened in enumerate(opens)

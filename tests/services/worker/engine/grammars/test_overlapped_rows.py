@@ -14,7 +14,7 @@ from services.worker.engine.execution.overlapped_runner import OverlappedRunner
 from services.worker.engine.execution.pass_output import PassOutput
 from services.worker.engine.grammars.row_masks import RowMasks
 from services.worker.engine.plans.plan import PlanLimits
-from services.worker.engine.plans.rows import RowTable
+from services.worker.engine.plans.rows import RowStates
 from services.worker.engine.sampling.sampler import sample
 from services.worker.engine.sampling.table import Needs, SamplingTable
 from tests.services.worker.engine.grammars.corpus import CORPUS
@@ -59,15 +59,15 @@ class HostSampling:
     def __init__(self, max_rows: int) -> None:
         self.table = SamplingTable(max_rows, VOCABULARY_SIZE, RowMasks(library(), VOCABULARY_SIZE))
 
-    def mirror(self, plan: StepPlan, rows: RowTable) -> None:
+    def mirror(self, plan: StepPlan, rows: RowStates) -> None:
         for opened in plan.opens:
             self.table.open(opened)
 
-    def needs_history(self, rows: RowTable, forward: ForwardPass) -> bool:
+    def needs_history(self, rows: RowStates, forward: ForwardPass) -> bool:
         sampled = forward.sampled_rows
         return bool(sampled.size and self.table.needs_of(sampled) & Needs.GRAMMAR)
 
-    def launch(self, rows: RowTable, forward: ForwardPass) -> Ready:
+    def launch(self, rows: RowStates, forward: ForwardPass) -> Ready:
         slots = forward.sampled_rows
         logits = [logits_of(int(self.table.seeds[slot]), int(rows.lengths[slot])) for slot in slots]
         made = sample(torch.from_numpy(np.stack(logits)), slots, rows, self.table)
@@ -78,7 +78,7 @@ def test_a_lease_follows_the_grammar_at_every_step_and_ends_with_it() -> None:
     grammar = schema_grammar(CORPUS["enum of texts"])
     opens = [bound_row(0, grammar, seed=3, length=300), bound_row(2, grammar, seed=4, length=300)]
     expected = finished(opens)
-    rows = RowTable(4, 512, page_size=16)
+    rows = RowStates(4, 512, page_size=16)
     runner = OverlappedRunner(rows, PlanLimits(VOCABULARY_SIZE, 4 * PAGES, 256), HostSampling(4))
     granted = [
         replace(opened, pages=ids(range(index * PAGES, (index + 1) * PAGES))) for index, opened in enumerate(opens)

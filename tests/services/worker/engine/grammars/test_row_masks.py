@@ -11,7 +11,7 @@ import pytest
 from common.grammars import Grammar, GrammarKind
 from services.worker.engine.grammars.matcher import mask_words
 from services.worker.engine.grammars.row_masks import RowMasks
-from services.worker.engine.plans.rows import RowTable
+from services.worker.engine.plans.rows import RowStates
 from tests.services.worker.engine.grammars.corpus import CORPUS
 from tests.services.worker.engine.grammars.outputs import (
     EOS,
@@ -119,13 +119,13 @@ class Library:
         return Walk(list(self.path))
 
 
-def allowed(masks: RowMasks, rows: RowTable) -> list[int]:
+def allowed(masks: RowMasks, rows: RowStates) -> list[int]:
     bits = np.unpackbits(masks.masks(np.array([0]), rows).view(np.uint8), bitorder="little")
     return np.flatnonzero(bits).tolist()
 
 
-def table_of(masks: RowMasks, *more: int) -> RowTable:
-    rows = RowTable(1, 64, 16)
+def table_of(masks: RowMasks, *more: int) -> RowStates:
+    rows = RowStates(1, 64, 16)
     opened = bound_row(0, ORDER, seed=1, length=40, more=more)
     rows.open(opened)
     masks.open(opened)

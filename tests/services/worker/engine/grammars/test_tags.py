@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from common.grammars import Grammar, GrammarKind
-from common.models import resolve
+from common.models import resolve_model
 from common.notations.formats import marked, regex, sequence, text_with_calls
 from common.tokenization import load_text_model
 from tests.services.worker.engine.grammars.outputs import SOURCE, library, schema_grammar
@@ -51,7 +51,7 @@ def accepts(format_: dict[str, Any], ids: list[int]) -> bool:
 
 
 def test_marks_are_special_tokens_where_the_vocabulary_has_them_and_text_elsewhere() -> None:
-    tokenizer = load_text_model(resolve(SOURCE.model)).tokenizer
+    tokenizer = load_text_model(resolve_model(SOURCE.model)).tokenizer
     format_ = sequence(*marked("<repo_name>a<file_sep>"), regex("[0-9]"), *marked("<no_token>"))
     assert accepts(format_, tokenizer.encode("<repo_name>a<file_sep>7<no_token>").ids)
     # The letters of a special token are another text.
@@ -62,7 +62,7 @@ def test_marks_are_special_tokens_where_the_vocabulary_has_them_and_text_elsewhe
 
 @pytest.mark.parametrize(("mark", "other"), [("<repo_name>", "<file_sep>"), ("<calls>", "<other>")])
 def test_calls_in_a_text_begin_with_their_mark(mark: str, other: str) -> None:
-    tokenizer = load_text_model(resolve(SOURCE.model)).tokenizer
+    tokenizer = load_text_model(resolve_model(SOURCE.model)).tokenizer
     for repeats in (True, False):
         format_ = text_with_calls(mark, sequence(*marked("ab")), excludes=[other], repeats=repeats)
         assert accepts(format_, tokenizer.encode(f"Well, {mark}ab").ids)

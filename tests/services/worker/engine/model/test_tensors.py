@@ -8,7 +8,7 @@ from safetensors.torch import load_file, save_file
 
 from common.errors import ConfigurationError
 from services.worker.engine.checkpoints.safetensors_directory import SafetensorsCheckpoint
-from services.worker.engine.model.tensors import Tensors
+from services.worker.engine.model.tensors import CheckedTensors
 from services.worker.engine.quantization.fp8 import FP8, Fp8Matrix, quantise
 from tests.services.worker.engine.families import save_family
 from tests.services.worker.engine.quantization.fp8_bounds import widened
@@ -28,8 +28,8 @@ DOWN = f"{LAYER}.mlp.down_proj.weight"
 Q, K, V = (f"{LAYER}.self_attn.{name}_proj.weight" for name in "qkv")
 
 
-def tensors_of(directory: Path, *, quantises: bool = False) -> Tensors:
-    return Tensors(SafetensorsCheckpoint(directory), CPU, quantise if quantises else None)
+def tensors_of(directory: Path, *, quantises: bool = False) -> CheckedTensors:
+    return CheckedTensors(SafetensorsCheckpoint(directory), CPU, quantise if quantises else None)
 
 
 def replace_tensor(directory: Path, name: str, tensor: torch.Tensor | None) -> None:

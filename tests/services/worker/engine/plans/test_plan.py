@@ -9,7 +9,7 @@ from common.transfers import Transfer, TransferDirection, TransferId
 from common.types import RowSlot, StepId
 from services.worker.engine.execution.interface import InvalidPlanError
 from services.worker.engine.plans.plan import PlanLimits, apply_bookkeeping
-from services.worker.engine.plans.rows import RowTable
+from services.worker.engine.plans.rows import RowStates
 from tests.services.worker.engine.scenario import chunk, grant, ids, open_row
 
 LIMITS = PlanLimits(vocabulary_size=100, device_pages=50, max_step_tokens=16, host_pages=20)
@@ -17,8 +17,8 @@ BACKUP = TransferDirection.DEVICE_TO_HOST
 OPEN = StepPlan(StepId(1), opens=(open_row(0, range(6), [1, 2], computed=4, total=40),))
 
 
-def rows(*plans: StepPlan) -> RowTable:
-    table = RowTable(max_rows=4, max_context=40, page_size=4)
+def rows(*plans: StepPlan) -> RowStates:
+    table = RowStates(max_rows=4, max_context=40, page_size=4)
     for plan in plans:
         apply_bookkeeping(plan, table, LIMITS)
     return table
@@ -168,14 +168,14 @@ OPEN_WINDOWED = replace(open_row(0, range(10), [1, 2, 3], computed=9, total=40),
     ],
 )
 def test_a_plan_that_leaves_a_window_without_pages_is_refused(plan: StepPlan, complaint: str) -> None:
-    table = RowTable(max_rows=4, max_context=40, page_size=4, has_window_pool=True)
+    table = RowStates(max_rows=4, max_context=40, page_size=4, has_window_pool=True)
     apply_bookkeeping(StepPlan(StepId(1), opens=(OPEN_WINDOWED,)), table, WINDOWED)
     with pytest.raises(InvalidPlanError, match=complaint):
         apply_bookkeeping(plan, table, WINDOWED)
 
 
 def test_window_pages_are_the_last_of_a_table() -> None:
-    table = RowTable(max_rows=4, max_context=40, page_size=4, has_window_pool=True)
+    table = RowStates(max_rows=4, max_context=40, page_size=4, has_window_pool=True)
     apply_bookkeeping(StepPlan(StepId(1), opens=(OPEN_WINDOWED,)), table, WINDOWED)
     plan = StepPlan(
         StepId(2),

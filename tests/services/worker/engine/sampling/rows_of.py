@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from common.types import SamplingParams
-from services.worker.engine.plans.rows import RowTable
+from services.worker.engine.plans.rows import RowStates
 from services.worker.engine.sampling.sampler import Samples, sample
 from services.worker.engine.sampling.table import SamplingTable
 from tests.services.worker.engine.scenario import open_row
@@ -21,10 +21,10 @@ if TYPE_CHECKING:
     from common.steps import RowOpen
 
 
-def tables(opens: Sequence[RowOpen], vocabulary: int) -> tuple[RowTable, SamplingTable]:
+def tables(opens: Sequence[RowOpen], vocabulary: int) -> tuple[RowStates, SamplingTable]:
     count = max(opened.row for opened in opens) + 1
     context = max(len(opened.token_ids) for opened in opens) + 1
-    rows, table = RowTable(count, context, page_size=16), SamplingTable(count, vocabulary)
+    rows, table = RowStates(count, context, page_size=16), SamplingTable(count, vocabulary)
     for opened in opens:
         rows.open(opened)
         table.open(opened)

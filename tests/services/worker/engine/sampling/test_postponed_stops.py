@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from common.grammars import Grammar, GrammarKind
-from services.worker.engine.plans.rows import RowTable
+from services.worker.engine.plans.rows import RowStates
 from services.worker.engine.sampling.table import PostponedStops
 from tests.services.worker.engine.grammars.outputs import EOS, Rows, bound_row, finished, schema_grammar, text_of
 
@@ -87,7 +87,7 @@ def test_equal_after_a_retraction() -> None:
 
 
 def test_a_slot_forgets_its_last_tenant() -> None:
-    table, rows = PostponedStops(64), RowTable(1, 512, 16)
+    table, rows = PostponedStops(64), RowStates(1, 512, 16)
     opened = replace(row(DIGITS, 1, minimum=5), stop_token_ids=(1, 33, 34, 900))
     mask = np.full((1, 2), -1, np.int32)
     table.open(opened)

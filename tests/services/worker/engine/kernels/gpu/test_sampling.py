@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from common.steps import StepPlan
 from common.types import SamplingParams, StepId
-from services.worker.engine.plans.rows import RowTable
+from services.worker.engine.plans.rows import RowStates
 from services.worker.engine.sampling.sampler import sample
 from services.worker.engine.sampling.table import SamplingTable
 from tests.services.worker.engine.scenario import open_row
@@ -35,7 +35,7 @@ def choose(
 ) -> tuple[list[int], list[int]]:
     """Return the host's and the device's choice for each row."""
     count, vocabulary = logits.shape
-    rows, device_batch = RowTable(count, 300, 16), DeviceBatch(count, 20, 99, vocabulary, device)
+    rows, device_batch = RowStates(count, 300, 16), DeviceBatch(count, 20, 99, vocabulary, device)
     table = SamplingTable(count, vocabulary)
     opens = tuple(
         open_row(i, [1] * (5 + 7 * i % 280), range(4), total=290, sampling=each) for i, each in enumerate(asked)
