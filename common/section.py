@@ -6,8 +6,7 @@ import json
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, SecretStr
-from pydantic_core import core_schema
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, SecretStr
 from pydantic_settings import NoDecode
 
 from common.secrets import FILE_PREFIX
@@ -41,8 +40,8 @@ class AtLeast:
 
     min_length: int
 
-    def __get_pydantic_core_schema__(self, source: object, handler: GetCoreSchemaHandler) -> core_schema.CoreSchema:
-        return core_schema.no_info_after_validator_function(self._check, handler(source))
+    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> Any:
+        return AfterValidator(self._check).__get_pydantic_core_schema__(source, handler)
 
     def _check(self, secret: Any) -> Any:  # Any: SecretStr or None
         if isinstance(secret, SecretStr):

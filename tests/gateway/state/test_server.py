@@ -54,8 +54,8 @@ async def test_calls_that_wait_for_others_do_not_make_the_server_count_as_unavai
     redis_process: RedisProcess,
 ) -> None:
     """A burst of requests under one key, all of them beyond its limit, made all tenants' requests fail."""
-    async with state_server(redis_process.url, new_prefix(), timeout_s=1.0) as server:
-        calls = [server.call(lambda redis: redis.blpop("none", timeout=0.25)) for _ in range(8 * CONNECTIONS)]
+    async with state_server(redis_process.url, new_prefix(), timeout_s=4.0) as server:
+        calls = [server.call(lambda redis: redis.blpop("none", timeout=0.5)) for _ in range(9 * CONNECTIONS)]
         assert await asyncio.gather(*calls) == [None] * len(calls)
         assert server.is_up
 

@@ -100,7 +100,7 @@ def test_windows_held_without_running_rows_are_detected_and_repaired() -> None:
 
 
 def test_a_window_pool_too_small_for_any_row_is_refused() -> None:
-    with pytest.raises(ConfigurationError, match=r"scheduler\.window_ratio"):
+    with pytest.raises(ConfigurationError, match=r"5 pages .* scheduler\.memory_fraction"):
         make_allocator("shared", 100, 16, WindowPool(pages=5, window_tokens=1024, layers=1, kv_bytes_per_token=1))
     windows = make_allocator("chunk", 3, 16, WindowPool(3, 1024, 1, 1)).windows
     assert windows is not None
