@@ -63,7 +63,8 @@ class Accounts:
         """Return the account of a view that starts a request now."""
         account = self.owner(scope)
         account.locks += 1
-        if not account.is_public:
+        # Its subject and its tenant are touched whenever it is.
+        if not (account.is_public or (account.is_active and account.last_epoch == epoch)):
             for each in (account, account.holder, account.holder.tenant):
                 self._touch(each, epoch)
         return account

@@ -115,10 +115,9 @@ class EvictionQueue(Generic[C]):
     def excess(self, account: Account) -> int:
         """Return by how many pages the account's subject exceeds its quota of the tier; 0 or less if it does not."""
         holder = account.holder
-        if holder.is_common or holder.share is None:
+        if holder.is_common or holder.share is None or (holding := self._subjects.get(holder)) is None:
             return 0
-        holding = self._subjects.get(holder)
-        return 0 if holding is None else holding.pages - max(1, int(self._capacity * holder.share))
+        return holding.pages - (int(self._capacity * holder.share) or 1)
 
     def begin_epoch(self, epoch: int, idle: Iterable[Holder]) -> None:
         """Set the epoch; the subjects and tenants in `idle` have lost their floors."""

@@ -135,7 +135,7 @@ class RadixCache:
         pages = self.store.tree.path_pages(node, self.store.tree.root)
         self.store.lock_path(node, self.store.tree.root)
         if self._is_user_aware and not repeated:
-            self._detector.count(node, account, key.page(match.pages) if match.pages < key.pages else None)
+            self._detector.count(node, account, key, match.pages)
         locked = LockedPath(account, node, may_promote, sessions=None if session is None else frozenset((session,)))
         tag_path(locked)
         if self._has_priorities:

@@ -236,11 +236,11 @@ class PageTree:
 
     def shared_pages(self, node: Node) -> tuple[int, int]:
         """Return the numbers of PUBLIC and of TENANT pages on the path to `node`; they come in this order."""
-        while not node.is_shared:
+        while not node.owner.is_shared:
             assert node.parent is not None, "the root is public"
             node = node.parent
         tenant = 0
-        while not node.is_public:
+        while not node.owner.is_public:
             assert node.parent is not None, "the root is public"
             tenant += node.size
             node = node.parent

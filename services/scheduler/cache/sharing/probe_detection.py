@@ -14,6 +14,7 @@ from services.scheduler.cache.types import CacheEventKind
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
+    from services.scheduler.cache.keys import PagedKey
     from services.scheduler.cache.node import Account, Node
     from services.scheduler.cache.sharing.demotion import Demoter
     from services.scheduler.cache.store import NodeStore
@@ -45,13 +46,14 @@ class ProbeDetector:
         # PUBLIC nodes that a subject of a quarantined tenant has computed itself.
         self._proven: dict[Node, None] = {}
 
-    def count(self, node: Node, account: Account, missing_page: bytes | None) -> None:
+    def count(self, node: Node, account: Account, key: PagedKey, pages: int) -> None:
         """Count one request's hit on each shared node up to `node`.
 
         Args:
             node: The end of the match in the requester's view.
             account: The requester.
-            missing_page: The next whole page of the request, which is not below `node`.
+            key: The request's tokens.
+            pages: The depth of `node` in pages; the key's next page, if there is a whole one, is not below it.
         """
         deepest = node
         while not deepest.owner.is_shared:
@@ -62,10 +64,10 @@ class ProbeDetector:
             if at.creators is None or subject not in at.creators:
                 self._count_hit(at, account)
             at = parent
-        if missing_page is None or deepest is not node or node.parent is None:
+        if deepest is not node or node.parent is None or pages >= key.pages:
             return
         if subject not in (node.creators or ()):
-            self._count_try(node, account, missing_page)
+            self._count_try(node, account, key.page(pages))
 
     def _count_hit(self, node: Node, account: Account) -> None:
         if not node.hit_cur:
