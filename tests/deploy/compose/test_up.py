@@ -138,7 +138,7 @@ def test_a_caller_inside_the_container_may_flush_the_cache(project: Project) -> 
 def test_prometheus_and_grafana_come_with_their_profile(project: Project) -> None:
     assert project.configuration()["services"].keys() == {*SERVICES, "model"}
     observed = project.configuration("observability")["services"]
-    assert observed.keys() == {*SERVICES, "prometheus", "grafana"}
+    assert observed.keys() == {*SERVICES, "model", "prometheus", "grafana"}
 
 
 def test_overlays_for_gpus_give_each_rank_a_worker_with_its_device() -> None:
