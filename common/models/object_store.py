@@ -13,9 +13,11 @@ import shutil
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
+from urllib.parse import quote
 
 import fsspec
 from filelock import FileLock
+from huggingface_hub import constants
 
 from common.errors import ConfigurationError
 from common.logs import get_logger
@@ -39,13 +41,12 @@ log = get_logger("models")
 
 def cache_root() -> Path:
     """Return the folder of all models from object stores, beside the hub's cache."""
-    home = os.environ.get("HF_HOME") or Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "huggingface"
-    return Path(home).expanduser().resolve() / "object-stores"
+    return Path(constants.HF_HOME).expanduser().resolve() / "object-stores"
 
 
 def folder_of(reference: ObjectReference) -> Path:
     """Return the folder of a prefix in the cache."""
-    return cache_root() / reference.uri.replace("://", "--").replace("/", "--")
+    return cache_root() / quote(reference.uri, safe="")
 
 
 def fetch(reference: ObjectReference, *, weights: bool, report: DownloadReport) -> ModelFiles:
@@ -63,7 +64,7 @@ def fetch(reference: ObjectReference, *, weights: bool, report: DownloadReport) 
         ConfigurationError: the model cannot be downloaded or served; the message says what to do.
     """
     folder = folder_of(reference)
-    if os.environ.get("HF_HUB_OFFLINE", "").lower() in ("1", "true", "yes", "on"):
+    if constants.HF_HUB_OFFLINE:
         return _cached(reference, folder, "HF_HUB_OFFLINE forbids a download", weights=weights)
     try:
         filesystem, prefix = fsspec.url_to_fs(reference.uri)
@@ -119,10 +120,12 @@ def _listing(filesystem: Any, prefix: str) -> dict[str, dict[str, Any]]:
     """Return the objects below a prefix by their paths below it; for a single object, by its name."""
     found = filesystem.find(prefix, detail=True)
     root = prefix.rstrip("/") + "/"
+    names = {path: path[len(root) :] if path.startswith(root) else path.rpartition("/")[2] for path in found}
+    # A key may contain "..", which would lead out of the cache.
     return {
-        path[len(root) :] if path.startswith(root) else path.rpartition("/")[2]: {**entry, "path": path}
-        for path, entry in found.items()
-        if entry["type"] == "file"
+        name: {**found[path], "path": path}
+        for path, name in names.items()
+        if found[path]["type"] == "file" and ".." not in name.split("/")
     }
 
 

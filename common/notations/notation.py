@@ -1,4 +1,4 @@
-"""What a notation of tool calls is: a parser, a text for given calls, and formats of all outputs that it can read."""
+"""A notation of tool calls: a parser, the text of given calls, and the formats of all outputs that it can read."""
 
 from __future__ import annotations
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import fsspec
 import pytest
 from fsspec.implementations.memory import MemoryFileSystem
+from huggingface_hub import constants
 
 from common.errors import ConfigurationError
 from common.models import ModelKind, object_store, pin, resolve_model
@@ -68,8 +69,8 @@ class Store(MemoryFileSystem):  # type: ignore[misc]  # fsspec has no types
 
 @pytest.fixture(autouse=True)
 def store(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Store]:
-    monkeypatch.setenv("HF_HOME", str(tmp_path / "home"))
-    monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
+    monkeypatch.setattr(constants, "HF_HOME", str(tmp_path / "home"))
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
     fsspec.register_implementation("s3", Store, clobber=True)
     Store.store.clear()
     Store.breaks.clear()
@@ -163,7 +164,7 @@ def test_without_a_connection_the_version_used_last_serves(monkeypatch: pytest.M
     path = resolve_model(ADDRESS).path
     Store.failure = ConnectionError("no route")
     assert resolve_model(ADDRESS).path == path
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     Store.failure = AssertionError("asked")
     assert resolve_model(ADDRESS).path == path
     with pytest.raises(ConfigurationError, match=r"missing: all files.*HF_HUB_OFFLINE forbids a download"):
@@ -172,7 +173,7 @@ def test_without_a_connection_the_version_used_last_serves(monkeypatch: pytest.M
 
 def test_without_weights_in_the_cache_a_worker_is_told_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     resolve_model(ADDRESS, weights=False)
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     resolve_model(ADDRESS, weights=False)
     with pytest.raises(ConfigurationError, match=r"no weights|model\.safetensors"):
         resolve_model(ADDRESS)
@@ -191,6 +192,20 @@ def test_failures_say_what_to_do(failure: Exception, message: str) -> None:
     Store.failure = failure
     with pytest.raises(ConfigurationError, match=message):
         resolve_model(ADDRESS)
+
+
+def test_prefixes_whose_names_are_similar_have_folders_of_their_own() -> None:
+    folders = {object_store.folder_of(ObjectReference(uri)) for uri in ("s3://a/b/c", "s3://a/b--c", "gs://a/b/c")}
+    assert len(folders) == 3
+
+
+def test_a_key_that_leads_out_of_the_cache_is_ignored(store: Store, tmp_path: Path) -> None:
+    store.pipe_file(f"{ADDRESS}/../../../outside.safetensors", b"x")
+    index = {"weight_map": {"w": "../../../outside.safetensors"}}
+    store.pipe_file(f"{ADDRESS}/model.safetensors.index.json", json.dumps(index).encode())
+    with pytest.raises(ConfigurationError, match="names objects that the store lacks"):
+        resolve_model(ADDRESS)
+    assert not list(tmp_path.rglob("outside.safetensors"))
 
 
 def test_an_empty_prefix_is_an_error() -> None:

@@ -1,4 +1,4 @@
-"""What a grammar of calls lets through is what the parsers read, with arguments that are valid."""
+"""Grammars of calls accept exactly the texts that the parsers read, with valid arguments."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def matches(grammar: xgrammar.CompiledGrammar, text: str) -> bool:
 
 
 def outputs(format_: Format, count: int = 1, begun: str = "") -> list[str]:
-    """Return what is sampled under a format, beginning with the text `begun`."""
+    """Sample a text under a format, beginning with `begun`."""
     text = json.dumps({"type": "structural_tag", "format": format_})
     grammar = Grammar(GrammarKind.STRUCTURAL_TAG, text, "tools")
     more = load_text_model(resolve_model(SOURCE.model)).tokenizer.encode(begun).ids if begun else ()

@@ -84,16 +84,16 @@ async def test_a_response_is_accessible_to_its_holder_only(opening: Opening) -> 
 
 
 async def test_users_of_a_credential_are_kept_apart_and_the_credential_sees_all(opening: Opening) -> None:
-    carl, dora, nobody = (ResponseOwner("acme", "key/app", user) for user in ("carl", "dora", None))
+    carl, dora, unnamed = (ResponseOwner("acme", "key/app", user) for user in ("carl", "dora", None))
     async with opening(60.0, MEBIBYTE) as kept:
         await put(kept, carl, stored("carls"))
-        await put(kept, nobody, stored("unnamed"))
+        await put(kept, unnamed, stored("unnamed"))
         assert await kept.find(dora, "carls") is None
         assert not await kept.delete(dora, "carls")
         assert await kept.find(carl, "unnamed") is None
-        assert await kept.find(nobody, "carls")
+        assert await kept.find(unnamed, "carls")
         assert await kept.delete(carl, "carls")
-        assert await kept.delete(nobody, "unnamed")
+        assert await kept.delete(unnamed, "unnamed")
 
 
 async def test_expired_responses_are_gone(opening: Opening) -> None:

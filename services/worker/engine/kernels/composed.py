@@ -102,7 +102,7 @@ class PreparedLinear:
 
 
 def activation_quantiser(matrix: Fp8Matrix | Int8Matrix) -> Quantise:
-    """Return what quantises the activations that a matrix is multiplied with."""
+    """Select the function that quantises the activations of a matrix."""
     if isinstance(matrix, Int8Matrix):
         return int8.quantise_rows
     if matrix.input_scale is None:

@@ -1,4 +1,4 @@
-"""A rank's tensors as they come out of a checkpoint: of the right shape, and matrices quantised where they shall be."""
+"""Reads a rank's tensors from a checkpoint, checks their shapes, and quantises matrices where that is configured."""
 
 from __future__ import annotations
 

@@ -33,7 +33,7 @@ _COMPRESSED_FORMATS = (*_FP8_FORMATS, "int-quantized", "pack-quantized")
 
 
 def stored_format(quantization: Mapping[str, Any]) -> StoredFormat:
-    """Return how a checkpoint's matrices are stored.
+    """Read the storage format of a checkpoint's matrices from its configuration.
 
     Layers that are left out of the scheme are recognised by the names and types of their tensors.
 

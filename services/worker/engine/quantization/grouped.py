@@ -188,7 +188,7 @@ def sorted_matrix(
 
 
 def _shifts(scales: torch.Tensor, zero_points: torch.Tensor | None, bits: int) -> torch.Tensor | None:
-    """Return what is added to scaled values; None for weights with the zero point in the middle."""
+    """Compute the offsets that are added to scaled values; None for weights with the zero point in the middle."""
     if zero_points is None or bool((zero_points == 2 ** (bits - 1)).all()):
         return None
     return -(zero_points.float() * scales.float())

@@ -45,7 +45,7 @@ def held_format(spec: EngineSpec, config: ModelConfig) -> StoredFormat | None:
 
 
 def quantiser(spec: EngineSpec, config: ModelConfig) -> Callable[[torch.Tensor], QuantisedMatrix] | None:
-    """Return what quantises matrices while they are read; None: they are used as they are stored."""
+    """Select the quantiser of matrices while they are read; None: they are used as they are stored."""
     held = held_format(spec, config)
     if config.stored_format is not None and spec.load_format != "dummy":
         return None

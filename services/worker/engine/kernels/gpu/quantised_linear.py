@@ -261,7 +261,7 @@ class Tile:
 
 
 def tile_for(tokens: int) -> Tile:
-    """Return how to cut products of `tokens` tokens: few are bound by reading weights, many by multiplying."""
+    """Choose the tile of products of `tokens` tokens: few are bound by reading weights, many by multiplying."""
     if tokens <= 16:
         return Tile(16, 32, 4, 4)
     if tokens <= 32:
@@ -382,7 +382,7 @@ class GroupedProduct:
 
 
 def pack_of(width: int, group: int) -> int:
-    """Return how many inputs are packed together: half of them belong to one group where that is possible."""
+    """Count the inputs that are packed together: half of them belong to one group where that is possible."""
     largest = min(_LARGEST_PACK, max(2 * group, _LARGEST_PACK // 2))
     return next(pack for pack in _PACKS if pack <= largest and width % pack == 0)
 
