@@ -97,16 +97,18 @@ class EvictionQueue(Generic[C]):
 
     def charge(self, account: Account, pages: int) -> None:
         """Count pages that an account gained, or lost if negative."""
-        subject = self._holding(account.holder)
+        subject = self._subjects.get(account.holder) or self._holding(account.holder)
         tenant = subject.tenant
         subject.pages += pages
         tenant.pages += pages
-        if not tenant.holder.is_common:
+        holder = tenant.holder
+        if not holder.is_common:
             self._pages += pages
-            if tenant.holder.share is not None and tenant.holder.is_active:
+            if holder.share is not None and holder.is_active:
                 self._reserved_pages += pages
         if pages > 0:
-            self._note(subject)
+            if tenant.candidates:
+                self._note(subject)
         else:
             # A subject that is within its floor now ranks after one of its tenant that may be colder.
             self._note_tenant(tenant)

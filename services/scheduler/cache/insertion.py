@@ -10,6 +10,8 @@ from services.scheduler.cache.node import Creator
 from services.scheduler.cache.types import CacheEventKind
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     from common.steps import PageIds
     from services.scheduler.cache.keys import PagedKey
     from services.scheduler.cache.locks import LockedPath
@@ -50,7 +52,7 @@ class Inserter:
             elif start < prompt_pages and self._is_evidence(locked):
                 upper = node if end <= prompt_pages else self._store.split(node, prompt_pages - start)
                 upper.prompt_epoch = self._store.epoch
-                self._promoter.note((upper,))
+                self._store.fresh[upper] = None
                 node = upper
             end = start
             assert node.parent is not None
@@ -68,18 +70,23 @@ class Inserter:
         """
         start = key.pages - len(pages)
         pinned = self._pins.covered_pages(key) if self._allows_pins else 0
-        cuts = {key.pages}
-        if start < pinned:
-            cuts.add(pinned)
-        if self._is_user_aware and start < prompt_pages:
-            cuts.add(prompt_pages)
+        is_evidence = self._is_user_aware and self._is_evidence(locked)
         begin = start
-        for end in sorted(cuts):
-            is_evidence = self._is_user_aware and pinned < end <= prompt_pages and self._is_evidence(locked)
+        for end in self._ends(start, pinned, prompt_pages, key.pages):
             part = pages[begin - start : end - start]
-            node = self._add(locked, node, key.slice(begin, end), part, (is_evidence, end <= pinned))
+            kind = (is_evidence and pinned < end <= prompt_pages, end <= pinned)
+            node = self._add(locked, node, key.slice(begin, end), part, kind)
             begin = end
         return node
+
+    def _ends(self, start: int, pinned: int, prompt_pages: int, end: int) -> Iterable[int]:
+        """Return the ends of the nodes that become the pages [start, end): of a pin, of the prompt, and of the key."""
+        ends = {end}
+        if start < pinned:
+            ends.add(pinned)
+        if self._is_user_aware and start < prompt_pages:
+            ends.add(prompt_pages)
+        return ends if len(ends) == 1 else sorted(ends)
 
     def raise_priority(self, node: Node, priority: int) -> None:
         """Raise the priority of a path to at least `priority`."""
@@ -111,7 +118,7 @@ class Inserter:
                 node.pinned, node.generation = True, parent.generation
                 node.creators = self._sole_creator(locked)
         if self._is_user_aware and not is_pinned:
-            self._promoter.note((node,))
+            self._store.fresh[node] = None
         self._store.emit(CacheEventKind.INSERTED, node)
         return node
 
