@@ -10,6 +10,7 @@ from __future__ import annotations
 import glob
 import hashlib
 import os
+import re
 import shutil
 import threading
 from concurrent.futures import ThreadPoolExecutor, as_completed
@@ -205,6 +206,8 @@ class _Blob:
     def __init__(self, folder: Path, name: str, entry: RepoFile) -> None:
         assert entry.lfs is not None
         self.name, self.size, self.digest = name, entry.size, entry.lfs.sha256
+        if re.fullmatch(r"[0-9a-f]{64}", self.digest) is None:
+            raise ConfigurationError(f"the server's SHA-256 of {name} is {self.digest[:80]!r}, which is not one")
         self._path = folder / "blobs" / self.digest
         self._partial = self._path.with_name(f"{self.digest}.incomplete")
         # The library's own lock of this file.

@@ -176,9 +176,14 @@ def explain(error: ValidationError, section: str = "") -> str:
         else:
             lines.append(
                 f"{name}: {detail['msg']}"
-                + (f" (got {detail['input']!r})" if may_be_shown(f"{path}{name}", detail["input"]) else "")
+                + (f" (got {shown(detail['input'])})" if may_be_shown(f"{path}{name}", detail["input"]) else "")
             )
     return "; ".join(lines)
+
+
+def shown(value: object) -> str:
+    """Return a value as messages show it: credentials in URLs are replaced."""
+    return re.sub(r"(://)[^\s/]*@", r"\1***@", repr(value))
 
 
 def may_be_shown(name: str, value: object) -> bool:

@@ -55,6 +55,8 @@ class FakeHub:
     ignores_ranges: bool = False
     bytes_per_s: float = 0.0
     corrupted: set[str] = field(default_factory=set)
+    # SHA-256 of large files as listed, where it is not that of their content.
+    listed_digests: dict[str, str] = field(default_factory=dict)
     # Of large files: bytes sent, and requests, by name.
     sent: Counter[str] = field(default_factory=Counter)
     requests: Counter[str] = field(default_factory=Counter)
@@ -127,7 +129,8 @@ class _Handler(BaseHTTPRequestHandler):
             return
         if kind == "tree":
             body: Any = [
-                _entry(path, content, repository.listed_sizes.get(path)) for path, content in repository.files.items()
+                _entry(path, content, repository.listed_sizes.get(path), self.state.listed_digests.get(path))
+                for path, content in repository.files.items()
             ]
         else:
             siblings = [{"rfilename": path} for path in repository.files]
@@ -228,11 +231,11 @@ class _Handler(BaseHTTPRequestHandler):
             self.wfile.write(content)
 
 
-def _entry(path: str, content: bytes, size: int | None) -> dict[str, Any]:
+def _entry(path: str, content: bytes, size: int | None, digest: str | None) -> dict[str, Any]:
     count = len(content) if size is None else size
     entry: dict[str, Any] = {"type": "file", "path": path, "size": count, "oid": _blob_id(content)}
     if path.endswith(LARGE):
-        entry["lfs"] = {"oid": hashlib.sha256(content).hexdigest(), "size": count, "pointerSize": 130}
+        entry["lfs"] = {"oid": digest or hashlib.sha256(content).hexdigest(), "size": count, "pointerSize": 130}
     return entry
 
 

@@ -299,6 +299,11 @@ def test_downloads_of_other_tools_are_used_without_a_network(hub: FakeHub, clien
     assert sum(hub.requests.values()) == 0
 
 
+def test_a_listed_digest_names_no_path(hub: FakeHub, client: HubClient, repository: Path) -> None:
+    hub.listed_digests = {SHARDS[0]: "../../outside"}
+    assert f"SHA-256 of {SHARDS[0]} is '../../outside'" in client.resolve(NAME)["error"]
+
+
 def test_a_damaged_index_is_called_so(hub: FakeHub, client: HubClient, repository: Path) -> None:
     hub.repositories[NAME].files["model.safetensors.index.json"] = json.dumps({"metadata": {}}).encode()
     assert "model.safetensors.index.json is damaged" in client.resolve(NAME)["error"]

@@ -138,6 +138,11 @@ def test_an_invalid_secret_is_not_shown_in_the_error(flags: list[str], message: 
     assert "hush" not in str(refused.value)
 
 
+def test_a_password_in_an_address_is_not_shown_in_the_error() -> None:
+    with pytest.raises(ConfigurationError, match=r"got 'redis://\*\*\*@cache:6379'"):
+        parse("--gateway.port", "redis://user:hush@cache:6379")
+
+
 def test_settings_cannot_be_changed() -> None:
     with pytest.raises(ValueError, match="frozen"):
         parse().scheduler.max_rows = 3  # type: ignore[misc]  # that it is refused is the point
