@@ -44,7 +44,7 @@ COMMANDS = (
     ),
     Command("state", "deploy.cli.inspection.state", "show queues, rows and pages of the scheduler"),
     Command("profile", "deploy.cli.inspection.profile", "record traces of the workers' computations"),
-    Command("keys", "deploy.cli.keys.command", "create, list and revoke API keys"),
+    Command("keys", "deploy.cli.keys", "create, list and revoke API keys"),
     Command("cache", "deploy.cli.inspection.cache", "inspect the prefix cache; pin, forget, flush"),
 )
 

@@ -16,7 +16,7 @@ from deploy.models.progress import download_report
 from deploy.supervisor.console import ConsoleReporter, JsonReporter
 from deploy.supervisor.layout import lay_out
 from deploy.supervisor.models import pin_models
-from deploy.supervisor.probes import Probes
+from deploy.supervisor.process import Probes
 from deploy.supervisor.supervisor import ServiceFailedError, Supervisor
 
 if TYPE_CHECKING:

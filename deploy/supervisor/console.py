@@ -7,6 +7,7 @@ import os
 import shlex
 import shutil
 import sys
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -17,10 +18,9 @@ from rich.text import Text
 from common import models
 from common.encoders import is_encoder_directory
 from common.errors import ConfigurationError
-from deploy.supervisor.events import LogEvent, format_event, parse_line
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from deploy.supervisor.layout import Layout
     from deploy.supervisor.supervisor import ServiceFailedError
@@ -32,6 +32,8 @@ COLOURS = ("cyan", "magenta", "green", "yellow", "blue", "bright_cyan", "bright_
 CHAT = {"temperature": 0, "messages": [{"role": "user", "content": "Name three primary colors."}]}
 EMBEDDING = {"input": ["Name three primary colors.", "Red, yellow and blue."]}
 LEVEL_STYLES = {"warning": "yellow", "error": "bold red", "critical": "bold red", "debug": "dim"}
+# Fields that are shown separately, or are the same in every line of a service.
+PLACED_FIELDS = frozenset({"event", "level", "timestamp", "service", "component", "exception"})
 
 
 class ConsoleReporter:
@@ -191,3 +193,62 @@ def shows_encoder(layout: Layout) -> bool:
         return is_encoder_directory(models.resolve_model(settings.reference, weights=False).path)
     except ConfigurationError:  # a fake model may have no files
         return False
+
+
+@dataclass(frozen=True, slots=True)
+class LogEvent:
+    """One event that a service has logged; a line of unknown format is an event without fields."""
+
+    text: str
+    level: str = "info"
+    time: str = ""
+    fields: Mapping[str, object] = field(default_factory=dict)
+    traceback: str = ""
+
+    @property
+    def progress(self) -> tuple[float, float] | None:
+        """The done and total amounts, for events with the field `percent` or the fields `done` and `total`."""
+        done, total = self.fields.get("done"), self.fields.get("total")
+        if "percent" in self.fields:
+            done, total = self.fields["percent"], 100
+        if isinstance(done, int | float) and isinstance(total, int | float) and total > 0:
+            return float(done), float(total)
+        return None
+
+    @property
+    def details(self) -> str:
+        """The fields as `name=value`, values quoted if they contain spaces."""
+        return " ".join(f"{name}={_shown(value)}" for name, value in self.fields.items())
+
+
+def parse_line(line: str) -> LogEvent:
+    """Parse one line of a service's output."""
+    try:
+        content = json.loads(line)
+    except ValueError:
+        return LogEvent(line)
+    if not isinstance(content, dict) or not isinstance(content.get("event"), str):
+        return LogEvent(line)
+    # structlog writes ISO 8601, as in 2026-01-31T12:34:56.789012Z; only the time of day is shown.
+    time = str(content.get("timestamp", "")).partition("T")[2][:12]
+    return LogEvent(
+        text=content["event"],
+        level=str(content.get("level", "info")),
+        time=time,
+        fields={name: value for name, value in content.items() if name not in PLACED_FIELDS},
+        traceback=str(content.get("exception", "")),
+    )
+
+
+def format_event(service: str, event: LogEvent) -> str:
+    """Return the event as plain text, each line prefixed with the service's name."""
+    severity = "" if event.level in ("info", "debug") else f"{event.level.upper()} "
+    first = " ".join(part for part in (event.time, severity + event.text, event.details) if part)
+    return "\n".join(f"{service:>12} | {line}" for line in (first, *event.traceback.splitlines()))
+
+
+def _shown(value: object) -> str:
+    if isinstance(value, float):
+        return f"{value:.6g}"
+    text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
+    return json.dumps(text, ensure_ascii=False) if isinstance(value, str) and (" " in text or not text) else text

@@ -1,23 +1,29 @@
-"""The process of one supervised service, across restarts: start, log lines, signals, end."""
+"""The process of one supervised service, across restarts: settings file, start, log lines, health, signals, end."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import os
 import signal
 import sys
 import time
 from collections import deque
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
+import grpc
+import httpx
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from pydantic import SecretStr
+
+from common.rpc.options import CHANNEL_OPTIONS
 from common.settings import CONFIG_VARIABLE, PREFIX, Settings
 from deploy.supervisor.layout import command_of
-from deploy.supervisor.toml import dump_settings
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Mapping
-    from pathlib import Path
 
     from deploy.supervisor.layout import ServiceSpec
 
@@ -123,3 +129,83 @@ def child_environment(environ: Mapping[str, str]) -> dict[str, str]:
         and not (name.startswith(PREFIX) and name.removeprefix(PREFIX).split("__")[0].upper() in sections)
     }
     return kept | {"PYTHONUNBUFFERED": "1"}
+
+
+def dump_settings(settings: Settings) -> str:
+    """Return TOML that parses to `settings`, with secrets in plain text and without absent optional values."""
+    lines: list[str] = []
+    for section, values in settings.model_dump(exclude_none=True).items():
+        lines.append(f"[{_string(section)}]")
+        lines.extend(f"{_string(name)} = {_value(value)}" for name, value in values.items())
+        lines.append("")
+    return "\n".join(lines)
+
+
+def _value(value: object) -> str:
+    match value:
+        case bool():
+            return "true" if value else "false"
+        case int() | float():
+            return repr(value)
+        case str() | Path():
+            return _string(str(value))
+        case SecretStr():
+            return _string(value.get_secret_value())
+        case list() | tuple():
+            return f"[{', '.join(_value(item) for item in value)}]"
+        case dict():
+            return "{" + ", ".join(f"{_string(str(name))} = {_value(item)}" for name, item in value.items()) + "}"
+        case _:
+            raise TypeError(f"TOML has no form for {type(value).__name__}")
+
+
+def _string(text: str) -> str:
+    # A JSON string is a TOML basic string, except that TOML requires DEL to be escaped.
+    return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")
+
+
+class Probes:
+    """Checks the health of services; a service that does not answer within `timeout_s` counts as unhealthy.
+
+    It uses the blocking gRPC client in threads, not `grpc.aio`: the supervisor also runs in a thread of tests and
+    benchmarks, and all aio objects of a process must belong to one event loop.
+    """
+
+    def __init__(self, timeout_s: float = 2.0) -> None:
+        self._timeout_s = timeout_s
+
+    async def is_alive(self, address: str) -> bool:
+        """Whether the process at `address` (gRPC target or HTTP base URL) answers at all."""
+        if address.startswith(("http://", "https://")):
+            return await self._answers(f"{address}/health")
+        return await asyncio.to_thread(self._check, address)
+
+    async def is_ready(self, url: str) -> bool:
+        """Whether the gateway at `url` reports that it can serve requests for all its models now."""
+        answer = await self._ask(f"{url}/ready")
+        try:
+            return answer is not None and answer.json().get("status") == "ready"
+        except (ValueError, AttributeError):
+            return False
+
+    async def _answers(self, url: str) -> bool:
+        answer = await self._ask(url)
+        return answer is not None and answer.status_code == httpx.codes.OK
+
+    async def _ask(self, url: str) -> httpx.Response | None:
+        try:
+            # A new connection each time, because the check is whether one can be opened; no proxies. The certificate is
+            # not verified: it need not name this address, and nothing confidential is sent.
+            async with httpx.AsyncClient(timeout=self._timeout_s, trust_env=False, verify=False) as client:
+                return await client.get(url)
+        except httpx.HTTPError:
+            return None
+
+    def _check(self, address: str) -> bool:
+        with grpc.insecure_channel(address, options=CHANNEL_OPTIONS) as channel:
+            stub: Any = health_pb2_grpc.HealthStub(channel)  # Any: its type stubs lack the methods
+            try:
+                answer = stub.Check(health_pb2.HealthCheckRequest(service=""), timeout=self._timeout_s)
+            except grpc.RpcError:
+                return False
+        return bool(answer.status == health_pb2.HealthCheckResponse.SERVING)

@@ -9,9 +9,9 @@ import threading
 from typing import TYPE_CHECKING
 
 from common.errors import ConfigurationError
-from deploy.supervisor.events import format_event, parse_line
+from deploy.supervisor.console import format_event, parse_line
 from deploy.supervisor.layout import lay_out
-from deploy.supervisor.probes import Probes
+from deploy.supervisor.process import Probes
 from deploy.supervisor.supervisor import Supervisor
 
 if TYPE_CHECKING:

@@ -13,8 +13,8 @@ import pytest
 from deploy.cli import main
 from deploy.evaluation.attack.campaign import Plan, attack
 from deploy.evaluation.attack.findings import OracleVerdict
-from deploy.evaluation.attack.launching import FAIR, Launch, launched
-from deploy.evaluation.attack.launching import NO_MODEL as NO_MODEL_SETTINGS
+from deploy.evaluation.attack.runs import FAIR, Launch, launched
+from deploy.evaluation.attack.runs import NO_MODEL as NO_MODEL_SETTINGS
 from deploy.evaluation.attack.scene import QUICK
 from tests.e2e.conftest import fake_steps
 

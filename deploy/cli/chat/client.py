@@ -1,4 +1,4 @@
-"""Client of an OpenAI-compatible server that streams answers and measures their speed."""
+"""Client of an OpenAI-compatible server that streams answers and measures their speed, and the messages it sends."""
 
 from __future__ import annotations
 
@@ -13,11 +13,10 @@ import httpx
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from deploy.cli.chat.conversation import HistoryMessage
-
 CONNECT_TIMEOUT_S = 5.0
 # A long prompt on a slow machine takes long before the first token; Ctrl-C ends the wait.
 READ_TIMEOUT_S = 600.0
+HistoryMessage = dict[str, str]
 
 
 class ChatError(Exception):
@@ -248,3 +247,33 @@ def _refusal(response: httpx.Response) -> str:
 def _message(body: object) -> str:
     error = body.get("error", body) if isinstance(body, dict) else body
     return str(error.get("message", error)) if isinstance(error, dict) else str(error)
+
+
+@dataclass(slots=True)
+class ChatHistory:
+    """The messages of one chat, in the API's format."""
+
+    system: str | None = None
+    turns: list[HistoryMessage] = field(default_factory=list)
+
+    def ask(self, text: str) -> list[HistoryMessage]:
+        """Add a message of the user; return all messages to send."""
+        self.turns.append({"role": "user", "content": text})
+        return self.messages
+
+    def answer(self, text: str) -> None:
+        """Add the model's answer. If it is empty, the user's message is removed, so that it can be sent again."""
+        if text:
+            self.turns.append({"role": "assistant", "content": text})
+        elif self.turns and self.turns[-1]["role"] == "user":
+            self.turns.pop()
+
+    def reset(self) -> None:
+        """Remove all messages except the system prompt."""
+        self.turns.clear()
+
+    @property
+    def messages(self) -> list[HistoryMessage]:
+        """All messages, the system prompt first."""
+        head = [{"role": "system", "content": self.system}] if self.system else []
+        return head + self.turns

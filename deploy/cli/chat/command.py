@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING
 
 from rich.console import Console
 
-from deploy.cli.chat.client import ChatClient, ChatError, ChatOptions, tls_context
-from deploy.cli.chat.conversation import ChatHistory
+from deploy.cli.chat.client import ChatClient, ChatError, ChatHistory, ChatOptions, tls_context
 from deploy.cli.chat.terminal import Terminal, describe, printable, read_from_terminal
 from deploy.supervisor.state import read_state, run_root
 

@@ -13,8 +13,7 @@ if TYPE_CHECKING:
 
     from rich.console import Console
 
-    from deploy.cli.chat.client import ChatClient, ChatOptions, StreamedAnswer
-    from deploy.cli.chat.conversation import ChatHistory
+    from deploy.cli.chat.client import ChatClient, ChatHistory, ChatOptions, StreamedAnswer
 
 HELP = """/reset          clear the conversation
 /system TEXT    set the system prompt (without TEXT: remove it) and clear the conversation

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 
 from rich.table import Table
 
+from deploy.cli.inspection.arguments import name_of
 from deploy.cli.inspection.connection import TIMEOUT_S, add_connection_arguments, with_schedulers
-from deploy.cli.inspection.identities import name_of
 from protos.gen.pando.v1 import scheduler_pb2
 
 if TYPE_CHECKING:

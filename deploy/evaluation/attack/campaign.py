@@ -8,24 +8,20 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 from deploy.evaluation.attack.findings import OracleVerdict
+from deploy.evaluation.attack.oracles.capacity import probe_flood, probe_pushing
 from deploy.evaluation.attack.oracles.delay import probe_delay, probe_long_outputs
 from deploy.evaluation.attack.oracles.demotion import probe_demotion
-from deploy.evaluation.attack.oracles.evidence import probe_boundary, probe_sybils
-from deploy.evaluation.attack.oracles.flood import probe_flood
-from deploy.evaluation.attack.oracles.forgeries import probe_forgeries
+from deploy.evaluation.attack.oracles.evidence import probe_boundary, probe_revocation, probe_sybils
 from deploy.evaluation.attack.oracles.grammars import probe_grammar_delay, probe_grammar_times
 from deploy.evaluation.attack.oracles.inventions import probe_inventions, probe_keyless, probe_rival_times
 from deploy.evaluation.attack.oracles.isolation import probe_isolation
 from deploy.evaluation.attack.oracles.names import probe_names
 from deploy.evaluation.attack.oracles.pages import probe_pages
 from deploy.evaluation.attack.oracles.pairs import probe_pairs
-from deploy.evaluation.attack.oracles.pushing import probe_pushing
-from deploy.evaluation.attack.oracles.revocation import probe_revocation
 from deploy.evaluation.attack.oracles.serving_order import probe_duplicates, probe_order
-from deploy.evaluation.attack.oracles.storage import probe_storage
-from deploy.evaluation.attack.prober import Prober
+from deploy.evaluation.attack.oracles.storage import probe_forgeries, probe_storage
+from deploy.evaluation.attack.prober import Prober, ProbeTexts
 from deploy.evaluation.attack.scene import Scene
-from deploy.evaluation.attack.texts import ProbeTexts
 from deploy.evaluation.bench.clock import SystemClock
 
 if TYPE_CHECKING:

@@ -1,4 +1,4 @@
-"""Sends prompts to a server under one identity or another, and notes what the sender observes."""
+"""Sends prompts to a server under one identity or another, and records what the sender observes."""
 
 from __future__ import annotations
 
@@ -8,10 +8,9 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import orjson
 
-from deploy.evaluation.attack.texts import with_question
 from deploy.evaluation.bench.client import OpenAIClient, RequestTemplate
 from deploy.evaluation.bench.prompts import PromptMaker
-from deploy.evaluation.bench.records import BenchRequest
+from deploy.evaluation.bench.records import BenchRequest, Segment
 from deploy.evaluation.bench.target import accepts_ids, base_url, find_model, measure_tokens_per_word
 from deploy.evaluation.bench.transport import HttpClient, TransportError
 
@@ -19,7 +18,9 @@ if TYPE_CHECKING:
     from collections.abc import Coroutine, Iterable, Mapping, Sequence
 
     from deploy.evaluation.bench.clock import Clock
-    from deploy.evaluation.bench.records import RequestRecord, Segment
+    from deploy.evaluation.bench.records import RequestRecord
+
+QUESTION_TOKENS = 8
 
 
 class AttackError(Exception):
@@ -28,8 +29,14 @@ class AttackError(Exception):
 
 # As `Disguise.api_key`: the request carries no credential at all.
 NO_KEY = ""
+
+
 COMPLETIONS, MESSAGES = "completions", "messages"
+
+
 JSON_TIMEOUT_S = 300.0
+
+
 T = TypeVar("T")
 
 
@@ -226,3 +233,37 @@ def _sighting(record: RequestRecord) -> Sighting:
     if record.time_to_first_s is None:
         raise AttackError("a request ended without output")
     return Sighting(record.cached_tokens, record.time_to_first_s, record.chunks_s[0], record.ended_s)
+
+
+@dataclass(frozen=True, slots=True)
+class ProbeTexts:
+    """Prompts of equal length: `tokens` that somebody may hold, then a question of the asker's own.
+
+    Only whole pages match, so a slot is a page: the least that can be guessed at once.
+    """
+
+    page_tokens: int = 16
+    tokens: int = 64
+
+    def document(self, name: str) -> tuple[Segment, ...]:
+        """Return a private document, like no other from its first token on."""
+        return (Segment(f"document/{name}", self.tokens),)
+
+    def filled(self, template: str, secret: str, tokens: int | None = None) -> tuple[Segment, ...]:
+        """Return a template that everybody knows, filled with a secret: only the slot's page is unknown."""
+        rest = (tokens or self.tokens) - self.head_tokens - self.page_tokens
+        return (*self.head(template), Segment(f"slot/{secret}", self.page_tokens), Segment(f"rest/{template}", rest))
+
+    def head(self, template: str) -> tuple[Segment, ...]:
+        """Return a template up to its slot."""
+        return (Segment(f"head/{template}", self.head_tokens),)
+
+    @property
+    def head_tokens(self) -> int:
+        """Length of a template up to its slot: whole pages."""
+        return max(self.tokens // 2 // self.page_tokens, 1) * self.page_tokens
+
+
+def with_question(text: tuple[Segment, ...], name: str) -> tuple[Segment, ...]:
+    """Return a text with a question that only `name` asks, as no prompt is found in a cache to its last token."""
+    return (*text, Segment(f"question/{name}", QUESTION_TOKENS))

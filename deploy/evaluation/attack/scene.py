@@ -13,8 +13,7 @@ if TYPE_CHECKING:
     from collections.abc import Coroutine, Iterable
     from pathlib import Path
 
-    from deploy.evaluation.attack.prober import Prober
-    from deploy.evaluation.attack.texts import ProbeTexts
+    from deploy.evaluation.attack.prober import Prober, ProbeTexts
 
 UNKNOWN = "unknown"
 # Requests that are sent at the same time where their order does not matter.

@@ -16,9 +16,8 @@ from common.types import CacheMode
 from deploy.evaluation.bench.deployments import LaunchedDeployment, LaunchError, add_setting_arguments
 from deploy.evaluation.bench.figures import Spread
 from deploy.evaluation.bench.pipeline_client import PipelineClient, PipelineError, PipelineRecord, schedule_requests
-from deploy.evaluation.bench.progress import following_tokens
 from deploy.evaluation.bench.prompts import PromptMaker
-from deploy.evaluation.bench.report import NOT_REPORTED, output_console, print_failure, spread_text
+from deploy.evaluation.bench.report import NOT_REPORTED, following_tokens, output_console, print_failure, spread_text
 from deploy.evaluation.bench.results import Provenance, ResultSheet, write_results
 from deploy.evaluation.bench.serve_arguments import add_result_arguments, positive_float, positive_int
 from deploy.evaluation.bench.workloads.random_text import random_sessions

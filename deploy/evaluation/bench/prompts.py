@@ -1,4 +1,7 @@
-"""Prompts from segments: as token ids if the server accepts them, otherwise as words of measured length."""
+"""Prompts from segments: as token ids if the server accepts them, otherwise as words of measured length.
+
+`Contents` generates ids fast enough not to affect measurements of the cache.
+"""
 
 from __future__ import annotations
 
@@ -10,16 +13,16 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Sequence
 
     from numpy.typing import NDArray
 
+    from common.types import TokenIds
     from deploy.evaluation.bench.records import Segment
 
 # Ids below are special tokens and single bytes in most vocabularies; ids above are words in every vocabulary.
 LOWEST_ID = 256
 DEFAULT_VOCABULARY = 10_000
-
 # Short common words are one token with their leading space in nearly every vocabulary.
 COMMON_WORDS = (
     "the of and to in is was for on that by this with from at his her not are but had have they you were their one all "
@@ -32,6 +35,8 @@ COMMON_WORDS = (
     "road table paper letter winter summer garden window morning evening family friend child mother father money"
 )
 WORDS = tuple(COMMON_WORDS.split())
+LARGEST_SEGMENT = 1 << 17
+_SPAN = (1 << 31) - LARGEST_SEGMENT
 
 
 class PromptMaker:
@@ -94,3 +99,30 @@ class PromptMaker:
 
     def _number(self, key: str) -> int:
         return int.from_bytes(blake2b(f"{self._seed}/{key}".encode(), digest_size=8).digest(), "big")
+
+
+class Contents:
+    """Maps each segment to ascending ids that start at a hash of its key.
+
+    Segments with equal keys have a common prefix; others differ from their first token on. A radix tree only compares
+    ids, so real text is not needed.
+    """
+
+    def __init__(self) -> None:
+        self._ascending = np.arange(LARGEST_SEGMENT, dtype=np.int32)
+
+    def ids(self, segments: Iterable[Segment]) -> TokenIds:
+        """Return the ids of a prompt, [tokens] int32.
+
+        Raises:
+            ValueError: a segment is longer than `LARGEST_SEGMENT`.
+        """
+        return np.concatenate([self._segment(segment) for segment in segments])
+
+    def _segment(self, segment: Segment) -> TokenIds:
+        if segment.tokens > LARGEST_SEGMENT:
+            raise ValueError(
+                f"segment {segment.key} has {segment.tokens} tokens; at most {LARGEST_SEGMENT} are supported"
+            )
+        start = int.from_bytes(blake2b(segment.key.encode(), digest_size=8).digest(), "little") % _SPAN
+        return self._ascending[: segment.tokens] + np.int32(start)

@@ -8,8 +8,14 @@ from typing import TYPE_CHECKING
 
 from deploy.evaluation.bench.figures import summarize
 from deploy.evaluation.bench.measure import ServerUnderTest
-from deploy.evaluation.bench.progress import RequestProgress
-from deploy.evaluation.bench.report import load_results, load_table, output_console, print_errors, print_failure
+from deploy.evaluation.bench.report import (
+    RequestProgress,
+    load_results,
+    load_table,
+    output_console,
+    print_errors,
+    print_failure,
+)
 from deploy.evaluation.bench.results import Provenance, ResultSheet, short_model, write_results
 from deploy.evaluation.bench.serve_arguments import build_sessions, is_open_loop, target_options
 from deploy.evaluation.bench.target import TargetError

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import orjson
 
-from deploy.evaluation.bench.openai_stream import error_message
+from deploy.evaluation.bench.client import error_message
 from deploy.evaluation.bench.prompts import WORDS
 from deploy.evaluation.bench.transport import HttpClient, TransportError
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import orjson
 
-from deploy.evaluation.bench.cache.arrivals import by_time
+from deploy.evaluation.bench.arrivals import by_time
 from deploy.evaluation.bench.report import output_console, print_failure
 from deploy.evaluation.bench.serve_arguments import positive_float, positive_int
 from deploy.evaluation.bench.workloads.ideal import IdealCache
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     import argparse
     from collections.abc import Iterable
 
-    from deploy.evaluation.bench.cache.arrivals import Arrival
+    from deploy.evaluation.bench.arrivals import Arrival
     from deploy.evaluation.bench.records import Segment
 
 # Seconds per output token in the trace, which determine the gaps between the turns of a conversation.

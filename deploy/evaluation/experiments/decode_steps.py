@@ -8,15 +8,18 @@ With `--tp 2`, two tensor-parallel ranks take the first two GPUs; what is printe
 from __future__ import annotations
 
 import argparse
+import json
 import multiprocessing
 import shlex
 import socket
 import sys
 import time
 from collections import Counter
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 import torch
@@ -25,13 +28,12 @@ from torch.profiler import ProfilerActivity, profile
 from common.steps import EngineSpec, PrefillChunk, RowOpen, StepPlan
 from common.types import RequestId, RowSlot, SamplingParams, StepId
 from deploy.evaluation.bench.results import Provenance, ResultSheet, write_results
-from deploy.evaluation.experiments.stored_formats import FORMATS, shape_in
 from services.worker.engine.backends import RunnerOptions
 from services.worker.engine.execution.torch_model import torch_engine
 from services.worker.engine.loader import load_decoder
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
     from torch.autograd.profiler_util import FunctionEvent
 
@@ -40,6 +42,23 @@ PLANS = 8
 # Tokens of one pass of prompts.
 PASS_TOKENS = 8192
 NAMES = 12
+_INT8: Final = {"num_bits": 8, "type": "int", "symmetric": True}
+# `quantization_config` of a config.json, by the format's name here.
+FORMATS: Final[dict[str, dict[str, Any]]] = {
+    "fp8-blocks": {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]},
+    "int8": {
+        "quant_method": "compressed-tensors",
+        "format": "int-quantized",
+        "config_groups": {
+            "group_0": {
+                "weights": {**_INT8, "strategy": "channel"},
+                "input_activations": {**_INT8, "strategy": "token", "dynamic": True},
+            }
+        },
+    },
+    "awq": {"quant_method": "awq", "bits": 4, "group_size": 128, "zero_point": True, "version": "gemm"},
+    "gptq-32": {"quant_method": "gptq", "bits": 4, "group_size": 32, "sym": True, "desc_act": False},
+}
 
 
 class Driver:
@@ -191,6 +210,18 @@ def run_ranks(arguments: argparse.Namespace) -> None:
     measure(arguments, 0, rendezvous)
     for other in others:
         other.join()
+
+
+@contextmanager
+def shape_in(shape: Path, name: str) -> Iterator[Path]:
+    """Give a directory with the config.json of `shape`, whose weights are in the format `name`."""
+    config = json.loads((shape / "config.json").read_text(encoding="utf-8"))
+    with TemporaryDirectory(prefix="pando-shape-") as folder:
+        directory = Path(folder) / f"{shape.name}-{name}"
+        directory.mkdir()
+        described = {**config, "quantization_config": FORMATS[name]}
+        (directory / "config.json").write_text(json.dumps(described), encoding="utf-8")
+        yield directory
 
 
 if __name__ == "__main__":

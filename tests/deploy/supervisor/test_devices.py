@@ -8,9 +8,8 @@ from typing import TYPE_CHECKING
 import pytest
 
 from common.settings import Settings, load_settings
-from deploy.supervisor import devices
-from deploy.supervisor.devices import ON_GPUS, runs_on_gpu, suited
-from deploy.supervisor.layout import plan_layout
+from deploy.supervisor import layout
+from deploy.supervisor.layout import ON_GPUS, plan_layout, runs_on_gpu, suited
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -45,8 +44,8 @@ def test_a_gpu_is_used_if_driver_and_torch_build_allow_it(
             raise metadata.PackageNotFoundError
         return build
 
-    monkeypatch.setattr(devices, "DRIVER", tmp_path if has_driver else tmp_path / "none")
-    monkeypatch.setattr(devices, "version", version)
+    monkeypatch.setattr(layout, "DRIVER", tmp_path if has_driver else tmp_path / "none")
+    monkeypatch.setattr(layout, "version", version)
     assert runs_on_gpu(settings_of().worker) == expected
 
 

@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from deploy.supervisor.events import format_event, parse_line
+from deploy.supervisor.console import format_event, parse_line
 
 
 def test_a_json_event_is_written_with_time_and_fields_but_without_its_envelope() -> None:

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from pydantic import SecretStr
 
 from common.settings import Settings, parse_settings
-from deploy.supervisor.toml import dump_settings
+from deploy.supervisor.process import dump_settings
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -1,4 +1,4 @@
-"""The threshold of evidence (claim B2): invented users, and probes around the moment when text becomes public."""
+"""The threshold of evidence: invented users, probes around the moment of publication (B2), revocation (B3)."""
 
 from __future__ import annotations
 
@@ -15,6 +15,13 @@ if TYPE_CHECKING:
 
 SYBIL = "Sybil sweep"
 BOUNDARY = "epoch boundary"
+REVOCATION = "revocation"
+# Two closed windows and an epoch, and the part of a window in which the prober begins.
+ALLOWED_EPOCHS = 4
+# `PrivacyProfile.hit_min`: who asks less often than that per window cannot be told from a person.
+HITS_THAT_TELL = 16
+# Beyond it there is no point in waiting.
+PATIENCE_EPOCHS = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,3 +116,31 @@ async def probe_boundary(scene: Scene) -> list[Finding]:
 async def _look(scene: Scene, held: tuple[Segment, ...], other: tuple[Segment, ...]) -> Pair:
     prober = scene.user("prober")
     return await scene.prober.ask(held, prober), await scene.prober.ask(other, prober)
+
+
+async def probe_revocation(scene: Scene) -> list[Finding]:
+    """Publish a text by as many holders as it takes, then probe it without pause until it is not found any more."""
+    if not scene.server.promotes:
+        return [not_applicable(REVOCATION, "nothing becomes public by evidence")]
+    text, prober = scene.texts.document(scene.name()), scene.user("prober")
+    for _ in range(scene.server.promotion_subjects):
+        await scene.prober.ask(text, scene.user("holder"))
+    await scene.pass_epoch()
+    clock, epoch_s = scene.prober.clock, scene.server.epoch_seconds
+    start, probes = clock.now(), 0
+    give_up = start + PATIENCE_EPOCHS * epoch_s
+    while (cached := (await scene.prober.ask(text, prober)).cached_tokens) and clock.now() < give_up:
+        probes += 1
+    epochs = (clock.now() - start) / epoch_s
+    if not probes:
+        return [
+            Finding(REVOCATION, OracleVerdict.UNDECIDED, 1, note="the text was not public when it was first probed")
+        ]
+    if (cached or epochs > ALLOWED_EPOCHS) and probes / epochs < HITS_THAT_TELL:
+        return [
+            Finding(REVOCATION, OracleVerdict.UNDECIDED, probes, note="too slow: fewer probes per epoch say nothing")
+        ]
+    if cached:
+        return [Finding(REVOCATION, OracleVerdict.UNBOUNDED, probes, note=f"still found after {epochs:.1f} epochs")]
+    verdict = OracleVerdict.BOUNDED if epochs <= ALLOWED_EPOCHS else OracleVerdict.UNBOUNDED
+    return [Finding(REVOCATION, verdict, probes, note=f"lost after {epochs:.1f} epochs and {probes} probes")]

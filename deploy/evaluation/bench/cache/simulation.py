@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from common.types import Subject, View
-from deploy.evaluation.bench.cache.contents import Contents
 from deploy.evaluation.bench.cache.tally import TENANT
+from deploy.evaluation.bench.prompts import Contents
 from services.scheduler.cache.factory import make_cache
 from services.scheduler.cache.pages import PageAllocator
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
     from common.steps import PageIds
     from common.types import TokenIds
-    from deploy.evaluation.bench.cache.arrivals import Arrival
+    from deploy.evaluation.bench.arrivals import Arrival
     from deploy.evaluation.bench.cache.tally import Tally
     from deploy.evaluation.bench.records import BenchRequest
     from services.scheduler.cache.config import CacheConfig

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from deploy.evaluation.bench.cache.contents import Contents
+    from deploy.evaluation.bench.prompts import Contents
     from deploy.evaluation.bench.records import BenchRequest
     from deploy.evaluation.bench.workloads.ideal import IdealCache
     from services.scheduler.cache.interface import PrefixCache

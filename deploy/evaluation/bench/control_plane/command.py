@@ -12,11 +12,15 @@ import grpc
 import psutil
 from rich.table import Table
 
-from deploy.evaluation.bench.control_plane.latency import measure_abort_latency, measure_added_latency
-from deploy.evaluation.bench.control_plane.memory import measure_memory
+from deploy.evaluation.bench.control_plane.measurements import (
+    STEP_MS,
+    measure_abort_latency,
+    measure_added_latency,
+    measure_memory,
+    measure_pipeline,
+    measure_scheduler_step,
+)
 from deploy.evaluation.bench.control_plane.observed_pipeline import ObservedPipeline, PipelineStateError
-from deploy.evaluation.bench.control_plane.pipeline import measure_pipeline
-from deploy.evaluation.bench.control_plane.scheduler_step import STEP_MS, measure_scheduler_step
 from deploy.evaluation.bench.deployments import LaunchedDeployment, LaunchError, add_setting_arguments
 from deploy.evaluation.bench.pipeline_client import PipelineError
 from deploy.evaluation.bench.report import output_console, print_failure, spread_text
@@ -29,7 +33,7 @@ if TYPE_CHECKING:
     import argparse
     from collections.abc import Awaitable, Callable, Sequence
 
-    from deploy.evaluation.bench.control_plane.figure import Figure
+    from deploy.evaluation.bench.control_plane.measurements import Figure
 
     Measure = Callable[[ObservedPipeline], Awaitable[list[Figure]]]
 

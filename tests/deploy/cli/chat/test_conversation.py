@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from deploy.cli.chat.conversation import ChatHistory
+from deploy.cli.chat.client import ChatHistory
 
 
 def test_turns_follow_the_system_prompt() -> None:

@@ -6,14 +6,13 @@ from typing import TYPE_CHECKING
 import pytest
 from rich.console import Console
 
-from deploy.cli.chat.client import ChatClient, ChatError, ChatOptions, StreamedAnswer
-from deploy.cli.chat.conversation import ChatHistory
+from deploy.cli.chat.client import ChatClient, ChatError, ChatHistory, ChatOptions, StreamedAnswer
 from deploy.cli.chat.terminal import Terminal, describe, printable
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from deploy.cli.chat.conversation import HistoryMessage
+    from deploy.cli.chat.client import HistoryMessage
 
 
 class ScriptedClient(ChatClient):

@@ -9,8 +9,8 @@ import grpc
 import pytest
 
 from deploy.cli import main
-from deploy.cli.inspection.cache_tree import describe
-from deploy.cli.inspection.identities import parse_subject, subject_text
+from deploy.cli.inspection.arguments import parse_subject, subject_text
+from deploy.cli.inspection.cache import describe
 from protos.gen.pando.v1 import (
     common_pb2,
     scheduler_pb2,

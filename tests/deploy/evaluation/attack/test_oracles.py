@@ -9,8 +9,8 @@ import pytest
 
 from deploy.cli import main
 from deploy.evaluation.attack.findings import OracleVerdict
-from deploy.evaluation.attack.oracles.forgeries import Outcome, judge_forgeries
 from deploy.evaluation.attack.oracles.pages import counts
+from deploy.evaluation.attack.oracles.storage import Outcome, judge_forgeries
 from deploy.evaluation.attack.prober import ProbeAnswer
 from tests.deploy.evaluation.attack.aware_server import EPOCH_S, FLAGS, AwareServer
 from tests.fakes.openai_server import running_server
@@ -176,8 +176,8 @@ def test_grammars_that_delay_others_are_detected(
 def test_use_of_unauthenticated_stored_pages_is_detected(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, authenticates: bool, verdict: str
 ) -> None:
-    monkeypatch.setattr("deploy.evaluation.attack.oracles.forgeries.QUIET_S", 0.05)
-    monkeypatch.setattr("deploy.evaluation.attack.oracles.forgeries.POLL_S", 0.05)
+    monkeypatch.setattr("deploy.evaluation.attack.oracles.storage.QUIET_S", 0.05)
+    monkeypatch.setattr("deploy.evaluation.attack.oracles.storage.POLL_S", 0.05)
     folder = tmp_path / "storage"
     folder.mkdir()
     server = AwareServer(storage=folder, authenticates=authenticates)

@@ -5,7 +5,7 @@ from itertools import pairwise
 from hypothesis import given
 from hypothesis import strategies as st
 
-from deploy.evaluation.bench.openai_stream import EventSplitter
+from deploy.evaluation.bench.client import EventSplitter
 
 BODY = b': ping\n\ndata: {"a": 1}\n\nevent: error\r\ndata: {"b": 2}\r\n\r\nerror: {"c": 3}\n\nid: 7\ndata:[DONE]\n\n'
 PAYLOADS = [b'{"a": 1}', b'{"b": 2}', b'{"c": 3}', b"[DONE]"]

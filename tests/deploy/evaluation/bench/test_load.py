@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from deploy.evaluation.bench.load import run_closed_loop, run_open_loop
+from deploy.evaluation.bench.measure import run_closed_loop, run_open_loop
 from deploy.evaluation.bench.records import BenchRequest, RequestRecord, Segment, WorkloadSession
 from tests.fakes.virtual_clock import VirtualClock
 

@@ -5,7 +5,7 @@ import itertools
 import orjson
 import pytest
 
-from deploy.evaluation.bench.openai_stream import AnswerReader, error_message
+from deploy.evaluation.bench.client import AnswerReader, error_message
 
 
 def read(*events: object) -> AnswerReader:

@@ -8,7 +8,7 @@ from rich.console import Console
 
 from common.types import RequestId
 from deploy.evaluation.bench.pipeline_client import PipelineRecord
-from deploy.evaluation.bench.progress import following_tokens
+from deploy.evaluation.bench.report import following_tokens
 from tests.waiting import until
 
 

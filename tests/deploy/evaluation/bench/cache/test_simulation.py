@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from deploy.evaluation.bench.cache.arrivals import Arrival, by_time
+from deploy.evaluation.bench.arrivals import Arrival, by_time
 from deploy.evaluation.bench.cache.simulation import CacheSimulation, Machine
 from deploy.evaluation.bench.cache.tally import CacheFigures, Rules, Tally, jain_index
 from deploy.evaluation.bench.records import BenchRequest, Segment, WorkloadSession

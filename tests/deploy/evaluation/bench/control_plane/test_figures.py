@@ -7,9 +7,7 @@ from prometheus_client import CollectorRegistry, Histogram, generate_latest
 from rich.console import Console
 
 from deploy.evaluation.bench.control_plane.command import PARTS, add_control_plane_arguments, figure_table, plan_parts
-from deploy.evaluation.bench.control_plane.figure import Figure
-from deploy.evaluation.bench.control_plane.latency import is_idle
-from deploy.evaluation.bench.control_plane.memory import COUNTS, slope
+from deploy.evaluation.bench.control_plane.measurements import COUNTS, Figure, is_idle, slope
 from deploy.evaluation.bench.control_plane.observed_pipeline import PipelineStateError, StepTotals, parse_step_totals
 from protos.gen.pando.v1 import scheduler_pb2
 

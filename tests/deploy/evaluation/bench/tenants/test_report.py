@@ -5,8 +5,8 @@ import pytest
 from deploy.evaluation.bench.figures import summarize
 from deploy.evaluation.bench.records import LoadResult, RequestRecord
 from deploy.evaluation.bench.results import Provenance
+from deploy.evaluation.bench.tenants.command import ratio, ratio_table, sheets_of
 from deploy.evaluation.bench.tenants.measuring import ModeRounds, PhaseFigures, throughput_curve
-from deploy.evaluation.bench.tenants.report import ratio, ratio_table, sheets_of
 
 
 def load(seconds: float, first_s: float = 0.1, requests: int = 16) -> LoadResult:
