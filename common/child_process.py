@@ -1,27 +1,23 @@
-"""Child processes that answer lines of JSON: the parent's side, and the first steps of the child's.
-
-A child is for work that may hang, crash or take all memory. It gets the parent's process id as its first argument, and
-ends when the parent does. A message is one JSON object on one line.
-"""
+"""Child processes that are killed when their parent ends, and those that answer lines of JSON: both sides."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import ctypes
 import json
 import os
+import signal
 import sys
 from typing import TYPE_CHECKING, Any, TextIO
-
-from common.orphans import die_with_parent
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
 MAX_LINE_BYTES = 1 << 16
-
 # The two ends of a connection agree on the fields.
 JsonMessage = dict[str, Any]
+PR_SET_PDEATHSIG = 1
 
 
 class ChildProcess:
@@ -118,3 +114,16 @@ def begin_child() -> TextIO:
     answers = os.fdopen(os.dup(sys.stdout.fileno()), "w", encoding="utf-8")
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
     return answers
+
+
+def die_with_parent(parent: int) -> None:
+    """Make the kernel kill this process when `parent` ends for any reason, SIGKILL included; no effect outside Linux.
+
+    The child calls this itself: code between fork and exec would need a plain fork, which is unsafe in a process that
+    runs gRPC.
+    """
+    if not sys.platform.startswith("linux"):
+        return
+    ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:  # the parent ended before prctl took effect
+        sys.exit(f"the parent process (pid {parent}) has ended")

@@ -303,7 +303,7 @@ class Admission:
 
 @dataclass(frozen=True, slots=True)
 class RequestOptions:
-    """The part of a request that gateway, tokenizer and scheduler share; `common/wire/options.py` converts it."""
+    """The part of a request that gateway, tokenizer and scheduler share; `common/wire/requests.py` converts it."""
 
     sampling: SamplingParams = SamplingParams()
     stop: StopConditions = StopConditions()

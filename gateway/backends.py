@@ -13,8 +13,7 @@ if TYPE_CHECKING:
 
     from common.requests import GenerateRequest
     from common.types import RequestId
-    from gateway.pipeline.messages import ModelInfo
-    from gateway.pipeline.port import Administration, Listener, Model, Pipeline, Readiness
+    from gateway.pipeline.port import Administration, Listener, Model, ModelInfo, Pipeline, Readiness
 
 
 NOTHING_NAMED = "You must provide a 'model' parameter."

@@ -1,4 +1,4 @@
-"""The client side of gRPC connections: channels, and health checks of peers."""
+"""The client side of gRPC connections: channels that use renewed certificates, and health checks of peers."""
 
 from __future__ import annotations
 
@@ -8,10 +8,11 @@ import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from common.rpc.options import CHANNEL_OPTIONS
-from common.rpc.renewing_channel import RenewingChannel
 from common.rpc.security import UNIX_ONLY
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from common.rpc.security import Pem, Security
 
 
@@ -42,3 +43,74 @@ async def is_serving(channel: grpc.aio.Channel, service: str, timeout_s: float =
     except grpc.aio.AioRpcError:
         return False
     return bool(answer.status == health_pb2.HealthCheckResponse.SERVING)
+
+
+class RenewingChannel(grpc.aio.Channel):
+    """Makes each new call on a channel with the current certificates; open calls stay on their channel.
+
+    A stub binds its methods once, at its creation, so the callables returned here select the channel at each call.
+    """
+
+    def __init__(self, load: Callable[[], Pem], connect: Callable[[Pem], grpc.aio.Channel]) -> None:
+        """Open a channel with the certificates that `load` returns, and another one whenever they change."""
+        self._load = load
+        self._connect = connect
+        self._pem = load()
+        # New calls use the last channel. Older ones may have open calls for hours; they are few, as certificates are
+        # valid for weeks.
+        self._channels = [connect(self._pem)]
+
+    def current(self) -> grpc.aio.Channel:
+        """Return the channel for the next call."""
+        pem = self._load()
+        if pem != self._pem:
+            self._pem = pem
+            self._channels.append(self._connect(pem))
+        return self._channels[-1]
+
+    def unary_unary(self, *arguments: Any, **options: Any) -> Any:
+        """Return a callable for a method; it selects the channel when it is called."""
+        return self._late("unary_unary", arguments, options)
+
+    def unary_stream(self, *arguments: Any, **options: Any) -> Any:
+        """See `unary_unary`."""
+        return self._late("unary_stream", arguments, options)
+
+    def stream_unary(self, *arguments: Any, **options: Any) -> Any:
+        """See `unary_unary`."""
+        return self._late("stream_unary", arguments, options)
+
+    def stream_stream(self, *arguments: Any, **options: Any) -> Any:
+        """See `unary_unary`."""
+        return self._late("stream_stream", arguments, options)
+
+    # Any: arguments and results are those of grpc's own methods, for every message type.
+    def _late(self, kind: str, arguments: tuple[Any, ...], options: dict[str, Any]) -> Callable[..., Any]:
+        def call(*call_arguments: Any, **call_options: Any) -> Any:
+            method = getattr(self.current(), kind)(*arguments, **options)
+            return method(*call_arguments, **call_options)
+
+        return call
+
+    async def __aenter__(self) -> RenewingChannel:
+        return self
+
+    async def __aexit__(self, *exception: object) -> None:
+        await self.close()
+
+    async def close(self, grace: float | None = None) -> None:
+        """Close all channels, each after up to `grace` seconds for its open calls."""
+        for channel in self._channels:
+            await channel.close(grace)
+
+    def get_state(self, try_to_connect: bool = False) -> grpc.ChannelConnectivity:
+        """Return the state of the channel that the next call would use."""
+        return self.current().get_state(try_to_connect)
+
+    async def wait_for_state_change(self, last_observed_state: grpc.ChannelConnectivity) -> None:
+        """Wait until the channel of the next call has another state than `last_observed_state`."""
+        await self.current().wait_for_state_change(last_observed_state)
+
+    async def channel_ready(self) -> None:
+        """Wait until the channel of the next call is connected."""
+        await self.current().channel_ready()

@@ -1,29 +1,34 @@
 """Credentials of peers over TCP: a certificate signed by the deployment's authority, and the token if one is set.
 
-The names in a client's certificate determine the methods that it may call (`callers.py`).
+The names in a client's certificate determine the methods that it may call (`interceptors.py`).
 
 Certificates are reloaded when their files change, so that a renewal does not need a restart.
 """
 
 from __future__ import annotations
 
+import hmac
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import grpc
 
 from common.errors import ConfigurationError
-from common.rpc.token import send_token
 from common.secrets import read_secret
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Awaitable, Callable, Mapping
     from pathlib import Path
+    from typing import NoReturn
 
     from common.rpc.roles import Role
     from common.settings import RpcSettings
 
 UNIX = "unix:"
+TOKEN_KEY = "x-pando-token"
+# Probes have no token; health answers are not confidential.
+FREE_PREFIX = "/grpc.health."
+MethodHandler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,6 +126,8 @@ class Security:
 
 
 UNIX_ONLY = Security()
+
+
 LEAST_TOKEN = 16
 
 
@@ -135,3 +142,39 @@ def read_security(settings: RpcSettings) -> Security:
         files = CertificateFiles(settings.certificate, settings.key, settings.authority)
     token = read_secret("rpc.token", settings.token, LEAST_TOKEN)
     return Security(files, token, settings.plaintext, settings.probe_port, settings.names_of_roles())
+
+
+def send_token(token: str) -> grpc.CallCredentials:
+    """Return credentials that put `token` into the metadata of every call."""
+
+    class Plugin(grpc.AuthMetadataPlugin):
+        """Returns without blocking, so that gRPC can call it in its own thread."""
+
+        def __call__(self, context: grpc.AuthMetadataContext, callback: grpc.AuthMetadataPluginCallback) -> None:
+            callback(((TOKEN_KEY, token),), None)
+
+    return grpc.metadata_call_credentials(Plugin())
+
+
+class TokenGuard(grpc.aio.ServerInterceptor):
+    """Refuses calls without the token, except health checks."""
+
+    def __init__(self, token: str) -> None:
+        self._token = token.encode()
+
+    async def intercept_service(
+        self,
+        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[MethodHandler | None]],
+        handler_call_details: grpc.HandlerCallDetails,
+    ) -> MethodHandler | None:
+        """Return the method's handler, or a handler that refuses the call."""
+        sent = dict(handler_call_details.invocation_metadata or ()).get(TOKEN_KEY, b"")
+        if not handler_call_details.method.startswith(FREE_PREFIX) and not hmac.compare_digest(
+            sent.encode() if isinstance(sent, str) else sent, self._token
+        ):
+            return grpc.stream_stream_rpc_method_handler(_refuse)
+        return await continuation(handler_call_details)
+
+
+async def _refuse(_requests: object, context: grpc.aio.ServicerContext[Any, Any]) -> NoReturn:
+    await context.abort(grpc.StatusCode.UNAUTHENTICATED, f"this port requires a token in {TOKEN_KEY}")

@@ -1,23 +1,21 @@
-"""The gRPC server of every service: health, reflection, interceptors, orderly stop."""
+"""The gRPC server of every service: health, reflection, log level (`pando.v1.Operations`), interceptors, stop."""
 
 from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_health.v1.health import aio as health_aio
 from grpc_reflection.v1alpha import reflection
 
-from common.errors import ConfigurationError
-from common.rpc.callers import CallerGuard, accept_every_caller
-from common.rpc.interceptors import ServerInterceptor
-from common.rpc.operations import OperationsService
+from common.errors import ConfigurationError, InvalidRequestError
+from common.logs import get_logger, set_level
+from common.rpc.interceptors import CallerGuard, ServerInterceptor, accept_every_caller
 from common.rpc.options import SERVER_OPTIONS
-from common.rpc.security import UNIX, UNIX_ONLY
-from common.rpc.token import TokenGuard
+from common.rpc.security import UNIX, UNIX_ONLY, TokenGuard
 from protos.gen.pando.v1 import operations_pb2, operations_pb2_grpc
 
 if TYPE_CHECKING:
@@ -26,6 +24,7 @@ if TYPE_CHECKING:
     from common.rpc.security import Security
 
 Servicer = TypeVar("Servicer")
+PREFIX = "LOG_LEVEL_"
 
 
 class RpcServer:
@@ -116,3 +115,22 @@ def _remove_stale_socket(path: Path) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     if path.is_socket():
         os.unlink(path)
+
+
+class OperationsService(operations_pb2_grpc.OperationsServicer):
+    """The servicer of `Operations` for this process."""
+
+    async def SetLogLevel(  # noqa: N802  (the contract's name)
+        self, request: operations_pb2.SetLogLevelRequest, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> operations_pb2.SetLogLevelResponse:
+        """Set the log level of this process and return the previous one.
+
+        Raises:
+            InvalidRequestError: the level is unset or unknown.
+        """
+        if request.level not in operations_pb2.LogLevel.values()[1:]:
+            raise InvalidRequestError("level must be set to a value of LogLevel", param="level")
+        level = operations_pb2.LogLevel.Name(request.level).removeprefix(PREFIX).lower()
+        previous = set_level(level)
+        get_logger("operations").warning("log.level_changed", level=level, previous=previous)
+        return operations_pb2.SetLogLevelResponse(previous=operations_pb2.LogLevel.Value(PREFIX + previous.upper()))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 from common.rpc.status import answered
-from common.wire.sessions import (
+from common.wire.identity import (
     close_from_wire,
     close_to_wire,
     grant_from_wire,

@@ -1,27 +1,29 @@
-"""A bidirectional stream that is reopened whenever its connection breaks."""
+"""A bidirectional stream that is reopened whenever its connection breaks, and how a server accepts it."""
 
 from __future__ import annotations
 
 import asyncio
 from collections import deque
-from typing import TYPE_CHECKING, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import grpc
 
 from common.errors import UnavailableError
 from common.logs import get_logger
-from common.rpc.acceptance import wait_until_accepted
-from common.rpc.reconnect import RefusalLog, keep_connecting
 from common.rpc.status import describe
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Awaitable, Callable
 
 RequestT = TypeVar("RequestT")
 ResponseT = TypeVar("ResponseT")
-
 # The reason if this side closed the stream, which is logged without a warning.
 CLOSED_HERE = "closed here"
+# gRPC delivers initial metadata for a refused stream too, before its status; this entry distinguishes them.
+ACCEPTED_KEY = "pando-accepted"
+FIRST_PAUSE_S = 0.05
+MAX_PAUSE_S = 1.0
+REFUSALS = (grpc.StatusCode.PERMISSION_DENIED, grpc.StatusCode.UNAUTHENTICATED)
 
 
 class StreamLink(Generic[RequestT, ResponseT]):
@@ -115,3 +117,54 @@ class StreamLink(Generic[RequestT, ResponseT]):
                 await call.write(self._queue.popleft())
             self._queued.clear()
             await self._queued.wait()
+
+
+async def accept_stream(context: grpc.aio.ServicerContext[Any, Any]) -> None:
+    """Confirm to the client that its stream is accepted, once everything that it may rely on exists."""
+    await context.send_initial_metadata(((ACCEPTED_KEY, "1"),))
+
+
+async def wait_until_accepted(call: grpc.aio.UnaryStreamCall[Any, Any] | grpc.aio.StreamStreamCall[Any, Any]) -> None:
+    """Wait until the peer has accepted a stream with `accept_stream`, or has ended it.
+
+    Raises:
+        grpc.aio.AioRpcError: the peer is unreachable or has refused the stream.
+    """
+    if ACCEPTED_KEY not in dict(await call.initial_metadata()):
+        await call.code()
+    await call.wait_for_connection()
+
+
+class RefusalLog:
+    """Logs refusals by a peer, which retries would otherwise hide; repeated refusals for one reason are logged once."""
+
+    def __init__(self, peer: str) -> None:
+        self._peer = peer
+        self._reason: str | None = None
+
+    def note(self, error: grpc.RpcError) -> None:
+        """Log the error of a connection attempt if it is a new refusal."""
+        if not isinstance(error, grpc.aio.AioRpcError) or error.code() not in REFUSALS:
+            return
+        reason = describe(error)
+        if reason != self._reason:
+            self._reason = reason
+            get_logger("link").error("link.refused", link=self._peer, reason=reason)
+
+    def clear(self) -> None:
+        """Reset the log after the peer has accepted a connection."""
+        self._reason = None
+
+
+async def keep_connecting(
+    run_once: Callable[[], Awaitable[bool]], sleep: Callable[[float], Awaitable[None]] = asyncio.sleep
+) -> None:
+    """Call `run_once` repeatedly until cancelled, with growing pauses while the peer is unreachable.
+
+    `run_once` connects, serves the connection until it breaks, and returns whether it was connected.
+    """
+    pause = FIRST_PAUSE_S
+    while True:
+        was_connected = await run_once()
+        pause = FIRST_PAUSE_S if was_connected else min(pause * 2, MAX_PAUSE_S)
+        await sleep(pause)

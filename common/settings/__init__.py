@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-from common.settings.detokenizer import DetokenizerSettings
 from common.settings.gateway import BackendSettings, GatewaySettings, JwtSettings, TlsSettings
-from common.settings.logs import LogSettings
 from common.settings.model import ModelSettings, ServedModelSettings
-from common.settings.rpc import RpcSettings
 from common.settings.scheduler import (
     CacheSettings,
     HostTierSettings,
@@ -16,7 +13,7 @@ from common.settings.scheduler import (
     StorageSettings,
 )
 from common.settings.schema import PREFIX, Settings
-from common.settings.shared import LimitsSettings, MetricsSettings
+from common.settings.shared import LimitsSettings, LogSettings, MetricsSettings, RpcSettings
 from common.settings.sources import (
     CONFIG_VARIABLE,
     SettingsParser,
@@ -25,7 +22,7 @@ from common.settings.sources import (
     load_settings,
     parse_settings,
 )
-from common.settings.tokenizer import TokenizerSettings
+from common.settings.tokenizer import DetokenizerSettings, TokenizerSettings
 from common.settings.worker import GrammarSettings, ProfileSettings, WorkerSettings, WorkerStorageSettings
 
 __all__ = [

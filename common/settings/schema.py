@@ -5,14 +5,11 @@ from __future__ import annotations
 from pydantic import Field
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
-from common.settings.detokenizer import DetokenizerSettings
 from common.settings.gateway import GatewaySettings
-from common.settings.logs import LogSettings
 from common.settings.model import ModelSettings, ServedModelSettings
-from common.settings.rpc import RpcSettings
 from common.settings.scheduler import SchedulerSettings
-from common.settings.shared import LimitsSettings, MetricsSettings
-from common.settings.tokenizer import TokenizerSettings
+from common.settings.shared import LimitsSettings, LogSettings, MetricsSettings, RpcSettings
+from common.settings.tokenizer import DetokenizerSettings, TokenizerSettings
 from common.settings.worker import WorkerSettings
 
 PREFIX = "PANDO_"

@@ -1,10 +1,14 @@
-"""Sections of the configuration that several services read."""
+"""Sections of the configuration that several services read: metrics, limits, logs, TLS and trust between services."""
 
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Annotated, Literal
 
-from common.section import Section
+from pydantic import Field, SecretStr, field_validator, model_validator
+
+from common.rpc.roles import Role
+from common.section import AtLeast, Section
 
 
 class MetricsSettings(Section):
@@ -20,3 +24,61 @@ class LimitsSettings(Section):
     file: Path | None = None
     """TOML file with limits of tenants and subjects, for gateways and schedulers; reloaded when it changes. Absent: no
     limits, and equal weights, quotas and floors."""
+
+
+class LogSettings(Section):
+    """The services' logs, written to standard error."""
+
+    level: Literal["debug", "info", "warning", "error"] = "info"
+    """Lowest level that is logged."""
+    format: Literal["auto", "console", "json"] = "auto"
+    """auto: console on a terminal, JSON lines otherwise."""
+
+
+class RpcSettings(Section):
+    """Security of connections between services over TCP; unix sockets are always plaintext."""
+
+    plaintext: bool = False
+    """Use TCP without TLS: only over loopback or in a network that is closed to others."""
+    certificate: Path | None = None
+    """Certificate and chain (PEM) of this service, as server and as client; reloaded when the file changes."""
+    key: Path | None = None
+    """Private key of the certificate (PEM)."""
+    authority: Path | None = None
+    """Certificates of the authorities that sign peers' certificates (PEM); other peers are refused."""
+    token: Annotated[SecretStr | None, AtLeast(16)] = None
+    """Secret that all services share: TLS peers that do not send it are refused. Absent: a certificate suffices."""
+    trust_domain: str = Field(default="pando.internal", pattern=r"^[a-z0-9._-]{1,255}$")
+    """Trust domain of certificates: one with the URI spiffe://<trust domain>/pando/<role> has that role, which
+    determines the methods that it may call. Roles: gateway, tokenizer, scheduler, worker, detokenizer, operator."""
+    peer_names: dict[Role, tuple[str, ...]] = Field(default_factory=dict)
+    """Other certificate names for roles, instead of the URI: {"operator": ["ops.example.com"]}. DNS names and URIs,
+    compared as a whole."""
+    probe_port: int | None = Field(default=None, ge=0, le=65535)
+    """Port that serves only health checks, in plaintext, for probes that do not support TLS. Absent: none."""
+
+    def names_of_roles(self) -> dict[Role, tuple[str, ...]]:
+        """Return the accepted certificate names of each role."""
+        return {role: self.peer_names.get(role, (f"spiffe://{self.trust_domain}/pando/{role}",)) for role in Role}
+
+    @field_validator("peer_names")
+    @classmethod
+    def _check_names(cls, names: dict[Role, tuple[str, ...]]) -> dict[Role, tuple[str, ...]]:
+        for role, of_role in names.items():
+            if not of_role:
+                raise ValueError(f"{role} has no names: omit it to use its URI in the trust domain")
+            for name in of_role:
+                if not name or "*" in name or name != name.strip():
+                    raise ValueError(f"{name!r} of {role} is not a complete DNS name or URI")
+        return names
+
+    @model_validator(mode="after")
+    def _check_files(self) -> RpcSettings:
+        files = (self.certificate, self.key, self.authority)
+        if any(files) and not all(files):
+            raise ValueError("rpc.certificate, rpc.key and rpc.authority must be set together")
+        if all(files) and self.plaintext:
+            raise ValueError("rpc.plaintext and rpc.certificate are mutually exclusive")
+        if self.token is not None and not all(files):
+            raise ValueError("rpc.token requires TLS: in plaintext it could be read on the network")
+        return self

@@ -1,4 +1,4 @@
-"""The tokenizer's section of the configuration."""
+"""The tokenizer's and the detokenizer's sections of the configuration."""
 
 from __future__ import annotations
 
@@ -30,3 +30,12 @@ class TokenizerSettings(Section):
     metrics_port: int | None = Field(default=None, ge=0, le=65535)
     """Port of the Prometheus endpoint, in plaintext and without credentials; absent: none."""
     routing: RoutingSettings = RoutingSettings()
+
+
+class DetokenizerSettings(Section):
+    """The conversion of token ids to text."""
+
+    address: str = "127.0.0.1:50054"
+    """gRPC address to listen on: host:port or unix:path."""
+    metrics_port: int | None = Field(default=None, ge=0, le=65535)
+    """Port of the Prometheus endpoint, in plaintext and without credentials; absent: none."""

@@ -1,17 +1,44 @@
-"""Requests on their way to the scheduler, from and to protobuf."""
+"""Requests, their options and grammars, on their way from gateways to schedulers, from and to protobuf."""
 
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import TypeAlias, TypeVar
 
 import numpy as np
 
 from common.errors import InvalidRequestError
+from common.grammars import MAX_GRAMMAR_BYTES, NO_SCOPE, Grammar, GrammarKind, GrammarScope
 from common.names import check_name
-from common.types import ReplyTo, RequestId, ScheduleRequest, SubscriberId
+from common.types import (
+    CacheMode,
+    Pooling,
+    ReplyTo,
+    RequestId,
+    RequestOptions,
+    Resume,
+    SamplingParams,
+    ScheduleRequest,
+    SessionTurn,
+    StopConditions,
+    Subject,
+    SubscriberId,
+    TraceContext,
+    View,
+)
+from common.wire.answers import prompt_logprobs_from_wire, prompt_logprobs_to_wire
 from common.wire.identity import view_from_wire, view_to_wire
-from common.wire.options import options_from_wire, options_to_wire
-from protos.gen.pando.v1 import common_pb2, scheduler_pb2
+from protos.gen.pando.v1 import common_pb2, scheduler_pb2, sessions_pb2, tokenizer_pb2
+
+# Both messages have a field for each option, under the same name.
+RequestMessage: TypeAlias = tokenizer_pb2.GenerateRequest | scheduler_pb2.ScheduleRequest
+Message = TypeVar("Message", tokenizer_pb2.GenerateRequest, scheduler_pb2.ScheduleRequest)
+_CACHE_MODES = {mode: common_pb2.CacheMode.Value(f"CACHE_MODE_{mode.name}") for mode in CacheMode}
+_CACHE_MODES_BACK = {wire: mode for mode, wire in _CACHE_MODES.items()}
+_POOLINGS = {pooling: common_pb2.Pooling.Value(f"POOLING_{pooling.name}") for pooling in Pooling}
+_POOLINGS_BACK = {wire: pooling for pooling, wire in _POOLINGS.items()}
+_KINDS = {kind: common_pb2.GrammarKind.Value(f"GRAMMAR_KIND_{kind.name}") for kind in GrammarKind}
+_KINDS_BACK = {wire: kind for kind, wire in _KINDS.items()}
 
 
 def reply_to_wire(reply_to: ReplyTo) -> common_pb2.ReplyTo:
@@ -70,3 +97,204 @@ def schedule_request_from_wire(message: scheduler_pb2.ScheduleRequest) -> Schedu
         token_ids=np.array(message.token_ids, dtype=np.int32),
         options=replace(options_from_wire(message), n=max(message.n, 1)),
     )
+
+
+def options_to_wire(options: RequestOptions, kind: type[Message]) -> Message:
+    """Encode the options of a request as a message of type `kind`, whose other fields are unset."""
+    return kind(
+        sampling=sampling_to_wire(options.sampling),
+        stop=stop_to_wire(options.stop),
+        n=options.n,
+        priority=options.priority,
+        cache_mode=_CACHE_MODES[options.cache_mode],
+        skip_special_tokens=options.skip_special_tokens,
+        resume=resume_to_wire(options.resume),
+        timeout_ms=options.timeout_ms,
+        trace=_trace_to_wire(options.trace),
+        session=options.session,
+        turn=_turn_to_wire(options.turn),
+        max_context_tokens=options.max_context_tokens,
+        pooling=pooling_to_wire(options.pooling),
+        prompt_logprobs=prompt_logprobs_to_wire(options.prompt_logprobs),
+    )
+
+
+def options_from_wire(message: RequestMessage) -> RequestOptions:
+    """Decode the options of a request. An unset cache mode is the default one; an unset `n` is 0.
+
+    Raises:
+        InvalidRequestError: an option is invalid, or contradicts another.
+    """
+    return RequestOptions(
+        sampling=sampling_from_wire(message.sampling),
+        stop=stop_from_wire(message.stop),
+        n=message.n,
+        priority=message.priority,
+        cache_mode=_CACHE_MODES_BACK.get(message.cache_mode, CacheMode.DEFAULT),
+        skip_special_tokens=message.skip_special_tokens,
+        resume=resume_from_wire(message.resume) if message.HasField("resume") else None,
+        timeout_ms=message.timeout_ms if message.HasField("timeout_ms") else None,
+        trace=_trace_from_wire(message.trace),
+        session=check_name("session", message.session) if message.session else None,
+        turn=_turn_from_wire(message),
+        max_context_tokens=message.max_context_tokens if message.HasField("max_context_tokens") else None,
+        pooling=pooling_from_wire(message.pooling),
+        prompt_logprobs=prompt_logprobs_from_wire(message),
+    )
+
+
+def sampling_to_wire(sampling: SamplingParams) -> common_pb2.SamplingParams:
+    """Encode sampling parameters."""
+    return common_pb2.SamplingParams(
+        temperature=sampling.temperature,
+        top_p=sampling.top_p,
+        top_k=sampling.top_k,
+        min_p=sampling.min_p,
+        repetition_penalty=sampling.repetition_penalty,
+        presence_penalty=sampling.presence_penalty,
+        frequency_penalty=sampling.frequency_penalty,
+        seed=sampling.seed,
+        logit_bias=dict(sampling.logit_bias),
+        top_logprobs=sampling.top_logprobs,
+        logprob_token_ids=sampling.logprob_token_ids,
+        allowed_token_ids=sampling.allowed_token_ids,
+        banned_sequences=[common_pb2.TokenSequence(token_ids=ids) for ids in sampling.banned_sequences],
+        grammar=grammar_to_wire(sampling.grammar),
+    )
+
+
+def sampling_from_wire(message: common_pb2.SamplingParams) -> SamplingParams:
+    """Decode sampling parameters; top_p and repetition_penalty of 0 (unset) mean 1, which is "off"."""
+    return SamplingParams(
+        temperature=message.temperature,
+        top_p=message.top_p or 1.0,
+        top_k=message.top_k if message.HasField("top_k") else None,
+        min_p=message.min_p,
+        repetition_penalty=message.repetition_penalty or 1.0,
+        presence_penalty=message.presence_penalty,
+        frequency_penalty=message.frequency_penalty,
+        seed=message.seed,
+        logit_bias=dict(message.logit_bias),
+        top_logprobs=message.top_logprobs if message.HasField("top_logprobs") else None,
+        logprob_token_ids=tuple(message.logprob_token_ids),
+        allowed_token_ids=tuple(message.allowed_token_ids),
+        banned_sequences=tuple(tuple(banned.token_ids) for banned in message.banned_sequences),
+        grammar=grammar_from_wire(message.grammar) if message.HasField("grammar") else None,
+    )
+
+
+def stop_to_wire(stop: StopConditions) -> common_pb2.StopConditions:
+    """Encode stop conditions."""
+    return common_pb2.StopConditions(
+        max_tokens=stop.max_tokens,
+        min_tokens=stop.min_tokens,
+        stop_token_ids=stop.stop_token_ids,
+        stop_strings=stop.stop_strings,
+        ignore_eos=stop.ignore_eos,
+        include_stop_text=stop.include_stop_text,
+        stop_patterns=stop.stop_patterns,
+    )
+
+
+def stop_from_wire(message: common_pb2.StopConditions) -> StopConditions:
+    """Decode stop conditions."""
+    return StopConditions(
+        max_tokens=message.max_tokens if message.HasField("max_tokens") else None,
+        min_tokens=message.min_tokens,
+        stop_token_ids=tuple(message.stop_token_ids),
+        stop_strings=tuple(message.stop_strings),
+        ignore_eos=message.ignore_eos,
+        include_stop_text=message.include_stop_text,
+        stop_patterns=tuple(message.stop_patterns),
+    )
+
+
+def pooling_to_wire(pooling: Pooling | None) -> common_pb2.Pooling.ValueType:
+    """Encode a pooling; None, for requests that generate, becomes UNSPECIFIED."""
+    return common_pb2.POOLING_UNSPECIFIED if pooling is None else _POOLINGS[pooling]
+
+
+def pooling_from_wire(value: common_pb2.Pooling.ValueType) -> Pooling | None:
+    """Decode a pooling; UNSPECIFIED means that the request generates.
+
+    Raises:
+        InvalidRequestError: the value is unknown (of a newer peer); to generate instead would be wrong.
+    """
+    if value != common_pb2.POOLING_UNSPECIFIED and value not in _POOLINGS_BACK:
+        raise InvalidRequestError(f"pooling {value} is not supported", param="pooling")
+    return _POOLINGS_BACK.get(value)
+
+
+def resume_to_wire(resume: Resume | None) -> common_pb2.Resume | None:
+    """Encode the part of an interrupted choice that the client has, if there is one."""
+    if resume is None:
+        return None
+    return common_pb2.Resume(token_ids=resume.token_ids, delivered_characters=resume.delivered_characters)
+
+
+def resume_from_wire(message: common_pb2.Resume) -> Resume:
+    """Decode the part of an interrupted choice that the client has; callers check HasField first."""
+    return Resume(tuple(message.token_ids), message.delivered_characters)
+
+
+def _trace_to_wire(trace: TraceContext | None) -> common_pb2.TraceContext | None:
+    return common_pb2.TraceContext(traceparent=trace.traceparent, tracestate=trace.tracestate) if trace else None
+
+
+def _trace_from_wire(message: common_pb2.TraceContext) -> TraceContext | None:
+    if not message.traceparent:
+        return None
+    return TraceContext(message.traceparent, message.tracestate if message.HasField("tracestate") else None)
+
+
+def _turn_to_wire(turn: SessionTurn | None) -> sessions_pb2.SessionTurn | None:
+    if turn is None:
+        return None
+    return sessions_pb2.SessionTurn(
+        name=turn.name,
+        after=turn.after,
+        offset=turn.offset,
+        drop_previous_output=turn.drop_previous_output,
+        replace=turn.replace,
+    )
+
+
+def _turn_from_wire(message: RequestMessage) -> SessionTurn | None:
+    if not message.HasField("turn"):
+        return None
+    turn = message.turn
+    if not message.session or not turn.name:
+        raise InvalidRequestError("a turn must have a name and a session", param="session_params")
+    return SessionTurn(
+        name=check_name("rid", turn.name),
+        after=check_name("session_params.rid", turn.after) if turn.HasField("after") else None,
+        offset=turn.offset or None,
+        drop_previous_output=turn.drop_previous_output,
+        replace=turn.replace,
+    )
+
+
+def grammar_to_wire(grammar: Grammar | None) -> common_pb2.Grammar | None:
+    """Encode a grammar, if there is one."""
+    if grammar is None:
+        return None
+    scope = grammar.scope
+    view = None if scope == NO_SCOPE else view_to_wire(View(Subject(scope.tenant, scope.subject), scope.salt))
+    return common_pb2.Grammar(kind=_KINDS[grammar.kind], text=grammar.text, param=grammar.param, view=view)
+
+
+def grammar_from_wire(message: common_pb2.Grammar) -> Grammar:
+    """Decode a grammar; callers check HasField first.
+
+    Raises:
+        InvalidRequestError: its kind is unknown, its text is too long, or its view is incomplete.
+    """
+    kind = _KINDS_BACK.get(message.kind)
+    if kind is None:
+        raise InvalidRequestError("The grammar's kind is not supported.", param=message.param)
+    if len(message.text.encode()) > MAX_GRAMMAR_BYTES:
+        raise InvalidRequestError(f"A grammar must have at most {MAX_GRAMMAR_BYTES} bytes.", param=message.param)
+    if not message.HasField("view"):
+        return Grammar(kind, message.text, message.param)
+    view = view_from_wire(message.view)
+    return Grammar(kind, message.text, message.param, GrammarScope(view.tenant, view.subject.name, view.salt))

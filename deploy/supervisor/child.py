@@ -9,7 +9,7 @@ import os
 import runpy
 import sys
 
-from common.orphans import die_with_parent
+from common.child_process import die_with_parent
 
 
 def main() -> None:

@@ -22,8 +22,7 @@ from gateway.delivery.deliveries import (
 )
 from gateway.endpoints.shapes import ResponseHead
 from gateway.quotas.quotas import Charge, announced_tokens, prompt_tokens
-from gateway.server.middleware import TENANT, add_headers
-from gateway.server.trace import trace_of
+from gateway.server.middleware import TENANT, add_headers, trace_of
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
@@ -38,7 +37,7 @@ if TYPE_CHECKING:
     from gateway.identity.caller import Caller, Requester
     from gateway.identity.identity import Identity
     from gateway.metrics import GatewayMetrics
-    from gateway.pipeline.messages import Tokenization
+    from gateway.pipeline.port import Tokenization
     from gateway.quotas.quotas import Lease, Quotas
     from gateway.state.aborts import Aborts
     from gateway.stored_responses.store import ResponseStore

@@ -10,7 +10,7 @@ from fastapi import APIRouter, Depends, Response
 if TYPE_CHECKING:
     from gateway.backends import Backend
     from gateway.endpoints.context import Context
-    from gateway.pipeline.messages import ModelInfo
+    from gateway.pipeline.port import ModelInfo
 
 
 def add_routes(router: APIRouter, context: Context) -> None:

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from common.types import Subject
     from gateway.backends import Backend
     from gateway.endpoints.context import Context
-    from gateway.pipeline.messages import Tokenization
+    from gateway.pipeline.port import Tokenization
 
 
 class TokenizeTextBody(Schema):

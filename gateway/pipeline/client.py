@@ -14,15 +14,13 @@ import grpc
 
 from common.errors import UnavailableError
 from common.logs import get_logger
-from common.rpc.acceptance import wait_until_accepted
 from common.rpc.channel import is_serving
-from common.rpc.reconnect import RefusalLog, keep_connecting
 from common.rpc.status import answered
-from common.rpc.stream import CLOSED_HERE, StreamLink
+from common.rpc.stream import CLOSED_HERE, RefusalLog, StreamLink, keep_connecting, wait_until_accepted
 from common.types import ErrorCode, ReplyTo, RequestFailure, RequestId, SubscriberId
 from common.wire.answers import admission_from_wire
 from common.wire.identity import subject_to_wire
-from gateway.pipeline.messages import Tokenization
+from gateway.pipeline.port import Tokenization
 from gateway.pipeline.wire import chat_to_wire, delta_from_wire, generate_to_wire, model_from_wire
 from protos.gen.pando.v1 import common_pb2, detokenizer_pb2, tokenizer_pb2
 
@@ -34,8 +32,7 @@ if TYPE_CHECKING:
     from common.rpc.sessions import SessionHost
     from common.types import SessionGrant, SessionWish, Subject, View
     from gateway.metrics import GatewayMetrics
-    from gateway.pipeline.messages import ModelInfo
-    from gateway.pipeline.port import Listener
+    from gateway.pipeline.port import Listener, ModelInfo
     from protos.gen.pando.v1 import detokenizer_pb2_grpc, tokenizer_pb2_grpc
 
 TOKENIZER_LINK = "tokenizer"

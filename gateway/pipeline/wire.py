@@ -9,9 +9,8 @@ from common.requests import ChatPrompt, TokenPrompt
 from common.types import Pooling, ReasoningStyle, RequestId, ToolStyle
 from common.wire.answers import finish_from_wire
 from common.wire.identity import view_to_wire
-from common.wire.options import options_to_wire, pooling_from_wire
-from common.wire.requests import reply_to_wire
-from gateway.pipeline.messages import ModelInfo
+from common.wire.requests import options_to_wire, pooling_from_wire, reply_to_wire
+from gateway.pipeline.port import ModelInfo
 from protos.gen.pando.v1 import tokenizer_pb2
 
 if TYPE_CHECKING:

@@ -1,8 +1,9 @@
-"""The middleware around every request: request id, metrics, log event, and a response to unhandled exceptions."""
+"""The middleware around every request: request id, trace context, metrics, log event, unhandled exceptions."""
 
 from __future__ import annotations
 
 import re
+import secrets
 import time
 import uuid
 from typing import TYPE_CHECKING
@@ -10,10 +11,11 @@ from typing import TYPE_CHECKING
 import structlog
 
 from common.logs import get_logger
+from common.types import TraceContext
 from gateway.server.errors import internal_error_response
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
 
     from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -30,6 +32,8 @@ EXTRA_HEADERS = "pando.headers"
 # Keys in the scope: the tenant, once known, and the cause of a refusal.
 TENANT = "pando.tenant"
 REFUSAL = "pando.refusal"
+TRACEPARENT = re.compile(r"([0-9a-f]{2})-([0-9a-f]{32})-([0-9a-f]{16})-([0-9a-f]{2})(-.*)?")
+MAX_TRACESTATE_CHARACTERS = 512
 
 
 def add_headers(scope: Scope, headers: Sequence[tuple[bytes, bytes]]) -> None:
@@ -115,3 +119,30 @@ def _request_id(scope: Scope) -> bytes:
         if name == REQUEST_ID_HEADER and SANE_REQUEST_ID.fullmatch(value):
             return bytes(value)
     return f"req_{uuid.uuid4().hex}".encode()
+
+
+def trace_of(headers: Mapping[str, str]) -> TraceContext:
+    """Return the trace context of this request's span.
+
+    A valid `traceparent` header names the trace to continue (https://www.w3.org/TR/trace-context/); without one, a new,
+    unsampled trace starts, and a `tracestate` is dropped, as the standard requires.
+    """
+    match = TRACEPARENT.fullmatch(headers.get("traceparent", "").strip())
+    span = _nonzero_hex(8)
+    if match is None or not _is_valid(match):
+        return TraceContext(f"00-{_nonzero_hex(16)}-{span}-00")
+    state = headers.get("tracestate", "").strip()
+    keep = bool(state) and len(state) <= MAX_TRACESTATE_CHARACTERS and state.isascii() and state.isprintable()
+    return TraceContext(f"00-{match[2]}-{span}-{match[4]}", state if keep else None)
+
+
+def _is_valid(match: re.Match[str]) -> bool:
+    version, trace, parent, _, rest = match.groups()
+    if version == "ff" or (version == "00" and rest):
+        return False
+    return int(trace, 16) != 0 and int(parent, 16) != 0
+
+
+def _nonzero_hex(size: int) -> str:
+    value = secrets.token_hex(size)
+    return value if int(value, 16) else _nonzero_hex(size)

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from common.patterns.matcher import PatternMatcher
-from common.patterns.program import compile_pattern
+from common.patterns import PatternMatcher, compile_pattern
 from services.detokenizer.stops import StopAutomaton
 
 if TYPE_CHECKING:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, TypeAlias
 import grpc
 
 from common.errors import InvalidRequestError, UnavailableError
-from common.rpc.acceptance import accept_stream
+from common.rpc.stream import accept_stream
 from common.types import SubscriberId
 from protos.gen.pando.v1 import detokenizer_pb2, detokenizer_pb2_grpc
 from services.detokenizer import metrics

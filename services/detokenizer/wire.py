@@ -6,9 +6,8 @@ from typing import TYPE_CHECKING
 
 from common.errors import InvalidRequestError
 from common.types import RequestId, SubscriberId
-from common.wire.answers import finish_from_wire, finish_to_wire, logprob_from_wire
-from common.wire.options import resume_from_wire
-from common.wire.prompt_logprobs import span_from_wire
+from common.wire.answers import finish_from_wire, finish_to_wire, logprob_from_wire, span_from_wire
+from common.wire.requests import resume_from_wire
 from protos.gen.pando.v1 import detokenizer_pb2
 from services.detokenizer.messages import ChoiceSpec, PromptLogprobsPart, Push
 

@@ -12,7 +12,7 @@ import grpc
 
 from common.errors import ConfigurationError, UnavailableError
 from common.logs import get_logger
-from common.rpc.reconnect import RefusalLog
+from common.rpc.stream import RefusalLog
 from services.scheduler.rank import PlanStream, RankConnection, RankLostError
 
 if TYPE_CHECKING:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from common.logs import get_logger
 from common.rpc.status import answered
-from common.wire.grammars import grammar_to_wire
+from common.wire.requests import grammar_to_wire
 from protos.gen.pando.v1 import worker_pb2, worker_pb2_grpc
 from services.scheduler.wire.steps import capacity_from_wire, plan_to_wire, result_from_wire, spec_to_wire
 

@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import grpc
 
 from common.errors import PandoError, UnavailableError
-from common.rpc.acceptance import accept_stream
+from common.rpc.stream import accept_stream
 from common.types import RequestId, Subject
 from common.wire.identity import subject_from_wire
-from common.wire.options import pooling_to_wire
+from common.wire.requests import pooling_to_wire
 from protos.gen.pando.v1 import tokenizer_pb2, tokenizer_pb2_grpc
 from services.tokenizer import metrics
 from services.tokenizer.limits import check_count, check_ids

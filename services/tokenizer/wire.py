@@ -8,8 +8,7 @@ from common.errors import InvalidRequestError
 from common.requests import ChatMessage, ChatPrompt, GenerateRequest, TokenPrompt
 from common.wire.answers import admission_to_wire
 from common.wire.identity import view_from_wire
-from common.wire.options import options_from_wire
-from common.wire.requests import reply_to_from_wire, request_id_from_wire
+from common.wire.requests import options_from_wire, reply_to_from_wire, request_id_from_wire
 from protos.gen.pando.v1 import tokenizer_pb2
 from services.tokenizer.requests import Submission
 

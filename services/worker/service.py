@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import grpc
 
 from common.errors import ConfigurationError, InvalidRequestError, PandoError, UnavailableError
-from common.wire.grammars import grammar_from_wire
+from common.wire.requests import grammar_from_wire
 from protos.gen.pando.v1 import worker_pb2, worker_pb2_grpc
 from services.worker.grammars.installed import check_installed
 from services.worker.profiles import ProfileRefusedError

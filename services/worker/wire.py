@@ -10,9 +10,8 @@ from common.errors import InvalidRequestError
 from common.steps import EngineSpec, JumpLimit, PageGrants, PageReplacement, PrefillChunk, RowOpen, StepPlan
 from common.transfers import Transfer, TransferDirection, TransferId
 from common.types import RequestId, RowSlot, StepId
-from common.wire.answers import finish_reason_to_wire, logprob_to_wire
-from common.wire.options import pooling_from_wire, sampling_from_wire
-from common.wire.prompt_logprobs import prompt_logprobs_from_wire, span_to_wire
+from common.wire.answers import finish_reason_to_wire, logprob_to_wire, prompt_logprobs_from_wire, span_to_wire
+from common.wire.requests import pooling_from_wire, sampling_from_wire
 from protos.gen.pando.v1 import worker_pb2
 
 if TYPE_CHECKING:

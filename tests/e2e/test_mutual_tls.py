@@ -19,8 +19,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha.proto_reflection_descriptor_database import ProtoReflectionDescriptorDatabase
 
 from common.rpc.roles import CALLERS
-from common.rpc.security import read_security
-from common.rpc.token import TOKEN_KEY
+from common.rpc.security import TOKEN_KEY, read_security
 from deploy.supervisor.layout import free_port
 from deploy.supervisor.process import child_environment
 from tests.e2e.processes import Processes

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import grpc
 
-from common.rpc.acceptance import accept_stream
+from common.rpc.stream import accept_stream
 from common.types import ErrorCode, Finish, FinishReason, RequestFailure
 from common.wire.answers import failure_to_wire, finish_to_wire
 from protos.gen.pando.v1 import (

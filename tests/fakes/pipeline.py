@@ -23,7 +23,7 @@ from common.types import (
     ToolStyle,
     View,
 )
-from gateway.pipeline.messages import ModelInfo, Tokenization
+from gateway.pipeline.port import ModelInfo, Tokenization
 
 if TYPE_CHECKING:
     from common.errors import PandoError

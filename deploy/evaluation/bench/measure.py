@@ -1,4 +1,4 @@
-"""Loads against a server under test: sessions in a closed loop (N at a time) or an open loop (each at its arrival time)."""
+"""Loads against a server under test: sessions in a closed loop (N at a time) or an open loop (each at its time)."""
 
 from __future__ import annotations
 

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any, Self, TypeAlias
 import grpc
 import numpy as np
 
-from common.rpc.acceptance import wait_until_accepted
 from common.rpc.channel import open_channel
 from common.rpc.status import describe
+from common.rpc.stream import wait_until_accepted
 from common.types import (
     CacheMode,
     FinishReason,

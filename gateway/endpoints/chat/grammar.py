@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from common.notations.formats import Format
     from common.types import ToolStyle
     from gateway.endpoints.chat.schema import ChatCompletionBody
-    from gateway.parsing.answers import ParsingRules
+    from gateway.parsing import ParsingRules
 
 # For tools without a schema, and for non-strict tools whose schema cannot be enforced.
 ANY_OBJECT = {"type": "object"}

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from gateway.endpoints.shapes import ResponseHead
     from gateway.generation.generation import Usage
     from gateway.generation.journal import ChoiceUpdate
-    from gateway.parsing.answers import AnswerParser, ParsingRules
+    from gateway.parsing import AnswerParser, ParsingRules
 
 TOOL_CALLS = "tool_calls"
 # Mistral's templates accept only ids of this form.

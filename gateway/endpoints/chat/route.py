@@ -23,8 +23,8 @@ if TYPE_CHECKING:
     from gateway.endpoints.context import Context
     from gateway.endpoints.shapes import ResponseHead
     from gateway.identity.caller import Requester
-    from gateway.parsing.answers import ParsingRules
-    from gateway.pipeline.messages import ModelInfo
+    from gateway.parsing import ParsingRules
+    from gateway.pipeline.port import ModelInfo
 
 
 def add_routes(router: APIRouter, context: Context) -> None:

@@ -14,8 +14,8 @@ from gateway.endpoints.generation_fields import INT32_MAX, MAX_TOP_LOGPROBS, Gen
 from gateway.endpoints.schema import LEAVE_OUT, Refusal, Schema, is_empty, never, to_json
 
 if TYPE_CHECKING:
-    from gateway.parsing.answers import ParsingRules
-    from gateway.pipeline.messages import ModelInfo
+    from gateway.parsing import ParsingRules
+    from gateway.pipeline.port import ModelInfo
 
 MAX_MESSAGES = 10_000
 Effort: TypeAlias = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]

@@ -9,12 +9,12 @@ from pydantic import BeforeValidator, InstanceOf, WithJsonSchema
 from pydantic_core import PydanticCustomError
 
 from common.errors import InvalidRequestError
-from gateway.parsing.answers import ParsingRules, call_prefix
+from gateway.parsing import ParsingRules, call_prefix
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from gateway.pipeline.messages import ModelInfo
+    from gateway.pipeline.port import ModelInfo
 
 MAX_TOOLS = 256
 MAX_TOOL_NAME_CHARACTERS = 256

@@ -13,7 +13,7 @@ from common.types import RequestId, RequestOptions
 from gateway.endpoints.embeddings.render import WholeEmbeddings, WholeRanking, WholeScores
 from gateway.endpoints.embeddings.schema import EmbeddingBody, RerankBody, ScoreBody
 from gateway.identity.caller import Caller, identify
-from gateway.server.trace import trace_of
+from gateway.server.middleware import trace_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from gateway.endpoints.context import Context
     from gateway.endpoints.embeddings.schema import EmbeddingFields
     from gateway.identity.caller import Requester
-    from gateway.pipeline.messages import ModelInfo
+    from gateway.pipeline.port import ModelInfo
 
 
 def add_routes(router: APIRouter, context: Context) -> None:

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from gateway.endpoints.blocks import BlockEvent
     from gateway.generation.generation import Usage
     from gateway.generation.journal import ChoiceUpdate
-    from gateway.parsing.answers import ParsingRules
+    from gateway.parsing import ParsingRules
 
 Json: TypeAlias = dict[str, Any]  # Any: free JSON
 

@@ -13,7 +13,7 @@ from common.errors import (
     RequestTimeoutError,
 )
 from common.limits import Limits
-from common.prompt_limits import check_prompt_logprobs
+from common.prompt_logprobs import check_prompt_logprobs
 from common.sampling import choice_seed
 from common.types import Admission, Finish, FinishReason, Subject
 from services.scheduler.core.billing import Billing

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from common.wire.answers import finish_to_wire, logprob_to_wire
-from common.wire.options import resume_to_wire
-from common.wire.prompt_logprobs import span_to_wire
+from common.wire.answers import finish_to_wire, logprob_to_wire, span_to_wire
+from common.wire.requests import resume_to_wire
 from protos.gen.pando.v1 import detokenizer_pb2
 from services.scheduler.core.output import EndedChoice
 

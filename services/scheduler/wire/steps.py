@@ -9,9 +9,8 @@ import numpy as np
 from common.steps import NO_IDS, EngineCapacity, RowStop, StepResult, WindowPool
 from common.transfers import TransferAck, TransferDirection, TransferId
 from common.types import RowSlot, StepId
-from common.wire.answers import finish_reason_from_wire, logprob_from_wire
-from common.wire.options import pooling_to_wire, sampling_to_wire
-from common.wire.prompt_logprobs import prompt_logprobs_to_wire, span_from_wire
+from common.wire.answers import finish_reason_from_wire, logprob_from_wire, prompt_logprobs_to_wire, span_from_wire
+from common.wire.requests import pooling_to_wire, sampling_to_wire
 from protos.gen.pando.v1 import worker_pb2
 
 if TYPE_CHECKING:

@@ -8,8 +8,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from common.errors import InvalidRequestError
-from common.patterns.matcher import MAX_SPAN, PatternMatch, PatternMatcher
-from common.patterns.program import compile_pattern
+from common.patterns import MAX_SPAN, PatternMatch, PatternMatcher, compile_pattern
 from tests.examples import examples
 
 LITERALS = st.sampled_from(["a", "b", "c", ".", "[ab]", "[^a]", r"\d", r"\w", "ab"])

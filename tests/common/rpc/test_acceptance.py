@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import grpc
 import pytest
 
-from common.rpc.acceptance import accept_stream, wait_until_accepted
+from common.rpc.stream import accept_stream, wait_until_accepted
 from tests.waiting import until
 
 if TYPE_CHECKING:

@@ -18,14 +18,12 @@ from structlog.testing import capture_logs
 
 import protos.gen.pando.v1
 from common.metrics import RPC_REFUSED
-from common.rpc.acceptance import wait_until_accepted
 from common.rpc.channel import is_serving, open_channel
 from common.rpc.interceptors import QUIET_PREFIX
-from common.rpc.reconnect import RefusalLog
 from common.rpc.roles import CALLERS, Role
 from common.rpc.security import Security, read_security
 from common.rpc.server import RpcServer
-from common.rpc.stream import StreamLink
+from common.rpc.stream import RefusalLog, StreamLink, wait_until_accepted
 from common.settings import RpcSettings, parse_settings
 from common.settings.sources import SettingsParser
 from protos.gen.pando.v1 import detokenizer_pb2_grpc

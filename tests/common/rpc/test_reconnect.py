@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from common.rpc.reconnect import FIRST_PAUSE_S, MAX_PAUSE_S, keep_connecting
+from common.rpc.stream import FIRST_PAUSE_S, MAX_PAUSE_S, keep_connecting
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

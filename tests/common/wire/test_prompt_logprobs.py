@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from common.errors import InvalidRequestError
 from common.prompt_logprobs import PromptLogprobs, PromptLogprobSpan
-from common.wire.prompt_logprobs import span_from_wire, span_to_wire
+from common.wire.answers import span_from_wire, span_to_wire
 from protos.gen.pando.v1 import common_pb2
 
 

@@ -17,16 +17,17 @@ from common.wire.answers import (
     logprob_to_wire,
 )
 from common.wire.identity import view_from_wire, view_to_wire
-from common.wire.options import (
+from common.wire.requests import (
     options_from_wire,
     options_to_wire,
     pooling_from_wire,
     sampling_from_wire,
     sampling_to_wire,
+    schedule_request_from_wire,
+    schedule_request_to_wire,
     stop_from_wire,
     stop_to_wire,
 )
-from common.wire.requests import schedule_request_from_wire, schedule_request_to_wire
 from protos.gen.pando.v1 import common_pb2, scheduler_pb2
 from tests.common import strategies
 from tests.common.strategies import plain

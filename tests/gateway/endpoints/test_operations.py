@@ -9,7 +9,7 @@ from structlog.testing import capture_logs
 
 from common.errors import UnavailableError
 from gateway.metrics import FewLabels
-from gateway.server.trace import TRACEPARENT, trace_of
+from gateway.server.middleware import TRACEPARENT, trace_of
 from tests.gateway.support import HELLO, error_of, gateway_saying
 
 

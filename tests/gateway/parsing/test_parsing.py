@@ -14,7 +14,7 @@ from common.notations.notation import Call
 from common.notations.pieces import CallArguments, CallStart, Reasoning, TextPiece, merged
 from common.notations.registry import NOTATIONS
 from common.types import ReasoningStyle, ToolStyle
-from gateway.parsing.answers import ParsingRules, call_prefix
+from gateway.parsing import ParsingRules, call_prefix
 from tests.examples import examples
 
 if TYPE_CHECKING:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from hypothesis import given
 
 from common.types import Pooling, ReasoningStyle, ReplyTo, ToolStyle
-from gateway.pipeline.messages import ModelInfo
+from gateway.pipeline.port import ModelInfo
 from gateway.pipeline.wire import chat_to_wire, delta_from_wire, generate_to_wire, model_from_wire
 from protos.gen.pando.v1 import common_pb2, detokenizer_pb2, tokenizer_pb2
 from services.detokenizer.wire import deltas_to_wire

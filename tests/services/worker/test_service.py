@@ -15,7 +15,7 @@ from common.rpc.server import RpcServer
 from common.rpc.status import to_error
 from common.steps import EngineSpec, StepPlan, StepResult
 from common.types import ErrorCode, RowSlot, StepId
-from common.wire.grammars import grammar_to_wire
+from common.wire.requests import grammar_to_wire
 from protos.gen.pando.v1 import worker_pb2, worker_pb2_grpc
 from services.scheduler.wire.steps import capacity_from_wire, plan_to_wire, result_from_wire, spec_to_wire
 from services.worker.__main__ import NAME

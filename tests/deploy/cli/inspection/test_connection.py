@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import grpc
 import pytest
 
-from common.rpc.token import TOKEN_KEY
+from common.rpc.security import TOKEN_KEY
 from deploy.cli import main
 from protos.gen.pando.v1 import scheduler_pb2, scheduler_pb2_grpc, tokenizer_pb2, tokenizer_pb2_grpc
 from tests.fakes.certificates import Authority, Identity
