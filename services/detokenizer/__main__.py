@@ -11,9 +11,9 @@ from common.runtime import drained, run_service
 from common.settings import Settings, load_settings
 from common.tokenization import load_served_model
 from protos.gen.pando.v1 import detokenizer_pb2_grpc
-from services.detokenizer.factory import DecoderFactory
-from services.detokenizer.hub import Hub
+from services.detokenizer.decoding import DecoderFactory
 from services.detokenizer.service import DetokenizerService
+from services.detokenizer.session import Hub
 
 if TYPE_CHECKING:
     import asyncio

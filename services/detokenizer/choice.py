@@ -6,8 +6,7 @@ from typing import TYPE_CHECKING
 
 from common.deltas import Delta, PromptUsage
 from common.types import Finish, FinishReason
-from services.detokenizer.pattern_stops import PatternStopMatcher
-from services.detokenizer.stops import StopAutomaton, StopMatcher
+from services.detokenizer.stops import PatternStopMatcher, StopAutomaton, StopMatcher
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -23,8 +23,7 @@ from services.detokenizer.wire import answers_to_wire, deltas_to_wire, push_from
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
-    from services.detokenizer.hub import Hub
-    from services.detokenizer.session import PushSession
+    from services.detokenizer.session import Hub, PushSession
 
 # A gateway that has not read for this long counts as stuck and is disconnected, before its deltas fill the memory.
 WRITE_TIMEOUT_S = 30.0

@@ -17,8 +17,7 @@ from common.runtime import drained, run_service
 from common.settings import Settings, load_settings
 from common.steps import EngineSpec
 from protos.gen.pando.v1 import scheduler_pb2_grpc, sessions_pb2_grpc
-from services.scheduler.content.checker import ContentChecker
-from services.scheduler.content.desk import ContentDesk
+from services.scheduler.content.desk import ContentChecker, ContentDesk
 from services.scheduler.credentials import Credentials, read_token
 from services.scheduler.decision_log import DecisionLog
 from services.scheduler.detokenizer_link import DetokenizerLink

@@ -18,14 +18,13 @@ from services.scheduler.cache.debug.recorded import RecordedCache
 from services.scheduler.cache.debug.replay import encode_header
 from services.scheduler.cache.factory import make_allocator, make_cache, resolve_cache, resolve_host
 from services.scheduler.cache.sharing.choices import SharingChoices
-from services.scheduler.cache_meter import STATES, CacheMeter
+from services.scheduler.cache_meter import STATES, CacheMeter, TierMeter
 from services.scheduler.core.config import resolve_core
 from services.scheduler.core.core import SchedulerCore
 from services.scheduler.core.times import OperationTimes
 from services.scheduler.group import GroupState
 from services.scheduler.policy.policies import make_counters, make_policy
 from services.scheduler.storage_desk import StorageDesk
-from services.scheduler.tier_meter import TierMeter
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable

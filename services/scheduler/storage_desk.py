@@ -1,23 +1,48 @@
-"""Connects the cache to the workers' storage, if they have one: rules from the settings, names from the keyring."""
+"""Connects the cache to the workers' storage, if they have one: rules from the settings, names from the keyring.
+
+The keyring is a file of random seeds from which names and keys of stored pages are derived; see
+`cache/object_keys.py`.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import os
+import secrets
+import sqlite3
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from common.errors import ConfigurationError
 from common.logs import get_logger
 from common.secrets import read_secret
-from services.scheduler.cache.tiers.storage_config import PrefetchPolicy, StorageConfig
-from services.scheduler.keyring import Keyring
+from services.scheduler.cache.object_keys import KEY_BYTES, ObjectKeys, ScopeKeys, scope_keys, scope_tag
+from services.scheduler.cache.tiers.config import PrefetchPolicy, StorageConfig
+from services.scheduler.cache.types import PUBLIC_SCOPE
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator
+
     from common.settings import StorageSettings
     from common.steps import EngineCapacity
     from services.scheduler.cache.tiers.host_tier import HostTier
+    from services.scheduler.cache.types import Scope
 
 _MEGABYTE = 1e6
 LEAST_SECRET = 32
+
+# "PKey": distinguishes a keyring from other databases.
+_APPLICATION_ID = 0x504B6579
+# The leading parts of a scope, which identify the accountable party. Clients choose the rest (a salt) freely, and an
+# entry for each salt would let them fill the file.
+_ACCOUNTABLE_PARTS = 2
+# Maximum number of scopes whose keys are kept in memory.
+_CACHED_SCOPES = 65_536
+# Time to wait for a lock held by another process; it blocks the scheduler's loop.
+_LOCK_TIMEOUT_S = 1.0
+# Key of the file's own secret in the table of seeds; the tags of scopes are longer.
+_OWN_SECRET = b""
 
 
 class StorageDesk:
@@ -68,3 +93,180 @@ def default_path() -> Path:
     """Return the keyring's default location."""
     state = os.environ.get("XDG_STATE_HOME")
     return (Path(state) if state else Path.home() / ".local" / "state") / "pando" / "keyring.db"
+
+
+@dataclass(slots=True)
+class _File:
+    """An open keyring."""
+
+    database: sqlite3.Connection
+    # The secret shared by the deployments that use the file.
+    secret: bytes = field(repr=False)
+    # `identity` changes when the file is deleted or replaced, `version` when another process writes to it.
+    identity: tuple[int, int] | None
+    version: int
+
+
+class Keyring:
+    """Owns the seeds; several schedulers that share a storage share the file.
+
+    There is one seed per subject and tenant and one for the public. `revoke` overwrites it, so that pages stored under
+    it can be neither named nor decrypted any more, wherever copies of them exist. Other processes apply the revocation
+    at their next `refresh`. If the file cannot be written, the revocation holds in this process and an error is logged;
+    `refresh` tries again.
+    """
+
+    def __init__(self, path: Path, secret: bytes | None = None) -> None:
+        """Open `path`; if there is no such file, create one that only this user can read.
+
+        Args:
+            path: An SQLite database.
+            secret: At least 32 bytes; None: the file's own secret, which is created with the file.
+
+        Raises:
+            ConfigurationError: the file cannot be read or created, is no keyring, or is readable by others.
+        """
+        self._path = path
+        self._given = secret
+        self._log = get_logger("keyring")
+        self._cached: dict[Scope, ScopeKeys] = {}
+        # New seeds that could not be written yet, by tag of the scope.
+        self._unwritten: dict[bytes, bytes] = {}
+        try:
+            self._file = _open(path, secret)
+        except (OSError, sqlite3.Error, ValueError) as error:
+            raise ConfigurationError(f"scheduler.storage.keyring {path}: {error}") from error
+
+    def keys(self, scope: Scope, hashes: Iterable[bytes]) -> ObjectKeys:
+        """Return the current names and key for writing and looking up pages of `scope`."""
+        keys = self._cached.get(scope)
+        if keys is None:
+            keys = scope_keys(self._file.secret, self._seed(self._tag(scope)), scope)
+            if len(self._cached) >= _CACHED_SCOPES:
+                self._cached.clear()
+            self._cached[scope] = keys
+        return keys.of_pages(hashes)
+
+    def revoke(self, scope: Scope = PUBLIC_SCOPE) -> None:
+        """Replace the seed of `scope`, which also revokes all other scopes of the same subject."""
+        self._cached.clear()
+        self._unwritten[self._tag(scope)] = secrets.token_bytes(KEY_BYTES)
+        self._write_revocations()
+
+    def refresh(self) -> None:
+        """Apply other processes' revocations, and reopen the file if it was replaced."""
+        try:
+            if _identity(self._path) != self._file.identity:
+                self._log.warning("keyring.replaced", path=str(self._path))
+                self._cached.clear()
+                # They replaced seeds that are gone.
+                self._unwritten.clear()
+                self._file.database.close()
+                self._file = _open(self._path, self._given)
+            elif (version := _data_version(self._file.database)) != self._file.version:
+                self._cached.clear()
+                self._file.version = version
+        except (OSError, sqlite3.Error, ValueError, ConfigurationError):
+            self._log.exception("keyring.unreadable", path=str(self._path))
+        if self._unwritten:
+            self._write_revocations()
+
+    def close(self) -> None:
+        self._file.database.close()
+
+    def _tag(self, scope: Scope) -> bytes:
+        return scope_tag(self._file.secret, scope[:_ACCOUNTABLE_PARTS])
+
+    def _seed(self, tag: bytes) -> bytes:
+        if tag in self._unwritten:
+            return self._unwritten[tag]
+        try:
+            return _seed_in(self._file.database, tag)
+        except sqlite3.Error:
+            self._log.exception("keyring.unusable", path=str(self._path))
+            # Pages stored under it cannot be found once this process has ended.
+            return secrets.token_bytes(KEY_BYTES)
+
+    def _write_revocations(self) -> None:
+        try:
+            with _transaction(self._file.database) as database:
+                database.executemany("INSERT OR REPLACE INTO seeds VALUES (?, ?)", list(self._unwritten.items()))
+        except sqlite3.Error:
+            self._log.exception("keyring.revocation_not_written", path=str(self._path))
+        else:
+            self._unwritten.clear()
+
+
+def _open(path: Path, secret: bytes | None) -> _File:
+    database = _open_database(path)
+    try:
+        own_or_given = secret or _seed_in(database, _OWN_SECRET)
+        return _File(database, own_or_given, _identity(path), _data_version(database))
+    except BaseException:
+        database.close()
+        raise
+
+
+def _identity(path: Path) -> tuple[int, int] | None:
+    try:
+        status = path.stat()
+    except FileNotFoundError:
+        return None
+    return status.st_dev, status.st_ino
+
+
+def _data_version(database: sqlite3.Connection) -> int:
+    return int(database.execute("PRAGMA data_version").fetchone()[0])
+
+
+def _open_database(path: Path) -> sqlite3.Connection:
+    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    # SQLite would create it readable by others.
+    with contextlib.suppress(FileExistsError):
+        os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600))
+    if path.stat().st_mode & 0o077:
+        raise ConfigurationError(f"others can read {path}, which holds keys: chmod 600 it")
+    database = sqlite3.connect(path, timeout=_LOCK_TIMEOUT_S, isolation_level=None)
+    try:
+        # Revoked seeds must not remain readable in free parts of the file or in its journal.
+        for pragma in ("secure_delete = ON", "journal_mode = TRUNCATE", "synchronous = FULL"):
+            database.execute(f"PRAGMA {pragma}")
+        with _transaction(database):
+            _check_or_make_tables(database)
+    except BaseException:
+        database.close()
+        raise
+    return database
+
+
+def _check_or_make_tables(database: sqlite3.Connection) -> None:
+    (application,) = database.execute("PRAGMA application_id").fetchone()
+    if application == _APPLICATION_ID:
+        return
+    if database.execute("SELECT count(*) FROM sqlite_schema").fetchone()[0]:
+        raise ValueError("not a keyring")
+    database.execute("CREATE TABLE seeds (scope BLOB PRIMARY KEY, seed BLOB NOT NULL) WITHOUT ROWID")
+    database.execute(f"PRAGMA application_id = {_APPLICATION_ID}")
+
+
+def _seed_in(database: sqlite3.Connection, tag: bytes) -> bytes:
+    """Return the seed of a tag; create it if there is none."""
+    query = "SELECT seed FROM seeds WHERE scope = ?"
+    found = database.execute(query, (tag,)).fetchone()
+    if found is None:
+        # If another process inserts one at the same time, the first of the two is kept.
+        database.execute("INSERT OR IGNORE INTO seeds VALUES (?, ?)", (tag, secrets.token_bytes(KEY_BYTES)))
+        found = database.execute(query, (tag,)).fetchone()
+    return bytes(found[0])
+
+
+@contextlib.contextmanager
+def _transaction(database: sqlite3.Connection) -> Iterator[sqlite3.Connection]:
+    """Commit all writes, or none if an exception is raised."""
+    database.execute("BEGIN IMMEDIATE")
+    try:
+        yield database
+    except BaseException:
+        database.execute("ROLLBACK")
+        raise
+    database.execute("COMMIT")

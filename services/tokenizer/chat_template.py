@@ -5,7 +5,11 @@ Templates are code from a model's files: they run in jinja's immutable sandbox a
 
 from __future__ import annotations
 
+import hashlib
 import json
+import re
+import threading
+import time
 from datetime import datetime
 from typing import TYPE_CHECKING, Any, Final, NoReturn, TypeAlias
 
@@ -15,16 +19,14 @@ import jinja2.nodes
 import jinja2.sandbox
 
 from common.errors import InvalidRequestError
-from services.tokenizer.call_ids import with_accepted_ids
-from services.tokenizer.rendering_budget import BoundedEnvironment, RenderingBudget
+from common.types import ToolStyle
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Iterable, Mapping, Sequence
 
     from jinja2.parser import Parser
 
     from common.requests import ChatMessage, ChatPrompt
-    from common.types import ToolStyle
 
 # A value decoded from JSON; templates read free-form schemas.
 Json: TypeAlias = Any
@@ -39,6 +41,15 @@ _MARK: Final = "\ue000pando:continue\ue000 "
 _TEMPLATE_FAILURES: Final = (
     jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError,
 )  # fmt: skip
+# A message as templates read it.
+JsonObject: TypeAlias = dict[str, Any]  # Any: free JSON
+
+# Mistral's templates accept nine letters and digits; Kimi's write the id in place of the tool's name.
+_ACCEPTED: Final = {
+    ToolStyle.MISTRAL: re.compile(r"[A-Za-z0-9]{9}"),
+    ToolStyle.MISTRAL_ARGS: re.compile(r"[A-Za-z0-9]{9}"),
+    ToolStyle.KIMI_K2: re.compile(r"functions\.\S+:[0-9]+"),
+}
 
 
 class ChatTemplates:
@@ -218,3 +229,88 @@ def _cut_at_mark(text: str, marked_content: str) -> str:
     is_trimmed = not text.startswith(_MARK, end)
     text = text[:end].replace(_MARK, "").replace(_MARK.strip(), "")  # a template may show a message more than once
     return text.rstrip() if is_trimmed else text
+
+
+def with_accepted_ids(messages: Sequence[JsonObject], style: ToolStyle | None) -> list[JsonObject]:
+    """Return `messages` with ids of calls, and of their results, that the templates of `style` accept."""
+    accepted = _ACCEPTED.get(style) if style is not None else None
+    if style is None or accepted is None:
+        return list(messages)
+    ids: dict[object, str] = {}
+    changed = []
+    for message in messages:
+        calls = message.get("tool_calls")
+        if isinstance(calls, list):
+            message = message | {"tool_calls": [_with_id(call, style, accepted, ids) for call in calls]}
+        if message.get("tool_call_id") in ids:
+            message = message | {"tool_call_id": ids[message["tool_call_id"]]}
+        changed.append(message)
+    return changed
+
+
+def _with_id(call: object, style: ToolStyle, accepted: re.Pattern[str], ids: dict[object, str]) -> object:
+    if not isinstance(call, dict) or not isinstance(id_ := call.get("id"), str):
+        return call
+    if accepted.fullmatch(id_):
+        ids[id_] = id_
+        return call
+    function = call.get("function")
+    name = function.get("name") if isinstance(function, dict) else None
+    if style is ToolStyle.KIMI_K2:
+        ids[id_] = f"functions.{name}:{len(ids)}"
+    else:
+        ids[id_] = hashlib.sha256(id_.encode()).hexdigest()[:9]
+    return call | {"id": ids[id_]}
+
+
+class RenderingBudget:
+    """Time and characters of a rendering; each thread has one rendering at a time."""
+
+    def __init__(self, limit_s: float, max_characters: int) -> None:
+        """Allow `limit_s` seconds and `max_characters` per rendering."""
+        self._limit_s = limit_s
+        self._max_characters = max_characters
+        self._local = threading.local()
+
+    def collect(self, pieces: Iterable[str]) -> str:
+        """Return the text that a template yields in `pieces`.
+
+        Raises:
+            InvalidRequestError: rendering takes too long, or the text becomes too long.
+        """
+        self._local.deadline = time.monotonic() + self._limit_s
+        collected, size = [], 0
+        for piece in pieces:
+            self.check()
+            size += len(piece)
+            if size > self._max_characters:
+                raise InvalidRequestError("the model's chat template makes too long a text of this", param="messages")
+            collected.append(piece)
+        return "".join(collected)
+
+    def check(self) -> None:
+        """Raise InvalidRequestError if this thread's rendering exceeds its time."""
+        # There is no deadline during compilation, which looks up constants.
+        if time.monotonic() > getattr(self._local, "deadline", float("inf")):
+            message = f"the model's chat template takes longer than {self._limit_s:g} s for this conversation"
+            raise InvalidRequestError(message, param="messages")
+
+
+class BoundedEnvironment(jinja2.sandbox.ImmutableSandboxedEnvironment):
+    """Checks a budget at every call and look-up, at least one of which occurs in every long loop."""
+
+    def __init__(self, budget: RenderingBudget, **options: Any) -> None:  # Any: jinja's own options
+        super().__init__(**options)
+        self._budget = budget
+
+    def call(self, context: Any, function: Any, /, *arguments: Any, **named: Any) -> Any:  # Any: a template's values
+        self._budget.check()
+        return super().call(context, function, *arguments, **named)
+
+    def getattr(self, value: Any, attribute: str) -> Any:  # Any: a template's values
+        self._budget.check()
+        return super().getattr(value, attribute)
+
+    def getitem(self, value: Any, argument: Any) -> Any:  # Any: a template's values
+        self._budget.check()
+        return super().getitem(value, argument)

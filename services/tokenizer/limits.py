@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Final
 
 from common.errors import ContextLengthError, InvalidRequestError, ModelNotFoundError
 from common.patterns import compile_pattern
-from common.prompt_logprobs import check_prompt_logprobs
+from common.prompt_limits import check_prompt_logprobs
 from common.requests import ChatPrompt
 from common.tokenization.parts import NO_TRAITS
 from common.types import Pooling

@@ -20,10 +20,9 @@ if TYPE_CHECKING:
 
     from common.requests import GenerateRequest, Prompt
     from common.room import SharedRoom
-    from common.types import RequestId, Subject, TokenIds
+    from common.types import ReplyTo, RequestId, Subject, TokenIds
     from services.tokenizer.encoding import Encoded
     from services.tokenizer.limits import ModelLimits
-    from services.tokenizer.requests import Submission
 
 RETRY_AFTER_MS = 1000
 # Names of the prompt's field in errors.
@@ -285,3 +284,11 @@ def _scheduled(submission: Submission, token_ids: TokenIds, limits: ModelLimits)
     return ScheduleRequest(
         request.request_id, request.view, submission.reply_to, token_ids, options, routing_key=request.routing_key
     )
+
+
+@dataclass(frozen=True, slots=True)
+class Submission:
+    """A request, and the subscription that receives its output."""
+
+    request: GenerateRequest
+    reply_to: ReplyTo

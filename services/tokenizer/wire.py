@@ -10,7 +10,7 @@ from common.wire.answers import admission_to_wire
 from common.wire.identity import view_from_wire
 from common.wire.requests import options_from_wire, reply_to_from_wire, request_id_from_wire
 from protos.gen.pando.v1 import tokenizer_pb2
-from services.tokenizer.requests import Submission
+from services.tokenizer.relay import Submission
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

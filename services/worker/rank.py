@@ -13,9 +13,8 @@ from common.logs import get_logger
 from common.steps import StepResult
 from services.worker import metrics
 from services.worker.engine.execution.interface import InvalidPlanError, OutOfMemoryError
-from services.worker.engine_thread import EngineThread
 from services.worker.profiles import ProfileRules, Profiles
-from services.worker.session import ExecuteSession, SessionEndedError
+from services.worker.session import EngineThread, ExecuteSession, SessionEndedError
 
 if TYPE_CHECKING:
     from collections.abc import Callable

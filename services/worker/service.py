@@ -10,7 +10,7 @@ import grpc
 from common.errors import ConfigurationError, InvalidRequestError, PandoError, UnavailableError
 from common.wire.requests import grammar_from_wire
 from protos.gen.pando.v1 import worker_pb2, worker_pb2_grpc
-from services.worker.grammars.installed import check_installed
+from services.worker.grammars.process import check_installed
 from services.worker.profiles import ProfileRefusedError
 from services.worker.rank import NotReadyError, SupersededError
 from services.worker.wire import capacity_to_wire, plan_from_wire, result_to_wire, spec_from_wire

@@ -37,8 +37,7 @@ from deploy.evaluation.bench.results import Provenance, ResultSheet, write_resul
 from services.worker.engine.checkpoints.safetensors_directory import WHOLE, SafetensorsTensors
 from services.worker.storage.files import FileStorage
 from services.worker.storage.objects import ObjectFormat
-from services.worker.storage.shard import Shard
-from services.worker.storage.tier import WorkerStorageTier
+from services.worker.storage.tier import Shard, WorkerStorageTier
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

@@ -6,17 +6,15 @@ import heapq
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Generic
 
-from services.scheduler.cache.eviction_policies import C, coldness_of
-from services.scheduler.cache.ranking import SPARE_ENTRIES, Ranking
+from services.scheduler.cache.eviction_order import SPARE_ENTRIES, C, Ranking, coldness_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
     from services.scheduler.cache.accounts import Accounts
     from services.scheduler.cache.config import CacheConfig
-    from services.scheduler.cache.eviction_policies import Coldness
+    from services.scheduler.cache.eviction_order import Coldness, Urgency
     from services.scheduler.cache.node import Account, Holder
-    from services.scheduler.cache.ranking import Urgency
 
 # Standings of a holding, the first to be evicted first.
 _OVER_QUOTA, _WITHIN_QUOTA, _WITHIN_FLOOR = range(3)

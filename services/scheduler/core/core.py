@@ -13,10 +13,9 @@ from common.errors import (
     RequestTimeoutError,
 )
 from common.limits import Limits
-from common.prompt_logprobs import check_prompt_logprobs
+from common.prompt_limits import check_prompt_logprobs
 from common.sampling import choice_seed
 from common.types import Admission, Finish, FinishReason, Subject
-from services.scheduler.core.billing import Billing
 from services.scheduler.core.costs import LoadCosts
 from services.scheduler.core.memory import KvMemory
 from services.scheduler.core.output import Output, OutputBuffer
@@ -26,9 +25,9 @@ from services.scheduler.core.queue import QueuePolicy, WaitingQueue
 from services.scheduler.core.results import NO_MEMORY, ResultHandler
 from services.scheduler.core.row_changes import Tenancy
 from services.scheduler.core.rows import RowSlots
-from services.scheduler.core.scoring import PromptScoring
-from services.scheduler.core.sequence import Sequence, SequencePhase, initial_ids
+from services.scheduler.core.sequence import PromptScoring, Sequence, SequencePhase, initial_ids
 from services.scheduler.core.sessions import Sessions
+from services.scheduler.core.shares import Billing
 
 if TYPE_CHECKING:
     from collections.abc import Iterable

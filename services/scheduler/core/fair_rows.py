@@ -9,13 +9,12 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
 
     from common.types import Subject
-    from services.scheduler.core.billing import Billing
     from services.scheduler.core.in_flight_prefixes import InFlightPrefixes
     from services.scheduler.core.memory import KvMemory
     from services.scheduler.core.queue import WaitingQueue
     from services.scheduler.core.rows import RowSlots
     from services.scheduler.core.sequence import Sequence
-    from services.scheduler.core.shares import VirtualCounters
+    from services.scheduler.core.shares import Billing, VirtualCounters
 
 K = TypeVar("K")
 

@@ -11,7 +11,7 @@ from common.types import CacheMode
 from services.scheduler.cache.debug.audit import AuditReport, account, audit, repair
 from services.scheduler.cache.types import Accounting
 from services.scheduler.core.load_back import LoadBack
-from services.scheduler.core.row_windows import RowWindows
+from services.scheduler.core.rows import RowWindows
 
 if TYPE_CHECKING:
     from collections.abc import Callable

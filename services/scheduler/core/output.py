@@ -9,8 +9,7 @@ import numpy as np
 
 if TYPE_CHECKING:
     from common.types import Finish, TokenIds, TokenLogprob
-    from services.scheduler.core.scoring import PromptPart
-    from services.scheduler.core.sequence import Sequence
+    from services.scheduler.core.sequence import PromptPart, Sequence
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,13 +22,13 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from services.scheduler.cache.types import PrefixLock
-    from services.scheduler.core.billing import Billing
     from services.scheduler.core.config import CoreConfig
     from services.scheduler.core.memory import KvMemory
     from services.scheduler.core.queue import WaitingQueue
     from services.scheduler.core.row_changes import Tenancy
     from services.scheduler.core.rows import RowSlots
     from services.scheduler.core.sequence import Sequence
+    from services.scheduler.core.shares import Billing
 
 
 # Number of waiting sequences whose mean length estimates that of all.

@@ -8,7 +8,7 @@ from itertools import chain
 from typing import TYPE_CHECKING, Protocol
 
 from common.errors import QueueFullError
-from services.scheduler.core.census import Census
+from services.scheduler.core.sequence import Census
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import importlib.util
 import os
 import signal
 import socket
@@ -14,7 +15,7 @@ from typing import TYPE_CHECKING
 import psutil
 
 from common.child_process import MAX_LINE_BYTES, ChildProcess, read_message, write_message
-from common.errors import UnavailableError
+from common.errors import InvalidRequestError, UnavailableError
 from common.logs import get_logger
 
 if TYPE_CHECKING:
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
 START_TIMEOUT_S = 120.0
 FORK_TIMEOUT_S = 30.0
 COMMAND = (sys.executable, "-m", "services.worker.grammars.template")
+LIBRARY = "xgrammar"
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,3 +149,13 @@ class CompileProcesses:
         template, self._template, self._control = self._template, None, None
         if template is not None:
             await template.kill()
+
+
+def check_installed(grammar: Grammar) -> None:
+    """Raise InvalidRequestError, which names the package, if XGrammar is missing."""
+    if importlib.util.find_spec(LIBRARY) is None:
+        raise InvalidRequestError(
+            f"'{grammar.param}' needs the package {LIBRARY}, which the server lacks; "
+            f"its operator can run `pip install --no-deps {LIBRARY}`.",
+            param=grammar.param,
+        )

@@ -24,8 +24,7 @@ from typing import TYPE_CHECKING
 
 from common.child_process import begin_child, die_with_parent
 from common.grammars import Grammar, GrammarKind
-from services.worker.engine.grammars.compiler import Compiler, GrammarError
-from services.worker.engine.grammars.trial import try_out
+from services.worker.engine.grammars.compiler import Compiler, GrammarError, try_out
 from services.worker.engine.grammars.vocabulary_source import VocabularySource
 
 if TYPE_CHECKING:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from common.transfers import TransferAck, TransferDirection
 from services.worker.engine.execution.interface import InvalidPlanError
 from services.worker.storage.objects import KEY_BYTES, ObjectFormat
-from services.worker.storage.shard import Shard
+from services.worker.storage.tier import Shard
 
 if TYPE_CHECKING:
     import asyncio

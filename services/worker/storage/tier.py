@@ -1,8 +1,9 @@
-"""Carries out transfers with storage beside the engine: in threads of their own, which also encrypt, with deadlines."""
+"""Transfers between a rank's host pages and storage, beside the engine: threads, which also encrypt, and deadlines."""
 
 from __future__ import annotations
 
 import asyncio
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, TypeVar
@@ -10,22 +11,26 @@ from typing import TYPE_CHECKING, TypeVar
 from common.logs import get_logger
 from common.transfers import TransferAck, TransferDirection
 from services.worker import metrics
-from services.worker.storage.breaker import CircuitBreaker
 from services.worker.storage.interface import StorageError
 from services.worker.storage.objects import Miss
-from services.worker.storage.shard import ShardClosedError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from common.transfers import Transfer
-    from services.worker.storage.interface import Storage
-    from services.worker.storage.shard import Shard
+    from services.worker.engine.execution.interface import HostPageBytes
+    from services.worker.storage.interface import Blob, Storage
+    from services.worker.storage.objects import ObjectFormat
 
 T = TypeVar("T")
 
 # Pages of one call to the back end: enough to hide a round trip, and few megabytes at a time.
 BATCH_PAGES = 8
+
+# So many failures in a row, and nothing is asked for a while, twice as long each time up to the limit.
+FAILURES_TO_OPEN = 3
+FIRST_PAUSE_S = 1.0
+LONGEST_PAUSE_S = 60.0
 
 
 class _CallFailedError(Exception):
@@ -164,3 +169,117 @@ def _count(transfer: Transfer, outcomes: Sequence[Miss | None], seconds: float) 
     for outcome in outcomes:
         metrics.STORAGE_PAGES_TOTAL.labels(direction, "done" if outcome is None else outcome.value).inc()
     metrics.STORAGE_SECONDS.labels(direction).observe(seconds)
+
+
+class ShardClosedError(Exception):
+    """The stream of plans is over: the host pages hold something else by now."""
+
+
+class Shard:
+    """Turns host pages into objects and back. Its methods belong to no thread.
+
+    Once `close` has returned, no page is read or written any more, however late an answer of the back end comes.
+    """
+
+    def __init__(self, pages: HostPageBytes, form: ObjectFormat) -> None:
+        """Read and write `pages` as objects of the form `form`."""
+        self._pages = pages
+        self._form = form
+        self._is_closed = False
+        self._lock = threading.Lock()
+
+    def names(self, keys: Sequence[bytes]) -> list[str]:
+        """Return the names of this rank's objects."""
+        return [self._form.name(key) for key in keys]
+
+    def dump(self, pages: Mapping[bytes, int], cipher_key: bytes) -> dict[str, Blob]:
+        """Return the objects to write for host pages by storage key, by name.
+
+        Raises:
+            ShardClosedError: the shard has been closed.
+        """
+        objects: dict[str, Blob] = {}
+        for key, page in pages.items():
+            with self._lock:
+                self._check_open()
+                content = self._pages.read_page(page)
+            objects[self._form.name(key)] = self._form.encode(key, cipher_key, content)
+        return objects
+
+    def load(
+        self, keys: Sequence[bytes], cipher_key: bytes, blobs: Sequence[bytes | None], pages: Sequence[int]
+    ) -> list[Miss | None]:
+        """Decrypt what was read and write it to host pages, up to the first page that cannot be had.
+
+        Returns:
+            The outcomes, in order: None for a page that was loaded; a miss is the last.
+
+        Raises:
+            ShardClosedError: the shard has been closed.
+        """
+        outcomes: list[Miss | None] = []
+        for key, blob, page in zip(keys, blobs, pages, strict=True):
+            payload = Miss.MISSING if blob is None else self._form.decode(key, cipher_key, blob)
+            if isinstance(payload, Miss):
+                outcomes.append(payload)
+                break
+            with self._lock:
+                self._check_open()
+                self._pages.write_page(page, payload)
+            outcomes.append(None)
+        return outcomes
+
+    def close(self) -> None:
+        """Let no page be touched from now on."""
+        with self._lock:
+            self._is_closed = True
+
+    def _check_open(self) -> None:
+        if self._is_closed:
+            raise ShardClosedError
+
+
+class CircuitBreaker:
+    """Closed while calls succeed; open for a pause after several failures; then one call finds out how things are.
+
+    Times are seconds of one monotonic clock.
+    """
+
+    def __init__(self) -> None:
+        """Start closed."""
+        self._failures = 0
+        self._pause_s = FIRST_PAUSE_S
+        self._open_until: float | None = None
+        self._is_trying = False
+
+    @property
+    def is_open(self) -> bool:
+        """Whether calls are held back, but for one now and then."""
+        return self._open_until is not None
+
+    def allows(self, now: float) -> bool:
+        """Whether a call may be made; after a pause, one is tried until its outcome is known."""
+        if self._open_until is None:
+            return True
+        if self._is_trying or now < self._open_until:
+            return False
+        self._is_trying = True
+        return True
+
+    def succeed(self) -> None:
+        """Take note of a call that went well."""
+        self._failures = 0
+        self._pause_s = FIRST_PAUSE_S
+        self._open_until = None
+        self._is_trying = False
+
+    def fail(self, now: float) -> None:
+        """Take note of a call that failed or took too long."""
+        self._failures += 1
+        if self._open_until is None:
+            if self._failures >= FAILURES_TO_OPEN:
+                self._open_until = now + self._pause_s
+        elif self._is_trying:
+            self._is_trying = False
+            self._pause_s = min(2 * self._pause_s, LONGEST_PAUSE_S)
+            self._open_until = now + self._pause_s

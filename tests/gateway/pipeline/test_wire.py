@@ -12,7 +12,7 @@ from gateway.pipeline.port import ModelInfo
 from gateway.pipeline.wire import chat_to_wire, delta_from_wire, generate_to_wire, model_from_wire
 from protos.gen.pando.v1 import common_pb2, detokenizer_pb2, tokenizer_pb2
 from services.detokenizer.wire import deltas_to_wire
-from services.tokenizer.requests import Submission
+from services.tokenizer.relay import Submission
 from services.tokenizer.wire import chat_from_wire, submission_from_wire
 from tests.common.strategies import chats, deltas, generate_requests, plain, reply_tos
 from tests.examples import examples

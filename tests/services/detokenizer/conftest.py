@@ -4,7 +4,7 @@ import pytest
 
 from common.models import resolve_model
 from common.tokenization import TextModel, load_text_model
-from services.detokenizer.factory import DecoderFactory
+from services.detokenizer.decoding import DecoderFactory
 
 
 @pytest.fixture(scope="session")

@@ -6,14 +6,14 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from common.types import Finish, FinishReason, RequestId, Resume, SubscriberId, TokenLogprob
-from services.detokenizer.hub import Hub
 from services.detokenizer.messages import Answers, ChoiceSpec, Push
+from services.detokenizer.session import Hub
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from common.deltas import Delta
-    from services.detokenizer.factory import DecoderFactory
+    from services.detokenizer.decoding import DecoderFactory
 
 GATEWAY = SubscriberId("gateway-1")
 LENGTH = Finish(FinishReason.LENGTH)

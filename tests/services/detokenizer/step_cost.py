@@ -15,8 +15,8 @@ from common.models import resolve_model
 from common.tokenization import load_text_model
 from common.types import SubscriberId
 from protos.gen.pando.v1 import detokenizer_pb2
-from services.detokenizer.factory import DecoderFactory
-from services.detokenizer.hub import Hub
+from services.detokenizer.decoding import DecoderFactory
+from services.detokenizer.session import Hub
 from services.detokenizer.wire import deltas_to_wire, push_from_wire
 
 if TYPE_CHECKING:

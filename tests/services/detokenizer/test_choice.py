@@ -8,7 +8,7 @@ from common.errors import UnavailableError
 from common.models import resolve_model
 from common.tokenization import load_text_model
 from common.types import Finish, FinishReason, Resume
-from services.detokenizer.factory import DecoderFactory
+from services.detokenizer.decoding import DecoderFactory
 from tests.examples import examples
 from tests.services.detokenizer.pushing import LENGTH, STOP, Pushing, spec
 

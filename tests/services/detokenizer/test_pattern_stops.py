@@ -4,8 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.detokenizer.pattern_stops import PatternStopMatcher
-from services.detokenizer.stops import StopAutomaton, StopMatcher
+from services.detokenizer.stops import PatternStopMatcher, StopAutomaton, StopMatcher
 from tests.examples import examples
 from tests.services.detokenizer.test_stops import cut, stop_lists, texts
 

@@ -11,8 +11,8 @@ from common.rpc.server import RpcServer
 from common.rpc.status import to_error
 from common.types import ErrorCode
 from protos.gen.pando.v1 import common_pb2, detokenizer_pb2, detokenizer_pb2_grpc
-from services.detokenizer.hub import Hub
 from services.detokenizer.service import DetokenizerService
+from services.detokenizer.session import Hub
 from tests.waiting import until
 
 if TYPE_CHECKING:
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from common.tokenization import TextModel
-    from services.detokenizer.factory import DecoderFactory
+    from services.detokenizer.decoding import DecoderFactory
 
 NAME = "pando.v1.Detokenizer"
 TIMEOUT_S = 10.0

@@ -17,7 +17,7 @@ from tests.services.detokenizer.pushing import GATEWAY, LENGTH, Pushing, spec
 
 if TYPE_CHECKING:
     from common.tokenization import TextModel
-    from services.detokenizer.factory import DecoderFactory
+    from services.detokenizer.decoding import DecoderFactory
 
 
 @pytest.fixture

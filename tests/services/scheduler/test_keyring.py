@@ -9,7 +9,7 @@ import pytest
 
 from common.errors import ConfigurationError
 from services.scheduler.cache.types import PUBLIC_SCOPE
-from services.scheduler.keyring import Keyring
+from services.scheduler.storage_desk import Keyring
 
 if TYPE_CHECKING:
     from pathlib import Path

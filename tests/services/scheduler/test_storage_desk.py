@@ -11,10 +11,8 @@ from common.settings import StorageSettings
 from common.steps import EngineCapacity
 from services.scheduler.cache.pages import PageAllocator
 from services.scheduler.cache.radix import RadixCache
-from services.scheduler.cache.tiers.config import HostConfig
-from services.scheduler.cache.tiers.storage_config import PrefetchPolicy, StorageConfig
-from services.scheduler.keyring import Keyring
-from services.scheduler.storage_desk import StorageDesk, default_path, resolve_storage
+from services.scheduler.cache.tiers.config import HostConfig, PrefetchPolicy, StorageConfig
+from services.scheduler.storage_desk import Keyring, StorageDesk, default_path, resolve_storage
 from services.scheduler.wire.state import storage_to_wire
 
 if TYPE_CHECKING:

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 from prometheus_client import REGISTRY
 
-from services.scheduler.tier_meter import TierMeter
+from services.scheduler.cache_meter import TierMeter
 from services.scheduler.wire.state import traffic_to_wire
 from tests.services.scheduler.core.test_host_tier import OTHER, PROMPT, make_harness, serve
 

@@ -8,7 +8,7 @@ from typing import Any
 from common.requests import GenerateRequest, Prompt
 from common.types import ReplyTo, RequestId, RequestOptions, SamplingParams, StopConditions, Subject, SubscriberId, View
 from services.tokenizer.limits import ModelLimits
-from services.tokenizer.requests import Submission
+from services.tokenizer.relay import Submission
 
 LIMITS = ModelLimits(model="tiny", max_context_tokens=100, vocabulary_size=50)
 

@@ -10,8 +10,7 @@ import pytest
 
 from common.requests import ChatMessage, ChatPrompt
 from common.types import ToolStyle
-from services.tokenizer.call_ids import with_accepted_ids
-from services.tokenizer.chat_template import ChatTemplates
+from services.tokenizer.chat_template import ChatTemplates, with_accepted_ids
 from tests.common.notations.templates import TEMPLATES
 
 MESSAGES: list[dict[str, Any]] = [  # Any: free JSON

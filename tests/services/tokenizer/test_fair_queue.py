@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from common.types import Subject
-from services.tokenizer.fair_queue import MAX_ABSENT, FairQueue
+from services.tokenizer.encoding_pool import MAX_ABSENT, FairQueue
 
 ANN, BOB, RIVAL = Subject("acme", "user/ann"), Subject("acme", "user/bob"), Subject("rival", "key/r")
 SUBJECTS = st.sampled_from([ANN, BOB, RIVAL, Subject("third", "key/t")])

@@ -116,7 +116,12 @@ class Outcome:
 
 
 async def probe_forgeries(scene: Scene) -> list[Finding]:
-    """Forge the pages of one victim in each way."""
+    """Alter, swap and plant the stored pages of one victim, as an attacker who can write to the storage.
+
+    Victims' prompts are answered by one server, which stores their pages; the attacker changes what is stored; another
+    server over the same storage, with nothing in memory, answers the same prompts. A forged page must be a miss, and
+    answers must stay the same.
+    """
     folder, sibling = scene.server.storage, scene.sibling
     if folder is None or sibling is None:
         return [not_applicable(FORGED, "no storage that can be written to, with a second server over it")]

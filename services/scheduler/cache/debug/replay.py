@@ -22,8 +22,7 @@ from services.scheduler.cache.factory import CacheName, make_cache
 from services.scheduler.cache.object_keys import ObjectKeys
 from services.scheduler.cache.pages import PageAllocator
 from services.scheduler.cache.sharing.choices import SharingChoices
-from services.scheduler.cache.tiers.config import HostConfig, WritePolicy
-from services.scheduler.cache.tiers.storage_config import PrefetchPolicy, StorageConfig
+from services.scheduler.cache.tiers.config import HostConfig, PrefetchPolicy, StorageConfig, WritePolicy
 from services.scheduler.cache.types import CandidateId, view_of
 
 if TYPE_CHECKING:

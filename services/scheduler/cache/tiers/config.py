@@ -1,11 +1,18 @@
-"""All constants of the host tier, with their defaults and reasons."""
+"""All constants of the host and storage tiers, with their defaults and reasons, and the names of stored pages."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import Enum
+from typing import TYPE_CHECKING, Protocol
 
 from common.errors import ConfigurationError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from services.scheduler.cache.object_keys import ObjectKeys
+    from services.scheduler.cache.types import Scope
 
 
 class WritePolicy(Enum):
@@ -50,3 +57,60 @@ class HostConfig:
         wrong = [message for message, paths in checks.items() if not paths]
         if wrong:
             raise ConfigurationError("; ".join(wrong))
+
+
+class PrefetchPolicy(Enum):
+    """How long a request waits for its pages from storage.
+
+    OFF: there is no lookup. BEST_EFFORT: it does not wait; pages that have arrived when it could start are used.
+    TIMEOUT: up to `wait_s` from then on. WAIT_COMPLETE: until the lookup has ended and all found pages have arrived.
+    """
+
+    OFF = "off"
+    BEST_EFFORT = "best_effort"
+    TIMEOUT = "timeout"
+    WAIT_COMPLETE = "wait_complete"
+
+
+@dataclass(frozen=True, slots=True)
+class StorageConfig:
+    """Rules of the storage tier."""
+
+    policy: PrefetchPolicy = PrefetchPolicy.TIMEOUT
+    # Maximum time under TIMEOUT that a request waits which could start otherwise.
+    wait_s: float = 0.5
+    # A shorter run of missing pages is faster to compute than to look up.
+    min_pages: int = 4
+    # Pages in flight at the same time, at most half of them writes; they cannot be evicted from either tier meanwhile.
+    window_pages: int = 1024
+    # Rate of reading; 0: no limit.
+    pages_per_s: float = 0.0
+    # Whether copies on the host are stored.
+    writes: bool = True
+
+
+# The scope under which a cache in mode SHARED stores its pages; no view, tenant or public scope has four parts.
+_COMMON_SCOPE: Scope = ("", "", "", "shared")
+
+
+class PageNames(Protocol):
+    """Supplies the names and keys of pages in storage, and destroys keys."""
+
+    def keys(self, scope: Scope, hashes: Iterable[bytes]) -> ObjectKeys:
+        """Return names and key of pages of `scope` by their chained hashes."""
+
+    def revoke(self, scope: Scope) -> None:
+        """Make all stored pages of `scope`, and of other views of the same subject, unreadable."""
+
+
+class CommonNames:
+    """Names of pages that a cache in mode SHARED stores: in other modes, its one view must not count as public."""
+
+    def __init__(self, names: PageNames) -> None:
+        self._names = names
+
+    def keys(self, _scope: Scope, hashes: Iterable[bytes]) -> ObjectKeys:
+        return self._names.keys(_COMMON_SCOPE, hashes)
+
+    def revoke(self, _scope: Scope) -> None:
+        self._names.revoke(_COMMON_SCOPE)

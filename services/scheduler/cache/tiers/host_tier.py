@@ -24,10 +24,9 @@ if TYPE_CHECKING:
     from services.scheduler.cache.keys import PagedKey
     from services.scheduler.cache.node import Account, Holder, Node
     from services.scheduler.cache.store import NodeStore
-    from services.scheduler.cache.tiers.config import HostConfig
+    from services.scheduler.cache.tiers.config import HostConfig, PageNames, StorageConfig
     from services.scheduler.cache.tiers.ledger import OpenTransfer
     from services.scheduler.cache.tiers.loads import HostMatch
-    from services.scheduler.cache.tiers.storage_config import PageNames, StorageConfig
     from services.scheduler.cache.tiers.storage_reads import Fetch
 
 _ON_HOST = NodeState.ON_HOST

@@ -23,9 +23,9 @@ if TYPE_CHECKING:
     from services.scheduler.cache.node import Account, Node
     from services.scheduler.cache.prefetch import Run
     from services.scheduler.cache.store import NodeStore
+    from services.scheduler.cache.tiers.config import PageNames, StorageConfig
     from services.scheduler.cache.tiers.host_pages import HostPages
     from services.scheduler.cache.tiers.ledger import OpenTransfer, TransferLedger
-    from services.scheduler.cache.tiers.storage_config import PageNames, StorageConfig
     from services.scheduler.cache.types import Scope
 
 # Number of suspects that are remembered.

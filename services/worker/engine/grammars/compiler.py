@@ -1,6 +1,6 @@
-"""Grammars compiled for one vocabulary by XGrammar.
+"""Grammars compiled for one vocabulary by XGrammar, and the trial of a compiled grammar before it is used.
 
-That takes seconds to import, so nothing does before a grammar is asked for.
+XGrammar takes seconds to import, so nothing does before a grammar is asked for.
 """
 
 from __future__ import annotations
@@ -8,13 +8,17 @@ from __future__ import annotations
 import json
 import os
 import re
+import time
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from common.grammars import Grammar, GrammarKind
+from common.json_schemas import are_disjoint
 from common.models import resolve_model
 from common.tokenization import load_text_model
 from common.tokenization.vocabulary import read_vocabulary
-from services.worker.engine.grammars.formats import as_enforced
+from services.worker.engine.grammars.matcher import Matcher
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -33,6 +37,35 @@ ANY_CONTEXT = 2**31 - 1
 TOKEN_FIELDS = ("token", "exclude_tokens", "trigger_tokens")
 # When and where in the library's source an error was raised.
 _TRACE = re.compile(r"^\[\d\d:\d\d:\d\d\] \S+:\d+: ")
+
+# Without leap days, and with four digits of a year that every calendar knows.
+_DATE = r"[1-9]\d{3}-((0[13578]|1[02])-(0[1-9]|[12]\d|3[01])|(0[469]|11)-(0[1-9]|[12]\d|30)|02-(0[1-9]|1\d|2[0-8]))"
+_TIME = r"([01]\d|2[0-3]):[0-5]\d:[0-5]\d(\.\d{1,6})?(Z|[+-]([01]\d|2[0-3]):[0-5]\d)"
+_OCTET = r"(25[0-5]|2[0-4]\d|1\d\d|[1-9]?\d)"
+_LABEL = r"[a-zA-Z0-9]([a-zA-Z0-9-]{0,14}[a-zA-Z0-9])?"
+_REFERENCE = r"[a-zA-Z0-9._~/?@!$&()*+,;=-]"
+PATTERNS = {
+    "date": f"^{_DATE}$",
+    "time": f"^{_TIME}$",
+    "date-time": f"^{_DATE}T{_TIME}$",
+    "ipv4": rf"^{_OCTET}(\.{_OCTET}){{3}}$",
+    "hostname": rf"^{_LABEL}(\.{_LABEL}){{0,3}}$",
+    "email": rf"^[a-zA-Z0-9_+-]{{1,32}}(\.[a-zA-Z0-9_+-]{{1,32}})?@{_LABEL}(\.{_LABEL}){{1,3}}$",
+    # Without what JSON would have to escape, nor percent signs.
+    "uri": rf"^[a-z][a-z0-9+.-]{{1,15}}:({_REFERENCE}|:)+$",
+    "uri-reference": f"^{_REFERENCE}+$",
+    "json-pointer": r"^(/[a-zA-Z0-9_.-]*)*$",
+    "relative-json-pointer": r"^(0|[1-9]\d{0,3})(#|(/[a-zA-Z0-9_.-]*)*)$",
+}
+# Values that are no schemas themselves.
+_DATA = frozenset({"const", "enum", "default", "examples", "example", "required"})
+
+# So many tokens are drawn at random, starting so many times.
+STEPS = 48
+STARTS = 3
+# CPU time. A mask that takes longer would hold up every row of a pass; those of good grammars take 0.1 ms.
+MAX_MASK_S = 0.05
+MAX_COMPILED_BYTES = 64 * 1024 * 1024
 
 
 class GrammarError(Exception):
@@ -170,3 +203,44 @@ def _reason(error: Exception) -> str:
     text = _TRACE.sub("", str(error.args[0] if error.args else error)).strip()
     line = text.splitlines()[0] if text else type(error).__name__
     return line[:300]
+
+
+def as_enforced(schema: Any) -> Any:  # Any: JSON
+    """Return a schema with patterns in place of formats, and `anyOf` where that means the same as `oneOf`."""
+    if isinstance(schema, list):
+        return [as_enforced(item) for item in schema]
+    if not isinstance(schema, dict):
+        return schema
+    result = {name: value if name in _DATA else as_enforced(value) for name, value in schema.items()}
+    if isinstance(result.get("oneOf"), list) and "anyOf" not in result and are_disjoint(result["oneOf"]):
+        # The library cannot see that they are disjoint, and warns.
+        result["anyOf"] = result.pop("oneOf")
+    format_ = result.get("format")
+    if isinstance(format_, str) and format_ in PATTERNS:
+        del result["format"]
+        result["pattern"] = PATTERNS[format_]
+        result.setdefault("type", "string")
+    return result
+
+
+def try_out(compiled: xgrammar.CompiledGrammar, vocabulary_size: int) -> None:
+    """Follow random paths through a grammar.
+
+    Raises:
+        GrammarError: it is too large, has no output, or is too slow to follow.
+    """
+    if compiled.memory_size_bytes > MAX_COMPILED_BYTES:
+        raise GrammarError("it is too large when compiled")
+    random = np.random.default_rng(0)
+    for _ in range(STARTS):
+        matcher = Matcher(compiled, vocabulary_size)
+        for step in range(STEPS):
+            started = time.thread_time()
+            allowed = np.flatnonzero(np.unpackbits(matcher.mask().view(np.uint8), bitorder="little"))
+            if allowed.size == 0:
+                raise GrammarError("no output conforms to it" if step == 0 else "it leads to where nothing conforms")
+            has_ended = not matcher.accept(int(random.choice(allowed))) or matcher.is_terminated
+            if time.thread_time() - started > MAX_MASK_S:
+                raise GrammarError("it is too ambiguous to follow")
+            if has_ended:
+                break

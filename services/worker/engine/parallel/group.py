@@ -1,15 +1,19 @@
-"""Communication of tensor-parallel ranks."""
+"""Communication of tensor-parallel ranks, and the network interface that ranks on several hosts use for it."""
 
 from __future__ import annotations
 
+import ipaddress
+import logging
+import os
+import socket
 from datetime import timedelta
 from typing import TYPE_CHECKING, Protocol
 
+import psutil
 import torch
 import torch.distributed as dist
 
 from common.errors import ConfigurationError
-from services.worker.engine.parallel.interface import use_way_to
 from services.worker.engine.parallel.symmetric_memory import join_symmetric_memory
 
 if TYPE_CHECKING:
@@ -19,6 +23,10 @@ if TYPE_CHECKING:
 
 # Long enough for the slowest rank to load a large model, short enough to notice that one never came.
 _RENDEZVOUS_TIMEOUT = timedelta(minutes=10)
+log = logging.getLogger(__name__)
+
+# The variables in which gloo and NCCL expect the interface.
+_VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 
 
 class RankGroup(Protocol):
@@ -193,3 +201,36 @@ def join_group(
     if world_size == 1:
         return SingleRank()
     return DistributedGroup(rank, world_size, rendezvous, device, shape)
+
+
+def use_way_to(rendezvous: str) -> None:
+    """Have ranks talk over the interface that leads to `rendezvous` (host:port), unless the environment names another.
+
+    Left alone, gloo takes the one that the host's own name stands for, which may be the loopback, and NCCL the first.
+    """
+    name = interface_to(rendezvous.rpartition(":")[0].strip("[]"))
+    if name is None:
+        return
+    for variable in _VARIABLES:
+        os.environ.setdefault(variable, name)
+    log.info("ranks.interface name=%s", os.environ[_VARIABLES[0]])
+
+
+def interface_to(host: str) -> str | None:
+    """Return the interface that packets to `host` leave by; None if that is this host's loopback, or not known."""
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, kind, protocol) as probe:
+            # Sends nothing: it only looks the route up.
+            probe.connect(address)
+            own = ipaddress.ip_address(probe.getsockname()[0].partition("%")[0])
+    except OSError:
+        return None
+    if own.is_loopback:
+        return None
+    for name, addresses in psutil.net_if_addrs().items():
+        for each in addresses:
+            is_ip = each.family in (socket.AF_INET, socket.AF_INET6)
+            if is_ip and ipaddress.ip_address(each.address.partition("%")[0]) == own:
+                return name
+    return None

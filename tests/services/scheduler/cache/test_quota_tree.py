@@ -14,7 +14,7 @@ from common.transfers import TransferAck
 from common.types import Sharing, Subject, View
 from services.scheduler.cache.accounts import Accounts
 from services.scheduler.cache.config import CacheConfig
-from services.scheduler.cache.debug.queue_invariants import queue_violations
+from services.scheduler.cache.debug.invariants import queue_violations
 from services.scheduler.cache.debug.replay import replay
 from services.scheduler.cache.eviction import EvictionQueue
 from services.scheduler.cache.tiers.config import HostConfig

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from common.settings import ModelSettings
-from services.scheduler.content.checker import ContentChecker
+from services.scheduler.content.desk import ContentChecker
 from tests.services.scheduler.content.corpus import drawn
 from tests.waiting import is_running, wait_until
 
@@ -142,7 +142,7 @@ HANGING = """
 import asyncio, sys
 import numpy as np
 from common.settings import ModelSettings
-from services.scheduler.content.checker import ContentChecker
+from services.scheduler.content.desk import ContentChecker
 
 async def main():
     configuration = {

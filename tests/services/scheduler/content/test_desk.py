@@ -9,8 +9,7 @@ import pytest
 
 from common.errors import ConfigurationError
 from services.scheduler.cache.types import CandidateId, PromotionCandidate
-from services.scheduler.content.checker import CheckAnswer
-from services.scheduler.content.desk import MAX_WAITING, ContentDesk
+from services.scheduler.content.desk import MAX_WAITING, CheckAnswer, ContentDesk
 from tests.services.scheduler.cache.driver import ANN, BOB, CID, DAN, PLAIN, Driver, with_rules
 from tests.waiting import until
 
@@ -19,7 +18,7 @@ if TYPE_CHECKING:
 
     from common.types import TokenIds
     from services.scheduler.cache.interface import PrefixCache
-    from services.scheduler.content.checker import ContentChecker
+    from services.scheduler.content.desk import ContentChecker
 
 PROMPT = list(range(100, 116))
 

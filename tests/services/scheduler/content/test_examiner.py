@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pytest
 
-from services.scheduler.content import examiner as examiner_module
-from services.scheduler.content.examiner import CheckVerdict, Examiner, make_detectors
+from services.scheduler.content import child as examiner_module
+from services.scheduler.content.child import CheckVerdict, Examiner, make_detectors
 from services.scheduler.content.interface import DetectorOptions, RulesError
 from services.scheduler.content.text import Transcriber
 from tests.services.scheduler.content.corpus import drawn

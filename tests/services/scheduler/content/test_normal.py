@@ -11,10 +11,9 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from services.scheduler.content.examiner import Examiner
+from services.scheduler.content.child import Examiner
 from services.scheduler.content.interface import DetectorOptions
-from services.scheduler.content.normal import normalise
-from services.scheduler.content.patterns import PatternDetector
+from services.scheduler.content.patterns import PatternDetector, normalise
 from services.scheduler.content.text import Transcriber
 from tests.services.scheduler.content.corpus import POSITIVES
 

@@ -44,8 +44,7 @@ if TYPE_CHECKING:
     from common.transfers import TransferId
     from services.scheduler.cache.config import CacheConfig
     from services.scheduler.cache.tiers.config import HostConfig
-    from services.scheduler.core.scoring import PromptPart
-    from services.scheduler.core.sequence import Sequence
+    from services.scheduler.core.sequence import PromptPart, Sequence
 
 STOP_ID = 7
 BOUND = Grammar(GrammarKind.REGEX, "x", "regex")

@@ -364,7 +364,7 @@ def test_log_probabilities_of_a_turn_are_bounded_by_its_whole_prompt(monkeypatch
     ask(harness, "one", FIRST, turn=SessionTurn("one"))
     harness.run()
     length = len(whole(harness, "one", FIRST)) + 2
-    monkeypatch.setattr("common.prompt_logprobs.MAX_PROMPT_LOGPROBS", length - 2)
+    monkeypatch.setattr("common.prompt_limits.MAX_PROMPT_LOGPROBS", length - 2)
 
     def refusal(name: str, start: int) -> str | None:
         wanted = make_request(name, [5, 6], user="alice", scored_from=start)

@@ -13,9 +13,8 @@ from services.scheduler.cache.config import CacheConfig, Mode
 from services.scheduler.cache.debug.invariants import violations
 from services.scheduler.cache.node import Account
 from services.scheduler.cache.radix import RadixCache
-from services.scheduler.cache.tiers.config import HostConfig
-from services.scheduler.cache.tiers.storage_config import PrefetchPolicy, StorageConfig
-from services.scheduler.keyring import Keyring
+from services.scheduler.cache.tiers.config import HostConfig, PrefetchPolicy, StorageConfig
+from services.scheduler.storage_desk import Keyring
 from tests.fakes.simulated_worker import expected_output
 from tests.fakes.storing_worker import DROP, FETCH, Objects, StoringWorker
 from tests.services.scheduler.core.harness import STOP_ID, Harness, make_request

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import initialize, invariant, precondition, rule, run_state_machine_as_test
 
 from services.scheduler.cache.object_keys import scope_keys
-from services.scheduler.cache.tiers.storage_config import PrefetchPolicy, StorageConfig
+from services.scheduler.cache.tiers.config import PrefetchPolicy, StorageConfig
 from tests.examples import examples
 from tests.fakes.storing_worker import Objects, StoringWorker
 from tests.services.scheduler.core.test_host_tier_properties import HostTierMachine

@@ -12,8 +12,7 @@ from protos.gen.pando.v1 import detokenizer_pb2
 from services.detokenizer.messages import Answers, ChoiceSpec, PromptLogprobsPart, Push, StopHit
 from services.detokenizer.wire import answers_to_wire, push_from_wire
 from services.scheduler.core.output import EndedChoice, Output, OutputBuffer
-from services.scheduler.core.scoring import PromptPart
-from services.scheduler.core.sequence import Sequence
+from services.scheduler.core.sequence import PromptPart, Sequence
 from services.scheduler.wire.output import ended_from_wire, output_to_wire
 from tests.common.strategies import COUNT, TOKEN, complete, finishes, logprobs, plain, schedule_requests
 from tests.examples import examples

@@ -10,7 +10,7 @@ import pytest
 
 from common.errors import InvalidRequestError
 from common.grammars import Grammar, GrammarKind
-from services.worker.grammars.installed import LIBRARY, check_installed
+from services.worker.grammars.process import LIBRARY, check_installed
 
 GRAMMAR = Grammar(GrammarKind.REGEX, "[0-9]{3}", "regex")
 

@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from services.worker.storage.breaker import FAILURES_TO_OPEN, FIRST_PAUSE_S, LONGEST_PAUSE_S, CircuitBreaker
+from services.worker.storage.tier import FAILURES_TO_OPEN, FIRST_PAUSE_S, LONGEST_PAUSE_S, CircuitBreaker
 
 
 def opened(now: float = 0.0) -> CircuitBreaker:

@@ -10,8 +10,7 @@ from prometheus_client import REGISTRY
 
 from common.transfers import Transfer, TransferAck, TransferDirection, TransferId
 from services.worker.storage.objects import Miss, ObjectFormat
-from services.worker.storage.shard import Shard
-from services.worker.storage.tier import WorkerStorageTier
+from services.worker.storage.tier import Shard, WorkerStorageTier
 from tests.fakes.storage import FakeHostPages, FakeStorage
 from tests.fakes.virtual_clock import VirtualClock
 

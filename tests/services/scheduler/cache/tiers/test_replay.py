@@ -13,10 +13,9 @@ from services.scheduler.cache.debug.recorded import RecordedCache
 from services.scheduler.cache.debug.replay import encode, encode_header, replay
 from services.scheduler.cache.factory import make_cache
 from services.scheduler.cache.pages import PageAllocator
-from services.scheduler.cache.tiers.config import HostConfig, WritePolicy
-from services.scheduler.cache.tiers.storage_config import PrefetchPolicy, StorageConfig
+from services.scheduler.cache.tiers.config import HostConfig, PrefetchPolicy, StorageConfig, WritePolicy
 from services.scheduler.core.core import SchedulerCore
-from services.scheduler.keyring import Keyring
+from services.scheduler.storage_desk import Keyring
 from tests.fakes.storing_worker import Objects, StoringWorker
 from tests.services.scheduler.core.harness import Arrival, Harness
 from tests.services.scheduler.core.test_host_tier import OTHER, PROMPT, serve

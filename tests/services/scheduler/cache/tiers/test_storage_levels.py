@@ -14,8 +14,7 @@ from hypothesis import strategies as st
 from common.transfers import TransferAck, TransferDirection
 from common.types import Sharing, Subject, View
 from services.scheduler.cache.object_keys import ObjectKeys
-from services.scheduler.cache.tiers.config import HostConfig
-from services.scheduler.cache.tiers.storage_config import PrefetchPolicy, StorageConfig
+from services.scheduler.cache.tiers.config import HostConfig, PrefetchPolicy, StorageConfig
 from tests.services.scheduler.cache.driver import PLAIN, Driver, int32
 
 if TYPE_CHECKING:

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import psutil
 import pytest
 
-from services.worker.engine.parallel.interface import interface_to, use_way_to
+from services.worker.engine.parallel.group import interface_to, use_way_to
 
 
 def test_this_host_is_reached_by_no_interface_to_name() -> None:

@@ -3,7 +3,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from services.worker.engine.sampling.philox import philox4x32, uniforms
+from services.worker.engine.sampling.sampler import philox4x32, uniforms
 
 
 @pytest.mark.parametrize(
