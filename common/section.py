@@ -1,18 +1,24 @@
-"""The base class of all configuration sections, and the types of settings that several sections have."""
+"""The base class of all configuration sections, types of settings that several sections have, secrets in settings.
+
+A secret is a value or `file:PATH`, as others may be able to read the environment or the command line.
+"""
 
 from __future__ import annotations
 
 import json
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, SecretStr
 from pydantic_settings import NoDecode
 
-from common.secrets import FILE_PREFIX
+from common.errors import ConfigurationError
 
 if TYPE_CHECKING:
     from pydantic import GetCoreSchemaHandler
+
+FILE_PREFIX = "file:"
 
 
 class Section(BaseModel):
@@ -49,3 +55,27 @@ class AtLeast:
             if not text.startswith(FILE_PREFIX) and len(text) < self.min_length:
                 raise ValueError(f"should have at least {self.min_length} characters")
         return secret
+
+
+def read_secret(setting: str, value: SecretStr | None, min_length: int = 1) -> str | None:
+    """Return the secret that `setting` has or whose file it names; None if it is not set.
+
+    Only the services that use a secret read its file, so that the others need no access to it.
+
+    Raises:
+        ConfigurationError: the file is not readable, or the secret has fewer than `min_length` characters.
+    """
+    if value is None:
+        return None
+    text = value.get_secret_value()
+    if text.startswith(FILE_PREFIX):
+        path = Path(text.removeprefix(FILE_PREFIX))
+        try:
+            text = path.read_text(encoding="utf-8").strip()
+        except (OSError, ValueError) as error:
+            raise ConfigurationError(f"{setting}: {error}") from error
+        if not text:
+            raise ConfigurationError(f"{setting}: {path} is empty")
+    if len(text) < min_length:
+        raise ConfigurationError(f"{setting} should have at least {min_length} characters")
+    return text

@@ -12,7 +12,7 @@ from common.rpc.channel import open_channel
 from common.rpc.discovery import Discovery
 from common.rpc.security import UNIX_ONLY
 from common.rpc.sessions import SessionsClient
-from common.secrets import read_secret
+from common.section import read_secret
 from common.settings import BackendSettings
 from common.version import version
 from gateway.app import create_app, create_probe_app

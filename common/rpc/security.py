@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import grpc
 
 from common.errors import ConfigurationError
-from common.secrets import read_secret
+from common.section import read_secret
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Mapping

@@ -12,7 +12,7 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 from common.errors import ConfigurationError
-from common.secrets import FILE_PREFIX
+from common.section import FILE_PREFIX
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence

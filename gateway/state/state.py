@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from common.errors import ConfigurationError
-from common.secrets import read_secret
+from common.section import read_secret
 from gateway.quotas.memory_meters import MemoryMeters
 from gateway.quotas.redis_meters import RedisMeters
 from gateway.state.aborts import LocalAborts, SharedAborts, Signatures

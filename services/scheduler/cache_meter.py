@@ -10,9 +10,9 @@ from services.scheduler.cache.types import CacheEventKind
 if TYPE_CHECKING:
     from services.scheduler.cache.interface import PrefixCache
     from services.scheduler.cache.types import PrefixLock
+    from services.scheduler.core.costs import OperationTimes
     from services.scheduler.core.load_back import LoadBack, Moved
     from services.scheduler.core.sequence import Sequence
-    from services.scheduler.core.times import OperationTimes
 
 STATES = ("free", "soft_free", "evictable", "protected")
 

@@ -8,7 +8,7 @@ import secrets
 from typing import TYPE_CHECKING
 
 from common.errors import PermissionDeniedError
-from common.secrets import read_secret
+from common.section import read_secret
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

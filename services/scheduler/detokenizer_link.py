@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from common.rpc.stream import StreamLink
 from protos.gen.pando.v1 import detokenizer_pb2, detokenizer_pb2_grpc
-from services.scheduler.wire.output import ended_from_wire, output_to_wire
+from services.scheduler.wire.requests import ended_from_wire, output_to_wire
 
 if TYPE_CHECKING:
     from collections.abc import Iterable

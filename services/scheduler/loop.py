@@ -21,7 +21,7 @@ from services.scheduler.cache.sharing.choices import SharingChoices
 from services.scheduler.cache_meter import STATES, CacheMeter, TierMeter
 from services.scheduler.core.config import resolve_core
 from services.scheduler.core.core import SchedulerCore
-from services.scheduler.core.times import OperationTimes
+from services.scheduler.core.costs import OperationTimes
 from services.scheduler.group import GroupState
 from services.scheduler.policy.policies import make_counters, make_policy
 from services.scheduler.storage_desk import StorageDesk

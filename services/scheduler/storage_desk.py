@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 from common.errors import ConfigurationError
 from common.logs import get_logger
-from common.secrets import read_secret
+from common.section import read_secret
 from services.scheduler.cache.object_keys import KEY_BYTES, ObjectKeys, ScopeKeys, scope_keys, scope_tag
 from services.scheduler.cache.tiers.config import PrefetchPolicy, StorageConfig
 from services.scheduler.cache.types import PUBLIC_SCOPE

@@ -9,7 +9,7 @@ import pytest
 from pydantic import SecretStr
 
 from common.errors import ConfigurationError
-from common.secrets import read_secret
+from common.section import read_secret
 from common.settings import parse_settings
 
 if TYPE_CHECKING:

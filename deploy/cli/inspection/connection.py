@@ -15,7 +15,7 @@ from rich.console import Console
 from common.rpc.options import CHANNEL_OPTIONS
 from common.rpc.security import Security, read_security
 from common.rpc.status import to_error
-from common.secrets import read_secret
+from common.section import read_secret
 from common.settings import CONFIG_VARIABLE, parse_settings
 from deploy.supervisor.state import find_state
 from protos.gen.pando.v1 import scheduler_pb2_grpc

@@ -17,8 +17,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from deploy.evaluation.attack.campaign import AttackReport
-    from deploy.evaluation.attack.findings import Finding
-    from deploy.evaluation.attack.statistics import Separation
+    from deploy.evaluation.attack.findings import Finding, Separation
     from deploy.evaluation.bench.results import Provenance
 
 UNFINISHED = "unfinished"

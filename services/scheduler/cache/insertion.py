@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from services.scheduler.cache.keys import PagedKey
     from services.scheduler.cache.locks import LockedPath
     from services.scheduler.cache.node import Node
-    from services.scheduler.cache.sharing.pins import Pins
+    from services.scheduler.cache.sharing.choices import Pins
     from services.scheduler.cache.sharing.probe_detection import ProbeDetector
     from services.scheduler.cache.sharing.promotion import Promoter
     from services.scheduler.cache.store import NodeStore

@@ -13,9 +13,9 @@ from services.scheduler.cache.insertion import Inserter
 from services.scheduler.cache.keys import PagedKey
 from services.scheduler.cache.locks import LockedPath, LockTable, orphan
 from services.scheduler.cache.sessions import forget_session, is_left_by, tag_path
+from services.scheduler.cache.sharing.choices import Pins
 from services.scheduler.cache.sharing.demotion import Demoter
 from services.scheduler.cache.sharing.merging import compress_chains, merge_private_subtree
-from services.scheduler.cache.sharing.pins import Pins
 from services.scheduler.cache.sharing.probe_detection import ProbeDetector
 from services.scheduler.cache.sharing.promotion import Promoter
 from services.scheduler.cache.snapshots import node_snapshot, owner_snapshot

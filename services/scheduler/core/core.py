@@ -38,9 +38,9 @@ if TYPE_CHECKING:
     from services.scheduler.cache.interface import PrefixCache
     from services.scheduler.cache.pages import PageAllocator
     from services.scheduler.core.config import CoreConfig
+    from services.scheduler.core.costs import OperationTimes
     from services.scheduler.core.shares import VirtualCounters
     from services.scheduler.core.step_limits import StepLimits
-    from services.scheduler.core.times import OperationTimes
 
 
 class SchedulerCore:

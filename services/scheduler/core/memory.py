@@ -21,10 +21,9 @@ if TYPE_CHECKING:
     from services.scheduler.cache.interface import PrefixCache
     from services.scheduler.cache.pages import PageAllocator
     from services.scheduler.cache.types import LockId, PrefixLock
-    from services.scheduler.core.costs import LoadCosts
+    from services.scheduler.core.costs import LoadCosts, OperationTimes
     from services.scheduler.core.rows import RowSlots
     from services.scheduler.core.sequence import Sequence
-    from services.scheduler.core.times import OperationTimes
 
 P = ParamSpec("P")
 R = TypeVar("R")

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from common.errors import ConfigurationError
-from common.secrets import read_secret
+from common.section import read_secret
 from services.worker.storage.interface import StorageError
 
 if TYPE_CHECKING:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from common.errors import ConfigurationError
-from common.secrets import read_secret
+from common.section import read_secret
 from common.settings import PREFIX, Settings, parse_settings
 from common.settings.renamed import FILES, KEY, OF_MODELS, REMOVED, RENAMED, OldNames
 from common.settings.sources import known_settings

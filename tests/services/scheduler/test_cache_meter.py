@@ -6,7 +6,7 @@ import pytest
 from common.types import Subject, View
 from services.scheduler.cache.types import LockId, PrefixLock
 from services.scheduler.cache_meter import CacheMeter
-from services.scheduler.core.times import OperationTimes
+from services.scheduler.core.costs import OperationTimes
 from tests.services.scheduler.policy.waiting import waiting_sequence
 
 

@@ -10,10 +10,9 @@ import contextlib
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from deploy.evaluation.attack.findings import Finding, OracleVerdict, judge, not_applicable
+from deploy.evaluation.attack.findings import Finding, Group, OracleVerdict, judge, not_applicable, pooled
 from deploy.evaluation.attack.inventions import UNNAMED, Invention, rivals
 from deploy.evaluation.attack.prober import AttackError, Disguise
-from deploy.evaluation.attack.statistics import Group, pooled
 from deploy.evaluation.bench.records import Segment
 
 if TYPE_CHECKING:

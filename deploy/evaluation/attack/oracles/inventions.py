@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, TypeAlias
 
-from deploy.evaluation.attack.findings import Finding, OracleVerdict, judge, not_applicable
+from deploy.evaluation.attack.findings import Finding, Group, OracleVerdict, judge, not_applicable, pooled
 from deploy.evaluation.attack.inventions import (
     CONVERSATION_FIELDS,
     PERSON_FIELDS,
@@ -26,7 +26,6 @@ from deploy.evaluation.attack.inventions import (
 )
 from deploy.evaluation.attack.oracles.pairs import report_cached
 from deploy.evaluation.attack.prober import NO_KEY, AttackError, Disguise
-from deploy.evaluation.attack.statistics import Group, pooled
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence

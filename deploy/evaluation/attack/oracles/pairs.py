@@ -8,8 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from deploy.evaluation.attack.findings import Finding, judge, not_applicable
-from deploy.evaluation.attack.statistics import Group, pooled
+from deploy.evaluation.attack.findings import Finding, Group, judge, not_applicable, pooled
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from deploy.evaluation.attack.findings import Finding, judge
-from deploy.evaluation.attack.statistics import Group, within
+from deploy.evaluation.attack.findings import Finding, Group, judge, within
 from deploy.evaluation.bench.records import Segment
 
 if TYPE_CHECKING:

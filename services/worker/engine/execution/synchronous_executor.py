@@ -12,10 +12,11 @@ from services.worker.engine.execution.pass_output import PassOutput, join
 from services.worker.engine.execution.pooler import Pooler, with_pooled
 from services.worker.engine.model.batch import ForwardBatch
 from services.worker.engine.plans.passes import ForwardPass, HostBatch, gather
+from services.worker.engine.plans.rows import NOTHING_FORCED, ForcedTokens
 from services.worker.engine.plans.scoring import RowSpans, Scored, ScoringTable, with_scored
-from services.worker.engine.sampling.jump_forward import empty_token_block, split_token_block, with_jump_forward
 from services.worker.engine.sampling.logprobs import score
 from services.worker.engine.sampling.sampler import Samples, sample
+from services.worker.engine.sampling.table import Needs
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -23,13 +24,16 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from common.steps import EngineCapacity, RowOpen
+    from common.types import TokenIds
     from services.worker.engine.host_tier.pool import HostPool
     from services.worker.engine.host_tier.transfers import Transfers
-    from services.worker.engine.plans.rows import RowStates
+    from services.worker.engine.plans.rows import RowIndices, RowStates
     from services.worker.engine.sampling.table import SamplingTable
 
 # Alignment in bytes of arrays that are packed into one copy.
 _ALIGNMENT = 16
+# Padding in place of a token.
+_NOTHING = -1
 
 
 class Runner(Protocol):
@@ -147,3 +151,41 @@ def _transfer(arrays: Sequence[NDArray[Any]], device: torch.device) -> list[torc
         packed[start : start + array.size] = torch.from_numpy(array.ravel())
     sent = packed.to(device, non_blocking=True)
     return [sent[start : start + array.size].view(array.shape) for start, array in zip(starts, arrays, strict=True)]
+
+
+def with_jump_forward(
+    token_ids: torch.Tensor, slots: RowIndices, rows: RowStates, table: SamplingTable, room: NDArray[np.int64]
+) -> torch.Tensor:
+    """Return a block [slots, 1 + most forced] of each row's sampled token and its forced tokens, padded with -1.
+
+    Args:
+        token_ids: [slots] int64, what they sampled and do not know yet.
+        slots: the rows.
+        rows: what they know.
+        table: their parameters.
+        room: [slots] how many tokens may be forced on each at most.
+    """
+    if not room.any():
+        return token_ids[:, None]
+    block = np.full((slots.size, 1 + int(room.max())), _NOTHING, np.int64)
+    block[:, 0] = token_ids.cpu().numpy()
+    if table.grammars is not None:
+        for index in np.flatnonzero(room):
+            # A row with log probabilities does not jump: those of its tokens come from logits.
+            if table.needs[slots[index]] & (Needs.GRAMMAR | Needs.LOGPROBS) == Needs.GRAMMAR:
+                forced = table.grammars.forced(int(slots[index]), int(block[index, 0]), int(room[index]), rows)
+                block[index, 1 : 1 + len(forced)] = forced
+    return torch.from_numpy(block).to(token_ids.device)
+
+
+def empty_token_block(slots: RowIndices, room: NDArray[np.int64], device: torch.device) -> torch.Tensor:
+    """Return an array of the shape of `with_jump_forward`'s, for another rank's to come in."""
+    return torch.empty(slots.size, 1 + int(room.max()), dtype=torch.int64, device=device)
+
+
+def split_token_block(block: torch.Tensor, slots: RowIndices) -> tuple[TokenIds, ForcedTokens]:
+    """Return the sampled tokens of rows `slots`, [slots] int32, and their forced tokens."""
+    values = block.cpu().numpy().astype(np.int32)
+    forced = values[:, 1:]
+    which, _ = there = np.nonzero(forced != _NOTHING)
+    return values[:, 0], ForcedTokens(slots[which], forced[there]) if which.size else NOTHING_FORCED

@@ -7,7 +7,7 @@ import pytest
 from rich.console import Console
 
 from deploy.cli.chat.client import ChatClient, ChatError, ChatHistory, ChatOptions, StreamedAnswer
-from deploy.cli.chat.terminal import Terminal, describe, printable
+from deploy.cli.chat.command import Terminal, describe, printable
 
 if TYPE_CHECKING:
     from collections.abc import Callable

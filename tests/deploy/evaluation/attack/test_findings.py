@@ -5,9 +5,8 @@ import re
 
 import pytest
 
-from deploy.evaluation.attack.findings import Finding, OracleVerdict, judge
+from deploy.evaluation.attack.findings import Finding, Group, OracleVerdict, judge, pooled
 from deploy.evaluation.attack.oracles.evidence import SybilSweep, judge_sweep
-from deploy.evaluation.attack.statistics import Group, pooled
 
 
 def finding(pairs: int, shift: float, *, either_way: bool = False) -> Finding:

@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from deploy.evaluation.attack.statistics import Group, pairs_for, pooled, within
+from deploy.evaluation.attack.findings import Group, pairs_for, pooled, within
 
 
 def pairs(count: int, shift: float, seed: int = 0) -> list[Group]:

@@ -13,7 +13,7 @@ from services.detokenizer.messages import Answers, ChoiceSpec, PromptLogprobsPar
 from services.detokenizer.wire import answers_to_wire, push_from_wire
 from services.scheduler.core.output import EndedChoice, Output, OutputBuffer
 from services.scheduler.core.sequence import PromptPart, Sequence
-from services.scheduler.wire.output import ended_from_wire, output_to_wire
+from services.scheduler.wire.requests import ended_from_wire, output_to_wire
 from tests.common.strategies import COUNT, TOKEN, complete, finishes, logprobs, plain, schedule_requests
 from tests.examples import examples
 from tests.services.worker.strategies import spans

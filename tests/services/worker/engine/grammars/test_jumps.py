@@ -14,11 +14,11 @@ from common.grammars import Grammar, GrammarKind
 from common.steps import JumpLimit, RowOpen, StepPlan
 from common.types import RowSlot, StepId
 from services.worker.engine.execution.pass_output import PassOutput
+from services.worker.engine.execution.synchronous_executor import split_token_block, with_jump_forward
 from services.worker.engine.execution.synchronous_runner import SynchronousRunner
 from services.worker.engine.grammars.row_masks import RowMasks
 from services.worker.engine.plans.plan import PlanLimits
 from services.worker.engine.plans.rows import RowStates
-from services.worker.engine.sampling.jump_forward import split_token_block, with_jump_forward
 from services.worker.engine.sampling.sampler import sample
 from services.worker.engine.sampling.table import SamplingTable
 from tests.services.worker.engine.grammars.corpus import CORPUS
