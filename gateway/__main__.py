@@ -23,7 +23,7 @@ def main() -> None:
 
     async def serve(stopping: asyncio.Event) -> None:
         security = read_security(settings.rpc)
-        await Gateway(settings.gateway, REGISTRY, security, settings.limits.file).run(stopping)
+        await Gateway(settings, REGISTRY, security).run(stopping)
 
     run_service("gateway", settings, settings.gateway.metrics_port, serve)
 

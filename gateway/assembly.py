@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 
     from common.rpc.discovery import Found
     from common.rpc.security import Security
-    from common.settings import GatewaySettings
+    from common.settings import GatewaySettings, Settings
     from gateway.identity.keys import ApiKey
     from gateway.quotas.meters import Meters
 
@@ -55,10 +55,9 @@ class Gateway:
 
     def __init__(
         self,
-        settings: GatewaySettings,
+        of_services: Settings,
         registry: CollectorRegistry,
         security: Security = UNIX_ONLY,
-        limits_file: Path | None = None,
         limits_clock: Callable[[], float] | None = None,
         resume: ResumePolicy | None = None,
     ) -> None:
@@ -67,10 +66,11 @@ class Gateway:
         Raises:
             ConfigurationError: the keys file, a network, a certificate or an address is wrong.
         """
-        self._settings = settings
+        self._settings = settings = of_services.gateway
         identity = build_identity(settings)
         metrics = GatewayMetrics(registry)
-        self._services = open_models(settings, metrics, security)
+        token = read_secret("scheduler.admin_token", of_services.scheduler.admin_token)
+        self._services = open_models(settings, metrics, security, token)
         backends = Backends([each.backend for each in self._services.values()], settings.default_model)
         pipeline = ModelPipelines({name: each.pipeline for name, each in self._services.items() if name is not None})
         self._generations = Generations(
@@ -85,7 +85,7 @@ class Gateway:
             generations=self._generations,
             models=backends,
             identity=identity,
-            quotas=build_quotas(limits_file, self._state.meters),
+            quotas=build_quotas(of_services.limits.file, self._state.meters),
             stored=self._state.stored,
             aborts=self._state.aborts,
             metrics=metrics,
@@ -226,21 +226,16 @@ class ModelServices:
 
 
 def open_models(
-    settings: GatewaySettings, metrics: GatewayMetrics, security: Security
+    settings: GatewaySettings, metrics: GatewayMetrics, security: Security, admin_token: str | None
 ) -> dict[str | None, ModelServices]:
-    """Return the services of all models by name; the key of a single unnamed model is None.
-
-    Raises:
-        ConfigurationError: the admin token's file is unreadable or empty.
-    """
-    token = read_admin_token(settings)
+    """Return the services of all models by name; the key of a single unnamed model is None."""
     only = BackendSettings(
         tokenizer=settings.tokenizer,
         detokenizer=settings.detokenizer,
         schedulers=settings.schedulers,
     )
     backends: list[tuple[str | None, BackendSettings]] = [*settings.models.items()] or [(None, only)]
-    return {name: ModelServices(name, each, metrics, security, token) for name, each in backends}
+    return {name: ModelServices(name, each, metrics, security, admin_token) for name, each in backends}
 
 
 def open_schedulers(settings: BackendSettings, security: Security) -> SchedulerGroups:
@@ -250,12 +245,3 @@ def open_schedulers(settings: BackendSettings, security: Security) -> SchedulerG
         return open_channel(found.address, security, found.name)
 
     return SchedulerGroups(Discovery(settings.schedulers), connect)
-
-
-def read_admin_token(settings: GatewaySettings) -> str | None:
-    """Return the token that schedulers require of administrators, if configured.
-
-    Raises:
-        ConfigurationError: the token's file is unreadable or empty.
-    """
-    return read_secret("gateway.scheduler_admin_token", settings.scheduler_admin_token)

@@ -135,8 +135,6 @@ class GatewaySettings(Section):
     default_model: str | None = None
     """Model for requests that name none. Absent: such requests are refused, unless their endpoint has no model field
     and only one model is served."""
-    scheduler_admin_token: SecretStr | None = None
-    """Admin token of the schedulers, if they have one; without it they refuse to flush their caches."""
     max_body_bytes: int = Field(default=8 * 1024 * 1024, ge=1024)
     """Largest request body in bytes; larger ones are answered with 413."""
     max_open_requests: int = Field(default=8192, ge=1)

@@ -152,8 +152,6 @@ class SchedulerSettings(Section):
     """KV pages on the device; absent: the worker derives the number from free memory."""
     memory_fraction: float = Field(default=0.85, gt=0, le=1)
     """Share of free memory that the worker may use for weights and KV."""
-    plans_in_flight: int = Field(default=2, ge=1, le=16)
-    """Plans in flight; with 2, a plan is sent while the previous one runs, which hides the network's latency."""
     max_steps_per_plan: int = Field(default=16, ge=1, le=256)
     """Multi-step decode: upper bound on the steps of one plan while no request waits."""
     waiting_timeout_s: float = Field(default=300.0, gt=0, lt=600)
@@ -166,7 +164,8 @@ class SchedulerSettings(Section):
     """Seconds that open requests have to finish after SIGTERM."""
     admin_token: SecretStr | None = None
     """Callers that send `authorization: Bearer TOKEN` see owners and token ids in state dumps, and may forget users and
-    pin prompts; absent: no caller may. When it is set, flush, pause and resume require it, too."""
+    pin prompts; absent: no caller may. When it is set, flush, pause and resume require it, too: gateways need the same
+    value to pass administrators' requests on."""
     cache: CacheSettings = CacheSettings()
     content_check: ContentCheckSettings = ContentCheckSettings()
     host_tier: HostTierSettings = HostTierSettings()

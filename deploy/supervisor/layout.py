@@ -120,7 +120,6 @@ def plan_layout(settings: Settings, run_directory: Path, ranks: int = 1) -> Layo
     gateway = settings.gateway.model_copy(
         update={
             "port": port,
-            "scheduler_admin_token": settings.scheduler.admin_token,
             **_backends(placed),
         }
     )

@@ -20,7 +20,7 @@ def main() -> None:
 
     async def serve(stopping: asyncio.Event) -> None:
         security = read_security(settings.rpc)
-        gateway = Gateway(settings.gateway, REGISTRY, security, settings.limits.file, limits_clock=lambda: 1.0)
+        gateway = Gateway(settings, REGISTRY, security, limits_clock=lambda: 1.0)
         await gateway.run(stopping)
 
     run_service("gateway", settings, settings.gateway.metrics_port, serve)

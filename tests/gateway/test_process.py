@@ -11,7 +11,7 @@ import orjson
 import pytest
 from prometheus_client import CollectorRegistry
 
-from common.settings import GatewaySettings
+from common.settings import GatewaySettings, Settings
 from gateway.assembly import Gateway
 from gateway.generation.journal import ResumePolicy
 from tests.fakes.pipeline_servers import DETOKENIZER, TOKENIZER, FakeServices, pipeline_servers
@@ -29,7 +29,7 @@ async def gateway_over(services: FakeServices, resume: ResumePolicy | None = Non
     settings = GatewaySettings(
         port=0, drain_s=30, tokenizer=services.address(TOKENIZER), detokenizer=services.address(DETOKENIZER)
     )
-    gateway = Gateway(settings, CollectorRegistry(), resume=resume)
+    gateway = Gateway(Settings(gateway=settings), CollectorRegistry(), resume=resume)
     stopping = asyncio.Event()
     running = asyncio.create_task(gateway.run(stopping))
     try:

@@ -140,6 +140,8 @@ def test_old_names_of_files_with_secrets(tmp_path: Path, capsys: pytest.CaptureF
     by_flag = parse("--scheduler.admin_token_file", path).scheduler.admin_token
     assert read_secret("scheduler.admin_token", by_flag) == "open-sesame-please"
     assert "file:PATH" in warnings(capsys)[0]
+    of_gateway = parse(environ={"PANDO_GATEWAY__SCHEDULER_ADMIN_TOKEN": f"file:{path}"}).scheduler.admin_token
+    assert read_secret("scheduler.admin_token", of_gateway) == "open-sesame-please"
     by_variable = parse(environ={"PANDO_GATEWAY__STATE__URL_FILE": path}).gateway.state.url
     assert read_secret("gateway.state.url", by_variable) == "open-sesame-please"
     in_file = from_file(tmp_path, f'[gateway]\nstate_secret_file = "{path}"\n').gateway.state.secret

@@ -24,11 +24,11 @@ def test_defaults_need_nothing() -> None:
 
 def test_flags_beat_environment_beats_file(tmp_path: Path) -> None:
     file = tmp_path / "pando.toml"
-    file.write_text("[scheduler]\nmax_rows = 3\npage_size = 8\nplans_in_flight = 3\n")
-    environ = {"PANDO_SCHEDULER__PAGE_SIZE": "32", "PANDO_SCHEDULER__PLANS_IN_FLIGHT": "4"}
-    settings = parse("--config", str(file), "--scheduler.plans_in_flight", "5", environ=environ)
+    file.write_text("[scheduler]\nmax_rows = 3\npage_size = 8\nmax_step_tokens = 30\n")
+    environ = {"PANDO_SCHEDULER__PAGE_SIZE": "32", "PANDO_SCHEDULER__MAX_STEP_TOKENS": "40"}
+    settings = parse("--config", str(file), "--scheduler.max_step_tokens", "50", environ=environ)
     scheduler = settings.scheduler
-    assert (scheduler.max_rows, scheduler.page_size, scheduler.plans_in_flight) == (3, 32, 5)
+    assert (scheduler.max_rows, scheduler.page_size, scheduler.max_step_tokens) == (3, 32, 50)
 
 
 def test_sections_within_a_section_are_merged_over_the_sources(tmp_path: Path) -> None:

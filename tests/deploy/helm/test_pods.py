@@ -164,10 +164,9 @@ def test_gateway_and_scheduler_share_the_admin_token() -> None:
         for each in everybody:
             mounts = {mount["mountPath"] for mount in each.container["volumeMounts"]}
             assert ("/etc/pando/admin" in mounts) == (each.service in ("gateway", "scheduler"))
-        gateway, scheduler = everybody[0].settings.gateway, everybody[0].settings.scheduler
-        for token in (gateway.scheduler_admin_token, scheduler.admin_token):
-            assert token is not None
-            assert token.get_secret_value() == "file:/etc/pando/admin/token"
+        token = everybody[0].settings.scheduler.admin_token
+        assert token is not None
+        assert token.get_secret_value() == "file:/etc/pando/admin/token"
 
 
 def test_probes_ask_for_the_health_names_that_the_services_have() -> None:
@@ -279,8 +278,8 @@ def test_secrets_are_never_in_the_settings_file() -> None:
     objects = render(VALUE_SETS["keys-and-admin"])
     assert settings_of(objects)["gateway"]["keys_file"] == "/etc/pando/keys/keys.toml"
     text = named(objects, "ConfigMap", "settings")["data"]["pando.toml"]
-    secrets = re.findall('^ *(?:scheduler_admin_token|admin_token|token|secret) *= *"(.*)"', text, re.MULTILINE)
-    assert len(secrets) == 2
+    secrets = re.findall('^ *(?:admin_token|token|secret) *= *"(.*)"', text, re.MULTILINE)
+    assert len(secrets) == 1
     assert all(secret.startswith("file:/etc/pando/") for secret in secrets)
     [mount] = [m for m in container(pods(objects)["scheduler"])["volumeMounts"] if m["name"] == "admin"]
     assert settings_of(objects)["scheduler"]["admin_token"] == f"file:{mount['mountPath']}/token"

@@ -78,7 +78,6 @@ detokenizer: {module: services.detokenizer, port: 50054, metrics: 9094, health: 
 {{- $_ := merge $own.scheduler (dict "detokenizer" $peer.detokenizer "drain_s" (int .Values.scheduler.drainSeconds)) -}}
 {{- if .Values.adminToken.existingSecret -}}
 {{- $_ := set $own.scheduler "admin_token" "file:/etc/pando/admin/token" -}}
-{{- $_ := set $own.gateway "scheduler_admin_token" "file:/etc/pando/admin/token" -}}
 {{- end -}}
 {{- if .Values.gateway.certificateSecret }}{{ $_ := set $own.gateway "tls" (dict "certificate" "/etc/pando/https/tls.crt" "key" "/etc/pando/https/tls.key") }}{{ end -}}
 {{- if .Values.gateway.clientAuthoritySecret -}}
