@@ -13,8 +13,8 @@ from tests.fakes.simulated_worker import VOCABULARY, next_token
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from services.worker.engine.execution.interface import Transfers
     from services.worker.engine.host_tier.pool import HostPool
-    from services.worker.engine.host_tier.transfers import Transfers
     from services.worker.engine.model.batch import ForwardBatch
 
 PAGE_SIZE = 4

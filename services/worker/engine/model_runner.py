@@ -12,8 +12,8 @@ from services.worker.engine.host_tier.stream_transfers import StreamTransfers
 
 if TYPE_CHECKING:
     from common.steps import EngineCapacity
+    from services.worker.engine.execution.interface import Transfers
     from services.worker.engine.host_tier.pool import HostPool
-    from services.worker.engine.host_tier.transfers import Transfers
     from services.worker.engine.model.batch import ForwardBatch
     from services.worker.engine.model.decoder import Decoder
     from services.worker.engine.model.kv_pool import KvPool

@@ -20,8 +20,7 @@ from deploy.evaluation.bench.report import output_console, print_failure, spread
 from deploy.evaluation.bench.results import Provenance, ResultSheet, write_results
 from deploy.evaluation.bench.serve_arguments import add_result_arguments, positive_float, positive_int
 from deploy.evaluation.bench.target import TargetError
-from deploy.evaluation.bench.tenants.measuring import MODES, ModeServer, RoundOptions, play_rounds
-from deploy.evaluation.bench.tenants.mixes import DEFAULT_SIZES, MIXES
+from deploy.evaluation.bench.tenants.measuring import DEFAULT_SIZES, MIXES, MODES, ModeServer, RoundOptions, play_rounds
 
 if TYPE_CHECKING:
     import argparse

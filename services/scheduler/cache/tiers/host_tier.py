@@ -6,10 +6,9 @@ from contextlib import nullcontext
 from typing import TYPE_CHECKING
 
 from common.transfers import TransferDirection
-from services.scheduler.cache.tiers.backups import Backups
+from services.scheduler.cache.tiers.copies import Backups, Loads
 from services.scheduler.cache.tiers.host_pages import HostPages
 from services.scheduler.cache.tiers.ledger import TransferLedger
-from services.scheduler.cache.tiers.loads import Loads
 from services.scheduler.cache.tiers.storage_tier import StorageTier
 from services.scheduler.cache.types import Accounting, CacheEventKind, NodeState, scope_of
 
@@ -25,8 +24,8 @@ if TYPE_CHECKING:
     from services.scheduler.cache.node import Account, Holder, Node
     from services.scheduler.cache.store import NodeStore
     from services.scheduler.cache.tiers.config import HostConfig, PageNames, StorageConfig
+    from services.scheduler.cache.tiers.copies import HostMatch
     from services.scheduler.cache.tiers.ledger import OpenTransfer
-    from services.scheduler.cache.tiers.loads import HostMatch
     from services.scheduler.cache.tiers.storage_reads import Fetch
 
 _ON_HOST = NodeState.ON_HOST

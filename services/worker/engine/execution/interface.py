@@ -1,11 +1,16 @@
-"""The interface of an engine, the compute of one rank: configured once, then fed with plans."""
+"""The interfaces of an engine, the compute of one rank: configured once, then fed with plans; and of its transfers."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from common.steps import EngineCapacity, EngineSpec, StepPlan, StepResult
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from common.transfers import Transfer, TransferAck
 
 # Fraction of the work done in [0, 1], and a readable stage.
 ProgressReport = Callable[[float, str], None]
@@ -83,3 +88,25 @@ class Engine(Protocol):
 
     def close(self) -> None:
         """Give back weights, memory and the tensor-parallel group; `configure` may follow."""
+
+
+class Transfers(Protocol):
+    """Copies between the tiers beside forward passes; `common/transfers.py` has the contract of a copy.
+
+    All methods belong to the engine's thread.
+    """
+
+    def begin(self, transfers: Iterable[Transfer]) -> None:
+        """Take in a plan's transfers, before its first pass; they see what earlier passes wrote."""
+
+    def poll(self) -> tuple[TransferAck, ...]:
+        """Return the acknowledgements of finished transfers after a pass; takes a bounded time."""
+
+    def wait(self) -> tuple[TransferAck, ...]:
+        """Return the acknowledgements of finished transfers while no pass runs; waits a short time for one."""
+
+    def reset(self) -> None:
+        """Cancel the open transfers: when this returns, no page is read or written any more."""
+
+    def close(self) -> None:
+        """Give everything back."""

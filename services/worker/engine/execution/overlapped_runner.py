@@ -30,9 +30,8 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from common.transfers import TransferAck
-    from services.worker.engine.execution.interface import Emit
+    from services.worker.engine.execution.interface import Emit, Transfers
     from services.worker.engine.execution.synchronous_runner import TimeSource
-    from services.worker.engine.host_tier.transfers import Transfers
     from services.worker.engine.plans.rows import RowIndices, RowStates
 
 

@@ -25,8 +25,8 @@ if TYPE_CHECKING:
 
     from common.steps import EngineCapacity, RowOpen
     from common.types import TokenIds
+    from services.worker.engine.execution.interface import Transfers
     from services.worker.engine.host_tier.pool import HostPool
-    from services.worker.engine.host_tier.transfers import Transfers
     from services.worker.engine.plans.rows import RowIndices, RowStates
     from services.worker.engine.sampling.table import SamplingTable
 

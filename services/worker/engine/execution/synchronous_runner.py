@@ -17,8 +17,7 @@ from services.worker.engine.plans.scoring import partial_results
 
 if TYPE_CHECKING:
     from common.transfers import TransferAck
-    from services.worker.engine.execution.interface import Emit
-    from services.worker.engine.host_tier.transfers import Transfers
+    from services.worker.engine.execution.interface import Emit, Transfers
     from services.worker.engine.plans.rows import RowStates
 
 TimeSource = Callable[[], float]

@@ -17,8 +17,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from common.steps import EngineCapacity
+    from services.worker.engine.execution.interface import Transfers
     from services.worker.engine.host_tier.pool import HostPool
-    from services.worker.engine.host_tier.transfers import Transfers
     from services.worker.engine.model_runner import ModelRunner
 # Enough to fill the processor: a GPU needs more.
 CPU_TOKENS, GPU_TOKENS = 256, 2048

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from deploy.evaluation.bench.tenants.mixes import MIXES, MixSize, arriving, round_phases, system_prompts
+from deploy.evaluation.bench.tenants.measuring import MIXES, MixSize, arriving, round_phases, system_prompts
 
 SIZE = MixSize(users=6, apps=2, scale=0.1)
 

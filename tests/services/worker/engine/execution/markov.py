@@ -10,8 +10,8 @@ import torch
 from common.steps import EngineCapacity
 
 if TYPE_CHECKING:
+    from services.worker.engine.execution.interface import Transfers
     from services.worker.engine.host_tier.pool import HostPool
-    from services.worker.engine.host_tier.transfers import Transfers
     from services.worker.engine.model.batch import ForwardBatch
 
 VOCABULARY = 300

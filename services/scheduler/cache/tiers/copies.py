@@ -1,24 +1,31 @@
-"""Write policies: when nodes are copied to the host."""
+"""Copies between device and host: backups by write policy, and loads of host pages back to the device."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from common.transfers import TransferDirection
+from services.scheduler.cache.keys import PagedKey
 from services.scheduler.cache.tiers.config import WritePolicy
+from services.scheduler.cache.tree import Reach
 from services.scheduler.cache.types import NodeState
 
 if TYPE_CHECKING:
-    from common.transfers import Transfer
-    from services.scheduler.cache.node import Node
+    from collections.abc import Callable
+
+    from common.steps import PageIds
+    from common.transfers import Transfer, TransferId
+    from common.types import TokenIds
+    from services.scheduler.cache.node import Account, Node
     from services.scheduler.cache.store import NodeStore
     from services.scheduler.cache.tiers.config import HostConfig
     from services.scheduler.cache.tiers.host_pages import HostPages
-    from services.scheduler.cache.tiers.ledger import TransferLedger
+    from services.scheduler.cache.tiers.ledger import OpenTransfer, TransferLedger
 
-_ON_HOST = NodeState.ON_HOST
+_LIVE, _ON_HOST = NodeState.LIVE, NodeState.ON_HOST
 
 
 class Backups:
@@ -139,3 +146,114 @@ class Backups:
         # A soft-free node is revived until its copy is made.
         is_there = not node.is_dead and node.state is not _ON_HOST
         return is_there and node.host_pages is None and self._ledger.about(node) is None
+
+
+@dataclass(frozen=True, slots=True)
+class HostMatch:
+    """Cached part of a request's tokens in its view: on the device, and beyond that on the host only.
+
+    `loading` is the transfer that is loading the first of the latter, if there is one.
+    """
+
+    device_tokens: int
+    host_tokens: int
+    loading: TransferId | None = None
+
+
+class Loads:
+    """Finds nodes that are on the host only, and makes them LIVE again."""
+
+    def __init__(self, store: NodeStore, ledger: TransferLedger) -> None:
+        """Change nodes of `store`; transfers are opened in `ledger`."""
+        self._store = store
+        self._ledger = ledger
+        self._page_size = store.tree.page_size
+
+    def find(self, viewer: Account, token_ids: TokenIds) -> HostMatch:
+        """Return the cached part of a request's tokens in a view; changes nothing."""
+        tree = self._store.tree
+        match = tree.match(tree.root, viewer, *self._wanted(token_ids), Reach.HOST)
+        at, end, on_device = match.partial or match.node, match.pages, match.pages
+        loading: OpenTransfer | None = None
+        while at.state is _ON_HOST:
+            loading = self._ledger.about(at)
+            on_device -= match.partial_pages if at is match.partial else at.size
+            assert at.parent is not None
+            at = at.parent
+        return HostMatch(
+            on_device * self._page_size,
+            (end - on_device) * self._page_size,
+            loading.transfer.transfer_id if loading else None,
+        )
+
+    def begin(self, viewer: Account, token_ids: TokenIds, allocate: Callable[[int], PageIds | None]) -> Transfer | None:
+        """Start to load everything that `find` finds on the host; None if `allocate` has no device pages for it."""
+        tree = self._store.tree
+        match = tree.match(tree.root, viewer, *self._wanted(token_ids), Reach.HOST)
+        end = match.node if match.partial is None else self._store.split(match.partial, match.partial_pages)
+        path = self._on_host(end)
+        assert path, "there is something to load"
+        # From here on, making room on either tier spares the path.
+        self._ledger.need(end, 1)
+        self._store.touch(end)
+        device_pages = allocate(sum(node.size for node in path))
+        transfer = None
+        if device_pages is not None:
+            host_pages = np.concatenate([node.host_pages for node in path if node.host_pages is not None])
+            self._ledger.retain_host(host_pages)
+            transfer = self._ledger.open(TransferDirection.HOST_TO_DEVICE, path, device_pages, host_pages)
+        self._ledger.need(end, -1)
+        return transfer
+
+    def finish(self, opened: OpenTransfer) -> int:
+        """Make nodes LIVE whose pages have been loaded; return the number of these pages.
+
+        Pages are discarded if their node has been removed or computed meanwhile.
+        """
+        loaded = 0
+        for node, device_pages, _ in opened.in_order():
+            if node.state is _ON_HOST and node.parent is not None and node.parent.state is _LIVE:
+                self._store.load(node, device_pages)
+                loaded += len(device_pages)
+        return loaded
+
+    def restore(self, above: Node, account: Account, key: PagedKey, first: int, pages: PageIds) -> None:
+        """Make nodes LIVE on the pages of a row that has computed them instead of loading them.
+
+        Args:
+            above: The node in which the row's path ends; it is locked.
+            account: The account of the row's view.
+            key: The row's tokens.
+            first: Depth of `above` in pages.
+            pages: The row's page table.
+        """
+        match = self._store.tree.match(above, account, key, first, key.pages, Reach.COMPUTED | Reach.HOST)
+        end = match.partial or match.node
+        if end.state is not _ON_HOST:
+            return
+        if match.partial is not None:
+            end = self._store.split(match.partial, match.partial_pages)
+        path = self._on_host(end)
+        at = path[0].parent
+        while at is not None and at.is_soft_free:
+            self._store.revive(at)
+            at = at.parent
+        start = match.pages - sum(node.size for node in path)
+        for node in path:
+            self._store.load(node, pages[start : start + node.size])
+            start += node.size
+        self._store.offer(end)
+
+    def _wanted(self, token_ids: TokenIds) -> tuple[PagedKey, int, int]:
+        # The last token must be computed, for its logits.
+        return PagedKey(token_ids, self._page_size), 0, max(len(token_ids) - 1, 0) // self._page_size
+
+    def _on_host(self, end: Node) -> list[Node]:
+        """Return the nodes on the path to `end` that are on the host only, parents first."""
+        path = []
+        at = end
+        while at.state is _ON_HOST:
+            path.append(at)
+            assert at.parent is not None
+            at = at.parent
+        return path[::-1]
