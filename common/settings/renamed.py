@@ -261,7 +261,7 @@ class OldNames:
                 continue
             name = variable.removeprefix(self._prefix).replace("__", ".").lower()
             for new, text in self._entries(name, value):
-                spellings.add(new, variable, None if new == name else text)
+                spellings.add(new, variable, text)
                 translated[variable if new == name else f"{self._prefix}{new}".replace(".", "__").upper()] = text
         return translated
 
@@ -337,7 +337,7 @@ class _Spellings:
     def add(self, name: str, spelling: str, value: object = None) -> bool:
         """Return whether the setting `name` is given for the first time, or again in the same spelling.
 
-        Several old names of one setting may have the same value.
+        Several names of one setting may have the same value.
 
         Raises:
             ConfigurationError: it was given in another spelling before.
@@ -412,6 +412,6 @@ def _put(table: dict[str, Any], old: str, new: str, value: object) -> None:
         table = table.setdefault(part, {})
         if not isinstance(table, dict):
             raise ConfigurationError(f"{old} is now {new}, but {'.'.join(path)} is not a table")
-    if last in table:
+    if table.get(last, value) != value:
         raise ConfigurationError(f"{old} and {new} are the same setting: give only {new}")
     table[last] = value

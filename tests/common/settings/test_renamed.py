@@ -131,7 +131,7 @@ def test_one_setting_cannot_have_the_values_of_several_services(tmp_path: Path) 
     with pytest.raises(ConfigurationError, match=r"give only limits\.file"):
         parse("--gateway.limits_file", "a.toml", "--scheduler.limits_file", "b.toml")
     with pytest.raises(ConfigurationError, match=r"give only limits\.file"):
-        from_file(tmp_path, '[gateway]\nlimits_file = "a.toml"\n[limits]\nfile = "a.toml"\n')
+        from_file(tmp_path, '[gateway]\nlimits_file = "a.toml"\n[limits]\nfile = "b.toml"\n')
 
 
 def test_old_names_of_files_with_secrets(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -192,9 +192,16 @@ def test_old_and_new_name_in_one_source_are_an_error(tmp_path: Path) -> None:
     with pytest.raises(ConfigurationError, match=r"give only scheduler\.cache\.mode"):
         parse("--scheduler.cache.mode=shared", "--scheduler.cache", "shared")
     with pytest.raises(ConfigurationError, match="PANDO_SCHEDULER__POLICY"):
-        parse(environ={"PANDO_SCHEDULER__POLICY": "lpm", "PANDO_SCHEDULER__QUEUE__POLICY": "lpm"})
+        parse(environ={"PANDO_SCHEDULER__POLICY": "lpm", "PANDO_SCHEDULER__QUEUE__POLICY": "fcfs"})
     with pytest.raises(ConfigurationError, match=r"give only scheduler\.queue\.policy"):
-        from_file(tmp_path, '[scheduler]\npolicy = "lpm"\n[scheduler.queue]\npolicy = "lpm"\n')
+        from_file(tmp_path, '[scheduler]\npolicy = "lpm"\n[scheduler.queue]\npolicy = "fcfs"\n')
+
+
+def test_both_names_may_have_the_same_value_so_that_one_file_serves_two_versions(tmp_path: Path) -> None:
+    environ = {"PANDO_SCHEDULER__POLICY": "lpm", "PANDO_SCHEDULER__QUEUE__POLICY": "lpm"}
+    assert parse(environ=environ).scheduler.queue.policy == "lpm"
+    both = '[scheduler]\npolicy = "lpm"\n[scheduler.queue]\npolicy = "lpm"\n'
+    assert from_file(tmp_path, both).scheduler.queue.policy == "lpm"
 
 
 def test_a_section_that_is_no_table_is_refused(tmp_path: Path) -> None:
