@@ -80,12 +80,12 @@ class Tier:
             return False
 
     def known(self) -> int:
-        """Return how many groups the tokenizer takes for serving."""
+        """Return the number of groups that the tokenizer considers ready."""
         lines = self.metrics().splitlines()
         return sum(line.startswith("pando_tokenizer_replica_serving{") and line.endswith(" 1.0") for line in lines)
 
     def metrics(self) -> str:
-        """Return what the tokenizer tells Prometheus."""
+        """Return the tokenizer's metrics."""
         return httpx.get(f"http://127.0.0.1:{self.metrics_port}/metrics", trust_env=False, timeout=30).text
 
     def serving(self) -> set[int]:

@@ -58,7 +58,7 @@ class Served:
             return False
 
     def state(self, *, include_requests: bool = False) -> scheduler_pb2.GetStateResponse:
-        """Return what the scheduler says of queues, rows and pages."""
+        """Return the scheduler's state of queues, rows and pages."""
         with grpc.insecure_channel(self.deployment.address_of("scheduler"), options=CHANNEL_OPTIONS) as channel:
             stub = scheduler_pb2_grpc.SchedulerStub(channel)
             return stub.GetState(scheduler_pb2.GetStateRequest(include_requests=include_requests), timeout=30)

@@ -53,7 +53,7 @@ def aware(run_root: Path) -> Iterator[Served]:
 
 
 def chat(served: Served, system: str, user: str | None, question: str = "Hello?", session: str | None = None) -> int:
-    """Ask one question; return how many tokens of the prompt were cached."""
+    """Ask one question; return the number of the prompt's cached tokens."""
     body: dict[str, Any] = {
         "model": served.model,
         "messages": [{"role": "system", "content": system}, {"role": "user", "content": question}],

@@ -82,7 +82,7 @@ def ask(served: Served, key: str | None, prompt: list[int] = PROMPT, **fields: A
 
 
 def found(served: Served, key: str | None, prompt: list[int], **fields: Any) -> int:
-    """Return how many tokens of a prompt are cached for who asks; `key` is "" for the person here, None elsewhere."""
+    """Return the number of a prompt's cached tokens; `key` is "" for the person here, None elsewhere."""
     return cached(ask(served, key, prompt, **fields))
 
 

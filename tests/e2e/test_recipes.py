@@ -63,7 +63,7 @@ def recipes() -> list[Recipe]:
 
 
 def as_buf(command: str) -> list[str]:
-    """Return what `buf curl` calls the grpcurl command, or the command itself if it is buf's already."""
+    """Return the `buf curl` form of a grpcurl command, or the command itself if it is buf's already."""
     words = shlex.split(command)
     if words[0] == "buf":
         return [str(BUF), *words[1:]]

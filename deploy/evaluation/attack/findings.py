@@ -154,7 +154,7 @@ def auc(held: NDArray[np.float64], other: NDArray[np.float64]) -> float:
 
 
 def pairs_for(half_width: float) -> int:
-    """Return how many pairs an AUC near 0.5 takes to be known to within ± `half_width`."""
+    """Return the number of pairs that determine an AUC near 0.5 to within ± `half_width`."""
     # The variance is about 1 / (6 n) for n = m.
     return math.ceil(_QUANTILE**2 / (6 * half_width**2))
 

@@ -111,7 +111,7 @@ class Prober:
         return await self.ask_as(text, Disguise({"user": user}))
 
     async def ask_at_once(self, asked: Sequence[tuple[tuple[Segment, ...], str]]) -> list[Sighting]:
-        """Send texts of users in this order without waiting for answers; return what each of them saw."""
+        """Send texts of users in this order without waiting for answers; return the observation of each."""
         return await self.ask_at_once_as([(text, Disguise({"user": user})) for text, user in asked])
 
     async def ask_at_once_as(self, asked: Sequence[tuple[tuple[Segment, ...], Disguise]]) -> list[Sighting]:

@@ -119,7 +119,7 @@ class Stopwatch:
     def measure(
         self, name: str, run: Callable[[], NDArray[np.float32]], processor: Callable[[], float]
     ) -> EmbeddingsResult:
-        """Return how long `run` takes by the clock, and by `processor`, seconds."""
+        """Return the duration of `run` by the clock, and by `processor`, in seconds."""
         result = run()
         seconds, processor_seconds = [], []
         for _ in range(self._repeats):

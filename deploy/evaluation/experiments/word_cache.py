@@ -29,7 +29,7 @@ WORD_LETTERS = 250
 
 
 def seconds(tokenizer: Tokenizer, text: str) -> float:
-    """Return how long a text takes."""
+    """Return the duration of encoding a text."""
     started = time.perf_counter()
     tokenizer.encode_batch_fast([text], add_special_tokens=False)
     return time.perf_counter() - started

@@ -317,7 +317,7 @@ class EvictionQueue(Generic[C]):
         return subject
 
     def _quota(self, tenant: TenantHolding[C]) -> float:
-        """Return how many pages a tenant may have before its own are evicted for others."""
+        """Return the number of pages that a tenant may have before its own are evicted for others."""
         if tenant.holder.share is not None:
             return max(1, int(self._capacity * tenant.holder.share))
         return (self._pages - self._reserved_pages) / max(self._accounts.active_tenants, 1)

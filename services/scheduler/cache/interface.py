@@ -129,10 +129,10 @@ class PrefixCache(Protocol):
         """Unlock the lock's path. The row must release its page references itself."""
 
     def evict(self, pages: int) -> int:
-        """Free at least `pages` pages of unlocked nodes, or all there are; return how many became free."""
+        """Free at least `pages` pages of unlocked nodes, or all there are; return the number of freed pages."""
 
     def flush(self) -> int:
-        """Drop everything that is not locked; return how many pages became free."""
+        """Drop everything that is not locked; return the number of pages that became free."""
 
     def forget(self, subject: Subject, session: str | None = None) -> int:
         """Drop all private nodes of a subject, in all of its views, also while its rows run; return the pages freed.

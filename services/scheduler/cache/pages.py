@@ -105,14 +105,14 @@ class PageAllocator:
         self._references += len(pages)
 
     def release(self, pages: PageIds) -> int:
-        """Remove one reference from each of `pages`; return how many became free."""
+        """Remove one reference from each of `pages`; return the number of freed pages."""
         freed = self._release(pages)
         if self.observer is not None:
             self.observer.released(pages, freed)
         return freed
 
     def exchange(self, old: PageIds, new: PageIds) -> int:
-        """Transfer a holder's references from `old` to `new`; return how many pages became free.
+        """Transfer a holder's references from `old` to `new`; return the number of pages that became free.
 
         Call this after the holder's page table refers to `new`.
         """

@@ -203,7 +203,7 @@ class RadixCache:
         return freed
 
     def flush(self) -> int:
-        """Drop everything that is not locked; return how many pages became free."""
+        """Drop everything that is not locked; return the number of pages that became free."""
         freed = self._free(self.store.allocator.capacity + 1)
         self.store.tier.flush()
         self.events.emit(CacheEventKind.FLUSHED)

@@ -34,7 +34,7 @@ def is_left_by(node: Node, session: str) -> bool:
 
 
 def forget_session(store: NodeStore, account: Account, session: str) -> int:
-    """Drop nodes used by this session only; return how many pages became free. No lock of it may hold a node."""
+    """Drop nodes used by this session only, on which it has no lock; return the number of pages that became free."""
     freed = 0
     for top in list(account.tops):
         for node in reversed([top, *(node for node, _ in store.tree.walk(top))]):

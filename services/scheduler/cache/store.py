@@ -183,7 +183,7 @@ class NodeStore:
         self.emit(CacheEventKind.REVIVED, node)
 
     def reclaim_oldest(self, pages: int) -> int:
-        """Reclaim up to `pages` pages from the node that was soft-freed first; return how many became free."""
+        """Reclaim up to `pages` pages from the node soft-freed first; return the number of freed pages."""
         node = next(iter(self.soft))
         if node.host_pages is not None:
             return self._leave_device(node)
@@ -196,7 +196,7 @@ class NodeStore:
         return self.allocator.release(dropped)
 
     def _leave_device(self, node: Node) -> int:
-        """Drop the device pages of a soft-free node that has a host copy; return how many became free."""
+        """Drop the device pages of a soft-free node that has a host copy; return their number."""
         del self.soft[node]
         self.use.leave(node)
         dropped, node.pages = node.pages, node.pages[:0]
@@ -226,7 +226,7 @@ class NodeStore:
     # --- shrinking and reshaping ---
 
     def remove(self, leaf: Node, kind: CacheEventKind = CacheEventKind.EVICTED) -> int:
-        """Remove an unlocked leaf from the tree; return how many pages became free."""
+        """Remove an unlocked leaf from the tree; return the number of pages that became free."""
         assert leaf.lock_ref == 0
         self.queue.discard(leaf)
         if leaf.state is _LIVE:
@@ -249,7 +249,7 @@ class NodeStore:
         return self.allocator.release(pages)
 
     def remove_below(self, top: Node) -> int:
-        """Remove an unlocked node with all its descendants; return how many pages became free."""
+        """Remove an unlocked node with all its descendants; return the number of pages that became free."""
         nodes = [top, *(node for node, _ in self.tree.walk(top))]
         return sum(self.remove(node) for node in reversed(nodes))
 
@@ -277,7 +277,7 @@ class NodeStore:
         self.accounts.forget_if_empty(former)
 
     def set_pages(self, node: Node, pages: PageIds) -> int:
-        """Let an unlocked joint node refer to other pages with the same content; return how many became free."""
+        """Let an unlocked joint node refer to other pages of the same content; return the number of freed pages."""
         assert node.joint
         assert node.lock_ref == 0
         self.use.leave(node)

@@ -92,7 +92,7 @@ class WindowPages:
         return (self.window_tokens + self._page_size + tokens) // self._page_size + 2
 
     def usable_pages(self, pages: PageIds) -> int:
-        """Return how many leading pages of a path a row can continue from: their last window must be complete."""
+        """Return the number of a path's leading pages that a row can continue from: their last window is complete."""
         count = len(pages)
         lengths = np.arange(1, count + 1) * self._page_size
         firsts = np.maximum(lengths - self.window_tokens + 1, 0) // self._page_size

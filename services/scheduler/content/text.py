@@ -40,7 +40,7 @@ class Transcriber:
         self._is_bytewise = is_bytewise(model.tokenizer)
 
     def readable_tokens(self, token_ids: TokenIds) -> int:
-        """Return how many leading ids represent text, as unreadable ids cannot be judged."""
+        """Return the number of leading ids that represent text, as unreadable ids cannot be judged."""
         for index, token in enumerate(token_ids.tolist()):
             if not 0 <= token < len(self._data) or not self._data[token]:
                 return index

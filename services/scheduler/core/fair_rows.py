@@ -232,7 +232,7 @@ class FairRows:
         return int(self._rows.page_count[sequence.row])
 
     def _missing_pages(self, sequence: Sequence, running: int) -> int:
-        """Return how many pages a waiting sequence lacks beside `running` rows, which keep one spare page each."""
+        """Return the number of pages a waiting sequence lacks beside `running` rows, which keep one spare page each."""
         needed = self._memory.pages_of(len(sequence.token_ids))
         if not needed:
             return 0

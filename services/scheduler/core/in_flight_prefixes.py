@@ -56,7 +56,7 @@ class InFlightPrefixes:
         return False
 
     def _common_tokens(self, ours: TokenIds, theirs: TokenIds) -> int:
-        """Return how many leading tokens of `ours` the cache could match once it has `theirs`, in whole pages."""
+        """Return the number of leading tokens of `ours` that the cache could match with `theirs`, in whole pages."""
         length = min(len(ours) - 1, len(theirs))
         differs = ours[:length] != theirs[:length]
         common = int(differs.argmax()) if differs.any() else length

@@ -82,11 +82,11 @@ class KvMemory:
         self.retractions += 1
 
     def pages_of(self, tokens: int) -> int:
-        """Return how many pages a row of `tokens` tokens needs."""
+        """Return the number of pages that a row of `tokens` tokens needs."""
         return -(-tokens // self.cache.page_size) if self._has_pages else 0
 
     def match(self, sequence: Sequence) -> int:
-        """Return how many tokens of a waiting sequence are cached in its view; changes nothing."""
+        """Return the number of tokens of a waiting sequence that are cached in its view; changes nothing."""
         if sequence.request.options.cache_mode is CacheMode.NONE:
             return 0
         return self._peek(sequence.request.view, sequence.cacheable_ids)

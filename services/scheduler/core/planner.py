@@ -160,7 +160,7 @@ class Planner:
         return loads is not None and loads.is_busy(now)
 
     def _prefill_budget(self, decoding: int) -> int:
-        """Return how many prompt tokens the next step may compute beside `decoding` tokens of decoding sequences.
+        """Return the number of prompt tokens the next step may compute beside `decoding` tokens of decoding sequences.
 
         Every prompt token delays the decoding sequences, but a growing queue delays all requests: a step takes half of
         the waiting prompt tokens, if that is more than `mixed_step_tokens`.
@@ -182,7 +182,7 @@ class Planner:
         return sorted(sequences, key=lambda sequence: sequence.handle)
 
     def _most_steps(self, decode_step_s: float | None) -> int:
-        """Return how many steps of a multi-step decode fill `target_plan_s`; 1 while the step time is unmeasured."""
+        """Return the number of decode steps that fill `target_plan_s`; 1 while the step time is unmeasured."""
         if not decode_step_s:
             return 1
         return max(1, min(int(self._config.target_plan_s / decode_step_s), self._config.max_steps_per_plan))

@@ -157,7 +157,7 @@ class RowSlots:
         self.reach[row] = max(min(self.planned[row] + slack, room), self.planned[row])
 
     def jump_tokens(self) -> int:
-        """Return how many tokens the next plan's first pass may compute beyond one for each decoding row."""
+        """Return the number of tokens that the next plan's first pass may compute beyond one for each decoding row."""
         if not self.jumping:
             return 0
         rows = (self.may_jump & self.decoding & (self.planned < self.limit)).nonzero()[0]

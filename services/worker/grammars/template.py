@@ -110,7 +110,7 @@ def serve(connection: socket.socket, compile_: Callable[[Grammar], bytes]) -> No
 
 
 def make_compile(message: JsonMessage) -> Callable[[Grammar], bytes]:
-    """Load the vocabulary that the first line names; return what compiles for it, and raises GrammarError."""
+    """Load the vocabulary that the first line names; return a compiler for it, which raises GrammarError."""
     message["eos_token_ids"] = tuple(message["eos_token_ids"])
     source = VocabularySource(**message)
     compiler = Compiler(source)

@@ -36,7 +36,7 @@ class Turns(Generic[Item]):
         self._turn = 0
 
     def __len__(self) -> int:
-        """Return how many items wait."""
+        """Return the number of items that wait."""
         return self._count
 
     def add(self, scope: GrammarScope, item: Item) -> None:
@@ -75,7 +75,7 @@ class Turns(Generic[Item]):
         return True
 
     def waiting(self, tenant: str) -> int:
-        """Return how many items of a tenant wait."""
+        """Return the number of items of a tenant that wait."""
         return sum(map(len, self._tenants.get(tenant, {}).values()))
 
     def last_of_longest(self) -> Item:

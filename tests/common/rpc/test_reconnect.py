@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 async def pauses_after(outcomes: Sequence[bool]) -> list[float]:
-    """Return how long it waits after each of `outcomes`."""
+    """Return its waits after each of `outcomes`."""
     pauses: list[float] = []
     remaining = iter(outcomes)
 

@@ -45,7 +45,7 @@ class Project:
         return self._run("compose", *self._files, "--project-name", self.name, *arguments, timeout_s=timeout_s)
 
     def inside(self, service: str, program: str) -> str:
-        """Run a Python program in a service's container; return what it printed."""
+        """Run a Python program in a service's container; return its output."""
         return self.compose("exec", "-T", service, "python", "-c", program).strip()
 
     def inspect(self, what: str, template: str) -> str:
@@ -85,7 +85,7 @@ class Project:
         return {name: int(self._run("image", "inspect", "--format", "{{.Size}}", name)) for name in sorted(names)}
 
     def configuration(self, *profiles: str) -> dict[str, dict[str, dict[str, str]]]:
-        """Return what Compose makes of the files."""
+        """Return the files as Compose resolves them."""
         flags = [f"--profile={profile}" for profile in profiles]
         found: dict[str, dict[str, dict[str, str]]] = json.loads(self.compose(*flags, "config", "--format", "json"))
         return found

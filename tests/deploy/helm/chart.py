@@ -73,7 +73,7 @@ def helm_executable() -> str | None:
 
 
 def render_with_helm(values: Manifest) -> list[Manifest]:
-    """Return what the real `helm template` renders."""
+    """Return the output of the real `helm template`."""
     executable = helm_executable()
     assert executable is not None
     command = [executable, "template", RELEASE, str(CHART), "--namespace", NAMESPACE, "--values", "-"]

@@ -161,7 +161,7 @@ def labels_of(objects: list[Manifest]) -> dict[str, dict[str, str]]:
 
 
 def open_edges(objects: list[Manifest]) -> set[Edge]:
-    """Return what both the sender's and the receiver's policies let through, between pods of the release.
+    """Return the connections between pods of the release that both the sender's and the receiver's policies allow.
 
     That everybody may reach the gateway is left out: what counts is who inside needs to.
     """

@@ -145,7 +145,7 @@ def test_every_alert_has_a_severity_a_summary_and_a_description() -> None:
 
 
 def problems(query: str) -> list[str]:
-    """Return what is wrong with a PromQL query, given what the services export."""
+    """Return the errors of a PromQL query, given the metrics that the services export."""
     try:
         tree = promql_parser.parse(_without_variables(query))
     except ValueError as error:

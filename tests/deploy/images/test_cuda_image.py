@@ -28,7 +28,7 @@ def labels() -> dict[str, Any]:
 
 
 def inside(program: str) -> Any:
-    """Run a Python program in the image, as strictly as compose does; return what it prints, as JSON."""
+    """Run a Python program in the image, as strictly as compose does; return its output, as JSON."""
     # FlashInfer asks for the GPU, unless it is told which one is meant.
     options = [
         "--rm",

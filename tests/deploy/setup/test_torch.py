@@ -15,7 +15,7 @@ SCRIPT = ROOT / "deploy" / "setup" / "torch.sh"
 
 
 def asked(folder: Path, flavour: str, failing: str = "nothing") -> tuple[list[str], str]:
-    """Return what pip is asked for, a line each call, and what the script says; calls with `failing` in them fail."""
+    """Return pip's arguments, a line per call, and the script's output; calls with `failing` in them fail."""
     pip, log = folder / "pip", folder / "log"
     pip.write_text(f'#!/usr/bin/env bash\necho "$*" >>"{log}"\n[[ "$*" != *{failing}* ]]\n')
     pip.chmod(0o755)

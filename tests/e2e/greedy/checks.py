@@ -72,7 +72,7 @@ def serve_rows(
 
 
 def cacheable(tokens: int) -> int:
-    """Return how many of a prompt's tokens whole pages can serve; the last token is always computed."""
+    """Return the number of a prompt's tokens that whole pages can serve; the last token is always computed."""
     return (tokens - 1) // PAGE * PAGE
 
 

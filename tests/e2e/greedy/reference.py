@@ -85,7 +85,7 @@ class ReferenceModel:
         return ids[: prompt.cut_to]
 
     def answer(self, prompt: Prompt) -> Reference:
-        """Return what `generate` makes of a prompt."""
+        """Return the output of `generate` for a prompt."""
         ids = self.encode(prompt)
         inputs = self._torch.tensor([ids])
         generated = self._model.generate(

@@ -48,7 +48,7 @@ def tokens_on_host_alone(served: Served) -> int:
 
 
 def serve(served: Served, references: Sequence[Reference], mode: CacheMode = CacheMode.DEFAULT) -> list[int]:
-    """Ask, check the answers, and return how many tokens of each prompt were cached."""
+    """Ask, check the answers, and return the number of cached tokens of each prompt."""
     with served.leaving_nothing_behind():
         asked = ask(served, [reference.prompt_ids for reference in references], OUTPUT_TOKENS, "tiers", mode)
     check_answers(references, asked.answers)

@@ -25,7 +25,7 @@ def model() -> ReferenceModel:
 
 
 def without_margin(reference: Reference) -> Reference:
-    """Return what two machines must agree on."""
+    """Return the facts that must be equal on two machines."""
     return replace(reference, margin=0.0)
 
 

@@ -75,7 +75,7 @@ def served_with(
 
 
 def cached(served: Served, user: str = "ann", mode: CacheMode = CacheMode.DEFAULT) -> int:
-    """Ask, check the answer, and return how many tokens of the prompt were cached."""
+    """Ask, check the answer, and return the number of the prompt's cached tokens."""
     with served.leaving_nothing_behind():
         asked = ask(served, [LONG[0].prompt_ids], OUTPUT_TOKENS, user, mode)
     check_answers(LONG, asked.answers)

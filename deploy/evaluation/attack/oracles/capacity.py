@@ -85,7 +85,7 @@ async def probe_pushing(scene: Scene) -> list[Finding]:
 async def _flood(
     scene: Scene, text: tuple[Segment, ...], victim: str, way: Invention, capacity: int
 ) -> tuple[int, int]:
-    """Return what the victim finds of its text before and after the flood."""
+    """Return the cached tokens of the victim's text before and after the flood."""
     await scene.prober.ask(text, victim)
     before = (await scene.prober.ask(text, victim)).cached_tokens or 0
     tokens = int(capacity * scene.effort.flood_capacities / NAMES)

@@ -21,7 +21,7 @@ Pair = tuple["Sighting", "Sighting"]
 
 
 async def probe_pairs(scene: Scene) -> list[Finding]:
-    """Return what both observables tell."""
+    """Return the findings of both observables."""
     seen = await _collect(scene)
     cached = report_cached("cached_tokens", seen)
     if not scene.effort.times:
@@ -33,7 +33,7 @@ async def probe_pairs(scene: Scene) -> list[Finding]:
 
 
 def report_cached(oracle: str, seen: Sequence[Pair], note: str = "") -> Finding:
-    """Return what `cached_tokens` of paired sightings tells."""
+    """Return the finding of `cached_tokens` in paired sightings."""
     groups = []
     for held, other in seen:
         if held.cached_tokens is None or other.cached_tokens is None:

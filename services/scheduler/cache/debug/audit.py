@@ -91,7 +91,7 @@ def audit(allocator: PageAllocator, cache: PrefixCache, rows: Mapping[str, PageI
 
 
 def repair(allocator: PageAllocator, cache: PrefixCache) -> int:
-    """Make the allocator agree with the cache while no row runs; return how many pages became free.
+    """Make the allocator agree with the cache while no row runs; return the number of pages that became free.
 
     A cache that referred to pages counted as free is flushed, as they may have been overwritten.
     """

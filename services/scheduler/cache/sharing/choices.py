@@ -75,7 +75,7 @@ class Pins:
         return [key for siblings in self._active.values() for key in siblings]
 
     def covered_pages(self, key: PagedKey) -> int:
-        """Return how many leading pages of a prompt active pins cover."""
+        """Return the number of leading pages of a prompt that active pins cover."""
         if not self._active or not key.pages:
             return 0
         pins = self._active.get(key.page(0), {})

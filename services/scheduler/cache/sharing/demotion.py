@@ -48,7 +48,7 @@ class DemotedChains:
             generations.popitem(last=False)
 
     def examine(self, scope: Scope, hashes: Sequence[bytes], generation: int) -> tuple[int, int]:
-        """Return how many of a run's pages `scope` can share at once, and as which generation."""
+        """Return the number of a run's pages that `scope` can share at once, and their generation."""
         generations: Mapping[bytes, int] = self._generations.get(scope) or {}
         for index, chain in enumerate(hashes):
             demoted = generations.get(chain)

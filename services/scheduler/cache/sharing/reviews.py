@@ -51,7 +51,7 @@ class Reviews:
         self._outgoing: list[PromotionCandidate] = []
 
     def allowed_pages(self, scope: Scope, hashes: Sequence[bytes], key: bytes, members: list[Node], epoch: int) -> int:
-        """Return how many leading pages of a chain may be shared by the verdicts so far; request a review of the rest.
+        """Return the number of a chain's leading pages that verdicts allow to be shared; request a review of the rest.
 
         Args:
             scope: The chain's intended owner: a tenant or the public.

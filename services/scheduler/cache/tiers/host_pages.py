@@ -102,7 +102,7 @@ class HostPages:
         self.offer(node)
 
     def drop(self, node: Node) -> int:
-        """Drop a node's copy; return how many pages became free."""
+        """Drop a node's copy; return the number of pages that became free."""
         pages, parent = node.host_pages, node.parent
         assert pages is not None
         assert parent is not None

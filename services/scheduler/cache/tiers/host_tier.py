@@ -95,7 +95,7 @@ class HostTier:
         return started
 
     def find(self, view: View, token_ids: TokenIds) -> HostMatch:
-        """Return how much of a request is cached in its view on the device, and beyond that on the host.
+        """Return the lengths of a request's prefix cached in its view on the device, and beyond it on the host.
 
         Changes nothing.
         """
@@ -148,7 +148,7 @@ class HostTier:
         return opened.transfer
 
     def flush(self) -> int:
-        """Drop all copies that no transfer needs; return how many host pages became free."""
+        """Drop all copies that no transfer needs; return the number of host pages that became free."""
         free_before = self.pages.allocator.free_pages
         count = self.pages.evictable + free_before
         pages = self.pages.try_allocate(count)

@@ -47,7 +47,7 @@ class TierObserver(Protocol):
         """Make nodes that are on the host only LIVE on the pages [first, key.pages) that a row has computed."""
 
     def flush(self) -> int:
-        """Drop all copies that no transfer needs; return how many host pages became free."""
+        """Drop all copies that no transfer needs; return the number of host pages that became free."""
 
     def begin_epoch(self, epoch: int, idle: Sequence[Holder]) -> None:
         """Follow the epoch, and the subjects and tenants that are no longer active."""

@@ -139,7 +139,7 @@ class StorageReads:
                 yield transfer
 
     def finish(self, opened: OpenTransfer, ack: TransferAck) -> int:
-        """Attach the pages that arrived; return how many are new on the host."""
+        """Attach the pages that arrived; return the number of new ones on the host."""
         fetch, run = self._runs.pop(opened)
         position = fetch.prefetch.position
         new = fetch.prefetch.arrive(run, ack.done_pages)
@@ -283,7 +283,7 @@ class Prefetch:
         self._open = 0
 
     def arrive(self, run: Run, done: int) -> int:
-        """Record that the first `done` pages of a run arrived; return how many of these, at its end, are new."""
+        """Record that the first `done` pages of a run arrived; return the number of new ones at its end."""
         self._open -= 1
         new = max(run.first + done - self.position, 0)
         if new:
@@ -311,7 +311,7 @@ class RateLimit:
         self._updated_at: float | None = None
 
     def available(self, now: float) -> float:
-        """Return how many units may be taken now; changes nothing."""
+        """Return the number of units that may be taken now; changes nothing."""
         if not self._per_second:
             return float("inf")
         since = 0.0 if self._updated_at is None else now - self._updated_at

@@ -127,7 +127,7 @@ class DeviceSampler:
         return bool(follows) or not self.can_choose(slots)
 
     def mode_of(self, slots: RowIndices, rows: RowStates) -> SamplingMode:
-        """Return how rows `slots` choose their next token."""
+        """Return the sampling parameters of rows `slots`."""
         needs = self._table.needs_of(slots)
         if needs & PROCESSING == Needs.MIN_TOKENS:
             masked = slots[self._table.rows_that_need(Needs.MIN_TOKENS, slots)]

@@ -108,7 +108,7 @@ class Compiler:
         )
 
     def compile(self, grammar: Grammar) -> xgrammar.CompiledGrammar:
-        """Return what matchers are made of; takes from a millisecond to many seconds.
+        """Return the compiled grammar that matchers are made of; takes from a millisecond to many seconds.
 
         Raises:
             GrammarError: it is wrong, or needs something that is not supported.
@@ -125,7 +125,7 @@ class Compiler:
             raise GrammarError(_reason(error)) from error
 
     def load(self, data: bytes) -> xgrammar.CompiledGrammar:
-        """Return what another process has compiled for the same vocabulary and serialised; takes linear time."""
+        """Return a grammar that another process compiled for the same vocabulary and serialised; takes linear time."""
         import xgrammar
 
         return xgrammar.CompiledGrammar.deserialize_json(data.decode(), self._tokenizer_info)
@@ -199,7 +199,7 @@ def _pieces(vocabulary: Vocabulary, size: int) -> list[bytes]:
 
 
 def _reason(error: Exception) -> str:
-    """Return what went wrong, in one line and without the library's own whereabouts."""
+    """Return the library's error message in one line, without its source location."""
     text = _TRACE.sub("", str(error.args[0] if error.args else error)).strip()
     line = text.splitlines()[0] if text else type(error).__name__
     return line[:300]

@@ -55,7 +55,7 @@ class HostPool:
 
 
 def count_host_pages(spec: EngineSpec, page_bytes: int, free_bytes: int) -> int:
-    """Return how many pages the host tier of a rank gets, 0 for none.
+    """Return the number of pages that the host tier of a rank gets, 0 for none.
 
     Raises:
         ConfigurationError: they would not fit into `free_bytes` of host memory.
@@ -127,6 +127,6 @@ class PinnedRange:
 
 
 def _pages_at_once(page_bytes: int) -> int:
-    """Return how many pages are locked in one call: ranges that do not share a page of the system's memory."""
+    """Return the number of pages locked in one call: ranges that do not share a page of the system's memory."""
     least = mmap.PAGESIZE // math.gcd(page_bytes, mmap.PAGESIZE)
     return max(1, _PINNED_AT_ONCE // (page_bytes * least)) * least

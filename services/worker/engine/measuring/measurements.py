@@ -73,7 +73,7 @@ def _batch(
 
 
 def pages_of(lengths: list[int], page_size: int) -> int:
-    """Return how many pages `random_prompts` uses."""
+    """Return the number of pages that `random_prompts` uses."""
     return len(lengths) * max(-(-length // page_size) for length in lengths)
 
 

@@ -25,7 +25,7 @@ class Span:
     stop: int
 
     def __len__(self) -> int:
-        """Return how much it covers."""
+        """Return the number of elements that it covers."""
         return self.stop - self.start
 
     def scaled(self, factor: int) -> slice:

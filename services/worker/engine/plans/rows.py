@@ -223,7 +223,7 @@ class RowStates:
         return hits_stop & (positions >= self.stops_from[rows])
 
     def jump_room(self, rows: RowIndices) -> NDArray[np.int64]:
-        """Return how many tokens may be forced on each row after its next sampled one."""
+        """Return the number of tokens that may be forced on each row after its next sampled one."""
         room: NDArray[np.int64] = np.maximum(self.jump_limits[rows] - self.lengths[rows] - 1, 0)
         return room
 

@@ -153,5 +153,5 @@ def _one_row(token_ids: torch.Tensor, start: int, end: int, page_size: int) -> F
 
 
 def pages_to_check(page_size: int) -> int:
-    """Return how many pages `TransformersDecoder.check` uses."""
+    """Return the number of pages that `TransformersDecoder.check` uses."""
     return -(-_CHECKED_TOKENS // page_size)
