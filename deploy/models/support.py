@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Final
 from common.errors import ConfigurationError
 from services.worker.engine.encoder.config import encoder_config
 from services.worker.engine.model.config import ModelConfig
-from services.worker.engine.model.config_gguf import ARCHITECTURES
+from services.worker.engine.model.config_gguf import check_architecture
 from services.worker.engine.model.config_json import Implementation, config_from_json, implementation_of
 from services.worker.engine.model.rotary_config import no_rotation
 
@@ -62,12 +62,11 @@ def support_of(config: Mapping[str, Any], generation: Mapping[str, Any]) -> Supp
 
 def support_of_gguf(architecture: str) -> Support:
     """Find the implementation that serves a GGUF file of an architecture."""
-    if architecture in ARCHITECTURES:
-        return Support(Service.OWN)
-    return Support(
-        Service.REFUSED,
-        f"GGUF architecture {architecture!r} is not supported; supported: {', '.join(ARCHITECTURES)}",
-    )
+    try:
+        check_architecture(architecture)
+    except ConfigurationError as error:
+        return Support(Service.REFUSED, str(error))
+    return Support(Service.OWN)
 
 
 def _through_transformers(config: Mapping[str, Any]) -> Support:

@@ -26,6 +26,7 @@ from services.worker.engine.backends import (
 )
 from services.worker.engine.checkpoints.opening import open_checkpoint
 from services.worker.engine.encoder.runner import EncoderRunner
+from services.worker.engine.families.registry import families_by_name
 from services.worker.engine.host import available_memory
 from services.worker.engine.host_memory import keep_freed_memory
 from services.worker.engine.host_tier.pool import allocate_host_pool, count_host_pages
@@ -42,7 +43,6 @@ from services.worker.engine.measuring.capacity import (
 )
 from services.worker.engine.measuring.measurements import calibrate, measure_peak, pages_of, prompts_of, random_prompts
 from services.worker.engine.model.assembly import Assembler
-from services.worker.engine.model.config import FAMILIES
 from services.worker.engine.model.kv_pool import KvPool, allocate_pool, bytes_per_token, join_pools
 from services.worker.engine.model.rotary import rotary_table
 from services.worker.engine.model.tensors import CheckedTensors
@@ -111,7 +111,7 @@ class _DecoderLoader:
         if spec.world_size > 1 and not is_own:
             raise ConfigurationError(
                 f"model family {self._config.family!r} runs through transformers, on one rank: tensor parallelism is "
-                f"for {', '.join(FAMILIES)}"
+                f"for {', '.join(families_by_name())}"
             )
         self._dtype = select_dtype(spec.dtype, self._config, self._device, library if is_own else None)
         self._backend: KernelBackend = (

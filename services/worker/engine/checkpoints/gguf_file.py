@@ -12,7 +12,9 @@ from gguf.quants import dequantize
 
 from common.errors import ConfigurationError
 from common.gguf_header import read_header
+from services.worker.engine.checkpoints.tensor_names import split_expert, split_layer
 from services.worker.engine.checkpoints.weight_digest import WeightDigest, block_name
+from services.worker.engine.families.registry import families_by_architecture
 from services.worker.engine.model.config_gguf import config_from_gguf
 from services.worker.engine.quantization.gguf_blocks import KINDS, grouped_blocks
 
@@ -22,11 +24,12 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from common.gguf_header import TensorEntry
+    from services.worker.engine.model.family import GgufFamily
     from services.worker.engine.quantization.grouped import GroupedMatrix
 
     FloatArray = NDArray[np.float32]
 
-_LAYER_NAMES = {
+LAYER_NAMES = {
     "input_layernorm": "attn_norm",
     "self_attn.q_proj": "attn_q",
     "self_attn.k_proj": "attn_k",
@@ -43,20 +46,14 @@ _LAYER_NAMES = {
     "mlp.experts.up_proj": "ffn_up_exps",
     "mlp.experts.down_proj": "ffn_down_exps",
 }
-# Where what layers add is normalised, too, one of the names above is that norm's.
-_NORMED_OUTPUT_NAMES = {
-    "post_attention_layernorm": "post_attention_norm",
-    "pre_feedforward_layernorm": "ffn_norm",
-    "post_feedforward_layernorm": "post_ffw_norm",
-}
 _MODEL_NAMES = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
 
 
 class GgufCheckpoint:
     """Reads single tensors out of a mapped GGUF file.
 
-    Converters to GGUF reorder the query and key rows of the architecture `llama` so that a rotated pair lies side by
-    side; `read` undoes that, so the rest of the engine knows one form of rotary embedding only.
+    Converters to GGUF reorder the query and key rows of some architectures so that a rotated pair lies side by side;
+    `read` undoes that, so the rest of the engine knows one form of rotary embedding only.
     """
 
     def __init__(self, path: Path) -> None:
@@ -79,6 +76,7 @@ class GgufCheckpoint:
             tied_embeddings="output.weight" not in self._tensors,
             divisors=tuple(self._dequantised("rope_freqs.weight").tolist()) if stretches else (),
         )
+        _, self._gguf = families_by_architecture()[str(header.metadata["general.architecture"])]
 
     def identity(self) -> str:
         """Return the digest of all blocks read, as they are stored; see `Checkpoint.identity`."""
@@ -86,7 +84,7 @@ class GgufCheckpoint:
 
     def has(self, name: str) -> bool:
         """Whether there is a tensor of this name."""
-        return gguf_name(split_expert(name)[0], has_output_norms=self.config.post_norms) in self._tensors
+        return gguf_name(split_expert(name)[0], self._gguf) in self._tensors
 
     def read(self, name: str, rows: slice | None = None, columns: slice | None = None) -> torch.Tensor:
         """Return a tensor or a block of a matrix; see `Checkpoint.read`. Rows of q and k must be whole heads."""
@@ -113,11 +111,11 @@ class GgufCheckpoint:
     def _place(self, name: str, rows: slice | None) -> tuple[str, slice | None]:
         """Return the name of the stored tensor, and where rows of `name` lie in it; None: all of them are."""
         whole, expert = split_expert(name)
-        stored = gguf_name(whole, has_output_norms=self.config.post_norms)
+        stored = gguf_name(whole, self._gguf)
         return stored, rows if expert is None else self._rows_of(stored, expert, rows)
 
     def _is_reordered(self, name: str) -> bool:
-        return self.config.family == "llama" and (".q_proj." in name or ".k_proj." in name)
+        return self._gguf.interleaves_rotary and (".q_proj." in name or ".k_proj." in name)
 
     def _rows_of(self, name: str, expert: int, rows: slice | None) -> slice:
         """Return where rows of one expert lie in a tensor [experts, rows, columns]."""
@@ -158,17 +156,8 @@ class GgufCheckpoint:
             raise ConfigurationError(f"{self._path}: unknown tensor type {kind}") from error
 
 
-def split_expert(name: str) -> tuple[str, int | None]:
-    """Return the name of the tensor that holds all experts' matrices, and the expert that `name` denotes."""
-    before, found, after = name.partition(".experts.")
-    if not found:
-        return name, None
-    number, _, rest = after.partition(".")
-    return f"{before}.experts.{rest}", int(number)
-
-
-def gguf_name(name: str, *, has_output_norms: bool = False) -> str:
-    """Translate a tensor name of `transformers` into that of GGUF, for a model with or without norms of outputs.
+def gguf_name(name: str, family: GgufFamily) -> str:
+    """Translate a tensor name of `transformers` into that of GGUF files of `family`.
 
     Raises:
         ConfigurationError: GGUF has no such tensor.
@@ -176,12 +165,11 @@ def gguf_name(name: str, *, has_output_norms: bool = False) -> str:
     stem, _, suffix = name.rpartition(".")
     if stem in _MODEL_NAMES:
         return f"{_MODEL_NAMES[stem]}.{suffix}"
-    prefix = "model.layers."
-    layer, _, part = stem.removeprefix(prefix).partition(".")
-    names = {**_LAYER_NAMES, **_NORMED_OUTPUT_NAMES} if has_output_norms else _LAYER_NAMES
-    if not stem.startswith(prefix) or part not in names:
+    layer, part = split_layer(stem)
+    names = {**LAYER_NAMES, **family.tensors}
+    if not layer or part not in names:
         raise ConfigurationError(f"GGUF files have no tensor for {name!r}")
-    return f"blk.{layer}.{names[part]}.{suffix}"
+    return f"blk.{layer.split('.')[2]}.{names[part]}.{suffix}"
 
 
 def _restore_halves(values: FloatArray, head_dim: int) -> FloatArray:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from safetensors import safe_open
 
 from common.errors import ConfigurationError
+from services.worker.engine.checkpoints.tensor_names import StoredTensor, stored_tensor
 from services.worker.engine.checkpoints.weight_digest import WeightDigest, block_name
+from services.worker.engine.families.registry import families_by_name
 from services.worker.engine.model.config_json import config_from_json
 
 if TYPE_CHECKING:
@@ -37,6 +40,7 @@ class SafetensorsCheckpoint:
     def __init__(self, directory: Path) -> None:
         """Read config and index of `directory`, no weights yet."""
         self.config = read_config(directory)
+        self._names = families_by_name()[self.config.family].tensors
         self._tensors = SafetensorsTensors(directory)
         self._prefixes = next(
             (part for part in _TEXT_PARTS if self._tensors.has(_renamed(_FIRST, part))), _TEXT_PARTS[0]
@@ -48,15 +52,20 @@ class SafetensorsCheckpoint:
 
     def read(self, name: str, rows: slice | None = None, columns: slice | None = None) -> torch.Tensor:
         """Return a tensor or a block of a matrix; see `Checkpoint.read`."""
-        return self._tensors.read(_renamed(name, self._prefixes), rows, columns)
+        stored = self._stored(name)
+        return self._tensors.read(stored.name, rows, columns, stored.expert)
 
     def has(self, name: str) -> bool:
         """Whether there is a tensor of this name."""
-        return self._tensors.has(_renamed(name, self._prefixes))
+        return self._tensors.has(self._stored(name).name)
 
     def packed(self, name: str, rows: slice | None = None, columns: slice | None = None) -> GroupedMatrix | None:
         """Return None: what is packed here consists of several tensors; see `PackedReader`."""
         return None
+
+    def _stored(self, name: str) -> StoredTensor:
+        stored = stored_tensor(name, self._names)
+        return replace(stored, name=_renamed(stored.name, self._prefixes))
 
 
 class SafetensorsTensors:
@@ -78,12 +87,17 @@ class SafetensorsTensors:
         """Whether there is a tensor of this name."""
         return name in self._files
 
-    def read(self, name: str, rows: slice | None = None, columns: slice | None = None) -> torch.Tensor:
-        """Return a tensor or a block of a matrix; see `Checkpoint.read`."""
+    def read(
+        self, name: str, rows: slice | None = None, columns: slice | None = None, expert: int | None = None
+    ) -> torch.Tensor:
+        """Return a tensor or a block of a matrix, or of that of an expert in [experts, rows, columns].
+
+        See `Checkpoint.read`.
+        """
         if name not in self._files:
             raise ConfigurationError(f"{self._directory}: no tensor {name!r} in the safetensors files")
-        block = self._read(self._file(self._files[name]), name, rows, columns)
-        self._digest.add(block_name(name, rows, columns), block)
+        block = self._read(self._file(self._files[name]), name, rows, columns, expert)
+        self._digest.add(block_name(name if expert is None else f"{name}[{expert}]", rows, columns), block)
         return block
 
     def identity(self) -> str:
@@ -91,11 +105,17 @@ class SafetensorsTensors:
         return self._digest.hexdigest()
 
     @staticmethod
-    def _read(file: Any, name: str, rows: slice | None, columns: slice | None) -> torch.Tensor:  # see _open_file
-        if rows is None and columns is None:
+    def _read(
+        file: Any,  # see _open_file
+        name: str, rows: slice | None, columns: slice | None, expert: int | None,
+    ) -> torch.Tensor:  # fmt: skip
+        if rows is None and columns is None and expert is None:
             tensor: torch.Tensor = file.get_tensor(name)
             return tensor
         part = file.get_slice(name)
+        if expert is not None:
+            matrix: torch.Tensor = part[expert, rows or slice(None), columns or slice(None)]
+            return matrix
         block: torch.Tensor = part[rows or slice(None)] if columns is None else part[rows or slice(None), columns]
         return block
 

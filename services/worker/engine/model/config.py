@@ -11,9 +11,6 @@ from common.errors import ConfigurationError
 if TYPE_CHECKING:
     from services.worker.engine.quantization.formats import StoredFormat
 
-# Families with an implementation here, by `model_type` of config.json; other formats are translated.
-FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "qwen3_moe", "gemma3_text")
-
 
 class Activation(Enum):
     """The activation function of the gate of a feed-forward layer."""

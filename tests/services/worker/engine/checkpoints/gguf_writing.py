@@ -9,8 +9,9 @@ import torch
 from gguf import GGMLQuantizationType, GGUFWriter, RopeScalingType
 from gguf.quants import quantize
 
-from services.worker.engine.checkpoints.gguf_file import gguf_name, split_expert
-from services.worker.engine.model.config_gguf import ARCHITECTURES
+from services.worker.engine.checkpoints.gguf_file import gguf_name
+from services.worker.engine.checkpoints.tensor_names import split_expert
+from services.worker.engine.families.registry import families_by_architecture, families_by_name
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -29,8 +30,8 @@ def write_gguf(
     **fields: Any,  # whatever a test wants to add
 ) -> Path:
     """Write `tensors`, named as in `transformers`; matrices are quantised but for stored names with one of `wide`."""
-    arch = {family: arch for arch, family in ARCHITECTURES.items()}.get(config.family, "llama")
-    writer = GGUFWriter(path, arch)
+    gguf = families_by_name()[config.family].gguf or families_by_architecture()["llama"][1]
+    writer = GGUFWriter(path, gguf.architecture)
     writer.add_context_length(config.max_context)
     writer.add_embedding_length(config.hidden_size)
     writer.add_block_count(config.layers)
@@ -52,10 +53,10 @@ def write_gguf(
         values = tensor.numpy().astype(np.float32)
         if config.norm_offset and name.endswith("norm.weight"):
             values = values + np.float32(config.norm_offset)
-        if arch == "llama" and (".q_proj." in name or ".k_proj." in name):
+        if gguf.interleaves_rotary and (".q_proj." in name or ".k_proj." in name):
             heads = values.reshape(-1, 2, config.head_dim // 2, *values.shape[1:])
             values = heads.swapaxes(1, 2).reshape(values.shape)
-        stored = gguf_name(name, has_output_norms=config.post_norms)
+        stored = gguf_name(name, gguf)
         is_wide = values.ndim == 1 or any(part in stored for part in wide)
         kind = GGMLQuantizationType.F32 if is_wide else quantization
         writer.add_tensor(stored, quantize(values, kind), raw_dtype=kind)

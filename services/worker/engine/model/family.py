@@ -1,0 +1,44 @@
+"""The description of a model family: how its files become a `ModelConfig`, and how they name its tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from services.worker.engine.model.config import ModelConfig
+    from services.worker.engine.model.gguf_fields import GgufFields
+
+# Any: free JSON; values are checked where they are read.
+JsonConfig = Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class GgufFamily:
+    """A family in GGUF files (llama.cpp's format)."""
+
+    architecture: str
+    """`general.architecture`."""
+    read: Callable[[GgufFields], ModelConfig]
+    tensors: Mapping[str, str] = field(default_factory=dict)
+    """Parts of a layer and their names in files, where not those of `LAYER_NAMES`."""
+    interleaves_rotary: bool = False
+    """Whether converters reorder rows of queries and keys so that rotated pairs lie side by side."""
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """One `model_type` of config.json that has an implementation here."""
+
+    name: str
+    """`model_type`."""
+    read: Callable[[JsonConfig], ModelConfig]
+    """Read a config.json. What would change results and is not supported is a ConfigurationError that names it."""
+    wrappers: tuple[str, ...] = ()
+    """`model_type`s of checkpoints whose `text_config` is of this family; of these only the text model is served."""
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+    """Values of `transformers` that files leave out."""
+    tensors: Mapping[str, str] = field(default_factory=dict)
+    """Names of tensors in safetensors files, where not Llama's or Qwen3-MoE's; see `stored_tensor`."""
+    gguf: GgufFamily | None = None

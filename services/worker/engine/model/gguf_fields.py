@@ -1,0 +1,110 @@
+"""Metadata of GGUF files that most families have."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from common.errors import ConfigurationError
+from services.worker.engine.model.config import ModelConfig, MoeConfig, RotaryConfig
+from services.worker.engine.model.rotary_config import yarn_amplitude, yarn_divisors
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+
+class GgufFields(dict[str, Any]):
+    """An architecture's fields without its name in front, which errors add again.
+
+    `divisors` are the file's tensor `rope_freqs.weight`, if there is one.
+    """
+
+    def __init__(
+        self, architecture: str, fields: Mapping[str, Any], *, tied_embeddings: bool, divisors: tuple[float, ...]
+    ) -> None:
+        """Keep those of `fields` that belong to `architecture`, and what is needed of the others."""
+        self._prefix = f"{architecture}."
+        super().__init__(
+            {key.removeprefix(self._prefix): value for key, value in fields.items() if key.startswith(self._prefix)}
+        )
+        self.everything = fields
+        self.tied_embeddings = tied_embeddings
+        self.divisors = divisors
+
+    def __missing__(self, key: str) -> Any:  # as dict's
+        raise KeyError(self._prefix + key)
+
+
+def read_gguf_decoder(own: GgufFields) -> ModelConfig:
+    """Read metadata of Llama's fields; families replace that by which they differ.
+
+    Raises:
+        ConfigurationError: an option is not supported.
+        KeyError: a field is missing.
+    """
+    fields = own.everything
+    hidden_size, query_heads = own["embedding_length"], own["attention.head_count"]
+    head_dim = own.get("attention.key_length", hidden_size // query_heads)
+    if own.get("rope.dimension_count", head_dim) != head_dim:
+        raise ConfigurationError("rope.dimension_count: partial rotary embedding is not supported")
+    eos = [fields[key] for key in ("tokenizer.ggml.eos_token_id", "tokenizer.ggml.eot_token_id") if key in fields]
+    return ModelConfig(
+        family="",  # `config_from_gguf` enters it
+        vocabulary_size=own.get("vocab_size") or len(fields["tokenizer.ggml.tokens"]),
+        hidden_size=hidden_size,
+        intermediate_size=own["feed_forward_length"],
+        layers=own["block_count"],
+        query_heads=query_heads,
+        kv_heads=own.get("attention.head_count_kv", query_heads),
+        head_dim=head_dim,
+        max_context=own["context_length"],
+        norm_epsilon=own["attention.layer_norm_rms_epsilon"],
+        rotary=_rotary(own, head_dim),
+        tied_embeddings=own.tied_embeddings,
+        eos_token_ids=tuple(dict.fromkeys(eos)),
+        dtype="float16",
+        windows=read_gguf_windows(own, 0),
+        logits_softcap=own.get("final_logit_softcapping"),
+    )
+
+
+def read_gguf_windows(own: GgufFields, pattern: int) -> tuple[int | None, ...]:
+    """Return the window of each layer; without a field that says which, every `pattern`th has none (0: all have)."""
+    window, layers = own.get("attention.sliding_window", 0), own["block_count"]
+    if not window:
+        return ()
+    stated = own.get("attention.sliding_window_pattern", pattern)
+    if isinstance(stated, int):
+        stated = [not stated or (i + 1) % stated != 0 for i in range(layers)]
+    return tuple(int(window) if is_local else None for is_local in stated)
+
+
+def read_gguf_moe(own: GgufFields) -> MoeConfig:
+    """Return the experts of a model whose routing weights add up to one."""
+    return MoeConfig(
+        experts=own["expert_count"],
+        experts_per_token=own["expert_used_count"],
+        intermediate_size=own["expert_feed_forward_length"],
+        normalizes_routing_weights=True,
+    )
+
+
+def _rotary(own: GgufFields, head_dim: int) -> RotaryConfig:
+    theta = own.get("rope.freq_base", 10000.0)
+    match own.get("rope.scaling.type", "none"):
+        case "none":
+            return RotaryConfig(theta, own.divisors)
+        case "linear":
+            return RotaryConfig(theta, (float(own["rope.scaling.factor"]),) * (head_dim // 2))
+        case "yarn":
+            factor = float(own["rope.scaling.factor"])
+            parameters = {
+                "original_max_position_embeddings": own["rope.scaling.original_context_length"],
+                "beta_fast": own.get("rope.scaling.yarn_beta_fast"),
+                "beta_slow": own.get("rope.scaling.yarn_beta_slow"),
+            }
+            amplitude = yarn_amplitude(factor) * own.get("rope.scaling.yarn_attn_factor", 1.0)
+            return RotaryConfig(theta, yarn_divisors(theta, head_dim, factor, parameters), amplitude)
+        case other:
+            raise ConfigurationError(
+                f"rope scaling {other!r} is not supported in GGUF files; supported: none, linear, yarn"
+            )
