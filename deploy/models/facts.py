@@ -98,6 +98,8 @@ def count_parameters(config: ModelConfig) -> tuple[int, int]:
     for layer in range(config.layers):
         moe = config.moe_of(layer)
         columns = config.intermediate_size if moe is None else moe.experts * moe.intermediate_size
+        if moe is not None and moe.shared is not None:
+            columns += moe.shared.intermediate_size
         matrices += attention + 3 * hidden * columns + (0 if moe is None else moe.experts * hidden)
     vectors = vectors * config.layers + hidden
     if config.mlp_bias:

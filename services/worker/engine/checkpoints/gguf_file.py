@@ -45,6 +45,11 @@ LAYER_NAMES = {
     "mlp.experts.gate_proj": "ffn_gate_exps",
     "mlp.experts.up_proj": "ffn_up_exps",
     "mlp.experts.down_proj": "ffn_down_exps",
+    "mlp.gate.e_score_correction_bias": "exp_probs_b.bias",
+    "mlp.shared_expert_gate": "ffn_gate_inp_shexp",
+    "mlp.shared_expert.gate_proj": "ffn_gate_shexp",
+    "mlp.shared_expert.up_proj": "ffn_up_shexp",
+    "mlp.shared_expert.down_proj": "ffn_down_shexp",
 }
 _MODEL_NAMES = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
 
@@ -165,11 +170,12 @@ def gguf_name(name: str, family: GgufFamily) -> str:
     stem, _, suffix = name.rpartition(".")
     if stem in _MODEL_NAMES:
         return f"{_MODEL_NAMES[stem]}.{suffix}"
-    layer, part = split_layer(stem)
+    layer, part = split_layer(name)
     names = {**LAYER_NAMES, **family.tensors}
-    if not layer or part not in names:
+    stored = names.get(part) or f"{names.get(part.rpartition('.')[0], '')}.{suffix}"
+    if not layer or stored.startswith("."):
         raise ConfigurationError(f"GGUF files have no tensor for {name!r}")
-    return f"blk.{layer.split('.')[2]}.{names[part]}.{suffix}"
+    return f"blk.{layer.split('.')[2]}.{stored}"
 
 
 def _restore_halves(values: FloatArray, head_dim: int) -> FloatArray:

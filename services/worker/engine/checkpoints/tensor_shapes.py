@@ -14,17 +14,22 @@ def tensor_shape(name: str, config: ModelConfig) -> tuple[int, ...]:
     hidden, columns = config.hidden_size, config.intermediate_size
     if config.moe is not None and ".experts." in name:
         columns = config.moe.intermediate_size
+    elif config.moe is not None and config.moe.shared is not None and ".shared_expert." in name:
+        columns = config.moe.shared.intermediate_size
     matrices = {
         "embed_tokens": (config.vocabulary_size, hidden),
         "lm_head": (config.vocabulary_size, hidden),
+        "qkv_proj": (queries + 2 * keys, hidden),
         "q_proj": (queries, hidden),
         "k_proj": (keys, hidden),
         "v_proj": (keys, hidden),
         "o_proj": (hidden, queries),
+        "gate_up_proj": (2 * columns, hidden),
         "gate_proj": (columns, hidden),
         "up_proj": (columns, hidden),
         "down_proj": (hidden, columns),
         "gate": (config.moe.experts if config.moe else 0, hidden),
+        "shared_expert_gate": (1, hidden),
     }
     part, kind = name.split(".")[-2:]
     if part in matrices:

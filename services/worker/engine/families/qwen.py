@@ -1,11 +1,11 @@
-"""Qwen2 and Qwen3: biases in the projections of the one, norms of queries and keys in the other, and its mixture."""
+"""Qwen2 and Qwen3: biases in the projections of the one, norms of queries and keys in the other, and their mixtures."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from services.worker.engine.model.config import MoeConfig
+from services.worker.engine.model.config import MoeConfig, SharedExperts
 from services.worker.engine.model.family import Family, GgufFamily
 from services.worker.engine.model.gguf_fields import read_gguf_decoder, read_gguf_moe
 from services.worker.engine.model.json_fields import FULL, SLIDING, read_decoder, read_windows, refuse
@@ -29,6 +29,13 @@ def _read_qwen3(config: JsonConfig) -> ModelConfig:
 
 def _read_qwen3_moe(config: JsonConfig) -> ModelConfig:
     return replace(_read(config, 0), qk_norm=True, moe=_read_moe(config))
+
+
+def _read_qwen2_moe(config: JsonConfig) -> ModelConfig:
+    has_bias = bool(config.get("qkv_bias", True))
+    shared = SharedExperts(config["shared_expert_intermediate_size"], is_gated=True)
+    read = _read(config, _first_windowed(config))
+    return replace(read, qkv_bias=has_bias, output_bias=False, moe=replace(_read_moe(config), shared=shared))
 
 
 def _read(config: JsonConfig, first_windowed: int) -> ModelConfig:
@@ -62,12 +69,19 @@ def _gguf_qwen3(own: GgufFields) -> ModelConfig:
     return replace(read_gguf_decoder(own), qk_norm=True)
 
 
+def _gguf_qwen2_moe(own: GgufFields) -> ModelConfig:
+    shared = SharedExperts(own["expert_shared_feed_forward_length"], is_gated=True)
+    moe = replace(read_gguf_moe(own), normalizes_routing_weights=False, shared=shared)
+    return replace(read_gguf_decoder(own), qkv_bias=True, moe=moe)
+
+
 def _gguf_qwen3_moe(own: GgufFields) -> ModelConfig:
     return replace(read_gguf_decoder(own), qk_norm=True, moe=read_gguf_moe(own))
 
 
 FAMILIES = (
     Family("qwen2", _read_qwen2, gguf=GgufFamily("qwen2", _gguf_qwen2)),
+    Family("qwen2_moe", _read_qwen2_moe, gguf=GgufFamily("qwen2moe", _gguf_qwen2_moe)),
     Family("qwen3", _read_qwen3, gguf=GgufFamily("qwen3", _gguf_qwen3)),
     Family("qwen3_moe", _read_qwen3_moe, gguf=GgufFamily("qwen3moe", _gguf_qwen3_moe)),
 )

@@ -6,9 +6,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
+from torch.nn.functional import linear
 
 from services.worker.engine.kernels.interface import ExpertMatrices, QkNorm
-from services.worker.engine.model.feed_forward import DenseFeedForward, MoeFeedForward
+from services.worker.engine.model.feed_forward import DenseFeedForward, MoeFeedForward, Router, SharedFeedForward
 from services.worker.engine.model.transformer import DecoderLayer, TransformerWeights
 from services.worker.engine.quantization.matrices import above
 
@@ -16,10 +17,10 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from services.worker.engine.kernels.interface import GatedLinear, Kernels, Linear
-    from services.worker.engine.model.config import ModelConfig, MoeConfig
+    from services.worker.engine.model.config import ModelConfig, MoeConfig, SharedExperts
     from services.worker.engine.model.feed_forward import FeedForward
     from services.worker.engine.model.tensors import CheckedTensors
-    from services.worker.engine.parallel.shards import ModelShard
+    from services.worker.engine.parallel.shards import ModelShard, Span
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +78,9 @@ class Assembler:
                 self.config.output_bias,
             ),
             feed_forward_norm=self._norm(feed_forward_norm),
-            feed_forward=self._dense(f"{prefix}.mlp") if moe is None else self._moe(f"{prefix}.mlp", moe),
+            feed_forward=self._dense(f"{prefix}.mlp", self.shard.intermediate)
+            if moe is None
+            else self._moe(f"{prefix}.mlp", moe),
             post_norms=post_norms,
         )
 
@@ -91,14 +94,35 @@ class Assembler:
             bias = torch.cat([self.tensors.plain(f"{attention}.{name}.bias")[rows] for name, rows in parts])
         return self.kernels.linear(above(*matrices), bias)
 
-    def _dense(self, mlp: str) -> FeedForward:
-        columns, has_bias = self.shard.intermediate.scaled(1), self.config.mlp_bias
-        return DenseFeedForward(self._gate_up(mlp), self._row_parallel(f"{mlp}.down_proj", columns, has_bias))
+    def _feed_forward(self, mlp: str, moe: MoeConfig | None) -> FeedForward:
+        return self._dense(mlp, self.shard.intermediate) if moe is None else self._moe(mlp, moe)
+
+    def _dense(self, mlp: str, columns: Span) -> FeedForward:
+        part, has_bias = columns.scaled(1), self.config.mlp_bias
+        return DenseFeedForward(self._gate_up(mlp, part), self._row_parallel(f"{mlp}.down_proj", part, has_bias))
 
     def _moe(self, mlp: str, moe: MoeConfig) -> FeedForward:
-        router = self.kernels.linear(self.tensors.plain(f"{mlp}.gate.weight"), None)
         experts = self.kernels.experts(moe.experts, self._experts(mlp, moe.experts), self.config.activation)
-        return MoeFeedForward(router, experts, moe)
+        shared = None if moe.shared is None else self._shared(mlp, moe.shared)
+        return MoeFeedForward(self._router(f"{mlp}.gate", moe), experts, shared)
+
+    def _router(self, name: str, moe: MoeConfig) -> Router:
+        weight, correction = self.tensors.plain(f"{name}.weight"), None
+        if moe.has_correction:
+            correction = self.tensors.plain(f"{name}.e_score_correction_bias").to(self.device, torch.float32)
+        if not moe.routes_in_float32:
+            return Router(self.kernels.linear(weight, None), moe, correction)
+        wide = weight.to(self.device, torch.float32)
+        return Router(lambda inputs: linear(inputs.float(), wide), moe, correction)
+
+    def _shared(self, mlp: str, shared: SharedExperts) -> SharedFeedForward:
+        assert self.shard.shared_columns is not None, "every rank has columns of the shared layer"
+        gate = (
+            self.kernels.linear(self.tensors.plain(f"{mlp}.shared_expert_gate.weight"), None)
+            if shared.is_gated
+            else None
+        )
+        return SharedFeedForward(self._dense(f"{mlp}.shared_expert", self.shard.shared_columns), gate)
 
     def _experts(self, mlp: str, count: int) -> Iterator[ExpertMatrices]:
         """Read one expert after the other, so that only one is held twice."""
@@ -117,8 +141,7 @@ class Assembler:
                 )
             )
 
-    def _gate_up(self, mlp: str) -> GatedLinear:
-        rows = self.shard.intermediate.scaled(1)
+    def _gate_up(self, mlp: str, rows: slice) -> GatedLinear:
         biases = None
         if self.config.mlp_bias:
             gate_bias, up_bias = (self.tensors.plain(f"{mlp}.{name}_proj.bias")[rows] for name in ("gate", "up"))

@@ -33,6 +33,33 @@ class RotaryConfig:
     amplitude: float = 1.0
 
 
+class RouterScores(Enum):
+    """The function that makes scores of a router's logits."""
+
+    SOFTMAX = "softmax"
+    SIGMOID = "sigmoid"
+    """Of each expert by itself (DeepSeek V3)."""
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertGroups:
+    """Groups of experts, numbered one after the other; a token's experts all come from the best groups."""
+
+    count: int
+    chosen: int
+    best: int
+    """A group is as good as the sum of so many of its highest scores."""
+
+
+@dataclass(frozen=True, slots=True)
+class SharedExperts:
+    """An ordinary feed-forward layer that every token passes through, beside its experts."""
+
+    intermediate_size: int
+    is_gated: bool = False
+    """Whether its output is multiplied by the sigmoid of a product with the inputs (Qwen2-MoE)."""
+
+
 @dataclass(frozen=True, slots=True)
 class MoeConfig:
     """A feed-forward layer of many experts, of which each token passes through a few."""
@@ -45,6 +72,15 @@ class MoeConfig:
     """Whether the shares of a token's experts are scaled to add up to one."""
     dense_layers: tuple[int, ...] = ()
     """Layers that have an ordinary feed-forward layer instead."""
+    scores: RouterScores = RouterScores.SOFTMAX
+    has_correction: bool = False
+    """Whether a bias is added to scores to choose experts, but not to weigh them (DeepSeek V3)."""
+    groups: ExpertGroups | None = None
+    routing_scale: float = 1.0
+    """Factor of the routing weights."""
+    routes_in_float32: bool = False
+    """Whether the router's matrix is multiplied in float32."""
+    shared: SharedExperts | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,9 +6,15 @@ from typing import TYPE_CHECKING, Protocol
 
 import torch
 
+from services.worker.engine.model.config import RouterScores
+
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from services.worker.engine.kernels.interface import Experts, GatedLinear, Linear
-    from services.worker.engine.model.config import MoeConfig
+    from services.worker.engine.model.config import ExpertGroups, MoeConfig
+
+_TINY = 1e-20
 
 
 class FeedForward(Protocol):
@@ -38,27 +44,80 @@ class DenseFeedForward:
         self.down.add_to(self.gate_up(inputs), sums)
 
 
+class Router:
+    """Chooses the experts of each token and weighs them (Shazeer et al. 2017; DeepSeek-AI 2024)."""
+
+    def __init__(
+        self,
+        product: Callable[[torch.Tensor], torch.Tensor],
+        moe: MoeConfig,
+        correction: torch.Tensor | None = None,
+    ) -> None:
+        """Choose by the logits that `product` returns for inputs, [tokens, experts].
+
+        `correction` [experts] float32 is added to scores to choose, but not to weigh.
+        """
+        self._product = product
+        self._moe = moe
+        self._correction = correction
+
+    def __call__(self, inputs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return ids of the experts of inputs [tokens, hidden], and their weights as float32, [tokens, chosen]."""
+        moe, logits = self._moe, self._product(inputs).float()
+        scores = logits.sigmoid() if moe.scores is RouterScores.SIGMOID else logits.softmax(dim=-1)
+        preferences = scores if self._correction is None else scores + self._correction
+        if moe.groups is not None and moe.groups.chosen < moe.groups.count:
+            preferences = _in_best_groups(preferences, moe.groups)
+        _, ids = preferences.topk(moe.experts_per_token)
+        weights = scores.gather(1, ids)
+        if moe.normalizes_routing_weights:
+            # Sigmoids may all be zero.
+            weights = weights / (weights.sum(dim=-1, keepdim=True) + _TINY)
+        return ids, weights if moe.routing_scale == 1.0 else weights * moe.routing_scale
+
+
+class SharedFeedForward:
+    """The feed-forward layer of all tokens beside experts; `gate` [hidden, 1] or None, see `SharedExperts`."""
+
+    def __init__(self, layer: FeedForward, gate: Linear | None) -> None:
+        """Scale the output of `layer` by that of `gate`."""
+        self._layer = layer
+        self._gate = gate
+
+    def __call__(self, inputs: torch.Tensor) -> torch.Tensor:
+        """Return the output for inputs [tokens, hidden]."""
+        outputs = self._layer(inputs)
+        return outputs if self._gate is None else outputs * torch.sigmoid(self._gate(inputs))
+
+
 class MoeFeedForward:
-    """Mixture of experts: the top-k experts of each token, weighted by the router's softmax (Shazeer et al. 2017).
+    """Mixture of experts: the outputs of the experts that the router chooses, weighted, and of the shared layer.
 
     Every rank routes every token, and holds some columns of every expert.
     """
 
-    def __init__(self, router: Linear, experts: Experts, moe: MoeConfig) -> None:
-        """Choose among `experts` by the logits of `router`, [tokens, experts]."""
+    def __init__(self, router: Router, experts: Experts, shared: SharedFeedForward | None = None) -> None:
+        """Add up `experts` and, where the model has it, `shared`."""
         self._router = router
         self._experts = experts
-        self._moe = moe
+        self._shared = shared
 
     def __call__(self, inputs: torch.Tensor, outputs: torch.Tensor | None = None) -> torch.Tensor:
         """Return the weighted sum of the chosen experts' outputs."""
-        logits = self._router(inputs)
-        routing_weights, expert_ids = torch.topk(torch.softmax(logits.float(), dim=-1), self._moe.experts_per_token)
-        if self._moe.normalizes_routing_weights:
-            routing_weights = routing_weights / routing_weights.sum(dim=-1, keepdim=True)
-        weighted = self._experts(inputs, expert_ids, routing_weights.to(logits.dtype))
+        expert_ids, weights = self._router(inputs)
+        weighted = self._experts(inputs, expert_ids, weights.to(inputs.dtype))
+        if self._shared is not None:
+            weighted += self._shared(inputs)
         return weighted if outputs is None else outputs.copy_(weighted)
 
     def add_to(self, inputs: torch.Tensor, sums: torch.Tensor) -> None:
         """Add it to `sums`."""
         sums += self(inputs)
+
+
+def _in_best_groups(preferences: torch.Tensor, groups: ExpertGroups) -> torch.Tensor:
+    """Return [tokens, experts] with minus infinity for experts of other groups."""
+    by_group = preferences.view(preferences.shape[0], groups.count, -1)
+    _, best = by_group.topk(groups.best, dim=-1).values.sum(dim=-1).topk(groups.chosen)
+    is_out = torch.ones(by_group.shape[:2], dtype=torch.bool, device=preferences.device).scatter(1, best, False)
+    return by_group.masked_fill(is_out[:, :, None], -torch.inf).flatten(1)

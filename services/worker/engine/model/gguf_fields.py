@@ -83,7 +83,7 @@ def read_gguf_moe(own: GgufFields) -> MoeConfig:
     return MoeConfig(
         experts=own["expert_count"],
         experts_per_token=own["expert_used_count"],
-        intermediate_size=own["expert_feed_forward_length"],
+        intermediate_size=own.get("expert_feed_forward_length") or own["feed_forward_length"],
         normalizes_routing_weights=True,
     )
 

@@ -45,11 +45,13 @@ class ModelShard:
     vocabulary: Span
     expert_columns: Span | None = None
     """Columns of every expert, if the model has experts."""
+    shared_columns: Span | None = None
+    """Columns of the layer beside experts, if the model has one."""
 
     @property
     def has_work(self) -> bool:
         """Whether there is something of everything."""
-        spans = (self.query_heads, self.intermediate, self.vocabulary, self.expert_columns)
+        spans = (self.query_heads, self.intermediate, self.vocabulary, self.expert_columns, self.shared_columns)
         return all(len(span) for span in spans if span is not None)
 
     @property
@@ -98,6 +100,7 @@ def shard_model(config: ModelConfig, rank: int, world_size: int) -> ModelShard:
 def _shard(config: ModelConfig, rank: int, world_size: int) -> ModelShard:
     queries, keys = _split_heads(config, rank, world_size)
     unit = max(_FEED_FORWARD_UNIT, column_unit(config.stored_format))
+    shared = config.moe.shared if config.moe else None
     return ModelShard(
         rank,
         world_size,
@@ -106,6 +109,7 @@ def _shard(config: ModelConfig, rank: int, world_size: int) -> ModelShard:
         intermediate=split_evenly(config.intermediate_size, world_size, unit)[rank],
         vocabulary=split_evenly(config.vocabulary_size, world_size)[rank],
         expert_columns=split_evenly(config.moe.intermediate_size, world_size, unit)[rank] if config.moe else None,
+        shared_columns=split_evenly(shared.intermediate_size, world_size, unit)[rank] if shared else None,
     )
 
 

@@ -106,6 +106,7 @@ def _check_widths(config: ModelConfig, shard: ModelShard) -> None:
         "columns of query, key and value heads": queries + 2 * keys,
         "feed-forward columns": len(shard.intermediate),
         "columns of an expert": len(shard.expert_columns) if shard.expert_columns is not None else 0,
+        "columns beside experts": len(shard.shared_columns) if shard.shared_columns is not None else 0,
     }
     for name, width in widths.items():
         if width % fp8.WIDTH_UNIT:

@@ -55,6 +55,11 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "yarn": ("Qwen3", {"rms_norm_eps": 1e-6, "rope_parameters": _YARN}),
     "qwen3 moe": ("Qwen3Moe", {**_EXPERTS, "norm_topk_prob": True}),
     "qwen3 moe partly dense": ("Qwen3Moe", {**_EXPERTS, "norm_topk_prob": False, "mlp_only_layers": [1]}),
+    "mixtral": ("Mixtral", {"num_local_experts": 5, "num_experts_per_tok": 2}),
+    "qwen2 moe": (
+        "Qwen2Moe",
+        {**_EXPERTS, "shared_expert_intermediate_size": 64, "norm_topk_prob": False, "mlp_only_layers": [0]},
+    ),
     "gemma3": (
         "Gemma3",
         {

@@ -21,7 +21,7 @@ PROMPTS = [random_ids(count, VOCABULARY, seed=count) for count in (1, 13, 45, 64
 CHUNKS = (7, 28)
 NEW_TOKENS = 8
 # Those whose layers are more than Llama's.
-SHARED = ("qwen3 moe partly dense", "gemma3", "qwen2 windowed")
+SHARED = ("qwen3 moe partly dense", "gemma3", "qwen2 windowed", "qwen2 moe")
 
 
 def continued(driver: Driver) -> list[list[int]]:
@@ -62,7 +62,7 @@ def test_rows_in_chunks_and_batches_continue_as_transformers_does(family: str, t
         check_greedy(tmp_path, continued(Driver(load(tmp_path, backend=backend))))
 
 
-@pytest.mark.parametrize(("family", "backend"), list(zip(SHARED, ("compiled", "torch", "compiled"), strict=True)))
+@pytest.mark.parametrize(("family", "backend"), list(zip(SHARED, ("compiled", "torch", "compiled", "compiled"), strict=True)))
 def test_two_ranks_continue_as_transformers_does(ranks: Ranks, family: str, backend: str, tmp_path: Path) -> None:
     save_family(tmp_path, family)
     first, second = ranks.run(as_rank, 2, str(tmp_path), backend)
