@@ -140,6 +140,7 @@ class _DecoderLoader:
         )
         free_before = self._free_memory()
         context = longest_context(spec, config)
+        config = self._config = config.within(context)
         model = self._decoder(group, context)
         self._report(0.98, "measuring memory" if self._can_overlap else "allocating the KV pool")
         reserve = self._reserve(model, context)
@@ -178,7 +179,8 @@ class _DecoderLoader:
         )
         vocabulary = tuple(shard_model(self._config, rank, ranks).vocabulary for rank in range(ranks))
         attention, (*inner, last) = self._attention(context), weights.layers
-        if ranks == 1:  # several add up what their parts of a layer contribute: no one call
+        # Several ranks add up what their parts of a layer contribute: no one call.
+        if ranks == 1 and last.input_norm is not None:
             joined = fuse_layers(inner, attention, last.input_norm, self._config.norm_epsilon)
             weights = replace(weights, joined=joined)
         return Transformer(weights, self._config, vocabulary, kernels=kernels, attention=attention, group=group)

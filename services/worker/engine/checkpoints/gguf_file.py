@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     FloatArray = NDArray[np.float32]
 
 LAYER_NAMES = {
+    "self_attn.qkv_proj": "attn_qkv",
     "input_layernorm": "attn_norm",
     "self_attn.q_proj": "attn_q",
     "self_attn.k_proj": "attn_k",
@@ -89,7 +90,10 @@ class GgufCheckpoint:
 
     def has(self, name: str) -> bool:
         """Whether there is a tensor of this name."""
-        return gguf_name(split_expert(name)[0], self._gguf) in self._tensors
+        try:
+            return gguf_name(split_expert(name)[0], self._gguf) in self._tensors
+        except ConfigurationError:
+            return False
 
     def read(self, name: str, rows: slice | None = None, columns: slice | None = None) -> torch.Tensor:
         """Return a tensor or a block of a matrix; see `Checkpoint.read`. Rows of q and k must be whole heads."""

@@ -34,7 +34,9 @@ def tensor_shape(name: str, config: ModelConfig) -> tuple[int, ...]:
     part, kind = name.split(".")[-2:]
     if part in matrices:
         return matrices[part] if kind == "weight" else matrices[part][:1]
-    return (config.head_dim,) if part in ("q_norm", "k_norm") else (hidden,)
+    if part in ("q_norm", "k_norm"):
+        return ((queries if part == "q_norm" else keys) if config.projection_norm else config.head_dim,)
+    return (hidden,)
 
 
 def block_shape(name: str, config: ModelConfig, rows: slice | None, columns: slice | None) -> tuple[int, ...]:

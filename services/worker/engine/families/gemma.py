@@ -1,4 +1,4 @@
-"""Gemma 3: norms of outputs, too, scaled embeddings, and windows in five of six layers."""
+"""Gemma: scaled embeddings; from Gemma 2 on norms of outputs, too, and windows in every second layer or more."""
 
 from __future__ import annotations
 
@@ -24,8 +24,28 @@ if TYPE_CHECKING:
 
 _PATTERN = 6
 _THETA, _LOCAL_THETA = 1_000_000.0, 10_000.0
-# The one size of Gemma 3 whose scores are scaled by its width; GGUF files do not contain that.
-_27B_LAYERS = 62
+# The sizes whose scores are scaled by their width; GGUF files do not contain that.
+_LAYERS_OF_27B = {"gemma2": 46, "gemma3": 62}
+_TANH = Activation.GELU_TANH.value
+
+
+def _read_gemma(config: JsonConfig) -> ModelConfig:
+    # The published files say "gelu", but mean this.
+    approximate = {"hidden_act": _TANH} if config["hidden_act"] == "gelu" else {}
+    return replace(_as_gemma(read_decoder({**config, **approximate})), norm_offset=1.0, post_norms=False)
+
+
+def _read_gemma2(config: JsonConfig) -> ModelConfig:
+    read = read_decoder(config)
+    kinds = [FULL if i % 2 else SLIDING for i in range(read.layers)]
+    return replace(
+        _as_gemma(read),
+        windows=read_windows(config, kinds, is_used=True),
+        attention_scale=config["query_pre_attn_scalar"] ** -0.5,
+        attention_softcap=config["attn_logit_softcapping"],
+        norm_offset=1.0,
+        logits_softcap=config["final_logit_softcapping"],
+    )
 
 
 def _read_gemma3(config: JsonConfig) -> ModelConfig:
@@ -46,26 +66,74 @@ def _read_gemma3(config: JsonConfig) -> ModelConfig:
     )
 
 
-def _gguf_gemma3(own: GgufFields) -> ModelConfig:
-    read = read_gguf_decoder(own)
-    is_scaled_by_width = read.layers == _27B_LAYERS
+def _gguf_gemma(own: GgufFields) -> ModelConfig:
+    return replace(_read_gguf(own), post_norms=False)
+
+
+def _gguf_gemma2(own: GgufFields) -> ModelConfig:
     return replace(
-        _as_gemma(read),
+        _read_gguf(own),
+        windows=read_gguf_windows(own, 2),
+        attention_scale=_gguf_scale(own, "gemma2"),
+        attention_softcap=own.get("attn_logit_softcapping", 50.0),
+    )
+
+
+def _gguf_gemma3(own: GgufFields) -> ModelConfig:
+    return replace(
+        _read_gguf(own),
         local_rotary=RotaryConfig(own.get("rope.freq_base_swa", _LOCAL_THETA)),
         qk_norm=True,
         windows=read_gguf_windows(own, _PATTERN),
-        attention_scale=(read.hidden_size / read.query_heads) ** -0.5 if is_scaled_by_width else None,
-        activation=Activation.GELU_TANH,
-        # Activations overflow in float16.
-        dtype="bfloat16",
+        attention_scale=_gguf_scale(own, "gemma3"),
     )
+
+
+def _read_gguf(own: GgufFields) -> ModelConfig:
+    # Activations overflow in float16. Converters have added the one that norms lack.
+    return replace(_as_gemma(read_gguf_decoder(own)), activation=Activation.GELU_TANH, dtype="bfloat16")
+
+
+def _gguf_scale(own: GgufFields, architecture: str) -> float | None:
+    if own["block_count"] != _LAYERS_OF_27B[architecture]:
+        return None
+    return float((own["embedding_length"] / own["attention.head_count"]) ** -0.5)
 
 
 def _as_gemma(read: ModelConfig) -> ModelConfig:
     return replace(read, embedding_scale=read.hidden_size**0.5, post_norms=True)
 
 
+# One name of other families is that of another norm here.
+_GGUF_NORMS = {
+    "post_attention_layernorm": "post_attention_norm",
+    "pre_feedforward_layernorm": "ffn_norm",
+    "post_feedforward_layernorm": "post_ffw_norm",
+}
+
 FAMILIES = (
+    Family(
+        "gemma",
+        _read_gemma,
+        defaults={
+            "vocab_size": 256_000, "hidden_size": 3072, "intermediate_size": 24_576, "num_hidden_layers": 28,
+            "num_attention_heads": 16, "num_key_value_heads": 16, "head_dim": 256, "max_position_embeddings": 8192,
+            "rms_norm_eps": 1e-6, "tie_word_embeddings": True, "hidden_act": _TANH,
+        },
+        gguf=GgufFamily("gemma", _gguf_gemma),
+    ),
+    Family(
+        "gemma2",
+        _read_gemma2,
+        defaults={
+            "vocab_size": 256_000, "hidden_size": 2304, "intermediate_size": 9216, "num_hidden_layers": 26,
+            "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256, "max_position_embeddings": 8192,
+            "rms_norm_eps": 1e-6, "tie_word_embeddings": True, "hidden_activation": _TANH,
+            "query_pre_attn_scalar": 256, "sliding_window": 4096, "attn_logit_softcapping": 50.0,
+            "final_logit_softcapping": 30.0,
+        },
+        gguf=GgufFamily("gemma2", _gguf_gemma2, tensors=_GGUF_NORMS),
+    ),
     Family(
         "gemma3_text",
         _read_gemma3,
@@ -73,18 +141,9 @@ FAMILIES = (
         defaults={
             "vocab_size": 262_208, "hidden_size": 2304, "intermediate_size": 9216, "num_hidden_layers": 26,
             "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256, "max_position_embeddings": 131_072,
-            "rms_norm_eps": 1e-6, "tie_word_embeddings": True, "query_pre_attn_scalar": 256, "sliding_window": 4096,
-            "hidden_activation": "gelu_pytorch_tanh", "rope_theta": _THETA,
+            "rms_norm_eps": 1e-6, "tie_word_embeddings": True, "hidden_activation": _TANH,
+            "query_pre_attn_scalar": 256, "sliding_window": 4096, "rope_theta": _THETA,
         },
-        gguf=GgufFamily(
-            "gemma3",
-            _gguf_gemma3,
-            # One name of other families is that of another norm here. Converters have added the one that norms lack.
-            tensors={
-                "post_attention_layernorm": "post_attention_norm",
-                "pre_feedforward_layernorm": "ffn_norm",
-                "post_feedforward_layernorm": "post_ffw_norm",
-            },
-        ),
+        gguf=GgufFamily("gemma3", _gguf_gemma3, tensors=_GGUF_NORMS),
     ),
 )  # fmt: skip

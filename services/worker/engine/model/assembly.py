@@ -10,8 +10,9 @@ from torch.nn.functional import linear
 
 from services.worker.engine.kernels.interface import ExpertMatrices, QkNorm
 from services.worker.engine.model.feed_forward import DenseFeedForward, MoeFeedForward, Router, SharedFeedForward
-from services.worker.engine.model.transformer import DecoderLayer, TransformerWeights
-from services.worker.engine.quantization.matrices import above
+from services.worker.engine.model.rotary_config import head_order
+from services.worker.engine.model.transformer import DecoderLayer, ProjectionNorm, TransformerWeights
+from services.worker.engine.quantization.matrices import above, reordered
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -51,7 +52,7 @@ class Assembler:
         report(1 / units)
         layers = []
         for i in range(config.layers):
-            layers.append(self._layer(f"model.layers.{i}", config.moe_of(i)))
+            layers.append(self._layer(i))
             report((i + 2) / units)
         return TransformerWeights(
             # A copy: the checkpoint may have returned a view of the whole file.
@@ -61,38 +62,50 @@ class Assembler:
             head=head_linear,
         )
 
-    def _layer(self, prefix: str, moe: MoeConfig | None) -> DecoderLayer:
+    def _layer(self, layer: int) -> DecoderLayer:
+        config, prefix = self.config, f"model.layers.{layer}"
         attention, post_norms = f"{prefix}.self_attn", None
         # In models with post-norms this name belongs to the one after attention.
         feed_forward_norm = f"{prefix}.post_attention_layernorm.weight"
-        if self.config.post_norms:
+        if config.post_norms:
             post_norms = self._norm(feed_forward_norm), self._norm(f"{prefix}.post_feedforward_layernorm.weight")
             feed_forward_norm = f"{prefix}.pre_feedforward_layernorm.weight"
         return DecoderLayer(
-            input_norm=self._norm(f"{prefix}.input_layernorm.weight"),
-            qkv=self._qkv(attention),
-            qk_norm=self._head_norms(attention),
+            input_norm=self._norm(f"{prefix}.input_layernorm.weight") if config.pre_norms else None,
+            qkv=self._qkv(attention, head_order(config.rotary_of(layer), config.head_dim)),
+            qk_norm=self._head_norms(attention, head_order(config.rotary_of(layer), config.head_dim)),
             attention_output=self._row_parallel(
                 f"{attention}.o_proj",
-                self.shard.query_heads.scaled(self.config.head_dim),
-                self.config.output_bias,
+                self.shard.query_heads.scaled(config.head_dim),
+                config.output_bias,
             ),
-            feed_forward_norm=self._norm(feed_forward_norm),
-            feed_forward=self._dense(f"{prefix}.mlp", self.shard.intermediate)
-            if moe is None
-            else self._moe(f"{prefix}.mlp", moe),
+            feed_forward_norm=self._norm(feed_forward_norm) if config.pre_norms else None,
+            feed_forward=self._feed_forward(f"{prefix}.mlp", config.moe_of(layer)),
             post_norms=post_norms,
+            projection_norm=self._projection_norm(attention) if config.projection_norm else None,
+            residual_scale=config.residual_scale,
         )
 
-    def _qkv(self, attention: str) -> Linear:
+    def _qkv(self, attention: str, order: tuple[int, ...] | None) -> Linear:
         config = self.config
         queries, keys = self.shard.query_heads.scaled(config.head_dim), self.shard.kv_heads.scaled(config.head_dim)
         parts = (("q_proj", queries), ("k_proj", keys), ("v_proj", keys))
-        matrices = self.tensors.alike([(f"{attention}.{name}.weight", rows, None) for name, rows in parts])
+        matrix = above(*self.tensors.alike([(f"{attention}.{name}.weight", rows, None) for name, rows in parts]))
         bias = None
         if config.qkv_bias:
             bias = torch.cat([self.tensors.plain(f"{attention}.{name}.bias")[rows] for name, rows in parts])
-        return self.kernels.linear(above(*matrices), bias)
+        if order is not None:
+            rows = self._rotated_rows(order)
+            matrix, bias = reordered(matrix, rows), None if bias is None else bias[rows]
+        return self.kernels.linear(matrix, bias)
+
+    def _rotated_rows(self, order: tuple[int, ...]) -> torch.Tensor:
+        """Return the order of the rows of queries, keys and values in which each head's are in `order`."""
+        head_dim, rotated = len(order), len(self.shard.query_heads) + len(self.shard.kv_heads)
+        starts = torch.arange(rotated + len(self.shard.kv_heads))[:, None] * head_dim
+        within = torch.arange(head_dim).repeat(starts.shape[0], 1)
+        within[:rotated] = torch.tensor(order)
+        return (starts + within).flatten()
 
     def _feed_forward(self, mlp: str, moe: MoeConfig | None) -> FeedForward:
         return self._dense(mlp, self.shard.intermediate) if moe is None else self._moe(mlp, moe)
@@ -156,13 +169,26 @@ class Assembler:
         bias = self.tensors.plain(f"{name}.bias") if has_bias and self.shard.is_first else None
         return self.kernels.linear(weight, bias)
 
-    def _head_norms(self, attention: str) -> QkNorm | None:
+    def _head_norms(self, attention: str, order: tuple[int, ...] | None) -> QkNorm | None:
         config = self.config
         if not config.qk_norm:
             return None
-        return QkNorm(
-            query=self._norm(f"{attention}.q_norm.weight"),
-            key=self._norm(f"{attention}.k_norm.weight"),
+        weights = (self._norm(f"{attention}.{name}.weight") for name in ("q_norm", "k_norm"))
+        query, key = (weight if order is None else weight[list(order)] for weight in weights)
+        return QkNorm(query=query, key=key, epsilon=config.norm_epsilon)
+
+    def _projection_norm(self, attention: str) -> ProjectionNorm:
+        config, shard = self.config, self.shard
+
+        def weights(name: str, heads: Span) -> torch.Tensor:
+            whole = self.tensors.plain(f"{attention}.{name}.weight")
+            return whole[heads.scaled(config.head_dim)].to(self.device, torch.float32)
+
+        return ProjectionNorm(
+            weights("q_norm", shard.query_heads),
+            weights("k_norm", shard.kv_heads),
+            widths=torch.tensor([config.query_heads, config.kv_heads], device=self.device) * float(config.head_dim),
+            key_share=1 / shard.ranks_by_kv_head,
             epsilon=config.norm_epsilon,
         )
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from typing import TYPE_CHECKING
 
@@ -24,13 +24,27 @@ class Activation(Enum):
 class RotaryConfig:
     """Rotary position embedding (RoFormer, Su et al. 2021), halves of a head rotated against each other.
 
-    `frequency_divisors` [head_dim / 2] stretch single frequencies; empty means none is stretched. `amplitude`
+    `frequency_divisors` [rotated / 2] stretch single frequencies; empty means none is stretched. `amplitude`
     multiplies rotated queries and keys alike (YaRN, Peng et al. 2023).
     """
 
     theta: float
     frequency_divisors: tuple[float, ...] = ()
     amplitude: float = 1.0
+    rotated: int | None = None
+    """So many of a head's first components are rotated; None: all."""
+    is_interleaved: bool = False
+    """Whether checkpoints have rotated pairs side by side; rows of queries and keys are reordered, see `head_order`."""
+    long_divisors: tuple[float, ...] = ()
+    """Used instead of `frequency_divisors` where the longest context is beyond `original_context` (LongRoPE)."""
+    original_context: int = 0
+
+    def within(self, context: int) -> RotaryConfig:
+        """Return the embedding for sequences of up to `context` tokens."""
+        if not self.long_divisors:
+            return self
+        divisors = self.long_divisors if context > self.original_context else self.frequency_divisors
+        return replace(self, frequency_divisors=divisors, long_divisors=(), original_context=0)
 
 
 class RouterScores(Enum):
@@ -103,6 +117,9 @@ class ModelConfig:
     output_bias: bool = False
     mlp_bias: bool = False
     qk_norm: bool = False
+    """Whether each head's queries and keys are normalised (Qwen3)."""
+    projection_norm: bool = False
+    """Whether all queries of a token are normalised together, and all of its keys (OLMo 2)."""
     eos_token_ids: tuple[int, ...] = ()
     dtype: str = "float32"
     windows: tuple[int | None, ...] = ()
@@ -115,8 +132,13 @@ class ModelConfig:
     """Scores are bent into (-cap, cap) by a hyperbolic tangent."""
     activation: Activation = Activation.SILU
     embedding_scale: float = 1.0
+    residual_scale: float = 1.0
+    """Factor of what attention and feed-forward layers add to the residual stream."""
+    logits_divisor: float = 1.0
     norm_offset: float = 0.0
     """The offset added to the checkpoint's norm weights."""
+    pre_norms: bool = True
+    """Whether attention and feed-forward input is normalised."""
     post_norms: bool = False
     """Whether attention and feed-forward output are normalised, too, before they are added to the residual stream."""
     logits_softcap: float | None = None
@@ -146,6 +168,11 @@ class ModelConfig:
     def rotary_of(self, layer: int) -> RotaryConfig:
         """Return the rotary embedding of `layer`."""
         return self.local_rotary if self.local_rotary and self.window_of(layer) is not None else self.rotary
+
+    def within(self, context: int) -> ModelConfig:
+        """Return the model as it computes sequences of up to `context` tokens."""
+        local = self.local_rotary and self.local_rotary.within(context)
+        return replace(self, rotary=self.rotary.within(context), local_rotary=local)
 
     def moe_of(self, layer: int) -> MoeConfig | None:
         """Return the experts of `layer`; None: it has an ordinary feed-forward layer."""

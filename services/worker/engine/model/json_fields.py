@@ -17,8 +17,10 @@ SLIDING, FULL = "sliding_attention", "full_attention"
 _ACTIVATIONS = {"silu": Activation.SILU, "gelu_pytorch_tanh": Activation.GELU_TANH}
 
 
-def read_decoder(config: JsonConfig) -> ModelConfig:
+def read_decoder(config: JsonConfig, *, can_be_partial: bool = False) -> ModelConfig:
     """Read a config.json of Llama's fields; families replace that by which they differ.
+
+    `can_be_partial`: whether the family may rotate a part of each head.
 
     Raises:
         ConfigurationError: an option is not supported.
@@ -39,7 +41,7 @@ def read_decoder(config: JsonConfig) -> ModelConfig:
         head_dim=head_dim,
         max_context=int(config["max_position_embeddings"]),
         norm_epsilon=config["rms_norm_eps"],
-        rotary=_rotary(config, head_dim),
+        rotary=_rotary(config, head_dim, can_be_partial=can_be_partial),
         # Left out, transformers' own default holds: false in most families.
         tied_embeddings=bool(config.get("tie_word_embeddings", False)),
         qkv_bias=attention_bias,
@@ -103,11 +105,12 @@ def token_ids(value: Any) -> tuple[int, ...]:  # free JSON
     return () if value is None else tuple(value) if isinstance(value, list) else (value,)
 
 
-def _rotary(config: JsonConfig, head_dim: int) -> RotaryConfig:
-    by_kind = config.get("rope_parameters") or {}
-    if SLIDING in by_kind or FULL in by_kind:
-        by_kind = by_kind.get(FULL, {})
+def _rotary(config: JsonConfig, head_dim: int, *, can_be_partial: bool) -> RotaryConfig:
+    stated = config.get("rope_parameters") or {}
+    if SLIDING in stated or FULL in stated:  # see `read_local_rotary`
+        stated = stated.get(FULL, {})
     parameters = dict(config.get("rope_scaling") or {})
-    parameters.update(by_kind)
+    parameters.update(stated)
     parameters.setdefault("partial_rotary_factor", config.get("partial_rotary_factor", 1.0))
-    return read_rotary(parameters, config.get("rope_theta", 10000.0), head_dim, config["max_position_embeddings"])
+    theta, context = config.get("rope_theta", 10000.0), config["max_position_embeddings"]
+    return read_rotary(parameters, theta, head_dim, context, can_be_partial=can_be_partial)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from common.errors import ConfigurationError
@@ -11,7 +12,7 @@ from services.worker.engine.model.config import RotaryConfig
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-ROTARY_TYPES = ("default", "linear", "llama3", "yarn")
+ROTARY_TYPES = ("default", "linear", "llama3", "yarn", "longrope")
 _NO_SCALING = "default"
 
 
@@ -20,7 +21,27 @@ def no_rotation(head_dim: int) -> RotaryConfig:
     return RotaryConfig(1.0, (math.inf,) * (head_dim // 2))
 
 
-def read_rotary(parameters: Mapping[str, Any], theta: float, head_dim: int, max_context: int) -> RotaryConfig:
+def head_order(rotary: RotaryConfig, head_dim: int) -> tuple[int, ...] | None:
+    """Return which component of a checkpoint's head stands at each place of ours; None: the same one.
+
+    Ours has the first component of each rotated pair in the first half and the second one at the same place of the
+    second half. Components that are not rotated fill both up; they turn by 0. Scores do not depend on the order.
+    """
+    rotated = rotary.rotated or head_dim
+    if rotated == head_dim and not rotary.is_interleaved:
+        return None
+    if rotary.is_interleaved:
+        first, second = range(0, rotated, 2), range(1, rotated, 2)
+    else:
+        first, second = range(rotated // 2), range(rotated // 2, rotated)
+    rest = range(rotated, head_dim)
+    middle = len(rest) // 2
+    return (*first, *rest[:middle], *second, *rest[middle:])
+
+
+def read_rotary(
+    parameters: Mapping[str, Any], theta: float, head_dim: int, max_context: int, *, can_be_partial: bool = False
+) -> RotaryConfig:
     """Read `rope_parameters` of a config.json, or `rope_scaling` as older ones call it.
 
     Args:
@@ -28,26 +49,46 @@ def read_rotary(parameters: Mapping[str, Any], theta: float, head_dim: int, max_
         theta: the base where `parameters` has none.
         head_dim: components of a head.
         max_context: the model's longest context, from which a missing factor follows.
+        can_be_partial: whether the family may rotate a part of each head.
 
     Raises:
         ConfigurationError: the type is not supported.
         KeyError: a parameter is missing.
     """
     theta = float(parameters.get("rope_theta", theta))
-    if parameters.get("partial_rotary_factor", 1.0) != 1.0:
-        raise ConfigurationError("partial_rotary_factor: rotating a part of each head is not supported")
+    share = parameters.get("partial_rotary_factor") or 1.0
+    if share == 1.0:
+        return _read_scaling(parameters, theta, head_dim, max_context)
+    rotated = int(head_dim * share)
+    if not can_be_partial:
+        raise ConfigurationError("partial_rotary_factor: rotating a part of each head is not supported in this family")
+    if rotated % 2 or not 0 < rotated < head_dim:
+        raise ConfigurationError(
+            f"partial_rotary_factor: {rotated} of {head_dim} components cannot be rotated in pairs"
+        )
+    return replace(_read_scaling(parameters, theta, rotated, max_context), rotated=rotated)
+
+
+def _read_scaling(parameters: Mapping[str, Any], theta: float, rotated: int, max_context: int) -> RotaryConfig:
     match parameters.get("rope_type", parameters.get("type", _NO_SCALING)):
         case "default":
             return RotaryConfig(theta)
         case "linear":
-            return RotaryConfig(theta, (float(parameters["factor"]),) * (head_dim // 2))
+            return RotaryConfig(theta, (float(parameters["factor"]),) * (rotated // 2))
         case "llama3":
-            return RotaryConfig(theta, llama3_divisors(theta, head_dim, parameters))
+            return RotaryConfig(theta, llama3_divisors(theta, rotated, parameters))
         case "yarn":
             factor = _yarn_factor(parameters, max_context)
             return RotaryConfig(
-                theta, yarn_divisors(theta, head_dim, factor, parameters), _yarn_amplitude(factor, parameters)
+                theta, yarn_divisors(theta, rotated, factor, parameters), _yarn_amplitude(factor, parameters)
             )
+        case "longrope" | "su":
+            original = int(parameters["original_max_position_embeddings"])
+            short, long = (tuple(map(float, parameters[name])) for name in ("short_factor", "long_factor"))
+            if {len(short), len(long)} != {rotated // 2}:
+                raise ConfigurationError(f"short_factor and long_factor: {rotated // 2} factors each are expected")
+            amplitude = _longrope_amplitude(parameters, max_context / original, original)
+            return RotaryConfig(theta, short, amplitude, long_divisors=long, original_context=original)
         case other:
             raise ConfigurationError(f"rope type {other!r} is not supported; supported: {', '.join(ROTARY_TYPES)}")
 
@@ -89,6 +130,15 @@ def yarn_divisors(theta: float, head_dim: int, factor: float, parameters: Mappin
         stretched = min(max((i - low) / max(high - low, 0.001), 0.0), 1.0)
         divisors.append(1.0 / (stretched / factor + (1.0 - stretched)))
     return tuple(divisors)
+
+
+def _longrope_amplitude(parameters: Mapping[str, Any], factor: float, original: int) -> float:
+    """Return the factor of queries and keys (Ding et al. 2024); it does not depend on the length of a sequence."""
+    given = parameters.get("attention_factor")
+    if given is not None:
+        return float(given)
+    factor = parameters.get("factor") or factor
+    return math.sqrt(1 + math.log(factor) / math.log(original)) if factor > 1 else 1.0
 
 
 def _yarn_factor(parameters: Mapping[str, Any], max_context: int) -> float:

@@ -23,6 +23,10 @@ if TYPE_CHECKING:
     from services.worker.engine.quantization.matrices import Matrix, QuantisedMatrix
 
 
+# Matrices that some families store above each other, as one.
+_FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
+
+
 @dataclass(frozen=True, slots=True)
 class CheckedTensors:
     """Reads and checks."""
@@ -64,6 +68,7 @@ class CheckedTensors:
         Raises:
             ConfigurationError: as `plain`, or its scales are wrong.
         """
+        name, rows = self._located(name, rows)
         if self.quantise is not None:
             matrix = self.quantise(self.plain(name, rows).to(self.device))
             return matrix if columns is None else matrix.columns(columns)
@@ -104,6 +109,26 @@ class CheckedTensors:
         if not are_alike(matrices[:together]):
             raise ConfigurationError(f"tensors {names}: different orders of inputs (g_idx) are not supported")
         return matrices
+
+    def _located(self, name: str, rows: slice | None) -> tuple[str, slice | None]:
+        """Return where rows of a matrix are: in itself, or in one that contains it and others (Phi-3, GLM)."""
+        stem, _, part = name.removesuffix(".weight").rpartition(".")
+        for whole, parts in _FUSED.items():
+            if part not in parts or self._is_stored(f"{stem}.{parts[0]}") or not self._is_stored(f"{stem}.{whole}"):
+                continue
+            config = self.checkpoint.config
+            heights = [tensor_shape(f"{stem}.{each}.weight", config)[0] for each in parts[: parts.index(part) + 1]]
+            start = sum(heights[:-1])
+            rows = rows or slice(0, heights[-1])
+            return f"{stem}.{whole}.weight", slice(start + rows.start, start + rows.stop)
+        return name, rows
+
+    def _is_stored(self, stem: str) -> bool:
+        stored = self.checkpoint.config.stored_format
+        names = [f"{stem}.weight"]
+        if isinstance(stored, GroupedFormat):
+            names.append(PackedReader(stored, self.checkpoint.read, self.device).words_of(stem))
+        return any(map(self.checkpoint.has, names))
 
     def _read(self, name: str, rows: slice | None, columns: slice | None) -> torch.Tensor:
         # The rows are passed even if they are all rows: every format checks them.

@@ -31,16 +31,42 @@ class DecoderLayer:
     """One layer's weights, on this rank.
 
     `attention_output` and `feed_forward` give partial sums when ranks share the model. What they add up to is
-    normalised by `post_norms` [hidden], where the model has them, before it joins the residual stream.
+    normalised by `post_norms` [hidden], where the model has them, and scaled before it joins the residual stream.
     """
 
-    input_norm: torch.Tensor  # [hidden]
+    input_norm: torch.Tensor | None  # [hidden]
     qkv: Linear
     qk_norm: QkNorm | None
     attention_output: Linear
-    feed_forward_norm: torch.Tensor  # [hidden]
+    feed_forward_norm: torch.Tensor | None  # [hidden]
     feed_forward: FeedForward
     post_norms: tuple[torch.Tensor, torch.Tensor] | None = None
+    projection_norm: ProjectionNorm | None = None
+    residual_scale: float = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class ProjectionNorm:
+    """RMS norms over all queries of a token, and over all of its keys, which ranks share (OLMo 2)."""
+
+    queries: torch.Tensor  # [queries of this rank] float32
+    keys: torch.Tensor  # [keys of this rank] float32
+    widths: torch.Tensor  # [2] float32
+    """Numbers of queries and of keys of all ranks."""
+    key_share: float
+    """Of a rank in the sum over keys: several ranks may hold the same ones."""
+    epsilon: float
+
+    def __call__(self, qkv: torch.Tensor, group: RankGroup) -> torch.Tensor:
+        """Normalise projections [tokens, queries + keys + values] in place; return them."""
+        count = len(self.queries)
+        queries, keys = qkv[:, :count].float(), qkv[:, count : count + len(self.keys)].float()
+        squares = torch.stack((queries.square().sum(dim=1), keys.square().sum(dim=1) * self.key_share), dim=1)
+        means = group.sum(squares) / self.widths
+        scales = torch.rsqrt(means + self.epsilon)
+        qkv[:, :count] = queries * scales[:, :1] * self.queries
+        qkv[:, count : count + len(self.keys)] = keys * scales[:, 1:] * self.keys
+        return qkv
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +79,18 @@ class TransformerWeights:
     head: Linear
     joined: LayerStack | None = None
     """All layers but the last in one call, where the kernels can."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Change:
+    """The norm and the scale of what a part adds to the residual stream."""
+
+    norm: torch.Tensor | None
+    scale: float
+
+    @property
+    def is_none(self) -> bool:
+        return self.norm is None and self.scale == 1.0
 
 
 class Transformer:
@@ -76,6 +114,7 @@ class Transformer:
         self._epsilon = config.norm_epsilon
         # Rounded to the activations' type, as the reference rounds it.
         self._embedding_scale = torch.tensor(config.embedding_scale, dtype=kernels.activation_dtype).item()
+        self._logits_divisor = config.logits_divisor
         self._logits_softcap = config.logits_softcap
         self._is_local = [config.window_of(i) is not None for i in range(config.layers)]
         self._vocabulary = vocabulary
@@ -100,6 +139,8 @@ class Transformer:
         if hidden.shape[0] == 0:
             return hidden.new_empty(0, self._vocabulary[-1].stop)
         logits = self._group.gather_columns(self._weights.head(hidden), self._vocabulary)
+        if self._logits_divisor != 1.0:
+            logits = logits / self._logits_divisor
         return (
             logits if self._logits_softcap is None else torch.tanh(logits / self._logits_softcap) * self._logits_softcap
         )
@@ -117,12 +158,12 @@ class Transformer:
         if self._weights.joined is not None:
             normed = self._weights.joined(hidden, batch, pool)
         else:
-            normed = self._kernels.rms_norm(hidden, layers[0].input_norm, self._epsilon)
+            normed = self._normed(hidden, layers[0].input_norm)
             for layer, attention, kv, view, next_norm in inner:
-                attended = attention.store_and_attend(layer.qkv(normed), kv, layer.qk_norm, view)
+                attended = attention.store_and_attend(self._project(layer, normed), kv, layer.qk_norm, view)
                 normed = self._finish_layer(layer, hidden, attended, next_norm)
         layer, attention, kv, view, next_norm = last
-        projected = layer.qkv(normed)
+        projected = self._project(layer, normed)
         if batch.sample_indices.shape[0] == 0:
             attention.store(projected, kv, layer.qk_norm, view)
             return hidden[:0]
@@ -150,34 +191,46 @@ class Transformer:
         rows = self._weights.embedding[(token_ids - mine.start) * is_mine].to(self._kernels.activation_dtype)
         return self._group.sum(rows * is_mine[:, None])
 
+    def _project(self, layer: DecoderLayer, normed: torch.Tensor) -> torch.Tensor:
+        projected = layer.qkv(normed)
+        return projected if layer.projection_norm is None else layer.projection_norm(projected, self._group)
+
+    def _normed(self, hidden: torch.Tensor, norm: torch.Tensor | None) -> torch.Tensor:
+        return hidden if norm is None else self._kernels.rms_norm(hidden, norm, self._epsilon)
+
     def _finish_layer(
-        self, layer: DecoderLayer, hidden: torch.Tensor, attended: torch.Tensor, next_norm: torch.Tensor
+        self, layer: DecoderLayer, hidden: torch.Tensor, attended: torch.Tensor, next_norm: torch.Tensor | None
     ) -> torch.Tensor:
         """Add the outputs of `layer`'s attention and feed-forward to the residual stream `hidden`, in place.
 
         Returns it normalised by `next_norm`.
         """
         after_attention, after_feed_forward = layer.post_norms or (None, None)
-        normed = self._add(layer.attention_output, attended, hidden, after_attention, layer.feed_forward_norm)
-        return self._add(layer.feed_forward, normed, hidden, after_feed_forward, next_norm)
+        scale = layer.residual_scale
+        normed = self._add(
+            layer.attention_output, attended, hidden, _Change(after_attention, scale), layer.feed_forward_norm
+        )
+        return self._add(layer.feed_forward, normed, hidden, _Change(after_feed_forward, scale), next_norm)
 
     def _add(
-        self, part: Linear | FeedForward, inputs: torch.Tensor, hidden: torch.Tensor, norm: torch.Tensor | None,
-        next_norm: torch.Tensor,
+        self, part: Linear | FeedForward, inputs: torch.Tensor, hidden: torch.Tensor, change: _Change,
+        next_norm: torch.Tensor | None,
     ) -> torch.Tensor:  # fmt: skip
-        """Add `part(inputs)`, normalised by `norm` if given, to `hidden`; return `hidden` normalised by `next_norm`."""
-        kernels, epsilon = self._kernels, self._epsilon
-        if norm is None and self._group.world_size == 1:
+        """Add `part(inputs)`, changed, to `hidden`; return `hidden` normalised by `next_norm`."""
+        kernels, epsilon, group = self._kernels, self._epsilon, self._group
+        if change.is_none and group.world_size == 1:
             part.add_to(inputs, hidden)
-            return kernels.rms_norm(hidden, next_norm, epsilon)
-        joined = self._group.joined(hidden) if norm is None else None
-        if joined is not None:
+            return self._normed(hidden, next_norm)
+        joined = group.joined(hidden) if change.is_none and next_norm is not None else None
+        if joined is not None and next_norm is not None:
             part(inputs, joined.place(hidden))
             return joined.add(hidden, next_norm, epsilon)
-        added = self._group.sum(part(inputs, self._group.place_for(hidden)))
-        if norm is not None:
-            added = kernels.rms_norm(added, norm, epsilon)
-        return kernels.add_rms_norm(hidden, added, next_norm, epsilon)
+        added = group.sum(part(inputs, group.place_for(hidden)))
+        if change.norm is not None:
+            added = kernels.rms_norm(added, change.norm, epsilon)
+        if change.scale != 1.0:
+            added = added * change.scale
+        return hidden.add_(added) if next_norm is None else kernels.add_rms_norm(hidden, added, next_norm, epsilon)
 
 
 def sampled_rows(batch: ForwardBatch) -> ForwardBatch | None:

@@ -47,6 +47,8 @@ class ModelShard:
     """Columns of every expert, if the model has experts."""
     shared_columns: Span | None = None
     """Columns of the layer beside experts, if the model has one."""
+    ranks_by_kv_head: int = 1
+    """Ranks that hold the same KV head."""
 
     @property
     def has_work(self) -> bool:
@@ -99,6 +101,7 @@ def shard_model(config: ModelConfig, rank: int, world_size: int) -> ModelShard:
 
 def _shard(config: ModelConfig, rank: int, world_size: int) -> ModelShard:
     queries, keys = _split_heads(config, rank, world_size)
+    sharing = sum(_split_heads(config, other, world_size)[1] == keys for other in range(world_size))
     unit = max(_FEED_FORWARD_UNIT, column_unit(config.stored_format))
     shared = config.moe.shared if config.moe else None
     return ModelShard(
@@ -110,6 +113,7 @@ def _shard(config: ModelConfig, rank: int, world_size: int) -> ModelShard:
         vocabulary=split_evenly(config.vocabulary_size, world_size)[rank],
         expert_columns=split_evenly(config.moe.intermediate_size, world_size, unit)[rank] if config.moe else None,
         shared_columns=split_evenly(shared.intermediate_size, world_size, unit)[rank] if shared else None,
+        ranks_by_kv_head=sharing,
     )
 
 

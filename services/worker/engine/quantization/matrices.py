@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, TypeAlias, TypeVar
 
 import torch
@@ -36,6 +37,21 @@ def above(*matrices: Matrix) -> Matrix:
             return grouped.stacked(_all(GroupedMatrix, matrices))
         case _:
             return torch.cat(_all(torch.Tensor, matrices))
+
+
+def reordered(matrix: Matrix, order: torch.Tensor) -> Matrix:
+    """Return a matrix with its outputs in another order: first output `order[0]`, and so on."""
+    match matrix:
+        case Fp8Matrix() | Fp8BlockMatrix():
+            # Not every device indexes FP8.
+            values = matrix.values.view(torch.uint8)[order].view(matrix.values.dtype)
+            return replace(matrix, values=values, scales=matrix.scales[order])
+        case Int8Matrix():
+            return Int8Matrix(matrix.values[order], matrix.scales[order])
+        case GroupedMatrix():
+            return matrix.rows(order)
+        case _:
+            return matrix[order]
 
 
 def are_alike(matrices: Sequence[Matrix]) -> bool:

@@ -38,6 +38,13 @@ _GEMMA_ROTARY = {
     "full_attention": {"rope_type": "linear", "rope_theta": 1e6, "factor": 8.0},
     "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
 }
+_LONG_ROPE = {
+    "rope_type": "longrope", "rope_theta": 10000.0, "short_factor": [1.0, 1.2, 1.5, 2.0, 2.0, 3.0],
+    "long_factor": [1.0, 2.0, 4.0, 8.0, 8.0, 9.0],
+}  # fmt: skip
+_MULTIPLIERS = {
+    "embedding_multiplier": 12.0, "logits_scaling": 8.0, "residual_multiplier": 0.22, "attention_multiplier": 0.2,
+}  # fmt: skip
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("Llama", {}),
     "llama tied": ("Llama", {"tie_word_embeddings": True, "num_key_value_heads": 1}),
@@ -69,6 +76,65 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             "query_pre_attn_scalar": 24,
             "final_logit_softcapping": 30.0,
             "head_dim": 32,
+        },
+    ),
+    "gemma": ("Gemma", {"hidden_act": "gelu_pytorch_tanh"}),
+    "gemma2": (
+        "Gemma2",
+        {
+            "sliding_window": 20,
+            "query_pre_attn_scalar": 24,
+            "attn_logit_softcapping": 10.0,
+            "final_logit_softcapping": 30.0,
+            "head_dim": 32,
+        },
+    ),
+    "phi3": ("Phi3", {"rms_norm_eps": 1e-5}),
+    "phi3 windowed": ("Phi3", {"sliding_window": 20}),
+    # Rotates a part of each head, as Phi-4-mini.
+    "phi4": (
+        "Phi3",
+        {
+            "rope_parameters": {**_LONG_ROPE, "partial_rotary_factor": 0.75},
+            "tie_word_embeddings": True,
+            "original_max_position_embeddings": 512,
+            "hidden_size": 64,
+        },
+    ),
+    "granite": ("Granite", {**_MULTIPLIERS, "attention_bias": True, "tie_word_embeddings": True}),
+    "granite moe": ("GraniteMoe", {**_MULTIPLIERS, "num_local_experts": 5, "num_experts_per_tok": 2}),
+    "granite moe shared": (
+        "GraniteMoeShared",
+        {**_MULTIPLIERS, "num_local_experts": 5, "num_experts_per_tok": 2, "shared_intermediate_size": 48},
+    ),
+    "olmo2": ("Olmo2", {}),
+    "olmo2 of one KV head": ("Olmo2", {"num_key_value_heads": 1}),
+    "olmo3": (
+        "Olmo3",
+        {
+            "num_hidden_layers": 4,
+            "sliding_window": 20,
+            "rope_parameters": {
+                "full_attention": _YARN,
+                "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+            },
+        },
+    ),
+    "glm": ("Glm", {"attention_bias": True}),
+    "glm4": ("Glm4", {"attention_bias": True}),
+    "glm4 moe": (
+        "Glm4Moe",
+        {
+            "moe_intermediate_size": 48,
+            "n_routed_experts": 8,
+            "num_experts_per_tok": 2,
+            "n_shared_experts": 1,
+            "n_group": 4,
+            "topk_group": 2,
+            "first_k_dense_replace": 1,
+            "routed_scaling_factor": 1.5,
+            "use_qk_norm": True,
+            "attention_bias": True,
         },
     ),
     # As SmolLM2: three query heads for each of three KV heads.

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tests.services.worker.engine.driving import Driver, load, random_ids
-from tests.services.worker.engine.families import FAMILIES, VOCABULARY, reference_logits, save_family
+from tests.services.worker.engine.families import FAMILIES, VOCABULARY, reference_logits, save_family, save_model
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -20,8 +20,20 @@ BACKENDS = ("torch", "compiled")
 PROMPTS = [random_ids(count, VOCABULARY, seed=count) for count in (1, 13, 45, 64)]
 CHUNKS = (7, 28)
 NEW_TOKENS = 8
-# Those whose layers are more than Llama's.
-SHARED = ("qwen3 moe partly dense", "gemma3", "qwen2 windowed", "qwen2 moe")
+# Those whose layers are more than Llama's, and the back end that computes each.
+SHARED = {
+    "qwen3 moe partly dense": "compiled",
+    "gemma3": "torch",
+    "qwen2 windowed": "compiled",
+    "qwen2 moe": "compiled",
+    "gemma2": "compiled",
+    "phi3": "compiled",
+    "granite moe": "compiled",
+    "olmo2": "compiled",
+    "olmo2 of one KV head": "torch",
+    "glm4": "compiled",
+    "glm4 moe": "compiled",
+}
 
 
 def continued(driver: Driver) -> list[list[int]]:
@@ -62,9 +74,30 @@ def test_rows_in_chunks_and_batches_continue_as_transformers_does(family: str, t
         check_greedy(tmp_path, continued(Driver(load(tmp_path, backend=backend))))
 
 
-@pytest.mark.parametrize(("family", "backend"), list(zip(SHARED, ("compiled", "torch", "compiled", "compiled"), strict=True)))
+@pytest.mark.parametrize(("family", "backend"), SHARED.items())
 def test_two_ranks_continue_as_transformers_does(ranks: Ranks, family: str, backend: str, tmp_path: Path) -> None:
     save_family(tmp_path, family)
     first, second = ranks.run(as_rank, 2, str(tmp_path), backend)
     assert first == second
     check_greedy(tmp_path, first)
+
+
+@pytest.mark.parametrize(("context", "tokens"), [(32, 20), (512, 64)])
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_longrope_is_that_of_the_longest_context(backend: str, context: int, tokens: int, tmp_path: Path) -> None:
+    name, options = FAMILIES["phi4"]
+    save_model(tmp_path, name, {**options, "original_max_position_embeddings": 32})
+    runner = load(tmp_path, backend=backend, max_context=context)
+    assert runner.capacity.max_context == context
+    prompt = random_ids(tokens, VOCABULARY)
+    driver = Driver(runner)
+    got = driver.run([(driver.open(tokens), prompt)], all_tokens=True)
+    # transformers takes the long factors for prompts beyond the original context.
+    assert torch.allclose(got, reference_logits(tmp_path, prompt), atol=1e-3, rtol=1e-3)
+
+
+def test_models_of_other_frequencies_do_not_share_a_cache(tmp_path: Path) -> None:
+    name, options = FAMILIES["phi4"]
+    save_model(tmp_path, name, {**options, "original_max_position_embeddings": 32})
+    prints = {load(tmp_path, max_context=context).capacity.fingerprint for context in (16, 32, 64, 512)}
+    assert len(prints) == 2

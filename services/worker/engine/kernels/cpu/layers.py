@@ -102,11 +102,17 @@ def can_fuse(layer: DecoderLayer) -> bool:
         and isinstance(feed_forward.gate_up, CpuGatedLinear)
         and all(isinstance(part, CpuLinear) for part in (layer.qkv, layer.attention_output, feed_forward.down))
         and layer.post_norms is None
+        and layer.projection_norm is None
+        and layer.residual_scale == 1.0
+        and layer.input_norm is not None
+        and layer.feed_forward_norm is not None
     )
 
 
 def _layer_arguments(layer: DecoderLayer, attention: CpuAttention) -> LayerArguments:
     feed_forward, norms, window = layer.feed_forward, layer.qk_norm, attention.shape.window_left
+    assert layer.input_norm is not None
+    assert layer.feed_forward_norm is not None
     assert isinstance(layer.qkv, CpuLinear)
     assert isinstance(layer.attention_output, CpuLinear)
     assert isinstance(feed_forward, DenseFeedForward)
