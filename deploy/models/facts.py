@@ -92,7 +92,8 @@ def count_parameters(config: ModelConfig) -> tuple[int, int]:
     """Return the elements of all tensors of a decoder with an own implementation, and those of the layers' matrices."""
     hidden, queries, keys = config.hidden_size, config.query_heads * config.head_dim, config.kv_heads * config.head_dim
     attention = 2 * hidden * queries + 2 * hidden * keys
-    vectors = (4 if config.post_norms else 2) * hidden + (2 * config.head_dim if config.qk_norm else 0)
+    vectors = 2 * (config.pre_norms + config.post_norms) * hidden + (2 * config.head_dim if config.qk_norm else 0)
+    vectors += queries + keys if config.projection_norm else 0
     vectors += (queries + 2 * keys if config.qkv_bias else 0) + (hidden if config.output_bias else 0)
     matrices = 0
     for layer in range(config.layers):

@@ -19,7 +19,7 @@ from deploy.models.support import Service, Support, support_of, transformers_sha
 from services.worker.engine.transformers_models.support import SHAPE_FIELDS, read_transformers_config
 
 CONFIGS = sorted((Path(__file__).parent / "configs").glob("*.json"))
-OWN = ("llama-3.1-8b", "qwen3-8b", "qwen3-30b-a3b", "gemma-3-4b", "mistral-7b-v0.1")
+OWN = ("llama-3.1-8b", "qwen3-8b", "qwen3-30b-a3b", "gemma-3-4b", "mistral-7b-v0.1", "mixtral-8x7b", "phi-3-mini-4k")
 
 
 @pytest.fixture
@@ -41,9 +41,9 @@ def facts(name: str) -> tuple[ModelFacts, dict[str, Any]]:
 
 
 def test_there_are_configs_of_all_kinds() -> None:
-    assert len(CONFIGS) == 17
+    assert len(CONFIGS) == 23
     served = [json.loads(path.read_text())["expected"]["service"] for path in CONFIGS]
-    assert {each: served.count(each) for each in served} == {"OWN": 8, "TRANSFORMERS": 3, "REFUSED": 5, "ENCODER": 1}
+    assert {each: served.count(each) for each in served} == {"OWN": 16, "TRANSFORMERS": 1, "REFUSED": 5, "ENCODER": 1}
 
 
 @pytest.mark.parametrize("name", [path.stem for path in CONFIGS])
@@ -92,11 +92,11 @@ def test_a_gguf_file_of_another_architecture_is_refused() -> None:
 
 
 def test_the_program_that_asks_transformers_answers_as_the_worker_does() -> None:
-    config = json.loads((Path(__file__).parent / "configs" / "phi-3-mini-4k.json").read_text())["config"]
+    config = json.loads((Path(__file__).parent / "configs" / "starcoder2-7b.json").read_text())["config"]
     found = support_of(config, {})
     assert found.service is Service.TRANSFORMERS
     assert found.config is not None
-    assert (found.config.layers, found.config.kv_heads, found.config.head_dim) == (32, 32, 96)
+    assert (found.config.layers, found.config.kv_heads, found.config.head_dim) == (32, 4, 128)
     refused = support_of({**config, "quantization_config": {"quant_method": "awq"}}, {})
     assert (refused.service, refused.reason) == (
         Service.REFUSED, "quantization_config: weights quantised by 'awq' are not supported",
@@ -105,7 +105,7 @@ def test_the_program_that_asks_transformers_answers_as_the_worker_does() -> None
 
 def test_without_the_worker_the_answer_is_that_it_cannot_be_asked(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "executable", "/bin/false")
-    assert support_of({"model_type": "phi3"}, {}).service is Service.UNKNOWN
+    assert support_of({"model_type": "starcoder2"}, {}).service is Service.UNKNOWN
 
 
 def test_a_damaged_config_is_named(tmp_path: Path) -> None:

@@ -76,11 +76,11 @@ class GgufCheckpoint:
         self._path = path
         self._tensors = header.tensors
         self._digest = WeightDigest()
-        stretches = "rope_freqs.weight" in self._tensors
         self.config = config_from_gguf(
             header.metadata,
             tied_embeddings="output.weight" not in self._tensors,
-            divisors=tuple(self._dequantised("rope_freqs.weight").tolist()) if stretches else (),
+            divisors=self._divisors("rope_freqs.weight") or self._divisors("rope_factors_short.weight"),
+            long_divisors=self._divisors("rope_factors_long.weight"),
         )
         _, self._gguf = families_by_architecture()[str(header.metadata["general.architecture"])]
 
@@ -116,6 +116,9 @@ class GgufCheckpoint:
             data = data[_restored_order(data.shape[0], self.config.head_dim)]
         matrix = grouped_blocks(kind.name, data.view(data.shape[0], -1, GGML_QUANT_SIZES[kind][1]))
         return matrix if columns is None else matrix.columns(columns)
+
+    def _divisors(self, name: str) -> tuple[float, ...]:
+        return tuple(self._dequantised(name).tolist()) if name in self._tensors else ()
 
     def _place(self, name: str, rows: slice | None) -> tuple[str, slice | None]:
         """Return the name of the stored tensor, and where rows of `name` lie in it; None: all of them are."""

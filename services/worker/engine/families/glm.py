@@ -45,7 +45,7 @@ def _read_glm4_moe(config: JsonConfig) -> ModelConfig:
 
 
 def _gguf_glm4(own: GgufFields) -> ModelConfig:
-    read = read_gguf_decoder(own)
+    read = read_gguf_decoder(own, can_be_partial=True)
     return replace(read, qkv_bias=True, post_norms=True, rotary=replace(read.rotary, is_interleaved=True))
 
 

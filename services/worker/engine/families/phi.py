@@ -22,13 +22,11 @@ def _read_phi3(config: JsonConfig) -> ModelConfig:
     if "original_max_position_embeddings" in config:
         scaling["original_max_position_embeddings"] = config["original_max_position_embeddings"]
     read = read_decoder({**config, "rope_parameters": scaling}, can_be_partial=True)
-    windows = read_windows(config, (SLIDING,) * read.layers, is_used=True)
-    # A window of the whole context hides nothing.
-    return replace(read, windows=() if config.get("sliding_window", 0) == read.max_context else windows)
+    return replace(read, windows=read_windows(config, (SLIDING,) * read.layers, is_used=True))
 
 
 def _gguf_phi3(own: GgufFields) -> ModelConfig:
-    return read_gguf_decoder(own)
+    return read_gguf_decoder(own, can_be_partial=True)
 
 
 FAMILIES = (

@@ -15,10 +15,11 @@ if TYPE_CHECKING:
     from services.worker.engine.model.config import ModelConfig
 
 
-def config_from_gguf(fields: Mapping[str, Any], *, tied_embeddings: bool, divisors: tuple[float, ...]) -> ModelConfig:
-    """Read a GGUF file's metadata.
-
-    `divisors` are its tensor `rope_freqs.weight`, if there is one.
+def config_from_gguf(
+    fields: Mapping[str, Any], *, tied_embeddings: bool, divisors: tuple[float, ...],
+    long_divisors: tuple[float, ...] = (),
+) -> ModelConfig:  # fmt: skip
+    """Read a GGUF file's metadata; for the divisors of rotary frequencies see `GgufFields`.
 
     Raises:
         ConfigurationError: the architecture is not supported, or a field is missing.
@@ -27,7 +28,11 @@ def config_from_gguf(fields: Mapping[str, Any], *, tied_embeddings: bool, diviso
         architecture = fields["general.architecture"]
         check_architecture(architecture)
         family, gguf = families_by_architecture()[architecture]
-        read = gguf.read(GgufFields(architecture, fields, tied_embeddings=tied_embeddings, divisors=divisors))
+        read = gguf.read(
+            GgufFields(
+                architecture, fields, tied_embeddings=tied_embeddings, divisors=divisors, long_divisors=long_divisors
+            )
+        )
     except KeyError as error:
         raise ConfigurationError(f"the GGUF file has no field {error.args[0]!r}") from error
     return replace(read, family=family.name)

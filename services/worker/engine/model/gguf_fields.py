@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from common.errors import ConfigurationError
@@ -15,12 +16,14 @@ if TYPE_CHECKING:
 class GgufFields(dict[str, Any]):
     """An architecture's fields without its name in front, which errors add again.
 
-    `divisors` are the file's tensor `rope_freqs.weight`, if there is one.
+    `divisors` are the file's tensor `rope_freqs.weight` or `rope_factors_short.weight`, if there is one, and
+    `long_divisors` its tensor `rope_factors_long.weight`.
     """
 
     def __init__(
-        self, architecture: str, fields: Mapping[str, Any], *, tied_embeddings: bool, divisors: tuple[float, ...]
-    ) -> None:
+        self, architecture: str, fields: Mapping[str, Any], *, tied_embeddings: bool, divisors: tuple[float, ...],
+        long_divisors: tuple[float, ...] = (),
+    ) -> None:  # fmt: skip
         """Keep those of `fields` that belong to `architecture`, and what is needed of the others."""
         self._prefix = f"{architecture}."
         super().__init__(
@@ -29,13 +32,16 @@ class GgufFields(dict[str, Any]):
         self.everything = fields
         self.tied_embeddings = tied_embeddings
         self.divisors = divisors
+        self.long_divisors = long_divisors
 
     def __missing__(self, key: str) -> Any:  # as dict's
         raise KeyError(self._prefix + key)
 
 
-def read_gguf_decoder(own: GgufFields) -> ModelConfig:
+def read_gguf_decoder(own: GgufFields, *, can_be_partial: bool = False) -> ModelConfig:
     """Read metadata of Llama's fields; families replace that by which they differ.
+
+    `can_be_partial`: whether the family may rotate a part of each head.
 
     Raises:
         ConfigurationError: an option is not supported.
@@ -44,8 +50,9 @@ def read_gguf_decoder(own: GgufFields) -> ModelConfig:
     fields = own.everything
     hidden_size, query_heads = own["embedding_length"], own["attention.head_count"]
     head_dim = own.get("attention.key_length", hidden_size // query_heads)
-    if own.get("rope.dimension_count", head_dim) != head_dim:
-        raise ConfigurationError("rope.dimension_count: partial rotary embedding is not supported")
+    rotated = own.get("rope.dimension_count", head_dim)
+    if rotated != head_dim and not can_be_partial:
+        raise ConfigurationError("rope.dimension_count: partial rotary embedding is not supported in this architecture")
     eos = [fields[key] for key in ("tokenizer.ggml.eos_token_id", "tokenizer.ggml.eot_token_id") if key in fields]
     return ModelConfig(
         family="",  # `config_from_gguf` enters it
@@ -58,7 +65,7 @@ def read_gguf_decoder(own: GgufFields) -> ModelConfig:
         head_dim=head_dim,
         max_context=own["context_length"],
         norm_epsilon=own["attention.layer_norm_rms_epsilon"],
-        rotary=_rotary(own, head_dim),
+        rotary=replace(_rotary(own, rotated), rotated=None if rotated == head_dim else rotated),
         tied_embeddings=own.tied_embeddings,
         eos_token_ids=tuple(dict.fromkeys(eos)),
         dtype="float16",
@@ -70,7 +77,7 @@ def read_gguf_decoder(own: GgufFields) -> ModelConfig:
 def read_gguf_windows(own: GgufFields, pattern: int) -> tuple[int | None, ...]:
     """Return the window of each layer; without a field that says which, every `pattern`th has none (0: all have)."""
     window, layers = own.get("attention.sliding_window", 0), own["block_count"]
-    if not window:
+    if not window or window >= own["context_length"]:
         return ()
     stated = own.get("attention.sliding_window_pattern", pattern)
     if isinstance(stated, int):
@@ -91,8 +98,13 @@ def read_gguf_moe(own: GgufFields) -> MoeConfig:
 def _rotary(own: GgufFields, head_dim: int) -> RotaryConfig:
     theta = own.get("rope.freq_base", 10000.0)
     match own.get("rope.scaling.type", "none"):
-        case "none":
-            return RotaryConfig(theta, own.divisors)
+        case "none" | "longrope":
+            if not own.long_divisors:
+                return RotaryConfig(theta, own.divisors)
+            return RotaryConfig(
+                theta, own.divisors, own.get("rope.scaling.attn_factor", 1.0), long_divisors=own.long_divisors,
+                original_context=own["rope.scaling.original_context_length"],
+            )  # fmt: skip
         case "linear":
             return RotaryConfig(theta, (float(own["rope.scaling.factor"]),) * (head_dim // 2))
         case "yarn":

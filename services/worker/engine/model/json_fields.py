@@ -77,7 +77,8 @@ def read_windows(config: JsonConfig, kinds: Sequence[str], *, is_used: bool = Fa
         is_used: whether the window counts where `use_sliding_window` is missing.
     """
     window = config.get("sliding_window")
-    if not window or not config.get("use_sliding_window", is_used):
+    # A window of the whole context hides nothing.
+    if not window or window >= config["max_position_embeddings"] or not config.get("use_sliding_window", is_used):
         return ()
     kinds = config.get("layer_types") or kinds
     unknown = set(kinds) - {SLIDING, FULL}

@@ -93,6 +93,7 @@ class CpuAttention:
             threads=self._threads,
             window_left=-1 if shape.window_left is None else shape.window_left,
             scale=shape.scale,
+            softcap=shape.attention_softcap or 0.0,
         )
 
 
@@ -105,8 +106,7 @@ def page_table_of(batch: ForwardBatch) -> tuple[int, int]:
 def fits(library: CpuLibrary, shape: AttentionShape) -> bool:
     """Return whether the operators can serve heads of `shape`: they work on whole vector registers."""
     return (
-        shape.attention_softcap is None
-        and shape.head_dim % library.lanes == 0
+        shape.head_dim % library.lanes == 0
         and shape.page_size % library.lanes == 0
         and shape.head_dim <= library.max_head_dim
     )

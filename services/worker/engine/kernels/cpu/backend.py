@@ -34,7 +34,7 @@ class CpuBackend:
         if fits(self._library, shape):
             return CpuAttention(self._library, shape, rotary, self._threads)
         log.warning(
-            "Compiled attention needs page_size and head_dim in multiples of %d and uncapped scores; %d, %d and %s "
-            "run in plain torch, slower", self._library.lanes, shape.page_size, shape.head_dim, shape.attention_softcap,
+            "Compiled attention needs page_size and head_dim in multiples of %d; %d and %d run in plain torch, slower",
+            self._library.lanes, shape.page_size, shape.head_dim,
         )  # fmt: skip
         return TorchAttention(shape, rotary)

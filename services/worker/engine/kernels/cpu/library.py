@@ -58,6 +58,7 @@ class AttentionArguments(ctypes.Structure):
         ("threads", c_int),
         ("window_left", c_int),
         ("scale", c_float),
+        ("softcap", c_float),
     )
 
 

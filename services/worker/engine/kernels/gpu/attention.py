@@ -6,12 +6,13 @@ from functools import partial
 from typing import TYPE_CHECKING, Protocol
 
 import torch
-from torch.nn.attention.bias import CausalBias, causal_lower_right
+from torch.nn.attention.bias import causal_lower_right
 from torch.nn.functional import scaled_dot_product_attention
 
 from services.worker.engine.kernels.gpu import elementwise
 from services.worker.engine.kernels.gpu.decode_attention import DecodeAttention
 from services.worker.engine.kernels.interface import AttentionShape, KvLayer, KvLayout, QkNorm
+from services.worker.engine.kernels.torch.attention import capped_attention
 
 if TYPE_CHECKING:
     from services.worker.engine.model.batch import ForwardBatch
@@ -98,23 +99,36 @@ class TorchChunkAttention:
             chunk = slice(starts[row] - first, starts[row + 1] - first)
             pages = batch.page_table[row, : -(-lengths[row] // self._shape.page_size)].long()
             keys, values = (self._gather(pool, pages, lengths[row]) for pool in (layer.keys, layer.values))
-            attended = scaled_dot_product_attention(
+            attended = self._attend(
                 queries[chunk].transpose(0, 1)[None].contiguous(),
                 keys.to(queries.dtype),
                 values.to(queries.dtype),
-                attn_mask=self._visible(chunk.stop - chunk.start, lengths[row], queries.device),
-                scale=self._shape.scale,
-                enable_gqa=True,
+                lengths[row],
             )
             outputs[chunk] = attended[0].transpose(0, 1)
 
-    def _visible(self, tokens: int, length: int, device: torch.device) -> torch.Tensor | CausalBias:
-        """Return the mask of the last `tokens` of `length` tokens."""
-        if self._shape.window_left is None:
-            return causal_lower_right(tokens, length)
+    def _attend(self, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, length: int) -> torch.Tensor:
+        """Return [1, heads, tokens, head_dim] of the last tokens of `length`."""
+        shape, tokens = self._shape, queries.shape[2]
+        if shape.attention_softcap is not None:
+            visible = self._mask(tokens, length, queries.device)
+            return capped_attention(queries, keys, values, visible, scale=shape.scale, cap=shape.attention_softcap)
+        is_causal = shape.window_left is None
+        visible = causal_lower_right(tokens, length) if is_causal else self._mask(tokens, length, queries.device)
+        return scaled_dot_product_attention(
+            queries, keys, values, attn_mask=visible, scale=shape.scale, enable_gqa=True
+        )
+
+    def _mask(self, tokens: int, length: int, device: torch.device) -> torch.Tensor:
+        """Return which keys the last `tokens` of `length` tokens see."""
         places = torch.arange(length, device=device)
         positions = places[length - tokens :, None]
-        return (places[None] <= positions) & (places[None] >= positions - self._shape.window_left)
+        visible = places[None] <= positions
+        return (
+            visible
+            if self._shape.window_left is None
+            else visible & (places[None] >= positions - self._shape.window_left)
+        )
 
     @staticmethod
     def _gather(pool: torch.Tensor, pages: torch.Tensor, length: int) -> torch.Tensor:

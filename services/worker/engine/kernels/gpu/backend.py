@@ -11,7 +11,6 @@ import torch
 from services.worker.engine.kernels.gpu.attention import ChunkAttention, GpuAttention, TorchChunkAttention
 from services.worker.engine.kernels.gpu.kernels import GpuKernels
 from services.worker.engine.kernels.gpu.prebuild import is_missing
-from services.worker.engine.kernels.torch.attention import TorchAttention
 
 if TYPE_CHECKING:
     from services.worker.engine.kernels.interface import AttentionBackend, AttentionShape, Kernels
@@ -35,10 +34,7 @@ class GpuBackend:
         self._max_rows = max_rows
 
     def attention(self, shape: AttentionShape, rotary: torch.Tensor) -> AttentionBackend:
-        """Return the attention for one model shape; plain torch where scores are capped."""
-        if shape.attention_softcap is not None:
-            log.warning("Capped attention scores are computed by plain torch, many times slower")
-            return TorchAttention(shape, rotary)
+        """Return the attention for one model shape."""
         return GpuAttention(shape, rotary, self._chunk_attention(shape), self._max_rows)
 
     def _chunk_attention(self, shape: AttentionShape) -> ChunkAttention:
@@ -51,7 +47,8 @@ class GpuBackend:
             log.warning("FlashInfer has no kernels for head_dim %d, prompts are computed slower", shape.head_dim)
             return TorchChunkAttention(shape)
         capability = torch.cuda.get_device_capability(self._device)
-        if is_missing(shape.head_dim, self._dtype, has_window=shape.window_left is not None, capability=capability):
+        has_window, has_cap = shape.window_left is not None, shape.attention_softcap is not None
+        if is_missing(shape.head_dim, self._dtype, has_window=has_window, has_cap=has_cap, capability=capability):
             log.warning(
                 "FlashInfer's kernels for head_dim %d are not here and cannot be compiled, prompts take longer; "
                 "put CUDA's nvcc on the path or into CUDA_HOME, or build an image with them", shape.head_dim

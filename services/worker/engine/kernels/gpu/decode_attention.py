@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 # The smallest matrix that tensor cores multiply.
 _LEAST_QUERIES = 16
 _MOST_PARTS = 16
+_LOG2_E = 1.4426950408889634
 
 
 @triton.jit
@@ -46,15 +47,24 @@ def _turned(
     return (mine * cosines[None, :] + signed * sines[None, :]).to(element)
 
 
+@triton.jit
+def _scored(products, scale, cap, CAPPED: tl.constexpr):
+    """Return scores as exponents to base 2 of products of queries and keys: log2(e) is in `cap` or else in `scale`."""
+    scores = products * scale
+    if CAPPED:  # cap * tanh(scores)
+        scores = cap - 2.0 * cap / (tl.exp(2.0 * scores) + 1.0)
+    return scores
+
+
 @triton.jit(do_not_specialize=["stride_table"])
 def _decode(
     qkv, keys, values, outputs, page_table, rows, lengths, partial, weights, counters,
     angles, query_norm, key_norm, epsilon,
-    scale, stride_token_in, stride_page, stride_head, stride_token, stride_table,
+    scale, cap, stride_token_in, stride_page, stride_head, stride_token, stride_table,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, QUERIES: tl.constexpr, HEAD_DIM: tl.constexpr,
     WIDTH: tl.constexpr, PAGE_SIZE: tl.constexpr, BLOCK: tl.constexpr, PARTS: tl.constexpr, LEAST_PART: tl.constexpr,
     MERGED: tl.constexpr, STORES: tl.constexpr, NORMED: tl.constexpr, WINDOW_LEFT: tl.constexpr,
-    OVERLAPS: tl.constexpr,
+    CAPPED: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
     head = tl.program_id(0)
     index = tl.program_id(1).to(tl.int64)
@@ -112,7 +122,8 @@ def _decode(
                 target = page * stride_page + head * stride_head + ((length - 1) % PAGE_SIZE) * stride_token
                 tl.store(keys + target + columns[None, :], new_key, mask=in_head[None, :])
                 tl.store(values + target + columns[None, :], new_value, mask=in_head[None, :])
-                largest = tl.sum(query.to(tl.float32) * new_key.to(tl.float32), axis=1) * scale
+                products = tl.sum(query.to(tl.float32) * new_key.to(tl.float32), axis=1)
+                largest = _scored(products, scale, cap, CAPPED=CAPPED)
                 total = tl.full([QUERIES], 1.0, tl.float32)
                 sums = tl.zeros([QUERIES, WIDTH], tl.float32) + new_value.to(tl.float32)
         else:
@@ -127,10 +138,9 @@ def _decode(
             value = tl.load(
                 values + place[:, None] + columns[None, :], mask=inside[:, None] & in_head[None, :], other=0.0
             )
-            scores = tl.dot(query, key) * scale
+            scores = _scored(tl.dot(query, key), scale, cap, CAPPED=CAPPED)
             scores = tl.where(inside[None, :], scores, -float("inf"))
             larger = tl.maximum(largest, tl.max(scores, axis=1))
-            # Exponentials to base 2: `scale` contains log2(e).
             shrink = tl.exp2(largest - larger)
             shares = tl.exp2(scores - larger[:, None])
             total = total * shrink + tl.sum(shares, axis=1)
@@ -247,18 +257,21 @@ class DecodeAttention:
         parts = self.parts_of(batch)
         group = shape.query_heads // shape.kv_heads
         stride_page, stride_head, stride_token, _ = layer.keys.stride()
+        cap = (shape.attention_softcap or 0.0) * _LOG2_E
+        scale = shape.scale / shape.attention_softcap if shape.attention_softcap else shape.scale * _LOG2_E
         _decode[(shape.kv_heads, batch, parts)](
             inputs, layer.keys, layer.values, outputs, page_table, rows, lengths,
             self._partial, self._weights, self._counters,
             inputs if angles is None else angles, norms.query if norms else inputs, norms.key if norms else inputs,
             norms.epsilon if norms else 0.0,
-            shape.scale * 1.4426950408889634, inputs.stride(0), stride_page, stride_head, stride_token,
+            scale, cap, inputs.stride(0), stride_page, stride_head, stride_token,
             page_table.stride(0),
             KV_HEADS=shape.kv_heads, GROUP=group, QUERIES=max(triton.next_power_of_2(group), _LEAST_QUERIES),
             HEAD_DIM=shape.head_dim, WIDTH=max(triton.next_power_of_2(shape.head_dim), 16),
             PAGE_SIZE=shape.page_size, BLOCK=tuning.block, PARTS=parts, LEAST_PART=tuning.least_part,
             MERGED=triton.next_power_of_2(group), STORES=angles is not None, NORMED=norms is not None,
             WINDOW_LEFT=-1 if shape.window_left is None else shape.window_left,
+            CAPPED=shape.attention_softcap is not None,
             num_warps=tuning.warps, num_stages=tuning.stages, **launch_options(batch),
         )  # fmt: skip
         return outputs

@@ -56,6 +56,7 @@ class FlashInferPrefill:
             causal=True,
             sm_scale=self._shape.scale,
             window_left=-1 if self._shape.window_left is None else self._shape.window_left,
+            logits_soft_cap=self._shape.attention_softcap,
             q_data_type=dtype,
             kv_data_type=kv_dtype,
         )

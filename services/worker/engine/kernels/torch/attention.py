@@ -100,12 +100,19 @@ class TorchAttention:
         cap, scale = self._shape.attention_softcap, self._shape.scale
         if cap is None:
             return scaled_dot_product_attention(queries, keys, values, attn_mask=visible, scale=scale, enable_gqa=True)
-        group = self._shape.query_heads // self._shape.kv_heads
-        keys, values = (tensor.repeat_interleave(group, dim=1).float() for tensor in (keys, values))
-        scores = torch.tanh(queries.float() @ keys.transpose(-1, -2) * scale / cap) * cap
-        shares = scores.masked_fill(~visible, -torch.inf).softmax(dim=-1)
-        return (shares @ values).to(queries.dtype)
+        return capped_attention(queries, keys, values, visible, scale=scale, cap=cap)
 
     def _gather(self, pool: torch.Tensor, table: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         """Return [rows, kv_heads, pages * page_size, head_dim] of the pages in `table` [rows, pages]."""
         return pool[table].flatten(1, 2).transpose(1, 2).to(dtype)
+
+
+def capped_attention(
+    queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, visible: torch.Tensor, *, scale: float, cap: float
+) -> torch.Tensor:
+    """Return `scaled_dot_product_attention` with scores that a hyperbolic tangent bends into (-cap, cap)."""
+    group = queries.shape[1] // keys.shape[1]
+    keys, values = (tensor.repeat_interleave(group, dim=1).float() for tensor in (keys, values))
+    scores = torch.tanh(queries.float() @ keys.transpose(-1, -2) * scale / cap) * cap
+    shares = scores.masked_fill(~visible, -torch.inf).softmax(dim=-1)
+    return (shares @ values).to(queries.dtype)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -13,11 +14,15 @@ from services.worker.engine.checkpoints.gguf_file import gguf_name
 from services.worker.engine.checkpoints.tensor_names import split_expert
 from services.worker.engine.families.registry import families_by_architecture, families_by_name
 
+# Families that GGUF files call by another one's name.
+_SHARED_ARCHITECTURES = {"mistral": "llama", "mixtral": "llama", "granitemoeshared": "granitemoe", "olmo3": "olmo2"}
+
 if TYPE_CHECKING:
     from collections.abc import Mapping
     from pathlib import Path
 
     from services.worker.engine.model.config import ModelConfig
+    from services.worker.engine.model.family import Family, GgufFamily
 
 
 def write_gguf(
@@ -30,7 +35,8 @@ def write_gguf(
     **fields: Any,  # whatever a test wants to add
 ) -> Path:
     """Write `tensors`, named as in `transformers`; matrices are quantised but for stored names with one of `wide`."""
-    gguf = families_by_name()[config.family].gguf or families_by_architecture()["llama"][1]
+    family = families_by_name()[config.family]
+    gguf = family.gguf or families_by_architecture()[_SHARED_ARCHITECTURES[config.family]][1]
     writer = GGUFWriter(path, gguf.architecture)
     writer.add_context_length(config.max_context)
     writer.add_embedding_length(config.hidden_size)
@@ -39,7 +45,7 @@ def write_gguf(
     writer.add_head_count(config.query_heads)
     writer.add_head_count_kv(config.kv_heads)
     writer.add_key_length(config.head_dim)
-    writer.add_rope_dimension_count(config.head_dim)
+    writer.add_rope_dimension_count(config.rotary.rotated or config.head_dim)
     writer.add_rope_freq_base(config.rotary.theta)
     writer.add_layer_norm_rms_eps(config.norm_epsilon)
     writer.add_token_list([f"token {i}" for i in range(config.vocabulary_size)])
@@ -47,9 +53,12 @@ def write_gguf(
     _add_kinds(writer, config)
     for key, value in fields.items():
         writer.add_key_value(key.replace("__", "."), *value)
-    if config.rotary.frequency_divisors and config.family != "gemma3_text":
+    if config.rotary.long_divisors:
+        writer.add_tensor("rope_factors_short.weight", np.array(config.rotary.frequency_divisors, np.float32))
+        writer.add_tensor("rope_factors_long.weight", np.array(config.rotary.long_divisors, np.float32))
+    elif config.rotary.frequency_divisors and config.family != "gemma3_text":
         writer.add_tensor("rope_freqs.weight", np.array(config.rotary.frequency_divisors, np.float32))
-    for name, tensor in stacked(tensors).items():
+    for name, tensor in stacked(renamed(tensors, family, gguf)).items():
         values = tensor.numpy().astype(np.float32)
         if config.norm_offset and name.endswith("norm.weight"):
             values = values + np.float32(config.norm_offset)
@@ -73,14 +82,48 @@ def _add_kinds(writer: GGUFWriter, config: ModelConfig) -> None:
         writer.add_expert_count(config.moe.experts)
         writer.add_expert_used_count(config.moe.experts_per_token)
         writer.add_expert_feed_forward_length(config.moe.intermediate_size)
-    if config.family == "gemma3_text":
-        windows = [window for window in config.windows if window is not None]
-        writer.add_sliding_window(windows[0])
+        if config.moe.shared is not None:
+            writer.add_expert_shared_feed_forward_length(config.moe.shared.intermediate_size)
+    if config.windows:
+        writer.add_sliding_window(next(window for window in config.windows if window is not None))
         writer.add_sliding_window_pattern([window is not None for window in config.windows])
+    if config.family == "gemma3_text":
         writer.add_rope_scaling_type(RopeScalingType.LINEAR)
         writer.add_rope_scaling_factor(config.rotary.frequency_divisors[0])
-        if config.logits_softcap is not None:
-            writer.add_final_logit_softcapping(config.logits_softcap)
+    if config.logits_softcap is not None:
+        writer.add_final_logit_softcapping(config.logits_softcap)
+    if config.attention_softcap is not None:
+        writer.add_attn_logit_softcapping(config.attention_softcap)
+    if config.rotary.long_divisors:
+        writer.add_rope_scaling_attn_factors(config.rotary.amplitude)
+        writer.add_rope_scaling_orig_ctx_len(config.rotary.original_context)
+    if config.family.startswith("granite"):
+        assert config.attention_scale is not None
+        writer.add_attention_scale(config.attention_scale)
+        writer.add_embedding_scale(config.embedding_scale)
+        writer.add_residual_scale(config.residual_scale)
+        writer.add_logit_scale(config.logits_divisor)
+
+
+def renamed(tensors: Mapping[str, torch.Tensor], family: Family, gguf: GgufFamily) -> dict[str, torch.Tensor]:
+    """Return `tensors` under the engine's names; matrices that GGUF files do not store as one are cut."""
+    result: dict[str, torch.Tensor] = {}
+    for name, tensor in tensors.items():
+        for ours, theirs in family.tensors.items():
+            number = r"(\d+)" if "*" in theirs else ""
+            match = re.fullmatch(
+                rf"(model\.layers\.\d+\.){re.escape(theirs).replace(re.escape('*'), number)}(\.\w+)", name
+            )
+            if match:
+                place = f"{match[2]}." if number else ""
+                name = match[1] + ours.replace("*.", place) + match[match.lastindex or 0]
+                break
+        if "gate_up_proj" in name and "mlp.gate_up_proj" not in gguf.tensors:
+            gate, up = tensor.chunk(2, dim=-2)
+            result |= {name.replace("gate_up", "gate"): gate, name.replace("gate_up", "up"): up}
+        else:
+            result[name] = tensor
+    return result
 
 
 def stacked(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:

@@ -49,10 +49,20 @@ def test_a_gguf_file_holds_the_model_it_was_made_of(family: str, tmp_path: Path)
     assert checkpoint.config.norm_offset == 0.0
 
 
-@pytest.mark.parametrize("family", ["qwen3 moe", "gemma3"])
+@pytest.mark.parametrize(
+    "family",
+    [
+        "qwen3 moe", "gemma3", "mixtral", "qwen2 moe", "gemma", "gemma2", "phi3 windowed", "phi4", "granite",
+        "granite moe shared", "olmo2", "glm4",
+    ],
+)  # fmt: skip
 def test_a_gguf_file_gives_the_same_logits_as_its_source(family: str, tmp_path: Path) -> None:
     # The one scale of attention that GGUF files leave to whoever reads them.
-    options = {"query_pre_attn_scalar": 32} if family == "gemma3" else {}
+    options: dict[str, Any] = {"query_pre_attn_scalar": 32} if family in ("gemma2", "gemma3") else {}
+    if family == "granite":  # nor do they say whether there are biases, which no published model has
+        options = {"attention_bias": False}
+    if family == "qwen2 moe":  # nor which layers are dense
+        options = {"mlp_only_layers": []}
     name, given = FAMILIES[family]
     source = SafetensorsCheckpoint(save_model(tmp_path, name, {**given, **options}))
     write_gguf(tmp_path / "model.gguf", source.config, load_file(tmp_path / "model.safetensors"))

@@ -78,13 +78,15 @@ def test_pages_before_all_windows_are_never_read(library: CpuLibrary) -> None:
         assert torch.equal(backend.attend(queries, layer, replace(batch, page_table=table)), expected)
 
 
-def test_capped_scores_are_for_plain_torch(library: CpuLibrary) -> None:
-    shape = AttentionShape(4, 2, 32, 16, window_left=30, score_scale=0.7, attention_softcap=2.0)
+@pytest.mark.parametrize("cap", [0.5, 2.0, 50.0])
+def test_scores_are_capped(library: CpuLibrary, cap: float) -> None:
+    shape = AttentionShape(4, 2, 32, 16, window_left=30, score_scale=0.7, attention_softcap=cap)
     case = Case(shape, [(100, 1), (3, 1), (20, 30)], seed=1)
-    assert not fits(library, shape)
-    backend = TorchAttention(shape, torch.zeros(256, 32))
-    queries, layer = case.qkv()[:, : shape.query_width].contiguous(), case.layer(backend.layout, torch.float32)
-    torch.testing.assert_close(backend.attend(queries, layer, case.batch()), defined(case, queries, layer))
+    queries = case.qkv()[:, : shape.query_width].contiguous()
+    for backend in backends(library, shape):
+        layer = case.layer(backend.layout, torch.float32)
+        expected = defined(case, queries, token_major(layer, backend.layout))
+        torch.testing.assert_close(backend.attend(queries, layer, case.batch()), expected, atol=2e-5, rtol=2e-5)
 
 
 @pytest.mark.parametrize("dtype", KV_TYPES)

@@ -60,5 +60,5 @@ def test_the_rotary_table_without_rotation_is_the_identity() -> None:
 
 
 def test_other_kinds_are_refused_by_name() -> None:
-    with pytest.raises(ConfigurationError, match="'longrope' is not supported; supported: default, linear, llama3"):
-        read_rotary({"rope_type": "longrope"}, 10000.0, HEAD_DIM, CONTEXT)
+    with pytest.raises(ConfigurationError, match="'dynamic' is not supported; supported: default, linear, llama3"):
+        read_rotary({"rope_type": "dynamic"}, 10000.0, HEAD_DIM, CONTEXT)

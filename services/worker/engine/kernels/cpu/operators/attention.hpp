@@ -35,6 +35,7 @@ struct AttentionArguments {
   int query_stride, rows, table_width, query_heads, kv_heads, head_dim, page_size, threads;
   int window_left;  // keys that a query sees before its own position; negative: all
   float scale;      // of scores before the softmax
+  float softcap;    // scores are bent into (-softcap, softcap) by a hyperbolic tangent; 0: they are not
 };
 
 // Lines of one row that share a KV head: `tokens` from `first_token` on, times `heads` query heads from `first_head` on.
@@ -123,6 +124,15 @@ inline void blend_rest(AttentionScratch& scratch, int first, int start, int vect
     blend<Lines, Vectors>(scratch, first, start, head_dim, block, next);
   } else if constexpr (Vectors > 1) {
     blend_rest<Lines, Vectors - 1>(scratch, first, start, vectors, head_dim, block, next);
+  }
+}
+
+// Bends a line's scores into (-cap, cap): tanh(x) = 1 - 2 / (e^2x + 1).
+inline void bend(AttentionScratch& scratch, int line, float cap) {
+  float* scores = scratch.scores[line];
+  for (int v = 0; v < kKeyVectors; ++v) {
+    const Vector score = load(scores + v * kLanes);
+    store(scores + v * kLanes, cap - 2.0f * cap / (exponential(score * (2.0f / cap)) + 1.0f));
   }
 }
 
@@ -264,6 +274,7 @@ void run_task(const AttentionArguments& a, const AttentionTask& task, const Atte
       score_lines<kTileLines>(scratch, std::min(kTileLines, lines - first), first, block, next, a.head_dim, a.page_size);
     for (int line = 0; line < lines; ++line) {
       const int own = position + line / task.heads;
+      if (a.softcap > 0.0f) bend(scratch, line, a.softcap);
       soften(scratch, line, least_key(a, own) - start, own + 1 - start, a.head_dim);
     }
     for (int first = 0; first < lines; first += kTileLines)

@@ -38,7 +38,8 @@ def cases(draw: st.DrawFn, *, head_dims: tuple[int, ...] = (16, 48, 64, 128, 256
     decoding = draw(st.lists(st.integers(0, longest), max_size=4))
     chunks = draw(st.lists(st.tuples(st.integers(0, 150), st.integers(2, 70)), min_size=not decoding, max_size=2))
     head_dim, scale = draw(st.sampled_from(head_dims)), draw(st.sampled_from([None, 0.3]))
-    shape = AttentionShape(kv_heads * group, kv_heads, head_dim, page_size, draw(WINDOWS), scale)
+    cap = draw(st.sampled_from([None, 2.0, 50.0]))
+    shape = AttentionShape(kv_heads * group, kv_heads, head_dim, page_size, draw(WINDOWS), scale, cap)
     return Case(shape, [*((old, 1) for old in decoding), *chunks], draw(st.integers(0, 2**31)))
 
 
