@@ -65,6 +65,7 @@ lint: install-dev ## Style, import contracts, import circles, generated document
 	$(BIN)/lint-imports --no-logo
 	$(BIN)/python -m deploy.checks.structure --check
 	$(BIN)/python -m deploy.checks.configuration --check
+	$(BIN)/python -m deploy.checks.families --check
 	cd protos && ../$(BIN)/buf lint
 
 types: install-dev ## mypy, strict

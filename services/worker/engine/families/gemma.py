@@ -114,6 +114,7 @@ _GGUF_NORMS = {
 FAMILIES = (
     Family(
         "gemma",
+        "Gemma",
         _read_gemma,
         defaults={
             "vocab_size": 256_000, "hidden_size": 3072, "intermediate_size": 24_576, "num_hidden_layers": 28,
@@ -124,6 +125,7 @@ FAMILIES = (
     ),
     Family(
         "gemma2",
+        "Gemma 2",
         _read_gemma2,
         defaults={
             "vocab_size": 256_000, "hidden_size": 2304, "intermediate_size": 9216, "num_hidden_layers": 26,
@@ -136,6 +138,7 @@ FAMILIES = (
     ),
     Family(
         "gemma3_text",
+        "Gemma 3",
         _read_gemma3,
         wrappers=("gemma3",),
         defaults={

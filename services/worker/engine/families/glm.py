@@ -54,9 +54,10 @@ _DEFAULTS = {
     "eos_token_id": [151_329, 151_336, 151_338], "max_position_embeddings": 131_072,
 }  # fmt: skip
 FAMILIES = (
-    Family("glm", _read_glm, defaults=_DEFAULTS),
+    Family("glm", "GLM-4 (9B of 2024)", _read_glm, defaults=_DEFAULTS),
     Family(
         "glm4",
+        "GLM-4-0414, GLM-Z1",
         _read_glm4,
         defaults=_DEFAULTS,
         tensors={
@@ -77,6 +78,7 @@ FAMILIES = (
     ),
     Family(
         "glm4_moe",
+        "GLM-4.5, GLM-4.6",
         _read_glm4_moe,
         defaults={
             "rms_norm_eps": 1e-5, "partial_rotary_factor": 0.5, "n_shared_experts": 1, "routed_scaling_factor": 1.0,

@@ -68,17 +68,25 @@ _MOE_TENSORS = {
 FAMILIES = (
     Family(
         "granite",
+        "Granite 3",
         _read_granite,
         defaults=_DEFAULTS,
         gguf=GgufFamily("granite", _gguf_granite, interleaves_rotary=True),
     ),
     Family(
         "granitemoe",
+        "Granite 3 MoE",
         _read_granite_moe,
         defaults=_DEFAULTS,
         tensors=_MOE_TENSORS,
         gguf=GgufFamily("granitemoe", _gguf_granite_moe, interleaves_rotary=True),
     ),
-    # GGUF files call it `granitemoe`, too.
-    Family("granitemoeshared", _read_granite_moe, defaults=_DEFAULTS, tensors=_MOE_TENSORS),
+    Family(
+        "granitemoeshared",
+        "Granite 3 MoE with a shared expert",
+        _read_granite_moe,
+        defaults=_DEFAULTS,
+        tensors=_MOE_TENSORS,
+        gguf_name="granitemoe",
+    ),
 )

@@ -44,11 +44,16 @@ def _gguf_llama(own: GgufFields) -> ModelConfig:
 
 
 FAMILIES = (
-    # GGUF files call Mistral and Mixtral `llama`, too.
-    Family("llama", _read_llama, gguf=GgufFamily("llama", _gguf_llama, interleaves_rotary=True)),
-    Family("mistral", _read_mistral),
+    Family(
+        "llama",
+        "Llama 2, 3.x, SmolLM 1 and 2, Yi",
+        _read_llama,
+        gguf=GgufFamily("llama", _gguf_llama, interleaves_rotary=True),
+    ),
+    Family("mistral", "Mistral", _read_mistral, gguf_name="llama"),
     Family(
         "mixtral",
+        "Mixtral",
         _read_mixtral,
         defaults={"rope_theta": 1e6},
         tensors={
@@ -57,5 +62,6 @@ FAMILIES = (
             "mlp.experts.*.up_proj": "block_sparse_moe.experts.*.w3",
             "mlp.experts.*.down_proj": "block_sparse_moe.experts.*.w2",
         },
+        gguf_name="llama",
     ),
 )

@@ -51,6 +51,7 @@ def _normed(read: ModelConfig) -> ModelConfig:
 FAMILIES = (
     Family(
         "olmo2",
+        "OLMo 2",
         _read_olmo2,
         defaults={"rms_norm_eps": 1e-5},
         gguf=GgufFamily(
@@ -62,5 +63,5 @@ FAMILIES = (
             },
         ),
     ),
-    Family("olmo3", _read_olmo3, defaults={"rms_norm_eps": 1e-5, "sliding_window": 4096}),
+    Family("olmo3", "OLMo 3", _read_olmo3, defaults={"rms_norm_eps": 1e-5, "sliding_window": 4096}, gguf_name="olmo2"),
 )

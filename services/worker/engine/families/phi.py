@@ -32,6 +32,7 @@ def _gguf_phi3(own: GgufFields) -> ModelConfig:
 FAMILIES = (
     Family(
         "phi3",
+        "Phi-3, Phi-3.5, Phi-4, Phi-4-mini",
         _read_phi3,
         defaults={"rms_norm_eps": 1e-5},
         gguf=GgufFamily("phi3", _gguf_phi3, tensors={"mlp.gate_up_proj": "ffn_up"}),

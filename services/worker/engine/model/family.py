@@ -33,6 +33,8 @@ class Family:
 
     name: str
     """`model_type`."""
+    title: str
+    """The models that are published so, for documents."""
     read: Callable[[JsonConfig], ModelConfig]
     """Read a config.json. What would change results and is not supported is a ConfigurationError that names it."""
     wrappers: tuple[str, ...] = ()
@@ -42,3 +44,5 @@ class Family:
     tensors: Mapping[str, str] = field(default_factory=dict)
     """Names of tensors in safetensors files, where not Llama's or Qwen3-MoE's; see `stored_tensor`."""
     gguf: GgufFamily | None = None
+    gguf_name: str | None = None
+    """The architecture as which GGUF files contain this family, if that is another family's."""

@@ -98,13 +98,13 @@ def read_gguf_moe(own: GgufFields) -> MoeConfig:
 def _rotary(own: GgufFields, head_dim: int) -> RotaryConfig:
     theta = own.get("rope.freq_base", 10000.0)
     match own.get("rope.scaling.type", "none"):
-        case "none" | "longrope":
-            if not own.long_divisors:
-                return RotaryConfig(theta, own.divisors)
+        case "none" | "longrope" if own.long_divisors:
             return RotaryConfig(
                 theta, own.divisors, own.get("rope.scaling.attn_factor", 1.0), long_divisors=own.long_divisors,
                 original_context=own["rope.scaling.original_context_length"],
             )  # fmt: skip
+        case "none":
+            return RotaryConfig(theta, own.divisors)
         case "linear":
             return RotaryConfig(theta, (float(own["rope.scaling.factor"]),) * (head_dim // 2))
         case "yarn":

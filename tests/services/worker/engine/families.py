@@ -145,6 +145,41 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
+# Those whose layers are more than Llama's, which two ranks compute, and the back end of each.
+SHARED = {
+    "qwen3 moe partly dense": "compiled",
+    "gemma3": "torch",
+    "qwen2 windowed": "compiled",
+    "qwen2 moe": "compiled",
+    "gemma2": "compiled",
+    "phi3": "compiled",
+    "granite moe": "compiled",
+    "olmo2": "compiled",
+    "olmo2 of one KV head": "torch",
+    "glm4": "compiled",
+    "glm4 moe": "compiled",
+}
+# Those that are compared with their GGUF files, and what these do not contain.
+IN_GGUF: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "mixtral": {},
+    "qwen2": {},
+    "qwen2 moe": {"mlp_only_layers": []},
+    "qwen3": {},
+    "qwen3 moe": {},
+    "gemma": {},
+    "gemma2": {"query_pre_attn_scalar": 32},
+    "gemma3": {"query_pre_attn_scalar": 32},
+    "phi3 windowed": {},
+    "phi4": {},
+    "granite": {"attention_bias": False},
+    "granite moe": {},
+    "granite moe shared": {},
+    "olmo2": {},
+    "glm4": {},
+}
+
+
 def save_family(directory: Path, family: str, *, seed: int = 0, **changes: Any) -> Path:
     """Write a tiny model of `family` to `directory`, which is returned."""
     return save_model(directory, *FAMILIES[family], seed=seed, **changes)
@@ -154,9 +189,7 @@ def save_model(directory: Path, name: str, options: dict[str, Any], *, seed: int
     """Write a tiny model of what `transformers` calls `name`, its config changed by `options`."""
     import transformers
 
-    config = getattr(transformers, f"{name}TextConfig" if name == "Gemma3" else f"{name}Config")(
-        **{**_SHAPE, **options}
-    )
+    config = config_class(name)(**{**_SHAPE, **options})
     torch.manual_seed(seed)
     model = transformers.AutoModelForCausalLM.from_config(config)
     with torch.no_grad():
@@ -165,6 +198,13 @@ def save_model(directory: Path, name: str, options: dict[str, Any], *, seed: int
                 parameter.add_(torch.randn_like(parameter) * 0.1)
     model.save_pretrained(directory, **changes)
     return directory
+
+
+def config_class(name: str) -> Any:  # a PretrainedConfig
+    """Return the class of the config of what `transformers` calls `name`."""
+    import transformers
+
+    return getattr(transformers, f"{name}TextConfig" if name == "Gemma3" else f"{name}Config")
 
 
 def reference_logits(directory: Path, token_ids: list[int], rounded: torch.dtype | None = None) -> torch.Tensor:

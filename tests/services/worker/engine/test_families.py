@@ -8,7 +8,14 @@ import pytest
 import torch
 
 from tests.services.worker.engine.driving import Driver, load, random_ids
-from tests.services.worker.engine.families import FAMILIES, VOCABULARY, reference_logits, save_family, save_model
+from tests.services.worker.engine.families import (
+    FAMILIES,
+    SHARED,
+    VOCABULARY,
+    reference_logits,
+    save_family,
+    save_model,
+)
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -20,20 +27,6 @@ BACKENDS = ("torch", "compiled")
 PROMPTS = [random_ids(count, VOCABULARY, seed=count) for count in (1, 13, 45, 64)]
 CHUNKS = (7, 28)
 NEW_TOKENS = 8
-# Those whose layers are more than Llama's, and the back end that computes each.
-SHARED = {
-    "qwen3 moe partly dense": "compiled",
-    "gemma3": "torch",
-    "qwen2 windowed": "compiled",
-    "qwen2 moe": "compiled",
-    "gemma2": "compiled",
-    "phi3": "compiled",
-    "granite moe": "compiled",
-    "olmo2": "compiled",
-    "olmo2 of one KV head": "torch",
-    "glm4": "compiled",
-    "glm4 moe": "compiled",
-}
 
 
 def continued(driver: Driver) -> list[list[int]]:

@@ -14,9 +14,6 @@ from services.worker.engine.checkpoints.gguf_file import gguf_name
 from services.worker.engine.checkpoints.tensor_names import split_expert
 from services.worker.engine.families.registry import families_by_architecture, families_by_name
 
-# Families that GGUF files call by another one's name.
-_SHARED_ARCHITECTURES = {"mistral": "llama", "mixtral": "llama", "granitemoeshared": "granitemoe", "olmo3": "olmo2"}
-
 if TYPE_CHECKING:
     from collections.abc import Mapping
     from pathlib import Path
@@ -36,7 +33,7 @@ def write_gguf(
 ) -> Path:
     """Write `tensors`, named as in `transformers`; matrices are quantised but for stored names with one of `wide`."""
     family = families_by_name()[config.family]
-    gguf = family.gguf or families_by_architecture()[_SHARED_ARCHITECTURES[config.family]][1]
+    gguf = family.gguf or families_by_architecture()[family.gguf_name or ""][1]
     writer = GGUFWriter(path, gguf.architecture)
     writer.add_context_length(config.max_context)
     writer.add_embedding_length(config.hidden_size)

@@ -17,7 +17,14 @@ from services.worker.engine.families.registry import families_by_architecture
 from services.worker.engine.model.config import RotaryConfig
 from tests.services.worker.engine.checkpoints.gguf_writing import write_gguf
 from tests.services.worker.engine.driving import Driver, load, random_ids
-from tests.services.worker.engine.families import FAMILIES, VOCABULARY, reference_logits, save_family, save_model
+from tests.services.worker.engine.families import (
+    FAMILIES,
+    IN_GGUF,
+    VOCABULARY,
+    reference_logits,
+    save_family,
+    save_model,
+)
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -49,22 +56,10 @@ def test_a_gguf_file_holds_the_model_it_was_made_of(family: str, tmp_path: Path)
     assert checkpoint.config.norm_offset == 0.0
 
 
-@pytest.mark.parametrize(
-    "family",
-    [
-        "qwen3 moe", "gemma3", "mixtral", "qwen2 moe", "gemma", "gemma2", "phi3 windowed", "phi4", "granite",
-        "granite moe shared", "olmo2", "glm4",
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize("family", IN_GGUF)
 def test_a_gguf_file_gives_the_same_logits_as_its_source(family: str, tmp_path: Path) -> None:
-    # The one scale of attention that GGUF files leave to whoever reads them.
-    options: dict[str, Any] = {"query_pre_attn_scalar": 32} if family in ("gemma2", "gemma3") else {}
-    if family == "granite":  # nor do they say whether there are biases, which no published model has
-        options = {"attention_bias": False}
-    if family == "qwen2 moe":  # nor which layers are dense
-        options = {"mlp_only_layers": []}
     name, given = FAMILIES[family]
-    source = SafetensorsCheckpoint(save_model(tmp_path, name, {**given, **options}))
+    source = SafetensorsCheckpoint(save_model(tmp_path, name, {**given, **IN_GGUF[family]}))
     write_gguf(tmp_path / "model.gguf", source.config, load_file(tmp_path / "model.safetensors"))
     prompt = random_ids(50, VOCABULARY)
     driver = Driver(load(tmp_path / "model.gguf"))

@@ -1,0 +1,35 @@
+"""Every family that the registry finds is compared with `transformers`, also from GGUF files, and documented."""
+
+from __future__ import annotations
+
+from deploy.checks.families import FILE, with_table
+from services.worker.engine.families.registry import families_by_architecture, families_by_name, wrapped_families
+from tests.services.worker.engine.families import FAMILIES, IN_GGUF, SHARED, config_class
+
+
+def test_every_family_is_compared_with_transformers() -> None:
+    compared = {config_class(name).model_type for name, _ in FAMILIES.values()}
+    assert set(families_by_name()) == compared
+
+
+def test_every_architecture_of_gguf_files_is_compared() -> None:
+    compared = {config_class(FAMILIES[each][0]).model_type for each in IN_GGUF}
+    assert {family.name for family, _ in families_by_architecture().values()} <= compared
+    assert {each.gguf_name for each in families_by_name().values()} <= {*families_by_architecture(), None}
+
+
+def test_mixtures_run_on_two_ranks() -> None:
+    assert set(SHARED) <= set(FAMILIES)
+    assert len([each for each in SHARED if "moe" in each]) >= 4
+
+
+def test_a_wrapper_is_no_family_of_its_own() -> None:
+    assert wrapped_families()["gemma3"].name == "gemma3_text"
+    assert not set(wrapped_families()) & set(families_by_name())
+
+
+def test_the_table_of_families_is_up_to_date() -> None:
+    page = FILE.read_text(encoding="utf-8")
+    assert with_table(page, families_by_name().values()) == page
+    assert "| Mixtral | `mixtral` | `llama` |" in page
+    assert "| Gemma 3 | `gemma3_text`, `gemma3` | `gemma3` |" in page
