@@ -41,9 +41,9 @@ def facts(name: str) -> tuple[ModelFacts, dict[str, Any]]:
 
 
 def test_there_are_configs_of_all_kinds() -> None:
-    assert len(CONFIGS) == 23
-    served = [json.loads(path.read_text())["expected"]["service"] for path in CONFIGS]
-    assert {each: served.count(each) for each in served} == {"OWN": 16, "TRANSFORMERS": 1, "REFUSED": 5, "ENCODER": 1}
+    assert len(CONFIGS) >= 23
+    served = {json.loads(path.read_text())["expected"]["service"] for path in CONFIGS}
+    assert served == {"OWN", "TRANSFORMERS", "REFUSED", "ENCODER"}
 
 
 @pytest.mark.parametrize("name", [path.stem for path in CONFIGS])
