@@ -137,6 +137,8 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             "attention_bias": True,
         },
     ),
+    "seed oss": ("SeedOss", {}),
+    "seed oss biased": ("SeedOss", {"attention_out_bias": True, "mlp_bias": True}),
     # As SmolLM2: three query heads for each of three KV heads.
     "smol": (
         "Llama",
@@ -177,6 +179,7 @@ IN_GGUF: dict[str, dict[str, Any]] = {
     "granite moe shared": {},
     "olmo2": {},
     "glm4": {},
+    "seed oss": {},
 }
 
 
