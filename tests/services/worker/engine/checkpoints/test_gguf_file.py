@@ -123,7 +123,7 @@ def compute_as_rank(rank: int, world_size: int, rendezvous: str, path: str) -> t
 
 
 @pytest.mark.parametrize("kind", ["Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0"])
-@pytest.mark.parametrize("family", ["llama tied", "qwen3 moe"])
+@pytest.mark.parametrize("family", ["llama tied", "qwen3 moe", "phi4"])
 def test_packed_weights_give_the_logits_of_dequantised_ones(
     family: str, kind: str, tmp_path: Path, ranks: Ranks
 ) -> None:
@@ -134,9 +134,10 @@ def test_packed_weights_give_the_logits_of_dequantised_ones(
     tensors = load_file(tmp_path / "model.safetensors")
     path = write_gguf(tmp_path / "model.gguf", source.config, tensors, quantization)
     checkpoint = GgufCheckpoint(path)
-    packed = checkpoint.packed("model.layers.0.self_attn.q_proj.weight")
+    projection = f"model.layers.0.self_attn.{'qkv' if family == 'phi4' else 'q'}_proj.weight"
+    packed = checkpoint.packed(projection)
     assert packed is not None
-    assert torch.equal(packed.widened(torch.float32), checkpoint.read("model.layers.0.self_attn.q_proj.weight"))
+    assert torch.equal(packed.widened(torch.float32), checkpoint.read(projection))
     save_file({each: checkpoint.read(each) for each in tensors}, tmp_path / "model.safetensors")
     expected = reference_logits(tmp_path, random_ids(30, VOCABULARY))
     for backend in ("torch", "compiled"):

@@ -9,9 +9,10 @@ import pytest
 from common.errors import ConfigurationError
 from services.worker.engine.checkpoints.safetensors_directory import read_config
 from services.worker.engine.checkpoints.tensor_shapes import tensor_shape
-from services.worker.engine.model.config import RotaryConfig
+from services.worker.engine.model.config import ExpertGroups, RotaryConfig, RouterScores, SharedExperts
 from services.worker.engine.model.config_gguf import config_from_gguf
 from services.worker.engine.model.config_json import config_from_json
+from services.worker.engine.model.rotary_config import head_order
 
 if TYPE_CHECKING:
     from services.worker.engine.model.config import ModelConfig
@@ -130,6 +131,38 @@ def test_layers_of_a_mixture_may_be_dense() -> None:
     assert [config.moe_of(i) is None for i in range(6)] == [True, False, True, True, True, False]
 
 
+def test_longrope_is_read_as_phi_s_files_have_it() -> None:
+    factors = {"type": "su", "short_factor": [1.0] * 6, "long_factor": [4.0] * 6}
+    config = from_json(
+        model_type="phi3", rope_scaling=factors, partial_rotary_factor=0.75, original_max_position_embeddings=64,
+        max_position_embeddings=1024, sliding_window=2048,
+    )  # fmt: skip
+    assert config.rotary.amplitude == math.sqrt(1 + math.log(1024 / 64) / math.log(64))
+    assert (config.rotary.rotated, config.rotary.is_interleaved, config.windows) == (12, False, ())
+    assert config.within(64).rotary.frequency_divisors == (1.0,) * 6
+    assert config.within(65).rotary.frequency_divisors == (4.0,) * 6
+    assert config.within(65).rotary.long_divisors == ()
+
+
+def test_experts_of_glm_are_chosen_in_groups() -> None:
+    config = from_json(
+        model_type="glm4_moe", num_hidden_layers=4, n_routed_experts=16, moe_intermediate_size=32, n_shared_experts=2,
+        num_experts_per_tok=4, n_group=4, topk_group=2, first_k_dense_replace=2, routed_scaling_factor=2.5,
+    )  # fmt: skip
+    assert config.moe is not None
+    assert config.moe.shared == SharedExperts(64)
+    assert config.moe.groups == ExpertGroups(4, 2, best=2)
+    assert [config.moe_of(i) is None for i in range(4)] == [True, True, False, False]
+    assert (config.moe.routing_scale, config.moe.scores, config.rotary.rotated) == (2.5, RouterScores.SIGMOID, 8)
+
+
+def test_head_order_puts_rotated_pairs_into_halves() -> None:
+    assert head_order(RotaryConfig(1e4), 8) is None
+    assert head_order(RotaryConfig(1e4, is_interleaved=True), 8) == (0, 2, 4, 6, 1, 3, 5, 7)
+    assert head_order(RotaryConfig(1e4, rotated=4), 8) == (0, 1, 4, 5, 2, 3, 6, 7)
+    assert head_order(RotaryConfig(1e4, rotated=4, is_interleaved=True), 8) == (0, 2, 4, 5, 1, 3, 6, 7)
+
+
 @pytest.mark.parametrize(
     ("changes", "complaint"),
     [
@@ -145,6 +178,30 @@ def test_layers_of_a_mixture_may_be_dense() -> None:
         ({"sliding_window": 4, "use_sliding_window": True, "layer_types": ["chunked_attention"] * 2}, "layer_types"),
         ({"num_key_value_heads": 3}, "4 query heads cannot share 3 KV heads"),
         ({"head_dim": 15}, "head_dim 15 is odd"),
+        ({"model_type": "phi3", "partial_rotary_factor": 0.6}, "partial_rotary_factor: 9 of 16 components"),
+        (
+            {
+                "model_type": "phi3",
+                "rope_scaling": {
+                    "type": "longrope",
+                    "short_factor": [1.0],
+                    "long_factor": [1.0],
+                    "original_max_position_embeddings": 128,
+                },
+            },
+            "short_factor and long_factor: 8 factors each",
+        ),
+        (
+            {"model_type": "phi3", "rope_scaling": {"type": "longrope", "short_factor": [1.0] * 8}},
+            "no 'orig",
+        ),
+        ({"model_type": "gemma2", "use_bidirectional_attention": True}, "use_bidirectional_attention: True"),
+        ({"model_type": "gemma3_text", "attn_logit_softcapping": 50.0}, "attn_logit_softcapping: 50.0"),
+        ({"model_type": "granite", "hidden_act": "relu"}, "hidden_act: 'relu'"),
+        ({"model_type": "mixtral"}, "no 'num_local_experts'"),
+        ({"model_type": "granitemoe"}, "no 'num_local_experts'"),
+        ({"model_type": "glm4_moe"}, "no 'n_routed_experts'|no 'moe_intermediate_size'"),
+        ({"model_type": "olmo3", "layer_types": ["chunked_attention"] * 2, "sliding_window": 8}, "layer_types"),
     ],
 )
 def test_unsupported_configurations_are_refused_with_a_reason(changes: dict[str, object], complaint: str) -> None:

@@ -87,7 +87,7 @@ def assert_equal_but_for_ties(got: torch.Tensor, expected: torch.Tensor) -> None
     assert error(got, expected) < 0.02
 
 
-@pytest.mark.parametrize("family", ["llama", "llama biased", "qwen3", "gemma3"])
+@pytest.mark.parametrize("family", ["llama", "llama biased", "qwen3", "gemma3", "glm"])
 def test_logits_are_those_of_quantised_projections(
     family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
