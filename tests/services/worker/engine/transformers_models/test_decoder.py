@@ -29,7 +29,7 @@ OTHERS: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt neox": ("GPTNeoX", {}),  # attention beside the feed-forward layer
     "gpt2": ("GPT2", GPT2),  # learned positions
     "opt": ("OPT", {"ffn_dim": 80, "word_embed_proj_dim": 48}),  # a decoder within its model
-    "olmoe": ("Olmoe", {"num_experts": 4, "num_experts_per_tok": 2}),
+    "olmoe": ("Olmoe", {"num_experts": 4, "num_experts_per_tok": 2, "hidden_size": 64}),
 }
 REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
     "gpt-oss": ("GptOss", {"num_local_experts": 4}, "takes s_aux"),
