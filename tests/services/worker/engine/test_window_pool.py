@@ -61,7 +61,7 @@ def load(
 @pytest.mark.parametrize(
     ("model", "backend", "page_size"),
     # Of the last one nothing but the attention is our own.
-    [(FAMILIES["gemma3"], "torch", 4), (FAMILIES["gemma3"], "compiled", 16), (OTHERS["vaultgemma"], "torch", 4)],
+    [(FAMILIES["gemma3"], "torch", 4), (FAMILIES["gemma3"], "compiled", 16), (OTHERS["cohere2"], "torch", 4)],
     ids=["torch", "compiled", "through transformers"],
 )
 def test_rows_longer_than_the_window_continue_as_transformers_does(

@@ -26,6 +26,10 @@ OTHERS: dict[str, tuple[str, dict[str, Any]]] = {
     "cohere": ("Cohere", {"logit_scale": 0.5}),  # attention beside the feed-forward layer, pairs rotated side by side
     "stablelm": ("StableLm", {"hidden_size": 64, "partial_rotary_factor": 0.5}),  # layer norms
     "vaultgemma": ("VaultGemma", {"sliding_window": 20}),  # capped scores, every other layer with a window
+    "cohere2": (
+        "Cohere2",
+        {"sliding_window": 20, "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]},
+    ),
     "gpt neox": ("GPTNeoX", {}),  # attention beside the feed-forward layer
     "gpt2": ("GPT2", GPT2),  # learned positions
     "opt": ("OPT", {"ffn_dim": 80, "word_embed_proj_dim": 48}),  # a decoder within its model
