@@ -69,8 +69,7 @@ def select_dtype(name: str, config: ModelConfig, device: torch.device, library: 
         name = config.dtype if device.type != "cpu" else "bfloat16" if multiplies_pairs else "float32"
     if name not in DTYPES:
         raise ConfigurationError(f"dtype {name!r} is not one of {', '.join(DTYPES)}")
-    if name == "float16" and config.family.startswith("gemma") and device.type != "cpu":
-        # Their residual stream grows beyond 65,504.
+    if name == "float16" and config.overflows_float16 and device.type != "cpu":
         raise ConfigurationError(f"activations of {config.family} overflow in float16; use dtype=bfloat16")
     return DTYPES[name]
 

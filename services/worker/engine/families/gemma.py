@@ -90,7 +90,7 @@ def _gguf_gemma3(own: GgufFields) -> ModelConfig:
 
 
 def _read_gguf(own: GgufFields) -> ModelConfig:
-    # Activations overflow in float16. Converters have added the one that norms lack.
+    # Converters have added the one that norms lack.
     return replace(_as_gemma(read_gguf_decoder(own)), activation=Activation.GELU_TANH, dtype="bfloat16")
 
 
@@ -101,7 +101,7 @@ def _gguf_scale(own: GgufFields, architecture: str) -> float | None:
 
 
 def _as_gemma(read: ModelConfig) -> ModelConfig:
-    return replace(read, embedding_scale=read.hidden_size**0.5, post_norms=True)
+    return replace(read, embedding_scale=read.hidden_size**0.5, post_norms=True, overflows_float16=True)
 
 
 # One name of other families is that of another norm here.

@@ -71,7 +71,8 @@ def activation_reserve(spec: EngineSpec, config: ModelConfig, element_bytes: int
     columns = 4 * config.intermediate_size
     if config.moe is not None:
         each = 3 * config.moe.intermediate_size + 2 * config.hidden_size
-        columns = max(columns, config.moe.experts_per_token * each)
+        shared = 0 if config.moe.shared is None else 4 * config.moe.shared.intermediate_size
+        columns = max(columns, config.moe.experts_per_token * each + shared)
     widest = 4 * config.hidden_size + columns + 3 * config.query_heads * config.head_dim
     return spec.max_step_tokens * widest * element_bytes + 4 * spec.max_rows * config.vocabulary_size * 4
 

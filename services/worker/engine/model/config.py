@@ -143,6 +143,8 @@ class ModelConfig:
     """Whether attention and feed-forward output are normalised, too, before they are added to the residual stream."""
     logits_softcap: float | None = None
     """Logits are bent into (-cap, cap) by a hyperbolic tangent."""
+    overflows_float16: bool = False
+    """Whether the residual stream grows beyond 65,504."""
     moe: MoeConfig | None = None
     stored_format: StoredFormat | None = None
     """How the checkpoint stores quantised matrices; None: it stores none."""

@@ -46,7 +46,7 @@ def test_types_follow_the_device_unless_chosen() -> None:
 
 
 def test_activations_that_would_overflow_are_refused() -> None:
-    gemma = replace(SMOL, family="gemma3_text", post_norms=True)
+    gemma = replace(SMOL, family="gemma3_text", overflows_float16=True)
     assert select_dtype("float16", gemma, CPU, None) == torch.float16
     with pytest.raises(ConfigurationError, match="overflow in float16; use dtype=bfloat16"):
         select_dtype("float16", gemma, CUDA, None)

@@ -119,6 +119,7 @@ def test_the_text_model_of_a_checkpoint_with_vision_is_read() -> None:
     assert (config.family, config.hidden_size, config.query_heads, config.head_dim) == ("gemma3_text", 2560, 8, 256)
     assert (config.eos_token_ids, config.dtype, config.tied_embeddings) == ((1, 106), "bfloat16", True)
     assert (config.windows[4], config.windows[5]) == (1024, None)
+    assert config.overflows_float16
 
 
 def test_layers_of_a_mixture_may_be_dense() -> None:

@@ -1,0 +1,48 @@
+"""Whole models with the GPU's kernels against `transformers`, in Triton's interpreter if there is no GPU."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+
+from tests.services.worker.engine.driving import Driver, load, random_ids
+from tests.services.worker.engine.families import VOCABULARY, reference_logits, save_family
+
+pytest.importorskip("triton", reason="its interpreter runs the programs where there is no GPU")
+from services.worker.engine.kernels.gpu.backend import GpuBackend
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from services.worker.engine.kernels.interface import KernelBackend
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(torch.cuda.is_available(), reason="execution/test_families.py runs them on the GPU"),
+]
+
+# One of each kind of layer.
+MODELS = ("mixtral", "qwen2 moe", "gemma2", "phi4", "granite moe shared", "olmo2", "glm4", "glm4 moe")
+
+
+class _Interpreted(GpuBackend):
+    """The same kernels, for a runner that captures no graphs."""
+
+    name = "interpreted"
+
+
+@pytest.mark.parametrize("family", MODELS)
+def test_logits_are_those_of_transformers(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def select(_library: object, dtype: torch.dtype, device: torch.device, _threads: int) -> KernelBackend:
+        return _Interpreted(dtype, device, max_rows=2)
+
+    monkeypatch.setattr("services.worker.engine.loader.select_backend", select)
+    driver = Driver(load(save_family(tmp_path, family), backend="torch"))
+    prompt = random_ids(7, VOCABULARY)
+    row = driver.open(len(prompt))
+    # A prompt in one pass, and single tokens after it.
+    got = [driver.run([(row, prompt[:5])]), *(driver.run([(row, [token])]) for token in prompt[5:])]
+    expected = reference_logits(tmp_path, prompt)[4:]
+    torch.testing.assert_close(torch.cat(got), expected, atol=1e-3, rtol=1e-3)
