@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tests.services.worker.engine.driving import Driver, load, random_ids
-from tests.services.worker.engine.families import VOCABULARY, reference_logits, save_family
+from tests.services.worker.engine.families import FAMILIES, VOCABULARY, reference_logits, save_model
 
 pytest.importorskip("triton", reason="its interpreter runs the programs where there is no GPU")
 from services.worker.engine.kernels.gpu.backend import GpuBackend
@@ -23,8 +23,8 @@ pytestmark = [
     pytest.mark.skipif(torch.cuda.is_available(), reason="execution/test_families.py runs them on the GPU"),
 ]
 
-# One of each kind of layer.
-MODELS = ("mixtral", "qwen2 moe", "gemma2", "phi4", "granite moe shared", "olmo2", "glm4", "glm4 moe")
+# Capped scores and norms of outputs; norms of projections and none of inputs; reordered heads and every kind of expert.
+MODELS = ("gemma2", "olmo2", "glm4 moe")
 
 
 class _Interpreted(GpuBackend):
@@ -39,7 +39,8 @@ def test_logits_are_those_of_transformers(family: str, tmp_path: Path, monkeypat
         return _Interpreted(dtype, device, max_rows=2)
 
     monkeypatch.setattr("services.worker.engine.loader.select_backend", select)
-    driver = Driver(load(save_family(tmp_path, family), backend="torch"))
+    name, options = FAMILIES[family]
+    driver = Driver(load(save_model(tmp_path, name, {**options, "num_hidden_layers": 2}), backend="torch"))
     prompt = random_ids(7, VOCABULARY)
     row = driver.open(len(prompt))
     # A prompt in one pass, and single tokens after it.
