@@ -173,13 +173,19 @@ class AttentionBackend(Protocol):
         """
         ...
 
-    def attend(self, queries: torch.Tensor, layer: KvLayer, batch: ForwardBatch) -> torch.Tensor:
-        """Return the attention output [tokens, query_heads * head_dim] of all of `batch`'s tokens."""
+    def attend(
+        self, queries: torch.Tensor, layer: KvLayer, batch: ForwardBatch, sinks: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Return the attention output [tokens, query_heads * head_dim] of all of `batch`'s tokens.
+
+        `sinks` [query_heads] float32 are scores of one more key of each head, whose value is zero (gpt-oss).
+        """
         ...
 
     def store_and_attend(
-        self, qkv: torch.Tensor, layer: KvLayer, norms: QkNorm | None, batch: ForwardBatch
-    ) -> torch.Tensor:
+        self, qkv: torch.Tensor, layer: KvLayer, norms: QkNorm | None, batch: ForwardBatch,
+        sinks: torch.Tensor | None = None,
+    ) -> torch.Tensor:  # fmt: skip
         """Do both, in one go where that is faster."""
         ...
 

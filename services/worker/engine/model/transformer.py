@@ -40,6 +40,7 @@ class DecoderLayer:
     attention_output: Linear
     feed_forward_norm: torch.Tensor | None  # [hidden]
     feed_forward: FeedForward
+    sinks: torch.Tensor | None = None  # [query_heads] float32, see `AttentionBackend.attend`
     post_norms: tuple[torch.Tensor, torch.Tensor] | None = None
     projection_norm: ProjectionNorm | None = None
     residual_scale: float = 1.0
@@ -160,7 +161,8 @@ class Transformer:
         else:
             normed = self._normed(hidden, layers[0].input_norm)
             for layer, attention, kv, view, next_norm in inner:
-                attended = attention.store_and_attend(self._project(layer, normed), kv, layer.qk_norm, view)
+                projected = self._project(layer, normed)
+                attended = attention.store_and_attend(projected, kv, layer.qk_norm, view, layer.sinks)
                 normed = self._finish_layer(layer, hidden, attended, next_norm)
         layer, attention, kv, view, next_norm = last
         projected = self._project(layer, normed)
@@ -169,14 +171,14 @@ class Transformer:
             return hidden[:0]
         sampled = sampled_rows(view)
         if sampled is None:
-            attended = attention.store_and_attend(projected, kv, layer.qk_norm, view)
+            attended = attention.store_and_attend(projected, kv, layer.qk_norm, view, layer.sinks)
             normed = self._finish_layer(layer, hidden, attended, next_norm)
             # A pass that only decodes samples every token.
             return normed if batch.decode_rows == hidden.shape[0] else normed[batch.sample_indices]
         # The last layer's output is needed only at sampled tokens; of the others KV is stored.
         hidden = hidden[batch.sample_indices]
         queries = attention.store(projected, kv, layer.qk_norm, view)
-        attended = attention.attend(queries[batch.sample_indices], kv, sampled)
+        attended = attention.attend(queries[batch.sample_indices], kv, sampled, layer.sinks)
         return self._finish_layer(layer, hidden, attended, next_norm)
 
     def _embed(self, token_ids: torch.Tensor) -> torch.Tensor:

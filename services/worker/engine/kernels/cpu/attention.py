@@ -48,13 +48,18 @@ class CpuAttention:
         )
         return qkv[:, : shape.query_width]
 
-    def attend(self, queries: torch.Tensor, layer: KvLayer, batch: ForwardBatch) -> torch.Tensor:
+    def attend(
+        self, queries: torch.Tensor, layer: KvLayer, batch: ForwardBatch, sinks: torch.Tensor | None = None
+    ) -> torch.Tensor:
         """Attend over cached and new tokens; see `AttentionBackend.attend`."""
         assert queries.stride(1) == 1, "operators take queries whose components are contiguous"
         outputs = torch.empty(queries.shape)
         arguments = self.attention_arguments(batch)
         arguments.queries, arguments.query_stride = queries.data_ptr(), queries.stride(0)
         arguments.outputs = outputs.data_ptr()
+        if sinks is not None:
+            assert sinks.dtype == torch.float32, "operators take sinks as wide as scores"
+            arguments.sinks = sinks.data_ptr()
         arguments.page_table, arguments.table_width = page_table_of(batch)
         self._library.attend(
             ctypes.byref(arguments), layer.keys.data_ptr(), layer.values.data_ptr(), ELEMENT_TYPES[layer.keys.dtype]
@@ -62,9 +67,10 @@ class CpuAttention:
         return outputs
 
     def store_and_attend(
-        self, qkv: torch.Tensor, layer: KvLayer, norms: QkNorm | None, batch: ForwardBatch
-    ) -> torch.Tensor:
-        return self.attend(self.store(qkv, layer, norms, batch), layer, batch)
+        self, qkv: torch.Tensor, layer: KvLayer, norms: QkNorm | None, batch: ForwardBatch,
+        sinks: torch.Tensor | None = None,
+    ) -> torch.Tensor:  # fmt: skip
+        return self.attend(self.store(qkv, layer, norms, batch), layer, batch, sinks)
 
     def store_arguments(self, batch: ForwardBatch) -> StoreArguments:
         """Return the arguments of a store that all layers of this shape share."""

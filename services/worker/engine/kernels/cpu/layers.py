@@ -123,6 +123,7 @@ def _layer_arguments(layer: DecoderLayer, attention: CpuAttention) -> LayerArgum
         query_norm=norms.query.data_ptr() if norms else None,
         key_norm=norms.key.data_ptr() if norms else None,
         feed_forward_norm=layer.feed_forward_norm.data_ptr(),
+        sinks=None if layer.sinks is None else layer.sinks.data_ptr(),
         angles=attention.angles.data_ptr(),
         qkv=layer.qkv.matrix.arguments,
         output=layer.attention_output.matrix.arguments,

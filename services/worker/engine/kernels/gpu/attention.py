@@ -7,24 +7,29 @@ from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch.nn.attention.bias import causal_lower_right
-from torch.nn.functional import scaled_dot_product_attention
+from torch.nn.functional import pad, scaled_dot_product_attention
 
 from services.worker.engine.kernels.gpu import elementwise
 from services.worker.engine.kernels.gpu.decode_attention import DecodeAttention
 from services.worker.engine.kernels.interface import AttentionShape, KvLayer, KvLayout, QkNorm
-from services.worker.engine.kernels.torch.attention import capped_attention
+from services.worker.engine.kernels.torch.attention import explicit_attention
 
 if TYPE_CHECKING:
     from services.worker.engine.model.batch import ForwardBatch
 
 
 _MOST_ROWS_AT_ONCE = 64
+# Components of heads are multiples of this: torch's fast kernels want whole vectors.
+_SINK_COMPONENTS = 8
 
 
 class ChunkAttention(Protocol):
     """Attention of the rows of a batch that prefill."""
 
-    def __call__(self, queries: torch.Tensor, outputs: torch.Tensor, layer: KvLayer, batch: ForwardBatch) -> None:
+    def __call__(
+        self, queries: torch.Tensor, outputs: torch.Tensor, layer: KvLayer, batch: ForwardBatch,
+        sinks: torch.Tensor | None = None,
+    ) -> None:  # fmt: skip
         """Fill `outputs` from `queries`, both [tokens of chunks, query_heads, head_dim]."""
 
 
@@ -45,13 +50,15 @@ class GpuAttention:
         """Rotate, write keys and values, return queries; see `AttentionBackend.store`."""
         return elementwise.rotate_and_store(qkv, layer, norms, batch, self._shape, self._angles)
 
-    def attend(self, queries: torch.Tensor, layer: KvLayer, batch: ForwardBatch) -> torch.Tensor:
+    def attend(
+        self, queries: torch.Tensor, layer: KvLayer, batch: ForwardBatch, sinks: torch.Tensor | None = None
+    ) -> torch.Tensor:
         """Attend over cached and new tokens; see `AttentionBackend.attend`."""
         decoding = batch.decode_rows
         if decoding == batch.rows:
-            return self._attend_decoding(queries, layer, batch)
+            return self._attend_decoding(queries, layer, batch, sinks)
         outputs = queries.new_empty(queries.shape)
-        attend = partial(self._attend_chunks, layer)
+        attend = partial(self._attend_chunks, layer, sinks)
         if batch.defer is None:
             attend(queries, outputs, batch)
         else:
@@ -59,31 +66,36 @@ class GpuAttention:
         return outputs
 
     def store_and_attend(
-        self, qkv: torch.Tensor, layer: KvLayer, norms: QkNorm | None, batch: ForwardBatch
-    ) -> torch.Tensor:
+        self, qkv: torch.Tensor, layer: KvLayer, norms: QkNorm | None, batch: ForwardBatch,
+        sinks: torch.Tensor | None = None,
+    ) -> torch.Tensor:  # fmt: skip
         """Do both in one program where few rows decode: with many, a longer start of each costs more than a launch."""
         if batch.decode_rows != batch.rows or batch.rows > _MOST_ROWS_AT_ONCE:
-            return self.attend(self.store(qkv, layer, norms, batch), layer, batch)
+            return self.attend(self.store(qkv, layer, norms, batch), layer, batch, sinks)
         return self._decode.store_and_attend(
-            qkv, layer, batch.page_table, self._rows_of(batch), batch.key_lengths, self._angles, norms
+            qkv, layer, batch.page_table, self._rows_of(batch), batch.key_lengths, self._angles, norms, sinks
         )
 
-    def _attend_chunks(self, layer: KvLayer, queries: torch.Tensor, outputs: torch.Tensor, batch: ForwardBatch) -> None:
+    def _attend_chunks(
+        self, layer: KvLayer, sinks: torch.Tensor | None, queries: torch.Tensor, outputs: torch.Tensor,
+        batch: ForwardBatch,
+    ) -> None:  # fmt: skip
         """Fill `outputs` from `queries`, both [tokens, query_heads * head_dim]; rows that decode come first."""
         decoding = batch.decode_rows
         if decoding:
-            self._attend_decoding(queries[:decoding], layer, batch, outputs[:decoding])
+            self._attend_decoding(queries[:decoding], layer, batch, sinks, outputs[:decoding])
         heads = (-1, self._shape.query_heads, self._shape.head_dim)
-        self._chunks(queries[decoding:].unflatten(1, heads[1:]), outputs[decoding:].view(heads), layer, batch)
+        self._chunks(queries[decoding:].unflatten(1, heads[1:]), outputs[decoding:].view(heads), layer, batch, sinks)
 
     def _rows_of(self, batch: ForwardBatch) -> torch.Tensor:
         rows = self._own_rows if batch.table_rows is None else batch.table_rows
         return rows[: batch.decode_rows]
 
     def _attend_decoding(
-        self, queries: torch.Tensor, layer: KvLayer, batch: ForwardBatch, outputs: torch.Tensor | None = None
-    ) -> torch.Tensor:
-        return self._decode(queries, layer, batch.page_table, self._rows_of(batch), batch.key_lengths, outputs)
+        self, queries: torch.Tensor, layer: KvLayer, batch: ForwardBatch, sinks: torch.Tensor | None,
+        outputs: torch.Tensor | None = None,
+    ) -> torch.Tensor:  # fmt: skip
+        return self._decode(queries, layer, batch.page_table, self._rows_of(batch), batch.key_lengths, sinks, outputs)
 
 
 class TorchChunkAttention:
@@ -92,7 +104,10 @@ class TorchChunkAttention:
     def __init__(self, shape: AttentionShape) -> None:
         self._shape = shape
 
-    def __call__(self, queries: torch.Tensor, outputs: torch.Tensor, layer: KvLayer, batch: ForwardBatch) -> None:
+    def __call__(
+        self, queries: torch.Tensor, outputs: torch.Tensor, layer: KvLayer, batch: ForwardBatch,
+        sinks: torch.Tensor | None = None,
+    ) -> None:  # fmt: skip
         starts, lengths = host_lists(batch)
         first = starts[batch.decode_rows]
         for row in range(batch.decode_rows, batch.rows):
@@ -104,20 +119,44 @@ class TorchChunkAttention:
                 keys.to(queries.dtype),
                 values.to(queries.dtype),
                 lengths[row],
+                sinks,
             )
             outputs[chunk] = attended[0].transpose(0, 1)
 
-    def _attend(self, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, length: int) -> torch.Tensor:
+    def _attend(
+        self, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, length: int, sinks: torch.Tensor | None
+    ) -> torch.Tensor:
         """Return [1, heads, tokens, head_dim] of the last tokens of `length`."""
         shape, tokens = self._shape, queries.shape[2]
         if shape.attention_softcap is not None:
             visible = self._mask(tokens, length, queries.device)
-            return capped_attention(queries, keys, values, visible, scale=shape.scale, cap=shape.attention_softcap)
-        is_causal = shape.window_left is None
-        visible = causal_lower_right(tokens, length) if is_causal else self._mask(tokens, length, queries.device)
-        return scaled_dot_product_attention(
+            return explicit_attention(
+                queries, keys, values, visible, scale=shape.scale, cap=shape.attention_softcap, sinks=sinks
+            )
+        if sinks is not None:
+            queries, keys, values = self._with_sinks(queries, keys, values, sinks)
+        if shape.window_left is None:
+            visible = causal_lower_right(tokens, keys.shape[2])
+        else:
+            visible = pad(self._mask(tokens, length, queries.device), (keys.shape[2] - length, 0), value=True)
+        attended = scaled_dot_product_attention(
             queries, keys, values, attn_mask=visible, scale=shape.scale, enable_gqa=True
         )
+        return attended[..., : shape.head_dim]
+
+    def _with_sinks(
+        self, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, sinks: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Return queries, keys and values with a first key whose scores are the sinks, and whose value is zero.
+
+        Heads get more components: in the first of them queries have their sink, and this key has 1, the others 0.
+        """
+        more, width = _SINK_COMPONENTS, self._shape.head_dim
+        queries = pad(queries, (0, more))
+        queries[..., width] = (sinks / self._shape.scale).to(queries.dtype)[:, None]
+        keys, values = (pad(each, (0, more, 1, 0)) for each in (keys, values))
+        keys[:, :, 0, width] = 1.0
+        return queries, keys, values
 
     def _mask(self, tokens: int, length: int, device: torch.device) -> torch.Tensor:
         """Return which keys the last `tokens` of `length` tokens see."""

@@ -56,15 +56,27 @@ def _scored(products, scale, cap, CAPPED: tl.constexpr):
     return scores
 
 
+@triton.jit
+def _sinks_or_nothing(of_sinks, is_first, QUERIES: tl.constexpr, HAS_SINKS: tl.constexpr):
+    """Return maximum and sum of exponentials [QUERIES] before any key: the first part begins with the sinks."""
+    largest = tl.full([QUERIES], -float("inf"), tl.float32)
+    total = tl.zeros([QUERIES], tl.float32)
+    if HAS_SINKS:
+        # Exponentials are to base 2.
+        largest = tl.where(is_first, tl.load(of_sinks) * 1.4426950408889634, largest)
+        total = tl.where(is_first, total + 1.0, total)
+    return largest, total
+
+
 @triton.jit(do_not_specialize=["stride_table"])
 def _decode(
     qkv, keys, values, outputs, page_table, rows, lengths, partial, weights, counters,
-    angles, query_norm, key_norm, epsilon,
+    angles, query_norm, key_norm, epsilon, sinks,
     scale, cap, stride_token_in, stride_page, stride_head, stride_token, stride_table,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, QUERIES: tl.constexpr, HEAD_DIM: tl.constexpr,
     WIDTH: tl.constexpr, PAGE_SIZE: tl.constexpr, BLOCK: tl.constexpr, PARTS: tl.constexpr, LEAST_PART: tl.constexpr,
     MERGED: tl.constexpr, STORES: tl.constexpr, NORMED: tl.constexpr, WINDOW_LEFT: tl.constexpr,
-    CAPPED: tl.constexpr, OVERLAPS: tl.constexpr,
+    CAPPED: tl.constexpr, HAS_SINKS: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
     head = tl.program_id(0)
     index = tl.program_id(1).to(tl.int64)
@@ -96,8 +108,8 @@ def _decode(
         of_token = qkv + index * stride_token_in
         # Rows of the tile beyond the group repeat its first head.
         of_heads = of_token + (head * GROUP + tl.where(in_group, group, 0))[:, None] * HEAD_DIM
-        largest = tl.full([QUERIES], -float("inf"), tl.float32)
-        total = tl.zeros([QUERIES], tl.float32)
+        of_sinks = sinks + head * GROUP + tl.where(in_group, group, 0)
+        largest, total = _sinks_or_nothing(of_sinks, part == 0, QUERIES=QUERIES, HAS_SINKS=HAS_SINKS)
         sums = tl.zeros([QUERIES, WIDTH], tl.float32)
         if STORES:
             angle = angles + (length - 1).to(tl.int64) * HEAD_DIM
@@ -123,9 +135,11 @@ def _decode(
                 tl.store(keys + target + columns[None, :], new_key, mask=in_head[None, :])
                 tl.store(values + target + columns[None, :], new_value, mask=in_head[None, :])
                 products = tl.sum(query.to(tl.float32) * new_key.to(tl.float32), axis=1)
-                largest = _scored(products, scale, cap, CAPPED=CAPPED)
-                total = tl.full([QUERIES], 1.0, tl.float32)
-                sums = tl.zeros([QUERIES, WIDTH], tl.float32) + new_value.to(tl.float32)
+                score = _scored(products, scale, cap, CAPPED=CAPPED)
+                larger = tl.maximum(largest, score)
+                total = total * tl.exp2(largest - larger) + tl.exp2(score - larger)
+                sums = tl.exp2(score - larger)[:, None] * new_value.to(tl.float32)
+                largest = larger
         else:
             query = tl.load(of_heads + columns[None, :], mask=in_head[None, :], other=0.0).to(keys.dtype.element_ty)
         steps = tl.arange(0, BLOCK)
@@ -220,7 +234,7 @@ class DecodeAttention:
 
     def __call__(
         self, queries: torch.Tensor, layer: KvLayer, page_table: torch.Tensor, rows: torch.Tensor,
-        lengths: torch.Tensor, outputs: torch.Tensor | None = None,
+        lengths: torch.Tensor, sinks: torch.Tensor | None = None, outputs: torch.Tensor | None = None,
     ) -> torch.Tensor:  # fmt: skip
         """Attend with keys and values that are stored already; return [batch, query_heads * head_dim].
 
@@ -230,24 +244,25 @@ class DecodeAttention:
             page_table: [slots, pages] int32, rows may be strided.
             rows: [batch] int32, the table's row of each query.
             lengths: [batch] int32, keys that each query sees.
+            sinks: [query_heads] float32, see `AttentionBackend.attend`.
             outputs: what is filled and returned, contiguous, if that is there already.
         """
-        return self._launch(queries, layer, page_table, rows, lengths, None, None, outputs)
+        return self._launch(queries, layer, page_table, rows, lengths, None, None, sinks, outputs)
 
     def store_and_attend(
         self, qkv: torch.Tensor, layer: KvLayer, page_table: torch.Tensor, rows: torch.Tensor, lengths: torch.Tensor,
-        angles: torch.Tensor, norms: QkNorm | None,
+        angles: torch.Tensor, norms: QkNorm | None, sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:  # fmt: skip
         """Do the same from projections [batch, (query_heads + 2 kv_heads) * head_dim] of each row's newest token.
 
         Its queries and keys are normalised by `norms` and rotated by `angles` [positions, head_dim], keys and values
         stored: the token's position is its row's length less one.
         """
-        return self._launch(qkv, layer, page_table, rows, lengths, angles, norms)
+        return self._launch(qkv, layer, page_table, rows, lengths, angles, norms, sinks)
 
     def _launch(
         self, inputs: torch.Tensor, layer: KvLayer, page_table: torch.Tensor, rows: torch.Tensor,
-        lengths: torch.Tensor, angles: torch.Tensor | None, norms: QkNorm | None,
+        lengths: torch.Tensor, angles: torch.Tensor | None, norms: QkNorm | None, sinks: torch.Tensor | None,
         outputs: torch.Tensor | None = None,
     ) -> torch.Tensor:  # fmt: skip
         shape, tuning = self._shape, self.tuning
@@ -263,7 +278,7 @@ class DecodeAttention:
             inputs, layer.keys, layer.values, outputs, page_table, rows, lengths,
             self._partial, self._weights, self._counters,
             inputs if angles is None else angles, norms.query if norms else inputs, norms.key if norms else inputs,
-            norms.epsilon if norms else 0.0,
+            norms.epsilon if norms else 0.0, self._weights if sinks is None else sinks,
             scale, cap, inputs.stride(0), stride_page, stride_head, stride_token,
             page_table.stride(0),
             KV_HEADS=shape.kv_heads, GROUP=group, QUERIES=max(triton.next_power_of_2(group), _LEAST_QUERIES),
@@ -271,7 +286,7 @@ class DecodeAttention:
             PAGE_SIZE=shape.page_size, BLOCK=tuning.block, PARTS=parts, LEAST_PART=tuning.least_part,
             MERGED=triton.next_power_of_2(group), STORES=angles is not None, NORMED=norms is not None,
             WINDOW_LEFT=-1 if shape.window_left is None else shape.window_left,
-            CAPPED=shape.attention_softcap is not None,
+            CAPPED=shape.attention_softcap is not None, HAS_SINKS=sinks is not None,
             num_warps=tuning.warps, num_stages=tuning.stages, **launch_options(batch),
         )  # fmt: skip
         return outputs

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING
 
 import flashinfer
@@ -27,11 +28,20 @@ class FlashInferPrefill:
         )
         self._planned: ForwardBatch | None = None
 
-    def __call__(self, queries: torch.Tensor, outputs: torch.Tensor, layer: KvLayer, batch: ForwardBatch) -> None:
+    def __call__(
+        self, queries: torch.Tensor, outputs: torch.Tensor, layer: KvLayer, batch: ForwardBatch,
+        sinks: torch.Tensor | None = None,
+    ) -> None:  # fmt: skip
         if batch is not self._planned:
             self._plan(batch, queries.dtype, layer.keys.dtype)
             self._planned = batch
-        self._wrapper.run(queries, (layer.keys, layer.values), out=outputs)
+        if sinks is None:
+            self._wrapper.run(queries, (layer.keys, layer.values), out=outputs)
+            return
+        # FlashInfer's kernels with sinks are others, to be compiled as well. Outputs can be scaled instead: the
+        # logarithm to base 2 of the sum of exponentials, [tokens, query_heads], determines the sinks' share.
+        _, sums = self._wrapper.run(queries, (layer.keys, layer.values), out=outputs, return_lse=True)
+        outputs *= torch.sigmoid(sums * math.log(2) - sinks)[:, :, None].to(outputs.dtype)
 
     def _plan(self, batch: ForwardBatch, dtype: torch.dtype, kv_dtype: torch.dtype) -> None:
         first, size = batch.decode_rows, self._shape.page_size

@@ -43,30 +43,35 @@ class TorchAttention:
         layer.values.view(slots)[batch.write_slots] = values.reshape(slots).to(layer.values.dtype)
         return heads[:, : shape.query_heads].flatten(1)
 
-    def attend(self, queries: torch.Tensor, layer: KvLayer, batch: ForwardBatch) -> torch.Tensor:
+    def attend(
+        self, queries: torch.Tensor, layer: KvLayer, batch: ForwardBatch, sinks: torch.Tensor | None = None
+    ) -> torch.Tensor:
         """Attend over cached and new tokens; see `AttentionBackend.attend`."""
         heads = queries.view(-1, self._shape.query_heads, self._shape.head_dim)
         outputs = torch.empty_like(heads)
         if batch.decode_rows:
-            outputs[: batch.decode_rows] = self._decode(heads[: batch.decode_rows], layer, batch)
+            outputs[: batch.decode_rows] = self._decode(heads[: batch.decode_rows], layer, batch, sinks)
         if batch.decode_rows < batch.rows:
             starts, lengths = batch.query_starts.tolist(), batch.key_lengths.tolist()
             for row in range(batch.decode_rows, batch.rows):
                 chunk = slice(starts[row], starts[row + 1])
-                outputs[chunk] = self._prefill(heads[chunk], layer, batch.page_table[row], lengths[row])
+                outputs[chunk] = self._prefill(heads[chunk], layer, batch.page_table[row], lengths[row], sinks)
         return outputs.flatten(1)
 
     def store_and_attend(
-        self, qkv: torch.Tensor, layer: KvLayer, norms: QkNorm | None, batch: ForwardBatch
-    ) -> torch.Tensor:
-        return self.attend(self.store(qkv, layer, norms, batch), layer, batch)
+        self, qkv: torch.Tensor, layer: KvLayer, norms: QkNorm | None, batch: ForwardBatch,
+        sinks: torch.Tensor | None = None,
+    ) -> torch.Tensor:  # fmt: skip
+        return self.attend(self.store(qkv, layer, norms, batch), layer, batch, sinks)
 
     def _rotate(self, heads: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         cosines, sines = self._cosines[positions][:, None], self._sines[positions][:, None]
         first, second = heads.float().chunk(2, dim=-1)
         return torch.cat((first * cosines - second * sines, second * cosines + first * sines), dim=-1).to(heads.dtype)
 
-    def _decode(self, heads: torch.Tensor, layer: KvLayer, batch: ForwardBatch) -> torch.Tensor:
+    def _decode(
+        self, heads: torch.Tensor, layer: KvLayer, batch: ForwardBatch, sinks: torch.Tensor | None
+    ) -> torch.Tensor:
         rows = batch.decode_rows
         # The longest key may belong to a row that prefills, but then its pages are in the table all the same.
         pages = -(-batch.max_key_length // self._shape.page_size)
@@ -76,15 +81,17 @@ class TorchAttention:
         visible = self._visible(places, batch.key_lengths[:rows, None] - 1)
         # Entries after a row's length may name any page; masks remove only finite values.
         values = values.masked_fill(~visible[:, None, :, None], 0.0)
-        return self._attend(heads[:, :, None], keys, values, visible[:, None, None])[:, :, 0]
+        return self._attend(heads[:, :, None], keys, values, visible[:, None, None], sinks)[:, :, 0]
 
-    def _prefill(self, heads: torch.Tensor, layer: KvLayer, table: torch.Tensor, length: int) -> torch.Tensor:
+    def _prefill(
+        self, heads: torch.Tensor, layer: KvLayer, table: torch.Tensor, length: int, sinks: torch.Tensor | None
+    ) -> torch.Tensor:
         pages = table[None, : -(-length // self._shape.page_size)].long()
         keys, values = (self._gather(pool, pages, heads.dtype)[:, :, :length] for pool in (layer.keys, layer.values))
         tokens = heads.shape[0]
         places = torch.arange(length, device=heads.device)
         visible = self._visible(places, places[length - tokens :, None])
-        return self._attend(heads.transpose(0, 1)[None], keys, values, visible)[0].transpose(0, 1)
+        return self._attend(heads.transpose(0, 1)[None], keys, values, visible, sinks)[0].transpose(0, 1)
 
     def _visible(self, places: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """Return which keys at `places` [keys] queries at `positions` [queries, 1] see, [queries, keys]."""
@@ -94,25 +101,32 @@ class TorchAttention:
         return visible
 
     def _attend(
-        self, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, visible: torch.Tensor
-    ) -> torch.Tensor:
+        self, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, visible: torch.Tensor,
+        sinks: torch.Tensor | None,
+    ) -> torch.Tensor:  # fmt: skip
         """Return [rows, heads, queries, head_dim] from queries of that shape and a mask that fits their scores."""
         cap, scale = self._shape.attention_softcap, self._shape.scale
-        if cap is None:
+        if cap is None and sinks is None:
             return scaled_dot_product_attention(queries, keys, values, attn_mask=visible, scale=scale, enable_gqa=True)
-        return capped_attention(queries, keys, values, visible, scale=scale, cap=cap)
+        return explicit_attention(queries, keys, values, visible, scale=scale, cap=cap, sinks=sinks)
 
     def _gather(self, pool: torch.Tensor, table: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         """Return [rows, kv_heads, pages * page_size, head_dim] of the pages in `table` [rows, pages]."""
         return pool[table].flatten(1, 2).transpose(1, 2).to(dtype)
 
 
-def capped_attention(
-    queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, visible: torch.Tensor, *, scale: float, cap: float
-) -> torch.Tensor:
-    """Return `scaled_dot_product_attention` with scores that a hyperbolic tangent bends into (-cap, cap)."""
+def explicit_attention(
+    queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, visible: torch.Tensor, *, scale: float,
+    cap: float | None, sinks: torch.Tensor | None,
+) -> torch.Tensor:  # fmt: skip
+    """Return `scaled_dot_product_attention` with scores that a hyperbolic tangent bends into (-cap, cap), and sinks."""
     group = queries.shape[1] // keys.shape[1]
     keys, values = (tensor.repeat_interleave(group, dim=1).float() for tensor in (keys, values))
-    scores = torch.tanh(queries.float() @ keys.transpose(-1, -2) * scale / cap) * cap
-    shares = scores.masked_fill(~visible, -torch.inf).softmax(dim=-1)
+    scores = queries.float() @ keys.transpose(-1, -2) * scale
+    if cap is not None:
+        scores = torch.tanh(scores / cap) * cap
+    scores = scores.masked_fill(~visible, -torch.inf)
+    if sinks is not None:
+        scores = torch.cat((scores, sinks.float()[:, None, None].expand(*scores.shape[:-1], 1)), dim=-1)
+    shares = scores.softmax(dim=-1)[..., : keys.shape[2]]
     return (shares @ values).to(queries.dtype)

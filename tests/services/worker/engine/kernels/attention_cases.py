@@ -63,6 +63,12 @@ class Case:
             layer.values.permute(0, 2, 1, 3).contiguous(),
         )
 
+    def sinks(self) -> torch.Tensor | None:
+        """Return random sinks, or None: every third case has some."""
+        if self.seed % 3:
+            return None
+        return torch.randn(self.shape.query_heads, generator=torch.Generator().manual_seed(self.seed + 3)) * 3
+
     def qkv(self) -> torch.Tensor:
         """Return random projections."""
         width = self.shape.query_width + 2 * self.shape.kv_width

@@ -27,7 +27,7 @@ def backends(library: CpuLibrary, shape: AttentionShape) -> list[AttentionBacken
     return [TorchAttention(shape, table), *(CpuAttention(library, shape, table, threads) for threads in (1, 3))]
 
 
-def defined(case: Case, queries: torch.Tensor, layer: KvLayer) -> torch.Tensor:
+def defined(case: Case, queries: torch.Tensor, layer: KvLayer, sinks: torch.Tensor | None = None) -> torch.Tensor:
     """Attend token by token and head by head, in double precision."""
     batch, shape = case.batch(), case.shape
     group, size = shape.query_heads // shape.kv_heads, shape.page_size
@@ -45,7 +45,10 @@ def defined(case: Case, queries: torch.Tensor, layer: KvLayer) -> torch.Tensor:
             scores = torch.einsum("hgd,thd->hgt", heads, keys[seen]) * shape.scale
             if shape.attention_softcap is not None:
                 scores = torch.tanh(scores / shape.attention_softcap) * shape.attention_softcap
-            outputs[token] = torch.einsum("hgt,thd->hgd", scores.softmax(-1), values[seen]).float().flatten()
+            if sinks is not None:
+                scores = torch.cat([scores, sinks.double().view(shape.kv_heads, group, 1)], dim=-1)
+            shares = scores.softmax(-1)[..., : position + 1 - first]
+            outputs[token] = torch.einsum("hgt,thd->hgd", shares, values[seen]).float().flatten()
     return outputs
 
 
@@ -55,9 +58,23 @@ def test_attention_follows_its_definition(library: CpuLibrary, case: Case) -> No
     queries = case.qkv()[:, : case.shape.query_width].contiguous()
     for backend in backends(library, case.shape):
         layer = case.layer(backend.layout, torch.float32)
-        expected = defined(case, queries, token_major(layer, backend.layout))
-        got = backend.attend(queries, layer, case.batch())
+        expected = defined(case, queries, token_major(layer, backend.layout), case.sinks())
+        got = backend.attend(queries, layer, case.batch(), case.sinks())
         torch.testing.assert_close(got, expected, atol=2e-5, rtol=2e-5)
+
+
+@pytest.mark.parametrize("window_left", [None, 20])
+@pytest.mark.parametrize("sink", [-100.0, 0.0, 60.0])
+def test_sinks_take_their_part_of_the_softmax(library: CpuLibrary, sink: float, window_left: int | None) -> None:
+    case = Case(AttentionShape(6, 2, 64, 16, window_left=window_left), [(150, 1), (3, 1), (130, 30)], seed=1)
+    queries, sinks = case.qkv()[:, : case.shape.query_width].contiguous(), torch.zeros(6)
+    sinks[4] = sink
+    for backend in backends(library, case.shape):
+        layer = case.layer(backend.layout, torch.float32)
+        expected = defined(case, queries, token_major(layer, backend.layout), sinks)
+        got = backend.attend(queries, layer, case.batch(), sinks)
+        torch.testing.assert_close(got, expected, atol=2e-5, rtol=2e-5)
+        assert bool((got[:, 256:320].abs() < 1e-5).all()) == (sink == 60.0)
 
 
 def test_scores_without_a_scale_are_divided_by_the_root_of_their_width() -> None:

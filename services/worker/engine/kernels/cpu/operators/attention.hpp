@@ -32,6 +32,7 @@ struct AttentionArguments {
   const int32_t* query_starts; // [rows + 1]
   const int32_t* key_lengths;  // [rows]
   const int32_t* page_table;   // [rows, table_width]
+  const float* sinks;          // [query_heads] scores of one more key each, whose value is zero; or null
   int query_stride, rows, table_width, query_heads, kv_heads, head_dim, page_size, threads;
   int window_left;  // keys that a query sees before its own position; negative: all
   float scale;      // of scores before the softmax
@@ -263,6 +264,10 @@ void run_task(const AttentionArguments& a, const AttentionTask& task, const Atte
     std::fill_n(scratch.outputs + line * a.head_dim, a.head_dim, 0.0f);
     scratch.sums[line] = Vector{};
     scratch.maxima[line] = -std::numeric_limits<float>::infinity();
+    if (a.sinks != nullptr) {
+      scratch.sums[line][0] = 1.0f;
+      scratch.maxima[line] = a.sinks[task.first_head + line % task.heads];
+    }
   }
   const HeadPages<Element> pages = pages_of(a, task, keys, values);
   const int length = position + task.tokens;

@@ -19,6 +19,7 @@ struct LayerArguments {
   const float* query_norm;    // [head_dim], or null as key_norm then is
   const float* key_norm;
   const float* feed_forward_norm;  // [hidden]
+  const float* sinks;         // as AttentionArguments has them
   const float* angles;        // as StoreArguments has them
   void* keys;
   void* values;
@@ -115,6 +116,7 @@ void share_layer(const LayersArguments& a, const LayerArguments& layer, const st
   attention.page_table = a.page_tables[layer.table];
   attention.table_width = a.table_widths[layer.table];
   attention.window_left = layer.window_left;
+  attention.sinks = layer.sinks;
 
   const Input* inputs = normalised(a.hidden, layer.input_norm, epsilon, tokens, hidden, shared);
   share_product<Weight>(layer.qkv, inputs, tokens, scratch.qkv, false);

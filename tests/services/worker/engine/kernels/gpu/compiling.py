@@ -1,6 +1,7 @@
-"""Compiles programs of the sampler, of FP8 and of sums over ranks for an H200: the compiler itself needs no GPU.
+"""Compiles programs of attention, the sampler, quantised products and sums over ranks for an H200.
 
-In a process of its own, without Triton's interpreter: which of both a program gets is settled when it is defined.
+The compiler itself needs no GPU. In a process of its own, without Triton's interpreter: which of both a program gets is
+settled when it is defined.
 """
 
 from __future__ import annotations
@@ -13,8 +14,8 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from services.worker.engine.kernels.gpu import device_batch as row_state
 from services.worker.engine.kernels.gpu import (
+    decode_attention,
     elementwise,
     experts,
     fp8_linear,
@@ -23,6 +24,7 @@ from services.worker.engine.kernels.gpu import (
     sampling,
     small_linear,
 )
+from services.worker.engine.kernels.gpu import device_batch as row_state
 from services.worker.engine.kernels.gpu import logits_processors as adjusting
 from services.worker.engine.kernels.gpu import logprobs as reporting
 from services.worker.engine.quantization.formats import FP8_BLOCK
@@ -65,8 +67,21 @@ def main() -> None:
     for adds in (0, 1):
         norm = {"WIDTH": 5120, "BLOCK": 8192, "ADDS": adds, "OVERLAPS": 1}
         sizes.append(build(elementwise._rms_norm, "*bf16 *bf16 *bf16 *bf16 fp32", 8, **norm))
-    sizes += fp8_sizes() + quantised_sizes()
+    sizes += fp8_sizes() + quantised_sizes() + attention_sizes()
     sys.stdout.write("\n".join(map(str, sizes)))
+
+
+def attention_sizes() -> list[int]:
+    """Compile attention of decoding rows in gpt-oss's shape: with sinks, with and without a window and parts."""
+    tensors = f"{'*bf16 ' * 4} *i32 *i32 *i32 *fp32 *fp32 *i32 *fp32 *bf16 *bf16 fp32 *fp32"
+    sizes = []
+    for window, stores, parts in itertools.product((-1, 127), (False, True), (1, 8)):
+        shape: Constants = {"KV_HEADS": 8, "GROUP": 8, "QUERIES": 16, "HEAD_DIM": 64, "WIDTH": 64, "PAGE_SIZE": 16}
+        tiles: Constants = {"BLOCK": 64, "PARTS": parts, "LEAST_PART": 64, "MERGED": 8}
+        how = {"STORES": stores, "NORMED": False, "WINDOW_LEFT": window, "HAS_SINKS": True, "OVERLAPS": True}
+        types = f"{tensors} fp32 i32 i32 i32 i32 i32"
+        sizes.append(build(decode_attention._decode, types, 2, **shape, **tiles, **how))
+    return sizes
 
 
 def fp8_sizes() -> list[int]:

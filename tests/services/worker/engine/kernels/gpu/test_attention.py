@@ -75,12 +75,14 @@ def check(case: Case, device: torch.device, make: Callable[[AttentionShape], Gpu
         torch.testing.assert_close(stored.transpose(1, 2).cpu(), expected, atol=TOLERANCE, rtol=TOLERANCE)
     torch.testing.assert_close(got.cpu(), queries, atol=TOLERANCE, rtol=TOLERANCE)
     # From the same inputs, in double the precision, so that only the attention itself is compared.
+    sinks = case.sinks()
+    my_sinks = None if sinks is None else sinks.to(device)
     exact = KvLayer(*(tensor.transpose(1, 2).float().cpu() for tensor in (mine.keys, mine.values)))
-    expected = reference.attend(got.float().cpu().contiguous(), exact, batch)
-    attended = attention.attend(got, mine, moved(batch, device)).float().cpu()
+    expected = reference.attend(got.float().cpu().contiguous(), exact, batch, sinks)
+    attended = attention.attend(got, mine, moved(batch, device), my_sinks).float().cpu()
     torch.testing.assert_close(attended, expected, atol=TOLERANCE, rtol=TOLERANCE)
     again = head_major(case.layer(KvLayout.TOKEN_MAJOR, DTYPE), device)
-    at_once = attention.store_and_attend(qkv.to(device, copy=True), again, on_device, moved(batch, device))
+    at_once = attention.store_and_attend(qkv.to(device, copy=True), again, on_device, moved(batch, device), my_sinks)
     torch.testing.assert_close(at_once.float().cpu(), expected, atol=TOLERANCE, rtol=TOLERANCE)
     torch.testing.assert_close(again.keys, mine.keys, atol=TOLERANCE, rtol=TOLERANCE)
     assert torch.equal(again.values, mine.values)
@@ -112,10 +114,11 @@ def test_flashinfer_attends_to_chunks_as_plain_torch_does(case: Case, device: to
     check(case, device, make)
 
 
+@pytest.mark.parametrize("has_sinks", [False, True])
 @pytest.mark.parametrize("window_left", [None, 90])
 @pytest.mark.parametrize("programs", [1, 8, 64])
 def test_a_row_cut_into_parts_gives_the_same_every_time(
-    device: torch.device, programs: int, window_left: int | None
+    device: torch.device, programs: int, window_left: int | None, has_sinks: bool
 ) -> None:
     case = Case(AttentionShape(4, 2, 32, 16, window_left), [(5, 1), (140, 1), (0, 1)], seed=3)
     layer = head_major(case.layer(KvLayout.TOKEN_MAJOR, DTYPE), device)
@@ -125,9 +128,10 @@ def test_a_row_cut_into_parts_gives_the_same_every_time(
     whole = DecodeAttention(case.shape, 3, device, DecodeTuning(block=32, programs=1))
     assert decode.parts_of(3) == {1: 1, 8: 1, 64: 8}[programs]
     rows = torch.arange(3, dtype=torch.int32, device=device)
-    expected = whole(queries, layer, batch.page_table, rows, batch.key_lengths)
+    sinks = torch.tensor([-1.0, 0.0, 2.0, 5.0], device=device) if has_sinks else None
+    expected = whole(queries, layer, batch.page_table, rows, batch.key_lengths, sinks)
     for _ in range(3):
-        got = decode(queries, layer, batch.page_table, rows, batch.key_lengths)
+        got = decode(queries, layer, batch.page_table, rows, batch.key_lengths, sinks)
         torch.testing.assert_close(got, expected, atol=TOLERANCE, rtol=TOLERANCE)
 
 
