@@ -32,7 +32,10 @@ class ExpertLoop:
     ) -> None:
         """Lay out `count` experts with `kernels`."""
         self._experts = [
-            (kernels.gated_linear(each.gate, each.up, None, activation), kernels.linear(each.down, None))
+            (
+                kernels.gated_linear(each.gate, each.up, each.gate_up_biases, activation),
+                kernels.linear(each.down, each.down_bias),
+            )
             for each in matrices
         ]
         assert len(self._experts) == count, "there are as many matrices as experts"

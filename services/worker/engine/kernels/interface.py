@@ -93,7 +93,7 @@ class GatedLinear(Protocol):
     """The first half of a gated feed-forward layer."""
 
     def __call__(self, inputs: torch.Tensor) -> torch.Tensor:
-        """Return activation(inputs @ gate.T) * (inputs @ up.T), [tokens, intermediate]."""
+        """Return the gated product of inputs @ gate.T and inputs @ up.T, see `Activation`, [tokens, intermediate]."""
         ...
 
 
@@ -104,6 +104,9 @@ class ExpertMatrices:
     gate: Matrix
     up: Matrix
     down: Matrix
+    gate_up_biases: tuple[torch.Tensor, torch.Tensor] | None = None
+    """[intermediate] each; all experts have some, or none has."""
+    down_bias: torch.Tensor | None = None  # [hidden]
 
 
 class Experts(Protocol):

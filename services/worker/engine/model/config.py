@@ -12,12 +12,18 @@ if TYPE_CHECKING:
     from services.worker.engine.quantization.formats import StoredFormat
 
 
+# Of `Activation.CLAMPED_SWIGLU`.
+SWIGLU_ALPHA, SWIGLU_LIMIT = 1.702, 7.0
+
+
 class Activation(Enum):
-    """The activation function of the gate of a feed-forward layer."""
+    """The activation function of the gate of a feed-forward layer, which is multiplied with the other half, up."""
 
     SILU = "silu"
     GELU_TANH = "gelu_pytorch_tanh"
     """GELU by its approximation with a hyperbolic tangent."""
+    CLAMPED_SWIGLU = "clamped_swiglu"
+    """gpt-oss: gate * sigmoid(1.702 gate) * (up + 1), where the gate is at most 7, and up from -7 to 7."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,12 +8,21 @@ from typing import TYPE_CHECKING
 import torch
 
 from common.errors import ConfigurationError
+from services.worker.engine.checkpoints.tensor_names import split_expert
 from services.worker.engine.checkpoints.tensor_shapes import block_shape, tensor_shape
-from services.worker.engine.quantization.formats import FP8_BLOCK, Fp8Format, GroupedFormat, Int8Format, StoredScales
+from services.worker.engine.quantization.formats import (
+    FP8_BLOCK,
+    Fp8Format,
+    GroupedFormat,
+    Int8Format,
+    Mxfp4Format,
+    StoredScales,
+)
 from services.worker.engine.quantization.fp8 import FP8, Fp8Matrix, block_matrix
-from services.worker.engine.quantization.grouped import GroupedMatrix
+from services.worker.engine.quantization.grouped import GroupedMatrix, Numbers
 from services.worker.engine.quantization.int8 import Int8Matrix
 from services.worker.engine.quantization.matrices import are_alike
+from services.worker.engine.quantization.mxfp4 import read_mxfp4
 from services.worker.engine.quantization.packed_words import PackedReader
 
 if TYPE_CHECKING:
@@ -69,15 +78,24 @@ class CheckedTensors:
             ConfigurationError: as `plain`, or its scales are wrong.
         """
         name, rows = self._located(name, rows)
-        if self.quantise is not None:
+        stored = self.checkpoint.config.stored_format
+        is_expert = split_expert(name)[1] is not None
+        if self.quantise is not None and (is_expert or not isinstance(stored, Mxfp4Format)):
             matrix = self.quantise(self.plain(name, rows).to(self.device))
             return matrix if columns is None else matrix.columns(columns)
-        stored = self.checkpoint.config.stored_format
         if isinstance(stored, GroupedFormat):
             reader, stem = PackedReader(stored, self.checkpoint.read, self.device), name.removesuffix(".weight")
             if self.checkpoint.has(reader.words_of(stem)):
                 height, width = tensor_shape(name, self.checkpoint.config)
                 return reader.matrix(stem, (height, width), rows or slice(0, height), columns or slice(0, width))
+        if (
+            isinstance(stored, Mxfp4Format)
+            and is_expert
+            and self.checkpoint.has(f"{name.removesuffix('weight')}blocks")
+        ):
+            height, width = tensor_shape(name, self.checkpoint.config)
+            whole = rows or slice(0, height), columns or slice(0, width)
+            return read_mxfp4(self.checkpoint.read, name.removesuffix(".weight"), (height, width), *whole, self.device)
         packed = self.checkpoint.packed(name, rows, columns)
         if packed is not None:
             return packed
@@ -100,7 +118,7 @@ class CheckedTensors:
         """
         matrices = [self.matrix(*part) for part in parts]
         names = ", ".join(name for name, _, _ in parts)
-        kinds = {type(matrix) for matrix in matrices}
+        kinds = {_kind(matrix) for matrix in matrices}
         if len(kinds) > 1 and self.checkpoint.config.stored_format is None:
             # Of GGUF files, where each tensor has a type of its own.
             return [each.widened(torch.float32) if isinstance(each, GroupedMatrix) else each for each in matrices]
@@ -182,6 +200,10 @@ class CheckedTensors:
         first = rows.start - in_blocks[0].start * FP8_BLOCK
         spread = _finite(name, scales).repeat_interleave(FP8_BLOCK, dim=0)
         return spread[first : first + rows.stop - rows.start]
+
+
+def _kind(matrix: Matrix) -> tuple[type, Numbers | None]:
+    return type(matrix), matrix.numbers if isinstance(matrix, GroupedMatrix) else None
 
 
 def _finite(name: str, scales: torch.Tensor) -> torch.Tensor:

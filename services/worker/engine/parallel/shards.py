@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from common.errors import ConfigurationError
-from services.worker.engine.quantization.formats import column_unit
+from services.worker.engine.quantization.formats import column_unit, expert_column_unit
 
 if TYPE_CHECKING:
     from services.worker.engine.model.config import ModelConfig
@@ -104,6 +104,7 @@ def _shard(config: ModelConfig, rank: int, world_size: int) -> ModelShard:
     sharing = sum(_split_heads(config, other, world_size)[1] == keys for other in range(world_size))
     unit = max(_FEED_FORWARD_UNIT, column_unit(config.stored_format))
     shared = config.moe.shared if config.moe else None
+    expert_unit = max(_FEED_FORWARD_UNIT, expert_column_unit(config.stored_format))
     return ModelShard(
         rank,
         world_size,
@@ -111,7 +112,9 @@ def _shard(config: ModelConfig, rank: int, world_size: int) -> ModelShard:
         kv_heads=keys,
         intermediate=split_evenly(config.intermediate_size, world_size, unit)[rank],
         vocabulary=split_evenly(config.vocabulary_size, world_size)[rank],
-        expert_columns=split_evenly(config.moe.intermediate_size, world_size, unit)[rank] if config.moe else None,
+        expert_columns=split_evenly(config.moe.intermediate_size, world_size, expert_unit)[rank]
+        if config.moe
+        else None,
         shared_columns=split_evenly(shared.intermediate_size, world_size, unit)[rank] if shared else None,
         ranks_by_kv_head=sharing,
     )

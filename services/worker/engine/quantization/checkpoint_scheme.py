@@ -11,6 +11,7 @@ from services.worker.engine.quantization.formats import (
     GroupedFormat,
     GroupedLayout,
     Int8Format,
+    Mxfp4Format,
     StoredScales,
 )
 
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
     from services.worker.engine.quantization.formats import StoredFormat
 
 _SUPPORTED = (
-    "supported are FP8 (one scale per channel, per tensor or per block of 128 x 128), AWQ, GPTQ, and "
+    "supported are FP8 (one scale per channel, per tensor or per block of 128 x 128), AWQ, GPTQ, MXFP4, and "
     "compressed-tensors with FP8, INT8 or packed 4- and 8-bit weights"
 )
 _BLOCK = [FP8_BLOCK, FP8_BLOCK]
@@ -52,6 +53,8 @@ def stored_format(quantization: Mapping[str, Any]) -> StoredFormat:
             return _gptq(quantization)
         case "compressed-tensors":
             return _compressed_tensors(quantization)
+        case "mxfp4":
+            return Mxfp4Format()
         case _:
             raise _refusal(f"weights quantised by {method!r} are")
 

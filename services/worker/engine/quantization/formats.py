@@ -7,6 +7,8 @@ from enum import Enum
 
 # Sides of the blocks that share a scale, and inputs that are scaled together.
 FP8_BLOCK = 128
+# Inputs that share a scale in MXFP4.
+MXFP4_BLOCK = 32
 
 
 class StoredScales(Enum):
@@ -62,10 +64,20 @@ class GroupedFormat:
     """Whether inputs were grouped in another order than their own (act-order)."""
 
 
-StoredFormat = Fp8Format | Int8Format | GroupedFormat
+@dataclass(frozen=True, slots=True)
+class Mxfp4Format:
+    """Experts in MXFP4 (gpt-oss), everything else as wide as activations."""
+
+
+StoredFormat = Fp8Format | Int8Format | GroupedFormat | Mxfp4Format
 
 
 def column_unit(stored: StoredFormat | None) -> int:
     """Return the number of inputs that tensor-parallel ranks must keep together; 1: they may cut anywhere."""
     is_blocked = isinstance(stored, Fp8Format) and stored.scales is StoredScales.BLOCK
     return FP8_BLOCK if is_blocked else 1
+
+
+def expert_column_unit(stored: StoredFormat | None) -> int:
+    """Return the same for the columns of experts."""
+    return MXFP4_BLOCK if isinstance(stored, Mxfp4Format) else column_unit(stored)

@@ -1,13 +1,14 @@
-"""Matrices of integers of a few bits with a scale for each group of inputs; activations stay wide.
+"""Matrices of numbers of a few bits with a scale for each group of inputs; activations stay wide.
 
-AWQ, GPTQ, compressed-tensors' packed weights and the blocks of GGUF files are all read into this form. Integers take a
-byte each until kernels lay them out.
+AWQ, GPTQ, compressed-tensors' packed weights, MXFP4 and the blocks of GGUF files are all read into this form. Numbers
+take a byte each until kernels lay them out.
 """
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
+from enum import Enum
 from typing import TYPE_CHECKING
 
 import torch
@@ -19,6 +20,19 @@ if TYPE_CHECKING:
 # What kernels can unpack, and the groups that they expect: powers of two.
 BITS = (4, 5, 6, 8)
 SMALLEST_GROUP, LARGEST_GROUP = 16, 128
+
+
+# FP4: what each of 16 codes stands for. The sign bit comes first, then two of the exponent and one of the mantissa.
+E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
+
+
+class Numbers(Enum):
+    """What the values of a matrix stand for."""
+
+    INTEGERS = "integers"
+    """Themselves."""
+    E2M1 = "e2m1"
+    """FP4; such matrices have no shifts, and scales that are powers of two."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +50,7 @@ class GroupedMatrix:
     order: torch.Tensor | None = None  # [in] int64; None: in order
     input_width: int | None = None
     """Components of the inputs, if there is an order."""
+    numbers: Numbers = Numbers.INTEGERS
 
     @property
     def shape(self) -> torch.Size:
@@ -90,8 +105,10 @@ class GroupedMatrix:
     def widened(self, dtype: torch.dtype) -> torch.Tensor:
         """Return the weights, computed in float32, in `dtype`; columns as they are stored, in `order`."""
         outputs, groups = self.scales.shape
-        scales, shifts = self.scales.float()[:, :, None], self.explicit_shifts().float()[:, :, None]
-        values = self.values.view(outputs, groups, -1)
+        scales, values = self.scales.float()[:, :, None], self.values.view(outputs, groups, -1)
+        if self.numbers is Numbers.E2M1:
+            return (torch.tensor(E2M1, device=values.device)[values.int()] * scales).to(dtype).view(outputs, -1)
+        shifts = self.explicit_shifts().float()[:, :, None]
         return (values.float() * scales + shifts).to(dtype).view(outputs, -1)
 
     def plain(self, dtype: torch.dtype) -> torch.Tensor:
@@ -137,7 +154,7 @@ def grouped_matrix(
     times, part = group // unit, slice(start // unit, stop // unit)
     shifts = None if matrix.shifts is None else matrix.shifts.repeat_interleave(times, dim=1)[:, part].contiguous()
     scales = matrix.scales.repeat_interleave(times, dim=1)[:, part].contiguous()
-    return _narrowed(replace(matrix, scales=scales, shifts=shifts))
+    return narrowed(replace(matrix, scales=scales, shifts=shifts))
 
 
 def sorted_matrix(
@@ -175,7 +192,7 @@ def sorted_matrix(
     of_units = torch.repeat_interleave(torch.arange(padded.shape[0], device=device), padded // unit)
     shifts = _shifts(scales, zero_points, bits)
     in_place = total == count and bool((taken == torch.arange(count, device=device)).all())
-    return _narrowed(
+    return narrowed(
         GroupedMatrix(
             filled,
             bits,
@@ -194,7 +211,7 @@ def _shifts(scales: torch.Tensor, zero_points: torch.Tensor | None, bits: int) -
     return -(zero_points.float() * scales.float())
 
 
-def _narrowed(matrix: GroupedMatrix) -> GroupedMatrix:
+def narrowed(matrix: GroupedMatrix) -> GroupedMatrix:
     """Return the matrix with scales and shifts in float16 if that is exact."""
     present = [each for each in (matrix.scales, matrix.shifts) if each is not None]
     if not all(bool((each.half().float() == each).all()) for each in present):
@@ -223,6 +240,11 @@ def same_order(matrices: Sequence[GroupedMatrix]) -> bool:
     if first is None:
         return all(each.order is None for each in matrices)
     return all(each.order is not None and torch.equal(each.order, first) for each in matrices)
+
+
+def same_numbers(matrices: Sequence[GroupedMatrix]) -> bool:
+    """Return whether the values of all matrices stand for the same."""
+    return len({each.numbers for each in matrices}) == 1
 
 
 def quantise(weight: torch.Tensor, bits: int, group: int | None, *, has_zero_points: bool) -> GroupedMatrix:

@@ -61,7 +61,7 @@ def are_alike(matrices: Sequence[Matrix]) -> bool:
     if len(kinds) > 1:
         return False
     ordered = [matrix for matrix in matrices if isinstance(matrix, GroupedMatrix)]
-    return not ordered or grouped.same_order(ordered)
+    return not ordered or (grouped.same_order(ordered) and grouped.same_numbers(ordered))
 
 
 def _all(kind: type[_M], matrices: Sequence[object]) -> list[_M]:

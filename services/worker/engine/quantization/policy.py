@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 import torch
 
 from common.errors import ConfigurationError
-from services.worker.engine.quantization import fp8, grouped, int8
-from services.worker.engine.quantization.formats import Fp8Format, GroupedFormat, Int8Format, StoredScales
+from services.worker.engine.quantization import fp8, grouped, int8, mxfp4
+from services.worker.engine.quantization.formats import Fp8Format, GroupedFormat, Int8Format, Mxfp4Format, StoredScales
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -58,6 +58,8 @@ def quantiser(spec: EngineSpec, config: ModelConfig) -> Callable[[torch.Tensor],
             return fp8.quantise
         case Int8Format():
             return int8.quantise
+        case Mxfp4Format():
+            return mxfp4.quantise
         case GroupedFormat():
             return partial(
                 grouped.quantise, bits=held.bits, group=held.group_size, has_zero_points=held.has_zero_points

@@ -23,7 +23,7 @@ from services.worker.engine.kernels.composed import (
 from services.worker.engine.kernels.cpu.library import ACTIVATIONS, ELEMENT_TYPES, CpuLibrary, MatrixArguments
 from services.worker.engine.kernels.torch.kernels import TorchGatedLinear
 from services.worker.engine.quantization.fp8 import Fp8BlockMatrix, Fp8Matrix
-from services.worker.engine.quantization.grouped import GroupedMatrix
+from services.worker.engine.quantization.grouped import GroupedMatrix, Numbers
 from services.worker.engine.quantization.int8 import Int8Matrix
 from services.worker.engine.quantization.matrices import above
 
@@ -106,7 +106,7 @@ class CpuGatedLinear:
         self._arguments = ctypes.pointer(gate.arguments), ctypes.pointer(up.arguments)
 
     def __call__(self, inputs: torch.Tensor) -> torch.Tensor:
-        """Return activation(gate) * up."""
+        """Return the gated product; see `Activation`."""
         assert inputs.is_contiguous(), "operators take contiguous activations"
         outputs = inputs.new_empty(inputs.shape[0], self.gate.arguments.outputs)
         self._library.gated_linear(
@@ -219,6 +219,7 @@ class CpuKernels:
         return _laid_out(
             panels, scales, bias, inputs=inputs, outputs=outputs, bits=bits, group=matrix.group,
             has_wide_scales=matrix.scales.dtype == torch.float32, has_shifts=matrix.shifts is not None,
+            is_e2m1=matrix.numbers is Numbers.E2M1,
         )  # fmt: skip
 
     def _in_panels(self, rows: torch.Tensor) -> torch.Tensor:

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 # Numbers of `ElementType` in operators/exports.cpp.
 ELEMENT_TYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
 # Numbers of `Activation` in operators/matrix.hpp.
-ACTIVATIONS = {Activation.SILU: 0, Activation.GELU_TANH: 1}
+ACTIVATIONS = {Activation.SILU: 0, Activation.GELU_TANH: 1, Activation.CLAMPED_SWIGLU: 2}
 
 
 class StoreArguments(ctypes.Structure):
@@ -76,6 +76,7 @@ class MatrixArguments(ctypes.Structure):
         ("group", c_int),
         ("has_wide_scales", c_int),
         ("has_shifts", c_int),
+        ("is_e2m1", c_int),
     )
 
 

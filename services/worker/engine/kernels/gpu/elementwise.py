@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 _SPREAD, _BUNDLED = (4, 1), (16, 4)
 _MANY_TOKENS = 512
 _GATE_BLOCK = 1024
+ACTIVATIONS = {Activation.SILU: 0, Activation.GELU_TANH: 1, Activation.CLAMPED_SWIGLU: 2}
 
 
 @triton.jit
@@ -45,25 +46,35 @@ def _rms_norm(
 
 
 @triton.jit
-def activated(gate, GELU: tl.constexpr):
-    """Return silu(gate), or GELU's approximation by a hyperbolic tangent, gate * sigmoid(u); float32."""
+def gated(gate, up, ELEMENT: tl.constexpr, ACTIVATION: tl.constexpr):
+    """Return the gated product of both, which are float32, by a number of `ACTIVATIONS`; float32.
+
+    It is rounded to ELEMENT where the reference rounds.
+    """
+    if ACTIVATION == 2:
+        # Not a number stays so.
+        gate = tl.where(gate > 7.0, 7.0, gate)
+        up = tl.where(up > 7.0, 7.0, tl.where(up < -7.0, -7.0, up))
+        return (gate / (1.0 + tl.exp(-1.702 * gate))) * (up + 1.0)
     u = gate
-    if GELU:
+    if ACTIVATION == 1:
+        # GELU's approximation by a hyperbolic tangent is gate * sigmoid(u).
         u = 1.5957691216057308 * (gate + 0.044715 * gate * gate * gate)
-    return gate / (1.0 + tl.exp(-u))
+    return (gate / (1.0 + tl.exp(-u))).to(ELEMENT).to(tl.float32) * up
 
 
 @triton.jit
-def _gate(both, outputs, width, BLOCK: tl.constexpr, GELU: tl.constexpr, OVERLAPS: tl.constexpr):
+def _gate(both, outputs, width, BLOCK: tl.constexpr, ACTIVATION: tl.constexpr, OVERLAPS: tl.constexpr):
     if OVERLAPS:
         follow()
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = columns < width
     gate = tl.load(both + row * 2 * width + columns, mask=inside, other=0.0).to(tl.float32)
-    up = tl.load(both + row * 2 * width + width + columns, mask=inside, other=0.0)
-    gated = activated(gate, GELU=GELU).to(outputs.dtype.element_ty)
-    tl.store(outputs + row * width + columns, gated * up, mask=inside)
+    up = tl.load(both + row * 2 * width + width + columns, mask=inside, other=0.0).to(tl.float32)
+    element = outputs.dtype.element_ty
+    product = gated(gate, up, ELEMENT=element, ACTIVATION=ACTIVATION)
+    tl.store(outputs + row * width + columns, product.to(element), mask=inside)
 
 
 @triton.jit
@@ -142,7 +153,7 @@ def _normed(inputs: torch.Tensor, added: torch.Tensor | None, weight: torch.Tens
 
 
 def gate(both: torch.Tensor, activation: Activation) -> torch.Tensor:
-    """Return activation(both[:, :width]) * both[:, width:], [tokens, width], of both [tokens, 2 width]."""
+    """Return the gated product of both[:, :width] and both[:, width:], [tokens, width], of both [tokens, 2 width]."""
     tokens, width = both.shape[0], both.shape[1] // 2
     outputs = both.new_empty(tokens, width)
     if tokens:
@@ -151,7 +162,7 @@ def gate(both: torch.Tensor, activation: Activation) -> torch.Tensor:
             outputs,
             width,
             BLOCK=_GATE_BLOCK,
-            GELU=activation is Activation.GELU_TANH,
+            ACTIVATION=ACTIVATIONS[activation],
             num_warps=4,
             **launch_options(tokens),
         )

@@ -7,35 +7,80 @@ on the routing, so as many programs are launched as there can be at most, and th
 from __future__ import annotations
 
 import itertools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
 import triton
 import triton.language as tl
 
-from services.worker.engine.kernels.gpu.elementwise import activated
+from services.worker.engine.kernels.gpu.elementwise import ACTIVATIONS, gated
 from services.worker.engine.kernels.gpu.fp8_linear import quantise_rows
-from services.worker.engine.kernels.gpu.quantised_linear import quantise_groups
-from services.worker.engine.kernels.interface import ExpertMatrices
-from services.worker.engine.model.config import Activation
+from services.worker.engine.kernels.gpu.quantised_linear import (
+    can_pack,
+    half_of_weights,
+    pack_of,
+    packed,
+    quantise_groups,
+    scales_on_device,
+)
 from services.worker.engine.quantization.formats import FP8_BLOCK
 from services.worker.engine.quantization.fp8 import FP8, Fp8BlockMatrix, Fp8Matrix
-from services.worker.engine.quantization.grouped import GroupedMatrix
+from services.worker.engine.quantization.grouped import GroupedMatrix, Numbers
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from services.worker.engine.kernels.interface import ExpertMatrices
+    from services.worker.engine.model.config import Activation
     from services.worker.engine.quantization.matrices import Matrix
 
 
 @triton.jit
+def _find(starts, first_blocks, order, block, EXPERTS: tl.constexpr, SEARCH: tl.constexpr, ROWS: tl.constexpr):
+    """Return a block's expert, its rows, which of them there are, and their pairs."""
+    experts = tl.arange(0, SEARCH)
+    firsts = tl.load(first_blocks + experts, mask=experts < EXPERTS, other=2147483647)
+    expert = (tl.sum((firsts <= block).to(tl.int32), axis=0) - 1).to(tl.int64)
+    rows = tl.load(starts + expert) + (block - tl.load(first_blocks + expert)) * ROWS + tl.arange(0, ROWS)
+    inside = rows < tl.load(starts + expert + 1)
+    return expert, rows, inside, tl.load(order + rows, mask=inside, other=0)
+
+
+@triton.jit
+def _finish(
+    sums, gated_sums, bias, routing_weights, outputs, rows, inside, pairs, at, in_columns, columns,
+    HAS_BIAS: tl.constexpr, IS_FIRST: tl.constexpr, ACTIVATION: tl.constexpr,
+):  # fmt: skip
+    """Store the first product, gated, in its rows; the second one, weighted, at the pairs' places.
+
+    `bias` is the expert's, that of the gate before that of up.
+    """
+    element = outputs.dtype.element_ty
+    if HAS_BIAS:
+        sums += tl.load(bias + at, mask=in_columns, other=0.0).to(tl.float32)[None, :]
+        if IS_FIRST:
+            gated_sums += tl.load(bias + columns + at, mask=in_columns, other=0.0).to(tl.float32)[None, :]
+    # Rounded where the reference rounds.
+    sums = sums.to(element).to(tl.float32)
+    if IS_FIRST:
+        up = gated_sums.to(element).to(tl.float32)
+        results = gated(sums, up, ELEMENT=element, ACTIVATION=ACTIVATION)
+        targets = rows.to(tl.int64)
+    else:
+        results = sums * tl.load(routing_weights + pairs, mask=inside, other=0.0).to(tl.float32)[:, None]
+        targets = pairs
+    mask = inside[:, None] & in_columns[None, :]
+    tl.store(outputs + targets[:, None] * columns + at[None, :], results.to(element), mask=mask)
+
+
+@triton.jit
 def _grouped_product(
-    inputs, weight, input_scales, weight_scales, routing_weights, outputs, order, starts, first_blocks, last_block,
-    width, columns, gated_offset, stride_expert, stride_scales, groups,
+    inputs, weight, input_scales, weight_scales, bias, routing_weights, outputs, order, starts, first_blocks,
+    last_block, width, columns, gated_offset, stride_expert, stride_scales, stride_bias, groups,
     PER_TOKEN: tl.constexpr, EXPERTS: tl.constexpr, SEARCH: tl.constexpr,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
-    IS_FIRST: tl.constexpr, GELU: tl.constexpr, SCALED: tl.constexpr, GROUPED: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, HAS_BIAS: tl.constexpr,
+    IS_FIRST: tl.constexpr, ACTIVATION: tl.constexpr, SCALED: tl.constexpr, GROUPED: tl.constexpr,
 ):  # fmt: skip
     """Multiply a block of pairs with their expert's matrix.
 
@@ -46,12 +91,7 @@ def _grouped_product(
     block = tl.program_id(1)
     if block >= tl.load(last_block):
         return
-    experts = tl.arange(0, SEARCH)
-    firsts = tl.load(first_blocks + experts, mask=experts < EXPERTS, other=2147483647)
-    expert = (tl.sum((firsts <= block).to(tl.int32), axis=0) - 1).to(tl.int64)
-    rows = tl.load(starts + expert) + (block - tl.load(first_blocks + expert)) * ROWS + tl.arange(0, ROWS)
-    inside = rows < tl.load(starts + expert + 1)
-    pairs = tl.load(order + rows, mask=inside, other=0)
+    expert, rows, inside, pairs = _find(starts, first_blocks, order, block, EXPERTS=EXPERTS, SEARCH=SEARCH, ROWS=ROWS)
     sources = pairs // PER_TOKEN if IS_FIRST else rows.to(tl.int64)
     at = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     in_columns = at < columns
@@ -86,20 +126,56 @@ def _grouped_product(
         sums *= of_inputs * tl.load(scales, mask=in_columns, other=0.0)[None, :]
         if IS_FIRST:
             gated_sums *= of_inputs * tl.load(scales + columns, mask=in_columns, other=0.0)[None, :]
-    element = outputs.dtype.element_ty
-    if IS_FIRST:
-        # Rounded where the reference rounds.
-        bent = activated(sums.to(element).to(tl.float32), GELU=GELU).to(element).to(tl.float32)
-        results = bent * gated_sums.to(element).to(tl.float32)
-        targets = rows.to(tl.int64)
-    else:
-        results = (
-            sums.to(element).to(tl.float32)
-            * tl.load(routing_weights + pairs, mask=inside, other=0.0).to(tl.float32)[:, None]
-        )
-        targets = pairs
-    mask = inside[:, None] & in_columns[None, :]
-    tl.store(outputs + targets[:, None] * columns + at[None, :], results.to(element), mask=mask)
+    _finish(
+        sums, gated_sums, bias + expert * stride_bias, routing_weights, outputs, rows, inside, pairs, at, in_columns,
+        columns, HAS_BIAS=HAS_BIAS, IS_FIRST=IS_FIRST, ACTIVATION=ACTIVATION,
+    )  # fmt: skip
+
+
+@triton.jit
+def _packed_product(
+    inputs, low_bits, high_bits, scales, shifts, bias, routing_weights, outputs, order, starts, first_blocks,
+    last_block, width, columns, stride_low, stride_high, stride_scales, stride_bias,
+    PER_TOKEN: tl.constexpr, EXPERTS: tl.constexpr, SEARCH: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    BITS: tl.constexpr, PACK: tl.constexpr, GROUP: tl.constexpr, HAS_SHIFTS: tl.constexpr, IS_E2M1: tl.constexpr,
+    HAS_BIAS: tl.constexpr, IS_FIRST: tl.constexpr, ACTIVATION: tl.constexpr,
+):  # fmt: skip
+    """Do the same with packed weights, which are unpacked and scaled in the product."""
+    block = tl.program_id(1)
+    if block >= tl.load(last_block):
+        return
+    expert, rows, inside, pairs = _find(starts, first_blocks, order, block, EXPERTS=EXPERTS, SEARCH=SEARCH, ROWS=ROWS)
+    sources = pairs // PER_TOKEN if IS_FIRST else rows.to(tl.int64)
+    at = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+    in_columns = at < columns
+    height = 2 * columns if IS_FIRST else columns
+    low_bits += expert * stride_low
+    high_bits += expert * stride_high
+    scales += expert * stride_scales
+    shifts += expert * stride_scales
+    half_pack: tl.constexpr = PACK // 2
+    at_inputs = inputs + sources[:, None] * width + tl.arange(0, half_pack)[None, :]
+    element = inputs.dtype.element_ty
+    sums = tl.zeros([ROWS, COLUMNS], tl.float32)
+    gated_sums = tl.zeros([ROWS, COLUMNS], tl.float32)
+    for pack in range(0, width // PACK):
+        for half in tl.static_range(2):
+            given = tl.load(at_inputs + pack * PACK + half * half_pack, mask=inside[:, None], other=0.0)
+            factors = half_of_weights(
+                low_bits, high_bits, scales, shifts, at, height, width, pack, in_columns,
+                HALF=half, BITS=BITS, PACK=PACK, GROUP=GROUP, HAS_SHIFTS=HAS_SHIFTS, IS_E2M1=IS_E2M1,
+            )  # fmt: skip
+            sums += tl.dot(given, factors.to(element))
+            if IS_FIRST:
+                factors = half_of_weights(
+                    low_bits, high_bits, scales, shifts, at + columns, height, width, pack, in_columns,
+                    HALF=half, BITS=BITS, PACK=PACK, GROUP=GROUP, HAS_SHIFTS=HAS_SHIFTS, IS_E2M1=IS_E2M1,
+                )  # fmt: skip
+                gated_sums += tl.dot(given, factors.to(element))
+    _finish(
+        sums, gated_sums, bias + expert * stride_bias, routing_weights, outputs, rows, inside, pairs, at, in_columns,
+        columns, HAS_BIAS=HAS_BIAS, IS_FIRST=IS_FIRST, ACTIVATION=ACTIVATION,
+    )  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,112 +200,219 @@ def tuning_for(pairs: int, experts: int) -> ExpertTuning:
     return _MANY_PAIRS if pairs >= _MANY * experts else _FEW_PAIRS
 
 
+@dataclass(frozen=True, slots=True)
+class _Plan:
+    """Where the pairs of one pass go; the same for both products."""
+
+    tuning: ExpertTuning
+    blocks: int
+    chosen: int
+    order: torch.Tensor  # [pairs] sorted by expert
+    starts: torch.Tensor  # [experts + 1]
+    first_blocks: torch.Tensor  # [experts]
+    last_block: torch.Tensor  # [1]
+    routing_weights: torch.Tensor  # [tokens, chosen]
+
+    @property
+    def tensors(self) -> tuple[torch.Tensor, ...]:
+        return self.order, self.starts, self.first_blocks, self.last_block
+
+
 class _Stack:
     """One matrix of each expert: as wide as activations, or in FP8 with scales for rows or for blocks of inputs."""
 
     def __init__(self, like: Matrix, experts: int, rows: int, dtype: torch.dtype, device: torch.device) -> None:
         """Make room for `experts` matrices [rows, in] that are held as `like` is."""
-        self.groups = 0
+        self.rows = rows
+        self._groups = 0
         # [experts, out] or [experts, out, groups] float32
-        self.scales: torch.Tensor | None = None
+        self._scales: torch.Tensor | None = None
         # [1] float32: one program quantises the inputs of all experts.
-        self.input_scale: torch.Tensor | None = None
+        self._input_scale: torch.Tensor | None = None
         width = like.shape[1]
         match like:
             case Fp8Matrix():
-                dtype, self.scales = FP8, torch.empty(experts, rows, device=device)
-                self.input_scale = None if like.input_scale is None else torch.zeros(1, device=device)
+                dtype, self._scales = FP8, torch.empty(experts, rows, device=device)
+                self._input_scale = None if like.input_scale is None else torch.zeros(1, device=device)
             case Fp8BlockMatrix():
-                dtype, width, self.groups = FP8, like.values.shape[1], like.scales.shape[1]
-                self.scales = torch.empty(experts, rows, self.groups, device=device)
+                dtype, width, self._groups = FP8, like.values.shape[1], like.scales.shape[1]
+                self._scales = torch.empty(experts, rows, self._groups, device=device)
             case _:
                 assert isinstance(like, torch.Tensor), "experts in other formats are refused"
-        self.values = torch.empty(experts, rows, width, dtype=dtype, device=device)  # [experts, out, in]
+        self._values = torch.empty(experts, rows, width, dtype=dtype, device=device)  # [experts, out, in]
 
     def put(self, expert: int, rows: slice, matrix: Matrix) -> None:
         """Copy a matrix, or one half of a stacked one, to its place."""
         if isinstance(matrix, torch.Tensor):
-            assert self.scales is None, "experts are held alike"
-            self.values[expert, rows].copy_(matrix)
+            assert self._scales is None, "experts are held alike"
+            self._values[expert, rows].copy_(matrix)
             return
-        assert self.scales is not None, "experts are held alike"
+        assert self._scales is not None, "experts are held alike"
         assert isinstance(matrix, Fp8Matrix | Fp8BlockMatrix), "experts in other formats are refused"
-        self.values[expert, rows].copy_(matrix.values)
-        self.scales[expert, rows].copy_(matrix.scales)
+        self._values[expert, rows].copy_(matrix.values)
+        self._scales[expert, rows].copy_(matrix.scales)
         if isinstance(matrix, Fp8Matrix) and matrix.input_scale is not None:
-            assert self.input_scale is not None, "experts are held alike"
-            torch.maximum(self.input_scale, matrix.input_scale.to(self.input_scale.device), out=self.input_scale)
+            assert self._input_scale is not None, "experts are held alike"
+            torch.maximum(self._input_scale, matrix.input_scale.to(self._input_scale.device), out=self._input_scale)
 
-    def quantised(self, inputs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def write(
+        self, inputs: torch.Tensor, bias: torch.Tensor | None, outputs: torch.Tensor, plan: _Plan,
+        activation: Activation | None,
+    ) -> None:  # fmt: skip
+        """Write the product to `outputs` [pairs, columns]; the first one, which is gated, has an activation."""
+        width, columns, is_first = self._values.shape[2], outputs.shape[1], activation is not None
+        given, scales = self._quantised(inputs)
+        tuning = plan.tuning
+        _grouped_product[(triton.cdiv(columns, tuning.columns), plan.blocks)](
+            given, self._values, scales, inputs if self._scales is None else self._scales,
+            inputs if bias is None else bias, plan.routing_weights, outputs, *plan.tensors,
+            width, columns, columns * width if is_first else 0, self._values.stride(0),
+            self.rows * max(self._groups, 1), self.rows, self._groups,
+            **_constants(plan, bias, activation), DEPTH=FP8_BLOCK if self._groups else tuning.depth,
+            SCALED=self._scales is not None, GROUPED=self._groups > 0,
+        )  # fmt: skip
+
+    def _quantised(self, inputs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return inputs [rows, in] as they are multiplied, and their scales, if there are any."""
-        if self.groups:
+        if self._groups:
             return quantise_groups(inputs)
-        return (inputs, inputs) if self.scales is None else quantise_rows(inputs, self.input_scale)
+        return (inputs, inputs) if self._scales is None else quantise_rows(inputs, self._input_scale)
+
+
+class _PackedStack:
+    """One packed matrix of each expert, laid out as `GroupedProduct` has them."""
+
+    def __init__(self, like: GroupedMatrix, experts: int, rows: int, device: torch.device) -> None:
+        """Make room for `experts` matrices [rows, in] that are held as `like` is."""
+        self.rows, self._width = rows, like.values.shape[1]
+        self._bits, self._group, self._numbers = like.bits, like.group, like.numbers
+        self._pack = pack_of(self._width, self._group)
+
+        def empty(*shape: int, dtype: torch.dtype = torch.uint8) -> torch.Tensor:
+            return torch.empty(experts, *shape, dtype=dtype, device=device)
+
+        extra = self._bits - 4 if self._bits in (5, 6) else 0
+        self._low = empty(rows, self._width if self._bits == 8 else self._width // 2)
+        self._high = empty(rows, self._width * extra // 8) if extra else self._low
+        dtype = torch.uint8 if self._numbers is Numbers.E2M1 else torch.float32
+        self._scales = empty(self._width // self._group, rows, dtype=dtype)  # [experts, groups, out]
+        self._shifts: torch.Tensor | None = None
+
+    def put(self, expert: int, rows: slice, matrix: Matrix) -> None:
+        """Pack a matrix, or one half of a stacked one, at its place."""
+        assert isinstance(matrix, GroupedMatrix), "experts are held alike"
+        assert (matrix.bits, matrix.numbers) == (self._bits, self._numbers), "experts are held alike"
+        moved = matrix.to(self._low.device).regrouped(self._group)
+        low, high = packed(moved.values, self._bits, self._pack)
+        self._low[expert, rows].copy_(low)
+        if self._high is not self._low:
+            self._high[expert, rows].copy_(high)
+        if moved.shifts is not None and self._shifts is None:
+            # Those before had the zero point in the middle.
+            self._shifts = self._scales * -(2 ** (self._bits - 1))
+        self._scales[expert, :, rows].copy_(scales_on_device(moved).t())
+        if self._shifts is not None:
+            self._shifts[expert, :, rows].copy_(moved.explicit_shifts().t())
+
+    def write(
+        self, inputs: torch.Tensor, bias: torch.Tensor | None, outputs: torch.Tensor, plan: _Plan,
+        activation: Activation | None,
+    ) -> None:  # fmt: skip
+        """Write the product, as `_Stack.write` does."""
+        columns = outputs.shape[1]
+        _packed_product[(triton.cdiv(columns, plan.tuning.columns), plan.blocks)](
+            inputs, self._low, self._high, self._scales, self._scales if self._shifts is None else self._shifts,
+            inputs if bias is None else bias, plan.routing_weights, outputs, *plan.tensors,
+            self._width, columns, self._low.stride(0), self._high.stride(0), self._scales.stride(0), self.rows,
+            **_constants(plan, bias, activation), BITS=self._bits, PACK=self._pack, GROUP=self._group,
+            HAS_SHIFTS=self._shifts is not None, IS_E2M1=self._numbers is Numbers.E2M1,
+        )  # fmt: skip
+
+
+def _constants(plan: _Plan, bias: torch.Tensor | None, activation: Activation | None) -> dict[str, int | bool]:
+    """Return what both programs have in common."""
+    tuning, experts = plan.tuning, plan.first_blocks.shape[0]
+    return {
+        "PER_TOKEN": plan.chosen, "EXPERTS": experts, "SEARCH": triton.next_power_of_2(experts), "ROWS": tuning.rows,
+        "COLUMNS": tuning.columns, "HAS_BIAS": bias is not None, "IS_FIRST": activation is not None,
+        "ACTIVATION": 0 if activation is None else ACTIVATIONS[activation], "num_warps": tuning.warps,
+        "num_stages": tuning.stages,
+    }  # fmt: skip
 
 
 class GpuExperts:
-    """All experts' matrices in two tensors; see `Experts`."""
+    """All experts' matrices in two stacks; see `Experts`."""
 
     def __init__(
         self, count: int, matrices: Iterator[ExpertMatrices], activation: Activation, dtype: torch.dtype,
         device: torch.device,
     ) -> None:  # fmt: skip
         """Copy `count` experts to `device`, one after the other."""
-        # Packed integers are widened: no program here unpacks them.
-        widened = (_widened(each, dtype) for each in matrices)
-        first = next(widened)
-        columns, self._hidden = first.gate.shape
+        prepared = (_prepared(each, dtype) for each in matrices)
+        first = next(prepared)
+        self._columns, self._hidden = first.gate.shape
         # [experts, 2 intermediate, hidden], gate above up; [experts, hidden, intermediate]
-        self._gate_up = _Stack(first.gate, count, 2 * columns, dtype, device)
-        self._down = _Stack(first.down, count, self._hidden, dtype, device)
-        for i, expert in enumerate(itertools.chain([first], widened)):
-            self._gate_up.put(i, slice(columns), expert.gate)
-            self._gate_up.put(i, slice(columns, None), expert.up)
+        self._gate_up = _stack(first.gate, count, 2 * self._columns, dtype, device)
+        self._down = _stack(first.down, count, self._hidden, dtype, device)
+
+        def biases(rows: int) -> torch.Tensor:
+            return torch.empty(count, rows, dtype=dtype, device=device)
+
+        self._gate_up_bias = None if first.gate_up_biases is None else biases(2 * self._columns)
+        self._down_bias = None if first.down_bias is None else biases(self._hidden)
+        for i, expert in enumerate(itertools.chain([first], prepared)):
+            self._gate_up.put(i, slice(self._columns), expert.gate)
+            self._gate_up.put(i, slice(self._columns, None), expert.up)
             self._down.put(i, slice(None), expert.down)
+            if self._gate_up_bias is not None and expert.gate_up_biases is not None:
+                self._gate_up_bias[i].copy_(torch.cat(expert.gate_up_biases))
+            if self._down_bias is not None and expert.down_bias is not None:
+                self._down_bias[i].copy_(expert.down_bias)
         self._activation = activation
         self._bounds = torch.arange(count + 1, device=device)
 
     def __call__(self, inputs: torch.Tensor, expert_ids: torch.Tensor, routing_weights: torch.Tensor) -> torch.Tensor:
         """Return the weighted sum, without waiting for the device."""
         tokens, chosen = expert_ids.shape
-        experts, columns = self._gate_up.values.shape[0], self._gate_up.values.shape[1] // 2
-        hidden = self._hidden
         if tokens == 0:
             return torch.empty_like(inputs)
-        pairs = tokens * chosen
+        plan = self._plan(expert_ids, routing_weights)
+        gated_pairs = inputs.new_empty(tokens * chosen, self._columns)
+        outputs = inputs.new_empty(tokens * chosen, self._hidden)
+        self._gate_up.write(inputs.contiguous(), self._gate_up_bias, gated_pairs, plan, self._activation)
+        self._down.write(gated_pairs, self._down_bias, outputs, plan, None)
+        return outputs.view(tokens, chosen, self._hidden).sum(dim=1)
+
+    def _plan(self, expert_ids: torch.Tensor, routing_weights: torch.Tensor) -> _Plan:
+        pairs, experts = expert_ids.numel(), self._bounds.shape[0] - 1
         tuning = tuning_for(pairs, experts)
         expert_of, order = expert_ids.flatten().sort(stable=True)
         starts = torch.searchsorted(expert_of, self._bounds)  # [experts + 1]
         last_blocks = ((starts.diff() + tuning.rows - 1) // tuning.rows).cumsum(0)
         first_blocks = torch.nn.functional.pad(last_blocks, (1, 0))[:-1].contiguous()
         blocks = min(pairs, pairs // tuning.rows + experts)
-        gated = inputs.new_empty(pairs, columns)
-        outputs = inputs.new_empty(pairs, hidden)
-        inputs, plan = inputs.contiguous(), (order, starts, first_blocks, last_blocks[-1:])
-        for source, weight, target, is_first in (
-            (inputs, self._gate_up, gated, True),
-            (gated, self._down, outputs, False),
-        ):
-            width, wide = weight.values.shape[2], target.shape[1]
-            given, scales = weight.quantised(source)
-            _grouped_product[(triton.cdiv(wide, tuning.columns), blocks)](
-                given, weight.values, scales, source if weight.scales is None else weight.scales, routing_weights,
-                target, *plan,
-                width, wide, wide * width if is_first else 0, weight.values.stride(0),
-                weight.values.shape[1] * max(weight.groups, 1), weight.groups,
-                PER_TOKEN=chosen, EXPERTS=experts, SEARCH=triton.next_power_of_2(experts),
-                ROWS=tuning.rows, COLUMNS=tuning.columns, DEPTH=FP8_BLOCK if weight.groups else tuning.depth,
-                IS_FIRST=is_first, GELU=self._activation is Activation.GELU_TANH, SCALED=weight.scales is not None,
-                GROUPED=weight.groups > 0, num_warps=tuning.warps, num_stages=tuning.stages,
-            )  # fmt: skip
-        return outputs.view(tokens, chosen, hidden).sum(dim=1)
-
-
-def _widened(expert: ExpertMatrices, dtype: torch.dtype) -> ExpertMatrices:
-    """Return an expert whose packed integers are `dtype`."""
-    return ExpertMatrices(
-        *(
-            each.plain(dtype) if isinstance(each, GroupedMatrix) else each
-            for each in (expert.gate, expert.up, expert.down)
+        return _Plan(
+            tuning, blocks, expert_ids.shape[1], order, starts, first_blocks, last_blocks[-1:], routing_weights
         )
+
+
+def _stack(like: Matrix, experts: int, rows: int, dtype: torch.dtype, device: torch.device) -> _Stack | _PackedStack:
+    if isinstance(like, GroupedMatrix):
+        return _PackedStack(like, experts, rows, device)
+    return _Stack(like, experts, rows, dtype, device)
+
+
+def _prepared(expert: ExpertMatrices, dtype: torch.dtype) -> ExpertMatrices:
+    """Return an expert whose packed matrices are `dtype` where no program here unpacks them.
+
+    Inputs are put in no order (act-order) that could differ between experts, and gate and up are packed alike.
+    """
+    gate, up, down = (
+        each.plain(dtype)
+        if isinstance(each, GroupedMatrix) and (each.order is not None or not can_pack(each))
+        else each
+        for each in (expert.gate, expert.up, expert.down)
     )
+    if isinstance(gate, GroupedMatrix) and isinstance(up, GroupedMatrix) and gate.bits != up.bits:
+        gate, up = gate.plain(dtype), up.plain(dtype)
+    return replace(expert, gate=gate, up=up, down=down)

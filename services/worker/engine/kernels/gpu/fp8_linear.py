@@ -111,7 +111,7 @@ class GpuFp8GatedLinear:
         self._activation = activation
 
     def __call__(self, inputs: torch.Tensor) -> torch.Tensor:
-        """Return activation(gate) * up."""
+        """Return the gated product; see `Activation`."""
         if inputs.shape[0] > small_linear.MOST_TOKENS:
             return elementwise.gate(multiply(inputs, self._matrix, self._bias), self._activation)
         outputs = inputs.new_empty(inputs.shape[0], self._matrix.shape[0] // 2)

@@ -65,7 +65,7 @@ class GpuGatedLinear:
         self._activation = activation
 
     def __call__(self, inputs: torch.Tensor) -> torch.Tensor:
-        """Return activation(gate) * up."""
+        """Return the gated product; see `Activation`."""
         if inputs.shape[0] <= small_linear.MOST_TOKENS:
             return small_linear.gated_product(inputs, self._weight, self._bias, self._activation)
         return elementwise.gate(linear(inputs, self._weight, self._bias), self._activation)

@@ -19,7 +19,7 @@ from services.worker.engine.kernels.gpu.fp8_linear import quantise_rows
 from services.worker.engine.quantization import int8
 from services.worker.engine.quantization.formats import FP8_BLOCK
 from services.worker.engine.quantization.fp8 import Fp8BlockMatrix, in_blocks
-from services.worker.engine.quantization.grouped import GroupedMatrix, in_order
+from services.worker.engine.quantization.grouped import GroupedMatrix, Numbers, in_order
 from services.worker.engine.quantization.int8 import Int8Matrix
 
 if TYPE_CHECKING:
@@ -106,9 +106,9 @@ def _int8_product(
 @triton.jit
 def _integers(
     low_bits, high_bits, outputs, width, block, places, mask,
-    HALF: tl.constexpr, BITS: tl.constexpr, PACK: tl.constexpr,
+    HALF: tl.constexpr, BITS: tl.constexpr, PACK: tl.constexpr, IS_E2M1: tl.constexpr,
 ):  # fmt: skip
-    """Return integers of some outputs, at `places` of one half of a pack of inputs, as float32.
+    """Return integers, or FP4 numbers, of some outputs at `places` of one half of a pack of inputs, as float32.
 
     A byte of `low_bits` holds four bits of a place in the first half of a pack and of that in the second half; a byte
     of `high_bits` holds the fifth bit of eight, or the fifth and sixth of four, of a pack.
@@ -120,6 +120,11 @@ def _integers(
         )
     low = tl.load(low_bits + outputs * (width // 2) + block * half_pack + places, mask=mask, other=0).to(tl.int32)
     integers = (low >> (4 * HALF)) & 15
+    if IS_E2M1:
+        # A sign, two bits of exponent, one of mantissa.
+        exponents, mantissas = (integers >> 1) & 3, integers & 1
+        doubled = tl.where(exponents == 0, mantissas, ((mantissas | 2) << exponents) >> 1)
+        return tl.where(integers > 7, -doubled, doubled).to(tl.float32) * 0.5
     if BITS == 5:
         fifth: tl.constexpr = PACK // 8
         high = tl.load(high_bits + outputs * (width // 8) + block * fifth + places % fifth, mask=mask, other=0)
@@ -132,9 +137,10 @@ def _integers(
 
 
 @triton.jit
-def _half_of_weights(
+def half_of_weights(
     low_bits, high_bits, scales, shifts, at, columns, width, block, in_columns,
     HALF: tl.constexpr, BITS: tl.constexpr, PACK: tl.constexpr, GROUP: tl.constexpr, HAS_SHIFTS: tl.constexpr,
+    IS_E2M1: tl.constexpr,
 ):  # fmt: skip
     """Return the weights [PACK / 2, columns] of one half of a pack of inputs, as float32."""
     half_pack: tl.constexpr = PACK // 2
@@ -142,13 +148,17 @@ def _half_of_weights(
     mask = in_columns[None, :]
     integers = _integers(
         low_bits, high_bits, at.to(tl.int64)[None, :], width, block, places[:, None], mask,
-        HALF=HALF, BITS=BITS, PACK=PACK,
+        HALF=HALF, BITS=BITS, PACK=PACK, IS_E2M1=IS_E2M1,
     )  # fmt: skip
     first = block * PACK + HALF * half_pack
     if half_pack <= GROUP:
         at_scales = (first // GROUP) * columns + at[None, :]
     else:
         at_scales = ((first + places) // GROUP)[:, None] * columns + at[None, :]
+    if IS_E2M1:
+        # Exponents of powers of two; that of 0 is the one number whose bits are others.
+        exponents = tl.load(scales + at_scales, mask=mask, other=0).to(tl.int32)
+        return integers * tl.where(exponents == 0, 0x00400000, exponents << 23).to(tl.float32, bitcast=True)
     factors = tl.load(scales + at_scales, mask=mask, other=0.0).to(tl.float32)
     if HAS_SHIFTS:
         return integers * factors + tl.load(shifts + at_scales, mask=mask, other=0.0).to(tl.float32)
@@ -160,7 +170,8 @@ def _half_of_weights(
 def _grouped_product(
     inputs, low_bits, high_bits, scales, shifts, bias, outputs, tokens, columns, width,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, BITS: tl.constexpr, PACK: tl.constexpr, GROUP: tl.constexpr,
-    HAS_SHIFTS: tl.constexpr, HAS_BIAS: tl.constexpr, ADDS: tl.constexpr, OVERLAPS: tl.constexpr,
+    HAS_SHIFTS: tl.constexpr, IS_E2M1: tl.constexpr, HAS_BIAS: tl.constexpr, ADDS: tl.constexpr,
+    OVERLAPS: tl.constexpr,
 ):  # fmt: skip
     """Multiply inputs [tokens, width] with packed weights [columns, width]; PACK divides the width."""
     if OVERLAPS:
@@ -175,9 +186,9 @@ def _grouped_product(
     for block in range(0, width // PACK):
         for half in tl.static_range(2):
             given = tl.load(at_inputs + block * PACK + half * half_pack, mask=in_rows[:, None], other=0.0)
-            factors = _half_of_weights(
+            factors = half_of_weights(
                 low_bits, high_bits, scales, shifts, at, columns, width, block, in_columns,
-                HALF=half, BITS=BITS, PACK=PACK, GROUP=GROUP, HAS_SHIFTS=HAS_SHIFTS,
+                HALF=half, BITS=BITS, PACK=PACK, GROUP=GROUP, HAS_SHIFTS=HAS_SHIFTS, IS_E2M1=IS_E2M1,
             )  # fmt: skip
             sums += tl.dot(given, factors.to(element))
     _store(sums, bias, outputs, rows, at, in_rows, in_columns, columns, HAS_BIAS=HAS_BIAS, ADDS=ADDS)
@@ -187,7 +198,7 @@ def _grouped_product(
 def _widen(
     low_bits, high_bits, scales, shifts, widened, first, columns, last, width,
     COLUMNS: tl.constexpr, BITS: tl.constexpr, PACK: tl.constexpr, GROUP: tl.constexpr, HAS_SHIFTS: tl.constexpr,
-    OVERLAPS: tl.constexpr,
+    IS_E2M1: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
     """Write the weights of outputs `first` to `last` of one pack of inputs to `widened` [last - first, width]."""
     if OVERLAPS:
@@ -198,9 +209,9 @@ def _widen(
     half_pack: tl.constexpr = PACK // 2
     places = tl.arange(0, half_pack)
     for half in tl.static_range(2):
-        factors = _half_of_weights(
+        factors = half_of_weights(
             low_bits, high_bits, scales, shifts, at, columns, width, block, in_columns,
-            HALF=half, BITS=BITS, PACK=PACK, GROUP=GROUP, HAS_SHIFTS=HAS_SHIFTS,
+            HALF=half, BITS=BITS, PACK=PACK, GROUP=GROUP, HAS_SHIFTS=HAS_SHIFTS, IS_E2M1=IS_E2M1,
         )  # fmt: skip
         targets = widened + (at - first).to(tl.int64)[None, :] * width + block * PACK + half * half_pack
         tl.store(targets + places[:, None], factors.to(widened.dtype.element_ty), mask=in_columns[None, :])
@@ -323,11 +334,11 @@ class GroupedProduct:
         """Pack a matrix that is on the device."""
         self.outputs, self._width = matrix.values.shape
         self._bits, self._group, self._order = matrix.bits, matrix.group, matrix.order
+        self._is_e2m1 = matrix.numbers is Numbers.E2M1
         self._pack = pack_of(self._width, self._group)
         self._low, self._high = packed(matrix.values, matrix.bits, self._pack)
-        # [groups, out] float32, as programs read them: narrower ones cannot be copied while a program computes, which
-        # takes half as long again.
-        self._scales = matrix.scales.float().t().contiguous()
+        # [groups, out], as programs read them.
+        self._scales = scales_on_device(matrix).t().contiguous()
         self._shifts = None if matrix.shifts is None else matrix.shifts.float().t().contiguous()
 
     def write(self, inputs: torch.Tensor, bias: torch.Tensor | None, outputs: torch.Tensor, *, adds: bool) -> None:
@@ -378,7 +389,19 @@ class GroupedProduct:
     def _constants(self) -> dict[str, int | bool]:
         return {
             "BITS": self._bits, "PACK": self._pack, "GROUP": self._group, "HAS_SHIFTS": self._shifts is not None,
+            "IS_E2M1": self._is_e2m1,
         }  # fmt: skip
+
+
+def scales_on_device(matrix: GroupedMatrix) -> torch.Tensor:
+    """Return scales [out, groups] as programs take them: float32, or exponents of FP4's, e8m0 as uint8.
+
+    Narrower floats cannot be copied while a program computes, which takes half as long again.
+    """
+    if matrix.numbers is Numbers.E2M1:
+        # frexp's exponents are those of numbers below 1.
+        return (torch.frexp(matrix.scales.float()).exponent + 126).to(torch.uint8)
+    return matrix.scales.float()
 
 
 def pack_of(width: int, group: int) -> int:
@@ -442,7 +465,7 @@ class GpuQuantisedGatedLinear:
         self._activation = activation
 
     def __call__(self, inputs: torch.Tensor) -> torch.Tensor:
-        """Return activation(gate) * up."""
+        """Return the gated product; see `Activation`."""
         return elementwise.gate(self._both(inputs), self._activation)
 
 

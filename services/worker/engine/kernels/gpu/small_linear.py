@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 
 from services.worker.engine.kernels.gpu.dependent_launch import follow, launch_options
-from services.worker.engine.kernels.gpu.elementwise import activated
+from services.worker.engine.kernels.gpu.elementwise import ACTIVATIONS, gated
 from services.worker.engine.model.config import Activation
 
 if TYPE_CHECKING:
@@ -39,7 +39,7 @@ class Scales:
 @triton.jit
 def _finished(
     sums, gated_sums, bias, input_scale, weight_scales, target, rows, inside, columns_out,
-    HAS_BIAS: tl.constexpr, SCALED: tl.constexpr, ADDS: tl.constexpr, GATED: tl.constexpr, GELU: tl.constexpr,
+    HAS_BIAS: tl.constexpr, SCALED: tl.constexpr, ADDS: tl.constexpr, GATED: tl.constexpr, ACTIVATION: tl.constexpr,
 ):  # fmt: skip
     """Return the value to store: the product, scaled, with its bias, gated, or added to the stored sums."""
     element = target.dtype.element_ty
@@ -55,7 +55,7 @@ def _finished(
         if HAS_BIAS:
             up += tl.load(bias + columns_out + rows, mask=inside, other=0.0).to(tl.float32)
         gate = product.to(element).to(tl.float32)
-        product = activated(gate, GELU=GELU).to(element).to(tl.float32) * up.to(element).to(tl.float32)
+        product = gated(gate, up.to(element).to(tl.float32), ELEMENT=element, ACTIVATION=ACTIVATION)
     if ADDS:
         product = product.to(element).to(tl.float32) + tl.load(target, mask=inside, other=0.0).to(tl.float32)
     return product.to(element)
@@ -65,7 +65,7 @@ def _finished(
 def _product(
     inputs, weight, bias, input_scales, weight_scales, outputs, width, columns_out,
     ROWS: tl.constexpr, BLOCK: tl.constexpr, HAS_BIAS: tl.constexpr, SCALED: tl.constexpr, ADDS: tl.constexpr,
-    GATED: tl.constexpr, GELU: tl.constexpr, OVERLAPS: tl.constexpr,
+    GATED: tl.constexpr, ACTIVATION: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
     """Read the weights in steps of BLOCK, which divides `width`."""
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
@@ -87,7 +87,7 @@ def _product(
     target = outputs + token * columns_out + rows
     tl.store(target, _finished(
         sums, gated_sums, bias, input_scales + token, weight_scales, target, rows, inside, columns_out,
-        HAS_BIAS=HAS_BIAS, SCALED=SCALED, ADDS=ADDS, GATED=GATED, GELU=GELU,
+        HAS_BIAS=HAS_BIAS, SCALED=SCALED, ADDS=ADDS, GATED=GATED, ACTIVATION=ACTIVATION,
     ), mask=inside)  # fmt: skip
 
 
@@ -95,7 +95,7 @@ def _product(
 def _product_at_once(
     inputs, weight, bias, input_scales, weight_scales, outputs, width, columns_out,
     ROWS: tl.constexpr, BLOCK: tl.constexpr, HAS_BIAS: tl.constexpr, SCALED: tl.constexpr, ADDS: tl.constexpr,
-    GATED: tl.constexpr, GELU: tl.constexpr, OVERLAPS: tl.constexpr,
+    GATED: tl.constexpr, ACTIVATION: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
     """Have all weights on their way while the program before still runs."""
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
@@ -118,7 +118,7 @@ def _product_at_once(
     target = outputs + token * columns_out + rows
     tl.store(target, _finished(
         sums, gated_sums, bias, input_scales + token, weight_scales, target, rows, inside, columns_out,
-        HAS_BIAS=HAS_BIAS, SCALED=SCALED, ADDS=ADDS, GATED=GATED, GELU=GELU,
+        HAS_BIAS=HAS_BIAS, SCALED=SCALED, ADDS=ADDS, GATED=GATED, ACTIVATION=ACTIVATION,
     ), mask=inside)  # fmt: skip
 
 
@@ -135,7 +135,7 @@ def launch(
         outputs: what is written.
         scales: of FP8 inputs and weights.
         adds: add to `outputs` instead.
-        activation: of a gated layer, which gives activation(gate) * up.
+        activation: of a gated layer.
     """
     tokens, columns_out = outputs.shape
     width = weight.shape[1]
@@ -150,7 +150,7 @@ def launch(
         inputs, weight, weight if bias is None else bias, scales.of_inputs if scales else weight,
         scales.of_outputs if scales else weight, outputs, width, columns_out,
         ROWS=rows, BLOCK=block, HAS_BIAS=bias is not None, SCALED=scales is not None, ADDS=adds,
-        GATED=activation is not None, GELU=activation is Activation.GELU_TANH,
+        GATED=activation is not None, ACTIVATION=ACTIVATIONS[activation or Activation.SILU],
         num_warps=max(2, block // 1024) if at_once else 2, num_stages=3, **launch_options(tokens),
     )  # fmt: skip
 
@@ -173,7 +173,7 @@ def add_product(inputs: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor |
 def gated_product(
     inputs: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, activation: Activation
 ) -> torch.Tensor:
-    """Return activation(gate) * up, where `weight` [2 out, in] holds the gate's rows, then those of up."""
+    """Return the gated product, where `weight` [2 out, in] holds the gate's rows, then those of up."""
     outputs = inputs.new_empty(inputs.shape[0], weight.shape[0] // 2)
     launch(inputs.contiguous(), weight, bias, outputs, activation=activation)
     return outputs

@@ -14,7 +14,7 @@ from services.worker.engine.kernels.composed import (
     activation_quantiser,
     round_in_groups,
 )
-from services.worker.engine.model.config import Activation
+from services.worker.engine.model.config import SWIGLU_ALPHA, SWIGLU_LIMIT, Activation
 from services.worker.engine.quantization.fp8 import Fp8BlockMatrix, Fp8Matrix
 from services.worker.engine.quantization.grouped import GroupedMatrix
 from services.worker.engine.quantization.int8 import Int8Matrix
@@ -76,9 +76,9 @@ class TorchGatedLinear:
         self._activation = activation
 
     def __call__(self, inputs: torch.Tensor) -> torch.Tensor:
-        """Return activation(gate) * up."""
+        """Return the gated product; see `Activation`."""
         gate, up = self._both(inputs).chunk(2, dim=-1)
-        return activate(gate, self._activation) * up
+        return gated(gate, up, self._activation)
 
 
 class TorchKernels:
@@ -141,9 +141,16 @@ class TorchKernels:
         return rms_norm(sums.add_(added), weight, epsilon)
 
 
-def activate(gate: torch.Tensor, activation: Activation) -> torch.Tensor:
-    """Bend the gate of a feed-forward layer."""
-    return silu(gate) if activation is Activation.SILU else gelu(gate, approximate="tanh")
+def gated(gate: torch.Tensor, up: torch.Tensor, activation: Activation) -> torch.Tensor:
+    """Multiply the activated gate of a feed-forward layer with its other half."""
+    match activation:
+        case Activation.SILU:
+            return silu(gate) * up
+        case Activation.GELU_TANH:
+            return gelu(gate, approximate="tanh") * up
+        case Activation.CLAMPED_SWIGLU:
+            gate, up = gate.clamp(max=SWIGLU_LIMIT), up.clamp(-SWIGLU_LIMIT, SWIGLU_LIMIT)
+            return (up + 1) * (gate * torch.sigmoid(gate * SWIGLU_ALPHA))
 
 
 def rms_norm(inputs: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Tensor:

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from services.worker.engine.kernels.cpu.kernels import CpuKernels
-from services.worker.engine.kernels.torch.kernels import TorchKernels, activate
+from services.worker.engine.kernels.torch.kernels import TorchKernels, gated
 from services.worker.engine.model.config import Activation
 from services.worker.engine.quantization.fp8 import FP8, LARGEST, Fp8Matrix, quantise, quantise_rows
 from services.worker.engine.quantization.matrices import above
@@ -103,7 +103,7 @@ def test_gated_products_are_those_of_quantised_values(
     matrices = quantise(gate), quantise(up)
     got = kernels.gated_linear(*matrices, biases, activation)(inputs)
     wide = [exact_product(inputs, *each, torch.float32)[0] for each in zip(matrices, biases, strict=True)]
-    torch.testing.assert_close(got.double(), activate(wide[0], activation) * wide[1], atol=1e-3, rtol=1e-3)
+    torch.testing.assert_close(got.double(), gated(wide[0], wide[1], activation), atol=1e-3, rtol=1e-3)
 
 
 @pytest.mark.parametrize("threads", [1, 3])

@@ -170,15 +170,27 @@ struct Product {
   }
 };
 
-enum class Activation { kSilu = 0, kGeluTanh = 1 };
+enum class Activation { kSilu = 0, kGeluTanh = 1, kClampedSwiglu = 2 };
+
+constexpr float kSwigluAlpha = 1.702f, kSwigluLimit = 7.0f;
 
 // silu(x) = x * sigmoid(x), and GELU's approximation x * (1 + tanh(u / 2)) / 2 = x * sigmoid(u).
 inline Vector activate(Vector x, Activation activation) {
+  if (activation == Activation::kClampedSwiglu) {
+    const Vector gate = minimum(broadcast(kSwigluLimit), x);
+    return gate / (1.0f + exponential(-kSwigluAlpha * gate));
+  }
   const Vector u = activation == Activation::kSilu ? x : 1.5957691216057308f * (x + 0.044715f * x * x * x);
   return x / (1.0f + exponential(-u));
 }
 
-// outputs = activation(inputs x gate) * (inputs x up)
+// The other half of a gated layer times its activated gate.
+inline Vector gated(Vector up, Vector activated, Activation activation) {
+  if (activation != Activation::kClampedSwiglu) return up * activated;
+  return (minimum(broadcast(kSwigluLimit), maximum(broadcast(-kSwigluLimit), up)) + 1.0f) * activated;
+}
+
+// outputs = inputs x gate and inputs x up, joined as `Activation` says
 template <typename Weight>
 struct GatedProduct {
   Matrix<Weight> gate;
@@ -204,7 +216,7 @@ struct GatedProduct {
 #pragma GCC unroll 8
     for (int i = 0; i < Rows; ++i)
 #pragma GCC unroll 8
-      for (int v = 0; v < kPanelVectors; ++v) ups[i][v] *= gates[i][v];
+      for (int v = 0; v < kPanelVectors; ++v) ups[i][v] = gated(ups[i][v], gates[i][v], activation);
     put<Rows>(ups, outputs + static_cast<long>(row) * width(), width(), panel * kPanel, false);
   }
 };

@@ -1,4 +1,4 @@
-// Products with weights of 4, 5, 6 or 8 bits, which have a scale and a shift for each group of inputs.
+// Products with weights of 4, 5, 6 or 8 bits, integers or FP4, which have a scale and a shift for each group of inputs.
 //
 // Weights are cut into panels as in matrix.hpp. Some inputs of a panel at a time are unpacked to the type that products
 // multiply, into memory that stays in the nearest cache, and multiplied with all tokens before the next ones are. Every
@@ -29,7 +29,8 @@ struct MatrixArguments {
   const float* bias;
   int inputs, outputs, bits, group;
   int has_wide_scales;  // float32, else float16
-  int has_shifts;       // else they are -2^(bits - 1) times the scales
+  int has_shifts;       // else they are -2^(bits - 1) times the scales, or nothing for FP4
+  int is_e2m1;          // four bits are FP4, else integers
 
   const uint8_t* step(int panel, int input) const {
     const long steps = static_cast<long>(panel) * (inputs / kStep) + input / kStep;
@@ -79,6 +80,15 @@ inline void load_integers(const uint8_t* rows, IntVector (&integers)[kStep]) {
   }
 }
 
+// Twice the FP4 numbers (e2m1: a sign, two bits of exponent, one of mantissa) of codes from 0 to 15.
+inline IntVector doubled_e2m1(IntVector codes) {
+  const IntVector exponents = codes >> 1 & 3, mantissas = codes & 1;
+  const IntVector normal = (mantissas | 2) << exponents >> 1;
+  const IntVector magnitudes = exponents == 0 ? mantissas : normal;
+  const IntVector signs = -(codes >> 3);
+  return (magnitudes ^ signs) - signs;
+}
+
 // Writes the weights of two successive inputs as products read them.
 inline void put_pair(Vector first, Vector second, float* target) {
   store(target, first);
@@ -100,7 +110,7 @@ inline int stride_of(const float*) { return kLanes; }
 inline int stride_of(const BFloat16*) { return 2 * kLanes; }
 
 // Unpacks inputs [begin, end) of a panel, whole groups, to `target` [inputs, kPanel], or in pairs of inputs.
-template <int Bits, typename Weight>
+template <int Bits, bool IsE2M1 = false, typename Weight>
 inline void unpack(const MatrixArguments& matrix, int panel, int begin, int end, Weight* target) {
   const int group = matrix.group, parts = matrix.has_shifts ? 2 : 1;
   const float middle = -static_cast<float>(1 << (Bits - 1));
@@ -119,6 +129,13 @@ inline void unpack(const MatrixArguments& matrix, int panel, int begin, int end,
         shifts[v] = matrix.has_shifts ? load(source + kPanel) : scales[v] * middle;
       }
     }
+    if constexpr (IsE2M1) {
+#pragma GCC unroll 8
+      for (int v = 0; v < kPanelVectors; ++v) {
+        scales[v] *= 0.5f;
+        shifts[v] = Vector{};
+      }
+    }
     for (int input = start; input < start + group; input += kStep) {
       const uint8_t* rows = matrix.step(panel, input);
       Weight* first = target + static_cast<long>(input - begin) * kPanel;
@@ -126,6 +143,10 @@ inline void unpack(const MatrixArguments& matrix, int panel, int begin, int end,
       for (int v = 0; v < kPanelVectors; ++v) {
         IntVector integers[kStep];
         load_integers<Bits>(rows + v * kLanes, integers);
+        if constexpr (IsE2M1) {
+#pragma GCC unroll 8
+          for (int i = 0; i < kStep; ++i) integers[i] = doubled_e2m1(integers[i]);
+        }
 #pragma GCC unroll 8
         for (int i = 0; i < kStep; i += 2) {
           const Vector even = __builtin_convertvector(integers[i], Vector) * scales[v] + shifts[v];
@@ -173,7 +194,10 @@ inline float* panel_sums(const MatrixArguments& matrix, const InputOf<Weight>* i
     const int end = std::min(matrix.inputs, begin + kUnpacked);
     switch (matrix.bits) {
       case 4:
-        unpack<4>(matrix, panel, begin, end, weights.data());
+        if (matrix.is_e2m1)
+          unpack<4, true>(matrix, panel, begin, end, weights.data());
+        else
+          unpack<4>(matrix, panel, begin, end, weights.data());
         break;
       case 5:
         unpack<5>(matrix, panel, begin, end, weights.data());
@@ -217,7 +241,7 @@ struct PackedProduct {
   }
 };
 
-// outputs = activation(inputs x gate) * (inputs x up)
+// outputs = inputs x gate and inputs x up, joined as `Activation` says
 template <typename Weight>
 struct PackedGatedProduct {
   MatrixArguments gate, up;
@@ -237,7 +261,7 @@ struct PackedGatedProduct {
       const long place = static_cast<long>(token) * kPanel;
       for (int v = 0; v < kPanelVectors; ++v) {
         const long at = place + v * kLanes;
-        store(ups + at, load(ups + at) * activate(load(gates + at), activation));
+        store(ups + at, gated(load(ups + at), activate(load(gates + at), activation), activation));
       }
       std::copy_n(ups + place, columns, outputs + static_cast<long>(first + token) * width() + panel * kPanel);
     }

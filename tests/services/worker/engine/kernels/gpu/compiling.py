@@ -93,16 +93,16 @@ def fp8_sizes() -> list[int]:
     for program, block, warps in ((small_linear._product_at_once, 4096, 4), (small_linear._product, 1024, 2)):
         how = {"ROWS": 1, "BLOCK": block, "HAS_BIAS": True, "SCALED": True, "ADDS": False, "GATED": True}
         given = f"{both} *bf16 {scales} *bf16 i32 i32"
-        sizes.append(build(program, given, warps, GELU=False, OVERLAPS=True, **how))
+        sizes.append(build(program, given, warps, ACTIVATION=0, OVERLAPS=True, **how))
     for tuning, is_first in itertools.product((experts._FEW_PAIRS, experts._MANY_PAIRS), (True, False)):
         how = {"ROWS": tuning.rows, "COLUMNS": tuning.columns, "DEPTH": tuning.depth, "IS_FIRST": is_first}
-        given = f"{both} {scales} *bf16 *bf16 {'*i64 ' * 4} {'i32 ' * 6}"
+        given = f"{both} {scales} *bf16 *bf16 *bf16 {'*i64 ' * 4} {'i32 ' * 7}"
         for grouped in (False, True):
             how["DEPTH"] = FP8_BLOCK if grouped else tuning.depth
             sizes.append(
                 build(
                     experts._grouped_product, given, tuning.warps,
-                    PER_TOKEN=8, EXPERTS=128, SEARCH=128, GELU=False, SCALED=True, GROUPED=grouped, **how,
+                    PER_TOKEN=8, EXPERTS=128, SEARCH=128, HAS_BIAS=True, ACTIVATION=0, SCALED=True, GROUPED=grouped, **how,
                 )
             )  # fmt: skip
     return sizes
@@ -113,6 +113,12 @@ def quantised_sizes() -> list[int]:
     sizes = []
     rounding: Constants = {"BLOCK": 8192, "HALF_RANGE": 127.5, "SMALLEST": 1e-12, "OVERLAPS": True}
     sizes.append(build(quantised_linear._quantise_rows_to_int8, "*bf16 *i8 *fp32 i32", 8, **rounding))
+    for tuning, is_first in itertools.product((experts._FEW_PAIRS, experts._MANY_PAIRS), (True, False)):
+        tiles: Constants = {"ROWS": tuning.rows, "COLUMNS": tuning.columns, "IS_FIRST": is_first, "ACTIVATION": 2}
+        packs: Constants = {"BITS": 4, "PACK": 64, "GROUP": 32, "HAS_SHIFTS": False, "IS_E2M1": True}
+        routing: Constants = {"PER_TOKEN": 4, "EXPERTS": 32, "SEARCH": 32, "HAS_BIAS": True}
+        given = f"*bf16 *u8 *u8 *u8 *u8 *bf16 *bf16 *bf16 {'*i64 ' * 4} {'i32 ' * 6}"
+        sizes.append(build(experts._packed_product, given, tuning.warps, **tiles, **packs, **routing))
     for tokens in (1, 17, 33, 65):
         tile = quantised_linear.tile_for(tokens)
         how: Constants = {"ROWS": tile.rows, "COLUMNS": tile.columns, "HAS_BIAS": True, "ADDS": True, "OVERLAPS": True}
@@ -122,10 +128,26 @@ def quantised_sizes() -> list[int]:
         sizes.append(build(quantised_linear._int8_product, narrow, tile.warps, DEPTH=128, **how))
         packed = "*bf16 *u8 *u8 *fp32 *fp32 *bf16 *bf16 i32 i32 i32"
         for bits, group in ((4, 128), (4, 32), (5, 32), (6, 16), (8, 32)):
-            what = {"BITS": bits, "GROUP": group, "PACK": quantised_linear.pack_of(4096, group), "HAS_SHIFTS": True}
-            sizes.append(build(quantised_linear._grouped_product, packed, tile.warps, **how, **what))
+            what = {
+                "BITS": bits,
+                "GROUP": group,
+                "PACK": quantised_linear.pack_of(4096, group),
+                "HAS_SHIFTS": True,
+                "IS_E2M1": False,
+            }
+            sizes.append(build(quantised_linear._grouped_product, packed, tile.warps, IS_E2M1=False, **how, **what))
+    fp4: Constants = {"BITS": 4, "GROUP": 32, "PACK": quantised_linear.pack_of(2880, 32), "HAS_SHIFTS": False}
+    given = "*bf16 *u8 *u8 *u8 *u8 *bf16 *bf16 i32 i32 i32"
+    how = {"ROWS": 16, "COLUMNS": 32, "HAS_BIAS": True, "ADDS": True, "OVERLAPS": True}
+    sizes.append(build(quantised_linear._grouped_product, given, 4, IS_E2M1=True, **fp4, **how))
     for bits, group in ((4, 128), (5, 32), (6, 16), (8, 32)):
-        what = {"BITS": bits, "GROUP": group, "PACK": quantised_linear.pack_of(4096, group), "HAS_SHIFTS": False}
+        what = {
+            "BITS": bits,
+            "GROUP": group,
+            "PACK": quantised_linear.pack_of(4096, group),
+            "HAS_SHIFTS": False,
+            "IS_E2M1": False,
+        }
         widened = "*u8 *u8 *fp32 *fp32 *bf16 i32 i32 i32 i32"
         sizes.append(build(quantised_linear._widen, widened, 4, COLUMNS=32, OVERLAPS=False, **what))
     return sizes

@@ -14,15 +14,17 @@ from services.worker.engine.kernels.composed import ExpertLoop
 from services.worker.engine.kernels.interface import ExpertMatrices
 from services.worker.engine.kernels.torch.kernels import TorchKernels
 from services.worker.engine.model.config import Activation
+from services.worker.engine.quantization import grouped, mxfp4
 from services.worker.engine.quantization.fp8 import quantise, quantise_blocks
 
 pytest.importorskip("triton", reason="its interpreter runs the programs where there is no GPU")
 
-from services.worker.engine.kernels.gpu.experts import GpuExperts
+from services.worker.engine.kernels.gpu.experts import GpuExperts, _PackedStack
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from services.worker.engine.quantization.grouped import GroupedMatrix
     from services.worker.engine.quantization.matrices import Matrix
 
 HAS_GPU = torch.cuda.is_available()
@@ -31,16 +33,23 @@ TOLERANCE = 2e-2 if HAS_GPU else 1e-4
 HIDDEN, COLUMNS, CHOSEN = 80, 48, 3
 
 
-def matrices(experts: int, hidden: int = HIDDEN, columns: int = COLUMNS) -> list[ExpertMatrices]:
+def matrices(
+    experts: int, hidden: int = HIDDEN, columns: int = COLUMNS, *, has_biases: bool = False
+) -> list[ExpertMatrices]:
     generator = torch.Generator().manual_seed(experts)
 
     def random(rows: int, width: int) -> torch.Tensor:
         return torch.randn(rows, width, generator=generator).mul(width**-0.5).to(DTYPE)
 
-    return [
+    def biases(expert: ExpertMatrices) -> ExpertMatrices:
+        gate, up = random(1, columns)[0], random(1, columns)[0]
+        return replace(expert, gate_up_biases=(gate, up), down_bias=random(1, hidden)[0])
+
+    made = [
         ExpertMatrices(random(columns, hidden), random(columns, hidden), random(hidden, columns))
         for _ in range(experts)
     ]
+    return list(map(biases, made)) if has_biases else made
 
 
 def routed(tokens: int, experts: int, skew: float, hidden: int = HIDDEN) -> tuple[torch.Tensor, ...]:
@@ -56,11 +65,15 @@ def quantise_statically(weight: torch.Tensor) -> Matrix:
     return replace(quantise(weight), input_scale=torch.tensor([0.02]))
 
 
-def check(experts: int, tokens: int, skew: float, activation: Activation, device: torch.device) -> None:
+def check(
+    experts: int, tokens: int, skew: float, activation: Activation, device: torch.device, *, has_biases: bool = False
+) -> None:
     cpu = torch.device("cpu")
     inputs, ids, routing_weights = routed(tokens, experts, skew)
-    expected = ExpertLoop(TorchKernels(torch.float32, cpu), experts, iter(matrices(experts)), activation)
-    moe = GpuExperts(experts, iter(matrices(experts)), activation, DTYPE, device)
+    expected = ExpertLoop(
+        TorchKernels(torch.float32, cpu), experts, iter(matrices(experts, has_biases=has_biases)), activation
+    )
+    moe = GpuExperts(experts, iter(matrices(experts, has_biases=has_biases)), activation, DTYPE, device)
     got = moe(inputs.to(device), ids.to(device), routing_weights.to(device))
     wanted = expected(inputs.float(), ids, routing_weights.float())
     torch.testing.assert_close(got.cpu().float(), wanted, atol=TOLERANCE, rtol=TOLERANCE)
@@ -69,12 +82,12 @@ def check(experts: int, tokens: int, skew: float, activation: Activation, device
 @settings(max_examples=60 if HAS_GPU else 6, deadline=None)
 @given(
     st.sampled_from([3, 5, 16]), st.integers(1, 300 if HAS_GPU else 40), st.sampled_from([0.0, 0.5, 10.0]),
-    st.sampled_from(Activation),
+    st.sampled_from(Activation), st.booleans(),
 )  # fmt: skip
 def test_any_routing_gives_the_same_as_the_expert_loop(
-    device: torch.device, experts: int, tokens: int, skew: float, activation: Activation
+    device: torch.device, experts: int, tokens: int, skew: float, activation: Activation, has_biases: bool
 ) -> None:
-    check(experts, tokens, skew, activation, device)
+    check(experts, tokens, skew, activation, device, has_biases=has_biases)
 
 
 @pytest.mark.parametrize("quantiser", [quantise, quantise_blocks, quantise_statically])
@@ -102,6 +115,40 @@ def test_fp8_experts_give_the_same_as_the_expert_loop(
     assert float(error.median()) < (2e-2 if HAS_GPU else 1e-5)
     # By a scale for all tokens, small values are rounded more coarsely, and rounding the other way costs more.
     assert float(error.max()) < (0.12 if quantiser is quantise_statically else 5e-2)
+
+
+PACKED: dict[str, Callable[[torch.Tensor], GroupedMatrix]] = {
+    "mxfp4": mxfp4.quantise,
+    "4 bits": lambda weight: grouped.quantise(weight, 4, 32, has_zero_points=False),
+    "4 bits with zero points": lambda weight: grouped.quantise(weight, 4, 16, has_zero_points=True),
+    "6 bits": lambda weight: grouped.quantise(weight, 6, 16, has_zero_points=False),
+    "8 bits": lambda weight: grouped.quantise(weight, 8, 32, has_zero_points=True),
+}
+
+
+@pytest.mark.parametrize("kind", PACKED)
+@pytest.mark.parametrize(("tokens", "has_biases"), [(5, True), (97, False)])
+def test_packed_experts_stay_packed_and_give_the_same_as_the_expert_loop(
+    device: torch.device, kind: str, tokens: int, has_biases: bool
+) -> None:
+    def pack(expert: ExpertMatrices) -> ExpertMatrices:
+        parts = {name: PACKED[kind](getattr(expert, name).float()) for name in ("gate", "up", "down")}
+        return replace(expert, **parts)
+
+    made = [pack(each) for each in matrices(3, 96, 64, has_biases=has_biases)]
+    # The first expert alone has its zero points in the middle.
+    if kind == "4 bits with zero points":
+        made[0] = replace(made[0], gate=replace(made[0].gate, shifts=None))  # type: ignore[type-var]  # made so
+    inputs, ids, routing_weights = routed(tokens, 3, 0.5, 96)
+    moe = GpuExperts(3, iter(made), Activation.CLAMPED_SWIGLU, DTYPE, device)
+    held = [stack for stack in (moe._gate_up, moe._down) if isinstance(stack, _PackedStack)]
+    assert len(held) == 2
+    if kind == "mxfp4":
+        assert sum(each.nbytes for stack in held for each in (stack._low, stack._scales)) == 3 * 3 * 96 * 64 * 17 // 32
+    got = moe(inputs.to(device), ids.to(device), routing_weights.to(device)).cpu().float()
+    loop = ExpertLoop(TorchKernels(torch.float32, torch.device("cpu")), 3, iter(made), Activation.CLAMPED_SWIGLU)
+    expected = loop(inputs.float(), ids, routing_weights.float())
+    torch.testing.assert_close(got, expected, atol=TOLERANCE, rtol=TOLERANCE)
 
 
 def test_many_tokens_take_larger_blocks(device: torch.device) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from services.worker.engine.kernels.torch.kernels import activate
+from services.worker.engine.kernels.torch.kernels import gated
 from services.worker.engine.model.config import Activation
 from services.worker.engine.quantization import fp8
 from tests.services.worker.engine.quantization.fp8_bounds import exact_product, within
@@ -90,7 +90,7 @@ def test_gated_products_are_those_of_quantised_values(
     biases = random(16, seed=3), random(16, seed=4)
     got = GpuKernels(DTYPE, device).gated_linear(*matrices, biases, activation)(inputs.to(device))
     gate, up = (exact_product(inputs, *each, DTYPE)[0] for each in zip(matrices, biases, strict=True))
-    torch.testing.assert_close(got.cpu().double(), activate(gate, activation) * up, atol=3e-2, rtol=3e-2)
+    torch.testing.assert_close(got.cpu().double(), gated(gate, up, activation), atol=3e-2, rtol=3e-2)
 
 
 def test_quantisation_of_a_token_does_not_depend_on_the_batch(device: torch.device) -> None:

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.nn.functional import linear
 
-from services.worker.engine.kernels.torch.kernels import activate, rms_norm
+from services.worker.engine.kernels.torch.kernels import gated, rms_norm
 from services.worker.engine.model.config import Activation
 
 pytest.importorskip("triton", reason="its interpreter runs the programs where there is no GPU")
@@ -52,7 +52,7 @@ def test_gated_products(device: torch.device, tokens: int, has_bias: bool, activ
         for weight, bias in zip((gate, up), biases or (None, None), strict=True)
     ]
     got = GpuKernels(DTYPE, device).gated_linear(gate, up, biases, activation)(inputs.to(device))
-    close(got, activate(wide[0], activation) * wide[1])
+    close(got, gated(wide[0], wide[1], activation))
 
 
 @pytest.mark.parametrize("width", [48, 1000, 5120])

@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from services.worker.engine.kernels.composed import round_in_groups
-from services.worker.engine.kernels.torch.kernels import activate
+from services.worker.engine.kernels.torch.kernels import gated
 from services.worker.engine.model.config import Activation
-from services.worker.engine.quantization import fp8, grouped, int8
-from services.worker.engine.quantization.grouped import GroupedMatrix
+from services.worker.engine.quantization import fp8, grouped, int8, mxfp4
+from services.worker.engine.quantization.grouped import GroupedMatrix, Numbers
 
 pytest.importorskip("triton", reason="its interpreter runs the programs where there is no GPU")
 
@@ -50,6 +50,8 @@ def integers(outputs: int, width: int, bits: int, group: int, *, shifted: bool, 
 def weights_of(matrix: QuantisedMatrix) -> torch.Tensor:
     """Return the weights in float64, [out, in]."""
     match matrix:
+        case GroupedMatrix() if matrix.numbers is Numbers.E2M1:
+            return matrix.widened(torch.float32).double()
         case GroupedMatrix():
             scales, shifts = (
                 each.double().repeat_interleave(matrix.group, dim=1)
@@ -96,6 +98,7 @@ MATRICES: dict[str, Callable[[int, int], QuantisedMatrix]] = {
     ),
     "4 bits": lambda outputs, width: integers(outputs, width, 4, 64, shifted=False),
     "4 bits shifted": lambda outputs, width: integers(outputs, width, 4, 32, shifted=True, narrow=False),
+    "mxfp4": lambda outputs, width: mxfp4.quantise(random(outputs, width, seed=1).float() / width**0.5),
     "5 bits": lambda outputs, width: integers(outputs, width, 5, 32, shifted=True),
     "6 bits": lambda outputs, width: integers(outputs, width, 6, 16, shifted=False),
     "8 bits": lambda outputs, width: integers(outputs, width, 8, 32, shifted=True),
@@ -184,7 +187,7 @@ def test_gated_products_are_those_of_stored_weights(device: torch.device, kind: 
     biases = random(32, seed=3), random(32, seed=4)
     got = GpuKernels(DTYPE, device).gated_linear(*matrices, biases, activation)(inputs.to(device))
     gate, up = (exact(inputs, matrix) + bias.double() for matrix, bias in zip(matrices, biases, strict=True))
-    torch.testing.assert_close(got.cpu().double(), activate(gate, activation) * up, atol=3e-2, rtol=3e-2)
+    torch.testing.assert_close(got.cpu().double(), gated(gate, up, activation), atol=3e-2, rtol=3e-2)
 
 
 def test_rows_are_quantised_to_int8_as_the_reference_does(device: torch.device) -> None:
