@@ -98,6 +98,8 @@ class GgufCheckpoint:
     def read(self, name: str, rows: slice | None = None, columns: slice | None = None) -> torch.Tensor:
         """Return a tensor or a block of a matrix; see `Checkpoint.read`. Rows of q and k must be whole heads."""
         values = self._dequantised(*self._place(name, rows))
+        if name.endswith(".bias"):
+            values = values.reshape(-1)
         if self._is_reordered(name):
             values = _restore_halves(values, self.config.head_dim)
         if columns is not None:
@@ -131,7 +133,10 @@ class GgufCheckpoint:
 
     def _rows_of(self, name: str, expert: int, rows: slice | None) -> slice:
         """Return where rows of one expert lie in a tensor [experts, rows, columns]."""
-        height = self._entry(name).shape[1]
+        shape = self._entry(name).shape
+        if len(shape) == 2:  # biases [experts, rows]
+            return slice(expert, expert + 1)
+        height = shape[1]
         within = rows or slice(0, height)
         return slice(expert * height + within.start, expert * height + within.stop)
 

@@ -52,8 +52,7 @@ class SafetensorsCheckpoint:
 
     def read(self, name: str, rows: slice | None = None, columns: slice | None = None) -> torch.Tensor:
         """Return a tensor or a block of a matrix; see `Checkpoint.read`."""
-        stored = self._stored(name)
-        return self._tensors.read(stored.name, rows, columns, stored.expert)
+        return self._tensors.read_stored(self._stored(name), rows, columns)
 
     def has(self, name: str) -> bool:
         """Whether there is a tensor of this name."""
@@ -87,18 +86,27 @@ class SafetensorsTensors:
         """Whether there is a tensor of this name."""
         return name in self._files
 
-    def read(
-        self, name: str, rows: slice | None = None, columns: slice | None = None, expert: int | None = None
-    ) -> torch.Tensor:
-        """Return a tensor or a block of a matrix, or of that of an expert in [experts, rows, columns].
+    def read(self, name: str, rows: slice | None = None, columns: slice | None = None) -> torch.Tensor:
+        """Return a tensor or a block of a matrix; see `Checkpoint.read`."""
+        return self.read_stored(StoredTensor(name), rows, columns)
 
-        See `Checkpoint.read`.
-        """
+    def read_stored(
+        self, stored: StoredTensor, rows: slice | None = None, columns: slice | None = None
+    ) -> torch.Tensor:
+        """Return a tensor or a block of a matrix, which may be that of one expert; see `Checkpoint.read`."""
+        name, part = stored.name, stored.part
         if name not in self._files:
             raise ConfigurationError(f"{self._directory}: no tensor {name!r} in the safetensors files")
-        block = self._read(self._file(self._files[name]), name, rows, columns, expert)
-        self._digest.add(block_name(name if expert is None else f"{name}[{expert}]", rows, columns), block)
-        return block
+        if part is not None and rows is not None:
+            rows = slice(rows.start * part.step, rows.stop * part.step)
+        if part is not None and part.is_transposed:
+            rows, columns = columns, rows
+        block = self._read(self._file(self._files[name]), stored, rows, columns)
+        label = name if stored.expert is None else f"{name}[{stored.expert}]"
+        self._digest.add(block_name(label, rows, columns), block)
+        if part is None:
+            return block
+        return (block.t() if part.is_transposed else block)[part.first :: part.step]
 
     def identity(self) -> str:
         """Return the digest of all blocks read; see `Checkpoint.identity`."""
@@ -107,16 +115,14 @@ class SafetensorsTensors:
     @staticmethod
     def _read(
         file: Any,  # see _open_file
-        name: str, rows: slice | None, columns: slice | None, expert: int | None,
+        stored: StoredTensor, rows: slice | None, columns: slice | None,
     ) -> torch.Tensor:  # fmt: skip
-        if rows is None and columns is None and expert is None:
-            tensor: torch.Tensor = file.get_tensor(name)
+        if rows is None and columns is None and stored.expert is None:
+            tensor: torch.Tensor = file.get_tensor(stored.name)
             return tensor
-        part = file.get_slice(name)
-        if expert is not None:
-            matrix: torch.Tensor = part[expert, rows or slice(None), columns or slice(None)]
-            return matrix
-        block: torch.Tensor = part[rows or slice(None)] if columns is None else part[rows or slice(None), columns]
+        index = () if stored.expert is None else (stored.expert,)
+        places = (*index, rows or slice(None), *(() if columns is None else (columns,)))
+        block: torch.Tensor = file.get_slice(stored.name)[places if len(places) > 1 else places[0]]
         return block
 
     def _file(self, name: str) -> Any:  # see _open_file

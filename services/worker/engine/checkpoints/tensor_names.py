@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from services.worker.engine.model.family import StackedPart
+
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
@@ -18,9 +20,11 @@ class StoredTensor:
 
     name: str
     expert: int | None = None
+    part: StackedPart | None = None
+    """Rows of that matrix, where it contains others, or is transposed."""
 
 
-def stored_tensor(name: str, names: Mapping[str, str]) -> StoredTensor:
+def stored_tensor(name: str, names: Mapping[str, str | StackedPart]) -> StoredTensor:
     """Find where the engine's tensor `name` is, by the `names` of a family.
 
     Keys are what follows `model.layers.N.`, or whole names outside of layers, with or without `.weight` or `.bias`; `*`
@@ -30,6 +34,8 @@ def stored_tensor(name: str, names: Mapping[str, str]) -> StoredTensor:
     part, expert = split_expert(part, "*")
     stem, _, suffix = part.rpartition(".")
     stored = names.get(part) or f"{names.get(stem, stem)}.{suffix}"
+    if isinstance(stored, StackedPart):
+        return StoredTensor(prefix + stored.name, expert, stored)
     if expert is None:
         return StoredTensor(prefix + stored)
     return (

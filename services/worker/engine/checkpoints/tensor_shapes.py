@@ -34,6 +34,8 @@ def tensor_shape(name: str, config: ModelConfig) -> tuple[int, ...]:
     part, kind = name.split(".")[-2:]
     if part in matrices:
         return matrices[part] if kind == "weight" else matrices[part][:1]
+    if part == "sinks":
+        return (config.query_heads,)
     if part in ("q_norm", "k_norm"):
         return ((queries if part == "q_norm" else keys) if config.projection_norm else config.head_dim,)
     return (hidden,)

@@ -81,6 +81,7 @@ class Assembler:
             ),
             feed_forward_norm=self._norm(feed_forward_norm) if config.pre_norms else None,
             feed_forward=self._feed_forward(f"{prefix}.mlp", config.moe_of(layer)),
+            sinks=self._sinks(f"{attention}.sinks.weight") if config.has_sinks else None,
             post_norms=post_norms,
             projection_norm=self._projection_norm(attention) if config.projection_norm else None,
             residual_scale=config.residual_scale,
@@ -115,7 +116,7 @@ class Assembler:
         return DenseFeedForward(self._gate_up(mlp, part), self._row_parallel(f"{mlp}.down_proj", part, has_bias))
 
     def _moe(self, mlp: str, moe: MoeConfig) -> FeedForward:
-        experts = self.kernels.experts(moe.experts, self._experts(mlp, moe.experts), self.config.activation)
+        experts = self.kernels.experts(moe.experts, self._experts(mlp, moe), self.config.activation)
         shared = None if moe.shared is None else self._shared(mlp, moe.shared)
         return MoeFeedForward(self._router(f"{mlp}.gate", moe), experts, shared)
 
@@ -124,7 +125,8 @@ class Assembler:
         if moe.has_correction:
             correction = self.tensors.plain(f"{name}.e_score_correction_bias").to(self.device, torch.float32)
         if not moe.routes_in_float32:
-            return Router(self.kernels.linear(weight, None), moe, correction)
+            bias = self.tensors.plain(f"{name}.bias") if moe.has_biases else None
+            return Router(self.kernels.linear(weight, bias), moe, correction)
         wide = weight.to(self.device, torch.float32)
         return Router(lambda inputs: linear(inputs.float(), wide), moe, correction)
 
@@ -137,21 +139,26 @@ class Assembler:
         )
         return SharedFeedForward(self._dense(f"{mlp}.shared_expert", self.shard.shared_columns), gate)
 
-    def _experts(self, mlp: str, count: int) -> Iterator[ExpertMatrices]:
+    def _experts(self, mlp: str, moe: MoeConfig) -> Iterator[ExpertMatrices]:
         """Read one expert after the other, so that only one is held twice."""
         assert self.shard.expert_columns is not None, "every rank has columns of every expert"
         part = self.shard.expert_columns.scaled(1)
-        for i in range(count):
+        for i in range(moe.experts):
             expert = f"{mlp}.experts.{i}"
+            matrices = self.tensors.alike(
+                [
+                    (f"{expert}.gate_proj.weight", part, None),
+                    (f"{expert}.up_proj.weight", part, None),
+                    (f"{expert}.down_proj.weight", None, None if self.shard.world_size == 1 else part),
+                ],
+                together=2,
+            )
+            if not moe.has_biases:
+                yield ExpertMatrices(*matrices)
+                continue
+            gate, up, down = (self.tensors.plain(f"{expert}.{name}_proj.bias") for name in ("gate", "up", "down"))
             yield ExpertMatrices(
-                *self.tensors.alike(
-                    [
-                        (f"{expert}.gate_proj.weight", part, None),
-                        (f"{expert}.up_proj.weight", part, None),
-                        (f"{expert}.down_proj.weight", None, None if self.shard.world_size == 1 else part),
-                    ],
-                    together=2,
-                )
+                *matrices, gate_up_biases=(gate[part], up[part]), down_bias=down if self.shard.is_first else None
             )
 
     def _gate_up(self, mlp: str, rows: slice) -> GatedLinear:
@@ -191,6 +198,10 @@ class Assembler:
             key_share=1 / shard.ranks_by_kv_head,
             epsilon=config.norm_epsilon,
         )
+
+    def _sinks(self, name: str) -> torch.Tensor:
+        whole = self.tensors.plain(name)
+        return whole[self.shard.query_heads.scaled(1)].to(self.device, torch.float32, copy=True)
 
     def _norm(self, name: str) -> torch.Tensor:
         offset = self.config.norm_offset

@@ -98,6 +98,8 @@ class MoeConfig:
     groups: ExpertGroups | None = None
     routing_scale: float = 1.0
     """Factor of the routing weights."""
+    has_biases: bool = False
+    """Whether the router and all experts have biases."""
     routes_in_float32: bool = False
     """Whether the router's matrix is multiplied in float32."""
     shared: SharedExperts | None = None
@@ -136,6 +138,8 @@ class ModelConfig:
     """Factor of scores before the softmax; None: 1 / sqrt(head_dim)."""
     attention_softcap: float | None = None
     """Scores are bent into (-cap, cap) by a hyperbolic tangent."""
+    has_sinks: bool = False
+    """Whether each head has the score of one more key, whose value is zero (gpt-oss)."""
     activation: Activation = Activation.SILU
     embedding_scale: float = 1.0
     residual_scale: float = 1.0

@@ -15,6 +15,19 @@ JsonConfig = Mapping[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
+class StackedPart:
+    """Outputs of one matrix, or bias, of each expert in a tensor [experts, outputs, ...]."""
+
+    name: str
+    """What follows `model.layers.N.`."""
+    first: int = 0
+    step: int = 1
+    """The tensor's outputs `first`, `first + step`, ... are the matrix's."""
+    is_transposed: bool = False
+    """Whether the tensor is [experts, inputs, outputs]."""
+
+
+@dataclass(frozen=True, slots=True)
 class GgufFamily:
     """A family in GGUF files (llama.cpp's format)."""
 
@@ -41,7 +54,7 @@ class Family:
     """`model_type`s of checkpoints whose `text_config` is of this family; of these only the text model is served."""
     defaults: Mapping[str, Any] = field(default_factory=dict)
     """Values of `transformers` that files leave out."""
-    tensors: Mapping[str, str] = field(default_factory=dict)
+    tensors: Mapping[str, str | StackedPart] = field(default_factory=dict)
     """Names of tensors in safetensors files, where not Llama's or Qwen3-MoE's; see `stored_tensor`."""
     gguf: GgufFamily | None = None
     gguf_name: str | None = None

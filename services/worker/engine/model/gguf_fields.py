@@ -38,10 +38,13 @@ class GgufFields(dict[str, Any]):
         raise KeyError(self._prefix + key)
 
 
-def read_gguf_decoder(own: GgufFields, *, can_be_partial: bool = False) -> ModelConfig:
+def read_gguf_decoder(
+    own: GgufFields, *, can_be_partial: bool = False, truncates_yarn: bool = True
+) -> ModelConfig:
     """Read metadata of Llama's fields; families replace that by which they differ.
 
-    `can_be_partial`: whether the family may rotate a part of each head.
+    `can_be_partial`: whether the family may rotate a part of each head. `truncates_yarn`: whether YaRN's range of
+    frequencies ends at whole numbers, see `yarn_divisors`; files do not say so.
 
     Raises:
         ConfigurationError: an option is not supported.
@@ -65,7 +68,9 @@ def read_gguf_decoder(own: GgufFields, *, can_be_partial: bool = False) -> Model
         head_dim=head_dim,
         max_context=own["context_length"],
         norm_epsilon=own["attention.layer_norm_rms_epsilon"],
-        rotary=replace(_rotary(own, rotated), rotated=None if rotated == head_dim else rotated),
+        rotary=replace(
+            _rotary(own, rotated, truncates_yarn=truncates_yarn), rotated=None if rotated == head_dim else rotated
+        ),
         tied_embeddings=own.tied_embeddings,
         eos_token_ids=tuple(dict.fromkeys(eos)),
         dtype="float16",
@@ -95,7 +100,7 @@ def read_gguf_moe(own: GgufFields) -> MoeConfig:
     )
 
 
-def _rotary(own: GgufFields, head_dim: int) -> RotaryConfig:
+def _rotary(own: GgufFields, head_dim: int, *, truncates_yarn: bool) -> RotaryConfig:
     theta = own.get("rope.freq_base", 10000.0)
     match own.get("rope.scaling.type", "none"):
         case "none" | "longrope" if own.long_divisors:
@@ -113,6 +118,7 @@ def _rotary(own: GgufFields, head_dim: int) -> RotaryConfig:
                 "original_max_position_embeddings": own["rope.scaling.original_context_length"],
                 "beta_fast": own.get("rope.scaling.yarn_beta_fast"),
                 "beta_slow": own.get("rope.scaling.yarn_beta_slow"),
+                "truncate": truncates_yarn,
             }
             amplitude = yarn_amplitude(factor) * own.get("rope.scaling.yarn_attn_factor", 1.0)
             return RotaryConfig(theta, yarn_divisors(theta, head_dim, factor, parameters), amplitude)

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from services.worker.engine.quantization.grouped import GroupedMatrix
+from services.worker.engine.quantization.mxfp4 import mxfp4_matrix
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -19,9 +20,14 @@ if TYPE_CHECKING:
     Parts = tuple[torch.Tensor, int, torch.Tensor, torch.Tensor | None]
 
 
+_MXFP4 = "MXFP4"
+
+
 def grouped_blocks(kind: str, blocks: torch.Tensor) -> GroupedMatrix:
     """Return the matrix in `blocks` [rows, blocks, bytes of a block] uint8, of a `kind` in `KINDS`."""
     rows = blocks.shape[0]
+    if kind == _MXFP4:
+        return mxfp4_matrix(_nibbles(blocks[..., 1:17]).reshape(rows, -1), blocks[..., 0])
     values, bits, scales, shifts = _READERS[kind](blocks)
     return GroupedMatrix(
         values.reshape(rows, -1).contiguous(),
@@ -77,7 +83,7 @@ _READERS: dict[str, Callable[[torch.Tensor], Parts]] = {
     "Q4_0": _q4_0, "Q4_1": _q4_1, "Q5_0": _q5_0, "Q5_1": _q5_1, "Q8_0": _q8_0, "Q4_K": _q4_k, "Q5_K": _q5_k,
     "Q6_K": _q6_k,
 }  # fmt: skip
-KINDS = frozenset(_READERS)
+KINDS = frozenset((*_READERS, _MXFP4))
 
 
 def _half(blocks: torch.Tensor, at: int) -> torch.Tensor:

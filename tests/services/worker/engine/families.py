@@ -139,6 +139,17 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "seed oss": ("SeedOss", {}),
     "seed oss biased": ("SeedOss", {"attention_out_bias": True, "mlp_bias": True}),
+    "gpt-oss": (
+        "GptOss",
+        {
+            "sliding_window": 20,
+            "num_local_experts": 6,
+            "num_experts_per_tok": 2,
+            "intermediate_size": 64,
+            "hidden_size": 64,
+            "rope_parameters": {**_YARN, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False},
+        },
+    ),
     # As SmolLM2: three query heads for each of three KV heads.
     "smol": (
         "Llama",
@@ -196,8 +207,10 @@ def save_model(directory: Path, name: str, options: dict[str, Any], *, seed: int
     torch.manual_seed(seed)
     model = transformers.AutoModelForCausalLM.from_config(config)
     with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.ndim == 1:  # biases and norm weights, which start out as zeros and ones
+        for name_of, parameter in model.named_parameters():
+            if parameter.ndim == 1 or name_of.endswith(
+                "_bias"
+            ):  # biases and norm weights, which start out as zeros and ones
                 parameter.add_(torch.randn_like(parameter) * 0.1)
     model.save_pretrained(directory, **changes)
     return directory

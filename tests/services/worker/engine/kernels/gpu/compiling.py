@@ -102,7 +102,8 @@ def fp8_sizes() -> list[int]:
             sizes.append(
                 build(
                     experts._grouped_product, given, tuning.warps,
-                    PER_TOKEN=8, EXPERTS=128, SEARCH=128, HAS_BIAS=True, ACTIVATION=0, SCALED=True, GROUPED=grouped, **how,
+                    PER_TOKEN=8, EXPERTS=128, SEARCH=128, HAS_BIAS=True, ACTIVATION=0, SCALED=True,
+                    GROUPED=grouped, **how,
                 )
             )  # fmt: skip
     return sizes
