@@ -70,7 +70,7 @@ def quantise(weight: torch.Tensor) -> GroupedMatrix:
     # frexp's exponents are those of numbers below 1.
     exponents = torch.where(largest > 0, torch.frexp(largest).exponent - 1 - _LARGEST_EXPONENT, -_BIAS)
     exponents = exponents.clamp(-_BIAS, _BIAS)
-    scaled = torch.ldexp(blocks, -exponents[:, :, None])
+    scaled = torch.ldexp(blocks, -exponents[:, :, None]).contiguous()
     magnitudes = torch.tensor(E2M1[:8], device=weight.device)
     borders = (magnitudes[1:] + magnitudes[:-1]) / 2
     codes = torch.bucketize(scaled.abs(), borders).to(torch.uint8) | ((scaled < 0).to(torch.uint8) << 3)

@@ -129,28 +129,16 @@ def quantised_sizes() -> list[int]:
         sizes.append(build(quantised_linear._int8_product, narrow, tile.warps, DEPTH=128, **how))
         packed = "*bf16 *u8 *u8 *fp32 *fp32 *bf16 *bf16 i32 i32 i32"
         for bits, group in ((4, 128), (4, 32), (5, 32), (6, 16), (8, 32)):
-            what = {
-                "BITS": bits,
-                "GROUP": group,
-                "PACK": quantised_linear.pack_of(4096, group),
-                "HAS_SHIFTS": True,
-                "IS_E2M1": False,
-            }
+            what = {"BITS": bits, "GROUP": group, "PACK": quantised_linear.pack_of(4096, group), "HAS_SHIFTS": True}
             sizes.append(build(quantised_linear._grouped_product, packed, tile.warps, IS_E2M1=False, **how, **what))
     fp4: Constants = {"BITS": 4, "GROUP": 32, "PACK": quantised_linear.pack_of(2880, 32), "HAS_SHIFTS": False}
     given = "*bf16 *u8 *u8 *u8 *u8 *bf16 *bf16 i32 i32 i32"
     how = {"ROWS": 16, "COLUMNS": 32, "HAS_BIAS": True, "ADDS": True, "OVERLAPS": True}
     sizes.append(build(quantised_linear._grouped_product, given, 4, IS_E2M1=True, **fp4, **how))
     for bits, group in ((4, 128), (5, 32), (6, 16), (8, 32)):
-        what = {
-            "BITS": bits,
-            "GROUP": group,
-            "PACK": quantised_linear.pack_of(4096, group),
-            "HAS_SHIFTS": False,
-            "IS_E2M1": False,
-        }
+        what = {"BITS": bits, "GROUP": group, "PACK": quantised_linear.pack_of(4096, group), "HAS_SHIFTS": False}
         widened = "*u8 *u8 *fp32 *fp32 *bf16 i32 i32 i32 i32"
-        sizes.append(build(quantised_linear._widen, widened, 4, COLUMNS=32, OVERLAPS=False, **what))
+        sizes.append(build(quantised_linear._widen, widened, 4, COLUMNS=32, IS_E2M1=False, OVERLAPS=False, **what))
     return sizes
 
 

@@ -1,0 +1,173 @@
+"""gpt-oss with experts in MXFP4, from safetensors and GGUF, against `transformers` with the weights dequantised."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from common.errors import ConfigurationError
+from services.worker.engine import loader
+from services.worker.engine.checkpoints.safetensors_directory import SafetensorsCheckpoint
+from services.worker.engine.quantization.grouped import GroupedMatrix, Numbers
+from services.worker.engine.quantization.mxfp4 import quantise
+from tests.services.worker.engine.checkpoints.gguf_writing import write_gguf
+from tests.services.worker.engine.driving import Driver, load, random_ids
+from tests.services.worker.engine.families import VOCABULARY, reference_logits, save_family
+from tests.services.worker.engine.quantization.fp8_checkpoints import change_config
+from tests.services.worker.engine.test_families import as_rank, check_greedy, continued
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from services.worker.engine.kernels.interface import KernelBackend
+    from tests.services.worker.engine.parallel.ranks import Ranks
+
+MXFP4 = {
+    "quant_method": "mxfp4",
+    "modules_to_not_convert": [
+        "model.layers.*.self_attn",
+        "model.layers.*.mlp.router",
+        "model.embed_tokens",
+        "lm_head",
+    ],
+}
+
+
+def save_published(directory: Path) -> tuple[Path, Path]:
+    """Write a tiny gpt-oss as it is published, and with the same weights as `transformers` dequantises them."""
+    from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+
+    published, wide = directory / "published", directory / "wide"
+    save_family(published, "gpt-oss")
+    save_family(wide, "gpt-oss")
+    tensors, dequantised = {}, {}
+    for name, tensor in load_file(published / "model.safetensors").items():
+        if not name.endswith(("gate_up_proj", "down_proj")):
+            tensors[name] = dequantised[name] = tensor
+            continue
+        blocks, scales = zip(*(stored_blocks(expert.t()) for expert in tensor), strict=True)
+        tensors[f"{name}_blocks"], tensors[f"{name}_scales"] = torch.stack(blocks), torch.stack(scales)
+        dequantised[name] = convert_moe_packed_tensors(
+            tensors[f"{name}_blocks"], tensors[f"{name}_scales"], dtype=torch.float32
+        )
+    save_file(tensors, published / "model.safetensors")
+    save_file(dequantised, wide / "model.safetensors")
+    change_config(published, quantization_config=MXFP4)
+    return published, wide
+
+
+def stored_blocks(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return blocks [out, in / 32, 16], the even input of a byte in its lower bits, and scales [out, in / 32]."""
+    matrix = quantise(weight)
+    codes = matrix.values.view(weight.shape[0], -1, 16, 2)
+    return codes[..., 0] | (codes[..., 1] << 4), (matrix.scales.float().log2() + 127).to(torch.uint8)
+
+
+@pytest.mark.parametrize("backend", ["torch", "compiled"])
+def test_published_checkpoints_continue_as_transformers_does(backend: str, tmp_path: Path) -> None:
+    published, wide = save_published(tmp_path)
+    check_greedy(wide, continued(Driver(load(published, backend=backend))))
+
+
+def test_two_ranks_cut_experts_between_blocks(ranks: Ranks, tmp_path: Path) -> None:
+    published, wide = save_published(tmp_path)
+    first, second = ranks.run(as_rank, 2, str(published), "compiled")
+    assert first == second
+    check_greedy(wide, first)
+
+
+def test_more_ranks_than_blocks_are_refused(tmp_path: Path) -> None:
+    published, _ = save_published(tmp_path)
+    with pytest.raises(ConfigurationError, match="tensor parallelism over 3 ranks leaves some without work"):
+        load(published, rank=0, world_size=3, rendezvous="127.0.0.1:1")
+
+
+def test_gguf_files_in_mxfp4_give_the_logits_of_the_same_weights(tmp_path: Path) -> None:
+    published, wide = save_published(tmp_path)
+    source = SafetensorsCheckpoint(wide)
+    config = source.config
+    names = [f"model.{name}.weight" for name in ("embed_tokens", "norm")] + ["lm_head.weight"]
+    for layer in range(config.layers):
+        attention, mlp = f"model.layers.{layer}.self_attn", f"model.layers.{layer}.mlp"
+        names += [f"model.layers.{layer}.{name}_layernorm.weight" for name in ("input", "post_attention")]
+        names += [f"{attention}.{part}_proj.{kind}" for part in "qkvo" for kind in ("weight", "bias")]
+        names += [f"{attention}.sinks.weight", f"{mlp}.gate.weight", f"{mlp}.gate.bias"]
+        names += [
+            f"{mlp}.experts.{i}.{part}_proj.{kind}"
+            for i in range(6) for part in ("gate", "up", "down") for kind in ("weight", "bias")
+        ]  # fmt: skip
+    from gguf import GGMLQuantizationType, GGUFValueType
+
+    scaling = {
+        "gpt-oss.rope.scaling.type": ("yarn", GGUFValueType.STRING),
+        "gpt-oss.rope.scaling.factor": (4.0, GGUFValueType.FLOAT32),
+        "gpt-oss.rope.scaling.original_context_length": (32, GGUFValueType.UINT32),
+        "gpt-oss.attention.sliding_window": (20, GGUFValueType.UINT32),
+    }
+    path = write_gguf(
+        tmp_path / "model.gguf", config, {name: source.read(name).contiguous() for name in names},
+        GGMLQuantizationType.MXFP4, wide=("bias", "attn", "embd", "output", "ffn_gate_inp"), **scaling,
+    )  # fmt: skip
+    runner = load(path)
+    prompt = random_ids(60, VOCABULARY)
+    driver = Driver(runner)
+    got = driver.run([(driver.open(60), prompt)], all_tokens=True)
+    # llama.cpp chooses other scales where values fill only a part of the range: the file decides.
+    checkpoint = loader.open_checkpoint(str(path), "auto")
+    tensors = load_file(wide / "model.safetensors")
+    for layer in range(config.layers):
+        for i in range(6):
+            of = f"model.layers.{layer}.mlp.experts.{i}"
+            packed = [checkpoint.packed(f"{of}.{part}_proj.weight") for part in ("gate", "up", "down")]
+            assert all(isinstance(each, GroupedMatrix) and each.numbers is Numbers.E2M1 for each in packed)
+            gate, up, down = (each.widened(torch.float32) for each in packed if each is not None)
+            stem = f"model.layers.{layer}.mlp.experts"
+            tensors[f"{stem}.gate_up_proj"][i] = torch.stack((gate, up), dim=1).flatten(0, 1).t()
+            tensors[f"{stem}.down_proj"][i] = down.t()
+    save_file(tensors, wide / "model.safetensors")
+    torch.testing.assert_close(got, reference_logits(wide, prompt), atol=3e-4, rtol=1e-4)
+    assert published.exists()
+
+
+def test_the_gpus_programs_continue_as_transformers_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In Triton's interpreter: decoding rows, chunks and experts together."""
+    pytest.importorskip("triton", reason="its interpreter runs the programs where there is no GPU")
+    if torch.cuda.is_available():
+        pytest.skip("the interpreter is for machines without a GPU")
+    from services.worker.engine.kernels.gpu.attention import TorchChunkAttention
+    from services.worker.engine.kernels.gpu.backend import GpuBackend
+
+    class Interpreted(GpuBackend):
+        name = "interpreted"
+        _chunk_attention = staticmethod(TorchChunkAttention)
+
+    def interpreted(_: object, dtype: torch.dtype, device: torch.device, threads: int) -> KernelBackend:
+        return Interpreted(dtype, device, max_rows=8)
+
+    monkeypatch.setattr(loader, "select_backend", interpreted)
+    published, wide = save_published(tmp_path)
+    check_greedy(wide, continued(Driver(load(published, backend="torch"))))
+
+
+@pytest.mark.parametrize(("option", "value"), [("swiglu_limit", 5.0), ("swiglu_alpha", 1.0)])
+def test_other_activations_are_refused(option: str, value: float, tmp_path: Path) -> None:
+    save_family(tmp_path, "gpt-oss")
+    change_config(tmp_path, **{option: value})
+    with pytest.raises(ConfigurationError, match=f"{option}: {value} is not supported"):
+        load(tmp_path)
+
+
+def test_what_files_omit_is_that_of_transformers() -> None:
+    from transformers import GptOssConfig
+
+    from services.worker.engine.model.config_json import config_from_json
+
+    stated = json.loads(GptOssConfig().to_json_string())
+    assert config_from_json({"model_type": "gpt_oss"}) == config_from_json({**stated, "model_type": "gpt_oss"})
+    read = config_from_json({"model_type": "gpt_oss"}, {"eos_token_id": [200002, 199999, 200012]})
+    assert read.eos_token_ids == (200002, 199999, 200012)
+    assert (read.windows[:3], read.has_sinks, read.rotary.amplitude > 1) == ((128, None, 128), True, True)
