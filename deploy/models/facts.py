@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final
 
 from deploy.models.support import Service, support_of, support_of_gguf
+from services.worker.engine.quantization.formats import Mxfp4Format
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -18,6 +19,8 @@ if TYPE_CHECKING:
 _ELEMENT_BYTES: Final = {"float32": 4, "bfloat16": 2, "float16": 2}
 # 4 bits, and a scale of 16 bits for each 128 elements.
 _FOUR_BITS: Final = 4 + 16 / 128
+# 4 bits, and a scale of 8 bits for each 32 elements; a CPU holds scales of 16 bits.
+_MXFP4_BITS: Final = 4 + 8 / 32
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,13 +75,14 @@ def facts_of(evidence: Evidence) -> ModelFacts:
         per_layer = None
     layer_count = shape.layers if shape else _number(text, "num_hidden_layers")
     windows = shape.windows if shape else ()
+    quantised = 0 if shape is None else _mxfp4_parameters(shape)
     return ModelFacts(
         family=evidence.architecture or str(text.get("model_type") or evidence.config.get("model_type") or "unknown"),
         service=support.service,
         reason=support.reason,
         parameters=parameters,
         download_bytes=sum(evidence.files.values()),
-        memory=_memory(parameters, layers) if parameters and layers is not None else None,
+        memory=_memory(parameters, layers, quantised) if parameters and layers is not None else None,
         quantization=_quantization(evidence.config),
         max_context=context,
         kv_bytes_per_token=per_layer * layer_count if per_layer and layer_count else None,
@@ -103,6 +107,10 @@ def count_parameters(config: ModelConfig) -> tuple[int, int]:
             columns += moe.shared.intermediate_size
         matrices += attention + 3 * hidden * columns + (0 if moe is None else moe.experts * hidden)
     vectors = vectors * config.layers + hidden
+    for moe in filter(None, map(config.moe_of, range(config.layers))):
+        if moe.has_biases:
+            vectors += moe.experts * (1 + 2 * moe.intermediate_size + hidden)
+    vectors += config.layers * config.query_heads if config.has_sinks else 0
     if config.mlp_bias:
         vectors += config.layers * (2 * config.intermediate_size + hidden)
     embeddings = config.vocabulary_size * hidden * (1 if config.tied_embeddings else 2)
@@ -132,8 +140,22 @@ def _parameters(evidence: Evidence, support: Support) -> tuple[int | None, int |
     return total, max(total - vocabulary * hidden * (1 if tied else 2), 0)
 
 
-def _memory(parameters: int, matrices: int) -> dict[str, int]:
-    """Return bytes of the weights with the layers' matrices in each type, and the rest in bfloat16."""
+def _mxfp4_parameters(config: ModelConfig) -> int:
+    """Return the elements of experts' matrices, if they are stored in MXFP4."""
+    if config.moe is None or not isinstance(config.stored_format, Mxfp4Format):
+        return 0
+    layers = sum(config.moe_of(i) is not None for i in range(config.layers))
+    return layers * config.moe.experts * 3 * config.hidden_size * config.moe.intermediate_size
+
+
+def _memory(parameters: int, matrices: int, in_mxfp4: int) -> dict[str, int]:
+    """Return bytes of the weights with the layers' matrices in each type, and the rest in bfloat16.
+
+    With elements that are stored in MXFP4, which cannot be quantised otherwise, only of this and of all in bfloat16.
+    """
+    if in_mxfp4:
+        experts = math.ceil(in_mxfp4 * _MXFP4_BITS / 8)
+        return {"bf16": 2 * parameters, "mxfp4": 2 * (parameters - in_mxfp4) + experts}
     rest = 2 * (parameters - matrices)
     return {
         "bf16": 2 * parameters,

@@ -16,6 +16,8 @@ if TYPE_CHECKING:
     from services.worker.engine.model.family import JsonConfig
     from services.worker.engine.model.gguf_fields import GgufFields
 
+# <|return|> and <|call|>, where outputs wait for results; the first published files do not name the latter.
+_ENDS = 200_002, 200_012
 # Every second layer has no window.
 _PATTERN = 2
 
@@ -39,7 +41,10 @@ def _read(config: JsonConfig) -> ModelConfig:
 def _gguf(own: GgufFields) -> ModelConfig:
     read = replace(read_gguf_decoder(own, truncates_yarn=False), qkv_bias=True, output_bias=True)
     moe = replace(read_gguf_moe(own), has_biases=True)
-    return _as_gpt_oss(replace(read, dtype="bfloat16"), moe, read_gguf_windows(own, _PATTERN))
+    # What files call the end of a turn ends a message: others follow.
+    ends = (own.everything["tokenizer.ggml.eos_token_id"], *(end for end in _ENDS if end < read.vocabulary_size))
+    read = replace(read, dtype="bfloat16", eos_token_ids=tuple(dict.fromkeys(ends)))
+    return _as_gpt_oss(read, moe, read_gguf_windows(own, _PATTERN))
 
 
 def _as_gpt_oss(read: ModelConfig, moe: MoeConfig, windows: tuple[int | None, ...]) -> ModelConfig:
@@ -76,6 +81,7 @@ FAMILIES = (
             },
         },
         tensors={"mlp.gate": "mlp.router", "self_attn.sinks.weight": "self_attn.sinks", **_experts()},
+        ends=_ENDS,
         gguf=GgufFamily(
             "gpt-oss",
             _gguf,

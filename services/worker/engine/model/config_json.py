@@ -37,8 +37,9 @@ def config_from_json(config: Mapping[str, Any], generation: Mapping[str, Any] | 
         read = family.read(text)
     except KeyError as error:
         raise ConfigurationError(f"config.json has no {error.args[0]!r}") from error
-    eos = (generation or {}).get("eos_token_id", text.get("eos_token_id"))
-    return replace(read, family=family.name, eos_token_ids=token_ids(eos), stored_format=stored)
+    stated = token_ids((generation or {}).get("eos_token_id", text.get("eos_token_id")))
+    ends = tuple(end for end in family.ends if end < read.vocabulary_size)
+    return replace(read, family=family.name, eos_token_ids=tuple(dict.fromkeys(stated + ends)), stored_format=stored)
 
 
 class Implementation(Enum):

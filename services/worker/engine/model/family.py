@@ -56,6 +56,8 @@ class Family:
     """Values of `transformers` that files leave out."""
     tensors: Mapping[str, str | StackedPart] = field(default_factory=dict)
     """Names of tensors in safetensors files, where not Llama's or Qwen3-MoE's; see `stored_tensor`."""
+    ends: tuple[int, ...] = ()
+    """Ids of tokens that end outputs, also where files do not say so."""
     gguf: GgufFamily | None = None
     gguf_name: str | None = None
     """The architecture as which GGUF files contain this family, if that is another family's."""

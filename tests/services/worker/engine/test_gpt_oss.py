@@ -12,6 +12,7 @@ from safetensors.torch import load_file, save_file
 from common.errors import ConfigurationError
 from services.worker.engine import loader
 from services.worker.engine.checkpoints.safetensors_directory import SafetensorsCheckpoint
+from services.worker.engine.model.config_json import config_from_json
 from services.worker.engine.quantization.grouped import GroupedMatrix, Numbers
 from services.worker.engine.quantization.mxfp4 import quantise
 from tests.services.worker.engine.checkpoints.gguf_writing import write_gguf
@@ -164,10 +165,13 @@ def test_other_activations_are_refused(option: str, value: float, tmp_path: Path
 def test_what_files_omit_is_that_of_transformers() -> None:
     from transformers import GptOssConfig
 
-    from services.worker.engine.model.config_json import config_from_json
-
     stated = json.loads(GptOssConfig().to_json_string())
     assert config_from_json({"model_type": "gpt_oss"}) == config_from_json({**stated, "model_type": "gpt_oss"})
-    read = config_from_json({"model_type": "gpt_oss"}, {"eos_token_id": [200002, 199999, 200012]})
-    assert read.eos_token_ids == (200002, 199999, 200012)
+    read = config_from_json({"model_type": "gpt_oss"})
     assert (read.windows[:3], read.has_sinks, read.rotary.amplitude > 1) == ((128, None, 128), True, True)
+
+
+@pytest.mark.parametrize("stated", [[200002, 199999], [200002, 199999, 200012]])
+def test_calls_end_outputs_also_where_files_do_not_say_so(stated: list[int]) -> None:
+    read = config_from_json({"model_type": "gpt_oss"}, {"eos_token_id": stated})
+    assert read.eos_token_ids == (200002, 199999, 200012)

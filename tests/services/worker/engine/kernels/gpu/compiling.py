@@ -75,7 +75,7 @@ def attention_sizes() -> list[int]:
     """Compile attention of decoding rows in gpt-oss's shape: with sinks, with and without a window and parts."""
     tensors = f"{'*bf16 ' * 4} *i32 *i32 *i32 *fp32 *fp32 *i32 *fp32 *bf16 *bf16 fp32 *fp32"
     sizes = []
-    for window, stores, parts in itertools.product((-1, 127), (False, True), (1, 8)):
+    for window, stores, parts in ((127, True, 8), (127, False, 1), (-1, True, 1), (-1, False, 8)):
         shape: Constants = {"KV_HEADS": 8, "GROUP": 8, "QUERIES": 16, "HEAD_DIM": 64, "WIDTH": 64, "PAGE_SIZE": 16}
         tiles: Constants = {"BLOCK": 64, "PARTS": parts, "LEAST_PART": 64, "MERGED": 8}
         how = {"STORES": stores, "NORMED": False, "WINDOW_LEFT": window, "HAS_SINKS": True, "OVERLAPS": True}
