@@ -93,6 +93,8 @@ class ChatTemplates:
         """
         tools = shield([_parse_object(tool, "tools") for tool in chat.tools_json]) or None
         plain = [_plain_message(message, as_text=takes_arguments_as_text) for message in chat.messages]
+        if tool_style is ToolStyle.HARMONY:
+            plain = [_with_one_text(message) for message in plain]
         messages = shield(with_accepted_ids(plain, tool_style))
         variables = shield(_parse_object(chat.template_variables_json or "{}", "chat_template_kwargs"))
         if not messages:
@@ -178,6 +180,16 @@ def _plain_message(message: ChatMessage, *, as_text: bool) -> dict[str, Json]:
             raise InvalidRequestError("tool_calls must be an array", param="messages")
         plain["tool_calls"] = calls if as_text else [_with_parsed_arguments(call) for call in calls]
     return plain
+
+
+def _with_one_text(message: dict[str, Json]) -> dict[str, Json]:
+    """Move the content of a message with calls to its reasoning: harmony's templates refuse both beside calls."""
+    thought, content = message.get("thinking"), message.get("content")
+    if not (thought and content and "tool_calls" in message and isinstance(content, str)):
+        return message
+    joined = f"{thought}\n\n{content}"
+    others = {key: value for key, value in message.items() if key != "content"}
+    return others | {"thinking": joined, "reasoning_content": joined}
 
 
 def _with_parsed_arguments(call: Json) -> Json:

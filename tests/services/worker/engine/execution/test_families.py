@@ -37,6 +37,7 @@ OWN = {
     "olmo2": {"head_dim": 64, "hidden_size": 64},
     "glm4": {"head_dim": 64, "hidden_size": 64},
     "glm4 moe": {"head_dim": 64, "hidden_size": 64},
+    "gpt-oss": {"head_dim": 64, "num_local_experts": 16, "num_experts_per_tok": 4},
 }
 # Of the spread of logits: what narrow types may cost.
 TOLERANCE = 0.1
