@@ -11,8 +11,10 @@ from safetensors.torch import load_file, save_file
 
 from common.errors import ConfigurationError
 from services.worker.engine import loader
-from services.worker.engine.checkpoints.safetensors_directory import SafetensorsCheckpoint
+from services.worker.engine.checkpoints.dummy import DummyCheckpoint
+from services.worker.engine.checkpoints.safetensors_directory import SafetensorsCheckpoint, read_config
 from services.worker.engine.model.config_json import config_from_json
+from services.worker.engine.model.tensors import CheckedTensors
 from services.worker.engine.quantization.grouped import GroupedMatrix, Numbers
 from services.worker.engine.quantization.mxfp4 import quantise
 from tests.services.worker.engine.checkpoints.gguf_writing import write_gguf
@@ -27,6 +29,7 @@ if TYPE_CHECKING:
     from services.worker.engine.kernels.interface import KernelBackend
     from tests.services.worker.engine.parallel.ranks import Ranks
 
+EXPERT = "mlp.experts.3.gate_proj"
 MXFP4 = {
     "quant_method": "mxfp4",
     "modules_to_not_convert": [
@@ -152,6 +155,20 @@ def test_the_gpus_programs_continue_as_transformers_does(tmp_path: Path, monkeyp
     monkeypatch.setattr(loader, "select_backend", interpreted)
     published, wide = save_published(tmp_path)
     check_greedy(wide, continued(Driver(load(published, backend="torch"))))
+
+
+def test_dummy_weights_are_in_mxfp4_too(tmp_path: Path) -> None:
+    published, _ = save_published(tmp_path)
+    (published / "model.safetensors").unlink()
+    prompt, logits = random_ids(40, VOCABULARY), []
+    for backend in ("torch", "compiled"):
+        driver = Driver(load(published, backend=backend, load_format="dummy"))
+        logits.append(driver.run([(driver.open(40), prompt)]))
+    torch.testing.assert_close(*logits, atol=1e-4, rtol=1e-4)
+    tensors = CheckedTensors(DummyCheckpoint(read_config(published)), torch.device("cpu"), quantise)
+    experts, others = (tensors.matrix(f"model.layers.1.{name}.weight") for name in (EXPERT, "self_attn.q_proj"))
+    assert isinstance(experts, GroupedMatrix)
+    assert isinstance(others, torch.Tensor)
 
 
 @pytest.mark.parametrize(("option", "value"), [("swiglu_limit", 5.0), ("swiglu_alpha", 1.0)])

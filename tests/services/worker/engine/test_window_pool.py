@@ -61,8 +61,13 @@ def load(
 @pytest.mark.parametrize(
     ("model", "backend", "page_size"),
     # Of the last one nothing but the attention is our own.
-    [(FAMILIES["gemma3"], "torch", 4), (FAMILIES["gemma3"], "compiled", 16), (OTHERS["cohere2"], "torch", 4)],
-    ids=["torch", "compiled", "through transformers"],
+    [
+        (FAMILIES["gemma3"], "torch", 4),
+        (FAMILIES["gemma3"], "compiled", 16),
+        (FAMILIES["gpt-oss"], "compiled", 16),
+        (OTHERS["cohere2"], "torch", 4),
+    ],
+    ids=["torch", "compiled", "with sinks", "through transformers"],
 )
 def test_rows_longer_than_the_window_continue_as_transformers_does(
     model: tuple[str, dict[str, Any]], backend: str, page_size: int, tmp_path: Path
