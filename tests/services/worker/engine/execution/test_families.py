@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import json
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
 
 from common.steps import EngineSpec
+from deploy.models.facts import Evidence, facts_of
 from services.worker.engine.backends import RunnerOptions
 from services.worker.engine.loader import load_decoder
 from tests.services.worker.engine.driving import Driver, load, random_ids
@@ -16,9 +19,6 @@ from tests.services.worker.engine.test_cuda import PROMPTS, generate
 from tests.services.worker.engine.test_families import NEW_TOKENS, continued
 from tests.services.worker.engine.test_families import PROMPTS as FAMILY_PROMPTS
 from tests.services.worker.engine.transformers_models.test_decoder import OTHERS
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 pytestmark = pytest.mark.gpu
 
@@ -95,6 +95,19 @@ def test_other_families_run_through_transformers(family: str, tmp_path: Path) ->
     for prompt, tokens in zip(FAMILY_PROMPTS, generated, strict=True):
         assert len(tokens) == NEW_TOKENS
         assert_nearly_greedy(tmp_path, prompt, tokens)
+
+
+def test_gpt_oss_takes_the_memory_that_is_said_beforehand(tmp_path: Path) -> None:
+    config = json.loads(Path("tests/deploy/models/configs/gpt-oss-20b.json").read_text())["config"]
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    stated = facts_of(Evidence(config=config)).memory
+    assert stated is not None
+    before = torch.cuda.memory_allocated()
+    spec = EngineSpec(str(tmp_path), load_format="dummy", max_rows=4, max_context=512, max_step_tokens=256)
+    runner = load_decoder(replace(spec, device_pages=32), lambda *_: None, RunnerOptions(device="cuda", backend="gpu"))
+    pages = 33 * runner.capacity.page_size * runner.capacity.kv_bytes_per_token
+    assert torch.cuda.memory_allocated() - before - pages == pytest.approx(stated["mxfp4"], rel=0.02)
+    runner.close()
 
 
 def test_mixtures_load_onto_the_device_without_weights() -> None:

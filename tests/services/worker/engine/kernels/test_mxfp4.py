@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from common.errors import ConfigurationError
-from services.worker.engine.kernels.cpu.kernels import CpuKernels
+from services.worker.engine.kernels.cpu.kernels import CpuKernels, CpuLinear
 from services.worker.engine.kernels.torch.kernels import TorchKernels
 from services.worker.engine.model.config import Activation
 from services.worker.engine.quantization.grouped import Numbers
@@ -112,7 +112,13 @@ def test_compiled_products_are_those_of_widened_weights(
     blocks, scales = stored(77, 288, exponents)
     wide, inputs, bias = dequantised(blocks, scales, torch.float32), torch.randn(tokens, 288), torch.randn(77)
     size = 2.0 ** (exponents[1] - 127)
-    got = CpuKernels(library, torch.float32, 2).linear(matrix_of(blocks, scales), bias * size)(inputs)
+    linear = CpuKernels(library, torch.float32, 2).linear(matrix_of(blocks, scales), bias * size)
+    assert isinstance(linear, CpuLinear)
+    assert linear.matrix.scales is not None
+    held = linear.matrix.panels.nbytes + linear.matrix.scales.nbytes
+    rows = linear.matrix.panels.shape[0] * library.panel
+    assert held == rows * 288 * (4.5 if exponents[0] == 120 else 5) / 8
+    got = linear(inputs)
     torch.testing.assert_close(got / size, (inputs @ wide.t()) / size + bias, atol=1e-3, rtol=1e-4)
 
 
