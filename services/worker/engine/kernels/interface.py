@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from enum import Enum
 from typing import TYPE_CHECKING, Protocol
 
@@ -104,6 +104,7 @@ class ExpertMatrices:
     gate: Matrix
     up: Matrix
     down: Matrix
+    _: KW_ONLY
     gate_up_biases: tuple[torch.Tensor, torch.Tensor] | None = None
     """[intermediate] each; all experts have some, or none has."""
     down_bias: torch.Tensor | None = None  # [hidden]

@@ -12,6 +12,7 @@ from safetensors.torch import load_file, save_file
 from common.errors import ConfigurationError
 from services.worker.engine import loader
 from services.worker.engine.checkpoints.dummy import DummyCheckpoint
+from services.worker.engine.checkpoints.gguf_file import GgufCheckpoint
 from services.worker.engine.checkpoints.safetensors_directory import SafetensorsCheckpoint, read_config
 from services.worker.engine.model.config_json import config_from_json
 from services.worker.engine.model.tensors import CheckedTensors
@@ -121,7 +122,7 @@ def test_gguf_files_in_mxfp4_give_the_logits_of_the_same_weights(tmp_path: Path)
     driver = Driver(runner)
     got = driver.run([(driver.open(60), prompt)], all_tokens=True)
     # llama.cpp chooses other scales where values fill only a part of the range: the file decides.
-    checkpoint = loader.open_checkpoint(str(path), "auto")
+    checkpoint = GgufCheckpoint(path)
     tensors = load_file(wide / "model.safetensors")
     for layer in range(config.layers):
         for i in range(6):

@@ -132,8 +132,11 @@ def test_packed_experts_stay_packed_and_give_the_same_as_the_expert_loop(
     device: torch.device, kind: str, tokens: int, has_biases: bool
 ) -> None:
     def pack(expert: ExpertMatrices) -> ExpertMatrices:
-        parts = {name: PACKED[kind](getattr(expert, name).float()) for name in ("gate", "up", "down")}
-        return replace(expert, **parts)
+        assert isinstance(expert.gate, torch.Tensor)
+        assert isinstance(expert.up, torch.Tensor)
+        assert isinstance(expert.down, torch.Tensor)
+        gate, up, down = (PACKED[kind](each.float()) for each in (expert.gate, expert.up, expert.down))
+        return replace(expert, gate=gate, up=up, down=down)
 
     made = [pack(each) for each in matrices(3, 96, 64, has_biases=has_biases)]
     # The first expert alone has its zero points in the middle.
