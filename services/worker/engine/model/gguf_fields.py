@@ -38,9 +38,7 @@ class GgufFields(dict[str, Any]):
         raise KeyError(self._prefix + key)
 
 
-def read_gguf_decoder(
-    own: GgufFields, *, can_be_partial: bool = False, truncates_yarn: bool = True
-) -> ModelConfig:
+def read_gguf_decoder(own: GgufFields, *, can_be_partial: bool = False, truncates_yarn: bool = True) -> ModelConfig:
     """Read metadata of Llama's fields; families replace that by which they differ.
 
     `can_be_partial`: whether the family may rotate a part of each head. `truncates_yarn`: whether YaRN's range of

@@ -111,7 +111,6 @@ def test_gguf_files_in_mxfp4_give_the_logits_of_the_same_weights(tmp_path: Path)
         "gpt-oss.rope.scaling.type": ("yarn", GGUFValueType.STRING),
         "gpt-oss.rope.scaling.factor": (4.0, GGUFValueType.FLOAT32),
         "gpt-oss.rope.scaling.original_context_length": (32, GGUFValueType.UINT32),
-        "gpt-oss.attention.sliding_window": (20, GGUFValueType.UINT32),
     }
     path = write_gguf(
         tmp_path / "model.gguf", config, {name: source.read(name).contiguous() for name in names},

@@ -130,9 +130,7 @@ class TorchChunkAttention:
         shape, tokens = self._shape, queries.shape[2]
         if shape.attention_softcap is not None:
             visible = self._mask(tokens, length, queries.device)
-            return explicit_attention(
-                queries, keys, values, visible, scale=shape.scale, cap=shape.attention_softcap, sinks=sinks
-            )
+            return explicit_attention(queries, keys, values, visible, shape, sinks)
         if sinks is not None:
             queries, keys, values = self._with_sinks(queries, keys, values, sinks)
         if shape.window_left is None:

@@ -108,7 +108,7 @@ class TorchAttention:
         cap, scale = self._shape.attention_softcap, self._shape.scale
         if cap is None and sinks is None:
             return scaled_dot_product_attention(queries, keys, values, attn_mask=visible, scale=scale, enable_gqa=True)
-        return explicit_attention(queries, keys, values, visible, scale=scale, cap=cap, sinks=sinks)
+        return explicit_attention(queries, keys, values, visible, self._shape, sinks)
 
     def _gather(self, pool: torch.Tensor, table: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         """Return [rows, kv_heads, pages * page_size, head_dim] of the pages in `table` [rows, pages]."""
@@ -116,14 +116,14 @@ class TorchAttention:
 
 
 def explicit_attention(
-    queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, visible: torch.Tensor, *, scale: float,
-    cap: float | None, sinks: torch.Tensor | None,
+    queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, visible: torch.Tensor, shape: AttentionShape,
+    sinks: torch.Tensor | None,
 ) -> torch.Tensor:  # fmt: skip
     """Return `scaled_dot_product_attention` with scores that a hyperbolic tangent bends into (-cap, cap), and sinks."""
     group = queries.shape[1] // keys.shape[1]
     keys, values = (tensor.repeat_interleave(group, dim=1).float() for tensor in (keys, values))
-    scores = queries.float() @ keys.transpose(-1, -2) * scale
-    if cap is not None:
+    scores = queries.float() @ keys.transpose(-1, -2) * shape.scale
+    if (cap := shape.attention_softcap) is not None:
         scores = torch.tanh(scores / cap) * cap
     scores = scores.masked_fill(~visible, -torch.inf)
     if sinks is not None:

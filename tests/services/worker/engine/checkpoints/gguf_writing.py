@@ -13,6 +13,7 @@ from gguf.quants import quantize
 from services.worker.engine.checkpoints.gguf_file import gguf_name
 from services.worker.engine.checkpoints.tensor_names import split_expert
 from services.worker.engine.families.registry import families_by_architecture, families_by_name
+from services.worker.engine.model.family import StackedPart
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -107,6 +108,8 @@ def renamed(tensors: Mapping[str, torch.Tensor], family: Family, gguf: GgufFamil
     result: dict[str, torch.Tensor] = {}
     for name, tensor in tensors.items():
         for ours, theirs in family.tensors.items():
+            if isinstance(theirs, StackedPart):
+                continue
             number = r"(\d+)" if "*" in theirs else ""
             match = re.fullmatch(
                 rf"(model\.layers\.\d+\.){re.escape(theirs).replace(re.escape('*'), number)}(\.\w+)", name

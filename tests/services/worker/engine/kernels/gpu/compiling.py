@@ -78,8 +78,15 @@ def attention_sizes() -> list[int]:
     for window, stores, parts in ((127, True, 8), (127, False, 1), (-1, True, 1), (-1, False, 8)):
         shape: Constants = {"KV_HEADS": 8, "GROUP": 8, "QUERIES": 16, "HEAD_DIM": 64, "WIDTH": 64, "PAGE_SIZE": 16}
         tiles: Constants = {"BLOCK": 64, "PARTS": parts, "LEAST_PART": 64, "MERGED": 8}
-        how = {"STORES": stores, "NORMED": False, "WINDOW_LEFT": window, "HAS_SINKS": True, "OVERLAPS": True}
-        types = f"{tensors} fp32 i32 i32 i32 i32 i32"
+        how = {
+            "STORES": stores,
+            "NORMED": False,
+            "WINDOW_LEFT": window,
+            "CAPPED": False,
+            "HAS_SINKS": True,
+            "OVERLAPS": True,
+        }
+        types = f"{tensors} fp32 fp32 i32 i32 i32 i32 i32"
         sizes.append(build(decode_attention._decode, types, 2, **shape, **tiles, **how))
     return sizes
 
