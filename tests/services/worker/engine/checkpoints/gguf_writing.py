@@ -108,8 +108,8 @@ def renamed(tensors: Mapping[str, torch.Tensor], family: Family, gguf: GgufFamil
     result: dict[str, torch.Tensor] = {}
     for name, tensor in tensors.items():
         for ours, theirs in family.tensors.items():
-            if isinstance(theirs, StackedPart):
-                continue
+            if isinstance(theirs, StackedPart) or ours.endswith(".weight"):
+                continue  # tensors come under the engine's names
             number = r"(\d+)" if "*" in theirs else ""
             match = re.fullmatch(
                 rf"(model\.layers\.\d+\.){re.escape(theirs).replace(re.escape('*'), number)}(\.\w+)", name
