@@ -69,6 +69,7 @@ def _experts() -> dict[str, StackedPart]:
 FAMILIES = (
     Family(
         "gpt_oss",
+        "gpt-oss",
         _read,
         defaults={
             "num_hidden_layers": 36, "num_local_experts": 128, "vocab_size": 201_088, "hidden_size": 2880,

@@ -171,6 +171,7 @@ SHARED = {
     "olmo2 of one KV head": "torch",
     "glm4": "compiled",
     "glm4 moe": "compiled",
+    "gpt-oss": "torch",
 }
 # Those that are compared with their GGUF files, and what these do not contain.
 IN_GGUF: dict[str, dict[str, Any]] = {
@@ -190,6 +191,7 @@ IN_GGUF: dict[str, dict[str, Any]] = {
     "granite moe shared": {},
     "olmo2": {},
     "glm4": {},
+    "gpt-oss": {},
     "seed oss": {},
 }
 

@@ -54,7 +54,7 @@ def write_gguf(
     if config.rotary.long_divisors:
         writer.add_tensor("rope_factors_short.weight", np.array(config.rotary.frequency_divisors, np.float32))
         writer.add_tensor("rope_factors_long.weight", np.array(config.rotary.long_divisors, np.float32))
-    elif config.rotary.frequency_divisors and config.family != "gemma3_text":
+    elif config.rotary.frequency_divisors and config.family not in ("gemma3_text", "gpt_oss"):
         writer.add_tensor("rope_freqs.weight", np.array(config.rotary.frequency_divisors, np.float32))
     for name, tensor in stacked(renamed(tensors, family, gguf)).items():
         values = tensor.numpy().astype(np.float32)
@@ -88,6 +88,11 @@ def _add_kinds(writer: GGUFWriter, config: ModelConfig) -> None:
     if config.family == "gemma3_text":
         writer.add_rope_scaling_type(RopeScalingType.LINEAR)
         writer.add_rope_scaling_factor(config.rotary.frequency_divisors[0])
+    if config.family == "gpt_oss":
+        writer.add_rope_scaling_type(RopeScalingType.YARN)
+        writer.add_rope_scaling_factor(max(config.rotary.frequency_divisors))
+        # Of the tiny model.
+        writer.add_rope_scaling_orig_ctx_len(32)
     if config.logits_softcap is not None:
         writer.add_final_logit_softcapping(config.logits_softcap)
     if config.attention_softcap is not None:
@@ -107,9 +112,20 @@ def renamed(tensors: Mapping[str, torch.Tensor], family: Family, gguf: GgufFamil
     """Return `tensors` under the engine's names; matrices that GGUF files do not store as one are cut."""
     result: dict[str, torch.Tensor] = {}
     for name, tensor in tensors.items():
+        parts = {
+            ours: theirs
+            for ours, theirs in family.tensors.items()
+            if isinstance(theirs, StackedPart) and name.endswith(f".{theirs.name}")
+        }
+        if parts:
+            for ours, part in parts.items():
+                outputs = tensor.transpose(1, 2) if part.is_transposed else tensor
+                whole = name.removesuffix(part.name) + ours.replace("*.", "")
+                result[whole] = outputs[:, part.first :: part.step].contiguous()
+            continue
         for ours, theirs in family.tensors.items():
-            if isinstance(theirs, StackedPart) or ours.endswith(".weight"):
-                continue  # tensors come under the engine's names
+            if isinstance(theirs, StackedPart):
+                continue
             number = r"(\d+)" if "*" in theirs else ""
             match = re.fullmatch(
                 rf"(model\.layers\.\d+\.){re.escape(theirs).replace(re.escape('*'), number)}(\.\w+)", name
@@ -117,6 +133,9 @@ def renamed(tensors: Mapping[str, torch.Tensor], family: Family, gguf: GgufFamil
             if match:
                 place = f"{match[2]}." if number else ""
                 name = match[1] + ours.replace("*.", place) + match[match.lastindex or 0]
+                break
+            if name.endswith(f".{theirs}"):  # a tensor without `.weight`
+                name = name.removesuffix(theirs) + ours
                 break
         if "gate_up_proj" in name and "mlp.gate_up_proj" not in gguf.tensors:
             gate, up = tensor.chunk(2, dim=-2)
