@@ -13,7 +13,7 @@ import pytest
 from common.errors import InvalidRequestError
 from common.requests import ChatMessage, ChatPrompt
 from common.types import ReasoningStyle, ToolStyle
-from gateway.parsing.answers import ParsingRules
+from gateway.parsing import ParsingRules
 from services.tokenizer.chat_template import ChatTemplates
 from services.tokenizer.template_style import style_of
 
