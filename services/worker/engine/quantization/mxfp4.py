@@ -8,7 +8,7 @@ import torch
 
 from common.errors import ConfigurationError
 from services.worker.engine.quantization.formats import MXFP4_BLOCK
-from services.worker.engine.quantization.grouped import E2M1, GroupedMatrix, Numbers, narrowed
+from services.worker.engine.quantization.grouped import GroupedMatrix, Numbers, narrowed
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -70,8 +70,8 @@ def quantise(weight: torch.Tensor) -> GroupedMatrix:
     # frexp's exponents are those of numbers below 1.
     exponents = torch.where(largest > 0, torch.frexp(largest).exponent - 1 - _LARGEST_EXPONENT, -_BIAS)
     exponents = exponents.clamp(-_BIAS, _BIAS)
-    scaled = torch.ldexp(blocks, -exponents[:, :, None]).contiguous()
-    magnitudes = torch.tensor(E2M1[:8], device=weight.device)
-    borders = (magnitudes[1:] + magnitudes[:-1]) / 2
-    codes = torch.bucketize(scaled.abs(), borders).to(torch.uint8) | ((scaled < 0).to(torch.uint8) << 3)
+    magnitudes = blocks.abs() * torch.ldexp(torch.ones_like(largest), -exponents)[:, :, None]
+    # Codes grow with magnitudes in steps of 1/2 up to 2, of 1 up to 4, and of 2 beyond; ties go to even mantissas.
+    places = torch.minimum(torch.minimum(2 * magnitudes, magnitudes + 2), magnitudes / 2 + 4)
+    codes = places.round_().clamp_(max=7).to(torch.uint8) | ((blocks < 0).to(torch.uint8) << 3)
     return mxfp4_matrix(codes.view(outputs, inputs), (exponents + _BIAS).to(torch.uint8))

@@ -15,7 +15,7 @@ from services.worker.engine.quantization.matrices import above
 # Where the scales in float16 lie in a block.
 HALVES = {
     "Q4_0": (0,), "Q4_1": (0, 2), "Q5_0": (0,), "Q5_1": (0, 2), "Q8_0": (0,), "Q4_K": (0, 2), "Q5_K": (0, 2),
-    "Q6_K": (208,),
+    "Q6_K": (208,), "MXFP4": (),
 }  # fmt: skip
 # Their products of two scales are rounded to float16.
 ROUNDED = ("Q4_K", "Q5_K", "Q6_K")
@@ -29,6 +29,8 @@ def random_blocks(kind: str, rows: int, blocks: int) -> torch.Tensor:
     for at in HALVES[kind]:
         halves = generator.normal(0, 0.01, (rows, blocks, 1)).astype(np.float16)
         data[..., at : at + 2] = halves.view(np.uint8)
+    if kind == "MXFP4":  # exponents of powers of two that float16 has
+        data[..., 0] = 110 + data[..., 0] % 30
     return torch.from_numpy(data)
 
 
