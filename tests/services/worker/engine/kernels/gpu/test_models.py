@@ -23,8 +23,9 @@ pytestmark = [
     pytest.mark.skipif(torch.cuda.is_available(), reason="execution/test_families.py runs them on the GPU"),
 ]
 
-# Capped scores and norms of outputs; norms of projections and none of inputs; reordered heads and every kind of expert.
-MODELS = ("gemma2", "olmo2", "glm4 moe")
+# Capped scores and norms of outputs; norms of projections and none of inputs; reordered heads and every kind of expert;
+# attention sinks and experts with biases.
+MODELS = ("gemma2", "olmo2", "glm4 moe", "gpt-oss")
 
 
 class _Interpreted(GpuBackend):
