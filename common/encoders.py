@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 # `model_type` of config.json.
-ENCODER_FAMILIES = ("bert", "roberta", "xlm-roberta")
+ENCODER_FAMILIES = ("bert", "roberta", "xlm-roberta", "modernbert")
 
 
 def is_encoder_directory(path: Path) -> bool:
@@ -29,7 +29,7 @@ def is_encoder(config: Mapping[str, Any]) -> bool:
 
 def first_position(config: Mapping[str, Any]) -> int:
     """Return the position id of a text's first token: RoBERTa's positions start after the padding token's id."""
-    if config.get("model_type") == "bert":
+    if config.get("model_type") in ("bert", "modernbert"):
         return 0
     padding = config.get("pad_token_id")
     return (1 if padding is None else int(padding)) + 1

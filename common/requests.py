@@ -44,8 +44,30 @@ class TokenPrompt:
     ids: tuple[int, ...]
 
 
+@dataclass(frozen=True, slots=True)
+class Truncation:
+    """Shortening to the first (or last) `max_tokens` tokens, including the special ones that the model adds."""
+
+    max_tokens: int
+    drop_beginning: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class PooledText:
+    """A text, or a pair of texts in the model's own notation of pairs; only for requests that generate nothing."""
+
+    text: str
+    second: str | None = None
+    # Of a pair: the task, for notations that have one; None: the notation's default.
+    instruction: str | None = None
+    # Keep only this number of tokens at the beginning of the second text.
+    max_second_tokens: int | None = None
+    # Of a pair, the longer text is shortened first; None: a prompt that is too long is refused.
+    truncation: Truncation | None = None
+
+
 # A `str` is text to continue.
-Prompt: TypeAlias = str | ChatPrompt | TokenPrompt
+Prompt: TypeAlias = str | ChatPrompt | TokenPrompt | PooledText
 
 
 @dataclass(frozen=True, slots=True)

@@ -52,13 +52,15 @@ class RowOpen:
     max_total_tokens: int
     stop_token_ids: tuple[int, ...] = ()
     min_new_tokens: int = 0
-    # If set, nothing is generated: the row stops when its last id is computed, and its embedding is reported.
+    # If set, nothing is generated: the row stops when its last id is computed, and its result is reported.
     pooling: Pooling | None = None
     # `prompt_logprobs.start` is at least `computed_tokens`.
     prompt_logprobs: PromptLogprobs | None = None
     # With a sliding-window pool: its pages for the last of `pages`; earlier pages are never read.
     window_pages: PageIds = field(default_factory=lambda: NO_PAGES)
     postponed_token_ids: tuple[int, ...] = ()
+    # See `ScheduleRequest.second_text_start`.
+    second_text_start: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,7 +141,7 @@ class StepResult:
     """Result of one forward pass: it sampled `token_ids[i]` for `rows[i]`, both int32 of equal length.
 
     `last` marks the plan's final result. Ranks other than 0 send empty arrays, but acknowledge transfers as rank 0
-    does. `embeddings` are those of pooling rows that have stopped. `compute_us` is the time of the forward pass and
+    does. `embeddings` are the results of pooling rows that stopped. `compute_us` is the time of the forward pass and
     sampling, `host_us` the rank's bookkeeping time, both in microseconds. `error` is set if the whole plan failed.
     """
 
@@ -187,6 +189,7 @@ class EngineSpec:
     window_ratio: float = 0.0
     window_pages: int | None = None
     quantization: str = "auto"
+    classifier_from_token: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -220,6 +223,10 @@ class EngineCapacity:
     window_pool: WindowPool | None = None
     # Whether the rank supports jump-forward.
     jumps_forward: bool = False
+    # Outputs of the classification head that the model has; rows have this pooling.
+    head: Pooling | None = None
+    # Rows do not generate.
+    only_pools: bool = False
     # Measured at start-up, hence not compared; 0: not measured.
     prefill_tokens_per_s: float = field(default=0.0, compare=False)
     load_bytes_per_s: float = field(default=0.0, compare=False)

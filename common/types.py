@@ -137,12 +137,23 @@ _STRICTNESS = (CacheMode.DEFAULT, CacheMode.PRIVATE, CacheMode.NONE)
 
 
 class Pooling(Enum):
-    """Which hidden states become a prompt's embedding: the last token's, the mean of all, or the first token's."""
+    """How hidden states become a prompt's result: an embedding, or outputs of the model's classification head.
+
+    Embeddings: the last token's hidden state, the mean of all, or the first token's. Outputs of the head: for the whole
+    prompt, or for each token.
+    """
 
     LAST = "last"
     MEAN = "mean"
     # Named for the CLS token that encoders put before each text.
     FIRST = "cls"
+    CLASSIFY = "classify"
+    TOKEN_CLASSIFY = "token_classify"
+
+    @property
+    def embeds(self) -> bool:
+        """Whether the result is an embedding."""
+        return self not in (Pooling.CLASSIFY, Pooling.TOKEN_CLASSIFY)
 
 
 @dataclass(frozen=True, slots=True)
@@ -270,7 +281,8 @@ class RequestFailure:
 class Finish:
     """The end of a choice; there is exactly one. `error` is set if and only if the reason is ERROR.
 
-    `embedding` is the result of a pooling request: little-endian float32, normalized to length 1.
+    `embedding` is the result of a pooling request: little-endian float32, an embedding of any length or outputs of the
+    model's classification head, those of several tokens token by token.
     """
 
     reason: FinishReason
@@ -319,7 +331,7 @@ class RequestOptions:
     session: str | None = None
     turn: SessionTurn | None = None
     max_context_tokens: int | None = None
-    # If set, the prompt is embedded and nothing is generated.
+    # If set, nothing is generated.
     pooling: Pooling | None = None
     prompt_logprobs: PromptLogprobs | None = None
 
@@ -335,3 +347,5 @@ class ScheduleRequest:
     options: RequestOptions = RequestOptions()
     # Key by which the tokenizer chooses one of several scheduler groups; not sent to schedulers.
     routing_key: str | None = None
+    # Of a pair of texts: position of the second one's first token, for encoders that mark the tokens of each.
+    second_text_start: int | None = None

@@ -24,6 +24,7 @@ INDEX: Final = "model.safetensors.index.json"
 _TEXT_FILES: Final = (
     CONFIG, "generation_config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json",
     "chat_template.jinja", "additional_chat_templates/*.jinja", "modules.json", "sentence_bert_config.json",
+    "config_sentence_transformers.json",
     "*_Pooling/config.json",
 )  # fmt: skip
 # Files of other tools in repositories with GGUF files: vision towers, and statistics of quantization.

@@ -48,6 +48,13 @@ class ModelSettings(Section):
     """Hidden states that become embeddings, unless a request chooses: the last token's, the mean over all tokens, or
     the first token's (encoders only). auto: by the model's files; without an entry there, mean for encoders and last
     for other models."""
+    classifier_from_token: tuple[str, ...] = ()
+    """Makes a reranker of a model that generates: two tokens such as `["no", "yes"]`; the score of a pair is the
+    probability of the second one against the first (Qwen3-Reranker). Empty: as in config.json."""
+    pair_style: Literal["auto", "tokenizer", "qwen3_reranker"] = "auto"
+    """Notation of the pairs of texts that a classifier scores. tokenizer: as the tokenizer joins two texts.
+    qwen3_reranker: the prompt of Qwen3-Reranker, with an instruction. auto: qwen3_reranker for decoders of Qwen3 with
+    one label and for classifier_from_token, otherwise tokenizer."""
     max_context: int = Field(default=0, ge=0)
     """Most tokens of prompt and output together; 0: the model's own limit."""
 

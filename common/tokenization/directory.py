@@ -9,11 +9,12 @@ from __future__ import annotations
 import json
 from typing import TYPE_CHECKING, Any, Final
 
-from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
 
 from common.encoders import encoder_context, is_encoder
 from common.errors import ConfigurationError
-from common.tokenization.parts import EmbeddingTraits, TextParts
+from common.heads import has_pooling_module, only_embeds, read_head
+from common.tokenization.parts import EmbeddingTraits, PairStyle, TextParts
 from common.tokenization.vocabulary import byte_alphabet
 from common.types import Pooling
 
@@ -59,6 +60,8 @@ def read_directory(path: Path) -> TextParts:
     named = _named_tokens(read_json(path / "special_tokens_map.json") | settings)
     _add_missing(tokenizer, settings, named.values())
     config = read_json(path / "config.json")
+    if settings.get("add_eos_token") and read_pooling(path) is not None:
+        _end_texts(tokenizer, named.get("eos_token"))
     return TextParts(
         tokenizer, _templates(path, settings), named, _longest_text(path, config), vocabulary_size(config),
         embedding_traits(path, config),
@@ -100,7 +103,35 @@ def embedding_traits(path: Path, config: JsonObject) -> EmbeddingTraits:
     encodes = is_encoder(config)
     pooling = read_pooling(path) or (Pooling.MEAN if encodes else Pooling.LAST)
     width = config.get("hidden_size") or (config.get("text_config") or {}).get("hidden_size") or 0
-    return EmbeddingTraits(encodes, pooling, int(width))
+    head = read_head(config)
+    is_qwen3 = str(config.get("model_type")).startswith("qwen3")
+    is_reranker = is_qwen3 and head is not None and head.scores_pairs
+    prompts, default = read_prompts(path)
+    return EmbeddingTraits(
+        encodes,
+        pooling,
+        int(width),
+        only_embeds=not encodes and only_embeds(config, has_pooling=has_pooling_module(path)),
+        head=head,
+        pair_style=PairStyle.QWEN3_RERANKER if is_reranker else PairStyle.TOKENIZER,
+        prompts=prompts,
+        default_prompt=default,
+    )
+
+
+def read_prompts(path: Path) -> tuple[dict[str, str], str | None]:
+    """Return the prompts of sentence-transformers by name, and the name of the one for texts without a prompt.
+
+    Raises:
+        ConfigurationError: the file is damaged.
+    """
+    stated = read_json(path / "config_sentence_transformers.json")
+    prompts = {str(name): str(text) for name, text in (stated.get("prompts") or {}).items()}
+    default = stated.get("default_prompt_name")
+    if default is not None and default not in prompts:
+        file = path / "config_sentence_transformers.json"
+        raise ConfigurationError(f"{file}: default_prompt_name {default!r} is none of its prompts")
+    return prompts, default
 
 
 def _longest_text(path: Path, config: JsonObject) -> int | None:
@@ -133,6 +164,18 @@ def _add_missing(tokenizer: Tokenizer, settings: JsonObject, named: Iterable[str
     special = {token.content for token in tokenizer.get_added_tokens_decoder().values() if token.special}
     wanted = [AddedToken(token, normalized=False, special=True) for token in named if token not in special]
     tokenizer.add_special_tokens(wanted)
+
+
+def _end_texts(tokenizer: Tokenizer, end: str | None) -> None:
+    """Make the tokenizer append the end of sequence to texts, unless it does: embeddings are those of this token."""
+    end_id = None if end is None else tokenizer.token_to_id(end)
+    if end is None or end_id is None or tokenizer.encode("").ids[-1:] == [end_id]:
+        return
+    ending = processors.TemplateProcessing(
+        single=f"$A {end}", pair=f"$A {end} $B:1 {end}:1", special_tokens=[(end, end_id)]
+    )
+    former = tokenizer.post_processor
+    tokenizer.post_processor = ending if former is None else processors.Sequence([former, ending])
 
 
 def _added_token(entry: Mapping[str, Any]) -> AddedToken:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from enum import Enum
 from typing import TYPE_CHECKING
 
 from common.types import Pooling
@@ -12,15 +13,37 @@ if TYPE_CHECKING:
 
     from tokenizers import Tokenizer
 
+    from common.heads import Head
+
+
+class PairStyle(Enum):
+    """The notation of a pair of texts: as the tokenizer joins two, or the prompt of Qwen3-Reranker."""
+
+    TOKENIZER = "tokenizer"
+    QWEN3_RERANKER = "qwen3_reranker"
+
 
 @dataclass(frozen=True, slots=True)
 class EmbeddingTraits:
-    """Properties of a model's embeddings, which have `dimensions` components; an encoder can only embed."""
+    """How a model's hidden states are used: embeddings of `dimensions` components, or a head."""
 
     is_encoder: bool = False
     # The default of requests.
     pooling: Pooling = Pooling.LAST
     dimensions: int = 0
+    # The model is made for embeddings.
+    only_embeds: bool = False
+    # The model serves nothing but this classification head.
+    head: Head | None = None
+    pair_style: PairStyle = PairStyle.TOKENIZER
+    # Texts that are put before those to embed, by name; and the name of the one for requests that name none.
+    prompts: Mapping[str, str] = field(default_factory=dict)
+    default_prompt: str | None = None
+
+    @property
+    def generates(self) -> bool:
+        """Whether the model can generate."""
+        return not (self.is_encoder or self.only_embeds or self.head)
 
 
 NO_TRAITS = EmbeddingTraits()

@@ -9,10 +9,11 @@ from tokenizers.models import BPE, Unigram
 
 from common.errors import ConfigurationError
 from common.gguf_header import Metadata, read_header
+from common.heads import read_head
 from common.models import ModelFiles, ModelKind, resolve_model
-from common.tokenization.directory import read_directory, read_placeholder
+from common.tokenization.directory import embedding_traits, read_directory, read_json, read_placeholder
 from common.tokenization.gguf_vocabulary import build_tokenizer, special_tokens
-from common.tokenization.parts import NO_TRAITS, EmbeddingTraits, TextParts
+from common.tokenization.parts import NO_TRAITS, EmbeddingTraits, PairStyle, TextParts
 from common.types import Pooling
 
 if TYPE_CHECKING:
@@ -53,6 +54,7 @@ def load_served_model(settings: ModelSettings) -> TextModel:
     placeholder = settings.load_format in ("dummy", "fake")
     files = resolve_model(settings.reference, weights=False)
     model = load_text_model(files, max_context=settings.max_context, placeholder=placeholder)
+    model = replace(model, embedding=with_settings(model.embedding, settings))
     if settings.pooling == "auto":
         return model
     pooling = Pooling(settings.pooling)
@@ -61,6 +63,30 @@ def load_served_model(settings: ModelSettings) -> TextModel:
             "model.pooling=cls is only for encoders: in other models the first token does not attend to later ones"
         )
     return replace(model, embedding=replace(model.embedding, pooling=pooling))
+
+
+def served_traits(settings: ModelSettings) -> EmbeddingTraits:
+    """Return how the hidden states of the model in the settings are used, without its vocabulary.
+
+    Raises:
+        ConfigurationError: the model cannot be found or read.
+    """
+    files = resolve_model(settings.reference, weights=False)
+    is_directory = files.kind is ModelKind.DIRECTORY
+    traits = embedding_traits(files.path, read_json(files.path / "config.json")) if is_directory else NO_TRAITS
+    return with_settings(traits, settings)
+
+
+def with_settings(traits: EmbeddingTraits, settings: ModelSettings) -> EmbeddingTraits:
+    """Return the traits with the head and the notation of pairs that the settings state."""
+    if settings.classifier_from_token:
+        if traits.is_encoder:
+            raise ConfigurationError("model.classifier_from_token is for models that generate, and this is an encoder")
+        head = read_head({}, settings.classifier_from_token)
+        traits = replace(traits, head=head, pair_style=PairStyle.QWEN3_RERANKER)
+    if settings.pair_style != "auto":
+        traits = replace(traits, pair_style=PairStyle(settings.pair_style))
+    return traits
 
 
 def load_text_model(files: ModelFiles, *, max_context: int = 0, placeholder: bool = False) -> TextModel:

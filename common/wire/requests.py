@@ -76,6 +76,7 @@ def schedule_request_to_wire(request: ScheduleRequest) -> scheduler_pb2.Schedule
         view=view_to_wire(request.view),
         reply_to=reply_to_wire(request.reply_to),
         token_ids=request.token_ids.tolist(),
+        second_text_start=request.second_text_start,
     )
     message.MergeFrom(options_to_wire(request.options, scheduler_pb2.ScheduleRequest))
     return message
@@ -96,6 +97,7 @@ def schedule_request_from_wire(message: scheduler_pb2.ScheduleRequest) -> Schedu
         reply_to=reply_to_from_wire(message.reply_to),
         token_ids=np.array(message.token_ids, dtype=np.int32),
         options=replace(options_from_wire(message), n=max(message.n, 1)),
+        second_text_start=message.second_text_start if message.HasField("second_text_start") else None,
     )
 
 

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
+from common.heads import tasks_of
 from common.types import Pooling
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from common.deltas import Delta
+    from common.heads import Head, Task
     from common.requests import ChatPrompt, GenerateRequest
     from common.types import (
         Admission,
@@ -114,11 +118,23 @@ class ModelInfo:
     reads_reasoning_effort: bool = False
     # Why requests with tools are refused.
     tools_problem: str | None = None
-    # The model only embeds.
+    # The model has no cache of keys and values, and does not generate.
     is_encoder: bool = False
     # The default pooling of embeddings.
     pooling: Pooling = Pooling.LAST
     embedding_dimensions: int = 0
+    # The model is made for embeddings.
+    only_embeds: bool = False
+    # The model serves nothing but this classification head.
+    head: Head | None = None
+    # Texts that are put before those to embed, by name; and the name of the one for requests that name none.
+    prompts: Mapping[str, str] = field(default_factory=dict)
+    default_prompt: str | None = None
+
+    @property
+    def tasks(self) -> tuple[Task, ...]:
+        """All tasks of the model, the main one first."""
+        return tasks_of(self.head, generates=not (self.is_encoder or self.only_embeds))
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, assert_never
 
 from common.deltas import Delta, LogprobText, PromptLogprobsText, PromptUsage, TokenText
-from common.requests import ChatPrompt, TokenPrompt
+from common.heads import Activation, Head
+from common.requests import ChatPrompt, PooledText, TokenPrompt
 from common.types import Pooling, ReasoningStyle, RequestId, ToolStyle
 from common.wire.answers import finish_from_wire
 from common.wire.identity import view_to_wire
@@ -25,6 +26,12 @@ _TOOL_STYLES: dict[tokenizer_pb2.ToolStyle.ValueType, ToolStyle | None] = {
 _REASONING_STYLES: dict[tokenizer_pb2.ReasoningStyle.ValueType, ReasoningStyle | None] = {
     tokenizer_pb2.REASONING_STYLE_UNSPECIFIED: None,
     **{tokenizer_pb2.ReasoningStyle.Value(f"REASONING_STYLE_{style.name}"): style for style in ReasoningStyle},
+}
+
+_ACTIVATIONS: dict[tokenizer_pb2.Activation.ValueType, Activation] = {
+    tokenizer_pb2.ACTIVATION_UNSPECIFIED: Activation.NONE,
+    tokenizer_pb2.ACTIVATION_SIGMOID: Activation.SIGMOID,
+    tokenizer_pb2.ACTIVATION_SOFTMAX: Activation.SOFTMAX,
 }
 
 
@@ -50,9 +57,24 @@ def generate_to_wire(request: GenerateRequest, reply_to: ReplyTo) -> tokenizer_p
             message.chat.CopyFrom(chat_to_wire(chat))
         case TokenPrompt(ids):
             message.token_ids.ids.extend(ids)
+        case PooledText() as pooled:
+            message.pooled.CopyFrom(_pooled_to_wire(pooled))
         case _ as never:
             assert_never(never)
     return message
+
+
+def _pooled_to_wire(pooled: PooledText) -> tokenizer_pb2.PooledText:
+    cut = pooled.truncation
+    return tokenizer_pb2.PooledText(
+        text=pooled.text,
+        second=pooled.second,
+        instruction=pooled.instruction,
+        max_second_tokens=pooled.max_second_tokens,
+        truncation=(
+            tokenizer_pb2.Truncation(max_tokens=cut.max_tokens, drop_beginning=cut.drop_beginning) if cut else None
+        ),
+    )
 
 
 def chat_to_wire(chat: ChatPrompt) -> tokenizer_pb2.ChatPrompt:
@@ -138,4 +160,16 @@ def model_from_wire(message: tokenizer_pb2.GetModelResponse) -> ModelInfo:
         is_encoder=message.is_encoder,
         pooling=pooling_from_wire(message.pooling) or Pooling.LAST,
         embedding_dimensions=message.embedding_dimensions,
+        only_embeds=message.only_embeds,
+        head=_head_from_wire(message.head) if message.HasField("head") else None,
+        prompts={prompt.name: prompt.text for prompt in message.prompts},
+        default_prompt=message.default_prompt if message.HasField("default_prompt") else None,
     )
+
+
+def _head_from_wire(message: tokenizer_pb2.Head) -> Head | None:
+    pooling = pooling_from_wire(message.pooling)
+    if pooling is None:
+        return None
+    activation, of_scores = _ACTIVATIONS[message.activation], _ACTIVATIONS[message.score_activation]
+    return Head(pooling, tuple(message.labels), activation, of_scores)

@@ -5,18 +5,26 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from common.errors import InvalidRequestError
-from common.requests import ChatMessage, ChatPrompt, GenerateRequest, TokenPrompt
+from common.heads import Activation
+from common.requests import ChatMessage, ChatPrompt, GenerateRequest, PooledText, TokenPrompt, Truncation
 from common.wire.answers import admission_to_wire
 from common.wire.identity import view_from_wire
-from common.wire.requests import options_from_wire, reply_to_from_wire, request_id_from_wire
+from common.wire.requests import options_from_wire, pooling_to_wire, reply_to_from_wire, request_id_from_wire
 from protos.gen.pando.v1 import tokenizer_pb2
 from services.tokenizer.relay import Submission
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from common.heads import Head
     from common.requests import Prompt
     from common.types import Admission, ReasoningStyle, ToolStyle
+
+_ACTIVATIONS = {
+    Activation.NONE: tokenizer_pb2.ACTIVATION_UNSPECIFIED,
+    Activation.SIGMOID: tokenizer_pb2.ACTIVATION_SIGMOID,
+    Activation.SOFTMAX: tokenizer_pb2.ACTIVATION_SOFTMAX,
+}
 
 
 def submission_from_wire(message: tokenizer_pb2.GenerateRequest) -> Submission:
@@ -69,6 +77,18 @@ def reasoning_style_to_wire(style: ReasoningStyle | None) -> tokenizer_pb2.Reaso
     return tokenizer_pb2.ReasoningStyle.Value(f"REASONING_STYLE_{style.name if style else 'UNSPECIFIED'}")
 
 
+def head_to_wire(head: Head | None) -> tokenizer_pb2.Head | None:
+    """Encode a classification head, if there is one."""
+    if head is None:
+        return None
+    return tokenizer_pb2.Head(
+        pooling=pooling_to_wire(head.pooling),
+        labels=head.labels,
+        activation=_ACTIVATIONS[head.activation],
+        score_activation=_ACTIVATIONS[head.score_activation],
+    )
+
+
 def _prompt_from_wire(message: tokenizer_pb2.GenerateRequest) -> Prompt:
     match message.WhichOneof("prompt"):
         case "text":
@@ -77,8 +97,21 @@ def _prompt_from_wire(message: tokenizer_pb2.GenerateRequest) -> Prompt:
             return chat_from_wire(message.chat)
         case "token_ids":
             return TokenPrompt(tuple(message.token_ids.ids))
+        case "pooled":
+            return _pooled_from_wire(message.pooled)
         case _:
             raise InvalidRequestError("the prompt is missing", param="prompt")
+
+
+def _pooled_from_wire(message: tokenizer_pb2.PooledText) -> PooledText:
+    truncation = message.truncation if message.HasField("truncation") else None
+    return PooledText(
+        text=message.text,
+        second=message.second if message.HasField("second") else None,
+        instruction=message.instruction if message.HasField("instruction") else None,
+        max_second_tokens=message.max_second_tokens if message.HasField("max_second_tokens") else None,
+        truncation=Truncation(truncation.max_tokens, truncation.drop_beginning) if truncation else None,
+    )
 
 
 def _message_from_wire(message: tokenizer_pb2.ChatMessage) -> ChatMessage:

@@ -11,7 +11,7 @@ from common.steps import EngineSpec, JumpLimit, PageGrants, PageReplacement, Pre
 from common.transfers import Transfer, TransferDirection, TransferId
 from common.types import RequestId, RowSlot, StepId
 from common.wire.answers import finish_reason_to_wire, logprob_to_wire, prompt_logprobs_from_wire, span_to_wire
-from common.wire.requests import pooling_from_wire, sampling_from_wire
+from common.wire.requests import pooling_from_wire, pooling_to_wire, sampling_from_wire
 from protos.gen.pando.v1 import worker_pb2
 
 if TYPE_CHECKING:
@@ -59,6 +59,7 @@ def spec_from_wire(message: worker_pb2.ConfigureRequest) -> EngineSpec:
         window_ratio=message.window_ratio,
         window_pages=message.window_pages if message.HasField("window_pages") else None,
         quantization=message.quantization or "auto",
+        classifier_from_token=tuple(message.classifier_from_token),
     )
 
 
@@ -81,6 +82,8 @@ def capacity_to_wire(capacity: EngineCapacity) -> worker_pb2.WorkerCapacity:
         window_pool=_window_pool_to_wire(capacity.window_pool),
         is_encoder=capacity.is_encoder,
         jumps_forward=capacity.jumps_forward,
+        head=pooling_to_wire(capacity.head),
+        only_pools=capacity.only_pools,
     )
 
 
@@ -169,6 +172,7 @@ def _open_from_wire(message: worker_pb2.RowOpen) -> RowOpen:
         postponed_token_ids=tuple(message.postponed_token_ids),
         pooling=pooling_from_wire(message.pooling),
         prompt_logprobs=prompt_logprobs_from_wire(message),
+        second_text_start=message.second_text_start if message.HasField("second_text_start") else None,
     )
 
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from common.deltas import Delta, LogprobText, PromptLogprobsText, PromptUsage, TokenText
 from common.grammars import NO_SCOPE, Grammar, GrammarKind, GrammarScope
 from common.prompt_logprobs import PromptLogprobs
-from common.requests import ChatMessage, ChatPrompt, GenerateRequest, TokenPrompt
+from common.requests import ChatMessage, ChatPrompt, GenerateRequest, PooledText, TokenPrompt, Truncation
 from common.types import (
     Admission,
     CacheMode,
@@ -177,6 +177,7 @@ schedule_requests = complete(
     options=options,
     # Not sent to schedulers.
     routing_key=st.none(),
+    second_text_start=st.none() | COUNT,
 )
 chat_messages = complete(
     ChatMessage,
@@ -196,12 +197,20 @@ chats = complete(
     template_variables_json=st.none() | st.text(max_size=5),
     assistant_prefix=st.none() | st.text(max_size=5),
 )
+pooled_texts = complete(
+    PooledText,
+    text=st.text(max_size=5),
+    second=st.none() | st.text(max_size=5),
+    instruction=st.none() | st.text(max_size=5),
+    max_second_tokens=st.none() | COUNT,
+    truncation=st.none() | complete(Truncation, max_tokens=COUNT, drop_beginning=st.booleans()),
+)
 generate_requests = complete(
     GenerateRequest,
     request_id=NAMES.map(RequestId),
     view=views,
     model=NAMES,
-    prompt=st.text() | chats | complete(TokenPrompt, ids=st.lists(TOKEN, max_size=5).map(tuple)),
+    prompt=st.text() | chats | complete(TokenPrompt, ids=st.lists(TOKEN, max_size=5).map(tuple)) | pooled_texts,
     options=options,
     prompt_name=st.none() | NAMES,
     add_special_tokens=st.none() | st.booleans(),

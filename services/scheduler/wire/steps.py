@@ -10,7 +10,7 @@ from common.steps import NO_IDS, EngineCapacity, RowStop, StepResult, WindowPool
 from common.transfers import TransferAck, TransferDirection, TransferId
 from common.types import RowSlot, StepId
 from common.wire.answers import finish_reason_from_wire, logprob_from_wire, prompt_logprobs_to_wire, span_from_wire
-from common.wire.requests import pooling_to_wire, sampling_to_wire
+from common.wire.requests import pooling_from_wire, pooling_to_wire, sampling_to_wire
 from protos.gen.pando.v1 import worker_pb2
 
 if TYPE_CHECKING:
@@ -43,6 +43,7 @@ def spec_to_wire(spec: EngineSpec) -> worker_pb2.ConfigureRequest:
         window_ratio=spec.window_ratio,
         window_pages=spec.window_pages,
         quantization=spec.quantization,
+        classifier_from_token=spec.classifier_from_token,
     )
 
 
@@ -65,6 +66,8 @@ def capacity_from_wire(message: worker_pb2.WorkerCapacity) -> EngineCapacity:
         window_pool=_window_pool_from_wire(message.window_pool) if message.HasField("window_pool") else None,
         is_encoder=message.is_encoder,
         jumps_forward=message.jumps_forward,
+        head=pooling_from_wire(message.head),
+        only_pools=message.only_pools,
     )
 
 
@@ -121,6 +124,7 @@ def _open_to_wire(opened: RowOpen) -> worker_pb2.RowOpen:
         postponed_token_ids=opened.postponed_token_ids,
         pooling=pooling_to_wire(opened.pooling),
         prompt_logprobs=prompt_logprobs_to_wire(opened.prompt_logprobs),
+        second_text_start=opened.second_text_start,
     )
 
 

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from hypothesis import given
 
+from common.heads import Activation, Head
 from common.types import Pooling, ReasoningStyle, ReplyTo, ToolStyle
 from gateway.pipeline.port import ModelInfo
 from gateway.pipeline.wire import chat_to_wire, delta_from_wire, generate_to_wire, model_from_wire
@@ -63,6 +64,15 @@ def test_a_model_arrives_with_all_its_fields() -> None:
         is_encoder=True,
         pooling=common_pb2.POOLING_FIRST,
         embedding_dimensions=384,
+        only_embeds=True,
+        head=tokenizer_pb2.Head(
+            pooling=common_pb2.POOLING_TOKEN_CLASSIFY,
+            labels=["O", "PER"],
+            activation=tokenizer_pb2.ACTIVATION_SOFTMAX,
+            score_activation=tokenizer_pb2.ACTIVATION_UNSPECIFIED,
+        ),
+        prompts=[tokenizer_pb2.NamedPrompt(name="query", text="Query: ")],
+        default_prompt="query",
     )
     assert {field.name for field, _ in message.ListFields()} == {field.name for field in message.DESCRIPTOR.fields}
     expected = ModelInfo(
@@ -81,6 +91,10 @@ def test_a_model_arrives_with_all_its_fields() -> None:
         is_encoder=True,
         pooling=Pooling.FIRST,
         embedding_dimensions=384,
+        only_embeds=True,
+        head=Head(Pooling.TOKEN_CLASSIFY, ("O", "PER"), Activation.SOFTMAX, Activation.NONE),
+        prompts={"query": "Query: "},
+        default_prompt="query",
     )
     assert model_from_wire(message) == expected
     assert all(getattr(expected, field.name) != field.default for field in fields(expected))

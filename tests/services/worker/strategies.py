@@ -53,6 +53,7 @@ opens = complete(
     max_total_tokens=COUNT,
     stop_token_ids=tuples(TOKEN),
     min_new_tokens=COUNT,
+    second_text_start=st.none() | COUNT,
     postponed_token_ids=tuples(TOKEN),
     window_pages=arrays(),
     pooling=st.none() | st.sampled_from(Pooling),
@@ -155,6 +156,7 @@ specs = complete(
     window_ratio=st.floats(0, 1, width=32),
     window_pages=st.none() | COUNT,
     quantization=NAMES,
+    classifier_from_token=tuples(NAMES),
 )
 capacities = complete(
     EngineCapacity,
@@ -171,6 +173,8 @@ capacities = complete(
     has_storage=st.booleans(),
     is_encoder=st.booleans(),
     jumps_forward=st.booleans(),
+    head=st.none() | st.sampled_from(Pooling),
+    only_pools=st.booleans(),
     window_pool=st.none()
     | complete(WindowPool, pages=COUNT, window_tokens=COUNT, layers=COUNT, kv_bytes_per_token=COUNT),
     prefill_tokens_per_s=st.floats(0, 2.0**30, width=32),

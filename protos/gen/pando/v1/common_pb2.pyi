@@ -81,25 +81,35 @@ class _Pooling:
 class _PoolingEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Pooling.ValueType], _builtins.type):
     DESCRIPTOR: _descriptor.EnumDescriptor
     POOLING_UNSPECIFIED: _Pooling.ValueType  # 0
-    """No embedding: the request generates."""
+    """None: the request generates."""
     POOLING_LAST: _Pooling.ValueType  # 1
     """The hidden state of the last token."""
     POOLING_MEAN: _Pooling.ValueType  # 2
     """The mean over all tokens."""
     POOLING_FIRST: _Pooling.ValueType  # 3
     """The hidden state of the first token; only for encoders, whose first token attends to all others."""
+    POOLING_CLASSIFY: _Pooling.ValueType  # 4
+    """The head's outputs for the whole prompt."""
+    POOLING_TOKEN_CLASSIFY: _Pooling.ValueType  # 5
+    """The head's outputs for each token."""
 
 class Pooling(_Pooling, metaclass=_PoolingEnumTypeWrapper):
-    """How hidden states after the final norm become the embedding of a prompt, which is normalized to length 1."""
+    """How hidden states after the final norm become the result of a request that generates nothing: an embedding, or the
+    outputs of the model's classification head before any activation.
+    """
 
 POOLING_UNSPECIFIED: Pooling.ValueType  # 0
-"""No embedding: the request generates."""
+"""None: the request generates."""
 POOLING_LAST: Pooling.ValueType  # 1
 """The hidden state of the last token."""
 POOLING_MEAN: Pooling.ValueType  # 2
 """The mean over all tokens."""
 POOLING_FIRST: Pooling.ValueType  # 3
 """The hidden state of the first token; only for encoders, whose first token attends to all others."""
+POOLING_CLASSIFY: Pooling.ValueType  # 4
+"""The head's outputs for the whole prompt."""
+POOLING_TOKEN_CLASSIFY: Pooling.ValueType  # 5
+"""The head's outputs for each token."""
 Global___Pooling: _TypeAlias = Pooling  # noqa: Y015
 
 class _FinishReason:
@@ -705,8 +715,9 @@ class Finish(_message.Message):
     matched_token_id: _builtins.int
     matched_text: _builtins.str
     embedding: _builtins.bytes
-    """Set if and only if the request has a pooling and reason is STOP: little-endian float32, normalized to length 1.
-    Bytes, because services pass it on without reading it.
+    """Set if and only if the request has a pooling and reason is STOP: little-endian float32, an embedding of any length
+    or the head's outputs, those of several tokens token by token. Bytes, because services pass it on without reading
+    it.
     """
     @_builtins.property
     def error(self) -> Global___RequestError:

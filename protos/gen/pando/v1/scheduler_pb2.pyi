@@ -189,6 +189,7 @@ class ScheduleRequest(_message.Message):
     PROMPT_LOGPROBS_FIELD_NUMBER: _builtins.int
     TURN_FIELD_NUMBER: _builtins.int
     MAX_CONTEXT_TOKENS_FIELD_NUMBER: _builtins.int
+    SECOND_TEXT_START_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     n: _builtins.int
     """Number of choices, at least 1."""
@@ -199,9 +200,11 @@ class ScheduleRequest(_message.Message):
     session: _builtins.str
     """Name of the session, unique within the view; `Forget` can drop a single session's entries."""
     pooling: _common_pb2.Pooling.ValueType
-    """If set, the prompt is embedded and nothing is generated."""
+    """If set, nothing is generated, and Finish has the result."""
     max_context_tokens: _builtins.int
     """Most tokens of the model's context that the requester may use, the session's earlier ones included; absent: all."""
+    second_text_start: _builtins.int
+    """Of a pair of texts: position of the second one's first token, for encoders that mark the tokens of each."""
     @_builtins.property
     def view(self) -> _common_pb2.View:
         """The accountable subject, and the cache entries that the request may use."""
@@ -249,10 +252,11 @@ class ScheduleRequest(_message.Message):
         prompt_logprobs: _common_pb2.PromptLogprobs | None = ...,
         turn: _sessions_pb2.SessionTurn | None = ...,
         max_context_tokens: _builtins.int | None = ...,
+        second_text_start: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_max_context_tokens", b"_max_context_tokens", "_prompt_logprobs", b"_prompt_logprobs", "_resume", b"_resume", "_session", b"_session", "_timeout_ms", b"_timeout_ms", "_trace", b"_trace", "_turn", b"_turn", "max_context_tokens", b"max_context_tokens", "prompt_logprobs", b"prompt_logprobs", "reply_to", b"reply_to", "resume", b"resume", "sampling", b"sampling", "session", b"session", "stop", b"stop", "timeout_ms", b"timeout_ms", "trace", b"trace", "turn", b"turn", "view", b"view"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_max_context_tokens", b"_max_context_tokens", "_prompt_logprobs", b"_prompt_logprobs", "_resume", b"_resume", "_second_text_start", b"_second_text_start", "_session", b"_session", "_timeout_ms", b"_timeout_ms", "_trace", b"_trace", "_turn", b"_turn", "max_context_tokens", b"max_context_tokens", "prompt_logprobs", b"prompt_logprobs", "reply_to", b"reply_to", "resume", b"resume", "sampling", b"sampling", "second_text_start", b"second_text_start", "session", b"session", "stop", b"stop", "timeout_ms", b"timeout_ms", "trace", b"trace", "turn", b"turn", "view", b"view"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_max_context_tokens", b"_max_context_tokens", "_prompt_logprobs", b"_prompt_logprobs", "_resume", b"_resume", "_session", b"_session", "_timeout_ms", b"_timeout_ms", "_trace", b"_trace", "_turn", b"_turn", "cache_mode", b"cache_mode", "max_context_tokens", b"max_context_tokens", "n", b"n", "pooling", b"pooling", "priority", b"priority", "prompt_logprobs", b"prompt_logprobs", "reply_to", b"reply_to", "request_id", b"request_id", "resume", b"resume", "sampling", b"sampling", "session", b"session", "skip_special_tokens", b"skip_special_tokens", "stop", b"stop", "timeout_ms", b"timeout_ms", "token_ids", b"token_ids", "trace", b"trace", "turn", b"turn", "view", b"view"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_max_context_tokens", b"_max_context_tokens", "_prompt_logprobs", b"_prompt_logprobs", "_resume", b"_resume", "_second_text_start", b"_second_text_start", "_session", b"_session", "_timeout_ms", b"_timeout_ms", "_trace", b"_trace", "_turn", b"_turn", "cache_mode", b"cache_mode", "max_context_tokens", b"max_context_tokens", "n", b"n", "pooling", b"pooling", "priority", b"priority", "prompt_logprobs", b"prompt_logprobs", "reply_to", b"reply_to", "request_id", b"request_id", "resume", b"resume", "sampling", b"sampling", "second_text_start", b"second_text_start", "session", b"session", "skip_special_tokens", b"skip_special_tokens", "stop", b"stop", "timeout_ms", b"timeout_ms", "token_ids", b"token_ids", "trace", b"trace", "turn", b"turn", "view", b"view"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__max_context_tokens: _TypeAlias = _typing.Literal["max_context_tokens"]  # noqa: Y015
     _WhichOneofArgType__max_context_tokens: _TypeAlias = _typing.Literal["_max_context_tokens", b"_max_context_tokens"]  # noqa: Y015
@@ -260,6 +264,8 @@ class ScheduleRequest(_message.Message):
     _WhichOneofArgType__prompt_logprobs: _TypeAlias = _typing.Literal["_prompt_logprobs", b"_prompt_logprobs"]  # noqa: Y015
     _WhichOneofReturnType__resume: _TypeAlias = _typing.Literal["resume"]  # noqa: Y015
     _WhichOneofArgType__resume: _TypeAlias = _typing.Literal["_resume", b"_resume"]  # noqa: Y015
+    _WhichOneofReturnType__second_text_start: _TypeAlias = _typing.Literal["second_text_start"]  # noqa: Y015
+    _WhichOneofArgType__second_text_start: _TypeAlias = _typing.Literal["_second_text_start", b"_second_text_start"]  # noqa: Y015
     _WhichOneofReturnType__session: _TypeAlias = _typing.Literal["session"]  # noqa: Y015
     _WhichOneofArgType__session: _TypeAlias = _typing.Literal["_session", b"_session"]  # noqa: Y015
     _WhichOneofReturnType__timeout_ms: _TypeAlias = _typing.Literal["timeout_ms"]  # noqa: Y015
@@ -274,6 +280,8 @@ class ScheduleRequest(_message.Message):
     def WhichOneof(self, oneof_group: _WhichOneofArgType__prompt_logprobs) -> _WhichOneofReturnType__prompt_logprobs | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__resume) -> _WhichOneofReturnType__resume | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__second_text_start) -> _WhichOneofReturnType__second_text_start | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__session) -> _WhichOneofReturnType__session | None: ...
     @_typing.overload

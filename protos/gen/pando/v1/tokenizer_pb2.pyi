@@ -21,6 +21,29 @@ else:
 
 DESCRIPTOR: _descriptor.FileDescriptor
 
+class _Activation:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _ActivationEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Activation.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    ACTIVATION_UNSPECIFIED: _Activation.ValueType  # 0
+    """The outputs are the result."""
+    ACTIVATION_SIGMOID: _Activation.ValueType  # 1
+    """Each output by itself."""
+    ACTIVATION_SOFTMAX: _Activation.ValueType  # 2
+    """All outputs together."""
+
+class Activation(_Activation, metaclass=_ActivationEnumTypeWrapper): ...
+
+ACTIVATION_UNSPECIFIED: Activation.ValueType  # 0
+"""The outputs are the result."""
+ACTIVATION_SIGMOID: Activation.ValueType  # 1
+"""Each output by itself."""
+ACTIVATION_SOFTMAX: Activation.ValueType  # 2
+"""All outputs together."""
+Global___Activation: _TypeAlias = Activation  # noqa: Y015
+
 class _ReasoningStyle:
     ValueType = _typing.NewType("ValueType", _builtins.int)
     V: _TypeAlias = ValueType  # noqa: Y015
@@ -199,6 +222,7 @@ class GenerateRequest(_message.Message):
     TEXT_FIELD_NUMBER: _builtins.int
     CHAT_FIELD_NUMBER: _builtins.int
     TOKEN_IDS_FIELD_NUMBER: _builtins.int
+    POOLED_FIELD_NUMBER: _builtins.int
     SAMPLING_FIELD_NUMBER: _builtins.int
     STOP_FIELD_NUMBER: _builtins.int
     N_FIELD_NUMBER: _builtins.int
@@ -239,7 +263,7 @@ class GenerateRequest(_message.Message):
     max_context_tokens: _builtins.int
     """Most tokens of the model's context that the requester may use, prompt and output together; absent: all of it."""
     pooling: _common_pb2.Pooling.ValueType
-    """If set, nothing is generated and Finish has the prompt's embedding; sampling and stop conditions have no effect."""
+    """If set, nothing is generated and Finish has the result; sampling and stop conditions have no effect."""
     prompt_name: _builtins.str
     """Name of the prompt's field in the client's request, for error messages; absent: prompt or messages."""
     add_special_tokens: _builtins.bool
@@ -258,6 +282,10 @@ class GenerateRequest(_message.Message):
     def chat(self) -> Global___ChatPrompt: ...
     @_builtins.property
     def token_ids(self) -> Global___TokenIds: ...
+    @_builtins.property
+    def pooled(self) -> Global___PooledText:
+        """Only with a pooling."""
+
     @_builtins.property
     def sampling(self) -> _common_pb2.SamplingParams: ...
     @_builtins.property
@@ -293,6 +321,7 @@ class GenerateRequest(_message.Message):
         text: _builtins.str = ...,
         chat: Global___ChatPrompt | None = ...,
         token_ids: Global___TokenIds | None = ...,
+        pooled: Global___PooledText | None = ...,
         sampling: _common_pb2.SamplingParams | None = ...,
         stop: _common_pb2.StopConditions | None = ...,
         n: _builtins.int = ...,
@@ -315,9 +344,9 @@ class GenerateRequest(_message.Message):
         routing_key: _builtins.str | None = ...,
         return_prompt_ids: _builtins.bool = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_add_special_tokens", b"_add_special_tokens", "_max_context_tokens", b"_max_context_tokens", "_prompt_logprobs", b"_prompt_logprobs", "_prompt_name", b"_prompt_name", "_resume", b"_resume", "_routing_key", b"_routing_key", "_session", b"_session", "_timeout_ms", b"_timeout_ms", "_trace", b"_trace", "_truncate_prompt_tokens", b"_truncate_prompt_tokens", "_turn", b"_turn", "add_special_tokens", b"add_special_tokens", "chat", b"chat", "max_context_tokens", b"max_context_tokens", "prompt", b"prompt", "prompt_logprobs", b"prompt_logprobs", "prompt_name", b"prompt_name", "reply_to", b"reply_to", "resume", b"resume", "routing_key", b"routing_key", "sampling", b"sampling", "session", b"session", "stop", b"stop", "text", b"text", "timeout_ms", b"timeout_ms", "token_ids", b"token_ids", "trace", b"trace", "truncate_prompt_tokens", b"truncate_prompt_tokens", "turn", b"turn", "view", b"view"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_add_special_tokens", b"_add_special_tokens", "_max_context_tokens", b"_max_context_tokens", "_prompt_logprobs", b"_prompt_logprobs", "_prompt_name", b"_prompt_name", "_resume", b"_resume", "_routing_key", b"_routing_key", "_session", b"_session", "_timeout_ms", b"_timeout_ms", "_trace", b"_trace", "_truncate_prompt_tokens", b"_truncate_prompt_tokens", "_turn", b"_turn", "add_special_tokens", b"add_special_tokens", "chat", b"chat", "max_context_tokens", b"max_context_tokens", "pooled", b"pooled", "prompt", b"prompt", "prompt_logprobs", b"prompt_logprobs", "prompt_name", b"prompt_name", "reply_to", b"reply_to", "resume", b"resume", "routing_key", b"routing_key", "sampling", b"sampling", "session", b"session", "stop", b"stop", "text", b"text", "timeout_ms", b"timeout_ms", "token_ids", b"token_ids", "trace", b"trace", "truncate_prompt_tokens", b"truncate_prompt_tokens", "turn", b"turn", "view", b"view"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_add_special_tokens", b"_add_special_tokens", "_max_context_tokens", b"_max_context_tokens", "_prompt_logprobs", b"_prompt_logprobs", "_prompt_name", b"_prompt_name", "_resume", b"_resume", "_routing_key", b"_routing_key", "_session", b"_session", "_timeout_ms", b"_timeout_ms", "_trace", b"_trace", "_truncate_prompt_tokens", b"_truncate_prompt_tokens", "_turn", b"_turn", "add_special_tokens", b"add_special_tokens", "bad_words", b"bad_words", "cache_mode", b"cache_mode", "chat", b"chat", "max_context_tokens", b"max_context_tokens", "model", b"model", "n", b"n", "pooling", b"pooling", "priority", b"priority", "prompt", b"prompt", "prompt_logprobs", b"prompt_logprobs", "prompt_name", b"prompt_name", "reply_to", b"reply_to", "request_id", b"request_id", "resume", b"resume", "return_prompt_ids", b"return_prompt_ids", "routing_key", b"routing_key", "sampling", b"sampling", "session", b"session", "skip_special_tokens", b"skip_special_tokens", "stop", b"stop", "text", b"text", "timeout_ms", b"timeout_ms", "token_ids", b"token_ids", "trace", b"trace", "truncate_prompt_tokens", b"truncate_prompt_tokens", "turn", b"turn", "view", b"view"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_add_special_tokens", b"_add_special_tokens", "_max_context_tokens", b"_max_context_tokens", "_prompt_logprobs", b"_prompt_logprobs", "_prompt_name", b"_prompt_name", "_resume", b"_resume", "_routing_key", b"_routing_key", "_session", b"_session", "_timeout_ms", b"_timeout_ms", "_trace", b"_trace", "_truncate_prompt_tokens", b"_truncate_prompt_tokens", "_turn", b"_turn", "add_special_tokens", b"add_special_tokens", "bad_words", b"bad_words", "cache_mode", b"cache_mode", "chat", b"chat", "max_context_tokens", b"max_context_tokens", "model", b"model", "n", b"n", "pooled", b"pooled", "pooling", b"pooling", "priority", b"priority", "prompt", b"prompt", "prompt_logprobs", b"prompt_logprobs", "prompt_name", b"prompt_name", "reply_to", b"reply_to", "request_id", b"request_id", "resume", b"resume", "return_prompt_ids", b"return_prompt_ids", "routing_key", b"routing_key", "sampling", b"sampling", "session", b"session", "skip_special_tokens", b"skip_special_tokens", "stop", b"stop", "text", b"text", "timeout_ms", b"timeout_ms", "token_ids", b"token_ids", "trace", b"trace", "truncate_prompt_tokens", b"truncate_prompt_tokens", "turn", b"turn", "view", b"view"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__add_special_tokens: _TypeAlias = _typing.Literal["add_special_tokens"]  # noqa: Y015
     _WhichOneofArgType__add_special_tokens: _TypeAlias = _typing.Literal["_add_special_tokens", b"_add_special_tokens"]  # noqa: Y015
@@ -341,7 +370,7 @@ class GenerateRequest(_message.Message):
     _WhichOneofArgType__truncate_prompt_tokens: _TypeAlias = _typing.Literal["_truncate_prompt_tokens", b"_truncate_prompt_tokens"]  # noqa: Y015
     _WhichOneofReturnType__turn: _TypeAlias = _typing.Literal["turn"]  # noqa: Y015
     _WhichOneofArgType__turn: _TypeAlias = _typing.Literal["_turn", b"_turn"]  # noqa: Y015
-    _WhichOneofReturnType_prompt: _TypeAlias = _typing.Literal["text", "chat", "token_ids"]  # noqa: Y015
+    _WhichOneofReturnType_prompt: _TypeAlias = _typing.Literal["text", "chat", "token_ids", "pooled"]  # noqa: Y015
     _WhichOneofArgType_prompt: _TypeAlias = _typing.Literal["prompt", b"prompt"]  # noqa: Y015
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__add_special_tokens) -> _WhichOneofReturnType__add_special_tokens | None: ...
@@ -389,6 +418,88 @@ class TokenIds(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___TokenIds: _TypeAlias = TokenIds  # noqa: Y015
+
+@_typing.final
+class PooledText(_message.Message):
+    """A text, or a pair of texts in the model's own notation of pairs."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TEXT_FIELD_NUMBER: _builtins.int
+    SECOND_FIELD_NUMBER: _builtins.int
+    INSTRUCTION_FIELD_NUMBER: _builtins.int
+    MAX_SECOND_TOKENS_FIELD_NUMBER: _builtins.int
+    TRUNCATION_FIELD_NUMBER: _builtins.int
+    text: _builtins.str
+    second: _builtins.str
+    """Of a pair: the second text; with a query, the document."""
+    instruction: _builtins.str
+    """Of a pair: the task, for models whose notation of pairs has one; absent: the notation's default."""
+    max_second_tokens: _builtins.int
+    """Keep only this many tokens at the beginning of the second text; absent: all."""
+    @_builtins.property
+    def truncation(self) -> Global___Truncation:
+        """Absent: a text that is too long is refused."""
+
+    def __init__(
+        self,
+        *,
+        text: _builtins.str = ...,
+        second: _builtins.str | None = ...,
+        instruction: _builtins.str | None = ...,
+        max_second_tokens: _builtins.int | None = ...,
+        truncation: Global___Truncation | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_instruction", b"_instruction", "_max_second_tokens", b"_max_second_tokens", "_second", b"_second", "_truncation", b"_truncation", "instruction", b"instruction", "max_second_tokens", b"max_second_tokens", "second", b"second", "truncation", b"truncation"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_instruction", b"_instruction", "_max_second_tokens", b"_max_second_tokens", "_second", b"_second", "_truncation", b"_truncation", "instruction", b"instruction", "max_second_tokens", b"max_second_tokens", "second", b"second", "text", b"text", "truncation", b"truncation"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__instruction: _TypeAlias = _typing.Literal["instruction"]  # noqa: Y015
+    _WhichOneofArgType__instruction: _TypeAlias = _typing.Literal["_instruction", b"_instruction"]  # noqa: Y015
+    _WhichOneofReturnType__max_second_tokens: _TypeAlias = _typing.Literal["max_second_tokens"]  # noqa: Y015
+    _WhichOneofArgType__max_second_tokens: _TypeAlias = _typing.Literal["_max_second_tokens", b"_max_second_tokens"]  # noqa: Y015
+    _WhichOneofReturnType__second: _TypeAlias = _typing.Literal["second"]  # noqa: Y015
+    _WhichOneofArgType__second: _TypeAlias = _typing.Literal["_second", b"_second"]  # noqa: Y015
+    _WhichOneofReturnType__truncation: _TypeAlias = _typing.Literal["truncation"]  # noqa: Y015
+    _WhichOneofArgType__truncation: _TypeAlias = _typing.Literal["_truncation", b"_truncation"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__instruction) -> _WhichOneofReturnType__instruction | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__max_second_tokens) -> _WhichOneofReturnType__max_second_tokens | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__second) -> _WhichOneofReturnType__second | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__truncation) -> _WhichOneofReturnType__truncation | None: ...
+
+Global___PooledText: _TypeAlias = PooledText  # noqa: Y015
+
+@_typing.final
+class Truncation(_message.Message):
+    """Shortening to the first or last tokens; special tokens that the model adds are kept. Of a pair, the longer text is
+    shortened first.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    MAX_TOKENS_FIELD_NUMBER: _builtins.int
+    DROP_BEGINNING_FIELD_NUMBER: _builtins.int
+    max_tokens: _builtins.int
+    """Most tokens after it, with special ones."""
+    drop_beginning: _builtins.bool
+    """Drop tokens at the beginning, not at the end."""
+    def __init__(
+        self,
+        *,
+        max_tokens: _builtins.int = ...,
+        drop_beginning: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["drop_beginning", b"drop_beginning", "max_tokens", b"max_tokens"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Truncation: _TypeAlias = Truncation  # noqa: Y015
 
 @_typing.final
 class ChatPrompt(_message.Message):
@@ -690,6 +801,10 @@ class GetModelResponse(_message.Message):
     BEGINS_WITH_REASONING_ALTHOUGH_OFF_FIELD_NUMBER: _builtins.int
     READS_REASONING_EFFORT_FIELD_NUMBER: _builtins.int
     TOOLS_PROBLEM_FIELD_NUMBER: _builtins.int
+    ONLY_EMBEDS_FIELD_NUMBER: _builtins.int
+    HEAD_FIELD_NUMBER: _builtins.int
+    PROMPTS_FIELD_NUMBER: _builtins.int
+    DEFAULT_PROMPT_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     """The name by which clients request the model."""
     max_context_tokens: _builtins.int
@@ -705,7 +820,7 @@ class GetModelResponse(_message.Message):
     begins_with_reasoning: _builtins.bool
     """Whether the chat template itself opens the reasoning, so that an answer begins inside it."""
     is_encoder: _builtins.bool
-    """Whether the model is an encoder, which embeds but cannot generate."""
+    """Whether the model is an encoder, which cannot generate."""
     pooling: _common_pb2.Pooling.ValueType
     """The default pooling of requests for embeddings."""
     embedding_dimensions: _builtins.int
@@ -720,6 +835,18 @@ class GetModelResponse(_message.Message):
     """Whether the chat template reads reasoning_effort."""
     tools_problem: _builtins.str
     """Why requests with tools are refused; absent: they are not, or the chat template does not support tools."""
+    only_embeds: _builtins.bool
+    """Whether the model is made for embeddings only."""
+    default_prompt: _builtins.str
+    """The one for requests that name none; absent: none is put before them."""
+    @_builtins.property
+    def head(self) -> Global___Head:
+        """Absent: the model has no classification head."""
+
+    @_builtins.property
+    def prompts(self) -> _containers.RepeatedCompositeFieldContainer[Global___NamedPrompt]:
+        """Texts that are put before those to embed, by name."""
+
     def __init__(
         self,
         *,
@@ -739,13 +866,84 @@ class GetModelResponse(_message.Message):
         begins_with_reasoning_although_off: _builtins.bool = ...,
         reads_reasoning_effort: _builtins.bool = ...,
         tools_problem: _builtins.str | None = ...,
+        only_embeds: _builtins.bool = ...,
+        head: Global___Head | None = ...,
+        prompts: _abc.Iterable[Global___NamedPrompt] | None = ...,
+        default_prompt: _builtins.str | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_tools_problem", b"_tools_problem", "tools_problem", b"tools_problem"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_default_prompt", b"_default_prompt", "_head", b"_head", "_tools_problem", b"_tools_problem", "default_prompt", b"default_prompt", "head", b"head", "tools_problem", b"tools_problem"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_tools_problem", b"_tools_problem", "begins_with_reasoning", b"begins_with_reasoning", "begins_with_reasoning_although_off", b"begins_with_reasoning_although_off", "begins_with_reasoning_on_request", b"begins_with_reasoning_on_request", "created_unix_s", b"created_unix_s", "embedding_dimensions", b"embedding_dimensions", "has_chat_template", b"has_chat_template", "has_reasoning", b"has_reasoning", "is_encoder", b"is_encoder", "max_context_tokens", b"max_context_tokens", "model", b"model", "pooling", b"pooling", "reads_reasoning_effort", b"reads_reasoning_effort", "reasoning_style", b"reasoning_style", "tool_style", b"tool_style", "tools_problem", b"tools_problem", "vocabulary_size", b"vocabulary_size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_default_prompt", b"_default_prompt", "_head", b"_head", "_tools_problem", b"_tools_problem", "begins_with_reasoning", b"begins_with_reasoning", "begins_with_reasoning_although_off", b"begins_with_reasoning_although_off", "begins_with_reasoning_on_request", b"begins_with_reasoning_on_request", "created_unix_s", b"created_unix_s", "default_prompt", b"default_prompt", "embedding_dimensions", b"embedding_dimensions", "has_chat_template", b"has_chat_template", "has_reasoning", b"has_reasoning", "head", b"head", "is_encoder", b"is_encoder", "max_context_tokens", b"max_context_tokens", "model", b"model", "only_embeds", b"only_embeds", "pooling", b"pooling", "prompts", b"prompts", "reads_reasoning_effort", b"reads_reasoning_effort", "reasoning_style", b"reasoning_style", "tool_style", b"tool_style", "tools_problem", b"tools_problem", "vocabulary_size", b"vocabulary_size"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__default_prompt: _TypeAlias = _typing.Literal["default_prompt"]  # noqa: Y015
+    _WhichOneofArgType__default_prompt: _TypeAlias = _typing.Literal["_default_prompt", b"_default_prompt"]  # noqa: Y015
+    _WhichOneofReturnType__head: _TypeAlias = _typing.Literal["head"]  # noqa: Y015
+    _WhichOneofArgType__head: _TypeAlias = _typing.Literal["_head", b"_head"]  # noqa: Y015
     _WhichOneofReturnType__tools_problem: _TypeAlias = _typing.Literal["tools_problem"]  # noqa: Y015
     _WhichOneofArgType__tools_problem: _TypeAlias = _typing.Literal["_tools_problem", b"_tools_problem"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__default_prompt) -> _WhichOneofReturnType__default_prompt | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__head) -> _WhichOneofReturnType__head | None: ...
+    @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__tools_problem) -> _WhichOneofReturnType__tools_problem | None: ...
 
 Global___GetModelResponse: _TypeAlias = GetModelResponse  # noqa: Y015
+
+@_typing.final
+class Head(_message.Message):
+    """A classification head: the model serves nothing else."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    POOLING_FIELD_NUMBER: _builtins.int
+    LABELS_FIELD_NUMBER: _builtins.int
+    ACTIVATION_FIELD_NUMBER: _builtins.int
+    SCORE_ACTIVATION_FIELD_NUMBER: _builtins.int
+    pooling: _common_pb2.Pooling.ValueType
+    """POOLING_CLASSIFY or POOLING_TOKEN_CLASSIFY."""
+    activation: Global___Activation.ValueType
+    """From outputs to probabilities."""
+    score_activation: Global___Activation.ValueType
+    """From the output for a pair of texts to its score."""
+    @_builtins.property
+    def labels(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Names of the outputs."""
+
+    def __init__(
+        self,
+        *,
+        pooling: _common_pb2.Pooling.ValueType = ...,
+        labels: _abc.Iterable[_builtins.str] | None = ...,
+        activation: Global___Activation.ValueType = ...,
+        score_activation: Global___Activation.ValueType = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["activation", b"activation", "labels", b"labels", "pooling", b"pooling", "score_activation", b"score_activation"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Head: _TypeAlias = Head  # noqa: Y015
+
+@_typing.final
+class NamedPrompt(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: _builtins.int
+    TEXT_FIELD_NUMBER: _builtins.int
+    name: _builtins.str
+    text: _builtins.str
+    def __init__(
+        self,
+        *,
+        name: _builtins.str = ...,
+        text: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["name", b"name", "text", b"text"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___NamedPrompt: _TypeAlias = NamedPrompt  # noqa: Y015

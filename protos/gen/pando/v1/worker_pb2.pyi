@@ -75,6 +75,7 @@ class ConfigureRequest(_message.Message):
     WINDOW_RATIO_FIELD_NUMBER: _builtins.int
     WINDOW_PAGES_FIELD_NUMBER: _builtins.int
     QUANTIZATION_FIELD_NUMBER: _builtins.int
+    CLASSIFIER_FROM_TOKEN_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     """A bundled model's name, or the path of a directory with config.json or of a GGUF file on this host."""
     load_format: _builtins.str
@@ -109,6 +110,12 @@ class ConfigureRequest(_message.Message):
     """Pages of the sliding-window layers to allocate; absent: by window_ratio."""
     quantization: _builtins.str
     """auto: weights as in the checkpoint. fp8: the matrices of the layers are quantised when they are loaded."""
+    @_builtins.property
+    def classifier_from_token(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Two tokens: the model becomes a classifier with one label, whose output is the logit of the second token minus that
+        of the first. Empty: the model is used as it is.
+        """
+
     def __init__(
         self,
         *,
@@ -130,10 +137,11 @@ class ConfigureRequest(_message.Message):
         window_ratio: _builtins.float = ...,
         window_pages: _builtins.int | None = ...,
         quantization: _builtins.str = ...,
+        classifier_from_token: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_device_pages", b"_device_pages", "_host_pages", b"_host_pages", "_window_pages", b"_window_pages", "device_pages", b"device_pages", "host_pages", b"host_pages", "window_pages", b"window_pages"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_device_pages", b"_device_pages", "_host_pages", b"_host_pages", "_window_pages", b"_window_pages", "device_pages", b"device_pages", "dtype", b"dtype", "host_bytes", b"host_bytes", "host_pages", b"host_pages", "kv_dtype", b"kv_dtype", "load_format", b"load_format", "max_context_tokens", b"max_context_tokens", "max_rows", b"max_rows", "max_step_tokens", b"max_step_tokens", "memory_fraction", b"memory_fraction", "model", b"model", "page_size_tokens", b"page_size_tokens", "quantization", b"quantization", "rank", b"rank", "rendezvous", b"rendezvous", "window_pages", b"window_pages", "window_ratio", b"window_ratio", "world_size", b"world_size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_device_pages", b"_device_pages", "_host_pages", b"_host_pages", "_window_pages", b"_window_pages", "classifier_from_token", b"classifier_from_token", "device_pages", b"device_pages", "dtype", b"dtype", "host_bytes", b"host_bytes", "host_pages", b"host_pages", "kv_dtype", b"kv_dtype", "load_format", b"load_format", "max_context_tokens", b"max_context_tokens", "max_rows", b"max_rows", "max_step_tokens", b"max_step_tokens", "memory_fraction", b"memory_fraction", "model", b"model", "page_size_tokens", b"page_size_tokens", "quantization", b"quantization", "rank", b"rank", "rendezvous", b"rendezvous", "window_pages", b"window_pages", "window_ratio", b"window_ratio", "world_size", b"world_size"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__device_pages: _TypeAlias = _typing.Literal["device_pages"]  # noqa: Y015
     _WhichOneofArgType__device_pages: _TypeAlias = _typing.Literal["_device_pages", b"_device_pages"]  # noqa: Y015
@@ -204,6 +212,8 @@ class WorkerCapacity(_message.Message):
     IS_ENCODER_FIELD_NUMBER: _builtins.int
     WINDOW_POOL_FIELD_NUMBER: _builtins.int
     JUMPS_FORWARD_FIELD_NUMBER: _builtins.int
+    HEAD_FIELD_NUMBER: _builtins.int
+    ONLY_POOLS_FIELD_NUMBER: _builtins.int
     device_pages: _builtins.int
     page_size_tokens: _builtins.int
     max_context_tokens: _builtins.int
@@ -230,6 +240,10 @@ class WorkerCapacity(_message.Message):
     """Rows only produce embeddings, keep no KV between passes, need no pages, and are computed in one chunk."""
     jumps_forward: _builtins.bool
     """Whether this rank supports jump-forward."""
+    head: _common_pb2.Pooling.ValueType
+    """CLASSIFY or TOKEN_CLASSIFY: the model has a classification head, and its rows have this pooling."""
+    only_pools: _builtins.bool
+    """Rows do not generate."""
     @_builtins.property
     def eos_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """End-of-sequence ids from the model's generation config."""
@@ -257,10 +271,12 @@ class WorkerCapacity(_message.Message):
         is_encoder: _builtins.bool = ...,
         window_pool: Global___WindowPool | None = ...,
         jumps_forward: _builtins.bool = ...,
+        head: _common_pb2.Pooling.ValueType = ...,
+        only_pools: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_window_pool", b"_window_pool", "window_pool", b"window_pool"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_window_pool", b"_window_pool", "device", b"device", "device_pages", b"device_pages", "eos_token_ids", b"eos_token_ids", "fingerprint", b"fingerprint", "has_storage", b"has_storage", "host_pages", b"host_pages", "is_encoder", b"is_encoder", "jumps_forward", b"jumps_forward", "kv_bytes_per_token", b"kv_bytes_per_token", "layers", b"layers", "load_bytes_per_s", b"load_bytes_per_s", "max_context_tokens", b"max_context_tokens", "page_size_tokens", b"page_size_tokens", "prefill_tokens_per_s", b"prefill_tokens_per_s", "vocabulary_size", b"vocabulary_size", "window_pool", b"window_pool"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_window_pool", b"_window_pool", "device", b"device", "device_pages", b"device_pages", "eos_token_ids", b"eos_token_ids", "fingerprint", b"fingerprint", "has_storage", b"has_storage", "head", b"head", "host_pages", b"host_pages", "is_encoder", b"is_encoder", "jumps_forward", b"jumps_forward", "kv_bytes_per_token", b"kv_bytes_per_token", "layers", b"layers", "load_bytes_per_s", b"load_bytes_per_s", "max_context_tokens", b"max_context_tokens", "only_pools", b"only_pools", "page_size_tokens", b"page_size_tokens", "prefill_tokens_per_s", b"prefill_tokens_per_s", "vocabulary_size", b"vocabulary_size", "window_pool", b"window_pool"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__window_pool: _TypeAlias = _typing.Literal["window_pool"]  # noqa: Y015
     _WhichOneofArgType__window_pool: _TypeAlias = _typing.Literal["_window_pool", b"_window_pool"]  # noqa: Y015
@@ -412,6 +428,7 @@ class RowOpen(_message.Message):
     PROMPT_LOGPROBS_FIELD_NUMBER: _builtins.int
     WINDOW_PAGES_FIELD_NUMBER: _builtins.int
     POSTPONED_TOKEN_IDS_FIELD_NUMBER: _builtins.int
+    SECOND_TEXT_START_FIELD_NUMBER: _builtins.int
     row: _builtins.int
     request_id: _builtins.str
     prompt_tokens: _builtins.int
@@ -425,7 +442,9 @@ class RowOpen(_message.Message):
     that they are sampled only if the grammar allows no other token.
     """
     pooling: _common_pb2.Pooling.ValueType
-    """If set, nothing is generated: the row stops when its last id is computed, and its embedding is reported."""
+    """If set, nothing is generated: the row stops when its last id is computed, and its result is reported."""
+    second_text_start: _builtins.int
+    """See ScheduleRequest.second_text_start."""
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """The prompt, then the tokens generated before a retraction or resume."""
@@ -469,14 +488,20 @@ class RowOpen(_message.Message):
         prompt_logprobs: _common_pb2.PromptLogprobs | None = ...,
         window_pages: _abc.Iterable[_builtins.int] | None = ...,
         postponed_token_ids: _abc.Iterable[_builtins.int] | None = ...,
+        second_text_start: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_prompt_logprobs", b"_prompt_logprobs", "prompt_logprobs", b"prompt_logprobs", "sampling", b"sampling"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_prompt_logprobs", b"_prompt_logprobs", "_second_text_start", b"_second_text_start", "prompt_logprobs", b"prompt_logprobs", "sampling", b"sampling", "second_text_start", b"second_text_start"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_prompt_logprobs", b"_prompt_logprobs", "computed_tokens", b"computed_tokens", "max_total_tokens", b"max_total_tokens", "min_new_tokens", b"min_new_tokens", "pages", b"pages", "pooling", b"pooling", "postponed_token_ids", b"postponed_token_ids", "prompt_logprobs", b"prompt_logprobs", "prompt_tokens", b"prompt_tokens", "request_id", b"request_id", "row", b"row", "sampling", b"sampling", "stop_token_ids", b"stop_token_ids", "token_ids", b"token_ids", "window_pages", b"window_pages"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_prompt_logprobs", b"_prompt_logprobs", "_second_text_start", b"_second_text_start", "computed_tokens", b"computed_tokens", "max_total_tokens", b"max_total_tokens", "min_new_tokens", b"min_new_tokens", "pages", b"pages", "pooling", b"pooling", "postponed_token_ids", b"postponed_token_ids", "prompt_logprobs", b"prompt_logprobs", "prompt_tokens", b"prompt_tokens", "request_id", b"request_id", "row", b"row", "sampling", b"sampling", "second_text_start", b"second_text_start", "stop_token_ids", b"stop_token_ids", "token_ids", b"token_ids", "window_pages", b"window_pages"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__prompt_logprobs: _TypeAlias = _typing.Literal["prompt_logprobs"]  # noqa: Y015
     _WhichOneofArgType__prompt_logprobs: _TypeAlias = _typing.Literal["_prompt_logprobs", b"_prompt_logprobs"]  # noqa: Y015
+    _WhichOneofReturnType__second_text_start: _TypeAlias = _typing.Literal["second_text_start"]  # noqa: Y015
+    _WhichOneofArgType__second_text_start: _TypeAlias = _typing.Literal["_second_text_start", b"_second_text_start"]  # noqa: Y015
+    @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__prompt_logprobs) -> _WhichOneofReturnType__prompt_logprobs | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__second_text_start) -> _WhichOneofReturnType__second_text_start | None: ...
 
 Global___RowOpen: _TypeAlias = RowOpen  # noqa: Y015
 
