@@ -124,6 +124,7 @@ def engine_spec(settings: Settings) -> EngineSpec:
         dtype=model.dtype,
         kv_dtype=model.kv_dtype,
         quantization=model.quantization,
+        classifier_from_token=model.classifier_from_token,
         rendezvous=scheduler.rendezvous,
         page_size=scheduler.page_size,
         max_rows=scheduler.max_rows,

@@ -296,7 +296,9 @@ class SimulatedWorker:
 
     def _pool(self, number: int, row: _Row) -> None:
         opened = row.opened
-        assert opened.pooling is Pooling.LAST or not opened.computed_tokens, "hidden states of a prefix are lost"
+        assert opened.pooling in (Pooling.LAST, Pooling.CLASSIFY) or not opened.computed_tokens, (
+            "hidden states of a prefix are lost"
+        )
         if row.computed == len(row.ids):
             self.embeddings[number] = embedding_of(row.ids)
             row.stopped = True

@@ -11,6 +11,7 @@ from services.scheduler.core.session import SessionRules
 if TYPE_CHECKING:
     from common.settings import SchedulerSettings, SessionSettings
     from common.steps import EngineCapacity
+    from common.types import Pooling
 
 
 # Share of all sessions, and of their pages, that one tenant may have, so that some are left to others.
@@ -51,8 +52,12 @@ class CoreConfig:
     load_bytes_per_s: float = 0.0
     # Maximum jump-forward tokens of a row beyond its planned ones; 0: jump-forward is off, each pass yields one token.
     jump_tokens: int = 0
-    # An encoder: sequences only embed, need no pages, and are computed in one piece.
+    # An encoder: sequences do not generate, need no pages, and are computed in one piece.
     is_encoder: bool = False
+    # The model's classification head: all sequences have this pooling.
+    head: Pooling | None = None
+    # Sequences do not generate.
+    only_pools: bool = False
     # Whether the policy orders retracted sequences, too, and how often a row may be preempted for a higher priority.
     strict_priority: bool = False
     max_preemptions: int = 0
@@ -93,6 +98,8 @@ def resolve_core(settings: SchedulerSettings, capacity: EngineCapacity) -> CoreC
         prefill_tokens_per_s=capacity.prefill_tokens_per_s,
         load_bytes_per_s=capacity.load_bytes_per_s,
         is_encoder=capacity.is_encoder,
+        head=capacity.head,
+        only_pools=capacity.only_pools,
         jump_tokens=JUMP_TOKENS if capacity.jumps_forward else 0,
         strict_priority=settings.queue.policy == "priority",
         sessions=_session_rules(settings.sessions, capacity),

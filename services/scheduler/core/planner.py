@@ -356,6 +356,7 @@ class Planner:
             postponed_token_ids=postponed,
             prompt_logprobs=None if sequence.scoring is None else sequence.scoring.remaining,
             pooling=request.options.pooling,
+            second_text_start=request.second_text_start,
         )
 
     def _unstick(self, prefilling: list[Sequence], now: float) -> bool:

@@ -136,3 +136,36 @@ def test_meaningless_pooling_options_are_refused_by_field() -> None:
         rejected = core.submit(request, 0.0).rejected
         assert rejected is not None
         assert rejected.param == param
+
+
+def test_classification_uses_the_cache_as_the_view_of_its_request_allows() -> None:
+    harness = Harness(head=Pooling.CLASSIFY)
+    for name, user in (("first", "alice"), ("second", "alice"), ("third", "bob")):
+        embed(harness, name, PROMPT, Pooling.CLASSIFY, user)
+        harness.run()
+    assert [harness.cached[name, 0] for name in ("first", "second", "third")] == [0, 28, 0]
+    assert harness.finishes["second", 0].embedding == embedding_of(PROMPT)
+
+
+def test_classification_of_each_token_neither_reads_nor_writes_the_cache() -> None:
+    harness = Harness(head=Pooling.TOKEN_CLASSIFY)
+    for name in ("first", "second"):
+        embed(harness, name, PROMPT, Pooling.TOKEN_CLASSIFY)
+        harness.run()
+    assert [harness.cached[name, 0] for name in ("first", "second")] == [0, 0]
+
+
+@pytest.mark.parametrize(
+    ("head", "pooling"),
+    [
+        (None, Pooling.CLASSIFY),
+        (Pooling.CLASSIFY, None),
+        (Pooling.CLASSIFY, Pooling.LAST),
+        (Pooling.CLASSIFY, Pooling.TOKEN_CLASSIFY),
+        (Pooling.TOKEN_CLASSIFY, Pooling.CLASSIFY),
+    ],
+)
+def test_requests_for_which_the_model_has_no_head_are_refused(head: Pooling | None, pooling: Pooling | None) -> None:
+    rejected = Harness(head=head).core.submit(make_request("text", [1, 2], pooling=pooling), 0.0).rejected
+    assert rejected is not None
+    assert (rejected.code, rejected.param) == (ErrorCode.INVALID_REQUEST, "model")
