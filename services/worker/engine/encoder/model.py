@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from services.worker.engine.encoder.config import EncoderConfig
     from services.worker.engine.encoder.weights import EncoderLayer, EncoderWeights, Norm
 
-_ACTIVATIONS: dict[EncoderActivation, Callable[[torch.Tensor], torch.Tensor]] = {
+ACTIVATIONS: dict[EncoderActivation, Callable[[torch.Tensor], torch.Tensor]] = {
     EncoderActivation.GELU: gelu,
     EncoderActivation.GELU_TANH: lambda inputs: gelu(inputs, approximate="tanh"),
     EncoderActivation.RELU: relu,
@@ -37,15 +37,25 @@ class Encoder:
         self._weights = weights
         self._heads = config.heads
         self._epsilon = config.norm_epsilon
-        self._activate = _ACTIVATIONS[config.activation]
+        self._activate = ACTIVATIONS[config.activation]
 
-    def forward(self, token_ids: torch.Tensor, positions: torch.Tensor, lengths: NDArray[np.int64]) -> torch.Tensor:
+    def forward(
+        self,
+        token_ids: torch.Tensor,
+        positions: torch.Tensor,
+        lengths: NDArray[np.int64],
+        is_second: torch.Tensor | None = None,
+    ) -> torch.Tensor:
         """Return hidden states [tokens, hidden] of consecutive texts of `lengths` tokens.
 
-        `token_ids` and `positions`, from 0 in each text, are [tokens] int64.
+        `token_ids` and `positions`, from 0 in each text, are [tokens] int64; `is_second` [tokens] bool marks the second
+        texts of pairs.
         """
         weights = self._weights
-        hidden = self._normed(weights.words[token_ids] + weights.positions[positions], weights.norm)
+        embedded = weights.words[token_ids] + weights.positions[positions]
+        if is_second is not None and weights.second_type is not None:
+            embedded += is_second[:, None] * weights.second_type
+        hidden = self._normed(embedded, weights.norm)
         attention = TextAttention(lengths, self._heads, hidden.device)
         for layer in weights.layers:
             hidden = self._run(layer, hidden, attention)
@@ -66,7 +76,8 @@ class _Group:
     """Texts of similar lengths as a rectangle; tokens are numbered as in the batch."""
 
     tokens: torch.Tensor  # [texts, longest] int64, what fills up is any token
-    is_real: torch.Tensor | None  # [texts, 1, 1, longest] bool; None: nothing fills up
+    sees: torch.Tensor | None  # [texts, 1, 1 or longest, longest] bool, which keys queries see; None: all
+    is_filled_up: bool
     places: torch.Tensor  # [real tokens] int64, of the flattened rectangle
     numbers: torch.Tensor  # [real tokens] int64, the tokens there
 
@@ -74,12 +85,16 @@ class _Group:
 class TextAttention:
     """Bidirectional attention for one batch. What fills rectangles up is masked, and nothing of it is kept."""
 
-    def __init__(self, lengths: NDArray[np.int64], heads: int, device: torch.device) -> None:
-        """Prepare for consecutive texts of `lengths` tokens."""
+    def __init__(
+        self, lengths: NDArray[np.int64], heads: int, device: torch.device, *, window: int | None = None
+    ) -> None:
+        """Prepare for consecutive texts of `lengths` tokens, which see `window` tokens to each side; None: all."""
         self._heads = heads
         starts = np.cumsum(lengths) - lengths
         buckets = -(-lengths // _STEP)
-        self._groups = [_group(starts[buckets == one], lengths[buckets == one], device) for one in np.unique(buckets)]
+        self._groups = [
+            _group(starts[buckets == one], lengths[buckets == one], device, window) for one in np.unique(buckets)
+        ]
 
     def __call__(self, qkv: torch.Tensor) -> torch.Tensor:
         """Return the attention output [tokens, hidden] for queries, keys and values side by side [tokens, 3 hidden]."""
@@ -89,20 +104,28 @@ class TextAttention:
         for group in self._groups:
             # [3, texts, heads, longest, head_dim]
             queries, keys, values = heads[group.tokens].permute(2, 0, 3, 1, 4)
-            attended = scaled_dot_product_attention(queries, keys, values, attn_mask=group.is_real)
+            attended = scaled_dot_product_attention(queries, keys, values, attn_mask=group.sees)
             flat = attended.transpose(1, 2).reshape(-1, hidden)
-            output[group.numbers] = flat if group.is_real is None else flat[group.places]
+            output[group.numbers] = flat[group.places] if group.is_filled_up else flat
         return output
 
 
-def _group(starts: NDArray[np.int64], lengths: NDArray[np.int64], device: torch.device) -> _Group:
+def _group(starts: NDArray[np.int64], lengths: NDArray[np.int64], device: torch.device, window: int | None) -> _Group:
     longest = int(lengths.max())
     offsets = np.arange(longest)
     is_real = offsets[None, :] < lengths[:, None]
     tokens = starts[:, None] + np.minimum(offsets[None, :], lengths[:, None] - 1)
+    is_filled_up = not is_real.all()
+    sees = torch.from_numpy(is_real[:, None, None]).to(device) if is_filled_up else None
+    if window is not None and longest > window + 1:
+        places = torch.arange(longest, device=device)
+        is_near = (places[:, None] - places[None, :]).abs() <= window
+        # Every query sees itself, so that what fills up has no empty row.
+        sees = is_near[None, None] if sees is None else is_near & (sees | (places[:, None] == places[None, :]))
     return _Group(
         tokens=torch.from_numpy(tokens).to(device),
-        is_real=None if is_real.all() else torch.from_numpy(is_real[:, None, None]).to(device),
+        sees=sees,
+        is_filled_up=is_filled_up,
         places=torch.from_numpy(np.flatnonzero(is_real)).to(device),
         numbers=torch.from_numpy(tokens[is_real]).to(device),
     )

@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import hashlib
 import logging
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
 from common.errors import ConfigurationError
+from common.heads import read_head
 from common.steps import EngineCapacity
 from services.worker.engine.backends import DTYPES, RunnerOptions, count_threads, select_device
 from services.worker.engine.checkpoints.safetensors_directory import SafetensorsTensors, read_json
-from services.worker.engine.encoder.config import encoder_config
+from services.worker.engine.encoder.config import ModernConfig, encoder_config
+from services.worker.engine.encoder.heads import read_encoder_head
 from services.worker.engine.encoder.model import Encoder
+from services.worker.engine.encoder.modern import ModernEncoder, read_modern_weights
 from services.worker.engine.encoder.weights import read_weights
 from services.worker.engine.execution.out_of_memory import compute_in_parts, row_halves
 from services.worker.engine.execution.pass_output import PassOutput, join
@@ -30,6 +33,8 @@ if TYPE_CHECKING:
 
     from common.steps import EngineSpec, RowOpen
     from services.worker.engine.encoder.config import EncoderConfig
+    from services.worker.engine.execution.pooler import PoolerHead
+    from services.worker.engine.kernels.interface import Kernels
     from services.worker.engine.plans.passes import ForwardPass
     from services.worker.engine.plans.rows import RowStates
 
@@ -42,9 +47,16 @@ class EncoderRunner:
     host_pool = None
     transfers = None
 
-    def __init__(self, encoder: Encoder, capacity: EngineCapacity, device: torch.device) -> None:
-        """Take over the loaded model, its pools and its group."""
+    def __init__(
+        self,
+        encoder: Encoder | ModernEncoder,
+        capacity: EngineCapacity,
+        device: torch.device,
+        head: PoolerHead | None = None,
+    ) -> None:
+        """Take over the loaded model."""
         self.capacity = capacity
+        self.head = head
         self.device = device
         self.encoder = encoder
 
@@ -64,7 +76,10 @@ class EncoderRunner:
             raise ConfigurationError(f"load_format={spec.load_format} has no encoders; they are read from safetensors")
         if spec.quantization != "auto":
             raise ConfigurationError(f"quantization={spec.quantization}: encoders compute with weights as they are")
-        config = encoder_config(read_json(directory / "config.json"))
+        if spec.classifier_from_token:
+            raise ConfigurationError("classifier_from_token is for models that generate, and this is an encoder")
+        described = read_json(directory / "config.json")
+        config, head = encoder_config(described), read_head(described)
         device = select_device(options)
         if device.type == "cpu":
             torch.set_num_threads(count_threads(options, spec))
@@ -72,14 +87,16 @@ class EncoderRunner:
         tensors = SafetensorsTensors(directory)
         kernels = TorchKernels(select_encoder_dtype(spec.dtype, config, device), device)
         with torch.inference_mode():
-            weights = read_weights(tensors, config, kernels, device, lambda share: report(share, "loading weights"))
+            encoder = _read_encoder(tensors, config, kernels, device, lambda share: report(share, "loading weights"))
+            pooler_head = None if head is None else read_encoder_head(tensors, config, head, device)
         capacity = _capacity(spec, config, f"{tensors.identity()} {kernels.activation_dtype}", device)
+        capacity = replace(capacity, head=head.pooling if head else None)
         log.info(
             "model.loaded model=%s device=%s kind=encoder dtype=%s context=%d threads=%d",
             spec.model, device, kernels.activation_dtype, capacity.max_context, torch.get_num_threads(),
         )  # fmt: skip
         report(1.0, "ready")
-        return cls(Encoder(weights, config), capacity, device)
+        return cls(encoder, capacity, device, pooler_head)
 
     def close(self) -> None:
         del self.encoder
@@ -90,28 +107,44 @@ class EncoderExecutor:
 
     def __init__(self, runner: EncoderRunner) -> None:
         self._runner = runner
-        self._pooler = Pooler()
+        self._pooler = Pooler(runner.head)
 
     def open(self, opened: RowOpen) -> None:
         self._pooler.open(opened)
 
     def step(self, rows: RowStates, forward: ForwardPass) -> PassOutput:
-        """Embed the pass's rows, fewer at a time if memory does not suffice."""
+        """Compute the pass's rows, fewer at a time if memory does not suffice."""
         made = compute_in_parts(forward, lambda part: self._step(rows, part), is_shared=False, cut=row_halves)
         return join(forward, [sampled for _, sampled in made.parts], made.failed)
 
     def _step(self, rows: RowStates, forward: ForwardPass) -> PassOutput:
         batch, device = gather(rows, forward), self._runner.device
+        lengths = np.diff(batch.query_starts).astype(np.int64)
+        # Without decoding rows, the pass's texts are its chunks.
+        is_second = batch.positions >= np.repeat(rows.second_text_starts[forward.chunks.rows], lengths)
         hidden = self._runner.encoder.forward(
             torch.from_numpy(batch.token_ids).to(device),
             torch.from_numpy(batch.positions).to(device),
-            np.diff(batch.query_starts).astype(np.int64),
+            lengths,
+            torch.from_numpy(is_second).to(device) if is_second.any() else None,
         )
         self._pooler.add(batch.pooled_slots, hidden[torch.from_numpy(batch.pooled_indices).to(device)])
         return PassOutput(embeddings=self._pooler.finish(forward.pooled_rows))
 
 
-def select_encoder_dtype(name: str, config: EncoderConfig, device: torch.device) -> torch.dtype:
+def _read_encoder(
+    tensors: SafetensorsTensors,
+    config: EncoderConfig | ModernConfig,
+    kernels: Kernels,
+    device: torch.device,
+    report: Callable[[float], None],
+) -> Encoder | ModernEncoder:
+    if isinstance(config, ModernConfig):
+        return ModernEncoder(read_modern_weights(tensors, config, kernels, device, report), config)
+    return Encoder(read_weights(tensors, config, kernels, device, report), config)
+
+
+def select_encoder_dtype(name: str, config: EncoderConfig | ModernConfig, device: torch.device) -> torch.dtype:
     """Return the type to compute in: unless asked otherwise the checkpoint's own on GPUs, and float32 on CPUs.
 
     There rounding to bfloat16 would double the speed, but embeddings are kept and compared with each other for years:
@@ -124,7 +157,9 @@ def select_encoder_dtype(name: str, config: EncoderConfig, device: torch.device)
     return DTYPES[name]
 
 
-def _capacity(spec: EngineSpec, config: EncoderConfig, identity: str, device: torch.device) -> EngineCapacity:
+def _capacity(
+    spec: EngineSpec, config: EncoderConfig | ModernConfig, identity: str, device: torch.device
+) -> EngineCapacity:
     fingerprint = hashlib.sha256(f"{identity}\n{asdict(config)}".encode()).hexdigest()
     return EngineCapacity(
         device_pages=0,
@@ -138,4 +173,5 @@ def _capacity(spec: EngineSpec, config: EncoderConfig, identity: str, device: to
         device=str(device),
         layers=config.layers,
         is_encoder=True,
+        only_pools=True,
     )

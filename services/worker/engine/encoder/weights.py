@@ -48,10 +48,11 @@ class EncoderLayer:
 
 @dataclass(frozen=True, slots=True)
 class EncoderWeights:
-    """All weights. `positions` begins with the row of a text's first token, and has the token type's row added."""
+    """All weights. `positions` begins with the row of a text's first token, and has the first type's row added."""
 
     words: torch.Tensor  # [vocabulary, hidden]
     positions: torch.Tensor  # [max_context, hidden]
+    second_type: torch.Tensor | None  # [hidden], the second token type's row minus the first one's; None: there is one
     norm: Norm
     layers: Sequence[EncoderLayer]
 
@@ -88,8 +89,8 @@ class _Reader:
         config = self._config
         words = self._tensor("embeddings.word_embeddings.weight")
         positions = self._tensor("embeddings.position_embeddings.weight")[config.first_position :]
-        # Texts are not pairs: all tokens have the first token type.
-        kind = self._tensor("embeddings.token_type_embeddings.weight")[0]
+        # Of a pair, tokens of the second text have the second token type; all others have the first one.
+        types = self._tensor("embeddings.token_type_embeddings.weight").float()
         report(1 / (config.layers + 1))
         layers = []
         for i in range(config.layers):
@@ -97,7 +98,8 @@ class _Reader:
             report((i + 2) / (config.layers + 1))
         return EncoderWeights(
             words=self._placed(words),
-            positions=self._placed(positions.float() + kind.float()),
+            positions=self._placed(positions.float() + types[0]),
+            second_type=self._placed(types[1] - types[0]) if len(types) > 1 else None,
             norm=self._norm("embeddings.LayerNorm"),
             layers=tuple(layers),
         )

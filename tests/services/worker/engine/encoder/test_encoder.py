@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
@@ -69,7 +69,7 @@ def vectors(result: StepResult) -> dict[int, NDArray[np.float32]]:
 def expected(model: Path, prompt: list[int], pooling: Pooling) -> NDArray[np.float32]:
     states = reference_states(model, prompt)
     pooled = {Pooling.FIRST: states[0], Pooling.LAST: states[-1], Pooling.MEAN: states.mean(dim=0)}[pooling]
-    vector: NDArray[np.float32] = torch.nn.functional.normalize(pooled, dim=0).numpy()
+    vector: NDArray[np.float32] = pooled.numpy()
     return vector
 
 
@@ -78,7 +78,7 @@ def assert_embeds(model: Path, result: StepResult, prompts: list[list[int]], poo
     got = vectors(result)
     assert sorted(got) == list(range(len(prompts)))
     for row, prompt in enumerate(prompts):
-        np.testing.assert_allclose(got[row], expected(model, prompt, pooling), atol=2e-6)
+        np.testing.assert_allclose(got[row], expected(model, prompt, pooling), atol=2e-5)
 
 
 @pytest.mark.parametrize("name", ENCODERS)
@@ -93,7 +93,7 @@ def test_a_ragged_batch_has_the_embeddings_of_transformers(tmp_path: Path, name:
     assert_embeds(model, result, PROMPTS)
 
 
-@pytest.mark.parametrize("pooling", Pooling)
+@pytest.mark.parametrize("pooling", [each for each in Pooling if each.embeds])
 def test_an_encoder_supports_each_kind_of_pooling(tmp_path: Path, pooling: Pooling) -> None:
     model = save_encoder(tmp_path)
     assert_embeds(model, run(configured(model)[0], whole(PROMPTS[:3], pooling)), PROMPTS[:3], pooling)
@@ -113,7 +113,7 @@ def test_a_closed_slot_is_reused_and_a_reset_closes_all_rows(tmp_path: Path) -> 
     run(engine, whole(PROMPTS[:2]))
     again = opened(0, PROMPTS[3])
     plan = StepPlan(StepId(2), closes=(RowSlot(0),), opens=(again,), prefills=(chunk(0, 0, len(PROMPTS[3])),))
-    np.testing.assert_allclose(vectors(run(engine, plan))[0], expected(model, PROMPTS[3], Pooling.MEAN), atol=2e-6)
+    np.testing.assert_allclose(vectors(run(engine, plan))[0], expected(model, PROMPTS[3], Pooling.MEAN), atol=2e-5)
     assert engine.open_rows == 2
     engine.reset()
     assert engine.open_rows == 0
@@ -122,7 +122,7 @@ def test_a_closed_slot_is_reused_and_a_reset_closes_all_rows(tmp_path: Path) -> 
 def test_weights_saved_with_a_head_are_found(tmp_path: Path) -> None:
     model = save_encoder(tmp_path, "roberta", head="ForMaskedLM")
     (vector,) = vectors(run(configured(model)[0], whole(PROMPTS[:1]))).values()
-    np.testing.assert_allclose(vector, expected(model, PROMPTS[0], Pooling.MEAN), atol=2e-6)
+    np.testing.assert_allclose(vector, expected(model, PROMPTS[0], Pooling.MEAN), atol=2e-5)
 
 
 @pytest.mark.parametrize(("name", "context"), [("bert", 66), ("roberta", 64)])
@@ -132,7 +132,7 @@ def test_the_longest_text_is_embedded(tmp_path: Path, name: str, context: int) -
     assert capacity.max_context == context
     longest = [5 + i % 100 for i in range(context)]
     np.testing.assert_allclose(
-        vectors(run(engine, whole([longest])))[0], expected(model, longest, Pooling.MEAN), atol=2e-6
+        vectors(run(engine, whole([longest])))[0], expected(model, longest, Pooling.MEAN), atol=2e-5
     )
 
 
@@ -147,7 +147,8 @@ def test_bfloat16_embeddings_are_close_to_the_reference(tmp_path: Path) -> None:
     got = vectors(run(configured(model, dtype="bfloat16")[0], whole(PROMPTS)))
     assert sorted(got) == list(range(len(PROMPTS)))
     for row, vector in got.items():
-        assert float(vector @ expected(model, PROMPTS[row], Pooling.MEAN)) > 0.995
+        wanted = expected(model, PROMPTS[row], Pooling.MEAN)
+        assert float(vector @ wanted) > 0.995 * float(np.linalg.norm(vector) * np.linalg.norm(wanted))
 
 
 @pytest.mark.parametrize(
@@ -172,10 +173,10 @@ def test_where_memory_does_not_suffice_fewer_texts_are_computed_at_once(
     encoder = engine._model.runner.encoder
     forward = encoder.forward
 
-    def short_of_memory(token_ids: torch.Tensor, positions: torch.Tensor, lengths: NDArray[np.int64]) -> torch.Tensor:
+    def short_of_memory(token_ids: torch.Tensor, *others: Any) -> torch.Tensor:
         if len(token_ids) > 40:
             raise torch.OutOfMemoryError("made up")
-        return forward(token_ids, positions, lengths)
+        return forward(token_ids, *others)
 
     monkeypatch.setattr(encoder, "forward", short_of_memory)
     result = run(engine, whole(PROMPTS))

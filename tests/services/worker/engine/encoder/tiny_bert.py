@@ -27,16 +27,28 @@ ENCODERS: dict[str, tuple[str, dict[str, Any]]] = {
     "bert tanh": ("Bert", {"hidden_act": "gelu_new"}),
     "bert relu": ("Bert", {"hidden_act": "relu", "layer_norm_eps": 1e-5}),
     "roberta": ("Roberta", {"pad_token_id": 1, "type_vocab_size": 1}),
+    "modernbert": (
+        "ModernBert",
+        {
+            "local_attention": 16,
+            "num_hidden_layers": 4,
+            "eos_token_id": 1,
+            "bos_token_id": 1,
+            "cls_token_id": 1,
+            "sep_token_id": 1,
+            "initializer_range": 0.1,
+        },
+    ),
     "xlm-roberta": ("XLMRoberta", {"pad_token_id": 1, "type_vocab_size": 1, "hidden_act": "silu"}),
 }
 
 
-def save_encoder(directory: Path, name: str = "bert", *, head: str = "Model", seed: int = 0) -> Path:
+def save_encoder(directory: Path, name: str = "bert", *, head: str = "Model", seed: int = 0, **changes: Any) -> Path:
     """Write a tiny encoder to `directory`, which is returned; with a head, its tensors have its family's prefix."""
     import transformers
 
     family, options = ENCODERS[name]
-    config = getattr(transformers, f"{family}Config")(**{**_SHAPE, **options})
+    config = getattr(transformers, f"{family}Config")(**{**_SHAPE, **options, **changes})
     torch.manual_seed(seed)
     model = getattr(transformers, f"{family}{head}")(config)
     with torch.no_grad():
