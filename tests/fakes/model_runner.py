@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from services.worker.engine.execution.interface import Transfers
+    from services.worker.engine.execution.pooler import PoolerHead
     from services.worker.engine.host_tier.pool import HostPool
     from services.worker.engine.model.batch import ForwardBatch
 
@@ -42,6 +43,7 @@ class CheckingRunner:
     closed: bool = False
     host_pool: HostPool | None = None
     transfers: Transfers | None = None
+    head: PoolerHead | None = None
     # Called before every pass; a test may raise from it.
     before_forward: Callable[[], None] = lambda: None
 

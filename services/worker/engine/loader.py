@@ -11,8 +11,10 @@ import torch
 
 from common.encoders import is_encoder_directory
 from common.errors import ConfigurationError
+from common.heads import has_pooling_module, only_embeds, read_head
 from common.models import ModelKind, resolve_model
 from common.steps import EngineCapacity, WindowPool
+from common.tokenization import load_text_model
 from services.worker.engine.backends import (
     RunnerOptions,
     count_threads,
@@ -25,6 +27,7 @@ from services.worker.engine.backends import (
     select_kv_dtype,
 )
 from services.worker.engine.checkpoints.opening import open_checkpoint
+from services.worker.engine.checkpoints.safetensors_directory import SafetensorsTensors, read_json
 from services.worker.engine.encoder.runner import EncoderRunner
 from services.worker.engine.families.registry import families_by_name
 from services.worker.engine.host import available_memory
@@ -45,6 +48,7 @@ from services.worker.engine.measuring.measurements import calibrate, measure_pea
 from services.worker.engine.model.assembly import Assembler
 from services.worker.engine.model.kv_pool import KvPool, allocate_pool, bytes_per_token, join_pools
 from services.worker.engine.model.rotary import rotary_table
+from services.worker.engine.model.score_head import read_score_head
 from services.worker.engine.model.tensors import CheckedTensors
 from services.worker.engine.model.transformer import Transformer
 from services.worker.engine.model_runner import ModelRunner
@@ -59,7 +63,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from common.steps import EngineSpec
+    from services.worker.engine.checkpoints.interface import Checkpoint
     from services.worker.engine.execution.interface import ProgressReport
+    from services.worker.engine.execution.pooler import PoolerHead
     from services.worker.engine.kernels.interface import AttentionBackend
     from services.worker.engine.model.decoder import Decoder
 
@@ -97,6 +103,10 @@ class _DecoderLoader:
         report(0.0, "reading the model's configuration")
         self._checkpoint = open_checkpoint(spec.model, spec.load_format, self._device)
         self._config = self._checkpoint.config
+        files = resolve_model(spec.model, weights=False)
+        described = read_json(files.path / "config.json") if files.kind is ModelKind.DIRECTORY else {}
+        self._head = read_head(described, spec.classifier_from_token)
+        self._only_embeds = only_embeds(described, has_pooling=has_pooling_module(files.path))
         self._shard: ModelShard = shard_model(self._config, spec.rank, spec.world_size)
         threads = count_threads(options, spec)
         if self._device.type == "cpu":
@@ -142,6 +152,7 @@ class _DecoderLoader:
         context = longest_context(spec, config)
         config = self._config = config.within(context)
         model = self._decoder(group, context)
+        head = self._pooler_head()
         self._report(0.98, "measuring memory" if self._can_overlap else "allocating the KV pool")
         reserve = self._reserve(model, context)
         pages, window_pages = (group.minimum(count) for count in self._count_pages(context, free_before, reserve))
@@ -156,7 +167,9 @@ class _DecoderLoader:
         )  # fmt: skip
         host_pages = group.minimum(self._count_host_pages(pool))
         host_pool = allocate_host_pool(pool, host_pages) if host_pages else None
-        runner = ModelRunner(model, pool, capacity, group, can_overlap=self._can_overlap, host_pool=host_pool)
+        runner = ModelRunner(
+            model, pool, capacity, group, can_overlap=self._can_overlap, host_pool=host_pool, head=head
+        )
         if host_pool is not None and runner.transfers is not None:
             self._report(0.99, "measuring prefill and the host tier")
             measured = calibrate(runner, host_pool, runner.transfers, spec.max_step_tokens)
@@ -174,9 +187,8 @@ class _DecoderLoader:
             return self._transformers_decoder(self._checkpoint, context)
         kernels, ranks = self._backend.kernels, self._spec.world_size
         tensors = CheckedTensors(self._checkpoint, self._device, quantiser(self._spec, self._config))
-        weights = Assembler(tensors, self._shard, kernels, self._dtype, self._device).weights(
-            lambda share: self._report(0.98 * share, "loading weights")
-        )
+        assembler = Assembler(tensors, self._shard, kernels, self._dtype, self._device, self._has_vocabulary)
+        weights = assembler.weights(lambda share: self._report(0.98 * share, "loading weights"))
         vocabulary = tuple(shard_model(self._config, rank, ranks).vocabulary for rank in range(ranks))
         attention, (*inner, last) = self._attention(context), weights.layers
         # Several ranks add up what their parts of a layer contribute: no one call.
@@ -184,6 +196,38 @@ class _DecoderLoader:
             joined = fuse_layers(inner, attention, last.input_norm, self._config.norm_epsilon)
             weights = replace(weights, joined=joined)
         return Transformer(weights, self._config, vocabulary, kernels=kernels, attention=attention, group=group)
+
+    def _pooler_head(self) -> PoolerHead | None:
+        if self._head is None:
+            return None
+        tensors: SafetensorsTensors | Checkpoint
+        if not isinstance(self._checkpoint, TransformersCheckpoint):
+            tensors = self._checkpoint
+        elif self._checkpoint.is_dummy:
+            raise ConfigurationError(
+                "load_format=dummy has no classification heads of models that run through transformers"
+            )
+        else:
+            tensors = SafetensorsTensors(self._checkpoint.directory)
+        has_own = tensors.has("lm_head.weight") and not self._config.tied_embeddings
+        return read_score_head(
+            tensors,
+            self._head,
+            self._config.hidden_size,
+            self._device,
+            token_ids=self._ids_of(self._head.tokens),
+            vocabulary="lm_head.weight" if has_own else "model.embed_tokens.weight",
+        )
+
+    def _ids_of(self, tokens: tuple[str, ...]) -> tuple[int, ...]:
+        if not tokens:
+            return ()
+        tokenizer = load_text_model(resolve_model(self._spec.model, weights=False)).tokenizer
+        found = {token: tokenizer.token_to_id(token) for token in tokens}
+        unknown = [token for token, token_id in found.items() if token_id is None]
+        if unknown:
+            raise ConfigurationError(f"classifier_from_token: {unknown} are no tokens of the model's vocabulary")
+        return tuple(token_id for token_id in found.values() if token_id is not None)
 
     def _transformers_decoder(self, checkpoint: TransformersCheckpoint, context: int) -> Decoder:
         self._report(0.0, "loading weights")
@@ -214,9 +258,18 @@ class _DecoderLoader:
         return available_memory()
 
     @property
+    def _has_vocabulary(self) -> bool:
+        """Whether logits are computed. Models for embeddings often come without the head that would do so."""
+        if isinstance(self._checkpoint, TransformersCheckpoint):
+            return True
+        is_there = self._config.tied_embeddings or self._checkpoint.has("lm_head.weight")
+        return self._head is None and (is_there or not self._only_embeds)
+
+    @property
     def _can_overlap(self) -> bool:
-        # Code of `transformers` may wait for the device anywhere.
-        return self._backend.name == "gpu" and not isinstance(self._checkpoint, TransformersCheckpoint)
+        # Code of `transformers` may wait for the device anywhere. Overlapped passes sample.
+        is_own = not isinstance(self._checkpoint, TransformersCheckpoint)
+        return self._backend.name == "gpu" and is_own and self._head is None and self._has_vocabulary
 
     @property
     def _shape(self) -> AttentionShape:
@@ -317,6 +370,8 @@ class _DecoderLoader:
             device=str(self._device),
             layers=self._config.layers,
             window_pool=self._window_pool(pool),
+            head=self._head.pooling if self._head else None,
+            only_pools=self._head is not None or self._only_embeds,
         )
 
     def _window_pool(self, pool: KvPool) -> WindowPool | None:

@@ -13,6 +13,7 @@ from services.worker.engine.host_tier.stream_transfers import StreamTransfers
 if TYPE_CHECKING:
     from common.steps import EngineCapacity
     from services.worker.engine.execution.interface import Transfers
+    from services.worker.engine.execution.pooler import PoolerHead
     from services.worker.engine.host_tier.pool import HostPool
     from services.worker.engine.model.batch import ForwardBatch
     from services.worker.engine.model.decoder import Decoder
@@ -26,15 +27,17 @@ class ModelRunner:
     All methods belong to one thread. With several ranks, each must make the same calls in the same order.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913  (all that a rank has loaded)
         self, model: Decoder, pool: KvPool, capacity: EngineCapacity, group: RankGroup,
-        *, can_overlap: bool = False, host_pool: HostPool | None = None,
+        *, can_overlap: bool = False, host_pool: HostPool | None = None, head: PoolerHead | None = None,
     ) -> None:  # fmt: skip
         """Take over the loaded model, its pools and its group."""
         self.capacity = capacity
         self.device = torch.device(capacity.device)
         # Whether passes may be captured: nothing of the model waits for the device, and there is a page for padding.
         self.can_overlap = can_overlap
+        # The model's classification head.
+        self.head = head
         self._model = model
         self._pool = pool
         self._group = group

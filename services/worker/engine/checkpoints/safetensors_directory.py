@@ -25,12 +25,13 @@ if TYPE_CHECKING:
 WHOLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 _FIRST = "model.embed_tokens.weight"
-# What `model.` and `lm_head.` are called in a checkpoint: of a text model, and of one with a vision tower beside it as
-# transformers 4 and 5 write it.
+# What `model.` and `lm_head.` are called in a checkpoint: of a text model, of one with a vision tower beside it as
+# transformers 4 and 5 write it, and of a text model without any head.
 _TEXT_PARTS = (
     ("model.", "lm_head."),
     ("language_model.model.", "language_model.lm_head."),
     ("model.language_model.", "lm_head."),
+    ("", "lm_head."),
 )
 
 

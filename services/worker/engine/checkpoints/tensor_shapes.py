@@ -19,6 +19,7 @@ def tensor_shape(name: str, config: ModelConfig) -> tuple[int, ...]:
     matrices = {
         "embed_tokens": (config.vocabulary_size, hidden),
         "lm_head": (config.vocabulary_size, hidden),
+        "score": (config.labels, hidden),
         "qkv_proj": (queries + 2 * keys, hidden),
         "q_proj": (queries, hidden),
         "k_proj": (keys, hidden),

@@ -9,7 +9,7 @@ import torch
 
 from services.worker.engine.execution.out_of_memory import compute_in_parts
 from services.worker.engine.execution.pass_output import PassOutput, join
-from services.worker.engine.execution.pooler import Pooler, with_pooled
+from services.worker.engine.execution.pooler import Pooler, PoolerHead, with_pooled
 from services.worker.engine.model.batch import ForwardBatch
 from services.worker.engine.plans.passes import ForwardPass, HostBatch, gather
 from services.worker.engine.plans.rows import NOTHING_FORCED, ForcedTokens
@@ -43,6 +43,7 @@ class Runner(Protocol):
     device: torch.device
     host_pool: HostPool | None
     transfers: Transfers | None
+    head: PoolerHead | None
 
     def forward(self, batch: ForwardBatch) -> torch.Tensor:
         """Return logits of the batch's samples, [samples, vocabulary] float32; the caller may overwrite them."""
@@ -68,7 +69,7 @@ class SynchronousExecutor:
         self._runner = runner
         self._table = table
         self._scoring = ScoringTable()
-        self._pooler = Pooler()
+        self._pooler = Pooler(runner.head)
         self._rank = rank
         self._is_shared = is_shared
 

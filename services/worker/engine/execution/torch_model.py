@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from common.steps import EngineCapacity, EngineSpec
+from common.types import Pooling
 from services.worker.engine.encoder.runner import EncoderExecutor, EncoderRunner
 from services.worker.engine.execution.engine import ModelEngine
 from services.worker.engine.execution.interface import OutOfMemoryError, ProgressReport
@@ -93,13 +94,22 @@ class TorchModel:
     def make_runner(self) -> SynchronousRunner | OverlappedRunner:
         spec, capacity = self._spec, self.runner.capacity
         window = capacity.window_pool
-        rows = RowStates(spec.max_rows, capacity.max_context, capacity.page_size, has_window_pool=window is not None)
+        head = self.runner.head
+        rows = RowStates(
+            spec.max_rows,
+            capacity.max_context,
+            capacity.page_size,
+            has_window_pool=window is not None,
+            head_input=(head and head.input) or Pooling.LAST,
+        )
         limits = PlanLimits(
             capacity.vocabulary_size,
             capacity.device_pages,
             spec.max_step_tokens,
             capacity.host_pages,
             is_encoder=capacity.is_encoder,
+            head=capacity.head,
+            only_pools=capacity.only_pools,
             window_pages=window.pages if window else 0,
             window_tokens=window.window_tokens if window else 0,
         )

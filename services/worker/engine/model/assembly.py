@@ -34,6 +34,8 @@ class Assembler:
     dtype: torch.dtype
     """Of the embedding; matrices are converted by `kernels`."""
     device: torch.device
+    has_vocabulary: bool = True
+    """Whether the model computes logits of its vocabulary."""
 
     @property
     def config(self) -> ModelConfig:
@@ -45,10 +47,12 @@ class Assembler:
         config, vocabulary = self.config, self.shard.vocabulary
         rows = vocabulary.scaled(1)
         embedding = self.tensors.plain("model.embed_tokens.weight", rows)
-        head = self.tensors.head("model.embed_tokens.weight" if config.tied_embeddings else "lm_head.weight", rows)
+        head_linear = None
+        if self.has_vocabulary:
+            name = "model.embed_tokens.weight" if config.tied_embeddings else "lm_head.weight"
+            head_linear = self.kernels.linear(self.tensors.head(name, rows), None)
         # Head and embedding weigh as much as this many layers; the rest of the bar belongs to the layers.
         units = config.layers + 1
-        head_linear = self.kernels.linear(head, None)
         report(1 / units)
         layers = []
         for i in range(config.layers):

@@ -156,6 +156,8 @@ class ModelConfig:
     overflows_float16: bool = False
     """Whether the residual stream grows beyond 65,504."""
     moe: MoeConfig | None = None
+    labels: int = 0
+    """Outputs of the classification head; 0: there is none."""
     stored_format: StoredFormat | None = None
     """How the checkpoint stores quantised matrices; None: it stores none."""
 

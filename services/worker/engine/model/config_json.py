@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from common.encoders import is_encoder
 from common.errors import ConfigurationError
+from common.heads import read_head
 from services.worker.engine.families.registry import families_by_name, wrapped_families
 from services.worker.engine.model.json_fields import token_ids
 from services.worker.engine.quantization.checkpoint_scheme import stored_format
@@ -38,8 +39,10 @@ def config_from_json(config: Mapping[str, Any], generation: Mapping[str, Any] | 
     except KeyError as error:
         raise ConfigurationError(f"config.json has no {error.args[0]!r}") from error
     stated = token_ids((generation or {}).get("eos_token_id", text.get("eos_token_id")))
-    ends = tuple(end for end in family.ends if end < read.vocabulary_size)
-    return replace(read, family=family.name, eos_token_ids=tuple(dict.fromkeys(stated + ends)), stored_format=stored)
+    ends = dict.fromkeys(stated + tuple(end for end in family.ends if end < read.vocabulary_size))
+    head = read_head(config)
+    labels = len(head.labels) if head else 0
+    return replace(read, family=family.name, eos_token_ids=tuple(ends), stored_format=stored, labels=labels)
 
 
 class Implementation(Enum):

@@ -77,7 +77,8 @@ class TransformerWeights:
     embedding: torch.Tensor  # [vocabulary part, hidden]
     layers: Sequence[DecoderLayer]
     output_norm: torch.Tensor  # [hidden]
-    head: Linear
+    head: Linear | None
+    """None: the model computes no logits of its vocabulary."""
     joined: LayerStack | None = None
     """All layers but the last in one call, where the kernels can."""
 
@@ -136,7 +137,12 @@ class Transformer:
         return self.logits(self.hidden_states(batch, pool))
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Return the logits of hidden states [samples, hidden], as `forward` does; all ranks call it together."""
+        """Return the logits of hidden states [samples, hidden], as `forward` does; all ranks call it together.
+
+        Without a vocabulary, one number per sample stands for them: nothing is sampled from it.
+        """
+        if self._weights.head is None:
+            return hidden[:, :1]
         if hidden.shape[0] == 0:
             return hidden.new_empty(0, self._vocabulary[-1].stop)
         logits = self._group.gather_columns(self._weights.head(hidden), self._vocabulary)

@@ -20,7 +20,7 @@ IntArray = NDArray[np.int64]
 class Chunks:
     """Prefill chunks of a pass, one entry each; `completes` says which reach the end of their row's ids.
 
-    `pools` says whose rows are embedded: at their end nothing is sampled.
+    `pools` says whose rows generate nothing: at their end nothing is sampled.
     """
 
     rows: RowIndices
@@ -64,7 +64,7 @@ class ForwardPass:
 
     @property
     def pooled_rows(self) -> RowIndices:
-        """The rows whose embedding this pass completes."""
+        """The rows that generate nothing and whose last id this pass computes."""
         return self.chunks.rows[self.chunks.completes & self.chunks.pools]
 
 

@@ -28,8 +28,12 @@ class PlanLimits:
     device_pages: int
     max_step_tokens: int
     host_pages: int = 0
-    # Rows only embed, without pages, and are computed in one piece.
+    # Rows do not generate, have no pages, and are computed in one piece.
     is_encoder: bool = False
+    # The model's classification head: all rows have this pooling.
+    head: Pooling | None = None
+    # Rows do not generate.
+    only_pools: bool = False
     # Pages of the layers that see so many tokens only; 0: these have no pool of their own.
     window_pages: int = 0
     window_tokens: int = 0
@@ -112,12 +116,15 @@ def _check_scoring(opened: RowOpen, limits: PlanLimits) -> None:
 
 
 def _check_pooling(opened: RowOpen, limits: PlanLimits) -> None:
-    if opened.pooling is None and limits.is_encoder:
-        raise InvalidPlanError(f"open of row {opened.row}: an encoder cannot generate")
-    if opened.pooling not in (None, Pooling.LAST) and opened.computed_tokens:
-        raise InvalidPlanError(
-            f"open of row {opened.row}: {opened.computed_tokens} tokens are computed, whose hidden states are lost"
-        )
+    pooling, what = opened.pooling, f"open of row {opened.row}"
+    if pooling is None and limits.is_encoder:
+        raise InvalidPlanError(f"{what}: an encoder cannot generate")
+    if pooling is None and limits.only_pools:
+        raise InvalidPlanError(f"{what}: this model cannot generate")
+    if pooling is not None and pooling is not limits.head and not (limits.head is None and pooling.embeds):
+        raise InvalidPlanError(f"{what}: the model does not support {pooling.value}")
+    if pooling not in (None, Pooling.LAST, Pooling.CLASSIFY) and opened.computed_tokens:
+        raise InvalidPlanError(f"{what}: {opened.computed_tokens} tokens are computed, whose hidden states are lost")
 
 
 def _check_window(

@@ -81,6 +81,7 @@ def concatenate_forced(parts: list[ForcedTokens]) -> ForcedTokens:
 
 
 RowIndices = NDArray[np.int64]
+MAX_POSITION = np.iinfo(np.int64).max
 
 
 class RowPhase(IntEnum):
@@ -102,8 +103,20 @@ class RowStates:
     output), `computed` those whose KV is stored, which while decoding is one less, or more where tokens were forced.
     """
 
-    def __init__(self, max_rows: int, max_context: int, page_size: int, *, has_window_pool: bool = False) -> None:
-        """Make `max_rows` free slots for up to `max_context` tokens each."""
+    def __init__(
+        self,
+        max_rows: int,
+        max_context: int,
+        page_size: int,
+        *,
+        has_window_pool: bool = False,
+        head_input: Pooling = Pooling.LAST,
+    ) -> None:
+        """Make `max_rows` free slots for up to `max_context` tokens each.
+
+        A classification head of whole prompts reads hidden states that are pooled as `head_input`.
+        """
+        self._head_input = head_input
         self.page_size = page_size
         self.max_rows = max_rows
         self.max_context = max_context
@@ -118,8 +131,10 @@ class RowStates:
         self.page_counts = np.zeros(max_rows, np.int64)
         # Most ids of each row after the running pass if it may jump forward; else 0.
         self.jump_limits = np.zeros(max_rows, np.int64)
-        # How each row is embedded; None: it generates.
+        # The hidden states that are pooled of each row; None: it generates.
         self.pooling: list[Pooling | None] = [None] * max_rows
+        # Of rows that hold two texts: position of the second one's first token; else MAX_POSITION.
+        self.second_text_starts = np.full(max_rows, MAX_POSITION)
         # Never cleared, and the system commits only pages that are written: a large context costs what is used.
         self.token_ids = np.zeros((max_rows, max_context), np.int32)
         self.page_table = np.zeros((max_rows, -(-max_context // page_size)), np.int32)
@@ -150,7 +165,9 @@ class RowStates:
         # Below its minimum a row with a grammar samples a stop id only if the grammar allows nothing else.
         minimum = opened.min_new_tokens if opened.sampling.grammar is None else 0
         self.stops_from[row] = opened.prompt_tokens + minimum
-        self.pooling[row] = opened.pooling
+        self.pooling[row] = self._head_input if opened.pooling is Pooling.CLASSIFY else opened.pooling
+        start = opened.second_text_start
+        self.second_text_starts[row] = MAX_POSITION if start is None else start
         self.stop_ids.set(row, np.array(opened.stop_token_ids, np.int64))
         self.token_ids[row, :length] = opened.token_ids
         self.page_counts[row] = 0
@@ -199,7 +216,7 @@ class RowStates:
         self.computed[rows] += lengths
 
     def finish_pooled(self, rows: RowIndices) -> tuple[RowStop, ...]:
-        """Stop rows that are embedded: their last id is computed."""
+        """Stop rows that generate nothing: their last id is computed."""
         self.phase[rows] = RowPhase.STOPPED
         return tuple(RowStop(RowSlot(row), FinishReason.STOP) for row in rows.tolist())
 

@@ -61,8 +61,9 @@ class TransformersCheckpoint:
         return model
 
     def _make(self, library: Any, dtype: torch.dtype, attention: str) -> Any:  # see load
+        # Weights that the files lack, such as a vocabulary's of a classifier, are the same at every start.
+        torch.manual_seed(0)
         if self.is_dummy:
-            torch.manual_seed(0)
             described = library.AutoConfig.from_pretrained(self.directory, local_files_only=True)
             factory = library.AutoModelForCausalLM.from_config
             return factory(described, dtype=dtype, attn_implementation=attention)

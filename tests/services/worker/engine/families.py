@@ -201,13 +201,15 @@ def save_family(directory: Path, family: str, *, seed: int = 0, **changes: Any) 
     return save_model(directory, *FAMILIES[family], seed=seed, **changes)
 
 
-def save_model(directory: Path, name: str, options: dict[str, Any], *, seed: int = 0, **changes: Any) -> Path:
-    """Write a tiny model of what `transformers` calls `name`, its config changed by `options`."""
+def save_model(
+    directory: Path, name: str, options: dict[str, Any], *, seed: int = 0, task: str = "CausalLM", **changes: Any
+) -> Path:
+    """Write a tiny model of what `transformers` calls `name` for a task, its config changed by `options`."""
     import transformers
 
     config = config_class(name)(**{**_SHAPE, **options})
     torch.manual_seed(seed)
-    model = transformers.AutoModelForCausalLM.from_config(config)
+    model = getattr(transformers, f"AutoModelFor{task}").from_config(config)
     with torch.no_grad():
         for name_of, parameter in model.named_parameters():
             if parameter.ndim == 1 or name_of.endswith(

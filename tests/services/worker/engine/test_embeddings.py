@@ -46,7 +46,7 @@ def reference(model: Path, prompt: list[int], pooling: Pooling) -> NDArray[np.fl
     with torch.inference_mode():
         hidden = decoder(torch.tensor([prompt])).last_hidden_state[0]
     pooled = hidden[-1] if pooling is Pooling.LAST else hidden.mean(dim=0)
-    vector: NDArray[np.float32] = torch.nn.functional.normalize(pooled, dim=0).numpy()
+    vector: NDArray[np.float32] = pooled.numpy()
     return vector
 
 
@@ -92,7 +92,7 @@ def test_a_prompt_in_any_chunks_has_the_embedding_of_transformers(
     model: Path, pooling: Pooling, borders: tuple[int, ...]
 ) -> None:
     result = embed(engine(model), PROMPTS[0], pooling, borders)
-    np.testing.assert_allclose(vector_of(result), reference(model, PROMPTS[0], pooling), atol=2e-6)
+    np.testing.assert_allclose(vector_of(result), reference(model, PROMPTS[0], pooling), atol=2e-5)
     assert [(stop.row, stop.reason) for stop in result.stops] == [(0, FinishReason.STOP)]
     assert result.rows.size == result.token_ids.size == 0
 
@@ -115,22 +115,15 @@ def test_rows_are_embedded_together_and_while_other_rows_generate(model: Path) -
     got = {row: np.frombuffer(vector, "<f4") for row, vector in (*first.embeddings, *second.embeddings)}
     assert [row for row, _ in first.embeddings] == [0, 1, 2]
     for row, prompt in enumerate(PROMPTS):
-        np.testing.assert_allclose(got[RowSlot(row)], reference(model, prompt, kinds[row]), atol=2e-6)
+        np.testing.assert_allclose(got[RowSlot(row)], reference(model, prompt, kinds[row]), atol=2e-5)
     assert [result.rows.tolist() for result in (first, second)] == [[7], [7]]
     assert [int(result.token_ids[0]) for result in (first, second)] == [int(r.token_ids[0]) for r in alone[1:]]
-
-
-@BOTH
-def test_vectors_have_length_one_and_the_width_of_the_model(model: Path, pooling: Pooling) -> None:
-    vector = vector_of(embed(engine(model), PROMPTS[3], pooling))
-    assert vector.shape == (48,)
-    assert abs(float(np.linalg.norm(vector)) - 1) < 1e-6
 
 
 def test_a_prompt_may_fill_the_context(model: Path) -> None:
     prompt = random_ids(96, VOCABULARY, seed=5)
     result = embed(engine(model, max_context=96), prompt, Pooling.MEAN)
-    np.testing.assert_allclose(vector_of(result), reference(model, prompt, Pooling.MEAN), atol=2e-6)
+    np.testing.assert_allclose(vector_of(result), reference(model, prompt, Pooling.MEAN), atol=2e-5)
 
 
 def test_last_pooling_gives_the_same_vector_after_a_cached_prefix(model: Path) -> None:
@@ -140,7 +133,7 @@ def test_last_pooling_gives_the_same_vector_after_a_cached_prefix(model: Path) -
     hit = replace(open_row(1, prompt, range(PAGES), computed=32, total=37), pooling=Pooling.LAST)
     plan = StepPlan(StepId(1), closes=(RowSlot(0),), opens=(hit,), prefills=(chunk(1, 32, 5),))
     (result,) = run(made, plan)
-    np.testing.assert_allclose(vector_of(result), reference(model, prompt, Pooling.LAST), atol=2e-6)
+    np.testing.assert_allclose(vector_of(result), reference(model, prompt, Pooling.LAST), atol=2e-5)
 
 
 def test_mean_pooling_after_a_cached_prefix_is_an_invalid_plan(model: Path) -> None:
@@ -157,7 +150,7 @@ def test_a_slot_closed_in_the_middle_of_a_prompt_starts_clean(model: Path) -> No
         replace(opened(0, first, Pooling.MEAN), prefills=(chunk(0, 0, 20),)),
         replace(opened(0, second, Pooling.MEAN), closes=(RowSlot(0),), prefills=(chunk(0, 0, 16),)),
     )[-1]
-    np.testing.assert_allclose(vector_of(result), reference(model, second, Pooling.MEAN), atol=2e-6)
+    np.testing.assert_allclose(vector_of(result), reference(model, second, Pooling.MEAN), atol=2e-5)
 
 
 def embed_as_rank(rank: int, world_size: int, rendezvous: str, model: Path) -> list[bytes]:
@@ -171,4 +164,4 @@ def test_two_ranks_embed_as_one_does_and_only_the_first_reports(model: Path, ran
     first, second = ranks.run(embed_as_rank, 2, model)
     assert second == []
     for embedding, pooling in zip(first, (Pooling.LAST, Pooling.MEAN), strict=True):
-        np.testing.assert_allclose(np.frombuffer(embedding, "<f4"), reference(model, PROMPTS[0], pooling), atol=2e-6)
+        np.testing.assert_allclose(np.frombuffer(embedding, "<f4"), reference(model, PROMPTS[0], pooling), atol=2e-5)

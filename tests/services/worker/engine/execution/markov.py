@@ -11,6 +11,7 @@ from common.steps import EngineCapacity
 
 if TYPE_CHECKING:
     from services.worker.engine.execution.interface import Transfers
+    from services.worker.engine.execution.pooler import PoolerHead
     from services.worker.engine.host_tier.pool import HostPool
     from services.worker.engine.model.batch import ForwardBatch
 
@@ -36,6 +37,7 @@ class MarkovRunner:
     tells: list[torch.Tensor] = field(default_factory=list)
     host_pool: HostPool | None = None
     transfers: Transfers | None = None
+    head: PoolerHead | None = None
 
     def __post_init__(self) -> None:
         self.capacity = EngineCapacity(PAGES, PAGE_SIZE, 64, VOCABULARY, (2,), 8, "markov", str(self.device), 1)
