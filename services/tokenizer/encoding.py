@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, TypeAlias, assert_never
 import numpy as np
 
 from common.errors import ContextLengthError, PandoError
-from common.requests import ChatPrompt, TokenPrompt
+from common.requests import ChatPrompt, PooledText, TokenPrompt
+from services.tokenizer.pooled_text import EncodedPair, PooledTextEncoder
 from services.tokenizer.special_text import SpecialText
 from services.tokenizer.template_style import TemplateStyle
 
@@ -24,7 +25,7 @@ NO_STYLE = TemplateStyle()
 QUICK_CHARACTERS = 1024
 # The cost of a message in addition to its text, in characters.
 MESSAGE_CHARACTERS = 64
-Encoded: TypeAlias = "TokenIds | PandoError"
+Encoded: TypeAlias = "TokenIds | EncodedPair | PandoError"
 
 
 class PromptEncoder:
@@ -42,6 +43,9 @@ class PromptEncoder:
         self._max_context_tokens = model.max_context_tokens
         # No token represents more characters: byte-level entries have one letter per byte, others one per character.
         self._longest_token = max(map(len, model.tokenizer.get_vocab(with_added_tokens=True)), default=1)
+        self._pooled = PooledTextEncoder(
+            model.tokenizer, self._special, model.embedding.pair_style, self._longest_token
+        )
 
     @property
     def has_chat_template(self) -> bool:
@@ -65,18 +69,15 @@ class PromptEncoder:
         texts: dict[bool, list[tuple[int, str]]] = {False: [], True: []}
         for i, prompt in enumerate(prompts):
             try:
-                match prompt:
-                    case TokenPrompt():
-                        # fixed32 ids on the wire may exceed int32; they become negative, and no vocabulary has negative
-                        # ids.
-                        encoded[i] = np.array(prompt.ids, dtype=np.uint32).astype(np.int32)
-                    case str():
-                        texts[adds[i] is not False].append((i, self._guarded(prompt, "prompt")))
-                    case ChatPrompt():
-                        text, ids = self._read_chat(prompt)
-                        if ids is None:
-                            texts[False].append((i, text))
-                        encoded[i] = ids
+                if isinstance(prompt, str):
+                    texts[adds[i] is not False].append((i, self._guarded(prompt, "prompt")))
+                elif isinstance(prompt, ChatPrompt):
+                    text, ids = self._read_chat(prompt)
+                    if ids is None:
+                        texts[False].append((i, text))
+                    encoded[i] = ids
+                else:
+                    encoded[i] = self._encode_other(prompt)
             except PandoError as error:
                 encoded[i] = error
         for adds_special, entries in texts.items():
@@ -86,6 +87,14 @@ class PromptEncoder:
                 for (i, _), encoding in zip(entries, found, strict=True):
                     encoded[i] = np.array(encoding.ids, dtype=np.int32)
         return [result for result in encoded if result is not None]
+
+    def _encode_other(self, prompt: TokenPrompt | PooledText) -> TokenIds | EncodedPair:
+        if isinstance(prompt, TokenPrompt):
+            # fixed32 ids on the wire may exceed int32; they become negative, and no vocabulary has negative ids.
+            return np.array(prompt.ids, dtype=np.uint32).astype(np.int32)
+        if prompt.truncation is None:
+            self._guarded(prompt.text + (prompt.second or ""), "prompt")
+        return self._pooled.encode(prompt)
 
     def encode_text(self, text: str, *, add_special_tokens: bool) -> tuple[list[int], list[str]]:
         """Return the ids of a text and their vocabulary entries."""
@@ -146,6 +155,8 @@ def size(prompt: Prompt) -> int:
             return len(prompt.ids)
         case str():
             return len(prompt)
+        case PooledText():
+            return len(prompt.text) + len(prompt.second or "") + len(prompt.instruction or "")
         case ChatPrompt():
             texts = [*prompt.tools_json, prompt.template_variables_json or "", prompt.assistant_prefix or ""]
             for message in prompt.messages:

@@ -28,6 +28,8 @@ MAX_LOGPROB_TOKENS: Final = 128
 MAX_STOP_STRINGS: Final = 64
 MAX_STOP_CHARACTERS: Final = 4096
 MAX_STOP_PATTERNS: Final = 4
+# Outputs of a head of each token for one prompt: 4 MB.
+MAX_TOKEN_OUTPUTS: Final = 1_048_576
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,12 +58,8 @@ def check_request(request: GenerateRequest, limits: ModelLimits) -> None:
     if options.pooling is not None:
         _check_pooling(options, options.pooling, limits)
         return
-    if limits.embedding.is_encoder:
-        message = (
-            f"The model `{limits.model}` is an encoder: it embeds texts (/v1/embeddings, /v1/score, /v1/rerank) and "
-            "generates none."
-        )
-        raise InvalidRequestError(message, param="model")
+    if not limits.embedding.generates:
+        raise InvalidRequestError(_no_generation(limits), param="model")
     _check_sampling(options.sampling, limits)
     if options.prompt_logprobs is not None:
         _check_range(options.prompt_logprobs.top, 0, MAX_TOP_LOGPROBS, "prompt_logprobs")
@@ -103,6 +101,12 @@ def check_prompt(token_ids: TokenIds, request: GenerateRequest, limits: ModelLim
         )
         raise ContextLengthError(message, param=param)
 
+    head = limits.embedding.head
+    if options.pooling is Pooling.TOKEN_CLASSIFY and head and length * len(head.labels) > MAX_TOKEN_OUTPUTS:
+        message = (
+            f"{length} tokens with {len(head.labels)} labels are more than {MAX_TOKEN_OUTPUTS} values; divide the text"
+        )
+        raise ContextLengthError(message, param=param)
     # A turn is only the end of its prompt, which the scheduler knows and checks.
     if options.prompt_logprobs is not None and options.turn is None:
         check_prompt_logprobs(options.prompt_logprobs, length)
@@ -115,11 +119,25 @@ def allowed_context(options: RequestOptions, limits: ModelLimits) -> int:
 
 
 def _check_pooling(options: RequestOptions, pooling: Pooling, limits: ModelLimits) -> None:
+    head = limits.embedding.head
+    if pooling is not (head and head.pooling) and not (head is None and pooling.embeds):
+        own = "it embeds" if head is None else f"its head supports {head.pooling.value}"
+        message = f"The model `{limits.model}` does not support {pooling.value}: {own}."
+        raise InvalidRequestError(message, param="model")
     if pooling is Pooling.FIRST and not limits.embedding.is_encoder:
         message = "pooling 'cls' is for encoders: in this model the first token sees no other; use 'last' or 'mean'"
         raise InvalidRequestError(message, param="pooling")
     if options.n != 1 or options.resume is not None:
-        raise InvalidRequestError("a request to embed has one choice, and nothing to resume", param="n")
+        raise InvalidRequestError("a request that generates nothing has one choice, and nothing to resume", param="n")
+
+
+def _no_generation(limits: ModelLimits) -> str:
+    traits = limits.embedding
+    if traits.head is not None:
+        return f"The model `{limits.model}` is a classifier and generates nothing."
+    kind = "is an encoder" if traits.is_encoder else "is made for embeddings"
+    uses = "it embeds texts (/v1/embeddings, /v1/score, /v1/rerank) and generates none"
+    return f"The model `{limits.model}` {kind}: {uses}."
 
 
 def _check_sampling(sampling: SamplingParams, limits: ModelLimits) -> None:

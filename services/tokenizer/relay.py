@@ -14,6 +14,7 @@ from common.errors import InvalidRequestError, PandoError, UnavailableError
 from common.logs import get_logger
 from common.types import Admission, RequestFailure, ScheduleRequest
 from services.tokenizer.limits import allowed_context, check_prompt, check_request
+from services.tokenizer.pooled_text import EncodedPair
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Iterable, Sequence
@@ -227,13 +228,15 @@ class Relay:
         request = submission.request
         if isinstance(encoded, PandoError):
             return Admission(request.request_id, 0, encoded.to_failure())
+        second_start = encoded.second_start if isinstance(encoded, EncodedPair) else None
+        token_ids = encoded.token_ids if isinstance(encoded, EncodedPair) else encoded
         try:
             if request.truncate_prompt_tokens is not None:
-                encoded = encoded[-request.truncate_prompt_tokens :]
-            check_prompt(encoded, request, self._limits)
+                token_ids = token_ids[-request.truncate_prompt_tokens :]
+            check_prompt(token_ids, request, self._limits)
         except PandoError as error:
-            return Admission(request.request_id, len(encoded), error.to_failure())
-        return _scheduled(submission, encoded, self._limits)
+            return Admission(request.request_id, len(token_ids), error.to_failure())
+        return _scheduled(submission, token_ids, self._limits, second_start)
 
     def _forward(self, requests: Sequence[ScheduleRequest]) -> None:
         if not requests:
@@ -275,14 +278,22 @@ def _aborted() -> RequestFailure:
     return InvalidRequestError("the request was aborted before it was admitted").to_failure()
 
 
-def _scheduled(submission: Submission, token_ids: TokenIds, limits: ModelLimits) -> ScheduleRequest:
+def _scheduled(
+    submission: Submission, token_ids: TokenIds, limits: ModelLimits, second_start: int | None
+) -> ScheduleRequest:
     request, options = submission.request, submission.request.options
     if options.pooling is None and options.stop.max_tokens is None and options.max_context_tokens is not None:
         # The scheduler checks against the model's context only, not against the requester's smaller limit.
         max_tokens = allowed_context(options, limits) - len(token_ids)
         options = replace(options, stop=replace(options.stop, max_tokens=max_tokens))
     return ScheduleRequest(
-        request.request_id, request.view, submission.reply_to, token_ids, options, routing_key=request.routing_key
+        request.request_id,
+        request.view,
+        submission.reply_to,
+        token_ids,
+        options,
+        routing_key=request.routing_key,
+        second_text_start=second_start,
     )
 
 

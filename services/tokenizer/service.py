@@ -24,6 +24,7 @@ from services.tokenizer.relay import GatewaySession
 from services.tokenizer.wire import (
     admissions_to_wire,
     chat_from_wire,
+    head_to_wire,
     reasoning_style_to_wire,
     submission_from_wire,
     tool_style_to_wire,
@@ -153,6 +154,10 @@ class TokenizerService(tokenizer_pb2_grpc.TokenizerServicer):
             begins_with_reasoning_although_off=style.begins_with_reasoning_although_off,
             reads_reasoning_effort=style.reads_reasoning_effort,
             tools_problem=style.tools_problem,
+            only_embeds=embedding.only_embeds,
+            head=head_to_wire(embedding.head),
+            prompts=[tokenizer_pb2.NamedPrompt(name=name, text=text) for name, text in embedding.prompts.items()],
+            default_prompt=embedding.default_prompt,
         )
 
 
