@@ -14,14 +14,17 @@ from common.errors import PandoError
 from common.types import ErrorCode
 from gateway.endpoints import administration, health, models, tokenization
 from gateway.endpoints.chat import route as chat
+from gateway.endpoints.classification import route as classification
+from gateway.endpoints.classification import tei
 from gateway.endpoints.completions import route as completions
 from gateway.endpoints.embeddings import route as embeddings
 from gateway.endpoints.messages import route as messages
 from gateway.endpoints.native import route as native
 from gateway.endpoints.responses import route as responses
-from gateway.endpoints.routing import ClientGoneError, body_route
+from gateway.endpoints.routing import ERROR_STYLE, ClientGoneError, body_route
+from gateway.endpoints.scoring import route as scoring
 from gateway.quotas.quotas import LimitedError
-from gateway.server.errors import ERROR_SCHEMA, HttpError, error_response, http_error_response
+from gateway.server.errors import ERROR_SCHEMA, HttpError, error_response, http_error_response, style_of, styled
 from gateway.server.middleware import CLIENT_GONE_STATUS, REFUSAL, RequestContext, add_headers
 
 if TYPE_CHECKING:
@@ -39,8 +42,6 @@ SHOWN_TO_PAGES = (
     "x-should-retry",
     *(f"x-ratelimit-{what}-{of}" for what in ("limit", "remaining", "reset") for of in ("requests", "tokens")),
 )
-# Path prefix of Anthropic's Messages API.
-ANTHROPIC = "/v1/messages"
 # Error codes that count as refusals, with their value of the metric's label `cause`.
 REFUSALS = {
     ErrorCode.QUEUE_FULL: "queue_full",
@@ -71,7 +72,8 @@ def create_app(context: Context, cors_origins: Sequence[str] = ()) -> FastAPI:
     app.router.route_class = body_route(context.limits.body_bytes)
     # All routes are added to one router: FastAPI searches the routes of included routers twice, some 45 µs per request.
     generating = (chat, completions, responses, messages, native)
-    for endpoint in (*generating, embeddings, models, tokenization, administration, health):
+    pooling = (embeddings, scoring, classification, tei)
+    for endpoint in (*generating, *pooling, models, tokenization, administration, health):
         endpoint.add_routes(app.router, context)
 
     @app.get("/openapi.json", include_in_schema=False, dependencies=[Depends(context.caller)])
@@ -133,10 +135,10 @@ async def _on_validation_error(_request: Request, error: Exception) -> Response:
 
 
 def _shaped(request: Request, response: Response) -> Response:
-    """Adapt an error response to the endpoint: Anthropic's clients expect a top-level `type`."""
-    if request.url.path.startswith(ANTHROPIC):
-        response.body = b'{"type":"error",' + bytes(response.body)[1:]
-        response.headers["content-length"] = str(len(response.body))
+    """Adapt an error response to the API whose endpoint it comes from."""
+    style = request.scope.get(ERROR_STYLE) or style_of(request.url.path)
+    response.body = styled(response.status_code, bytes(response.body), style)
+    response.headers["content-length"] = str(len(response.body))
     return response
 
 

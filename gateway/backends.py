@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from common.errors import ConfigurationError, InvalidRequestError, ModelNotFoundError, PandoError, UnavailableError
+from common.heads import Task
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -16,6 +17,21 @@ if TYPE_CHECKING:
     from gateway.pipeline.port import Administration, Listener, Model, ModelInfo, Pipeline, Readiness
 
 
+# What models with a task do, and at which endpoints.
+USES = {
+    Task.GENERATE: "generates, at /v1/chat/completions, /v1/completions, /v1/responses, /v1/messages and /generate",
+    Task.EMBED: "embeds, at /v1/embeddings, /v2/embed, /embed and /pooling",
+    Task.SCORE: "scores pairs of texts, at /v1/score and /v1/rerank",
+    Task.CLASSIFY: "classifies texts, at /v1/classify, /pooling and /predict",
+    Task.TOKEN_CLASSIFY: "classifies tokens, at /pooling",
+}
+_LACKS = {
+    Task.GENERATE: "generates nothing",
+    Task.EMBED: "does not embed",
+    Task.SCORE: "does not score pairs of texts",
+    Task.CLASSIFY: "does not classify texts",
+    Task.TOKEN_CLASSIFY: "does not classify tokens",
+}
 NOTHING_NAMED = "You must provide a 'model' parameter."
 SHOWN_CHARACTERS = 256
 
@@ -164,10 +180,20 @@ def check_generates(card: ModelInfo) -> ModelInfo:
     """Return `card` if its model can generate.
 
     Raises:
-        InvalidRequestError: it is an embedding model.
+        InvalidRequestError: it cannot.
     """
-    if card.is_encoder:
-        message = f"The model '{card.name}' generates nothing; it embeds, at /v1/embeddings."
+    return check_task(card, Task.GENERATE)
+
+
+def check_task(card: ModelInfo, task: Task) -> ModelInfo:
+    """Return `card` if its model has a task.
+
+    Raises:
+        InvalidRequestError: it has not; the message names the endpoints of those that it has.
+    """
+    if task not in card.tasks:
+        served = "; ".join(USES[own] for own in card.tasks)
+        message = f"The model '{card.name}' {_LACKS[task]}; it {served}."
         raise InvalidRequestError(message, param="model")
     return card
 

@@ -10,6 +10,7 @@ from fastapi import APIRouter, Depends, Request, Response
 from fastapi.responses import PlainTextResponse
 
 from common.errors import InvalidRequestError, UnavailableError
+from common.heads import Task
 from common.names import check_name
 from common.version import version
 from gateway.endpoints.health import readiness
@@ -85,7 +86,7 @@ def add_routes(router: APIRouter, context: Context) -> None:
         info = {
             "model_path": card.name,
             "tokenizer_path": card.name,
-            "is_generation": not card.is_encoder,
+            "is_generation": Task.GENERATE in card.tasks,
             "preferred_sampling_params": None,
             "weight_version": "default",
             "has_image_understanding": False,

@@ -35,7 +35,7 @@ def add_routes(router: APIRouter, context: Context) -> None:
 def model_object(backend: Backend, card: ModelInfo | None) -> dict[str, object]:
     """Return a model in OpenAI's shape with Pando's additional fields, most of which are null without a card."""
     name = card.name if card else backend.name
-    kind = ("embed" if card.is_encoder else "generate") if card else None
+    tasks = [task.value for task in card.tasks] if card else None
     return {
         "id": name,
         "object": "model",
@@ -43,7 +43,9 @@ def model_object(backend: Backend, card: ModelInfo | None) -> dict[str, object]:
         "owned_by": "pando",
         "root": name,
         "max_model_len": card.max_context_tokens if card else None,
-        "kind": kind,
+        "kind": tasks and tasks[0],
+        "tasks": tasks,
+        "labels": list(card.head.labels) if card and card.head else None,
         "aliases": list(backend.aliases),
     }
 

@@ -31,6 +31,8 @@ STREAMED: dict[int | str, dict[str, Any]] = {200: {"content": {"text/event-strea
 # of the rest is read and discarded first.
 DISCARD_BYTES = 32 * 1024 * 1024
 DISCARD_S = 2.0
+# The key of a request's error style in its scope.
+ERROR_STYLE = "pando.error_style"
 # Longest pause between two chunks of a body, and longest time for the whole body.
 PAUSE_S = 30.0
 BODY_S = 300.0
@@ -78,6 +80,7 @@ def _handler(dependant: Dependant, max_body_bytes: int) -> Handler:
             arguments[name] = await dependency(request)
         raw = await read_object(request, max_body_bytes)
         schema = choose(schemas, raw)
+        request.scope[ERROR_STYLE] = schema.errors
         schema.refuse_unsupported(raw)
         arguments[body.name] = parse(schema, raw)
         response: Response = await endpoint(**arguments)

@@ -12,6 +12,7 @@ import orjson
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from common.errors import InvalidRequestError
+from gateway.server.errors import ErrorStyle
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -44,6 +45,8 @@ class Schema(BaseModel):
     model_config = ConfigDict(strict=True, extra="ignore", frozen=True)
 
     unsupported: ClassVar[tuple[Refusal, ...]] = ()
+    # Of requests with this body; None: as the path says.
+    errors: ClassVar[ErrorStyle | None] = None
 
     @classmethod
     def refuse_unsupported(cls, body: Mapping[str, object]) -> None:

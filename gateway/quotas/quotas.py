@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Protocol
 
 from common.errors import QueueFullError
-from common.requests import ChatPrompt, TokenPrompt
+from common.requests import ChatPrompt, PooledText, TokenPrompt
 from common.types import Sharing
 from gateway.quotas.meters import MeteredAccount, Taking, rate_headers
 
@@ -138,5 +138,13 @@ def prompt_tokens(prompt: Prompt) -> int:
         case ChatPrompt(messages, tools_json):
             contents = sum(len(message.content or "") for message in messages)
             return (contents + sum(map(len, tools_json))) // CHARACTERS_PER_TOKEN
+        case PooledText():
+            characters = len(prompt.text) + len(prompt.second or "") + len(prompt.instruction or "")
+            return _within(characters // CHARACTERS_PER_TOKEN, prompt)
         case _:
             return len(prompt) // CHARACTERS_PER_TOKEN
+
+
+def _within(tokens: int, pooled: PooledText) -> int:
+    """Return the estimate, at most what truncation leaves."""
+    return tokens if pooled.truncation is None else min(tokens, pooled.truncation.max_tokens)

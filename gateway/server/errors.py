@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from enum import Enum
 from typing import TYPE_CHECKING, Any
 
 import orjson
@@ -18,6 +19,47 @@ if TYPE_CHECKING:
 DEFAULT_RETRY_AFTER_MS = 1000
 # Statuses that the official clients retry by default; for other 4xx statuses, x-should-retry is not needed.
 RETRIED_BY_CLIENTS = frozenset({408, 409, 429})
+
+
+class ErrorStyle(Enum):
+    """The API whose clients read an error: OpenAI's fields alone, or with others beside or in place of them."""
+
+    OPENAI = "openai"
+    ANTHROPIC = "anthropic"
+    COHERE = "cohere"
+    TEI = "tei"
+
+
+# For errors before a request's body is known, by the beginning of its path.
+_STYLES = {
+    "/v1/messages": ErrorStyle.ANTHROPIC,
+    "/v2/": ErrorStyle.COHERE,
+    "/embed": ErrorStyle.TEI,
+    "/predict": ErrorStyle.TEI,
+    "/info": ErrorStyle.TEI,
+}
+# `error_type` of Text Embeddings Inference, by HTTP status; others are "validation".
+_TEI_TYPES = {429: "overloaded", 503: "unhealthy", 500: "backend"}
+
+
+def style_of(path: str) -> ErrorStyle:
+    """Return the style of the errors at a path."""
+    return next((style for prefix, style in _STYLES.items() if path.startswith(prefix)), ErrorStyle.OPENAI)
+
+
+def styled(status: int, body: bytes, style: ErrorStyle) -> bytes:
+    """Return an error body in a style: OpenAI's `error` object stays where the style has no field of this name."""
+    match style:
+        case ErrorStyle.ANTHROPIC:
+            return b'{"type":"error",' + body[1:]
+        case ErrorStyle.COHERE:
+            message = orjson.loads(body)["error"]["message"]
+            return b'{"message":' + orjson.dumps(message) + b"," + body[1:]
+        case ErrorStyle.TEI:
+            message = orjson.loads(body)["error"]["message"]
+            return orjson.dumps({"error": message, "error_type": _TEI_TYPES.get(status, "validation")})
+        case ErrorStyle.OPENAI:
+            return body
 
 
 @dataclass(frozen=True, slots=True)

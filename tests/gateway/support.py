@@ -121,8 +121,13 @@ def error_of(response: httpx.Response, status: int) -> dict[str, Any]:
     """Check what every error has in common, and return it."""
     assert response.status_code == status, response.text
     body = response.json()
-    # Anthropic's clients look for a type beside it.
-    assert body.keys() - {"type"} == {"error"}
+    if isinstance(body["error"], str):
+        # Text Embeddings Inference has a text and its type.
+        assert body.keys() == {"error", "error_type"}
+        return {"message": body["error"], "type": body["error_type"], "param": None, "code": None}
+    # Anthropic's clients look for a type beside it, and Cohere's for a message.
+    assert body.keys() - {"type", "message"} == {"error"}
+    assert body.get("message", body["error"]["message"]) == body["error"]["message"]
     assert body["error"].keys() == {"message", "type", "param", "code"}
     assert response.headers["x-request-id"]
     assert response.headers["content-type"] == "application/json"

@@ -159,7 +159,7 @@ async def test_pooling_cache_mode_and_names_reach_the_pipeline() -> None:
         ("/v1/score", "text_2", {"text_1": "x", "text_2": [1]}),
         ("/v1/score", "text_2", {"text_1": "x", "text_2": ["x"] * 2048}),
         ("/v1/rerank", "query", {"documents": ["x"]}),
-        ("/v1/rerank", "query", {"query": {"text": "x"}, "documents": ["x"]}),
+        ("/v1/rerank", "query", {"query": {"image": "x"}, "documents": ["x"]}),
         ("/v1/rerank", "documents", {"query": "x", "documents": []}),
         ("/v1/rerank", "documents", {"query": "x", "documents": "x"}),
         ("/v1/rerank", "documents", {"query": "x", "documents": [{"title": "x"}]}),
