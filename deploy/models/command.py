@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from deploy.models.facts import ModelFacts
 
 ABSENT = "unknown"
+SHOWN_LABELS = 8
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -130,6 +131,9 @@ def shown_facts(facts: ModelFacts) -> dict[str, str]:
     return {
         "family": facts.family + (f", weights quantised by {facts.quantization}" if facts.quantization else ""),
         "served": facts.service.value + (f": {facts.reason}" if facts.reason else ""),
+        "tasks": ", ".join(facts.tasks) + (f" ({_shown_labels(facts)})" if facts.labels else "")
+        if facts.tasks
+        else "none",
         "parameters": ABSENT if facts.parameters is None else f"{facts.parameters / 1e9:.2f} billion",
         "files": size(facts.download_bytes),
         "weights in memory": memory,
@@ -138,6 +142,11 @@ def shown_facts(facts: ModelFacts) -> dict[str, str]:
         "tokenizer": "yes" if facts.has_tokenizer else "no tokenizer.json",
         "chat template": "yes" if facts.has_chat_template else "no",
     }
+
+
+def _shown_labels(facts: ModelFacts) -> str:
+    few = ", ".join(facts.labels[:SHOWN_LABELS])
+    return few if len(facts.labels) <= SHOWN_LABELS else f"{few}, … {len(facts.labels)} labels"
 
 
 def _installed(name: str) -> ModelFiles | None:

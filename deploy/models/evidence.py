@@ -135,6 +135,7 @@ def _evidence(
         stated_parameters=stated,
         has_tokenizer="tokenizer.json" in sizes,
         has_chat_template=has_template,
+        has_pooling=any(name.endswith("_Pooling/config.json") for name in sizes),
     )
 
 

@@ -6,12 +6,14 @@ import math
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final
 
+from common.heads import only_embeds, read_head, tasks_of
 from deploy.models.support import Service, support_of, support_of_gguf
 from services.worker.engine.quantization.formats import Mxfp4Format
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+    from common.heads import Head
     from deploy.models.support import Support
     from services.worker.engine.model.config import ModelConfig
 
@@ -41,6 +43,8 @@ class Evidence:
     gguf_context: int | None = None
     has_tokenizer: bool = False
     has_chat_template: bool = False
+    # A pooling module of sentence-transformers.
+    has_pooling: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +65,10 @@ class ModelFacts:
     """Of one sequence; layers with a window hold no more than that."""
     has_tokenizer: bool
     has_chat_template: bool
+    tasks: tuple[str, ...]
+    """What a server does with it; empty if it is not served."""
+    labels: tuple[str, ...]
+    """Those of its classification head."""
 
 
 def facts_of(evidence: Evidence) -> ModelFacts:
@@ -89,6 +97,8 @@ def facts_of(evidence: Evidence) -> ModelFacts:
         kv_bytes_at_max_context=_kv_of_sequence(per_layer, layer_count, windows, context),
         has_tokenizer=evidence.has_tokenizer,
         has_chat_template=evidence.has_chat_template,
+        tasks=_tasks(evidence, support),
+        labels=head.labels if (head := _head(evidence, support)) else (),
     )
 
 
@@ -113,8 +123,20 @@ def count_parameters(config: ModelConfig) -> tuple[int, int]:
     vectors += config.layers * config.query_heads if config.has_sinks else 0
     if config.mlp_bias:
         vectors += config.layers * (2 * config.intermediate_size + hidden)
-    embeddings = config.vocabulary_size * hidden * (1 if config.tied_embeddings else 2)
+    head = config.labels if config.labels else 0 if config.tied_embeddings else config.vocabulary_size
+    embeddings = (config.vocabulary_size + head) * hidden
     return matrices + vectors + embeddings, matrices
+
+
+def _head(evidence: Evidence, support: Support) -> Head | None:
+    return None if support.service is Service.REFUSED else read_head(evidence.config)
+
+
+def _tasks(evidence: Evidence, support: Support) -> tuple[str, ...]:
+    if support.service in (Service.REFUSED, Service.UNKNOWN):
+        return ()
+    embeds = support.service is Service.ENCODER or only_embeds(evidence.config, has_pooling=evidence.has_pooling)
+    return tuple(task.value for task in tasks_of(_head(evidence, support), generates=not embeds))
 
 
 def _support(evidence: Evidence) -> Support:

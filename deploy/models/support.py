@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from common.errors import ConfigurationError
+from common.heads import read_head
 from services.worker.engine.encoder.config import encoder_config
 from services.worker.engine.model.config import ModelConfig
 from services.worker.engine.model.config_gguf import check_architecture
@@ -30,7 +31,7 @@ class Service(Enum):
     """How a model is served."""
 
     OWN = "own implementation"
-    ENCODER = "own implementation of encoders, for embeddings"
+    ENCODER = "own implementation of encoders"
     TRANSFORMERS = "through transformers"
     REFUSED = "not served"
     UNKNOWN = "unknown"
@@ -51,6 +52,7 @@ def support_of(config: Mapping[str, Any], generation: Mapping[str, Any]) -> Supp
         match implementation_of(config):
             case Implementation.ENCODER:
                 encoder_config(config)
+                read_head(config)
                 return Support(Service.ENCODER)
             case Implementation.OWN:
                 return Support(Service.OWN, config=config_from_json(config, generation))

@@ -15,9 +15,8 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TaskID, TextColumn, TimeElapsedColumn
 from rich.text import Text
 
-from common import models
-from common.encoders import is_encoder_directory
 from common.errors import ConfigurationError
+from common.heads import Task, tasks_of
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -29,8 +28,15 @@ OWN_NAME = "pando"
 NAME_WIDTH = 11
 COLOURS = ("cyan", "magenta", "green", "yellow", "blue", "bright_cyan", "bright_magenta", "bright_green")
 # Bodies of the example requests in the banner. Greedy decoding, as small models are unreliable at higher temperatures.
-CHAT = {"temperature": 0, "messages": [{"role": "user", "content": "Name three primary colors."}]}
+CHAT: dict[str, object] = {"temperature": 0, "messages": [{"role": "user", "content": "Name three primary colors."}]}
 EMBEDDING = {"input": ["Name three primary colors.", "Red, yellow and blue."]}
+CLASSIFICATION = {"input": "I love this."}
+EXAMPLES: dict[Task, tuple[str, dict[str, object]]] = {
+    Task.GENERATE: ("chat/completions", CHAT),
+    Task.EMBED: ("embeddings", {**EMBEDDING}),
+    Task.CLASSIFY: ("classify", {**CLASSIFICATION}),
+    Task.TOKEN_CLASSIFY: ("pooling", {**CLASSIFICATION}),
+}
 LEVEL_STYLES = {"warning": "yellow", "error": "bold red", "critical": "bold red", "debug": "dim"}
 # Fields that are shown separately, or are the same in every line of a service.
 PLACED_FIELDS = frozenset({"event", "level", "timestamp", "service", "component", "exception"})
@@ -167,11 +173,9 @@ class JsonReporter:
 
 def banner(layout: Layout) -> str:
     """Return the message that is shown when the deployment is ready: its URL and example requests."""
-    path, body, more = "chat/completions", json.dumps({"model": layout.model, **CHAT}), ""
-    if shows_encoder(layout):
-        path, body = "embeddings", json.dumps({"model": layout.model, **EMBEDDING})
-    else:
-        more = f"  {own_command()} chat --url {layout.url}\n\n"
+    path, fields = EXAMPLES[main_task(layout)]
+    body = json.dumps({"model": layout.model, **fields})
+    more = f"  {own_command()} chat --url {layout.url}\n\n" if fields is CHAT else ""
     return (
         f"Pando serves {', '.join(layout.models) or layout.model} at {layout.url}/v1\n\n"
         f"  curl {layout.url}/v1/{path} -H 'content-type: application/json' \\\n"
@@ -186,13 +190,16 @@ def own_command() -> str:
     return OWN_NAME if shutil.which(OWN_NAME) or not beside.exists() else os.path.relpath(beside)
 
 
-def shows_encoder(layout: Layout) -> bool:
-    """Whether the model of the example requests is an encoder."""
+def main_task(layout: Layout) -> Task:
+    """Return the main task of the model of the example requests."""
+    from common.tokenization import served_traits
+
     settings = layout.find(f"{layout.models.get(layout.model, '')}tokenizer").settings.model
     try:
-        return is_encoder_directory(models.resolve_model(settings.reference, weights=False).path)
+        traits = served_traits(settings)
     except ConfigurationError:  # a fake model may have no files
-        return False
+        return Task.GENERATE
+    return tasks_of(traits.head, generates=traits.generates)[0]
 
 
 @dataclass(frozen=True, slots=True)

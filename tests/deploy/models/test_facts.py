@@ -112,3 +112,34 @@ def test_a_damaged_config_is_named(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("[]")
     with pytest.raises(ConfigurationError, match=r"config\.json: a JSON object is expected"):
         gather_local(resolve_model(str(tmp_path)))
+
+
+@pytest.mark.parametrize(
+    ("config", "tasks", "labels"),
+    [
+        ({"architectures": ["XLMRobertaForSequenceClassification"], "num_labels": 1}, ("classify", "score"), 1),
+        ({"architectures": ["XLMRobertaForSequenceClassification"]}, ("classify",), 2),
+        ({"architectures": ["XLMRobertaForTokenClassification"], "num_labels": 9}, ("token_classify",), 9),
+        ({"architectures": ["XLMRobertaModel"]}, ("embed", "score"), 0),
+    ],
+)
+def test_the_tasks_of_an_encoder_are_those_of_its_head(
+    config: dict[str, Any], tasks: tuple[str, ...], labels: int
+) -> None:
+    described = json.loads((Path(__file__).parent / "configs" / "bge-small.json").read_text())
+    found = facts_of(Evidence(config={**described["config"], "model_type": "xlm-roberta", **config}))
+    assert (found.service, found.tasks, len(found.labels)) == (Service.ENCODER, tasks, labels)
+
+
+def test_the_tasks_of_a_decoder_are_those_of_its_head_or_its_files() -> None:
+    config = json.loads((Path(__file__).parent / "configs" / "qwen3-8b.json").read_text())["config"]
+    whole = facts_of(Evidence(config=config))
+    assert (whole.tasks, whole.labels) == (("generate", "embed", "score"), ())
+    assert facts_of(Evidence(config=config, has_pooling=True)).tasks == ("embed", "score")
+    reward = facts_of(Evidence(config={**config, "architectures": ["Qwen3ForSequenceClassification"], "num_labels": 1}))
+    assert reward.tasks == ("classify", "score")
+    # The head of the vocabulary is replaced by that of one label.
+    assert whole.parameters is not None
+    assert reward.parameters == whole.parameters - (config["vocab_size"] - 1) * config["hidden_size"]
+    refused = facts_of(Evidence(config={**config, "rope_scaling": {"rope_type": "unknown", "factor": 2.0}}))
+    assert (refused.service, refused.tasks) == (Service.REFUSED, ())
