@@ -171,11 +171,18 @@ def _end_texts(tokenizer: Tokenizer, end: str | None) -> None:
     end_id = None if end is None else tokenizer.token_to_id(end)
     if end is None or end_id is None or tokenizer.encode("").ids[-1:] == [end_id]:
         return
-    ending = processors.TemplateProcessing(
-        single=f"$A {end}", pair=f"$A {end} $B:1 {end}:1", special_tokens=[(end, end_id)]
+    # Post-processors cannot be combined, so this one also adds what the former one does.
+    plain, whole = (tokenizer.encode("a", add_special_tokens=adds).ids for adds in (False, True))
+    at = next(i for i in range(len(whole)) if whole[i : i + len(plain)] == plain)
+    before, after = whole[:at], [*whole[at + len(plain) :], end_id]
+    names = {token_id: str(tokenizer.id_to_token(token_id)) for token_id in (*before, *after)}
+    start, stop = (" ".join(names[token_id] for token_id in part) for part in (before, after))
+    second = " ".join(f"{names[token_id]}:1" for token_id in after)
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single=f"{start} $A {stop}".strip(),
+        pair=f"{start} $A {stop} $B:1 {second}".strip(),
+        special_tokens=[(name, token_id) for token_id, name in names.items()],
     )
-    former = tokenizer.post_processor
-    tokenizer.post_processor = ending if former is None else processors.Sequence([former, ending])
 
 
 def _added_token(entry: Mapping[str, Any]) -> AddedToken:

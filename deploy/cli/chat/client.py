@@ -127,7 +127,9 @@ class ChatClient:
             try:
                 listed = response.json()["data"]
                 # Other servers do not report the kind of a model.
-                return str(next((model for model in listed if model.get("kind") != "embed"), listed[0])["id"])
+                return str(
+                    next((model for model in listed if model.get("kind") in (None, "generate")), listed[0])["id"]
+                )
             except (ValueError, LookupError, TypeError, AttributeError):
                 raise ChatError(f"{self.url} lists no model; is it an OpenAI-compatible server?") from None
 

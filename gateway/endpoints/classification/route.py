@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from gateway.endpoints.context import Context
     from gateway.pipeline.port import ModelInfo
 
-# Outputs of a head of each token for all inputs of a request, estimated from their characters: 64 MB.
+# Outputs of a head of each token for all inputs of a request, estimated from their bytes: 64 MB.
 MAX_TOKEN_OUTPUTS = 16_777_216
 
 
@@ -109,7 +109,7 @@ def _check_outputs(body: PoolingBody | PoolingChatBody, card: ModelInfo) -> None
     labels = len(card.head.labels) if card.head else 1
     if isinstance(body, PoolingChatBody):
         return
-    sizes = (len(text) if isinstance(text, str) else len(text.ids) for text in body.input)
+    sizes = (len(text.encode()) if isinstance(text, str) else len(text.ids) for text in body.input)
     count = sum(min(size, card.max_context_tokens) for size in sizes) * labels
     if count > MAX_TOKEN_OUTPUTS:
         message = f"The inputs may have {count} outputs, at most {MAX_TOKEN_OUTPUTS} are allowed: send fewer at a time."

@@ -7,7 +7,14 @@ from services.scheduler.__main__ import engine_spec
 
 
 def test_the_engine_spec_carries_dtypes_and_quantization_of_the_settings() -> None:
-    model = ModelSettings(reference="directory", dtype="bfloat16", kv_dtype="float16", quantization="fp8")
+    model = ModelSettings(
+        reference="directory",
+        dtype="bfloat16",
+        kv_dtype="float16",
+        quantization="fp8",
+        classifier_from_token=("no", "yes"),
+    )
     spec = engine_spec(Settings(model=model))
     assert (spec.model, spec.dtype, spec.kv_dtype, spec.quantization) == ("directory", "bfloat16", "float16", "fp8")
+    assert spec.classifier_from_token == ("no", "yes")
     assert engine_spec(Settings()).quantization == "auto"

@@ -9,10 +9,11 @@ import numpy as np
 import pytest
 
 from common.errors import ContextLengthError, InvalidRequestError
+from common.heads import Activation, Head
 from common.requests import ChatMessage, ChatPrompt
 from common.tokenization.parts import EmbeddingTraits
 from common.types import Pooling, RequestId, Resume
-from services.tokenizer.limits import check_prompt, check_request
+from services.tokenizer.limits import ModelLimits, check_prompt, check_request
 from tests.services.tokenizer.generate_requests import LIMITS, request, submission
 from tests.services.tokenizer.test_relay import Bench, settle
 
@@ -76,3 +77,37 @@ async def test_errors_use_the_client_s_name_for_the_prompt() -> None:
         RequestId("unnamed"): "prompt",
         RequestId("named"): "text_2",
     }
+
+
+def with_head(pooling: Pooling, labels: int = 2) -> ModelLimits:
+    head = Head(pooling, tuple(map(str, range(labels))), Activation.SOFTMAX)
+    return replace(LIMITS, embedding=EmbeddingTraits(head=head))
+
+
+@pytest.mark.parametrize(
+    ("limits", "pooling"),
+    [
+        (LIMITS, Pooling.CLASSIFY),
+        (with_head(Pooling.CLASSIFY), None),
+        (with_head(Pooling.CLASSIFY), Pooling.LAST),
+        (with_head(Pooling.CLASSIFY), Pooling.TOKEN_CLASSIFY),
+        (with_head(Pooling.TOKEN_CLASSIFY), Pooling.CLASSIFY),
+        (replace(LIMITS, embedding=EmbeddingTraits(only_embeds=True)), None),
+    ],
+)
+def test_requests_for_which_the_model_has_no_head_are_refused(limits: ModelLimits, pooling: Pooling | None) -> None:
+    with pytest.raises(InvalidRequestError) as caught:
+        check_request(request(pooling=pooling), limits)
+    assert caught.value.param == "model"
+
+
+@pytest.mark.parametrize("pooling", [Pooling.CLASSIFY, Pooling.TOKEN_CLASSIFY])
+def test_a_head_s_own_pooling_is_let_through(pooling: Pooling) -> None:
+    check_request(request(pooling=pooling), with_head(pooling))
+
+
+def test_outputs_of_each_token_are_limited() -> None:
+    limits = replace(with_head(Pooling.TOKEN_CLASSIFY, labels=1024), max_context_tokens=2048)
+    check_prompt(np.full(1024, 3, np.int32), request(pooling=Pooling.TOKEN_CLASSIFY), limits)
+    with pytest.raises(ContextLengthError, match="1025 tokens with 1024 labels"):
+        check_prompt(np.full(1025, 3, np.int32), request(pooling=Pooling.TOKEN_CLASSIFY), limits)
