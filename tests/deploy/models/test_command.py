@@ -57,7 +57,7 @@ def pando(client: HubClient, *arguments: str, status: int = 0) -> str:
 def test_inspection_fetches_no_weights(hub: FakeHub, client: HubClient) -> None:
     shown = pando(client, "inspect", NAME)
     assert [line.split()[0] for line in shown.splitlines()] == [
-        "family", "served", "parameters", "files", "weights", "keys", "context", "tokenizer", "chat",
+        "family", "served", "tasks", "parameters", "files", "weights", "keys", "context", "tokenizer", "chat",
     ]  # fmt: skip
     assert "own implementation" in shown
     assert "8.03 billion" in shown
