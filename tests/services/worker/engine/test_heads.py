@@ -86,7 +86,16 @@ def outputs(given: list[tuple[RowSlot, bytes]]) -> NDArray[np.float32]:
 
 @pytest.mark.parametrize(
     ("family", "labels"),
-    [("llama", 1), ("qwen2", 3), ("qwen3", 1), ("mistral windowed", 2), ("gemma3", 4), ("qwen3 moe", 2), ("Phi3", 2)],
+    [
+        ("llama", 1),
+        ("qwen2", 3),
+        ("qwen3", 1),
+        ("mistral windowed", 2),
+        ("gemma3", 4),
+        ("qwen3 moe", 2),
+        ("Phi3", 2),
+        ("Starcoder2", 2),
+    ],
 )
 def test_sequence_classifiers_have_the_outputs_of_transformers(tmp_path: Path, family: str, labels: int) -> None:
     model = save_classifier(tmp_path, family, "SequenceClassification", labels)
