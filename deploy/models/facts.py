@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
     from common.heads import Head
     from deploy.models.support import Support
-    from services.worker.engine.model.config import ModelConfig
+    from services.worker.engine.model.config import LatentConfig, ModelConfig
 
 # Bytes of a checkpoint's elements, by `dtype` of config.json.
 _ELEMENT_BYTES: Final = {"float32": 4, "bfloat16": 2, "float16": 2}
@@ -78,7 +78,7 @@ def facts_of(evidence: Evidence) -> ModelFacts:
     text = evidence.config.get("text_config") or evidence.config
     parameters, layers = _parameters(evidence, support)
     context = shape.max_context if shape else evidence.gguf_context or _number(text, "max_position_embeddings")
-    per_layer = 4 * shape.kv_heads * shape.head_dim if shape else _kv_of_layer(text)
+    per_layer = 2 * shape.kv_width if shape else _kv_of_layer(text)
     if support.service is Service.ENCODER:  # it keeps none
         per_layer = None
     layer_count = shape.layers if shape else _number(text, "num_hidden_layers")
@@ -105,9 +105,11 @@ def facts_of(evidence: Evidence) -> ModelFacts:
 def count_parameters(config: ModelConfig) -> tuple[int, int]:
     """Return the elements of all tensors of a decoder with an own implementation, and those of the layers' matrices."""
     hidden, queries, keys = config.hidden_size, config.query_heads * config.head_dim, config.kv_heads * config.head_dim
-    attention = 2 * hidden * queries + 2 * hidden * keys
+    attention, norms = 2 * hidden * queries + 2 * hidden * keys, 0
+    if config.latent is not None:
+        attention, norms = _count_latent(config.latent, config)
     vectors = 2 * (config.pre_norms + config.post_norms) * hidden + (2 * config.head_dim if config.qk_norm else 0)
-    vectors += queries + keys if config.projection_norm else 0
+    vectors += norms + (queries + keys if config.projection_norm else 0)
     vectors += (queries + 2 * keys if config.qkv_bias else 0) + (hidden if config.output_bias else 0)
     matrices = 0
     for layer in range(config.layers):
@@ -137,6 +139,16 @@ def _tasks(evidence: Evidence, support: Support) -> tuple[str, ...]:
         return ()
     embeds = support.service is Service.ENCODER or only_embeds(evidence.config, has_pooling=evidence.has_pooling)
     return tuple(task.value for task in tasks_of(_head(evidence, support), generates=not embeds))
+
+
+def _count_latent(latent: LatentConfig, config: ModelConfig) -> tuple[int, int]:
+    """Return the elements of a layer's projections, and of the norms within them."""
+    hidden, heads = config.hidden_size, config.query_heads
+    inputs = latent.query_rank or hidden
+    compression = hidden * ((latent.query_rank or 0) + latent.row_width)
+    expansion = heads * (inputs * latent.query_dim + latent.rank * (latent.content_dim + latent.value_dim))
+    output = hidden * heads * latent.value_dim
+    return compression + expansion + output, (latent.query_rank or 0) + latent.rank
 
 
 def _support(evidence: Evidence) -> Support:

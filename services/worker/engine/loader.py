@@ -247,7 +247,7 @@ class _DecoderLoader:
             window, rotary = config.window_of(i), config.rotary_of(i)
             if (window, rotary) not in kinds:
                 shape = replace(self._shape, window_left=None if window is None else window - 1)
-                table = rotary_table(rotary, config.head_dim, context, self._device)
+                table = rotary_table(rotary, config.rotary_dim, context, self._device)
                 kinds[window, rotary] = self._backend.attention(shape, table)
         return [kinds[config.window_of(i), config.rotary_of(i)] for i in range(config.layers)]
 
@@ -277,6 +277,7 @@ class _DecoderLoader:
         return AttentionShape(
             len(shard.query_heads), len(shard.kv_heads), config.head_dim, self._spec.page_size,
             score_scale=config.attention_scale, attention_softcap=config.attention_softcap,
+            latent_dim=config.latent.rank if config.latent else None,
         )  # fmt: skip
 
     def _pool(self, pages: int, layout: KvLayout, window_pages: int = 0) -> KvPool:

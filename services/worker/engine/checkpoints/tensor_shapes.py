@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from services.worker.engine.model.config import ModelConfig
+    from services.worker.engine.model.config import LatentConfig, ModelConfig
 
 
 def tensor_shape(name: str, config: ModelConfig) -> tuple[int, ...]:
@@ -24,7 +24,7 @@ def tensor_shape(name: str, config: ModelConfig) -> tuple[int, ...]:
         "q_proj": (queries, hidden),
         "k_proj": (keys, hidden),
         "v_proj": (keys, hidden),
-        "o_proj": (hidden, queries),
+        "o_proj": (hidden, config.query_heads * config.output_dim),
         "gate_up_proj": (2 * columns, hidden),
         "gate_proj": (columns, hidden),
         "up_proj": (columns, hidden),
@@ -32,6 +32,8 @@ def tensor_shape(name: str, config: ModelConfig) -> tuple[int, ...]:
         "gate": (config.moe.experts if config.moe else 0, hidden),
         "shared_expert_gate": (1, hidden),
     }
+    if config.latent is not None:
+        matrices |= _latent_matrices(config.latent, config)
     part, kind = name.split(".")[-2:]
     if part in matrices:
         return matrices[part] if kind == "weight" else matrices[part][:1]
@@ -39,7 +41,20 @@ def tensor_shape(name: str, config: ModelConfig) -> tuple[int, ...]:
         return (config.query_heads,)
     if part in ("q_norm", "k_norm"):
         return ((queries if part == "q_norm" else keys) if config.projection_norm else config.head_dim,)
+    if config.latent is not None and part in ("q_a_layernorm", "kv_a_layernorm"):
+        return (config.latent.rank if part == "kv_a_layernorm" else config.latent.query_rank or 0,)
     return (hidden,)
+
+
+def _latent_matrices(latent: LatentConfig, config: ModelConfig) -> dict[str, tuple[int, int]]:
+    queries, hidden, query_rank = config.query_heads * latent.query_dim, config.hidden_size, latent.query_rank or 0
+    return {
+        "q_proj": (queries, hidden),
+        "q_a_proj": (query_rank, hidden),
+        "q_b_proj": (queries, query_rank),
+        "kv_a_proj_with_mqa": (latent.row_width, hidden),
+        "kv_b_proj": (config.query_heads * (latent.content_dim + latent.value_dim), latent.rank),
+    }
 
 
 def block_shape(name: str, config: ModelConfig, rows: slice | None, columns: slice | None) -> tuple[int, ...]:

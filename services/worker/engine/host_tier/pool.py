@@ -28,7 +28,7 @@ class HostPool:
     So a page is one run of bytes: long copies over the bus however pages are scattered, and an object for storage as it
     is. Its tokens are laid out as on the device.
 
-    `memory` is [pages, layers, 2, elements of a layer's keys in a page].
+    `memory` is [pages, layers, 2, elements of a layer's keys in a page]; with latent attention 1 instead of 2.
     """
 
     def __init__(self, memory: torch.Tensor) -> None:
@@ -73,9 +73,9 @@ def count_host_pages(spec: EngineSpec, page_bytes: int, free_bytes: int) -> int:
 
 def allocate_host_pool(pool: KvPool, pages: int) -> HostPool:
     """Allocate a host tier for the pages of `pool`; memory is touched only as it is used."""
-    keys = pool.layers[0].keys
+    keys, *others = pool.layers[0].stored
     elements = math.prod(keys.shape[1:])
-    return HostPool(HostArena().zeros((pages, len(pool.layers), 2, elements), keys.dtype))
+    return HostPool(HostArena().zeros((pages, len(pool.layers), 1 + len(others), elements), keys.dtype))
 
 
 class PinnedRange:

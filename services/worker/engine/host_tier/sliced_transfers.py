@@ -100,7 +100,7 @@ class SlicedTransfers:
 def back_up(pool: KvPool, host: HostPool, device_pages: torch.Tensor, host_pages: torch.Tensor) -> None:
     """Copy pages of the device, [pages] int64, to pages of the host, layer by layer; both are CPU memory here."""
     for index, layer in enumerate(pool.layers):
-        for half, tensor in enumerate((layer.keys, layer.values)):
+        for half, tensor in enumerate(layer.stored):
             pages = tensor.view(pool.pages, -1).index_select(0, device_pages)
             host.memory[:, index, half].index_copy_(0, host_pages, pages)
 
@@ -108,6 +108,6 @@ def back_up(pool: KvPool, host: HostPool, device_pages: torch.Tensor, host_pages
 def load(pool: KvPool, host: HostPool, device_pages: torch.Tensor, host_pages: torch.Tensor) -> None:
     """Copy pages of the host to pages of the device; see `back_up`."""
     for index, layer in enumerate(pool.layers):
-        for half, tensor in enumerate((layer.keys, layer.values)):
+        for half, tensor in enumerate(layer.stored):
             pages = host.memory[:, index, half].index_select(0, host_pages)
             tensor.view(pool.pages, -1).index_copy_(0, device_pages, pages)

@@ -43,7 +43,7 @@ class _Running:
 
 
 class PageMover(Protocol):
-    """Moves pages between a pool and staging memory [pages, layers, 2, elements], of which the first ones are used."""
+    """Moves pages between a pool and staging memory [pages, layers, 2 or 1, elements], of which the first ones are used."""
 
     def gather(self, pages: torch.Tensor, staging: torch.Tensor) -> None:
         """Collect scattered pages of all layers, [pages] int64."""
@@ -203,7 +203,7 @@ class _Buffer:
     """Staging memory, and events that say when it may be filled and when it is."""
 
     def __init__(self, memory: torch.Tensor) -> None:
-        self.memory = memory  # [pages, layers, 2, elements]
+        self.memory = memory  # [pages, layers, 2 or 1, elements], as `HostPool`'s
         self.is_free = torch.cuda.Event()  # type: ignore[no-untyped-call]  # torch leaves it untyped
         self.is_full = torch.cuda.Event()  # type: ignore[no-untyped-call]
 
@@ -216,12 +216,12 @@ class TorchPageMover:
 
     def gather(self, pages: torch.Tensor, staging: torch.Tensor) -> None:
         for index, layer in enumerate(self._pool.layers):
-            for half, tensor in enumerate((layer.keys, layer.values)):
+            for half, tensor in enumerate(layer.stored):
                 staging[: len(pages), index, half] = tensor.view(self._pool.pages, -1).index_select(0, pages)
 
     def scatter(self, pages: torch.Tensor, staging: torch.Tensor) -> None:
         for index, layer in enumerate(self._pool.layers):
-            for half, tensor in enumerate((layer.keys, layer.values)):
+            for half, tensor in enumerate(layer.stored):
                 tensor.view(self._pool.pages, -1).index_copy_(0, pages, staging[: len(pages), index, half])
 
 

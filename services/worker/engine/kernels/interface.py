@@ -34,6 +34,13 @@ class KvLayer:
 
     keys: torch.Tensor
     values: torch.Tensor
+    """With latent attention a view of `keys`: the first components of each row."""
+    is_latent: bool = False
+
+    @property
+    def stored(self) -> tuple[torch.Tensor, ...]:
+        """The tensors that hold this memory, each once; pages are their outermost dimension."""
+        return (self.keys,) if self.is_latent else (self.keys, self.values)
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +67,9 @@ class AttentionShape:
     """Factor of scores before the softmax; None: 1 / sqrt(head_dim)."""
     attention_softcap: float | None = None
     """Scores are bent into (-cap, cap) by a hyperbolic tangent (Gemma 2); None: they are not."""
+    latent_dim: int | None = None
+    """With latent attention, how many first components of the one KV head's keys are its values, which have no memory
+    of their own. The components after them are rotated. None: values are stored beside keys."""
 
     @property
     def scale(self) -> float:
@@ -75,6 +85,21 @@ class AttentionShape:
     def kv_width(self) -> int:
         """Columns of the keys, or of the values, of one token."""
         return self.kv_heads * self.head_dim
+
+    @property
+    def stored_width(self) -> int:
+        """Components that the KV pool keeps of one token."""
+        return 2 * self.kv_width if self.latent_dim is None else self.kv_width
+
+    @property
+    def value_dim(self) -> int:
+        """Components of a value, and of a head's output."""
+        return self.head_dim if self.latent_dim is None else self.latent_dim
+
+    @property
+    def output_width(self) -> int:
+        """Columns of the outputs of one token."""
+        return self.query_heads * self.value_dim
 
 
 class Linear(Protocol):
@@ -173,14 +198,15 @@ class AttentionBackend(Protocol):
         """Rotate queries and keys to their positions, store keys and values, return the queries.
 
         `qkv` [tokens, (query_heads + 2 kv_heads) * head_dim] may be overwritten, and the queries [tokens, query_heads *
-        head_dim] may be a view of it. KV of token i goes to slot `batch.write_slots[i]`.
+        head_dim] may be a view of it. KV of token i goes to slot `batch.write_slots[i]`. With latent attention `qkv` is
+        [tokens, (query_heads + 1) * head_dim], without values, and `norms` is None.
         """
         ...
 
     def attend(
         self, queries: torch.Tensor, layer: KvLayer, batch: ForwardBatch, sinks: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """Return the attention output [tokens, query_heads * head_dim] of all of `batch`'s tokens.
+        """Return the attention output [tokens, query_heads * value_dim] of all of `batch`'s tokens.
 
         `sinks` [query_heads] float32 are scores of one more key of each head, whose value is zero (gpt-oss).
         """

@@ -8,8 +8,10 @@ from typing import TYPE_CHECKING
 import torch
 from torch.nn.functional import linear
 
+from services.worker.engine.kernels.composed import PreparedLinear
 from services.worker.engine.kernels.interface import ExpertMatrices, QkNorm
 from services.worker.engine.model.feed_forward import DenseFeedForward, MoeFeedForward, Router, SharedFeedForward
+from services.worker.engine.model.latent import LatentReader
 from services.worker.engine.model.rotary_config import head_order
 from services.worker.engine.model.transformer import DecoderLayer, ProjectionNorm, TransformerWeights
 from services.worker.engine.quantization.matrices import above, reordered
@@ -74,15 +76,21 @@ class Assembler:
         if config.post_norms:
             post_norms = self._norm(feed_forward_norm), self._norm(f"{prefix}.post_feedforward_layernorm.weight")
             feed_forward_norm = f"{prefix}.pre_feedforward_layernorm.weight"
+        output: Linear = self._row_parallel(
+            f"{attention}.o_proj", self.shard.query_heads.scaled(config.output_dim), config.output_bias
+        )
+        qkv: Callable[[torch.Tensor], torch.Tensor]
+        if config.latent is None:
+            qkv = self._qkv(attention, head_order(config.rotary_of(layer), config.head_dim))
+        else:
+            reader = LatentReader(self.tensors, self.kernels, self.device, self.shard.query_heads)
+            qkv, values = reader.read(attention)
+            output = PreparedLinear(output, values)
         return DecoderLayer(
             input_norm=self._norm(f"{prefix}.input_layernorm.weight") if config.pre_norms else None,
-            qkv=self._qkv(attention, head_order(config.rotary_of(layer), config.head_dim)),
+            qkv=qkv,
             qk_norm=self._head_norms(attention, head_order(config.rotary_of(layer), config.head_dim)),
-            attention_output=self._row_parallel(
-                f"{attention}.o_proj",
-                self.shard.query_heads.scaled(config.head_dim),
-                config.output_bias,
-            ),
+            attention_output=output,
             feed_forward_norm=self._norm(feed_forward_norm) if config.pre_norms else None,
             feed_forward=self._feed_forward(f"{prefix}.mlp", config.moe_of(layer)),
             sinks=self._sinks(f"{attention}.sinks.weight") if config.has_sinks else None,

@@ -106,6 +106,36 @@ class MoeConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class LatentConfig:
+    """Multi-head latent attention (DeepSeek-V2, section 2.1): one compressed row of each token is kept for all heads.
+
+    The row has a latent vector, from which each head's keys and values are products, and a key that is rotated to its
+    position and shared by all heads. Products with keys and values are moved into queries and outputs, so attention
+    runs over the rows themselves: one KV head of `rank + rotary_dim` components, whose first `rank` are the values.
+    """
+
+    rank: int
+    """Components of the latent vector."""
+    query_rank: int | None
+    """Components of the vector that queries are products of; None: they are products of the layer's input."""
+    content_dim: int
+    """Components of a head's query that are not rotated."""
+    rotary_dim: int
+    value_dim: int
+    """Components of a head's output."""
+
+    @property
+    def row_width(self) -> int:
+        """Components of the row that is kept."""
+        return self.rank + self.rotary_dim
+
+    @property
+    def query_dim(self) -> int:
+        """Components of a head's query."""
+        return self.content_dim + self.rotary_dim
+
+
+@dataclass(frozen=True, slots=True)
 class ModelConfig:
     """Everything that a forward pass needs to know of a model except its weights."""
 
@@ -117,6 +147,7 @@ class ModelConfig:
     query_heads: int
     kv_heads: int
     head_dim: int
+    """Components of a key; with `latent`, those of a row of the KV pool."""
     max_context: int
     norm_epsilon: float
     rotary: RotaryConfig
@@ -158,6 +189,8 @@ class ModelConfig:
     moe: MoeConfig | None = None
     labels: int = 0
     """Outputs of the classification head; 0: there is none."""
+    latent: LatentConfig | None = None
+    """Multi-head latent attention, for which `kv_heads` is 1; None: every KV head has keys and values."""
     stored_format: StoredFormat | None = None
     """How the checkpoint stores quantised matrices; None: it stores none."""
 
@@ -167,6 +200,9 @@ class ModelConfig:
             raise ConfigurationError(f"{self.query_heads} query heads cannot share {self.kv_heads} KV heads evenly")
         if self.head_dim % 2:
             raise ConfigurationError(f"head_dim {self.head_dim} is odd: rotary embedding needs two halves")
+        if self.latent is not None:
+            assert (self.latent.row_width, 1) == (self.head_dim, self.kv_heads), "attention is over the rows"
+            assert not self.windows, "latent attention has no windows"
         if self.windows and len(self.windows) != self.layers:
             raise ConfigurationError(f"{len(self.windows)} layers are said to have a window or none, of {self.layers}")
 
@@ -174,6 +210,21 @@ class ModelConfig:
     def queries_per_kv(self) -> int:
         """Query heads that share one KV head."""
         return self.query_heads // self.kv_heads
+
+    @property
+    def output_dim(self) -> int:
+        """Components of a head's output, after `latent` ones became values."""
+        return self.latent.value_dim if self.latent else self.head_dim
+
+    @property
+    def rotary_dim(self) -> int:
+        """Components of a head that rotary embedding covers, some of which may turn by 0."""
+        return self.latent.rotary_dim if self.latent else self.head_dim
+
+    @property
+    def kv_width(self) -> int:
+        """Components that are kept of a token in each layer."""
+        return self.head_dim if self.latent else 2 * self.kv_heads * self.head_dim
 
     def window_of(self, layer: int) -> int | None:
         """Return how many tokens a query of `layer` sees, itself included; None: all of them."""

@@ -32,7 +32,7 @@ class KvPool:
     @property
     def bytes_per_token(self) -> int:
         """Bytes of one token's keys and values over all layers that `pages` counts."""
-        held = sum(tensor.nbytes for layer in self.layers for tensor in (layer.keys, layer.values))
+        held = sum(tensor.nbytes for layer in self.layers for tensor in layer.stored)
         return held // self.page_size // self.pages - self.window_bytes_per_token * self.window_pages // self.pages
 
 
@@ -45,13 +45,17 @@ def join_pools(pool: KvPool, window_pool: KvPool, is_local: Sequence[bool]) -> K
 
 def bytes_per_token(shape: AttentionShape, layers: int, dtype: torch.dtype) -> int:
     """Return the bytes of one token's KV in `layers` layers."""
-    return 2 * layers * shape.kv_width * dtype.itemsize
+    return layers * shape.stored_width * dtype.itemsize
 
 
 def allocate_pool(
     shape: AttentionShape, layers: int, pages: int, layout: KvLayout, *, dtype: torch.dtype, device: torch.device
 ) -> KvPool:
     """Allocate a zeroed pool: unwritten values must be finite, since masked values are multiplied by zero."""
+    arena = HostArena()
+    if shape.latent_dim is not None:
+        layers_of_rows = (_latent_layer(shape, pages, layout, dtype, device, arena) for _ in range(layers))
+        return KvPool(tuple(layers_of_rows), pages, shape.page_size)
     match layout:
         case KvLayout.TOKEN_MAJOR:
             key_page = value_page = (shape.page_size, shape.kv_heads, shape.head_dim)
@@ -60,7 +64,6 @@ def allocate_pool(
             value_page = (shape.kv_heads, shape.page_size, shape.head_dim)
         case KvLayout.HEAD_MAJOR:
             key_page = value_page = (shape.kv_heads, shape.page_size, shape.head_dim)
-    arena = HostArena()
     return KvPool(
         layers=tuple(
             KvLayer(
@@ -72,6 +75,14 @@ def allocate_pool(
         pages=pages,
         page_size=shape.page_size,
     )
+
+
+def _latent_layer(
+    shape: AttentionShape, pages: int, layout: KvLayout, dtype: torch.dtype, device: torch.device, arena: HostArena
+) -> KvLayer:
+    assert layout is KvLayout.TOKEN_MAJOR, "back ends of latent attention read whole rows"
+    rows = _zeros((pages, shape.page_size, 1, shape.head_dim), dtype, device, arena)
+    return KvLayer(rows, rows[..., : shape.latent_dim], is_latent=True)
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, arena: HostArena) -> torch.Tensor:

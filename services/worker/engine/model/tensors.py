@@ -21,7 +21,7 @@ from services.worker.engine.quantization.formats import (
 from services.worker.engine.quantization.fp8 import FP8, Fp8Matrix, block_matrix
 from services.worker.engine.quantization.grouped import GroupedMatrix, Numbers
 from services.worker.engine.quantization.int8 import Int8Matrix
-from services.worker.engine.quantization.matrices import are_alike
+from services.worker.engine.quantization.matrices import are_alike, dequantised
 from services.worker.engine.quantization.mxfp4 import read_mxfp4
 from services.worker.engine.quantization.packed_words import PackedReader
 
@@ -105,6 +105,14 @@ class CheckedTensors:
         if isinstance(stored, Fp8Format) and tensor.dtype == FP8:
             return self._fp8(name, tensor, stored, rows, columns)
         return tensor
+
+    def dequantised(self, name: str, rows: slice | None = None) -> torch.Tensor:
+        """Return a projection's matrix, or rows of it, that is used in other ways than a `Linear`.
+
+        Raises:
+            ConfigurationError: as `matrix`.
+        """
+        return self.plain(name, rows) if self.quantise is not None else dequantised(self.matrix(name, rows))
 
     def alike(
         self, parts: Sequence[tuple[str, slice | None, slice | None]], together: int | None = None

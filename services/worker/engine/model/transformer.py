@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from services.worker.engine.kernels.interface import AttentionBackend, Kernels, KvLayout, Linear, QkNorm
     from services.worker.engine.model.batch import ForwardBatch
@@ -35,7 +35,8 @@ class DecoderLayer:
     """
 
     input_norm: torch.Tensor | None  # [hidden]
-    qkv: Linear
+    qkv: Callable[[torch.Tensor], torch.Tensor]
+    """Makes the input of `AttentionBackend.store` from the layer's."""
     qk_norm: QkNorm | None
     attention_output: Linear
     feed_forward_norm: torch.Tensor | None  # [hidden]

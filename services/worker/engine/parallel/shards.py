@@ -90,7 +90,7 @@ def shard_model(config: ModelConfig, rank: int, world_size: int) -> ModelShard:
         )
     unit = column_unit(config.stored_format)
     for shard in shards:
-        queries = shard.query_heads.scaled(config.head_dim)
+        queries = shard.query_heads.scaled(config.output_dim)
         if queries.start % unit or (queries.stop % unit and shard.rank + 1 < world_size):
             raise ConfigurationError(
                 f"FP8 in blocks is cut between {unit} inputs: rank {shard.rank} of {world_size} would have columns "

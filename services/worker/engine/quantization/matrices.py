@@ -54,6 +54,19 @@ def reordered(matrix: Matrix, order: torch.Tensor) -> Matrix:
             return matrix[order]
 
 
+def dequantised(matrix: Matrix) -> torch.Tensor:
+    """Return the weights [out, in], computed in float32 where they were quantised."""
+    match matrix:
+        case Fp8Matrix() | Int8Matrix():
+            return matrix.values.float() * matrix.scales[:, None]
+        case Fp8BlockMatrix():
+            return matrix.widened(torch.float32)[:, : matrix.inputs]
+        case GroupedMatrix():
+            return matrix.plain(torch.float32)
+        case _:
+            return matrix
+
+
 def are_alike(matrices: Sequence[Matrix]) -> bool:
     """Return whether matrices of the same inputs can be one."""
     # Parameters are tensors, too.

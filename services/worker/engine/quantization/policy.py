@@ -101,11 +101,9 @@ def _check_fp8_device(held: Fp8Format, dtype: torch.dtype, capability: tuple[int
 
 
 def _check_widths(config: ModelConfig, shard: ModelShard) -> None:
-    queries, keys = (len(heads) * config.head_dim for heads in (shard.query_heads, shard.kv_heads))
     widths = {
         "hidden_size": config.hidden_size,
-        "columns of query heads": queries,
-        "columns of query, key and value heads": queries + 2 * keys,
+        **_attention_widths(config, shard),
         "feed-forward columns": len(shard.intermediate),
         "columns of an expert": len(shard.expert_columns) if shard.expert_columns is not None else 0,
         "columns beside experts": len(shard.shared_columns) if shard.shared_columns is not None else 0,
@@ -116,3 +114,17 @@ def _check_widths(config: ModelConfig, shard: ModelShard) -> None:
                 f"FP8 needs matrices whose sides are multiples of {fp8.WIDTH_UNIT}: rank {shard.rank} of "
                 f"{shard.world_size} has {width} {name}"
             )
+
+
+def _attention_widths(config: ModelConfig, shard: ModelShard) -> dict[str, int]:
+    heads, latent = len(shard.query_heads), config.latent
+    if latent is None:
+        queries, keys = heads * config.head_dim, len(shard.kv_heads) * config.head_dim
+        return {"columns of query heads": queries, "columns of query, key and value heads": queries + 2 * keys}
+    queries = heads * latent.query_dim
+    return {
+        "columns of heads' outputs": heads * latent.value_dim,
+        "columns of queries": queries,
+        "columns of compressed queries": latent.query_rank or 0,
+        "columns of queries and rows": (latent.query_rank or queries) + latent.row_width,
+    }

@@ -45,6 +45,11 @@ _LONG_ROPE = {
 _MULTIPLIERS = {
     "embedding_multiplier": 12.0, "logits_scaling": 8.0, "residual_multiplier": 0.22, "attention_multiplier": 0.2,
 }  # fmt: skip
+_LATENT = {
+    "num_key_value_heads": 4, "head_dim": 8, "kv_lora_rank": 24, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8,
+    "v_head_dim": 12, "moe_intermediate_size": 48, "n_routed_experts": 8, "num_experts_per_tok": 2,
+    "first_k_dense_replace": 1, "rms_norm_eps": 1e-6,
+}  # fmt: skip
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("Llama", {}),
     "llama tied": ("Llama", {"tie_word_embeddings": True, "num_key_value_heads": 1}),
@@ -148,6 +153,52 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             "intermediate_size": 64,
             "hidden_size": 64,
             "rope_parameters": {**_YARN, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False},
+        },
+    ),
+    "deepseek v2": (
+        "DeepseekV2",
+        {
+            **_LATENT,
+            "q_lora_rank": 20,
+            "n_shared_experts": 2,
+            "n_group": 4,
+            "topk_group": 2,
+            "topk_method": "group_limited_greedy",
+            "routed_scaling_factor": 4.0,
+        },
+    ),
+    # As V2-Lite: queries are not compressed, experts have no groups.
+    "deepseek v2 lite": (
+        "DeepseekV2",
+        {
+            **_LATENT,
+            "q_lora_rank": None,
+            "n_shared_experts": 2,
+            "rope_parameters": {**_YARN, "mscale": 0.707, "mscale_all_dim": 0.707},
+        },
+    ),
+    "deepseek v3": (
+        "DeepseekV3",
+        {
+            **_LATENT,
+            "q_lora_rank": 20,
+            "n_shared_experts": 1,
+            "n_group": 4,
+            "topk_group": 2,
+            "rope_parameters": {**_YARN, "mscale": 1.0, "mscale_all_dim": 1.0},
+        },
+    ),
+    "deepseek v3 of halves": (
+        "DeepseekV3",
+        {
+            **_LATENT,
+            "q_lora_rank": None,
+            "n_shared_experts": 1,
+            "n_group": 1,
+            "topk_group": 1,
+            "norm_topk_prob": False,
+            "rope_interleave": False,
+            "rope_parameters": {**_YARN, "mscale": 0.5, "mscale_all_dim": 1.0},
         },
     ),
     # As SmolLM2: three query heads for each of three KV heads.

@@ -112,7 +112,8 @@ def page_table_of(batch: ForwardBatch) -> tuple[int, int]:
 def fits(library: CpuLibrary, shape: AttentionShape) -> bool:
     """Return whether the operators can serve heads of `shape`: they work on whole vector registers."""
     return (
-        shape.head_dim % library.lanes == 0
+        shape.latent_dim is None
+        and shape.head_dim % library.lanes == 0
         and shape.page_size % library.lanes == 0
         and shape.head_dim <= library.max_head_dim
     )

@@ -33,7 +33,7 @@ class ProgramPageMover:
     """See `PageMover`; a page of a layer is moved in words of 8 bytes."""
 
     def __init__(self, pool: KvPool) -> None:
-        tensors = [tensor for layer in pool.layers for tensor in (layer.keys, layer.values)]
+        tensors = [tensor for layer in pool.layers for tensor in layer.stored]
         assert all(tensor.is_contiguous() for tensor in tensors), "a page of a layer is one run"
         self._bases = torch.tensor([tensor.data_ptr() for tensor in tensors], device=tensors[0].device)
         self._words = tensors[0][0].nbytes // 8
@@ -41,7 +41,7 @@ class ProgramPageMover:
     @staticmethod
     def fits(pool: KvPool) -> bool:
         """Whether pages of `pool` consist of whole words, as many in every layer."""
-        sizes = {tensor[0].nbytes for layer in pool.layers for tensor in (layer.keys, layer.values)}
+        sizes = {tensor[0].nbytes for layer in pool.layers for tensor in layer.stored}
         return len(sizes) == 1 and sizes.pop() % 8 == 0
 
     def gather(self, pages: torch.Tensor, staging: torch.Tensor) -> None:

@@ -27,6 +27,8 @@ class TorchAttention:
     def store(self, qkv: torch.Tensor, layer: KvLayer, norms: QkNorm | None, batch: ForwardBatch) -> torch.Tensor:
         """Rotate, write keys and values, return queries; see `AttentionBackend.store`."""
         shape = self._shape
+        if shape.latent_dim is not None:
+            return self._store_rows(qkv, layer, batch)
         queries, keys, values = qkv.tensor_split([shape.query_width, shape.query_width + shape.kv_width], dim=1)
         heads = torch.cat((queries, keys), dim=1).view(-1, shape.query_heads + shape.kv_heads, shape.head_dim)
         if norms is not None:
@@ -48,7 +50,7 @@ class TorchAttention:
     ) -> torch.Tensor:
         """Attend over cached and new tokens; see `AttentionBackend.attend`."""
         heads = queries.view(-1, self._shape.query_heads, self._shape.head_dim)
-        outputs = torch.empty_like(heads)
+        outputs = heads.new_empty(*heads.shape[:2], self._shape.value_dim)
         if batch.decode_rows:
             outputs[: batch.decode_rows] = self._decode(heads[: batch.decode_rows], layer, batch, sinks)
         if batch.decode_rows < batch.rows:
@@ -64,6 +66,15 @@ class TorchAttention:
     ) -> torch.Tensor:  # fmt: skip
         return self.attend(self.store(qkv, layer, norms, batch), layer, batch, sinks)
 
+    def _store_rows(self, projected: torch.Tensor, layer: KvLayer, batch: ForwardBatch) -> torch.Tensor:
+        """Rotate the last components of queries and of the row after them, write the row."""
+        shape = self._shape
+        heads = projected.view(-1, shape.query_heads + 1, shape.head_dim)
+        rotated = heads[..., shape.value_dim :]
+        rotated.copy_(self._rotate(rotated, batch.positions))
+        layer.keys.view(-1, shape.head_dim)[batch.write_slots] = heads[:, -1].to(layer.keys.dtype)
+        return projected[:, : shape.query_width]
+
     def _rotate(self, heads: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         cosines, sines = self._cosines[positions][:, None], self._sines[positions][:, None]
         first, second = heads.float().chunk(2, dim=-1)
@@ -76,7 +87,7 @@ class TorchAttention:
         # The longest key may belong to a row that prefills, but then its pages are in the table all the same.
         pages = -(-batch.max_key_length // self._shape.page_size)
         table = batch.page_table[:rows, :pages].long().clamp(0, layer.keys.shape[0] - 1)
-        keys, values = (self._gather(pool, table, heads.dtype) for pool in (layer.keys, layer.values))
+        keys, values = self._gather(layer, table, heads.dtype)
         places = torch.arange(keys.shape[2], device=heads.device)
         visible = self._visible(places, batch.key_lengths[:rows, None] - 1)
         # Entries after a row's length may name any page; masks remove only finite values.
@@ -87,7 +98,7 @@ class TorchAttention:
         self, heads: torch.Tensor, layer: KvLayer, table: torch.Tensor, length: int, sinks: torch.Tensor | None
     ) -> torch.Tensor:
         pages = table[None, : -(-length // self._shape.page_size)].long()
-        keys, values = (self._gather(pool, pages, heads.dtype)[:, :, :length] for pool in (layer.keys, layer.values))
+        keys, values = (part[:, :, :length] for part in self._gather(layer, pages, heads.dtype))
         tokens = heads.shape[0]
         places = torch.arange(length, device=heads.device)
         visible = self._visible(places, places[length - tokens :, None])
@@ -110,9 +121,10 @@ class TorchAttention:
             return scaled_dot_product_attention(queries, keys, values, attn_mask=visible, scale=scale, enable_gqa=True)
         return explicit_attention(queries, keys, values, visible, self._shape, sinks)
 
-    def _gather(self, pool: torch.Tensor, table: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """Return [rows, kv_heads, pages * page_size, head_dim] of the pages in `table` [rows, pages]."""
-        return pool[table].flatten(1, 2).transpose(1, 2).to(dtype)
+    def _gather(self, layer: KvLayer, table: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return keys and values [rows, kv_heads, pages * page_size, components] of pages in `table` [rows, pages]."""
+        keys, *values = (pool[table].flatten(1, 2).transpose(1, 2).to(dtype) for pool in layer.stored)
+        return keys, values[0] if values else keys[..., : self._shape.value_dim]
 
 
 def explicit_attention(
