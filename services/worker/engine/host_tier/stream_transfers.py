@@ -43,7 +43,7 @@ class _Running:
 
 
 class PageMover(Protocol):
-    """Moves pages between a pool and staging memory [pages, layers, 2 or 1, elements], of which the first ones are used."""
+    """Moves pages between a pool and the first ones of staging memory, which is laid out as that of `HostPool`."""
 
     def gather(self, pages: torch.Tensor, staging: torch.Tensor) -> None:
         """Collect scattered pages of all layers, [pages] int64."""
@@ -203,7 +203,7 @@ class _Buffer:
     """Staging memory, and events that say when it may be filled and when it is."""
 
     def __init__(self, memory: torch.Tensor) -> None:
-        self.memory = memory  # [pages, layers, 2 or 1, elements], as `HostPool`'s
+        self.memory = memory  # laid out as that of `HostPool`
         self.is_free = torch.cuda.Event()  # type: ignore[no-untyped-call]  # torch leaves it untyped
         self.is_full = torch.cuda.Event()  # type: ignore[no-untyped-call]
 

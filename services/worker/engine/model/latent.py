@@ -13,9 +13,11 @@ from typing import TYPE_CHECKING
 import torch
 
 from services.worker.engine.model.rotary_config import head_order
-from services.worker.engine.quantization.matrices import above, reordered
+from services.worker.engine.quantization.matrices import above, are_alike, reordered
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from services.worker.engine.kernels.interface import Kernels, Linear
     from services.worker.engine.model.config import LatentConfig, RotaryConfig
     from services.worker.engine.model.tensors import CheckedTensors
@@ -34,48 +36,35 @@ class CompressedQueries:
     product: Linear
 
 
+@dataclass(frozen=True, slots=True)
 class LatentProjection:
     """Computes what attention over rows takes: each head's query for them, and the new token's row."""
 
-    def __init__(
-        self, latent: LatentConfig, heads: int, *, kernels: Kernels, first: Linear, compressed: CompressedQueries | None,
-        row_norm: torch.Tensor, key_weights: torch.Tensor,
-    ) -> None:  # fmt: skip
-        """Join the products of `heads` heads.
-
-        Args:
-            latent: the shape.
-            heads: of this rank.
-            kernels: for the norms.
-            first: makes queries, or what `compressed` makes them of, and rows from the layer's inputs.
-            compressed: None if `first` makes queries.
-            row_norm: [rank], of the latent vector.
-            key_weights: [heads, content_dim, rank], what makes keys of a latent vector.
-        """
-        self._latent = latent
-        self._heads = heads
-        self._kernels = kernels
-        self._first = first
-        self._compressed = compressed
-        self._row_norm = row_norm
-        self._key_weights = key_weights
+    latent: LatentConfig
+    heads: int
+    """Of this rank."""
+    kernels: Kernels
+    first: Callable[[torch.Tensor], torch.Tensor]
+    """Makes rows of the layer's inputs, and before them queries, or what `compressed` makes them of."""
+    compressed: CompressedQueries | None
+    row_norm: torch.Tensor  # [rank]
+    key_weights: torch.Tensor  # [heads, content_dim, rank]
+    """What would make keys of a latent vector."""
 
     def __call__(self, inputs: torch.Tensor) -> torch.Tensor:
         """Return queries and row of inputs [tokens, hidden], not yet rotated, [tokens, (heads + 1) * row_width]."""
-        latent, heads, kernels = self._latent, self._heads, self._kernels
-        projected = self._first(inputs)
+        latent, heads, kernels = self.latent, self.heads, self.kernels
+        projected = self.first(inputs)
         queries, rows = projected[:, : -latent.row_width], projected[:, -latent.row_width :]
-        if self._compressed is not None:
-            normed = kernels.rms_norm(queries.contiguous(), self._compressed.norm, _EPSILON)
-            queries = self._compressed.product(normed)
+        if self.compressed is not None:
+            normed = kernels.rms_norm(queries.contiguous(), self.compressed.norm, _EPSILON)
+            queries = self.compressed.product(normed)
         by_head = queries.view(-1, heads, latent.query_dim)
         joined = projected.new_empty(inputs.shape[0], heads + 1, latent.row_width)
         absorbed = joined[:, :heads, : latent.rank].transpose(0, 1)
-        torch.bmm(by_head[..., : latent.content_dim].transpose(0, 1), self._key_weights, out=absorbed)
+        torch.bmm(by_head[..., : latent.content_dim].transpose(0, 1), self.key_weights, out=absorbed)
         joined[:, :heads, latent.rank :] = by_head[..., latent.content_dim :]
-        joined[:, heads, : latent.rank] = kernels.rms_norm(
-            rows[:, : latent.rank].contiguous(), self._row_norm, _EPSILON
-        )
+        joined[:, heads, : latent.rank] = kernels.rms_norm(rows[:, : latent.rank].contiguous(), self.row_norm, _EPSILON)
         joined[:, heads, latent.rank :] = rows[:, latent.rank :]
         return joined.flatten(1)
 
@@ -111,11 +100,8 @@ class LatentReader:
         assert latent is not None, "the model has latent attention"
         queries = self.heads.scaled(latent.query_dim)
         name = "q_proj" if latent.query_rank is None else "q_a_proj"
-        parts = [
-            (f"{attention}.{name}.weight", queries if latent.query_rank is None else None, None),
-            (f"{attention}.kv_a_proj_with_mqa.weight", None, None),
-        ]
-        first, row = self.tensors.alike(parts)
+        first = self.tensors.matrix(f"{attention}.{name}.weight", queries if latent.query_rank is None else None)
+        row = self.tensors.matrix(f"{attention}.kv_a_proj_with_mqa.weight")
         row, compressed = _in_head_order(row, config.rotary, latent.rank, latent.rotary_dim), None
         if latent.query_rank is None:
             first = _in_head_order(first, config.rotary, latent.content_dim, latent.rotary_dim)
@@ -129,12 +115,19 @@ class LatentReader:
             latent,
             len(self.heads),
             kernels=self.kernels,
-            first=self.kernels.linear(above(first, row), None),
+            first=self._side_by_side(first, row),
             compressed=compressed,
             row_norm=self._norm(f"{attention}.kv_a_layernorm.weight"),
             key_weights=key_weights,
         )
         return projection, LatentValues(value_weights)
+
+    def _side_by_side(self, first: Matrix, second: Matrix) -> Callable[[torch.Tensor], torch.Tensor]:
+        """Return one product where it can be: some quantised checkpoints keep one of the matrices as it was."""
+        if are_alike((first, second)):
+            return self.kernels.linear(above(first, second), None)
+        products = [self.kernels.linear(matrix, None) for matrix in (first, second)]
+        return lambda inputs: torch.cat([product(inputs) for product in products], dim=1)
 
     def _absorbed(self, name: str, latent: LatentConfig) -> tuple[torch.Tensor, torch.Tensor]:
         """Return what makes keys, and what makes values: neither is held quantised, as both are cut out of one."""

@@ -223,6 +223,8 @@ SHARED = {
     "glm4": "compiled",
     "glm4 moe": "compiled",
     "gpt-oss": "torch",
+    "deepseek v2 lite": "compiled",
+    "deepseek v3": "torch",
 }
 # Those that are compared with their GGUF files, and what these do not contain.
 IN_GGUF: dict[str, dict[str, Any]] = {
@@ -267,6 +269,9 @@ def save_model(
                 "_bias"
             ):  # biases and norm weights, which start out as zeros and ones
                 parameter.add_(torch.randn_like(parameter) * 0.1)
+        for buffer_name, buffer in model.named_buffers():
+            if buffer_name.endswith("e_score_correction_bias"):
+                buffer.add_(torch.randn_like(buffer) * 0.1)
     model.save_pretrained(directory, **changes)
     return directory
 

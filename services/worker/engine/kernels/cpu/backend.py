@@ -33,6 +33,9 @@ class CpuBackend:
         """Return compiled attention where the shape allows, else the reference."""
         if fits(self._library, shape):
             return CpuAttention(self._library, shape, rotary, self._threads)
+        if shape.latent_dim is not None:
+            log.warning("Latent attention runs in plain torch, slower: compiled attention needs values beside keys")
+            return TorchAttention(shape, rotary)
         log.warning(
             "Compiled attention needs page_size and head_dim in multiples of %d; %d and %d run in plain torch, slower",
             self._library.lanes, shape.page_size, shape.head_dim,

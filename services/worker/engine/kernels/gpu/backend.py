@@ -10,7 +10,8 @@ import torch
 
 from services.worker.engine.kernels.gpu.attention import ChunkAttention, GpuAttention, TorchChunkAttention
 from services.worker.engine.kernels.gpu.kernels import GpuKernels
-from services.worker.engine.kernels.gpu.prebuild import is_missing
+from services.worker.engine.kernels.gpu.latent_attention import GpuLatentAttention
+from services.worker.engine.kernels.gpu.prebuild import LATENT_DIMS, is_latent_missing, is_missing
 
 if TYPE_CHECKING:
     from services.worker.engine.kernels.interface import AttentionBackend, AttentionShape, Kernels
@@ -35,6 +36,8 @@ class GpuBackend:
 
     def attention(self, shape: AttentionShape, rotary: torch.Tensor) -> AttentionBackend:
         """Return the attention for one model shape."""
+        if shape.latent_dim is not None:
+            return GpuLatentAttention(shape, rotary, self._latent_chunks(shape), self._max_rows)
         return GpuAttention(shape, rotary, self._chunk_attention(shape), self._max_rows)
 
     def _chunk_attention(self, shape: AttentionShape) -> ChunkAttention:
@@ -57,3 +60,18 @@ class GpuBackend:
         from services.worker.engine.kernels.gpu.flashinfer_prefill import FlashInferPrefill
 
         return FlashInferPrefill(shape, self._device)
+
+    def _latent_chunks(self, shape: AttentionShape) -> ChunkAttention | None:
+        """Return FlashInfer's kernels of latent attention; None: they do not serve this shape, or are not here."""
+        if importlib.util.find_spec("flashinfer") is None:
+            return None
+        sizes = (shape.value_dim, shape.head_dim - shape.value_dim)
+        if sizes != LATENT_DIMS:
+            log.warning("FlashInfer has kernels for latent attention of %s, not %s", LATENT_DIMS, sizes)
+            return None
+        if is_latent_missing(self._dtype, capability=torch.cuda.get_device_capability(self._device)):
+            log.warning("FlashInfer's kernels for latent attention are not here and cannot be compiled")
+            return None
+        from services.worker.engine.kernels.gpu.flashinfer_latent import FlashInferLatent
+
+        return FlashInferLatent(shape, self._device)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import flashinfer
@@ -14,7 +15,7 @@ if TYPE_CHECKING:
     from services.worker.engine.model.batch import ForwardBatch
 
 # Workspace for split rows, as FlashInfer's documentation recommends.
-_WORKSPACE_BYTES = 128 * 1024**2
+WORKSPACE_BYTES = 128 * 1024**2
 
 
 class FlashInferPrefill:
@@ -24,7 +25,7 @@ class FlashInferPrefill:
         """Serve heads of `shape`; kernels are compiled when they are first used."""
         self._shape = shape
         self._wrapper = flashinfer.BatchPrefillWithPagedKVCacheWrapper(
-            torch.empty(_WORKSPACE_BYTES, dtype=torch.uint8, device=device), kv_layout="HND"
+            torch.empty(WORKSPACE_BYTES, dtype=torch.uint8, device=device), kv_layout="HND"
         )
         self._planned: ForwardBatch | None = None
 
@@ -44,21 +45,13 @@ class FlashInferPrefill:
         outputs *= torch.sigmoid(sums * math.log(2) - sinks)[:, :, None].to(outputs.dtype)
 
     def _plan(self, batch: ForwardBatch, dtype: torch.dtype, kv_dtype: torch.dtype) -> None:
-        first, size = batch.decode_rows, self._shape.page_size
-        if batch.host is not None:
-            starts, lengths, table = batch.host.query_starts, batch.host.key_lengths, batch.host.page_table
-        else:
-            starts, lengths, table = (
-                tensor.cpu().numpy() for tensor in (batch.query_starts, batch.key_lengths, batch.page_table)
-            )
-        lengths = lengths[first:]
-        pages = -(-lengths // size)
-        in_use = np.arange(table.shape[1]) < pages[:, None]
+        size = self._shape.page_size
+        chunks = chunk_pages(batch, size)
         self._wrapper.plan(
-            torch.from_numpy((starts[first:] - starts[first]).astype(np.int32)),
-            torch.from_numpy(np.concatenate([[0], np.cumsum(pages)]).astype(np.int32)),
-            torch.from_numpy(table[first:][in_use]),
-            torch.from_numpy((lengths - (pages - 1) * size).astype(np.int32)),
+            chunks.query_starts,
+            chunks.page_starts,
+            chunks.pages,
+            (chunks.key_lengths - 1) % size + 1,
             self._shape.query_heads,
             self._shape.kv_heads,
             self._shape.head_dim,
@@ -70,3 +63,33 @@ class FlashInferPrefill:
             q_data_type=dtype,
             kv_data_type=kv_dtype,
         )
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkPages:
+    """The rows of a batch that prefill, in host memory: int32, as FlashInfer takes them."""
+
+    query_starts: torch.Tensor  # [rows + 1]
+    page_starts: torch.Tensor  # [rows + 1], into `pages`
+    pages: torch.Tensor
+    key_lengths: torch.Tensor  # [rows]
+
+
+def chunk_pages(batch: ForwardBatch, page_size: int) -> ChunkPages:
+    """Return a batch's chunks; waits for the device only if the batch was made there."""
+    first = batch.decode_rows
+    if batch.host is not None:
+        starts, lengths, table = batch.host.query_starts, batch.host.key_lengths, batch.host.page_table
+    else:
+        starts, lengths, table = (
+            tensor.cpu().numpy() for tensor in (batch.query_starts, batch.key_lengths, batch.page_table)
+        )
+    lengths = lengths[first:]
+    pages = -(-lengths // page_size)
+    in_use = np.arange(table.shape[1]) < pages[:, None]
+    return ChunkPages(
+        torch.from_numpy((starts[first:] - starts[first]).astype(np.int32)),
+        torch.from_numpy(np.concatenate([[0], np.cumsum(pages)]).astype(np.int32)),
+        torch.from_numpy(table[first:][in_use]),
+        torch.from_numpy(lengths.astype(np.int32)),
+    )

@@ -26,6 +26,8 @@ if TYPE_CHECKING:
     from flashinfer.jit import JitSpec
 
 HOPPER = "9.0a"
+# Components of rows for which FlashInfer has kernels of latent attention: values, and those that are rotated.
+LATENT_DIMS = (512, 64)
 NO_POSITIONS = 0  # what FlashInfer calls PosEncodingMode.NONE: positions are in queries and keys already
 
 
@@ -73,6 +75,22 @@ def is_missing(
     architecture = HOPPER if capability == (9, 0) else "{}.{}".format(*capability)
     specs = attention_specs(architecture, [head_dim], [dtype], [has_window], has_cap=has_cap)
     return not all(spec.is_aot if is_fixed else spec.is_compiled for spec in specs)
+
+
+def is_latent_missing(dtype: torch.dtype, *, capability: tuple[int, int]) -> bool:
+    """Whether this installation has no kernels for latent attention on such a GPU, and cannot compile them."""
+    is_fixed = bool(os.environ.get("FLASHINFER_DISABLE_JIT"))
+    if not is_fixed and has_compiler():
+        return False
+    spec = latent_spec("fa3" if capability == (9, 0) else "fa2", dtype)
+    return not (spec.is_aot if is_fixed else spec.is_compiled)
+
+
+def latent_spec(backend: str, dtype: torch.dtype) -> JitSpec:
+    """Return the kernels that `FlashInferLatent` uses, which are compiled when they are first used."""
+    from flashinfer.jit.attention import gen_batch_mla_module
+
+    return gen_batch_mla_module(backend, dtype, dtype, dtype, torch.int32, *LATENT_DIMS, False)
 
 
 def has_compiler() -> bool:

@@ -7,7 +7,7 @@ from common.errors import ConfigurationError
 from common.steps import EngineSpec
 from services.worker.engine.host_tier.pool import HostPool, allocate_host_pool, count_host_pages
 from services.worker.engine.kernels.interface import AttentionShape, KvLayout
-from services.worker.engine.model.kv_pool import allocate_pool
+from services.worker.engine.model.kv_pool import allocate_pool, bytes_per_token
 
 SHAPE = AttentionShape(query_heads=4, kv_heads=2, head_dim=8, page_size=4)
 CPU = torch.device("cpu")
@@ -27,6 +27,17 @@ def test_a_page_is_one_run_of_bytes_of_all_layers() -> None:
     host.write_page(3, memoryview(content))
     assert host.read_page(3) == content
     assert host.read_page(2) == host.read_page(4) == bytes(host.page_bytes)
+
+
+def test_a_page_of_latent_rows_holds_each_once() -> None:
+    shape = AttentionShape(query_heads=4, kv_heads=1, head_dim=24, page_size=4, latent_dim=16)
+    pool = allocate_pool(shape, layers=3, pages=5, layout=KvLayout.TOKEN_MAJOR, dtype=torch.bfloat16, device=CPU)
+    assert [layer.values.shape for layer in pool.layers] == [(5, 4, 1, 16)] * 3
+    assert pool.layers[0].values.data_ptr() == pool.layers[0].keys.data_ptr()
+    assert (pool.bytes_per_token, bytes_per_token(shape, 3, torch.bfloat16)) == (3 * 24 * 2, 3 * 24 * 2)
+    host = allocate_host_pool(pool, 7)
+    assert host.memory.shape == (7, 3, 1, 4 * 24)
+    assert host.page_bytes == pool.bytes_per_token * pool.page_size
 
 
 def test_the_pool_is_sized_in_bytes_or_pages() -> None:

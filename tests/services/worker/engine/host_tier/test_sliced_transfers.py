@@ -14,18 +14,25 @@ from tests.services.worker.engine.scenario import ids
 
 BACKUP, LOAD = TransferDirection.DEVICE_TO_HOST, TransferDirection.HOST_TO_DEVICE
 
+SHAPE = AttentionShape(query_heads=4, kv_heads=2, head_dim=8, page_size=4)
+ROWS = AttentionShape(query_heads=4, kv_heads=1, head_dim=24, page_size=4, latent_dim=16)
+
 
 class Rig:
-    def __init__(self, layout: KvLayout = KvLayout.TOKEN_MAJOR, dtype: torch.dtype = torch.float32) -> None:
-        shape = AttentionShape(query_heads=4, kv_heads=2, head_dim=8, page_size=4)
+    def __init__(
+        self,
+        layout: KvLayout = KvLayout.TOKEN_MAJOR,
+        dtype: torch.dtype = torch.float32,
+        shape: AttentionShape = SHAPE,
+    ) -> None:
         self.pool: KvPool = allocate_pool(
             shape, layers=3, pages=40, layout=layout, dtype=dtype, device=torch.device("cpu")
         )
         self.host: HostPool = allocate_host_pool(self.pool, 50)
         generator = torch.Generator().manual_seed(0)
         for layer in self.pool.layers:
-            layer.keys.normal_(generator=generator)
-            layer.values.normal_(generator=generator)
+            for tensor in layer.stored:
+                tensor.normal_(generator=generator)
         # A clock on which every look takes a slice's time.
         self.now = 0.0
         self.transfers = SlicedTransfers(self.pool, self.host, self.clock)
@@ -44,21 +51,23 @@ class Rig:
         return done
 
     def content(self, page: int) -> list[torch.Tensor]:
-        return [tensor[page].clone() for layer in self.pool.layers for tensor in (layer.keys, layer.values)]
+        return [tensor[page].clone() for layer in self.pool.layers for tensor in layer.stored]
 
 
-@pytest.mark.parametrize("layout", KvLayout)
+@pytest.mark.parametrize(("layout", "shape"), [*((layout, SHAPE) for layout in KvLayout), (KvLayout.TOKEN_MAJOR, ROWS)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_pages_are_unchanged_after_a_backup_and_a_load(layout: KvLayout, dtype: torch.dtype) -> None:
-    rig = Rig(layout, dtype)
+def test_pages_are_unchanged_after_a_backup_and_a_load(
+    layout: KvLayout, shape: AttentionShape, dtype: torch.dtype
+) -> None:
+    rig = Rig(layout, dtype, shape)
     device = np.random.default_rng(0).permutation(40)[:21].tolist()
     before = [rig.content(page) for page in device]
     untouched = rig.content(next(page for page in range(40) if page not in device))
     rig.begin(1, BACKUP, device, list(range(29, 50)))
     assert rig.finish() == [1]
     for layer in rig.pool.layers:
-        layer.keys[device] = 7.0
-        layer.values[device] = 7.0
+        for tensor in layer.stored:
+            tensor[device] = 7.0
     # Each page into another place than it came from.
     rig.begin(2, LOAD, device[::-1], list(range(29, 50)))
     assert rig.finish() == [2]

@@ -54,7 +54,7 @@ class Case:
         plain = allocate_pool(self.shape, 1, pages, KvLayout.TOKEN_MAJOR, dtype=dtype, device=torch.device("cpu"))
         generator = torch.Generator().manual_seed(self.seed + 1)
         layer = plain.layers[0]
-        for tensor in (layer.keys, layer.values):
+        for tensor in layer.stored:
             tensor.copy_(torch.randn(tensor.shape, generator=generator))
         if layout is KvLayout.TOKEN_MAJOR:
             return layer
@@ -71,7 +71,7 @@ class Case:
 
     def qkv(self) -> torch.Tensor:
         """Return random projections."""
-        width = self.shape.query_width + 2 * self.shape.kv_width
+        width = self.shape.query_width + self.shape.stored_width
         return torch.randn(self.tokens, width, generator=torch.Generator().manual_seed(self.seed + 2))
 
 

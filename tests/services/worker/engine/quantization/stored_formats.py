@@ -272,7 +272,7 @@ def store_quantised(directory: Path, scheme: Scheme, *, but: tuple[str, ...] = (
     tensors: Tensors = {}
     weights: dict[str, torch.Tensor] = {}
     for name, tensor in load_file(directory / "model.safetensors").items():
-        if not name.endswith("_proj.weight") or any(part in name for part in but):
+        if not name.endswith(("_proj.weight", "_proj_with_mqa.weight")) or any(part in name for part in but):
             tensors[name] = tensor
             continue
         stored = scheme.store(tensor.float())

@@ -19,6 +19,7 @@ from services.worker.engine.kernels.gpu import (
     elementwise,
     experts,
     fp8_linear,
+    latent_programs,
     quantised_linear,
     rank_sums,
     sampling,
@@ -67,7 +68,7 @@ def main() -> None:
     for adds in (0, 1):
         norm = {"WIDTH": 5120, "BLOCK": 8192, "ADDS": adds, "OVERLAPS": 1}
         sizes.append(build(elementwise._rms_norm, "*bf16 *bf16 *bf16 *bf16 fp32", 8, **norm))
-    sizes += fp8_sizes() + quantised_sizes() + attention_sizes()
+    sizes += fp8_sizes() + quantised_sizes() + attention_sizes() + latent_sizes()
     sys.stdout.write("\n".join(map(str, sizes)))
 
 
@@ -146,6 +147,22 @@ def quantised_sizes() -> list[int]:
         what = {"BITS": bits, "GROUP": group, "PACK": quantised_linear.pack_of(4096, group), "HAS_SHIFTS": False}
         widened = "*u8 *u8 *fp32 *fp32 *bf16 i32 i32 i32 i32"
         sizes.append(build(quantised_linear._widen, widened, 4, COLUMNS=32, IS_E2M1=False, OVERLAPS=False, **what))
+    return sizes
+
+
+def latent_sizes() -> list[int]:
+    """Compile latent attention of DeepSeek's sizes, and what stores its rows."""
+    tuning, sizes = latent_programs.LatentTuning(), []
+    latent: Constants = {"HEADS": 128, "LATENT": 512, "WIDTH": 512, "OVERLAPS": True}
+    storing: Constants = {**latent, "ROTARY": 64, "HALF": 32, "PAGE_SIZE": 16, "TILE": 8}
+    given = "*bf16 *bf16 *fp32 *i64 *i64 i64 i64"
+    sizes.append(build(latent_programs._rotate_and_store, given, 2, **storing))
+    for parts in (1, 16):
+        how: Constants = {**latent, "BLOCK": tuning.block, "PARTS": parts, "LEAST_PART": tuning.least_part}
+        attending: Constants = {**how, "ROTARY": 64, "ROTARY_WIDTH": 64, "PAGE_SIZE": 16, "TILE": tuning.heads}
+        given = "*bf16 *bf16 *bf16 *i32 *i32 *i32 *fp32 *fp32 fp32 i32 i32 i32 i32"
+        sizes.append(build(latent_programs._attend, given, tuning.warps, **attending))
+    sizes.append(build(latent_programs._merge, "*bf16 *i32 *fp32 *fp32", 4, **how))
     return sizes
 
 
