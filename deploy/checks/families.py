@@ -46,7 +46,7 @@ def with_table(page: str, families: Iterable[Family]) -> str:
 
 
 def _row(family: Family) -> str:
-    types = ", ".join(f"`{name}`" for name in (family.name, *family.wrappers))
+    types = ", ".join(f"`{name}`" for name in (family.name, *family.aliases, *family.wrappers))
     architecture = family.gguf.architecture if family.gguf else family.gguf_name
     return f"| {family.title} | {types} | {f'`{architecture}`' if architecture else 'no'} |"
 

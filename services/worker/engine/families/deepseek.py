@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -46,10 +47,11 @@ def _read_deepseek(config: JsonConfig) -> ModelConfig:
 
 def _score_scale(config: JsonConfig, latent: LatentConfig) -> float:
     scaling = {**(config.get("rope_scaling") or {}), **(config.get("rope_parameters") or {})}
-    scale = float(latent.query_dim) ** -0.5
+    scale = 1.0 / math.sqrt(latent.query_dim)
     if scaling.get("rope_type", scaling.get("type", "default")) != "default" and scaling.get("mscale_all_dim"):
         # All components grow, not only the rotated ones, to which `RotaryConfig.amplitude` belongs.
-        scale *= yarn_amplitude(float(scaling["factor"]), float(scaling["mscale_all_dim"])) ** 2
+        growth = yarn_amplitude(float(scaling["factor"]), float(scaling["mscale_all_dim"]))
+        scale *= growth * growth
     return scale
 
 
@@ -95,7 +97,13 @@ _V3_DEFAULTS = {
     "routed_scaling_factor": 2.5, "first_k_dense_replace": 3, "n_group": 8, "topk_group": 4,
 }  # fmt: skip
 FAMILIES = (
-    Family("deepseek_v2", _read_deepseek, defaults=_V2_DEFAULTS, tensors=_SHARED_TENSORS),
-    Family("deepseek_v3", _read_deepseek, defaults=_V3_DEFAULTS, tensors=_SHARED_TENSORS),
-    Family("kimi_k2", _read_deepseek, defaults=_V3_DEFAULTS, tensors=_SHARED_TENSORS),
+    Family("deepseek_v2", "DeepSeek V2", _read_deepseek, defaults=_V2_DEFAULTS, tensors=_SHARED_TENSORS),
+    Family(
+        "deepseek_v3",
+        "DeepSeek V3 and R1, Kimi K2",
+        _read_deepseek,
+        aliases=("kimi_k2",),
+        defaults=_V3_DEFAULTS,
+        tensors=_SHARED_TENSORS,
+    ),
 )

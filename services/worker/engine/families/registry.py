@@ -25,6 +25,12 @@ def families_by_name() -> Mapping[str, Family]:
 
 
 @cache
+def aliased_families() -> Mapping[str, Family]:
+    """Return the families by their other `model_type`s."""
+    return MappingProxyType({name: family for family in families_by_name().values() for name in family.aliases})
+
+
+@cache
 def wrapped_families() -> Mapping[str, Family]:
     """Return the families of text models by the `model_type` of checkpoints that contain them beside other models."""
     return MappingProxyType({name: family for family in families_by_name().values() for name in family.wrappers})

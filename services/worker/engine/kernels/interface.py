@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import KW_ONLY, dataclass, field
 from enum import Enum
 from typing import TYPE_CHECKING, Protocol
 
@@ -35,7 +35,7 @@ class KvLayer:
     keys: torch.Tensor
     values: torch.Tensor
     """With latent attention a view of `keys`: the first components of each row."""
-    is_latent: bool = False
+    is_latent: bool = field(default=False, kw_only=True)
 
     @property
     def stored(self) -> tuple[torch.Tensor, ...]:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from common.encoders import is_encoder
 from common.errors import ConfigurationError
 from common.heads import read_head
-from services.worker.engine.families.registry import families_by_name, wrapped_families
+from services.worker.engine.families.registry import aliased_families, families_by_name, wrapped_families
 from services.worker.engine.model.json_fields import token_ids
 from services.worker.engine.quantization.checkpoint_scheme import stored_format
 
@@ -63,7 +63,10 @@ def implementation_of(config: Mapping[str, Any]) -> Implementation:
 
 
 def _text_part(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    family = wrapped_families().get(str(config.get("model_type")))
+    name = str(config.get("model_type"))
+    if name in aliased_families():
+        return {**config, "model_type": aliased_families()[name].name}
+    family = wrapped_families().get(name)
     if family is None:
         return config
     outer = {key: config[key] for key in ("eos_token_id", "dtype", "torch_dtype") if key in config}

@@ -50,6 +50,8 @@ class Family:
     """The models that are published so, for documents."""
     read: Callable[[JsonConfig], ModelConfig]
     """Read a config.json. What would change results and is not supported is a ConfigurationError that names it."""
+    aliases: tuple[str, ...] = ()
+    """Other `model_type`s of config.json for the same."""
     wrappers: tuple[str, ...] = ()
     """`model_type`s of checkpoints whose `text_config` is of this family; of these only the text model is served."""
     defaults: Mapping[str, Any] = field(default_factory=dict)

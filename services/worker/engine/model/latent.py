@@ -135,9 +135,8 @@ class LatentReader:
         weights = self.tensors.dequantised(name, self.heads.scaled(height)).to(
             self.device, self.kernels.activation_dtype
         )
-        keys, values = weights.view(len(self.heads), height, latent.rank).split(
-            (latent.content_dim, latent.value_dim), dim=1
-        )
+        by_head = weights.view(len(self.heads), height, latent.rank)
+        keys, values = by_head[:, : latent.content_dim], by_head[:, latent.content_dim :]
         return keys.contiguous(), values.contiguous().transpose(1, 2)
 
     def _norm(self, name: str) -> torch.Tensor:

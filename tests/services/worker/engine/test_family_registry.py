@@ -3,7 +3,12 @@
 from __future__ import annotations
 
 from deploy.checks.families import FILE, with_table
-from services.worker.engine.families.registry import families_by_architecture, families_by_name, wrapped_families
+from services.worker.engine.families.registry import (
+    aliased_families,
+    families_by_architecture,
+    families_by_name,
+    wrapped_families,
+)
 from tests.services.worker.engine.families import FAMILIES, IN_GGUF, SHARED, config_class
 
 
@@ -26,6 +31,11 @@ def test_mixtures_run_on_two_ranks() -> None:
 def test_a_wrapper_is_no_family_of_its_own() -> None:
     assert wrapped_families()["gemma3"].name == "gemma3_text"
     assert not set(wrapped_families()) & set(families_by_name())
+
+
+def test_an_alias_is_no_family_of_its_own() -> None:
+    assert aliased_families()["kimi_k2"].name == "deepseek_v3"
+    assert not set(aliased_families()) & {*families_by_name(), *wrapped_families()}
 
 
 def test_the_table_of_families_is_up_to_date() -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import pytest
@@ -10,8 +10,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from services.worker.engine import loader
 from services.worker.engine.kernels.interface import AttentionShape, KvLayer, KvLayout
 from services.worker.engine.kernels.torch.attention import TorchAttention
+from services.worker.engine.kernels.torch.kernels import TorchKernels
+from tests.services.worker.engine.driving import Driver, load, random_ids
+from tests.services.worker.engine.families import VOCABULARY, reference_logits, save_family
 from tests.services.worker.engine.kernels.attention_cases import Case
 
 pytest.importorskip("triton", reason="its interpreter runs the programs where there is no GPU")
@@ -22,6 +26,10 @@ from tests.services.worker.engine.kernels.gpu.test_attention import DTYPE, HAS_G
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+    from pathlib import Path
+
+    from services.worker.engine.kernels.interface import AttentionBackend, Kernels
+    from services.worker.engine.model.batch import Attend
 
 
 SIZES = ((16, 8), (24, 16), (80, 64), (512, 64))
@@ -120,3 +128,46 @@ def test_rows_of_a_table_are_found_by_their_index(device: torch.device) -> None:
         batch, page_table=batch.page_table.flip(0), table_rows=torch.tensor([1, 0], dtype=torch.int32, device=device)
     )
     assert torch.equal(attention.attend(queries, layer, flipped), attention.attend(queries, layer, batch))
+
+
+def test_attention_between_piecewise_graphs_gives_the_same(device: torch.device) -> None:
+    shape = AttentionShape(3, 1, 24, 16, latent_dim=16)
+    case = Case(shape, [(40, 1), (9, 5)], seed=6)
+    layer, batch = on(device, case.layer(KvLayout.TOKEN_MAJOR, DTYPE)), moved(case.batch(), device)
+    queries = case.qkv()[:, : shape.query_width].to(device, DTYPE)
+    attention = GpuLatentAttention(shape, table(shape).to(device), None, 2)
+    deferred: list[tuple[Attend, torch.Tensor, torch.Tensor]] = []
+
+    def defer(attend: Attend, queries: torch.Tensor, outputs: torch.Tensor, *, in_window: bool) -> None:
+        assert not in_window
+        deferred.append((attend, queries, outputs))
+
+    # A graph is captured with a batch of its own, which is larger.
+    outputs = attention.attend(queries, layer, replace(batch, decode_rows=0, defer=defer))
+    [(attend, given, filled)] = deferred
+    assert filled.data_ptr() == outputs.data_ptr()
+    attend(given, filled, batch)
+    assert torch.equal(outputs, attention.attend(queries, layer, batch))
+
+
+@dataclass(frozen=True, slots=True)
+class LatentPrograms:
+    """A back end that computes a model with these programs, and all else by torch, in float32."""
+
+    kernels: Kernels
+    name: str = "programs"
+
+    def attention(self, shape: AttentionShape, rotary: torch.Tensor) -> AttentionBackend:
+        return GpuLatentAttention(shape, rotary, None, 8)
+
+
+@pytest.mark.skipif(HAS_GPU, reason="there whole models run on the GPU's own kernels")
+def test_a_model_continues_as_transformers_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    device = torch.device("cpu")
+    backend = LatentPrograms(TorchKernels(torch.float32, device))
+    monkeypatch.setattr(loader, "select_backend", lambda *_: backend)
+    prompt = random_ids(9, VOCABULARY)
+    driver = Driver(load(save_family(tmp_path, "deepseek v3")))
+    generated = driver.generate(prompt, 4, chunks=(5,))
+    logits = reference_logits(tmp_path, prompt + generated[:-1])[len(prompt) - 1 :]
+    assert generated == logits.argmax(dim=-1).tolist()
