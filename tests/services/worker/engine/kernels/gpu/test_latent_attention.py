@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass, replace
+from importlib import import_module
+from importlib.util import find_spec
+from types import ModuleType
 from typing import TYPE_CHECKING
 
 import pytest
@@ -171,3 +175,55 @@ def test_a_model_continues_as_transformers_does(tmp_path: Path, monkeypatch: pyt
     generated = driver.generate(prompt, 4, chunks=(5,))
     logits = reference_logits(tmp_path, prompt + generated[:-1])[len(prompt) - 1 :]
     assert generated == logits.argmax(dim=-1).tolist()
+
+
+class StatedWrapper:
+    """Computes what FlashInfer's documentation of `BatchMLAPagedAttentionWrapper` says, where FlashInfer is not."""
+
+    def __init__(self, workspace: torch.Tensor) -> None:
+        assert workspace.dtype == torch.uint8
+        self.plans = 0
+
+    def plan(
+        self, starts: torch.Tensor, page_starts: torch.Tensor, pages: torch.Tensor, lengths: torch.Tensor,
+        *rest: object,
+    ) -> None:  # fmt: skip
+        assert {each.dtype for each in (starts, page_starts, pages, lengths)} == {torch.int32}
+        self.plans += 1
+        self.rows = [each.tolist() for each in (starts, page_starts, pages, lengths)]
+        self.rest = rest
+
+    def run(
+        self, queries: torch.Tensor, turned: torch.Tensor, latent: torch.Tensor, rotated: torch.Tensor,
+        out: torch.Tensor,
+    ) -> None:  # fmt: skip
+        starts, page_starts, pages, lengths = self.rows
+        heads, rank, rotary, page_size, is_causal, scale, dtype, kv_dtype = self.rest
+        assert (queries.shape[1:], turned.shape[1:]) == ((heads, rank), (heads, rotary))
+        assert (is_causal, dtype, kv_dtype) == (True, queries.dtype, latent.dtype)
+        for row, length in enumerate(lengths):
+            own = torch.tensor(pages[page_starts[row] : page_starts[row + 1]])
+            assert len(own) == -(-length // page_size)
+            values, keys = (part[own].flatten(0, 1)[:length] for part in (latent, rotated))
+            for token in range(starts[row], starts[row + 1]):
+                seen = length - (starts[row + 1] - token) + 1
+                scores = (queries[token] @ values[:seen].T + turned[token] @ keys[:seen].T) * scale
+                out[token] = scores.softmax(-1) @ values[:seen]
+
+
+@pytest.mark.skipif(find_spec("flashinfer") is not None, reason="where FlashInfer is, it is tested itself")
+def test_flashinfer_is_called_as_its_documentation_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    described = ModuleType("flashinfer.mla")
+    described.BatchMLAPagedAttentionWrapper = StatedWrapper  # type: ignore[attr-defined]  # made for this test
+    gpu = "services.worker.engine.kernels.gpu"
+    modules = [f"{gpu}.flashinfer_prefill", f"{gpu}.flashinfer_latent"]
+    assert not set(modules) & set(sys.modules), "FlashInfer is not installed"
+    monkeypatch.setitem(sys.modules, "flashinfer", ModuleType("flashinfer"))
+    monkeypatch.setitem(sys.modules, "flashinfer.mla", described)
+    cpu, make = torch.device("cpu"), import_module(modules[1]).FlashInferLatent
+    # What was made of the stand-in is not for other tests.
+    for name in modules:
+        del sys.modules[name]
+    shape = AttentionShape(3, 1, 24, 16, latent_dim=16)
+    case = Case(shape, [(40, 1), (2, 1), (30, 9), (0, 5), (31, 2)], seed=7)
+    check(case, cpu, lambda shape: GpuLatentAttention(shape, table(shape), make(shape, cpu), 2))
