@@ -23,7 +23,11 @@ class FlashInferLatent:
         self._wrapper = BatchMLAPagedAttentionWrapper(torch.empty(WORKSPACE_BYTES, dtype=torch.uint8, device=device))
         self._planned: ForwardBatch | None = None
 
-    def __call__(self, queries: torch.Tensor, outputs: torch.Tensor, layer: KvLayer, batch: ForwardBatch) -> None:
+    def __call__(
+        self, queries: torch.Tensor, outputs: torch.Tensor, layer: KvLayer, batch: ForwardBatch,
+        sinks: torch.Tensor | None = None,
+    ) -> None:  # fmt: skip
+        assert sinks is None, "no model of latent attention has sinks"
         shape = self._shape
         if batch is not self._planned:
             chunks = chunk_pages(batch, shape.page_size)

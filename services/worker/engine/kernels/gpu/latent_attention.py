@@ -39,8 +39,11 @@ class GpuLatentAttention:
         """Rotate, write rows, return queries; see `AttentionBackend.store`."""
         return rotate_and_store(qkv, layer, batch, self._shape, self._angles)
 
-    def attend(self, queries: torch.Tensor, layer: KvLayer, batch: ForwardBatch) -> torch.Tensor:
+    def attend(
+        self, queries: torch.Tensor, layer: KvLayer, batch: ForwardBatch, sinks: torch.Tensor | None = None
+    ) -> torch.Tensor:
         """Attend over cached and new tokens; see `AttentionBackend.attend`."""
+        assert sinks is None, "no model of latent attention has sinks"
         outputs = queries.new_empty(queries.shape[0], self._shape.output_width)
         if batch.decode_rows == batch.rows:
             self._attend_decoding(queries, outputs, layer, batch)
@@ -53,9 +56,10 @@ class GpuLatentAttention:
         return outputs
 
     def store_and_attend(
-        self, qkv: torch.Tensor, layer: KvLayer, norms: QkNorm | None, batch: ForwardBatch
-    ) -> torch.Tensor:
-        return self.attend(self.store(qkv, layer, norms, batch), layer, batch)
+        self, qkv: torch.Tensor, layer: KvLayer, norms: QkNorm | None, batch: ForwardBatch,
+        sinks: torch.Tensor | None = None,
+    ) -> torch.Tensor:  # fmt: skip
+        return self.attend(self.store(qkv, layer, norms, batch), layer, batch, sinks)
 
     def _attend_decoding(
         self, queries: torch.Tensor, outputs: torch.Tensor, layer: KvLayer, batch: ForwardBatch

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from importlib import import_module
 from importlib.util import find_spec
 from types import ModuleType
@@ -14,12 +14,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from services.worker.engine import loader
 from services.worker.engine.kernels.interface import AttentionShape, KvLayer, KvLayout
 from services.worker.engine.kernels.torch.attention import TorchAttention
-from services.worker.engine.kernels.torch.kernels import TorchKernels
-from tests.services.worker.engine.driving import Driver, load, random_ids
-from tests.services.worker.engine.families import VOCABULARY, reference_logits, save_family
 from tests.services.worker.engine.kernels.attention_cases import Case
 
 pytest.importorskip("triton", reason="its interpreter runs the programs where there is no GPU")
@@ -30,9 +26,7 @@ from tests.services.worker.engine.kernels.gpu.test_attention import DTYPE, HAS_G
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-    from pathlib import Path
 
-    from services.worker.engine.kernels.interface import AttentionBackend, Kernels
     from services.worker.engine.model.batch import Attend
 
 
@@ -152,29 +146,6 @@ def test_attention_between_piecewise_graphs_gives_the_same(device: torch.device)
     assert filled.data_ptr() == outputs.data_ptr()
     attend(given, filled, batch)
     assert torch.equal(outputs, attention.attend(queries, layer, batch))
-
-
-@dataclass(frozen=True, slots=True)
-class LatentPrograms:
-    """A back end that computes a model with these programs, and all else by torch, in float32."""
-
-    kernels: Kernels
-    name: str = "programs"
-
-    def attention(self, shape: AttentionShape, rotary: torch.Tensor) -> AttentionBackend:
-        return GpuLatentAttention(shape, rotary, None, 8)
-
-
-@pytest.mark.skipif(HAS_GPU, reason="there whole models run on the GPU's own kernels")
-def test_a_model_continues_as_transformers_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    device = torch.device("cpu")
-    backend = LatentPrograms(TorchKernels(torch.float32, device))
-    monkeypatch.setattr(loader, "select_backend", lambda *_: backend)
-    prompt = random_ids(9, VOCABULARY)
-    driver = Driver(load(save_family(tmp_path, "deepseek v3")))
-    generated = driver.generate(prompt, 4, chunks=(5,))
-    logits = reference_logits(tmp_path, prompt + generated[:-1])[len(prompt) - 1 :]
-    assert generated == logits.argmax(dim=-1).tolist()
 
 
 class StatedWrapper:
