@@ -7,7 +7,7 @@ from dataclasses import replace
 from importlib import import_module
 from importlib.util import find_spec
 from types import ModuleType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
@@ -157,7 +157,7 @@ class StatedWrapper:
 
     def plan(
         self, starts: torch.Tensor, page_starts: torch.Tensor, pages: torch.Tensor, lengths: torch.Tensor,
-        *rest: object,
+        *rest: Any,  # of several types
     ) -> None:  # fmt: skip
         assert {each.dtype for each in (starts, page_starts, pages, lengths)} == {torch.int32}
         self.plans += 1
