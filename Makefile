@@ -45,7 +45,7 @@ embed: install $(STAMPS)/encoders ## Serve the bundled encoder instead, for embe
 test: unit e2e ## Run all tests that this machine can run
 
 unit: install-dev ## Run the unit suites only
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not e2e and not soak and not docker" -n $(UNIT_JOBS) --dist loadfile --no-loadscope-reorder $(ARGS) --ignore tests/e2e tests
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not e2e and not extended and not soak and not docker" -n $(UNIT_JOBS) --dist loadfile --no-loadscope-reorder $(ARGS) --ignore tests/e2e tests
 
 soak: install-dev ## Run the tests that take minutes to hours: random operations by the hundred thousand
 	$(BIN)/python -m pytest --hypothesis-profile exploring -m soak $(ARGS) tests
@@ -53,8 +53,8 @@ soak: install-dev ## Run the tests that take minutes to hours: random operations
 e2e: install-dev ## Run the tests that start the real services
 	$(BIN)/python -m pytest -m "e2e and not soak and not extended" -n $(E2E_JOBS) --dist loadfile --no-loadscope-reorder $(ARGS) tests/e2e
 
-extended: install-dev ## Run the longer ones of them, as CI does
-	$(BIN)/python -m pytest -m "extended and not soak" -n $(E2E_JOBS) --dist loadfile --no-loadscope-reorder $(ARGS) tests/e2e
+extended: install-dev ## Run the longer ones of both, as CI does
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "extended and not soak" -n $(E2E_JOBS) --dist loadfile --no-loadscope-reorder $(ARGS) tests
 
 containers: install-dev ## Build the images and run docker compose for real; as root on Debian it brings its own engine
 	.ci/containers

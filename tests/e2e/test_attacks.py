@@ -52,6 +52,7 @@ def verdicts(path: Path) -> dict[tuple[str, str], str]:
     return {(entry["label"], entry["metric"]): entry["verdict"] for entry in json.loads(path.read_text())}
 
 
+@pytest.mark.extended
 @pytest.mark.timeout(600)
 def test_exact_oracles_find_leaks_in_the_shared_cache_only(tmp_path: Path) -> None:
     def attacked(mode: str) -> dict[tuple[str, str], str]:
@@ -103,6 +104,7 @@ def test_invented_users_find_leaks_in_the_shared_cache_only(tmp_path: Path) -> N
     assert {entry["verdict"] for entry in controls} <= {"leaks", "unbounded"}
 
 
+@pytest.mark.extended
 @pytest.mark.timeout(300)
 def test_forged_pages_in_storage_are_misses(tmp_path: Path) -> None:
     path = tmp_path / "attack.json"

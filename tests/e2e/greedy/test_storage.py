@@ -138,6 +138,7 @@ def test_weights_that_differ_in_one_bit_share_no_page(place: Path, run_root: Pat
         assert cached(served) == EVERYTHING
 
 
+@pytest.mark.extended
 def test_answers_are_the_same_from_redis_while_it_dies_and_when_it_is_back(place: Path, run_root: Path) -> None:
     redis = RedisProcess(place)
     redis.start()

@@ -59,6 +59,7 @@ def test_continued_answers_are_served_from_the_cache(whole: Served) -> None:
     check_cached_answers(whole, GROWING[1:])
 
 
+@pytest.mark.extended
 def test_with_the_cache_off(whole: Served) -> None:
     check_cache_off(whole, [reference for reference in SHORT if cacheable(len(reference.prompt_ids))])
 

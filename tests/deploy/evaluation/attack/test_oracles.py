@@ -18,6 +18,8 @@ from tests.fakes.openai_server import running_server
 if TYPE_CHECKING:
     from pathlib import Path
 
+pytestmark = pytest.mark.extended
+
 MODE = ["--modes", "user_aware", "--epoch-seconds", str(EPOCH_S), "--text-tokens", "64", "--seed", "3"]
 BAD = ("leaks", "unbounded")
 

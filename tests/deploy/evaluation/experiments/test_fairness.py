@@ -7,6 +7,8 @@ import pytest
 from deploy.evaluation.experiments.fairness import VARIANTS, measure, measure_shares
 from deploy.evaluation.experiments.shares_simulation import Workload, jain
 
+pytestmark = pytest.mark.extended
+
 
 @pytest.mark.slow
 def test_fair_shares_shorten_the_wait_of_modest_users_and_keep_the_hit_rate() -> None:

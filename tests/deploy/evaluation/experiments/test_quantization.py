@@ -14,6 +14,8 @@ from tests.services.worker.engine.families import save_family
 if TYPE_CHECKING:
     from pathlib import Path
 
+pytestmark = pytest.mark.extended
+
 
 def figures_of(path: Path) -> dict[str, float]:
     return {entry["metric"]: entry["value"] for entry in json.loads(path.read_text())}
