@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 
-class Activation(Enum):
+class HeadActivation(Enum):
     """From a head's outputs to its result: as they are, each output by itself, or all of them together."""
 
     NONE = "none"
@@ -29,9 +29,9 @@ class Head:
 
     pooling: Pooling
     labels: tuple[str, ...]
-    activation: Activation
+    activation: HeadActivation
     # Of the output for a pair of texts.
-    score_activation: Activation = Activation.SIGMOID
+    score_activation: HeadActivation = HeadActivation.SIGMOID
     # The output is the logit of the second token minus that of the first; empty: the head has weights of its own.
     tokens: tuple[str, ...] = ()
 
@@ -49,12 +49,12 @@ _ARCHITECTURES: Final = {
     "ForProcessRewardModel": (Pooling.TOKEN_CLASSIFY, 2),
 }
 _ACTIVATIONS: Final = {
-    "regression": Activation.NONE,
-    "single_label_classification": Activation.SOFTMAX,
-    "multi_label_classification": Activation.SIGMOID,
+    "regression": HeadActivation.NONE,
+    "single_label_classification": HeadActivation.SOFTMAX,
+    "multi_label_classification": HeadActivation.SIGMOID,
 }
 # Names of sentence-transformers.
-_SCORE_ACTIVATIONS: Final = {"Identity": Activation.NONE, "Sigmoid": Activation.SIGMOID}
+_SCORE_ACTIVATIONS: Final = {"Identity": HeadActivation.NONE, "Sigmoid": HeadActivation.SIGMOID}
 
 
 def read_head(config: Mapping[str, Any], tokens: Sequence[str] = ()) -> Head | None:
@@ -70,7 +70,7 @@ def read_head(config: Mapping[str, Any], tokens: Sequence[str] = ()) -> Head | N
         raise ConfigurationError(f"classifier_from_token: two tokens are expected, got {len(tokens)}: {list(tokens)}")
     found = next((entry for end, entry in _ARCHITECTURES.items() if architecture_of(config).endswith(end)), None)
     if tokens:
-        return Head(Pooling.CLASSIFY, ("LABEL_0",), Activation.SIGMOID, _score_activation(config), tokens)
+        return Head(Pooling.CLASSIFY, ("LABEL_0",), HeadActivation.SIGMOID, _score_activation(config), tokens)
     if found is None:
         return None
     pooling, default_labels = found
@@ -113,22 +113,22 @@ def _labels(config: Mapping[str, Any], default: int) -> tuple[str, ...]:
     return tuple(f"LABEL_{number}" for number in range(int(count)))
 
 
-def _activation(config: Mapping[str, Any], pooling: Pooling, labels: int) -> Activation:
+def _activation(config: Mapping[str, Any], pooling: Pooling, labels: int) -> HeadActivation:
     """Return the activation that the pipelines of `transformers` apply."""
     problem = config.get("problem_type")
     if problem is not None and problem not in _ACTIVATIONS:
         raise ConfigurationError(f"problem_type {problem!r} is not supported; supported: {', '.join(_ACTIVATIONS)}")
     if problem is not None:
         return _ACTIVATIONS[problem]
-    return Activation.SIGMOID if labels == 1 and pooling is Pooling.CLASSIFY else Activation.SOFTMAX
+    return HeadActivation.SIGMOID if labels == 1 and pooling is Pooling.CLASSIFY else HeadActivation.SOFTMAX
 
 
-def _score_activation(config: Mapping[str, Any]) -> Activation:
+def _score_activation(config: Mapping[str, Any]) -> HeadActivation:
     """Return the activation of a cross-encoder's score, by the rules of sentence-transformers."""
     stated = (config.get("sentence_transformers") or {}).get("activation_fn")
     stated = stated or config.get("sbert_ce_default_activation_function")
     if not stated:
-        return Activation.SIGMOID
+        return HeadActivation.SIGMOID
     name = str(stated).rpartition(".")[2]
     if name not in _SCORE_ACTIVATIONS:
         known = ", ".join(_SCORE_ACTIVATIONS)

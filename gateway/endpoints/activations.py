@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from common.heads import Activation
+from common.heads import HeadActivation
 
 if TYPE_CHECKING:
     from gateway.delivery.collecting import WholeChoice
@@ -15,16 +15,16 @@ if TYPE_CHECKING:
 Values: TypeAlias = NDArray[np.float32]
 
 
-def activated(outputs: Values, activation: Activation) -> Values:
+def activated(outputs: Values, activation: HeadActivation) -> Values:
     """Return the activation of outputs [..., labels]."""
     match activation:
-        case Activation.NONE:
+        case HeadActivation.NONE:
             return outputs
-        case Activation.SIGMOID:
+        case HeadActivation.SIGMOID:
             # Of the negative absolute value, so that nothing overflows.
             small = np.exp(-np.abs(outputs))
             return np.where(outputs >= 0, 1 / (1 + small), small / (1 + small)).astype(np.float32)
-        case Activation.SOFTMAX:
+        case HeadActivation.SOFTMAX:
             powers = np.exp(outputs - outputs.max(axis=-1, keepdims=True))
             shares: Values = powers / powers.sum(axis=-1, keepdims=True)
             return shares

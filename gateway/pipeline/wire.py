@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, assert_never
 
 from common.deltas import Delta, LogprobText, PromptLogprobsText, PromptUsage, TokenText
-from common.heads import Activation, Head
+from common.heads import Head, HeadActivation
 from common.requests import ChatPrompt, PooledText, TokenPrompt
 from common.types import Pooling, ReasoningStyle, RequestId, ToolStyle
 from common.wire.answers import finish_from_wire
@@ -28,10 +28,10 @@ _REASONING_STYLES: dict[tokenizer_pb2.ReasoningStyle.ValueType, ReasoningStyle |
     **{tokenizer_pb2.ReasoningStyle.Value(f"REASONING_STYLE_{style.name}"): style for style in ReasoningStyle},
 }
 
-_ACTIVATIONS: dict[tokenizer_pb2.Activation.ValueType, Activation] = {
-    tokenizer_pb2.ACTIVATION_UNSPECIFIED: Activation.NONE,
-    tokenizer_pb2.ACTIVATION_SIGMOID: Activation.SIGMOID,
-    tokenizer_pb2.ACTIVATION_SOFTMAX: Activation.SOFTMAX,
+_ACTIVATIONS: dict[tokenizer_pb2.Activation.ValueType, HeadActivation] = {
+    tokenizer_pb2.ACTIVATION_UNSPECIFIED: HeadActivation.NONE,
+    tokenizer_pb2.ACTIVATION_SIGMOID: HeadActivation.SIGMOID,
+    tokenizer_pb2.ACTIVATION_SOFTMAX: HeadActivation.SOFTMAX,
 }
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from common.errors import InvalidRequestError
-from common.heads import Activation
+from common.heads import HeadActivation
 from common.requests import ChatMessage, ChatPrompt, GenerateRequest, PooledText, TokenPrompt, Truncation
 from common.wire.answers import admission_to_wire
 from common.wire.identity import view_from_wire
@@ -21,9 +21,9 @@ if TYPE_CHECKING:
     from common.types import Admission, ReasoningStyle, ToolStyle
 
 _ACTIVATIONS = {
-    Activation.NONE: tokenizer_pb2.ACTIVATION_UNSPECIFIED,
-    Activation.SIGMOID: tokenizer_pb2.ACTIVATION_SIGMOID,
-    Activation.SOFTMAX: tokenizer_pb2.ACTIVATION_SOFTMAX,
+    HeadActivation.NONE: tokenizer_pb2.ACTIVATION_UNSPECIFIED,
+    HeadActivation.SIGMOID: tokenizer_pb2.ACTIVATION_SIGMOID,
+    HeadActivation.SOFTMAX: tokenizer_pb2.ACTIVATION_SOFTMAX,
 }
 
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from common.errors import ConfigurationError
-from common.heads import Activation, has_pooling_module, only_embeds, read_head
+from common.heads import HeadActivation, has_pooling_module, only_embeds, read_head
 from common.types import Pooling
 
 if TYPE_CHECKING:
@@ -49,14 +49,16 @@ def test_labels_are_those_of_id2label_in_the_order_of_their_numbers() -> None:
 @pytest.mark.parametrize(
     ("config", "activation"),
     [
-        ({"num_labels": 3}, Activation.SOFTMAX),
-        ({"num_labels": 1}, Activation.SIGMOID),
-        ({"num_labels": 1, "problem_type": "regression"}, Activation.NONE),
-        ({"num_labels": 3, "problem_type": "multi_label_classification"}, Activation.SIGMOID),
-        ({"num_labels": 1, "problem_type": "single_label_classification"}, Activation.SOFTMAX),
+        ({"num_labels": 3}, HeadActivation.SOFTMAX),
+        ({"num_labels": 1}, HeadActivation.SIGMOID),
+        ({"num_labels": 1, "problem_type": "regression"}, HeadActivation.NONE),
+        ({"num_labels": 3, "problem_type": "multi_label_classification"}, HeadActivation.SIGMOID),
+        ({"num_labels": 1, "problem_type": "single_label_classification"}, HeadActivation.SOFTMAX),
     ],
 )
-def test_activations_are_those_of_the_pipelines_of_transformers(config: dict[str, Any], activation: Activation) -> None:
+def test_activations_are_those_of_the_pipelines_of_transformers(
+    config: dict[str, Any], activation: HeadActivation
+) -> None:
     head = read_head({**SEQUENCE, **config})
     assert head is not None
     assert head.activation is activation
@@ -68,7 +70,7 @@ def test_scores_have_the_activation_that_sentence_transformers_states() -> None:
     old = {"sbert_ce_default_activation_function": "torch.nn.modules.activation.Sigmoid"}
     heads = [read_head({**SEQUENCE, **stated}) for stated in (modern, old, {})]
     assert [head and head.score_activation for head in heads] == [
-        Activation.NONE, Activation.SIGMOID, Activation.SIGMOID,
+        HeadActivation.NONE, HeadActivation.SIGMOID, HeadActivation.SIGMOID,
     ]  # fmt: skip
     with pytest.raises(ConfigurationError, match="Tanh"):
         read_head({**SEQUENCE, "sbert_ce_default_activation_function": "torch.nn.Tanh"})
@@ -78,7 +80,7 @@ def test_two_tokens_make_a_head_with_one_label() -> None:
     stated = {"architectures": ["Qwen3ForCausalLM"], "classifier_from_token": ["no", "yes"]}
     for head in (read_head(stated), read_head({}, ("no", "yes"))):
         assert head is not None
-        assert (head.tokens, head.scores_pairs, head.activation) == (("no", "yes"), True, Activation.SIGMOID)
+        assert (head.tokens, head.scores_pairs, head.activation) == (("no", "yes"), True, HeadActivation.SIGMOID)
 
 
 def test_a_model_without_a_head_or_with_a_pooling_module_only_embeds(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from gateway.endpoints.embeddings.render import prompt_usage
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from common.heads import Activation
+    from common.heads import HeadActivation
     from gateway.delivery.collecting import WholeChoice
     from gateway.endpoints.activations import Values
     from gateway.endpoints.embeddings.render import VectorShape
@@ -28,7 +28,7 @@ class Classes:
     """The labels of a head's outputs, and the activation to apply."""
 
     labels: tuple[str, ...]
-    activation: Activation
+    activation: HeadActivation
 
     def of(self, choice: WholeChoice) -> Values:
         """Return the probabilities of a choice, [rows, labels]: one row, or one per token."""

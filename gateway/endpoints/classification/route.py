@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from fastapi import APIRouter, Depends, Request, Response
 
 from common.errors import InvalidRequestError
-from common.heads import Activation, Task
+from common.heads import HeadActivation, Task
 from common.types import Pooling
 from gateway.backends import check_task
 from gateway.endpoints.classification.render import Classes, WholeClassification, WholePooling
@@ -82,7 +82,7 @@ def add_routes(router: APIRouter, context: Context) -> None:
 def classes_of(card: ModelInfo, *, activates: bool) -> Classes:
     """Return the classes of a model with a head."""
     assert card.head is not None, "the model has the task"
-    return Classes(card.head.labels, card.head.activation if activates else Activation.NONE)
+    return Classes(card.head.labels, card.head.activation if activates else HeadActivation.NONE)
 
 
 def _prompts(

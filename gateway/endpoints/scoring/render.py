@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Protocol
 import numpy as np
 import orjson
 
-from common.heads import Activation
+from common.heads import HeadActivation
 from gateway.endpoints.activations import activated, outputs_of
 from gateway.endpoints.embeddings.render import normalized, prompt_usage, vector_of
 
@@ -33,7 +33,7 @@ class Scorer(Protocol):
 class HeadScorer:
     """Scores of a classification head with one output; each choice is a pair."""
 
-    activation: Activation
+    activation: HeadActivation
 
     def scores(self, choices: Sequence[WholeChoice]) -> NDArray[np.float32]:
         """Return one score per choice."""

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from fastapi import APIRouter, Depends, Request, Response
 
 from common.errors import InvalidRequestError
-from common.heads import Activation, Task
+from common.heads import HeadActivation, Task
 from common.requests import PooledText, Truncation
 from gateway.backends import check_task
 from gateway.endpoints.embeddings.prompts import DOCUMENT, QUERY, prompt_of
@@ -106,7 +106,7 @@ def requests_of(pooled: PooledRequests, body: ScoringFields, pairs: Pairs) -> tu
         PooledText(first, second, body.instruction, most, cut)
         for first, second in zip(firsts, pairs.seconds, strict=True)
     ]
-    activation = head.score_activation if body.activates else Activation.NONE
+    activation = head.score_activation if body.activates else HeadActivation.NONE
     return pooled.make({pairs.names[1]: prompts}), HeadScorer(activation)
 
 

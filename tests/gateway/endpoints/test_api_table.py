@@ -15,7 +15,7 @@ from openai.types.embedding_create_params import EmbeddingCreateParams as OpenAi
 from openai.types.responses.response_create_params import ResponseCreateParamsNonStreaming as OpenAiResponse
 from openai.types.shared_params.reasoning_effort import ReasoningEffort
 
-from common.heads import Activation, Head
+from common.heads import Head, HeadActivation
 from common.types import Pooling
 from gateway.endpoints.chat.schema import ChatCompletionBody, Effort
 from gateway.endpoints.classification.schema import (
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from gateway.pipeline.port import ModelInfo
 
 # The pipeline of these tests returns two numbers.
-CLASSIFIER = replace(CARD, head=Head(Pooling.CLASSIFY, ("a", "b"), Activation.SOFTMAX))
+CLASSIFIER = replace(CARD, head=Head(Pooling.CLASSIFY, ("a", "b"), HeadActivation.SOFTMAX))
 TABLE = Path(__file__).parents[3] / "gateway" / "API.md"
 
 

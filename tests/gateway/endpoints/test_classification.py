@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from common.deltas import Delta, PromptUsage
-from common.heads import Activation, Head
+from common.heads import Head, HeadActivation
 from common.requests import ChatMessage, ChatPrompt, PooledText, TokenPrompt, Truncation
 from common.types import Admission, CacheMode, Finish, FinishReason, Pooling
 from tests.fakes.pipeline import CARD
@@ -24,10 +24,10 @@ if TYPE_CHECKING:
     from tests.fakes.pipeline import Event
 
 LABELS = ("negative", "neutral", "positive")
-SENTIMENT = Head(Pooling.CLASSIFY, LABELS, Activation.SOFTMAX)
-RERANKER = Head(Pooling.CLASSIFY, ("LABEL_0",), Activation.SIGMOID)
-REWARD = Head(Pooling.CLASSIFY, ("LABEL_0",), Activation.NONE)
-ENTITIES = Head(Pooling.TOKEN_CLASSIFY, ("O", "PER"), Activation.SOFTMAX)
+SENTIMENT = Head(Pooling.CLASSIFY, LABELS, HeadActivation.SOFTMAX)
+RERANKER = Head(Pooling.CLASSIFY, ("LABEL_0",), HeadActivation.SIGMOID)
+REWARD = Head(Pooling.CLASSIFY, ("LABEL_0",), HeadActivation.NONE)
+ENTITIES = Head(Pooling.TOKEN_CLASSIFY, ("O", "PER"), HeadActivation.SOFTMAX)
 # By the text or the second text of a pair.
 OUTPUTS = {"bad": [2.0, 0.0, -1.0], "good": [-1.0, 0.0, 2.0], "near": [1.5], "far": [-1.5], "same": [1.5]}
 HELLO = [{"role": "user", "content": "Hello"}, {"role": "assistant", "content": "Hi"}]
@@ -92,12 +92,12 @@ async def test_a_head_s_outputs_are_returned_without_an_activation(field: str) -
 @pytest.mark.parametrize(
     ("activation", "expected"),
     [
-        (Activation.SOFTMAX, softmax(OUTPUTS["bad"])),
-        (Activation.SIGMOID, [sigmoid(value) for value in OUTPUTS["bad"]]),
-        (Activation.NONE, OUTPUTS["bad"]),
+        (HeadActivation.SOFTMAX, softmax(OUTPUTS["bad"])),
+        (HeadActivation.SIGMOID, [sigmoid(value) for value in OUTPUTS["bad"]]),
+        (HeadActivation.NONE, OUTPUTS["bad"]),
     ],
 )
-async def test_each_activation_is_applied(activation: Activation, expected: list[float]) -> None:
+async def test_each_activation_is_applied(activation: HeadActivation, expected: list[float]) -> None:
     answer, _ = await ask(replace(SENTIMENT, activation=activation), "/v1/classify", {"input": "bad"})
     assert answer["data"][0]["probs"] == pytest.approx(expected)
 
@@ -228,7 +228,7 @@ async def test_vllm_s_other_names_of_the_texts_are_known(names: tuple[str, str])
 
 async def test_scores_have_the_activation_of_the_head_unless_it_is_turned_off() -> None:
     body = {"text_1": "query", "text_2": "far"}
-    answer, _ = await ask(replace(RERANKER, score_activation=Activation.NONE), "/v1/score", body)
+    answer, _ = await ask(replace(RERANKER, score_activation=HeadActivation.NONE), "/v1/score", body)
     assert answer["data"][0]["score"] == -1.5
     answer, _ = await ask(RERANKER, "/v1/score", {**body, "use_activation": False})
     assert answer["data"][0]["score"] == -1.5

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from common.heads import Activation, Head
+from common.heads import Head, HeadActivation
 from common.types import Pooling, ReplyTo, SubscriberId
 from gateway.endpoints.chat.schema import ChatCompletionBody
 from gateway.endpoints.classification.schema import ClassifyBody, PoolingBody, TeiPredictBody
@@ -63,7 +63,7 @@ def gateway() -> FakedGateway:
 def classifier() -> FakedGateway:
     made = gateway_saying("x")
     # The pipeline of these tests returns two numbers.
-    made.model.card = replace(CARD, head=Head(Pooling.CLASSIFY, ("a", "b"), Activation.SOFTMAX))
+    made.model.card = replace(CARD, head=Head(Pooling.CLASSIFY, ("a", "b"), HeadActivation.SOFTMAX))
     return made
 
 

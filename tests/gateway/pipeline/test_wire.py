@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from hypothesis import given
 
-from common.heads import Activation, Head
+from common.heads import Head, HeadActivation
 from common.types import Pooling, ReasoningStyle, ReplyTo, ToolStyle
 from gateway.pipeline.port import ModelInfo
 from gateway.pipeline.wire import chat_to_wire, delta_from_wire, generate_to_wire, model_from_wire
@@ -92,7 +92,7 @@ def test_a_model_arrives_with_all_its_fields() -> None:
         pooling=Pooling.FIRST,
         embedding_dimensions=384,
         only_embeds=True,
-        head=Head(Pooling.TOKEN_CLASSIFY, ("O", "PER"), Activation.SOFTMAX, Activation.NONE),
+        head=Head(Pooling.TOKEN_CLASSIFY, ("O", "PER"), HeadActivation.SOFTMAX, HeadActivation.NONE),
         prompts={"query": "Query: "},
         default_prompt="query",
     )

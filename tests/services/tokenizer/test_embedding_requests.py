@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from common.errors import ContextLengthError, InvalidRequestError
-from common.heads import Activation, Head
+from common.heads import Head, HeadActivation
 from common.requests import ChatMessage, ChatPrompt
 from common.tokenization.parts import EmbeddingTraits
 from common.types import Pooling, RequestId, Resume
@@ -80,7 +80,7 @@ async def test_errors_use_the_client_s_name_for_the_prompt() -> None:
 
 
 def with_head(pooling: Pooling, labels: int = 2) -> ModelLimits:
-    head = Head(pooling, tuple(map(str, range(labels))), Activation.SOFTMAX)
+    head = Head(pooling, tuple(map(str, range(labels))), HeadActivation.SOFTMAX)
     return replace(LIMITS, embedding=EmbeddingTraits(head=head))
 
 

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from common.heads import Head
 
 
-class TensorSource(Protocol):
+class HeadTensors(Protocol):
     """Random access to the tensors of a model."""
 
     def has(self, name: str) -> bool:
@@ -42,7 +42,7 @@ class ScoreHead:
 
 
 def read_score_head(
-    tensors: TensorSource,
+    tensors: HeadTensors,
     head: Head,
     hidden_size: int,
     device: torch.device,
@@ -70,7 +70,7 @@ def read_score_head(
     return PoolerHead(ScoreHead(layers), Pooling.LAST if head.pooling is Pooling.CLASSIFY else None)
 
 
-def _layer(tensors: TensorSource, name: str, device: torch.device) -> tuple[torch.Tensor, torch.Tensor | None]:
+def _layer(tensors: HeadTensors, name: str, device: torch.device) -> tuple[torch.Tensor, torch.Tensor | None]:
     weight = tensors.read(f"{name}.weight").to(device, torch.float32, copy=True)
     if not tensors.has(f"{name}.bias"):
         return weight, None

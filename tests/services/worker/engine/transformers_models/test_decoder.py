@@ -36,7 +36,6 @@ OTHERS: dict[str, tuple[str, dict[str, Any]]] = {
     "olmoe": ("Olmoe", {"num_experts": 4, "num_experts_per_tok": 2, "hidden_size": 64}),
 }
 REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
-    "gpt-oss": ("GptOss", {"num_local_experts": 4}, "takes s_aux"),
     "bloom": ("Bloom", {"n_head": 4, "n_layer": 3}, "takes no position_ids"),
     "mamba": ("Mamba", {}, "takes no position_ids"),
     "bert": ("Bert", {"is_decoder": False}, "looks ahead"),
