@@ -28,7 +28,7 @@ class CacheSettings(Section):
     requests of low priority (priority)."""
     promotion_subjects: int = Field(default=3, ge=1, le=32)
     """Number k of users of a tenant that must have computed a prompt before it is shared within the tenant. A prompt
-    is never shared while colluders and victims together are at most k - 1 users."""
+    is never shared while colluders and victims together are at most k - 1 users (bound B2)."""
     promotion_epochs: int = Field(default=30, ge=0)
     """Epochs within which these users must have computed the prompt; the default is five minutes."""
     share_across_tenants: bool = False

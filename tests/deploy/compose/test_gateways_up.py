@@ -48,7 +48,7 @@ class TwoGateways:
             "PANDO_KEYS": str(keys.parent),
             "PANDO_ADMIN_TOKEN": str(admin_token),
             "PANDO_STATE_SECRET": str(state_secret),
-            "PANDO_LIMITS": str(limits.parent),
+            "PANDO_LIMITS_DIRECTORY": str(limits.parent),
             "PANDO_PORTS": f"{self.ports[0]}-{self.ports[1]}",
         }
         self.project = Project("secrets.yaml", "limits.yaml", "gateways.yaml", environment=environment)
