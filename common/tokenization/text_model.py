@@ -66,7 +66,7 @@ def load_served_model(settings: ModelSettings) -> TextModel:
 
 
 def served_traits(settings: ModelSettings) -> EmbeddingTraits:
-    """Return how the hidden states of the model in the settings are used, without its vocabulary.
+    """Return the embedding traits of the model in the settings, without loading its vocabulary.
 
     Raises:
         ConfigurationError: the model cannot be found or read.

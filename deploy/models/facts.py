@@ -66,7 +66,7 @@ class ModelFacts:
     has_tokenizer: bool
     has_chat_template: bool
     tasks: tuple[str, ...]
-    """What a server does with it; empty if it is not served."""
+    """Tasks that a server offers with the model; empty if it is not served."""
     labels: tuple[str, ...]
     """Those of its classification head."""
 

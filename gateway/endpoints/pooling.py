@@ -87,7 +87,7 @@ class PoolingFields(Schema):
         return check_name("session_id", self.session_id) if self.session_id else None
 
     def truncation(self, context: int) -> Truncation | None:
-        """Return how texts are shortened, at most to `context` tokens; None: texts that are too long are refused.
+        """Return the truncation of texts, to at most `context` tokens; None: texts that are too long are refused.
 
         Raises:
             InvalidRequestError: more tokens than `context` are asked for.

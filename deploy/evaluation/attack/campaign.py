@@ -81,7 +81,7 @@ KNOWN_LEAKS = (
 
 @dataclass(frozen=True, slots=True)
 class AttackReport:
-    """What was found on one server."""
+    """The findings on one server."""
 
     mode: str
     model: str
@@ -94,7 +94,7 @@ class AttackReport:
 
     @property
     def surprises(self) -> list[str]:
-        """What is not as claimed; nothing, if the server keeps what its mode promises."""
+        """The findings that contradict the claims of the server's mode."""
         blind = [each for each in self.findings if each.is_control and not each.succeeded]
         lines = [f"{self.mode} is not seen to leak by {each.oracle}: it proves nothing elsewhere" for each in blind]
         attacks = [each for each in self.findings if not each.is_control]

@@ -1,4 +1,4 @@
-"""What an oracle's observations prove: how well they distinguish two worlds, with what certainty, and the verdict."""
+"""Findings of an oracle: its power to distinguish two worlds, with a confidence interval, and the verdict."""
 
 from __future__ import annotations
 

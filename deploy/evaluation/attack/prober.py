@@ -55,7 +55,7 @@ class Disguise:
 
 @dataclass(frozen=True, slots=True)
 class Sighting:
-    """What the asker of one prompt sees. Seconds of one clock."""
+    """The observation of one request by its sender; times in seconds of one clock."""
 
     cached_tokens: int | None
     first_token_s: float

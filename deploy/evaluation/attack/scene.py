@@ -1,4 +1,4 @@
-"""What every oracle works with: the server, the effort, and who is who."""
+"""The scene of every oracle: the server, the effort, and the identities."""
 
 from __future__ import annotations
 

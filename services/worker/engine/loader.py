@@ -327,7 +327,7 @@ class _DecoderLoader:
         return peak + 3 * spec.max_rows * vocabulary_size * 4 + sampler_bytes(spec.max_rows, vocabulary_size)
 
     def _count_pages(self, context: int, free_before: int, reserve: int) -> tuple[int, int]:
-        """Return how many pages to allocate, and how many for the layers with a window alone."""
+        """Return the number of pages to allocate, and the number for the layers with a window alone."""
         is_host = self._device.type == "cpu"
         memory = MemoryMeasure(
             free_before, self._free_memory(), shared_by=ranks_on_host(self._spec) if is_host else 1, is_host=is_host

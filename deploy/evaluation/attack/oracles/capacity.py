@@ -38,7 +38,7 @@ async def probe_flood(scene: Scene) -> list[Finding]:
         await scene.prober.ask(text, user)
         before += (await scene.prober.ask(text, user)).cached_tokens or 0
     if not before:
-        return [not_applicable(FLOOD, "nobody finds even the own text again")]
+        return [not_applicable(FLOOD, "users do not find even their own text again")]
     flooder = scene.user("flooder")
     requests = int(capacity * scene.effort.flood_capacities / FLOOD_TOKENS) + 1
     for _ in range(requests):

@@ -35,7 +35,7 @@ def longest_context(spec: EngineSpec, config: ModelConfig) -> int:
 
 
 def count_pages(spec: EngineSpec, context: int, kv_bytes_per_token: int, reserve: int, memory: MemoryMeasure) -> int:
-    """Return how many pages to allocate.
+    """Return the number of pages to allocate.
 
     `spec.device_pages` is taken as it is. Otherwise weights and KV together take `spec.memory_fraction` of what was
     free, less `reserve` bytes for activations; on a host at most 2 GiB, and no more than all rows can fill. On a GPU
@@ -100,7 +100,7 @@ def has_window_pool(spec: EngineSpec, is_local: tuple[bool, ...]) -> bool:
 
 
 def count_window_pages(spec: EngineSpec, pages: int, window: int) -> int:
-    """Return how many pages the layers with a window get beside `pages` of the others.
+    """Return the number of pages that the layers with a window get beside `pages` of the others.
 
     By the ratio that is asked for, but enough for the windows of all rows if that is no more than half as many as the
     others', and for one row with a whole step in any case; more than `pages` would never be used.

@@ -19,7 +19,7 @@ class StackedPart:
     """Outputs of one matrix, or bias, of each expert in a tensor [experts, outputs, ...]."""
 
     name: str
-    """What follows `model.layers.N.`."""
+    """The name of the stacked tensor after `model.layers.N.`."""
     first: int = 0
     step: int = 1
     """The tensor's outputs `first`, `first + step`, ... are the matrix's."""

@@ -49,7 +49,7 @@ class LatentProjection:
     compressed: CompressedQueries | None
     row_norm: torch.Tensor  # [rank]
     key_weights: torch.Tensor  # [heads, content_dim, rank]
-    """What would make keys of a latent vector."""
+    """Weights of the projection from latent vectors to keys, which queries are multiplied by instead."""
 
     def __call__(self, inputs: torch.Tensor) -> torch.Tensor:
         """Return queries and row of inputs [tokens, hidden], not yet rotated, [tokens, (heads + 1) * row_width]."""
@@ -130,7 +130,7 @@ class LatentReader:
         return lambda inputs: torch.cat([product(inputs) for product in products], dim=1)
 
     def _absorbed(self, name: str, latent: LatentConfig) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return what makes keys, and what makes values: neither is held quantised, as both are cut out of one."""
+        """Return the projections to keys and to values, cut out of one tensor and therefore dequantised."""
         height = latent.content_dim + latent.value_dim
         weights = self.tensors.dequantised(name, self.heads.scaled(height)).to(
             self.device, self.kernels.activation_dtype

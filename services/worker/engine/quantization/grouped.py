@@ -27,7 +27,7 @@ E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3
 
 
 class Numbers(Enum):
-    """What the values of a matrix stand for."""
+    """The number format of a matrix's values."""
 
     INTEGERS = "integers"
     """Themselves."""

@@ -196,7 +196,7 @@ _MANY = 32
 
 
 def tuning_for(pairs: int, experts: int) -> ExpertTuning:
-    """Return how to cut products of `pairs` pairs over `experts` experts."""
+    """Return the tuning of products of `pairs` pairs over `experts` experts."""
     return _MANY_PAIRS if pairs >= _MANY * experts else _FEW_PAIRS
 
 
@@ -330,7 +330,7 @@ class _PackedStack:
 
 
 def _constants(plan: _Plan, bias: torch.Tensor | None, activation: Activation | None) -> dict[str, int | bool]:
-    """Return what both programs have in common."""
+    """Return the constants that both programs take."""
     tuning, experts = plan.tuning, plan.first_blocks.shape[0]
     return {
         "PER_TOKEN": plan.chosen, "EXPERTS": experts, "SEARCH": triton.next_power_of_2(experts), "ROWS": tuning.rows,

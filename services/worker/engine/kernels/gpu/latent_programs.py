@@ -68,7 +68,7 @@ def _rotate_and_store(
 
 @triton.jit
 def _cut(length, PARTS: tl.constexpr, BLOCK: tl.constexpr, LEAST_PART: tl.constexpr):
-    """Return how many keys a part has, and how many parts there are."""
+    """Return the number of keys of a part, and the number of parts."""
     share = tl.maximum(tl.cdiv(tl.cdiv(length, PARTS), BLOCK) * BLOCK, LEAST_PART)
     return share, tl.cdiv(length, share)
 

@@ -78,7 +78,7 @@ def _from_ordered_bits(key, like):
 def _amounts(
     logits, vocabulary, first, second, third, floor, peak, inverse, BY_MASS: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """Return how much lies at or above each of three keys: tokens, or their mass relative to the peak's."""
+    """Return the amount at or above each of three keys: tokens, or their mass relative to the peak's."""
     steps = tl.arange(0, BLOCK)
     above_first = tl.zeros([BLOCK], tl.float32)
     above_second = tl.zeros([BLOCK], tl.float32)

@@ -41,7 +41,7 @@ def matrix_of(
 
 
 def dequantised(blocks: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Return what `transformers` makes of one expert, [out, in]."""
+    """Return one expert as `transformers` dequantises it, [out, in]."""
     from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
     # mypy sees no types in transformers.
