@@ -68,8 +68,9 @@ class Router:
         preferences = scores if self._correction is None else scores + self._correction
         if moe.groups is not None and moe.groups.chosen < moe.groups.count:
             preferences = _in_best_groups(preferences, moe.groups)
-        _, ids = preferences.topk(moe.experts_per_token)
-        weights = scores.gather(1, ids)
+        weights, ids = preferences.topk(moe.experts_per_token)
+        if preferences is not scores:
+            weights = scores.gather(1, ids)
         if moe.normalizes_routing_weights:
             # Sigmoids may all be zero.
             weights = weights / (weights.sum(dim=-1, keepdim=True) + _TINY)
