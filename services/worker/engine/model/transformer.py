@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import torch
 
@@ -84,9 +84,8 @@ class TransformerWeights:
     """All layers but the last in one call, where the kernels can."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Change:
-    """The norm and the scale of what a part adds to the residual stream."""
+class _Change(NamedTuple):
+    """The norm and the scale of a part's output before it joins the residual stream."""
 
     norm: torch.Tensor | None
     scale: float
