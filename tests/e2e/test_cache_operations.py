@@ -40,7 +40,7 @@ def aware(run_root: Path) -> Iterator[Served]:
         gateway=GatewaySettings(port=0, anonymous="vouched"),
         scheduler=SchedulerSettings.model_validate(
             {
-                "cache": {"epoch_seconds": EPOCH_S},
+                "cache": {"epoch_seconds": EPOCH_S, "promotion_epochs": 1000},
                 "content_check": {"enabled": True},
                 "admin_token": TOKEN,
                 "max_rows": 8,

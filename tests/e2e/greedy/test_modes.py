@@ -42,7 +42,9 @@ FOUND = {
 )
 def moded(request: pytest.FixtureRequest, run_root: Path) -> Iterator[tuple[str, Served]]:
     """The name of a mode, and a deployment in it with short epochs."""
-    for served in serve_rows(run_root, cache={"mode": request.param, "epoch_seconds": EPOCH_S}):
+    for served in serve_rows(
+        run_root, cache={"mode": request.param, "epoch_seconds": EPOCH_S, "promotion_epochs": 1000}
+    ):
         yield request.param, served
 
 

@@ -31,7 +31,7 @@ USERS = ("alice", "bob", "cid")
 @pytest.fixture
 async def aware(tmp_path: Path) -> AsyncIterator[Pipeline]:
     """A user-aware cache whose epochs are short."""
-    pipeline = Pipeline(tmp_path, cache={"epoch_seconds": 0.3, "quota_share": 1.0})
+    pipeline = Pipeline(tmp_path, cache={"epoch_seconds": 0.3, "promotion_epochs": 1000, "quota_share": 1.0})
     await pipeline.start()
     await pipeline.ready()
     yield pipeline
