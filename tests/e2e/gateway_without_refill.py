@@ -1,8 +1,12 @@
-"""`python -m gateway` with limits whose clock stands still, so that a minute's budget is a number and not a rate."""
+"""`python -m gateway` with limits whose clock stands still, so that a minute's budget is a number and not a rate.
+
+Its state server may take as long to answer as a busy machine lets it.
+"""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
+from unittest.mock import patch
 
 from prometheus_client import REGISTRY
 
@@ -10,6 +14,7 @@ from common.rpc.security import read_security
 from common.runtime import run_service
 from common.settings import load_settings
 from gateway.assembly import Gateway
+from gateway.state.server import StateServer
 
 if TYPE_CHECKING:
     import asyncio
@@ -23,7 +28,8 @@ def main() -> None:
         gateway = Gateway(settings, REGISTRY, security, limits_clock=lambda: 1.0)
         await gateway.run(stopping)
 
-    run_service("gateway", settings, settings.gateway.metrics_port, serve)
+    with patch.dict(StateServer.__init__.__kwdefaults__, timeout_s=30.0):
+        run_service("gateway", settings, settings.gateway.metrics_port, serve)
 
 
 if __name__ == "__main__":
