@@ -71,7 +71,7 @@ async def test_a_silent_server_delays_one_call_by_the_timeout_and_no_other() -> 
         for _ in range(1000):
             with pytest.raises(StateAwayError):
                 await server.call(lambda redis: redis.get("x"))
-        assert time.monotonic() - started < 20  # it would be 200, did each call wait
+        assert time.monotonic() - started < 20  # it would be 200 if every call waited
 
 
 async def test_an_outage_of_the_server_and_its_end_are_each_logged_once(
