@@ -26,8 +26,10 @@ class ModelSettings(Section):
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """Element type of the weights; auto: on GPUs that of the checkpoint; on CPUs bfloat16 if the processor can multiply
     it, otherwise float32."""
-    kv_dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
-    """Element type of the KV pool; auto: the same as dtype."""
+    kv_dtype: Literal["auto", "float32", "bfloat16", "float16", "fp8", "fp8_e4m3"] = "auto"
+    """Element type of the KV pool; auto: that of the activations. fp8, the same as fp8_e4m3, takes half of bfloat16's
+    memory, so that twice as many tokens fit. Keys and values have a scale for each KV head: the checkpoint's, or else
+    measured on fixed tokens when the model is loaded. GPUs need compute capability 8.9 or later."""
     quantization: Literal["auto", "fp8"] = "auto"
     """Quantization of the layers' matrices; auto: that of the checkpoint. fp8: weights are quantised when they are
     loaded, with one scale per output channel, and activations before each product, with one scale per token; for GPUs

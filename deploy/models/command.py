@@ -125,7 +125,7 @@ def shown_facts(facts: ModelFacts) -> dict[str, str]:
     memory = ABSENT if facts.memory is None else ", ".join(f"{size(n)} at {kind}" for kind, n in facts.memory.items())
     kv = ABSENT
     if facts.kv_bytes_per_token:
-        kv = f"{facts.kv_bytes_per_token:,} bytes per token"
+        kv = f"{facts.kv_bytes_per_token:,} bytes per token (half with kv_dtype fp8)"
         if facts.kv_bytes_at_max_context:
             kv += f", {size(facts.kv_bytes_at_max_context)} for one sequence of full length"
     return {

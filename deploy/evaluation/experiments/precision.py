@@ -25,7 +25,13 @@ if TYPE_CHECKING:
 BUNDLED = "smollm2-135m-instruct"
 ROOT = Path(__file__).parents[3]
 TEXTS = ("README.md", "services/scheduler/README.md", "services/scheduler/cache/README.md", "common/errors.py")
-KINDS = (("float32", "auto"), ("bfloat16", "auto"), ("bfloat16", "float16"), ("bfloat16", "bfloat16"))
+KINDS = (
+    ("float32", "auto"),
+    ("float32", "fp8"),
+    ("bfloat16", "auto"),
+    ("bfloat16", "float16"),
+    ("bfloat16", "bfloat16"),
+)
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,6 +25,9 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+# Types of the KV pool; `fp8` is short for e4m3.
+KV_DTYPES = {**DTYPES, "fp8": torch.float8_e4m3fn, "fp8_e4m3": torch.float8_e4m3fn}
+_FIRST_FLOAT8_CAPABILITY = (8, 9)
 BACKENDS = ("auto", "torch", "compiled", "gpu")
 
 
@@ -76,9 +79,18 @@ def select_dtype(name: str, config: ModelConfig, device: torch.device, library: 
 
 def select_kv_dtype(name: str, activations: torch.dtype) -> torch.dtype:
     """Return the type of the KV pool: that of the activations unless asked otherwise."""
-    if name != "auto" and name not in DTYPES:
-        raise ConfigurationError(f"kv_dtype {name!r} is not one of {', '.join(DTYPES)}")
-    return activations if name == "auto" else DTYPES[name]
+    if name != "auto" and name not in KV_DTYPES:
+        raise ConfigurationError(f"kv_dtype {name!r} is not one of auto, {', '.join(KV_DTYPES)}")
+    return activations if name == "auto" else KV_DTYPES[name]
+
+
+def check_float8_kv(capability: tuple[int, int]) -> None:
+    """Raise ConfigurationError if a GPU of this compute capability cannot convert numbers to FP8."""
+    if capability < _FIRST_FLOAT8_CAPABILITY:
+        raise ConfigurationError(
+            f"kv_dtype=fp8 needs a GPU of compute capability {'.'.join(map(str, _FIRST_FLOAT8_CAPABILITY))} or later; "
+            f"this one has {'.'.join(map(str, capability))}: use kv_dtype=auto"
+        )
 
 
 def count_threads(options: RunnerOptions, spec: EngineSpec) -> int:

@@ -17,6 +17,7 @@ from common.steps import EngineCapacity, WindowPool
 from common.tokenization import load_text_model
 from services.worker.engine.backends import (
     RunnerOptions,
+    check_float8_kv,
     count_threads,
     find_library,
     ranks_on_host,
@@ -46,7 +47,8 @@ from services.worker.engine.measuring.capacity import (
 )
 from services.worker.engine.measuring.measurements import calibrate, measure_peak, pages_of, prompts_of, random_prompts
 from services.worker.engine.model.assembly import Assembler
-from services.worker.engine.model.kv_pool import KvPool, allocate_pool, bytes_per_token, join_pools
+from services.worker.engine.model.kv_pool import KvPool, allocate_pool, bytes_per_token, join_pools, with_scales
+from services.worker.engine.model.kv_scales import MEASURED_TOKENS, measured_scales, stored_scales
 from services.worker.engine.model.rotary import rotary_table
 from services.worker.engine.model.score_head import read_score_head
 from services.worker.engine.model.tensors import CheckedTensors
@@ -55,6 +57,7 @@ from services.worker.engine.model_runner import ModelRunner
 from services.worker.engine.parallel.group import RankGroup, join_group
 from services.worker.engine.parallel.shards import ModelShard, shard_model
 from services.worker.engine.parallel.symmetric_memory import ExchangeShape
+from services.worker.engine.quantization.fp8 import FP8
 from services.worker.engine.quantization.policy import check_device, check_model, held_format, quantiser
 from services.worker.engine.transformers_models.checkpoint import TransformersCheckpoint
 from services.worker.engine.transformers_models.decoder import TransformersDecoder, pages_to_check
@@ -66,7 +69,7 @@ if TYPE_CHECKING:
     from services.worker.engine.checkpoints.interface import Checkpoint
     from services.worker.engine.execution.interface import ProgressReport
     from services.worker.engine.execution.pooler import PoolerHead
-    from services.worker.engine.kernels.interface import AttentionBackend
+    from services.worker.engine.kernels.interface import AttentionBackend, KvScales
     from services.worker.engine.model.decoder import Decoder
 
 log = logging.getLogger(__name__)
@@ -136,6 +139,14 @@ class _DecoderLoader:
                 capability = torch.cuda.get_device_capability(self._device)
                 check_device(self._held_format, self._config, self._dtype, capability)
         self._kv_dtype = select_kv_dtype(spec.kv_dtype, self._backend.kernels.activation_dtype)
+        self._kv_scales: tuple[KvScales, ...] = ()
+        if self._kv_dtype == FP8 and self._config.latent is not None:
+            raise ConfigurationError(
+                f"kv_dtype=fp8: latent attention ({self._config.family}) keeps one row for keys and values, which is not "
+                f"supported in FP8; use kv_dtype=auto"
+            )
+        if self._kv_dtype == FP8 and self._backend.name == "gpu":
+            check_float8_kv(torch.cuda.get_device_capability(self._device))
 
     @torch.inference_mode()
     def load(self) -> ModelRunner:
@@ -153,6 +164,8 @@ class _DecoderLoader:
         config = self._config = config.within(context)
         model = self._decoder(group, context)
         head = self._pooler_head()
+        if self._kv_dtype == FP8:
+            self._kv_scales = self._find_kv_scales(model, context)
         self._report(0.98, "measuring memory" if self._can_overlap else "allocating the KV pool")
         reserve = self._reserve(model, context)
         pages, window_pages = (group.minimum(count) for count in self._count_pages(context, free_before, reserve))
@@ -237,7 +250,7 @@ class _DecoderLoader:
         self._shard = shard_model(self._config, 0, 1)
         model.use(self._attention(context), self._backend.kernels.activation_dtype)
         self._report(0.97, "comparing attention")
-        model.check(self._pool(pages_to_check(self._spec.page_size), model.kv_layout))
+        model.check(self._unquantised_pool(pages_to_check(self._spec.page_size), model.kv_layout))
         return model
 
     def _attention(self, context: int) -> list[AttentionBackend]:
@@ -278,6 +291,7 @@ class _DecoderLoader:
             len(shard.query_heads), len(shard.kv_heads), config.head_dim, self._spec.page_size,
             score_scale=config.attention_scale, attention_softcap=config.attention_softcap,
             latent_dim=config.latent.rank if config.latent else None,
+            has_float8_kv=self._kv_dtype == FP8,
         )  # fmt: skip
 
     def _pool(self, pages: int, layout: KvLayout, window_pages: int = 0) -> KvPool:
@@ -287,10 +301,29 @@ class _DecoderLoader:
             return allocate_pool(self._shape, layers, pages, layout, dtype=self._kv_dtype, device=self._device)
 
         layers, local = self._config.layers, sum(self._is_local)
-        if not window_pages:
-            return allocate(layers, pages)
-        window_pool = allocate(local, window_pages + self._can_overlap)
-        return join_pools(allocate(layers - local, pages), window_pool, self._is_local)
+        pool = allocate(layers - local if window_pages else layers, pages)
+        if window_pages:
+            pool = join_pools(pool, allocate(local, window_pages + self._can_overlap), self._is_local)
+        return with_scales(pool, self._kv_scales) if self._kv_scales else pool
+
+    def _unquantised_pool(self, pages: int, layout: KvLayout) -> KvPool:
+        dtype = self._backend.kernels.activation_dtype
+        return allocate_pool(self._shape, self._config.layers, pages, layout, dtype=dtype, device=self._device)
+
+    def _find_kv_scales(self, model: Decoder, context: int) -> tuple[KvScales, ...]:
+        """Return the scales of keys and values in FP8: the checkpoint's, or else measured on fixed tokens."""
+        if not isinstance(self._checkpoint, TransformersCheckpoint):
+            scales = stored_scales(self._checkpoint, self._shard.kv_heads, self._device)
+            if scales:
+                log.info("model.kv_scales source=checkpoint")
+                return scales
+        self._report(0.98, "measuring scales of keys and values")
+        length = min(MEASURED_TOKENS, self._spec.max_step_tokens, context)
+        batch = random_prompts([length], self._spec.page_size, self._config.vocabulary_size, self._device)
+        pool = self._unquantised_pool(pages_of([length], self._spec.page_size), model.kv_layout)
+        model.forward(batch, pool)
+        log.info("model.kv_scales source=measured tokens=%d", length)
+        return measured_scales(pool, model.kv_layout)
 
     @property
     def _is_local(self) -> tuple[bool, ...]:
@@ -354,7 +387,11 @@ class _DecoderLoader:
     def _capacity(self, pool: KvPool, pages: int, context: int, layout: str, group: RankGroup) -> EngineCapacity:
         spec, shard = self._spec, self._shard
         # A rank's KV depends on the weights of all ranks, as layers add up what all of them contribute.
-        weights = "".join(group.gather_digests(self._checkpoint.identity()))
+        identity = self._checkpoint.identity()
+        if self._kv_scales:
+            scales = [(layer.keys.tolist(), layer.values.tolist()) for layer in self._kv_scales]
+            identity = hashlib.sha256(f"{identity}\n{scales}".encode()).hexdigest()
+        weights = "".join(group.gather_digests(identity))
         parts = (
             weights, str(asdict(self._config)), str(self._dtype), str(self._kv_dtype), layout,
             str(quantiser(spec, self._config) is not None),

@@ -75,7 +75,9 @@ def allocate_host_pool(pool: KvPool, pages: int) -> HostPool:
     """Allocate a host tier for the pages of `pool`; memory is touched only as it is used."""
     keys, *others = pool.layers[0].stored
     elements = math.prod(keys.shape[1:])
-    return HostPool(HostArena().zeros((pages, len(pool.layers), 1 + len(others), elements), keys.dtype))
+    # FP8 is copied as bytes, since torch does not index it everywhere.
+    dtype = torch.uint8 if keys.itemsize == 1 else keys.dtype
+    return HostPool(HostArena().zeros((pages, len(pool.layers), 1 + len(others), elements), dtype))
 
 
 class PinnedRange:

@@ -101,7 +101,7 @@ def back_up(pool: KvPool, host: HostPool, device_pages: torch.Tensor, host_pages
     """Copy pages of the device, [pages] int64, to pages of the host, layer by layer; both are CPU memory here."""
     for index, layer in enumerate(pool.layers):
         for half, tensor in enumerate(layer.stored):
-            pages = tensor.view(pool.pages, -1).index_select(0, device_pages)
+            pages = tensor.view(host.memory.dtype).view(pool.pages, -1).index_select(0, device_pages)
             host.memory[:, index, half].index_copy_(0, host_pages, pages)
 
 
@@ -110,4 +110,4 @@ def load(pool: KvPool, host: HostPool, device_pages: torch.Tensor, host_pages: t
     for index, layer in enumerate(pool.layers):
         for half, tensor in enumerate(layer.stored):
             pages = host.memory[:, index, half].index_select(0, host_pages)
-            tensor.view(pool.pages, -1).index_copy_(0, device_pages, pages)
+            tensor.view(host.memory.dtype).view(pool.pages, -1).index_copy_(0, device_pages, pages)

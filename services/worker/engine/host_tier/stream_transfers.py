@@ -217,12 +217,14 @@ class TorchPageMover:
     def gather(self, pages: torch.Tensor, staging: torch.Tensor) -> None:
         for index, layer in enumerate(self._pool.layers):
             for half, tensor in enumerate(layer.stored):
-                staging[: len(pages), index, half] = tensor.view(self._pool.pages, -1).index_select(0, pages)
+                held = tensor.view(staging.dtype).view(self._pool.pages, -1)
+                staging[: len(pages), index, half] = held.index_select(0, pages)
 
     def scatter(self, pages: torch.Tensor, staging: torch.Tensor) -> None:
         for index, layer in enumerate(self._pool.layers):
             for half, tensor in enumerate(layer.stored):
-                tensor.view(self._pool.pages, -1).index_copy_(0, pages, staging[: len(pages), index, half])
+                held = tensor.view(staging.dtype).view(self._pool.pages, -1)
+                held.index_copy_(0, pages, staging[: len(pages), index, half])
 
 
 def make_mover(pool: KvPool) -> PageMover:

@@ -29,6 +29,17 @@ class KvLayout(Enum):
 
 
 @dataclass(frozen=True, slots=True)
+class KvScales:
+    """Factors of the numbers that are stored in FP8, of each KV head of one layer on this rank.
+
+    A number is divided by its factor and limited to the range of e4m3, [-448, 448], before it is rounded.
+    """
+
+    keys: torch.Tensor  # [kv_heads] float32
+    values: torch.Tensor  # [kv_heads] float32
+
+
+@dataclass(frozen=True, slots=True)
 class KvLayer:
     """One layer's part of the KV pool, on this rank."""
 
@@ -36,6 +47,8 @@ class KvLayer:
     values: torch.Tensor
     """With latent attention a view of `keys`: the first components of each row."""
     is_latent: bool = field(default=False, kw_only=True)
+    scales: KvScales | None = field(default=None, kw_only=True)
+    """Of keys and values in FP8; None: they are of another type, as they are."""
 
     @property
     def stored(self) -> tuple[torch.Tensor, ...]:
@@ -70,6 +83,8 @@ class AttentionShape:
     latent_dim: int | None = None
     """With latent attention, how many first components of the one KV head's keys are its values, which have no memory
     of their own. The components after them are rotated. None: values are stored beside keys."""
+    has_float8_kv: bool = False
+    """Whether keys and values are stored in FP8, with scales."""
 
     @property
     def scale(self) -> float:

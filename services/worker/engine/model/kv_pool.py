@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
 
 from services.worker.engine.host_memory import HostArena
-from services.worker.engine.kernels.interface import AttentionShape, KvLayer, KvLayout
+from services.worker.engine.kernels.interface import AttentionShape, KvLayer, KvLayout, KvScales
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -41,6 +41,12 @@ def join_pools(pool: KvPool, window_pool: KvPool, is_local: Sequence[bool]) -> K
     others, locals_ = iter(pool.layers), iter(window_pool.layers)
     layers = tuple(next(locals_) if local else next(others) for local in is_local)
     return KvPool(layers, pool.pages, pool.page_size, window_pool.pages, window_pool.bytes_per_token)
+
+
+def with_scales(pool: KvPool, scales: Sequence[KvScales]) -> KvPool:
+    """Return `pool`, which is in FP8, with the scales of its layers."""
+    layers = (replace(layer, scales=its) for layer, its in zip(pool.layers, scales, strict=True))
+    return replace(pool, layers=tuple(layers))
 
 
 def bytes_per_token(shape: AttentionShape, layers: int, dtype: torch.dtype) -> int:

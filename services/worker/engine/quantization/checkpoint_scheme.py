@@ -42,8 +42,7 @@ def stored_format(quantization: Mapping[str, Any]) -> StoredFormat:
         ConfigurationError: the scheme is another one; the message names it.
     """
     method = quantization.get("quant_method")
-    if quantization.get("kv_cache_scheme"):
-        raise _refusal("kv_cache_scheme: quantised keys and values are")
+    _check_kv_scheme(quantization.get("kv_cache_scheme") or {})
     match method:
         case "fp8":
             return _fp8(quantization)
@@ -57,6 +56,17 @@ def stored_format(quantization: Mapping[str, Any]) -> StoredFormat:
             return Mxfp4Format()
         case _:
             raise _refusal(f"weights quantised by {method!r} are")
+
+
+def _check_kv_scheme(scheme: Mapping[str, Any]) -> None:
+    """Accept scales of keys and values in FP8, which kv_dtype=fp8 uses; with other types they are left out."""
+    if not scheme:
+        return
+    kind = (scheme.get("type"), scheme.get("num_bits"), scheme.get("strategy", "tensor"))
+    if kind not in (("float", 8, "tensor"), ("float", 8, "attn_head")):
+        raise _refusal(f"kv_cache_scheme: keys and values in {kind} are")
+    if not scheme.get("symmetric", True):
+        raise _refusal("kv_cache_scheme: keys and values with zero points are")
 
 
 def _fp8(quantization: Mapping[str, Any]) -> Fp8Format:

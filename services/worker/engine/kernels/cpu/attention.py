@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class CpuAttention:
-    """Reads keys and values where they lie; KV may be float32, float16 or bfloat16, sums are float32."""
+    """Reads keys and values where they lie; KV may be float32, float16, bfloat16 or FP8, sums are float32."""
 
     layout = KvLayout.LANES
 
@@ -43,6 +43,7 @@ class CpuAttention:
         if norms is not None:
             arguments.query_norm, arguments.key_norm = norms.query.data_ptr(), norms.key.data_ptr()
             arguments.epsilon = norms.epsilon
+        arguments.key_scales, arguments.value_scales = scales_of(layer)
         self._library.store(
             ctypes.byref(arguments), layer.keys.data_ptr(), layer.values.data_ptr(), ELEMENT_TYPES[layer.keys.dtype]
         )
@@ -61,6 +62,7 @@ class CpuAttention:
             assert sinks.dtype == torch.float32, "operators take sinks as wide as scores"
             arguments.sinks = sinks.data_ptr()
         arguments.page_table, arguments.table_width = page_table_of(batch)
+        arguments.key_scales, arguments.value_scales = scales_of(layer)
         self._library.attend(
             ctypes.byref(arguments), layer.keys.data_ptr(), layer.values.data_ptr(), ELEMENT_TYPES[layer.keys.dtype]
         )
@@ -107,6 +109,12 @@ def page_table_of(batch: ForwardBatch) -> tuple[int, int]:
     """Return where the page table begins, and its width."""
     assert batch.page_table.is_contiguous(), "operators take contiguous page tables"
     return batch.page_table.data_ptr(), batch.page_table.shape[1]
+
+
+def scales_of(layer: KvLayer) -> tuple[int | None, int | None]:
+    """Return where the scales of keys and of values are, if they have some."""
+    scales = layer.scales
+    return (None, None) if scales is None else (scales.keys.data_ptr(), scales.values.data_ptr())
 
 
 def fits(library: CpuLibrary, shape: AttentionShape) -> bool:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from services.worker.engine.kernels.cpu.attention import CpuAttention, page_table_of
+from services.worker.engine.kernels.cpu.attention import CpuAttention, page_table_of, scales_of
 from services.worker.engine.kernels.cpu.kernels import CpuGatedLinear, CpuLinear
 from services.worker.engine.kernels.cpu.library import (
     ELEMENT_TYPES,
@@ -57,6 +57,7 @@ class FusedLayers:
         assert hidden.is_contiguous(), "operators take contiguous activations"
         for layer, kv in zip(self._arguments, pool.layers, strict=False):  # the pool has more layers than these
             layer.keys, layer.values = kv.keys.data_ptr(), kv.values.data_ptr()
+            layer.key_scales, layer.value_scales = scales_of(kv)
         normed, scratch = torch.empty_like(hidden), hidden.new_empty(hidden.shape[0], self._scratch_width)
         kinds = (batch, batch.in_window())
         tables = [page_table_of(kind) for kind in kinds]

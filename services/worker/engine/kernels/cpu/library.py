@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 # Numbers of `ElementType` in operators/exports.cpp.
-ELEMENT_TYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
+ELEMENT_TYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2, torch.float8_e4m3fn: 3}
 # Numbers of `Activation` in operators/matrix.hpp.
 ACTIVATIONS = {Activation.SILU: 0, Activation.GELU_TANH: 1, Activation.CLAMPED_SWIGLU: 2}
 
@@ -29,6 +29,8 @@ class StoreArguments(ctypes.Structure):
         ("slots", c_void_p),
         ("query_norm", c_void_p),
         ("key_norm", c_void_p),
+        ("key_scales", c_void_p),
+        ("value_scales", c_void_p),
         ("epsilon", c_float),
         ("tokens", c_int),
         ("query_heads", c_int),
@@ -49,6 +51,8 @@ class AttentionArguments(ctypes.Structure):
         ("key_lengths", c_void_p),
         ("page_table", c_void_p),
         ("sinks", c_void_p),
+        ("key_scales", c_void_p),
+        ("value_scales", c_void_p),
         ("query_stride", c_int),
         ("rows", c_int),
         ("table_width", c_int),
@@ -92,6 +96,8 @@ class LayerArguments(ctypes.Structure):
         ("angles", c_void_p),
         ("keys", c_void_p),
         ("values", c_void_p),
+        ("key_scales", c_void_p),
+        ("value_scales", c_void_p),
         ("qkv", MatrixArguments),
         ("output", MatrixArguments),
         ("gate", MatrixArguments),

@@ -12,7 +12,7 @@ from torch.nn.functional import pad, scaled_dot_product_attention
 from services.worker.engine.kernels.gpu import elementwise
 from services.worker.engine.kernels.gpu.decode_attention import DecodeAttention
 from services.worker.engine.kernels.interface import AttentionShape, KvLayer, KvLayout, QkNorm
-from services.worker.engine.kernels.torch.attention import explicit_attention
+from services.worker.engine.kernels.torch.attention import explicit_attention, widen_heads
 
 if TYPE_CHECKING:
     from services.worker.engine.model.batch import ForwardBatch
@@ -113,11 +113,11 @@ class TorchChunkAttention:
         for row in range(batch.decode_rows, batch.rows):
             chunk = slice(starts[row] - first, starts[row + 1] - first)
             pages = batch.page_table[row, : -(-lengths[row] // self._shape.page_size)].long()
-            keys, values = (self._gather(pool, pages, lengths[row]) for pool in (layer.keys, layer.values))
+            keys, values = self._gather(layer, pages, lengths[row], queries.dtype)
             attended = self._attend(
                 queries[chunk].transpose(0, 1)[None].contiguous(),
-                keys.to(queries.dtype),
-                values.to(queries.dtype),
+                keys,
+                values,
                 lengths[row],
                 sinks,
             )
@@ -168,9 +168,16 @@ class TorchChunkAttention:
         )
 
     @staticmethod
-    def _gather(pool: torch.Tensor, pages: torch.Tensor, length: int) -> torch.Tensor:
-        """Return [1, kv_heads, length, head_dim]."""
-        return pool[pages].transpose(0, 1).flatten(1, 2)[None, :, :length]
+    def _gather(
+        layer: KvLayer, pages: torch.Tensor, length: int, dtype: torch.dtype
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return keys and values [1, kv_heads, length, head_dim]."""
+        keys, values = (
+            pool[pages].transpose(0, 1).flatten(1, 2)[None, :, :length] for pool in (layer.keys, layer.values)
+        )
+        if layer.scales is None:
+            return keys.to(dtype), values.to(dtype)
+        return widen_heads(keys, layer.scales.keys, dtype), widen_heads(values, layer.scales.values, dtype)
 
 
 def host_lists(batch: ForwardBatch) -> tuple[list[int], list[int]]:

@@ -51,7 +51,10 @@ class GpuBackend:
             return TorchChunkAttention(shape)
         capability = torch.cuda.get_device_capability(self._device)
         has_window, has_cap = shape.window_left is not None, shape.attention_softcap is not None
-        if is_missing(shape.head_dim, self._dtype, has_window=has_window, has_cap=has_cap, capability=capability):
+        if is_missing(
+            shape.head_dim, self._dtype, has_window=has_window, has_cap=has_cap, has_float8_kv=shape.has_float8_kv,
+            capability=capability,
+        ):  # fmt: skip
             log.warning(
                 "FlashInfer's kernels for head_dim %d are not here and cannot be compiled, prompts take longer; "
                 "put CUDA's nvcc on the path or into CUDA_HOME, or build an image with them", shape.head_dim

@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 
 from services.worker.engine.kernels.gpu.dependent_launch import follow, launch_options
+from services.worker.engine.kernels.gpu.elementwise import to_float8
 
 if TYPE_CHECKING:
     from services.worker.engine.kernels.interface import AttentionShape, KvLayer, QkNorm
@@ -68,16 +69,35 @@ def _sinks_or_nothing(of_sinks, is_first, QUERIES: tl.constexpr, HAS_SINKS: tl.c
     return largest, total
 
 
+@triton.jit
+def _factor(scales, head, SCALED: tl.constexpr):
+    """Return by how much what is stored of a KV head has to be multiplied."""
+    factor = 1.0
+    if SCALED:
+        factor = tl.load(scales + head)
+    return factor
+
+
+@triton.jit
+def _narrowed(numbers, pool, scales, head, SCALED: tl.constexpr):
+    """Return the keys or values of one KV head as `pool` stores them."""
+    if SCALED:
+        return to_float8(numbers, tl.load(scales + head))
+    return numbers.to(pool.dtype.element_ty)
+
+
 @triton.jit(do_not_specialize=["stride_table"])
 def _decode(
-    qkv, keys, values, outputs, page_table, rows, lengths, partial, weights, counters,
+    qkv, keys, values, key_scales, value_scales, outputs, page_table, rows, lengths, partial, weights, counters,
     angles, query_norm, key_norm, epsilon, sinks,
     scale, cap, stride_token_in, stride_page, stride_head, stride_token, stride_table,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, QUERIES: tl.constexpr, HEAD_DIM: tl.constexpr,
     WIDTH: tl.constexpr, PAGE_SIZE: tl.constexpr, BLOCK: tl.constexpr, PARTS: tl.constexpr, LEAST_PART: tl.constexpr,
     MERGED: tl.constexpr, STORES: tl.constexpr, NORMED: tl.constexpr, WINDOW_LEFT: tl.constexpr,
-    CAPPED: tl.constexpr, HAS_SINKS: tl.constexpr, OVERLAPS: tl.constexpr,
+    CAPPED: tl.constexpr, HAS_SINKS: tl.constexpr, SCALED: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
+    # Of products: keys and values in FP8 are widened for them.
+    element: tl.constexpr = outputs.dtype.element_ty if SCALED else keys.dtype.element_ty
     head = tl.program_id(0)
     index = tl.program_id(1).to(tl.int64)
     part = tl.program_id(2)
@@ -111,6 +131,7 @@ def _decode(
         of_sinks = sinks + head * GROUP + tl.where(in_group, group, 0)
         largest, total = _sinks_or_nothing(of_sinks, part == 0, QUERIES=QUERIES, HAS_SINKS=HAS_SINKS)
         sums = tl.zeros([QUERIES, WIDTH], tl.float32)
+        scale *= _factor(key_scales, head, SCALED=SCALED)
         if STORES:
             angle = angles + (length - 1).to(tl.int64) * HEAD_DIM
             half = tl.where(columns < HEAD_DIM // 2, columns, columns - HEAD_DIM // 2)
@@ -119,17 +140,18 @@ def _decode(
             query = _turned(
                 of_heads, query_norm, epsilon, cosines, sines, columns, in_head, HEAD_DIM=HEAD_DIM, NORMED=NORMED
             )
-            query = tl.where(in_head[None, :], query, 0.0).to(keys.dtype.element_ty)
+            query = tl.where(in_head[None, :], query, 0.0).to(element)
             if part == 0:
                 one = tl.arange(0, 1)
                 of_key = of_token + ((KV_HEADS * GROUP + head + one) * HEAD_DIM)[:, None]
                 new_key = _turned(
                     of_key, key_norm, epsilon, cosines, sines, columns, in_head, HEAD_DIM=HEAD_DIM, NORMED=NORMED
                 )
-                new_key = tl.where(in_head[None, :], new_key, 0.0).to(keys.dtype.element_ty)
+                new_key = tl.where(in_head[None, :], new_key, 0.0)
                 of_value = of_token + ((KV_HEADS * GROUP + KV_HEADS + head + one) * HEAD_DIM)[:, None]
                 new_value = tl.load(of_value + columns[None, :], mask=in_head[None, :], other=0.0)
-                new_value = new_value.to(values.dtype.element_ty)
+                new_key = _narrowed(new_key, keys, key_scales, head, SCALED=SCALED)
+                new_value = _narrowed(new_value, values, value_scales, head, SCALED=SCALED)
                 page = tl.load(table + (length - 1) // PAGE_SIZE).to(tl.int64)
                 target = page * stride_page + head * stride_head + ((length - 1) % PAGE_SIZE) * stride_token
                 tl.store(keys + target + columns[None, :], new_key, mask=in_head[None, :])
@@ -141,7 +163,7 @@ def _decode(
                 sums = tl.exp2(score - larger)[:, None] * new_value.to(tl.float32)
                 largest = larger
         else:
-            query = tl.load(of_heads + columns[None, :], mask=in_head[None, :], other=0.0).to(keys.dtype.element_ty)
+            query = tl.load(of_heads + columns[None, :], mask=in_head[None, :], other=0.0).to(element)
         steps = tl.arange(0, BLOCK)
         for at in range(start, end, BLOCK):
             tokens = at + steps
@@ -152,14 +174,15 @@ def _decode(
             value = tl.load(
                 values + place[:, None] + columns[None, :], mask=inside[:, None] & in_head[None, :], other=0.0
             )
-            scores = _scored(tl.dot(query, key), scale, cap, CAPPED=CAPPED)
+            scores = _scored(tl.dot(query, key.to(element)), scale, cap, CAPPED=CAPPED)
             scores = tl.where(inside[None, :], scores, -float("inf"))
             larger = tl.maximum(largest, tl.max(scores, axis=1))
             shrink = tl.exp2(largest - larger)
             shares = tl.exp2(scores - larger[:, None])
             total = total * shrink + tl.sum(shares, axis=1)
-            sums = sums * shrink[:, None] + tl.dot(shares.to(values.dtype.element_ty), value)
+            sums = sums * shrink[:, None] + tl.dot(shares.to(element), value.to(element))
             largest = larger
+        sums *= _factor(value_scales, head, SCALED=SCALED)
         mine = in_group[:, None] & in_head[None, :]
         of_row = index * KV_HEADS * GROUP * HEAD_DIM
         if parts == 1:
@@ -272,10 +295,11 @@ class DecodeAttention:
         parts = self.parts_of(batch)
         group = shape.query_heads // shape.kv_heads
         stride_page, stride_head, stride_token, _ = layer.keys.stride()
+        scales = (self._weights,) * 2 if layer.scales is None else (layer.scales.keys, layer.scales.values)
         cap = (shape.attention_softcap or 0.0) * _LOG2_E
         scale = shape.scale / shape.attention_softcap if shape.attention_softcap else shape.scale * _LOG2_E
         _decode[(shape.kv_heads, batch, parts)](
-            inputs, layer.keys, layer.values, outputs, page_table, rows, lengths,
+            inputs, layer.keys, layer.values, *scales, outputs, page_table, rows, lengths,
             self._partial, self._weights, self._counters,
             inputs if angles is None else angles, norms.query if norms else inputs, norms.key if norms else inputs,
             norms.epsilon if norms else 0.0, self._weights if sinks is None else sinks,
@@ -287,6 +311,7 @@ class DecodeAttention:
             MERGED=triton.next_power_of_2(group), STORES=angles is not None, NORMED=norms is not None,
             WINDOW_LEFT=-1 if shape.window_left is None else shape.window_left,
             CAPPED=shape.attention_softcap is not None, HAS_SINKS=sinks is not None,
+            SCALED=layer.scales is not None,
             num_warps=tuning.warps, num_stages=tuning.stages, **launch_options(batch),
         )  # fmt: skip
         return outputs

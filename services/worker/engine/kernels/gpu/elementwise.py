@@ -78,11 +78,28 @@ def _gate(both, outputs, width, BLOCK: tl.constexpr, ACTIVATION: tl.constexpr, O
 
 
 @triton.jit
+def to_float8(numbers, scales):
+    """Return numbers divided by scales, limited to the range of e4m3 and rounded."""
+    # A division that rounds as the reference's does.
+    scaled = tl.div_rn(numbers.to(tl.float32), scales)
+    # Not a number stays so: comparisons with it are false.
+    limited = tl.where(scaled > 448.0, 448.0, tl.where(scaled < -448.0, -448.0, scaled))
+    # Rounded to nearest even here, so that conversions are exact: Triton's interpreter rounds otherwise. Numbers below
+    # 2^-6 are multiples of 2^-9, others have three bits after the first.
+    bits = limited.to(tl.int32, bitcast=True)
+    wide = (bits + 0x7FFFF + ((bits >> 20) & 1)) & ~0xFFFFF
+    # Adding a large number rounds; a zero keeps its sign.
+    small = (limited + 24576.0 - 24576.0).to(tl.int32, bitcast=True) | ((bits >> 31) << 31)
+    rounded = tl.where(tl.abs(limited) < 0.015625, small, wide).to(tl.float32, bitcast=True)
+    return tl.where(limited == limited, rounded, limited).to(tl.float8e4nv)
+
+
+@triton.jit
 def _rotate_and_store(
-    qkv, keys, values, angles, positions, write_slots, query_norm, key_norm, epsilon,
+    qkv, keys, values, key_scales, value_scales, angles, positions, write_slots, query_norm, key_norm, epsilon,
     stride_page, stride_head, stride_token,
     QUERY_HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, PAGE_SIZE: tl.constexpr,
-    NORMED: tl.constexpr, HEADS: tl.constexpr,
+    NORMED: tl.constexpr, SCALED: tl.constexpr, HEADS: tl.constexpr,
     HALF: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
     if OVERLAPS:
@@ -122,11 +139,19 @@ def _rotate_and_store(
     page = (slot // PAGE_SIZE) * stride_page + (slot % PAGE_SIZE) * stride_token
     target = page + kv_head[:, None] * stride_head + columns[None, :]
     is_key = (heads >= QUERY_HEADS) & (heads < QUERY_HEADS + KV_HEADS)
-    element = keys.dtype.element_ty
-    tl.store(keys + target, turned_first.to(element), mask=inside & is_key[:, None])
-    tl.store(keys + target + HEAD_DIM // 2, turned_second.to(element), mask=inside & is_key[:, None])
-    tl.store(values + target, raw_first.to(element), mask=inside & is_value[:, None])
-    tl.store(values + target + HEAD_DIM // 2, raw_second.to(element), mask=inside & is_value[:, None])
+    if SCALED:
+        of_keys = tl.load(key_scales + kv_head, mask=is_key, other=1.0)[:, None]
+        of_values = tl.load(value_scales + kv_head, mask=is_value & (kv_head < KV_HEADS), other=1.0)[:, None]
+        new_first, new_second = to_float8(turned_first, of_keys), to_float8(turned_second, of_keys)
+        value_first, value_second = to_float8(raw_first, of_values), to_float8(raw_second, of_values)
+    else:
+        element = keys.dtype.element_ty
+        new_first, new_second = turned_first.to(element), turned_second.to(element)
+        value_first, value_second = raw_first.to(element), raw_second.to(element)
+    tl.store(keys + target, new_first, mask=inside & is_key[:, None])
+    tl.store(keys + target + HEAD_DIM // 2, new_second, mask=inside & is_key[:, None])
+    tl.store(values + target, value_first, mask=inside & is_value[:, None])
+    tl.store(values + target + HEAD_DIM // 2, value_second, mask=inside & is_value[:, None])
 
 
 def rms_norm(inputs: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Tensor:
@@ -186,14 +211,16 @@ def rotate_and_store(
     tokens = qkv.shape[0]
     heads = shape.query_heads + 2 * shape.kv_heads
     stride_page, stride_head, stride_token, _ = layer.keys.stride()
+    scales = (angles, angles) if layer.scales is None else (layer.scales.keys, layer.scales.values)
     if tokens:
         heads_at_once, warps = _BUNDLED if tokens >= _MANY_TOKENS else _SPREAD
         _rotate_and_store[(tokens, triton.cdiv(heads, heads_at_once))](
-            qkv, layer.keys, layer.values, angles, batch.positions, batch.write_slots,
+            qkv, layer.keys, layer.values, *scales, angles, batch.positions, batch.write_slots,
             norms.query if norms else qkv, norms.key if norms else qkv, norms.epsilon if norms else 0.0,
             stride_page, stride_head, stride_token,
             QUERY_HEADS=shape.query_heads, KV_HEADS=shape.kv_heads, HEAD_DIM=shape.head_dim,
-            PAGE_SIZE=shape.page_size, NORMED=norms is not None, HEADS=heads_at_once,
+            PAGE_SIZE=shape.page_size, NORMED=norms is not None, SCALED=layer.scales is not None,
+            HEADS=heads_at_once,
             HALF=triton.next_power_of_2(shape.head_dim // 2), num_warps=warps, **launch_options(tokens),
         )  # fmt: skip
     return qkv[:, : shape.query_width]

@@ -36,6 +36,16 @@ class FlashInferPrefill:
         if batch is not self._planned:
             self._plan(batch, queries.dtype, layer.keys.dtype)
             self._planned = batch
+        scales = layer.scales
+        if scales is not None:
+            # FlashInfer takes one scale for all heads.
+            group = self._shape.query_heads // self._shape.kv_heads
+            queries = queries * scales.keys.repeat_interleave(group)[:, None].to(queries.dtype)
+        self._run(queries, outputs, layer, sinks)
+        if scales is not None:
+            outputs *= scales.values.repeat_interleave(group)[:, None].to(outputs.dtype)
+
+    def _run(self, queries: torch.Tensor, outputs: torch.Tensor, layer: KvLayer, sinks: torch.Tensor | None) -> None:
         if sinks is None:
             self._wrapper.run(queries, (layer.keys, layer.values), out=outputs)
             return

@@ -49,31 +49,51 @@ def main() -> None:
 
 def attention_specs(
     architectures: str, head_dims: Sequence[int], dtypes: Sequence[torch.dtype], windows: Sequence[bool],
-    *, has_cap: bool = False,
+    *, has_cap: bool = False, has_float8_kv: bool = False,
 ) -> Iterable[JitSpec]:  # fmt: skip
-    """Yield the kernels that `FlashInferPrefill` uses: FlashAttention-3 on Hopper, 2 elsewhere.
+    """Yield the kernels that `FlashInferPrefill` uses: FlashAttention-3 on Hopper, 2 elsewhere and for keys in FP8.
 
     Those that cap scores are compiled when they are first used.
     """
     from flashinfer.jit.attention import gen_batch_prefill_module
 
-    backends = {"fa3" if architecture == HOPPER else "fa2" for architecture in architectures.split()}
+    backends = {
+        "fa3" if architecture == HOPPER and not has_float8_kv else "fa2" for architecture in architectures.split()
+    }
     for backend, dtype, size, window in itertools.product(sorted(backends), dtypes, head_dims, windows):
         # The arguments that `BatchPrefillWithPagedKVCacheWrapper.plan` derives; no fp16 products.
         yield gen_batch_prefill_module(
-            backend, dtype, dtype, dtype, torch.int32, size, size, NO_POSITIONS, window, has_cap, False
+            backend,
+            dtype,
+            torch.float8_e4m3fn if has_float8_kv else dtype,
+            dtype,
+            torch.int32,
+            size,
+            size,
+            NO_POSITIONS,
+            window,
+            has_cap,
+            False,
         )
 
 
 def is_missing(
-    head_dim: int, dtype: torch.dtype, *, has_window: bool, has_cap: bool = False, capability: tuple[int, int]
+    head_dim: int,
+    dtype: torch.dtype,
+    *,
+    has_window: bool,
+    has_cap: bool = False,
+    has_float8_kv: bool = False,
+    capability: tuple[int, int],
 ) -> bool:
     """Whether this installation has no kernels for such attention on such a GPU, and cannot compile them."""
     is_fixed = bool(os.environ.get("FLASHINFER_DISABLE_JIT"))
     if not is_fixed and has_compiler():
         return False
     architecture = HOPPER if capability == (9, 0) else "{}.{}".format(*capability)
-    specs = attention_specs(architecture, [head_dim], [dtype], [has_window], has_cap=has_cap)
+    specs = attention_specs(
+        architecture, [head_dim], [dtype], [has_window], has_cap=has_cap, has_float8_kv=has_float8_kv
+    )
     return not all(spec.is_aot if is_fixed else spec.is_compiled for spec in specs)
 
 

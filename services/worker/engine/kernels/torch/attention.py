@@ -9,6 +9,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from services.worker.engine.kernels.interface import AttentionShape, KvLayer, KvLayout, QkNorm
 from services.worker.engine.kernels.torch.kernels import rms_norm
+from services.worker.engine.quantization.fp8 import FP8, LARGEST
 
 if TYPE_CHECKING:
     from services.worker.engine.model.batch import ForwardBatch
@@ -41,8 +42,13 @@ class TorchAttention:
             )
         heads = self._rotate(heads, batch.positions)
         slots = (-1, shape.kv_heads, shape.head_dim)
-        layer.keys.view(slots)[batch.write_slots] = heads[:, shape.query_heads :].to(layer.keys.dtype)
-        layer.values.view(slots)[batch.write_slots] = values.reshape(slots).to(layer.values.dtype)
+        keys, values = heads[:, shape.query_heads :], values.reshape(slots)
+        if layer.scales is None:
+            keys, values = keys.to(layer.keys.dtype), values.to(layer.values.dtype)
+        else:
+            keys, values = quantise_heads(keys, layer.scales.keys), quantise_heads(values, layer.scales.values)
+        layer.keys.view(slots)[batch.write_slots] = keys
+        layer.values.view(slots)[batch.write_slots] = values
         return heads[:, : shape.query_heads].flatten(1)
 
     def attend(
@@ -123,8 +129,21 @@ class TorchAttention:
 
     def _gather(self, layer: KvLayer, table: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
         """Return keys and values [rows, kv_heads, pages * page_size, components] of pages in `table` [rows, pages]."""
-        keys, *values = (pool[table].flatten(1, 2).transpose(1, 2).to(dtype) for pool in layer.stored)
-        return keys, values[0] if values else keys[..., : self._shape.value_dim]
+        keys, *values = (pool[table].flatten(1, 2).transpose(1, 2) for pool in layer.stored)
+        if layer.scales is not None:
+            return widen_heads(keys, layer.scales.keys, dtype), widen_heads(values[0], layer.scales.values, dtype)
+        keys = keys.to(dtype)
+        return keys, values[0].to(dtype) if values else keys[..., : self._shape.value_dim]
+
+
+def quantise_heads(heads: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+    """Return heads [tokens, kv_heads, head_dim] in FP8, see `KvScales`; not-a-number stays so."""
+    return (heads.float() / scales[:, None]).clamp(-LARGEST, LARGEST).to(FP8)
+
+
+def widen_heads(heads: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Return heads [rows, kv_heads, tokens, head_dim] in FP8 as numbers of `dtype`."""
+    return (heads.float() * scales[:, None, None]).to(dtype)
 
 
 def explicit_attention(

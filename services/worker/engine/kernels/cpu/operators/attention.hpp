@@ -33,6 +33,8 @@ struct AttentionArguments {
   const int32_t* key_lengths;  // [rows]
   const int32_t* page_table;   // [rows, table_width]
   const float* sinks;          // [query_heads] scores of one more key each, whose value is zero; or null
+  const float* key_scales;     // [kv_heads] factors of keys in FP8; null with other types
+  const float* value_scales;
   int query_stride, rows, table_width, query_heads, kv_heads, head_dim, page_size, threads;
   int window_left;  // keys that a query sees before its own position; negative: all
   float scale;      // of scores before the softmax
@@ -257,10 +259,12 @@ void run_task(const AttentionArguments& a, const AttentionTask& task, const Atte
   const int lines = task.tokens * task.heads;
   const int position = position_of(a, task);  // line i belongs to the token at position + i / heads
   const long first_token = a.query_starts[task.row] + task.first_token, first_head = task.first_head * a.head_dim;
+  const float scale = a.scale * (a.key_scales ? a.key_scales[task.kv_head] : 1.0f);
+  const float value_scale = a.value_scales ? a.value_scales[task.kv_head] : 1.0f;
   for (int line = 0; line < lines; ++line) {
     const float* query = a.queries + (first_token + line / task.heads) * a.query_stride + first_head +
                          line % task.heads * a.head_dim;
-    for (int i = 0; i < a.head_dim; ++i) scratch.queries[line * a.head_dim + i] = query[i] * a.scale;
+    for (int i = 0; i < a.head_dim; ++i) scratch.queries[line * a.head_dim + i] = query[i] * scale;
     std::fill_n(scratch.outputs + line * a.head_dim, a.head_dim, 0.0f);
     scratch.sums[line] = Vector{};
     scratch.maxima[line] = -std::numeric_limits<float>::infinity();
@@ -289,7 +293,7 @@ void run_task(const AttentionArguments& a, const AttentionTask& task, const Atte
     float* output = a.outputs + (first_token + line / task.heads) * a.query_heads * a.head_dim + first_head +
                     line % task.heads * a.head_dim;
     const float divisor = sum(scratch.sums[line]);
-    for (int i = 0; i < a.head_dim; ++i) output[i] = scratch.outputs[line * a.head_dim + i] / divisor;
+    for (int i = 0; i < a.head_dim; ++i) output[i] = scratch.outputs[line * a.head_dim + i] / divisor * value_scale;
   }
 }
 

@@ -38,6 +38,8 @@ struct StoreArguments {
   const int64_t* slots;      // [tokens], page * page_size + offset
   const float* query_norm;
   const float* key_norm;
+  const float* key_scales;    // [kv_heads] by which keys in FP8 are divided; null with other types
+  const float* value_scales;
   float epsilon;
   int tokens, query_heads, kv_heads, head_dim, page_size, threads;
 };
@@ -69,10 +71,12 @@ void share_store(const StoreArguments& a, Element* keys, Element* values) {
     const float* value = head;
     const long page = a.slots[token] / a.page_size, offset = a.slots[token] % a.page_size;
     for (int h = 0; h < a.kv_heads; ++h) {
+      const float key_scale = a.key_scales ? a.key_scales[h] : 1.0f;
+      const float value_scale = a.value_scales ? a.value_scales[h] : 1.0f;
       const long start = (page * a.kv_heads + h) * a.head_dim * a.page_size;
       for (int i = 0; i < a.head_dim; ++i) {
-        from_float(key[h * a.head_dim + i], keys + start + static_cast<long>(i) * a.page_size + offset);
-        from_float(value[h * a.head_dim + i], values + start + offset * a.head_dim + i);
+        from_float(key[h * a.head_dim + i] / key_scale, keys + start + static_cast<long>(i) * a.page_size + offset);
+        from_float(value[h * a.head_dim + i] / value_scale, values + start + offset * a.head_dim + i);
       }
     }
   }

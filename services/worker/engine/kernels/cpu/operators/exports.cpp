@@ -9,7 +9,7 @@
 
 namespace {
 
-enum ElementType { kFloat32 = 0, kFloat16 = 1, kBFloat16 = 2 };
+enum ElementType { kFloat32 = 0, kFloat16 = 1, kBFloat16 = 2, kFloat8 = 3 };
 
 template <typename Function>
 void with_type(int type, Function function) {
@@ -21,6 +21,13 @@ void with_type(int type, Function function) {
     default:
       return function(0.0f);
   }
+}
+
+// Keys and values may be in FP8, too.
+template <typename Function>
+void with_kv_type(int type, Function function) {
+  if (type == kFloat8) return function(pando::Float8{});
+  with_type(type, function);
 }
 
 }  // namespace
@@ -60,14 +67,14 @@ void pando_rms_norm(const float* inputs, const float* weight, float epsilon, int
 }
 
 void pando_store(const pando::StoreArguments* arguments, void* keys, void* values, int type) {
-  with_type(type, [&](auto element) {
+  with_kv_type(type, [&](auto element) {
     using Element = decltype(element);
     pando::rotate_and_store(*arguments, static_cast<Element*>(keys), static_cast<Element*>(values));
   });
 }
 
 void pando_attend(const pando::AttentionArguments* arguments, const void* keys, const void* values, int type) {
-  with_type(type, [&](auto element) {
+  with_kv_type(type, [&](auto element) {
     using Element = decltype(element);
     pando::attend(*arguments, static_cast<const Element*>(keys), static_cast<const Element*>(values));
   });
@@ -75,7 +82,7 @@ void pando_attend(const pando::AttentionArguments* arguments, const void* keys, 
 
 void pando_layers(const pando::LayersArguments* arguments, int weights_type, int kv_type) {
   with_type(weights_type, [&](auto weight) {
-    with_type(kv_type, [&](auto element) { pando::run_layers<decltype(weight), decltype(element)>(*arguments); });
+    with_kv_type(kv_type, [&](auto element) { pando::run_layers<decltype(weight), decltype(element)>(*arguments); });
   });
 }
 

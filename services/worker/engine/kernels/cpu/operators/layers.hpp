@@ -23,6 +23,8 @@ struct LayerArguments {
   const float* angles;        // as StoreArguments has them
   void* keys;
   void* values;
+  const float* key_scales;    // as StoreArguments and AttentionArguments have them
+  const float* value_scales;
   MatrixArguments qkv, output, gate, up, down;
   int window_left, table;     // which of the page tables, and slots, are this layer's
 };
@@ -110,6 +112,8 @@ void share_layer(const LayersArguments& a, const LayerArguments& layer, const st
   store.slots = a.slots[layer.table];
   store.query_norm = layer.query_norm;
   store.key_norm = layer.key_norm;
+  store.key_scales = layer.key_scales;
+  store.value_scales = layer.value_scales;
   AttentionArguments attention = a.attention;
   attention.queries = scratch.qkv;
   attention.outputs = scratch.attended;
@@ -117,6 +121,8 @@ void share_layer(const LayersArguments& a, const LayerArguments& layer, const st
   attention.table_width = a.table_widths[layer.table];
   attention.window_left = layer.window_left;
   attention.sinks = layer.sinks;
+  attention.key_scales = layer.key_scales;
+  attention.value_scales = layer.value_scales;
 
   const Input* inputs = normalised(a.hidden, layer.input_norm, epsilon, tokens, hidden, shared);
   share_product<Weight>(layer.qkv, inputs, tokens, scratch.qkv, false);

@@ -1,6 +1,8 @@
 // One vector register of floats, and loads into it from every element type that weights and KV may have.
 #pragma once
 
+#include <algorithm>
+#include <cmath>
 #include <cstdint>
 #include <cstring>
 
@@ -22,12 +24,17 @@ typedef float Vector __attribute__((vector_size(kLanes * 4)));
 typedef int32_t IntVector __attribute__((vector_size(kLanes * 4)));
 typedef uint16_t HalfVector __attribute__((vector_size(kLanes * 2)));
 typedef uint32_t WordVector __attribute__((vector_size(kLanes * 4)));
+typedef uint8_t ByteVector __attribute__((vector_size(kLanes)));
 
 struct Float16 {
   uint16_t bits;
 };
 struct BFloat16 {
   uint16_t bits;
+};
+// e4m3 without infinities: a sign, 4 bits of exponent with bias 7, 3 of mantissa.
+struct Float8 {
+  uint8_t bits;
 };
 
 inline Vector broadcast(float value) { return value - Vector{}; }
@@ -96,6 +103,36 @@ inline Vector load(const Float16* source) {
   return vector;
 }
 #endif
+
+// Normal numbers get another bias; the others are multiples of 2^-9, which a conversion makes faster than the processor
+// handles float32's own subnormal numbers.
+inline Vector load(const Float8* source) {
+  ByteVector bytes;
+  std::memcpy(&bytes, source, sizeof bytes);
+  const WordVector words = __builtin_convertvector(bytes, WordVector);
+  const WordVector magnitude = words & 0x7f;
+  const WordVector normal = (magnitude << 20) + (120u << 23);
+  const WordVector small = (WordVector)(__builtin_convertvector((IntVector)magnitude, Vector) * 0x1p-9f);
+  return (Vector)((magnitude < 8 ? small : normal) | (words & 0x80) << 24);
+}
+
+// Rounds to nearest even, as torch does, and limits what is too large to +-448; NaN stays NaN.
+inline void from_float(float value, Float8* target) {
+  uint32_t word;
+  std::memcpy(&word, &value, sizeof word);
+  const uint8_t sign = word >> 24 & 0x80;
+  word &= 0x7fffffff;
+  if (word > 0x7f800000) {
+    target->bits = sign | 0x7f;
+  } else if (word < 0x3c800000) {  // below 2^-6: adding 2^14 rounds to a multiple of 2^-9
+    const float shifted = std::fabs(value) + 16384.0f;
+    std::memcpy(&word, &shifted, sizeof word);
+    target->bits = sign | static_cast<uint8_t>(word);
+  } else {
+    word = std::min<uint32_t>(word, 0x43e00000);  // 448
+    target->bits = sign | static_cast<uint8_t>(((word + 0x7ffff + (word >> 20 & 1)) >> 20) - (120 << 3));
+  }
+}
 
 inline Vector maximum(Vector lhs, Vector rhs) { return lhs > rhs ? lhs : rhs; }
 inline Vector minimum(Vector lhs, Vector rhs) { return lhs < rhs ? lhs : rhs; }
