@@ -176,7 +176,7 @@ def test_progress_rises_to_one_and_names_its_stages(model: Path) -> None:
     ("changes", "complaint"),
     [
         ({"dtype": "int8"}, "dtype 'int8' is not one of"),
-        ({"kv_dtype": "fp8"}, "kv_dtype 'fp8' is not one of"),
+        ({"kv_dtype": "fp8_e5m2"}, "kv_dtype 'fp8_e5m2' is not one of auto, .*, fp8, fp8_e4m3"),
         ({"load_format": "pickle"}, "load_format 'pickle' is not one of"),
         ({"load_format": "gguf"}, "not what load_format=gguf reads"),
         ({"world_size": 2}, "needs the rendezvous address"),

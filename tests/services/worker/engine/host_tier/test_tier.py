@@ -66,7 +66,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
-@pytest.mark.parametrize("kv_dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("kv_dtype", ["float32", "bfloat16", "fp8"])
 def test_a_prompt_that_was_on_the_host_gives_the_same_tokens_from_other_pages(model: Path, kv_dtype: str) -> None:
     engine = Engine(model, kv_dtype=kv_dtype)
     cold = engine.generate([0, 1, 2, 3, 4])

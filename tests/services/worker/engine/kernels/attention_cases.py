@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from hypothesis import strategies as st
 
-from services.worker.engine.kernels.interface import AttentionShape, KvLayer, KvLayout
+from services.worker.engine.kernels.interface import AttentionShape, KvLayer, KvLayout, KvScales
 from services.worker.engine.model.batch import ForwardBatch
 from services.worker.engine.model.kv_pool import allocate_pool
 
@@ -56,12 +56,21 @@ class Case:
         layer = plain.layers[0]
         for tensor in layer.stored:
             tensor.copy_(torch.randn(tensor.shape, generator=generator))
-        if layout is KvLayout.TOKEN_MAJOR:
-            return layer
-        return KvLayer(
-            layer.keys.permute(0, 2, 3, 1).contiguous(),
-            layer.values.permute(0, 2, 1, 3).contiguous(),
-        )
+        scales = self.scales() if dtype == torch.float8_e4m3fn else None
+        match layout:
+            case KvLayout.TOKEN_MAJOR:
+                return KvLayer(layer.keys, layer.values, scales=scales)
+            case KvLayout.LANES:
+                keys = layer.keys.permute(0, 2, 3, 1)
+            case KvLayout.HEAD_MAJOR:
+                keys = layer.keys.transpose(1, 2)
+        return KvLayer(keys.contiguous(), layer.values.transpose(1, 2).contiguous(), scales=scales)
+
+    def scales(self) -> KvScales:
+        """Return scales of FP8, some of them powers of two, by which the largest numbers do not fit."""
+        generator = torch.Generator().manual_seed(self.seed + 4)
+        keys, values = torch.rand(2, self.shape.kv_heads, generator=generator)
+        return KvScales(0.003 + keys / 100, torch.exp2((values * 14).round() - 9))
 
     def sinks(self) -> torch.Tensor | None:
         """Return random sinks, or None: every third case has some."""
@@ -79,7 +88,14 @@ def token_major(layer: KvLayer, layout: KvLayout) -> KvLayer:
     """Return `layer` as [pages, page_size, kv_heads, head_dim]."""
     if layout is KvLayout.TOKEN_MAJOR:
         return layer
-    return KvLayer(layer.keys.permute(0, 3, 1, 2), layer.values.permute(0, 2, 1, 3))
+    return KvLayer(layer.keys.permute(0, 3, 1, 2), layer.values.permute(0, 2, 1, 3), scales=layer.scales)
+
+
+def widened(layer: KvLayer) -> KvLayer:
+    """Return [pages, page_size, kv_heads, head_dim] in FP8 as float32."""
+    assert layer.scales is not None
+    scales = layer.scales.keys[:, None], layer.scales.values[:, None]
+    return KvLayer(layer.keys.float() * scales[0], layer.values.float() * scales[1])
 
 
 @st.composite

@@ -10,10 +10,10 @@ import torch
 from hypothesis import given, settings
 
 from services.worker.engine.kernels.cpu.attention import CpuAttention, fits
-from services.worker.engine.kernels.interface import AttentionBackend, AttentionShape, KvLayer, QkNorm
+from services.worker.engine.kernels.interface import AttentionBackend, AttentionShape, KvLayer, KvScales, QkNorm
 from services.worker.engine.kernels.torch.attention import TorchAttention
 from services.worker.engine.kernels.torch.kernels import rms_norm
-from tests.services.worker.engine.kernels.attention_cases import Case, cases, token_major
+from tests.services.worker.engine.kernels.attention_cases import Case, cases, token_major, widened
 
 if TYPE_CHECKING:
     from services.worker.engine.kernels.cpu.library import CpuLibrary
@@ -115,6 +115,68 @@ def test_attention_reads_every_type_of_kv(library: CpuLibrary, dtype: torch.dtyp
         # The values were rounded when they were stored; reading them is exact.
         expected = defined(case, queries, token_major(layer, backend.layout))
         torch.testing.assert_close(backend.attend(queries, layer, case.batch()), expected, atol=2e-5, rtol=2e-5)
+
+
+@settings(max_examples=12)
+@given(cases())
+def test_attention_multiplies_keys_and_values_in_float8_by_their_scales(library: CpuLibrary, case: Case) -> None:
+    queries = case.qkv()[:, : case.shape.query_width].contiguous()
+    for backend in backends(library, case.shape):
+        layer = case.layer(backend.layout, torch.float8_e4m3fn)
+        expected = defined(case, queries, widened(token_major(layer, backend.layout)), case.sinks())
+        got = backend.attend(queries, layer, case.batch(), case.sinks())
+        torch.testing.assert_close(got, expected, atol=5e-5, rtol=5e-5)
+
+
+@settings(max_examples=12)
+@given(cases())
+def test_keys_and_values_are_rounded_to_float8_as_torch_rounds_them(library: CpuLibrary, case: Case) -> None:
+    batch = case.batch()
+    for backend in backends(library, case.shape):
+        exact, rounded = (case.layer(backend.layout, dtype) for dtype in (torch.float32, torch.float8_e4m3fn))
+        assert rounded.scales is not None
+        wanted = backend.store(case.qkv(), exact, None, batch)
+        assert torch.equal(backend.store(case.qkv(), rounded, None, batch), wanted)
+        exact, stored = token_major(exact, backend.layout), token_major(rounded, backend.layout)
+        pages, offsets = batch.write_slots // case.shape.page_size, batch.write_slots % case.shape.page_size
+        for numbers, result, scales in (
+            (exact.keys, stored.keys, rounded.scales.keys),
+            (exact.values, stored.values, rounded.scales.values),
+        ):
+            expected = (numbers[pages, offsets] / scales[:, None]).clamp(-448, 448).to(torch.float8_e4m3fn)
+            assert torch.equal(result[pages, offsets].view(torch.uint8), expected.view(torch.uint8))
+
+
+def test_every_number_is_rounded_to_float8_alike_and_large_ones_are_limited(library: CpuLibrary) -> None:
+    shape = AttentionShape(1, 1, 64, 16)
+    every = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
+    numbers = every[every.isfinite()].sort().values
+    between = (numbers[1:] + numbers[:-1]) / 2
+    around = torch.cat([between, between.nextafter(torch.tensor(1e9)), between.nextafter(torch.tensor(-1e9))])
+    large = torch.tensor([449.0, 464.0, 465.0, 1e4, 3e38, torch.inf]).repeat(2, 1) * torch.tensor([[1.0], [-1.0]])
+    values = torch.cat([numbers, around, large.flatten(), torch.tensor([1e-9, -1e-40, -0.0])])
+    values = torch.nn.functional.pad(values, (0, -len(values) % 64)).view(-1, 64)
+    tokens = len(values)
+    case = Case(shape, [(0, tokens)], seed=1)
+    qkv = torch.cat([torch.zeros(tokens, 128), values], dim=1)
+    expected = values.clamp(-448, 448).to(torch.float8_e4m3fn)
+    assert bool(expected.float().isfinite().all())
+    for backend in backends(library, shape):
+        layer = case.layer(backend.layout, torch.float8_e4m3fn)
+        layer = replace(layer, scales=KvScales(torch.ones(1), torch.ones(1)))
+        backend.store(qkv.clone(), layer, None, case.batch())
+        batch, plain = case.batch(), token_major(layer, backend.layout)
+        stored = plain.values[batch.write_slots // 16, batch.write_slots % 16, 0]
+        assert torch.equal(stored.view(torch.uint8), expected.view(torch.uint8))
+        # The compiled attention reads each number as torch does: a single key has the whole softmax.
+        for token in range(tokens):
+            one = Case(shape, [(token, 1)], seed=1).batch()
+            one = replace(one, page_table=batch.page_table)
+            alone = replace(backend.shape, window_left=0) if isinstance(backend, CpuAttention) else None
+            if alone is not None:
+                reader = CpuAttention(library, alone, backend.angles, 1)
+                got = reader.attend(torch.zeros(1, 64), layer, one)
+                assert torch.equal(got[0], expected[token].float())
 
 
 @settings(max_examples=25)

@@ -11,6 +11,7 @@ from torch.nn.functional import linear
 
 from common.errors import ConfigurationError
 from services.worker.engine.checkpoints.safetensors_directory import SafetensorsCheckpoint
+from services.worker.engine.quantization.checkpoint_scheme import stored_format
 from services.worker.engine.quantization.formats import Fp8Format, Int8Format, StoredScales
 from services.worker.engine.quantization.fp8 import quantise, quantise_rows
 from services.worker.engine.quantization.policy import check_device
@@ -40,6 +41,9 @@ MILD = {"initializer_range": 0.05}
 def save_mild(directory: Path, family: str, **options: object) -> Path:
     name, own = FAMILIES[family]
     return save_model(directory, name, {**own, **MILD, **options})
+
+
+FLOAT8_KV = {"type": "float", "num_bits": 8, "strategy": "tensor", "dynamic": False, "symmetric": True}
 
 
 @pytest.fixture(scope="module")
@@ -180,6 +184,12 @@ def test_dummy_weights_are_quantised_like_those_of_a_checkpoint(model: Path, tmp
     assert torch.equal(logits_of(tmp_path, load_format="dummy"), quantised)
 
 
+def test_scales_of_keys_and_values_do_not_change_the_format_of_weights() -> None:
+    for strategy in ("tensor", "attn_head"):
+        scheme = {**PER_TENSOR, "kv_cache_scheme": {**FLOAT8_KV, "strategy": strategy}}
+        assert stored_format(scheme) == stored_format(PER_TENSOR)
+
+
 def test_pages_of_fp8_and_of_wider_weights_are_not_interchangeable(model: Path) -> None:
     prints = {load(model, quantization=name).capacity.fingerprint for name in ("auto", "fp8")}
     assert len(prints) == 2
@@ -191,6 +201,9 @@ def test_pages_of_fp8_and_of_wider_weights_are_not_interchangeable(model: Path) 
         ({"quant_method": "quip", "bits": 2}, "weights quantised by 'quip' are not supported"),
         ({**PER_TENSOR, "activation_scheme": "log"}, "activations scaled by 'log' numbers are not supported"),
         ({**PER_TENSOR, "kv_cache_scheme": {"num_bits": 8}}, "kv_cache_scheme"),
+        ({**PER_TENSOR, "kv_cache_scheme": {**FLOAT8_KV, "type": "int"}}, "kv_cache_scheme: .*'int', 8, 'tensor'"),
+        ({**PER_TENSOR, "kv_cache_scheme": {**FLOAT8_KV, "strategy": "channel"}}, "kv_cache_scheme: .*'channel'"),
+        ({**PER_TENSOR, "kv_cache_scheme": {**FLOAT8_KV, "symmetric": False}}, "kv_cache_scheme: .* zero points"),
         ({**FP8_DYNAMIC, "format": "nvfp4-pack-quantized"}, "weights stored as 'nvfp4-pack-quantized' are not"),
         ({**FP8_DYNAMIC, "sparsity_config": {"format": "sparse-24-bitmask"}}, "sparse weights are not supported"),
         ({**FP8_DYNAMIC, "config_groups": {}}, "0 different schemes"),

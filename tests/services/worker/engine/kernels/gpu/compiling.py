@@ -73,10 +73,14 @@ def main() -> None:
 
 
 def attention_sizes() -> list[int]:
-    """Compile attention of decoding rows in gpt-oss's shape: with sinks, with and without a window and parts."""
-    tensors = f"{'*bf16 ' * 4} *i32 *i32 *i32 *fp32 *fp32 *i32 *fp32 *bf16 *bf16 fp32 *fp32"
+    """Compile attention of decoding rows in gpt-oss's shape: with sinks, with and without a window and parts.
+
+    In bfloat16 and FP8; and the storing of keys and values in FP8.
+    """
+    others = "*bf16 *i32 *i32 *i32 *fp32 *fp32 *i32 *fp32 *bf16 *bf16 fp32 *fp32"
     sizes = []
-    for window, stores, parts in ((127, True, 8), (127, False, 1), (-1, True, 1), (-1, False, 8)):
+    choices = ((127, True, 8), (127, False, 1), (-1, True, 1), (-1, False, 8))
+    for (window, stores, parts), stored in itertools.product(choices, ("bf16", "fp8e4nv")):
         shape: Constants = {"KV_HEADS": 8, "GROUP": 8, "QUERIES": 16, "HEAD_DIM": 64, "WIDTH": 64, "PAGE_SIZE": 16}
         tiles: Constants = {"BLOCK": 64, "PARTS": parts, "LEAST_PART": 64, "MERGED": 8}
         how = {
@@ -85,10 +89,17 @@ def attention_sizes() -> list[int]:
             "WINDOW_LEFT": window,
             "CAPPED": False,
             "HAS_SINKS": True,
+            "SCALED": stored != "bf16",
             "OVERLAPS": True,
         }
+        tensors = f"*bf16 *{stored} *{stored} *fp32 *fp32 {others}"
         types = f"{tensors} fp32 fp32 i32 i32 i32 i32 i32"
         sizes.append(build(decode_attention._decode, types, 2, **shape, **tiles, **how))
+    store = "*bf16 *fp8e4nv *fp8e4nv *fp32 *fp32 *fp32 *i64 *i64 *bf16 *bf16 fp32 i32 i32 i32"
+    for heads, warps in ((4, 1), (16, 4)):
+        shape = {"QUERY_HEADS": 32, "KV_HEADS": 8, "HEAD_DIM": 128, "PAGE_SIZE": 16, "HALF": 64, "HEADS": heads}
+        how = {"NORMED": True, "SCALED": True, "OVERLAPS": True}
+        sizes.append(build(elementwise._rotate_and_store, store, warps, **shape, **how))
     return sizes
 
 

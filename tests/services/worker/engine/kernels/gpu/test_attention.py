@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from services.worker.engine.kernels.interface import AttentionShape, KvLayer, KvLayout, QkNorm
+from services.worker.engine.kernels.interface import AttentionShape, KvLayer, KvLayout, KvScales, QkNorm
 from services.worker.engine.kernels.torch.attention import TorchAttention
 from tests.services.worker.engine.kernels.attention_cases import WINDOWS, Case
 
@@ -23,6 +23,8 @@ HAS_GPU = torch.cuda.is_available()
 # float32 in the interpreter, which has no tensor cores that would round.
 DTYPE = torch.bfloat16 if HAS_GPU else torch.float32
 TOLERANCE = 2e-2 if HAS_GPU else 2e-5
+FLOAT8 = torch.float8_e4m3fn
+TOKEN_MAJOR, HEAD_MAJOR = KvLayout.TOKEN_MAJOR, KvLayout.HEAD_MAJOR
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -95,6 +97,96 @@ def test_rows_of_every_shape_attend_as_in_plain_torch(case: Case, device: torch.
         return GpuAttention(shape, table(shape).to(device), TorchChunkAttention(shape), 4)
 
     check(case, device, make)
+
+
+def check_float8(case: Case, device: torch.device, make: Callable[[AttentionShape], GpuAttention]) -> None:
+    """Store and attend in FP8 with both; compare bytes of the pool, and outputs."""
+    case = replace(case, shape=replace(case.shape, has_float8_kv=True))
+    reference, attention = TorchAttention(case.shape, table(case.shape)), make(case.shape)
+    layer, mine, again = (case.layer(layout, FLOAT8) for layout in (TOKEN_MAJOR, HEAD_MAJOR, HEAD_MAJOR))
+    mine, again = on_device(mine, device), on_device(again, device)
+    batch, qkv = case.batch(), case.qkv().to(DTYPE)
+    reference.store(qkv.clone(), layer, None, batch)
+    got = attention.store(qkv.to(device, copy=True), mine, None, moved(batch, device))
+    sinks = case.sinks()
+    my_sinks = None if sinks is None else sinks.to(device)
+    at_once = attention.store_and_attend(qkv.to(device, copy=True), again, None, moved(batch, device), my_sinks)
+    for name in ("keys", "values"):
+        expected, stored, repeated = (getattr(kv, name).cpu() for kv in (layer, mine, again))
+        # Rotated keys may differ by roundings, and then lie on the other side of a border.
+        is_other = as_bytes(stored.transpose(1, 2)) != as_bytes(expected)
+        assert float(is_other.float().mean()) <= (0.01 if name == "keys" else 0.0)
+        assert float((as_bytes(repeated) != as_bytes(stored)).float().mean()) <= (0.01 if name == "keys" else 0.0)
+        numbers, wanted = stored.transpose(1, 2).float(), expected.float()
+        assert bool(((numbers - wanted).abs() <= wanted.abs() / 8 + 2**-9).all())
+    same = replace(layer, keys=mine.keys.transpose(1, 2).cpu(), values=mine.values.transpose(1, 2).cpu())
+    expected = reference.attend(got.float().cpu().contiguous(), same, batch, sinks)
+    attended = attention.attend(got, mine, moved(batch, device), my_sinks).float().cpu()
+    tolerance = 2 * TOLERANCE * max(1.0, float(expected.abs().max()))
+    torch.testing.assert_close(attended, expected, atol=tolerance, rtol=TOLERANCE)
+    same = replace(layer, keys=again.keys.transpose(1, 2).cpu(), values=again.values.transpose(1, 2).cpu())
+    expected = reference.attend(got.float().cpu().contiguous(), same, batch, sinks)
+    torch.testing.assert_close(at_once.float().cpu(), expected, atol=tolerance, rtol=TOLERANCE)
+
+
+def as_bytes(numbers: torch.Tensor) -> torch.Tensor:
+    return numbers.contiguous().view(torch.uint8)
+
+
+def on_device(layer: KvLayer, device: torch.device) -> KvLayer:
+    assert layer.scales is not None
+    scales = KvScales(layer.scales.keys.to(device), layer.scales.values.to(device))
+    return KvLayer(layer.keys.to(device), layer.values.to(device), scales=scales)
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case(AttentionShape(4, 2, 16, 16), [(40, 1), (0, 1), (3, 5)], seed=1),
+        Case(AttentionShape(3, 1, 32, 16, window_left=20), [(70, 1)], seed=2),
+        Case(AttentionShape(2, 2, 16, 5, attention_softcap=2.0), [(20, 1), (33, 1)], seed=3),
+    ],
+    ids=["chunks", "window", "sinks and cap"],
+)
+def test_keys_and_values_in_float8_are_stored_and_read_as_in_plain_torch(case: Case, device: torch.device) -> None:
+    def make(shape: AttentionShape) -> GpuAttention:
+        return GpuAttention(shape, table(shape).to(device), TorchChunkAttention(shape), 4)
+
+    check_float8(case, device, make)
+
+
+@pytest.mark.gpu
+@pytest.mark.timeout(900)
+@settings(max_examples=20, deadline=None)
+@given(case=cases(head_dims=(64, 128)))
+def test_flashinfer_reads_keys_and_values_in_float8(case: Case, device: torch.device) -> None:
+    pytest.importorskip("flashinfer")
+    from services.worker.engine.kernels.gpu.flashinfer_prefill import FlashInferPrefill
+
+    case = replace(case, shape=replace(case.shape, page_size=16))
+
+    def make(shape: AttentionShape) -> GpuAttention:
+        return GpuAttention(shape, table(shape).to(device), FlashInferPrefill(shape, device), 4)
+
+    check_float8(case, device, make)
+
+
+def test_numbers_beyond_the_range_of_float8_are_limited(device: torch.device) -> None:
+    shape = AttentionShape(1, 1, 16, 16, has_float8_kv=True)
+    attention = GpuAttention(shape, table(shape).to(device), TorchChunkAttention(shape), 1)
+    values = torch.tensor([449.0, 463.0, 465.0, 6e4, torch.inf, 1.0, 0.001, 1e-6])
+    values = torch.cat((values, -values))
+    expected = values.to(DTYPE).float().clamp(-448, 448).to(FLOAT8)
+    for stores_alone in (True, False):
+        case = Case(shape, [(0, 1)], seed=1)
+        layer = on_device(case.layer(HEAD_MAJOR, FLOAT8), device)
+        layer = replace(layer, scales=KvScales(torch.ones(1, device=device), torch.ones(1, device=device)))
+        qkv = torch.cat((torch.zeros(16), values.nan_to_num(posinf=3e38, neginf=-3e38), values)).to(device, DTYPE)[None]
+        run = attention.store if stores_alone else attention.store_and_attend
+        run(qkv, layer, None, moved(case.batch(), device))
+        page = int(case.batch().page_table[0, 0])
+        assert torch.equal(as_bytes(layer.values[page, 0, 0].cpu()), as_bytes(expected))
+        assert bool(layer.keys.float().isfinite().all())
 
 
 @pytest.mark.gpu
