@@ -143,7 +143,7 @@ class _DecoderLoader:
         if self._kv_dtype == FP8 and self._config.latent is not None:
             raise ConfigurationError(
                 f"kv_dtype=fp8: latent attention ({self._config.family}) keeps one row for keys and values, which is not "
-                f"supported in FP8; use kv_dtype=auto"
+                "supported in FP8; use kv_dtype=auto"
             )
         if self._kv_dtype == FP8 and self._backend.name == "gpu":
             check_float8_kv(torch.cuda.get_device_capability(self._device))

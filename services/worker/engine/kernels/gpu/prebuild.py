@@ -38,11 +38,17 @@ def main() -> None:
     parser.add_argument("--head-dims", type=int, nargs="+", default=[64, 128, 256])
     parser.add_argument("--dtypes", nargs="+", default=["bfloat16", "float16"])
     parser.add_argument("--windows", choices=("without", "with", "both"), default="both", help="sliding windows")
+    parser.add_argument("--float8-kv", action="store_true", help="also for keys and values in FP8 (kv_dtype=fp8)")
     arguments = parser.parse_args()
     windows = {"without": [False], "with": [True], "both": [False, True]}[arguments.windows]
     dtypes = [getattr(torch, name) for name in arguments.dtypes]
+    architectures, kinds = os.environ["FLASHINFER_CUDA_ARCH_LIST"], (False, True) if arguments.float8_kv else (False,)
     compile_attention(
-        list(attention_specs(os.environ["FLASHINFER_CUDA_ARCH_LIST"], arguments.head_dims, dtypes, windows))
+        [
+            spec
+            for is_float8 in kinds
+            for spec in attention_specs(architectures, arguments.head_dims, dtypes, windows, has_float8_kv=is_float8)
+        ]
     )
     compile_launcher(arguments.directory)
 

@@ -80,6 +80,21 @@ def test_a_prompt_that_was_on_the_host_gives_the_same_tokens_from_other_pages(mo
     assert engine.generate([0, 1, 2, 8, 9], computed=48) != cold
 
 
+def test_pages_in_float8_that_were_stored_give_the_same_tokens_in_another_process(model: Path) -> None:
+    first, second = (Engine(model, kv_dtype="fp8") for _ in range(2))
+    assert first.capacity.fingerprint == second.capacity.fingerprint
+    cold = first.generate([0, 1, 2, 3, 4])
+    first.move(TransferDirection.DEVICE_TO_HOST, [0, 1, 2], [9, 4, 5])
+    source, target = first.engine.host_pages, second.engine.host_pages
+    assert source is not None
+    assert target is not None
+    assert source.page_bytes == 16 * first.capacity.kv_bytes_per_token
+    for page, other in zip((9, 4, 5), (1, 2, 3), strict=True):
+        target.write_page(other, memoryview(source.read_page(page)))
+    second.move(TransferDirection.HOST_TO_DEVICE, [20, 7, 13], [1, 2, 3])
+    assert second.generate([20, 7, 13, 8, 9], computed=48) == cold
+
+
 def test_prefill_and_load_speed_are_measured_at_start_up(model: Path) -> None:
     capacity = Engine(model).capacity
     assert capacity.host_pages == 16

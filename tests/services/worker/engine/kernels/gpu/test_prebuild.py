@@ -23,9 +23,9 @@ def compiled(monkeypatch: pytest.MonkeyPatch) -> set[tuple[Any, ...]]:
     known: set[tuple[Any, ...]] = set()
 
     def generate(backend: str, *arguments: Any) -> SimpleNamespace:
-        dtype, _, _, _, size, _, _, window, cap, half = arguments
+        dtype, stored, _, _, size, _, _, window, cap, half = arguments
         assert (cap, half) == (False, False)
-        name = (backend, dtype, size, window)
+        name = (backend, dtype, size, window, *(() if stored == dtype else (stored,)))
         return SimpleNamespace(name=name, is_aot=name in known, is_compiled=name in known)
 
     for name in ("flashinfer", "flashinfer.jit", "flashinfer.jit.attention"):
@@ -37,6 +37,20 @@ def compiled(monkeypatch: pytest.MonkeyPatch) -> set[tuple[Any, ...]]:
 def test_hopper_gets_separate_attention_kernels(compiled: set[tuple[Any, ...]]) -> None:
     specs: Any = attention_specs("8.0 8.9 9.0a", [64], [torch.bfloat16], [False, True])
     assert [spec.name[0] for spec in specs] == ["fa2", "fa2", "fa3", "fa3"]
+
+
+def test_keys_in_float8_need_kernels_of_their_own(
+    compiled: set[tuple[Any, ...]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FLASHINFER_DISABLE_JIT", "1")
+
+    def misses(*, has_float8_kv: bool) -> bool:
+        return is_missing(64, torch.bfloat16, has_window=False, has_float8_kv=has_float8_kv, capability=HOPPER)
+
+    compiled.add(("fa3", torch.bfloat16, 64, False))
+    assert (misses(has_float8_kv=False), misses(has_float8_kv=True)) == (False, True)
+    compiled.add(("fa2", torch.bfloat16, 64, False, torch.float8_e4m3fn))
+    assert not misses(has_float8_kv=True)
 
 
 @pytest.fixture
