@@ -280,6 +280,6 @@ def test_gpus_that_cannot_convert_to_float8_are_refused() -> None:
 
 
 def test_latent_attention_is_refused(tmp_path: Path) -> None:
-    path = save_family(tmp_path, "deepseek-v3")
-    with pytest.raises(ConfigurationError, match="kv_dtype=fp8: latent attention .* use kv_dtype=auto"):
+    path = save_family(tmp_path, "deepseek v3")
+    with pytest.raises(ConfigurationError, match=r"kv_dtype=fp8: latent attention .* use kv_dtype=auto"):
         load(path, kv_dtype="fp8")
