@@ -142,7 +142,7 @@ class _DecoderLoader:
         self._kv_scales: tuple[KvScales, ...] = ()
         if self._kv_dtype == FP8 and self._config.latent is not None:
             raise ConfigurationError(
-                f"kv_dtype=fp8: latent attention ({self._config.family}) keeps one row for keys and values, which is not "
+                f"kv_dtype=fp8: latent attention ({self._config.family}) keeps one row for both, which is not "
                 "supported in FP8; use kv_dtype=auto"
             )
         if self._kv_dtype == FP8 and self._backend.name == "gpu":
