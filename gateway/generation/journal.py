@@ -75,7 +75,7 @@ class ChoiceRecord:
         self.delivered_characters = 0
         self.finish: Finish | None = None
         self.was_admitted = False
-        # How often the choice failed after it had been admitted.
+        # How often the choice failed after it had been admitted, since its last token.
         self.failures = 0
         # When the choice was interrupted (None: it was not), and how often it has been submitted again since then.
         self.interrupted_at: float | None = None
@@ -115,6 +115,8 @@ class ChoiceRecord:
         self.was_admitted = True
         self.interrupted_at = None
         self.tries = 0
+        if delta.token_ids:
+            self.failures = 0
         part = None if delta.prompt_logprobs is None else self._news(delta.prompt_logprobs)
         return ChoiceUpdate(self.index, delta.text, delta.token_ids, delta.logprobs, delta.finish, usage, part)
 
@@ -229,8 +231,8 @@ class ResumePolicy:
     """Limits on resubmission while parts of the pipeline are unavailable.
 
     A request that was never admitted waits only `admission_deadline_s`: its client has seen no output and can go
-    elsewhere. An admitted one may wait `deadline_s` for its next token and fail `attempts` times in all, so that a
-    request that crashes its worker does not do so forever.
+    elsewhere. An admitted one may wait `deadline_s` for its next token and fail `attempts` times without one, so that
+    a request that crashes its worker does not do so forever.
     """
 
     attempts: int = 5

@@ -148,13 +148,26 @@ async def test_attempts_after_admission_are_bounded() -> None:
     assert len(pipeline.submitted) == QUICK.attempts + 1
 
 
-async def test_progress_between_failures_does_not_make_attempts_unbounded() -> None:
+async def test_progress_resets_the_attempts() -> None:
+    pipeline = FakePipeline()
+    generation = begin(pipeline)
+    failures = 3 * QUICK.attempts
+    for number in range(failures):
+        one = (await pipeline.submissions(number + 1))[number]
+        pipeline.tell(tokens(one.request_id, 0, number, "x", number))
+        pipeline.tell(tokens(one.request_id, 0, number + 1, "", finish=BROKEN))
+    last = (await pipeline.submissions(failures + 1))[failures]
+    pipeline.tell(tokens(last.request_id, 0, failures, "y", failures, finish=STOP))
+    assert await read(generation) == "x" * failures + "y"
+
+
+async def test_a_delta_without_a_token_is_no_progress() -> None:
     pipeline = FakePipeline()
     generation = begin(pipeline)
     for number in range(QUICK.attempts + 1):
         one = (await pipeline.submissions(number + 1))[number]
-        pipeline.tell(tokens(one.request_id, 0, number, "x", number))
-        pipeline.tell(tokens(one.request_id, 0, number + 1, "", finish=BROKEN))
+        pipeline.tell(tokens(one.request_id, 0, 0, ""))
+        pipeline.tell(tokens(one.request_id, 0, 0, "", finish=BROKEN))
     with pytest.raises(RequestFailedError):
         await read(generation)
 
