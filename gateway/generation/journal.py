@@ -230,16 +230,15 @@ class Journal:
 class ResumePolicy:
     """Limits on resubmission while parts of the pipeline are unavailable.
 
-    A request that was never admitted waits only `admission_deadline_s`: its client has seen no output and can go
-    elsewhere. An admitted one may wait `deadline_s` for its next token and fail `attempts` times without one, so that
-    a request that crashes its worker does not do so forever.
+    A request may wait `deadline_s` for its admission or its next token, as long as OpenAI's clients wait for an answer
+    by default; it ends earlier if its client disconnects. An admitted one may fail `attempts` times without a new
+    token, so that a request that crashes its worker does not do so forever.
     """
 
     attempts: int = 5
-    deadline_s: float = 60.0
-    admission_deadline_s: float = 10.0
+    deadline_s: float = 600.0
     first_delay_s: float = 0.05
-    max_delay_s: float = 0.5
+    max_delay_s: float = 1.0
 
     def delay(self, choice: ChoiceRecord, failure: RequestFailure, now: float) -> float | None:
         """Return the seconds until `choice` is submitted again after `failure`; None to give up.
@@ -249,9 +248,8 @@ class ResumePolicy:
         if not _passes_by_waiting(choice, failure) or choice.failures > self.attempts:
             return None
         since = now if choice.interrupted_at is None else choice.interrupted_at
-        limit = self.deadline_s if choice.was_admitted else self.admission_deadline_s
         delay = min(self.first_delay_s * 2.0 ** min(choice.tries, 16), self.max_delay_s)
-        return delay if now + delay <= since + limit else None
+        return delay if now + delay <= since + self.deadline_s else None
 
 
 def _passes_by_waiting(choice: ChoiceRecord, failure: RequestFailure) -> bool:

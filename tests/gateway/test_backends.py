@@ -118,7 +118,7 @@ async def test_an_encoder_generates_nothing() -> None:
 
 
 async def test_a_model_with_unreachable_services_gives_503_and_other_models_still_answer() -> None:
-    gateway = TwoModels(resume=ResumePolicy(admission_deadline_s=0.0))
+    gateway = TwoModels(resume=ResumePolicy(deadline_s=0.0))
     gateway.small.model.error = UnavailableError("the tokenizer is away")
     assert error_of(await gateway.chat(model="small"), 503)["message"] == "the tokenizer is away"
     assert text_of((await gateway.chat(model="large")).json()) == "large"

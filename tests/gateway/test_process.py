@@ -105,7 +105,7 @@ async def test_request_waits_for_a_tokenizer_that_starts_again(tmp_path: Path) -
 
 
 async def test_an_unreachable_pipeline_gives_503_within_the_deadline(tmp_path: Path) -> None:
-    resume = ResumePolicy(admission_deadline_s=0.3)
+    resume = ResumePolicy(deadline_s=0.3)
     async with pipeline_servers(tmp_path) as services, gateway_over(services, resume) as client:
         await until_ready(client)
         assert (await client.get("/v1/models")).status_code == 200

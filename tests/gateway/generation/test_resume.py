@@ -35,7 +35,7 @@ AWAY = RequestFailure(ErrorCode.UNAVAILABLE, "the worker went away", retryable=T
 FULL = RequestFailure(ErrorCode.QUEUE_FULL, "full", retryable=True)
 DEFECT = RequestFailure(ErrorCode.INTERNAL, "a defect")
 BROKEN = Finish(FinishReason.ERROR, error=AWAY)
-QUICK = ResumePolicy(attempts=2, deadline_s=30.0, admission_deadline_s=30.0, first_delay_s=0.001, max_delay_s=0.01)
+QUICK = ResumePolicy(attempts=2, deadline_s=30.0, first_delay_s=0.001, max_delay_s=0.01)
 
 
 def request(n: int = 1, **stop: Any) -> GenerateRequest:
@@ -172,15 +172,25 @@ async def test_a_delta_without_a_token_is_no_progress() -> None:
         await read(generation)
 
 
-async def test_a_new_request_waits_no_longer_than_the_admission_deadline() -> None:
-    # Long enough for several attempts, and far from the other deadline, on a busy machine too.
-    policy = replace(QUICK, deadline_s=60.0, admission_deadline_s=0.5)
+def test_a_new_request_is_as_patient_as_an_admitted_one() -> None:
+    policy = ResumePolicy()
+    new, admitted = ChoiceRecord(request(), 0, 0), ChoiceRecord(request(), 0, 0)
+    admitted.was_admitted = True
+    new.interrupted_at = admitted.interrupted_at = 100.0
+    for waited in (1.0, 11.0, 120.0, 590.0, 601.0):
+        delays = [policy.delay(choice, AWAY, 100.0 + waited) for choice in (new, admitted)]
+        assert delays == [None if waited > 600 else policy.first_delay_s] * 2
+
+
+async def test_a_new_request_waits_until_the_deadline() -> None:
+    # Long enough for several attempts, on a busy machine too.
+    policy = replace(QUICK, deadline_s=0.5)
     pipeline = FakePipeline(lambda one: [Admission(one.request_id, 0, AWAY)])
     generation = begin(pipeline, policy=policy)
     started = asyncio.get_running_loop().time()
     with pytest.raises(RequestFailedError, match="went away"):
         await read(generation)
-    assert asyncio.get_running_loop().time() - started <= policy.admission_deadline_s + 1.0
+    assert asyncio.get_running_loop().time() - started <= policy.deadline_s + 1.0
     assert len(pipeline.submitted) > policy.attempts + 1
 
 
