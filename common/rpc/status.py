@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import TYPE_CHECKING, TypeVar
 
 import grpc
@@ -9,13 +10,14 @@ from google.protobuf import any_pb2, duration_pb2
 from google.rpc import code_pb2, error_details_pb2, status_pb2  # type: ignore[import-untyped]  # no stubs exist
 from grpc_status import rpc_status
 
-from common.errors import GRPC_STATUS, PandoError, RequestFailedError
+from common.errors import GRPC_STATUS, PandoError, RequestFailedError, UnavailableError
 from common.types import ErrorCode, RequestFailure
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable
 
 DOMAIN = "pando"
+RETRY_AFTER_MS = 1000
 T = TypeVar("T")
 
 
@@ -61,12 +63,18 @@ async def answered(call: Awaitable[T]) -> T:
     """Return the response of a call.
 
     Raises:
-        PandoError: the call failed; converted by `to_error`.
+        PandoError: the call failed; converted by `to_error`. UnavailableError if its channel was closed meanwhile.
     """
     try:
         return await call
     except grpc.RpcError as error:
         raise to_error(error) from error
+    except asyncio.CancelledError:
+        task = asyncio.current_task()
+        if task is None or task.cancelling():
+            raise
+        # Closing a channel cancels its calls, which looks like a cancellation of the task that awaits one.
+        raise UnavailableError("the connection was closed during the call", retry_after_ms=RETRY_AFTER_MS) from None
 
 
 def describe(error: grpc.RpcError) -> str:

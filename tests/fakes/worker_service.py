@@ -38,6 +38,10 @@ class FakeWorkerService(worker_pb2_grpc.WorkerServicer):
         # The same, told in the words of a rank whose neighbour has left.
         self.fails_with_others = False
         self.failures_to_load = 0
+        # Grammars are compiled once this is set.
+        self.compiles = asyncio.Event()
+        self.compiles.set()
+        self.compiling = 0
         self.hangs = False
         self.step_s = 0.0
         # Passes that a transfer takes; those that are done together are acknowledged last first.
@@ -51,6 +55,11 @@ class FakeWorkerService(worker_pb2_grpc.WorkerServicer):
     async def PrepareGrammar(
         self, request: worker_pb2.PrepareGrammarRequest, context: Context
     ) -> worker_pb2.PrepareGrammarResponse:
+        self.compiling += 1
+        try:
+            await self.compiles.wait()
+        finally:
+            self.compiling -= 1
         return worker_pb2.PrepareGrammarResponse()
 
     async def StartProfile(

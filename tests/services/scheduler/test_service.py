@@ -11,6 +11,7 @@ import pytest
 from prometheus_client import REGISTRY
 
 from common.errors import ConfigurationError
+from common.grammars import Grammar, GrammarKind
 from common.wire.requests import schedule_request_to_wire
 from protos.gen.pando.v1 import (
     common_pb2,
@@ -108,6 +109,27 @@ async def test_rows_go_on_after_the_workers_come_back(pipeline: Pipeline, how: s
     assert all(len(worker.configured) == 2 for worker in pipeline.workers)
     # What was found out at the first start is kept, so that what was admitted still fits.
     assert pipeline.workers[0].configured[1].device_pages == 64
+
+
+async def test_a_grammar_request_is_refused_for_a_retry_if_a_rank_is_lost_while_another_compiles(
+    pipeline: Pipeline,
+) -> None:
+    healthy, failing = pipeline.workers
+    healthy.compiles.clear()
+    grammar = Grammar(GrammarKind.REGEX, "[a-z]+", "regex")
+    submitting = asyncio.create_task(pipeline.submit("bound", grammar=grammar))
+    await until(lambda: healthy.compiling)
+    failing.fail_at_step = 0
+    await pipeline.submit("any")
+    refused = (await submitting).rejected
+    assert refused.code == common_pb2.ERROR_CODE_UNAVAILABLE
+    assert refused.retryable
+    # Its place among the waiting ones is free again, so the same request can be submitted under the same id.
+    healthy.compiles.set()
+    await pipeline.finished("any")
+    del pipeline.admissions["bound"]
+    assert not (await pipeline.submit("bound", grammar=grammar)).HasField("rejected")
+    await pipeline.finished("bound")
 
 
 async def test_a_failed_load_is_retried_with_growing_delays(tmp_path: Path) -> None:
