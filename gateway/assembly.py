@@ -26,7 +26,7 @@ from gateway.identity.peers import TrustedProxy, parse_networks
 from gateway.identity.tokens import SignedTokens, TokenRules, open_signing_keys
 from gateway.metrics import GatewayMetrics
 from gateway.pipeline.administration import GrpcAdministration, SchedulerGroups
-from gateway.pipeline.client import GrpcModel, GrpcPipeline, PipelineReadiness
+from gateway.pipeline.client import DETOKENIZER_LINK, TOKENIZER_LINK, GrpcModel, GrpcPipeline, PipelineReadiness
 from gateway.quotas.quotas import Quotas
 from gateway.server.http_server import HttpServer, ProbeServer, https_files
 from gateway.state.state import open_state
@@ -207,8 +207,14 @@ class ModelServices:
         detokenizer = detokenizer_pb2_grpc.DetokenizerStub(self._detokenizer)
         model = GrpcModel(tokenizer, SessionsClient(self._tokenizer))
         served = ServedModel(model, name)
+        channels = {TOKENIZER_LINK: self._tokenizer, DETOKENIZER_LINK: self._detokenizer}
         self.pipeline = GrpcPipeline(
-            tokenizer, detokenizer, metrics, on_tokenizer_connected=served.expire, model=name or ""
+            tokenizer,
+            detokenizer,
+            metrics,
+            on_tokenizer_connected=served.expire,
+            renew=lambda link: channels[link].renew(),
+            model=name or "",
         )
         self.backend = Backend(
             served=served,

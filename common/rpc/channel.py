@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+import asyncio
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
@@ -16,7 +17,12 @@ if TYPE_CHECKING:
     from common.rpc.security import Pem, Security
 
 
-def open_channel(address: str, security: Security = UNIX_ONLY, certified_as: str | None = None) -> grpc.aio.Channel:
+# None: a connection without TLS.
+PemT = TypeVar("PemT", bound="Pem | None")
+CLOSE_GRACE_S = 5.0
+
+
+def open_channel(address: str, security: Security = UNIX_ONLY, certified_as: str | None = None) -> RenewingChannel[Any]:
     """Open a channel to the service at host:port or unix:path.
 
     `certified_as` is the name that the service's certificate must have, if it is not the address's host.
@@ -25,7 +31,7 @@ def open_channel(address: str, security: Security = UNIX_ONLY, certified_as: str
         ConfigurationError: the address is TCP, and `security` does not allow TCP.
     """
     if not security.needs_tls(address):
-        return grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS)
+        return RenewingChannel(lambda: None, lambda _: grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS))
 
     options = [*CHANNEL_OPTIONS, *([("grpc.ssl_target_name_override", certified_as)] if certified_as else [])]
 
@@ -33,6 +39,12 @@ def open_channel(address: str, security: Security = UNIX_ONLY, certified_as: str
         return grpc.aio.secure_channel(address, security.channel_credentials(pem), options=options)
 
     return RenewingChannel(security.load, connect)
+
+
+def renew(channel: grpc.aio.Channel) -> None:
+    """Let the next call on a channel of `open_channel` use another connection."""
+    if isinstance(channel, RenewingChannel):
+        channel.renew()
 
 
 async def is_serving(channel: grpc.aio.Channel, service: str, timeout_s: float = 1.0) -> bool:
@@ -45,13 +57,15 @@ async def is_serving(channel: grpc.aio.Channel, service: str, timeout_s: float =
     return bool(answer.status == health_pb2.HealthCheckResponse.SERVING)
 
 
-class RenewingChannel(grpc.aio.Channel):
+class RenewingChannel(grpc.aio.Channel, Generic[PemT]):
     """Makes each new call on a channel with the current certificates; open calls stay on their channel.
+
+    `renew` replaces the channel, and with it the connection.
 
     A stub binds its methods once, at its creation, so the callables returned here select the channel at each call.
     """
 
-    def __init__(self, load: Callable[[], Pem], connect: Callable[[Pem], grpc.aio.Channel]) -> None:
+    def __init__(self, load: Callable[[], PemT], connect: Callable[[PemT], grpc.aio.Channel]) -> None:
         """Open a channel with the certificates that `load` returns, and another one whenever they change."""
         self._load = load
         self._connect = connect
@@ -59,6 +73,7 @@ class RenewingChannel(grpc.aio.Channel):
         # New calls use the last channel. Older ones may have open calls for hours; they are few, as certificates are
         # valid for weeks.
         self._channels = [connect(self._pem)]
+        self._closing: set[asyncio.Task[None]] = set()
 
     def current(self) -> grpc.aio.Channel:
         """Return the channel for the next call."""
@@ -67,6 +82,13 @@ class RenewingChannel(grpc.aio.Channel):
             self._pem = pem
             self._channels.append(self._connect(pem))
         return self._channels[-1]
+
+    def renew(self) -> None:
+        """Replace the channel of the next call; open calls of the old one have a few seconds to end."""
+        closing = asyncio.create_task(self._channels.pop().close(CLOSE_GRACE_S))
+        self._closing.add(closing)
+        closing.add_done_callback(self._closing.discard)
+        self._channels.append(self._connect(self._pem))
 
     def unary_unary(self, *arguments: Any, **options: Any) -> Any:
         """Return a callable for a method; it selects the channel when it is called."""
@@ -92,7 +114,7 @@ class RenewingChannel(grpc.aio.Channel):
 
         return call
 
-    async def __aenter__(self) -> RenewingChannel:
+    async def __aenter__(self) -> RenewingChannel[PemT]:
         return self
 
     async def __aexit__(self, *exception: object) -> None:
@@ -102,6 +124,9 @@ class RenewingChannel(grpc.aio.Channel):
         """Close all channels, each after up to `grace` seconds for its open calls."""
         for channel in self._channels:
             await channel.close(grace)
+        for closing in self._closing:
+            closing.cancel()
+        await asyncio.gather(*self._closing, return_exceptions=True)
 
     def get_state(self, try_to_connect: bool = False) -> grpc.ChannelConnectivity:
         """Return the state of the channel that the next call would use."""

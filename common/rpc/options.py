@@ -11,6 +11,8 @@ CHANNEL_OPTIONS: list[tuple[str, int]] = [
     ("grpc.keepalive_time_ms", KEEPALIVE_MS),
     ("grpc.keepalive_timeout_ms", 10_000),
     ("grpc.keepalive_permit_without_calls", 1),
+    # Each channel has a connection of its own, so that a new channel replaces a connection that has failed silently.
+    ("grpc.use_local_subchannel_pool", 1),
     # By default, only two pings are sent without data, so that keepalive would stop on a silent stream.
     ("grpc.http2.max_pings_without_data", 0),
     # The bandwidth-delay probe enlarges windows, so that megabytes are buffered for a stalled reader.

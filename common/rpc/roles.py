@@ -36,6 +36,7 @@ _EVERY_SERVER: Callers = {
 CALLERS: Mapping[str, Callers] = {
     "pando.v1.Tokenizer": {
         "/pando.v1.Tokenizer/Submit": _GATEWAY,
+        "/pando.v1.Tokenizer/FindUnknown": _GATEWAY,
         "/pando.v1.Tokenizer/Tokenize": _GATEWAY | _OPERATOR,
         "/pando.v1.Tokenizer/Detokenize": _GATEWAY | _OPERATOR,
         "/pando.v1.Tokenizer/RenderChat": _GATEWAY | _OPERATOR,
@@ -72,6 +73,7 @@ CALLERS: Mapping[str, Callers] = {
     "pando.v1.Detokenizer": {
         "/pando.v1.Detokenizer/Push": _SCHEDULER,
         "/pando.v1.Detokenizer/Subscribe": _GATEWAY,
+        "/pando.v1.Detokenizer/FindUnknown": _GATEWAY,
         **_EVERY_SERVER,
     },
 }

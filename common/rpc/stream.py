@@ -1,10 +1,16 @@
-"""A bidirectional stream that is reopened whenever its connection breaks, and how a server accepts it."""
+"""A bidirectional stream that is reopened whenever its connection breaks, and how a server accepts it.
+
+A connection can lose messages without breaking, and can be dead for minutes before the system reports it. So messages
+are numbered, and the client sends heartbeats, which the server answers. A peer of an earlier version does neither, and
+is not held to it.
+"""
 
 from __future__ import annotations
 
 import asyncio
 from collections import deque
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
 import grpc
 
@@ -15,15 +21,37 @@ from common.rpc.status import describe
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
 
-RequestT = TypeVar("RequestT")
-ResponseT = TypeVar("ResponseT")
+
+class NumberedMessage(Protocol):
+    """A message with a number within its stream."""
+
+    sequence: int
+
+
+RequestT = TypeVar("RequestT", bound=NumberedMessage)
+ResponseT = TypeVar("ResponseT", bound=NumberedMessage)
 # The reason if this side closed the stream, which is logged without a warning.
 CLOSED_HERE = "closed here"
 # gRPC delivers initial metadata for a refused stream too, before its status; this entry distinguishes them.
 ACCEPTED_KEY = "pando-accepted"
 FIRST_PAUSE_S = 0.05
 MAX_PAUSE_S = 1.0
+# A peer that is up accepts a stream within milliseconds; a longer wait means that its connection is dead.
+ACCEPT_TIMEOUT_S = 3.0
+HEARTBEAT_S = 1.0
+# Heartbeats without any message from the peer after which the connection counts as dead. They are counted, as a process
+# that was stopped itself would measure a long time.
+SILENT_BEATS = 5
 REFUSALS = (grpc.StatusCode.PERMISSION_DENIED, grpc.StatusCode.UNAUTHENTICATED)
+
+
+@dataclass(frozen=True, slots=True)
+class StreamSource(Generic[RequestT, ResponseT]):
+    """How a link opens its stream, e.g. `lambda: stub.Submit()`, and replaces a connection that failed silently."""
+
+    open_stream: Callable[[], grpc.aio.StreamStreamCall[RequestT, ResponseT]]
+    make_heartbeat: Callable[[], RequestT]
+    renew: Callable[[], None] = lambda: None
 
 
 class StreamLink(Generic[RequestT, ResponseT]):
@@ -31,26 +59,29 @@ class StreamLink(Generic[RequestT, ResponseT]):
 
     `send` never blocks: messages wait in a bounded queue and are written in order. After a break, the owner must
     repeat messages that were sent but not answered. The callbacks run on the event loop and must not block.
+
+    The stream also breaks if messages were lost or the peer is silent; the connection is replaced then.
     """
 
     def __init__(
         self,
         name: str,
-        open_stream: Callable[[], grpc.aio.StreamStreamCall[RequestT, ResponseT]],
+        source: StreamSource[RequestT, ResponseT],
         on_message: Callable[[ResponseT], None],
         *,
         on_connected: Callable[[], None] = lambda: None,
         on_disconnected: Callable[[str], None] = lambda _reason: None,
         max_queued: int = 16_384,
     ) -> None:
-        """Prepare the link `name`; `open_stream` starts the call, e.g. `lambda: stub.Submit()`."""
+        """Prepare the link `name`, which `run` opens."""
         self.name = name
         self.connected = False
-        self._open_stream = open_stream
+        self._source = source
         self._on_message = on_message
         self._on_connected = on_connected
         self._on_disconnected = on_disconnected
         self._max_queued = max_queued
+        self._silence = Silence()
         self._queue: deque[RequestT] = deque()
         self._queued = asyncio.Event()
         self._refusals = RefusalLog(name)
@@ -75,15 +106,18 @@ class StreamLink(Generic[RequestT, ResponseT]):
 
     async def _run_once(self) -> bool:
         """Open the stream and serve it until it breaks; return whether it was connected."""
-        call = self._open_stream()
+        call = self._source.open_stream()
         reason = CLOSED_HERE
         try:
-            await wait_until_accepted(call)
+            async with asyncio.timeout(ACCEPT_TIMEOUT_S):
+                await wait_until_accepted(call)
             self.connected = True
             self._refusals.clear()
             self._log.info("link.connected", link=self.name)
             self._on_connected()
             reason = await self._serve(call)
+        except TimeoutError:
+            self._source.renew()
         except grpc.RpcError as error:
             reason = describe(error)
             self._refusals.note(error)
@@ -98,25 +132,100 @@ class StreamLink(Generic[RequestT, ResponseT]):
         return was_connected
 
     async def _serve(self, call: grpc.aio.StreamStreamCall[RequestT, ResponseT]) -> str:
+        self._silence = Silence()
         writer = asyncio.create_task(self._write(call))
+        ends = [asyncio.create_task(self._read(call)), asyncio.create_task(self._beat())]
+        try:
+            done, _ = await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+            return done.pop().result()
+        finally:
+            tasks = (writer, *ends)
+            for task in tasks:
+                task.cancel()
+            # Not `await task`: a cancellation of this task in the meantime could not be distinguished from its own.
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _read(self, call: grpc.aio.StreamStreamCall[RequestT, ResponseT]) -> str:
+        numbers = MessageNumbers()
         try:
             async for message in call:
+                numbers.check(message.sequence)
+                self._silence.note(message.sequence)
                 self._on_message(message)
+        except UnavailableError as error:
+            self._source.renew()
+            return str(error)
         except grpc.RpcError as error:
             return describe(error)
-        finally:
-            writer.cancel()
-            # Not `await writer`: a cancellation of this task in the meantime could not be distinguished from the
-            # writer's own.
-            await asyncio.gather(writer, return_exceptions=True)
         return "closed by the peer"
 
+    async def _beat(self) -> str:
+        """Send heartbeats until the peer is silent."""
+        while not self._silence.is_too_long:
+            if len(self._queue) < self._max_queued:
+                self._queue.append(self._source.make_heartbeat())
+                self._queued.set()
+            await asyncio.sleep(HEARTBEAT_S)
+            self._silence.beat()
+        self._source.renew()
+        return self._silence.reason
+
     async def _write(self, call: grpc.aio.StreamStreamCall[RequestT, ResponseT]) -> None:
+        written = 0
         while True:
             while self._queue:
-                await call.write(self._queue.popleft())
+                message = self._queue.popleft()
+                message.sequence = written = written + 1
+                await call.write(message)
             self._queued.clear()
             await self._queued.wait()
+
+
+class MessageNumbers:
+    """Checks the numbers of one direction of a stream; messages of peers that do not number are accepted."""
+
+    def __init__(self) -> None:
+        self._last = 0
+
+    def check(self, sequence: int) -> None:
+        """Accept the next message.
+
+        Raises:
+            UnavailableError: messages before it were lost, or it was received twice.
+        """
+        if not sequence:
+            return
+        if sequence != self._last + 1:
+            raise UnavailableError(f"message {sequence} of the stream followed message {self._last}")
+        self._last = sequence
+
+
+class Silence:
+    """Counts heartbeats without a message from a peer; peers that do not number may be silent."""
+
+    def __init__(self, limit: int = SILENT_BEATS) -> None:
+        """Start with a peer that has sent nothing; more than `limit` beats without a message are too long."""
+        self._limit = limit
+        self._beats = 0
+        self._expects_messages = False
+
+    @property
+    def is_too_long(self) -> bool:
+        return self._expects_messages and self._beats > self._limit
+
+    @property
+    def reason(self) -> str:
+        """Why the stream was broken off."""
+        return f"no message for {self._beats * HEARTBEAT_S:g} s"
+
+    def note(self, sequence: int) -> None:
+        """A message has arrived."""
+        self._beats = 0
+        self._expects_messages = self._expects_messages or bool(sequence)
+
+    def beat(self) -> None:
+        """A heartbeat interval has passed."""
+        self._beats += 1
 
 
 async def accept_stream(context: grpc.aio.ServicerContext[Any, Any]) -> None:

@@ -12,11 +12,22 @@ from typing import TYPE_CHECKING
 
 import grpc
 
-from common.errors import UnavailableError
+from common.errors import PandoError, UnavailableError
 from common.logs import get_logger
 from common.rpc.channel import is_serving
 from common.rpc.status import answered
-from common.rpc.stream import CLOSED_HERE, RefusalLog, StreamLink, keep_connecting, wait_until_accepted
+from common.rpc.stream import (
+    ACCEPT_TIMEOUT_S,
+    CLOSED_HERE,
+    HEARTBEAT_S,
+    MessageNumbers,
+    RefusalLog,
+    Silence,
+    StreamLink,
+    StreamSource,
+    keep_connecting,
+    wait_until_accepted,
+)
 from common.types import ErrorCode, ReplyTo, RequestFailure, RequestId, SubscriberId
 from common.wire.answers import admission_from_wire
 from common.wire.identity import subject_to_wire
@@ -25,7 +36,7 @@ from gateway.pipeline.wire import chat_to_wire, delta_from_wire, generate_to_wir
 from protos.gen.pando.v1 import common_pb2, detokenizer_pb2, tokenizer_pb2
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Awaitable, Callable, Iterable
 
     from common.deltas import Delta
     from common.requests import ChatPrompt, GenerateRequest
@@ -41,6 +52,11 @@ DETOKENIZER_LINK = "detokenizer"
 # A message is sent when it has about this size, well below gRPC's limit on messages.
 MAX_BATCH_BYTES = 4 * 1024 * 1024
 RETRY_AFTER_MS = 1000
+RECONCILE_INTERVAL_S = 1.0
+# A request that is silent for more checks than this is asked for; it is lost when its service has denied it this often.
+SILENT_CHECKS = 1
+DOUBTS = 2
+FIND_TIMEOUT_S = 2.0
 TOKENIZER_SERVICE = tokenizer_pb2.DESCRIPTOR.services_by_name["Tokenizer"].full_name
 TIMEOUT_S = 10.0
 CARD_TIMEOUT_S = 2.0
@@ -54,6 +70,14 @@ class _Submission:
     unfinished: int
     sent: bool = False
     admitted: bool = False
+    # Checks in a row before which no message about it had arrived, and in which the services did not know it.
+    silent_checks: int = 0
+    doubts: int = 0
+
+    def note_message(self) -> None:
+        """A message about the request has arrived."""
+        self.admitted = True
+        self.silent_checks = self.doubts = 0
 
 
 class GrpcPipeline:
@@ -66,22 +90,35 @@ class GrpcPipeline:
         metrics: GatewayMetrics,
         *,
         on_tokenizer_connected: Callable[[], None] = lambda: None,
+        renew: Callable[[str], None] = lambda _link: None,
         model: str = "",
     ) -> None:
-        """Prepare the streams, which `run` opens. `model` labels the metrics where there are several pipelines."""
+        """Prepare the streams, which `run` opens. `model` labels the metrics where there are several pipelines.
+
+        `renew` replaces the connection of TOKENIZER_LINK or DETOKENIZER_LINK, which has failed silently.
+        """
         self._connected = {link: metrics.connected.labels(link, model) for link in (TOKENIZER_LINK, DETOKENIZER_LINK)}
         self._on_tokenizer_connected = on_tokenizer_connected
         self._link: StreamLink[tokenizer_pb2.TokenizerSubmitRequest, tokenizer_pb2.TokenizerSubmitResponse]
         self._link = StreamLink(
             TOKENIZER_LINK,
-            lambda: tokenizer.Submit(),
+            StreamSource(
+                lambda: tokenizer.Submit(),
+                lambda: tokenizer_pb2.TokenizerSubmitRequest(heartbeat=True),
+                lambda: renew(TOKENIZER_LINK),
+            ),
             self._on_response,
             on_connected=self._on_link_connected,
             on_disconnected=self._on_link_broken,
         )
         self._subscription = Subscription(
-            detokenizer, self._on_delta, self._on_subscription_connected, self._on_subscription_broken
+            detokenizer,
+            self._on_delta,
+            self._on_subscription_connected,
+            self._on_subscription_broken,
+            lambda: renew(DETOKENIZER_LINK),
         )
+        self._tokenizer, self._detokenizer = tokenizer, detokenizer
         self._submissions: dict[RequestId, _Submission] = {}
         self._outgoing: dict[RequestId, GenerateRequest] = {}
         self._aborts: list[RequestId] = []
@@ -105,6 +142,7 @@ class GrpcPipeline:
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(self._link.run())
             tasks.create_task(self._subscription.run())
+            tasks.create_task(self._reconcile())
 
     def submit(self, request: GenerateRequest, listener: Listener) -> None:
         """Queue `request` for the next message."""
@@ -174,7 +212,7 @@ class GrpcPipeline:
             submission = self._submissions.get(admission.request_id)
             if submission is None:
                 continue
-            submission.admitted = True
+            submission.note_message()
             if admission.rejected is not None:
                 del self._submissions[admission.request_id]
             submission.listener.on_admission(admission)
@@ -183,12 +221,52 @@ class GrpcPipeline:
         submission = self._submissions.get(delta.request_id)
         if submission is None:
             return
-        submission.admitted = True
+        submission.note_message()
         if delta.finish is not None:
             submission.unfinished -= 1
             if submission.unfinished == 0:
                 del self._submissions[delta.request_id]
         submission.listener.on_delta(delta)
+
+    # --- reconciliation -----------------------------------------------------------------------------------------------
+
+    async def _reconcile(self) -> None:
+        """Report requests as lost that the services do not know, periodically.
+
+        The tokenizer knows a request until its admission, the detokenizer from its admission to its end. A message that
+        is under way can make a request unknown for a moment, so that the answer counts if it is the same twice.
+        """
+        while True:
+            await asyncio.sleep(RECONCILE_INTERVAL_S)
+            silent: dict[bool, list[RequestId]] = {False: [], True: []}
+            for request_id, submission in self._submissions.items():
+                submission.silent_checks += submission.sent
+                if submission.silent_checks > SILENT_CHECKS:
+                    silent[submission.admitted].append(request_id)
+            if self._link.connected:
+                await self._lose_unknown(TOKENIZER_LINK, self._tokenizer.FindUnknown, silent[False])
+            if self.is_subscribed:
+                await self._lose_unknown(DETOKENIZER_LINK, self._detokenizer.FindUnknown, silent[True])
+
+    async def _lose_unknown(
+        self, service: str, find: Callable[..., Awaitable[common_pb2.FindUnknownResponse]], asked: list[RequestId]
+    ) -> None:
+        if not asked:
+            return
+        try:
+            answer = await answered(find(common_pb2.FindUnknownRequest(request_ids=asked), timeout=FIND_TIMEOUT_S))
+        except PandoError:
+            return  # unreachable, which the streams notice, or of a version that cannot answer
+        lost = []
+        for request_id in map(RequestId, answer.request_ids):
+            submission = self._submissions.get(request_id)
+            if submission is not None and submission.silent_checks:
+                submission.doubts += 1
+                if submission.doubts >= DOUBTS:
+                    lost.append(request_id)
+        if lost:
+            self._log.warning("requests.lost", service=service, requests=len(lost))
+            self._lose(lost, _away(f"the {service} does not know the request"))
 
     def _on_link_connected(self) -> None:
         self._connected[TOKENIZER_LINK].set(1)
@@ -238,9 +316,12 @@ class Subscription:
         on_delta: Callable[[Delta], None],
         on_connected: Callable[[], None],
         on_broken: Callable[[str], None],
+        renew: Callable[[], None] = lambda: None,
     ) -> None:
-        """The subscription starts with `run`."""
+        """The subscription starts with `run`. `renew` replaces the connection, which has failed silently."""
         self.subscriber_id: SubscriberId | None = None
+        self._previous = ""
+        self._renew = renew
         self._stub = stub
         self._on_delta = on_delta
         self._on_connected = on_connected
@@ -255,18 +336,23 @@ class Subscription:
     async def _run_once(self) -> bool:
         """Subscribe and receive until the stream breaks; return whether it was connected."""
         subscriber_id = SubscriberId(f"gateway-{secrets.token_hex(16)}")
-        call = self._stub.Subscribe(detokenizer_pb2.SubscribeRequest(subscriber_id=subscriber_id))
+        request = detokenizer_pb2.SubscribeRequest(subscriber_id=subscriber_id, replaces=self._previous)
+        call = self._stub.Subscribe(request)
         reason = CLOSED_HERE
         try:
-            await wait_until_accepted(call)
+            async with asyncio.timeout(ACCEPT_TIMEOUT_S):
+                await wait_until_accepted(call)
             self.subscriber_id = subscriber_id
+            self._previous = subscriber_id
             self._refusals.clear()
             self._log.info("subscription.connected", subscriber_id=subscriber_id)
             self._on_connected()
-            async for message in call:
-                for delta in message.deltas:
-                    self._on_delta(delta_from_wire(delta))
-            reason = "closed by the peer"
+            reason = await self._receive(call)
+        except TimeoutError:
+            self._renew()
+        except UnavailableError as error:
+            reason = str(error)
+            self._renew()
         except grpc.RpcError as error:
             reason = str(error.details() if isinstance(error, grpc.aio.AioRpcError) else error)
             self._refusals.note(error)
@@ -278,6 +364,44 @@ class Subscription:
                 log("subscription.broken", subscriber_id=subscriber_id, reason=reason)
                 self._on_broken(reason)
         return was_connected
+
+    async def _receive(
+        self, call: grpc.aio.UnaryStreamCall[detokenizer_pb2.SubscribeRequest, detokenizer_pb2.SubscribeResponse]
+    ) -> str:
+        """Pass on deltas until the stream ends; return the reason.
+
+        Raises:
+            UnavailableError: messages were lost, or the detokenizer is silent.
+        """
+        silence = Silence()
+        ends = [asyncio.create_task(self._read(call, silence)), asyncio.create_task(_until_silent(silence))]
+        try:
+            done, _ = await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+            return done.pop().result()
+        finally:
+            for task in ends:
+                task.cancel()
+            await asyncio.gather(*ends, return_exceptions=True)
+
+    async def _read(
+        self,
+        call: grpc.aio.UnaryStreamCall[detokenizer_pb2.SubscribeRequest, detokenizer_pb2.SubscribeResponse],
+        silence: Silence,
+    ) -> str:
+        numbers = MessageNumbers()
+        async for message in call:
+            numbers.check(message.sequence)
+            silence.note(message.sequence)
+            for delta in message.deltas:
+                self._on_delta(delta_from_wire(delta))
+        return "closed by the peer"
+
+
+async def _until_silent(silence: Silence) -> str:
+    while not silence.is_too_long:
+        await asyncio.sleep(HEARTBEAT_S)
+        silence.beat()
+    raise UnavailableError(silence.reason)
 
 
 class PipelineReadiness:

@@ -30,7 +30,6 @@ class Choice:
         "_index",
         "_matcher",
         "_min_tokens",
-        "_request_id",
         "_undelivered",
         "_unskipped",
         "_usage",
@@ -38,6 +37,7 @@ class Choice:
         "handle",
         "logprobs",
         "mailbox",
+        "request_id",
         "tokens",
     )
 
@@ -54,7 +54,7 @@ class Choice:
         self.logprobs: list[LogprobText] = []
         # Generated tokens so far, including those of the interrupted predecessor.
         self.tokens = 0
-        self._request_id = spec.request_id
+        self.request_id = spec.request_id
         self._index = spec.choice_index
         self._min_tokens = spec.min_tokens
         self._include_stop_text = spec.include_stop_text
@@ -80,7 +80,7 @@ class Choice:
     def add_prompt_logprobs(self, part: PromptLogprobsText) -> Delta:
         """Return a delta with log probabilities of the prompt."""
         usage, self._usage = self._usage, None
-        return Delta(self._request_id, self._index, self.tokens, (), "", (), usage, None, part)
+        return Delta(self.request_id, self._index, self.tokens, (), "", (), usage, None, part)
 
     def advance(self, finish: Finish | None) -> Delta:
         """Decode the batch and return its delta; a `finish` marks it as the last batch.
@@ -105,7 +105,7 @@ class Choice:
         if self._undelivered or self._unskipped:
             text = self._trim(text)
         usage, self._usage = self._usage, None
-        return Delta(self._request_id, self._index, first, ids, text, logprobs, usage, finish)
+        return Delta(self.request_id, self._index, first, ids, text, logprobs, usage, finish)
 
     def _is_by_token(self, finish: Finish) -> bool:
         """Whether the last token ended the choice and does not belong to its text."""

@@ -13,10 +13,10 @@ from services.detokenizer.mailbox import Mailbox
 from services.detokenizer.messages import Answers, StopHit
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterable
 
     from common.errors import PandoError
-    from common.types import SubscriberId, TokenLogprob
+    from common.types import RequestId, SubscriberId, TokenLogprob
     from services.detokenizer.decoding import DecoderFactory
     from services.detokenizer.messages import ChoiceSpec, PromptLogprobsPart, Push
 
@@ -35,6 +35,12 @@ class PushSession:
         self._stop_hits: list[StopHit] = []
         self._gone: list[int] = []
         self._owed = asyncio.Event()
+        self.is_closed = False
+
+    @property
+    def open_requests(self) -> Iterable[RequestId]:
+        """The requests of the choices that have not ended."""
+        return (choice.request_id for choice in self._choices.values())
 
     @property
     def open_choices(self) -> int:
@@ -81,6 +87,10 @@ class PushSession:
         self._stop_hits, self._gone = [], []
         return answers
 
+    def confirm(self) -> None:
+        """Send what is owed, or an empty message, which shows the scheduler that the stream is alive."""
+        self._owed.set()
+
     def drop_subscriber(self, mailbox: Mailbox) -> None:
         """Drop the choices of a disconnected subscriber and report them as gone, so that their rows end."""
         for handle in [handle for handle, choice in self._choices.items() if choice.mailbox is mailbox]:
@@ -89,6 +99,7 @@ class PushSession:
 
     def break_off(self, error: PandoError) -> None:
         """End every choice with `error`, because the scheduler is disconnected."""
+        self.is_closed = True
         finish = Finish(FinishReason.ERROR, error=error.to_failure())
         for choice in self._choices.values():
             choice.mailbox.post([choice.advance(finish)])
@@ -189,6 +200,8 @@ class Hub:
         self._decoders = decoders
         self._mailboxes: dict[SubscriberId, Mailbox] = {}
         self._sessions: set[PushSession] = set()
+        # The newest session of each scheduler that has named itself.
+        self._by_scheduler: dict[str, PushSession] = {}
 
     @property
     def open_choices(self) -> int:
@@ -206,20 +219,36 @@ class Hub:
         self._sessions.add(session)
         return session
 
+    def identify(self, session: PushSession, scheduler_id: str) -> None:
+        """Record whose session it is; the scheduler's previous session, which it has given up, is closed."""
+        predecessor = self._by_scheduler.get(scheduler_id)
+        if predecessor is not None and predecessor is not session:
+            self.close_session(predecessor)
+        self._by_scheduler[scheduler_id] = session
+
+    def open_requests(self) -> set[RequestId]:
+        """Return the requests that have open choices."""
+        return {request_id for session in self._sessions for request_id in session.open_requests}
+
     def close_session(self, session: PushSession) -> None:
         """Close the session of a scheduler's stream; its choices end with a retryable error."""
         self._sessions.discard(session)
+        self._by_scheduler = {name: each for name, each in self._by_scheduler.items() if each is not session}
         session.break_off(UnavailableError("the scheduler has disconnected", retry_after_ms=1000))
 
     def subscribe(self, subscriber_id: SubscriberId) -> Mailbox:
         """Open a mailbox for a gateway's stream. An earlier one with the same id is closed; its choices are dropped."""
-        predecessor = self._mailboxes.get(subscriber_id)
-        if predecessor is not None:
-            predecessor.close(UnavailableError(f"subscriber {subscriber_id} has subscribed again"))
-            self.unsubscribe(predecessor)
+        self.end_subscription(subscriber_id)
         mailbox = Mailbox(subscriber_id)
         self._mailboxes[subscriber_id] = mailbox
         return mailbox
+
+    def end_subscription(self, subscriber_id: SubscriberId) -> None:
+        """Close a gateway's mailbox, which it has given up, and drop its choices; unknown ids are ignored."""
+        mailbox = self._mailboxes.get(subscriber_id)
+        if mailbox is not None:
+            mailbox.close(UnavailableError(f"subscriber {subscriber_id} has subscribed again"))
+            self.unsubscribe(mailbox)
 
     def unsubscribe(self, mailbox: Mailbox) -> None:
         """Remove a gateway's mailbox and report its choices as gone."""

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import secrets
 from typing import TYPE_CHECKING, Protocol
 
-from common.rpc.stream import StreamLink
+from common.rpc.channel import renew
+from common.rpc.stream import StreamLink, StreamSource
 from protos.gen.pando.v1 import detokenizer_pb2, detokenizer_pb2_grpc
 from services.scheduler.wire.requests import ended_from_wire, output_to_wire
 
@@ -35,11 +37,17 @@ class DetokenizerLink:
     def __init__(self, channel: grpc.aio.Channel, listener: DetokenizerListener) -> None:
         """Prepare a stream on `channel`; `run` opens it."""
         stub = detokenizer_pb2_grpc.DetokenizerStub(channel)
+        self._listener = listener
+        self._scheduler_id = secrets.token_hex(8)
         self._link: StreamLink[detokenizer_pb2.PushRequest, detokenizer_pb2.PushResponse] = StreamLink(
             "detokenizer",
-            lambda: stub.Push(),
+            StreamSource(
+                lambda: stub.Push(),
+                lambda: detokenizer_pb2.PushRequest(heartbeat=True),
+                lambda: renew(channel),
+            ),
             lambda message: listener.on_choices_ended(ended_from_wire(message)),
-            on_connected=listener.on_outlet_connected,
+            on_connected=self._on_connected,
             on_disconnected=lambda _reason: listener.on_outlet_broken(),
         )
 
@@ -55,6 +63,11 @@ class DetokenizerLink:
             UnavailableError: the detokenizer is unreachable, or does not keep up.
         """
         self._link.send(output_to_wire(output))
+
+    def _on_connected(self) -> None:
+        # An earlier stream may still be open at the detokenizer, if the connection broke on this side only.
+        self._link.send(detokenizer_pb2.PushRequest(scheduler_id=self._scheduler_id))
+        self._listener.on_outlet_connected()
 
     async def run(self) -> None:
         """Keep the stream open until cancelled."""

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import numpy as np
 
 from common.errors import InvalidRequestError, UnavailableError
+from common.rpc.stream import MessageNumbers
 from common.wire.identity import subject_from_wire, view_from_wire, view_to_wire
 from protos.gen.pando.v1 import scheduler_pb2, scheduler_pb2_grpc
 from services.scheduler import metrics
@@ -43,6 +44,7 @@ if TYPE_CHECKING:
     from services.scheduler.core.sequence import Sequence
     from services.scheduler.credentials import Credentials
     from services.scheduler.loop import SchedulerLoop
+    from services.scheduler.submissions import Batch
 
 # Requests and responses differ by method.
 Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
@@ -70,10 +72,13 @@ class SchedulerService(scheduler_pb2_grpc.SchedulerServicer):
     ) -> AsyncIterator[scheduler_pb2.SchedulerSubmitResponse]:
         """Submit batches of requests and aborts; admissions known at once are returned in one message per batch."""
         submissions = Submissions(self._loop)
-        reading = asyncio.create_task(submissions.read(batch_from_wire(message) async for message in request_iterator))
+        reading = asyncio.create_task(submissions.read(_batches(request_iterator, submissions)))
+        sent = 0
         try:
             async for admissions in submissions.answers():
-                yield admissions_to_wire(admissions)
+                response = admissions_to_wire(admissions)
+                response.sequence = sent = sent + 1
+                yield response
         finally:
             reading.cancel()
             submissions.close()
@@ -253,6 +258,17 @@ def _prompt(core: SchedulerCore, token_ids: Iterable[int]) -> TokenIds:
     if int(ids.max()) >= core.config.vocabulary_size:
         raise InvalidRequestError(f"token ids must be in [0, {core.config.vocabulary_size})", param="token_ids")
     return ids.astype(np.int32)
+
+
+async def _batches(
+    messages: AsyncIterator[scheduler_pb2.SchedulerSubmitRequest], submissions: Submissions
+) -> AsyncIterator[Batch]:
+    numbers = MessageNumbers()
+    async for message in messages:
+        numbers.check(message.sequence)
+        if message.heartbeat:
+            submissions.confirm()
+        yield batch_from_wire(message)
 
 
 def _snapshot(

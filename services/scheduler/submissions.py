@@ -78,6 +78,10 @@ class Submissions:
                 raise answer
             yield answer
 
+    def confirm(self) -> None:
+        """Answer without an admission, which shows the peer that the stream is alive."""
+        self._answers.put_nowait([])
+
     def close(self) -> None:
         """Cancel the requests that still wait."""
         for task in self._waiting.values():

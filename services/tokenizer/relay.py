@@ -65,6 +65,10 @@ class GatewaySession:
         self._admissions.append(admission)
         self._owed.set()
 
+    def confirm(self) -> None:
+        """Send what is pending, or an empty message, which shows the gateway that the stream is alive."""
+        self._owed.set()
+
     async def take(self) -> Sequence[Admission]:
         """Wait for admissions and return all that are pending."""
         await self._owed.wait()
@@ -118,6 +122,10 @@ class Relay:
     def pending(self) -> int:
         """Number of requests that wait for their admission."""
         return len(self._pending)
+
+    def is_pending(self, request_id: RequestId) -> bool:
+        """Whether the request waits for its admission."""
+        return request_id in self._pending
 
     def submit(self, session: GatewaySession, submissions: Sequence[Submission]) -> None:
         """Accept the requests of one message; each is eventually answered by one admission."""

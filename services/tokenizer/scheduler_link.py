@@ -7,9 +7,9 @@ from collections import deque
 from typing import TYPE_CHECKING, Protocol
 
 from common.errors import UnavailableError
-from common.rpc.channel import is_serving
+from common.rpc.channel import is_serving, renew
 from common.rpc.sessions import SessionsClient
-from common.rpc.stream import StreamLink
+from common.rpc.stream import StreamLink, StreamSource
 from common.wire.answers import admission_from_wire
 from common.wire.requests import schedule_request_to_wire
 from protos.gen.pando.v1 import common_pb2, scheduler_pb2, scheduler_pb2_grpc
@@ -51,7 +51,11 @@ class SchedulerLink:
         self._link: StreamLink[scheduler_pb2.SchedulerSubmitRequest, scheduler_pb2.SchedulerSubmitResponse] = (
             StreamLink(
                 "scheduler",
-                lambda: stub.Submit(),
+                StreamSource(
+                    lambda: stub.Submit(),
+                    lambda: scheduler_pb2.SchedulerSubmitRequest(heartbeat=True),
+                    lambda: renew(channel),
+                ),
                 self._on_message,
                 on_connected=self._on_connected,
                 on_disconnected=self._on_disconnected,

@@ -8,16 +8,17 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+from itertools import count
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import grpc
 
 from common.errors import PandoError, UnavailableError
-from common.rpc.stream import accept_stream
+from common.rpc.stream import MessageNumbers, accept_stream
 from common.types import RequestId, Subject
 from common.wire.identity import subject_from_wire
 from common.wire.requests import pooling_to_wire
-from protos.gen.pando.v1 import tokenizer_pb2, tokenizer_pb2_grpc
+from protos.gen.pando.v1 import common_pb2, tokenizer_pb2, tokenizer_pb2_grpc
 from services.tokenizer import metrics
 from services.tokenizer.limits import check_count, check_ids
 from services.tokenizer.relay import GatewaySession
@@ -68,8 +69,12 @@ class TokenizerService(tokenizer_pb2_grpc.TokenizerServicer):
         await accept_stream(context)
         session = GatewaySession()
         writer = asyncio.create_task(_answer(session, context))
+        numbers = MessageNumbers()
         try:
             async for message in request_iterator:
+                numbers.check(message.sequence)
+                if message.heartbeat:
+                    session.confirm()
                 self._take_in(session, message)
                 if session.owes > MAX_OWED:
                     raise UnavailableError("the gateway does not read its admissions")
@@ -78,6 +83,13 @@ class TokenizerService(tokenizer_pb2_grpc.TokenizerServicer):
             writer.cancel()
             self._relay.close(session)
             metrics.PENDING_REQUESTS.set(self._relay.pending)
+
+    async def FindUnknown(  # noqa: N802
+        self, request: common_pb2.FindUnknownRequest, context: Context
+    ) -> common_pb2.FindUnknownResponse:
+        """Return those of the requests that do not wait for their admission."""
+        unknown = [name for name in request.request_ids if not self._relay.is_pending(RequestId(name))]
+        return common_pb2.FindUnknownResponse(request_ids=unknown)
 
     def _take_in(self, session: GatewaySession, message: tokenizer_pb2.TokenizerSubmitRequest) -> None:
         submissions = []
@@ -164,11 +176,13 @@ class TokenizerService(tokenizer_pb2_grpc.TokenizerServicer):
 async def _answer(session: GatewaySession, context: Context) -> None:
     # An error here means that the stream has broken; the reading side of the stream handles that.
     with contextlib.suppress(grpc.RpcError, asyncio.InvalidStateError):
-        while True:
+        for sequence in count(1):
             admissions = await session.take()
             for admission in admissions:
                 _count(admission)
-            await context.write(admissions_to_wire(admissions))
+            response = admissions_to_wire(admissions)
+            response.sequence = sequence
+            await context.write(response)
 
 
 def _count(admission: Admission) -> None:

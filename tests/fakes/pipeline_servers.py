@@ -45,6 +45,8 @@ class FakeServices:
     rejection: common_pb2.RequestError | None = None
     requests: list[tokenizer_pb2.GenerateRequest] = field(default_factory=list)
     aborts: list[str] = field(default_factory=list)
+    # Requests that the services deny to know.
+    unknown: set[str] = field(default_factory=set)
     batches: list[int] = field(default_factory=list)
     subscribers: list[str] = field(default_factory=list)
     sessions: dict[str, SessionWish] = field(default_factory=dict)
@@ -103,6 +105,9 @@ class FakeServices:
     async def arrived(self) -> None:
         async with self._changed:
             self._changed.notify_all()
+
+    def find_unknown(self, request: common_pb2.FindUnknownRequest) -> common_pb2.FindUnknownResponse:
+        return common_pb2.FindUnknownResponse(request_ids=self.unknown.intersection(request.request_ids))
 
     def begin(self, request: tokenizer_pb2.GenerateRequest) -> None:
         task = asyncio.create_task(self._generate(request))
@@ -170,6 +175,9 @@ class FakeTokenizer(tokenizer_pb2_grpc.TokenizerServicer):
             self._services.begin(request)
         return common_pb2.Admission(request_id=request.request_id, prompt_tokens=7, rejected=rejection)
 
+    async def FindUnknown(self, request: common_pb2.FindUnknownRequest, context: Any) -> common_pb2.FindUnknownResponse:
+        return self._services.find_unknown(request)
+
     async def GetModel(self, request: Any, context: Any) -> tokenizer_pb2.GetModelResponse:
         return tokenizer_pb2.GetModelResponse(
             model="tiny", max_context_tokens=2048, vocabulary_size=100, has_chat_template=True, created_unix_s=5
@@ -203,6 +211,9 @@ class FakeDetokenizer(detokenizer_pb2_grpc.DetokenizerServicer):
     ) -> AsyncIterator[detokenizer_pb2.PushResponse]:
         async for _ in request_iterator:  # there is no scheduler that could push
             yield detokenizer_pb2.PushResponse()
+
+    async def FindUnknown(self, request: common_pb2.FindUnknownRequest, context: Any) -> common_pb2.FindUnknownResponse:
+        return self._services.find_unknown(request)
 
     async def Subscribe(
         self, request: detokenizer_pb2.SubscribeRequest, context: Any

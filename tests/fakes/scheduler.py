@@ -41,6 +41,8 @@ class FakeScheduler(scheduler_pb2_grpc.SchedulerServicer):
         context: grpc.aio.ServicerContext[Any, Any],
     ) -> AsyncIterator[scheduler_pb2.SchedulerSubmitResponse]:
         async for message in request_iterator:
+            if message.heartbeat:
+                continue
             self.messages.append(message)
             self._changed.set()
             if message.schedules and self.answers:

@@ -23,10 +23,10 @@ from common.rpc.interceptors import QUIET_PREFIX
 from common.rpc.roles import CALLERS, Role
 from common.rpc.security import Security, read_security
 from common.rpc.server import RpcServer
-from common.rpc.stream import RefusalLog, StreamLink, wait_until_accepted
+from common.rpc.stream import RefusalLog, StreamLink, StreamSource, wait_until_accepted
 from common.settings import RpcSettings, parse_settings
 from common.settings.sources import SettingsParser
-from protos.gen.pando.v1 import detokenizer_pb2_grpc
+from protos.gen.pando.v1 import detokenizer_pb2, detokenizer_pb2_grpc
 from tests.fakes.certificates import Authority, Identity
 from tests.waiting import until
 
@@ -269,7 +269,12 @@ async def test_a_link_that_is_refused_never_connects_and_logs_the_reason_once(pe
         open_channel(address, read_security(people["worker"].settings())) as channel,
     ):
         stub = detokenizer_pb2_grpc.DetokenizerStub(channel)
-        link = StreamLink("detokenizer", lambda: stub.Push(), print, on_connected=lambda: connections.append(None))
+        link = StreamLink(
+            "detokenizer",
+            StreamSource(lambda: stub.Push(), detokenizer_pb2.PushRequest),
+            print,
+            on_connected=lambda: connections.append(None),
+        )
         with capture_logs() as logs:
             running = asyncio.create_task(link.run())
             await until(lambda: sum(log["event"] == "rpc.refused" for log in logs) >= 3)

@@ -8,7 +8,7 @@ import pytest
 from common.errors import UnavailableError
 from common.rpc.channel import open_channel
 from common.rpc.server import RpcServer
-from common.rpc.stream import StreamLink
+from common.rpc.stream import MessageNumbers, Silence, StreamLink, StreamSource
 from protos.gen.pando.v1 import common_pb2, tokenizer_pb2, tokenizer_pb2_grpc
 from tests.waiting import until
 
@@ -22,14 +22,21 @@ if TYPE_CHECKING:
 class Echo(tokenizer_pb2_grpc.TokenizerServicer):
     """Admits every abort it is sent, which is enough to see order and identity of messages."""
 
+    is_silent = False
+
     async def Submit(
         self,
         request_iterator: AsyncIterator[tokenizer_pb2.TokenizerSubmitRequest],
         context: grpc.aio.ServicerContext[Any, Any],
     ) -> AsyncIterator[tokenizer_pb2.TokenizerSubmitResponse]:
+        sequence = 0
         async for message in request_iterator:
+            self.is_silent = self.is_silent or any(abort.request_id == "be silent" for abort in message.aborts)
+            if self.is_silent:
+                continue
+            sequence += 1 + any(abort.request_id == "lose one" for abort in message.aborts)
             admissions = [common_pb2.Admission(request_id=abort.request_id) for abort in message.aborts]
-            yield tokenizer_pb2.TokenizerSubmitResponse(admissions=admissions)
+            yield tokenizer_pb2.TokenizerSubmitResponse(admissions=admissions, sequence=sequence)
 
 
 class Link:
@@ -42,7 +49,7 @@ class Link:
         stub = tokenizer_pb2_grpc.TokenizerStub(channel)
         self.link = StreamLink(
             "echo",
-            lambda: stub.Submit(),
+            StreamSource(lambda: stub.Submit(), lambda: tokenizer_pb2.TokenizerSubmitRequest(heartbeat=True)),
             self._on_message,
             on_connected=self._on_connected,
             on_disconnected=self.breaks.append,
@@ -118,3 +125,47 @@ async def test_a_full_queue_refuses_instead_of_growing(tmp_path: Path) -> None:
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
     await server.stop(0)
+
+
+async def test_a_link_breaks_and_connects_again_if_a_message_was_lost(link: Link, tmp_path: Path) -> None:
+    server = await start_echo(tmp_path)
+    await until(lambda: link.link.connected)
+    link.send("lose one")
+    await until(lambda: link.connections == 2)
+    assert "followed message" in link.breaks[0]
+    link.send("after")
+    await until(lambda: link.received == ["after"])
+    await server.stop(0)
+
+
+async def test_a_link_breaks_if_its_peer_is_silent(link: Link, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("common.rpc.stream.HEARTBEAT_S", 0.05)
+    server = await start_echo(tmp_path)
+    await until(lambda: link.link.connected)
+    link.send("any")
+    await until(lambda: link.received)
+    await asyncio.sleep(0.5)
+    assert not link.breaks
+    link.send("be silent")
+    await until(lambda: link.breaks)
+    assert link.breaks[0].startswith("no message for")
+    await server.stop(0)
+
+
+def test_messages_without_numbers_are_accepted_and_gaps_are_not() -> None:
+    numbers = MessageNumbers()
+    for sequence in (0, 0, 1, 2):
+        numbers.check(sequence)
+    with pytest.raises(UnavailableError, match="message 4 of the stream followed message 2"):
+        numbers.check(4)
+    with pytest.raises(UnavailableError):
+        MessageNumbers().check(2)
+
+
+def test_only_a_peer_that_numbers_its_messages_may_not_be_silent() -> None:
+    silence = Silence(limit=2)
+    for sequence in (0, 1):
+        silence.note(sequence)
+        for _ in range(3):
+            silence.beat()
+        assert silence.is_too_long == bool(sequence)

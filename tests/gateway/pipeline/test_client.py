@@ -236,6 +236,25 @@ async def test_a_dead_detokenizer_loses_all_requests_and_is_subscribed_again(tmp
     assert services.requests[-1].reply_to.subscriber_id == services.subscribers[-1]
 
 
+@pytest.mark.parametrize(("admits", "service"), [(False, "tokenizer"), (True, "detokenizer")])
+async def test_a_silent_request_that_its_service_does_not_know_is_lost(
+    tmp_path: Path, *, admits: bool, service: str
+) -> None:
+    async with pipeline_servers(tmp_path, automatic=0, admits=admits) as services, connected(services) as client:
+        await up(client)
+        notes = Notes()
+        client.pipeline.submit(request("lost"), notes)
+        client.pipeline.submit(request("known"), notes)
+        await services.until(lambda: len(services.requests) == 2)
+        services.unknown.add("lost")
+        await until(lambda: notes.lost, timeout_s=5)
+        [(name, failure)] = notes.lost
+        assert (name, failure.code, failure.retryable) == ("lost", ErrorCode.UNAVAILABLE, True)
+        assert failure.message == f"the {service} does not know the request"
+        # In case that it runs nevertheless.
+        await services.until(lambda: services.aborts == ["lost"])
+
+
 async def test_readiness_names_the_missing_services(tmp_path: Path) -> None:
     async with pipeline_servers(tmp_path) as services, connected(services) as client:
         await up(client)

@@ -30,6 +30,15 @@ class PushRequest(_message.Message):
     FINISHES_FIELD_NUMBER: _builtins.int
     STARTS_FIELD_NUMBER: _builtins.int
     PROMPT_LOGPROBS_FIELD_NUMBER: _builtins.int
+    SEQUENCE_FIELD_NUMBER: _builtins.int
+    HEARTBEAT_FIELD_NUMBER: _builtins.int
+    SCHEDULER_ID_FIELD_NUMBER: _builtins.int
+    sequence: _builtins.int
+    """1, 2, 3 … within the stream, so that the receiver notices lost messages; 0: the sender does not number."""
+    heartbeat: _builtins.bool
+    """Answered with a message, which may be empty."""
+    scheduler_id: _builtins.str
+    """In the first message of a stream: names the scheduler's process. Its earlier streams end, with their choices."""
     @_builtins.property
     def opens(self) -> _containers.RepeatedCompositeFieldContainer[Global___ChoiceOpen]: ...
     @_builtins.property
@@ -62,10 +71,13 @@ class PushRequest(_message.Message):
         finishes: _abc.Iterable[Global___ChoiceFinish] | None = ...,
         starts: _abc.Iterable[Global___ChoiceStart] | None = ...,
         prompt_logprobs: _abc.Iterable[Global___ChoicePromptLogprobs] | None = ...,
+        sequence: _builtins.int = ...,
+        heartbeat: _builtins.bool = ...,
+        scheduler_id: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["finishes", b"finishes", "handles", b"handles", "logprobs", b"logprobs", "opens", b"opens", "prompt_logprobs", b"prompt_logprobs", "starts", b"starts", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["finishes", b"finishes", "handles", b"handles", "heartbeat", b"heartbeat", "logprobs", b"logprobs", "opens", b"opens", "prompt_logprobs", b"prompt_logprobs", "scheduler_id", b"scheduler_id", "sequence", b"sequence", "starts", b"starts", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -242,6 +254,9 @@ class PushResponse(_message.Message):
 
     STOP_HITS_FIELD_NUMBER: _builtins.int
     GONE_HANDLES_FIELD_NUMBER: _builtins.int
+    SEQUENCE_FIELD_NUMBER: _builtins.int
+    sequence: _builtins.int
+    """See PushRequest."""
     @_builtins.property
     def stop_hits(self) -> _containers.RepeatedCompositeFieldContainer[Global___StopHit]:
         """Choices that the detokenizer ended because of stop text; the scheduler frees their rows."""
@@ -255,10 +270,11 @@ class PushResponse(_message.Message):
         *,
         stop_hits: _abc.Iterable[Global___StopHit] | None = ...,
         gone_handles: _abc.Iterable[_builtins.int] | None = ...,
+        sequence: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["gone_handles", b"gone_handles", "stop_hits", b"stop_hits"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["gone_handles", b"gone_handles", "sequence", b"sequence", "stop_hits", b"stop_hits"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -292,15 +308,19 @@ class SubscribeRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     SUBSCRIBER_ID_FIELD_NUMBER: _builtins.int
+    REPLACES_FIELD_NUMBER: _builtins.int
     subscriber_id: _builtins.str
+    replaces: _builtins.str
+    """The gateway's previous subscription, which ends if it is still open."""
     def __init__(
         self,
         *,
         subscriber_id: _builtins.str = ...,
+        replaces: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["subscriber_id", b"subscriber_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["replaces", b"replaces", "subscriber_id", b"subscriber_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -311,16 +331,20 @@ class SubscribeResponse(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     DELTAS_FIELD_NUMBER: _builtins.int
+    SEQUENCE_FIELD_NUMBER: _builtins.int
+    sequence: _builtins.int
+    """As in PushRequest. A message without deltas is sent each second in which there is no other."""
     @_builtins.property
     def deltas(self) -> _containers.RepeatedCompositeFieldContainer[Global___Delta]: ...
     def __init__(
         self,
         *,
         deltas: _abc.Iterable[Global___Delta] | None = ...,
+        sequence: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["deltas", b"deltas"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["deltas", b"deltas", "sequence", b"sequence"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

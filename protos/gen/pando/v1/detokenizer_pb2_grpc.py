@@ -3,6 +3,7 @@
 import grpc
 import warnings
 
+from protos.gen.pando.v1 import common_pb2 as pando_dot_v1_dot_common__pb2
 from protos.gen.pando.v1 import detokenizer_pb2 as pando_dot_v1_dot_detokenizer__pb2
 
 GRPC_GENERATED_VERSION = '1.76.0'
@@ -44,6 +45,11 @@ class DetokenizerStub(object):
                 request_serializer=pando_dot_v1_dot_detokenizer__pb2.SubscribeRequest.SerializeToString,
                 response_deserializer=pando_dot_v1_dot_detokenizer__pb2.SubscribeResponse.FromString,
                 _registered_method=True)
+        self.FindUnknown = channel.unary_unary(
+                '/pando.v1.Detokenizer/FindUnknown',
+                request_serializer=pando_dot_v1_dot_common__pb2.FindUnknownRequest.SerializeToString,
+                response_deserializer=pando_dot_v1_dot_common__pb2.FindUnknownResponse.FromString,
+                _registered_method=True)
 
 
 class DetokenizerServicer(object):
@@ -64,6 +70,13 @@ class DetokenizerServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def FindUnknown(self, request, context):
+        """Returns those of the given requests that have no open choice here.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_DetokenizerServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -76,6 +89,11 @@ def add_DetokenizerServicer_to_server(servicer, server):
                     servicer.Subscribe,
                     request_deserializer=pando_dot_v1_dot_detokenizer__pb2.SubscribeRequest.FromString,
                     response_serializer=pando_dot_v1_dot_detokenizer__pb2.SubscribeResponse.SerializeToString,
+            ),
+            'FindUnknown': grpc.unary_unary_rpc_method_handler(
+                    servicer.FindUnknown,
+                    request_deserializer=pando_dot_v1_dot_common__pb2.FindUnknownRequest.FromString,
+                    response_serializer=pando_dot_v1_dot_common__pb2.FindUnknownResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -132,6 +150,33 @@ class Detokenizer(object):
             '/pando.v1.Detokenizer/Subscribe',
             pando_dot_v1_dot_detokenizer__pb2.SubscribeRequest.SerializeToString,
             pando_dot_v1_dot_detokenizer__pb2.SubscribeResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def FindUnknown(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/pando.v1.Detokenizer/FindUnknown',
+            pando_dot_v1_dot_common__pb2.FindUnknownRequest.SerializeToString,
+            pando_dot_v1_dot_common__pb2.FindUnknownResponse.FromString,
             options,
             channel_credentials,
             insecure,

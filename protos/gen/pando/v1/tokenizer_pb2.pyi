@@ -174,6 +174,12 @@ class TokenizerSubmitRequest(_message.Message):
 
     GENERATES_FIELD_NUMBER: _builtins.int
     ABORTS_FIELD_NUMBER: _builtins.int
+    SEQUENCE_FIELD_NUMBER: _builtins.int
+    HEARTBEAT_FIELD_NUMBER: _builtins.int
+    sequence: _builtins.int
+    """1, 2, 3 … within the stream, so that the receiver notices lost messages; 0: the sender does not number."""
+    heartbeat: _builtins.bool
+    """Answered with a message, which may be empty."""
     @_builtins.property
     def generates(self) -> _containers.RepeatedCompositeFieldContainer[Global___GenerateRequest]: ...
     @_builtins.property
@@ -183,10 +189,12 @@ class TokenizerSubmitRequest(_message.Message):
         *,
         generates: _abc.Iterable[Global___GenerateRequest] | None = ...,
         aborts: _abc.Iterable[_common_pb2.Abort] | None = ...,
+        sequence: _builtins.int = ...,
+        heartbeat: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["aborts", b"aborts", "generates", b"generates"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["aborts", b"aborts", "generates", b"generates", "heartbeat", b"heartbeat", "sequence", b"sequence"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -197,16 +205,20 @@ class TokenizerSubmitResponse(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     ADMISSIONS_FIELD_NUMBER: _builtins.int
+    SEQUENCE_FIELD_NUMBER: _builtins.int
+    sequence: _builtins.int
+    """See TokenizerSubmitRequest."""
     @_builtins.property
     def admissions(self) -> _containers.RepeatedCompositeFieldContainer[_common_pb2.Admission]: ...
     def __init__(
         self,
         *,
         admissions: _abc.Iterable[_common_pb2.Admission] | None = ...,
+        sequence: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["admissions", b"admissions"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["admissions", b"admissions", "sequence", b"sequence"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -3,6 +3,7 @@
 import grpc
 import warnings
 
+from protos.gen.pando.v1 import common_pb2 as pando_dot_v1_dot_common__pb2
 from protos.gen.pando.v1 import tokenizer_pb2 as pando_dot_v1_dot_tokenizer__pb2
 
 GRPC_GENERATED_VERSION = '1.76.0'
@@ -59,6 +60,11 @@ class TokenizerStub(object):
                 request_serializer=pando_dot_v1_dot_tokenizer__pb2.GetModelRequest.SerializeToString,
                 response_deserializer=pando_dot_v1_dot_tokenizer__pb2.GetModelResponse.FromString,
                 _registered_method=True)
+        self.FindUnknown = channel.unary_unary(
+                '/pando.v1.Tokenizer/FindUnknown',
+                request_serializer=pando_dot_v1_dot_common__pb2.FindUnknownRequest.SerializeToString,
+                response_deserializer=pando_dot_v1_dot_common__pb2.FindUnknownResponse.FromString,
+                _registered_method=True)
 
 
 class TokenizerServicer(object):
@@ -99,6 +105,13 @@ class TokenizerServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def FindUnknown(self, request, context):
+        """Returns those of the given requests that do not wait for their admission here.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_TokenizerServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -126,6 +139,11 @@ def add_TokenizerServicer_to_server(servicer, server):
                     servicer.GetModel,
                     request_deserializer=pando_dot_v1_dot_tokenizer__pb2.GetModelRequest.FromString,
                     response_serializer=pando_dot_v1_dot_tokenizer__pb2.GetModelResponse.SerializeToString,
+            ),
+            'FindUnknown': grpc.unary_unary_rpc_method_handler(
+                    servicer.FindUnknown,
+                    request_deserializer=pando_dot_v1_dot_common__pb2.FindUnknownRequest.FromString,
+                    response_serializer=pando_dot_v1_dot_common__pb2.FindUnknownResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -263,6 +281,33 @@ class Tokenizer(object):
             '/pando.v1.Tokenizer/GetModel',
             pando_dot_v1_dot_tokenizer__pb2.GetModelRequest.SerializeToString,
             pando_dot_v1_dot_tokenizer__pb2.GetModelResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def FindUnknown(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/pando.v1.Tokenizer/FindUnknown',
+            pando_dot_v1_dot_common__pb2.FindUnknownRequest.SerializeToString,
+            pando_dot_v1_dot_common__pb2.FindUnknownResponse.FromString,
             options,
             channel_credentials,
             insecure,
