@@ -20,6 +20,25 @@ if TYPE_CHECKING:
     from common.settings import Settings
 
 DRAIN_INTERVAL_S = 0.05
+# A single interrupt may arrive as two signals: `timeout`, `make` and terminals signal a process and its group.
+SAME_INTERRUPT_S = 1.0
+
+
+class Interrupts:
+    """Recognises a person's second SIGINT among repeated signals to end."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        """`clock` returns seconds."""
+        self._clock = clock
+        self._first_at: float | None = None
+
+    def mean_now(self, number: signal.Signals) -> bool:
+        """Record a signal; return whether it asks for the end at once."""
+        if number is not signal.SIGINT:
+            return False
+        if self._first_at is None:
+            self._first_at = self._clock()
+        return self._clock() - self._first_at > SAME_INTERRUPT_S
 
 
 def run_service(
@@ -30,7 +49,9 @@ def run_service(
 ) -> None:
     """Run `main` until it returns. SIGTERM and SIGINT set the event passed to it, so that it can drain.
 
-    A second signal ends the process at once. A ConfigurationError is logged and ends the process with status 1.
+    Further ones have no effect, as systemd and scripts repeat them, except a second SIGINT after a second, by a person,
+    which ends the process at once. SIGTERM stays ignored if it was ignored at the start. A ConfigurationError is
+    logged and ends the process with status 1.
     """
     configure_logging(name, settings.log)
     logger = get_logger("runtime")
@@ -58,13 +79,18 @@ async def _run(name: str, main: Callable[[asyncio.Event], Awaitable[None]]) -> N
     stopping = asyncio.Event()
     loop = asyncio.get_running_loop()
 
+    interrupts = Interrupts(loop.time)
+
     def stop(number: signal.Signals) -> None:
-        get_logger("runtime").info("service.stopping", signal=number.name)
-        stopping.set()
-        for handled in (signal.SIGINT, signal.SIGTERM):
-            loop.remove_signal_handler(handled)
+        if not stopping.is_set():
+            get_logger("runtime").info("service.stopping", signal=number.name)
+            stopping.set()
+        if interrupts.mean_now(number):
+            loop.remove_signal_handler(signal.SIGINT)
+            signal.raise_signal(signal.SIGINT)
 
     for number in (signal.SIGINT, signal.SIGTERM):
-        loop.add_signal_handler(number, stop, number)
+        if signal.getsignal(number) is not signal.SIG_IGN or number is signal.SIGINT:
+            loop.add_signal_handler(number, stop, number)
     get_logger("runtime").info("service.starting", name=name)
     await main(stopping)

@@ -1,15 +1,20 @@
 """Entry point of every supervised process: it makes sure to be killed with the supervisor, then runs the service.
 
-Run as `python -m deploy.supervisor.child PARENT_PID MODULE [ARGUMENTS…]`.
+Run as `python -m deploy.supervisor.child PARENT_PID [--ignore-sigterm] MODULE [ARGUMENTS…]`. With the option, only
+SIGINT asks the process to end: systemd sends SIGTERM to all processes of a unit at once, but services end in order.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 import runpy
+import signal
 import sys
 
 from common.child_process import die_with_parent
+
+IGNORE_SIGTERM = "--ignore-sigterm"
 
 
 def main() -> None:
@@ -18,10 +23,14 @@ def main() -> None:
     A service that returns has closed everything, so the process ends with `os._exit`: the interpreter's own shutdown
     takes up to two seconds with torch.
     """
-    parent, module, arguments = int(sys.argv[1]), sys.argv[2], sys.argv[3:]
+    parent, arguments = int(sys.argv[1]), sys.argv[2:]
     die_with_parent(parent)
-    sys.argv = [module, *arguments]
-    runpy.run_module(module, run_name="__main__", alter_sys=True)
+    if arguments[0] == IGNORE_SIGTERM:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        arguments.pop(0)
+    sys.argv = arguments
+    with contextlib.suppress(KeyboardInterrupt):  # a request to end before the service handles it
+        runpy.run_module(arguments[0], run_name="__main__", alter_sys=True)
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(0)

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from common.errors import ConfigurationError
+from common.runtime import Interrupts
 from common.settings import SettingsParser, parse_settings
 from common.settings.reference import describe_settings
 from deploy.models.progress import download_report
@@ -55,8 +56,6 @@ DESCRIPTION = (
     + ", ".join(f"{short} stands for {full}" for short, full in SHORTCUTS.items())
     + ". Every setting may also be given in the environment (PANDO_SCHEDULER__MAX_ROWS=32) or in a file (--config)."
 )
-# A single interrupt may arrive as two signals: `timeout`, `make` and terminals signal a process and its group.
-SAME_INTERRUPT_S = 1.0
 EXIT_FAILED = 1
 EXIT_CONFIGURATION = 2
 
@@ -141,20 +140,18 @@ async def _run(layout: Layout, directory: Path, reporter: ConsoleReporter | Json
     supervisor = Supervisor(layout, directory, reporter, Probes())
     loop = asyncio.get_running_loop()
 
-    asked_at = 0.0
+    interrupts = Interrupts(loop.time)
 
-    def stop() -> None:
-        nonlocal asked_at
-        if not stopping.is_set():
-            asked_at = loop.time()
-            reporter.end()
-            reporter.note("stopping; interrupt again to kill all services at once")
-            stopping.set()
-        elif loop.time() - asked_at > SAME_INTERRUPT_S:
+    def stop(number: signal.Signals) -> None:
+        if interrupts.mean_now(number):
             supervisor.abort()
+        elif not stopping.is_set():
+            reporter.end()
+            reporter.note("stopping; interrupt twice to kill all services at once")
+            stopping.set()
 
     for number in (signal.SIGINT, signal.SIGTERM):
-        loop.add_signal_handler(number, stop)
+        loop.add_signal_handler(number, stop, number)
     reporter.begin()
     try:
         await supervisor.run(stopping)

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from common.errors import ConfigurationError
 from common.settings import BackendSettings
+from deploy.supervisor.child import IGNORE_SIGTERM
 from deploy.supervisor.models import check_metrics_ports, deploy_models
 from deploy.supervisor.state import run_root
 
@@ -289,7 +290,8 @@ def _listen(host: str, port: int) -> socket.socket:
 
 def command_of(service: ServiceSpec, python: str, config: Path, parent_pid: int) -> Sequence[str]:
     """Return the command line that runs `service` with the settings in `config` and is killed with `parent_pid`."""
-    return (python, "-m", "deploy.supervisor.child", str(parent_pid), service.module, "--config", str(config))
+    child = ("-m", "deploy.supervisor.child", str(parent_pid), IGNORE_SIGTERM)
+    return (python, *child, service.module, "--config", str(config))
 
 
 def suited(settings: Settings) -> Settings:

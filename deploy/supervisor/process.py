@@ -89,11 +89,12 @@ class ServiceProcess:
                 os.killpg(self.pid, number)
 
     async def stop(self) -> None:
-        """Send SIGTERM to the service, and kill it if it has not ended within its grace period."""
+        """Send SIGINT to the service, and kill it if it has not ended within its grace period."""
         process = self._process
         if process is None or process.returncode is not None:
             return
-        self.signal(signal.SIGTERM)
+        with contextlib.suppress(ProcessLookupError):
+            process.send_signal(signal.SIGINT)
         try:
             await asyncio.wait_for(process.wait(), timeout=self.spec.stop_s)
         except TimeoutError:

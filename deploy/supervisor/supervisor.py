@@ -8,12 +8,13 @@ import os
 import shutil
 import signal
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from deploy.supervisor.process import ServiceProcess
 from deploy.supervisor.state import DeploymentState, ServiceState, make_private, write_state
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
     from pathlib import Path
 
     from deploy.supervisor.layout import Layout, ServiceSpec, Stage
@@ -124,6 +125,7 @@ class Supervisor:
         self._killed_with_group: set[str] = set()
         self._disturbed = asyncio.Event()
         self._given_up: set[str] = set()
+        self._is_aborted = False
 
     async def run(self, stopping: asyncio.Event) -> None:
         """Run the deployment until `stopping` is set.
@@ -133,15 +135,13 @@ class Supervisor:
         """
         make_private(self._directory.parent)
         make_private(self._directory)
-        keepers = [asyncio.create_task(self._keep(process)) for process in self._processes.values()]
+        keepers = {name: asyncio.create_task(self._keep(process)) for name, process in self._processes.items()}
         others = [asyncio.create_task(self._follow_readiness()), asyncio.create_task(stopping.wait())]
         try:
-            done, _ = await asyncio.wait({*keepers, *others}, return_when=asyncio.FIRST_COMPLETED)
+            done, _ = await asyncio.wait({*keepers.values(), *others}, return_when=asyncio.FIRST_COMPLETED)
         finally:
-            for task in (*keepers, *others):
-                task.cancel()
-            await asyncio.gather(*keepers, *others, return_exceptions=True)
-            await self._stop_all()
+            await _cancel(others)
+            await self._stop_all(keepers)
             shutil.rmtree(self._directory, ignore_errors=True)
         for task in done:
             task.result()
@@ -159,7 +159,8 @@ class Supervisor:
         self._processes[name].signal(number)
 
     def abort(self) -> None:
-        """Kill all services at once; a `run` that is stopping then ends soon."""
+        """Kill all services at once, without another start; a `run` that is stopping then ends soon."""
+        self._is_aborted = True
         for process in self._processes.values():
             process.signal(signal.SIGKILL)
 
@@ -181,6 +182,8 @@ class Supervisor:
                 self._reporter.note(f"{error}; {process.spec.model} is not served any more, other models are")
                 await asyncio.Event().wait()
             await asyncio.sleep(delay)
+            if self._is_aborted:
+                return
             process.restarts += 1
 
     def _delay_after(self, process: ServiceProcess, status: int, history: RestartHistory) -> float:
@@ -260,12 +263,16 @@ class Supervisor:
                 return
             await asyncio.sleep(self._timing.probe_interval_s)
 
-    async def _stop_all(self) -> None:
-        """Stop stage by stage: the gateway first, so that its open requests can finish, then the other services."""
+    async def _stop_all(self, keepers: Mapping[str, asyncio.Task[None]]) -> None:
+        """Stop stage by stage: the gateway first, so that its open requests can finish, then the other services.
+
+        Until its stage is reached, a service that dies is started again, as open requests still need it.
+        """
         stages: dict[Stage, list[ServiceProcess]] = {}
         for process in self._processes.values():
             stages.setdefault(process.spec.stage, []).append(process)
         for stage in sorted(stages, key=lambda stage: -stage.value):
+            await _cancel([keepers[process.spec.name] for process in stages[stage]])
             await asyncio.gather(*(process.stop() for process in stages[stage]))
 
     def _publish(self) -> None:
@@ -276,6 +283,13 @@ class Supervisor:
         layout = self.layout
         state = DeploymentState(os.getpid(), layout.url, layout.model, services, dict(layout.models))
         write_state(self._directory, state)
+
+
+async def _cancel(tasks: Sequence[asyncio.Task[Any]]) -> None:
+    """Cancel tasks, and wait for their ends."""
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
 
 
 def describe_exit(status: int) -> str:

@@ -148,6 +148,36 @@ async def test_services_stop_before_the_services_that_they_depend_on(tmp_path: P
     assert ends == ["gateway ends", "scheduler ends", "worker ends"]
 
 
+async def test_a_service_that_dies_while_an_edge_service_drains_is_started_again(tmp_path: Path) -> None:
+    edge = service(tmp_path, "gateway", "draining", Stage.EDGE)
+    running = Running(tmp_path, edge, service(tmp_path, "worker", "obedient"))
+    async with running.deployed() as supervisor:
+        running.stopping.set()
+        await until(lambda: ("gateway", "gateway drains") in running.reporter.lines)
+        alive = ("worker", "worker is alive")
+        for starts in (2, 3):
+            supervisor.kill("worker")
+            await until(lambda starts=starts: running.reporter.lines.count(alive) == starts)  # type: ignore[misc]
+        assert supervisor.pid_of("gateway") is not None
+        (tmp_path / "gateway.release").touch()
+    assert supervisor.pid_of("worker") is None
+    assert [text for _, text in running.reporter.lines if text.endswith("ends")] == ["worker ends"]
+
+
+async def test_a_termination_signal_to_every_process_leaves_the_end_to_the_supervisor(tmp_path: Path) -> None:
+    # systemd sends SIGTERM to all processes of a unit.
+    edge = service(tmp_path, "gateway", "draining", Stage.EDGE)
+    running = Running(tmp_path, edge, service(tmp_path, "worker", "obedient"))
+    async with running.deployed() as supervisor:
+        before = {name: supervisor.pid_of(name) for name in ("gateway", "worker")}
+        for name in before:
+            supervisor.kill(name, signal.SIGTERM)
+        running.stopping.set()
+        await until(lambda: ("gateway", "gateway drains") in running.reporter.lines)
+        assert {name: supervisor.pid_of(name) for name in before} == before
+        (tmp_path / "gateway.release").touch()
+
+
 async def test_a_service_that_ignores_the_request_to_end_is_killed_after_its_grace(tmp_path: Path) -> None:
     running = Running(tmp_path, service(tmp_path, "worker", "stubborn", stop_s=0.3))
     async with running.deployed() as supervisor:

@@ -1,4 +1,4 @@
-"""Serves until SIGTERM, then ends and says so."""
+"""Serves until SIGINT, then ends and says so."""
 
 from __future__ import annotations
 
@@ -14,6 +14,6 @@ def _end(*_: object) -> None:
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGTERM, _end)
+    signal.signal(signal.SIGINT, _end)
     come_alive()
     sleep_for_ever()

@@ -1,4 +1,4 @@
-"""Ignores SIGTERM."""
+"""Ignores SIGINT."""
 
 from __future__ import annotations
 
@@ -7,6 +7,6 @@ import signal
 from tests.deploy.supervisor.programs.common import come_alive, sleep_for_ever
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     come_alive()
     sleep_for_ever()

@@ -1,0 +1,62 @@
+"""Signals that end a service, in a process of its own."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+PROGRAM = """
+import asyncio, signal, sys
+from common.runtime import run_service
+from common.settings import Settings
+
+async def main(stopping):
+    print("up", flush=True)
+    await stopping.wait()
+    print("draining", flush=True)
+    await asyncio.sleep(2.5)
+    print("drained", flush=True)
+
+if "ignores" in sys.argv:
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+run_service("test", Settings.model_validate({"log": {"level": "error"}}), None, main)
+"""
+
+
+def start(*arguments: str) -> subprocess.Popen[str]:
+    command = [sys.executable, "-c", PROGRAM, *arguments]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    assert process.stdout.readline() == "up\n"
+    return process
+
+
+def test_repeated_termination_signals_do_not_cut_the_drain_short() -> None:
+    process = start()
+    for _ in range(3):
+        process.send_signal(signal.SIGTERM)
+        time.sleep(0.1)
+    assert process.communicate(timeout=60)[0] == "draining\ndrained\n"
+    assert process.returncode == 0
+
+
+@pytest.mark.parametrize(("pause_s", "output"), [(0.1, "draining\ndrained\n"), (1.2, "draining\n")])
+def test_a_second_interrupt_by_a_person_ends_the_service_at_once(pause_s: float, output: str) -> None:
+    process = start()
+    process.send_signal(signal.SIGINT)
+    time.sleep(pause_s)
+    process.send_signal(signal.SIGINT)
+    assert process.communicate(timeout=60)[0] == output
+
+
+def test_a_termination_signal_that_is_ignored_from_the_start_stays_ignored() -> None:
+    process = start("ignores")
+    process.send_signal(signal.SIGTERM)
+    with pytest.raises(subprocess.TimeoutExpired):
+        process.wait(0.5)
+    process.send_signal(signal.SIGINT)
+    assert process.communicate(timeout=60)[0] == "draining\ndrained\n"
