@@ -46,6 +46,9 @@ HOUSEKEEPING_INTERVAL_S = 0.25
 PLANS_IN_FLIGHT = 2
 # Paths of the cache's tree, of each kind, whose invariants housekeeping checks: about 0.1 % of a core.
 CHECKED_PATHS = 8
+# Seconds without workers after which requests are handed back for another group; ranks that restart after an error of a
+# step are ready sooner, with the rows' order kept.
+HAND_BACK_S = 3.0
 SHOWN_VIOLATIONS = 5  # per log line; one defect may show on many paths
 
 
@@ -81,6 +84,9 @@ class SchedulerLoop:
         self._limits = self._limits_file.value if self._limits_file else Limits()
         self._step_cpu_s = 0.0
         self._is_draining = False
+        # Since when the group has had no workers; tokenizers that could send requests to another group.
+        self._away_since: float | None = None
+        self._has_others: set[object] = set()
         self._log = get_logger("loop")
 
     def connect(self, group: WorkerGroup, outlet: DetokenizerLink) -> None:
@@ -126,6 +132,13 @@ class SchedulerLoop:
         if self._group is None:
             raise UnavailableError(self._why_unavailable(), retry_after_ms=1000)
         await self._group.prepare(grammar)
+
+    def note_others(self, tokenizer: object, *, serve: bool) -> None:
+        """Record whether `tokenizer` could send requests to another group."""
+        if serve:
+            self._has_others.add(tokenizer)
+        else:
+            self._has_others.discard(tokenizer)
 
     def refuse_new(self) -> None:
         """Refuse new requests; open ones continue."""
@@ -315,12 +328,24 @@ class SchedulerLoop:
                 continue
             self._reload_limits(self.core)
             self.core.expire(self.now)
+            self._hand_back(self.core)
             self._advance(self.epoch)
             self._storage.advance(self.epoch)
             self._push()
             self._check_accounts(self.core)
             self._check_invariants()
             self._wake.set()
+
+    def _hand_back(self, core: SchedulerCore) -> None:
+        """End all requests with a retryable error if the workers stay away and another group would serve them."""
+        if self._is_group_ready:
+            self._away_since = None
+            return
+        if self._away_since is None:
+            self._away_since = self.now
+        if self._has_others and self.now - self._away_since > HAND_BACK_S and any(core.open_sequences):
+            self._log.warning("requests.handed_back", requests=sum(1 for _ in core.open_sequences))
+            core.fail_all(UnavailableError("the workers of this group are away", retry_after_ms=1000))
 
     def _reload_limits(self, core: SchedulerCore) -> None:
         if self._limits_file is None:

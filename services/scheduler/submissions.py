@@ -29,6 +29,8 @@ class Batch:
 
     requests: tuple[ScheduleRequest | Admission, ...] = ()
     aborts: tuple[RequestId, ...] = ()
+    # Whether another group would serve now; None: as before.
+    others_serve: bool | None = None
 
 
 class TakesRequests(Protocol):
@@ -42,6 +44,9 @@ class TakesRequests(Protocol):
 
     async def prepare(self, grammar: Grammar) -> None:
         """Compile a grammar; raises PandoError if it is refused."""
+
+    def note_others(self, tokenizer: object, *, serve: bool) -> None:
+        """Record whether `tokenizer` could send requests to another group."""
 
 
 class Submissions:
@@ -84,10 +89,13 @@ class Submissions:
 
     def close(self) -> None:
         """Cancel the requests that still wait."""
+        self._loop.note_others(self, serve=False)
         for task in self._waiting.values():
             task.cancel()
 
     def _take(self, batch: Batch) -> None:
+        if batch.others_serve is not None:
+            self._loop.note_others(self, serve=batch.others_serve)
         admissions = [self._submit(request) for request in batch.requests]
         for request_id in batch.aborts:
             self._abort(request_id)

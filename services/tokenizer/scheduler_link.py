@@ -47,6 +47,7 @@ class SchedulerLink:
         self._sessions = SessionsClient(channel)
         stub = scheduler_pb2_grpc.SchedulerStub(channel)
         self._listener: SchedulerListener | None = None
+        self._others_serve = False
         self._kept_aborts: deque[RequestId] = deque(maxlen=MAX_KEPT_ABORTS)
         self._link: StreamLink[scheduler_pb2.SchedulerSubmitRequest, scheduler_pb2.SchedulerSubmitResponse] = (
             StreamLink(
@@ -114,6 +115,16 @@ class SchedulerLink:
         if self.is_connected:
             self._send_aborts()
 
+    def note_others(self, *, serve: bool) -> None:
+        """Report whether another group would serve requests now."""
+        self._others_serve = serve
+        if self.is_connected:
+            self._send_others()
+
+    def _send_others(self) -> None:
+        with contextlib.suppress(UnavailableError):
+            self._link.send(scheduler_pb2.SchedulerSubmitRequest(others_serve=self._others_serve))
+
     def _send_aborts(self) -> None:
         aborts = [common_pb2.Abort(request_id=request_id) for request_id in self._kept_aborts]
         with contextlib.suppress(UnavailableError):
@@ -125,6 +136,8 @@ class SchedulerLink:
             self._listener.on_admissions(admission_from_wire(admission) for admission in message.admissions)
 
     def _on_connected(self) -> None:
+        if self._others_serve:
+            self._send_others()
         if self._kept_aborts:
             self._send_aborts()
 

@@ -23,6 +23,7 @@ class FakeScheduler(scheduler_pb2_grpc.SchedulerServicer):
         self.messages: list[scheduler_pb2.SchedulerSubmitRequest] = []
         # Set to False to leave requests unanswered.
         self.answers = True
+        self.others_serve = False
         self.rejection: common_pb2.RequestError | None = None
         self.sessions: set[tuple[str, str]] = set()
         self._changed = asyncio.Event()
@@ -41,7 +42,9 @@ class FakeScheduler(scheduler_pb2_grpc.SchedulerServicer):
         context: grpc.aio.ServicerContext[Any, Any],
     ) -> AsyncIterator[scheduler_pb2.SchedulerSubmitResponse]:
         async for message in request_iterator:
-            if message.heartbeat:
+            if message.HasField("others_serve"):
+                self.others_serve = message.others_serve
+            if message.heartbeat or message.HasField("others_serve"):
                 continue
             self.messages.append(message)
             self._changed.set()

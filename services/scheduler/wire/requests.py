@@ -25,6 +25,7 @@ def batch_from_wire(message: scheduler_pb2.SchedulerSubmitRequest) -> Batch:
     return Batch(
         tuple(_request_from_wire(schedule) for schedule in message.schedules),
         tuple(RequestId(abort.request_id) for abort in message.aborts),
+        message.others_serve if message.HasField("others_serve") else None,
     )
 
 

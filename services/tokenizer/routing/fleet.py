@@ -100,6 +100,7 @@ class Fleet:
         """Keep streams to all groups open until cancelled; `listener` receives admissions and losses."""
         running: dict[str, asyncio.Task[None]] = {}
         async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(self._compare())
             while True:
                 found = {group.address: group for group in await self._discovery.look()}
                 for address in [address for address in found if address not in running]:
@@ -111,6 +112,14 @@ class Fleet:
                     del self._replicas[address]
                     running.pop(address).cancel()
                 await asyncio.sleep(self._discovery_interval_s)
+
+    async def _compare(self) -> None:
+        """Keep each group informed whether another one would serve requests."""
+        while True:
+            serving = {name for name, replica in self._replicas.items() if replica.can_serve}
+            for name, replica in self._replicas.items():
+                replica.note_others(serve=bool(serving - {name}))
+            await asyncio.sleep(WATCH_INTERVAL_S)
 
     def _assign(
         self, requests: Sequence[ScheduleRequest], away: set[str], sent: Sequence[RequestId]
@@ -158,6 +167,7 @@ class Replica:
         # before.
         self._sent_since = 0
         self._unanswered: set[RequestId] = set()
+        self._others_serve = False
 
     @property
     def can_serve(self) -> bool:
@@ -187,6 +197,12 @@ class Replica:
     async def close_session(self, view: View, session: str) -> bool:
         """Close a session that was opened here; see `SchedulerLink.close_session`."""
         return await self._link.close_session(view, session)
+
+    def note_others(self, *, serve: bool) -> None:
+        """Report to the group whether another one would serve requests now."""
+        if serve != self._others_serve:
+            self._others_serve = serve
+            self._link.note_others(serve=serve)
 
     def abort(self, request_ids: Iterable[RequestId]) -> None:
         """Abort those requests that this group has."""

@@ -110,6 +110,9 @@ class Pipeline:
         await until(lambda: name in self.admissions)
         return self.admissions[name]
 
+    async def note_others(self, *, serve: bool) -> None:
+        await self._call.write(scheduler_pb2.SchedulerSubmitRequest(others_serve=serve))
+
     async def abort(self, name: str) -> None:
         await self._call.write(scheduler_pb2.SchedulerSubmitRequest(aborts=[common_pb2.Abort(request_id=name)]))
 

@@ -132,6 +132,29 @@ async def test_a_grammar_request_is_refused_for_a_retry_if_a_rank_is_lost_while_
     await pipeline.finished("bound")
 
 
+@pytest.mark.parametrize("others_serve", [True, False])
+async def test_without_workers_requests_are_handed_back_if_another_group_would_serve(
+    pipeline: Pipeline, *, others_serve: bool
+) -> None:
+    pipeline.workers[0].step_s = 0.02
+    await pipeline.note_others(serve=others_serve)
+    # Four rows run, one request waits.
+    names = [str(number) for number in range(5)]
+    for name in names:
+        await pipeline.submit(name, max_tokens=90)
+    await until(lambda: pipeline.detokenizer.output_of("3"))
+    await pipeline.stop_workers()
+    if others_serve:
+        await until(lambda: set(names) <= set(pipeline.detokenizer.finishes), timeout_s=5)
+        error = pipeline.detokenizer.finishes["4"].finish.error
+        assert (error.code, error.retryable) == (common_pb2.ERROR_CODE_UNAVAILABLE, True)
+    else:
+        await asyncio.sleep(4)
+        assert len((await pipeline.state()).requests) == 5
+    await pipeline.start_workers()
+    await pipeline.finished(*names)
+
+
 async def test_a_failed_load_is_retried_with_growing_delays(tmp_path: Path) -> None:
     pipeline = Pipeline(tmp_path)
     pipeline.workers[0].failures_to_load = 3

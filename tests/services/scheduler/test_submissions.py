@@ -46,6 +46,9 @@ class Loop:
     def abort(self, request_id: RequestId) -> None:
         self.aborted.append(request_id)
 
+    def note_others(self, tokenizer: object, *, serve: bool) -> None:
+        """Hand nothing back."""
+
     async def prepare(self, grammar: Grammar) -> None:
         self.prepared.append(grammar)
         if grammar.text == BAD.text:

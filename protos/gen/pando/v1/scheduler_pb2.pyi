@@ -131,10 +131,15 @@ class SchedulerSubmitRequest(_message.Message):
     ABORTS_FIELD_NUMBER: _builtins.int
     SEQUENCE_FIELD_NUMBER: _builtins.int
     HEARTBEAT_FIELD_NUMBER: _builtins.int
+    OTHERS_SERVE_FIELD_NUMBER: _builtins.int
     sequence: _builtins.int
     """1, 2, 3 … within the stream, so that the receiver notices lost messages; 0: the sender does not number."""
     heartbeat: _builtins.bool
     """Answered with a message, which may be empty."""
+    others_serve: _builtins.bool
+    """Whether another group would serve requests now. A scheduler that has lost its workers then ends its requests with a
+    retryable error instead of keeping them; absent: as before, at first false.
+    """
     @_builtins.property
     def schedules(self) -> _containers.RepeatedCompositeFieldContainer[Global___ScheduleRequest]: ...
     @_builtins.property
@@ -146,12 +151,15 @@ class SchedulerSubmitRequest(_message.Message):
         aborts: _abc.Iterable[_common_pb2.Abort] | None = ...,
         sequence: _builtins.int = ...,
         heartbeat: _builtins.bool = ...,
+        others_serve: _builtins.bool | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_others_serve", b"_others_serve", "others_serve", b"others_serve"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["aborts", b"aborts", "heartbeat", b"heartbeat", "schedules", b"schedules", "sequence", b"sequence"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_others_serve", b"_others_serve", "aborts", b"aborts", "heartbeat", b"heartbeat", "others_serve", b"others_serve", "schedules", b"schedules", "sequence", b"sequence"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__others_serve: _TypeAlias = _typing.Literal["others_serve"]  # noqa: Y015
+    _WhichOneofArgType__others_serve: _TypeAlias = _typing.Literal["_others_serve", b"_others_serve"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__others_serve) -> _WhichOneofReturnType__others_serve | None: ...
 
 Global___SchedulerSubmitRequest: _TypeAlias = SchedulerSubmitRequest  # noqa: Y015
 

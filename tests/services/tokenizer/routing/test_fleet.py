@@ -144,6 +144,16 @@ async def test_a_group_that_drains_gets_nothing_new_and_its_users_move(tmp_path:
         assert tier.listener.lost == set()
 
 
+async def test_each_group_is_informed_whether_another_one_would_serve(tmp_path: Path) -> None:
+    tier = Tier(tmp_path, 2)
+    async with tier.run(RoundRobin()) as fleet:
+        schedulers = [group.scheduler for group in tier.groups]
+        await until(lambda: all(scheduler.others_serve for scheduler in schedulers))
+        await tier.groups[0].drain()
+        await until(lambda: tier.serving(fleet) == 1)
+        await until(lambda: [scheduler.others_serve for scheduler in schedulers] == [True, False])
+
+
 async def test_a_dead_group_loses_only_its_unanswered_requests(tmp_path: Path) -> None:
     tier = Tier(tmp_path, 2)
     async with tier.run(RoundRobin()) as fleet:
