@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import sqlite3
 import time
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
-from common.errors import ConfigurationError, QueueFullError
+from common.errors import ConfigurationError, QueueFullError, UnavailableError
 from common.logs import get_logger
 from common.room import SharedRoom
 from common.types import Subject
@@ -17,7 +20,6 @@ from gateway.stored_responses.store import decode, size_of
 if TYPE_CHECKING:
     from collections.abc import Callable
     from concurrent.futures import Future
-    from pathlib import Path
 
     from gateway.stored_responses.store import ResponseOwner, StoredResponse
 
@@ -40,6 +42,8 @@ CREATE INDEX IF NOT EXISTS stored_responses_by_age ON stored_responses (created)
 """
 # Writes that may wait for the disk; further responses are not stored, which is logged.
 MAX_PENDING_WRITES = 1_000
+# Responses that could not be written and wait in memory.
+MAX_UNWRITTEN_BYTES = 64 * 2**20
 RETRY_AFTER_MS = 1000
 # Reads and deletions that may wait for the one thread; a read may take tens of milliseconds.
 MAX_PENDING_READS = 64
@@ -48,7 +52,9 @@ MAX_PENDING_READS = 64
 class SqliteResponses:
     """Implements `gateway.stored_responses.store.ResponseStore`.
 
-    One thread does all work in order, so a read sees earlier writes.
+    One thread does all work in order, so a read sees earlier writes. Responses that cannot be written, as on a full
+    disk, wait in memory, where reads find them; meanwhile, `check` refuses new ones. A corrupt file is renamed, and an
+    empty one takes its place.
     """
 
     def __init__(self, path: Path | None, lifetime_s: float, max_bytes: int) -> None:
@@ -59,22 +65,33 @@ class SqliteResponses:
         Raises:
             ConfigurationError: the database cannot be opened.
         """
+        self._path = path
         self._lifetime_s = lifetime_s
         self._max_bytes = max_bytes
         self._thread = ThreadPoolExecutor(1, "responses")
         self._room = SharedRoom(MAX_PENDING_WRITES, "being stored", RETRY_AFTER_MS)
         self._reads = SharedRoom(MAX_PENDING_READS, "reading stored responses", RETRY_AFTER_MS)
         self._log = get_logger("responses")
+        # By response id; only the thread accesses them.
+        self._unwritten: dict[str, _Write] = {}
+        self._unwritten_bytes = 0
+        # Why the last write failed.
+        self._failure: str | None = None
         try:
-            self._database = sqlite3.connect(path or ":memory:", check_same_thread=False, isolation_level=None)
-            self._database.execute("PRAGMA journal_mode=WAL")
-            self._database.execute("PRAGMA synchronous=NORMAL")
-            self._database.executescript(SCHEMA)
+            self._database = self._open()
         except sqlite3.Error as error:
             raise ConfigurationError(f"responses file {path}: {error}") from error
 
     def check(self) -> None:
-        """A local database is always available."""
+        """Check that the last response could be written.
+
+        Raises:
+            UnavailableError: it could not; it is tried again in the meantime.
+        """
+        if self._failure is not None:
+            self._thread.submit(self._write_waiting)
+            message = f"Responses cannot be stored now ({self._failure}); 'store': false requests no storing."
+            raise UnavailableError(message, retry_after_ms=RETRY_AFTER_MS)
 
     async def put(self, holder: ResponseOwner, subject: Subject, stored: StoredResponse) -> None:
         """Queue a response for writing and return; later reads see it."""
@@ -84,7 +101,7 @@ class SqliteResponses:
             self._log.error("response.not_stored", reason=str(error))
             return
         loop = asyncio.get_running_loop()
-        writing = self._thread.submit(self._insert, holder, subject, stored)
+        writing = self._thread.submit(self._write, _Write(holder, subject, stored))
         writing.add_done_callback(lambda done: loop.call_soon_threadsafe(self._note_written, subject, done))
 
     async def find(self, holder: ResponseOwner, response_id: str) -> StoredResponse | None:
@@ -97,6 +114,7 @@ class SqliteResponses:
 
     async def close(self) -> None:
         """Write all pending responses and close the database."""
+        self._thread.submit(self._write_waiting)
         self._thread.shutdown()
         self._database.close()
 
@@ -105,6 +123,10 @@ class SqliteResponses:
         self._reads.take(subject)
         try:
             return await asyncio.get_running_loop().run_in_executor(self._thread, work)
+        except sqlite3.Error as error:
+            self._log.error("responses.failed", reason=str(error))
+            message = f"Stored responses are not available now ({error})."
+            raise UnavailableError(message, retry_after_ms=RETRY_AFTER_MS) from error
         finally:
             self._reads.give_back(subject)
 
@@ -113,7 +135,77 @@ class SqliteResponses:
         if (error := writing.exception()) is not None:
             self._log.error("response.not_stored", reason=str(error))
 
-    def _insert(self, holder: ResponseOwner, subject: Subject, stored: StoredResponse) -> None:
+    def _open(self) -> sqlite3.Connection:
+        try:
+            return _connect(self._path)
+        except sqlite3.DatabaseError as error:
+            if self._path is None or not _is_corrupt(error):
+                raise
+            self._set_aside(self._path, error)
+            return _connect(self._path)
+
+    def _set_aside(self, path: Path, error: sqlite3.Error) -> None:
+        """Rename a corrupt file and the files that belong to it."""
+        suffix = f".corrupt-{time.time_ns()}"
+        for part in ("", "-wal", "-shm"):
+            with contextlib.suppress(FileNotFoundError):
+                Path(f"{path}{part}").rename(f"{path}{suffix}{part}")
+        self._log.error("responses.corrupt", reason=str(error), kept_as=f"{path}{suffix}")
+
+    def _guarded(self, work: Callable[[], T]) -> T:
+        """Do `work` in the database; replace a corrupt file and try once more."""
+        try:
+            return work()
+        except sqlite3.DatabaseError as error:
+            if self._path is None or not _is_corrupt(error):
+                raise
+            self._database.close()
+            self._set_aside(self._path, error)
+            self._database = self._open()
+            return work()
+
+    def _write(self, write: _Write) -> None:
+        """Write a response after those that wait; if that fails, let it wait too."""
+        self._write_waiting()
+        try:
+            self._guarded(lambda: self._insert(write))
+        except sqlite3.Error as error:
+            self._failure = str(error)
+            if self._unwritten_bytes + write.size > MAX_UNWRITTEN_BYTES:
+                raise
+            self._unwritten[write.stored.response["id"]] = write
+            self._unwritten_bytes += write.size
+            self._log.error("response.not_written", reason=str(error), waiting=len(self._unwritten))
+        else:
+            self._failure = None
+
+    def _write_waiting(self) -> None:
+        """Write the responses that wait, until one fails."""
+        try:
+            for response_id, write in list(self._unwritten.items()):
+                self._guarded(lambda write=write: self._insert(write))  # type: ignore[misc]  # bound in the loop
+                self._forget_waiting(response_id)
+            if self._failure is not None:
+                # Nothing may wait any more, and the disk is as full as before.
+                self._guarded(self._probe)
+                self._failure = None
+        except sqlite3.Error as error:
+            self._failure = str(error)
+
+    def _probe(self) -> None:
+        """Write and remove as much as a small response."""
+        self._database.execute("BEGIN IMMEDIATE")
+        try:
+            self._database.execute("CREATE TABLE probe (content BLOB) STRICT")
+            self._database.execute("INSERT INTO probe VALUES (zeroblob(65536))")
+        finally:
+            self._database.execute("ROLLBACK")
+
+    def _forget_waiting(self, response_id: str) -> None:
+        self._unwritten_bytes -= self._unwritten.pop(response_id).size
+
+    def _insert(self, write: _Write) -> None:
+        holder, subject, stored = write.holder, write.subject, write.stored
         now = time.time()
         texts = stored.encode()
         size = size_of(texts)
@@ -162,19 +254,65 @@ class SqliteResponses:
             excess -= freed
 
     def _select(self, holder: ResponseOwner, response_id: str) -> StoredResponse | None:
-        row = self._database.execute(
-            "SELECT response, messages, input FROM stored_responses WHERE id = ? AND tenant = ? AND holder = ? "
-            "AND (user IS ? OR ? IS NULL) AND created >= ?",
-            (response_id, *_key(holder), time.time() - self._lifetime_s),
-        ).fetchone()
+        waiting = self._unwritten.get(response_id)
+        if waiting is not None and waiting.belongs_to(holder):
+            return waiting.stored
+        row = self._guarded(
+            lambda: self._database.execute(
+                "SELECT response, messages, input FROM stored_responses WHERE id = ? AND tenant = ? AND holder = ? "
+                "AND (user IS ? OR ? IS NULL) AND created >= ?",
+                (response_id, *_key(holder), time.time() - self._lifetime_s),
+            ).fetchone()
+        )
         return decode(*row) if row else None
 
     def _delete(self, holder: ResponseOwner, response_id: str) -> bool:
-        found = self._database.execute(
-            "DELETE FROM stored_responses WHERE id = ? AND tenant = ? AND holder = ? AND (user IS ? OR ? IS NULL)",
-            (response_id, *_key(holder)),
+        waiting = self._unwritten.get(response_id)
+        if waiting is not None and waiting.belongs_to(holder):
+            self._forget_waiting(response_id)
+            return True
+        found = self._guarded(
+            lambda: self._database.execute(
+                "DELETE FROM stored_responses WHERE id = ? AND tenant = ? AND holder = ? AND (user IS ? OR ? IS NULL)",
+                (response_id, *_key(holder)),
+            )
         )
         return found.rowcount > 0
+
+
+@dataclass(frozen=True, slots=True)
+class _Write:
+    """A response to write."""
+
+    holder: ResponseOwner
+    subject: Subject
+    stored: StoredResponse
+
+    @property
+    def size(self) -> int:
+        return size_of(self.stored.encode())
+
+    def belongs_to(self, holder: ResponseOwner) -> bool:
+        """Whether `holder` may read and delete it."""
+        own = self.holder
+        is_user = holder.user is None or holder.user == own.user
+        return is_user and (holder.tenant, holder.credential) == (own.tenant, own.credential)
+
+
+def _connect(path: Path | None) -> sqlite3.Connection:
+    database = sqlite3.connect(path or ":memory:", check_same_thread=False, isolation_level=None)
+    try:
+        database.execute("PRAGMA journal_mode=WAL")
+        database.execute("PRAGMA synchronous=NORMAL")
+        database.executescript(SCHEMA)
+    except sqlite3.Error:
+        database.close()
+        raise
+    return database
+
+
+def _is_corrupt(error: sqlite3.Error) -> bool:
+    return getattr(error, "sqlite_errorcode", 0) & 0xFF in (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB)
 
 
 def _key(holder: ResponseOwner) -> tuple[str, str, str | None, str | None]:

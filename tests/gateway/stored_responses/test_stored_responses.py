@@ -12,7 +12,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from common.errors import ConfigurationError, QueueFullError
+from common.errors import ConfigurationError, QueueFullError, UnavailableError
 from common.types import Subject
 from gateway.state.server import StateAwayError
 from gateway.stored_responses.redis_responses import AT_ONCE, RedisResponses
@@ -246,11 +246,9 @@ async def test_rows_of_versions_that_confused_users_and_keys_are_dropped(tmp_pat
     await store.close()
 
 
-def test_a_responses_file_that_is_not_a_database_prevents_the_start(tmp_path: Path) -> None:
-    path = tmp_path / "responses.sqlite"
-    path.write_text("no database, but a text that is long enough to be none" * 50)
+def test_a_responses_file_that_cannot_be_created_prevents_the_start(tmp_path: Path) -> None:
     with pytest.raises(ConfigurationError, match="responses file"):
-        SqliteResponses(path, 60.0, MEBIBYTE)
+        SqliteResponses(tmp_path / "missing" / "responses.sqlite", 60.0, MEBIBYTE)
 
 
 async def test_old_entries_leave_nothing_at_the_server(redis_process: RedisProcess) -> None:
@@ -339,3 +337,77 @@ async def test_few_responses_are_in_transfer_to_the_server_at_a_time(
         assert found[:30] == [stored("a")] * 30
         assert 2 <= most <= 2 * AT_ONCE
         assert await kept.find(ANN, "a29") == stored("a29")
+
+
+async def test_a_full_disk_refuses_new_responses_and_loses_none(tmp_path: Path) -> None:
+    store = SqliteResponses(tmp_path / "responses.sqlite", 60.0, MEBIBYTE)
+    await put(store, ANN, stored("before"))
+    assert await store.find(ANN, "before")
+    [pages] = store._database.execute("PRAGMA page_count").fetchone()
+    store._database.execute(f"PRAGMA max_page_count = {pages}")
+    store.check()
+    await put(store, ANN, stored("unwritten", 200_000))
+    assert await store.find(ANN, "unwritten") == stored("unwritten", 200_000)
+    assert await store.find(BOB, "unwritten") is None
+    for _ in range(2):
+        with pytest.raises(UnavailableError, match="full"):
+            store.check()
+        assert await store.find(ANN, "before")
+    await put(store, ANN, stored("unwritten too", 200_000))
+    assert await store.delete(ANN, "unwritten too")
+    store._database.execute(f"PRAGMA max_page_count = {100 * pages}")
+    with pytest.raises(UnavailableError):
+        store.check()  # and tries again
+    assert await store.find(ANN, "unwritten")
+    store.check()
+    await store.close()
+    second = SqliteResponses(tmp_path / "responses.sqlite", 60.0, MEBIBYTE)
+    assert [await second.find(ANN, name) is not None for name in ("before", "unwritten", "unwritten too")] == [
+        True, True, False,
+    ]  # fmt: skip
+    await second.close()
+
+
+async def test_a_deletion_that_cannot_be_written_is_an_error_for_a_retry(tmp_path: Path) -> None:
+    store = SqliteResponses(tmp_path / "responses.sqlite", 60.0, MEBIBYTE)
+    await put(store, ANN, stored("a"))
+    assert await store.find(ANN, "a")
+    store._database.execute("PRAGMA query_only = 1")
+    with pytest.raises(UnavailableError) as raised:
+        await store.delete(ANN, "a")
+    assert raised.value.to_failure().retryable
+    store._database.execute("PRAGMA query_only = 0")
+    assert await store.delete(ANN, "a")
+    await store.close()
+
+
+def set_aside(directory: Path) -> list[Path]:
+    return list(directory.glob("*.corrupt-*"))
+
+
+async def test_a_corrupt_file_is_renamed_and_replaced_by_an_empty_one(tmp_path: Path) -> None:
+    path = tmp_path / "responses.sqlite"
+    path.write_bytes(b"this is no database" * 1000)
+    store = SqliteResponses(path, 60.0, MEBIBYTE)
+    await put(store, ANN, stored("a"))
+    assert await store.find(ANN, "a") == stored("a")
+    await store.close()
+    [kept] = set_aside(tmp_path)
+    assert kept.read_bytes() == b"this is no database" * 1000
+
+
+async def test_a_file_that_becomes_corrupt_is_replaced_while_it_is_used(tmp_path: Path) -> None:
+    path = tmp_path / "responses.sqlite"
+    store = SqliteResponses(path, 60.0, MEBIBYTE)
+    for number in range(50):
+        await put(store, ANN, stored(str(number), 10_000))
+    await store.close()
+    whole = path.read_bytes()
+    path.write_bytes(whole[:4096] + b"\xff" * (len(whole) - 4096))
+    store = SqliteResponses(path, 60.0, MEBIBYTE)
+    assert await store.find(ANN, "1") is None
+    await put(store, ANN, stored("new"))
+    assert await store.find(ANN, "new") == stored("new")
+    store.check()
+    await store.close()
+    assert set_aside(tmp_path)
