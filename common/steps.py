@@ -15,7 +15,17 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from common.types import FinishReason, Pooling, RequestId, RowSlot, SamplingParams, StepId, TokenIds, TokenLogprob
+from common.types import (
+    FinishReason,
+    Pooling,
+    RequestId,
+    RowSlot,
+    SamplingParams,
+    SnapshotSlot,
+    StepId,
+    TokenIds,
+    TokenLogprob,
+)
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -61,6 +71,8 @@ class RowOpen:
     postponed_token_ids: tuple[int, ...] = ()
     # See `ScheduleRequest.second_text_start`.
     second_text_start: int | None = None
+    # With recurrent layers: where their states after `computed_tokens` tokens are; None: there are none of these.
+    snapshot: SnapshotSlot | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,6 +120,18 @@ class JumpLimit:
 
 
 @dataclass(frozen=True, slots=True)
+class StateSave:
+    """A copy of a row's recurrent states to a snapshot, after the pass in which `tokens` of its tokens are computed.
+
+    It is dropped at the end of the plan if the row stopped before that.
+    """
+
+    row: RowSlot
+    tokens: int
+    snapshot: SnapshotSlot
+
+
+@dataclass(frozen=True, slots=True)
 class StepPlan:
     """One plan, sent to every rank. `steps` is the number of forward passes, at least 1."""
 
@@ -122,6 +146,7 @@ class StepPlan:
     transfers: tuple[Transfer, ...] = ()
     # Rows that are not named here get one token per pass.
     jumps: tuple[JumpLimit, ...] = ()
+    saves: tuple[StateSave, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,6 +215,7 @@ class EngineSpec:
     window_pages: int | None = None
     quantization: str = "auto"
     classifier_from_token: tuple[str, ...] = ()
+    snapshots: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,6 +226,14 @@ class WindowPool:
     window_tokens: int
     layers: int
     kv_bytes_per_token: int
+
+
+@dataclass(frozen=True, slots=True)
+class RecurrentStates:
+    """The memory of recurrent layers; see `RecurrentStates` in protos/pando/v1/worker.proto."""
+
+    snapshots: int
+    row_bytes: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -221,6 +255,8 @@ class EngineCapacity:
     is_encoder: bool = False
     # None: all layers share one pool.
     window_pool: WindowPool | None = None
+    # None: there are no recurrent layers.
+    recurrent_states: RecurrentStates | None = None
     # Whether the rank supports jump-forward.
     jumps_forward: bool = False
     # Outputs of the classification head that the model has; rows have this pooling.
@@ -230,3 +266,13 @@ class EngineCapacity:
     # Measured at start-up, hence not compared; 0: not measured.
     prefill_tokens_per_s: float = field(default=0.0, compare=False)
     load_bytes_per_s: float = field(default=0.0, compare=False)
+
+    @property
+    def pages_per_snapshot(self) -> int:
+        """Pages that take at least as much memory as a snapshot of recurrent states, and so the distance of snapshots.
+
+        1 without recurrent layers.
+        """
+        if self.recurrent_states is None:
+            return 1
+        return -(-self.recurrent_states.row_bytes // max(self.kv_bytes_per_token * self.page_size, 1))

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 RequestId = NewType("RequestId", str)
 SubscriberId = NewType("SubscriberId", str)
 RowSlot = NewType("RowSlot", int)
+SnapshotSlot = NewType("SnapshotSlot", int)
 StepId = NewType("StepId", int)
 
 # [tokens] int32, which holds the ids of every vocabulary; the wire type is fixed32.

@@ -128,6 +128,8 @@ def shown_facts(facts: ModelFacts) -> dict[str, str]:
         kv = f"{facts.kv_bytes_per_token:,} bytes per token (half with kv_dtype fp8)"
         if facts.kv_bytes_at_max_context:
             kv += f", {size(facts.kv_bytes_at_max_context)} for one sequence of full length"
+    if facts.state_bytes:
+        kv += f"; {size(facts.state_bytes)} for the recurrent states of one sequence"
     return {
         "family": facts.family + (f", weights quantised by {facts.quantization}" if facts.quantization else ""),
         "served": facts.service.value + (f": {facts.reason}" if facts.reason else ""),

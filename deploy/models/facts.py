@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
     from common.heads import Head
     from deploy.models.support import Support
-    from services.worker.engine.model.config import LatentConfig, ModelConfig
+    from services.worker.engine.model.config import LatentConfig, ModelConfig, RecurrentConfig
 
 # Bytes of a checkpoint's elements, by `dtype` of config.json.
 _ELEMENT_BYTES: Final = {"float32": 4, "bfloat16": 2, "float16": 2}
@@ -63,6 +63,8 @@ class ModelFacts:
     """In bfloat16, over all layers."""
     kv_bytes_at_max_context: int | None
     """Of one sequence; layers with a window hold no more than that."""
+    state_bytes: int | None
+    """Of the recurrent states of one sequence, of any length; None: no layer has one."""
     has_tokenizer: bool
     has_chat_template: bool
     tasks: tuple[str, ...]
@@ -81,7 +83,7 @@ def facts_of(evidence: Evidence) -> ModelFacts:
     per_layer = 2 * shape.kv_width if shape else _kv_of_layer(text)
     if support.service is Service.ENCODER:  # it keeps none
         per_layer = None
-    layer_count = shape.layers if shape else _number(text, "num_hidden_layers")
+    layer_count = shape.attention_layers if shape else _number(text, "num_hidden_layers")
     windows = shape.windows if shape else ()
     quantised = 0 if shape is None else _mxfp4_parameters(shape)
     return ModelFacts(
@@ -95,11 +97,26 @@ def facts_of(evidence: Evidence) -> ModelFacts:
         max_context=context,
         kv_bytes_per_token=per_layer * layer_count if per_layer and layer_count else None,
         kv_bytes_at_max_context=_kv_of_sequence(per_layer, layer_count, windows, context),
+        state_bytes=_state_bytes(shape.recurrent) if shape and shape.recurrent else None,
         has_tokenizer=evidence.has_tokenizer,
         has_chat_template=evidence.has_chat_template,
         tasks=_tasks(evidence, support),
         labels=head.labels if (head := _head(evidence, support)) else (),
     )
+
+
+def _state_bytes(recurrent: RecurrentConfig) -> int:
+    matrix = recurrent.value_heads * recurrent.key_dim * recurrent.value_dim
+    # Matrices are in float32, inputs of the convolution in bfloat16.
+    return len(recurrent.layers) * (4 * matrix + 2 * (recurrent.kernel - 1) * recurrent.conv_width)
+
+
+def _count_recurrent(recurrent: RecurrentConfig, hidden: int) -> tuple[int, int]:
+    """Return the elements of the matrices of all recurrent layers, and those of their other tensors."""
+    heads, values = recurrent.value_heads, recurrent.value_heads * recurrent.value_dim
+    matrices = hidden * (recurrent.conv_width + 2 * values + 2 * heads)
+    vectors = recurrent.conv_width * recurrent.kernel + 2 * heads + recurrent.value_dim
+    return len(recurrent.layers) * matrices, len(recurrent.layers) * vectors
 
 
 def count_parameters(config: ModelConfig) -> tuple[int, int]:
@@ -108,7 +125,8 @@ def count_parameters(config: ModelConfig) -> tuple[int, int]:
     attention, norms = 2 * hidden * queries + 2 * hidden * keys, 0
     if config.latent is not None:
         attention, norms = _count_latent(config.latent, config)
-    vectors = 2 * (config.pre_norms + config.post_norms) * hidden + (2 * config.head_dim if config.qk_norm else 0)
+    attention += hidden * queries if config.gated_attention else 0
+    vectors = 2 * config.head_dim if config.qk_norm else 0
     vectors += norms + (queries + keys if config.projection_norm else 0)
     vectors += (queries + 2 * keys if config.qkv_bias else 0) + (hidden if config.output_bias else 0)
     matrices = 0
@@ -117,11 +135,18 @@ def count_parameters(config: ModelConfig) -> tuple[int, int]:
         columns = config.intermediate_size if moe is None else moe.experts * moe.intermediate_size
         if moe is not None and moe.shared is not None:
             columns += moe.shared.intermediate_size
-        matrices += attention + 3 * hidden * columns + (0 if moe is None else moe.experts * hidden)
-    vectors = vectors * config.layers + hidden
+        matrices += 3 * hidden * columns + (0 if moe is None else moe.experts * hidden)
+    matrices += config.attention_layers * attention
+    vectors = vectors * config.attention_layers + hidden
+    vectors += 2 * (config.pre_norms + config.post_norms) * hidden * config.layers
+    if config.recurrent is not None:
+        in_layers, in_vectors = _count_recurrent(config.recurrent, hidden)
+        matrices, vectors = matrices + in_layers, vectors + in_vectors
     for moe in filter(None, map(config.moe_of, range(config.layers))):
         if moe.has_biases:
             vectors += moe.experts * (1 + 2 * moe.intermediate_size + hidden)
+        if moe.shared is not None and moe.shared.is_gated:
+            vectors += hidden
     vectors += config.layers * config.query_heads if config.has_sinks else 0
     if config.mlp_bias:
         vectors += config.layers * (2 * config.intermediate_size + hidden)

@@ -179,6 +179,7 @@ class WorkerGroup:
             device_pages=first.device_pages,
             host_pages=first.host_pages,
             window_pages=first.window_pool.pages if first.window_pool else None,
+            snapshots=first.recurrent_states.snapshots if first.recurrent_states else None,
         )
         return replace(capacities[0], has_storage=has_storage)
 

@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from common.errors import InvalidRequestError
-from common.steps import EngineSpec, JumpLimit, PageGrants, PageReplacement, PrefillChunk, RowOpen, StepPlan
+from common.steps import EngineSpec, JumpLimit, PageGrants, PageReplacement, PrefillChunk, RowOpen, StateSave, StepPlan
 from common.transfers import Transfer, TransferDirection, TransferId
-from common.types import RequestId, RowSlot, StepId
+from common.types import RequestId, RowSlot, SnapshotSlot, StepId
 from common.wire.answers import finish_reason_to_wire, logprob_to_wire, prompt_logprobs_from_wire, span_to_wire
 from common.wire.requests import pooling_from_wire, pooling_to_wire, sampling_from_wire
 from protos.gen.pando.v1 import worker_pb2
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from common.steps import EngineCapacity, StepResult, WindowPool
+    from common.steps import EngineCapacity, RecurrentStates, StepResult, WindowPool
 
 DEFAULT_MEMORY_FRACTION = 0.85
 
@@ -60,6 +60,7 @@ def spec_from_wire(message: worker_pb2.ConfigureRequest) -> EngineSpec:
         window_pages=message.window_pages if message.HasField("window_pages") else None,
         quantization=message.quantization or "auto",
         classifier_from_token=tuple(message.classifier_from_token),
+        snapshots=message.snapshots if message.HasField("snapshots") else None,
     )
 
 
@@ -80,6 +81,7 @@ def capacity_to_wire(capacity: EngineCapacity) -> worker_pb2.WorkerCapacity:
         load_bytes_per_s=capacity.load_bytes_per_s,
         has_storage=capacity.has_storage,
         window_pool=_window_pool_to_wire(capacity.window_pool),
+        recurrent_states=_states_to_wire(capacity.recurrent_states),
         is_encoder=capacity.is_encoder,
         jumps_forward=capacity.jumps_forward,
         head=pooling_to_wire(capacity.head),
@@ -94,6 +96,12 @@ def _window_pool_to_wire(pool: WindowPool | None) -> worker_pb2.WindowPool | Non
         pages=pool.pages, window_tokens=pool.window_tokens, layers=pool.layers,
         kv_bytes_per_token=pool.kv_bytes_per_token,
     )  # fmt: skip
+
+
+def _states_to_wire(states: RecurrentStates | None) -> worker_pb2.RecurrentStates | None:
+    return (
+        None if states is None else worker_pb2.RecurrentStates(snapshots=states.snapshots, row_bytes=states.row_bytes)
+    )
 
 
 def plan_from_wire(message: worker_pb2.StepPlan) -> StepPlan:
@@ -118,6 +126,9 @@ def plan_from_wire(message: worker_pb2.StepPlan) -> StepPlan:
         ),
         transfers=tuple(_transfer_from_wire(transfer) for transfer in message.transfers),
         jumps=tuple(JumpLimit(RowSlot(jump.row), jump.max_tokens) for jump in message.jumps),
+        saves=tuple(
+            StateSave(RowSlot(save.row), save.tokens, SnapshotSlot(save.snapshot)) for save in message.state_saves
+        ),
     )
 
 
@@ -173,6 +184,7 @@ def _open_from_wire(message: worker_pb2.RowOpen) -> RowOpen:
         pooling=pooling_from_wire(message.pooling),
         prompt_logprobs=prompt_logprobs_from_wire(message),
         second_text_start=message.second_text_start if message.HasField("second_text_start") else None,
+        snapshot=SnapshotSlot(message.snapshot) if message.HasField("snapshot") else None,
     )
 
 

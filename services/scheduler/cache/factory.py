@@ -15,7 +15,7 @@ from services.scheduler.cache.window_pages import WindowPages
 
 if TYPE_CHECKING:
     from common.settings import CacheSettings, HostTierSettings
-    from common.steps import WindowPool
+    from common.steps import EngineCapacity, WindowPool
     from services.scheduler.cache.interface import PrefixCache
     from services.scheduler.cache.sharing.choices import SharingChoices
 
@@ -41,6 +41,12 @@ def make_allocator(name: CacheName, pages: int, page_size: int, window: WindowPo
             f"{least}: free memory on the device, or raise scheduler.memory_fraction or lower scheduler.max_rows"
         )
     return allocator
+
+
+def can_reuse(capacity: EngineCapacity) -> bool:
+    """Whether cached prefixes are of use: an encoder keeps none, and recurrent layers continue from snapshots only."""
+    states = capacity.recurrent_states
+    return not capacity.is_encoder and (states is None or states.snapshots > 0)
 
 
 def make_cache(

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from common.steps import NO_IDS, EngineCapacity, RowStop, StepResult, WindowPool
+from common.steps import NO_IDS, EngineCapacity, RecurrentStates, RowStop, StepResult, WindowPool
 from common.transfers import TransferAck, TransferDirection, TransferId
 from common.types import RowSlot, StepId
 from common.wire.answers import finish_reason_from_wire, logprob_from_wire, prompt_logprobs_to_wire, span_from_wire
@@ -44,6 +44,7 @@ def spec_to_wire(spec: EngineSpec) -> worker_pb2.ConfigureRequest:
         window_pages=spec.window_pages,
         quantization=spec.quantization,
         classifier_from_token=spec.classifier_from_token,
+        snapshots=spec.snapshots,
     )
 
 
@@ -64,6 +65,7 @@ def capacity_from_wire(message: worker_pb2.WorkerCapacity) -> EngineCapacity:
         load_bytes_per_s=message.load_bytes_per_s,
         has_storage=message.has_storage,
         window_pool=_window_pool_from_wire(message.window_pool) if message.HasField("window_pool") else None,
+        recurrent_states=_states_from_wire(message.recurrent_states) if message.HasField("recurrent_states") else None,
         is_encoder=message.is_encoder,
         jumps_forward=message.jumps_forward,
         head=pooling_from_wire(message.head),
@@ -73,6 +75,10 @@ def capacity_from_wire(message: worker_pb2.WorkerCapacity) -> EngineCapacity:
 
 def _window_pool_from_wire(message: worker_pb2.WindowPool) -> WindowPool:
     return WindowPool(message.pages, message.window_tokens, message.layers, message.kv_bytes_per_token)
+
+
+def _states_from_wire(message: worker_pb2.RecurrentStates) -> RecurrentStates:
+    return RecurrentStates(message.snapshots, message.row_bytes)
 
 
 def plan_to_wire(plan: StepPlan) -> worker_pb2.StepPlan:
@@ -94,6 +100,8 @@ def plan_to_wire(plan: StepPlan) -> worker_pb2.StepPlan:
     message.transfers.extend(_transfer_to_wire(transfer) for transfer in plan.transfers)
     for jump in plan.jumps:
         message.jumps.add(row=jump.row, max_tokens=jump.max_tokens)
+    for save in plan.saves:
+        message.state_saves.add(row=save.row, tokens=save.tokens, snapshot=save.snapshot)
     return message
 
 
@@ -125,6 +133,7 @@ def _open_to_wire(opened: RowOpen) -> worker_pb2.RowOpen:
         pooling=pooling_to_wire(opened.pooling),
         prompt_logprobs=prompt_logprobs_to_wire(opened.prompt_logprobs),
         second_text_start=opened.second_text_start,
+        snapshot=opened.snapshot,
     )
 
 

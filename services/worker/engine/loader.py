@@ -13,7 +13,7 @@ from common.encoders import is_encoder_directory
 from common.errors import ConfigurationError
 from common.heads import has_pooling_module, only_embeds, read_head
 from common.models import ModelKind, resolve_model
-from common.steps import EngineCapacity, WindowPool
+from common.steps import EngineCapacity, RecurrentStates, WindowPool
 from common.tokenization import load_text_model
 from services.worker.engine.backends import (
     RunnerOptions,
@@ -49,6 +49,7 @@ from services.worker.engine.measuring.measurements import calibrate, measure_pea
 from services.worker.engine.model.assembly import Assembler
 from services.worker.engine.model.kv_pool import KvPool, allocate_pool, bytes_per_token, join_pools, with_scales
 from services.worker.engine.model.kv_scales import MEASURED_TOKENS, measured_scales, stored_scales
+from services.worker.engine.model.recurrent import StatePool, allocate_states, state_bytes
 from services.worker.engine.model.rotary import rotary_table
 from services.worker.engine.model.score_head import read_score_head
 from services.worker.engine.model.tensors import CheckedTensors
@@ -148,6 +149,12 @@ class _DecoderLoader:
         if self._kv_dtype == FP8 and self._backend.name == "gpu":
             check_float8_kv(torch.cuda.get_device_capability(self._device))
 
+        if self._config.recurrent is not None and (spec.host_bytes or spec.host_pages):
+            raise ConfigurationError(
+                f"scheduler.host_tier: {self._config.family} has recurrent layers, whose states are kept on the device "
+                "only; set scheduler.host_tier.gigabytes to 0"
+            )
+
     @torch.inference_mode()
     def load(self) -> ModelRunner:
         spec, config = self._spec, self._config
@@ -171,6 +178,7 @@ class _DecoderLoader:
         pages, window_pages = (group.minimum(count) for count in self._count_pages(context, free_before, reserve))
         # One page more than granted ones: padding rows of captured batches write there.
         pool = self._pool(pages + self._can_overlap, model.kv_layout, window_pages)
+        pool = replace(pool, states=self._states())
         capacity = self._capacity(pool, pages, min(context, pages * spec.page_size), model.kv_layout.value, group)
         log.info(
             "model.loaded model=%s device=%s backend=%s dtype=%s weights=%s kv_dtype=%s pages=%d context=%d threads=%d",
@@ -300,7 +308,7 @@ class _DecoderLoader:
         def allocate(layers: int, pages: int) -> KvPool:
             return allocate_pool(self._shape, layers, pages, layout, dtype=self._kv_dtype, device=self._device)
 
-        layers, local = self._config.layers, sum(self._is_local)
+        layers, local = self._config.attention_layers, sum(self._is_local)
         pool = allocate(layers - local if window_pages else layers, pages)
         if window_pages:
             pool = join_pools(pool, allocate(local, window_pages + self._can_overlap), self._is_local)
@@ -308,7 +316,17 @@ class _DecoderLoader:
 
     def _unquantised_pool(self, pages: int, layout: KvLayout) -> KvPool:
         dtype = self._backend.kernels.activation_dtype
-        return allocate_pool(self._shape, self._config.layers, pages, layout, dtype=dtype, device=self._device)
+        layers = self._config.attention_layers
+        pool = allocate_pool(self._shape, layers, pages, layout, dtype=dtype, device=self._device)
+        return replace(pool, states=self._states())
+
+    def _states(self) -> StatePool | None:
+        """Allocate recurrent states: one for each row, and one for padding rows."""
+        recurrent, heads = self._config.recurrent, self._shard.state_heads
+        if recurrent is None or heads is None:
+            return None
+        dtype = self._backend.kernels.activation_dtype
+        return allocate_states(recurrent, len(heads), self._spec.max_rows + 1, dtype, self._device)
 
     def _find_kv_scales(self, model: Decoder, context: int) -> tuple[KvScales, ...]:
         """Return the scales of keys and values in FP8: the checkpoint's, or else measured on fixed tokens."""
@@ -345,7 +363,7 @@ class _DecoderLoader:
         if not self._can_overlap or spec.device_pages is not None:
             return estimate
         lengths = prompts_of(spec.max_step_tokens, context)
-        pool = self._pool(pages_of(lengths, spec.page_size), model.kv_layout)
+        pool = replace(self._pool(pages_of(lengths, spec.page_size), model.kv_layout), states=self._states())
         batch = random_prompts(
             lengths,
             spec.page_size,
@@ -365,7 +383,7 @@ class _DecoderLoader:
         memory = MemoryMeasure(
             free_before, self._free_memory(), shared_by=ranks_on_host(self._spec) if is_host else 1, is_host=is_host
         )
-        layers, local = self._config.layers, sum(self._is_local)
+        layers, local = self._config.attention_layers, sum(self._is_local)
         if not self._window:
             return count_pages(
                 self._spec, context, bytes_per_token(self._shape, layers, self._kv_dtype), reserve, memory
@@ -408,9 +426,17 @@ class _DecoderLoader:
             device=str(self._device),
             layers=self._config.layers,
             window_pool=self._window_pool(pool),
+            recurrent_states=self._recurrent_states(),
             head=self._head.pooling if self._head else None,
             only_pools=self._head is not None or self._only_embeds,
         )
+
+    def _recurrent_states(self) -> RecurrentStates | None:
+        recurrent, heads = self._config.recurrent, self._shard.state_heads
+        if recurrent is None or heads is None:
+            return None
+        dtype = self._backend.kernels.activation_dtype
+        return RecurrentStates(0, state_bytes(recurrent, len(heads), dtype))
 
     def _window_pool(self, pool: KvPool) -> WindowPool | None:
         if not pool.window_pages:

@@ -16,8 +16,10 @@ from common.steps import (
     PageGrants,
     PageReplacement,
     PrefillChunk,
+    RecurrentStates,
     RowOpen,
     RowStop,
+    StateSave,
     StepPlan,
     StepResult,
     WindowPool,
@@ -58,6 +60,7 @@ opens = complete(
     window_pages=arrays(),
     pooling=st.none() | st.sampled_from(Pooling),
     prompt_logprobs=st.none() | prompt_logprobs,
+    snapshot=st.none() | COUNT,
 )
 grants = st.integers(0, 8).flatmap(
     lambda size: complete(
@@ -86,6 +89,7 @@ plans = complete(
         )
     ),
     jumps=tuples(complete(JumpLimit, row=ROW, max_tokens=COUNT)),
+    saves=tuples(complete(StateSave, row=ROW, tokens=COUNT, snapshot=COUNT)),
 )
 
 
@@ -157,6 +161,7 @@ specs = complete(
     window_pages=st.none() | COUNT,
     quantization=NAMES,
     classifier_from_token=tuples(NAMES),
+    snapshots=st.none() | COUNT,
 )
 capacities = complete(
     EngineCapacity,
@@ -177,6 +182,7 @@ capacities = complete(
     only_pools=st.booleans(),
     window_pool=st.none()
     | complete(WindowPool, pages=COUNT, window_tokens=COUNT, layers=COUNT, kv_bytes_per_token=COUNT),
+    recurrent_states=st.none() | complete(RecurrentStates, snapshots=COUNT, row_bytes=st.integers(0, 2**64 - 1)),
     prefill_tokens_per_s=st.floats(0, 2.0**30, width=32),
     load_bytes_per_s=st.floats(0, 2.0**40, width=32),
 )

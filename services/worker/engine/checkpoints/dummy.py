@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 from typing import TYPE_CHECKING
 
 import torch
@@ -40,7 +41,7 @@ class DummyCheckpoint:
 
     def has(self, name: str) -> bool:
         """Return whether there is a tensor of this name: a matrix in its plain form."""
-        return name.endswith((".weight", ".bias"))
+        return name.endswith((".weight", ".bias", ".A_log", ".dt_bias"))
 
     def packed(self, name: str, rows: slice | None = None, columns: slice | None = None) -> GroupedMatrix | None:
         """Return None: weights are made as floats."""
@@ -56,7 +57,7 @@ class DummyCheckpoint:
 
     def _values(self, name: str, shape: tuple[int, ...], rows: slice) -> torch.Tensor:
         digest = hashlib.sha256(f"{self._seed} {name}".encode()).digest()
-        width = shape[1] if len(shape) > 1 else 1
+        width = math.prod(shape[1:])
         start, count = rows.start * width, (rows.stop - rows.start) * width
         offset = (int.from_bytes(digest[:8], "little") + start) % _PERIOD
         repeated = self._block.repeat(-(-(offset + count) // _PERIOD))[offset : offset + count]

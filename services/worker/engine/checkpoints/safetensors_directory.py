@@ -64,7 +64,14 @@ class SafetensorsCheckpoint:
         return None
 
     def _stored(self, name: str) -> StoredTensor:
-        stored = stored_tensor(name, self._names)
+        stored = self._placed(stored_tensor(name, self._names))
+        if self._names and not self._tensors.has(stored.name):
+            # Some families are published with other names than `transformers` writes.
+            plain = self._placed(stored_tensor(name, {}))
+            return plain if self._tensors.has(plain.name) else stored
+        return stored
+
+    def _placed(self, stored: StoredTensor) -> StoredTensor:
         return replace(stored, name=_renamed(stored.name, self._prefixes))
 
 

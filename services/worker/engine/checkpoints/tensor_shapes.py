@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from services.worker.engine.model.config import LatentConfig, ModelConfig
+    from services.worker.engine.model.config import LatentConfig, ModelConfig, RecurrentConfig
 
 
 def tensor_shape(name: str, config: ModelConfig) -> tuple[int, ...]:
@@ -16,12 +16,14 @@ def tensor_shape(name: str, config: ModelConfig) -> tuple[int, ...]:
         columns = config.moe.intermediate_size
     elif config.moe is not None and config.moe.shared is not None and ".shared_expert." in name:
         columns = config.moe.shared.intermediate_size
+    if config.recurrent is not None and ".linear_attn." in name:
+        return _recurrent_shape(name.partition(".linear_attn.")[2].removesuffix(".weight"), config, config.recurrent)
     matrices = {
         "embed_tokens": (config.vocabulary_size, hidden),
         "lm_head": (config.vocabulary_size, hidden),
         "score": (config.labels, hidden),
         "qkv_proj": (queries + 2 * keys, hidden),
-        "q_proj": (queries, hidden),
+        "q_proj": (queries * (1 + config.gated_attention), hidden),
         "k_proj": (keys, hidden),
         "v_proj": (keys, hidden),
         "o_proj": (hidden, config.query_heads * config.output_dim),
@@ -44,6 +46,24 @@ def tensor_shape(name: str, config: ModelConfig) -> tuple[int, ...]:
     if config.latent is not None and part in ("q_a_layernorm", "kv_a_layernorm"):
         return (config.latent.rank if part == "kv_a_layernorm" else config.latent.query_rank or 0,)
     return (hidden,)
+
+
+def _recurrent_shape(part: str, config: ModelConfig, recurrent: RecurrentConfig) -> tuple[int, ...]:
+    hidden, heads = config.hidden_size, recurrent.value_heads
+    values = heads * recurrent.value_dim
+    return {
+        "in_proj_qkvz": (recurrent.conv_width + values, hidden),
+        "in_proj_ba": (2 * heads, hidden),
+        "in_proj_qkv": (recurrent.conv_width, hidden),
+        "in_proj_z": (values, hidden),
+        "in_proj_b": (heads, hidden),
+        "in_proj_a": (heads, hidden),
+        "conv1d": (recurrent.conv_width, 1, recurrent.kernel),
+        "A_log": (heads,),
+        "dt_bias": (heads,),
+        "norm": (recurrent.value_dim,),
+        "out_proj": (hidden, values),
+    }[part]
 
 
 def _latent_matrices(latent: LatentConfig, config: ModelConfig) -> dict[str, tuple[int, int]]:

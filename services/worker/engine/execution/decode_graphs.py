@@ -13,7 +13,7 @@ from services.worker.engine.execution.device_batch import to_device
 from services.worker.engine.execution.device_sampler import SamplingMode
 from services.worker.engine.kernels.gpu import device_batch as row_state
 from services.worker.engine.kernels.gpu.logprobs import LogprobBuffers
-from services.worker.engine.model.batch import ForwardBatch
+from services.worker.engine.model.batch import ForwardBatch, StateSlots
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -85,6 +85,8 @@ class DecodeGraph:
             table_rows=self.slots,
             window_table=rows.window_table,
             window_slots=None if rows.window_table is None else torch.zeros(size, dtype=torch.int64, device=device),
+            # Padding rows have the slot after those of all rows.
+            states=StateSlots(self.slots),
         )
         self._graphs: dict[str, torch.cuda.CUDAGraph] = {}
         self._members: RowIndices = np.empty(0, np.int64)

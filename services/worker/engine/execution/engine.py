@@ -126,9 +126,11 @@ class ModelEngine:
             spec.device_pages in (self._spec.device_pages, capacity.device_pages)
             and spec.host_pages in (self._spec.host_pages, capacity.host_pages)
             and spec.window_pages in (self._spec.window_pages, capacity.window_pool and capacity.window_pool.pages)
+            and spec.snapshots
+            in (self._spec.snapshots, capacity.recurrent_states and capacity.recurrent_states.snapshots)
             and _without_pages(spec) == _without_pages(self._spec)
         )
 
 
 def _without_pages(spec: EngineSpec) -> EngineSpec:
-    return replace(spec, device_pages=None, host_pages=None, window_pages=None)
+    return replace(spec, device_pages=None, host_pages=None, window_pages=None, snapshots=None)

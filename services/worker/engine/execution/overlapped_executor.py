@@ -94,6 +94,8 @@ class OverlappedExecutor:
         self._runner = runner
         self._is_first = spec.rank == 0
         self._is_shared = spec.world_size > 1
+        # A pass that has advanced some recurrent states cannot be computed again in parts.
+        self._is_final = self._is_shared or capacity.recurrent_states is not None
         self._table = SamplingTable(spec.max_rows, capacity.vocabulary_size)
         self._scoring = ScoringTable()
         self._pooler = Pooler()
@@ -154,7 +156,7 @@ class OverlappedExecutor:
                 # No token is appended to rows yet. The pass is retried outside of this block: the error holds memory.
                 if not is_out_of_memory(error):
                     raise
-                if self._is_shared:
+                if self._is_final:
                     # The other ranks would be in the middle of their pass.
                     raise OutOfMemoryError(f"memory does not suffice for a step: {error}") from error
         return self._launch_parts(rows, forward)
@@ -184,7 +186,7 @@ class OverlappedExecutor:
 
     def _launch_parts(self, rows: RowStates, forward: ForwardPass) -> LaunchedOutput:
         """Run a pass kernel by kernel, in parts if memory does not suffice."""
-        made = compute_in_parts(forward, lambda part: self._compute_part(rows, part), is_shared=self._is_shared)
+        made = compute_in_parts(forward, lambda part: self._compute_part(rows, part), is_shared=self._is_final)
         sampled = forward.sampled_rows
         got_token = np.flatnonzero(~np.isin(sampled, made.failed)) if made.failed.size else np.arange(sampled.size)
         prompt_logprobs = tuple(entry for _, part in made.parts for entry in part.prompt_logprobs)

@@ -10,7 +10,7 @@ import torch
 from services.worker.engine.execution.out_of_memory import compute_in_parts
 from services.worker.engine.execution.pass_output import PassOutput, join
 from services.worker.engine.execution.pooler import Pooler, PoolerHead, with_pooled
-from services.worker.engine.model.batch import ForwardBatch
+from services.worker.engine.model.batch import ForwardBatch, StateSlots
 from services.worker.engine.plans.passes import ForwardPass, HostBatch, gather
 from services.worker.engine.plans.rows import NOTHING_FORCED, ForcedTokens
 from services.worker.engine.plans.scoring import RowSpans, Scored, ScoringTable, with_scored
@@ -123,7 +123,10 @@ def to_device(batch: HostBatch, device: torch.device) -> ForwardBatch:
     ints = (batch.query_starts, batch.key_lengths, batch.page_table)
     window_longs = () if batch.window_slots is None else (batch.window_slots,)
     window_ints = () if batch.window_table is None else (batch.window_table,)
-    token_ids, positions, write_slots, sample_indices, *window_slots = _transfer((*longs, *window_longs), device)
+    state_longs = () if batch.row_slots is None else (batch.row_slots,)
+    sent = _transfer((*longs, *window_longs, *state_longs), device)
+    token_ids, positions, write_slots, sample_indices = sent[:4]
+    window_slots, row_slots = sent[4 : 4 + len(window_longs)], sent[4 + len(window_longs) :]
     query_starts, key_lengths, page_table, *window_table = _transfer((*ints, *window_ints), device)
     return ForwardBatch(
         token_ids=token_ids,
@@ -138,6 +141,7 @@ def to_device(batch: HostBatch, device: torch.device) -> ForwardBatch:
         max_key_length=batch.max_key_length,
         window_table=window_table[0] if window_table else None,
         window_slots=window_slots[0] if window_slots else None,
+        states=None if batch.row_slots is None else StateSlots.of(batch, batch.row_slots, row_slots[0]),
     )
 
 

@@ -74,11 +74,13 @@ class TorchModel:
     def capacity(self) -> EngineCapacity:
         """The runner's, and whether rows jump forward.
 
-        They do not with a sliding-window KV pool: the scheduler frees its pages by row lengths that it computes itself.
+        They do not with a sliding-window KV pool, whose pages the scheduler frees by row lengths that it computes
+        itself, nor with recurrent layers, whose states it saves at lengths that it chooses.
         """
         capacity = self.runner.capacity
         is_synchronous_decoder = self._executor is None and not isinstance(self.runner, EncoderRunner)
-        jumps = is_synchronous_decoder and self._follows_grammars and capacity.window_pool is None
+        has_own_lengths = capacity.window_pool is None and capacity.recurrent_states is None
+        jumps = is_synchronous_decoder and self._follows_grammars and has_own_lengths
         return replace(capacity, jumps_forward=jumps)
 
     @property
@@ -100,6 +102,7 @@ class TorchModel:
             capacity.max_context,
             capacity.page_size,
             has_window_pool=window is not None,
+            has_states=capacity.recurrent_states is not None,
             head_input=(head and head.input) or Pooling.LAST,
         )
         limits = PlanLimits(
@@ -120,7 +123,9 @@ class TorchModel:
             self._executor.use_grammars(grammars)
             return OverlappedRunner(rows, limits, self._executor, transfers=transfers, reports_tokens=is_first)
         table = SamplingTable(spec.max_rows, capacity.vocabulary_size, grammars)
-        executor = SynchronousExecutor(self.runner, table, rank=spec.rank, is_shared=spec.world_size > 1)
+        # A pass that has advanced some of the states cannot be computed again in parts.
+        is_final = spec.world_size > 1 or capacity.recurrent_states is not None
+        executor = SynchronousExecutor(self.runner, table, rank=spec.rank, is_shared=is_final)
         return SynchronousRunner(rows, limits, executor, transfers=transfers, reports_tokens=is_first)
 
     @contextlib.contextmanager

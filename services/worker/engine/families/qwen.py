@@ -28,14 +28,14 @@ def _read_qwen3(config: JsonConfig) -> ModelConfig:
 
 
 def _read_qwen3_moe(config: JsonConfig) -> ModelConfig:
-    return replace(_read(config, 0), qk_norm=True, moe=_read_moe(config))
+    return replace(_read(config, 0), qk_norm=True, moe=read_moe(config))
 
 
 def _read_qwen2_moe(config: JsonConfig) -> ModelConfig:
     has_bias = bool(config.get("qkv_bias", True))
     shared = SharedExperts(config["shared_expert_intermediate_size"], is_gated=True)
     read = _read(config, _first_windowed(config))
-    return replace(read, qkv_bias=has_bias, output_bias=False, moe=replace(_read_moe(config), shared=shared))
+    return replace(read, qkv_bias=has_bias, output_bias=False, moe=replace(read_moe(config), shared=shared))
 
 
 def _read(config: JsonConfig, first_windowed: int) -> ModelConfig:
@@ -49,7 +49,8 @@ def _first_windowed(config: JsonConfig) -> int:
     return int(config.get("max_window_layers", _FULL_LAYERS))
 
 
-def _read_moe(config: JsonConfig) -> MoeConfig:
+def read_moe(config: JsonConfig) -> MoeConfig:
+    """Read the experts of a Qwen mixture, without the layer beside them."""
     step, layers = config.get("decoder_sparse_step", 1), config["num_hidden_layers"]
     alone = config.get("mlp_only_layers") or ()
     return MoeConfig(

@@ -11,7 +11,7 @@ import torch
 
 from common.errors import ConfigurationError
 from common.transfers import Transfer, TransferDirection, TransferId
-from services.worker.engine.model.batch import ForwardBatch
+from services.worker.engine.model.batch import ForwardBatch, StateChunk, StateSlots
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -46,7 +46,10 @@ def random_prompts(
     batch = _batch([(0, length) for length in lengths], page_size, vocabulary_size, device, seed=0)
     tokens = sum(lengths)
     sampled = torch.arange(max(0, tokens - (samples or len(lengths))), tokens, device=device)
-    return replace(batch, sample_indices=sampled)
+    assert batch.states is not None, "all random batches have slots"
+    # There may be more prompts than rows.
+    chunks = tuple(replace(chunk, slot=0) for chunk in batch.states.chunks)
+    return replace(batch, sample_indices=sampled, states=replace(batch.states, chunks=chunks))
 
 
 def _batch(
@@ -58,6 +61,7 @@ def _batch(
     positions = [torch.arange(old, old + new) for old, new in lengths]
     slots = [table[i, place // page_size].long() * page_size + place % page_size for i, place in enumerate(positions)]
     starts = torch.tensor([0, *(new for _, new in lengths)]).cumsum(0)
+    decoding = sum(old > 0 and new == 1 for old, new in lengths)
     return ForwardBatch(
         token_ids=torch.randint(vocabulary_size, (int(starts[-1]),), generator=generator).to(device),
         positions=torch.cat(positions).to(device),
@@ -66,9 +70,17 @@ def _batch(
         page_table=table.to(device),
         write_slots=torch.cat(slots).to(device),
         sample_indices=(starts[1:] - 1).to(device),
-        decode_rows=sum(old > 0 and new == 1 for old, new in lengths),
+        decode_rows=decoding,
         max_query_length=max(new for _, new in lengths),
         max_key_length=max(old + new for old, new in lengths),
+        states=StateSlots(
+            torch.arange(decoding, device=device),
+            tuple(
+                StateChunk(start, start + new, slot=i, begins=old == 0)
+                for i, ((old, new), start) in enumerate(zip(lengths, starts.tolist(), strict=False))
+                if i >= decoding
+            ),
+        ),
     )
 
 

@@ -56,7 +56,13 @@ class _Passes:
 
     def __init__(self, executor: OverlappedPassExecutor, capacity: EngineCapacity, spec: EngineSpec) -> None:
         window = capacity.window_pool
-        rows = RowStates(spec.max_rows, capacity.max_context, capacity.page_size, has_window_pool=window is not None)
+        rows = RowStates(
+            spec.max_rows,
+            capacity.max_context,
+            capacity.page_size,
+            has_window_pool=window is not None,
+            has_states=capacity.recurrent_states is not None,
+        )
         limits = PlanLimits(
             capacity.vocabulary_size,
             capacity.device_pages,

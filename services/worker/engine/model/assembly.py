@@ -12,6 +12,7 @@ from services.worker.engine.kernels.composed import PreparedLinear
 from services.worker.engine.kernels.interface import ExpertMatrices, QkNorm
 from services.worker.engine.model.feed_forward import DenseFeedForward, MoeFeedForward, Router, SharedFeedForward
 from services.worker.engine.model.latent import LatentReader
+from services.worker.engine.model.recurrent import RecurrentReader
 from services.worker.engine.model.rotary_config import head_order
 from services.worker.engine.model.transformer import DecoderLayer, ProjectionNorm, TransformerWeights
 from services.worker.engine.quantization.matrices import above, reordered
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
     from services.worker.engine.kernels.interface import GatedLinear, Kernels, Linear
     from services.worker.engine.model.config import ModelConfig, MoeConfig, SharedExperts
     from services.worker.engine.model.feed_forward import FeedForward
+    from services.worker.engine.model.recurrent import GatedDeltaNet
     from services.worker.engine.model.tensors import CheckedTensors
     from services.worker.engine.parallel.shards import ModelShard, Span
 
@@ -76,11 +78,16 @@ class Assembler:
         if config.post_norms:
             post_norms = self._norm(feed_forward_norm), self._norm(f"{prefix}.post_feedforward_layernorm.weight")
             feed_forward_norm = f"{prefix}.pre_feedforward_layernorm.weight"
-        output: Linear = self._row_parallel(
-            f"{attention}.o_proj", self.shard.query_heads.scaled(config.output_dim), config.output_bias
-        )
-        qkv: Callable[[torch.Tensor], torch.Tensor]
-        if config.latent is None:
+        qkv: Callable[[torch.Tensor], torch.Tensor] | GatedDeltaNet
+        output, gate, is_recurrent = self._output(layer), None, config.is_recurrent(layer)
+        if is_recurrent:
+            assert self.shard.state_heads is not None, "every rank has heads of recurrent layers"
+            qkv = RecurrentReader(self.tensors, self.kernels, self.device, self.shard.state_heads).read(
+                f"{prefix}.linear_attn"
+            )
+        elif config.gated_attention:
+            qkv, gate = self._gated_qkv(attention, head_order(config.rotary, config.head_dim))
+        elif config.latent is None:
             qkv = self._qkv(attention, head_order(config.rotary_of(layer), config.head_dim))
         else:
             reader = LatentReader(self.tensors, self.kernels, self.device, self.shard.query_heads)
@@ -89,7 +96,9 @@ class Assembler:
         return DecoderLayer(
             input_norm=self._norm(f"{prefix}.input_layernorm.weight") if config.pre_norms else None,
             qkv=qkv,
-            qk_norm=self._head_norms(attention, head_order(config.rotary_of(layer), config.head_dim)),
+            qk_norm=None
+            if is_recurrent
+            else self._head_norms(attention, head_order(config.rotary_of(layer), config.head_dim)),
             attention_output=output,
             feed_forward_norm=self._norm(feed_forward_norm) if config.pre_norms else None,
             feed_forward=self._feed_forward(f"{prefix}.mlp", config.moe_of(layer)),
@@ -97,7 +106,35 @@ class Assembler:
             post_norms=post_norms,
             projection_norm=self._projection_norm(attention) if config.projection_norm else None,
             residual_scale=config.residual_scale,
+            gate=gate,
         )
+
+    def _output(self, layer: int) -> Linear:
+        config, prefix = self.config, f"model.layers.{layer}"
+        if not config.is_recurrent(layer):
+            columns = self.shard.query_heads.scaled(config.output_dim)
+            return self._row_parallel(f"{prefix}.self_attn.o_proj", columns, config.output_bias)
+        assert config.recurrent is not None, "the layer is recurrent"
+        assert self.shard.state_heads is not None, "every rank has heads of recurrent layers"
+        width = config.recurrent.values_per_key * config.recurrent.value_dim
+        return self._row_parallel(f"{prefix}.linear_attn.out_proj", self.shard.state_heads.scaled(width), False)
+
+    def _gated_qkv(self, attention: str, order: tuple[int, ...] | None) -> tuple[Linear, Linear]:
+        """Return the products of queries, keys and values, and of gates, which lie after each head's query."""
+        head_dim, keys = self.config.head_dim, self.shard.kv_heads.scaled(self.config.head_dim)
+        queries = self.shard.query_heads.scaled(2 * head_dim)
+        both, key, value = self.tensors.alike(
+            [
+                (f"{attention}.{name}_proj.weight", rows, None)
+                for name, rows in (("q", queries), ("k", keys), ("v", keys))
+            ]
+        )
+        by_head = torch.arange(both.shape[0]).view(-1, 2 * head_dim)
+        matrix = above(reordered(both, by_head[:, :head_dim].flatten()), key, value)
+        if order is not None:
+            matrix = reordered(matrix, self._rotated_rows(order))
+        gates = reordered(both, by_head[:, head_dim:].flatten())
+        return self.kernels.linear(matrix, None), self.kernels.linear(gates, None)
 
     def _qkv(self, attention: str, order: tuple[int, ...] | None) -> Linear:
         config = self.config

@@ -10,7 +10,7 @@ if TYPE_CHECKING:
 
     import torch
 
-    from services.worker.engine.plans.passes import HostBatch
+    from services.worker.engine.plans.passes import HostBatch, IntArray
 
     # Fills outputs from queries, both of the batch's tokens.
     Attend = Callable[[torch.Tensor, torch.Tensor, "ForwardBatch"], None]
@@ -21,6 +21,37 @@ class Deferral(Protocol):
 
     def __call__(self, attend: Attend, queries: torch.Tensor, outputs: torch.Tensor, *, in_window: bool) -> None:
         """Call `attend` with these tensors and the pass's batch, every time that the pass runs."""
+
+
+@dataclass(frozen=True, slots=True)
+class StateChunk:
+    """Tokens [start, stop) of a batch, which continue the recurrent states in `slot`, or begin new ones there."""
+
+    start: int
+    stop: int
+    slot: int
+    begins: bool
+
+
+@dataclass(frozen=True, slots=True)
+class StateSlots:
+    """Where the recurrent states of a batch's rows are: of those that decode, and of each chunk of a prompt."""
+
+    decoding: torch.Tensor  # [decode_rows] int32 or int64
+    chunks: tuple[StateChunk, ...] = ()
+
+    @classmethod
+    def of(cls, host: HostBatch, row_slots: IntArray, on_device: torch.Tensor) -> StateSlots:
+        """Return those of a batch whose rows are in `row_slots`, which is also on the device."""
+        first = host.decode_rows
+        starts, stops = host.query_starts[first:-1].tolist(), host.query_starts[first + 1 :].tolist()
+        chunks = tuple(
+            StateChunk(start, stop, slot, begins=begins)
+            for start, stop, slot, begins in zip(
+                starts, stops, row_slots[first:].tolist(), (host.positions[starts] == 0).tolist(), strict=True
+            )
+        )
+        return cls(on_device[:first], chunks)
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +80,8 @@ class ForwardBatch:
     window_table: torch.Tensor | None = None
     window_slots: torch.Tensor | None = None
     is_in_window: bool = False
+    # None: the model has no recurrent layers
+    states: StateSlots | None = None
     defer: Deferral | None = None
 
     def in_window(self) -> ForwardBatch:

@@ -136,6 +136,36 @@ class LatentConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class RecurrentConfig:
+    """Layers with a gated delta net instead of attention (Yang et al. 2024): a row keeps one state, however long it is.
+
+    The state of a layer is a matrix [key_dim, value_dim] for each value head, and the last inputs of a convolution.
+    Consecutive value heads share a key head.
+    """
+
+    layers: tuple[int, ...]
+    """The layers that are such, ascending; the others attend."""
+    key_heads: int
+    value_heads: int
+    key_dim: int
+    value_dim: int
+    kernel: int
+    """Tokens that the convolution covers, the newest one included."""
+    is_by_head: bool = False
+    """Whether checkpoints have all projections of a key head side by side, in one matrix (Qwen3-Next)."""
+
+    @property
+    def values_per_key(self) -> int:
+        """Value heads that share one key head."""
+        return self.value_heads // self.key_heads
+
+    @property
+    def conv_width(self) -> int:
+        """Components of queries, keys and values of one token."""
+        return 2 * self.key_heads * self.key_dim + self.value_heads * self.value_dim
+
+
+@dataclass(frozen=True, slots=True)
 class ModelConfig:
     """Everything that a forward pass needs to know of a model except its weights."""
 
@@ -189,6 +219,10 @@ class ModelConfig:
     moe: MoeConfig | None = None
     labels: int = 0
     """Outputs of the classification head; 0: there is none."""
+    gated_attention: bool = False
+    """Whether attention's output is multiplied by the sigmoid of another product with the layer's input."""
+    recurrent: RecurrentConfig | None = None
+    """Gated delta nets in some layers; None: all layers attend."""
     latent: LatentConfig | None = None
     """Multi-head latent attention, for which `kv_heads` is 1; None: every KV head has keys and values."""
     stored_format: StoredFormat | None = None
@@ -203,6 +237,10 @@ class ModelConfig:
         if self.latent is not None:
             assert (self.latent.row_width, 1) == (self.head_dim, self.kv_heads), "attention is over the rows"
             assert not self.windows, "latent attention has no windows"
+        if self.recurrent is not None and self.recurrent.value_heads % self.recurrent.key_heads:
+            raise ConfigurationError(
+                f"{self.recurrent.value_heads} value heads cannot share {self.recurrent.key_heads} key heads evenly"
+            )
         if self.windows and len(self.windows) != self.layers:
             raise ConfigurationError(f"{len(self.windows)} layers are said to have a window or none, of {self.layers}")
 
@@ -210,6 +248,11 @@ class ModelConfig:
     def queries_per_kv(self) -> int:
         """Query heads that share one KV head."""
         return self.query_heads // self.kv_heads
+
+    @property
+    def attention_layers(self) -> int:
+        """Layers that attend, and so have keys and values."""
+        return self.layers - (len(self.recurrent.layers) if self.recurrent else 0)
 
     @property
     def output_dim(self) -> int:
@@ -225,6 +268,10 @@ class ModelConfig:
     def kv_width(self) -> int:
         """Components that are kept of a token in each layer."""
         return self.head_dim if self.latent else 2 * self.kv_heads * self.head_dim
+
+    def is_recurrent(self, layer: int) -> bool:
+        """Whether `layer` has a recurrent state instead of keys and values."""
+        return self.recurrent is not None and layer in self.recurrent.layers
 
     def window_of(self, layer: int) -> int | None:
         """Return how many tokens a query of `layer` sees, itself included; None: all of them."""

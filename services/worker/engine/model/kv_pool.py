@@ -13,10 +13,12 @@ from services.worker.engine.kernels.interface import AttentionShape, KvLayer, Kv
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from services.worker.engine.model.recurrent import StatePool
+
 
 @dataclass(frozen=True, slots=True)
 class KvPool:
-    """Keys and values of `pages` pages; page p of the model is page p of every layer.
+    """Keys and values of `pages` pages; page p of the model is page p of every layer that attends.
 
     Layers of which only the newest tokens are kept have pages of their own, if `window_pages` are there: then page p is
     page p of every other layer, and window page p is page p of each of these.
@@ -28,6 +30,8 @@ class KvPool:
     window_pages: int = 0
     # Of one token's keys and values over the layers that have pages of their own.
     window_bytes_per_token: int = 0
+    # Of the layers that do not attend, if there are any.
+    states: StatePool | None = None
 
     @property
     def bytes_per_token(self) -> int:

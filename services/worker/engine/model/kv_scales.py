@@ -36,7 +36,8 @@ def stored_scales(checkpoint: Checkpoint, heads: Span, device: torch.device) -> 
     Raises:
         ConfigurationError: some layers have none, or scales are not positive numbers, one for all or each KV head.
     """
-    layers = [f"model.layers.{layer}" for layer in range(checkpoint.config.layers)]
+    config = checkpoint.config
+    layers = [f"model.layers.{layer}" for layer in range(config.layers) if not config.is_recurrent(layer)]
     found = [next((pair for pair in _NAMES if _has(checkpoint, layer, pair)), None) for layer in layers]
     if not any(found):
         return ()

@@ -7,10 +7,19 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import torch
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+from services.worker.engine.model.recurrent import GatedDeltaNet, LayerStates
 
-    from services.worker.engine.kernels.interface import AttentionBackend, Kernels, KvLayout, Linear, QkNorm
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+
+    from services.worker.engine.kernels.interface import (
+        AttentionBackend,
+        Kernels,
+        KvLayer,
+        KvLayout,
+        Linear,
+        QkNorm,
+    )
     from services.worker.engine.model.batch import ForwardBatch
     from services.worker.engine.model.config import ModelConfig
     from services.worker.engine.model.feed_forward import FeedForward
@@ -35,8 +44,8 @@ class DecoderLayer:
     """
 
     input_norm: torch.Tensor | None  # [hidden]
-    qkv: Callable[[torch.Tensor], torch.Tensor]
-    """Makes the input of `AttentionBackend.store` from the layer's."""
+    qkv: Callable[[torch.Tensor], torch.Tensor] | GatedDeltaNet
+    """Makes the input of `AttentionBackend.store` from the layer's; or a recurrence takes the place of attention."""
     qk_norm: QkNorm | None
     attention_output: Linear
     feed_forward_norm: torch.Tensor | None  # [hidden]
@@ -45,6 +54,8 @@ class DecoderLayer:
     post_norms: tuple[torch.Tensor, torch.Tensor] | None = None
     projection_norm: ProjectionNorm | None = None
     residual_scale: float = 1.0
+    gate: Linear | None = None
+    """Attention's output is multiplied by the sigmoid of this product with the layer's input."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,31 +172,52 @@ class Transformer:
         # Sliding-window layers may have pages of their own; they share one object, since kernels plan once per object.
         kinds = (batch, batch.in_window())
         views = [kinds[is_local] for is_local in self._is_local]
-        *inner, last = zip(layers, self._attention, pool.layers, views, following, strict=True)
+        *inner, last = zip(layers, self._attention, self._memories(pool), views, following, strict=True)
         if self._weights.joined is not None:
             normed = self._weights.joined(hidden, batch, pool)
         else:
             normed = self._normed(hidden, layers[0].input_norm)
-            for layer, attention, kv, view, next_norm in inner:
-                projected = self._project(layer, normed)
-                attended = attention.store_and_attend(projected, kv, layer.qk_norm, view, layer.sinks)
+            for layer, attention, memory, view, next_norm in inner:
+                attended = self._mix(layer, attention, memory, normed, view)
                 normed = self._finish_layer(layer, hidden, attended, next_norm)
-        layer, attention, kv, view, next_norm = last
-        projected = self._project(layer, normed)
-        if batch.sample_indices.shape[0] == 0:
-            attention.store(projected, kv, layer.qk_norm, view)
+        layer, attention, memory, view, next_norm = last
+        if not isinstance(memory, LayerStates) and batch.sample_indices.shape[0] == 0:
+            attention.store(self._project(layer, normed), memory, layer.qk_norm, view)
             return hidden[:0]
-        sampled = sampled_rows(view)
-        if sampled is None:
-            attended = attention.store_and_attend(projected, kv, layer.qk_norm, view, layer.sinks)
+        sampled = None if isinstance(memory, LayerStates) else sampled_rows(view)
+        if isinstance(memory, LayerStates) or sampled is None:
+            attended = self._mix(layer, attention, memory, normed, view)
             normed = self._finish_layer(layer, hidden, attended, next_norm)
             # A pass that only decodes samples every token.
             return normed if batch.decode_rows == hidden.shape[0] else normed[batch.sample_indices]
         # The last layer's output is needed only at sampled tokens; of the others KV is stored.
         hidden = hidden[batch.sample_indices]
-        queries = attention.store(projected, kv, layer.qk_norm, view)
-        attended = attention.attend(queries[batch.sample_indices], kv, sampled, layer.sinks)
+        queries = attention.store(self._project(layer, normed), memory, layer.qk_norm, view)
+        attended = attention.attend(queries[batch.sample_indices], memory, sampled, layer.sinks)
+        attended = _gated(layer, attended, normed[batch.sample_indices])
         return self._finish_layer(layer, hidden, attended, next_norm)
+
+    def _memories(self, pool: KvPool) -> Iterator[KvLayer | LayerStates]:
+        """Yield the part of `pool` that belongs to each layer."""
+        kv, states = iter(pool.layers), iter(pool.states.layers if pool.states else ())
+        for layer in self._weights.layers:
+            yield next(states) if isinstance(layer.qkv, GatedDeltaNet) else next(kv)
+
+    def _mix(
+        self,
+        layer: DecoderLayer,
+        attention: AttentionBackend,
+        memory: KvLayer | LayerStates,
+        normed: torch.Tensor,
+        batch: ForwardBatch,
+    ) -> torch.Tensor:
+        """Return the output of a layer's attention, or of its recurrence, before the last product."""
+        if isinstance(memory, LayerStates):
+            assert isinstance(layer.qkv, GatedDeltaNet), "only recurrences have states"
+            return layer.qkv(normed, memory, batch)
+        projected = self._project(layer, normed)
+        attended = attention.store_and_attend(projected, memory, layer.qk_norm, batch, layer.sinks)
+        return _gated(layer, attended, normed)
 
     def _embed(self, token_ids: torch.Tensor) -> torch.Tensor:
         rows = self._look_up(token_ids)
@@ -200,6 +232,7 @@ class Transformer:
         return self._group.sum(rows * is_mine[:, None])
 
     def _project(self, layer: DecoderLayer, normed: torch.Tensor) -> torch.Tensor:
+        assert not isinstance(layer.qkv, GatedDeltaNet), "it has states instead of keys and values"
         projected = layer.qkv(normed)
         return projected if layer.projection_norm is None else layer.projection_norm(projected, self._group)
 
@@ -239,6 +272,10 @@ class Transformer:
         if change.scale != 1.0:
             added = added * change.scale
         return hidden.add_(added) if next_norm is None else kernels.add_rms_norm(hidden, added, next_norm, epsilon)
+
+
+def _gated(layer: DecoderLayer, attended: torch.Tensor, inputs: torch.Tensor) -> torch.Tensor:
+    return attended if layer.gate is None else attended * torch.sigmoid(layer.gate(inputs))
 
 
 def sampled_rows(batch: ForwardBatch) -> ForwardBatch | None:

@@ -47,13 +47,18 @@ class ModelShard:
     """Columns of every expert, if the model has experts."""
     shared_columns: Span | None = None
     """Columns of the layer beside experts, if the model has one."""
+    state_heads: Span | None = None
+    """Key heads of recurrent layers, with their value heads, if the model has such layers."""
     ranks_by_kv_head: int = 1
     """Ranks that hold the same KV head."""
 
     @property
     def has_work(self) -> bool:
         """Whether there is something of everything."""
-        spans = (self.query_heads, self.intermediate, self.vocabulary, self.expert_columns, self.shared_columns)
+        spans = (
+            self.query_heads, self.intermediate, self.vocabulary, self.expert_columns, self.shared_columns,
+            self.state_heads,
+        )  # fmt: skip
         return all(len(span) for span in spans if span is not None)
 
     @property
@@ -116,6 +121,7 @@ def _shard(config: ModelConfig, rank: int, world_size: int) -> ModelShard:
         if config.moe
         else None,
         shared_columns=split_evenly(shared.intermediate_size, world_size, unit)[rank] if shared else None,
+        state_heads=split_evenly(config.recurrent.key_heads, world_size)[rank] if config.recurrent else None,
         ranks_by_kv_head=sharing,
     )
 

@@ -88,6 +88,8 @@ class HostBatch:
     # `page_table` and `write_slots` of the layers that attend to a window only; None: they share the others' pool.
     window_table: NDArray[np.int32] | None = None
     window_slots: IntArray | None = None
+    # [rows] the slot of each sequence; None: nothing is kept by row.
+    row_slots: IntArray | None = None
 
 
 def make_pass(rows: RowStates, decoding: RowIndices, chunks: Chunks) -> ForwardPass:
@@ -143,6 +145,7 @@ def _gather_decode(rows: RowStates, taking_part: RowIndices) -> HostBatch:
         decode_rows=count,
         max_query_length=1,
         max_key_length=max_key_length,
+        row_slots=taking_part if rows.has_states else None,
     )
     return _with_window(batch, rows, taking_part, taking_part, positions)
 
@@ -173,6 +176,7 @@ def _gather_mixed(rows: RowStates, forward: ForwardPass) -> HostBatch:
         max_key_length=max_key_length,
         pooled_indices=pooled_indices,
         pooled_slots=pooled_slots,
+        row_slots=taking_part if rows.has_states else None,
     )
     return _with_window(batch, rows, taking_part, token_rows, positions)
 

@@ -110,13 +110,16 @@ class RowStates:
         page_size: int,
         *,
         has_window_pool: bool = False,
+        has_states: bool = False,
         head_input: Pooling = Pooling.LAST,
     ) -> None:
         """Make `max_rows` free slots for up to `max_context` tokens each.
 
+        With `has_states`, each slot keeps the recurrent states of its row.
         A classification head of whole prompts reads hidden states that are pooled as `head_input`.
         """
         self._head_input = head_input
+        self.has_states = has_states
         self.page_size = page_size
         self.max_rows = max_rows
         self.max_context = max_context

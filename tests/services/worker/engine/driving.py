@@ -11,7 +11,7 @@ import torch
 from common.steps import EngineSpec
 from services.worker.engine.backends import RunnerOptions
 from services.worker.engine.loader import load_decoder
-from services.worker.engine.model.batch import ForwardBatch
+from services.worker.engine.model.batch import ForwardBatch, StateChunk, StateSlots
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -32,6 +32,7 @@ class Row:
     """A sequence: the ids whose KV is computed, and its pages."""
 
     pages: list[int]
+    slot: int = 0
     computed: list[int] = field(default_factory=list)
 
 
@@ -44,10 +45,12 @@ class Driver:
     def __post_init__(self) -> None:
         order = torch.randperm(self.runner.capacity.device_pages, generator=torch.Generator().manual_seed(0))
         self._free: list[int] = order.tolist()
+        self._opened = 0
 
     def open(self, tokens: int) -> Row:
         """Return a row with pages for `tokens` tokens."""
-        return Row([self._free.pop() for _ in range(-(-tokens // self.runner.capacity.page_size))])
+        self._opened += 1
+        return Row([self._free.pop() for _ in range(-(-tokens // self.runner.capacity.page_size))], self._opened - 1)
 
     def run(self, work: Sequence[tuple[Row, list[int]]], *, all_tokens: bool = False) -> torch.Tensor:
         """Append the given ids to each row in one pass; rows with a single one must come first.
@@ -89,6 +92,14 @@ class Driver:
             decode_rows=sum(len(token_ids) == 1 for _, token_ids in work),
             max_query_length=max(len(token_ids) for _, token_ids in work),
             max_key_length=max(lengths),
+            states=StateSlots(
+                torch.tensor([row.slot for row, token_ids in work if len(token_ids) == 1], device=device),
+                tuple(
+                    StateChunk(start, start + len(token_ids), row.slot, begins=not row.computed)
+                    for (row, token_ids), start in zip(work, starts, strict=False)
+                    if len(token_ids) > 1
+                ),
+            ),
         )
 
     def generate(self, prompt: list[int], tokens: int, *, chunks: Sequence[int] = ()) -> list[int]:

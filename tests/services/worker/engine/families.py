@@ -50,6 +50,10 @@ _LATENT = {
     "v_head_dim": 12, "moe_intermediate_size": 48, "n_routed_experts": 8, "num_experts_per_tok": 2,
     "first_k_dense_replace": 1, "rms_norm_eps": 1e-6,
 }  # fmt: skip
+_RECURRENT = {
+    "num_hidden_layers": 4, "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8,
+    "linear_value_head_dim": 12, "rms_norm_eps": 1e-6,
+}  # fmt: skip
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("Llama", {}),
     "llama tied": ("Llama", {"tie_word_embeddings": True, "num_key_value_heads": 1}),
@@ -201,6 +205,22 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             "rope_parameters": {**_YARN, "mscale": 0.5, "mscale_all_dim": 1.0},
         },
     ),
+    "qwen3 next": (
+        "Qwen3Next",
+        {**_EXPERTS, **_RECURRENT, "shared_expert_intermediate_size": 64, "mlp_only_layers": [1]},
+    ),
+    # Ends with a recurrent layer; a value head for each key head.
+    "qwen3 next of dense layers": (
+        "Qwen3Next",
+        {
+            **_RECURRENT,
+            "num_experts": 0,
+            "linear_num_value_heads": 2,
+            "layer_types": ["linear_attention", "full_attention", "full_attention", "linear_attention"],
+        },
+    ),
+    "qwen3.5": ("Qwen3_5", {**_RECURRENT, "tie_word_embeddings": True, "linear_conv_kernel_dim": 3}),
+    "qwen3.5 moe": ("Qwen3_5Moe", {**_EXPERTS, **_RECURRENT, "shared_expert_intermediate_size": 64}),
     # As SmolLM2: three query heads for each of three KV heads.
     "smol": (
         "Llama",
@@ -225,6 +245,8 @@ SHARED = {
     "gpt-oss": "torch",
     "deepseek v2 lite": "compiled",
     "deepseek v3": "torch",
+    "qwen3 next": "compiled",
+    "qwen3.5 moe": "torch",
 }
 # Those that are compared with their GGUF files, and what these do not contain.
 IN_GGUF: dict[str, dict[str, Any]] = {
@@ -280,7 +302,8 @@ def config_class(name: str) -> Any:  # a PretrainedConfig
     """Return the class of the config of what `transformers` calls `name`."""
     import transformers
 
-    return getattr(transformers, f"{name}TextConfig" if name == "Gemma3" else f"{name}Config")
+    is_part = name in ("Gemma3", "Qwen3_5", "Qwen3_5Moe")
+    return getattr(transformers, f"{name}TextConfig" if is_part else f"{name}Config")
 
 
 def reference_logits(directory: Path, token_ids: list[int], rounded: torch.dtype | None = None) -> torch.Tensor:

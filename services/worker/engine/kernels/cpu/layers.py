@@ -104,6 +104,7 @@ def can_fuse(layer: DecoderLayer) -> bool:
         and all(isinstance(part, CpuLinear) for part in (layer.qkv, layer.attention_output, feed_forward.down))
         and layer.post_norms is None
         and layer.projection_norm is None
+        and layer.gate is None
         and layer.residual_scale == 1.0
         and layer.input_norm is not None
         and layer.feed_forward_norm is not None

@@ -1,0 +1,146 @@
+"""Models with recurrent layers: the engine from plans to tokens, and the delta rule in blocks."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from common.errors import ConfigurationError
+from common.steps import EngineSpec, StepPlan, StepResult
+from common.types import StepId
+from services.worker.engine.backends import RunnerOptions
+from services.worker.engine.execution.torch_model import torch_engine
+from services.worker.engine.loader import load_decoder
+from services.worker.engine.model.recurrent import delta_rule
+from tests.services.worker.engine.driving import Driver, load, random_ids
+from tests.services.worker.engine.families import VOCABULARY, reference_logits, save_family
+from tests.services.worker.engine.scenario import chunk, open_row, tokens_by_row
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from services.worker.engine.execution.engine import ModelEngine
+
+PAGE = 16
+NEW_TOKENS = 6
+PROMPTS = [random_ids(count, VOCABULARY, seed=count) for count in (1, 20, 70)]
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_family(tmp_path_factory.mktemp("model"), "qwen3.5")
+
+
+@pytest.fixture(scope="module")
+def expected(directory: Path) -> list[list[int]]:
+    """Continuations by `transformers`."""
+    answers = []
+    for prompt in PROMPTS:
+        ids = list(prompt)
+        for _ in range(NEW_TOKENS):
+            ids.append(int(reference_logits(directory, ids)[-1].argmax()))
+        answers.append(ids[len(prompt) :])
+    return answers
+
+
+def engine_of(directory: Path, **changes: Any) -> ModelEngine:
+    engine = torch_engine(lambda spec, report: load_decoder(spec, report, RunnerOptions(threads=1)))
+    fields: dict[str, Any] = {"dtype": "float32", "max_rows": 4, "max_context": 256, "device_pages": 64, **changes}
+    engine.configure(EngineSpec(str(directory), page_size=PAGE, **fields), lambda _fraction, _stage: None)
+    return engine
+
+
+class Worker:
+    """Runs plans one after the other."""
+
+    def __init__(self, engine: ModelEngine) -> None:
+        self.engine = engine
+        self._step = 0
+
+    def run(self, **plan: Any) -> list[dict[int, int]]:
+        """Return the tokens of each pass, by row."""
+        results: list[StepResult] = []
+        self.engine.execute(StepPlan(StepId(self._step), **plan), results.append)
+        self._step += 1
+        return [tokens_by_row(result) for result in results]
+
+    def answer(self, row: int, prompt: list[int], pages: list[int], chunks: list[int]) -> list[int]:
+        """Prefill a prompt up to each of `chunks`, decode, and close the row."""
+        opens = (open_row(row, prompt, pages, total=len(prompt) + NEW_TOKENS),)
+        start, tokens = 0, []
+        for end in [*chunks, len(prompt)]:
+            tokens += self.run(opens=opens, prefills=(chunk(row, start, end - start),))
+            opens, start = (), end
+        tokens += self.run(steps=NEW_TOKENS - 1)
+        self.run(closes=(row,))
+        return [each[row] for each in tokens if row in each]
+
+
+def test_a_row_starts_with_empty_states_whatever_its_slot_held(directory: Path, expected: list[list[int]]) -> None:
+    worker = Worker(engine_of(directory))
+    for _ in range(2):
+        for prompt, tokens, chunks in zip(PROMPTS, expected, ([], [1, 19], [64]), strict=True):
+            assert worker.answer(2, prompt, [3, 9, 4, 8, 1], chunks) == tokens
+
+
+def test_rows_decode_beside_prefills_as_alone(directory: Path, expected: list[list[int]]) -> None:
+    worker = Worker(engine_of(directory))
+    got: dict[int, list[int]] = {row: [] for row in range(3)}
+    for row, prompt in enumerate(PROMPTS):
+        half = len(prompt) // 2
+        opens = (open_row(row, prompt, list(range(5 * row, 5 * row + 5)), total=len(prompt) + NEW_TOKENS),)
+        passes = []
+        if half:
+            passes += worker.run(opens=opens, prefills=(chunk(row, 0, half),))
+            opens = ()
+        passes += worker.run(opens=opens, prefills=(chunk(row, half, len(prompt) - half),))
+        for tokens in passes:
+            for slot, token in tokens.items():
+                got[slot].append(token)
+    for tokens in worker.run(steps=NEW_TOKENS):
+        for slot, token in tokens.items():
+            got[slot].append(token)
+    assert [got[row] for row in range(3)] == expected
+
+
+def test_the_host_tier_is_refused_by_name(directory: Path) -> None:
+    with pytest.raises(ConfigurationError, match=r"scheduler\.host_tier.*recurrent"):
+        engine_of(directory, host_bytes=1 << 20)
+
+
+@pytest.mark.parametrize("tokens", [1, 63, 64, 200])
+def test_blocks_compute_what_single_steps_do(tokens: int) -> None:
+    generator = torch.Generator().manual_seed(tokens)
+    queries, keys = (
+        torch.nn.functional.normalize(torch.randn(tokens, 3, 8, generator=generator), dim=-1) for _ in "qk"
+    )
+    values = torch.randn(tokens, 3, 5, generator=generator)
+    decays = -torch.rand(tokens, 3, generator=generator) * 4
+    strengths = torch.rand(tokens, 3, generator=generator)
+    state = torch.randn(3, 8, 5, generator=generator)
+    outputs, last = delta_rule(queries, keys, values, decays, strengths, state)
+    for i in range(tokens):
+        state = state * decays[i].exp()[:, None, None]
+        corrections = (values[i] - torch.einsum("hkv,hk->hv", state, keys[i])) * strengths[i][:, None]
+        state = state + keys[i][..., None] * corrections[:, None]
+        assert torch.allclose(outputs[i], torch.einsum("hkv,hk->hv", state, queries[i]), atol=1e-4)
+    assert torch.allclose(last, state, atol=1e-4)
+
+
+def test_experts_in_one_tensor_are_found(tmp_path: Path) -> None:
+    save_family(tmp_path, "qwen3.5 moe")
+    tensors = load_file(tmp_path / "model.safetensors")
+    for layer in range(4):
+        experts = f"model.layers.{layer}.mlp.experts"
+        parts = {
+            name: torch.stack([tensors.pop(f"{experts}.{i}.{name}_proj.weight") for i in range(6)])
+            for name in ("gate", "up", "down")
+        }
+        tensors[f"{experts}.gate_up_proj"] = torch.cat((parts["gate"], parts["up"]), dim=1)
+        tensors[f"{experts}.down_proj"] = parts["down"]
+    single = Driver(load(tmp_path, backend="torch")).generate(PROMPTS[1], NEW_TOKENS)
+    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    assert Driver(load(tmp_path, backend="torch")).generate(PROMPTS[1], NEW_TOKENS) == single
