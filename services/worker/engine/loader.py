@@ -37,6 +37,7 @@ from services.worker.engine.host_tier.pool import allocate_host_pool, count_host
 from services.worker.engine.kernels.cpu.layers import fuse_layers
 from services.worker.engine.kernels.interface import AttentionShape, KernelBackend, KvLayout
 from services.worker.engine.measuring.capacity import (
+    LEAST_SNAPSHOTS,
     MemoryMeasure,
     activation_reserve,
     count_pages,
@@ -178,7 +179,7 @@ class _DecoderLoader:
         pages, window_pages = (group.minimum(count) for count in self._count_pages(context, free_before, reserve))
         # One page more than granted ones: padding rows of captured batches write there.
         pool = self._pool(pages + self._can_overlap, model.kv_layout, window_pages)
-        pool = replace(pool, states=self._states())
+        pool = replace(pool, states=self._states(self._count_snapshots(pages)))
         capacity = self._capacity(pool, pages, min(context, pages * spec.page_size), model.kv_layout.value, group)
         log.info(
             "model.loaded model=%s device=%s backend=%s dtype=%s weights=%s kv_dtype=%s pages=%d context=%d threads=%d",
@@ -320,13 +321,13 @@ class _DecoderLoader:
         pool = allocate_pool(self._shape, layers, pages, layout, dtype=dtype, device=self._device)
         return replace(pool, states=self._states())
 
-    def _states(self) -> StatePool | None:
-        """Allocate recurrent states: one for each row, and one for padding rows."""
+    def _states(self, snapshots: int = 0) -> StatePool | None:
+        """Allocate recurrent states of all rows, and snapshots."""
         recurrent, heads = self._config.recurrent, self._shard.state_heads
         if recurrent is None or heads is None:
             return None
         dtype = self._backend.kernels.activation_dtype
-        return allocate_states(recurrent, len(heads), self._spec.max_rows + 1, dtype, self._device)
+        return allocate_states(recurrent, len(heads), (self._spec.max_rows, snapshots), dtype, self._device)
 
     def _find_kv_scales(self, model: Decoder, context: int) -> tuple[KvScales, ...]:
         """Return the scales of keys and values in FP8: the checkpoint's, or else measured on fixed tokens."""
@@ -384,15 +385,27 @@ class _DecoderLoader:
             free_before, self._free_memory(), shared_by=ranks_on_host(self._spec) if is_host else 1, is_host=is_host
         )
         layers, local = self._config.attention_layers, sum(self._is_local)
+        states = self._recurrent_states(0)
         if not self._window:
-            return count_pages(
-                self._spec, context, bytes_per_token(self._shape, layers, self._kv_dtype), reserve, memory
-            ), 0
+            kv_bytes = bytes_per_token(self._shape, layers, self._kv_dtype)
+            if states is not None:
+                reserve += (self._spec.max_rows + 1) * states.row_bytes
+                # Snapshots take as much memory as pages.
+                kv_bytes *= 2
+            return count_pages(self._spec, context, kv_bytes, reserve, memory), 0
         token_bytes = (
             bytes_per_token(self._shape, layers - local, self._kv_dtype),
             bytes_per_token(self._shape, local, self._kv_dtype),
         )
         return divide(self._spec, context, token_bytes, reserve, memory, self._window)
+
+    def _count_snapshots(self, pages: int) -> int:
+        """Return the number of snapshots to allocate: with as many as are asked for, or as much memory as `pages`."""
+        states = self._recurrent_states(0)
+        if states is None or self._spec.snapshots is not None:
+            return self._spec.snapshots or 0
+        page_bytes = bytes_per_token(self._shape, self._config.attention_layers, self._kv_dtype) * self._spec.page_size
+        return max(pages * page_bytes // states.row_bytes, LEAST_SNAPSHOTS)
 
     def _count_host_pages(self, pool: KvPool) -> int:
         page_bytes = pool.bytes_per_token * pool.page_size
@@ -426,17 +439,17 @@ class _DecoderLoader:
             device=str(self._device),
             layers=self._config.layers,
             window_pool=self._window_pool(pool),
-            recurrent_states=self._recurrent_states(),
+            recurrent_states=self._recurrent_states(pool.states.snapshots if pool.states else 0),
             head=self._head.pooling if self._head else None,
             only_pools=self._head is not None or self._only_embeds,
         )
 
-    def _recurrent_states(self) -> RecurrentStates | None:
+    def _recurrent_states(self, snapshots: int) -> RecurrentStates | None:
         recurrent, heads = self._config.recurrent, self._shard.state_heads
         if recurrent is None or heads is None:
             return None
         dtype = self._backend.kernels.activation_dtype
-        return RecurrentStates(0, state_bytes(recurrent, len(heads), dtype))
+        return RecurrentStates(snapshots, state_bytes(recurrent, len(heads), dtype))
 
     def _window_pool(self, pool: KvPool) -> WindowPool | None:
         if not pool.window_pages:

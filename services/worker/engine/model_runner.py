@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from services.worker.engine.model.batch import ForwardBatch
     from services.worker.engine.model.decoder import Decoder
     from services.worker.engine.model.kv_pool import KvPool
+    from services.worker.engine.model.recurrent import StatePool
     from services.worker.engine.parallel.group import RankGroup
 
 
@@ -45,6 +46,11 @@ class ModelRunner:
         self.transfers = None if host_pool is None else make_transfers(pool, host_pool, self.device)
         if host_pool is not None:
             self.capacity = replace(capacity, host_pages=host_pool.pages)
+
+    @property
+    def states(self) -> StatePool | None:
+        """States of recurrent layers, if there are any."""
+        return self._pool.states
 
     @torch.inference_mode()
     def forward(self, batch: ForwardBatch) -> torch.Tensor:

@@ -22,6 +22,7 @@ from common.types import FinishReason, RowSlot
 from services.worker.engine.execution.pass_output import NO_ROWS, PassOutput, failures
 from services.worker.engine.plans.passes import NO_CHUNKS, ForwardPass
 from services.worker.engine.plans.plan import PlanLimits, apply_bookkeeping
+from services.worker.engine.plans.saved_states import SavedStates
 from services.worker.engine.plans.scoring import partial_results
 
 if TYPE_CHECKING:
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
     from services.worker.engine.execution.interface import Emit, Transfers
     from services.worker.engine.execution.synchronous_runner import TimeSource
     from services.worker.engine.plans.rows import RowIndices, RowStates
+    from services.worker.engine.plans.saved_states import RowStateCopies
 
 
 log = logging.getLogger(__name__)
@@ -90,24 +92,26 @@ class _Pass:
 class OverlappedRunner:
     """Owns the rows and runs plans one pass ahead; see `PlanRunner`. Results of the last pass wait for `settle`."""
 
-    def __init__(
+    def __init__(  # noqa: PLR0913  (all that passes touch)
         self,
         rows: RowStates,
         limits: PlanLimits,
         executor: OverlappedPassExecutor,
         *,
         transfers: Transfers | None = None,
+        states: RowStateCopies | None = None,
         reports_tokens: bool = True,
         clock: TimeSource = time.perf_counter,
     ) -> None:
         """Take over `rows`. Ranks other than 0 do not report tokens; `clock` counts seconds.
 
-        `transfers` is there if `limits` allow any.
+        `transfers` and `states` are there if `limits` allow any.
         """
         self.rows = rows
         self._limits = limits
         self._executor = executor
         self._transfers = transfers
+        self._saved = SavedStates(states)
         self._reports_tokens = reports_tokens
         self._clock = clock
         self._emit: Emit = lambda _result: None
@@ -134,12 +138,14 @@ class OverlappedRunner:
             self._generations[opened.row] += 1
             self._has_ended[opened.row] = False
         self._executor.mirror(plan, self.rows)
+        self._saved.load(plan.opens)
         if self._transfers is not None:
             # All passes of earlier plans are launched: copies follow them in stream order.
             self._transfers.begin(plan.transfers)
         forward = ForwardPass(self.rows.decoding(), chunks)
         for substep in range(plan.steps):
             launched = self._launch(plan, substep, forward, started)
+            self._saved.save(plan.saves, self.rows)
             self._finish(keep=1)
             started = self._clock()
             self._apply_stops()

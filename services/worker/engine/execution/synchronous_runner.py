@@ -13,12 +13,14 @@ from common.steps import RowOpen, RowStop, StepPlan, StepResult
 from services.worker.engine.execution.pass_output import PassOutput, failures
 from services.worker.engine.plans.passes import NO_CHUNKS, ForwardPass, make_pass
 from services.worker.engine.plans.plan import PlanLimits, apply_bookkeeping
+from services.worker.engine.plans.saved_states import SavedStates
 from services.worker.engine.plans.scoring import partial_results
 
 if TYPE_CHECKING:
     from common.transfers import TransferAck
     from services.worker.engine.execution.interface import Emit, Transfers
     from services.worker.engine.plans.rows import RowStates
+    from services.worker.engine.plans.saved_states import RowStateCopies
 
 TimeSource = Callable[[], float]
 
@@ -36,24 +38,26 @@ class PassExecutor(Protocol):
 class SynchronousRunner:
     """Owns the rows and runs each pass of a plan to its end; see `PlanRunner`."""
 
-    def __init__(
+    def __init__(  # noqa: PLR0913  (all that passes touch)
         self,
         rows: RowStates,
         limits: PlanLimits,
         executor: PassExecutor,
         *,
         transfers: Transfers | None = None,
+        states: RowStateCopies | None = None,
         reports_tokens: bool = True,
         clock: TimeSource = time.perf_counter,
     ) -> None:
         """Take over `rows`. Ranks other than 0 do not report tokens; `clock` counts seconds.
 
-        `transfers` is there if `limits` allow any.
+        `transfers` and `states` are there if `limits` allow any.
         """
         self.rows = rows
         self._limits = limits
         self._executor = executor
         self._transfers = transfers
+        self._saved = SavedStates(states)
         self._reports_tokens = reports_tokens
         self._clock = clock
 
@@ -63,6 +67,7 @@ class SynchronousRunner:
         chunks = apply_bookkeeping(plan, self.rows, self._limits)
         for opened in plan.opens:
             self._executor.open(opened)
+        self._saved.load(plan.opens)
         if self._transfers is not None:
             self._transfers.begin(plan.transfers)
         decoding = self.rows.decoding()
@@ -72,6 +77,7 @@ class SynchronousRunner:
             sampled = PassOutput() if forward.is_empty else self._executor.step(self.rows, forward)
             computed = self._clock()
             stops = self._advance(forward, sampled)
+            self._saved.save(plan.saves, self.rows)
             decoding = self.rows.decoding()
             if plan.jumps:
                 self.rows.allow_one_more()

@@ -115,18 +115,22 @@ class TorchModel:
             only_pools=capacity.only_pools,
             window_pages=window.pages if window else 0,
             window_tokens=window.window_tokens if window else 0,
+            snapshots=capacity.recurrent_states.snapshots if capacity.recurrent_states else 0,
         )
         if isinstance(self.runner, EncoderRunner):
             return SynchronousRunner(rows, limits, EncoderExecutor(self.runner))
         transfers, is_first, grammars = self.runner.transfers, spec.rank == 0, self._row_masks()
+        states = self.runner.states if isinstance(self.runner, ModelRunner) else None
         if self._executor is not None:
             self._executor.use_grammars(grammars)
-            return OverlappedRunner(rows, limits, self._executor, transfers=transfers, reports_tokens=is_first)
+            return OverlappedRunner(
+                rows, limits, self._executor, transfers=transfers, states=states, reports_tokens=is_first
+            )
         table = SamplingTable(spec.max_rows, capacity.vocabulary_size, grammars)
         # A pass that has advanced some of the states cannot be computed again in parts.
         is_final = spec.world_size > 1 or capacity.recurrent_states is not None
         executor = SynchronousExecutor(self.runner, table, rank=spec.rank, is_shared=is_final)
-        return SynchronousRunner(rows, limits, executor, transfers=transfers, reports_tokens=is_first)
+        return SynchronousRunner(rows, limits, executor, transfers=transfers, states=states, reports_tokens=is_first)
 
     @contextlib.contextmanager
     def computing(self) -> Iterator[None]:

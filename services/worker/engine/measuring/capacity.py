@@ -17,6 +17,8 @@ _HOST_POOL_LIMIT = 2 * 1024**3
 # Always free on a GPU, beside the configured fraction: CUDA graphs, libraries' buffers, gaps between blocks
 # of the allocator, and other processes that grow a little.
 _MARGIN = 768 * 1024**2
+# Of recurrent states: one to continue from, and one that is being made.
+LEAST_SNAPSHOTS = 2
 
 
 @dataclass(frozen=True, slots=True)

@@ -44,15 +44,33 @@ class LayerStates:
 
 @dataclass(frozen=True, slots=True)
 class StatePool:
-    """Recurrent states of a model on this rank: slot s belongs to row s; the next one is for padding rows."""
+    """Recurrent states of a model on this rank: those of each row, then one for padding rows, then snapshots."""
 
-    layers: tuple[LayerStates, ...]
-    """Of the recurrent layers only, in their order."""
+    matrices: torch.Tensor  # [layers, slots, value_heads, key_dim, value_dim] float32
+    inputs: torch.Tensor  # [layers, slots, kernel - 1, conv_width]
+    rows: int
 
     @property
-    def slots(self) -> int:
-        """Number of states of each layer."""
-        return self.layers[0].matrices.shape[0]
+    def layers(self) -> tuple[LayerStates, ...]:
+        """The states of each recurrent layer, in the order of layers."""
+        return tuple(LayerStates(*parts) for parts in zip(self.matrices, self.inputs, strict=True))
+
+    @property
+    def snapshots(self) -> int:
+        """Number of snapshots."""
+        return self.matrices.shape[1] - self.rows - 1
+
+    def load(self, row: int, snapshot: int) -> None:
+        """Let a row continue from a snapshot."""
+        self._copy(self.rows + 1 + snapshot, row)
+
+    def save(self, row: int, snapshot: int) -> None:
+        """Overwrite a snapshot with a row's states."""
+        self._copy(row, self.rows + 1 + snapshot)
+
+    def _copy(self, source: int, target: int) -> None:
+        for states in (self.matrices, self.inputs):
+            states[:, target].copy_(states[:, source])
 
 
 def state_bytes(config: RecurrentConfig, key_heads: int, dtype: torch.dtype) -> int:
@@ -63,19 +81,20 @@ def state_bytes(config: RecurrentConfig, key_heads: int, dtype: torch.dtype) -> 
 
 
 def allocate_states(
-    config: RecurrentConfig, key_heads: int, slots: int, dtype: torch.dtype, device: torch.device
+    config: RecurrentConfig, key_heads: int, slots: tuple[int, int], dtype: torch.dtype, device: torch.device
 ) -> StatePool:
-    """Allocate `slots` states on a rank with so many key heads; zeroed, since padding rows compute with them."""
+    """Allocate states of a rank with so many key heads, for `slots` rows and snapshots.
+
+    They are zeroed, since padding rows compute with them.
+    """
+    rows, snapshots = slots
     heads = key_heads * config.values_per_key
     width = config.conv_width // config.key_heads * key_heads
+    shape = len(config.layers), rows + 1 + snapshots
     return StatePool(
-        tuple(
-            LayerStates(
-                torch.zeros(slots, heads, config.key_dim, config.value_dim, device=device),
-                torch.zeros(slots, config.kernel - 1, width, dtype=dtype, device=device),
-            )
-            for _ in config.layers
-        )
+        torch.zeros(*shape, heads, config.key_dim, config.value_dim, device=device),
+        torch.zeros(*shape, config.kernel - 1, width, dtype=dtype, device=device),
+        rows,
     )
 
 
@@ -159,14 +178,14 @@ class GatedDeltaNet:
     def _split(self, projected: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
         """Return inputs of the convolution, gates, and of each value head strength and logarithm of the decay."""
         heads, width = self._value_heads, 2 * self._keys + self._values
-        mixed, gates, strengths, decays = projected.split((width, self._values, heads, heads), dim=1)
+        mixed, gates, strengths, decays = torch.split(projected, [width, self._values, heads, heads], dim=1)
         decays = self.decay_scales * softplus(decays.float() + self.decay_bias)
         return mixed, gates, strengths.float().sigmoid(), decays
 
     def _heads(self, convolved: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Return queries, keys and values, [tokens, value_heads, key_dim or value_dim] float32."""
         config, tokens = self.config, convolved.shape[0]
-        queries, keys, values = convolved.float().split((self._keys, self._keys, self._values), dim=1)
+        queries, keys, values = torch.split(convolved.float(), [self._keys, self._keys, self._values], dim=1)
         spread = [
             _normalised(each.view(tokens, self.key_heads, config.key_dim)).repeat_interleave(
                 config.values_per_key, dim=1
@@ -204,11 +223,11 @@ def delta_rule(
     missing = -tokens % block
     # Tokens of strength 0 and without decay change nothing. [blocks, heads, block, ...]
     queries, keys, values = (
-        pad(each, (0, 0, 0, 0, 0, missing)).unflatten(0, (-1, block)).transpose(1, 2)
+        pad(each, (0, 0, 0, 0, 0, missing)).reshape(-1, block, *each.shape[1:]).transpose(1, 2)
         for each in (queries, keys, values)
     )
     decays, strengths = (
-        pad(each, (0, 0, 0, missing)).unflatten(0, (-1, block)).transpose(1, 2) for each in (decays, strengths)
+        pad(each, (0, 0, 0, missing)).reshape(-1, block, each.shape[1]).transpose(1, 2) for each in (decays, strengths)
     )
     since_start = decays.cumsum(dim=-1)
     between = since_start[..., :, None] - since_start[..., None, :]
@@ -221,7 +240,7 @@ def delta_rule(
     from_start = since_start.exp()[..., None]
     sides = torch.cat((values * strengths[..., None], scaled * from_start), dim=-1)
     solved = torch.linalg.solve_triangular(system, sides, upper=False, unitriangular=True)
-    alone, of_state = solved.split((values.shape[-1], keys.shape[-1]), dim=-1)
+    alone, of_state = torch.split(solved, [values.shape[-1], keys.shape[-1]], dim=-1)
     scores = queries @ keys.mT * between
     outputs = []
     for i in range(queries.shape[0]):
@@ -284,7 +303,7 @@ class RecurrentReader:
     def _by_kind_order(self, sizes: Sequence[int]) -> torch.Tensor:
         """Return the rows of a matrix that has parts of `sizes` for each head, one kind of parts after the other."""
         by_head = torch.arange(len(self.heads) * sum(sizes)).view(len(self.heads), -1)
-        return torch.cat([part.flatten() for part in by_head.split(list(sizes), dim=1)])
+        return torch.cat([part.flatten() for part in torch.split(by_head, list(sizes), dim=1)])
 
     def _product(self, main: Matrix, small: Matrix) -> Callable[[torch.Tensor], torch.Tensor]:
         """Return one product where it can be: quantised checkpoints leave the small matrix as it was."""

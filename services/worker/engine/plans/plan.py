@@ -15,7 +15,7 @@ from services.worker.engine.plans.rows import RowPhase, RowStates
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from common.steps import PageGrants, PageReplacement, PrefillChunk, RowOpen, StepPlan
+    from common.steps import PageGrants, PageReplacement, PrefillChunk, RowOpen, StateSave, StepPlan
     from common.transfers import Transfer
     from common.types import RowSlot
 
@@ -37,6 +37,8 @@ class PlanLimits:
     # Pages of the layers that see so many tokens only; 0: these have no pool of their own.
     window_pages: int = 0
     window_tokens: int = 0
+    # Snapshots of recurrent states, of which rows have some if `RowStates.has_states`.
+    snapshots: int = 0
 
 
 def apply_bookkeeping(plan: StepPlan, rows: RowStates, limits: PlanLimits) -> Chunks:
@@ -66,6 +68,8 @@ def apply_bookkeeping(plan: StepPlan, rows: RowStates, limits: PlanLimits) -> Ch
     else:
         _check_coverage(chunks, rows, plan.steps)
     _limit_jumps(plan, rows)
+    for save in plan.saves:
+        _check_save(save, rows, limits)
     for transfer in plan.transfers:
         _check_transfer(transfer, limits)
     return chunks
@@ -101,6 +105,22 @@ def _check_open(opened: RowOpen, rows: RowStates, limits: PlanLimits) -> None:
     unseen = _unseen_pages(opened.computed_tokens, rows, limits)
     _check_window(opened.pages, opened.window_pages, unseen, limits, f"open of row {row}")
     _check_scoring(opened, limits)
+    _check_snapshot(opened, rows, limits)
+
+
+def _check_snapshot(opened: RowOpen, rows: RowStates, limits: PlanLimits) -> None:
+    what, snapshot = f"open of row {opened.row}", opened.snapshot
+    if snapshot is not None and not 0 <= snapshot < limits.snapshots:
+        raise InvalidPlanError(f"{what}: a snapshot outside [0, {limits.snapshots})")
+    if rows.has_states and (snapshot is None) != (opened.computed_tokens == 0):
+        which = "without" if snapshot is None else "with"
+        raise InvalidPlanError(f"{what}: {opened.computed_tokens} computed tokens {which} a snapshot of their states")
+
+
+def _check_save(save: StateSave, rows: RowStates, limits: PlanLimits) -> None:
+    _require_open(rows, save.row, "save of states")
+    if not 0 <= save.snapshot < limits.snapshots:
+        raise InvalidPlanError(f"save of states of row {save.row}: a snapshot outside [0, {limits.snapshots})")
 
 
 def _check_scoring(opened: RowOpen, limits: PlanLimits) -> None:

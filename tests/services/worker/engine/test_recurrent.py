@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -9,9 +10,10 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from common.errors import ConfigurationError
-from common.steps import EngineSpec, StepPlan, StepResult
-from common.types import StepId
+from common.steps import EngineSpec, StateSave, StepPlan, StepResult
+from common.types import RowSlot, SnapshotSlot, StepId
 from services.worker.engine.backends import RunnerOptions
+from services.worker.engine.execution.interface import InvalidPlanError
 from services.worker.engine.execution.torch_model import torch_engine
 from services.worker.engine.loader import load_decoder
 from services.worker.engine.model.recurrent import delta_rule
@@ -104,6 +106,60 @@ def test_rows_decode_beside_prefills_as_alone(directory: Path, expected: list[li
         for slot, token in tokens.items():
             got[slot].append(token)
     assert [got[row] for row in range(3)] == expected
+
+
+def test_a_row_continues_from_another_rows_snapshot(directory: Path, expected: list[list[int]]) -> None:
+    worker, prompt, tokens = Worker(engine_of(directory, snapshots=3)), PROMPTS[2], expected[2]
+    pages = [3, 9, 4, 8, 1]
+    opens = (open_row(2, prompt, pages, total=len(prompt) + NEW_TOKENS),)
+    save = StateSave(RowSlot(2), 48, SnapshotSlot(1))
+    worker.run(opens=opens, prefills=(chunk(2, 0, 48),), saves=(save,))
+    first = worker.run(prefills=(chunk(2, 48, 22),))
+    # Within a plan of several passes, the state after 80 tokens; one that is not reached is not saved.
+    saves = (StateSave(RowSlot(2), 72, SnapshotSlot(0)), StateSave(RowSlot(2), 90, SnapshotSlot(1)))
+    rest = worker.run(steps=NEW_TOKENS - 1, saves=saves)
+    assert [each[2] for each in (*first, *rest)] == tokens
+    worker.run(closes=(2,))
+    for row, known, snapshot, computed in ((0, [], 1, 48), (1, tokens[:4], 0, 72)):
+        opened = open_row(
+            row, [*prompt, *known], pages, computed=computed, prompt=len(prompt), total=len(prompt) + NEW_TOKENS
+        )
+        opens = (replace(opened, snapshot=SnapshotSlot(snapshot)),)
+        passes = worker.run(opens=opens, prefills=(chunk(row, computed, len(prompt) + len(known) - computed),))
+        passes += worker.run(steps=NEW_TOKENS)
+        assert [each[row] for each in passes if row in each] == tokens[len(known) :]
+
+
+@pytest.mark.parametrize(
+    ("opened", "saves", "message"),
+    [
+        ({"computed": 16}, (), "16 computed tokens without a snapshot"),
+        ({"snapshot": 0}, (), "0 computed tokens with a snapshot"),
+        ({"computed": 16, "snapshot": 2}, (), r"a snapshot outside \[0, 2\)"),
+        ({}, (StateSave(RowSlot(0), 16, SnapshotSlot(2)),), r"a snapshot outside \[0, 2\)"),
+        ({}, (StateSave(RowSlot(1), 16, SnapshotSlot(0)),), "row 1, which is not open"),
+    ],
+    ids=str,
+)
+def test_wrong_snapshots_are_refused(
+    directory: Path, opened: dict[str, int], saves: tuple[StateSave, ...], message: str
+) -> None:
+    worker = Worker(engine_of(directory, snapshots=2))
+    snapshot = opened.get("snapshot")
+    row = open_row(0, PROMPTS[1], [3, 4], computed=opened.get("computed", 0))
+    row = replace(row, snapshot=None if snapshot is None else SnapshotSlot(snapshot))
+    with pytest.raises(InvalidPlanError, match=message):
+        worker.run(opens=(row,), saves=saves)
+
+
+def test_snapshots_take_as_much_memory_as_pages(directory: Path) -> None:
+    capacity = load(directory, device_pages=640).capacity
+    states = capacity.recurrent_states
+    assert states is not None
+    assert states.row_bytes == 3 * 4 * (4 * 8 * 12 + 2 * 80)
+    page_bytes = capacity.kv_bytes_per_token * capacity.page_size
+    assert states.snapshots == 640 * page_bytes // states.row_bytes
+    assert capacity.pages_per_snapshot == -(-states.row_bytes // page_bytes)
 
 
 def test_the_host_tier_is_refused_by_name(directory: Path) -> None:
