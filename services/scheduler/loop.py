@@ -16,7 +16,14 @@ from services.scheduler import metrics
 from services.scheduler.cache.debug.invariant_sampler import InvariantSampler
 from services.scheduler.cache.debug.recorded import RecordedCache
 from services.scheduler.cache.debug.replay import encode_header
-from services.scheduler.cache.factory import can_reuse, make_allocator, make_cache, resolve_cache, resolve_host
+from services.scheduler.cache.factory import (
+    can_reuse,
+    make_allocator,
+    make_cache,
+    resolve_cache,
+    resolve_host,
+    with_snapshots,
+)
 from services.scheduler.cache.sharing.choices import SharingChoices
 from services.scheduler.cache_meter import STATES, CacheMeter, TierMeter
 from services.scheduler.core.config import resolve_core
@@ -196,6 +203,7 @@ class SchedulerLoop:
             rules = resolve_cache(
                 self._settings.cache, capacity.device, content_check=self._settings.content_check.enabled
             )
+            rules = with_snapshots(rules, capacity)
             host = resolve_host(self._settings.host_tier, capacity.host_pages)
             name = self._settings.cache.mode if can_reuse(capacity) else "chunk"
             allocator = make_allocator(name, config.device_pages, config.page_size, capacity.window_pool)

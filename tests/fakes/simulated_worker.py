@@ -71,6 +71,8 @@ class _Row:
     computed: int
     decoding: bool = False
     stopped: bool = False
+    # With recurrent layers: the ids that its state has taken in.
+    state: list[int] = field(default_factory=list)
     # With a window pool: its page for each of `pages`, None where it is never read again.
     window_pages: list[int | None] = field(default_factory=list)
 
@@ -111,6 +113,8 @@ class SimulatedWorker:
     window: int = 0
     window_pool: int = 0
     window_kv: dict[int, tuple[int, int]] = field(default_factory=dict)
+    # With recurrent layers: what each snapshot has taken in; None: there are no such layers.
+    snapshots: list[list[int]] | None = None
     # What a pass may compute; None: anything.
     max_step_tokens: int | None = None
 
@@ -136,6 +140,7 @@ class SimulatedWorker:
                 StepResult(plan.step_id, substep, last=False, prompt_logprobs=(one,), partial=True) for one in scores
             )
             stops = [stop for number in sampled if (stop := self._append(number, sampled[number]))]
+            self._save(plan)
             forced, forced_stops = self._jump(plan, substep, list(sampled))
             stops += forced_stops
             stops += [RowStop(RowSlot(number), FinishReason.STOP) for number in embeddings]
@@ -154,6 +159,16 @@ class SimulatedWorker:
                 )
             )
         return results
+
+    def _save(self, plan: StepPlan) -> None:
+        for save in plan.saves:
+            row = self.rows[save.row]
+            assert self.snapshots is not None, "nothing to save"
+            if row.computed == save.tokens:
+                self.snapshots[save.snapshot] = row.state.copy()
+            elif row.stopped:
+                # A pass that was launched before the stop was known may have saved something.
+                self.snapshots[save.snapshot] = [-1]
 
     def _jump(self, plan: StepPlan, substep: int, sampled: list[int]) -> tuple[list[tuple[int, int]], list[RowStop]]:
         """Append what is forced on rows, as far as the plan lets them."""
@@ -248,6 +263,12 @@ class SimulatedWorker:
             pages = opened.pages.tolist()
             row = _Row(opened, opened.token_ids.tolist(), pages, opened.computed_tokens)
             row.window_pages = self._tail(len(pages), opened.window_pages.tolist())
+            if self.snapshots is None:
+                assert opened.snapshot is None, "there are no snapshots"
+            elif opened.computed_tokens:
+                assert opened.snapshot is not None, "the state of computed tokens is lost"
+                row.state = self.snapshots[opened.snapshot].copy()
+                assert row.state == row.ids[: opened.computed_tokens], "another prefix's snapshot"
             self.rows[opened.row] = row
         for replacement in plan.replacements:
             row = self.rows[replacement.row]
@@ -322,6 +343,9 @@ class SimulatedWorker:
             assert self.kv.get(slot) == (row.ids[position], position), f"wrong KV at position {position}"
         if self.window:
             self._compute_window(row, start, end)
+        if self.snapshots is not None:
+            assert row.state == row.ids[:start], "a state of other tokens"
+            row.state = row.ids[:end]
         row.computed = end
         return next_token(row.ids[:end])
 

@@ -37,6 +37,7 @@ class ChunkCache:
     soft_free_pages = 0
     held_references = 0
     host = None
+    snapshots = None
 
     def __init__(self, page_size: int) -> None:
         self.page_size = page_size

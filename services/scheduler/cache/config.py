@@ -156,6 +156,11 @@ class CacheConfig:
     # Epochs that a public node outlives a private one, for each doubling of its subjects in a window.
     public_bonus_epochs: int = 6
 
+    # --- recurrent layers ---
+    # Slots for snapshots of their states; 0: the model has no such layers. And the distance of regular snapshots.
+    snapshots: int = 0
+    snapshot_interval: int = 1
+
     # --- merging ---
     # Never replace a private page by one computed in another batch: its KV may differ in the last bits.
     strict_numerics: bool = False

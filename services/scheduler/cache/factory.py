@@ -67,6 +67,14 @@ def make_cache(
     return RadixCache(allocator, page_size, replace(config or CacheConfig(), mode=Mode(name)), host, choices)
 
 
+def with_snapshots(config: CacheConfig, capacity: EngineCapacity) -> CacheConfig:
+    """Return the rules of a cache for workers with this memory for recurrent layers."""
+    states = capacity.recurrent_states
+    if states is None:
+        return config
+    return replace(config, snapshots=states.snapshots, snapshot_interval=capacity.pages_per_snapshot)
+
+
 def resolve_cache(settings: CacheSettings, device: str = "cpu", *, content_check: bool = False) -> CacheConfig:
     """Convert the settings for workers on `device`; the mode is left to `make_cache`.
 

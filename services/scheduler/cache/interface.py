@@ -11,11 +11,12 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Hashable, Iterator
+    from collections.abc import Callable, Iterator
 
     from common.limits import Limits
     from common.steps import PageIds
     from common.types import Subject, TokenIds, View
+    from services.scheduler.cache.state_snapshots import StateSnapshots
     from services.scheduler.cache.tiers.host_tier import HostTier
     from services.scheduler.cache.types import (
         CacheEvent,
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
         OwnerSnapshot,
         PrefixLock,
         PromotionCandidate,
+        Scope,
     )
 
 
@@ -64,6 +66,10 @@ class PrefixCache(Protocol):
         """The host memory tier, None if there is none."""
 
     @property
+    def snapshots(self) -> StateSnapshots | None:
+        """Snapshots of recurrent states, None if the model has none."""
+
+    @property
     def evictable_pages(self) -> int:
         """Device pages that `evict` could free now, soft-free ones excluded. O(1)."""
 
@@ -79,8 +85,11 @@ class PrefixCache(Protocol):
     def held_references(self) -> int:
         """Page references that the cache holds, one per page and node. O(1)."""
 
-    def view_of(self, view: View) -> Hashable | None:
-        """Return a key equal for requests that match each other's prefixes; None if the cache matches nothing."""
+    def view_of(self, view: View) -> Scope | None:
+        """Return the scope of a view's private nodes, equal for requests that match each other's prefixes.
+
+        None if the cache matches nothing.
+        """
 
     def peek(self, view: View, token_ids: TokenIds) -> int:
         """Count the leading tokens that are cached in a view; changes nothing.

@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from common.steps import PageIds
+    from services.scheduler.cache.state_snapshots import StateSnapshots
     from services.scheduler.cache.window_pages import WindowPages
 
 NO_OWNER = -1
@@ -44,6 +45,8 @@ class PageAllocator:
         self.observer: PageObserver | None = None
         # Set once, before the first allocation, for models with sliding-window layers.
         self.windows: WindowPages | None = None
+        # Likewise for models with recurrent layers.
+        self.snapshots: StateSnapshots | None = None
         self._counts: NDArray[np.int32] = np.zeros(capacity, np.int32)
         self._owners: NDArray[np.int64] = np.full(capacity, NO_OWNER, np.int64)
         # A stack: [0, free_pages) are the free pages, the last is allocated first.
@@ -121,6 +124,9 @@ class PageAllocator:
         self.retain(new)
         if self.windows is not None:
             self.windows.adopt(old, new)
+        if self.snapshots is not None:
+            is_last = self._counts[old] == 1
+            self.snapshots.adopt(old[is_last].tolist(), new[is_last].tolist())
         freed = self._release(old)
         if self.observer is not None:
             self.observer.exchanged(old, new, freed)
@@ -137,6 +143,8 @@ class PageAllocator:
         self._references = int(counts.sum())
         if self.windows is not None:
             self.windows.forget(np.flatnonzero(counts == 0).astype(np.int32))
+        if self.snapshots is not None:
+            self.snapshots.forget(np.flatnonzero(counts == 0).astype(np.int32))
         if self.observer is not None:
             self.observer.restored(counts)
 
@@ -162,6 +170,8 @@ class PageAllocator:
         self._free_pages += len(freed)
         if self.windows is not None:
             self.windows.forget(freed)
+        if self.snapshots is not None:
+            self.snapshots.forget(freed)
         return len(freed)
 
     def _are_distinct(self, pages: PageIds) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -19,10 +20,11 @@ from services.scheduler.cache.sharing.merging import compress_chains, merge_priv
 from services.scheduler.cache.sharing.probe_detection import ProbeDetector
 from services.scheduler.cache.sharing.promotion import Promoter
 from services.scheduler.cache.snapshots import node_snapshot, owner_snapshot
+from services.scheduler.cache.state_snapshots import StateSnapshots
 from services.scheduler.cache.store import NodeStore
 from services.scheduler.cache.tiers.host_tier import HostTier
 from services.scheduler.cache.tree import Reach
-from services.scheduler.cache.types import PUBLIC_SCOPE, CacheEventKind, CacheUsage, Insertion, scope_of
+from services.scheduler.cache.types import PUBLIC_SCOPE, CacheEventKind, CacheUsage, Insertion, Resumption, scope_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -44,7 +46,6 @@ if TYPE_CHECKING:
         PromotionCandidate,
         Scope,
     )
-    from services.scheduler.cache.window_pages import WindowPages
 
 
 class RadixCache:
@@ -78,6 +79,10 @@ class RadixCache:
         self._is_user_aware = self.config.mode is Mode.USER_AWARE
         self._has_priorities = self.config.eviction is EvictionPolicy.PRIORITY
         self.host: HostTier | None = None
+        # None: the model has no recurrent layers.
+        self.snapshots: StateSnapshots | None = None
+        if self.config.snapshots:
+            self.snapshots = allocator.snapshots = StateSnapshots(self.config, self.store.accounts)
         if host is not None and host.pages:
             self.host = HostTier(self.store, host, self._viewer)
         self._headroom = int(allocator.capacity * self.config.headroom_share)
@@ -115,7 +120,8 @@ class RadixCache:
     def peek(self, view: View, token_ids: TokenIds) -> int:
         """Count the leading tokens that are cached in a view; changes nothing."""
         viewer = self._viewer(view)
-        return self._match(viewer, PagedKey(token_ids, self.page_size), len(token_ids)).pages * self.page_size
+        match = self._match(viewer, PagedKey(token_ids, self.page_size), len(token_ids))
+        return self._usable(match, viewer)[0].pages * self.page_size
 
     def commit(
         self,
@@ -130,9 +136,12 @@ class RadixCache:
         """Match, lock, revive and touch the longest cached prefix, and count the hit on its shared part."""
         account = self.store.accounts.open(self._scope(view), self.store.epoch)
         key = PagedKey(token_ids, self.page_size)
-        match = self._match(account, key, len(token_ids))
+        whole = self._match(account, key, len(token_ids))
+        match, resumption = self._usable(whole, account)
         node = self._end_of(match)
         pages = self.store.tree.path_pages(node, self.store.tree.root)
+        if self.snapshots is not None:
+            self.snapshots.touch(pages, account)
         self.store.lock_path(node, self.store.tree.root)
         if self._is_user_aware and not repeated:
             self._detector.count(node, account, key, match.pages)
@@ -142,7 +151,8 @@ class RadixCache:
             locked.priority = priority
             self._inserter.raise_priority(node, priority)
         self.store.allocator.retain(pages)
-        return self.locks.open(locked, view, pages, self.store.tree.shared_pages(node))
+        lock = self.locks.open(locked, view, pages, self.store.tree.shared_pages(node))
+        return lock if resumption is None else replace(lock, resumption=resumption)
 
     def commit_nothing(self, view: View) -> PrefixLock:
         """Return an empty lock, through which nothing is inserted."""
@@ -221,6 +231,8 @@ class RadixCache:
         self.store.tier.forget(subject, accounts)
         freed = sum(self._forget(account, session) for account in accounts)
         if session is None:
+            if self.snapshots is not None:
+                self.snapshots.forget_subject(subject)
             self._forget_creator(subject)
         else:
             self.store.tier.renew(accounts)
@@ -298,6 +310,8 @@ class RadixCache:
         idle = self.store.accounts.pop_idle(epoch)
         self.store.queue.begin_epoch(epoch, idle)
         self.store.tier.begin_epoch(epoch, idle)
+        if self.snapshots is not None:
+            self.snapshots.begin_epoch(epoch, idle)
 
     def adopt(self, limits: Limits) -> None:
         self.store.accounts.adopt(limits)
@@ -379,17 +393,51 @@ class RadixCache:
     def _match(self, viewer: Account, key: PagedKey, tokens: int) -> PrefixMatch:
         # The last token must be computed, for its logits.
         end = max(tokens - 1, 0) // self.page_size
-        match = self.store.tree.match(self.store.tree.root, viewer, key, 0, end)
-        windows = self.store.allocator.windows
-        return match if windows is None else self._usable(match, windows)
+        return self.store.tree.match(self.store.tree.root, viewer, key, 0, end)
 
-    def _usable(self, match: PrefixMatch, windows: WindowPages) -> PrefixMatch:
-        """Return the part of a match that a row can continue from: its sliding-window layers need their pages, too."""
-        tree = self.store.tree
+    def _usable(self, match: PrefixMatch, viewer: Account) -> tuple[PrefixMatch, Resumption | None]:
+        """Return the part of a match that a row can continue from.
+
+        Sliding-window layers need their pages, too, and recurrent ones a snapshot that the view may use.
+        """
+        tree, windows, snapshots = self.store.tree, self.store.allocator.windows, self.snapshots
+        if windows is None and snapshots is None:
+            return match, None
         pages = tree.path_pages(match.node, tree.root)
         if match.partial is not None:
             pages = np.concatenate([pages, match.partial.pages[: match.partial_pages]])
-        return tree.shortened(match, windows.usable_pages(pages))
+        if windows is not None:
+            pages = pages[: windows.usable_pages(pages)]
+        if snapshots is None:
+            return tree.shortened(match, len(pages)), None
+        count, entry = snapshots.deepest(pages, viewer)
+        public, tenant, ends = self._divergences(match)
+        resumption = Resumption(None if entry is None else entry.slot, public, tenant, ends)
+        return tree.shortened(match, count), resumption
+
+    def _divergences(self, match: PrefixMatch) -> tuple[int, int, tuple[int, ...]]:
+        """Return the numbers of PUBLIC and TENANT pages of a match, and after how many pages requests diverge.
+
+        Within shared pages, private branches must not show: only ends of what is shared count there.
+        """
+        tree = self.store.tree
+        public, tenant = tree.shared_pages(match.node)
+        is_in_shared = match.partial is not None and match.partial.is_shared
+        if match.partial is not None and is_in_shared:
+            public += match.partial_pages if match.partial.is_public else 0
+            tenant += 0 if match.partial.is_public else match.partial_pages
+        ends = set()
+        if match.pages > public + tenant:
+            ends.add(match.pages)
+        node: Node | None = match.node
+        depth = match.node_pages
+        while node is not None and depth:
+            is_last = depth in (public, public + tenant)
+            if node.is_shared and is_last and not any(child.owner is node.owner for child in tree.children(node)):
+                ends.add(depth)
+            depth -= node.size
+            node = node.parent
+        return public, tenant, tuple(sorted(ends))
 
     def _end_of(self, match: PrefixMatch) -> Node:
         """Return the node that ends where the match ends, splitting a longer one if necessary; the caller locks it."""

@@ -243,6 +243,8 @@ class NodeStore:
         assert parent is not None
         self.offer(parent)
         self.loose[parent] = None
+        if self.allocator.snapshots is not None:
+            self.allocator.snapshots.leave(pages, owner.scope)
         # A flood within an epoch must not fill memory with references to removed nodes.
         self.fresh.pop(leaf, None)
         self.loose.pop(leaf, None)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import TYPE_CHECKING, NewType
 
-from common.types import Subject, View
+from common.types import SnapshotSlot, Subject, View
 
 if TYPE_CHECKING:
     from common.steps import PageIds
@@ -36,6 +36,21 @@ def view_of(scope: Scope) -> View:
 
 
 @dataclass(frozen=True, slots=True)
+class Resumption:
+    """How a row continues from a cached prefix if the model has recurrent layers.
+
+    It continues from `snapshot`, at the end of the lock's pages; None: from the first token. More of its pages may be
+    cached: of these and the lock's, the first `public_pages` are PUBLIC and the next `tenant_pages` the tenant's. After
+    `ends` pages each, other requests diverge, so snapshots there will be of use.
+    """
+
+    snapshot: SnapshotSlot | None
+    public_pages: int
+    tenant_pages: int
+    ends: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class PrefixLock:
     """A row's lock on its path in the cache: no node of the path is evicted until the lock is released.
 
@@ -50,6 +65,8 @@ class PrefixLock:
     # Leading tokens of these that are PUBLIC, and the following ones that are the tenant's.
     public_tokens: int = 0
     tenant_tokens: int = 0
+    # Set by `commit` only; None: the model has no recurrent layers, or nothing may be cached.
+    resumption: Resumption | None = None
 
 
 @dataclass(frozen=True, slots=True)

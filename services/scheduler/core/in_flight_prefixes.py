@@ -48,6 +48,8 @@ class InFlightPrefixes:
             if other.row is None or other.is_prefilled:
                 continue
             common = self._common_tokens(sequence.cacheable_ids, self._rows.tokens(other.row))
+            if self._memory.states is not None:
+                common = self._memory.states.wanted_within(other.row, common)
             if common <= int(self._rows.computed[other.row]):
                 continue
             found = self._memory.match(sequence) if found is None else found

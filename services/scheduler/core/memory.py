@@ -11,16 +11,17 @@ from common.types import CacheMode
 from services.scheduler.cache.debug.audit import AuditReport, account, audit, repair
 from services.scheduler.cache.types import Accounting
 from services.scheduler.core.load_back import LoadBack
+from services.scheduler.core.row_snapshots import RowSnapshots
 from services.scheduler.core.rows import RowWindows
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from common.steps import PageIds
-    from common.types import TokenIds, View
+    from common.types import RowSlot, SnapshotSlot, TokenIds, View
     from services.scheduler.cache.interface import PrefixCache
     from services.scheduler.cache.pages import PageAllocator
-    from services.scheduler.cache.types import LockId, PrefixLock
+    from services.scheduler.cache.types import Insertion, LockId, PrefixLock
     from services.scheduler.core.costs import LoadCosts, OperationTimes
     from services.scheduler.core.rows import RowSlots
     from services.scheduler.core.sequence import Sequence
@@ -53,6 +54,8 @@ class KvMemory:
         self._has_pages = has_pages
         # None if all layers share one pool.
         self.windows = RowWindows(allocator.windows) if allocator.windows is not None else None
+        # None if the model has no recurrent layers, or nothing is cached.
+        self.states = RowSnapshots(cache.snapshots, cache.page_size) if cache.snapshots is not None else None
         timed = times.timed if times is not None else _untimed
         self._peek = timed("peek", cache.peek)
         self._commit_prefix = timed("commit", cache.commit)
@@ -177,6 +180,13 @@ class KvMemory:
         assert sequence.lock is not None
         return self.windows.begin(sequence.row, sequence.lock, rows)
 
+    def begin_states(self, sequence: Sequence) -> SnapshotSlot | None:
+        """Return the snapshot that an admitted row continues from; None without one."""
+        assert sequence.lock is not None
+        if self.states is None or sequence.request.options.cache_mode is CacheMode.NONE:
+            return None
+        return self.states.begin(sequence, sequence.lock, self.cache.view_of(sequence.request.view))
+
     def slide_windows(self, rows: RowSlots) -> None:
         """Release window pages that have left the rows' windows; called before each plan."""
         if self.windows is not None:
@@ -197,8 +207,16 @@ class KvMemory:
         table = rows.page_table(row)
         insertion = self._insert(lock, rows.tokens(row, computed), table, sequence.prompt_tokens)
         sequence.lock = insertion.lock
+        replacements = self._repoint(row, insertion, rows)
+        if self.states is not None:
+            self.states.keep(row, computed, table)
+        return replacements
+
+    def _repoint(self, row: RowSlot, insertion: Insertion, rows: RowSlots) -> list[PageReplacement]:
+        """Let a row use the pages that the cache already had instead of its duplicates."""
         if insertion.first_duplicate is None:
             return []
+        table = rows.page_table(row)
         first = insertion.first_duplicate
         changed = insertion.pages[first:].copy()
         if self.windows is not None:
@@ -214,6 +232,8 @@ class KvMemory:
         row, lock = sequence.row, sequence.lock
         assert row is not None
         assert lock is not None
+        if self.states is not None:
+            self.states.end(row, int(rows.computed[row]), rows.page_table(row))
         self._release(lock)
         if self.windows is not None:
             self.windows.end(row, rows)

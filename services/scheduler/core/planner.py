@@ -101,6 +101,7 @@ class Planner:
         self._memory.slide_windows(self._rows)
         prefilling = self._prefilling()
         jumped = self._rows.jump_tokens()
+        before = self._rows.planned.copy()
         decoding, grants = self._plan_decode()
         budget = self._prefill_budget(len(decoding) + jumped)
         prefills: list[PrefillChunk] = []
@@ -116,6 +117,9 @@ class Planner:
         loads = self._memory.loads
         is_short = bool(prefills) or (loads is not None and loads.is_loading)
         steps = 1 if is_short else self._extend(decoding, self._most_steps(decode_step_s), grants)
+        states = self._memory.states
+        if states is not None:
+            states.plan_decoding(self._rows, decoding, before)
         if self._refused is not None and self._billing.counters is not None:
             self._billing.charge_idle_rows(self._refused, self._idle_rows(self._refused) * steps)
         closes, replacements = self._tenancy.take_changes()
@@ -132,6 +136,7 @@ class Planner:
             steps=steps,
             transfers=loads.take_transfers(now) if loads is not None else (),
             jumps=self._rows.jumps(),
+            saves=states.take_saves() if states is not None else (),
         )
         return plan, False
 
@@ -261,6 +266,8 @@ class Planner:
             return 0
         start, end = int(self._rows.planned[row]), int(self._rows.length[row])
         length = min(end - start, budget)
+        if self._memory.states is not None:
+            length = self._memory.states.cut(row, start, length)
         missing = self._memory.pages_of(start + length) - int(self._rows.page_count[row])
         if missing > 0:
             pages = self._memory.try_allocate(min(missing, self._memory.room))
@@ -271,6 +278,8 @@ class Planner:
         if length <= 0:
             return 0
         prefills.append(PrefillChunk(row, start, length))
+        if self._memory.states is not None:
+            self._memory.states.plan_chunk(row, start + length)
         self._rows.planned[row] = start + length
         self._rows.decoding[row] = start + length == end
         if self._rows.jumping:
@@ -349,6 +358,7 @@ class Planner:
             computed_tokens=lock.matched_tokens,
             pages=lock.pages,
             window_pages=self._memory.begin_window(sequence, self._rows),
+            snapshot=self._memory.begin_states(sequence),
             sampling=sequence.sampling,
             max_total_tokens=sequence.max_total_tokens,
             stop_token_ids=stop_ids,

@@ -8,7 +8,7 @@ from services.scheduler.cache.debug.decisions import DecisionRecorder
 from services.scheduler.cache.types import scope_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Hashable, Iterator
+    from collections.abc import Callable, Iterator
 
     from common.limits import Limits
     from common.steps import PageIds
@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from services.scheduler.cache.interface import EventSource, PrefixCache
     from services.scheduler.cache.pages import PageAllocator
     from services.scheduler.cache.sharing.choices import SharingChoices
+    from services.scheduler.cache.state_snapshots import StateSnapshots
     from services.scheduler.cache.tiers.host_tier import HostTier
     from services.scheduler.cache.types import (
         CacheUsage,
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
         OwnerSnapshot,
         PrefixLock,
         PromotionCandidate,
+        Scope,
     )
 
 
@@ -68,6 +70,11 @@ class RecordedCache:
         return self._cache.host
 
     @property
+    def snapshots(self) -> StateSnapshots | None:
+        """Snapshots of recurrent states, None if the model has none; they are not recorded."""
+        return self._cache.snapshots
+
+    @property
     def epoch(self) -> int:
         return self._cache.epoch
 
@@ -87,7 +94,7 @@ class RecordedCache:
     def held_references(self) -> int:
         return self._cache.held_references
 
-    def view_of(self, view: View) -> Hashable | None:
+    def view_of(self, view: View) -> Scope | None:
         """Return a key equal for requests that match all of each other's prefixes; not recorded."""
         return self._cache.view_of(view)
 

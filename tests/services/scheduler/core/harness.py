@@ -25,6 +25,7 @@ from common.types import (
     SubscriberId,
     View,
 )
+from services.scheduler.cache.config import CacheConfig
 from services.scheduler.cache.factory import CacheName, make_cache
 from services.scheduler.cache.pages import PageAllocator
 from services.scheduler.cache.window_pages import WindowPages
@@ -42,7 +43,6 @@ if TYPE_CHECKING:
     from common.limits import Limits
     from common.steps import StepPlan, StepResult
     from common.transfers import TransferId
-    from services.scheduler.cache.config import CacheConfig
     from services.scheduler.cache.tiers.config import HostConfig
     from services.scheduler.core.sequence import PromptPart, Sequence
 
@@ -128,6 +128,8 @@ class Harness:
         window: int = 0,
         window_pool: int = 0,
         jump_tokens: int = 0,
+        snapshots: int = 0,
+        interval: int = 1,
     ) -> None:
         self.config = CoreConfig(
             page_size=page_size,
@@ -161,6 +163,7 @@ class Harness:
             )
         self.counters = VirtualCounters(ShareConfig()) if policy == "fair" else None
         order = Arrival() if policy is None else make_policy(policy, self.counters, slack_tokens)
+        rules = replace(rules or CacheConfig(), snapshots=snapshots, snapshot_interval=interval)
         self.cache = make_cache(cache, allocator, page_size, rules, host)
         self.core = SchedulerCore(self.config, allocator, self.cache, order, self.counters)
         if limits is not None:
@@ -174,6 +177,7 @@ class Harness:
             window=window,
             window_pool=window_pool,
             max_step_tokens=max_step_tokens,
+            snapshots=[[] for _ in range(snapshots)] if snapshots else None,
         )
         self.acks = GroupAcks(ranks)
         self.depth = depth
@@ -280,6 +284,8 @@ class Harness:
     def audit(self) -> None:
         assert self.core.memory.audit(self.core.rows).is_clean
         assert self.core.memory.window_faults(self.core.rows) == []
+        if self.core.memory.states is not None:
+            assert self.core.memory.states.pool.faults() == []
 
     def lose_workers(self) -> None:
         self.results.clear()
@@ -297,4 +303,5 @@ class Harness:
             window=old.window,
             window_pool=old.window_pool,
             max_step_tokens=old.max_step_tokens,
+            snapshots=None if old.snapshots is None else [[-1] for _ in old.snapshots],
         )

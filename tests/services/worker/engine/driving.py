@@ -32,8 +32,8 @@ class Row:
     """A sequence: the ids whose KV is computed, and its pages."""
 
     pages: list[int]
-    slot: int = 0
     computed: list[int] = field(default_factory=list)
+    slot: int = 0
 
 
 @dataclass
@@ -50,7 +50,9 @@ class Driver:
     def open(self, tokens: int) -> Row:
         """Return a row with pages for `tokens` tokens."""
         self._opened += 1
-        return Row([self._free.pop() for _ in range(-(-tokens // self.runner.capacity.page_size))], self._opened - 1)
+        return Row(
+            [self._free.pop() for _ in range(-(-tokens // self.runner.capacity.page_size))], slot=self._opened - 1
+        )
 
     def run(self, work: Sequence[tuple[Row, list[int]]], *, all_tokens: bool = False) -> torch.Tensor:
         """Append the given ids to each row in one pass; rows with a single one must come first.

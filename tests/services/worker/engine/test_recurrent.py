@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from common.errors import ConfigurationError
-from common.steps import EngineSpec, StateSave, StepPlan, StepResult
+from common.steps import EngineSpec, RowOpen, StateSave, StepPlan, StepResult
 from common.types import RowSlot, SnapshotSlot, StepId
 from services.worker.engine.backends import RunnerOptions
 from services.worker.engine.execution.interface import InvalidPlanError
@@ -71,7 +71,7 @@ class Worker:
 
     def answer(self, row: int, prompt: list[int], pages: list[int], chunks: list[int]) -> list[int]:
         """Prefill a prompt up to each of `chunks`, decode, and close the row."""
-        opens = (open_row(row, prompt, pages, total=len(prompt) + NEW_TOKENS),)
+        opens: tuple[RowOpen, ...] = (open_row(row, prompt, pages, total=len(prompt) + NEW_TOKENS),)
         start, tokens = 0, []
         for end in [*chunks, len(prompt)]:
             tokens += self.run(opens=opens, prefills=(chunk(row, start, end - start),))
@@ -93,7 +93,8 @@ def test_rows_decode_beside_prefills_as_alone(directory: Path, expected: list[li
     got: dict[int, list[int]] = {row: [] for row in range(3)}
     for row, prompt in enumerate(PROMPTS):
         half = len(prompt) // 2
-        opens = (open_row(row, prompt, list(range(5 * row, 5 * row + 5)), total=len(prompt) + NEW_TOKENS),)
+        pages = range(5 * row, 5 * row + 5)
+        opens: tuple[RowOpen, ...] = (open_row(row, prompt, pages, total=len(prompt) + NEW_TOKENS),)
         passes = []
         if half:
             passes += worker.run(opens=opens, prefills=(chunk(row, 0, half),))
