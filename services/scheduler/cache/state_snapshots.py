@@ -36,9 +36,14 @@ class SnapshotEntry:
     last_access: int = 0
     uses: int = 0
     queued: int = 0
-    pinned: bool = False
+    pins: int = 0
     priority: int = 0
     u_pre: int = 0
+
+    @property
+    def pinned(self) -> bool:
+        """Whether a session wants to continue from it: it is evicted last."""
+        return self.pins > 0
 
 
 class StateSnapshots:
@@ -113,6 +118,20 @@ class StateSnapshots:
         """Record a use of the deepest snapshot."""
         _, entry = self.deepest(pages, viewer)
         if entry is not None:
+            self._use(entry)
+
+    def pin(self, pages: PageIds, scope: Scope) -> SnapshotEntry | None:
+        """Keep the deepest snapshot of a path, in the view of `scope`, until `unpin`, if others can go instead."""
+        _, entry = self.deepest(pages, self._accounts.view(scope))
+        if entry is not None:
+            entry.pins += 1
+            self._use(entry)
+        return entry
+
+    def unpin(self, entry: SnapshotEntry) -> None:
+        """Undo `pin`."""
+        entry.pins -= 1
+        if self._entries.get(entry.page, {}).get(entry.owner.scope) is entry:
             self._use(entry)
 
     # --- of pages and owners ---

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from common.types import RowSlot, SnapshotSlot, TokenIds, View
     from services.scheduler.cache.interface import PrefixCache
     from services.scheduler.cache.pages import PageAllocator
+    from services.scheduler.cache.state_snapshots import SnapshotEntry
     from services.scheduler.cache.types import Insertion, LockId, PrefixLock
     from services.scheduler.core.costs import LoadCosts, OperationTimes
     from services.scheduler.core.rows import RowSlots
@@ -67,6 +68,8 @@ class KvMemory:
         self.leaked_pages = 0
         # Prefixes locked by sessions between their turns, with the references that a row would hold.
         self._pins: dict[LockId, PrefixLock] = {}
+        # Snapshots from which the sessions' next turns will continue.
+        self._pinned_states: dict[LockId, SnapshotEntry] = {}
 
     @property
     def available_pages(self) -> int:
@@ -255,11 +258,17 @@ class KvMemory:
         if self.windows is not None:
             self.windows.enter(lock)
         self._pins[lock.lock_id] = lock
+        scope = self.cache.view_of(view)
+        if self.states is not None and scope is not None and (entry := self.states.pool.pin(lock.pages, scope)):
+            self._pinned_states[lock.lock_id] = entry
         return lock
 
     def unpin(self, lock: PrefixLock) -> None:
         """Release a lock that `pin` returned."""
         del self._pins[lock.lock_id]
+        entry = self._pinned_states.pop(lock.lock_id, None)
+        if entry is not None and self.states is not None:
+            self.states.pool.unpin(entry)
         self._give_up(lock)
 
     @property

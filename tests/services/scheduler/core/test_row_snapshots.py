@@ -7,14 +7,16 @@ from hypothesis import strategies as st
 from hypothesis.stateful import initialize
 
 from common.steps import EngineCapacity, RecurrentStates
+from common.types import SessionWish
 from services.scheduler.cache.config import CacheConfig
 from services.scheduler.cache.factory import can_reuse, with_snapshots
 from services.scheduler.core.session import SessionRules
 from tests.examples import examples
 from tests.fakes.simulated_worker import expected_output
-from tests.services.scheduler.core.harness import STOP_ID, Harness, make_request
+from tests.services.scheduler.core.harness import STOP_ID, Harness, make_request, with_options
 from tests.services.scheduler.core.test_core_properties import CoreMachine
 
+SESSIONS = SessionRules(per_subject=2, total=3, subject_tokens=80, tenant_tokens=80, total_tokens=80, timeout_s=1000.0)
 PROMPT = [(17 * position) % 900 + 10 for position in range(80)]
 OTHER = [(29 * position) % 900 + 11 for position in range(80)]
 
@@ -174,6 +176,22 @@ def test_equal_prompts_wait_for_the_first_ones_snapshot() -> None:
         harness.core.submit(make_request(f"r{number}", PROMPT[:50], max_tokens=4), 0.0)
     harness.run()
     assert sorted(harness.cached[f"r{number}", 0] for number in range(3)) == [0, 48, 48]
+
+
+def test_the_snapshot_of_a_session_goes_last() -> None:
+    rules = CacheConfig(quota_share=1.0)
+    harness = states(snapshots=6, interval=100, pages=200, rules=rules, sessions=SESSIONS)
+    request = make_request("first", PROMPT[:30], max_tokens=1)
+    harness.core.sessions.open(SessionWish(request.view, "chat"))
+    harness.core.submit(with_options(request, session="chat"), 0.0)
+    harness.run()
+    for number in range(12):
+        serve(harness, f"r{number}", [number + 10, *OTHER[:30]], max_tokens=1)
+    turn = make_request("second", [*PROMPT[:30], *harness.outputs["first", 0], 5], max_tokens=1)
+    harness.core.submit(with_options(turn, session="chat"), 0.0)
+    harness.run()
+    assert harness.cached["second", 0] == 28
+    harness.audit()
 
 
 def test_rows_hold_at_most_half_of_the_slots() -> None:

@@ -1,0 +1,66 @@
+"""A model with recurrent layers and random weights through all five services: later turns continue from snapshots."""
+
+from __future__ import annotations
+
+import shutil
+from typing import TYPE_CHECKING
+
+import pytest
+
+from common.models import resolve_model
+from common.settings import GatewaySettings, ModelSettings, Settings
+from tests.e2e.conftest import serve
+from tests.services.worker.engine.families import FAMILIES, save_model
+from tests.waiting import wait_until
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+    from tests.e2e.served import Served
+
+# Of 64 words, and as many tokens or a few more.
+FIRST = " ".join(["the cat sat on a mat and slept"] * 8)
+
+
+@pytest.fixture(scope="module")
+def hybrid(tmp_path_factory: pytest.TempPathFactory, run_root: Path) -> Iterator[Served]:
+    directory, source = tmp_path_factory.mktemp("hybrid"), resolve_model("all-minilm-l6-v2").path
+    name, options = FAMILIES["qwen3.5"]
+    save_model(directory, name, {**options, "vocab_size": 30522})
+    for file in ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"):
+        shutil.copyfile(source / file, directory / file)
+    settings = Settings(
+        model=ModelSettings(reference=str(directory), dtype="float32"),
+        gateway=GatewaySettings(port=0, anonymous="vouched"),
+    )
+    yield from serve(settings, run_root)
+
+
+def answer(served: Served, prompt: str, user: str) -> tuple[str, int]:
+    """Return the continuation and the number of cached tokens."""
+    body = {"model": served.model, "prompt": prompt, "max_tokens": 24, "temperature": 0, "user": user}
+    with served.http() as http:
+        response = http.post("/v1/completions", json={**body, "ignore_eos": True})
+    response.raise_for_status()
+    content = response.json()
+    return content["choices"][0]["text"], content["usage"]["prompt_tokens_details"]["cached_tokens"]
+
+
+def test_a_second_turn_is_found_and_answered_as_by_a_cold_run(hybrid: Served) -> None:
+    text, cached = answer(hybrid, FIRST, "alice")
+    assert cached == 0
+    turn = f"{FIRST}{text} and what did the dog do"
+    warm, cached = answer(hybrid, turn, "alice")
+    assert cached >= 48
+    # What alice has is not found by bob, who gets the same tokens.
+    assert answer(hybrid, turn, "bob") == (warm, 0)
+
+
+def test_after_a_restart_of_the_worker_everything_is_computed_again(hybrid: Served) -> None:
+    text, _ = answer(hybrid, FIRST, "carol")
+    hybrid.deployment.kill("worker")
+    wait_until(lambda: not hybrid.is_ready())
+    wait_until(hybrid.is_ready, timeout_s=120.0)
+    assert answer(hybrid, FIRST, "carol") == (text, 0)
+    assert answer(hybrid, FIRST, "carol")[1] >= 48
