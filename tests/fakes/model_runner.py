@@ -39,6 +39,9 @@ class CheckingRunner:
     kv: dict[int, tuple[int, int]] = field(default_factory=dict)
     # The same of the layers that attend to a window only, where these have pages of their own.
     window_kv: dict[int, tuple[int, int]] = field(default_factory=dict)
+    # With recurrent layers: what the states of each row's slot, and of each snapshot, have taken in.
+    states: dict[int, list[int]] = field(default_factory=dict)
+    snapshots: dict[int, list[int]] = field(default_factory=dict)
     batches: list[ForwardBatch] = field(default_factory=list)
     closed: bool = False
     host_pool: HostPool | None = None
@@ -67,10 +70,31 @@ class CheckingRunner:
                 assert int(batch.positions[token]) == first + i, "positions continue where the row stood"
                 histories[token] = self._read(batch.page_table[row].tolist(), first + i + 1)
                 self._check_window(batch, row, histories[token])
+        if self.capacity.recurrent_states is not None:
+            self._advance_states(batch, starts, histories)
         logits = torch.zeros(len(batch.sample_indices), VOCABULARY)
         for sample, token in enumerate(batch.sample_indices.tolist()):
             logits[sample, next_token(histories[token])] = 1.0
         return logits.to(self.device)
+
+    def load(self, row: int, snapshot: int) -> None:
+        self.states[row] = self.snapshots[snapshot].copy()
+
+    def save(self, row: int, snapshot: int) -> None:
+        self.snapshots[snapshot] = self.states[row].copy()
+
+    def _advance_states(self, batch: ForwardBatch, starts: list[int], histories: dict[int, list[int]]) -> None:
+        assert batch.states is not None, "there are recurrent layers"
+        chunks = batch.states.chunks
+        assert [(chunk.start, chunk.stop) for chunk in chunks] == [
+            (starts[row], starts[row + 1]) for row in range(batch.decode_rows, batch.rows)
+        ]
+        slots = [*batch.states.decoding.tolist(), *(chunk.slot for chunk in chunks)]
+        begins = [False] * batch.decode_rows + [chunk.begins for chunk in chunks]
+        for row, (slot, is_new) in enumerate(zip(slots, begins, strict=True)):
+            before = [] if is_new else self.states[slot]
+            assert before == histories[starts[row]][:-1], "the state of other tokens"
+            self.states[slot] = histories[starts[row + 1] - 1]
 
     def broadcast_tokens(self, token_ids: torch.Tensor) -> torch.Tensor:
         return token_ids

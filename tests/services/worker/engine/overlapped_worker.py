@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from common.steps import WindowPool
+from common.steps import RecurrentStates, WindowPool
 from services.worker.engine.execution.overlapped_runner import OverlappedPassExecutor, OverlappedRunner
 from services.worker.engine.execution.pass_output import PassOutput
 from services.worker.engine.execution.pooler import Pooler, with_pooled
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
     from common.steps import StepPlan, StepResult
     from services.worker.engine.plans.rows import RowIndices
+    from services.worker.engine.plans.saved_states import RowStateCopies
 
 CPU = torch.device("cpu")
 
@@ -91,6 +92,7 @@ class OverlappedWorker(SimulatedWorker):
         max_rows: int,
         executor: OverlappedPassExecutor,
         window: WindowPool | None = None,
+        states: RowStateCopies | None = None,
     ) -> None:
         super().__init__(pages, page_size)
         self.emitted: deque[StepResult] = deque()
@@ -100,9 +102,10 @@ class OverlappedWorker(SimulatedWorker):
             64,
             window_pages=window.pages if window else 0,
             window_tokens=window.window_tokens if window else 0,
+            snapshots=0 if states is None else 100,
         )
-        rows = RowStates(max_rows, 128, page_size, has_window_pool=window is not None)
-        self.runner = OverlappedRunner(rows, limits, executor)
+        rows = RowStates(max_rows, 128, page_size, has_window_pool=window is not None, has_states=states is not None)
+        self.runner = OverlappedRunner(rows, limits, executor, states=states)
 
     def run(self, plan: StepPlan) -> list[StepResult]:
         self.runner.run(plan, self.emitted.append)
@@ -138,12 +141,16 @@ class OverlappedHarness(Harness):
         self._renew()
 
     def _renew(self) -> None:
+        slots = self.worker.snapshots
         capacity = replace(
             CheckingRunner().capacity,
             device_pages=self.config.device_pages,
             max_context=128,
             window_pool=self._window,
+            recurrent_states=None if slots is None else RecurrentStates(len(slots), 1),
         )
-        executor = self._make_executor(CheckingRunner(capacity))
+        runner = CheckingRunner(capacity)
+        executor = self._make_executor(runner)
         pages, rows = self.config.device_pages, self.config.max_rows
-        self.worker = OverlappedWorker(pages, 4, rows, executor, self._window)
+        self.worker = OverlappedWorker(pages, 4, rows, executor, self._window, None if slots is None else runner)
+        self.worker.snapshots = slots

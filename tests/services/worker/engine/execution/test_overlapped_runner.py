@@ -86,6 +86,23 @@ def test_rows_with_two_page_tables_read_the_right_pages_in_both(
     lives(harness, data)
 
 
+@settings(max_examples=40, deadline=None)
+@given(
+    st.data(), st.integers(14, 40), st.integers(1, 3), st.integers(2, 12), st.integers(1, 5),
+    st.sampled_from([0.0, 0.004]),
+)  # fmt: skip
+def test_rows_with_recurrent_states_continue_from_the_right_ones(
+    data: st.DataObject, pages: int, depth: int, snapshots: int, interval: int, target_plan_s: float
+) -> None:
+    harness = OverlappedHarness(
+        LateExecutor, pages=pages, depth=depth, target_plan_s=target_plan_s, snapshots=snapshots, interval=interval
+    )
+    lives(harness, data)
+    pool = harness.core.memory.cache.snapshots
+    assert pool is not None
+    assert pool.faults() == []
+
+
 def worker() -> OverlappedWorker:
     return OverlappedWorker(64, 4, 8, LateExecutor(CheckingRunner()))
 
