@@ -380,11 +380,23 @@ class SchedulerLoop:
             self._log.error("memory.window_leak", faults=core.memory.window_faults(core.rows))
             core.memory.repair_windows()
 
+    def _check_snapshots(self, core: SchedulerCore) -> None:
+        """Check the accounting of recurrent states' snapshots."""
+        accounts = core.memory.account_snapshots(core.rows)
+        if accounts is None:
+            return
+        for state in STATES:
+            metrics.PAGES.labels("device_snapshots", state).set(getattr(accounts, state))
+        if not accounts.is_exact:
+            self._log.error("memory.snapshot_leak", slots=accounts.unaccounted_references)
+            core.memory.repair_snapshots()
+
     def _check_accounts(self, core: SchedulerCore) -> None:
         accounts = core.memory.account(core.rows)
         for state in STATES:
             metrics.PAGES.labels("device", state).set(getattr(accounts, state))
         self._check_windows(core)
+        self._check_snapshots(core)
         metrics.KV_USAGE_PERCENT.set(100 * accounts.protected / max(1, accounts.capacity))
         metrics.WAITING_REQUESTS.set(len(core.queue))
         metrics.RUNNING_ROWS.set(core.rows.running)

@@ -304,6 +304,9 @@ def _describe_core(core: SchedulerCore, state: scheduler_pb2.GetStateResponse) -
     windows = core.memory.account_windows(core.rows)
     if windows is not None:
         state.tiers.append(tier_to_wire("device_window", windows))
+    snapshots = core.memory.account_snapshots(core.rows)
+    if snapshots is not None:
+        state.tiers.append(tier_to_wire("device_snapshots", snapshots))
     if core.memory.cache.host is not None:
         state.tiers.append(tier_to_wire("host", core.memory.cache.host.account()))
         if core.memory.cache.host.storage is not None:

@@ -55,6 +55,9 @@ def test_a_second_turn_is_found_and_answered_as_by_a_cold_run(hybrid: Served) ->
     assert cached >= 48
     # What alice has is not found by bob, who gets the same tokens.
     assert answer(hybrid, turn, "bob") == (warm, 0)
+    wait_until(hybrid.is_idle)
+    tiers = {tier.tier: tier for tier in hybrid.state().tiers}
+    assert tiers["device_snapshots"].evictable_pages >= 4
 
 
 def test_after_a_restart_of_the_worker_everything_is_computed_again(hybrid: Served) -> None:

@@ -176,6 +176,12 @@ class StateSnapshots:
         self.epoch = epoch
         self._queue.begin_epoch(epoch, idle)
 
+    def repair(self) -> None:
+        """Free all slots that belong to no page: no row holds any."""
+        kept = {entry.slot for of_page in self._entries.values() for entry in of_page.values()}
+        self._free = [SnapshotSlot(slot) for slot in range(self.capacity - 1, -1, -1) if slot not in kept]
+        self.held = 0
+
     def faults(self) -> list[str]:
         """Return inconsistencies. O(capacity), for audits."""
         entries = [entry for of_page in self._entries.values() for entry in of_page.values()]

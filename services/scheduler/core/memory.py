@@ -293,6 +293,23 @@ class KvMemory:
         leaked = 0 if rows.running or self._pins else pool.protected_pages
         return Accounting(pool.capacity, pool.free_pages, 0, pool.evictable_pages, pool.protected_pages, leaked)
 
+    def account_snapshots(self, rows: RowSlots) -> Accounting | None:
+        """Account for the slots of recurrent states' snapshots, if there are any; those that rows fill are protected.
+
+        Slots still protected while no row runs have leaked.
+        """
+        if self.states is None:
+            return None
+        pool = self.states.pool
+        leaked = 0 if rows.running else pool.held
+        free = pool.capacity - pool.kept - pool.held
+        return Accounting(pool.capacity, free, 0, pool.kept, pool.held, leaked)
+
+    def repair_snapshots(self) -> None:
+        """Free the slots that belong to no page; only while no row runs."""
+        if self.states is not None:
+            self.states.pool.repair()
+
     def repair_windows(self) -> None:
         """Drop all references to window pages; only while no row runs and no session has a pin."""
         if self.windows is not None:

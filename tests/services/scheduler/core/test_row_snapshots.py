@@ -194,6 +194,23 @@ def test_the_snapshot_of_a_session_goes_last() -> None:
     harness.audit()
 
 
+def test_slots_that_leaked_are_found_and_repaired() -> None:
+    harness = states()
+    serve(harness, "first", PROMPT[:50])
+    pool = harness.core.memory.cache.snapshots
+    assert pool is not None
+    assert pool.try_allocate() is not None
+    accounts = harness.core.memory.account_snapshots(harness.core.rows)
+    assert accounts is not None
+    assert not accounts.is_exact
+    harness.core.memory.repair_snapshots()
+    assert pool.faults() == []
+    accounts = harness.core.memory.account_snapshots(harness.core.rows)
+    assert accounts is not None
+    assert accounts.is_exact
+    assert accounts.free + accounts.evictable == accounts.capacity == 16
+
+
 def test_rows_hold_at_most_half_of_the_slots() -> None:
     harness = states(snapshots=4, max_rows=4)
     pool = harness.core.memory.cache.snapshots

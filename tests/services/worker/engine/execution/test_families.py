@@ -39,6 +39,8 @@ OWN = {
     "glm4 moe": {"head_dim": 64, "hidden_size": 64},
     "gpt-oss": {"head_dim": 64, "num_local_experts": 16, "num_experts_per_tok": 4},
     "deepseek v3": {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "head_dim": 64, "hidden_size": 64},
+    "qwen3 next": {"head_dim": 64, "hidden_size": 64},
+    "qwen3.5": {"head_dim": 64, "hidden_size": 64},
     # Of sizes for which FlashInfer has no kernels.
     "deepseek v2 lite": {"hidden_size": 64},
 }
