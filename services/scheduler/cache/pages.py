@@ -126,7 +126,7 @@ class PageAllocator:
             self.windows.adopt(old, new)
         if self.snapshots is not None:
             is_last = self._counts[old] == 1
-            self.snapshots.adopt(old[is_last].tolist(), new[is_last].tolist())
+            self.snapshots.adopt(old[is_last], new[is_last])
         freed = self._release(old)
         if self.observer is not None:
             self.observer.exchanged(old, new, freed)

@@ -82,7 +82,7 @@ class RadixCache:
         # None: the model has no recurrent layers.
         self.snapshots: StateSnapshots | None = None
         if self.config.snapshots:
-            self.snapshots = allocator.snapshots = StateSnapshots(self.config, self.store.accounts)
+            self.snapshots = allocator.snapshots = StateSnapshots(self.config, self.store.accounts, allocator.capacity)
         if host is not None and host.pages:
             self.host = HostTier(self.store, host, self._viewer)
         self._headroom = int(allocator.capacity * self.config.headroom_share)

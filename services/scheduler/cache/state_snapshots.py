@@ -11,11 +11,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from common.types import SnapshotSlot
 from services.scheduler.cache.eviction import EvictionQueue
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
+
+    from numpy.typing import NDArray
 
     from common.steps import PageIds
     from common.types import Subject
@@ -49,8 +53,8 @@ class SnapshotEntry:
 class StateSnapshots:
     """Owns the workers' snapshot slots: free ones, those that rows fill, and those of pages."""
 
-    def __init__(self, config: CacheConfig, accounts: Accounts) -> None:
-        """Start with `config.snapshots` free slots."""
+    def __init__(self, config: CacheConfig, accounts: Accounts, device_pages: int) -> None:
+        """Start with `config.snapshots` free slots, for pages [0, device_pages)."""
         self.capacity = config.snapshots
         self.interval = config.snapshot_interval
         self.epoch = 0
@@ -58,6 +62,8 @@ class StateSnapshots:
         self._queue: EvictionQueue[SnapshotEntry] = EvictionQueue(config, self.capacity, accounts)
         self._free = [SnapshotSlot(slot) for slot in range(self.capacity - 1, -1, -1)]
         self._entries: dict[int, dict[Scope, SnapshotEntry]] = {}
+        # Whether a page has any, so that long paths need no loop.
+        self._has_some: NDArray[np.bool_] = np.zeros(device_pages, np.bool_)
         self._clock = 0
         # Slots that belong to pages, and those that rows hold.
         self.kept = 0
@@ -93,6 +99,7 @@ class StateSnapshots:
             self.release(slot)
             return
         entry = of_page[scope] = SnapshotEntry(slot, page, self._accounts.owner(scope))
+        self._has_some[page] = True
         self.held -= 1
         self.kept += 1
         self._queue.charge(entry.owner, 1)
@@ -104,14 +111,12 @@ class StateSnapshots:
 
     def deepest(self, pages: PageIds, viewer: Account) -> tuple[int, SnapshotEntry | None]:
         """Return the number of a path's leading pages that a row can continue after, and the snapshot there."""
-        if self._entries:
-            scopes = viewer.scope, viewer.tenant.scope, self._accounts.public.scope
-            for index in range(len(pages) - 1, -1, -1):
-                of_page = self._entries.get(int(pages[index]))
-                if of_page is not None:
-                    for scope in scopes:
-                        if scope in of_page:
-                            return index + 1, of_page[scope]
+        scopes = viewer.scope, viewer.tenant.scope, self._accounts.public.scope
+        for index in np.flatnonzero(self._has_some[pages])[::-1].tolist():
+            of_page = self._entries[int(pages[index])]
+            for scope in scopes:
+                if scope in of_page:
+                    return index + 1, of_page[scope]
         return 0, None
 
     def touch(self, pages: PageIds, viewer: Account) -> None:
@@ -138,31 +143,27 @@ class StateSnapshots:
 
     def forget(self, pages: PageIds) -> None:
         """Drop the snapshots of pages that are free."""
-        if self._entries:
-            for page in pages.tolist():
-                for entry in list(self._entries.get(page, {}).values()):
-                    self._drop(entry)
+        for page in pages[self._has_some[pages]].tolist():
+            for entry in list(self._entries[page].values()):
+                self._drop(entry)
 
     def leave(self, pages: PageIds, scope: Scope) -> None:
         """Drop an owner's snapshots on pages of a node that it has no more."""
-        if self._entries:
-            for page in pages.tolist():
-                entry = self._entries.get(page, {}).get(scope)
-                if entry is not None:
-                    self._drop(entry)
+        for page in pages[self._has_some[pages]].tolist():
+            entry = self._entries[page].get(scope)
+            if entry is not None:
+                self._drop(entry)
 
-    def adopt(self, old: Iterable[int], new: Iterable[int]) -> None:
+    def adopt(self, old: PageIds, new: PageIds) -> None:
         """Move snapshots from pages that become free to equal ones."""
-        if not self._entries:
-            return
-        for page, heir in zip(old, new, strict=True):
-            for scope, entry in list(self._entries.get(page, {}).items()):
-                if scope not in self._entries.setdefault(heir, {}):
+        moving = self._has_some[old]
+        for page, heir in zip(old[moving].tolist(), new[moving].tolist(), strict=True):
+            for scope, entry in list(self._entries[page].items()):
+                if scope not in self._entries.get(heir, {}):
                     self._unlink(entry)
                     entry.page = heir
                     self._entries.setdefault(heir, {})[scope] = entry
-            if not self._entries.get(heir, True):
-                del self._entries[heir]
+                    self._has_some[heir] = True
 
     def forget_subject(self, subject: Subject) -> None:
         """Drop all private snapshots of a subject."""
@@ -186,8 +187,8 @@ class StateSnapshots:
         """Return inconsistencies. O(capacity), for audits."""
         entries = [entry for of_page in self._entries.values() for entry in of_page.values()]
         found = []
-        if not all(self._entries.values()):
-            found.append("pages without snapshots are listed")
+        if not all(self._entries.values()) or sorted(self._entries) != np.flatnonzero(self._has_some).tolist():
+            found.append("pages without snapshots are listed, or others are not")
         if len(entries) != self.kept or len({*self._free, *(entry.slot for entry in entries)}) != (
             len(self._free) + len(entries)
         ):
@@ -211,6 +212,7 @@ class StateSnapshots:
         del of_page[entry.owner.scope]
         if not of_page:
             del self._entries[entry.page]
+            self._has_some[entry.page] = False
 
     def _drop(self, entry: SnapshotEntry) -> None:
         self._unlink(entry)

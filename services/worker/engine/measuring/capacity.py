@@ -75,6 +75,10 @@ def activation_reserve(spec: EngineSpec, config: ModelConfig, element_bytes: int
         each = 3 * config.moe.intermediate_size + 2 * config.hidden_size
         shared = 0 if config.moe.shared is None else 4 * config.moe.shared.intermediate_size
         columns = max(columns, config.moe.experts_per_token * each + shared)
+    if config.recurrent is not None:
+        # Queries, keys, values and products within blocks, in float32 and several times.
+        heads = 16 * config.recurrent.value_heads * (config.recurrent.key_dim + config.recurrent.value_dim)
+        columns = max(columns, heads)
     widest = 4 * config.hidden_size + columns + 3 * config.query_heads * config.head_dim
     return spec.max_step_tokens * widest * element_bytes + 4 * spec.max_rows * config.vocabulary_size * 4
 

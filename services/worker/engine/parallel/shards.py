@@ -92,15 +92,20 @@ def shard_model(config: ModelConfig, rank: int, world_size: int) -> ModelShard:
         raise ConfigurationError(
             f"tensor parallelism over {world_size} ranks leaves some without work: the model has {config.query_heads} "
             f"query heads and {config.intermediate_size} feed-forward columns"
+            + (f", and {config.recurrent.key_heads} key heads in recurrent layers" if config.recurrent else "")
         )
     unit = column_unit(config.stored_format)
     for shard in shards:
-        queries = shard.query_heads.scaled(config.output_dim)
-        if queries.start % unit or (queries.stop % unit and shard.rank + 1 < world_size):
-            raise ConfigurationError(
-                f"FP8 in blocks is cut between {unit} inputs: rank {shard.rank} of {world_size} would have columns "
-                f"{queries.start} to {queries.stop} of attention's output; use fewer ranks"
-            )
+        cuts = [(shard.query_heads.scaled(config.output_dim), "attention's output")]
+        if config.recurrent is not None and shard.state_heads is not None:
+            width = config.recurrent.values_per_key * config.recurrent.value_dim
+            cuts.append((shard.state_heads.scaled(width), "the output of recurrent layers"))
+        for columns, what in cuts:
+            if columns.start % unit or (columns.stop % unit and shard.rank + 1 < world_size):
+                raise ConfigurationError(
+                    f"FP8 in blocks is cut between {unit} inputs: rank {shard.rank} of {world_size} would have columns "
+                    f"{columns.start} to {columns.stop} of {what}; use fewer ranks"
+                )
     return shards[rank]
 
 
