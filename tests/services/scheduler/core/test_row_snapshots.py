@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.stateful import initialize
 
@@ -94,6 +95,33 @@ def test_private_snapshots_are_invisible_to_others_with_the_same_text() -> None:
     assert serve(harness, "bob's second", PROMPT[:50], user="bob") == 0
     assert serve(harness, "alice's second", PROMPT[:50]) == 48
     harness.audit()
+
+
+@examples(25)
+@given(
+    st.lists(
+        st.tuples(st.sampled_from(["alice", "bob"]), st.integers(0, 1), st.integers(1, 40), st.integers(0, 2)),
+        min_size=2,
+        max_size=10,
+    ),
+    st.integers(1, 5),
+)
+def test_what_a_user_finds_does_not_depend_on_anothers_snapshots(
+    requests: list[tuple[str, int, int, int]], interval: int
+) -> None:
+    worlds = []
+    for users in ({"alice", "bob"}, {"bob"}):
+        rules = CacheConfig(quota_share=1.0)
+        harness = states(cache="user_aware", pages=500, snapshots=200, interval=interval, rules=rules)
+        found = []
+        for number, (user, stem, length, tail) in enumerate(requests):
+            if user in users:
+                cached = serve(harness, f"r{number}", [stem + 10, *PROMPT[:length], *OTHER[: 5 * tail]], user=user)
+                found.append(cached if user == "bob" else None)
+            # Equal pages of both are merged.
+            harness.core.memory.cache.advance(number + 1)
+        worlds.append([each for each in found if each is not None])
+    assert worlds[0] == worlds[1]
 
 
 def test_a_shared_prefix_has_snapshots_for_all_but_only_where_it_ends() -> None:
