@@ -179,7 +179,9 @@ class _DecoderLoader:
         pages, window_pages = (group.minimum(count) for count in self._count_pages(context, free_before, reserve))
         # One page more than granted ones: padding rows of captured batches write there.
         pool = self._pool(pages + self._can_overlap, model.kv_layout, window_pages)
-        pool = replace(pool, states=self._states(self._count_snapshots(pages)))
+        if config.recurrent is not None:
+            # Ranks with other numbers of heads count others.
+            pool = replace(pool, states=self._states(group.minimum(self._count_snapshots(pages))))
         capacity = self._capacity(pool, pages, min(context, pages * spec.page_size), model.kv_layout.value, group)
         log.info(
             "model.loaded model=%s device=%s backend=%s dtype=%s weights=%s kv_dtype=%s pages=%d context=%d threads=%d",
