@@ -81,6 +81,10 @@ class DeviceMemoryError(PandoError):
     retryable = True
 
 
+class EngineFailureError(PandoError):
+    """The engine failed repeatedly while it computed the request, which is therefore not run again."""
+
+
 class ConfigurationError(Exception):
     """A setting is unknown, malformed or in conflict with another; the process must not start."""
 

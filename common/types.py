@@ -276,6 +276,8 @@ class RequestFailure:
     param: str | None = None
     retryable: bool = False
     retry_after_ms: int | None = None
+    # Failures of the engine while it computed the request; the next submission of it carries their number.
+    engine_failures: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -335,6 +337,8 @@ class RequestOptions:
     # If set, nothing is generated.
     pooling: Pooling | None = None
     prompt_logprobs: PromptLogprobs | None = None
+    # Failures of the engine that schedulers which handed the request back suspect it of.
+    engine_failures: int = 0
 
 
 @dataclass(frozen=True, slots=True)

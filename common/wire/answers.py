@@ -28,6 +28,7 @@ def failure_to_wire(failure: RequestFailure) -> common_pb2.RequestError:
         param=failure.param,
         retryable=failure.retryable,
         retry_after_ms=failure.retry_after_ms,
+        engine_failures=failure.engine_failures,
     )
 
 
@@ -39,6 +40,7 @@ def failure_from_wire(message: common_pb2.RequestError) -> RequestFailure:
         param=message.param if message.HasField("param") else None,
         retryable=message.retryable,
         retry_after_ms=message.retry_after_ms if message.HasField("retry_after_ms") else None,
+        engine_failures=message.engine_failures,
     )
 
 

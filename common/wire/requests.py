@@ -118,6 +118,7 @@ def options_to_wire(options: RequestOptions, kind: type[Message]) -> Message:
         max_context_tokens=options.max_context_tokens,
         pooling=pooling_to_wire(options.pooling),
         prompt_logprobs=prompt_logprobs_to_wire(options.prompt_logprobs),
+        engine_failures=options.engine_failures,
     )
 
 
@@ -142,6 +143,7 @@ def options_from_wire(message: RequestMessage) -> RequestOptions:
         max_context_tokens=message.max_context_tokens if message.HasField("max_context_tokens") else None,
         pooling=pooling_from_wire(message.pooling),
         prompt_logprobs=prompt_logprobs_from_wire(message),
+        engine_failures=message.engine_failures,
     )
 
 

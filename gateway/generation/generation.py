@@ -255,6 +255,7 @@ class Generation:
             if self._over:
                 return
             choice.failures += route.admitted
+            choice.engine_failures = max(choice.engine_failures, failure.engine_failures)
             delay = self._policy.delay(choice, failure, now)
             if delay is None:
                 self.fail(failure)

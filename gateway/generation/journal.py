@@ -54,6 +54,7 @@ class ChoiceRecord:
 
     __slots__ = (
         "delivered_characters",
+        "engine_failures",
         "failures",
         "finish",
         "index",
@@ -77,6 +78,8 @@ class ChoiceRecord:
         self.was_admitted = False
         # How often the choice failed after it had been admitted, since its last token.
         self.failures = 0
+        # Failures of the engine that schedulers suspect it of, since its last token.
+        self.engine_failures = 0
         # When the choice was interrupted (None: it was not), and how often it has been submitted again since then.
         self.interrupted_at: float | None = None
         self.tries = 0
@@ -116,7 +119,7 @@ class ChoiceRecord:
         self.interrupted_at = None
         self.tries = 0
         if delta.token_ids:
-            self.failures = 0
+            self.failures = self.engine_failures = 0
         part = None if delta.prompt_logprobs is None else self._news(delta.prompt_logprobs)
         return ChoiceUpdate(self.index, delta.text, delta.token_ids, delta.logprobs, delta.finish, usage, part)
 
@@ -147,7 +150,13 @@ class ChoiceRecord:
         # If the time is over, the scheduler reports the timeout, as for any other request.
         timeout_ms = None if options.timeout_ms is None else max(1, options.timeout_ms - elapsed_ms)
         options = replace(
-            options, n=1, sampling=sampling, resume=resume, timeout_ms=timeout_ms, prompt_logprobs=self.score
+            options,
+            n=1,
+            sampling=sampling,
+            resume=resume,
+            timeout_ms=timeout_ms,
+            prompt_logprobs=self.score,
+            engine_failures=self.engine_failures,
         )
         return replace(self.request, request_id=request_id, options=options)
 

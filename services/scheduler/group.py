@@ -13,7 +13,7 @@ import grpc
 from common.errors import ConfigurationError, UnavailableError
 from common.logs import get_logger
 from common.rpc.stream import RefusalLog
-from services.scheduler.rank import PlanStream, RankConnection, RankLostError
+from services.scheduler.rank import EngineFailedError, PlanStream, RankConnection, RankLostError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -43,8 +43,8 @@ class GroupState(Enum):
 class GroupListener(Protocol):
     """Receives the group's events. The calls run on the event loop."""
 
-    def on_ready(self, capacity: EngineCapacity) -> None:
-        """All ranks are ready for plans; their rows and KV are empty."""
+    def on_ready(self, capacity: EngineCapacity, *, engine_failed: bool) -> None:
+        """All ranks are ready for plans, their rows and KV empty; `engine_failed`: the group had been lost to that."""
 
     def on_result(self, result: StepResult) -> None:
         """Rank 0 has reported a forward pass."""
@@ -78,6 +78,9 @@ class WorkerGroup:
         # One rank has failed, and the others' streams are read only for their errors.
         self._is_losing = False
         self._last_sign = time.monotonic()
+        # Whether the engine failed when the group was lost, memory aside; None: if one of the processes has died since.
+        self._has_engine_failed: bool | None = False
+        self._processes: list[str] = []
         # Rank 0, which samples, while the group is ready.
         self._first: RankConnection | None = None
         self._pause_s = RECONNECT_S
@@ -127,14 +130,15 @@ class WorkerGroup:
             self._log.warning("group.lost", reason=reason)
         if self.state is GroupState.READY:
             self.state = GroupState.FAILED
-            self._listener.on_lost(out_of_memory=isinstance(error, RankLostError) and error.out_of_memory)
+            self._has_engine_failed = not error.out_of_memory if isinstance(error, EngineFailedError) else None
+            self._listener.on_lost(out_of_memory=isinstance(error, EngineFailedError) and error.out_of_memory)
         elif self.state is GroupState.CONFIGURING:
             self.state = GroupState.CONNECTING
             self._pause_s = min(2 * self._pause_s, MAX_RECONNECT_S)
 
     async def _run_once(self, ranks: list[RankConnection]) -> None:
         """Configure all ranks, then serve them until one fails."""
-        await asyncio.gather(*(rank.wait_until_up() for rank in ranks))
+        processes = await asyncio.gather(*(rank.wait_until_up() for rank in ranks))
         if self.state is not GroupState.FAILED:
             self.state = GroupState.CONFIGURING
         capacity = await self._configure(ranks)
@@ -148,7 +152,10 @@ class WorkerGroup:
             self._refusals.clear()
             self._first = ranks[0]
             self._log.info("group.ready", ranks=len(ranks), pages=capacity.device_pages, device=capacity.device)
-            self._listener.on_ready(capacity)
+            if self._has_engine_failed is None:
+                self._has_engine_failed = processes != self._processes
+            self._processes = processes
+            self._listener.on_ready(capacity, engine_failed=self._has_engine_failed)
             await self._serve()
         finally:
             self._first = None
@@ -202,7 +209,7 @@ class WorkerGroup:
     async def _read(self, stream: PlanStream, rank: int) -> None:
         async for result in stream.results():
             if result.error is not None:
-                raise RankLostError(f"rank {rank}: {result.error}", out_of_memory=result.out_of_memory)
+                raise EngineFailedError(f"rank {rank}: {result.error}", out_of_memory=result.out_of_memory)
             if self._is_losing:
                 continue
             for ack in result.acks:
@@ -221,12 +228,12 @@ class WorkerGroup:
             await asyncio.sleep(WATCH_INTERVAL_S)
             silence = time.monotonic() - self._last_sign
             if self._plans_in_flight and silence > self._timeout_s:
-                raise RankLostError(f"no result for {silence:.0f} s")
+                raise EngineFailedError(f"no result for {silence:.0f} s")
 
 
 def _most_informative(errors: list[BaseException]) -> BaseException:
     """Return the root cause among the errors of several ranks."""
-    return next((error for error in errors if isinstance(error, RankLostError) and error.out_of_memory), errors[0])
+    return next((error for error in errors if isinstance(error, EngineFailedError) and error.out_of_memory), errors[0])
 
 
 class GroupAcks:

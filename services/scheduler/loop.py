@@ -192,13 +192,15 @@ class SchedulerLoop:
 
     # --- called by the neighbours ---
 
-    def on_ready(self, capacity: EngineCapacity) -> None:
+    def on_ready(self, capacity: EngineCapacity, *, engine_failed: bool) -> None:
         """Start serving, or continue with the requests that were open when the workers were lost."""
         if self.core is not None and capacity != self._capacity:
             self.core.fail_all(UnavailableError("the workers came back with another capacity", retry_after_ms=1000))
             self._push()
             self.core = None
-        if self.core is None:
+        if self.core is not None:
+            self._judge_loss(self.core, engine_failed=engine_failed)
+        else:
             config = resolve_core(self._settings, capacity)
             rules = resolve_cache(
                 self._settings.cache, capacity.device, content_check=self._settings.content_check.enabled
@@ -229,6 +231,18 @@ class SchedulerLoop:
         self._capacity = capacity
         metrics.GROUP_READY.set(1)
         self._wake.set()
+
+    def _judge_loss(self, core: SchedulerCore, *, engine_failed: bool) -> None:
+        """End the requests that made the engine fail; only their ids and sizes are logged."""
+        for sequence in core.judge_loss(self.now, engine_failed=engine_failed):
+            metrics.QUARANTINED_TOTAL.inc()
+            self._log.error(
+                "request.quarantined",
+                request_id=sequence.request.request_id,
+                prompt_tokens=sequence.prompt_tokens,
+                output_tokens=len(sequence.token_ids) - sequence.prompt_tokens,
+            )
+        self._push()
 
     def on_result(self, result: StepResult) -> None:
         """Apply the result of one forward pass and push its tokens before the next plan is made."""

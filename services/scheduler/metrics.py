@@ -32,6 +32,9 @@ PREEMPTIONS = Gauge(
     "pando_scheduler_preemptions",
     "Of the retractions, those for waiting requests of higher priority or below their fair share, since start.",
 )
+QUARANTINED_TOTAL = Counter(
+    "pando_scheduler_quarantined_total", "Choices ended because the engine failed repeatedly while it computed them."
+)
 JUMPED_TOKENS = Gauge(
     "pando_scheduler_jumped_tokens",
     "Output tokens that grammars forced, so that they took no pass of their own, since start.",

@@ -26,10 +26,11 @@ PREPARE_TIMEOUT_S = 120.0
 
 
 class RankLostError(Exception):
-    """A rank failed, disconnected or hangs; the whole group has to be configured again.
+    """A rank failed, disconnected or hangs; the whole group has to be configured again."""
 
-    `out_of_memory`: device memory did not suffice for a step.
-    """
+
+class EngineFailedError(RankLostError):
+    """A rank's engine failed or hangs; `out_of_memory`: device memory did not suffice for a step."""
 
     def __init__(self, message: str, *, out_of_memory: bool = False) -> None:
         super().__init__(message)
@@ -43,9 +44,11 @@ class RankConnection:
         self._stub = worker_pb2_grpc.WorkerStub(channel)
         self._log = get_logger("rank")
 
-    async def wait_until_up(self) -> None:
-        """Wait until the rank answers."""
-        await self._stub.GetState(worker_pb2.GetWorkerStateRequest(), timeout=STATE_TIMEOUT_S, wait_for_ready=True)
+    async def wait_until_up(self) -> str:
+        """Wait until the rank answers; return the name of its process, which another process does not have."""
+        request = worker_pb2.GetWorkerStateRequest()
+        state = await self._stub.GetState(request, timeout=STATE_TIMEOUT_S, wait_for_ready=True)
+        return state.process
 
     async def configure(self, spec: EngineSpec) -> EngineCapacity:
         """Configure the rank and return its capacity; progress is logged.

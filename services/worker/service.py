@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import uuid
 from typing import TYPE_CHECKING
 
 import grpc
@@ -33,6 +34,7 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
         """Serve `rank`, and `grammars` ahead of the rows that need them."""
         self._rank = rank
         self._grammars = grammars
+        self._process = uuid.uuid4().hex
 
     async def Configure(  # noqa: N802  (the contract's name)
         self, request: worker_pb2.ConfigureRequest, context: Context
@@ -105,6 +107,7 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
             open_rows=snapshot.open_rows,
             finished_steps=snapshot.finished_passes,
             heartbeat_age_ms=int(snapshot.heartbeat_age_s * 1000),
+            process=self._process,
         )
 
     async def StartProfile(  # noqa: N802

@@ -102,6 +102,7 @@ failures = complete(
     param=st.none() | NAMES,
     retryable=st.booleans(),
     retry_after_ms=st.none() | COUNT,
+    engine_failures=COUNT,
 )
 
 
@@ -157,6 +158,7 @@ single_options = complete(
     skip_special_tokens=st.booleans(),
     resume=st.none() | resumes,
     timeout_ms=st.none() | COUNT,
+    engine_failures=COUNT,
     trace=st.none() | traces,
     session=st.none() | NAMES,
     turn=st.none(),

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from common.errors import (
     ContextLengthError,
     DeviceMemoryError,
+    EngineFailureError,
     InvalidRequestError,
     PandoError,
     RequestTimeoutError,
@@ -28,6 +29,7 @@ from services.scheduler.core.rows import RowSlots
 from services.scheduler.core.sequence import PromptScoring, Sequence, SequencePhase, initial_ids
 from services.scheduler.core.sessions import Sessions
 from services.scheduler.core.shares import Billing
+from services.scheduler.core.suspects import Quarantine
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -41,6 +43,12 @@ if TYPE_CHECKING:
     from services.scheduler.core.costs import OperationTimes
     from services.scheduler.core.shares import VirtualCounters
     from services.scheduler.core.step_limits import StepLimits
+
+
+QUARANTINED = (
+    "this request repeatedly ended the engine that computed it, so it is not run again; other requests are not "
+    "affected, and the same prompt is refused for some minutes"
+)
 
 
 class SchedulerCore:
@@ -77,6 +85,8 @@ class SchedulerCore:
         self._output = OutputBuffer()
         self._billing = Billing(self.rows, counters)
         self._planner = Planner(config, self.rows, self.queue, self.memory, self._tenancy, self._billing)
+        self._suspects = self._planner.suspects
+        self._quarantine = Quarantine()
         self._planner.yield_pin = self.sessions.yield_pin
         self._results = ResultHandler(self.rows, self._tenancy, self._output, costs)
         self._by_handle: dict[int, Sequence] = {}
@@ -132,8 +142,11 @@ class SchedulerCore:
             request = self.sessions.enter(request)
             self._check(request)
             check_pooling(request, self.config)
+            if self._quarantine.holds(request, now):
+                raise EngineFailureError(QUARANTINED)
         except PandoError as error:
             return Admission(request.request_id, len(request.token_ids), error.to_failure())
+        self._suspects.enter(request)
         leader: Sequence | None = None
         sequences = []
         for index in range(request.options.n):
@@ -220,9 +233,11 @@ class SchedulerCore:
             self.sessions.trim(handle, generated)
 
     def fail_all(self, error: PandoError) -> None:
-        """End every open sequence with an error."""
+        """End every open sequence with an error that carries the engine failures which its request is suspected of."""
         for sequence in list(self._by_handle.values()):
-            self._finish(sequence, Finish(FinishReason.ERROR, error=error.to_failure()))
+            failures = self._suspects.failures_of(sequence.request.request_id)
+            failure = dataclasses.replace(error.to_failure(), engine_failures=failures)
+            self._finish(sequence, Finish(FinishReason.ERROR, error=failure))
 
     def expire(self, now: float) -> None:
         """End sequences that have waited or run for too long, and idle sessions."""
@@ -259,6 +274,8 @@ class SchedulerCore:
     def apply(self, result: StepResult) -> None:
         """Apply the result of one forward pass."""
         self._results.apply(result, self._finish)
+        if not result.partial:
+            self._suspects.note_pass()
         if result.last:
             self.in_flight -= 1
             self.finished_steps += 1
@@ -273,7 +290,11 @@ class SchedulerCore:
         return self._output.take()
 
     def requeue_all(self) -> None:
-        """Requeue every running sequence with its known tokens, after the workers and all KV were lost."""
+        """Requeue every running sequence with its known tokens, after the workers and all KV were lost.
+
+        Call `judge_loss` before the next plan.
+        """
+        self._suspects.lose(self.rows.occupants())
         for sequence in sorted(self.rows.occupants(), key=lambda sequence: sequence.handle):
             assert sequence.row is not None, "occupants have a row"
             self._billing.leave(sequence, for_good=False)
@@ -289,6 +310,18 @@ class SchedulerCore:
         for sequence in self.queue:
             self.memory.prefetch(sequence)
         self.in_flight = 0
+
+    def judge_loss(self, now: float, *, engine_failed: bool) -> list[Sequence]:
+        """Say whether the engine failed when the workers were lost; end and return the sequences to blame for it."""
+        sequences = [
+            sequence
+            for request_id in self._suspects.judge(engine_failed=engine_failed)
+            for sequence in self._by_request[request_id]
+        ]
+        for sequence in sequences:
+            self._quarantine.add(sequence.request, now)
+            self._finish(sequence, Finish(FinishReason.ERROR, error=EngineFailureError(QUARANTINED).to_failure()))
+        return sequences
 
     def shrink_steps(self) -> bool:
         """Plan smaller steps from now on because device memory did not suffice; call this before `requeue_all`.
@@ -322,6 +355,7 @@ class SchedulerCore:
             self._tenancy.vacate(sequence)
         self.sessions.end(sequence, token_ids, computed, was_running=row is not None)
         sequence.phase = SequencePhase.FINISHED
+        self._suspects.forget(sequence)
         del self._by_handle[sequence.handle]
         siblings = self._by_request[sequence.request.request_id]
         siblings.remove(sequence)

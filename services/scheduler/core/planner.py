@@ -15,6 +15,7 @@ from services.scheduler.core.preemption import Preemption
 from services.scheduler.core.row_changes import Granting
 from services.scheduler.core.sequence import SequencePhase
 from services.scheduler.core.step_limits import LEAST_TOKENS, StepLimits
+from services.scheduler.core.suspects import Suspects
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -70,6 +71,7 @@ class Planner:
         self._memory = memory
         self._tenancy = tenancy
         self._billing = billing
+        self.suspects = Suspects(rows)
         self._next_step = 1
         self.paused = False
         # Makes one session release its pin, if any has one; used only when nothing could run otherwise.
@@ -153,7 +155,7 @@ class Planner:
 
     def _make_room(self) -> Sequence | None:
         """Preempt rows for a waiting sequence; return the sequence if it must be admitted before all others."""
-        if self.paused or not len(self._queue):
+        if self.paused or not len(self._queue) or self.suspects.is_isolating:
             return None
         return self.preemption.make_room(
             self.limits.rows, lambda: InFlightPrefixes(self._rows, self._memory), self._retract
@@ -305,7 +307,7 @@ class Planner:
                 break
             if self._config.is_encoder and len(sequence.token_ids) > budget:
                 break
-            if in_flight.is_awaited(sequence):
+            if not self.suspects.may_start(sequence) or in_flight.is_awaited(sequence):
                 continue
             if self._memory.holds_back(sequence, self._rows.running + held_back, now):
                 held_back += 1
@@ -337,6 +339,7 @@ class Planner:
         row = self._rows.open(sequence, self.next_step, lock.pages, lock.matched_tokens)
         sequence.phase = SequencePhase.PREFILL
         sequence.loads = 0
+        self.suspects.start(sequence)
         if sequence.started_at is None:
             sequence.started_at = now
         if sequence.cached_tokens is None:

@@ -667,6 +667,7 @@ class RequestError(_message.Message):
     PARAM_FIELD_NUMBER: _builtins.int
     RETRYABLE_FIELD_NUMBER: _builtins.int
     RETRY_AFTER_MS_FIELD_NUMBER: _builtins.int
+    ENGINE_FAILURES_FIELD_NUMBER: _builtins.int
     code: Global___ErrorCode.ValueType
     message: _builtins.str
     """The problem and a valid value, for the end user."""
@@ -676,6 +677,8 @@ class RequestError(_message.Message):
     """Whether the same request may succeed later."""
     retry_after_ms: _builtins.int
     """A hint for Retry-After."""
+    engine_failures: _builtins.int
+    """Failures of the engine while it computed the request; the next submission of it carries their number."""
     def __init__(
         self,
         *,
@@ -684,10 +687,11 @@ class RequestError(_message.Message):
         param: _builtins.str | None = ...,
         retryable: _builtins.bool = ...,
         retry_after_ms: _builtins.int | None = ...,
+        engine_failures: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_param", b"_param", "_retry_after_ms", b"_retry_after_ms", "param", b"param", "retry_after_ms", b"retry_after_ms"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_param", b"_param", "_retry_after_ms", b"_retry_after_ms", "code", b"code", "message", b"message", "param", b"param", "retry_after_ms", b"retry_after_ms", "retryable", b"retryable"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_param", b"_param", "_retry_after_ms", b"_retry_after_ms", "code", b"code", "engine_failures", b"engine_failures", "message", b"message", "param", b"param", "retry_after_ms", b"retry_after_ms", "retryable", b"retryable"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__param: _TypeAlias = _typing.Literal["param"]  # noqa: Y015
     _WhichOneofArgType__param: _TypeAlias = _typing.Literal["_param", b"_param"]  # noqa: Y015

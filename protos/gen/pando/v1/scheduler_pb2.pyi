@@ -210,6 +210,7 @@ class ScheduleRequest(_message.Message):
     TURN_FIELD_NUMBER: _builtins.int
     MAX_CONTEXT_TOKENS_FIELD_NUMBER: _builtins.int
     SECOND_TEXT_START_FIELD_NUMBER: _builtins.int
+    ENGINE_FAILURES_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     n: _builtins.int
     """Number of choices, at least 1."""
@@ -225,6 +226,8 @@ class ScheduleRequest(_message.Message):
     """Most tokens of the model's context that the requester may use, the session's earlier ones included; absent: all."""
     second_text_start: _builtins.int
     """Of a pair of texts: position of the second one's first token, for encoders that mark the tokens of each."""
+    engine_failures: _builtins.int
+    """Failures of the engine that schedulers which handed the request back suspect it of."""
     @_builtins.property
     def view(self) -> _common_pb2.View:
         """The accountable subject, and the cache entries that the request may use."""
@@ -273,10 +276,11 @@ class ScheduleRequest(_message.Message):
         turn: _sessions_pb2.SessionTurn | None = ...,
         max_context_tokens: _builtins.int | None = ...,
         second_text_start: _builtins.int | None = ...,
+        engine_failures: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_max_context_tokens", b"_max_context_tokens", "_prompt_logprobs", b"_prompt_logprobs", "_resume", b"_resume", "_second_text_start", b"_second_text_start", "_session", b"_session", "_timeout_ms", b"_timeout_ms", "_trace", b"_trace", "_turn", b"_turn", "max_context_tokens", b"max_context_tokens", "prompt_logprobs", b"prompt_logprobs", "reply_to", b"reply_to", "resume", b"resume", "sampling", b"sampling", "second_text_start", b"second_text_start", "session", b"session", "stop", b"stop", "timeout_ms", b"timeout_ms", "trace", b"trace", "turn", b"turn", "view", b"view"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_max_context_tokens", b"_max_context_tokens", "_prompt_logprobs", b"_prompt_logprobs", "_resume", b"_resume", "_second_text_start", b"_second_text_start", "_session", b"_session", "_timeout_ms", b"_timeout_ms", "_trace", b"_trace", "_turn", b"_turn", "cache_mode", b"cache_mode", "max_context_tokens", b"max_context_tokens", "n", b"n", "pooling", b"pooling", "priority", b"priority", "prompt_logprobs", b"prompt_logprobs", "reply_to", b"reply_to", "request_id", b"request_id", "resume", b"resume", "sampling", b"sampling", "second_text_start", b"second_text_start", "session", b"session", "skip_special_tokens", b"skip_special_tokens", "stop", b"stop", "timeout_ms", b"timeout_ms", "token_ids", b"token_ids", "trace", b"trace", "turn", b"turn", "view", b"view"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_max_context_tokens", b"_max_context_tokens", "_prompt_logprobs", b"_prompt_logprobs", "_resume", b"_resume", "_second_text_start", b"_second_text_start", "_session", b"_session", "_timeout_ms", b"_timeout_ms", "_trace", b"_trace", "_turn", b"_turn", "cache_mode", b"cache_mode", "engine_failures", b"engine_failures", "max_context_tokens", b"max_context_tokens", "n", b"n", "pooling", b"pooling", "priority", b"priority", "prompt_logprobs", b"prompt_logprobs", "reply_to", b"reply_to", "request_id", b"request_id", "resume", b"resume", "sampling", b"sampling", "second_text_start", b"second_text_start", "session", b"session", "skip_special_tokens", b"skip_special_tokens", "stop", b"stop", "timeout_ms", b"timeout_ms", "token_ids", b"token_ids", "trace", b"trace", "turn", b"turn", "view", b"view"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__max_context_tokens: _TypeAlias = _typing.Literal["max_context_tokens"]  # noqa: Y015
     _WhichOneofArgType__max_context_tokens: _TypeAlias = _typing.Literal["_max_context_tokens", b"_max_context_tokens"]  # noqa: Y015

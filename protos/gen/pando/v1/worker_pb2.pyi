@@ -1035,6 +1035,7 @@ class GetWorkerStateResponse(_message.Message):
     OPEN_ROWS_FIELD_NUMBER: _builtins.int
     FINISHED_STEPS_FIELD_NUMBER: _builtins.int
     HEARTBEAT_AGE_MS_FIELD_NUMBER: _builtins.int
+    PROCESS_FIELD_NUMBER: _builtins.int
     state: _builtins.str
     """IDLE (not configured), CONFIGURING, READY or FAILED."""
     rank: _builtins.int
@@ -1044,6 +1045,8 @@ class GetWorkerStateResponse(_message.Message):
     finished_steps: _builtins.int
     heartbeat_age_ms: _builtins.int
     """Milliseconds since the last heartbeat of the engine's loop."""
+    process: _builtins.str
+    """Random name of the worker's process: another one shows that the worker has been restarted."""
     @_builtins.property
     def capacity(self) -> Global___WorkerCapacity: ...
     def __init__(
@@ -1057,10 +1060,11 @@ class GetWorkerStateResponse(_message.Message):
         open_rows: _builtins.int = ...,
         finished_steps: _builtins.int = ...,
         heartbeat_age_ms: _builtins.int = ...,
+        process: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_capacity", b"_capacity", "capacity", b"capacity"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_capacity", b"_capacity", "capacity", b"capacity", "finished_steps", b"finished_steps", "heartbeat_age_ms", b"heartbeat_age_ms", "model", b"model", "open_rows", b"open_rows", "rank", b"rank", "state", b"state", "world_size", b"world_size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_capacity", b"_capacity", "capacity", b"capacity", "finished_steps", b"finished_steps", "heartbeat_age_ms", b"heartbeat_age_ms", "model", b"model", "open_rows", b"open_rows", "process", b"process", "rank", b"rank", "state", b"state", "world_size", b"world_size"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__capacity: _TypeAlias = _typing.Literal["capacity"]  # noqa: Y015
     _WhichOneofArgType__capacity: _TypeAlias = _typing.Literal["_capacity", b"_capacity"]  # noqa: Y015

@@ -287,9 +287,11 @@ class Harness:
         if self.core.memory.states is not None:
             assert self.core.memory.states.pool.faults() == []
 
-    def lose_workers(self) -> None:
+    def lose_workers(self, *, engine_failed: bool = False) -> None:
         self.results.clear()
         self.core.requeue_all()
+        self.core.judge_loss(self.now, engine_failed=engine_failed)
+        self.collect()
         self.acks = GroupAcks(self.worker.ranks)
         old = self.worker
         self.worker = SimulatedWorker(
