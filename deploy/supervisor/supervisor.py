@@ -26,13 +26,14 @@ SHOWN_LINES = 20
 
 @dataclass(frozen=True, slots=True)
 class RestartPolicy:
-    """Delays between restarts, and the number of quick deaths after which the supervisor gives up."""
+    """Delays between restarts, and the number of quick deaths after which a service that never answered is given up."""
 
     first_delay_s: float = 0.1
     max_delay_s: float = 5.0
     # A service that ran at least this long counts as stable: its next death is the first of a new series.
     stable_after_s: float = 20.0
-    # Deaths in a row after which the deployment ends with the last one's log.
+    # Deaths in a row after which the deployment ends with the last one's log, if the service has never answered. Once
+    # it has, a restart may help: a request that ends the engine, or a lack of memory, passes.
     give_up_after: int = 5
 
 
@@ -42,13 +43,15 @@ class RestartHistory:
     def __init__(self, policy: RestartPolicy) -> None:
         self._policy = policy
         self._quick_deaths = 0
+        self._has_answered = False
 
-    def delay_after(self, lived_s: float) -> float | None:
+    def delay_after(self, lived_s: float, *, has_answered: bool) -> float | None:
         """Record a death after `lived_s` seconds; return the delay before the next start in seconds, or None."""
+        self._has_answered = self._has_answered or has_answered
         self._quick_deaths = 1 if lived_s >= self._policy.stable_after_s else self._quick_deaths + 1
-        if self._quick_deaths >= self._policy.give_up_after:
+        if self._quick_deaths >= self._policy.give_up_after and not self._has_answered:
             return None
-        delay: float = self._policy.first_delay_s * 2 ** (self._quick_deaths - 1)
+        delay: float = self._policy.first_delay_s * 2 ** min(self._quick_deaths - 1, 16)
         return min(delay, self._policy.max_delay_s)
 
 
@@ -172,10 +175,11 @@ class Supervisor:
             self._publish()
             status = await self._watch(process)
             self._disturbed.set()
+            has_answered = self._alive[name].is_set()
             self._alive[name].clear()
             self._publish()
             try:
-                delay = self._delay_after(process, status, history)
+                delay = self._delay_after(process, status, history, has_answered=has_answered)
             except ServiceFailedError as error:
                 if not self._can_do_without(process.spec.model):
                     raise
@@ -186,7 +190,9 @@ class Supervisor:
                 return
             process.restarts += 1
 
-    def _delay_after(self, process: ServiceProcess, status: int, history: RestartHistory) -> float:
+    def _delay_after(
+        self, process: ServiceProcess, status: int, history: RestartHistory, *, has_answered: bool
+    ) -> float:
         """Return the pause before the next start after a death, in seconds; raise ServiceFailedError to give up."""
         name, lived = process.spec.name, process.lived_s
         if name in self._killed_with_group:
@@ -195,9 +201,10 @@ class Supervisor:
         how = describe_exit(status)
         if status == CONFIGURATION_EXIT:
             raise ServiceFailedError(name, f"refused to start ({how})", tuple(process.last_lines)[-SHOWN_LINES:])
-        delay = history.delay_after(lived)
+        delay = history.delay_after(lived, has_answered=has_answered)
         if delay is None:
-            cause = f"died {self._policy.give_up_after} times in a row, the last time with {how} after {lived:.1f} s"
+            times = f"{self._policy.give_up_after} times in a row"
+            cause = f"died {times} without having answered, the last time with {how} after {lived:.1f} s"
             raise ServiceFailedError(name, cause, tuple(process.last_lines)[-SHOWN_LINES:])
         self._reporter.note(f"{name} died ({how}) after {lived:.1f} s; starting it again in {delay:g} s")
         self._kill_group_of(process.spec)

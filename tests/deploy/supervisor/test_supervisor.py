@@ -14,7 +14,7 @@ import pytest
 
 from deploy.supervisor.layout import Stage
 from deploy.supervisor.state import read_state
-from deploy.supervisor.supervisor import RestartPolicy, ServiceFailedError, Supervisor, Timing
+from deploy.supervisor.supervisor import RestartHistory, RestartPolicy, ServiceFailedError, Supervisor, Timing
 from tests.deploy.supervisor.fakes import FileProbes, RecordingReporter, layout_of, service
 from tests.waiting import until
 
@@ -111,9 +111,9 @@ async def test_ranks_of_one_group_are_started_again_together(tmp_path: Path) -> 
         assert supervisor.pid_of("detokenizer") == other
 
 
-async def test_a_service_that_keeps_dying_ends_the_deployment_with_its_last_words(tmp_path: Path) -> None:
+async def test_a_service_that_never_answers_ends_the_deployment_with_its_last_words(tmp_path: Path) -> None:
     running = Running(tmp_path, service(tmp_path, "good", "obedient"), service(tmp_path, "bad", "crashing"))
-    with pytest.raises(ServiceFailedError, match="bad died 3 times in a row") as caught:
+    with pytest.raises(ServiceFailedError, match="bad died 3 times in a row without having answered") as caught:
         await running.supervisor.run(running.stopping)
     assert caught.value.last_lines[-1] == "out of luck"
     assert running.supervisor.pid_of("good") is None
@@ -209,32 +209,62 @@ async def test_the_state_file_follows_the_processes_and_goes_with_the_deployment
     assert not running.directory.exists()
 
 
+async def test_a_service_that_has_answered_is_started_again_however_often_it_dies(tmp_path: Path) -> None:
+    running = Running(tmp_path, service(tmp_path, "worker", "obedient"), service(tmp_path, "gateway", "obedient"))
+    async with running.deployed() as supervisor:
+        kept = supervisor.pid_of("gateway")
+        for restarts in range(3 * POLICY.give_up_after):
+            await until(lambda: supervisor.pid_of("worker") is not None)
+            assert supervisor.restarts_of("worker") == restarts
+            pid = supervisor.pid_of("worker")
+            supervisor.kill("worker")
+            await until(lambda pid=pid: supervisor.pid_of("worker") != pid)  # type: ignore[misc]
+        await until(lambda: any("serving again" in note for note in running.reporter.notes))
+        assert supervisor.pid_of("gateway") == kept
+
+
+@pytest.mark.parametrize(
+    ("deaths", "delay"),
+    [
+        ([(1, True)] * 5, 1.6),
+        ([(1, True)] * 9, 5.0),
+        ([(1, True)] * 2000, 5.0),
+        # Deaths after a long load are no series.
+        ([(30, True)] * 9, 0.1),
+        ([(30, False)] * 9, 0.1),
+        ([(1, False)] * 4, 0.8),
+        ([(1, False)] * 5, None),
+        ([(1, False)] * 4 + [(30, False)] + [(1, False)] * 3, 0.8),
+        ([(1, True)] + [(1, False)] * 8, 5.0),
+    ],
+)
+def test_pauses_between_restarts_grow_and_only_services_that_never_answered_are_given_up(
+    deaths: list[tuple[float, bool]], delay: float | None
+) -> None:
+    history = RestartHistory(RestartPolicy())
+    for lived_s, has_answered in deaths:
+        found = history.delay_after(lived_s, has_answered=has_answered)
+    assert found == (None if delay is None else pytest.approx(delay))
+
+
 async def test_a_model_that_cannot_be_kept_running_is_given_up_and_the_others_go_on(tmp_path: Path) -> None:
     good = replace(service(tmp_path, "good/worker", "obedient"), model="good")
-    bad = replace(service(tmp_path, "bad/worker", "obedient"), model="bad")
+    bad = replace(service(tmp_path, "bad/worker", "spoiled"), model="bad")
     for name in ("good", "bad"):
         (tmp_path / name).mkdir()
     running = Running(tmp_path, good, bad)
     async with running.deployed() as supervisor:
         kept = supervisor.pid_of("good/worker")
-        for restarts in range(POLICY.give_up_after):
-            await until(lambda: supervisor.pid_of("bad/worker") is not None)
-            assert supervisor.restarts_of("bad/worker") == restarts
-            pid = supervisor.pid_of("bad/worker")
-            supervisor.kill("bad/worker")
-            await until(lambda pid=pid: supervisor.pid_of("bad/worker") != pid)  # type: ignore[misc]
+        supervisor.kill("bad/worker")
         await until(lambda: any("not served any more" in note for note in running.reporter.notes))
         assert supervisor.pid_of("good/worker") == kept
 
 
 async def test_the_last_model_that_is_lost_ends_the_deployment(tmp_path: Path) -> None:
     (tmp_path / "only").mkdir()
-    running = Running(tmp_path, replace(service(tmp_path, "only/worker", "obedient"), model="only"))
+    running = Running(tmp_path, replace(service(tmp_path, "only/worker", "spoiled"), model="only"))
     task = asyncio.create_task(running.supervisor.run(running.stopping))
     await asyncio.wait_for(running.supervisor.ready.wait(), 30)
-    while not task.done():
-        if running.supervisor.pid_of("only/worker") is not None:
-            running.supervisor.kill("only/worker")
-        await asyncio.sleep(0.01)
-    with pytest.raises(ServiceFailedError, match="only/worker died 3 times"):
-        await task
+    running.supervisor.kill("only/worker")
+    with pytest.raises(ServiceFailedError, match="only/worker refused to start"):
+        await asyncio.wait_for(task, 60)
