@@ -15,7 +15,7 @@ from common.settings import Settings, WorkerSettings, WorkerStorageSettings, loa
 from protos.gen.pando.v1 import worker_pb2_grpc
 from services.worker.engine.execution.engine import ModelEngine
 from services.worker.engine.execution.fake_model import LOAD_FORMAT as FAKE_FORMAT
-from services.worker.engine.execution.fake_model import STEP_VARIABLE, FakeModel, FakeOptions
+from services.worker.engine.execution.fake_model import FakeModel, options_from_environment
 from services.worker.engine.grammars.library import GrammarLibrary
 from services.worker.engine.host import limit_spinning
 from services.worker.grammars.desk import GrammarDesk, GrammarLimits
@@ -93,7 +93,7 @@ def make_tier(settings: WorkerStorageSettings) -> WorkerStorageTier | None:
 
 def make_engine(settings: WorkerSettings, library: GrammarLibrary) -> Engine:
     """Return the engine that `Configure` will load; torch is imported only when a real model is configured."""
-    fake_options = FakeOptions(step_s=float(os.environ.get(STEP_VARIABLE, "0")) / 1000)
+    fake_options = options_from_environment()
 
     def load(spec: EngineSpec, report: ProgressReport) -> LoadedModel:
         if spec.load_format == FAKE_FORMAT:

@@ -89,6 +89,10 @@ class Deployment:
         """Return the process id of a service, None while it restarts."""
         return self._running.pid_of(name)
 
+    def restarts_of(self, name: str) -> int:
+        """Return the number of restarts of a service."""
+        return self._running.restarts_of(name)
+
     def kill(self, name: str, number: signal.Signals = signal.SIGKILL) -> None:
         """Send a signal to a service's processes; the supervisor starts it again if it dies."""
         self._running.kill(name, number)

@@ -38,6 +38,10 @@ class FakeWorkerService(worker_pb2_grpc.WorkerServicer):
         # The same, told in the words of a rank whose neighbour has left.
         self.fails_with_others = False
         self.failures_to_load = 0
+        # A row that is opened with this token ends the stream: with an error, with the process, or with nothing else.
+        self.fatal_token: int | None = None
+        self.fatal_effect = "error"
+        self.process = "first"
         # Grammars are compiled once this is set.
         self.compiles = asyncio.Event()
         self.compiles.set()
@@ -50,7 +54,7 @@ class FakeWorkerService(worker_pb2_grpc.WorkerServicer):
     async def GetState(
         self, request: worker_pb2.GetWorkerStateRequest, context: Context
     ) -> worker_pb2.GetWorkerStateResponse:
-        return worker_pb2.GetWorkerStateResponse(state="READY")
+        return worker_pb2.GetWorkerStateResponse(state="READY", process=self.process)
 
     async def PrepareGrammar(
         self, request: worker_pb2.PrepareGrammarRequest, context: Context
@@ -115,6 +119,12 @@ class FakeWorkerService(worker_pb2_grpc.WorkerServicer):
             if self.fail_at_step is not None and plan.step_id >= self.fail_at_step:
                 self.fail_at_step = None
                 yield worker_pb2.StepResult(step_id=plan.step_id, last=True, error="out of luck")
+                return
+            if any(self.fatal_token in opened.token_ids for opened in plan.opens):
+                if self.fatal_effect == "error":
+                    yield worker_pb2.StepResult(step_id=plan.step_id, last=True, error="out of luck")
+                elif self.fatal_effect == "death":
+                    self.process = f"after step {plan.step_id}"
                 return
             if self.most_tokens is not None and sum(chunk.length for chunk in plan.prefills) > self.most_tokens:
                 reason = "connection closed by peer" if self.fails_with_others else "memory does not suffice"

@@ -161,6 +161,21 @@ async def test_progress_resets_the_attempts() -> None:
     assert await read(generation) == "x" * failures + "y"
 
 
+async def test_a_resubmission_carries_the_engine_failures_since_the_last_token() -> None:
+    pipeline = FakePipeline()
+    begin(pipeline)
+    suspected = Finish(FinishReason.ERROR, error=replace(AWAY, engine_failures=2))
+    pipeline.tell(tokens(ID, 0, 0, "", finish=suspected))
+    second = (await pipeline.submissions(2))[1]
+    assert second.options.engine_failures == 2
+    pipeline.tell(tokens(second.request_id, 0, 0, "", finish=BROKEN))
+    third = (await pipeline.submissions(3))[2]
+    assert third.options.engine_failures == 2
+    pipeline.tell(tokens(third.request_id, 0, 0, "x", 1))
+    pipeline.tell(tokens(third.request_id, 0, 1, "", finish=BROKEN))
+    assert (await pipeline.submissions(4))[3].options.engine_failures == 0
+
+
 async def test_a_delta_without_a_token_is_no_progress() -> None:
     pipeline = FakePipeline()
     generation = begin(pipeline)

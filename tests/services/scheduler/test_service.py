@@ -17,6 +17,7 @@ from protos.gen.pando.v1 import (
     common_pb2,
     scheduler_pb2,
 )
+from services.scheduler.core.suspects import QUARANTINED_AFTER
 from tests.fakes.simulated_worker import expected_output
 from tests.services.scheduler.core.harness import STOP_ID, make_request
 from tests.services.scheduler.pipeline import ADMIN, PROMPT, Pipeline, until_state
@@ -109,6 +110,55 @@ async def test_rows_go_on_after_the_workers_come_back(pipeline: Pipeline, how: s
     assert all(len(worker.configured) == 2 for worker in pipeline.workers)
     # What was found out at the first start is kept, so that what was admitted still fits.
     assert pipeline.workers[0].configured[1].device_pages == 64
+
+
+@pytest.mark.parametrize("effect", ["error", "death"])
+async def test_a_request_that_ends_the_engine_gets_an_error_and_the_others_go_on(
+    pipeline: Pipeline, effect: str
+) -> None:
+    fatal = pipeline.workers[1]
+    fatal.fatal_token, fatal.fatal_effect = 5, effect
+    for worker in pipeline.workers:
+        worker.step_s = 0.01
+    prompts = {f"innocent{index}": [100 + index, *PROMPT] for index in range(3)}
+    for name, prompt in prompts.items():
+        await pipeline.submit(name, prompt, max_tokens=30)
+    await pipeline.submit("culprit", [5, *PROMPT], max_tokens=30)
+    await pipeline.finished("culprit", *prompts)
+    error = pipeline.detokenizer.finishes["culprit"].finish.error
+    assert error.code == common_pb2.ERROR_CODE_INTERNAL
+    assert not error.retryable
+    assert "repeatedly ended the engine" in error.message
+    assert len(fatal.configured) == 1 + QUARANTINED_AFTER
+    for name, prompt in prompts.items():
+        assert pipeline.detokenizer.output_of(name) == output(30, prompt)
+    # Nothing of it is left: another request is served at once, and the same one is refused at once.
+    await pipeline.submit("next", max_tokens=3)
+    await pipeline.finished("next")
+    refused = await pipeline.submit("repeated", [5, *PROMPT])
+    assert "repeatedly ended the engine" in refused.rejected.message
+    assert len(fatal.configured) == 1 + QUARANTINED_AFTER
+
+
+async def test_all_requests_end_if_the_engine_fails_at_every_plan(pipeline: Pipeline) -> None:
+    pipeline.workers[0].fatal_token = PROMPT[0]
+    names = [f"r{index}" for index in range(3)]
+    for name in names:
+        await pipeline.submit(name)
+    await pipeline.finished(*names)
+    errors = {pipeline.detokenizer.finishes[name].finish.error.code for name in names}
+    assert errors == {common_pb2.ERROR_CODE_INTERNAL}
+    assert len(pipeline.workers[0].configured) <= 1 + QUARANTINED_AFTER * len(names)
+
+
+async def test_broken_connections_to_a_worker_are_no_failures_of_its_engine(pipeline: Pipeline) -> None:
+    fatal = pipeline.workers[1]
+    fatal.fatal_token, fatal.fatal_effect = 5, "broken connection"
+    await pipeline.submit("unlucky", [5, *PROMPT], max_tokens=10)
+    await until(lambda: len(fatal.configured) > 2 * QUARANTINED_AFTER)
+    fatal.fatal_token = None
+    await pipeline.finished("unlucky")
+    assert pipeline.detokenizer.output_of("unlucky") == output(10, [5, *PROMPT])
 
 
 async def test_a_grammar_request_is_refused_for_a_retry_if_a_rank_is_lost_while_another_compiles(

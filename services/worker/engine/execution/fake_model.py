@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import os
+import signal
 import time
 import zlib
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 
@@ -36,6 +38,8 @@ if TYPE_CHECKING:
 LOAD_FORMAT = "fake"
 # Environment variable with the duration of a pass in milliseconds, for tests and benchmarks.
 STEP_VARIABLE = "PANDO_FAKE_STEP_MS"
+# Environment variable with sequences of tokens that end the engine, for tests: "kill 5 6 7, raise 8 9".
+FATAL_VARIABLE = "PANDO_FAKE_FATAL"
 DEFAULT_CONTEXT = 8192
 # Small ids are control tokens and single bytes in most vocabularies; words make readable text.
 FIRST_WORD = 1024
@@ -49,6 +53,7 @@ class FakeOptions:
 
     `step_s` is how long a pass takes; `eos_probability` how likely it generates the end of the sequence;
     `transfer_passes` after how many passes a transfer is done; `embedding_dimensions` are those of the default model.
+    A pass that samples for a row with one of the sequences in `fatal` kills the process or raises.
     """
 
     vocabulary_size: int = 49_152
@@ -57,6 +62,17 @@ class FakeOptions:
     step_s: float = 0.0
     transfer_passes: int = 2
     embedding_dimensions: int = 576
+    fatal: tuple[tuple[Literal["kill", "raise"], tuple[int, ...]], ...] = ()
+
+
+def options_from_environment() -> FakeOptions:
+    """Return the options that tests and benchmarks set by environment variables."""
+    fatal = []
+    for entry in os.environ.get(FATAL_VARIABLE, "").split(",") if os.environ.get(FATAL_VARIABLE) else ():
+        effect, *tokens = entry.split()
+        assert effect in ("kill", "raise"), effect
+        fatal.append((effect, tuple(map(int, tokens))))
+    return FakeOptions(step_s=float(os.environ.get(STEP_VARIABLE, "0")) / 1000, fatal=tuple(fatal))
 
 
 def fake_engine(options: FakeOptions | None = None, sleep: Callable[[float], None] = time.sleep) -> ModelEngine:
@@ -142,6 +158,8 @@ class FakeExecutor:
         if self._options.step_s > 0:
             self._sleep(self._options.step_s)
         slots = forward.sampled_rows
+        for row in slots.tolist() if self._options.fatal else ():
+            self._fail_for(rows.token_ids[row, : rows.lengths[row]])
         tokens = fake_tokens(self._seeds[slots], rows.lengths[slots], self._options)
         embeddings = tuple(
             (RowSlot(row), fake_embedding(rows.token_ids[row, : rows.lengths[row]], self._options.embedding_dimensions))
@@ -149,6 +167,15 @@ class FakeExecutor:
         )
         scores = tuple((run.row, fake_scores(run)) for run in self._scoring.of(rows, forward))
         return PassOutput(tokens, embeddings=embeddings, prompt_logprobs=scores)
+
+    def _fail_for(self, token_ids: TokenIds) -> None:
+        for effect, sequence in self._options.fatal:
+            if len(token_ids) < len(sequence):
+                continue
+            if (np.lib.stride_tricks.sliding_window_view(token_ids, len(sequence)) == sequence).all(axis=1).any():
+                if effect == "kill":
+                    os.kill(os.getpid(), signal.SIGKILL)
+                raise RuntimeError("a fatal sequence of tokens")
 
 
 class FakeTransfers:
