@@ -11,7 +11,7 @@ import grpc
 from common.errors import ConfigurationError, InvalidRequestError, PandoError, UnavailableError
 from common.wire.requests import grammar_from_wire
 from protos.gen.pando.v1 import worker_pb2, worker_pb2_grpc
-from services.worker.grammars.process import check_installed
+from services.worker.grammars.process import check_installed, is_installed
 from services.worker.profiles import ProfileRefusedError
 from services.worker.rank import NotReadyError, SupersededError
 from services.worker.wire import capacity_to_wire, plan_from_wire, result_to_wire, spec_from_wire
@@ -64,6 +64,9 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
         except Exception as error:
             # Other ranks may have been missing or memory short: the next attempt may work. It was logged already.
             raise UnavailableError(f"loading failed: {type(error).__name__}: {error}") from error
+        if self._grammars.has_vocabulary and is_installed():
+            yield worker_pb2.ConfigureResponse(progress=1.0, stage="preparing grammars")
+            await self._grammars.warm(compiles=spec.rank == 0)
         yield worker_pb2.ConfigureResponse(progress=1.0, stage="ready", capacity=capacity_to_wire(capacity))
 
     async def Execute(  # noqa: N802

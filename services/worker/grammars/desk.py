@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
 from common.errors import InvalidRequestError, PandoError, QueueFullError
+from common.logs import get_logger
 from services.worker import metrics
 from services.worker.grammars.process import CompileResult
 from services.worker.grammars.turns import CompileBudget, Turns
@@ -60,6 +61,9 @@ class StartsProcesses(Protocol):
     async def take(self, source: VocabularySource) -> Compiles:
         """Return a new process that compiles for a vocabulary; raises UnavailableError."""
 
+    async def warm(self, source: VocabularySource) -> None:
+        """Load a vocabulary ahead of the first process for it; raises UnavailableError."""
+
     async def close(self) -> None:
         """End the template; no further process starts."""
 
@@ -106,6 +110,25 @@ class GrammarDesk:
         self._second: _Job | None = None
         self._is_closed = False
         self._refusals: OrderedDict[tuple[VocabularySource, Grammar], str] = OrderedDict()
+
+    @property
+    def has_vocabulary(self) -> bool:
+        """Whether a model is loaded that follows grammars."""
+        return self._library.source is not None
+
+    async def warm(self, *, compiles: bool) -> None:
+        """Load the vocabulary here and, on a rank that `compiles`, in the process from which others are forked.
+
+        The first grammar then waits for neither. A failure is logged, and repeated by the first grammar.
+        """
+        source = self._library.source
+        if source is None:
+            return
+        try:
+            loading = [asyncio.wrap_future(self._library.warm())]
+            await asyncio.gather(*loading, *([self._processes.warm(source)] if compiles else []))
+        except Exception as error:  # noqa: BLE001  (requests without grammars can be served)
+            get_logger("grammars").warning("grammars.not_warm", reason=str(error))
 
     async def prepare(self, grammar: Grammar) -> int:
         """Compile a grammar for its scope; return the microseconds that it took, 0 if the library has it already.

@@ -19,7 +19,7 @@ from common.errors import InvalidRequestError, UnavailableError
 from common.logs import get_logger
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import AsyncIterator, Sequence
 
     from common.grammars import Grammar
     from services.worker.engine.grammars.vocabulary_source import VocabularySource
@@ -84,7 +84,7 @@ class CompileProcess:
 
 
 class CompileProcesses:
-    """Forks processes for one vocabulary after the other; loads each in a template process when it is first needed."""
+    """Forks processes for one vocabulary after the other, each from a template process that has loaded it."""
 
     def __init__(self, command: Sequence[str] = COMMAND) -> None:
         """Run `command` as the template."""
@@ -100,21 +100,37 @@ class CompileProcesses:
         Raises:
             UnavailableError: it does not start.
         """
-        async with self._turn:
-            try:
-                if self._template is None or self._template.has_ended or source != self._source:
-                    await self._start(source)
-                async with asyncio.timeout(FORK_TIMEOUT_S):
-                    return await self._fork()
-            except (TimeoutError, OSError, ValueError) as error:
-                await self._end()
-                get_logger("grammars").exception("grammars.cannot_start")
-                raise UnavailableError("the worker cannot compile grammars now", retry_after_ms=1000) from error
+        async with self._turn, self._ending_at_errors():
+            await self._ensure_started(source)
+            async with asyncio.timeout(FORK_TIMEOUT_S):
+                return await self._fork()
+
+    async def warm(self, source: VocabularySource) -> None:
+        """Start the template for a vocabulary, which takes seconds.
+
+        Raises:
+            UnavailableError: it does not start.
+        """
+        async with self._turn, self._ending_at_errors():
+            await self._ensure_started(source)
 
     async def close(self) -> None:
         """End the template."""
         async with self._turn:
             await self._end()
+
+    @contextlib.asynccontextmanager
+    async def _ending_at_errors(self) -> AsyncIterator[None]:
+        try:
+            yield
+        except (TimeoutError, OSError, ValueError) as error:
+            await self._end()
+            get_logger("grammars").exception("grammars.cannot_start")
+            raise UnavailableError("the worker cannot compile grammars now", retry_after_ms=1000) from error
+
+    async def _ensure_started(self, source: VocabularySource) -> None:
+        if self._template is None or self._template.has_ended or source != self._source:
+            await self._start(source)
 
     async def _start(self, source: VocabularySource) -> None:
         await self._end()
@@ -151,9 +167,14 @@ class CompileProcesses:
             await template.kill()
 
 
+def is_installed() -> bool:
+    """Return whether XGrammar can be imported."""
+    return importlib.util.find_spec(LIBRARY) is not None
+
+
 def check_installed(grammar: Grammar) -> None:
     """Raise InvalidRequestError, which names the package, if XGrammar is missing."""
-    if importlib.util.find_spec(LIBRARY) is None:
+    if not is_installed():
         raise InvalidRequestError(
             f"'{grammar.param}' needs the package {LIBRARY}, which the server lacks; "
             f"its operator can run `pip install --no-deps {LIBRARY}`.",

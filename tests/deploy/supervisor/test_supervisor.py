@@ -14,7 +14,7 @@ import pytest
 
 from deploy.supervisor.layout import Stage
 from deploy.supervisor.state import read_state
-from deploy.supervisor.supervisor import RestartHistory, RestartPolicy, ServiceFailedError, Supervisor, Timing
+from deploy.supervisor.supervisor import RestartPolicy, ServiceFailedError, Supervisor, Timing
 from tests.deploy.supervisor.fakes import FileProbes, RecordingReporter, layout_of, service
 from tests.waiting import until
 
@@ -221,30 +221,6 @@ async def test_a_service_that_has_answered_is_started_again_however_often_it_die
             await until(lambda pid=pid: supervisor.pid_of("worker") != pid)  # type: ignore[misc]
         await until(lambda: any("serving again" in note for note in running.reporter.notes))
         assert supervisor.pid_of("gateway") == kept
-
-
-@pytest.mark.parametrize(
-    ("deaths", "delay"),
-    [
-        ([(1, True)] * 5, 1.6),
-        ([(1, True)] * 9, 5.0),
-        ([(1, True)] * 2000, 5.0),
-        # Deaths after a long load are no series.
-        ([(30, True)] * 9, 0.1),
-        ([(30, False)] * 9, 0.1),
-        ([(1, False)] * 4, 0.8),
-        ([(1, False)] * 5, None),
-        ([(1, False)] * 4 + [(30, False)] + [(1, False)] * 3, 0.8),
-        ([(1, True)] + [(1, False)] * 8, 5.0),
-    ],
-)
-def test_pauses_between_restarts_grow_and_only_services_that_never_answered_are_given_up(
-    deaths: list[tuple[float, bool]], delay: float | None
-) -> None:
-    history = RestartHistory(RestartPolicy())
-    for lived_s, has_answered in deaths:
-        found = history.delay_after(lived_s, has_answered=has_answered)
-    assert found == (None if delay is None else pytest.approx(delay))
 
 
 async def test_a_model_that_cannot_be_kept_running_is_given_up_and_the_others_go_on(tmp_path: Path) -> None:

@@ -21,6 +21,10 @@ from services.scheduler.wire.steps import capacity_from_wire, plan_to_wire, resu
 from services.worker.__main__ import NAME
 from services.worker.engine.execution.fake_model import FakeOptions, fake_engine
 from services.worker.engine.execution.interface import OutOfMemoryError
+from services.worker.engine.grammars.library import GrammarLibrary
+from services.worker.engine.grammars.vocabulary_source import VocabularySource
+from services.worker.grammars.desk import GrammarDesk, GrammarLimits
+from services.worker.grammars.process import CompileProcesses
 from services.worker.rank import Rank
 from services.worker.service import WorkerService
 from tests.fakes.engine import ScriptedEngine, raises, wait_for
@@ -397,6 +401,34 @@ async def test_an_idle_rank_is_kept_warm_and_a_busy_one_is_not(serve: Serve) -> 
     assert engine.calls.count("keep_warm") == busy
     done.set()
     await read_plan(call)
+
+
+@pytest.mark.timeout(600)  # starting a process takes seconds, and minutes where many others start
+async def test_the_first_grammar_after_a_configuration_starts_no_process(tmp_path: Path) -> None:
+    library, processes = GrammarLibrary(), CompileProcesses()
+    vocabulary = VocabularySource("smollm2-135m-instruct", "auto", 49_152, (2,))
+    desk = GrammarDesk(library, processes, GrammarLimits())
+    rank = Rank(ScriptedEngine(before_configure=lambda: library.serve(vocabulary)), 60.0)
+    server = RpcServer(NAME, f"unix:{tmp_path}/worker.sock")
+    server.add(worker_pb2_grpc.add_WorkerServicer_to_server, WorkerService(rank, desk))
+    await server.start()
+    try:
+        async with open_channel(server.address) as channel:
+            stub = worker_pb2_grpc.WorkerStub(channel)
+            stages = [message.stage async for message in stub.Configure(spec_to_wire(SPEC), timeout=500)]
+            assert stages[-2:] == ["preparing grammars", "ready"]
+            template, compiler = processes._template, library._compiler
+            assert template is not None
+            assert compiler is not None
+            assert compiler.done()
+            message = grammar_to_wire(Grammar(GrammarKind.REGEX, "[0-9]{3}", "regex"))
+            await stub.PrepareGrammar(worker_pb2.PrepareGrammarRequest(grammar=message))
+            assert processes._template is template
+            assert library._compiler is compiler
+    finally:
+        await server.stop(0.1)
+        await desk.close()
+        await rank.stop()
 
 
 async def test_a_grammar_is_given_up_when_its_call_is_cancelled(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ import signal
 import time
 import zlib
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -62,7 +62,7 @@ class FakeOptions:
     step_s: float = 0.0
     transfer_passes: int = 2
     embedding_dimensions: int = 576
-    fatal: tuple[tuple[Literal["kill", "raise"], tuple[int, ...]], ...] = ()
+    fatal: tuple[tuple[str, tuple[int, ...]], ...] = ()
 
 
 def options_from_environment() -> FakeOptions:

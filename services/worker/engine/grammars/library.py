@@ -115,6 +115,16 @@ class GrammarLibrary:
                 self._entries.clear()
                 self._dropped.clear()
 
+    def warm(self) -> Future[None]:
+        """Make the compiler for the vocabulary that is served, which takes seconds."""
+        source = self._source
+        assert source is not None, "a vocabulary comes with the model"
+
+        def make() -> None:
+            self._compiler_of(source)
+
+        return self._large.submit(make)
+
     def has(self, grammar: Grammar) -> bool:
         """Whether it is there already."""
         with self._lock:

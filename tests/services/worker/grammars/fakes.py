@@ -7,6 +7,7 @@ import itertools
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from common.errors import UnavailableError
 from common.grammars import Grammar, GrammarKind, GrammarScope
 from services.worker.engine.grammars.library import GrammarLibrary
 from services.worker.engine.grammars.vocabulary_source import VocabularySource
@@ -57,6 +58,8 @@ def library(**limits: Any) -> GrammarLibrary:
 class Work:
     """What all processes together have done and are doing."""
 
+    warmed: list[VocabularySource] = field(default_factory=list)
+    cannot_start: bool = False
     started: list[Grammar] = field(default_factory=list)
     stopped: list[Grammar] = field(default_factory=list)
     alive: set[int] = field(default_factory=set)
@@ -72,6 +75,11 @@ class Work:
     def hold(self, *texts: str) -> None:
         """Let these take until they are released."""
         self.gates.update({text: asyncio.Event() for text in texts})
+
+    async def warm(self, source: VocabularySource) -> None:
+        self.warmed.append(source)
+        if self.cannot_start:
+            raise UnavailableError("no process starts")
 
     async def take(self, source: VocabularySource) -> FakeProcess:
         await asyncio.sleep(0)

@@ -16,7 +16,19 @@ from services.worker.engine.grammars.vocabulary_source import VocabularySource
 from services.worker.grammars import desk as desk_module
 from services.worker.grammars.desk import GrammarDesk, GrammarLimits
 from services.worker.grammars.process import CompileProcess, CompileProcesses
-from tests.services.worker.grammars.fakes import ANN, BOB, RIVAL, Clock, FakeProcess, Work, eventually, grammar, library
+from tests.services.worker.grammars.fakes import (
+    ANN,
+    BOB,
+    RIVAL,
+    SOURCE,
+    Clock,
+    FakeCompiler,
+    FakeProcess,
+    Work,
+    eventually,
+    grammar,
+    library,
+)
 from tests.waiting import is_running
 
 if TYPE_CHECKING:
@@ -54,6 +66,36 @@ async def setup(limits: GrammarLimits = LIMITS) -> AsyncIterator[Setup]:
 
 def names(prefix: str, number: int) -> list[str]:
     return [f"{prefix}{index}" for index in range(number)]
+
+
+@pytest.mark.parametrize("compiles", [True, False])
+async def test_the_vocabulary_is_loaded_before_the_first_grammar_where_it_is_used(compiles: bool) -> None:
+    made: list[VocabularySource] = []
+
+    def make(source: VocabularySource) -> FakeCompiler:
+        made.append(source)
+        return FakeCompiler()
+
+    work, vocabulary = Work(), GrammarLibrary(make)
+    desk = GrammarDesk(vocabulary, work, LIMITS)
+    await desk.warm(compiles=compiles)
+    assert not made, "there is no model yet"
+    vocabulary.serve(SOURCE)
+    await desk.warm(compiles=compiles)
+    assert made == [SOURCE]
+    assert work.warmed == ([SOURCE] if compiles else [])
+    await desk.prepare(grammar("first"))
+    assert made == [SOURCE]
+    await desk.close()
+
+
+async def test_a_process_that_does_not_start_ahead_is_tried_again_for_the_first_grammar() -> None:
+    async with setup() as it:
+        it.work.cannot_start = True
+        await it.desk.warm(compiles=True)
+        it.work.cannot_start = False
+        await asyncio.gather(*it.ask(grammar("first")))
+        assert it.work.texts() == ["first"]
 
 
 async def test_a_victim_waits_for_one_slice_of_an_attacker_with_a_hundred_grammars() -> None:
