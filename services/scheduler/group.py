@@ -164,9 +164,10 @@ class WorkerGroup:
 
     async def _configure(self, ranks: list[RankConnection]) -> EngineCapacity:
         """Configure all ranks concurrently, as they synchronise; return the capacity that they agreed on."""
+        specs = [replace(self._spec, rank=number, world_size=len(ranks)) for number in range(len(ranks))]
+        resumes = self.state is GroupState.FAILED
         tasks = [
-            asyncio.create_task(rank.configure(replace(self._spec, rank=number, world_size=len(ranks))))
-            for number, rank in enumerate(ranks)
+            asyncio.create_task(rank.configure(spec, resumes=resumes)) for rank, spec in zip(ranks, specs, strict=True)
         ]
         try:
             capacities = await asyncio.gather(*tasks)

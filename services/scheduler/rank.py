@@ -50,14 +50,16 @@ class RankConnection:
         state = await self._stub.GetState(request, timeout=STATE_TIMEOUT_S, wait_for_ready=True)
         return state.process
 
-    async def configure(self, spec: EngineSpec) -> EngineCapacity:
-        """Configure the rank and return its capacity; progress is logged.
+    async def configure(self, spec: EngineSpec, *, resumes: bool) -> EngineCapacity:
+        """Configure the rank and return its capacity; progress is logged. It `resumes` if requests are open.
 
         Raises:
             RankLostError: the call ended without a capacity.
         """
         stage = ""
-        async for message in self._stub.Configure(spec_to_wire(spec), timeout=CONFIGURE_TIMEOUT_S):
+        request = spec_to_wire(spec)
+        request.resumes = resumes
+        async for message in self._stub.Configure(request, timeout=CONFIGURE_TIMEOUT_S):
             if message.HasField("capacity"):
                 return capacity_from_wire(message.capacity)
             if message.stage != stage:

@@ -35,6 +35,8 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
         self._rank = rank
         self._grammars = grammars
         self._process = uuid.uuid4().hex
+        # Kept, as a task that only its loop refers to may be collected.
+        self._warming: asyncio.Task[None] | None = None
 
     async def Configure(  # noqa: N802  (the contract's name)
         self, request: worker_pb2.ConfigureRequest, context: Context
@@ -65,8 +67,10 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
             # Other ranks may have been missing or memory short: the next attempt may work. It was logged already.
             raise UnavailableError(f"loading failed: {type(error).__name__}: {error}") from error
         if self._grammars.has_vocabulary and is_installed():
-            yield worker_pb2.ConfigureResponse(progress=1.0, stage="preparing grammars")
-            await self._grammars.warm(compiles=spec.rank == 0)
+            self._warming = asyncio.create_task(self._grammars.warm(compiles=spec.rank == 0))
+            if not request.resumes:
+                yield worker_pb2.ConfigureResponse(progress=1.0, stage="preparing grammars")
+                await asyncio.shield(self._warming)
         yield worker_pb2.ConfigureResponse(progress=1.0, stage="ready", capacity=capacity_to_wire(capacity))
 
     async def Execute(  # noqa: N802

@@ -107,7 +107,7 @@ async def test_rows_go_on_after_the_workers_come_back(pipeline: Pipeline, how: s
         await pipeline.start_workers()
     await pipeline.finished("patient")
     assert pipeline.detokenizer.output_of("patient") == output(30)
-    assert all(len(worker.configured) == 2 for worker in pipeline.workers)
+    assert all([request.resumes for request in worker.configured] == [False, True] for worker in pipeline.workers)
     # What was found out at the first start is kept, so that what was admitted still fits.
     assert pipeline.workers[0].configured[1].device_pages == 64
 

@@ -421,6 +421,9 @@ async def test_the_first_grammar_after_a_configuration_starts_no_process(tmp_pat
             assert template is not None
             assert compiler is not None
             assert compiler.done()
+            again = spec_to_wire(SPEC)
+            again.resumes = True
+            assert "preparing grammars" not in [message.stage async for message in stub.Configure(again, timeout=60)]
             message = grammar_to_wire(Grammar(GrammarKind.REGEX, "[0-9]{3}", "regex"))
             await stub.PrepareGrammar(worker_pb2.PrepareGrammarRequest(grammar=message))
             assert processes._template is template
