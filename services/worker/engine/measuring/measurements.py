@@ -132,7 +132,9 @@ def calibrate(runner: ModelRunner, host: HostPool, transfers: Transfers, max_ste
     batch = random_batch(capacity, runner.device, [(0, tokens)])
     prefill_s = min(_prefill_s(runner, batch) for _ in range(REPETITIONS))
     pages = min(-(-wanted // capacity.page_size), host.pages, capacity.device_pages)
-    load_s = min(_load_s(transfers, pages) for _ in range(REPETITIONS))
+    # Also compiles the program that gathers pages, which is another one than that of loads.
+    _transfer_s(transfers, TransferDirection.DEVICE_TO_HOST, 1)
+    load_s = min(_transfer_s(transfers, TransferDirection.HOST_TO_DEVICE, pages) for _ in range(REPETITIONS))
     return Calibration(tokens / prefill_s, pages * host.page_bytes / load_s)
 
 
@@ -142,10 +144,10 @@ def _prefill_s(runner: ModelRunner, batch: ForwardBatch) -> float:
     return time.perf_counter() - started
 
 
-def _load_s(transfers: Transfers, pages: int) -> float:
+def _transfer_s(transfers: Transfers, direction: TransferDirection, pages: int) -> float:
     ids = np.arange(pages, dtype=np.int32)
     started = time.perf_counter()
-    transfers.begin([Transfer(TransferId(0), TransferDirection.HOST_TO_DEVICE, ids, ids)])
+    transfers.begin([Transfer(TransferId(0), direction, ids, ids)])
     while not transfers.wait():
         pass
     return time.perf_counter() - started

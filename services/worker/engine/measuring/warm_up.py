@@ -32,7 +32,7 @@ _SHORTEST_ALONE = 32
 
 
 def warm_up(executor: OverlappedPassExecutor, capacity: EngineCapacity, spec: EngineSpec) -> None:
-    """Run prompts beside ever more decoding rows, then ever longer prompts, as far as rows and pages allow.
+    """Run prompts beside ever more decoding rows, then ever longer prompts, as far as rows, pages and steps allow.
 
     What this leaves in the first pages was never anybody's, and is written over before it is read.
     """
@@ -48,6 +48,7 @@ def warm_up(executor: OverlappedPassExecutor, capacity: EngineCapacity, spec: En
     while passes.add((length,), _SAMPLING[0]):
         passes.close()
         length *= 2
+    passes.add((min(spec.max_step_tokens, capacity.max_context - _GROWTH),), _SAMPLING[0])
     passes.finish()
 
 

@@ -86,7 +86,7 @@ def _narrowed(numbers, pool, scales, head, SCALED: tl.constexpr):
     return numbers.to(pool.dtype.element_ty)
 
 
-@triton.jit(do_not_specialize=["stride_table"])
+@triton.jit(do_not_specialize=["stride_table"], do_not_specialize_on_alignment=["page_table", "rows", "lengths"])
 def _decode(
     qkv, keys, values, key_scales, value_scales, outputs, page_table, rows, lengths, partial, weights, counters,
     angles, query_norm, key_norm, epsilon, sinks,

@@ -32,7 +32,7 @@ PAGES = tl.constexpr(16)
 _BLOCK = 256
 
 
-@triton.jit(do_not_specialize=["count"], do_not_specialize_on_alignment=["values"])
+@triton.jit(do_not_specialize=["count"], do_not_specialize_on_alignment=["places", "values"])
 def _scatter(cells, places, values, count, BLOCK: tl.constexpr):
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = at < count
@@ -40,7 +40,10 @@ def _scatter(cells, places, values, count, BLOCK: tl.constexpr):
     tl.store(cells + place, tl.load(values + at, mask=inside, other=0), mask=inside)
 
 
-@triton.jit(do_not_specialize=["count"])
+@triton.jit(
+    do_not_specialize=["count"],
+    do_not_specialize_on_alignment=["slots", "token_ids", "positions", "lengths", "write_slots"],
+)
 def _prepare(
     cells, slots, token_ids, positions, lengths, write_slots, count, stride, PAGE_SIZE: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -57,7 +60,7 @@ def _prepare(
     tl.store(write_slots + at, page * PAGE_SIZE + position % PAGE_SIZE, mask=inside)
 
 
-@triton.jit(do_not_specialize=["count"])
+@triton.jit(do_not_specialize=["count"], do_not_specialize_on_alignment=["slots", "positions", "write_slots"])
 def _place(table, slots, positions, write_slots, count, stride, PAGE_SIZE: tl.constexpr, BLOCK: tl.constexpr):
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = at < count
@@ -67,7 +70,7 @@ def _place(table, slots, positions, write_slots, count, stride, PAGE_SIZE: tl.co
     tl.store(write_slots + at, page * PAGE_SIZE + position % PAGE_SIZE, mask=inside)
 
 
-@triton.jit(do_not_specialize=["count"])
+@triton.jit(do_not_specialize=["count"], do_not_specialize_on_alignment=["slots", "token_ids"])
 def _append(cells, slots, token_ids, count, stride, padding_slot, BLOCK: tl.constexpr):
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     slot = tl.load(slots + at, mask=at < count, other=0)

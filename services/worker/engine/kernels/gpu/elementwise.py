@@ -94,7 +94,7 @@ def to_float8(numbers, scales):
     return tl.where(limited == limited, rounded, limited).to(tl.float8e4nv)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["positions", "write_slots"])
 def _rotate_and_store(
     qkv, keys, values, key_scales, value_scales, angles, positions, write_slots, query_norm, key_norm, epsilon,
     stride_page, stride_head, stride_token,

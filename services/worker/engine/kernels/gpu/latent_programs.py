@@ -27,7 +27,7 @@ _MOST_PARTS = 16
 _HEADS_AT_ONCE = 8
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["positions", "write_slots"])
 def _rotate_and_store(
     projected, pool, angles, positions, write_slots, stride_page, stride_token,
     HEADS: tl.constexpr, LATENT: tl.constexpr, WIDTH: tl.constexpr, ROTARY: tl.constexpr, HALF: tl.constexpr,
@@ -73,7 +73,7 @@ def _cut(length, PARTS: tl.constexpr, BLOCK: tl.constexpr, LEAST_PART: tl.conste
     return share, tl.cdiv(length, share)
 
 
-@triton.jit(do_not_specialize=["stride_table"])
+@triton.jit(do_not_specialize=["stride_table"], do_not_specialize_on_alignment=["page_table", "rows", "lengths"])
 def _attend(
     queries, pool, outputs, page_table, rows, lengths, partial, weights,
     scale, stride_query, stride_page, stride_token, stride_table,
@@ -132,7 +132,7 @@ def _attend(
             tl.store(weights + cells * 2 + 1, total, mask=heads < HEADS)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["lengths"])
 def _merge(
     outputs, lengths, partial, weights,
     HEADS: tl.constexpr, LATENT: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, PARTS: tl.constexpr,

@@ -62,7 +62,7 @@ def _has_bit(table, slot, ids, inside, words):
     return ((word >> (ids % 32)) & 1) != 0
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["slots"])
 def _process(
     logits, slots, cells, counts, allowed, before_minimum, grammar, processed, vocabulary, words, stride_cells,
     BLOCK: tl.constexpr,
@@ -93,7 +93,7 @@ def _process(
     tl.store(processed + index * vocabulary + ids, values, mask=inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["slots"])
 def _add_bias(slots, cells, bias_ids, bias_values, processed, vocabulary, biases, stride_cells, BLOCK: tl.constexpr):
     index = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots + index).to(tl.int64)
@@ -107,7 +107,7 @@ def _add_bias(slots, cells, bias_ids, bias_values, processed, vocabulary, biases
             tl.store(place, tl.load(place, mask=ids >= 0, other=0.0) + values, mask=ids >= 0)
 
 
-@triton.jit(do_not_specialize=["count"])
+@triton.jit(do_not_specialize=["count"], do_not_specialize_on_alignment=["slots", "token_ids"])
 def _count(slots, cells, token_ids, counts, vocabulary, count, stride_cells, BLOCK: tl.constexpr):
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     slot = tl.load(slots + at, mask=at < count, other=0).to(tl.int64)

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 _BLOCK = 1024
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["pages"])
 def _move(bases, pages, staging, words, GATHERS: tl.constexpr, BLOCK: tl.constexpr):
     index = tl.program_id(0).to(tl.int64)
     half = tl.program_id(1).to(tl.int64)

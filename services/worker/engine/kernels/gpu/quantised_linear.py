@@ -49,7 +49,7 @@ def _store(
     tl.store(targets, sums.to(element), mask=mask)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tokens"])
 def _fp8_block_product(
     inputs, weight, input_scales, weight_scales, bias, outputs, tokens, columns, width, blocks,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, HAS_BIAS: tl.constexpr, ADDS: tl.constexpr,
@@ -76,7 +76,7 @@ def _fp8_block_product(
     _store(sums, bias, outputs, rows, at, in_rows, in_columns, columns, HAS_BIAS=HAS_BIAS, ADDS=ADDS)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tokens"])
 def _int8_product(
     inputs, weight, input_scales, weight_scales, bias, outputs, tokens, columns, width,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, HAS_BIAS: tl.constexpr, ADDS: tl.constexpr,
@@ -166,7 +166,7 @@ def half_of_weights(
     return (integers - middle) * factors
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tokens"])
 def _grouped_product(
     inputs, low_bits, high_bits, scales, shifts, bias, outputs, tokens, columns, width,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, BITS: tl.constexpr, PACK: tl.constexpr, GROUP: tl.constexpr,

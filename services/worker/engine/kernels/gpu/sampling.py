@@ -30,7 +30,7 @@ _LOG2_E = tl.constexpr(1.4426950408889634)
 _LEAST_TEMPERATURE = tl.constexpr(1e-5)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["slots"])
 def _survey(
     logits, slots, cells, thresholds, peaks, best, masses, vocabulary, chunks, stride_cells,
     FILTERED: tl.constexpr, CHUNK: tl.constexpr,
@@ -119,7 +119,7 @@ def _least_key(logits, vocabulary, low, high, wanted, floor, peak, inverse, BY_M
     return low
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["slots"])
 def _find_thresholds(
     logits, slots, cells, peaks, masses, thresholds, vocabulary, chunks, stride_cells,
     CHUNKS: tl.constexpr, BLOCK: tl.constexpr,
@@ -173,7 +173,7 @@ def _find_thresholds(
     tl.store(thresholds + index, threshold)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["slots", "token_ids"])
 def _choose(
     logits, slots, cells, thresholds, peaks, best, masses, token_ids, vocabulary, chunks, stride_cells,
     FILTERED: tl.constexpr, CHUNKS: tl.constexpr, CHUNK: tl.constexpr,

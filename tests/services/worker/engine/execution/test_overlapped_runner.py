@@ -198,7 +198,7 @@ def test_warm_up_runs_prompts_with_ever_more_decoding_rows_and_longer_ones_alone
     mixed = [batch for batch in runner.batches if 0 < batch.decode_rows < batch.rows]
     assert [batch.decode_rows for batch in mixed] == beside
     alone = [batch.max_query_length for batch in runner.batches if batch.rows == 1 and batch.max_query_length > 1]
-    assert alone == [8, 32]
+    assert alone == [8, 32, 48]
 
 
 def test_warming_up_asks_for_nothing_that_does_not_fit() -> None:
