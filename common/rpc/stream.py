@@ -60,7 +60,8 @@ class StreamLink(Generic[RequestT, ResponseT]):
     `send` never blocks: messages wait in a bounded queue and are written in order. After a break, the owner must
     repeat messages that were sent but not answered. The callbacks run on the event loop and must not block.
 
-    The stream also breaks if messages were lost or the peer is silent; the connection is replaced then.
+    The stream also breaks if messages were lost or cannot be read, or if the peer is silent; the connection is replaced
+    then.
     """
 
     def __init__(
@@ -157,6 +158,10 @@ class StreamLink(Generic[RequestT, ResponseT]):
             return str(error)
         except grpc.RpcError as error:
             return describe(error)
+        except Exception as error:  # noqa: BLE001  (without TLS, a bit may flip in any field)
+            self._log.exception("link.unreadable", link=self.name)
+            self._source.renew()
+            return unreadable(error)
         return "closed by the peer"
 
     async def _beat(self) -> str:
@@ -226,6 +231,11 @@ class Silence:
     def beat(self) -> None:
         """A heartbeat interval has passed."""
         self._beats += 1
+
+
+def unreadable(error: Exception) -> str:
+    """Return the reason of a break after a message that could not be decoded or taken in."""
+    return f"a message could not be read: {type(error).__name__}"
 
 
 async def accept_stream(context: grpc.aio.ServicerContext[Any, Any]) -> None:

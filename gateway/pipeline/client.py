@@ -26,6 +26,7 @@ from common.rpc.stream import (
     StreamLink,
     StreamSource,
     keep_connecting,
+    unreadable,
     wait_until_accepted,
 )
 from common.types import ErrorCode, ReplyTo, RequestFailure, RequestId, SubscriberId
@@ -371,7 +372,7 @@ class Subscription:
         """Pass on deltas until the stream ends; return the reason.
 
         Raises:
-            UnavailableError: messages were lost, or the detokenizer is silent.
+            UnavailableError: messages were lost or cannot be read, or the detokenizer is silent.
         """
         silence = Silence()
         ends = [asyncio.create_task(self._read(call, silence)), asyncio.create_task(_until_silent(silence))]
@@ -389,11 +390,17 @@ class Subscription:
         silence: Silence,
     ) -> str:
         numbers = MessageNumbers()
-        async for message in call:
-            numbers.check(message.sequence)
-            silence.note(message.sequence)
-            for delta in message.deltas:
-                self._on_delta(delta_from_wire(delta))
+        try:
+            async for message in call:
+                numbers.check(message.sequence)
+                silence.note(message.sequence)
+                for delta in message.deltas:
+                    self._on_delta(delta_from_wire(delta))
+        except (UnavailableError, grpc.RpcError):
+            raise
+        except Exception as error:
+            self._log.exception("subscription.unreadable")
+            raise UnavailableError(unreadable(error)) from error
         return "closed by the peer"
 
 

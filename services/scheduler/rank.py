@@ -5,16 +5,17 @@ from __future__ import annotations
 import asyncio
 from typing import TYPE_CHECKING
 
+import grpc
+
 from common.logs import get_logger
 from common.rpc.status import answered
+from common.rpc.stream import unreadable
 from common.wire.requests import grammar_to_wire
 from protos.gen.pando.v1 import worker_pb2, worker_pb2_grpc
 from services.scheduler.wire.steps import capacity_from_wire, plan_to_wire, result_from_wire, spec_to_wire
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Iterable
-
-    import grpc
 
     from common.grammars import Grammar
     from common.steps import EngineCapacity, EngineSpec, StepPlan, StepResult
@@ -92,9 +93,19 @@ class PlanStream:
         await self._call.wait_for_connection()
 
     async def results(self) -> AsyncIterator[StepResult]:
-        """Yield results until the rank closes the stream."""
-        async for message in self._call:
-            yield result_from_wire(message)
+        """Yield results until the rank closes the stream.
+
+        Raises:
+            RankLostError: a result cannot be read.
+            grpc.aio.AioRpcError: the stream broke.
+        """
+        try:
+            async for message in self._call:
+                yield result_from_wire(message)
+        except grpc.RpcError:
+            raise
+        except Exception as error:
+            raise RankLostError(unreadable(error)) from error
 
     def cancel(self) -> None:
         self._call.cancel()

@@ -1,4 +1,4 @@
-"""A proxy between two services that can swallow the bytes of either direction."""
+"""A proxy between two services that can swallow or change the bytes of either direction."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
+    from collections.abc import AsyncIterator, Callable
 
 UP, DOWN = "up", "down"
 
@@ -18,6 +18,8 @@ class LinkProxy:
 
     def __init__(self) -> None:
         self.lossy: set[str] = set()
+        # Called with the next bytes of a direction, it returns what is forwarded instead.
+        self.changes: dict[str, Callable[[bytes], bytes]] = {}
         self._writers: set[asyncio.StreamWriter] = set()
 
     def reset(self) -> None:
@@ -46,7 +48,8 @@ class LinkProxy:
         try:
             while data := await reader.read(1 << 16):
                 if direction not in self.lossy:
-                    writer.write(data)
+                    change = self.changes.pop(direction, None)
+                    writer.write(data if change is None else change(data))
                     await writer.drain()
         finally:
             writer.close()

@@ -57,6 +57,8 @@ class Link:
         )
 
     def _on_message(self, message: tokenizer_pb2.TokenizerSubmitResponse) -> None:
+        if any(admission.request_id == "unreadable" for admission in message.admissions):
+            raise ValueError("no such enum value")
         self.received.extend(admission.request_id for admission in message.admissions)
 
     def _on_connected(self) -> None:
@@ -104,6 +106,17 @@ async def test_a_link_connects_before_anything_is_sent_and_again_after_a_break(l
     link.send("after")
     await until(lambda: link.received == ["after"])
     await second.stop(0)
+
+
+async def test_a_message_that_cannot_be_read_breaks_the_stream_and_another_follows(link: Link, tmp_path: Path) -> None:
+    server = await start_echo(tmp_path)
+    await until(lambda: link.connections == 1)
+    link.send("unreadable")
+    await until(lambda: link.connections == 2)
+    assert link.breaks == ["a message could not be read: ValueError"]
+    link.send("after")
+    await until(lambda: link.received == ["after"])
+    await server.stop(0)
 
 
 async def test_sending_to_an_absent_peer_fails_at_once(link: Link) -> None:
