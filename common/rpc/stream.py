@@ -32,8 +32,10 @@ RequestT = TypeVar("RequestT", bound=NumberedMessage)
 ResponseT = TypeVar("ResponseT", bound=NumberedMessage)
 # The reason if this side closed the stream, which is logged without a warning.
 CLOSED_HERE = "closed here"
-# gRPC delivers initial metadata for a refused stream too, before its status; this entry distinguishes them.
+# gRPC delivers initial metadata for a refused stream too, before its status; this entry distinguishes them. Its value
+# states whether the server numbers its messages and answers heartbeats.
 ACCEPTED_KEY = "pando-accepted"
+NUMBERED = "numbered"
 FIRST_PAUSE_S = 0.05
 MAX_PAUSE_S = 1.0
 # A peer that is up accepts a stream within milliseconds; a longer wait means that its connection is dead.
@@ -111,7 +113,8 @@ class StreamLink(Generic[RequestT, ResponseT]):
         reason = CLOSED_HERE
         try:
             async with asyncio.timeout(ACCEPT_TIMEOUT_S):
-                await wait_until_accepted(call)
+                is_numbered = await wait_until_accepted(call)
+            self._silence = Silence(is_numbered=is_numbered)
             self.connected = True
             self._refusals.clear()
             self._log.info("link.connected", link=self.name)
@@ -133,7 +136,6 @@ class StreamLink(Generic[RequestT, ResponseT]):
         return was_connected
 
     async def _serve(self, call: grpc.aio.StreamStreamCall[RequestT, ResponseT]) -> str:
-        self._silence = Silence()
         writer = asyncio.create_task(self._write(call))
         ends = [asyncio.create_task(self._read(call)), asyncio.create_task(self._beat())]
         try:
@@ -208,11 +210,14 @@ class MessageNumbers:
 class Silence:
     """Counts heartbeats without a message from a peer; peers that do not number may be silent."""
 
-    def __init__(self, limit: int = SILENT_BEATS) -> None:
-        """Start with a peer that has sent nothing; more than `limit` beats without a message are too long."""
+    def __init__(self, limit: int = SILENT_BEATS, *, is_numbered: bool = False) -> None:
+        """Start with a peer that has sent nothing; more than `limit` beats without a message are too long.
+
+        `is_numbered`: the peer has said that it numbers its messages.
+        """
         self._limit = limit
         self._beats = 0
-        self._expects_messages = False
+        self._expects_messages = is_numbered
 
     @property
     def is_too_long(self) -> bool:
@@ -238,20 +243,25 @@ def unreadable(error: Exception) -> str:
     return f"a message could not be read: {type(error).__name__}"
 
 
-async def accept_stream(context: grpc.aio.ServicerContext[Any, Any]) -> None:
-    """Confirm to the client that its stream is accepted, once everything that it may rely on exists."""
-    await context.send_initial_metadata(((ACCEPTED_KEY, "1"),))
+async def accept_stream(context: grpc.aio.ServicerContext[Any, Any], *, is_numbered: bool = False) -> None:
+    """Confirm to the client that its stream is accepted, once everything that it may rely on exists.
+
+    `is_numbered`: messages are numbered and heartbeats answered, so that the client may treat silence as a break.
+    """
+    await context.send_initial_metadata(((ACCEPTED_KEY, NUMBERED if is_numbered else "1"),))
 
 
-async def wait_until_accepted(call: grpc.aio.UnaryStreamCall[Any, Any] | grpc.aio.StreamStreamCall[Any, Any]) -> None:
-    """Wait until the peer has accepted a stream with `accept_stream`, or has ended it.
+async def wait_until_accepted(call: grpc.aio.UnaryStreamCall[Any, Any] | grpc.aio.StreamStreamCall[Any, Any]) -> bool:
+    """Wait until the peer has accepted a stream with `accept_stream`, or has ended it; return whether it is numbered.
 
     Raises:
         grpc.aio.AioRpcError: the peer is unreachable or has refused the stream.
     """
-    if ACCEPTED_KEY not in dict(await call.initial_metadata()):
+    accepted = dict(await call.initial_metadata()).get(ACCEPTED_KEY)
+    if accepted is None:
         await call.code()
     await call.wait_for_connection()
+    return accepted == NUMBERED
 
 
 class RefusalLog:

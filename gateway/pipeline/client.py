@@ -342,13 +342,13 @@ class Subscription:
         reason = CLOSED_HERE
         try:
             async with asyncio.timeout(ACCEPT_TIMEOUT_S):
-                await wait_until_accepted(call)
+                is_numbered = await wait_until_accepted(call)
             self.subscriber_id = subscriber_id
             self._previous = subscriber_id
             self._refusals.clear()
             self._log.info("subscription.connected", subscriber_id=subscriber_id)
             self._on_connected()
-            reason = await self._receive(call)
+            reason = await self._receive(call, Silence(is_numbered=is_numbered))
         except TimeoutError:
             self._renew()
         except UnavailableError as error:
@@ -367,14 +367,15 @@ class Subscription:
         return was_connected
 
     async def _receive(
-        self, call: grpc.aio.UnaryStreamCall[detokenizer_pb2.SubscribeRequest, detokenizer_pb2.SubscribeResponse]
+        self,
+        call: grpc.aio.UnaryStreamCall[detokenizer_pb2.SubscribeRequest, detokenizer_pb2.SubscribeResponse],
+        silence: Silence,
     ) -> str:
         """Pass on deltas until the stream ends; return the reason.
 
         Raises:
             UnavailableError: messages were lost or cannot be read, or the detokenizer is silent.
         """
-        silence = Silence()
         ends = [asyncio.create_task(self._read(call, silence)), asyncio.create_task(_until_silent(silence))]
         try:
             done, _ = await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)

@@ -52,7 +52,7 @@ class DetokenizerService(detokenizer_pb2_grpc.DetokenizerServicer):
         self, request_iterator: AsyncIterator[detokenizer_pb2.PushRequest], context: PushContext
     ) -> None:
         """Process the results of steps; respond with stop hits and choices without a subscriber."""
-        await accept_stream(context)
+        await accept_stream(context, is_numbered=True)
         session = self._hub.open_session()
         silence = Silence(SILENT_BEATS)
         writer = asyncio.create_task(self._answer(session, context))
@@ -120,7 +120,7 @@ class DetokenizerService(detokenizer_pb2_grpc.DetokenizerServicer):
         self._measure()
         try:
             # Only after the mailbox exists: from now on the gateway may submit choices that refer to this subscriber.
-            await accept_stream(context)
+            await accept_stream(context, is_numbered=True)
             for sequence in count(1):
                 response = deltas_to_wire(await _deltas(mailbox))
                 response.sequence = sequence

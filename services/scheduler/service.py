@@ -9,10 +9,11 @@ from collections import deque
 from itertools import islice
 from typing import TYPE_CHECKING, Any, TypeAlias
 
+import grpc
 import numpy as np
 
 from common.errors import InvalidRequestError, UnavailableError
-from common.rpc.stream import MessageNumbers
+from common.rpc.stream import MessageNumbers, accept_stream
 from common.wire.identity import subject_from_wire, view_from_wire, view_to_wire
 from protos.gen.pando.v1 import scheduler_pb2, scheduler_pb2_grpc
 from services.scheduler import metrics
@@ -33,8 +34,6 @@ from services.scheduler.wire.state import (
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Iterable, Iterator, Mapping
-
-    import grpc
 
     from common.settings import SchedulerSettings
     from common.types import TokenIds, View
@@ -67,18 +66,21 @@ class SchedulerService(scheduler_pb2_grpc.SchedulerServicer):
         self._settings = settings
         self._credentials = credentials
 
-    async def Submit(  # noqa: N802  (names of rpcs are the contract's)
+    async def Submit(  # type: ignore[override]  # noqa: N802  (writes to its context; the contract names it)
         self, request_iterator: AsyncIterator[scheduler_pb2.SchedulerSubmitRequest], context: Context
-    ) -> AsyncIterator[scheduler_pb2.SchedulerSubmitResponse]:
+    ) -> None:
         """Submit batches of requests and aborts; admissions known at once are returned in one message per batch."""
+        await accept_stream(context, is_numbered=True)
         submissions = Submissions(self._loop)
         reading = asyncio.create_task(submissions.read(_batches(request_iterator, submissions)))
         sent = 0
         try:
-            async for admissions in submissions.answers():
-                response = admissions_to_wire(admissions)
-                response.sequence = sent = sent + 1
-                yield response
+            # An error of a write means that the stream has broken, as does the end of its requests.
+            with contextlib.suppress(grpc.RpcError, asyncio.InvalidStateError):
+                async for admissions in submissions.answers():
+                    response = admissions_to_wire(admissions)
+                    response.sequence = sent = sent + 1
+                    await context.write(response)
         finally:
             reading.cancel()
             submissions.close()

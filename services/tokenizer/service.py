@@ -66,7 +66,7 @@ class TokenizerService(tokenizer_pb2_grpc.TokenizerServicer):
         self, request_iterator: AsyncIterator[tokenizer_pb2.TokenizerSubmitRequest], context: Context
     ) -> None:
         """Accept a gateway's requests and aborts; send admissions."""
-        await accept_stream(context)
+        await accept_stream(context, is_numbered=True)
         session = GatewaySession()
         writer = asyncio.create_task(_answer(session, context))
         numbers = MessageNumbers()

@@ -182,3 +182,7 @@ def test_only_a_peer_that_numbers_its_messages_may_not_be_silent() -> None:
         for _ in range(3):
             silence.beat()
         assert silence.is_too_long == bool(sequence)
+    announced = Silence(limit=2, is_numbered=True)
+    for _ in range(3):
+        announced.beat()
+    assert announced.is_too_long
