@@ -20,6 +20,8 @@ ISOLATED_AFTER = 2
 QUARANTINED_AFTER = 3
 # Failures in a row without a single completed pass: the engine itself is broken, and requests end without isolation.
 BROKEN_AFTER = 8
+# Tokens that a request may have had in flight at another scheduler group, beyond those that it was handed back with.
+UNDELIVERED_TOKENS = 16
 # For this time the same prompt of the same subject is refused at once: many clients repeat a request that got a 500.
 QUARANTINE_S = 300.0
 MAX_QUARANTINED = 1024
@@ -90,7 +92,7 @@ class Suspects:
         suspect = self._suspects.get(request_id)
         if suspect is None:
             return
-        suspect.goals.setdefault(sequence.handle, len(sequence.token_ids))
+        suspect.goals.setdefault(sequence.handle, len(sequence.token_ids) + UNDELIVERED_TOKENS)
         if request_id in self._isolated:
             self._on_trial = request_id
 

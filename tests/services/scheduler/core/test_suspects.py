@@ -168,7 +168,8 @@ def test_the_same_prompt_of_the_same_subject_is_refused_for_a_while() -> None:
     harness.run()
 
 
-def test_a_request_that_is_handed_back_takes_its_failures_along() -> None:
+@pytest.mark.parametrize("fails_at", [6, 13])
+def test_a_request_that_is_handed_back_takes_its_failures_along(fails_at: int) -> None:
     first, second = Harness(pages=128, max_rows=4), Harness(pages=128, max_rows=4)
     prompts = {f"r{index}": prompt_of(10, index) for index in range(4)}
     submit(first, prompts)
@@ -181,7 +182,7 @@ def test_a_request_that_is_handed_back_takes_its_failures_along() -> None:
     for name, prompt in prompts.items():
         request = with_options(make_request(name, prompt, max_tokens=TOKENS), engine_failures=carried[name])
         assert second.core.submit(request, 0.0).rejected is None
-    engine = Engine(second, {"r2": 6})
+    engine = Engine(second, {"r2": fails_at})
     engine.run()
     assert engine.failures == QUARANTINED_AFTER - 1
     check_tokens(second, {name: prompt for name, prompt in prompts.items() if name != "r2"})
