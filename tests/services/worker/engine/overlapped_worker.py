@@ -136,8 +136,8 @@ class OverlappedHarness(Harness):
             self.results.extend(self.worker.settle())
         return super().result()
 
-    def lose_workers(self) -> None:
-        super().lose_workers()
+    def lose_workers(self, *, engine_failed: bool = False) -> None:
+        super().lose_workers(engine_failed=engine_failed)
         self._renew()
 
     def _renew(self) -> None:

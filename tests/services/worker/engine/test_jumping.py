@@ -123,8 +123,8 @@ class EngineHarness(Harness):
         super().__init__(**fields)  # type: ignore[arg-type]  # whatever a test wants to change
         self.worker = EngineWorker(self.config.device_pages)
 
-    def lose_workers(self) -> None:
-        super().lose_workers()
+    def lose_workers(self, *, engine_failed: bool = False) -> None:
+        super().lose_workers(engine_failed=engine_failed)
         self.worker = EngineWorker(self.config.device_pages)
 
 
