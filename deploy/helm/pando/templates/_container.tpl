@@ -68,11 +68,11 @@
       sleep: {seconds: {{ $root.Values.preStopSeconds }}}
   {{- end }}
   securityContext:
-    {{- toYaml $root.Values.securityContext | nindent 4 }}
+    {{- mergeOverwrite (deepCopy $root.Values.securityContext) $values.securityContext | toYaml | nindent 4 }}
   resources:
     {{- include "pando.resources" . | nindent 4 }}
   volumeMounts:
-    - {name: settings, mountPath: /etc/pando/pando.toml, subPath: pando.toml, readOnly: true}
+    - {name: {{ .name }}-settings, mountPath: /etc/pando/pando.toml, subPath: pando.toml, readOnly: true}
     - {name: tmp, mountPath: /tmp}
     {{- if $isWorker }}
     - {name: shared-memory, mountPath: /dev/shm}
@@ -105,6 +105,18 @@
     {{- if $root.Values.tls.enabled }}
     - {name: {{ ternary "worker-tls" "tls" $isSidecar }}, mountPath: /etc/pando/tls, readOnly: true}
     {{- end }}
+    {{- if eq .name "scheduler" }}
+    {{- if include "pando.keyringClaim" $root }}
+    - {name: keyring, mountPath: /var/lib/pando/keyring}
+    {{- end }}
+    {{- if $root.Values.keyring.existingSecret }}
+    - {name: keyring-secret, mountPath: /etc/pando/keyring, readOnly: true}
+    {{- end }}
+    {{- end }}
+    {{- if and (eq .name "gateway") (include "pando.responsesClaim" $root) }}
+    - {name: responses, mountPath: /var/lib/pando/responses}
+    {{- end }}
+    {{- with $values.extraVolumeMounts }}{{ toYaml . | nindent 4 }}{{ end }}
     {{- if and (has .name (list "tokenizer" "detokenizer" "worker")) (ne (include "pando.modelSource" $root) "bundled") }}
     - {name: model, mountPath: /models, readOnly: true}
     {{- end }}

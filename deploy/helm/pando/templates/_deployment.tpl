@@ -1,10 +1,10 @@
-{{/* A Deployment; takes {root, name}, `group` of schedulers, and `single` for services of which only one may run. */}}
+{{/* A Deployment; takes {root, name}, and `single` for services of which only one may run. */}}
 {{- define "pando.deployment" -}}
 {{- $values := index .root.Values .name -}}
 apiVersion: apps/v1
 kind: Deployment
 metadata:
-  {{- include "pando.metadata" . | nindent 2 }}
+  {{- include "pando.workloadMetadata" . | nindent 2 }}
 spec:
   {{- if .single }}
   replicas: 1

@@ -1,14 +1,17 @@
-{{/* Scheduler groups: whether each is one pod, and the number of other groups. */}}
+{{/* "true" if the scheduler of a group is in the pod of its first ranks. Other layouts and values that need it are refused. */}}
 {{- define "pando.together" -}}
-{{- if eq .Values.groups.layout "together" -}}
-{{- $worker := .Values.worker -}}
-{{- if or $worker.leaderWorkerSet.enabled (ne (include "pando.workerPods" . | int) 1) -}}
-{{- fail "groups.layout together needs all ranks of a group in one pod: worker.ranksPerPod 0, and no leaderWorkerSet" -}}
-{{- end -}}
-true
-{{- else if ne .Values.groups.autoscaling.mode "off" -}}
+{{- $groups := .Values.groups -}}
+{{- $spansNodes := .Values.worker.leaderWorkerSet.enabled -}}
+{{- $fits := or $spansNodes (eq (include "pando.workerPods" . | int) 1) -}}
+{{- $isTogether := or (eq $groups.layout "together") (and (eq $groups.layout "auto") $fits) -}}
+{{- if and $isTogether (not $fits) -}}
+{{- fail "groups.layout together needs all ranks of a group in one pod (worker.ranksPerPod 0), or worker.leaderWorkerSet" -}}
+{{- else if and $spansNodes (not $isTogether) -}}
+{{- fail "worker.leaderWorkerSet needs groups.layout together or auto: the first pod of each group has its scheduler" -}}
+{{- else if and (ne $groups.autoscaling.mode "off") (not $isTogether) -}}
 {{- fail "groups.autoscaling needs groups.layout together: only whole groups can be added and taken away" -}}
 {{- end -}}
+{{- with $isTogether }}{{ . }}{{ end -}}
 {{- end -}}
 
 {{/* The groups whose scheduler and workers are separate objects, as a JSON list of numbers. */}}
@@ -21,6 +24,7 @@ true
 {{- $pods := dict "gateway" (dict) "tokenizer" (dict) "detokenizer" (dict) -}}
 {{- if include "pando.together" . -}}
 {{- $_ := set $pods "group" (dict) -}}
+{{- if .Values.worker.leaderWorkerSet.enabled }}{{ $_ := set $pods "worker" (dict) }}{{ end -}}
 {{- else -}}
 {{- $groups := include "pando.separateGroups" . | fromJsonArray -}}
 {{- $_ := set $pods "scheduler" (dict "groups" $groups) -}}
@@ -29,30 +33,19 @@ true
 {{- $pods | toJson -}}
 {{- end -}}
 
-{{/* Addresses of the schedulers, for services that choose one: a JSON list. Groups that are pods are found by DNS. */}}
+{{/* Where services that choose a group find all schedulers: a list that does not depend on the number of groups. */}}
 {{- define "pando.schedulers" -}}
 {{- $port := (include "pando.pipeline" . | fromYaml).scheduler.port | int -}}
-{{- $addresses := list -}}
-{{- if include "pando.together" . -}}
-{{- $addresses = list (printf "dns:%s-group:%d" (include "pando.fullname" .) $port) -}}
-{{- end -}}
-{{- range $group := include "pando.separateGroups" . | fromJsonArray -}}
-{{- $addresses = append $addresses (printf "%s:%d" (include "pando.name" (dict "root" $ "name" "scheduler" "group" (int $group))) $port) -}}
-{{- end -}}
-{{- $addresses | toJson -}}
+{{- list (printf "dns:%s-schedulers:%d" (include "pando.fullname" .) $port) | toJson -}}
 {{- end -}}
 
-{{/* The host name of worker pod `pod` of a group; LeaderWorkerSet names a leader <set>-0 and its others <set>-0-1 and on. */}}
+{{/* The host name of worker pod `pod` of a group. LeaderWorkerSet names the first pod of a group <set>-<group>, others <set>-<group>-<pod>. */}}
 {{- define "pando.workerHost" -}}
 {{- if include "pando.together" .root -}}
-$(POD_NAME).{{ include "pando.fullname" .root }}-group.{{ .root.Release.Namespace }}.svc
+$(POD_NAME){{ with .pod }}-{{ . }}{{ end }}.{{ include "pando.fullname" .root }}-group.{{ .root.Release.Namespace }}.svc
 {{- else -}}
 {{- $set := include "pando.name" (dict "root" .root "name" "worker" "group" .group) -}}
-{{- $pod := printf "%s-%d" $set (int .pod) -}}
-{{- if .root.Values.worker.leaderWorkerSet.enabled -}}
-{{- $pod = ternary (printf "%s-0" $set) (printf "%s-0-%d" $set (int .pod)) (eq 0 (int .pod)) -}}
-{{- end -}}
-{{- printf "%s.%s.%s.svc" $pod $set .root.Release.Namespace -}}
+{{- printf "%s-%d.%s.%s.svc" $set (int .pod) $set .root.Release.Namespace -}}
 {{- end -}}
 {{- end -}}
 
@@ -74,4 +67,24 @@ $(POD_NAME).{{ include "pando.fullname" .root }}-group.{{ .root.Release.Namespac
   value: {{ $addresses | toJson | quote }}
 - name: PANDO_SCHEDULER__RENDEZVOUS
   value: {{ printf "%s:29555" (include "pando.workerHost" (dict "root" .root "group" .group "pod" 0)) | quote }}
+{{- end -}}
+
+{{/* The pods of a group's scheduler or workers, if they are separate; takes {component, replicas}. */}}
+{{- define "pando.separateSet" -}}
+apiVersion: apps/v1
+kind: StatefulSet
+metadata:
+  {{- include "pando.workloadMetadata" .component | nindent 2 }}
+spec:
+  replicas: {{ .replicas }}
+  serviceName: {{ include "pando.name" .component }}
+  # Ranks wait for each other, so they must start in parallel.
+  podManagementPolicy: Parallel
+  # An upgrade would replace all groups at once. Delete the pods of one group after the other instead (README).
+  updateStrategy: {type: OnDelete}
+  selector:
+    matchLabels:
+      {{- include "pando.selector" .component | nindent 6 }}
+  template:
+    {{- include "pando.podTemplate" .component | nindent 4 }}
 {{- end -}}

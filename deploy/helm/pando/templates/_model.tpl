@@ -16,6 +16,13 @@
 {{- end -}}
 {{- end -}}
 
+{{/* The name by which clients request the model, as the services derive it from the reference. */}}
+{{- define "pando.servedName" -}}
+{{- $reference := include "pando.modelReference" . -}}
+{{- $name := ternary (regexReplaceAll "[@:].*$" $reference "") (base $reference) (eq "hub" (include "pando.modelSource" .)) -}}
+{{- .Values.model.servedName | default $name -}}
+{{- end -}}
+
 {{- define "pando.modelVolumes" -}}
 {{- $volume := .Values.model.volume -}}
 {{- $source := include "pando.modelSource" . -}}

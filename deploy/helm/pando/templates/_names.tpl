@@ -36,6 +36,14 @@ labels:
   {{- include "pando.labels" . | nindent 2 }}
 {{- end -}}
 
+{{/* Metadata of an object with pods: also the labels in the values, by which queues such as Kueue's admit it. */}}
+{{- define "pando.workloadMetadata" -}}
+{{- include "pando.metadata" . }}
+  {{- with (.values | default (index .root.Values .name)).labels }}
+  {{- toYaml . | nindent 2 }}
+  {{- end }}
+{{- end -}}
+
 {{/* The Secret with a service's certificate; takes {root, service}. */}}
 {{- define "pando.tlsSecret" -}}
 {{- get .root.Values.tls.existingSecrets .service | default (printf "%s-%s-tls" (include "pando.fullname" .root) .service) -}}

@@ -3,19 +3,35 @@
 {{- $values := .values | default (index .root.Values .name) -}}
 metadata:
   labels:
-    {{- include "pando.labels" . | nindent 4 }}
+    {{- include "pando.podLabels" . | nindent 4 }}
     {{- with $values.podLabels }}{{ toYaml . | nindent 4 }}{{ end }}
   annotations:
-    checksum/settings: {{ include "pando.settings" .root | sha256sum }}
+    {{- range $service := include "pando.services" .name | fromJsonArray }}
+    checksum/{{ $service }}-settings: {{ include "pando.settingsFile" (dict "root" $.root "service" $service) | sha256sum }}
+    {{- end }}
     {{- with $values.podAnnotations }}{{ toYaml . | nindent 4 }}{{ end }}
 spec:
   {{- include "pando.podSpec" . | nindent 2 }}
 {{- end -}}
 
+{{/* Labels of pods: not the chart's version, which would restart pods that do not change otherwise. */}}
+{{- define "pando.podLabels" -}}
+{{ include "pando.selector" . }}
+app.kubernetes.io/version: {{ default .root.Chart.AppVersion .root.Values.image.tag | quote }}
+app.kubernetes.io/part-of: pando
+{{- end -}}
+
+{{/* Seconds that a pod has to finish open requests; workers drain as long as their scheduler. */}}
+{{- define "pando.drainSeconds" -}}
+{{- $facts := index (include "pando.pipeline" .root | fromYaml) .name | default dict -}}
+{{- if has .name (list "group" "worker") }}{{ .root.Values.scheduler.drainSeconds }}
+{{- else }}{{ (index .root.Values .name).drainSeconds | default $facts.drain }}
+{{- end -}}
+{{- end -}}
+
 {{- define "pando.podSpec" -}}
 {{- $root := .root -}}
 {{- $values := .values | default (index $root.Values .name) -}}
-{{- $facts := index (include "pando.pipeline" $root | fromYaml) .name | default dict -}}
 {{- $isGroup := eq .name "group" -}}
 {{- $hasWorker := or $isGroup (eq .name "worker") -}}
 {{- $isAdmin := or $isGroup (has .name (list "gateway" "scheduler")) -}}
@@ -23,9 +39,9 @@ serviceAccountName: {{ include "pando.serviceAccount" $root }}
 # No service uses the Kubernetes API.
 automountServiceAccountToken: false
 enableServiceLinks: false
-terminationGracePeriodSeconds: {{ add $root.Values.preStopSeconds ($values.drainSeconds | default $facts.drain | default 0) 10 }}
+terminationGracePeriodSeconds: {{ add $root.Values.preStopSeconds (include "pando.drainSeconds" . | int) 10 }}
 securityContext:
-  {{- toYaml $root.Values.podSecurityContext | nindent 2 }}
+  {{- mergeOverwrite (deepCopy $root.Values.podSecurityContext) $values.podSecurityContext | toYaml | nindent 2 }}
 {{- with $root.Values.image.pullSecrets }}
 imagePullSecrets:
   {{- toYaml . | nindent 2 }}
@@ -76,8 +92,10 @@ initContainers:
 containers:
   {{- include "pando.container" (ternary (dict "root" $root "name" "scheduler" "pod" "group") . $isGroup) | nindent 2 }}
 volumes:
-  - name: settings
-    configMap: {name: {{ include "pando.fullname" $root }}-settings}
+  {{- range $service := include "pando.services" .name | fromJsonArray }}
+  - name: {{ $service }}-settings
+    configMap: {name: {{ include "pando.fullname" $root }}-{{ $service }}-settings}
+  {{- end }}
   - name: tmp
     emptyDir: {sizeLimit: 2Gi}
   {{- if $hasWorker }}
@@ -130,6 +148,25 @@ volumes:
   {{- end }}
   {{- if $needsModel }}
   {{- with include "pando.modelVolumes" $root | trim }}{{ . | nindent 2 }}{{ end }}
+  {{- end }}
+  {{- if or $isGroup (eq .name "scheduler") }}
+  {{- with include "pando.keyringClaim" $root }}
+  - name: keyring
+    persistentVolumeClaim: {claimName: {{ . | quote }}}
+  {{- end }}
+  {{- with $root.Values.keyring.existingSecret }}
+  - name: keyring-secret
+    secret: {secretName: {{ . | quote }}}
+  {{- end }}
+  {{- end }}
+  {{- if eq .name "gateway" }}
+  {{- with include "pando.responsesClaim" $root }}
+  - name: responses
+    persistentVolumeClaim: {claimName: {{ . | quote }}}
+  {{- end }}
+  {{- end }}
+  {{- range $service := include "pando.services" .name | fromJsonArray }}
+  {{- with (index $root.Values $service).extraVolumes }}{{ toYaml . | nindent 2 }}{{ end }}
   {{- end }}
 {{- end -}}
 

@@ -1,6 +1,6 @@
 {{/* The autoscaler of a component; takes {root, name, kind, scaling} and metrics {cpuPercent, averages: {metric: target per pod, or 0}}. */}}
 {{- define "pando.scaler" -}}
-{{- $target := dict "apiVersion" "apps/v1" "kind" .kind "name" (include "pando.name" .) -}}
+{{- $target := dict "apiVersion" (ternary "leaderworkerset.x-k8s.io/v1" "apps/v1" (eq .kind "LeaderWorkerSet")) "kind" .kind "name" (include "pando.name" .) -}}
 {{- if eq .scaling.mode "hpa" }}
 ---
 apiVersion: autoscaling/v2
@@ -38,7 +38,11 @@ spec:
     {{- toYaml $target | nindent 4 }}
   minReplicaCount: {{ .scaling.minReplicas }}
   maxReplicaCount: {{ .scaling.maxReplicas }}
-  cooldownPeriod: {{ .scaling.cooldownSeconds }}
+  # `cooldownPeriod` only concerns the way to zero replicas.
+  advanced:
+    horizontalPodAutoscalerConfig:
+      behavior:
+        scaleDown: {stabilizationWindowSeconds: {{ .scaling.cooldownSeconds }}}
   triggers:
     {{- with .metrics.cpuPercent }}
     - type: cpu
