@@ -1,15 +1,31 @@
-"""Write `docs/configuration.md` from the settings' schema: `python -m deploy.checks.configuration [--check]`."""
+"""Write what is derived from the settings' schema: `python -m deploy.checks.configuration [--check]`.
+
+That is `docs/configuration.md`, and the part of the Helm chart's `values.schema.json` that checks `settings`.
+"""
 
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 from itertools import groupby
 from pathlib import Path
+from typing import Any, TypeAlias
 
+from common.settings import Settings
 from common.settings.reference import SettingsGroup, describe_settings
 
-FILE = Path(__file__).resolve().parents[2] / "docs" / "configuration.md"
+# JSON schemas are free-form.
+Schema: TypeAlias = dict[str, Any]
+
+ROOT = Path(__file__).resolve().parents[2]
+FILE = ROOT / "docs" / "configuration.md"
+CHART_SCHEMA = ROOT / "deploy" / "helm" / "pando" / "values.schema.json"
+# The sections that values of the chart may set; it sets the others itself.
+CHART_SECTIONS = ("model", "log", "gateway", "tokenizer", "scheduler", "worker", "detokenizer")
+DEFINITIONS = "#/$defs/"
+# Parts of a schema that do not check anything.
+REMARKS = ("title", "description", "default", "format", "writeOnly")
 COMMAND = "python -m deploy.checks.configuration"
 HEAD = f"""# Configuration
 
@@ -43,16 +59,59 @@ the description states the effect.
 
 
 def main() -> int:
-    """Write the page, or compare it with the schema; return the exit status."""
+    """Write the page and the schema, or compare them with the settings; return the exit status."""
     parser = argparse.ArgumentParser(prog=COMMAND, description=__doc__)
-    parser.add_argument("--check", action="store_true", help="write nothing; exit with 1 if the page is outdated")
-    page = render(describe_settings())
-    if not parser.parse_args().check:
-        FILE.write_text(page, encoding="utf-8")
-    elif not FILE.is_file() or FILE.read_text(encoding="utf-8") != page:
-        sys.stderr.write(f"{FILE.name} does not match the settings: run `{COMMAND}`\n")
-        return 1
-    return 0
+    parser.add_argument("--check", action="store_true", help="write nothing; exit with 1 if a file is outdated")
+    is_check = parser.parse_args().check
+    outdated = 0
+    for file, text in ((FILE, render(describe_settings())), (CHART_SCHEMA, render_chart_schema())):
+        if not is_check:
+            file.write_text(text, encoding="utf-8")
+        elif not file.is_file() or file.read_text(encoding="utf-8") != text:
+            sys.stderr.write(f"{file.name} does not match the settings: run `{COMMAND}`\n")
+            outdated = 1
+    return outdated
+
+
+def render_chart_schema() -> str:
+    """Return the schema of the chart's values, with `settings` as the services read them."""
+    schema: Schema = json.loads(CHART_SCHEMA.read_text(encoding="utf-8"))
+    whole = Settings.model_json_schema()
+    own = {name: each for name, each in schema["$defs"].items() if not name.endswith("Settings")}
+    sections = {name: _checked(whole["properties"][name]) for name in CHART_SECTIONS}
+    pending = list(sections.values())
+    classes: dict[str, Schema] = {}
+    while pending:
+        for name in _referenced(pending.pop()) - classes.keys():
+            classes[name] = _checked(whole["$defs"][name])
+            pending.append(classes[name])
+    schema["properties"]["settings"] = {"type": "object", "additionalProperties": False, "properties": sections}
+    schema["$defs"] = own | dict(sorted(classes.items()))
+    return json.dumps(schema, indent=2) + "\n"
+
+
+def _checked(schema: Schema) -> Schema:
+    """Return the parts of a schema that check values. There is no null: a setting without a value is left out."""
+    kept = {key: value for key, value in schema.items() if key not in REMARKS}
+    if "anyOf" in kept:
+        kinds = [_checked(kind) for kind in kept["anyOf"] if kind != {"type": "null"}]
+        kept = {**kept, "anyOf": kinds} if len(kinds) > 1 else kinds[0]
+    if "properties" in kept:
+        kept["properties"] = {name: _checked(each) for name, each in kept["properties"].items()}
+    for key in ("items", "additionalProperties"):
+        if isinstance(kept.get(key), dict):
+            kept[key] = _checked(kept[key])
+    return kept
+
+
+def _referenced(schema: Any) -> set[str]:  # Any: every part of a schema
+    """Return the names of the classes that a schema refers to."""
+    if isinstance(schema, list):
+        return set().union(*map(_referenced, schema))
+    if not isinstance(schema, dict):
+        return set()
+    own = {schema["$ref"].removeprefix(DEFINITIONS)} if isinstance(schema.get("$ref"), str) else set()
+    return own.union(*map(_referenced, schema.values()))
 
 
 def render(groups: list[SettingsGroup]) -> str:
