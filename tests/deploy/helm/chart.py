@@ -96,21 +96,17 @@ def component_of(item: Manifest) -> str:
 
 def pods(objects: list[Manifest]) -> dict[str, Manifest]:
     """Return the pod template of each component; of those with several groups, the last one's."""
-    templates = {}
-    for item in objects:
-        if item["kind"] not in WORKLOADS:
-            continue
-        templates[component_of(item)] = template_of(item)
-    return templates
+    return {component_of(template): template for item in objects for template in templates_of(item)}
 
 
-def template_of(workload: Manifest) -> Manifest:
-    """Return the template of a workload's pods."""
-    spec = workload["spec"]
-    found: Manifest = (
-        spec["leaderWorkerTemplate"]["workerTemplate"] if "leaderWorkerTemplate" in spec else spec["template"]
-    )
-    return found
+def templates_of(item: Manifest) -> list[Manifest]:
+    """Return the templates of a workload's pods: two if the first pod of a group differs from the others."""
+    if item["kind"] not in WORKLOADS:
+        return []
+    spec = item["spec"]
+    if "leaderWorkerTemplate" in spec:
+        return [spec["leaderWorkerTemplate"][name] for name in ("leaderTemplate", "workerTemplate")]
+    return [spec["template"]]
 
 
 def container(template: Manifest) -> Manifest:
@@ -131,14 +127,11 @@ class Running:
 
 def running(objects: list[Manifest]) -> list[Running]:
     """Return every service of every pod, as it would run in the first pod of its kind."""
-    file = settings_of(objects)
     found = []
-    for workload in objects:
-        if workload["kind"] not in WORKLOADS:
-            continue
-        template = template_of(workload)
+    for workload, template in [(item, template) for item in objects for template in templates_of(item)]:
         sidecars = [item for item in template["spec"].get("initContainers", []) if item.get("restartPolicy")]
         for item in [*template["spec"]["containers"], *sidecars]:
+            file = settings_of(objects, item["name"])
             settings = _with_variables(file, item["env"], f"{workload['metadata']['name']}-0")
             found.append(Running(item["name"], workload, template, item, settings))
     # Tests look at each of them, and there is no release without these.
@@ -146,9 +139,24 @@ def running(objects: list[Manifest]) -> list[Running]:
     return found
 
 
-def settings_of(objects: list[Manifest]) -> Manifest:
-    """Return the settings file that the pods mount, parsed."""
-    return tomllib.loads(named(objects, "ConfigMap", "settings")["data"]["pando.toml"])
+def settings_of(objects: list[Manifest], service: str) -> Manifest:
+    """Return the settings file of a service, parsed."""
+    return tomllib.loads(named(objects, "ConfigMap", f"{service}-settings")["data"]["pando.toml"])
+
+
+def selected(objects: list[Manifest], service: str) -> set[str]:
+    """Return the names of the workloads whose pods a Service stands for."""
+    [selector] = [
+        item["spec"]["selector"]
+        for item in objects
+        if item["kind"] == "Service" and item["metadata"]["name"] == service
+    ]
+    return {
+        item["metadata"]["name"]
+        for item in objects
+        for template in templates_of(item)
+        if selector.items() <= template["metadata"]["labels"].items()
+    }
 
 
 def _with_variables(file: Manifest, variables: list[Manifest], pod: str) -> Settings:

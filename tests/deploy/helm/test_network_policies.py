@@ -6,8 +6,7 @@ from typing import Any
 
 import pytest
 
-from tests.deploy.helm.chart import WORKLOADS, Manifest, component_of, render, running, template_of
-from tests.deploy.helm.test_pods import schedulers_of
+from tests.deploy.helm.chart import Manifest, component_of, render, running, selected, templates_of
 from tests.deploy.helm.value_sets import VALUE_SETS
 
 # From where to where, at which port; None: all ports.
@@ -31,7 +30,7 @@ def test_every_pod_has_a_policy_for_both_directions(name: str) -> None:
 
 
 def test_a_superfluous_network_edge_would_be_noticed() -> None:
-    objects = render({})
+    objects = render({"groups": {"layout": "separate"}})
     for item in objects:
         if item["kind"] == "NetworkPolicy" and component_of(item) == "worker":
             item["spec"]["ingress"].append({"from": [{"podSelector": {}}], "ports": [{"port": 50053}]})
@@ -70,11 +69,41 @@ def test_only_services_that_read_a_fetched_model_may_reach_outside_addresses() -
             for item in render(values)
             if item["kind"] == "NetworkPolicy"
             for rule in item["spec"]["egress"]
-            if any("ipBlock" in peer for peer in rule.get("to", []))
+            if any("ipBlock" in peer for peer in rule.get("to", [])) and 53 not in _ports(rule)
         }
 
     assert who_leaves({}) == set()
-    assert who_leaves(VALUE_SETS["model-from-s3"]) == {"tokenizer", "detokenizer", "worker"}
+    assert who_leaves(VALUE_SETS["model-from-s3"]) == {"tokenizer", "detokenizer", "group"}
+    assert who_leaves(VALUE_SETS["model-from-s3"] | {"groups": {"layout": "separate"}}) == {
+        "tokenizer",
+        "detokenizer",
+        "worker",
+    }
+
+
+def test_names_are_resolved_by_pods_node_local_caches_and_clouds() -> None:
+    policies = [item["spec"] for item in render({}) if item["kind"] == "NetworkPolicy"]
+    assert policies
+    for spec in policies:
+        [names] = [rule for rule in spec["egress"] if rule.get("ports", [{}])[0].get("port") == 53]
+        assert {"ipBlock": {"cidr": "169.254.20.10/32"}} in names["to"]
+        assert {"ipBlock": {"cidr": "169.254.169.254/32"}} in names["to"]
+
+
+def test_only_gateways_fetch_the_keys_of_signed_tokens() -> None:
+    peers = VALUE_SETS["signed-tokens"]["networkPolicy"]["jwksTo"]
+    leaving = {
+        component_of(item): rule
+        for item in render(VALUE_SETS["signed-tokens"])
+        if item["kind"] == "NetworkPolicy"
+        for rule in item["spec"]["egress"]
+        if _ports(rule) == [443]
+    }
+    assert leaving == {"gateway": {"ports": [{"port": 443, "protocol": "TCP"}], "to": peers}}
+    # A file needs no connection.
+    file = {"settings": {"gateway": {"jwt": {"keys": "/keys.json", "issuer": "i", "audience": "a"}}}}
+    gateway = next(item for item in render(file) if item["kind"] == "NetworkPolicy" and component_of(item) == "gateway")
+    assert not [rule for rule in gateway["spec"]["egress"] if _ports(rule) == [443]]
 
 
 def test_only_gateways_reach_their_state() -> None:
@@ -100,7 +129,7 @@ def test_the_gateway_of_another_release_reaches_all_services_but_the_workers() -
     assert open_to_it == {
         "tokenizer": [{"port": 50051}],
         "detokenizer": [{"port": 50054}],
-        "scheduler": [{"port": 50052}],
+        "group": [{"port": 50052}],
     }
 
 
@@ -114,48 +143,64 @@ def test_a_gateway_of_two_releases_reaches_its_peers_in_both() -> None:
     models = gateway.settings.gateway.models
     assert models.keys() == set(served.values())
     assert gateway.settings.gateway.default_model in models
+    both = [*releases["front"], *releases["large"]]
     asked = {
-        (gateway.workload["metadata"]["name"], *address.split(":"))
+        (gateway.workload["metadata"]["name"], target, port)
         for model in models.values()
         for address in (model.tokenizer, model.detokenizer, *model.schedulers)
+        for target, port in targets_of(both, address)
     }
     within = pipeline_of(releases["front"]) | pipeline_of(releases["large"])
-    assert open_edges([*releases["front"], *releases["large"]]) == within | {
-        (source, target, int(port)) for source, target, port in asked
-    }
+    assert open_edges(both) == within | asked
 
 
 def pipeline_of(objects: list[Manifest]) -> set[Edge]:
     """Return the connections that the services of a release open between pods, as their settings say."""
     edges: set[Edge] = set()
     for each in running(objects):
-        settings, source = each.settings, each.workload["metadata"]["name"]
+        settings, source = each.settings, name_of(each.workload, each.template)
         addresses = {
-            "gateway": [settings.gateway.tokenizer, settings.gateway.detokenizer, *schedulers_of(settings)],
-            "tokenizer": schedulers_of(settings),
+            "gateway": [settings.gateway.tokenizer, settings.gateway.detokenizer, *settings.gateway.schedulers],
+            "tokenizer": settings.tokenizer.schedulers,
             "scheduler": [settings.scheduler.detokenizer, *settings.scheduler.workers],
         }
         for address in addresses.get(each.service, []):
-            host, _, port = address.removeprefix("dns:").rpartition(":")
-            # <service>, or <pod>.<service>.<namespace>.svc; a service is called as the pods behind it.
-            target = host.split(".")[1] if "." in host else host
-            if target != source:  # of what stays within a pod no policy knows
-                edges.add((source, target, int(port)))
-        if each.service == "worker" and component_of(each.workload) == "worker":
+            # Policies do not concern connections within a pod.
+            edges |= {(source, target, port) for target, port in targets_of(objects, address) if target != source}
+        if each.service == "worker":
             # Ranks exchange tensors at ports that NCCL and gloo choose.
-            edges.add((source, source, None))
+            has_other_pods = component_of(each.workload) == "worker" or each.workload["kind"] == "LeaderWorkerSet"
+            names = [name_of(each.workload, template) for template in templates_of(each.workload)]
+            edges |= {(source, name, None) for name in names if has_other_pods}
     # `helm test` is a client.
     hook = next(item["metadata"]["name"] for item in objects if item["kind"] == "Pod")
     gateway = next(each for each in running(objects) if each.service == "gateway")
     return edges | {(hook, gateway.workload["metadata"]["name"], gateway.settings.gateway.port)}
 
 
+def targets_of(objects: list[Manifest], address: str) -> set[tuple[str, int]]:
+    """Return the pods that an address stands for: of a Service, or of one as <pod>.<service>.<namespace>.svc."""
+    host, _, port = address.removeprefix("dns:").rpartition(":")
+    if "." not in host:
+        return {(name, int(port)) for name in selected(objects, host)}
+    pod, service = host.split(".")[:2]
+    is_later_pod = (
+        any(item["kind"] == "LeaderWorkerSet" for item in objects) and pod.count("-") > service.count("-") + 1
+    )
+    return {(service.replace("-group", "-worker") if is_later_pod else service, int(port))}
+
+
+def name_of(workload: Manifest, template: Manifest) -> str:
+    """Return the name of a workload's pods; the later pods of a group are named after their component."""
+    name: str = workload["metadata"]["name"]
+    own, of_pods = component_of(workload), component_of(template)
+    return name if own == of_pods else name.removesuffix(own) + of_pods
+
+
 def labels_of(objects: list[Manifest]) -> dict[str, dict[str, str]]:
     """Return the labels of the pods of each workload, and of the test."""
     labels = {
-        item["metadata"]["name"]: template_of(item)["metadata"]["labels"]
-        for item in objects
-        if item["kind"] in WORKLOADS
+        name_of(item, template): template["metadata"]["labels"] for item in objects for template in templates_of(item)
     }
     return labels | {item["metadata"]["name"]: item["metadata"]["labels"] for item in objects if item["kind"] == "Pod"}
 

@@ -14,7 +14,6 @@ import yaml
 
 from tests.deploy.helm.chart import (
     CHART,
-    WORKLOADS,
     Manifest,
     container,
     helm_executable,
@@ -23,7 +22,8 @@ from tests.deploy.helm.chart import (
     render,
     render_texts,
     render_with_helm,
-    template_of,
+    running,
+    templates_of,
 )
 from tests.deploy.helm.value_sets import VALUE_SETS
 
@@ -68,7 +68,7 @@ def test_no_two_objects_have_one_name(name: str) -> None:
 @every_value_set
 def test_each_pod_selector_matches_its_pods(name: str) -> None:
     objects = render(VALUE_SETS[name])
-    labels = [template_of(item)["metadata"]["labels"] for item in objects if item["kind"] in WORKLOADS]
+    labels = [template["metadata"]["labels"] for item in objects for template in templates_of(item)]
     selectors = [
         item["spec"]["selector"].get("matchLabels", item["spec"]["selector"])
         for item in objects
@@ -83,10 +83,9 @@ def test_each_pod_selector_matches_its_pods(name: str) -> None:
 
 @every_value_set
 def test_pods_mount_exactly_the_volumes_that_they_declare(name: str) -> None:
-    workloads = [item for item in render(VALUE_SETS[name]) if item["kind"] in WORKLOADS]
-    assert len(workloads) >= 2
-    for item in workloads:
-        spec = template_of(item)["spec"]
+    specs = [template["spec"] for item in render(VALUE_SETS[name]) for template in templates_of(item)]
+    assert len(specs) >= 4
+    for spec in specs:
         mounted = {mount["name"] for each in _containers(spec) for mount in each["volumeMounts"]}
         assert mounted == {volume["name"] for volume in spec["volumes"]}
 
@@ -123,7 +122,6 @@ def test_replicas_are_left_to_the_autoscaler(name: str) -> None:
     objects = render(VALUE_SETS[name])
     for component in ("gateway", "tokenizer"):
         assert "replicas" not in named(objects, "Deployment", component)["spec"]
-    assert named(objects, "Deployment", "scheduler")["spec"]["replicas"] == 1
     assert named(render({}), "Deployment", "gateway")["spec"]["replicas"] == 1
     assert named(render({}), "Deployment", "tokenizer")["spec"]["replicas"] == 2
 
@@ -140,13 +138,15 @@ def test_pods_of_a_group_share_a_node_and_ranks_of_a_pod_its_gpus() -> None:
     assert term["topologyKey"] == "kubernetes.io/hostname"
     assert term["labelSelector"]["matchLabels"].items() <= together["metadata"]["labels"].items()
     assert container(together)["resources"]["limits"]["amd.com/gpu"] == "1"
-    single = container(pods(render(VALUE_SETS["two-ranks-in-a-pod"]))["worker"])
+    [single] = [
+        each.container for each in running(render(VALUE_SETS["two-ranks-in-a-pod"])) if each.service == "worker"
+    ]
     assert single["resources"]["limits"]["nvidia.com/gpu"] == "2"
     assert "deploy.ranks" in single["command"]
 
 
 def test_a_dead_pod_of_a_group_over_nodes_restarts_the_whole_group() -> None:
-    template = named(render(VALUE_SETS["leader-worker-set"]), "LeaderWorkerSet", "worker")["spec"]
+    template = named(render(VALUE_SETS["leader-worker-set"]), "LeaderWorkerSet", "group")["spec"]
     assert template["leaderWorkerTemplate"]["restartPolicy"] == "RecreateGroupOnPodRestart"
     assert template["leaderWorkerTemplate"]["size"] == 2
 

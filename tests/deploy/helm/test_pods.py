@@ -11,7 +11,8 @@ import pytest
 from common.limits import load_limits
 from common.models import pull
 from common.rpc.roles import Role
-from common.settings import Settings
+from common.settings import SchedulerSettings, Settings
+from deploy.supervisor.layout import ON_GPUS
 from services.detokenizer.__main__ import DRAIN_S as DETOKENIZER_DRAIN_S
 from services.tokenizer.__main__ import DRAIN_S as TOKENIZER_DRAIN_S
 from tests.deploy.helm.chart import (
@@ -22,8 +23,10 @@ from tests.deploy.helm.chart import (
     named,
     pods,
     render,
+    render_texts,
     running,
     settings_of,
+    templates_of,
 )
 from tests.deploy.helm.value_sets import VALUE_SETS
 
@@ -51,9 +54,9 @@ def test_the_services_accept_the_rendered_settings(name: str) -> None:
 
 @every_value_set
 def test_no_two_containers_of_a_pod_share_a_port_or_its_name(name: str) -> None:
-    by_pod: dict[str, list[Manifest]] = {}
+    by_pod: dict[tuple[str, str], list[Manifest]] = {}
     for each in running(render(VALUE_SETS[name])):
-        ports = by_pod.setdefault(each.workload["metadata"]["name"], [])
+        ports = by_pod.setdefault((each.workload["metadata"]["name"], component_of(each.template)), [])
         ports += each.container["ports"]
         probe = each.container["livenessProbe"].get("grpc")
         if probe and each.settings.rpc.probe_port:
@@ -68,16 +71,11 @@ def test_no_two_containers_of_a_pod_share_a_port_or_its_name(name: str) -> None:
 @every_value_set
 def test_every_address_is_that_of_a_service_of_the_release(name: str) -> None:
     objects = render(VALUE_SETS[name])
-    settings = Settings(**settings_of(objects))
     services = {item["metadata"]["name"]: item["spec"] for item in objects if item["kind"] == "Service"}
-    schedulers = schedulers_of(settings)
-    assert schedulers == list(settings.gateway.schedulers)
-    for address in (
-        settings.gateway.tokenizer,
-        settings.gateway.detokenizer,
-        settings.scheduler.detokenizer,
-        *schedulers,
-    ):
+    gateway = Settings(**settings_of(objects, "gateway")).gateway
+    assert gateway.schedulers == Settings(**settings_of(objects, "tokenizer")).tokenizer.schedulers
+    detokenizer = Settings(**settings_of(objects, "scheduler")).scheduler.detokenizer
+    for address in (gateway.tokenizer, gateway.detokenizer, detokenizer, *gateway.schedulers):
         host, _, port = address.removeprefix("dns:").partition(":")
         assert int(port) in [each["port"] for each in services[host]["ports"]]
         # A name stands for all pods only where the service has no address of its own.
@@ -112,7 +110,13 @@ def mounted_secret(each: Running, setting: SecretStr | None) -> tuple[str, str]:
 def test_the_scheduler_knows_every_rank_in_order(name: str) -> None:
     everybody = running(render(VALUE_SETS[name]))
     schedulers = [each for each in everybody if each.service == "scheduler"]
-    workers = [each for each in everybody if each.service == "worker"]
+    # The first ranks of each group: a LeaderWorkerSet has the others in pods of another kind.
+    workers = [
+        each
+        for each in everybody
+        if each.service == "worker"
+        and not (each.workload["kind"] == "LeaderWorkerSet" and component_of(each.template) == "worker")
+    ]
     assert len(schedulers) == len(workers) == VALUE_SETS[name].get("groups", {}).get("replicas", 1) or any(
         each.template is worker.template for each in schedulers for worker in workers
     )
@@ -127,6 +131,7 @@ def addresses_of(worker: Running) -> list[str]:
     set_name, spec = worker.workload["metadata"]["name"], worker.workload["spec"]
     ranks = [port for port in worker.container["ports"] if "metrics" not in port["name"]]
     if worker.workload["kind"] == "LeaderWorkerSet":
+        # Of the first group.
         hosts = [f"{set_name}-0", *(f"{set_name}-0-{pod}" for pod in range(1, spec["leaderWorkerTemplate"]["size"]))]
     else:
         assert spec["serviceName"] == set_name
@@ -139,11 +144,6 @@ def addresses_of(worker: Running) -> list[str]:
 def group_of(running: Running) -> str | None:
     label: str | None = running.template["metadata"]["labels"].get("pando/group")
     return label
-
-
-def schedulers_of(settings: Settings) -> list[str]:
-    """Return the addresses of the groups that the tokenizer chooses among."""
-    return list(settings.tokenizer.schedulers)
 
 
 def test_a_group_in_a_pod_starts_its_workers_first_and_drains_before_they_end() -> None:
@@ -164,9 +164,10 @@ def test_gateway_and_scheduler_share_the_admin_token() -> None:
         for each in everybody:
             mounts = {mount["mountPath"] for mount in each.container["volumeMounts"]}
             assert ("/etc/pando/admin" in mounts) == (each.service in ("gateway", "scheduler"))
-        token = everybody[0].settings.scheduler.admin_token
-        assert token is not None
-        assert token.get_secret_value() == "file:/etc/pando/admin/token"
+        for each in everybody:
+            token = each.settings.scheduler.admin_token
+            assert (token is not None) == (each.service in ("gateway", "scheduler"))
+            assert token is None or token.get_secret_value() == "file:/etc/pando/admin/token"
 
 
 def test_probes_ask_for_the_health_names_that_the_services_have() -> None:
@@ -204,7 +205,7 @@ def test_metrics_are_read_from_the_ports_at_which_they_are_served() -> None:
 
 def test_a_gateway_without_keys_answers_for_the_names_it_has_in_the_cluster() -> None:
     def hosts(values: dict[str, Any]) -> tuple[str, ...]:
-        return Settings(**settings_of(render(values))).gateway.allowed_hosts
+        return Settings(**settings_of(render(values), "gateway")).gateway.allowed_hosts
 
     service = "demo-pando-gateway"
     assert set(hosts({})) == {service, f"{service}.llm", f"{service}.llm.svc", f"{service}.llm.svc.cluster.local"}
@@ -227,7 +228,7 @@ def test_the_gateways_probes_are_its_routes() -> None:
 
 
 def test_the_start_may_take_as_long_as_the_weights_need() -> None:
-    probe = container(pods(render({"model": {"loadSeconds": 3601}}))["scheduler"])["startupProbe"]
+    probe = container(pods(render({"model": {"loadSeconds": 3601}}))["group"])["startupProbe"]
     assert probe["periodSeconds"] * probe["failureThreshold"] >= 3601
 
 
@@ -243,7 +244,7 @@ def test_termination_grace_periods_exceed_pre_stop_and_drain_times(name: str) ->
 @every_value_set
 def test_models_are_where_the_settings_say(name: str) -> None:
     objects = render(VALUE_SETS[name])
-    reference = Settings(**settings_of(objects)).model.reference
+    reference = Settings(**settings_of(objects, "worker")).model.reference
     for each in running(objects):
         mounts = [mount["mountPath"] for mount in each.container["volumeMounts"]]
         needs_model = each.service in ("tokenizer", "detokenizer", "worker")
@@ -276,18 +277,18 @@ def test_workers_on_gpus_can_keep_the_kernels_that_they_compile() -> None:
 
 def test_secrets_are_never_in_the_settings_file() -> None:
     objects = render(VALUE_SETS["keys-and-admin"])
-    assert settings_of(objects)["gateway"]["keys_file"] == "/etc/pando/keys/keys.toml"
-    text = named(objects, "ConfigMap", "settings")["data"]["pando.toml"]
-    secrets = re.findall('^ *(?:admin_token|token|secret) *= *"(.*)"', text, re.MULTILINE)
-    assert len(secrets) == 1
+    assert settings_of(objects, "gateway")["gateway"]["keys_file"] == "/etc/pando/keys/keys.toml"
+    texts = [named(objects, "ConfigMap", f"{name}-settings")["data"]["pando.toml"] for name in ("gateway", *SERVICES)]
+    secrets = re.findall('^ *(?:admin_token|token|secret) *= *"(.*)"', "\n".join(texts), re.MULTILINE)
+    assert len(secrets) == 2
     assert all(secret.startswith("file:/etc/pando/") for secret in secrets)
-    [mount] = [m for m in container(pods(objects)["scheduler"])["volumeMounts"] if m["name"] == "admin"]
-    assert settings_of(objects)["scheduler"]["admin_token"] == f"file:{mount['mountPath']}/token"
+    [mount] = [m for m in container(pods(objects)["group"])["volumeMounts"] if m["name"] == "admin"]
+    assert settings_of(objects, "scheduler")["scheduler"]["admin_token"] == f"file:{mount['mountPath']}/token"
 
 
 def test_services_trust_each_other_by_certificates_and_probes_need_none() -> None:
     objects = render(VALUE_SETS["own-authority"])
-    rpc = Settings(**settings_of(objects)).rpc
+    rpc = Settings(**settings_of(objects, "scheduler")).rpc
     assert (rpc.plaintext, rpc.probe_port) == (False, 9200)
     for component, template in pods(objects).items():
         if component != "gateway":
@@ -310,14 +311,16 @@ def test_each_service_has_a_separate_certificate_with_exactly_its_role(name: str
 def test_a_worker_in_its_schedulers_pod_cannot_pass_for_the_scheduler() -> None:
     objects = render(VALUE_SETS["groups-keda"])
     scheduler, worker = (named(objects, "Certificate", name)["spec"]["dnsNames"] for name in ("scheduler", "worker"))
-    assert scheduler == ["demo-pando-group", "demo-pando-group.llm.svc"]
+    assert scheduler == [
+        f"demo-pando-{name}{suffix}" for name in ("group", "schedulers") for suffix in ("", ".llm.svc")
+    ]
     assert worker == ["*.demo-pando-group.llm.svc"]
 
 
 def test_operators_have_a_certificate_that_no_pod_mounts() -> None:
     objects = render(VALUE_SETS["own-authority"])
     operator = named(objects, "Certificate", "operator")["spec"]
-    names = Settings(**settings_of(objects)).rpc.names_of_roles()
+    names = Settings(**settings_of(objects, "scheduler")).rpc.names_of_roles()
     assert tuple(operator["uris"]) == names[Role.OPERATOR] == ("spiffe://llm/pando/operator",)
     assert "server auth" not in operator["usages"]
     assert operator["secretName"] not in {certificate_secret(each) for each in running(objects)}
@@ -356,30 +359,158 @@ def test_every_pipeline_address_is_in_its_peer_s_certificate(name: str) -> None:
         shown[each.service] = secrets[certificate_secret(each)]
     for each in running(objects):
         settings = each.settings
-        assert settings.gateway.tokenizer.partition(":")[0] in shown["tokenizer"]
-        assert settings.gateway.detokenizer.partition(":")[0] in shown["detokenizer"]
-        for address in schedulers_of(settings):
+        if each.service == "gateway":
+            assert settings.gateway.tokenizer.partition(":")[0] in shown["tokenizer"]
+            assert settings.gateway.detokenizer.partition(":")[0] in shown["detokenizer"]
+        if each.service in ("gateway", "tokenizer"):
+            [address] = getattr(settings, each.service).schedulers
             assert address.removeprefix("dns:").partition(":")[0] in shown["scheduler"]
         if each.service == "scheduler":
+            assert settings.scheduler.detokenizer.partition(":")[0] in shown["detokenizer"]
             for address in settings.scheduler.workers:
                 assert f"*.{address.rpartition(':')[0].partition('.')[2]}" in shown["worker"]
 
 
 def test_plaintext_is_asked_for_where_there_is_no_tls() -> None:
-    assert Settings(**settings_of(render({}))).rpc.plaintext
+    assert all(each.settings.rpc.plaintext for each in running(render({})))
 
 
-def test_a_setting_changes_and_the_pods_are_replaced() -> None:
-    def checksum(values: dict[str, Any]) -> str:
-        text: str = pods(render(values))["scheduler"]["metadata"]["annotations"]["checksum/settings"]
-        return text
+# Changed values, and the components whose pods are replaced.
+ROLLS: dict[str, tuple[dict[str, Any], set[str]]] = {
+    "a setting of the gateway": ({"settings": {"gateway": {"max_open_requests": 7}}}, {"gateway"}),
+    "hosts of the ingress": ({"ingress": {"enabled": True, "hosts": ["llm.example"]}}, {"gateway"}),
+    "keys of the API": ({"apiKeys": {"existingSecret": "keys"}}, {"gateway"}),
+    "the time that gateways drain": ({"gateway": {"drainSeconds": 5}}, {"gateway"}),
+    "the number of groups": ({"groups": {"replicas": 5}}, set()),
+    "the number of tokenizers": ({"tokenizer": {"replicas": 5}}, set()),
+    "who may connect": ({"networkPolicy": {"stateTo": [{"podSelector": {}}]}}, set()),
+    "queues of workloads": ({"worker": {"labels": {"kueue.x-k8s.io/queue-name": "models"}}}, set()),
+    "a setting of the tokenizer": ({"settings": {"tokenizer": {"routing": {"policy": "least_loaded"}}}}, {"tokenizer"}),
+    "a setting of the scheduler": ({"settings": {"scheduler": {"max_rows": 7}}}, {"scheduler"}),
+    "a setting of the worker": ({"settings": {"worker": {"keep_warm_ms": 7}}}, {"worker"}),
+    "a setting of the model": (
+        {"settings": {"model": {"max_context": 4096}}},
+        {"tokenizer", "scheduler", "worker", "detokenizer"},
+    ),
+    "a setting of all": ({"settings": {"log": {"level": "debug"}}}, {"gateway", *SERVICES}),
+    "the version": ({"image": {"tag": "9.9.9"}}, {"gateway", *SERVICES}),
+}
 
-    assert checksum({}) != checksum({"settings": {"scheduler": {"max_rows": 7}}})
+
+@pytest.mark.parametrize(("values", "rolled"), ROLLS.values(), ids=ROLLS)
+@pytest.mark.parametrize("layout", ["together", "separate"])
+def test_a_change_replaces_only_the_pods_that_it_concerns(
+    values: dict[str, Any], rolled: set[str], layout: str
+) -> None:
+    def templates(values: dict[str, Any]) -> dict[str, Manifest]:
+        groups = {"layout": layout, **values.get("groups", {})}
+        objects = render({**values, "groups": groups})
+        return {item["metadata"]["name"]: template for item in objects for template in templates_of(item)}
+
+    before, after = templates({}), templates(values)
+    expected = {"group" if layout == "together" and name in ("scheduler", "worker") else name for name in rolled}
+    # Further groups are new, and replace nothing.
+    assert before.keys() <= after.keys()
+    assert {component_of(before[name]) for name in before if before[name] != after[name]} == expected
+
+
+def test_upgrades_replace_groups_one_after_the_other() -> None:
+    together = named(render(VALUE_SETS["groups-in-pods"]), "StatefulSet", "group")["spec"]
+    # Kubernetes' default for a StatefulSet: one pod at a time, each once the one before is ready.
+    assert "updateStrategy" not in together
+    over_nodes = named(render(VALUE_SETS["leader-worker-set"]), "LeaderWorkerSet", "group")["spec"]["rolloutStrategy"]
+    assert over_nodes == {"type": "RollingUpdate", "rollingUpdateConfiguration": {"maxUnavailable": 1, "maxSurge": 0}}
+    separate = [item for item in render(VALUE_SETS["separate"]) if item["kind"] == "StatefulSet"]
+    assert [item["spec"]["updateStrategy"] for item in separate] == [{"type": "OnDelete"}] * 4
+
+
+@pytest.mark.parametrize("name", ["groups-in-pods", "separate", "leader-worker-set"])
+def test_workers_may_serve_as_long_as_their_scheduler_drains(name: str) -> None:
+    everybody = running(render(VALUE_SETS[name]))
+    drains = {
+        each.service: each.settings.scheduler.drain_s for each in everybody if each.service in ("scheduler", "worker")
+    }
+    assert drains == {"scheduler": 60, "worker": 60}
+    for each in everybody:
+        if each.service in drains:
+            assert each.template["spec"]["terminationGracePeriodSeconds"] > 60
+
+
+def test_gpus_get_the_batch_of_pando_up_unless_the_values_say_otherwise() -> None:
+    def batch(values: dict[str, Any]) -> dict[str, Any]:
+        scheduler = Settings(**settings_of(render(values), "scheduler")).scheduler
+        return {name: getattr(scheduler, name) for name in ON_GPUS}
+
+    cuda = {"worker": {"device": "cuda"}}
+    assert batch(cuda) == ON_GPUS
+    assert batch({**cuda, "settings": {"scheduler": {"max_rows": 8}}}) == {**ON_GPUS, "max_rows": 8}
+    assert batch({}) == {name: SchedulerSettings.model_fields[name].default for name in ON_GPUS}
+
+
+def test_keyring_and_responses_are_on_volumes_that_survive_the_pods() -> None:
+    objects = render(VALUE_SETS["state-on-volumes"])
+    by_service = {each.service: each for each in running(objects)}
+    scheduler, gateway = by_service["scheduler"], by_service["gateway"]
+    storage = scheduler.settings.scheduler.storage
+    assert storage.keyring is not None
+    assert claim_at(scheduler, str(storage.keyring)) == "demo-pando-keyring"
+    assert mounted_secret(scheduler, storage.secret) == ("keyring", "secret")
+    assert gateway.settings.gateway.responses.file is not None
+    assert claim_at(gateway, str(gateway.settings.gateway.responses.file)) == "responses"
+    # Two gateways would write to the file during an update.
+    assert gateway.workload["spec"]["strategy"] == {"type": "Recreate"}
+    [claim] = [item for item in objects if item["kind"] == "PersistentVolumeClaim"]
+    assert claim["metadata"]["annotations"] == {"helm.sh/resource-policy": "keep"}
+    assert (claim["metadata"]["name"], claim["spec"]["accessModes"]) == ("demo-pando-keyring", ["ReadWriteMany"])
+
+
+def claim_at(each: Running, path: str) -> str:
+    """Return the claim whose volume has the directory of a file, which the container may write."""
+    [mount] = [mount for mount in each.container["volumeMounts"] if mount["mountPath"] == path.rpartition("/")[0]]
+    assert not mount.get("readOnly")
+    [volume] = [volume for volume in each.template["spec"]["volumes"] if volume["name"] == mount["name"]]
+    return str(volume["persistentVolumeClaim"]["claimName"])
+
+
+def test_components_have_volumes_labels_and_security_contexts_of_their_own() -> None:
+    for each in running(render(VALUE_SETS["own-contexts"])):
+        assert each.container["securityContext"]["runAsUser"] == 20_000
+        assert each.container["securityContext"]["readOnlyRootFilesystem"] is True
+        assert each.template["spec"]["securityContext"]["fsGroup"] == 20_000
+        assert each.workload["metadata"]["labels"]["kueue.x-k8s.io/queue-name"] == "models"
+        mount = {"name": f"{each.service}-certificates", "mountPath": "/authorities", "readOnly": True}
+        assert mount in each.container["volumeMounts"]
+        assert mount["name"] in {volume["name"] for volume in each.template["spec"]["volumes"]}
+
+
+@pytest.mark.parametrize(
+    ("model", "name"),
+    [
+        ({"reference": "Qwen/Qwen3-8B@v1.0:Q4_K_M"}, "Qwen/Qwen3-8B"),
+        ({"reference": "Qwen/Qwen3-8B", "servedName": "qwen"}, "qwen"),
+        ({"reference": "s3://models/qwen3-8b"}, "qwen3-8b"),
+        ({}, "smollm2-135m-instruct"),
+    ],
+)
+def test_the_notes_name_the_model_as_it_is_served(model: dict[str, Any], name: str) -> None:
+    values = {"model": model}
+    assert f"serves {name} as" in render_texts(values)["pando/templates/NOTES.txt"]
+    assert {each.settings.model.name for each in running(render(values)) if each.service in SERVICES} == {name}
+
+
+def test_clients_reach_all_endpoints_through_ingress_and_route() -> None:
+    ingress = named(render(VALUE_SETS["ingress"]), "Ingress", "gateway")["spec"]["rules"][0]["http"]["paths"]
+    assert [(path["path"], path["pathType"]) for path in ingress] == [("/", "Prefix")]
+    route = named(render(VALUE_SETS["http-route"]), "HTTPRoute", "gateway")["spec"]["rules"][0]["matches"]
+    assert route == [{"path": {"type": "PathPrefix", "value": "/"}}]
+    limited = {"ingress": {"enabled": True, "hosts": ["llm.example"], "paths": ["/v1", "/v2"]}}
+    paths = named(render(limited), "Ingress", "gateway")["spec"]["rules"][0]["http"]["paths"]
+    assert [path["path"] for path in paths] == ["/v1", "/v2"]
 
 
 def test_settings_cannot_move_an_address_away_from_its_service() -> None:
     objects = render({"settings": {"scheduler": {"address": "127.0.0.1:1", "max_rows": 7}}})
-    scheduler = Settings(**settings_of(objects)).scheduler
+    scheduler = Settings(**settings_of(objects, "scheduler")).scheduler
     assert (scheduler.address, scheduler.max_rows) == ("0.0.0.0:50052", 7)
 
 
@@ -398,6 +529,9 @@ def _modules(objects: list[Manifest]) -> Iterator[str]:
 
 def test_every_component_of_the_pipeline_is_rendered_once() -> None:
     kinds = [component_of(item) for item in render({}) if item["kind"] in ("Deployment", "StatefulSet")]
+    assert sorted(kinds) == ["detokenizer", "gateway", "group", "tokenizer"]
+    separate = render({"groups": {"layout": "separate"}})
+    kinds = [component_of(item) for item in separate if item["kind"] in ("Deployment", "StatefulSet")]
     assert sorted(kinds) == sorted(("gateway", *SERVICES))
 
 
@@ -421,4 +555,4 @@ def test_gateways_and_schedulers_read_the_limits_from_a_folder_that_follows_the_
             volumes = {volume["name"]: volume for volume in each.template["spec"]["volumes"]}
             assert volumes["limits"]["configMap"]["name"] == limits["metadata"]["name"]
     assert readers == 2
-    assert "limits" not in settings_of(render({}))
+    assert not any("limits" in settings_of(render({}), service) for service in ("gateway", "scheduler"))

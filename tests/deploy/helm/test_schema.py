@@ -17,7 +17,33 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "no groups": ({"groups": {"replicas": 0}}, "replicas"),
     "unknown layout of groups": ({"groups": {"layout": "pods"}}, "layout"),
     "more pages than all": ({"groups": {"autoscaling": {"kvPercent": 101}}}, "kvPercent"),
-    "groups that scale but are no pods": ({"groups": {"autoscaling": {"mode": "hpa"}}}, "groups.layout"),
+    "groups that scale but are no pods": (
+        {"groups": {"layout": "separate", "autoscaling": {"mode": "hpa"}}},
+        "groups.layout",
+    ),
+    "groups over nodes whose schedulers are elsewhere": (
+        {"groups": {"layout": "separate"}, "worker": {"leaderWorkerSet": {"enabled": True}}},
+        "groups.layout",
+    ),
+    "unknown setting": ({"settings": {"scheduler": {"max_rowz": 4}}}, "max_rowz"),
+    "unknown setting in a section of a section": ({"settings": {"scheduler": {"queue": {"polcy": "fair"}}}}, "polcy"),
+    "setting of another kind": ({"settings": {"scheduler": {"max_rows": "many"}}}, "max_rows"),
+    "setting out of its range": ({"settings": {"gateway": {"port": 70_000}}}, "port"),
+    "setting without its value among the choices": ({"settings": {"log": {"level": "loud"}}}, "level"),
+    "model of a gateway without a detokenizer": (
+        {"settings": {"gateway": {"models": {"a": {"tokenizer": "a:1"}}}}},
+        "detokenizer",
+    ),
+    "storage whose keyring is lost": (
+        {"settings": {"worker": {"storage": {"location": "/storage"}}}},
+        "keyring.create",
+    ),
+    "responses on a volume and in a state": (
+        {"gateway": {"responses": {"create": True}, "state": {"url": "redis://x"}}},
+        "gateway.responses",
+    ),
+    "volume without a source": ({"worker": {"extraVolumes": [{"name": "storage"}]}}, "extraVolumes"),
+    "path of the API that is none": ({"ingress": {"paths": ["v1"]}}, "paths"),
     "groups in one pod and on two nodes": (
         {"groups": {"layout": "together"}, "worker": {"tensorParallel": 2, "ranksPerPod": 1}},
         "ranksPerPod",

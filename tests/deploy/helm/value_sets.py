@@ -46,6 +46,34 @@ VALUE_SETS: dict[str, dict[str, Any]] = {
         "worker": {"device": "cuda", "tensorParallel": 16, "ranksPerPod": 8, "leaderWorkerSet": {"enabled": True}},
         "model": _CLAIM,
     },
+    "separate": {"groups": {"layout": "separate", "replicas": 2}, "tls": {"enabled": True}},
+    "state-on-volumes": {
+        "keyring": {"create": True, "storageClass": "shared", "existingSecret": "keyring"},
+        "gateway": {"responses": {"existingClaim": "responses"}},
+        "settings": {"worker": {"storage": {"location": "/storage"}}, "scheduler": {"host_tier": {"gigabytes": 1}}},
+        "worker": {
+            "extraVolumes": [{"name": "storage", "persistentVolumeClaim": {"claimName": "pages"}}],
+            "extraVolumeMounts": [{"name": "storage", "mountPath": "/storage"}],
+        },
+    },
+    "signed-tokens": {
+        "settings": {
+            "gateway": {
+                "jwt": {"keys": "https://id.example/keys", "issuer": "https://id.example", "audience": "pando"},
+            }
+        },
+        "networkPolicy": {"jwksTo": [{"ipBlock": {"cidr": "10.9.0.0/16"}}]},
+    },
+    "own-contexts": {
+        name: {
+            "securityContext": {"runAsUser": 20_000},
+            "podSecurityContext": {"fsGroup": 20_000},
+            "labels": {"kueue.x-k8s.io/queue-name": "models"},
+            "extraVolumes": [{"name": f"{name}-certificates", "configMap": {"name": "authorities"}}],
+            "extraVolumeMounts": [{"name": f"{name}-certificates", "mountPath": "/authorities", "readOnly": True}],
+        }
+        for name in ("gateway", "tokenizer", "scheduler", "worker", "detokenizer")
+    },
     "groups-in-pods": {"groups": {"replicas": 4, "layout": "together"}, "networkPolicy": {"workerEgress": [{}]}},
     "groups-hpa": {"groups": {"layout": "together", "autoscaling": {"mode": "hpa", "kvPercent": 0}}},
     "groups-keda": {
