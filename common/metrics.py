@@ -20,6 +20,11 @@ MODEL_INFO = Gauge(
     "1 for the model that this process serves; join it with its other metrics.",
     ["model"],
 )
+BUILD_INFO = Gauge(
+    "pando_build_info",
+    "1 for the version of this process and the protocol that it speaks with other services.",
+    ["version", "protocol"],
+)
 
 
 def start_metrics_server(port: int, host: str) -> int:

@@ -12,7 +12,8 @@ import uvloop
 
 from common.errors import ConfigurationError
 from common.logs import configure_logging, get_logger
-from common.metrics import start_metrics_server
+from common.metrics import BUILD_INFO, start_metrics_server
+from common.rpc.handshake import own_build
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
@@ -55,6 +56,8 @@ def run_service(
     """
     configure_logging(name, settings.log)
     logger = get_logger("runtime")
+    build = own_build()
+    BUILD_INFO.labels(build.version, build.protocol).set(1)
     try:
         if metrics_port is not None:
             port = start_metrics_server(metrics_port, settings.metrics.host)
@@ -92,5 +95,7 @@ async def _run(name: str, main: Callable[[asyncio.Event], Awaitable[None]]) -> N
     for number in (signal.SIGINT, signal.SIGTERM):
         if signal.getsignal(number) is not signal.SIG_IGN or number is signal.SIGINT:
             loop.add_signal_handler(number, stop, number)
-    get_logger("runtime").info("service.starting", name=name)
+    get_logger("runtime").info(
+        "service.starting", name=name, version=own_build().version, protocol=own_build().protocol
+    )
     await main(stopping)

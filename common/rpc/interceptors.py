@@ -7,7 +7,8 @@ import inspect
 import time
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable
-from typing import TYPE_CHECKING, Any, TypeAlias
+from functools import partial
+from typing import TYPE_CHECKING, Any, NoReturn, TypeAlias
 
 import grpc
 import structlog
@@ -15,6 +16,7 @@ import structlog
 from common.errors import PandoError, PermissionDeniedError
 from common.logs import get_logger
 from common.metrics import RPC_REFUSED, RPC_SECONDS, RPC_TOTAL
+from common.rpc.handshake import client_build, own_build
 from common.rpc.roles import CALLERS, Role
 from common.rpc.status import to_status
 from common.rpc.stream import accept_stream
@@ -27,6 +29,9 @@ REQUEST_ID_KEY = "x-request-id"
 TRACE_KEYS = ("traceparent", "tracestate")
 # Health checks need no role, and would flood logs and metrics.
 QUIET_PREFIX = "/grpc.health."
+# Reflection and health are the same in all versions.
+OWN_PREFIX = "/pando."
+MAX_REFUSED_VERSIONS = 100
 # Any: the types of requests and responses depend on the method.
 Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
 MethodHandler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"
@@ -85,8 +90,9 @@ class ServerInterceptor(grpc.aio.ServerInterceptor):
     """Wraps every handler of a server."""
 
     def __init__(self, check_caller: CheckCaller = accept_every_caller) -> None:
-        """Refuse calls for which `check_caller` raises."""
+        """Refuse calls for which `check_caller` raises, and those of versions that do not work with this one."""
         self._check_caller = check_caller
+        self._refused: set[str] = set()
 
     async def intercept_service(
         self,
@@ -98,7 +104,23 @@ class ServerInterceptor(grpc.aio.ServerInterceptor):
         method = handler_call_details.method
         if handler is None or method.startswith(QUIET_PREFIX):
             return handler
+        caller = client_build(dict(handler_call_details.invocation_metadata or ()))
+        refusal = own_build().refusal(caller, "client") if method.startswith(OWN_PREFIX) else None
+        if refusal is not None:
+            self._note_refusal(refusal, method)
+            return grpc.stream_stream_rpc_method_handler(partial(_refuse, refusal))
         return _wrapped(handler, method, self._check_caller)
+
+
+    def _note_refusal(self, refusal: str, method: str) -> None:
+        """Log a version that is refused, once: its calls will be repeated."""
+        if refusal not in self._refused and len(self._refused) < MAX_REFUSED_VERSIONS:
+            self._refused.add(refusal)
+            get_logger("rpc").error("rpc.incompatible", method=method, reason=refusal)
+
+
+async def _refuse(refusal: str, _requests: object, context: Context) -> NoReturn:
+    await context.abort(grpc.StatusCode.UNIMPLEMENTED, refusal)
 
 
 def _wrapped(handler: Any, method: str, check: CheckCaller) -> MethodHandler:

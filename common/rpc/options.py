@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from common.rpc.handshake import own_build
+
 MAX_MESSAGE_BYTES = 64 * 1024 * 1024
 KEEPALIVE_MS = 20_000
 
-CHANNEL_OPTIONS: list[tuple[str, int]] = [
+CHANNEL_OPTIONS: list[tuple[str, int | str]] = [
+    ("grpc.primary_user_agent", own_build().user_agent),
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
     ("grpc.keepalive_time_ms", KEEPALIVE_MS),

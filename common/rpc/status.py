@@ -18,6 +18,12 @@ if TYPE_CHECKING:
 
 DOMAIN = "pando"
 RETRY_AFTER_MS = 1000
+AWAY = (
+    grpc.StatusCode.UNAVAILABLE,
+    grpc.StatusCode.CANCELLED,
+    grpc.StatusCode.DEADLINE_EXCEEDED,
+    grpc.StatusCode.UNIMPLEMENTED,
+)
 T = TypeVar("T")
 
 
@@ -42,8 +48,8 @@ def to_status(error: PandoError) -> grpc.Status:
 def to_error(call_error: grpc.RpcError) -> PandoError:
     """Return a peer's status as an error.
 
-    Without our details, INVALID_ARGUMENT becomes INVALID_REQUEST; UNAVAILABLE, CANCELLED and DEADLINE_EXCEEDED become
-    UNAVAILABLE, which is retryable; all others become INTERNAL.
+    Without our details, INVALID_ARGUMENT becomes INVALID_REQUEST; UNAVAILABLE, CANCELLED, DEADLINE_EXCEEDED and
+    UNIMPLEMENTED (a peer of another version) become UNAVAILABLE, which is retryable; all others become INTERNAL.
     """
     code = call_error.code() if isinstance(call_error, grpc.Call | grpc.aio.AioRpcError) else None
     text = (call_error.details() if isinstance(call_error, grpc.Call | grpc.aio.AioRpcError) else None) or str(code)
@@ -52,7 +58,7 @@ def to_error(call_error: grpc.RpcError) -> PandoError:
         failure = _failure(rich)
         if failure is not None:
             return RequestFailedError(failure)
-    away = code in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED, grpc.StatusCode.DEADLINE_EXCEEDED)
+    away = code in AWAY
     known = ErrorCode.UNAVAILABLE if away else ErrorCode.INTERNAL
     if code is grpc.StatusCode.INVALID_ARGUMENT:
         known = ErrorCode.INVALID_REQUEST

@@ -16,6 +16,7 @@ import grpc
 
 from common.errors import UnavailableError
 from common.logs import get_logger
+from common.rpc.handshake import check_server, own_build
 from common.rpc.status import describe
 
 if TYPE_CHECKING:
@@ -44,7 +45,8 @@ HEARTBEAT_S = 1.0
 # Heartbeats without any message from the peer after which the connection counts as dead. They are counted, as a process
 # that was stopped itself would measure a long time.
 SILENT_BEATS = 5
-REFUSALS = (grpc.StatusCode.PERMISSION_DENIED, grpc.StatusCode.UNAUTHENTICATED)
+# UNIMPLEMENTED: the peer's version does not work with this one.
+REFUSALS = (grpc.StatusCode.PERMISSION_DENIED, grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.UNIMPLEMENTED)
 
 
 @dataclass(frozen=True, slots=True)
@@ -248,20 +250,21 @@ async def accept_stream(context: grpc.aio.ServicerContext[Any, Any], *, is_numbe
 
     `is_numbered`: messages are numbered and heartbeats answered, so that the client may treat silence as a break.
     """
-    await context.send_initial_metadata(((ACCEPTED_KEY, NUMBERED if is_numbered else "1"),))
+    await context.send_initial_metadata(((ACCEPTED_KEY, NUMBERED if is_numbered else "1"), *own_build().metadata))
 
 
 async def wait_until_accepted(call: grpc.aio.UnaryStreamCall[Any, Any] | grpc.aio.StreamStreamCall[Any, Any]) -> bool:
     """Wait until the peer has accepted a stream with `accept_stream`, or has ended it; return whether it is numbered.
 
     Raises:
-        grpc.aio.AioRpcError: the peer is unreachable or has refused the stream.
+        grpc.aio.AioRpcError: the peer is unreachable, has refused the stream, or its version is too old or too new.
     """
-    accepted = dict(await call.initial_metadata()).get(ACCEPTED_KEY)
-    if accepted is None:
+    metadata = dict(await call.initial_metadata())
+    if ACCEPTED_KEY not in metadata:
         await call.code()
     await call.wait_for_connection()
-    return accepted == NUMBERED
+    check_server(metadata)
+    return metadata.get(ACCEPTED_KEY) == NUMBERED
 
 
 class RefusalLog:

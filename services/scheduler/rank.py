@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import grpc
 
 from common.logs import get_logger
+from common.rpc.handshake import check_server
 from common.rpc.status import answered
 from common.rpc.stream import unreadable
 from common.wire.requests import grammar_to_wire
@@ -60,7 +61,9 @@ class RankConnection:
         stage = ""
         request = spec_to_wire(spec)
         request.resumes = resumes
-        async for message in self._stub.Configure(request, timeout=CONFIGURE_TIMEOUT_S):
+        call = self._stub.Configure(request, timeout=CONFIGURE_TIMEOUT_S)
+        check_server(dict(await call.initial_metadata()))
+        async for message in call:
             if message.HasField("capacity"):
                 return capacity_from_wire(message.capacity)
             if message.stage != stage:
