@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from common.settings import Settings
 
 MODULE = "services.worker"
-# Seconds that ranks have to end after SIGTERM before they are killed.
+# Seconds that ranks have to end after SIGTERM, once their scheduler has drained, before they are killed.
 STOP_S = 8.0
 
 
@@ -37,7 +37,8 @@ def main() -> int:
         commands = commands_of(settings, arguments.ranks, available_cores(), _without_ranks(sys.argv[1:]))
     except ConfigurationError as error:
         parser.exit(2, f"{parser.prog}: {error}\n")
-    return asyncio.run(run_together([(sys.executable, *command) for command in commands]))
+    stop_s = settings.scheduler.drain_s + STOP_S
+    return asyncio.run(run_together([(sys.executable, *command) for command in commands], stop_s))
 
 
 def commands_of(settings: Settings, ranks: int, cores: int, arguments: Sequence[str]) -> list[tuple[str, ...]]:
@@ -70,8 +71,10 @@ def commands_of(settings: Settings, ranks: int, cores: int, arguments: Sequence[
     return commands
 
 
-async def run_together(commands: Sequence[Sequence[str]]) -> int:
+async def run_together(commands: Sequence[Sequence[str]], stop_s: float = STOP_S) -> int:
     """Run all commands until a signal arrives or one of them ends; return 0 after a signal, otherwise the first status.
+
+    After a signal, they have `stop_s` seconds to end.
 
     If a command ends without a signal, the group has failed: a status of 0 becomes 1.
     """
@@ -87,15 +90,18 @@ async def run_together(commands: Sequence[Sequence[str]]) -> int:
         first = next((end.result() for end in ends if end.done()), 0)
     finally:
         signalled.cancel()
-        await _end(processes, ends)
+        # After a failure, the other ranks may hang.
+        await _end(processes, ends, stop_s if stopping.is_set() else STOP_S)
     return 0 if stopping.is_set() else (first if first > 0 else 1)
 
 
-async def _end(processes: Sequence[asyncio.subprocess.Process], ends: Sequence[asyncio.Task[int]]) -> None:
+async def _end(
+    processes: Sequence[asyncio.subprocess.Process], ends: Sequence[asyncio.Task[int]], stop_s: float
+) -> None:
     for process in processes:
         if process.returncode is None:
             process.terminate()
-    _, late = await asyncio.wait(ends, timeout=STOP_S)
+    _, late = await asyncio.wait(ends, timeout=stop_s)
     for process in processes:
         if late and process.returncode is None:
             process.kill()

@@ -50,14 +50,15 @@ class Build:
         """The entries in the first metadata of a server's streams."""
         return ((PROTOCOL_KEY, str(self.protocol)), (BUILD_KEY, self.version))
 
-    def refusal(self, peer: Build, role: str) -> str | None:
-        """Return why this build cannot work with `peer`, the `role` in the connection; None if it can."""
-        if abs(self.protocol - peer.protocol) <= MAX_DIFFERENCE:
-            return None
-        return (
-            f"this service has {self} and its {role} has {peer}, but they may differ by at most {MAX_DIFFERENCE}: "
-            f"upgrade the {'service' if self.protocol < peer.protocol else role} first, one release at a time"
-        )
+
+def refusal(server: Build, client: Build) -> str | None:
+    """Return why two builds cannot work together; None if they can."""
+    if abs(server.protocol - client.protocol) <= MAX_DIFFERENCE:
+        return None
+    return (
+        f"the server has {server} and the client {client}, but they may differ by at most {MAX_DIFFERENCE}: "
+        f"upgrade the {'server' if server.protocol < client.protocol else 'client'}"
+    )
 
 
 @cache
@@ -80,8 +81,7 @@ def check_server(metadata: Mapping[str, Any]) -> None:
     """
     stated = str(metadata.get(PROTOCOL_KEY, ""))
     peer = Build(int(stated), str(metadata.get(BUILD_KEY, ""))) if stated.isdecimal() else Build()
-    refusal = own_build().refusal(peer, "server")
-    if refusal is not None:
-        raise grpc.aio.AioRpcError(
-            grpc.StatusCode.UNIMPLEMENTED, grpc.aio.Metadata(), grpc.aio.Metadata(), details=refusal
-        )
+    reason = refusal(peer, own_build())
+    if reason is not None:
+        nothing = grpc.aio.Metadata()
+        raise grpc.aio.AioRpcError(grpc.StatusCode.UNIMPLEMENTED, nothing, nothing, details=reason)

@@ -16,7 +16,7 @@ import structlog
 from common.errors import PandoError, PermissionDeniedError
 from common.logs import get_logger
 from common.metrics import RPC_REFUSED, RPC_SECONDS, RPC_TOTAL
-from common.rpc.handshake import client_build, own_build
+from common.rpc.handshake import client_build, own_build, refusal
 from common.rpc.roles import CALLERS, Role
 from common.rpc.status import to_status
 from common.rpc.stream import accept_stream
@@ -105,22 +105,21 @@ class ServerInterceptor(grpc.aio.ServerInterceptor):
         if handler is None or method.startswith(QUIET_PREFIX):
             return handler
         caller = client_build(dict(handler_call_details.invocation_metadata or ()))
-        refusal = own_build().refusal(caller, "client") if method.startswith(OWN_PREFIX) else None
-        if refusal is not None:
-            self._note_refusal(refusal, method)
-            return grpc.stream_stream_rpc_method_handler(partial(_refuse, refusal))
+        reason = refusal(own_build(), caller) if method.startswith(OWN_PREFIX) else None
+        if reason is not None:
+            self._note_refusal(reason, method)
+            return grpc.stream_stream_rpc_method_handler(partial(_refuse, reason))
         return _wrapped(handler, method, self._check_caller)
 
-
-    def _note_refusal(self, refusal: str, method: str) -> None:
+    def _note_refusal(self, reason: str, method: str) -> None:
         """Log a version that is refused, once: its calls will be repeated."""
-        if refusal not in self._refused and len(self._refused) < MAX_REFUSED_VERSIONS:
-            self._refused.add(refusal)
-            get_logger("rpc").error("rpc.incompatible", method=method, reason=refusal)
+        if reason not in self._refused and len(self._refused) < MAX_REFUSED_VERSIONS:
+            self._refused.add(reason)
+            get_logger("rpc").error("rpc.incompatible", method=method, reason=reason)
 
 
-async def _refuse(refusal: str, _requests: object, context: Context) -> NoReturn:
-    await context.abort(grpc.StatusCode.UNIMPLEMENTED, refusal)
+async def _refuse(reason: str, _requests: object, context: Context) -> NoReturn:
+    await context.abort(grpc.StatusCode.UNIMPLEMENTED, reason)
 
 
 def _wrapped(handler: Any, method: str, check: CheckCaller) -> MethodHandler:

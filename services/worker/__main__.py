@@ -10,7 +10,7 @@ from common.logs import get_logger
 from common.metrics import MODEL_INFO
 from common.rpc.security import read_security
 from common.rpc.server import RpcServer
-from common.runtime import run_service
+from common.runtime import drained, run_service
 from common.settings import Settings, WorkerSettings, WorkerStorageSettings, load_settings
 from protos.gen.pando.v1 import worker_pb2_grpc
 from services.worker.engine.execution.engine import ModelEngine
@@ -67,6 +67,9 @@ async def serve(settings: Settings, stopping: asyncio.Event) -> None:
     ends = [asyncio.create_task(event.wait()) for event in (stopping, rank.needs_new_process)]
     try:
         await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+        await server.set_serving(False)
+        # A scheduler that was told to end at the same time needs its workers until its requests have finished.
+        await drained(lambda: not rank.has_session or rank.needs_new_process.is_set(), settings.scheduler.drain_s)
     finally:
         for end in ends:
             end.cancel()

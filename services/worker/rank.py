@@ -97,6 +97,11 @@ class Rank:
         self.profiles = Profiles(profile_rules or ProfileRules(), _make_recorder, self._run_on_thread)
         self._thread.start()
 
+    @property
+    def has_session(self) -> bool:
+        """Whether a scheduler has a stream of plans open."""
+        return self._session is not None
+
     def snapshot(self) -> WorkerSnapshot:
         """Return the rank's current state."""
         return WorkerSnapshot(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from typing import TYPE_CHECKING
 
 import grpc
@@ -15,8 +16,7 @@ from tests.e2e.processes import Processes
 from tests.waiting import wait_until
 
 if TYPE_CHECKING:
-    import signal
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
     from pathlib import Path
 
 GROUPS = (0, 1)
@@ -27,11 +27,20 @@ PROMPT = "A long prompt that every user begins with, so that its pages are worth
 class Tier:
     """One gateway, tokenizer and detokenizer; two schedulers with a worker each, whose engine makes tokens up."""
 
-    def __init__(self, directory: Path, settings: Mapping[str, object] | None = None, step_ms: float = 5) -> None:
+    def __init__(
+        self,
+        directory: Path,
+        settings: Mapping[str, object] | None = None,
+        step_ms: float = 5,
+        groups: Sequence[int] = GROUPS,
+    ) -> None:
         """Keep sockets and logs in `directory`; `settings` are those of all services: {"scheduler.max_rows": 2}.
 
         A forward pass takes `step_ms`.
         """
+        self.groups = groups
+        # Of services, by the names of their processes: they take effect at the next start.
+        self.variables: dict[str, dict[str, str]] = {}
         self._directory = directory
         self._settings = settings or {}
         self._step_ms = step_ms
@@ -40,38 +49,64 @@ class Tier:
         self.http = httpx.Client(base_url=f"http://127.0.0.1:{self.port}", timeout=120, trust_env=False)
 
     def start(self) -> None:
-        self._start("detokenizer", "services.detokenizer", {"detokenizer.address": self._socket("detokenizer")})
-        for group in GROUPS:
+        self.launch()
+        # The gateway is ready as soon as one is; whoever asks before the other is known finds a home with the first.
+        wait_until(lambda: self.is_ready() and self.known() == len(self.groups), timeout_s=120, what=self.logs)
+
+    def launch(self) -> None:
+        """Start all services without waiting until they serve."""
+        self.start_detokenizer()
+        for group in self.groups:
             self.start_group(group)
-        schedulers = ",".join(f'"{self._socket(f"scheduler-{group}")}"' for group in GROUPS)
+        self.start_tokenizer()
+        self.start_gateway()
+
+    def start_tokenizer(self) -> None:
+        schedulers = [f'"{self._socket(f"scheduler-{group}")}"' for group in self.groups]
         self._start(
             "tokenizer",
             "services.tokenizer",
             {
                 "tokenizer.address": self._socket("tokenizer"),
-                "tokenizer.schedulers": f"[{schedulers}]",
+                "tokenizer.schedulers": f"[{','.join(schedulers)}]",
                 "tokenizer.metrics_port": self.metrics_port,
             },
         )
+
+    def start_gateway(self) -> None:
         addresses = {"gateway.tokenizer": self._socket("tokenizer"), "gateway.detokenizer": self._socket("detokenizer")}
         self._start("gateway", "gateway", {"gateway.port": self.port, **addresses})
-        # The gateway is ready as soon as one is; whoever asks before the other is known finds a home with the first.
-        wait_until(lambda: self.is_ready() and self.known() == len(GROUPS), timeout_s=120, what=self._processes.logs)
+
+    def start_detokenizer(self) -> None:
+        self._start("detokenizer", "services.detokenizer", {"detokenizer.address": self._socket("detokenizer")})
 
     def start_group(self, group: int) -> None:
+        self.start_worker(group)
+        self.start_scheduler(group)
+
+    def start_worker(self, group: int) -> None:
         self._start(f"worker-{group}", "services.worker", {"worker.address": self._socket(f"worker-{group}")})
+
+    def start_scheduler(self, group: int) -> None:
         settings = {
             "scheduler.address": self._socket(f"scheduler-{group}"),
             "scheduler.workers": f'["{self._socket(f"worker-{group}")}"]',
             "scheduler.detokenizer": self._socket("detokenizer"),
-            "scheduler.drain_s": 20,
         }
         self._start(f"scheduler-{group}", "services.scheduler", settings)
 
     def end_group(self, group: int, number: signal.Signals) -> None:
         """End a scheduler, which may drain first, and then its worker."""
-        self._processes.end(f"scheduler-{group}", number)
-        self._processes.end(f"worker-{group}", number)
+        self.end(f"scheduler-{group}", number)
+        self.end(f"worker-{group}", number)
+
+    def end(self, name: str, number: signal.Signals = signal.SIGTERM) -> None:
+        """Send a signal to a process and wait until it has ended."""
+        self._processes.end(name, number)
+
+    def logs(self) -> str:
+        """Return the last lines of all processes."""
+        return self._processes.logs()
 
     def is_ready(self) -> bool:
         try:
@@ -82,7 +117,9 @@ class Tier:
     def known(self) -> int:
         """Return the number of groups that the tokenizer considers ready."""
         lines = self.metrics().splitlines()
-        return sum(line.startswith("pando_tokenizer_replica_serving{") and line.endswith(" 1.0") for line in lines)
+        # A tokenizer with a single group does not choose.
+        metric = "pando_tokenizer_replica_serving{" if len(self.groups) > 1 else "pando_tokenizer_scheduler_connected "
+        return sum(line.startswith(metric) and line.endswith(" 1.0") for line in lines)
 
     def metrics(self) -> str:
         """Return the tokenizer's metrics."""
@@ -121,6 +158,7 @@ class Tier:
         return f"unix:{self._directory}/{name}.sock"
 
     def _start(self, name: str, module: str, settings: dict[str, object]) -> None:
-        common = {"model.load_format": "fake"}
+        common = {"model.load_format": "fake", "scheduler.drain_s": 20}
         given = {**common, **self._settings, **settings}
-        self._processes.start(name, module, given, **{STEP_VARIABLE: str(self._step_ms)})
+        variables = {STEP_VARIABLE: str(self._step_ms), **self.variables.get(name, {})}
+        self._processes.start(name, module, given, **variables)

@@ -40,6 +40,8 @@ LOAD_FORMAT = "fake"
 STEP_VARIABLE = "PANDO_FAKE_STEP_MS"
 # Environment variable with sequences of tokens that end the engine, for tests: "kill 5 6 7, raise 8 9".
 FATAL_VARIABLE = "PANDO_FAKE_FATAL"
+# Environment variable with the duration of loading in seconds, for tests.
+LOAD_VARIABLE = "PANDO_FAKE_LOAD_S"
 DEFAULT_CONTEXT = 8192
 # Small ids are control tokens and single bytes in most vocabularies; words make readable text.
 FIRST_WORD = 1024
@@ -51,7 +53,7 @@ _GAMMA = np.uint64(0x9E37_79B9_7F4A_7C15)
 class FakeOptions:
     """How the fake behaves.
 
-    `step_s` is how long a pass takes; `eos_probability` how likely it generates the end of the sequence;
+    `step_s` is how long a pass takes, `load_s` how long the weights take to load; `eos_probability` how likely it generates the end of the sequence;
     `transfer_passes` after how many passes a transfer is done; `embedding_dimensions` are those of the default model.
     A pass that samples for a row with one of the sequences in `fatal` kills the process or raises.
     """
@@ -60,6 +62,7 @@ class FakeOptions:
     eos_token_id: int = 2
     eos_probability: float = 0.0
     step_s: float = 0.0
+    load_s: float = 0.0
     transfer_passes: int = 2
     embedding_dimensions: int = 576
     fatal: tuple[tuple[str, tuple[int, ...]], ...] = ()
@@ -72,7 +75,11 @@ def options_from_environment() -> FakeOptions:
         effect, *tokens = entry.split()
         assert effect in ("kill", "raise"), effect
         fatal.append((effect, tuple(map(int, tokens))))
-    return FakeOptions(step_s=float(os.environ.get(STEP_VARIABLE, "0")) / 1000, fatal=tuple(fatal))
+    return FakeOptions(
+        step_s=float(os.environ.get(STEP_VARIABLE, "0")) / 1000,
+        load_s=float(os.environ.get(LOAD_VARIABLE, "0")),
+        fatal=tuple(fatal),
+    )
 
 
 def fake_engine(options: FakeOptions | None = None, sleep: Callable[[float], None] = time.sleep) -> ModelEngine:
@@ -96,6 +103,8 @@ class FakeModel:
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
         report(0.0, "nothing to load")
+        if options.load_s > 0:
+            sleep(options.load_s)
         self.capacity = _capacity(spec, options)
         self._spec = spec
         self._options = options
