@@ -64,13 +64,14 @@ LABEL org.opencontainers.image.title="Pando worker (CUDA)" \
       org.opencontainers.image.revision="${REVISION}" \
       org.opencontainers.image.licenses="Apache-2.0"
 COPY --from=build /opt/pando /opt/pando
+# GKE mounts the driver's libraries into /usr/local/nvidia, where no linker's cache has them.
 # Triton's kernels are compiled at their first use, by Triton's own compiler, and cached: mount a volume here. Its one C
 # file is already compiled. FlashInfer does not compile: a kernel that is not in the image is an error.
 ENV PATH=/opt/pando/bin:$PATH PYTHONPATH=/opt/pando/source PYTHONDONTWRITEBYTECODE=1 PYTHONUNBUFFERED=1 HOME=/tmp \
     PANDO_VERSION=${VERSION} \
     CC=/opt/pando/bin/prebuilt-compiler FLASHINFER_DISABLE_JIT=1 FLASHINFER_WORKSPACE_BASE=/cache \
     TRITON_CACHE_DIR=/cache/triton TORCHINDUCTOR_CACHE_DIR=/cache/inductor \
-    PANDO_CACHE_DIR=/cache/pando NVIDIA_VISIBLE_DEVICES=all NVIDIA_DRIVER_CAPABILITIES=compute,utility
+    PANDO_CACHE_DIR=/cache/pando LD_LIBRARY_PATH=/usr/local/nvidia/lib64 NVIDIA_VISIBLE_DEVICES=all NVIDIA_DRIVER_CAPABILITIES=compute,utility
 RUN install -d -o 10001 -g 10001 /cache
 VOLUME /cache
 USER 10001:10001

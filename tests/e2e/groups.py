@@ -73,9 +73,9 @@ class Tier:
             },
         )
 
-    def start_gateway(self) -> None:
+    def start_gateway(self, name: str = "gateway", port: int | None = None) -> None:
         addresses = {"gateway.tokenizer": self._socket("tokenizer"), "gateway.detokenizer": self._socket("detokenizer")}
-        self._start("gateway", "gateway", {"gateway.port": self.port, **addresses})
+        self._start(name, "gateway", {"gateway.port": port or self.port, **addresses})
 
     def start_detokenizer(self) -> None:
         self._start("detokenizer", "services.detokenizer", {"detokenizer.address": self._socket("detokenizer")})
@@ -100,9 +100,9 @@ class Tier:
         self.end(f"scheduler-{group}", number)
         self.end(f"worker-{group}", number)
 
-    def end(self, name: str, number: signal.Signals = signal.SIGTERM) -> None:
+    def end(self, name: str, number: signal.Signals = signal.SIGTERM, timeout_s: float = 30.0) -> None:
         """Send a signal to a process and wait until it has ended."""
-        self._processes.end(name, number)
+        self._processes.end(name, number, timeout_s)
 
     def logs(self) -> str:
         """Return the last lines of all processes."""

@@ -38,11 +38,11 @@ class Processes:
                 env=child_environment(os.environ) | variables,
             )
 
-    def end(self, name: str, number: signal.Signals = signal.SIGTERM) -> None:
+    def end(self, name: str, number: signal.Signals = signal.SIGTERM, timeout_s: float = STOP_S) -> None:
         """Send a signal and wait until the process has ended."""
         process = self._processes.pop(name)
         process.send_signal(number)
-        process.wait(STOP_S)
+        process.wait(timeout_s)
 
     def stop(self) -> None:
         for process in self._processes.values():

@@ -13,10 +13,13 @@ from common.rpc.channel import open_channel
 from common.rpc.handshake import FIRST_PROTOCOL, PROTOCOL, Build, client_build, own_build, refusal
 from common.rpc.server import RpcServer
 from common.rpc.stream import wait_until_accepted
+from common.runtime import run_service
+from common.settings import Settings
 from common.version import version
 from protos.gen.pando.v1 import detokenizer_pb2, detokenizer_pb2_grpc, operations_pb2, operations_pb2_grpc
 
 if TYPE_CHECKING:
+    import asyncio
     from collections.abc import AsyncIterator, Callable
     from pathlib import Path
 
@@ -24,7 +27,7 @@ if TYPE_CHECKING:
 class SilentDetokenizer(detokenizer_pb2_grpc.DetokenizerServicer):
     """Accepts subscriptions, and sends nothing."""
 
-    async def Subscribe(  # noqa: N802  (the contract's name)
+    async def Subscribe(
         self, request: detokenizer_pb2.SubscribeRequest, context: object
     ) -> AsyncIterator[detokenizer_pb2.SubscribeResponse]:
         for _ in ():
@@ -53,8 +56,7 @@ async def refused(address: str, tell: Callable[[grpc.aio.Channel], grpc.aio.Call
         try:
             await tell(channel)
         except grpc.aio.AioRpcError as error:
-            assert error.code() is grpc.StatusCode.UNIMPLEMENTED
-            return str(error.details())
+            return str(error.details()) if error.code() is grpc.StatusCode.UNIMPLEMENTED else error.code().name
     return None
 
 
@@ -110,4 +112,11 @@ def test_the_protocol_of_a_process_can_be_set_for_tests(monkeypatch: pytest.Monk
 
 
 def test_every_service_exports_its_build() -> None:
-    assert BUILD_INFO._labelnames == ("version", "protocol")
+    """Each of them runs by `run_service`."""
+
+    async def main(_: asyncio.Event) -> None:
+        return
+
+    run_service("test", Settings(), None, main)
+    [sample] = BUILD_INFO.collect()[0].samples
+    assert (sample.labels, sample.value) == ({"version": version(), "protocol": str(PROTOCOL)}, 1.0)
