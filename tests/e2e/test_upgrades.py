@@ -12,6 +12,7 @@ import signal
 import tempfile
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -30,7 +31,7 @@ if TYPE_CHECKING:
 LOAD_S = float(os.environ.get("PANDO_TEST_LOAD_S", "10"))
 STREAMS = 4
 # Longer than schedulers drain.
-TOKENS, STEP_MS, DRAIN_S = 300, 30, 2
+TOKENS, STEP_MS, DRAIN_S = 200, 30, 2
 TIMEOUT_S = 120 + 2 * LOAD_S
 
 
@@ -65,14 +66,21 @@ class Upgrade:
     """A tier with one or two groups, streams through its gateway, and the steps of an upgrade."""
 
     def __init__(self, directory: Path, groups: Sequence[int]) -> None:
-        settings = {"scheduler.drain_s": DRAIN_S, "gateway.drain_s": TIMEOUT_S}
+        settings = {"scheduler.drain_s": DRAIN_S, "scheduler.max_steps_per_plan": 1, "gateway.drain_s": TIMEOUT_S}
         self.tier = Tier(directory, settings, step_ms=STEP_MS, groups=groups)
         self.groups = groups
+        self.undisturbed: list[str] = []
         self._pool = ThreadPoolExecutor(16)
+        self._gateway, self._port = "gateway", self.tier.port
+
+    def start(self) -> None:
+        self.tier.start()
+        self.undisturbed = [future.result(TIMEOUT_S).text for _, future in self.start_streams()]
+        assert len(set(self.undisturbed)) == STREAMS
 
     def start_streams(self) -> list[tuple[Stream, Future[Stream]]]:
         """Start the clients, and wait until each of them has received some text."""
-        streams = [Stream(f"http://127.0.0.1:{self.tier.port}", seed) for seed in range(STREAMS)]
+        streams = [Stream(f"http://127.0.0.1:{self._port}", seed) for seed in range(STREAMS)]
         running = [(stream, self._pool.submit(stream.run)) for stream in streams]
         wait_until(lambda: all(stream.text for stream in streams), timeout_s=TIMEOUT_S, what=self.tier.logs)
         return running
@@ -91,8 +99,9 @@ class Upgrade:
 
     def replace_others(self) -> None:
         """Replace the gateway after its successor has started, and tokenizer and detokenizer."""
-        self.tier.start_gateway("gateway-new", free_port("127.0.0.1"))
-        gateway = self._pool.submit(self.tier.end, "gateway", timeout_s=TIMEOUT_S)
+        old, self._gateway, self._port = self._gateway, "gateway-new", free_port("127.0.0.1")
+        self.tier.start_gateway(self._gateway, self._port)
+        gateway = self._pool.submit(self.tier.end, old, timeout_s=TIMEOUT_S)
         for name, start in (("detokenizer", self.tier.start_detokenizer), ("tokenizer", self.tier.start_tokenizer)):
             self.tier.end(name)
             start()
@@ -102,6 +111,11 @@ class Upgrade:
         """Take all steps at the same time, as one upgrade does."""
         for step in [self._pool.submit(step) for step in steps]:
             step.result(TIMEOUT_S)
+
+    def steps(self, group: int) -> int:
+        """Return the passes that a group has computed since its scheduler started; 0 while that is away."""
+        state = self.tier.state(group)
+        return 0 if state is None else state.finished_steps
 
     def close(self) -> None:
         self.tier.stop()
@@ -113,79 +127,64 @@ class Upgrade:
         wait_until(lambda: group in self.tier.serving(), timeout_s=TIMEOUT_S, what=self.tier.logs)
 
 
-@pytest.fixture
-def make_upgrade() -> Iterator[Callable[[Sequence[int]], Upgrade]]:
+@contextmanager
+def upgraded(groups: Sequence[int]) -> Iterator[Upgrade]:
     directory = Path(tempfile.mkdtemp(prefix="pando-upgrade-"))
-    made: list[Upgrade] = []
-
-    def make(groups: Sequence[int]) -> Upgrade:
-        made.append(Upgrade(directory, groups))
-        made[0].tier.start()
-        return made[0]
-
+    upgrade = Upgrade(directory, groups)
     try:
-        yield make
+        upgrade.start()
+        yield upgrade
     finally:
-        for each in made:
-            each.close()
+        upgrade.close()
         shutil.rmtree(directory, ignore_errors=True)
 
 
-def finished(running: Sequence[tuple[Stream, Future[Stream]]], expected: Sequence[str]) -> None:
+@pytest.fixture(scope="module")
+def single() -> Iterator[Upgrade]:
+    with upgraded((0,)) as upgrade:
+        yield upgrade
+
+
+def check_streams(upgrade: Upgrade, running: Sequence[tuple[Stream, Future[Stream]]]) -> None:
     """Check that each stream has received the text of an undisturbed one."""
     ends = [future.result(TIMEOUT_S) for _, future in running]
     assert [stream.finish for stream in ends] == ["length"] * STREAMS
-    assert [stream.text for stream in ends] == list(expected)
+    assert [stream.text for stream in ends] == upgrade.undisturbed
+    # They ended at a group that has loaded its weights meanwhile.
+    assert all(upgrade.steps(group) > 0 for group in upgrade.groups)
 
 
-@pytest.mark.parametrize("layout", ["together", "separate"])
-def test_no_stream_is_lost_when_all_services_of_a_single_group_are_upgraded(
-    layout: str, make_upgrade: Callable[[Sequence[int]], Upgrade]
-) -> None:
-    upgrade = make_upgrade((0,))
-    undisturbed = [future.result(TIMEOUT_S).text for _, future in upgrade.start_streams()]
-    assert len(set(undisturbed)) == STREAMS
-    running = upgrade.start_streams()
-    replace = {"together": upgrade.replace_pod_with_sidecar, "separate": upgrade.replace_separate_pods}[layout]
-    upgrade.together_with(upgrade.replace_others, lambda: replace(0))
-    finished(running, undisturbed)
-    # They ended at the new group.
-    state = upgrade.tier.state(0)
-    assert state is not None
-    assert state.finished_steps > 0
+def test_no_stream_is_lost_when_all_services_are_upgraded(single: Upgrade) -> None:
+    running = single.start_streams()
+    single.together_with(single.replace_others, lambda: single.replace_pod_with_sidecar(0))
+    check_streams(single, running)
+
+
+def test_no_stream_is_lost_when_scheduler_and_worker_are_separate(single: Upgrade) -> None:
+    running = single.start_streams()
+    single.replace_separate_pods(0)
+    check_streams(single, running)
+
+
+def test_a_worker_that_is_told_to_end_serves_while_its_scheduler_needs_it(single: Upgrade) -> None:
+    running = single.start_streams()
+    before = single.steps(0)
+    ending = threading.Thread(target=single.tier.end, args=("worker-0",), kwargs={"timeout_s": TIMEOUT_S})
+    ending.start()
+    # A worker that ends at once runs at most the two plans that it has.
+    wait_until(lambda: single.steps(0) >= before + 6, timeout_s=TIMEOUT_S, what=single.tier.logs)
+    ending.join(TIMEOUT_S)
+    assert not ending.is_alive()
+    single.tier.start_worker(0)
+    check_streams(single, running)
 
 
 @pytest.mark.extended
-def test_no_stream_waits_for_weights_when_groups_are_upgraded_one_after_the_other(
-    make_upgrade: Callable[[Sequence[int]], Upgrade],
-) -> None:
-    upgrade = make_upgrade((0, 1))
-    undisturbed = [future.result(TIMEOUT_S).text for _, future in upgrade.start_streams()]
-    running = upgrade.start_streams()
-    for group in upgrade.groups:
-        upgrade.replace_pod_with_sidecar(group)
-        # Served by the other group meanwhile; the next one is replaced after this one has loaded its weights.
-        assert upgrade.tier.complete("somebody")["completion"] > 0
-    finished(running, undisturbed)
-
-
-def test_a_worker_that_is_told_to_end_finishes_the_requests_of_its_scheduler(
-    make_upgrade: Callable[[Sequence[int]], Upgrade],
-) -> None:
-    upgrade = make_upgrade((0,))
-    undisturbed = [future.result(TIMEOUT_S).text for _, future in upgrade.start_streams()]
-    running = upgrade.start_streams()
-    before = upgrade.tier.state(0)
-    ending = threading.Thread(target=upgrade.tier.end, args=("worker-0",), kwargs={"timeout_s": TIMEOUT_S})
-    ending.start()
-    # More passes than the two that are under way when a worker ends at once.
-    wait_until(lambda: before is not None and steps(upgrade) >= before.finished_steps + 5, timeout_s=TIMEOUT_S)
-    ending.join(TIMEOUT_S)
-    assert not ending.is_alive()
-    upgrade.tier.start_worker(0)
-    finished(running, undisturbed)
-
-
-def steps(upgrade: Upgrade) -> int:
-    state = upgrade.tier.state(0)
-    return 0 if state is None else state.finished_steps
+def test_no_stream_waits_for_weights_when_groups_are_upgraded_one_after_the_other() -> None:
+    with upgraded((0, 1)) as upgrade:
+        running = upgrade.start_streams()
+        for group in upgrade.groups:
+            upgrade.replace_pod_with_sidecar(group)
+            # Served by the other group meanwhile; the next one is replaced after this one has loaded its weights.
+            assert upgrade.tier.complete("somebody")["completion"] > 0
+        check_streams(upgrade, running)
