@@ -129,10 +129,13 @@ def tokens(results: list[StepResult]) -> list[int]:
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-async def test_a_signal_ends_the_process_in_order(launcher: Launcher, number: signal.Signals) -> None:
+async def test_a_signal_ends_the_process_in_order(
+    launcher: Launcher, number: signal.Signals, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PANDO_SCHEDULER__DRAIN_S", "0.2")
     rank = await launcher.start()
     await rank.configure(EngineSpec("anything", "fake"))
-    # An open stream does not hold it up.
+    # An open stream delays it as long as schedulers drain.
     call = rank.stub.Execute()
     await call.wait_for_connection()
     os.kill(rank.process.pid, number)
@@ -144,6 +147,7 @@ async def test_a_signal_ends_the_process_though_the_engine_is_busy(
     launcher: Launcher, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(STEP_VARIABLE, "60000")
+    monkeypatch.setenv("PANDO_SCHEDULER__DRAIN_S", "0.2")
     rank = await launcher.start()
     await rank.configure(EngineSpec("anything", "fake"))
     call = rank.stub.Execute()

@@ -498,6 +498,16 @@ def test_the_notes_name_the_model_as_it_is_served(model: dict[str, Any], name: s
     assert {each.settings.model.name for each in running(render(values)) if each.service in SERVICES} == {name}
 
 
+def test_the_notes_say_how_separate_groups_are_upgraded() -> None:
+    notes = render_texts(VALUE_SETS["separate"])["pando/templates/NOTES.txt"]
+    assert "component=scheduler\n" in notes
+    for group in range(2):
+        assert f"kubectl -n llm delete pod -l app.kubernetes.io/instance=demo,pando/group={group}\n" in notes
+    together = render_texts({})["pando/templates/NOTES.txt"]
+    assert "component=group\n" in together
+    assert "delete pod" not in together
+
+
 def test_clients_reach_all_endpoints_through_ingress_and_route() -> None:
     ingress = named(render(VALUE_SETS["ingress"]), "Ingress", "gateway")["spec"]["rules"][0]["http"]["paths"]
     assert [(path["path"], path["pathType"]) for path in ingress] == [("/", "Prefix")]
