@@ -53,9 +53,10 @@ _GAMMA = np.uint64(0x9E37_79B9_7F4A_7C15)
 class FakeOptions:
     """How the fake behaves.
 
-    `step_s` is how long a pass takes, `load_s` how long the weights take to load; `eos_probability` how likely it generates the end of the sequence;
-    `transfer_passes` after how many passes a transfer is done; `embedding_dimensions` are those of the default model.
-    A pass that samples for a row with one of the sequences in `fatal` kills the process or raises.
+    `step_s` is how long a pass takes, `load_s` how long the weights take to load; `eos_probability` how likely it
+    generates the end of the sequence; `transfer_passes` after how many passes a transfer is done;
+    `embedding_dimensions` are those of the default model. A pass that samples for a row with one of the sequences in
+    `fatal` kills the process or raises.
     """
 
     vocabulary_size: int = 49_152
