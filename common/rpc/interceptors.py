@@ -115,7 +115,7 @@ class ServerInterceptor(grpc.aio.ServerInterceptor):
         """Log a version that is refused, once: its calls will be repeated."""
         if reason not in self._refused and len(self._refused) < MAX_REFUSED_VERSIONS:
             self._refused.add(reason)
-            get_logger("rpc").error("rpc.incompatible", method=method, reason=reason)
+            get_logger("rpc").error("version.refused", method=method, reason=reason)
 
 
 async def _refuse(reason: str, _requests: object, context: Context) -> NoReturn:
