@@ -157,7 +157,7 @@ class Tier:
     def _socket(self, name: str) -> str:
         return f"unix:{self._directory}/{name}.sock"
 
-    def _start(self, name: str, module: str, settings: dict[str, object]) -> None:
+    def _start(self, name: str, module: str, settings: Mapping[str, object]) -> None:
         common = {"model.load_format": "fake", "scheduler.drain_s": 20}
         given = {**common, **self._settings, **settings}
         variables = {STEP_VARIABLE: str(self._step_ms), **self.variables.get(name, {})}

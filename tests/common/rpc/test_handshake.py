@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import grpc
 import pytest
@@ -17,21 +17,22 @@ from common.runtime import run_service
 from common.settings import Settings
 from common.version import version
 from protos.gen.pando.v1 import detokenizer_pb2, detokenizer_pb2_grpc, operations_pb2, operations_pb2_grpc
+from tests.fakes.detokenizer_service import RecordingDetokenizer
 
 if TYPE_CHECKING:
     import asyncio
-    from collections.abc import AsyncIterator, Callable
+    from collections.abc import AsyncIterator, Awaitable, Callable
     from pathlib import Path
 
 
-class SilentDetokenizer(detokenizer_pb2_grpc.DetokenizerServicer):
+class SilentDetokenizer(RecordingDetokenizer):
     """Accepts subscriptions, and sends nothing."""
 
     async def Subscribe(
-        self, request: detokenizer_pb2.SubscribeRequest, context: object
+        self, request: detokenizer_pb2.SubscribeRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> AsyncIterator[detokenizer_pb2.SubscribeResponse]:
-        for _ in ():
-            yield detokenizer_pb2.SubscribeResponse()
+        for nothing in ():
+            yield nothing
 
 
 @pytest.mark.parametrize("own", range(1, 6))
@@ -50,7 +51,7 @@ def test_the_first_release_with_a_handshake_works_with_the_one_before() -> None:
     assert client_build({"user-agent": f"{Build(7, '3.1').user_agent} grpc-python-asyncio/1.76.0"}) == Build(7, "3.1")
 
 
-async def refused(address: str, tell: Callable[[grpc.aio.Channel], grpc.aio.Call]) -> str | None:
+async def refused(address: str, tell: Callable[[grpc.aio.Channel], Awaitable[None]]) -> str | None:
     """Return why a server refuses a call; None if it accepts it."""
     async with open_channel(address) as channel:
         try:
@@ -73,7 +74,7 @@ async def set_level(channel: grpc.aio.Channel) -> None:
 @pytest.mark.parametrize("protocol", [PROTOCOL - 1, PROTOCOL, PROTOCOL + 1, PROTOCOL + 2])
 @pytest.mark.parametrize("call", [subscribe, set_level])
 async def test_a_server_refuses_streams_and_calls_of_a_client_that_is_too_old(
-    protocol: int, call: Callable[[grpc.aio.Channel], grpc.aio.Call], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    protocol: int, call: Callable[[grpc.aio.Channel], Awaitable[None]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(interceptors, "own_build", lambda: Build(protocol, "9.9"))
     server = RpcServer("pando.v1.Detokenizer", f"unix:{tmp_path}/server.sock")
@@ -118,5 +119,5 @@ def test_every_service_exports_its_build() -> None:
         return
 
     run_service("test", Settings(), None, main)
-    [sample] = BUILD_INFO.collect()[0].samples
+    [sample] = [sample for metric in BUILD_INFO.collect() for sample in metric.samples]
     assert (sample.labels, sample.value) == ({"version": version(), "protocol": str(PROTOCOL)}, 1.0)

@@ -11,7 +11,7 @@ from grpc_health.v1.health import aio
 from common.rpc.options import CHANNEL_OPTIONS, SERVER_OPTIONS
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
+    from collections.abc import AsyncIterator, Sequence
     from pathlib import Path
 
     from google.protobuf.message import Message
@@ -21,11 +21,11 @@ FASTER = 100
 PATIENCE_S = 5.0
 
 
-def hurried(options: list[tuple[str, int]]) -> list[tuple[str, int]]:
+def hurried(options: Sequence[tuple[str, int | str]]) -> list[tuple[str, int | str]]:
     """Return the same options with shorter intervals, but as much patience with a busy peer."""
     patience = {"timeout", "reconnect"}
     return [
-        (name, value // FASTER if name.endswith("_ms") and not patience & set(name.split("_")) else value)
+        (name, int(value) // FASTER if name.endswith("_ms") and not patience & set(name.split("_")) else value)
         for name, value in options
     ]
 
