@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import TYPE_CHECKING, Any
 
 import grpc
@@ -16,11 +17,10 @@ from common.rpc.stream import wait_until_accepted
 from common.runtime import run_service
 from common.settings import Settings
 from common.version import version
-from protos.gen.pando.v1 import detokenizer_pb2, detokenizer_pb2_grpc, operations_pb2, operations_pb2_grpc
+from protos.gen.pando.v1 import common_pb2, detokenizer_pb2, detokenizer_pb2_grpc, operations_pb2, operations_pb2_grpc
 from tests.fakes.detokenizer_service import RecordingDetokenizer
 
 if TYPE_CHECKING:
-    import asyncio
     from collections.abc import AsyncIterator, Awaitable, Callable
     from pathlib import Path
 
@@ -31,8 +31,13 @@ class SilentDetokenizer(RecordingDetokenizer):
     async def Subscribe(
         self, request: detokenizer_pb2.SubscribeRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> AsyncIterator[detokenizer_pb2.SubscribeResponse]:
-        for nothing in ():
-            yield nothing
+        await asyncio.Event().wait()
+        yield detokenizer_pb2.SubscribeResponse()
+
+    async def FindUnknown(
+        self, request: common_pb2.FindUnknownRequest, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> common_pb2.FindUnknownResponse:
+        return common_pb2.FindUnknownResponse()
 
 
 @pytest.mark.parametrize("own", range(1, 6))
