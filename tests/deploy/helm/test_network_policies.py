@@ -105,6 +105,15 @@ def test_only_gateways_fetch_the_keys_of_signed_tokens() -> None:
     gateway = next(item for item in render(file) if item["kind"] == "NetworkPolicy" and component_of(item) == "gateway")
     assert not [rule for rule in gateway["spec"]["egress"] if _ports(rule) == [443]]
 
+    def ports(url: str) -> list[int | None]:
+        values = {"settings": {"gateway": {"jwt": {"keys": url, "issuer": "i", "audience": "a"}}}}
+        policies = {component_of(item): item for item in render(values) if item["kind"] == "NetworkPolicy"}
+        own = {port for rule in policies["gateway"]["spec"]["egress"] for port in _ports(rule)}
+        return sorted(own - {port for rule in gateway["spec"]["egress"] for port in _ports(rule)}, key=str)
+
+    assert ports("https://id.example:8443/keys:1") == [8443]
+    assert ports("https://id.example/keys:1") == [443]
+
 
 def test_only_gateways_reach_their_state() -> None:
     def rules(name: str) -> dict[str, list[Manifest]]:
