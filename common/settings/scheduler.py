@@ -161,7 +161,8 @@ class SchedulerSettings(Section):
     worker_timeout_s: float = Field(default=120.0, gt=0)
     """Seconds without any result, while plans are in flight, after which the worker group counts as dead."""
     drain_s: float = Field(default=10.0, ge=0)
-    """Seconds that open requests have to finish after SIGTERM."""
+    """Seconds that open requests have to finish after SIGTERM. Workers that receive it serve as long, until their
+    scheduler has ended."""
     admin_token: SecretStr | None = None
     """Callers that send `authorization: Bearer TOKEN` see owners and token ids in state dumps, and may forget users and
     pin prompts; absent: no caller may. When it is set, flush, pause and resume require it, too: gateways need the same
