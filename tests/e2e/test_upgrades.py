@@ -164,6 +164,7 @@ def test_no_stream_is_lost_when_all_services_are_upgraded(single: Upgrade) -> No
     check_streams(single, running)
 
 
+@pytest.mark.extended
 def test_no_stream_is_lost_when_scheduler_and_worker_are_separate(single: Upgrade) -> None:
     running = single.start_streams()
     single.replace_separate_pods(0)
