@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -13,11 +12,10 @@ from common.errors import ConfigurationError
 from common.logs import configure_logging
 from common.models import resolve_model
 from common.settings import LogSettings
+from tests.fakes.forked import ForkedProgram
 
 if TYPE_CHECKING:
     from pathlib import Path
-
-TIMEOUT_S = 90.0
 
 
 @dataclass(frozen=True)
@@ -40,12 +38,9 @@ class HubClient:
             **changes,
         }
 
-    def start(self, reference: str, *, weights: bool = True, **changes: str) -> subprocess.Popen[str]:
+    def start(self, reference: str, *, weights: bool = True, **changes: str) -> ForkedProgram:
         """Start to resolve `reference`."""
-        return subprocess.Popen(
-            [sys.executable, "-m", "tests.fakes.hub_client", reference, str(int(weights))],
-            env=self.environment(**changes), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-        )  # fmt: skip
+        return ForkedProgram("tests.fakes.hub_client", (reference, str(int(weights))), self.environment(**changes))
 
     def resolve(self, reference: str, *, weights: bool = True, **changes: str) -> dict[str, Any]:
         """Return what `reference` is found to be, or {"error": …}."""
@@ -56,10 +51,10 @@ class HubClient:
         return self.home / "hub" / f"models--{repository.replace('/', '--')}"
 
 
-def result_of(process: subprocess.Popen[str]) -> dict[str, Any]:
+def result_of(process: ForkedProgram) -> dict[str, Any]:
     """Wait for a process of `HubClient.start`; its log is under "log"."""
-    output, log = process.communicate(timeout=TIMEOUT_S)
-    assert process.returncode == 0, log
+    status, output, log = process.communicate()
+    assert status == 0, log
     result: dict[str, Any] = json.loads(output)
     return {**result, "log": log}
 

@@ -69,7 +69,7 @@ class FakeScheduler(scheduler_pb2_grpc.SchedulerServicer):
         self.sessions.discard((view.subject.name, session))
         return was_open
 
-    async def until(self, condition: Callable[[FakeScheduler], object], timeout_s: float = 10.0) -> None:
+    async def until(self, condition: Callable[[FakeScheduler], object], timeout_s: float = 60.0) -> None:
         """Wait until `condition` holds for what has been received."""
         async with asyncio.timeout(timeout_s):
             while not condition(self):

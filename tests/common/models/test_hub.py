@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import random
 import shutil
-import signal
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -94,8 +93,7 @@ def test_a_download_that_was_killed_continues_where_it_stopped(hub: FakeHub, cli
     process = client.start("acme/large")
     partials = client.cached("acme/large") / "blobs"
     wait_until(lambda: any(path.stat().st_size >= CHUNK_BYTES for path in partials.glob("*.incomplete")), 60)
-    process.send_signal(signal.SIGKILL)
-    process.communicate()
+    process.kill()
     (partial,) = partials.glob("*.incomplete")
     kept = partial.stat().st_size
     assert large.startswith(partial.read_bytes())

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
 
+from tests.fakes.forked import ForkedProgram
 from tests.fakes.hub import COMMIT, Repository, serve_hub
 from tests.fakes.hub_client import HubClient
 
@@ -46,12 +45,9 @@ def client(hub: FakeHub, tmp_path: Path) -> HubClient:
 
 
 def pando(client: HubClient, *arguments: str, status: int = 0) -> str:
-    ended = subprocess.run(
-        [sys.executable, "-m", "deploy.cli", "models", *arguments],
-        env=client.environment(), capture_output=True, text=True, check=False,
-    )  # fmt: skip
-    assert ended.returncode == status, ended.stderr
-    return ended.stderr if status else ended.stdout
+    ended, output, log = ForkedProgram("deploy.cli", ("models", *arguments), client.environment()).communicate()
+    assert ended == status, log
+    return log if status else output
 
 
 def test_inspection_fetches_no_weights(hub: FakeHub, client: HubClient) -> None:
