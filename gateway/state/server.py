@@ -56,7 +56,7 @@ class StateServer:
     background probe has written to the server again.
     """
 
-    def __init__(self, url: str, metrics: GatewayMetrics, *, prefix: str, timeout_s: float = TIMEOUT_S) -> None:
+    def __init__(self, url: str, metrics: GatewayMetrics, *, prefix: str, timeout_s: float) -> None:
         """Prepare connections to `url` without opening any. All keys and channels begin with `prefix`.
 
         Raises:

@@ -13,7 +13,7 @@ from common.section import read_secret
 from gateway.quotas.memory_meters import MemoryMeters
 from gateway.quotas.redis_meters import RedisMeters
 from gateway.state.aborts import LocalAborts, SharedAborts, Signatures
-from gateway.state.server import StateAwayError, StateServer
+from gateway.state.server import TIMEOUT_S, StateAwayError, StateServer
 from gateway.stored_responses.redis_responses import RedisResponses
 from gateway.stored_responses.sqlite_responses import SqliteResponses
 
@@ -63,7 +63,7 @@ def open_state(
         raise ConfigurationError(
             "gateway.responses.file is of no use beside gateway.state.url, which holds the responses"
         )
-    server = StateServer(url, metrics, prefix=settings.state.prefix)
+    server = StateServer(url, metrics, prefix=settings.state.prefix, timeout_s=TIMEOUT_S)
     own = MemoryMeters(limits_clock or time.monotonic) if settings.state.failure == "open" else None
     meters = RedisMeters(server, own, metrics, clock=limits_clock)
     responses = RedisResponses(server, lifetime_s, settings.responses.max_bytes)

@@ -6,7 +6,6 @@ Its state server may take as long to answer as a busy machine lets it.
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
-from unittest.mock import patch
 
 from prometheus_client import REGISTRY
 
@@ -14,13 +13,14 @@ from common.rpc.security import read_security
 from common.runtime import run_service
 from common.settings import load_settings
 from gateway.assembly import Gateway
-from gateway.state.server import StateServer
+from gateway.state import state
 
 if TYPE_CHECKING:
     import asyncio
 
 
 def main() -> None:
+    state.TIMEOUT_S = 30.0
     settings = load_settings("gateway_without_refill", "A gateway for tests.")
 
     async def serve(stopping: asyncio.Event) -> None:
@@ -28,8 +28,7 @@ def main() -> None:
         gateway = Gateway(settings, REGISTRY, security, limits_clock=lambda: 1.0)
         await gateway.run(stopping)
 
-    with patch.dict(StateServer.__init__.__kwdefaults__, timeout_s=30.0):
-        run_service("gateway", settings, settings.gateway.metrics_port, serve)
+    run_service("gateway", settings, settings.gateway.metrics_port, serve)
 
 
 if __name__ == "__main__":

@@ -92,7 +92,7 @@ def test_nginx_with_default_settings_may_not_administer(keyless: Served) -> None
 def test_refusing_a_rebound_host_name_names_the_setting_that_allows_it(keyless: Served) -> None:
     assert statuses(keyless.url, (*ADMIN, *USER), host="evil.example") == [403] * 9
     assert statuses(keyless.url, OPEN, host="evil.example") == [200] * 3
-    answer = httpx.get(f"{keyless.url}/v1/models", headers={"host": "evil.example"}, trust_env=False)
+    answer = httpx.get(f"{keyless.url}/v1/models", headers={"host": "evil.example"}, timeout=60, trust_env=False)
     assert "gateway.allowed_hosts" in answer.json()["error"]["message"]
 
 
@@ -115,7 +115,7 @@ def test_with_keys_only_an_admin_key_administers(guarded: Served) -> None:
 def test_prometheus_reads_the_metrics_port_without_a_key(guarded: Served) -> None:
     assert statuses(guarded.url, ADMIN[:1], authorization="Bearer ann") == [403]
     port = guarded.deployment.layout.find("gateway").settings.gateway.metrics_port
-    text = httpx.get(f"http://127.0.0.1:{port}/metrics", trust_env=False).text
+    text = httpx.get(f"http://127.0.0.1:{port}/metrics", timeout=60, trust_env=False).text
     assert 'pando_gateway_refusals_total{cause="permission_denied",tenant="acme"}' in text
     # It is at the gateway's interface, here loopback, and nowhere else.
     with pytest.raises(OSError, match="refused"):

@@ -235,7 +235,7 @@ def test_a_refused_call_is_logged_and_counted_by_the_refusing_service(pipeline: 
         :1
     ]
     assert "spiffe://pando.internal/pando/gateway" in line
-    metrics = httpx.get(f"http://{HOST}:{pipeline.metrics_port}/metrics", trust_env=False).text
+    metrics = httpx.get(f"http://{HOST}:{pipeline.metrics_port}/metrics", timeout=60, trust_env=False).text
     assert 'pando_rpc_refused_total{method="/pando.v1.Worker/Execute",role="gateway"}' in metrics
 
 

@@ -165,7 +165,7 @@ class Watched:
         """The cache's stream begins with a snapshot; the detokenizer counts its subscribers, and the gateway is one."""
         if not self._recipe.command.endswith("Subscribe"):
             return "SNAPSHOT_END" in self._output.read_text()
-        text = httpx.get(f"http://127.0.0.1:{self._metrics_port}/metrics", trust_env=False).text
+        text = httpx.get(f"http://127.0.0.1:{self._metrics_port}/metrics", timeout=60, trust_env=False).text
         return "pando_detokenizer_subscribers 2.0" in text
 
     def _said(self) -> str:

@@ -59,7 +59,7 @@ def test_both_models_are_listed_and_answer_by_name(both: Served) -> None:
     assert client.completions.create(model="gpt-4o-mini", prompt="x", max_tokens=2).model == "small"
     with pytest.raises(openai.NotFoundError, match="'small', 'large'"):
         client.completions.create(model="huge", prompt="x")
-    answer = httpx.post(f"{both.url}/v1/completions", json={"prompt": "x", "max_tokens": 1})
+    answer = httpx.post(f"{both.url}/v1/completions", json={"prompt": "x", "max_tokens": 1}, timeout=60)
     assert answer.json()["model"] == "large"
 
 
@@ -78,15 +78,15 @@ def test_a_model_that_dies_does_not_disturb_the_other(both: Served) -> None:
     assert all(event.wait(60) for event in begun.values())
     both.deployment.kill("small/scheduler")
     # While it is away, the gateway says so of this model, and of no other.
-    wait_for(lambda: httpx.get(f"{both.url}/ready?model=small").status_code == 503)
-    assert httpx.get(f"{both.url}/ready").json()["status"] == "partial"
-    assert httpx.get(f"{both.url}/ready?model=large").status_code == 200
+    wait_for(lambda: httpx.get(f"{both.url}/ready?model=small", timeout=60).status_code == 503)
+    assert httpx.get(f"{both.url}/ready", timeout=60).json()["status"] == "partial"
+    assert httpx.get(f"{both.url}/ready?model=large", timeout=60).status_code == 200
     for thread in threads:
         thread.join()
     assert answers["large"] == undisturbed
     # What was interrupted went on where it was, once the scheduler was back; the other was never interrupted.
     assert len(answers["small"]) == len(undisturbed)
-    metrics = httpx.get(f"{both.url}/metrics").text
+    metrics = httpx.get(f"{both.url}/metrics", timeout=60).text
     assert 'pando_gateway_resumptions_total{model="small"}' in metrics
     assert 'pando_gateway_resumptions_total{model="large"}' not in metrics
 

@@ -138,7 +138,7 @@ async def two_gateways(directory: Path, limits_file: Path, **settings: object) -
             own = {"port": port, "metrics_port": metrics_port, **addresses, **settings}
             named = {f"gateway.{name}": value for name, value in own.items()}
             processes.start(f"gateway-{number}", GATEWAY, {**named, "limits.file": limits_file, "log.level": "warning"})
-        async with httpx.AsyncClient(trust_env=False) as client:
+        async with httpx.AsyncClient(timeout=60, trust_env=False) as client:
             for port in ports:
                 await _until_ready(client, port, processes)
         gateways = TwoGateways(services, metrics_ports, await stack.enter_async_context(round_robin(ports)))

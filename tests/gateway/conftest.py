@@ -1,4 +1,4 @@
-"""A real Redis or Valkey server, for what gateways share."""
+"""A real Redis or Valkey server, for what gateways share, and time for its answers."""
 
 from __future__ import annotations
 
@@ -12,6 +12,12 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from tests.fakes.redis_process import RedisProcess
+
+
+@pytest.fixture(autouse=True)
+def patient_state(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let a machine that is busy keep a gateway's state server waiting for longer than in production."""
+    monkeypatch.setattr("gateway.state.state.TIMEOUT_S", 30.0)
 
 
 @pytest.fixture(scope="module")

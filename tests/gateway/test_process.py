@@ -33,7 +33,7 @@ async def gateway_over(services: FakeServices, resume: ResumePolicy | None = Non
     stopping = asyncio.Event()
     running = asyncio.create_task(gateway.run(stopping))
     try:
-        async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{gateway.port}", timeout=20) as client:
+        async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{gateway.port}", timeout=60) as client:
             yield client
     finally:
         stopping.set()

@@ -160,7 +160,7 @@ async def reflects(port: int, security: Security) -> grpc.StatusCode | None:
     """Ask what services there are; return the status of a refusal."""
     async with open_channel(f"127.0.0.1:{port}", security) as channel:
         stub: Any = reflection_pb2_grpc.ServerReflectionStub(channel)  # type: ignore[arg-type]  # its stubs know no aio
-        call = stub.ServerReflectionInfo(iter([reflection_pb2.ServerReflectionRequest(list_services="")]), timeout=5)
+        call = stub.ServerReflectionInfo(iter([reflection_pb2.ServerReflectionRequest(list_services="")]), timeout=60)
         try:
             await call.read()
         except grpc.aio.AioRpcError as error:

@@ -59,7 +59,7 @@ async def channel(address: str) -> AsyncIterator[grpc.aio.Channel]:
 
 async def failure_of(channel: grpc.aio.Channel, text: str) -> PandoError:
     with pytest.raises(grpc.aio.AioRpcError) as raised:
-        await tokenizer_pb2_grpc.TokenizerStub(channel).Tokenize(tokenizer_pb2.TokenizeRequest(text=text), timeout=5)
+        await tokenizer_pb2_grpc.TokenizerStub(channel).Tokenize(tokenizer_pb2.TokenizeRequest(text=text), timeout=60)
     return to_error(raised.value)
 
 
@@ -75,7 +75,7 @@ async def test_defects_arrive_without_their_details(channel: grpc.aio.Channel) -
 
 
 async def test_an_error_in_a_stream_ends_it_with_our_status(channel: grpc.aio.Channel) -> None:
-    call = tokenizer_pb2_grpc.TokenizerStub(channel).Submit(timeout=5)
+    call = tokenizer_pb2_grpc.TokenizerStub(channel).Submit(timeout=60)
     await call.write(tokenizer_pb2.TokenizerSubmitRequest())
     with pytest.raises(grpc.aio.AioRpcError) as raised:
         async for _ in call:

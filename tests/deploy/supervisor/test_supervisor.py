@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import os
 import signal
-import time
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -188,13 +187,12 @@ async def test_a_service_that_ignores_the_request_to_end_is_killed_after_its_gra
 
 
 async def test_abort_does_not_wait_for_any_grace(tmp_path: Path) -> None:
-    running = Running(tmp_path, service(tmp_path, "worker", "stubborn", stop_s=60.0))
-    started = time.monotonic()
+    running = Running(tmp_path, service(tmp_path, "worker", "stubborn", stop_s=600.0))
     async with running.deployed() as supervisor:
         running.stopping.set()
         await asyncio.sleep(0.1)
         supervisor.abort()
-    assert time.monotonic() - started < 30
+    assert not any("did not end within" in text for _, text in running.reporter.lines)
 
 
 async def test_the_state_file_follows_the_processes_and_goes_with_the_deployment(tmp_path: Path) -> None:

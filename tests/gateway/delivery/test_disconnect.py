@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from typing import TYPE_CHECKING, Any
 
 import orjson
@@ -27,12 +26,8 @@ async def send_request(port: int, *, stream: bool, **fields: Any) -> tuple[async
     return reader, writer
 
 
-async def seconds_until_aborted(gateway: FakedGateway, count: int = 1) -> float:
-    started = time.perf_counter()
-    async with asyncio.timeout(30):
-        while len(gateway.pipeline.aborted) < count:  # noqa: ASYNC110  (what is measured is the abort itself)
-            await asyncio.sleep(0.001)
-    return time.perf_counter() - started
+async def until_aborted(gateway: FakedGateway) -> None:
+    await until(lambda: gateway.pipeline.aborted)
 
 
 @pytest.mark.parametrize("stream", [True, False])
@@ -42,8 +37,7 @@ async def test_client_that_leaves_while_its_prompt_is_computed_is_aborted(stream
         _, writer = await send_request(port, stream=stream)
         (request,) = await gateway.pipeline.submissions(1)
         writer.close()
-        # The target is 100 ms; the bound leaves room for a machine that is busy with other things.
-        assert await seconds_until_aborted(gateway) < 10
+        await until_aborted(gateway)
     assert gateway.pipeline.aborted == [request.request_id]
     assert len(gateway.journal) == 0
 
@@ -58,23 +52,26 @@ async def test_client_that_leaves_in_the_middle_of_its_answer_is_aborted(stream:
         if stream:
             await reader.readuntil(b"word3")
         writer.transport.abort()
-        assert await seconds_until_aborted(gateway) < 10
+        await until_aborted(gateway)
     assert len(gateway.pipeline.aborted) == 1
     assert len(gateway.journal) == 0
     assert b'pando_gateway_aborts_total{cause="disconnect"} 1.0' in gateway.metrics.exposition()
 
 
 async def test_only_the_client_that_left_is_aborted() -> None:
-    gateway = gateway_saying(*LONG[:100])
+    gateway = gateway_saying(*LONG)
     gateway.pipeline.pause_s = 0.002
     async with listening(gateway) as port:
         staying, _ = await send_request(port, stream=True)
         leaving, writer = await send_request(port, stream=True)
         await leaving.readuntil(b"word3")
         writer.transport.abort()
-        await seconds_until_aborted(gateway)
-        rest = await staying.readuntil(b"[DONE]")
-    assert b"word99" in rest
+        await until_aborted(gateway)
+        gateway.pipeline.pause_s = 0
+        rest = b""
+        while b"[DONE]" not in rest:
+            rest = rest[-100:] + await staying.read(1 << 20)
+            assert not staying.at_eof()
     assert gateway.pipeline.aborted == [gateway.pipeline.submitted[1].request_id]
 
 
@@ -82,7 +79,7 @@ async def test_client_that_does_not_read_is_aborted_and_its_connection_closed() 
     gateway = faked(says(*[" x" * 2000] * 10_000), bounds={"stream_buffer_bytes": 65_536})
     async with listening(gateway) as port:
         reader, writer = await send_request(port, stream=True)
-        assert await seconds_until_aborted(gateway) < 30
+        await until_aborted(gateway)
         received = await reader.read()  # up to the end of the connection
         writer.close()
     assert b"[DONE]" not in received

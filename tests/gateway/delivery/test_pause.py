@@ -1,12 +1,19 @@
 from __future__ import annotations
 
-import asyncio
 import json
+from itertools import islice
+from typing import TYPE_CHECKING
 
 import pytest
 
 from common.types import ErrorCode, RequestFailure
 from tests.gateway.support import gateway_saying
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from common.requests import GenerateRequest
+    from tests.fakes.pipeline import Event
 
 AWAY = RequestFailure(ErrorCode.UNAVAILABLE, "the worker went away", retryable=True)
 
@@ -16,16 +23,19 @@ async def test_client_sees_only_a_pause(stream: bool) -> None:
     """The same answer comes whether or not the pipeline breaks in the middle, streamed or whole."""
     undisturbed = await gateway_saying("Hel", "lo", " wor", "ld").chat(stream=stream, n=2, seed=1)
     gateway = gateway_saying("Hel", "lo", " wor", "ld")
-    gateway.pipeline.pause_s = 0.05
+    script = gateway.pipeline.script
+    assert script is not None
 
-    async def disturb() -> None:
-        await gateway.pipeline.submissions(1)
-        await asyncio.sleep(0.08)
-        gateway.pipeline.lose(gateway.pipeline.submitted[0].request_id, AWAY)
+    def broken(request: GenerateRequest) -> Iterator[Event]:
+        if len(gateway.pipeline.submitted) > 1:
+            yield from script(request)
+            return
+        # The admission, the first word of both choices, and the second of one.
+        yield from islice(script(request), 4)
+        gateway.pipeline.lose(request.request_id, AWAY)
 
-    disturbing = asyncio.create_task(disturb())
+    gateway.pipeline.script = broken
     response = await gateway.chat(stream=stream, n=2, seed=1)
-    await disturbing
     assert len(gateway.pipeline.submitted) > 1
     assert _contents(response.text) == _contents(undisturbed.text)
 

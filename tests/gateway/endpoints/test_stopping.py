@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+import httpx
 import orjson
 
 from common.deltas import Delta
 from common.types import Admission, ErrorCode, Finish, FinishReason, RequestFailure
-from tests.fakes.pipeline import PROMPT, logprob, says
+from tests.fakes.pipeline import PROMPT, logprob, rejects, says
+from tests.gateway.listening import listening
 from tests.gateway.support import HELLO, events, faked, gateway_saying
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from common.requests import GenerateRequest
-    from tests.fakes.pipeline import Event
+    from tests.fakes.pipeline import Event, Script
 
 AWAY = RequestFailure(ErrorCode.UNAVAILABLE, "away", retryable=True)
 
@@ -60,41 +62,42 @@ async def test_best_of_returns_the_most_likely_choices_and_counts_all() -> None:
 
 
 async def test_time_that_has_passed_counts_when_a_choice_is_resumed() -> None:
-    gateway = faked(None, request_timeout_s=10.0)
+    gateway = faked(None, request_timeout_s=600.0)
     asking = asyncio.create_task(gateway.complete())
     [first] = await gateway.pipeline.submissions(1)
-    assert first.options.timeout_ms == 10_000
+    assert first.options.timeout_ms == 600_000
     await asyncio.sleep(0.2)
     gateway.pipeline.lose(first.request_id, AWAY)
     _, second = await gateway.pipeline.submissions(2)
     assert second.options.timeout_ms is not None
-    assert 5_000 < second.options.timeout_ms <= 9_800
+    assert 300_000 < second.options.timeout_ms <= 599_800
     for event in says("x")(second):
         gateway.pipeline.tell(event)
     assert (await asking).status_code == 200
 
 
 async def test_a_stream_that_waits_gets_comments_and_then_its_answer() -> None:
-    gateway = faked(None, bounds={"keep_alive_s": 0.01})
-    asking = asyncio.create_task(
-        gateway.post("/v1/chat/completions", {"model": "tiny", "messages": HELLO, "stream": True})
-    )
-    [request] = await gateway.pipeline.submissions(1)
-    await asyncio.sleep(0.5)
-    for event in says("Hi")(request):
-        gateway.pipeline.tell(event)
-    response = await asking
-    assert response.text.count(": keep-alive\n\n") >= 2
-    assert '"content":"Hi"' in response.text
-    assert response.text.endswith("data: [DONE]\n\n")
+    text = await read_after_two_comments("/v1/chat/completions", {"messages": HELLO}, says("Hi"))
+    assert '"content":"Hi"' in text
+    assert text.endswith("data: [DONE]\n\n")
 
 
 async def test_a_failure_after_keep_alive_comments_is_sent_as_an_event() -> None:
-    gateway = faked(None, bounds={"keep_alive_s": 0.01})
-    asking = asyncio.create_task(gateway.post("/v1/completions", {"model": "tiny", "prompt": "x", "stream": True}))
-    [request] = await gateway.pipeline.submissions(1)
-    await asyncio.sleep(0.3)
-    gateway.pipeline.tell(Admission(request.request_id, 0, RequestFailure(ErrorCode.TIMEOUT, "too late")))
-    response = await asking
-    assert response.status_code == 200
-    assert '"message":"too late"' in response.text
+    failing = rejects(RequestFailure(ErrorCode.TIMEOUT, "too late"))
+    text = await read_after_two_comments("/v1/completions", {"prompt": "x"}, failing)
+    assert '"message":"too late"' in text
+
+
+async def read_after_two_comments(path: str, fields: dict[str, Any], script: Script) -> str:
+    """Return the text of a stream whose events come after two keep-alive comments."""
+    gateway, text = faked(None, bounds={"keep_alive_s": 0.01}), ""
+    async with listening(gateway) as port, httpx.AsyncClient(timeout=60) as client:
+        body = {"model": "tiny", "stream": True, **fields}
+        async with client.stream("POST", f"http://127.0.0.1:{port}{path}", json=body) as response:
+            assert response.status_code == 200
+            async for piece in response.aiter_text():
+                text += piece
+                if text.count(": keep-alive\n\n") >= 2 and gateway.pipeline.submitted:
+                    for event in script(gateway.pipeline.submitted.pop()):
+                        gateway.pipeline.tell(event)
+    return text

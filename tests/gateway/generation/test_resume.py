@@ -197,16 +197,23 @@ def test_a_new_request_is_as_patient_as_an_admitted_one() -> None:
         assert delays == [None if waited > 600 else policy.first_delay_s] * 2
 
 
-async def test_a_new_request_waits_until_the_deadline() -> None:
-    # Long enough for several attempts, on a busy machine too.
-    policy = replace(QUICK, deadline_s=0.5)
+async def test_a_new_request_is_submitted_until_it_is_admitted() -> None:
+    pipeline = FakePipeline()
+    generation = begin(pipeline)
+    refusals = 3 * QUICK.attempts
+    for number in range(refusals):
+        one = (await pipeline.submissions(number + 1))[number]
+        pipeline.tell(Admission(one.request_id, 0, AWAY))
+    last = (await pipeline.submissions(refusals + 1))[refusals]
+    pipeline.tell(tokens(last.request_id, 0, 0, "a", 1, finish=STOP))
+    assert await read(generation) == "a"
+
+
+async def test_a_new_request_fails_at_the_deadline() -> None:
     pipeline = FakePipeline(lambda one: [Admission(one.request_id, 0, AWAY)])
-    generation = begin(pipeline, policy=policy)
-    started = asyncio.get_running_loop().time()
+    generation = begin(pipeline, policy=replace(QUICK, deadline_s=0.05))
     with pytest.raises(RequestFailedError, match="went away"):
         await read(generation)
-    assert asyncio.get_running_loop().time() - started <= policy.deadline_s + 1.0
-    assert len(pipeline.submitted) > policy.attempts + 1
 
 
 async def test_a_new_request_at_a_full_queue_fails_at_once() -> None:
@@ -254,7 +261,7 @@ async def test_a_silent_request_is_treated_as_lost() -> None:
     pipeline = FakePipeline()
     generation = begin(pipeline)
     pipeline.tell(Admission(ID, 7))
-    generation.end_silence(10.0)
+    generation.end_silence(3600.0)
     assert pipeline.aborted == []
     await asyncio.sleep(0.01)
     generation.end_silence(0.001)

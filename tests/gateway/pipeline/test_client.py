@@ -247,7 +247,7 @@ async def test_a_silent_request_that_its_service_does_not_know_is_lost(
         client.pipeline.submit(request("known"), notes)
         await services.until(lambda: len(services.requests) == 2)
         services.unknown.add("lost")
-        await until(lambda: notes.lost, timeout_s=5)
+        await until(lambda: notes.lost)
         [(name, failure)] = notes.lost
         assert (name, failure.code, failure.retryable) == ("lost", ErrorCode.UNAVAILABLE, True)
         assert failure.message == f"the {service} does not know the request"

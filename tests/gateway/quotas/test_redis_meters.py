@@ -93,18 +93,33 @@ async def test_exactly_the_limit_passes_when_all_gateways_ask_at_once(redis_proc
 async def test_places_of_a_dead_gateway_are_free_after_its_lease_and_those_of_the_living_are_not(
     redis_process: RedisProcess,
 ) -> None:
+    now = 1000.0
     limited = account(concurrent=4)
-    async with gateways(redis_process, 2, lease_s=1.0) as (living, dying):
+    async with gateways(redis_process, 2, lambda: now, lease_s=30.0) as (living, dying):
         await living.take([limited], 1, 0)
-        async with working(living.run):
-            async with working(dying.run):
-                for _ in range(3):
-                    await dying.take([limited], 1, 0)
-                await asyncio.sleep(1.5)  # longer than a lease: both renew
-                assert await open_now(living, limited) == 0
-            # It renews no longer, and never said that its requests ended.
-            await asyncio.sleep(1.3)
-            assert await open_now(living, limited) == 3
+        for _ in range(3):
+            await dying.take([limited], 1, 0)
+        # Both renew for longer than a lease.
+        for _ in range(3):
+            now += 20.0
+            await living._renew()
+            await dying._renew()
+            assert await open_now(living, limited) == 0
+        # One renews no longer, and never said that its requests ended.
+        for free in (0, 3):
+            now += 20.0
+            await living._renew()
+            assert await open_now(living, limited) == free
+
+
+async def test_open_requests_are_renewed_within_their_lease(redis_process: RedisProcess) -> None:
+    limited = account(concurrent=1)
+    async with gateways(redis_process, 1, lease_s=1.5) as [meters], working(meters.run):
+        await meters.take([limited], 1, 0)
+        leases = meters._keys(limited)[1]
+        with redis_process.client() as client:
+            [(_, expiry)] = client.zrange(leases, 0, -1, withscores=True)
+            await until(lambda: client.zrange(leases, 0, -1, withscores=True)[0][1] > expiry)
 
 
 async def test_tokens_of_a_request_whose_end_is_reported_twice_count_once(redis_process: RedisProcess) -> None:
@@ -151,8 +166,10 @@ async def test_open_requests_still_count_after_the_server_has_lost_everything() 
                 await second.take([limited], 1, 0)
             redis_process.start()
             await until(lambda: first._state.is_up and second._state.is_up)
-            await asyncio.sleep(0.5)  # renewed within a third of the lease
-            assert await open_now(second, limited) == 1
+            # Renewed within a third of the lease.
+            async with asyncio.timeout(60):
+                while await open_now(second, limited) != 1:  # noqa: ASYNC110
+                    await asyncio.sleep(0.05)
 
 
 async def test_while_the_server_is_down_limits_fail_closed_or_hold_per_gateway() -> None:

@@ -110,7 +110,7 @@ async def is_let_in(port: int, authority: Authority, shown: Identity | None) -> 
     if shown is not None:
         context.load_cert_chain(shown.certificate, shown.key)
     try:
-        async with httpx.AsyncClient(verify=context, trust_env=False) as http:
+        async with httpx.AsyncClient(verify=context, timeout=60, trust_env=False) as http:
             return (await http.get(f"https://127.0.0.1:{port}/health")).status_code == httpx.codes.OK
     except httpx.TransportError:
         return False
@@ -121,7 +121,7 @@ async def test_without_a_client_certificate_only_health_and_readiness_are_served
     probes = ProbeServer(create_probe_app(gateway.context), "127.0.0.1", 0)
     running = asyncio.create_task(probes.run())
     try:
-        async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{probes.port}", trust_env=False) as http:
+        async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{probes.port}", timeout=60, trust_env=False) as http:
             answers = [await http.get(path) for path in ("/health", "/ready", "/metrics", "/v1/models", "/flush_cache")]
         assert [answer.status_code for answer in answers] == [200, 200, 404, 404, 404]
     finally:

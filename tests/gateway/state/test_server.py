@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING
 
@@ -62,16 +61,13 @@ async def test_calls_that_wait_for_others_do_not_make_the_server_count_as_unavai
 
 async def test_a_silent_server_delays_one_call_by_the_timeout_and_no_other() -> None:
     async with silent_server() as url, state_server(url, "p", timeout_s=0.2, probes=False) as server:
-        started = time.monotonic()
         with pytest.raises(StateAwayError) as error:
             await server.call(lambda redis: redis.get("x"))
         assert error.value.was_sent
-        assert time.monotonic() - started < 2
-        started = time.monotonic()
         for _ in range(1000):
-            with pytest.raises(StateAwayError):
+            with pytest.raises(StateAwayError) as error:
                 await server.call(lambda redis: redis.get("x"))
-        assert time.monotonic() - started < 20  # it would be 200 if every call waited
+            assert not error.value.was_sent
 
 
 async def test_an_outage_of_the_server_and_its_end_are_each_logged_once(

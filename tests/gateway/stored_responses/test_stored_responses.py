@@ -253,10 +253,10 @@ def test_a_responses_file_that_cannot_be_created_prevents_the_start(tmp_path: Pa
 
 async def test_old_entries_leave_nothing_at_the_server(redis_process: RedisProcess) -> None:
     async with state_server(redis_process.url, new_prefix()) as server:
-        kept = RedisResponses(server, 0.5, MEBIBYTE)
+        short, kept = RedisResponses(server, 0.05, MEBIBYTE), RedisResponses(server, 600.0, MEBIBYTE)
         for number in range(20):
-            await put(kept, ResponseOwner("acme", f"user/{number}"), stored(str(number)))
-        await asyncio.sleep(0.6)
+            await put(short, ResponseOwner("acme", f"user/{number}"), stored(str(number)))
+        await asyncio.sleep(0.1)
         await put(kept, ANN, stored("last"))
         with redis_process.client() as client:
             keys = sorted(key.decode().rpartition("{responses}:")[2] for key in client.scan_iter(f"{server.prefix}:*"))

@@ -184,9 +184,10 @@ async def test_a_grammar_request_is_refused_for_a_retry_if_a_rank_is_lost_while_
 
 @pytest.mark.parametrize("others_serve", [True, False])
 async def test_without_workers_requests_are_handed_back_if_another_group_would_serve(
-    pipeline: Pipeline, *, others_serve: bool
+    pipeline: Pipeline, monkeypatch: pytest.MonkeyPatch, *, others_serve: bool
 ) -> None:
-    pipeline.workers[0].step_s = 0.02
+    monkeypatch.setattr("services.scheduler.loop.HAND_BACK_S", 0.5)
+    pipeline.workers[0].step_s = 0.2
     await pipeline.note_others(serve=others_serve)
     # Four rows run, one request waits.
     names = [str(number) for number in range(5)]
@@ -194,25 +195,27 @@ async def test_without_workers_requests_are_handed_back_if_another_group_would_s
         await pipeline.submit(name, max_tokens=90)
     await until(lambda: pipeline.detokenizer.output_of("3"))
     await pipeline.stop_workers()
+    pipeline.workers[0].step_s = 0
     if others_serve:
-        await until(lambda: set(names) <= set(pipeline.detokenizer.finishes), timeout_s=5)
+        await until(lambda: set(names) <= set(pipeline.detokenizer.finishes))
         error = pipeline.detokenizer.finishes["4"].finish.error
         assert (error.code, error.retryable) == (common_pb2.ERROR_CODE_UNAVAILABLE, True)
     else:
-        await asyncio.sleep(4)
+        await asyncio.sleep(1.5)
         assert len((await pipeline.state()).requests) == 5
     await pipeline.start_workers()
     await pipeline.finished(*names)
 
 
-async def test_a_failed_load_is_retried_with_growing_delays(tmp_path: Path) -> None:
+async def test_a_failed_load_is_retried_with_growing_delays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("services.scheduler.group.RECONNECT_S", 0.02)
     pipeline = Pipeline(tmp_path)
     pipeline.workers[0].failures_to_load = 3
     started = time.monotonic()
     await pipeline.start()
     await pipeline.ready()
-    # 0.4 s, 0.8 s and 1.6 s between them.
-    assert time.monotonic() - started > 2.5
+    # 0.04 s, 0.08 s and 0.16 s between them.
+    assert time.monotonic() - started > 0.25
     assert len(pipeline.workers[0].configured) == 4
     await pipeline.submit("patient")
     await pipeline.finished("patient")

@@ -121,7 +121,7 @@ async def test_a_recorder_that_cannot_begin_leaves_room_for_the_next(tmp_path: P
 async def test_a_trace_shows_the_plans_that_ran(serve: Serve, tmp_path: Path) -> None:
     stub = await serve(ScriptedEngine(), profile_rules=ProfileRules(tmp_path / "traces"))
     with pytest.raises(grpc.aio.AioRpcError) as refused:
-        await stub.StopProfile(worker_pb2.StopProfileRequest(), timeout=5)
+        await stub.StopProfile(worker_pb2.StopProfileRequest(), timeout=60)
     assert refused.value.code() is grpc.StatusCode.FAILED_PRECONDITION
     await configure(stub)
     call = stub.Execute()
@@ -129,7 +129,7 @@ async def test_a_trace_shows_the_plans_that_ran(serve: Serve, tmp_path: Path) ->
     started = await stub.StartProfile(worker_pb2.StartProfileRequest(max_seconds=30), timeout=30)
     assert started.max_seconds == 30
     with pytest.raises(grpc.aio.AioRpcError, match="recorded already"):
-        await stub.StartProfile(worker_pb2.StartProfileRequest(), timeout=5)
+        await stub.StartProfile(worker_pb2.StartProfileRequest(), timeout=60)
     results = await execute(call, DECODE)
     ended = await stub.StopProfile(worker_pb2.StopProfileRequest(), timeout=30)
     assert (ended.path, ended.passes) == (started.path, len(results))

@@ -1,12 +1,12 @@
 from __future__ import annotations
 
-import time
 from typing import TYPE_CHECKING
 
 import pytest
 
 from deploy.cli.chat.client import ChatClient, ChatError, ChatOptions, UnreachableError
 from tests.fakes.openai_server import free_url
+from tests.waiting import wait_until
 
 if TYPE_CHECKING:
     from deploy.cli.chat.client import StreamedAnswer
@@ -82,10 +82,7 @@ def test_an_interrupt_closes_the_connection(server: FakeOpenAIServer) -> None:
     client = ChatClient(server.url)
     with pytest.raises(KeyboardInterrupt):
         client.ask(MESSAGES, ChatOptions("good", "ann", max_tokens=1000), interrupt)
-    deadline = time.monotonic() + 5
-    while server.disconnects == 0:
-        assert time.monotonic() < deadline, "the server never saw the client leave"
-        time.sleep(0.01)
+    wait_until(lambda: server.disconnects, what=lambda: "the server saw the client leave")
     client.close()
 
 

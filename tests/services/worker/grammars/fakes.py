@@ -124,7 +124,7 @@ class Clock:
         return self.now
 
 
-async def eventually(condition: Callable[[], object], timeout_s: float = 30) -> None:
+async def eventually(condition: Callable[[], object], timeout_s: float = 60) -> None:
     async with asyncio.timeout(timeout_s):
         while not condition():  # noqa: ASYNC110
             await asyncio.sleep(0.002)

@@ -61,7 +61,7 @@ class Bench:
     def __init__(self, inner: InnerEngine) -> None:
         self.inner = inner
         self.storage = FakeStorage()
-        self.tier = WorkerStorageTier(self.storage, 5.0, threads=2)
+        self.tier = WorkerStorageTier(self.storage, 60.0, threads=2)
         self.engine = StoringEngine(inner, self.tier, asyncio.get_running_loop())
         self.step = 0
 

@@ -27,7 +27,7 @@ DROP = TransferDirection.DROP_FROM_STORAGE
 
 
 class Bench:
-    def __init__(self, timeout_s: float = 5.0) -> None:
+    def __init__(self, timeout_s: float = 60.0) -> None:
         self.storage = FakeStorage()
         self.clock = VirtualClock()
         self.tier = WorkerStorageTier(self.storage, timeout_s, threads=2, clock=self.clock.now)
