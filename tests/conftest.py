@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import signal
 import sys
 import tempfile
 from typing import TYPE_CHECKING, Any
@@ -24,8 +25,9 @@ LONGEST_DIRECTORY = 16
 # Times mean nothing on a shared machine, and how much is thrown away is chance: neither is a failure.
 HASTE = [HealthCheck.too_slow, HealthCheck.filter_too_much, HealthCheck.data_too_large]
 PATIENT: dict[str, Any] = {"deadline": None, "suppress_health_check": HASTE}
-# The same examples every time, so that a change is refused for what it does; new ones are looked for by `make soak`.
-settings.register_profile("pando", **PATIENT, derandomize=True)
+# The same examples every time, so that a change is refused for what it does; new ones, and more, are looked for by
+# `make soak`.
+settings.register_profile("pando", **PATIENT, derandomize=True, max_examples=50)
 settings.register_profile(EXPLORING, **PATIENT, print_blob=True)
 settings.load_profile("pando")
 
@@ -40,6 +42,11 @@ sys.dont_write_bytecode = False
 # Tests keep sockets in temporary directories, and a socket's path may have about a hundred characters.
 if len(tempfile.gettempdir()) > LONGEST_DIRECTORY and os.access("/tmp", os.W_OK):
     os.environ["TMPDIR"] = tempfile.tempdir = "/tmp"
+
+# Shells start what they run in the background without SIGINT, and processes inherit that: a service that is asked to
+# end while it starts would not notice.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # Before anything loads torch: with two threads that spin, a parallel region took 8 ms on a shared machine.
 limit_spinning()

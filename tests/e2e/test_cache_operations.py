@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import subprocess
 import sys
-import time
 from typing import TYPE_CHECKING, Any
 
 import grpc
@@ -16,8 +15,9 @@ from common.rpc.options import CHANNEL_OPTIONS
 from common.settings import GatewaySettings, ModelSettings, SchedulerSettings, Settings
 from protos.gen.pando.v1 import common_pb2, scheduler_pb2, scheduler_pb2_grpc, tokenizer_pb2, tokenizer_pb2_grpc
 from tests.e2e.conftest import fake_steps, serve
+from tests.fakes.forked import ForkedProgram
 from tests.services.scheduler.content.corpus import drawn
-from tests.waiting import wait_until
+from tests.waiting import until, wait_until
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -27,7 +27,8 @@ if TYPE_CHECKING:
 
 TOKEN = "open-sesame"
 ADMIN = (("authorization", f"Bearer {TOKEN}"),)
-EPOCH_S = 0.5
+# Short, but what a busy machine does in minutes still counts together.
+EPOCHS = {"epoch_seconds": 0.5, "promotion_epochs": 1000}
 GUIDE = "You are the patient guide of a botanical garden, and answer in the language of the question. " * 8
 KEEPER = "You are the keeper of a library, and answer in the language of the question. " * 4
 KEY = f"sk-proj-{drawn(48)}"
@@ -40,7 +41,7 @@ def aware(run_root: Path) -> Iterator[Served]:
         gateway=GatewaySettings(port=0, anonymous="vouched"),
         scheduler=SchedulerSettings.model_validate(
             {
-                "cache": {"epoch_seconds": EPOCH_S, "promotion_epochs": 1000},
+                "cache": EPOCHS,
                 "content_check": {"enabled": True},
                 "admin_token": TOKEN,
                 "max_rows": 8,
@@ -93,13 +94,14 @@ def shared_texts(served: Served) -> str:
 
 def pando(served: Served, *arguments: str, admin: bool = True) -> subprocess.CompletedProcess[str]:
     """Run a subcommand of `pando cache` as a person would."""
-    command = [sys.executable, "-m", "deploy.cli", "cache", *arguments]
+    command = ["cache", *arguments]
     command += ["--scheduler", served.deployment.address_of("scheduler")]
     if arguments[0] in ("pin", "unpin"):
         command += ["--tokenizer", served.deployment.address_of("tokenizer")]
     if admin:
         command += ["--admin-token", TOKEN]
-    return subprocess.run(command, capture_output=True, text=True, timeout=150, check=False, env={"COLUMNS": "200"})
+    status, output, log = ForkedProgram("deploy.cli", command, {"COLUMNS": "200"}).communicate()
+    return subprocess.CompletedProcess(command, status, output, log)
 
 
 def test_a_prompt_is_shared_only_up_to_a_secret(aware: Served) -> None:
@@ -282,12 +284,9 @@ async def test_one_user_s_flood_is_limited_and_others_are_served(aware: Served) 
     with aware.leaving_nothing_behind():
         async with httpx.AsyncClient(base_url=aware.url, timeout=120, trust_env=False, limits=limits) as http:
             flood = [asyncio.create_task(ask(http, "flooder", number)) for number in range(120)]
-            await asyncio.sleep(0.5)
-            started = time.monotonic()
+            await until(lambda: sum(task.done() for task in flood) >= 120 - 8 - 32)
             others = await asyncio.gather(*(ask(http, f"modest-{number}", number) for number in range(4)))
-            waited = time.monotonic() - started
             answers = await asyncio.gather(*flood)
-            drained = time.monotonic() - started
     assert [answer.status_code for answer in others] == [200] * 4
     statuses = [answer.status_code for answer in answers]
     assert set(statuses) == {200, 429}
@@ -296,4 +295,3 @@ async def test_one_user_s_flood_is_limited_and_others_are_served(aware: Served) 
     refused = next(answer for answer in answers if answer.status_code == 429)
     assert "retry-after" in refused.headers
     assert "of this user" in refused.json()["error"]["message"]
-    assert waited < drained

@@ -67,7 +67,7 @@ def test_a_client_gone_in_the_middle_of_decode_frees_everything(served: Served) 
             for _ in range(10):
                 next(lines)
             assert "DECODE" in phases(served)
-        wait_until(lambda: not phases(served), timeout_s=30)
+        wait_until(lambda: not phases(served), timeout_s=120)
 
 
 def test_a_client_that_does_not_stream_frees_everything_too(served: Served) -> None:
@@ -77,7 +77,7 @@ def test_a_client_that_does_not_stream_frees_everything_too(served: Served) -> N
         # The timeout is how this client goes away.
         with served.http() as http, pytest.raises(httpx.ReadTimeout):
             http.post("/v1/completions", json=body, timeout=httpx.Timeout(10, read=1.0))
-        wait_until(lambda: not phases(served), timeout_s=30)
+        wait_until(lambda: not phases(served), timeout_s=120)
 
 
 def test_the_server_still_answers_after_many_disconnects(served_fake: Served) -> None:

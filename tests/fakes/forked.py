@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-TIMEOUT_S = 170.0
+TIMEOUT_S = 500.0
 LIBRARIES = ["common.logs", "common.models.hub", "common.settings", "huggingface_hub.hf_api", "pytest", "rich.table"]
 IMPORTED_AGAIN = ("huggingface_hub", "common.models", "deploy")
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import shutil
 import tempfile
-import time
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -150,11 +149,9 @@ def test_answers_are_the_same_from_redis_while_it_dies_and_when_it_is_back(place
             assert cached(served) == EVERYTHING
             redis.kill()
             flush(served)
-            started = time.monotonic()
             assert cached(served) == 0
             flush(served)
             assert cached(served) == 0
-            assert time.monotonic() - started < 150
             redis.start()
 
             # What was stored went with the old server; by and by the new one has it.

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from common.heads import Head, HeadActivation
@@ -18,6 +18,7 @@ from gateway.endpoints.completions.schema import CompletionBody
 from gateway.endpoints.embeddings.schema import CohereEmbedBody, EmbeddingBody, TeiEmbedBody
 from gateway.endpoints.scoring.schema import RerankBody, ScoreBody, TeiRerankBody
 from gateway.pipeline.wire import generate_to_wire
+from tests.examples import examples
 from tests.fakes.pipeline import CARD
 from tests.gateway.support import HELLO, FakedGateway, error_of, gateway_saying
 
@@ -67,16 +68,13 @@ def classifier() -> FakedGateway:
     return made
 
 
-RELAXED = settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])
-
-
-@RELAXED
+@examples(75)
 @given(bodies(CHAT_FIELDS, {"model": "tiny", "messages": HELLO}))
 async def test_no_chat_body_is_a_server_error(gateway: FakedGateway, body: dict[str, Any]) -> None:
     await _check(gateway, "/v1/chat/completions", body)
 
 
-@RELAXED
+@examples(75)
 @given(bodies(COMPLETION_FIELDS, {"model": "tiny", "prompt": "Hello"}))
 async def test_no_completion_body_is_a_server_error(gateway: FakedGateway, body: dict[str, Any]) -> None:
     await _check(gateway, "/v1/completions", body)
@@ -96,7 +94,7 @@ EMBEDDERS: dict[str, tuple[type[Schema], dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("path", EMBEDDERS)
-@RELAXED
+@examples(75)
 @given(data=st.data())
 async def test_no_body_sent_to_an_embedding_endpoint_causes_a_server_error(
     gateway: FakedGateway, classifier: FakedGateway, path: str, data: st.DataObject
@@ -106,13 +104,13 @@ async def test_no_body_sent_to_an_embedding_endpoint_causes_a_server_error(
     await _check(used, path, data.draw(bodies(sorted(schema.model_fields), good)))
 
 
-@RELAXED
+@examples(75)
 @given(st.sampled_from(["/tokenize", "/detokenize"]), st.dictionaries(KEYS | st.just("prompt"), VALUES, max_size=4))
 async def test_no_tokenization_body_is_a_server_error(gateway: FakedGateway, path: str, body: dict[str, Any]) -> None:
     await _check(gateway, path, body)
 
 
-@RELAXED
+@examples(75)
 @given(st.binary(max_size=200))
 async def test_no_bytes_are_a_server_error(gateway: FakedGateway, content: bytes) -> None:
     async with gateway.client() as client:

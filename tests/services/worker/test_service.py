@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 
 
 async def configure(stub: Stub, spec: EngineSpec = SPEC) -> list[worker_pb2.ConfigureResponse]:
-    return [message async for message in stub.Configure(spec_to_wire(spec), timeout=20)]
+    return [message async for message in stub.Configure(spec_to_wire(spec), timeout=60)]
 
 
 async def get_state(stub: Stub) -> worker_pb2.GetWorkerStateResponse:

@@ -39,6 +39,12 @@ def common(lhs: list[int], rhs: list[int]) -> int:
     return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(lhs, rhs, strict=False)))
 
 
+@pytest.fixture(autouse=True)
+def punctual_server(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The servers here look at their clocks with every request."""
+    monkeypatch.setattr("deploy.evaluation.attack.scene.MARGIN_S", 0.02)
+
+
 @pytest.fixture
 def caching_server() -> Iterator[CachingServer]:
     fake = CachingServer()

@@ -132,7 +132,7 @@ def test_a_second_server_shows_whether_stored_pages_leak(
 def test_the_storage_oracle_does_not_apply_if_storage_returns_nothing(
     caching_server: CachingServer, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("deploy.evaluation.attack.oracles.storage.POLL_S", 0)
+    monkeypatch.setattr("deploy.evaluation.attack.oracles.storage.STORED_POLL_S", 0)
     with running_server(CachingServer()) as sibling:
         flags = ["--sibling-url", sibling.url, "--oracles", "storage", *SOON]
         assert main(["attack", "--url", caching_server.url, *flags]) == 0

@@ -22,6 +22,7 @@ from services.worker.engine.grammars.compiler import Compiler
 from services.worker.engine.grammars.matcher import Matcher
 from services.worker.engine.grammars.vocabulary_source import VocabularySource
 from services.worker.grammars.process import CompileProcesses, CompileResult
+from tests.examples import is_exploring
 from tests.waiting import is_running, until
 
 if TYPE_CHECKING:
@@ -130,7 +131,7 @@ async def test_no_random_grammar_ends_the_compile_template(processes: CompilePro
         "\x00",
         "é",
     ]
-    for number in range(200):
+    for number in range(1000 if is_exploring() else 80):
         text = "".join(random_.choice(pieces) for _ in range(random_.randrange(1, 24)))
         kind = (GrammarKind.EBNF, GrammarKind.REGEX, GrammarKind.JSON_SCHEMA, GrammarKind.STRUCTURAL_TAG)[number % 4]
         result = await compiled(processes, Grammar(kind, text, "x"))
@@ -154,7 +155,7 @@ async def test_huge_grammars_harm_at_most_their_process(processes: CompileProces
     process = await processes.take(SOURCE)
     template = processes._template
     with contextlib.suppress(TimeoutError):
-        async with asyncio.timeout(3.0):
+        async with asyncio.timeout(1.5):
             await process.compile(grammar)
     await process.kill()
     await until(lambda: not is_running(process.pid))
