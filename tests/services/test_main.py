@@ -15,7 +15,7 @@ from common.rpc.channel import is_serving, open_channel
 if TYPE_CHECKING:
     from pathlib import Path
 
-TIMEOUT_S = 60.0
+TIMEOUT_S = 300.0
 
 pytestmark = pytest.mark.parametrize("service", ["tokenizer", "detokenizer"])
 

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from services.detokenizer.decoding import DecoderFactory
 
 NAME = "pando.v1.Detokenizer"
-TIMEOUT_S = 10.0
+TIMEOUT_S = 60.0
 
 
 class Pipeline:

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 NAME = "pando.v1.Tokenizer"
 SCHEDULER = "pando.v1.Scheduler"
 MODEL = "smollm2-135m-instruct"
-TIMEOUT_S = 10.0
+TIMEOUT_S = 60.0
 
 
 class Pipeline:

@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 
 PAGE = 16
 EPOCH_S = 0.3
+# What a hostile grammar takes to compile: longer than a busy machine keeps a request waiting.
+HOSTILE_S = 4.0
 K = 3
 NAMES = ("user_id", "user", "safety_identifier", "cache_salt", "session_id", "prompt_cache_key")
 # Enough hits by somebody who has not computed the text.
@@ -100,6 +102,7 @@ class AwareServer(FakeOpenAIServer):
     _epoch: int = 0
     _served: dict[str, int] = field(default_factory=lambda: defaultdict(int))
     _waiting: list[tuple[float, int, str, asyncio.Event]] = field(default_factory=list)
+    _timer: asyncio.TimerHandle | None = None
     _compiling: dict[str, asyncio.Lock] = field(default_factory=lambda: defaultdict(asyncio.Lock))
 
     def app(self) -> Starlette:
@@ -235,8 +238,8 @@ class AwareServer(FakeOpenAIServer):
         turn = asyncio.Event()
         entry = (time.monotonic(), number, who.tenant, turn)
         self._waiting.append(entry)
-        if len(self._waiting) == 1:
-            asyncio.get_running_loop().call_later(self.step_s, self._serve)
+        # A busy machine may send its requests slowly: none is served until they are all there.
+        self._serve_later()
         try:
             await turn.wait()
         finally:
@@ -255,7 +258,12 @@ class AwareServer(FakeOpenAIServer):
         self._served[chosen[2]] += 1
         chosen[3].set()
         if self._waiting:
-            asyncio.get_running_loop().call_later(self.step_s, self._serve)
+            self._serve_later()
+
+    def _serve_later(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        self._timer = asyncio.get_running_loop().call_later(self.step_s, self._serve)
 
     async def _compile(self, who: Who, body: dict[str, Any]) -> Response | None:
         form = body.get("response_format") or body.get("guided_regex")
@@ -268,7 +276,7 @@ class AwareServer(FakeOpenAIServer):
         is_hostile = "guided_regex" in body
         if (place, text) not in self.grammars:
             async with self._compiling["all" if self.compiles_in_order else f"{who.tenant} {who.subject}"]:
-                await asyncio.sleep(0.4 if is_hostile else 0.005)
+                await asyncio.sleep(HOSTILE_S if is_hostile else 0.02)
             self.grammars.add((place, text))
         return None
 

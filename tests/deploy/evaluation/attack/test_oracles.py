@@ -12,7 +12,7 @@ from deploy.evaluation.attack.findings import OracleVerdict
 from deploy.evaluation.attack.oracles.pages import counts
 from deploy.evaluation.attack.oracles.storage import Outcome, judge_forgeries
 from deploy.evaluation.attack.prober import ProbeAnswer
-from tests.deploy.evaluation.attack.aware_server import EPOCH_S, FLAGS, AwareServer
+from tests.deploy.evaluation.attack.aware_server import EPOCH_S, FLAGS, HOSTILE_S, AwareServer
 from tests.fakes.openai_server import running_server
 
 if TYPE_CHECKING:
@@ -167,7 +167,7 @@ def test_grammars_shared_between_scopes_are_detected(tmp_path: Path, *, shares: 
 def test_grammars_that_delay_others_are_detected(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, in_order: bool, verdict: str
 ) -> None:
-    monkeypatch.setattr("deploy.evaluation.attack.oracles.grammars.MOST_DELAY_S", 0.5)
+    monkeypatch.setattr("deploy.evaluation.attack.oracles.grammars.MOST_DELAY_S", HOSTILE_S)
     monkeypatch.setattr("deploy.evaluation.attack.oracles.grammars.AHEAD_S", 0.1)
     found = verdicts(attack(AwareServer(compiles_in_order=in_order), tmp_path, "grammar-delay", *FLAGS))
     assert found.pop("grammar delay by the victim's own (control)") == "unbounded"

@@ -16,8 +16,8 @@ if TYPE_CHECKING:
 
 BUNDLED = "smollm2-135m-instruct"
 REFERENCES = read_golden()
-# Two thousand tokens take seconds; the end-to-end tests have them.
-SHORT = [reference for reference in REFERENCES if len(reference.prompt_ids) <= 512]
+# Longer ones take seconds; the end-to-end tests have them.
+SHORT = [reference for reference in REFERENCES if len(reference.prompt_ids) <= 300]
 ALONE = ("one-token-word", "chinese-capitals", "emoji-flags", "chat-colors", "length-300")
 
 
@@ -91,6 +91,7 @@ def test_plain_torch_continues_as_transformers_does() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.extended
 def test_two_ranks_continue_as_transformers_does(ranks: Ranks) -> None:
     names = ("english-capital", "emoji-faces", "chat-sum")
     of_ranks = ranks.run(continue_as_rank, 2, names)

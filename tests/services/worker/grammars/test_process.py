@@ -184,23 +184,20 @@ async def test_two_processes_compile_at_a_time(processes: CompileProcesses) -> N
     await slow.kill()
 
 
+async def test_a_template_that_died_is_started_again(processes: CompileProcesses) -> None:
+    await (await processes.take(SOURCE)).kill()
+    assert processes._template is not None
+    await processes._template.kill()
+    assert (await compiled(processes, GOOD)).refusal is None
+
+
 async def test_processes_end_with_the_template(processes: CompileProcesses) -> None:
-    own = CompileProcesses()
-    process = await own.take(SOURCE)
+    process = await processes.take(SOURCE)
     compiling = asyncio.create_task(process.compile(HOSTILE))
     await asyncio.sleep(0.1)
-    await own.close()
+    await processes.close()
     await until(lambda: not is_running(process.pid))
     await compiling
-
-
-async def test_a_template_that_died_is_started_again() -> None:
-    own = CompileProcesses()
-    await (await own.take(SOURCE)).kill()
-    assert own._template is not None
-    await own._template.kill()
-    assert (await compiled(own, GOOD)).refusal is None
-    await own.close()
 
 
 async def test_a_compile_process_that_does_not_start_is_reported_as_unavailable() -> None:

@@ -7,12 +7,13 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from common.steps import EngineSpec, StepPlan
 from common.types import Finish, FinishReason, Pooling, RequestId, RowSlot, StepId
 from services.worker.engine.measuring.warm_up import warm_up
+from tests.examples import examples
 from tests.fakes.model_runner import CheckingRunner
 from tests.fakes.simulated_worker import VOCABULARY, expected_output, next_token
 from tests.services.scheduler.core.harness import STOP_ID, make_request
@@ -66,7 +67,7 @@ def assert_embedded(finish: Finish, prompt: list[int], pooling: Pooling) -> None
     np.testing.assert_allclose(np.frombuffer(finish.embedding, "<f4"), hidden / hidden.sum(), atol=1e-6)
 
 
-@settings(max_examples=60, deadline=None)
+@examples(30)
 @given(st.data(), st.integers(14, 40), st.integers(1, 3), st.sampled_from([0.0, 0.004]))
 def test_random_schedules_give_the_right_tokens(
     data: st.DataObject, pages: int, depth: int, target_plan_s: float
@@ -74,7 +75,7 @@ def test_random_schedules_give_the_right_tokens(
     lives(OverlappedHarness(LateExecutor, pages=pages, depth=depth, target_plan_s=target_plan_s), data)
 
 
-@settings(max_examples=40, deadline=None)
+@examples(20)
 @given(st.data(), st.integers(14, 40), st.integers(1, 3), st.integers(1, 24), st.integers(2, 12))
 def test_rows_with_two_page_tables_read_the_right_pages_in_both(
     data: st.DataObject, pages: int, depth: int, window: int, spare: int

@@ -13,6 +13,7 @@ from services.worker.engine.kernels.cpu.attention import CpuAttention, fits
 from services.worker.engine.kernels.interface import AttentionBackend, AttentionShape, KvLayer, KvScales, QkNorm
 from services.worker.engine.kernels.torch.attention import TorchAttention
 from services.worker.engine.kernels.torch.kernels import rms_norm
+from tests.examples import examples
 from tests.services.worker.engine.kernels.attention_cases import Case, cases, token_major, widened
 
 if TYPE_CHECKING:
@@ -52,7 +53,7 @@ def defined(case: Case, queries: torch.Tensor, layer: KvLayer, sinks: torch.Tens
     return outputs
 
 
-@settings(max_examples=40)
+@examples(20)
 @given(cases())
 def test_attention_follows_its_definition(library: CpuLibrary, case: Case) -> None:
     queries = case.qkv()[:, : case.shape.query_width].contiguous()

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from multiprocessing.pool import Pool
 
 MOST_RANKS = 3
-_TIMEOUT_SECONDS = 150
+_TIMEOUT_SECONDS = 500
 
 
 class Ranks:
