@@ -241,7 +241,7 @@ def test_tokenizer_and_scheduler_refuse_invalid_identities_of_direct_callers(
     with aware.leaving_nothing_behind(), scheduler(aware) as channel:
         request = scheduler_pb2.ScheduleRequest(request_id="direct", view=view, reply_to=reply_to, token_ids=[5, 6])
         call = scheduler_pb2_grpc.SchedulerStub(channel).Submit(
-            iter([scheduler_pb2.SchedulerSubmitRequest(schedules=[request])]), timeout=20
+            iter([scheduler_pb2.SchedulerSubmitRequest(schedules=[request])]), timeout=60
         )
         (admission,) = next(call).admissions
         assert words in admission.rejected.message
@@ -251,7 +251,7 @@ def test_tokenizer_and_scheduler_refuse_invalid_identities_of_direct_callers(
             request_id="direct", view=view, reply_to=reply_to, model=aware.model, text="Hi"
         )
         answers = tokenizer_pb2_grpc.TokenizerStub(channel).Submit(
-            iter([tokenizer_pb2.TokenizerSubmitRequest(generates=[generate])]), timeout=20
+            iter([tokenizer_pb2.TokenizerSubmitRequest(generates=[generate])]), timeout=60
         )
         (admission,) = next(answers).admissions
         assert words in admission.rejected.message

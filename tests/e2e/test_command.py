@@ -83,7 +83,9 @@ def children_of(pid: int) -> list[int]:
     return [int(child) for child in listed]
 
 
-def test_up_shows_a_working_curl_command_and_ends_cleanly_on_ctrl_c(up: Up, runtime: dict[str, str]) -> None:
+def test_up_shows_a_working_curl_command_and_ends_cleanly_after_open_streams_on_ctrl_c(
+    up: Up, runtime: dict[str, str]
+) -> None:
     up.wait_for("Press Ctrl-C to stop")
     children = children_of(up.process.pid)
     assert len(children) == 5
@@ -97,7 +99,10 @@ def test_up_shows_a_working_curl_command_and_ends_cleanly_on_ctrl_c(up: Up, runt
         [sys.executable, "-m", "deploy.cli", "state"], capture_output=True, text=True, env={**os.environ, **runtime}
     )
     assert "READY" in state.stdout, state.stderr
-    assert up.end() == 0
+    with long_stream(up) as lines:
+        up.process.send_signal(signal.SIGINT)
+        assert [line for line in lines if line][-1] == "data: [DONE]"
+    assert up.process.wait(timeout=120) == 0
     assert not [pid for pid in children if is_running(pid)]
     assert not list(Path(runtime["XDG_RUNTIME_DIR"]).rglob("*.sock"))
     # Lines carry their service's name.
@@ -122,13 +127,6 @@ def long_stream(up: Up) -> Iterator[Iterator[str]]:
         lines = answer.iter_lines()
         next(lines)
         yield lines
-
-
-def test_an_open_stream_finishes_before_the_end(up: Up) -> None:
-    with long_stream(up) as lines:
-        up.process.send_signal(signal.SIGINT)
-        assert [line for line in lines if line][-1] == "data: [DONE]"
-    assert up.process.wait(timeout=120) == 0
 
 
 def test_two_termination_signals_in_quick_succession_let_a_stream_finish(up: Up) -> None:

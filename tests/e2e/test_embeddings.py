@@ -140,7 +140,7 @@ def test_inputs_of_a_disconnected_client_are_dropped(encoder: Served) -> None:
         f"content-length: {len(content)}\r\n\r\n"
     )
     with encoder.leaving_nothing_behind():
-        with socket.create_connection((host, int(port)), timeout=10) as connection:
+        with socket.create_connection((host, int(port)), timeout=60) as connection:
             connection.sendall(head.encode() + content)
             wait_until(lambda: encoder.state().running_rows > 0, timeout_s=120)
         steps = encoder.state().finished_steps

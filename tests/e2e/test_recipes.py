@@ -36,7 +36,7 @@ PAGE = Path(__file__).resolve().parents[2] / "deploy" / "RECIPES.md"
 BUF = Path(sys.executable).with_name("buf")
 # They answer until they are told to stop.
 STREAMS = ("Subscribe", "WatchCacheEvents")
-TIMEOUT_S = 90.0
+TIMEOUT_S = 300.0
 
 
 @dataclass(frozen=True, slots=True)

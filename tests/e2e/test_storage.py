@@ -123,7 +123,7 @@ def test_two_deployments_share_a_redis(redis_process: RedisProcess, place: Path,
 def flush(served: Served) -> None:
     """Empty device and host."""
     with scheduler_of(served) as scheduler:
-        scheduler.FlushCache(scheduler_pb2.FlushCacheRequest(), timeout=10, metadata=AS_ADMIN)
+        scheduler.FlushCache(scheduler_pb2.FlushCacheRequest(), timeout=60, metadata=AS_ADMIN)
 
 
 @contextmanager
@@ -185,7 +185,7 @@ def test_write_access_to_the_directory_does_not_allow_forged_pages(place: Path, 
 
         with scheduler_of(served) as scheduler:
             subject = common_pb2.Subject(tenant="test", name="ann")
-            scheduler.Forget(scheduler_pb2.ForgetRequest(subject=subject), timeout=10, metadata=AS_ADMIN)
+            scheduler.Forget(scheduler_pb2.ForgetRequest(subject=subject), timeout=60, metadata=AS_ADMIN)
         wait_until(lambda: not set(own) & set(stored(files)), what=lambda: "what was stored of her is dropped")
         assert not is_found_after(own), "under their old names, from a backup"
         wait_until(lambda: len(stored(files)) == 3 * pages)

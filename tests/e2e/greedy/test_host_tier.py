@@ -40,7 +40,7 @@ def tiered(request: pytest.FixtureRequest, run_root: Path) -> Iterator[Served]:
 def nodes(served: Served) -> list[scheduler_pb2.TreeNode]:
     with grpc.insecure_channel(served.deployment.address_of("scheduler"), options=CHANNEL_OPTIONS) as channel:
         stub = scheduler_pb2_grpc.SchedulerStub(channel)
-        return [answer.node for answer in stub.DumpTree(scheduler_pb2.DumpTreeRequest(), timeout=10)]
+        return [answer.node for answer in stub.DumpTree(scheduler_pb2.DumpTreeRequest(), timeout=60)]
 
 
 def tokens_on_host_alone(served: Served) -> int:

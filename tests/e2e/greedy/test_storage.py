@@ -89,7 +89,7 @@ def store(served: Served) -> None:
 def flush(served: Served) -> None:
     """Empty device and host."""
     with grpc.insecure_channel(served.deployment.address_of("scheduler"), options=CHANNEL_OPTIONS) as channel:
-        scheduler_pb2_grpc.SchedulerStub(channel).FlushCache(scheduler_pb2.FlushCacheRequest(), timeout=10)
+        scheduler_pb2_grpc.SchedulerStub(channel).FlushCache(scheduler_pb2.FlushCacheRequest(), timeout=60)
 
 
 @pytest.mark.extended

@@ -98,7 +98,7 @@ async def test_a_view_is_named_by_its_fingerprint_or_with_the_token(pipeline: Pi
 
 async def test_a_watcher_sees_the_tree_first_and_then_each_change_in_order(aware: Pipeline) -> None:
     await serve_all(aware, "alice")
-    events = aiter(aware.stub.WatchCacheEvents(scheduler_pb2.WatchCacheEventsRequest(), timeout=20))
+    events = aiter(aware.stub.WatchCacheEvents(scheduler_pb2.WatchCacheEventsRequest(), timeout=120))
     snapshot = []
     while (event := await anext(events)).kind != scheduler_pb2.CACHE_EVENT_KIND_SNAPSHOT_END:
         snapshot.append(event)
@@ -124,7 +124,7 @@ async def test_a_slow_watcher_gets_the_number_of_lost_events_and_a_new_snapshot(
     for number, prompt in enumerate(prompts):
         await aware.submit(f"r{number}", prompt, user=f"user{number}", max_tokens=1)
     await aware.finished(*(f"r{number}" for number in range(5)))
-    events = aiter(aware.stub.WatchCacheEvents(scheduler_pb2.WatchCacheEventsRequest(), timeout=20))
+    events = aiter(aware.stub.WatchCacheEvents(scheduler_pb2.WatchCacheEventsRequest(), timeout=120))
     while (await anext(events)).kind != scheduler_pb2.CACHE_EVENT_KIND_SNAPSHOT_END:
         pass
     before = (await aware.state()).cache_accounting.sequence
