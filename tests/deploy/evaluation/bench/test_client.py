@@ -97,7 +97,7 @@ async def test_failures_are_records_of_their_kind(
 
 
 async def test_a_stalled_server_times_out_and_its_earlier_chunks_are_kept(server: FakeOpenAIServer) -> None:
-    records = []
+    records: list[RequestRecord] = []
     while not records or not records[-1].chunks_s:  # a busy machine may take that long for the first chunk, too
         records.append(await send(server.url, "stalls", timeout_s=1.0))
     assert {record.error for record in records} == {"timeout"}
