@@ -153,8 +153,9 @@ def _set_framing(tokenizer: Tokenizer, bos: str | None, eos: str | None) -> None
 class SplitRule:
     """How a family of models splits text, and other properties that its pre-tokenizer's name implies."""
 
-    # None: the expression of GPT-2, which is built into `ByteLevel`.
-    pattern: str | None = None
+    # Each one divides what those before it have left whole. Empty: the expression of GPT-2, which is built into
+    # `ByteLevel`.
+    patterns: tuple[str, ...] = ()
     # Split off each digit before all other splits.
     single_digits: bool = False
     # A piece that equals a token becomes this token, without merges.
@@ -164,9 +165,9 @@ class SplitRule:
 
     def build(self) -> PreTokenizer:
         """Return the pre-tokenizer of this rule."""
-        if self.pattern is not None:
-            split = Split(Regex(self.pattern), behavior="isolated")
-            return pre_tokenizers.Sequence([split, ByteLevel(add_prefix_space=False, use_regex=False)])
+        if self.patterns:
+            splits = [Split(Regex(pattern), behavior="isolated") for pattern in self.patterns]
+            return pre_tokenizers.Sequence([*splits, ByteLevel(add_prefix_space=False, use_regex=False)])
         plain = ByteLevel(add_prefix_space=False, use_regex=True)
         return pre_tokenizers.Sequence([Digits(individual_digits=True), plain]) if self.single_digits else plain
 
@@ -178,19 +179,31 @@ _UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]
 _LEAD = r"[^\r\n\p{L}\p{N}]?"
 
 _LLAMA_3 = SplitRule(
-    rf"{_CONTRACTIONS}|{_LEAD}\p{{L}}+|\p{{N}}{{1,3}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*|{_SPACES}",
+    (rf"{_CONTRACTIONS}|{_LEAD}\p{{L}}+|\p{{N}}{{1,3}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*|{_SPACES}",),
     ignore_merges=True,
     add_bos=True,
 )
-_QWEN_2 = SplitRule(rf"{_CONTRACTIONS}|{_LEAD}\p{{L}}+|\p{{N}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*|{_SPACES}")
+_GLM_4 = SplitRule(_LLAMA_3.patterns)
+_DEEPSEEK_3 = SplitRule(
+    (
+        r"\p{N}{1,3}",
+        # Chinese characters, Hiragana and Katakana.
+        "[\u4e00-\u9fa5\u3040-\u309f\u30a0-\u30ff]+",
+        r"[!-/:-@\[-`{-~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+| ?[\p{P}\p{S}]+[\r\n]*|" + _SPACES,
+    ),
+    add_bos=True,
+)
+_QWEN_2 = SplitRule((rf"{_CONTRACTIONS}|{_LEAD}\p{{L}}+|\p{{N}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*|{_SPACES}",))
 _TEKKEN = SplitRule(
-    rf"{_LEAD}{_UPPER}*{_LOWER}+|{_LEAD}{_UPPER}+{_LOWER}*|\p{{N}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n/]*|{_SPACES}",
+    (rf"{_LEAD}{_UPPER}*{_LOWER}+|{_LEAD}{_UPPER}+{_LOWER}*|\p{{N}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n/]*|{_SPACES}",),
     ignore_merges=True,
     add_bos=True,
 )
 _GPT_4O = SplitRule(
-    rf"{_LEAD}{_UPPER}*{_LOWER}+{_CONTRACTIONS}?|{_LEAD}{_UPPER}+{_LOWER}*{_CONTRACTIONS}?"
-    rf"|\p{{N}}{{1,3}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n/]*|{_SPACES}",
+    (
+        rf"{_LEAD}{_UPPER}*{_LOWER}+{_CONTRACTIONS}?|{_LEAD}{_UPPER}+{_LOWER}*{_CONTRACTIONS}?"
+        rf"|\p{{N}}{{1,3}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n/]*|{_SPACES}",
+    ),
 )
 _DIGITS_APART = SplitRule(single_digits=True)
 
@@ -202,6 +215,8 @@ SPLIT_RULES = MappingProxyType(
         **dict.fromkeys(("qwen2", "deepseek-r1-qwen"), _QWEN_2),
         **dict.fromkeys(("gpt-4o", "llama4"), _GPT_4O),
         "tekken": _TEKKEN,
+        **dict.fromkeys(("glm4", "chatglm-bpe"), _GLM_4),
+        "deepseek-v3": _DEEPSEEK_3,
     }
 )
 

@@ -105,7 +105,7 @@ def _gguf_on_disk(path: Path) -> Evidence:
     fields = header.metadata
     config: ModelConfig | None
     try:
-        config = config_from_gguf(fields, tied_embeddings="output.weight" not in header.tensors, divisors=())
+        config = config_from_gguf(fields, tensors=header.tensors, divisors=())
     except ConfigurationError:
         config = None
     return Evidence(

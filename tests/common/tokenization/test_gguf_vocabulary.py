@@ -8,6 +8,7 @@ import pytest
 from common.errors import ConfigurationError
 from common.models import ModelFiles, ModelKind
 from common.tokenization import TextModel, load_text_model
+from common.tokenization.gguf_vocabulary import find_split_rule
 from common.tokenization.vocabulary import byte_alphabet
 from tests.common.tokenization.gguf_files import BYTE, CONTROL, NORMAL, UNKNOWN, USER_DEFINED, Vocabulary, write
 from tests.common.tokenization.transformers_oracle import load_gguf
@@ -54,6 +55,19 @@ def test_byte_level_vocabularies_encode_as_transformers_does(tmp_path: Path, pre
     oracle = load_gguf(str(tmp_path), "tiny.gguf")
     for text in (*TEXTS, "a<|begin|>the<think>and"):
         assert model.tokenizer.encode(text).ids == oracle(text)["input_ids"], repr(text)
+
+
+@pytest.mark.parametrize(
+    ("pre", "text", "pieces"),
+    [
+        ("deepseek-v3", "x1234 漢字かな.next <b>", ["x", "123", "4", " ", "漢字かな", ".next", " <", "b", ">"]),
+        ("deepseek-v3", "It's 50% off!\n\n  Now", ["It", "'s", " ", "50", "%", " off", "!\n\n", " ", " Now"]),
+        ("glm4", "It'S 12345 漢字!\n x", ["It", "'S", " ", "123", "45", " 漢字", "!\n", " x"]),
+    ],
+)
+def test_texts_are_divided_as_their_models_divide_them(pre: str, text: str, pieces: list[str]) -> None:
+    found = find_split_rule(pre).build().pre_tokenize_str(text)
+    assert [text[start:end] for _, (start, end) in found] == pieces
 
 
 def test_sentence_piece_vocabularies_encode_as_transformers_does(tmp_path: Path) -> None:

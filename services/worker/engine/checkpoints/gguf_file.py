@@ -36,6 +36,12 @@ LAYER_NAMES = {
     "self_attn.k_proj": "attn_k",
     "self_attn.v_proj": "attn_v",
     "self_attn.o_proj": "attn_output",
+    "self_attn.q_a_proj": "attn_q_a",
+    "self_attn.q_a_layernorm": "attn_q_a_norm",
+    "self_attn.q_b_proj": "attn_q_b",
+    "self_attn.kv_a_proj_with_mqa": "attn_kv_a_mqa",
+    "self_attn.kv_a_layernorm": "attn_kv_a_norm",
+    "self_attn.kv_b_proj": "attn_kv_b",
     "self_attn.q_norm": "attn_q_norm",
     "self_attn.k_norm": "attn_k_norm",
     "post_attention_layernorm": "ffn_norm",
@@ -52,6 +58,7 @@ LAYER_NAMES = {
     "mlp.shared_expert.up_proj": "ffn_up_shexp",
     "mlp.shared_expert.down_proj": "ffn_down_shexp",
 }
+_LATENT = ".attn_kv_b.weight"
 _MODEL_NAMES = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
 
 
@@ -78,7 +85,7 @@ class GgufCheckpoint:
         self._digest = WeightDigest()
         self.config = config_from_gguf(
             header.metadata,
-            tied_embeddings="output.weight" not in self._tensors,
+            tensors=self._tensors,
             divisors=self._divisors("rope_freqs.weight") or self._divisors("rope_factors_short.weight"),
             long_divisors=self._divisors("rope_factors_long.weight"),
         )
@@ -97,7 +104,10 @@ class GgufCheckpoint:
 
     def read(self, name: str, rows: slice | None = None, columns: slice | None = None) -> torch.Tensor:
         """Return a tensor or a block of a matrix; see `Checkpoint.read`. Rows of q and k must be whole heads."""
-        values = self._dequantised(*self._place(name, rows))
+        stored, place = self._place(name, rows)
+        if stored not in self._tensors and stored.endswith(_LATENT):
+            return self._latent_products(stored.removesuffix(_LATENT), rows)
+        values = self._dequantised(stored, place)
         if name.endswith(".bias"):
             values = values.reshape(-1)
         if self._is_reordered(name):
@@ -109,6 +119,8 @@ class GgufCheckpoint:
     def packed(self, name: str, rows: slice | None = None, columns: slice | None = None) -> GroupedMatrix | None:
         """Return a matrix, or a block of it, in the file's own blocks; see `Checkpoint.packed`."""
         stored, place = self._place(name, rows)
+        if stored not in self._tensors and stored.endswith(_LATENT):
+            return None
         kind = self._quantization(self._entry(stored).kind)
         if kind.name not in KINDS:
             return None
@@ -118,6 +130,25 @@ class GgufCheckpoint:
             data = data[_restored_order(data.shape[0], self.config.head_dim)]
         matrix = grouped_blocks(kind.name, data.view(data.shape[0], -1, GGML_QUANT_SIZES[kind][1]))
         return matrix if columns is None else matrix.columns(columns)
+
+    def _latent_products(self, layer: str, rows: slice | None) -> torch.Tensor:
+        """Return rows of whole heads of the matrix that makes keys and values of latent vectors.
+
+        Converters since 2025 store its part for keys as [heads, latent, keys], its part for values as [heads, values,
+        latent].
+        """
+        keys, values = (f"{layer}.{part}.weight" for part in ("attn_k_b", "attn_v_b"))
+        heads, rank, key_dim = self._entry(keys).shape
+        value_dim = self._entry(values).shape[1]
+        part = slice(0, heads)
+        if rows is not None:
+            part = slice(rows.start // (key_dim + value_dim), rows.stop // (key_dim + value_dim))
+        by_head = [
+            self._dequantised(name, slice(part.start * height, part.stop * height)).reshape(-1, height, width)
+            for name, height, width in ((keys, rank, key_dim), (values, value_dim, rank))
+        ]
+        joined = np.concatenate([by_head[0].swapaxes(1, 2), by_head[1]], axis=1)
+        return torch.from_numpy(np.ascontiguousarray(joined)).flatten(0, 1)
 
     def _divisors(self, name: str) -> tuple[float, ...]:
         return tuple(self._dequantised(name).tolist()) if name in self._tensors else ()

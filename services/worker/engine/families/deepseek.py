@@ -8,13 +8,15 @@ from typing import TYPE_CHECKING
 
 from common.errors import ConfigurationError
 from services.worker.engine.model.config import ExpertGroups, LatentConfig, MoeConfig, RouterScores, SharedExperts
-from services.worker.engine.model.family import Family
+from services.worker.engine.model.family import Family, GgufFamily
+from services.worker.engine.model.gguf_fields import read_gguf_decoder, read_gguf_grouped_moe
 from services.worker.engine.model.json_fields import read_decoder, refuse
 from services.worker.engine.model.rotary_config import yarn_amplitude
 
 if TYPE_CHECKING:
     from services.worker.engine.model.config import ModelConfig
     from services.worker.engine.model.family import JsonConfig
+    from services.worker.engine.model.gguf_fields import GgufFields
 
 # How `topk_method` makes the score of a group: of so many of its highest ones. Greedy ones have no groups.
 _BEST_OF_GROUP = {"greedy": 0, "group_limited_greedy": 1, "noaux_tc": 2}
@@ -84,6 +86,33 @@ def _read_moe(config: JsonConfig) -> MoeConfig:
     )
 
 
+def _gguf_deepseek(own: GgufFields) -> ModelConfig:
+    # Files since 2025 describe attention over rows, earlier ones attention over each head's keys and values.
+    query_dim = own.get("attention.key_length_mla") or own["attention.key_length"]
+    rotary_dim = own["rope.dimension_count"]
+    latent = LatentConfig(
+        rank=own["attention.kv_lora_rank"],
+        query_rank=own.get("attention.q_lora_rank"),
+        content_dim=query_dim - rotary_dim,
+        rotary_dim=rotary_dim,
+        value_dim=own.get("attention.value_length_mla") or own["attention.value_length"],
+    )
+    read, scale = read_gguf_decoder(own, can_be_partial=True), 1.0 / math.sqrt(latent.query_dim)
+    if own.get("rope.scaling.type") == "yarn":
+        # A tenth of `mscale_all_dim`. Rotated components do not grow further, as where `mscale` is the same number.
+        growth = 1.0 + own.get("rope.scaling.yarn_log_multiplier", 0.0) * math.log(own["rope.scaling.factor"])
+        scale *= growth * growth
+    return replace(
+        read,
+        kv_heads=1,
+        head_dim=latent.row_width,
+        rotary=replace(read.rotary, rotated=None, is_interleaved=True, amplitude=1.0),
+        attention_scale=scale,
+        latent=latent,
+        moe=read_gguf_grouped_moe(own, RouterScores.SOFTMAX) if own.get("expert_count") else None,
+    )
+
+
 _SHARED_TENSORS = {
     f"mlp.shared_expert.{name}": f"mlp.shared_experts.{name}" for name in ("gate_proj", "up_proj", "down_proj")
 }
@@ -97,7 +126,14 @@ _V3_DEFAULTS = {
     "routed_scaling_factor": 2.5, "first_k_dense_replace": 3, "n_group": 8, "topk_group": 4,
 }  # fmt: skip
 FAMILIES = (
-    Family("deepseek_v2", "DeepSeek V2", _read_deepseek, defaults=_V2_DEFAULTS, tensors=_SHARED_TENSORS),
+    Family(
+        "deepseek_v2",
+        "DeepSeek V2",
+        _read_deepseek,
+        defaults=_V2_DEFAULTS,
+        tensors=_SHARED_TENSORS,
+        gguf=GgufFamily("deepseek2", _gguf_deepseek),
+    ),
     Family(
         "deepseek_v3",
         "DeepSeek V3 and R1, Kimi K2",
@@ -105,5 +141,6 @@ FAMILIES = (
         aliases=("kimi_k2",),
         defaults=_V3_DEFAULTS,
         tensors=_SHARED_TENSORS,
+        gguf_name="deepseek2",
     ),
 )

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from services.worker.engine.model.config import ExpertGroups, MoeConfig, RouterScores, SharedExperts
 from services.worker.engine.model.family import Family, GgufFamily
-from services.worker.engine.model.gguf_fields import read_gguf_decoder
+from services.worker.engine.model.gguf_fields import read_gguf_decoder, read_gguf_grouped_moe
 from services.worker.engine.model.json_fields import read_decoder
 
 if TYPE_CHECKING:
@@ -47,6 +47,15 @@ def _read_glm4_moe(config: JsonConfig) -> ModelConfig:
 def _gguf_glm4(own: GgufFields) -> ModelConfig:
     read = read_gguf_decoder(own, can_be_partial=True)
     return replace(read, qkv_bias=True, post_norms=True, rotary=replace(read.rotary, is_interleaved=True))
+
+
+def _gguf_glm4_moe(own: GgufFields) -> ModelConfig:
+    return replace(
+        read_gguf_decoder(own, can_be_partial=True),
+        qkv_bias=own.has_tensor("attn_q.bias"),
+        qk_norm=own.has_tensor("attn_q_norm.weight"),
+        moe=read_gguf_grouped_moe(own, RouterScores.SIGMOID),
+    )
 
 
 _DEFAULTS = {
@@ -89,5 +98,6 @@ FAMILIES = (
             "mlp.shared_expert.up_proj": "mlp.shared_experts.up_proj",
             "mlp.shared_expert.down_proj": "mlp.shared_experts.down_proj",
         },
+        gguf=GgufFamily("glm4moe", _gguf_glm4_moe, tensors={"post_attention_layernorm": "post_attention_norm"}),
     ),
 )  # fmt: skip

@@ -10,16 +10,16 @@ from services.worker.engine.families.registry import families_by_architecture
 from services.worker.engine.model.gguf_fields import GgufFields
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Collection, Mapping
 
     from services.worker.engine.model.config import ModelConfig
 
 
 def config_from_gguf(
-    fields: Mapping[str, Any], *, tied_embeddings: bool, divisors: tuple[float, ...],
+    fields: Mapping[str, Any], *, tensors: Collection[str], divisors: tuple[float, ...],
     long_divisors: tuple[float, ...] = (),
 ) -> ModelConfig:  # fmt: skip
-    """Read a GGUF file's metadata; for the divisors of rotary frequencies see `GgufFields`.
+    """Read a GGUF file's metadata; for the other arguments see `GgufFields`.
 
     Raises:
         ConfigurationError: the architecture is not supported, or a field is missing.
@@ -29,9 +29,7 @@ def config_from_gguf(
         check_architecture(architecture)
         family, gguf = families_by_architecture()[architecture]
         read = gguf.read(
-            GgufFields(
-                architecture, fields, tied_embeddings=tied_embeddings, divisors=divisors, long_divisors=long_divisors
-            )
+            GgufFields(architecture, fields, tensors=tensors, divisors=divisors, long_divisors=long_divisors)
         )
     except KeyError as error:
         raise ConfigurationError(f"the GGUF file has no field {error.args[0]!r}") from error

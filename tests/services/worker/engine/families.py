@@ -268,6 +268,10 @@ IN_GGUF: dict[str, dict[str, Any]] = {
     "glm4": {},
     "gpt-oss": {},
     "seed oss": {},
+    "glm4 moe": {},
+    "deepseek v2": {},
+    "deepseek v2 lite": {},
+    "deepseek v3": {},
 }
 
 

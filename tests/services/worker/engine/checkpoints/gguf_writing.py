@@ -2,25 +2,32 @@
 
 from __future__ import annotations
 
+import math
 import re
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from gguf import GGMLQuantizationType, GGUFWriter, RopeScalingType
+from gguf import ExpertGatingFuncType, GGMLQuantizationType, GGUFWriter, RopeScalingType
 from gguf.quants import quantize
 
 from services.worker.engine.checkpoints.gguf_file import gguf_name
 from services.worker.engine.checkpoints.tensor_names import split_expert
 from services.worker.engine.families.registry import families_by_architecture, families_by_name
+from services.worker.engine.model.config import RouterScores
 from services.worker.engine.model.family import StackedPart
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
     from pathlib import Path
 
-    from services.worker.engine.model.config import ModelConfig
+    from numpy.typing import NDArray
+
+    from services.worker.engine.model.config import LatentConfig, ModelConfig, MoeConfig
     from services.worker.engine.model.family import Family, GgufFamily
+
+# Families whose scaling of rotary embedding is written as fields, not as a tensor; all but the first one's is YaRN.
+_SCALED_BY_FIELDS = ("gemma3_text", "gpt_oss", "deepseek_v2", "deepseek_v3")
 
 
 def write_gguf(
@@ -30,34 +37,38 @@ def write_gguf(
     quantization: GGMLQuantizationType = GGMLQuantizationType.F32,
     *,
     wide: tuple[str, ...] = (),
+    has_latent_rows: bool = True,
     **fields: Any,  # whatever a test wants to add
 ) -> Path:
-    """Write `tensors`, named as in `transformers`; matrices are quantised but for stored names with one of `wide`."""
+    """Write `tensors`, named as in `transformers`; matrices are quantised but for stored names with one of `wide`.
+
+    Latent attention is written as converters do since 2025 unless `has_latent_rows` is False.
+    """
     family = families_by_name()[config.family]
     gguf = family.gguf or families_by_architecture()[family.gguf_name or ""][1]
     writer = GGUFWriter(path, gguf.architecture)
     writer.add_context_length(config.max_context)
     writer.add_embedding_length(config.hidden_size)
-    writer.add_block_count(config.layers)
-    writer.add_feed_forward_length(config.intermediate_size)
-    writer.add_head_count(config.query_heads)
-    writer.add_head_count_kv(config.kv_heads)
-    writer.add_key_length(config.head_dim)
-    writer.add_rope_dimension_count(config.rotary.rotated or config.head_dim)
+    _add_layers(writer, config)
     writer.add_rope_freq_base(config.rotary.theta)
     writer.add_layer_norm_rms_eps(config.norm_epsilon)
     writer.add_token_list([f"token {i}" for i in range(config.vocabulary_size)])
     writer.add_eos_token_id(config.eos_token_ids[0])
+    if config.latent is not None:
+        _add_latent(writer, config, config.latent, has_rows=has_latent_rows)
     _add_kinds(writer, config)
     for key, value in fields.items():
         writer.add_key_value(key.replace("__", "."), *value)
     if config.rotary.long_divisors:
         writer.add_tensor("rope_factors_short.weight", np.array(config.rotary.frequency_divisors, np.float32))
         writer.add_tensor("rope_factors_long.weight", np.array(config.rotary.long_divisors, np.float32))
-    elif config.rotary.frequency_divisors and config.family not in ("gemma3_text", "gpt_oss"):
+    elif config.rotary.frequency_divisors and config.family not in _SCALED_BY_FIELDS:
         writer.add_tensor("rope_freqs.weight", np.array(config.rotary.frequency_divisors, np.float32))
     for name, tensor in stacked(renamed(tensors, family, gguf)).items():
         values = tensor.numpy().astype(np.float32)
+        if name.endswith("kv_b_proj.weight") and config.latent is not None and has_latent_rows:
+            _add_products(writer, gguf_name(name, gguf), values, config, quantization)
+            continue
         if config.norm_offset and name.endswith("norm.weight"):
             values = values + np.float32(config.norm_offset)
         if gguf.interleaves_rotary and (".q_proj." in name or ".k_proj." in name):
@@ -74,21 +85,83 @@ def write_gguf(
     return path
 
 
+def _add_layers(writer: GGUFWriter, config: ModelConfig) -> None:
+    # A layer of multi-token prediction follows, whose tensors are not read.
+    predicting = int(config.family == "glm4_moe")
+    writer.add_block_count(config.layers + predicting)
+    writer.add_nextn_predict_layers(predicting)
+    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_head_count(config.query_heads)
+    writer.add_head_count_kv(config.kv_heads)
+    if config.latent is None:
+        writer.add_key_length(config.head_dim)
+        writer.add_rope_dimension_count(config.rotary.rotated or config.head_dim)
+
+
+def _add_latent(writer: GGUFWriter, config: ModelConfig, latent: LatentConfig, *, has_rows: bool) -> None:
+    writer.add_rope_dimension_count(latent.rotary_dim)
+    writer.add_kv_lora_rank(latent.rank)
+    if latent.query_rank is not None:
+        writer.add_q_lora_rank(latent.query_rank)
+    if has_rows:
+        writer.add_key_length(latent.row_width)
+        writer.add_value_length(latent.rank)
+        writer.add_key_length_mla(latent.query_dim)
+        writer.add_value_length_mla(latent.value_dim)
+    else:
+        writer.add_key_length(latent.query_dim)
+        writer.add_value_length(latent.value_dim)
+    if config.rotary.frequency_divisors:
+        assert config.attention_scale is not None
+        growth = math.sqrt(config.attention_scale * math.sqrt(latent.query_dim))
+        writer.add_rope_scaling_yarn_log_mul((growth - 1) / math.log(max(config.rotary.frequency_divisors)))
+
+
+def _add_products(
+    writer: GGUFWriter, name: str, values: NDArray[np.float32], config: ModelConfig, kind: GGMLQuantizationType
+) -> None:
+    """Write the matrix that makes keys and values of latent vectors in its two parts, the first one transposed."""
+    assert config.latent is not None
+    by_head = values.reshape(config.query_heads, -1, config.latent.rank)
+    keys, made = np.split(by_head, [config.latent.content_dim], axis=1)
+    for part, matrices in (("attn_k_b", keys.swapaxes(1, 2)), ("attn_v_b", made)):
+        data = quantize(np.ascontiguousarray(matrices), kind)
+        writer.add_tensor(name.replace("attn_kv_b", part), data, raw_dtype=kind)
+
+
+def _add_experts(writer: GGUFWriter, moe: MoeConfig) -> None:
+    writer.add_expert_count(moe.experts)
+    writer.add_expert_used_count(moe.experts_per_token)
+    writer.add_expert_feed_forward_length(moe.intermediate_size)
+    if moe.routes_in_float32:
+        _add_groups(writer, moe)
+    elif moe.shared is not None:
+        writer.add_expert_shared_feed_forward_length(moe.shared.intermediate_size)
+
+
+def _add_groups(writer: GGUFWriter, moe: MoeConfig) -> None:
+    kinds = {RouterScores.SOFTMAX: ExpertGatingFuncType.SOFTMAX, RouterScores.SIGMOID: ExpertGatingFuncType.SIGMOID}
+    writer.add_leading_dense_block_count(len(moe.dense_layers))
+    writer.add_expert_gating_func(kinds[moe.scores])
+    writer.add_expert_weights_scale(moe.routing_scale)
+    writer.add_expert_weights_norm(moe.normalizes_routing_weights)
+    writer.add_expert_shared_count(moe.shared.intermediate_size // moe.intermediate_size if moe.shared else 0)
+    if moe.groups is not None:
+        writer.add_expert_group_count(moe.groups.count)
+        writer.add_expert_group_used_count(moe.groups.chosen)
+
+
 def _add_kinds(writer: GGUFWriter, config: ModelConfig) -> None:
     """Add what only some architectures have."""
     if config.moe is not None:
-        writer.add_expert_count(config.moe.experts)
-        writer.add_expert_used_count(config.moe.experts_per_token)
-        writer.add_expert_feed_forward_length(config.moe.intermediate_size)
-        if config.moe.shared is not None:
-            writer.add_expert_shared_feed_forward_length(config.moe.shared.intermediate_size)
+        _add_experts(writer, config.moe)
     if config.windows:
         writer.add_sliding_window(next(window for window in config.windows if window is not None))
         writer.add_sliding_window_pattern([window is not None for window in config.windows])
     if config.family == "gemma3_text":
         writer.add_rope_scaling_type(RopeScalingType.LINEAR)
         writer.add_rope_scaling_factor(config.rotary.frequency_divisors[0])
-    if config.family == "gpt_oss":
+    if config.rotary.frequency_divisors and config.family in _SCALED_BY_FIELDS[1:]:
         writer.add_rope_scaling_type(RopeScalingType.YARN)
         writer.add_rope_scaling_factor(max(config.rotary.frequency_divisors))
         # Of the tiny model.

@@ -11,10 +11,12 @@ from gguf.quants import dequantize, quantize
 from safetensors.torch import load_file, save_file
 
 from common.errors import ConfigurationError
+from common.gguf_header import read_header
 from services.worker.engine.checkpoints.gguf_file import GgufCheckpoint, gguf_name
 from services.worker.engine.checkpoints.safetensors_directory import SafetensorsCheckpoint
 from services.worker.engine.families.registry import families_by_architecture
 from services.worker.engine.model.config import RotaryConfig
+from services.worker.engine.model.config_gguf import config_from_gguf
 from tests.services.worker.engine.checkpoints.gguf_writing import write_gguf
 from tests.services.worker.engine.driving import Driver, load, random_ids
 from tests.services.worker.engine.families import (
@@ -65,6 +67,39 @@ def test_a_gguf_file_gives_the_same_logits_as_its_source(family: str, tmp_path: 
     driver = Driver(load(tmp_path / "model.gguf"))
     got = driver.run([(driver.open(50), prompt)], all_tokens=True)
     torch.testing.assert_close(got, reference_logits(tmp_path, prompt), atol=3e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("has_rows", [True, False])
+def test_latent_attention_is_read_from_new_and_old_files(has_rows: bool, tmp_path: Path, ranks: Ranks) -> None:
+    name, given = FAMILIES["deepseek v3"]
+    sizes = {"hidden_size": 64, "intermediate_size": 64, "moe_intermediate_size": 64}
+    latent = {"kv_lora_rank": 32, "q_lora_rank": 32, "qk_nope_head_dim": 32, "v_head_dim": 16}
+    source = SafetensorsCheckpoint(save_model(tmp_path, name, {**given, **sizes, **latent}))
+    tensors = load_file(tmp_path / "model.safetensors")
+    path = write_gguf(
+        tmp_path / "model.gguf", source.config, tensors, GGMLQuantizationType.Q8_0, has_latent_rows=has_rows
+    )
+    checkpoint = GgufCheckpoint(path)
+    assert checkpoint.config.latent == source.config.latent
+    assert ("blk.0.attn_kv_b.weight" in read_header(path).tensors) is not has_rows
+    save_file({each: checkpoint.read(engine_name(each)) for each in tensors}, tmp_path / "model.safetensors")
+    expected = reference_logits(tmp_path, random_ids(30, VOCABULARY))
+    torch.testing.assert_close(logits_of(path), expected, atol=3e-4, rtol=1e-4)
+    together = ranks.run(compute_as_rank, 2, str(path))[0]
+    torch.testing.assert_close(together, expected, atol=3e-4, rtol=1e-4)
+
+
+def engine_name(name: str) -> str:
+    """Return the engine's name for a tensor of DeepSeek."""
+    return name.replace("shared_experts", "shared_expert")
+
+
+def test_files_of_experts_with_other_scores_are_refused(tmp_path: Path) -> None:
+    config = SafetensorsCheckpoint(save_family(tmp_path, "glm4 moe")).config
+    path = write_gguf(tmp_path / "model.gguf", config, {})
+    fields = {**read_header(path).metadata, "glm4moe.expert_gating_func": 3}
+    with pytest.raises(ConfigurationError, match="expert_gating_func: 3 is not supported; supported: 1"):
+        config_from_gguf(fields, tensors=(), divisors=())
 
 
 def test_rows_of_an_expert_are_found(tmp_path: Path) -> None:

@@ -216,13 +216,13 @@ def test_a_missing_field_is_named() -> None:
     with pytest.raises(ConfigurationError, match=r"no field 'llama\.block_count'"):
         config_from_gguf(
             {key: value for key, value in GGUF.items() if key != "llama.block_count"},
-            tied_embeddings=True,
+            tensors=(),
             divisors=(),
         )
 
 
 def test_gguf_defaults_are_those_of_llama_cpp() -> None:
-    config = config_from_gguf(GGUF, tied_embeddings=True, divisors=())
+    config = config_from_gguf(GGUF, tensors=(), divisors=())
     assert (config.kv_heads, config.head_dim, config.rotary.theta) == (4, 16, 10000.0)
     assert config.eos_token_ids == (2, 3)
     assert config.tied_embeddings
@@ -230,7 +230,7 @@ def test_gguf_defaults_are_those_of_llama_cpp() -> None:
 
 def test_gguf_models_that_rotate_half_a_head_are_refused() -> None:
     with pytest.raises(ConfigurationError, match="partial rotary"):
-        config_from_gguf({**GGUF, "llama.rope.dimension_count": 8}, tied_embeddings=True, divisors=())
+        config_from_gguf({**GGUF, "llama.rope.dimension_count": 8}, tensors=(), divisors=())
 
 
 def parameters_of(config: ModelConfig) -> int:
