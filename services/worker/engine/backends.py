@@ -65,11 +65,13 @@ def select_device(options: RunnerOptions) -> torch.device:
 def select_dtype(name: str, config: ModelConfig, device: torch.device, library: CpuLibrary | None) -> torch.dtype:
     """Return the type of the weights: unless asked otherwise, the checkpoint's own on GPUs.
 
-    On CPUs that is bfloat16 where the processor multiplies pairs of them, at twice the rate, and float32 elsewhere.
+    Models whose activations would overflow in float16 are computed in bfloat16 there. On CPUs it is bfloat16 where the
+    processor multiplies pairs of them, at twice the rate, and float32 elsewhere.
     """
     if name == "auto":
         multiplies_pairs = library is not None and library.rounds_inputs
-        name = config.dtype if device.type != "cpu" else "bfloat16" if multiplies_pairs else "float32"
+        own = "bfloat16" if config.overflows_float16 and config.dtype == "float16" else config.dtype
+        name = own if device.type != "cpu" else "bfloat16" if multiplies_pairs else "float32"
     if name not in DTYPES:
         raise ConfigurationError(f"dtype {name!r} is not one of {', '.join(DTYPES)}")
     if name == "float16" and config.overflows_float16 and device.type != "cpu":

@@ -1,4 +1,4 @@
-"""The table of families in `docs/models.md` is written between its marks."""
+"""The tables of families and formats are written between their marks."""
 
 from __future__ import annotations
 
@@ -15,17 +15,22 @@ if TYPE_CHECKING:
 def test_drift_fails_the_check_and_writing_ends_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    page = tmp_path / "models.md"
-    page.write_text(f"before\n{families.BEGIN}{families.END}after\n")
-    monkeypatch.setattr(families, "FILE", page)
+    pages = [tmp_path / name for name in families.TABLES]
+    for page in pages:
+        page.parent.mkdir(exist_ok=True)
+        page.write_text(f"before\n{families.BEGIN}{families.END}after\n")
+    monkeypatch.setattr(families, "ROOT", tmp_path)
     monkeypatch.setattr("sys.argv", ["families", "--check"])
     assert families.main() == 1
-    assert families.COMMAND in capsys.readouterr().err
+    assert capsys.readouterr().err.count(families.COMMAND) == len(pages) == 2
     monkeypatch.setattr("sys.argv", ["families"])
     assert families.main() == 0
-    assert page.read_text().startswith("before\n")
-    assert page.read_text().endswith("after\n")
-    assert "| Qwen3 | `qwen3` | `qwen3` |" in page.read_text()
+    for page, row in zip(
+        pages, ("| Qwen3 | `qwen3` | `qwen3` |", "| gpt-oss | yes | in BF16 | not experts |"), strict=True
+    ):
+        assert page.read_text().startswith("before\n")
+        assert page.read_text().endswith("after\n")
+        assert row in page.read_text()
     monkeypatch.setattr("sys.argv", ["families", "--check"])
     assert families.main() == 0
 

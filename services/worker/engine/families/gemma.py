@@ -91,7 +91,7 @@ def _gguf_gemma3(own: GgufFields) -> ModelConfig:
 
 def _read_gguf(own: GgufFields) -> ModelConfig:
     # Converters have added the one that norms lack.
-    return replace(_as_gemma(read_gguf_decoder(own)), activation=Activation.GELU_TANH, dtype="bfloat16")
+    return replace(_as_gemma(read_gguf_decoder(own)), activation=Activation.GELU_TANH)
 
 
 def _gguf_scale(own: GgufFields, architecture: str) -> float | None:
@@ -101,7 +101,7 @@ def _gguf_scale(own: GgufFields, architecture: str) -> float | None:
 
 
 def _as_gemma(read: ModelConfig) -> ModelConfig:
-    return replace(read, embedding_scale=read.hidden_size**0.5, post_norms=True, overflows_float16=True)
+    return replace(read, embedding_scale=read.hidden_size**0.5, post_norms=True)
 
 
 # One name of other families is that of another norm here.
@@ -121,6 +121,7 @@ FAMILIES = (
             "num_attention_heads": 16, "num_key_value_heads": 16, "head_dim": 256, "max_position_embeddings": 8192,
             "rms_norm_eps": 1e-6, "tie_word_embeddings": True, "hidden_act": _TANH,
         },
+        overflows_float16=True,
         gguf=GgufFamily("gemma", _gguf_gemma),
     ),
     Family(
@@ -134,6 +135,7 @@ FAMILIES = (
             "query_pre_attn_scalar": 256, "sliding_window": 4096, "attn_logit_softcapping": 50.0,
             "final_logit_softcapping": 30.0,
         },
+        overflows_float16=True,
         gguf=GgufFamily("gemma2", _gguf_gemma2, tensors=_GGUF_NORMS),
     ),
     Family(
@@ -147,6 +149,7 @@ FAMILIES = (
             "rms_norm_eps": 1e-6, "tie_word_embeddings": True, "hidden_activation": _TANH,
             "query_pre_attn_scalar": 256, "sliding_window": 4096, "rope_theta": _THETA,
         },
+        overflows_float16=True,
         gguf=GgufFamily("gemma3", _gguf_gemma3, tensors=_GGUF_NORMS),
     ),
 )  # fmt: skip

@@ -43,7 +43,7 @@ def _gguf(own: GgufFields) -> ModelConfig:
     moe = replace(read_gguf_moe(own), has_biases=True)
     # What files call the end of a turn ends a message: others follow.
     ends = (own.everything["tokenizer.ggml.eos_token_id"], *(end for end in _ENDS if end < read.vocabulary_size))
-    read = replace(read, dtype="bfloat16", eos_token_ids=tuple(dict.fromkeys(ends)))
+    read = replace(read, eos_token_ids=tuple(dict.fromkeys(ends)))
     return _as_gpt_oss(read, moe, read_gguf_windows(own, _PATTERN))
 
 
@@ -83,6 +83,7 @@ FAMILIES = (
         },
         tensors={"mlp.gate": "mlp.router", "self_attn.sinks.weight": "self_attn.sinks", **_experts()},
         ends=_ENDS,
+        overflows_float16=True,
         gguf=GgufFamily(
             "gpt-oss",
             _gguf,

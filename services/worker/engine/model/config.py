@@ -215,7 +215,7 @@ class ModelConfig:
     logits_softcap: float | None = None
     """Logits are bent into (-cap, cap) by a hyperbolic tangent."""
     overflows_float16: bool = False
-    """Whether the residual stream grows beyond 65,504."""
+    """Whether activations grow beyond 65,504."""
     moe: MoeConfig | None = None
     labels: int = 0
     """Outputs of the classification head; 0: there is none."""

@@ -33,7 +33,7 @@ def config_from_gguf(
         )
     except KeyError as error:
         raise ConfigurationError(f"the GGUF file has no field {error.args[0]!r}") from error
-    return replace(read, family=family.name)
+    return replace(read, family=family.name, overflows_float16=family.overflows_float16)
 
 
 def check_architecture(architecture: str) -> None:

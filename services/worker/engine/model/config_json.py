@@ -32,6 +32,7 @@ def config_from_json(config: Mapping[str, Any], generation: Mapping[str, Any] | 
         raise ConfigurationError(f"model family {name!r} is not supported; supported: {', '.join(families_by_name())}")
     quantization = config.get("quantization_config") or text.get("quantization_config")
     stored = stored_format(quantization) if quantization else None
+    family.check_stored(stored)
     if family.defaults:
         text = {**family.defaults, **{key: value for key, value in text.items() if value is not None}}
     try:
@@ -42,7 +43,14 @@ def config_from_json(config: Mapping[str, Any], generation: Mapping[str, Any] | 
     ends = dict.fromkeys(stated + tuple(end for end in family.ends if end < read.vocabulary_size))
     head = read_head(config)
     labels = len(head.labels) if head else 0
-    return replace(read, family=family.name, eos_token_ids=tuple(ends), stored_format=stored, labels=labels)
+    return replace(
+        read,
+        family=family.name,
+        eos_token_ids=tuple(ends),
+        overflows_float16=family.overflows_float16,
+        stored_format=stored,
+        labels=labels,
+    )
 
 
 class Implementation(Enum):

@@ -6,9 +6,13 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from common.errors import ConfigurationError
+from services.worker.engine.quantization.formats import Mxfp4Format
+
 if TYPE_CHECKING:
     from services.worker.engine.model.config import ModelConfig
     from services.worker.engine.model.gguf_fields import GgufFields
+    from services.worker.engine.quantization.formats import StoredFormat
 
 # Any: free JSON; values are checked where they are read.
 JsonConfig = Mapping[str, Any]
@@ -60,6 +64,26 @@ class Family:
     """Names of tensors in safetensors files, where not Llama's or Qwen3-MoE's; see `stored_tensor`."""
     ends: tuple[int, ...] = ()
     """Ids of tokens that end outputs, also where files do not say so."""
+    overflows_float16: bool = False
+    """Whether activations of published models grow beyond 65,504."""
     gguf: GgufFamily | None = None
     gguf_name: str | None = None
     """The architecture as which GGUF files contain this family, if that is another family's."""
+
+    @property
+    def gguf_architecture(self) -> str | None:
+        """The architecture as which GGUF files contain this family; None: they are not read."""
+        return self.gguf.architecture if self.gguf else self.gguf_name
+
+    @property
+    def stacks_experts(self) -> bool:
+        """Whether a tensor has the matrices of all experts, which quantised checkpoints leave as wide as they were."""
+        names = [stored for part, stored in self.tensors.items() if "experts.*" in part]
+        return any(isinstance(stored, StackedPart) or "*" not in stored for stored in names)
+
+    def check_stored(self, stored: StoredFormat | None) -> None:
+        """Raise ConfigurationError if checkpoints of this family cannot be read in a format."""
+        if isinstance(stored, Mxfp4Format) and "mlp.experts.*.gate_proj.blocks" not in self.tensors:
+            raise ConfigurationError(
+                f"quantization_config: weights of {self.name} in MXFP4 are not supported; those of gpt-oss are"
+            )

@@ -50,6 +50,9 @@ def test_activations_that_would_overflow_are_refused() -> None:
     assert select_dtype("float16", gemma, CPU, None) == torch.float16
     with pytest.raises(ConfigurationError, match="overflow in float16; use dtype=bfloat16"):
         select_dtype("float16", gemma, CUDA, None)
+    assert select_dtype("auto", replace(gemma, dtype="float16"), CUDA, None) == torch.bfloat16
+    assert select_dtype("auto", replace(gemma, dtype="float32"), CUDA, None) == torch.float32
+    assert select_dtype("auto", replace(SMOL, dtype="float16"), CUDA, None) == torch.float16
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from deploy.checks.families import FILE, with_table
+import pytest
+
+from deploy.checks.families import ROOT, TABLES, table_of_families, table_of_formats, with_table
 from services.worker.engine.families.registry import (
     aliased_families,
     families_by_architecture,
@@ -38,8 +40,16 @@ def test_an_alias_is_no_family_of_its_own() -> None:
     assert not set(aliased_families()) & {*families_by_name(), *wrapped_families()}
 
 
-def test_the_table_of_families_is_up_to_date() -> None:
-    page = FILE.read_text(encoding="utf-8")
-    assert with_table(page, families_by_name().values()) == page
+@pytest.mark.parametrize("name", TABLES)
+def test_the_tables_of_families_are_up_to_date(name: str) -> None:
+    page = (ROOT / name).read_text(encoding="utf-8")
+    assert with_table(page, TABLES[name](families_by_name().values())) == page
+
+
+def test_tables_name_families_and_what_becomes_of_their_formats() -> None:
+    page = "\n".join(table_of_families(families_by_name().values()))
     assert "| Mixtral | `mixtral` | `llama` |" in page
     assert "| Gemma 3 | `gemma3_text`, `gemma3` | `gemma3` |" in page
+    rows = table_of_formats(families_by_name().values())
+    [row] = [row for row in rows if "GLM-4 (9B of 2024)" in row]
+    assert row.endswith("| no | no |")

@@ -12,6 +12,7 @@ from safetensors.torch import load_file, save_file
 
 from common.errors import ConfigurationError
 from services.worker.engine import loader
+from services.worker.engine.backends import select_dtype
 from services.worker.engine.checkpoints.dummy import DummyCheckpoint
 from services.worker.engine.checkpoints.gguf_file import GgufCheckpoint
 from services.worker.engine.checkpoints.safetensors_directory import read_config
@@ -22,6 +23,7 @@ from services.worker.engine.quantization.mxfp4 import quantise
 from tests.services.worker.engine.checkpoints.gguf_writing import write_gguf
 from tests.services.worker.engine.driving import Driver, load, random_ids
 from tests.services.worker.engine.families import VOCABULARY, reference_logits, save_family
+from tests.services.worker.engine.mxfp4_checkpoints import save_published
 from tests.services.worker.engine.quantization.fp8_checkpoints import change_config
 from tests.services.worker.engine.test_families import as_rank, check_greedy, continued
 
@@ -32,45 +34,6 @@ if TYPE_CHECKING:
     from tests.services.worker.engine.parallel.ranks import Ranks
 
 EXPERT = "mlp.experts.3.gate_proj"
-MXFP4 = {
-    "quant_method": "mxfp4",
-    "modules_to_not_convert": [
-        "model.layers.*.self_attn",
-        "model.layers.*.mlp.router",
-        "model.embed_tokens",
-        "lm_head",
-    ],
-}
-
-
-def save_published(directory: Path) -> tuple[Path, Path]:
-    """Write a tiny gpt-oss as it is published, and with the same weights as `transformers` dequantises them."""
-    from transformers.integrations.mxfp4 import convert_moe_packed_tensors
-
-    published, wide = directory / "published", directory / "wide"
-    save_family(published, "gpt-oss")
-    save_family(wide, "gpt-oss")
-    tensors, dequantised = {}, {}
-    for name, tensor in load_file(published / "model.safetensors").items():
-        if not name.endswith(("gate_up_proj", "down_proj")):
-            tensors[name] = dequantised[name] = tensor
-            continue
-        blocks, scales = zip(*(stored_blocks(expert.t()) for expert in tensor), strict=True)
-        tensors[f"{name}_blocks"], tensors[f"{name}_scales"] = torch.stack(blocks), torch.stack(scales)
-        dequantised[name] = convert_moe_packed_tensors(
-            tensors[f"{name}_blocks"], tensors[f"{name}_scales"], dtype=torch.float32
-        )
-    save_file(tensors, published / "model.safetensors")
-    save_file(dequantised, wide / "model.safetensors")
-    change_config(published, quantization_config=MXFP4)
-    return published, wide
-
-
-def stored_blocks(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return blocks [out, in / 32, 16], the even input of a byte in its lower bits, and scales [out, in / 32]."""
-    matrix = quantise(weight)
-    codes = matrix.values.view(weight.shape[0], -1, 16, 2)
-    return codes[..., 0] | (codes[..., 1] << 4), (matrix.scales.float().log2() + 127).to(torch.uint8)
 
 
 @pytest.mark.parametrize("backend", ["torch", "compiled"])
@@ -160,6 +123,18 @@ def test_dummy_weights_are_in_mxfp4_too(tmp_path: Path) -> None:
     experts, others = (tensors.matrix(f"model.layers.1.{name}.weight") for name in (EXPERT, "self_attn.q_proj"))
     assert isinstance(experts, GroupedMatrix)
     assert isinstance(others, torch.Tensor)
+
+
+def test_float16_is_refused_on_gpus_and_replaced_where_files_are_in_it(tmp_path: Path) -> None:
+    for config in (
+        read_config(save_family(tmp_path, "gpt-oss")),
+        config_from_json({"model_type": "gpt_oss", "torch_dtype": "float16"}),
+    ):
+        assert config.overflows_float16
+        with pytest.raises(ConfigurationError, match="activations of gpt_oss overflow in float16; use dtype=bfloat16"):
+            select_dtype("float16", config, torch.device("cuda"), None)
+    assert config.dtype == "float16"
+    assert select_dtype("auto", config, torch.device("cuda"), None) == torch.bfloat16
 
 
 @pytest.mark.parametrize(("option", "value"), [("swiglu_limit", 5.0), ("swiglu_alpha", 1.0)])

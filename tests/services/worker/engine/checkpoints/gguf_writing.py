@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 from gguf import ExpertGatingFuncType, GGMLQuantizationType, GGUFWriter, RopeScalingType
-from gguf.quants import quantize
+from gguf.quants import dequantize, quantize
 
 from services.worker.engine.checkpoints.gguf_file import gguf_name
 from services.worker.engine.checkpoints.tensor_names import split_expert
@@ -18,7 +18,7 @@ from services.worker.engine.model.config import RouterScores
 from services.worker.engine.model.family import StackedPart
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterator, Mapping
     from pathlib import Path
 
     from numpy.typing import NDArray
@@ -37,16 +37,51 @@ def write_gguf(
     quantization: GGMLQuantizationType = GGMLQuantizationType.F32,
     *,
     wide: tuple[str, ...] = (),
+    is_dequantised: bool = False,
     has_latent_rows: bool = True,
     **fields: Any,  # whatever a test wants to add
 ) -> Path:
     """Write `tensors`, named as in `transformers`; matrices are quantised but for stored names with one of `wide`.
 
-    Latent attention is written as converters do since 2025 unless `has_latent_rows` is False.
+    With `is_dequantised`, the quantised numbers are written in float32. Latent attention is written as converters do
+    since 2025 unless `has_latent_rows` is False.
     """
     family = families_by_name()[config.family]
     gguf = family.gguf or families_by_architecture()[family.gguf_name or ""][1]
     writer = GGUFWriter(path, gguf.architecture)
+    _add_metadata(writer, config, has_latent_rows=has_latent_rows)
+
+    def add(name: str, values: NDArray[np.float32]) -> None:
+        is_wide = values.ndim == 1 or any(part in name for part in wide)
+        kind = GGMLQuantizationType.F32 if is_wide else quantization
+        data = quantize(values, kind)
+        if is_dequantised:
+            kind, data = GGMLQuantizationType.F32, dequantize(data, kind)
+        writer.add_tensor(name, data, raw_dtype=kind)
+
+    for key, value in fields.items():
+        writer.add_key_value(key.replace("__", "."), *value)
+    _add_divisors(writer, config)
+    for name, tensor in stacked(renamed(tensors, family, gguf)).items():
+        values = tensor.numpy().astype(np.float32)
+        if name.endswith("kv_b_proj.weight") and config.latent is not None and has_latent_rows:
+            for stored, matrices in _products(gguf_name(name, gguf), values, config.query_heads, config.latent):
+                add(stored, matrices)
+            continue
+        if config.norm_offset and name.endswith("norm.weight"):
+            values = values + np.float32(config.norm_offset)
+        if gguf.interleaves_rotary and (".q_proj." in name or ".k_proj." in name):
+            heads = values.reshape(-1, 2, config.head_dim // 2, *values.shape[1:])
+            values = heads.swapaxes(1, 2).reshape(values.shape)
+        add(gguf_name(name, gguf), values)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+def _add_metadata(writer: GGUFWriter, config: ModelConfig, *, has_latent_rows: bool) -> None:
     writer.add_context_length(config.max_context)
     writer.add_embedding_length(config.hidden_size)
     _add_layers(writer, config)
@@ -57,32 +92,14 @@ def write_gguf(
     if config.latent is not None:
         _add_latent(writer, config, config.latent, has_rows=has_latent_rows)
     _add_kinds(writer, config)
-    for key, value in fields.items():
-        writer.add_key_value(key.replace("__", "."), *value)
+
+
+def _add_divisors(writer: GGUFWriter, config: ModelConfig) -> None:
     if config.rotary.long_divisors:
         writer.add_tensor("rope_factors_short.weight", np.array(config.rotary.frequency_divisors, np.float32))
         writer.add_tensor("rope_factors_long.weight", np.array(config.rotary.long_divisors, np.float32))
     elif config.rotary.frequency_divisors and config.family not in _SCALED_BY_FIELDS:
         writer.add_tensor("rope_freqs.weight", np.array(config.rotary.frequency_divisors, np.float32))
-    for name, tensor in stacked(renamed(tensors, family, gguf)).items():
-        values = tensor.numpy().astype(np.float32)
-        if name.endswith("kv_b_proj.weight") and config.latent is not None and has_latent_rows:
-            _add_products(writer, gguf_name(name, gguf), values, config, quantization)
-            continue
-        if config.norm_offset and name.endswith("norm.weight"):
-            values = values + np.float32(config.norm_offset)
-        if gguf.interleaves_rotary and (".q_proj." in name or ".k_proj." in name):
-            heads = values.reshape(-1, 2, config.head_dim // 2, *values.shape[1:])
-            values = heads.swapaxes(1, 2).reshape(values.shape)
-        stored = gguf_name(name, gguf)
-        is_wide = values.ndim == 1 or any(part in stored for part in wide)
-        kind = GGMLQuantizationType.F32 if is_wide else quantization
-        writer.add_tensor(stored, quantize(values, kind), raw_dtype=kind)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    return path
 
 
 def _add_layers(writer: GGUFWriter, config: ModelConfig) -> None:
@@ -117,16 +134,13 @@ def _add_latent(writer: GGUFWriter, config: ModelConfig, latent: LatentConfig, *
         writer.add_rope_scaling_yarn_log_mul((growth - 1) / math.log(max(config.rotary.frequency_divisors)))
 
 
-def _add_products(
-    writer: GGUFWriter, name: str, values: NDArray[np.float32], config: ModelConfig, kind: GGMLQuantizationType
-) -> None:
-    """Write the matrix that makes keys and values of latent vectors in its two parts, the first one transposed."""
-    assert config.latent is not None
-    by_head = values.reshape(config.query_heads, -1, config.latent.rank)
-    keys, made = np.split(by_head, [config.latent.content_dim], axis=1)
-    for part, matrices in (("attn_k_b", keys.swapaxes(1, 2)), ("attn_v_b", made)):
-        data = quantize(np.ascontiguousarray(matrices), kind)
-        writer.add_tensor(name.replace("attn_kv_b", part), data, raw_dtype=kind)
+def _products(
+    name: str, values: NDArray[np.float32], heads: int, latent: LatentConfig
+) -> Iterator[tuple[str, NDArray[np.float32]]]:
+    """Yield the two parts of the matrix that makes keys and values of latent vectors; that of keys is transposed."""
+    keys, made = np.split(values.reshape(heads, -1, latent.rank), [latent.content_dim], axis=1)
+    yield name.replace("attn_kv_b", "attn_k_b"), np.ascontiguousarray(keys.swapaxes(1, 2))
+    yield name.replace("attn_kv_b", "attn_v_b"), np.ascontiguousarray(made)
 
 
 def _add_experts(writer: GGUFWriter, moe: MoeConfig) -> None:

@@ -6,6 +6,7 @@ Words are packed here as the tools' own descriptions say, place by place, not as
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -21,6 +22,8 @@ if TYPE_CHECKING:
     Tensors = dict[str, torch.Tensor]
 
 FP8 = torch.float8_e4m3fn
+# The names of matrices that tools quantise; experts that share a tensor are not among them.
+PROJECTIONS = re.compile(r"(_proj|_proj_with_mqa|_linear|experts\.\d+\.w[123])\.weight$")
 # The outputs of a word of AWQ's, from its lowest bits on.
 AWQ_OUTPUTS = (0, 2, 4, 6, 1, 3, 5, 7)
 _INT8 = {"num_bits": 8, "type": "int", "symmetric": True, "group_size": None}
@@ -77,6 +80,20 @@ def static_fp8(weight: torch.Tensor) -> Stored:
     values = rounded_to_fp8(weight, scale)
     tensors = {"weight": values, "weight_scale": scale.view(1), "input_scale": torch.tensor(STATIC_SCALE)}
     return Stored(tensors, values.double() * scale.double())
+
+
+def fp8_tensor(weight: torch.Tensor) -> Stored:
+    """Store one scale for the matrix."""
+    scale = weight.abs().max() / 448
+    values = rounded_to_fp8(weight, scale)
+    return Stored({"weight": values, "weight_scale": scale}, values.double() * scale.double())
+
+
+def fp8_channels(weight: torch.Tensor) -> Stored:
+    """Store one scale for each output."""
+    scales = weight.abs().amax(dim=1, keepdim=True) / 448
+    values = rounded_to_fp8(weight, scales)
+    return Stored({"weight": values, "weight_scale": scales}, values.double() * scales.double())
 
 
 def int8_channels(weight: torch.Tensor) -> Stored:
@@ -272,7 +289,7 @@ def store_quantised(directory: Path, scheme: Scheme, *, but: tuple[str, ...] = (
     tensors: Tensors = {}
     weights: dict[str, torch.Tensor] = {}
     for name, tensor in load_file(directory / "model.safetensors").items():
-        if not name.endswith(("_proj.weight", "_proj_with_mqa.weight")) or any(part in name for part in but):
+        if tensor.ndim != 2 or not PROJECTIONS.search(name) or any(part in name for part in but):
             tensors[name] = tensor
             continue
         stored = scheme.store(tensor.float())
