@@ -130,7 +130,7 @@ def cells() -> Iterator[Any]:
             yield pytest.param(family, column, id=f"{family.name} {column.title}", marks=marks)
 
 
-@pytest.mark.parametrize(("family", "column"), cells())
+@pytest.mark.parametrize(("family", "column"), list(cells()))
 def test_a_family_is_served_in_a_format_as_the_readme_says(
     family: Family, column: Column, plain: Callable[[str], Path], tmp_path: Path
 ) -> None:
