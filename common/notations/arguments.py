@@ -93,11 +93,13 @@ class KeyedArguments:
     end: str
     # Characters that keys must not contain.
     forbidden: str
+    # What stands between key and value where values are no texts, if that is not `after_key`.
+    after_key_of_others: str = ""
 
     def render(self, arguments: Mapping[str, Json]) -> str:
         return "".join(
-            f"{self.before_key}{name}{self.after_key}{value if isinstance(value, str) else to_json(value)}"
-            f"{self.after_value}"
+            f"{self.before_key}{name}{self._between(is_text=isinstance(value, str))}"
+            f"{value if isinstance(value, str) else to_json(value)}{self.after_value}"
             for name, value in arguments.items()
         )
 
@@ -105,12 +107,11 @@ class KeyedArguments:
         properties = schema.get("properties") or {}
         if not properties and schema.get("additionalProperties") is not False:
             key = regex(r"[A-Za-z0-9_.\-]+")
-            value = text_without(self.end)
-            return star(sequence(*const(self.before_key), key, *const(self.after_key), value, *const(self.after_value)))
+            return star(sequence(*marked(self.before_key), key, self._typed({}), *marked(self.after_value)))
         parts = []
         for name, inner in properties.items():
-            value = self._value(with_definitions(inner, schema))
-            element = sequence(*const(f"{self.before_key}{name}{self.after_key}"), value, *const(self.after_value))
+            value = self._typed(with_definitions(inner, schema))
+            element = sequence(*marked(f"{self.before_key}{name}"), value, *marked(self.after_value))
             parts.append(element if name in (schema.get("required") or ()) else optional(element))
         return sequence(*parts) if parts else optional(*const("\n"))
 
@@ -120,9 +121,24 @@ class KeyedArguments:
             for name, inner in (schema.get("properties") or {}).items()
         )
 
-    def _value(self, schema: Schema) -> Format:
-        if "string" not in types_of(schema):
-            return json_value(schema)
+    def _between(self, *, is_text: bool) -> str:
+        return self.after_key if is_text else self.after_key_of_others or self.after_key
+
+    def _typed(self, schema: Schema) -> Format:
+        """Return the format of what stands between a key and the end of its value."""
+        types = types_of(schema)
+        if "string" not in types:
+            return sequence(*marked(self._between(is_text=False)), json_value(schema))
+        text = sequence(*marked(self.after_key), self._text(schema))
+        if not self.after_key_of_others:
+            return text
+        others = [
+            sequence(*marked(self.after_key_of_others), json_value({"type": kind}))
+            for kind in sorted(types - {"string"})
+        ]
+        return either([text, *others])
+
+    def _text(self, schema: Schema) -> Format:
         texts = _stated_texts(schema)
         if texts is not None and self.end not in "".join(texts):
             return either([part for text in texts for part in const(text)])

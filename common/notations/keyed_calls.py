@@ -1,7 +1,7 @@
-"""Tool calls with an element per argument, like XML without escapes: the notations of Qwen3-Coder, GLM and MiniMax.
+"""Tool calls with an element per argument, like XML without escapes: Qwen3-Coder, GLM, MiniMax M2, DeepSeek V3.2.
 
-Texts are not quoted, so the tool's schema decides which values are texts. A value ends at its end mark only if more of
-the call follows; a text may contain the mark otherwise.
+Texts are not quoted: the tool's schema says which values are texts, or an attribute of the element. A value ends at its
+end mark only if more of the call follows; a text may contain the mark otherwise.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from common.notations.arguments import to_json
 from common.notations.pieces import CallArguments, CallStart, TextPiece, merged, overlap
-from common.notations.schemas import property_of, typed, types_of
+from common.notations.schemas import ALL_TYPES, property_of, typed, types_of
 
 if TYPE_CHECKING:
     import re
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
 # Longer names and keys are not calls.
 MAX_NAME_CHARACTERS = 256
+_TEXTS = frozenset({"string"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +36,7 @@ class KeyedMarks:
     opening: str
     after_name: re.Pattern[str]
     before_key: str
+    # A group `is_text` says "true" of texts and "false" of JSON; without one, the schema decides.
     after_key: re.Pattern[str]
     after_value: str
     closing: str
@@ -183,9 +185,12 @@ class KeyedCallParser:
         self._pieces.append(CallArguments(self._calls, (", " if self._has_arguments else "{") + to_json(key) + ": "))
         self._has_arguments = True
         self._types = types_of(property_of(self._tools[self._name], key))
+        stated = end.groupdict().get("is_text")
+        if stated is not None:
+            self._types = _TEXTS if stated == "true" else self._types - _TEXTS or ALL_TYPES - _TEXTS
         self._held, self._state = self._held[end.end() :], _State.VALUE
         self._is_at_value_start, self._certain = True, 0
-        if self._types == {"string"}:
+        if self._types == _TEXTS:
             self._pieces.append(CallArguments(self._calls, '"'))
         return bool(self._held)
 
@@ -213,7 +218,7 @@ class KeyedCallParser:
 
     def _show_text(self, end: int) -> None:
         """Show the held part of a text up to `end`, except for what may be the line break before its end mark."""
-        if self._types != {"string"}:
+        if self._types != _TEXTS:
             return
         if self._marks.has_lines and end and self._held[end - 1] == "\n":
             end -= 1
@@ -224,10 +229,8 @@ class KeyedCallParser:
     def _end_value(self, text: str) -> None:
         if self._marks.has_lines:
             text = text.removesuffix("\n")
-        if self._types == {"string"}:
-            value = json.dumps(text, ensure_ascii=False)[1:]
-        else:
-            value = to_json(typed(text, self._types))
+        is_text = self._types == _TEXTS
+        value = json.dumps(text, ensure_ascii=False)[1:] if is_text else to_json(typed(text, self._types))
         self._pieces.append(CallArguments(self._calls, value))
 
     def _end_truncated_value(self) -> None:

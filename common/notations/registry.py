@@ -184,6 +184,17 @@ _MINIMAX: Final = CallNotation(
     mark="<minimax:tool_call>",
     more_marks=('<invoke name="',),
 )
+_MINIMAX_M1: Final = CallNotation(
+    partial(ObjectCallParser, ObjectMarks(("<tool_calls>",), "</tool_calls>", separators=",")),
+    _JSON,
+    f"<tool_calls>\n{_NAME}",
+    '", "arguments": ',
+    "}",
+    f"\n{_NAME}",
+    "\n</tool_calls>",
+    mark="<tool_calls>",
+    has_quoted_names=True,
+)
 _DEEPSEEK_SECTION: Final = ("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>")
 _DEEPSEEK_V3: Final = CallNotation(
     partial(
@@ -223,6 +234,36 @@ _DEEPSEEK_V31: Final = CallNotation(
     "<｜tool▁calls▁end｜>",
     mark="<｜tool▁calls▁begin｜>",
     more_marks=("<｜tool▁call▁begin｜>",),
+    has_special_marks=True,
+)
+_DEEPSEEK_V32: Final = CallNotation(
+    partial(
+        KeyedCallParser,
+        KeyedMarks(
+            section=("<｜DSML｜function_calls>", "</｜DSML｜function_calls>"),
+            opening='<｜DSML｜invoke name="',
+            after_name=re.compile('">'),
+            before_key='<｜DSML｜parameter name="',
+            after_key=re.compile('" string="(?P<is_text>true|false)">'),
+            after_value="</｜DSML｜parameter>",
+            closing="</｜DSML｜invoke>",
+        ),
+    ),
+    KeyedArguments(
+        '<｜DSML｜parameter name="',
+        '" string="true">',
+        "</｜DSML｜parameter>\n",
+        "</｜DSML｜parameter>",
+        '">\n',
+        after_key_of_others='" string="false">',
+    ),
+    '<｜DSML｜function_calls>\n<｜DSML｜invoke name="',
+    '">\n',
+    "</｜DSML｜invoke>\n",
+    '<｜DSML｜invoke name="',
+    "</｜DSML｜function_calls>",
+    mark="<｜DSML｜function_calls>",
+    more_marks=('<｜DSML｜invoke name="',),
     has_special_marks=True,
 )
 _KIMI_K2: Final = CallNotation(
@@ -268,8 +309,10 @@ NOTATIONS: Final[dict[ToolStyle, Notation]] = {
     ToolStyle.GLM47: _GLM47,
     ToolStyle.DEEPSEEK_V3: _DEEPSEEK_V3,
     ToolStyle.DEEPSEEK_V31: _DEEPSEEK_V31,
+    ToolStyle.DEEPSEEK_V32: _DEEPSEEK_V32,
     ToolStyle.KIMI_K2: _KIMI_K2,
     ToolStyle.MINIMAX: _MINIMAX,
+    ToolStyle.MINIMAX_M1: _MINIMAX_M1,
     ToolStyle.HARMONY: HarmonyNotation(),
     ToolStyle.GRANITE: _GRANITE,
     ToolStyle.GEMMA: _GEMMA,

@@ -36,7 +36,8 @@ class ModelSettings(Section):
     that multiply FP8 (compute capability 8.9 and later). Embedding, head and norms are not quantised."""
     tool_style: Literal[
         "auto", "none", "hermes", "llama3", "pythonic", "mistral", "mistral_args", "qwen3_coder", "glm", "glm47",
-        "deepseek_v3", "deepseek_v31", "kimi_k2", "minimax", "harmony", "granite", "gemma", "seed",
+        "deepseek_v3", "deepseek_v31", "deepseek_v32", "kimi_k2", "minimax", "minimax_m1", "harmony", "granite",
+        "gemma", "seed",
     ] = "auto"  # fmt: skip
     """Notation of the model's tool calls; auto: found by rendering a call with its chat template and reading it back.
     If no notation can read it, a warning is logged at the start, and requests with tools are refused."""

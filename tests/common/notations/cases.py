@@ -22,7 +22,7 @@ MARKS = (
     "</arg_key>", "<arg_value>", "</arg_value>", "<invoke name=", "</invoke>", "[TOOL_CALLS]", "[ARGS]",
     "<|tool_call|>", "<|tool_call_begin|>", "<|tool_call_end|>", "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>",
     "<｜tool▁sep｜>", "<|tool_call>", "<tool_call|>", "<|channel|>", "<|message|>", "<|call|>", "<|python_tag|>", "```",
-    "</think>",
+    "</think>", "<tool_calls>", "</tool_calls>", "</｜DSML｜parameter>", "</｜DSML｜invoke>", "｜DSML｜",
 )  # fmt: skip
 # What notations cannot write within a text: it is where the text ends.
 ENDS = {
@@ -31,6 +31,7 @@ ENDS = {
     ToolStyle.GLM: ("</arg_value>",),
     ToolStyle.GLM47: ("</arg_value>",),
     ToolStyle.MINIMAX: ("</parameter>",),
+    ToolStyle.DEEPSEEK_V32: ("</｜DSML｜parameter>",),
     ToolStyle.GEMMA: ('<|"|>',),
     ToolStyle.HARMONY: ("<|start|>", "<|channel|>", "<|message|>", "<|end|>", "<|call|>", "<|return|>"),
 }

@@ -160,6 +160,24 @@ TEMPLATES: dict[ToolStyle, str] = {
         )
         + "{{ '</minimax:tool_call>' }}"
     ),
+    ToolStyle.MINIMAX_M1: chatml(
+        "{{ '<tool_calls>\\n' }}"
+        + each("{{ {'name': f.name, 'arguments': f.arguments} | tojson + '\\n' }}")
+        + "{{ '</tool_calls>' }}"
+    ),
+    ToolStyle.DEEPSEEK_V32: chatml(
+        "{{ '<｜DSML｜function_calls>\\n' }}"
+        + each(
+            "{{ '<｜DSML｜invoke name=\"' + f.name + '\">\\n' }}"
+            + KEYED.replace(
+                "PARAMETER",
+                "{{ '<｜DSML｜parameter name=\"' + key + '\" string=\"' }}{{ 'true' if value is string else 'false' }}"
+                "{{ '\">' }}" + VALUE + "{{ '</｜DSML｜parameter>\\n' }}",
+            )
+            + "{{ '</｜DSML｜invoke>\\n' }}"
+        )
+        + "{{ '</｜DSML｜function_calls>' }}"
+    ),
     ToolStyle.HARMONY: """
 {%- if tools %}{{ '<|start|>developer<|message|>' + tools | tojson + '<|end|>' }}{% endif %}
 {%- for message in messages %}

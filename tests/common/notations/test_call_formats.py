@@ -45,7 +45,15 @@ CLOCK = BoundTool("clock", {"type": "object", "properties": {}, "additionalPrope
 SCHEMAS = {tool.name: tool.schema for tool in (WEATHER, CLOCK)}
 STYLES = list(ToolStyle)
 # Notations whose calls may follow text.
-IN_TEXT = [ToolStyle.HERMES, ToolStyle.GLM, ToolStyle.DEEPSEEK_V31, ToolStyle.MINIMAX, ToolStyle.GEMMA]
+IN_TEXT = [
+    ToolStyle.HERMES,
+    ToolStyle.GLM,
+    ToolStyle.DEEPSEEK_V31,
+    ToolStyle.MINIMAX,
+    ToolStyle.GEMMA,
+    ToolStyle.MINIMAX_M1,
+    ToolStyle.DEEPSEEK_V32,
+]
 
 
 @pytest.fixture(scope="module")

@@ -103,6 +103,21 @@ def test_a_text_may_contain_the_mark_at_its_end_unless_more_of_a_call_follows(st
         assert calls_in(fed(NOTATIONS[style].parser(TOOLS), parts)) == calls
 
 
+@pytest.mark.parametrize("cut", range(1, 40))
+def test_deepseeks_attribute_says_which_values_are_texts(cut: int) -> None:
+    text = (
+        '<｜DSML｜function_calls>\n<｜DSML｜invoke name="get_weather">\n'
+        '<｜DSML｜parameter name="word" string="true">5</｜DSML｜parameter>\n'
+        '<｜DSML｜parameter name="unknown" string="true">[1]</｜DSML｜parameter>\n'
+        '<｜DSML｜parameter name="other" string="false">[1]</｜DSML｜parameter>\n'
+        '<｜DSML｜parameter name="count" string="false">5</｜DSML｜parameter>\n'
+        "</｜DSML｜invoke>\n</｜DSML｜function_calls>"
+    )
+    parts = [text[start : start + cut] for start in range(0, len(text), cut)]
+    [call] = calls_in(fed(NOTATIONS[ToolStyle.DEEPSEEK_V32].parser(TOOLS), parts))
+    assert call.arguments == {"word": "5", "unknown": "[1]", "other": [1], "count": 5}
+
+
 def test_texts_are_streamed_as_they_come() -> None:
     parser = NOTATIONS[ToolStyle.QWEN3_CODER].parser(TOOLS)
     parser.feed("<tool_call>\n<function=get_weather>\n<parameter=word>\nOnce upon")

@@ -128,6 +128,10 @@ class _ToolStyleEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_ToolStyle.V
     """gpt-oss: a message in the channel commentary, to functions.name."""
     TOOL_STYLE_SEED: _ToolStyle.ValueType  # 16
     """Seed-OSS: Qwen3-Coder's elements in <seed:tool_call>."""
+    TOOL_STYLE_MINIMAX_M1: _ToolStyle.ValueType  # 17
+    """MiniMax M1: <tool_calls> around JSON objects, one on each line."""
+    TOOL_STYLE_DEEPSEEK_V32: _ToolStyle.ValueType  # 18
+    """DeepSeek V3.2: <｜DSML｜invoke name="name"><｜DSML｜parameter name="key" string="true">value</｜DSML｜parameter>."""
 
 class ToolStyle(_ToolStyle, metaclass=_ToolStyleEnumTypeWrapper):
     """Notations of tool calls."""
@@ -166,6 +170,10 @@ TOOL_STYLE_HARMONY: ToolStyle.ValueType  # 15
 """gpt-oss: a message in the channel commentary, to functions.name."""
 TOOL_STYLE_SEED: ToolStyle.ValueType  # 16
 """Seed-OSS: Qwen3-Coder's elements in <seed:tool_call>."""
+TOOL_STYLE_MINIMAX_M1: ToolStyle.ValueType  # 17
+"""MiniMax M1: <tool_calls> around JSON objects, one on each line."""
+TOOL_STYLE_DEEPSEEK_V32: ToolStyle.ValueType  # 18
+"""DeepSeek V3.2: <｜DSML｜invoke name="name"><｜DSML｜parameter name="key" string="true">value</｜DSML｜parameter>."""
 Global___ToolStyle: _TypeAlias = ToolStyle  # noqa: Y015
 
 @_typing.final
