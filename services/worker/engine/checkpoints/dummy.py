@@ -17,6 +17,8 @@ if TYPE_CHECKING:
 # A prime, so that rows of a matrix never repeat each other exactly and no two logits tie.
 _PERIOD = 1_048_573
 _DEVIATION = 0.02
+# The types of checkpoints in which dummy weights are made, too; in others they are float32.
+_NARROW = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 class DummyCheckpoint:
@@ -32,8 +34,9 @@ class DummyCheckpoint:
         self._seed = seed
         generator = torch.Generator().manual_seed(seed)
         block = torch.randn(_PERIOD, generator=generator).mul_(_DEVIATION)
-        self._identity = hashlib.sha256(f"dummy {seed} ".encode() + block.numpy().tobytes()).hexdigest()
-        self._block = block.to(device)
+        dtype = _NARROW.get(config.dtype, torch.float32)
+        self._identity = hashlib.sha256(f"dummy {seed} {dtype} ".encode() + block.numpy().tobytes()).hexdigest()
+        self._block = block.to(device, dtype)
 
     def identity(self) -> str:
         """Return the digest of the values that all tensors repeat, and of the seed, which says from where on."""

@@ -50,7 +50,8 @@ class Assembler:
         """Read everything; `report` gets the share that is done after each layer."""
         config, vocabulary = self.config, self.shard.vocabulary
         rows = vocabulary.scaled(1)
-        embedding = self.tensors.plain("model.embed_tokens.weight", rows)
+        # A copy: the checkpoint may have returned a view of the whole file.
+        embedding = self.tensors.plain("model.embed_tokens.weight", rows).to(self.device, self.dtype, copy=True)
         head_linear = None
         if self.has_vocabulary:
             name = "model.embed_tokens.weight" if config.tied_embeddings else "lm_head.weight"
@@ -63,8 +64,7 @@ class Assembler:
             layers.append(self._layer(i))
             report((i + 2) / units)
         return TransformerWeights(
-            # A copy: the checkpoint may have returned a view of the whole file.
-            embedding=embedding.to(self.device, self.dtype, copy=True),
+            embedding=embedding,
             layers=tuple(layers),
             output_norm=self._norm("model.norm.weight"),
             head=head_linear,

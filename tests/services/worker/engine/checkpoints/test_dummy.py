@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import weakref
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -67,3 +68,31 @@ def test_no_two_rows_are_equal_although_values_repeat(model: Path) -> None:
     whole = DummyCheckpoint(config).read(UP)
     assert len(torch.unique(whole[:, :8], dim=0)) == 2048
     assert whole.std() == pytest.approx(0.02, rel=0.01)
+
+
+@pytest.mark.parametrize(("dtype", "made"), [("bfloat16", torch.bfloat16), ("float16", torch.float16)])
+def test_weights_have_the_type_of_the_checkpoint(model: Path, dtype: str, made: torch.dtype) -> None:
+    config = read_config(model)
+    wide, narrow = DummyCheckpoint(config), DummyCheckpoint(replace(config, dtype=dtype))
+    assert wide.read(UP).dtype == torch.float32
+    assert narrow.read(UP).dtype == made
+    assert torch.equal(narrow.read(UP), wide.read(UP).to(made))
+    assert narrow.identity() != wide.identity()
+
+
+def test_the_wide_embedding_is_not_held_while_layers_are_read(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    read, alive = DummyCheckpoint.read, []
+
+    def observed(
+        self: DummyCheckpoint, name: str, rows: slice | None = None, columns: slice | None = None
+    ) -> torch.Tensor:
+        tensor = read(self, name, rows, columns)
+        if name == "model.embed_tokens.weight":
+            alive.append(weakref.ref(tensor))
+        elif name == UP:
+            assert [each() for each in alive] == [None]
+        return tensor
+
+    monkeypatch.setattr(DummyCheckpoint, "read", observed)
+    load(model, load_format="dummy", dtype="bfloat16")
+    assert len(alive) == 1
