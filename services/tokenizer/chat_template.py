@@ -11,6 +11,7 @@ import re
 import threading
 import time
 from datetime import datetime
+from itertools import takewhile
 from typing import TYPE_CHECKING, Any, Final, NoReturn, TypeAlias
 
 import jinja2
@@ -82,17 +83,21 @@ class ChatTemplates:
         shield: Callable[[Json], Json] = lambda value: value,
         *,
         takes_arguments_as_text: bool = False,
+        has_single_calls: bool = False,
         tool_style: ToolStyle | None = None,
     ) -> str:
         """Return the prompt for `chat`; `shield` transforms the values that the template reads.
 
         The arguments of calls are objects, or with `takes_arguments_as_text` JSON; their ids are those of `tool_style`.
+        With `has_single_calls`, the template reads one call of a message: each gets a message of its own.
 
         Raises:
             InvalidRequestError: the template refuses the conversation, or cannot render it.
         """
         tools = shield([_parse_object(tool, "tools") for tool in chat.tools_json]) or None
         plain = [_plain_message(message, as_text=takes_arguments_as_text) for message in chat.messages]
+        if has_single_calls:
+            plain = with_single_calls(plain)
         if tool_style is ToolStyle.HARMONY:
             plain = [_with_one_text(message) for message in plain]
         messages = shield(with_accepted_ids(plain, tool_style))
@@ -241,6 +246,31 @@ def _cut_at_mark(text: str, marked_content: str) -> str:
     is_trimmed = not text.startswith(_MARK, end)
     text = text[:end].replace(_MARK, "").replace(_MARK.strip(), "")  # a template may show a message more than once
     return text.rstrip() if is_trimmed else text
+
+
+def with_single_calls(messages: Sequence[JsonObject]) -> list[JsonObject]:
+    """Return `messages` with one call in each, followed by its result."""
+    divided: list[JsonObject] = []
+    left = list(messages)
+    while left:
+        message = left.pop(0)
+        calls = message.get("tool_calls")
+        if not isinstance(calls, list) or len(calls) < 2:
+            divided.append(message)
+            continue
+        results = list(takewhile(lambda following: following["role"] == "tool", left))
+        del left[: len(results)]
+        for number, call in enumerate(calls):
+            divided.append((message if number == 0 else {"role": message["role"]}) | {"tool_calls": [call]})
+            is_last = number == len(calls) - 1
+            given = [each for each in results if is_last or each.get("tool_call_id") == _id_of(call)]
+            results = [each for each in results if each not in given]
+            divided += given
+    return divided
+
+
+def _id_of(call: object) -> object:
+    return call.get("id") if isinstance(call, dict) else None
 
 
 def with_accepted_ids(messages: Sequence[JsonObject], style: ToolStyle | None) -> list[JsonObject]:

@@ -129,8 +129,13 @@ class PromptEncoder:
     def _read_chat(self, chat: ChatPrompt) -> tuple[str, TokenIds | None]:
         """Return the rendered prompt, and its ids if it contains special tokens that are text."""
         shield = self._special.shield()
-        as_text, tools = self.style.takes_arguments_as_text, self.style.tools
-        text = self._templates.render(chat, shield, takes_arguments_as_text=as_text, tool_style=tools)
+        text = self._templates.render(
+            chat,
+            shield,
+            takes_arguments_as_text=self.style.takes_arguments_as_text,
+            has_single_calls=self.style.has_single_calls,
+            tool_style=self.style.tools,
+        )
         if not shield.is_used:
             return self._guarded(text, "messages"), None
         plain = self._guarded(self._special.without_marks(text), "messages")

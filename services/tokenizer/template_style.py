@@ -72,6 +72,8 @@ class TemplateStyle:
     reads_reasoning_effort: bool = False
     # Templates get the arguments of calls as JSON texts, because they cannot render objects.
     takes_arguments_as_text: bool = False
+    # Templates render one call of a message: they refuse several, or leave all but the first one out.
+    has_single_calls: bool = False
     # Why requests with tools are refused, although the template reads them.
     tools_problem: str | None = None
 
@@ -85,13 +87,13 @@ def style_of(sources: Mapping[str, str], templates: ChatTemplates, tools: str, r
         return style
     wanted = list(ToolStyle) if tools == "auto" else [ToolStyle(tools)]
     found = [
-        _Found(style_, as_text=as_text, distance=distance)
+        _Found(style_, as_text=as_text, distance=distance, count=count)
         for as_text in (False, True)
-        for style_, distance in _readable(templates, wanted, as_text=as_text)
+        for style_, distance, count in _readable(templates, wanted, as_text=as_text)
     ]
     best = min(found, key=lambda one: one.rank, default=None)
     if best is not None:
-        return replace(style, tools=best.style, takes_arguments_as_text=best.as_text)
+        return replace(style, tools=best.style, takes_arguments_as_text=best.as_text, has_single_calls=best.count == 1)
     if tools != "auto":
         # The operator knows better; such templates often do not show earlier calls at all.
         return replace(style, tools=ToolStyle(tools))
@@ -110,6 +112,8 @@ class _Found:
     as_text: bool
     # See `_distance`.
     distance: int
+    # Calls in one message that were read.
+    count: int
 
     @property
     def rank(self) -> tuple[bool, int, int]:
@@ -118,8 +122,8 @@ class _Found:
 
 def _readable(
     templates: ChatTemplates, styles: Sequence[ToolStyle], *, as_text: bool
-) -> Iterator[tuple[ToolStyle, int]]:
-    """Yield the notations that read the rendered calls, each with its distance from the template's text."""
+) -> Iterator[tuple[ToolStyle, int, int]]:
+    """Yield the notations that read the rendered calls, their distance from the template's text, and how many there are."""
     answer = _turn(templates, ChatMessage("assistant", _ANSWER)) or ""
     opened = _rendered(templates, (_QUESTION,), opens=True) or ""
     marks = _ENDS | _marks_in(answer) | _marks_in(opened[opened.rfind(_QUESTION.content or "") :])
@@ -129,7 +133,7 @@ def _readable(
         outputs = [output for ids in _IDS for output in _outputs(templates, calls, ids, as_text=as_text)]
         found = [style for style in styles if any(_reads(style, output, calls, marks) for output in outputs)]
         for style in found:
-            yield style, min(_distance(style, output, calls) for output in outputs)
+            yield style, min(_distance(style, output, calls) for output in outputs), count
         if found:
             return
 

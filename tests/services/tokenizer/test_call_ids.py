@@ -10,7 +10,7 @@ import pytest
 
 from common.requests import ChatMessage, ChatPrompt
 from common.types import ToolStyle
-from services.tokenizer.chat_template import ChatTemplates, with_accepted_ids
+from services.tokenizer.chat_template import ChatTemplates, with_accepted_ids, with_single_calls
 from tests.common.notations.templates import TEMPLATES
 
 MESSAGES: list[dict[str, Any]] = [  # Any: free JSON
@@ -22,6 +22,23 @@ MESSAGES: list[dict[str, Any]] = [  # Any: free JSON
     {"role": "tool", "tool_call_id": "call_2", "content": "2"},
     {"role": "tool", "tool_call_id": "toolu_1", "content": "1"},
 ]  # fmt: skip
+
+
+def test_messages_of_several_calls_are_divided_and_no_result_is_lost() -> None:
+    stray = {"role": "tool", "tool_call_id": "other", "content": "3"}
+    user, asked, second, first = MESSAGES
+    calls = asked["tool_calls"]
+    divided = with_single_calls([user, {**asked, "content": "I look."}, second, stray, first, user])
+    assert divided == [
+        user,
+        {"role": "assistant", "content": "I look.", "tool_calls": calls[:1]},
+        first,
+        {"role": "assistant", "tool_calls": calls[1:]},
+        second,
+        stray,
+        user,
+    ]
+    assert with_single_calls(divided) == divided
 
 
 def test_kimi_s_ids_have_the_name_of_the_tool_and_a_number() -> None:

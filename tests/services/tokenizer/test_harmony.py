@@ -125,6 +125,42 @@ def test_earlier_calls_keep_their_reasoning_and_results(
     )
 
 
+def test_several_calls_of_a_message_are_rendered_one_after_the_other_with_their_results(
+    templates: ChatTemplates,
+) -> None:
+    style = style_of({"default": SOURCE}, templates, "auto", "auto")
+    assert style.has_single_calls
+    calls = [
+        {"id": f"c{i}", "type": "function", "function": {"name": name, "arguments": json.dumps({"city": city})}}
+        for i, (name, city) in enumerate([("get_weather", "Ulm"), ("get_time", "Bonn"), ("get_weather", "Kiel")])
+    ]
+    chat = ChatPrompt(
+        (
+            ChatMessage("user", "Hi"),
+            ChatMessage("assistant", None, tool_calls_json=json.dumps(calls), reasoning_content="Hm"),
+            ChatMessage("tool", "2 C", tool_call_id="c2"),
+            ChatMessage("tool", "noon", tool_call_id="c1"),
+            ChatMessage("tool", "12 C", tool_call_id="c0"),
+            ChatMessage("user", "And?"),
+        ),
+        (TOOL,),
+        add_generation_prompt=True,
+    )
+    prompt = templates.render(chat, has_single_calls=True, tool_style=style.tools)
+    turns = "".join(
+        f"<|start|>assistant to=functions.{name}<|channel|>commentary json<|message|>"
+        f'{{"city": "{city}"}}<|call|>'
+        f'<|start|>functions.{name} to=assistant<|channel|>commentary<|message|>"{result}"<|end|>'
+        for name, city, result in [
+            ("get_weather", "Ulm", "12 C"), ("get_time", "Bonn", "noon"), ("get_weather", "Kiel", "2 C"),
+        ]
+    )  # fmt: skip
+    assert prompt.endswith(
+        f"Hi<|end|><|start|>assistant<|channel|>analysis<|message|>Hm<|end|>{turns}"
+        "<|start|>user<|message|>And?<|end|><|start|>assistant"
+    )
+
+
 def test_results_without_a_call_are_refused(templates: ChatTemplates) -> None:
     with pytest.raises(InvalidRequestError, match="a result without a call"):
         rendered(templates, ChatMessage("user", "Hi"), ChatMessage("tool", "12 C", tool_call_id="c1"))

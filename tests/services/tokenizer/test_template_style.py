@@ -34,6 +34,7 @@ def test_the_notation_is_found_by_reading_a_rendered_call_back(wanted: ToolStyle
     found = style(TEMPLATES[wanted])
     assert (found.tools, found.tools_problem) == (wanted, None)
     assert found.takes_arguments_as_text is (wanted in (ToolStyle.DEEPSEEK_V3, ToolStyle.DEEPSEEK_V31))
+    assert found.has_single_calls is (wanted in (ToolStyle.LLAMA3, ToolStyle.HARMONY))
 
 
 @pytest.mark.parametrize(
