@@ -123,7 +123,10 @@ class _Found:
 def _readable(
     templates: ChatTemplates, styles: Sequence[ToolStyle], *, as_text: bool
 ) -> Iterator[tuple[ToolStyle, int, int]]:
-    """Yield the notations that read the rendered calls, their distance from the template's text, and how many there are."""
+    """Yield the notations that read the rendered calls, with their distance from the template's text.
+
+    The last item is the number of calls in one message.
+    """
     answer = _turn(templates, ChatMessage("assistant", _ANSWER)) or ""
     opened = _rendered(templates, (_QUESTION,), opens=True) or ""
     marks = _ENDS | _marks_in(answer) | _marks_in(opened[opened.rfind(_QUESTION.content or "") :])
