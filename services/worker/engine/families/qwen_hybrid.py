@@ -74,7 +74,7 @@ _DEFAULTS = {
     "linear_key_head_dim": 128, "linear_value_head_dim": 128, "linear_num_key_heads": 16,
     "linear_num_value_heads": 32,
 }  # fmt: skip
-# Experts are published in one tensor for all.
+# Experts are in one tensor for all, or, where they are quantised, in one each.
 _STACKED = {
     "mlp.experts.*.gate_up_proj.weight": "mlp.experts.gate_up_proj",
     "mlp.experts.*.down_proj.weight": "mlp.experts.down_proj",
@@ -89,5 +89,6 @@ FAMILIES = (
         wrappers=("qwen3_5_moe",),
         defaults=_DEFAULTS,
         tensors=_STACKED,
+        has_single_experts=True,
     ),
 )

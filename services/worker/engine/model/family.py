@@ -62,6 +62,8 @@ class Family:
     """Values of `transformers` that files leave out."""
     tensors: Mapping[str, str | StackedPart] = field(default_factory=dict)
     """Names of tensors in safetensors files, where not Llama's or Qwen3-MoE's; see `stored_tensor`."""
+    has_single_experts: bool = False
+    """Whether files may also have tensors of one expert each, where `tensors` names one tensor of all experts."""
     ends: tuple[int, ...] = ()
     """Ids of tokens that end outputs, also where files do not say so."""
     overflows_float16: bool = False
@@ -77,9 +79,11 @@ class Family:
 
     @property
     def stacks_experts(self) -> bool:
-        """Whether a tensor has the matrices of all experts, which quantised checkpoints leave as wide as they were."""
+        """Whether one tensor always has the matrices of all experts; quantised checkpoints leave it as wide as it was."""
         names = [stored for part, stored in self.tensors.items() if "experts.*" in part]
-        return any(isinstance(stored, StackedPart) or "*" not in stored for stored in names)
+        return not self.has_single_experts and any(
+            isinstance(stored, StackedPart) or "*" not in stored for stored in names
+        )
 
     def check_stored(self, stored: StoredFormat | None) -> None:
         """Raise ConfigurationError if checkpoints of this family cannot be read in a format."""

@@ -47,13 +47,16 @@ if TYPE_CHECKING:
     from services.worker.engine.model.family import Family
 
 # The architectures of llama.cpp whose files are not read.
-UNREAD_ARCHITECTURES = {"glm": "chatglm"}
+UNREAD_ARCHITECTURES = {
+    "glm": "chatglm", "qwen3_next": "qwen3next", "qwen3_5_text": "qwen35", "qwen3_5_moe_text": "qwen35moe",
+}  # fmt: skip
 PROMPT = random_ids(12, VOCABULARY)
 # Widths that formats can divide: by 16 in FP8, by 32 in groups, by no 128.
 SIZES: dict[str, Any] = {
     "hidden_size": 160, "intermediate_size": 96, "moe_intermediate_size": 64, "shared_expert_intermediate_size": 64,
     "shared_intermediate_size": 64, "head_dim": 32, "num_hidden_layers": 2, "kv_lora_rank": 32, "q_lora_rank": 32,
-    "qk_nope_head_dim": 32, "qk_rope_head_dim": 32, "v_head_dim": 32, "initializer_range": 0.05,
+    "qk_nope_head_dim": 32, "qk_rope_head_dim": 32, "v_head_dim": 32, "linear_key_head_dim": 32,
+    "linear_value_head_dim": 32, "initializer_range": 0.05,
 }  # fmt: skip
 SCHEMES_OF: dict[Column, Scheme] = {
     table.FP8_TENSOR: Scheme(table.FP8_TENSOR.quantization or {}, fp8_tensor),
@@ -78,7 +81,9 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     def write(family: str) -> Path:
         name, options = FAMILIES[MODELS[family]]
         options = {**options, **IN_GGUF.get(MODELS[family], {})}
-        fixed = {"num_hidden_layers"} if "layer_types" in options else _OPTIONAL - set(options)
+        fixed = _OPTIONAL - set(options)
+        if "layer_types" in options or "num_hidden_layers" in options:
+            fixed |= {"num_hidden_layers"}
         sizes = {key: value for key, value in SIZES.items() if key not in fixed}
         return save_model(tmp_path_factory.mktemp(family), name, {**options, **sizes})
 
@@ -88,7 +93,7 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
 # Sizes that only some families have.
 _OPTIONAL = {
     "moe_intermediate_size", "shared_expert_intermediate_size", "shared_intermediate_size", "kv_lora_rank",
-    "q_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim",
+    "q_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "linear_key_head_dim", "linear_value_head_dim",
 }  # fmt: skip
 
 
