@@ -59,22 +59,34 @@ class JwtSettings(Section):
 
 
 class StateSettings(Section):
-    """The store of the limits' counters and of responses, which several gateways share."""
+    """The store of the limits' counters, of responses and of recorded answers, which several gateways share."""
 
     url: SecretStr | None = None
-    """Store of the limits' counters and of responses. Absent or memory: this process, for a single gateway. For several
-    gateways: the URL of one Redis or Valkey server (redis://, rediss:// or unix://). It holds clients' conversations,
-    so it must not be open to others; it should not evict keys (maxmemory-policy noeviction)."""
+    """Store of the limits' counters, of responses and of recorded answers. Absent or memory: this process, for a single
+    gateway. For several gateways: the URL of one Redis or Valkey server (redis://, rediss:// or unix://). It holds
+    clients' conversations, so it must not be open to others; it should not evict keys (maxmemory-policy noeviction)."""
     secret: Annotated[SecretStr | None, AtLeast(32)] = None
-    """Secret with which gateways sign their requests to each other: at least 32 characters that cannot be guessed, the
-    same for all gateways, and unknown to others who can write to the server. Without it, administrators can abort
-    others' requests only at the gateway that they call, and anyone who can write to the server can abort a request
-    whose id and subject they know."""
+    """Secret with which gateways sign their requests to each other and encrypt recorded answers: at least 32 characters
+    that cannot be guessed, the same for all gateways, and unknown to others who can access the server. Without it,
+    administrators can abort others' requests only at the gateway that they call, anyone who can write to the server can
+    abort a request whose id and subject they know and forge requests of others, and anyone who can read it can read the
+    recorded answers."""
     prefix: str = Field(default="pando", pattern=r"^[A-Za-z0-9_.-]{1,64}$")
     """Prefix of keys and channels on the server; deployments that share a server need different ones."""
     failure: Literal["open", "closed"] = "open"
     """Behaviour while the server is unreachable. open: each gateway enforces the limits on its own, so that N gateways
     allow N times as much. closed: requests that are subject to limits are answered with 503."""
+
+
+class AnswersSettings(Section):
+    """Records of open and recent answers, from which clients continue after their connection broke."""
+
+    lifetime_s: float = Field(default=600.0, ge=0)
+    """Seconds after its last token for which an answer can be continued or repeated. Until then its request and output
+    are in the gateway's memory or in the server at state.url. 0: nothing is recorded."""
+    max_bytes: int = Field(default=256 * 1024 * 1024, ge=1024 * 1024)
+    """Bytes of recorded answers, over all gateways; answers beyond it are served without a record. A tenant can use at
+    most three quarters of it."""
 
 
 class ResponsesSettings(Section):
@@ -146,4 +158,5 @@ class GatewaySettings(Section):
     tls: TlsSettings = TlsSettings()
     jwt: JwtSettings = JwtSettings()
     state: StateSettings = StateSettings()
+    answers: AnswersSettings = AnswersSettings()
     responses: ResponsesSettings = ResponsesSettings()

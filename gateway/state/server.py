@@ -28,6 +28,8 @@ CONNECTIONS = 64
 # Commands at a time; the other connections are for probes and subscriptions.
 COMMANDS = CONNECTIONS - 4
 PROBE_INTERVAL_S = 0.5
+# A gateway whose last probe is older counts as dead: other gateways may take over its answers.
+ALIVE_S = 3.0
 RETRY_AFTER_MS = 1000
 # Seconds after which the server counts as unreachable; no request waits for it until it answers again.
 TIMEOUT_S = 1.0
@@ -101,14 +103,18 @@ class StateServer:
                 self._note_away(error)
                 raise StateAwayError(was_sent=True) from error
 
+    def probe_key(self, gateway_id: str) -> str:
+        """Return the key that a gateway's probes write, which exists while the gateway is alive."""
+        return f"{self.prefix}:probe:{gateway_id}"
+
     async def run(self) -> None:
         """Probe the server until cancelled."""
-        key = f"{self.prefix}:probe:{self.gateway_id}"
+        key = self.probe_key(self.gateway_id)
         while True:
             try:
                 async with asyncio.timeout(self.timeout_s):
                     # A write, because a replica, or a server that is out of memory, answers PING but cannot be used.
-                    await self.redis.set(key, b"", px=10_000)
+                    await self.redis.set(key, b"", px=round(ALIVE_S * 1000))
             except (RedisError, OSError) as error:
                 self._note_away(error)
             else:

@@ -10,6 +10,9 @@ from typing import TYPE_CHECKING
 
 from common.errors import ConfigurationError
 from common.section import read_secret
+from gateway.answer_records.memory_records import MemoryRecords
+from gateway.answer_records.redis_records import RedisRecords
+from gateway.answer_records.sealing import Sealing
 from gateway.quotas.memory_meters import MemoryMeters
 from gateway.quotas.redis_meters import RedisMeters
 from gateway.state.aborts import LocalAborts, SharedAborts, Signatures
@@ -21,6 +24,7 @@ if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Coroutine
 
     from common.settings import GatewaySettings
+    from gateway.answer_records.records import AnswerRecords
     from gateway.generation.generations import Generations
     from gateway.metrics import GatewayMetrics
     from gateway.quotas.meters import Meters
@@ -39,6 +43,7 @@ class State:
     meters: Meters
     stored: ResponseStore
     aborts: Aborts
+    records: AnswerRecords
     close: Callable[[], Awaitable[None]]
     background: tuple[Callable[[], Coroutine[None, None, None]], ...] = ()
 
@@ -58,7 +63,10 @@ def open_state(
     lifetime_s = settings.responses.lifetime_days * DAY_S
     if url is None or url == MEMORY:
         stored = SqliteResponses(settings.responses.file, lifetime_s, settings.responses.max_bytes)
-        return State(MemoryMeters(limits_clock or time.monotonic), stored, LocalAborts(generations), stored.close)
+        records = MemoryRecords(settings.answers.lifetime_s, settings.answers.max_bytes)
+        return State(
+            MemoryMeters(limits_clock or time.monotonic), stored, LocalAborts(generations), records, stored.close
+        )
     if settings.responses.file is not None:
         raise ConfigurationError(
             "gateway.responses.file is of no use beside gateway.state.url, which holds the responses"
@@ -69,6 +77,7 @@ def open_state(
     responses = RedisResponses(server, lifetime_s, settings.responses.max_bytes)
     secret = read_secret("gateway.state.secret", settings.state.secret, LEAST_SECRET)
     aborts = SharedAborts(server, generations, Signatures(secret))
+    shared = RedisRecords(server, Sealing(secret), settings.answers.lifetime_s, settings.answers.max_bytes)
 
     async def close() -> None:
         with contextlib.suppress(StateAwayError, TimeoutError):
@@ -77,4 +86,4 @@ def open_state(
                 await responses.flush()
         await server.close()
 
-    return State(meters, responses, aborts, close, (server.run, meters.run, responses.run, aborts.run))
+    return State(meters, responses, aborts, shared, close, (server.run, meters.run, responses.run, aborts.run))

@@ -1,0 +1,140 @@
+"""Records of answers in Redis or Valkey, shared by all gateways."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+from importlib import resources
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from common.errors import QueueFullError
+from common.logs import get_logger
+from gateway.answer_records.records import RECORD_BYTES, RecordReading, Writing
+from gateway.answer_records.sealing import UnsealedError
+from gateway.state.server import RETRY_AFTER_MS, StateAwayError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from gateway.answer_records.records import NewRecord
+    from gateway.answer_records.sealing import Sealing
+    from gateway.state.server import StateServer
+
+# Records that one call appends to, so that no call occupies the server for long.
+APPENDS_A_CALL = 256
+
+
+class _Append(NamedTuple):
+    """Chunks that wait for the next call: the arguments of the script, and the outcome."""
+
+    arguments: tuple[str | int | bytes, ...]
+    outcome: asyncio.Future[Writing]
+
+
+class RedisRecords:
+    """Implements `gateway.answer_records.records.AnswerRecords`.
+
+    Chunks of all records that arrive while a call is under way share the next one, so that streams cost one call per
+    step of the model instead of one per token.
+    """
+
+    def __init__(self, state: StateServer, sealing: Sealing, lifetime_s: float, max_bytes: int) -> None:
+        """Keep records for `lifetime_s` after their last change, in `max_bytes` for all gateways together."""
+        self.lifetime_s = lifetime_s
+        self.gateway_id = state.gateway_id
+        self._state = state
+        self._sealing = sealing
+        self._common = (f"{state.prefix}:{{answers}}", state.probe_key(""), max(1, round(lifetime_s * 1000)), max_bytes)
+        script = resources.files("gateway.answer_records").joinpath("records.lua").read_text()
+        self._script = state.redis.register_script(script)
+        self._queue: list[_Append] = []
+        self._writing: asyncio.Task[None] | None = None
+        self._log = get_logger("answers")
+
+    async def open(self, record: NewRecord) -> str | None:
+        request = self._sealing.seal(record.name, "request", record.request)
+        room = (_digest(record.subject.tenant), _digest(record.subject.name), RECORD_BYTES + len(request))
+        found = await self._call(
+            "open", record.name, record.claim or "", *room, request, record.owner, int(record.in_background)
+        )
+        if found == b"full":
+            raise QueueFullError("too many answers are recorded; try again later", retry_after_ms=RETRY_AFTER_MS)
+        return found.decode() or None
+
+    async def claimed(self, claim: str) -> str | None:
+        key = f"{self._common[0]}:claim:{claim}"
+        found = await self._state.call(lambda redis: redis.get(key))
+        return None if found is None else found.decode()
+
+    async def read(self, name: str, first: int = 0) -> RecordReading | None:
+        found = await self._call("read", name, first)
+        if found is None:
+            return None
+        request, owner, end, charged, is_owned, chunks = found
+        open_ = self._sealing.open
+        try:
+            return RecordReading(
+                open_(name, "request", request),
+                [open_(name, str(number), chunk) for number, chunk in enumerate(chunks, first)],
+                owner.decode() or None,
+                bool(is_owned),
+                open_(name, "end", end) if end else None,
+                int(charged) if charged else None,
+            )
+        except UnsealedError as error:
+            self._log.error("answer.refused", reason=str(error))
+            return None
+
+    async def append(self, name: str, owner: str, first: int, chunks: Sequence[bytes]) -> Writing:
+        sealed = [self._sealing.seal(name, str(number), chunk) for number, chunk in enumerate(chunks, first)]
+        outcome: asyncio.Future[Writing] = asyncio.get_running_loop().create_future()
+        self._queue.append(_Append((name, owner, first, len(sealed), *sealed), outcome))
+        if self._writing is None:
+            self._writing = asyncio.create_task(self._write())
+        return await outcome
+
+    async def finish(self, name: str, owner: str | None, end: bytes) -> bool:
+        return bool(await self._call("finish", name, owner or "", self._sealing.seal(name, "end", end)))
+
+    async def release(self, name: str, owner: str, charged: int) -> None:
+        await self._call("release", name, owner, charged)
+
+    async def take(self, name: str, previous: str | None, owner: str, chunks: int) -> bool:
+        return bool(await self._call("take", name, previous or "", owner, chunks))
+
+    async def keep(self, names: Sequence[str]) -> None:
+        for first in range(0, len(names), APPENDS_A_CALL):
+            await self._call("keep", *names[first : first + APPENDS_A_CALL])
+
+    async def drop(self, name: str) -> None:
+        await self._call("drop", name)
+
+    async def orphans(self) -> Sequence[str]:
+        return [name.decode() for name in await self._call("orphans")]
+
+    async def _write(self) -> None:
+        """Append what waits, until nothing does."""
+        try:
+            while self._queue:
+                batch, self._queue = self._queue[:APPENDS_A_CALL], self._queue[APPENDS_A_CALL:]
+                try:
+                    outcomes = await self._call("append", *(argument for one in batch for argument in one.arguments))
+                except StateAwayError as error:
+                    for one in batch:
+                        if not one.outcome.done():
+                            one.outcome.set_exception(StateAwayError(was_sent=error.was_sent))
+                    continue
+                for one, outcome in zip(batch, outcomes, strict=True):
+                    if not one.outcome.done():
+                        one.outcome.set_result(Writing(outcome.decode()))
+        finally:
+            self._writing = None
+
+    async def _call(self, operation: str, *arguments: str | int | bytes) -> Any:  # Any: as the operation says
+        """Run an operation of the script."""
+        everything = (operation, *self._common, *arguments)
+        return await self._state.call(lambda redis: self._script(args=everything, client=redis))
+
+
+def _digest(name: str) -> str:
+    return hashlib.sha256(name.encode()).hexdigest()[:32]
