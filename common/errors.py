@@ -95,6 +95,7 @@ class RequestFailedError(PandoError):
     def __init__(self, failure: RequestFailure) -> None:
         """Copy the code, message and hints of `failure`."""
         super().__init__(failure.message, param=failure.param, retry_after_ms=failure.retry_after_ms)
+        self.failure = failure
         self.code = failure.code
         self.retryable = failure.retryable
 

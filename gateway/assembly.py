@@ -17,7 +17,9 @@ from common.settings import BackendSettings
 from common.version import version
 from gateway.app import create_app, create_probe_app
 from gateway.backends import Backend, Backends, ModelPipelines, ServedModel
+from gateway.delivery.answers import Answers
 from gateway.endpoints.context import ClientLimits, Context
+from gateway.endpoints.responses.route import adopt_responses
 from gateway.generation.generations import Generations
 from gateway.generation.journal import Journal, ResumePolicy
 from gateway.identity.identity import Identity, Keyless
@@ -81,12 +83,15 @@ class Gateway:
             max_open_requests=settings.max_open_requests,
         )
         self._state = open_state(settings, self._generations, metrics, limits_clock)
-        context = Context(
+        quotas = build_quotas(of_services.limits.file, self._state.meters)
+        self._answers = Answers(self._generations, self._state.records, quotas)
+        self._context = context = Context(
             generations=self._generations,
             models=backends,
             identity=identity,
-            quotas=build_quotas(of_services.limits.file, self._state.meters),
+            quotas=quotas,
             stored=self._state.stored,
+            answers=self._answers,
             aborts=self._state.aborts,
             metrics=metrics,
             limits=limits(settings),
@@ -112,11 +117,13 @@ class Gateway:
         pipelines = [each.pipeline.run() for each in self._services.values()]
         probes = [self._probes.run()] if self._probes else []
         state = [work() for work in self._state.background]
-        background = (*pipelines, *probes, *state, self._generations.watch_silence())
+        answers = (self._answers.run(), adopt_responses(self._context))
+        background = (*pipelines, *probes, *state, *answers, self._generations.watch_silence())
         try:
             async with asyncio.TaskGroup() as tasks:
                 running = [tasks.create_task(work) for work in background]
                 await self._server.serve(stopping, self._generations, settings.drain_s)
+                await self._answers.close()
                 for task in running:
                     task.cancel()
         finally:

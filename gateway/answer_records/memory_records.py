@@ -73,8 +73,15 @@ class MemoryRecords:
         if record is None:
             return None
         is_owned = record.owner is not None
-        chunks = record.chunks(first)
-        return RecordReading(record.opened.request, chunks, record.owner, is_owned, record.end, record.charged)
+        return RecordReading(
+            record.opened.request,
+            record.chunks(first),
+            len(record.ends),
+            record.owner,
+            is_owned,
+            record.end,
+            record.charged,
+        )
 
     async def append(self, name: str, owner: str, first: int, chunks: Sequence[bytes]) -> Writing:
         record = self._records.get(name)

@@ -158,15 +158,17 @@ local function append()
   return outcomes
 end
 
--- ARGV: name, first chunk. Returns request, owner, end, charged, 1 if the owner is alive, the chunks; nil if unknown.
+-- ARGV: name, first chunk. Returns request, owner, end, charged, 1 if the owner is alive, number of chunks, the chunks; nil if
+--   unknown.
 local function read()
   local name = ARGV[6]
   if not exists(name) then
     return nil
   end
   local found = redis.call('HMGET', item(name), 'request', 'owner', 'end', 'charged')
+  local written = redis.call('LLEN', chunks(name))
   local list = redis.call('LRANGE', chunks(name), ARGV[7], -1)
-  return {found[1], found[2], found[3] or '', found[4] or '', is_alive(found[2]) and 1 or 0, list}
+  return {found[1], found[2], found[3] or '', found[4] or '', is_alive(found[2]) and 1 or 0, written, list}
 end
 
 -- ARGV: name, owner or empty (any), end.

@@ -43,6 +43,8 @@ class RecordReading:
 
     request: bytes
     chunks: Sequence[bytes]
+    # The number of all chunks.
+    written: int
     # None: the owner has released it.
     owner: str | None
     # Whether the owner is alive.

@@ -64,18 +64,19 @@ class RedisRecords:
     async def claimed(self, claim: str) -> str | None:
         key = f"{self._common[0]}:claim:{claim}"
         found = await self._state.call(lambda redis: redis.get(key))
-        return None if found is None else found.decode()
+        return found.decode() if isinstance(found, bytes) else None
 
     async def read(self, name: str, first: int = 0) -> RecordReading | None:
         found = await self._call("read", name, first)
         if found is None:
             return None
-        request, owner, end, charged, is_owned, chunks = found
+        request, owner, end, charged, is_owned, written, chunks = found
         open_ = self._sealing.open
         try:
             return RecordReading(
                 open_(name, "request", request),
                 [open_(name, str(number), chunk) for number, chunk in enumerate(chunks, first)],
+                written,
                 owner.decode() or None,
                 bool(is_owned),
                 open_(name, "end", end) if end else None,

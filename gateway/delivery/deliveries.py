@@ -1,6 +1,6 @@
 """The HTTP response of a generation, and its delivery: as events, as one body, or as one body rendered piecewise.
 
-The response submits the prompts, and aborts them if the client disconnects.
+The response begins the answer, and closes it if the client disconnects, which aborts its requests.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Protocol, Self
 
 from starlette.responses import Response
 
-from common.errors import RequestFailedError
+from common.errors import InvalidRequestError, PandoError, RequestFailedError
 from common.types import ErrorCode, RequestFailure
 from gateway.delivery.collecting import PromptScores, WholeChoice, collect, count_logprobs
 from gateway.server.middleware import add_headers
@@ -21,12 +21,9 @@ if TYPE_CHECKING:
 
     from starlette.types import Receive, Scope, Send
 
-    from common.errors import PandoError
-    from common.requests import GenerateRequest
-    from gateway.generation.generation import Generation, Usage
-    from gateway.generation.generations import Generations
+    from gateway.delivery.answers import Answer
+    from gateway.generation.generation import Usage
     from gateway.generation.journal import ChoiceUpdate
-    from gateway.quotas.quotas import Lease
 
 EVENT_STREAM_HEADERS = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
@@ -48,37 +45,23 @@ PIECE_BYTES = 256 * 1024
 
 
 class Delivery(Protocol):
-    """Sends a generation's output to its client."""
+    """Sends an answer to its client."""
 
-    async def deliver(self, generation: Generation, send: Send) -> None:
+    async def deliver(self, answer: Answer, send: Send) -> None:
         """Send the whole response.
 
         Raises:
-            RequestFailedError: the request failed before anything was sent.
+            PandoError: the answer failed before anything was sent.
         """
 
 
-class GenerationResponse(Response):
-    """Submits the prompts, delivers the result, and aborts all of them when the client disconnects."""
+class AnswerResponse(Response):
+    """Begins an answer, delivers it, and closes it at its end or when the client disconnects."""
 
-    def __init__(
-        self,
-        generations: Generations,
-        requests: Sequence[GenerateRequest],
-        delivery: Delivery,
-        take: Callable[[], Awaitable[Lease]],
-        buffer_bytes: int | None = None,
-    ) -> None:
-        """Prepare to submit `requests`; `take` charges them to the quotas first.
-
-        At most about `buffer_bytes` of their text wait for a slow client.
-        """
+    def __init__(self, answer: Answer, delivery: Delivery) -> None:
         super().__init__()
-        self._take = take
-        self._generations = generations
-        self._requests = requests
+        self._answer = answer
         self._delivery = delivery
-        self._buffer_bytes = buffer_bytes
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve the client.
@@ -86,30 +69,16 @@ class GenerationResponse(Response):
         Raises:
             PandoError: the requests were refused, or failed before anything was sent.
         """
-        lease = await self._take()
-        add_headers(scope, lease.headers())
-        used_tokens = 0
+        watch, cause = ClientWatch(receive), None
         try:
-            generation = self._generations.open(self._requests, buffer_bytes=self._buffer_bytes)
-            try:
-                await self._serve(generation, receive, send)
-            finally:
-                used_tokens = generation.usage.prompt_tokens + generation.usage.completion_tokens
-        finally:
-            lease.settle(used_tokens)
-
-    async def _serve(self, generation: Generation, receive: Receive, send: Send) -> None:
-        watch = ClientWatch(receive)
-        generation.on_overflow = watch.cut
-        cause = None
-        try:
+            add_headers(scope, await self._answer.begin(watch.cut))
             async with watch:
-                await self._delivery.deliver(generation, send)
+                await self._delivery.deliver(self._answer, send)
         except asyncio.CancelledError:
             cause = "shutdown"
             raise
         finally:
-            self._generations.close(generation, "disconnect" if watch.gone else cause)
+            self._answer.close("disconnect" if watch.gone else cause)
 
 
 class ClientWatch:
@@ -179,51 +148,115 @@ class StreamDelivery:
         renderer: StreamRenderer,
         keep_alive_s: float,
         before_end: Callable[[], Awaitable[None]] = end_at_once,
+        numbers: EventNumbers | None = None,
     ) -> None:
         """Write events with `renderer`, and a comment after every `keep_alive_s` without events.
 
-        `before_end` is awaited between rendering the last event and sending it.
+        `before_end` is awaited between rendering the last event and sending it. `numbers` adds ids to the events.
         """
         self._renderer = renderer
+        self._numbers = numbers
         self._before_end = before_end
         self._keep_alive_s = keep_alive_s
         self._sent_at = float("-inf")
         self._ticking: asyncio.TimerHandle | None = None
 
-    async def deliver(self, generation: Generation, send: Send) -> None:
+    async def deliver(self, answer: Answer, send: Send) -> None:
         """Send the events, then the end mark; a failure after the start is sent as an event before the end mark.
 
         The status line and comments are also sent while the client waits long for the first update.
         """
-        ticking = asyncio.get_running_loop().call_later(self._keep_alive_s, self._tick, generation)
+        ticking = asyncio.get_running_loop().call_later(self._keep_alive_s, self._tick, answer)
         try:
-            await self._deliver(generation, send)
+            await self._deliver(answer, send)
         finally:
             (self._ticking or ticking).cancel()
 
-    async def _deliver(self, generation: Generation, send: Send) -> None:
-        updates = await generation.next_updates()
+    async def _deliver(self, answer: Answer, send: Send) -> None:
+        updates = await answer.next_updates()
+        events = self._render(updates)
+        if self._numbers is not None and updates is not None:
+            self._numbers.check(answer)
         await send({"type": "http.response.start", "status": 200, "headers": EVENT_STREAM_HEADERS})
         try:
             while updates is None or updates:
-                events = KEEP_ALIVE if updates is None else b"".join(map(self._renderer.events, updates))
                 if events:
                     await send({"type": "http.response.body", "body": events, "more_body": True})
                     self._sent_at = asyncio.get_running_loop().time()
-                updates = await generation.next_updates()
-            ending = self._renderer.ending(generation.usage)
-        except RequestFailedError as error:
+                updates = await answer.next_updates()
+                events = self._render(updates)
+            ending = self._renderer.ending(answer.usage)
+        except PandoError as error:
             ending = self._renderer.failure(error)
-        await self._before_end()
+        await answer.conclude(self._before_end)
+        # A failure that is not recorded has no id: a client that continues has not received the event of this id.
+        if self._numbers is not None and answer.is_complete:
+            ending = self._numbers.number(ending)
         await send({"type": "http.response.body", "body": ending, "more_body": False})
 
-    def _tick(self, generation: Generation) -> None:
+    def _render(self, updates: Sequence[ChoiceUpdate] | None) -> bytes:
+        if updates is None:
+            # An id stays in force in clients, some of which take every blank line after it for the end of an event.
+            return KEEP_ALIVE if self._numbers is None else KEEP_ALIVE[:-1]
+        events = b"".join(map(self._renderer.events, updates))
+        return events if self._numbers is None else self._numbers.number(events)
+
+    def _tick(self, answer: Answer) -> None:
         """Nudge a reader that has waited for `keep_alive_s`. One timer per stream is cheaper than one per token."""
         loop = asyncio.get_running_loop()
         left = self._sent_at + self._keep_alive_s - loop.time()
         if left <= 0:
-            generation.nudge()
-        self._ticking = loop.call_later(left if left > 0 else self._keep_alive_s, self._tick, generation)
+            answer.nudge()
+        self._ticking = loop.call_later(left if left > 0 else self._keep_alive_s, self._tick, answer)
+
+
+class EventNumbers:
+    """Gives the events of a stream consecutive ids, and leaves out those that the client has received."""
+
+    def __init__(self, answer_id: str, received: int = -1) -> None:
+        """`received` is the number of the last event that the client has received; the first has number 0."""
+        self._prefix = b"id: %s/" % answer_id.encode()
+        self._received = received
+        self._next = 0
+
+    def number(self, events: bytes) -> bytes:
+        """Return those of `events` that the client has not received, each with its id."""
+        pieces = []
+        # JSON has no line breaks, so that a blank line always ends an event.
+        for event in events.split(b"\n\n")[:-1]:
+            if self._next > self._received:
+                pieces.append(b"%s%d\n%s\n\n" % (self._prefix, self._next, event))
+            self._next += 1
+        return b"".join(pieces)
+
+    def check(self, answer: Answer) -> None:
+        """Check that the client's last event is among those that are known so far.
+
+        Raises:
+            InvalidRequestError: it is not; the events after it could not be found.
+        """
+        if self._received >= self._next and not answer.is_complete:
+            message = f"Event {self._received} of this answer has not been sent; the last one is {self._next - 1}."
+            raise InvalidRequestError(message, param="Last-Event-ID")
+
+
+class BackgroundDelivery:
+    """Renders events for their effect on `before_end`, and sends nothing: their readers follow the record."""
+
+    def __init__(self, renderer: StreamRenderer, before_end: Callable[[], Awaitable[None]]) -> None:
+        self._renderer = renderer
+        self._before_end = before_end
+
+    async def deliver(self, answer: Answer, _send: Send) -> None:
+        """Wait for the end or the failure of the answer."""
+        try:
+            while (updates := await answer.next_updates()) is None or updates:
+                for update in updates or ():
+                    self._renderer.events(update)
+            self._renderer.ending(answer.usage)
+        except PandoError as error:
+            self._renderer.failure(error)
+        await answer.conclude(self._before_end)
 
 
 class WholeDelivery:
@@ -234,23 +267,23 @@ class WholeDelivery:
         self._renderer = renderer
         self._before_end = before_end
 
-    async def deliver(self, generation: Generation, send: Send) -> None:
+    async def deliver(self, answer: Answer, send: Send) -> None:
         """Wait for the end of all choices and send them.
 
         Raises:
             RequestFailedError: the request failed, or has more than MAX_WHOLE_VALUES log probabilities.
         """
-        prompts = [PromptScores() for _ in generation.entries]
-        pairs = zip(generation.entries, prompts, strict=True)
+        prompts = [PromptScores() for _ in answer.entries]
+        pairs = zip(answer.entries, prompts, strict=True)
         choices = [WholeChoice(prompt=prompt) for entry, prompt in pairs for _ in entry.choices]
         values = 0
-        while (updates := await generation.next_updates()) is None or updates:
+        while (updates := await answer.next_updates()) is None or updates:
             collect(updates or (), choices)
             values += count_logprobs(updates or ())
             if values > MAX_WHOLE_VALUES:
                 raise RequestFailedError(TOO_MANY_VALUES)
-        body = self._renderer.body(choices, generation.usage)
-        await self._before_end()
+        body = self._renderer.body(choices, answer.usage)
+        await answer.conclude(self._before_end)
         headers = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(body))]
         await send({"type": "http.response.start", "status": 200, "headers": headers})
         await send({"type": "http.response.body", "body": body, "more_body": False})
@@ -262,19 +295,20 @@ class PiecewiseDelivery:
     def __init__(self, renderer: PiecewiseRenderer) -> None:
         self._renderer = renderer
 
-    async def deliver(self, generation: Generation, send: Send) -> None:
+    async def deliver(self, answer: Answer, send: Send) -> None:
         """Wait for the end of all choices and send them; see `Delivery`."""
-        choices = [WholeChoice() for entry in generation.entries for _ in entry.choices]
-        while (updates := await generation.next_updates()) is None or updates:
+        choices = [WholeChoice() for entry in answer.entries for _ in entry.choices]
+        while (updates := await answer.next_updates()) is None or updates:
             collect(updates or (), choices)
         pieces, written = [], 0
-        for piece in self._renderer.pieces(choices, generation.usage):
+        for piece in self._renderer.pieces(choices, answer.usage):
             pieces.append(piece)
             written += len(piece)
             if written > PIECE_BYTES:
                 written = 0
                 await asyncio.sleep(0)
         body = b"".join(pieces)
+        await answer.conclude(end_at_once)
         headers = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(body))]
         await send({"type": "http.response.start", "status": 200, "headers": headers})
         await send({"type": "http.response.body", "body": body, "more_body": False})

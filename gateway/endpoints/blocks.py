@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import secrets
+import hashlib
 from dataclasses import dataclass
 from enum import Enum
 from typing import TYPE_CHECKING, NamedTuple, TypeAlias
@@ -28,13 +28,10 @@ class Block:
     """A part of an output; `text` is the arguments' JSON in a call."""
 
     kind: BlockKind
+    # The part of this block's ids that distinguishes it from all others.
+    key: str
     text: str = ""
     name: str = ""
-    key: str = ""
-
-    def __post_init__(self) -> None:
-        """Draw the random part of this block's ids."""
-        self.key = self.key or secrets.token_hex(12)
 
 
 class Opened(NamedTuple):
@@ -65,8 +62,10 @@ BlockEvent: TypeAlias = Opened | Grown | Closed
 class BlockWriter:
     """Collects pieces into blocks; at most one block is open at a time."""
 
-    def __init__(self) -> None:
+    def __init__(self, answer_id: str) -> None:
+        """The blocks' ids are derived from `answer_id`, so that an answer that is rendered again has the same ones."""
         self.blocks: list[Block] = []
+        self._answer_id = answer_id
         self._is_open = False
 
     def write(self, pieces: Iterable[Piece]) -> list[BlockEvent]:
@@ -93,7 +92,7 @@ class BlockWriter:
         return [Closed(len(self.blocks) - 1, self.blocks[-1])]
 
     def _open(self, kind: BlockKind, name: str = "") -> Opened:
-        self.blocks.append(Block(kind, name=name))
+        self.blocks.append(Block(kind, derived_hex(self._answer_id, len(self.blocks)), name=name))
         self._is_open = True
         return Opened(len(self.blocks) - 1, self.blocks[-1])
 
@@ -101,3 +100,8 @@ class BlockWriter:
         block = self.blocks[-1]
         block.text += text
         return Grown(len(self.blocks) - 1, block, text)
+
+
+def derived_hex(answer_id: str, *place: int) -> str:
+    """Return 24 hexadecimal digits that belong to a place in an answer."""
+    return hashlib.sha256(f"{answer_id}/{place}".encode()).hexdigest()[:24]

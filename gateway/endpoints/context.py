@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from functools import partial
 from typing import TYPE_CHECKING
 
 from fastapi import Request
@@ -13,24 +12,21 @@ from fastapi import Request
 from common.errors import PermissionDeniedError
 from common.requests import GenerateRequest
 from common.types import RequestId, RequestOptions
-from gateway.delivery.deliveries import (
-    GenerationResponse,
-    PiecewiseDelivery,
-    StreamDelivery,
-    WholeDelivery,
-    end_at_once,
-)
+from gateway.delivery.answers import PlainAnswer
+from gateway.delivery.deliveries import AnswerResponse, PiecewiseDelivery, WholeDelivery
 from gateway.endpoints.shapes import ResponseHead
-from gateway.quotas.quotas import Charge, announced_tokens, prompt_tokens
-from gateway.server.middleware import TENANT, add_headers, trace_of
+from gateway.quotas.quotas import Charge, prompt_tokens
+from gateway.server.middleware import TENANT, add_headers
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+    from collections.abc import AsyncIterator, Sequence
 
     from common.requests import ChatPrompt, Prompt
     from common.types import Subject
     from gateway.backends import Backend, Backends
-    from gateway.delivery.deliveries import Delivery, PiecewiseRenderer, StreamRenderer, WholeRenderer
+    from gateway.delivery.answers import Answers
+    from gateway.delivery.deliveries import PiecewiseRenderer, WholeRenderer
+    from gateway.endpoints.answering import Opening
     from gateway.endpoints.chat.schema import ChatCompletionBody
     from gateway.endpoints.completions.schema import CompletionBody
     from gateway.generation.generations import Generations
@@ -77,6 +73,7 @@ class Context:
     identity: Identity
     quotas: Quotas
     stored: ResponseStore
+    answers: Answers
     aborts: Aborts
     metrics: GatewayMetrics
     limits: ClientLimits
@@ -148,7 +145,7 @@ class Context:
 
     def generate_request(
         self,
-        request: Request,
+        opening: Opening,
         head: ResponseHead,
         requester: Requester,
         body: ChatCompletionBody | CompletionBody,
@@ -172,7 +169,7 @@ class Context:
                 cache_mode=requester.cache_mode(body.cache_mode),
                 skip_special_tokens=body.skip_special_tokens is not False,
                 timeout_ms=self.limits.request_timeout_ms,
-                trace=trace_of(request.headers),
+                trace=opening.trace,
                 session=body.session,
                 max_context_tokens=self.quotas.max_context(requester.subject),
                 prompt_logprobs=body.prompt_logprobs_wanted,
@@ -183,35 +180,10 @@ class Context:
             returns_prompt_ids=bool(body.return_token_ids),
         )
 
-    def stream(
-        self,
-        requester: Requester,
-        requests: Sequence[GenerateRequest],
-        renderer: StreamRenderer,
-        before_end: Callable[[], Awaitable[None]] = end_at_once,
-    ) -> GenerationResponse:
-        """Submit `requests` and respond with events as they come; `before_end` is awaited before the last one."""
-        return self._respond(requester, requests, StreamDelivery(renderer, self.limits.keep_alive_s, before_end))
+    def whole(self, requests: Sequence[GenerateRequest], renderer: WholeRenderer) -> AnswerResponse:
+        """Submit `requests` and respond with one body."""
+        return AnswerResponse(PlainAnswer(self.answers, requests, None), WholeDelivery(renderer))
 
-    def whole(
-        self,
-        requester: Requester,
-        requests: Sequence[GenerateRequest],
-        renderer: WholeRenderer,
-        before_end: Callable[[], Awaitable[None]] = end_at_once,
-    ) -> GenerationResponse:
-        """Submit `requests` and respond with one body; `before_end` is awaited before it is sent."""
-        return self._respond(requester, requests, WholeDelivery(renderer, before_end))
-
-    def in_pieces(
-        self, requester: Requester, requests: Sequence[GenerateRequest], renderer: PiecewiseRenderer
-    ) -> GenerationResponse:
+    def in_pieces(self, requests: Sequence[GenerateRequest], renderer: PiecewiseRenderer) -> AnswerResponse:
         """Submit `requests` and respond with one body, which is rendered piecewise because that takes long."""
-        return self._respond(requester, requests, PiecewiseDelivery(renderer))
-
-    def _respond(
-        self, requester: Requester, requests: Sequence[GenerateRequest], delivery: Delivery
-    ) -> GenerationResponse:
-        charge = Charge(requester.subject, len(requests), sum(map(announced_tokens, requests)))
-        limit = self.limits.stream_buffer_bytes if isinstance(delivery, StreamDelivery) else None
-        return GenerationResponse(self.generations, requests, delivery, partial(self.quotas.take, charge), limit)
+        return AnswerResponse(PlainAnswer(self.answers, requests, None), PiecewiseDelivery(renderer))

@@ -79,6 +79,7 @@ class StreamOptions(Schema):
     """Options of a streamed response."""
 
     include_usage: bool | None = None
+    include_event_ids: bool | None = None
 
 
 class GenerationFields(StructureFields):
@@ -165,6 +166,11 @@ class GenerationFields(StructureFields):
     def wants_usage_in_stream(self) -> bool:
         """Whether the stream ends with a chunk of token counts."""
         return bool(self.stream_options and self.stream_options.include_usage)
+
+    @property
+    def wants_event_ids(self) -> bool:
+        """Whether the events of the stream have ids, which some clients do not expect."""
+        return not self.stream_options or self.stream_options.include_event_ids is not False
 
     @property
     def user_names(self) -> tuple[tuple[str, str | None], ...]:

@@ -33,6 +33,8 @@ DISCARD_BYTES = 32 * 1024 * 1024
 DISCARD_S = 2.0
 # The key of a request's error style in its scope.
 ERROR_STYLE = "pando.error_style"
+# The key of a request's body, as it was parsed, in its scope.
+BODY = "pando.body"
 # Longest pause between two chunks of a body, and longest time for the whole body.
 PAUSE_S = 30.0
 BODY_S = 300.0
@@ -81,6 +83,7 @@ def _handler(dependant: Dependant, max_body_bytes: int) -> Handler:
         raw = await read_object(request, max_body_bytes)
         schema = choose(schemas, raw)
         request.scope[ERROR_STYLE] = schema.errors
+        request.scope[BODY] = raw
         schema.refuse_unsupported(raw)
         arguments[body.name] = parse(schema, raw)
         response: Response = await endpoint(**arguments)

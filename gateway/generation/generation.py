@@ -44,6 +44,11 @@ class Usage:
     # One entry per prompt.
     prompts: tuple[PromptUsage, ...] = ()
 
+    @property
+    def total(self) -> int:
+        """Tokens of prompts and output."""
+        return self.prompt_tokens + self.completion_tokens
+
     def counts(self) -> dict[str, int]:
         """Return the totals, as fields of a log event."""
         return {name: getattr(self, name) for name in ("prompt_tokens", "cached_tokens", "completion_tokens")}
@@ -77,11 +82,12 @@ class Generation:
     ) -> None:
         """Prepare the generation of `entries`; at most about `buffer_bytes` of updates wait for the reader.
 
-        At most `window` prompts are submitted at the same time; None submits all of them.
+        At most `window` prompts are submitted at the same time; None submits all of them. Entries may have output of an
+        earlier generation, which is continued.
         """
         self.entries = entries
         self._window = len(entries) if window is None else window
-        self._unsent = deque(entries)
+        self._unsent = deque(entry for entry in entries if not entry.has_output)
         # Called once if more than `buffer_bytes` wait for the reader; by then the generation has failed.
         self.on_overflow: Callable[[], None] = lambda: None
         self._pipeline = pipeline
@@ -93,7 +99,7 @@ class Generation:
         self._opened_at = self._loop.time()
         self._routes: dict[RequestId, _Route] = {}
         self._timers: dict[int, asyncio.TimerHandle] = {}
-        self._unfinished = sum(len(entry.choices) for entry in entries)
+        self._unfinished = sum(not choice.is_finished for entry in entries for choice in entry.choices)
         self._resubmissions = 0
         self._prompt_values = 0
         # Once set, no updates are accepted, and nothing is submitted or put into the outbox.
@@ -103,18 +109,23 @@ class Generation:
     @property
     def usage(self) -> Usage:
         """Token counts so far."""
-        prompts = tuple(entry.prompt_usage or PromptUsage(entry.prompt_tokens, 0) for entry in self.entries)
-        return Usage(
-            prompt_tokens=sum(usage.prompt_tokens for usage in prompts),
-            cached_tokens=sum(usage.cached_tokens for usage in prompts),
-            completion_tokens=sum(entry.completion_tokens for entry in self.entries),
-            prompts=prompts,
-        )
+        return usage_of(self.entries)
 
-    def start(self) -> None:
-        """Submit all prompts, or the first `window` of them; each of the others follows when a choice has ended."""
+    def start(self, elapsed_s: float = 0.0) -> None:
+        """Submit all prompts, or the first `window` of them; each of the others follows when a choice has ended.
+
+        The requests' time began `elapsed_s` ago, with an earlier generation.
+        """
+        self._opened_at -= elapsed_s
+        for entry in self.entries:
+            if entry.has_output:
+                for choice in entry.choices:
+                    if not choice.is_finished:
+                        self._resubmit(entry, choice)
         for _ in range(self._window):
             self._submit_next()
+        if not self._unfinished:
+            self._outbox.end()
 
     async def next_updates(self) -> Sequence[ChoiceUpdate] | None:
         """Wait for updates and return all that are pending; empty once every choice has ended, None after a nudge.
@@ -268,7 +279,7 @@ class Generation:
             self._timers[choice.index] = self._loop.call_later(delay, self._resubmit, route.entry, choice)
 
     def _resubmit(self, entry: JournalEntry, choice: ChoiceRecord) -> None:
-        del self._timers[choice.index]
+        self._timers.pop(choice.index, None)
         if choice.is_exhausted:
             self._pass_on(choice.end_at_limit())
             return
@@ -289,6 +300,17 @@ class Generation:
         for request_id in routes:
             self._pipeline.abort(request_id)
         self._outbox.end(failure)
+
+
+def usage_of(entries: Sequence[JournalEntry]) -> Usage:
+    """Return the token counts of requests so far."""
+    prompts = tuple(entry.prompt_usage or PromptUsage(entry.prompt_tokens, 0) for entry in entries)
+    return Usage(
+        prompt_tokens=sum(usage.prompt_tokens for usage in prompts),
+        cached_tokens=sum(usage.cached_tokens for usage in prompts),
+        completion_tokens=sum(entry.completion_tokens for entry in entries),
+        prompts=prompts,
+    )
 
 
 def _failure_of(finish: Finish | None) -> RequestFailure | None:

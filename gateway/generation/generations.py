@@ -4,22 +4,24 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import re
+import secrets
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from structlog.contextvars import bind_contextvars
 
 from common.errors import RequestFailedError
 from common.room import SharedRoom
-from common.types import ErrorCode, RequestFailure
+from common.types import ErrorCode, RequestFailure, RequestId
 from gateway.generation.generation import Generation
-from gateway.generation.journal import JournalEntry
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Sequence
 
     from common.requests import GenerateRequest
     from common.types import Subject, View
-    from gateway.generation.journal import Journal, ResumePolicy
+    from gateway.generation.journal import Journal, JournalEntry, ResumePolicy
     from gateway.metrics import GatewayMetrics
     from gateway.pipeline.port import Pipeline
 
@@ -28,6 +30,8 @@ RETRY_AFTER_MS = 1000
 SILENCE_LIMIT_S = 600.0
 # One request may contain thousands of texts; submitted all at once, they would fill the scheduler's queue.
 EMBEDDING_WINDOW = 256
+# The suffix that `renamed` adds.
+RENAMED = re.compile("~[0-9a-f]{8}$")
 ABORTED = RequestFailure(ErrorCode.INVALID_REQUEST, "the request was aborted on demand")
 SHUTDOWN = RequestFailure(
     ErrorCode.UNAVAILABLE, "this server is shutting down", retryable=True, retry_after_ms=RETRY_AFTER_MS
@@ -58,8 +62,12 @@ class Generations:
         self._idle = asyncio.Event()
         self._idle.set()
 
-    def open(self, requests: Sequence[GenerateRequest], *, buffer_bytes: int | None = None) -> Generation:
-        """Submit `requests`, numbering their choices consecutively; the caller must `close` the generation.
+    def open(
+        self, entries: Sequence[JournalEntry], *, buffer_bytes: int | None = None, elapsed_s: float = 0.0
+    ) -> Generation:
+        """Submit the requests of `entries` (see `number_choices`); the caller must `close` the generation.
+
+        Entries with output are continued after it; their first generation began `elapsed_s` ago.
 
         Raises:
             QueueFullError: too many requests are open.
@@ -67,22 +75,21 @@ class Generations:
         """
         if self.draining:
             raise RequestFailedError(SHUTDOWN)
-        self._room.take(requests[0].view.subject, len(requests))
-        entries = list(_numbered(requests))
-        window = EMBEDDING_WINDOW if requests[0].options.pooling is not None else None
+        request = entries[0].request
+        self._room.take(request.view.subject, len(entries))
+        window = EMBEDDING_WINDOW if request.options.pooling is not None else None
         generation = Generation(
             self._pipeline, entries, self._policy, self._metrics, buffer_bytes=buffer_bytes, window=window
         )
         for entry in entries:
             self._journal.open(entry)
         self._open.add(generation)
-        self._taken[generation] = (requests[0].view.subject, len(requests))
+        self._taken[generation] = (request.view.subject, len(entries))
         self._idle.clear()
         self._metrics.open_requests.set(len(self._journal))
         # Fields of the log event at the request's end.
-        request = requests[0]
         bind_contextvars(request_id=request.request_id, tenant=request.view.tenant, model=request.model)
-        generation.start()
+        generation.start(elapsed_s)
         return generation
 
     def close(self, generation: Generation, cause: str | None = None) -> None:
@@ -140,14 +147,12 @@ class Generations:
             generation.fail(SHUTDOWN, "shutdown")
 
 
-def _numbered(requests: Sequence[GenerateRequest]) -> Iterator[JournalEntry]:
-    first = 0
-    for request in requests:
-        yield JournalEntry(request, first)
-        first += request.options.n
+def renamed(request: GenerateRequest) -> GenerateRequest:
+    """Return the request under a new id: its former one may still be known in the pipeline."""
+    return replace(request, request_id=RequestId(f"{request.request_id}~{secrets.token_hex(4)}"))
 
 
 def _names(generation: Generation) -> tuple[str, str]:
     """Return the complete id of a generation's first request, and the id that its client was given."""
-    whole = generation.entries[0].request.request_id
+    whole = RENAMED.sub("", generation.entries[0].request.request_id)
     return whole, whole.rpartition(".")[0] or whole.removesuffix("-0")

@@ -11,7 +11,7 @@ from common.sampling import choice_seed
 from common.types import ErrorCode, Finish, FinishReason, RequestId, Resume
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterable, Iterator, Sequence
 
     from common.deltas import Delta, LogprobText, PromptLogprobsText, PromptUsage
     from common.requests import GenerateRequest
@@ -123,6 +123,16 @@ class ChoiceRecord:
         part = None if delta.prompt_logprobs is None else self._news(delta.prompt_logprobs)
         return ChoiceUpdate(self.index, delta.text, delta.token_ids, delta.logprobs, delta.finish, usage, part)
 
+    def restore(self, update: ChoiceUpdate) -> None:
+        """Record an update that was recorded before, by this gateway or another one."""
+        self.token_ids.extend(update.token_ids)
+        self.delivered_characters += len(update.text)
+        self.finish = update.finish
+        self.was_admitted = True
+        part = update.prompt_logprobs
+        if part is not None and self.score is not None:
+            self.score = None if part.is_last else replace(self.score, start=part.first - 1 + len(part.entries))
+
     def _news(self, part: PromptLogprobsText) -> PromptLogprobsText | None:
         """Return the part without the entries that were received before."""
         if self.score is None:
@@ -182,6 +192,21 @@ class JournalEntry:
         return all(choice.is_finished for choice in self.choices)
 
     @property
+    def has_output(self) -> bool:
+        """Whether any choice has been admitted."""
+        return any(choice.was_admitted for choice in self.choices)
+
+    def restore(self, update: ChoiceUpdate) -> None:
+        """Record an update of one of the choices, as it was recorded before."""
+        choice = self.choices[update.index - self.choices[0].index]
+        if update.prompt_usage is not None:
+            self.note_usage(choice, update.prompt_usage)
+        if update.prompt_ids:
+            self.prompt_ids = tuple(update.prompt_ids)
+            self._told.add(update.index)
+        choice.restore(update)
+
+    @property
     def completion_tokens(self) -> int:
         """Number of generated tokens, summed over all choices."""
         return sum(len(choice.token_ids) for choice in self.choices)
@@ -211,6 +236,22 @@ class JournalEntry:
             return
         if self.prompt_usage is None or choice.number == 0:
             self.prompt_usage = usage
+
+
+def number_choices(requests: Sequence[GenerateRequest]) -> list[JournalEntry]:
+    """Return an entry for each request; choices are numbered over all of them."""
+    entries, first = [], 0
+    for request in requests:
+        entries.append(JournalEntry(request, first))
+        first += request.options.n
+    return entries
+
+
+def restore(entries: Sequence[JournalEntry], updates: Iterable[ChoiceUpdate]) -> None:
+    """Record updates of all entries, in the order in which they were recorded."""
+    by_index = {choice.index: entry for entry in entries for choice in entry.choices}
+    for update in updates:
+        by_index[update.index].restore(update)
 
 
 class Journal:

@@ -60,12 +60,16 @@ class Meter:
         self._requests = Bucket(now)
         self._tokens = Bucket(now)
 
-    def obstacle(self, requests: int, tokens: int, now: float) -> tuple[Limit, float] | None:
+    def obstacle(
+        self, requests: int, tokens: int, now: float, *, continues: bool = False
+    ) -> tuple[Limit, float] | None:
         """Return the limit that does not allow these requests and tokens now, and the seconds until it may."""
         quota = self.quota
         # A batch larger than the limit is allowed when nothing else is open; otherwise it could never run.
         if quota.concurrent is not None and self._open + requests > max(quota.concurrent, requests * (not self._open)):
             return Limit.CONCURRENT, BUSY_WAIT_S
+        if continues:
+            return None
         if limit := quota.requests_per_minute:
             wait = self._requests.wait_s(requests, limit, now)
             if wait:
@@ -76,9 +80,11 @@ class Meter:
                 return Limit.TOKENS, wait
         return None
 
-    def take(self, requests: int, tokens: int, now: float) -> None:
+    def take(self, requests: int, tokens: int, now: float, *, continues: bool = False) -> None:
         """Open `requests` requests that announce `tokens` tokens in all."""
         self._open += requests
+        if continues:
+            return
         if limit := self.quota.requests_per_minute:
             self._requests.take(requests, limit, now)
         if limit := self.quota.tokens_per_minute:
@@ -118,16 +124,18 @@ class MemoryMeters:
         """Number of accounts with a meter."""
         return len(self._meters)
 
-    async def take(self, accounts: Sequence[MeteredAccount], requests: int, tokens: int) -> Taking:
-        """Take `requests` and `tokens` from all accounts, or nothing from any."""
+    async def take(
+        self, accounts: Sequence[MeteredAccount], requests: int, tokens: int, *, continues: bool = False
+    ) -> Taking:
+        """Take `requests` and `tokens` from all accounts, or nothing from any; see `Meters`."""
         now = self._clock()
         meters = [self._meter(account, now) for account in accounts]
         for account, meter in zip(accounts, meters, strict=True):
-            found = meter.obstacle(requests, tokens, now)
+            found = meter.obstacle(requests, tokens, now, continues=continues)
             if found is not None:
                 return Taking([each.read(now) for each in meters], Obstacle(account, *found))
         for meter in meters:
-            meter.take(requests, tokens, now)
+            meter.take(requests, tokens, now, continues=continues)
 
         def settle(used_tokens: int) -> None:
             for meter in meters:

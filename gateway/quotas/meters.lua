@@ -3,7 +3,7 @@
 -- KEYS: two per account: a hash (requests, tokens: the used amounts that are not refilled yet; requests_at, tokens_at:
 --   the times of these amounts, in microseconds; open: the number of requests with a lease), and a sorted set of leases
 --   by their expiry. The name of a lease is "<requests>:<unique name>".
--- ARGV[1]: take, settle or renew. ARGV[2]: the time in microseconds; if empty, this server's time, the only clock that
+-- ARGV[1]: take, continue, settle or renew. ARGV[2]: the time in microseconds; if empty, this server's time, the only clock that
 --   all gateways share. The clock may jump: a jump backwards refills nothing, and leases that expire too early are
 --   restored by their renewal.
 
@@ -61,6 +61,7 @@ end
 
 -- ARGV: lease, its lifetime in microseconds, requests, tokens; per account: requests per minute, tokens per minute,
 --   concurrent requests; 0: no limit.
+-- With `continue`, the requests only become open: their numbers per minute are neither checked nor used.
 -- Returns the number of the account whose limit is reached (0: none), the limit, the wait in seconds; per account the
 --   remaining requests and tokens.
 local function take()
@@ -93,7 +94,7 @@ local function take()
       end
     end
     for kind, amount in pairs({requests = requests, tokens = tokens}) do
-      if account.per_minute[kind] > 0 then
+      if account.per_minute[kind] > 0 and ARGV[1] == 'take' then
         account.used[kind] = used(account.key, kind, account.per_minute[kind])
       end
     end
@@ -162,7 +163,7 @@ local function renew()
   keep(leases, lasts / 1000)
 end
 
-if ARGV[1] == 'take' then
+if ARGV[1] == 'take' or ARGV[1] == 'continue' then
   return take()
 elseif ARGV[1] == 'settle' then
   return settle()

@@ -107,8 +107,12 @@ class Taking:
 class Meters(Protocol):
     """Counts the use of limits."""
 
-    async def take(self, accounts: Sequence[MeteredAccount], requests: int, tokens: int) -> Taking:
+    async def take(
+        self, accounts: Sequence[MeteredAccount], requests: int, tokens: int, *, continues: bool = False
+    ) -> Taking:
         """Take `requests` and `tokens` from all accounts, or nothing from any.
+
+        With `continues`, the requests only become open, and the other limits are neither checked nor used.
 
         Raises:
             UnavailableError: the use cannot be counted now.

@@ -51,12 +51,14 @@ class Charge:
     """The amounts that an HTTP request is about to take.
 
     `may_exceed_concurrent`: the limit of open requests does not apply, because this request ends some of them.
+    `continues`: only the limit of open requests applies, because the answer that it continues has been charged.
     """
 
     subject: Subject
     requests: int
     tokens: int
     may_exceed_concurrent: bool = False
+    continues: bool = False
 
 
 class Quotas:
@@ -84,7 +86,7 @@ class Quotas:
         if charge.may_exceed_concurrent:
             accounts = list(map(_without_concurrent, accounts))
         accounts = [account for account in accounts if account.is_limited]
-        taking = await self._meters.take(accounts, charge.requests, charge.tokens)
+        taking = await self._meters.take(accounts, charge.requests, charge.tokens, continues=charge.continues)
         shown = [
             reading for account, reading in zip(accounts, taking.readings, strict=True) if not self._is_secret(account)
         ]

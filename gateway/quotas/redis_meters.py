@@ -71,8 +71,10 @@ class RedisMeters:
         self._wake = asyncio.Event()
         self._log = get_logger("quotas")
 
-    async def take(self, accounts: Sequence[MeteredAccount], requests: int, tokens: int) -> Taking:
-        """Take `requests` and `tokens` from all accounts, or nothing from any.
+    async def take(
+        self, accounts: Sequence[MeteredAccount], requests: int, tokens: int, *, continues: bool = False
+    ) -> Taking:
+        """Take `requests` and `tokens` from all accounts, or nothing from any; see `Meters`.
 
         Raises:
             StateAwayError: the server is unavailable, and `own` is None.
@@ -80,12 +82,12 @@ class RedisMeters:
         if not accounts:
             return Taking(())
         try:
-            return await self._take(accounts, requests, tokens)
+            return await self._take("continue" if continues else "take", accounts, requests, tokens)
         except StateAwayError:
             if self._own is None:
                 raise
             self._metrics.unshared_limits.inc()
-            return await self._own.take(accounts, requests, tokens)
+            return await self._own.take(accounts, requests, tokens, continues=continues)
 
     async def run(self) -> None:
         """Renew leases and report ends of requests until cancelled."""
@@ -111,12 +113,13 @@ class RedisMeters:
         with contextlib.suppress(StateAwayError):
             await self._settle()
 
-    async def _take(self, accounts: Sequence[MeteredAccount], requests: int, tokens: int) -> Taking:
+    async def _take(self, operation: str, accounts: Sequence[MeteredAccount], requests: int, tokens: int) -> Taking:
         lease = f"{requests}:{self._state.gateway_id}-{next(self._numbers)}"
         leasing = tuple(account for account in accounts if account.needs_lease)
         keys = [key for account in accounts for key in self._keys(account)]
         limits = [limit or 0 for account in accounts for limit in _limits(account)]
-        arguments: list[str | int] = ["take", self._now, lease, round(self._lease_s * 1e6), requests, tokens, *limits]
+        lasts = round(self._lease_s * 1e6)
+        arguments: list[str | int] = [operation, self._now, lease, lasts, requests, tokens, *limits]
         try:
             answer = await self._state.call(lambda redis: self._call(redis, keys, arguments))
         except (StateAwayError, asyncio.CancelledError) as error:
@@ -206,7 +209,7 @@ def _text(value: bytes | int) -> str:
 
 
 def _level(per_minute: int | None, left: str) -> Level | None:
-    return None if per_minute is None else Level(per_minute, float(left))
+    return None if per_minute is None or not left else Level(per_minute, float(left))
 
 
 def _digest(name: str) -> str:

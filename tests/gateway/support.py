@@ -13,6 +13,7 @@ from common.settings import GatewaySettings
 from gateway.app import create_app
 from gateway.assembly import build_identity, build_quotas, limits
 from gateway.backends import Backend, Backends, ServedModel
+from gateway.delivery.answers import Answers
 from gateway.endpoints.context import Context
 from gateway.generation.generations import Generations
 from gateway.generation.journal import Journal, ResumePolicy
@@ -54,11 +55,13 @@ class FakedGateway:
             self.pipeline, self.journal, self.resume, self.metrics, max_open_requests=self.settings.max_open_requests
         )
         self.state = open_state(self.settings, self.generations, self.metrics)
+        quotas = build_quotas(self.limits_file, self.state.meters)
         self.context = Context(
             generations=self.generations,
             models=Backends([self.backend, *self.others], self.settings.default_model),
             identity=build_identity(self.settings),
-            quotas=build_quotas(self.limits_file, self.state.meters),
+            quotas=quotas,
+            answers=Answers(self.generations, self.state.records, quotas),
             stored=self.state.stored,
             aborts=self.state.aborts,
             metrics=self.metrics,
@@ -105,14 +108,15 @@ def faked(
 
 def stable(text: str) -> str:
     """Replace what differs from run to run."""
-    text = re.sub(r"(chatcmpl|cmpl)-[0-9a-f]{32}", r"\1-ID", text)
+    text = re.sub(r"(chatcmpl|cmpl|msg|call)[-_][0-9a-f]{24,32}", r"\1-ID", text)
     return re.sub(r'"created":\d+', '"created":0', text)
 
 
 def events(text: str) -> Iterable[str]:
     """The data of each server-sent event."""
     assert text.endswith("\n\n")
-    for event in text.removesuffix("\n\n").split("\n\n"):
+    for block in text.removesuffix("\n\n").split("\n\n"):
+        event = re.sub(r"^id: \S+\n", "", block)
         assert event.startswith("data: "), event
         yield event.removeprefix("data: ")
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import secrets
-import string
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, assert_never
 
@@ -13,6 +11,7 @@ from common.notations.pieces import CallArguments, CallStart, Reasoning, TextPie
 from common.notations.registry import NOTATIONS
 from common.types import FinishReason, ToolStyle
 from gateway.delivery.collecting import FINISH_REASONS, matched_stop
+from gateway.endpoints.blocks import derived_hex
 from gateway.endpoints.shapes import DONE, by_id, failed_stream, finite_logprob, usage_object
 
 if TYPE_CHECKING:
@@ -245,15 +244,17 @@ class ReadAnswer:
         return cls(message, reasoning_tokens)
 
 
-def call_id(style: ToolStyle | None, name: str, index: int, written: str | None) -> str:
-    """Return the id of a tool call: the one that the model has `written`, or one that its chat template accepts."""
-    if written is not None:
-        return written
+def call_id(style: ToolStyle | None, piece: MessageCall | CallStart, answer_id: str, choice: int, index: int) -> str:
+    """Return the id of a tool call: the one that the model has written, or one that its chat template accepts.
+
+    It is derived from the call's place, so that an answer that is rendered again has the same ids.
+    """
+    if piece.id is not None:
+        return piece.id
     if style is not None and NOTATIONS[style].ids_name_calls:
-        return f"functions.{name}:{index}"
-    if style in (ToolStyle.MISTRAL, ToolStyle.MISTRAL_ARGS):
-        return "".join(secrets.choice(string.ascii_letters + string.digits) for _ in range(MISTRAL_ID_CHARACTERS))
-    return f"call_{secrets.token_hex(12)}"
+        return f"functions.{piece.name}:{index}"
+    key = derived_hex(answer_id, choice, index)
+    return key[:MISTRAL_ID_CHARACTERS] if style in (ToolStyle.MISTRAL, ToolStyle.MISTRAL_ARGS) else f"call_{key}"
 
 
 class ParsedChatStream:
@@ -263,6 +264,7 @@ class ParsedChatStream:
         self, head: ResponseHead, reading: ParsingRules, *, logprobs: bool, include_usage: bool, token_ids: bool = False
     ) -> None:
         """`reading` has the rules for parsing the outputs; see `ChatStream` for the rest."""
+        self._id = head.id
         self._reading = reading
         self._logprobs = logprobs
         self._chunks = ChatChunks(head, include_usage=include_usage, token_ids=token_ids)
@@ -276,7 +278,7 @@ class ParsedChatStream:
         self._chunks.note(update)
         self._reasoning_tokens += update.tokens * parser.is_thinking
         pieces = [*parser.feed(update.text), *(parser.flush() if update.finish is not None else ())]
-        deltas = [_delta(piece, self._reading.tool_style) for piece in pieces]
+        deltas = [self._delta(update.index, piece) for piece in pieces]
         events = self._begin(update.index, pieces) if pieces or update.finish is not None or update.logprobs else b""
         logprobs = b"null"
         if self._logprobs and update.logprobs:
@@ -304,6 +306,23 @@ class ParsedChatStream:
             return b""
         is_call = bool(pieces) and isinstance(pieces[0], CallStart)
         return self._chunks.role(index, b"null" if is_call else b'""')
+
+    def _delta(self, choice: int, piece: Piece) -> bytes:
+        match piece:
+            case TextPiece(text):
+                delta: dict[str, object] = {"content": text}
+            case Reasoning(text):
+                delta = {"reasoning_content": text}
+            case CallStart(index, name):
+                function = {"name": name, "arguments": ""}
+                key = call_id(self._reading.tool_style, piece, self._id, choice, index)
+                call = {"index": index, "id": key, "type": "function", "function": function}
+                delta = {"tool_calls": [call]}
+            case CallArguments(index, text):
+                delta = {"tool_calls": [{"index": index, "function": {"arguments": text}}]}
+            case _ as never:
+                assert_never(never)
+        return orjson.dumps(delta)
 
 
 class WholeParsedChat:
@@ -344,15 +363,15 @@ class WholeParsedChat:
         is_call = bool(message.calls) and choice.finish_reason == FINISH_REASONS[FinishReason.STOP]
         return {
             "index": index,
-            "message": message_object(message, self._reading),
+            "message": message_object(message, self._reading, self._head.id, index),
             "logprobs": logprobs_object(choice.logprobs) if self._logprobs else None,
             "finish_reason": TOOL_CALLS if is_call else choice.finish_reason,
             "matched_stop": choice.matched_stop,
         } | ({"token_ids": choice.token_ids} if self._has_ids else {})
 
 
-def message_object(message: AssistantMessage, reading: ParsingRules) -> dict[str, object]:
-    """Return a message in OpenAI's shape."""
+def message_object(message: AssistantMessage, reading: ParsingRules, answer_id: str, choice: int) -> dict[str, object]:
+    """Return the message of a choice in OpenAI's shape."""
     shape: dict[str, object] = {"role": "assistant", "content": message.text, "refusal": None}
     if reading.has_reasoning:
         shape["reasoning_content"] = message.reasoning or None
@@ -360,28 +379,10 @@ def message_object(message: AssistantMessage, reading: ParsingRules) -> dict[str
         shape["content"] = message.text or None
         shape["tool_calls"] = [
             {
-                "id": call_id(reading.tool_style, call.name, index, call.id),
+                "id": call_id(reading.tool_style, call, answer_id, choice, index),
                 "type": "function",
                 "function": {"name": call.name, "arguments": call.arguments},
             }
             for index, call in enumerate(message.calls)
         ]
     return shape
-
-
-def _delta(piece: Piece, style: ToolStyle | None) -> bytes:
-    match piece:
-        case TextPiece(text):
-            delta: dict[str, object] = {"content": text}
-        case Reasoning(text):
-            delta = {"reasoning_content": text}
-        case CallStart(index, name, id_):
-            function = {"name": name, "arguments": ""}
-            key = call_id(style, name, index, id_)
-            call = {"index": index, "id": key, "type": "function", "function": function}
-            delta = {"tool_calls": [call]}
-        case CallArguments(index, text):
-            delta = {"tool_calls": [{"index": index, "function": {"arguments": text}}]}
-        case _ as never:
-            assert_never(never)
-    return orjson.dumps(delta)

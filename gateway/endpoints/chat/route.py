@@ -10,6 +10,7 @@ from fastapi import APIRouter, Depends, Request, Response
 
 from common.errors import InvalidRequestError
 from gateway.backends import check_generates
+from gateway.endpoints.answering import AnswerKind, AnswerPlan, Opening, add_continuation, answer
 from gateway.endpoints.chat.grammar import chat_grammar
 from gateway.endpoints.chat.render import ChatStream, ParsedChatStream, WholeChat, WholeParsedChat
 from gateway.endpoints.chat.schema import ChatCompletionBody
@@ -28,20 +29,35 @@ if TYPE_CHECKING:
 
 
 def add_routes(router: APIRouter, context: Context) -> None:
-    """Add the route."""
+    """Add the routes."""
 
-    @router.post("/v1/chat/completions", responses=STREAMED)
+    @router.post(CHATS.path, responses=STREAMED)
     async def create_chat_completion(
         request: Request, body: ChatCompletionBody, caller: Caller = Depends(context.caller)
     ) -> Response:
         """Generate the next message of a conversation."""
-        requester = identify(caller, body.user_names, body.cache_salt)
-        card = await require_chat(context, body.model)
-        head = context.head(f"chatcmpl-{uuid.uuid4().hex}", card.name)
-        generate, reading = chat_request(context, request, head, requester, body, card)
-        if body.stream:
-            return context.stream(requester, [generate], _stream(body, head, reading))
-        return context.whole(requester, [generate], _whole(body, head, reading))
+        return await answer(context, request, caller, CHATS, body)
+
+    add_continuation(router, context, CHATS)
+
+
+async def plan(context: Context, opening: Opening, body: ChatCompletionBody, requester: Requester) -> AnswerPlan:
+    """Plan the answer to a chat."""
+    card = await require_chat(context, body.model)
+    head = opening.head(context, card.name)
+    generate, reading = chat_request(context, opening, head, requester, body, card)
+    if body.stream:
+        return AnswerPlan([generate], stream=_stream(body, head, reading), has_event_ids=body.wants_event_ids)
+    return AnswerPlan([generate], whole=_whole(body, head, reading))
+
+
+CHATS = AnswerKind(
+    "/v1/chat/completions",
+    ChatCompletionBody,
+    new_id=lambda _body: f"chatcmpl-{uuid.uuid4().hex}",
+    requester=lambda caller, body: identify(caller, body.user_names, body.cache_salt),
+    plan=plan,
+)
 
 
 async def require_chat(context: Context, model: str | None) -> ModelInfo:
@@ -60,7 +76,7 @@ async def require_chat(context: Context, model: str | None) -> ModelInfo:
 
 def chat_request(
     context: Context,
-    request: Request,
+    opening: Opening,
     head: ResponseHead,
     requester: Requester,
     body: ChatCompletionBody,
@@ -72,7 +88,7 @@ def chat_request(
         InvalidRequestError: fields of the body contradict each other, or are not supported.
     """
     reading = body.reading(card)
-    generate = context.generate_request(request, head, requester, body, body.to_prompt(reading.prefix))
+    generate = context.generate_request(opening, head, requester, body, body.to_prompt(reading.prefix))
     grammar = chat_grammar(body, reading)
     options = generate.options
     if grammar != options.sampling.grammar:

@@ -48,7 +48,7 @@ def add_routes(router: APIRouter, context: Context) -> None:
         head = context.head(f"classify-{uuid.uuid4().hex}", card.name)
         pooled = PooledRequests(context, request, requester, body, card, head.id, Pooling.CLASSIFY)
         renderer = WholeClassification(head, classes_of(card, activates=body.activates))
-        return context.whole(requester, pooled.make(_prompts(pooled, body)), renderer)
+        return context.whole(pooled.make(_prompts(pooled, body)), renderer)
 
     @router.post("/v1/pooling", operation_id="pooling_1")
     @router.post("/pooling", operation_id="pooling")
@@ -76,7 +76,7 @@ def add_routes(router: APIRouter, context: Context) -> None:
             _check_outputs(body, card)
         in_rows = kind is Pooling.TOKEN_CLASSIFY
         renderer = WholePooling(head, results, in_rows, body.encoding_format or "float")
-        return context.in_pieces(requester, pooled.make(prompts), renderer)
+        return context.in_pieces(pooled.make(prompts), renderer)
 
 
 def classes_of(card: ModelInfo, *, activates: bool) -> Classes:

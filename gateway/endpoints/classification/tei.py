@@ -43,7 +43,7 @@ def add_routes(router: APIRouter, context: Context) -> None:
             for text, second in body.inputs.pairs
         ]
         renderer = WholeTeiPrediction(classes_of(card, activates=not body.raw_scores), body.inputs.in_lists)
-        return context.whole(requester, pooled.make({"inputs": prompts}), renderer)
+        return context.whole(pooled.make({"inputs": prompts}), renderer)
 
     @router.get("/info", dependencies=[Depends(context.caller)])
     async def info() -> Response:

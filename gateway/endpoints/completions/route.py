@@ -6,13 +6,14 @@ import asyncio
 import uuid
 from contextlib import nullcontext
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from fastapi import APIRouter, Depends, Request, Response
 
 from common.requests import TokenPrompt
 from common.types import RequestId
 from gateway.backends import check_generates
+from gateway.endpoints.answering import AnswerKind, AnswerPlan, Opening, add_continuation, answer
 from gateway.endpoints.completions.render import BestOf, CompletionStream, Echo, WholeCompletion
 from gateway.endpoints.completions.schema import CompletionBody
 from gateway.endpoints.routing import STREAMED
@@ -24,34 +25,62 @@ if TYPE_CHECKING:
     from common.requests import GenerateRequest
     from common.types import Subject
     from gateway.endpoints.context import Context
+    from gateway.identity.caller import Requester
 
 
 def add_routes(router: APIRouter, context: Context) -> None:
-    """Add the route."""
+    """Add the routes."""
 
-    @router.post("/v1/completions", responses=STREAMED)
+    @router.post(COMPLETIONS.path, responses=STREAMED)
     async def create_completion(
         request: Request, body: CompletionBody, caller: Caller = Depends(context.caller)
     ) -> Response:
         """Complete texts or token sequences."""
-        requester = identify(caller, body.user_names, body.cache_salt)
-        card = check_generates(await context.models.require_named(body.model))
-        head = context.head(f"cmpl-{uuid.uuid4().hex}", card.name)
-        first = context.generate_request(request, head, requester, body, body.prompt[0])
-        first = replace(first, add_special_tokens=body.add_special_tokens)
-        requests = one_per_prompt(first, body.prompt)
-        echo = await _echo(context, request, requester.subject, body) if body.echo else None
-        logprobs, ids = body.logprobs is not None, bool(body.return_token_ids)
-        if body.stream:
-            usage, choices = body.wants_usage_in_stream, body.choices
-            chunks = CompletionStream(
-                head, logprobs=logprobs, include_usage=usage, echo=echo, choices_per_prompt=choices, token_ids=ids
-            )
-            return context.stream(requester, requests, chunks)
-        whole = WholeCompletion(head, logprobs=logprobs, echo=echo, prompt_top=body.prompt_logprobs, token_ids=ids)
-        return context.whole(
-            requester, requests, BestOf(whole, body.choices, body.returned) if body.is_contest else whole
+        return await answer(context, request, caller, COMPLETIONS, body)
+
+    add_continuation(router, context, COMPLETIONS)
+
+
+async def look_up(context: Context, request: Request, caller: Caller, body: CompletionBody) -> dict[str, Any]:
+    """Return the texts of the prompts, if they are echoed."""
+    if not body.echo:
+        return {}
+    check_generates(await context.models.require_named(body.model))
+    requester = _requester(caller, body)
+    return {"echo": await _echo(context, request, requester.subject, body)}
+
+
+async def plan(context: Context, opening: Opening, body: CompletionBody, requester: Requester) -> AnswerPlan:
+    """Plan the completions of all prompts."""
+    card = check_generates(await context.models.require_named(body.model))
+    head = opening.head(context, card.name)
+    first = context.generate_request(opening, head, requester, body, body.prompt[0])
+    first = replace(first, add_special_tokens=body.add_special_tokens)
+    requests = one_per_prompt(first, body.prompt)
+    echo = Echo(opening.found["echo"], body.logprobs) if body.echo else None
+    logprobs, ids = body.logprobs is not None, bool(body.return_token_ids)
+    if body.stream:
+        usage, choices = body.wants_usage_in_stream, body.choices
+        chunks = CompletionStream(
+            head, logprobs=logprobs, include_usage=usage, echo=echo, choices_per_prompt=choices, token_ids=ids
         )
+        return AnswerPlan(requests, stream=chunks, has_event_ids=body.wants_event_ids)
+    whole = WholeCompletion(head, logprobs=logprobs, echo=echo, prompt_top=body.prompt_logprobs, token_ids=ids)
+    return AnswerPlan(requests, whole=BestOf(whole, body.choices, body.returned) if body.is_contest else whole)
+
+
+def _requester(caller: Caller, body: CompletionBody) -> Requester:
+    return identify(caller, body.user_names, body.cache_salt)
+
+
+COMPLETIONS = AnswerKind(
+    "/v1/completions",
+    CompletionBody,
+    new_id=lambda _body: f"cmpl-{uuid.uuid4().hex}",
+    requester=_requester,
+    plan=plan,
+    look_up=look_up,
+)
 
 
 def one_per_prompt(first: GenerateRequest, prompts: Sequence[str | TokenPrompt]) -> list[GenerateRequest]:
@@ -64,8 +93,8 @@ def one_per_prompt(first: GenerateRequest, prompts: Sequence[str | TokenPrompt])
     ]
 
 
-async def _echo(context: Context, request: Request, subject: Subject, body: CompletionBody) -> Echo:
-    """Return the prompts that the choices echo. Decoding ids is charged like /detokenize, once for all prompts."""
+async def _echo(context: Context, request: Request, subject: Subject, body: CompletionBody) -> list[str]:
+    """Return the text that each choice echoes. Decoding ids is charged like /detokenize, once for all prompts."""
     skip = body.skip_special_tokens is not False
     model = (await context.models.find(body.model)).model
     ids = sum(len(prompt.ids) for prompt in body.prompt if isinstance(prompt, TokenPrompt))
@@ -77,4 +106,4 @@ async def _echo(context: Context, request: Request, subject: Subject, body: Comp
 
     async with context.charged(request, subject, ids) if ids else nullcontext():
         texts = await asyncio.gather(*map(text_of, body.prompt))
-    return Echo([text for text in texts for _ in range(body.returned)], body.logprobs)
+    return [text for text in texts for _ in range(body.returned)]

@@ -39,7 +39,7 @@ def add_routes(router: APIRouter, context: Context) -> None:
         pooled = PooledRequests(context, request, requester, body, card, f"embd-{uuid.uuid4().hex}", pooling)
         requests = pooled.make({"input": pooled.of_texts(body.input, prefix)})
         shape = VectorShape(body.dimensions, body.normalizes)
-        return context.in_pieces(requester, requests, WholeEmbeddings(card.name, shape, body.format))
+        return context.in_pieces(requests, WholeEmbeddings(card.name, shape, body.format))
 
     @router.post("/v2/embed")
     async def cohere_embed(
@@ -55,7 +55,7 @@ def add_routes(router: APIRouter, context: Context) -> None:
         pooled = PooledRequests(context, request, requester, body, card, head.id, pooling)
         requests = pooled.make({"texts" if body.texts else "inputs": pooled.of_texts(body.all_texts, prefix)})
         formats, shape = body.embedding_types or ["float"], VectorShape(body.output_dimension)
-        return context.in_pieces(requester, requests, WholeCohereEmbeddings(head, body.all_texts, shape, formats))
+        return context.in_pieces(requests, WholeCohereEmbeddings(head, body.all_texts, shape, formats))
 
     @router.post("/embed")
     async def tei_embed(request: Request, body: TeiEmbedBody, caller: Caller = Depends(context.caller)) -> Response:
@@ -69,7 +69,7 @@ def add_routes(router: APIRouter, context: Context) -> None:
         pooled = PooledRequests(context, request, requester, body, card, f"embd-{uuid.uuid4().hex}", pooling)
         requests = pooled.make({"inputs": pooled.of_texts(body.inputs, prefix)})
         shape = VectorShape(body.dimensions, body.normalize is not False)
-        return context.in_pieces(requester, requests, WholeTeiEmbeddings(shape))
+        return context.in_pieces(requests, WholeTeiEmbeddings(shape))
 
 
 def check_dimensions(dimensions: int | None, card: ModelInfo, param: str = "dimensions") -> None:

@@ -35,7 +35,7 @@ class WholeMessage:
 
     def body(self, choices: Sequence[WholeChoice], usage: Usage) -> bytes:
         [choice] = choices
-        parser, writer = self._reading.parser(), BlockWriter()
+        parser, writer = self._reading.parser(), BlockWriter(self._head.id)
         writer.write([*parser.feed("".join(choice.text)), *parser.flush()])
         end = _end(choice.finish_reason, choice.matched_stop, writer.blocks)
         content = [_block_object(block) for block in writer.blocks]
@@ -49,7 +49,7 @@ class MessageStream:
         """`reading` has the rules for parsing the output."""
         self._head = head
         self._parser = reading.parser()
-        self._writer = BlockWriter()
+        self._writer = BlockWriter(head.id)
         self._has_begun = False
         self._end: Json = {}
 
@@ -89,7 +89,7 @@ def _change(change: BlockEvent) -> bytes:
         case Opened(_, block):
             return _event(
                 "content_block_start",
-                {**place, "content_block": _block_object(Block(block.kind, "", block.name, block.key))},
+                {**place, "content_block": _block_object(Block(block.kind, block.key, "", block.name))},
             )
         case Grown(_, block, text):
             return _event("content_block_delta", {**place, "delta": _delta(block.kind, text)})

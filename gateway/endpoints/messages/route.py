@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import orjson
 from fastapi import APIRouter, Depends, Request, Response
 
+from gateway.endpoints.answering import AnswerKind, AnswerPlan, Opening, add_continuation, answer
 from gateway.endpoints.chat.route import chat_request, require_chat
 from gateway.endpoints.messages.render import MessageStream, WholeMessage
 from gateway.endpoints.messages.schema import CountTokensBody, MessagesBody
@@ -16,25 +17,20 @@ from gateway.identity.caller import Caller, identify
 
 if TYPE_CHECKING:
     from gateway.endpoints.context import Context
+    from gateway.identity.caller import Requester
 
 
 def add_routes(router: APIRouter, context: Context) -> None:
     """Add the routes."""
 
-    @router.post("/v1/messages", responses=STREAMED)
+    @router.post(MESSAGES.path, responses=STREAMED)
     async def create_message(
         request: Request, body: MessagesBody, caller: Caller = Depends(context.caller)
     ) -> Response:
         """Generate the next message of a conversation."""
-        chat = body.to_chat()
-        # Coding agents put a session id there, so it names a person only if the credential vouches for its users.
-        requester = identify(caller, body.user_names if caller.vouches else ())
-        card = await require_chat(context, chat.model)
-        head = context.head(f"msg_{uuid.uuid4().hex}", card.name)
-        generate, reading = chat_request(context, request, head, requester, chat, card)
-        if chat.stream:
-            return context.stream(requester, [generate], MessageStream(head, reading))
-        return context.whole(requester, [generate], WholeMessage(head, reading))
+        return await answer(context, request, caller, MESSAGES, body)
+
+    add_continuation(router, context, MESSAGES)
 
     @router.post("/v1/messages/count_tokens")
     async def count_tokens(
@@ -47,3 +43,28 @@ def add_routes(router: APIRouter, context: Context) -> None:
         backend = await context.models.find(card.name)
         encoded = await context.render_chat(request, subject, backend, chat.to_prompt(chat.reading(card).prefix))
         return Response(orjson.dumps({"input_tokens": len(encoded.ids)}), media_type="application/json")
+
+
+async def plan(context: Context, opening: Opening, body: MessagesBody, requester: Requester) -> AnswerPlan:
+    """Plan the answer to a conversation."""
+    chat = body.to_chat()
+    card = await require_chat(context, chat.model)
+    head = opening.head(context, card.name)
+    generate, reading = chat_request(context, opening, head, requester, chat, card)
+    if chat.stream:
+        return AnswerPlan([generate], stream=MessageStream(head, reading))
+    return AnswerPlan([generate], whole=WholeMessage(head, reading))
+
+
+def _requester(caller: Caller, body: MessagesBody) -> Requester:
+    # Coding agents put a session id there, so it names a person only if the credential vouches for its users.
+    return identify(caller, body.user_names if caller.vouches else ())
+
+
+MESSAGES = AnswerKind(
+    "/v1/messages",
+    MessagesBody,
+    new_id=lambda _body: f"msg_{uuid.uuid4().hex}",
+    requester=_requester,
+    plan=plan,
+)

@@ -14,6 +14,7 @@ from common.errors import InvalidRequestError
 from common.names import check_name
 from common.types import SessionWish
 from gateway.backends import check_generates
+from gateway.endpoints.answering import AnswerKind, AnswerPlan, Opening, answer
 from gateway.endpoints.completions.route import one_per_prompt
 from gateway.endpoints.native.render import NativeShape, NativeStream, WholeNative
 from gateway.endpoints.native.schema import CloseSessionBody, GenerateBody, OpenSessionBody
@@ -23,37 +24,16 @@ from gateway.identity.caller import Caller, identify
 
 if TYPE_CHECKING:
     from gateway.endpoints.context import Context
+    from gateway.identity.caller import Requester
 
 
 def add_routes(router: APIRouter, context: Context) -> None:
     """Add the routes."""
 
-    @router.post("/generate", responses=STREAMED)
+    @router.post(GENERATES.path, responses=STREAMED)
     async def generate(request: Request, body: GenerateBody, caller: Caller = Depends(context.caller)) -> Response:
         """Complete one or several texts."""
-        turn = body.session_params
-        requester = identify(caller, body.user_names, body.cache_salt)
-        card = check_generates(await context.models.require(body.model))
-        completion = body.to_completion(card.name)
-        name = check_name("rid", body.rid) if body.rid else f"gen-{uuid.uuid4().hex}"
-        # A client may reuse its own id; the pipeline's ids are globally unique.
-        head = ResponseHead(f"{name[:128]}.{uuid.uuid4().hex}", 0, card.name, context.fingerprint)
-        first = context.generate_request(request, head, requester, completion, completion.prompt[0])
-        sampling_params = replace(first.options.sampling, logprob_token_ids=body.logprob_token_ids)
-        options = replace(first.options, sampling=sampling_params, prompt_logprobs=body.prompt_logprobs_wanted)
-        if turn is not None:
-            if len(completion.prompt) > 1:
-                raise InvalidRequestError("A turn of a session has one prompt.", param="session_params")
-            # A continuation of earlier tokens does not begin with a BOS token.
-            adds = False if turn.rid else None
-            first = replace(first, add_special_tokens=adds)
-            options = replace(options, turn=turn.turn(name))
-        requests = one_per_prompt(replace(first, options=options), completion.prompt)
-        asked = body.logprob_token_ids
-        shape = NativeShape(name, completion.choices, bool(body.return_logprob), body.is_batch, asked)
-        if body.stream:
-            return context.stream(requester, requests, NativeStream(shape, len(requests)))
-        return context.whole(requester, requests, WholeNative(shape))
+        return await answer(context, request, caller, GENERATES, body)
 
     @router.post("/open_session")
     async def open_session(
@@ -90,3 +70,45 @@ def add_routes(router: APIRouter, context: Context) -> None:
             message = f"You have no open session '{session}' with this model; it may have timed out."
             raise InvalidRequestError(message, param="session_id")
         return Response(b"{}", media_type="application/json")
+
+
+async def plan(context: Context, opening: Opening, body: GenerateBody, requester: Requester) -> AnswerPlan:
+    """Plan the completions of all texts."""
+    turn = body.session_params
+    card = check_generates(await context.models.require(body.model))
+    completion = body.to_completion(card.name)
+    head = ResponseHead(opening.id, 0, card.name, context.fingerprint)
+    first = context.generate_request(opening, head, requester, completion, completion.prompt[0])
+    sampling_params = replace(first.options.sampling, logprob_token_ids=body.logprob_token_ids)
+    options = replace(first.options, sampling=sampling_params, prompt_logprobs=body.prompt_logprobs_wanted)
+    # Without the part that makes it unique.
+    name = body.rid or opening.id.rpartition(".")[0]
+    if turn is not None:
+        if len(completion.prompt) > 1:
+            raise InvalidRequestError("A turn of a session has one prompt.", param="session_params")
+        # A continuation of earlier tokens does not begin with a BOS token.
+        adds = False if turn.rid else None
+        first = replace(first, add_special_tokens=adds)
+        options = replace(options, turn=turn.turn(name))
+    requests = one_per_prompt(replace(first, options=options), completion.prompt)
+    asked = body.logprob_token_ids
+    shape = NativeShape(name, completion.choices, bool(body.return_logprob), body.is_batch, asked)
+    if body.stream:
+        # SGLang's clients take every line of a stream for an event.
+        return AnswerPlan(requests, stream=NativeStream(shape, len(requests)), has_event_ids=False)
+    return AnswerPlan(requests, whole=WholeNative(shape))
+
+
+def _new_id(body: GenerateBody) -> str:
+    name = check_name("rid", body.rid) if body.rid else f"gen-{uuid.uuid4().hex}"
+    # A client may reuse its own id; the pipeline's ids are globally unique.
+    return f"{name[:128]}.{uuid.uuid4().hex}"
+
+
+GENERATES = AnswerKind(
+    "/generate",
+    GenerateBody,
+    new_id=_new_id,
+    requester=lambda caller, body: identify(caller, body.user_names, body.cache_salt),
+    plan=plan,
+)

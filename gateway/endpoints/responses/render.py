@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import orjson
 
+from common.errors import RequestFailedError
+from gateway.delivery.answers import CANCELLED
 from gateway.delivery.collecting import FINISH_REASONS
 from gateway.endpoints.blocks import Block, BlockKind, BlockWriter, Closed, Grown, Opened
 from gateway.endpoints.chat.render import logprobs_object
@@ -34,6 +37,8 @@ class ResponseDraft:
     with_logprobs: bool
     # Called with the finished response.
     keep: Callable[[Json], None]
+    # Whether a response that has failed is finished, too.
+    keeps_failures: bool = False
 
     def shape(self, status: str, output: list[Json], **more: object) -> Json:
         """Return the response as a JSON object."""
@@ -43,6 +48,7 @@ class ResponseDraft:
             "status": status,
             "error": None,
             "incomplete_details": None,
+            "completed_at": None,
             "output": output,
             "usage": None,
             **self.fields,
@@ -57,7 +63,8 @@ class ResponseDraft:
         output = [item_object(block, "completed", self._of(block, logprobs)) for block in blocks]
         if is_cut and output:
             output[-1]["status"] = "incomplete"
-        response = self.shape(status, output, usage=counts, incomplete_details=details)
+        more = {"usage": counts, "incomplete_details": details, "completed_at": int(time.time())}
+        response = self.shape(status, output, **more)
         self.keep(response)
         return response
 
@@ -78,7 +85,7 @@ class WholeResponse:
 
     def body(self, choices: Sequence[WholeChoice], usage: Usage) -> bytes:
         [choice] = choices
-        parser, writer, reasoning_tokens = self._reading.parser(), BlockWriter(), 0
+        parser, writer, reasoning_tokens = self._reading.parser(), BlockWriter(self._draft.id), 0
         for text, tokens in zip(choice.text, choice.tokens, strict=True):
             reasoning_tokens += tokens * parser.is_thinking
             writer.write(parser.feed(text))
@@ -94,7 +101,7 @@ class ResponseStream:
         """`reading` has the rules for parsing the output."""
         self._draft = draft
         self._parser = reading.parser()
-        self._writer = BlockWriter()
+        self._writer = BlockWriter(draft.id)
         self._sequence = 0
         self._reasoning_tokens = 0
         self._logprobs: list[LogprobText] = []
@@ -120,8 +127,14 @@ class ResponseStream:
     def failure(self, error: PandoError) -> bytes:
         """Return the event for a failure during the stream."""
         output = [item_object(block, "incomplete") for block in self._writer.blocks]
+        if isinstance(error, RequestFailedError) and error.failure == CANCELLED:
+            # OpenAI's API has no event of its own for this.
+            response = self._draft.shape("cancelled", output)
+            return self._begin() + self._event("response.incomplete", {"response": response})
         described = {"code": "server_error", "message": error.message}
         response = self._draft.shape("failed", output, error=described)
+        if self._draft.keeps_failures:
+            self._draft.keep(response)
         return self._begin() + self._event("response.failed", {"response": response})
 
     def _begin(self) -> bytes:

@@ -2,69 +2,92 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import secrets
-import time
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import orjson
-from fastapi import APIRouter, Depends, Request, Response
+from fastapi import APIRouter, Depends, Query, Request, Response
 
-from common.errors import InvalidRequestError
+from common.errors import InvalidRequestError, UnavailableError
+from gateway.answer_records.records import record_name
+from gateway.delivery.answers import CANCELLED_END
+from gateway.endpoints.answering import (
+    NO_CHUNKS,
+    NO_EVENT,
+    AnswerKind,
+    AnswerPlan,
+    Opening,
+    add_continuation,
+    adopt,
+    answer,
+    find_opening,
+    join,
+    last_event,
+)
 from gateway.endpoints.chat.route import chat_request, require_chat
 from gateway.endpoints.responses.render import ResponseDraft, ResponseStream, WholeResponse
 from gateway.endpoints.responses.schema import FORMAT, ResponseBody, to_messages
 from gateway.endpoints.routing import STREAMED
+from gateway.endpoints.schema import parse
 from gateway.identity.caller import Caller, identify
 from gateway.server.errors import HttpError
 from gateway.stored_responses.store import ResponseOwner, StoredResponse
 
 if TYPE_CHECKING:
-    from typing import Any
-
     from common.requests import GenerateRequest
     from gateway.endpoints.context import Context
+    from gateway.identity.caller import Requester
+
+Json: TypeAlias = dict[str, Any]  # Any: free JSON
 
 MAX_ID_CHARACTERS = 256
+# How often a gateway looks for responses in the background whose gateways have died.
+ADOPTION_INTERVAL_S = 1.0
 
 
 def add_routes(router: APIRouter, context: Context) -> None:
     """Add the routes."""
 
-    @router.post("/v1/responses", responses=STREAMED)
+    @router.post(RESPONSES.path, responses=STREAMED)
     async def create_response(
         request: Request, body: ResponseBody, caller: Caller = Depends(context.caller)
     ) -> Response:
         """Generate the next output of a conversation, optionally of a stored one."""
-        messages = body.new_messages()
-        if body.store is not False:
-            # Checked before generation, because the client relies on the response being stored.
-            context.stored.check()
-        holder = _holder(caller, body)
-        messages = [*await _earlier(context, holder, body.previous_response_id), *messages]
-        chat = body.to_chat(messages)
-        requester = identify(caller, chat.user_names, chat.cache_salt)
-        card = await require_chat(context, body.model)
-        response_id = f"resp_{secrets.token_hex(24)}"
-        head = context.head(response_id, card.name)
-        generate, reading = chat_request(context, request, head, requester, chat, card)
-        generate = _with_own_names(generate)
-        finished: list[dict[str, Any]] = []  # Any: free JSON
+        return await answer(context, request, caller, RESPONSES, body)
 
-        async def keep() -> None:
-            for response in finished if body.store is not False else ():
-                await context.stored.put(holder, requester.subject, _to_store(body, messages, response))
+    add_continuation(router, context, RESPONSES)
+    _add_retrieval(router, context)
 
-        draft = ResponseDraft(response_id, _fields(body, head.created, card.name), body.wants_logprobs, finished.append)
-        if body.stream:
-            return context.stream(requester, [generate], ResponseStream(draft, reading), keep)
-        return context.whole(requester, [generate], WholeResponse(draft, reading), keep)
 
-    @router.get("/v1/responses/{response_id}")
-    async def get_response(request: Request, response_id: str, caller: Caller = Depends(context.caller)) -> Response:
-        """Return a stored response."""
-        stored = await _stored(context, request, caller, response_id)
-        return _json(stored.response)
+def _add_retrieval(router: APIRouter, context: Context) -> None:
+    """Add the routes of responses that exist already."""
+
+    @router.get("/v1/responses/{response_id}", responses=STREAMED)
+    async def get_response(
+        request: Request,
+        response_id: str,
+        stream: bool = False,
+        starting_after: int = Query(NO_EVENT, ge=NO_EVENT),
+        caller: Caller = Depends(context.caller),
+    ) -> Response:
+        """Return a stored response or one in the background, or its events after the number `starting_after`."""
+        async with context.charged(request, identify(caller).subject):
+            if stream:
+                received = last_event(request)
+                return await join(
+                    context,
+                    RESPONSES,
+                    _name(caller, response_id),
+                    starting_after if received is None else received[1],
+                    streams=True,
+                )
+            found = await _current(context, caller, response_id)
+        if found is None:
+            raise _unknown(response_id)
+        return _json(found)
 
     @router.get("/v1/responses/{response_id}/input_items")
     async def list_input_items(
@@ -76,14 +99,141 @@ def add_routes(router: APIRouter, context: Context) -> None:
         ends = {"first_id": ids[0] if ids else None, "last_id": ids[-1] if ids else None}
         return _json({"object": "list", "data": stored.input, "has_more": False, **ends})
 
+    @router.post("/v1/responses/{response_id}/cancel")
+    async def cancel_response(request: Request, response_id: str, caller: Caller = Depends(context.caller)) -> Response:
+        """End a response in the background; return it."""
+        await context.charge_for_ending(request, identify(caller).subject)
+        await _cancel(context, caller, response_id)
+        found = await _current(context, caller, response_id)
+        if found is None:
+            raise _unknown(response_id)
+        if not found["background"]:
+            raise HttpError(400, "Only responses that were created with 'background' can be cancelled.")
+        return _json(found)
+
     @router.delete("/v1/responses/{response_id}")
     async def delete_response(request: Request, response_id: str, caller: Caller = Depends(context.caller)) -> Response:
-        """Delete a stored response."""
+        """Delete a response and its record; one in the background is cancelled."""
         await context.charge_for_ending(request, identify(caller).subject)
-        holder = _holder(caller)
-        if not await context.stored.delete(holder, response_id):
+        await _cancel(context, caller, response_id)
+        if not await context.stored.delete(_holder(caller), response_id):
             raise _unknown(response_id)
+        await context.answers.records.drop(_name(caller, response_id))
         return _json({"id": response_id, "object": "response", "deleted": True})
+
+
+async def adopt_responses(context: Context) -> None:
+    """Continue responses in the background whose gateways have died, until cancelled."""
+    adopting: set[str] = set()
+
+    async def try_to_adopt(name: str) -> None:
+        try:
+            await adopt(context, RESPONSES, name)
+        finally:
+            adopting.discard(name)
+
+    while True:
+        await asyncio.sleep(ADOPTION_INTERVAL_S)
+        if context.generations.draining:
+            continue
+        with contextlib.suppress(UnavailableError):
+            for name in set(await context.answers.records.orphans()) - adopting:
+                adopting.add(name)
+                context.answers.spawn(try_to_adopt(name))
+
+
+async def look_up(context: Context, _request: Request, caller: Caller, body: ResponseBody) -> Json:
+    """Return the conversation before this response."""
+    body.new_messages()
+    if body.is_stored:
+        # Checked before generation, because the client relies on the response being stored.
+        context.stored.check()
+    return {"earlier": await _earlier(context, _holder(caller, body), body.previous_response_id)}
+
+
+async def plan(context: Context, opening: Opening, body: ResponseBody, requester: Requester) -> AnswerPlan:
+    """Plan a response."""
+    messages = [*opening.found["earlier"], *body.new_messages()]
+    chat = body.to_chat(messages)
+    card = await require_chat(context, body.model)
+    head = opening.head(context, card.name)
+    generate, reading = chat_request(context, opening, head, requester, chat, card)
+    requests = [_with_own_names(generate)]
+    finished: list[Json] = []
+
+    async def keep() -> None:
+        for response in finished if body.is_stored else ():
+            holder = _holder(opening.caller, body)
+            await context.stored.put(holder, requester.subject, _to_store(body, messages, response))
+
+    async def current() -> Response:
+        return _json(await _current(context, opening.caller, opening.id) or draft.shape("queued", []))
+
+    draft = ResponseDraft(
+        opening.id, _fields(body, head.created, card.name), body.wants_logprobs, finished.append, bool(body.background)
+    )
+    if body.background:
+        receipt = None if body.stream else current
+        stream = ResponseStream(draft, reading)
+        return AnswerPlan(requests, stream=stream, before_end=keep, in_background=True, receipt=receipt)
+    if body.stream:
+        stream = ResponseStream(draft, reading)
+        return AnswerPlan(requests, stream=stream, before_end=keep, has_event_ids=body.is_stored)
+    return AnswerPlan(requests, whole=WholeResponse(draft, reading), before_end=keep)
+
+
+RESPONSES = AnswerKind(
+    "/v1/responses",
+    ResponseBody,
+    new_id=lambda _body: f"resp_{secrets.token_hex(24)}",
+    requester=lambda caller, body: identify(caller, body.user_names, body.cache_salt),
+    plan=plan,
+    look_up=look_up,
+)
+
+
+def _name(caller: Caller, response_id: str) -> str:
+    return record_name(caller.tenant, caller.subject, response_id)
+
+
+async def _current(context: Context, caller: Caller, response_id: str) -> Json | None:
+    """Return a response that is stored, or that is generated in the background."""
+    if len(response_id) > MAX_ID_CHARACTERS:
+        return None
+    stored = await context.stored.find(_holder(caller), response_id)
+    if stored is not None:
+        return dict(stored.response)
+    name = _name(caller, response_id)
+    opening = await find_opening(context, RESPONSES, name)
+    reading = await context.answers.records.read(name, NO_CHUNKS)
+    if opening is None or reading is None or not opening.body.get("background"):
+        return None
+    return await _unfinished(context, opening, "in_progress" if reading.written else "queued")
+
+
+async def _cancel(context: Context, caller: Caller, response_id: str) -> None:
+    """End a response in the background, if it is open."""
+    name = _name(caller, response_id)
+    opening = await find_opening(context, RESPONSES, name)
+    if opening is None or not opening.body.get("background"):
+        return
+    if await context.answers.records.finish(name, None, CANCELLED_END):
+        body = parse(ResponseBody, opening.body)
+        subject = RESPONSES.requester(opening.caller, body).subject
+        response = await _unfinished(context, opening, "cancelled")
+        messages = [*opening.found["earlier"], *body.new_messages()]
+        await context.stored.put(_holder(opening.caller, body), subject, _to_store(body, messages, response))
+        await context.aborts.abort(response_id, caller)
+
+
+async def _unfinished(context: Context, opening: Opening, status: str) -> Json:
+    """Return a response in the background without output."""
+    body = parse(ResponseBody, opening.body)
+    card = await require_chat(context, body.model)
+    draft = ResponseDraft(
+        opening.id, _fields(body, opening.created, card.name), body.wants_logprobs, lambda _json: None
+    )
+    return draft.shape(status, [])
 
 
 def _with_own_names(generate: GenerateRequest) -> GenerateRequest:
@@ -102,9 +252,7 @@ def _holder(caller: Caller, body: ResponseBody | None = None) -> ResponseOwner:
     return ResponseOwner(caller.tenant, caller.subject, next(filter(None, names), None))
 
 
-async def _earlier(
-    context: Context, holder: ResponseOwner, previous_id: str | None
-) -> list[dict[str, Any]]:  # Any: free JSON
+async def _earlier(context: Context, holder: ResponseOwner, previous_id: str | None) -> list[Json]:
     if previous_id is None:
         return []
     stored = await context.stored.find(holder, previous_id)
@@ -129,18 +277,17 @@ def _unknown(response_id: str) -> HttpError:
 
 def _to_store(
     body: ResponseBody,
-    messages: list[dict[str, Any]],  # Any: free JSON
-    response: dict[str, Any],  # Any: free JSON
+    messages: list[Json],
+    response: Json,
 ) -> StoredResponse:
     given = [{"id": f"msg_{secrets.token_hex(12)}", **item} for item in body.input]
     return StoredResponse(response, [*messages, *to_messages(response["output"])], given)
 
 
-def _fields(body: ResponseBody, created: int, model: str) -> dict[str, Any]:  # Any: free JSON
+def _fields(body: ResponseBody, created: int, model: str) -> Json:
     """Return the fields that a response copies from its request."""
     return {
         "created_at": created,
-        "completed_at": int(time.time()),
         "model": model,
         "instructions": body.instructions,
         "previous_response_id": body.previous_response_id,
@@ -154,8 +301,8 @@ def _fields(body: ResponseBody, created: int, model: str) -> dict[str, Any]:  # 
         "reasoning": {"effort": body.reasoning.effort if body.reasoning else None, "summary": None},
         "text": {"format": {"type": "text"}},
         "truncation": "disabled",
-        "background": False,
-        "store": body.store is not False,
+        "background": bool(body.background),
+        "store": body.is_stored,
         "user": body.user,
         "safety_identifier": body.safety_identifier,
         "prompt_cache_key": body.prompt_cache_key,

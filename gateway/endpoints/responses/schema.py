@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, ClassVar, Literal, TypeAlias
+from typing import Annotated, Any, ClassVar, Literal, Self, TypeAlias
 
-from pydantic import BeforeValidator, Field, WithJsonSchema
+from pydantic import BeforeValidator, Field, WithJsonSchema, model_validator
 from pydantic_core import PydanticCustomError
 
 from common.errors import InvalidRequestError
@@ -67,7 +67,6 @@ class ResponseBody(Schema):
     """A request for a response."""
 
     unsupported: ClassVar[tuple[Refusal, ...]] = (
-        Refusal("background", is_empty, LEAVE_OUT),
         Refusal("moderation", never, LEAVE_OUT),
         Refusal("image", never, LEAVE_OUT),
         Refusal("conversation", never, "use 'previous_response_id'"),
@@ -83,6 +82,7 @@ class ResponseBody(Schema):
     previous_response_id: str | None = Field(None, max_length=256)
     stream: bool | None = None
     store: bool | None = None
+    background: bool | None = None
     metadata: Annotated[dict[str, str] | None, BeforeValidator(_metadata)] = None
     max_output_tokens: int | None = Field(None, ge=1, le=INT32_MAX)
     temperature: float | None = None
@@ -101,6 +101,23 @@ class ResponseBody(Schema):
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
     cache_salt: str | None = None
+
+    @model_validator(mode="after")
+    def _background_is_stored(self) -> Self:
+        if self.background and self.store is False:
+            message = "'background' needs 'store': the response is retrieved later."
+            raise InvalidRequestError(message, param="background")
+        return self
+
+    @property
+    def user_names(self) -> tuple[tuple[str, str | None], ...]:
+        """The fields that may name a user, in order of precedence."""
+        return (("user_id", self.user_id), ("user", self.user), ("safety_identifier", self.safety_identifier))
+
+    @property
+    def is_stored(self) -> bool:
+        """Whether the response can be retrieved later."""
+        return self.store is not False
 
     @property
     def wants_logprobs(self) -> bool:

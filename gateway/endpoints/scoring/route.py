@@ -38,7 +38,7 @@ def add_routes(router: APIRouter, context: Context) -> None:
         pairs = Pairs(body.text_1, body.text_2, ("text_1", "text_2"))
         requests, scorer = requests_of(pooled, body, pairs)
         head = context.head(pooled.response_id, pooled.card.name)
-        return context.whole(pooled.requester, requests, WholeScores(head, scorer))
+        return context.whole(requests, WholeScores(head, scorer))
 
     @router.post("/v2/rerank", operation_id="rerank_2")
     @router.post("/v1/rerank", operation_id="rerank")
@@ -56,7 +56,7 @@ def add_routes(router: APIRouter, context: Context) -> None:
         pooled = await _pooled(context, request, body, caller, f"rerank-{uuid.uuid4().hex}")
         pairs = Pairs([body.query], body.texts, ("query", "texts"), (QUERY, DOCUMENT))
         requests, scorer = requests_of(pooled, body, pairs)
-        return context.whole(pooled.requester, requests, WholeTeiRanking(scorer, body.texts, body.return_text is True))
+        return context.whole(requests, WholeTeiRanking(scorer, body.texts, body.return_text is True))
 
     async def _rerank(request: Request, body: RerankBody, caller: Caller) -> Response:
         pooled = await _pooled(context, request, body, caller, f"rerank-{uuid.uuid4().hex}")
@@ -65,7 +65,7 @@ def add_routes(router: APIRouter, context: Context) -> None:
         head = context.head(pooled.response_id, pooled.card.name)
         top_n = len(body.documents) if body.top_n is None else body.top_n
         ranking = WholeRanking(head, scorer, body.documents, top_n, body.return_documents is not False)
-        return context.whole(pooled.requester, requests, ranking)
+        return context.whole(requests, ranking)
 
 
 @dataclass(frozen=True, slots=True)

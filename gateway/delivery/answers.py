@@ -1,0 +1,515 @@
+"""The answer to one HTTP request as deliveries read it, whichever gateway generates it.
+
+A plain answer is a generation of this gateway. A recorded answer is also written to a record before it is delivered, so
+that it can be continued: after its gateway's death, or after its client's connection broke. Its reader either owns the
+record and generates, or follows what the owner writes; a reader whose owner has released the record, or has died, takes
+it over and generates the rest.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import time
+from typing import TYPE_CHECKING, Any, Protocol
+
+import orjson
+
+from common.errors import PandoError, RequestFailedError, UnavailableError
+from common.logs import get_logger
+from common.room import SharedRoom
+from common.types import ErrorCode, RequestFailure
+from gateway.answer_records.records import Writing
+from gateway.generation.generation import STUCK, Usage, usage_of
+from gateway.generation.generations import SHUTDOWN, renamed
+from gateway.generation.journal import number_choices, restore
+from gateway.generation.update_lines import decode_failure, decode_updates, encode_failure, encode_updates
+from gateway.quotas.quotas import Charge, announced_tokens
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable, Coroutine, Sequence
+
+    from common.requests import GenerateRequest
+    from gateway.answer_records.records import AnswerRecords, RecordReading
+    from gateway.generation.generation import Generation
+    from gateway.generation.generations import Generations
+    from gateway.generation.journal import ChoiceUpdate, JournalEntry
+    from gateway.quotas.quotas import Lease, Quotas
+
+# How often a reader looks for what the owner has written.
+POLL_S = 0.05
+RETRY_S = 0.5
+# Chunks that wait for a shared state that is away; beyond them the answer is no longer recorded.
+MAX_WAITING_CHUNKS = 1000
+MAX_FOLLOWERS = 4096
+GONE = RequestFailure(
+    ErrorCode.UNAVAILABLE,
+    "the answer's record is gone: it failed before its first token, or it has expired",
+    retryable=True,
+)
+CANCELLED = RequestFailure(ErrorCode.INVALID_REQUEST, "the response was cancelled")
+CANCELLED_END = b'{"cancelled":true}'
+# Failures of the connection or the gateway, after which the answer can be continued.
+PASSING = (SHUTDOWN, STUCK)
+
+
+class Answer(Protocol):
+    """The output of one HTTP request for one reader."""
+
+    @property
+    def entries(self) -> Sequence[JournalEntry]:
+        """The requests with their choices."""
+
+    @property
+    def usage(self) -> Usage:
+        """Token counts so far."""
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether the end of the answer is known and final."""
+
+    async def begin(self, cut: Callable[[], None]) -> list[tuple[bytes, bytes]]:
+        """Submit the requests or find the record; return headers. `cut` ends a reader that is too slow.
+
+        Raises:
+            PandoError: the requests are refused.
+        """
+
+    async def next_updates(self) -> Sequence[ChoiceUpdate] | None:
+        """Wait for updates and return all that are pending; empty at the end, None after a nudge.
+
+        Raises:
+            PandoError: the answer failed, and all updates before the failure have been returned.
+        """
+
+    def nudge(self) -> None:
+        """Wake the reader without an update."""
+
+    async def conclude(self, keep: Callable[[], Awaitable[None]]) -> None:
+        """Finish after the last update or the failure; await `keep` first if this reader is the one that generated."""
+
+    def close(self, cause: str | None) -> None:
+        """Stop reading; what is still generated is aborted, counted in the metrics under `cause`."""
+
+
+class Answers:
+    """The parts that answers share: generations, quotas, and the records with their background work."""
+
+    def __init__(self, generations: Generations, records: AnswerRecords, quotas: Quotas) -> None:
+        self.generations = generations
+        self.records = records
+        self.quotas = quotas
+        self.followers = SharedRoom(MAX_FOLLOWERS, "following recorded answers", 1000)
+        self.recorders: set[Recorder] = set()
+        self._numbers = itertools.count()
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._log = get_logger("answers")
+
+    def new_owner(self) -> str:
+        """Return a name of an owner that has not been used before."""
+        return f"{self.records.gateway_id}:{next(self._numbers)}"
+
+    def spawn(self, work: Coroutine[Any, Any, None]) -> None:
+        """Run `work` independently of a client; its failure is logged."""
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._note_done)
+
+    def insist(self, write: Callable[[], Awaitable[object]]) -> None:
+        """Repeat `write` until the records are available, for as long as records are kept."""
+        self.spawn(self._insist(write))
+
+    async def run(self) -> None:
+        """Prolong the records of answers that are generated here, until cancelled."""
+        while True:
+            await asyncio.sleep(max(self.records.lifetime_s / 4, 1.0))
+            with contextlib.suppress(UnavailableError):
+                await self.records.keep([recorder.name for recorder in self.recorders])
+
+    async def close(self, limit_s: float = 1.0) -> None:
+        """Give the writes that are under way `limit_s` to end."""
+        if self._tasks:
+            await asyncio.wait(self._tasks, timeout=limit_s)
+        for task in self._tasks:
+            task.cancel()
+
+    async def _insist(self, write: Callable[[], Awaitable[object]]) -> None:
+        loop = asyncio.get_running_loop()
+        until = loop.time() + self.records.lifetime_s
+        while loop.time() < until:
+            try:
+                await write()
+            except UnavailableError:
+                await asyncio.sleep(RETRY_S)
+            else:
+                return
+
+    def _note_done(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if task.cancelled() or (error := task.exception()) is None:
+            return
+        if isinstance(error, PandoError):
+            self._log.warning("answer.failed", reason=error.message)
+        else:
+            self._log.error("answer.failed", exc_info=error)
+
+
+class PlainAnswer:
+    """Implements `Answer` without a record: it ends with its client's connection."""
+
+    def __init__(self, answers: Answers, requests: Sequence[GenerateRequest], buffer_bytes: int | None) -> None:
+        """At most about `buffer_bytes` of output wait for a slow client."""
+        self.entries = number_choices(requests)
+        self._run = _Run(answers, buffer_bytes)
+        self._has_ended = False
+
+    @property
+    def usage(self) -> Usage:
+        return usage_of(self.entries)
+
+    @property
+    def is_complete(self) -> bool:
+        return self._has_ended
+
+    async def begin(self, cut: Callable[[], None]) -> list[tuple[bytes, bytes]]:
+        return await self._run.start(self.entries, cut)
+
+    async def next_updates(self) -> Sequence[ChoiceUpdate] | None:
+        return await self._run.generation.next_updates()
+
+    def nudge(self) -> None:
+        self._run.generation.nudge()
+
+    async def conclude(self, keep: Callable[[], Awaitable[None]]) -> None:
+        self._has_ended = True
+        await keep()
+
+    def close(self, cause: str | None) -> None:
+        self._run.close(cause)
+
+
+class RecordedAnswer:
+    """Implements `Answer` over a record."""
+
+    def __init__(
+        self,
+        answers: Answers,
+        name: str,
+        requests: Sequence[GenerateRequest],
+        *,
+        owner: str | None,
+        created_at: float,
+        buffer_bytes: int | None = None,
+    ) -> None:
+        """Read the answer in the record `name` to `requests`, which were created at `created_at` (Unix time).
+
+        `owner` is this reader if it has just opened the record; None reads what is recorded, and takes the record over
+        if necessary.
+        """
+        self.name = name
+        self._answers = answers
+        self._requests = requests
+        self._created_at = created_at
+        self._recorder = None if owner is None else Recorder(answers.records, name, owner)
+        self.entries = number_choices(requests if owner else [renamed(request) for request in requests])
+        self._run = _Run(answers, buffer_bytes)
+        self._cut: Callable[[], None] = lambda: None
+        self._follows = False
+        # Chunks and updates that have been read from the record, and updates that this reader has returned.
+        self._chunks = 0
+        self._restored = 0
+        self._returned = 0
+        # Updates that `adopt` has read, for the first call of `next_updates`.
+        self._adopted: list[ChoiceUpdate] = []
+        self._failure: RequestFailure | None = None
+        self._has_ended = False
+        self._nudged = asyncio.Event()
+
+    @property
+    def usage(self) -> Usage:
+        return usage_of(self.entries)
+
+    @property
+    def is_complete(self) -> bool:
+        return self._has_ended
+
+    async def begin(self, cut: Callable[[], None]) -> list[tuple[bytes, bytes]]:
+        self._cut = cut
+        if self._recorder is None:
+            self._answers.followers.take(self._requests[0].view.subject)
+            self._follows = True
+            return []
+        try:
+            headers = await self._run.start(self.entries, cut)
+        except BaseException:
+            with contextlib.suppress(UnavailableError):
+                await self._answers.records.drop(self.name)
+            raise
+        self._answers.recorders.add(self._recorder)
+        return headers
+
+    async def adopt(self) -> bool:
+        """Begin by taking the record over; return False if it has ended or a living gateway owns it."""
+        await self.begin(lambda: None)
+        while True:
+            updates = await self._follow()
+            if self._recorder is not None:
+                return True
+            if not updates:
+                return False
+            self._adopted.extend(updates)
+
+    async def next_updates(self) -> Sequence[ChoiceUpdate] | None:
+        if self._adopted:
+            adopted, self._adopted = self._adopted, []
+            return adopted
+        while True:
+            if self._recorder is None:
+                updates = await self._follow()
+                if updates is None or updates or self._has_ended:
+                    return updates
+            else:
+                updates = await self._generate(self._recorder)
+                # Empty at the end of the generation, and if this reader has to follow from now on.
+                if updates is None or updates or self._recorder is not None:
+                    return updates
+
+    def nudge(self) -> None:
+        if self._recorder is None:
+            self._nudged.set()
+        else:
+            self._run.generation.nudge()
+
+    async def conclude(self, keep: Callable[[], Awaitable[None]]) -> None:
+        recorder = self._recorder
+        if recorder is None or self._failure in PASSING:
+            return
+        self._has_ended = True
+        if self._failure is not None:
+            # In this order: an answer that was cancelled has ended already.
+            if await self._finish(recorder, {"failure": encode_failure(self._failure)}):
+                await keep()
+            return
+        # In this order: if the gateway dies in between, another one keeps it again.
+        await keep()
+        await self._finish(recorder, {})
+
+    def close(self, cause: str | None) -> None:
+        if self._follows:
+            self._answers.followers.give_back(self._requests[0].view.subject)
+            self._follows = False
+        recorder = self._recorder
+        if recorder is None:
+            return
+        self._stand_down(cause)
+        if self._has_ended:
+            return
+        if self._failure is None or self._failure in PASSING:
+            charged = self.usage.total
+            self._answers.insist(lambda: recorder.release(charged))
+        else:
+            # The client has received nothing but an error: its retry is a new request.
+            self._answers.insist(lambda: self._answers.records.drop(self.name))
+
+    async def _finish(self, recorder: Recorder, content: dict[str, object]) -> bool:
+        end = orjson.dumps(content)
+        try:
+            return await recorder.finish(end)
+        except UnavailableError:
+            self._answers.insist(lambda: recorder.finish(end))
+            return True
+
+    async def _generate(self, recorder: Recorder) -> Sequence[ChoiceUpdate] | None:
+        try:
+            updates = await self._run.generation.next_updates()
+        except RequestFailedError as error:
+            self._failure = error.failure
+            raise
+        if not updates:
+            return updates
+        if not await recorder.append(encode_updates(updates)):
+            await self._lose()
+            return ()
+        self._returned += len(updates)
+        return updates
+
+    async def _lose(self) -> None:
+        """Follow the record from its beginning: this gateway was taken for dead, or the answer was cancelled."""
+        reading = await self._answers.records.read(self.name, self._chunks)
+        has_new_owner = reading is not None and reading.end is None
+        self._stand_down(None, settles=not has_new_owner)
+        self.entries = number_choices([renamed(request) for request in self._requests])
+        self._chunks = self._restored = 0
+
+    async def _follow(self) -> Sequence[ChoiceUpdate] | None:
+        """Return the new updates of the record; empty also if the answer has ended or is generated here from now on."""
+        reading = await self._answers.records.read(self.name, self._chunks)
+        if reading is None:
+            raise RequestFailedError(GONE)
+        updates = [update for chunk in reading.chunks for update in decode_updates(chunk)]
+        # After the loss of the record, the first ones have been returned already.
+        new = updates[max(self._returned - self._restored, 0) :]
+        restore(self.entries, updates)
+        self._chunks += len(reading.chunks)
+        self._restored += len(updates)
+        self._returned += len(new)
+        if new:
+            return new
+        if reading.end is not None:
+            self._has_ended = True
+            return _read_end(reading.end)
+        if not reading.is_owned:
+            await self._take_over(reading)
+            return ()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(POLL_S):
+                await self._nudged.wait()
+        if self._nudged.is_set():
+            self._nudged.clear()
+            return None
+        return ()
+
+    async def _take_over(self, reading: RecordReading) -> None:
+        """Become the owner and generate the rest, unless another gateway was faster."""
+        owner, records = self._answers.new_owner(), self._answers.records
+        if not await records.take(self.name, reading.owner, owner, self._chunks):
+            return
+        recorder = Recorder(records, self.name, owner, self._chunks)
+        try:
+            await self._run.resume(self.entries, self._cut, self._created_at, reading.charged)
+        except BaseException:
+            self._answers.insist(lambda: recorder.release(self._run.charged))
+            raise
+        self._recorder = recorder
+        self._answers.recorders.add(recorder)
+
+    def _stand_down(self, cause: str | None, *, settles: bool = True) -> None:
+        assert self._recorder is not None
+        self._answers.recorders.discard(self._recorder)
+        self._recorder = None
+        self._run.close(cause, settles=settles)
+
+
+class Recorder:
+    """Writes one answer to its record, as its owner."""
+
+    def __init__(self, records: AnswerRecords, name: str, owner: str, written: int = 0) -> None:
+        """`written` is the number of chunks that the record has."""
+        self.name = name
+        self._records = records
+        self._owner = owner
+        self._written = written
+        # Chunks that are not known to be written, because the shared state was away.
+        self._waiting: list[bytes] = []
+        self._is_off = False
+
+    async def append(self, chunk: bytes) -> bool:
+        """Write a chunk, or keep it until the shared state is back; return False if the record has another owner."""
+        if self._is_off:
+            return True
+        self._waiting.append(chunk)
+        try:
+            return await self._flush()
+        except UnavailableError:
+            self._is_off = len(self._waiting) > MAX_WAITING_CHUNKS
+            return True
+
+    async def finish(self, end: bytes) -> bool:
+        """Write the end; return False if the record has ended before, or has another owner.
+
+        Raises:
+            UnavailableError: the shared state is away; this may be repeated.
+        """
+        if self._is_off:
+            return True
+        return await self._flush() and await self._records.finish(self.name, self._owner, end)
+
+    async def release(self, charged: int) -> None:
+        """Give the record up to the next reader; see `finish`."""
+        await self._records.release(self.name, self._owner, charged)
+
+    async def _flush(self) -> bool:
+        waiting = list(self._waiting)
+        if not waiting:
+            return True
+        outcome = await self._records.append(self.name, self._owner, self._written, waiting)
+        if outcome is Writing.GONE:
+            self._is_off = True
+            self._waiting.clear()
+        elif outcome is Writing.DONE:
+            self._written += len(waiting)
+            del self._waiting[: len(waiting)]
+        return outcome is not Writing.LOST
+
+
+class _Run:
+    """A generation of this gateway and its share of the quotas, from its start to its end; may be started again."""
+
+    def __init__(self, answers: Answers, buffer_bytes: int | None) -> None:
+        self._answers = answers
+        self._buffer_bytes = buffer_bytes
+        self._generation: Generation | None = None
+        self._lease: Lease | None = None
+        # Tokens that have been charged for the answer, and those of them that `_lease` has taken.
+        self.charged = 0
+        self._taken = 0
+
+    @property
+    def generation(self) -> Generation:
+        assert self._generation is not None, "the answer is generated here"
+        return self._generation
+
+    async def start(self, entries: Sequence[JournalEntry], cut: Callable[[], None]) -> list[tuple[bytes, bytes]]:
+        """Charge for new requests and submit them; return headers with what is left of the quotas."""
+        self._taken = self.charged = _announced(entries)
+        charge = Charge(entries[0].request.view.subject, len(entries), self._taken)
+        return await self._open(entries, cut, charge, 0.0)
+
+    async def resume(
+        self, entries: Sequence[JournalEntry], cut: Callable[[], None], created_at: float, charged: int | None
+    ) -> None:
+        """Submit the rest of requests for which `charged` tokens (None: those announced) have been charged before."""
+        self._taken, self.charged = 0, _announced(entries) if charged is None else charged
+        charge = Charge(entries[0].request.view.subject, len(entries), 0, continues=True)
+        await self._open(entries, cut, charge, max(time.time() - created_at, 0.0))
+
+    def close(self, cause: str | None, *, settles: bool = True) -> None:
+        """Abort what still runs, counted under `cause`.
+
+        `settles` charges the difference to the tokens used; without it, another gateway will do that.
+        """
+        if self._generation is None or self._lease is None:
+            return
+        excess = self._generation.usage.total - self.charged if settles else 0
+        self._answers.generations.close(self._generation, cause)
+        self._lease.settle(self._taken + excess)
+        self._generation = self._lease = None
+
+    async def _open(
+        self, entries: Sequence[JournalEntry], cut: Callable[[], None], charge: Charge, elapsed_s: float
+    ) -> list[tuple[bytes, bytes]]:
+        lease = await self._answers.quotas.take(charge)
+        try:
+            self._generation = self._answers.generations.open(
+                entries, buffer_bytes=self._buffer_bytes, elapsed_s=elapsed_s
+            )
+        except BaseException:
+            lease.settle(0)
+            raise
+        self._generation.on_overflow = cut
+        self._lease = lease
+        return lease.headers()
+
+
+def _announced(entries: Sequence[JournalEntry]) -> int:
+    return sum(announced_tokens(entry.request) for entry in entries)
+
+
+def _read_end(end: bytes) -> tuple[()]:
+    content = orjson.loads(end)
+    if content.get("cancelled"):
+        raise RequestFailedError(CANCELLED)
+    if "failure" in content:
+        raise RequestFailedError(decode_failure(content["failure"]))
+    return ()

@@ -1,0 +1,338 @@
+"""How endpoints that generate answer a request: newly, by joining an answer that is running, or by continuing one.
+
+An answer is planned from its `Opening` alone, which its record contains: another gateway, or the same one later, plans
+it again from there and renders the same events.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any, Generic, TypeAlias, TypeVar
+
+import orjson
+from fastapi import APIRouter, Depends, Request, Response
+
+from common.errors import InvalidRequestError, QueueFullError, UnavailableError
+from common.logs import get_logger
+from common.names import check_name
+from common.types import CacheMode, TraceContext
+from gateway.answer_records.records import NewRecord, claim_name, record_name
+from gateway.delivery.answers import PlainAnswer, RecordedAnswer
+from gateway.delivery.deliveries import (
+    AnswerResponse,
+    BackgroundDelivery,
+    EventNumbers,
+    StreamDelivery,
+    WholeDelivery,
+    end_at_once,
+)
+from gateway.endpoints.routing import BODY
+from gateway.endpoints.schema import Schema, parse
+from gateway.endpoints.shapes import ResponseHead
+from gateway.identity.caller import Caller
+from gateway.server.errors import HttpError
+from gateway.server.middleware import trace_of
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable, Sequence
+
+    from starlette.types import Message
+
+    from common.requests import GenerateRequest
+    from gateway.delivery.deliveries import Delivery, StreamRenderer, WholeRenderer
+    from gateway.endpoints.context import Context
+    from gateway.identity.caller import Requester
+
+Json: TypeAlias = dict[str, Any]  # Any: free JSON
+BodyT = TypeVar("BodyT", bound=Schema)
+
+IDEMPOTENCY_KEY = "idempotency-key"
+LAST_EVENT_ID = "last-event-id"
+NO_EVENT = -1
+# Beyond every record's chunks: reads its state only.
+NO_CHUNKS = 2**31
+
+
+@dataclass(frozen=True, slots=True)
+class Opening:
+    """The decisive parts of a request that is answered."""
+
+    path: str
+    body: Json
+    caller: Caller
+    # Of the response.
+    id: str
+    # Unix time in seconds.
+    created: int
+    trace: TraceContext
+    # Drawn when the answer is first planned.
+    seed: int | None = None
+    # Looked up by the endpoint, because it could change before the answer is planned again.
+    found: Json = field(default_factory=dict)
+
+    def encode(self) -> bytes:
+        """Return the opening as JSON.
+
+        Raises:
+            TypeError: the body is nested too deeply.
+        """
+        return orjson.dumps(self)
+
+    def head(self, context: Context, model: str) -> ResponseHead:
+        """Return the fields that all parts of the response repeat."""
+        return ResponseHead(self.id, self.created, model, context.fingerprint)
+
+    @classmethod
+    def decode(cls, encoded: bytes) -> Opening:
+        """Decode the result of `encode`."""
+        fields = orjson.loads(encoded)
+        caller = fields["caller"]
+        caller["cache"] = CacheMode(caller["cache"])
+        return cls(**{**fields, "caller": Caller(**caller), "trace": TraceContext(**fields["trace"])})
+
+
+@dataclass(frozen=True, slots=True)
+class AnswerPlan:
+    """The requests of an answer, and its renderer: exactly one of the two."""
+
+    requests: Sequence[GenerateRequest]
+    stream: StreamRenderer | None = None
+    whole: WholeRenderer | None = None
+    # Awaited before the end is sent, by the gateway that has generated it.
+    before_end: Callable[[], Awaitable[None]] = end_at_once
+    # Whether the events have ids, with which the stream can be continued.
+    has_event_ids: bool = True
+    # Whether it is generated also while no client reads it.
+    in_background: bool = False
+    # Returns the response of the POST in place of the answer.
+    receipt: Callable[[], Awaitable[Response]] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class AnswerKind(Generic[BodyT]):
+    """An endpoint that generates."""
+
+    path: str
+    schema: type[BodyT]
+    new_id: Callable[[BodyT], str]
+    requester: Callable[[Caller, BodyT], Requester]
+    plan: Callable[[Context, Opening, BodyT, Requester], Awaitable[AnswerPlan]]
+    # Looks up the `found` of an opening.
+    look_up: Callable[[Context, Request, Caller, BodyT], Awaitable[Json]] | None = None
+
+
+async def answer(context: Context, request: Request, caller: Caller, kind: AnswerKind[BodyT], body: BodyT) -> Response:
+    """Answer a POST.
+
+    Raises:
+        HttpError: the request names an answer that is unknown, or the answer to another body.
+        PandoError: the request is refused.
+    """
+    raw: Json = request.scope[BODY]
+    if (received := last_event(request)) is not None:
+        return await join(context, kind, record_name(caller.tenant, caller.subject, received[0]), received[1], raw)
+    requester = kind.requester(caller, body)
+    claim = _claim(request, caller, requester, kind.path)
+    if claim is not None and (name := await _claimed(context, claim)) is not None:
+        return await join(context, kind, name, NO_EVENT, raw)
+    found = {} if kind.look_up is None else await kind.look_up(context, request, caller, body)
+    opening = Opening(
+        kind.path, raw, caller, kind.new_id(body), int(time.time()), trace_of(request.headers), found=found
+    )
+    plan = await kind.plan(context, opening, body, requester)
+    opening = replace(opening, seed=plan.requests[0].options.sampling.seed)
+    if claim is None and not plan.in_background and not (plan.stream and plan.has_event_ids):
+        return _plain(context, plan)
+    return await _record(context, kind, opening, plan, claim)
+
+
+async def join(
+    context: Context,
+    kind: AnswerKind[BodyT],
+    name: str,
+    received: int = NO_EVENT,
+    raw: Json | None = None,
+    *,
+    streams: bool = False,
+) -> Response:
+    """Deliver a recorded answer after event number `received`; `raw` is the body that must be the same.
+
+    `streams` requires its events, also if its own request had asked for something else.
+
+    Raises:
+        HttpError: there is no such record, its request has another body, or it has no events.
+    """
+    opening = await find_opening(context, kind, name)
+    if opening is None:
+        raise HttpError(404, "There is no such answer: its id is wrong, or it is no longer recorded.")
+    if raw is not None and raw != opening.body:
+        raise HttpError(422, "The answer belongs to a request with another body: repeat the same body, or leave out "
+                             "'Idempotency-Key' and 'Last-Event-ID'.")  # fmt: skip
+    plan = await plan_again(context, kind, opening)
+    if streams and plan.stream is None:
+        raise HttpError(400, "This response has no events: it was created without 'stream' and 'background'.")
+    if plan.receipt is not None and not streams:
+        return await plan.receipt()
+    delivery = _delivery(context, plan, EventNumbers(opening.id, received))
+    return AnswerResponse(_reader(context, name, plan, opening), delivery)
+
+
+async def find_opening(context: Context, kind: AnswerKind[BodyT], name: str) -> Opening | None:
+    """Return the opening of a recorded answer of this kind."""
+    reading = await context.answers.records.read(name, NO_CHUNKS)
+    opening = None if reading is None else Opening.decode(reading.request)
+    return opening if opening is not None and opening.path == kind.path else None
+
+
+async def plan_again(context: Context, kind: AnswerKind[BodyT], opening: Opening) -> AnswerPlan:
+    """Plan a recorded answer as it was planned before."""
+    body = parse(kind.schema, opening.body)
+    plan = await kind.plan(context, opening, body, kind.requester(opening.caller, body))
+    return replace(plan, requests=[_with_seed(request, opening.seed) for request in plan.requests])
+
+
+async def adopt(context: Context, kind: AnswerKind[BodyT], name: str) -> None:
+    """Generate the rest of an answer in the background, if no living gateway does."""
+    opening = await find_opening(context, kind, name)
+    if opening is None:
+        return
+    plan = await plan_again(context, kind, opening)
+    adopted = _reader(context, name, plan, opening)
+    try:
+        if await adopted.adopt():
+            get_logger("answers").info("answer.adopted", answer_id=opening.id)
+            await _background_delivery(plan).deliver(adopted, _discard)
+    except QueueFullError:
+        pass  # its subject has too many open requests: it is tried again
+    finally:
+        adopted.close("shutdown")
+
+
+def add_continuation(router: APIRouter, context: Context, kind: AnswerKind[BodyT]) -> None:
+    """Add the route with which a client continues a stream without sending its request again."""
+
+    @router.get(kind.path)
+    async def continue_stream(request: Request, caller: Caller = Depends(context.caller)) -> Response:
+        """Continue a stream after the event that the header Last-Event-ID names, as browsers' EventSource does."""
+        received = last_event(request)
+        if received is None:
+            message = f"GET {kind.path} continues a stream: it needs the header 'Last-Event-ID' with an event's id."
+            raise HttpError(405, message)
+        return await join(context, kind, record_name(caller.tenant, caller.subject, received[0]), received[1])
+
+
+def _plain(context: Context, plan: AnswerPlan) -> Response:
+    return AnswerResponse(
+        PlainAnswer(context.answers, plan.requests, _buffer(context, plan)), _delivery(context, plan, None)
+    )
+
+
+async def _record(
+    context: Context, kind: AnswerKind[BodyT], opening: Opening, plan: AnswerPlan, claim: str | None
+) -> Response:
+    """Open a record and answer; without a record if there is none to be had, unless that is indispensable."""
+    answers, caller = context.answers, opening.caller
+    name, owner = record_name(caller.tenant, caller.subject, opening.id), answers.new_owner()
+    try:
+        if not answers.records.lifetime_s:
+            raise UnavailableError("Answers are not recorded here (gateway.answers.lifetime_s is 0).")
+        subject = plan.requests[0].view.subject
+        record = NewRecord(name, claim, subject, opening.encode(), owner, plan.in_background)
+        claimed = await answers.records.open(record)
+    except (UnavailableError, QueueFullError, TypeError):
+        if plan.in_background:
+            raise
+        return _plain(context, plan)
+    if claimed is not None:
+        return await join(context, kind, claimed, NO_EVENT, opening.body)
+    recorded = RecordedAnswer(
+        answers,
+        name,
+        plan.requests,
+        owner=owner,
+        created_at=opening.created,
+        buffer_bytes=_buffer(context, plan),
+    )
+    if not plan.in_background:
+        return AnswerResponse(recorded, _delivery(context, plan, EventNumbers(opening.id)))
+    try:
+        await recorded.begin(lambda: None)
+    except BaseException:
+        recorded.close(None)
+        raise
+    answers.spawn(_generate_in_background(recorded, _background_delivery(plan)))
+    if plan.receipt is not None:
+        return await plan.receipt()
+    again = await plan_again(context, kind, opening)
+    return AnswerResponse(_reader(context, name, again, opening), _delivery(context, again, EventNumbers(opening.id)))
+
+
+async def _generate_in_background(recorded: RecordedAnswer, delivery: Delivery) -> None:
+    try:
+        await delivery.deliver(recorded, _discard)
+    finally:
+        recorded.close("shutdown")
+
+
+async def _discard(_message: Message) -> None:
+    """Send nothing."""
+
+
+def _reader(context: Context, name: str, plan: AnswerPlan, opening: Opening) -> RecordedAnswer:
+    buffer = None if plan.in_background else _buffer(context, plan)
+    return RecordedAnswer(
+        context.answers, name, plan.requests, owner=None, created_at=opening.created, buffer_bytes=buffer
+    )
+
+
+def _buffer(context: Context, plan: AnswerPlan) -> int | None:
+    return context.limits.stream_buffer_bytes if plan.stream is not None and not plan.in_background else None
+
+
+def _delivery(context: Context, plan: AnswerPlan, numbers: EventNumbers | None) -> Delivery:
+    if plan.stream is None:
+        assert plan.whole is not None
+        return WholeDelivery(plan.whole, plan.before_end)
+    return StreamDelivery(
+        plan.stream, context.limits.keep_alive_s, plan.before_end, numbers if plan.has_event_ids else None
+    )
+
+
+def _background_delivery(plan: AnswerPlan) -> Delivery:
+    assert plan.stream is not None, "answers in the background are rendered as events"
+    return BackgroundDelivery(plan.stream, plan.before_end)
+
+
+def _with_seed(request: GenerateRequest, seed: int | None) -> GenerateRequest:
+    options = request.options
+    assert seed is not None, "the record was opened after its first planning"
+    return replace(request, options=replace(options, sampling=replace(options.sampling, seed=seed)))
+
+
+def last_event(request: Request) -> tuple[str, int] | None:
+    """Return the answer's id and the number in the header Last-Event-ID, if the request has it."""
+    value = request.headers.get(LAST_EVENT_ID)
+    if not value:
+        return None
+    answer_id, _, number = check_name("Last-Event-ID", value).rpartition("/")
+    if not answer_id or not (number.isascii() and number.isdecimal()):
+        message = "'Last-Event-ID' should be the id of an event of a stream of this server, such as 'chatcmpl-…/17'."
+        raise InvalidRequestError(message, param="Last-Event-ID")
+    return answer_id, int(number)
+
+
+def _claim(request: Request, caller: Caller, requester: Requester, path: str) -> str | None:
+    key = request.headers.get(IDEMPOTENCY_KEY)
+    if not key:
+        return None
+    view = requester.view
+    subject = orjson.dumps([view.subject.tenant, view.subject.name, view.salt]).decode()
+    return claim_name(caller.tenant, caller.subject, subject, path, check_name("Idempotency-Key", key))
+
+
+async def _claimed(context: Context, claim: str) -> str | None:
+    try:
+        return await context.answers.records.claimed(claim)
+    except UnavailableError:
+        return None
