@@ -220,8 +220,8 @@ class RecordedAnswer:
         self._chunks = 0
         self._restored = 0
         self._returned = 0
-        # Updates that `adopt` has read, for the first call of `next_updates`.
-        self._adopted: list[ChoiceUpdate] = []
+        # Updates that `begin` has read, for the first call of `next_updates`.
+        self._early: Sequence[ChoiceUpdate] = ()
         self._failure: RequestFailure | None = None
         self._has_ended = False
         self._nudged = asyncio.Event()
@@ -239,6 +239,10 @@ class RecordedAnswer:
         if self._recorder is None:
             self._answers.followers.take(self._requests[0].view.subject)
             self._follows = True
+            # A refusal to take the record over is known before anything is sent.
+            reading, self._early = await self._read()
+            if reading.end is None and not reading.is_owned:
+                await self._take_over(reading)
             return []
         try:
             headers = await self._run.start(self.entries, cut)
@@ -250,20 +254,14 @@ class RecordedAnswer:
         return headers
 
     async def adopt(self) -> bool:
-        """Begin by taking the record over; return False if it has ended or a living gateway owns it."""
+        """Begin; return False if the answer has ended or a living gateway owns it."""
         await self.begin(lambda: None)
-        while True:
-            updates = await self._follow()
-            if self._recorder is not None:
-                return True
-            if not updates:
-                return False
-            self._adopted.extend(updates)
+        return self._recorder is not None
 
     async def next_updates(self) -> Sequence[ChoiceUpdate] | None:
-        if self._adopted:
-            adopted, self._adopted = self._adopted, []
-            return adopted
+        if self._early:
+            early, self._early = self._early, []
+            return early
         while True:
             if self._recorder is None:
                 updates = await self._follow()
@@ -344,16 +342,7 @@ class RecordedAnswer:
 
     async def _follow(self) -> Sequence[ChoiceUpdate] | None:
         """Return the new updates of the record; empty also if the answer has ended or is generated here from now on."""
-        reading = await self._answers.records.read(self.name, self._chunks)
-        if reading is None:
-            raise RequestFailedError(GONE)
-        updates = [update for chunk in reading.chunks for update in decode_updates(chunk)]
-        # After the loss of the record, the first ones have been returned already.
-        new = updates[max(self._returned - self._restored, 0) :]
-        restore(self.entries, updates)
-        self._chunks += len(reading.chunks)
-        self._restored += len(updates)
-        self._returned += len(new)
+        reading, new = await self._read()
         if new:
             return new
         if reading.end is not None:
@@ -369,6 +358,20 @@ class RecordedAnswer:
             self._nudged.clear()
             return None
         return ()
+
+    async def _read(self) -> tuple[RecordReading, Sequence[ChoiceUpdate]]:
+        """Read the record's new chunks; return those of their updates that this reader has not returned."""
+        reading = await self._answers.records.read(self.name, self._chunks)
+        if reading is None:
+            raise RequestFailedError(GONE)
+        updates = [update for chunk in reading.chunks for update in decode_updates(chunk)]
+        # After the loss of the record, the first ones have been returned already.
+        new = updates[max(self._returned - self._restored, 0) :]
+        restore(self.entries, updates)
+        self._chunks += len(reading.chunks)
+        self._restored += len(updates)
+        self._returned += len(new)
+        return reading, new
 
     async def _take_over(self, reading: RecordReading) -> None:
         """Become the owner and generate the rest, unless another gateway was faster."""

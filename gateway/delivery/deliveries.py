@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Iterator, Sequence
     from types import TracebackType
 
-    from starlette.types import Receive, Scope, Send
+    from starlette.types import Message, Receive, Scope, Send
 
     from gateway.delivery.answers import Answer
     from gateway.generation.generation import Usage
@@ -31,6 +31,7 @@ EVENT_STREAM_HEADERS = [
     # Disables response buffering in nginx and compatible proxies.
     (b"x-accel-buffering", b"no"),
 ]
+STREAM_START: Message = {"type": "http.response.start", "status": 200, "headers": EVENT_STREAM_HEADERS}
 # Log probabilities of generated tokens that are kept until a response is complete: some 200 MB.
 MAX_WHOLE_VALUES = 1_048_576
 TOO_MANY_VALUES = RequestFailure(
@@ -173,25 +174,30 @@ class StreamDelivery:
             (self._ticking or ticking).cancel()
 
     async def _deliver(self, answer: Answer, send: Send) -> None:
-        updates = await answer.next_updates()
-        events = self._render(updates)
-        if self._numbers is not None and updates is not None:
-            self._numbers.check(answer)
-        await send({"type": "http.response.start", "status": 200, "headers": EVENT_STREAM_HEADERS})
+        has_begun = False
         try:
-            while updates is None or updates:
+            while (updates := await answer.next_updates()) is None or updates:
+                events = self._render(updates)
+                if not has_begun:
+                    if self._numbers is not None and updates is not None:
+                        self._numbers.check(answer)
+                    await send(STREAM_START)
+                    has_begun = True
                 if events:
                     await send({"type": "http.response.body", "body": events, "more_body": True})
                     self._sent_at = asyncio.get_running_loop().time()
-                updates = await answer.next_updates()
-                events = self._render(updates)
             ending = self._renderer.ending(answer.usage)
         except PandoError as error:
+            # A failure that is recorded is a part of the stream, wherever the client continues.
+            if not has_begun and not answer.is_complete:
+                raise
             ending = self._renderer.failure(error)
         await answer.conclude(self._before_end)
         # A failure that is not recorded has no id: a client that continues has not received the event of this id.
         if self._numbers is not None and answer.is_complete:
             ending = self._numbers.number(ending)
+        if not has_begun:
+            await send(STREAM_START)
         await send({"type": "http.response.body", "body": ending, "more_body": False})
 
     def _render(self, updates: Sequence[ChoiceUpdate] | None) -> bytes:

@@ -22,7 +22,7 @@ from tests.gateway.state.servers import new_prefix, state_server
 from tests.waiting import until
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Iterator
+    from collections.abc import AsyncIterator
 
     from gateway.answer_records.records import AnswerRecords
     from tests.fakes.redis_process import RedisProcess
@@ -31,12 +31,6 @@ ANN = Subject("acme", "user/ann")
 NAME = record_name("acme", "user/ann", "chatcmpl-1")
 SECRET = "a secret that has more than 32 characters"
 ROOM = 1024 * 1024
-
-
-@pytest.fixture(scope="module")
-def redis_process() -> Iterator[RedisProcess]:
-    with temporary_redis() as process:
-        yield process
 
 
 @asynccontextmanager

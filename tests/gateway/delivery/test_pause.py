@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from common.types import ErrorCode, RequestFailure
-from tests.gateway.support import gateway_saying
+from tests.gateway.support import events, gateway_saying
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -42,7 +42,7 @@ async def test_client_sees_only_a_pause(stream: bool) -> None:
 
 def _contents(text: str) -> dict[int, str]:
     contents: dict[int, str] = {}
-    documents = text.removesuffix("data: [DONE]\n\n").split("data: ")[1:] if text.startswith("data: ") else [text]
+    documents = list(events(text))[:-1] if text.endswith("\n\n") else [text]
     for document in documents:
         for choice in json.loads(document)["choices"]:
             part = choice.get("delta", choice.get("message"))
