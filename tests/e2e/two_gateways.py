@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import signal
 import socket
 from collections import Counter
 from contextlib import AsyncExitStack, asynccontextmanager, closing
@@ -81,12 +82,25 @@ async def round_robin(ports: Sequence[int]) -> AsyncIterator[int]:
 
 
 class TwoGateways:
-    """The ports of their metrics, the proxy's port, and the pipeline."""
+    """Their ports and those of their metrics, the proxy's port, and the pipeline."""
 
-    def __init__(self, services: FakeServices, metrics_ports: Sequence[int], proxy_port: int) -> None:
+    def __init__(
+        self,
+        services: FakeServices,
+        processes: Processes,
+        ports: Sequence[int],
+        metrics_ports: Sequence[int],
+        proxy_port: int,
+    ) -> None:
         self.services = services
+        self.ports = ports
+        self._processes = processes
         self.metrics_ports = metrics_ports
         self.proxy_port = proxy_port
+
+    def kill(self, number: int) -> None:
+        """End a gateway by SIGKILL."""
+        self._processes.end(f"gateway-{number}", signal.SIGKILL)
 
     def client(self) -> httpx.AsyncClient:
         """Return a client that opens a connection for each request: each goes to the next gateway."""
@@ -141,8 +155,8 @@ async def two_gateways(directory: Path, limits_file: Path, **settings: object) -
         async with httpx.AsyncClient(timeout=60, trust_env=False) as client:
             for port in ports:
                 await _until_ready(client, port, processes)
-        gateways = TwoGateways(services, metrics_ports, await stack.enter_async_context(round_robin(ports)))
-        yield gateways
+        proxy_port = await stack.enter_async_context(round_robin(ports))
+        yield TwoGateways(services, processes, ports, metrics_ports, proxy_port)
 
 
 async def _until_ready(client: httpx.AsyncClient, port: int, processes: Processes) -> None:

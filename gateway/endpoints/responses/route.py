@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import orjson
 from fastapi import APIRouter, Depends, Query, Request, Response
 
-from common.errors import InvalidRequestError, UnavailableError
+from common.errors import InvalidRequestError, QueueFullError, UnavailableError
 from gateway.answer_records.records import record_name
 from gateway.delivery.answers import CANCELLED_END
 from gateway.endpoints.answering import (
@@ -223,7 +223,9 @@ async def _cancel(context: Context, caller: Caller, response_id: str) -> None:
         response = await _unfinished(context, opening, "cancelled")
         messages = [*opening.found["earlier"], *body.new_messages()]
         await context.stored.put(_holder(opening.caller, body), subject, _to_store(body, messages, response))
-        await context.aborts.abort(response_id, caller)
+        # Its gateway also notices with its next token.
+        with contextlib.suppress(UnavailableError, QueueFullError):
+            await context.aborts.abort(response_id, replace(caller, is_admin=False))
 
 
 async def _unfinished(context: Context, opening: Opening, status: str) -> Json:

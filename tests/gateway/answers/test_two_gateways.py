@@ -1,0 +1,190 @@
+"""Answers that two gateways share: joined and continued at either, taken over, and served while the state is away."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from common.types import Admission
+from gateway.endpoints.responses.route import adopt_responses
+from tests.fakes.pipeline import says
+from tests.fakes.redis_process import temporary_redis
+from tests.gateway.answers.reading import BODY, CHAT, Seen, read
+from tests.gateway.listening import listening
+from tests.gateway.state.servers import new_prefix, working
+from tests.gateway.support import FakedGateway, error_of, faked
+from tests.waiting import until
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from common.requests import GenerateRequest
+    from tests.fakes.pipeline import Event
+    from tests.fakes.redis_process import RedisProcess
+
+WORDS = [f" word{number}" for number in range(30)]
+TEXT = "".join(WORDS)
+
+
+def stops_after(tokens: int) -> Any:
+    """A script whose requests never end; continued ones do."""
+
+    def script(request: GenerateRequest) -> Iterable[Event]:
+        if request.options.resume is not None:
+            yield from says(*WORDS)(request)
+            return
+        yield Admission(request.request_id, 7)
+        yield from list(says(*WORDS)(request))[1 : 1 + tokens]
+
+    return script
+
+
+def pair(url: str, script: Any, **settings: Any) -> tuple[FakedGateway, FakedGateway]:
+    shared = {"state": {"url": url, "prefix": new_prefix(), **settings}}
+    first, second = faked(script, **shared), faked(script, **shared)
+    for gateway in (first, second):
+        gateway.pipeline.pause_s = 0.005
+    return first, second
+
+
+async def close(*gateways: FakedGateway) -> None:
+    for gateway in gateways:
+        await gateway.context.answers.close()
+        await gateway.state.close()
+
+
+@pytest.mark.parametrize("secret", [None, "a secret that has more than 32 characters"])
+async def test_an_answer_is_continued_at_the_other_gateway(redis_process: RedisProcess, secret: str | None) -> None:
+    first, second = pair(redis_process.url, says(*WORDS), secret=secret)
+    async with working(*first.state.background, *second.state.background):
+        seen = Seen()
+        async with listening(first) as one, listening(second) as two:
+            for port, events in ((one, 5), (two, 6), (one, 1), (two, None)):
+                assert (await read(port, seen, body=BODY, events=events)).status_code == 200
+        assert seen.text == TEXT
+        assert seen.numbers == list(range(len(seen.ids)))
+        assert seen.usage["completion_tokens"] == len(WORDS)
+        seeds = {each.options.sampling.seed for each in (*first.pipeline.submitted, *second.pipeline.submitted)}
+        assert len(seeds) == 1
+        await close(first, second)
+
+
+async def test_a_repeated_post_joins_at_the_other_gateway(redis_process: RedisProcess) -> None:
+    first, second = pair(redis_process.url, says(*WORDS))
+    async with working(*first.state.background, *second.state.background):
+        headers = {"idempotency-key": "k-1"}
+        body = {**BODY, "stream": False}
+        del body["stream_options"]
+        answers = await asyncio.gather(*(gateway.post(CHAT, body, headers) for gateway in (first, second) * 3))
+        assert {answer.status_code for answer in answers} == {200}
+        assert len({answer.text for answer in answers}) == 1
+        assert TEXT in answers[0].text
+        assert len(first.pipeline.submitted) + len(second.pipeline.submitted) == 1
+        other = {**body, "temperature": 0.5}
+        for gateway in (first, second):
+            assert error_of(await gateway.post(CHAT, other, headers), 422)
+        await close(first, second)
+
+
+async def test_a_gateway_taken_for_dead_follows_the_one_that_took_over(redis_process: RedisProcess) -> None:
+    """It stalls so long that its answer is taken over; its own client receives the same answer, from the other one."""
+    first, second = pair(redis_process.url, stops_after(4))
+    async with working(*second.state.background):
+        # The first gateway does not renew the sign that it is alive.
+        mine, others = Seen(), Seen()
+        async with listening(first) as one, listening(second) as two:
+            reading = asyncio.create_task(read(one, mine, body=BODY))
+            await until(lambda: len(mine.ids) == 5)
+            others.ids = [mine.ids[0]]
+            await read(two, others)
+            # Back from its stall, it goes on generating what it does not own.
+            [request] = first.pipeline.submitted
+            for event in list(says(*WORDS)(request))[5:]:
+                first.pipeline.tell(event)
+            await reading
+        assert "".join(WORDS) == mine.text == TEXT
+        assert others.ids == mine.ids
+        assert others.datas == mine.datas[1:]
+        await close(first, second)
+
+
+async def test_a_response_in_the_background_outlives_its_gateway(redis_process: RedisProcess) -> None:
+    first, second = pair(redis_process.url, stops_after(4))
+    async with working(*second.state.background, lambda: adopt_responses(second.context)):
+        body = {"model": "tiny", "input": "Hello", "background": True}
+        created = (await first.post("/v1/responses", body)).json()
+        path = f"/v1/responses/{created['id']}"
+        async with asyncio.timeout(60):
+            while (found := (await second.get(path)).json())["status"] != "completed":
+                assert found["status"] in ("queued", "in_progress")
+                await asyncio.sleep(0.05)
+        assert found["output"][0]["content"][0]["text"] == TEXT
+        assert found["usage"]["output_tokens"] == len(WORDS)
+        assert (await first.get(path)).json() == found
+        assert len(second.pipeline.submitted) == 1
+        streamed = Seen()
+        async with listening(first) as port:
+            await read(port, streamed, path=f"{path}?stream=true&starting_after=2")
+        assert streamed.numbers[0] == 3
+        assert streamed.chunks[-1]["response"]["output"] == found["output"]
+        await close(first, second)
+
+
+async def test_a_response_is_cancelled_at_the_other_gateway(redis_process: RedisProcess) -> None:
+    first, second = pair(redis_process.url, stops_after(4))
+    async with working(*first.state.background, *second.state.background):
+        channel = f"{first.settings.state.prefix}:aborts".encode()
+        with redis_process.client() as client:
+            await until(lambda: client.pubsub_numsub(channel.decode()) == [(channel, 2)])
+        body = {"model": "tiny", "input": "Hello", "background": True}
+        created = (await first.post("/v1/responses", body)).json()
+        path = f"/v1/responses/{created['id']}"
+        cancelled = await second.post(f"{path}/cancel", {})
+        assert cancelled.json()["status"] == "cancelled"
+        await until(lambda: first.generations.open_requests == 0)
+        assert len(first.pipeline.aborted) == 1
+        assert (await first.get(path)).json()["status"] == "cancelled"
+        await close(first, second)
+
+
+async def test_without_its_state_a_gateway_serves_but_promises_nothing() -> None:
+    with temporary_redis() as process:
+        first, second = pair(process.url, says(*WORDS))
+        async with working(*first.state.background, *second.state.background):
+            begun, without = Seen(), Seen()
+            first.pipeline.pause_s = 0.05
+            async with listening(first) as port:
+                reading = asyncio.create_task(read(port, begun, body=BODY))
+                await until(lambda: len(begun.ids) >= 3)
+                process.kill()
+                # An answer that is under way goes on, and new ones are not recorded.
+                await reading
+                await read(port, without, body=BODY, headers={"idempotency-key": "k-1"})
+                assert error_of(await read(port, Seen([begun.ids[3]])), 503)
+            assert begun.text == without.text == TEXT
+            assert without.ids == []
+            refused = await first.post("/v1/responses", {"model": "tiny", "input": "x", "background": True})
+            assert error_of(refused, 503)
+        await close(first, second)
+
+
+async def test_chunks_that_waited_for_the_state_are_written_when_it_is_back(redis_process: RedisProcess) -> None:
+    first, second = pair(redis_process.url, says(*WORDS))
+    async with working(*first.state.background, *second.state.background):
+        first.pipeline.pause_s = 0.02
+        seen, again = Seen(), Seen()
+        async with listening(first) as one, listening(second) as two:
+            reading = asyncio.create_task(read(one, seen, body=BODY))
+            await until(lambda: len(seen.ids) >= 3)
+            state = first.context.answers.records._state  # type: ignore[attr-defined]
+            state._up.clear()  # until its next probe
+            await reading
+            await until(lambda: not first.context.answers._tasks)
+            again.ids = [seen.ids[0]]
+            await read(two, again)
+        assert seen.text == TEXT
+        assert again.datas == seen.datas[1:]
+        assert second.pipeline.submitted == []
+        await close(first, second)
