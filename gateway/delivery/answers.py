@@ -20,7 +20,7 @@ from common.errors import PandoError, RequestFailedError, UnavailableError
 from common.logs import get_logger
 from common.room import SharedRoom
 from common.types import ErrorCode, RequestFailure
-from gateway.answer_records.records import Writing
+from gateway.answer_records.recorder import Recorder
 from gateway.generation.generation import STUCK, Usage, usage_of
 from gateway.generation.generations import SHUTDOWN, renamed
 from gateway.generation.journal import number_choices, restore
@@ -40,8 +40,6 @@ if TYPE_CHECKING:
 # How often a reader looks for what the owner has written.
 POLL_S = 0.05
 RETRY_S = 0.5
-# Chunks that wait for a shared state that is away; beyond them the answer is no longer recorded.
-MAX_WAITING_CHUNKS = 1000
 MAX_FOLLOWERS = 4096
 GONE = RequestFailure(
     ErrorCode.UNAVAILABLE,
@@ -392,58 +390,6 @@ class RecordedAnswer:
         self._answers.recorders.discard(self._recorder)
         self._recorder = None
         self._run.close(cause, settles=settles)
-
-
-class Recorder:
-    """Writes one answer to its record, as its owner."""
-
-    def __init__(self, records: AnswerRecords, name: str, owner: str, written: int = 0) -> None:
-        """`written` is the number of chunks that the record has."""
-        self.name = name
-        self._records = records
-        self._owner = owner
-        self._written = written
-        # Chunks that are not known to be written, because the shared state was away.
-        self._waiting: list[bytes] = []
-        self._is_off = False
-
-    async def append(self, chunk: bytes) -> bool:
-        """Write a chunk, or keep it until the shared state is back; return False if the record has another owner."""
-        if self._is_off:
-            return True
-        self._waiting.append(chunk)
-        try:
-            return await self._flush()
-        except UnavailableError:
-            self._is_off = len(self._waiting) > MAX_WAITING_CHUNKS
-            return True
-
-    async def finish(self, end: bytes) -> bool:
-        """Write the end; return False if the record has ended before, or has another owner.
-
-        Raises:
-            UnavailableError: the shared state is away; this may be repeated.
-        """
-        if self._is_off:
-            return True
-        return await self._flush() and await self._records.finish(self.name, self._owner, end)
-
-    async def release(self, charged: int) -> None:
-        """Give the record up to the next reader; see `finish`."""
-        await self._records.release(self.name, self._owner, charged)
-
-    async def _flush(self) -> bool:
-        waiting = list(self._waiting)
-        if not waiting:
-            return True
-        outcome = await self._records.append(self.name, self._owner, self._written, waiting)
-        if outcome is Writing.GONE:
-            self._is_off = True
-            self._waiting.clear()
-        elif outcome is Writing.DONE:
-            self._written += len(waiting)
-            del self._waiting[: len(waiting)]
-        return outcome is not Writing.LOST
 
 
 class _Run:

@@ -7,8 +7,8 @@ it again from there and renders the same events.
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, Generic, TypeAlias, TypeVar
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Generic, TypeVar
 
 import orjson
 from fastapi import APIRouter, Depends, Request, Response
@@ -16,7 +16,6 @@ from fastapi import APIRouter, Depends, Request, Response
 from common.errors import InvalidRequestError, QueueFullError, UnavailableError
 from common.logs import get_logger
 from common.names import check_name
-from common.types import CacheMode, TraceContext
 from gateway.answer_records.records import NewRecord, claim_name, record_name
 from gateway.delivery.answers import PlainAnswer, RecordedAnswer
 from gateway.delivery.deliveries import (
@@ -27,9 +26,9 @@ from gateway.delivery.deliveries import (
     WholeDelivery,
     end_at_once,
 )
-from gateway.endpoints.routing import BODY
+from gateway.endpoints.opening import Json, Opening
+from gateway.endpoints.routing import BODY, STREAMED
 from gateway.endpoints.schema import Schema, parse
-from gateway.endpoints.shapes import ResponseHead
 from gateway.identity.caller import Caller
 from gateway.server.errors import HttpError
 from gateway.server.middleware import trace_of
@@ -44,7 +43,6 @@ if TYPE_CHECKING:
     from gateway.endpoints.context import Context
     from gateway.identity.caller import Requester
 
-Json: TypeAlias = dict[str, Any]  # Any: free JSON
 BodyT = TypeVar("BodyT", bound=Schema)
 
 IDEMPOTENCY_KEY = "idempotency-key"
@@ -52,44 +50,6 @@ LAST_EVENT_ID = "last-event-id"
 NO_EVENT = -1
 # Beyond every record's chunks: reads its state only.
 NO_CHUNKS = 2**31
-
-
-@dataclass(frozen=True, slots=True)
-class Opening:
-    """The decisive parts of a request that is answered."""
-
-    path: str
-    body: Json
-    caller: Caller
-    # Of the response.
-    id: str
-    # Unix time in seconds.
-    created: int
-    trace: TraceContext
-    # Drawn when the answer is first planned.
-    seed: int | None = None
-    # Looked up by the endpoint, because it could change before the answer is planned again.
-    found: Json = field(default_factory=dict)
-
-    def encode(self) -> bytes:
-        """Return the opening as JSON.
-
-        Raises:
-            TypeError: the body is nested too deeply.
-        """
-        return orjson.dumps(self)
-
-    def head(self, context: Context, model: str) -> ResponseHead:
-        """Return the fields that all parts of the response repeat."""
-        return ResponseHead(self.id, self.created, model, context.fingerprint)
-
-    @classmethod
-    def decode(cls, encoded: bytes) -> Opening:
-        """Decode the result of `encode`."""
-        fields = orjson.loads(encoded)
-        caller = fields["caller"]
-        caller["cache"] = CacheMode(caller["cache"])
-        return cls(**{**fields, "caller": Caller(**caller), "trace": TraceContext(**fields["trace"])})
 
 
 @dataclass(frozen=True, slots=True)
@@ -212,7 +172,7 @@ async def adopt(context: Context, kind: AnswerKind[BodyT], name: str) -> None:
 def add_continuation(router: APIRouter, context: Context, kind: AnswerKind[BodyT]) -> None:
     """Add the route with which a client continues a stream without sending its request again."""
 
-    @router.get(kind.path)
+    @router.get(kind.path, responses=STREAMED)
     async def continue_stream(request: Request, caller: Caller = Depends(context.caller)) -> Response:
         """Continue a stream after the event that the header Last-Event-ID names, as browsers' EventSource does."""
         received = last_event(request)

@@ -26,9 +26,9 @@ if TYPE_CHECKING:
     from gateway.backends import Backend, Backends
     from gateway.delivery.answers import Answers
     from gateway.delivery.deliveries import PiecewiseRenderer, WholeRenderer
-    from gateway.endpoints.answering import Opening
     from gateway.endpoints.chat.schema import ChatCompletionBody
     from gateway.endpoints.completions.schema import CompletionBody
+    from gateway.endpoints.opening import Opening
     from gateway.generation.generations import Generations
     from gateway.identity.caller import Caller, Requester
     from gateway.identity.identity import Identity

@@ -10,7 +10,7 @@ from fastapi import APIRouter, Depends, Request, Response
 
 from common.errors import InvalidRequestError
 from gateway.backends import check_generates
-from gateway.endpoints.answering import AnswerKind, AnswerPlan, Opening, add_continuation, answer
+from gateway.endpoints.answering import AnswerKind, AnswerPlan, add_continuation, answer
 from gateway.endpoints.chat.grammar import chat_grammar
 from gateway.endpoints.chat.render import ChatStream, ParsedChatStream, WholeChat, WholeParsedChat
 from gateway.endpoints.chat.schema import ChatCompletionBody
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from common.requests import GenerateRequest
     from gateway.delivery.deliveries import StreamRenderer, WholeRenderer
     from gateway.endpoints.context import Context
+    from gateway.endpoints.opening import Opening
     from gateway.endpoints.shapes import ResponseHead
     from gateway.identity.caller import Requester
     from gateway.parsing import ParsingRules
@@ -44,7 +45,7 @@ def add_routes(router: APIRouter, context: Context) -> None:
 async def plan(context: Context, opening: Opening, body: ChatCompletionBody, requester: Requester) -> AnswerPlan:
     """Plan the answer to a chat."""
     card = await require_chat(context, body.model)
-    head = opening.head(context, card.name)
+    head = opening.head(card.name, context.fingerprint)
     generate, reading = chat_request(context, opening, head, requester, body, card)
     if body.stream:
         return AnswerPlan([generate], stream=_stream(body, head, reading), has_event_ids=body.wants_event_ids)

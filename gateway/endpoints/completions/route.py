@@ -13,7 +13,7 @@ from fastapi import APIRouter, Depends, Request, Response
 from common.requests import TokenPrompt
 from common.types import RequestId
 from gateway.backends import check_generates
-from gateway.endpoints.answering import AnswerKind, AnswerPlan, Opening, add_continuation, answer
+from gateway.endpoints.answering import AnswerKind, AnswerPlan, add_continuation, answer
 from gateway.endpoints.completions.render import BestOf, CompletionStream, Echo, WholeCompletion
 from gateway.endpoints.completions.schema import CompletionBody
 from gateway.endpoints.routing import STREAMED
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from common.requests import GenerateRequest
     from common.types import Subject
     from gateway.endpoints.context import Context
+    from gateway.endpoints.opening import Opening
     from gateway.identity.caller import Requester
 
 
@@ -53,7 +54,7 @@ async def look_up(context: Context, request: Request, caller: Caller, body: Comp
 async def plan(context: Context, opening: Opening, body: CompletionBody, requester: Requester) -> AnswerPlan:
     """Plan the completions of all prompts."""
     card = check_generates(await context.models.require_named(body.model))
-    head = opening.head(context, card.name)
+    head = opening.head(card.name, context.fingerprint)
     first = context.generate_request(opening, head, requester, body, body.prompt[0])
     first = replace(first, add_special_tokens=body.add_special_tokens)
     requests = one_per_prompt(first, body.prompt)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import orjson
 from fastapi import APIRouter, Depends, Request, Response
 
-from gateway.endpoints.answering import AnswerKind, AnswerPlan, Opening, add_continuation, answer
+from gateway.endpoints.answering import AnswerKind, AnswerPlan, add_continuation, answer
 from gateway.endpoints.chat.route import chat_request, require_chat
 from gateway.endpoints.messages.render import MessageStream, WholeMessage
 from gateway.endpoints.messages.schema import CountTokensBody, MessagesBody
@@ -17,6 +17,7 @@ from gateway.identity.caller import Caller, identify
 
 if TYPE_CHECKING:
     from gateway.endpoints.context import Context
+    from gateway.endpoints.opening import Opening
     from gateway.identity.caller import Requester
 
 
@@ -49,7 +50,7 @@ async def plan(context: Context, opening: Opening, body: MessagesBody, requester
     """Plan the answer to a conversation."""
     chat = body.to_chat()
     card = await require_chat(context, chat.model)
-    head = opening.head(context, card.name)
+    head = opening.head(card.name, context.fingerprint)
     generate, reading = chat_request(context, opening, head, requester, chat, card)
     if chat.stream:
         return AnswerPlan([generate], stream=MessageStream(head, reading))

@@ -14,7 +14,7 @@ from common.errors import InvalidRequestError
 from common.names import check_name
 from common.types import SessionWish
 from gateway.backends import check_generates
-from gateway.endpoints.answering import AnswerKind, AnswerPlan, Opening, answer
+from gateway.endpoints.answering import AnswerKind, AnswerPlan, answer
 from gateway.endpoints.completions.route import one_per_prompt
 from gateway.endpoints.native.render import NativeShape, NativeStream, WholeNative
 from gateway.endpoints.native.schema import CloseSessionBody, GenerateBody, OpenSessionBody
@@ -24,6 +24,7 @@ from gateway.identity.caller import Caller, identify
 
 if TYPE_CHECKING:
     from gateway.endpoints.context import Context
+    from gateway.endpoints.opening import Opening
     from gateway.identity.caller import Requester
 
 

@@ -19,7 +19,6 @@ from gateway.endpoints.answering import (
     NO_EVENT,
     AnswerKind,
     AnswerPlan,
-    Opening,
     add_continuation,
     adopt,
     answer,
@@ -39,6 +38,7 @@ from gateway.stored_responses.store import ResponseOwner, StoredResponse
 if TYPE_CHECKING:
     from common.requests import GenerateRequest
     from gateway.endpoints.context import Context
+    from gateway.endpoints.opening import Opening
     from gateway.identity.caller import Requester
 
 Json: TypeAlias = dict[str, Any]  # Any: free JSON
@@ -156,7 +156,7 @@ async def plan(context: Context, opening: Opening, body: ResponseBody, requester
     messages = [*opening.found["earlier"], *body.new_messages()]
     chat = body.to_chat(messages)
     card = await require_chat(context, body.model)
-    head = opening.head(context, card.name)
+    head = opening.head(card.name, context.fingerprint)
     generate, reading = chat_request(context, opening, head, requester, chat, card)
     requests = [_with_own_names(generate)]
     finished: list[Json] = []

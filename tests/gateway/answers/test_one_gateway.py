@@ -290,7 +290,8 @@ async def test_the_official_client_reads_a_slow_stream_with_ids() -> None:
         listening(gateway) as port,
         openai.AsyncOpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="x", max_retries=0) as client,
     ):
-        stream = await client.chat.completions.create(model="tiny", messages=HELLO, stream=True)  # type: ignore[arg-type, call-overload]
+        messages: Any = HELLO
+        stream = await client.chat.completions.create(model="tiny", messages=messages, stream=True)
         text = "".join([chunk.choices[0].delta.content or "" async for chunk in stream])
     assert text == "".join(WORDS[:3])
 
@@ -304,7 +305,7 @@ async def test_a_response_in_the_background_is_polled_streamed_and_kept() -> Non
         created = await client.responses.create(model="tiny", input="Hello", background=True)
         assert created.status in ("queued", "in_progress")
         assert (created.background, created.output) == (True, [])
-        states = [created.status]
+        states: list[Any] = [created.status]
         async with asyncio.timeout(60):
             while (response := await client.responses.retrieve(created.id)).status != "completed":
                 states.append(response.status)

@@ -42,7 +42,7 @@ def stops_after(tokens: int) -> Any:
 
 
 def pair(url: str, script: Any, **settings: Any) -> tuple[FakedGateway, FakedGateway]:
-    shared = {"state": {"url": url, "prefix": new_prefix(), **settings}}
+    shared: dict[str, Any] = {"state": {"url": url, "prefix": new_prefix(), **settings}}
     first, second = faked(script, **shared), faked(script, **shared)
     for gateway in (first, second):
         gateway.pipeline.pause_s = 0.005

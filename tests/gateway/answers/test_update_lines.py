@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from common.deltas import LogprobText, PromptLogprobsText, PromptUsage, TokenText
 from common.types import CacheMode, ErrorCode, Finish, FinishReason, RequestFailure, TraceContext
-from gateway.endpoints.answering import Opening
+from gateway.endpoints.opening import Opening
 from gateway.generation.journal import ChoiceUpdate
 from gateway.generation.update_lines import decode_failure, decode_updates, encode_failure, encode_updates
 from gateway.identity.caller import Caller
