@@ -3,7 +3,8 @@
 -- ARGV[1]: the operation. ARGV[2]: prefix of all keys, with a hash tag that keeps them in one slot of a cluster.
 --   ARGV[3]: prefix of the keys that living gateways renew. ARGV[4]: lifetime of records in milliseconds.
 --   ARGV[5]: room in bytes.
--- <prefix>:item:<name>    hash: request, owner ("<gateway>:<number>", or empty), end, charged, claim, background
+-- <prefix>:item:<name>    hash: request, owner ("<gateway>:<number>", or empty), end, charged, claim, background, left
+--   (bytes of its room that are free), touched (when its time was last prolonged, in milliseconds)
 -- <prefix>:chunks:<name>  list
 -- <prefix>:claim:<claim>  name of a record
 -- <prefix>:expiring       sorted set of names by the time of their expiry, in milliseconds
@@ -19,6 +20,8 @@ local time = redis.call('TIME')
 local now_ms = time[1] * 1000 + math.floor(time[2] / 1000)
 -- See SHARE in common/room.py.
 local SHARE = 3
+-- Bytes of room that a record takes at a time.
+local BLOCK = 4096
 
 local function item(name)
   return prefix .. ':item:' .. name
@@ -54,6 +57,7 @@ end
 -- Keys expire a little later than the record, which is then dropped with its counts by the next `open`.
 local function touch(name)
   redis.call('ZADD', expiring, now_ms + lifetime_ms, name)
+  redis.call('HSET', item(name), 'touched', now_ms)
   local claim = redis.call('HGET', item(name), 'claim')
   local keys = {item(name), chunks(name)}
   if claim and claim ~= '' then
@@ -116,46 +120,50 @@ local function open()
   return ''
 end
 
--- ARGV: for each record its name, its owner, the number of the first chunk, the number of chunks, the chunks.
--- Returns the outcome of each. Repeated chunks are not added again.
+-- ARGV: for each record "<name> <owner> <number of the first chunk> <number of chunks>", then the chunks.
+-- Returns a letter for each record: d (done), l (lost) or g (gone). Repeated chunks are not added again.
+-- This runs for every token, so room is taken in blocks, and times are prolonged rarely.
 local function append()
   local outcomes, at = {}, 6
   while at <= #ARGV do
-    local name, owner, first, count = ARGV[at], ARGV[at + 1], tonumber(ARGV[at + 2]), tonumber(ARGV[at + 3])
-    local found = redis.call('HMGET', item(name), 'owner', 'end')
-    local outcome = 'done'
-    if not found[1] then
-      outcome = 'gone'
+    local name, owner, first, count = string.match(ARGV[at], '^(%S+) (%S+) (%d+) (%d+)$')
+    first, count = tonumber(first), tonumber(count)
+    local key, outcome = item(name), 'd'
+    local found = redis.call('HMGET', key, 'owner', 'end', 'left', 'touched')
+    local length = redis.call('LLEN', chunks(name))
+    if not found[1] or length < first then
+      outcome = 'g'
     elseif found[1] ~= owner or found[2] then
-      outcome = 'lost'
-    else
-      local length = redis.call('LLEN', chunks(name))
-      if length < first then
-        outcome = 'gone'
-      else
-        local bytes, new = 0, {}
-        for number = length - first + 1, count do
-          local chunk = ARGV[at + 3 + number]
-          bytes = bytes + #chunk
-          table.insert(new, chunk)
-        end
+      outcome = 'l'
+    elseif length < first + count then
+      local bytes, new = 0, {}
+      for number = length - first + 1, count do
+        bytes = bytes + #ARGV[at + number]
+        table.insert(new, ARGV[at + number])
+      end
+      local lacking = bytes - (tonumber(found[3]) or 0)
+      if lacking > 0 then
+        lacking = math.max(lacking, BLOCK)
         local _, tenant, subject = string.match(redis.call('HGET', sizes, name) or '', '^(%d+):(.*):(.*)$')
-        if not tenant or not take_room(name, tenant, subject, bytes) then
+        if not tenant or not take_room(name, tenant, subject, lacking) then
           drop(name)
-          outcome = 'gone'
-        elseif #new > 0 then
-          redis.call('RPUSH', chunks(name), unpack(new))
-          -- Rarely, because it is several commands.
-          if length == 0 or tonumber(redis.call('ZSCORE', expiring, name)) < now_ms + lifetime_ms * 3 / 4 then
-            touch(name)
-          end
+          outcome = 'g'
+        end
+      else
+        lacking = 0
+      end
+      if outcome == 'd' then
+        redis.call('RPUSH', chunks(name), unpack(new))
+        redis.call('HINCRBY', key, 'left', lacking - bytes)
+        if length == 0 or tonumber(found[4]) < now_ms - lifetime_ms / 4 then
+          touch(name)
         end
       end
     end
     table.insert(outcomes, outcome)
-    at = at + 4 + count
+    at = at + 1 + count
   end
-  return outcomes
+  return table.concat(outcomes)
 end
 
 -- ARGV: name, first chunk. Returns request, owner, end, charged, 1 if the owner is alive, number of chunks, the chunks; nil if

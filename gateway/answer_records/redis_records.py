@@ -22,12 +22,14 @@ if TYPE_CHECKING:
 
 # Records that one call appends to, so that no call occupies the server for long.
 APPENDS_A_CALL = 256
+# As the script names them.
+OUTCOMES = {"d": Writing.DONE, "l": Writing.LOST, "g": Writing.GONE}
 
 
 class _Append(NamedTuple):
     """Chunks that wait for the next call: the arguments of the script, and the outcome."""
 
-    arguments: tuple[str | int | bytes, ...]
+    arguments: tuple[str | bytes, ...]
     outcome: asyncio.Future[Writing]
 
 
@@ -89,7 +91,7 @@ class RedisRecords:
     async def append(self, name: str, owner: str, first: int, chunks: Sequence[bytes]) -> Writing:
         sealed = [self._sealing.seal(name, str(number), chunk) for number, chunk in enumerate(chunks, first)]
         outcome: asyncio.Future[Writing] = asyncio.get_running_loop().create_future()
-        self._queue.append(_Append((name, owner, first, len(sealed), *sealed), outcome))
+        self._queue.append(_Append((f"{name} {owner} {first} {len(sealed)}", *sealed), outcome))
         if self._writing is None:
             self._writing = asyncio.create_task(self._write())
         return await outcome
@@ -125,9 +127,9 @@ class RedisRecords:
                         if not one.outcome.done():
                             one.outcome.set_exception(StateAwayError(was_sent=error.was_sent))
                     continue
-                for one, outcome in zip(batch, outcomes, strict=True):
+                for one, letter in zip(batch, outcomes.decode(), strict=True):
                     if not one.outcome.done():
-                        one.outcome.set_result(Writing(outcome.decode()))
+                        one.outcome.set_result(OUTCOMES[letter])
         finally:
             self._writing = None
 

@@ -5,12 +5,14 @@ from __future__ import annotations
 import hashlib
 import hmac
 import secrets
+from functools import lru_cache
 
 from cryptography.exceptions import InvalidTag
 from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
 PLAIN, SEALED = b"\x00", b"\x01"
 NONCE_BYTES = 12
+CIPHERS = 4096
 
 
 class UnsealedError(Exception):
@@ -26,6 +28,8 @@ class Sealing:
 
     def __init__(self, secret: str | None) -> None:
         self._key = None if secret is None else hashlib.sha256(b"pando.answers\0" + secret.encode()).digest()
+        # Of the records in use: a cipher is made once, and used for every token.
+        self._cipher = lru_cache(maxsize=CIPHERS)(self._make_cipher)
 
     def seal(self, record: str, place: str, content: bytes) -> bytes:
         if self._key is None:
@@ -51,6 +55,6 @@ class Sealing:
         except (InvalidTag, ValueError) as error:
             raise UnsealedError("it is not encrypted with gateway.state.secret of this gateway") from error
 
-    def _cipher(self, record: str) -> AESGCM:
+    def _make_cipher(self, record: str) -> AESGCM:
         assert self._key is not None
         return AESGCM(hmac.digest(self._key, record.encode(), "sha256"))
