@@ -117,7 +117,7 @@ async def _on_pando_error(request: Request, error: Exception) -> Response:
 
 async def _on_http_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, HttpError)
-    return _shaped(request, http_error_response(error))
+    return _shaped(request, http_error_response(error, error.headers))
 
 
 async def _on_routing_error(request: Request, error: Exception) -> Response:

@@ -178,7 +178,7 @@ def add_continuation(router: APIRouter, context: Context, kind: AnswerKind[BodyT
         received = last_event(request)
         if received is None:
             message = f"GET {kind.path} continues a stream: it needs the header 'Last-Event-ID' with an event's id."
-            raise HttpError(405, message)
+            raise HttpError(405, message, headers={"allow": "POST"})
         return await join(context, kind, record_name(caller.tenant, caller.subject, received[0]), received[1])
 
 

@@ -108,12 +108,15 @@ ERROR_SCHEMA = {
 class HttpError(Exception):
     """An error without an error code in the pipeline, such as 413, 415 or the 404 of an unknown path."""
 
-    def __init__(self, status: int, message: str, *, close: bool = False) -> None:
+    def __init__(
+        self, status: int, message: str, *, close: bool = False, headers: Mapping[str, str] | None = None
+    ) -> None:
         """`close` closes the connection after the response, because the rest of the request's body is not read."""
         super().__init__(message)
         self.status = status
         self.message = message
         self.close = close
+        self.headers = headers
 
 
 def error_body(message: str, shape: ErrorShape, param: str | None = None) -> bytes:

@@ -12,7 +12,7 @@ from common.prompt_logprobs import PromptLogprobs
 from common.types import Admission, ErrorCode, Finish, FinishReason, RequestFailure, RequestId
 from gateway.generation.generation import MAX_PROMPT_VALUES
 from tests.fakes.pipeline import LENGTH, PROMPT
-from tests.gateway.support import FakedGateway, faked
+from tests.gateway.support import FakedGateway, events, faked
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -107,7 +107,7 @@ async def test_a_stream_shows_prompts_first() -> None:
     response = await gateway().complete(
         prompt="The capital of", n=2, echo=True, logprobs=1, stream=True, stream_options={"include_usage": True}
     )
-    lines = [line.removeprefix("data: ") for line in response.text.split("\n\n") if line]
+    lines = list(events(response.text))
     assert lines.pop() == "[DONE]"
     *chunks, usage = map(orjson.loads, lines)
     assert usage["usage"]["prompt_tokens"] == PROMPT.prompt_tokens * 1
