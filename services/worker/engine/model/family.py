@@ -79,7 +79,7 @@ class Family:
 
     @property
     def stacks_experts(self) -> bool:
-        """Whether one tensor always has the matrices of all experts; quantised checkpoints leave it as wide as it was."""
+        """Whether one tensor always has the matrices of all experts, which quantised checkpoints leave as it was."""
         names = [stored for part, stored in self.tensors.items() if "experts.*" in part]
         return not self.has_single_experts and any(
             isinstance(stored, StackedPart) or "*" not in stored for stored in names

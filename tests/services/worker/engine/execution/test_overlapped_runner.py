@@ -87,7 +87,7 @@ def test_rows_with_two_page_tables_read_the_right_pages_in_both(
     lives(harness, data)
 
 
-@settings(max_examples=40, deadline=None)
+@examples(20)
 @given(
     st.data(), st.integers(14, 40), st.integers(1, 3), st.integers(2, 12), st.integers(1, 5),
     st.sampled_from([0.0, 0.004]),
