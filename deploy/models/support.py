@@ -14,10 +14,9 @@ from typing import TYPE_CHECKING, Any, Final
 from common.errors import ConfigurationError
 from common.heads import read_head
 from services.worker.engine.encoder.config import encoder_config
-from services.worker.engine.model.config import ModelConfig
+from services.worker.engine.model.config import ModelConfig, no_rotation
 from services.worker.engine.model.config_gguf import check_architecture
 from services.worker.engine.model.config_json import Implementation, config_from_json, implementation_of
-from services.worker.engine.model.rotary_config import no_rotation
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

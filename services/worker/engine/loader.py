@@ -270,7 +270,9 @@ class _DecoderLoader:
         for i in range(config.layers):
             window, rotary = config.window_of(i), config.rotary_of(i)
             if (window, rotary) not in kinds:
-                shape = replace(self._shape, window_left=None if window is None else window - 1)
+                shape = self._shape
+                if window is not None:
+                    shape = replace(shape, window_left=window - 1, is_chunked=config.has_chunks)
                 table = rotary_table(rotary, config.rotary_dim, context, self._device)
                 kinds[window, rotary] = self._backend.attention(shape, table)
         return [kinds[config.window_of(i), config.rotary_of(i)] for i in range(config.layers)]

@@ -85,11 +85,19 @@ class AttentionShape:
     of their own. The components after them are rotated. None: values are stored beside keys."""
     has_float8_kv: bool = False
     """Whether keys and values are stored in FP8, with scales."""
+    is_chunked: bool = False
+    """Whether windows are chunks (Llama 4): sequences are cut after every `window_left + 1` tokens, and a query sees
+    the keys of its own chunk up to itself."""
 
     @property
     def scale(self) -> float:
         """Factor of scores before the softmax."""
         return self.head_dim**-0.5 if self.score_scale is None else self.score_scale
+
+    def first_seen(self, positions: torch.Tensor) -> torch.Tensor:
+        """Return the first position that queries at `positions` see, which may be below 0; there has to be a window."""
+        assert self.window_left is not None, "without a window it is 0"
+        return positions - (positions % (self.window_left + 1) if self.is_chunked else self.window_left)
 
     @property
     def query_width(self) -> int:

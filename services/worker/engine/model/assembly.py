@@ -14,7 +14,7 @@ from services.worker.engine.model.feed_forward import DenseFeedForward, MoeFeedF
 from services.worker.engine.model.latent import LatentReader
 from services.worker.engine.model.recurrent import RecurrentReader
 from services.worker.engine.model.rotary_config import head_order
-from services.worker.engine.model.transformer import DecoderLayer, ProjectionNorm, TransformerWeights
+from services.worker.engine.model.transformer import DecoderLayer, ProjectionNorm, TemperedQueries, TransformerWeights
 from services.worker.engine.quantization.matrices import above, reordered
 
 if TYPE_CHECKING:
@@ -96,15 +96,14 @@ class Assembler:
         return DecoderLayer(
             input_norm=self._norm(f"{prefix}.input_layernorm.weight") if config.pre_norms else None,
             qkv=qkv,
-            qk_norm=None
-            if is_recurrent
-            else self._head_norms(attention, head_order(config.rotary_of(layer), config.head_dim)),
+            qk_norm=None if is_recurrent else self._head_norms(attention, layer),
             attention_output=output,
             feed_forward_norm=self._norm(feed_forward_norm) if config.pre_norms else None,
             feed_forward=self._feed_forward(f"{prefix}.mlp", config.moe_of(layer)),
             sinks=self._sinks(f"{attention}.sinks.weight") if config.has_sinks else None,
             post_norms=post_norms,
             projection_norm=self._projection_norm(attention) if config.projection_norm else None,
+            temperature=self._temperature(layer),
             residual_scale=config.residual_scale,
             gate=gate,
         )
@@ -225,10 +224,14 @@ class Assembler:
         bias = self.tensors.plain(f"{name}.bias") if has_bias and self.shard.is_first else None
         return self.kernels.linear(weight, bias)
 
-    def _head_norms(self, attention: str, order: tuple[int, ...] | None) -> QkNorm | None:
+    def _head_norms(self, attention: str, layer: int) -> QkNorm | None:
         config = self.config
+        if config.bare_qk_norm and layer not in config.unrotated:
+            ones = torch.ones(config.head_dim, dtype=self.kernels.activation_dtype, device=self.device)
+            return QkNorm(query=ones, key=ones, epsilon=config.norm_epsilon)
         if not config.qk_norm:
             return None
+        order = head_order(config.rotary_of(layer), config.head_dim)
         weights = (self._norm(f"{attention}.{name}.weight") for name in ("q_norm", "k_norm"))
         query, key = (weight if order is None else weight[list(order)] for weight in weights)
         return QkNorm(query=query, key=key, epsilon=config.norm_epsilon)
@@ -247,6 +250,12 @@ class Assembler:
             key_share=1 / shard.ranks_by_kv_head,
             epsilon=config.norm_epsilon,
         )
+
+    def _temperature(self, layer: int) -> TemperedQueries | None:
+        config = self.config
+        if config.temperature is None or layer not in config.unrotated:
+            return None
+        return TemperedQueries(len(self.shard.query_heads) * config.head_dim, config.temperature)
 
     def _sinks(self, name: str) -> torch.Tensor:
         whole = self.tensors.plain(name)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from enum import Enum
 from typing import TYPE_CHECKING
@@ -51,6 +52,11 @@ class RotaryConfig:
             return self
         divisors = self.long_divisors if context > self.original_context else self.frequency_divisors
         return replace(self, frequency_divisors=divisors, long_divisors=(), original_context=0)
+
+
+def no_rotation(head_dim: int) -> RotaryConfig:
+    """Return a table of rotations by 0: of layers without positions, or where heads already contain them."""
+    return RotaryConfig(1.0, (math.inf,) * (head_dim // 2))
 
 
 class RouterScores(Enum):
@@ -103,6 +109,16 @@ class MoeConfig:
     routes_in_float32: bool = False
     """Whether the router's matrix is multiplied in float32."""
     shared: SharedExperts | None = None
+    weights_inputs: bool = False
+    """Whether routing weights multiply what goes into an expert (Llama 4), not what comes out."""
+
+
+@dataclass(frozen=True, slots=True)
+class QueryTemperature:
+    """Queries are multiplied by 1 + weight * ln(1 + floor((position + 1) / step)) (Nakanishi 2025)."""
+
+    step: float
+    weight: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,12 +203,20 @@ class ModelConfig:
     mlp_bias: bool = False
     qk_norm: bool = False
     """Whether each head's queries and keys are normalised (Qwen3)."""
+    bare_qk_norm: bool = False
+    """Whether those of layers that are rotated are normalised without weights (Llama 4)."""
     projection_norm: bool = False
     """Whether all queries of a token are normalised together, and all of its keys (OLMo 2)."""
     eos_token_ids: tuple[int, ...] = ()
     dtype: str = "float32"
     windows: tuple[int | None, ...] = ()
     """[layers], how many tokens a query sees in each layer, itself included; None: all of them. Empty: all None."""
+    has_chunks: bool = False
+    """Whether windows are chunks: see `AttentionShape.is_chunked`."""
+    unrotated: tuple[int, ...] = ()
+    """Layers without rotary embedding (NoPE, Kazemnejad et al. 2023)."""
+    temperature: QueryTemperature | None = None
+    """Of queries in layers without rotary embedding."""
     local_rotary: RotaryConfig | None = None
     """Rotary embedding of layers with a window, where it differs from that of the others."""
     attention_scale: float | None = None
@@ -279,6 +303,8 @@ class ModelConfig:
 
     def rotary_of(self, layer: int) -> RotaryConfig:
         """Return the rotary embedding of `layer`."""
+        if layer in self.unrotated:
+            return no_rotation(self.rotary_dim)
         return self.local_rotary if self.local_rotary and self.window_of(layer) is not None else self.rotary
 
     def within(self, context: int) -> ModelConfig:

@@ -61,6 +61,11 @@ class Router:
         self._moe = moe
         self._correction = correction
 
+    @property
+    def weights_inputs(self) -> bool:
+        """Whether weights multiply inputs of experts instead of their outputs."""
+        return self._moe.weights_inputs
+
     def __call__(self, inputs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return ids of the experts of inputs [tokens, hidden], and their weights as float32, [tokens, chosen]."""
         moe, logits = self._moe, self._product(inputs).float()
@@ -106,10 +111,21 @@ class MoeFeedForward:
     def __call__(self, inputs: torch.Tensor, outputs: torch.Tensor | None = None) -> torch.Tensor:
         """Return the weighted sum of the chosen experts' outputs."""
         expert_ids, weights = self._router(inputs)
-        weighted = self._experts(inputs, expert_ids, weights.to(inputs.dtype))
+        weights = weights.to(inputs.dtype)
+        if self._router.weights_inputs:
+            weighted = self._of_weighted(inputs, expert_ids, weights)
+        else:
+            weighted = self._experts(inputs, expert_ids, weights)
         if self._shared is not None:
             weighted += self._shared(inputs)
         return weighted if outputs is None else outputs.copy_(weighted)
+
+    def _of_weighted(self, inputs: torch.Tensor, expert_ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        """Return the sum of the experts' outputs for weighted inputs: every choice is a token of its own."""
+        (tokens, chosen), hidden = expert_ids.shape, inputs.shape[1]
+        scaled = (inputs[:, None] * weights[:, :, None]).view(-1, hidden)
+        outputs = self._experts(scaled, expert_ids.view(-1, 1), torch.ones_like(weights).view(-1, 1))
+        return outputs if chosen == 1 else outputs.view(tokens, chosen, hidden).sum(dim=1)
 
     def add_to(self, inputs: torch.Tensor, sums: torch.Tensor) -> None:
         """Add it to `sums`."""

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
     from services.worker.engine.model.family import JsonConfig
 
-SLIDING, FULL = "sliding_attention", "full_attention"
+SLIDING, CHUNKED, FULL = "sliding_attention", "chunked_attention", "full_attention"
 _ACTIVATIONS = {"silu": Activation.SILU, "gelu_pytorch_tanh": Activation.GELU_TANH}
 
 
@@ -80,11 +80,22 @@ def read_windows(config: JsonConfig, kinds: Sequence[str], *, is_used: bool = Fa
     # A window of the whole context hides nothing.
     if not window or window >= config["max_position_embeddings"] or not config.get("use_sliding_window", is_used):
         return ()
-    kinds = config.get("layer_types") or kinds
-    unknown = set(kinds) - {SLIDING, FULL}
+    return _windows(int(window), config.get("layer_types") or kinds, SLIDING)
+
+
+def read_chunks(config: JsonConfig, kinds: Sequence[str]) -> tuple[int | None, ...]:
+    """Return the chunk of each layer, where the file has an `attention_chunk_size`; see `ModelConfig.has_chunks`."""
+    chunk = config.get("attention_chunk_size")
+    if not chunk or chunk >= config["max_position_embeddings"]:
+        return ()
+    return _windows(int(chunk), config.get("layer_types") or kinds, CHUNKED)
+
+
+def _windows(window: int, kinds: Sequence[str], limited: str) -> tuple[int | None, ...]:
+    unknown = set(kinds) - {limited, FULL}
     if unknown:
         raise ConfigurationError(f"layer_types: {', '.join(sorted(unknown))} are not supported")
-    return tuple(int(window) if kind == SLIDING else None for kind in kinds)
+    return tuple(window if kind == limited else None for kind in kinds)
 
 
 def read_local_rotary(

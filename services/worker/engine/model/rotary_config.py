@@ -16,11 +16,6 @@ ROTARY_TYPES = ("default", "linear", "llama3", "yarn", "longrope")
 _NO_SCALING = "default"
 
 
-def no_rotation(head_dim: int) -> RotaryConfig:
-    """Return a table of rotations by 0, for queries and keys that already contain their positions."""
-    return RotaryConfig(1.0, (math.inf,) * (head_dim // 2))
-
-
 def head_order(rotary: RotaryConfig, head_dim: int) -> tuple[int, ...] | None:
     """Return which component of a checkpoint's head stands at each place of ours; None: the same one.
 

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
         QkNorm,
     )
     from services.worker.engine.model.batch import ForwardBatch
-    from services.worker.engine.model.config import ModelConfig
+    from services.worker.engine.model.config import ModelConfig, QueryTemperature
     from services.worker.engine.model.feed_forward import FeedForward
     from services.worker.engine.model.kv_pool import KvPool
     from services.worker.engine.parallel.group import RankGroup
@@ -53,6 +53,7 @@ class DecoderLayer:
     sinks: torch.Tensor | None = None  # [query_heads] float32, see `AttentionBackend.attend`
     post_norms: tuple[torch.Tensor, torch.Tensor] | None = None
     projection_norm: ProjectionNorm | None = None
+    temperature: TemperedQueries | None = None
     residual_scale: float = 1.0
     gate: Linear | None = None
     """Attention's output is multiplied by the sigmoid of this product with the layer's input."""
@@ -79,6 +80,22 @@ class ProjectionNorm:
         scales = torch.rsqrt(means + self.epsilon)
         qkv[:, :count] = queries * scales[:, :1] * self.queries
         qkv[:, count : count + len(self.keys)] = keys * scales[:, 1:] * self.keys
+        return qkv
+
+
+@dataclass(frozen=True, slots=True)
+class TemperedQueries:
+    """Scales queries by their positions, so that attention stays as sharp over many keys."""
+
+    width: int
+    """Queries of this rank, times their components."""
+    temperature: QueryTemperature
+
+    def __call__(self, qkv: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """Scale the queries of projections [tokens, queries + keys + values] in place; return all of them."""
+        temperature = self.temperature
+        steps = torch.floor((positions.float() + 1.0) / temperature.step)
+        qkv[:, : self.width] *= (1.0 + temperature.weight * torch.log1p(steps))[:, None]
         return qkv
 
 
@@ -182,7 +199,7 @@ class Transformer:
                 normed = self._finish_layer(layer, hidden, attended, next_norm)
         layer, attention, memory, view, next_norm = last
         if not isinstance(memory, LayerStates) and batch.sample_indices.shape[0] == 0:
-            attention.store(self._project(layer, normed), memory, layer.qk_norm, view)
+            attention.store(self._project(layer, normed, batch.positions), memory, layer.qk_norm, view)
             return hidden[:0]
         sampled = None if isinstance(memory, LayerStates) else sampled_rows(view)
         if isinstance(memory, LayerStates) or sampled is None:
@@ -192,7 +209,7 @@ class Transformer:
             return normed if batch.decode_rows == hidden.shape[0] else normed[batch.sample_indices]
         # The last layer's output is needed only at sampled tokens; of the others KV is stored.
         hidden = hidden[batch.sample_indices]
-        queries = attention.store(self._project(layer, normed), memory, layer.qk_norm, view)
+        queries = attention.store(self._project(layer, normed, batch.positions), memory, layer.qk_norm, view)
         attended = attention.attend(queries[batch.sample_indices], memory, sampled, layer.sinks)
         attended = _gated(layer, attended, normed[batch.sample_indices])
         return self._finish_layer(layer, hidden, attended, next_norm)
@@ -215,7 +232,7 @@ class Transformer:
         if isinstance(memory, LayerStates):
             assert isinstance(layer.qkv, GatedDeltaNet), "only recurrences have states"
             return layer.qkv(normed, memory, batch)
-        projected = self._project(layer, normed)
+        projected = self._project(layer, normed, batch.positions)
         attended = attention.store_and_attend(projected, memory, layer.qk_norm, batch, layer.sinks)
         return _gated(layer, attended, normed)
 
@@ -231,10 +248,14 @@ class Transformer:
         rows = self._weights.embedding[(token_ids - mine.start) * is_mine].to(self._kernels.activation_dtype)
         return self._group.sum(rows * is_mine[:, None])
 
-    def _project(self, layer: DecoderLayer, normed: torch.Tensor) -> torch.Tensor:
+    def _project(self, layer: DecoderLayer, normed: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         assert not isinstance(layer.qkv, GatedDeltaNet), "it has states instead of keys and values"
         projected = layer.qkv(normed)
-        return projected if layer.projection_norm is None else layer.projection_norm(projected, self._group)
+        if layer.projection_norm is not None:
+            projected = layer.projection_norm(projected, self._group)
+        if layer.temperature is not None:
+            projected = layer.temperature(projected, positions)
+        return projected
 
     def _normed(self, hidden: torch.Tensor, norm: torch.Tensor | None) -> torch.Tensor:
         return hidden if norm is None else self._kernels.rms_norm(hidden, norm, self._epsilon)

@@ -12,8 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from common.errors import ConfigurationError
-from services.worker.engine.model.config import ModelConfig
-from services.worker.engine.model.rotary_config import no_rotation
+from services.worker.engine.model.config import ModelConfig, no_rotation
 from services.worker.engine.transformers_models.library import import_transformers
 
 if TYPE_CHECKING:

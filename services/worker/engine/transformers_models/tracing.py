@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from common.errors import ConfigurationError
-from services.worker.engine.model.rotary_config import no_rotation
+from services.worker.engine.model.config import no_rotation
 
 if TYPE_CHECKING:
     from services.worker.engine.model.config import ModelConfig

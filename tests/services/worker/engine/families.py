@@ -54,6 +54,10 @@ _RECURRENT = {
     "num_hidden_layers": 4, "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8,
     "linear_value_head_dim": 12, "rms_norm_eps": 1e-6,
 }  # fmt: skip
+_LLAMA4 = {
+    "intermediate_size": 48, "intermediate_size_mlp": 80, "num_local_experts": 5, "attention_chunk_size": 20,
+    "floor_scale": 16, "attn_scale": 0.5, "rms_norm_eps": 1e-5,
+}  # fmt: skip
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("Llama", {}),
     "llama tied": ("Llama", {"tie_word_embeddings": True, "num_key_value_heads": 1}),
@@ -221,6 +225,23 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "qwen3.5": ("Qwen3_5", {**_RECURRENT, "tie_word_embeddings": True, "linear_conv_kernel_dim": 3}),
     "qwen3.5 moe": ("Qwen3_5Moe", {**_EXPERTS, **_RECURRENT, "shared_expert_intermediate_size": 64}),
+    # Chunks of 20 tokens, as prompts are longer than windows elsewhere; every second layer has experts, as Maverick.
+    "llama4": (
+        "Llama4",
+        {
+            **_LLAMA4,
+            "num_hidden_layers": 4,
+            "interleave_moe_layer_step": 2,
+            "no_rope_layer_interval": 4,
+            "rope_parameters": _LLAMA3,
+            "use_qk_norm": True,
+        },
+    ),
+    # Two experts of each token, temperatures that rise after every fourth token, heads without norms.
+    "llama4 of two experts": (
+        "Llama4",
+        {**_LLAMA4, "num_experts_per_tok": 2, "no_rope_layer_interval": 2, "use_qk_norm": False, "floor_scale": 4},
+    ),
     # As SmolLM2: three query heads for each of three KV heads.
     "smol": (
         "Llama",
@@ -247,6 +268,8 @@ SHARED = {
     "deepseek v3": "torch",
     "qwen3 next": "compiled",
     "qwen3.5 moe": "torch",
+    "llama4": "compiled",
+    "llama4 of two experts": "torch",
 }
 # Those that are compared with their GGUF files, and what these do not contain.
 IN_GGUF: dict[str, dict[str, Any]] = {
@@ -306,7 +329,7 @@ def config_class(name: str) -> Any:  # a PretrainedConfig
     """Return the class of the config of what `transformers` calls `name`."""
     import transformers
 
-    is_part = name in ("Gemma3", "Qwen3_5", "Qwen3_5Moe")
+    is_part = name in ("Gemma3", "Llama4", "Qwen3_5", "Qwen3_5Moe")
     return getattr(transformers, f"{name}TextConfig" if is_part else f"{name}Config")
 
 

@@ -100,6 +100,7 @@ class CpuAttention:
             page_size=shape.page_size,
             threads=self._threads,
             window_left=-1 if shape.window_left is None else shape.window_left,
+            is_chunked=shape.is_chunked,
             scale=shape.scale,
             softcap=shape.attention_softcap or 0.0,
         )

@@ -105,6 +105,7 @@ def can_fuse(layer: DecoderLayer) -> bool:
         and layer.post_norms is None
         and layer.projection_norm is None
         and layer.gate is None
+        and layer.temperature is None
         and layer.residual_scale == 1.0
         and layer.input_norm is not None
         and layer.feed_forward_norm is not None
@@ -133,5 +134,6 @@ def _layer_arguments(layer: DecoderLayer, attention: CpuAttention) -> LayerArgum
         up=feed_forward.gate_up.up.arguments,
         down=feed_forward.down.matrix.arguments,
         window_left=-1 if window is None else window,
+        is_chunked=attention.shape.is_chunked,
         table=int(window is not None),
     )

@@ -62,6 +62,7 @@ class AttentionArguments(ctypes.Structure):
         ("page_size", c_int),
         ("threads", c_int),
         ("window_left", c_int),
+        ("is_chunked", c_int),
         ("scale", c_float),
         ("softcap", c_float),
     )
@@ -104,6 +105,7 @@ class LayerArguments(ctypes.Structure):
         ("up", MatrixArguments),
         ("down", MatrixArguments),
         ("window_left", c_int),
+        ("is_chunked", c_int),
         ("table", c_int),
     )
 

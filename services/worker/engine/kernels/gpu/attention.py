@@ -164,7 +164,7 @@ class TorchChunkAttention:
         return (
             visible
             if self._shape.window_left is None
-            else visible & (places[None] >= positions - self._shape.window_left)
+            else visible & (places[None] >= self._shape.first_seen(positions))
         )
 
     @staticmethod

@@ -49,8 +49,16 @@ class GpuBackend:
         if shape.head_dim not in _FLASHINFER_HEAD_DIMS:
             log.warning("FlashInfer has no kernels for head_dim %d, prompts are computed slower", shape.head_dim)
             return TorchChunkAttention(shape)
+        if shape.is_chunked and shape.window_left is not None and (shape.window_left + 1) % shape.page_size:
+            log.warning(
+                "FlashInfer attends to whole pages, chunks of %d tokens are no multiples of page_size %d: prompts are "
+                "computed slower", shape.window_left + 1, shape.page_size
+            )  # fmt: skip
+            return TorchChunkAttention(shape)
         capability = torch.cuda.get_device_capability(self._device)
-        has_window, has_cap = shape.window_left is not None, shape.attention_softcap is not None
+        # Chunked attention is full attention of each part to FlashInfer.
+        has_window = shape.window_left is not None and not shape.is_chunked
+        has_cap = shape.attention_softcap is not None
         if is_missing(
             shape.head_dim, self._dtype, has_window=has_window, has_cap=has_cap, has_float8_kv=shape.has_float8_kv,
             capability=capability,

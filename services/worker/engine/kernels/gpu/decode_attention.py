@@ -70,6 +70,17 @@ def _sinks_or_nothing(of_sinks, is_first, QUERIES: tl.constexpr, HAS_SINKS: tl.c
 
 
 @triton.jit
+def _first_seen(position, WINDOW_LEFT: tl.constexpr, CHUNKED: tl.constexpr):
+    """Return the first position that the query at `position` sees."""
+    least = 0
+    if CHUNKED:
+        least = position // (WINDOW_LEFT + 1) * (WINDOW_LEFT + 1)
+    elif WINDOW_LEFT >= 0:
+        least = tl.maximum(position - WINDOW_LEFT, 0)
+    return least
+
+
+@triton.jit
 def _factor(scales, head, SCALED: tl.constexpr):
     """Return by how much what is stored of a KV head has to be multiplied."""
     factor = 1.0
@@ -94,7 +105,7 @@ def _decode(
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, QUERIES: tl.constexpr, HEAD_DIM: tl.constexpr,
     WIDTH: tl.constexpr, PAGE_SIZE: tl.constexpr, BLOCK: tl.constexpr, PARTS: tl.constexpr, LEAST_PART: tl.constexpr,
     MERGED: tl.constexpr, STORES: tl.constexpr, NORMED: tl.constexpr, WINDOW_LEFT: tl.constexpr,
-    CAPPED: tl.constexpr, HAS_SINKS: tl.constexpr, SCALED: tl.constexpr, OVERLAPS: tl.constexpr,
+    CHUNKED: tl.constexpr, CAPPED: tl.constexpr, HAS_SINKS: tl.constexpr, SCALED: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
     # Of products: keys and values in FP8 are widened for them.
     element: tl.constexpr = outputs.dtype.element_ty if SCALED else keys.dtype.element_ty
@@ -105,9 +116,7 @@ def _decode(
     table = page_table + tl.load(rows + index).to(tl.int64) * stride_table
     # A program that stores takes the newest token from its input, the others find it in the pool.
     stored = length - 1 if STORES else length
-    least = 0
-    if WINDOW_LEFT >= 0:
-        least = tl.maximum(length - 1 - WINDOW_LEFT, 0)
+    least = _first_seen(length - 1, WINDOW_LEFT=WINDOW_LEFT, CHUNKED=CHUNKED)
     if PARTS == 1:
         start = least
         end = stored
@@ -310,7 +319,7 @@ class DecodeAttention:
             PAGE_SIZE=shape.page_size, BLOCK=tuning.block, PARTS=parts, LEAST_PART=tuning.least_part,
             MERGED=triton.next_power_of_2(group), STORES=angles is not None, NORMED=norms is not None,
             WINDOW_LEFT=-1 if shape.window_left is None else shape.window_left,
-            CAPPED=shape.attention_softcap is not None, HAS_SINKS=sinks is not None,
+            CHUNKED=shape.is_chunked, CAPPED=shape.attention_softcap is not None, HAS_SINKS=sinks is not None,
             SCALED=layer.scales is not None,
             num_warps=tuning.warps, num_stages=tuning.stages, **launch_options(batch),
         )  # fmt: skip

@@ -11,6 +11,8 @@ import numpy as np
 import torch
 
 if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
     from services.worker.engine.kernels.interface import AttentionShape, KvLayer
     from services.worker.engine.model.batch import ForwardBatch
 
@@ -55,8 +57,12 @@ class FlashInferPrefill:
         outputs *= torch.sigmoid(sums * math.log(2) - sinks)[:, :, None].to(outputs.dtype)
 
     def _plan(self, batch: ForwardBatch, dtype: torch.dtype, kv_dtype: torch.dtype) -> None:
-        size = self._shape.page_size
-        chunks = chunk_pages(batch, size)
+        size, window = self._shape.page_size, self._shape.window_left
+        if self._shape.is_chunked and window is not None:
+            # Each row's part of a chunk is a row of its own, which sees all that it has.
+            chunks, window = chunk_pages(batch, size, window + 1), None
+        else:
+            chunks = chunk_pages(batch, size)
         self._wrapper.plan(
             chunks.query_starts,
             chunks.page_starts,
@@ -68,7 +74,7 @@ class FlashInferPrefill:
             size,
             causal=True,
             sm_scale=self._shape.scale,
-            window_left=-1 if self._shape.window_left is None else self._shape.window_left,
+            window_left=-1 if window is None else window,
             logits_soft_cap=self._shape.attention_softcap,
             q_data_type=dtype,
             kv_data_type=kv_dtype,
@@ -85,8 +91,11 @@ class ChunkPages:
     key_lengths: torch.Tensor  # [rows]
 
 
-def chunk_pages(batch: ForwardBatch, page_size: int) -> ChunkPages:
-    """Return a batch's chunks; waits for the device only if the batch was made there."""
+def chunk_pages(batch: ForwardBatch, page_size: int, cut: int | None = None) -> ChunkPages:
+    """Return a batch's chunks; waits for the device only if the batch was made there.
+
+    With `cut`, a multiple of the page size, sequences are cut after every so many tokens, and each part is a row.
+    """
     first = batch.decode_rows
     if batch.host is not None:
         starts, lengths, table = batch.host.query_starts, batch.host.key_lengths, batch.host.page_table
@@ -94,12 +103,24 @@ def chunk_pages(batch: ForwardBatch, page_size: int) -> ChunkPages:
         starts, lengths, table = (
             tensor.cpu().numpy() for tensor in (batch.query_starts, batch.key_lengths, batch.page_table)
         )
-    lengths = lengths[first:]
-    pages = -(-lengths // page_size)
-    in_use = np.arange(table.shape[1]) < pages[:, None]
+    counts, lengths, table = np.diff(starts[first:]), lengths[first:], table[first:]
+    hidden = np.zeros_like(lengths)  # keys before the first one that a row sees
+    if cut is not None:
+        parts = [_cut(count, length, cut) for count, length in zip(counts.tolist(), lengths.tolist(), strict=True)]
+        table = table.repeat([len(part) for part in parts], axis=0)
+        counts, lengths, hidden = np.concatenate(parts).T
+    places, least, most = np.arange(table.shape[1]), hidden // page_size, -(-lengths // page_size)
+    in_use = (places >= least[:, None]) & (places < most[:, None])
     return ChunkPages(
-        torch.from_numpy((starts[first:] - starts[first]).astype(np.int32)),
-        torch.from_numpy(np.concatenate([[0], np.cumsum(pages)]).astype(np.int32)),
-        torch.from_numpy(table[first:][in_use]),
-        torch.from_numpy(lengths.astype(np.int32)),
+        torch.from_numpy(np.concatenate([[0], np.cumsum(counts)]).astype(np.int32)),
+        torch.from_numpy(np.concatenate([[0], np.cumsum(most - least)]).astype(np.int32)),
+        torch.from_numpy(table[in_use]),
+        torch.from_numpy((lengths - hidden).astype(np.int32)),
     )
+
+
+def _cut(queries: int, length: int, size: int) -> NDArray[np.int64]:
+    """Return queries, key length and hidden keys [parts, 3] of the last `queries` of `length` tokens, cut by `size`."""
+    starts = np.arange((length - queries) // size * size, length, size)
+    ends = np.minimum(starts + size, length)
+    return np.stack((ends - np.maximum(starts, length - queries), ends, starts), axis=1)

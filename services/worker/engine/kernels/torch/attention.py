@@ -114,7 +114,7 @@ class TorchAttention:
         """Return which keys at `places` [keys] queries at `positions` [queries, 1] see, [queries, keys]."""
         visible = places[None, :] <= positions
         if self._shape.window_left is not None:
-            visible &= places[None, :] >= positions - self._shape.window_left
+            visible &= places[None, :] >= self._shape.first_seen(positions)
         return visible
 
     def _attend(

@@ -41,6 +41,9 @@ OWN = {
     "deepseek v3": {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "head_dim": 64, "hidden_size": 64},
     "qwen3 next": {"head_dim": 64, "hidden_size": 64},
     "qwen3.5": {"head_dim": 64, "hidden_size": 64},
+    # Chunks of whole pages, which FlashInfer attends to, and of others.
+    "llama4": {"head_dim": 64, "hidden_size": 64, "attention_chunk_size": 32},
+    "llama4 of two experts": {"head_dim": 64, "hidden_size": 64},
     # Of sizes for which FlashInfer has no kernels.
     "deepseek v2 lite": {"hidden_size": 64},
 }

@@ -105,7 +105,9 @@ def cases(draw: st.DrawFn) -> Case:
     head_dim, page_size = draw(st.sampled_from([16, 32, 48, 64, 80, 128, 256])), draw(st.sampled_from([16, 32, 64]))
     decoding = draw(st.lists(st.integers(0, 200), max_size=4))
     chunks = draw(st.lists(st.tuples(st.integers(0, 150), st.integers(2, 70)), min_size=not decoding, max_size=2))
+    window = draw(WINDOWS)
     shape = AttentionShape(
-        kv_heads * group, kv_heads, head_dim, page_size, draw(WINDOWS), draw(st.sampled_from([None, 0.3]))
-    )
+        kv_heads * group, kv_heads, head_dim, page_size, window, draw(st.sampled_from([None, 0.3])),
+        is_chunked=window is not None and draw(st.booleans()),
+    )  # fmt: skip
     return Case(shape, [*((old, 1) for old in decoding), *chunks], draw(st.integers(0, 2**31)))

@@ -40,7 +40,12 @@ def defined(case: Case, queries: torch.Tensor, layer: KvLayer, sinks: torch.Tens
         keys, values = layer.keys[pages, offsets].double(), layer.values[pages, offsets].double()
         for token in range(int(batch.query_starts[row]), int(batch.query_starts[row + 1])):
             position = int(batch.positions[token])
-            first = 0 if shape.window_left is None else max(0, position - shape.window_left)
+            if shape.window_left is None:
+                first = 0
+            elif shape.is_chunked:
+                first = position // (shape.window_left + 1) * (shape.window_left + 1)
+            else:
+                first = max(0, position - shape.window_left)
             seen = slice(first, position + 1)
             heads = queries[token].double().view(shape.kv_heads, group, shape.head_dim)
             scores = torch.einsum("hgd,thd->hgt", heads, keys[seen]) * shape.scale
@@ -94,6 +99,22 @@ def test_pages_before_all_windows_are_never_read(library: CpuLibrary) -> None:
         layer = case.layer(backend.layout, torch.float32)
         expected = backend.attend(queries, layer, batch)
         assert torch.equal(backend.attend(queries, layer, replace(batch, page_table=table)), expected)
+
+
+def test_a_query_sees_its_own_chunk_only(library: CpuLibrary) -> None:
+    shape = AttentionShape(6, 2, 64, 16, window_left=31, is_chunked=True)
+    # At a chunk's first and last token, across two borders, and within one.
+    case = Case(shape, [(64, 1), (63, 1), (40, 1), (20, 60), (32, 10)], seed=1)
+    queries, batch = case.qkv()[:, : shape.query_width].contiguous(), case.batch()
+    table = batch.page_table.clone()
+    for row, (old, _) in enumerate(case.rows):
+        # These pages were given to another row.
+        table[row, : old // 32 * 2] = table[(row + 1) % 5, 4]
+    for backend in backends(library, shape):
+        layer = case.layer(backend.layout, torch.float32)
+        expected = defined(case, queries, token_major(layer, backend.layout))
+        got = backend.attend(queries, layer, replace(batch, page_table=table))
+        torch.testing.assert_close(got, expected, atol=2e-5, rtol=2e-5)
 
 
 @pytest.mark.parametrize("cap", [0.5, 2.0, 50.0])

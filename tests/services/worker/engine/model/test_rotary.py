@@ -10,9 +10,9 @@ import transformers
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from common.errors import ConfigurationError
-from services.worker.engine.model.config import RotaryConfig
+from services.worker.engine.model.config import RotaryConfig, no_rotation
 from services.worker.engine.model.rotary import rotary_table
-from services.worker.engine.model.rotary_config import no_rotation, read_rotary
+from services.worker.engine.model.rotary_config import read_rotary
 
 HEAD_DIM = 128
 POSITIONS = 20_000

@@ -37,6 +37,7 @@ struct AttentionArguments {
   const float* value_scales;
   int query_stride, rows, table_width, query_heads, kv_heads, head_dim, page_size, threads;
   int window_left;  // keys that a query sees before its own position; negative: all
+  int is_chunked;   // whether it sees only those of its own chunk of window_left + 1 tokens
   float scale;      // of scores before the softmax
   float softcap;    // scores are bent into (-softcap, softcap) by a hyperbolic tangent; 0: they are not
 };
@@ -230,7 +231,8 @@ inline int position_of(const AttentionArguments& a, const AttentionTask& task) {
 
 // The first key that the query at `position` sees.
 inline int least_key(const AttentionArguments& a, int position) {
-  return a.window_left < 0 ? 0 : std::max(0, position - a.window_left);
+  if (a.window_left < 0) return 0;
+  return a.is_chunked ? position - position % (a.window_left + 1) : std::max(0, position - a.window_left);
 }
 
 template <typename Element>

@@ -26,7 +26,7 @@ struct LayerArguments {
   const float* key_scales;    // as StoreArguments and AttentionArguments have them
   const float* value_scales;
   MatrixArguments qkv, output, gate, up, down;
-  int window_left, table;     // which of the page tables, and slots, are this layer's
+  int window_left, is_chunked, table;  // which of the page tables, and slots, are this layer's
 };
 
 struct LayersArguments {
@@ -120,6 +120,7 @@ void share_layer(const LayersArguments& a, const LayerArguments& layer, const st
   attention.page_table = a.page_tables[layer.table];
   attention.table_width = a.table_widths[layer.table];
   attention.window_left = layer.window_left;
+  attention.is_chunked = layer.is_chunked;
   attention.sinks = layer.sinks;
   attention.key_scales = layer.key_scales;
   attention.value_scales = layer.value_scales;

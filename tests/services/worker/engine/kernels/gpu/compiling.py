@@ -73,20 +73,21 @@ def main() -> None:
 
 
 def attention_sizes() -> list[int]:
-    """Compile attention of decoding rows in gpt-oss's shape: with sinks, with and without a window and parts.
+    """Compile attention of decoding rows in gpt-oss's shape: with sinks, with and without a window, chunks and parts.
 
     In bfloat16 and FP8; and the storing of keys and values in FP8.
     """
     others = "*bf16 *i32 *i32 *i32 *fp32 *fp32 *i32 *fp32 *bf16 *bf16 fp32 *fp32"
     sizes = []
-    choices = ((127, True, 8), (127, False, 1), (-1, True, 1), (-1, False, 8))
-    for (window, stores, parts), stored in itertools.product(choices, ("bf16", "fp8e4nv")):
+    choices = ((127, 0, True, 8), (127, 0, False, 1), (8191, 1, True, 8), (-1, 0, True, 1), (-1, 0, False, 8))
+    for (window, is_chunked, stores, parts), stored in itertools.product(choices, ("bf16", "fp8e4nv")):
         shape: Constants = {"KV_HEADS": 8, "GROUP": 8, "QUERIES": 16, "HEAD_DIM": 64, "WIDTH": 64, "PAGE_SIZE": 16}
         tiles: Constants = {"BLOCK": 64, "PARTS": parts, "LEAST_PART": 64, "MERGED": 8}
         how = {
             "STORES": stores,
             "NORMED": False,
             "WINDOW_LEFT": window,
+            "CHUNKED": is_chunked,
             "CAPPED": False,
             "HAS_SINKS": True,
             "SCALED": stored != "bf16",

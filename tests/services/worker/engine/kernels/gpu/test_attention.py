@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import fields, replace
+from importlib import import_module
+from importlib.util import find_spec
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -41,8 +45,18 @@ def cases(draw: st.DrawFn, *, head_dims: tuple[int, ...] = (16, 48, 64, 128, 256
     chunks = draw(st.lists(st.tuples(st.integers(0, 150), st.integers(2, 70)), min_size=not decoding, max_size=2))
     head_dim, scale = draw(st.sampled_from(head_dims)), draw(st.sampled_from([None, 0.3]))
     cap = draw(st.sampled_from([None, 2.0, 50.0]))
-    shape = AttentionShape(kv_heads * group, kv_heads, head_dim, page_size, draw(WINDOWS), scale, cap)
+    window = draw(WINDOWS)
+    is_chunked = window is not None and draw(st.booleans())
+    shape = AttentionShape(
+        kv_heads * group, kv_heads, head_dim, page_size, window, scale, cap, is_chunked=is_chunked
+    )  # fmt: skip
     return Case(shape, [*((old, 1) for old in decoding), *chunks], draw(st.integers(0, 2**31)))
+
+
+def for_flashinfer(shape: AttentionShape) -> AttentionShape:
+    """Return a shape that FlashInfer serves: it cuts sequences between pages."""
+    is_cut = shape.is_chunked and shape.window_left is not None and (shape.window_left + 1) % 16 == 0
+    return replace(shape, page_size=16, is_chunked=is_cut)
 
 
 def moved(batch: ForwardBatch, device: torch.device) -> ForwardBatch:
@@ -163,7 +177,7 @@ def test_flashinfer_reads_keys_and_values_in_float8(case: Case, device: torch.de
     pytest.importorskip("flashinfer")
     from services.worker.engine.kernels.gpu.flashinfer_prefill import FlashInferPrefill
 
-    case = replace(case, shape=replace(case.shape, page_size=16))
+    case = replace(case, shape=for_flashinfer(case.shape))
 
     def make(shape: AttentionShape) -> GpuAttention:
         return GpuAttention(shape, table(shape).to(device), FlashInferPrefill(shape, device), 4)
@@ -198,12 +212,33 @@ def test_flashinfer_attends_to_chunks_as_plain_torch_does(case: Case, device: to
     pytest.importorskip("flashinfer")
     from services.worker.engine.kernels.gpu.flashinfer_prefill import FlashInferPrefill
 
-    case = replace(case, shape=replace(case.shape, page_size=16))
+    case = replace(case, shape=for_flashinfer(case.shape))
 
     def make(shape: AttentionShape) -> GpuAttention:
         return GpuAttention(shape, table(shape).to(device), FlashInferPrefill(shape, device), 4)
 
     check(case, device, make)
+
+
+@pytest.mark.skipif(find_spec("flashinfer") is not None, reason="where FlashInfer is, it is tested itself")
+def test_rows_are_cut_at_the_borders_of_chunks_for_flashinfer(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = "services.worker.engine.kernels.gpu.flashinfer_prefill"
+    monkeypatch.setitem(sys.modules, "flashinfer", ModuleType("flashinfer"))
+    monkeypatch.delitem(sys.modules, module, raising=False)
+    chunk_pages = import_module(module).chunk_pages
+    # Of single tokens nothing is cut; one row goes over two borders, one begins at a border, one lies within a chunk.
+    case = Case(AttentionShape(2, 1, 16, 16, 31, is_chunked=True), [(70, 1), (20, 60), (32, 10), (3, 5)], seed=1)
+    batch = case.batch()
+    parts = chunk_pages(batch, 16, 32)
+    assert parts.query_starts.tolist() == [0, 12, 44, 60, 70, 75]
+    assert parts.key_lengths.tolist() == [32, 32, 16, 10, 8]
+    assert parts.page_starts.tolist() == [0, 2, 4, 5, 6, 7]
+    table = batch.page_table.tolist()
+    assert parts.pages.tolist() == [*table[1][:5], table[2][2], table[3][0]]
+    whole = chunk_pages(batch, 16)
+    assert whole.query_starts.tolist() == [0, 60, 70, 75]
+    assert whole.pages.tolist() == [*table[1][:5], *table[2][:3], table[3][0]]
+    sys.modules.pop(module)
 
 
 @pytest.mark.parametrize("has_sinks", [False, True])

@@ -24,8 +24,8 @@ pytestmark = [
 ]
 
 # Capped scores and norms of outputs; norms of projections and none of inputs; reordered heads and every kind of expert;
-# attention sinks and experts with biases; latent attention.
-MODELS = ("gemma2", "olmo2", "glm4 moe", "gpt-oss", "deepseek v3")
+# attention sinks and experts with biases; latent attention; layers without positions and weighted inputs of experts.
+MODELS = ("gemma2", "olmo2", "glm4 moe", "gpt-oss", "deepseek v3", "llama4 of two experts")
 
 
 class _Interpreted(GpuBackend):
