@@ -30,7 +30,6 @@ from services.worker.engine.backends import (
 from services.worker.engine.checkpoints.opening import open_checkpoint
 from services.worker.engine.checkpoints.safetensors_directory import SafetensorsTensors, read_json
 from services.worker.engine.encoder.runner import EncoderRunner
-from services.worker.engine.families.registry import families_by_name
 from services.worker.engine.host import available_memory
 from services.worker.engine.host_memory import keep_freed_memory
 from services.worker.engine.host_tier.pool import allocate_host_pool, count_host_pages
@@ -123,11 +122,6 @@ class _DecoderLoader:
         report(0.0, "preparing kernels, which takes longest the first time")
         library = find_library(options, self._device)
         is_own = not isinstance(self._checkpoint, TransformersCheckpoint)
-        if spec.world_size > 1 and not is_own:
-            raise ConfigurationError(
-                f"model family {self._config.family!r} runs through transformers, on one rank: tensor parallelism is "
-                f"for {', '.join(families_by_name())}"
-            )
         self._dtype = select_dtype(spec.dtype, self._config, self._device, library if is_own else None)
         self._backend: KernelBackend = (
             select_backend(library, self._dtype, self._device, threads)
@@ -208,7 +202,7 @@ class _DecoderLoader:
     def _decoder(self, group: RankGroup, context: int) -> Decoder:
         """Load the weights and put the model together."""
         if isinstance(self._checkpoint, TransformersCheckpoint):
-            return self._transformers_decoder(self._checkpoint, context)
+            return self._transformers_decoder(self._checkpoint, context, group)
         kernels, ranks = self._backend.kernels, self._spec.world_size
         tensors = CheckedTensors(self._checkpoint, self._device, quantiser(self._spec, self._config))
         assembler = Assembler(tensors, self._shard, kernels, self._dtype, self._device, self._has_vocabulary)
@@ -253,12 +247,12 @@ class _DecoderLoader:
             raise ConfigurationError(f"classifier_from_token: {unknown} are no tokens of the model's vocabulary")
         return tuple(token_id for token_id in found.values() if token_id is not None)
 
-    def _transformers_decoder(self, checkpoint: TransformersCheckpoint, context: int) -> Decoder:
+    def _transformers_decoder(self, checkpoint: TransformersCheckpoint, context: int, group: RankGroup) -> Decoder:
         self._report(0.0, "loading weights")
-        model = TransformersDecoder(checkpoint, self._dtype, self._device)
+        model = TransformersDecoder(checkpoint, self._dtype, self._device, group)
         # Heads, scales and windows are known only after tracing.
         self._config = model.config
-        self._shard = shard_model(self._config, 0, 1)
+        self._shard = shard_model(self._config, group.rank, group.world_size)
         model.use(self._attention(context), self._backend.kernels.activation_dtype)
         self._report(0.97, "comparing attention")
         model.check(self._unquantised_pool(pages_to_check(self._spec.page_size), model.kv_layout))

@@ -31,6 +31,7 @@ _TEXT_PARTS = (
     ("model.", "lm_head."),
     ("language_model.model.", "language_model.lm_head."),
     ("model.language_model.", "lm_head."),
+    ("model.text_model.", "lm_head."),
     ("", "lm_head."),
 )
 

@@ -19,6 +19,15 @@ if TYPE_CHECKING:
     from services.worker.engine.model.config import ModelConfig
 
 
+# Checkpoints of a decoder, `text_config`, beside encoders of images or sound, whose outputs it takes as if they were
+# tokens: alone it is what it is elsewhere.
+_CONTAINERS = frozenset({
+    "aya_vision", "cohere2_vision", "idefics3", "internvl", "llava", "llava_next", "llava_onevision", "mistral3",
+    "qwen2_audio", "smolvlm", "vipllava", "voxtral",
+})  # fmt: skip
+_OUTER = ("eos_token_id", "dtype", "torch_dtype", "tie_word_embeddings", "quantization_config")
+
+
 def config_from_json(config: Mapping[str, Any], generation: Mapping[str, Any] | None = None) -> ModelConfig:
     """Read a `config.json` as `transformers` writes it, versions 4 and 5, and its `generation_config.json`.
 
@@ -74,8 +83,9 @@ def _text_part(config: Mapping[str, Any]) -> Mapping[str, Any]:
     name = str(config.get("model_type"))
     if name in aliased_families():
         return {**config, "model_type": aliased_families()[name].name}
+    outer = {key: config[key] for key in _OUTER if key in config}
+    text = config.get("text_config") or {}
     family = wrapped_families().get(name)
-    if family is None:
-        return config
-    outer = {key: config[key] for key in ("eos_token_id", "dtype", "torch_dtype") if key in config}
-    return {**outer, "model_type": family.name, **config.get("text_config", {})}
+    if family is not None:
+        return {**outer, "model_type": family.name, **text}
+    return {**outer, **text} if name in _CONTAINERS and text.get("model_type") in families_by_name() else config

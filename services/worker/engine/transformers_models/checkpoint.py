@@ -13,13 +13,21 @@ import torch
 from common.errors import ConfigurationError
 from services.worker.engine.checkpoints.weight_digest import WeightDigest
 from services.worker.engine.transformers_models.library import import_transformers
-from services.worker.engine.transformers_models.support import read_transformers_config
+from services.worker.engine.transformers_models.support import read_transformers_config, text_config
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
     from pathlib import Path
 
     from services.worker.engine.model.config import ModelConfig
+
+# What checkpoints call their text model where there are others beside it, and what it is called alone.
+_TEXT_NAMES = {
+    r"^language_model\.model\.": "model.",
+    r"^model\.language_model\.": "model.",
+    r"^model\.text_model\.": "model.",
+    r"^language_model\.lm_head\.": "lm_head.",
+}
 
 log = logging.getLogger(__name__)
 
@@ -63,12 +71,22 @@ class TransformersCheckpoint:
     def _make(self, library: Any, dtype: torch.dtype, attention: str) -> Any:  # see load
         # Weights that the files lack, such as a vocabulary's of a classifier, are the same at every start.
         torch.manual_seed(0)
+        whole = library.AutoConfig.from_pretrained(self.directory, local_files_only=True)
+        described = text_config(library, whole)
         if self.is_dummy:
-            described = library.AutoConfig.from_pretrained(self.directory, local_files_only=True)
             factory = library.AutoModelForCausalLM.from_config
             return factory(described, dtype=dtype, attn_implementation=attention)
         factory = library.AutoModelForCausalLM.from_pretrained
-        return factory(self.directory, dtype=dtype, attn_implementation=attention, local_files_only=True)
+        options = {"dtype": dtype, "attn_implementation": attention, "local_files_only": True}
+        if described is whole:
+            return factory(self.directory, **options)
+        model, loaded = factory(
+            self.directory, config=described, key_mapping=_TEXT_NAMES, output_loading_info=True, **options
+        )
+        if loaded["missing_keys"]:
+            missing = ", ".join(sorted(loaded["missing_keys"])[:3])
+            raise ConfigurationError(f"{self.directory}: the text model's weights are not found: {missing}, ...")
+        return model
 
 
 def open_transformers_checkpoint(

@@ -5,10 +5,13 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.nn.functional import pad
 
 from common.errors import ConfigurationError
 from services.worker.engine.model.batch import ForwardBatch
+from services.worker.engine.parallel.shards import Span, split_evenly
 from services.worker.engine.transformers_models.library import import_transformers
+from services.worker.engine.transformers_models.sharing import LayerSharing
 from services.worker.engine.transformers_models.tracing import Tracer, trace
 
 if TYPE_CHECKING:
@@ -17,6 +20,7 @@ if TYPE_CHECKING:
     from services.worker.engine.kernels.interface import AttentionBackend, KvLayout
     from services.worker.engine.model.config import ModelConfig
     from services.worker.engine.model.kv_pool import KvPool
+    from services.worker.engine.parallel.group import RankGroup
     from services.worker.engine.transformers_models.checkpoint import TransformersCheckpoint
 
 _CHECKED_TOKENS = 8
@@ -28,11 +32,14 @@ class TransformersDecoder:
     """Computes logits and fills the KV pool; see `Decoder`.
 
     A batch of rows goes through the model as one long sequence without a mask: attention alone looks at other tokens,
-    and ours knows which of them are whose. Queries and keys arrive there with their positions in them.
+    and ours knows which of them are whose. Queries and keys arrive there with their positions in them. The pool has the
+    shape of the widest layer: narrower heads are filled up with zeros, and fewer KV heads repeated.
     """
 
-    def __init__(self, checkpoint: TransformersCheckpoint, dtype: torch.dtype, device: torch.device) -> None:
-        """Load the model and find out what it asks of attention.
+    def __init__(
+        self, checkpoint: TransformersCheckpoint, dtype: torch.dtype, device: torch.device, group: RankGroup
+    ) -> None:
+        """Load the model, find out what it asks of attention, and keep this rank's part of it.
 
         Raises:
             ConfigurationError: `transformers` cannot load it, or it cannot be run here.
@@ -43,11 +50,20 @@ class TransformersDecoder:
         self._registry: Any = library.modeling_utils.ALL_ATTENTION_FUNCTIONS
         tracer = Tracer()
         self._registry[self._name] = tracer.attend
-        self._model: Any = checkpoint.load(dtype, self._name).to(device)
+        self._model: Any = checkpoint.load(dtype, self._name)
+        self._group = group
+        if group.world_size == 1:
+            # Of several ranks, each has memory for its part on the device only.
+            self._model.to(device)
         self._decoder: Any = self._model.get_decoder()
-        self.config: ModelConfig = trace(self._decoder, tracer, checkpoint.config, device)
+        self.config: ModelConfig = trace(self._decoder, tracer, checkpoint.config, self._model.device)
         self._registry[self._name] = self._attend
         self._layer_of = {module: i for i, module in enumerate(tracer.modules)}
+        self._layers = tracer.layers
+        self._expected = self._own_logits()
+        if group.world_size > 1:
+            self._share(tracer.modules)
+        self._model.to(device)
         self._output_type: type | None = None
         self._attention: Sequence[AttentionBackend] = ()
         self._activation_dtype = dtype
@@ -80,8 +96,8 @@ class TransformersDecoder:
         return hidden[batch.sample_indices]
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Return logits of some of the hidden states [samples, hidden]."""
-        if hidden.shape[0] == 0:
+        """Return logits of some of the hidden states [samples, hidden] on rank 0; the head is not shared."""
+        if hidden.shape[0] == 0 or self._group.rank > 0:
             return hidden.new_empty(0, self.config.vocabulary_size)
         assert self._output_type is not None, "hidden states come from a pass"
         given = self._output_type(last_hidden_state=hidden[None])
@@ -100,20 +116,59 @@ class TransformersDecoder:
         Raises:
             ConfigurationError: logits differ by more than rounding: something there is unknown here.
         """
-        device = self._model.device
-        token_ids = torch.arange(1, _CHECKED_TOKENS + 1, device=device) * 7 % self.config.vocabulary_size
-        self._model.set_attn_implementation("eager")
-        expected = self._model(input_ids=token_ids[None], use_cache=False).logits[0, -1].float()
-        self._model.set_attn_implementation(self._name)
-        last = _CHECKED_TOKENS - 1
-        self.forward(_one_row(token_ids, 0, last, pool.page_size), pool)
-        got = self.forward(_one_row(token_ids, last, _CHECKED_TOKENS, pool.page_size), pool)[0].float()
-        error = float((got - expected[: got.shape[0]]).norm() / expected.norm())
-        if not error < _TOLERANCE[self._model.dtype.itemsize]:
+        token_ids, last = self._checked_ids(), _CHECKED_TOKENS - 1
+        try:
+            self.forward(_one_row(token_ids, 0, last, pool.page_size), pool)
+            got = self.forward(_one_row(token_ids, last, _CHECKED_TOKENS, pool.page_size), pool).cpu().float()
+        except RuntimeError as error:
+            if self._group.world_size == 1:
+                raise
+            raise ConfigurationError(
+                f"model family {self.config.family!r} runs through transformers, and not on {self._group.world_size} "
+                f"ranks: {error}; use tensor_parallelism 1"
+            ) from error
+        error_share = float((got - self._expected[: got.shape[1]]).norm() / self._expected.norm())
+        # Ranks but the first one have no logits to compare.
+        is_close = error_share < _TOLERANCE[self._model.dtype.itemsize] or self._group.rank > 0
+        if not self._group.minimum(int(is_close)):
             raise ConfigurationError(
                 f"model family {self.config.family!r} cannot be served through transformers: with paged attention its "
-                f"logits are off by {error:.1%}"
+                f"logits are off by {error_share:.1%}"
             )
+
+    def _checked_ids(self) -> torch.Tensor:
+        ids = torch.arange(1, _CHECKED_TOKENS + 1, device=self._model.device)
+        return ids * 7 % self.config.vocabulary_size
+
+    def _own_logits(self) -> torch.Tensor:
+        """Return [vocabulary] float32 after the checked tokens, with the model's own attention."""
+        self._model.set_attn_implementation("eager")
+        logits: torch.Tensor = self._model(input_ids=self._checked_ids()[None], use_cache=False).logits[0, -1]
+        self._model.set_attn_implementation(self._name)
+        return logits.float().cpu()
+
+    def _share(self, modules: Sequence[torch.nn.Module]) -> None:
+        """Keep this rank's part of the layers, whose attention `modules` are."""
+        world_size, config = self._group.world_size, self.config
+        names = {module: name for name, module in self._decoder.named_modules()}
+        heads, kv_heads = {}, {}
+        spans = split_evenly(config.kv_heads, world_size)
+        if config.kv_heads < world_size:
+            raise ConfigurationError(
+                f"model family {config.family!r} runs through transformers, on at most as many ranks as it has KV "
+                f"heads, {config.kv_heads}; tensor_parallelism is {world_size}"
+            )
+        for module, layer in zip(modules, self._layers, strict=True):
+            copies, span = config.kv_heads // layer.kv_heads, spans[self._group.rank]
+            if span.start % copies or span.stop % copies:
+                raise ConfigurationError(
+                    f"model family {config.family!r} runs through transformers, and a layer with {layer.kv_heads} KV "
+                    f"heads cannot be shared by {world_size} ranks; use tensor_parallelism 1"
+                )
+            heads[names[module]] = Span(span.start // copies, span.stop // copies)
+            kv_heads[names[module]] = layer.kv_heads
+        sharing = LayerSharing(config.family, heads, kv_heads, self._group)
+        sharing.apply(self._decoder, self._decoder.config.base_model_tp_plan)
 
     def close(self) -> None:
         """Take back what the library knows of this model."""
@@ -128,10 +183,19 @@ class TransformersDecoder:
         whole, local, pool = self._pass
         i = self._layer_of[module]
         batch = whole if self.config.window_of(i) is None else local
+        layer, tokens, query_heads = self._layers[i], query.shape[2], query.shape[1]
+        parts = [query, key, value]
+        if layer.scale != self.config.attention_scale:
+            parts[0] = query * (layer.scale / (self.config.attention_scale or 1.0))
+        if layer.kv_heads != self.config.kv_heads:
+            copies = self.config.kv_heads // layer.kv_heads
+            parts[1:] = [heads.repeat_interleave(copies, dim=1) for heads in (key, value)]
+        if layer.head_dim != self.config.head_dim:
+            parts = [pad(heads, (0, self.config.head_dim - layer.head_dim)) for heads in parts]
         # [tokens, (query_heads + 2 kv_heads) * head_dim]
-        qkv = torch.cat([heads[0].transpose(0, 1).flatten(1) for heads in (query, key, value)], dim=1)
+        qkv = torch.cat([heads[0].transpose(0, 1).flatten(1) for heads in parts], dim=1)
         attended = self._attention[i].store_and_attend(qkv.to(self._activation_dtype), pool.layers[i], None, batch)
-        return attended.view(1, query.shape[2], query.shape[1], -1).to(query.dtype), None
+        return attended.view(1, tokens, query_heads, -1)[..., : layer.head_dim].to(query.dtype), None
 
 
 def _one_row(token_ids: torch.Tensor, start: int, end: int, page_size: int) -> ForwardBatch:

@@ -18,6 +18,9 @@ from services.worker.engine.transformers_models.library import import_transforme
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+# Checkpoints whose decoder sees what comes after a token in prompts, too.
+_NOT_CAUSAL = frozenset({"paligemma", "colpali"})
+_KINDS = frozenset({"full_attention", "sliding_attention", "attention"})
 # Fields of the answer that the program writes.
 SHAPE_FIELDS = (
     "family", "vocabulary_size", "hidden_size", "layers", "query_heads", "kv_heads", "head_dim", "max_context",
@@ -43,31 +46,46 @@ def read_transformers_config(directory: Path, raw: Mapping[str, Any], generation
             f"model family {family!r} is neither one of Pando's own nor known to transformers "
             f"{library.__version__}: {error}"
         ) from error
-    if whole.is_encoder_decoder or type(whole) not in library.AutoModelForCausalLM._model_mapping:
+    if whole.is_encoder_decoder or family in _NOT_CAUSAL:
+        raise ConfigurationError(f"model family {family!r} is no decoder that generates text from left to right")
+    described = text_config(library, whole)
+    if type(described) not in library.AutoModelForCausalLM._model_mapping:
         raise ConfigurationError(f"model family {family!r} is no decoder that generates text")
+    kinds = set(getattr(described, "layer_types", None) or ()) - _KINDS
+    if kinds:
+        raise ConfigurationError(
+            f"model family {family!r} cannot be served through transformers: {', '.join(sorted(kinds))} of layer_types"
+        )
     try:
-        return _config(family, whole.get_text_config(), raw, generation)
+        return _config(family, described, raw, generation)
     except AttributeError as error:
         raise ConfigurationError(f"model family {family!r} has no attention as decoders have: {error}") from error
 
 
+def text_config(library: Any, whole: Any) -> Any:  # a PretrainedConfig
+    """Return the config of the decoder: of a checkpoint with other models beside it that of the text model."""
+    described = whole.get_text_config(decoder=True)
+    return described if type(described) in library.AutoModelForCausalLM._model_mapping else whole
+
+
 def _config(family: str, described: Any, raw: Mapping[str, Any], generation: Mapping[str, Any]) -> ModelConfig:
     # `described` is a PretrainedConfig, which translates families' own names of these.
-    query_heads, hidden_size = described.num_attention_heads, described.hidden_size
+    query_heads, hidden_size = _largest(described, "num_attention_heads"), described.hidden_size
+    assert query_heads is not None, "decoders have heads"
     eos = generation.get("eos_token_id", described.eos_token_id)
     context = getattr(described, "max_position_embeddings", None)
     if context is None:
         raise ConfigurationError("config.json has no 'max_position_embeddings', nor another name of it")
     dtype = str(raw.get("dtype") or raw.get("torch_dtype") or "float32")
-    head_dim = getattr(described, "head_dim", None) or hidden_size // query_heads
+    head_dim = _largest(described, "head_dim") or hidden_size // query_heads
     return ModelConfig(
         family=family,
         vocabulary_size=described.vocab_size,
         hidden_size=hidden_size,
-        intermediate_size=getattr(described, "intermediate_size", None) or 4 * hidden_size,
+        intermediate_size=_largest(described, "intermediate_size") or 4 * hidden_size,
         layers=described.num_hidden_layers,
         query_heads=query_heads,
-        kv_heads=getattr(described, "num_key_value_heads", None) or query_heads,
+        kv_heads=_largest(described, "num_key_value_heads") or query_heads,
         head_dim=head_dim,
         max_context=min(context, _context_of_one_rotation(described) or context),
         norm_epsilon=0.0,
@@ -76,6 +94,15 @@ def _config(family: str, described: Any, raw: Mapping[str, Any], generation: Map
         eos_token_ids=() if eos is None else tuple(eos) if isinstance(eos, list) else (eos,),
         dtype=dtype,
     )
+
+
+def _largest(described: Any, name: str) -> int | None:  # see _config
+    """Return a number of the config, the largest one where layers differ in it; None: the config has none."""
+    try:
+        found = getattr(described, name, None)
+    except RuntimeError:  # the library's, of fields that each layer has one of
+        found = [getattr(layer, name) for layer in described.per_layer_config]
+    return max(found) if isinstance(found, list) else found
 
 
 def _context_of_one_rotation(described: Any) -> int | None:  # see _config

@@ -93,16 +93,18 @@ def trace(decoder: torch.nn.Module, tracer: Tracer, config: ModelConfig, device:
     layers = tracer.layers
     if len(layers) != config.layers or len(set(tracer.modules)) != len(layers):
         raise _refusal(config, f"{len(layers)} of its {config.layers} layers attend in a way that can be replaced")
-    first = layers[0]
-    if any(replace(layer, window=None) != replace(first, window=None) for layer in layers):
-        raise _refusal(config, "its layers differ in heads or scales")
-    windows = tuple(layer.window for layer in layers)
+    first, kv_heads = layers[0], max(layer.kv_heads for layer in layers)
+    if len({(layer.query_heads, layer.cap) for layer in layers}) > 1:
+        raise _refusal(config, "its layers differ in query heads or caps")
+    if any(kv_heads % layer.kv_heads for layer in layers):
+        raise _refusal(config, "its layers differ in KV heads, and their numbers are no multiples of each other")
+    windows, head_dim = tuple(layer.window for layer in layers), max(layer.head_dim for layer in layers)
     return replace(
         config,
         query_heads=first.query_heads,
-        kv_heads=first.kv_heads,
-        head_dim=first.head_dim,
-        rotary=no_rotation(first.head_dim),
+        kv_heads=kv_heads,
+        head_dim=head_dim,
+        rotary=no_rotation(head_dim),
         attention_scale=first.scale,
         attention_softcap=first.cap,
         windows=() if not any(windows) else windows,

@@ -5,21 +5,29 @@ from __future__ import annotations
 import importlib.util
 import json
 import logging
+import re
 from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from common.errors import ConfigurationError
 from tests.services.worker.engine.driving import Driver, load, random_ids
-from tests.services.worker.engine.families import VOCABULARY, reference_logits, save_model
-from tests.services.worker.engine.test_families import check_greedy, continued
+from tests.services.worker.engine.families import FAMILIES, VOCABULARY, reference_logits, save_model
+from tests.services.worker.engine.test_families import as_rank, check_greedy, continued
 
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from tests.services.worker.engine.parallel.ranks import Ranks
+
 PROMPT = random_ids(70, VOCABULARY)
 GPT2: dict[str, Any] = {"n_embd": 48, "n_layer": 3, "n_head": 4, "n_positions": 512}
+GEMMA4: dict[str, Any] = {
+    "num_hidden_layers": 4, "layer_types": ["sliding_attention", "full_attention"] * 2, "sliding_window": 20,
+    "num_kv_shared_layers": 2, "hidden_size_per_layer_input": 16, "vocab_size_per_layer_input": VOCABULARY,
+}  # fmt: skip
 # What each has that Llama has not is said where it is not in its name.
 OTHERS: dict[str, tuple[str, dict[str, Any]]] = {
     "starcoder2": ("Starcoder2", {"sliding_window": 20}),  # layer norms and biases
@@ -34,10 +42,26 @@ OTHERS: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt2": ("GPT2", GPT2),  # learned positions
     "opt": ("OPT", {"ffn_dim": 80, "word_embed_proj_dim": 48}),  # a decoder within its model
     "olmoe": ("Olmoe", {"num_experts": 4, "num_experts_per_tok": 2, "hidden_size": 64}),
+    "smollm3": ("SmolLM3", {"no_rope_layer_interval": 2}),  # layers without positions
+    "nemotron": ("Nemotron", {"partial_rotary_factor": 0.5}),  # squared activations
+    "ernie moe": (
+        "Ernie4_5_Moe",
+        {"moe_num_experts": 4, "moe_k": 2, "moe_intermediate_size": 48, "moe_layer_start_index": 1},
+    ),
+    # Embeddings of each layer, several residual streams, layers that take keys and values of others.
+    "gemma3n": (
+        "Gemma3nText",
+        {**GEMMA4, "laurel_rank": 8, "altup_num_inputs": 2, "activation_sparsity_pattern": [0.5, 0.0, 0.0, 0.0]},
+    ),
+    # Wider and fewer heads in layers without a window.
+    "gemma4": ("Gemma4Text", {**GEMMA4, "global_head_dim": 32, "num_global_key_value_heads": 1}),
 }
+# Those that two ranks compute.
+SHARED = ("starcoder2", "cohere2", "gpt neox", "smollm3", "nemotron", "ernie moe", "gemma3n")
 REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
     "bloom": ("Bloom", {"n_head": 4, "n_layer": 3}, "takes no position_ids"),
-    "mamba": ("Mamba", {}, "takes no position_ids"),
+    "mamba": ("Mamba", {}, "linear_attention of layer_types"),
+    "minimax": ("MiniMax", {}, "linear_attention of layer_types"),
     "bert": ("Bert", {"is_decoder": False}, "looks ahead"),
 }
 
@@ -101,10 +125,107 @@ def test_attention_that_cannot_be_replaced_is_refused(tmp_path: Path) -> None:
         load(tmp_path, load_format="dummy")
 
 
-def test_several_ranks_are_refused(tmp_path: Path) -> None:
-    save_model(tmp_path, *OTHERS["starcoder2"])
-    with pytest.raises(ConfigurationError, match="'starcoder2' runs through transformers, on one rank"):
-        load(tmp_path, world_size=2, rendezvous="127.0.0.1:1")
+@pytest.mark.parametrize("family", SHARED)
+def test_two_ranks_continue_as_transformers_does(ranks: Ranks, family: str, tmp_path: Path) -> None:
+    save_model(tmp_path, *OTHERS[family])
+    first, second = ranks.run(as_rank, 2, str(tmp_path), "auto")
+    assert first == second
+    check_greedy(tmp_path, first)
+
+
+def refusal_of_rank(rank: int, world_size: int, rendezvous: str, model: str) -> str:
+    try:
+        load(model, rank=rank, world_size=world_size, rendezvous=rendezvous).close()
+    except ConfigurationError as error:
+        torch.distributed.destroy_process_group()
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize(
+    ("family", "world_size", "complaint"),
+    [
+        ("stablelm", 2, "'stablelm' .* not on 2 ranks: transformers has no plan of tensor parallelism for it"),
+        ("olmoe", 2, "the style 'colwise_gather_output' of layers.0.self_attn.q_proj, which is not supported"),
+        ("starcoder2", 3, "on at most as many ranks as it has KV heads, 2; tensor_parallelism is 3"),
+        ("gemma4", 2, "a layer with 1 KV heads cannot be shared by 2 ranks"),
+    ],
+)
+def test_layers_that_ranks_cannot_share_are_refused(
+    ranks: Ranks, family: str, world_size: int, complaint: str, tmp_path: Path
+) -> None:
+    save_model(tmp_path, *OTHERS[family])
+    answers = ranks.run(refusal_of_rank, world_size, str(tmp_path))
+    assert len(answers) == world_size
+    assert all(re.search(complaint, answer) for answer in answers), answers
+
+
+def test_each_rank_holds_its_part_of_the_layers(ranks: Ranks, tmp_path: Path) -> None:
+    save_model(tmp_path, *OTHERS["ernie moe"])
+    assert ranks.run(sizes_of_rank, 2, str(tmp_path)) == [[32, 16, 48, 24, 24], [32, 16, 32, 24, 24]]
+
+
+def sizes_of_rank(rank: int, world_size: int, rendezvous: str, model: str) -> list[int]:
+    """Return rows of query, key, gate and up matrices on this rank: dense, shared, of experts."""
+    runner = load(model, rank=rank, world_size=world_size, rendezvous=rendezvous)
+    # Reached into: what a rank holds shows nowhere else.
+    layers: Any = runner.model._decoder.layers  # type: ignore[attr-defined]
+    mixture = layers[1].mlp
+    sizes = [
+        layers[0].self_attn.q_proj.weight.shape[0], layers[0].self_attn.k_proj.weight.shape[0],
+        layers[0].mlp.up_proj.weight.shape[0], mixture.experts.gate_up_proj.shape[1] // 2,
+        mixture.experts.down_proj.shape[2],
+    ]  # fmt: skip
+    runner.close()
+    return sizes
+
+
+CONTAINED = {
+    # The text model is of a family without an implementation here, or of one with.
+    "aya_vision": ("cohere2", "language_model.model."),
+    "gemma3n": ("gemma3n", "model.language_model."),
+    "smolvlm": ("llama", "model.text_model."),
+    "mistral3": ("mistral windowed", "language_model.model."),
+}
+
+
+@pytest.mark.parametrize("container", CONTAINED)
+def test_the_text_model_of_a_multimodal_checkpoint_is_served(container: str, tmp_path: Path) -> None:
+    family, prefix = CONTAINED[container]
+    alone, whole = save_model(tmp_path / "alone", *{**FAMILIES, **OTHERS}[family]), tmp_path / "whole"
+    save_contained(alone, whole, container, prefix)
+    driver = Driver(load(whole))
+    logits = driver.run([(driver.open(70), PROMPT)], all_tokens=True)
+    torch.testing.assert_close(logits, reference_logits(alone, PROMPT), atol=5e-4, rtol=1e-4)
+    load(whole, load_format="dummy").close()
+
+
+def save_contained(alone: Path, whole: Path, container: str, prefix: str) -> None:
+    """Write the text model `alone` as checkpoints with a vision tower have it."""
+    whole.mkdir()
+    text = json.loads((alone / "config.json").read_text())
+    (whole / "config.json").write_text(json.dumps({"model_type": container, "text_config": text}))
+    tensors = {"model.vision_tower.weight": torch.zeros(3)}
+    for name, tensor in load_file(alone / "model.safetensors").items():
+        if name.startswith("lm_head"):
+            tensors["language_model.lm_head.weight" if prefix == "language_model.model." else name] = tensor
+        else:
+            tensors[prefix + name.removeprefix("model.")] = tensor
+    save_file(tensors, whole / "model.safetensors", metadata={"format": "pt"})
+
+
+def test_a_text_model_without_weights_is_refused(tmp_path: Path) -> None:
+    save_contained(save_model(tmp_path / "alone", *OTHERS["cohere2"]), tmp_path / "whole", "aya_vision", "elsewhere.")
+    with pytest.raises(
+        ConfigurationError, match=r"the text model's weights are not found: lm_head.weight, model.embed_tokens.weight"
+    ):
+        load(tmp_path / "whole")
+
+
+def test_prompts_that_are_read_in_both_directions_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "paligemma"}')
+    with pytest.raises(ConfigurationError, match="'paligemma' is no decoder that generates text from left to right"):
+        load(tmp_path, load_format="dummy")
 
 
 def test_quantised_weights_are_refused_by_the_name_of_their_key(tmp_path: Path) -> None:
