@@ -86,7 +86,7 @@ def _through_transformers(config: Mapping[str, Any]) -> Support:
             )
     if "error" in answer:
         return Support(Service.REFUSED, str(answer["error"]))
-    reason = "slower and on one rank, if its attention passes the check at start-up"
+    reason = "slower, and over several ranks only as transformers plans it, if it passes the check at start-up"
     return Support(Service.TRANSFORMERS, reason, transformers_shape(answer))
 
 

@@ -132,8 +132,8 @@ class TransformersDecoder:
         is_close = error_share < _TOLERANCE[self._model.dtype.itemsize] or self._group.rank > 0
         if not self._group.minimum(int(is_close)):
             raise ConfigurationError(
-                f"model family {self.config.family!r} cannot be served through transformers: with paged attention its "
-                f"logits are off by {error_share:.1%}"
+                f"model family {self.config.family!r} cannot be served through transformers: with paged attention on "
+                f"{self._group.world_size} ranks its logits are off by {error_share:.1%}"
             )
 
     def _checked_ids(self) -> torch.Tensor:
