@@ -216,6 +216,7 @@ class EngineSpec:
     quantization: str = "auto"
     classifier_from_token: tuple[str, ...] = ()
     snapshots: int | None = None
+    rope_parameters: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -58,6 +58,11 @@ class ModelSettings(Section):
     """Notation of the pairs of texts that a classifier scores. tokenizer: as the tokenizer joins two texts.
     qwen3_reranker: the prompt of Qwen3-Reranker, with an instruction. auto: qwen3_reranker for decoders of Qwen3 with
     one label and for classifier_from_token, otherwise tokenizer."""
+    # Any: as config.json has them; checked where the model is read.
+    rope_parameters: dict[str, Any] = Field(default_factory=dict)
+    """Stretches the rotary embedding of a model for longer contexts, as in config.json: `{"rope_type": "yarn",
+    "factor": 4, "original_max_position_embeddings": 32768}`, or llama3, or linear. The context length is the original
+    one times the factor. Not for GGUF files, and models that run through transformers."""
     max_context: int = Field(default=0, ge=0)
     """Most tokens of prompt and output together; 0: the model's own limit."""
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from tokenizers.models import BPE, Unigram
 
@@ -11,7 +11,8 @@ from common.errors import ConfigurationError
 from common.gguf_header import Metadata, read_header
 from common.heads import read_head
 from common.models import ModelFiles, ModelKind, resolve_model
-from common.tokenization.directory import embedding_traits, read_directory, read_json, read_placeholder
+from common.models.rope import with_rope_parameters
+from common.tokenization.directory import context_length, embedding_traits, read_directory, read_json, read_placeholder
 from common.tokenization.gguf_vocabulary import build_tokenizer, special_tokens
 from common.tokenization.parts import NO_TRAITS, EmbeddingTraits, PairStyle, TextParts
 from common.types import Pooling
@@ -53,7 +54,9 @@ def load_served_model(settings: ModelSettings) -> TextModel:
     """
     placeholder = settings.load_format in ("dummy", "fake")
     files = resolve_model(settings.reference, weights=False)
-    model = load_text_model(files, max_context=settings.max_context, placeholder=placeholder)
+    model = load_text_model(
+        files, max_context=settings.max_context, placeholder=placeholder, rope_parameters=settings.rope_parameters
+    )
     model = replace(model, embedding=with_settings(model.embedding, settings))
     if settings.pooling == "auto":
         return model
@@ -89,13 +92,20 @@ def with_settings(traits: EmbeddingTraits, settings: ModelSettings) -> Embedding
     return traits
 
 
-def load_text_model(files: ModelFiles, *, max_context: int = 0, placeholder: bool = False) -> TextModel:
+def load_text_model(
+    files: ModelFiles,
+    *,
+    max_context: int = 0,
+    placeholder: bool = False,
+    rope_parameters: Mapping[str, Any] | None = None,
+) -> TextModel:
     """Load the `TextModel` of a model's files.
 
     Args:
         files: the model's files.
         max_context: upper bound on the model's own context length, in tokens; 0 for none.
         placeholder: use a placeholder tokenizer if the directory has none (for models with random weights).
+        rope_parameters: rotary embedding in place of that of config.json, which determines the context length.
 
     Raises:
         ConfigurationError: a file is missing, damaged, or of a kind that is not supported.
@@ -112,6 +122,8 @@ def load_text_model(files: ModelFiles, *, max_context: int = 0, placeholder: boo
     parts.tokenizer.no_padding()
     disable_word_cache(parts.tokenizer)
     own = parts.max_context_tokens
+    if rope_parameters and files.kind is ModelKind.DIRECTORY:
+        own = context_length(with_rope_parameters(read_json(files.path / "config.json"), rope_parameters))
     if own is None and not max_context:
         raise ConfigurationError(f"{files.path}: the model's files have no context length; set model.max_context")
     return TextModel(

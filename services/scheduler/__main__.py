@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -125,6 +126,7 @@ def engine_spec(settings: Settings) -> EngineSpec:
         kv_dtype=model.kv_dtype,
         quantization=model.quantization,
         classifier_from_token=model.classifier_from_token,
+        rope_parameters=json.dumps(model.rope_parameters) if model.rope_parameters else "",
         rendezvous=scheduler.rendezvous,
         page_size=scheduler.page_size,
         max_rows=scheduler.max_rows,

@@ -61,6 +61,7 @@ def spec_from_wire(message: worker_pb2.ConfigureRequest) -> EngineSpec:
         quantization=message.quantization or "auto",
         classifier_from_token=tuple(message.classifier_from_token),
         snapshots=message.snapshots if message.HasField("snapshots") else None,
+        rope_parameters=message.rope_parameters,
     )
 
 

@@ -45,6 +45,7 @@ def spec_to_wire(spec: EngineSpec) -> worker_pb2.ConfigureRequest:
         quantization=spec.quantization,
         classifier_from_token=spec.classifier_from_token,
         snapshots=spec.snapshots,
+        rope_parameters=spec.rope_parameters,
     )
 
 

@@ -27,7 +27,7 @@ from services.worker.engine.backends import (
     select_gpu_backend,
     select_kv_dtype,
 )
-from services.worker.engine.checkpoints.opening import open_checkpoint
+from services.worker.engine.checkpoints.opening import open_checkpoint, read_rope
 from services.worker.engine.checkpoints.safetensors_directory import SafetensorsTensors, read_json
 from services.worker.engine.encoder.runner import EncoderRunner
 from services.worker.engine.host import available_memory
@@ -105,7 +105,7 @@ class _DecoderLoader:
         self._report = report
         self._device = select_device(options)
         report(0.0, "reading the model's configuration")
-        self._checkpoint = open_checkpoint(spec.model, spec.load_format, self._device)
+        self._checkpoint = open_checkpoint(spec.model, spec.load_format, self._device, read_rope(spec.rope_parameters))
         self._config = self._checkpoint.config
         files = resolve_model(spec.model, weights=False)
         described = read_json(files.path / "config.json") if files.kind is ModelKind.DIRECTORY else {}

@@ -162,6 +162,7 @@ specs = complete(
     quantization=NAMES,
     classifier_from_token=tuples(NAMES),
     snapshots=st.none() | COUNT,
+    rope_parameters=NAMES,
 )
 capacities = complete(
     EngineCapacity,

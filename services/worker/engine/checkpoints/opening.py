@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import json
+from typing import TYPE_CHECKING, Any
 
 from common.errors import ConfigurationError
 from common.models import ModelKind, resolve_model
@@ -18,6 +19,8 @@ from services.worker.engine.model.config_json import Implementation, implementat
 from services.worker.engine.transformers_models.checkpoint import TransformersCheckpoint, open_transformers_checkpoint
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     import torch
 
     from services.worker.engine.checkpoints.interface import Checkpoint
@@ -26,9 +29,12 @@ LOAD_FORMATS = ("auto", "safetensors", "gguf", "dummy")
 
 
 def open_checkpoint(
-    reference: str, load_format: str, device: torch.device | None = None
+    reference: str, load_format: str, device: torch.device | None = None, rope: Mapping[str, Any] | None = None
 ) -> Checkpoint | TransformersCheckpoint:
     """Open the model that `reference` names; weights that are made up are made on `device`.
+
+    `rope` has parameters of the rotary embedding in place of those of config.json.
+
 
     Raises:
         ConfigurationError: there is no such model, or not in this format.
@@ -36,17 +42,39 @@ def open_checkpoint(
     if load_format not in LOAD_FORMATS:
         raise ConfigurationError(f"load_format {load_format!r} is not one of {', '.join(LOAD_FORMATS)}")
     files = resolve_model(reference, weights=load_format != "dummy")
+    if rope and files.kind is ModelKind.GGUF:
+        raise ConfigurationError("model.rope_parameters is for directories with a config.json, and this is a GGUF file")
     if files.kind is ModelKind.DIRECTORY and load_format != "gguf":
         raw = read_json(files.path / "config.json")
         if implementation_of(raw) is not Implementation.OWN:
+            if rope:
+                raise ConfigurationError(
+                    f"model.rope_parameters is for families with an own implementation, and {raw.get('model_type')!r} "
+                    "runs through transformers: change its config.json instead"
+                )
             is_dummy = load_format == "dummy"
             return open_transformers_checkpoint(files.path, raw, read_generation(files.path), is_dummy=is_dummy)
     if load_format == "dummy":
         is_gguf = files.kind is ModelKind.GGUF
-        config = GgufCheckpoint(files.path).config if is_gguf else read_config(files.path)
+        config = GgufCheckpoint(files.path).config if is_gguf else read_config(files.path, rope)
         return DummyCheckpoint(config, device=device)
     if files.kind is ModelKind.GGUF and load_format in ("auto", "gguf"):
         return GgufCheckpoint(files.path)
     if files.kind is ModelKind.DIRECTORY and load_format in ("auto", "safetensors"):
-        return SafetensorsCheckpoint(files.path)
+        return SafetensorsCheckpoint(files.path, rope)
     raise ConfigurationError(f"model {reference!r} is a {files.kind.value}, not what load_format={load_format} reads")
+
+
+def read_rope(parameters: str) -> dict[str, Any]:
+    """Return the object in `EngineSpec.rope_parameters`, empty if that is.
+
+    Raises:
+        ConfigurationError: it is no JSON object.
+    """
+    try:
+        found = json.loads(parameters or "{}")
+    except ValueError as error:
+        raise ConfigurationError(f"rope_parameters: {error}") from error
+    if not isinstance(found, dict):
+        raise ConfigurationError("rope_parameters: a JSON object is expected")
+    return found

@@ -9,12 +9,14 @@ from typing import TYPE_CHECKING, Any
 from safetensors import safe_open
 
 from common.errors import ConfigurationError
+from common.models.rope import with_rope_parameters
 from services.worker.engine.checkpoints.tensor_names import StoredTensor, stored_tensor
 from services.worker.engine.checkpoints.weight_digest import WeightDigest, block_name
 from services.worker.engine.families.registry import families_by_name
 from services.worker.engine.model.config_json import config_from_json
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
     from pathlib import Path
 
     import torch
@@ -39,9 +41,9 @@ _TEXT_PARTS = (
 class SafetensorsCheckpoint:
     """A decoder's weights; see `Checkpoint`."""
 
-    def __init__(self, directory: Path) -> None:
-        """Read config and index of `directory`, no weights yet."""
-        self.config = read_config(directory)
+    def __init__(self, directory: Path, rope: Mapping[str, Any] | None = None) -> None:
+        """Read config and index of `directory`, no weights yet; for `rope` see `read_config`."""
+        self.config = read_config(directory, rope)
         self._names = families_by_name()[self.config.family].tensors
         self._tensors = SafetensorsTensors(directory)
         self._prefixes = next(
@@ -148,9 +150,10 @@ def _renamed(name: str, prefixes: tuple[str, str]) -> str:
     return name
 
 
-def read_config(directory: Path) -> ModelConfig:
-    """Read config.json and, where there is one, generation_config.json."""
-    return config_from_json(read_json(directory / "config.json"), read_generation(directory))
+def read_config(directory: Path, rope: Mapping[str, Any] | None = None) -> ModelConfig:
+    """Read config.json and, where there is one, generation_config.json; `rope`: see `with_rope_parameters`."""
+    raw = read_json(directory / "config.json")
+    return config_from_json(with_rope_parameters(raw, rope) if rope else raw, read_generation(directory))
 
 
 def read_generation(directory: Path) -> dict[str, Any]:

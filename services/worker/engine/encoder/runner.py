@@ -76,6 +76,8 @@ class EncoderRunner:
             raise ConfigurationError(f"load_format={spec.load_format} has no encoders; they are read from safetensors")
         if spec.quantization != "auto":
             raise ConfigurationError(f"quantization={spec.quantization}: encoders compute with weights as they are")
+        if spec.rope_parameters:
+            raise ConfigurationError("model.rope_parameters is for models that generate, and this is an encoder")
         if spec.classifier_from_token:
             raise ConfigurationError("classifier_from_token is for models that generate, and this is an encoder")
         described = read_json(directory / "config.json")
