@@ -64,18 +64,18 @@ class LayerSharing:
             raise self._refusal(f"its plan has the style {style!r} of {name}, which is not supported")
         if type(module) is not torch.nn.Linear:
             raise self._refusal(f"{name} is a {type(module).__name__}, not a linear layer")
-        bias = module.bias
         if style == "rowwise":
             columns = self._part(name, module.in_features)
             _replace(module, "weight", module.weight[:, columns])
             module.in_features = module.weight.shape[1]
-            if bias is not None and self._group.rank > 0:
-                module.bias = None
+            if self._group.rank > 0:
+                module.register_parameter("bias", None)
             module.register_forward_hook(self._summed)
             return
         rows = self._rows(name, module.out_features, is_packed=style == "packed_colwise")
         _replace(module, "weight", module.weight[rows])
         module.out_features = module.weight.shape[0]
+        bias = dict(module.named_parameters()).get("bias")
         if bias is not None:
             _replace(module, "bias", bias[rows])
 
