@@ -61,7 +61,7 @@ OTHERS: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma4 of even heads": ("Gemma4Text", {**GEMMA4, "global_head_dim": 32}),
 }
 # Those that two ranks compute.
-SHARED = ("starcoder2", "cohere2", "gpt neox", "smollm3", "nemotron", "ernie moe", "gemma4 of even heads")
+SHARED = ("starcoder2", "cohere2", "gpt neox", "nemotron", "ernie moe", "gemma4 of even heads")
 REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
     "bloom": ("Bloom", {"n_head": 4, "n_layer": 3}, "takes no position_ids"),
     "mamba": ("Mamba", {}, "linear_attention of layer_types"),
