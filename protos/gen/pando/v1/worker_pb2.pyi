@@ -76,6 +76,8 @@ class ConfigureRequest(_message.Message):
     WINDOW_PAGES_FIELD_NUMBER: _builtins.int
     QUANTIZATION_FIELD_NUMBER: _builtins.int
     CLASSIFIER_FROM_TOKEN_FIELD_NUMBER: _builtins.int
+    SNAPSHOTS_FIELD_NUMBER: _builtins.int
+    RESUMES_FIELD_NUMBER: _builtins.int
     ROPE_PARAMETERS_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     """A bundled model's name, or the path of a directory with config.json or of a GGUF file on this host."""
@@ -111,6 +113,10 @@ class ConfigureRequest(_message.Message):
     """Pages of the sliding-window layers to allocate; absent: by window_ratio."""
     quantization: _builtins.str
     """auto: weights as in the checkpoint. fp8: the matrices of the layers are quantised when they are loaded."""
+    snapshots: _builtins.int
+    """Snapshots of recurrent states to allocate; absent: as many as take the memory of device_pages."""
+    resumes: _builtins.bool
+    """Requests are open: the capacity is reported before all is prepared that only new requests need."""
     rope_parameters: _builtins.str
     """Rotary embedding in place of that of config.json, a JSON object as its rope_parameters. Empty: as config.json says."""
     @_builtins.property
@@ -141,22 +147,28 @@ class ConfigureRequest(_message.Message):
         window_pages: _builtins.int | None = ...,
         quantization: _builtins.str = ...,
         classifier_from_token: _abc.Iterable[_builtins.str] | None = ...,
+        snapshots: _builtins.int | None = ...,
+        resumes: _builtins.bool = ...,
         rope_parameters: _builtins.str = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_device_pages", b"_device_pages", "_host_pages", b"_host_pages", "_window_pages", b"_window_pages", "device_pages", b"device_pages", "host_pages", b"host_pages", "window_pages", b"window_pages"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_device_pages", b"_device_pages", "_host_pages", b"_host_pages", "_snapshots", b"_snapshots", "_window_pages", b"_window_pages", "device_pages", b"device_pages", "host_pages", b"host_pages", "snapshots", b"snapshots", "window_pages", b"window_pages"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_device_pages", b"_device_pages", "_host_pages", b"_host_pages", "_window_pages", b"_window_pages", "classifier_from_token", b"classifier_from_token", "device_pages", b"device_pages", "dtype", b"dtype", "host_bytes", b"host_bytes", "host_pages", b"host_pages", "kv_dtype", b"kv_dtype", "load_format", b"load_format", "max_context_tokens", b"max_context_tokens", "max_rows", b"max_rows", "max_step_tokens", b"max_step_tokens", "memory_fraction", b"memory_fraction", "model", b"model", "page_size_tokens", b"page_size_tokens", "quantization", b"quantization", "rank", b"rank", "rendezvous", b"rendezvous", "rope_parameters", b"rope_parameters", "window_pages", b"window_pages", "window_ratio", b"window_ratio", "world_size", b"world_size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_device_pages", b"_device_pages", "_host_pages", b"_host_pages", "_snapshots", b"_snapshots", "_window_pages", b"_window_pages", "classifier_from_token", b"classifier_from_token", "device_pages", b"device_pages", "dtype", b"dtype", "host_bytes", b"host_bytes", "host_pages", b"host_pages", "kv_dtype", b"kv_dtype", "load_format", b"load_format", "max_context_tokens", b"max_context_tokens", "max_rows", b"max_rows", "max_step_tokens", b"max_step_tokens", "memory_fraction", b"memory_fraction", "model", b"model", "page_size_tokens", b"page_size_tokens", "quantization", b"quantization", "rank", b"rank", "rendezvous", b"rendezvous", "resumes", b"resumes", "rope_parameters", b"rope_parameters", "snapshots", b"snapshots", "window_pages", b"window_pages", "window_ratio", b"window_ratio", "world_size", b"world_size"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__device_pages: _TypeAlias = _typing.Literal["device_pages"]  # noqa: Y015
     _WhichOneofArgType__device_pages: _TypeAlias = _typing.Literal["_device_pages", b"_device_pages"]  # noqa: Y015
     _WhichOneofReturnType__host_pages: _TypeAlias = _typing.Literal["host_pages"]  # noqa: Y015
     _WhichOneofArgType__host_pages: _TypeAlias = _typing.Literal["_host_pages", b"_host_pages"]  # noqa: Y015
+    _WhichOneofReturnType__snapshots: _TypeAlias = _typing.Literal["snapshots"]  # noqa: Y015
+    _WhichOneofArgType__snapshots: _TypeAlias = _typing.Literal["_snapshots", b"_snapshots"]  # noqa: Y015
     _WhichOneofReturnType__window_pages: _TypeAlias = _typing.Literal["window_pages"]  # noqa: Y015
     _WhichOneofArgType__window_pages: _TypeAlias = _typing.Literal["_window_pages", b"_window_pages"]  # noqa: Y015
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__device_pages) -> _WhichOneofReturnType__device_pages | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__host_pages) -> _WhichOneofReturnType__host_pages | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__snapshots) -> _WhichOneofReturnType__snapshots | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__window_pages) -> _WhichOneofReturnType__window_pages | None: ...
 
@@ -218,6 +230,7 @@ class WorkerCapacity(_message.Message):
     JUMPS_FORWARD_FIELD_NUMBER: _builtins.int
     HEAD_FIELD_NUMBER: _builtins.int
     ONLY_POOLS_FIELD_NUMBER: _builtins.int
+    RECURRENT_STATES_FIELD_NUMBER: _builtins.int
     device_pages: _builtins.int
     page_size_tokens: _builtins.int
     max_context_tokens: _builtins.int
@@ -256,6 +269,10 @@ class WorkerCapacity(_message.Message):
     def window_pool(self) -> Global___WindowPool:
         """The pool of sliding-window layers; absent: all layers share the pool of device_pages."""
 
+    @_builtins.property
+    def recurrent_states(self) -> Global___RecurrentStates:
+        """Absent: the model has no recurrent layers."""
+
     def __init__(
         self,
         *,
@@ -277,16 +294,50 @@ class WorkerCapacity(_message.Message):
         jumps_forward: _builtins.bool = ...,
         head: _common_pb2.Pooling.ValueType = ...,
         only_pools: _builtins.bool = ...,
+        recurrent_states: Global___RecurrentStates | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_window_pool", b"_window_pool", "window_pool", b"window_pool"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_recurrent_states", b"_recurrent_states", "_window_pool", b"_window_pool", "recurrent_states", b"recurrent_states", "window_pool", b"window_pool"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_window_pool", b"_window_pool", "device", b"device", "device_pages", b"device_pages", "eos_token_ids", b"eos_token_ids", "fingerprint", b"fingerprint", "has_storage", b"has_storage", "head", b"head", "host_pages", b"host_pages", "is_encoder", b"is_encoder", "jumps_forward", b"jumps_forward", "kv_bytes_per_token", b"kv_bytes_per_token", "layers", b"layers", "load_bytes_per_s", b"load_bytes_per_s", "max_context_tokens", b"max_context_tokens", "only_pools", b"only_pools", "page_size_tokens", b"page_size_tokens", "prefill_tokens_per_s", b"prefill_tokens_per_s", "vocabulary_size", b"vocabulary_size", "window_pool", b"window_pool"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_recurrent_states", b"_recurrent_states", "_window_pool", b"_window_pool", "device", b"device", "device_pages", b"device_pages", "eos_token_ids", b"eos_token_ids", "fingerprint", b"fingerprint", "has_storage", b"has_storage", "head", b"head", "host_pages", b"host_pages", "is_encoder", b"is_encoder", "jumps_forward", b"jumps_forward", "kv_bytes_per_token", b"kv_bytes_per_token", "layers", b"layers", "load_bytes_per_s", b"load_bytes_per_s", "max_context_tokens", b"max_context_tokens", "only_pools", b"only_pools", "page_size_tokens", b"page_size_tokens", "prefill_tokens_per_s", b"prefill_tokens_per_s", "recurrent_states", b"recurrent_states", "vocabulary_size", b"vocabulary_size", "window_pool", b"window_pool"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__recurrent_states: _TypeAlias = _typing.Literal["recurrent_states"]  # noqa: Y015
+    _WhichOneofArgType__recurrent_states: _TypeAlias = _typing.Literal["_recurrent_states", b"_recurrent_states"]  # noqa: Y015
     _WhichOneofReturnType__window_pool: _TypeAlias = _typing.Literal["window_pool"]  # noqa: Y015
     _WhichOneofArgType__window_pool: _TypeAlias = _typing.Literal["_window_pool", b"_window_pool"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__recurrent_states) -> _WhichOneofReturnType__recurrent_states | None: ...
+    @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__window_pool) -> _WhichOneofReturnType__window_pool | None: ...
 
 Global___WorkerCapacity: _TypeAlias = WorkerCapacity  # noqa: Y015
+
+@_typing.final
+class RecurrentStates(_message.Message):
+    """The memory of layers that keep one state per row instead of keys and values of its tokens (gated delta nets). The
+    state of each open row is beside this.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SNAPSHOTS_FIELD_NUMBER: _builtins.int
+    ROW_BYTES_FIELD_NUMBER: _builtins.int
+    snapshots: _builtins.int
+    """Slots for copies of states, from which rows with the same first tokens continue. 0: cached prefixes are of no use."""
+    row_bytes: _builtins.int
+    """Bytes of one row's states over these layers, on this rank, and so of a snapshot."""
+    def __init__(
+        self,
+        *,
+        snapshots: _builtins.int = ...,
+        row_bytes: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["row_bytes", b"row_bytes", "snapshots", b"snapshots"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RecurrentStates: _TypeAlias = RecurrentStates  # noqa: Y015
 
 @_typing.final
 class WindowPool(_message.Message):
@@ -339,6 +390,7 @@ class StepPlan(_message.Message):
     TRANSFERS_FIELD_NUMBER: _builtins.int
     JUMPS_FIELD_NUMBER: _builtins.int
     PAGE_GRANTS_FIELD_NUMBER: _builtins.int
+    STATE_SAVES_FIELD_NUMBER: _builtins.int
     step_id: _builtins.int
     """Increases by one; results name it."""
     epoch: _builtins.int
@@ -365,6 +417,10 @@ class StepPlan(_message.Message):
     def page_grants(self) -> Global___PageGrants:
         """Pages to append to rows' page tables."""
 
+    @_builtins.property
+    def state_saves(self) -> _containers.RepeatedCompositeFieldContainer[Global___StateSave]:
+        """Copies of rows' recurrent states to snapshots."""
+
     def __init__(
         self,
         *,
@@ -378,14 +434,44 @@ class StepPlan(_message.Message):
         transfers: _abc.Iterable[Global___Transfer] | None = ...,
         jumps: _abc.Iterable[Global___JumpLimit] | None = ...,
         page_grants: Global___PageGrants | None = ...,
+        state_saves: _abc.Iterable[Global___StateSave] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["page_grants", b"page_grants"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["closes", b"closes", "epoch", b"epoch", "jumps", b"jumps", "opens", b"opens", "page_grants", b"page_grants", "prefills", b"prefills", "replacements", b"replacements", "step_id", b"step_id", "steps", b"steps", "transfers", b"transfers"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["closes", b"closes", "epoch", b"epoch", "jumps", b"jumps", "opens", b"opens", "page_grants", b"page_grants", "prefills", b"prefills", "replacements", b"replacements", "state_saves", b"state_saves", "step_id", b"step_id", "steps", b"steps", "transfers", b"transfers"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___StepPlan: _TypeAlias = StepPlan  # noqa: Y015
+
+@_typing.final
+class StateSave(_message.Message):
+    """A copy of a row's recurrent states to a snapshot, after the pass in which exactly `tokens` of the row's tokens are
+    computed. It is dropped at the end of the plan if the row stopped before that.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ROW_FIELD_NUMBER: _builtins.int
+    TOKENS_FIELD_NUMBER: _builtins.int
+    SNAPSHOT_FIELD_NUMBER: _builtins.int
+    row: _builtins.int
+    tokens: _builtins.int
+    snapshot: _builtins.int
+    def __init__(
+        self,
+        *,
+        row: _builtins.int = ...,
+        tokens: _builtins.int = ...,
+        snapshot: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["row", b"row", "snapshot", b"snapshot", "tokens", b"tokens"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___StateSave: _TypeAlias = StateSave  # noqa: Y015
 
 @_typing.final
 class JumpLimit(_message.Message):
@@ -433,6 +519,7 @@ class RowOpen(_message.Message):
     WINDOW_PAGES_FIELD_NUMBER: _builtins.int
     POSTPONED_TOKEN_IDS_FIELD_NUMBER: _builtins.int
     SECOND_TEXT_START_FIELD_NUMBER: _builtins.int
+    SNAPSHOT_FIELD_NUMBER: _builtins.int
     row: _builtins.int
     request_id: _builtins.str
     prompt_tokens: _builtins.int
@@ -449,6 +536,10 @@ class RowOpen(_message.Message):
     """If set, nothing is generated: the row stops when its last id is computed, and its result is reported."""
     second_text_start: _builtins.int
     """See ScheduleRequest.second_text_start."""
+    snapshot: _builtins.int
+    """With recurrent layers: the snapshot of their states after computed_tokens tokens, which is copied before the plan's
+    first pass. Absent: computed_tokens is 0, or there are no such layers.
+    """
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """The prompt, then the tokens generated before a retraction or resume."""
@@ -493,19 +584,24 @@ class RowOpen(_message.Message):
         window_pages: _abc.Iterable[_builtins.int] | None = ...,
         postponed_token_ids: _abc.Iterable[_builtins.int] | None = ...,
         second_text_start: _builtins.int | None = ...,
+        snapshot: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_prompt_logprobs", b"_prompt_logprobs", "_second_text_start", b"_second_text_start", "prompt_logprobs", b"prompt_logprobs", "sampling", b"sampling", "second_text_start", b"second_text_start"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_prompt_logprobs", b"_prompt_logprobs", "_second_text_start", b"_second_text_start", "_snapshot", b"_snapshot", "prompt_logprobs", b"prompt_logprobs", "sampling", b"sampling", "second_text_start", b"second_text_start", "snapshot", b"snapshot"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_prompt_logprobs", b"_prompt_logprobs", "_second_text_start", b"_second_text_start", "computed_tokens", b"computed_tokens", "max_total_tokens", b"max_total_tokens", "min_new_tokens", b"min_new_tokens", "pages", b"pages", "pooling", b"pooling", "postponed_token_ids", b"postponed_token_ids", "prompt_logprobs", b"prompt_logprobs", "prompt_tokens", b"prompt_tokens", "request_id", b"request_id", "row", b"row", "sampling", b"sampling", "second_text_start", b"second_text_start", "stop_token_ids", b"stop_token_ids", "token_ids", b"token_ids", "window_pages", b"window_pages"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_prompt_logprobs", b"_prompt_logprobs", "_second_text_start", b"_second_text_start", "_snapshot", b"_snapshot", "computed_tokens", b"computed_tokens", "max_total_tokens", b"max_total_tokens", "min_new_tokens", b"min_new_tokens", "pages", b"pages", "pooling", b"pooling", "postponed_token_ids", b"postponed_token_ids", "prompt_logprobs", b"prompt_logprobs", "prompt_tokens", b"prompt_tokens", "request_id", b"request_id", "row", b"row", "sampling", b"sampling", "second_text_start", b"second_text_start", "snapshot", b"snapshot", "stop_token_ids", b"stop_token_ids", "token_ids", b"token_ids", "window_pages", b"window_pages"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__prompt_logprobs: _TypeAlias = _typing.Literal["prompt_logprobs"]  # noqa: Y015
     _WhichOneofArgType__prompt_logprobs: _TypeAlias = _typing.Literal["_prompt_logprobs", b"_prompt_logprobs"]  # noqa: Y015
     _WhichOneofReturnType__second_text_start: _TypeAlias = _typing.Literal["second_text_start"]  # noqa: Y015
     _WhichOneofArgType__second_text_start: _TypeAlias = _typing.Literal["_second_text_start", b"_second_text_start"]  # noqa: Y015
+    _WhichOneofReturnType__snapshot: _TypeAlias = _typing.Literal["snapshot"]  # noqa: Y015
+    _WhichOneofArgType__snapshot: _TypeAlias = _typing.Literal["_snapshot", b"_snapshot"]  # noqa: Y015
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__prompt_logprobs) -> _WhichOneofReturnType__prompt_logprobs | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__second_text_start) -> _WhichOneofReturnType__second_text_start | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__snapshot) -> _WhichOneofReturnType__snapshot | None: ...
 
 Global___RowOpen: _TypeAlias = RowOpen  # noqa: Y015
 
@@ -947,6 +1043,7 @@ class GetWorkerStateResponse(_message.Message):
     OPEN_ROWS_FIELD_NUMBER: _builtins.int
     FINISHED_STEPS_FIELD_NUMBER: _builtins.int
     HEARTBEAT_AGE_MS_FIELD_NUMBER: _builtins.int
+    PROCESS_FIELD_NUMBER: _builtins.int
     state: _builtins.str
     """IDLE (not configured), CONFIGURING, READY or FAILED."""
     rank: _builtins.int
@@ -956,6 +1053,8 @@ class GetWorkerStateResponse(_message.Message):
     finished_steps: _builtins.int
     heartbeat_age_ms: _builtins.int
     """Milliseconds since the last heartbeat of the engine's loop."""
+    process: _builtins.str
+    """Random name of the worker's process: another one shows that the worker has been restarted."""
     @_builtins.property
     def capacity(self) -> Global___WorkerCapacity: ...
     def __init__(
@@ -969,10 +1068,11 @@ class GetWorkerStateResponse(_message.Message):
         open_rows: _builtins.int = ...,
         finished_steps: _builtins.int = ...,
         heartbeat_age_ms: _builtins.int = ...,
+        process: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_capacity", b"_capacity", "capacity", b"capacity"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_capacity", b"_capacity", "capacity", b"capacity", "finished_steps", b"finished_steps", "heartbeat_age_ms", b"heartbeat_age_ms", "model", b"model", "open_rows", b"open_rows", "rank", b"rank", "state", b"state", "world_size", b"world_size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_capacity", b"_capacity", "capacity", b"capacity", "finished_steps", b"finished_steps", "heartbeat_age_ms", b"heartbeat_age_ms", "model", b"model", "open_rows", b"open_rows", "process", b"process", "rank", b"rank", "state", b"state", "world_size", b"world_size"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__capacity: _TypeAlias = _typing.Literal["capacity"]  # noqa: Y015
     _WhichOneofArgType__capacity: _TypeAlias = _typing.Literal["_capacity", b"_capacity"]  # noqa: Y015
