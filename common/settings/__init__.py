@@ -13,7 +13,7 @@ from common.settings.scheduler import (
     StorageSettings,
 )
 from common.settings.schema import PREFIX, Settings
-from common.settings.shared import LimitsSettings, LogSettings, MetricsSettings, RpcSettings
+from common.settings.shared import FleetSettings, LimitsSettings, LogSettings, MetricsSettings, RpcSettings
 from common.settings.sources import (
     CONFIG_VARIABLE,
     SettingsParser,
@@ -31,6 +31,7 @@ __all__ = [
     "BackendSettings",
     "CacheSettings",
     "DetokenizerSettings",
+    "FleetSettings",
     "GatewaySettings",
     "GrammarSettings",
     "HostTierSettings",

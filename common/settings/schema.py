@@ -8,7 +8,7 @@ from pydantic_settings import BaseSettings, SettingsConfigDict
 from common.settings.gateway import GatewaySettings
 from common.settings.model import ModelSettings, ServedModelSettings
 from common.settings.scheduler import SchedulerSettings
-from common.settings.shared import LimitsSettings, LogSettings, MetricsSettings, RpcSettings
+from common.settings.shared import FleetSettings, LimitsSettings, LogSettings, MetricsSettings, RpcSettings
 from common.settings.tokenizer import DetokenizerSettings, TokenizerSettings
 from common.settings.worker import WorkerSettings
 
@@ -30,6 +30,7 @@ class Settings(BaseSettings):
     rpc: RpcSettings = RpcSettings()
     metrics: MetricsSettings = MetricsSettings()
     limits: LimitsSettings = LimitsSettings()
+    fleet: FleetSettings = FleetSettings()
     gateway: GatewaySettings = GatewaySettings()
     tokenizer: TokenizerSettings = TokenizerSettings()
     scheduler: SchedulerSettings = SchedulerSettings()

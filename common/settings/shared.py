@@ -1,4 +1,4 @@
-"""Sections of the configuration that several services read: metrics, limits, logs, TLS and trust between services."""
+"""Sections of the configuration that several services read: metrics, limits, fleet, logs, trust between services."""
 
 from __future__ import annotations
 
@@ -24,6 +24,25 @@ class LimitsSettings(Section):
     file: Path | None = None
     """TOML file with limits of tenants and subjects, for gateways and schedulers; reloaded when it changes. Absent: no
     limits, and equal weights, quotas and floors."""
+
+
+class FleetSettings(Section):
+    """State that all scheduler groups and tokenizers of one model share, so that they share prefixes as one cache."""
+
+    state: SecretStr | None = None
+    """URL of a Redis or Valkey server (redis://, rediss://, unix://), or file:PATH of a file that contains it. In it,
+    scheduler groups count the evidence for sharing prefixes together, and share demotions, quarantines and pins;
+    tokenizers send prompts with a shared prefix to groups that have it. The server receives keyed names only, no text.
+    Absent: each group decides alone."""
+    secret: Annotated[SecretStr | None, AtLeast(32)] = None
+    """Secret from which the names are derived, the same for all groups and tokenizers: at least 32 characters that
+    cannot be guessed, or file:PATH. Required with fleet.state."""
+
+    @model_validator(mode="after")
+    def _check_secret(self) -> FleetSettings:
+        if (self.state is None) != (self.secret is None):
+            raise ValueError("fleet.state and fleet.secret must be set together")
+        return self
 
 
 class LogSettings(Section):

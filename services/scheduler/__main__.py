@@ -9,6 +9,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from common.errors import ConfigurationError
+from common.fleet.state import open_fleet
 from common.metrics import MODEL_INFO
 from common.rpc.channel import open_channel
 from common.rpc.security import read_security
@@ -22,6 +23,7 @@ from services.scheduler.content.desk import ContentChecker, ContentDesk
 from services.scheduler.credentials import Credentials, read_token
 from services.scheduler.decision_log import DecisionLog
 from services.scheduler.detokenizer_link import DetokenizerLink
+from services.scheduler.fleet_desk import FleetDesk, rules_of
 from services.scheduler.group import WorkerGroup
 from services.scheduler.loop import SchedulerLoop
 from services.scheduler.service import SchedulerService
@@ -56,7 +58,10 @@ async def serve(settings: Settings, stopping: asyncio.Event) -> None:
 
 async def serve_with(settings: Settings, stopping: asyncio.Event, decisions: DecisionLog | None) -> None:
     """Run the scheduler until `stopping` is set; record the cache's decisions if there is a log."""
-    loop = SchedulerLoop(settings.scheduler, decisions=decisions, limits_file=settings.limits.file)
+    fleet = open_fleet(settings.fleet)
+    loop = SchedulerLoop(
+        settings.scheduler, decisions=decisions, limits_file=settings.limits.file, has_fleet=fleet is not None
+    )
     security = read_security(settings.rpc)
     channels = [partial(open_channel, address, security) for address in settings.scheduler.workers]
     group = WorkerGroup(channels, engine_spec(settings), loop, settings.scheduler.worker_timeout_s)
@@ -67,9 +72,16 @@ async def serve_with(settings: Settings, stopping: asyncio.Event, decisions: Dec
     desk = make_desk(settings, loop)
     if desk is not None:
         works.append(desk.run())
+    members: FleetDesk | None = None
+    if fleet is not None:
+        rules = rules_of(settings.scheduler.cache)
+        members = FleetDesk(*fleet, rules, lambda: loop.core.memory.cache if loop.core else None)
+        works.append(members.run())
     service = SchedulerService(loop, settings.scheduler, Credentials(read_token(settings.scheduler)))
     if desk is not None:
         service.verdicts = desk.verdicts
+    if members is not None:
+        service.pins = members
     server = RpcServer(NAME, settings.scheduler.address, security, also=(SESSIONS,))
     server.add(sessions_pb2_grpc.add_SessionsServicer_to_server, SessionsService(loop))
     server.add(scheduler_pb2_grpc.add_SchedulerServicer_to_server, service)

@@ -68,8 +68,12 @@ class SchedulerLoop:
         clock: Callable[[], float] = time.monotonic,
         decisions: DecisionLog | None = None,
         limits_file: Path | None = None,
+        *,
+        has_fleet: bool = False,
     ) -> None:
         """Start without a core, which is created when the workers have reported their capacity.
+
+        `has_fleet`: evidence is counted together with other scheduler groups.
 
         Raises:
             ConfigurationError: the limits file is invalid.
@@ -81,6 +85,7 @@ class SchedulerLoop:
         self._settings = settings
         self._clock = clock
         self._decisions = decisions
+        self._has_fleet = has_fleet
         self._sampler: InvariantSampler | None = None
         self._storage = StorageDesk(settings.storage)
         self._capacity: EngineCapacity | None = None
@@ -203,7 +208,10 @@ class SchedulerLoop:
         else:
             config = resolve_core(self._settings, capacity)
             rules = resolve_cache(
-                self._settings.cache, capacity.device, content_check=self._settings.content_check.enabled
+                self._settings.cache,
+                capacity.device,
+                content_check=self._settings.content_check.enabled,
+                has_fleet=self._has_fleet,
             )
             rules = with_snapshots(rules, capacity)
             host = resolve_host(self._settings.host_tier, capacity.host_pages)

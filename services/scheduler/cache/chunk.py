@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from services.scheduler.cache.events import CacheEvents
+from services.scheduler.cache.sharing.fleet import FleetReport
 from services.scheduler.cache.types import (
     CacheEventKind,
     CacheUsage,
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
     from common.limits import Limits
     from common.steps import PageIds
     from common.types import Subject, TokenIds, View
+    from services.scheduler.cache.sharing.fleet import FleetNews
     from services.scheduler.cache.types import CandidateId, PromotionCandidate
 
 _NO_PAGES: PageIds = np.empty(0, np.int32)
@@ -111,6 +113,12 @@ class ChunkCache:
 
     def forget_verdicts(self) -> None:
         """Do nothing: there are no verdicts."""
+
+    def take_report(self) -> FleetReport:
+        return FleetReport()
+
+    def learn(self, news: FleetNews) -> None:
+        """Do nothing: nothing is shared."""
 
     @property
     def usage(self) -> CacheUsage:

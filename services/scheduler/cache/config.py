@@ -141,6 +141,9 @@ class CacheConfig:
     # Promote only prefixes that the content check has allowed.
     content_check: bool = False
 
+    # Whether evidence is counted together with other scheduler groups.
+    has_fleet: bool = False
+
     # --- memory ---
     # The next three apply where the limits file states nothing else.
     # A subject above it evicts its own cold pages first: four heavy users cannot displace all others.

@@ -75,7 +75,9 @@ def with_snapshots(config: CacheConfig, capacity: EngineCapacity) -> CacheConfig
     return replace(config, snapshots=states.snapshots, snapshot_interval=capacity.pages_per_snapshot)
 
 
-def resolve_cache(settings: CacheSettings, device: str = "cpu", *, content_check: bool = False) -> CacheConfig:
+def resolve_cache(
+    settings: CacheSettings, device: str = "cpu", *, content_check: bool = False, has_fleet: bool = False
+) -> CacheConfig:
     """Convert the settings for workers on `device`; the mode is left to `make_cache`.
 
     Raises:
@@ -88,6 +90,7 @@ def resolve_cache(settings: CacheSettings, device: str = "cpu", *, content_check
         promotion_epochs=settings.promotion_epochs,
         share_across_tenants=settings.share_across_tenants,
         content_check=content_check,
+        has_fleet=has_fleet,
         quota_share=settings.quota_share,
         floor_share=min(CacheConfig().floor_share, settings.quota_share),
         strict_numerics=resolve_strict_numerics(settings.strict_numerics, device),

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from common.limits import Limits
     from common.steps import PageIds
     from common.types import Subject, TokenIds, View
+    from services.scheduler.cache.sharing.fleet import FleetNews, FleetReport
     from services.scheduler.cache.state_snapshots import StateSnapshots
     from services.scheduler.cache.tiers.host_tier import HostTier
     from services.scheduler.cache.types import (
@@ -174,6 +175,12 @@ class PrefixCache(Protocol):
 
     def forget_verdicts(self) -> None:
         """Drop the content check's verdicts, as its rules have changed; public nodes stay public."""
+
+    def take_report(self) -> FleetReport:
+        """Return the evidence, demotions and quarantines that other scheduler groups have to know, each once."""
+
+    def learn(self, news: FleetNews) -> None:
+        """Apply what other scheduler groups have reported, from the next epoch on."""
 
     @property
     def usage(self) -> CacheUsage:

@@ -16,6 +16,7 @@ from services.scheduler.cache.locks import LockedPath, LockTable, orphan
 from services.scheduler.cache.sessions import forget_session, is_left_by, tag_path
 from services.scheduler.cache.sharing.choices import Pins
 from services.scheduler.cache.sharing.demotion import Demoter
+from services.scheduler.cache.sharing.fleet import FleetFollower, FleetLedger
 from services.scheduler.cache.sharing.merging import compress_chains, merge_private_subtree
 from services.scheduler.cache.sharing.probe_detection import ProbeDetector
 from services.scheduler.cache.sharing.promotion import Promoter
@@ -36,6 +37,7 @@ if TYPE_CHECKING:
     from services.scheduler.cache.node import Account, Node
     from services.scheduler.cache.pages import PageAllocator
     from services.scheduler.cache.sharing.choices import SharingChoices
+    from services.scheduler.cache.sharing.fleet import FleetNews, FleetReport
     from services.scheduler.cache.tiers.config import HostConfig
     from services.scheduler.cache.tree import PrefixMatch
     from services.scheduler.cache.types import (
@@ -70,9 +72,11 @@ class RadixCache:
         self.config = config or CacheConfig()
         self.store = NodeStore(allocator, page_size, self.config, choices)
         self.locks = LockTable(page_size)
-        self._demoter = Demoter(self.store, self.locks)
-        self._promoter = Promoter(self.store, self.locks, self._demoter.demoted)
-        self._detector = ProbeDetector(self.store, self._demoter)
+        self._fleet = FleetLedger(self.store)
+        self._demoter = Demoter(self.store, self.locks, self._fleet)
+        self._promoter = Promoter(self.store, self.locks, self._demoter.demoted, self._fleet)
+        self._detector = ProbeDetector(self.store, self._demoter, self._fleet)
+        self._follower = FleetFollower(self.store, self._fleet, self._demoter)
         self._pins = Pins(page_size)
         self._inserter = Inserter(self.store, self._promoter, self._detector, self._pins)
         self._is_shared = self.config.mode is Mode.SHARED
@@ -295,12 +299,15 @@ class RadixCache:
         self.store.epoch = epoch
         if self._is_user_aware:
             self._follow_choices()
+            self._fleet.note_uses()
             self._detector.close()
         if self.config.mode.allows_pins:
             for pin in self._pins.activate():
                 self._promoter.publish_pin(pin)
+        self._promoter.note(self._follower.apply())
         fresh = self._promoter.take_fresh()
         if self._is_user_aware:
+            self._fleet.claim(fresh, self._demoter.demoted)
             self._promoter.promote(self._promoter.groups(fresh))
             self._promoter.note(self._promoter.reviews.expire(epoch))
             missed = merge_private_subtree(self.store, self._promoter.groups(fresh))
@@ -356,6 +363,12 @@ class RadixCache:
 
     def forget_verdicts(self) -> None:
         self._promoter.reviews.forget_verdicts()
+
+    def take_report(self) -> FleetReport:
+        return self._fleet.take()
+
+    def learn(self, news: FleetNews) -> None:
+        self._follower.learn(news)
 
     @property
     def usage(self) -> CacheUsage:

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from services.scheduler.cache.interface import EventSource, PrefixCache
     from services.scheduler.cache.pages import PageAllocator
     from services.scheduler.cache.sharing.choices import SharingChoices
+    from services.scheduler.cache.sharing.fleet import FleetNews, FleetReport
     from services.scheduler.cache.state_snapshots import StateSnapshots
     from services.scheduler.cache.tiers.host_tier import HostTier
     from services.scheduler.cache.types import (
@@ -238,6 +239,15 @@ class RecordedCache:
         """Record that the rules of the content check have changed."""
         with self._recorder.operation("forget_verdicts", {}):
             self._cache.forget_verdicts()
+
+    def take_report(self) -> FleetReport:
+        """Return what other groups have to know; not recorded."""
+        return self._cache.take_report()
+
+    def learn(self, news: FleetNews) -> None:
+        """Record what other groups have reported."""
+        with self._recorder.operation("learn", news.described()):
+            self._cache.learn(news)
 
     @property
     def usage(self) -> CacheUsage:

@@ -22,6 +22,7 @@ from services.scheduler.cache.factory import CacheName, make_cache
 from services.scheduler.cache.object_keys import ObjectKeys
 from services.scheduler.cache.pages import PageAllocator
 from services.scheduler.cache.sharing.choices import SharingChoices
+from services.scheduler.cache.sharing.fleet import FleetNews
 from services.scheduler.cache.tiers.config import HostConfig, PrefetchPolicy, StorageConfig, WritePolicy
 from services.scheduler.cache.types import CandidateId, view_of
 
@@ -184,6 +185,7 @@ class _Run:
             "unpin": lambda given: self._cache.unpin(_int32(given["token_ids"])),
             "take_candidates": lambda given: self._cache.take_candidates(),
             "forget_verdicts": lambda given: self._cache.forget_verdicts(),
+            "learn": lambda given: self._cache.learn(FleetNews.from_description(given)),
             "load": self._load,
             "plan_backups": lambda given: self._host.plan_backups(),
             "prefetch": lambda given: self._host.prefetch(_view(given), _int32(given["token_ids"])),

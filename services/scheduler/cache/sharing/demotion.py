@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from common.steps import PageIds
     from services.scheduler.cache.locks import LockedPath, LockTable
     from services.scheduler.cache.node import Account, Node
+    from services.scheduler.cache.sharing.fleet import FleetLedger
     from services.scheduler.cache.store import NodeStore
     from services.scheduler.cache.types import Scope
 
@@ -47,6 +48,11 @@ class DemotedChains:
         while len(generations) > self._limit:
             generations.popitem(last=False)
 
+    def first_of(self, scope: Scope, hashes: Sequence[bytes]) -> int:
+        """Return the index of the first demoted chain among `hashes`, their number if there is none."""
+        generations: Mapping[bytes, int] = self._generations.get(scope) or {}
+        return next((index for index, chain in enumerate(hashes) if chain in generations), len(hashes))
+
     def examine(self, scope: Scope, hashes: Sequence[bytes], generation: int) -> tuple[int, int]:
         """Return the number of a run's pages that `scope` can share at once, and their generation."""
         generations: Mapping[bytes, int] = self._generations.get(scope) or {}
@@ -61,13 +67,14 @@ class DemotedChains:
 class Demoter:
     """Turns TENANT subtrees private for their creators, and PUBLIC ones TENANT for the tenants that shared them."""
 
-    def __init__(self, store: NodeStore, locks: LockTable) -> None:
-        """Change nodes of `store`; `locks` holds the locks on them."""
+    def __init__(self, store: NodeStore, locks: LockTable, fleet: FleetLedger) -> None:
+        """Change nodes of `store`; `locks` holds the locks on them; `fleet` reports demotions of suspects."""
         self.demoted = DemotedChains(store.config.profile.remembered_chains)
         self._store = store
         self._locks = locks
+        self._fleet = fleet
 
-    def demote(self, top: Node, *, is_suspect: bool = True) -> None:
+    def demote(self, top: Node, *, is_suspect: bool = True, is_news: bool = False) -> None:
         """Remove a shared subtree from all views but those of its heirs, who get nodes of their own on its pages.
 
         The heirs of a TENANT node are its creators. Those of a PUBLIC node are the tenants that shared it, or share a
@@ -81,12 +88,14 @@ class Demoter:
             is_suspect: Whether it appeared to be probed, so that sharing it again takes more evidence. Otherwise its
             tenants
                 do not want to share it any more.
+            is_news: Whether another scheduler group has demoted it.
         """
         store, owner = self._store, top.owner
         above = top.parent
         assert above is not None
         if is_suspect:
             self._remember(top)
+            self._fleet.note_demotion(top, top.generation + 1, is_news=is_news)
         store.tier.revoke(owner)
         store.tier.strip(top)
         nodes = self._nodes(top)
@@ -99,13 +108,13 @@ class Demoter:
             self._take_hold(locked, pages, above, copies)
         for copy in copies.values():
             store.offer(copy)
-            if owner.is_public:
+            if owner.is_public or not is_suspect:
                 # Tenants whose subjects had matched it may have enough evidence to share it themselves.
                 store.fresh[copy] = None
         for (node, heir), copy in copies.items():
             # A tenant quarantined as a whole loses it, as it would lose a TENANT node.
             if heir.is_shared and heir.fingerprint in (node.quarantined or ()) and not copy.is_dead:
-                self.demote(copy)
+                self.demote(copy, is_news=is_news)
 
     def withdraw(self) -> None:
         """Demote nodes that are PUBLIC by evidence of tenants of which too few still choose global sharing."""

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from services.scheduler.cache.keys import PagedKey
     from services.scheduler.cache.node import Account, Node
     from services.scheduler.cache.sharing.demotion import Demoter
+    from services.scheduler.cache.sharing.fleet import FleetLedger
     from services.scheduler.cache.store import NodeStore
     from services.scheduler.cache.types import Scope
 
@@ -35,10 +36,11 @@ class ProbeDetector:
     demoted; at a PUBLIC one, the whole tenant is quarantined, and only several such tenants demote it.
     """
 
-    def __init__(self, store: NodeStore, demoter: Demoter) -> None:
-        """Monitor the nodes of `store`; `demoter` demotes them."""
+    def __init__(self, store: NodeStore, demoter: Demoter, fleet: FleetLedger) -> None:
+        """Monitor the nodes of `store`; `demoter` demotes them, `fleet` reports quarantines."""
         self._store = store
         self._demoter = demoter
+        self._fleet = fleet
         self._enough = store.config.promotion_subjects
         # Distinct missing continuations in this epoch, by node and subject, and the number of these pairs by party.
         self._tries: dict[tuple[Node, int], tuple[Account, DistinctCount]] = {}
@@ -158,6 +160,7 @@ class ProbeDetector:
         quarantined = node.quarantined = dict(node.quarantined or {})
         for fingerprint, tenant in sorted(suspects.items()):
             quarantined[fingerprint] = Quarantine(epoch, tenant)
+            self._fleet.note_quarantine(node, fingerprint, quarantined[fingerprint])
         store.emit(CacheEventKind.QUARANTINED, node)
         store.tier.distrust(sorted(suspects))
 
@@ -179,6 +182,7 @@ class ProbeDetector:
         for account in probing:
             if account.sharing is not Sharing.NONE:
                 quarantined[account.fingerprint] = Quarantine(epoch, account.scope[0], is_whole=True)
+                self._fleet.note_quarantine(node, account.fingerprint, quarantined[account.fingerprint])
             store.accounts.forget_if_empty(account)
         whole = sum(one.is_whole and one.since >= oldest for one in quarantined.values())
         if whole >= store.config.profile.demotion_tenants:

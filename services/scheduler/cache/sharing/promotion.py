@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from services.scheduler.cache.locks import LockTable
     from services.scheduler.cache.node import Account, Creator, Node, Quarantine
     from services.scheduler.cache.sharing.demotion import DemotedChains
+    from services.scheduler.cache.sharing.fleet import FleetLedger
     from services.scheduler.cache.store import NodeStore
     from services.scheduler.cache.types import Scope, SubjectKey
 
@@ -41,12 +42,16 @@ class _History:
 class Promoter:
     """Promotes nodes at epoch boundaries where the tree has grown: to TENANT, and from there to PUBLIC."""
 
-    def __init__(self, store: NodeStore, locks: LockTable, demoted: DemotedChains) -> None:
-        """Change nodes of `store` and repoint `locks` that end in them; `demoted` raises the required evidence."""
+    def __init__(self, store: NodeStore, locks: LockTable, demoted: DemotedChains, fleet: FleetLedger) -> None:
+        """Change nodes of `store` and repoint `locks` that end in them.
+
+        `demoted` raises the required evidence; `fleet` has the decisions by the evidence of all scheduler groups.
+        """
         self.reviews = Reviews(store.config, store.tree.page_size)
         self._store = store
         self._locks = locks
         self._demoted = demoted
+        self._fleet = fleet
         self._moved: dict[Node, Node] = {}
 
     def note(self, nodes: Iterable[Node]) -> None:
@@ -120,10 +125,7 @@ class Promoter:
             if not member.is_shared:
                 by_tenant.setdefault(member.owner.tenant, []).append(member)
         promoted = [
-            node
-            for tenant, own in by_tenant.items()
-            if len(own) >= self._store.config.promotion_subjects
-            and (node := self._try_tenant(parent, own, tenant)) is not None
+            node for tenant, own in by_tenant.items() if (node := self._try_tenant(parent, own, tenant)) is not None
         ]
         if self._store.config.share_across_tenants and parent.is_public:
             published = self._try_public(parent, self._store.tree.group(parent, page))
@@ -132,13 +134,42 @@ class Promoter:
         return promoted
 
     def _try_tenant(self, parent: Node, members: list[Node], tenant: Account) -> Node | None:
-        """Promote nodes to TENANT if enough of the tenant's subjects have computed them."""
+        """Promote nodes to TENANT if enough of the tenant's subjects have computed them, here or in all groups."""
         if tenant.sharing is Sharing.NONE:
+            return None
+        if len(members) < self._store.config.promotion_subjects:
+            return self._follow_fleet(parent, members, tenant)
+        generation = max(member.generation for member in members)
+        if parent.owner is tenant:
+            generation = max(generation, parent.generation)
+        own = self._try(parent, members, members, tenant, generation)
+        return own or self._follow_fleet(parent, members, tenant)
+
+    def _follow_fleet(self, parent: Node, members: list[Node], tenant: Account) -> Node | None:
+        """Promote the run of a member that the fleet shares, as far as all members have it in common."""
+        tree = self._store.tree
+        above, start = tree.path_key(parent), tree.depth_pages(parent)
+        pages, deepest = 0, members[0]
+        for member in members:
+            if self._fleet.knows_shared and self._evidence([member]):
+                hashes = chain_hashes(above + member.key, tree.page_bytes)
+                shared = self._fleet.shared_pages(tenant.scope, hashes[start:])
+                if shared > pages:
+                    pages, deepest = shared, member
+        if not pages:
             return None
         generation = max(member.generation for member in members)
         if parent.owner is tenant:
             generation = max(generation, parent.generation)
-        return self._try(parent, members, members, tenant, generation)
+        pages, generation = self._examine(tenant.scope, parent, [deepest], pages, generation)
+        pages = min(pages, common_run([member.key for member in members], tree.page_bytes))
+        if not pages:
+            return None
+        subjects = len(self._evidence(members))
+        promoted = self._share(members, pages, tenant, generation)
+        promoted.promoted = subjects, self._store.epoch
+        self._store.emit(CacheEventKind.PROMOTED, promoted)
+        return promoted
 
     def _try_public(self, parent: Node, members: list[Node]) -> Node | None:
         """Make nodes PUBLIC that several tenants with global sharing share, regardless of other owners' nodes."""
@@ -153,7 +184,10 @@ class Promoter:
         """Promote the run that the `evidence` nodes have in common to `owner`, if the evidence suffices."""
         config, tree = self._store.config, self._store.tree
         if owner.is_public:
-            subjects, tenants = sum(len(member.creators or ()) for member in evidence), len(evidence)
+            # The creators of a node that was promoted by other groups' evidence are not all known here.
+            least = config.promotion_subjects if config.has_fleet else 0
+            subjects = sum(max(len(member.creators or ()), least if member.promoted else 0) for member in evidence)
+            tenants = len(evidence)
         else:
             subjects, tenants = len(self._evidence(evidence)), MIN_TENANTS
         if subjects < config.promotion_subjects:
@@ -215,6 +249,11 @@ class Promoter:
         canonical.prompt_epoch, canonical.no_promote, canonical.generation = None, False, generation
         canonical.sessions = None
         self._set_history(canonical, history)
+        if self._fleet.has_quarantines:
+            proven = {holder.fingerprint for holder, _ in history.holders}
+            others = self._fleet.quarantines_of(canonical)
+            hidden = {fingerprint: one for fingerprint, one in others.items() if fingerprint not in proven}
+            canonical.quarantined = {**(canonical.quarantined or {}), **hidden} or None
         store.offer(canonical)
         return canonical
 

@@ -18,6 +18,7 @@ from services.scheduler.cache.debug.invariants import violations
 from services.scheduler.cache.pages import PageAllocator
 from services.scheduler.cache.radix import RadixCache
 from services.scheduler.cache.sharing.demotion import Demoter
+from services.scheduler.cache.sharing.fleet import FleetLedger
 from services.scheduler.cache.tiers.config import HostConfig, WritePolicy
 from services.scheduler.cache.types import NodeState, PrefixLock
 from tests.examples import examples
@@ -168,7 +169,7 @@ class HostTierMachine(RuleBasedStateMachine):
         shared = [node for node, _ in self.cache.store.tree.walk() if node.is_shared]
         if shared and really:
             node = data.draw(st.sampled_from(shared))
-            Demoter(self.cache.store, self.cache.locks).demote(node)
+            Demoter(self.cache.store, self.cache.locks, FleetLedger(self.cache.store)).demote(node)
 
     @rule(really=RARELY)
     def lose_workers(self, really: bool) -> None:

@@ -10,6 +10,7 @@ from services.scheduler.cache.debug.audit import account, audit
 from services.scheduler.cache.pages import PageAllocator
 from services.scheduler.cache.radix import RadixCache
 from services.scheduler.cache.sharing.demotion import Demoter
+from services.scheduler.cache.sharing.fleet import FleetLedger
 from services.scheduler.cache.tiers.config import HostConfig, WritePolicy
 from services.scheduler.cache.types import NodeState
 from tests.services.scheduler.cache.driver import ANN, BOB, CID, PLAIN, Driver, Row, int32
@@ -141,7 +142,7 @@ def test_a_backup_is_dropped_when_the_host_copy_of_its_parent_is_gone() -> None:
     driver.serve(ANN, [*A, *B])
     (backup,) = driver.tier.plan_backups()
     (shared,) = (node for node, _ in driver.radix.store.tree.walk() if node.is_shared)
-    Demoter(driver.radix.store, driver.radix.locks).demote(shared)
+    Demoter(driver.radix.store, driver.radix.locks, FleetLedger(driver.radix.store)).demote(shared)
     driver.check()
     driver.done(backup)
     driver.check()

@@ -1,0 +1,346 @@
+"""Carries evidence, demotions, quarantines and pins between the cache and the state that the groups share.
+
+While the server answers, a group applies what another has reported by its second next poll, at the next epoch boundary.
+Facts are read from a stream by position, so that a group misses none. A group that cannot reach the server decides
+alone, by its own evidence; after `LEASE_EPOCHS` it gives up what it shares by other groups' evidence only, as it would
+not learn of a demotion. It reports what it has kept meanwhile when the server answers again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import secrets
+import zlib
+from collections import OrderedDict, deque
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import numpy as np
+import orjson
+from cryptography.exceptions import InvalidTag
+from cryptography.hazmat.primitives.ciphers.aead import AESGCM
+
+from common.fleet.names import routing_digest
+from common.fleet.state import START, FleetRulesError, FleetStateAwayError, NamedEvidence, PromotionRules
+from common.logs import get_logger
+from services.scheduler import metrics
+from services.scheduler.cache.config import PrivacyProfile
+from services.scheduler.cache.sharing.fleet import FleetNews
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+
+    from common.fleet.names import FleetKeys
+    from common.fleet.state import FleetState
+    from common.settings import CacheSettings
+    from common.types import TokenIds
+    from services.scheduler.cache.interface import PrefixCache
+    from services.scheduler.cache.sharing.fleet import FleetClaim, FleetReport, FleetRevocation, FleetUse
+
+POLL_INTERVAL_S = 0.5
+# Epochs without an answer of the server after which a group gives up what it shares by others' evidence only; a restart
+# of the server takes less.
+LEASE_EPOCHS = 6
+# Claims and facts kept while the server is away, and facts by which repeated ones are recognised.
+_KEPT = 16_384
+_NONCE_BYTES = 12
+
+
+def rules_of(settings: CacheSettings) -> PromotionRules:
+    """Return the rules of promotion, which all groups must have in common."""
+    factor = PrivacyProfile().repromotion_factor
+    return PromotionRules(settings.promotion_subjects, factor, settings.promotion_epochs, settings.epoch_seconds)
+
+
+@dataclass(slots=True)
+class _Ladder:
+    """Nested prefixes that this group has evidence of; the fleet shares those before index `shared`."""
+
+    tenant: str
+    chains: tuple[bytes, ...]
+    names: tuple[bytes, ...]
+    shared: int = 0
+    # Claims with the epochs in which they were reported.
+    claims: list[tuple[FleetClaim, int]] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class _Outbox:
+    """What has to be sent, in this order."""
+
+    facts: deque[bytes] = field(default_factory=lambda: deque(maxlen=_KEPT))
+    revocations: deque[FleetRevocation] = field(default_factory=lambda: deque(maxlen=_KEPT))
+    pins: deque[tuple[TokenIds, bool]] = field(default_factory=lambda: deque(maxlen=_KEPT))
+    claims: deque[tuple[FleetClaim, int]] = field(default_factory=lambda: deque(maxlen=_KEPT))
+    uses: deque[FleetUse] = field(default_factory=lambda: deque(maxlen=_KEPT))
+
+
+class FleetDesk:
+    """One group's exchange with the state that the groups share."""
+
+    def __init__(
+        self, state: FleetState, keys: FleetKeys, rules: PromotionRules, cache: Callable[[], PrefixCache | None]
+    ) -> None:
+        """`cache` returns the current cache; None while there is none. A new cache starts empty."""
+        self._state = state
+        self._keys = keys
+        self._rules = rules
+        self._find_cache = cache
+        self._cipher = AESGCM(keys.sealing)
+        self._member = secrets.token_hex(8)
+        self._log = get_logger("fleet")
+        self._is_away: str | None = ""
+        self._outbox = _Outbox()
+        # Facts of this group, to be published again if the server has lost its data.
+        self._published: deque[bytes] = deque(maxlen=_KEPT)
+        self._incarnation: bytes | None = None
+        self._begin(None)
+
+    def _begin(self, cache: PrefixCache | None) -> None:
+        """Start to follow a cache that knows nothing."""
+        self._cache = cache
+        self._position = START
+        self._seen: OrderedDict[bytes, None] = OrderedDict()
+        self._ladders: dict[tuple[str, bytes], _Ladder] = {}
+        self._pins: dict[bytes, TokenIds] = {}
+        self._looked_at: int | None = None
+        self._answered_epoch = 0 if cache is None else cache.epoch
+        self._is_alone = False
+
+    def pin(self, token_ids: TokenIds, *, is_pinned: bool) -> None:
+        """Announce that this group has pinned a prompt, or unpinned it."""
+        self._outbox.pins.append((token_ids, is_pinned))
+
+    async def run(self) -> None:
+        """Exchange until cancelled."""
+        try:
+            while True:
+                await self.poll()
+                await asyncio.sleep(POLL_INTERVAL_S)
+        finally:
+            await self._state.close()
+
+    async def poll(self) -> None:
+        """Send and receive once; if the server does not answer, keep what has to be sent."""
+        cache = self._find_cache()
+        if cache is None:
+            return
+        if cache is not self._cache:
+            self._begin(cache)
+        self._collect(cache.take_report(), cache.epoch)
+        try:
+            await self._exchange(cache)
+        except (FleetStateAwayError, FleetRulesError) as error:
+            self._note_away(cache, error)
+        else:
+            self._note_answer(cache)
+
+    # --- availability ---
+
+    def _note_away(self, cache: PrefixCache, error: Exception) -> None:
+        metrics.FLEET_CONNECTED.set(0)
+        if self._is_away != str(error):
+            self._is_away = str(error)
+            self._log.error("fleet.away", reason=str(error))
+        if not self._is_alone and cache.epoch - self._answered_epoch > LEASE_EPOCHS:
+            self._is_alone = True
+            cache.learn(FleetNews(is_alone=True))
+            for ladder in self._ladders.values():
+                ladder.shared = 0
+            self._log.warning("fleet.alone", epochs=cache.epoch - self._answered_epoch)
+
+    def _note_answer(self, cache: PrefixCache) -> None:
+        metrics.FLEET_CONNECTED.set(1)
+        if self._is_away is not None:
+            self._is_away = None
+            self._log.info("fleet.connected", rules=str(self._rules))
+        self._is_alone, self._answered_epoch = False, cache.epoch
+
+    # --- sending ---
+
+    def _collect(self, report: FleetReport, epoch: int) -> None:
+        """Move a cache's report to the outbox."""
+        for demotion in report.demotions:
+            self._outbox.facts.append(self._seal_fact(FleetNews(demotions=(demotion,))))
+        for quarantine in report.quarantines:
+            self._outbox.facts.append(self._seal_fact(FleetNews(quarantines=(quarantine,))))
+        self._outbox.revocations.extend(report.revocations)
+        self._outbox.claims.extend((claim, epoch) for claim in report.claims)
+        self._outbox.uses.extend(report.uses)
+        oldest = epoch - self._rules.epochs
+        for key, ladder in list(self._ladders.items()):
+            ladder.claims = [(claim, at) for claim, at in ladder.claims if at - claim.age >= oldest]
+            if not ladder.claims:
+                del self._ladders[key]
+
+    async def _exchange(self, cache: PrefixCache) -> None:
+        incarnation = await self._state.incarnation()
+        if incarnation != self._incarnation:
+            self._report_again()
+            self._position, self._incarnation = START, incarnation
+        has_sent = await self._send(cache.epoch)
+        news = await self._receive(cache)
+        if has_sent or self._looked_at != cache.epoch:
+            shared = await self._look_up()
+            self._looked_at = cache.epoch
+            news.append(FleetNews(shared=shared))
+        for one in news:
+            if one.shared or one.demotions or one.quarantines:
+                cache.learn(one)
+
+    def _report_again(self) -> None:
+        """Prepare to send what a server without data has to know."""
+        self._outbox.facts.extendleft(reversed(self._published))
+        self._outbox.pins.extendleft((ids, True) for ids in self._pins.values())
+        for ladder in self._ladders.values():
+            self._outbox.claims.extendleft(ladder.claims)
+            ladder.shared = 0
+        self._ladders.clear()
+
+    async def _send(self, epoch: int) -> bool:
+        """Send the outbox; return whether there was evidence in it. What is not sent stays in it."""
+        box = self._outbox
+        while box.facts:
+            await self._state.publish(box.facts[0])
+            self._published.append(box.facts.popleft())
+        while box.revocations:
+            revoked = box.revocations[0]
+            await self._state.revoke(self._names(revoked.scope, revoked.chains, revoked.routing), self._window_ms)
+            box.revocations.popleft()
+        while box.pins:
+            await self._send_pin(*box.pins[0])
+            box.pins.popleft()
+        has_evidence = bool(box.claims)
+        # Also without evidence: it compares the rules.
+        if not has_evidence:
+            await self._state.add_evidence((), self._rules)
+        while box.claims:
+            claim, at = box.claims[0]
+            await self._state.add_evidence([self._evidence(claim, epoch - at)], self._rules)
+            box.claims.popleft()
+            self._note_ladder(claim, at)
+        while box.uses:
+            use = box.uses[0]
+            await self._state.renew(self._names(use.scope, use.chains, use.routing), self._window_ms)
+            box.uses.popleft()
+        return has_evidence
+
+    @property
+    def _window_ms(self) -> int:
+        return self._rules.window_ms
+
+    def _names(self, scope: tuple[str, ...], chains: Iterable[bytes], routing: bytes | None) -> list[bytes]:
+        names = [self._keys.chain(scope, chain) for chain in chains]
+        return names if routing is None else [*names, self._keys.routing(scope, routing)]
+
+    def _evidence(self, claim: FleetClaim, since: int) -> NamedEvidence:
+        tenant, subject = claim.subject
+        names = self._names((tenant,), claim.chains, claim.routing)
+        # The routing name, if there is one, is the last; its prefix is no longer than the first of the others.
+        prefixes = [
+            (name, self._keys.tag(name, tenant, subject), index >= claim.demoted_from)
+            for index, name in enumerate(names[: len(claim.chains)])
+        ]
+        prefixes += [(name, self._keys.tag(name, tenant, subject), False) for name in names[len(claim.chains) :]]
+        return NamedEvidence(tuple(prefixes), claim.age + since)
+
+    def _note_ladder(self, claim: FleetClaim, at: int) -> None:
+        tenant = claim.subject[0]
+        key = tenant, claim.chains[-1]
+        ladder = self._ladders.get(key)
+        if ladder is None or len(claim.chains) > len(ladder.chains):
+            names = tuple(self._names((tenant,), claim.chains, None))
+            claims = [] if ladder is None else ladder.claims
+            ladder = self._ladders[key] = _Ladder(tenant, claim.chains, names, 0, claims)
+        ladder.claims.append((claim, at))
+        while len(self._ladders) > _KEPT:
+            del self._ladders[next(iter(self._ladders))]
+
+    async def _send_pin(self, token_ids: TokenIds, is_pinned: bool) -> None:
+        name = self._pin_name(token_ids)
+        packed = zlib.compress(np.ascontiguousarray(token_ids, dtype="<i4").tobytes())
+        await self._state.set_pin(name, self._seal(packed) if is_pinned else None)
+        if is_pinned:
+            self._pins[name] = token_ids
+        else:
+            self._pins.pop(name, None)
+        await self._route_pin(token_ids)
+
+    async def _route_pin(self, token_ids: TokenIds) -> None:
+        """Let prompts that begin like a pin be routed as sharing a prefix, or not any more."""
+        digest = routing_digest(token_ids)
+        if digest is not None:
+            is_shared = any(routing_digest(ids) == digest for ids in self._pins.values())
+            await self._state.share_forever(self._keys.routing((), digest), is_shared=is_shared)
+
+    def _pin_name(self, token_ids: TokenIds) -> bytes:
+        return self._keys.chain((), b"pin" + np.ascontiguousarray(token_ids, dtype="<i4").tobytes())
+
+    # --- receiving ---
+
+    async def _receive(self, cache: PrefixCache) -> list[FleetNews]:
+        """Apply other groups' pins; return other groups' facts that this one does not have yet."""
+        await self._receive_pins(cache)
+        self._position, sealed = await self._state.read(self._position)
+        news = []
+        for one in sealed:
+            opened = self._open(one)
+            if opened is None:
+                continue
+            try:
+                fact = orjson.loads(opened)
+                if fact["from"] == self._member or bytes.fromhex(fact["id"]) in self._seen:
+                    continue
+                self._seen[bytes.fromhex(fact["id"])] = None
+                news.append(FleetNews.from_description(fact["news"]))
+            except (KeyError, TypeError, ValueError):
+                self._log.exception("fleet.fact_unreadable")
+        while len(self._seen) > 4 * _KEPT:
+            self._seen.popitem(last=False)
+        return news
+
+    async def _receive_pins(self, cache: PrefixCache) -> None:
+        names = await self._state.pin_names()
+        for name in names - self._pins.keys():
+            sealed = await self._state.pin(name)
+            packed = None if sealed is None else self._open(sealed)
+            if packed is not None:
+                token_ids = np.frombuffer(zlib.decompress(packed), "<i4").astype(np.int32)
+                self._pins[name] = token_ids
+                cache.pin(token_ids)
+        for name in self._pins.keys() - names:
+            cache.unpin(self._pins.pop(name))
+
+    async def _look_up(self) -> tuple[tuple[str, bytes], ...]:
+        """Return the prefixes, with evidence of this group, that the fleet has begun to share."""
+        found: dict[tuple[str, bytes], None] = {}
+        while True:
+            pending = [ladder for ladder in self._ladders.values() if ladder.shared < len(ladder.names)]
+            names = list({ladder.names[ladder.shared]: None for ladder in pending})
+            shared = await self._state.look_up(names) if names else set()
+            for ladder in pending:
+                if ladder.names[ladder.shared] in shared:
+                    # With the first one, under which the cache knows the nodes.
+                    found[ladder.tenant, ladder.chains[ladder.shared]] = None
+                    found[ladder.tenant, ladder.chains[0]] = None
+                    ladder.shared += 1
+            if not shared:
+                return tuple(found)
+
+    # --- sealing ---
+
+    def _seal_fact(self, news: FleetNews) -> bytes:
+        fact = {"from": self._member, "id": secrets.token_hex(8), "news": news.described()}
+        return self._seal(orjson.dumps(fact))
+
+    def _seal(self, text: bytes) -> bytes:
+        nonce = os.urandom(_NONCE_BYTES)
+        return nonce + self._cipher.encrypt(nonce, text, None)
+
+    def _open(self, sealed: bytes) -> bytes | None:
+        try:
+            return self._cipher.decrypt(sealed[:_NONCE_BYTES], sealed[_NONCE_BYTES:], None)
+        except (InvalidTag, ValueError):
+            self._log.error("fleet.fact_forged")
+            return None
