@@ -31,6 +31,9 @@ from services.scheduler.service import SchedulerService
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from common.rpc.security import Security
+    from services.scheduler.cache.interface import PrefixCache
+
 NAME = "pando.v1.Scheduler"
 HEALTH_INTERVAL_S = 0.1
 # Pages of sliding-window layers per page of the other layers; workers take more if the windows of all rows need it and
@@ -63,25 +66,20 @@ async def serve_with(settings: Settings, stopping: asyncio.Event, decisions: Dec
         settings.scheduler, decisions=decisions, limits_file=settings.limits.file, has_fleet=fleet is not None
     )
     security = read_security(settings.rpc)
-    channels = [partial(open_channel, address, security) for address in settings.scheduler.workers]
-    group = WorkerGroup(channels, engine_spec(settings), loop, settings.scheduler.worker_timeout_s)
+    group = make_group(settings, security, loop)
     channel = open_channel(settings.scheduler.detokenizer, security)
     outlet = DetokenizerLink(channel, loop)
     loop.connect(group, outlet)
     works = [group.run(), outlet.run(), loop.run()]
+    service = SchedulerService(loop, settings.scheduler, Credentials(read_token(settings.scheduler)))
     desk = make_desk(settings, loop)
     if desk is not None:
-        works.append(desk.run())
-    members: FleetDesk | None = None
-    if fleet is not None:
-        rules = rules_of(settings.scheduler.cache)
-        members = FleetDesk(*fleet, rules, lambda: loop.core.memory.cache if loop.core else None)
-        works.append(members.run())
-    service = SchedulerService(loop, settings.scheduler, Credentials(read_token(settings.scheduler)))
-    if desk is not None:
         service.verdicts = desk.verdicts
-    if members is not None:
-        service.pins = members
+        works.append(desk.run())
+    if fleet is not None:
+        members = FleetDesk(*fleet, rules_of(settings.scheduler.cache), lambda: cache_of(loop))
+        service.announce_pin = members.announce_pin
+        works.append(members.run())
     server = RpcServer(NAME, settings.scheduler.address, security, also=(SESSIONS,))
     server.add(sessions_pb2_grpc.add_SessionsServicer_to_server, SessionsService(loop))
     server.add(scheduler_pb2_grpc.add_SchedulerServicer_to_server, service)
@@ -114,6 +112,12 @@ async def report_health(server: RpcServer, can_serve: Callable[[], bool]) -> Non
             await asyncio.sleep(HEALTH_INTERVAL_S)
 
 
+def make_group(settings: Settings, security: Security, loop: SchedulerLoop) -> WorkerGroup:
+    """Return the worker group in the settings."""
+    channels = [partial(open_channel, address, security) for address in settings.scheduler.workers]
+    return WorkerGroup(channels, engine_spec(settings), loop, settings.scheduler.worker_timeout_s)
+
+
 def make_desk(settings: Settings, loop: SchedulerLoop) -> ContentDesk | None:
     """Return the content check that precedes publication, if the settings enable it."""
     rules, model = settings.scheduler.content_check, settings.model
@@ -125,7 +129,12 @@ def make_desk(settings: Settings, loop: SchedulerLoop) -> ContentDesk | None:
         "rules": str(rules.rules) if rules.rules else None,
     }
     checker = ContentChecker(configuration)
-    return ContentDesk(checker, lambda: loop.core.memory.cache if loop.core else None)
+    return ContentDesk(checker, lambda: cache_of(loop))
+
+
+def cache_of(loop: SchedulerLoop) -> PrefixCache | None:
+    """Return the cache, which exists while there is a core."""
+    return loop.core.memory.cache if loop.core else None
 
 
 def engine_spec(settings: Settings) -> EngineSpec:

@@ -88,7 +88,6 @@ class FleetDesk:
         self._rules = rules
         self._find_cache = cache
         self._cipher = AESGCM(keys.sealing)
-        self._member = secrets.token_hex(8)
         self._log = get_logger("fleet")
         self._is_away: str | None = ""
         self._outbox = _Outbox()
@@ -101,15 +100,15 @@ class FleetDesk:
         """Start to follow a cache that knows nothing."""
         self._cache = cache
         self._position = START
-        self._seen: OrderedDict[bytes, None] = OrderedDict()
+        self._seen: OrderedDict[str, None] = OrderedDict()
         self._ladders: dict[tuple[str, bytes], _Ladder] = {}
         self._pins: dict[bytes, TokenIds] = {}
         self._looked_at: int | None = None
         self._answered_epoch = 0 if cache is None else cache.epoch
         self._is_alone = False
 
-    def pin(self, token_ids: TokenIds, *, is_pinned: bool) -> None:
-        """Announce that this group has pinned a prompt, or unpinned it."""
+    def announce_pin(self, token_ids: TokenIds, is_pinned: bool) -> None:
+        """Let the other groups pin a prompt that this group has pinned, or unpin it."""
         self._outbox.pins.append((token_ids, is_pinned))
 
     async def run(self) -> None:
@@ -161,11 +160,16 @@ class FleetDesk:
 
     def _collect(self, report: FleetReport, epoch: int) -> None:
         """Move a cache's report to the outbox."""
-        for demotion in report.demotions:
-            self._outbox.facts.append(self._seal_fact(FleetNews(demotions=(demotion,))))
+        # A demotion ends the quarantines that led to it.
         for quarantine in report.quarantines:
             self._outbox.facts.append(self._seal_fact(FleetNews(quarantines=(quarantine,))))
+        for demotion in report.demotions:
+            self._outbox.facts.append(self._seal_fact(FleetNews(demotions=(demotion,))))
         self._outbox.revocations.extend(report.revocations)
+        revoked = {revocation.scope for revocation in report.revocations}
+        for ladder in self._ladders.values():
+            if (ladder.tenant,) in revoked:
+                ladder.shared = 0
         self._outbox.claims.extend((claim, epoch) for claim in report.claims)
         self._outbox.uses.extend(report.uses)
         oldest = epoch - self._rules.epochs
@@ -195,7 +199,6 @@ class FleetDesk:
         self._outbox.pins.extendleft((ids, True) for ids in self._pins.values())
         for ladder in self._ladders.values():
             self._outbox.claims.extendleft(ladder.claims)
-            ladder.shared = 0
         self._ladders.clear()
 
     async def _send(self, epoch: int) -> bool:
@@ -290,10 +293,9 @@ class FleetDesk:
                 continue
             try:
                 fact = orjson.loads(opened)
-                if fact["from"] == self._member or bytes.fromhex(fact["id"]) in self._seen:
-                    continue
-                self._seen[bytes.fromhex(fact["id"])] = None
-                news.append(FleetNews.from_description(fact["news"]))
+                if fact["id"] not in self._seen:
+                    self._seen[fact["id"]] = None
+                    news.append(FleetNews.from_description(fact["news"]))
             except (KeyError, TypeError, ValueError):
                 self._log.exception("fleet.fact_unreadable")
         while len(self._seen) > 4 * _KEPT:
@@ -331,8 +333,10 @@ class FleetDesk:
     # --- sealing ---
 
     def _seal_fact(self, news: FleetNews) -> bytes:
-        fact = {"from": self._member, "id": secrets.token_hex(8), "news": news.described()}
-        return self._seal(orjson.dumps(fact))
+        # The cache that the news came from has it already.
+        identity = secrets.token_hex(8)
+        self._seen[identity] = None
+        return self._seal(orjson.dumps({"id": identity, "news": news.described()}))
 
     def _seal(self, text: bytes) -> bytes:
         nonce = os.urandom(_NONCE_BYTES)

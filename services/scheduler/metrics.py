@@ -116,4 +116,8 @@ LOAD_SKIPPED_TOKENS_TOTAL = Counter(
     "pando_scheduler_load_skipped_tokens_total",
     "Tokens that were computed although the host had them, as that was faster than loading.",
 )
+FLEET_CONNECTED = Gauge(
+    "pando_scheduler_fleet_connected",
+    "1 while evidence is counted together with the other groups; 0 also without fleet.state.",
+)
 GROUP_READY = Gauge("pando_scheduler_worker_group_ready", "1 while all ranks carry out plans.")

@@ -33,7 +33,7 @@ from services.scheduler.wire.state import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Iterable, Iterator, Mapping
+    from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping
 
     from common.settings import SchedulerSettings
     from common.types import TokenIds, View
@@ -62,6 +62,8 @@ class SchedulerService(scheduler_pb2_grpc.SchedulerServicer):
         """Serve `loop`; `credentials` decide which callers may read names and make changes."""
         # Verdicts of the content check by outcome; replaced by the content desk's own counts if there is one.
         self.verdicts: dict[str, int] = {}
+        # Receives each prompt pinned (True) or unpinned here; replaced by the fleet desk's, if there is one.
+        self.announce_pin: Callable[[TokenIds, bool], None] = lambda _token_ids, _is_pinned: None
         self._loop = loop
         self._settings = settings
         self._credentials = credentials
@@ -157,7 +159,11 @@ class SchedulerService(scheduler_pb2_grpc.SchedulerServicer):
         """Declare a prompt public."""
         self._credentials.require_admin(_metadata(context), "pin a prompt")
         core = self._core()
-        return scheduler_pb2.PinResponse(pinned_tokens=core.memory.cache.pin(_prompt(core, request.token_ids)))
+        token_ids = _prompt(core, request.token_ids)
+        pinned = core.memory.cache.pin(token_ids)
+        if pinned:
+            self.announce_pin(token_ids, True)
+        return scheduler_pb2.PinResponse(pinned_tokens=pinned)
 
     async def Unpin(  # noqa: N802
         self, request: scheduler_pb2.UnpinRequest, context: Context
@@ -165,7 +171,10 @@ class SchedulerService(scheduler_pb2_grpc.SchedulerServicer):
         """Undo `Pin`."""
         self._credentials.require_admin(_metadata(context), "unpin a prompt")
         core = self._core()
-        return scheduler_pb2.UnpinResponse(was_pinned=core.memory.cache.unpin(_prompt(core, request.token_ids)))
+        token_ids = _prompt(core, request.token_ids)
+        was_pinned = core.memory.cache.unpin(token_ids)
+        self.announce_pin(token_ids, False)
+        return scheduler_pb2.UnpinResponse(was_pinned=was_pinned)
 
     async def Pause(  # noqa: N802
         self, request: scheduler_pb2.PauseRequest, context: Context

@@ -268,17 +268,20 @@ class FleetLedger:
             for chain in chains:
                 if scope:
                     self._shared.pop((scope[0], chain), None)
+            for chain in self._chains_of(node):
+                self._quarantines.pop((scope, chain), None)
 
     def note_quarantine(self, node: Node, fingerprint: int, quarantine: Quarantine) -> None:
         """Report a quarantine that this group's detection has found."""
         if self._is_used:
-            chain = self._first_chain(node)
+            chain = self._chains_of(node)[0]
             fact = QuarantineFact(node.owner_id, chain, fingerprint, quarantine.tenant, quarantine.is_whole)
             self._report.quarantines.append(fact)
 
-    def _first_chain(self, node: Node) -> bytes:
+    def _chains_of(self, node: Node) -> list[bytes]:
+        """Return the chained hashes of a node's pages."""
         tree = self._store.tree
-        return chain_hashes(tree.path_key(node), tree.page_bytes)[-node.size]
+        return chain_hashes(tree.path_key(node), tree.page_bytes)[-node.size :]
 
     def _rungs_from(self, node: Node, start: int) -> tuple[tuple[bytes, ...], bytes | None]:
         """Return the chains at the rungs of a node's path below depth `start`, and the digest of its first tokens."""
@@ -320,9 +323,8 @@ class FleetLedger:
 
     def quarantines_of(self, node: Node) -> dict[int, Quarantine]:
         """Return other groups' quarantines of any page of a shared node."""
-        tree = self._store.tree
         found: dict[int, Quarantine] = {}
-        for chain in chain_hashes(tree.path_key(node), tree.page_bytes)[-node.size :]:
+        for chain in self._chains_of(node):
             found.update(self._quarantines.get((node.owner_id, chain), {}))
         return found
 
