@@ -9,6 +9,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
+from common.fleet.state import open_fleet
 from common.metrics import MODEL_INFO
 from common.room import SharedRoom
 from common.rpc.channel import open_channel
@@ -28,6 +29,7 @@ from services.tokenizer.limits import ModelLimits
 from services.tokenizer.relay import RETRY_AFTER_MS, Relay
 from services.tokenizer.routing.fleet import Fleet
 from services.tokenizer.routing.policies import make_policy
+from services.tokenizer.routing.shared_prefixes import FleetPrefixes
 from services.tokenizer.scheduler_link import SchedulerLink
 from services.tokenizer.service import TokenizerService
 from services.tokenizer.template_style import style_of, warn_of_problems
@@ -39,7 +41,6 @@ if TYPE_CHECKING:
 
     from common.rpc.discovery import Found
     from common.rpc.security import Security
-    from common.settings import TokenizerSettings
     from common.tokenization import TextModel
     from services.tokenizer.relay import Scheduler
 
@@ -69,7 +70,7 @@ async def serve(settings: Settings, stopping: asyncio.Event) -> None:
     security = read_security(settings.rpc)
     server = RpcServer(NAME, settings.tokenizer.address, security, also=(SESSIONS,))
     with ThreadPoolExecutor(settings.tokenizer.threads, "encode") as executor:
-        async with open_schedulers(settings.tokenizer, security) as schedulers:
+        async with open_schedulers(settings, security) as schedulers:
             relay, service = build(settings, load_served_model(settings.model), schedulers, executor)
             server.add(tokenizer_pb2_grpc.add_TokenizerServicer_to_server, service)
             server.add(sessions_pb2_grpc.add_SessionsServicer_to_server, SessionsService(schedulers))
@@ -102,8 +103,9 @@ def build(
 
 
 @contextlib.asynccontextmanager
-async def open_schedulers(settings: TokenizerSettings, security: Security) -> AsyncIterator[Fleet | SchedulerLink]:
+async def open_schedulers(every: Settings, security: Security) -> AsyncIterator[Fleet | SchedulerLink]:
     """Connect to the scheduler groups in the settings, or to the single scheduler."""
+    settings = every.tokenizer
     if len(settings.schedulers) == 1 and not is_looked_up(settings.schedulers[0]):
         async with open_channel(settings.schedulers[0], security) as channel:
             yield SchedulerLink(channel)
@@ -112,7 +114,9 @@ async def open_schedulers(settings: TokenizerSettings, security: Security) -> As
     def connect(found: Found) -> grpc.aio.Channel:
         return open_channel(found.address, security, found.name)
 
-    yield Fleet(Discovery(settings.schedulers), connect, make_policy(settings.routing.policy))
+    fleet = open_fleet(every.fleet)
+    prefixes = None if fleet is None else FleetPrefixes(*fleet)
+    yield Fleet(Discovery(settings.schedulers), connect, make_policy(settings.routing.policy), prefixes=prefixes)
 
 
 async def report_health(server: RpcServer, can_serve: Callable[[], Awaitable[bool]]) -> None:

@@ -18,5 +18,8 @@ ENCODE_SECONDS = Histogram(
     buckets=(0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 1, 5),
 )
 ROUTED_TOTAL = Counter("pando_tokenizer_routed_requests_total", "Requests by scheduler group.", ["replica"])
+STEERED_TOTAL = Counter(
+    "pando_tokenizer_steered_requests_total", "Requests that were routed by a prefix that the fleet shares."
+)
 REPLICA_SERVING = Gauge("pando_tokenizer_replica_serving", "1 while a scheduler group takes requests.", ["replica"])
 SCHEDULER_CONNECTED = Gauge("pando_tokenizer_scheduler_connected", "1 while the scheduler can serve.")

@@ -13,6 +13,7 @@ from common.logs import get_logger
 from protos.gen.pando.v1 import scheduler_pb2, scheduler_pb2_grpc
 from services.tokenizer import metrics
 from services.tokenizer.routing.policies import RoutingCandidate, affinity_key, favourite, session_key
+from services.tokenizer.routing.shared_prefixes import NoSharedPrefixes
 from services.tokenizer.scheduler_link import SchedulerLink
 
 if TYPE_CHECKING:
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
     from common.rpc.discovery import Discovery, Found
     from common.types import Admission, RequestId, ScheduleRequest, SessionGrant, SessionWish, View
     from services.tokenizer.routing.policies import RoutingPolicy
+    from services.tokenizer.routing.shared_prefixes import SharedPrefixes
     from services.tokenizer.scheduler_link import SchedulerListener
 
 DISCOVERY_INTERVAL_S = 2.0
@@ -41,12 +43,17 @@ class Fleet:
         connect: Callable[[Found], grpc.aio.Channel],
         policy: RoutingPolicy,
         discovery_interval_s: float = DISCOVERY_INTERVAL_S,
+        prefixes: SharedPrefixes | None = None,
     ) -> None:
-        """`discovery` finds groups, `connect` opens channels to them, `policy` selects one for each request."""
+        """`discovery` finds groups, `connect` opens channels to them, `policy` selects one for each request.
+
+        `prefixes` are those that the groups share; by default each group decides alone.
+        """
         self._discovery = discovery
         self._connect = connect
         self._policy = policy
         self._discovery_interval_s = discovery_interval_s
+        self._prefixes = prefixes or NoSharedPrefixes()
         self._replicas: dict[str, Replica] = {}
         self._log = get_logger("fleet")
 
@@ -101,6 +108,7 @@ class Fleet:
         running: dict[str, asyncio.Task[None]] = {}
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(self._compare())
+            tasks.create_task(self._prefixes.run())
             while True:
                 found = {group.address: group for group in await self._discovery.look()}
                 for address in [address for address in found if address not in running]:
@@ -135,7 +143,7 @@ class Fleet:
                 chosen = favourite(session_key(request.view, request.options.session), loads)
             else:
                 candidates = [RoutingCandidate(name, load) for name, load in loads.items()]
-                chosen = self._policy.choose(affinity_key(request), candidates)
+                chosen = self._policy.choose(affinity_key(request), candidates, self._prefixes.find(request))
             loads[chosen] += 1
             batches[chosen].append(request)
         return batches

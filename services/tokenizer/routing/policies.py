@@ -8,24 +8,26 @@ bounded loads (Mirrokni, Thorup and Zadimoghaddam, 2018).
 from __future__ import annotations
 
 import hashlib
+import heapq
 import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
+from common.fleet.names import PREFIX_TOKENS
+
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
     from common.types import ScheduleRequest, View
+    from services.tokenizer.routing.shared_prefixes import SharedPrefix
 
 # Below this load a request stays with the group that has its prefix cached: this many requests decode together as fast
 # as one. Also, reported loads are some tenths of a second old.
 FREE_LOAD = 8
 # Largest load of a group under `PrefixAware`, as a multiple of its share of the open requests.
 LOAD_FACTOR = 1.25
-# Leading tokens by which prompts of one user count as equal: enough to tell system prompts apart.
-PREFIX_TOKENS = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,8 +41,14 @@ class RoutingCandidate:
 class RoutingPolicy(Protocol):
     """Selects one of several groups."""
 
-    def choose(self, key: bytes, candidates: Sequence[RoutingCandidate]) -> str:
-        """Return the name of the group for a request with `key`; `candidates` is not empty."""
+    def choose(self, key: bytes, candidates: Sequence[RoutingCandidate], prefix: SharedPrefix | None = None) -> str:
+        """Return the name of the group for a request; `candidates` is not empty.
+
+        Args:
+            key: The key of its view and first tokens.
+            candidates: The groups that would serve it.
+            prefix: The prefix that it begins with, if the fleet shares one.
+        """
         ...
 
 
@@ -50,7 +58,7 @@ class RoundRobin:
     def __init__(self) -> None:
         self._turn = 0
 
-    def choose(self, key: bytes, candidates: Sequence[RoutingCandidate]) -> str:
+    def choose(self, key: bytes, candidates: Sequence[RoutingCandidate], prefix: SharedPrefix | None = None) -> str:
         """Return the next group's name; `key` is ignored."""
         self._turn += 1
         return candidates[(self._turn - 1) % len(candidates)].name
@@ -59,7 +67,7 @@ class RoundRobin:
 class LeastLoaded:
     """Selects the group with the fewest open requests; among equals, the one with the highest score for the key."""
 
-    def choose(self, key: bytes, candidates: Sequence[RoutingCandidate]) -> str:
+    def choose(self, key: bytes, candidates: Sequence[RoutingCandidate], prefix: SharedPrefix | None = None) -> str:
         return min(candidates, key=lambda candidate: (candidate.load, -score(key, candidate.name))).name
 
 
@@ -70,11 +78,18 @@ class PrefixAware:
         """No group gets more than `load_factor` (above 1) times its share of all open requests, or FREE_LOAD."""
         self._load_factor = load_factor
 
-    def choose(self, key: bytes, candidates: Sequence[RoutingCandidate]) -> str:
-        """Return the group with the highest score among those below the bound; there is always one."""
+    def choose(self, key: bytes, candidates: Sequence[RoutingCandidate], prefix: SharedPrefix | None = None) -> str:
+        """Return the group with the highest score among those below the bound; there is always one.
+
+        A prompt with a shared prefix goes to one of the groups with the highest scores for the prefix; among these, a
+        user's prompts stay with one group. So a wider set contains a narrower one, and few users change their group.
+        """
         open_requests = sum(candidate.load for candidate in candidates) + 1
         bound = max(FREE_LOAD, math.ceil(self._load_factor * open_requests / len(candidates)))
         with_room = [candidate for candidate in candidates if candidate.load < bound]
+        if prefix is not None:
+            name = prefix.name
+            with_room = heapq.nlargest(prefix.width, with_room, lambda candidate: score(name, candidate.name))
         return max(with_room, key=lambda candidate: score(key, candidate.name)).name
 
 
