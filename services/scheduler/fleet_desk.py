@@ -29,7 +29,7 @@ from services.scheduler.cache.config import PrivacyProfile
 from services.scheduler.cache.sharing.fleet import FleetNews
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable, Iterable, Sequence
 
     from common.fleet.names import FleetKeys
     from common.fleet.state import FleetState
@@ -60,6 +60,8 @@ class _Ladder:
     tenant: str
     chains: tuple[bytes, ...]
     names: tuple[bytes, ...]
+    # The last epoch in which it is looked up.
+    until: int
     shared: int = 0
     # Claims with the epochs in which they were reported.
     claims: list[tuple[FleetClaim, int]] = field(default_factory=list)
@@ -103,6 +105,8 @@ class FleetDesk:
         self._seen: OrderedDict[str, None] = OrderedDict()
         self._ladders: dict[tuple[str, bytes], _Ladder] = {}
         self._pins: dict[bytes, TokenIds] = {}
+        # Ladders to look up at once.
+        self._new: list[_Ladder] = []
         self._looked_at: int | None = None
         self._answered_epoch = 0 if cache is None else cache.epoch
         self._is_alone = False
@@ -175,20 +179,21 @@ class FleetDesk:
         oldest = epoch - self._rules.epochs
         for key, ladder in list(self._ladders.items()):
             ladder.claims = [(claim, at) for claim, at in ladder.claims if at - claim.age >= oldest]
-            if not ladder.claims:
+            if ladder.until < epoch:
                 del self._ladders[key]
+        self._new = [self._note_ladder(claim, epoch + 1) for claim in report.interests]
 
     async def _exchange(self, cache: PrefixCache) -> None:
         incarnation = await self._state.incarnation()
         if incarnation != self._incarnation:
             self._report_again()
             self._position, self._incarnation = START, incarnation
-        has_sent = await self._send(cache.epoch)
+        await self._send(cache.epoch)
         news = await self._receive(cache)
-        if has_sent or self._looked_at != cache.epoch:
-            shared = await self._look_up()
-            self._looked_at = cache.epoch
-            news.append(FleetNews(shared=shared))
+        # All ladders once in each epoch, and new ones at once.
+        is_new_epoch, self._looked_at = self._looked_at != cache.epoch, cache.epoch
+        ladders = list(self._ladders.values()) if is_new_epoch else self._new
+        news.append(FleetNews(shared=await self._look_up(ladders)))
         for one in news:
             if one.shared or one.demotions or one.quarantines:
                 cache.learn(one)
@@ -201,8 +206,8 @@ class FleetDesk:
             self._outbox.claims.extendleft(ladder.claims)
         self._ladders.clear()
 
-    async def _send(self, epoch: int) -> bool:
-        """Send the outbox; return whether there was evidence in it. What is not sent stays in it."""
+    async def _send(self, epoch: int) -> None:
+        """Send the outbox. What cannot be sent stays in it."""
         box = self._outbox
         while box.facts:
             await self._state.publish(box.facts[0])
@@ -214,20 +219,20 @@ class FleetDesk:
         while box.pins:
             await self._send_pin(*box.pins[0])
             box.pins.popleft()
-        has_evidence = bool(box.claims)
-        # Also without evidence: it compares the rules.
-        if not has_evidence:
+        if not box.claims:
+            # It compares the rules.
             await self._state.add_evidence((), self._rules)
         while box.claims:
             claim, at = box.claims[0]
             await self._state.add_evidence([self._evidence(claim, epoch - at)], self._rules)
             box.claims.popleft()
-            self._note_ladder(claim, at)
+            ladder = self._note_ladder(claim, at - claim.age + self._rules.epochs)
+            ladder.claims.append((claim, at))
+            self._new.append(ladder)
         while box.uses:
             use = box.uses[0]
             await self._state.renew(self._names(use.scope, use.chains, use.routing), self._window_ms)
             box.uses.popleft()
-        return has_evidence
 
     @property
     def _window_ms(self) -> int:
@@ -248,17 +253,18 @@ class FleetDesk:
         prefixes += [(name, self._keys.tag(name, tenant, subject), False) for name in names[len(claim.chains) :]]
         return NamedEvidence(tuple(prefixes), claim.age + since)
 
-    def _note_ladder(self, claim: FleetClaim, at: int) -> None:
+    def _note_ladder(self, claim: FleetClaim, until: int) -> _Ladder:
         tenant = claim.subject[0]
         key = tenant, claim.chains[-1]
         ladder = self._ladders.get(key)
         if ladder is None or len(claim.chains) > len(ladder.chains):
             names = tuple(self._names((tenant,), claim.chains, None))
             claims = [] if ladder is None else ladder.claims
-            ladder = self._ladders[key] = _Ladder(tenant, claim.chains, names, 0, claims)
-        ladder.claims.append((claim, at))
+            ladder = self._ladders[key] = _Ladder(tenant, claim.chains, names, until, 0, claims)
+        ladder.until = max(ladder.until, until)
         while len(self._ladders) > _KEPT:
             del self._ladders[next(iter(self._ladders))]
+        return ladder
 
     async def _send_pin(self, token_ids: TokenIds, is_pinned: bool) -> None:
         name = self._pin_name(token_ids)
@@ -314,11 +320,11 @@ class FleetDesk:
         for name in self._pins.keys() - names:
             cache.unpin(self._pins.pop(name))
 
-    async def _look_up(self) -> tuple[tuple[str, bytes], ...]:
-        """Return the prefixes, with evidence of this group, that the fleet has begun to share."""
+    async def _look_up(self, ladders: Sequence[_Ladder]) -> tuple[tuple[str, bytes], ...]:
+        """Return the prefixes in `ladders` that the fleet has begun to share."""
         found: dict[tuple[str, bytes], None] = {}
         while True:
-            pending = [ladder for ladder in self._ladders.values() if ladder.shared < len(ladder.names)]
+            pending = [ladder for ladder in ladders if ladder.shared < len(ladder.names)]
             names = list({ladder.names[ladder.shared]: None for ladder in pending})
             shared = await self._state.look_up(names) if names else set()
             for ladder in pending:

@@ -365,7 +365,7 @@ class RadixCache:
         self._promoter.reviews.forget_verdicts()
 
     def take_report(self) -> FleetReport:
-        return self._fleet.take()
+        return self._fleet.take(self._demoter.demoted)
 
     def learn(self, news: FleetNews) -> None:
         self._follower.learn(news)

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
     from common.fleet.names import FleetKeys
     from common.fleet.state import FleetState
-    from common.types import ScheduleRequest
+    from common.types import ScheduleRequest, View
 
 LOOK_INTERVAL_S = 0.5
 # Seconds for which answers are used while the server is away. Steering only decides where a prompt is computed.
@@ -33,6 +33,8 @@ WINDOW_S = 60.0
 # Requests with a prefix in a window for each group that they are distributed to: the first request at each group
 # computes the prefix, so at most about one in 64 requests does.
 REQUESTS_A_GROUP = 64
+# Seconds for which a prefix that several views asked for is looked up again, until it is shared.
+RETRY_S = 30.0
 _REMEMBERED = 65_536
 
 
@@ -64,6 +66,16 @@ class NoSharedPrefixes:
         """Do nothing."""
 
 
+@dataclass(slots=True)
+class _Asked:
+    """The last question for a prefix, and whether several views have asked."""
+
+    view: View
+    at: float
+    is_new: bool = True
+    by_several: bool = False
+
+
 class FleetPrefixes:
     """Implements `SharedPrefixes` by look-ups in the fleet's state."""
 
@@ -72,7 +84,7 @@ class FleetPrefixes:
         self._keys = keys
         self._clock = clock
         # Names to look up, and those that were shared at the last look-up, with its time.
-        self._asked: OrderedDict[bytes, None] = OrderedDict()
+        self._asked: OrderedDict[bytes, _Asked] = OrderedDict()
         self._shared: OrderedDict[bytes, float] = OrderedDict()
         self._traffic = PrefixTraffic(clock)
         self._log = get_logger("fleet")
@@ -86,13 +98,21 @@ class FleetPrefixes:
         oldest = self._clock() - STALE_S
         for scope in ((request.view.tenant,), ()):
             name = self._keys.routing(scope, digest)
-            self._asked[name] = None
+            self._ask(name, request.view)
             if self._shared.get(name, -math.inf) >= oldest:
                 metrics.STEERED_TOTAL.inc()
                 return SharedPrefix(name, self._traffic.count(name))
         while len(self._asked) > _REMEMBERED:
             self._asked.popitem(last=False)
         return None
+
+    def _ask(self, name: bytes, view: View) -> None:
+        asked = self._asked.get(name)
+        if asked is None:
+            self._asked[name] = _Asked(view, self._clock())
+        else:
+            asked.at, asked.is_new = self._clock(), True
+            asked.by_several = asked.by_several or asked.view != view
 
     async def run(self) -> None:
         """Look up the prefixes of arrived prompts until cancelled."""
@@ -104,8 +124,12 @@ class FleetPrefixes:
             await self._state.close()
 
     async def look(self) -> None:
-        """Look up the prefixes of the prompts that have arrived since the last successful call."""
-        names = list(self._asked)
+        """Look up the prefixes of the prompts that have arrived, and again those that several views have in common."""
+        oldest = self._clock() - RETRY_S
+        for name, asked in list(self._asked.items()):
+            if not asked.is_new and asked.at < oldest:
+                del self._asked[name]
+        names = [name for name, asked in self._asked.items() if asked.is_new or asked.by_several]
         if not names:
             return
         try:
@@ -118,7 +142,9 @@ class FleetPrefixes:
         self._is_away = False
         now = self._clock()
         for name in names:
-            self._asked.pop(name, None)
+            asked = self._asked.get(name)
+            if asked is not None:
+                asked.is_new = False
             self._shared.pop(name, None)
             if name in shared:
                 self._shared[name] = now

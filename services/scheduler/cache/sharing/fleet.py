@@ -96,6 +96,8 @@ class FleetRevocation:
 class FleetReport:
     """What a cache has to report since the last report."""
 
+    # Evidence that becomes a claim at the next boundary: whether it is shared already can be looked up before.
+    interests: deque[FleetClaim] = field(default_factory=lambda: deque(maxlen=_KEPT_REPORTS))
     claims: deque[FleetClaim] = field(default_factory=lambda: deque(maxlen=_KEPT_REPORTS))
     uses: deque[FleetUse] = field(default_factory=lambda: deque(maxlen=_KEPT_REPORTS))
     demotions: list[DemotionFact] = field(default_factory=list)
@@ -168,6 +170,8 @@ class FleetLedger:
         # Quarantines of other groups, for nodes that this group does not have yet.
         self._quarantines: OrderedDict[tuple[Scope, bytes], dict[int, Quarantine]] = OrderedDict()
         self._used_epoch: dict[Node, int] = {}
+        # Changed nodes that have been reported since the last boundary, with the lengths of their edges.
+        self._interests: dict[Node, int] = {}
 
     @property
     def has_quarantines(self) -> bool:
@@ -179,9 +183,17 @@ class FleetLedger:
         """Whether the fleet shares any prefix, as far as this group knows."""
         return bool(self._shared)
 
-    def take(self) -> FleetReport:
+    def take(self, demoted: DemotedChains) -> FleetReport:
         """Return what has to be reported since the last call."""
         taken, self._report = self._report, FleetReport()
+        if self._is_used:
+            for node in self._store.fresh:
+                if self._interests.get(node) == len(node.key) or not self._is_evidence(node):
+                    continue
+                self._interests[node] = len(node.key)
+                claim = self._claim_of(node, demoted)
+                if claim is not None:
+                    taken.interests.append(claim)
         return taken
 
     # --- reporting ---
@@ -190,27 +202,39 @@ class FleetLedger:
         """Report the evidence in private nodes that have changed since the last boundary."""
         if not self._is_used:
             return
+        self._interests.clear()
         for node in nodes:
-            if not node.is_dead and not node.is_shared and self._is_evidence(node):
-                self._claim(node, demoted)
+            claim = self._claim_of(node, demoted) if self._is_evidence(node) else None
+            if claim is None:
+                continue
+            self._report.claims.append(claim)
+            key = claim.subject[0], claim.chains[0]
+            claimants = self._claimants.setdefault(key, {})
+            claimants[node] = None
+            self._claimants.move_to_end(key)
+            self._trim(self._claimants)
+            while len(claimants) > self._store.config.profile.creators_limit:
+                del claimants[next(iter(claimants))]
 
     def _is_evidence(self, node: Node) -> bool:
         oldest = self._store.epoch - self._store.config.promotion_epochs
         return (
-            node.prompt_epoch is not None
+            not node.is_dead
+            and not node.is_shared
+            and node.prompt_epoch is not None
             and node.prompt_epoch >= oldest
             and not node.no_promote
             and node.owner.tenant.sharing is not Sharing.NONE
         )
 
-    def _claim(self, node: Node, demoted: DemotedChains) -> None:
+    def _claim_of(self, node: Node, demoted: DemotedChains) -> FleetClaim | None:
         tree, account = self._store.tree, node.owner
         top, epoch = node, node.prompt_epoch
         assert epoch is not None, "it is evidence"
         while top.parent is not None and top.parent.owner is account:
             top = top.parent
             if not self._is_evidence(top):
-                return
+                return None
             assert top.prompt_epoch is not None
             epoch = min(epoch, top.prompt_epoch)
         assert top.parent is not None, "the root is public"
@@ -218,7 +242,7 @@ class FleetLedger:
         first, end = tree.depth_pages(top.parent), len(key) // tree.page_bytes
         depths = list(rungs(first, end))
         if not depths:
-            return
+            return None
         hashes = chain_hashes(key, tree.page_bytes)
         scope = account.tenant.scope
         since = demoted.first_of(scope, hashes)
@@ -229,13 +253,7 @@ class FleetLedger:
         covers = first * tree.page_size < PREFIX_TOKENS <= end * tree.page_size
         routing = _routing(key) if covers else None
         age = self._store.epoch - epoch
-        self._report.claims.append(FleetClaim(account.subject, chains, demoted_from, routing, age))
-        claimants = self._claimants.setdefault((scope[0], chains[0]), {})
-        claimants[node] = None
-        self._claimants.move_to_end((scope[0], chains[0]))
-        self._trim(self._claimants)
-        while len(claimants) > self._store.config.profile.creators_limit:
-            del claimants[next(iter(claimants))]
+        return FleetClaim(account.subject, chains, demoted_from, routing, age)
 
     def note_uses(self) -> None:
         """Report the tenants' nodes that other subjects than their creators have hit in the epoch that ends."""
