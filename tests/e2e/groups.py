@@ -142,8 +142,11 @@ class Tier:
     def complete(self, user: str) -> dict[str, int]:
         """Return the completion's usage, with cached tokens, and the number of words that came."""
         # What all of them ask would become public.
-        prompt = f"{user} asks: {PROMPT}"
-        body = {"model": "smollm2-135m-instruct", "prompt": prompt, "max_tokens": TOKENS, "user": user}
+        return self.ask(user, f"{user} asks: {PROMPT}")
+
+    def ask(self, user: str, prompt: str, tokens: int = TOKENS) -> dict[str, int]:
+        """Return the usage of a completion of `prompt`."""
+        body = {"model": "smollm2-135m-instruct", "prompt": prompt, "max_tokens": tokens, "user": user}
         answer = self.http.post("/v1/completions", json=body | {"temperature": 0})
         assert answer.status_code == httpx.codes.OK, answer.text
         usage = answer.json()["usage"]

@@ -74,7 +74,11 @@ VALUE_SETS: dict[str, dict[str, Any]] = {
         }
         for name in ("gateway", "tokenizer", "scheduler", "worker", "detokenizer")
     },
-    "groups-in-pods": {"groups": {"replicas": 4, "layout": "together"}, "networkPolicy": {"workerEgress": [{}]}},
+    "groups-in-pods": {
+        "groups": {"replicas": 4, "layout": "together"},
+        "fleet": {"existingSecret": "fleet", "port": 6380},
+        "networkPolicy": {"workerEgress": [{}], "fleetTo": [{"ipBlock": {"cidr": "10.1.2.4/32"}}]},
+    },
     "groups-hpa": {"groups": {"layout": "together", "autoscaling": {"mode": "hpa", "kvPercent": 0}}},
     "groups-keda": {
         "groups": {"layout": "together", "autoscaling": {"mode": "keda", "minReplicas": 2, "maxReplicas": 6}},

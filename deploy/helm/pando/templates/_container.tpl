@@ -89,6 +89,9 @@
     {{- if and (eq .name "gateway") $root.Values.gateway.state.signingSecret }}
     - {name: state-signing, mountPath: /etc/pando/state-signing, readOnly: true}
     {{- end }}
+    {{- if and (has .name (list "tokenizer" "scheduler")) $root.Values.fleet.existingSecret }}
+    - {name: fleet, mountPath: /etc/pando/fleet, readOnly: true}
+    {{- end }}
     {{- if and (eq .name "gateway") $values.certificateSecret }}
     - {name: https, mountPath: /etc/pando/https, readOnly: true}
     {{- end }}

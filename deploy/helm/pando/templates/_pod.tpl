@@ -122,6 +122,10 @@ volumes:
   - name: state-signing
     secret: {secretName: {{ $root.Values.gateway.state.signingSecret | quote }}}
   {{- end }}
+  {{- if and (has .name (list "tokenizer" "scheduler" "group")) $root.Values.fleet.existingSecret }}
+  - name: fleet
+    secret: {secretName: {{ $root.Values.fleet.existingSecret | quote }}}
+  {{- end }}
   {{- if and (eq .name "gateway") $values.certificateSecret }}
   - name: https
     secret: {secretName: {{ $values.certificateSecret | quote }}}

@@ -2,8 +2,8 @@
 {{- define "pando.sections" -}}
 
 gateway: [log, rpc, metrics, limits, gateway]
-tokenizer: [log, rpc, metrics, model, tokenizer]
-scheduler: [log, rpc, metrics, model, limits, scheduler]
+tokenizer: [log, rpc, metrics, model, fleet, tokenizer]
+scheduler: [log, rpc, metrics, model, limits, fleet, scheduler]
 worker: [log, rpc, metrics, model, worker]
 detokenizer: [log, rpc, metrics, model, detokenizer]
 {{- end -}}
@@ -77,6 +77,7 @@ detokenizer: [log, rpc, metrics, model, detokenizer]
 {{- with .Values.tls.peerNames }}{{ $_ := set $rpc "peer_names" . }}{{ end -}}
 {{- end -}}
 {{- $_ := set $own "rpc" $rpc -}}
+{{- if .Values.fleet.existingSecret }}{{ $_ := set $own "fleet" (dict "state" "file:/etc/pando/fleet/url" "secret" "file:/etc/pando/fleet/secret") }}{{ end -}}
 {{- $storage := dict -}}
 {{- if include "pando.keyringClaim" . }}{{ $_ := set $storage "keyring" "/var/lib/pando/keyring/keyring.db" }}{{ end -}}
 {{- if .Values.keyring.existingSecret }}{{ $_ := set $storage "secret" "file:/etc/pando/keyring/secret" }}{{ end -}}
