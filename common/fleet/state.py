@@ -93,8 +93,8 @@ class FleetState:
         """Return an id that changes when the server has lost its data."""
         key = f"{self._root}:incarnation"
         await self._call(self._redis.set(key, secrets.token_bytes(8), nx=True))
-        found: bytes | None = await self._call(self._redis.get(key))
-        if found is None:
+        found = await self._call(self._redis.get(key))
+        if not isinstance(found, bytes):
             raise FleetStateAwayError("it keeps nothing")
         return found
 
@@ -159,12 +159,13 @@ class FleetState:
 
     async def pin_names(self) -> set[bytes]:
         """Return the names of all pins."""
-        return set(await self._call(self._redis.hkeys(f"{self._root}:pins")))
+        found = await self._call(self._redis.hkeys(f"{self._root}:pins"))
+        return {name for name in found if isinstance(name, bytes)}
 
     async def pin(self, name: bytes) -> bytes | None:
         """Return a sealed pin; None if it has been removed."""
-        found: bytes | None = await self._call(self._redis.hget(f"{self._root}:pins", name))
-        return found
+        found = await self._call(self._redis.hget(f"{self._root}:pins", name))
+        return found if isinstance(found, bytes) else None
 
     async def set_pin(self, name: bytes, sealed: bytes | None) -> None:
         """Add a pin, or remove it if `sealed` is None."""

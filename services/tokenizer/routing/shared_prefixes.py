@@ -142,9 +142,8 @@ class FleetPrefixes:
         self._is_away = False
         now = self._clock()
         for name in names:
-            asked = self._asked.get(name)
-            if asked is not None:
-                asked.is_new = False
+            if name in self._asked:
+                self._asked[name].is_new = False
             self._shared.pop(name, None)
             if name in shared:
                 self._shared[name] = now

@@ -25,8 +25,8 @@ FLEET = with_rules(PLAIN, has_fleet=True)
 class Group:
     """One scheduler group: its cache and its desk."""
 
-    def __init__(self, url: str, config: CacheConfig = FLEET, rules: PromotionRules = RULES, **options: int) -> None:
-        self.driver = Driver("user_aware", config=config, **{"capacity": 400, **options})  # type: ignore[arg-type]
+    def __init__(self, url: str, config: CacheConfig = FLEET, rules: PromotionRules = RULES) -> None:
+        self.driver = Driver("user_aware", config=config, capacity=400)
         opened = open_fleet(FleetSettings(state=SecretStr(url), secret=SecretStr(SECRET)))
         assert opened is not None
         self.state, self.keys = opened
@@ -50,9 +50,9 @@ class Groups(list[Group]):
 
 
 @asynccontextmanager
-async def groups_at(url: str, count: int, **options: int) -> AsyncIterator[Groups]:
+async def groups_at(url: str, count: int) -> AsyncIterator[Groups]:
     """Create `count` groups with one state."""
-    groups = Groups(Group(url, **options) for _ in range(count))
+    groups = Groups(Group(url) for _ in range(count))
     try:
         yield groups
     finally:
