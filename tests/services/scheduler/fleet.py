@@ -25,8 +25,10 @@ FLEET = with_rules(PLAIN, has_fleet=True)
 class Group:
     """One scheduler group: its cache and its desk."""
 
-    def __init__(self, url: str, config: CacheConfig = FLEET, rules: PromotionRules = RULES) -> None:
-        self.driver = Driver("user_aware", config=config, capacity=400)
+    def __init__(
+        self, url: str, config: CacheConfig = FLEET, rules: PromotionRules = RULES, capacity: int = 400
+    ) -> None:
+        self.driver = Driver("user_aware", config=config, capacity=capacity)
         opened = open_fleet(FleetSettings(state=SecretStr(url), secret=SecretStr(SECRET)))
         assert opened is not None
         self.state, self.keys = opened

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import random
 from typing import TYPE_CHECKING
 
 import pytest
 
 from common.fleet.state import PromotionRules
 from common.types import Subject, View
+from services.scheduler.cache.sharing.fleet import rungs
 from services.scheduler.fleet_desk import LEASE_EPOCHS
 from tests.fakes.redis_process import temporary_redis
-from tests.services.scheduler.cache.driver import ANN, BOB, CID, DAN, EVE, int32
-from tests.services.scheduler.fleet import FLEET, Group, Groups, groups_at
+from tests.services.scheduler.cache.driver import ANN, BOB, CID, DAN, EVE, PLAIN, Driver, int32
+from tests.services.scheduler.fleet import Group, Groups, groups_at
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -231,11 +233,48 @@ async def test_the_server_learns_neither_texts_nor_names(server: RedisProcess) -
         assert text not in stored
 
 
-async def test_without_a_fleet_nothing_is_reported(server: RedisProcess) -> None:
-    async with groups_at(server.url, 1) as groups:
-        alone = Group(server.url, config=FLEET)
-        alone.driver.serve(ANN, SYSTEM)
-        alone.driver.next_epoch()
-        assert len(alone.driver.cache.take_report().claims) == 1
-        await alone.state.close()
-        assert groups[0].driver.cache.take_report().claims == groups[0].driver.cache.take_report().uses
+@pytest.mark.parametrize("seed", range(4))
+async def test_random_operations_of_small_groups_violate_no_invariant(server: RedisProcess, seed: int) -> None:
+    chance = random.Random(seed)
+    users = [View(Subject(f"tenant-{number % 2}", f"user-{number}")) for number in range(16)]
+    groups = Groups(Group(server.url, capacity=90) for _ in range(3))
+    shared = 0
+    for turn in range(60):
+        for _ in range(chance.randrange(12)):
+            group, user = chance.choice(groups), chance.choice(users)
+            text = [*SYSTEM[: 8 * chance.randrange(1, 6)], *(chance.randrange(900, 903) for _ in range(6))]
+            group.driver.serve(user, text, may_promote=chance.random() < 0.9)
+        if chance.random() < 0.3:
+            group, suspect = chance.choice(groups), chance.choice(users)
+            for number in range(40):
+                group.driver.end(group.driver.admit(suspect, [*SYSTEM[:8], 100 + number, 0]))
+        # Rows that run while other groups' facts arrive.
+        rows = [(group, group.driver.admit(chance.choice(users), [*SYSTEM[:16], 5, 5])) for group in groups]
+        if turn == 30:
+            server.kill()
+        if turn == 45:
+            server.start()
+        await groups.next_epoch()
+        for group, row in rows:
+            group.driver.check(row)
+            group.driver.end(row)
+        check(groups)
+        shared += sum(len(group.driver.tenants) for group in groups)
+    assert shared > 10
+    for group in groups:
+        await group.state.close()
+
+
+def test_evidence_is_counted_at_eight_depths_for_each_doubling() -> None:
+    assert list(rungs(0, 40)) == [*range(1, 17), *range(18, 33, 2), 36, 40]
+    assert list(rungs(13, 21)) == [14, 15, 16, 18, 20]
+    assert len(list(rungs(0, 1024))) == 64
+
+
+def test_without_a_fleet_nothing_is_reported() -> None:
+    driver = Driver("user_aware", config=PLAIN)
+    for user in (ANN, BOB, CID):
+        driver.serve(user, SYSTEM)
+    driver.next_epoch()
+    report = driver.cache.take_report()
+    assert len(report.claims) == len(report.interests) == len(report.uses) == 0

@@ -20,7 +20,7 @@ from common.fleet.names import PREFIX_TOKENS, routing_digest
 from common.types import Sharing
 from services.scheduler.cache.keys import chain_hashes
 from services.scheduler.cache.node import Quarantine
-from services.scheduler.cache.types import CacheEventKind
+from services.scheduler.cache.types import CacheEventKind, NodeState
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -397,8 +397,8 @@ class FleetFollower:
         if found is None:
             return
         node, index = found
-        # `split` returns the upper part.
-        if index:
+        # The upper part stays shared; `node` is the lower one. A part of a soft-free node cannot stay soft-free.
+        if index and node.state is NodeState.LIVE:
             self._store.split(node, index)
         if not node.pinned:
             self._demoter.demote(node, is_news=True)

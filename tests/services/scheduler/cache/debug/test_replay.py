@@ -18,6 +18,7 @@ from services.scheduler.cache.debug.replay import (
 from services.scheduler.cache.factory import CacheName, make_cache
 from services.scheduler.cache.pages import PageAllocator
 from services.scheduler.cache.sharing.choices import SharingChoices
+from services.scheduler.cache.sharing.fleet import DemotionFact, FleetNews, QuarantineFact
 from tests.services.scheduler.cache.driver import ANN, BOB, CID, DAN, PLAIN, Driver, int32, with_rules
 
 if TYPE_CHECKING:
@@ -68,6 +69,25 @@ def a_day(driver: Driver) -> None:
     driver.cache.evict(5)
     driver.cache.unpin(int32([9, 9]))
     driver.cache.flush()
+
+
+def test_news_of_other_groups_are_replayed() -> None:
+    driver = RecordedDriver(config=with_rules(PLAIN, has_fleet=True), capacity=200)
+    driver.serve(ANN, [*SYSTEM, 7, 7])
+    driver.next_epoch()
+    (claim,) = driver.cache.take_report().claims
+    driver.cache.learn(FleetNews(shared=tuple(("tenant", chain) for chain in claim.chains[:3])))
+    driver.next_epoch()
+    assert driver.tenants == [SYSTEM]
+    demotion = DemotionFact(("tenant",), claim.chains[1], 1)
+    quarantine = QuarantineFact(("tenant",), claim.chains[0], 7, "tenant", is_whole=False)
+    driver.cache.learn(FleetNews(demotions=(demotion,), quarantines=(quarantine,)))
+    driver.next_epoch()
+    assert driver.tenants == [SYSTEM[:2]]
+    driver.cache.learn(FleetNews(is_alone=True))
+    driver.next_epoch()
+    assert driver.tenants == []
+    assert replay(driver.lines).difference is None
 
 
 @pytest.mark.parametrize("name", MODES)
