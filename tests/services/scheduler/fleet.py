@@ -15,8 +15,6 @@ from tests.services.scheduler.cache.driver import PLAIN, Driver, with_rules
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
-    from services.scheduler.cache.config import CacheConfig
-
 SECRET = "a secret of forty characters, or of more"
 RULES = PromotionRules(subjects=3, factor=2, epochs=30, epoch_s=10.0)
 FLEET = with_rules(PLAIN, has_fleet=True)
@@ -25,10 +23,8 @@ FLEET = with_rules(PLAIN, has_fleet=True)
 class Group:
     """One scheduler group: its cache and its desk."""
 
-    def __init__(
-        self, url: str, config: CacheConfig = FLEET, rules: PromotionRules = RULES, capacity: int = 400
-    ) -> None:
-        self.driver = Driver("user_aware", config=config, capacity=capacity)
+    def __init__(self, url: str, rules: PromotionRules = RULES, capacity: int = 400) -> None:
+        self.driver = Driver("user_aware", config=FLEET, capacity=capacity)
         opened = open_fleet(FleetSettings(state=SecretStr(url), secret=SecretStr(SECRET)))
         assert opened is not None
         self.state, self.keys = opened
