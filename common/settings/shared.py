@@ -32,8 +32,8 @@ class FleetSettings(Section):
     state: SecretStr | None = None
     """URL of a Redis 7 or Valkey server (redis://, rediss://, unix://), or file:PATH of a file that contains it. In it,
     scheduler groups count the evidence for sharing prefixes together, and share demotions, quarantines and pins;
-    tokenizers send prompts with a shared prefix to groups that have it. The server receives keyed names and encrypted facts, no text.
-    Absent: each group decides alone."""
+    tokenizers send prompts with a shared prefix to groups that have it. The server receives keyed names and encrypted
+    facts, no text. Absent: each group decides alone."""
     secret: Annotated[SecretStr | None, AtLeast(32)] = None
     """Secret from which the names are derived, the same for all groups and tokenizers: at least 32 characters that
     cannot be guessed, or file:PATH. Required with fleet.state."""
