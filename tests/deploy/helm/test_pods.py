@@ -95,6 +95,18 @@ def test_gateways_get_the_address_of_their_state_and_its_failure_mode() -> None:
     assert alone.settings.gateway.state.url is None
 
 
+def test_schedulers_and_tokenizers_get_the_state_of_their_fleet() -> None:
+    members = {"tokenizer", "scheduler"}
+    seen = set()
+    for each in running(render(VALUE_SETS["groups-in-pods"])):
+        seen.add(each.service)
+        assert (each.settings.fleet.state is not None) == (each.service in members), each.service
+        if each.service in members:
+            assert mounted_secret(each, each.settings.fleet.state) == ("fleet", "url")
+            assert mounted_secret(each, each.settings.fleet.secret) == ("fleet", "secret")
+    assert members < seen
+
+
 def mounted_secret(each: Running, setting: SecretStr | None) -> tuple[str, str]:
     """Return the Secret and the key that a container reads for a setting, whose value names a file."""
     assert setting is not None
