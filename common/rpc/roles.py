@@ -36,7 +36,7 @@ _EVERY_SERVER: Callers = {
 CALLERS: Mapping[str, Callers] = {
     "pando.v1.Tokenizer": {
         "/pando.v1.Tokenizer/Submit": _GATEWAY,
-        "/pando.v1.Tokenizer/FindUnknown": _GATEWAY,
+        "/pando.v1.Tokenizer/FindUnadmitted": _GATEWAY,
         "/pando.v1.Tokenizer/Tokenize": _GATEWAY | _OPERATOR,
         "/pando.v1.Tokenizer/Detokenize": _GATEWAY | _OPERATOR,
         "/pando.v1.Tokenizer/RenderChat": _GATEWAY | _OPERATOR,

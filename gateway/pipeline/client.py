@@ -245,21 +245,21 @@ class GrpcPipeline:
                 if submission.silent_checks > SILENT_CHECKS:
                     silent[submission.admitted].append(request_id)
             if self._link.connected:
-                await self._lose_unknown(TOKENIZER_LINK, self._tokenizer.FindUnknown, silent[False])
+                await self._lose_unknown(TOKENIZER_LINK, silent[False], self._find_unadmitted)
             if self.is_subscribed:
-                await self._lose_unknown(DETOKENIZER_LINK, self._detokenizer.FindUnknown, silent[True])
+                await self._lose_unknown(DETOKENIZER_LINK, silent[True], self._find_unknown)
 
     async def _lose_unknown(
-        self, service: str, find: Callable[..., Awaitable[common_pb2.FindUnknownResponse]], asked: list[RequestId]
+        self, service: str, asked: list[RequestId], find: Callable[[list[RequestId]], Awaitable[Iterable[str]]]
     ) -> None:
         if not asked:
             return
         try:
-            answer = await answered(find(common_pb2.FindUnknownRequest(request_ids=asked), timeout=FIND_TIMEOUT_S))
+            unknown = await find(asked)
         except PandoError:
             return  # unreachable, which the streams notice, or of a version that cannot answer
         lost = []
-        for request_id in map(RequestId, answer.request_ids):
+        for request_id in map(RequestId, unknown):
             submission = self._submissions.get(request_id)
             if submission is not None and submission.silent_checks:
                 submission.doubts += 1
@@ -268,6 +268,14 @@ class GrpcPipeline:
         if lost:
             self._log.warning("requests.lost", service=service, requests=len(lost))
             self._lose(lost, _away(f"the {service} does not know the request"))
+
+    async def _find_unadmitted(self, asked: list[RequestId]) -> Iterable[str]:
+        request = tokenizer_pb2.FindUnadmittedRequest(request_ids=asked)
+        return (await answered(self._tokenizer.FindUnadmitted(request, timeout=FIND_TIMEOUT_S))).request_ids
+
+    async def _find_unknown(self, asked: list[RequestId]) -> Iterable[str]:
+        request = detokenizer_pb2.FindUnknownRequest(request_ids=asked)
+        return (await answered(self._detokenizer.FindUnknown(request, timeout=FIND_TIMEOUT_S))).request_ids
 
     def _on_link_connected(self) -> None:
         self._connected[TOKENIZER_LINK].set(1)

@@ -18,7 +18,7 @@ from common.errors import InvalidRequestError, UnavailableError
 from common.logs import get_logger
 from common.rpc.stream import HEARTBEAT_S, MessageNumbers, Silence, accept_stream
 from common.types import RequestId, SubscriberId
-from protos.gen.pando.v1 import common_pb2, detokenizer_pb2, detokenizer_pb2_grpc
+from protos.gen.pando.v1 import detokenizer_pb2, detokenizer_pb2_grpc
 from services.detokenizer import metrics
 from services.detokenizer.wire import answers_to_wire, deltas_to_wire, push_from_wire
 
@@ -34,7 +34,9 @@ WRITE_TIMEOUT_S = 30.0
 # Longer than a scheduler's own patience, so that it can reconnect first.
 SILENT_BEATS = 10
 
-FindContext: TypeAlias = "grpc.aio.ServicerContext[common_pb2.FindUnknownRequest, common_pb2.FindUnknownResponse]"
+FindContext: TypeAlias = (
+    "grpc.aio.ServicerContext[detokenizer_pb2.FindUnknownRequest, detokenizer_pb2.FindUnknownResponse]"
+)
 PushContext: TypeAlias = "grpc.aio.ServicerContext[detokenizer_pb2.PushRequest, detokenizer_pb2.PushResponse]"
 SubscribeContext: TypeAlias = (
     "grpc.aio.ServicerContext[detokenizer_pb2.SubscribeRequest, detokenizer_pb2.SubscribeResponse]"
@@ -133,12 +135,12 @@ class DetokenizerService(detokenizer_pb2_grpc.DetokenizerServicer):
             self._measure()
 
     async def FindUnknown(  # noqa: N802
-        self, request: common_pb2.FindUnknownRequest, context: FindContext
-    ) -> common_pb2.FindUnknownResponse:
+        self, request: detokenizer_pb2.FindUnknownRequest, context: FindContext
+    ) -> detokenizer_pb2.FindUnknownResponse:
         """Return those of the requests that have no open choice."""
         known = self._hub.open_requests()
         unknown = [name for name in request.request_ids if RequestId(name) not in known]
-        return common_pb2.FindUnknownResponse(request_ids=unknown)
+        return detokenizer_pb2.FindUnknownResponse(request_ids=unknown)
 
     async def _answer(self, session: PushSession, context: PushContext) -> None:
         # An error here means that the stream has broken, which ends its reader as well.

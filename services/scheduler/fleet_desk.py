@@ -54,7 +54,7 @@ def rules_of(settings: CacheSettings) -> PromotionRules:
 
 
 @dataclass(slots=True)
-class _Ladder:
+class _Prefixes:
     """Nested prefixes that this group has evidence of; the fleet shares those before index `shared`."""
 
     tenant: str
@@ -103,10 +103,10 @@ class FleetDesk:
         self._cache = cache
         self._position = START
         self._seen: OrderedDict[str, None] = OrderedDict()
-        self._ladders: dict[tuple[str, bytes], _Ladder] = {}
+        self._prefixes: dict[tuple[str, bytes], _Prefixes] = {}
         self._pins: dict[bytes, TokenIds] = {}
-        # Ladders to look up at once.
-        self._new: list[_Ladder] = []
+        # Prefixes to look up at once.
+        self._new: list[_Prefixes] = []
         self._looked_at: int | None = None
         self._answered_epoch = 0 if cache is None else cache.epoch
         self._is_alone = False
@@ -149,8 +149,8 @@ class FleetDesk:
         if not self._is_alone and cache.epoch - self._answered_epoch > LEASE_EPOCHS:
             self._is_alone = True
             cache.learn(FleetNews(is_alone=True))
-            for ladder in self._ladders.values():
-                ladder.shared = 0
+            for entry in self._prefixes.values():
+                entry.shared = 0
             self._log.warning("fleet.alone", epochs=cache.epoch - self._answered_epoch)
 
     def _note_answer(self, cache: PrefixCache) -> None:
@@ -171,17 +171,17 @@ class FleetDesk:
             self._outbox.facts.append(self._seal_fact(FleetNews(demotions=(demotion,))))
         self._outbox.revocations.extend(report.revocations)
         revoked = {revocation.scope for revocation in report.revocations}
-        for ladder in self._ladders.values():
-            if (ladder.tenant,) in revoked:
-                ladder.shared = 0
+        for entry in self._prefixes.values():
+            if (entry.tenant,) in revoked:
+                entry.shared = 0
         self._outbox.claims.extend((claim, epoch) for claim in report.claims)
         self._outbox.uses.extend(report.uses)
         oldest = epoch - self._rules.epochs
-        for key, ladder in list(self._ladders.items()):
-            ladder.claims = [(claim, at) for claim, at in ladder.claims if at - claim.age >= oldest]
-            if ladder.until < epoch:
-                del self._ladders[key]
-        self._new = [self._note_ladder(claim, epoch + 1) for claim in report.interests]
+        for key, entry in list(self._prefixes.items()):
+            entry.claims = [(claim, at) for claim, at in entry.claims if at - claim.age >= oldest]
+            if entry.until < epoch:
+                del self._prefixes[key]
+        self._new = [self._note_prefixes(claim, epoch + 1) for claim in report.interests]
 
     async def _exchange(self, cache: PrefixCache) -> None:
         incarnation = await self._state.incarnation()
@@ -190,10 +190,10 @@ class FleetDesk:
             self._position, self._incarnation = START, incarnation
         await self._send(cache.epoch)
         news = await self._receive(cache)
-        # All ladders once in each epoch, and new ones at once.
+        # All prefixes once in each epoch, and new ones at once.
         is_new_epoch, self._looked_at = self._looked_at != cache.epoch, cache.epoch
-        ladders = list(self._ladders.values()) if is_new_epoch else self._new
-        news.append(FleetNews(shared=await self._look_up(ladders)))
+        entries = list(self._prefixes.values()) if is_new_epoch else self._new
+        news.append(FleetNews(shared=await self._look_up(entries)))
         for one in news:
             if one.shared or one.demotions or one.quarantines:
                 cache.learn(one)
@@ -202,9 +202,9 @@ class FleetDesk:
         """Prepare to send what a server without data has to know."""
         self._outbox.facts.extendleft(reversed(self._published))
         self._outbox.pins.extendleft((ids, True) for ids in self._pins.values())
-        for ladder in self._ladders.values():
-            self._outbox.claims.extendleft(ladder.claims)
-        self._ladders.clear()
+        for entry in self._prefixes.values():
+            self._outbox.claims.extendleft(entry.claims)
+        self._prefixes.clear()
 
     async def _send(self, epoch: int) -> None:
         """Send the outbox. What cannot be sent stays in it."""
@@ -226,9 +226,9 @@ class FleetDesk:
             claim, at = box.claims[0]
             await self._state.add_evidence([self._evidence(claim, epoch - at)], self._rules)
             box.claims.popleft()
-            ladder = self._note_ladder(claim, at - claim.age + self._rules.epochs)
-            ladder.claims.append((claim, at))
-            self._new.append(ladder)
+            entry = self._note_prefixes(claim, at - claim.age + self._rules.epochs)
+            entry.claims.append((claim, at))
+            self._new.append(entry)
         while box.uses:
             use = box.uses[0]
             await self._state.renew(self._names(use.scope, use.chains, use.routing), self._window_ms)
@@ -253,18 +253,18 @@ class FleetDesk:
         prefixes += [(name, self._keys.tag(name, tenant, subject), False) for name in names[len(claim.chains) :]]
         return NamedEvidence(tuple(prefixes), claim.age + since)
 
-    def _note_ladder(self, claim: FleetClaim, until: int) -> _Ladder:
+    def _note_prefixes(self, claim: FleetClaim, until: int) -> _Prefixes:
         tenant = claim.subject[0]
         key = tenant, claim.chains[-1]
-        ladder = self._ladders.get(key)
-        if ladder is None or len(claim.chains) > len(ladder.chains):
+        entry = self._prefixes.get(key)
+        if entry is None or len(claim.chains) > len(entry.chains):
             names = tuple(self._names((tenant,), claim.chains, None))
-            claims = [] if ladder is None else ladder.claims
-            ladder = self._ladders[key] = _Ladder(tenant, claim.chains, names, until, 0, claims)
-        ladder.until = max(ladder.until, until)
-        while len(self._ladders) > _KEPT:
-            del self._ladders[next(iter(self._ladders))]
-        return ladder
+            claims = [] if entry is None else entry.claims
+            entry = self._prefixes[key] = _Prefixes(tenant, claim.chains, names, until, 0, claims)
+        entry.until = max(entry.until, until)
+        while len(self._prefixes) > _KEPT:
+            del self._prefixes[next(iter(self._prefixes))]
+        return entry
 
     async def _send_pin(self, token_ids: TokenIds, is_pinned: bool) -> None:
         name = self._pin_name(token_ids)
@@ -320,19 +320,19 @@ class FleetDesk:
         for name in self._pins.keys() - names:
             cache.unpin(self._pins.pop(name))
 
-    async def _look_up(self, ladders: Sequence[_Ladder]) -> tuple[tuple[str, bytes], ...]:
-        """Return the prefixes in `ladders` that the fleet has begun to share."""
+    async def _look_up(self, entries: Sequence[_Prefixes]) -> tuple[tuple[str, bytes], ...]:
+        """Return the prefixes in `entries` that the fleet has begun to share."""
         found: dict[tuple[str, bytes], None] = {}
         while True:
-            pending = [ladder for ladder in ladders if ladder.shared < len(ladder.names)]
-            names = list({ladder.names[ladder.shared]: None for ladder in pending})
+            pending = [entry for entry in entries if entry.shared < len(entry.names)]
+            names = list({entry.names[entry.shared]: None for entry in pending})
             shared = await self._state.look_up(names) if names else set()
-            for ladder in pending:
-                if ladder.names[ladder.shared] in shared:
+            for entry in pending:
+                if entry.names[entry.shared] in shared:
                     # With the first one, under which the cache knows the nodes.
-                    found[ladder.tenant, ladder.chains[ladder.shared]] = None
-                    found[ladder.tenant, ladder.chains[0]] = None
-                    ladder.shared += 1
+                    found[entry.tenant, entry.chains[entry.shared]] = None
+                    found[entry.tenant, entry.chains[0]] = None
+                    entry.shared += 1
             if not shared:
                 return tuple(found)
 

@@ -18,7 +18,7 @@ from common.rpc.stream import MessageNumbers, accept_stream
 from common.types import RequestId, Subject
 from common.wire.identity import subject_from_wire
 from common.wire.requests import pooling_to_wire
-from protos.gen.pando.v1 import common_pb2, tokenizer_pb2, tokenizer_pb2_grpc
+from protos.gen.pando.v1 import tokenizer_pb2, tokenizer_pb2_grpc
 from services.tokenizer import metrics
 from services.tokenizer.limits import check_count, check_ids
 from services.tokenizer.relay import GatewaySession
@@ -84,12 +84,12 @@ class TokenizerService(tokenizer_pb2_grpc.TokenizerServicer):
             self._relay.close(session)
             metrics.PENDING_REQUESTS.set(self._relay.pending)
 
-    async def FindUnknown(  # noqa: N802
-        self, request: common_pb2.FindUnknownRequest, context: Context
-    ) -> common_pb2.FindUnknownResponse:
+    async def FindUnadmitted(  # noqa: N802
+        self, request: tokenizer_pb2.FindUnadmittedRequest, context: Context
+    ) -> tokenizer_pb2.FindUnadmittedResponse:
         """Return those of the requests that do not wait for their admission."""
         unknown = [name for name in request.request_ids if not self._relay.is_pending(RequestId(name))]
-        return common_pb2.FindUnknownResponse(request_ids=unknown)
+        return tokenizer_pb2.FindUnadmittedResponse(request_ids=unknown)
 
     def _take_in(self, session: GatewaySession, message: tokenizer_pb2.TokenizerSubmitRequest) -> None:
         submissions = []

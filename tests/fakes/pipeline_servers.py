@@ -24,7 +24,7 @@ from protos.gen.pando.v1 import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Iterator
+    from collections.abc import AsyncIterator, Iterable, Iterator
     from pathlib import Path
 
     from common.types import SessionWish, View
@@ -106,8 +106,8 @@ class FakeServices:
         async with self._changed:
             self._changed.notify_all()
 
-    def find_unknown(self, request: common_pb2.FindUnknownRequest) -> common_pb2.FindUnknownResponse:
-        return common_pb2.FindUnknownResponse(request_ids=self.unknown.intersection(request.request_ids))
+    def find_unknown(self, request_ids: Iterable[str]) -> set[str]:
+        return self.unknown.intersection(request_ids)
 
     def begin(self, request: tokenizer_pb2.GenerateRequest) -> None:
         task = asyncio.create_task(self._generate(request))
@@ -175,8 +175,10 @@ class FakeTokenizer(tokenizer_pb2_grpc.TokenizerServicer):
             self._services.begin(request)
         return common_pb2.Admission(request_id=request.request_id, prompt_tokens=7, rejected=rejection)
 
-    async def FindUnknown(self, request: common_pb2.FindUnknownRequest, context: Any) -> common_pb2.FindUnknownResponse:
-        return self._services.find_unknown(request)
+    async def FindUnadmitted(
+        self, request: tokenizer_pb2.FindUnadmittedRequest, context: Any
+    ) -> tokenizer_pb2.FindUnadmittedResponse:
+        return tokenizer_pb2.FindUnadmittedResponse(request_ids=self._services.find_unknown(request.request_ids))
 
     async def GetModel(self, request: Any, context: Any) -> tokenizer_pb2.GetModelResponse:
         return tokenizer_pb2.GetModelResponse(
@@ -212,8 +214,10 @@ class FakeDetokenizer(detokenizer_pb2_grpc.DetokenizerServicer):
         async for _ in request_iterator:  # there is no scheduler that could push
             yield detokenizer_pb2.PushResponse()
 
-    async def FindUnknown(self, request: common_pb2.FindUnknownRequest, context: Any) -> common_pb2.FindUnknownResponse:
-        return self._services.find_unknown(request)
+    async def FindUnknown(
+        self, request: detokenizer_pb2.FindUnknownRequest, context: Any
+    ) -> detokenizer_pb2.FindUnknownResponse:
+        return detokenizer_pb2.FindUnknownResponse(request_ids=self._services.find_unknown(request.request_ids))
 
     async def Subscribe(
         self, request: detokenizer_pb2.SubscribeRequest, context: Any

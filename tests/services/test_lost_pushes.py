@@ -56,7 +56,7 @@ class LossyPipeline(Pipeline):
                     self.finishes[delta.request_id] = delta.finish
 
     async def unknown(self, *request_ids: str) -> set[str]:
-        request = common_pb2.FindUnknownRequest(request_ids=request_ids)
+        request = detokenizer_pb2.FindUnknownRequest(request_ids=request_ids)
         return set((await self.detokenizer_stub.FindUnknown(request, timeout=30)).request_ids)
 
     async def stop(self) -> None:

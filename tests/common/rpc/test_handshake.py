@@ -17,7 +17,7 @@ from common.rpc.stream import wait_until_accepted
 from common.runtime import run_service
 from common.settings import Settings
 from common.version import version
-from protos.gen.pando.v1 import common_pb2, detokenizer_pb2, detokenizer_pb2_grpc, operations_pb2, operations_pb2_grpc
+from protos.gen.pando.v1 import detokenizer_pb2, detokenizer_pb2_grpc, operations_pb2, operations_pb2_grpc
 from tests.fakes.detokenizer_service import RecordingDetokenizer
 
 if TYPE_CHECKING:
@@ -35,9 +35,9 @@ class SilentDetokenizer(RecordingDetokenizer):
         yield detokenizer_pb2.SubscribeResponse()
 
     async def FindUnknown(
-        self, request: common_pb2.FindUnknownRequest, context: grpc.aio.ServicerContext[Any, Any]
-    ) -> common_pb2.FindUnknownResponse:
-        return common_pb2.FindUnknownResponse()
+        self, request: detokenizer_pb2.FindUnknownRequest, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> detokenizer_pb2.FindUnknownResponse:
+        return detokenizer_pb2.FindUnknownResponse()
 
 
 @pytest.mark.parametrize("own", range(1, 6))

@@ -3,7 +3,6 @@
 import grpc
 import warnings
 
-from protos.gen.pando.v1 import common_pb2 as pando_dot_v1_dot_common__pb2
 from protos.gen.pando.v1 import detokenizer_pb2 as pando_dot_v1_dot_detokenizer__pb2
 
 GRPC_GENERATED_VERSION = '1.76.0'
@@ -47,8 +46,8 @@ class DetokenizerStub(object):
                 _registered_method=True)
         self.FindUnknown = channel.unary_unary(
                 '/pando.v1.Detokenizer/FindUnknown',
-                request_serializer=pando_dot_v1_dot_common__pb2.FindUnknownRequest.SerializeToString,
-                response_deserializer=pando_dot_v1_dot_common__pb2.FindUnknownResponse.FromString,
+                request_serializer=pando_dot_v1_dot_detokenizer__pb2.FindUnknownRequest.SerializeToString,
+                response_deserializer=pando_dot_v1_dot_detokenizer__pb2.FindUnknownResponse.FromString,
                 _registered_method=True)
 
 
@@ -92,8 +91,8 @@ def add_DetokenizerServicer_to_server(servicer, server):
             ),
             'FindUnknown': grpc.unary_unary_rpc_method_handler(
                     servicer.FindUnknown,
-                    request_deserializer=pando_dot_v1_dot_common__pb2.FindUnknownRequest.FromString,
-                    response_serializer=pando_dot_v1_dot_common__pb2.FindUnknownResponse.SerializeToString,
+                    request_deserializer=pando_dot_v1_dot_detokenizer__pb2.FindUnknownRequest.FromString,
+                    response_serializer=pando_dot_v1_dot_detokenizer__pb2.FindUnknownResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -175,8 +174,8 @@ class Detokenizer(object):
             request,
             target,
             '/pando.v1.Detokenizer/FindUnknown',
-            pando_dot_v1_dot_common__pb2.FindUnknownRequest.SerializeToString,
-            pando_dot_v1_dot_common__pb2.FindUnknownResponse.FromString,
+            pando_dot_v1_dot_detokenizer__pb2.FindUnknownRequest.SerializeToString,
+            pando_dot_v1_dot_detokenizer__pb2.FindUnknownResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -5,7 +5,6 @@ Conversion of token ids to text: incremental, in whole characters, with stop str
 
 from collections import abc as _abc
 from grpc import aio as _aio
-from protos.gen.pando.v1 import common_pb2 as _common_pb2
 from protos.gen.pando.v1 import detokenizer_pb2 as _detokenizer_pb2
 import abc as _abc_1
 import grpc as _grpc
@@ -38,7 +37,7 @@ class DetokenizerStub:
     """
     Subscribe: _grpc.UnaryStreamMultiCallable[_detokenizer_pb2.SubscribeRequest, _detokenizer_pb2.SubscribeResponse]
     """One long-lived stream per gateway process. When it breaks, its choices are reported to their schedulers as gone."""
-    FindUnknown: _grpc.UnaryUnaryMultiCallable[_common_pb2.FindUnknownRequest, _common_pb2.FindUnknownResponse]
+    FindUnknown: _grpc.UnaryUnaryMultiCallable[_detokenizer_pb2.FindUnknownRequest, _detokenizer_pb2.FindUnknownResponse]
     """Returns those of the given requests that have no open choice here."""
 
 @_typing.type_check_only
@@ -50,7 +49,7 @@ class DetokenizerAsyncStub(DetokenizerStub):
     """
     Subscribe: _aio.UnaryStreamMultiCallable[_detokenizer_pb2.SubscribeRequest, _detokenizer_pb2.SubscribeResponse]  # type: ignore[assignment]
     """One long-lived stream per gateway process. When it breaks, its choices are reported to their schedulers as gone."""
-    FindUnknown: _aio.UnaryUnaryMultiCallable[_common_pb2.FindUnknownRequest, _common_pb2.FindUnknownResponse]  # type: ignore[assignment]
+    FindUnknown: _aio.UnaryUnaryMultiCallable[_detokenizer_pb2.FindUnknownRequest, _detokenizer_pb2.FindUnknownResponse]  # type: ignore[assignment]
     """Returns those of the given requests that have no open choice here."""
 
 class DetokenizerServicer(metaclass=_abc_1.ABCMeta):
@@ -75,9 +74,9 @@ class DetokenizerServicer(metaclass=_abc_1.ABCMeta):
     @_abc_1.abstractmethod
     def FindUnknown(
         self,
-        request: _common_pb2.FindUnknownRequest,
+        request: _detokenizer_pb2.FindUnknownRequest,
         context: _ServicerContext,
-    ) -> _typing.Union[_common_pb2.FindUnknownResponse, _abc.Awaitable[_common_pb2.FindUnknownResponse]]:
+    ) -> _typing.Union[_detokenizer_pb2.FindUnknownResponse, _abc.Awaitable[_detokenizer_pb2.FindUnknownResponse]]:
         """Returns those of the given requests that have no open choice here."""
 
 def add_DetokenizerServicer_to_server(servicer: DetokenizerServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -3,7 +3,6 @@
 import grpc
 import warnings
 
-from protos.gen.pando.v1 import common_pb2 as pando_dot_v1_dot_common__pb2
 from protos.gen.pando.v1 import tokenizer_pb2 as pando_dot_v1_dot_tokenizer__pb2
 
 GRPC_GENERATED_VERSION = '1.76.0'
@@ -60,10 +59,10 @@ class TokenizerStub(object):
                 request_serializer=pando_dot_v1_dot_tokenizer__pb2.GetModelRequest.SerializeToString,
                 response_deserializer=pando_dot_v1_dot_tokenizer__pb2.GetModelResponse.FromString,
                 _registered_method=True)
-        self.FindUnknown = channel.unary_unary(
-                '/pando.v1.Tokenizer/FindUnknown',
-                request_serializer=pando_dot_v1_dot_common__pb2.FindUnknownRequest.SerializeToString,
-                response_deserializer=pando_dot_v1_dot_common__pb2.FindUnknownResponse.FromString,
+        self.FindUnadmitted = channel.unary_unary(
+                '/pando.v1.Tokenizer/FindUnadmitted',
+                request_serializer=pando_dot_v1_dot_tokenizer__pb2.FindUnadmittedRequest.SerializeToString,
+                response_deserializer=pando_dot_v1_dot_tokenizer__pb2.FindUnadmittedResponse.FromString,
                 _registered_method=True)
 
 
@@ -105,7 +104,7 @@ class TokenizerServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
-    def FindUnknown(self, request, context):
+    def FindUnadmitted(self, request, context):
         """Returns those of the given requests that do not wait for their admission here.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -140,10 +139,10 @@ def add_TokenizerServicer_to_server(servicer, server):
                     request_deserializer=pando_dot_v1_dot_tokenizer__pb2.GetModelRequest.FromString,
                     response_serializer=pando_dot_v1_dot_tokenizer__pb2.GetModelResponse.SerializeToString,
             ),
-            'FindUnknown': grpc.unary_unary_rpc_method_handler(
-                    servicer.FindUnknown,
-                    request_deserializer=pando_dot_v1_dot_common__pb2.FindUnknownRequest.FromString,
-                    response_serializer=pando_dot_v1_dot_common__pb2.FindUnknownResponse.SerializeToString,
+            'FindUnadmitted': grpc.unary_unary_rpc_method_handler(
+                    servicer.FindUnadmitted,
+                    request_deserializer=pando_dot_v1_dot_tokenizer__pb2.FindUnadmittedRequest.FromString,
+                    response_serializer=pando_dot_v1_dot_tokenizer__pb2.FindUnadmittedResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -292,7 +291,7 @@ class Tokenizer(object):
             _registered_method=True)
 
     @staticmethod
-    def FindUnknown(request,
+    def FindUnadmitted(request,
             target,
             options=(),
             channel_credentials=None,
@@ -305,9 +304,9 @@ class Tokenizer(object):
         return grpc.experimental.unary_unary(
             request,
             target,
-            '/pando.v1.Tokenizer/FindUnknown',
-            pando_dot_v1_dot_common__pb2.FindUnknownRequest.SerializeToString,
-            pando_dot_v1_dot_common__pb2.FindUnknownResponse.FromString,
+            '/pando.v1.Tokenizer/FindUnadmitted',
+            pando_dot_v1_dot_tokenizer__pb2.FindUnadmittedRequest.SerializeToString,
+            pando_dot_v1_dot_tokenizer__pb2.FindUnadmittedResponse.FromString,
             options,
             channel_credentials,
             insecure,

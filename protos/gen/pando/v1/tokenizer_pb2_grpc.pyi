@@ -5,7 +5,6 @@ Conversion of text to token ids: chat templates, tokenization, validation agains
 
 from collections import abc as _abc
 from grpc import aio as _aio
-from protos.gen.pando.v1 import common_pb2 as _common_pb2
 from protos.gen.pando.v1 import tokenizer_pb2 as _tokenizer_pb2
 import abc as _abc_1
 import grpc as _grpc
@@ -42,7 +41,7 @@ class TokenizerStub:
     """Applies the model's chat template and returns the prompt."""
     GetModel: _grpc.UnaryUnaryMultiCallable[_tokenizer_pb2.GetModelRequest, _tokenizer_pb2.GetModelResponse]
     """Returns the served model and its limits."""
-    FindUnknown: _grpc.UnaryUnaryMultiCallable[_common_pb2.FindUnknownRequest, _common_pb2.FindUnknownResponse]
+    FindUnadmitted: _grpc.UnaryUnaryMultiCallable[_tokenizer_pb2.FindUnadmittedRequest, _tokenizer_pb2.FindUnadmittedResponse]
     """Returns those of the given requests that do not wait for their admission here."""
 
 @_typing.type_check_only
@@ -58,7 +57,7 @@ class TokenizerAsyncStub(TokenizerStub):
     """Applies the model's chat template and returns the prompt."""
     GetModel: _aio.UnaryUnaryMultiCallable[_tokenizer_pb2.GetModelRequest, _tokenizer_pb2.GetModelResponse]  # type: ignore[assignment]
     """Returns the served model and its limits."""
-    FindUnknown: _aio.UnaryUnaryMultiCallable[_common_pb2.FindUnknownRequest, _common_pb2.FindUnknownResponse]  # type: ignore[assignment]
+    FindUnadmitted: _aio.UnaryUnaryMultiCallable[_tokenizer_pb2.FindUnadmittedRequest, _tokenizer_pb2.FindUnadmittedResponse]  # type: ignore[assignment]
     """Returns those of the given requests that do not wait for their admission here."""
 
 class TokenizerServicer(metaclass=_abc_1.ABCMeta):
@@ -103,11 +102,11 @@ class TokenizerServicer(metaclass=_abc_1.ABCMeta):
         """Returns the served model and its limits."""
 
     @_abc_1.abstractmethod
-    def FindUnknown(
+    def FindUnadmitted(
         self,
-        request: _common_pb2.FindUnknownRequest,
+        request: _tokenizer_pb2.FindUnadmittedRequest,
         context: _ServicerContext,
-    ) -> _typing.Union[_common_pb2.FindUnknownResponse, _abc.Awaitable[_common_pb2.FindUnknownResponse]]:
+    ) -> _typing.Union[_tokenizer_pb2.FindUnadmittedResponse, _abc.Awaitable[_tokenizer_pb2.FindUnadmittedResponse]]:
         """Returns those of the given requests that do not wait for their admission here."""
 
 def add_TokenizerServicer_to_server(servicer: TokenizerServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from common.types import Sharing
 from services.scheduler.cache.config import MIN_TENANTS
@@ -17,7 +17,6 @@ if TYPE_CHECKING:
     from common.steps import PageIds
     from services.scheduler.cache.locks import LockedPath, LockTable
     from services.scheduler.cache.node import Account, Node
-    from services.scheduler.cache.sharing.fleet import FleetLedger
     from services.scheduler.cache.store import NodeStore
     from services.scheduler.cache.types import Scope
 
@@ -64,15 +63,22 @@ class DemotedChains:
         return len(hashes), generation
 
 
+class DemotionListener(Protocol):
+    """Receives demotions."""
+
+    def note_demotion(self, top: Node, generation: int, *, is_news: bool) -> None:
+        """A suspect subtree is about to be demoted, on other groups' news or by this group's own detection."""
+
+
 class Demoter:
     """Turns TENANT subtrees private for their creators, and PUBLIC ones TENANT for the tenants that shared them."""
 
-    def __init__(self, store: NodeStore, locks: LockTable, fleet: FleetLedger) -> None:
-        """Change nodes of `store`; `locks` holds the locks on them; `fleet` reports demotions of suspects."""
+    def __init__(self, store: NodeStore, locks: LockTable, listener: DemotionListener) -> None:
+        """Change nodes of `store`; `locks` holds the locks on them; `listener` hears of demotions of suspects."""
         self.demoted = DemotedChains(store.config.profile.remembered_chains)
         self._store = store
         self._locks = locks
-        self._fleet = fleet
+        self._listener = listener
 
     def demote(self, top: Node, *, is_suspect: bool = True, is_news: bool = False) -> None:
         """Remove a shared subtree from all views but those of its heirs, who get nodes of their own on its pages.
@@ -86,8 +92,7 @@ class Demoter:
         Args:
             top: The top of the subtree.
             is_suspect: Whether it appeared to be probed, so that sharing it again takes more evidence. Otherwise its
-            tenants
-                do not want to share it any more.
+                tenants do not want to share it any more.
             is_news: Whether another scheduler group has demoted it.
         """
         store, owner = self._store, top.owner
@@ -95,7 +100,7 @@ class Demoter:
         assert above is not None
         if is_suspect:
             self._remember(top)
-            self._fleet.note_demotion(top, top.generation + 1, is_news=is_news)
+            self._listener.note_demotion(top, top.generation + 1, is_news=is_news)
         store.tier.revoke(owner)
         store.tier.strip(top)
         nodes = self._nodes(top)
