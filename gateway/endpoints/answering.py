@@ -6,6 +6,7 @@ it again from there and renders the same events.
 
 from __future__ import annotations
 
+import re
 import time
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Generic, TypeVar
@@ -48,6 +49,7 @@ BodyT = TypeVar("BodyT", bound=Schema)
 IDEMPOTENCY_KEY = "idempotency-key"
 LAST_EVENT_ID = "last-event-id"
 NO_EVENT = -1
+PLAIN_AIOHTTP = re.compile(r"Python/[\d.]+ aiohttp/")
 # Beyond every record's chunks: reads its state only.
 NO_CHUNKS = 2**31
 
@@ -80,6 +82,8 @@ class AnswerKind(Generic[BodyT]):
     plan: Callable[[Context, Opening, BodyT, Requester], Awaitable[AnswerPlan]]
     # Looks up the `found` of an opening.
     look_up: Callable[[Context, Request, Caller, BodyT], Awaitable[Json]] | None = None
+    # Whether `stream_options.include_event_ids` says if events have ids.
+    has_stream_options: bool = False
 
 
 async def answer(context: Context, request: Request, caller: Caller, kind: AnswerKind[BodyT], body: BodyT) -> Response:
@@ -102,6 +106,8 @@ async def answer(context: Context, request: Request, caller: Caller, kind: Answe
     )
     plan = await kind.plan(context, opening, body, requester)
     opening = replace(opening, seed=plan.requests[0].options.sampling.seed)
+    if kind.has_stream_options and _reads_lines(request, raw):
+        plan = replace(plan, has_event_ids=False)
     if claim is None and not plan.in_background and not (plan.stream and plan.has_event_ids):
         return _plain(context, plan)
     return await _record(context, kind, opening, plan, claim)
@@ -280,6 +286,16 @@ def last_event(request: Request) -> tuple[str, int] | None:
         message = "'Last-Event-ID' should be the id of an event of a stream of this server, such as 'chatcmpl-…/17'."
         raise InvalidRequestError(message, param="Last-Event-ID")
     return answer_id, int(number)
+
+
+def _reads_lines(request: Request, raw: Json) -> bool:
+    """Return whether the client probably takes every line of a stream for JSON, as vLLM's and SGLang's benchmarks do.
+
+    These name no client of their own: their user agent is aiohttp's.
+    """
+    options = raw.get("stream_options")
+    is_asked = isinstance(options, dict) and options.get("include_event_ids") is True
+    return not is_asked and PLAIN_AIOHTTP.match(request.headers.get("user-agent", "")) is not None
 
 
 def _claim(request: Request, caller: Caller, requester: Requester, path: str) -> str | None:

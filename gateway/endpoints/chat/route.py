@@ -58,6 +58,7 @@ CHATS = AnswerKind(
     new_id=lambda _body: f"chatcmpl-{uuid.uuid4().hex}",
     requester=lambda caller, body: identify(caller, body.user_names, body.cache_salt),
     plan=plan,
+    has_stream_options=True,
 )
 
 

@@ -80,6 +80,7 @@ COMPLETIONS = AnswerKind(
     new_id=lambda _body: f"cmpl-{uuid.uuid4().hex}",
     requester=_requester,
     plan=plan,
+    has_stream_options=True,
     look_up=look_up,
 )
 

@@ -283,6 +283,17 @@ async def test_event_ids_can_be_left_out_and_native_streams_have_none() -> None:
         assert "id: " not in response.text.replace('"', "")
 
 
+async def test_benchmarks_that_take_every_line_for_json_get_no_ids_unless_they_ask() -> None:
+    gateway = gateway_saying("Hi")
+    aiohttp = {"user-agent": "Python/3.12 aiohttp/3.13.2"}
+    body: Any = {"model": "tiny", "messages": HELLO, "stream": True}
+    asking = {**body, "stream_options": {"include_event_ids": True}}
+    plain = await gateway.post("/v1/chat/completions", body, aiohttp)
+    asked = await gateway.post("/v1/chat/completions", asking, aiohttp)
+    browser = await gateway.post("/v1/chat/completions", body, {"user-agent": "Mozilla/5.0"})
+    assert ["id: chatcmpl-" in response.text for response in (plain, asked, browser)] == [False, True, True]
+
+
 async def test_the_official_client_reads_a_slow_stream_with_ids() -> None:
     gateway = faked(says(*WORDS[:3]), bounds={"keep_alive_s": 0.01})
     gateway.pipeline.pause_s = 0.1
