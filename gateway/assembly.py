@@ -17,7 +17,7 @@ from common.settings import BackendSettings
 from common.version import version
 from gateway.app import create_app, create_probe_app
 from gateway.backends import Backend, Backends, ModelPipelines, ServedModel
-from gateway.delivery.answers import Answers
+from gateway.delivery.answers import AnswerContext
 from gateway.endpoints.context import ClientLimits, Context
 from gateway.endpoints.responses.route import adopt_responses
 from gateway.generation.generations import Generations
@@ -84,7 +84,7 @@ class Gateway:
         )
         self._state = open_state(settings, self._generations, metrics, limits_clock)
         quotas = build_quotas(of_services.limits.file, self._state.meters)
-        self._answers = Answers(self._generations, self._state.records, quotas)
+        self._answers = AnswerContext(self._generations, self._state.records, quotas)
         self._context = context = Context(
             generations=self._generations,
             models=backends,

@@ -91,7 +91,7 @@ class Answer(Protocol):
         """Stop reading; what is still generated is aborted, counted in the metrics under `cause`."""
 
 
-class Answers:
+class AnswerContext:
     """The parts that answers share: generations, quotas, and the records with their background work."""
 
     def __init__(self, generations: Generations, records: AnswerRecords, quotas: Quotas) -> None:
@@ -156,7 +156,7 @@ class Answers:
 class PlainAnswer:
     """Implements `Answer` without a record: it ends with its client's connection."""
 
-    def __init__(self, answers: Answers, requests: Sequence[GenerateRequest], buffer_bytes: int | None) -> None:
+    def __init__(self, answers: AnswerContext, requests: Sequence[GenerateRequest], buffer_bytes: int | None) -> None:
         """At most about `buffer_bytes` of output wait for a slow client."""
         self.entries = number_choices(requests)
         self._run = _Run(answers, buffer_bytes)
@@ -192,7 +192,7 @@ class RecordedAnswer:
 
     def __init__(
         self,
-        answers: Answers,
+        answers: AnswerContext,
         name: str,
         requests: Sequence[GenerateRequest],
         *,
@@ -395,7 +395,7 @@ class RecordedAnswer:
 class _Run:
     """A generation of this gateway and its share of the quotas, from its start to its end; may be started again."""
 
-    def __init__(self, answers: Answers, buffer_bytes: int | None) -> None:
+    def __init__(self, answers: AnswerContext, buffer_bytes: int | None) -> None:
         self._answers = answers
         self._buffer_bytes = buffer_bytes
         self._generation: Generation | None = None

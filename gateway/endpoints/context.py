@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from common.requests import ChatPrompt, Prompt
     from common.types import Subject
     from gateway.backends import Backend, Backends
-    from gateway.delivery.answers import Answers
+    from gateway.delivery.answers import AnswerContext
     from gateway.delivery.deliveries import PiecewiseRenderer, WholeRenderer
     from gateway.endpoints.chat.schema import ChatCompletionBody
     from gateway.endpoints.completions.schema import CompletionBody
@@ -73,7 +73,7 @@ class Context:
     identity: Identity
     quotas: Quotas
     stored: ResponseStore
-    answers: Answers
+    answers: AnswerContext
     aborts: Aborts
     metrics: GatewayMetrics
     limits: ClientLimits

@@ -13,7 +13,7 @@ from common.settings import GatewaySettings
 from gateway.app import create_app
 from gateway.assembly import build_identity, build_quotas, limits
 from gateway.backends import Backend, Backends, ServedModel
-from gateway.delivery.answers import Answers
+from gateway.delivery.answers import AnswerContext
 from gateway.endpoints.context import Context
 from gateway.generation.generations import Generations
 from gateway.generation.journal import Journal, ResumePolicy
@@ -61,7 +61,7 @@ class FakedGateway:
             models=Backends([self.backend, *self.others], self.settings.default_model),
             identity=build_identity(self.settings),
             quotas=quotas,
-            answers=Answers(self.generations, self.state.records, quotas),
+            answers=AnswerContext(self.generations, self.state.records, quotas),
             stored=self.state.stored,
             aborts=self.state.aborts,
             metrics=self.metrics,

@@ -53,7 +53,7 @@ Action = Callable[[], Awaitable[None]]
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class FleetOutcome:
     """Shares of requests that found the prompt, and of the prompt's tokens that were cached."""
 
     found: float
@@ -73,7 +73,7 @@ class Simulation:
     events: list[tuple[float, int, Action]] = field(default_factory=list)
     planned: int = 0
 
-    async def run(self) -> Outcome:
+    async def run(self) -> FleetOutcome:
         """Run for one window."""
         chance = random.Random(self.seed)
         fleet = FleetSettings()
@@ -100,7 +100,7 @@ class Simulation:
                 self.now, _, action = heapq.heappop(self.events)
                 await action()
         shares = np.array(self.cached)
-        return Outcome(float((shares >= FOUND).mean()), float(shares.mean()))
+        return FleetOutcome(float((shares >= FOUND).mean()), float(shares.mean()))
 
     def _plan(self, at: float, action: Action) -> None:
         heapq.heappush(self.events, (at, self.planned, action))
@@ -149,10 +149,10 @@ async def _advance(cache: RadixCache, epoch: int) -> None:
     cache.advance(epoch)
 
 
-async def simulate(groups: int, users: int, runs: int, url: str | None) -> Outcome:
+async def simulate(groups: int, users: int, runs: int, url: str | None) -> FleetOutcome:
     """Return the means of several runs."""
     outcomes = [await Simulation(groups, users, seed, url).run() for seed in range(runs)]
-    return Outcome(sum(each.found for each in outcomes) / runs, sum(each.cached for each in outcomes) / runs)
+    return FleetOutcome(sum(each.found for each in outcomes) / runs, sum(each.cached for each in outcomes) / runs)
 
 
 def main() -> None:

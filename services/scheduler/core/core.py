@@ -29,7 +29,7 @@ from services.scheduler.core.rows import RowSlots
 from services.scheduler.core.sequence import PromptScoring, Sequence, SequencePhase, initial_ids
 from services.scheduler.core.sessions import Sessions
 from services.scheduler.core.shares import Billing
-from services.scheduler.core.suspects import Quarantine
+from services.scheduler.core.suspects import PromptQuarantine
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -86,7 +86,7 @@ class SchedulerCore:
         self._billing = Billing(self.rows, counters)
         self._planner = Planner(config, self.rows, self.queue, self.memory, self._tenancy, self._billing)
         self._suspects = self._planner.suspects
-        self._quarantine = Quarantine()
+        self._quarantine = PromptQuarantine()
         self._planner.yield_pin = self.sessions.yield_pin
         self._results = ResultHandler(self.rows, self._tenancy, self._output, costs)
         self._by_handle: dict[int, Sequence] = {}

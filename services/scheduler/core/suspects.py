@@ -171,7 +171,7 @@ class Suspects:
             self._cleared.clear()
 
 
-class Quarantine:
+class PromptQuarantine:
     """Prompts of requests that were quarantined, as keyed digests with their subjects."""
 
     def __init__(self) -> None:
