@@ -97,7 +97,7 @@ async def read_after_two_comments(path: str, fields: dict[str, Any], script: Scr
             assert response.status_code == 200
             async for piece in response.aiter_text():
                 text += piece
-                if text.count(": keep-alive\n\n") >= 2 and gateway.pipeline.submitted:
+                if text.count(": keep-alive\n") >= 2 and gateway.pipeline.submitted:
                     for event in script(gateway.pipeline.submitted.pop()):
                         gateway.pipeline.tell(event)
     return text
