@@ -138,9 +138,13 @@ def divide(
     full, local = token_bytes
     share = spec.window_ratio
     for _ in range(_ROUNDS):
-        pages = count_pages(spec, context, full + round(local * share), reserve, memory)
+        bytes_of_both = full + round(local * share)
+        pages = count_pages(spec, context, bytes_of_both, reserve, memory)
         window_pages = count_window_pages(spec, pages, window)
         if window_pages <= pages * share + 1:
             break
         share = window_pages / pages
-    return pages, window_pages
+    if spec.device_pages is None:
+        # The rounds may end with a few pages more than fit.
+        pages = min(pages, (pages * bytes_of_both - window_pages * local) // full)
+    return pages, min(window_pages, pages)

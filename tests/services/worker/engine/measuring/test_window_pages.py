@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from common.steps import EngineSpec
@@ -46,6 +46,7 @@ def test_the_windows_of_all_rows_fit_if_they_may_take_half() -> None:
     assert count_window_pages(spec(max_rows=64), 150, 1024) == 150
 
 
+@example(47, 0.125, 2864, 29)
 @given(st.integers(1, 400), st.floats(0.01, 1.0), st.integers(64, 8192), st.integers(1, 256))
 def test_both_pools_use_the_available_memory_and_no_more(gib: int, ratio: float, window: int, rows: int) -> None:
     # As Gemma 3 27B: 10 and 52 layers.
