@@ -39,7 +39,9 @@ def test_logits_are_those_of_transformers(family: str, tmp_path: Path) -> None:
     for backend in BACKENDS:
         driver = Driver(load(tmp_path, backend=backend))
         got = driver.run([(driver.open(len(PROMPT)), PROMPT)], all_tokens=True)
-        torch.testing.assert_close(got, expected, atol=3e-4, rtol=1e-4)
+        # Recurrent states add up roundings over the whole prompt.
+        atol = 3e-3 if family.startswith(("qwen3 next", "qwen3.5")) else 3e-4
+        torch.testing.assert_close(got, expected, atol=atol, rtol=1e-4)
 
 
 def test_a_chunked_prefill_gives_the_same_logits_as_a_whole_one(runner: ModelRunner) -> None:
