@@ -2,12 +2,15 @@
 
 `python -m deploy.evaluation.experiments.decode_steps deploy/evaluation/shapes/qwen3-0.6b --rows 1 256 --prompt 500`
 
-With `--tp 2`, two tensor-parallel ranks take the first two GPUs; what is printed is rank 0's.
+With `--tp 2`, two tensor-parallel ranks take the first two GPUs; what is printed is rank 0's. With `--formats`, weights
+or keys and values are in one format after another; `bfloat16` leaves all as the shape says. Prompts are those of the
+rows that are added last, in passes of about 8,192 tokens.
 """
 
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import multiprocessing
 import shlex
@@ -43,6 +46,12 @@ PLANS = 8
 PASS_TOKENS = 8192
 NAMES = 12
 _INT8: Final = {"num_bits": 8, "type": "int", "symmetric": True}
+# Formats that a shape's own config.json does not name.
+SETTINGS: Final[dict[str, dict[str, str]]] = {
+    "bfloat16": {},
+    "fp8": {"quantization": "fp8"},
+    "fp8-kv": {"kv_dtype": "fp8"},
+}
 # `quantization_config` of a config.json, by the format's name here.
 FORMATS: Final[dict[str, dict[str, Any]]] = {
     "fp8-blocks": {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]},
@@ -71,13 +80,13 @@ class Driver:
         capacity = self._engine.configure(spec, lambda _share, _stage: None)
         self.page_size, self.pages = capacity.page_size, capacity.device_pages
         self._next_step = 1
-        self._opened = 0
+        self.opened = 0
 
     def fill(self, rows: int, prompt: int, tokens: int) -> None:
         """Open rows of `prompt` random ids until there are `rows`, with pages for `tokens` more."""
         pages = -(-(prompt + tokens) // self.page_size)
         ids = np.random.default_rng(0).integers(0, 10_000, (rows, prompt)).astype(np.int32)
-        for first in range(self._opened, rows, max(1, PASS_TOKENS // prompt)):
+        for first in range(self.opened, rows, max(1, PASS_TOKENS // prompt)):
             opens = tuple(
                 RowOpen(
                     row=RowSlot(row),
@@ -92,7 +101,7 @@ class Driver:
                 for row in range(first, min(rows, first + max(1, PASS_TOKENS // prompt)))
             )
             self.run(StepPlan(self.step(), opens=opens, prefills=tuple(PrefillChunk(o.row, 0, prompt) for o in opens)))
-        self._opened = max(rows, self._opened)
+        self.opened = max(rows, self.opened)
 
     def decode(self, plans: int) -> float:
         """Run plans of STEPS steps; return the seconds of one step."""
@@ -101,6 +110,12 @@ class Driver:
             self.run(StepPlan(self.step(), steps=STEPS))
         self.settle()
         return (time.perf_counter() - started) / (plans * STEPS)
+
+    def close(self) -> None:
+        """Free the device's memory."""
+        self._engine.close()
+        gc.collect()
+        torch.cuda.empty_cache()
 
     def run(self, plan: StepPlan) -> None:
         """Run one plan; its tokens are dropped."""
@@ -126,20 +141,27 @@ def idle_share(spans: Sequence[tuple[float, float]]) -> float:
     return idle / (end - spans[0][0])
 
 
-def measure(arguments: argparse.Namespace, rank: int, rendezvous: str) -> None:
+def measure(arguments: argparse.Namespace, rank: int, rendezvous: str, label: str | None = None) -> None:
     """Run the steps as one rank; rank 0 prints."""
     most = max(arguments.rows)
     spec = EngineSpec(
         arguments.model, load_format="dummy", max_rows=most, max_context=4096, max_step_tokens=PASS_TOKENS + most,
         rank=rank, world_size=arguments.tp, rendezvous=rendezvous, quantization=arguments.quantization,
+        kv_dtype=arguments.kv_dtype,
     )  # fmt: skip
     driver = Driver(spec)
     name = f"{Path(arguments.model).name} (dummy{', fp8' if arguments.quantization == 'fp8' else ''})"
     command = shlex.join(["python", "-m", "deploy.evaluation.experiments.decode_steps", *sys.argv[1:]])
-    sheet = ResultSheet("decode-steps", name, arguments.tp, replace(Provenance.collect(()), command=command))
+    sheet = ResultSheet("decode-steps", name, arguments.tp, replace(Provenance.collect(()), command=command), label)
     for rows in sorted(arguments.rows):
         # Rows that are there already go on, and need pages for all that follows.
+        opened, started = driver.opened, time.perf_counter()
         driver.fill(rows, arguments.prompt, tokens=STEPS * (PLANS + 8) * len(arguments.rows))
+        driver.settle()
+        rate = (rows - opened) * arguments.prompt / (time.perf_counter() - started)
+        if rank == 0 and rows == most:
+            sys.stdout.write(f"prompts of {rows - opened} rows: {rate:.0f} tokens/s\n")
+            sheet.add(f"prompts of {rows - opened} rows", rate, "tok/s")
         driver.decode(2)
         seconds = driver.decode(PLANS)
         with profile(activities=[ProfilerActivity.CUDA]) as profiled:
@@ -150,6 +172,7 @@ def measure(arguments: argparse.Namespace, rank: int, rendezvous: str) -> None:
             sheet.add(f"idle share, {rows} rows", 100 * show(profiled), "%")
     if rank == 0 and arguments.json is not None:
         write_results(arguments.json, sheet.results)
+    driver.close()
 
 
 def programs_of(profiled: profile) -> list[FunctionEvent]:
@@ -184,30 +207,37 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--prompt", type=int, default=500, help="tokens of each row before it decodes")
     parser.add_argument("--tp", type=int, default=1, help="tensor-parallel ranks")
     parser.add_argument("--quantization", choices=("auto", "fp8"), default="auto", help="of the layers' matrices")
-    parser.add_argument("--format", choices=FORMATS, help="of stored weights, instead of the shape's own")
+    parser.add_argument("--kv-dtype", choices=("auto", "fp8"), default="auto", help="of keys and values")
+    parser.add_argument("--formats", nargs="+", choices=(*SETTINGS, *FORMATS), help="one after another")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write results into the list in FILE")
     arguments = parser.parse_args(argv)
-    if arguments.format is None:
+    shape = Path(arguments.model)
+    if not arguments.formats:
         run_ranks(arguments)
-    else:
-        with shape_in(Path(arguments.model), arguments.format) as directory:
-            arguments.model = str(directory)
-            run_ranks(arguments)
+    for name in arguments.formats or ():
+        changed = argparse.Namespace(**{**vars(arguments), **SETTINGS.get(name, {})})
+        sys.stdout.write(f"{shape.name}, {name}\n")
+        if name in SETTINGS:
+            run_ranks(changed, name)
+            continue
+        with shape_in(shape, name) as directory:
+            changed.model = str(directory)
+            run_ranks(changed, name)
     return 0
 
 
-def run_ranks(arguments: argparse.Namespace) -> None:
+def run_ranks(arguments: argparse.Namespace, label: str | None = None) -> None:
     """Measure as all ranks, rank 0 in this process."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         rendezvous = f"127.0.0.1:{probe.getsockname()[1]}"
     others = [
-        multiprocessing.get_context("spawn").Process(target=measure, args=(arguments, rank, rendezvous))
+        multiprocessing.get_context("spawn").Process(target=measure, args=(arguments, rank, rendezvous, label))
         for rank in range(1, arguments.tp)
     ]
     for other in others:
         other.start()
-    measure(arguments, 0, rendezvous)
+    measure(arguments, 0, rendezvous, label)
     for other in others:
         other.join()
 
@@ -217,7 +247,7 @@ def shape_in(shape: Path, name: str) -> Iterator[Path]:
     """Give a directory with the config.json of `shape`, whose weights are in the format `name`."""
     config = json.loads((shape / "config.json").read_text(encoding="utf-8"))
     with TemporaryDirectory(prefix="pando-shape-") as folder:
-        directory = Path(folder) / f"{shape.name}-{name}"
+        directory = Path(folder) / shape.name
         directory.mkdir()
         described = {**config, "quantization_config": FORMATS[name]}
         (directory / "config.json").write_text(json.dumps(described), encoding="utf-8")

@@ -122,6 +122,8 @@ class _DecoderLoader:
         report(0.0, "preparing kernels, which takes longest the first time")
         library = find_library(options, self._device)
         is_own = not isinstance(self._checkpoint, TransformersCheckpoint)
+        # Of models that run through `transformers`, this is found out by trying.
+        self._can_be_captured = is_own
         self._dtype = select_dtype(spec.dtype, self._config, self._device, library if is_own else None)
         self._backend: KernelBackend = (
             select_backend(library, self._dtype, self._device, threads)
@@ -159,7 +161,7 @@ class _DecoderLoader:
             self._backend.kernels.activation_dtype, config.hidden_size, spec.max_rows, config.vocabulary_size
         )
         group = join_group(
-            spec.rank, spec.world_size, spec.rendezvous, self._device, shape if self._can_overlap else None
+            spec.rank, spec.world_size, spec.rendezvous, self._device, shape if self._may_overlap else None
         )
         free_before = self._free_memory()
         context = longest_context(spec, config)
@@ -255,7 +257,15 @@ class _DecoderLoader:
         self._shard = shard_model(self._config, group.rank, group.world_size)
         model.use(self._attention(context), self._backend.kernels.activation_dtype)
         self._report(0.97, "comparing attention")
-        model.check(self._unquantised_pool(pages_to_check(self._spec.page_size), model.kv_layout))
+        pool = self._unquantised_pool(pages_to_check(self._spec.page_size), model.kv_layout)
+        model.check(pool)
+        if self._may_overlap:
+            obstacle = model.obstacle_to_graphs(pool)
+            self._can_be_captured = obstacle is None
+            if obstacle is not None:
+                log.warning(
+                    "%r runs without CUDA graphs, many times slower with few rows: %s", self._config.family, obstacle
+                )
         return model
 
     def _attention(self, context: int) -> list[AttentionBackend]:
@@ -287,9 +297,13 @@ class _DecoderLoader:
 
     @property
     def _can_overlap(self) -> bool:
-        # Code of `transformers` may wait for the device anywhere. Overlapped passes sample.
-        is_own = not isinstance(self._checkpoint, TransformersCheckpoint)
-        return self._backend.name == "gpu" and is_own and self._head is None and self._has_vocabulary
+        """Whether passes overlap, in CUDA graphs; known once the model is loaded."""
+        return self._may_overlap and self._can_be_captured
+
+    @property
+    def _may_overlap(self) -> bool:
+        # Overlapped passes sample.
+        return self._backend.name == "gpu" and self._head is None and self._has_vocabulary
 
     @property
     def _shape(self) -> AttentionShape:

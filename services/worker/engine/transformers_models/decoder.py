@@ -10,6 +10,7 @@ from torch.nn.functional import pad
 from common.errors import ConfigurationError
 from services.worker.engine.model.batch import ForwardBatch
 from services.worker.engine.parallel.shards import Span, split_evenly
+from services.worker.engine.transformers_models.capturing import replayed, waiting_line
 from services.worker.engine.transformers_models.library import import_transformers
 from services.worker.engine.transformers_models.sharing import LayerSharing
 from services.worker.engine.transformers_models.tracing import Tracer, trace
@@ -127,14 +128,44 @@ class TransformersDecoder:
                 f"model family {self.config.family!r} runs through transformers, and not on {self._group.world_size} "
                 f"ranks: {error}; use tensor_parallelism 1"
             ) from error
-        error_share = float((got - self._expected[: got.shape[1]]).norm() / self._expected.norm())
-        # Ranks but the first one have no logits to compare.
-        is_close = error_share < _TOLERANCE[self._model.dtype.itemsize] or self._group.rank > 0
-        if not self._group.minimum(int(is_close)):
+        if not self._group.minimum(int(self._is_expected(got))):
             raise ConfigurationError(
                 f"model family {self.config.family!r} cannot be served through transformers: with paged attention on "
-                f"{self._group.world_size} ranks its logits are off by {error_share:.1%}"
+                f"{self._group.world_size} ranks its logits are off by {self._error_share(got):.1%}"
             )
+
+    def obstacle_to_graphs(self, pool: KvPool) -> str | None:
+        """Return why decode passes cannot be captured in CUDA graphs on this GPU; None: they can.
+
+        A pass is captured and replayed with another token, whose logits must be those that `check` compares with. All
+        ranks call it together, after `check`, whose keys and values it reads.
+        """
+        token_ids, last = self._checked_ids(), _CHECKED_TOKENS - 1
+        captured, replaced = (
+            _one_row(token_ids, place, place + 1, pool.page_size, _CHECKED_TOKENS) for place in (last - 1, last)
+        )
+        line = waiting_line(lambda: self.forward(captured, pool))
+        if not self._group.minimum(int(line is None)):
+            return f"it waits for the GPU ({line or 'on another rank'})"
+
+        def change() -> None:
+            for one, other in zip(_inputs(captured), _inputs(replaced), strict=True):
+                one.copy_(other)
+
+        try:
+            got: torch.Tensor | None = replayed(lambda: self.forward(captured, pool), change).cpu().float()
+            reason = "replayed passes compute something else"
+        except RuntimeError as error:
+            got, reason = None, str(error)
+        is_same = got is not None and self._is_expected(got)
+        return None if self._group.minimum(int(is_same)) else reason
+
+    def _is_expected(self, got: torch.Tensor) -> bool:
+        """Whether logits [1, vocabulary] after the checked tokens are right; ranks but the first one have none."""
+        return self._group.rank > 0 or self._error_share(got) < _TOLERANCE[self._model.dtype.itemsize]
+
+    def _error_share(self, got: torch.Tensor) -> float:
+        return float((got - self._expected[: got.shape[1]]).norm() / self._expected.norm())
 
     def _checked_ids(self) -> torch.Tensor:
         ids = torch.arange(1, _CHECKED_TOKENS + 1, device=self._model.device)
@@ -198,22 +229,27 @@ class TransformersDecoder:
         return attended.view(1, tokens, query_heads, -1)[..., : layer.head_dim].to(query.dtype), None
 
 
-def _one_row(token_ids: torch.Tensor, start: int, end: int, page_size: int) -> ForwardBatch:
-    """Return tokens [start, end) of one row on the first pages, the last of them sampled."""
-    device, count = token_ids.device, end - start
+def _one_row(token_ids: torch.Tensor, start: int, end: int, page_size: int, longest: int | None = None) -> ForwardBatch:
+    """Return tokens [start, end) of one row on the first pages, the last of them sampled; it may grow to `longest`."""
+    device, count, most = token_ids.device, end - start, longest or end
     positions = torch.arange(start, end, device=device)
     return ForwardBatch(
-        token_ids=token_ids[start:end],
+        token_ids=token_ids[start:end].clone(),
         positions=positions,
         query_starts=torch.tensor([0, count], dtype=torch.int32, device=device),
         key_lengths=torch.tensor([end], dtype=torch.int32, device=device),
-        page_table=torch.arange(-(-end // page_size), dtype=torch.int32, device=device)[None],
+        page_table=torch.arange(-(-most // page_size), dtype=torch.int32, device=device)[None],
         write_slots=positions.clone(),
         sample_indices=torch.tensor([count - 1], device=device),
         decode_rows=int(count == 1),
         max_query_length=count,
-        max_key_length=end,
+        max_key_length=most,
     )
+
+
+def _inputs(batch: ForwardBatch) -> tuple[torch.Tensor, ...]:
+    """Return all in which batches of one token of one row differ."""
+    return batch.token_ids, batch.positions, batch.key_lengths, batch.write_slots
 
 
 def pages_to_check(page_size: int) -> int:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import logging
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -47,6 +49,8 @@ OWN = {
     # Of sizes for which FlashInfer has no kernels.
     "deepseek v2 lite": {"hidden_size": 64},
 }
+# Of those that run through `transformers`.
+CAPTURED = tuple(OTHERS)
 # Of the spread of logits: what narrow types may cost.
 TOLERANCE = 0.1
 
@@ -103,6 +107,39 @@ def test_other_families_run_through_transformers(family: str, tmp_path: Path) ->
     for prompt, tokens in zip(FAMILY_PROMPTS, generated, strict=True):
         assert len(tokens) == NEW_TOKENS
         assert_nearly_greedy(tmp_path, prompt, tokens)
+
+
+@pytest.mark.parametrize("family", CAPTURED)
+def test_captured_passes_of_transformers_continue_as_it_does(family: str, tmp_path: Path) -> None:
+    name, options = OTHERS[family]
+    save_model(tmp_path, name, {**options, "initializer_range": 0.1})
+    runner = load(tmp_path, dtype="bfloat16")
+    assert runner.can_overlap
+    runner.close()
+    for row, tokens in generate(str(tmp_path), "cuda", "bfloat16").items():
+        assert len(tokens) == 24
+        assert_nearly_greedy(tmp_path, list(PROMPTS[row]), tokens)
+
+
+def test_models_of_transformers_that_wait_for_the_gpu_run_without_graphs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    from transformers.models.gpt_neox.modeling_gpt_neox import GPTNeoXMLP
+
+    unchanged = GPTNeoXMLP.forward
+
+    def looks_at_numbers(layer: Any, hidden: torch.Tensor) -> torch.Tensor:
+        assert hidden.abs().max().item() < 1e9
+        return unchanged(layer, hidden)
+
+    monkeypatch.setattr(GPTNeoXMLP, "forward", looks_at_numbers)
+    name, options = OTHERS["gpt neox"]
+    save_model(tmp_path, name, {**options, "initializer_range": 0.1})
+    with caplog.at_level(logging.WARNING):
+        for row, tokens in generate(str(tmp_path), "cuda", "bfloat16").items():
+            assert_nearly_greedy(tmp_path, list(PROMPTS[row]), tokens)
+    assert "'gpt_neox' runs without CUDA graphs" in caplog.text
+    assert "it waits for the GPU (test_families.py, line" in caplog.text
 
 
 def test_gpt_oss_takes_the_memory_that_is_said_beforehand(tmp_path: Path) -> None:

@@ -19,6 +19,7 @@ from services.worker.engine.execution.piecewise_graphs import (
 from services.worker.engine.model.batch import ForwardBatch
 from tests.services.worker.engine.driving import Driver, load, random_ids
 from tests.services.worker.engine.families import FAMILIES, VOCABULARY, save_model
+from tests.services.worker.engine.transformers_models.test_decoder import OTHERS
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -126,13 +127,16 @@ OWN = {
     "llama": {"head_dim": 64, "hidden_size": 128},
     "qwen3 moe": {"head_dim": 64, "hidden_size": 64, "num_experts": 16, "num_experts_per_tok": 4},
     "gemma3": {"head_dim": 256, "hidden_size": 64},
+    # Through `transformers`.
+    "starcoder2": {"hidden_size": 256},
+    "cohere2": {"hidden_size": 256},
 }
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("family", OWN)
 def test_piecewise_graphs_compute_the_same_as_uncaptured_passes(family: str, tmp_path: Path) -> None:
-    name, options = FAMILIES[family]
+    name, options = {**FAMILIES, **OTHERS}[family]
     save_model(tmp_path, name, {**options, **OWN[family], "initializer_range": 0.1})
     runner = load(tmp_path, backend="gpu", dtype="bfloat16")
     from services.worker.engine.execution.device_batch import DeviceBatch
