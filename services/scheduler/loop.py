@@ -29,6 +29,7 @@ from services.scheduler.cache_meter import STATES, CacheMeter, TierMeter
 from services.scheduler.core.config import resolve_core
 from services.scheduler.core.core import SchedulerCore
 from services.scheduler.core.costs import OperationTimes
+from services.scheduler.grammar_recovery import GrammarRecovery
 from services.scheduler.group import GroupState
 from services.scheduler.policy.policies import make_counters, make_policy
 from services.scheduler.storage_desk import StorageDesk
@@ -92,6 +93,7 @@ class SchedulerLoop:
         self._group: WorkerGroup | None = None
         self._outlet: DetokenizerLink | None = None
         self._wake = asyncio.Event()
+        self._recovery = GrammarRecovery(self.prepare, self._wake.set)
         self._limits_file = Reloading(limits_file, load_limits) if limits_file else None
         self._limits = self._limits_file.value if self._limits_file else Limits()
         self._step_cpu_s = 0.0
@@ -205,6 +207,7 @@ class SchedulerLoop:
             self.core = None
         if self.core is not None:
             self._judge_loss(self.core, engine_failed=engine_failed)
+            self._recovery.start(self.core)
         else:
             config = resolve_core(self._settings, capacity)
             rules = resolve_cache(
@@ -276,6 +279,7 @@ class SchedulerLoop:
     def on_lost(self, *, out_of_memory: bool) -> None:
         """Requeue all sequences until the workers return; after an out-of-memory error, plan smaller steps."""
         metrics.GROUP_READY.set(0)
+        self._recovery.stop()
         if self.core is None:
             return
         if out_of_memory:

@@ -46,6 +46,7 @@ class FakeWorkerService(worker_pb2_grpc.WorkerServicer):
         self.compiles = asyncio.Event()
         self.compiles.set()
         self.compiling = 0
+        self.grammar_refusal: str | None = None
         self.hangs = False
         self.step_s = 0.0
         # Passes that a transfer takes; those that are done together are acknowledged last first.
@@ -64,6 +65,8 @@ class FakeWorkerService(worker_pb2_grpc.WorkerServicer):
             await self.compiles.wait()
         finally:
             self.compiling -= 1
+        if self.grammar_refusal is not None:
+            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, self.grammar_refusal)
         return worker_pb2.PrepareGrammarResponse()
 
     async def StartProfile(

@@ -34,6 +34,7 @@ from services.scheduler.core.suspects import PromptQuarantine
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
+    from common.grammars import Grammar
     from common.steps import StepPlan, StepResult
     from common.transfers import TransferAck
     from common.types import RequestId, ScheduleRequest
@@ -310,6 +311,24 @@ class SchedulerCore:
         for sequence in self.queue:
             self.memory.prefetch(sequence)
         self.in_flight = 0
+
+    def hold_grammars(self) -> set[Grammar]:
+        """Hold back all sequences with grammars, of which none runs, and return these; see `release_grammar`."""
+        grammars = set()
+        for sequence in self._by_handle.values():
+            if sequence.sampling.grammar is not None:
+                assert sequence.row is None, "held back before they start"
+                sequence.awaits_grammar = True
+                grammars.add(sequence.sampling.grammar)
+        return grammars
+
+    def release_grammar(self, grammar: Grammar, error: PandoError | None = None) -> None:
+        """Let the sequences start that are held back for a grammar, or end them with an error."""
+        for sequence in list(self._by_handle.values()):
+            if sequence.awaits_grammar and sequence.sampling.grammar == grammar:
+                sequence.awaits_grammar = False
+                if error is not None:
+                    self._finish(sequence, Finish(FinishReason.ERROR, error=error.to_failure()))
 
     def judge_loss(self, now: float, *, engine_failed: bool) -> list[Sequence]:
         """Say whether the engine failed when the workers were lost; end and return the sequences to blame for it."""

@@ -75,6 +75,8 @@ class Sequence:
     session: Session | None = None
     # Whether its first token has arrived, and with it the whole prompt is in the cache for others.
     is_prefilled: bool = False
+    # Whether it may not start, as workers that have restarted do not have its grammar yet.
+    awaits_grammar: bool = False
     # Set if its prompt's log probabilities are reported; only the first choice of a request reports them.
     scoring: PromptScoring | None = None
 
@@ -96,7 +98,9 @@ class Sequence:
 
     @property
     def may_start(self) -> bool:
-        """Whether its leader's prefill, if it has a leader, is done or can no longer be shared."""
+        """Whether its grammar is compiled and its leader's prefill, if any, is done or can no longer be shared."""
+        if self.awaits_grammar:
+            return False
         return self.leader is None or self.leader.is_prefilled or self.leader.phase is SequencePhase.FINISHED
 
 

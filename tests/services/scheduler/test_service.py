@@ -182,6 +182,46 @@ async def test_a_grammar_request_is_refused_for_a_retry_if_a_rank_is_lost_while_
     await pipeline.finished("bound")
 
 
+async def test_after_a_restart_rows_with_grammars_wait_until_these_are_compiled_and_others_do_not(
+    pipeline: Pipeline,
+) -> None:
+    """They used to be cut short where compiling took longer than a pass may wait."""
+    worker = pipeline.workers[0]
+    grammar = Grammar(GrammarKind.REGEX, "[a-z]+", "regex")
+    worker.step_s = 0.02
+    await pipeline.submit("bound", max_tokens=40, grammar=grammar)
+    await until(lambda: pipeline.detokenizer.output_of("bound"))
+    worker.compiles.clear()
+    worker.fail_at_step = 0
+    await until(lambda: worker.compiling)
+    await pipeline.submit("free")
+    await pipeline.finished("free")
+    known = pipeline.detokenizer.output_of("bound")
+    assert len(known) < 40
+    assert all(opened.request_id != "bound" for plan in worker.plans[-3:] for opened in plan.opens)
+    worker.compiles.set()
+    await pipeline.finished("bound")
+    assert pipeline.detokenizer.output_of("bound") == output(40)
+
+
+async def test_a_grammar_that_cannot_be_compiled_again_ends_its_requests_with_the_reason(
+    pipeline: Pipeline, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("services.scheduler.grammar_recovery.RETRY_S", 0.01)
+    worker = pipeline.workers[0]
+    grammar = Grammar(GrammarKind.REGEX, "[a-z]+", "regex")
+    worker.step_s = 0.02
+    await pipeline.submit("bound", max_tokens=40, grammar=grammar)
+    await pipeline.submit("free", max_tokens=40)
+    await until(lambda: pipeline.detokenizer.output_of("bound"))
+    worker.grammar_refusal = "'regex' cannot be followed: it takes longer than 30 s to compile."
+    worker.fail_at_step = 0
+    await pipeline.finished("bound", "free")
+    error = pipeline.detokenizer.finishes["bound"].finish.error
+    assert error.message == worker.grammar_refusal
+    assert pipeline.detokenizer.output_of("free") == output(40)
+
+
 @pytest.mark.parametrize("others_serve", [True, False])
 async def test_without_workers_requests_are_handed_back_if_another_group_would_serve(
     pipeline: Pipeline, monkeypatch: pytest.MonkeyPatch, *, others_serve: bool

@@ -29,8 +29,8 @@ NICENESS = 10
 QUICK_S = 0.25
 # and if the rows of its tenant have made passes wait for no more than this, which a minute refills.
 WAIT_S_PER_MINUTE = 1.0
-# After a restart a pass waits so long for a grammar of its rows.
-RESTORE_S = 10.0
+# A pass waits so long for a grammar that is compiled again; on a busy machine a quick one takes a multiple of its time.
+RECOMPILE_TIMEOUT_S = 60.0
 # Dropped grammars whose compile time is remembered, about 100 bytes each.
 MAX_DROPPED = 65_536
 # Larger ones are loaded beside the others.
@@ -160,9 +160,9 @@ class GrammarLibrary:
     def matcher(self, grammar: Grammar) -> Matcher | None:
         """Return a matcher at the start of an output; None if its grammar is gone, and would take long to be had.
 
-        Normally a grammar is here before its rows are. After a restart it is compiled while a row's prompt is computed,
-        and the forward pass waits for it. A grammar that was dropped is compiled again only if that is quick and its
-        tenant has not made passes wait for others like it, so that no one can make them wait at will.
+        Normally a grammar is here before its rows are, also after a restart. A grammar that was dropped is compiled
+        again only if that is quick and its tenant has not made passes wait for others like it, so that no one can make
+        them wait at will.
         """
         self.begin(grammar)
         with self._lock:
@@ -171,7 +171,7 @@ class GrammarLibrary:
         if entry is None:
             return None
         try:
-            compiled = entry.compiled.result(timeout=RESTORE_S)
+            compiled = entry.compiled.result(timeout=RECOMPILE_TIMEOUT_S)
         except TimeoutError:
             return None
         return Matcher(compiled, source.vocabulary_size, self._compiler_of(source).pieces)

@@ -89,7 +89,7 @@ class RowMasks:
         if grammar is None:
             self._rows.pop(opened.row, None)
             return
-        # Normally it is there. After a restart it is compiled while the row's prompt is computed.
+        # Normally it is there. One that was dropped meanwhile is compiled while the row's prompt is computed.
         self._library.begin(grammar)
         ends = tuple(id_ for id_ in opened.stop_token_ids if 0 <= id_ < self._vocabulary_size)
         self._rows[opened.row] = _Row(opened, grammar, ends)
