@@ -65,7 +65,8 @@ class TransformersCheckpoint:
             raise ConfigurationError(f"transformers cannot load {self.directory}: {error}") from error
         self.digest.note("library", str(library.__version__))
         for name, tensor in itertools.chain(model.named_parameters(), model.named_buffers()):
-            self.digest.add(name, tensor)
+            # Threads hash it: a detached tensor keeps its memory when the model is moved to a device.
+            self.digest.add(name, tensor.detach())
         return model
 
     def _make(self, library: Any, dtype: torch.dtype, attention: str) -> Any:  # see load

@@ -52,6 +52,9 @@ class TransformersDecoder:
         tracer = Tracer()
         self._registry[self._name] = tracer.attend
         self._model: Any = checkpoint.load(dtype, self._name)
+        # The library would look for padding among the ids of every pass, which waits for the device.
+        for part in (self._model, self._model.get_decoder()):
+            part.config.pad_token_id = None
         self._group = group
         if group.world_size == 1:
             # Of several ranks, each has memory for its part on the device only.

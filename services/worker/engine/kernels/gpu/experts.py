@@ -23,6 +23,7 @@ from services.worker.engine.kernels.gpu.quantised_linear import (
     packed,
     quantise_groups,
     scales_on_device,
+    widen,
 )
 from services.worker.engine.quantization.formats import FP8_BLOCK
 from services.worker.engine.quantization.fp8 import FP8, Fp8BlockMatrix, Fp8Matrix
@@ -193,11 +194,22 @@ class ExpertTuning:
 _FEW_PAIRS = ExpertTuning(rows=16, columns=64, depth=128, warps=4, stages=3)
 _MANY_PAIRS = ExpertTuning(rows=64, columns=128, depth=64, warps=8, stages=3)
 _MANY = 32
+# Of packed weights, which are unpacked for each block; their packs determine the inputs per step.
+_FEW_PACKED = ExpertTuning(rows=16, columns=32, depth=64, warps=4, stages=4)
+_SOME_PACKED = ExpertTuning(rows=32, columns=32, depth=64, warps=4, stages=4)
+_MANY_PACKED = ExpertTuning(rows=64, columns=64, depth=64, warps=4, stages=3)
+# From so many pairs per expert on, packed weights are widened first, if that takes no more memory than this.
+_WIDENED = 128
+_WIDENED_BYTES = 2 * 1024**3
 
 
-def tuning_for(pairs: int, experts: int) -> ExpertTuning:
+def tuning_for(pairs: int, experts: int, *, is_packed: bool = False) -> ExpertTuning:
     """Return the tuning of products of `pairs` pairs over `experts` experts."""
-    return _MANY_PAIRS if pairs >= _MANY * experts else _FEW_PAIRS
+    if not is_packed:
+        return _MANY_PAIRS if pairs >= _MANY * experts else _FEW_PAIRS
+    if pairs <= 8 * experts:
+        return _FEW_PACKED
+    return _SOME_PACKED if pairs <= 24 * experts else _MANY_PACKED
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,6 +217,7 @@ class _Plan:
     """Where the pairs of one pass go; the same for both products."""
 
     tuning: ExpertTuning
+    is_widened: bool
     blocks: int
     chosen: int
     order: torch.Tensor  # [pairs] sorted by expert
@@ -260,16 +273,11 @@ class _Stack:
         activation: Activation | None,
     ) -> None:  # fmt: skip
         """Write the product to `outputs` [pairs, columns]; the first one, which is gated, has an activation."""
-        width, columns, is_first = self._values.shape[2], outputs.shape[1], activation is not None
         given, scales = self._quantised(inputs)
-        tuning = plan.tuning
-        _grouped_product[(triton.cdiv(columns, tuning.columns), plan.blocks)](
-            given, self._values, scales, inputs if self._scales is None else self._scales,
-            inputs if bias is None else bias, plan.routing_weights, outputs, *plan.tensors,
-            width, columns, columns * width if is_first else 0, self._values.stride(0),
-            self.rows * max(self._groups, 1), self.rows, self._groups,
-            **_constants(plan, bias, activation), DEPTH=FP8_BLOCK if self._groups else tuning.depth,
-            SCALED=self._scales is not None, GROUPED=self._groups > 0,
+        _multiply(
+            given, self._values, inputs if bias is None else bias, outputs, plan,
+            _constants(plan, bias, activation), scales=None if self._scales is None else (scales, self._scales),
+            groups=self._groups,
         )  # fmt: skip
 
     def _quantised(self, inputs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -320,13 +328,55 @@ class _PackedStack:
     ) -> None:  # fmt: skip
         """Write the product, as `_Stack.write` does."""
         columns = outputs.shape[1]
+        if plan.is_widened:
+            _multiply(
+                inputs, self._widened(inputs.dtype), inputs if bias is None else bias, outputs, plan,
+                _constants(plan, bias, activation),
+            )  # fmt: skip
+            return
         _packed_product[(triton.cdiv(columns, plan.tuning.columns), plan.blocks)](
             inputs, self._low, self._high, self._scales, self._scales if self._shifts is None else self._shifts,
             inputs if bias is None else bias, plan.routing_weights, outputs, *plan.tensors,
             self._width, columns, self._low.stride(0), self._high.stride(0), self._scales.stride(0), self.rows,
-            **_constants(plan, bias, activation), BITS=self._bits, PACK=self._pack, GROUP=self._group,
-            HAS_SHIFTS=self._shifts is not None, IS_E2M1=self._numbers is Numbers.E2M1,
+            **_constants(plan, bias, activation), **self._packing,
         )  # fmt: skip
+
+    @property
+    def widened_bytes(self) -> int:
+        """Memory that the widened weights of all experts take."""
+        return 2 * self._low.shape[0] * self.rows * self._width
+
+    def _widened(self, dtype: torch.dtype) -> torch.Tensor:
+        """Return the weights of all experts [experts, out, in]."""
+        experts, columns = self._low.shape[0], 32
+        weights = torch.empty(experts, self.rows, self._width, dtype=dtype, device=self._low.device)
+        widen[(triton.cdiv(self.rows, columns), self._width // self._pack, experts)](
+            self._low, self._high, self._scales, self._scales if self._shifts is None else self._shifts, weights,
+            0, self.rows, self.rows, self._width, self._low.stride(0), self._high.stride(0), self._scales.stride(0),
+            weights.stride(0), COLUMNS=columns, num_warps=4, **self._packing, OVERLAPS=False,
+        )  # fmt: skip
+        return weights
+
+    @property
+    def _packing(self) -> dict[str, int | bool]:
+        return {
+            "BITS": self._bits, "PACK": self._pack, "GROUP": self._group, "HAS_SHIFTS": self._shifts is not None,
+            "IS_E2M1": self._numbers is Numbers.E2M1,
+        }  # fmt: skip
+
+
+def _multiply(
+    given: torch.Tensor, weights: torch.Tensor, bias: torch.Tensor, outputs: torch.Tensor, plan: _Plan,
+    constants: dict[str, int | bool], *, scales: tuple[torch.Tensor, torch.Tensor] | None = None, groups: int = 0,
+) -> None:  # fmt: skip
+    """Write the product with `weights` [experts, out, in] to `outputs`; `scales` are those of inputs and weights."""
+    (_, rows, width), columns, tuning = weights.shape, outputs.shape[1], plan.tuning
+    _grouped_product[(triton.cdiv(columns, tuning.columns), plan.blocks)](
+        given, weights, *(scales or (outputs, outputs)), bias, plan.routing_weights, outputs, *plan.tensors,
+        width, columns, columns * width if constants["IS_FIRST"] else 0, weights.stride(0),
+        rows * max(groups, 1), rows, groups, **constants, DEPTH=FP8_BLOCK if groups else tuning.depth,
+        SCALED=scales is not None, GROUPED=groups > 0,
+    )  # fmt: skip
 
 
 def _constants(plan: _Plan, bias: torch.Tensor | None, activation: Activation | None) -> dict[str, int | bool]:
@@ -385,14 +435,25 @@ class GpuExperts:
 
     def _plan(self, expert_ids: torch.Tensor, routing_weights: torch.Tensor) -> _Plan:
         pairs, experts = expert_ids.numel(), self._bounds.shape[0] - 1
-        tuning = tuning_for(pairs, experts)
+        stacks = [stack for stack in (self._gate_up, self._down) if isinstance(stack, _PackedStack)]
+        has_memory = all(stack.widened_bytes <= _WIDENED_BYTES for stack in stacks)
+        is_widened = bool(stacks) and has_memory and pairs >= _WIDENED * experts
+        tuning = tuning_for(pairs, experts, is_packed=bool(stacks) and not is_widened)
         expert_of, order = expert_ids.flatten().sort(stable=True)
         starts = torch.searchsorted(expert_of, self._bounds)  # [experts + 1]
         last_blocks = ((starts.diff() + tuning.rows - 1) // tuning.rows).cumsum(0)
         first_blocks = torch.nn.functional.pad(last_blocks, (1, 0))[:-1].contiguous()
         blocks = min(pairs, pairs // tuning.rows + experts)
         return _Plan(
-            tuning, blocks, expert_ids.shape[1], order, starts, first_blocks, last_blocks[-1:], routing_weights
+            tuning,
+            is_widened,
+            blocks,
+            expert_ids.shape[1],
+            order,
+            starts,
+            first_blocks,
+            last_blocks[-1:],
+            routing_weights,
         )
 
 

@@ -26,15 +26,18 @@ class FlashInferPrefill:
     def __init__(self, shape: AttentionShape, device: torch.device) -> None:
         """Serve heads of `shape`; kernels are compiled when they are first used."""
         self._shape = shape
-        self._wrapper = flashinfer.BatchPrefillWithPagedKVCacheWrapper(
-            torch.empty(WORKSPACE_BYTES, dtype=torch.uint8, device=device), kv_layout="HND"
-        )
+        self._workspace = torch.empty(WORKSPACE_BYTES, dtype=torch.uint8, device=device)
+        self._wrapper = self._make_wrapper()
         self._planned: ForwardBatch | None = None
+        self._kv_dtype: torch.dtype | None = None
 
     def __call__(
         self, queries: torch.Tensor, outputs: torch.Tensor, layer: KvLayer, batch: ForwardBatch,
         sinks: torch.Tensor | None = None,
     ) -> None:  # fmt: skip
+        if layer.keys.dtype != self._kv_dtype:
+            # A wrapper keeps the kernels' family that its first plan has chosen, and FP8 has others.
+            self._wrapper, self._planned, self._kv_dtype = self._make_wrapper(), None, layer.keys.dtype
         if batch is not self._planned:
             self._plan(batch, queries.dtype, layer.keys.dtype)
             self._planned = batch
@@ -46,6 +49,9 @@ class FlashInferPrefill:
         self._run(queries, outputs, layer, sinks)
         if scales is not None:
             outputs *= scales.values.repeat_interleave(group)[:, None].to(outputs.dtype)
+
+    def _make_wrapper(self) -> flashinfer.BatchPrefillWithPagedKVCacheWrapper:
+        return flashinfer.BatchPrefillWithPagedKVCacheWrapper(self._workspace, kv_layout="HND")
 
     def _run(self, queries: torch.Tensor, outputs: torch.Tensor, layer: KvLayer, sinks: torch.Tensor | None) -> None:
         if sinks is None:

@@ -6,12 +6,13 @@ for many tokens, which the library multiplies.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
 import triton
 import triton.language as tl
+from torch.nn.functional import pad
 
 from services.worker.engine.kernels.gpu import elementwise
 from services.worker.engine.kernels.gpu.dependent_launch import follow, launch_options
@@ -32,6 +33,9 @@ _WIDENED_AT_ONCE = 1 << 24
 _ALIGNED_OUTPUTS = 256
 _PACKS = (128, 64, 32)
 _LARGEST_PACK = _PACKS[0]
+# cuBLAS multiplies FP8 in blocks for multiples of so many tokens.
+_LIBRARY_TOKENS = 8
+_MULTIPROCESSORS = 132  # of Hopper
 
 
 @triton.jit
@@ -121,10 +125,9 @@ def _integers(
     low = tl.load(low_bits + outputs * (width // 2) + block * half_pack + places, mask=mask, other=0).to(tl.int32)
     integers = (low >> (4 * HALF)) & 15
     if IS_E2M1:
-        # A sign, two bits of exponent, one of mantissa.
-        exponents, mantissas = (integers >> 1) & 3, integers & 1
-        doubled = tl.where(exponents == 0, mantissas, ((mantissas | 2) << exponents) >> 1)
-        return tl.where(integers > 7, -doubled, doubled).to(tl.float32) * 0.5
+        # A sign, two bits of exponent, one of mantissa: at the places that float32 has for them, but for its bias.
+        bits = ((integers << 28) & -0x80000000) | ((integers << 22) & 0x01C00000)
+        return bits.to(tl.float32, bitcast=True) * 8.507059173023462e37  # 2^126
     if BITS == 5:
         fifth: tl.constexpr = PACK // 8
         high = tl.load(high_bits + outputs * (width // 8) + block * fifth + places % fifth, mask=mask, other=0)
@@ -133,7 +136,8 @@ def _integers(
         sixth: tl.constexpr = PACK // 4
         high = tl.load(high_bits + outputs * (width // 4) + block * sixth + places % sixth, mask=mask, other=0)
         integers |= ((high.to(tl.int32) >> (2 * (places // sixth) + 4 * HALF)) & 3) << 4
-    return integers.to(tl.float32)
+    # As the last bits of 2^23: faster than a conversion.
+    return (integers | 0x4B000000).to(tl.float32, bitcast=True) - 8388608.0
 
 
 @triton.jit
@@ -195,14 +199,24 @@ def _grouped_product(
 
 
 @triton.jit
-def _widen(
+def widen(
     low_bits, high_bits, scales, shifts, widened, first, columns, last, width,
+    stride_low, stride_high, stride_scales, stride_widened,
     COLUMNS: tl.constexpr, BITS: tl.constexpr, PACK: tl.constexpr, GROUP: tl.constexpr, HAS_SHIFTS: tl.constexpr,
     IS_E2M1: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
-    """Write the weights of outputs `first` to `last` of one pack of inputs to `widened` [last - first, width]."""
+    """Write the weights of outputs `first` to `last` of one pack of inputs to `widened` [last - first, width].
+
+    Of several matrices, one for each number of the third dimension.
+    """
     if OVERLAPS:
         follow()
+    matrix = tl.program_id(2).to(tl.int64)
+    low_bits += matrix * stride_low
+    high_bits += matrix * stride_high
+    scales += matrix * stride_scales
+    shifts += matrix * stride_scales
+    widened += matrix * stride_widened
     at = first + tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     block = tl.program_id(1)
     in_columns = at < last
@@ -271,15 +285,19 @@ class Tile:
     stages: int
 
 
-def tile_for(tokens: int) -> Tile:
-    """Choose the tile of products of `tokens` tokens: few are bound by reading weights, many by multiplying."""
+def tile_for(tokens: int, outputs: int) -> Tile:
+    """Choose the tile of a product: of few tokens it is bound by reading weights, of many by multiplying.
+
+    Large tiles read less, and small ones leave fewer multiprocessors idle.
+    """
     if tokens <= 16:
         return Tile(16, 32, 4, 4)
     if tokens <= 32:
         return Tile(32, 64, 4, 4)
     if tokens <= 64:
         return Tile(64, 64, 4, 3)
-    return Tile(128, 128, 8, 3)
+    has_many = triton.cdiv(tokens, 128) * triton.cdiv(outputs, 128) >= _MULTIPROCESSORS
+    return Tile(128, 128, 8, 3) if has_many else Tile(64, 128, 4, 4)
 
 
 class BlockProduct:
@@ -290,18 +308,57 @@ class BlockProduct:
         self.outputs = matrix.shape[0]
         self._values = matrix.values
         self._scales = matrix.scales.t().contiguous()  # [blocks, out], as programs read them
+        self._library_scales = library_scales(matrix)
 
     def write(self, inputs: torch.Tensor, bias: torch.Tensor | None, outputs: torch.Tensor, *, adds: bool) -> None:
         """Write the product [tokens, out] to `outputs`, or add it."""
         tokens = inputs.shape[0]
+        if tokens > _MOST_TOKENS and self._library_scales is not None:
+            self._write_by_library(inputs, self._library_scales, bias, outputs, adds=adds)
+            return
         values, scales = quantise_groups(inputs)
-        tile = tile_for(tokens)
+        tile = tile_for(tokens, self.outputs)
         _fp8_block_product[(triton.cdiv(self.outputs, tile.columns), triton.cdiv(tokens, tile.rows))](
             values, self._values, scales, self._scales, scales if bias is None else bias, outputs,
             tokens, self.outputs, values.shape[1], scales.shape[1],
             ROWS=tile.rows, COLUMNS=tile.columns, DEPTH=FP8_BLOCK, HAS_BIAS=bias is not None, ADDS=adds,
             num_warps=tile.warps, num_stages=tile.stages, **launch_options(tokens),
         )  # fmt: skip
+
+    def _write_by_library(
+        self, inputs: torch.Tensor, weight_scales: torch.Tensor, bias: torch.Tensor | None, outputs: torch.Tensor,
+        *, adds: bool,
+    ) -> None:  # fmt: skip
+        tokens = inputs.shape[0]
+        missing = -tokens % _LIBRARY_TOKENS
+        padded = pad(inputs, (0, 0, 0, missing)) if missing else inputs
+        values, scales = quantise_groups(padded)
+        # Scales of one group after those of another, as cuBLAS reads them.
+        is_direct = not (adds or missing)
+        product: torch.Tensor = torch._scaled_mm(
+            values, self._values.t(), scale_a=scales.t().contiguous().t(), scale_b=weight_scales.t(),
+            out_dtype=inputs.dtype, out=outputs if is_direct else None,
+        )[:tokens]  # fmt: skip
+        if bias is not None:
+            product += bias
+        if adds:
+            outputs += product
+        elif not is_direct:
+            outputs.copy_(product)
+
+
+def library_scales(matrix: Fp8BlockMatrix) -> torch.Tensor | None:
+    """Return scales [blocks of outputs, blocks of inputs] as cuBLAS multiplies by them; None: it does not.
+
+    It does on Hopper, by whole blocks of 128 x 128, of which there are multiples of four in a row.
+    """
+    outputs, blocks = matrix.scales.shape
+    is_hopper = matrix.values.is_cuda and torch.cuda.get_device_capability(matrix.values.device) == (9, 0)
+    if not is_hopper or outputs % FP8_BLOCK or blocks % 4:
+        return None
+    of_blocks = matrix.scales.view(-1, FP8_BLOCK, blocks)
+    # Matrices that were cut within blocks are stacked: a block of the whole has scales of several.
+    return of_blocks[:, 0].contiguous() if bool((of_blocks == of_blocks[:, :1]).all()) else None
 
 
 class Int8Product:
@@ -318,7 +375,9 @@ class Int8Product:
         """Write the product [tokens, out] to `outputs`, or add it."""
         tokens, width = inputs.shape
         values, scales = quantise_rows_to_int8(inputs)
-        tile = tile_for(tokens)
+        tile = tile_for(tokens, self.outputs)
+        if tile.rows == tile.columns == 64:
+            tile = replace(tile, stages=5)
         _int8_product[(triton.cdiv(self.outputs, tile.columns), triton.cdiv(tokens, tile.rows))](
             values, self._matrix.values, scales, self._matrix.scales, scales if bias is None else bias, outputs,
             tokens, self.outputs, width,
@@ -350,7 +409,9 @@ class GroupedProduct:
             return
         tensors = (*self._weights, inputs if bias is None else bias, outputs)
         flags = {"HAS_BIAS": bias is not None, "ADDS": adds, **self._constants, **launch_options(tokens)}
-        tile = tile_for(tokens)
+        tile = tile_for(tokens, self.outputs)
+        if tile.rows == tile.columns == 64 and self.outputs < 64 * _MULTIPROCESSORS:
+            tile = Tile(64, 32, 4, 4)
         _grouped_product[(triton.cdiv(self.outputs, tile.columns), triton.cdiv(tokens, tile.rows))](
             inputs, *tensors, tokens, self.outputs, self._width,
             ROWS=tile.rows, COLUMNS=tile.columns, num_warps=tile.warps, num_stages=tile.stages, **flags,
@@ -361,8 +422,8 @@ class GroupedProduct:
         part = part or slice(0, self.outputs)
         height, columns = part.stop - part.start, 32
         weights = torch.empty(height, self._width, dtype=dtype, device=self._low.device)
-        _widen[(triton.cdiv(height, columns), self._width // self._pack)](
-            *self._weights, weights, part.start, self.outputs, part.stop, self._width,
+        widen[(triton.cdiv(height, columns), self._width // self._pack)](
+            *self._weights, weights, part.start, self.outputs, part.stop, self._width, 0, 0, 0, 0,
             COLUMNS=columns, num_warps=4, **self._constants, OVERLAPS=False,
         )  # fmt: skip
         return weights

@@ -49,8 +49,10 @@ OWN = {
     # Of sizes for which FlashInfer has no kernels.
     "deepseek v2 lite": {"hidden_size": 64},
 }
-# Of those that run through `transformers`.
-CAPTURED = tuple(OTHERS)
+# Of those that run through `transformers`: one makes a tensor from numbers of the host in each pass.
+CAPTURED = tuple(family for family in OTHERS if family != "gemma3n")
+# Roundings to bfloat16 choose other experts, or stay in recurrent states, also where plain torch computes.
+PRECISE = {"qwen3 next": "float16", "glm4 moe": "float16"}
 # Of the spread of logits: what narrow types may cost.
 TOLERANCE = 0.1
 
@@ -72,19 +74,26 @@ def assert_nearly_greedy(directory: Path, prompt: list[int], tokens: list[int]) 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize("family", OWN)
 def test_logits_are_those_of_transformers_but_for_rounding(family: str, dtype: str, tmp_path: Path) -> None:
-    if family.startswith("gemma") and dtype == "float16":
+    if family.startswith(("gemma", "gpt-oss")) and dtype == "float16":
         pytest.skip("its activations overflow")
     save_own(tmp_path, family)
-    driver = Driver(load(tmp_path, backend="gpu", dtype=dtype))
+    limit = 0.05 if dtype == "bfloat16" else 0.01
+    error = error_of_logits(tmp_path, "gpu", dtype)
+    assert error < limit or error < 1.5 * error_of_logits(tmp_path, "torch", dtype)
+
+
+def error_of_logits(directory: Path, backend: str, dtype: str) -> float:
+    driver = Driver(load(directory, backend=backend, dtype=dtype))
     got = driver.run([(driver.open(70), PROMPT)], all_tokens=True).cpu()
-    expected = reference_logits(tmp_path, PROMPT)
-    assert (got - expected).norm() / expected.norm() < (0.05 if dtype == "bfloat16" else 0.01)
+    expected = reference_logits(directory, PROMPT)
+    driver.runner.close()
+    return float((got - expected).norm() / expected.norm())
 
 
 @pytest.mark.parametrize("family", OWN)
 def test_rows_in_chunks_and_batches_continue_as_transformers_does(family: str, tmp_path: Path) -> None:
     save_own(tmp_path, family)
-    generated = continued(Driver(load(tmp_path, backend="gpu", dtype="bfloat16")))
+    generated = continued(Driver(load(tmp_path, backend="gpu", dtype=PRECISE.get(family, "bfloat16"))))
     for prompt, tokens in zip(FAMILY_PROMPTS, generated, strict=True):
         assert len(tokens) == NEW_TOKENS
         assert_nearly_greedy(tmp_path, prompt, tokens)
@@ -93,7 +102,7 @@ def test_rows_in_chunks_and_batches_continue_as_transformers_does(family: str, t
 @pytest.mark.parametrize("family", OWN)
 def test_captured_passes_continue_as_transformers_does(family: str, tmp_path: Path) -> None:
     save_own(tmp_path, family)
-    generated = generate(str(tmp_path), "cuda", "bfloat16")
+    generated = generate(str(tmp_path), "cuda", PRECISE.get(family, "bfloat16"))
     assert [len(tokens) for tokens in generated.values()] == [24] * len(PROMPTS)
     for row, tokens in generated.items():
         assert_nearly_greedy(tmp_path, list(PROMPTS[row]), tokens)
@@ -128,7 +137,7 @@ def test_models_of_transformers_that_wait_for_the_gpu_run_without_graphs(
 
     unchanged = GPTNeoXMLP.forward
 
-    def looks_at_numbers(layer: Any, hidden: torch.Tensor) -> torch.Tensor:
+    def looks_at_numbers(layer: Any, hidden: torch.Tensor) -> Any:
         assert hidden.abs().max().item() < 1e9
         return unchanged(layer, hidden)
 

@@ -105,3 +105,11 @@ def test_memory_saved_by_smaller_weights_is_used_for_pages() -> None:
     assert 0.9 * 440e6 < wide_bytes - narrow_bytes < 1.05 * 440e6
     (wide, _, _), (narrow, _, _) = capacity("auto", None), capacity("fp8", None)
     assert (narrow - wide) * page_bytes > 0.8 * (wide_bytes - narrow_bytes)
+
+
+def test_keys_and_values_in_fp8_with_measured_scales_change_logits_little(tmp_path: Path) -> None:
+    name, options = FAMILIES["yarn"]
+    save_model(tmp_path, name, {**options, **OWN["yarn"], "initializer_range": 0.1})
+    wide = logits_of(tmp_path, backend="gpu", dtype="bfloat16")
+    narrow = logits_of(tmp_path, 20, backend="gpu", dtype="bfloat16", kv_dtype="fp8")
+    assert 0 < float((narrow - wide).norm() / wide.norm()) < 0.1

@@ -134,14 +134,15 @@ def quantised_sizes() -> list[int]:
     sizes = []
     rounding: Constants = {"BLOCK": 8192, "HALF_RANGE": 127.5, "SMALLEST": 1e-12, "OVERLAPS": True}
     sizes.append(build(quantised_linear._quantise_rows_to_int8, "*bf16 *i8 *fp32 i32", 8, **rounding))
-    for tuning, is_first in itertools.product((experts._FEW_PAIRS, experts._MANY_PAIRS), (True, False)):
+    packed_tunings = (experts._FEW_PACKED, experts._SOME_PACKED, experts._MANY_PACKED)
+    for tuning, is_first in itertools.product(packed_tunings, (True, False)):
         tiles: Constants = {"ROWS": tuning.rows, "COLUMNS": tuning.columns, "IS_FIRST": is_first, "ACTIVATION": 2}
         packs: Constants = {"BITS": 4, "PACK": 64, "GROUP": 32, "HAS_SHIFTS": False, "IS_E2M1": True}
         routing: Constants = {"PER_TOKEN": 4, "EXPERTS": 32, "SEARCH": 32, "HAS_BIAS": True}
         given = f"*bf16 *u8 *u8 *u8 *u8 *bf16 *bf16 *bf16 {'*i64 ' * 4} {'i32 ' * 6}"
         sizes.append(build(experts._packed_product, given, tuning.warps, **tiles, **packs, **routing))
-    for tokens in (1, 17, 33, 65):
-        tile = quantised_linear.tile_for(tokens)
+    for tokens, outputs in ((1, 4096), (17, 4096), (33, 4096), (65, 4096), (65, 32768)):
+        tile = quantised_linear.tile_for(tokens, outputs)
         how: Constants = {"ROWS": tile.rows, "COLUMNS": tile.columns, "HAS_BIAS": True, "ADDS": True, "OVERLAPS": True}
         blocks = "*fp8e4nv *fp8e4nv *fp32 *fp32 *bf16 *bf16 i32 i32 i32 i32"
         sizes.append(build(quantised_linear._fp8_block_product, blocks, tile.warps, DEPTH=FP8_BLOCK, **how))
@@ -157,8 +158,8 @@ def quantised_sizes() -> list[int]:
     sizes.append(build(quantised_linear._grouped_product, given, 4, IS_E2M1=True, **fp4, **how))
     for bits, group in ((4, 128), (5, 32), (6, 16), (8, 32)):
         what = {"BITS": bits, "GROUP": group, "PACK": quantised_linear.pack_of(4096, group), "HAS_SHIFTS": False}
-        widened = "*u8 *u8 *fp32 *fp32 *bf16 i32 i32 i32 i32"
-        sizes.append(build(quantised_linear._widen, widened, 4, COLUMNS=32, IS_E2M1=False, OVERLAPS=False, **what))
+        widened = f"*u8 *u8 *fp32 *fp32 *bf16 {'i32 ' * 8}"
+        sizes.append(build(quantised_linear.widen, widened, 4, COLUMNS=32, IS_E2M1=False, OVERLAPS=False, **what))
     return sizes
 
 

@@ -127,7 +127,7 @@ PACKED: dict[str, Callable[[torch.Tensor], GroupedMatrix]] = {
 
 
 @pytest.mark.parametrize("kind", PACKED)
-@pytest.mark.parametrize(("tokens", "has_biases"), [(5, True), (97, False)])
+@pytest.mark.parametrize(("tokens", "has_biases"), [(5, True), (20, False), (97, False), (130, True)])
 def test_packed_experts_stay_packed_and_give_the_same_as_the_expert_loop(
     device: torch.device, kind: str, tokens: int, has_biases: bool
 ) -> None:

@@ -221,3 +221,38 @@ def test_captured_products_are_the_same(device: torch.device, kind: str, tokens:
         inputs.copy_(random(tokens, 1024, seed=seed))
         graph.replay()
         assert torch.equal(captured, linear(inputs))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("tokens", [65, 72, 300])
+@pytest.mark.parametrize("has_bias", [False, True])
+def test_the_library_multiplies_fp8_in_blocks_as_our_program_does(
+    device: torch.device, monkeypatch: pytest.MonkeyPatch, tokens: int, has_bias: bool
+) -> None:
+    matrix = fp8.quantise_blocks(random(768, 1024).float() * 1024**-0.5).to(device)
+    inputs = random(tokens, 1024, seed=1).to(device)
+    bias = random(768, seed=2).to(device) if has_bias else None
+    by_library = GpuKernels(DTYPE, device).linear(matrix, bias)
+    monkeypatch.setattr(quantised_linear, "library_scales", lambda _matrix: None)
+    by_program = GpuKernels(DTYPE, device).linear(matrix, bias)
+    sums = random(tokens, 768, seed=3).to(device)
+    placed, added, expected = torch.empty_like(sums), sums.clone(), sums.clone()
+    by_library.add_to(inputs, added)
+    by_program.add_to(inputs, expected)
+    by_library(inputs, placed)
+    wanted = by_program(inputs)
+    for got, like in ((by_library(inputs), wanted), (placed, wanted), (added, expected)):
+        assert float((got.float() - like.float()).norm() / like.float().norm()) < EPSILON
+
+
+def test_matrices_whose_blocks_are_cut_are_not_multiplied_by_the_library(device: torch.device) -> None:
+    whole = fp8.quantise_blocks(random(256, 512).float())
+    assert library_rows(whole.to(device)) == (2 if HAS_GPU else None)
+    upper = fp8.Fp8BlockMatrix(whole.values[:192], whole.scales[:192], whole.inputs)
+    shifted = fp8.stacked_blocks([upper, fp8.quantise_blocks(random(192, 512, seed=1).float())])
+    assert library_rows(shifted.to(device)) is None
+
+
+def library_rows(matrix: fp8.Fp8BlockMatrix) -> int | None:
+    scales = quantised_linear.library_scales(matrix)
+    return None if scales is None else scales.shape[0]
