@@ -219,7 +219,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             spec, length=arguments.length, rows=arguments.rows, new_tokens=arguments.new_tokens,
             device=arguments.device, threads=arguments.threads,
         ).run()  # fmt: skip
-    command = shlex.join([parser.prog, *(sys.argv[1:] if argv is None else argv)])
+    command = shlex.join([*parser.prog.split(), *(sys.argv[1:] if argv is None else argv)])
     provenance = replace(Provenance.collect(()), command=command)
     device = "cuda" if arguments.device == "cuda" else "cpu"
     label = f"{device}, {arguments.length} tokens, {arguments.rows} rows"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -26,7 +27,7 @@ class FlashInferPrefill:
     def __init__(self, shape: AttentionShape, device: torch.device) -> None:
         """Serve heads of `shape`; kernels are compiled when they are first used."""
         self._shape = shape
-        self._workspace = torch.empty(WORKSPACE_BYTES, dtype=torch.uint8, device=device)
+        self._workspace = _workspace(device)
         self._wrapper = self._make_wrapper()
         self._planned: ForwardBatch | None = None
         self._kv_dtype: torch.dtype | None = None
@@ -85,6 +86,12 @@ class FlashInferPrefill:
             q_data_type=dtype,
             kv_data_type=kv_dtype,
         )
+
+
+@functools.cache
+def _workspace(device: torch.device) -> torch.Tensor:
+    """Return memory that all kinds of layers share: a device computes one after the other."""
+    return torch.empty(WORKSPACE_BYTES, dtype=torch.uint8, device=device)
 
 
 @dataclass(frozen=True, slots=True)

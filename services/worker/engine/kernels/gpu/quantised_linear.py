@@ -36,6 +36,11 @@ _LARGEST_PACK = _PACKS[0]
 # cuBLAS multiplies FP8 in blocks for multiples of so many tokens.
 _LIBRARY_TOKENS = 8
 _MULTIPROCESSORS = 132  # of Hopper
+# Products are cut into parts of their inputs up to so many programs, each of at least so many steps.
+_PROGRAMS = 4 * _MULTIPROCESSORS
+_MOST_PARTS = 8
+_LEAST_STEPS = 4
+_JOINED = 1024
 
 
 @triton.jit
@@ -53,11 +58,43 @@ def _store(
     tl.store(targets, sums.to(element), mask=mask)
 
 
+@triton.jit
+def _put(
+    sums, bias, outputs, partial_sums, tokens, rows, at, columns,
+    HAS_BIAS: tl.constexpr, ADDS: tl.constexpr, PARTS: tl.constexpr,
+):  # fmt: skip
+    """Do the same, or write the sums of one of PARTS of the inputs to `partial_sums` [PARTS, tokens, columns]."""
+    in_rows, in_columns = rows < tokens, at < columns
+    if PARTS == 1:
+        _store(sums, bias, outputs, rows, at, in_rows, in_columns, columns, HAS_BIAS=HAS_BIAS, ADDS=ADDS)
+    else:
+        places = (tl.program_id(2) * tokens + rows).to(tl.int64)[:, None] * columns + at[None, :]
+        tl.store(partial_sums + places, sums, mask=in_rows[:, None] & in_columns[None, :])
+
+
+@triton.jit(do_not_specialize=["tokens"])
+def _join(
+    partial_sums, bias, outputs, tokens, columns,
+    COLUMNS: tl.constexpr, PARTS: tl.constexpr, HAS_BIAS: tl.constexpr, ADDS: tl.constexpr, OVERLAPS: tl.constexpr,
+):  # fmt: skip
+    """Write the sums of all parts, plus bias, to `outputs` [tokens, columns], or add them."""
+    if OVERLAPS:
+        follow()
+    at = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+    rows = tl.program_id(1) + tl.arange(0, 1)
+    in_columns = at < columns
+    sums = tl.zeros([1, COLUMNS], tl.float32)
+    for part in tl.static_range(PARTS):
+        places = (part * tokens + rows).to(tl.int64)[:, None] * columns + at[None, :]
+        sums += tl.load(partial_sums + places, mask=in_columns[None, :], other=0.0)
+    _store(sums, bias, outputs, rows, at, rows < tokens, in_columns, columns, HAS_BIAS=HAS_BIAS, ADDS=ADDS)
+
+
 @triton.jit(do_not_specialize=["tokens"])
 def _fp8_block_product(
-    inputs, weight, input_scales, weight_scales, bias, outputs, tokens, columns, width, blocks,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, HAS_BIAS: tl.constexpr, ADDS: tl.constexpr,
-    OVERLAPS: tl.constexpr,
+    inputs, weight, input_scales, weight_scales, bias, outputs, partial_sums, tokens, columns, width, blocks,
+    PARTS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
+    HAS_BIAS: tl.constexpr, ADDS: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
     """Multiply inputs [tokens, width] with weight [columns, width], DEPTH inputs of a scale on each side at a time."""
     if OVERLAPS:
@@ -69,7 +106,9 @@ def _fp8_block_product(
     at_inputs = inputs + rows.to(tl.int64)[:, None] * width + steps[None, :]
     at_weight = weight + at.to(tl.int64)[None, :] * width + steps[:, None]
     sums = tl.zeros([ROWS, COLUMNS], tl.float32)
-    for block in range(0, blocks):
+    of_part = tl.cdiv(blocks, PARTS)
+    first = tl.program_id(2) * of_part
+    for block in range(first, tl.minimum(first + of_part, blocks)):
         given = tl.load(at_inputs + block * DEPTH, mask=in_rows[:, None], other=0.0)
         factors = tl.load(at_weight + block * DEPTH, mask=in_columns[None, :], other=0.0)
         of_inputs = tl.load(input_scales + rows * blocks + block, mask=in_rows, other=0.0)
@@ -77,14 +116,14 @@ def _fp8_block_product(
         # Hopper's own sums of FP8 have 14 bits: after so many they are added to float32.
         part = tl.dot(given, factors, max_num_imprecise_acc=DEPTH)
         sums += part * of_inputs[:, None] * of_weight[None, :]
-    _store(sums, bias, outputs, rows, at, in_rows, in_columns, columns, HAS_BIAS=HAS_BIAS, ADDS=ADDS)
+    _put(sums, bias, outputs, partial_sums, tokens, rows, at, columns, HAS_BIAS=HAS_BIAS, ADDS=ADDS, PARTS=PARTS)
 
 
 @triton.jit(do_not_specialize=["tokens"])
 def _int8_product(
-    inputs, weight, input_scales, weight_scales, bias, outputs, tokens, columns, width,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, HAS_BIAS: tl.constexpr, ADDS: tl.constexpr,
-    OVERLAPS: tl.constexpr,
+    inputs, weight, input_scales, weight_scales, bias, outputs, partial_sums, tokens, columns, width,
+    PARTS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
+    HAS_BIAS: tl.constexpr, ADDS: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
     """Multiply inputs [tokens, width] with weight [columns, width], exactly, and scale the sums."""
     if OVERLAPS:
@@ -96,7 +135,9 @@ def _int8_product(
     at_inputs = inputs + rows.to(tl.int64)[:, None] * width + steps[None, :]
     at_weight = weight + at.to(tl.int64)[None, :] * width + steps[:, None]
     sums = tl.zeros([ROWS, COLUMNS], tl.int32)
-    for start in range(0, width, DEPTH):
+    of_part = tl.cdiv(tl.cdiv(width, DEPTH), PARTS) * DEPTH
+    first = tl.program_id(2) * of_part
+    for start in range(first, tl.minimum(first + of_part, width), DEPTH):
         in_width = start + steps < width
         given = tl.load(at_inputs + start, mask=in_rows[:, None] & in_width[None, :], other=0)
         factors = tl.load(at_weight + start, mask=in_columns[None, :] & in_width[:, None], other=0)
@@ -104,7 +145,7 @@ def _int8_product(
     of_inputs = tl.load(input_scales + rows, mask=in_rows, other=0.0)
     of_weight = tl.load(weight_scales + at, mask=in_columns, other=0.0)
     scaled = sums.to(tl.float32) * of_inputs[:, None] * of_weight[None, :]
-    _store(scaled, bias, outputs, rows, at, in_rows, in_columns, columns, HAS_BIAS=HAS_BIAS, ADDS=ADDS)
+    _put(scaled, bias, outputs, partial_sums, tokens, rows, at, columns, HAS_BIAS=HAS_BIAS, ADDS=ADDS, PARTS=PARTS)
 
 
 @triton.jit
@@ -172,10 +213,10 @@ def half_of_weights(
 
 @triton.jit(do_not_specialize=["tokens"])
 def _grouped_product(
-    inputs, low_bits, high_bits, scales, shifts, bias, outputs, tokens, columns, width,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, BITS: tl.constexpr, PACK: tl.constexpr, GROUP: tl.constexpr,
-    HAS_SHIFTS: tl.constexpr, IS_E2M1: tl.constexpr, HAS_BIAS: tl.constexpr, ADDS: tl.constexpr,
-    OVERLAPS: tl.constexpr,
+    inputs, low_bits, high_bits, scales, shifts, bias, outputs, partial_sums, tokens, columns, width,
+    PARTS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, BITS: tl.constexpr, PACK: tl.constexpr,
+    GROUP: tl.constexpr, HAS_SHIFTS: tl.constexpr, IS_E2M1: tl.constexpr, HAS_BIAS: tl.constexpr,
+    ADDS: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
     """Multiply inputs [tokens, width] with packed weights [columns, width]; PACK divides the width."""
     if OVERLAPS:
@@ -187,7 +228,9 @@ def _grouped_product(
     at_inputs = inputs + rows.to(tl.int64)[:, None] * width + tl.arange(0, half_pack)[None, :]
     element = inputs.dtype.element_ty
     sums = tl.zeros([ROWS, COLUMNS], tl.float32)
-    for block in range(0, width // PACK):
+    of_part = tl.cdiv(width // PACK, PARTS)
+    first = tl.program_id(2) * of_part
+    for block in range(first, tl.minimum(first + of_part, width // PACK)):
         for half in tl.static_range(2):
             given = tl.load(at_inputs + block * PACK + half * half_pack, mask=in_rows[:, None], other=0.0)
             factors = half_of_weights(
@@ -195,7 +238,7 @@ def _grouped_product(
                 HALF=half, BITS=BITS, PACK=PACK, GROUP=GROUP, HAS_SHIFTS=HAS_SHIFTS, IS_E2M1=IS_E2M1,
             )  # fmt: skip
             sums += tl.dot(given, factors.to(element))
-    _store(sums, bias, outputs, rows, at, in_rows, in_columns, columns, HAS_BIAS=HAS_BIAS, ADDS=ADDS)
+    _put(sums, bias, outputs, partial_sums, tokens, rows, at, columns, HAS_BIAS=HAS_BIAS, ADDS=ADDS, PARTS=PARTS)
 
 
 @triton.jit
@@ -300,6 +343,64 @@ def tile_for(tokens: int, outputs: int) -> Tile:
     return Tile(128, 128, 8, 3) if has_many else Tile(64, 128, 4, 4)
 
 
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """The programs of one product: a grid of outputs, tokens and parts of the inputs, whose sums are joined at last.
+
+    Few programs that each read much would leave multiprocessors waiting for memory.
+    """
+
+    tile: Tile
+    bias: torch.Tensor | None
+    outputs: torch.Tensor
+    adds: bool
+    depth: int
+    """Steps of the whole product, one after another without parts."""
+
+    @property
+    def parts(self) -> int:
+        programs = self._columns * self._rows
+        wanted = _PROGRAMS // programs if self.outputs.shape[0] <= _MOST_TOKENS else 1
+        return max(1, min(wanted, _MOST_PARTS, self.depth // _LEAST_STEPS))
+
+    @property
+    def grid(self) -> tuple[int, int, int]:
+        return self._columns, self._rows, self.parts
+
+    @property
+    def constants(self) -> dict[str, int | bool]:
+        """What all products are compiled and launched with."""
+        tile = self.tile
+        return {
+            "PARTS": self.parts, "ROWS": tile.rows, "COLUMNS": tile.columns, "HAS_BIAS": self.bias is not None,
+            "ADDS": self.adds, "num_warps": tile.warps, "num_stages": tile.stages,
+            **launch_options(self.outputs.shape[0]),
+        }  # fmt: skip
+
+    def partial_sums(self) -> torch.Tensor:
+        """Return memory for the sums of parts, if there are several."""
+        parts = self.parts
+        return self.outputs if parts == 1 else self.outputs.new_empty(parts, *self.outputs.shape, dtype=torch.float32)
+
+    def join(self, partial_sums: torch.Tensor) -> None:
+        """Add up the parts, if there are several."""
+        parts, (tokens, columns) = self.parts, self.outputs.shape
+        if parts > 1:
+            _join[(triton.cdiv(columns, _JOINED), tokens)](
+                partial_sums, self.outputs if self.bias is None else self.bias, self.outputs, tokens, columns,
+                COLUMNS=_JOINED, PARTS=parts, HAS_BIAS=self.bias is not None, ADDS=self.adds, num_warps=4,
+                **launch_options(tokens),
+            )  # fmt: skip
+
+    @property
+    def _columns(self) -> int:
+        return triton.cdiv(self.outputs.shape[1], self.tile.columns)
+
+    @property
+    def _rows(self) -> int:
+        return triton.cdiv(self.outputs.shape[0], self.tile.rows)
+
+
 class BlockProduct:
     """Products with FP8 in blocks."""
 
@@ -317,13 +418,13 @@ class BlockProduct:
             self._write_by_library(inputs, self._library_scales, bias, outputs, adds=adds)
             return
         values, scales = quantise_groups(inputs)
-        tile = tile_for(tokens, self.outputs)
-        _fp8_block_product[(triton.cdiv(self.outputs, tile.columns), triton.cdiv(tokens, tile.rows))](
-            values, self._values, scales, self._scales, scales if bias is None else bias, outputs,
-            tokens, self.outputs, values.shape[1], scales.shape[1],
-            ROWS=tile.rows, COLUMNS=tile.columns, DEPTH=FP8_BLOCK, HAS_BIAS=bias is not None, ADDS=adds,
-            num_warps=tile.warps, num_stages=tile.stages, **launch_options(tokens),
+        launch = Launch(tile_for(tokens, self.outputs), bias, outputs, adds, scales.shape[1])
+        partial_sums = launch.partial_sums()
+        _fp8_block_product[launch.grid](
+            values, self._values, scales, self._scales, scales if bias is None else bias, outputs, partial_sums,
+            tokens, self.outputs, values.shape[1], scales.shape[1], DEPTH=FP8_BLOCK, **launch.constants,
         )  # fmt: skip
+        launch.join(partial_sums)
 
     def _write_by_library(
         self, inputs: torch.Tensor, weight_scales: torch.Tensor, bias: torch.Tensor | None, outputs: torch.Tensor,
@@ -378,12 +479,13 @@ class Int8Product:
         tile = tile_for(tokens, self.outputs)
         if tile.rows == tile.columns == 64:
             tile = replace(tile, stages=5)
-        _int8_product[(triton.cdiv(self.outputs, tile.columns), triton.cdiv(tokens, tile.rows))](
+        launch = Launch(tile, bias, outputs, adds, width // self._DEPTH)
+        partial_sums = launch.partial_sums()
+        _int8_product[launch.grid](
             values, self._matrix.values, scales, self._matrix.scales, scales if bias is None else bias, outputs,
-            tokens, self.outputs, width,
-            ROWS=tile.rows, COLUMNS=tile.columns, DEPTH=self._DEPTH, HAS_BIAS=bias is not None, ADDS=adds,
-            num_warps=tile.warps, num_stages=tile.stages, **launch_options(tokens),
+            partial_sums, tokens, self.outputs, width, DEPTH=self._DEPTH, **launch.constants,
         )  # fmt: skip
+        launch.join(partial_sums)
 
 
 class GroupedProduct:
@@ -407,15 +509,16 @@ class GroupedProduct:
         if tokens > _MOST_TOKENS:
             self._write_widened(inputs, bias, outputs, adds=adds)
             return
-        tensors = (*self._weights, inputs if bias is None else bias, outputs)
-        flags = {"HAS_BIAS": bias is not None, "ADDS": adds, **self._constants, **launch_options(tokens)}
         tile = tile_for(tokens, self.outputs)
         if tile.rows == tile.columns == 64 and self.outputs < 64 * _MULTIPROCESSORS:
             tile = Tile(64, 32, 4, 4)
-        _grouped_product[(triton.cdiv(self.outputs, tile.columns), triton.cdiv(tokens, tile.rows))](
-            inputs, *tensors, tokens, self.outputs, self._width,
-            ROWS=tile.rows, COLUMNS=tile.columns, num_warps=tile.warps, num_stages=tile.stages, **flags,
+        launch = Launch(tile, bias, outputs, adds, self._width // self._pack)
+        partial_sums = launch.partial_sums()
+        _grouped_product[launch.grid](
+            inputs, *self._weights, inputs if bias is None else bias, outputs, partial_sums,
+            tokens, self.outputs, self._width, **self._constants, **launch.constants,
         )  # fmt: skip
+        launch.join(partial_sums)
 
     def widened(self, dtype: torch.dtype, part: slice | None = None) -> torch.Tensor:
         """Return the weights of some outputs [part, in]."""

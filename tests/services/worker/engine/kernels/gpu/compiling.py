@@ -143,19 +143,25 @@ def quantised_sizes() -> list[int]:
         sizes.append(build(experts._packed_product, given, tuning.warps, **tiles, **packs, **routing))
     for tokens, outputs in ((1, 4096), (17, 4096), (33, 4096), (65, 4096), (65, 32768)):
         tile = quantised_linear.tile_for(tokens, outputs)
-        how: Constants = {"ROWS": tile.rows, "COLUMNS": tile.columns, "HAS_BIAS": True, "ADDS": True, "OVERLAPS": True}
-        blocks = "*fp8e4nv *fp8e4nv *fp32 *fp32 *bf16 *bf16 i32 i32 i32 i32"
+        parts = 4 if tokens == 1 else 1
+        how: Constants = {
+            "PARTS": parts, "ROWS": tile.rows, "COLUMNS": tile.columns, "HAS_BIAS": True, "ADDS": True,
+            "OVERLAPS": True,
+        }  # fmt: skip
+        blocks = "*fp8e4nv *fp8e4nv *fp32 *fp32 *bf16 *bf16 *fp32 i32 i32 i32 i32"
         sizes.append(build(quantised_linear._fp8_block_product, blocks, tile.warps, DEPTH=FP8_BLOCK, **how))
-        narrow = "*i8 *i8 *fp32 *fp32 *bf16 *bf16 i32 i32 i32"
+        narrow = "*i8 *i8 *fp32 *fp32 *bf16 *bf16 *fp32 i32 i32 i32"
         sizes.append(build(quantised_linear._int8_product, narrow, tile.warps, DEPTH=128, **how))
-        packed = "*bf16 *u8 *u8 *fp32 *fp32 *bf16 *bf16 i32 i32 i32"
+        packed = "*bf16 *u8 *u8 *fp32 *fp32 *bf16 *bf16 *fp32 i32 i32 i32"
         for bits, group in ((4, 128), (4, 32), (5, 32), (6, 16), (8, 32)):
             what = {"BITS": bits, "GROUP": group, "PACK": quantised_linear.pack_of(4096, group), "HAS_SHIFTS": True}
             sizes.append(build(quantised_linear._grouped_product, packed, tile.warps, IS_E2M1=False, **how, **what))
     fp4: Constants = {"BITS": 4, "GROUP": 32, "PACK": quantised_linear.pack_of(2880, 32), "HAS_SHIFTS": False}
-    given = "*bf16 *u8 *u8 *u8 *u8 *bf16 *bf16 i32 i32 i32"
-    how = {"ROWS": 16, "COLUMNS": 32, "HAS_BIAS": True, "ADDS": True, "OVERLAPS": True}
+    given = "*bf16 *u8 *u8 *u8 *u8 *bf16 *bf16 *fp32 i32 i32 i32"
+    how = {"PARTS": 1, "ROWS": 16, "COLUMNS": 32, "HAS_BIAS": True, "ADDS": True, "OVERLAPS": True}
     sizes.append(build(quantised_linear._grouped_product, given, 4, IS_E2M1=True, **fp4, **how))
+    joined: Constants = {"COLUMNS": 1024, "PARTS": 4, "HAS_BIAS": True, "ADDS": True, "OVERLAPS": True}
+    sizes.append(build(quantised_linear._join, "*fp32 *bf16 *bf16 i32 i32", 4, **joined))
     for bits, group in ((4, 128), (5, 32), (6, 16), (8, 32)):
         what = {"BITS": bits, "GROUP": group, "PACK": quantised_linear.pack_of(4096, group), "HAS_SHIFTS": False}
         widened = f"*u8 *u8 *fp32 *fp32 *bf16 {'i32 ' * 8}"

@@ -256,3 +256,27 @@ def test_matrices_whose_blocks_are_cut_are_not_multiplied_by_the_library(device:
 def library_rows(matrix: fp8.Fp8BlockMatrix) -> int | None:
     scales = quantised_linear.library_scales(matrix)
     return None if scales is None else scales.shape[0]
+
+
+@pytest.mark.parametrize("kind", ["fp8 blocks", "int8", "4 bits"])
+@pytest.mark.parametrize("tokens", [1, 17])
+def test_products_in_parts_are_joined(device: torch.device, kind: str, tokens: int) -> None:
+    width, outputs = 2100 if kind == "int8" else 2048, 80
+    weight = random(outputs, width).float() * width**-0.5
+    matrix: QuantisedMatrix
+    match kind:
+        case "fp8 blocks":
+            matrix = fp8.quantise_blocks(weight)
+        case "int8":
+            matrix = int8.quantise(weight)
+        case _:
+            matrix = integers(outputs, width, 4, 128, shifted=True)
+    inputs, bias, sums = random(tokens, width, seed=1), random(outputs, seed=2), random(tokens, outputs, seed=3)
+    tile = quantised_linear.tile_for(tokens, outputs)
+    assert quantised_linear.Launch(tile, None, sums, adds=False, depth=16).parts == 4
+    product = GpuKernels(DTYPE, device).linear(matrix.to(device), bias.to(device))
+    wanted = exact(inputs, matrix) + bias.double()
+    added = sums.clone().to(device)
+    product.add_to(inputs.to(device), added)
+    for got, like in ((product(inputs.to(device)), wanted), (added, wanted + sums.double())):
+        assert float((got.cpu().double() - like).norm() / like.norm()) < 4 * EPSILON
