@@ -394,11 +394,11 @@ class Launch:
 
     @property
     def _columns(self) -> int:
-        return triton.cdiv(self.outputs.shape[1], self.tile.columns)
+        return -(-self.outputs.shape[1] // self.tile.columns)
 
     @property
     def _rows(self) -> int:
-        return triton.cdiv(self.outputs.shape[0], self.tile.rows)
+        return -(-self.outputs.shape[0] // self.tile.rows)
 
 
 class BlockProduct:
