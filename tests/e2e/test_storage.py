@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import shutil
 import tempfile
@@ -133,7 +134,12 @@ def scheduler_of(served: Served) -> Iterator[scheduler_pb2_grpc.SchedulerStub]:
 
 
 def stored(files: Path) -> dict[Path, bytes]:
-    return {path: path.read_bytes() for path in sorted(files.rglob("*-*")) if path.is_file()}
+    """Return the pages in a directory; those that are dropped meanwhile may be missing."""
+    found = {}
+    for path in sorted(files.rglob("*-*")):
+        with contextlib.suppress(FileNotFoundError, IsADirectoryError):
+            found[path] = path.read_bytes()
+    return found
 
 
 def flipped(content: bytes) -> bytes:
