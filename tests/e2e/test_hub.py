@@ -10,8 +10,6 @@ from typing import TYPE_CHECKING, Any
 
 import httpx
 import pytest
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
 
 from common.settings import GatewaySettings, ModelSettings, SchedulerSettings, Settings, WorkerSettings
 from deploy.supervisor.layout import free_port
@@ -19,7 +17,7 @@ from tests.e2e.conftest import serve
 from tests.e2e.test_command import Up
 from tests.fakes.hub import COMMIT, serve_hub
 from tests.fakes.hub_client import HubClient
-from tests.services.worker.engine.families import save_model
+from tests.fakes.hub_repository import save_repository
 from tests.waiting import wait_until
 
 if TYPE_CHECKING:
@@ -28,26 +26,13 @@ if TYPE_CHECKING:
     from tests.fakes.hub import FakeHub
 
 NAME = "acme/tiny-llama"
-# Enough layers for weights of 30 MB, of which the client writes 10 MB at a time.
-SHAPE = {"vocab_size": 300, "hidden_size": 256, "intermediate_size": 1024, "num_hidden_layers": 8}
 PIECE_BYTES = 10 << 20
 
 
 @pytest.fixture(scope="module")
 def published() -> Iterator[Path]:
-    """A tiny random Llama in two shards, with a vocabulary of bytes, as repositories hold it."""
     with tempfile.TemporaryDirectory() as place:
-        folder = save_model(Path(place), "Llama", SHAPE, max_shard_size="25MB")
-        specials = ["<pad>", "<s>", "<|end|>"]
-        alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-        vocabulary = {token: i for i, token in enumerate([*specials, *alphabet])}
-        tokenizer = Tokenizer(models.BPE(vocabulary, []))
-        tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-        tokenizer.decoder = decoders.ByteLevel()
-        fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>", eos_token="<|end|>")
-        fast.chat_template = "{% for message in messages %}{{ message.content }}{% endfor %}"
-        fast.save_pretrained(folder)
-        (folder / "pytorch_model.bin").write_bytes(b"pickle")
+        folder = save_repository(Path(place))
         assert len(list(folder.glob("model-*.safetensors"))) == 2
         yield folder
 

@@ -45,6 +45,8 @@ class FakeHub:
     """What is served, what goes wrong, and what has been asked for."""
 
     url: str = ""
+    # Another name of this machine, where large files are: the hub's storage has a name of its own.
+    storage_host: str = "localhost"
     repositories: dict[str, Repository] = field(default_factory=dict)
     # Connections of large files that are cut after so many bytes each.
     cut_after: list[int] = field(default_factory=list)
@@ -75,16 +77,17 @@ class FakeHub:
 
 
 @contextmanager
-def serve_hub() -> Iterator[FakeHub]:
-    """Run a hub."""
-    hub = FakeHub()
+def serve_hub(host: str = "127.0.0.1") -> Iterator[FakeHub]:
+    """Run a hub; with a `host`, at all of this machine's addresses, for clients that reach it by that one."""
+    is_local = host == "127.0.0.1"
+    hub = FakeHub(storage_host="localhost" if is_local else host)
 
     class Handler(_Handler):
         state = hub
 
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    server = ThreadingHTTPServer((host if is_local else "0.0.0.0", 0), Handler)
     server.daemon_threads = True
-    hub.url = f"http://127.0.0.1:{server.server_address[1]}"
+    hub.url = f"http://{host}:{server.server_address[1]}"
     thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05}, daemon=True)
     thread.start()
     try:
@@ -157,11 +160,10 @@ class _Handler(BaseHTTPRequestHandler):
         headers = {"X-Repo-Commit": repository.commit, "Accept-Ranges": "bytes"}
         if path.endswith(LARGE):
             digest = hashlib.sha256(content).hexdigest()
-            # Elsewhere, as the hub's storage is: another host name of this machine.
             port = self.connection.getsockname()[1]
             headers |= {
                 "X-Linked-Etag": f'"{digest}"', "X-Linked-Size": str(len(content)), "ETag": f'"{digest[:32]}"',
-                "Location": f"http://localhost:{port}/cdn/{name}/{path}",
+                "Location": f"http://{self.state.storage_host}:{port}/cdn/{name}/{path}",
             }  # fmt: skip
             self._send(302, b"", headers)
         else:
