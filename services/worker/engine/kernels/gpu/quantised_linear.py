@@ -60,15 +60,15 @@ def _store(
 
 @triton.jit
 def _put(
-    sums, bias, outputs, partial_sums, tokens, rows, at, columns,
+    sums, bias, outputs, partial_sums, part, tokens, rows, at, columns,
     HAS_BIAS: tl.constexpr, ADDS: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
-    """Do the same, or write the sums of one of PARTS of the inputs to `partial_sums` [PARTS, tokens, columns]."""
+    """Do the same, or write the sums of a `part` of PARTS of the inputs to `partial_sums` [PARTS, tokens, columns]."""
     in_rows, in_columns = rows < tokens, at < columns
     if PARTS == 1:
         _store(sums, bias, outputs, rows, at, in_rows, in_columns, columns, HAS_BIAS=HAS_BIAS, ADDS=ADDS)
     else:
-        places = (tl.program_id(2) * tokens + rows).to(tl.int64)[:, None] * columns + at[None, :]
+        places = (part * tokens + rows).to(tl.int64)[:, None] * columns + at[None, :]
         tl.store(partial_sums + places, sums, mask=in_rows[:, None] & in_columns[None, :])
 
 
@@ -116,7 +116,8 @@ def _fp8_block_product(
         # Hopper's own sums of FP8 have 14 bits: after so many they are added to float32.
         part = tl.dot(given, factors, max_num_imprecise_acc=DEPTH)
         sums += part * of_inputs[:, None] * of_weight[None, :]
-    _put(sums, bias, outputs, partial_sums, tokens, rows, at, columns, HAS_BIAS=HAS_BIAS, ADDS=ADDS, PARTS=PARTS)
+    part = tl.program_id(2)
+    _put(sums, bias, outputs, partial_sums, part, tokens, rows, at, columns, HAS_BIAS=HAS_BIAS, ADDS=ADDS, PARTS=PARTS)
 
 
 @triton.jit(do_not_specialize=["tokens"])
@@ -145,7 +146,10 @@ def _int8_product(
     of_inputs = tl.load(input_scales + rows, mask=in_rows, other=0.0)
     of_weight = tl.load(weight_scales + at, mask=in_columns, other=0.0)
     scaled = sums.to(tl.float32) * of_inputs[:, None] * of_weight[None, :]
-    _put(scaled, bias, outputs, partial_sums, tokens, rows, at, columns, HAS_BIAS=HAS_BIAS, ADDS=ADDS, PARTS=PARTS)
+    part = tl.program_id(2)
+    _put(
+        scaled, bias, outputs, partial_sums, part, tokens, rows, at, columns, HAS_BIAS=HAS_BIAS, ADDS=ADDS, PARTS=PARTS
+    )
 
 
 @triton.jit
@@ -238,7 +242,8 @@ def _grouped_product(
                 HALF=half, BITS=BITS, PACK=PACK, GROUP=GROUP, HAS_SHIFTS=HAS_SHIFTS, IS_E2M1=IS_E2M1,
             )  # fmt: skip
             sums += tl.dot(given, factors.to(element))
-    _put(sums, bias, outputs, partial_sums, tokens, rows, at, columns, HAS_BIAS=HAS_BIAS, ADDS=ADDS, PARTS=PARTS)
+    part = tl.program_id(2)
+    _put(sums, bias, outputs, partial_sums, part, tokens, rows, at, columns, HAS_BIAS=HAS_BIAS, ADDS=ADDS, PARTS=PARTS)
 
 
 @triton.jit

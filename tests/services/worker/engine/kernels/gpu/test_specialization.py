@@ -27,7 +27,8 @@ OF_A_BATCH = {
 CONSTANT = {
     "biases", "blocks", "chunks", "columns", "columns_out", "gated_offset", "groups", "padding_slot", "stride",
     "stride_bias", "stride_cells", "stride_expert", "stride_head", "stride_high", "stride_low", "stride_page",
-    "stride_query", "stride_scales", "stride_token", "stride_token_in", "vocabulary", "width", "words",
+    "stride_query", "stride_scales", "stride_token", "stride_token_in", "stride_widened", "vocabulary",
+    "width", "words",
     # Parts of a matrix that is widened, the same in each pass that does so.
     "first", "last",
 }  # fmt: skip
@@ -37,8 +38,8 @@ WHOLE = {
     "added", "allowed", "angles", "bases", "before_minimum", "best", "bias", "bias_ids", "bias_values", "both",
     "buffers", "cells", "counters", "counts", "epochs", "first_blocks", "given_scale", "grammar", "hidden", "high_bits",
     "input_scales", "inputs", "key_norm", "key_scales", "keys", "last_block", "logits", "low_bits", "masses", "normed",
-    "order", "outputs", "own_pad", "pads", "partial", "peaks", "pool", "processed", "projected", "qkv", "queries",
-    "query_norm", "routing_weights", "scales", "shifts", "sinks", "staging", "starts", "table", "thresholds",
+    "order", "outputs", "own_pad", "pads", "partial", "partial_sums", "peaks", "pool", "processed", "projected", "qkv",
+    "queries", "query_norm", "routing_weights", "scales", "shifts", "sinks", "staging", "starts", "table", "thresholds",
     "value_scales", "values", "weight", "weight_scales", "weights", "widened",
 }  # fmt: skip
 
