@@ -45,7 +45,7 @@ class FakeHub:
     """What is served, what goes wrong, and what has been asked for."""
 
     url: str = ""
-    # Another name of this machine, where large files are: the hub's storage has a name of its own.
+    # Large files are there; the client takes a redirection to the hub's own name for that of a renamed repository.
     storage_host: str = "localhost"
     repositories: dict[str, Repository] = field(default_factory=dict)
     # Connections of large files that are cut after so many bytes each.
@@ -77,15 +77,14 @@ class FakeHub:
 
 
 @contextmanager
-def serve_hub(host: str = "127.0.0.1") -> Iterator[FakeHub]:
-    """Run a hub; with a `host`, at all of this machine's addresses, for clients that reach it by that one."""
-    is_local = host == "127.0.0.1"
-    hub = FakeHub(storage_host="localhost" if is_local else host)
+def serve_hub(host: str = "127.0.0.1", storage_host: str = "localhost") -> Iterator[FakeHub]:
+    """Run a hub, which clients reach as `host` and its storage as `storage_host`, another name of this machine."""
+    hub = FakeHub(storage_host=storage_host)
 
     class Handler(_Handler):
         state = hub
 
-    server = ThreadingHTTPServer((host if is_local else "0.0.0.0", 0), Handler)
+    server = ThreadingHTTPServer((host if host == "127.0.0.1" else "0.0.0.0", 0), Handler)
     server.daemon_threads = True
     hub.url = f"http://{host}:{server.server_address[1]}"
     thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05}, daemon=True)

@@ -20,7 +20,11 @@ if TYPE_CHECKING:
 NAME = "acme/tiny-llama"
 # Where containers reach this machine.
 GATEWAY = "172.31.250.1"
+STORAGE = "storage.test"
 NETWORK = f"""
+services:
+  model:
+    extra_hosts: ["{STORAGE}:{GATEWAY}"]
 networks:
   edge:
     ipam: {{config: [{{subnet: 172.31.250.0/24, gateway: {GATEWAY}}}]}}
@@ -30,7 +34,7 @@ pytestmark = [pytest.mark.docker, pytest.mark.timeout(BUILD_S + UP_S)]
 
 @pytest.fixture
 def hub() -> Iterator[FakeHub]:
-    with tempfile.TemporaryDirectory() as place, serve_hub(GATEWAY) as served:
+    with tempfile.TemporaryDirectory() as place, serve_hub(GATEWAY, STORAGE) as served:
         served.add(NAME, save_repository(Path(place)), gated=True)
         yield served
 

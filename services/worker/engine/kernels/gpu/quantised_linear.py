@@ -349,7 +349,7 @@ def tile_for(tokens: int, outputs: int) -> Tile:
 
 
 @dataclass(frozen=True, slots=True)
-class Launch:
+class ProductLaunch:
     """The programs of one product: a grid of outputs, tokens and parts of the inputs, whose sums are joined at last.
 
     Few programs that each read much would leave multiprocessors waiting for memory.
@@ -423,7 +423,7 @@ class BlockProduct:
             self._write_by_library(inputs, self._library_scales, bias, outputs, adds=adds)
             return
         values, scales = quantise_groups(inputs)
-        launch = Launch(tile_for(tokens, self.outputs), bias, outputs, adds, scales.shape[1])
+        launch = ProductLaunch(tile_for(tokens, self.outputs), bias, outputs, adds, scales.shape[1])
         partial_sums = launch.partial_sums()
         _fp8_block_product[launch.grid](
             values, self._values, scales, self._scales, scales if bias is None else bias, outputs, partial_sums,
@@ -484,7 +484,7 @@ class Int8Product:
         tile = tile_for(tokens, self.outputs)
         if tile.rows == tile.columns == 64:
             tile = replace(tile, stages=5)
-        launch = Launch(tile, bias, outputs, adds, width // self._DEPTH)
+        launch = ProductLaunch(tile, bias, outputs, adds, width // self._DEPTH)
         partial_sums = launch.partial_sums()
         _int8_product[launch.grid](
             values, self._matrix.values, scales, self._matrix.scales, scales if bias is None else bias, outputs,
@@ -517,7 +517,7 @@ class GroupedProduct:
         tile = tile_for(tokens, self.outputs)
         if tile.rows == tile.columns == 64 and self.outputs < 64 * _MULTIPROCESSORS:
             tile = Tile(64, 32, 4, 4)
-        launch = Launch(tile, bias, outputs, adds, self._width // self._pack)
+        launch = ProductLaunch(tile, bias, outputs, adds, self._width // self._pack)
         partial_sums = launch.partial_sums()
         _grouped_product[launch.grid](
             inputs, *self._weights, inputs if bias is None else bias, outputs, partial_sums,
