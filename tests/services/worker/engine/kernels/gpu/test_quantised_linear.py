@@ -273,7 +273,7 @@ def test_products_in_parts_are_joined(device: torch.device, kind: str, tokens: i
             matrix = integers(outputs, width, 4, 128, shifted=True)
     inputs, bias, sums = random(tokens, width, seed=1), random(outputs, seed=2), random(tokens, outputs, seed=3)
     tile = quantised_linear.tile_for(tokens, outputs)
-    assert quantised_linear.Launch(tile, None, sums, adds=False, depth=16).parts == 4
+    assert quantised_linear.ProductLaunch(tile, None, sums, adds=False, depth=16).parts == 4
     product = GpuKernels(DTYPE, device).linear(matrix.to(device), bias.to(device))
     wanted = exact(inputs, matrix) + bias.double()
     added = sums.clone().to(device)
