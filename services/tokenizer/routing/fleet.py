@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections import defaultdict
+from collections import OrderedDict, defaultdict
 from typing import TYPE_CHECKING
 
 import grpc
@@ -28,13 +28,15 @@ if TYPE_CHECKING:
 DISCOVERY_INTERVAL_S = 2.0
 WATCH_INTERVAL_S = 0.25
 STATE_TIMEOUT_S = 2.0
+# Requests whose group is remembered, finished ones included: about 30 MB.
+MAX_DESTINATIONS = 131_072
 
 
 class Fleet:
-    """Sends each request to a group that would serve it now.
+    """Sends each request to a group that would serve it now, and its abort to the same group.
 
-    It does not track requests after their admission. So aborts go to every group: they name exact ids, and groups
-    ignore unknown ones.
+    It does not learn when requests end, so it remembers the groups of the latest ones only. Aborts of others, for
+    example those sent by another tokenizer, go to every group: they name exact ids, and groups ignore unknown ones.
     """
 
     def __init__(
@@ -44,10 +46,12 @@ class Fleet:
         policy: RoutingPolicy,
         discovery_interval_s: float = DISCOVERY_INTERVAL_S,
         prefixes: SharedPrefixes | None = None,
+        max_destinations: int = MAX_DESTINATIONS,
     ) -> None:
         """`discovery` finds groups, `connect` opens channels to them, `policy` selects one for each request.
 
-        `prefixes` are those that the groups share; by default each group decides alone.
+        `prefixes` are those that the groups share; by default each group decides alone. The groups of the latest
+        `max_destinations` requests are remembered.
         """
         self._discovery = discovery
         self._connect = connect
@@ -55,6 +59,7 @@ class Fleet:
         self._discovery_interval_s = discovery_interval_s
         self._prefixes = prefixes or NoSharedPrefixes()
         self._replicas: dict[str, Replica] = {}
+        self._destinations = Destinations(max_destinations)
         self._log = get_logger("fleet")
 
     async def can_serve(self) -> bool:
@@ -76,6 +81,7 @@ class Fleet:
                 try:
                     self._replicas[name].submit(batch)
                     sent.extend(request.request_id for request in batch)
+                    self._destinations.note(name, batch)
                 except UnavailableError:
                     away.add(name)
                     refused.extend(batch)
@@ -98,10 +104,16 @@ class Fleet:
         return await self._home_of(view, session).close_session(view, session)
 
     def abort(self, request_ids: Iterable[RequestId]) -> None:
-        """Abort requests in every group."""
-        ids = list(request_ids)
-        for replica in self._replicas.values():
-            replica.abort(ids)
+        """Abort each request in the group that it was sent to; in every group if this is not known."""
+        aborts: dict[str, list[RequestId]] = defaultdict(list)
+        for request_id in request_ids:
+            group = self._destinations.take(request_id)
+            for name in self._replicas if group is None else (group,):
+                aborts[name].append(request_id)
+        for name, ids in aborts.items():
+            # A group that has gone has lost its requests, too.
+            if name in self._replicas:
+                self._replicas[name].abort(ids)
 
     async def run(self, listener: SchedulerListener) -> None:
         """Keep streams to all groups open until cancelled; `listener` receives admissions and losses."""
@@ -153,6 +165,29 @@ class Fleet:
         if not serving:
             raise _no_scheduler()
         return self._replicas[favourite(session_key(view, session), serving)]
+
+
+class Destinations:
+    """Remembers the groups to which the latest requests were sent."""
+
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
+        self._groups: OrderedDict[RequestId, str] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._groups)
+
+    def note(self, group: str, requests: Iterable[ScheduleRequest]) -> None:
+        """Record the group of requests, and forget the oldest ones above the limit."""
+        for request in requests:
+            self._groups[request.request_id] = group
+            self._groups.move_to_end(request.request_id)
+        while len(self._groups) > self._limit:
+            self._groups.popitem(last=False)
+
+    def take(self, request_id: RequestId) -> str | None:
+        """Forget a request and return its group; None if it is not remembered."""
+        return self._groups.pop(request_id, None)
 
 
 def _no_scheduler() -> UnavailableError:

@@ -15,7 +15,7 @@ from common.rpc.channel import open_channel
 from common.rpc.discovery import Discovery
 from common.rpc.server import RpcServer
 from common.rpc.sessions import SessionsService
-from common.types import RequestOptions, SessionWish, Subject, View
+from common.types import RequestId, RequestOptions, SessionWish, Subject, View
 from protos.gen.pando.v1 import scheduler_pb2, scheduler_pb2_grpc, sessions_pb2_grpc
 from services.tokenizer.routing.fleet import Fleet
 from services.tokenizer.routing.policies import PrefixAware, RoundRobin
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Iterable
     from pathlib import Path
 
-    from common.types import Admission, RequestId
+    from common.types import Admission
     from services.tokenizer.routing.policies import RoutingPolicy
 
 
@@ -87,7 +87,8 @@ class Listener:
 class Tier:
     """A fleet over groups that the test starts and stops."""
 
-    def __init__(self, folder: Path, groups: int) -> None:
+    def __init__(self, folder: Path, groups: int, max_destinations: int = 100) -> None:
+        self._max_destinations = max_destinations
         self.groups = [Group(f"unix:{folder}/{index}.sock") for index in range(groups)]
         self.configured = [group.address for group in self.groups]
         self.listener = Listener()
@@ -103,7 +104,13 @@ class Tier:
         for group in self.groups:
             await group.start()
         discovery = Discovery(self.configured)
-        fleet = Fleet(discovery, lambda found: open_channel(found.address), policy, discovery_interval_s=0.05)
+        fleet = Fleet(
+            discovery,
+            lambda found: open_channel(found.address),
+            policy,
+            discovery_interval_s=0.05,
+            max_destinations=self._max_destinations,
+        )
         running = asyncio.create_task(fleet.run(self.listener))
         try:
             await until(lambda: self.serving(fleet) == len(self.groups))
@@ -211,13 +218,68 @@ async def test_without_a_serving_group_requests_are_refused_as_unavailable(tmp_p
             tier.submit(fleet, "a")
 
 
-async def test_aborts_are_sent_to_all_groups(tmp_path: Path) -> None:
+async def test_an_abort_goes_only_to_the_group_of_its_request(tmp_path: Path) -> None:
+    tier = Tier(tmp_path, 3)
+    async with tier.run(RoundRobin()) as fleet:
+        tier.submit(fleet, *"abcdef")
+        await until(lambda: len(tier.listener.admitted) == 6)
+        owned = [list(group.names) for group in tier.groups]
+        assert [len(names) for names in owned] == [2, 2, 2]
+        fleet.abort([RequestId(names[0]) for names in owned])
+        await until(lambda: sum(len(group.scheduler.aborts) for group in tier.groups) >= 3)
+        # A later message on the same stream shows that nothing else was sent before it.
+        tier.submit(fleet, *"uvw")
+        await until(lambda: all(len(group.names) == 3 for group in tier.groups))
+        assert [group.scheduler.aborts for group in tier.groups] == [[names[0]] for names in owned]
+
+
+async def test_the_abort_of_an_unknown_request_goes_to_all_groups(tmp_path: Path) -> None:
+    tier = Tier(tmp_path, 3)
+    async with tier.run(RoundRobin()) as fleet:
+        fleet.abort([RequestId("of-another-tokenizer")])
+        await until(lambda: all(group.scheduler.aborts == ["of-another-tokenizer"] for group in tier.groups))
+
+
+async def test_the_abort_of_a_request_that_is_no_longer_remembered_goes_to_all_groups(tmp_path: Path) -> None:
+    tier = Tier(tmp_path, 2, max_destinations=2)
+    async with tier.run(RoundRobin()) as fleet:
+        tier.submit(fleet, "a", "b", "c")
+        await until(lambda: len(tier.listener.admitted) == 3)
+        fleet.abort([RequestId("a-0"), RequestId("c-2")])
+        await until(lambda: all("a-0" in group.scheduler.aborts for group in tier.groups))
+        assert sorted(name for group in tier.groups for name in group.scheduler.aborts) == ["a-0", "a-0", "c-2"]
+
+
+async def test_the_abort_of_a_request_whose_group_is_away_waits_for_this_group(tmp_path: Path) -> None:
     tier = Tier(tmp_path, 2)
     async with tier.run(RoundRobin()) as fleet:
         tier.submit(fleet, "a", "b")
         await until(lambda: len(tier.listener.admitted) == 2)
-        fleet.abort([schedule("a-0").request_id])
-        await until(lambda: all(group.scheduler.aborts == ["a-0"] for group in tier.groups))
+        [lost] = tier.groups[0].names
+        await tier.groups[0].stop()
+        await until(lambda: tier.serving(fleet) == 1)
+        fleet.abort([RequestId(lost)])
+        await tier.groups[0].start()
+        await until(lambda: tier.groups[0].scheduler.aborts == [lost])
+        assert tier.groups[1].scheduler.aborts == []
+
+
+async def test_the_abort_of_a_request_that_was_submitted_again_goes_to_its_latest_group(tmp_path: Path) -> None:
+    tier = Tier(tmp_path, 2)
+    async with tier.run(RoundRobin()) as fleet:
+        tier.submit(fleet, "a")
+        await until(lambda: len(tier.listener.admitted) == 1)
+        first = next(group for group in tier.groups if group.names)
+        await first.stop()
+        await until(lambda: tier.serving(fleet) == 1)
+        tier.submit(fleet, "a")
+        second = next(group for group in tier.groups if group is not first)
+        await until(lambda: second.names == ["a-0"])
+        fleet.abort([RequestId("a-0")])
+        await until(lambda: second.scheduler.aborts == ["a-0"])
+        await first.start()
+        await until(lambda: tier.serving(fleet) == 2)
+        assert first.scheduler.aborts == []
 
 
 async def test_a_session_s_requests_go_where_it_is_open_however_much_that_group_has_to_do(tmp_path: Path) -> None:
