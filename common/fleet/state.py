@@ -186,7 +186,8 @@ class FleetState:
             if str(error).startswith("RULES "):
                 raise FleetRulesError(str(error).removeprefix("RULES ")) from error
             raise FleetStateAwayError(str(error)) from error
-        except (RedisError, OSError) as error:  # TimeoutError is an OSError
+        except (RedisError, OSError, RuntimeError) as error:
+            # TimeoutError is an OSError. uvloop raises RuntimeError for a connection that has just been reset.
             raise FleetStateAwayError(str(error) or type(error).__name__) from error
 
 

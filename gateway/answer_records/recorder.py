@@ -20,8 +20,8 @@ class Recorder:
     def __init__(self, records: AnswerRecords, name: str, owner: str, written: int = 0) -> None:
         """`written` is the number of chunks that the record has."""
         self.name = name
+        self.owner = owner
         self._records = records
-        self._owner = owner
         self._written = written
         # Chunks that are not known to be written, because the shared state was away.
         self._waiting: list[bytes] = []
@@ -46,17 +46,17 @@ class Recorder:
         """
         if self._is_off:
             return True
-        return await self._flush() and await self._records.finish(self.name, self._owner, end)
+        return await self._flush() and await self._records.finish(self.name, self.owner, end)
 
     async def release(self, charged: int) -> None:
         """Give the record up to the next reader; see `finish`."""
-        await self._records.release(self.name, self._owner, charged)
+        await self._records.release(self.name, self.owner, charged)
 
     async def _flush(self) -> bool:
         waiting = list(self._waiting)
         if not waiting:
             return True
-        outcome = await self._records.append(self.name, self._owner, self._written, waiting)
+        outcome = await self._records.append(self.name, self.owner, self._written, waiting)
         if outcome is Writing.GONE:
             self._is_off = True
             self._waiting.clear()

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+from functools import partial
 from importlib import resources
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from common.errors import QueueFullError
 from common.logs import get_logger
@@ -14,11 +15,15 @@ from gateway.answer_records.sealing import UnsealedError
 from gateway.state.server import RETRY_AFTER_MS, StateAwayError
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
+
+    from redis.asyncio import Redis
 
     from gateway.answer_records.records import NewRecord
     from gateway.answer_records.sealing import Sealing
     from gateway.state.server import StateServer
+
+T = TypeVar("T")
 
 # Records that one call appends to, so that no call occupies the server for long.
 APPENDS_A_CALL = 256
@@ -56,12 +61,11 @@ class RedisRecords:
     async def open(self, record: NewRecord) -> str | None:
         request = self._sealing.seal(record.name, "request", record.request)
         room = (_digest(record.subject.tenant), _digest(record.subject.name), RECORD_BYTES + len(request))
-        found = await self._call(
-            "open", record.name, record.claim or "", *room, request, record.owner, int(record.in_background)
-        )
-        if found == b"full":
+        arguments = (record.name, record.claim or "", *room, request, record.owner, int(record.in_background))
+        found = await self._call("open", *arguments, read=bytes.decode)
+        if found == "full":
             raise QueueFullError("too many answers are recorded; try again later", retry_after_ms=RETRY_AFTER_MS)
-        return found.decode() or None
+        return found or None
 
     async def claimed(self, claim: str) -> str | None:
         key = f"{self._common[0]}:claim:{claim}"
@@ -69,24 +73,26 @@ class RedisRecords:
         return found.decode() if isinstance(found, bytes) else None
 
     async def read(self, name: str, first: int = 0) -> RecordReading | None:
-        found = await self._call("read", name, first)
-        if found is None:
-            return None
-        request, owner, end, charged, is_owned, written, chunks = found
-        open_ = self._sealing.open
-        try:
-            return RecordReading(
-                open_(name, "request", request),
-                [open_(name, str(number), chunk) for number, chunk in enumerate(chunks, first)],
-                written,
-                owner.decode() or None,
-                bool(is_owned),
-                open_(name, "end", end) if end else None,
-                int(charged) if charged else None,
-            )
-        except UnsealedError as error:
-            self._log.error("answer.refused", reason=str(error))
-            return None
+        def opened(found: list[Any] | None) -> RecordReading | None:  # Any: as records.lua says
+            if found is None:
+                return None
+            request, owner, end, charged, is_owned, written, chunks = found
+            open_ = self._sealing.open
+            try:
+                return RecordReading(
+                    open_(name, "request", request),
+                    [open_(name, str(number), chunk) for number, chunk in enumerate(chunks, first)],
+                    int(written),
+                    owner.decode() or None,
+                    bool(is_owned),
+                    open_(name, "end", end) if end else None,
+                    int(charged) if charged else None,
+                )
+            except UnsealedError as error:
+                self._log.error("answer.refused", reason=str(error))
+                return None
+
+        return await self._call("read", name, first, read=opened)
 
     async def append(self, name: str, owner: str, first: int, chunks: Sequence[bytes]) -> Writing:
         sealed = [self._sealing.seal(name, str(number), chunk) for number, chunk in enumerate(chunks, first)]
@@ -97,46 +103,63 @@ class RedisRecords:
         return await outcome
 
     async def finish(self, name: str, owner: str | None, end: bytes) -> bool:
-        return bool(await self._call("finish", name, owner or "", self._sealing.seal(name, "end", end)))
+        return await self._call("finish", name, owner or "", self._sealing.seal(name, "end", end), read=bool)
 
     async def release(self, name: str, owner: str, charged: int) -> None:
-        await self._call("release", name, owner, charged)
+        await self._call("release", name, owner, charged, read=bool)
 
     async def take(self, name: str, previous: str | None, owner: str, chunks: int) -> bool:
-        return bool(await self._call("take", name, previous or "", owner, chunks))
+        return await self._call("take", name, previous or "", owner, chunks, read=bool)
 
     async def keep(self, names: Sequence[str]) -> None:
         for first in range(0, len(names), APPENDS_A_CALL):
-            await self._call("keep", *names[first : first + APPENDS_A_CALL])
+            await self._call("keep", *names[first : first + APPENDS_A_CALL], read=bool)
 
     async def drop(self, name: str) -> None:
-        await self._call("drop", name)
+        await self._call("drop", name, read=bool)
 
     async def orphans(self) -> Sequence[str]:
-        return [name.decode() for name in await self._call("orphans")]
+        return await self._call("orphans", read=lambda found: [name.decode() for name in found])
 
     async def _write(self) -> None:
         """Append what waits, until nothing does."""
         try:
             while self._queue:
                 batch, self._queue = self._queue[:APPENDS_A_CALL], self._queue[APPENDS_A_CALL:]
+                arguments = (argument for one in batch for argument in one.arguments)
                 try:
-                    outcomes = await self._call("append", *(argument for one in batch for argument in one.arguments))
+                    outcomes = await self._call("append", *arguments, read=partial(_outcomes, len(batch)))
                 except StateAwayError as error:
                     for one in batch:
                         if not one.outcome.done():
                             one.outcome.set_exception(StateAwayError(was_sent=error.was_sent))
                     continue
-                for one, letter in zip(batch, outcomes.decode(), strict=True):
+                for one, outcome in zip(batch, outcomes, strict=True):
                     if not one.outcome.done():
-                        one.outcome.set_result(OUTCOMES[letter])
+                        one.outcome.set_result(outcome)
         finally:
             self._writing = None
 
-    async def _call(self, operation: str, *arguments: str | int | bytes) -> Any:  # Any: as the operation says
-        """Run an operation of the script."""
+    async def _call(self, operation: str, *arguments: str | int | bytes, read: Callable[[Any], T]) -> T:
+        """Run an operation of the script and `read` its reply (Any: as the operation says)."""
         everything = (operation, *self._common, *arguments)
-        return await self._state.call(lambda redis: self._script(args=everything, client=redis))
+
+        async def run(redis: Redis) -> T:
+            return read(await self._script(args=everything, client=redis))
+
+        return await self._state.call(run)
+
+
+def _outcomes(count: int, letters: bytes) -> list[Writing]:
+    """Return the outcomes of `count` appends.
+
+    Raises:
+        ValueError: the reply has another number of them.
+        KeyError: it has others.
+    """
+    if len(letters) != count:
+        raise ValueError(f"{len(letters)} outcomes of {count} appends")
+    return [OUTCOMES[letter] for letter in letters.decode()]
 
 
 def _digest(name: str) -> str:

@@ -324,33 +324,51 @@ class RecordedAnswer:
             raise
         if not updates:
             return updates
-        if not await recorder.append(encode_updates(updates)):
-            await self._lose()
+        if not await recorder.append(encode_updates(updates)) and await self._has_lost(recorder):
             return ()
         self._returned += len(updates)
         return updates
 
-    async def _lose(self) -> None:
-        """Follow the record from its beginning: this gateway was taken for dead, or the answer was cancelled."""
-        reading = await self._answers.records.read(self.name, self._chunks)
-        has_new_owner = reading is not None and reading.end is None
+    async def _has_lost(self, recorder: Recorder) -> bool:
+        """Follow the record from its beginning if it is lost: this gateway was taken for dead, or it was cancelled.
+
+        Return False unless that is certain: if the refusal was due to a damaged message, the next chunk is written.
+        """
+        try:
+            reading = await self._answers.records.read(self.name, self._chunks)
+        except UnavailableError:
+            return False
+        if reading is None or (reading.end is None and reading.owner == recorder.owner):
+            return False
+        has_new_owner = reading.end is None
         self._stand_down(None, settles=not has_new_owner)
         self.entries = number_choices([renamed(request) for request in self._requests])
         self._chunks = self._restored = 0
+        return True
 
     async def _follow(self) -> Sequence[ChoiceUpdate] | None:
         """Return the new updates of the record; empty also if the answer has ended or is generated here from now on."""
-        reading, new = await self._read()
+        try:
+            reading, new = await self._read()
+        except UnavailableError:
+            return await self._pause(RETRY_S)
         if new:
             return new
         if reading.end is not None:
             self._has_ended = True
             return _read_end(reading.end)
         if not reading.is_owned:
-            await self._take_over(reading)
+            try:
+                await self._take_over(reading)
+            except UnavailableError:
+                return await self._pause(RETRY_S)
             return ()
+        return await self._pause(POLL_S)
+
+    async def _pause(self, seconds: float) -> Sequence[ChoiceUpdate] | None:
+        """Wait for `seconds` or a nudge, without an update."""
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(POLL_S):
+            async with asyncio.timeout(seconds):
                 await self._nudged.wait()
         if self._nudged.is_set():
             self._nudged.clear()

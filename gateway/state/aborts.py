@@ -10,7 +10,6 @@ message, and the client, which gets 0 for a request that was not found, can repe
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import hashlib
 import hmac
 import secrets
@@ -19,7 +18,6 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
 import orjson
-from redis.exceptions import RedisError
 
 from common.errors import QueueFullError, UnavailableError
 from common.logs import get_logger
@@ -137,8 +135,10 @@ class SharedAborts:
         """Execute the aborts that other gateways publish, until cancelled."""
         while True:
             await self._state.wait_up()
-            with contextlib.suppress(RedisError, OSError, StateAwayError):
+            try:
                 await self._listen()
+            except Exception as error:  # noqa: BLE001  (as `StateServer.call`)
+                self._log.info("aborts.unheard", reason=str(error) or type(error).__name__)
             await asyncio.sleep(RECONNECT_S)
 
     async def _listen(self) -> None:

@@ -88,10 +88,10 @@ class StateServer:
         await self._up.wait()
 
     async def call(self, command: Callable[[Redis], Awaitable[T]]) -> T:
-        """Return the result of `command`.
+        """Return the result of `command`, which includes reading the reply.
 
         Raises:
-            StateAwayError: the server answers with an error or not in time.
+            StateAwayError: the server answers with an error, unintelligibly or not in time.
         """
         async with self._turns:
             if not self._up.is_set():
@@ -99,7 +99,9 @@ class StateServer:
             try:
                 async with asyncio.timeout(self.timeout_s):
                     return await command(self.redis)
-            except (RedisError, OSError) as error:  # TimeoutError is an OSError
+            except Exception as error:
+                # Not only errors of the library: uvloop raises RuntimeError for a connection that has just been reset,
+                # and a reply with a flipped bit may raise anything.
                 self._note_away(error)
                 raise StateAwayError(was_sent=True) from error
 
@@ -115,7 +117,7 @@ class StateServer:
                 async with asyncio.timeout(self.timeout_s):
                     # A write, because a replica, or a server that is out of memory, answers PING but cannot be used.
                     await self.redis.set(key, b"", px=round(ALIVE_S * 1000))
-            except (RedisError, OSError) as error:
+            except Exception as error:  # noqa: BLE001  (as in `call`)
                 self._note_away(error)
             else:
                 self._note_up()
@@ -130,7 +132,9 @@ class StateServer:
         if self._up.is_set():
             self._up.clear()
             self._away_since = time.monotonic()
-            self._log.error("state.away", reason=str(error) or type(error).__name__)
+            reason = str(error) or type(error).__name__
+            is_expected = isinstance(error, (RedisError, OSError))  # TimeoutError is an OSError
+            self._log.error("state.away", reason=reason, exc_info=None if is_expected else error)
 
     def _note_up(self) -> None:
         self._connected.set(1)

@@ -222,6 +222,25 @@ async def test_an_append_without_a_server_fails_at_once_and_can_be_repeated() ->
             assert await records.append(NAME, record.owner, 0, [b"a"]) is Writing.GONE, "this server keeps nothing"
 
 
+@pytest.mark.parametrize("reply", [b"", b"x", b"dd", 5, None])
+async def test_a_damaged_reply_counts_as_an_outage_and_leaves_nothing_waiting(
+    redis_process: RedisProcess, monkeypatch: pytest.MonkeyPatch, reply: object
+) -> None:
+    async def damaged(**_: object) -> object:
+        return reply
+
+    async with state_server(redis_process.url, new_prefix()) as server:
+        records = RedisRecords(server, Sealing(None), 60.0, ROOM)
+        record = new(records)
+        await records.open(record)
+        with monkeypatch.context() as patch:
+            patch.setattr(records, "_script", damaged)
+            with pytest.raises(StateAwayError):
+                await records.append(NAME, record.owner, 0, [b"a"])
+        await server.wait_up()
+        assert await records.append(NAME, record.owner, 0, [b"a"]) is Writing.DONE
+
+
 async def test_the_server_holds_no_content_in_plain_text_and_cannot_forge_it(redis_process: RedisProcess) -> None:
     async with state_server(redis_process.url, new_prefix()) as server:
         records = RedisRecords(server, Sealing(SECRET), 60.0, ROOM)

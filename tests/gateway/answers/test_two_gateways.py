@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from common.types import Admission
+from gateway.answer_records.records import Writing
 from gateway.endpoints.responses.route import adopt_responses
 from tests.fakes.pipeline import says
 from tests.fakes.redis_process import temporary_redis
@@ -107,6 +108,49 @@ async def test_a_gateway_taken_for_dead_follows_the_one_that_took_over(redis_pro
         assert "".join(WORDS) == mine.text == TEXT
         assert others.ids == mine.ids
         assert others.datas == mine.datas[1:]
+        await close(first, second)
+
+
+async def test_an_owner_goes_on_after_a_refusal_that_the_record_contradicts(
+    redis_process: RedisProcess, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A flipped bit can turn the name of a chunk's writer into another one."""
+    first, second = pair(redis_process.url, says(*WORDS))
+    async with working(*first.state.background, *second.state.background):
+        records = first.context.answers.records
+        append, refused = records.append, [Writing.LOST] * 2
+
+        async def damaged(*arguments: Any) -> Writing:
+            return refused.pop() if refused else await append(*arguments)
+
+        monkeypatch.setattr(records, "append", damaged)
+        seen, again = Seen(), Seen()
+        async with listening(first) as one, listening(second) as two:
+            await read(one, seen, body=BODY)
+            again.ids = [seen.ids[0]]
+            await read(two, again)
+        assert seen.text == TEXT
+        assert again.datas == seen.datas[1:], "the chunks that were refused were written later"
+        assert len(first.pipeline.submitted) == 1
+        await close(first, second)
+
+
+async def test_a_follower_waits_while_the_state_is_away(redis_process: RedisProcess) -> None:
+    first, second = pair(redis_process.url, says(*WORDS))
+    first.pipeline.pause_s = 0.05
+    async with working(*first.state.background, *second.state.background):
+        seen, following = Seen(), Seen()
+        async with listening(first) as one, listening(second) as two:
+            reading = asyncio.create_task(read(one, seen, body=BODY))
+            await until(lambda: len(seen.ids) >= 3)
+            following.ids = [seen.ids[0]]
+            joining = asyncio.create_task(read(two, following))
+            await until(lambda: following.datas)
+            state = second.context.answers.records._state  # type: ignore[attr-defined]
+            state._up.clear()  # until its next probe
+            await asyncio.gather(reading, joining)
+        assert seen.text == TEXT
+        assert following.datas == seen.datas[1:]
         await close(first, second)
 
 

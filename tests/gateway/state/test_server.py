@@ -91,6 +91,27 @@ async def test_an_outage_of_the_server_and_its_end_are_each_logged_once(
     assert said.count("state.back") == 1
 
 
+async def test_an_error_that_the_library_does_not_know_is_an_outage_and_ends_nothing(
+    redis_process: RedisProcess, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """uvloop raises RuntimeError for a write to a connection that has just been reset."""
+
+    async def fail(*_: object, **__: object) -> None:
+        raise RuntimeError("unable to perform operation on a closed transport")
+
+    async with state_server(redis_process.url, new_prefix()) as server:
+        with pytest.raises(StateAwayError) as error:
+            await server.call(lambda _: fail())
+        assert error.value.was_sent
+        assert not server.is_up
+        # Probes outlive it, too: `state_server` would raise what they raise.
+        with monkeypatch.context() as patch:
+            patch.setattr(server.redis, "set", fail)
+            await asyncio.sleep(1.2)  # two probes
+            assert not server.is_up
+        await server.wait_up()
+
+
 async def test_a_state_server_that_refuses_writes_counts_as_down(redis_process: RedisProcess) -> None:
     with redis_process.client() as client:
         async with state_server(redis_process.url, new_prefix()) as server:
