@@ -31,7 +31,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 UNIT_JOBS ?= 2
 E2E_JOBS ?= 2
 
-.PHONY: clients help serve embed test unit soak e2e extended containers lint types protos check bench lock clean distclean protos-check breaking install install-dev
+.PHONY: chaos clients help serve embed test unit soak e2e extended containers lint types protos check bench lock clean distclean protos-check breaking install install-dev
 
 help: ## Show this list
 	@awk -F':.*## ' '/^[a-z0-9-]+:.*## / {printf "  \033[36mmake %-11s\033[0m %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -55,6 +55,9 @@ e2e: install-dev ## Run the tests that start the real services
 
 extended: install-dev ## Run the longer ones of both, as CI does
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "extended and not soak" -n $(E2E_JOBS) --dist loadfile --no-loadscope-reorder $(ARGS) tests
+
+chaos: install-dev ## Break processes, links and disks under load for an hour; ARGS="--short", "--list", "--faults one/kill-*"
+	$(BIN)/python -m tests.chaos $(ARGS)
 
 containers: install-dev ## Build the images and run docker compose for real; as root on Debian it brings its own engine
 	.ci/containers

@@ -15,6 +15,7 @@ import redis
 from tests.waiting import wait_until
 
 if TYPE_CHECKING:
+    import signal
     from collections.abc import Iterator
 
 BINARIES = ("redis-server", "valkey-server")
@@ -51,6 +52,11 @@ class RedisProcess:
             self._process.wait(timeout=60)
             self._process = None
             self._socket.unlink(missing_ok=True)
+
+    def signal(self, number: signal.Signals) -> None:
+        """Send a signal to the server."""
+        if self._process is not None:
+            self._process.send_signal(number)
 
     def _answers(self) -> bool:
         try:

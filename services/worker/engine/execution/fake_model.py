@@ -15,7 +15,7 @@ import numpy as np
 from common.prompt_logprobs import PromptLogprobSpan
 from common.steps import EngineCapacity, EngineSpec, RowOpen
 from common.transfers import Transfer, TransferAck, TransferDirection, TransferId
-from common.types import RowSlot
+from common.types import RowSlot, TokenLogprob
 from services.worker.engine.execution.engine import ModelEngine
 from services.worker.engine.execution.interface import InvalidPlanError
 from services.worker.engine.execution.pass_output import PassOutput
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from common.types import TokenIds
+    from common.types import SamplingParams, TokenIds
     from services.worker.engine.execution.interface import ProgressReport
     from services.worker.engine.plans.passes import ForwardPass
     from services.worker.engine.plans.scoring import Scored
@@ -157,10 +157,15 @@ class FakeExecutor:
         self._options = options
         self._sleep = sleep
         self._seeds = np.zeros(max_rows, np.uint64)
+        # Of rows with log probabilities.
+        self._reported: dict[int, SamplingParams] = {}
         self._scoring = ScoringTable()
 
     def open(self, opened: RowOpen) -> None:
         self._seeds[opened.row] = opened.sampling.seed
+        self._reported.pop(opened.row, None)
+        if opened.sampling.top_logprobs is not None:
+            self._reported[opened.row] = opened.sampling
         self._scoring.open(opened)
 
     def step(self, rows: RowStates, forward: ForwardPass) -> PassOutput:
@@ -176,7 +181,12 @@ class FakeExecutor:
             for row in forward.pooled_rows.tolist()
         )
         scores = tuple((run.row, fake_scores(run)) for run in self._scoring.of(rows, forward))
-        return PassOutput(tokens, embeddings=embeddings, prompt_logprobs=scores)
+        logprobs = tuple(
+            (RowSlot(row), fake_logprob(token, self._reported[row]))
+            for row, token in zip(slots.tolist(), tokens.tolist(), strict=True)
+            if row in self._reported
+        )
+        return PassOutput(tokens, logprobs, embeddings=embeddings, prompt_logprobs=scores)
 
     def _fail_for(self, token_ids: TokenIds) -> None:
         for effect, sequence in self._options.fatal:
@@ -264,6 +274,18 @@ def fake_tokens(seeds: NDArray[np.uint64], positions: NDArray[np.int64], options
         share = (hashed & np.uint64(0xFFFF_FFFF)).astype(np.float64) * 2.0**-32
         tokens[share < options.eos_probability] = options.eos_token_id
     return tokens
+
+
+def fake_logprob(token_id: int, sampling: SamplingParams) -> TokenLogprob:
+    """Return made-up log probabilities, which depend only on the token: it was the most likely one."""
+    logprob = -(token_id % 1000) / 1000
+    places = range(sampling.top_logprobs or 0)
+    return TokenLogprob(
+        logprob,
+        tuple(token_id - place for place in places),
+        tuple(logprob - place for place in places),
+        tuple(-9.0 for _ in sampling.logprob_token_ids),
+    )
 
 
 def fake_embedding(token_ids: TokenIds, dimensions: int) -> bytes:

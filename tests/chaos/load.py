@@ -1,0 +1,361 @@
+"""Clients of the campaign: OpenAI streams, compared token by token with those of an undisturbed run."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+import secrets
+import time
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import httpx
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Mapping, Sequence
+
+# Closed-loop clients, and the pause between requests that arrive regardless of them, up to a bound.
+CLIENTS = 4
+ARRIVAL_S = 0.8
+MOST_OPEN = 24
+# After a broken connection, a client tries to reconnect for this long.
+RECONNECT_S = 90.0
+RECONNECT_PAUSE_S = 0.1
+# A stream that is silent for longer counts as lost.
+SILENCE_S = 180.0
+# Log probabilities of a model differ in their last digits with the batch.
+LOGPROB_TOLERANCE = 0.03
+DONE = "[DONE]"
+LONG = "It was a bright cold day in April, and the clocks were striking thirteen. " * 40
+SCHEMA = {
+    "type": "object",
+    "properties": {"name": {"type": "string", "maxLength": 12}, "age": {"type": "integer"}},
+    "required": ["name", "age"],
+    "additionalProperties": False,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """A request that is always answered with the same tokens; `has_key`: it has an Idempotency-Key."""
+
+    name: str
+    path: str
+    body: Mapping[str, Any]
+    has_key: bool = False
+
+
+def cases(model: str, *, simulated: bool) -> list[Case]:
+    """Return the requests of the load: greedy and seeded, chats and completions, with log probabilities."""
+    tokens = 120 if simulated else 24
+    common = {
+        "model": model, "stream": True, "stream_options": {"include_usage": True}, "return_token_ids": True,
+        "ignore_eos": True, "max_tokens": tokens,
+    }  # fmt: skip
+    chat, completions = "/v1/chat/completions", "/v1/completions"
+    asked = [{"role": "user", "content": "Tell me a story about a lighthouse."}]
+    seeded = {"temperature": 0.8, "seed": 11}
+    # The simulated engine makes tokens up from the seed, also of greedy requests.
+    greedy = {"temperature": 0, "seed": 7}
+    found = [
+        Case("seeded chat", chat, {**common, **seeded, "messages": asked, "logprobs": True, "top_logprobs": 3}, True),
+        Case("greedy chat", chat, {**common, **greedy, "messages": asked, "logprobs": True, "top_logprobs": 0}),
+        Case("seeded text", completions, {**common, **seeded, "prompt": "The sea was", "logprobs": 2}),
+        Case("greedy text", completions, {**common, **greedy, "prompt": "Paris is", "logprobs": 1}, True),
+        Case("two choices", completions, {**common, **seeded, "prompt": "One day", "n": 2, "logprobs": 1}),
+        Case("long prompt", completions, {**common, **greedy, "prompt": LONG, "max_tokens": tokens // 2}),
+    ]
+    if not simulated:
+        grammar = {"type": "json_schema", "json_schema": {"name": "person", "schema": SCHEMA, "strict": True}}
+        body = {**common, **greedy, "messages": asked, "response_format": grammar, "max_tokens": 48}
+        del body["ignore_eos"]
+        found.append(Case("grammar", chat, body))
+    return found
+
+
+@dataclass(slots=True)
+class ChoiceOutput:
+    """One choice as its client has it; of each token's log probability the values, the chosen token's first."""
+
+    token_ids: list[int] = field(default_factory=list)
+    text: str = ""
+    logprobs: list[tuple[float, ...]] = field(default_factory=list)
+    finish: str | None = None
+
+    def differs_from(self, other: ChoiceOutput) -> str | None:
+        """Return the first difference in a few words."""
+        if self.token_ids != other.token_ids:
+            pairs = zip(self.token_ids, other.token_ids, strict=False)
+            first = next((index for index, (one, two) in enumerate(pairs) if one != two), None)
+            lengths = f"{len(self.token_ids)} tokens instead of {len(other.token_ids)}"
+            return lengths if first is None else f"another token {first}"
+        if self.text != other.text:
+            return "another text"
+        if self.finish != other.finish:
+            return f"finish {self.finish} instead of {other.finish}"
+        if len(self.logprobs) != len(other.logprobs):
+            return f"{len(self.logprobs)} log probabilities instead of {len(other.logprobs)}"
+        for index, (one, two) in enumerate(zip(self.logprobs, other.logprobs, strict=True)):
+            if len(one) != len(two) or not all(map(_close, one, two)):
+                return f"another log probability of token {index}"
+        return None
+
+
+def _close(one: float, two: float) -> bool:
+    return math.isclose(one, two, rel_tol=0, abs_tol=LOGPROB_TOLERANCE)
+
+
+@dataclass(slots=True)
+class Exchange:
+    """One request with all that its client saw, over all its connections."""
+
+    case: Case
+    started_at: float = field(default_factory=time.monotonic)
+    ended_at: float | None = None
+    choices: dict[int, ChoiceOutput] = field(default_factory=dict)
+    usage: tuple[int, int] | None = None
+    event_ids: list[str] = field(default_factory=list)
+    reconnects: int = 0
+    # The longest time without an event, in seconds, reconnecting included; the first event counts from the request.
+    pause_s: float = 0.0
+    last_event_at: float = field(default_factory=time.monotonic)
+    # Whether the gateway was not there when the client connected.
+    was_away: bool = False
+    # Why it was lost.
+    failure: str | None = None
+
+    @property
+    def events(self) -> list[int]:
+        """The numbers of the events that have an id."""
+        return [int(each.rpartition("/")[2]) for each in self.event_ids]
+
+    def note_event(self) -> None:
+        """An event has arrived."""
+        now = time.monotonic()
+        self.pause_s = max(self.pause_s, now - self.last_event_at)
+        self.last_event_at = now
+
+    def add(self, chunk: Mapping[str, Any]) -> None:
+        """Take in a chunk of a chat or a completion."""
+        for piece in chunk.get("choices", ()):
+            output = self.choices.setdefault(piece["index"], ChoiceOutput())
+            output.token_ids += piece.get("token_ids") or ()
+            output.text += piece.get("text") or piece.get("delta", {}).get("content") or ""
+            output.logprobs += _logprobs(piece.get("logprobs"))
+            output.finish = piece.get("finish_reason") or output.finish
+        usage = chunk.get("usage")
+        if usage:
+            self.usage = usage["prompt_tokens"], usage["completion_tokens"]
+
+    def difference(self, reference: Exchange) -> str | None:
+        """Return how the answer differs from an undisturbed one, in a few words."""
+        if self.events and self.events != list(range(self.events[0], self.events[0] + len(self.events))):
+            return "an event is missing or came twice"
+        if self.choices.keys() != reference.choices.keys():
+            return f"choices {sorted(self.choices)} instead of {sorted(reference.choices)}"
+        for index, choice in self.choices.items():
+            if (difference := choice.differs_from(reference.choices[index])) is not None:
+                return difference
+        return None if self.usage == reference.usage else f"usage {self.usage} instead of {reference.usage}"
+
+
+def _logprobs(reported: Mapping[str, Any] | None) -> list[tuple[float, ...]]:
+    """Return the values of each token: of completions in lists by kind, of chats in one object per token."""
+    if not reported:
+        return []
+    if "content" in reported:
+        return [(token["logprob"], *(top["logprob"] for top in token["top_logprobs"])) for token in reported["content"]]
+    tops: Sequence[Mapping[str, float] | None] = reported["top_logprobs"] or [None] * len(reported["token_logprobs"])
+    return [
+        (value, *sorted((top or {}).values(), reverse=True))
+        for value, top in zip(reported["token_logprobs"], tops, strict=True)
+    ]
+
+
+class RefusedError(Exception):
+    """The gateway answered with a status of failure; `passes`: a retry may help."""
+
+    def __init__(self, status: int, text: str) -> None:
+        super().__init__(f"status {status}: {text[:200]}")
+        self.passes = status == httpx.codes.SERVICE_UNAVAILABLE
+
+
+class StreamError(Exception):
+    """An event of the stream is an error."""
+
+
+class Client:
+    """Sends requests to a gateway, and continues streams whose connection broke."""
+
+    def __init__(self, url: str) -> None:
+        self._http = httpx.AsyncClient(
+            base_url=url,
+            timeout=httpx.Timeout(SILENCE_S, connect=10.0),
+            limits=httpx.Limits(max_connections=None, max_keepalive_connections=0),
+            trust_env=False,
+        )
+
+    async def close(self) -> None:
+        await self._http.aclose()
+
+    async def exchange(self, exchange: Exchange, user: str) -> None:
+        """Send a request and receive its whole answer; failures are kept in `exchange`."""
+        key = {"idempotency-key": secrets.token_hex(8)} if exchange.case.has_key else {}
+        body = {**exchange.case.body, "user": user}
+        try:
+            while not await self._receive(exchange, body, key):  # noqa: ASYNC110  (each turn is a connection)
+                await asyncio.sleep(RECONNECT_PAUSE_S)
+        except (RefusedError, StreamError, httpx.HTTPError, ValueError) as error:
+            exchange.failure = str(error) or type(error).__name__
+        finally:
+            exchange.ended_at = time.monotonic()
+
+    async def _receive(self, exchange: Exchange, body: Mapping[str, Any], key: Mapping[str, str]) -> bool:
+        """Receive the stream, or the rest of it; return whether it is complete.
+
+        Raises:
+            RefusedError: the gateway refused it.
+            StreamError: it failed.
+            httpx.HTTPError: the gateway could not be reached again in time.
+        """
+        headers = {**key, **({"last-event-id": exchange.event_ids[-1]} if exchange.event_ids else {})}
+        give_up_at = time.monotonic() + RECONNECT_S
+        while True:
+            try:
+                return await self._read(exchange, body, headers)
+            except httpx.ReadTimeout:
+                raise
+            except (httpx.ConnectError, httpx.ConnectTimeout) as error:
+                exchange.was_away = True
+                if time.monotonic() > give_up_at:
+                    raise httpx.ConnectError("the gateway did not come back") from error
+            except httpx.TransportError:
+                if exchange.event_ids or not exchange.choices:
+                    exchange.reconnects += 1
+                    return False
+                raise
+            except RefusedError as error:
+                # A gateway that has just started refuses until its services are connected.
+                if not ((exchange.reconnects or exchange.was_away) and error.passes) or time.monotonic() > give_up_at:
+                    raise
+            await asyncio.sleep(RECONNECT_PAUSE_S)
+
+    async def _read(self, exchange: Exchange, body: Mapping[str, Any], headers: Mapping[str, str]) -> bool:
+        """Receive one connection's events; return whether the stream is complete.
+
+        Raises:
+            httpx.TransportError: the connection broke.
+        """
+        async with self._http.stream("POST", exchange.case.path, json=dict(body), headers=dict(headers)) as answer:
+            if answer.status_code != httpx.codes.OK:
+                raise RefusedError(answer.status_code, (await answer.aread()).decode(errors="replace"))
+            async for event_id, data in _events(answer):
+                exchange.note_event()
+                if event_id is not None:
+                    exchange.event_ids.append(event_id)
+                if data == DONE:
+                    return True
+                chunk = json.loads(data)
+                if "error" in chunk:
+                    raise StreamError(f"error in the stream: {chunk['error'].get('message')}")
+                exchange.add(chunk)
+        raise httpx.RemoteProtocolError("the stream ended early")
+
+
+async def _events(answer: httpx.Response) -> AsyncIterator[tuple[str | None, str]]:
+    """Yield the id and the data of each event that has data."""
+    event_id: str | None = None
+    async for line in answer.aiter_lines():
+        name, _, value = line.partition(": ")
+        if name == "id":
+            event_id = value
+        elif name == "data":
+            yield event_id, value
+            event_id = None
+
+
+class Load:
+    """A steady load within a block; `exchanges` has all requests that began in it."""
+
+    def __init__(self, url: str, requests: Sequence[Case]) -> None:
+        self.exchanges: list[Exchange] = []
+        self._cases = requests
+        self._client = Client(url)
+        self._begins = True
+        self._next = 0
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._sources: list[asyncio.Task[None]] = []
+
+    def start(self) -> None:
+        """Begin to send requests."""
+        self._sources = [asyncio.create_task(self._repeat()) for _ in range(CLIENTS)]
+        self._sources.append(asyncio.create_task(self._arrive()))
+
+    async def until_flowing(self, timeout_s: float = 120.0) -> None:
+        """Wait until answers have tokens.
+
+        Raises:
+            TimeoutError: they have none in time.
+        """
+        async with asyncio.timeout(timeout_s):
+            while sum(bool(exchange.choices) for exchange in self.exchanges) < CLIENTS:  # noqa: ASYNC110
+                await asyncio.sleep(0.05)
+
+    async def finish(self, timeout_s: float) -> None:
+        """Begin no more requests, and wait until the open ones have ended; those that have not are lost."""
+        self._begins = False
+        self._sources[-1].cancel()
+        _, open_ones = await asyncio.wait([*self._sources, *self._tasks], timeout=timeout_s)
+        for task in open_ones:
+            task.cancel()
+        await asyncio.gather(*open_ones, return_exceptions=True)
+        for exchange in self.exchanges:
+            if not _is_complete(exchange) and exchange.failure is None:
+                exchange.failure = f"no end within {timeout_s:g} s of the fault's end"
+        await self._client.close()
+
+    async def _repeat(self) -> None:
+        while self._begins:
+            await self._exchange()
+
+    async def _arrive(self) -> None:
+        while self._begins:
+            await asyncio.sleep(ARRIVAL_S)
+            if sum(exchange.ended_at is None for exchange in self.exchanges) < MOST_OPEN:
+                task = asyncio.create_task(self._exchange())
+                self._tasks.add(task)
+                task.add_done_callback(self._tasks.discard)
+
+    async def _exchange(self) -> None:
+        number = self._next
+        self._next += 1
+        exchange = Exchange(self._cases[number % len(self._cases)])
+        self.exchanges.append(exchange)
+        await self._client.exchange(exchange, f"user-{number % 7}")
+        if exchange.failure is not None:
+            # A gateway that refuses everything is not to be flooded.
+            await asyncio.sleep(0.5)
+
+
+def _is_complete(exchange: Exchange) -> bool:
+    return exchange.usage is not None
+
+
+async def references(url: str, requests: Sequence[Case]) -> dict[str, Exchange]:
+    """Return undisturbed answers to all cases, by the cases' names.
+
+    Raises:
+        RuntimeError: one fails.
+    """
+    client = Client(url)
+    try:
+        found = {}
+        for case in requests:
+            exchange = found[case.name] = Exchange(case)
+            await client.exchange(exchange, "user-0")
+            if exchange.failure is not None:
+                raise RuntimeError(f"{case.name} fails without any fault: {exchange.failure}")
+        return found
+    finally:
+        await client.close()
