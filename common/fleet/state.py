@@ -8,17 +8,14 @@ from dataclasses import dataclass
 from importlib import resources
 from typing import TYPE_CHECKING, TypeVar
 
-from redis.asyncio import Redis
-from redis.asyncio.retry import Retry
-from redis.backoff import NoBackoff
-from redis.exceptions import RedisError, ResponseError
-
 from common.errors import ConfigurationError, UnavailableError
 from common.fleet.names import FleetKeys
 from common.section import read_secret
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Iterable, Sequence
+
+    from redis.asyncio import Redis
 
     from common.settings import FleetSettings
 
@@ -179,6 +176,8 @@ class FleetState:
         return self._root.encode() + b":" + kind + b":" + name
 
     async def _call(self, command: Awaitable[T]) -> T:
+        from redis.exceptions import RedisError, ResponseError
+
         try:
             async with asyncio.timeout(TIMEOUT_S):
                 return await command
@@ -216,6 +215,11 @@ def open_fleet(settings: FleetSettings) -> tuple[FleetState, FleetKeys] | None:
         return None
     if not url.startswith(SCHEMES):
         raise ConfigurationError(f"fleet.state should be a URL that begins with {', '.join(SCHEMES)}")
+    # Services without a fleet start sooner if they do not import the client.
+    from redis.asyncio import Redis
+    from redis.asyncio.retry import Retry
+    from redis.backoff import NoBackoff
+
     try:
         # `FleetState` sets deadlines, and calls again later.
         redis = Redis.from_url(url, socket_timeout=None, socket_connect_timeout=None, retry=Retry(NoBackoff(), 0))

@@ -104,6 +104,9 @@ class Tier:
         """Send a signal to a process and wait until it has ended."""
         self._processes.end(name, number, timeout_s)
 
+    def pid(self, name: str) -> int:
+        return self._processes.pid(name)
+
     def logs(self) -> str:
         """Return the last lines of all processes."""
         return self._processes.logs()

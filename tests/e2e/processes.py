@@ -44,6 +44,9 @@ class Processes:
         process.send_signal(number)
         process.wait(timeout_s)
 
+    def pid(self, name: str) -> int:
+        return self._processes[name].pid
+
     def stop(self) -> None:
         for process in self._processes.values():
             process.send_signal(signal.SIGTERM)

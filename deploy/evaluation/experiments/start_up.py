@@ -1,0 +1,167 @@
+"""The time from a service's start until it serves, beside a deployment that runs.
+
+Run as `python -m deploy.evaluation.experiments.start_up`.
+
+Each service is killed and started again, as after a crash; its peers, whose engine makes tokens up, go on. Besides the
+wall time there is the processor time that the process has used until then, which a busy machine changes less, and the
+part of it that importing the service's modules takes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+import resource
+import shlex
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rich.table import Table
+
+from common.rpc.channel import is_serving, open_channel
+from deploy.evaluation.bench.report import output_console
+from deploy.evaluation.bench.results import Provenance, ResultSheet, write_results
+from tests.e2e.groups import Tier
+from tests.waiting import wait_until
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+BENCHMARK = "start_up"
+INTERVAL_S = 0.01
+DEADLINE_S = 120.0
+
+
+@dataclass(frozen=True, slots=True)
+class Service:
+    """A service of the deployment."""
+
+    process: str
+    module: str
+    health: str
+    """The service's name in its health service."""
+    start: Callable[[Tier], None]
+
+
+SERVICES = (
+    Service("scheduler-0", "services.scheduler", "pando.v1.Scheduler", lambda tier: tier.start_scheduler(0)),
+    Service("tokenizer", "services.tokenizer", "pando.v1.Tokenizer", Tier.start_tokenizer),
+    Service("detokenizer", "services.detokenizer", "pando.v1.Detokenizer", Tier.start_detokenizer),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Start:
+    """Seconds of one start."""
+
+    wall_s: float
+    processor_s: float
+    import_s: float
+    """Of the processor time; measured in a process of its own."""
+
+
+def main() -> None:
+    """Measure, print a table, and keep the figures if asked to."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--model", help="a model directory or hub name other than the bundled one")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="keep the figures")
+    arguments = parser.parse_args()
+    settings = {} if arguments.model is None else {"model.reference": arguments.model}
+    with tempfile.TemporaryDirectory(prefix="pando-start-up-") as folder:
+        tier = Tier(Path(folder), settings, groups=(0,))
+        try:
+            tier.start()
+            measured = {
+                service: [measure(tier, Path(folder), service) for _ in range(arguments.repeats)]
+                for service in SERVICES
+            }
+        finally:
+            tier.stop()
+    output_console().print(table_of(measured))
+    if arguments.json:
+        keep(measured, arguments.json)
+
+
+def measure(tier: Tier, folder: Path, service: Service) -> Start:
+    """Kill a service, start it again and wait until it serves."""
+    tier.end(service.process, signal.SIGKILL)
+    path = folder / f"{service.process}.sock"
+    path.unlink(missing_ok=True)
+    started = time.monotonic()
+    service.start(tier)
+    # A channel that fails to connect waits before it tries again.
+    wait_until(path.exists, DEADLINE_S, step_s=INTERVAL_S)
+    asyncio.run(until_serving(f"unix:{path}", service.health))
+    wall_s = time.monotonic() - started
+    return Start(wall_s, processor_s(tier.pid(service.process)), import_s(service.module))
+
+
+async def until_serving(address: str, service: str) -> None:
+    """Wait until a service reports that it serves.
+
+    Raises:
+        TimeoutError: it does not within `DEADLINE_S`.
+    """
+    async with asyncio.timeout(DEADLINE_S), open_channel(address) as channel:
+        while not await is_serving(channel, service):  # noqa: ASYNC110  (a service cannot notify before it serves)
+            await asyncio.sleep(INTERVAL_S)
+
+
+def processor_s(pid: int) -> float:
+    """Return the processor time of all threads of a process so far."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+def import_s(module: str) -> float:
+    """Return the processor time of an interpreter that imports a service and does nothing else."""
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    subprocess.run([sys.executable, "-c", f"import {module}.__main__"], check=True)
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+
+
+def table_of(measured: dict[Service, list[Start]]) -> Table:
+    """Return the medians as a table."""
+    table = Table(box=None)
+    for name in ("service", "wall s", "processor s", "imports s"):
+        table.add_column(name, justify="left" if name == "service" else "right")
+    for service, starts in measured.items():
+        table.add_row(service.module, *(f"{value:.2f}" for value in medians(starts)))
+    return table
+
+
+def medians(starts: list[Start]) -> tuple[float, float, float]:
+    """Return the medians of wall time, processor time and that of imports, seconds."""
+    return (
+        statistics.median(start.wall_s for start in starts),
+        statistics.median(start.processor_s for start in starts),
+        statistics.median(start.import_s for start in starts),
+    )
+
+
+def keep(measured: dict[Service, list[Start]], path: Path) -> None:
+    """Write the figures where results are kept."""
+    collected = Provenance.collect([])
+    command = shlex.join(["python", "-m", "deploy.evaluation.experiments.start_up", *sys.argv[1:]])
+    provenance = Provenance(command, collected.commit, collected.date)
+    results = []
+    for service, starts in measured.items():
+        sheet = ResultSheet(BENCHMARK, "fake", 1, provenance, service.module)
+        for metric, value in zip(("wall", "processor", "imports"), medians(starts), strict=True):
+            sheet.add(f"start_up_{metric}", round(value, 3), "s")
+        results += sheet.results
+    write_results(path, results)
+
+
+if __name__ == "__main__":
+    main()

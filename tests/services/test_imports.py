@@ -1,0 +1,50 @@
+"""The libraries that a service loads before it serves: each costs start-up time after a crash, and memory."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+# Libraries that take tens of milliseconds to seconds to import, by the names of their packages.
+HEAVY = {
+    "cryptography",
+    "fastapi",
+    "gguf",
+    "httpx",
+    "huggingface_hub",
+    "jinja2",
+    "jwt",
+    "llguidance",
+    "openai",
+    "pandas",
+    "pyarrow",
+    "redis",
+    "requests",
+    "safetensors",
+    "scipy",
+    "tiktoken",
+    "tokenizers",
+    "torch",
+    "transformers",
+    "triton",
+    "uvicorn",
+    "xgrammar",
+}
+# Those with which a service does its own work. The rest waits until a setting asks for it.
+NEEDED = {
+    "services.scheduler": {"cryptography"},
+    "services.tokenizer": {"jinja2", "tokenizers"},
+    "services.detokenizer": {"tokenizers"},
+    "gateway": {"cryptography", "fastapi", "httpx", "jwt", "redis", "uvicorn"},
+}
+_PROGRAM = "import sys, {module}.__main__; print(*{{name.partition('.')[0] for name in sys.modules}})"
+
+
+@pytest.mark.parametrize("module", NEEDED)
+def test_a_service_imports_only_the_heavy_libraries_that_it_needs(module: str) -> None:
+    command = [sys.executable, "-c", _PROGRAM.format(module=module)]
+    loaded = subprocess.run(command, capture_output=True, text=True, check=True, timeout=300).stdout.split()
+    assert "grpc" in loaded
+    assert HEAVY & set(loaded) == NEEDED[module]
