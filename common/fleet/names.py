@@ -42,6 +42,16 @@ class FleetKeys:
         """Return the name of the first tokens of prompts, given by `routing_digest`."""
         return self._name(b"routing", *map(_encoded, scope), digest)
 
+    def block(self, scope: tuple[str, ...], chain: bytes) -> int:
+        """Return the 64-bit name of a cached page in KV events, given by its chained page hash.
+
+        Args:
+            scope: () for a public page, (tenant,) for a tenant's, (tenant, subject, salt) for a private one.
+            chain: BLAKE2b hash [32] of the page before (nothing for the first) and the page's tokens, little-endian
+                int32.
+        """
+        return int.from_bytes(self._name(b"block", *map(_encoded, scope), chain)[:8], "little")
+
     def tag(self, name: bytes, tenant: str, subject: str) -> bytes:
         """Return the tag of a subject at the prefix `name`."""
         return self._name(b"subject", name, _encoded(tenant), _encoded(subject))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import Field, SecretStr
+from pydantic import Field, SecretStr, model_validator
 
 from common.section import Addresses, AtLeast, Section
 
@@ -93,6 +93,25 @@ class StorageSettings(Section):
     cannot be guessed."""
 
 
+class KVEventSettings(Section):
+    """KV events over ZeroMQ in vLLM's format, for routers outside of Pando; requires the extra kv-events."""
+
+    endpoint: str | None = None
+    """ZeroMQ endpoint on which stored and removed blocks are published, for example tcp://*:5557, by keyed names that
+    readers with `fleet.secret` can compute for a prompt. All who can connect can read them, without credentials: they
+    see when blocks change, not their text. Absent: none."""
+    replay_endpoint: str | None = None
+    """ZeroMQ endpoint from which readers fetch the messages that they missed, up to the last 10,000."""
+    topic: str = ""
+    """Topic of the messages; llm-d expects kv@<address of the pod>@<model>."""
+
+    @model_validator(mode="after")
+    def _check_endpoints(self) -> KVEventSettings:
+        if self.replay_endpoint is not None and self.endpoint is None:
+            raise ValueError("scheduler.kv_events.replay_endpoint requires scheduler.kv_events.endpoint")
+        return self
+
+
 class SessionSettings(Section):
     """Pages that sessions may keep between their turns. Shares are of the device's KV pages."""
 
@@ -171,5 +190,6 @@ class SchedulerSettings(Section):
     content_check: ContentCheckSettings = ContentCheckSettings()
     host_tier: HostTierSettings = HostTierSettings()
     storage: StorageSettings = StorageSettings()
+    kv_events: KVEventSettings = KVEventSettings()
     sessions: SessionSettings = SessionSettings()
     queue: QueueSettings = QueueSettings()

@@ -5,11 +5,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import secrets
 from functools import partial
 from typing import TYPE_CHECKING
 
 from common.errors import ConfigurationError
-from common.fleet.state import open_fleet
+from common.fleet.names import FleetKeys
+from common.fleet.state import LEAST_SECRET, open_fleet
 from common.metrics import MODEL_INFO
 from common.rpc.channel import open_channel
 from common.rpc.security import read_security
@@ -29,7 +31,7 @@ from services.scheduler.loop import SchedulerLoop
 from services.scheduler.service import SchedulerService
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Coroutine
 
     from common.rpc.security import Security
     from services.scheduler.cache.interface import PrefixCache
@@ -70,7 +72,7 @@ async def serve_with(settings: Settings, stopping: asyncio.Event, decisions: Dec
     channel = open_channel(settings.scheduler.detokenizer, security)
     outlet = DetokenizerLink(channel, loop)
     loop.connect(group, outlet)
-    works = [group.run(), outlet.run(), loop.run()]
+    works = [group.run(), outlet.run(), loop.run(), *publish_kv_events(settings, loop, fleet[1] if fleet else None)]
     service = SchedulerService(loop, settings.scheduler, Credentials(read_token(settings.scheduler)))
     desk = make_desk(settings, loop)
     if desk is not None:
@@ -130,6 +132,28 @@ def make_desk(settings: Settings, loop: SchedulerLoop) -> ContentDesk | None:
     }
     checker = ContentChecker(configuration)
     return ContentDesk(checker, lambda: cache_of(loop))
+
+
+def publish_kv_events(
+    settings: Settings, loop: SchedulerLoop, keys: FleetKeys | None
+) -> list[Coroutine[None, None, None]]:
+    """Return what publishes KV events, if the settings ask for it; without `keys`, names are valid for this process.
+
+    Raises:
+        ConfigurationError: packages are missing, or an endpoint is invalid.
+    """
+    rules = settings.scheduler.kv_events
+    if rules.endpoint is None:
+        return []
+    try:
+        from services.scheduler.kv_events.desk import KVEventDesk
+        from services.scheduler.kv_events.publisher import KVEventPublisher
+    except ModuleNotFoundError as error:
+        message = f"scheduler.kv_events requires the extra kv-events; {error.name} is missing"
+        raise ConfigurationError(message) from error
+    publisher = KVEventPublisher(rules.endpoint, rules.replay_endpoint, rules.topic)
+    keys = keys or FleetKeys(secrets.token_hex(LEAST_SECRET))
+    return [KVEventDesk(publisher, keys, settings.scheduler.page_size, lambda: cache_of(loop)).run()]
 
 
 def cache_of(loop: SchedulerLoop) -> PrefixCache | None:

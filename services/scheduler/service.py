@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import heapq
-from collections import deque
 from itertools import islice
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -17,6 +16,7 @@ from common.rpc.stream import MessageNumbers, accept_stream
 from common.wire.identity import subject_from_wire, view_from_wire, view_to_wire
 from protos.gen.pando.v1 import scheduler_pb2, scheduler_pb2_grpc
 from services.scheduler import metrics
+from services.scheduler.event_backlog import EventBacklog
 from services.scheduler.submissions import Submissions
 from services.scheduler.wire.requests import admissions_to_wire, batch_from_wire
 from services.scheduler.wire.state import (
@@ -51,8 +51,6 @@ Filtered: TypeAlias = "scheduler_pb2.DumpTreeRequest | scheduler_pb2.WatchCacheE
 
 # Maximum delay before a watcher learns that its cache was replaced.
 WATCH_INTERVAL_S = 1.0
-# Maximum number of events queued for a slow watcher: some tens of MB with their nodes.
-MAX_QUEUED_EVENTS = 65_536
 
 
 class SchedulerService(scheduler_pb2_grpc.SchedulerServicer):
@@ -324,40 +322,3 @@ def _describe_core(core: SchedulerCore, state: scheduler_pb2.GetStateResponse) -
             state.storage.CopyFrom(storage_to_wire(core.memory.cache.host.storage))
     if core.memory.loads is not None:
         state.host_tier.CopyFrom(traffic_to_wire(core.memory.loads))
-
-
-class EventBacklog:
-    """Bounded queue of events for one watcher, as a watcher may stop reading and keep its stream open.
-
-    If the queue overflows, all queued events are dropped and counted: a watcher that misses one change has a wrong
-    picture of the tree. It receives the number of lost events and starts again from a snapshot.
-    """
-
-    def __init__(self, limit: int = MAX_QUEUED_EVENTS) -> None:
-        self._events: deque[CacheEvent] = deque()
-        self._arrived = asyncio.Event()
-        self._limit = limit
-        self._lost = 0
-
-    def add(self, event: CacheEvent) -> None:
-        """Queue an event, or drop it together with all queued ones if the queue is full."""
-        if self._lost or len(self._events) >= self._limit:
-            self._lost += len(self._events) + 1
-            self._events.clear()
-        else:
-            self._events.append(event)
-        self._arrived.set()
-
-    def take_lost(self) -> int:
-        """Return the number of events lost since the last call, and start to queue events again."""
-        lost, self._lost = self._lost, 0
-        return lost
-
-    async def next(self, timeout_s: float) -> CacheEvent | None:
-        """Wait for the oldest event; None if events were lost, or if none arrives in time."""
-        if not self._events and not self._lost:
-            self._arrived.clear()
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(timeout_s):
-                    await self._arrived.wait()
-        return self._events.popleft() if self._events else None

@@ -61,10 +61,12 @@ def common_run(keys: Sequence[bytes], page_bytes: int) -> int:
     return common
 
 
-def chain_hashes(key: bytes, page_bytes: int) -> list[bytes]:
-    """Return one hash [32] per page, of all tokens from the first to the page's last."""
+def chain_hashes(key: bytes, page_bytes: int, chain: bytes = b"") -> list[bytes]:
+    """Return one hash [32] per page, of all tokens from the prompt's first to the page's last.
+
+    `chain` is the hash of the page before `key`; empty: `key` begins with the prompt's first token.
+    """
     hashes: list[bytes] = []
-    chain = b""
     for start in range(0, len(key), page_bytes):
         chain = blake2b(chain + key[start : start + page_bytes], digest_size=32).digest()
         hashes.append(chain)

@@ -16,7 +16,7 @@ from common.wire.identity import subject_to_wire, view_to_wire
 from protos.gen.pando.v1 import scheduler_pb2, sessions_pb2
 from services.scheduler import service as service_module
 from services.scheduler.credentials import Credentials, read_token
-from services.scheduler.service import EventBacklog
+from services.scheduler.event_backlog import EventBacklog
 from tests.services.scheduler.pipeline import ADMIN, PROMPT, Pipeline, until_state
 from tests.waiting import until
 

@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 from services.scheduler.cache.types import CacheEvent, CacheEventKind
-from services.scheduler.service import EventBacklog
+from services.scheduler.event_backlog import EventBacklog
 
 
 def event(sequence: int) -> CacheEvent:
