@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from prometheus_client import Counter, Gauge, Histogram, start_http_server
+from prometheus_client import REGISTRY, CollectorRegistry, Counter, Gauge, Histogram, start_http_server
 
 from common.errors import ConfigurationError
 
@@ -27,14 +27,14 @@ BUILD_INFO = Gauge(
 )
 
 
-def start_metrics_server(port: int, host: str) -> int:
+def start_metrics_server(port: int, host: str, registry: CollectorRegistry = REGISTRY) -> int:
     """Serve /metrics on `host`:`port` from a separate thread and return the port; port 0 selects a free one.
 
     Raises:
         ConfigurationError: the address is in use or cannot be bound.
     """
     try:
-        server, _ = start_http_server(port, host)
+        server, _ = start_http_server(port, host, registry)
     except OSError as error:
         raise ConfigurationError(f"metrics_port: cannot listen on {host}:{port}: {error}") from error
     return server.server_port

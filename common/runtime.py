@@ -9,9 +9,11 @@ import sys
 from typing import TYPE_CHECKING
 
 import uvloop
+from prometheus_client import REGISTRY
 
 from common.errors import ConfigurationError
 from common.logs import configure_logging, get_logger
+from common.metric_names import exposed
 from common.metrics import BUILD_INFO, start_metrics_server
 from common.rpc.handshake import own_build
 
@@ -60,7 +62,7 @@ def run_service(
     BUILD_INFO.labels(build.version, build.protocol).set(1)
     try:
         if metrics_port is not None:
-            port = start_metrics_server(metrics_port, settings.metrics.host)
+            port = start_metrics_server(metrics_port, settings.metrics.host, exposed(REGISTRY, settings))
             logger.info("metrics.listening", host=settings.metrics.host, port=port)
         with contextlib.suppress(KeyboardInterrupt):
             uvloop.run(_run(name, main))

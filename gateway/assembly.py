@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from common.errors import ConfigurationError
 from common.limits import load_limits
+from common.metric_names import exposed
 from common.reloading import Reloading
 from common.rpc.channel import open_channel
 from common.rpc.discovery import Discovery
@@ -70,7 +71,7 @@ class Gateway:
         """
         self._settings = settings = of_services.gateway
         identity = build_identity(settings)
-        metrics = GatewayMetrics(registry)
+        metrics = GatewayMetrics(registry, exposed(registry, of_services))
         token = read_secret("scheduler.admin_token", of_services.scheduler.admin_token)
         self._services = open_models(settings, metrics, security, token)
         backends = Backends([each.backend for each in self._services.values()], settings.default_model)

@@ -20,8 +20,9 @@ FIRST_TOKEN_BUCKETS_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.2, 0.4, 0.8, 1.5, 3.0,
 class GatewayMetrics:
     """All metrics of the gateway, registered in the given registry."""
 
-    def __init__(self, registry: CollectorRegistry) -> None:
-        self._registry = registry
+    def __init__(self, registry: CollectorRegistry, exposed: CollectorRegistry | None = None) -> None:
+        """`exposed` is what readers see of the registry, if it differs."""
+        self._exposed = exposed or registry
         self.requests = Counter(
             "pando_gateway_requests_total", "HTTP requests that ended.", ["route", "status"], registry=registry
         )
@@ -92,7 +93,7 @@ class GatewayMetrics:
 
     def exposition(self) -> bytes:
         """Return all metrics in the Prometheus text format."""
-        return generate_latest(self._registry)
+        return generate_latest(self._exposed)
 
 
 class FewLabels:

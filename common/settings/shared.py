@@ -16,6 +16,9 @@ class MetricsSettings(Section):
 
     host: str = "127.0.0.1"
     """Interface of the endpoints. For a scraper on another host, use one that only the scraper can reach."""
+    vllm_names: bool = False
+    """Also expose metrics under the names that vLLM gives them (vllm:num_requests_waiting), for dashboards, autoscalers
+    and routers made for vLLM."""
 
 
 class LimitsSettings(Section):

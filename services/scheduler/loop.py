@@ -234,6 +234,8 @@ class SchedulerLoop:
             self.core = SchedulerCore(config, allocator, cache, policy, counters, times)
             if self._limits_file is not None:
                 self.core.adopt(self._limits)
+            metrics.CACHE_INFO.clear()
+            metrics.CACHE_INFO.labels(config.page_size, config.device_pages).set(1)
             self.meter = CacheMeter(times)
             self._tier_meter = TierMeter(capacity.kv_bytes_per_token * config.page_size)
             self._sampler = InvariantSampler.of(cache)

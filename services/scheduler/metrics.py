@@ -120,4 +120,7 @@ FLEET_CONNECTED = Gauge(
     "pando_scheduler_fleet_connected",
     "1 while evidence is counted together with the other groups; 0 also without fleet.state.",
 )
+CACHE_INFO = Gauge(
+    "pando_scheduler_cache_info", "1 for the cache's tokens per page and its pages.", ["page_size", "device_pages"]
+)
 GROUP_READY = Gauge("pando_scheduler_worker_group_ready", "1 while all ranks carry out plans.")

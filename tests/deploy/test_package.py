@@ -77,7 +77,7 @@ PARTS = [
     ("gateway", ["gateway"], {"starlette", "pydantic-core"}),
     ("services/tokenizer", ["tokenizer"], set()),
     ("services/detokenizer", ["detokenizer"], set()),
-    ("services/scheduler", ["scheduler"], set()),
+    ("services/scheduler", ["scheduler", "kv-events"], set()),
     ("services/worker", ["worker", "gpu", "transformers"], {"xgrammar"}),
     ("deploy", ["all", "analysis"], set()),
 ]

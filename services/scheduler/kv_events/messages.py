@@ -1,4 +1,4 @@
-"""The messages, as in `vllm/distributed/kv_events.py` of vLLM: MessagePack arrays without trailing defaults."""
+"""The messages of `vllm.distributed.kv_events`, a module of vLLM: MessagePack arrays without trailing defaults."""
 
 from __future__ import annotations
 
