@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, SecretStr
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, SecretStr, WithJsonSchema
 from pydantic_settings import NoDecode
 
 from common.errors import ConfigurationError
@@ -36,8 +36,9 @@ def _split(value: object) -> object:
     return [item.strip() for item in value.split(",") if item.strip()]
 
 
+_TEXT_OR_TEXTS = {"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}}]}
 # Addresses of services: a list, or its items in one string, separated by commas.
-Addresses = Annotated[tuple[str, ...], NoDecode, BeforeValidator(_split)]
+Addresses = Annotated[tuple[str, ...], NoDecode, BeforeValidator(_split), WithJsonSchema(_TEXT_OR_TEXTS)]
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,8 +9,7 @@ from common.errors import ConfigurationError
 from common.limits import load_limits
 from common.metric_names import exposed
 from common.reloading import Reloading
-from common.rpc.channel import open_channel
-from common.rpc.discovery import Discovery
+from common.rpc.peers import servers_at
 from common.rpc.security import UNIX_ONLY
 from common.rpc.sessions import SessionsClient
 from common.section import read_secret
@@ -29,20 +28,19 @@ from gateway.identity.peers import TrustedProxy, parse_networks
 from gateway.identity.tokens import SignedTokens, TokenRules, open_signing_keys
 from gateway.metrics import GatewayMetrics
 from gateway.pipeline.administration import GrpcAdministration, SchedulerGroups
-from gateway.pipeline.client import DETOKENIZER_LINK, TOKENIZER_LINK, GrpcModel, GrpcPipeline, PipelineReadiness
+from gateway.pipeline.client import GrpcPipeline
+from gateway.pipeline.model import GrpcModel, PipelineReadiness
 from gateway.quotas.quotas import Quotas
 from gateway.server.http_server import HttpServer, ProbeServer, https_files
 from gateway.state.state import open_state
-from protos.gen.pando.v1 import detokenizer_pb2_grpc, tokenizer_pb2_grpc
+from protos.gen.pando.v1 import tokenizer_pb2_grpc
 
 if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
-    import grpc
     from prometheus_client import CollectorRegistry
 
-    from common.rpc.discovery import Found
     from common.rpc.security import Security
     from common.settings import GatewaySettings, Settings
     from gateway.identity.keys import ApiKey
@@ -208,34 +206,27 @@ class ModelServices:
         admin_token: str | None = None,
     ) -> None:
         """Open the channels to the services of the model `name`, or of the only model if it is None."""
-        self._tokenizer = open_channel(settings.tokenizer, security)
-        self._detokenizer = open_channel(settings.detokenizer, security)
         self._schedulers = open_schedulers(settings, security)
-        tokenizer = tokenizer_pb2_grpc.TokenizerStub(self._tokenizer)
-        detokenizer = detokenizer_pb2_grpc.DetokenizerStub(self._detokenizer)
-        model = GrpcModel(tokenizer, SessionsClient(self._tokenizer))
-        served = ServedModel(model, name)
-        channels = {TOKENIZER_LINK: self._tokenizer, DETOKENIZER_LINK: self._detokenizer}
         self.pipeline = GrpcPipeline(
-            tokenizer,
-            detokenizer,
+            servers_at(settings.tokenizer, security),
+            servers_at(settings.detokenizer, security),
             metrics,
-            on_tokenizer_connected=served.expire,
-            renew=lambda link: channels[link].renew(),
+            on_tokenizer_connected=lambda: served.expire(),
             model=name or "",
         )
+        channel = self.pipeline.tokenizer_channel()
+        model = GrpcModel(tokenizer_pb2_grpc.TokenizerStub(channel), SessionsClient(channel))
+        served = ServedModel(model, name)
         self.backend = Backend(
             served=served,
             model=model,
-            readiness=PipelineReadiness(self.pipeline, self._tokenizer),
+            readiness=PipelineReadiness(self.pipeline),
             administration=GrpcAdministration(self._schedulers, admin_token),
             name=name,
             aliases=settings.aliases,
         )
 
     async def close(self) -> None:
-        await self._tokenizer.close()
-        await self._detokenizer.close()
         await self._schedulers.close()
 
 
@@ -254,8 +245,4 @@ def open_models(
 
 def open_schedulers(settings: BackendSettings, security: Security) -> SchedulerGroups:
     """Return the scheduler groups that the administration endpoints reach; possibly none."""
-
-    def connect(found: Found) -> grpc.aio.Channel:
-        return open_channel(found.address, security, found.name)
-
-    return SchedulerGroups(Discovery(settings.schedulers), connect)
+    return SchedulerGroups(servers_at(settings.schedulers, security))

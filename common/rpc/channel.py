@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import abc
 import asyncio
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, Self, TypeVar
 
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
@@ -57,12 +58,82 @@ async def is_serving(channel: grpc.aio.Channel, service: str, timeout_s: float =
     return bool(answer.status == health_pb2.HealthCheckResponse.SERVING)
 
 
-class RenewingChannel(grpc.aio.Channel, Generic[PemT]):
+class LateChannel(grpc.aio.Channel):
+    """A channel that selects another one for each call.
+
+    A stub binds its methods once, at its creation, so the callables returned here select the channel at each call.
+    """
+
+    @abc.abstractmethod
+    def current(self) -> grpc.aio.Channel:
+        """Return the channel for the next call."""
+
+    def unary_unary(self, *arguments: Any, **options: Any) -> Any:
+        """Return a callable for a method; it selects the channel when it is called."""
+        return self._late("unary_unary", arguments, options)
+
+    def unary_stream(self, *arguments: Any, **options: Any) -> Any:
+        """See `unary_unary`."""
+        return self._late("unary_stream", arguments, options)
+
+    def stream_unary(self, *arguments: Any, **options: Any) -> Any:
+        """See `unary_unary`."""
+        return self._late("stream_unary", arguments, options)
+
+    def stream_stream(self, *arguments: Any, **options: Any) -> Any:
+        """See `unary_unary`."""
+        return self._late("stream_stream", arguments, options)
+
+    # Any: arguments and results are those of grpc's own methods, for every message type.
+    def _late(self, kind: str, arguments: tuple[Any, ...], options: dict[str, Any]) -> Callable[..., Any]:
+        def call(*call_arguments: Any, **call_options: Any) -> Any:
+            method = getattr(self.current(), kind)(*arguments, **options)
+            return method(*call_arguments, **call_options)
+
+        return call
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *exception: object) -> None:
+        await self.close()
+
+    def get_state(self, try_to_connect: bool = False) -> grpc.ChannelConnectivity:
+        """Return the state of the channel that the next call would use."""
+        return self.current().get_state(try_to_connect)
+
+    async def wait_for_state_change(self, last_observed_state: grpc.ChannelConnectivity) -> None:
+        """Wait until the channel of the next call has another state than `last_observed_state`."""
+        await self.current().wait_for_state_change(last_observed_state)
+
+    async def channel_ready(self) -> None:
+        """Wait until the channel of the next call is connected."""
+        await self.current().channel_ready()
+
+
+class BalancedChannel(LateChannel):
+    """Makes each call on one of several channels, which others own."""
+
+    def __init__(self, choose: Callable[[], grpc.aio.Channel]) -> None:
+        """`choose` returns the channel for a call, or raises PandoError if there is none."""
+        self._choose = choose
+
+    def current(self) -> grpc.aio.Channel:
+        """Return the channel for the next call.
+
+        Raises:
+            PandoError: there is none.
+        """
+        return self._choose()
+
+    async def close(self, grace: float | None = None) -> None:
+        """Do nothing: the channels' owners close them."""
+
+
+class RenewingChannel(LateChannel, Generic[PemT]):
     """Makes each new call on a channel with the current certificates; open calls stay on their channel.
 
     `renew` replaces the channel, and with it the connection.
-
-    A stub binds its methods once, at its creation, so the callables returned here select the channel at each call.
     """
 
     def __init__(self, load: Callable[[], PemT], connect: Callable[[PemT], grpc.aio.Channel]) -> None:
@@ -90,36 +161,6 @@ class RenewingChannel(grpc.aio.Channel, Generic[PemT]):
         closing.add_done_callback(self._closing.discard)
         self._channels.append(self._connect(self._pem))
 
-    def unary_unary(self, *arguments: Any, **options: Any) -> Any:
-        """Return a callable for a method; it selects the channel when it is called."""
-        return self._late("unary_unary", arguments, options)
-
-    def unary_stream(self, *arguments: Any, **options: Any) -> Any:
-        """See `unary_unary`."""
-        return self._late("unary_stream", arguments, options)
-
-    def stream_unary(self, *arguments: Any, **options: Any) -> Any:
-        """See `unary_unary`."""
-        return self._late("stream_unary", arguments, options)
-
-    def stream_stream(self, *arguments: Any, **options: Any) -> Any:
-        """See `unary_unary`."""
-        return self._late("stream_stream", arguments, options)
-
-    # Any: arguments and results are those of grpc's own methods, for every message type.
-    def _late(self, kind: str, arguments: tuple[Any, ...], options: dict[str, Any]) -> Callable[..., Any]:
-        def call(*call_arguments: Any, **call_options: Any) -> Any:
-            method = getattr(self.current(), kind)(*arguments, **options)
-            return method(*call_arguments, **call_options)
-
-        return call
-
-    async def __aenter__(self) -> RenewingChannel[PemT]:
-        return self
-
-    async def __aexit__(self, *exception: object) -> None:
-        await self.close()
-
     async def close(self, grace: float | None = None) -> None:
         """Close all channels, each after up to `grace` seconds for its open calls."""
         for channel in self._channels:
@@ -127,15 +168,3 @@ class RenewingChannel(grpc.aio.Channel, Generic[PemT]):
         for closing in self._closing:
             closing.cancel()
         await asyncio.gather(*self._closing, return_exceptions=True)
-
-    def get_state(self, try_to_connect: bool = False) -> grpc.ChannelConnectivity:
-        """Return the state of the channel that the next call would use."""
-        return self.current().get_state(try_to_connect)
-
-    async def wait_for_state_change(self, last_observed_state: grpc.ChannelConnectivity) -> None:
-        """Wait until the channel of the next call has another state than `last_observed_state`."""
-        await self.current().wait_for_state_change(last_observed_state)
-
-    async def channel_ready(self) -> None:
-        """Wait until the channel of the next call is connected."""
-        await self.current().channel_ready()

@@ -37,6 +37,8 @@ CLOSED_HERE = "closed here"
 # states whether the server numbers its messages and answers heartbeats.
 ACCEPTED_KEY = "pando-accepted"
 NUMBERED = "numbered"
+# The name of the server's process, by which other services find the same one.
+PROCESS_KEY = "pando-process"
 FIRST_PAUSE_S = 0.05
 MAX_PAUSE_S = 1.0
 # A peer that is up accepts a stream within milliseconds; a longer wait means that its connection is dead.
@@ -47,6 +49,16 @@ HEARTBEAT_S = 1.0
 SILENT_BEATS = 5
 # UNIMPLEMENTED: the peer's version does not work with this one.
 REFUSALS = (grpc.StatusCode.PERMISSION_DENIED, grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.UNIMPLEMENTED)
+
+
+@dataclass(frozen=True, slots=True)
+class Acceptance:
+    """A server's answer to the opening of a stream."""
+
+    # Whether it numbers its messages and answers heartbeats.
+    is_numbered: bool = False
+    # The name of its process; None: it has none, as servers of earlier versions.
+    process: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +93,8 @@ class StreamLink(Generic[RequestT, ResponseT]):
         """Prepare the link `name`, which `run` opens."""
         self.name = name
         self.connected = False
+        # The name of the process at the other end of the last stream.
+        self.process: str | None = None
         self._source = source
         self._on_message = on_message
         self._on_connected = on_connected
@@ -115,8 +129,9 @@ class StreamLink(Generic[RequestT, ResponseT]):
         reason = CLOSED_HERE
         try:
             async with asyncio.timeout(ACCEPT_TIMEOUT_S):
-                is_numbered = await wait_until_accepted(call)
-            self._silence = Silence(is_numbered=is_numbered)
+                acceptance = await wait_until_accepted(call)
+            self._silence = Silence(is_numbered=acceptance.is_numbered)
+            self.process = acceptance.process
             self.connected = True
             self._refusals.clear()
             self._log.info("link.connected", link=self.name)
@@ -245,16 +260,23 @@ def unreadable(error: Exception) -> str:
     return f"a message could not be read: {type(error).__name__}"
 
 
-async def accept_stream(context: grpc.aio.ServicerContext[Any, Any], *, is_numbered: bool = False) -> None:
+async def accept_stream(
+    context: grpc.aio.ServicerContext[Any, Any], *, is_numbered: bool = False, process: str | None = None
+) -> None:
     """Confirm to the client that its stream is accepted, once everything that it may rely on exists.
 
     `is_numbered`: messages are numbered and heartbeats answered, so that the client may treat silence as a break.
+    `process` names this process, for servers of which there may be several.
     """
-    await context.send_initial_metadata(((ACCEPTED_KEY, NUMBERED if is_numbered else "1"), *own_build().metadata))
+    name = () if process is None else ((PROCESS_KEY, process),)
+    accepted = (ACCEPTED_KEY, NUMBERED if is_numbered else "1")
+    await context.send_initial_metadata((accepted, *name, *own_build().metadata))
 
 
-async def wait_until_accepted(call: grpc.aio.UnaryStreamCall[Any, Any] | grpc.aio.StreamStreamCall[Any, Any]) -> bool:
-    """Wait until the peer has accepted a stream with `accept_stream`, or has ended it; return whether it is numbered.
+async def wait_until_accepted(
+    call: grpc.aio.UnaryStreamCall[Any, Any] | grpc.aio.StreamStreamCall[Any, Any],
+) -> Acceptance:
+    """Wait until the peer has accepted a stream with `accept_stream`, or has ended it.
 
     Raises:
         grpc.aio.AioRpcError: the peer is unreachable, has refused the stream, or its version is too old or too new.
@@ -264,7 +286,8 @@ async def wait_until_accepted(call: grpc.aio.UnaryStreamCall[Any, Any] | grpc.ai
         await call.code()
     await call.wait_for_connection()
     check_server(metadata)
-    return metadata.get(ACCEPTED_KEY) == NUMBERED
+    process = metadata.get(PROCESS_KEY)
+    return Acceptance(metadata.get(ACCEPTED_KEY) == NUMBERED, None if process is None else str(process))
 
 
 class RefusalLog:

@@ -18,10 +18,10 @@ HostName = Annotated[
 class BackendSettings(Section):
     """Addresses of one of several models; fields have the same meaning as in the section `gateway`."""
 
-    tokenizer: str
-    """Address of the model's tokenizer."""
-    detokenizer: str
-    """Address of its detokenizer."""
+    tokenizer: Addresses = Field(min_length=1)
+    """Addresses of the model's tokenizers."""
+    detokenizer: Addresses = Field(min_length=1)
+    """Addresses of its detokenizers."""
     schedulers: Addresses = ()
     """Addresses of its scheduler groups, for administration only."""
     aliases: tuple[str, ...] = ()
@@ -134,10 +134,11 @@ class GatewaySettings(Section):
     cors_origins: tuple[str, ...] = ()
     """Origins (https://chat.example) whose pages may call the API from browsers; "*": all origins. Without API keys,
     requests of such a page count as requests of the browser's user."""
-    tokenizer: str = "127.0.0.1:50051"
-    """Address of the tokenizer."""
-    detokenizer: str = "127.0.0.1:50054"
-    """Address of the detokenizer."""
+    tokenizer: Addresses = Field(default=("127.0.0.1:50051",), min_length=1)
+    """Addresses of the tokenizers, usually a single one; each request goes to the one with the fewest requests of this
+    gateway. dns:host:port stands for all addresses that the host name resolves to, which are looked up periodically."""
+    detokenizer: Addresses = Field(default=("127.0.0.1:50054",), min_length=1)
+    """Addresses of the detokenizers, likewise. Schedulers must have the same ones (scheduler.detokenizer)."""
     schedulers: Addresses = ()
     """Addresses of the scheduler groups, the same as tokenizer.schedulers, for administration only. Absent:
     administrative endpoints answer 503."""

@@ -152,8 +152,9 @@ class SchedulerSettings(Section):
     """Addresses of the tensor-parallel ranks, rank 0 first."""
     rendezvous: str = "127.0.0.1:29555"
     """host:port at which the ranks connect to each other; used with two or more ranks."""
-    detokenizer: str = "127.0.0.1:50054"
-    """Address of the detokenizer."""
+    detokenizer: Addresses = Field(default=("127.0.0.1:50054",), min_length=1)
+    """Addresses of the detokenizers, all those that gateways use; dns:host:port stands for all addresses that the host
+    name resolves to, which are looked up periodically."""
     metrics_port: int | None = Field(default=None, ge=0, le=65535)
     """Port of the Prometheus endpoint, in plaintext and without credentials; absent: none."""
     page_size: int = Field(default=16, ge=1, le=256)

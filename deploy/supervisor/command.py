@@ -15,7 +15,7 @@ from common.settings import SettingsParser, parse_settings
 from common.settings.reference import describe_settings
 from deploy.models.progress import download_report
 from deploy.supervisor.console import ConsoleReporter, JsonReporter
-from deploy.supervisor.layout import lay_out
+from deploy.supervisor.layout import Replicas, lay_out
 from deploy.supervisor.models import pin_models
 from deploy.supervisor.process import Probes
 from deploy.supervisor.supervisor import ServiceFailedError, Supervisor
@@ -66,7 +66,8 @@ def main(argv: Sequence[str]) -> int:
         settings, arguments = read_arguments(argv)
         # A missing model is reported here, rather than in the log of the first service that reads it.
         settings = pin_models(settings, arguments.tp, download_report(as_json=settings.log.format == "json"))
-        layout, directory = lay_out(settings, arguments.tp, arguments.run_directory)
+        replicas = Replicas(arguments.tokenizers, arguments.detokenizers)
+        layout, directory = lay_out(settings, arguments.tp, arguments.run_directory, replicas)
     except ConfigurationError as error:
         sys.stderr.write(f"pando up: {error}\n")
         return EXIT_CONFIGURATION
@@ -125,6 +126,9 @@ def common_help() -> str:
 
 def _add_own_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--tp", type=int, default=1, metavar="N", help="tensor-parallel worker processes (default 1)")
+    for kind in ("tokenizers", "detokenizers"):
+        text = f"{kind} of each model, which share its requests (default 1)"
+        parser.add_argument(f"--{kind}", type=int, default=1, metavar="N", help=text)
     parser.add_argument(
         "--run-directory", type=Path, metavar="DIR", help="directory for sockets and state, which are in DIR/<port>"
     )

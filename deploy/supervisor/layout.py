@@ -81,7 +81,20 @@ class Layout:
         raise KeyError(f"no service {name!r}; there are {', '.join(service.name for service in self.services)}")
 
 
-def lay_out(settings: Settings, ranks: int, root: Path | None = None) -> tuple[Layout, Path]:
+@dataclass(frozen=True, slots=True)
+class Replicas:
+    """The numbers of a model's processes that exist several times side by side."""
+
+    tokenizers: int = 1
+    detokenizers: int = 1
+
+
+ONE_OF_EACH = Replicas()
+
+
+def lay_out(
+    settings: Settings, ranks: int, root: Path | None = None, replicas: Replicas = ONE_OF_EACH
+) -> tuple[Layout, Path]:
     """Return the processes of a deployment and its run directory, with a currently free port.
 
     Raises:
@@ -95,25 +108,29 @@ def lay_out(settings: Settings, ranks: int, root: Path | None = None) -> tuple[L
     directory = (run_root() if root is None else root) / str(gateway.port)
     # Services write JSON; the reporter chooses the format for people.
     log = settings.log.model_copy(update={"format": "json"})
-    return plan_layout(settings.model_copy(update={"gateway": gateway, "log": log}), directory, ranks), directory
+    settings = settings.model_copy(update={"gateway": gateway, "log": log})
+    return plan_layout(settings, directory, ranks, replicas), directory
 
 
-def plan_layout(settings: Settings, run_directory: Path, ranks: int = 1) -> Layout:
+def plan_layout(settings: Settings, run_directory: Path, ranks: int = 1, replicas: Replicas = ONE_OF_EACH) -> Layout:
     """Plan the services of all models, with unix sockets in `run_directory`, and their gateway.
 
-    A single model has `ranks` workers. All settings stay as configured except addresses, values that depend on the
-    rank, and "auto" values that depend on the number of ranks.
+    A single model has `ranks` workers, and each model `replicas` of tokenizer and detokenizer. All settings stay as
+    configured except addresses, ports of metrics, values that depend on the rank, and "auto" values that depend on the
+    number of ranks.
 
     Raises:
-        ConfigurationError: the directory's path is too long for sockets, there are fewer than 1 ranks, or models
-            conflict with each other.
+        ConfigurationError: the directory's path is too long for sockets, there are fewer than 1 ranks, tokenizers or
+            detokenizers, or models conflict with each other.
     """
+    if replicas.tokenizers < 1 or replicas.detokenizers < 1:
+        raise ConfigurationError("at least 1 tokenizer and 1 detokenizer are required")
     if ranks < 1:
         raise ConfigurationError(f"tensor parallelism requires at least 1 rank, not {ranks}")
     deployed = deploy_models(settings, ranks)
     check_metrics_ports(settings.gateway, [model.settings for model in deployed])
     total = sum(model.ranks for model in deployed)
-    placed = [_place(model, run_directory, total) for model in deployed]
+    placed = [_place(model, run_directory, total, replicas) for model in deployed]
     port = settings.gateway.port or free_port(settings.gateway.host)
     host = _reachable(settings.gateway.host)
     url = f"{'https' if settings.gateway.tls.certificate else 'http'}://{host}:{port}"
@@ -154,56 +171,57 @@ class _Placed:
     def of(self, stage: Stage) -> Iterator[ServiceSpec]:
         return (spec for spec in self.services if spec.stage is stage)
 
-    def address_of(self, service: str) -> str:
-        return next(spec.address for spec in self.services if spec.name == self.model.prefix + service)
+    def addresses_of(self, service: str) -> tuple[str, ...]:
+        return tuple(spec.address for spec in self.services if spec.module == f"services.{service}")
 
 
-def _place(model: DeployedModel, run_directory: Path, total_ranks: int) -> _Placed:
-    ranks = [f"worker-{rank}" for rank in range(model.ranks)] if model.ranks > 1 else ["worker"]
-    names = ("detokenizer", "scheduler", "tokenizer", *ranks)
+def _place(model: DeployedModel, run_directory: Path, total_ranks: int, replicas: Replicas) -> _Placed:
+    ranks = _numbered("worker", model.ranks)
+    tokenizers = _numbered("tokenizer", replicas.tokenizers)
+    detokenizers = _numbered("detokenizer", replicas.detokenizers)
+    names = (*detokenizers, "scheduler", *tokenizers, *ranks)
     sockets = {name: _socket(run_directory, model.prefix.replace("/", ".") + name) for name in names}
-    settings = _connected(suited(model.settings), sockets, ranks)
+    settings = suited(model.settings)
+    connected = {
+        "workers": tuple(sockets[name] for name in ranks),
+        "detokenizer": tuple(sockets[name] for name in detokenizers),
+        "rendezvous": f"127.0.0.1:{free_port('127.0.0.1')}",
+    }
+    settings = _with(_with(settings, "scheduler", connected), "tokenizer", {"schedulers": (sockets["scheduler"],)})
 
-    def spec(name: str, module: str, stage: Stage, its: Settings = settings, drain_s: float = 0.0) -> ServiceSpec:
-        group = model.prefix + module
+    def spec(name: str, module: str, stage: Stage, number: int = 0, drain_s: float = 0.0) -> ServiceSpec:
+        is_rank = module == "worker"
+        own = _with(settings, module, {"address": sockets[name]})
+        its = _for_rank(own, number, total_ranks) if is_rank else _with_own_metrics_port(own, module, number)
+        # Only ranks depend on each other.
+        group = model.prefix + (module if is_rank else name)
         full = f"services.{module}"
         return ServiceSpec(
             model.prefix + name, full, sockets[name], stage, its, group, drain_s + STOP_MARGIN_S, model.name
         )
 
-    workers = [
-        spec(name, "worker", Stage.COMPUTE, _for_rank(settings, sockets[name], rank, total_ranks))
-        for rank, name in enumerate(ranks)
-    ]
     return _Placed(
         model,
         (
-            *workers,
-            spec("detokenizer", "detokenizer", Stage.COMPUTE),
+            *(spec(name, "worker", Stage.COMPUTE, rank) for rank, name in enumerate(ranks)),
+            *(spec(name, "detokenizer", Stage.COMPUTE, number) for number, name in enumerate(detokenizers)),
             spec("scheduler", "scheduler", Stage.CONTROL, drain_s=settings.scheduler.drain_s),
-            spec("tokenizer", "tokenizer", Stage.CONTROL),
+            *(spec(name, "tokenizer", Stage.CONTROL, number) for number, name in enumerate(tokenizers)),
         ),
     )
 
 
-def _connected(settings: Settings, sockets: Mapping[str, str], ranks: Sequence[str]) -> Settings:
-    """Return the settings of a model's services with the addresses of all of them."""
-    return settings.model_copy(
-        update={
-            "tokenizer": settings.tokenizer.model_copy(
-                update={"address": sockets["tokenizer"], "schedulers": (sockets["scheduler"],)}
-            ),
-            "scheduler": settings.scheduler.model_copy(
-                update={
-                    "address": sockets["scheduler"],
-                    "workers": tuple(sockets[name] for name in ranks),
-                    "detokenizer": sockets["detokenizer"],
-                    "rendezvous": f"127.0.0.1:{free_port('127.0.0.1')}",
-                }
-            ),
-            "detokenizer": settings.detokenizer.model_copy(update={"address": sockets["detokenizer"]}),
-        }
-    )
+def _numbered(name: str, count: int) -> list[str]:
+    return [f"{name}-{number}" for number in range(count)] if count > 1 else [name]
+
+
+def _with(settings: Settings, section: str, update: Mapping[str, object]) -> Settings:
+    return settings.model_copy(update={section: getattr(settings, section).model_copy(update=dict(update))})
+
+
+def _with_own_metrics_port(settings: Settings, section: str, number: int) -> Settings:
+    port = getattr(settings, section).metrics_port
+    return _with(settings, section, {"metrics_port": port + number}) if port else settings
 
 
 def _backends(placed: Sequence[_Placed]) -> dict[str, object]:
@@ -219,20 +237,17 @@ def _backends(placed: Sequence[_Placed]) -> dict[str, object]:
 
 def _addresses(placed: _Placed) -> dict[str, object]:
     return {
-        "tokenizer": placed.address_of("tokenizer"),
-        "detokenizer": placed.address_of("detokenizer"),
-        "schedulers": (placed.address_of("scheduler"),),
+        "tokenizer": placed.addresses_of("tokenizer"),
+        "detokenizer": placed.addresses_of("detokenizer"),
+        "schedulers": placed.addresses_of("scheduler"),
     }
 
 
-def _for_rank(settings: Settings, address: str, rank: int, ranks: int) -> Settings:
+def _for_rank(settings: Settings, rank: int, ranks: int) -> Settings:
     threads = settings.worker.threads
     if ranks > 1 and threads == 0:
         threads = max(1, available_cores() // ranks)
-    worker = settings.worker.model_copy(
-        update={"address": address, "device_index": settings.worker.device_index + rank, "threads": threads}
-    )
-    return settings.model_copy(update={"worker": worker})
+    return _with(settings, "worker", {"device_index": settings.worker.device_index + rank, "threads": threads})
 
 
 def available_cores() -> int:

@@ -38,13 +38,15 @@ class DeploymentState:
     models: Mapping[str, str] = field(default_factory=dict)
 
     def address_of(self, name: str, model: str | None = None) -> str:
-        """Return the gRPC address of a service; with several models, that of `model`.
+        """Return the gRPC address of a service, or of the first of its kind; with several models, that of `model`.
 
         Raises:
             ConfigurationError: this deployment has no such service or model, or several models and `model` is None.
         """
         if model is not None or len(self.models) > 1:
             name = self._prefix_of(model) + name
+        if name not in self.services and f"{name}-0" in self.services:
+            name = f"{name}-0"
         if name not in self.services:
             raise ConfigurationError(f"the deployment at {self.url} runs no {name}")
         return self.services[name].address

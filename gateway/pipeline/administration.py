@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
 
     Stub = scheduler_pb2_grpc.SchedulerAsyncStub
-    from common.rpc.discovery import Discovery, Found
+    from common.rpc.peers import Servers
 
 
 Answer = TypeVar("Answer")
@@ -64,21 +64,20 @@ class GrpcAdministration:
 
 
 class SchedulerGroups:
-    """Keeps a channel to each group that `discovery` finds."""
+    """Keeps a channel to each group that discovery finds."""
 
-    def __init__(self, discovery: Discovery, connect: Callable[[Found], grpc.aio.Channel]) -> None:
-        self._discovery = discovery
-        self._connect = connect
+    def __init__(self, servers: Servers) -> None:
+        self._servers = servers
         self._channels: dict[str, grpc.aio.Channel] = {}
 
     async def stubs(self) -> list[scheduler_pb2_grpc.SchedulerAsyncStub]:
         """Return a stub for each group that exists now; channels to removed groups are closed."""
-        found = {group.address: group for group in await self._discovery.look()}
+        found = {group.address: group for group in await self._servers.discovery.look()}
         for address in self._channels.keys() - found.keys():
             await self._channels.pop(address).close()
         for address, group in found.items():
             if address not in self._channels:
-                self._channels[address] = self._connect(group)
+                self._channels[address] = self._servers.connect(group)
         return [scheduler_pb2_grpc.SchedulerStub(self._channels[address]) for address in found]
 
     async def close(self) -> None:

@@ -1,54 +1,38 @@
-"""The client of one model's services over gRPC: requests and their output, other calls, and health.
+"""The client of one model's services over gRPC: requests and their output.
 
-All requests share one stream to the tokenizer and one from the detokenizer.
+Each tokenizer has a stream that all requests to it share, and each detokenizer one from which all their output comes.
 """
 
 from __future__ import annotations
 
 import asyncio
-import secrets
+import contextlib
+from collections import defaultdict
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
-
-import grpc
+from typing import TYPE_CHECKING, TypeVar
 
 from common.errors import PandoError, UnavailableError
 from common.logs import get_logger
-from common.rpc.channel import is_serving
-from common.rpc.status import answered
-from common.rpc.stream import (
-    ACCEPT_TIMEOUT_S,
-    CLOSED_HERE,
-    HEARTBEAT_S,
-    MessageNumbers,
-    RefusalLog,
-    Silence,
-    StreamLink,
-    StreamSource,
-    keep_connecting,
-    unreadable,
-    wait_until_accepted,
-)
-from common.types import ErrorCode, ReplyTo, RequestFailure, RequestId, SubscriberId
+from common.rpc.channel import BalancedChannel
+from common.rpc.peers import Balance, Peers
+from common.types import ErrorCode, RequestFailure, RequestId
 from common.wire.answers import admission_from_wire
-from common.wire.identity import subject_to_wire
-from gateway.pipeline.port import Tokenization
-from gateway.pipeline.wire import chat_to_wire, delta_from_wire, generate_to_wire, model_from_wire
-from protos.gen.pando.v1 import common_pb2, detokenizer_pb2, tokenizer_pb2
+from gateway.pipeline.detokenizer_peer import DETOKENIZER, DetokenizerPeer
+from gateway.pipeline.tokenizer_peer import TOKENIZER, TokenizerPeer
+from gateway.pipeline.wire import generate_to_wire
+from protos.gen.pando.v1 import common_pb2, tokenizer_pb2
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Iterable
+    from collections.abc import Callable, Iterable, Sequence
+
+    import grpc
 
     from common.deltas import Delta
-    from common.requests import ChatPrompt, GenerateRequest
-    from common.rpc.sessions import SessionHost
-    from common.types import SessionGrant, SessionWish, Subject, View
+    from common.requests import GenerateRequest
+    from common.rpc.peers import Servers
+    from common.types import ReplyTo
     from gateway.metrics import GatewayMetrics
-    from gateway.pipeline.port import Listener, ModelInfo
-    from protos.gen.pando.v1 import detokenizer_pb2_grpc, tokenizer_pb2_grpc
-
-TOKENIZER_LINK = "tokenizer"
-DETOKENIZER_LINK = "detokenizer"
+    from gateway.pipeline.port import Listener
 
 # A message is sent when it has about this size, well below gRPC's limit on messages.
 MAX_BATCH_BYTES = 4 * 1024 * 1024
@@ -57,72 +41,68 @@ RECONCILE_INTERVAL_S = 1.0
 # A request that is silent for more checks than this is asked for; it is lost when its service has denied it this often.
 SILENT_CHECKS = 1
 DOUBTS = 2
-FIND_TIMEOUT_S = 2.0
-TOKENIZER_SERVICE = tokenizer_pb2.DESCRIPTOR.services_by_name["Tokenizer"].full_name
-TIMEOUT_S = 10.0
-CARD_TIMEOUT_S = 2.0
+
+PeerT = TypeVar("PeerT", TokenizerPeer, DetokenizerPeer)
 
 
 @dataclass(slots=True)
 class _Submission:
     """A submitted request; `unfinished` is the number of choices whose end has not arrived."""
 
+    request_id: RequestId
     listener: Listener
     unfinished: int
-    sent: bool = False
-    admitted: bool = False
+    # Set when it is sent.
+    tokenizer: TokenizerPeer | None = None
+    detokenizer: DetokenizerPeer | None = None
     # Checks in a row before which no message about it had arrived, and in which the services did not know it.
     silent_checks: int = 0
     doubts: int = 0
 
+    def send_with(self, tokenizer: TokenizerPeer, detokenizer: DetokenizerPeer) -> None:
+        """Count as a request of these two, which have been chosen for it."""
+        self.tokenizer, self.detokenizer = tokenizer, detokenizer
+        tokenizer.pending.add(self.request_id)
+        detokenizer.requests.add(self.request_id)
+
     def note_message(self) -> None:
         """A message about the request has arrived."""
-        self.admitted = True
+        if self.tokenizer is not None:
+            self.tokenizer.pending.discard(self.request_id)
         self.silent_checks = self.doubts = 0
+
+    def release(self) -> None:
+        """Count as a request of no service."""
+        if self.tokenizer is not None and self.detokenizer is not None:
+            self.tokenizer.pending.discard(self.request_id)
+            self.detokenizer.requests.discard(self.request_id)
 
 
 class GrpcPipeline:
-    """Implements `Pipeline`. Requests queued within one turn of the event loop share one message."""
+    """Implements `Pipeline`. Requests queued within one turn of the event loop share a message to each tokenizer.
+
+    Each request goes to the tokenizer and the detokenizer with the fewest requests of this gateway.
+    """
 
     def __init__(
         self,
-        tokenizer: tokenizer_pb2_grpc.TokenizerAsyncStub,
-        detokenizer: detokenizer_pb2_grpc.DetokenizerAsyncStub,
+        tokenizers: Servers,
+        detokenizers: Servers,
         metrics: GatewayMetrics,
         *,
         on_tokenizer_connected: Callable[[], None] = lambda: None,
-        renew: Callable[[str], None] = lambda _link: None,
         model: str = "",
     ) -> None:
-        """Prepare the streams, which `run` opens. `model` labels the metrics where there are several pipelines.
-
-        `renew` replaces the connection of TOKENIZER_LINK or DETOKENIZER_LINK, which has failed silently.
-        """
-        self._connected = {link: metrics.connected.labels(link, model) for link in (TOKENIZER_LINK, DETOKENIZER_LINK)}
-        self._on_tokenizer_connected = on_tokenizer_connected
-        self._link: StreamLink[tokenizer_pb2.TokenizerSubmitRequest, tokenizer_pb2.TokenizerSubmitResponse]
-        self._link = StreamLink(
-            TOKENIZER_LINK,
-            StreamSource(
-                lambda: tokenizer.Submit(),
-                lambda: tokenizer_pb2.TokenizerSubmitRequest(heartbeat=True),
-                lambda: renew(TOKENIZER_LINK),
-            ),
-            self._on_response,
-            on_connected=self._on_link_connected,
-            on_disconnected=self._on_link_broken,
-        )
-        self._subscription = Subscription(
-            detokenizer,
-            self._on_delta,
-            self._on_subscription_connected,
-            self._on_subscription_broken,
-            lambda: renew(DETOKENIZER_LINK),
-        )
-        self._tokenizer, self._detokenizer = tokenizer, detokenizer
+        """Prepare the streams, which `run` opens. `model` labels the metrics where there are several pipelines."""
+        self._connected = {kind: metrics.connected.labels(kind, model) for kind in (TOKENIZER, DETOKENIZER)}
+        self._call_when_connected = on_tokenizer_connected
+        self._tokenizers = Peers(TOKENIZER, tokenizers, lambda channel: TokenizerPeer(channel, self))
+        self._detokenizers = Peers(DETOKENIZER, detokenizers, lambda channel: DetokenizerPeer(channel, self))
+        self._turns = {TOKENIZER: Balance(), DETOKENIZER: Balance()}
+        self._calls = Balance()
         self._submissions: dict[RequestId, _Submission] = {}
         self._outgoing: dict[RequestId, GenerateRequest] = {}
-        self._aborts: list[RequestId] = []
+        self._aborts: list[tuple[RequestId, TokenizerPeer]] = []
         self._flush_handle: asyncio.Handle | None = None
         self._log = get_logger("pipeline")
         for gauge in self._connected.values():
@@ -130,33 +110,56 @@ class GrpcPipeline:
 
     @property
     def is_linked(self) -> bool:
-        """Whether the stream to the tokenizer is up."""
-        return self._link.connected
+        """Whether the stream to a tokenizer is up."""
+        return bool(self._tokenizers.connected)
 
     @property
     def is_subscribed(self) -> bool:
-        """Whether the subscription to the detokenizer is up."""
-        return self._subscription.subscriber_id is not None
+        """Whether the subscription to a detokenizer is up."""
+        return bool(self._detokenizers.connected)
+
+    async def is_serving(self) -> bool:
+        """Ask the connected tokenizers whether one of them would serve requests."""
+        return any(await asyncio.gather(*(peer.is_serving() for peer in self._tokenizers.connected)))
+
+    def tokenizer_channel(self) -> BalancedChannel:
+        """Return a channel that makes each call at one of the tokenizers."""
+        return BalancedChannel(self._channel_for_call)
 
     async def run(self) -> None:
         """Keep the streams open until cancelled."""
         async with asyncio.TaskGroup() as tasks:
-            tasks.create_task(self._link.run())
-            tasks.create_task(self._subscription.run())
+            tasks.create_task(self._tokenizers.run())
+            tasks.create_task(self._detokenizers.run())
             tasks.create_task(self._reconcile())
 
     def submit(self, request: GenerateRequest, listener: Listener) -> None:
         """Queue `request` for the next message."""
-        self._submissions[request.request_id] = _Submission(listener, request.options.n)
-        self._outgoing[request.request_id] = request
+        request_id = request.request_id
+        self._submissions[request_id] = _Submission(request_id, listener, request.options.n)
+        self._outgoing[request_id] = request
         self._schedule_flush()
 
     def abort(self, request_id: RequestId) -> None:
         """Remove the request; if it was sent, abort it in the services."""
-        submission = self._submissions.pop(request_id, None)
-        self._outgoing.pop(request_id, None)
-        if submission is not None and submission.sent:
-            self._queue_abort(request_id)
+        submission = self._remove(request_id)
+        if submission is not None and submission.tokenizer is not None:
+            self._queue_abort(request_id, submission.tokenizer)
+
+    # --- choice of services -------------------------------------------------------------------------------------------
+
+    def _choose(self, kind: str, peers: Peers[PeerT]) -> PeerT | None:
+        """Return the least loaded of the connected peers, of the preferred ones if there are any."""
+        connected = peers.connected
+        candidates = [peer for peer in connected if peer.is_preferred] or connected
+        return self._turns[kind].choose(candidates, lambda peer: peer.load) if candidates else None
+
+    def _channel_for_call(self) -> grpc.aio.Channel:
+        connected = self._tokenizers.connected
+        candidates = [peer for peer in connected if peer.is_preferred] or connected or list(self._tokenizers)
+        if not candidates:
+            raise UnavailableError("no tokenizer is known", retry_after_ms=RETRY_AFTER_MS)
+        return self._calls.choose(candidates, lambda _: 0).channel
 
     # --- sending ------------------------------------------------------------------------------------------------------
 
@@ -167,47 +170,70 @@ class GrpcPipeline:
     def _flush(self) -> None:
         self._flush_handle = None
         outgoing, self._outgoing = self._outgoing, {}
-        subscriber_id = self._subscription.subscriber_id
-        if subscriber_id is None or not self._link.connected:
-            away = DETOKENIZER_LINK if subscriber_id is None else TOKENIZER_LINK
-            self._lose(outgoing, _away(f"the {away} is not reachable"))
-        elif outgoing:
-            self._send_requests(outgoing, ReplyTo(subscriber_id))
-        if self._aborts and self._link.connected:
-            aborts, self._aborts = self._aborts, []
-            batch = [common_pb2.Abort(request_id=request_id) for request_id in aborts]
-            self._send(tokenizer_pb2.TokenizerSubmitRequest(aborts=batch))
+        batches: dict[TokenizerPeer, list[tuple[GenerateRequest, ReplyTo]]] = defaultdict(list)
+        for request_id, request in outgoing.items():
+            detokenizer = self._choose(DETOKENIZER, self._detokenizers)
+            tokenizer = self._choose(TOKENIZER, self._tokenizers)
+            if tokenizer is None or detokenizer is None or detokenizer.reply_to is None:
+                away = TOKENIZER if tokenizer is None and detokenizer is not None else DETOKENIZER
+                self._lose((request_id,), _away(f"the {away} is not reachable"))
+                continue
+            self._submissions[request_id].send_with(tokenizer, detokenizer)
+            batches[tokenizer].append((request, detokenizer.reply_to))
+        for tokenizer, batch in batches.items():
+            self._send_requests(tokenizer, batch)
+        self._send_aborts()
 
-    def _send_requests(self, requests: dict[RequestId, GenerateRequest], reply_to: ReplyTo) -> None:
+    def _send_requests(self, tokenizer: TokenizerPeer, requests: Sequence[tuple[GenerateRequest, ReplyTo]]) -> None:
         batch: list[RequestId] = []
         message = tokenizer_pb2.TokenizerSubmitRequest()
         size = 0
-        for request_id, request in requests.items():
+        for request, reply_to in requests:
             encoded = generate_to_wire(request, reply_to)
             if batch and size + encoded.ByteSize() > MAX_BATCH_BYTES:
-                self._send(message, batch)
+                self._send(tokenizer, message, batch)
                 batch, message, size = [], tokenizer_pb2.TokenizerSubmitRequest(), 0
             message.generates.append(encoded)
-            batch.append(request_id)
+            batch.append(request.request_id)
             size += encoded.ByteSize()
-        self._send(message, batch)
+        self._send(tokenizer, message, batch)
 
-    def _send(self, message: tokenizer_pb2.TokenizerSubmitRequest, batch: Iterable[RequestId] = ()) -> None:
+    def _send(
+        self, tokenizer: TokenizerPeer, message: tokenizer_pb2.TokenizerSubmitRequest, batch: Iterable[RequestId]
+    ) -> None:
         try:
-            self._link.send(message)
+            tokenizer.send(message)
         except UnavailableError as error:
-            self._lose(batch, error.to_failure())
-            return
-        for request_id in batch:
-            self._submissions[request_id].sent = True
+            for request_id in batch:
+                submission = self._remove(request_id)
+                if submission is not None:
+                    submission.listener.on_lost(request_id, error.to_failure())
 
-    def _queue_abort(self, request_id: RequestId) -> None:
-        self._aborts.append(request_id)
+    def _queue_abort(self, request_id: RequestId, tokenizer: TokenizerPeer) -> None:
+        self._aborts.append((request_id, tokenizer))
         self._schedule_flush()
+
+    def _send_aborts(self) -> None:
+        """Send aborts to the tokenizers of their requests, and in place of those that are away to another one."""
+        if not self._aborts:
+            return
+        substitute = self._choose(TOKENIZER, self._tokenizers)
+        if substitute is None:
+            return
+        aborts, self._aborts = self._aborts, []
+        messages: dict[TokenizerPeer, tokenizer_pb2.TokenizerSubmitRequest] = {}
+        for request_id, tokenizer in aborts:
+            receiver = tokenizer if tokenizer.is_connected else substitute
+            message = messages.setdefault(receiver, tokenizer_pb2.TokenizerSubmitRequest())
+            message.aborts.append(common_pb2.Abort(request_id=request_id))
+        for receiver, message in messages.items():
+            with contextlib.suppress(UnavailableError):
+                receiver.send(message)
 
     # --- receiving ----------------------------------------------------------------------------------------------------
 
-    def _on_response(self, message: tokenizer_pb2.TokenizerSubmitResponse) -> None:
+    def on_response(self, message: tokenizer_pb2.TokenizerSubmitResponse) -> None:
+        """Pass admissions on to the requests' listeners."""
         for encoded in message.admissions:
             admission = admission_from_wire(encoded)
             submission = self._submissions.get(admission.request_id)
@@ -215,10 +241,13 @@ class GrpcPipeline:
                 continue
             submission.note_message()
             if admission.rejected is not None:
-                del self._submissions[admission.request_id]
+                if admission.rejected.code is ErrorCode.UNAVAILABLE and submission.detokenizer is not None:
+                    submission.detokenizer.avoid()
+                self._remove(admission.request_id)
             submission.listener.on_admission(admission)
 
-    def _on_delta(self, delta: Delta) -> None:
+    def on_delta(self, delta: Delta) -> None:
+        """Pass output on to its request's listener."""
         submission = self._submissions.get(delta.request_id)
         if submission is None:
             return
@@ -226,7 +255,7 @@ class GrpcPipeline:
         if delta.finish is not None:
             submission.unfinished -= 1
             if submission.unfinished == 0:
-                del self._submissions[delta.request_id]
+                self._remove(delta.request_id)
         submission.listener.on_delta(delta)
 
     # --- reconciliation -----------------------------------------------------------------------------------------------
@@ -239,23 +268,39 @@ class GrpcPipeline:
         """
         while True:
             await asyncio.sleep(RECONCILE_INTERVAL_S)
-            silent: dict[bool, list[RequestId]] = {False: [], True: []}
+            silent = []
             for request_id, submission in self._submissions.items():
-                submission.silent_checks += submission.sent
+                submission.silent_checks += submission.tokenizer is not None
                 if submission.silent_checks > SILENT_CHECKS:
-                    silent[submission.admitted].append(request_id)
-            if self._link.connected:
-                await self._lose_unknown(TOKENIZER_LINK, silent[False], self._find_unadmitted)
-            if self.is_subscribed:
-                await self._lose_unknown(DETOKENIZER_LINK, silent[True], self._find_unknown)
+                    silent.append(request_id)
+            if not silent:
+                continue
+            questions = [
+                *(self._lose_unknown(TOKENIZER, peer, silent, peer.pending) for peer in self._tokenizers.connected),
+                *(
+                    self._lose_unknown(DETOKENIZER, peer, self._admitted(silent), peer.requests)
+                    for peer in self._detokenizers.connected
+                ),
+            ]
+            await asyncio.gather(*questions)
+
+    def _admitted(self, request_ids: Iterable[RequestId]) -> list[RequestId]:
+        found = []
+        for request_id in request_ids:
+            submission = self._submissions.get(request_id)
+            tokenizer = None if submission is None else submission.tokenizer
+            if tokenizer is not None and request_id not in tokenizer.pending:
+                found.append(request_id)
+        return found
 
     async def _lose_unknown(
-        self, service: str, asked: list[RequestId], find: Callable[[list[RequestId]], Awaitable[Iterable[str]]]
+        self, kind: str, peer: TokenizerPeer | DetokenizerPeer, silent: Iterable[RequestId], own: set[RequestId]
     ) -> None:
+        asked = own.intersection(silent)
         if not asked:
             return
         try:
-            unknown = await find(asked)
+            unknown = await peer.find_unknown(asked)
         except PandoError:
             return  # unreachable, which the streams notice, or of a version that cannot answer
         lost = []
@@ -266,214 +311,52 @@ class GrpcPipeline:
                 if submission.doubts >= DOUBTS:
                     lost.append(request_id)
         if lost:
-            self._log.warning("requests.lost", service=service, requests=len(lost))
-            self._lose(lost, _away(f"the {service} does not know the request"))
+            self._log.warning("requests.lost", service=kind, requests=len(lost))
+            self._lose(lost, _away(f"the {kind} does not know the request"))
 
-    async def _find_unadmitted(self, asked: list[RequestId]) -> Iterable[str]:
-        request = tokenizer_pb2.FindUnadmittedRequest(request_ids=asked)
-        return (await answered(self._tokenizer.FindUnadmitted(request, timeout=FIND_TIMEOUT_S))).request_ids
+    # --- the streams' state -------------------------------------------------------------------------------------------
 
-    async def _find_unknown(self, asked: list[RequestId]) -> Iterable[str]:
-        request = detokenizer_pb2.FindUnknownRequest(request_ids=asked)
-        return (await answered(self._detokenizer.FindUnknown(request, timeout=FIND_TIMEOUT_S))).request_ids
-
-    def _on_link_connected(self) -> None:
-        self._connected[TOKENIZER_LINK].set(1)
-        self._on_tokenizer_connected()
+    def on_tokenizer_connected(self) -> None:
+        """Use the new stream."""
+        self._measure()
+        self._call_when_connected()
         self._schedule_flush()
 
-    def _on_link_broken(self, reason: str) -> None:
-        """Report requests that were not admitted as lost: they may never have arrived. The others continue."""
-        self._connected[TOKENIZER_LINK].set(0)
-        lost = [request_id for request_id, submission in self._submissions.items() if not submission.admitted]
-        self._lose(lost, _away(f"the tokenizer went away: {reason}"))
+    def on_tokenizer_broken(self, tokenizer: TokenizerPeer, reason: str) -> None:
+        """Report its requests that were not admitted as lost: they may never have arrived. The others continue."""
+        self._measure()
+        self._lose(list(tokenizer.pending), _away(f"the tokenizer went away: {reason}"))
 
-    def _on_subscription_connected(self) -> None:
-        self._connected[DETOKENIZER_LINK].set(1)
+    def on_detokenizer_connected(self) -> None:
+        """Use the new subscription."""
+        self._measure()
 
-    def _on_subscription_broken(self, reason: str) -> None:
-        """Report all requests as lost, since their output went to the broken subscription."""
-        self._connected[DETOKENIZER_LINK].set(0)
-        self._lose(list(self._submissions), _away(f"the detokenizer went away: {reason}"))
+    def on_detokenizer_broken(self, detokenizer: DetokenizerPeer, reason: str) -> None:
+        """Report all its requests as lost, since their output went to the broken subscription."""
+        self._measure()
+        self._lose(list(detokenizer.requests), _away(f"the detokenizer went away: {reason}"))
+
+    def _measure(self) -> None:
+        self._connected[TOKENIZER].set(self.is_linked)
+        self._connected[DETOKENIZER].set(self.is_subscribed)
 
     def _lose(self, request_ids: Iterable[RequestId], failure: RequestFailure) -> None:
         for request_id in request_ids:
-            submission = self._submissions.pop(request_id, None)
+            submission = self._remove(request_id)
             if submission is None:
                 continue
-            self._outgoing.pop(request_id, None)
-            if submission.sent:
+            if submission.tokenizer is not None:
                 # It may have arrived and may still run, without a receiver of its output.
-                self._queue_abort(request_id)
+                self._queue_abort(request_id, submission.tokenizer)
             submission.listener.on_lost(request_id, failure)
+
+    def _remove(self, request_id: RequestId) -> _Submission | None:
+        self._outgoing.pop(request_id, None)
+        submission = self._submissions.pop(request_id, None)
+        if submission is not None:
+            submission.release()
+        return submission
 
 
 def _away(message: str) -> RequestFailure:
     return RequestFailure(ErrorCode.UNAVAILABLE, message, retryable=True, retry_after_ms=RETRY_AFTER_MS)
-
-
-class Subscription:
-    """Keeps one subscription at the detokenizer open, under a fresh id each time.
-
-    An id belongs to one subscription only: requests submitted under an earlier one were reported as lost when it broke.
-    The callbacks run on the event loop and must not block.
-    """
-
-    def __init__(
-        self,
-        stub: detokenizer_pb2_grpc.DetokenizerAsyncStub,
-        on_delta: Callable[[Delta], None],
-        on_connected: Callable[[], None],
-        on_broken: Callable[[str], None],
-        renew: Callable[[], None] = lambda: None,
-    ) -> None:
-        """The subscription starts with `run`. `renew` replaces the connection, which has failed silently."""
-        self.subscriber_id: SubscriberId | None = None
-        self._previous = ""
-        self._renew = renew
-        self._stub = stub
-        self._on_delta = on_delta
-        self._on_connected = on_connected
-        self._on_broken = on_broken
-        self._refusals = RefusalLog("detokenizer")
-        self._log = get_logger("subscription")
-
-    async def run(self) -> None:
-        """Subscribe, and again after every failure, until cancelled."""
-        await keep_connecting(self._run_once)
-
-    async def _run_once(self) -> bool:
-        """Subscribe and receive until the stream breaks; return whether it was connected."""
-        subscriber_id = SubscriberId(f"gateway-{secrets.token_hex(16)}")
-        request = detokenizer_pb2.SubscribeRequest(subscriber_id=subscriber_id, replaces=self._previous)
-        call = self._stub.Subscribe(request)
-        reason = CLOSED_HERE
-        try:
-            async with asyncio.timeout(ACCEPT_TIMEOUT_S):
-                is_numbered = await wait_until_accepted(call)
-            self.subscriber_id = subscriber_id
-            self._previous = subscriber_id
-            self._refusals.clear()
-            self._log.info("subscription.connected", subscriber_id=subscriber_id)
-            self._on_connected()
-            reason = await self._receive(call, Silence(is_numbered=is_numbered))
-        except TimeoutError:
-            self._renew()
-        except UnavailableError as error:
-            reason = str(error)
-            self._renew()
-        except grpc.RpcError as error:
-            reason = str(error.details() if isinstance(error, grpc.aio.AioRpcError) else error)
-            self._refusals.note(error)
-        finally:
-            was_connected, self.subscriber_id = self.subscriber_id is not None, None
-            call.cancel()
-            if was_connected:
-                log = self._log.info if reason is CLOSED_HERE else self._log.warning
-                log("subscription.broken", subscriber_id=subscriber_id, reason=reason)
-                self._on_broken(reason)
-        return was_connected
-
-    async def _receive(
-        self,
-        call: grpc.aio.UnaryStreamCall[detokenizer_pb2.SubscribeRequest, detokenizer_pb2.SubscribeResponse],
-        silence: Silence,
-    ) -> str:
-        """Pass on deltas until the stream ends; return the reason.
-
-        Raises:
-            UnavailableError: messages were lost or cannot be read, or the detokenizer is silent.
-        """
-        ends = [asyncio.create_task(self._read(call, silence)), asyncio.create_task(_until_silent(silence))]
-        try:
-            done, _ = await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
-            return done.pop().result()
-        finally:
-            for task in ends:
-                task.cancel()
-            await asyncio.gather(*ends, return_exceptions=True)
-
-    async def _read(
-        self,
-        call: grpc.aio.UnaryStreamCall[detokenizer_pb2.SubscribeRequest, detokenizer_pb2.SubscribeResponse],
-        silence: Silence,
-    ) -> str:
-        numbers = MessageNumbers()
-        try:
-            async for message in call:
-                numbers.check(message.sequence)
-                silence.note(message.sequence)
-                for delta in message.deltas:
-                    self._on_delta(delta_from_wire(delta))
-        except (UnavailableError, grpc.RpcError):
-            raise
-        except Exception as error:
-            self._log.exception("subscription.unreadable")
-            raise UnavailableError(unreadable(error)) from error
-        return "closed by the peer"
-
-
-async def _until_silent(silence: Silence) -> str:
-    while not silence.is_too_long:
-        await asyncio.sleep(HEARTBEAT_S)
-        silence.beat()
-    raise UnavailableError(silence.reason)
-
-
-class PipelineReadiness:
-    """Implements `gateway.pipeline.port.Readiness`.
-
-    The tokenizer's health includes the scheduler's, which includes the workers and the link to the detokenizer.
-    """
-
-    def __init__(self, pipeline: GrpcPipeline, tokenizer: grpc.aio.Channel) -> None:
-        """Use the connections of `pipeline` and the health that the tokenizer reports."""
-        self._pipeline = pipeline
-        self._tokenizer = tokenizer
-
-    async def missing(self) -> list[str]:
-        """Return the missing services, each in a few words."""
-        missing = []
-        if not self._pipeline.is_linked:
-            missing.append("tokenizer: not connected")
-        elif not await is_serving(self._tokenizer, TOKENIZER_SERVICE):
-            missing.append("tokenizer: connected, but it cannot serve (is the scheduler or a worker away?)")
-        if not self._pipeline.is_subscribed:
-            missing.append("detokenizer: not subscribed")
-        return missing
-
-
-class GrpcModel:
-    """Implements `gateway.pipeline.port.Model`."""
-
-    def __init__(self, stub: tokenizer_pb2_grpc.TokenizerAsyncStub, sessions: SessionHost) -> None:
-        """`stub` calls the tokenizer, which also hosts `sessions`."""
-        self._stub = stub
-        self._sessions = sessions
-
-    async def get_model(self) -> ModelInfo:
-        call = self._stub.GetModel(tokenizer_pb2.GetModelRequest(), timeout=CARD_TIMEOUT_S)
-        return model_from_wire(await answered(call))
-
-    async def tokenize(self, subject: Subject, text: str, *, add_special_tokens: bool) -> Tokenization:
-        request = tokenizer_pb2.TokenizeRequest(
-            text=text, add_special_tokens=add_special_tokens, subject=subject_to_wire(subject)
-        )
-        answer = await answered(self._stub.Tokenize(request, timeout=TIMEOUT_S))
-        return Tokenization(tuple(answer.ids), tuple(answer.tokens))
-
-    async def detokenize(self, subject: Subject, ids: tuple[int, ...], *, skip_special_tokens: bool) -> str:
-        request = tokenizer_pb2.DetokenizeRequest(
-            ids=ids, skip_special_tokens=skip_special_tokens, subject=subject_to_wire(subject)
-        )
-        return (await answered(self._stub.Detokenize(request, timeout=TIMEOUT_S))).text
-
-    async def render_chat(self, subject: Subject, chat: ChatPrompt) -> Tokenization:
-        request = tokenizer_pb2.RenderChatRequest(chat=chat_to_wire(chat), subject=subject_to_wire(subject))
-        return Tokenization(tuple((await answered(self._stub.RenderChat(request, timeout=TIMEOUT_S))).ids))
-
-    async def open_session(self, wish: SessionWish) -> SessionGrant:
-        return await self._sessions.open_session(wish)
-
-    async def close_session(self, view: View, session: str) -> bool:
-        return await self._sessions.close_session(view, session)

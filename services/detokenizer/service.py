@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import secrets
 import time
 from itertools import count
 from typing import TYPE_CHECKING, TypeAlias
@@ -48,13 +49,15 @@ class DetokenizerService(detokenizer_pb2_grpc.DetokenizerServicer):
 
     def __init__(self, hub: Hub) -> None:
         self._hub = hub
+        # Gateways and schedulers, which may reach it at different addresses, recognise it by this name.
+        self._process = secrets.token_hex(8)
         self._log = get_logger("detokenizer")
 
     async def Push(  # type: ignore[override]  # noqa: N802  (writes to its context; the contract names it)
         self, request_iterator: AsyncIterator[detokenizer_pb2.PushRequest], context: PushContext
     ) -> None:
         """Process the results of steps; respond with stop hits and choices without a subscriber."""
-        await accept_stream(context, is_numbered=True)
+        await accept_stream(context, is_numbered=True, process=self._process)
         session = self._hub.open_session()
         silence = Silence(SILENT_BEATS)
         writer = asyncio.create_task(self._answer(session, context))
@@ -122,7 +125,7 @@ class DetokenizerService(detokenizer_pb2_grpc.DetokenizerServicer):
         self._measure()
         try:
             # Only after the mailbox exists: from now on the gateway may submit choices that refer to this subscriber.
-            await accept_stream(context, is_numbered=True)
+            await accept_stream(context, is_numbered=True, process=self._process)
             for sequence in count(1):
                 response = deltas_to_wire(await _deltas(mailbox))
                 response.sequence = sequence

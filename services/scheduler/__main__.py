@@ -14,6 +14,7 @@ from common.fleet.names import FleetKeys
 from common.fleet.state import LEAST_SECRET, open_fleet
 from common.metrics import MODEL_INFO
 from common.rpc.channel import open_channel
+from common.rpc.peers import servers_at
 from common.rpc.security import read_security
 from common.rpc.server import RpcServer
 from common.rpc.sessions import SESSIONS, SessionsService
@@ -24,10 +25,10 @@ from protos.gen.pando.v1 import scheduler_pb2_grpc, sessions_pb2_grpc
 from services.scheduler.content.desk import ContentChecker, ContentDesk
 from services.scheduler.credentials import Credentials, read_token
 from services.scheduler.decision_log import DecisionLog
-from services.scheduler.detokenizer_link import DetokenizerLink
 from services.scheduler.fleet_desk import FleetDesk, rules_of
 from services.scheduler.group import WorkerGroup
 from services.scheduler.loop import SchedulerLoop
+from services.scheduler.outlets import Outlets
 from services.scheduler.service import SchedulerService
 
 if TYPE_CHECKING:
@@ -69,10 +70,9 @@ async def serve_with(settings: Settings, stopping: asyncio.Event, decisions: Dec
     )
     security = read_security(settings.rpc)
     group = make_group(settings, security, loop)
-    channel = open_channel(settings.scheduler.detokenizer, security)
-    outlet = DetokenizerLink(channel, loop)
-    loop.connect(group, outlet)
-    works = [group.run(), outlet.run(), loop.run(), *publish_kv_events(settings, loop, fleet[1] if fleet else None)]
+    outlets = Outlets(servers_at(settings.scheduler.detokenizer, security), loop)
+    loop.connect(group, outlets)
+    works = [group.run(), outlets.run(), loop.run(), *publish_kv_events(settings, loop, fleet[1] if fleet else None)]
     service = SchedulerService(loop, settings.scheduler, Credentials(read_token(settings.scheduler)))
     desk = make_desk(settings, loop)
     if desk is not None:
@@ -101,7 +101,6 @@ async def serve_with(settings: Settings, stopping: asyncio.Event, decisions: Dec
         misconfigured = next(iter(errors.exceptions))
     finally:
         await server.stop(grace_s=0.2)
-        await channel.close()
     if misconfigured is not None:
         raise misconfigured
 

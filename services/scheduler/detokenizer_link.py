@@ -1,4 +1,4 @@
-"""The stream to the detokenizer, with values instead of protobuf messages as its interface."""
+"""The stream to one detokenizer, with values instead of protobuf messages as its interface."""
 
 from __future__ import annotations
 
@@ -19,25 +19,42 @@ if TYPE_CHECKING:
 
 
 class DetokenizerListener(Protocol):
-    """Receives the link's events. The calls run on the event loop."""
+    """Receives the events of all links. The calls run on the event loop."""
 
     def on_outlet_connected(self) -> None:
-        """Output can be sent."""
+        """Output can be sent to another detokenizer."""
 
-    def on_outlet_broken(self) -> None:
-        """The stream has broken, and with it every choice that was sent to it."""
+    def on_outlet_broken(self, process: str | None) -> None:
+        """The stream to the detokenizer `process` has broken, and with it every choice that was sent to it.
+
+        None: the only detokenizer, which has no name.
+        """
 
     def on_choices_ended(self, ended: Iterable[EndedChoice]) -> None:
-        """The detokenizer has ended these choices."""
+        """A detokenizer has ended these choices."""
+
+
+class LinkOwner(Protocol):
+    """Receives the events of its links."""
+
+    def on_connected(self) -> None:
+        """A link is open."""
+
+    def on_broken(self, link: DetokenizerLink) -> None:
+        """A link has broken."""
+
+    def on_ended(self, ended: Iterable[EndedChoice]) -> None:
+        """A detokenizer has ended choices."""
 
 
 class DetokenizerLink:
-    """Sends output, and reports the choices that the detokenizer ends to the listener."""
+    """Sends output to one detokenizer, and reports the choices that it ends."""
 
-    def __init__(self, channel: grpc.aio.Channel, listener: DetokenizerListener) -> None:
-        """Prepare a stream on `channel`; `run` opens it."""
+    def __init__(self, channel: grpc.aio.Channel, owner: LinkOwner) -> None:
+        """Prepare a stream on `channel`; `run` opens it, and closes both."""
         stub = detokenizer_pb2_grpc.DetokenizerStub(channel)
-        self._listener = listener
+        self._channel = channel
+        self._owner = owner
         self._scheduler_id = secrets.token_hex(8)
         self._link: StreamLink[detokenizer_pb2.PushRequest, detokenizer_pb2.PushResponse] = StreamLink(
             "detokenizer",
@@ -46,15 +63,20 @@ class DetokenizerLink:
                 lambda: detokenizer_pb2.PushRequest(heartbeat=True),
                 lambda: renew(channel),
             ),
-            lambda message: listener.on_choices_ended(ended_from_wire(message)),
+            lambda message: owner.on_ended(ended_from_wire(message)),
             on_connected=self._on_connected,
-            on_disconnected=lambda _reason: listener.on_outlet_broken(),
+            on_disconnected=lambda _reason: owner.on_broken(self),
         )
 
     @property
     def is_connected(self) -> bool:
         """Whether the stream is open."""
         return self._link.connected
+
+    @property
+    def process(self) -> str | None:
+        """The name of the detokenizer's process; None if it has none, or before the first connection."""
+        return self._link.process
 
     def send(self, output: Output) -> None:
         """Queue output.
@@ -67,8 +89,11 @@ class DetokenizerLink:
     def _on_connected(self) -> None:
         # An earlier stream may still be open at the detokenizer, if the connection broke on this side only.
         self._link.send(detokenizer_pb2.PushRequest(scheduler_id=self._scheduler_id))
-        self._listener.on_outlet_connected()
+        self._owner.on_connected()
 
     async def run(self) -> None:
-        """Keep the stream open until cancelled."""
-        await self._link.run()
+        """Keep the stream open until cancelled; then close the channel."""
+        try:
+            await self._link.run()
+        finally:
+            await self._channel.close()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import time
 from typing import TYPE_CHECKING
 
@@ -42,12 +41,12 @@ if TYPE_CHECKING:
     from common.settings import SchedulerSettings
     from common.steps import EngineCapacity, StepResult
     from common.transfers import TransferAck
-    from common.types import ScheduleRequest, SessionGrant, SessionWish, View
+    from common.types import ReplyTo, ScheduleRequest, SessionGrant, SessionWish, View
     from services.scheduler.core.output import EndedChoice
     from services.scheduler.core.sessions import Sessions
     from services.scheduler.decision_log import DecisionLog
-    from services.scheduler.detokenizer_link import DetokenizerLink
     from services.scheduler.group import WorkerGroup
+    from services.scheduler.outlets import Outlets
 
 HOUSEKEEPING_INTERVAL_S = 0.25
 # One plan is sent while the other one runs, which hides the network's latency.
@@ -91,7 +90,7 @@ class SchedulerLoop:
         self._storage = StorageDesk(settings.storage)
         self._capacity: EngineCapacity | None = None
         self._group: WorkerGroup | None = None
-        self._outlet: DetokenizerLink | None = None
+        self._outlets: Outlets | None = None
         self._wake = asyncio.Event()
         self._recovery = GrammarRecovery(self.prepare, self._wake.set)
         self._limits_file = Reloading(limits_file, load_limits) if limits_file else None
@@ -103,14 +102,14 @@ class SchedulerLoop:
         self._has_others: set[object] = set()
         self._log = get_logger("loop")
 
-    def connect(self, group: WorkerGroup, outlet: DetokenizerLink) -> None:
-        """Set the worker group and the detokenizer link, which in turn call the `on_…` methods."""
-        self._group, self._outlet = group, outlet
+    def connect(self, group: WorkerGroup, outlets: Outlets) -> None:
+        """Set the worker group and the links to detokenizers, which in turn call the `on_…` methods."""
+        self._group, self._outlets = group, outlets
 
     @property
     def can_serve(self) -> bool:
         """Whether a request submitted now would run."""
-        return self._is_group_ready and self._is_outlet_connected
+        return self._is_group_ready and self._has_outlet
 
     @property
     def group_state(self) -> GroupState:
@@ -128,7 +127,7 @@ class SchedulerLoop:
 
     def submit(self, request: ScheduleRequest) -> Admission:
         """Submit a request to the core, or return an admission with the reason for its refusal."""
-        if self.core is None or not self._is_outlet_connected or self._is_draining:
+        if self.core is None or self._is_draining or not self._can_reach(request.reply_to):
             error = UnavailableError(self._why_unavailable(), retry_after_ms=1000)
             admission = Admission(request.request_id, len(request.token_ids), error.to_failure())
         else:
@@ -161,7 +160,9 @@ class SchedulerLoop:
     def _why_unavailable(self) -> str:
         if self._is_draining:
             return "the scheduler is shutting down"
-        return f"the scheduler waits for its {'workers' if self.core is None else 'detokenizer'}"
+        if self.core is None:
+            return "the scheduler waits for its workers"
+        return f"the scheduler is not connected to {'this' if self._has_outlet else 'a'} detokenizer"
 
     def abort(self, request_id: RequestId) -> None:
         """Abort a request by its exact id; unknown ids are ignored."""
@@ -300,16 +301,20 @@ class SchedulerLoop:
         self._wake.set()
 
     def on_outlet_connected(self) -> None:
-        """Serve the requests that waited for the detokenizer."""
+        """Serve the requests that waited for a detokenizer."""
         self._wake.set()
 
-    def on_outlet_broken(self) -> None:
-        """End every sequence: the gateways see the break, too, and resubmit unfinished requests."""
+    def on_outlet_broken(self, process: str | None) -> None:
+        """End every sequence with that detokenizer: gateways see the break, too, and resubmit unfinished requests."""
         if self.core is None:
             return
+        # Requests that name no detokenizer are those of the only one.
+        broken = (None, process)
         for sequence in list(self.core.open_sequences):
-            self.core.end_silently(sequence.handle)
-        self.core.take_output()
+            if sequence.request.reply_to.detokenizer in broken:
+                self.core.end_silently(sequence.handle)
+        # Output of sequences that have ended here must not be sent after a reconnection.
+        self._push()
 
     # --- one turn ---
 
@@ -318,8 +323,11 @@ class SchedulerLoop:
         return self.core is not None and self.group_state is GroupState.READY
 
     @property
-    def _is_outlet_connected(self) -> bool:
-        return self._outlet is not None and self._outlet.is_connected
+    def _has_outlet(self) -> bool:
+        return self._outlets is not None and self._outlets.is_connected
+
+    def _can_reach(self, reply_to: ReplyTo) -> bool:
+        return self._outlets is not None and self._outlets.can_reach(reply_to)
 
     def _turn(self) -> None:
         """Send a plan if the pipeline has room and there is work, and schedule another turn after it."""
@@ -349,11 +357,10 @@ class SchedulerLoop:
             self.meter.note_start(sequence, sequence.lock)
 
     def _push(self) -> None:
-        """Push collected output to the detokenizer; output is discarded while the link is down."""
+        """Push collected output to the detokenizers; that for unreachable ones is discarded."""
         output = self.core.take_output() if self.core else None
-        if output is not None and self._outlet is not None:
-            with contextlib.suppress(UnavailableError):
-                self._outlet.send(output)
+        if output is not None and self._outlets is not None:
+            self._outlets.send(output)
 
     async def _housekeep(self) -> None:
         """Enforce time limits, advance the cache's epoch, check page accounting and update gauges, periodically."""

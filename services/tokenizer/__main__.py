@@ -13,7 +13,8 @@ from common.fleet.state import open_fleet
 from common.metrics import MODEL_INFO
 from common.room import SharedRoom
 from common.rpc.channel import open_channel
-from common.rpc.discovery import Discovery, is_looked_up
+from common.rpc.discovery import is_looked_up
+from common.rpc.peers import servers_at
 from common.rpc.security import read_security
 from common.rpc.server import RpcServer
 from common.rpc.sessions import SESSIONS, SessionsService
@@ -37,9 +38,6 @@ from services.tokenizer.template_style import style_of, warn_of_problems
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable
 
-    import grpc
-
-    from common.rpc.discovery import Found
     from common.rpc.security import Security
     from common.tokenization import TextModel
     from services.tokenizer.relay import Scheduler
@@ -111,12 +109,10 @@ async def open_schedulers(every: Settings, security: Security) -> AsyncIterator[
             yield SchedulerLink(channel)
         return
 
-    def connect(found: Found) -> grpc.aio.Channel:
-        return open_channel(found.address, security, found.name)
-
+    servers = servers_at(settings.schedulers, security)
     fleet = open_fleet(every.fleet)
     prefixes = None if fleet is None else FleetPrefixes(*fleet)
-    yield Fleet(Discovery(settings.schedulers), connect, make_policy(settings.routing.policy), prefixes=prefixes)
+    yield Fleet(servers, make_policy(settings.routing.policy), prefixes=prefixes)
 
 
 async def report_health(server: RpcServer, can_serve: Callable[[], Awaitable[bool]]) -> None:

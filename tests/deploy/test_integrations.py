@@ -51,7 +51,7 @@ def test_the_pods_of_the_kserve_runtime_are_valid_and_hold_all_services(monkeypa
         assert (settings.gateway.port, settings.scheduler.metrics_port) == (SERVING_PORT, METRICS_PORT)
         assert settings.metrics.vllm_names
         # Each finds the others at the default addresses, on the pod's loopback interface.
-        assert settings.gateway.tokenizer.startswith("127.0.0.1:")
+        assert settings.gateway.tokenizer[0].startswith("127.0.0.1:")
 
 
 def test_the_inference_pool_selects_these_pods_and_reads_metrics_that_they_have() -> None:

@@ -13,6 +13,7 @@ import pytest
 from common import models
 from common.errors import ConfigurationError
 from common.settings import GatewaySettings, ModelSettings, SchedulerSettings, Settings
+from deploy.supervisor.layout import ONE_OF_EACH, Replicas
 from services.worker.engine.execution.fake_model import STEP_VARIABLE
 from tests.e2e.deployment import Deployment
 from tests.e2e.served import Served
@@ -49,9 +50,9 @@ def served_fake(run_root: Path) -> Iterator[Served]:
     yield from serve(settings, run_root)
 
 
-def serve(settings: Settings, root: Path, ranks: int = 1) -> Iterator[Served]:
+def serve(settings: Settings, root: Path, ranks: int = 1, replicas: Replicas = ONE_OF_EACH) -> Iterator[Served]:
     """Run a deployment as long as the caller keeps this iterator."""
-    deployment = Deployment(settings, ranks, root)
+    deployment = Deployment(settings, ranks, root, replicas)
     deployment.start(START_TIMEOUT_S)
     try:
         yield Served(deployment)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from common.errors import ConfigurationError
 from deploy.supervisor.console import format_event, parse_line
-from deploy.supervisor.layout import lay_out
+from deploy.supervisor.layout import ONE_OF_EACH, Replicas, lay_out
 from deploy.supervisor.process import Probes
 from deploy.supervisor.supervisor import Supervisor
 
@@ -43,9 +43,9 @@ class PlainReporter:
 class Deployment:
     """All services of one configuration as child processes, supervised by a thread of this process."""
 
-    def __init__(self, settings: Settings, ranks: int, root: Path) -> None:
+    def __init__(self, settings: Settings, ranks: int, root: Path, replicas: Replicas = ONE_OF_EACH) -> None:
         """Prepare a deployment of `settings` with `ranks` tensor-parallel workers; port 0 takes a free one."""
-        self.layout, self.run_directory = lay_out(settings, ranks, root)
+        self.layout, self.run_directory = lay_out(settings, ranks, root, replicas)
         self._thread = threading.Thread(target=self._run, name="pando-supervisor", daemon=True)
         self._settled = threading.Event()
         self._failure: BaseException | None = None

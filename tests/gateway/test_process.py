@@ -27,7 +27,7 @@ BODY: dict[str, Any] = {"model": "tiny", "messages": HELLO}
 @asynccontextmanager
 async def gateway_over(services: FakeServices, resume: ResumePolicy | None = None) -> AsyncIterator[httpx.AsyncClient]:
     settings = GatewaySettings(
-        port=0, drain_s=30, tokenizer=services.address(TOKENIZER), detokenizer=services.address(DETOKENIZER)
+        port=0, drain_s=30, tokenizer=(services.address(TOKENIZER),), detokenizer=(services.address(DETOKENIZER),)
     )
     gateway = Gateway(Settings(gateway=settings), CollectorRegistry(), resume=resume)
     stopping = asyncio.Event()

@@ -12,13 +12,13 @@ from prometheus_client import CollectorRegistry
 
 from common.models import resolve_model
 from common.requests import GenerateRequest
-from common.rpc.channel import open_channel, renew
+from common.rpc.peers import servers_at
 from common.rpc.server import RpcServer
 from common.tokenization import load_text_model
 from common.types import Admission, RequestFailure, RequestId, RequestOptions, Subject, View
 from gateway.metrics import GatewayMetrics
-from gateway.pipeline.client import TOKENIZER_LINK, GrpcPipeline
-from protos.gen.pando.v1 import detokenizer_pb2_grpc, tokenizer_pb2_grpc
+from gateway.pipeline.client import GrpcPipeline
+from protos.gen.pando.v1 import detokenizer_pb2_grpc
 from services.detokenizer.decoding import DecoderFactory
 from services.detokenizer.service import DetokenizerService
 from services.detokenizer.session import Hub
@@ -69,14 +69,8 @@ async def survive(number: int, direction: str, folder: Path, tokenizer: str, det
     async with AsyncExitStack() as stack:
         path = folder / f"{direction}{number}.sock"
         await stack.enter_async_context(proxy.between(str(path), tokenizer.removeprefix("unix:")))
-        near = await stack.enter_async_context(open_channel(f"unix:{path}"))
-        far = await stack.enter_async_context(open_channel(detokenizer))
-        pipeline = GrpcPipeline(
-            tokenizer_pb2_grpc.TokenizerStub(near),
-            detokenizer_pb2_grpc.DetokenizerStub(far),
-            GatewayMetrics(CollectorRegistry()),
-            renew=lambda link: renew(near if link == TOKENIZER_LINK else far),
-        )
+        metrics = GatewayMetrics(CollectorRegistry())
+        pipeline = GrpcPipeline(servers_at([f"unix:{path}"]), servers_at([detokenizer]), metrics)
         running = asyncio.create_task(pipeline.run())
         try:
             await until(lambda: pipeline.is_linked and pipeline.is_subscribed)

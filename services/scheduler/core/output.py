@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+    from collections.abc import Sequence as OrderedValues
+
+    from numpy.typing import NDArray
+
     from common.types import Finish, TokenIds, TokenLogprob
     from services.scheduler.core.sequence import PromptPart, Sequence
+
+OwnerT = TypeVar("OwnerT")
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,6 +30,36 @@ class Output:
     logprobs: tuple[tuple[int, TokenLogprob], ...]
     finishes: tuple[tuple[int, Finish], ...]
     prompt_logprobs: tuple[PromptPart, ...] = ()
+
+
+def divide(output: Output, owners: Mapping[int, OwnerT], among: OrderedValues[OwnerT]) -> list[tuple[OwnerT, Output]]:
+    """Return the part of `output` that belongs to each of `among`, by the `owners` of its choices' handles.
+
+    The order stays the same. Owners without output are omitted, and the choices of others dropped.
+    """
+    numbers = {id(owner): number for number, owner in enumerate(among)}
+    # [tokens]: the number of each token's owner, -1 for others.
+    found = (numbers.get(id(owners.get(handle)), -1) for handle in output.handles.tolist())
+    parts = np.fromiter(found, np.int32, len(output.handles))
+    divided = []
+    for number, owner in enumerate(among):
+        part = _part_of(output, parts == number, owners, owner)
+        if part is not None:
+            divided.append((owner, part))
+    return divided
+
+
+def _part_of(output: Output, mask: NDArray[np.bool_], owners: Mapping[int, OwnerT], owner: OwnerT) -> Output | None:
+    """Return the part of `output` with the tokens of `mask` [tokens] and the choices of `owner`."""
+    places = np.cumsum(mask) - 1
+    opens = tuple(sequence for sequence in output.opens if owners.get(sequence.handle) is owner)
+    starts = tuple(sequence for sequence in output.starts if owners.get(sequence.handle) is owner)
+    finishes = tuple((handle, finish) for handle, finish in output.finishes if owners.get(handle) is owner)
+    prompt_logprobs = tuple(part for part in output.prompt_logprobs if owners.get(part.handle) is owner)
+    if not (opens or starts or finishes or prompt_logprobs or mask.any()):
+        return None
+    logprobs = tuple((int(places[index]), logprob) for index, logprob in output.logprobs if mask[index])
+    return Output(opens, starts, output.handles[mask], output.token_ids[mask], logprobs, finishes, prompt_logprobs)
 
 
 @dataclass(frozen=True, slots=True)

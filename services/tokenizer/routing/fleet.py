@@ -17,9 +17,9 @@ from services.tokenizer.routing.shared_prefixes import NoSharedPrefixes
 from services.tokenizer.scheduler_link import SchedulerLink
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Iterable, Sequence
 
-    from common.rpc.discovery import Discovery, Found
+    from common.rpc.peers import Servers
     from common.types import Admission, RequestId, ScheduleRequest, SessionGrant, SessionWish, View
     from services.tokenizer.routing.policies import RoutingPolicy
     from services.tokenizer.routing.shared_prefixes import SharedPrefixes
@@ -41,20 +41,18 @@ class Fleet:
 
     def __init__(
         self,
-        discovery: Discovery,
-        connect: Callable[[Found], grpc.aio.Channel],
+        servers: Servers,
         policy: RoutingPolicy,
         discovery_interval_s: float = DISCOVERY_INTERVAL_S,
         prefixes: SharedPrefixes | None = None,
         max_destinations: int = MAX_DESTINATIONS,
     ) -> None:
-        """`discovery` finds groups, `connect` opens channels to them, `policy` selects one for each request.
+        """`servers` are the groups' schedulers, `policy` selects a group for each request.
 
         `prefixes` are those that the groups share; by default each group decides alone. The groups of the latest
         `max_destinations` requests are remembered.
         """
-        self._discovery = discovery
-        self._connect = connect
+        self._servers = servers
         self._policy = policy
         self._discovery_interval_s = discovery_interval_s
         self._prefixes = prefixes or NoSharedPrefixes()
@@ -122,10 +120,10 @@ class Fleet:
             tasks.create_task(self._compare())
             tasks.create_task(self._prefixes.run())
             while True:
-                found = {group.address: group for group in await self._discovery.look()}
+                found = {group.address: group for group in await self._servers.discovery.look()}
                 for address in [address for address in found if address not in running]:
                     self._log.info("replica.found", replica=address)
-                    replica = self._replicas[address] = Replica(address, self._connect(found[address]))
+                    replica = self._replicas[address] = Replica(address, self._servers.connect(found[address]))
                     running[address] = tasks.create_task(replica.run(listener))
                 for address in running.keys() - found.keys():
                     self._log.info("replica.gone", replica=address)

@@ -137,7 +137,7 @@ def test_addresses_are_those_of_containers(name: str) -> None:
         "TOKENIZER__SCHEDULERS",
         "SCHEDULER__DETOKENIZER",
     ):
-        host, port = environment[f"PANDO_{key}"].split(":")
+        host, port = environment[f"PANDO_{key}"].removeprefix("dns:").split(":")
         assert environment[f"PANDO_{host.upper()}__ADDRESS"] == f"0.0.0.0:{port}"
 
 
@@ -235,8 +235,9 @@ def test_two_models_have_separate_services_and_share_one_gateway(monkeypatch: py
     for prefix, (name, backend) in zip(("", "second-"), models.items(), strict=True):
         pipeline = {part: settings_of(f"{prefix}{part}") for part in NAMES[:-1]}
         assert {settings.model.name for settings in pipeline.values()} == {name}
-        assert backend.tokenizer == f"{prefix}tokenizer:50051"
-        assert backend.detokenizer == pipeline["scheduler"].scheduler.detokenizer == f"{prefix}detokenizer:50054"
+        assert backend.tokenizer == (f"dns:{prefix}tokenizer:50051",)
+        detokenizers = (f"dns:{prefix}detokenizer:50054",)
+        assert backend.detokenizer == pipeline["scheduler"].scheduler.detokenizer == detokenizers
         assert backend.schedulers == pipeline["tokenizer"].tokenizer.schedulers == (f"{prefix}scheduler:50052",)
         assert pipeline["scheduler"].scheduler.workers == (f"{prefix}worker:50053",)
         assert str(pipeline["scheduler"].scheduler.rendezvous).startswith(f"{prefix}worker:")

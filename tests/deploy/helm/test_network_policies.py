@@ -156,7 +156,7 @@ def test_a_gateway_of_two_releases_reaches_its_peers_in_both() -> None:
     asked = {
         (gateway.workload["metadata"]["name"], target, port)
         for model in models.values()
-        for address in (model.tokenizer, model.detokenizer, *model.schedulers)
+        for address in (*model.tokenizer, *model.detokenizer, *model.schedulers)
         for target, port in targets_of(both, address)
     }
     within = pipeline_of(releases["front"]) | pipeline_of(releases["large"])
@@ -169,9 +169,9 @@ def pipeline_of(objects: list[Manifest]) -> set[Edge]:
     for each in running(objects):
         settings, source = each.settings, name_of(each.workload, each.template)
         addresses = {
-            "gateway": [settings.gateway.tokenizer, settings.gateway.detokenizer, *settings.gateway.schedulers],
+            "gateway": [*settings.gateway.tokenizer, *settings.gateway.detokenizer, *settings.gateway.schedulers],
             "tokenizer": settings.tokenizer.schedulers,
-            "scheduler": [settings.scheduler.detokenizer, *settings.scheduler.workers],
+            "scheduler": [*settings.scheduler.detokenizer, *settings.scheduler.workers],
         }
         for address in addresses.get(each.service, []):
             # Policies do not concern connections within a pod.

@@ -31,7 +31,7 @@ from tests.deploy.helm.chart import (
 from tests.deploy.helm.value_sets import VALUE_SETS
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
     from pathlib import Path
 
     from pydantic import SecretStr
@@ -75,7 +75,8 @@ def test_every_address_is_that_of_a_service_of_the_release(name: str) -> None:
     gateway = Settings(**settings_of(objects, "gateway")).gateway
     assert gateway.schedulers == Settings(**settings_of(objects, "tokenizer")).tokenizer.schedulers
     detokenizer = Settings(**settings_of(objects, "scheduler")).scheduler.detokenizer
-    for address in (gateway.tokenizer, gateway.detokenizer, detokenizer, *gateway.schedulers):
+    assert gateway.detokenizer == detokenizer
+    for address in (*gateway.tokenizer, *gateway.detokenizer, *gateway.schedulers):
         host, _, port = address.removeprefix("dns:").partition(":")
         assert int(port) in [each["port"] for each in services[host]["ports"]]
         # A name stands for all pods only where the service has no address of its own.
@@ -372,15 +373,20 @@ def test_every_pipeline_address_is_in_its_peer_s_certificate(name: str) -> None:
     for each in running(objects):
         settings = each.settings
         if each.service == "gateway":
-            assert settings.gateway.tokenizer.partition(":")[0] in shown["tokenizer"]
-            assert settings.gateway.detokenizer.partition(":")[0] in shown["detokenizer"]
+            assert host_of(settings.gateway.tokenizer) in shown["tokenizer"]
+            assert host_of(settings.gateway.detokenizer) in shown["detokenizer"]
         if each.service in ("gateway", "tokenizer"):
-            [address] = getattr(settings, each.service).schedulers
-            assert address.removeprefix("dns:").partition(":")[0] in shown["scheduler"]
+            assert host_of(getattr(settings, each.service).schedulers) in shown["scheduler"]
         if each.service == "scheduler":
-            assert settings.scheduler.detokenizer.partition(":")[0] in shown["detokenizer"]
+            assert host_of(settings.scheduler.detokenizer) in shown["detokenizer"]
             for address in settings.scheduler.workers:
                 assert f"*.{address.rpartition(':')[0].partition('.')[2]}" in shown["worker"]
+
+
+def host_of(addresses: Sequence[str]) -> str:
+    """Return the host name of the only address."""
+    [address] = addresses
+    return address.removeprefix("dns:").partition(":")[0]
 
 
 def test_plaintext_is_asked_for_where_there_is_no_tls() -> None:

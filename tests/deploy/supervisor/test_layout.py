@@ -8,7 +8,7 @@ import pytest
 from common.errors import ConfigurationError
 from common.settings import RpcSettings, Settings, TlsSettings
 from deploy.supervisor import layout as layout_module
-from deploy.supervisor.layout import Stage, check_port, free_port, plan_layout
+from deploy.supervisor.layout import Replicas, Stage, check_port, free_port, plan_layout
 
 RUN = Path("/run/pando/8000")
 
@@ -23,8 +23,9 @@ def test_every_service_gets_the_addresses_of_its_peers() -> None:
     layout = plan_layout(Settings(), RUN)
     gateway = layout.find("gateway").settings
     scheduler = layout.find("scheduler")
-    assert gateway.gateway.tokenizer == layout.find("tokenizer").address == f"unix:{RUN}/tokenizer.sock"
-    assert gateway.gateway.detokenizer == scheduler.settings.scheduler.detokenizer == layout.find("detokenizer").address
+    assert gateway.gateway.tokenizer == (layout.find("tokenizer").address,) == (f"unix:{RUN}/tokenizer.sock",)
+    detokenizers = (layout.find("detokenizer").address,)
+    assert gateway.gateway.detokenizer == scheduler.settings.scheduler.detokenizer == detokenizers
     assert layout.find("tokenizer").settings.tokenizer.schedulers == (scheduler.address,)
     assert scheduler.settings.scheduler.workers == (layout.find("worker").address,)
     for name in ("tokenizer", "scheduler", "worker", "detokenizer"):
@@ -46,6 +47,22 @@ def test_ranks_have_their_own_sockets_devices_and_share_of_the_cores(monkeypatch
     assert [worker.settings.worker.device_index for worker in workers] == [2, 3]
     assert [worker.settings.worker.threads for worker in workers] == [4, 4]
     assert {worker.group for worker in workers} == {"worker"}
+
+
+def test_replicas_of_tokenizer_and_detokenizer_are_known_to_their_clients_and_die_alone() -> None:
+    settings = settings_with(tokenizer={"metrics_port": 9100}, detokenizer={"metrics_port": 0})
+    layout = plan_layout(settings, RUN, replicas=Replicas(tokenizers=3, detokenizers=2))
+    tokenizers = [layout.find(f"tokenizer-{number}") for number in range(3)]
+    detokenizers = [layout.find(f"detokenizer-{number}") for number in range(2)]
+    gateway, scheduler = layout.find("gateway").settings.gateway, layout.find("scheduler").settings.scheduler
+    assert gateway.tokenizer == tuple(spec.address for spec in tokenizers)
+    assert gateway.detokenizer == scheduler.detokenizer == tuple(spec.address for spec in detokenizers)
+    assert [spec.settings.tokenizer.address for spec in tokenizers] == list(gateway.tokenizer)
+    assert [spec.settings.tokenizer.metrics_port for spec in tokenizers] == [9100, 9101, 9102]
+    assert [spec.settings.detokenizer.metrics_port for spec in detokenizers] == [0, 0]
+    assert len({spec.group for spec in layout.services}) == len(layout.services) == 8
+    with pytest.raises(ConfigurationError, match="at least 1 tokenizer"):
+        plan_layout(settings, RUN, replicas=Replicas(tokenizers=0))
 
 
 def test_the_worker_starts_first_and_the_gateway_last() -> None:

@@ -37,8 +37,8 @@ def test_each_model_has_separate_services_and_all_share_the_gateway() -> None:
     for model, prefix in layout.models.items():
         its = {name: layout.find(f"{prefix}{name}") for name in ("tokenizer", "scheduler", "detokenizer")}
         backend = layout.find("gateway").settings.gateway.models[model]
-        assert backend.tokenizer == its["tokenizer"].address
-        assert backend.detokenizer == its["scheduler"].settings.scheduler.detokenizer == its["detokenizer"].address
+        assert backend.tokenizer == (its["tokenizer"].address,)
+        assert backend.detokenizer == its["scheduler"].settings.scheduler.detokenizer == (its["detokenizer"].address,)
         assert backend.schedulers == its["tokenizer"].settings.tokenizer.schedulers == (its["scheduler"].address,)
         assert {spec.settings.model.name for spec in its.values()} == {model}
     assert len({spec.address for spec in layout.services}) == len(layout.services)

@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from common.errors import PandoError, PermissionDeniedError
-from common.rpc.channel import open_channel
-from common.rpc.discovery import Discovery
+from common.rpc.peers import servers_at
 from common.rpc.server import RpcServer
 from common.types import ErrorCode
 from gateway.pipeline.administration import GrpcAdministration, SchedulerGroups
@@ -56,7 +55,7 @@ async def running(address: str, scheduler: Scheduler) -> AsyncIterator[None]:
 
 @asynccontextmanager
 async def administration(*addresses: str, token: str | None = TOKEN) -> AsyncIterator[GrpcAdministration]:
-    groups = SchedulerGroups(Discovery(addresses), lambda found: open_channel(found.address))
+    groups = SchedulerGroups(servers_at(addresses))
     try:
         yield GrpcAdministration(groups, token)
     finally:

@@ -11,7 +11,7 @@ from prometheus_client import CollectorRegistry
 
 from common.errors import PandoError
 from common.requests import ChatMessage, ChatPrompt, GenerateRequest
-from common.rpc.channel import open_channel
+from common.rpc.peers import servers_at
 from common.rpc.sessions import SessionsClient
 from common.types import (
     Admission,
@@ -25,8 +25,9 @@ from common.types import (
     View,
 )
 from gateway.metrics import GatewayMetrics
-from gateway.pipeline.client import GrpcModel, GrpcPipeline, PipelineReadiness
-from protos.gen.pando.v1 import common_pb2, detokenizer_pb2_grpc, tokenizer_pb2_grpc
+from gateway.pipeline.client import GrpcPipeline
+from gateway.pipeline.model import GrpcModel, PipelineReadiness
+from protos.gen.pando.v1 import common_pb2, tokenizer_pb2_grpc
 from tests.fakes.pipeline_servers import DETOKENIZER, TOKENIZER, FakeServices, pipeline_servers
 from tests.waiting import until
 
@@ -70,19 +71,17 @@ class Connected:
 
 @asynccontextmanager
 async def connected(services: FakeServices) -> AsyncIterator[Connected]:
-    tokenizer, detokenizer = open_channel(services.address(TOKENIZER)), open_channel(services.address(DETOKENIZER))
-    stub = tokenizer_pb2_grpc.TokenizerStub(tokenizer)
-    metrics = GatewayMetrics(CollectorRegistry())
-    pipeline = GrpcPipeline(stub, detokenizer_pb2_grpc.DetokenizerStub(detokenizer), metrics)
+    tokenizers, detokenizers = servers_at([services.address(TOKENIZER)]), servers_at([services.address(DETOKENIZER)])
+    pipeline = GrpcPipeline(tokenizers, detokenizers, GatewayMetrics(CollectorRegistry()))
+    channel = pipeline.tokenizer_channel()
+    model = GrpcModel(tokenizer_pb2_grpc.TokenizerStub(channel), SessionsClient(channel))
     running = asyncio.create_task(pipeline.run())
     try:
-        yield Connected(pipeline, GrpcModel(stub, SessionsClient(tokenizer)), PipelineReadiness(pipeline, tokenizer))
+        yield Connected(pipeline, model, PipelineReadiness(pipeline))
     finally:
         running.cancel()
         with contextlib.suppress(asyncio.CancelledError):
             await running
-        await tokenizer.close()
-        await detokenizer.close()
 
 
 def request(name: str = "r1", n: int = 1) -> GenerateRequest:
@@ -271,6 +270,7 @@ async def test_readiness_names_the_missing_services(tmp_path: Path) -> None:
 
 async def test_questions_to_the_tokenizer(tmp_path: Path) -> None:
     async with pipeline_servers(tmp_path) as services, connected(services) as client:
+        await up(client)
         card = await client.model.get_model()
         assert (card.name, card.max_context_tokens, card.created_unix_s) == ("tiny", 2048, 5)
         assert (await client.model.tokenize(ANN, "hi", add_special_tokens=True)).tokens == ("h", "i")

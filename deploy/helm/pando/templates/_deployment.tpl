@@ -10,7 +10,7 @@ spec:
   replicas: 1
   strategy: {type: Recreate}
   {{- else }}
-  {{- if eq $values.autoscaling.mode "off" }}
+  {{- if eq (dig "autoscaling" "mode" "off" $values) "off" }}
   replicas: {{ $values.replicas }}
   {{- end }}
   strategy:

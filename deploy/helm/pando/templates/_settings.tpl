@@ -41,7 +41,7 @@ detokenizer: [log, rpc, metrics, model, detokenizer]
 {{- $_ := set $own $service (dict "address" $listen "metrics_port" (int $facts.metrics)) -}}
 {{- end -}}
 {{- $peer := dict -}}
-{{- range $service, $facts := $pipeline }}{{ $_ := set $peer $service (printf "%s-%s:%d" $name $service (int $facts.port)) }}{{ end -}}
+{{- range $service, $facts := $pipeline }}{{ $_ := set $peer $service (list (printf "dns:%s-%ss:%d" $name $service (int $facts.port))) }}{{ end -}}
 {{- $gateway := dict "host" $interface "port" (int $pipeline.gateway.port) "metrics_port" (int $pipeline.gateway.metrics) -}}
 {{- $_ := merge $gateway (dict "tokenizer" $peer.tokenizer "detokenizer" $peer.detokenizer "drain_s" (int .Values.gateway.drainSeconds)) -}}
 {{- /* Host names of requests that a service mesh's sidecar may forward over loopback. */}}

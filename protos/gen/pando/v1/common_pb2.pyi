@@ -291,7 +291,9 @@ class ReplyTo(_message.Message):
     subscriber_id: _builtins.str
     """The id of the gateway process in its open `Detokenizer.Subscribe` call."""
     detokenizer: _builtins.str
-    """Address of the detokenizer to which that gateway subscribed; absent: the scheduler's only one."""
+    """The detokenizer to which that gateway subscribed: the name that its process states in the first metadata of its
+    streams (pando-process). Absent: the scheduler's only one.
+    """
     def __init__(
         self,
         *,

@@ -72,11 +72,12 @@ def make_request(
     pooling: Pooling | None = None,
     scored_from: int | None = None,
     grammar: Grammar | None = None,
+    detokenizer: str | None = None,
 ) -> ScheduleRequest:
     return ScheduleRequest(
         request_id=RequestId(request_id),
         view=View(Subject(tenant, user)),
-        reply_to=ReplyTo(SubscriberId("gateway")),
+        reply_to=ReplyTo(SubscriberId("gateway"), detokenizer),
         token_ids=np.array(prompt, np.int32),
         options=RequestOptions(
             SamplingParams(temperature=0.0, grammar=grammar),

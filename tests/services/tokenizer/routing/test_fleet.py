@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from common.errors import UnavailableError
-from common.rpc.channel import open_channel
-from common.rpc.discovery import Discovery
+from common.rpc.peers import servers_at
 from common.rpc.server import RpcServer
 from common.rpc.sessions import SessionsService
 from common.types import RequestId, RequestOptions, SessionWish, Subject, View
@@ -103,10 +102,8 @@ class Tier:
     async def run(self, policy: RoutingPolicy) -> AsyncIterator[Fleet]:
         for group in self.groups:
             await group.start()
-        discovery = Discovery(self.configured)
         fleet = Fleet(
-            discovery,
-            lambda found: open_channel(found.address),
+            servers_at(self.configured),
             policy,
             discovery_interval_s=0.05,
             max_destinations=self._max_destinations,
