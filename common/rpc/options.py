@@ -20,11 +20,11 @@ CHANNEL_OPTIONS: list[tuple[str, int | str]] = [
     ("grpc.http2.max_pings_without_data", 0),
     # The bandwidth-delay probe enlarges windows, so that megabytes are buffered for a stalled reader.
     ("grpc.http2.bdp_probe", 0),
-    # Reconnect to a restarted service within a second; the default is up to two minutes.
-    ("grpc.initial_reconnect_backoff_ms", 100),
+    # Reconnect to a restarted service at once; the default pause is up to two minutes.
+    ("grpc.initial_reconnect_backoff_ms", 50),
     # Despite its name, the timeout of a connection attempt: with less, attempts at a busy machine fail needlessly.
     ("grpc.min_reconnect_backoff_ms", 3_000),
-    ("grpc.max_reconnect_backoff_ms", 1_000),
+    ("grpc.max_reconnect_backoff_ms", 250),
 ]
 
 SERVER_OPTIONS: list[tuple[str, int]] = [

@@ -40,7 +40,7 @@ NUMBERED = "numbered"
 # The name of the server's process, by which other services find the same one.
 PROCESS_KEY = "pando-process"
 FIRST_PAUSE_S = 0.05
-MAX_PAUSE_S = 1.0
+MAX_PAUSE_S = 0.25
 # A peer that is up accepts a stream within milliseconds; a longer wait means that its connection is dead.
 ACCEPT_TIMEOUT_S = 3.0
 HEARTBEAT_S = 1.0

@@ -27,6 +27,14 @@ RECONNECT_S = 0.2
 # A failure during loading is likely to repeat: pauses double up to this limit.
 MAX_RECONNECT_S = 5.0
 WATCH_INTERVAL_S = 1.0
+HEARTBEAT_S = 1.0
+# Heartbeats in a row without an answer after which a rank counts as lost, with it all rows: if another group would
+# serve their requests, and if they can only wait for the rank. They are counted, as a process that was stopped itself
+# would measure a long time.
+SILENT_BEATS = 3
+SILENT_BEATS_ALONE = 10
+# Heartbeats in a row in which no result arrived and a rank had no plan, although some are in flight.
+IDLE_BEATS = 3
 # Time to wait for the other ranks' errors after one has failed.
 REASON_GRACE_S = 0.5
 
@@ -51,6 +59,10 @@ class GroupListener(Protocol):
 
     def on_transfer(self, ack: TransferAck) -> None:
         """All ranks have finished a transfer."""
+
+    @property
+    def has_others(self) -> bool:
+        """Whether another group would serve requests now."""
 
     def on_lost(self, *, out_of_memory: bool) -> None:
         """The group is lost with all rows and all KV; `out_of_memory`: its last steps were too large."""
@@ -156,7 +168,7 @@ class WorkerGroup:
                 self._has_engine_failed = processes != self._processes
             self._processes = processes
             self._listener.on_ready(capacity, engine_failed=self._has_engine_failed)
-            await self._serve()
+            await self._serve(ranks)
         finally:
             self._first = None
             for stream in self._streams:
@@ -191,21 +203,22 @@ class WorkerGroup:
         )
         return replace(capacities[0], has_storage=has_storage)
 
-    async def _serve(self) -> None:
+    async def _serve(self, ranks: list[RankConnection]) -> None:
         """Read all ranks' results until one of them fails."""
         readers = [asyncio.create_task(self._read(stream, rank)) for rank, stream in enumerate(self._streams)]
-        watch = asyncio.create_task(self._watch())
+        watches = [asyncio.create_task(self._watch())]
+        watches += [asyncio.create_task(self._watch_rank(number, rank)) for number, rank in enumerate(ranks)]
         try:
-            done, _ = await asyncio.wait([*readers, watch], return_when=asyncio.FIRST_COMPLETED)
+            done, _ = await asyncio.wait([*readers, *watches], return_when=asyncio.FIRST_COMPLETED)
             self._is_losing = True
             if len(readers) > 1:
                 # A failing rank makes others fail, and their errors may arrive first; only its own error has the cause.
                 done = (await asyncio.wait(readers, timeout=REASON_GRACE_S))[0] | done
             raise _most_informative([error for task in done if (error := task.exception()) is not None])
         finally:
-            for task in (*readers, watch):
+            for task in (*readers, *watches):
                 task.cancel()
-            await asyncio.gather(*readers, watch, return_exceptions=True)
+            await asyncio.gather(*readers, *watches, return_exceptions=True)
 
     async def _read(self, stream: PlanStream, rank: int) -> None:
         async for result in stream.results():
@@ -230,6 +243,29 @@ class WorkerGroup:
             silence = time.monotonic() - self._last_sign
             if self._plans_in_flight and silence > self._timeout_s:
                 raise EngineFailedError(f"no result for {silence:.0f} s")
+
+    async def _watch_rank(self, number: int, rank: RankConnection) -> None:
+        """Fail the group if a rank does not answer heartbeats, has lost plans or results, or if its engine hangs.
+
+        Heartbeats use the connection of the plans, so that they also notice if it loses messages.
+        """
+        loop, silent, idle = asyncio.get_running_loop(), 0, 0
+        while True:
+            next_at = loop.time() + HEARTBEAT_S
+            last_sign = self._last_sign
+            pulse = await rank.pulse(HEARTBEAT_S)
+            silent = silent + 1 if pulse is None else 0
+            if silent >= (SILENT_BEATS if self._listener.has_others else SILENT_BEATS_ALONE):
+                raise RankLostError(f"rank {number} has not answered {silent} heartbeats")
+            if pulse is not None and self._plans_in_flight and pulse.engine_age_s > self._timeout_s:
+                raise EngineFailedError(
+                    f"the engine of rank {number} has made no progress for {pulse.engine_age_s:.0f} s"
+                )
+            await asyncio.sleep(max(0.0, next_at - loop.time()))
+            is_waiting = self._plans_in_flight and self._last_sign == last_sign
+            idle = idle + 1 if pulse is not None and pulse.open_plans == 0 and is_waiting else 0
+            if idle >= IDLE_BEATS:
+                raise RankLostError(f"plans to rank {number} or its results were lost")
 
 
 def _most_informative(errors: list[BaseException]) -> BaseException:

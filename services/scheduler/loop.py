@@ -55,7 +55,7 @@ PLANS_IN_FLIGHT = 2
 CHECKED_PATHS = 8
 # Seconds without workers after which requests are handed back for another group; ranks that restart after an error of a
 # step are ready sooner, with the rows' order kept.
-HAND_BACK_S = 3.0
+HAND_BACK_S = 1.0
 SHOWN_VIOLATIONS = 5  # per log line; one defect may show on many paths
 
 
@@ -152,6 +152,11 @@ class SchedulerLoop:
             self._has_others.add(tokenizer)
         else:
             self._has_others.discard(tokenizer)
+
+    @property
+    def has_others(self) -> bool:
+        """Whether another group would serve requests now."""
+        return bool(self._has_others)
 
     def refuse_new(self) -> None:
         """Refuse new requests; open ones continue."""
@@ -385,7 +390,7 @@ class SchedulerLoop:
             return
         if self._away_since is None:
             self._away_since = self.now
-        if self._has_others and self.now - self._away_since > HAND_BACK_S and any(core.open_sequences):
+        if self.has_others and self.now - self._away_since > HAND_BACK_S and any(core.open_sequences):
             self._log.warning("requests.handed_back", requests=sum(1 for _ in core.open_sequences))
             core.fail_all(UnavailableError("the workers of this group are away", retry_after_ms=1000))
 

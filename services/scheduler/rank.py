@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import grpc
@@ -39,6 +40,17 @@ class EngineFailedError(RankLostError):
         self.out_of_memory = out_of_memory
 
 
+@dataclass(frozen=True, slots=True)
+class Pulse:
+    """The answer to a heartbeat: the seconds since the engine last made progress or idled, and its plans.
+
+    `open_plans` are those that it has received and not finished; None: its version does not count them.
+    """
+
+    engine_age_s: float
+    open_plans: int | None
+
+
 class RankConnection:
     """Calls one rank over its channel."""
 
@@ -51,6 +63,15 @@ class RankConnection:
         request = worker_pb2.GetWorkerStateRequest()
         state = await self._stub.GetState(request, timeout=STATE_TIMEOUT_S, wait_for_ready=True)
         return state.process
+
+    async def pulse(self, timeout_s: float) -> Pulse | None:
+        """Return the rank's answer to a heartbeat; None if there is none in time."""
+        try:
+            state = await self._stub.GetState(worker_pb2.GetWorkerStateRequest(), timeout=timeout_s)
+        except grpc.aio.AioRpcError:
+            return None
+        open_plans = state.open_plans if state.HasField("open_plans") else None
+        return Pulse(state.heartbeat_age_ms / 1000, open_plans)
 
     async def configure(self, spec: EngineSpec, *, resumes: bool) -> EngineCapacity:
         """Configure the rank and return its capacity; progress is logged. It `resumes` if requests are open.

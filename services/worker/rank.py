@@ -55,6 +55,7 @@ class WorkerSnapshot:
     open_rows: int
     finished_passes: int
     heartbeat_age_s: float
+    open_plans: int
 
 
 @dataclass(slots=True)
@@ -106,7 +107,7 @@ class Rank:
         """Return the rank's current state."""
         return WorkerSnapshot(
             self._state, self._spec, self._capacity, self._engine.open_rows, self._finished_passes,
-            self._thread.heartbeat_age_s,
+            self._thread.heartbeat_age_s, 0 if self._session is None else self._session.open_plans,
         )  # fmt: skip
 
     async def configure(self, spec: EngineSpec, report: ProgressReport) -> EngineCapacity:

@@ -115,6 +115,7 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
             finished_steps=snapshot.finished_passes,
             heartbeat_age_ms=int(snapshot.heartbeat_age_s * 1000),
             process=self._process,
+            open_plans=snapshot.open_plans,
         )
 
     async def StartProfile(  # noqa: N802

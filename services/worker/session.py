@@ -40,6 +40,11 @@ class ExecuteSession:
         self._has_all_plans = False
         self._outcomes: asyncio.Queue[StepResult | Exception | None] = asyncio.Queue()
 
+    @property
+    def open_plans(self) -> int:
+        """Number of plans whose last result has not been consumed."""
+        return self._open_plans
+
     async def submit(self, plan: StepPlan) -> None:
         """Queue a plan; waits while too many are open."""
         await self._credits.acquire()

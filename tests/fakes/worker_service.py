@@ -48,6 +48,13 @@ class FakeWorkerService(worker_pb2_grpc.WorkerServicer):
         self.compiling = 0
         self.grammar_refusal: str | None = None
         self.hangs = False
+        # Calls of GetState wait while it is cleared; `heartbeat_age_s` is what they report of the engine.
+        self.answers = asyncio.Event()
+        self.answers.set()
+        self.heartbeat_age_s = 0.0
+        # None: as a worker of an earlier version. A lost plan is neither run nor counted.
+        self.open_plans: int | None = None
+        self.loses_plans = False
         self.step_s = 0.0
         # Passes that a transfer takes; those that are done together are acknowledged last first.
         self.transfer_passes = 1
@@ -55,7 +62,11 @@ class FakeWorkerService(worker_pb2_grpc.WorkerServicer):
     async def GetState(
         self, request: worker_pb2.GetWorkerStateRequest, context: Context
     ) -> worker_pb2.GetWorkerStateResponse:
-        return worker_pb2.GetWorkerStateResponse(state="READY", process=self.process)
+        await self.answers.wait()
+        age_ms = round(self.heartbeat_age_s * 1000)
+        return worker_pb2.GetWorkerStateResponse(
+            state="READY", process=self.process, heartbeat_age_ms=age_ms, open_plans=self.open_plans
+        )
 
     async def PrepareGrammar(
         self, request: worker_pb2.PrepareGrammarRequest, context: Context
@@ -117,6 +128,8 @@ class FakeWorkerService(worker_pb2_grpc.WorkerServicer):
         async for message in request_iterator:
             if self.hangs:
                 await asyncio.Event().wait()
+            if self.loses_plans:
+                continue
             plan = plan_from_wire(message)
             self.plans.append(plan)
             if self.fail_at_step is not None and plan.step_id >= self.fail_at_step:

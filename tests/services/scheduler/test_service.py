@@ -275,6 +275,84 @@ async def test_a_hanging_worker_is_treated_as_dead(tmp_path: Path) -> None:
     await pipeline.stop()
 
 
+@pytest.mark.parametrize("rank", [0, 1])
+async def test_a_rank_that_does_not_answer_heartbeats_is_treated_as_dead(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rank: int
+) -> None:
+    monkeypatch.setattr("services.scheduler.group.HEARTBEAT_S", 0.1)
+    pipeline = Pipeline(tmp_path)
+    silent, other = pipeline.workers[rank], pipeline.workers[1 - rank]
+    await pipeline.start()
+    await pipeline.ready()
+    # Longer than the heartbeats that it may miss, although its results still arrive.
+    silent.step_s = 0.1
+    await pipeline.submit("slow", max_tokens=60)
+    await until(lambda: pipeline.detokenizer.output_of("slow"))
+    silent.answers.clear()
+    await until_state(pipeline, lambda state: state.worker_group == "FAILED")
+    silent.answers.set()
+    await until(lambda: len(other.configured) > 1)
+    silent.step_s = 0.0
+    await pipeline.finished("slow")
+    assert pipeline.detokenizer.output_of("slow") == output(60)
+    await pipeline.stop()
+
+
+async def test_a_silent_rank_is_given_up_sooner_if_another_group_would_serve(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("services.scheduler.group.HEARTBEAT_S", 0.1)
+    monkeypatch.setattr("services.scheduler.group.SILENT_BEATS_ALONE", 1_000_000)
+    pipeline = Pipeline(tmp_path)
+    await pipeline.start()
+    await pipeline.ready()
+    await pipeline.note_others(serve=True)
+    pipeline.workers[1].answers.clear()
+    await until_state(pipeline, lambda state: state.worker_group == "FAILED")
+    pipeline.workers[1].answers.set()
+    await pipeline.ready()
+    await pipeline.stop()
+
+
+async def test_a_rank_whose_engine_hangs_is_treated_as_dead_also_if_it_reports_no_tokens(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("services.scheduler.group.HEARTBEAT_S", 0.1)
+    pipeline = Pipeline(tmp_path, worker_timeout_s=20)
+    await pipeline.start()
+    await pipeline.ready()
+    first, second = pipeline.workers
+    first.step_s = 0.1
+    await pipeline.submit("slow", max_tokens=60)
+    await until(lambda: pipeline.detokenizer.output_of("slow"))
+    second.heartbeat_age_s = 21.0
+    await until(lambda: len(second.configured) > 1)
+    first.step_s = second.heartbeat_age_s = 0.0
+    await pipeline.finished("slow")
+    assert pipeline.detokenizer.output_of("slow") == output(60)
+    await pipeline.stop()
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+async def test_lost_plans_are_noticed_by_a_rank_that_has_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rank: int
+) -> None:
+    monkeypatch.setattr("services.scheduler.group.HEARTBEAT_S", 0.1)
+    pipeline = Pipeline(tmp_path)
+    await pipeline.start()
+    await pipeline.ready()
+    worker = pipeline.workers[rank]
+    # Rank 0 waits in vain for the others: as in a collective.
+    pipeline.workers[0].loses_plans = True
+    worker.open_plans = 0
+    await pipeline.submit("slow")
+    await until(lambda: len(worker.configured) > 1)
+    pipeline.workers[0].loses_plans, worker.open_plans = False, None
+    await pipeline.finished("slow")
+    assert pipeline.detokenizer.output_of("slow") == output()
+    await pipeline.stop()
+
+
 async def test_prefixes_come_back_from_the_host_of_ranks_that_take_different_times(tmp_path: Path) -> None:
     pipeline = Pipeline(tmp_path, host_tier={"pages": 64}, device_pages=16)
     for worker, passes in zip(pipeline.workers, (5, 1), strict=True):

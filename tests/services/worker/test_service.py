@@ -27,6 +27,7 @@ from services.worker.grammars.desk import GrammarDesk, GrammarLimits
 from services.worker.grammars.process import CompileProcesses
 from services.worker.rank import Rank
 from services.worker.service import WorkerService
+from tests import waiting
 from tests.fakes.engine import ScriptedEngine, raises, wait_for
 from tests.services.worker.engine.scenario import chunk, open_row, tokens_by_row
 
@@ -380,7 +381,8 @@ async def test_out_of_memory_is_reported_as_such_and_a_single_rank_keeps_its_wei
     assert result.out_of_memory
     assert result.error == "no room for 4096 tokens"
     assert (await get_state(stub)).state == "FAILED"
-    assert engine.calls == ["configure", tidied]
+    # On the engine's thread.
+    await waiting.until(lambda: engine.calls == ["configure", tidied])
 
 
 async def test_an_idle_rank_is_kept_warm_and_a_busy_one_is_not(serve: Serve) -> None:

@@ -1044,6 +1044,7 @@ class GetWorkerStateResponse(_message.Message):
     FINISHED_STEPS_FIELD_NUMBER: _builtins.int
     HEARTBEAT_AGE_MS_FIELD_NUMBER: _builtins.int
     PROCESS_FIELD_NUMBER: _builtins.int
+    OPEN_PLANS_FIELD_NUMBER: _builtins.int
     state: _builtins.str
     """IDLE (not configured), CONFIGURING, READY or FAILED."""
     rank: _builtins.int
@@ -1055,6 +1056,10 @@ class GetWorkerStateResponse(_message.Message):
     """Milliseconds since the last heartbeat of the engine's loop."""
     process: _builtins.str
     """Random name of the worker's process: another one shows that the worker has been restarted."""
+    open_plans: _builtins.int
+    """Plans that the worker has received and whose last result it has not sent. A scheduler that waits for results of a
+    worker without any has lost a message. Absent from workers that do not count them.
+    """
     @_builtins.property
     def capacity(self) -> Global___WorkerCapacity: ...
     def __init__(
@@ -1069,14 +1074,20 @@ class GetWorkerStateResponse(_message.Message):
         finished_steps: _builtins.int = ...,
         heartbeat_age_ms: _builtins.int = ...,
         process: _builtins.str = ...,
+        open_plans: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_capacity", b"_capacity", "capacity", b"capacity"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_capacity", b"_capacity", "_open_plans", b"_open_plans", "capacity", b"capacity", "open_plans", b"open_plans"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_capacity", b"_capacity", "capacity", b"capacity", "finished_steps", b"finished_steps", "heartbeat_age_ms", b"heartbeat_age_ms", "model", b"model", "open_rows", b"open_rows", "process", b"process", "rank", b"rank", "state", b"state", "world_size", b"world_size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_capacity", b"_capacity", "_open_plans", b"_open_plans", "capacity", b"capacity", "finished_steps", b"finished_steps", "heartbeat_age_ms", b"heartbeat_age_ms", "model", b"model", "open_plans", b"open_plans", "open_rows", b"open_rows", "process", b"process", "rank", b"rank", "state", b"state", "world_size", b"world_size"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__capacity: _TypeAlias = _typing.Literal["capacity"]  # noqa: Y015
     _WhichOneofArgType__capacity: _TypeAlias = _typing.Literal["_capacity", b"_capacity"]  # noqa: Y015
+    _WhichOneofReturnType__open_plans: _TypeAlias = _typing.Literal["open_plans"]  # noqa: Y015
+    _WhichOneofArgType__open_plans: _TypeAlias = _typing.Literal["_open_plans", b"_open_plans"]  # noqa: Y015
+    @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__capacity) -> _WhichOneofReturnType__capacity | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__open_plans) -> _WhichOneofReturnType__open_plans | None: ...
 
 Global___GetWorkerStateResponse: _TypeAlias = GetWorkerStateResponse  # noqa: Y015
 
