@@ -52,6 +52,12 @@ class Fault:
     reconnects: int = 0
     # One of the faults of the short campaign.
     is_short: bool = False
+    # It ends the system, which has to finish what is open; no request begins after it.
+    ends: bool = False
+
+
+class BrokenPromiseError(Exception):
+    """What a service has kept is gone, or it refuses what it could do."""
 
 
 def all_faults() -> list[Fault]:
@@ -61,10 +67,14 @@ def all_faults() -> list[Fault]:
         *_stops("one", STOPS_S),
         *_link_faults("one"),
         *_redis_faults("one"),
+        _upgrade("one"),
+        *_endings("one"),
         *_flips(),
+        *_disk_faults(),
         *_kills("two"),
         *_stops("two", (8, 40)),
         *_link_faults("two"),
+        _upgrade("two"),
     ]
 
 
@@ -205,6 +215,11 @@ def _redis_faults(setting: str) -> Iterator[Fault]:
     yield Fault(f"{setting}/redis-killed", setting, _redis_killed(REDIS_AWAY_S))
     yield Fault(f"{setting}/redis-restarted", setting, _redis_killed(0.0), is_short=True)
     yield Fault(f"{setting}/redis-hung", setting, _redis_hung)
+    read_only = _writes_refused("REPLICAOF", "127.0.0.1", "1", undo=("REPLICAOF", "NO", "ONE"))
+    yield Fault(f"{setting}/redis-read-only", setting, read_only)
+    full = _writes_refused("CONFIG", "SET", "maxmemory", "1", undo=("CONFIG", "SET", "maxmemory", "0"))
+    yield Fault(f"{setting}/redis-full", setting, full)
+    yield Fault(f"{setting}/redis-records-damaged", setting, _records_damaged)
 
 
 def _redis_killed(away_s: float) -> Callable[[System], Awaitable[float]]:
@@ -222,3 +237,154 @@ async def _redis_hung(system: System) -> float:
     await asyncio.sleep(LINK_FAULT_S)
     system.redis.signal(signal.SIGCONT)
     return 0.0
+
+
+def _writes_refused(*command: str, undo: tuple[str, ...]) -> Callable[[System], Awaitable[float]]:
+    """Let the state server refuse writes between two commands."""
+
+    async def inject(system: System) -> float:
+        with system.redis.client() as client:
+            await asyncio.to_thread(client.execute_command, *command)
+            await asyncio.sleep(LINK_FAULT_S)
+            await asyncio.to_thread(client.execute_command, *undo)
+        return 0.0
+
+    return inject
+
+
+async def _records_damaged(system: System) -> float:
+    """Overwrite owners and chunks of all recorded answers, which a gateway then cannot continue."""
+    with system.redis.client() as client:
+        for key in client.scan_iter("*item:*"):
+            client.hset(key, "owner", "somebody:1")
+        for key in client.scan_iter("*chunks:*"):
+            client.lset(key, 0, "damaged")
+    await asyncio.sleep(1.0)
+    return 0.0
+
+
+# --- upgrades and ends ------------------------------------------------------------------------------------------------
+
+
+def _upgrade(setting: str) -> Fault:
+    """Replace all services in order, as an upgrade does: each drains, ends, and starts again."""
+
+    async def inject(system: System) -> float:
+        longest = 0.0
+        groups = [[name for name in system.services if name.endswith(f"-{number}")] for number in range(system.groups)]
+        together = groups if system.groups > 1 else [["scheduler", "worker"]]
+        for names in [*together, ["detokenizer"], ["tokenizer"], ["gateway"]]:
+            since = time.monotonic()
+            for name in names:
+                system.kill(name, signal.SIGINT)
+            longest = max([longest, *[await system.until_up_again(name, since) for name in names]])
+            await system.until_ready()
+        return longest
+
+    # The only gateway drains, but ends what is open after its `drain_s`.
+    return Fault(f"{setting}/upgrade", setting, inject, 1, is_short=setting == "one")
+
+
+def _endings(setting: str) -> Iterator[Fault]:
+    """systemd sends SIGTERM to all processes of a unit at once, and again while they end."""
+    yield Fault(f"{setting}/systemd-stop", setting, _end(None), is_short=True, ends=True)
+    for name in ("tokenizer", "scheduler", "worker", "detokenizer"):
+        yield Fault(f"{setting}/systemd-stop-kill-{name}", setting, _end(name), ends=True)
+
+
+def _end(killed: str | None) -> Callable[[System], Awaitable[float]]:
+    async def inject(system: System) -> float:
+        ending = asyncio.create_task(system.end())
+        for _ in range(2):
+            for name in system.services:
+                system.kill(name, signal.SIGTERM)
+            await asyncio.sleep(0.1)
+        since = time.monotonic()
+        if killed is not None:
+            system.kill(killed)
+        await ending
+        # It is started again only while open requests need it.
+        return max((at - since for at in system.reporter.came_up.get(killed or "", ()) if at > since), default=0.0)
+
+    return inject
+
+
+# --- disks ------------------------------------------------------------------------------------------------------------
+
+KEYRING = "keyring.db"
+RESPONSES = "responses.sqlite"
+STORES_AGAIN_S = 15.0
+HOLDERS = {KEYRING: "scheduler", RESPONSES: "gateway"}
+
+
+def _disk_faults() -> Iterator[Fault]:
+    """Stored responses, the keyring and stored pages are on one disk; its users are restarted meanwhile."""
+    for name, service in HOLDERS.items():
+        what, reconnects = name.partition(".")[0], _reconnects(service)
+        yield Fault(f"disk/{what}-full", "disk", _full(name), reconnects, is_short=name == RESPONSES)
+        yield Fault(f"disk/{what}-read-only", "disk", _read_only(name), reconnects)
+        yield Fault(f"disk/{what}-damaged", "disk", _damaged(name), reconnects)
+
+
+def _full(name: str) -> Callable[[System], Awaitable[float]]:
+    async def inject(system: System) -> float:
+        kept = await system.store_response()
+        async with system.disk.full():
+            await system.try_to_store()
+            own_s = await _restarted(system, HOLDERS[name])
+            await system.until_ready()
+            await system.try_to_store()
+        await _check_kept(system, kept)
+        return own_s
+
+    return inject
+
+
+def _read_only(name: str) -> Callable[[System], Awaitable[float]]:
+    async def inject(system: System) -> float:
+        kept = await system.store_response()
+        since = time.monotonic()
+        # Processes that have files open for writing keep a disk from becoming read-only.
+        users = ["gateway", "scheduler", "worker"]
+        for user in users:
+            system.kill(user)
+        async with system.disk.read_only():
+            own_s = max([await system.until_up_again(user, since) for user in users])
+            await system.until_ready()
+            await system.try_to_store()
+            await asyncio.sleep(LINK_FAULT_S)
+        # Files that could only be read are opened for writing by a process that starts.
+        own_s = max(own_s, await _restarted(system, HOLDERS[name]))
+        await system.until_ready()
+        await _check_kept(system, kept)
+        return own_s
+
+    return inject
+
+
+def _damaged(name: str) -> Callable[[System], Awaitable[float]]:
+    async def inject(system: System) -> float:
+        await system.store_response()
+        system.disk.damage(name)
+        own_s = await _restarted(system, HOLDERS[name])
+        await system.until_ready()
+        await _check_kept(system, await system.store_response())
+        return own_s
+
+    return inject
+
+
+async def _restarted(system: System, name: str) -> float:
+    since = time.monotonic()
+    system.kill(name)
+    return await system.until_up_again(name, since)
+
+
+async def _check_kept(system: System, response_id: str) -> None:
+    if not await system.has_response(response_id):
+        raise BrokenPromiseError("a response that had been stored is gone")
+    give_up_at = time.monotonic() + STORES_AGAIN_S
+    while not await system.try_to_store():
+        if time.monotonic() > give_up_at:
+            raise BrokenPromiseError(f"responses are not stored again within {STORES_AGAIN_S:g} s")
+        await asyncio.sleep(0.5)

@@ -120,8 +120,6 @@ class Exchange:
     # The longest time without an event, in seconds, reconnecting included; the first event counts from the request.
     pause_s: float = 0.0
     last_event_at: float = field(default_factory=time.monotonic)
-    # Whether the gateway was not there when the client connected.
-    was_away: bool = False
     # Why it was lost.
     failure: str | None = None
 
@@ -176,9 +174,9 @@ def _logprobs(reported: Mapping[str, Any] | None) -> list[tuple[float, ...]]:
 class RefusedError(Exception):
     """The gateway answered with a status of failure; `passes`: a retry may help."""
 
-    def __init__(self, status: int, text: str) -> None:
+    def __init__(self, status: int, text: str, *, passes: bool) -> None:
         super().__init__(f"status {status}: {text[:200]}")
-        self.passes = status == httpx.codes.SERVICE_UNAVAILABLE
+        self.passes = passes
 
 
 class StreamError(Exception):
@@ -186,9 +184,14 @@ class StreamError(Exception):
 
 
 class Client:
-    """Sends requests to a gateway, and continues streams whose connection broke."""
+    """Sends requests to a gateway, and continues streams whose connection broke.
 
-    def __init__(self, url: str) -> None:
+    If the gateway itself is to be replaced (`expects_replacement`), refusals with a hint to retry are followed, as all
+    SDKs do.
+    """
+
+    def __init__(self, url: str, *, expects_replacement: bool = False) -> None:
+        self._expects_replacement = expects_replacement
         self._http = httpx.AsyncClient(
             base_url=url,
             timeout=httpx.Timeout(SILENCE_S, connect=10.0),
@@ -227,7 +230,6 @@ class Client:
             except httpx.ReadTimeout:
                 raise
             except (httpx.ConnectError, httpx.ConnectTimeout) as error:
-                exchange.was_away = True
                 if time.monotonic() > give_up_at:
                     raise httpx.ConnectError("the gateway did not come back") from error
             except httpx.TransportError:
@@ -236,8 +238,8 @@ class Client:
                     return False
                 raise
             except RefusedError as error:
-                # A gateway that has just started refuses until its services are connected.
-                if not ((exchange.reconnects or exchange.was_away) and error.passes) or time.monotonic() > give_up_at:
+                # A gateway that is ending, or has just started, refuses.
+                if not (self._expects_replacement and error.passes) or time.monotonic() > give_up_at:
                     raise
             await asyncio.sleep(RECONNECT_PAUSE_S)
 
@@ -249,7 +251,8 @@ class Client:
         """
         async with self._http.stream("POST", exchange.case.path, json=dict(body), headers=dict(headers)) as answer:
             if answer.status_code != httpx.codes.OK:
-                raise RefusedError(answer.status_code, (await answer.aread()).decode(errors="replace"))
+                text = (await answer.aread()).decode(errors="replace")
+                raise RefusedError(answer.status_code, text, passes="retry-after" in answer.headers)
             async for event_id, data in _events(answer):
                 exchange.note_event()
                 if event_id is not None:
@@ -278,10 +281,10 @@ async def _events(answer: httpx.Response) -> AsyncIterator[tuple[str | None, str
 class Load:
     """A steady load within a block; `exchanges` has all requests that began in it."""
 
-    def __init__(self, url: str, requests: Sequence[Case]) -> None:
+    def __init__(self, url: str, requests: Sequence[Case], *, expects_replacement: bool = False) -> None:
         self.exchanges: list[Exchange] = []
         self._cases = requests
-        self._client = Client(url)
+        self._client = Client(url, expects_replacement=expects_replacement)
         self._begins = True
         self._next = 0
         self._tasks: set[asyncio.Task[None]] = set()
@@ -302,10 +305,14 @@ class Load:
             while sum(bool(exchange.choices) for exchange in self.exchanges) < CLIENTS:  # noqa: ASYNC110
                 await asyncio.sleep(0.05)
 
-    async def finish(self, timeout_s: float) -> None:
-        """Begin no more requests, and wait until the open ones have ended; those that have not are lost."""
+    def hold(self) -> None:
+        """Begin no more requests."""
         self._begins = False
         self._sources[-1].cancel()
+
+    async def finish(self, timeout_s: float) -> None:
+        """Begin no more requests, and wait until the open ones have ended; those that have not are lost."""
+        self.hold()
         _, open_ones = await asyncio.wait([*self._sources, *self._tasks], timeout=timeout_s)
         for task in open_ones:
             task.cancel()

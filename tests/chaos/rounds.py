@@ -8,6 +8,9 @@ import time
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+import httpx
+
+from tests.chaos.faults import BrokenPromiseError
 from tests.chaos.load import Case, Exchange, Load
 
 if TYPE_CHECKING:
@@ -47,7 +50,7 @@ class Outcome:
     @property
     def is_clean(self) -> bool:
         """Whether nothing was lost, wrong or leaked."""
-        return not (self.lost or self.wrong or self.leaked) and self.is_sound
+        return not (self.lost or self.wrong or self.leaked)
 
     @property
     def is_quick(self) -> bool:
@@ -77,23 +80,27 @@ async def run_round(
 ) -> Outcome:
     """Apply a fault under load and return what it cost, once everything is idle again or should have been."""
     started = time.monotonic()
-    load = Load(system.url, requests)
+    load = Load(system.url, requests, expects_replacement=fault.reconnects > 0)
     load.start()
-    problems, is_sound, own_s = [], True, 0.0
+    judgement, own_s, is_sound = Judgement(), 0.0, True
+    began_at = started
     try:
         await load.until_flowing()
         began_at = time.monotonic()
+        if fault.ends:
+            load.hold()
         own_s = await fault.inject(system)
-        ended_at = time.monotonic()
-        await system.until_ready(RECOVERY_S)
-        await asyncio.sleep(AFTERWARDS_S)
+        if not fault.ends:
+            await system.until_ready(RECOVERY_S)
+            await asyncio.sleep(AFTERWARDS_S)
     except TimeoutError:
         is_sound = False
-        began_at, ended_at = started, time.monotonic()
-        problems.append("the system did not serve again")
+        judgement.lost.append("lost: the system did not serve again")
+    except (BrokenPromiseError, httpx.HTTPError) as error:
+        judgement.lost.append(f"lost: {error}")
     finally:
+        ended_at = time.monotonic()
         await load.finish(FINISH_S)
-    judgement = Judgement()
     for exchange in load.exchanges:
         judgement.add(exchange, references[exchange.case.name], fault.reconnects)
     leaks = await _until_idle(system)
@@ -109,9 +116,9 @@ async def run_round(
         pause_goal_s=PAUSE_GOAL_S + (own_s if system.groups == 1 or not _is_of_a_group(fault) else 0.0),
         seconds=time.monotonic() - started,
         problems=tuple(
-            problem for kind in (problems, judgement.lost, judgement.wrong, leaks) for problem in kind[:SHOWN_PROBLEMS]
+            problem for kind in (judgement.lost, judgement.wrong, leaks) for problem in kind[:SHOWN_PROBLEMS]
         ),
-        is_sound=is_sound and not leaks,
+        is_sound=is_sound and not leaks and not fault.ends,
     )
 
 

@@ -8,26 +8,30 @@ import shutil
 import signal
 import time
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import grpc
 import httpx
+from pydantic import SecretStr
 
 from common.rpc.options import CHANNEL_OPTIONS
-from common.settings import GatewaySettings, ModelSettings, RpcSettings, SchedulerSettings, Settings
-from common.settings.gateway import StateSettings
+from common.settings import GatewaySettings, ModelSettings, RpcSettings, SchedulerSettings, Settings, WorkerSettings
+from common.settings.gateway import ResponsesSettings, StateSettings
+from common.settings.scheduler import HostTierSettings, StorageSettings
+from common.settings.worker import WorkerStorageSettings
 from deploy.supervisor.layout import Layout, lay_out
 from deploy.supervisor.process import Probes
 from deploy.supervisor.supervisor import Supervisor
 from protos.gen.pando.v1 import scheduler_pb2, scheduler_pb2_grpc, worker_pb2, worker_pb2_grpc
 from services.worker.engine.execution.fake_model import STEP_VARIABLE
+from tests.chaos.disks import Disk
 from tests.chaos.links import HOST, Link, PortRange
 from tests.fakes.certificates import Authority, Identity
 from tests.fakes.redis_process import BINARIES, RedisProcess
 
 if TYPE_CHECKING:
     import random
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable
     from pathlib import Path
 
     from deploy.supervisor.layout import ServiceSpec
@@ -38,6 +42,7 @@ STEP_MS = 20
 SECRET = "a secret of the fault campaign's gateways"
 START_TIMEOUT_S = 300.0
 RPC_TIMEOUT_S = 5.0
+ANSWER_TIMEOUT_S = 60.0
 ROLES = ("gateway", "tokenizer", "scheduler", "worker", "detokenizer")
 # Gauges that are 0 while nothing is open.
 OPEN_GAUGES = {
@@ -94,15 +99,16 @@ class System:
         groups: int = 1,
         simulated: bool = True,
         secure: bool = False,
-        settings: Mapping[str, Mapping[str, object]] | None = None,
+        with_disk: bool = False,
     ) -> None:
         """Plan the system, with sockets and logs in `directory`, whose path must be short.
 
-        `simulated`: its engine makes tokens up. `secure`: its links use mutual TLS. `settings` of sections are those of
-        all services, in addition to what the campaign needs.
+        `simulated`: its engine makes tokens up. `secure`: its links use mutual TLS. `with_disk`: it has a storage tier
+        and keeps responses in a file, on a small disk, instead of in a Redis server.
 
         Raises:
             MissingProgramError: there is no Redis server.
+            NoDiskError: disks cannot be mounted here.
         """
         if not any(shutil.which(name) for name in BINARIES):
             raise MissingProgramError(f"the campaign needs one of {', '.join(BINARIES)}: apt-get install redis-server")
@@ -118,7 +124,8 @@ class System:
         self._operator = self._authority.issue("operator", roles=["operator"]) if self._authority else None
         self._addresses: dict[str, str] = {}
         self._metrics_ports: dict[str, int] = {}
-        self.layout, self._run_directory = self._plan(settings or {})
+        self._disk = Disk(directory / "disk") if with_disk else None
+        self.layout, self._run_directory = self._plan()
         self.reporter = FileReporter(self.log_path)
         self.supervisor = Supervisor(self.layout, self._run_directory, self.reporter, Probes())
         self._stopping = asyncio.Event()
@@ -132,6 +139,11 @@ class System:
     def services(self) -> list[str]:
         """The names of all services."""
         return [spec.name for spec in self.layout.services]
+
+    @property
+    def disk(self) -> Disk:
+        assert self._disk is not None, "this system has no disk of its own"
+        return self._disk
 
     def of_first_group(self, name: str) -> str:
         """Return the name of the first group's service or link `name`; others keep their name."""
@@ -152,14 +164,20 @@ class System:
         self._running = asyncio.create_task(self.supervisor.run(self._stopping))
         await self.until_ready(START_TIMEOUT_S)
 
-    async def stop(self) -> None:
-        """End everything."""
+    async def end(self) -> None:
+        """Let the services finish what is open, and end them."""
         self._stopping.set()
         if self._running is not None:
             await asyncio.gather(self._running, return_exceptions=True)
+
+    async def stop(self) -> None:
+        """End everything."""
+        await self.end()
         for link in self.links.values():
             await link.close()
         await asyncio.to_thread(self.redis.kill)
+        if self._disk is not None:
+            self._disk.close()
         self.reporter.close()
 
     def kill(self, name: str, number: signal.Signals = signal.SIGKILL) -> None:
@@ -193,6 +211,8 @@ class System:
 
     async def leaks(self) -> list[str]:
         """Return what services still hold, each in a few words; nothing if all are idle and no page was ever lost."""
+        if self._running is not None and self._running.done():
+            return [f"{name} still runs" for name in self.services if self.supervisor.pid_of(name) is not None]
         found = []
         for name in self.services:
             if name.startswith("scheduler"):
@@ -202,6 +222,42 @@ class System:
             else:
                 found += await self._held_elsewhere(name)
         return found
+
+    # --- stored responses ---------------------------------------------------------------------------------------------
+
+    async def store_response(self) -> str:
+        """Have a response stored and return its id.
+
+        Raises:
+            httpx.HTTPStatusError: it is refused.
+        """
+        answer = await self._post_response()
+        answer.raise_for_status()
+        return str(answer.json()["id"])
+
+    async def try_to_store(self) -> bool:
+        """Have a response stored; return False if that is refused with status 503.
+
+        Raises:
+            httpx.HTTPStatusError: it is refused otherwise.
+        """
+        answer = await self._post_response()
+        if answer.status_code == httpx.codes.SERVICE_UNAVAILABLE:
+            return False
+        answer.raise_for_status()
+        return True
+
+    async def has_response(self, response_id: str) -> bool:
+        """Return whether a response is stored."""
+        async with httpx.AsyncClient(trust_env=False, timeout=ANSWER_TIMEOUT_S) as http:
+            return (await http.get(f"{self.url}/v1/responses/{response_id}")).status_code == httpx.codes.OK
+
+    async def _post_response(self) -> httpx.Response:
+        body = {"model": self.layout.model, "input": "Hello", "max_output_tokens": 16, "store": True}
+        async with httpx.AsyncClient(trust_env=False, timeout=ANSWER_TIMEOUT_S) as http:
+            return await http.post(f"{self.url}/v1/responses", json=body)
+
+    # --- state of services --------------------------------------------------------------------------------------------
 
     async def _scheduler_state(self, name: str) -> scheduler_pb2.GetStateResponse | None:
         request = scheduler_pb2.GetStateRequest(include_requests=True)
@@ -251,9 +307,9 @@ class System:
 
     # --- the plan -----------------------------------------------------------------------------------------------------
 
-    def _plan(self, sections: Mapping[str, Mapping[str, object]]) -> tuple[Layout, Path]:
+    def _plan(self) -> tuple[Layout, Path]:
         """Return the processes of all groups, connected by links, and their run directory."""
-        settings = _changed(_base_settings(simulated=self.simulated, port=self._ports.take()), sections)
+        settings = self._settings()
         layout, directory = lay_out(settings, 1, self._directory)
         specs = [each for spec in layout.services for each in self._of_groups(spec)]
         for spec in specs:
@@ -261,6 +317,20 @@ class System:
             self._metrics_ports[spec.name] = self._ports.take()
         self._lay_links([spec.name for spec in specs])
         return replace(layout, services=tuple(self._connected(spec) for spec in specs)), directory
+
+    def _settings(self) -> Settings:
+        gateway = GatewaySettings(port=self._ports.take(), anonymous="vouched")
+        scheduler = SchedulerSettings(max_rows=32 if self.simulated else 16)
+        worker = WorkerSettings()
+        if self._disk is not None:
+            path = self._disk.path
+            gateway = gateway.model_copy(update={"responses": ResponsesSettings(file=path / "responses.sqlite")})
+            storage = StorageSettings(keyring=path / "keyring.db")
+            scheduler = scheduler.model_copy(update={"host_tier": HostTierSettings(pages=512), "storage": storage})
+            location = WorkerStorageSettings(location=SecretStr(str(path / "pages")))
+            worker = worker.model_copy(update={"storage": location})
+        model = ModelSettings(load_format="fake") if self.simulated else ModelSettings()
+        return Settings(model=model, gateway=gateway, scheduler=scheduler, worker=worker)
 
     def _of_groups(self, spec: ServiceSpec) -> list[ServiceSpec]:
         """Return the service once for each group, if groups have their own."""
@@ -303,7 +373,7 @@ class System:
             case "gateway":
                 own |= {"tokenizer": links["gateway-tokenizer"], "detokenizer": links["detokenizer-gateway"]}
                 own["schedulers"] = ()
-                if "responses" not in spec.settings.gateway.model_fields_set:
+                if self._disk is None:
                     url = f"redis://{links['gateway-redis']}"
                     own["state"] = StateSettings.model_validate({"url": url, "secret": SECRET})
             case "tokenizer":
@@ -325,22 +395,6 @@ class System:
             return RpcSettings(plaintext=True)
         identity: Identity = self._authority.issue(service, roles=[service])
         return identity.settings(probe_port=self._ports.take() if service != "gateway" else None)
-
-
-def _base_settings(*, simulated: bool, port: int) -> Settings:
-    return Settings(
-        model=ModelSettings(load_format="fake") if simulated else ModelSettings(),
-        gateway=GatewaySettings(port=port, anonymous="vouched"),
-        scheduler=SchedulerSettings(max_rows=32 if simulated else 16),
-    )
-
-
-def _changed(settings: Settings, sections: Mapping[str, Mapping[str, object]]) -> Settings:
-    """Return `settings` with some fields of sections set."""
-    changes: dict[str, Any] = {  # Any: sections of all kinds
-        name: getattr(settings, name).model_copy(update=dict(fields)) for name, fields in sections.items()
-    }
-    return settings.model_copy(update=changes)
 
 
 def _held_by_scheduler(name: str, state: scheduler_pb2.GetStateResponse | None) -> list[str]:
