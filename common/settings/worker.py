@@ -22,8 +22,10 @@ class WorkerStorageSettings(Section):
     """The storage tier for KV pages, which persists across restarts and can be shared by processes."""
 
     location: SecretStr | None = None
-    """A directory, or a Redis or Valkey server as redis://, rediss:// or unix:// URL; absent: no storage tier.
-    Pages are encrypted with keys of scheduler.storage.keyring."""
+    """A directory; a Redis or Valkey server as redis://, rediss:// or unix:// URL, nodes of a cluster as
+    redis+cluster://HOST:PORT,HOST:PORT, or sentinels as redis+sentinel://HOST:PORT,HOST:PORT/SERVICE (rediss+… with
+    TLS); or a URL whose scheme an installed package has a back end for, by an entry point in the group pando.storage.
+    Absent: no storage tier. Pages are encrypted with keys of scheduler.storage.keyring."""
     gigabytes: float = Field(default=16.0, gt=0)
     """GiB that the files of a storage directory may take; a server has its own limit (maxmemory)."""
     timeout_s: float = Field(default=2.0, gt=0)

@@ -87,6 +87,7 @@ class TierMeter:
         self._bytes_per_page = bytes_per_page
         self._exported: dict[str, Moved] = {}
         self._skipped_tokens = 0
+        self._unread_tokens = 0
 
     def export(self, loads: LoadBack) -> None:
         """Update the Prometheus metrics."""
@@ -101,3 +102,5 @@ class TierMeter:
         metrics.TRANSFERS_OPEN.set(len(loads.host.ledger))
         metrics.LOAD_SKIPPED_TOKENS_TOTAL.inc(loads.skipped_tokens - self._skipped_tokens)
         self._skipped_tokens = loads.skipped_tokens
+        metrics.STORAGE_SKIPPED_TOKENS_TOTAL.inc(loads.unread_tokens - self._unread_tokens)
+        self._unread_tokens = loads.unread_tokens

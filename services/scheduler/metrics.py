@@ -116,6 +116,10 @@ LOAD_SKIPPED_TOKENS_TOTAL = Counter(
     "pando_scheduler_load_skipped_tokens_total",
     "Tokens that were computed although the host had them, as that was faster than loading.",
 )
+STORAGE_SKIPPED_TOKENS_TOTAL = Counter(
+    "pando_scheduler_storage_skipped_tokens_total",
+    "Tokens that were not looked up in storage, as computing them was faster than reading.",
+)
 FLEET_CONNECTED = Gauge(
     "pando_scheduler_fleet_connected",
     "1 while evidence is counted together with the other groups; 0 also without fleet.state.",

@@ -21,10 +21,14 @@ Objects = dict[tuple[int, bytes], tuple[bytes, "Content"]]
 
 @dataclass
 class StoringWorker(SimulatedWorker):
-    """`is_down`: storage takes nothing and gives nothing. `looked_up` and `stored` are the keys, in order."""
+    """`is_down`: storage takes nothing and gives nothing. `looked_up` and `stored` are the keys, in order.
+
+    A transfer with storage takes `storage_us`, as its acknowledgement says.
+    """
 
     objects: Objects = field(default_factory=dict)
     is_down: bool = False
+    storage_us: int = 1000
     looked_up: list[bytes] = field(default_factory=list)
     stored: list[bytes] = field(default_factory=list)
 
@@ -45,7 +49,7 @@ class StoringWorker(SimulatedWorker):
                     self.host[page] = content
                 else:
                     assert self.host[page] == content, "somebody wrote what was being stored"
-        return TransferAck(transfer_id, done, duration_us=1000)
+        return TransferAck(transfer_id, done, duration_us=self.storage_us)
 
     def _begin(self, transfer: Transfer) -> None:
         if not transfer.direction.uses_storage:

@@ -36,6 +36,8 @@ def _show(connection: Connection, *, include_requests: bool) -> None:
     if state.HasField("host_tier"):
         connection.console.print(traffic(state))
         connection.console.print(load_cost(state.host_tier.load_cost))
+        if state.HasField("storage"):
+            connection.console.print(storage_cost(state.host_tier.load_cost))
     if state.sessions:
         connection.console.print(sessions(state))
     if include_requests:
@@ -92,6 +94,8 @@ def traffic(state: scheduler_pb2.GetStateResponse) -> Table:
             moved.direction.replace("_", " "), f"{moved.transfers:,}", f"{moved.pages:,}", f"{moved.seconds:.2f}", rate
         )
     table.add_row("computed instead of loaded", "", f"{host.skipped_load_tokens // state.page_size_tokens:,}", "", "")
+    unread = host.skipped_storage_tokens // state.page_size_tokens
+    table.add_row("computed instead of read from storage", "", f"{unread:,}", "", "")
     table.add_row("not copied, host full", "", f"{host.skipped_backup_pages:,}", "", "")
     return table
 
@@ -106,6 +110,15 @@ def load_cost(cost: scheduler_pb2.LoadCost) -> str:
         f"{cost.load_bytes_per_s / 1e9:.2f} GB/s, {cost.bytes_per_token:,} bytes per token, "
         f"{cost.load_latency_s * 1e3:.1f} ms latency)"
     )
+
+
+def storage_cost(cost: scheduler_pb2.LoadCost) -> str:
+    """Return the rule by which the scheduler reads a prefix from storage instead of computing it."""
+    if not (cost.prefill_tokens_per_s and cost.storage_bytes_per_s):
+        return "read from storage: always, as no cost has been measured"
+    has_rule = cost.HasField("storage_break_even_tokens")
+    rule = f"{cost.storage_break_even_tokens:,} tokens or more" if has_rule else "never, as computing is faster"
+    return f"read from storage: {rule} ({cost.storage_bytes_per_s / 1e9:.2f} GB/s)"
 
 
 def sessions(state: scheduler_pb2.GetStateResponse) -> Table:

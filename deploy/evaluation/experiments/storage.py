@@ -43,6 +43,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from contextlib import AbstractContextManager
 
+    from services.worker.storage.interface import Blob
+
 
 BENCHMARK = "storage"
 # Pages of 16 tokens of SmolLM2-135M and of an 8B Llama, in bfloat16.
@@ -73,7 +75,7 @@ class PlainFormat(ObjectFormat):
     def encode(self, key: bytes, cipher_key: bytes, payload: bytes) -> memoryview:
         return memoryview(payload)
 
-    def decode(self, key: bytes, cipher_key: bytes, data: bytes) -> memoryview:
+    def decode(self, key: bytes, cipher_key: bytes, data: Blob) -> memoryview:
         return memoryview(data)
 
 

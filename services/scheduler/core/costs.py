@@ -1,4 +1,4 @@
-"""Measured costs: of loading pages from the host and of recomputing them, and durations of sampled operations."""
+"""Measured costs: of loading pages from the host or from storage and of recomputing them; durations of operations."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ if TYPE_CHECKING:
 
 # Decay of earlier measurements at each new one: about the last ten decide.
 MEMORY = 0.9
+# The same for reads from storage, which are rare while they do not pay: about the last two decide.
+STORAGE_MEMORY = 0.5
 # Weight of the calibration at start-up, in seconds of measured work.
 CALIBRATION_S = 0.2
 # Smaller chunks reflect the fixed cost of a pass rather than prefill.
@@ -30,6 +32,7 @@ class CostEstimate:
     """Snapshot of the cost model's parameters, for display; rates are 0 until measured.
 
     `break_even_tokens` is the shortest run of tokens that is faster to load than to compute; None if there is none.
+    `storage_break_even_tokens` is the same for tokens that are read from storage to the host first.
     """
 
     prefill_tokens_per_s: float
@@ -37,6 +40,8 @@ class CostEstimate:
     bytes_per_token: int
     load_latency_s: float
     break_even_tokens: int | None
+    storage_bytes_per_s: float
+    storage_break_even_tokens: int | None
 
 
 class LoadCosts:
@@ -52,6 +57,9 @@ class LoadCosts:
         self._prefill = _Rate(prefill_tokens_per_s)
         self._load = _Rate(load_bytes_per_s)
         self._latency_s = FIRST_LATENCY_S
+        self._storage = _Rate(0.0, STORAGE_MEMORY)
+        # Of a read, without the time of the transfer itself.
+        self._storage_latency_s = FIRST_LATENCY_S
 
     def pays(self, tokens: int, queued_tokens: int = 0) -> bool:
         """Return whether loading `tokens` tokens, after `queued_tokens` in progress, is faster than computing them.
@@ -61,6 +69,15 @@ class LoadCosts:
         if not self._prefill.value or not self._load.value:
             return True
         return self._load_s(tokens + queued_tokens) < tokens / self._prefill.value
+
+    def storage_pays(self, tokens: int, reads: int) -> bool:
+        """Return whether reading `tokens` tokens from storage, in `reads` reads in turn, is faster than computing them.
+
+        They are loaded from the host then. True while the rate of storage or of prefill has not been measured.
+        """
+        if not self._prefill.value or not self._storage.value:
+            return True
+        return self._storage_s(tokens, reads) < tokens / self._prefill.value
 
     def saw_prefill(self, tokens: int, seconds: float) -> None:
         """Record a pass that prefilled `tokens` tokens."""
@@ -72,26 +89,58 @@ class LoadCosts:
         self._load.add(tokens * self._bytes_per_token, seconds)
         self._latency_s += LATENCY_WEIGHT * (max(waited_s - seconds, 0.0) - self._latency_s)
 
+    def saw_storage_read(self, tokens: int, pages: int, seconds: float, waited_s: float) -> None:
+        """Record a read of `pages` pages, of which `tokens` tokens arrived.
+
+        The transfer itself took `seconds`; from the read's plan to its acknowledgement it took `waited_s`. Reads of
+        one page, or of pages that are not stored, show the round trip rather than the rate.
+        """
+        if pages > 1 and tokens:
+            self._storage.add(tokens * self._bytes_per_token, seconds)
+        self._storage_latency_s += LATENCY_WEIGHT * (max(waited_s - seconds, 0.0) - self._storage_latency_s)
+
     def estimate(self) -> CostEstimate:
         """Return the current parameters."""
         return CostEstimate(
-            self._prefill.value, self._load.value, self._bytes_per_token, self._latency_s, self._break_even()
+            self._prefill.value,
+            self._load.value,
+            self._bytes_per_token,
+            self._latency_s,
+            self._break_even(),
+            self._storage.value,
+            self._storage_break_even(),
         )
 
     def _load_s(self, tokens: int) -> float:
         return self._latency_s + tokens * self._bytes_per_token / self._load.value
 
+    def _storage_s(self, tokens: int, reads: int) -> float:
+        """Return the time to read tokens from storage and to load them to the device."""
+        load_s = self._load_s(tokens) if self._load.value else self._latency_s
+        return reads * self._storage_latency_s + tokens * self._bytes_per_token / self._storage.value + load_s
+
     def _break_even(self) -> int | None:
         if not self._prefill.value or not self._load.value:
             return None
-        gain = 1 / self._prefill.value - self._bytes_per_token / self._load.value
-        return int(self._latency_s / gain) + 1 if gain > 0 else None
+        return self._least(self._latency_s, self._bytes_per_token / self._load.value)
+
+    def _storage_break_even(self) -> int | None:
+        if not self._prefill.value or not self._storage.value:
+            return None
+        fixed_s = self._storage_s(0, 1)
+        return self._least(fixed_s, self._storage_s(1, 1) - fixed_s)
+
+    def _least(self, fixed_s: float, token_s: float) -> int | None:
+        """Return the least number of tokens for which these costs are lower than those of computing."""
+        gain = 1 / self._prefill.value - token_s
+        return int(fixed_s / gain) + 1 if gain > 0 else None
 
 
 class _Rate:
     """Amount per second over an exponentially decaying window."""
 
-    def __init__(self, calibrated: float) -> None:
+    def __init__(self, calibrated: float, memory: float = MEMORY) -> None:
+        self._memory = memory
         self._seconds = CALIBRATION_S if calibrated > 0 else 0.0
         self._amount = calibrated * self._seconds
 
@@ -101,8 +150,8 @@ class _Rate:
 
     def add(self, amount: float, seconds: float) -> None:
         if seconds > 0:
-            self._amount = MEMORY * self._amount + amount
-            self._seconds = MEMORY * self._seconds + seconds
+            self._amount = self._memory * self._amount + amount
+            self._seconds = self._memory * self._seconds + seconds
 
 
 @dataclass(slots=True, eq=False)

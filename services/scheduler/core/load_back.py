@@ -1,4 +1,4 @@
-"""Decides whether a waiting sequence loads its prefix from host memory before it starts."""
+"""Decides whether a waiting sequence loads its prefix from host memory or storage before it starts."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from common.transfers import TransferDirection
 from common.types import CacheMode
+from services.scheduler.cache.tiers.storage_reads import reads_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -20,6 +21,10 @@ if TYPE_CHECKING:
 # Maximum number of loads a sequence waits for before it starts with the pages there are, as loaded pages may be evicted
 # again.
 MAX_LOADS = 3
+# Of the lookups in storage that would not pay, one in so many is made nonetheless, for so many pages, to measure the
+# rate of storage again; the request does not wait for it.
+MEASURED_ONE_IN = 32
+MEASURED_PAGES = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,12 +53,15 @@ class LoadBack:
         self.costs = costs
         # Tokens recomputed although the host had them, as that was estimated to be faster.
         self.skipped_tokens = 0
+        # Tokens that were not looked up in storage for the same reason.
+        self.unread_tokens = 0
         self.loading_tokens = 0
         # Totals since the start, by direction.
         self.moved: dict[TransferDirection, Moved] = {}
         self._page_size = page_size
         self._started: list[Transfer] = []
         self._started_at: dict[TransferId, float] = {}
+        self._skipped_lookups = 0
 
     @property
     def is_loading(self) -> bool:
@@ -67,9 +75,23 @@ class LoadBack:
         return len(self.host.ledger) > 0 or (storage is not None and storage.has_work(now))
 
     def prefetch(self, sequence: Sequence) -> None:
-        """Start to look for the prefix of a new sequence in storage."""
-        if sequence.request.options.cache_mode is not CacheMode.NONE:
-            sequence.fetch = self.host.prefetch(sequence.request.view, sequence.cacheable_ids)
+        """Start to look for the prefix of a new sequence in storage, if reading it is faster than computing it."""
+        if self.host.storage is None or sequence.request.options.cache_mode is CacheMode.NONE:
+            return
+        view, token_ids = sequence.request.view, sequence.cacheable_ids
+        match = self.host.find(view, token_ids)
+        missing = max(len(token_ids) - 1, 0) // self._page_size
+        missing -= (match.device_tokens + match.host_tokens) // self._page_size
+        tokens = missing * self._page_size
+        if self.costs.storage_pays(tokens, reads_of(missing)):
+            sequence.fetch = self.host.prefetch(view, token_ids)
+            return
+        if missing < self.host.storage.config.min_pages:
+            return
+        self.unread_tokens += tokens
+        if self._skipped_lookups % MEASURED_ONE_IN == MEASURED_ONE_IN - 1:
+            self.host.prefetch(view, token_ids, MEASURED_PAGES)
+        self._skipped_lookups += 1
 
     def end_prefetch(self, sequence: Sequence) -> None:
         """Stop looking in storage for a sequence that has started or ended."""
@@ -137,6 +159,9 @@ class LoadBack:
             tokens = transfer.pages * self._page_size
             self.loading_tokens -= tokens
             self.costs.saw_load(tokens, ack.duration_us / 1e6, now - started_at)
+        elif transfer.direction is TransferDirection.STORAGE_TO_HOST:
+            tokens = ack.done_pages * self._page_size
+            self.costs.saw_storage_read(tokens, transfer.pages, ack.duration_us / 1e6, now - started_at)
 
     def forget_all(self) -> None:
         """Start over: the workers are gone, and both tiers with them."""

@@ -167,6 +167,7 @@ def traffic_to_wire(loads: LoadBack) -> scheduler_pb2.HostTierState:
         skipped_load_tokens=loads.skipped_tokens,
         skipped_backup_pages=loads.host.skipped_pages,
         load_cost=_cost_to_wire(loads.costs.estimate()),
+        skipped_storage_tokens=loads.unread_tokens,
     )
     for direction, moved in loads.moved.items():
         message.traffic.add(
@@ -182,6 +183,8 @@ def _cost_to_wire(estimate: CostEstimate) -> scheduler_pb2.LoadCost:
         bytes_per_token=estimate.bytes_per_token,
         load_latency_s=estimate.load_latency_s,
         break_even_tokens=estimate.break_even_tokens,
+        storage_bytes_per_s=estimate.storage_bytes_per_s,
+        storage_break_even_tokens=estimate.storage_break_even_tokens,
     )
 
 

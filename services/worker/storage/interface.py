@@ -15,18 +15,26 @@ class StorageError(Exception):
     """The storage cannot be reached, or a call of it has failed."""
 
 
+class StorageTimeoutError(StorageError):
+    """The storage has not answered in time."""
+
+
 class Storage(Protocol):
     """Keeps objects by name, each whole or not at all, as long as it likes.
 
-    Names are at most 128 characters out of `[0-9a-f-]`. Methods block and may be called from several threads at once.
-    They try to end within the time limit of the storage, but callers have deadlines of their own. Callers check what
-    they read, as anyone may have written it.
+    Names are at most 128 characters out of `[0-9a-f-]`. Objects have up to some megabytes, all of a deployment nearly
+    the same size. Methods block and may be called from several threads at once. They try to end within the time limit
+    of the storage, but callers have deadlines of their own. Callers check what they read, as anyone may have written
+    it, and name up to `BATCH_PAGES` objects in a call, or more of those to delete.
+
+    A package adds a back end by an entry point in the group `pando.storage`, named like the scheme of its URLs, that
+    refers to a `StorageFactory`. `services/worker/README.md` says what a back end for Mooncake or NIXL has to do.
     """
 
     def exists_many(self, names: Sequence[str]) -> list[bool]:
         """Return for each of `names` whether it exists. Raises StorageError."""
 
-    def get_many(self, names: Sequence[str]) -> list[bytes | None]:
+    def get_many(self, names: Sequence[str]) -> Sequence[Blob | None]:
         """Return each object, None where there is none. Raises StorageError."""
 
     def put_many(self, objects: Mapping[str, Blob]) -> None:
@@ -37,3 +45,16 @@ class Storage(Protocol):
 
     def close(self) -> None:
         """Close connections."""
+
+
+class StorageFactory(Protocol):
+    """Makes the back end of a URL scheme."""
+
+    def __call__(self, url: str, timeout_s: float, threads: int) -> Storage:
+        """Return a storage that is used from at most `threads` threads, with the time limit `timeout_s` for a call.
+
+        A server that is down is no error here: it may be back when it is first called.
+
+        Raises:
+            StorageError: the URL is invalid.
+        """

@@ -20,11 +20,15 @@ import os
 import struct
 from dataclasses import dataclass
 from enum import Enum
+from typing import TYPE_CHECKING
 
 from cryptography.exceptions import InvalidTag
 from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 from cryptography.hazmat.primitives.hashes import SHA256
 from cryptography.hazmat.primitives.kdf.hkdf import HKDFExpand
+
+if TYPE_CHECKING:
+    from services.worker.storage.interface import Blob
 
 MAGIC = b"PandoKV\n"
 VERSION = 2
@@ -81,7 +85,7 @@ class ObjectFormat:
         self._cipher(key, cipher_key).encrypt_into(nonce, payload, header, data[_PAYLOAD_START:])
         return data
 
-    def decode(self, key: bytes, cipher_key: bytes, data: bytes) -> memoryview | Miss:
+    def decode(self, key: bytes, cipher_key: bytes, data: Blob) -> memoryview | Miss:
         """Return the payload of an object read under `key`, or why it must not be used."""
         if len(data) < OVERHEAD_BYTES:
             return Miss.TRUNCATED

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, TypeVar
 from common.logs import get_logger
 from common.transfers import TransferAck, TransferDirection
 from services.worker import metrics
-from services.worker.storage.interface import StorageError
+from services.worker.storage.interface import StorageError, StorageTimeoutError
 from services.worker.storage.objects import Miss
 
 if TYPE_CHECKING:
@@ -27,8 +27,10 @@ T = TypeVar("T")
 # Pages of one call to the back end: enough to hide a round trip, and few megabytes at a time.
 BATCH_PAGES = 8
 
-# So many failures in a row, and nothing is asked for a while, twice as long each time up to the limit.
+# So many failures in a row, and nothing is asked for a while, twice as long each time up to the limit. A server that
+# does not answer costs each request the whole time limit, so fewer such failures suffice.
 FAILURES_TO_OPEN = 3
+SILENCES_TO_OPEN = 2
 FIRST_PAUSE_S = 1.0
 LONGEST_PAUSE_S = 60.0
 
@@ -142,10 +144,10 @@ class WorkerStorageTier:
                 answer = await self._in_thread(function)
         except TimeoutError:
             # The thread continues; its result is dropped.
-            self._note_failure(f"no answer within {self._timeout_s:g} s")
+            self._note_failure(f"no answer within {self._timeout_s:g} s", is_silent=True)
             raise _CallFailedError(Miss.SLOW) from None
         except StorageError as error:
-            self._note_failure(str(error))
+            self._note_failure(str(error), is_silent=isinstance(error, StorageTimeoutError))
             raise _CallFailedError(Miss.UNAVAILABLE) from error
         if self._breaker.is_open:
             self._log.info("storage.back")
@@ -153,9 +155,9 @@ class WorkerStorageTier:
         metrics.STORAGE_AVAILABLE.set(1)
         return answer
 
-    def _note_failure(self, reason: str) -> None:
+    def _note_failure(self, reason: str, *, is_silent: bool = False) -> None:
         was_open = self._breaker.is_open
-        self._breaker.fail(self._clock())
+        self._breaker.fail(self._clock(), is_silent=is_silent)
         if self._breaker.is_open and not was_open:
             self._log.warning("storage.unavailable", reason=reason)
             metrics.STORAGE_AVAILABLE.set(0)
@@ -207,7 +209,7 @@ class Shard:
         return objects
 
     def load(
-        self, keys: Sequence[bytes], cipher_key: bytes, blobs: Sequence[bytes | None], pages: Sequence[int]
+        self, keys: Sequence[bytes], cipher_key: bytes, blobs: Sequence[Blob | None], pages: Sequence[int]
     ) -> list[Miss | None]:
         """Decrypt what was read and write it to host pages, up to the first page that cannot be had.
 
@@ -247,7 +249,7 @@ class CircuitBreaker:
 
     def __init__(self) -> None:
         """Start closed."""
-        self._failures = 0
+        self._failures = self._silences = 0
         self._pause_s = FIRST_PAUSE_S
         self._open_until: float | None = None
         self._is_trying = False
@@ -268,16 +270,17 @@ class CircuitBreaker:
 
     def succeed(self) -> None:
         """Take note of a call that went well."""
-        self._failures = 0
+        self._failures = self._silences = 0
         self._pause_s = FIRST_PAUSE_S
         self._open_until = None
         self._is_trying = False
 
-    def fail(self, now: float) -> None:
-        """Take note of a call that failed or took too long."""
+    def fail(self, now: float, *, is_silent: bool = False) -> None:
+        """Take note of a call that failed, or with `is_silent` of one that got no answer in time."""
         self._failures += 1
+        self._silences += is_silent
         if self._open_until is None:
-            if self._failures >= FAILURES_TO_OPEN:
+            if self._failures >= FAILURES_TO_OPEN or self._silences >= SILENCES_TO_OPEN:
                 self._open_until = now + self._pause_s
         elif self._is_trying:
             self._is_trying = False

@@ -498,12 +498,15 @@ class HostTierState(_message.Message):
     SKIPPED_LOAD_TOKENS_FIELD_NUMBER: _builtins.int
     SKIPPED_BACKUP_PAGES_FIELD_NUMBER: _builtins.int
     LOAD_COST_FIELD_NUMBER: _builtins.int
+    SKIPPED_STORAGE_TOKENS_FIELD_NUMBER: _builtins.int
     open_transfers: _builtins.int
     """Transfers that some ranks have not acknowledged."""
     skipped_load_tokens: _builtins.int
     """Tokens that were computed although their KV was on the host, because this was faster."""
     skipped_backup_pages: _builtins.int
     """Pages that were not copied to the host because its tier was full."""
+    skipped_storage_tokens: _builtins.int
+    """Tokens that were not looked up in storage, because computing them was faster."""
     @_builtins.property
     def traffic(self) -> _containers.RepeatedCompositeFieldContainer[Global___TierTraffic]: ...
     @_builtins.property
@@ -516,10 +519,11 @@ class HostTierState(_message.Message):
         skipped_load_tokens: _builtins.int = ...,
         skipped_backup_pages: _builtins.int = ...,
         load_cost: Global___LoadCost | None = ...,
+        skipped_storage_tokens: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["load_cost", b"load_cost"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["load_cost", b"load_cost", "open_transfers", b"open_transfers", "skipped_backup_pages", b"skipped_backup_pages", "skipped_load_tokens", b"skipped_load_tokens", "traffic", b"traffic"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["load_cost", b"load_cost", "open_transfers", b"open_transfers", "skipped_backup_pages", b"skipped_backup_pages", "skipped_load_tokens", b"skipped_load_tokens", "skipped_storage_tokens", b"skipped_storage_tokens", "traffic", b"traffic"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -567,6 +571,8 @@ class LoadCost(_message.Message):
     BYTES_PER_TOKEN_FIELD_NUMBER: _builtins.int
     LOAD_LATENCY_S_FIELD_NUMBER: _builtins.int
     BREAK_EVEN_TOKENS_FIELD_NUMBER: _builtins.int
+    STORAGE_BYTES_PER_S_FIELD_NUMBER: _builtins.int
+    STORAGE_BREAK_EVEN_TOKENS_FIELD_NUMBER: _builtins.int
     prefill_tokens_per_s: _builtins.float
     """Calibrated when the workers start, refined by measurements; 0: not known yet."""
     load_bytes_per_s: _builtins.float
@@ -576,6 +582,10 @@ class LoadCost(_message.Message):
     """From a load's plan to its acknowledgement, without the copy itself."""
     break_even_tokens: _builtins.int
     """The shortest prefix that is loaded, in tokens; absent: not known, or loading is always slower."""
+    storage_bytes_per_s: _builtins.float
+    """Rate of reading from storage to the host; 0: not known yet."""
+    storage_break_even_tokens: _builtins.int
+    """The shortest run of tokens that is read from storage; absent: not known, or reading is always slower."""
     def __init__(
         self,
         *,
@@ -584,14 +594,21 @@ class LoadCost(_message.Message):
         bytes_per_token: _builtins.int = ...,
         load_latency_s: _builtins.float = ...,
         break_even_tokens: _builtins.int | None = ...,
+        storage_bytes_per_s: _builtins.float = ...,
+        storage_break_even_tokens: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_break_even_tokens", b"_break_even_tokens", "break_even_tokens", b"break_even_tokens"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_break_even_tokens", b"_break_even_tokens", "_storage_break_even_tokens", b"_storage_break_even_tokens", "break_even_tokens", b"break_even_tokens", "storage_break_even_tokens", b"storage_break_even_tokens"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_break_even_tokens", b"_break_even_tokens", "break_even_tokens", b"break_even_tokens", "bytes_per_token", b"bytes_per_token", "load_bytes_per_s", b"load_bytes_per_s", "load_latency_s", b"load_latency_s", "prefill_tokens_per_s", b"prefill_tokens_per_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_break_even_tokens", b"_break_even_tokens", "_storage_break_even_tokens", b"_storage_break_even_tokens", "break_even_tokens", b"break_even_tokens", "bytes_per_token", b"bytes_per_token", "load_bytes_per_s", b"load_bytes_per_s", "load_latency_s", b"load_latency_s", "prefill_tokens_per_s", b"prefill_tokens_per_s", "storage_break_even_tokens", b"storage_break_even_tokens", "storage_bytes_per_s", b"storage_bytes_per_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__break_even_tokens: _TypeAlias = _typing.Literal["break_even_tokens"]  # noqa: Y015
     _WhichOneofArgType__break_even_tokens: _TypeAlias = _typing.Literal["_break_even_tokens", b"_break_even_tokens"]  # noqa: Y015
+    _WhichOneofReturnType__storage_break_even_tokens: _TypeAlias = _typing.Literal["storage_break_even_tokens"]  # noqa: Y015
+    _WhichOneofArgType__storage_break_even_tokens: _TypeAlias = _typing.Literal["_storage_break_even_tokens", b"_storage_break_even_tokens"]  # noqa: Y015
+    @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__break_even_tokens) -> _WhichOneofReturnType__break_even_tokens | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__storage_break_even_tokens) -> _WhichOneofReturnType__storage_break_even_tokens | None: ...
 
 Global___LoadCost: _TypeAlias = LoadCost  # noqa: Y015
 

@@ -188,7 +188,9 @@ class _Run:
             "learn": lambda given: self._cache.learn(FleetNews.from_description(given)),
             "load": self._load,
             "plan_backups": lambda given: self._host.plan_backups(),
-            "prefetch": lambda given: self._host.prefetch(_view(given), _int32(given["token_ids"])),
+            "prefetch": lambda given: self._host.prefetch(
+                _view(given), _int32(given["token_ids"]), given.get("max_pages")
+            ),
             "end_prefetch": self._end_prefetch,
             "plan_storage": lambda given: self._host.plan_storage(given["now"]),
             "finish": lambda given: self._host.finish(TransferAck(TransferId(given["transfer"]), given["done_pages"])),

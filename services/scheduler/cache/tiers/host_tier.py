@@ -67,13 +67,16 @@ class HostTier:
         """Add a storage tier below: copies are stored, and missing pages looked up there."""
         self.storage = StorageTier(self._store, self.pages, self.ledger, config, names)
 
-    def prefetch(self, view: View, token_ids: TokenIds) -> Fetch | None:
-        """Start to look up a request's missing pages in storage; None without a storage tier."""
+    def prefetch(self, view: View, token_ids: TokenIds, max_pages: int | None = None) -> Fetch | None:
+        """Start to look up a request's missing pages in storage, or the first `max_pages` of them.
+
+        Returns None without a storage tier.
+        """
         if self.storage is None:
             return None
-        given: Facts = {"view": list(scope_of(view)), "token_ids": token_ids.copy()}
+        given: Facts = {"view": list(scope_of(view)), "token_ids": token_ids.copy(), "max_pages": max_pages}
         with self._operation("prefetch", given) as outcome:
-            fetch = self.storage.prefetch(self._view_of(view), token_ids)
+            fetch = self.storage.prefetch(self._view_of(view), token_ids, max_pages)
             outcome["fetch"] = fetch and fetch.number
         return fetch
 

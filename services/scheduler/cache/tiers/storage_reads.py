@@ -88,17 +88,23 @@ class StorageReads:
         while len(self._suspects) > REMEMBERED_SUSPECTS:
             self._suspects.popitem(last=False)
 
-    def begin(self, viewer: Account, token_ids: TokenIds) -> Fetch | None:
-        """Start to look up a request's pages missing in a view; None if they are too few, or cannot be attached."""
+    def begin(self, viewer: Account, token_ids: TokenIds, max_pages: int | None) -> Fetch | None:
+        """Start to look up a request's pages missing in a view; None if they are too few, or cannot be attached.
+
+        With `max_pages`, only so many of them are requested, at once, without asking for a single page first.
+        """
         tree = self._store.tree
         key, end = PagedKey(token_ids, tree.page_size), max(len(token_ids) - 1, 0) // tree.page_size
         match = tree.match(tree.root, viewer, key, 0, end, Reach.HOST)
         if end - match.pages < self._min_pages or not _can_grow(match.partial or match.node):
             return None
+        if max_pages is not None:
+            end = min(end, match.pages + max_pages)
+        first_run = 1 if max_pages is None else end - match.pages
         scopes = self._scopes(viewer)
         hashes = chain_hashes(key.slice(0, end), tree.page_bytes)
         self._begun += 1
-        fetch = Fetch(viewer.scope, key, hashes, Prefetch(scopes, match.pages, end), self._begun)
+        fetch = Fetch(viewer.scope, key, hashes, Prefetch(scopes, match.pages, end, first_run), self._begun)
         self._fetches[fetch] = None
         return fetch
 
@@ -223,6 +229,14 @@ class StorageReads:
         return accounts.owner(viewer.scope)
 
 
+def reads_of(pages: int) -> int:
+    """Return the number of reads, one after another, that a lookup of `pages` stored pages takes."""
+    reads, run, covered = 0, 1, 0
+    while covered < pages:
+        reads, covered, run = reads + 1, covered + run, run * GROWTH
+    return reads
+
+
 def _can_grow(node: Node) -> bool:
     """Whether a node may have children that are only on the host."""
     return node.parent is None or node.host_pages is not None
@@ -245,8 +259,11 @@ class Prefetch:
     the names.
     """
 
-    def __init__(self, scopes: Sequence[Scope], position: int, end: int) -> None:
-        """Look for pages [position, end), of which at least one is missing, under the names of `scopes`."""
+    def __init__(self, scopes: Sequence[Scope], position: int, end: int, first_run: int = 1) -> None:
+        """Look for pages [position, end), of which at least one is missing, under the names of `scopes`.
+
+        The first run under each name has `first_run` pages.
+        """
         assert position < end
         self.first = position
         self.position = position
@@ -254,7 +271,7 @@ class Prefetch:
         self._end = end
         self._open = 0
         self._missed: set[Scope] = set()
-        self._next = [Run(scope, position, 1) for scope in scopes]
+        self._next = [Run(scope, position, first_run) for scope in scopes]
 
     @property
     def is_done(self) -> bool:

@@ -59,11 +59,11 @@ class StorageTier:
 
     # --- called by the scheduler ---
 
-    def prefetch(self, viewer: Account, token_ids: TokenIds) -> Fetch | None:
-        """Start to look up a request's pages that are missing in a view."""
+    def prefetch(self, viewer: Account, token_ids: TokenIds, max_pages: int | None = None) -> Fetch | None:
+        """Start to look up a request's pages that are missing in a view, or the first `max_pages` of them."""
         if self.config.policy is PrefetchPolicy.OFF:
             return None
-        return self._reads.begin(viewer, token_ids)
+        return self._reads.begin(viewer, token_ids, max_pages)
 
     def is_awaited(self, fetch: Fetch, now: float) -> bool:
         """Whether a request that could start now must wait for its pages."""

@@ -14,6 +14,7 @@ from services.scheduler.cache.debug.invariants import violations
 from services.scheduler.cache.node import Account
 from services.scheduler.cache.radix import RadixCache
 from services.scheduler.cache.tiers.config import HostConfig, PrefetchPolicy, StorageConfig
+from services.scheduler.core.load_back import MEASURED_ONE_IN, MEASURED_PAGES
 from services.scheduler.storage_desk import Keyring
 from tests.fakes.simulated_worker import expected_output
 from tests.fakes.storing_worker import DROP, FETCH, Objects, StoringWorker
@@ -78,6 +79,13 @@ class Server:
             last_transfer=new.last_transfer,
         )  # fmt: skip
         self.harness.worker = self.worker
+
+    def restart(self) -> None:
+        """Lose the workers and start to record plans again."""
+        storage_us = self.worker.storage_us
+        self.replace_workers()
+        self.worker.storage_us = storage_us
+        self.harness.plans.clear()
 
     def directions(self) -> list[TransferDirection]:
         return [transfer.direction for plan in self.harness.plans for transfer in plan.transfers]
@@ -465,3 +473,46 @@ def test_rows_whose_workers_died_go_on_from_storage(keyring: Path) -> None:
     server.finish()
     assert server.storage.fetched_pages > fetched
     assert server.harness.outputs["r", 0] == expected_output(PROMPT, 60, (STOP_ID,))
+
+
+def known_to_be_slow(keyring: Path) -> Server:
+    """Return a server of a fast model whose storage, with all prompts, takes a second for each read."""
+    objects: Objects = {}
+    Server(keyring, objects).serve("cold")
+    server = Server(keyring, objects, prefill_tokens_per_s=1000.0)
+    server.worker.storage_us = 1_000_000
+    assert server.serve("measured") == 44
+    server.restart()
+    return server
+
+
+def test_storage_that_is_slower_than_computing_is_not_read(keyring: Path) -> None:
+    server = known_to_be_slow(keyring)
+    assert server.serve("computed") == 0
+    assert FETCH not in server.directions()
+    loads = server.harness.core.memory.loads
+    assert loads is not None
+    assert loads.unread_tokens == 44
+
+
+def test_storage_that_has_become_faster_is_noticed_by_reads_that_no_request_waits_for(keyring: Path) -> None:
+    server = known_to_be_slow(keyring)
+    server.worker.storage_us = 1
+    for number in range(10 * MEASURED_ONE_IN):
+        server.restart()
+        if server.serve(f"{number}"):
+            break
+        fetches = [one for plan in server.harness.plans for one in plan.transfers if one.direction is FETCH]
+        is_measured = number % MEASURED_ONE_IN == MEASURED_ONE_IN - 1
+        assert sum(one.pages for one in fetches) == (MEASURED_PAGES if is_measured else 0)
+    else:
+        pytest.fail("it was never read again")
+    assert number > MEASURED_ONE_IN
+
+
+def test_prompts_too_short_for_a_lookup_do_not_count_as_skipped(keyring: Path) -> None:
+    server = known_to_be_slow(keyring)
+    server.serve("short", PROMPT[:8])
+    loads = server.harness.core.memory.loads
+    assert loads is not None
+    assert loads.unread_tokens == 0

@@ -1,6 +1,13 @@
 from __future__ import annotations
 
-from services.worker.storage.tier import FAILURES_TO_OPEN, FIRST_PAUSE_S, LONGEST_PAUSE_S, CircuitBreaker
+from common.settings import WorkerStorageSettings
+from services.worker.storage.tier import (
+    FAILURES_TO_OPEN,
+    FIRST_PAUSE_S,
+    LONGEST_PAUSE_S,
+    SILENCES_TO_OPEN,
+    CircuitBreaker,
+)
 
 
 def opened(now: float = 0.0) -> CircuitBreaker:
@@ -49,3 +56,16 @@ def test_calls_that_began_before_do_not_lengthen_the_pause() -> None:
     for _ in range(5):
         breaker.fail(0.5)
     assert breaker.allows(FIRST_PAUSE_S)
+
+
+def test_fewer_calls_without_an_answer_suffice() -> None:
+    breaker = CircuitBreaker()
+    for _ in range(SILENCES_TO_OPEN - 1):
+        breaker.fail(0.0, is_silent=True)
+    assert breaker.allows(0.0)
+    breaker.fail(0.0, is_silent=True)
+    assert not breaker.allows(0.0)
+
+
+def test_with_the_default_limit_a_silent_server_is_noticed_within_5_seconds() -> None:
+    assert SILENCES_TO_OPEN * WorkerStorageSettings().timeout_s < 5

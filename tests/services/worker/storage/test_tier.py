@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import asyncio
+import signal
 import threading
 from typing import TYPE_CHECKING
 
@@ -10,12 +11,15 @@ from prometheus_client import REGISTRY
 
 from common.transfers import Transfer, TransferAck, TransferDirection, TransferId
 from services.worker.storage.objects import Miss, ObjectFormat
-from services.worker.storage.tier import Shard, WorkerStorageTier
+from services.worker.storage.redis_server import RedisStorage
+from services.worker.storage.tier import FIRST_PAUSE_S, SILENCES_TO_OPEN, Shard, WorkerStorageTier
 from tests.fakes.storage import FakeHostPages, FakeStorage
 from tests.fakes.virtual_clock import VirtualClock
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
+
+    from tests.fakes.redis_process import RedisProcess
 
 FORM = ObjectFormat("layout", 8)
 CIPHER_KEY = b"k" * 32
@@ -150,6 +154,36 @@ async def test_a_hanging_storage_is_waited_for_only_until_the_timeout() -> None:
     finally:
         bench.storage.gate.set()
     assert bench.pages.pages[0] == b"page   0"
+
+
+async def test_a_server_that_has_stopped_gets_two_calls_and_is_used_again_when_it_goes_on(
+    redis_process: RedisProcess,
+) -> None:
+    bench = Bench(timeout_s=0.5)
+    storage = RedisStorage(redis_process.url, timeout_s=0.5, connections=2)
+    tier = bench.tier = WorkerStorageTier(storage, 0.5, threads=2, clock=bench.clock.now)
+    await bench.do(STORE, KEYS[:2], [0, 1])
+    redis_process.signal(signal.SIGSTOP)
+    try:
+        for _ in range(SILENCES_TO_OPEN):
+            assert available() == 1
+            assert await bench.do(FETCH, KEYS[:1], [10]) == 0
+        assert available() == 0
+        reason = {"direction": "storage_to_host", "outcome": Miss.UNAVAILABLE.value}
+        before = REGISTRY.get_sample_value("pando_worker_storage_pages_total", reason) or 0.0
+        # Refused at once, without a call.
+        assert await bench.do(FETCH, KEYS[:1], [10]) == 0
+        assert REGISTRY.get_sample_value("pando_worker_storage_pages_total", reason) == before + 1
+    finally:
+        redis_process.signal(signal.SIGCONT)
+    bench.clock.time += FIRST_PAUSE_S
+    assert await bench.do(FETCH, KEYS[:2], [10, 11]) == 2
+    assert available() == 1
+    assert await tier.close(timeout_s=10)
+
+
+def available() -> float | None:
+    return REGISTRY.get_sample_value("pando_worker_storage_available")
 
 
 async def test_a_closed_shard_is_neither_read_nor_written() -> None:
