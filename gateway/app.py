@@ -12,7 +12,7 @@ from starlette.middleware.cors import CORSMiddleware
 
 from common.errors import PandoError
 from common.types import ErrorCode
-from gateway.endpoints import administration, health, models, tokenization
+from gateway.endpoints import administration, health, models, timelines, tokenization
 from gateway.endpoints.chat import route as chat
 from gateway.endpoints.classification import route as classification
 from gateway.endpoints.classification import tei
@@ -73,7 +73,7 @@ def create_app(context: Context, cors_origins: Sequence[str] = ()) -> FastAPI:
     # All routes are added to one router: FastAPI searches the routes of included routers twice, some 45 µs per request.
     generating = (chat, completions, responses, messages, native)
     pooling = (embeddings, scoring, classification, tei)
-    for endpoint in (*generating, *pooling, models, tokenization, administration, health):
+    for endpoint in (*generating, *pooling, models, tokenization, administration, timelines, health):
         endpoint.add_routes(app.router, context)
 
     @app.get("/openapi.json", include_in_schema=False, dependencies=[Depends(context.caller)])

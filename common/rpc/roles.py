@@ -49,9 +49,10 @@ CALLERS: Mapping[str, Callers] = {
         "/pando.v1.Scheduler/Submit": _TOKENIZER,
         "/pando.v1.Sessions/OpenSession": _TOKENIZER,
         "/pando.v1.Sessions/CloseSession": _TOKENIZER,
-        # The tokenizer routes by load; the gateway answers /get_server_info and /flush_cache.
+        # The tokenizer routes by load; the gateway answers /get_server_info, /flush_cache and timelines.
         "/pando.v1.Scheduler/GetState": _TOKENIZER | _GATEWAY | _OPERATOR,
         "/pando.v1.Scheduler/FlushCache": _GATEWAY | _OPERATOR,
+        "/pando.v1.Scheduler/GetTimelines": _GATEWAY | _OPERATOR,
         "/pando.v1.Scheduler/DumpTree": _OPERATOR,
         "/pando.v1.Scheduler/Pause": _OPERATOR,
         "/pando.v1.Scheduler/Resume": _OPERATOR,

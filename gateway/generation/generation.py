@@ -12,6 +12,7 @@ from common.errors import RequestFailedError
 from common.logs import get_logger
 from common.types import ErrorCode, Finish, FinishReason, RequestFailure, RequestId
 from gateway.generation.journal import DeltaRelation
+from gateway.generation.recent import RecentRequest
 from gateway.metrics import Pace
 
 if TYPE_CHECKING:
@@ -102,6 +103,8 @@ class Generation:
         self._unfinished = sum(not choice.is_finished for entry in entries for choice in entry.choices)
         self._resubmissions = 0
         self._prompt_values = 0
+        first = entries[0].request
+        self.record = RecentRequest(first.view, first.model, first.options.trace)
         # Once set, no updates are accepted, and nothing is submitted or put into the outbox.
         self._over = False
         self._log = get_logger("generation")
@@ -220,6 +223,8 @@ class Generation:
 
     def _pass_on(self, update: ChoiceUpdate) -> None:
         self._pace.note(update.index, update.tokens)
+        if update.tokens:
+            self.record.note_tokens()
         self._outbox.put(update)
         if update.finish is not None:
             self._unfinished -= 1
@@ -236,6 +241,7 @@ class Generation:
             entry = self._unsent.popleft()
             choices = {choice.number: choice for choice in entry.choices}
             self._routes[entry.request.request_id] = _Route(entry, choices, self._loop.time())
+            self.record.submit(entry.request.request_id)
             self._pipeline.submit(entry.request, self)
 
     def _give_up(self, request_id: RequestId, failure: RequestFailure) -> None:
@@ -288,11 +294,14 @@ class Generation:
         self._log.debug("generation.resumed", request_id=request_id, tokens=len(choice.token_ids), tries=choice.tries)
         self._metrics.resumptions.labels(entry.request.model).inc()
         self._routes[request_id] = _Route(entry, {0: choice}, self._loop.time())
+        self.record.submit(request_id, again=True)
         elapsed_ms = round((self._loop.time() - self._opened_at) * 1000)
         self._pipeline.submit(choice.continuation(request_id, elapsed_ms), self)
 
     def _end(self, failure: RequestFailure | None) -> None:
         self._over = True
+        self.record.failure = None if failure is None else failure.code
+        self.record.was_cut_short = self._unfinished > 0
         for timer in self._timers.values():
             timer.cancel()
         self._timers.clear()

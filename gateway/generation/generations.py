@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import re
 import secrets
+import time
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -15,6 +16,7 @@ from common.errors import RequestFailedError
 from common.room import SharedRoom
 from common.types import ErrorCode, RequestFailure, RequestId
 from gateway.generation.generation import Generation
+from gateway.generation.recent import RecentRequests
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -52,6 +54,7 @@ class Generations:
     ) -> None:
         """At most `max_open_requests` prompts are open at a time."""
         self.draining = False
+        self.recent = RecentRequests()
         self._pipeline = pipeline
         self._journal = journal
         self._policy = policy
@@ -89,6 +92,7 @@ class Generations:
         self._metrics.open_requests.set(len(self._journal))
         # Fields of the log event at the request's end.
         bind_contextvars(request_id=request.request_id, tenant=request.view.tenant, model=request.model)
+        self.recent.add(_names(generation)[1], generation.record)
         generation.start(elapsed_s)
         return generation
 
@@ -105,6 +109,7 @@ class Generations:
         if not self._open:
             self._idle.set()
         usage = generation.usage
+        generation.record.ended_at, generation.record.usage = time.time(), usage
         model = generation.entries[0].request.model
         self._metrics.prompt_tokens.labels(model).inc(usage.prompt_tokens)
         self._metrics.cached_tokens.labels(model).inc(usage.cached_tokens)

@@ -10,13 +10,16 @@ from google.protobuf.json_format import MessageToDict
 
 from common.errors import UnavailableError
 from common.rpc.status import to_error
-from protos.gen.pando.v1 import scheduler_pb2, scheduler_pb2_grpc
+from common.wire.identity import subject_to_wire
+from gateway.pipeline.port import ScheduledMilestone, ScheduledRequest
+from protos.gen.pando.v1 import common_pb2, scheduler_pb2, scheduler_pb2_grpc
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable
+    from collections.abc import Awaitable, Callable, Sequence
 
     Stub = scheduler_pb2_grpc.SchedulerAsyncStub
     from common.rpc.peers import Servers
+    from common.types import RequestId, Subject
 
 
 Answer = TypeVar("Answer")
@@ -47,6 +50,12 @@ class GrpcAdministration:
             for answer in answers
         ]
 
+    async def timelines(self, request_ids: Sequence[RequestId], subject: Subject) -> list[ScheduledRequest]:
+        """Return what the schedulers remember of requests of `subject`."""
+        request = scheduler_pb2.GetTimelinesRequest(request_ids=request_ids, subject=subject_to_wire(subject))
+        answers = await self._ask(lambda stub: stub.GetTimelines(request, timeout=TIMEOUT_S, metadata=self._metadata))
+        return [_scheduled_from_wire(timeline) for answer in answers for timeline in answer.timelines]
+
     async def _ask(self, call: Callable[[Stub], Awaitable[Answer]]) -> list[Answer]:
         """Call every group, even if one of them fails; raise the first error after that."""
         stubs = await self._groups.stubs()
@@ -61,6 +70,32 @@ class GrpcAdministration:
                 raise result
             answers.append(result)
         return answers
+
+
+def _scheduled_from_wire(message: scheduler_pb2.RequestTimeline) -> ScheduledRequest:
+    return ScheduledRequest(message.request_id, tuple(map(_milestone_from_wire, message.milestones)))
+
+
+def _milestone_from_wire(message: scheduler_pb2.Milestone) -> ScheduledMilestone:
+    found = message.found
+    return ScheduledMilestone(
+        kind=_name(scheduler_pb2.MilestoneKind.Name(message.kind), "MILESTONE_KIND_"),
+        unix_s=message.unix_s,
+        choice=message.choice_index,
+        wait=_name(scheduler_pb2.WaitReason.Name(message.wait), "WAIT_REASON_") if message.wait else None,
+        found={field.name: getattr(found, field.name) for field in found.DESCRIPTOR.fields}
+        if message.HasField("found")
+        else None,
+        finish_reason=_name(common_pb2.FinishReason.Name(message.finish_reason), "FINISH_REASON_")
+        if message.HasField("finish_reason")
+        else None,
+        output_tokens=message.output_tokens,
+        charged_tokens=message.charged_tokens,
+    )
+
+
+def _name(name: str, prefix: str) -> str:
+    return name.removeprefix(prefix).lower()
 
 
 class SchedulerGroups:

@@ -9,7 +9,7 @@ from common.heads import tasks_of
 from common.types import Pooling
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
 
     from common.deltas import Delta
     from common.heads import Head, Task
@@ -96,6 +96,34 @@ class Administration(Protocol):
 
     async def states(self) -> list[dict[str, object]]:
         """Return the statistics of each group's scheduler, as JSON."""
+
+    async def timelines(self, request_ids: Sequence[RequestId], subject: Subject) -> list[ScheduledRequest]:
+        """Return what the schedulers remember of requests of `subject`."""
+
+
+@dataclass(frozen=True, slots=True)
+class ScheduledMilestone:
+    """One event of a choice in the scheduler, at `unix_s` seconds since 1970; see `Milestone` in scheduler.proto.
+
+    `found` are the tokens that the cache held, by level and tier.
+    """
+
+    kind: str
+    unix_s: float
+    choice: int
+    wait: str | None = None
+    found: Mapping[str, int] | None = None
+    finish_reason: str | None = None
+    output_tokens: int = 0
+    charged_tokens: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class ScheduledRequest:
+    """The milestones of one submitted request, in order of time."""
+
+    request_id: str
+    milestones: tuple[ScheduledMilestone, ...]
 
 
 @dataclass(frozen=True, slots=True)

@@ -32,6 +32,7 @@ from services.scheduler.grammar_recovery import GrammarRecovery
 from services.scheduler.group import GroupState
 from services.scheduler.policy.policies import make_counters, make_policy
 from services.scheduler.storage_desk import StorageDesk
+from services.scheduler.timelines import Timelines
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -100,6 +101,7 @@ class SchedulerLoop:
         # Since when the group has had no workers; tokenizers that could send requests to another group.
         self._away_since: float | None = None
         self._has_others: set[object] = set()
+        self.timelines = Timelines()
         self._log = get_logger("loop")
 
     def connect(self, group: WorkerGroup, outlets: Outlets) -> None:
@@ -363,6 +365,8 @@ class SchedulerLoop:
 
     def _push(self) -> None:
         """Push collected output to the detokenizers; that for unreachable ones is discarded."""
+        if self.core is not None:
+            self.timelines.note(self.core.milestones.take(), time.time())
         output = self.core.take_output() if self.core else None
         if output is not None and self._outlets is not None:
             self._outlets.send(output)

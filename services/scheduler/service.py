@@ -31,6 +31,7 @@ from services.scheduler.wire.state import (
     tier_to_wire,
     traffic_to_wire,
 )
+from services.scheduler.wire.timelines import timeline_to_wire
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping
@@ -137,6 +138,17 @@ class SchedulerService(scheduler_pb2_grpc.SchedulerServicer):
         nodes = list(islice(cache.dump(self._viewer(request, context, cache)), request.max_nodes or None))
         for node in nodes:
             yield scheduler_pb2.DumpTreeResponse(node=node_to_wire(node, shown))
+
+    async def GetTimelines(  # noqa: N802
+        self, request: scheduler_pb2.GetTimelinesRequest, context: Context
+    ) -> scheduler_pb2.GetTimelinesResponse:
+        """Return the timelines of recent requests."""
+        self._credentials.require_admin_if_set(_metadata(context), "read timelines")
+        subject = subject_from_wire(request.subject) if request.HasField("subject") else None
+        found = ((each, self._loop.timelines.find(each, subject)) for each in request.request_ids)
+        return scheduler_pb2.GetTimelinesResponse(
+            timelines=[timeline_to_wire(each, timeline) for each, timeline in found if timeline is not None]
+        )
 
     async def FlushCache(  # noqa: N802
         self, request: scheduler_pb2.FlushCacheRequest, context: Context

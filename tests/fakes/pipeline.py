@@ -27,7 +27,7 @@ from gateway.pipeline.port import ModelInfo, Tokenization
 
 if TYPE_CHECKING:
     from common.errors import PandoError
-    from gateway.pipeline.port import Listener
+    from gateway.pipeline.port import Listener, ScheduledRequest
 
 Event = Admission | Delta
 Script = Callable[[GenerateRequest], Iterable[Event]]
@@ -204,6 +204,8 @@ class FakeAdministration:
     """Implements `gateway.pipeline.port.Administration`."""
 
     flushes: int = 0
+    scheduled: list[ScheduledRequest] = field(default_factory=list)
+    asked: list[tuple[tuple[RequestId, ...], Subject]] = field(default_factory=list)
 
     async def flush_cache(self) -> int:
         self.flushes += 1
@@ -211,3 +213,7 @@ class FakeAdministration:
 
     async def states(self) -> list[dict[str, object]]:
         return [{"running_rows": 0}]
+
+    async def timelines(self, request_ids: Sequence[RequestId], subject: Subject) -> list[ScheduledRequest]:
+        self.asked.append((tuple(request_ids), subject))
+        return self.scheduled

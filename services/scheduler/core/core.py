@@ -19,6 +19,7 @@ from common.sampling import choice_seed
 from common.types import Admission, Finish, FinishReason, Subject
 from services.scheduler.core.costs import LoadCosts
 from services.scheduler.core.memory import KvMemory
+from services.scheduler.core.milestones import MilestoneKind, Wait
 from services.scheduler.core.output import Output, OutputBuffer
 from services.scheduler.core.planner import Planner
 from services.scheduler.core.pooling import check_pooling, with_usable_cache
@@ -89,7 +90,9 @@ class SchedulerCore:
         self._suspects = self._planner.suspects
         self._quarantine = PromptQuarantine()
         self._planner.yield_pin = self.sessions.yield_pin
-        self._results = ResultHandler(self.rows, self._tenancy, self._output, costs)
+        # The caller takes them and notes the times.
+        self.milestones = self._planner.milestones
+        self._results = ResultHandler(self.rows, self._tenancy, self._output, self.milestones, costs)
         self._by_handle: dict[int, Sequence] = {}
         self._by_request: dict[RequestId, list[Sequence]] = {}
         self._next_handle = 1
@@ -158,6 +161,7 @@ class SchedulerCore:
             self.sessions.begin(sequence)
             self.queue.add(sequence)
             self._output.open(sequence)
+            self.milestones.note(MilestoneKind.ARRIVED, sequence)
         self._by_request[request.request_id] = sequences
         for sequence in sequences[:1]:
             if request.options.pooling is None and len(sequence.token_ids) >= sequence.max_total_tokens:
@@ -268,6 +272,7 @@ class SchedulerCore:
             for opened in plan.opens:
                 sequence = self.rows.sequences[opened.row]
                 assert sequence is not None, "the plan has just opened it"
+                self.milestones.note_start(sequence)
                 if not sequence.retractions:
                     self._output.start(sequence)
         return plan
@@ -304,6 +309,7 @@ class SchedulerCore:
             self.memory.free(sequence, self.rows)
             self.rows.close(sequence.row)
             self.queue.put_back(sequence)
+            self.milestones.note(MilestoneKind.RETRACTED, sequence)
         self._tenancy.forget_all()
         self._results.forget_all()
         self.sessions.lose_pins()
@@ -319,6 +325,7 @@ class SchedulerCore:
             if sequence.sampling.grammar is not None:
                 assert sequence.row is None, "held back before they start"
                 sequence.awaits_grammar = True
+                sequence.waits_for = Wait.GRAMMAR
                 grammars.add(sequence.sampling.grammar)
         return grammars
 
@@ -357,12 +364,14 @@ class SchedulerCore:
         return False
 
     def _finish(self, sequence: Sequence, finish: Finish) -> None:
-        self._leave(sequence)
+        self._leave(sequence, finish)
         self._output.finish(sequence, finish)
 
-    def _leave(self, sequence: Sequence) -> None:
+    def _leave(self, sequence: Sequence, finish: Finish | None = None) -> None:
         """Remove a sequence from the queue or from its row; its computed pages stay in the cache."""
         token_ids, row, computed = sequence.token_ids, sequence.row, 0
+        known = len(token_ids) if row is None else int(self.rows.length[row])
+        self.milestones.note_end(sequence, finish, max(known - sequence.prompt_tokens, 0))
         if row is None:
             self.queue.remove(sequence)
             self.memory.end_prefetch(sequence)

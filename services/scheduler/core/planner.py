@@ -11,6 +11,7 @@ from common.steps import PrefillChunk, RowOpen, StepPlan
 from common.types import StepId
 from services.scheduler.core.fair_rows import FairRows, RowPreemption
 from services.scheduler.core.in_flight_prefixes import InFlightPrefixes
+from services.scheduler.core.milestones import MilestoneKind, Milestones, Wait
 from services.scheduler.core.preemption import Preemption
 from services.scheduler.core.row_changes import Granting
 from services.scheduler.core.sequence import SequencePhase
@@ -57,6 +58,7 @@ class Planner:
         billing: Billing,
     ) -> None:
         """Plan over state that the core owns."""
+        self.milestones = Milestones()
         self._config = config
         self.limits = StepLimits(
             config.max_step_tokens, config.max_rows, config.max_context if config.is_encoder else LEAST_TOKENS
@@ -260,6 +262,7 @@ class Planner:
         self._tenancy.vacate(sequence)
         self._queue.put_back(sequence)
         self._memory.count_retraction()
+        self.milestones.note(MilestoneKind.RETRACTED, sequence)
 
     def _plan_chunk(self, sequence: Sequence, budget: int, prefills: list[PrefillChunk], grants: Granting) -> int:
         """Plan as much of a sequence's prompt as budget and pages allow; return the number of planned tokens."""
@@ -307,13 +310,18 @@ class Planner:
                 break
             if self._config.is_encoder and len(sequence.token_ids) > budget:
                 break
-            if not self.suspects.may_start(sequence) or in_flight.is_awaited(sequence):
+            if not self.suspects.may_start(sequence):
+                continue
+            if in_flight.is_awaited(sequence):
+                sequence.waits_for = Wait.PREFIX
                 continue
             if self._memory.holds_back(sequence, self._rows.running + held_back, now):
+                sequence.waits_for = Wait.LOAD
                 held_back += 1
                 continue
             lock = self._memory.try_admit(sequence, spare_pages=self._rows.running)
             if lock is None:
+                sequence.waits_for = Wait.MEMORY
                 self._refused = sequence
                 self.preemption.note_refusal(sequence)
                 break

@@ -9,6 +9,7 @@ import numpy as np
 from common.errors import DeviceMemoryError
 from common.steps import RowStop
 from common.types import Finish, FinishReason, RowSlot
+from services.scheduler.core.milestones import MilestoneKind
 from services.scheduler.core.sequence import SequencePhase
 
 if TYPE_CHECKING:
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
     from common.steps import PrefillChunk, StepPlan, StepResult
     from common.types import StepId
     from services.scheduler.core.costs import LoadCosts
+    from services.scheduler.core.milestones import Milestones
     from services.scheduler.core.output import OutputBuffer
     from services.scheduler.core.row_changes import Tenancy
     from services.scheduler.core.rows import RowSlots
@@ -37,12 +39,18 @@ class ResultHandler:
     """
 
     def __init__(
-        self, rows: RowSlots, tenancy: Tenancy, output: OutputBuffer, load_costs: LoadCosts | None = None
+        self,
+        rows: RowSlots,
+        tenancy: Tenancy,
+        output: OutputBuffer,
+        milestones: Milestones,
+        load_costs: LoadCosts | None = None,
     ) -> None:
         """Apply results to state that the core owns; `load_costs` receives the measured cost of prefill."""
         self._rows = rows
         self._tenancy = tenancy
         self._output = output
+        self._milestones = milestones
         self._load_costs = load_costs
         # The chunks of plans in flight, and the value of `RowSlots.vacated` when each plan was made.
         self._expected: dict[StepId, tuple[tuple[PrefillChunk, ...], int]] = {}
@@ -143,6 +151,7 @@ class ResultHandler:
             if end >= len(sequence.token_ids):
                 sequence.is_prefilled = True
                 sequence.phase = SequencePhase.DECODE
+                self._milestones.note(MilestoneKind.PREFILLED, sequence)
 
     def _finish_stopped(
         self, stop: RowStop, embedding: bytes | None, finish: Callable[[Sequence, Finish], None]

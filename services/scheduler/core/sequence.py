@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from common.prompt_logprobs import PromptLogprobs, PromptLogprobSpan, no_span
+from services.scheduler.core.milestones import Wait
 
 if TYPE_CHECKING:
     from common.transfers import TransferId
@@ -77,6 +78,8 @@ class Sequence:
     is_prefilled: bool = False
     # Whether it may not start, as workers that have restarted do not have its grammar yet.
     awaits_grammar: bool = False
+    # Why it was last passed over while it waited.
+    waits_for: Wait = Wait.TURN
     # Set if its prompt's log probabilities are reported; only the first choice of a request reports them.
     scoring: PromptScoring | None = None
 

@@ -40,6 +40,8 @@ ACCESS = {
     "GET /model_info": Access.CREDENTIAL,
     # Of others' requests, and of all, only administrators: see test_native.py.
     "POST /abort_request": Access.CREDENTIAL,
+    # Of others' requests only administrators: see test_timelines.py.
+    "GET /v1/requests/{request_id}/timeline": Access.CREDENTIAL,
     "POST /v1/chat/completions": Access.CREDENTIAL,
     "GET /v1/chat/completions": Access.CREDENTIAL,
     "POST /v1/completions": Access.CREDENTIAL,

@@ -10,9 +10,10 @@ import pytest
 from common.errors import PandoError, PermissionDeniedError
 from common.rpc.peers import servers_at
 from common.rpc.server import RpcServer
-from common.types import ErrorCode
+from common.types import ErrorCode, RequestId, Subject
 from gateway.pipeline.administration import GrpcAdministration, SchedulerGroups
-from protos.gen.pando.v1 import scheduler_pb2, scheduler_pb2_grpc
+from gateway.pipeline.port import ScheduledMilestone, ScheduledRequest
+from protos.gen.pando.v1 import common_pb2, scheduler_pb2, scheduler_pb2_grpc
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
@@ -36,6 +37,28 @@ class Scheduler(scheduler_pb2_grpc.SchedulerServicer):
 
     async def GetState(self, request: object, context: Any) -> scheduler_pb2.GetStateResponse:
         return scheduler_pb2.GetStateResponse(running_rows=self.pages)
+
+    async def GetTimelines(
+        self, request: scheduler_pb2.GetTimelinesRequest, context: Any
+    ) -> scheduler_pb2.GetTimelinesResponse:
+        milestones = [
+            scheduler_pb2.Milestone(
+                kind=scheduler_pb2.MILESTONE_KIND_STARTED,
+                unix_s=5.5,
+                wait=scheduler_pb2.WAIT_REASON_MEMORY,
+                found=scheduler_pb2.FoundTokens(tokens=32, tenant_tokens=16),
+            ),
+            scheduler_pb2.Milestone(
+                kind=scheduler_pb2.MILESTONE_KIND_ENDED,
+                unix_s=7.5,
+                finish_reason=common_pb2.FINISH_REASON_LENGTH,
+                output_tokens=self.pages,
+            ),
+        ]
+        known = [each for each in request.request_ids if each == f"r{self.pages}" and request.subject.name == "ann"]
+        return scheduler_pb2.GetTimelinesResponse(
+            timelines=[scheduler_pb2.RequestTimeline(request_id=each, milestones=milestones) for each in known]
+        )
 
 
 def scheduler_with(pages: int) -> Scheduler:
@@ -93,3 +116,24 @@ async def test_a_gateway_without_a_scheduler_reports_the_missing_setting() -> No
     async with administration() as asking:
         with pytest.raises(PandoError, match=r"gateway\.scheduler"):
             await asking.states()
+
+
+async def test_the_timeline_comes_from_the_group_that_had_the_request(tmp_path: Path) -> None:
+    first, second = (f"unix:{tmp_path}/{name}.sock" for name in "ab")
+    async with (
+        running(first, scheduler_with(3)),
+        running(second, scheduler_with(4)),
+        administration(first, second) as asking,
+    ):
+        ids = [RequestId("r4"), RequestId("unknown")]
+        assert await asking.timelines(ids, Subject("acme", "bob")) == []
+        found = {"tokens": 32, "public_tokens": 0, "tenant_tokens": 16, "host_tokens": 0, "storage_tokens": 0}
+        assert await asking.timelines(ids, Subject("acme", "ann")) == [
+            ScheduledRequest(
+                "r4",
+                (
+                    ScheduledMilestone("started", 5.5, 0, wait="memory", found=found),
+                    ScheduledMilestone("ended", 7.5, 0, finish_reason="length", output_tokens=4),
+                ),
+            )
+        ]

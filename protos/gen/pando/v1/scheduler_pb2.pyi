@@ -123,6 +123,71 @@ CACHE_EVENT_KIND_LOST: CacheEventKind.ValueType  # 15
 """The watcher was too slow and missed `lost_events` events; a new snapshot follows."""
 Global___CacheEventKind: _TypeAlias = CacheEventKind  # noqa: Y015
 
+class _MilestoneKind:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _MilestoneKindEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_MilestoneKind.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    MILESTONE_KIND_UNSPECIFIED: _MilestoneKind.ValueType  # 0
+    MILESTONE_KIND_ARRIVED: _MilestoneKind.ValueType  # 1
+    """The choice waits for a row."""
+    MILESTONE_KIND_STARTED: _MilestoneKind.ValueType  # 2
+    """It got a row; `wait` and `found` say why not earlier, and what the cache held."""
+    MILESTONE_KIND_PREFILLED: _MilestoneKind.ValueType  # 3
+    """Its known tokens are computed, and its first token is there."""
+    MILESTONE_KIND_RETRACTED: _MilestoneKind.ValueType  # 4
+    """It lost its row, for example to another request or with the workers, and waits again."""
+    MILESTONE_KIND_ENDED: _MilestoneKind.ValueType  # 5
+
+class MilestoneKind(_MilestoneKind, metaclass=_MilestoneKindEnumTypeWrapper): ...
+
+MILESTONE_KIND_UNSPECIFIED: MilestoneKind.ValueType  # 0
+MILESTONE_KIND_ARRIVED: MilestoneKind.ValueType  # 1
+"""The choice waits for a row."""
+MILESTONE_KIND_STARTED: MilestoneKind.ValueType  # 2
+"""It got a row; `wait` and `found` say why not earlier, and what the cache held."""
+MILESTONE_KIND_PREFILLED: MilestoneKind.ValueType  # 3
+"""Its known tokens are computed, and its first token is there."""
+MILESTONE_KIND_RETRACTED: MilestoneKind.ValueType  # 4
+"""It lost its row, for example to another request or with the workers, and waits again."""
+MILESTONE_KIND_ENDED: MilestoneKind.ValueType  # 5
+Global___MilestoneKind: _TypeAlias = MilestoneKind  # noqa: Y015
+
+class _WaitReason:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _WaitReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_WaitReason.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    WAIT_REASON_UNSPECIFIED: _WaitReason.ValueType  # 0
+    WAIT_REASON_TURN: _WaitReason.ValueType  # 1
+    """Others came first, or all rows or tokens of the steps were taken."""
+    WAIT_REASON_PREFIX: _WaitReason.ValueType  # 2
+    """Another request of its view was computing the same prefix."""
+    WAIT_REASON_LOAD: _WaitReason.ValueType  # 3
+    """Its pages were being loaded from host memory or storage."""
+    WAIT_REASON_MEMORY: _WaitReason.ValueType  # 4
+    """There were not enough free pages."""
+    WAIT_REASON_GRAMMAR: _WaitReason.ValueType  # 5
+    """Workers that had restarted did not have its grammar yet."""
+
+class WaitReason(_WaitReason, metaclass=_WaitReasonEnumTypeWrapper):
+    """The last reason for which a choice was passed over while it waited."""
+
+WAIT_REASON_UNSPECIFIED: WaitReason.ValueType  # 0
+WAIT_REASON_TURN: WaitReason.ValueType  # 1
+"""Others came first, or all rows or tokens of the steps were taken."""
+WAIT_REASON_PREFIX: WaitReason.ValueType  # 2
+"""Another request of its view was computing the same prefix."""
+WAIT_REASON_LOAD: WaitReason.ValueType  # 3
+"""Its pages were being loaded from host memory or storage."""
+WAIT_REASON_MEMORY: WaitReason.ValueType  # 4
+"""There were not enough free pages."""
+WAIT_REASON_GRAMMAR: WaitReason.ValueType  # 5
+"""Workers that had restarted did not have its grammar yet."""
+Global___WaitReason: _TypeAlias = WaitReason  # noqa: Y015
+
 @_typing.final
 class SchedulerSubmitRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
@@ -1450,3 +1515,162 @@ class UnpinResponse(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___UnpinResponse: _TypeAlias = UnpinResponse  # noqa: Y015
+
+@_typing.final
+class GetTimelinesRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REQUEST_IDS_FIELD_NUMBER: _builtins.int
+    SUBJECT_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def request_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Exact ids; those of other subjects and those that are not known any more are left out."""
+
+    @_builtins.property
+    def subject(self) -> _common_pb2.Subject:
+        """Whose requests they are; absent: anyone's."""
+
+    def __init__(
+        self,
+        *,
+        request_ids: _abc.Iterable[_builtins.str] | None = ...,
+        subject: _common_pb2.Subject | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_subject", b"_subject", "subject", b"subject"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_subject", b"_subject", "request_ids", b"request_ids", "subject", b"subject"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__subject: _TypeAlias = _typing.Literal["subject"]  # noqa: Y015
+    _WhichOneofArgType__subject: _TypeAlias = _typing.Literal["_subject", b"_subject"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__subject) -> _WhichOneofReturnType__subject | None: ...
+
+Global___GetTimelinesRequest: _TypeAlias = GetTimelinesRequest  # noqa: Y015
+
+@_typing.final
+class GetTimelinesResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TIMELINES_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def timelines(self) -> _containers.RepeatedCompositeFieldContainer[Global___RequestTimeline]: ...
+    def __init__(
+        self,
+        *,
+        timelines: _abc.Iterable[Global___RequestTimeline] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["timelines", b"timelines"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___GetTimelinesResponse: _TypeAlias = GetTimelinesResponse  # noqa: Y015
+
+@_typing.final
+class RequestTimeline(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REQUEST_ID_FIELD_NUMBER: _builtins.int
+    PROMPT_TOKENS_FIELD_NUMBER: _builtins.int
+    MILESTONES_FIELD_NUMBER: _builtins.int
+    request_id: _builtins.str
+    prompt_tokens: _builtins.int
+    @_builtins.property
+    def milestones(self) -> _containers.RepeatedCompositeFieldContainer[Global___Milestone]:
+        """In order of time."""
+
+    def __init__(
+        self,
+        *,
+        request_id: _builtins.str = ...,
+        prompt_tokens: _builtins.int = ...,
+        milestones: _abc.Iterable[Global___Milestone] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["milestones", b"milestones", "prompt_tokens", b"prompt_tokens", "request_id", b"request_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RequestTimeline: _TypeAlias = RequestTimeline  # noqa: Y015
+
+@_typing.final
+class Milestone(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    KIND_FIELD_NUMBER: _builtins.int
+    UNIX_S_FIELD_NUMBER: _builtins.int
+    CHOICE_INDEX_FIELD_NUMBER: _builtins.int
+    WAIT_FIELD_NUMBER: _builtins.int
+    FOUND_FIELD_NUMBER: _builtins.int
+    FINISH_REASON_FIELD_NUMBER: _builtins.int
+    OUTPUT_TOKENS_FIELD_NUMBER: _builtins.int
+    CHARGED_TOKENS_FIELD_NUMBER: _builtins.int
+    kind: Global___MilestoneKind.ValueType
+    unix_s: _builtins.float
+    """Seconds since 1970."""
+    choice_index: _builtins.int
+    wait: Global___WaitReason.ValueType
+    finish_reason: _common_pb2.FinishReason.ValueType
+    """Absent: the detokenizer ended it with its stop text, or its client was gone."""
+    output_tokens: _builtins.int
+    charged_tokens: _builtins.int
+    """Tokens charged to the subject's fair share."""
+    @_builtins.property
+    def found(self) -> Global___FoundTokens: ...
+    def __init__(
+        self,
+        *,
+        kind: Global___MilestoneKind.ValueType = ...,
+        unix_s: _builtins.float = ...,
+        choice_index: _builtins.int = ...,
+        wait: Global___WaitReason.ValueType = ...,
+        found: Global___FoundTokens | None = ...,
+        finish_reason: _common_pb2.FinishReason.ValueType | None = ...,
+        output_tokens: _builtins.int = ...,
+        charged_tokens: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_finish_reason", b"_finish_reason", "finish_reason", b"finish_reason", "found", b"found"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_finish_reason", b"_finish_reason", "charged_tokens", b"charged_tokens", "choice_index", b"choice_index", "finish_reason", b"finish_reason", "found", b"found", "kind", b"kind", "output_tokens", b"output_tokens", "unix_s", b"unix_s", "wait", b"wait"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__finish_reason: _TypeAlias = _typing.Literal["finish_reason"]  # noqa: Y015
+    _WhichOneofArgType__finish_reason: _TypeAlias = _typing.Literal["_finish_reason", b"_finish_reason"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__finish_reason) -> _WhichOneofReturnType__finish_reason | None: ...
+
+Global___Milestone: _TypeAlias = Milestone  # noqa: Y015
+
+@_typing.final
+class FoundTokens(_message.Message):
+    """Tokens of the prompt that the cache held, from its first token on."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TOKENS_FIELD_NUMBER: _builtins.int
+    PUBLIC_TOKENS_FIELD_NUMBER: _builtins.int
+    TENANT_TOKENS_FIELD_NUMBER: _builtins.int
+    HOST_TOKENS_FIELD_NUMBER: _builtins.int
+    STORAGE_TOKENS_FIELD_NUMBER: _builtins.int
+    tokens: _builtins.int
+    public_tokens: _builtins.int
+    """Of these, PUBLIC and TENANT ones; the rest is the view's own."""
+    tenant_tokens: _builtins.int
+    host_tokens: _builtins.int
+    """Of these, those that were loaded from host memory, and those of them that came from storage."""
+    storage_tokens: _builtins.int
+    def __init__(
+        self,
+        *,
+        tokens: _builtins.int = ...,
+        public_tokens: _builtins.int = ...,
+        tenant_tokens: _builtins.int = ...,
+        host_tokens: _builtins.int = ...,
+        storage_tokens: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["host_tokens", b"host_tokens", "public_tokens", b"public_tokens", "storage_tokens", b"storage_tokens", "tenant_tokens", b"tenant_tokens", "tokens", b"tokens"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___FoundTokens: _TypeAlias = FoundTokens  # noqa: Y015

@@ -79,6 +79,11 @@ class SchedulerStub(object):
                 request_serializer=pando_dot_v1_dot_scheduler__pb2.PinRequest.SerializeToString,
                 response_deserializer=pando_dot_v1_dot_scheduler__pb2.PinResponse.FromString,
                 _registered_method=True)
+        self.GetTimelines = channel.unary_unary(
+                '/pando.v1.Scheduler/GetTimelines',
+                request_serializer=pando_dot_v1_dot_scheduler__pb2.GetTimelinesRequest.SerializeToString,
+                response_deserializer=pando_dot_v1_dot_scheduler__pb2.GetTimelinesResponse.FromString,
+                _registered_method=True)
         self.Unpin = channel.unary_unary(
                 '/pando.v1.Scheduler/Unpin',
                 request_serializer=pando_dot_v1_dot_scheduler__pb2.UnpinRequest.SerializeToString,
@@ -153,6 +158,14 @@ class SchedulerServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def GetTimelines(self, request, context):
+        """Returns when recent requests waited, started, were prefilled and ended, and what the cache held for them. If the
+        scheduler has an admin token, the call must show it.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def Unpin(self, request, context):
         """Undoes Pin; entries that are cached stay public until they are evicted. Requires the admin credential.
         """
@@ -207,6 +220,11 @@ def add_SchedulerServicer_to_server(servicer, server):
                     servicer.Pin,
                     request_deserializer=pando_dot_v1_dot_scheduler__pb2.PinRequest.FromString,
                     response_serializer=pando_dot_v1_dot_scheduler__pb2.PinResponse.SerializeToString,
+            ),
+            'GetTimelines': grpc.unary_unary_rpc_method_handler(
+                    servicer.GetTimelines,
+                    request_deserializer=pando_dot_v1_dot_scheduler__pb2.GetTimelinesRequest.FromString,
+                    response_serializer=pando_dot_v1_dot_scheduler__pb2.GetTimelinesResponse.SerializeToString,
             ),
             'Unpin': grpc.unary_unary_rpc_method_handler(
                     servicer.Unpin,
@@ -457,6 +475,33 @@ class Scheduler(object):
             '/pando.v1.Scheduler/Pin',
             pando_dot_v1_dot_scheduler__pb2.PinRequest.SerializeToString,
             pando_dot_v1_dot_scheduler__pb2.PinResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GetTimelines(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/pando.v1.Scheduler/GetTimelines',
+            pando_dot_v1_dot_scheduler__pb2.GetTimelinesRequest.SerializeToString,
+            pando_dot_v1_dot_scheduler__pb2.GetTimelinesResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -51,6 +51,10 @@ class SchedulerStub:
     """Drops all entries that are private to one subject, even while its requests run. Requires the admin credential."""
     Pin: _grpc.UnaryUnaryMultiCallable[_scheduler_pb2.PinRequest, _scheduler_pb2.PinResponse]
     """Declares a prompt public from the next epoch on, independently of evidence. Requires the admin credential."""
+    GetTimelines: _grpc.UnaryUnaryMultiCallable[_scheduler_pb2.GetTimelinesRequest, _scheduler_pb2.GetTimelinesResponse]
+    """Returns when recent requests waited, started, were prefilled and ended, and what the cache held for them. If the
+    scheduler has an admin token, the call must show it.
+    """
     Unpin: _grpc.UnaryUnaryMultiCallable[_scheduler_pb2.UnpinRequest, _scheduler_pb2.UnpinResponse]
     """Undoes Pin; entries that are cached stay public until they are evicted. Requires the admin credential."""
 
@@ -77,6 +81,10 @@ class SchedulerAsyncStub(SchedulerStub):
     """Drops all entries that are private to one subject, even while its requests run. Requires the admin credential."""
     Pin: _aio.UnaryUnaryMultiCallable[_scheduler_pb2.PinRequest, _scheduler_pb2.PinResponse]  # type: ignore[assignment]
     """Declares a prompt public from the next epoch on, independently of evidence. Requires the admin credential."""
+    GetTimelines: _aio.UnaryUnaryMultiCallable[_scheduler_pb2.GetTimelinesRequest, _scheduler_pb2.GetTimelinesResponse]  # type: ignore[assignment]
+    """Returns when recent requests waited, started, were prefilled and ended, and what the cache held for them. If the
+    scheduler has an admin token, the call must show it.
+    """
     Unpin: _aio.UnaryUnaryMultiCallable[_scheduler_pb2.UnpinRequest, _scheduler_pb2.UnpinResponse]  # type: ignore[assignment]
     """Undoes Pin; entries that are cached stay public until they are evicted. Requires the admin credential."""
 
@@ -154,6 +162,16 @@ class SchedulerServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_scheduler_pb2.PinResponse, _abc.Awaitable[_scheduler_pb2.PinResponse]]:
         """Declares a prompt public from the next epoch on, independently of evidence. Requires the admin credential."""
+
+    @_abc_1.abstractmethod
+    def GetTimelines(
+        self,
+        request: _scheduler_pb2.GetTimelinesRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_scheduler_pb2.GetTimelinesResponse, _abc.Awaitable[_scheduler_pb2.GetTimelinesResponse]]:
+        """Returns when recent requests waited, started, were prefilled and ended, and what the cache held for them. If the
+        scheduler has an admin token, the call must show it.
+        """
 
     @_abc_1.abstractmethod
     def Unpin(

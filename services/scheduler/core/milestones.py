@@ -1,0 +1,116 @@
+"""What happened to sequences since it was last asked: the core has no clock, so its caller notes the times."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from enum import Enum
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from common.types import Finish, Subject, TraceContext
+    from services.scheduler.core.sequence import Sequence
+
+
+class MilestoneKind(Enum):
+    """An event of a sequence.
+
+    ARRIVED: it waits. STARTED: it got a row. PREFILLED: its known tokens are computed. RETRACTED: it lost its row and
+    waits again. ENDED: it has left.
+    """
+
+    ARRIVED = "arrived"
+    STARTED = "started"
+    PREFILLED = "prefilled"
+    RETRACTED = "retracted"
+    ENDED = "ended"
+
+
+class Wait(Enum):
+    """The last reason for which a sequence was passed over while it waited.
+
+    TURN: others came first, or all rows or tokens of the steps were taken. PREFIX: another request of its view was
+    computing the same prefix. LOAD: its pages were being loaded from host memory or storage. MEMORY: there were not
+    enough free pages. GRAMMAR: restarted workers did not have its grammar yet.
+    """
+
+    TURN = "turn"
+    PREFIX = "prefix"
+    LOAD = "load"
+    MEMORY = "memory"
+    GRAMMAR = "grammar"
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """Tokens found in the cache at a start: all, and of these the public, the tenant's, and those of slower tiers."""
+
+    tokens: int
+    public_tokens: int
+    tenant_tokens: int
+    host_tokens: int
+    storage_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Milestone:
+    """One event of a choice.
+
+    STARTED has `wait` and `found`, ENDED has `finish` (None: the detokenizer or a lost client ended it), the number of
+    output tokens, and the tokens that the subject's fair share was charged.
+    """
+
+    kind: MilestoneKind
+    request_id: str
+    choice_index: int
+    subject: Subject
+    prompt_tokens: int
+    trace: TraceContext | None
+    wait: Wait | None = None
+    found: Found | None = None
+    finish: Finish | None = None
+    output_tokens: int = 0
+    charged_tokens: int = 0
+
+
+class Milestones:
+    """Collects milestones in their order; `take` empties it."""
+
+    def __init__(self) -> None:
+        self._pending: list[Milestone] = []
+
+    def note(self, kind: MilestoneKind, sequence: Sequence) -> None:
+        """Note an event of which there is nothing more to say."""
+        self._pending.append(_milestone(kind, sequence))
+
+    def note_start(self, sequence: Sequence) -> None:
+        """Note that a sequence got a row; its lock says what the cache held."""
+        lock = sequence.lock
+        assert lock is not None, "a sequence with a row holds a lock"
+        host = min(sequence.host_tokens, lock.matched_tokens)
+        stored = min(sequence.storage_tokens, host)
+        found = Found(lock.matched_tokens, lock.public_tokens, lock.tenant_tokens, host, stored)
+        milestone = _milestone(MilestoneKind.STARTED, sequence)
+        self._pending.append(replace(milestone, wait=sequence.waits_for, found=found))
+
+    def note_end(self, sequence: Sequence, finish: Finish | None, output_tokens: int) -> None:
+        """Note that a sequence leaves with `output_tokens` tokens of output."""
+        milestone = _milestone(MilestoneKind.ENDED, sequence)
+        charged = sequence.charged_tokens
+        self._pending.append(replace(milestone, finish=finish, output_tokens=output_tokens, charged_tokens=charged))
+
+    def take(self) -> list[Milestone]:
+        """Return what was noted since the last call."""
+        taken, self._pending = self._pending, []
+        return taken
+
+
+def _milestone(kind: MilestoneKind, sequence: Sequence) -> Milestone:
+    request = sequence.request
+    return Milestone(
+        kind,
+        request.request_id,
+        sequence.choice_index,
+        request.view.subject,
+        sequence.prompt_tokens,
+        request.options.trace,
+    )
