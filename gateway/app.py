@@ -12,6 +12,8 @@ from starlette.middleware.cors import CORSMiddleware
 
 from common.errors import PandoError
 from common.types import ErrorCode
+from gateway.console import route as console_pages
+from gateway.console.console import Console
 from gateway.endpoints import administration, health, models, timelines, tokenization
 from gateway.endpoints.chat import route as chat
 from gateway.endpoints.classification import route as classification
@@ -32,6 +34,7 @@ if TYPE_CHECKING:
 
     from fastapi.telemetry import TelemetryConfig
 
+    from common.settings import ConsoleSettings
     from gateway.endpoints.context import Context
 
 # Response headers that browser scripts may read in addition to the CORS-safelisted ones.
@@ -57,8 +60,14 @@ FAILURE: dict[str, Any] = {
 }
 
 
-def create_app(context: Context, cors_origins: Sequence[str] = ()) -> FastAPI:
-    """Build the application over `context`; `cors_origins` are the origins whose pages may call it from a browser."""
+def create_app(context: Context, cors_origins: Sequence[str] = (), console: ConsoleSettings | None = None) -> FastAPI:
+    """Build the application over `context`.
+
+    Args:
+        context: The objects that endpoints use.
+        cors_origins: The origins whose pages may call it from a browser.
+        console: Settings of the web console; None: it is not served.
+    """
     # FastAPI's own telemetry would look up its providers on every request; Pando has its own metrics and traces.
     silent: TelemetryConfig = {"tracing": False, "metrics": False, "logs": False}
     # FastAPI's own OpenAPI route needs no credentials, and its documentation pages load scripts from other hosts.
@@ -75,6 +84,8 @@ def create_app(context: Context, cors_origins: Sequence[str] = ()) -> FastAPI:
     pooling = (embeddings, scoring, classification, tei)
     for endpoint in (*generating, *pooling, models, tokenization, administration, timelines, health):
         endpoint.add_routes(app.router, context)
+    if console is not None and console.enabled:
+        console_pages.add_routes(app.router, context, Console(context, console.attack_report))
 
     @app.get("/openapi.json", include_in_schema=False, dependencies=[Depends(context.caller)])
     def description() -> Response:

@@ -97,7 +97,8 @@ class Gateway:
             fingerprint=fingerprint(),
         )
         https = https_files(settings.tls)
-        self._server = HttpServer(create_app(context, settings.cors_origins), settings.host, settings.port, https)
+        app = create_app(context, settings.cors_origins, settings.console)
+        self._server = HttpServer(app, settings.host, settings.port, https)
         asks_for_certificates = https is not None and https.clients is not None
         self._probes = (
             ProbeServer(create_probe_app(context), settings.host, security.probe_port)

@@ -49,14 +49,14 @@ CALLERS: Mapping[str, Callers] = {
         "/pando.v1.Scheduler/Submit": _TOKENIZER,
         "/pando.v1.Sessions/OpenSession": _TOKENIZER,
         "/pando.v1.Sessions/CloseSession": _TOKENIZER,
-        # The tokenizer routes by load; the gateway answers /get_server_info, /flush_cache and timelines.
+        # The tokenizer routes by load; the gateway answers /get_server_info, /flush_cache, timelines and the console.
         "/pando.v1.Scheduler/GetState": _TOKENIZER | _GATEWAY | _OPERATOR,
         "/pando.v1.Scheduler/FlushCache": _GATEWAY | _OPERATOR,
         "/pando.v1.Scheduler/GetTimelines": _GATEWAY | _OPERATOR,
-        "/pando.v1.Scheduler/DumpTree": _OPERATOR,
+        "/pando.v1.Scheduler/DumpTree": _GATEWAY | _OPERATOR,
         "/pando.v1.Scheduler/Pause": _OPERATOR,
         "/pando.v1.Scheduler/Resume": _OPERATOR,
-        "/pando.v1.Scheduler/WatchCacheEvents": _OPERATOR,
+        "/pando.v1.Scheduler/WatchCacheEvents": _GATEWAY | _OPERATOR,
         "/pando.v1.Scheduler/Forget": _OPERATOR,
         "/pando.v1.Scheduler/Pin": _OPERATOR,
         "/pando.v1.Scheduler/Unpin": _OPERATOR,

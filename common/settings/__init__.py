@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from common.settings.gateway import BackendSettings, GatewaySettings, JwtSettings, TlsSettings
+from common.settings.gateway import BackendSettings, ConsoleSettings, GatewaySettings, JwtSettings, TlsSettings
 from common.settings.model import ModelSettings, ServedModelSettings
 from common.settings.scheduler import (
     CacheSettings,
@@ -30,6 +30,7 @@ __all__ = [
     "PREFIX",
     "BackendSettings",
     "CacheSettings",
+    "ConsoleSettings",
     "DetokenizerSettings",
     "FleetSettings",
     "GatewaySettings",

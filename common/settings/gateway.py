@@ -101,6 +101,17 @@ class ResponsesSettings(Section):
     uses most, loses its oldest responses."""
 
 
+class ConsoleSettings(Section):
+    """The web console, at /console."""
+
+    enabled: bool = True
+    """Serve the web console at /console. Its pages hold no data of their own: what administrators see needs their
+    credential, as everywhere."""
+    attack_report: Path | None = None
+    """File that `pando attack --json` writes, for example in a scheduled job; the console shows its verdicts. Absent:
+    it shows none."""
+
+
 class GatewaySettings(Section):
     """The HTTP front end."""
 
@@ -161,3 +172,4 @@ class GatewaySettings(Section):
     state: StateSettings = StateSettings()
     answers: AnswersSettings = AnswersSettings()
     responses: ResponsesSettings = ResponsesSettings()
+    console: ConsoleSettings = ConsoleSettings()

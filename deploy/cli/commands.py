@@ -37,6 +37,7 @@ class Command:
 COMMANDS = (
     Command("up", "deploy.supervisor.command", "start all services on this machine"),
     Command("chat", "deploy.cli.chat.command", "chat in the terminal"),
+    Command("console", "deploy.cli.console", "open the web console of a deployment"),
     Command("models", "deploy.models.command", "list, download, remove and inspect models"),
     Command("bench", "deploy.evaluation.bench.command", "measure any OpenAI-compatible server, or Pando's components"),
     Command(

@@ -176,10 +176,12 @@ def banner(layout: Layout) -> str:
     path, fields = EXAMPLES[main_task(layout)]
     body = json.dumps({"model": layout.model, **fields})
     more = f"  {own_command()} chat --url {layout.url}\n\n" if fields is CHAT else ""
+    serves_console = layout.find("gateway").settings.gateway.console.enabled
+    web = f"  {own_command()} console    # {layout.url}/console\n\n" if serves_console else ""
     return (
         f"Pando serves {', '.join(layout.models) or layout.model} at {layout.url}/v1\n\n"
         f"  curl {layout.url}/v1/{path} -H 'content-type: application/json' \\\n"
-        f"    -d {shlex.quote(body)}\n\n{more}"
+        f"    -d {shlex.quote(body)}\n\n{more}{web}"
         "Press Ctrl-C to stop after open requests have finished, twice to stop at once."
     )
 

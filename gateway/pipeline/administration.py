@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from contextlib import aclosing
 from typing import TYPE_CHECKING, TypeVar
 
 import grpc
@@ -11,15 +12,17 @@ from google.protobuf.json_format import MessageToDict
 from common.errors import UnavailableError
 from common.rpc.status import to_error
 from common.wire.identity import subject_to_wire
+from gateway.pipeline.cache_changes import watch_groups
 from gateway.pipeline.port import ScheduledMilestone, ScheduledRequest
 from protos.gen.pando.v1 import common_pb2, scheduler_pb2, scheduler_pb2_grpc
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Sequence
+    from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 
     Stub = scheduler_pb2_grpc.SchedulerAsyncStub
     from common.rpc.peers import Servers
     from common.types import RequestId, Subject
+    from gateway.pipeline.port import CacheChanges
 
 
 Answer = TypeVar("Answer")
@@ -55,6 +58,34 @@ class GrpcAdministration:
         request = scheduler_pb2.GetTimelinesRequest(request_ids=request_ids, subject=subject_to_wire(subject))
         answers = await self._ask(lambda stub: stub.GetTimelines(request, timeout=TIMEOUT_S, metadata=self._metadata))
         return [_scheduled_from_wire(timeline) for answer in answers for timeline in answer.timelines]
+
+    async def detailed_states(self, max_owners: int) -> list[dict[str, object]]:
+        """Return each group's statistics with owners and open requests, as JSON; `error` for one that is away."""
+        request = scheduler_pb2.GetStateRequest(include_requests=True, max_owners=max_owners)
+        stubs = await self._groups.named_stubs()
+        calls = (stub.GetState(request, timeout=TIMEOUT_S, metadata=self._metadata) for stub in stubs.values())
+        answers = await asyncio.gather(*calls, return_exceptions=True)
+        states: list[dict[str, object]] = []
+        for group, answer in zip(stubs, answers, strict=True):
+            if isinstance(answer, grpc.RpcError):
+                states.append({"group": group, "error": to_error(answer).message})
+            elif isinstance(answer, BaseException):
+                raise answer
+            else:
+                fields = MessageToDict(
+                    answer, preserving_proto_field_name=True, always_print_fields_with_no_presence=True
+                )
+                states.append({"group": group, **fields})
+        return states
+
+    async def watch_caches(self) -> AsyncGenerator[CacheChanges]:
+        """Yield all groups' snapshots and changes; a group that is away is watched again when it is back."""
+        stubs = await self._groups.named_stubs()
+        if not stubs:
+            raise UnavailableError("this gateway knows no scheduler (gateway.schedulers)")
+        async with aclosing(watch_groups(stubs, self._metadata)) as changes:
+            async for change in changes:
+                yield change
 
     async def _ask(self, call: Callable[[Stub], Awaitable[Answer]]) -> list[Answer]:
         """Call every group, even if one of them fails; raise the first error after that."""
@@ -106,14 +137,18 @@ class SchedulerGroups:
         self._channels: dict[str, grpc.aio.Channel] = {}
 
     async def stubs(self) -> list[scheduler_pb2_grpc.SchedulerAsyncStub]:
-        """Return a stub for each group that exists now; channels to removed groups are closed."""
+        """Return a stub for each group that exists now."""
+        return list((await self.named_stubs()).values())
+
+    async def named_stubs(self) -> dict[str, scheduler_pb2_grpc.SchedulerAsyncStub]:
+        """Return the stubs of the groups that exist now by address; channels to removed groups are closed."""
         found = {group.address: group for group in await self._servers.discovery.look()}
         for address in self._channels.keys() - found.keys():
             await self._channels.pop(address).close()
         for address, group in found.items():
             if address not in self._channels:
                 self._channels[address] = self._servers.connect(group)
-        return [scheduler_pb2_grpc.SchedulerStub(self._channels[address]) for address in found]
+        return {address: scheduler_pb2_grpc.SchedulerStub(self._channels[address]) for address in found}
 
     async def close(self) -> None:
         for channel in self._channels.values():

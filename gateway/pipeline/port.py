@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, TypeAlias
 
 from common.heads import tasks_of
 from common.types import Pooling
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import AsyncGenerator, Mapping, Sequence
 
     from common.deltas import Delta
     from common.heads import Head, Task
@@ -100,6 +100,15 @@ class Administration(Protocol):
     async def timelines(self, request_ids: Sequence[RequestId], subject: Subject) -> list[ScheduledRequest]:
         """Return what the schedulers remember of requests of `subject`."""
 
+    async def detailed_states(self, max_owners: int) -> list[dict[str, object]]:
+        """Like `states`, with open requests and the `max_owners` largest owners, by name; for administrators only.
+
+        A group that does not answer has the fields `group` and `error`.
+        """
+
+    def watch_caches(self) -> AsyncGenerator[CacheChanges]:
+        """Yield a snapshot of each group's cache, then its changes, until closed; for administrators only."""
+
 
 @dataclass(frozen=True, slots=True)
 class ScheduledMilestone:
@@ -124,6 +133,23 @@ class ScheduledRequest:
 
     request_id: str
     milestones: tuple[ScheduledMilestone, ...]
+
+
+JsonObject: TypeAlias = "dict[str, object]"
+
+
+@dataclass(frozen=True, slots=True)
+class CacheChanges:
+    """Changes of one group's cache. With `reset`, what is known of the group is void and a snapshot follows."""
+
+    group: str
+    reset: bool = False
+    # Each (number, kind, node after it or None); a node as `gateway.pipeline.cache_changes` describes it.
+    events: list[tuple[int, str, JsonObject | None]] = field(default_factory=list)
+    # Current hits and users of shared nodes, which change without events.
+    counters: list[JsonObject] = field(default_factory=list)
+    # Why the group cannot be watched now.
+    error: str | None = None
 
 
 @dataclass(frozen=True, slots=True)

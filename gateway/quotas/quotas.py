@@ -75,6 +75,10 @@ class Quotas:
         limits = [account.quota.max_context for account in accounts if account.quota.max_context is not None]
         return min(limits, default=None)
 
+    def weight(self, tenant: str) -> float:
+        """Return the tenant's share of service, relative to other tenants' weights."""
+        return 1.0 if self._rules is None else self._rules.value.of(tenant).weight
+
     async def take(self, charge: Charge) -> Lease:
         """Take the amounts of `charge` from the tenant and from the user, or from neither.
 

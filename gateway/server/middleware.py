@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 REQUEST_ID_HEADER = b"x-request-id"
 SANE_REQUEST_ID = re.compile(rb"[A-Za-z0-9._:/+=@-]{1,128}")
 # Polled every few seconds by orchestrators and monitoring.
-QUIET_ROUTES = frozenset({"/health", "/ready", "/metrics"})
+QUIET_ROUTES = frozenset({"/health", "/ready", "/metrics", "/console/fleet", "/console/static/{name:path}"})
 # Status in metrics and logs if the client disconnected before the response had one.
 CLIENT_GONE_STATUS = 499
 # Key in a request's ASGI scope: headers that are added to its response, regardless of its outcome.

@@ -67,7 +67,9 @@ def test_a_wheel_contains_all_runtime_files_and_no_development_files(tmp_path: P
     assert len([name for name in names if name.endswith(".cpp")]) > 0
     rooms = "checks|compose|evaluation/(experiments|results|shapes)|helm|images|locks|release|setup"
     unwanted = rf"\.(md|so|svg|yaml|Dockerfile|sh|txt)$|^deploy/({rooms})/|^protos/generate"
-    assert [name for name in names if re.search(unwanted, name) and ".dist-info/" not in name] == []
+    elsewhere = [name for name in names if ".dist-info/" not in name and not name.startswith("gateway/console/static/")]
+    assert [name for name in elsewhere if re.search(unwanted, name)] == []
+    assert {"gateway/console/static/index.html", "gateway/console/static/vendor/htm.LICENSE.txt"} <= set(names)
 
 
 # Which extras must provide what a part imports; the third column is what comes in another way: with FastAPI and

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -23,7 +23,7 @@ from common.types import (
     ToolStyle,
     View,
 )
-from gateway.pipeline.port import ModelInfo, Tokenization
+from gateway.pipeline.port import CacheChanges, ModelInfo, Tokenization
 
 if TYPE_CHECKING:
     from common.errors import PandoError
@@ -206,6 +206,8 @@ class FakeAdministration:
     flushes: int = 0
     scheduled: list[ScheduledRequest] = field(default_factory=list)
     asked: list[tuple[tuple[RequestId, ...], Subject]] = field(default_factory=list)
+    detailed: list[dict[str, object]] = field(default_factory=list)
+    changes: list[CacheChanges] = field(default_factory=list)
 
     async def flush_cache(self) -> int:
         self.flushes += 1
@@ -217,3 +219,10 @@ class FakeAdministration:
     async def timelines(self, request_ids: Sequence[RequestId], subject: Subject) -> list[ScheduledRequest]:
         self.asked.append((tuple(request_ids), subject))
         return self.scheduled
+
+    async def detailed_states(self, max_owners: int) -> list[dict[str, object]]:
+        return self.detailed
+
+    async def watch_caches(self) -> AsyncGenerator[CacheChanges]:
+        for change in self.changes:
+            yield change

@@ -68,7 +68,7 @@ class FakedGateway:
             limits=replace(limits(self.settings), **self.bounds),
             fingerprint="pando-test",
         )
-        self.app: FastAPI = create_app(self.context, self.settings.cors_origins)
+        self.app: FastAPI = create_app(self.context, self.settings.cors_origins, self.settings.console)
 
     @property
     def backend(self) -> Backend:

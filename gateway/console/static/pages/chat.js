@@ -1,0 +1,261 @@
+// A conversation with a model: streamed, stopped, edited, repeated; tools whose results are typed in.
+
+import { html, useEffect, useRef, useState } from "../vendor/htm-preact.js";
+import { count, duration } from "../format.js";
+import { Markdown } from "../markdown.js";
+import { Notice } from "../parts.js";
+import { events, request } from "../server.js";
+
+const DEFAULTS = { system: "", temperature: "0.7", top_p: "", max_tokens: "512", seed: "", tools: "", schema: "", user: "" };
+
+/** The body of a request, and what is wrong with the settings. */
+export function bodyOf(model, settings, messages) {
+  const body = { model, messages, stream: true, stream_options: { include_usage: true } };
+  if (settings.system.trim()) body.messages = [{ role: "system", content: settings.system }, ...messages];
+  for (const name of ["temperature", "top_p", "max_tokens", "seed"]) {
+    if (settings[name].trim() === "") continue;
+    body[name] = Number(settings[name]);
+    if (!Number.isFinite(body[name])) throw new Error(`${name} must be a number.`);
+  }
+  if (settings.user.trim()) body.user = settings.user.trim();
+  if (settings.tools.trim()) body.tools = parsed("Tools", settings.tools);
+  if (settings.schema.trim()) {
+    const schema = parsed("JSON schema", settings.schema);
+    body.response_format = { type: "json_schema", json_schema: { name: "answer", schema } };
+  }
+  return body;
+}
+
+function parsed(what, text) {
+  try {
+    return JSON.parse(text);
+  } catch (error) {
+    throw new Error(`${what}: ${error.message}`);
+  }
+}
+
+/** Add a chunk's delta to a message; returns the new message. */
+export function withDelta(message, delta) {
+  const next = { ...message };
+  if (delta.content) next.content = (next.content ?? "") + delta.content;
+  const reasoning = delta.reasoning_content ?? delta.reasoning;
+  if (reasoning) next.reasoning = (next.reasoning ?? "") + reasoning;
+  for (const call of delta.tool_calls ?? []) {
+    const calls = [...(next.tool_calls ?? [])];
+    const known = calls[call.index] ?? { id: "", type: "function", function: { name: "", arguments: "" } };
+    calls[call.index] = {
+      ...known,
+      id: call.id ?? known.id,
+      function: {
+        name: known.function.name + (call.function?.name ?? ""),
+        arguments: known.function.arguments + (call.function?.arguments ?? ""),
+      },
+    };
+    next.tool_calls = calls;
+  }
+  return next;
+}
+
+// What goes to the model; figures and reasoning stay here.
+const sent = ({ role, content, tool_calls, tool_call_id }) => ({
+  role,
+  content: content ?? null,
+  ...(tool_calls && { tool_calls }),
+  ...(tool_call_id && { tool_call_id }),
+});
+
+export function Chat({ about }) {
+  const models = about.models.filter((model) => model.generates);
+  const [model, setModel] = useState(models[0]?.name ?? "");
+  const [settings, setSettings] = useState(DEFAULTS);
+  const [messages, setMessages] = useState([]);
+  const [draft, setDraft] = useState("");
+  const [running, setRunning] = useState(null);
+  const [failure, setFailure] = useState(null);
+  const [said, setSaid] = useState("");
+  const composer = useRef();
+  const end = useRef();
+
+  useEffect(() => end.current?.scrollIntoView({ block: "end" }), [messages.length, running?.frame]);
+
+  async function answer(history) {
+    setFailure(null);
+    let body;
+    try {
+      body = bodyOf(model, settings, history.map(sent));
+    } catch (error) {
+      setMessages(history);
+      setFailure(error);
+      return;
+    }
+    const abort = new AbortController();
+    const started = performance.now();
+    let message = { role: "assistant", content: "" };
+    const figures = { first: null, tokens: 0 };
+    let frame = 0;
+    // Redrawn once per frame, however fast tokens arrive.
+    const show = () => {
+      frame ||= requestAnimationFrame(() => {
+        frame = 0;
+        setMessages([...history, message]);
+      });
+    };
+    setMessages([...history, message]);
+    setRunning(abort);
+    setSaid("The model answers.");
+    try {
+      const response = await request("/v1/chat/completions", { body, signal: abort.signal });
+      for await (const data of events(response)) {
+        if (data === "[DONE]") break;
+        const chunk = JSON.parse(data);
+        if (chunk.error) throw new Error(chunk.error.message);
+        message = { ...message, id: chunk.id };
+        const choice = chunk.choices?.[0];
+        if (choice) {
+          const before = message;
+          message = withDelta(message, choice.delta ?? {});
+          if (message.content !== before.content || message.tool_calls) {
+            figures.first ??= performance.now();
+            figures.tokens += 1;
+          }
+          if (choice.finish_reason) message.finish = choice.finish_reason;
+        }
+        if (chunk.usage) message.usage = chunk.usage;
+        show();
+      }
+      setSaid("The answer is complete.");
+    } catch (error) {
+      if (error.name === "AbortError") {
+        message = { ...message, finish: "stopped" };
+        setSaid("Stopped.");
+      } else setFailure(error);
+    } finally {
+      cancelAnimationFrame(frame);
+      const ended = performance.now();
+      message.figures = {
+        wait: figures.first === null ? null : (figures.first - started) / 1000,
+        rate: rateOf(message.usage?.completion_tokens ?? figures.tokens, figures.first, ended),
+      };
+      const isEmpty = !message.content && !message.tool_calls && !message.reasoning;
+      setMessages(isEmpty ? history : [...history, message]);
+      setRunning(null);
+      composer.current?.focus();
+    }
+  }
+
+  const send = (event) => {
+    event?.preventDefault();
+    if (running || !draft.trim()) return;
+    const history = [...messages, { role: "user", content: draft }];
+    setDraft("");
+    answer(history);
+  };
+  const edit = (index) => {
+    setDraft(messages[index].content);
+    setMessages(messages.slice(0, index));
+    composer.current.focus();
+  };
+  const retry = (index) => answer(messages.slice(0, index));
+  const keys = (event) => {
+    if (event.key === "Enter" && !event.shiftKey && !event.isComposing) send(event);
+  };
+  const give = (results) => answer([...messages, ...results]);
+
+  if (!models.length) return html`<h1>Chat</h1><${Notice} title="No model here generates text" />`;
+  const last = messages.at(-1);
+  return html`<div class="chat">
+    <h1 class="visually-hidden">Chat</h1>
+    <${Settings} about=${about} models=${models} model=${model} setModel=${setModel} settings=${settings} setSettings=${setSettings} />
+    <section class="thread" aria-label="Conversation">
+      ${messages.length === 0 &&
+      html`<div class="empty-thread"><h2>Ask ${model} something</h2>
+        <p>Prompts that several people of a tenant send are computed once. Each answer says how many of its tokens were cached.</p></div>`}
+      ${messages.map((message, index) => html`<${Message} key=${index} message=${message} isRunning=${running && index === messages.length - 1}
+        edit=${!running && (() => edit(index))} retry=${!running && (() => retry(index))} />`)}
+      ${!running && last?.role === "assistant" && last.tool_calls && html`<${ToolResults} calls=${last.tool_calls} give=${give} />`}
+      ${failure && html`<${Notice} kind="error" title="The request failed"><p>${failure.message}</p>
+        ${messages.length > 0 && html`<button type="button" onClick=${() => answer(messages)}>Try again</button>`}<//>`}
+      <div ref=${end}></div>
+    </section>
+    <p class="visually-hidden" role="status">${said}</p>
+    <form class="composer" onSubmit=${send}>
+      <label class="visually-hidden" for="draft">Message</label>
+      <textarea id="draft" ref=${composer} rows="2" placeholder="Message" value=${draft} onInput=${(event) => setDraft(event.target.value)} onKeyDown=${keys}></textarea>
+      ${running
+        ? html`<button type="button" class="stop" onClick=${() => running.abort()}>Stop</button>`
+        : html`<button type="submit" disabled=${!draft.trim()}>Send</button>`}
+    </form>
+  </div>`;
+}
+
+function rateOf(tokens, first, ended) {
+  const seconds = first === null ? 0 : (ended - first) / 1000;
+  return tokens > 1 && seconds > 0 ? (tokens - 1) / seconds : null;
+}
+
+const NAMES = { user: "You", assistant: "Model", tool: "Tool result" };
+
+function Message({ message, isRunning, edit, retry }) {
+  const { usage, figures } = message;
+  const cached = usage?.prompt_tokens_details?.cached_tokens;
+  return html`<article class="message ${message.role}" aria-label=${NAMES[message.role]}>
+    <header><strong>${NAMES[message.role]}</strong>
+      ${message.role === "user" && edit && html`<button type="button" class="quiet" onClick=${edit}>Edit</button>`}
+      ${message.role === "assistant" && retry && html`<button type="button" class="quiet" onClick=${retry}>Retry</button>`}
+    </header>
+    ${message.reasoning && html`<details class="reasoning" open=${isRunning && !message.content}><summary>Reasoning</summary><${Markdown} text=${message.reasoning} /></details>`}
+    ${message.role === "assistant" ? html`<${Markdown} text=${message.content ?? ""} />` : html`<div class="plain">${message.content}</div>`}
+    ${isRunning && !message.content && !message.reasoning && html`<span class="waiting" aria-hidden="true"></span>`}
+    ${message.tool_calls?.map((call) => html`<div class="call"><code>${call.function.name}</code><pre tabindex="0">${pretty(call.function.arguments)}</pre></div>`)}
+    ${figures && html`<footer>
+      ${usage && html`<span>${count(usage.prompt_tokens)} tokens in</span>`}
+      ${cached > 0 && html`<span class="cached">${count(cached)} cached</span>`}
+      ${usage && html`<span>${count(usage.completion_tokens)} out</span>`}
+      ${figures.wait !== null && html`<span>first after ${duration(figures.wait)}</span>`}
+      ${figures.rate !== null && html`<span class="rate">${figures.rate.toFixed(1)} tokens/s</span>`}
+      ${message.finish && message.finish !== "stop" && html`<span>${message.finish}</span>`}
+    </footer>`}
+  </article>`;
+}
+
+function pretty(text) {
+  try {
+    return JSON.stringify(JSON.parse(text), null, 2);
+  } catch {
+    return text;
+  }
+}
+
+function ToolResults({ calls, give }) {
+  const [results, setResults] = useState({});
+  const send = (event) => {
+    event.preventDefault();
+    give(calls.map(({ id }) => ({ role: "tool", tool_call_id: id, content: results[id] ?? "" })));
+  };
+  return html`<form class="card" onSubmit=${send}><h2>Results of the tools</h2>
+    ${calls.map(({ id, function: { name } }) => html`<label>${name}
+      <textarea rows="2" value=${results[id] ?? ""} onInput=${(event) => setResults({ ...results, [id]: event.target.value })}></textarea></label>`)}
+    <button type="submit">Send the results</button></form>`;
+}
+
+function Settings({ about, models, model, setModel, settings, setSettings }) {
+  const field = (name) => ({ value: settings[name], onInput: (event) => setSettings({ ...settings, [name]: event.target.value }) });
+  const chosen = models.find(({ name }) => name === model);
+  return html`<details class="settings">
+    <summary><span>${model}</span><span class="muted">Settings</span></summary>
+    <div class="fields">
+      <label>Model<select value=${model} onChange=${(event) => setModel(event.target.value)}>
+        ${models.map(({ name }) => html`<option value=${name}>${name}</option>`)}</select></label>
+      <label>Temperature<input inputmode="decimal" ...${field("temperature")} /></label>
+      <label>Top p<input inputmode="decimal" placeholder="1" ...${field("top_p")} /></label>
+      <label>Most tokens<input inputmode="numeric" ...${field("max_tokens")} /></label>
+      <label>Seed<input inputmode="numeric" placeholder="random" ...${field("seed")} /></label>
+      <label>User<input placeholder=${about.subject} ...${field("user")} /></label>
+      <label class="wide">System prompt<textarea rows="3" ...${field("system")}></textarea></label>
+      <label class="wide">Answer's JSON schema<textarea rows="3" class="code" placeholder='{"type": "object", "properties": …}' ...${field("schema")}></textarea></label>
+      ${chosen?.has_tools
+        ? html`<label class="wide">Tools<textarea rows="3" class="code" placeholder='[{"type": "function", "function": {"name": …}}]' ...${field("tools")}></textarea></label>`
+        : html`<p class="wide muted">This model's chat template has no tools.</p>`}
+    </div>
+  </details>`;
+}
