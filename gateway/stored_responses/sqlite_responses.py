@@ -94,7 +94,10 @@ class SqliteResponses:
             raise UnavailableError(message, retry_after_ms=RETRY_AFTER_MS)
 
     async def put(self, holder: ResponseOwner, subject: Subject, stored: StoredResponse) -> None:
-        """Queue a response for writing and return; later reads see it."""
+        """Write a response, after those that wait; one that cannot be written now waits in memory.
+
+        It is written even if its client disconnects at its last byte.
+        """
         try:
             self._room.take(subject)
         except QueueFullError as error:
@@ -103,6 +106,8 @@ class SqliteResponses:
         loop = asyncio.get_running_loop()
         writing = self._thread.submit(self._write, _Write(holder, subject, stored))
         writing.add_done_callback(lambda done: loop.call_soon_threadsafe(self._note_written, subject, done))
+        # The last bytes of a response say that it is stored: a gateway that is killed afterwards must not lose it.
+        await asyncio.wait([asyncio.wrap_future(writing)])
 
     async def find(self, holder: ResponseOwner, response_id: str) -> StoredResponse | None:
         """Return a response of `holder`; of any user of the credential, if `holder` names none."""
@@ -153,15 +158,23 @@ class SqliteResponses:
         self._log.error("responses.corrupt", reason=str(error), kept_as=f"{path}{suffix}")
 
     def _guarded(self, work: Callable[[], T]) -> T:
-        """Do `work` in the database; replace a corrupt file and try once more."""
+        """Do `work` in the database; replace a corrupt file, or reopen a read-only one, and try once more."""
         try:
             return work()
         except sqlite3.DatabaseError as error:
-            if self._path is None or not _is_corrupt(error):
+            if self._path is None:
                 raise
-            self._database.close()
-            self._set_aside(self._path, error)
-            self._database = self._open()
+            if _is_corrupt(error):
+                self._database.close()
+                self._set_aside(self._path, error)
+                self._database = self._open()
+            elif _has_code(error, sqlite3.SQLITE_READONLY) or isinstance(error, sqlite3.ProgrammingError):
+                # A file that was opened on a read-only disk stays so after the disk's repair, also in a second
+                # connection beside the first. ProgrammingError: it is closed, as it could not be opened again before.
+                self._database.close()
+                self._database = self._open()
+            else:
+                raise
             return work()
 
     def _write(self, write: _Write) -> None:
@@ -312,7 +325,12 @@ def _connect(path: Path | None) -> sqlite3.Connection:
 
 
 def _is_corrupt(error: sqlite3.Error) -> bool:
-    return getattr(error, "sqlite_errorcode", 0) & 0xFF in (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB)
+    return _has_code(error, sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB)
+
+
+def _has_code(error: sqlite3.Error, *codes: int) -> bool:
+    """Whether an error has one of these primary codes."""
+    return getattr(error, "sqlite_errorcode", 0) & 0xFF in codes
 
 
 def _key(holder: ResponseOwner) -> tuple[str, str, str | None, str | None]:

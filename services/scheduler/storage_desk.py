@@ -45,6 +45,10 @@ _LOCK_TIMEOUT_S = 1.0
 _OWN_SECRET = b""
 
 
+class UnreadableKeyringError(ConfigurationError):
+    """The keyring's file is damaged, or its disk full."""
+
+
 class StorageDesk:
     """Owns the keyring, which is opened, and created if necessary, only if there is a storage."""
 
@@ -58,7 +62,7 @@ class StorageDesk:
         """Attach the workers' storage to a new cache's host tier, if there are both; return its rules.
 
         Raises:
-            ConfigurationError: the keyring cannot be used.
+            ConfigurationError: the keyring cannot be used as configured. A damaged one is no such reason.
         """
         if not capacity.has_storage or host is None:
             return None
@@ -66,7 +70,12 @@ class StorageDesk:
         if self._keyring is None:
             secret = read_secret("scheduler.storage.secret", self._settings.secret, LEAST_SECRET)
             path = self._settings.keyring or default_path()
-            self._keyring = Keyring(path, None if secret is None else secret.encode())
+            try:
+                self._keyring = Keyring(path, None if secret is None else secret.encode())
+            except UnreadableKeyringError as error:
+                # Storage only saves work. The next workers that connect try again.
+                self._log.error("storage.left_out", reason=str(error))
+                return None
         host.add_storage(config, self._keyring)
         self._log.info("storage.attached", prefetch=config.policy.value, writes=config.writes)
         return config
@@ -124,7 +133,8 @@ class Keyring:
             secret: At least 32 bytes; None: the file's own secret, which is created with the file.
 
         Raises:
-            ConfigurationError: the file cannot be read or created, is no keyring, or is readable by others.
+            UnreadableKeyringError: the file is damaged, or the disk full.
+            ConfigurationError: it is another database, readable by others, or cannot be opened or created.
         """
         self._path = path
         self._given = secret
@@ -134,8 +144,10 @@ class Keyring:
         self._unwritten: dict[bytes, bytes] = {}
         try:
             self._file = _open(path, secret)
-        except (OSError, sqlite3.Error, ValueError) as error:
+        except (OSError, ValueError) as error:
             raise ConfigurationError(f"scheduler.storage.keyring {path}: {error}") from error
+        except sqlite3.Error as error:
+            raise UnreadableKeyringError(f"scheduler.storage.keyring {path}: {error}") from error
 
     def keys(self, scope: Scope, hashes: Iterable[bytes]) -> ObjectKeys:
         """Return the current names and key for writing and looking up pages of `scope`."""
@@ -231,17 +243,23 @@ def _open_database(path: Path) -> sqlite3.Connection:
         # Revoked seeds must not remain readable in free parts of the file or in its journal.
         for pragma in ("secure_delete = ON", "journal_mode = TRUNCATE", "synchronous = FULL"):
             database.execute(f"PRAGMA {pragma}")
-        with _transaction(database):
-            _check_or_make_tables(database)
+        # Not in a transaction: on a disk that is full or read-only, its seeds can still be read.
+        if not _is_keyring(database):
+            with _transaction(database):
+                _check_or_make_tables(database)
     except BaseException:
         database.close()
         raise
     return database
 
 
-def _check_or_make_tables(database: sqlite3.Connection) -> None:
+def _is_keyring(database: sqlite3.Connection) -> bool:
     (application,) = database.execute("PRAGMA application_id").fetchone()
-    if application == _APPLICATION_ID:
+    return bool(application == _APPLICATION_ID)
+
+
+def _check_or_make_tables(database: sqlite3.Connection) -> None:
+    if _is_keyring(database):
         return
     if database.execute("SELECT count(*) FROM sqlite_schema").fetchone()[0]:
         raise ValueError("not a keyring")

@@ -52,7 +52,8 @@ class FileStorage:
         with _as_storage_error("cannot use", directory):
             directory.mkdir(mode=0o700, parents=True, exist_ok=True)
             self._known_bytes = sum(size for _, size, _ in self._scan())
-            if not os.access(directory, os.W_OK | os.X_OK):
+            # On a disk that has become read-only, what is there can still be read.
+            if not os.access(directory, os.W_OK | os.X_OK) and not os.statvfs(directory).f_flag & os.ST_RDONLY:
                 raise PermissionError("not writable")
 
     def exists_many(self, names: Sequence[str]) -> list[bool]:
@@ -135,7 +136,9 @@ class FileStorage:
                 return _NO_OBJECT
             with open(descriptor, "rb", closefd=False) as file:
                 data = file.read(_LONGEST_BYTES)
-            os.utime(descriptor)
+            # Not on a read-only disk.
+            with contextlib.suppress(OSError):
+                os.utime(descriptor)
         except OSError as error:
             raise StorageError(f"cannot read {path}: {error}") from error
         finally:

@@ -370,16 +370,43 @@ async def test_a_full_disk_refuses_new_responses_and_loses_none(tmp_path: Path) 
     await second.close()
 
 
-async def test_a_deletion_that_cannot_be_written_is_an_error_for_a_retry(tmp_path: Path) -> None:
+async def test_on_a_read_only_disk_responses_are_kept_and_the_file_is_opened_again_after_its_repair(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse() -> sqlite3.Connection:
+        raise sqlite3.OperationalError("unable to open database file")
+
     store = SqliteResponses(tmp_path / "responses.sqlite", 60.0, MEBIBYTE)
     await put(store, ANN, stored("a"))
-    assert await store.find(ANN, "a")
     store._database.execute("PRAGMA query_only = 1")
-    with pytest.raises(UnavailableError) as raised:
-        await store.delete(ANN, "a")
-    assert raised.value.to_failure().retryable
-    store._database.execute("PRAGMA query_only = 0")
+    with monkeypatch.context() as patch:
+        patch.setattr(store, "_open", refuse)
+        with pytest.raises(UnavailableError) as raised:
+            await store.delete(ANN, "a")
+        assert raised.value.to_failure().retryable
+        await put(store, ANN, stored("b"))
+        with pytest.raises(UnavailableError, match="unable to open"):
+            store.check()
+        assert await store.find(ANN, "b")
+        with pytest.raises(UnavailableError):
+            await store.find(ANN, "a")
     assert await store.delete(ANN, "a")
+    await put(store, ANN, stored("c"))
+    store.check()
+    await store.close()
+    second = SqliteResponses(tmp_path / "responses.sqlite", 60.0, MEBIBYTE)
+    assert [await second.find(ANN, name) is not None for name in ("a", "b", "c")] == [False, True, True]
+    await second.close()
+
+
+async def test_a_response_is_written_when_its_put_returns(tmp_path: Path) -> None:
+    """A gateway that is killed after the last byte of a response does not lose it."""
+    store = SqliteResponses(tmp_path / "responses.sqlite", 60.0, MEBIBYTE)
+    for number in range(20):
+        await put(store, ANN, stored(f"{number}", 10_000))
+        with sqlite3.connect(tmp_path / "responses.sqlite") as other:
+            [count] = other.execute("SELECT COUNT(*) FROM stored_responses").fetchone()
+        assert count == number + 1
     await store.close()
 
 

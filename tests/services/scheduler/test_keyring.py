@@ -3,7 +3,7 @@ from __future__ import annotations
 import json
 import sqlite3
 import stat
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
 CHAIN = [b"c" * 32]
 ANN, BOB = ("t", "ann"), ("t", "bob")
+CONNECT = sqlite3.connect
 
 
 @pytest.fixture
@@ -166,6 +167,17 @@ def test_a_file_that_is_not_a_keyring_is_refused_and_not_changed(path: Path, con
     with pytest.raises(ConfigurationError, match=r"keyring\.db"):
         Keyring(path)
     assert path.read_text() == content
+
+
+def test_seeds_are_read_from_a_disk_that_cannot_be_written(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    keys = Keyring(path).keys(ANN, CHAIN)
+
+    def connect(name: Path, **options: Any) -> sqlite3.Connection:
+        connection: sqlite3.Connection = CONNECT(f"file:{name}?mode=ro", uri=True, **options)
+        return connection
+
+    monkeypatch.setattr("services.scheduler.storage_desk.sqlite3.connect", connect)
+    assert Keyring(path).keys(ANN, CHAIN) == keys
 
 
 def test_another_database_is_refused(path: Path) -> None:

@@ -80,6 +80,22 @@ def test_a_keyring_that_cannot_be_made_is_a_configuration_error(tmp_path: Path) 
         StorageDesk(settings(tmp_path / "file" / "ring")).attach(make_cache().host, CAPACITY)
 
 
+def test_a_damaged_keyring_is_left_as_it_is_and_the_storage_out_until_workers_connect_again(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "ring"
+    Keyring(path).close()
+    intact = path.read_bytes()
+    path.write_bytes(b"damaged!" * 1000)
+    desk, cache = StorageDesk(settings(path)), make_cache()
+    assert desk.attach(cache.host, CAPACITY) is None
+    desk.advance(1)
+    assert path.read_bytes() == b"damaged!" * 1000
+    assert "storage.left_out" in capsys.readouterr().out
+    path.write_bytes(intact)
+    assert desk.attach(make_cache().host, CAPACITY) is not None
+
+
 def test_storage_traffic_is_reported(tmp_path: Path) -> None:
     cache = make_cache()
     StorageDesk(settings(tmp_path / "ring", prefetch="best_effort")).attach(cache.host, CAPACITY)

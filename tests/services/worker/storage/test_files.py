@@ -1,8 +1,10 @@
 from __future__ import annotations
 
+import errno
 import os
 import stat
 import threading
+from types import SimpleNamespace
 from typing import TYPE_CHECKING
 
 import pytest
@@ -99,6 +101,26 @@ def test_a_storage_path_that_is_not_a_directory_is_refused(tmp_path: Path) -> No
     (tmp_path / "file").write_text("")
     with pytest.raises(StorageError, match="cannot use"):
         FileStorage(tmp_path / "file", 1000)
+
+
+@pytest.mark.parametrize("is_disk", [True, False])
+def test_a_read_only_disk_can_be_read_and_a_directory_without_permission_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, is_disk: bool
+) -> None:
+    FileStorage(tmp_path, 1000).put_many({name(1): b"one"})
+
+    def refuse(*_: object) -> None:
+        raise OSError(errno.EROFS, "Read-only file system")
+
+    flags = os.statvfs(tmp_path).f_flag | (os.ST_RDONLY if is_disk else 0)
+    monkeypatch.setattr(os, "access", lambda *_: False)
+    monkeypatch.setattr(os, "utime", refuse)
+    monkeypatch.setattr(os, "statvfs", lambda _: SimpleNamespace(f_flag=flags))
+    if is_disk:
+        assert FileStorage(tmp_path, 1000).get_many([name(1)]) == [b"one"]
+    else:
+        with pytest.raises(StorageError, match="not writable"):
+            FileStorage(tmp_path, 1000)
 
 
 def test_a_directory_that_vanishes_fails_clearly_or_is_a_miss(tmp_path: Path) -> None:
