@@ -322,7 +322,8 @@ def _disk_faults() -> Iterator[Fault]:
     for name, service in HOLDERS.items():
         what, reconnects = name.partition(".")[0], _reconnects(service)
         yield Fault(f"disk/{what}-full", "disk", _full(name), reconnects, is_short=name == RESPONSES)
-        yield Fault(f"disk/{what}-read-only", "disk", _read_only(name), reconnects)
+        # The gateway is restarted twice.
+        yield Fault(f"disk/{what}-read-only", "disk", _read_only(name), 2)
         yield Fault(f"disk/{what}-damaged", "disk", _damaged(name), reconnects)
 
 

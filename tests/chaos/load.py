@@ -134,6 +134,11 @@ class Exchange:
         self.pause_s = max(self.pause_s, now - self.last_event_at)
         self.last_event_at = now
 
+    def start_again(self) -> None:
+        """Forget what has been received."""
+        self.choices.clear()
+        self.event_ids.clear()
+
     def add(self, chunk: Mapping[str, Any]) -> None:
         """Take in a chunk of a chat or a completion."""
         for piece in chunk.get("choices", ()):
@@ -177,6 +182,7 @@ class RefusedError(Exception):
     def __init__(self, status: int, text: str, *, passes: bool) -> None:
         super().__init__(f"status {status}: {text[:200]}")
         self.passes = passes
+        self.is_forgotten = status == httpx.codes.NOT_FOUND
 
 
 class StreamError(Exception):
@@ -187,11 +193,12 @@ class Client:
     """Sends requests to a gateway, and continues streams whose connection broke.
 
     If the gateway itself is to be replaced (`expects_replacement`), refusals with a hint to retry are followed, as all
-    SDKs do.
+    SDKs do. If it records answers in its memory only (`forgets`), they begin again after its death.
     """
 
-    def __init__(self, url: str, *, expects_replacement: bool = False) -> None:
+    def __init__(self, url: str, *, expects_replacement: bool = False, forgets: bool = False) -> None:
         self._expects_replacement = expects_replacement
+        self._forgets = forgets
         self._http = httpx.AsyncClient(
             base_url=url,
             timeout=httpx.Timeout(SILENCE_S, connect=10.0),
@@ -222,7 +229,10 @@ class Client:
             StreamError: it failed.
             httpx.HTTPError: the gateway could not be reached again in time.
         """
-        headers = {**key, **({"last-event-id": exchange.event_ids[-1]} if exchange.event_ids else {})}
+        headers: Mapping[str, str] = {
+            **key,
+            **({"last-event-id": exchange.event_ids[-1]} if exchange.event_ids else {}),
+        }
         give_up_at = time.monotonic() + RECONNECT_S
         while True:
             try:
@@ -238,6 +248,10 @@ class Client:
                     return False
                 raise
             except RefusedError as error:
+                if error.is_forgotten and self._forgets:
+                    exchange.start_again()
+                    headers = key
+                    continue
                 # A gateway that is ending, or has just started, refuses.
                 if not (self._expects_replacement and error.passes) or time.monotonic() > give_up_at:
                     raise
@@ -281,10 +295,13 @@ async def _events(answer: httpx.Response) -> AsyncIterator[tuple[str | None, str
 class Load:
     """A steady load within a block; `exchanges` has all requests that began in it."""
 
-    def __init__(self, url: str, requests: Sequence[Case], *, expects_replacement: bool = False) -> None:
+    def __init__(
+        self, url: str, requests: Sequence[Case], *, expects_replacement: bool = False, forgets: bool = False
+    ) -> None:
+        """Send `requests` in turn; see `Client` for the rest."""
         self.exchanges: list[Exchange] = []
         self._cases = requests
-        self._client = Client(url, expects_replacement=expects_replacement)
+        self._client = Client(url, expects_replacement=expects_replacement, forgets=forgets)
         self._begins = True
         self._next = 0
         self._tasks: set[asyncio.Task[None]] = set()

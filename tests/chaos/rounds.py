@@ -80,7 +80,9 @@ async def run_round(
 ) -> Outcome:
     """Apply a fault under load and return what it cost, once everything is idle again or should have been."""
     started = time.monotonic()
-    load = Load(system.url, requests, expects_replacement=fault.reconnects > 0)
+    # Without a shared state, gateways record answers in their memory.
+    forgets = fault.setting == "disk"
+    load = Load(system.url, requests, expects_replacement=fault.reconnects > 0, forgets=forgets)
     load.start()
     judgement, own_s, is_sound = Judgement(), 0.0, True
     began_at = started

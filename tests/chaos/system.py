@@ -371,7 +371,7 @@ class System:
             own["address"] = self._addresses[spec.name]
         match service:
             case "gateway":
-                own |= {"tokenizer": links["gateway-tokenizer"], "detokenizer": links["detokenizer-gateway"]}
+                own |= {"tokenizer": (links["gateway-tokenizer"],), "detokenizer": (links["detokenizer-gateway"],)}
                 own["schedulers"] = ()
                 if self._disk is None:
                     url = f"redis://{links['gateway-redis']}"
@@ -382,7 +382,7 @@ class System:
                 )
             case "scheduler":
                 own["workers"] = (links[f"scheduler-worker{suffix}"],)
-                own["detokenizer"] = links[f"scheduler-detokenizer{suffix}"]
+                own["detokenizer"] = (links[f"scheduler-detokenizer{suffix}"],)
         rpc = self._security_of(service)
         section = getattr(spec.settings, service).model_copy(update=own)
         probed = spec.address if service == "gateway" else self._addresses[spec.name]
