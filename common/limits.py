@@ -60,11 +60,13 @@ class TenantLimits(SubjectLimits):
     Defaults that differ from a subject's: `cache_share`: an equal part of the pages that remain after the shares of
     active tenants with a `cache_share`. `cache_floor`: 1/64. `waiting`: three times
     the number of free places. `sharing`: which other subjects may reuse text that this tenant's subjects computed.
+    `adapters`: names or patterns (`team-*`) of the adapters that its requests may use; default: none.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
     sharing: Annotated[Sharing, Field(strict=False)] = Sharing.TENANT
+    adapters: list[Annotated[str, Field(min_length=1)]] = []
     # The old name is `each_user`.
     each_subject: SubjectLimits = Field(SubjectLimits(), validation_alias=AliasChoices("each_subject", "each_user"))
     subjects: dict[str, SubjectLimits] = {}

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from common.types import (
+    AdapterSlot,
     FinishReason,
     Pooling,
     RequestId,
@@ -73,6 +74,8 @@ class RowOpen:
     second_text_start: int | None = None
     # With recurrent layers: where their states after `computed_tokens` tokens are; None: there are none of these.
     snapshot: SnapshotSlot | None = None
+    # Where the row's adapter is; None: the base model.
+    adapter: AdapterSlot | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,6 +135,14 @@ class StateSave:
 
 
 @dataclass(frozen=True, slots=True)
+class AdapterLoad:
+    """The adapter of a slot from the next pass on; no open row uses what the slot had before."""
+
+    slot: AdapterSlot
+    digest: str
+
+
+@dataclass(frozen=True, slots=True)
 class StepPlan:
     """One plan, sent to every rank. `steps` is the number of forward passes, at least 1."""
 
@@ -147,6 +158,7 @@ class StepPlan:
     # Rows that are not named here get one token per pass.
     jumps: tuple[JumpLimit, ...] = ()
     saves: tuple[StateSave, ...] = ()
+    adapters: tuple[AdapterLoad, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -217,6 +229,7 @@ class EngineSpec:
     classifier_from_token: tuple[str, ...] = ()
     snapshots: int | None = None
     rope_parameters: str = ""
+    adapter_slots: int = 0
 
 
 @dataclass(frozen=True, slots=True)

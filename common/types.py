@@ -19,6 +19,7 @@ RequestId = NewType("RequestId", str)
 SubscriberId = NewType("SubscriberId", str)
 RowSlot = NewType("RowSlot", int)
 SnapshotSlot = NewType("SnapshotSlot", int)
+AdapterSlot = NewType("AdapterSlot", int)
 StepId = NewType("StepId", int)
 
 # [tokens] int32, which holds the ids of every vocabulary; the wire type is fixed32.
@@ -339,6 +340,8 @@ class RequestOptions:
     # If set, nothing is generated.
     pooling: Pooling | None = None
     prompt_logprobs: PromptLogprobs | None = None
+    # Name of the adapter; empty: the base model.
+    adapter: str = ""
     # Failures of the engine that schedulers which handed the request back suspect it of.
     engine_failures: int = 0
 

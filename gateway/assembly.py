@@ -72,7 +72,8 @@ class Gateway:
         metrics = GatewayMetrics(registry, exposed(registry, of_services))
         token = read_secret("scheduler.admin_token", of_services.scheduler.admin_token)
         self._services = open_models(settings, metrics, security, token)
-        backends = Backends([each.backend for each in self._services.values()], settings.default_model)
+        served = [each.backend for each in self._services.values()]
+        backends = Backends(served, settings.default_model, settings.adapter_aliases)
         pipeline = ModelPipelines({name: each.pipeline for name, each in self._services.items() if name is not None})
         self._generations = Generations(
             self._services[None].pipeline if None in self._services else pipeline,

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import TYPE_CHECKING
 
+from common.adapters import SEPARATOR
 from common.errors import ConfigurationError, InvalidRequestError, ModelNotFoundError, PandoError, UnavailableError
 from common.heads import Task
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from common.requests import GenerateRequest
     from common.types import RequestId
@@ -78,6 +80,19 @@ class ServedModel:
 
 
 @dataclass(frozen=True, slots=True)
+class ChosenModel:
+    """The model that a request names, and the name of its adapter; empty: none."""
+
+    card: ModelInfo
+    adapter: str = ""
+
+    @property
+    def name(self) -> str:
+        """The name by which clients request both."""
+        return f"{self.card.name}{SEPARATOR}{self.adapter}" if self.adapter else self.card.name
+
+
+@dataclass(frozen=True, slots=True)
 class Backend:
     """One model and its services. Without a name it is the only model, and its name comes from the tokenizer."""
 
@@ -92,14 +107,22 @@ class Backend:
 class Backends:
     """All models of this gateway, found by name or alias."""
 
-    def __init__(self, backends: Sequence[Backend], default: str | None = None) -> None:
+    def __init__(
+        self,
+        backends: Sequence[Backend],
+        default: str | None = None,
+        adapter_aliases: Mapping[str, str] = MappingProxyType({}),
+    ) -> None:
         """Serve `backends`; `default` is the model of requests that name none.
+
+        `adapter_aliases` are further names of models with adapters, `model:adapter`.
 
         Raises:
             ConfigurationError: two models share a name or alias, or the default is not one of them.
         """
         assert backends, "a gateway serves something"
         self.default = default
+        self._adapter_aliases = adapter_aliases
         self._backends = tuple(backends)
         self._by_name: dict[str, Backend] = {}
         self._is_named = backends[0].name is not None
@@ -138,6 +161,49 @@ class Backends:
         if name != card.name:
             raise self._unknown(name, f"'{card.name}'")
         return self._backends[0]
+
+    async def choose(
+        self, name: str | None, may_use: Callable[[str], bool], adapter: str | None = None, *, must_name: bool = True
+    ) -> ChosenModel:
+        """Return the model called `name`, which may have an adapter in it: `model:adapter`.
+
+        An adapter that the caller may not use is refused exactly as a name that does not exist, without asking any
+        service.
+
+        Args:
+            name: a model's name or alias.
+            may_use: whether the caller may use an adapter, by its name.
+            adapter: name of an adapter, instead of one in `name`.
+            must_name: whether a name is needed unless there is a default.
+
+        Raises:
+            InvalidRequestError: no name is given, or two adapters are.
+            ModelNotFoundError: no served model has this name, or the caller may not use the adapter.
+            UnavailableError: the model's services have never been reached.
+        """
+        base, named = await self._split(name)
+        if adapter and named and adapter != named:
+            raise InvalidRequestError(f"'model' names the adapter '{named}', 'lora_path' another.", param="lora_path")
+        chosen = adapter or named
+        if chosen and not may_use(chosen):
+            raise await self._none_called(name if named else f"{base or self.default or 'model'}{SEPARATOR}{chosen}")
+        card = await (self.require_named(base) if must_name else self.require(base))
+        return ChosenModel(card, chosen or "")
+
+    async def _split(self, name: str | None) -> tuple[str | None, str | None]:
+        """Return the names of a model and of its adapter, None if `name` has no adapter."""
+        if not name:
+            return name, None
+        known = set(self._by_name) if self._is_named else {(await self._backends[0].served.card()).name}
+        base, _, adapter = self._adapter_aliases.get(name, name).rpartition(SEPARATOR)
+        return (base, adapter) if name not in known and adapter and base in known else (name, None)
+
+    async def _none_called(self, name: str | None) -> ModelNotFoundError:
+        try:
+            await self.find(name)
+        except ModelNotFoundError as error:
+            return error
+        raise AssertionError("no model has such a name")
 
     async def require(self, name: str | None) -> ModelInfo:
         """Return the card of the model that `find` returns.

@@ -16,6 +16,7 @@ import threading
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -37,10 +38,10 @@ from huggingface_hub.utils import WeakFileLock, build_hf_headers, disable_progre
 from common.errors import ConfigurationError
 from common.models.files import ModelFiles, ModelKind
 from common.models.hub_errors import FAILURES, explain, is_unreachable
-from common.models.selection import Selection, select_files, shards_of
+from common.models.selection import ADAPTER_CONFIG, CONFIG, Selection, select_adapter, select_files, shards_of
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
     from common.models.progress import DownloadReport
     from common.models.references import HubReference
@@ -71,9 +72,26 @@ def fetch(reference: HubReference, *, weights: bool, report: DownloadReport) -> 
     Raises:
         ConfigurationError: the model cannot be downloaded or served; the message says what to do.
     """
+    return _fetch(reference, partial(select_files, reference, weights=weights), report)
+
+
+def fetch_adapter(reference: HubReference, report: DownloadReport) -> Path:
+    """Return the directory of an adapter's files, downloaded if the cache lacks them.
+
+    Args:
+        reference: the adapter.
+        report: receives the progress if something is downloaded.
+
+    Raises:
+        ConfigurationError: it cannot be downloaded, or the repository has no adapter; the message says what to do.
+    """
+    return _fetch(reference, partial(select_adapter, reference), report).files.path
+
+
+def _fetch(reference: HubReference, select: Callable[[Iterable[str]], Selection], report: DownloadReport) -> Fetched:
     disable_progress_bars()
     try:
-        return _Download(reference, weights, report).run()
+        return _Download(reference, select, report).run()
     except FAILURES as error:
         raise ConfigurationError(explain(error, reference)) from error
 
@@ -91,9 +109,11 @@ def _api() -> HfApi:
 class _Download:
     """The download of one model: what it needs, and what is there."""
 
-    def __init__(self, reference: HubReference, weights: bool, report: DownloadReport) -> None:
+    def __init__(
+        self, reference: HubReference, select: Callable[[Iterable[str]], Selection], report: DownloadReport
+    ) -> None:
         self._given = reference
-        self._weights = weights
+        self._select = select
         self._report = report
         self._repository = reference.repository
         self._cache = Path(constants.HF_HUB_CACHE).expanduser().resolve()
@@ -122,13 +142,13 @@ class _Download:
             names = [entry.path for entry in get_cached_repo_tree(self._repository, revision=commit)]
         except CachedRepoTreeNotFoundError:
             return None
-        return self._complete(snapshot, select_files(self._given, names, weights=self._weights))
+        return self._complete(snapshot, self._select(names))
 
     def _present(self, snapshot: Path) -> Selection | None:
         """Return the files that are needed, chosen from those that the cache has."""
         names = [path.relative_to(snapshot).as_posix() for path in snapshot.rglob("*") if path.is_file()]
         try:
-            return self._complete(snapshot, select_files(self._given, names, weights=self._weights))
+            return self._complete(snapshot, self._select(names))
         except ConfigurationError:
             return None
 
@@ -145,9 +165,10 @@ class _Download:
     def _download(self, commit: str) -> Selection:
         pinned = self._given.at(commit)
         tree = list_files(pinned)
-        selection = select_files(self._given, tree, weights=self._weights)
+        selection = self._select(tree)
         # Small, and refused first where a repository is gated.
-        first = selection.index or ("config.json" if selection.gguf is None else None)
+        configurations = [name for name in (CONFIG, ADAPTER_CONFIG) if name in selection.files]
+        first = selection.index or (configurations[0] if configurations else None)
         path = Path(hf_hub_download(self._repository, first, revision=commit, library_name=LIBRARY)) if first else None
         if selection.index is not None and path is not None:
             shards = shards_of(path.read_text(encoding="utf-8"))

@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     Reference: TypeAlias = HubReference | ObjectReference
 
 CONFIG: Final = "config.json"
+ADAPTER_CONFIG: Final = "adapter_config.json"
+ADAPTER_WEIGHTS: Final = "adapter_model.safetensors"
 WEIGHTS: Final = "model.safetensors"
 INDEX: Final = "model.safetensors.index.json"
 # Configuration, tokenizer, chat templates, and the files of sentence-transformers that define an embedding.
@@ -72,6 +74,22 @@ def select_files(reference: Reference, files: Iterable[str], *, weights: bool) -
             f"{reference}:{quantizations(models)[0]} (there are {', '.join(quantizations(models))})"
         )
     raise ConfigurationError(f"model {reference}: {_missing(present)}")
+
+
+def select_adapter(reference: Reference, files: Iterable[str]) -> Selection:
+    """Choose the files of an adapter.
+
+    Raises:
+        ConfigurationError: the repository has no adapter that can be served.
+    """
+    present = set(files)
+    missing = [name for name in (ADAPTER_CONFIG, ADAPTER_WEIGHTS) if name not in present]
+    if missing:
+        raise ConfigurationError(
+            f"adapter {reference}: the repository has no {missing[0]}; adapters are served as PEFT writes them, in "
+            "safetensors"
+        )
+    return Selection((ADAPTER_CONFIG, ADAPTER_WEIGHTS))
 
 
 def is_gguf_model(name: str) -> bool:
@@ -136,7 +154,7 @@ def _matches(name: str, pattern: str) -> bool:
 
 
 def _missing(present: list[str]) -> str:
-    if CONFIG not in present and "adapter_config.json" in present:
+    if CONFIG not in present and ADAPTER_CONFIG in present:
         return "the repository holds an adapter (LoRA), which cannot be served without its base model"
     if CONFIG not in present:
         return "the repository has neither config.json nor a GGUF file, so it holds no model that can be served"

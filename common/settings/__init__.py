@@ -5,6 +5,7 @@ from __future__ import annotations
 from common.settings.gateway import BackendSettings, ConsoleSettings, GatewaySettings, JwtSettings, TlsSettings
 from common.settings.model import ModelSettings, ServedModelSettings
 from common.settings.scheduler import (
+    AdapterSettings,
     CacheSettings,
     HostTierSettings,
     QueueSettings,
@@ -28,6 +29,7 @@ from common.settings.worker import GrammarSettings, ProfileSettings, WorkerSetti
 __all__ = [
     "CONFIG_VARIABLE",
     "PREFIX",
+    "AdapterSettings",
     "BackendSettings",
     "CacheSettings",
     "ConsoleSettings",

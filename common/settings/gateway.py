@@ -156,6 +156,8 @@ class GatewaySettings(Section):
     models: dict[str, BackendSettings] = Field(default_factory=dict)
     """Several models, by the names that their tokenizers serve, instead of the addresses above; in flags and
     environment as JSON: {"small": {"tokenizer": "host:port", "detokenizer": "host:port"}}."""
+    adapter_aliases: dict[str, str] = Field(default_factory=dict)
+    """Other names by which clients may request models with adapters, each as `model:adapter`."""
     default_model: str | None = None
     """Model for requests that name none. Absent: such requests are refused, unless their endpoint has no model field
     and only one model is served."""

@@ -129,6 +129,21 @@ class SessionSettings(Section):
     to an hour, or to this value if it is greater."""
 
 
+class AdapterSettings(Section):
+    """Low-rank adapters (LoRA) of the served model."""
+
+    slots: int = Field(default=0, ge=0, le=1024)
+    """Adapters that running requests may use at the same time; each takes memory on the device. Others wait in host
+    memory. 0: no adapters are served."""
+    load: dict[str, str] = Field(default_factory=dict)
+    """Adapters to load at start: their names, and directories with adapter_config.json on the workers' hosts, or names
+    on the Hugging Face hub."""
+    limit: int = Field(default=512, ge=1)
+    """Adapters that may be loaded; they are kept in the workers' host memory."""
+    tenant_share: float = Field(default=0.5, gt=0, le=1)
+    """Share of the slots that the running requests of one tenant may use, but at least one."""
+
+
 class QueueSettings(Section):
     """The waiting queue: its order and its length."""
 
@@ -194,3 +209,4 @@ class SchedulerSettings(Section):
     kv_events: KVEventSettings = KVEventSettings()
     sessions: SessionSettings = SessionSettings()
     queue: QueueSettings = QueueSettings()
+    adapters: AdapterSettings = AdapterSettings()

@@ -119,6 +119,7 @@ def options_to_wire(options: RequestOptions, kind: type[Message]) -> Message:
         pooling=pooling_to_wire(options.pooling),
         prompt_logprobs=prompt_logprobs_to_wire(options.prompt_logprobs),
         engine_failures=options.engine_failures,
+        adapter=options.adapter,
     )
 
 
@@ -144,6 +145,7 @@ def options_from_wire(message: RequestMessage) -> RequestOptions:
         pooling=pooling_from_wire(message.pooling),
         prompt_logprobs=prompt_logprobs_from_wire(message),
         engine_failures=message.engine_failures,
+        adapter=check_name("adapter", message.adapter),
     )
 
 

@@ -46,6 +46,7 @@ COMMANDS = (
     Command("state", "deploy.cli.inspection.state", "show queues, rows and pages of the scheduler"),
     Command("profile", "deploy.cli.inspection.profile", "record traces of the workers' computations"),
     Command("keys", "deploy.cli.keys", "create, list and revoke API keys"),
+    Command("adapters", "deploy.cli.inspection.adapters", "list, load, unload and pin adapters (LoRA)"),
     Command("cache", "deploy.cli.inspection.cache", "inspect the prefix cache; pin, forget, flush"),
 )
 
@@ -55,7 +56,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = list(sys.argv[1:] if argv is None else argv)
     parser = argparse.ArgumentParser(prog="pando", description="Serve large language models to many users at once.")
     parser.add_argument("--version", action="version", version=f"pando {version()}")
-    commands = "\n".join(f"  {command.name:<8}{command.help}" for command in COMMANDS)
+    commands = "\n".join(f"  {command.name:<10}{command.help}" for command in COMMANDS)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.epilog = f"commands (each has --help):\n{commands}"
     parser.add_argument("command", choices=[command.name for command in COMMANDS], metavar="command")

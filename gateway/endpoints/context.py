@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING
 
 from fastapi import Request
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
 
     from common.requests import ChatPrompt, Prompt
     from common.types import Subject
-    from gateway.backends import Backend, Backends
+    from gateway.backends import Backend, Backends, ChosenModel
     from gateway.delivery.answers import AnswerContext
     from gateway.delivery.deliveries import PiecewiseRenderer, WholeRenderer
     from gateway.endpoints.chat.schema import ChatCompletionBody
@@ -102,6 +103,20 @@ class Context:
             raise PermissionDeniedError(NO_ADMINISTRATOR)
         return caller
 
+    async def choose(
+        self, caller: Caller, model: str | None, adapter: str | None = None, *, must_name: bool = True
+    ) -> ChosenModel:
+        """Return the model that a request of `caller` names, and its adapter; see `Backends.choose`."""
+        return await self.models.choose(model, lambda name: self.may_use(caller, name), adapter, must_name=must_name)
+
+    def may_use(self, caller: Caller, adapter: str) -> bool:
+        """Whether `caller` may use an adapter: its credential or else its tenant's limits name it.
+
+        Administrators may use all.
+        """
+        allowed = self.quotas.adapters(caller.tenant) if caller.adapters is None else caller.adapters
+        return caller.is_admin or any(fnmatchcase(adapter, pattern) for pattern in allowed)
+
     @asynccontextmanager
     async def charged(self, request: Request, subject: Subject, tokens: int = 0) -> AsyncIterator[Spending]:
         """Charge for one request that is open during the block and uses about `tokens` tokens.
@@ -150,6 +165,7 @@ class Context:
         requester: Requester,
         body: ChatCompletionBody | CompletionBody,
         prompt: Prompt,
+        chosen: ChosenModel,
     ) -> GenerateRequest:
         """Return the generation request for `body`, with the response's id.
 
@@ -159,7 +175,7 @@ class Context:
         return GenerateRequest(
             request_id=RequestId(head.id),
             view=requester.view,
-            model=head.model,
+            model=chosen.card.name,
             prompt=prompt,
             options=RequestOptions(
                 sampling=body.sampling(body.logprobs_wanted),
@@ -173,6 +189,7 @@ class Context:
                 session=body.session,
                 max_context_tokens=self.quotas.max_context(requester.subject),
                 prompt_logprobs=body.prompt_logprobs_wanted,
+                adapter=chosen.adapter,
             ),
             truncate_prompt_tokens=body.truncate_prompt_tokens,
             bad_words=tuple(body.bad_words or ()),

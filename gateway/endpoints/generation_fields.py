@@ -88,7 +88,6 @@ class GenerationFields(StructureFields):
     unsupported: ClassVar[tuple[Refusal, ...]] = (
         Refusal("use_beam_search", is_empty, LEAVE_OUT),
         Refusal("logits_processors", is_empty, LEAVE_OUT),
-        Refusal("lora_path", is_empty, LEAVE_OUT),
         Refusal("session_params", is_empty, "use 'session_id', or /generate"),
         Refusal("return_hidden_states", is_empty, LEAVE_OUT),
         Refusal("custom_logit_processor", is_empty, LEAVE_OUT),
@@ -103,6 +102,7 @@ class GenerationFields(StructureFields):
     )
 
     model: str | None = None
+    lora_path: str | None = None
     n: int | None = Field(None, ge=1, le=MAX_CHOICES)
     stream: bool | None = None
     stream_options: StreamOptions | None = None

@@ -7,6 +7,10 @@ from typing import TYPE_CHECKING
 import orjson
 from fastapi import APIRouter, Depends, Response
 
+from common.adapters import SEPARATOR
+from common.errors import ModelNotFoundError, PandoError
+from gateway.identity.caller import Caller
+
 if TYPE_CHECKING:
     from gateway.backends import Backend
     from gateway.endpoints.context import Context
@@ -16,20 +20,48 @@ if TYPE_CHECKING:
 def add_routes(router: APIRouter, context: Context) -> None:
     """Add the routes."""
 
-    @router.get("/v1/models", dependencies=[Depends(context.caller)])
-    async def list_models() -> Response:
-        """Return all served models."""
+    @router.get("/v1/models")
+    async def list_models(caller: Caller = Depends(context.caller)) -> Response:
+        """Return all served models, and those with adapters that the caller may use."""
         known = await context.models.known()
         if len(known) == 1 and known[0][1] is None:
             # The only model's name is unknown; this raises the error that explains why.
             await context.models.require(None)
-        return _json({"object": "list", "data": [model_object(backend, card) for backend, card in known]})
+        listed = []
+        for backend, card in known:
+            own = model_object(backend, card)
+            listed += [own, *(adapted_model(own, each) for each in await usable_adapters(context, caller, backend))]
+        return _json({"object": "list", "data": listed})
 
-    @router.get("/v1/models/{name:path}", dependencies=[Depends(context.caller)])
-    async def get_model(name: str) -> Response:
+    @router.get("/v1/models/{name:path}")
+    async def get_model(name: str, caller: Caller = Depends(context.caller)) -> Response:
         """Return one model."""
-        backend = await context.models.find(name)
-        return _json(model_object(backend, await backend.served.card()))
+        chosen = await context.choose(caller, name)
+        backend = await context.models.find(chosen.card.name)
+        own = model_object(backend, chosen.card)
+        if not chosen.adapter:
+            return _json(own)
+        for each in await usable_adapters(context, caller, backend):
+            if each == chosen.adapter:
+                return _json(adapted_model(own, each))
+        raise ModelNotFoundError(f"The model '{chosen.name}' does not exist here.", param="model")
+
+
+async def usable_adapters(context: Context, caller: Caller, backend: Backend) -> list[str]:
+    """Return the names of a model's adapters that the caller may use; schedulers are asked only if it may use any."""
+    if not (caller.is_admin or caller.adapters or (caller.adapters is None and context.quotas.adapters(caller.tenant))):
+        return []
+    try:
+        adapters = await backend.administration.adapters()
+    except PandoError:
+        return []
+    return [each.info.name for each in adapters if context.may_use(caller, each.info.name)]
+
+
+def adapted_model(base: dict[str, object], adapter: str) -> dict[str, object]:
+    """Return a model with an adapter in OpenAI's shape, from that of its base model."""
+    name = f"{base['id']}{SEPARATOR}{adapter}"
+    return {**base, "id": name, "root": name, "parent": base["id"], "aliases": []}
 
 
 def model_object(backend: Backend, card: ModelInfo | None) -> dict[str, object]:

@@ -48,6 +48,8 @@ class Caller:
     cache: CacheMode = CacheMode.DEFAULT
     # The highest priority that its requests may have; None: the gateway's setting.
     max_priority: int | None = None
+    # Names or patterns of the adapters that its requests may use; None: those of its tenant's limits.
+    adapters: Sequence[str] | None = None
 
 
 @dataclass(frozen=True, slots=True)

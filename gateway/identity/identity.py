@@ -124,7 +124,9 @@ class Identity:
         if found is None:
             raise UnauthenticatedError(WRONG_KEY)
         subject = key(found.id) if found.user is None else person(found.user)
-        return Caller(found.tenant, subject, found.vouches_for_users, found.admin, found.cache, found.max_priority)
+        return Caller(
+            found.tenant, subject, found.vouches_for_users, found.admin, found.cache, found.max_priority, found.adapters
+        )
 
 
 def _credential(headers: Headers) -> str:

@@ -21,11 +21,11 @@ from common.names import check_name
 from common.types import CacheMode
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Sequence
 
 SHA256_HEX = re.compile(r"[0-9a-f]{64}")
 KEY_BYTES = 32
-KINDS = MappingProxyType({str: "text", bool: "truth value", int: "whole number"})
+KINDS = MappingProxyType({str: "text", bool: "truth value", int: "whole number", list: "list"})
 MAX_ID_CHARACTERS = 64
 HEADER = "# API keys of Pando, by their SHA-256; written by `pando keys`. A running gateway reads changes by itself.\n"
 
@@ -44,6 +44,7 @@ class ApiKey:
     # ISO date, for operators only.
     created: str | None = None
     max_priority: int | None = None
+    adapters: tuple[str, ...] | None = None
 
 
 class KeyRing:
@@ -136,6 +137,8 @@ def _dump_key(key: ApiKey) -> str:
         if value == field.default:
             continue
         text = value.value if isinstance(value, CacheMode) else value
+        if isinstance(text, tuple):
+            text = list(text)
         # A JSON string is a valid TOML basic string, since names have no control characters.
         lines.append(f"{field.name} = {json.dumps(text, ensure_ascii=False)}")
     return "\n".join(lines) + "\n"
@@ -145,10 +148,11 @@ def _parse_key(where: str, entry: object) -> ApiKey:
     values = dict(entry) if isinstance(entry, dict) else {}
     if "act_for_users" in values:  # its name in version 0.1
         values.setdefault("vouches_for_users", values.pop("act_for_users"))
-    kinds = {field.name: str for field in fields(ApiKey)} | {
+    kinds = dict.fromkeys((field.name for field in fields(ApiKey)), str) | {
         "vouches_for_users": bool,
         "admin": bool,
         "max_priority": int,
+        "adapters": list,
     }
     if unknown := values.keys() - kinds.keys():
         raise ConfigurationError(f"{where} has unknown fields: {', '.join(sorted(unknown))}")
@@ -159,6 +163,7 @@ def _parse_key(where: str, entry: object) -> ApiKey:
             raise ConfigurationError(f"{where}: {name} must be a {KINDS[kinds[name]]}")
     if not SHA256_HEX.fullmatch(values["sha256"]):
         raise ConfigurationError(f"{where}: sha256 must be 64 lowercase hexadecimal digits")
+    values["adapters"] = _parse_adapters(where, values.get("adapters"))
     try:
         for name in ("id", "tenant", "user"):
             check_name(name, values.get(name, ""))
@@ -168,3 +173,12 @@ def _parse_key(where: str, entry: object) -> ApiKey:
         raise ConfigurationError(f"{where}: {error.message}") from error
     except ValueError as error:
         raise ConfigurationError(f"{where}: cache must be default, private or none") from error
+
+
+def _parse_adapters(where: str, names: Sequence[object] | None) -> tuple[str, ...] | None:
+    if names is None:
+        return None
+    wanted = tuple(name for name in names if isinstance(name, str) and name)
+    if len(wanted) < len(names):
+        raise ConfigurationError(f"{where}: adapters must be a list of names or patterns")
+    return wanted

@@ -11,15 +11,17 @@ from google.protobuf.json_format import MessageToDict
 
 from common.errors import UnavailableError
 from common.rpc.status import to_error
+from common.wire.adapters import adapter_from_wire
 from common.wire.identity import subject_to_wire
 from gateway.pipeline.cache_changes import watch_groups
-from gateway.pipeline.port import ScheduledMilestone, ScheduledRequest
+from gateway.pipeline.port import LoadedAdapter, ScheduledMilestone, ScheduledRequest
 from protos.gen.pando.v1 import common_pb2, scheduler_pb2, scheduler_pb2_grpc
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 
     Stub = scheduler_pb2_grpc.SchedulerAsyncStub
+    from common.adapters import AdapterInfo
     from common.rpc.peers import Servers
     from common.types import RequestId, Subject
     from gateway.pipeline.port import CacheChanges
@@ -27,6 +29,8 @@ if TYPE_CHECKING:
 
 Answer = TypeVar("Answer")
 TIMEOUT_S = 10.0
+# Covers the download of an adapter.
+LOAD_S = 900.0
 
 
 class GrpcAdministration:
@@ -86,6 +90,35 @@ class GrpcAdministration:
         async with aclosing(watch_groups(stubs, self._metadata)) as changes:
             async for change in changes:
                 yield change
+
+    async def load_adapter(self, name: str, source: str, *, pinned: bool) -> AdapterInfo:
+        """Make an adapter available in all groups; without `source`, change its pin only."""
+        request = scheduler_pb2.LoadAdapterRequest(name=name, source=source, pinned=pinned)
+        answers = await self._ask(lambda stub: stub.LoadAdapter(request, timeout=LOAD_S, metadata=self._metadata))
+        return adapter_from_wire(answers[0].adapter)
+
+    async def unload_adapter(self, name: str) -> bool:
+        """Make an adapter unavailable in all groups; return whether any had it."""
+        request = scheduler_pb2.UnloadAdapterRequest(name=name)
+        answers = await self._ask(lambda stub: stub.UnloadAdapter(request, timeout=TIMEOUT_S, metadata=self._metadata))
+        return any(answer.was_loaded for answer in answers)
+
+    async def adapters(self) -> list[LoadedAdapter]:
+        """Return the adapters that all groups have, by name."""
+        request = scheduler_pb2.ListAdaptersRequest()
+        answers = await self._ask(lambda stub: stub.ListAdapters(request, timeout=TIMEOUT_S, metadata=self._metadata))
+        by_name: dict[str, list[scheduler_pb2.AdapterState]] = {}
+        for state in (state for answer in answers for state in answer.adapters):
+            by_name.setdefault(state.adapter.name, []).append(state)
+        return [
+            LoadedAdapter(
+                adapter_from_wire(states[0].adapter),
+                sum(state.resident for state in states),
+                sum(state.running_rows for state in states),
+            )
+            for _, states in sorted(by_name.items())
+            if len(states) == len(answers)
+        ]
 
     async def _ask(self, call: Callable[[Stub], Awaitable[Answer]]) -> list[Answer]:
         """Call every group, even if one of them fails; raise the first error after that."""

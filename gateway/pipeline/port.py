@@ -11,6 +11,7 @@ from common.types import Pooling
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Mapping, Sequence
 
+    from common.adapters import AdapterInfo
     from common.deltas import Delta
     from common.heads import Head, Task
     from common.requests import ChatPrompt, GenerateRequest
@@ -109,6 +110,15 @@ class Administration(Protocol):
     def watch_caches(self) -> AsyncGenerator[CacheChanges]:
         """Yield a snapshot of each group's cache, then its changes, until closed; for administrators only."""
 
+    async def load_adapter(self, name: str, source: str, *, pinned: bool) -> AdapterInfo:
+        """Make an adapter available in all groups; without `source`, change its pin only."""
+
+    async def unload_adapter(self, name: str) -> bool:
+        """Make an adapter unavailable in all groups; return whether any had it."""
+
+    async def adapters(self) -> list[LoadedAdapter]:
+        """Return the adapters that all groups have, by name."""
+
 
 @dataclass(frozen=True, slots=True)
 class ScheduledMilestone:
@@ -150,6 +160,15 @@ class CacheChanges:
     counters: list[JsonObject] = field(default_factory=list)
     # Why the group cannot be watched now.
     error: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedAdapter:
+    """An adapter, and the groups in which it is on the device and rows use it."""
+
+    info: AdapterInfo
+    resident: int = 0
+    running_rows: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -79,6 +79,10 @@ class Quotas:
         """Return the tenant's share of service, relative to other tenants' weights."""
         return 1.0 if self._rules is None else self._rules.value.of(tenant).weight
 
+    def adapters(self, tenant: str) -> Sequence[str]:
+        """Return names or patterns of the adapters that a tenant's requests may use."""
+        return () if self._rules is None else self._rules.value.of(tenant).adapters
+
     async def take(self, charge: Charge) -> Lease:
         """Take the amounts of `charge` from the tenant and from the user, or from neither.
 

@@ -116,7 +116,9 @@ async def report_health(server: RpcServer, can_serve: Callable[[], bool]) -> Non
 def make_group(settings: Settings, security: Security, loop: SchedulerLoop) -> WorkerGroup:
     """Return the worker group in the settings."""
     channels = [partial(open_channel, address, security) for address in settings.scheduler.workers]
-    return WorkerGroup(channels, engine_spec(settings), loop, settings.scheduler.worker_timeout_s)
+    return WorkerGroup(
+        channels, engine_spec(settings), loop, settings.scheduler.worker_timeout_s, loop.adapters.restore
+    )
 
 
 def make_desk(settings: Settings, loop: SchedulerLoop) -> ContentDesk | None:
@@ -180,6 +182,7 @@ def engine_spec(settings: Settings) -> EngineSpec:
         memory_fraction=scheduler.memory_fraction,
         host_pages=scheduler.host_tier.pages,
         host_bytes=int(scheduler.host_tier.gigabytes * 1024**3),
+        adapter_slots=scheduler.adapters.slots,
         # Cache decisions depend on the sliding-window pool, which the log does not record, so it is disabled then.
         window_ratio=0.0 if scheduler.cache.decision_log else WINDOW_RATIO,
         # For the same reason, prefixes are not reused by models with recurrent layers.

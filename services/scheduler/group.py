@@ -16,7 +16,7 @@ from common.rpc.stream import RefusalLog
 from services.scheduler.rank import EngineFailedError, PlanStream, RankConnection, RankLostError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Awaitable, Callable, Sequence
 
     from common.grammars import Grammar
     from common.steps import EngineCapacity, EngineSpec, StepPlan, StepResult
@@ -77,8 +77,14 @@ class WorkerGroup:
         spec: EngineSpec,
         listener: GroupListener,
         timeout_s: float,
+        restore: Callable[[Sequence[RankConnection]], Awaitable[None]] | None = None,
     ) -> None:
-        """Prepare a group; `channels` open the ranks' channels, and each rank's number is set in its `spec`."""
+        """Prepare a group; `channels` open the ranks' channels, and each rank's number is set in its `spec`.
+
+        `restore` is called with the ranks once they are configured, before they get plans.
+        """
+        self.ranks: Sequence[RankConnection] = ()
+        self._restore = restore
         self.state = GroupState.CONNECTING
         self._open_channels = channels
         self._spec = spec
@@ -154,6 +160,11 @@ class WorkerGroup:
         if self.state is not GroupState.FAILED:
             self.state = GroupState.CONFIGURING
         capacity = await self._configure(ranks)
+        if self._restore is not None:
+            try:
+                await self._restore(ranks)
+            except UnavailableError as error:
+                raise RankLostError(str(error)) from error
         self._acks = GroupAcks(len(ranks))
         self._plans_in_flight = 0
         self._is_losing = False
@@ -162,7 +173,7 @@ class WorkerGroup:
             await asyncio.gather(*(stream.wait_until_open() for stream in self._streams))
             self.state, self._pause_s = GroupState.READY, RECONNECT_S
             self._refusals.clear()
-            self._first = ranks[0]
+            self._first, self.ranks = ranks[0], ranks
             self._log.info("group.ready", ranks=len(ranks), pages=capacity.device_pages, device=capacity.device)
             if self._has_engine_failed is None:
                 self._has_engine_failed = processes != self._processes
@@ -170,7 +181,7 @@ class WorkerGroup:
             self._listener.on_ready(capacity, engine_failed=self._has_engine_failed)
             await self._serve(ranks)
         finally:
-            self._first = None
+            self._first, self.ranks = None, ()
             for stream in self._streams:
                 stream.cancel()
 

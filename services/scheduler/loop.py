@@ -12,6 +12,7 @@ from common.logs import get_logger
 from common.reloading import Reloading
 from common.types import Admission, RequestId
 from services.scheduler import metrics
+from services.scheduler.adapter_desk import AdapterDesk
 from services.scheduler.cache.debug.invariant_sampler import InvariantSampler
 from services.scheduler.cache.debug.recorded import RecordedCache
 from services.scheduler.cache.debug.replay import encode_header
@@ -94,6 +95,12 @@ class SchedulerLoop:
         self._outlets: Outlets | None = None
         self._wake = asyncio.Event()
         self._recovery = GrammarRecovery(self.prepare, self._wake.set)
+        self.adapters = AdapterDesk(
+            settings.adapters,
+            lambda: self.core,
+            lambda: self._group.ranks if self._group else (),
+            self._on_adapters_lost,
+        )
         self._limits_file = Reloading(limits_file, load_limits) if limits_file else None
         self._limits = self._limits_file.value if self._limits_file else Limits()
         self._step_cpu_s = 0.0
@@ -239,7 +246,8 @@ class SchedulerLoop:
             counters = make_counters(self._settings.queue)
             policy = make_policy(self._settings.queue.policy, counters)
             times = OperationTimes(time.thread_time)
-            self.core = SchedulerCore(config, allocator, cache, policy, counters, times)
+            self.core = SchedulerCore(config, allocator, cache, policy, counters, times, self.adapters.find)
+            self.core.adapters.pinned = self.adapters.pinned
             if self._limits_file is not None:
                 self.core.adopt(self._limits)
             metrics.CACHE_INFO.clear()
@@ -251,6 +259,10 @@ class SchedulerLoop:
             self._advance = times.timed("advance", cache.advance, one_in=1)
         self._capacity = capacity
         metrics.GROUP_READY.set(1)
+        self._wake.set()
+
+    def _on_adapters_lost(self) -> None:
+        self._push()
         self._wake.set()
 
     def _judge_loss(self, core: SchedulerCore, *, engine_failed: bool) -> None:
@@ -378,6 +390,7 @@ class SchedulerLoop:
             if self.core is None:
                 continue
             self._reload_limits(self.core)
+            await self.adapters.tidy()
             self.core.expire(self.now)
             self._hand_back(self.core)
             self._advance(self.epoch)

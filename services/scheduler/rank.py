@@ -12,6 +12,7 @@ from common.logs import get_logger
 from common.rpc.handshake import check_server
 from common.rpc.status import answered
 from common.rpc.stream import unreadable
+from common.wire.adapters import adapter_from_wire, adapter_to_wire
 from common.wire.requests import grammar_to_wire
 from protos.gen.pando.v1 import worker_pb2, worker_pb2_grpc
 from services.scheduler.wire.steps import capacity_from_wire, plan_to_wire, result_from_wire, spec_to_wire
@@ -19,6 +20,7 @@ from services.scheduler.wire.steps import capacity_from_wire, plan_to_wire, resu
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Iterable
 
+    from common.adapters import AdapterInfo
     from common.grammars import Grammar
     from common.steps import EngineCapacity, EngineSpec, StepPlan, StepResult
 
@@ -26,6 +28,8 @@ STATE_TIMEOUT_S = 5.0
 CONFIGURE_TIMEOUT_S = 3600.0
 # Covers the worker's own limit for a grammar, and grammars queued before this one.
 PREPARE_TIMEOUT_S = 120.0
+# Covers the download of an adapter.
+READ_TIMEOUT_S = 900.0
 
 
 class RankLostError(Exception):
@@ -100,6 +104,34 @@ class RankConnection:
         """
         request = worker_pb2.PrepareGrammarRequest(grammar=grammar_to_wire(grammar))
         await answered(self._stub.PrepareGrammar(request, timeout=PREPARE_TIMEOUT_S))
+
+    async def read_adapter(self, adapter: AdapterInfo) -> AdapterInfo:
+        """Have an adapter read into host memory; return it with its digest, rank and bytes.
+
+        Raises:
+            PandoError: it is refused, or the rank is unreachable.
+        """
+        request = worker_pb2.ReadAdapterRequest(adapter=adapter_to_wire(adapter))
+        answer = await answered(self._stub.ReadAdapter(request, timeout=READ_TIMEOUT_S))
+        return adapter_from_wire(answer.adapter)
+
+    async def drop_adapter(self, *, name: str = "", digest: str = "") -> None:
+        """Have a name of an adapter, and the memory of the one with this digest, dropped.
+
+        Raises:
+            PandoError: the rank is unreachable.
+        """
+        request = worker_pb2.DropAdapterRequest(name=name, digest=digest)
+        await answered(self._stub.DropAdapter(request, timeout=STATE_TIMEOUT_S))
+
+    async def adapters(self) -> list[AdapterInfo]:
+        """Return the adapters that the rank was told to read.
+
+        Raises:
+            PandoError: the rank is unreachable.
+        """
+        answer = await answered(self._stub.GetAdapters(worker_pb2.GetAdaptersRequest(), timeout=STATE_TIMEOUT_S))
+        return [adapter_from_wire(each) for each in answer.adapters]
 
     def execute(self) -> PlanStream:
         """Open the stream of plans and results, which the caller must cancel."""

@@ -13,6 +13,7 @@ import numpy as np
 
 from common.errors import InvalidRequestError, UnavailableError
 from common.rpc.stream import MessageNumbers, accept_stream
+from common.wire.adapters import adapter_to_wire
 from common.wire.identity import subject_from_wire, view_from_wire, view_to_wire
 from protos.gen.pando.v1 import scheduler_pb2, scheduler_pb2_grpc
 from services.scheduler import metrics
@@ -185,6 +186,33 @@ class SchedulerService(scheduler_pb2_grpc.SchedulerServicer):
         was_pinned = core.memory.cache.unpin(token_ids)
         self.announce_pin(token_ids, False)
         return scheduler_pb2.UnpinResponse(was_pinned=was_pinned)
+
+    async def LoadAdapter(  # noqa: N802
+        self, request: scheduler_pb2.LoadAdapterRequest, context: Context
+    ) -> scheduler_pb2.LoadAdapterResponse:
+        """Make an adapter available to requests."""
+        self._credentials.require_admin_if_set(_metadata(context), "load an adapter")
+        made = await self._loop.adapters.load(request.name, request.source, pinned=request.pinned)
+        return scheduler_pb2.LoadAdapterResponse(adapter=adapter_to_wire(made))
+
+    async def UnloadAdapter(  # noqa: N802
+        self, request: scheduler_pb2.UnloadAdapterRequest, context: Context
+    ) -> scheduler_pb2.UnloadAdapterResponse:
+        """Make an adapter unavailable."""
+        self._credentials.require_admin_if_set(_metadata(context), "unload an adapter")
+        return scheduler_pb2.UnloadAdapterResponse(was_loaded=await self._loop.adapters.unload(request.name))
+
+    async def ListAdapters(  # noqa: N802
+        self, request: scheduler_pb2.ListAdaptersRequest, context: Context
+    ) -> scheduler_pb2.ListAdaptersResponse:
+        """Return all adapters."""
+        self._credentials.require_admin_if_set(_metadata(context), "list adapters")
+        slots = self._core().adapters
+        response = scheduler_pb2.ListAdaptersResponse(slots=slots.count)
+        for adapter in self._loop.adapters.all:
+            rows = slots.rows_of(adapter.digest)
+            response.adapters.add(adapter=adapter_to_wire(adapter), resident=rows is not None, running_rows=rows or 0)
+        return response
 
     async def Pause(  # noqa: N802
         self, request: scheduler_pb2.PauseRequest, context: Context

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import functools
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import TYPE_CHECKING
 
-from common.errors import UnavailableError
+from common.errors import ConfigurationError, InvalidRequestError, UnavailableError
 from common.logs import get_logger
+from common.models.adapters import resolve_adapter
 from common.steps import StepResult
 from services.worker import metrics
 from services.worker.engine.execution.interface import InvalidPlanError, OutOfMemoryError
@@ -19,8 +20,9 @@ from services.worker.session import EngineThread, ExecuteSession, SessionEndedEr
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from common.adapters import AdapterInfo
     from common.steps import EngineCapacity, EngineSpec, StepPlan
-    from services.worker.engine.execution.interface import Engine, ProgressReport
+    from services.worker.engine.execution.interface import AdapterSize, AdapterStore, Engine, ProgressReport
     from services.worker.profiles import ProfileRecorder
 
 # Far longer than any plan: a thread that is still busy then hangs.
@@ -94,6 +96,7 @@ class Rank:
         self._loading: _Loading | None = None
         self._session: ExecuteSession | None = None
         self._finished_passes = 0
+        self._adapters: list[AdapterInfo] = []
         self._log = get_logger("rank")
         self.profiles = Profiles(profile_rules or ProfileRules(), _make_recorder, self._run_on_thread)
         self._thread.start()
@@ -131,6 +134,36 @@ class Rank:
             return await asyncio.shield(loading.done)
         finally:
             loading.report = None
+
+    async def read_adapter(self, adapter: AdapterInfo) -> AdapterInfo:
+        """Read an adapter into host memory, in a thread of its own; return it with its digest, rank and bytes.
+
+        Raises:
+            InvalidRequestError: it cannot be read or does not fit the model, or the model has no slots for adapters.
+        """
+        store = self._engine.adapters
+        if store is None:
+            raise InvalidRequestError(
+                "this model serves no adapters: set scheduler.adapters.slots, and serve a decoder that Pando implements"
+            )
+        try:
+            size = await asyncio.to_thread(_read_adapter, store, adapter)
+        except ConfigurationError as error:
+            raise InvalidRequestError(str(error), param="lora_path") from error
+        made = replace(adapter, digest=size.digest, rank=size.rank, bytes=size.bytes)
+        self._adapters = [each for each in self._adapters if each.name != adapter.name] + [made]
+        return made
+
+    def drop_adapter(self, name: str, digest: str) -> None:
+        """Forget a name of an adapter, and free the memory of the one with this digest; each may be empty."""
+        self._adapters = [each for each in self._adapters if each.name != name]
+        if digest and self._engine.adapters is not None:
+            self._engine.adapters.drop(digest)
+
+    @property
+    def adapters(self) -> list[AdapterInfo]:
+        """The adapters that were read, also before the model was loaded again."""
+        return self._adapters
 
     def open_session(self) -> ExecuteSession:
         """Begin a stream of plans with no rows open; a stream that is open gives way.
@@ -342,6 +375,10 @@ class Rank:
     def _set_state(self, state: WorkerState) -> None:
         self._state = state
         metrics.READY.set(state is WorkerState.READY)
+
+
+def _read_adapter(store: AdapterStore, adapter: AdapterInfo) -> AdapterSize:
+    return store.read(resolve_adapter(adapter.source), adapter.digest)
 
 
 def _make_recorder() -> ProfileRecorder:

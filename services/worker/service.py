@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import grpc
 
 from common.errors import ConfigurationError, InvalidRequestError, PandoError, UnavailableError
+from common.wire.adapters import adapter_from_wire, adapter_to_wire
 from common.wire.requests import grammar_from_wire
 from protos.gen.pando.v1 import worker_pb2, worker_pb2_grpc
 from services.worker.grammars.process import check_installed, is_installed
@@ -98,6 +99,26 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
         grammar = grammar_from_wire(request.grammar)
         check_installed(grammar)
         return worker_pb2.PrepareGrammarResponse(compile_us=await self._grammars.prepare(grammar))
+
+    async def ReadAdapter(  # noqa: N802
+        self, request: worker_pb2.ReadAdapterRequest, context: Context
+    ) -> worker_pb2.ReadAdapterResponse:
+        """Read an adapter into host memory."""
+        made = await self._rank.read_adapter(adapter_from_wire(request.adapter))
+        return worker_pb2.ReadAdapterResponse(adapter=adapter_to_wire(made))
+
+    async def DropAdapter(  # noqa: N802
+        self, request: worker_pb2.DropAdapterRequest, context: Context
+    ) -> worker_pb2.DropAdapterResponse:
+        """Forget an adapter."""
+        self._rank.drop_adapter(request.name, request.digest)
+        return worker_pb2.DropAdapterResponse()
+
+    async def GetAdapters(  # noqa: N802
+        self, request: worker_pb2.GetAdaptersRequest, context: Context
+    ) -> worker_pb2.GetAdaptersResponse:
+        """Return the adapters that were read."""
+        return worker_pb2.GetAdaptersResponse(adapters=map(adapter_to_wire, self._rank.adapters))
 
     async def GetState(  # noqa: N802
         self, request: worker_pb2.GetWorkerStateRequest, context: Context

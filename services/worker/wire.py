@@ -7,9 +7,19 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from common.errors import InvalidRequestError
-from common.steps import EngineSpec, JumpLimit, PageGrants, PageReplacement, PrefillChunk, RowOpen, StateSave, StepPlan
+from common.steps import (
+    AdapterLoad,
+    EngineSpec,
+    JumpLimit,
+    PageGrants,
+    PageReplacement,
+    PrefillChunk,
+    RowOpen,
+    StateSave,
+    StepPlan,
+)
 from common.transfers import Transfer, TransferDirection, TransferId
-from common.types import RequestId, RowSlot, SnapshotSlot, StepId
+from common.types import AdapterSlot, RequestId, RowSlot, SnapshotSlot, StepId
 from common.wire.answers import finish_reason_to_wire, logprob_to_wire, prompt_logprobs_from_wire, span_to_wire
 from common.wire.requests import pooling_from_wire, pooling_to_wire, sampling_from_wire
 from protos.gen.pando.v1 import worker_pb2
@@ -62,6 +72,7 @@ def spec_from_wire(message: worker_pb2.ConfigureRequest) -> EngineSpec:
         classifier_from_token=tuple(message.classifier_from_token),
         snapshots=message.snapshots if message.HasField("snapshots") else None,
         rope_parameters=message.rope_parameters,
+        adapter_slots=message.adapter_slots,
     )
 
 
@@ -130,6 +141,7 @@ def plan_from_wire(message: worker_pb2.StepPlan) -> StepPlan:
         saves=tuple(
             StateSave(RowSlot(save.row), save.tokens, SnapshotSlot(save.snapshot)) for save in message.state_saves
         ),
+        adapters=tuple(AdapterLoad(AdapterSlot(load.slot), load.digest) for load in message.adapter_loads),
     )
 
 
@@ -186,6 +198,7 @@ def _open_from_wire(message: worker_pb2.RowOpen) -> RowOpen:
         prompt_logprobs=prompt_logprobs_from_wire(message),
         second_text_start=message.second_text_start if message.HasField("second_text_start") else None,
         snapshot=SnapshotSlot(message.snapshot) if message.HasField("snapshot") else None,
+        adapter=AdapterSlot(message.adapter_slot) if message.HasField("adapter_slot") else None,
     )
 
 

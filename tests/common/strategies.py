@@ -165,6 +165,7 @@ single_options = complete(
     max_context_tokens=st.none() | COUNT,
     pooling=st.none() | st.sampled_from(Pooling),
     prompt_logprobs=st.none() | prompt_logprobs,
+    adapter=st.just("") | NAMES,
 )
 # Only a session has turns.
 options = single_options | st.builds(

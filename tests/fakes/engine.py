@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
     from common.steps import EngineCapacity, EngineSpec, StepPlan
     from services.worker.engine.execution.engine import ModelEngine
-    from services.worker.engine.execution.interface import Emit, HostPageBytes, ProgressReport
+    from services.worker.engine.execution.interface import AdapterStore, Emit, HostPageBytes, ProgressReport
 
 
 def nothing() -> None:
@@ -36,6 +36,10 @@ class ScriptedEngine:
     @property
     def host_pages(self) -> HostPageBytes | None:
         return self.inner.host_pages
+
+    @property
+    def adapters(self) -> AdapterStore | None:
+        return self.inner.adapters
 
     @property
     def open_rows(self) -> int:

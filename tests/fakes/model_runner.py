@@ -53,7 +53,7 @@ class CheckingRunner:
     def forward(self, batch: ForwardBatch) -> torch.Tensor:
         return self.logits(self.hidden_states(batch))
 
-    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+    def logits(self, hidden: torch.Tensor, adapters: torch.Tensor | None = None) -> torch.Tensor:
         return hidden
 
     def hidden_states(self, batch: ForwardBatch) -> torch.Tensor:

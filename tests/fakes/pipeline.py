@@ -8,6 +8,7 @@ from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from common.adapters import AdapterInfo
 from common.deltas import Delta, LogprobText, PromptUsage, TokenText
 from common.errors import InvalidRequestError
 from common.requests import ChatPrompt, GenerateRequest
@@ -23,7 +24,7 @@ from common.types import (
     ToolStyle,
     View,
 )
-from gateway.pipeline.port import CacheChanges, ModelInfo, Tokenization
+from gateway.pipeline.port import CacheChanges, LoadedAdapter, ModelInfo, Tokenization
 
 if TYPE_CHECKING:
     from common.errors import PandoError
@@ -208,6 +209,8 @@ class FakeAdministration:
     asked: list[tuple[tuple[RequestId, ...], Subject]] = field(default_factory=list)
     detailed: list[dict[str, object]] = field(default_factory=list)
     changes: list[CacheChanges] = field(default_factory=list)
+    listings: int = 0
+    loaded: dict[str, LoadedAdapter] = field(default_factory=dict)
 
     async def flush_cache(self) -> int:
         self.flushes += 1
@@ -226,3 +229,16 @@ class FakeAdministration:
     async def watch_caches(self) -> AsyncGenerator[CacheChanges]:
         for change in self.changes:
             yield change
+
+    async def load_adapter(self, name: str, source: str, *, pinned: bool) -> AdapterInfo:
+        if source == "wrong":
+            raise InvalidRequestError("no adapter there", param="lora_path")
+        self.loaded[name] = LoadedAdapter(AdapterInfo(name, source, "d1ge57", pinned, 8, 100))
+        return self.loaded[name].info
+
+    async def unload_adapter(self, name: str) -> bool:
+        return self.loaded.pop(name, None) is not None
+
+    async def adapters(self) -> list[LoadedAdapter]:
+        self.listings += 1
+        return list(self.loaded.values())

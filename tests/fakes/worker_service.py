@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import grpc
 
-from protos.gen.pando.v1 import worker_pb2, worker_pb2_grpc
+from protos.gen.pando.v1 import common_pb2, worker_pb2, worker_pb2_grpc
 from services.worker.wire import plan_from_wire, result_to_wire
 from tests.fakes.simulated_worker import VOCABULARY, SimulatedWorker
 
@@ -55,6 +56,10 @@ class FakeWorkerService(worker_pb2_grpc.WorkerServicer):
         # None: as a worker of an earlier version. A lost plan is neither run nor counted.
         self.open_plans: int | None = None
         self.loses_plans = False
+        self.adapter_refusal: str | None = None
+        self.adapters: dict[str, common_pb2.AdapterInfo] = {}
+        self.adapter_reads = 0
+        self.dropped_adapters: list[str] = []
         self.step_s = 0.0
         # Passes that a transfer takes; those that are done together are acknowledged last first.
         self.transfer_passes = 1
@@ -79,6 +84,31 @@ class FakeWorkerService(worker_pb2_grpc.WorkerServicer):
         if self.grammar_refusal is not None:
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, self.grammar_refusal)
         return worker_pb2.PrepareGrammarResponse()
+
+    async def ReadAdapter(
+        self, request: worker_pb2.ReadAdapterRequest, context: Context
+    ) -> worker_pb2.ReadAdapterResponse:
+        if self.adapter_refusal is not None:
+            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, self.adapter_refusal)
+        made = request.adapter
+        made.digest = made.digest or hashlib.sha256(made.source.encode()).hexdigest()
+        made.rank, made.bytes = 8, 100
+        self.adapters[made.name] = made
+        self.adapter_reads += 1
+        return worker_pb2.ReadAdapterResponse(adapter=made)
+
+    async def DropAdapter(
+        self, request: worker_pb2.DropAdapterRequest, context: Context
+    ) -> worker_pb2.DropAdapterResponse:
+        self.adapters.pop(request.name, None)
+        if request.digest:
+            self.dropped_adapters.append(request.digest)
+        return worker_pb2.DropAdapterResponse()
+
+    async def GetAdapters(
+        self, request: worker_pb2.GetAdaptersRequest, context: Context
+    ) -> worker_pb2.GetAdaptersResponse:
+        return worker_pb2.GetAdaptersResponse(adapters=self.adapters.values())
 
     async def StartProfile(
         self, request: worker_pb2.StartProfileRequest, context: Context

@@ -58,7 +58,7 @@ class FakedGateway:
         quotas = build_quotas(self.limits_file, self.state.meters)
         self.context = Context(
             generations=self.generations,
-            models=Backends([self.backend, *self.others], self.settings.default_model),
+            models=Backends([self.backend, *self.others], self.settings.default_model, self.settings.adapter_aliases),
             identity=build_identity(self.settings),
             quotas=quotas,
             answers=AnswerContext(self.generations, self.state.records, quotas),

@@ -20,13 +20,13 @@ from gateway.identity.caller import Caller, identify
 
 if TYPE_CHECKING:
     from common.requests import GenerateRequest
+    from gateway.backends import ChosenModel
     from gateway.delivery.deliveries import StreamRenderer, WholeRenderer
     from gateway.endpoints.context import Context
     from gateway.endpoints.opening import Opening
     from gateway.endpoints.shapes import ResponseHead
     from gateway.identity.caller import Requester
     from gateway.parsing import ParsingRules
-    from gateway.pipeline.port import ModelInfo
 
 
 def add_routes(router: APIRouter, context: Context) -> None:
@@ -44,9 +44,9 @@ def add_routes(router: APIRouter, context: Context) -> None:
 
 async def plan(context: Context, opening: Opening, body: ChatCompletionBody, requester: Requester) -> AnswerPlan:
     """Plan the answer to a chat."""
-    card = await require_chat(context, body.model)
-    head = opening.head(card.name, context.fingerprint)
-    generate, reading = chat_request(context, opening, head, requester, body, card)
+    chosen = await require_chat(context, requester.caller, body.model, body.lora_path)
+    head = opening.head(chosen.name, context.fingerprint)
+    generate, reading = chat_request(context, opening, head, requester, body, chosen)
     if body.stream:
         return AnswerPlan([generate], stream=_stream(body, head, reading), has_event_ids=body.wants_event_ids)
     return AnswerPlan([generate], whole=_whole(body, head, reading))
@@ -62,18 +62,18 @@ CHATS = AnswerKind(
 )
 
 
-async def require_chat(context: Context, model: str | None) -> ModelInfo:
-    """Return the card of `model`, if it can chat.
+async def require_chat(context: Context, caller: Caller, model: str | None, adapter: str | None = None) -> ChosenModel:
+    """Return the model that a request of `caller` names, if it can chat; see `Context.choose`.
 
     Raises:
         ModelNotFoundError: no served model has this name.
         InvalidRequestError: it has no chat template.
     """
-    card = check_generates(await context.models.require_named(model))
-    if not card.has_chat_template:
-        message = f"The model '{card.name}' has no chat template; use /v1/completions."
+    chosen = await context.choose(caller, model, adapter)
+    if not check_generates(chosen.card).has_chat_template:
+        message = f"The model '{chosen.name}' has no chat template; use /v1/completions."
         raise InvalidRequestError(message, param="messages")
-    return card
+    return chosen
 
 
 def chat_request(
@@ -82,15 +82,15 @@ def chat_request(
     head: ResponseHead,
     requester: Requester,
     body: ChatCompletionBody,
-    card: ModelInfo,
+    chosen: ChosenModel,
 ) -> tuple[GenerateRequest, ParsingRules]:
     """Return the generation request of a chat, and the rules for parsing its output.
 
     Raises:
         InvalidRequestError: fields of the body contradict each other, or are not supported.
     """
-    reading = body.reading(card)
-    generate = context.generate_request(opening, head, requester, body, body.to_prompt(reading.prefix))
+    reading = body.reading(chosen.card)
+    generate = context.generate_request(opening, head, requester, body, body.to_prompt(reading.prefix), chosen)
     grammar = chat_grammar(body, reading)
     options = generate.options
     if grammar != options.sampling.grammar:

@@ -23,7 +23,6 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from common.requests import GenerateRequest
-    from common.types import Subject
     from gateway.endpoints.context import Context
     from gateway.endpoints.opening import Opening
     from gateway.identity.caller import Requester
@@ -46,16 +45,17 @@ async def look_up(context: Context, request: Request, caller: Caller, body: Comp
     """Return the texts of the prompts, if they are echoed."""
     if not body.echo:
         return {}
-    check_generates(await context.models.require_named(body.model))
+    check_generates((await context.choose(caller, body.model, body.lora_path)).card)
     requester = _requester(caller, body)
-    return {"echo": await _echo(context, request, requester.subject, body)}
+    return {"echo": await _echo(context, request, requester, body)}
 
 
 async def plan(context: Context, opening: Opening, body: CompletionBody, requester: Requester) -> AnswerPlan:
     """Plan the completions of all prompts."""
-    card = check_generates(await context.models.require_named(body.model))
-    head = opening.head(card.name, context.fingerprint)
-    first = context.generate_request(opening, head, requester, body, body.prompt[0])
+    chosen = await context.choose(requester.caller, body.model, body.lora_path)
+    check_generates(chosen.card)
+    head = opening.head(chosen.name, context.fingerprint)
+    first = context.generate_request(opening, head, requester, body, body.prompt[0], chosen)
     first = replace(first, add_special_tokens=body.add_special_tokens)
     requests = one_per_prompt(first, body.prompt)
     echo = Echo(opening.found["echo"], body.logprobs) if body.echo else None
@@ -95,10 +95,11 @@ def one_per_prompt(first: GenerateRequest, prompts: Sequence[str | TokenPrompt])
     ]
 
 
-async def _echo(context: Context, request: Request, subject: Subject, body: CompletionBody) -> list[str]:
+async def _echo(context: Context, request: Request, requester: Requester, body: CompletionBody) -> list[str]:
     """Return the text that each choice echoes. Decoding ids is charged like /detokenize, once for all prompts."""
     skip = body.skip_special_tokens is not False
-    model = (await context.models.find(body.model)).model
+    chosen, subject = await context.choose(requester.caller, body.model, body.lora_path), requester.subject
+    model = (await context.models.find(chosen.card.name)).model
     ids = sum(len(prompt.ids) for prompt in body.prompt if isinstance(prompt, TokenPrompt))
 
     async def text_of(prompt: str | TokenPrompt) -> str:

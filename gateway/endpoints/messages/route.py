@@ -40,7 +40,7 @@ def add_routes(router: APIRouter, context: Context) -> None:
         """Count the tokens of a conversation."""
         chat = body.to_chat()
         subject = identify(caller, body.user_names if caller.vouches else ()).subject
-        card = await require_chat(context, chat.model)
+        card = (await require_chat(context, caller, chat.model)).card
         backend = await context.models.find(card.name)
         encoded = await context.render_chat(request, subject, backend, chat.to_prompt(chat.reading(card).prefix))
         return Response(orjson.dumps({"input_tokens": len(encoded.ids)}), media_type="application/json")
@@ -49,9 +49,9 @@ def add_routes(router: APIRouter, context: Context) -> None:
 async def plan(context: Context, opening: Opening, body: MessagesBody, requester: Requester) -> AnswerPlan:
     """Plan the answer to a conversation."""
     chat = body.to_chat()
-    card = await require_chat(context, chat.model)
-    head = opening.head(card.name, context.fingerprint)
-    generate, reading = chat_request(context, opening, head, requester, chat, card)
+    chosen = await require_chat(context, requester.caller, chat.model, chat.lora_path)
+    head = opening.head(chosen.name, context.fingerprint)
+    generate, reading = chat_request(context, opening, head, requester, chat, chosen)
     if chat.stream:
         return AnswerPlan([generate], stream=MessageStream(head, reading))
     return AnswerPlan([generate], whole=WholeMessage(head, reading))

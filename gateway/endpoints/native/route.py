@@ -76,10 +76,11 @@ def add_routes(router: APIRouter, context: Context) -> None:
 async def plan(context: Context, opening: Opening, body: GenerateBody, requester: Requester) -> AnswerPlan:
     """Plan the completions of all texts."""
     turn = body.session_params
-    card = check_generates(await context.models.require(body.model))
-    completion = body.to_completion(card.name)
-    head = ResponseHead(opening.id, 0, card.name, context.fingerprint)
-    first = context.generate_request(opening, head, requester, completion, completion.prompt[0])
+    chosen = await context.choose(requester.caller, body.model, body.lora_path, must_name=False)
+    check_generates(chosen.card)
+    completion = body.to_completion(chosen.name)
+    head = ResponseHead(opening.id, 0, chosen.name, context.fingerprint)
+    first = context.generate_request(opening, head, requester, completion, completion.prompt[0], chosen)
     sampling_params = replace(first.options.sampling, logprob_token_ids=body.logprob_token_ids)
     options = replace(first.options, sampling=sampling_params, prompt_logprobs=body.prompt_logprobs_wanted)
     # Without the part that makes it unique.

@@ -134,7 +134,6 @@ class GenerateBody(Schema):
         Refusal("image_data", is_empty, LEAVE_OUT),
         Refusal("audio_data", is_empty, LEAVE_OUT),
         Refusal("video_data", is_empty, LEAVE_OUT),
-        Refusal("lora_path", is_empty, LEAVE_OUT),
         Refusal("custom_logit_processor", is_empty, LEAVE_OUT),
         Refusal("return_hidden_states", is_empty, LEAVE_OUT),
         Refusal("positional_embed_overrides", is_empty, LEAVE_OUT),
@@ -153,6 +152,7 @@ class GenerateBody(Schema):
     logprob_start_len: int | None = Field(None, ge=-1, le=INT32_MAX)
     token_ids_logprob: list[TokenId] | None = Field(None, max_length=MAX_LOGPROB_TOKEN_IDS)
     model: str | None = None
+    lora_path: str | None = None
     user_id: str | None = None
     user: str | None = None
     cache_salt: str | None = None

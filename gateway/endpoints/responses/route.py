@@ -155,9 +155,9 @@ async def plan(context: Context, opening: Opening, body: ResponseBody, requester
     """Plan a response."""
     messages = [*opening.found["earlier"], *body.new_messages()]
     chat = body.to_chat(messages)
-    card = await require_chat(context, body.model)
-    head = opening.head(card.name, context.fingerprint)
-    generate, reading = chat_request(context, opening, head, requester, chat, card)
+    chosen = await require_chat(context, requester.caller, body.model)
+    head = opening.head(chosen.name, context.fingerprint)
+    generate, reading = chat_request(context, opening, head, requester, chat, chosen)
     requests = [_with_own_names(generate)]
     finished: list[Json] = []
 
@@ -169,9 +169,8 @@ async def plan(context: Context, opening: Opening, body: ResponseBody, requester
     async def current() -> Response:
         return _json(await _current(context, opening.caller, opening.id) or draft.shape("queued", []))
 
-    draft = ResponseDraft(
-        opening.id, _fields(body, head.created, card.name), body.wants_logprobs, finished.append, bool(body.background)
-    )
+    fields = _fields(body, head.created, chosen.name)
+    draft = ResponseDraft(opening.id, fields, body.wants_logprobs, finished.append, bool(body.background))
     if body.background:
         receipt = None if body.stream else current
         stream = ResponseStream(draft, reading)
@@ -231,9 +230,9 @@ async def _cancel(context: Context, caller: Caller, response_id: str) -> None:
 async def _unfinished(context: Context, opening: Opening, status: str) -> Json:
     """Return a response in the background without output."""
     body = parse(ResponseBody, opening.body)
-    card = await require_chat(context, body.model)
+    chosen = await require_chat(context, opening.caller, body.model)
     draft = ResponseDraft(
-        opening.id, _fields(body, opening.created, card.name), body.wants_logprobs, lambda _json: None
+        opening.id, _fields(body, opening.created, chosen.name), body.wants_logprobs, lambda _json: None
     )
     return draft.shape(status, [])
 

@@ -13,6 +13,31 @@ if TYPE_CHECKING:
     from common.types import TokenIds
 
 TOKEN_BYTES = 4
+# With an adapter, the upper bits of the ids of a key are bits of its digest. These repeat after TAGGED_TOKENS tokens,
+# so that every page, which must have at least as many, has 132 of them: equal pages have equal adapters. What is
+# derived from keys (names in storage, evidence of other groups) thus differs by adapter, too.
+ID_BITS = 20
+ID_MASK = (1 << ID_BITS) - 1
+TAGGED_TOKENS = 12
+_TAG_BITS = 31 - ID_BITS
+
+
+def adapter_tags(digest: str) -> TokenIds:
+    """Return the upper bits of ids for an adapter, [TAGGED_TOKENS] int32; `digest` is a SHA-256 in hexadecimal."""
+    number = int(digest, 16)
+    tags = [(number >> (_TAG_BITS * i)) & ((1 << _TAG_BITS) - 1) for i in range(TAGGED_TOKENS)]
+    return np.array(tags, np.int32) << ID_BITS
+
+
+def tagged(token_ids: TokenIds, tags: TokenIds) -> TokenIds:
+    """Return the ids of a key, [tokens] int32, from those of a prompt and the tags of its adapter."""
+    return token_ids | np.resize(tags, len(token_ids))
+
+
+def plain_ids(key: bytes) -> TokenIds:
+    """Return the token ids in a key, [tokens] int32, without tags."""
+    ids = np.frombuffer(key, np.int32)
+    return ids & ID_MASK if len(ids) and bool((ids > ID_MASK).any()) else ids
 
 
 class PagedKey:

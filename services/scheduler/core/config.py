@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from common.errors import ConfigurationError
+from services.scheduler.cache.keys import ID_BITS, TAGGED_TOKENS
 from services.scheduler.core.session import SessionRules
 
 if TYPE_CHECKING:
@@ -62,6 +63,9 @@ class CoreConfig:
     strict_priority: bool = False
     max_preemptions: int = 0
     sessions: SessionRules = field(default_factory=SessionRules)
+    # Adapters that rows may use at the same time, and the share of these places that one tenant's rows may use.
+    adapter_slots: int = 0
+    adapter_share: float = 1.0
 
     @property
     def capacity_tokens(self) -> int:
@@ -79,6 +83,11 @@ def resolve_core(settings: SchedulerSettings, capacity: EngineCapacity) -> CoreC
         raise ConfigurationError(
             f"scheduler.max_step_tokens ({settings.max_step_tokens}) must be at least scheduler.max_rows "
             f"({settings.max_rows}): a step carries one token of every running row"
+        )
+    if settings.adapters.slots and (capacity.page_size < TAGGED_TOKENS or capacity.vocabulary_size > 1 << ID_BITS):
+        raise ConfigurationError(
+            f"scheduler.adapters.slots: adapters need pages of at least {TAGGED_TOKENS} tokens (scheduler.page_size) "
+            f"and a vocabulary of at most {1 << ID_BITS} tokens"
         )
     return CoreConfig(
         page_size=capacity.page_size,
@@ -103,6 +112,8 @@ def resolve_core(settings: SchedulerSettings, capacity: EngineCapacity) -> CoreC
         jump_tokens=JUMP_TOKENS if capacity.jumps_forward else 0,
         strict_priority=settings.queue.policy == "priority",
         sessions=_session_rules(settings.sessions, capacity),
+        adapter_slots=settings.adapters.slots,
+        adapter_share=settings.adapters.tenant_share,
         max_preemptions=MAX_PREEMPTIONS if settings.queue.policy == "priority" else 0,
     )
 

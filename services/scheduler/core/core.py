@@ -10,6 +10,7 @@ from common.errors import (
     DeviceMemoryError,
     EngineFailureError,
     InvalidRequestError,
+    ModelNotFoundError,
     PandoError,
     RequestTimeoutError,
 )
@@ -17,6 +18,8 @@ from common.limits import Limits
 from common.prompt_limits import check_prompt_logprobs
 from common.sampling import choice_seed
 from common.types import Admission, Finish, FinishReason, Subject
+from services.scheduler.cache.keys import adapter_tags
+from services.scheduler.core.adapter_slots import AdapterSlots
 from services.scheduler.core.costs import LoadCosts
 from services.scheduler.core.memory import KvMemory
 from services.scheduler.core.milestones import MilestoneKind, Wait
@@ -27,13 +30,19 @@ from services.scheduler.core.queue import QueuePolicy, WaitingQueue
 from services.scheduler.core.results import NO_MEMORY, ResultHandler
 from services.scheduler.core.row_changes import Tenancy
 from services.scheduler.core.rows import RowSlots
-from services.scheduler.core.sequence import PromptScoring, Sequence, SequencePhase, initial_ids
+from services.scheduler.core.sequence import (
+    PromptScoring,
+    Sequence,
+    SequenceAdapter,
+    SequencePhase,
+    initial_ids,
+)
 from services.scheduler.core.sessions import Sessions
 from services.scheduler.core.shares import Billing
 from services.scheduler.core.suspects import PromptQuarantine
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Callable, Iterable
 
     from common.grammars import Grammar
     from common.steps import StepPlan, StepResult
@@ -59,7 +68,7 @@ class SchedulerCore:
     All calls must come from one thread. Times are seconds of one monotonic clock and are passed in.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913  (what decisions depend on)
         self,
         config: CoreConfig,
         allocator: PageAllocator,
@@ -67,10 +76,12 @@ class SchedulerCore:
         policy: QueuePolicy,
         counters: VirtualCounters | None = None,
         times: OperationTimes | None = None,
+        find_adapter: Callable[[str], str | None] = lambda _name: None,
     ) -> None:
         """Start empty, over an allocator and a cache that nothing else modifies.
 
-        `counters` are the counters that `policy` reads; `times` measures the duration of cache operations.
+        `counters` are the counters that `policy` reads; `times` measures the duration of cache operations;
+        `find_adapter` returns the digest of the adapter of a name.
         """
         self.config = config
         self._limits = Limits()
@@ -83,7 +94,9 @@ class SchedulerCore:
         self.in_flight = 0
         self.finished_steps = 0
         self.sessions = Sessions(self.memory, config.sessions)
-        self._tenancy = Tenancy(self.rows, self.memory)
+        self.adapters = AdapterSlots(config.adapter_slots, config.adapter_share)
+        self._find_adapter = find_adapter
+        self._tenancy = Tenancy(self.rows, self.memory, self.adapters)
         self._output = OutputBuffer()
         self._billing = Billing(self.rows, counters)
         self._planner = Planner(config, self.rows, self.queue, self.memory, self._tenancy, self._billing)
@@ -146,6 +159,7 @@ class SchedulerCore:
             request = self.sessions.enter(request)
             self._check(request)
             check_pooling(request, self.config)
+            adapter = self._adapter_of(request)
             if self._quarantine.holds(request, now):
                 raise EngineFailureError(QUARANTINED)
         except PandoError as error:
@@ -155,6 +169,7 @@ class SchedulerCore:
         sequences = []
         for index in range(request.options.n):
             sequence = self._new_sequence(request, index, leader, now)
+            sequence.adapter = adapter
             leader = leader or sequence
             sequences.append(sequence)
             self._by_handle[sequence.handle] = sequence
@@ -189,6 +204,25 @@ class SchedulerCore:
         ids = request.token_ids
         if int(ids.min()) < 0 or int(ids.max()) >= self.config.vocabulary_size:
             raise InvalidRequestError(f"token ids must be in [0, {self.config.vocabulary_size})", param="prompt")
+
+    def _adapter_of(self, request: ScheduleRequest) -> SequenceAdapter | None:
+        name = request.options.adapter
+        if not name:
+            return None
+        digest = self._find_adapter(name)
+        if digest is None:
+            raise ModelNotFoundError(f"The adapter '{name}' is not loaded here.", param="model")
+        return SequenceAdapter(digest, adapter_tags(digest))
+
+    def uses_adapter(self, digest: str) -> bool:
+        """Return whether an open sequence uses an adapter."""
+        return any(each.adapter is not None and each.adapter.digest == digest for each in self._by_handle.values())
+
+    def lose_adapter(self, digest: str, error: PandoError) -> None:
+        """End the sequences that use an adapter which the workers do not have any more."""
+        for sequence in list(self._by_handle.values()):
+            if sequence.adapter is not None and sequence.adapter.digest == digest:
+                self._finish(sequence, Finish(FinishReason.ERROR, error=error.to_failure()))
 
     def _new_sequence(self, request: ScheduleRequest, index: int, leader: Sequence | None, now: float) -> Sequence:
         options, limit = request.options, self._context_of(request)

@@ -47,7 +47,7 @@ class InFlightPrefixes:
         for other in self._by_view.get(view, ()):
             if other.row is None or other.is_prefilled:
                 continue
-            common = self._common_tokens(sequence.cacheable_ids, self._rows.tokens(other.row))
+            common = self._common_tokens(sequence.cacheable_ids, other.key_of(self._rows.tokens(other.row)))
             if self._memory.states is not None:
                 common = self._memory.states.wanted_within(other.row, common)
             if common <= int(self._rows.computed[other.row]):

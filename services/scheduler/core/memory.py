@@ -208,7 +208,8 @@ class KvMemory:
             return []
         computed = int(rows.computed[row])
         table = rows.page_table(row)
-        insertion = self._insert(lock, rows.tokens(row, computed), table, sequence.prompt_tokens)
+        key = sequence.key_of(rows.tokens(row, computed))
+        insertion = self._insert(lock, key, table, sequence.prompt_tokens)
         sequence.lock = insertion.lock
         replacements = self._repoint(row, insertion, rows)
         if self.states is not None:

@@ -30,7 +30,8 @@ class Wait(Enum):
 
     TURN: others came first, or all rows or tokens of the steps were taken. PREFIX: another request of its view was
     computing the same prefix. LOAD: its pages were being loaded from host memory or storage. MEMORY: there were not
-    enough free pages. GRAMMAR: restarted workers did not have its grammar yet.
+    enough free pages. GRAMMAR: restarted workers did not have its grammar yet. ADAPTER: all slots of adapters that it
+    may use were taken.
     """
 
     TURN = "turn"
@@ -38,6 +39,7 @@ class Wait(Enum):
     LOAD = "load"
     MEMORY = "memory"
     GRAMMAR = "grammar"
+    ADAPTER = "adapter"
 
 
 @dataclass(frozen=True, slots=True)

@@ -141,6 +141,7 @@ class Planner:
             transfers=loads.take_transfers(now) if loads is not None else (),
             jumps=self._rows.jumps(),
             saves=states.take_saves() if states is not None else (),
+            adapters=self._tenancy.adapters.take_loads(),
         )
         return plan, False
 
@@ -300,6 +301,8 @@ class Planner:
         """
         opens: list[RowOpen] = []
         self._refused = None
+        adapters = self._tenancy.adapters
+        adapters.begin_plan()
         if self.paused or budget <= 0 or self._free_slots <= 0 or not len(self._queue):
             return opens
         self._billing.settle()
@@ -314,6 +317,11 @@ class Planner:
                 continue
             if in_flight.is_awaited(sequence):
                 sequence.waits_for = Wait.PREFIX
+                continue
+            if sequence.adapter is not None and not adapters.may_take(
+                sequence.adapter.digest, sequence.request.view.tenant
+            ):
+                sequence.waits_for = Wait.ADAPTER
                 continue
             if self._memory.holds_back(sequence, self._rows.running + held_back, now):
                 sequence.waits_for = Wait.LOAD
@@ -353,7 +361,7 @@ class Planner:
         if sequence.cached_tokens is None:
             sequence.cached_tokens = min(lock.matched_tokens, sequence.prompt_tokens)
             self._billing.start(sequence, lock.matched_tokens)
-        request = sequence.request
+        request, adapter = sequence.request, sequence.adapter
         stop = request.options.stop
         stop_ids = stop.stop_token_ids
         # After a complete grammar match only the end can follow: with ignore_eos it is postponed as long as possible.
@@ -378,6 +386,7 @@ class Planner:
             prompt_logprobs=None if sequence.scoring is None else sequence.scoring.remaining,
             pooling=request.options.pooling,
             second_text_start=request.second_text_start,
+            adapter=(None if adapter is None else self._tenancy.adapters.take(adapter.digest, request.view.tenant)),
         )
 
     def _unstick(self, prefilling: list[Sequence], now: float) -> bool:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from common.steps import PageGrants
+from services.scheduler.core.adapter_slots import AdapterSlots
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -51,7 +52,9 @@ class Tenancy:
     owner of the pages writes to them after the old row's last step.
     """
 
-    def __init__(self, rows: RowSlots, memory: KvMemory) -> None:
+    def __init__(self, rows: RowSlots, memory: KvMemory, adapters: AdapterSlots | None = None) -> None:
+        """Change `rows`; `adapters` are the places of those that they use, by default none."""
+        self.adapters = adapters or AdapterSlots(0)
         self._rows = rows
         self._memory = memory
         self._closes: list[RowSlot] = []
@@ -83,7 +86,10 @@ class Tenancy:
         self._memory.free(sequence, self._rows)
         self._rows.close(row)
         self._closes.append(row)
+        if sequence.adapter is not None:
+            self.adapters.give_back(sequence.adapter.digest)
 
     def forget_all(self) -> None:
-        """Drop the pending changes, as the workers' rows are gone."""
+        """Drop the pending changes, as the workers' rows are gone, and what was in their slots of adapters."""
+        self.adapters.forget_all()
         self._closes, self._replacements = [], []

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from common.prompt_logprobs import PromptLogprobs, PromptLogprobSpan, no_span
+from services.scheduler.cache.keys import tagged
 from services.scheduler.core.milestones import Wait
 
 if TYPE_CHECKING:
@@ -30,6 +31,14 @@ class SequencePhase(Enum):
     PREFILL = "PREFILL"
     DECODE = "DECODE"
     FINISHED = "FINISHED"
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class SequenceAdapter:
+    """The adapter of a sequence: its digest, and its tags in keys of the cache."""
+
+    digest: str
+    tags: TokenIds
 
 
 @dataclass(slots=True, eq=False)
@@ -80,6 +89,8 @@ class Sequence:
     awaits_grammar: bool = False
     # Why it was last passed over while it waited.
     waits_for: Wait = Wait.TURN
+    # None: the base model.
+    adapter: SequenceAdapter | None = None
     # Set if its prompt's log probabilities are reported; only the first choice of a request reports them.
     scoring: PromptScoring | None = None
 
@@ -92,7 +103,11 @@ class Sequence:
     def cacheable_ids(self) -> TokenIds:
         """The known ids that may be matched in the cache, which never matches the last of them."""
         limit = None if self.scoring is None else self.scoring.cacheable_tokens
-        return self.token_ids if limit is None else self.token_ids[:limit]
+        return self.key_of(self.token_ids if limit is None else self.token_ids[:limit])
+
+    def key_of(self, token_ids: TokenIds) -> TokenIds:
+        """Return the ids by which the cache knows tokens of this sequence: an adapter shares no KV with others."""
+        return token_ids if self.adapter is None else tagged(token_ids, self.adapter.tags)
 
     @property
     def is_silent(self) -> bool:

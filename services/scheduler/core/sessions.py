@@ -173,7 +173,7 @@ class Sessions:
             session.remember(turn, finished)
         if request.options.cache_mode is not CacheMode.NONE:
             # One token more than computed: a match never covers the last token.
-            self._pin(session, token_ids[: computed + 1], request.options.priority)
+            self._pin(session, sequence.key_of(token_ids[: computed + 1]), request.options.priority)
 
     def trim(self, handle: int, generated: int) -> None:
         """Drop the tokens of a choice after the end that the detokenizer has found: its client has not seen them."""

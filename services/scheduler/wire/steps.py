@@ -46,6 +46,7 @@ def spec_to_wire(spec: EngineSpec) -> worker_pb2.ConfigureRequest:
         classifier_from_token=spec.classifier_from_token,
         snapshots=spec.snapshots,
         rope_parameters=spec.rope_parameters,
+        adapter_slots=spec.adapter_slots,
     )
 
 
@@ -103,6 +104,8 @@ def plan_to_wire(plan: StepPlan) -> worker_pb2.StepPlan:
         message.jumps.add(row=jump.row, max_tokens=jump.max_tokens)
     for save in plan.saves:
         message.state_saves.add(row=save.row, tokens=save.tokens, snapshot=save.snapshot)
+    for load in plan.adapters:
+        message.adapter_loads.add(slot=load.slot, digest=load.digest)
     return message
 
 
@@ -135,6 +138,7 @@ def _open_to_wire(opened: RowOpen) -> worker_pb2.RowOpen:
         prompt_logprobs=prompt_logprobs_to_wire(opened.prompt_logprobs),
         second_text_start=opened.second_text_start,
         snapshot=opened.snapshot,
+        adapter_slot=opened.adapter,
     )
 
 

@@ -105,6 +105,8 @@ def affinity_key(request: ScheduleRequest) -> bytes:
     user's group depends on that user's own requests only.
     """
     digest = _scoped(request.view)
+    if request.options.adapter:
+        digest.update(b"adapter" + request.options.adapter.encode() + b"\0")
     if request.routing_key is not None:
         digest.update(b"key" + request.routing_key.encode())
         return digest.digest()

@@ -92,7 +92,8 @@ class FleetPrefixes:
 
     def find(self, request: ScheduleRequest) -> SharedPrefix | None:
         """Return the prefix that a request begins with, None if its tenant does not share it, as far as known."""
-        digest = routing_digest(request.token_ids)
+        # Adapters share no KV with the base model, whose prefixes these are.
+        digest = None if request.options.adapter else routing_digest(request.token_ids)
         if digest is None:
             return None
         oldest = self._clock() - STALE_S

@@ -15,6 +15,8 @@ from common.heads import has_pooling_module, only_embeds, read_head
 from common.models import ModelKind, resolve_model
 from common.steps import EngineCapacity, RecurrentStates, WindowPool
 from common.tokenization import load_text_model
+from services.worker.engine.adapters.active import ActiveAdapters
+from services.worker.engine.adapters.shelf import AdapterShelf
 from services.worker.engine.backends import (
     RunnerOptions,
     check_float8_kv,
@@ -46,7 +48,7 @@ from services.worker.engine.measuring.capacity import (
     sampler_bytes,
 )
 from services.worker.engine.measuring.measurements import calibrate, measure_peak, pages_of, prompts_of, random_prompts
-from services.worker.engine.model.assembly import Assembler
+from services.worker.engine.model.assembly import Assembler, without_adapters
 from services.worker.engine.model.kv_pool import KvPool, allocate_pool, bytes_per_token, join_pools, with_scales
 from services.worker.engine.model.kv_scales import MEASURED_TOKENS, measured_scales, stored_scales
 from services.worker.engine.model.recurrent import StatePool, allocate_states, state_bytes
@@ -138,6 +140,8 @@ class _DecoderLoader:
                 check_device(self._held_format, self._config, self._dtype, capability)
         self._kv_dtype = select_kv_dtype(spec.kv_dtype, self._backend.kernels.activation_dtype)
         self._kv_scales: tuple[KvScales, ...] = ()
+        # Of models that run through `transformers`, products cannot be changed.
+        self._adapters: ActiveAdapters | None = None
         if self._kv_dtype == FP8 and self._config.latent is not None:
             raise ConfigurationError(
                 f"kv_dtype=fp8: latent attention ({self._config.family}) keeps one row for both, which is not "
@@ -188,8 +192,9 @@ class _DecoderLoader:
         host_pages = group.minimum(self._count_host_pages(pool))
         host_pool = allocate_host_pool(pool, host_pages) if host_pages else None
         runner = ModelRunner(
-            model, pool, capacity, group, can_overlap=self._can_overlap, host_pool=host_pool, head=head
-        )
+            model, pool, capacity, group, can_overlap=self._can_overlap, host_pool=host_pool, head=head,
+            adapters=self._shelf(),
+        )  # fmt: skip
         if host_pool is not None and runner.transfers is not None:
             self._report(0.99, "measuring prefill and the host tier")
             measured = calibrate(runner, host_pool, runner.transfers, spec.max_step_tokens)
@@ -207,15 +212,26 @@ class _DecoderLoader:
             return self._transformers_decoder(self._checkpoint, context, group)
         kernels, ranks = self._backend.kernels, self._spec.world_size
         tensors = CheckedTensors(self._checkpoint, self._device, quantiser(self._spec, self._config))
-        assembler = Assembler(tensors, self._shard, kernels, self._dtype, self._device, self._has_vocabulary)
+        adapters = self._adapters = ActiveAdapters(self._spec.adapter_slots) if self._spec.adapter_slots else None
+        assembler = Assembler(tensors, self._shard, kernels, self._dtype, self._device, self._has_vocabulary, adapters)
         weights = assembler.weights(lambda share: self._report(0.98 * share, "loading weights"))
         vocabulary = tuple(shard_model(self._config, rank, ranks).vocabulary for rank in range(ranks))
         attention, (*inner, last) = self._attention(context), weights.layers
         # Several ranks add up what their parts of a layer contribute: no one call.
         if ranks == 1 and last.input_norm is not None:
-            joined = fuse_layers(inner, attention, last.input_norm, self._config.norm_epsilon)
+            bare = [without_adapters(layer) for layer in inner]
+            joined = fuse_layers(bare, attention, last.input_norm, self._config.norm_epsilon)
             weights = replace(weights, joined=joined)
-        return Transformer(weights, self._config, vocabulary, kernels=kernels, attention=attention, group=group)
+        return Transformer(
+            weights, self._config, vocabulary, kernels=kernels, attention=attention, group=group, adapters=adapters
+        )
+
+    def _shelf(self) -> AdapterShelf | None:
+        """Return the place of adapters, if the model is to have any and can."""
+        if self._adapters is None:
+            return None
+        kernels = self._backend.kernels
+        return AdapterShelf(self._adapters, self._config, kernels.activation_dtype, self._device)
 
     def _pooler_head(self) -> PoolerHead | None:
         if self._head is None:

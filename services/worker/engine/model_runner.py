@@ -12,6 +12,7 @@ from services.worker.engine.host_tier.stream_transfers import StreamTransfers
 
 if TYPE_CHECKING:
     from common.steps import EngineCapacity
+    from services.worker.engine.adapters.shelf import AdapterShelf
     from services.worker.engine.execution.interface import Transfers
     from services.worker.engine.execution.pooler import PoolerHead
     from services.worker.engine.host_tier.pool import HostPool
@@ -31,8 +32,11 @@ class ModelRunner:
     def __init__(  # noqa: PLR0913  (all that a rank has loaded)
         self, model: Decoder, pool: KvPool, capacity: EngineCapacity, group: RankGroup,
         *, can_overlap: bool = False, host_pool: HostPool | None = None, head: PoolerHead | None = None,
+        adapters: AdapterShelf | None = None,
     ) -> None:  # fmt: skip
         """Take over the loaded model, its pools and its group."""
+        # None: the model has no slots for adapters.
+        self.adapters = adapters
         self.capacity = capacity
         self.device = torch.device(capacity.device)
         # Whether passes may be captured: nothing of the model waits for the device, and there is a page for padding.
@@ -72,9 +76,12 @@ class ModelRunner:
         return self._model.hidden_states(batch, self._pool)
 
     @torch.inference_mode()
-    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Return logits of hidden states [samples, hidden] as `compute` does; all ranks at the same time."""
-        return self._model.logits(hidden)
+    def logits(self, hidden: torch.Tensor, adapters: torch.Tensor | None = None) -> torch.Tensor:
+        """Return logits of hidden states [samples, hidden] as `compute` does; all ranks at the same time.
+
+        `adapters` [samples] int32 are the samples' slots, as in `ForwardBatch.adapters`.
+        """
+        return self._model.logits(hidden, adapters)
 
     @torch.inference_mode()
     def broadcast_tokens(self, token_ids: torch.Tensor) -> torch.Tensor:

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from common.steps import EngineCapacity, EngineSpec, StepPlan, StepResult
     from common.transfers import Transfer
-    from services.worker.engine.execution.interface import Emit, Engine, HostPageBytes, ProgressReport
+    from services.worker.engine.execution.interface import AdapterStore, Emit, Engine, HostPageBytes, ProgressReport
     from services.worker.storage.tier import WorkerStorageTier
 
 # How long an engine without work keeps a plan open for acknowledgements of storage; the next plan waits meanwhile.
@@ -44,6 +44,11 @@ class StoringEngine:
     def host_pages(self) -> HostPageBytes | None:
         """The inner engine's host pages."""
         return self._inner.host_pages
+
+    @property
+    def adapters(self) -> AdapterStore | None:
+        """The inner engine's adapters."""
+        return self._inner.adapters
 
     @property
     def open_rows(self) -> int:

@@ -72,7 +72,6 @@ async def test_log_probabilities_have_sglangs_shape() -> None:
         ({"input_ids": ["a"]}, "input_ids"),
         ({"text": "a", "sampling_params": {"temperature": -1}}, "temperature"),
         ({"text": "a", "logprob_start_len": -2}, "logprob_start_len"),
-        ({"text": "a", "lora_path": "x"}, "lora_path"),
         ({"text": "a", "rid": "a\x00"}, "rid"),
     ],
 )

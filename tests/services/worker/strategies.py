@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from common.prompt_logprobs import PromptLogprobSpan
 from common.steps import (
+    AdapterLoad,
     EngineCapacity,
     EngineSpec,
     JumpLimit,
@@ -61,6 +62,7 @@ opens = complete(
     pooling=st.none() | st.sampled_from(Pooling),
     prompt_logprobs=st.none() | prompt_logprobs,
     snapshot=st.none() | COUNT,
+    adapter=st.none() | COUNT,
 )
 grants = st.integers(0, 8).flatmap(
     lambda size: complete(
@@ -90,6 +92,7 @@ plans = complete(
     ),
     jumps=tuples(complete(JumpLimit, row=ROW, max_tokens=COUNT)),
     saves=tuples(complete(StateSave, row=ROW, tokens=COUNT, snapshot=COUNT)),
+    adapters=tuples(complete(AdapterLoad, slot=COUNT, digest=NAMES)),
 )
 
 
@@ -163,6 +166,7 @@ specs = complete(
     classifier_from_token=tuples(NAMES),
     snapshots=st.none() | COUNT,
     rope_parameters=NAMES,
+    adapter_slots=COUNT,
 )
 capacities = complete(
     EngineCapacity,

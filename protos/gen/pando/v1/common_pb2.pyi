@@ -707,6 +707,48 @@ class RequestError(_message.Message):
 Global___RequestError: _TypeAlias = RequestError  # noqa: Y015
 
 @_typing.final
+class AdapterInfo(_message.Message):
+    """A low-rank adapter (LoRA) of the served model."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: _builtins.int
+    SOURCE_FIELD_NUMBER: _builtins.int
+    DIGEST_FIELD_NUMBER: _builtins.int
+    PINNED_FIELD_NUMBER: _builtins.int
+    RANK_FIELD_NUMBER: _builtins.int
+    BYTES_FIELD_NUMBER: _builtins.int
+    name: _builtins.str
+    """The name by which requests choose it."""
+    source: _builtins.str
+    """A directory with adapter_config.json on the workers' hosts, or the name of one on a hub."""
+    digest: _builtins.str
+    """SHA-256 of its tensors and of what else decides about results, in hexadecimal digits."""
+    pinned: _builtins.bool
+    """Whether it keeps its place on the device while no request uses it."""
+    rank: _builtins.int
+    """The largest rank of its factors."""
+    bytes: _builtins.int
+    """Memory that it takes on all ranks together."""
+    def __init__(
+        self,
+        *,
+        name: _builtins.str = ...,
+        source: _builtins.str = ...,
+        digest: _builtins.str = ...,
+        pinned: _builtins.bool = ...,
+        rank: _builtins.int = ...,
+        bytes: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["bytes", b"bytes", "digest", b"digest", "name", b"name", "pinned", b"pinned", "rank", b"rank", "source", b"source"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___AdapterInfo: _TypeAlias = AdapterInfo  # noqa: Y015
+
+@_typing.final
 class Finish(_message.Message):
     """The end of a choice; there is exactly one, sent along the same path as its tokens."""
 

@@ -171,6 +171,8 @@ class _WaitReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_WaitReason
     """There were not enough free pages."""
     WAIT_REASON_GRAMMAR: _WaitReason.ValueType  # 5
     """Workers that had restarted did not have its grammar yet."""
+    WAIT_REASON_ADAPTER: _WaitReason.ValueType  # 6
+    """All slots of adapters that it may use were taken."""
 
 class WaitReason(_WaitReason, metaclass=_WaitReasonEnumTypeWrapper):
     """The last reason for which a choice was passed over while it waited."""
@@ -186,6 +188,8 @@ WAIT_REASON_MEMORY: WaitReason.ValueType  # 4
 """There were not enough free pages."""
 WAIT_REASON_GRAMMAR: WaitReason.ValueType  # 5
 """Workers that had restarted did not have its grammar yet."""
+WAIT_REASON_ADAPTER: WaitReason.ValueType  # 6
+"""All slots of adapters that it may use were taken."""
 Global___WaitReason: _TypeAlias = WaitReason  # noqa: Y015
 
 @_typing.final
@@ -276,6 +280,7 @@ class ScheduleRequest(_message.Message):
     MAX_CONTEXT_TOKENS_FIELD_NUMBER: _builtins.int
     SECOND_TEXT_START_FIELD_NUMBER: _builtins.int
     ENGINE_FAILURES_FIELD_NUMBER: _builtins.int
+    ADAPTER_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     n: _builtins.int
     """Number of choices, at least 1."""
@@ -293,6 +298,8 @@ class ScheduleRequest(_message.Message):
     """Of a pair of texts: position of the second one's first token, for encoders that mark the tokens of each."""
     engine_failures: _builtins.int
     """Failures of the engine that schedulers which handed the request back suspect it of."""
+    adapter: _builtins.str
+    """Name of the adapter; empty: the base model."""
     @_builtins.property
     def view(self) -> _common_pb2.View:
         """The accountable subject, and the cache entries that the request may use."""
@@ -342,10 +349,11 @@ class ScheduleRequest(_message.Message):
         max_context_tokens: _builtins.int | None = ...,
         second_text_start: _builtins.int | None = ...,
         engine_failures: _builtins.int = ...,
+        adapter: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_max_context_tokens", b"_max_context_tokens", "_prompt_logprobs", b"_prompt_logprobs", "_resume", b"_resume", "_second_text_start", b"_second_text_start", "_session", b"_session", "_timeout_ms", b"_timeout_ms", "_trace", b"_trace", "_turn", b"_turn", "max_context_tokens", b"max_context_tokens", "prompt_logprobs", b"prompt_logprobs", "reply_to", b"reply_to", "resume", b"resume", "sampling", b"sampling", "second_text_start", b"second_text_start", "session", b"session", "stop", b"stop", "timeout_ms", b"timeout_ms", "trace", b"trace", "turn", b"turn", "view", b"view"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_max_context_tokens", b"_max_context_tokens", "_prompt_logprobs", b"_prompt_logprobs", "_resume", b"_resume", "_second_text_start", b"_second_text_start", "_session", b"_session", "_timeout_ms", b"_timeout_ms", "_trace", b"_trace", "_turn", b"_turn", "cache_mode", b"cache_mode", "engine_failures", b"engine_failures", "max_context_tokens", b"max_context_tokens", "n", b"n", "pooling", b"pooling", "priority", b"priority", "prompt_logprobs", b"prompt_logprobs", "reply_to", b"reply_to", "request_id", b"request_id", "resume", b"resume", "sampling", b"sampling", "second_text_start", b"second_text_start", "session", b"session", "skip_special_tokens", b"skip_special_tokens", "stop", b"stop", "timeout_ms", b"timeout_ms", "token_ids", b"token_ids", "trace", b"trace", "turn", b"turn", "view", b"view"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_max_context_tokens", b"_max_context_tokens", "_prompt_logprobs", b"_prompt_logprobs", "_resume", b"_resume", "_second_text_start", b"_second_text_start", "_session", b"_session", "_timeout_ms", b"_timeout_ms", "_trace", b"_trace", "_turn", b"_turn", "adapter", b"adapter", "cache_mode", b"cache_mode", "engine_failures", b"engine_failures", "max_context_tokens", b"max_context_tokens", "n", b"n", "pooling", b"pooling", "priority", b"priority", "prompt_logprobs", b"prompt_logprobs", "reply_to", b"reply_to", "request_id", b"request_id", "resume", b"resume", "sampling", b"sampling", "second_text_start", b"second_text_start", "session", b"session", "skip_special_tokens", b"skip_special_tokens", "stop", b"stop", "timeout_ms", b"timeout_ms", "token_ids", b"token_ids", "trace", b"trace", "turn", b"turn", "view", b"view"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__max_context_tokens: _TypeAlias = _typing.Literal["max_context_tokens"]  # noqa: Y015
     _WhichOneofArgType__max_context_tokens: _TypeAlias = _typing.Literal["_max_context_tokens", b"_max_context_tokens"]  # noqa: Y015
@@ -1674,3 +1682,158 @@ class FoundTokens(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___FoundTokens: _TypeAlias = FoundTokens  # noqa: Y015
+
+@_typing.final
+class LoadAdapterRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: _builtins.int
+    SOURCE_FIELD_NUMBER: _builtins.int
+    PINNED_FIELD_NUMBER: _builtins.int
+    name: _builtins.str
+    source: _builtins.str
+    """A directory with adapter_config.json on the workers' hosts, or the name of one on a hub. Empty: the adapter is
+    available already, and only its pin changes.
+    """
+    pinned: _builtins.bool
+    """Whether it keeps its place on the device while no request uses it."""
+    def __init__(
+        self,
+        *,
+        name: _builtins.str = ...,
+        source: _builtins.str = ...,
+        pinned: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["name", b"name", "pinned", b"pinned", "source", b"source"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___LoadAdapterRequest: _TypeAlias = LoadAdapterRequest  # noqa: Y015
+
+@_typing.final
+class LoadAdapterResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ADAPTER_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def adapter(self) -> _common_pb2.AdapterInfo: ...
+    def __init__(
+        self,
+        *,
+        adapter: _common_pb2.AdapterInfo | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["adapter", b"adapter"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter", b"adapter"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___LoadAdapterResponse: _TypeAlias = LoadAdapterResponse  # noqa: Y015
+
+@_typing.final
+class UnloadAdapterRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: _builtins.int
+    name: _builtins.str
+    def __init__(
+        self,
+        *,
+        name: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["name", b"name"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___UnloadAdapterRequest: _TypeAlias = UnloadAdapterRequest  # noqa: Y015
+
+@_typing.final
+class UnloadAdapterResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    WAS_LOADED_FIELD_NUMBER: _builtins.int
+    was_loaded: _builtins.bool
+    """Whether there was such an adapter."""
+    def __init__(
+        self,
+        *,
+        was_loaded: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["was_loaded", b"was_loaded"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___UnloadAdapterResponse: _TypeAlias = UnloadAdapterResponse  # noqa: Y015
+
+@_typing.final
+class ListAdaptersRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ListAdaptersRequest: _TypeAlias = ListAdaptersRequest  # noqa: Y015
+
+@_typing.final
+class ListAdaptersResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ADAPTERS_FIELD_NUMBER: _builtins.int
+    SLOTS_FIELD_NUMBER: _builtins.int
+    slots: _builtins.int
+    """Adapters that rows may use at the same time."""
+    @_builtins.property
+    def adapters(self) -> _containers.RepeatedCompositeFieldContainer[Global___AdapterState]: ...
+    def __init__(
+        self,
+        *,
+        adapters: _abc.Iterable[Global___AdapterState] | None = ...,
+        slots: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapters", b"adapters", "slots", b"slots"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ListAdaptersResponse: _TypeAlias = ListAdaptersResponse  # noqa: Y015
+
+@_typing.final
+class AdapterState(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ADAPTER_FIELD_NUMBER: _builtins.int
+    RESIDENT_FIELD_NUMBER: _builtins.int
+    RUNNING_ROWS_FIELD_NUMBER: _builtins.int
+    resident: _builtins.bool
+    """Whether it is in a slot on the device."""
+    running_rows: _builtins.int
+    """Rows that use it."""
+    @_builtins.property
+    def adapter(self) -> _common_pb2.AdapterInfo: ...
+    def __init__(
+        self,
+        *,
+        adapter: _common_pb2.AdapterInfo | None = ...,
+        resident: _builtins.bool = ...,
+        running_rows: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["adapter", b"adapter"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter", b"adapter", "resident", b"resident", "running_rows", b"running_rows"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___AdapterState: _TypeAlias = AdapterState  # noqa: Y015

@@ -89,6 +89,21 @@ class SchedulerStub(object):
                 request_serializer=pando_dot_v1_dot_scheduler__pb2.UnpinRequest.SerializeToString,
                 response_deserializer=pando_dot_v1_dot_scheduler__pb2.UnpinResponse.FromString,
                 _registered_method=True)
+        self.LoadAdapter = channel.unary_unary(
+                '/pando.v1.Scheduler/LoadAdapter',
+                request_serializer=pando_dot_v1_dot_scheduler__pb2.LoadAdapterRequest.SerializeToString,
+                response_deserializer=pando_dot_v1_dot_scheduler__pb2.LoadAdapterResponse.FromString,
+                _registered_method=True)
+        self.UnloadAdapter = channel.unary_unary(
+                '/pando.v1.Scheduler/UnloadAdapter',
+                request_serializer=pando_dot_v1_dot_scheduler__pb2.UnloadAdapterRequest.SerializeToString,
+                response_deserializer=pando_dot_v1_dot_scheduler__pb2.UnloadAdapterResponse.FromString,
+                _registered_method=True)
+        self.ListAdapters = channel.unary_unary(
+                '/pando.v1.Scheduler/ListAdapters',
+                request_serializer=pando_dot_v1_dot_scheduler__pb2.ListAdaptersRequest.SerializeToString,
+                response_deserializer=pando_dot_v1_dot_scheduler__pb2.ListAdaptersResponse.FromString,
+                _registered_method=True)
 
 
 class SchedulerServicer(object):
@@ -173,6 +188,28 @@ class SchedulerServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def LoadAdapter(self, request, context):
+        """Makes an adapter available to requests; another one under the same name serves no further requests. Requires the
+        admin credential if one is set.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def UnloadAdapter(self, request, context):
+        """Makes an adapter unavailable; requests that use it continue. Requires the admin credential if one is set.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ListAdapters(self, request, context):
+        """Returns all adapters. Requires the admin credential if one is set.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_SchedulerServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -230,6 +267,21 @@ def add_SchedulerServicer_to_server(servicer, server):
                     servicer.Unpin,
                     request_deserializer=pando_dot_v1_dot_scheduler__pb2.UnpinRequest.FromString,
                     response_serializer=pando_dot_v1_dot_scheduler__pb2.UnpinResponse.SerializeToString,
+            ),
+            'LoadAdapter': grpc.unary_unary_rpc_method_handler(
+                    servicer.LoadAdapter,
+                    request_deserializer=pando_dot_v1_dot_scheduler__pb2.LoadAdapterRequest.FromString,
+                    response_serializer=pando_dot_v1_dot_scheduler__pb2.LoadAdapterResponse.SerializeToString,
+            ),
+            'UnloadAdapter': grpc.unary_unary_rpc_method_handler(
+                    servicer.UnloadAdapter,
+                    request_deserializer=pando_dot_v1_dot_scheduler__pb2.UnloadAdapterRequest.FromString,
+                    response_serializer=pando_dot_v1_dot_scheduler__pb2.UnloadAdapterResponse.SerializeToString,
+            ),
+            'ListAdapters': grpc.unary_unary_rpc_method_handler(
+                    servicer.ListAdapters,
+                    request_deserializer=pando_dot_v1_dot_scheduler__pb2.ListAdaptersRequest.FromString,
+                    response_serializer=pando_dot_v1_dot_scheduler__pb2.ListAdaptersResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -529,6 +581,87 @@ class Scheduler(object):
             '/pando.v1.Scheduler/Unpin',
             pando_dot_v1_dot_scheduler__pb2.UnpinRequest.SerializeToString,
             pando_dot_v1_dot_scheduler__pb2.UnpinResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def LoadAdapter(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/pando.v1.Scheduler/LoadAdapter',
+            pando_dot_v1_dot_scheduler__pb2.LoadAdapterRequest.SerializeToString,
+            pando_dot_v1_dot_scheduler__pb2.LoadAdapterResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def UnloadAdapter(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/pando.v1.Scheduler/UnloadAdapter',
+            pando_dot_v1_dot_scheduler__pb2.UnloadAdapterRequest.SerializeToString,
+            pando_dot_v1_dot_scheduler__pb2.UnloadAdapterResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ListAdapters(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/pando.v1.Scheduler/ListAdapters',
+            pando_dot_v1_dot_scheduler__pb2.ListAdaptersRequest.SerializeToString,
+            pando_dot_v1_dot_scheduler__pb2.ListAdaptersResponse.FromString,
             options,
             channel_credentials,
             insecure,

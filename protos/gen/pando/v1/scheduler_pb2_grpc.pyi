@@ -57,6 +57,14 @@ class SchedulerStub:
     """
     Unpin: _grpc.UnaryUnaryMultiCallable[_scheduler_pb2.UnpinRequest, _scheduler_pb2.UnpinResponse]
     """Undoes Pin; entries that are cached stay public until they are evicted. Requires the admin credential."""
+    LoadAdapter: _grpc.UnaryUnaryMultiCallable[_scheduler_pb2.LoadAdapterRequest, _scheduler_pb2.LoadAdapterResponse]
+    """Makes an adapter available to requests; another one under the same name serves no further requests. Requires the
+    admin credential if one is set.
+    """
+    UnloadAdapter: _grpc.UnaryUnaryMultiCallable[_scheduler_pb2.UnloadAdapterRequest, _scheduler_pb2.UnloadAdapterResponse]
+    """Makes an adapter unavailable; requests that use it continue. Requires the admin credential if one is set."""
+    ListAdapters: _grpc.UnaryUnaryMultiCallable[_scheduler_pb2.ListAdaptersRequest, _scheduler_pb2.ListAdaptersResponse]
+    """Returns all adapters. Requires the admin credential if one is set."""
 
 @_typing.type_check_only
 class SchedulerAsyncStub(SchedulerStub):
@@ -87,6 +95,14 @@ class SchedulerAsyncStub(SchedulerStub):
     """
     Unpin: _aio.UnaryUnaryMultiCallable[_scheduler_pb2.UnpinRequest, _scheduler_pb2.UnpinResponse]  # type: ignore[assignment]
     """Undoes Pin; entries that are cached stay public until they are evicted. Requires the admin credential."""
+    LoadAdapter: _aio.UnaryUnaryMultiCallable[_scheduler_pb2.LoadAdapterRequest, _scheduler_pb2.LoadAdapterResponse]  # type: ignore[assignment]
+    """Makes an adapter available to requests; another one under the same name serves no further requests. Requires the
+    admin credential if one is set.
+    """
+    UnloadAdapter: _aio.UnaryUnaryMultiCallable[_scheduler_pb2.UnloadAdapterRequest, _scheduler_pb2.UnloadAdapterResponse]  # type: ignore[assignment]
+    """Makes an adapter unavailable; requests that use it continue. Requires the admin credential if one is set."""
+    ListAdapters: _aio.UnaryUnaryMultiCallable[_scheduler_pb2.ListAdaptersRequest, _scheduler_pb2.ListAdaptersResponse]  # type: ignore[assignment]
+    """Returns all adapters. Requires the admin credential if one is set."""
 
 class SchedulerServicer(metaclass=_abc_1.ABCMeta):
     @_abc_1.abstractmethod
@@ -180,5 +196,31 @@ class SchedulerServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_scheduler_pb2.UnpinResponse, _abc.Awaitable[_scheduler_pb2.UnpinResponse]]:
         """Undoes Pin; entries that are cached stay public until they are evicted. Requires the admin credential."""
+
+    @_abc_1.abstractmethod
+    def LoadAdapter(
+        self,
+        request: _scheduler_pb2.LoadAdapterRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_scheduler_pb2.LoadAdapterResponse, _abc.Awaitable[_scheduler_pb2.LoadAdapterResponse]]:
+        """Makes an adapter available to requests; another one under the same name serves no further requests. Requires the
+        admin credential if one is set.
+        """
+
+    @_abc_1.abstractmethod
+    def UnloadAdapter(
+        self,
+        request: _scheduler_pb2.UnloadAdapterRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_scheduler_pb2.UnloadAdapterResponse, _abc.Awaitable[_scheduler_pb2.UnloadAdapterResponse]]:
+        """Makes an adapter unavailable; requests that use it continue. Requires the admin credential if one is set."""
+
+    @_abc_1.abstractmethod
+    def ListAdapters(
+        self,
+        request: _scheduler_pb2.ListAdaptersRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_scheduler_pb2.ListAdaptersResponse, _abc.Awaitable[_scheduler_pb2.ListAdaptersResponse]]:
+        """Returns all adapters. Requires the admin credential if one is set."""
 
 def add_SchedulerServicer_to_server(servicer: SchedulerServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -79,6 +79,7 @@ class ConfigureRequest(_message.Message):
     SNAPSHOTS_FIELD_NUMBER: _builtins.int
     RESUMES_FIELD_NUMBER: _builtins.int
     ROPE_PARAMETERS_FIELD_NUMBER: _builtins.int
+    ADAPTER_SLOTS_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     """A bundled model's name, or the path of a directory with config.json or of a GGUF file on this host."""
     load_format: _builtins.str
@@ -119,6 +120,8 @@ class ConfigureRequest(_message.Message):
     """Requests are open: the capacity is reported before all is prepared that only new requests need."""
     rope_parameters: _builtins.str
     """Rotary embedding in place of that of config.json, a JSON object as its rope_parameters. Empty: as config.json says."""
+    adapter_slots: _builtins.int
+    """Adapters that rows may use at the same time; 0: none."""
     @_builtins.property
     def classifier_from_token(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """Two tokens: the model becomes a classifier with one label, whose output is the logit of the second token minus that
@@ -150,10 +153,11 @@ class ConfigureRequest(_message.Message):
         snapshots: _builtins.int | None = ...,
         resumes: _builtins.bool = ...,
         rope_parameters: _builtins.str = ...,
+        adapter_slots: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_device_pages", b"_device_pages", "_host_pages", b"_host_pages", "_snapshots", b"_snapshots", "_window_pages", b"_window_pages", "device_pages", b"device_pages", "host_pages", b"host_pages", "snapshots", b"snapshots", "window_pages", b"window_pages"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_device_pages", b"_device_pages", "_host_pages", b"_host_pages", "_snapshots", b"_snapshots", "_window_pages", b"_window_pages", "classifier_from_token", b"classifier_from_token", "device_pages", b"device_pages", "dtype", b"dtype", "host_bytes", b"host_bytes", "host_pages", b"host_pages", "kv_dtype", b"kv_dtype", "load_format", b"load_format", "max_context_tokens", b"max_context_tokens", "max_rows", b"max_rows", "max_step_tokens", b"max_step_tokens", "memory_fraction", b"memory_fraction", "model", b"model", "page_size_tokens", b"page_size_tokens", "quantization", b"quantization", "rank", b"rank", "rendezvous", b"rendezvous", "resumes", b"resumes", "rope_parameters", b"rope_parameters", "snapshots", b"snapshots", "window_pages", b"window_pages", "window_ratio", b"window_ratio", "world_size", b"world_size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_device_pages", b"_device_pages", "_host_pages", b"_host_pages", "_snapshots", b"_snapshots", "_window_pages", b"_window_pages", "adapter_slots", b"adapter_slots", "classifier_from_token", b"classifier_from_token", "device_pages", b"device_pages", "dtype", b"dtype", "host_bytes", b"host_bytes", "host_pages", b"host_pages", "kv_dtype", b"kv_dtype", "load_format", b"load_format", "max_context_tokens", b"max_context_tokens", "max_rows", b"max_rows", "max_step_tokens", b"max_step_tokens", "memory_fraction", b"memory_fraction", "model", b"model", "page_size_tokens", b"page_size_tokens", "quantization", b"quantization", "rank", b"rank", "rendezvous", b"rendezvous", "resumes", b"resumes", "rope_parameters", b"rope_parameters", "snapshots", b"snapshots", "window_pages", b"window_pages", "window_ratio", b"window_ratio", "world_size", b"world_size"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__device_pages: _TypeAlias = _typing.Literal["device_pages"]  # noqa: Y015
     _WhichOneofArgType__device_pages: _TypeAlias = _typing.Literal["_device_pages", b"_device_pages"]  # noqa: Y015
@@ -391,6 +395,7 @@ class StepPlan(_message.Message):
     JUMPS_FIELD_NUMBER: _builtins.int
     PAGE_GRANTS_FIELD_NUMBER: _builtins.int
     STATE_SAVES_FIELD_NUMBER: _builtins.int
+    ADAPTER_LOADS_FIELD_NUMBER: _builtins.int
     step_id: _builtins.int
     """Increases by one; results name it."""
     epoch: _builtins.int
@@ -421,6 +426,10 @@ class StepPlan(_message.Message):
     def state_saves(self) -> _containers.RepeatedCompositeFieldContainer[Global___StateSave]:
         """Copies of rows' recurrent states to snapshots."""
 
+    @_builtins.property
+    def adapter_loads(self) -> _containers.RepeatedCompositeFieldContainer[Global___AdapterLoad]:
+        """Adapters to put into slots before the plan's first pass, after its closes."""
+
     def __init__(
         self,
         *,
@@ -435,14 +444,39 @@ class StepPlan(_message.Message):
         jumps: _abc.Iterable[Global___JumpLimit] | None = ...,
         page_grants: Global___PageGrants | None = ...,
         state_saves: _abc.Iterable[Global___StateSave] | None = ...,
+        adapter_loads: _abc.Iterable[Global___AdapterLoad] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["page_grants", b"page_grants"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["closes", b"closes", "epoch", b"epoch", "jumps", b"jumps", "opens", b"opens", "page_grants", b"page_grants", "prefills", b"prefills", "replacements", b"replacements", "state_saves", b"state_saves", "step_id", b"step_id", "steps", b"steps", "transfers", b"transfers"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter_loads", b"adapter_loads", "closes", b"closes", "epoch", b"epoch", "jumps", b"jumps", "opens", b"opens", "page_grants", b"page_grants", "prefills", b"prefills", "replacements", b"replacements", "state_saves", b"state_saves", "step_id", b"step_id", "steps", b"steps", "transfers", b"transfers"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___StepPlan: _TypeAlias = StepPlan  # noqa: Y015
+
+@_typing.final
+class AdapterLoad(_message.Message):
+    """From the plan's first pass on, rows whose slot is `slot` use the adapter `digest`. No open row has this slot."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SLOT_FIELD_NUMBER: _builtins.int
+    DIGEST_FIELD_NUMBER: _builtins.int
+    slot: _builtins.int
+    digest: _builtins.str
+    def __init__(
+        self,
+        *,
+        slot: _builtins.int = ...,
+        digest: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["digest", b"digest", "slot", b"slot"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___AdapterLoad: _TypeAlias = AdapterLoad  # noqa: Y015
 
 @_typing.final
 class StateSave(_message.Message):
@@ -520,6 +554,7 @@ class RowOpen(_message.Message):
     POSTPONED_TOKEN_IDS_FIELD_NUMBER: _builtins.int
     SECOND_TEXT_START_FIELD_NUMBER: _builtins.int
     SNAPSHOT_FIELD_NUMBER: _builtins.int
+    ADAPTER_SLOT_FIELD_NUMBER: _builtins.int
     row: _builtins.int
     request_id: _builtins.str
     prompt_tokens: _builtins.int
@@ -540,6 +575,8 @@ class RowOpen(_message.Message):
     """With recurrent layers: the snapshot of their states after computed_tokens tokens, which is copied before the plan's
     first pass. Absent: computed_tokens is 0, or there are no such layers.
     """
+    adapter_slot: _builtins.int
+    """The slot of the row's adapter; absent: the base model."""
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """The prompt, then the tokens generated before a retraction or resume."""
@@ -585,17 +622,22 @@ class RowOpen(_message.Message):
         postponed_token_ids: _abc.Iterable[_builtins.int] | None = ...,
         second_text_start: _builtins.int | None = ...,
         snapshot: _builtins.int | None = ...,
+        adapter_slot: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_prompt_logprobs", b"_prompt_logprobs", "_second_text_start", b"_second_text_start", "_snapshot", b"_snapshot", "prompt_logprobs", b"prompt_logprobs", "sampling", b"sampling", "second_text_start", b"second_text_start", "snapshot", b"snapshot"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_adapter_slot", b"_adapter_slot", "_prompt_logprobs", b"_prompt_logprobs", "_second_text_start", b"_second_text_start", "_snapshot", b"_snapshot", "adapter_slot", b"adapter_slot", "prompt_logprobs", b"prompt_logprobs", "sampling", b"sampling", "second_text_start", b"second_text_start", "snapshot", b"snapshot"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_prompt_logprobs", b"_prompt_logprobs", "_second_text_start", b"_second_text_start", "_snapshot", b"_snapshot", "computed_tokens", b"computed_tokens", "max_total_tokens", b"max_total_tokens", "min_new_tokens", b"min_new_tokens", "pages", b"pages", "pooling", b"pooling", "postponed_token_ids", b"postponed_token_ids", "prompt_logprobs", b"prompt_logprobs", "prompt_tokens", b"prompt_tokens", "request_id", b"request_id", "row", b"row", "sampling", b"sampling", "second_text_start", b"second_text_start", "snapshot", b"snapshot", "stop_token_ids", b"stop_token_ids", "token_ids", b"token_ids", "window_pages", b"window_pages"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_adapter_slot", b"_adapter_slot", "_prompt_logprobs", b"_prompt_logprobs", "_second_text_start", b"_second_text_start", "_snapshot", b"_snapshot", "adapter_slot", b"adapter_slot", "computed_tokens", b"computed_tokens", "max_total_tokens", b"max_total_tokens", "min_new_tokens", b"min_new_tokens", "pages", b"pages", "pooling", b"pooling", "postponed_token_ids", b"postponed_token_ids", "prompt_logprobs", b"prompt_logprobs", "prompt_tokens", b"prompt_tokens", "request_id", b"request_id", "row", b"row", "sampling", b"sampling", "second_text_start", b"second_text_start", "snapshot", b"snapshot", "stop_token_ids", b"stop_token_ids", "token_ids", b"token_ids", "window_pages", b"window_pages"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__adapter_slot: _TypeAlias = _typing.Literal["adapter_slot"]  # noqa: Y015
+    _WhichOneofArgType__adapter_slot: _TypeAlias = _typing.Literal["_adapter_slot", b"_adapter_slot"]  # noqa: Y015
     _WhichOneofReturnType__prompt_logprobs: _TypeAlias = _typing.Literal["prompt_logprobs"]  # noqa: Y015
     _WhichOneofArgType__prompt_logprobs: _TypeAlias = _typing.Literal["_prompt_logprobs", b"_prompt_logprobs"]  # noqa: Y015
     _WhichOneofReturnType__second_text_start: _TypeAlias = _typing.Literal["second_text_start"]  # noqa: Y015
     _WhichOneofArgType__second_text_start: _TypeAlias = _typing.Literal["_second_text_start", b"_second_text_start"]  # noqa: Y015
     _WhichOneofReturnType__snapshot: _TypeAlias = _typing.Literal["snapshot"]  # noqa: Y015
     _WhichOneofArgType__snapshot: _TypeAlias = _typing.Literal["_snapshot", b"_snapshot"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__adapter_slot) -> _WhichOneofReturnType__adapter_slot | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__prompt_logprobs) -> _WhichOneofReturnType__prompt_logprobs | None: ...
     @_typing.overload
@@ -1015,6 +1057,124 @@ class PrepareGrammarResponse(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___PrepareGrammarResponse: _TypeAlias = PrepareGrammarResponse  # noqa: Y015
+
+@_typing.final
+class ReadAdapterRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ADAPTER_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def adapter(self) -> _common_pb2.AdapterInfo:
+        """Name and source, and the digest that the adapter must have, if that is known; rank and bytes are not set."""
+
+    def __init__(
+        self,
+        *,
+        adapter: _common_pb2.AdapterInfo | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["adapter", b"adapter"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter", b"adapter"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ReadAdapterRequest: _TypeAlias = ReadAdapterRequest  # noqa: Y015
+
+@_typing.final
+class ReadAdapterResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ADAPTER_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def adapter(self) -> _common_pb2.AdapterInfo:
+        """As requested, with digest, rank and this rank's bytes."""
+
+    def __init__(
+        self,
+        *,
+        adapter: _common_pb2.AdapterInfo | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["adapter", b"adapter"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter", b"adapter"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ReadAdapterResponse: _TypeAlias = ReadAdapterResponse  # noqa: Y015
+
+@_typing.final
+class DropAdapterRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: _builtins.int
+    DIGEST_FIELD_NUMBER: _builtins.int
+    name: _builtins.str
+    """The name that GetAdapters must not return any more; empty: none."""
+    digest: _builtins.str
+    """The adapter whose memory is freed; empty: none, as requests may still use it."""
+    def __init__(
+        self,
+        *,
+        name: _builtins.str = ...,
+        digest: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["digest", b"digest", "name", b"name"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DropAdapterRequest: _TypeAlias = DropAdapterRequest  # noqa: Y015
+
+@_typing.final
+class DropAdapterResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DropAdapterResponse: _TypeAlias = DropAdapterResponse  # noqa: Y015
+
+@_typing.final
+class GetAdaptersRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___GetAdaptersRequest: _TypeAlias = GetAdaptersRequest  # noqa: Y015
+
+@_typing.final
+class GetAdaptersResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ADAPTERS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def adapters(self) -> _containers.RepeatedCompositeFieldContainer[_common_pb2.AdapterInfo]: ...
+    def __init__(
+        self,
+        *,
+        adapters: _abc.Iterable[_common_pb2.AdapterInfo] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapters", b"adapters"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___GetAdaptersResponse: _TypeAlias = GetAdaptersResponse  # noqa: Y015
 
 @_typing.final
 class GetWorkerStateRequest(_message.Message):

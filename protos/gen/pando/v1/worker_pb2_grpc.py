@@ -49,6 +49,21 @@ class WorkerStub(object):
                 request_serializer=pando_dot_v1_dot_worker__pb2.PrepareGrammarRequest.SerializeToString,
                 response_deserializer=pando_dot_v1_dot_worker__pb2.PrepareGrammarResponse.FromString,
                 _registered_method=True)
+        self.ReadAdapter = channel.unary_unary(
+                '/pando.v1.Worker/ReadAdapter',
+                request_serializer=pando_dot_v1_dot_worker__pb2.ReadAdapterRequest.SerializeToString,
+                response_deserializer=pando_dot_v1_dot_worker__pb2.ReadAdapterResponse.FromString,
+                _registered_method=True)
+        self.DropAdapter = channel.unary_unary(
+                '/pando.v1.Worker/DropAdapter',
+                request_serializer=pando_dot_v1_dot_worker__pb2.DropAdapterRequest.SerializeToString,
+                response_deserializer=pando_dot_v1_dot_worker__pb2.DropAdapterResponse.FromString,
+                _registered_method=True)
+        self.GetAdapters = channel.unary_unary(
+                '/pando.v1.Worker/GetAdapters',
+                request_serializer=pando_dot_v1_dot_worker__pb2.GetAdaptersRequest.SerializeToString,
+                response_deserializer=pando_dot_v1_dot_worker__pb2.GetAdaptersResponse.FromString,
+                _registered_method=True)
         self.GetState = channel.unary_unary(
                 '/pando.v1.Worker/GetState',
                 request_serializer=pando_dot_v1_dot_worker__pb2.GetWorkerStateRequest.SerializeToString,
@@ -93,6 +108,28 @@ class WorkerServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def ReadAdapter(self, request, context):
+        """Reads an adapter into host memory, while plans run; plans then load it into a slot. INVALID_ARGUMENT: it cannot be
+        read, or does not fit the model.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def DropAdapter(self, request, context):
+        """Forgets an adapter that no later plan loads.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def GetAdapters(self, request, context):
+        """Returns the adapters that this rank was told to read, for a scheduler that has been restarted.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def GetState(self, request, context):
         """Returns the current state of this rank.
         """
@@ -131,6 +168,21 @@ def add_WorkerServicer_to_server(servicer, server):
                     servicer.PrepareGrammar,
                     request_deserializer=pando_dot_v1_dot_worker__pb2.PrepareGrammarRequest.FromString,
                     response_serializer=pando_dot_v1_dot_worker__pb2.PrepareGrammarResponse.SerializeToString,
+            ),
+            'ReadAdapter': grpc.unary_unary_rpc_method_handler(
+                    servicer.ReadAdapter,
+                    request_deserializer=pando_dot_v1_dot_worker__pb2.ReadAdapterRequest.FromString,
+                    response_serializer=pando_dot_v1_dot_worker__pb2.ReadAdapterResponse.SerializeToString,
+            ),
+            'DropAdapter': grpc.unary_unary_rpc_method_handler(
+                    servicer.DropAdapter,
+                    request_deserializer=pando_dot_v1_dot_worker__pb2.DropAdapterRequest.FromString,
+                    response_serializer=pando_dot_v1_dot_worker__pb2.DropAdapterResponse.SerializeToString,
+            ),
+            'GetAdapters': grpc.unary_unary_rpc_method_handler(
+                    servicer.GetAdapters,
+                    request_deserializer=pando_dot_v1_dot_worker__pb2.GetAdaptersRequest.FromString,
+                    response_serializer=pando_dot_v1_dot_worker__pb2.GetAdaptersResponse.SerializeToString,
             ),
             'GetState': grpc.unary_unary_rpc_method_handler(
                     servicer.GetState,
@@ -229,6 +281,87 @@ class Worker(object):
             '/pando.v1.Worker/PrepareGrammar',
             pando_dot_v1_dot_worker__pb2.PrepareGrammarRequest.SerializeToString,
             pando_dot_v1_dot_worker__pb2.PrepareGrammarResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ReadAdapter(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/pando.v1.Worker/ReadAdapter',
+            pando_dot_v1_dot_worker__pb2.ReadAdapterRequest.SerializeToString,
+            pando_dot_v1_dot_worker__pb2.ReadAdapterResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def DropAdapter(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/pando.v1.Worker/DropAdapter',
+            pando_dot_v1_dot_worker__pb2.DropAdapterRequest.SerializeToString,
+            pando_dot_v1_dot_worker__pb2.DropAdapterResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GetAdapters(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/pando.v1.Worker/GetAdapters',
+            pando_dot_v1_dot_worker__pb2.GetAdaptersRequest.SerializeToString,
+            pando_dot_v1_dot_worker__pb2.GetAdaptersResponse.FromString,
             options,
             channel_credentials,
             insecure,

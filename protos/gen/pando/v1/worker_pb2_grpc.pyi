@@ -41,6 +41,14 @@ class WorkerStub:
     aborted when all calls for the same grammar and view are cancelled.
     Called only on rank 0, which samples.
     """
+    ReadAdapter: _grpc.UnaryUnaryMultiCallable[_worker_pb2.ReadAdapterRequest, _worker_pb2.ReadAdapterResponse]
+    """Reads an adapter into host memory, while plans run; plans then load it into a slot. INVALID_ARGUMENT: it cannot be
+    read, or does not fit the model.
+    """
+    DropAdapter: _grpc.UnaryUnaryMultiCallable[_worker_pb2.DropAdapterRequest, _worker_pb2.DropAdapterResponse]
+    """Forgets an adapter that no later plan loads."""
+    GetAdapters: _grpc.UnaryUnaryMultiCallable[_worker_pb2.GetAdaptersRequest, _worker_pb2.GetAdaptersResponse]
+    """Returns the adapters that this rank was told to read, for a scheduler that has been restarted."""
     GetState: _grpc.UnaryUnaryMultiCallable[_worker_pb2.GetWorkerStateRequest, _worker_pb2.GetWorkerStateResponse]
     """Returns the current state of this rank."""
     StartProfile: _grpc.UnaryUnaryMultiCallable[_worker_pb2.StartProfileRequest, _worker_pb2.StartProfileResponse]
@@ -61,6 +69,14 @@ class WorkerAsyncStub(WorkerStub):
     aborted when all calls for the same grammar and view are cancelled.
     Called only on rank 0, which samples.
     """
+    ReadAdapter: _aio.UnaryUnaryMultiCallable[_worker_pb2.ReadAdapterRequest, _worker_pb2.ReadAdapterResponse]  # type: ignore[assignment]
+    """Reads an adapter into host memory, while plans run; plans then load it into a slot. INVALID_ARGUMENT: it cannot be
+    read, or does not fit the model.
+    """
+    DropAdapter: _aio.UnaryUnaryMultiCallable[_worker_pb2.DropAdapterRequest, _worker_pb2.DropAdapterResponse]  # type: ignore[assignment]
+    """Forgets an adapter that no later plan loads."""
+    GetAdapters: _aio.UnaryUnaryMultiCallable[_worker_pb2.GetAdaptersRequest, _worker_pb2.GetAdaptersResponse]  # type: ignore[assignment]
+    """Returns the adapters that this rank was told to read, for a scheduler that has been restarted."""
     GetState: _aio.UnaryUnaryMultiCallable[_worker_pb2.GetWorkerStateRequest, _worker_pb2.GetWorkerStateResponse]  # type: ignore[assignment]
     """Returns the current state of this rank."""
     StartProfile: _aio.UnaryUnaryMultiCallable[_worker_pb2.StartProfileRequest, _worker_pb2.StartProfileResponse]  # type: ignore[assignment]
@@ -96,6 +112,32 @@ class WorkerServicer(metaclass=_abc_1.ABCMeta):
         aborted when all calls for the same grammar and view are cancelled.
         Called only on rank 0, which samples.
         """
+
+    @_abc_1.abstractmethod
+    def ReadAdapter(
+        self,
+        request: _worker_pb2.ReadAdapterRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_worker_pb2.ReadAdapterResponse, _abc.Awaitable[_worker_pb2.ReadAdapterResponse]]:
+        """Reads an adapter into host memory, while plans run; plans then load it into a slot. INVALID_ARGUMENT: it cannot be
+        read, or does not fit the model.
+        """
+
+    @_abc_1.abstractmethod
+    def DropAdapter(
+        self,
+        request: _worker_pb2.DropAdapterRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_worker_pb2.DropAdapterResponse, _abc.Awaitable[_worker_pb2.DropAdapterResponse]]:
+        """Forgets an adapter that no later plan loads."""
+
+    @_abc_1.abstractmethod
+    def GetAdapters(
+        self,
+        request: _worker_pb2.GetAdaptersRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_worker_pb2.GetAdaptersResponse, _abc.Awaitable[_worker_pb2.GetAdaptersResponse]]:
+        """Returns the adapters that this rank was told to read, for a scheduler that has been restarted."""
 
     @_abc_1.abstractmethod
     def GetState(

@@ -10,8 +10,7 @@ from collections import OrderedDict
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-import numpy as np
-
+from services.scheduler.cache.keys import plain_ids
 from services.scheduler.cache.types import CandidateId, PromotionCandidate
 
 if TYPE_CHECKING:
@@ -78,7 +77,7 @@ class Reviews:
             self._pending[asked].members = members
         elif len(book.asked) < self._config.profile.remembered_chains:
             review = _Review(book, hashes[:end], members, epoch)
-            self._ask(review, np.frombuffer(key, np.int32)[: end * self._page_size], scope[0] if scope else "")
+            self._ask(review, plain_ids(key)[: end * self._page_size], scope[0] if scope else "")
         return allowed
 
     def take(self) -> tuple[PromotionCandidate, ...]:

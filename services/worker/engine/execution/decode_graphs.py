@@ -39,7 +39,7 @@ class OverlappedModel(Protocol):
     def hidden_states(self, batch: ForwardBatch) -> torch.Tensor:
         """Run a pass, but return the final hidden states of the samples, [samples, hidden]."""
 
-    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+    def logits(self, hidden: torch.Tensor, adapters: torch.Tensor | None = None) -> torch.Tensor:
         """Return logits of hidden states [samples, hidden], as `compute` does."""
 
     def broadcast_tokens(self, token_ids: torch.Tensor) -> torch.Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import os
 import signal
 import time
@@ -12,6 +13,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from common.errors import ConfigurationError
 from common.prompt_logprobs import PromptLogprobSpan
 from common.steps import EngineCapacity, EngineSpec, RowOpen
 from common.transfers import Transfer, TransferAck, TransferDirection, TransferId
@@ -26,9 +28,11 @@ from services.worker.engine.plans.scoring import ScoringTable
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
+    from pathlib import Path
 
     from numpy.typing import NDArray
 
+    from common.steps import AdapterLoad
     from common.types import SamplingParams, TokenIds
     from services.worker.engine.execution.interface import ProgressReport
     from services.worker.engine.plans.passes import ForwardPass
@@ -112,15 +116,26 @@ class FakeModel:
         self._sleep = sleep
         host_pages = self.capacity.host_pages
         self.host_pages = FakeHostPages(host_pages, spec.page_size) if host_pages else None
+        self.adapters = FakeAdapters(spec.adapter_slots) if spec.adapter_slots else None
         report(1.0, "ready")
 
     def make_runner(self) -> SynchronousRunner:
         spec, capacity = self._spec, self.capacity
         rows = RowStates(spec.max_rows, capacity.max_context, capacity.page_size)
-        limits = PlanLimits(capacity.vocabulary_size, capacity.device_pages, spec.max_step_tokens, capacity.host_pages)
+        limits = PlanLimits(
+            capacity.vocabulary_size,
+            capacity.device_pages,
+            spec.max_step_tokens,
+            capacity.host_pages,
+            adapters=spec.adapter_slots,
+        )
+        if self.adapters is not None:
+            self.adapters.reset()
         executor = FakeExecutor(self._options, spec.max_rows, self._sleep)
         transfers = FakeTransfers(self._options.transfer_passes) if capacity.host_pages else None
-        return SynchronousRunner(rows, limits, executor, transfers=transfers, reports_tokens=spec.rank == 0)
+        return SynchronousRunner(
+            rows, limits, executor, transfers=transfers, reports_tokens=spec.rank == 0, adapters=self.adapters
+        )
 
     def computing(self) -> contextlib.nullcontext[None]:
         return contextlib.nullcontext()
@@ -237,6 +252,52 @@ class FakeTransfers:
         self._open.clear()
 
     def close(self) -> None:
+        """Do nothing."""
+
+
+@dataclass(frozen=True, slots=True)
+class FakeAdapter:
+    """An adapter that changes nothing."""
+
+    digest: str
+    rank: int = 8
+    bytes: int = 1
+
+
+class FakeAdapters:
+    """Adapters of which only the files' digests are known; see `AdapterStore`."""
+
+    def __init__(self, slots: int) -> None:
+        """Start without any."""
+        self.slots = slots
+        self._known: dict[str, FakeAdapter] = {}
+
+    def read(self, directory: Path, expected: str = "") -> FakeAdapter:
+        """Read a directory with adapter_config.json."""
+        if expected in self._known:
+            return self._known[expected]
+        try:
+            parts = [path.read_bytes() for path in sorted(directory.iterdir())]
+        except OSError as error:
+            raise ConfigurationError(f"adapter {directory}: {error}") from error
+        if not (directory / "adapter_config.json").is_file():
+            raise ConfigurationError(f"adapter {directory}: there is no adapter_config.json")
+        adapter = FakeAdapter(hashlib.sha256(b"".join(parts)).hexdigest())
+        if expected and adapter.digest != expected:
+            raise ConfigurationError(f"adapter {directory}: the files have changed since it was loaded")
+        self._known[adapter.digest] = adapter
+        return adapter
+
+    def drop(self, digest: str) -> None:
+        self._known.pop(digest, None)
+
+    def load(self, loads: Iterable[AdapterLoad]) -> None:
+        """Check that the adapters are there."""
+        for load in loads:
+            if load.digest not in self._known:
+                raise InvalidPlanError(f"the adapter {load.digest} was not read")
+
+    def reset(self) -> None:
         """Do nothing."""
 
 

@@ -9,7 +9,9 @@ from common.steps import EngineCapacity, EngineSpec, StepPlan, StepResult
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
+    from pathlib import Path
 
+    from common.steps import AdapterLoad
     from common.transfers import Transfer, TransferAck
 
 # Fraction of the work done in [0, 1], and a readable stage.
@@ -42,12 +44,60 @@ class HostPageBytes(Protocol):
         """Overwrite a page with `page_bytes` bytes."""
 
 
+class AdapterStore(Protocol):
+    """A rank's adapters (LoRA): those in host memory, by their digests, and those in slots of the device."""
+
+    @property
+    def slots(self) -> int:
+        """Number of slots."""
+
+    def read(self, directory: Path, expected: str = "") -> AdapterSize:
+        """Read an adapter into host memory, unless it is there; any thread may do that while plans run.
+
+        Raises:
+            ConfigurationError: it cannot be read, does not fit the model, or has another digest than `expected`.
+        """
+
+    def drop(self, digest: str) -> None:
+        """Forget an adapter that no later plan loads; any thread may do that."""
+
+    def load(self, loads: Iterable[AdapterLoad]) -> None:
+        """Fill slots as a plan says, in the engine's thread.
+
+        Raises:
+            InvalidPlanError: an adapter is not in host memory.
+        """
+
+    def reset(self) -> None:
+        """Empty the slots: a new stream of plans begins."""
+
+
+class AdapterSize(Protocol):
+    """What is known of an adapter that was read."""
+
+    @property
+    def digest(self) -> str:
+        """SHA-256 of all that decides about results, in hexadecimal digits."""
+
+    @property
+    def rank(self) -> int:
+        """The largest rank of its factors."""
+
+    @property
+    def bytes(self) -> int:
+        """Memory that it takes on this rank."""
+
+
 class Engine(Protocol):
     """One tensor-parallel rank, used from one thread."""
 
     @property
     def host_pages(self) -> HostPageBytes | None:
         """The host tier's pages, None without one; other threads may touch them until `reset` or `close`."""
+
+    @property
+    def adapters(self) -> AdapterStore | None:
+        """The loaded model's adapters; None: it is to have none, or cannot."""
 
     @property
     def open_rows(self) -> int:

@@ -149,7 +149,8 @@ class OverlappedExecutor:
     def launch(self, rows: RowStates, forward: ForwardPass) -> LaunchedOutput:
         """Start a pass; see `OverlappedPassExecutor`."""
         self._sampler.upload()
-        if not forward.chunks.rows.size:
+        has_adapters = bool((rows.adapters[forward.decode_rows] >= 0).any())
+        if not (forward.chunks.rows.size or has_adapters):
             try:
                 return self._launch_decoding(rows, forward.decode_rows)
             except Exception as error:
@@ -253,7 +254,8 @@ class OverlappedExecutor:
             # The host may not have read the last tokens of these rows yet.
             slots = to_device(decoding.astype(np.int32), self._runner.device)
             batch.token_ids[: decoding.size] = self._rows.last_tokens[slots.long()].long()
-        captured = self._prompt_passes.captured(batch.token_ids.shape[0])
+        adapters = batch.sampled_adapters
+        captured = self._prompt_passes.captured(batch.token_ids.shape[0]) if adapters is None else None
         if captured is None and not (host.pooled_indices.size or scored):
             return self._runner.compute(batch), ()
         hidden = self._runner.hidden_states(batch) if captured is None else captured.hidden_states(batch)
@@ -261,8 +263,9 @@ class OverlappedExecutor:
         if self._is_first and samples < others:
             self._pooler.add(host.pooled_slots, hidden[samples:others])
         vocabulary_size, logits_of = self._table.vocabulary_size, self._runner.logits
-        spans = score(hidden[others:], scored, vocabulary_size, logits_of, is_first=self._is_first)
-        return logits_of(hidden[:samples]), spans
+        of_scored = None if adapters is None else adapters[others:]
+        spans = score(hidden[others:], scored, vocabulary_size, logits_of, is_first=self._is_first, adapters=of_scored)
+        return logits_of(hidden[:samples], None if adapters is None else adapters[:samples]), spans
 
     def _sample_on_host(
         self, logits: torch.Tensor, places: torch.Tensor, slots: RowIndices, rows: RowStates

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from common.transfers import TransferAck
-    from services.worker.engine.execution.interface import Emit, Transfers
+    from services.worker.engine.execution.interface import AdapterStore, Emit, Transfers
     from services.worker.engine.execution.synchronous_runner import TimeSource
     from services.worker.engine.plans.rows import RowIndices, RowStates
     from services.worker.engine.plans.saved_states import RowStateCopies
@@ -101,11 +101,12 @@ class OverlappedRunner:
         transfers: Transfers | None = None,
         states: RowStateCopies | None = None,
         reports_tokens: bool = True,
+        adapters: AdapterStore | None = None,
         clock: TimeSource = time.perf_counter,
     ) -> None:
         """Take over `rows`. Ranks other than 0 do not report tokens; `clock` counts seconds.
 
-        `transfers` and `states` are there if `limits` allow any.
+        `transfers`, `states` and `adapters` are there if `limits` allow any.
         """
         self.rows = rows
         self._limits = limits
@@ -113,6 +114,7 @@ class OverlappedRunner:
         self._transfers = transfers
         self._saved = SavedStates(states)
         self._reports_tokens = reports_tokens
+        self._adapters = adapters
         self._clock = clock
         self._emit: Emit = lambda _result: None
         self._pending: deque[_Pass] = deque()
@@ -134,6 +136,9 @@ class OverlappedRunner:
         started = self._clock()
         self._apply_stops()
         chunks = apply_bookkeeping(plan, self.rows, self._limits)
+        if self._adapters is not None:
+            # In stream order, after the passes of earlier plans.
+            self._adapters.load(plan.adapters)
         for opened in plan.opens:
             self._generations[opened.row] += 1
             self._has_ended[opened.row] = False
@@ -159,6 +164,8 @@ class OverlappedRunner:
         self.rows.reset()
         self._pending.clear()
         self._stopping.clear()
+        if self._adapters is not None:
+            self._adapters.reset()
         if self._transfers is not None:
             self._transfers.reset()
 

@@ -51,8 +51,11 @@ class Runner(Protocol):
     def hidden_states(self, batch: ForwardBatch) -> torch.Tensor:
         """Run a pass, but return the final hidden states of the samples, [samples, hidden]."""
 
-    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Return logits of hidden states [samples, hidden], as `forward` does, in any float type."""
+    def logits(self, hidden: torch.Tensor, adapters: torch.Tensor | None = None) -> torch.Tensor:
+        """Return logits of hidden states [samples, hidden], as `forward` does, in any float type.
+
+        `adapters` [samples] int32 are the samples' slots, as in `ForwardBatch.adapters`.
+        """
 
     def broadcast_tokens(self, token_ids: torch.Tensor) -> torch.Tensor:
         """Return rank 0's `token_ids` on every rank."""
@@ -105,15 +108,18 @@ class SynchronousExecutor:
             return self._runner.forward(to_device(batch, self._runner.device)), ()
         samples, pooled = batch.sample_indices.size, batch.pooled_indices.size
         wanted = with_pooled(with_scored(batch, scored))
-        hidden = self._runner.hidden_states(to_device(wanted, self._runner.device))
+        on_device = to_device(wanted, self._runner.device)
+        hidden, adapters = self._runner.hidden_states(on_device), on_device.sampled_adapters
+        sampled_adapters = None if adapters is None else adapters[:samples]
         if pooled and self._rank == 0:
             self._pooler.add(batch.pooled_slots, hidden[-pooled:])
         if not scored:
-            return self._runner.logits(hidden[:samples]).float(), ()
+            return self._runner.logits(hidden[:samples], sampled_adapters).float(), ()
         vocabulary_size, is_first = self._table.vocabulary_size, self._rank == 0
-        unpooled = hidden[samples : len(hidden) - pooled]
-        spans = score(unpooled, scored, vocabulary_size, self._runner.logits, is_first=is_first)
-        return self._runner.logits(hidden[:samples]).float(), spans
+        part = slice(samples, len(hidden) - pooled)
+        of_part = None if adapters is None else adapters[part]
+        spans = score(hidden[part], scored, vocabulary_size, self._runner.logits, is_first=is_first, adapters=of_part)
+        return self._runner.logits(hidden[:samples], sampled_adapters).float(), spans
 
 
 def to_device(batch: HostBatch, device: torch.device) -> ForwardBatch:
@@ -124,10 +130,12 @@ def to_device(batch: HostBatch, device: torch.device) -> ForwardBatch:
     window_longs = () if batch.window_slots is None else (batch.window_slots,)
     window_ints = () if batch.window_table is None else (batch.window_table,)
     state_longs = () if batch.row_slots is None else (batch.row_slots,)
+    adapters = () if batch.adapters is None else (batch.adapters,)
     sent = _transfer((*longs, *window_longs, *state_longs), device)
     token_ids, positions, write_slots, sample_indices = sent[:4]
     window_slots, row_slots = sent[4 : 4 + len(window_longs)], sent[4 + len(window_longs) :]
-    query_starts, key_lengths, page_table, *window_table = _transfer((*ints, *window_ints), device)
+    query_starts, key_lengths, page_table, *more = _transfer((*ints, *window_ints, *adapters), device)
+    window_table, token_adapters = more[: len(window_ints)], more[len(window_ints) :]
     return ForwardBatch(
         token_ids=token_ids,
         positions=positions,
@@ -142,6 +150,7 @@ def to_device(batch: HostBatch, device: torch.device) -> ForwardBatch:
         window_table=window_table[0] if window_table else None,
         window_slots=window_slots[0] if window_slots else None,
         states=None if batch.row_slots is None else StateSlots.of(batch, batch.row_slots, row_slots[0]),
+        adapters=token_adapters[0] if token_adapters else None,
     )
 
 

@@ -18,7 +18,7 @@ from services.worker.engine.plans.scoring import partial_results
 
 if TYPE_CHECKING:
     from common.transfers import TransferAck
-    from services.worker.engine.execution.interface import Emit, Transfers
+    from services.worker.engine.execution.interface import AdapterStore, Emit, Transfers
     from services.worker.engine.plans.rows import RowStates
     from services.worker.engine.plans.saved_states import RowStateCopies
 
@@ -47,11 +47,12 @@ class SynchronousRunner:
         transfers: Transfers | None = None,
         states: RowStateCopies | None = None,
         reports_tokens: bool = True,
+        adapters: AdapterStore | None = None,
         clock: TimeSource = time.perf_counter,
     ) -> None:
         """Take over `rows`. Ranks other than 0 do not report tokens; `clock` counts seconds.
 
-        `transfers` and `states` are there if `limits` allow any.
+        `transfers`, `states` and `adapters` are there if `limits` allow any.
         """
         self.rows = rows
         self._limits = limits
@@ -59,12 +60,15 @@ class SynchronousRunner:
         self._transfers = transfers
         self._saved = SavedStates(states)
         self._reports_tokens = reports_tokens
+        self._adapters = adapters
         self._clock = clock
 
     def run(self, plan: StepPlan, emit: Emit) -> None:
         """Run all passes of a plan; see `Engine.execute`."""
         started = self._clock()
         chunks = apply_bookkeeping(plan, self.rows, self._limits)
+        if self._adapters is not None:
+            self._adapters.load(plan.adapters)
         for opened in plan.opens:
             self._executor.open(opened)
         self._saved.load(plan.opens)
@@ -102,6 +106,8 @@ class SynchronousRunner:
     def reset(self) -> None:
         """Free all rows and void all transfers."""
         self.rows.reset()
+        if self._adapters is not None:
+            self._adapters.reset()
         if self._transfers is not None:
             self._transfers.reset()
 

@@ -30,6 +30,7 @@ from services.worker.engine.sampling.table import SamplingTable
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from services.worker.engine.adapters.shelf import AdapterShelf
     from services.worker.engine.execution.overlapped_executor import OverlappedExecutor
     from services.worker.engine.grammars.library import GrammarLibrary
     from services.worker.engine.host_tier.pool import HostPool
@@ -88,6 +89,10 @@ class TorchModel:
         return self.runner.host_pool
 
     @property
+    def adapters(self) -> AdapterShelf | None:
+        return self.runner.adapters if isinstance(self.runner, ModelRunner) else None
+
+    @property
     def ends_with_group(self) -> bool:
         """True on GPUs: NCCL within graphs hangs once a process has met others before (seen with torch 2.11)."""
         distributed = torch.distributed
@@ -116,7 +121,10 @@ class TorchModel:
             window_pages=window.pages if window else 0,
             window_tokens=window.window_tokens if window else 0,
             snapshots=capacity.recurrent_states.snapshots if capacity.recurrent_states else 0,
+            adapters=self.adapters.slots if self.adapters else 0,
         )
+        if self.adapters is not None:
+            self.adapters.reset()
         if isinstance(self.runner, EncoderRunner):
             return SynchronousRunner(rows, limits, EncoderExecutor(self.runner))
         transfers, is_first, grammars = self.runner.transfers, spec.rank == 0, self._row_masks()
@@ -124,13 +132,16 @@ class TorchModel:
         if self._executor is not None:
             self._executor.use_grammars(grammars)
             return OverlappedRunner(
-                rows, limits, self._executor, transfers=transfers, states=states, reports_tokens=is_first
-            )
+                rows, limits, self._executor, transfers=transfers, states=states, reports_tokens=is_first,
+                adapters=self.adapters,
+            )  # fmt: skip
         table = SamplingTable(spec.max_rows, capacity.vocabulary_size, grammars)
         # A pass that has advanced some of the states cannot be computed again in parts.
         is_final = spec.world_size > 1 or capacity.recurrent_states is not None
         executor = SynchronousExecutor(self.runner, table, rank=spec.rank, is_shared=is_final)
-        return SynchronousRunner(rows, limits, executor, transfers=transfers, states=states, reports_tokens=is_first)
+        return SynchronousRunner(
+            rows, limits, executor, transfers=transfers, states=states, reports_tokens=is_first, adapters=self.adapters
+        )
 
     @contextlib.contextmanager
     def computing(self) -> Iterator[None]:

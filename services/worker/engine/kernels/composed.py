@@ -31,14 +31,14 @@ class ExpertLoop:
         self, kernels: Kernels, count: int, matrices: Iterator[ExpertMatrices], activation: Activation
     ) -> None:
         """Lay out `count` experts with `kernels`."""
-        self._experts = [
+        self.experts = [
             (
                 kernels.gated_linear(each.gate, each.up, each.gate_up_biases, activation),
                 kernels.linear(each.down, each.down_bias),
             )
             for each in matrices
         ]
-        assert len(self._experts) == count, "there are as many matrices as experts"
+        assert len(self.experts) == count, "there are as many matrices as experts"
 
     def __call__(self, inputs: torch.Tensor, expert_ids: torch.Tensor, routing_weights: torch.Tensor) -> torch.Tensor:
         """Return the weighted sum; on a GPU it waits for `expert_ids`."""
@@ -46,9 +46,9 @@ class ExpertLoop:
         chosen = expert_ids.shape[1]
         expert_of, order = expert_ids.flatten().sort(stable=True)
         tokens, weights = order // chosen, routing_weights.flatten()[order, None]
-        counts = torch.bincount(expert_of, minlength=len(self._experts)).tolist()
+        counts = torch.bincount(expert_of, minlength=len(self.experts)).tolist()
         start = 0
-        for (gate_up, down), count in zip(self._experts, counts, strict=True):
+        for (gate_up, down), count in zip(self.experts, counts, strict=True):
             if count:
                 part = slice(start, start + count)
                 outputs.index_add_(0, tokens[part], down(gate_up(inputs[tokens[part]])) * weights[part])

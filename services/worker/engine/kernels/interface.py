@@ -144,6 +144,10 @@ class GatedLinear(Protocol):
         """Return the gated product of inputs @ gate.T and inputs @ up.T, see `Activation`, [tokens, intermediate]."""
         ...
 
+    def halves(self, inputs: torch.Tensor) -> torch.Tensor:
+        """Return inputs @ gate.T beside inputs @ up.T before the activation, [tokens, 2 intermediate]."""
+        ...
+
 
 @dataclass(frozen=True, slots=True)
 class ExpertMatrices:

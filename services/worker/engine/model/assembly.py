@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.nn.functional import linear
 
+from services.worker.engine.adapters.active import AdaptedGatedLinear, AdaptedLinear
+from services.worker.engine.adapters.sites import Site, SitePart
 from services.worker.engine.kernels.composed import PreparedLinear
 from services.worker.engine.kernels.interface import ExpertMatrices, QkNorm
 from services.worker.engine.model.feed_forward import DenseFeedForward, MoeFeedForward, Router, SharedFeedForward
@@ -20,6 +22,7 @@ from services.worker.engine.quantization.matrices import above, reordered
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
+    from services.worker.engine.adapters.active import ActiveAdapters
     from services.worker.engine.kernels.interface import GatedLinear, Kernels, Linear
     from services.worker.engine.model.config import ModelConfig, MoeConfig, SharedExperts
     from services.worker.engine.model.feed_forward import FeedForward
@@ -40,6 +43,8 @@ class Assembler:
     device: torch.device
     has_vocabulary: bool = True
     """Whether the model computes logits of its vocabulary."""
+    adapters: ActiveAdapters | None = None
+    """What changes products for single rows; None: nothing does."""
 
     @property
     def config(self) -> ModelConfig:
@@ -55,7 +60,8 @@ class Assembler:
         head_linear = None
         if self.has_vocabulary:
             name = "model.embed_tokens.weight" if config.tied_embeddings else "lm_head.weight"
-            head_linear = self.kernels.linear(self.tensors.head(name, rows), None)
+            product = self.kernels.linear(self.tensors.head(name, rows), None)
+            head_linear = self._adapted(product, Site((SitePart("lm_head", rows),)))
         # Head and embedding weigh as much as this many layers; the rest of the bar belongs to the layers.
         units = config.layers + 1
         report(1 / units)
@@ -129,11 +135,18 @@ class Assembler:
             ]
         )
         by_head = torch.arange(both.shape[0]).view(-1, 2 * head_dim)
-        matrix = above(reordered(both, by_head[:, :head_dim].flatten()), key, value)
+        of_queries, of_gates = by_head[:, :head_dim].flatten(), by_head[:, head_dim:].flatten()
+        matrix = above(reordered(both, of_queries), key, value)
+        rows = [of_queries + queries.start, *(torch.arange(keys.start, keys.stop) for _ in range(2))]
         if order is not None:
-            matrix = reordered(matrix, self._rotated_rows(order))
-        gates = reordered(both, by_head[:, head_dim:].flatten())
-        return self.kernels.linear(matrix, None), self.kernels.linear(gates, None)
+            rotated = self._rotated_rows(order)
+            matrix, rows = reordered(matrix, rotated), _reordered_parts(rows, rotated)
+        parts = (SitePart(f"{attention}.{name}_proj", each) for name, each in zip("qkv", rows, strict=True))
+        gate_site = Site((SitePart(f"{attention}.q_proj", of_gates + queries.start),), label="gates")
+        return (
+            self._adapted(self.kernels.linear(matrix, None), Site(tuple(parts))),
+            self._adapted(self.kernels.linear(reordered(both, of_gates), None), gate_site),
+        )
 
     def _qkv(self, attention: str, order: tuple[int, ...] | None) -> Linear:
         config = self.config
@@ -143,10 +156,13 @@ class Assembler:
         bias = None
         if config.qkv_bias:
             bias = torch.cat([self.tensors.plain(f"{attention}.{name}.bias")[rows] for name, rows in parts])
+        rows_of = [torch.arange(rows.start, rows.stop) for _, rows in parts]
         if order is not None:
-            rows = self._rotated_rows(order)
-            matrix, bias = reordered(matrix, rows), None if bias is None else bias[rows]
-        return self.kernels.linear(matrix, bias)
+            rotated = self._rotated_rows(order)
+            matrix, bias = reordered(matrix, rotated), None if bias is None else bias[rotated]
+            rows_of = _reordered_parts(rows_of, rotated)
+        site = Site(tuple(SitePart(f"{attention}.{name}", own) for (name, _), own in zip(parts, rows_of, strict=True)))
+        return self._adapted(self.kernels.linear(matrix, bias), site)
 
     def _rotated_rows(self, order: tuple[int, ...]) -> torch.Tensor:
         """Return the order of the rows of queries, keys and values in which each head's are in `order`."""
@@ -165,6 +181,11 @@ class Assembler:
 
     def _moe(self, mlp: str, moe: MoeConfig) -> FeedForward:
         experts = self.kernels.experts(moe.experts, self._experts(mlp, moe), self.config.activation)
+        if self.adapters is not None and self.shard.expert_columns is not None:
+            part = self.shard.expert_columns.scaled(1)
+            names = [f"{mlp}.experts.{i}" for i in range(moe.experts)]
+            sites = [(_gate_up_site(name, part), _down_site(f"{name}.down_proj", part)) for name in names]
+            experts = self.adapters.experts(experts, sites, self.config.activation)
         shared = None if moe.shared is None else self._shared(mlp, moe.shared)
         return MoeFeedForward(self._router(f"{mlp}.gate", moe), experts, shared)
 
@@ -215,14 +236,20 @@ class Assembler:
             gate_bias, up_bias = (self.tensors.plain(f"{mlp}.{name}_proj.bias")[rows] for name in ("gate", "up"))
             biases = gate_bias, up_bias
         gate, up = self.tensors.alike([(f"{mlp}.{name}_proj.weight", rows, None) for name in ("gate", "up")])
-        return self.kernels.gated_linear(gate, up, biases, self.config.activation)
+        product = self.kernels.gated_linear(gate, up, biases, self.config.activation)
+        if self.adapters is None:
+            return product
+        return self.adapters.gated_linear(product, _gate_up_site(mlp, rows), self.config.activation)
 
     def _row_parallel(self, name: str, columns: slice, has_bias: bool) -> Linear:
         """Lay out a matrix of which every rank holds some input columns; their products add up to the result."""
         whole = self.shard.world_size == 1
         weight = self.tensors.matrix(f"{name}.weight", columns=None if whole else columns)
         bias = self.tensors.plain(f"{name}.bias") if has_bias and self.shard.is_first else None
-        return self.kernels.linear(weight, bias)
+        return self._adapted(self.kernels.linear(weight, bias), _down_site(name, columns))
+
+    def _adapted(self, product: Linear, site: Site) -> Linear:
+        return product if self.adapters is None else self.adapters.linear(product, site)
 
     def _head_norms(self, attention: str, layer: int) -> QkNorm | None:
         config = self.config
@@ -267,3 +294,29 @@ class Assembler:
             # In a narrow type, one plus a small number would lose most of the latter.
             return (self.tensors.plain(name).float() + offset).to(self.device)
         return self.tensors.plain(name).to(self.device, self.kernels.activation_dtype, copy=True)
+
+
+def _gate_up_site(stem: str, rows: slice) -> Site:
+    return Site((SitePart(f"{stem}.gate_proj", rows), SitePart(f"{stem}.up_proj", rows)))
+
+
+def _down_site(module: str, columns: slice) -> Site:
+    """Return the site of a product of which this rank has some input columns."""
+    return Site((SitePart(module, slice(None)),), columns)
+
+
+def _reordered_parts(parts: list[torch.Tensor], order: torch.Tensor) -> list[torch.Tensor]:
+    """Return rows of matrices above each other in `order`, which mixes no rows of different matrices."""
+    return list(torch.split(torch.cat(parts)[order], [len(part) for part in parts]))
+
+
+def without_adapters(layer: DecoderLayer) -> DecoderLayer:
+    """Return a layer with the base products only."""
+    parts = layer.feed_forward
+    if isinstance(parts, DenseFeedForward):
+        parts = DenseFeedForward(_base(parts.gate_up), _base(parts.down))
+    return replace(layer, qkv=_base(layer.qkv), attention_output=_base(layer.attention_output), feed_forward=parts)
+
+
+def _base(product: Any) -> Any:  # any callable of a layer
+    return product.product if isinstance(product, AdaptedLinear | AdaptedGatedLinear) else product

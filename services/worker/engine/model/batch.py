@@ -83,6 +83,13 @@ class ForwardBatch:
     # None: the model has no recurrent layers
     states: StateSlots | None = None
     defer: Deferral | None = None
+    # [tokens] int32, the slot of each token's adapter, below 0 for none; None: no token has one
+    adapters: torch.Tensor | None = None
+
+    @property
+    def sampled_adapters(self) -> torch.Tensor | None:
+        """`adapters` of the samples."""
+        return None if self.adapters is None else self.adapters[self.sample_indices]
 
     def in_window(self) -> ForwardBatch:
         """Return the batch as the layers that attend to a window only have to take it."""

@@ -28,8 +28,11 @@ class Decoder(Protocol):
         """Return the final, normalized hidden states of the samples, [samples, hidden]; the same on all ranks."""
         ...
 
-    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Return the logits of hidden states [samples, hidden], as `forward` does; all ranks call it together."""
+    def logits(self, hidden: torch.Tensor, adapters: torch.Tensor | None = None) -> torch.Tensor:
+        """Return the logits of hidden states [samples, hidden], as `forward` does; all ranks call it together.
+
+        `adapters` [samples] int32 are the samples' slots, as in `ForwardBatch.adapters`.
+        """
         ...
 
     def close(self) -> None:

@@ -12,6 +12,7 @@ from services.worker.engine.model.recurrent import GatedDeltaNet, LayerStates
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
+    from services.worker.engine.adapters.active import ActiveAdapters
     from services.worker.engine.kernels.interface import (
         AttentionBackend,
         Kernels,
@@ -126,7 +127,7 @@ class _Change(NamedTuple):
 class Transformer:
     """The families that have an implementation here; see `Decoder`."""
 
-    def __init__(
+    def __init__(  # noqa: PLR0913  (all that a pass uses)
         self,
         weights: TransformerWeights,
         config: ModelConfig,
@@ -135,10 +136,11 @@ class Transformer:
         kernels: Kernels,
         attention: Sequence[AttentionBackend],
         group: RankGroup,
+        adapters: ActiveAdapters | None = None,
     ) -> None:
         """Run `weights`, the share of `group.rank`, with the `attention` of each layer.
 
-        `vocabulary` [ranks] says which logits each rank computes.
+        `vocabulary` [ranks] says which logits each rank computes. `adapters` change products of `weights`.
         """
         self._weights = weights
         self._epsilon = config.norm_epsilon
@@ -151,6 +153,7 @@ class Transformer:
         self._kernels = kernels
         self._attention = attention
         self._group = group
+        self._adapters = adapters
 
     @property
     def kv_layout(self) -> KvLayout:
@@ -162,13 +165,14 @@ class Transformer:
 
     def forward(self, batch: ForwardBatch, pool: KvPool) -> torch.Tensor:
         """Return logits [samples, vocabulary] in the type of the activations on rank 0, [0, vocabulary] elsewhere."""
-        return self.logits(self.hidden_states(batch, pool))
+        return self.logits(self.hidden_states(batch, pool), batch.sampled_adapters)
 
-    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+    def logits(self, hidden: torch.Tensor, adapters: torch.Tensor | None = None) -> torch.Tensor:
         """Return the logits of hidden states [samples, hidden], as `forward` does; all ranks call it together.
 
         Without a vocabulary, one number per sample stands for them: nothing is sampled from it.
         """
+        self._use(adapters)
         if self._weights.head is None:
             return hidden[:, :1]
         if hidden.shape[0] == 0:
@@ -182,6 +186,7 @@ class Transformer:
 
     def hidden_states(self, batch: ForwardBatch, pool: KvPool) -> torch.Tensor:
         """Return the final, normalized hidden states of the samples, [samples, hidden]; the same on all ranks."""
+        self._use(batch.adapters)
         hidden = self._embed(batch.token_ids)
         layers = self._weights.layers
         # The norm that follows each layer: the next one's, or the final one.
@@ -190,7 +195,7 @@ class Transformer:
         kinds = (batch, batch.in_window())
         views = [kinds[is_local] for is_local in self._is_local]
         *inner, last = zip(layers, self._attention, self._memories(pool), views, following, strict=True)
-        if self._weights.joined is not None:
+        if self._weights.joined is not None and batch.adapters is None:
             normed = self._weights.joined(hidden, batch, pool)
         else:
             normed = self._normed(hidden, layers[0].input_norm)
@@ -211,6 +216,7 @@ class Transformer:
         hidden = hidden[batch.sample_indices]
         queries = attention.store(self._project(layer, normed, batch.positions), memory, layer.qk_norm, view)
         attended = attention.attend(queries[batch.sample_indices], memory, sampled, layer.sinks)
+        self._use(batch.sampled_adapters)
         attended = _gated(layer, attended, normed[batch.sample_indices])
         return self._finish_layer(layer, hidden, attended, next_norm)
 
@@ -236,8 +242,15 @@ class Transformer:
         attended = attention.store_and_attend(projected, memory, layer.qk_norm, batch, layer.sinks)
         return _gated(layer, attended, normed)
 
+    def _use(self, adapters: torch.Tensor | None) -> None:
+        """Let the next products be those of tokens with these slots of adapters; see `ForwardBatch.adapters`."""
+        if self._adapters is not None:
+            self._adapters.use(adapters)
+
     def _embed(self, token_ids: torch.Tensor) -> torch.Tensor:
         rows = self._look_up(token_ids)
+        if self._adapters is not None:
+            rows = self._adapters.embed(token_ids, rows)
         return rows if self._embedding_scale == 1.0 else rows * self._embedding_scale
 
     def _look_up(self, token_ids: torch.Tensor) -> torch.Tensor:

@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from common.types import Pooling
+from services.worker.engine.plans.rows import NO_ADAPTER
 
 if TYPE_CHECKING:
     from services.worker.engine.plans.rows import RowIndices, RowStates
@@ -90,6 +91,8 @@ class HostBatch:
     window_slots: IntArray | None = None
     # [rows] the slot of each sequence; None: nothing is kept by row.
     row_slots: IntArray | None = None
+    # [tokens] the slot of each token's adapter, NO_ADAPTER for none; None: no token has one.
+    adapters: NDArray[np.int32] | None = None
 
 
 def make_pass(rows: RowStates, decoding: RowIndices, chunks: Chunks) -> ForwardPass:
@@ -146,6 +149,7 @@ def _gather_decode(rows: RowStates, taking_part: RowIndices) -> HostBatch:
         max_query_length=1,
         max_key_length=max_key_length,
         row_slots=taking_part if rows.has_states else None,
+        adapters=_adapters(rows, taking_part),
     )
     return _with_window(batch, rows, taking_part, taking_part, positions)
 
@@ -177,8 +181,14 @@ def _gather_mixed(rows: RowStates, forward: ForwardPass) -> HostBatch:
         pooled_indices=pooled_indices,
         pooled_slots=pooled_slots,
         row_slots=taking_part if rows.has_states else None,
+        adapters=_adapters(rows, token_rows),
     )
     return _with_window(batch, rows, taking_part, token_rows, positions)
+
+
+def _adapters(rows: RowStates, token_rows: RowIndices) -> NDArray[np.int32] | None:
+    adapters = rows.adapters[token_rows]
+    return adapters if (adapters != NO_ADAPTER).any() else None
 
 
 def _pooled_tokens(rows: RowStates, chunks: Chunks, query_starts: IntArray) -> tuple[IntArray, IntArray]:

@@ -15,7 +15,7 @@ from services.worker.engine.plans.rows import RowPhase, RowStates
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from common.steps import PageGrants, PageReplacement, PrefillChunk, RowOpen, StateSave, StepPlan
+    from common.steps import AdapterLoad, PageGrants, PageReplacement, PrefillChunk, RowOpen, StateSave, StepPlan
     from common.transfers import Transfer
     from common.types import RowSlot
 
@@ -39,6 +39,8 @@ class PlanLimits:
     window_tokens: int = 0
     # Snapshots of recurrent states, of which rows have some if `RowStates.has_states`.
     snapshots: int = 0
+    # Slots of adapters.
+    adapters: int = 0
 
 
 def apply_bookkeeping(plan: StepPlan, rows: RowStates, limits: PlanLimits) -> Chunks:
@@ -52,6 +54,8 @@ def apply_bookkeeping(plan: StepPlan, rows: RowStates, limits: PlanLimits) -> Ch
     for row in plan.closes:
         _require_open(rows, row, "close")
         rows.close(row)
+    for load in plan.adapters:
+        _check_adapter(load, rows, limits)
     for opened in plan.opens:
         _check_open(opened, rows, limits)
         rows.open(opened)
@@ -106,6 +110,8 @@ def _check_open(opened: RowOpen, rows: RowStates, limits: PlanLimits) -> None:
     _check_window(opened.pages, opened.window_pages, unseen, limits, f"open of row {row}")
     _check_scoring(opened, limits)
     _check_snapshot(opened, rows, limits)
+    if opened.adapter is not None and not 0 <= opened.adapter < limits.adapters:
+        raise InvalidPlanError(f"open of row {row}: a slot of adapters outside [0, {limits.adapters})")
 
 
 def _check_snapshot(opened: RowOpen, rows: RowStates, limits: PlanLimits) -> None:
@@ -115,6 +121,14 @@ def _check_snapshot(opened: RowOpen, rows: RowStates, limits: PlanLimits) -> Non
     if rows.has_states and (snapshot is None) != (opened.computed_tokens == 0):
         which = "without" if snapshot is None else "with"
         raise InvalidPlanError(f"{what}: {opened.computed_tokens} computed tokens {which} a snapshot of their states")
+
+
+def _check_adapter(load: AdapterLoad, rows: RowStates, limits: PlanLimits) -> None:
+    if not 0 <= load.slot < limits.adapters:
+        raise InvalidPlanError(f"load of an adapter: a slot outside [0, {limits.adapters})")
+    running = (rows.phase == RowPhase.PREFILL) | (rows.phase == RowPhase.DECODE)
+    if (running & (rows.adapters == load.slot)).any():
+        raise InvalidPlanError(f"load of an adapter: a row uses what is in slot {load.slot}")
 
 
 def _check_save(save: StateSave, rows: RowStates, limits: PlanLimits) -> None:

@@ -82,6 +82,7 @@ def concatenate_forced(parts: list[ForcedTokens]) -> ForcedTokens:
 
 RowIndices = NDArray[np.int64]
 MAX_POSITION = np.iinfo(np.int64).max
+NO_ADAPTER = -1
 
 
 class RowPhase(IntEnum):
@@ -136,6 +137,8 @@ class RowStates:
         self.jump_limits = np.zeros(max_rows, np.int64)
         # The hidden states that are pooled of each row; None: it generates.
         self.pooling: list[Pooling | None] = [None] * max_rows
+        # The slot of each row's adapter; NO_ADAPTER for none.
+        self.adapters = np.full(max_rows, NO_ADAPTER, np.int32)
         # Of rows that hold two texts: position of the second one's first token; else MAX_POSITION.
         self.second_text_starts = np.full(max_rows, MAX_POSITION)
         # Never cleared, and the system commits only pages that are written: a large context costs what is used.
@@ -169,6 +172,7 @@ class RowStates:
         minimum = opened.min_new_tokens if opened.sampling.grammar is None else 0
         self.stops_from[row] = opened.prompt_tokens + minimum
         self.pooling[row] = self._head_input if opened.pooling is Pooling.CLASSIFY else opened.pooling
+        self.adapters[row] = NO_ADAPTER if opened.adapter is None else opened.adapter
         start = opened.second_text_start
         self.second_text_starts[row] = MAX_POSITION if start is None else start
         self.stop_ids.set(row, np.array(opened.stop_token_ids, np.int64))

@@ -63,9 +63,10 @@ def score(
     hidden: torch.Tensor,
     scored: Sequence[Scored],
     vocabulary_size: int,
-    logits_of: Callable[[torch.Tensor], torch.Tensor],
+    logits_of: Callable[[torch.Tensor, torch.Tensor | None], torch.Tensor],
     *,
     is_first: bool,
+    adapters: torch.Tensor | None = None,
 ) -> RowSpans:
     """Return the log probabilities of each run, at temperature 1, of the logits as the model gives them.
 
@@ -73,8 +74,10 @@ def score(
         hidden: [tokens, hidden], of all runs in order.
         scored: the runs.
         vocabulary_size: entries of a row of logits.
-        logits_of: from hidden states [n, hidden] to logits [n, vocabulary]; all ranks make the same calls.
+        logits_of: from hidden states [n, hidden] and `adapters` [n] to logits [n, vocabulary]; all ranks make the same
+            calls.
         is_first: whether this rank gets the logits; the others return nothing.
+        adapters: [tokens] int32, see `ForwardBatch.adapters`.
     """
     size = max(SLICE_BYTES // (4 * vocabulary_size), 1)
     spans = []
@@ -83,7 +86,8 @@ def score(
         parts = []
         for first in range(0, run.targets.size, size):
             targets = run.targets[first : first + size]
-            logits = logits_of(hidden[start + first : start + first + targets.size])
+            part = slice(start + first, start + first + targets.size)
+            logits = logits_of(hidden[part], None if adapters is None else adapters[part])
             if is_first:
                 parts.append(_score_slice(logits.float(), targets, run))
         start += run.targets.size

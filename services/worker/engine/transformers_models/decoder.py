@@ -99,7 +99,7 @@ class TransformersDecoder:
         hidden: torch.Tensor = output.last_hidden_state[0]
         return hidden[batch.sample_indices]
 
-    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+    def logits(self, hidden: torch.Tensor, adapters: torch.Tensor | None = None) -> torch.Tensor:
         """Return logits of some of the hidden states [samples, hidden] on rank 0; the head is not shared."""
         if hidden.shape[0] == 0 or self._group.rank > 0:
             return hidden.new_empty(0, self.config.vocabulary_size)

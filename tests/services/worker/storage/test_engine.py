@@ -34,6 +34,7 @@ class InnerEngine:
     host_pages: FakeHostPages | None = field(default_factory=lambda: FakeHostPages(4, [b"p%03d" % i for i in range(4)]))
     open_rows: int = 0
     ends_with_group: bool = False
+    adapters: None = None
     calls: list[str] = field(default_factory=list)
 
     def configure(self, spec: EngineSpec, report: ProgressReport) -> EngineCapacity:

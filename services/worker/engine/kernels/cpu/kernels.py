@@ -101,6 +101,7 @@ class CpuGatedLinear:
         self.gate = gate
         self.up = up
         self.activation = ACTIVATIONS[activation]
+        self._dtype = dtype
         self._element_type = ELEMENT_TYPES[dtype]
         self._threads = threads
         self._arguments = ctypes.pointer(gate.arguments), ctypes.pointer(up.arguments)
@@ -114,6 +115,11 @@ class CpuGatedLinear:
             self.activation, self._threads,
         )  # fmt: skip
         return outputs
+
+    def halves(self, inputs: torch.Tensor) -> torch.Tensor:
+        """Return both products; see `GatedLinear.halves`."""
+        products = (CpuLinear(self._library, half, self._dtype, self._threads) for half in (self.gate, self.up))
+        return torch.cat([product(inputs) for product in products], dim=1)
 
 
 class CpuKernels:

@@ -118,6 +118,10 @@ class GpuFp8GatedLinear:
         multiply_few(inputs, self._matrix, self._bias, outputs, activation=self._activation)
         return outputs
 
+    def halves(self, inputs: torch.Tensor) -> torch.Tensor:
+        """Return both products; see `GatedLinear.halves`."""
+        return multiply(inputs, self._matrix, self._bias)
+
 
 def multiply(
     inputs: torch.Tensor, matrix: Fp8Matrix, bias: torch.Tensor | None, outputs: torch.Tensor | None = None

@@ -70,6 +70,10 @@ class GpuGatedLinear:
             return small_linear.gated_product(inputs, self._weight, self._bias, self._activation)
         return elementwise.gate(linear(inputs, self._weight, self._bias), self._activation)
 
+    def halves(self, inputs: torch.Tensor) -> torch.Tensor:
+        """Return both products; see `GatedLinear.halves`."""
+        return linear(inputs, self._weight, self._bias)
+
 
 class GpuKernels:
     """Layer operations on one GPU."""

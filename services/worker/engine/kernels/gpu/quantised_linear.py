@@ -635,7 +635,11 @@ class GpuQuantisedGatedLinear:
 
     def __call__(self, inputs: torch.Tensor) -> torch.Tensor:
         """Return the gated product; see `Activation`."""
-        return elementwise.gate(self._both(inputs), self._activation)
+        return elementwise.gate(self.halves(inputs), self._activation)
+
+    def halves(self, inputs: torch.Tensor) -> torch.Tensor:
+        """Return both products; see `GatedLinear.halves`."""
+        return self._both(inputs)
 
 
 def product_of(

@@ -77,8 +77,12 @@ class TorchGatedLinear:
 
     def __call__(self, inputs: torch.Tensor) -> torch.Tensor:
         """Return the gated product; see `Activation`."""
-        gate, up = self._both(inputs).chunk(2, dim=-1)
+        gate, up = self.halves(inputs).chunk(2, dim=-1)
         return gated(gate, up, self._activation)
+
+    def halves(self, inputs: torch.Tensor) -> torch.Tensor:
+        """Return both products; see `GatedLinear.halves`."""
+        return self._both(inputs)
 
 
 class TorchKernels:

@@ -52,7 +52,7 @@ class MarkovRunner:
     def hidden_states(self, batch: ForwardBatch) -> torch.Tensor:
         return batch.token_ids[batch.sample_indices]
 
-    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+    def logits(self, hidden: torch.Tensor, adapters: torch.Tensor | None = None) -> torch.Tensor:
         logits = self._table[hidden]
         return logits[:0] if self.told is not None else logits
 

@@ -42,7 +42,7 @@ PROMPT = [11, 12, 13, 14, 15]
 class ResidentCheckingRunner(CheckingRunner):
     """Takes the padding out of a batch before it is checked."""
 
-    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+    def logits(self, hidden: torch.Tensor, adapters: torch.Tensor | None = None) -> torch.Tensor:
         return super().logits(hidden).half()
 
     def agree(self, holds: bool) -> bool:

@@ -1,0 +1,214 @@
+"""The adapters that requests may name: loaded at start or at run time, and again when workers have restarted."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+from typing import TYPE_CHECKING, TypeVar
+
+from common.adapters import AdapterInfo, check_adapter_name
+from common.errors import ConfigurationError, InvalidRequestError, PandoError, UnavailableError
+from common.logs import get_logger
+from common.types import ErrorCode
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable, Sequence
+
+    from common.settings import AdapterSettings
+    from services.scheduler.core.core import SchedulerCore
+    from services.scheduler.rank import RankConnection
+
+T = TypeVar("T")
+
+
+class AdapterDesk:
+    """Owns the names of adapters.
+
+    The workers keep the adapters themselves in host memory, by their digests. An adapter that is replaced or unloaded
+    stays there until the requests that use it have ended.
+    """
+
+    def __init__(
+        self,
+        settings: AdapterSettings,
+        core: Callable[[], SchedulerCore | None],
+        ranks: Callable[[], Sequence[RankConnection]],
+        on_lost: Callable[[], None],
+    ) -> None:
+        """Start with no names. `ranks` are those that are ready; `on_lost` is called when sequences were ended."""
+        self.pinned: set[str] = set()
+        self._settings = settings
+        self._core = core
+        self._ranks = ranks
+        self._on_lost = on_lost
+        self._by_name: dict[str, AdapterInfo] = {}
+        # Digests without a name that open requests may still use.
+        self._retired: dict[str, AdapterInfo] = {}
+        self._has_begun = False
+        # One change at a time, as ranks must have the same adapters.
+        self._changing = asyncio.Lock()
+        self._log = get_logger("adapters")
+
+    @property
+    def all(self) -> list[AdapterInfo]:
+        """All adapters, by name."""
+        return [self._by_name[name] for name in sorted(self._by_name)]
+
+    def find(self, name: str) -> str | None:
+        """Return the digest of the adapter called `name`, None if there is none."""
+        adapter = self._by_name.get(name)
+        return None if adapter is None else adapter.digest
+
+    async def restore(self, ranks: Sequence[RankConnection]) -> None:
+        """Have configured ranks read all adapters: at first those of the settings, and those that they had before.
+
+        Raises:
+            ConfigurationError: an adapter of the settings cannot be loaded.
+            UnavailableError: a rank is unreachable.
+        """
+        if not self._settings.slots:
+            return
+        async with self._changing:
+            if not self._has_begun:
+                await self._begin(ranks)
+            for adapter in (*self.all, *self._retired.values()):
+                try:
+                    await self._read(ranks, adapter)
+                except InvalidRequestError as error:
+                    self._log.error("adapter.lost", name=adapter.name, reason=str(error))
+                    self._lose(adapter)
+
+    async def load(self, name: str, source: str, *, pinned: bool) -> AdapterInfo:
+        """Make an adapter available under a name, in place of the one that has it; without `source`, change its pin.
+
+        Raises:
+            InvalidRequestError: it cannot be read, does not fit the model, or there would be too many.
+            UnavailableError: the workers are not connected.
+        """
+        check_adapter_name(name)
+        if not self._settings.slots:
+            raise InvalidRequestError("this server serves no adapters; set scheduler.adapters.slots")
+        async with self._changing:
+            known = self._by_name.get(name)
+            if not source:
+                if known is None:
+                    raise InvalidRequestError(f"the adapter '{name}' is not loaded", param="lora_name")
+                made = replace(known, pinned=pinned)
+            else:
+                if known is None and len(self._by_name) >= self._settings.limit:
+                    raise InvalidRequestError(
+                        f"{len(self._by_name)} adapters are loaded, which is the limit (scheduler.adapters.limit)"
+                    )
+                made = replace(await self._read(self._ready(), AdapterInfo(name, source)), pinned=pinned)
+            self._check_pins(made)
+            self._put(made)
+        self._log.info("adapter.loaded", name=name, digest=made.digest[:12], rank=made.rank, pinned=made.pinned)
+        return made
+
+    async def unload(self, name: str) -> bool:
+        """Make an adapter unavailable; return whether there was one. Requests that use it continue.
+
+        Raises:
+            UnavailableError: the workers are not connected.
+        """
+        async with self._changing:
+            adapter = self._by_name.get(name)
+            if adapter is None:
+                return False
+            await asyncio.gather(*(rank.drop_adapter(name=name) for rank in self._ready()))
+            del self._by_name[name]
+            self._retire(adapter)
+        self._log.info("adapter.unloaded", name=name)
+        return True
+
+    async def tidy(self) -> None:
+        """Free the memory of adapters that no request uses any more."""
+        core = self._core()
+        if core is None or not self._retired or self._changing.locked() or not self._ranks():
+            return
+        async with self._changing:
+            for digest in [digest for digest in self._retired if not core.uses_adapter(digest)]:
+                del self._retired[digest]
+                core.adapters.drop(digest)
+                try:
+                    await asyncio.gather(*(rank.drop_adapter(digest=digest) for rank in self._ranks()))
+                except PandoError as error:
+                    # The memory is free once the workers have restarted.
+                    self._log.warning("adapter.not_dropped", reason=str(error))
+
+    async def _begin(self, ranks: Sequence[RankConnection]) -> None:
+        for adapter in await _answered(ranks[0].adapters()):
+            self._put(adapter)
+        for name, source in self._settings.load.items():
+            if name in self._by_name:
+                continue
+            try:
+                self._put(await self._read(ranks, AdapterInfo(check_adapter_name(name), source)))
+            except InvalidRequestError as error:
+                raise ConfigurationError(f"scheduler.adapters.load: {name}: {error}") from error
+        self._has_begun = True
+
+    async def _read(self, ranks: Sequence[RankConnection], adapter: AdapterInfo) -> AdapterInfo:
+        """Have all ranks read an adapter; return it with its digest and size."""
+        made = await _answered(asyncio.gather(*(rank.read_adapter(adapter) for rank in ranks)))
+        if len({each.digest for each in made}) > 1:
+            raise InvalidRequestError("the ranks have read different files; all hosts must have the same adapter")
+        return replace(made[0], bytes=sum(each.bytes for each in made))
+
+    def _ready(self) -> Sequence[RankConnection]:
+        ranks = self._ranks()
+        if not ranks:
+            raise UnavailableError("the scheduler waits for its workers", retry_after_ms=1000)
+        return ranks
+
+    def _check_pins(self, made: AdapterInfo) -> None:
+        pinned = {each.digest for each in self.all if each.pinned and each.name != made.name}
+        if made.pinned and len(pinned | {made.digest}) >= max(self._settings.slots, 2):
+            raise InvalidRequestError(
+                f"{len(pinned)} of {self._settings.slots} slots have pinned adapters; one has to stay for others",
+                param="pinned",
+            )
+
+    def _put(self, adapter: AdapterInfo) -> None:
+        known = self._by_name.get(adapter.name)
+        self._by_name[adapter.name] = adapter
+        self._retired.pop(adapter.digest, None)
+        if known is not None and known.digest != adapter.digest:
+            self._retire(known)
+        self._note_pins()
+
+    def _retire(self, adapter: AdapterInfo) -> None:
+        if all(other.digest != adapter.digest for other in self._by_name.values()):
+            self._retired[adapter.digest] = adapter
+        self._note_pins()
+
+    def _lose(self, adapter: AdapterInfo) -> None:
+        self._retired.pop(adapter.digest, None)
+        if self.find(adapter.name) == adapter.digest:
+            del self._by_name[adapter.name]
+        self._note_pins()
+        core = self._core()
+        if core is not None:
+            message = "the adapter was lost with the workers, as its files have changed or gone since it was loaded"
+            core.lose_adapter(adapter.digest, UnavailableError(message))
+            self._on_lost()
+
+    def _note_pins(self) -> None:
+        self.pinned.clear()
+        self.pinned.update(each.digest for each in self._by_name.values() if each.pinned)
+
+
+async def _answered(call: Awaitable[T]) -> T:
+    """Return what ranks answer.
+
+    Raises:
+        InvalidRequestError: one refuses.
+        UnavailableError: one is unreachable, or fails.
+    """
+    try:
+        return await call
+    except PandoError as error:
+        failure = error.to_failure()
+        if failure.code is ErrorCode.INVALID_REQUEST:
+            raise InvalidRequestError(failure.message, param=failure.param) from error
+        raise UnavailableError(failure.message, retry_after_ms=1000) from error

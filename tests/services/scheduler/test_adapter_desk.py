@@ -1,0 +1,168 @@
+"""Adapters of a scheduler with real gRPC and fake workers: names, slots in plans, keys of the cache, restarts."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import grpc
+import pytest
+
+from common.wire.requests import schedule_request_to_wire
+from protos.gen.pando.v1 import common_pb2, scheduler_pb2
+from tests.services.scheduler.core.harness import make_request
+from tests.services.scheduler.pipeline import ADMIN, Pipeline
+from tests.waiting import until
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+    from pathlib import Path
+
+PROMPT = list(range(1, 41))
+
+
+@pytest.fixture
+async def pipeline(tmp_path: Path) -> AsyncIterator[Pipeline]:
+    adapters = {"slots": 2, "limit": 3, "load": {"given": "/given"}}
+    made = Pipeline(tmp_path, page_size=16, max_step_tokens=64, adapters=adapters)
+    await made.start()
+    await made.ready()
+    yield made
+    await made.stop()
+
+
+async def load(pipeline: Pipeline, name: str, source: str, *, pinned: bool = False) -> common_pb2.AdapterInfo:
+    request = scheduler_pb2.LoadAdapterRequest(name=name, source=source, pinned=pinned)
+    return (await pipeline.stub.LoadAdapter(request, metadata=ADMIN, timeout=30)).adapter
+
+
+async def unload(pipeline: Pipeline, name: str) -> bool:
+    request = scheduler_pb2.UnloadAdapterRequest(name=name)
+    return (await pipeline.stub.UnloadAdapter(request, metadata=ADMIN, timeout=30)).was_loaded
+
+
+async def listed(pipeline: Pipeline) -> dict[str, scheduler_pb2.AdapterState]:
+    answer = await pipeline.stub.ListAdapters(scheduler_pb2.ListAdaptersRequest(), metadata=ADMIN, timeout=30)
+    return {state.adapter.name: state for state in answer.adapters}
+
+
+async def submit(pipeline: Pipeline, name: str, adapter: str, max_tokens: int | None = 4) -> common_pb2.Admission:
+    request = make_request(name, PROMPT, max_tokens=max_tokens)
+    request = replace(request, options=replace(request.options, adapter=adapter))
+    message = scheduler_pb2.SchedulerSubmitRequest(schedules=[schedule_request_to_wire(request)])
+    await pipeline._call.write(message)
+    await until(lambda: name in pipeline.admissions)
+    return pipeline.admissions[name]
+
+
+async def run(pipeline: Pipeline, name: str, adapter: str) -> int:
+    """Serve a request; return the number of tokens that it found in the cache."""
+    assert not (await submit(pipeline, name, adapter)).HasField("rejected")
+    await pipeline.finished(name)
+    opened = [opened for plan in pipeline.workers[0].plans for opened in plan.opens if opened.request_id == name]
+    assert len(opened) == 1
+    return opened[0].computed_tokens
+
+
+def slots_of(pipeline: Pipeline) -> list[tuple[int, str]]:
+    return [(load.slot, load.digest) for plan in pipeline.workers[0].plans for load in plan.adapters]
+
+
+async def test_plans_load_adapters_before_rows_use_them(pipeline: Pipeline) -> None:
+    given, new = (await listed(pipeline))["given"].adapter, await load(pipeline, "new", "/new")
+    await run(pipeline, "one", "given")
+    await run(pipeline, "two", "new")
+    await run(pipeline, "three", "given")
+    assert [digest for _, digest in slots_of(pipeline)] == [given.digest, new.digest]
+    opens = {str(opened.request_id): opened.adapter for plan in pipeline.workers[0].plans for opened in plan.opens}
+    assert opens["one"] == opens["three"] != opens["two"]
+    assert {name: state.resident for name, state in (await listed(pipeline)).items()} == {"given": True, "new": True}
+
+
+async def test_an_adapter_shares_prefixes_with_nothing_else_not_even_under_its_name(pipeline: Pipeline) -> None:
+    await load(pipeline, "new", "/new")
+    assert await run(pipeline, "base", "") == 0
+    assert await run(pipeline, "base again", "") == 32
+    assert await run(pipeline, "given", "given") == 0
+    assert await run(pipeline, "given again", "given") == 32
+    assert await run(pipeline, "new", "new") == 0
+    await load(pipeline, "new", "/other")
+    assert await run(pipeline, "replaced", "new") == 0
+    # The same files again, under whichever name.
+    await load(pipeline, "same", "/new")
+    assert await run(pipeline, "same", "same") == 32
+
+
+async def test_a_name_that_is_not_loaded_is_not_found(pipeline: Pipeline) -> None:
+    admission = await submit(pipeline, "one", "absent")
+    assert admission.rejected.code == common_pb2.ERROR_CODE_MODEL_NOT_FOUND
+    assert await unload(pipeline, "given")
+    assert not await unload(pipeline, "given")
+    assert (await submit(pipeline, "two", "given")).rejected.code == common_pb2.ERROR_CODE_MODEL_NOT_FOUND
+
+
+async def test_requests_finish_with_an_adapter_that_is_unloaded_and_then_its_memory_is_freed(
+    pipeline: Pipeline,
+) -> None:
+    for worker in pipeline.workers:
+        worker.step_s = 0.01
+    digest = (await listed(pipeline))["given"].adapter.digest
+    await submit(pipeline, "long", "given", max_tokens=60)
+    await until(lambda: pipeline.detokenizer.output_of("long"))
+    await unload(pipeline, "given")
+    await pipeline.finished("long")
+    assert len(pipeline.detokenizer.output_of("long")) > 1
+    await until(lambda: all(worker.dropped_adapters == [digest] for worker in pipeline.workers))
+
+
+async def test_workers_that_restart_read_all_adapters_again(pipeline: Pipeline) -> None:
+    await load(pipeline, "new", "/new")
+    await run(pipeline, "one", "new")
+    before = [worker.adapter_reads for worker in pipeline.workers]
+    await pipeline.stop_workers()
+    for worker in pipeline.workers:
+        worker.adapters.clear()
+    await pipeline.ready(serving=False)
+    await pipeline.start_workers()
+    await pipeline.ready()
+    assert [worker.adapter_reads - count for worker, count in zip(pipeline.workers, before, strict=True)] == [2, 2]
+    assert await run(pipeline, "two", "new") == 0
+
+
+async def test_an_adapter_that_cannot_be_read_again_is_lost_alone(pipeline: Pipeline) -> None:
+    await pipeline.stop_workers()
+    await pipeline.ready(serving=False)
+    for worker in pipeline.workers:
+        worker.adapter_refusal = "its files are gone"
+    await pipeline.start_workers()
+    await pipeline.ready()
+    assert await listed(pipeline) == {}
+    assert await run(pipeline, "base", "") == 0
+
+
+@pytest.mark.parametrize(
+    ("name", "source", "pinned", "reason"),
+    [("a b", "/x", False, "lora_name"), ("absent", "", True, "not loaded"), ("third", "/x", True, "pinned")],
+)
+async def test_what_cannot_be_loaded_is_refused(
+    pipeline: Pipeline, name: str, source: str, pinned: bool, reason: str
+) -> None:
+    await load(pipeline, "second", "/y", pinned=True)
+    with pytest.raises(grpc.aio.AioRpcError, match=reason) as caught:
+        await load(pipeline, name, source, pinned=pinned)
+    assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+
+
+async def test_there_are_at_most_so_many_and_only_administrators_change_them(pipeline: Pipeline) -> None:
+    for name in ("b", "c"):
+        await load(pipeline, name, f"/{name}")
+    with pytest.raises(grpc.aio.AioRpcError, match="limit"):
+        await load(pipeline, "d", "/d")
+    for call in (
+        pipeline.stub.LoadAdapter(scheduler_pb2.LoadAdapterRequest(name="b", source="/b"), timeout=30),
+        pipeline.stub.UnloadAdapter(scheduler_pb2.UnloadAdapterRequest(name="b"), timeout=30),
+        pipeline.stub.ListAdapters(scheduler_pb2.ListAdaptersRequest(), timeout=30),
+    ):
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await call
+        assert caught.value.code() is grpc.StatusCode.PERMISSION_DENIED
