@@ -196,6 +196,14 @@ class SessionGrant:
 
 
 @dataclass(frozen=True, slots=True)
+class LoadReport:
+    """What a scheduler has to do: choices that wait or run, and whether a request submitted now would run."""
+
+    open_choices: int
+    serves: bool
+
+
+@dataclass(frozen=True, slots=True)
 class ReplyTo:
     """The gateway subscription that receives a request's output, and the detokenizer that serves it."""
 

@@ -106,6 +106,11 @@ class StreamLink(Generic[RequestT, ResponseT]):
         self._refusals = RefusalLog(name)
         self._log = get_logger("link")
 
+    @property
+    def silent_beats(self) -> int:
+        """Heartbeats since the last message from the peer; 0 for a peer that does not answer them."""
+        return self._silence.beats
+
     def send(self, message: RequestT) -> None:
         """Queue a message for the peer.
 
@@ -235,6 +240,11 @@ class Silence:
         self._limit = limit
         self._beats = 0
         self._expects_messages = is_numbered
+
+    @property
+    def beats(self) -> int:
+        """Heartbeats since the last message, of peers that number."""
+        return self._beats if self._expects_messages else 0
 
     @property
     def is_too_long(self) -> bool:

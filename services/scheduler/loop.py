@@ -10,7 +10,7 @@ from common.errors import UnavailableError
 from common.limits import Limits, load_limits
 from common.logs import get_logger
 from common.reloading import Reloading
-from common.types import Admission, RequestId
+from common.types import Admission, LoadReport, RequestId
 from services.scheduler import metrics
 from services.scheduler.adapter_desk import AdapterDesk
 from services.scheduler.cache.debug.invariant_sampler import InvariantSampler
@@ -119,6 +119,12 @@ class SchedulerLoop:
     def can_serve(self) -> bool:
         """Whether a request submitted now would run."""
         return self._is_group_ready and self._has_outlet
+
+    @property
+    def load(self) -> LoadReport:
+        """The load for tokenizers, which choose among groups by it."""
+        open_choices = 0 if self.core is None else len(self.core.queue) + self.core.rows.running
+        return LoadReport(open_choices, serves=self.can_serve and not self._is_draining)
 
     @property
     def group_state(self) -> GroupState:

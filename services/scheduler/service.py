@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping
 
     from common.settings import SchedulerSettings
-    from common.types import TokenIds, View
+    from common.types import LoadReport, TokenIds, View
     from services.scheduler.cache.interface import PrefixCache
     from services.scheduler.cache.types import CacheEvent
     from services.scheduler.core.core import SchedulerCore
@@ -53,6 +53,8 @@ Filtered: TypeAlias = "scheduler_pb2.DumpTreeRequest | scheduler_pb2.WatchCacheE
 
 # Maximum delay before a watcher learns that its cache was replaced.
 WATCH_INTERVAL_S = 1.0
+# Shortest time between reports of a load that has changed, unless admissions are sent anyway.
+LOAD_INTERVAL_S = 0.2
 
 
 class SchedulerService(scheduler_pb2_grpc.SchedulerServicer):
@@ -75,15 +77,26 @@ class SchedulerService(scheduler_pb2_grpc.SchedulerServicer):
         await accept_stream(context, is_numbered=True)
         submissions = Submissions(self._loop)
         reading = asyncio.create_task(submissions.read(_batches(request_iterator, submissions)))
+        reported: LoadReport | None = None
+
+        async def report() -> None:
+            while True:
+                if self._loop.load != reported:
+                    submissions.confirm()
+                await asyncio.sleep(LOAD_INTERVAL_S)
+
+        reporting = asyncio.create_task(report())
         sent = 0
         try:
             # An error of a write means that the stream has broken, as does the end of its requests.
             with contextlib.suppress(grpc.RpcError, asyncio.InvalidStateError):
                 async for admissions in submissions.answers():
-                    response = admissions_to_wire(admissions)
+                    reported = self._loop.load
+                    response = admissions_to_wire(admissions, reported)
                     response.sequence = sent = sent + 1
                     await context.write(response)
         finally:
+            reporting.cancel()
             reading.cancel()
             submissions.close()
 

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     from common.requests import GenerateRequest, Prompt
     from common.room import SharedRoom
-    from common.types import ReplyTo, RequestId, Subject, TokenIds
+    from common.types import LoadReport, ReplyTo, RequestId, Subject, TokenIds
     from services.tokenizer.encoding import Encoded
     from services.tokenizer.limits import ModelLimits
 
@@ -160,6 +160,9 @@ class Relay:
         """Relay the scheduler's admissions to their gateways."""
         for admission in admissions:
             self._answer(admission)
+
+    def on_load(self, load: LoadReport) -> None:
+        """Ignore the load of a scheduler: there is no other one to choose."""
 
     def on_scheduler_lost(self, lost: Iterable[RequestId] | None = None) -> None:
         """Reject the unanswered requests of an unavailable scheduler, and abort them in case it received them.

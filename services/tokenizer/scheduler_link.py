@@ -10,6 +10,7 @@ from common.errors import UnavailableError
 from common.rpc.channel import is_serving, renew
 from common.rpc.sessions import SessionsClient
 from common.rpc.stream import StreamLink, StreamSource
+from common.types import LoadReport
 from common.wire.answers import admission_from_wire
 from common.wire.requests import schedule_request_to_wire
 from protos.gen.pando.v1 import common_pb2, scheduler_pb2, scheduler_pb2_grpc
@@ -26,6 +27,8 @@ SERVICE = "pando.v1.Scheduler"
 MAX_MESSAGE_TOKENS = 2_000_000
 # Aborts kept for an unavailable scheduler; a lost abort only costs it unneeded work.
 MAX_KEPT_ABORTS = 65_536
+# Heartbeats, one per second, without an answer after which a scheduler's reports do not count.
+STALE_BEATS = 2
 
 
 class SchedulerListener(Protocol):
@@ -33,6 +36,9 @@ class SchedulerListener(Protocol):
 
     def on_admissions(self, admissions: Iterable[Admission]) -> None:
         """The scheduler has answered."""
+
+    def on_load(self, load: LoadReport) -> None:
+        """The scheduler has reported its load, before the admissions that it includes are passed on."""
 
     def on_scheduler_lost(self, lost: Iterable[RequestId] | None = None) -> None:
         """The scheduler became unavailable and will not answer `lost`; None: all requests that were sent to it."""
@@ -48,6 +54,8 @@ class SchedulerLink:
         stub = scheduler_pb2_grpc.SchedulerStub(channel)
         self._listener: SchedulerListener | None = None
         self._others_serve = False
+        # The latest report of this stream; schedulers of earlier versions send none.
+        self._load: LoadReport | None = None
         self._kept_aborts: deque[RequestId] = deque(maxlen=MAX_KEPT_ABORTS)
         self._link: StreamLink[scheduler_pb2.SchedulerSubmitRequest, scheduler_pb2.SchedulerSubmitResponse] = (
             StreamLink(
@@ -68,8 +76,20 @@ class SchedulerLink:
         """Whether the stream is open."""
         return self._link.connected
 
+    @property
+    def reports_load(self) -> bool:
+        """Whether the scheduler reports its load on this stream."""
+        return self._load is not None
+
+    @property
+    def is_stale(self) -> bool:
+        """Whether the scheduler has not answered for some heartbeats, so that its reports may be wrong."""
+        return self._link.silent_beats >= STALE_BEATS
+
     async def can_serve(self) -> bool:
         """Whether the stream is open and the scheduler reports that it would serve a request."""
+        if self._load is not None:
+            return self.is_connected and self._load.serves and not self.is_stale
         return self.is_connected and await is_serving(self._channel, SERVICE)
 
     async def run(self, listener: SchedulerListener) -> None:
@@ -132,7 +152,11 @@ class SchedulerLink:
             self._kept_aborts.clear()
 
     def _on_message(self, message: scheduler_pb2.SchedulerSubmitResponse) -> None:
+        if message.HasField("load"):
+            self._load = LoadReport(message.load.open_choices, message.load.serves)
         if self._listener is not None:
+            if self._load is not None:
+                self._listener.on_load(self._load)
             self._listener.on_admissions(admission_from_wire(admission) for admission in message.admissions)
 
     def _on_connected(self) -> None:
@@ -142,6 +166,7 @@ class SchedulerLink:
             self._send_aborts()
 
     def _on_disconnected(self, _reason: str) -> None:
+        self._load = None
         if self._listener is not None:
             self._listener.on_scheduler_lost()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from itertools import count
 from typing import TYPE_CHECKING, Any
 
 from common.types import SessionGrant
@@ -26,6 +27,10 @@ class FakeScheduler(scheduler_pb2_grpc.SchedulerServicer):
         self.others_serve = False
         self.rejection: common_pb2.RequestError | None = None
         self.sessions: set[tuple[str, str]] = set()
+        # Reported with every answer; None: never, as by schedulers of earlier versions.
+        self.load: scheduler_pb2.SchedulerLoad | None = None
+        # Set to True to let heartbeats go unanswered.
+        self.is_silent = False
         self._changed = asyncio.Event()
 
     @property
@@ -41,9 +46,21 @@ class FakeScheduler(scheduler_pb2_grpc.SchedulerServicer):
         request_iterator: AsyncIterator[scheduler_pb2.SchedulerSubmitRequest],
         context: grpc.aio.ServicerContext[Any, Any],
     ) -> AsyncIterator[scheduler_pb2.SchedulerSubmitResponse]:
+        numbers = count(1)
+        async for answer in self._answers(request_iterator):
+            if self.load is not None:
+                answer.load.CopyFrom(self.load)
+                answer.sequence = next(numbers)
+            yield answer
+
+    async def _answers(
+        self, request_iterator: AsyncIterator[scheduler_pb2.SchedulerSubmitRequest]
+    ) -> AsyncIterator[scheduler_pb2.SchedulerSubmitResponse]:
         async for message in request_iterator:
             if message.HasField("others_serve"):
                 self.others_serve = message.others_serve
+            if message.heartbeat and self.load is not None and not self.is_silent:
+                yield scheduler_pb2.SchedulerSubmitResponse()
             if message.heartbeat or message.HasField("others_serve"):
                 continue
             self.messages.append(message)

@@ -15,7 +15,7 @@ from services.scheduler.submissions import Batch
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from common.types import ScheduleRequest
+    from common.types import LoadReport, ScheduleRequest
     from services.scheduler.core.output import Output
     from services.scheduler.core.sequence import Sequence
 
@@ -36,9 +36,12 @@ def _request_from_wire(message: scheduler_pb2.ScheduleRequest) -> ScheduleReques
         return Admission(RequestId(message.request_id), len(message.token_ids), error.to_failure())
 
 
-def admissions_to_wire(admissions: Iterable[Admission]) -> scheduler_pb2.SchedulerSubmitResponse:
-    """Encode admissions for a tokenizer."""
-    return scheduler_pb2.SchedulerSubmitResponse(admissions=[admission_to_wire(admission) for admission in admissions])
+def admissions_to_wire(admissions: Iterable[Admission], load: LoadReport) -> scheduler_pb2.SchedulerSubmitResponse:
+    """Encode admissions for a tokenizer, with the load after them."""
+    return scheduler_pb2.SchedulerSubmitResponse(
+        admissions=[admission_to_wire(admission) for admission in admissions],
+        load=scheduler_pb2.SchedulerLoad(open_choices=load.open_choices, serves=load.serves),
+    )
 
 
 def output_to_wire(output: Output) -> detokenizer_pb2.PushRequest:

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
     from common.rpc.peers import Servers
-    from common.types import Admission, RequestId, ScheduleRequest, SessionGrant, SessionWish, View
+    from common.types import Admission, LoadReport, RequestId, ScheduleRequest, SessionGrant, SessionWish, View
     from services.tokenizer.routing.policies import RoutingPolicy
     from services.tokenizer.routing.shared_prefixes import SharedPrefixes
     from services.tokenizer.scheduler_link import SchedulerListener
@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 DISCOVERY_INTERVAL_S = 2.0
 WATCH_INTERVAL_S = 0.25
 STATE_TIMEOUT_S = 2.0
+# Between updates of the metrics of a group that reports its load.
+MEASURE_INTERVAL_S = 1.0
 # Requests whose group is remembered, finished ones included: about 30 MB.
 MAX_DESTINATIONS = 131_072
 
@@ -136,7 +138,7 @@ class Fleet:
         while True:
             serving = {name for name, replica in self._replicas.items() if replica.can_serve}
             for name, replica in self._replicas.items():
-                replica.note_others(serve=bool(serving - {name}))
+                replica.note_others(serve=len(serving) > (name in serving))
             await asyncio.sleep(WATCH_INTERVAL_S)
 
     def _assign(
@@ -204,21 +206,21 @@ class Replica:
         self._listener: SchedulerListener | None = None
         self._is_serving = False
         self._reported_load = 0
-        # Requests sent since the last report; without them, a burst would go entirely to the group that was idle
-        # before.
-        self._sent_since = 0
+        # Requests that the latest report may not include; without them, a burst would go entirely to the group that was
+        # idle before. A report with an admission includes the admitted request; answers to polls may not.
         self._unanswered: set[RequestId] = set()
+        self._sent_since = 0
         self._others_serve = False
 
     @property
     def can_serve(self) -> bool:
         """Whether it accepts new requests; a draining group only finishes its open ones."""
-        return self._is_serving and self._link.is_connected
+        return self._is_serving and self._link.is_connected and not self._link.is_stale
 
     @property
     def load(self) -> int:
         """Estimated number of open requests."""
-        return self._reported_load + self._sent_since
+        return self._reported_load + max(len(self._unanswered), self._sent_since)
 
     def submit(self, requests: Sequence[ScheduleRequest]) -> None:
         """Send requests.
@@ -263,6 +265,14 @@ class Replica:
             self.on_scheduler_lost()
             await self._channel.close()
 
+    def on_load(self, load: LoadReport) -> None:
+        """Use the group's report."""
+        if load.serves != self._is_serving:
+            metrics.REPLICA_SERVING.labels(self.name).set(load.serves)
+        self._is_serving = load.serves
+        self._reported_load = load.open_choices
+        self._sent_since = 0
+
     def on_admissions(self, admissions: Iterable[Admission]) -> None:
         """Pass the group's admissions to the listener."""
         known = list(admissions)
@@ -273,16 +283,19 @@ class Replica:
     def on_scheduler_lost(self, lost: Iterable[RequestId] | None = None) -> None:
         """Report the requests that the group will not answer."""
         unanswered, self._unanswered = self._unanswered, set()
+        self._is_serving = False
         if unanswered and self._listener is not None:
             self._listener.on_scheduler_lost(unanswered)
 
     async def _watch(self) -> None:
+        """Poll a scheduler that does not report its load, which is of an earlier version."""
         while True:
-            self._is_serving = await self._link.can_serve()
-            metrics.REPLICA_SERVING.labels(self.name).set(self._is_serving)
-            if self._is_serving:
-                await self._read_load()
-            await asyncio.sleep(WATCH_INTERVAL_S)
+            if not self._link.reports_load:
+                self._is_serving = await self._link.can_serve()
+                if self._is_serving and not self._link.reports_load:
+                    await self._read_load()
+            metrics.REPLICA_SERVING.labels(self.name).set(self.can_serve)
+            await asyncio.sleep(MEASURE_INTERVAL_S if self._link.reports_load else WATCH_INTERVAL_S)
 
     async def _read_load(self) -> None:
         sent_before = self._sent_since
@@ -290,5 +303,6 @@ class Replica:
             state = await self._stub.GetState(scheduler_pb2.GetStateRequest(), timeout=STATE_TIMEOUT_S)
         except grpc.aio.AioRpcError:
             return
-        self._reported_load = state.waiting_requests + state.running_rows
-        self._sent_since -= sent_before
+        if not self._link.reports_load:
+            self._reported_load = state.waiting_requests + state.running_rows
+            self._sent_since -= sent_before

@@ -45,6 +45,8 @@ class Pipeline:
         self.workers = [FakeWorkerService(), FakeWorkerService()]
         self.detokenizer = RecordingDetokenizer()  # type: ignore[abstract]  # nobody subscribes
         self.admissions: dict[str, common_pb2.Admission] = {}
+        # As reported to the tokenizer, one after the other.
+        self.loads: list[scheduler_pb2.SchedulerLoad] = []
         self._folder = folder
         self._stack = AsyncExitStack()
         self._stopping = asyncio.Event()
@@ -77,6 +79,7 @@ class Pipeline:
 
     async def _read(self) -> None:
         async for message in self._call:
+            self.loads.append(message.load)
             self.admissions.update({admission.request_id: admission for admission in message.admissions})
 
     async def start_workers(self) -> None:

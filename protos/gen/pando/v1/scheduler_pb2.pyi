@@ -238,23 +238,57 @@ class SchedulerSubmitResponse(_message.Message):
 
     ADMISSIONS_FIELD_NUMBER: _builtins.int
     SEQUENCE_FIELD_NUMBER: _builtins.int
+    LOAD_FIELD_NUMBER: _builtins.int
     sequence: _builtins.int
     """See SchedulerSubmitRequest."""
     @_builtins.property
     def admissions(self) -> _containers.RepeatedCompositeFieldContainer[_common_pb2.Admission]: ...
+    @_builtins.property
+    def load(self) -> Global___SchedulerLoad:
+        """The load after these admissions. It is in every message; when it changes without one, a message without admissions
+        is sent, a few times per second at most. Absent: the scheduler does not report it.
+        """
+
     def __init__(
         self,
         *,
         admissions: _abc.Iterable[_common_pb2.Admission] | None = ...,
         sequence: _builtins.int = ...,
+        load: Global___SchedulerLoad | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_load", b"_load", "load", b"load"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_load", b"_load", "admissions", b"admissions", "load", b"load", "sequence", b"sequence"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__load: _TypeAlias = _typing.Literal["load"]  # noqa: Y015
+    _WhichOneofArgType__load: _TypeAlias = _typing.Literal["_load", b"_load"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__load) -> _WhichOneofReturnType__load | None: ...
+
+Global___SchedulerSubmitResponse: _TypeAlias = SchedulerSubmitResponse  # noqa: Y015
+
+@_typing.final
+class SchedulerLoad(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    OPEN_CHOICES_FIELD_NUMBER: _builtins.int
+    SERVES_FIELD_NUMBER: _builtins.int
+    open_choices: _builtins.int
+    """Choices that wait or run."""
+    serves: _builtins.bool
+    """Whether a request submitted now would run."""
+    def __init__(
+        self,
+        *,
+        open_choices: _builtins.int = ...,
+        serves: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["admissions", b"admissions", "sequence", b"sequence"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["open_choices", b"open_choices", "serves", b"serves"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___SchedulerSubmitResponse: _TypeAlias = SchedulerSubmitResponse  # noqa: Y015
+Global___SchedulerLoad: _TypeAlias = SchedulerLoad  # noqa: Y015
 
 @_typing.final
 class ScheduleRequest(_message.Message):

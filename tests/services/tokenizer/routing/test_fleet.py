@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Iterable
     from pathlib import Path
 
-    from common.types import Admission
+    from common.types import Admission, LoadReport
     from services.tokenizer.routing.policies import RoutingPolicy
 
 
@@ -34,8 +34,10 @@ class LoadedScheduler(FakeScheduler):
     """Also says how much it has to do."""
 
     waiting = 0
+    polls = 0
 
     async def GetState(self, request: scheduler_pb2.GetStateRequest, context: Any) -> scheduler_pb2.GetStateResponse:
+        self.polls += 1
         return scheduler_pb2.GetStateResponse(waiting_requests=self.waiting)
 
 
@@ -77,6 +79,9 @@ class Listener:
 
     def on_admissions(self, admissions: Iterable[Admission]) -> None:
         self.admitted.extend(admission.request_id for admission in admissions)
+
+    def on_load(self, load: LoadReport) -> None:
+        raise AssertionError("a fleet keeps loads to itself")
 
     def on_scheduler_lost(self, lost: Iterable[RequestId] | None = None) -> None:
         assert lost is not None, "a fleet knows who was sent what"
@@ -195,7 +200,7 @@ async def test_groups_come_and_go_by_discovery(tmp_path: Path) -> None:
         await until(lambda: tier.serving(fleet) == 2)
 
 
-async def test_reported_load_affects_the_routing(tmp_path: Path) -> None:
+async def test_the_load_of_a_group_of_an_earlier_version_is_polled_and_affects_the_routing(tmp_path: Path) -> None:
     tier = Tier(tmp_path, 2)
     tier.groups[0].scheduler.waiting = 50
     async with tier.run(PrefixAware(1.25)) as fleet:
@@ -203,6 +208,66 @@ async def test_reported_load_affects_the_routing(tmp_path: Path) -> None:
         tier.submit(fleet, *"abcdefgh")
         await until(lambda: len(tier.listener.admitted) == 8)
         assert [len(group.names) for group in tier.groups] == [0, 8]
+
+
+async def test_groups_that_report_their_load_are_not_polled(tmp_path: Path) -> None:
+    tier = Tier(tmp_path, 2)
+    for group, waiting in zip(tier.groups, (50, 0), strict=True):
+        group.scheduler.load = scheduler_pb2.SchedulerLoad(open_choices=waiting, serves=True)
+    async with tier.run(PrefixAware(1.25)) as fleet:
+        await until(lambda: all(replica._link.reports_load for replica in fleet._replicas.values()))
+        polled = [group.scheduler.polls for group in tier.groups]
+        assert [replica.load for replica in fleet._replicas.values()] == [50, 0]
+        tier.submit(fleet, *"abcdefgh")
+        await until(lambda: len(tier.listener.admitted) == 8)
+        assert [len(group.names) for group in tier.groups] == [0, 8]
+        # The other one's admissions came with its load, in which they are included.
+        tier.groups[0].scheduler.load = scheduler_pb2.SchedulerLoad(open_choices=7, serves=True)
+        await until(lambda: [replica.load for replica in fleet._replicas.values()] == [7, 0])
+        assert [group.scheduler.polls for group in tier.groups] == polled
+
+
+async def test_requests_that_a_report_cannot_include_count_until_their_admission(tmp_path: Path) -> None:
+    tier = Tier(tmp_path, 1)
+    scheduler = tier.groups[0].scheduler
+    scheduler.load = scheduler_pb2.SchedulerLoad(open_choices=5, serves=True)
+    scheduler.answers = False
+    async with tier.run(RoundRobin()) as fleet:
+        [replica] = fleet._replicas.values()
+        tier.submit(fleet, *"abc")
+        assert replica.load == 8
+        await until(lambda: len(scheduler.requests) == 3)
+        scheduler.load = scheduler_pb2.SchedulerLoad(open_choices=6, serves=True)
+        await until(lambda: replica.load == 9)
+
+
+async def test_a_group_that_reports_that_it_serves_nothing_gets_nothing(tmp_path: Path) -> None:
+    tier = Tier(tmp_path, 2)
+    for group in tier.groups:
+        group.scheduler.load = scheduler_pb2.SchedulerLoad(serves=True)
+    async with tier.run(RoundRobin()) as fleet:
+        tier.groups[0].scheduler.load = scheduler_pb2.SchedulerLoad(serves=False)
+        await until(lambda: tier.serving(fleet) == 1)
+        tier.submit(fleet, *"abcd")
+        await until(lambda: len(tier.listener.admitted) == 4)
+        assert [len(group.names) for group in tier.groups] == [0, 4]
+
+
+async def test_a_group_that_answers_no_heartbeats_gets_nothing_until_it_does_again(tmp_path: Path) -> None:
+    tier = Tier(tmp_path, 2)
+    for group in tier.groups:
+        group.scheduler.load = scheduler_pb2.SchedulerLoad(serves=True)
+    async with tier.run(RoundRobin()) as fleet:
+        tier.groups[0].scheduler.is_silent = True
+        await until(lambda: tier.serving(fleet) == 1)
+        silent = fleet._replicas[tier.groups[0].address]
+        # Its stream is not given up yet.
+        assert silent._link.is_connected
+        tier.submit(fleet, *"abcd")
+        await until(lambda: len(tier.listener.admitted) == 4)
+        assert [len(group.names) for group in tier.groups] == [0, 4]
+        tier.groups[0].scheduler.is_silent = False
+        await until(lambda: tier.serving(fleet) == 2)
 
 
 async def test_without_a_serving_group_requests_are_refused_as_unavailable(tmp_path: Path) -> None:
