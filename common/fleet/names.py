@@ -52,6 +52,14 @@ class FleetKeys:
         """
         return int.from_bytes(self._name(b"block", *map(_encoded, scope), chain)[:8], "little")
 
+    def window(self, scope: tuple[str, ...], chain: bytes, party: tuple[str, ...]) -> bytes:
+        """Return the name of a party's hits on a prefix, given by its chained page hash in the scope of its owner."""
+        return self._name(b"window", *_scoped(scope), chain, *_scoped(party))
+
+    def mark(self, name: bytes, *facts: int | bytes) -> bytes:
+        """Return a mark by which equal facts about the window `name` are counted once."""
+        return self._name(b"mark", name, *(fact if isinstance(fact, bytes) else b"%d" % fact for fact in facts))
+
     def tag(self, name: bytes, tenant: str, subject: str) -> bytes:
         """Return the tag of a subject at the prefix `name`."""
         return self._name(b"subject", name, _encoded(tenant), _encoded(subject))
@@ -72,3 +80,7 @@ def routing_digest(token_ids: TokenIds) -> bytes | None:
 
 def _encoded(text: str) -> bytes:
     return text.encode("utf-8", "surrogatepass")
+
+
+def _scoped(scope: tuple[str, ...]) -> tuple[bytes, ...]:
+    return b"%d" % len(scope), *map(_encoded, scope)

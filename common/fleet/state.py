@@ -29,6 +29,8 @@ KEPT_FACTS = 65_536
 # Facts read at a time.
 _FACTS_A_CALL = 1000
 _NAMES_A_CALL = 4096
+# Windows counted in one script, which others wait for.
+_WINDOWS_A_CALL = 64
 _FIELD = b"sealed"
 
 
@@ -73,18 +75,29 @@ class NamedEvidence:
     age_epochs: int = 0
 
 
+@dataclass(frozen=True, slots=True)
+class NamedWindow:
+    """One group's part of a window that has closed: hits, and the marks of distinct subjects or continuations."""
+
+    name: bytes
+    hits: int
+    marks: tuple[bytes, ...]
+
+
 class FleetState:
     """Commands to the state server; each raises `FleetStateAwayError` if the server does not answer within a second.
 
     Keys: `e:NAME` are the tags of a prefix with their expiry, `s:NAME` exists while the prefix is shared, `g:NAME`
-    after a demotion; `facts` is a stream of sealed facts, `pins` a hash of sealed prompts, and `incarnation` changes
-    when the server has lost its data.
+    after a demotion; `w:NAME` are the last windows of each group in which a prefix was hit; `facts` is a stream of
+    sealed facts, `pins` a hash of sealed prompts, and `incarnation` changes when the server has lost its data.
     """
 
     def __init__(self, redis: Redis, root: str) -> None:
         self._redis = redis
         self._root = root
-        self._evidence = redis.register_script(resources.files("common.fleet").joinpath("evidence.lua").read_text())
+        scripts = resources.files("common.fleet")
+        self._evidence = redis.register_script(scripts.joinpath("evidence.lua").read_text())
+        self._probing = redis.register_script(scripts.joinpath("probing.lua").read_text())
 
     async def incarnation(self) -> bytes:
         """Return an id that changes when the server has lost its data."""
@@ -109,6 +122,21 @@ class FleetState:
             for name, tag, is_demoted in one.prefixes:
                 arguments += [name, tag, int(is_demoted)]
             await self._call(self._evidence(keys=[self._root], args=arguments))
+
+    async def count_windows(
+        self, group: bytes, windows: Sequence[NamedWindow], epoch_s: float
+    ) -> list[tuple[int, int, int, int]]:
+        """Add a group's windows of the epoch that has ended; return all groups' sums, in the same order.
+
+        A sum is (hits, distinct marks, previous hits, previous distinct marks).
+        """
+        sums: list[int] = []
+        for first in range(0, len(windows), _WINDOWS_A_CALL):
+            arguments: list[bytes | int] = [group, max(1, round(1000 * epoch_s))]
+            for window in windows[first : first + _WINDOWS_A_CALL]:
+                arguments += [window.name, window.hits, len(window.marks), *window.marks]
+            sums += await self._call(self._probing(keys=[self._root], args=arguments))
+        return list(zip(*[iter(map(int, sums))] * 4, strict=True))
 
     async def look_up(self, names: Sequence[bytes]) -> set[bytes]:
         """Return those of the prefixes `names` that are shared."""

@@ -22,11 +22,19 @@ from cryptography.exceptions import InvalidTag
 from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
 from common.fleet.names import routing_digest
-from common.fleet.state import START, FleetRulesError, FleetStateAwayError, NamedEvidence, PromotionRules
+from common.fleet.state import (
+    START,
+    FleetRulesError,
+    FleetStateAwayError,
+    NamedEvidence,
+    NamedWindow,
+    PromotionRules,
+)
 from common.logs import get_logger
 from services.scheduler import metrics
 from services.scheduler.cache.config import PrivacyProfile
-from services.scheduler.cache.sharing.fleet import FleetNews
+from services.scheduler.cache.sharing.counters import WindowCounts
+from services.scheduler.cache.sharing.fleet import FleetNews, ProbeCounts
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -36,7 +44,13 @@ if TYPE_CHECKING:
     from common.settings import CacheSettings
     from common.types import TokenIds
     from services.scheduler.cache.interface import PrefixCache
-    from services.scheduler.cache.sharing.fleet import FleetClaim, FleetReport, FleetRevocation, FleetUse
+    from services.scheduler.cache.sharing.fleet import (
+        FleetClaim,
+        FleetReport,
+        FleetRevocation,
+        FleetUse,
+        ProbeReport,
+    )
 
 POLL_INTERVAL_S = 0.5
 # Epochs without an answer of the server after which a group gives up what it shares by others' evidence only; a restart
@@ -105,6 +119,10 @@ class FleetDesk:
         self._seen: OrderedDict[str, None] = OrderedDict()
         self._prefixes: dict[tuple[str, bytes], _Prefixes] = {}
         self._pins: dict[bytes, TokenIds] = {}
+        # Of this cache, in the sums of windows.
+        self._group = secrets.token_bytes(8)
+        # Windows of the last epoch that have not been counted, and the epoch in which they were reported.
+        self._windows: tuple[int, list[ProbeReport]] = 0, []
         # Prefixes to look up at once.
         self._new: list[_Prefixes] = []
         self._looked_at: int | None = None
@@ -174,6 +192,8 @@ class FleetDesk:
         for entry in self._prefixes.values():
             if (entry.tenant,) in revoked:
                 entry.shared = 0
+        if report.probes:
+            self._windows = epoch, report.probes
         self._outbox.claims.extend((claim, epoch) for claim in report.claims)
         self._outbox.uses.extend(report.uses)
         oldest = epoch - self._rules.epochs
@@ -190,12 +210,13 @@ class FleetDesk:
             self._position, self._incarnation = START, incarnation
         await self._send(cache.epoch)
         news = await self._receive(cache)
+        news.append(FleetNews(probes=await self._count_windows(cache.epoch)))
         # All prefixes once in each epoch, and new ones at once.
         is_new_epoch, self._looked_at = self._looked_at != cache.epoch, cache.epoch
         entries = list(self._prefixes.values()) if is_new_epoch else self._new
         news.append(FleetNews(shared=await self._look_up(entries)))
         for one in news:
-            if one.shared or one.demotions or one.quarantines:
+            if one.shared or one.demotions or one.quarantines or one.probes:
                 cache.learn(one)
 
     def _report_again(self) -> None:
@@ -233,6 +254,30 @@ class FleetDesk:
             use = box.uses[0]
             await self._state.renew(self._names(use.scope, use.chains, use.routing), self._window_ms)
             box.uses.popleft()
+
+    async def _count_windows(self, epoch: int) -> tuple[ProbeCounts, ...]:
+        """Report the windows that have closed, and return all groups' sums; of an epoch before, they are too old."""
+        reported, reports = self._windows
+        if epoch != reported or not reports:
+            return ()
+        windows = [self._window(report) for report in reports]
+        sums = await self._state.count_windows(self._group, windows, self._rules.epoch_s)
+        self._windows = epoch, []
+        return tuple(
+            ProbeCounts(one.scope, one.chain, one.party, one.users, WindowCounts(0, 0), tries=distinct)
+            if one.tries
+            else ProbeCounts(one.scope, one.chain, one.party, one.users, WindowCounts(hits, distinct, *before))
+            for one, (hits, distinct, *before) in zip(reports, sums, strict=True)
+        )
+
+    def _window(self, report: ProbeReport) -> NamedWindow:
+        name = self._keys.window(report.scope, report.chain, report.party)
+        if not report.tries:
+            return NamedWindow(name, report.hits, tuple(self._keys.mark(name, user) for user in report.users))
+        # Of one subject. Negative numbers stand for continuations that are not known, other ones in each group.
+        name = self._keys.mark(name, b"tries", *report.users)
+        tries = (self._keys.mark(name, tried, *((self._group,) if tried < 0 else ())) for tried in report.tries)
+        return NamedWindow(name, 0, tuple(tries))
 
     @property
     def _window_ms(self) -> int:

@@ -19,6 +19,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
+import structlog
 from pydantic import SecretStr
 from rich.table import Table
 
@@ -162,6 +163,8 @@ def main() -> None:
     parser.add_argument("--users", type=int, default=100)
     parser.add_argument("--runs", type=int, default=5)
     arguments = parser.parse_args()
+    # Hundreds of desks would announce their connections.
+    structlog.configure(wrapper_class=structlog.make_filtering_bound_logger("warning"))
     table = Table(box=None)
     for name in ("groups", "alone: found", "tokens cached", "with fleet.state: found", "tokens cached"):
         table.add_column(name, justify="right")

@@ -76,7 +76,7 @@ class RadixCache:
         self._demoter = Demoter(self.store, self.locks, self._fleet)
         self._promoter = Promoter(self.store, self.locks, self._demoter.demoted, self._fleet)
         self._detector = ProbeDetector(self.store, self._demoter, self._fleet)
-        self._follower = FleetFollower(self.store, self._fleet, self._demoter)
+        self._follower = FleetFollower(self.store, self._fleet, self._demoter, self._detector)
         self._pins = Pins(page_size)
         self._inserter = Inserter(self.store, self._promoter, self._detector, self._pins)
         self._is_shared = self.config.mode is Mode.SHARED

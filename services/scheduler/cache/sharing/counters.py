@@ -72,6 +72,16 @@ class DistinctCount:
             registers[index] = rank
 
 
+@dataclass(frozen=True, slots=True)
+class WindowCounts:
+    """Hits and distinct subjects of a window that has closed, and those of the one before."""
+
+    hits: int
+    users: int
+    previous_hits: int = 0
+    previous_users: int = 0
+
+
 @dataclass(slots=True)
 class Window:
     """Hits on a node in the current epoch and the previous one, by distinct subjects that have not computed it."""
@@ -85,6 +95,11 @@ class Window:
     def distinct_users(self) -> int:
         """Distinct subjects in the current epoch; an estimate never exceeds the hits."""
         return 0 if self.users is None else min(self.users.count, self.hits)
+
+    @property
+    def counts(self) -> WindowCounts:
+        """The numbers alone."""
+        return WindowCounts(self.hits, self.distinct_users, self.previous_hits, self.previous_users)
 
     def add(self, fingerprint: int) -> None:
         self.hits += 1

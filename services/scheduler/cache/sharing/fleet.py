@@ -20,13 +20,16 @@ from common.fleet.names import PREFIX_TOKENS, routing_digest
 from common.types import Sharing
 from services.scheduler.cache.keys import chain_hashes
 from services.scheduler.cache.node import Quarantine
+from services.scheduler.cache.sharing.counters import WindowCounts
 from services.scheduler.cache.types import CacheEventKind, NodeState
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
 
     from services.scheduler.cache.node import Account, Node
+    from services.scheduler.cache.sharing.counters import Window
     from services.scheduler.cache.sharing.demotion import DemotedChains, Demoter
+    from services.scheduler.cache.sharing.probe_detection import ProbeDetector
     from services.scheduler.cache.store import NodeStore
     from services.scheduler.cache.types import Scope, SubjectKey
 
@@ -92,6 +95,34 @@ class FleetRevocation:
     routing: bytes | None
 
 
+@dataclass(frozen=True, slots=True)
+class ProbeReport:
+    """One group's part of a window that has closed: hits on the node with the page that `chain` names.
+
+    Those of a party's subjects that have not computed it, by fingerprint; not all of them if they are many. Or with
+    `tries`, checksums of the continuations below the node that the one subject in `users` has tried in vain.
+    """
+
+    scope: Scope
+    chain: bytes
+    party: Scope
+    hits: int
+    users: tuple[int, ...]
+    tries: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class ProbeCounts:
+    """All groups' counts of a window that this group has reported; `users` are the subjects that it has reported."""
+
+    scope: Scope
+    chain: bytes
+    party: Scope
+    users: tuple[int, ...]
+    counts: WindowCounts
+    tries: int = 0
+
+
 @dataclass(slots=True)
 class FleetReport:
     """What a cache has to report since the last report."""
@@ -103,6 +134,8 @@ class FleetReport:
     demotions: list[DemotionFact] = field(default_factory=list)
     quarantines: list[QuarantineFact] = field(default_factory=list)
     revocations: list[FleetRevocation] = field(default_factory=list)
+    # Of the epoch that has ended last.
+    probes: list[ProbeReport] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,6 +148,7 @@ class FleetNews:
     shared: tuple[tuple[str, bytes], ...] = ()
     demotions: tuple[DemotionFact, ...] = ()
     quarantines: tuple[QuarantineFact, ...] = ()
+    probes: tuple[ProbeCounts, ...] = ()
     is_alone: bool = False
 
     def described(self) -> dict[str, Any]:
@@ -123,6 +157,7 @@ class FleetNews:
             "shared": [[tenant, chain.hex()] for tenant, chain in self.shared],
             "demotions": [{**asdict(fact), "chain": fact.chain.hex()} for fact in self.demotions],
             "quarantines": [{**asdict(fact), "chain": fact.chain.hex()} for fact in self.quarantines],
+            "probes": [{**asdict(count), "chain": count.chain.hex()} for count in self.probes],
             "is_alone": self.is_alone,
         }
 
@@ -141,8 +176,14 @@ class FleetNews:
             tuple((tenant, bytes.fromhex(chain)) for tenant, chain in facts["shared"]),
             tuple(DemotionFact(**decoded(fact)) for fact in facts["demotions"]),
             tuple(QuarantineFact(**decoded(fact)) for fact in facts["quarantines"]),
+            tuple(_probe_counts(decoded(count)) for count in facts.get("probes", ())),
             facts["is_alone"],
         )
+
+
+def _probe_counts(facts: Mapping[str, Any]) -> ProbeCounts:
+    counts = WindowCounts(**facts["counts"])
+    return ProbeCounts(**{**facts, "party": tuple(facts["party"]), "users": tuple(facts["users"]), "counts": counts})
 
 
 def rungs(first: int, end: int) -> Iterator[int]:
@@ -172,6 +213,8 @@ class FleetLedger:
         self._used_epoch: dict[Node, int] = {}
         # Changed nodes that have been reported since the last boundary, with the lengths of their edges.
         self._interests: dict[Node, int] = {}
+        # Of the nodes in the last windows: their depths, and the chains of their first pages.
+        self._first_chains: dict[Node, tuple[int, bytes]] = {}
 
     @property
     def has_quarantines(self) -> bool:
@@ -296,6 +339,41 @@ class FleetLedger:
             fact = QuarantineFact(node.owner_id, chain, fingerprint, quarantine.tenant, quarantine.is_whole)
             self._report.quarantines.append(fact)
 
+    def note_windows(
+        self,
+        hits: Iterable[tuple[Node, Scope, Window]],
+        tries: Iterable[tuple[Node, Account, Sequence[int]]],
+    ) -> None:
+        """Report the windows that have closed: hits by party, and continuations that subjects have tried in vain."""
+        if not self._is_used:
+            return
+        known, self._first_chains = self._first_chains, {}
+        reports = self._report.probes = []
+        # As many subjects make a window healthy, whatever the others are.
+        config = self._store.config
+        enough = config.promotion_subjects * config.profile.repromotion_factor
+        for node, party, window in hits:
+            assert window.users is not None, "there were hits"
+            # A sketch has forgotten the subjects, which are enough: any distinct numbers count as much.
+            users = (window.users.members or tuple(range(enough)))[:enough]
+            reports.append(ProbeReport(node.owner_id, self._first_chain(node, known), party, window.hits, users))
+            if len(reports) == _KEPT_REPORTS:
+                return
+        for node, account, tried in tries:
+            chain = self._first_chain(node, known)
+            reports.append(ProbeReport(node.owner_id, chain, account.party, 0, (account.fingerprint,), tuple(tried)))
+            if len(reports) == _KEPT_REPORTS:
+                return
+
+    def _first_chain(self, node: Node, known: Mapping[Node, tuple[int, bytes]]) -> bytes:
+        """Return the chained hash of a node's first page; `known` are those of the windows before."""
+        depth = self._store.tree.depth_pages(node) - node.size
+        entry = self._first_chains.get(node) or known.get(node)
+        if entry is None or entry[0] != depth:
+            entry = depth, self._chains_of(node)[0]
+        self._first_chains[node] = entry
+        return entry[1]
+
     def _chains_of(self, node: Node) -> list[bytes]:
         """Return the chained hashes of a node's pages."""
         tree = self._store.tree
@@ -354,10 +432,11 @@ class FleetLedger:
 class FleetFollower:
     """Applies news at epoch boundaries."""
 
-    def __init__(self, store: NodeStore, ledger: FleetLedger, demoter: Demoter) -> None:
+    def __init__(self, store: NodeStore, ledger: FleetLedger, demoter: Demoter, detector: ProbeDetector) -> None:
         self._store = store
         self._ledger = ledger
         self._demoter = demoter
+        self._detector = detector
         self._news: list[FleetNews] = []
 
     def learn(self, news: FleetNews) -> None:
@@ -376,6 +455,7 @@ class FleetFollower:
                 self._demote(fact)
             for quarantine in one.quarantines:
                 self._quarantine(quarantine)
+            self._judge(one.probes)
             for tenant, chain in one.shared:
                 examined.update(dict.fromkeys(self._ledger.learn_shared(tenant, chain)))
         return list(examined)
@@ -413,6 +493,10 @@ class FleetFollower:
         self._store.emit(CacheEventKind.QUARANTINED, node)
         if not fact.is_whole:
             self._store.tier.distrust([fact.fingerprint])
+
+    def _judge(self, probes: Iterable[ProbeCounts]) -> None:
+        found = ((self._find(one.scope, one.chain), one) for one in probes if self._detector.may_suspect(one))
+        self._detector.judge((match[0], one) for match, one in found if match is not None)
 
     def _find(self, scope: Scope, chain: bytes) -> tuple[Node, int] | None:
         """Return the node of `scope` that has the page named by `chain`, and the page's index in it."""

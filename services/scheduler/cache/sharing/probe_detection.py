@@ -7,17 +7,18 @@ from typing import TYPE_CHECKING
 from zlib import crc32
 
 from common.types import Sharing
-from services.scheduler.cache.node import Quarantine
+from services.scheduler.cache.node import Account, Quarantine
 from services.scheduler.cache.sharing.counters import DistinctCount, Window
 from services.scheduler.cache.types import CacheEventKind
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Iterable, Iterator, Mapping
 
     from services.scheduler.cache.keys import PagedKey
-    from services.scheduler.cache.node import Account, Node
+    from services.scheduler.cache.node import Node
+    from services.scheduler.cache.sharing.counters import WindowCounts
     from services.scheduler.cache.sharing.demotion import Demoter
-    from services.scheduler.cache.sharing.fleet import FleetLedger
+    from services.scheduler.cache.sharing.fleet import FleetLedger, ProbeCounts
     from services.scheduler.cache.store import NodeStore
     from services.scheduler.cache.types import Scope
 
@@ -34,6 +35,9 @@ class ProbeDetector:
     Each tenant is judged by its own subjects only, also at PUBLIC nodes: however many subjects a rival invents, it
     changes only its own view. When several of a tenant's subjects are quarantined at a TENANT node, the node is
     demoted; at a PUBLIC one, the whole tenant is quarantined, and only several such tenants demote it.
+
+    In a fleet, each group tests its own windows, and reports them; the sums over all groups come back from the shared
+    state and are tested by the same rules, so that probes spread over groups count as if made at one.
     """
 
     def __init__(self, store: NodeStore, demoter: Demoter, fleet: FleetLedger) -> None:
@@ -96,9 +100,16 @@ class ProbeDetector:
         """Test the windows that end as the store's epoch begins, and start new ones."""
         touched, self._store.touched = self._store.touched, []
         suspects: dict[Node, dict[int, str]] = {}
-        for node in touched:
-            if node.is_dead or not node.is_shared:
-                continue
+        shared = [node for node in touched if not node.is_dead and node.is_shared]
+        self._fleet.note_windows(
+            ((node, *each) for node in shared if not node.pinned for each in _windows(node) if each[1].hits),
+            (
+                (node, account, tries.members)
+                for (node, _), (account, tries) in self._tries.items()
+                if node.is_shared and not (node.is_dead or node.pinned)
+            ),
+        )
+        for node in shared:
             if not node.pinned and (found := dict(self._suspects(node))):
                 suspects[node] = found
             node.roll_over(self._store.epoch)
@@ -109,6 +120,31 @@ class ProbeDetector:
         self._tries.clear()
         self._watched.clear()
         self._end_quarantines()
+        self._act(suspects)
+
+    def may_suspect(self, probes: ProbeCounts) -> bool:
+        """Whether the fleet's counts of a window could look like probing at any node."""
+        profile, counts = self._store.config.profile, probes.counts
+        if probes.tries:
+            return probes.tries >= profile.continuation_limit
+        return counts.hits >= profile.hit_min and counts.users <= profile.diversity_min * counts.hits
+
+    def judge(self, windows: Iterable[tuple[Node, ProbeCounts]]) -> None:
+        """Test the fleet's counts of windows, as `close` does with those of this group alone."""
+        suspects: dict[Node, dict[int, str]] = {}
+        for node, probes in windows:
+            if not node.is_shared or node.pinned:
+                continue
+            if not probes.tries and not self._is_suspect(node, probes.party, probes.counts):
+                continue
+            # They have computed it since, or are quarantined already.
+            cleared = {Account(subject).fingerprint for subject in node.creators or ()} | set(node.quarantined or ())
+            found = {user: probes.party[0] for user in probes.users if user not in cleared}
+            if found:
+                suspects.setdefault(node, {}).update(found)
+        self._act(suspects)
+
+    def _act(self, suspects: Mapping[Node, dict[int, str]]) -> None:
         # All are quarantined before any is demoted, so that the result does not depend on the boundaries of nodes.
         for node, found in suspects.items():
             self._quarantine(node, found)
@@ -131,20 +167,15 @@ class ProbeDetector:
 
     def _suspects(self, node: Node) -> Iterator[tuple[int, str]]:
         """Yield the fingerprints and tenants of subjects that appear to probe a node, as its window closes."""
-        if not node.is_public:
-            window = Window(node.hit_cur, node.u_cnt_l, node.hit_pre, node.u_pre)
-            parties: Iterable[tuple[Scope, Window]] = ((node.owner.scope, window),)
-        else:
-            parties = (node.parties or {}).items()
-        for party, window in parties:
-            if window.hits >= self._store.config.profile.hit_min and self._is_suspect(node, party, window):
+        for party, window in _windows(node):
+            if window.hits >= self._store.config.profile.hit_min and self._is_suspect(node, party, window.counts):
                 assert window.users is not None, "there were hits"
                 for fingerprint in window.users.members:
                     yield fingerprint, party[0]
 
-    def _is_suspect(self, node: Node, party: Scope, window: Window) -> bool:
+    def _is_suspect(self, node: Node, party: Scope, window: WindowCounts) -> bool:
         """Whether a party's hits look like probing, by the closing window and the previous one."""
-        profile, users, hits = self._store.config.profile, window.distinct_users, window.hits
+        profile, users, hits = self._store.config.profile, window.users, window.hits
         enough = self._enough * (profile.repromotion_factor if node.generation else 1)
         if users >= enough or users > profile.diversity_min * hits:
             return False
@@ -204,3 +235,10 @@ class ProbeDetector:
                 ):
                     del node.quarantined[fingerprint]
             node.quarantined = node.quarantined or None
+
+
+def _windows(node: Node) -> Iterable[tuple[Scope, Window]]:
+    """Return the windows of a shared node by the parties that are judged together."""
+    if node.is_public:
+        return (node.parties or {}).items()
+    return ((node.owner.scope, Window(node.hit_cur, node.u_cnt_l, node.hit_pre, node.u_pre)),)
