@@ -74,9 +74,10 @@ class StorageSettings(Section):
     """The storage tier: it requires a host tier, and `worker.storage.location` on every rank."""
 
     prefetch: Literal["off", "best_effort", "timeout", "wait_complete"] = "timeout"
-    """Loading of a new prompt's pages from storage. off: they are not loaded. best_effort: they are loaded, but the
-    request does not wait. timeout: the request waits up to half a second. wait_complete: it waits until they are
-    loaded; worker.storage.timeout_s bounds the time."""
+    """Loading of a new prompt's pages from storage. off: they are not loaded. best_effort: they are loaded if that is
+    measured to be faster than computing them, but the request does not wait. timeout: the same, and the request waits
+    up to half a second. wait_complete: they are loaded even if computing is faster, and the request waits until they
+    are; worker.storage.timeout_s bounds the time."""
     min_tokens: int = Field(default=64, ge=1)
     """Smallest number of missing tokens for which storage is read; fewer are computed sooner."""
     megabytes_per_s: float = Field(default=0.0, ge=0)

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from common.transfers import TransferDirection
 from common.types import CacheMode
+from services.scheduler.cache.tiers.config import PrefetchPolicy
 from services.scheduler.cache.tiers.storage_reads import reads_of
 
 if TYPE_CHECKING:
@@ -83,7 +84,8 @@ class LoadBack:
         missing = max(len(token_ids) - 1, 0) // self._page_size
         missing -= (match.device_tokens + match.host_tokens) // self._page_size
         tokens = missing * self._page_size
-        if self.costs.storage_pays(tokens, reads_of(missing)):
+        is_wanted = self.host.storage.config.policy is PrefetchPolicy.WAIT_COMPLETE
+        if is_wanted or self.costs.storage_pays(tokens, reads_of(missing)):
             sequence.fetch = self.host.prefetch(view, token_ids)
             return
         if missing < self.host.storage.config.min_pages:

@@ -63,7 +63,8 @@ class PrefetchPolicy(Enum):
     """How long a request waits for its pages from storage.
 
     OFF: there is no lookup. BEST_EFFORT: it does not wait; pages that have arrived when it could start are used.
-    TIMEOUT: up to `wait_s` from then on. WAIT_COMPLETE: until the lookup has ended and all found pages have arrived.
+    TIMEOUT: up to `wait_s` from then on. WAIT_COMPLETE: until the lookup has ended and all found pages have arrived;
+    pages are looked up even if computing them is faster, as it saves work of the device.
     """
 
     OFF = "off"

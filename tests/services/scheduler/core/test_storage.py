@@ -475,11 +475,12 @@ def test_rows_whose_workers_died_go_on_from_storage(keyring: Path) -> None:
     assert server.harness.outputs["r", 0] == expected_output(PROMPT, 60, (STOP_ID,))
 
 
-def known_to_be_slow(keyring: Path) -> Server:
+def known_to_be_slow(keyring: Path, policy: PrefetchPolicy = PrefetchPolicy.TIMEOUT) -> Server:
     """Return a server of a fast model whose storage, with all prompts, takes a second for each read."""
     objects: Objects = {}
     Server(keyring, objects).serve("cold")
-    server = Server(keyring, objects, prefill_tokens_per_s=1000.0)
+    config = StorageConfig(policy, wait_s=60.0, min_pages=2)
+    server = Server(keyring, objects, config, prefill_tokens_per_s=1000.0)
     server.worker.storage_us = 1_000_000
     assert server.serve("measured") == 44
     server.restart()
@@ -493,6 +494,11 @@ def test_storage_that_is_slower_than_computing_is_not_read(keyring: Path) -> Non
     loads = server.harness.core.memory.loads
     assert loads is not None
     assert loads.unread_tokens == 44
+
+
+def test_storage_is_read_although_it_is_slower_if_that_is_asked_for(keyring: Path) -> None:
+    server = known_to_be_slow(keyring, PrefetchPolicy.WAIT_COMPLETE)
+    assert server.serve("read") == 44
 
 
 def test_storage_that_has_become_faster_is_noticed_by_reads_that_no_request_waits_for(keyring: Path) -> None:
