@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 from deploy.evaluation.attack.findings import OracleVerdict
+from deploy.evaluation.attack.oracles.adapters import probe_adapters
 from deploy.evaluation.attack.oracles.capacity import probe_flood, probe_pushing
 from deploy.evaluation.attack.oracles.delay import probe_delay, probe_long_outputs
 from deploy.evaluation.attack.oracles.demotion import probe_demotion
@@ -45,6 +46,7 @@ ORACLES: dict[str, Callable[[Scene], Awaitable[list[Finding]]]] = {
     "isolation": probe_isolation,
     "demotion": probe_demotion,
     "pages": probe_pages,
+    "adapters": probe_adapters,
     "grammar-times": probe_grammar_times,
     "grammar-delay": probe_grammar_delay,
     "delay": probe_delay,

@@ -41,6 +41,7 @@ ORACLES = (
     "isolation",
     "demotion",
     "pages",
+    "adapters",
     "grammar-times",
     "grammar-delay",
     "delay",

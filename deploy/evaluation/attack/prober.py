@@ -164,6 +164,14 @@ class Prober:
         """
         return await self._exchange("GET", path, b"", disguise)
 
+    async def post(self, path: str, body: Mapping[str, object], disguise: Disguise) -> tuple[int, bytes]:
+        """Return status and body of the answer to a JSON body with the identity's fields.
+
+        Raises:
+            AttackError: no answer.
+        """
+        return await self._exchange("POST", path, orjson.dumps({**body, **disguise.fields}), disguise)
+
     async def close(self) -> None:
         """Close all connections."""
         for http in self._clients.values():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import secrets
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
@@ -34,6 +35,7 @@ EXACT_ORACLES = (
     "isolation",
     "demotion",
     "pages",
+    "adapters",
     "delay",
     "long-outputs",
     "pushing",
@@ -42,12 +44,13 @@ SWEPT_MODE = "user_aware"
 # Which oracles a launched server of its own is for, and with which settings. All others ask the first server.
 STORAGE = ("storage", "forgeries")
 KEYLESS_ORACLES = ("keyless",)
+ADAPTER_ORACLES = ("adapters",)
 FAIR_ORACLES = ("delay", "long-outputs", "pushing")
 ROOMY_ORACLES = ("inventions", "isolation", "demotion")
 # With --quick, these are asked of that server, too: most of their time would be the model's.
 QUICK_ROOMY_ORACLES = ("order", "sybils", "boundary", "revocation", "names", *ROOMY_ORACLES)
 # What these find does not depend on the mode of the cache.
-MODE_INDEPENDENT = ("pages", "grammar-times", "grammar-delay", "delay", "long-outputs", "forgeries")
+MODE_INDEPENDENT = ("pages", "adapters", "grammar-times", "grammar-delay", "delay", "long-outputs", "forgeries")
 MODES = ("shared", "isolated", "isolated_pinned", "user_aware")
 # Small, so that a flood is soon through: 16,384 tokens of KV.
 DEVICE_PAGES = 1024
@@ -59,9 +62,13 @@ DEFAULTS = (
     "scheduler.queue.policy=lpm",
 )
 OWN_TENANT, RIVAL_TENANT, THIRD_TENANT, ISOLATED_TENANT = "default", "rival", "third", "isolated"
+ADAPTER = "confidential"
 LIMITS = f"""
 [tenants.{ISOLATED_TENANT}]
 sharing = "none"
+
+[tenants.{OWN_TENANT}]
+adapters = ["{ADAPTER}"]
 """
 KEYS_FILE, LIMITS_FILE = "keys.toml", "limits.toml"
 # Few rows, small steps and an engine that takes this long for each, so that a queue forms whose order can be seen.
@@ -142,7 +149,7 @@ def _attack_mode(arguments: argparse.Namespace, mode: str, observer: Observer) -
     launch = Launch(mode, arguments.config, tuple(arguments.overrides))
     model_free = replace(launch, settings=NO_MODEL)
     roomy = ROOMY_ORACLES if plan.effort.times else QUICK_ROOMY_ORACLES
-    special = (*STORAGE, *KEYLESS_ORACLES, *FAIR_ORACLES, *roomy)
+    special = (*STORAGE, *KEYLESS_ORACLES, *ADAPTER_ORACLES, *FAIR_ORACLES, *roomy)
     first = tuple(oracle for oracle in plan.oracles if oracle not in special)
     parts: list[AttackReport] = []
 
@@ -154,6 +161,11 @@ def _attack_mode(arguments: argparse.Namespace, mode: str, observer: Observer) -
 
     add("", launch, first)
     add(" without keys", replace(model_free, settings=(*NO_MODEL, *KEYLESS), has_keys=False), KEYLESS_ORACLES)
+    with TemporaryDirectory(prefix="pando-adapter-") as folder:
+        # Without a model, an adapter is a directory with this file.
+        Path(folder, "adapter_config.json").write_text("{}", encoding="utf-8")
+        adapters = ("scheduler.adapters.slots=1", f"scheduler.adapters.load={json.dumps({ADAPTER: folder})}")
+        add(" with an adapter", replace(model_free, settings=(*NO_MODEL, *adapters)), ADAPTER_ORACLES)
     slow = replace(model_free, fake_step_ms=STEP_MS)
     add(" without a model", replace(slow, settings=(*NO_MODEL, *ROOMY)), roomy)
     add(" with fair shares", replace(slow, settings=(*NO_MODEL, *FAIR)), FAIR_ORACLES)

@@ -1,0 +1,109 @@
+"""Adapters: can a tenant tell that another's adapter exists, is loaded, or was used?"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import orjson
+
+from deploy.evaluation.attack.findings import Finding, Group, OracleVerdict, judge, not_applicable, pooled
+from deploy.evaluation.attack.prober import AttackError, Disguise
+
+if TYPE_CHECKING:
+    from deploy.evaluation.attack.scene import Scene
+
+ORACLE, CONTROL = "adapter names", "adapter names under an entitled key (control)"
+TIMES = "adapter refusal times"
+LISTING = "/v1/lora_adapters"
+STAND_IN = "NAME"
+OK, NOT_FOUND = 200, 404
+# (status, body) of each way to ask for an adapter, its name replaced.
+Answers = list[tuple[int, bytes]]
+
+
+async def probe_adapters(scene: Scene) -> list[Finding]:
+    """Ask for adapters of another tenant and for such as do not exist, while the former are used and are not.
+
+    What the entitled tenant's key gets must differ, as otherwise nothing was there to be found.
+    """
+    credentials = scene.server.credentials
+    if credentials.admin is None or credentials.rival is None:
+        return [not_applicable(ORACLE, "needs --admin-key and --rival-key")]
+    names = await _adapters(scene, Disguise(api_key=credentials.admin))
+    if not names:
+        return [not_applicable(ORACLE, "no adapters are loaded")]
+    rival, entitled = Disguise(api_key=credentials.rival), Disguise({"user": scene.user("victim")})
+    differing, asked = [], 0
+    control: list[bool] = []
+    for number in range(scene.effort.pairs):
+        name = names[number % len(names)]
+        is_used = number % 2 == 0
+        if is_used:
+            await _post(scene, name, entitled)
+        absent = _absent(scene, name)
+        existing, missing = await _answers(scene, name, rival), await _answers(scene, absent, rival)
+        asked += len(existing) + len(missing)
+        if existing != missing:
+            differing.append(f"{name}{' in use' if is_used else ''}")
+        control.append(await _answers(scene, name, entitled) != await _answers(scene, absent, entitled))
+    verdict = OracleVerdict.LEAKS if differing else OracleVerdict.CLOSED
+    note = f"{len(differing)} of {scene.effort.pairs} differ: {differing[0]}" if differing else "all answers are equal"
+    findings = [Finding(ORACLE, verdict, asked, note=note)]
+    verdict = OracleVerdict.LEAKS if all(control) else OracleVerdict.CLOSED
+    findings.append(Finding(CONTROL, verdict, len(control), is_control=True))
+    if scene.effort.times:
+        findings.append(await _times(scene, names, rival, entitled))
+    return findings
+
+
+async def _times(scene: Scene, names: list[str], rival: Disguise, entitled: Disguise) -> Finding:
+    """Compare the times of refusals of names that exist and of names that do not."""
+    groups = []
+    for number in range(scene.effort.pairs):
+        name = names[number % len(names)]
+        await _post(scene, name, entitled)
+        asked = [(name, True), (_absent(scene, name), False)]
+        scene.chance.shuffle(asked)
+        times: dict[bool, float] = {}
+        for each, exists in asked:
+            started = scene.prober.clock.now()
+            await _post(scene, each, rival)
+            times[exists] = scene.prober.clock.now() - started
+        groups.append(Group((times[True],), (times[False],)))
+    separation = pooled(groups)
+    return replace(judge(TIMES, separation, f"KS p = {separation.ks:.2g}", either_way=True))
+
+
+async def _adapters(scene: Scene, admin: Disguise) -> list[str]:
+    status, body = await scene.prober.get(LISTING, admin)
+    if status != OK:
+        return []
+    try:
+        return [each["lora_name"] for each in orjson.loads(body)["data"]]
+    except (orjson.JSONDecodeError, KeyError, TypeError):
+        raise AttackError(f"{LISTING} answered something that is no list of adapters") from None
+
+
+def _absent(scene: Scene, name: str) -> str:
+    """Return a name of the same length that no adapter has."""
+    return "".join(scene.chance.choices("abcdefghijklmnopqrstuvwxyz", k=max(len(name), 8)))
+
+
+async def _answers(scene: Scene, name: str, disguise: Disguise) -> Answers:
+    model = f"{scene.prober.model}:{name}"
+    asked = [
+        await _post(scene, name, disguise),
+        await scene.prober.post("/v1/completions", _body(scene.prober.model, lora_path=name), disguise),
+        await scene.prober.get(f"/v1/models/{model}", disguise),
+        await scene.prober.get("/v1/models", disguise),
+    ]
+    return [(status, body.replace(name.encode(), STAND_IN.encode())) for status, body in asked]
+
+
+async def _post(scene: Scene, name: str, disguise: Disguise) -> tuple[int, bytes]:
+    return await scene.prober.post("/v1/completions", _body(f"{scene.prober.model}:{name}"), disguise)
+
+
+def _body(model: str, **fields: str) -> dict[str, object]:
+    return {"model": model, "prompt": "A", "max_tokens": 1, **fields}

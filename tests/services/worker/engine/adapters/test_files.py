@@ -1,0 +1,124 @@
+"""Adapters as files: what is read, what is refused by name, and when two of them are the same."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import safetensors.torch
+import torch
+
+from common.errors import ConfigurationError
+from services.worker.engine.adapters.files import read_adapter
+from tests.services.worker.engine.adapters.peft_adapters import ATTENTION, save_adapter
+from tests.services.worker.engine.driving import load
+from tests.services.worker.engine.families import save_family
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_family(tmp_path_factory.mktemp("model"), "llama")
+
+
+@pytest.fixture
+def adapter(model: Path, tmp_path: Path) -> Path:
+    return save_adapter(model, tmp_path / "adapter", ATTENTION)
+
+
+def configure(adapter: Path, **changes: Any) -> None:
+    file = adapter / "adapter_config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), **changes}))
+
+
+def change(adapter: Path, **tensors: torch.Tensor | None) -> None:
+    file = adapter / "adapter_model.safetensors"
+    content = safetensors.torch.load_file(file)
+    for name, tensor in tensors.items():
+        key = next((key for key in content if key.endswith(name)), name)
+        content.pop(key, None)
+        if tensor is not None:
+            content[key] = tensor
+    safetensors.torch.save_file(content, file)
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"use_dora": True}, "DoRA"),
+        ({"peft_type": "LOHA"}, "'LOHA'"),
+        ({"bias": "all"}, "bias"),
+        ({"modules_to_save": ["lm_head"]}, "modules_to_save"),
+        ({"init_lora_weights": "pissa_niter_4"}, "pissa"),
+        ({"fan_in_fan_out": True}, "fan_in_fan_out"),
+        ({"alora_invocation_tokens": [1]}, "aLoRA"),
+        ({"lora_alpha": "much"}, "lora_alpha"),
+    ],
+)
+def test_what_is_not_supported_is_refused_by_name(adapter: Path, changes: dict[str, Any], reason: str) -> None:
+    configure(adapter, **changes)
+    with pytest.raises(ConfigurationError, match=reason):
+        read_adapter(adapter)
+
+
+def test_damaged_files_are_refused(adapter: Path) -> None:
+    content = (adapter / "adapter_model.safetensors").read_bytes()
+    change(adapter, **{"layers.0.self_attn.q_proj.lora_B.weight": None})
+    with pytest.raises(ConfigurationError, match="two factors"):
+        read_adapter(adapter)
+    (adapter / "adapter_model.safetensors").write_bytes(content)
+    change(adapter, **{"layers.0.self_attn.q_proj.lora_B.weight": torch.full((64, 8), torch.nan)})
+    with pytest.raises(ConfigurationError, match=r"q_proj\.lora_B"):
+        read_adapter(adapter)
+    (adapter / "adapter_model.safetensors").write_bytes(content[:-100])
+    with pytest.raises(ConfigurationError, match=r"adapter_model\.safetensors"):
+        read_adapter(adapter)
+    (adapter / "adapter_model.safetensors").unlink()
+    (adapter / "adapter_model.bin").touch()
+    with pytest.raises(ConfigurationError, match="pickles"):
+        read_adapter(adapter)
+
+
+def test_a_digest_stands_for_all_that_decides_about_results(adapter: Path) -> None:
+    first = read_adapter(adapter).digest
+    assert read_adapter(adapter).digest == first
+    configure(adapter, base_model_name_or_path="elsewhere", inference_mode=True)
+    assert read_adapter(adapter).digest == first
+    digests = {first}
+    for changes in ({"lora_alpha": 17}, {"use_rslora": True}, {"alpha_pattern": {"q_proj": 3}}):
+        configure(adapter, **changes)
+        digests.add(read_adapter(adapter).digest)
+    change(adapter, **{"layers.0.self_attn.q_proj.lora_A.weight": torch.ones(8, 48)})
+    digests.add(read_adapter(adapter).digest)
+    assert len(digests) == 5
+
+
+def test_an_adapter_that_does_not_fit_the_model_is_refused(adapter: Path, model: Path, tmp_path: Path) -> None:
+    runner = load(model, adapter_slots=1)
+    assert runner.adapters is not None
+    other = save_family(tmp_path / "other", "mistral")
+    with pytest.raises(ConfigurationError, match=r"_proj' is made for a matrix"):
+        runner.adapters.read(save_adapter(other, tmp_path / "of other", ATTENTION))
+    change(adapter, **{"base_model.model.vision.lora_A.weight": torch.ones(8, 4)})
+    change(adapter, **{"base_model.model.vision.lora_B.weight": torch.ones(4, 8)})
+    with pytest.raises(ConfigurationError, match="'vision'"):
+        runner.adapters.read(adapter)
+
+
+def test_files_that_changed_since_they_were_read_are_noticed(adapter: Path, model: Path) -> None:
+    runner = load(model, adapter_slots=1)
+    assert runner.adapters is not None
+    digest = runner.adapters.read(adapter).digest
+    # What is in memory is not read again.
+    configure(adapter, lora_alpha=3)
+    assert runner.adapters.read(adapter, digest).digest == digest
+    runner.adapters.drop(digest)
+    with pytest.raises(ConfigurationError, match="changed"):
+        runner.adapters.read(adapter, digest)
+
+
+def test_a_model_without_slots_has_no_place_for_adapters(model: Path) -> None:
+    assert load(model).adapters is None
