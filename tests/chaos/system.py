@@ -185,10 +185,16 @@ class System:
         self.supervisor.kill(name, number)
 
     async def until_up_again(self, name: str, since: float, timeout_s: float = 120.0) -> float:
-        """Wait until a service that died after `since` answers again; return the seconds between."""
+        """Wait until a service that died after `since` answers again; return the seconds between.
+
+        A worker with a model has loaded its weights by then.
+        """
         async with asyncio.timeout(timeout_s):
             while not (times := [at for at in self.reporter.came_up.get(name, ()) if at > since]):  # noqa: ASYNC110
                 await asyncio.sleep(0.02)
+        if name.startswith("worker") and not self.simulated:
+            await self.until_ready(timeout_s)
+            return time.monotonic() - since
         return times[0] - since
 
     async def until_ready(self, timeout_s: float = 120.0) -> None:
