@@ -68,3 +68,5 @@ class Delta(NamedTuple):
     finish: Finish | None = None
     # Sent before the choice's first token.
     prompt_logprobs: PromptLogprobsText | None = None
+    # The weights that computed the tokens, in the first and in the last delta of a choice; empty: not known.
+    weight_version: str = ""

@@ -230,6 +230,9 @@ class EngineSpec:
     snapshots: int | None = None
     rope_parameters: str = ""
     adapter_slots: int = 0
+    # Names of the weights, which do not change what is loaded.
+    weight_version: str = field(default="", compare=False)
+    base_model: str = field(default="", compare=False)
 
 
 @dataclass(frozen=True, slots=True)

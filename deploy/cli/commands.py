@@ -47,6 +47,7 @@ COMMANDS = (
     Command("profile", "deploy.cli.inspection.profile", "record traces of the workers' computations"),
     Command("keys", "deploy.cli.keys", "create, list and revoke API keys"),
     Command("adapters", "deploy.cli.inspection.adapters", "list, load, unload and pin adapters (LoRA)"),
+    Command("weights", "deploy.cli.inspection.weights", "show the weights that serve; replace them"),
     Command("cache", "deploy.cli.inspection.cache", "inspect the prefix cache; pin, forget, flush"),
 )
 

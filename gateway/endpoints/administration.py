@@ -15,6 +15,7 @@ from common.names import check_name
 from common.version import version
 from gateway.endpoints.health import readiness
 from gateway.endpoints.schema import Schema
+from gateway.endpoints.weights import weight_version
 from gateway.identity.caller import Caller, identify
 
 if TYPE_CHECKING:
@@ -83,12 +84,13 @@ def add_routes(router: APIRouter, context: Context) -> None:
     async def model_info(model: str | None = None) -> Response:
         """Return the model's name and capabilities."""
         card = await context.models.require(model)
+        backend = await context.models.find(model)
         info = {
             "model_path": card.name,
             "tokenizer_path": card.name,
             "is_generation": Task.GENERATE in card.tasks,
             "preferred_sampling_params": None,
-            "weight_version": "default",
+            "weight_version": await weight_version(backend),
             "has_image_understanding": False,
             "has_audio_understanding": False,
             "max_model_len": card.max_context_tokens,

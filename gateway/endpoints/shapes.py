@@ -33,6 +33,11 @@ def failed_stream(error: PandoError) -> bytes:
     return b"data: " + error_event(error) + b"\n\n" + DONE
 
 
+def version_field(usage: Usage) -> dict[str, object]:
+    """Return the version of the weights as a field of a response, if it is known."""
+    return {"weight_version": usage.weight_version} if usage.weight_version else {}
+
+
 def usage_object(usage: Usage, reasoning_tokens: int = 0) -> dict[str, object]:
     """Return token counts in OpenAI's shape."""
     return {

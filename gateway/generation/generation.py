@@ -44,6 +44,8 @@ class Usage:
     completion_tokens: int
     # One entry per prompt.
     prompts: tuple[PromptUsage, ...] = ()
+    # Of the weights that computed the newest tokens; empty: not known.
+    weight_version: str = ""
 
     @property
     def total(self) -> int:
@@ -319,6 +321,7 @@ def usage_of(entries: Sequence[JournalEntry]) -> Usage:
         cached_tokens=sum(usage.cached_tokens for usage in prompts),
         completion_tokens=sum(entry.completion_tokens for entry in entries),
         prompts=prompts,
+        weight_version=next((entry.weight_version for entry in reversed(entries) if entry.weight_version), ""),
     )
 
 

@@ -33,6 +33,8 @@ class ChoiceUpdate:
     prompt_logprobs: PromptLogprobsText | None = None
     # Once for each choice, if the request asks for them.
     prompt_ids: Sequence[int] = ()
+    # Of the weights that computed the newest token, in the first and the last update; empty: not known.
+    weight_version: str = ""
 
     @property
     def tokens(self) -> int:
@@ -65,6 +67,7 @@ class ChoiceRecord:
         "token_ids",
         "tries",
         "was_admitted",
+        "weight_version",
     )
 
     def __init__(self, request: GenerateRequest, number: int, index: int) -> None:
@@ -75,6 +78,8 @@ class ChoiceRecord:
         self.token_ids = array("I")
         self.delivered_characters = 0
         self.finish: Finish | None = None
+        # Of the weights that computed the newest token; empty: not known.
+        self.weight_version = ""
         self.was_admitted = False
         # How often the choice failed after it had been admitted, since its last token.
         self.failures = 0
@@ -120,14 +125,19 @@ class ChoiceRecord:
         self.tries = 0
         if delta.token_ids:
             self.failures = self.engine_failures = 0
+        self.weight_version = delta.weight_version or self.weight_version
         part = None if delta.prompt_logprobs is None else self._news(delta.prompt_logprobs)
-        return ChoiceUpdate(self.index, delta.text, delta.token_ids, delta.logprobs, delta.finish, usage, part)
+        return ChoiceUpdate(
+            self.index, delta.text, delta.token_ids, delta.logprobs, delta.finish, usage, part,
+            weight_version=delta.weight_version,
+        )  # fmt: skip
 
     def restore(self, update: ChoiceUpdate) -> None:
         """Record an update that was recorded before, by this gateway or another one."""
         self.token_ids.extend(update.token_ids)
         self.delivered_characters += len(update.text)
         self.finish = update.finish
+        self.weight_version = update.weight_version or self.weight_version
         self.was_admitted = True
         part = update.prompt_logprobs
         if part is not None and self.score is not None:
@@ -210,6 +220,12 @@ class JournalEntry:
     def completion_tokens(self) -> int:
         """Number of generated tokens, summed over all choices."""
         return sum(len(choice.token_ids) for choice in self.choices)
+
+    @property
+    def weight_version(self) -> str:
+        """The weights that computed the newest token of the last choice that has any; empty: not known."""
+        versions = [choice.weight_version for choice in self.choices if choice.weight_version]
+        return versions[-1] if versions else ""
 
     @property
     def prompt_values(self) -> int:

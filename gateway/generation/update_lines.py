@@ -60,6 +60,8 @@ def _encode(update: ChoiceUpdate) -> list[object]:
         rest["prompt_logprobs"] = [part.first, entries, part.lead and _encode_token(part.lead), part.is_last]
     if update.prompt_ids:
         rest["prompt_ids"] = list(update.prompt_ids)
+    if update.weight_version:
+        rest["weight_version"] = update.weight_version
     return [*head, rest] if rest else head
 
 
@@ -78,6 +80,7 @@ def _decode(index: int, text: str, ids: list[int], rest: dict[str, Any] | None =
         PromptUsage(*usage) if usage else None,
         _decode_part(*part) if part else None,
         tuple(rest.get("prompt_ids", ())),
+        rest.get("weight_version", ""),
     )
 
 

@@ -14,7 +14,7 @@ from common.rpc.status import to_error
 from common.wire.adapters import adapter_from_wire
 from common.wire.identity import subject_to_wire
 from gateway.pipeline.cache_changes import watch_groups
-from gateway.pipeline.port import LoadedAdapter, ScheduledMilestone, ScheduledRequest
+from gateway.pipeline.port import LoadedAdapter, ScheduledMilestone, ScheduledRequest, WeightsUpdated
 from protos.gen.pando.v1 import common_pb2, scheduler_pb2, scheduler_pb2_grpc
 
 if TYPE_CHECKING:
@@ -24,13 +24,15 @@ if TYPE_CHECKING:
     from common.adapters import AdapterInfo
     from common.rpc.peers import Servers
     from common.types import RequestId, Subject
-    from gateway.pipeline.port import CacheChanges
+    from gateway.pipeline.port import CacheChanges, WeightsUpdate
 
 
 Answer = TypeVar("Answer")
 TIMEOUT_S = 10.0
 # Covers the download of an adapter.
 LOAD_S = 900.0
+# Requests that run may have to finish first, and large weights take minutes to load.
+UPDATE_TIMEOUT_S = 3600.0
 
 
 class GrpcAdministration:
@@ -46,6 +48,19 @@ class GrpcAdministration:
         request = scheduler_pb2.FlushCacheRequest()
         answers = await self._ask(lambda stub: stub.FlushCache(request, timeout=TIMEOUT_S, metadata=self._metadata))
         return sum(answer.freed_pages for answer in answers)
+
+    async def update_weights(self, update: WeightsUpdate) -> list[WeightsUpdated]:
+        """Replace the weights of all groups, each of which keeps its weights if it cannot; return what each says."""
+        request = scheduler_pb2.UpdateWeightsRequest(
+            model=update.model,
+            load_format=update.load_format,
+            mode=scheduler_pb2.WeightsUpdateMode.Value(f"WEIGHTS_UPDATE_MODE_{update.mode.upper()}"),
+            weight_version=update.version,
+        )
+        answers = await self._ask(
+            lambda stub: stub.UpdateWeights(request, timeout=UPDATE_TIMEOUT_S, metadata=self._metadata)
+        )
+        return [WeightsUpdated(answer.weight_version, answer.running_requests) for answer in answers]
 
     async def states(self) -> list[dict[str, object]]:
         """Return each group's statistics, as JSON."""

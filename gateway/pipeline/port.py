@@ -95,6 +95,9 @@ class Administration(Protocol):
     async def flush_cache(self) -> int:
         """Drop every cache entry that no running request needs; return the number of freed pages."""
 
+    async def update_weights(self, update: WeightsUpdate) -> list[WeightsUpdated]:
+        """Replace the weights of all groups, each of which keeps its weights if it cannot; return what each says."""
+
     async def states(self) -> list[dict[str, object]]:
         """Return the statistics of each group's scheduler, as JSON."""
 
@@ -169,6 +172,27 @@ class LoadedAdapter:
     info: AdapterInfo
     resident: int = 0
     running_rows: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class WeightsUpdate:
+    """Weights by the reference that names their files, and what becomes of the requests that run.
+
+    `load_format` empty: that of the loaded weights. `version` empty: a number. `mode` is drain, recompute or abort.
+    """
+
+    model: str
+    load_format: str = ""
+    mode: str = "drain"
+    version: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class WeightsUpdated:
+    """The name of the weights that a group serves, and the number of requests that ran when the update began."""
+
+    version: str
+    running: int
 
 
 @dataclass(frozen=True, slots=True)

@@ -117,6 +117,7 @@ def delta_from_wire(message: detokenizer_pb2.Delta) -> Delta:
         prompt_logprobs=(
             _prompt_logprobs_from_wire(message.prompt_logprobs) if message.HasField("prompt_logprobs") else None
         ),
+        weight_version=message.weight_version,
     )
 
 

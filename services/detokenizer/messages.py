@@ -33,7 +33,8 @@ class ChoiceSpec:
 class Push:
     """The results of one step: `handles[i]` got `token_ids[i]`; `logprobs` by index i; `finishes` by handle.
 
-    `starts` has the number of cached prompt tokens, by handle, of choices that were assigned a row.
+    `starts` has the number of cached prompt tokens, by handle, of choices that were assigned a row. `weight_version`
+    names the weights that computed the tokens; empty: those of the push before.
     """
 
     opens: Sequence[ChoiceSpec] = ()
@@ -43,6 +44,7 @@ class Push:
     finishes: Mapping[int, Finish] = field(default_factory=dict)
     starts: Mapping[int, int] = field(default_factory=dict)
     prompt_logprobs: Sequence[PromptLogprobsPart] = ()
+    weight_version: str = ""
 
 
 # The following are created for every push: named tuples cost a third of frozen dataclasses.

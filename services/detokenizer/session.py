@@ -36,6 +36,8 @@ class PushSession:
         self._gone: list[int] = []
         self._owed = asyncio.Event()
         self.is_closed = False
+        # Of the weights that compute the tokens; empty: the scheduler does not say.
+        self._weight_version = ""
 
     @property
     def open_requests(self) -> Iterable[RequestId]:
@@ -53,6 +55,7 @@ class PushSession:
         Raises:
             InvalidRequestError: a handle is opened that is already open.
         """
+        self._weight_version = push.weight_version or self._weight_version
         for spec in push.opens:
             self._open(spec)
         for handle, cached_tokens in push.starts.items():
@@ -65,9 +68,7 @@ class PushSession:
         finishes = push.finishes
         for choice in touched:
             finish = finishes.get(choice.handle) if finishes else None
-            delta = choice.advance(finish)
-            if delta.finish is not None:
-                self._end(choice)
+            delta = self._advance(choice, finish)
             mailbox = choice.mailbox
             if mailbox in posts:
                 posts[mailbox].append(delta)
@@ -104,6 +105,14 @@ class PushSession:
         for choice in self._choices.values():
             choice.mailbox.post([choice.advance(finish)])
         self._choices.clear()
+
+    def _advance(self, choice: Choice, finish: Finish | None) -> Delta:
+        delta = choice.advance(finish)
+        if delta.finish is not None:
+            self._end(choice)
+        elif delta.prompt_usage is None:
+            return delta
+        return delta._replace(weight_version=self._weight_version)
 
     def _open(self, spec: ChoiceSpec) -> None:
         mailbox = self._find_mailbox(spec.subscriber_id)

@@ -37,6 +37,7 @@ def push_from_wire(message: detokenizer_pb2.PushRequest) -> Push:
         starts={entry.handle: entry.cached_tokens for entry in message.starts},
         finishes={entry.handle: finish_from_wire(entry.finish) for entry in message.finishes},
         prompt_logprobs=[_part_from_wire(entry) for entry in message.prompt_logprobs],
+        weight_version=message.weight_version,
     )
 
 
@@ -91,6 +92,8 @@ def _delta_to_wire(delta: Delta) -> detokenizer_pb2.Delta:
         message.prompt_usage.SetInParent()
     if delta.finish is not None:
         message.finish.CopyFrom(finish_to_wire(delta.finish))
+    if delta.weight_version:
+        message.weight_version = delta.weight_version
     if delta.prompt_logprobs is not None:
         message.prompt_logprobs.CopyFrom(_prompt_logprobs_to_wire(delta.prompt_logprobs))
     return message

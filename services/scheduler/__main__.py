@@ -30,6 +30,7 @@ from services.scheduler.group import WorkerGroup
 from services.scheduler.loop import SchedulerLoop
 from services.scheduler.outlets import Outlets
 from services.scheduler.service import SchedulerService
+from services.scheduler.weights_desk import WeightsDesk
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine
@@ -73,7 +74,9 @@ async def serve_with(settings: Settings, stopping: asyncio.Event, decisions: Dec
     outlets = Outlets(servers_at(settings.scheduler.detokenizer, security), loop)
     loop.connect(group, outlets)
     works = [group.run(), outlets.run(), loop.run(), *publish_kv_events(settings, loop, fleet[1] if fleet else None)]
-    service = SchedulerService(loop, settings.scheduler, Credentials(read_token(settings.scheduler)))
+    service = SchedulerService(
+        loop, settings.scheduler, Credentials(read_token(settings.scheduler)), WeightsDesk(loop, group)
+    )
     desk = make_desk(settings, loop)
     if desk is not None:
         service.verdicts = desk.verdicts

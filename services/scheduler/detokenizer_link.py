@@ -78,13 +78,15 @@ class DetokenizerLink:
         """The name of the detokenizer's process; None if it has none, or before the first connection."""
         return self._link.process
 
-    def send(self, output: Output) -> None:
-        """Queue output.
+    def send(self, output: Output, weight_version: str) -> None:
+        """Queue output, whose tokens were computed with the weights called `weight_version`.
 
         Raises:
             UnavailableError: the detokenizer is unreachable, or does not keep up.
         """
-        self._link.send(output_to_wire(output))
+        message = output_to_wire(output)
+        message.weight_version = weight_version
+        self._link.send(message)
 
     def _on_connected(self) -> None:
         # An earlier stream may still be open at the detokenizer, if the connection broke on this side only.

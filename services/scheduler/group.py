@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import time
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from enum import Enum
-from typing import TYPE_CHECKING, NoReturn, Protocol
+from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 
 import grpc
 
-from common.errors import ConfigurationError, UnavailableError
+from common.errors import ConfigurationError, InvalidRequestError, UnavailableError
 from common.logs import get_logger
 from common.rpc.stream import RefusalLog
-from services.scheduler.rank import EngineFailedError, PlanStream, RankConnection, RankLostError
+from services.scheduler.rank import EngineFailedError, LoadedWeights, PlanStream, RankConnection, RankLostError
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Sequence
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from common.grammars import Grammar
     from common.steps import EngineCapacity, EngineSpec, StepPlan, StepResult
     from common.transfers import TransferAck, TransferId
+    from services.scheduler.rank import RankIdentity
 
 
 RECONNECT_S = 0.2
@@ -35,6 +36,11 @@ SILENT_BEATS = 3
 SILENT_BEATS_ALONE = 10
 # Heartbeats in a row in which no result arrived and a rank had no plan, although some are in flight.
 IDLE_BEATS = 3
+# The version of weights that have not been replaced.
+DEFAULT_VERSION = "default"
+# Seconds for which ranks may be away while they are configured with other weights, as processes on several GPUs have to
+# be restarted for that; then they get the weights that they had.
+REPLACE_PATIENCE_S = 90.0
 # Time to wait for the other ranks' errors after one has failed.
 REASON_GRACE_S = 0.5
 
@@ -46,6 +52,20 @@ class GroupState(Enum):
     CONFIGURING = "CONFIGURING"
     READY = "READY"
     FAILED = "FAILED"
+
+
+class _ReplacingError(RankLostError):
+    """The ranks are about to be configured with other weights."""
+
+
+@dataclass(slots=True)
+class _Replacement:
+    """Weights that the group is being configured with, and those that it had."""
+
+    weights: LoadedWeights
+    before: EngineSpec
+    done: asyncio.Future[None]
+    began_at: float
 
 
 class GroupListener(Protocol):
@@ -83,6 +103,7 @@ class WorkerGroup:
 
         `restore` is called with the ranks once they are configured, before they get plans.
         """
+        # The connections, while the group is ready; rank 0 samples.
         self.ranks: Sequence[RankConnection] = ()
         self._restore = restore
         self.state = GroupState.CONNECTING
@@ -99,8 +120,9 @@ class WorkerGroup:
         # Whether the engine failed when the group was lost, memory aside; None: if one of the processes has died since.
         self._has_engine_failed: bool | None = False
         self._processes: list[str] = []
-        # Rank 0, which samples, while the group is ready.
-        self._first: RankConnection | None = None
+        self._replacement: _Replacement | None = None
+        # Raises its exception in `_serve`, to have the group configured again.
+        self._break: asyncio.Future[NoReturn] | None = None
         self._pause_s = RECONNECT_S
         self._refusals = RefusalLog("worker")
         self._log = get_logger("group")
@@ -119,9 +141,76 @@ class WorkerGroup:
         Raises:
             PandoError: the grammar is refused, or the workers are not connected.
         """
-        if self._first is None:
+        if not self.ranks:
             raise UnavailableError("the scheduler waits for its workers", retry_after_ms=1000)
-        await self._first.prepare(grammar)
+        await self.ranks[0].prepare(grammar)
+
+    @property
+    def weights(self) -> LoadedWeights:
+        """The weights that the group is configured with."""
+        return LoadedWeights(self._spec.model, self._spec.load_format, self._spec.weight_version or DEFAULT_VERSION)
+
+    async def check_weights(self, weights: LoadedWeights) -> None:
+        """Check on all ranks that other weights fit.
+
+        Raises:
+            PandoError: they do not, or a rank is unreachable.
+        """
+        if not self.ranks:
+            raise UnavailableError("the scheduler waits for its workers", retry_after_ms=1000)
+        await asyncio.gather(*(rank.check_weights(weights) for rank in self.ranks))
+
+    async def replace_weights(self, weights: LoadedWeights) -> None:
+        """Configure all ranks with other weights; if any of them fails, all get the weights that they had.
+
+        The listener is told that the group is lost, and that it is ready again.
+
+        Raises:
+            PandoError: the weights could not be loaded, or a rank was lost; the earlier ones serve again, or soon will.
+        """
+        assert self._replacement is None, "the caller makes one update at a time"
+        if self._break is None or self._break.done():
+            raise UnavailableError("the workers were lost before their weights were replaced", retry_after_ms=1000)
+        done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._replacement = _Replacement(weights, self._spec, done, time.monotonic())
+        self._break.set_exception(_ReplacingError("the weights are replaced"))
+        try:
+            await done
+        finally:
+            self._replacement = None
+
+    def _begin_replacement(self, replacement: _Replacement) -> None:
+        weights, before = replacement.weights, replacement.before
+        self._spec = replace(
+            before, model=weights.model, load_format=weights.load_format or before.load_format,
+            weight_version=weights.version, base_model=before.base_model or before.model,
+        )  # fmt: skip
+        self._log.info("weights.replacing", model=weights.model, version=weights.version)
+
+    def _roll_back(self, error: Exception) -> None:
+        """Return to the weights before, if the group was lost while it was configured with others."""
+        replacement = self._replacement
+        if replacement is None or replacement.done.done():
+            return
+        is_final = isinstance(error, ConfigurationError)
+        if not is_final and time.monotonic() - replacement.began_at < REPLACE_PATIENCE_S:
+            return
+        self._spec = replacement.before
+        reason = error.details() if isinstance(error, grpc.aio.AioRpcError) else str(error)
+        self._log.error("weights.rolled_back", model=replacement.weights.model, reason=reason)
+        kind = InvalidRequestError if is_final else UnavailableError
+        replacement.done.set_exception(kind(f"the weights were not replaced: {reason}"))
+
+    def _adopt(self, ranks: Sequence[RankIdentity]) -> None:
+        """Go on with weights that replaced those of the settings before this scheduler started."""
+        for rank in ranks:
+            is_replaced = bool(rank.weights.version) and rank.base_model == self._spec.model
+            if is_replaced and not self._spec.weight_version:
+                self._spec = replace(
+                    self._spec, model=rank.weights.model, load_format=rank.weights.load_format,
+                    weight_version=rank.weights.version, base_model=rank.base_model,
+                )  # fmt: skip
+                self._log.info("weights.adopted", model=rank.weights.model, version=rank.weights.version)
 
     async def run(self) -> NoReturn:
         """Configure and serve the group indefinitely.
@@ -133,7 +222,17 @@ class WorkerGroup:
             channels = [open_channel() for open_channel in self._open_channels]
             try:
                 await self._run_once([RankConnection(channel) for channel in channels])
+            except _ReplacingError as error:
+                self._lose(error)
+                assert self._replacement is not None, "it has raised the error"
+                self._begin_replacement(self._replacement)
+                continue
+            except ConfigurationError as error:
+                if self._replacement is None or self._replacement.done.done():
+                    raise
+                self._roll_back(error)
             except (RankLostError, grpc.aio.AioRpcError) as error:
+                self._roll_back(error)
                 self._lose(error)
             finally:
                 for channel in channels:
@@ -148,7 +247,11 @@ class WorkerGroup:
             self._log.warning("group.lost", reason=reason)
         if self.state is GroupState.READY:
             self.state = GroupState.FAILED
-            self._has_engine_failed = not error.out_of_memory if isinstance(error, EngineFailedError) else None
+            if isinstance(error, _ReplacingError):
+                # Even if the processes end, as those on several GPUs do.
+                self._has_engine_failed = False
+            else:
+                self._has_engine_failed = not error.out_of_memory if isinstance(error, EngineFailedError) else None
             self._listener.on_lost(out_of_memory=isinstance(error, EngineFailedError) and error.out_of_memory)
         elif self.state is GroupState.CONFIGURING:
             self.state = GroupState.CONNECTING
@@ -156,7 +259,10 @@ class WorkerGroup:
 
     async def _run_once(self, ranks: list[RankConnection]) -> None:
         """Configure all ranks, then serve them until one fails."""
-        processes = await asyncio.gather(*(rank.wait_until_up() for rank in ranks))
+        found = await asyncio.gather(*(rank.wait_until_up() for rank in ranks))
+        processes = [rank.process for rank in found]
+        if not self._processes:
+            self._adopt(found)
         if self.state is not GroupState.FAILED:
             self.state = GroupState.CONFIGURING
         capacity = await self._configure(ranks)
@@ -173,15 +279,18 @@ class WorkerGroup:
             await asyncio.gather(*(stream.wait_until_open() for stream in self._streams))
             self.state, self._pause_s = GroupState.READY, RECONNECT_S
             self._refusals.clear()
-            self._first, self.ranks = ranks[0], ranks
+            self.ranks = ranks
+            self._break = asyncio.get_running_loop().create_future()
             self._log.info("group.ready", ranks=len(ranks), pages=capacity.device_pages, device=capacity.device)
             if self._has_engine_failed is None:
                 self._has_engine_failed = processes != self._processes
             self._processes = processes
             self._listener.on_ready(capacity, engine_failed=self._has_engine_failed)
-            await self._serve(ranks)
+            if self._replacement is not None and not self._replacement.done.done():
+                self._replacement.done.set_result(None)
+            await self._serve(ranks, self._break)
         finally:
-            self._first, self.ranks = None, ()
+            self.ranks = ()
             for stream in self._streams:
                 stream.cancel()
 
@@ -214,19 +323,23 @@ class WorkerGroup:
         )
         return replace(capacities[0], has_storage=has_storage)
 
-    async def _serve(self, ranks: list[RankConnection]) -> None:
-        """Read all ranks' results until one of them fails."""
+    async def _serve(self, ranks: list[RankConnection], broken: asyncio.Future[NoReturn]) -> None:
+        """Read all ranks' results until one of them fails, or until `broken` has an exception, which is raised."""
         readers = [asyncio.create_task(self._read(stream, rank)) for rank, stream in enumerate(self._streams)]
         watches = [asyncio.create_task(self._watch())]
         watches += [asyncio.create_task(self._watch_rank(number, rank)) for number, rank in enumerate(ranks)]
         try:
-            done, _ = await asyncio.wait([*readers, *watches], return_when=asyncio.FIRST_COMPLETED)
+            waited: list[asyncio.Future[Any]] = [*readers, *watches, broken]
+            done, _ = await asyncio.wait(waited, return_when=asyncio.FIRST_COMPLETED)
             self._is_losing = True
+            if broken.done():
+                broken.result()
             if len(readers) > 1:
                 # A failing rank makes others fail, and their errors may arrive first; only its own error has the cause.
                 done = (await asyncio.wait(readers, timeout=REASON_GRACE_S))[0] | done
             raise _most_informative([error for task in done if (error := task.exception()) is not None])
         finally:
+            broken.cancel()
             for task in (*readers, *watches):
                 task.cancel()
             await asyncio.gather(*readers, *watches, return_exceptions=True)

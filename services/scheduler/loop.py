@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from common.errors import UnavailableError
@@ -49,6 +50,7 @@ if TYPE_CHECKING:
     from services.scheduler.decision_log import DecisionLog
     from services.scheduler.group import WorkerGroup
     from services.scheduler.outlets import Outlets
+    from services.scheduler.rank import LoadedWeights
 
 HOUSEKEEPING_INTERVAL_S = 0.25
 # One plan is sent while the other one runs, which hides the network's latency.
@@ -91,6 +93,9 @@ class SchedulerLoop:
         self._sampler: InvariantSampler | None = None
         self._storage = StorageDesk(settings.storage)
         self._capacity: EngineCapacity | None = None
+        # The weights at the last `on_ready`.
+        self._weights: LoadedWeights | None = None
+        self._holds_new = False
         self._group: WorkerGroup | None = None
         self._outlets: Outlets | None = None
         self._wake = asyncio.Event()
@@ -203,6 +208,23 @@ class SchedulerLoop:
             raise UnavailableError("the scheduler waits for its workers", retry_after_ms=1000)
         return self.core.sessions
 
+    def count_started(self) -> int:
+        """Return the number of open choices whose requests have started."""
+        return len(self.core.started_sequences) if self.core else 0
+
+    def hold_new(self, *, held: bool) -> None:
+        """Keep requests from starting, or let them; they are accepted and wait. Those that have started continue."""
+        self._holds_new = held
+        if self.core is not None:
+            self.core.hold_new(held=held)
+        self._wake.set()
+
+    def abort_started(self) -> None:
+        """Abort all requests that have started."""
+        if self.core is not None:
+            self.core.abort_started()
+            self._push()
+
     def wake(self) -> None:
         """Check for work after a change outside the loop."""
         self._wake.set()
@@ -222,7 +244,8 @@ class SchedulerLoop:
 
     def on_ready(self, capacity: EngineCapacity, *, engine_failed: bool) -> None:
         """Start serving, or continue with the requests that were open when the workers were lost."""
-        if self.core is not None and capacity != self._capacity:
+        weights = self._group.weights if self._group else None
+        if self.core is not None and not self._fits(capacity, weights):
             self.core.fail_all(UnavailableError("the workers came back with another capacity", retry_after_ms=1000))
             self._push()
             self.core = None
@@ -263,9 +286,30 @@ class SchedulerLoop:
             self._sampler = InvariantSampler.of(cache)
             # Rare and long, so each call is measured.
             self._advance = times.timed("advance", cache.advance, one_in=1)
-        self._capacity = capacity
+            self.core.hold_new(held=self._holds_new)
+        self._note_ready(capacity, weights)
+
+    def _fits(self, capacity: EngineCapacity, weights: LoadedWeights | None) -> bool:
+        """Whether open requests can go on: with equal weights, or with others that an update has brought.
+
+        No KV outlives the loss of the workers, so what was computed with earlier weights is never used.
+        """
+        if self._capacity is not None and weights != self._weights:
+            return replace(capacity, fingerprint=self._capacity.fingerprint) == self._capacity
+        return capacity == self._capacity
+
+    def _note_ready(self, capacity: EngineCapacity, weights: LoadedWeights | None) -> None:
+        self._capacity, self._weights = capacity, weights
+        if weights is not None:
+            metrics.WEIGHTS_INFO.clear()
+            metrics.WEIGHTS_INFO.labels(weights.version).set(1)
         metrics.GROUP_READY.set(1)
         self._wake.set()
+
+    @property
+    def weights(self) -> LoadedWeights | None:
+        """The weights that serve, or served last; None before the workers were ready."""
+        return self._weights
 
     def _on_adapters_lost(self) -> None:
         self._push()
@@ -387,7 +431,7 @@ class SchedulerLoop:
             self.timelines.note(self.core.milestones.take(), time.time())
         output = self.core.take_output() if self.core else None
         if output is not None and self._outlets is not None:
-            self._outlets.send(output)
+            self._outlets.send(output, self._weights.version if self._weights else "")
 
     async def _housekeep(self) -> None:
         """Enforce time limits, advance the cache's epoch, check page accounting and update gauges, periodically."""

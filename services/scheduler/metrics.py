@@ -127,4 +127,10 @@ FLEET_CONNECTED = Gauge(
 CACHE_INFO = Gauge(
     "pando_scheduler_cache_info", "1 for the cache's tokens per page and its pages.", ["page_size", "device_pages"]
 )
+WEIGHTS_INFO = Gauge(
+    "pando_scheduler_weights_info", "1 for the weights that serve, by the name that responses show.", ["weight_version"]
+)
+WEIGHT_UPDATES_TOTAL = Counter(
+    "pando_scheduler_weight_updates_total", "Updates of the weights: replaced, or failed.", ["outcome"]
+)
 GROUP_READY = Gauge("pando_scheduler_worker_group_ready", "1 while all ranks carry out plans.")

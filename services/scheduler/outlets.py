@@ -39,8 +39,11 @@ class Outlets:
         """Whether output for `reply_to` could be sent now."""
         return self._find(reply_to) is not None
 
-    def send(self, output: Output) -> None:
-        """Queue output, each choice's for its detokenizer; that of unreachable ones is dropped."""
+    def send(self, output: Output, weight_version: str) -> None:
+        """Queue output, each choice's for its detokenizer; that of unreachable ones is dropped.
+
+        `weight_version` names the weights that computed its tokens.
+        """
         for sequence in output.opens:
             link = self._find(sequence.request.reply_to)
             if link is not None:
@@ -49,7 +52,7 @@ class Outlets:
         parts = [(links[0], output)] if len(self._links) == len(links) == 1 else divide(output, self._owners, links)
         for link, part in parts:
             try:
-                link.send(part)
+                link.send(part, weight_version)
             except UnavailableError as error:
                 self._log.warning("output.dropped", reason=str(error))
         for handle, _ in output.finishes:

@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 
 STATE_TIMEOUT_S = 5.0
 CONFIGURE_TIMEOUT_S = 3600.0
+# Reads the headers of all files with weights, which may be on a slow network.
+CHECK_WEIGHTS_TIMEOUT_S = 600.0
 # Covers the worker's own limit for a grammar, and grammars queued before this one.
 PREPARE_TIMEOUT_S = 120.0
 # Covers the download of an adapter.
@@ -55,6 +57,27 @@ class Pulse:
     open_plans: int | None
 
 
+@dataclass(frozen=True, slots=True)
+class LoadedWeights:
+    """Weights by the reference that names their files, and by the name that responses show."""
+
+    model: str
+    load_format: str
+    version: str
+
+
+@dataclass(frozen=True, slots=True)
+class RankIdentity:
+    """A rank's process, which another process does not have the name of, and the weights it was last configured with.
+
+    `base_model` is empty unless the weights replaced those of the settings.
+    """
+
+    process: str
+    base_model: str
+    weights: LoadedWeights
+
+
 class RankConnection:
     """Calls one rank over its channel."""
 
@@ -62,11 +85,21 @@ class RankConnection:
         self._stub = worker_pb2_grpc.WorkerStub(channel)
         self._log = get_logger("rank")
 
-    async def wait_until_up(self) -> str:
-        """Wait until the rank answers; return the name of its process, which another process does not have."""
+    async def wait_until_up(self) -> RankIdentity:
+        """Wait until the rank answers; return what it is and has."""
         request = worker_pb2.GetWorkerStateRequest()
         state = await self._stub.GetState(request, timeout=STATE_TIMEOUT_S, wait_for_ready=True)
-        return state.process
+        weights = LoadedWeights(state.model, state.load_format, state.weight_version)
+        return RankIdentity(state.process, state.base_model, weights)
+
+    async def check_weights(self, weights: LoadedWeights) -> None:
+        """Check that other weights fit.
+
+        Raises:
+            PandoError: they do not, or the rank is unreachable.
+        """
+        request = worker_pb2.CheckWeightsRequest(model=weights.model, load_format=weights.load_format)
+        await answered(self._stub.CheckWeights(request, timeout=CHECK_WEIGHTS_TIMEOUT_S))
 
     async def pulse(self, timeout_s: float) -> Pulse | None:
         """Return the rank's answer to a heartbeat; None if there is none in time."""

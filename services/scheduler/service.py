@@ -31,6 +31,7 @@ from services.scheduler.wire.state import (
     storage_to_wire,
     tier_to_wire,
     traffic_to_wire,
+    update_mode_from_wire,
 )
 from services.scheduler.wire.timelines import timeline_to_wire
 
@@ -46,6 +47,7 @@ if TYPE_CHECKING:
     from services.scheduler.credentials import Credentials
     from services.scheduler.loop import SchedulerLoop
     from services.scheduler.submissions import Batch
+    from services.scheduler.weights_desk import WeightsDesk
 
 # Requests and responses differ by method.
 Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
@@ -60,8 +62,10 @@ LOAD_INTERVAL_S = 0.2
 class SchedulerService(scheduler_pb2_grpc.SchedulerServicer):
     """Decodes requests, calls the loop and encodes the responses."""
 
-    def __init__(self, loop: SchedulerLoop, settings: SchedulerSettings, credentials: Credentials) -> None:
-        """Serve `loop`; `credentials` decide which callers may read names and make changes."""
+    def __init__(
+        self, loop: SchedulerLoop, settings: SchedulerSettings, credentials: Credentials, weights: WeightsDesk
+    ) -> None:
+        """Serve `loop` and `weights`; `credentials` decide which callers may read names and make changes."""
         # Verdicts of the content check by outcome; replaced by the content desk's own counts if there is one.
         self.verdicts: dict[str, int] = {}
         # Receives each prompt pinned (True) or unpinned here; replaced by the fleet desk's, if there is one.
@@ -69,6 +73,7 @@ class SchedulerService(scheduler_pb2_grpc.SchedulerServicer):
         self._loop = loop
         self._settings = settings
         self._credentials = credentials
+        self._weights = weights
 
     async def Submit(  # type: ignore[override]  # noqa: N802  (writes to its context; the contract names it)
         self, request_iterator: AsyncIterator[scheduler_pb2.SchedulerSubmitRequest], context: Context
@@ -111,7 +116,9 @@ class SchedulerService(scheduler_pb2_grpc.SchedulerServicer):
             policy=self._settings.queue.policy,
             cache=self._settings.cache.mode,
         )
-        core = self._loop.core
+        core, weights = self._loop.core, self._loop.weights
+        if weights is not None:
+            state.weights, state.weight_version = weights.model, weights.version
         if core is not None:
             _describe_core(core, state)
             if core.config.is_encoder:
@@ -226,6 +233,16 @@ class SchedulerService(scheduler_pb2_grpc.SchedulerServicer):
             rows = slots.rows_of(adapter.digest)
             response.adapters.add(adapter=adapter_to_wire(adapter), resident=rows is not None, running_rows=rows or 0)
         return response
+
+    async def UpdateWeights(  # noqa: N802
+        self, request: scheduler_pb2.UpdateWeightsRequest, context: Context
+    ) -> scheduler_pb2.UpdateWeightsResponse:
+        """Replace the weights of all ranks."""
+        self._credentials.require_admin_if_set(_metadata(context), "replace the weights")
+        updated = await self._weights.update(
+            request.model, request.load_format, update_mode_from_wire(request.mode), request.weight_version
+        )
+        return scheduler_pb2.UpdateWeightsResponse(weight_version=updated.version, running_requests=updated.running)
 
     async def Pause(  # noqa: N802
         self, request: scheduler_pb2.PauseRequest, context: Context

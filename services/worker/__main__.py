@@ -58,7 +58,12 @@ async def serve(settings: Settings, stopping: asyncio.Event) -> None:
     engine = make_engine(settings.worker, library)
     engine = engine if tier is None else StoringEngine(engine, tier, asyncio.get_running_loop())
     rules = ProfileRules(directory=settings.worker.profile.directory)
-    rank = Rank(engine, profile_rules=rules, keep_warm_s=settings.worker.keep_warm_ms / 1000)
+    rank = Rank(
+        engine,
+        profile_rules=rules,
+        keep_warm_s=settings.worker.keep_warm_ms / 1000,
+        check_weights=check_weights,
+    )
     server = RpcServer(NAME, settings.worker.address, security)
     server.add(worker_pb2_grpc.add_WorkerServicer_to_server, WorkerService(rank, grammars))
     await server.start()
@@ -92,6 +97,15 @@ def make_tier(settings: WorkerStorageSettings) -> WorkerStorageTier | None:
     """Return the storage tier, None where no storage is configured."""
     storage = make_storage(settings)
     return None if storage is None else WorkerStorageTier(storage, settings.timeout_s, STORAGE_THREADS)
+
+
+def check_weights(loaded: EngineSpec, replacement: EngineSpec) -> int:
+    """Check that `replacement` has the shape of the loaded weights; return the bytes of its files."""
+    if loaded.load_format == FAKE_FORMAT:
+        return 0
+    from services.worker.engine.checkpoints.replacing import check_replacement
+
+    return check_replacement(loaded, replacement)
 
 
 def make_engine(settings: WorkerSettings, library: GrammarLibrary) -> Engine:

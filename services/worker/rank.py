@@ -25,6 +25,9 @@ if TYPE_CHECKING:
     from services.worker.engine.execution.interface import AdapterSize, AdapterStore, Engine, ProgressReport
     from services.worker.profiles import ProfileRecorder
 
+    # Of the loaded model and of another one; returns the bytes of its weights, or raises ConfigurationError.
+    CheckWeights = Callable[[EngineSpec, EngineSpec], int]
+
 # Far longer than any plan: a thread that is still busy then hangs.
 STUCK_AFTER_S = 30.0
 JOIN_TIMEOUT_S = 5.0
@@ -79,11 +82,13 @@ class Rank:
         stuck_after_s: float = STUCK_AFTER_S,
         profile_rules: ProfileRules | None = None,
         keep_warm_s: float = 0.0,
+        check_weights: CheckWeights = lambda _loaded, _replacement: 0,
     ) -> None:
         """Take over `engine`, which only this object uses from now on.
 
         Idle, it is kept warm every `keep_warm_s` seconds; 0: it is not.
         """
+        self._check_weights = check_weights
         # Set if a restart is needed: the thread hangs, or has left a group that it cannot rejoin.
         self.needs_new_process = asyncio.Event()
         self._engine = engine
@@ -164,6 +169,19 @@ class Rank:
     def adapters(self) -> list[AdapterInfo]:
         """The adapters that were read, also before the model was loaded again."""
         return self._adapters
+
+    async def check_weights(self, model: str, load_format: str) -> int:
+        """Check that other weights can replace the loaded ones, beside plans; return their bytes.
+
+        Raises:
+            NotReadyError: no model is loaded.
+            ConfigurationError: they cannot.
+        """
+        spec = self._spec
+        if spec is None or self._state is not WorkerState.READY:
+            raise NotReadyError(f"the rank is {self._state.value}, configure it first")
+        replacement = replace(spec, model=model, load_format=load_format or spec.load_format)
+        return await asyncio.to_thread(self._check_weights, spec, replacement)
 
     def open_session(self) -> ExecuteSession:
         """Begin a stream of plans with no rows open; a stream that is open gives way.

@@ -120,6 +120,19 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
         """Return the adapters that were read."""
         return worker_pb2.GetAdaptersResponse(adapters=map(adapter_to_wire, self._rank.adapters))
 
+    async def CheckWeights(  # noqa: N802
+        self, request: worker_pb2.CheckWeightsRequest, context: Context
+    ) -> worker_pb2.CheckWeightsResponse:
+        """Check that other weights can replace the loaded ones."""
+        try:
+            return worker_pb2.CheckWeightsResponse(
+                bytes=await self._rank.check_weights(request.model, request.load_format)
+            )
+        except NotReadyError as error:
+            await context.abort(grpc.StatusCode.FAILED_PRECONDITION, str(error))
+        except ConfigurationError as error:
+            raise InvalidRequestError(str(error), param="model_path") from error
+
     async def GetState(  # noqa: N802
         self, request: worker_pb2.GetWorkerStateRequest, context: Context
     ) -> worker_pb2.GetWorkerStateResponse:
@@ -137,6 +150,9 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
             heartbeat_age_ms=int(snapshot.heartbeat_age_s * 1000),
             process=self._process,
             open_plans=snapshot.open_plans,
+            weight_version=spec.weight_version if spec else "",
+            base_model=spec.base_model if spec else "",
+            load_format=spec.load_format if spec else "",
         )
 
     async def StartProfile(  # noqa: N802

@@ -73,6 +73,8 @@ def spec_from_wire(message: worker_pb2.ConfigureRequest) -> EngineSpec:
         snapshots=message.snapshots if message.HasField("snapshots") else None,
         rope_parameters=message.rope_parameters,
         adapter_slots=message.adapter_slots,
+        weight_version=message.weight_version,
+        base_model=message.base_model,
     )
 
 

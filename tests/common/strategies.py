@@ -248,4 +248,5 @@ deltas = complete(
         lead=st.none() | token_texts,
         is_last=st.booleans(),
     ),
+    weight_version=NAMES | st.just(""),
 )

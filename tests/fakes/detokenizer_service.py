@@ -22,6 +22,8 @@ class RecordingDetokenizer(detokenizer_pb2_grpc.DetokenizerServicer):
         self.opened: set[str] = set()
         self.cached: dict[str, int] = {}
         self.finishes: dict[str, detokenizer_pb2.ChoiceFinish] = {}
+        # Of the weights, by request, when it finished.
+        self.versions: dict[str, str] = {}
         self.stop_after: dict[str, int] = {}
         self.gone: set[str] = set()
         self._names: dict[int, str] = {}
@@ -50,5 +52,6 @@ class RecordingDetokenizer(detokenizer_pb2_grpc.DetokenizerServicer):
                     answer.stop_hits.add(handle=handle, completion_tokens=len(self.tokens[name]))
             for finish in message.finishes:
                 self.finishes[self._names[finish.handle]] = finish
+                self.versions[self._names[finish.handle]] = message.weight_version
             if answer.stop_hits or answer.gone_handles:
                 yield answer

@@ -24,11 +24,11 @@ from common.types import (
     ToolStyle,
     View,
 )
-from gateway.pipeline.port import CacheChanges, LoadedAdapter, ModelInfo, Tokenization
+from gateway.pipeline.port import CacheChanges, LoadedAdapter, ModelInfo, Tokenization, WeightsUpdated
 
 if TYPE_CHECKING:
     from common.errors import PandoError
-    from gateway.pipeline.port import Listener, ScheduledRequest
+    from gateway.pipeline.port import Listener, ScheduledRequest, WeightsUpdate
 
 Event = Admission | Delta
 Script = Callable[[GenerateRequest], Iterable[Event]]
@@ -211,13 +211,21 @@ class FakeAdministration:
     changes: list[CacheChanges] = field(default_factory=list)
     listings: int = 0
     loaded: dict[str, LoadedAdapter] = field(default_factory=dict)
+    updates: list[WeightsUpdate] = field(default_factory=list)
+    refusal: PandoError | None = None
 
     async def flush_cache(self) -> int:
         self.flushes += 1
         return 42
 
+    async def update_weights(self, update: WeightsUpdate) -> list[WeightsUpdated]:
+        self.updates.append(update)
+        if self.refusal is not None:
+            raise self.refusal
+        return [WeightsUpdated(update.version or "1", 3)]
+
     async def states(self) -> list[dict[str, object]]:
-        return [{"running_rows": 0}]
+        return [{"running_rows": 0, "weight_version": "default"}]
 
     async def timelines(self, request_ids: Sequence[RequestId], subject: Subject) -> list[ScheduledRequest]:
         self.asked.append((tuple(request_ids), subject))

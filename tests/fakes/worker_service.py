@@ -60,6 +60,9 @@ class FakeWorkerService(worker_pb2_grpc.WorkerServicer):
         self.adapters: dict[str, common_pb2.AdapterInfo] = {}
         self.adapter_reads = 0
         self.dropped_adapters: list[str] = []
+        # Why weights are refused when they are checked, and when they are loaded, by model.
+        self.misfits: dict[str, str] = {}
+        self.unloadable: dict[str, str] = {}
         self.step_s = 0.0
         # Passes that a transfer takes; those that are done together are acknowledged last first.
         self.transfer_passes = 1
@@ -68,10 +71,24 @@ class FakeWorkerService(worker_pb2_grpc.WorkerServicer):
         self, request: worker_pb2.GetWorkerStateRequest, context: Context
     ) -> worker_pb2.GetWorkerStateResponse:
         await self.answers.wait()
-        age_ms = round(self.heartbeat_age_s * 1000)
+        last = self.configured[-1] if self.configured else worker_pb2.ConfigureRequest()
         return worker_pb2.GetWorkerStateResponse(
-            state="READY", process=self.process, heartbeat_age_ms=age_ms, open_plans=self.open_plans
+            state="READY",
+            process=self.process,
+            heartbeat_age_ms=round(self.heartbeat_age_s * 1000),
+            open_plans=self.open_plans,
+            model=last.model,
+            load_format=last.load_format,
+            weight_version=last.weight_version,
+            base_model=last.base_model,
         )
+
+    async def CheckWeights(
+        self, request: worker_pb2.CheckWeightsRequest, context: Context
+    ) -> worker_pb2.CheckWeightsResponse:
+        if request.model in self.misfits:
+            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, self.misfits[request.model])
+        return worker_pb2.CheckWeightsResponse()
 
     async def PrepareGrammar(
         self, request: worker_pb2.PrepareGrammarRequest, context: Context
@@ -126,6 +143,8 @@ class FakeWorkerService(worker_pb2_grpc.WorkerServicer):
         self.configured.append(request)
         if self.refusal is not None:
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, self.refusal)
+        if request.model in self.unloadable:
+            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, self.unloadable[request.model])
         yield worker_pb2.ConfigureResponse(progress=0.5, stage="loading")
         if self.failures_to_load:
             self.failures_to_load -= 1
@@ -139,6 +158,7 @@ class FakeWorkerService(worker_pb2_grpc.WorkerServicer):
             vocabulary_size=VOCABULARY,
             eos_token_ids=[self.eos_token_id],
             device="fake",
+            fingerprint=request.model,
         )
         if self.window is not None and request.window_ratio:
             pages, tokens = self.window

@@ -12,7 +12,7 @@ from common.notations.registry import NOTATIONS
 from common.types import FinishReason, ToolStyle
 from gateway.delivery.collecting import FINISH_REASONS, matched_stop
 from gateway.endpoints.blocks import derived_hex
-from gateway.endpoints.shapes import DONE, by_id, failed_stream, finite_logprob, usage_object
+from gateway.endpoints.shapes import DONE, by_id, failed_stream, finite_logprob, usage_object, version_field
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -97,8 +97,8 @@ class ChatChunks:
         """Return the usage chunk, if requested, and the end mark."""
         if not self._include_usage:
             return DONE
-        counts = orjson.dumps(usage_object(usage, reasoning_tokens))
-        return self._head + b'],"usage":' + counts + b"}\n\n" + DONE
+        rest = {"usage": usage_object(usage, reasoning_tokens), **version_field(usage)}
+        return self._head + b"]," + orjson.dumps(rest).removeprefix(b"{") + b"\n\n" + DONE
 
 
 class ChatStream:
@@ -157,7 +157,7 @@ class WholeChat:
             "system_fingerprint": self._head.fingerprint,
         }
         ids = prompt_ids_field(choices) if self._has_ids else {}
-        return orjson.dumps(answer | prompt_logprobs_field(choices, self._prompt_top) | ids)
+        return orjson.dumps(answer | version_field(usage) | prompt_logprobs_field(choices, self._prompt_top) | ids)
 
     def _choice(self, index: int, choice: WholeChoice) -> dict[str, object]:
         return {
@@ -357,7 +357,7 @@ class WholeParsedChat:
             "system_fingerprint": self._head.fingerprint,
         }
         ids = prompt_ids_field(choices) if self._has_ids else {}
-        return orjson.dumps(body | prompt_logprobs_field(choices, self._prompt_top) | ids)
+        return orjson.dumps(body | version_field(usage) | prompt_logprobs_field(choices, self._prompt_top) | ids)
 
     def _choice(self, index: int, choice: WholeChoice, message: AssistantMessage) -> dict[str, object]:
         is_call = bool(message.calls) and choice.finish_reason == FINISH_REASONS[FinishReason.STOP]

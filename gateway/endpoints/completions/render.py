@@ -16,6 +16,7 @@ from gateway.endpoints.shapes import (
     finite_logprob,
     token_string,
     usage_object,
+    version_field,
 )
 
 if TYPE_CHECKING:
@@ -142,7 +143,8 @@ class CompletionStream:
         """Return the usage chunk, if requested, and the end mark."""
         if not self._include_usage:
             return DONE
-        return self._head + b'],"usage":' + orjson.dumps(usage_object(usage)) + b"}\n\n" + DONE
+        rest = {"usage": usage_object(usage), **version_field(usage)}
+        return self._head + b"]," + orjson.dumps(rest).removeprefix(b"{") + b"\n\n" + DONE
 
     def failure(self, error: PandoError) -> bytes:
         """Return the event for a failure during the stream, and the end mark."""
@@ -180,7 +182,8 @@ class WholeCompletion:
 
     def body(self, choices: Sequence[WholeChoice], usage: Usage) -> bytes:
         rendered = [self._choice(index, choice) for index, choice in enumerate(choices)]
-        return orjson.dumps({**_common(self._head), "choices": rendered, "usage": usage_object(usage)})
+        rest = {"choices": rendered, "usage": usage_object(usage), **version_field(usage)}
+        return orjson.dumps({**_common(self._head), **rest})
 
     def _choice(self, index: int, choice: WholeChoice) -> dict[str, object]:
         shape: dict[str, object] = {

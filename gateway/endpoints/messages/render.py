@@ -9,6 +9,7 @@ import orjson
 
 from gateway.delivery.collecting import FINISH_REASONS, matched_stop
 from gateway.endpoints.blocks import Block, BlockKind, BlockWriter, Closed, Grown, Opened
+from gateway.endpoints.shapes import version_field
 from gateway.server.errors import SHAPES
 
 if TYPE_CHECKING:
@@ -39,7 +40,8 @@ class WholeMessage:
         writer.write([*parser.feed("".join(choice.text)), *parser.flush()])
         end = _end(choice.finish_reason, choice.matched_stop, writer.blocks)
         content = [_block_object(block) for block in writer.blocks]
-        return orjson.dumps({**_frame(self._head), "content": content, **end, "usage": _counts(usage)})
+        ends = {**end, "usage": _counts(usage), **version_field(usage)}
+        return orjson.dumps({**_frame(self._head), "content": content, **ends})
 
 
 class MessageStream:
@@ -65,7 +67,7 @@ class MessageStream:
 
     def ending(self, usage: Usage) -> bytes:
         """Return the events after the last update."""
-        delta = {"delta": self._end, "usage": _counts(usage)}
+        delta = {"delta": self._end, "usage": _counts(usage), **version_field(usage)}
         return _event("message_delta", delta) + _event("message_stop", {})
 
     def failure(self, error: PandoError) -> bytes:

@@ -23,6 +23,10 @@ if TYPE_CHECKING:
     from gateway.generation.journal import ChoiceUpdate
 
 
+# What SGLang calls weights that have not been replaced.
+DEFAULT_VERSION = "default"
+
+
 @dataclass(slots=True)
 class NativeShape:
     """The common parts of the answers to one request."""
@@ -36,7 +40,9 @@ class NativeShape:
     asked: tuple[int, ...] = ()
     started: float = field(default_factory=time.monotonic)
 
-    def answer(self, index: int, choice: WholeChoice, finish: object, usage: PromptUsage) -> dict[str, object]:
+    def answer(
+        self, index: int, choice: WholeChoice, finish: object, usage: PromptUsage, weight_version: str
+    ) -> dict[str, object]:
         """Return the current state of one choice."""
         meta: dict[str, object] = {
             "id": self.id if not self.is_batch else f"{self.id}-{index}",
@@ -45,7 +51,7 @@ class NativeShape:
             "completion_tokens": len(choice.token_ids),
             "cached_tokens": usage.cached_tokens,
             "e2e_latency": time.monotonic() - self.started,
-            "weight_version": "default",
+            "weight_version": weight_version or DEFAULT_VERSION,
         }
         if self.logprobs:
             meta["output_token_logprobs"] = [_triple(entry) for entry in choice.logprobs]
@@ -71,7 +77,13 @@ class WholeNative:
         """Return the JSON body: an object, or a list for a batch or several choices."""
         shape = self._shape
         answers = [
-            shape.answer(index, choice, finish_object(choice), usage.prompts[index // shape.choices_per_prompt])
+            shape.answer(
+                index,
+                choice,
+                finish_object(choice),
+                usage.prompts[index // shape.choices_per_prompt],
+                usage.weight_version,
+            )
             for index, choice in enumerate(choices)
         ]
         return orjson.dumps(answers if shape.is_batch or len(answers) > 1 else answers[0])
@@ -86,6 +98,7 @@ class NativeStream:
         scores = [PromptScores() for _ in range(prompts)]
         self._choices = [WholeChoice(prompt=prompt) for prompt in scores for _ in range(shape.choices_per_prompt)]
         self._usages = [PromptUsage(0, 0)] * len(self._choices)
+        self._weight_version = ""
 
     def events(self, update: ChoiceUpdate) -> bytes:
         choice = self._choices[update.index]
@@ -95,7 +108,7 @@ class NativeStream:
             return b""
         self._note_usage(update)
         finish = None if update.finish is None else finish_of(update.finish, len(choice.token_ids))
-        answer = self._shape.answer(update.index, choice, finish, self._usages[update.index])
+        answer = self._shape.answer(update.index, choice, finish, self._usages[update.index], self._weight_version)
         if len(self._choices) > 1:
             answer["index"] = update.index
         return b"data: " + orjson.dumps(answer) + b"\n\n"
@@ -103,6 +116,7 @@ class NativeStream:
     def _note_usage(self, update: ChoiceUpdate) -> None:
         if update.prompt_usage is not None:
             self._usages[update.index] = update.prompt_usage
+        self._weight_version = update.weight_version or self._weight_version
 
     def ending(self, usage: Usage) -> bytes:
         """Return the end mark."""

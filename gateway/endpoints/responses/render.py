@@ -13,6 +13,7 @@ from gateway.delivery.answers import CANCELLED
 from gateway.delivery.collecting import FINISH_REASONS
 from gateway.endpoints.blocks import Block, BlockKind, BlockWriter, Closed, Grown, Opened
 from gateway.endpoints.chat.render import logprobs_object
+from gateway.endpoints.shapes import version_field
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -55,15 +56,15 @@ class ResponseDraft:
             **more,
         }
 
-    def finished(self, reason: str, blocks: Sequence[Block], logprobs: list[LogprobText], counts: Json) -> Json:
-        """Return the response with its output, and pass it to `keep`."""
+    def finished(self, reason: str, blocks: Sequence[Block], logprobs: list[LogprobText], ends: Json) -> Json:
+        """Return the response with its output and the fields in `ends`, and pass it to `keep`."""
         is_cut = reason == "length"
         status = "incomplete" if is_cut else "completed"
         details = {"reason": "max_output_tokens"} if is_cut else None
         output = [item_object(block, "completed", self._of(block, logprobs)) for block in blocks]
         if is_cut and output:
             output[-1]["status"] = "incomplete"
-        more = {"usage": counts, "incomplete_details": details, "completed_at": int(time.time())}
+        more = {**ends, "incomplete_details": details, "completed_at": int(time.time())}
         response = self.shape(status, output, **more)
         self.keep(response)
         return response
@@ -90,8 +91,8 @@ class WholeResponse:
             reasoning_tokens += tokens * parser.is_thinking
             writer.write(parser.feed(text))
         writer.write(parser.flush())
-        counts = usage_counts(usage, reasoning_tokens)
-        return orjson.dumps(self._draft.finished(choice.finish_reason, writer.blocks, choice.logprobs, counts))
+        ends = {"usage": usage_counts(usage, reasoning_tokens), **version_field(usage)}
+        return orjson.dumps(self._draft.finished(choice.finish_reason, writer.blocks, choice.logprobs, ends))
 
 
 class ResponseStream:
@@ -120,8 +121,8 @@ class ResponseStream:
 
     def ending(self, usage: Usage) -> bytes:
         """Return the last event, which contains the whole response."""
-        counts = usage_counts(usage, self._reasoning_tokens)
-        response = self._draft.finished(self._reason, self._writer.blocks, self._logprobs, counts)
+        ends = {"usage": usage_counts(usage, self._reasoning_tokens), **version_field(usage)}
+        response = self._draft.finished(self._reason, self._writer.blocks, self._logprobs, ends)
         return self._begin() + self._event(f"response.{response['status']}", {"response": response})
 
     def failure(self, error: PandoError) -> bytes:

@@ -152,6 +152,20 @@ class SchedulerCore:
         """Pause or resume the admission of waiting sequences; running sequences continue."""
         self._planner.paused = paused
 
+    def hold_new(self, *, held: bool) -> None:
+        """Keep requests from starting, or let them; those that have started continue."""
+        self._planner.holds_new = held
+
+    @property
+    def started_sequences(self) -> list[Sequence]:
+        """The open sequences of requests that have started."""
+        return [sequence for sequence in self.open_sequences if sequence.has_request_started]
+
+    def abort_started(self) -> None:
+        """Abort all requests that have started."""
+        for sequence in self.started_sequences:
+            self._finish(sequence, Finish(FinishReason.ABORT))
+
     def submit(self, request: ScheduleRequest, now: float) -> Admission:
         """Add a request to the queue, or return an admission with the reason for its refusal."""
         request = with_usable_cache(request)

@@ -76,6 +76,8 @@ class Planner:
         self.suspects = Suspects(rows)
         self._next_step = 1
         self.paused = False
+        # Only requests that have started before may get rows.
+        self.holds_new = False
         # Makes one session release its pin, if any has one; used only when nothing could run otherwise.
         self.yield_pin: Callable[[], bool] = lambda: False
         # The sequence that the last plan had no pages for.
@@ -158,7 +160,7 @@ class Planner:
 
     def _make_room(self) -> Sequence | None:
         """Preempt rows for a waiting sequence; return the sequence if it must be admitted before all others."""
-        if self.paused or not len(self._queue) or self.suspects.is_isolating:
+        if self.paused or self.holds_new or not len(self._queue) or self.suspects.is_isolating:
             return None
         return self.preemption.make_room(
             self.limits.rows, lambda: InFlightPrefixes(self._rows, self._memory), self._retract
@@ -343,7 +345,7 @@ class Planner:
             yield first
         # The queue must not be read before `first` has left it.
         for sequence in self._queue.candidates(self._memory.match):
-            if sequence is not first:
+            if sequence is not first and (sequence.has_request_started or not self.holds_new):
                 yield sequence
 
     @property

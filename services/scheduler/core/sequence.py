@@ -115,6 +115,11 @@ class Sequence:
         return self.request.options.stop.max_tokens == 0 and self.request.options.pooling is None
 
     @property
+    def has_request_started(self) -> bool:
+        """Whether the request's first choice has had a row."""
+        return (self.leader or self).started_at is not None
+
+    @property
     def may_start(self) -> bool:
         """Whether its grammar is compiled and its leader's prefill, if any, is done or can no longer be shared."""
         if self.awaits_grammar:

@@ -5,9 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from common.errors import InvalidRequestError
 from common.wire.identity import view_to_wire
 from protos.gen.pando.v1 import scheduler_pb2, sessions_pb2
 from services.scheduler.cache.types import CacheEventKind, NodeState, Visibility
+from services.scheduler.weights_desk import UpdateMode
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -25,6 +27,8 @@ if TYPE_CHECKING:
 _VISIBILITIES = {each: scheduler_pb2.Visibility.Value(f"VISIBILITY_{each.name}") for each in Visibility}
 _STATES = {state: scheduler_pb2.NodeState.Value(f"NODE_STATE_{state.name}") for state in NodeState}
 _EVENT_KINDS = {kind: scheduler_pb2.CacheEventKind.Value(f"CACHE_EVENT_KIND_{kind.name}") for kind in CacheEventKind}
+
+_UPDATE_MODES = {scheduler_pb2.WeightsUpdateMode.Value(f"WEIGHTS_UPDATE_MODE_{mode.name}"): mode for mode in UpdateMode}
 
 
 @dataclass(frozen=True, slots=True)
@@ -221,3 +225,15 @@ def session_to_wire(session: Session, shown: Disclosure, now: float) -> sessions
         message.view.CopyFrom(view_to_wire(session.view))
         message.session = session.name
     return message
+
+
+def update_mode_from_wire(mode: scheduler_pb2.WeightsUpdateMode.ValueType) -> UpdateMode:
+    """Decode what becomes of running requests.
+
+    Raises:
+        InvalidRequestError: the mode is missing or unknown.
+    """
+    found = _UPDATE_MODES.get(mode)
+    if found is None:
+        raise InvalidRequestError(f"mode must be one of {', '.join(m.value for m in UpdateMode)}", param="mode")
+    return found

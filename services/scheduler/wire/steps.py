@@ -47,6 +47,8 @@ def spec_to_wire(spec: EngineSpec) -> worker_pb2.ConfigureRequest:
         snapshots=spec.snapshots,
         rope_parameters=spec.rope_parameters,
         adapter_slots=spec.adapter_slots,
+        weight_version=spec.weight_version,
+        base_model=spec.base_model,
     )
 
 

@@ -40,6 +40,7 @@ ACCESS = {
     "GET /metrics": Access.ADMIN,
     "GET /flush_cache": Access.ADMIN,
     "POST /flush_cache": Access.ADMIN,
+    "POST /update_weights_from_disk": Access.ADMIN,
     "GET /get_server_info": Access.ADMIN,
     "GET /server_info": Access.ADMIN,
     "POST /v1/load_lora_adapter": Access.ADMIN,

@@ -70,6 +70,19 @@ class Pipeline:
     async def start(self) -> None:
         await self.start_workers()
         await self.start_detokenizer()
+        await self._start_scheduler()
+
+    async def restart(self) -> None:
+        """Stop the scheduler, and start another one."""
+        self._stopping.set()
+        self._reader.cancel()
+        self._call.cancel()
+        await asyncio.gather(self.running, self._reader, return_exceptions=True)
+        self._stopping = asyncio.Event()
+        await self._start_scheduler()
+        await self.ready()
+
+    async def _start_scheduler(self) -> None:
         self.running = asyncio.create_task(serve(self.settings, self._stopping))
         self.channel = await self._stack.enter_async_context(open_channel(self.address("scheduler")))
         self.stub = scheduler_pb2_grpc.SchedulerStub(self.channel)

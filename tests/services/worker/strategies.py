@@ -167,6 +167,8 @@ specs = complete(
     snapshots=st.none() | COUNT,
     rope_parameters=NAMES,
     adapter_slots=COUNT,
+    weight_version=NAMES,
+    base_model=NAMES,
 )
 capacities = complete(
     EngineCapacity,

@@ -33,12 +33,15 @@ class PushRequest(_message.Message):
     SEQUENCE_FIELD_NUMBER: _builtins.int
     HEARTBEAT_FIELD_NUMBER: _builtins.int
     SCHEDULER_ID_FIELD_NUMBER: _builtins.int
+    WEIGHT_VERSION_FIELD_NUMBER: _builtins.int
     sequence: _builtins.int
     """1, 2, 3 … within the stream, so that the receiver notices lost messages; 0: the sender does not number."""
     heartbeat: _builtins.bool
     """Answered with a message, which may be empty."""
     scheduler_id: _builtins.str
     """In the first message of a stream: names the scheduler's process. Its earlier streams end, with their choices."""
+    weight_version: _builtins.str
+    """The name of the weights that computed the tokens of this message and of those after it; empty: as before."""
     @_builtins.property
     def opens(self) -> _containers.RepeatedCompositeFieldContainer[Global___ChoiceOpen]: ...
     @_builtins.property
@@ -74,10 +77,11 @@ class PushRequest(_message.Message):
         sequence: _builtins.int = ...,
         heartbeat: _builtins.bool = ...,
         scheduler_id: _builtins.str = ...,
+        weight_version: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["finishes", b"finishes", "handles", b"handles", "heartbeat", b"heartbeat", "logprobs", b"logprobs", "opens", b"opens", "prompt_logprobs", b"prompt_logprobs", "scheduler_id", b"scheduler_id", "sequence", b"sequence", "starts", b"starts", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["finishes", b"finishes", "handles", b"handles", "heartbeat", b"heartbeat", "logprobs", b"logprobs", "opens", b"opens", "prompt_logprobs", b"prompt_logprobs", "scheduler_id", b"scheduler_id", "sequence", b"sequence", "starts", b"starts", "token_ids", b"token_ids", "weight_version", b"weight_version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -365,12 +369,15 @@ class Delta(_message.Message):
     PROMPT_USAGE_FIELD_NUMBER: _builtins.int
     FINISH_FIELD_NUMBER: _builtins.int
     PROMPT_LOGPROBS_FIELD_NUMBER: _builtins.int
+    WEIGHT_VERSION_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     choice_index: _builtins.int
     first_token_index: _builtins.int
     """Index of token_ids[0] among the generated tokens of the choice."""
     text: _builtins.str
     """Text that became final; it may be empty, and it may stem from tokens of earlier deltas."""
+    weight_version: _builtins.str
+    """In the first and in the last delta of a choice: the weights that computed its newest token. Empty: not known."""
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     @_builtins.property
@@ -401,10 +408,11 @@ class Delta(_message.Message):
         prompt_usage: Global___PromptUsage | None = ...,
         finish: _common_pb2.Finish | None = ...,
         prompt_logprobs: Global___PromptLogprobsText | None = ...,
+        weight_version: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_finish", b"_finish", "_prompt_logprobs", b"_prompt_logprobs", "_prompt_usage", b"_prompt_usage", "finish", b"finish", "prompt_logprobs", b"prompt_logprobs", "prompt_usage", b"prompt_usage"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_finish", b"_finish", "_prompt_logprobs", b"_prompt_logprobs", "_prompt_usage", b"_prompt_usage", "choice_index", b"choice_index", "finish", b"finish", "first_token_index", b"first_token_index", "logprobs", b"logprobs", "prompt_logprobs", b"prompt_logprobs", "prompt_usage", b"prompt_usage", "request_id", b"request_id", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_finish", b"_finish", "_prompt_logprobs", b"_prompt_logprobs", "_prompt_usage", b"_prompt_usage", "choice_index", b"choice_index", "finish", b"finish", "first_token_index", b"first_token_index", "logprobs", b"logprobs", "prompt_logprobs", b"prompt_logprobs", "prompt_usage", b"prompt_usage", "request_id", b"request_id", "text", b"text", "token_ids", b"token_ids", "weight_version", b"weight_version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__finish: _TypeAlias = _typing.Literal["finish"]  # noqa: Y015
     _WhichOneofArgType__finish: _TypeAlias = _typing.Literal["_finish", b"_finish"]  # noqa: Y015

@@ -64,6 +64,32 @@ NODE_STATE_ON_HOST: NodeState.ValueType  # 3
 """It has no pages on the device, only a copy on the host."""
 Global___NodeState: _TypeAlias = NodeState  # noqa: Y015
 
+class _WeightsUpdateMode:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _WeightsUpdateModeEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_WeightsUpdateMode.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    WEIGHTS_UPDATE_MODE_UNSPECIFIED: _WeightsUpdateMode.ValueType  # 0
+    WEIGHTS_UPDATE_MODE_DRAIN: _WeightsUpdateMode.ValueType  # 1
+    """They finish with the old weights first, while new ones wait."""
+    WEIGHTS_UPDATE_MODE_RECOMPUTE: _WeightsUpdateMode.ValueType  # 2
+    """They keep their tokens, and continue with the new weights."""
+    WEIGHTS_UPDATE_MODE_ABORT: _WeightsUpdateMode.ValueType  # 3
+    """They are aborted."""
+
+class WeightsUpdateMode(_WeightsUpdateMode, metaclass=_WeightsUpdateModeEnumTypeWrapper):
+    """What becomes of the requests that run when weights are replaced. Those that wait start with the new weights."""
+
+WEIGHTS_UPDATE_MODE_UNSPECIFIED: WeightsUpdateMode.ValueType  # 0
+WEIGHTS_UPDATE_MODE_DRAIN: WeightsUpdateMode.ValueType  # 1
+"""They finish with the old weights first, while new ones wait."""
+WEIGHTS_UPDATE_MODE_RECOMPUTE: WeightsUpdateMode.ValueType  # 2
+"""They keep their tokens, and continue with the new weights."""
+WEIGHTS_UPDATE_MODE_ABORT: WeightsUpdateMode.ValueType  # 3
+"""They are aborted."""
+Global___WeightsUpdateMode: _TypeAlias = WeightsUpdateMode  # noqa: Y015
+
 class _CacheEventKind:
     ValueType = _typing.NewType("ValueType", _builtins.int)
     V: _TypeAlias = ValueType  # noqa: Y015
@@ -473,6 +499,8 @@ class GetStateResponse(_message.Message):
     PREEMPTIONS_FIELD_NUMBER: _builtins.int
     SESSIONS_FIELD_NUMBER: _builtins.int
     JUMPED_TOKENS_FIELD_NUMBER: _builtins.int
+    WEIGHTS_FIELD_NUMBER: _builtins.int
+    WEIGHT_VERSION_FIELD_NUMBER: _builtins.int
     waiting_requests: _builtins.int
     """Requests that wait for a row, and rows in prefill or decode."""
     running_rows: _builtins.int
@@ -495,6 +523,9 @@ class GetStateResponse(_message.Message):
     """Retractions of running rows for waiting requests of higher priority or below their fair share; included above."""
     jumped_tokens: _builtins.int
     """Output tokens since start that were determined by grammars and appended without a pass of their own."""
+    weights: _builtins.str
+    """The loaded weights, and their name; "default": those of the settings."""
+    weight_version: _builtins.str
     @_builtins.property
     def tiers(self) -> _containers.RepeatedCompositeFieldContainer[Global___TierAccounting]: ...
     @_builtins.property
@@ -539,10 +570,12 @@ class GetStateResponse(_message.Message):
         preemptions: _builtins.int = ...,
         sessions: _abc.Iterable[_sessions_pb2.SessionState] | None = ...,
         jumped_tokens: _builtins.int = ...,
+        weights: _builtins.str = ...,
+        weight_version: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_host_tier", b"_host_tier", "_storage", b"_storage", "cache_accounting", b"cache_accounting", "host_tier", b"host_tier", "storage", b"storage"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_host_tier", b"_host_tier", "_storage", b"_storage", "cache", b"cache", "cache_accounting", b"cache_accounting", "finished_steps", b"finished_steps", "host_tier", b"host_tier", "jumped_tokens", b"jumped_tokens", "leaked_pages", b"leaked_pages", "max_rows", b"max_rows", "owners", b"owners", "page_size_tokens", b"page_size_tokens", "paused", b"paused", "planned_steps", b"planned_steps", "policy", b"policy", "preemptions", b"preemptions", "requests", b"requests", "retractions", b"retractions", "running_rows", b"running_rows", "sessions", b"sessions", "storage", b"storage", "tiers", b"tiers", "waiting_requests", b"waiting_requests", "worker_group", b"worker_group"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_host_tier", b"_host_tier", "_storage", b"_storage", "cache", b"cache", "cache_accounting", b"cache_accounting", "finished_steps", b"finished_steps", "host_tier", b"host_tier", "jumped_tokens", b"jumped_tokens", "leaked_pages", b"leaked_pages", "max_rows", b"max_rows", "owners", b"owners", "page_size_tokens", b"page_size_tokens", "paused", b"paused", "planned_steps", b"planned_steps", "policy", b"policy", "preemptions", b"preemptions", "requests", b"requests", "retractions", b"retractions", "running_rows", b"running_rows", "sessions", b"sessions", "storage", b"storage", "tiers", b"tiers", "waiting_requests", b"waiting_requests", "weight_version", b"weight_version", "weights", b"weights", "worker_group", b"worker_group"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__host_tier: _TypeAlias = _typing.Literal["host_tier"]  # noqa: Y015
     _WhichOneofArgType__host_tier: _TypeAlias = _typing.Literal["_host_tier", b"_host_tier"]  # noqa: Y015
@@ -1295,6 +1328,60 @@ class FlushCacheResponse(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___FlushCacheResponse: _TypeAlias = FlushCacheResponse  # noqa: Y015
+
+@_typing.final
+class UpdateWeightsRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    MODEL_FIELD_NUMBER: _builtins.int
+    LOAD_FORMAT_FIELD_NUMBER: _builtins.int
+    MODE_FIELD_NUMBER: _builtins.int
+    WEIGHT_VERSION_FIELD_NUMBER: _builtins.int
+    model: _builtins.str
+    """As in ConfigureRequest; it must be readable by all workers."""
+    load_format: _builtins.str
+    """Empty: that of the loaded weights."""
+    mode: Global___WeightsUpdateMode.ValueType
+    weight_version: _builtins.str
+    """The name of the weights in responses and metrics. Empty: one more than the number of earlier updates."""
+    def __init__(
+        self,
+        *,
+        model: _builtins.str = ...,
+        load_format: _builtins.str = ...,
+        mode: Global___WeightsUpdateMode.ValueType = ...,
+        weight_version: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["load_format", b"load_format", "mode", b"mode", "model", b"model", "weight_version", b"weight_version"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___UpdateWeightsRequest: _TypeAlias = UpdateWeightsRequest  # noqa: Y015
+
+@_typing.final
+class UpdateWeightsResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    WEIGHT_VERSION_FIELD_NUMBER: _builtins.int
+    RUNNING_REQUESTS_FIELD_NUMBER: _builtins.int
+    weight_version: _builtins.str
+    running_requests: _builtins.int
+    """Requests that were running when the update began."""
+    def __init__(
+        self,
+        *,
+        weight_version: _builtins.str = ...,
+        running_requests: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["running_requests", b"running_requests", "weight_version", b"weight_version"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___UpdateWeightsResponse: _TypeAlias = UpdateWeightsResponse  # noqa: Y015
 
 @_typing.final
 class PauseRequest(_message.Message):

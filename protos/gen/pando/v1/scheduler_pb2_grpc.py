@@ -54,6 +54,11 @@ class SchedulerStub(object):
                 request_serializer=pando_dot_v1_dot_scheduler__pb2.FlushCacheRequest.SerializeToString,
                 response_deserializer=pando_dot_v1_dot_scheduler__pb2.FlushCacheResponse.FromString,
                 _registered_method=True)
+        self.UpdateWeights = channel.unary_unary(
+                '/pando.v1.Scheduler/UpdateWeights',
+                request_serializer=pando_dot_v1_dot_scheduler__pb2.UpdateWeightsRequest.SerializeToString,
+                response_deserializer=pando_dot_v1_dot_scheduler__pb2.UpdateWeightsResponse.FromString,
+                _registered_method=True)
         self.Pause = channel.unary_unary(
                 '/pando.v1.Scheduler/Pause',
                 request_serializer=pando_dot_v1_dot_scheduler__pb2.PauseRequest.SerializeToString,
@@ -133,6 +138,15 @@ class SchedulerServicer(object):
 
     def FlushCache(self, request, context):
         """Drops all cache entries that no running request needs.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def UpdateWeights(self, request, context):
+        """Replaces the weights of all ranks by others of the same shape, or of none; returns once they serve. Nothing that was
+        cached of the old weights is used again. Requires the admin credential, if there is one. INVALID_ARGUMENT: they do not
+        fit. UNAVAILABLE: another update runs, or a worker was lost; then the earlier weights serve.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -232,6 +246,11 @@ def add_SchedulerServicer_to_server(servicer, server):
                     servicer.FlushCache,
                     request_deserializer=pando_dot_v1_dot_scheduler__pb2.FlushCacheRequest.FromString,
                     response_serializer=pando_dot_v1_dot_scheduler__pb2.FlushCacheResponse.SerializeToString,
+            ),
+            'UpdateWeights': grpc.unary_unary_rpc_method_handler(
+                    servicer.UpdateWeights,
+                    request_deserializer=pando_dot_v1_dot_scheduler__pb2.UpdateWeightsRequest.FromString,
+                    response_serializer=pando_dot_v1_dot_scheduler__pb2.UpdateWeightsResponse.SerializeToString,
             ),
             'Pause': grpc.unary_unary_rpc_method_handler(
                     servicer.Pause,
@@ -392,6 +411,33 @@ class Scheduler(object):
             '/pando.v1.Scheduler/FlushCache',
             pando_dot_v1_dot_scheduler__pb2.FlushCacheRequest.SerializeToString,
             pando_dot_v1_dot_scheduler__pb2.FlushCacheResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def UpdateWeights(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/pando.v1.Scheduler/UpdateWeights',
+            pando_dot_v1_dot_scheduler__pb2.UpdateWeightsRequest.SerializeToString,
+            pando_dot_v1_dot_scheduler__pb2.UpdateWeightsResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -41,6 +41,11 @@ class SchedulerStub:
     """
     FlushCache: _grpc.UnaryUnaryMultiCallable[_scheduler_pb2.FlushCacheRequest, _scheduler_pb2.FlushCacheResponse]
     """Drops all cache entries that no running request needs."""
+    UpdateWeights: _grpc.UnaryUnaryMultiCallable[_scheduler_pb2.UpdateWeightsRequest, _scheduler_pb2.UpdateWeightsResponse]
+    """Replaces the weights of all ranks by others of the same shape, or of none; returns once they serve. Nothing that was
+    cached of the old weights is used again. Requires the admin credential, if there is one. INVALID_ARGUMENT: they do not
+    fit. UNAVAILABLE: another update runs, or a worker was lost; then the earlier weights serve.
+    """
     Pause: _grpc.UnaryUnaryMultiCallable[_scheduler_pb2.PauseRequest, _scheduler_pb2.PauseResponse]
     """Stops the admission of rows; running rows continue."""
     Resume: _grpc.UnaryUnaryMultiCallable[_scheduler_pb2.ResumeRequest, _scheduler_pb2.ResumeResponse]
@@ -79,6 +84,11 @@ class SchedulerAsyncStub(SchedulerStub):
     """
     FlushCache: _aio.UnaryUnaryMultiCallable[_scheduler_pb2.FlushCacheRequest, _scheduler_pb2.FlushCacheResponse]  # type: ignore[assignment]
     """Drops all cache entries that no running request needs."""
+    UpdateWeights: _aio.UnaryUnaryMultiCallable[_scheduler_pb2.UpdateWeightsRequest, _scheduler_pb2.UpdateWeightsResponse]  # type: ignore[assignment]
+    """Replaces the weights of all ranks by others of the same shape, or of none; returns once they serve. Nothing that was
+    cached of the old weights is used again. Requires the admin credential, if there is one. INVALID_ARGUMENT: they do not
+    fit. UNAVAILABLE: another update runs, or a worker was lost; then the earlier weights serve.
+    """
     Pause: _aio.UnaryUnaryMultiCallable[_scheduler_pb2.PauseRequest, _scheduler_pb2.PauseResponse]  # type: ignore[assignment]
     """Stops the admission of rows; running rows continue."""
     Resume: _aio.UnaryUnaryMultiCallable[_scheduler_pb2.ResumeRequest, _scheduler_pb2.ResumeResponse]  # type: ignore[assignment]
@@ -138,6 +148,17 @@ class SchedulerServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_scheduler_pb2.FlushCacheResponse, _abc.Awaitable[_scheduler_pb2.FlushCacheResponse]]:
         """Drops all cache entries that no running request needs."""
+
+    @_abc_1.abstractmethod
+    def UpdateWeights(
+        self,
+        request: _scheduler_pb2.UpdateWeightsRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_scheduler_pb2.UpdateWeightsResponse, _abc.Awaitable[_scheduler_pb2.UpdateWeightsResponse]]:
+        """Replaces the weights of all ranks by others of the same shape, or of none; returns once they serve. Nothing that was
+        cached of the old weights is used again. Requires the admin credential, if there is one. INVALID_ARGUMENT: they do not
+        fit. UNAVAILABLE: another update runs, or a worker was lost; then the earlier weights serve.
+        """
 
     @_abc_1.abstractmethod
     def Pause(

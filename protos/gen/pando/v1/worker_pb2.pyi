@@ -80,6 +80,8 @@ class ConfigureRequest(_message.Message):
     RESUMES_FIELD_NUMBER: _builtins.int
     ROPE_PARAMETERS_FIELD_NUMBER: _builtins.int
     ADAPTER_SLOTS_FIELD_NUMBER: _builtins.int
+    WEIGHT_VERSION_FIELD_NUMBER: _builtins.int
+    BASE_MODEL_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     """A bundled model's name, or the path of a directory with config.json or of a GGUF file on this host."""
     load_format: _builtins.str
@@ -122,6 +124,11 @@ class ConfigureRequest(_message.Message):
     """Rotary embedding in place of that of config.json, a JSON object as its rope_parameters. Empty: as config.json says."""
     adapter_slots: _builtins.int
     """Adapters that rows may use at the same time; 0: none."""
+    weight_version: _builtins.str
+    """The name of the weights that `model` has, if they replaced those of `base_model`, which the scheduler's settings
+    name. Empty: these are the settings' own weights.
+    """
+    base_model: _builtins.str
     @_builtins.property
     def classifier_from_token(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """Two tokens: the model becomes a classifier with one label, whose output is the logit of the second token minus that
@@ -154,10 +161,12 @@ class ConfigureRequest(_message.Message):
         resumes: _builtins.bool = ...,
         rope_parameters: _builtins.str = ...,
         adapter_slots: _builtins.int = ...,
+        weight_version: _builtins.str = ...,
+        base_model: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_device_pages", b"_device_pages", "_host_pages", b"_host_pages", "_snapshots", b"_snapshots", "_window_pages", b"_window_pages", "device_pages", b"device_pages", "host_pages", b"host_pages", "snapshots", b"snapshots", "window_pages", b"window_pages"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_device_pages", b"_device_pages", "_host_pages", b"_host_pages", "_snapshots", b"_snapshots", "_window_pages", b"_window_pages", "adapter_slots", b"adapter_slots", "classifier_from_token", b"classifier_from_token", "device_pages", b"device_pages", "dtype", b"dtype", "host_bytes", b"host_bytes", "host_pages", b"host_pages", "kv_dtype", b"kv_dtype", "load_format", b"load_format", "max_context_tokens", b"max_context_tokens", "max_rows", b"max_rows", "max_step_tokens", b"max_step_tokens", "memory_fraction", b"memory_fraction", "model", b"model", "page_size_tokens", b"page_size_tokens", "quantization", b"quantization", "rank", b"rank", "rendezvous", b"rendezvous", "resumes", b"resumes", "rope_parameters", b"rope_parameters", "snapshots", b"snapshots", "window_pages", b"window_pages", "window_ratio", b"window_ratio", "world_size", b"world_size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_device_pages", b"_device_pages", "_host_pages", b"_host_pages", "_snapshots", b"_snapshots", "_window_pages", b"_window_pages", "adapter_slots", b"adapter_slots", "base_model", b"base_model", "classifier_from_token", b"classifier_from_token", "device_pages", b"device_pages", "dtype", b"dtype", "host_bytes", b"host_bytes", "host_pages", b"host_pages", "kv_dtype", b"kv_dtype", "load_format", b"load_format", "max_context_tokens", b"max_context_tokens", "max_rows", b"max_rows", "max_step_tokens", b"max_step_tokens", "memory_fraction", b"memory_fraction", "model", b"model", "page_size_tokens", b"page_size_tokens", "quantization", b"quantization", "rank", b"rank", "rendezvous", b"rendezvous", "resumes", b"resumes", "rope_parameters", b"rope_parameters", "snapshots", b"snapshots", "weight_version", b"weight_version", "window_pages", b"window_pages", "window_ratio", b"window_ratio", "world_size", b"world_size"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__device_pages: _TypeAlias = _typing.Literal["device_pages"]  # noqa: Y015
     _WhichOneofArgType__device_pages: _TypeAlias = _typing.Literal["_device_pages", b"_device_pages"]  # noqa: Y015
@@ -177,6 +186,49 @@ class ConfigureRequest(_message.Message):
     def WhichOneof(self, oneof_group: _WhichOneofArgType__window_pages) -> _WhichOneofReturnType__window_pages | None: ...
 
 Global___ConfigureRequest: _TypeAlias = ConfigureRequest  # noqa: Y015
+
+@_typing.final
+class CheckWeightsRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    MODEL_FIELD_NUMBER: _builtins.int
+    LOAD_FORMAT_FIELD_NUMBER: _builtins.int
+    model: _builtins.str
+    """As in ConfigureRequest."""
+    load_format: _builtins.str
+    def __init__(
+        self,
+        *,
+        model: _builtins.str = ...,
+        load_format: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["load_format", b"load_format", "model", b"model"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___CheckWeightsRequest: _TypeAlias = CheckWeightsRequest  # noqa: Y015
+
+@_typing.final
+class CheckWeightsResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    BYTES_FIELD_NUMBER: _builtins.int
+    bytes: _builtins.int
+    """Bytes of the files."""
+    def __init__(
+        self,
+        *,
+        bytes: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["bytes", b"bytes"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___CheckWeightsResponse: _TypeAlias = CheckWeightsResponse  # noqa: Y015
 
 @_typing.final
 class ConfigureResponse(_message.Message):
@@ -1205,6 +1257,9 @@ class GetWorkerStateResponse(_message.Message):
     HEARTBEAT_AGE_MS_FIELD_NUMBER: _builtins.int
     PROCESS_FIELD_NUMBER: _builtins.int
     OPEN_PLANS_FIELD_NUMBER: _builtins.int
+    WEIGHT_VERSION_FIELD_NUMBER: _builtins.int
+    BASE_MODEL_FIELD_NUMBER: _builtins.int
+    LOAD_FORMAT_FIELD_NUMBER: _builtins.int
     state: _builtins.str
     """IDLE (not configured), CONFIGURING, READY or FAILED."""
     rank: _builtins.int
@@ -1220,6 +1275,10 @@ class GetWorkerStateResponse(_message.Message):
     """Plans that the worker has received and whose last result it has not sent. A scheduler that waits for results of a
     worker without any has lost a message. Absent from workers that do not count them.
     """
+    weight_version: _builtins.str
+    """As in ConfigureRequest: a scheduler that restarts goes on with the weights that its workers have."""
+    base_model: _builtins.str
+    load_format: _builtins.str
     @_builtins.property
     def capacity(self) -> Global___WorkerCapacity: ...
     def __init__(
@@ -1235,10 +1294,13 @@ class GetWorkerStateResponse(_message.Message):
         heartbeat_age_ms: _builtins.int = ...,
         process: _builtins.str = ...,
         open_plans: _builtins.int | None = ...,
+        weight_version: _builtins.str = ...,
+        base_model: _builtins.str = ...,
+        load_format: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_capacity", b"_capacity", "_open_plans", b"_open_plans", "capacity", b"capacity", "open_plans", b"open_plans"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_capacity", b"_capacity", "_open_plans", b"_open_plans", "capacity", b"capacity", "finished_steps", b"finished_steps", "heartbeat_age_ms", b"heartbeat_age_ms", "model", b"model", "open_plans", b"open_plans", "open_rows", b"open_rows", "process", b"process", "rank", b"rank", "state", b"state", "world_size", b"world_size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_capacity", b"_capacity", "_open_plans", b"_open_plans", "base_model", b"base_model", "capacity", b"capacity", "finished_steps", b"finished_steps", "heartbeat_age_ms", b"heartbeat_age_ms", "load_format", b"load_format", "model", b"model", "open_plans", b"open_plans", "open_rows", b"open_rows", "process", b"process", "rank", b"rank", "state", b"state", "weight_version", b"weight_version", "world_size", b"world_size"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__capacity: _TypeAlias = _typing.Literal["capacity"]  # noqa: Y015
     _WhichOneofArgType__capacity: _TypeAlias = _typing.Literal["_capacity", b"_capacity"]  # noqa: Y015

@@ -64,6 +64,11 @@ class WorkerStub(object):
                 request_serializer=pando_dot_v1_dot_worker__pb2.GetAdaptersRequest.SerializeToString,
                 response_deserializer=pando_dot_v1_dot_worker__pb2.GetAdaptersResponse.FromString,
                 _registered_method=True)
+        self.CheckWeights = channel.unary_unary(
+                '/pando.v1.Worker/CheckWeights',
+                request_serializer=pando_dot_v1_dot_worker__pb2.CheckWeightsRequest.SerializeToString,
+                response_deserializer=pando_dot_v1_dot_worker__pb2.CheckWeightsResponse.FromString,
+                _registered_method=True)
         self.GetState = channel.unary_unary(
                 '/pando.v1.Worker/GetState',
                 request_serializer=pando_dot_v1_dot_worker__pb2.GetWorkerStateRequest.SerializeToString,
@@ -130,6 +135,14 @@ class WorkerServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def CheckWeights(self, request, context):
+        """Checks that other weights can replace the loaded ones: the same architecture, tensors, shapes and types, in files that
+        are whole and do not change meanwhile. Runs beside plans, and changes nothing. INVALID_ARGUMENT: they cannot.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def GetState(self, request, context):
         """Returns the current state of this rank.
         """
@@ -183,6 +196,11 @@ def add_WorkerServicer_to_server(servicer, server):
                     servicer.GetAdapters,
                     request_deserializer=pando_dot_v1_dot_worker__pb2.GetAdaptersRequest.FromString,
                     response_serializer=pando_dot_v1_dot_worker__pb2.GetAdaptersResponse.SerializeToString,
+            ),
+            'CheckWeights': grpc.unary_unary_rpc_method_handler(
+                    servicer.CheckWeights,
+                    request_deserializer=pando_dot_v1_dot_worker__pb2.CheckWeightsRequest.FromString,
+                    response_serializer=pando_dot_v1_dot_worker__pb2.CheckWeightsResponse.SerializeToString,
             ),
             'GetState': grpc.unary_unary_rpc_method_handler(
                     servicer.GetState,
@@ -362,6 +380,33 @@ class Worker(object):
             '/pando.v1.Worker/GetAdapters',
             pando_dot_v1_dot_worker__pb2.GetAdaptersRequest.SerializeToString,
             pando_dot_v1_dot_worker__pb2.GetAdaptersResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def CheckWeights(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/pando.v1.Worker/CheckWeights',
+            pando_dot_v1_dot_worker__pb2.CheckWeightsRequest.SerializeToString,
+            pando_dot_v1_dot_worker__pb2.CheckWeightsResponse.FromString,
             options,
             channel_credentials,
             insecure,

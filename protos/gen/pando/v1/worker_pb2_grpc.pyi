@@ -49,6 +49,10 @@ class WorkerStub:
     """Forgets an adapter that no later plan loads."""
     GetAdapters: _grpc.UnaryUnaryMultiCallable[_worker_pb2.GetAdaptersRequest, _worker_pb2.GetAdaptersResponse]
     """Returns the adapters that this rank was told to read, for a scheduler that has been restarted."""
+    CheckWeights: _grpc.UnaryUnaryMultiCallable[_worker_pb2.CheckWeightsRequest, _worker_pb2.CheckWeightsResponse]
+    """Checks that other weights can replace the loaded ones: the same architecture, tensors, shapes and types, in files that
+    are whole and do not change meanwhile. Runs beside plans, and changes nothing. INVALID_ARGUMENT: they cannot.
+    """
     GetState: _grpc.UnaryUnaryMultiCallable[_worker_pb2.GetWorkerStateRequest, _worker_pb2.GetWorkerStateResponse]
     """Returns the current state of this rank."""
     StartProfile: _grpc.UnaryUnaryMultiCallable[_worker_pb2.StartProfileRequest, _worker_pb2.StartProfileResponse]
@@ -77,6 +81,10 @@ class WorkerAsyncStub(WorkerStub):
     """Forgets an adapter that no later plan loads."""
     GetAdapters: _aio.UnaryUnaryMultiCallable[_worker_pb2.GetAdaptersRequest, _worker_pb2.GetAdaptersResponse]  # type: ignore[assignment]
     """Returns the adapters that this rank was told to read, for a scheduler that has been restarted."""
+    CheckWeights: _aio.UnaryUnaryMultiCallable[_worker_pb2.CheckWeightsRequest, _worker_pb2.CheckWeightsResponse]  # type: ignore[assignment]
+    """Checks that other weights can replace the loaded ones: the same architecture, tensors, shapes and types, in files that
+    are whole and do not change meanwhile. Runs beside plans, and changes nothing. INVALID_ARGUMENT: they cannot.
+    """
     GetState: _aio.UnaryUnaryMultiCallable[_worker_pb2.GetWorkerStateRequest, _worker_pb2.GetWorkerStateResponse]  # type: ignore[assignment]
     """Returns the current state of this rank."""
     StartProfile: _aio.UnaryUnaryMultiCallable[_worker_pb2.StartProfileRequest, _worker_pb2.StartProfileResponse]  # type: ignore[assignment]
@@ -138,6 +146,16 @@ class WorkerServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_worker_pb2.GetAdaptersResponse, _abc.Awaitable[_worker_pb2.GetAdaptersResponse]]:
         """Returns the adapters that this rank was told to read, for a scheduler that has been restarted."""
+
+    @_abc_1.abstractmethod
+    def CheckWeights(
+        self,
+        request: _worker_pb2.CheckWeightsRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_worker_pb2.CheckWeightsResponse, _abc.Awaitable[_worker_pb2.CheckWeightsResponse]]:
+        """Checks that other weights can replace the loaded ones: the same architecture, tensors, shapes and types, in files that
+        are whole and do not change meanwhile. Runs beside plans, and changes nothing. INVALID_ARGUMENT: they cannot.
+        """
 
     @_abc_1.abstractmethod
     def GetState(

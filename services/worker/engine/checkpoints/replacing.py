@@ -1,0 +1,130 @@
+"""Whether other weights can take the place of those that are loaded."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
+
+from safetensors import SafetensorError, safe_open
+
+from common.errors import ConfigurationError
+from common.gguf_header import read_header
+from common.models import ModelFiles, ModelKind, resolve_model
+from services.worker.engine.checkpoints.opening import open_checkpoint, read_rope
+from services.worker.engine.checkpoints.safetensors_directory import read_json
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from common.steps import EngineSpec
+
+    # By name: type and shape.
+    Shapes = dict[str, tuple[str, tuple[int, ...]]]
+
+# Keys of config.json that say where the weights come from, and nothing about the architecture.
+_ORIGIN = frozenset({"_name_or_path", "transformers_version", "_commit_hash"})
+# Differences that an error names.
+_NAMED = 3
+
+
+def check_replacement(loaded: EngineSpec, replacement: EngineSpec) -> int:
+    """Check that `replacement` has the architecture and the tensors of `loaded`; return the bytes of its files.
+
+    Raises:
+        ConfigurationError: it has not, a file is damaged, or a file changes while it is read.
+    """
+    if "dummy" in (loaded.load_format, replacement.load_format):
+        _check_configs(loaded, replacement)
+        return 0
+    files, old = resolve_model(replacement.model), resolve_model(loaded.model)
+    if files.kind is not old.kind:
+        raise ConfigurationError(
+            f"{replacement.model} is a {files.kind.value}, and the loaded model a {old.kind.value}"
+        )
+    before = _states(files)
+    _check_configs(loaded, replacement)
+    found = _shapes(files)
+    if _states(files) != before:
+        raise ConfigurationError(
+            f"{replacement.model}: its files change while they are read; retry when they are whole"
+        )
+    _compare(replacement.model, _shapes(old), found)
+    return sum(size for _, size, _ in before)
+
+
+def _check_configs(loaded: EngineSpec, replacement: EngineSpec) -> None:
+    """Compare what the engine reads of both configurations."""
+    old, new = _described(loaded), _described(replacement)
+    different = sorted(key for key in old.keys() | new.keys() if old.get(key) != new.get(key))
+    if different:
+        shown = ", ".join(f"{key} is {new.get(key)!r}, not {old.get(key)!r}" for key in different[:_NAMED])
+        raise ConfigurationError(f"{replacement.model} has another architecture than the loaded model: {shown}")
+
+
+def _described(spec: EngineSpec) -> dict[str, Any]:
+    """Return the configuration of a decoder as it is read, of any other model as it is written."""
+    files = resolve_model(spec.model, weights=False)
+    if files.kind is ModelKind.DIRECTORY:
+        written = read_json(files.path / "config.json")
+        return {key: value for key, value in written.items() if key not in _ORIGIN}
+    return asdict(open_checkpoint(spec.model, spec.load_format, None, read_rope(spec.rope_parameters)).config)
+
+
+def _weight_files(files: ModelFiles) -> list[Path]:
+    if files.kind is ModelKind.GGUF:
+        return [files.path]
+    return sorted(files.path.glob("*.safetensors"))
+
+
+def _states(files: ModelFiles) -> list[tuple[str, int, int]]:
+    """Return name, size and time of change of each file with weights.
+
+    Raises:
+        ConfigurationError: there is none.
+    """
+    states = [(path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in _weight_files(files)]
+    if not states:
+        raise ConfigurationError(f"{files.path}: no safetensors files")
+    return states
+
+
+def _shapes(files: ModelFiles) -> Shapes:
+    """Return type and shape of each tensor; the headers also say how long a file must be.
+
+    Raises:
+        ConfigurationError: a file is damaged.
+    """
+    if files.kind is ModelKind.GGUF:
+        return _shapes_of_gguf(files.path)
+    shapes: Shapes = {}
+    for path in _weight_files(files):
+        try:
+            with safe_open(path, framework="numpy") as file:
+                for name in file.keys():  # noqa: SIM118  (not a dictionary)
+                    part = file.get_slice(name)
+                    shapes[name] = part.get_dtype(), tuple(part.get_shape())
+        except (SafetensorError, OSError) as error:
+            raise ConfigurationError(f"{path} is damaged: {error}") from error
+    return shapes
+
+
+def _shapes_of_gguf(path: Path) -> Shapes:
+    try:
+        header = read_header(path)
+    except OSError as error:
+        raise ConfigurationError(f"{path} is damaged: {error}") from error
+    size = path.stat().st_size
+    if any(entry.offset >= size for entry in header.tensors.values()):
+        raise ConfigurationError(f"{path} is damaged: it ends before its last tensor")
+    return {name: (f"kind {entry.kind}", entry.shape) for name, entry in header.tensors.items()}
+
+
+def _compare(model: str, old: Shapes, new: Shapes) -> None:
+    for problem, names in (
+        ("lacks tensors of the loaded model", old.keys() - new.keys()),
+        ("has tensors that the loaded model has not", new.keys() - old.keys()),
+        ("has tensors of another type or shape", {name for name in old.keys() & new.keys() if old[name] != new[name]}),
+    ):
+        if names:
+            shown = ", ".join(repr(name) for name in sorted(names)[:_NAMED])
+            raise ConfigurationError(f"{model} {problem}: {shown}{', …' if len(names) > _NAMED else ''}")

@@ -1,0 +1,133 @@
+"""Weights replaced under load, with the real services: nothing is lost, and answers are those of a fresh deployment."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING, Any
+
+import httpx
+import numpy as np
+import pytest
+
+from common.gguf_header import read_header
+from common.models import resolve_model
+from common.settings import GatewaySettings, ModelSettings, Settings
+from deploy.cli import main
+from tests.e2e.conftest import require_model, serve
+from tests.e2e.test_restarts import kill_and_wait_until_replaced
+from tests.waiting import wait_until
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+    from tests.e2e.served import Served
+
+pytestmark = pytest.mark.extended
+
+PROMPTS = ("The capital of France is", "1, 2, 3, 4, 5,", "Once upon a time there was", "def add(a, b):")
+TOKENS = 12
+GATEWAY = GatewaySettings(port=0, anonymous="vouched")
+
+
+@pytest.fixture(scope="module")
+def newer(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The bundled model with another final norm, and so with other answers."""
+    require_model()
+    path = resolve_model(ModelSettings().reference).path
+    content = bytearray(path.read_bytes())
+    entry = read_header(path).tensors["output_norm.weight"]
+    norm = np.frombuffer(content, np.float32, entry.shape[0], entry.offset)
+    norm *= np.random.default_rng(0).uniform(0.2, 3.0, len(norm)).astype(np.float32)
+    target = tmp_path_factory.mktemp("newer") / path.name
+    target.write_bytes(content)
+    return target
+
+
+@pytest.fixture(scope="module")
+def expected(newer: Path, run_root: Path) -> list[str]:
+    """What a fresh deployment answers with these weights."""
+    server = serve(Settings(model=ModelSettings(reference=str(newer)), gateway=GATEWAY), run_root)
+    served = next(server)
+    answers = [served.complete(prompt, TOKENS) for prompt in PROMPTS]
+    assert next(server, None) is None
+    return answers
+
+
+@pytest.fixture(params=[1, 2], ids=["one rank", "two ranks"])
+def ranks(request: pytest.FixtureRequest) -> int:
+    count: int = request.param
+    return count
+
+
+@pytest.fixture
+def served_anew(run_root: Path, ranks: int) -> Iterator[Served]:
+    require_model()
+    yield from serve(Settings(gateway=GATEWAY), run_root, ranks=ranks)
+
+
+def complete(served: Served, prompt: str, max_tokens: int = TOKENS) -> dict[str, Any]:
+    body = {"model": served.model, "prompt": prompt, "max_tokens": max_tokens, "temperature": 0, "ignore_eos": True}
+    with served.http() as http:
+        answer = http.post("/v1/completions", json=body)
+    answer.raise_for_status()
+    found: dict[str, Any] = answer.json()
+    return found
+
+
+def update(served: Served, path: Path | str, **fields: str) -> httpx.Response:
+    with served.http() as http:
+        return http.post("/update_weights_from_disk", json={"model_path": str(path), **fields})
+
+
+@pytest.mark.parametrize("mode", ["drain", "recompute"])
+def test_weights_are_replaced_under_load(served_anew: Served, newer: Path, expected: list[str], mode: str) -> None:
+    before = [served_anew.complete(prompt, TOKENS) for prompt in PROMPTS]
+    assert before != expected
+    with ThreadPoolExecutor(8) as pool, served_anew.leaving_nothing_behind():
+        long = [pool.submit(complete, served_anew, prompt, 150) for prompt in PROMPTS]
+        wait_until(lambda: served_anew.state().running_rows == len(PROMPTS))
+        replaced = pool.submit(update, served_anew, newer, mode=mode, weight_version="newer")
+        late = [pool.submit(complete, served_anew, prompt) for prompt in PROMPTS]
+        answer = replaced.result()
+        assert answer.status_code == httpx.codes.OK, answer.text
+        assert answer.json()["success"]
+        for request in long:
+            found = request.result()
+            assert found["usage"]["completion_tokens"] == 150
+            assert found["weight_version"] == ("default" if mode == "drain" else "newer")
+        for request in late:
+            assert request.result()["usage"]["completion_tokens"] == TOKENS
+    answers = [complete(served_anew, prompt) for prompt in PROMPTS]
+    assert [found["choices"][0]["text"] for found in answers] == expected
+    assert {found["weight_version"] for found in answers} == {"newer"}
+
+
+def test_weights_that_do_not_fit_change_nothing(
+    served_anew: Served, newer: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = [served_anew.complete(prompt, TOKENS) for prompt in PROMPTS]
+    damaged = tmp_path / newer.name
+    damaged.write_bytes(newer.read_bytes()[:1_000_000])
+    for path in (damaged, tmp_path / "nowhere", "all-minilm-l6-v2"):
+        answer = update(served_anew, path)
+        assert answer.status_code == httpx.codes.BAD_REQUEST, answer.text
+        assert not answer.json()["success"]
+        assert answer.json()["message"]
+    assert [served_anew.complete(prompt, TOKENS) for prompt in PROMPTS] == before
+    scheduler = served_anew.deployment.address_of("scheduler")
+    assert main(["weights", "show", "--scheduler", scheduler]) == 0
+    assert "version default" in capsys.readouterr().out
+
+
+def test_a_scheduler_or_worker_that_is_killed_keeps_the_current_weights(
+    served_anew: Served, newer: Path, expected: list[str], ranks: int
+) -> None:
+    scheduler = served_anew.deployment.address_of("scheduler")
+    assert main(["weights", "update", str(newer), "--version", "newer", "--scheduler", scheduler]) == 0
+    names = ["scheduler", "worker-1" if ranks > 1 else "worker"]
+    for name in names:
+        kill_and_wait_until_replaced(served_anew, name)
+        wait_until(served_anew.is_ready, timeout_s=120)
+        assert served_anew.complete(PROMPTS[0], TOKENS) == expected[0]
+        assert served_anew.state().weight_version == "newer"
