@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections import OrderedDict, deque
 from dataclasses import asdict, dataclass, field
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import numpy as np
 
@@ -29,7 +29,6 @@ if TYPE_CHECKING:
     from services.scheduler.cache.node import Account, Node
     from services.scheduler.cache.sharing.counters import Window
     from services.scheduler.cache.sharing.demotion import DemotedChains, Demoter
-    from services.scheduler.cache.sharing.probe_detection import ProbeDetector
     from services.scheduler.cache.store import NodeStore
     from services.scheduler.cache.types import Scope, SubjectKey
 
@@ -429,10 +428,20 @@ class FleetLedger:
             memory.popitem(last=False)
 
 
+class ProbeJudge(Protocol):
+    """Tests the fleet's counts of windows."""
+
+    def may_suspect(self, probes: ProbeCounts) -> bool:
+        """Return whether counts could look like probing at any node."""
+
+    def judge(self, windows: Iterable[tuple[Node, ProbeCounts]]) -> None:
+        """Hide nodes from the subjects that appear to probe them."""
+
+
 class FleetFollower:
     """Applies news at epoch boundaries."""
 
-    def __init__(self, store: NodeStore, ledger: FleetLedger, demoter: Demoter, detector: ProbeDetector) -> None:
+    def __init__(self, store: NodeStore, ledger: FleetLedger, demoter: Demoter, detector: ProbeJudge) -> None:
         self._store = store
         self._ledger = ledger
         self._demoter = demoter
