@@ -16,6 +16,7 @@ from common.logs import configure_logging, get_logger
 from common.metric_names import exposed
 from common.metrics import BUILD_INFO, start_metrics_server
 from common.rpc.handshake import own_build
+from common.tracing import close_tracing, configure_tracing
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
@@ -64,11 +65,14 @@ def run_service(
         if metrics_port is not None:
             port = start_metrics_server(metrics_port, settings.metrics.host, exposed(REGISTRY, settings))
             logger.info("metrics.listening", host=settings.metrics.host, port=port)
+        configure_tracing(name, settings.tracing)
         with contextlib.suppress(KeyboardInterrupt):
             uvloop.run(_run(name, main))
     except ConfigurationError as error:
         logger.error("service.misconfigured", reason=str(error))
         sys.exit(1)
+    finally:
+        close_tracing()
     logger.info("service.stopped")
 
 

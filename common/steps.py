@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 
     from common.prompt_logprobs import PromptLogprobs, PromptLogprobSpan
     from common.transfers import Transfer, TransferAck
+    from common.types import TraceContext
 
 # [pages] int32, ids of physical pages of the device tier.
 PageIds = TokenIds
@@ -76,6 +77,8 @@ class RowOpen:
     snapshot: SnapshotSlot | None = None
     # Where the row's adapter is; None: the base model.
     adapter: AdapterSlot | None = None
+    # Only of a sampled trace.
+    trace: TraceContext | None = None
 
 
 @dataclass(frozen=True, slots=True)

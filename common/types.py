@@ -213,10 +213,14 @@ class ReplyTo:
 
 @dataclass(frozen=True, slots=True)
 class TraceContext:
-    """W3C trace context headers of one request."""
+    """W3C trace context headers of one request.
+
+    `traceparent` names the request's own span. `parent_id` is the client's, if it has one; only the gateway knows it.
+    """
 
     traceparent: str
     tracestate: str | None = None
+    parent_id: str | None = None
 
 
 class ToolStyle(Enum):

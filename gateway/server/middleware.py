@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import structlog
 
 from common.logs import get_logger
+from common.tracing import samples_new_trace
 from common.types import TraceContext
 from gateway.server.errors import internal_error_response
 
@@ -124,16 +125,16 @@ def _request_id(scope: Scope) -> bytes:
 def trace_of(headers: Mapping[str, str]) -> TraceContext:
     """Return the trace context of this request's span.
 
-    A valid `traceparent` header names the trace to continue (https://www.w3.org/TR/trace-context/); without one, a new,
-    unsampled trace starts, and a `tracestate` is dropped, as the standard requires.
+    A valid `traceparent` header names the trace to continue (https://www.w3.org/TR/trace-context/); without one, a new
+    trace starts, and a `tracestate` is dropped, as the standard requires.
     """
     match = TRACEPARENT.fullmatch(headers.get("traceparent", "").strip())
     span = _nonzero_hex(8)
     if match is None or not _is_valid(match):
-        return TraceContext(f"00-{_nonzero_hex(16)}-{span}-00")
+        return TraceContext(f"00-{_nonzero_hex(16)}-{span}-{'01' if samples_new_trace() else '00'}")
     state = headers.get("tracestate", "").strip()
     keep = bool(state) and len(state) <= MAX_TRACESTATE_CHARACTERS and state.isascii() and state.isprintable()
-    return TraceContext(f"00-{match[2]}-{span}-{match[4]}", state if keep else None)
+    return TraceContext(f"00-{match[2]}-{span}-{match[4]}", state if keep else None, match[3])
 
 
 def _is_valid(match: re.Match[str]) -> bool:

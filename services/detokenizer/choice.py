@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import time
 from typing import TYPE_CHECKING
 
 from common.deltas import Delta, PromptUsage
+from common.tracing import record
 from common.types import Finish, FinishReason
 from services.detokenizer.stops import PatternStopMatcher, StopAutomaton, StopMatcher
 
@@ -30,6 +32,8 @@ class Choice:
         "_index",
         "_matcher",
         "_min_tokens",
+        "_opened_at",
+        "_trace",
         "_undelivered",
         "_unskipped",
         "_usage",
@@ -56,6 +60,8 @@ class Choice:
         self.tokens = 0
         self.request_id = spec.request_id
         self._index = spec.choice_index
+        self._trace = spec.trace
+        self._opened_at = 0.0
         self._min_tokens = spec.min_tokens
         self._include_stop_text = spec.include_stop_text
         self._decoder = decoder
@@ -76,6 +82,18 @@ class Choice:
         """Record the number of cached prompt tokens; called before the first token."""
         if self._usage is not None:
             self._usage = PromptUsage(self._usage.prompt_tokens, cached_tokens)
+        if self._trace is not None:
+            self._opened_at = time.time()
+
+    def record(self) -> None:
+        """Report the span from the choice's start to its end."""
+        if self._trace is not None and self._opened_at:
+            attributes = {
+                "pando.choice": self._index,
+                "gen_ai.usage.output_tokens": self.tokens,
+                "pando.stop_text": self.is_stopped,
+            }
+            record("detokenize", self._trace, self._opened_at, time.time(), attributes)
 
     def add_prompt_logprobs(self, part: PromptLogprobsText) -> Delta:
         """Return a delta with log probabilities of the prompt."""

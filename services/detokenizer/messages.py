@@ -9,7 +9,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from common.prompt_logprobs import PromptLogprobSpan
-    from common.types import Finish, RequestId, Resume, SubscriberId, TokenLogprob
+    from common.types import Finish, RequestId, Resume, SubscriberId, TokenLogprob, TraceContext
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +27,7 @@ class ChoiceSpec:
     prompt_tokens: int = 0
     resume: Resume | None = None
     stop_patterns: tuple[str, ...] = ()
+    trace: TraceContext | None = None
 
 
 @dataclass(frozen=True, slots=True)

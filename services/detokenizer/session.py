@@ -192,6 +192,7 @@ class PushSession:
 
     def _end(self, choice: Choice) -> None:
         del self._choices[choice.handle]
+        choice.record()
         if choice.is_stopped:
             # Even if the scheduler has ended the choice in the meantime: it ignores unknown handles.
             self._stop_hits.append(StopHit(choice.handle, choice.tokens))

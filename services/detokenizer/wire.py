@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from common.errors import InvalidRequestError
 from common.types import RequestId, SubscriberId
 from common.wire.answers import finish_from_wire, finish_to_wire, logprob_from_wire, span_from_wire
-from common.wire.requests import resume_from_wire
+from common.wire.requests import resume_from_wire, trace_from_wire
 from protos.gen.pando.v1 import detokenizer_pb2
 from services.detokenizer.messages import ChoiceSpec, PromptLogprobsPart, Push
 
@@ -67,6 +67,7 @@ def _spec_from_wire(message: detokenizer_pb2.ChoiceOpen) -> ChoiceSpec:
         prompt_tokens=message.prompt_tokens,
         resume=resume_from_wire(message.resume) if message.HasField("resume") else None,
         stop_patterns=tuple(message.stop_patterns),
+        trace=trace_from_wire(message.trace),
     )
 
 

@@ -6,12 +6,14 @@ A request is tracked here only from its arrival until its admission has been rel
 from __future__ import annotations
 
 import asyncio
+import time
 from dataclasses import dataclass, replace
 from enum import Enum
 from typing import TYPE_CHECKING, Protocol
 
 from common.errors import InvalidRequestError, PandoError, UnavailableError
 from common.logs import get_logger
+from common.tracing import is_recorded, record
 from common.types import Admission, RequestFailure, ScheduleRequest
 from services.tokenizer.limits import allowed_context, check_prompt, check_request
 from services.tokenizer.pooled_text import EncodedPair
@@ -202,6 +204,7 @@ class Relay:
 
     async def _process(self, subject: Subject, batch: Sequence[_Pending]) -> None:
         """Encode requests of one subject from one message; forward those that have not been aborted meanwhile."""
+        started_at = time.time()
         try:
             requests = [pending.request for pending in batch]
             prompts = [request.prompt for request in requests]
@@ -211,9 +214,11 @@ class Relay:
             self._log.error("encoding.failed", exc_info=error)
             encoded = [PandoError("the prompt could not be encoded")] * len(batch)
             submissions = [pending.submission for pending in batch]
+        ended_at = time.time()
         ready = []
         for pending, submission, result in zip(batch, submissions, encoded, strict=True):
             pending.phase = RequestPhase.ENCODED
+            _record(submission.request, started_at, ended_at, result)
             if self._pending.get(pending.request.request_id) is not pending:
                 self._room.give_back(subject)
                 continue  # aborted in the meantime
@@ -283,6 +288,14 @@ def _in_terms_of(request: GenerateRequest, admission: Admission) -> Admission:
     if failure is None or request.prompt_name is None or failure.param not in PROMPT_NAMES:
         return admission
     return replace(admission, rejected=replace(failure, param=request.prompt_name))
+
+
+def _record(request: GenerateRequest, start: float, end: float, encoded: Encoded) -> None:
+    """Report the time that a request waited for a thread and was encoded; a batch is encoded as one."""
+    if is_recorded(request.options.trace):
+        ids = encoded.token_ids if isinstance(encoded, EncodedPair) else encoded
+        tokens = 0 if isinstance(ids, PandoError) else len(ids)
+        record("tokenize", request.options.trace, start, end, {"gen_ai.usage.input_tokens": tokens})
 
 
 def _aborted() -> RequestFailure:

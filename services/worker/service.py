@@ -15,6 +15,7 @@ from protos.gen.pando.v1 import worker_pb2, worker_pb2_grpc
 from services.worker.grammars.process import check_installed, is_installed
 from services.worker.profiles import ProfileRefusedError
 from services.worker.rank import NotReadyError, SupersededError
+from services.worker.row_spans import RowSpans
 from services.worker.wire import capacity_to_wire, plan_from_wire, result_to_wire, spec_from_wire
 
 if TYPE_CHECKING:
@@ -82,14 +83,18 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
             session = self._rank.open_session()
         except NotReadyError as error:
             await context.abort(grpc.StatusCode.FAILED_PRECONDITION, str(error))
-        reading = asyncio.create_task(_read(request_iterator, session))
+        spec = self._rank.snapshot().spec
+        spans = RowSpans(spec.rank if spec else 0)
+        reading = asyncio.create_task(_read(request_iterator, session, spans))
         try:
             async for result in session.results():
+                spans.note_result(result)
                 yield result_to_wire(result)
         except SupersededError as error:
             await context.abort(grpc.StatusCode.ABORTED, str(error))
         finally:
             reading.cancel()
+            spans.close()
             self._rank.close_session(session)
 
     async def PrepareGrammar(  # noqa: N802
@@ -179,11 +184,13 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
         return worker_pb2.StopProfileResponse(path=str(profile.path), passes=profile.passes, bytes=profile.bytes)
 
 
-async def _read(plans: AsyncIterator[worker_pb2.StepPlan], session: ExecuteSession) -> None:
+async def _read(plans: AsyncIterator[worker_pb2.StepPlan], session: ExecuteSession, spans: RowSpans) -> None:
     """Feed the session from the stream until the peer has sent its last plan."""
     try:
         async for message in plans:
-            await session.submit(plan_from_wire(message))
+            plan = plan_from_wire(message)
+            spans.note_plan(plan)
+            await session.submit(plan)
     except Exception as error:  # noqa: BLE001  (raised again by the task that writes)
         session.end(error)
     else:

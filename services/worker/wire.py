@@ -21,7 +21,7 @@ from common.steps import (
 from common.transfers import Transfer, TransferDirection, TransferId
 from common.types import AdapterSlot, RequestId, RowSlot, SnapshotSlot, StepId
 from common.wire.answers import finish_reason_to_wire, logprob_to_wire, prompt_logprobs_from_wire, span_to_wire
-from common.wire.requests import pooling_from_wire, pooling_to_wire, sampling_from_wire
+from common.wire.requests import pooling_from_wire, pooling_to_wire, sampling_from_wire, trace_from_wire
 from protos.gen.pando.v1 import worker_pb2
 
 if TYPE_CHECKING:
@@ -201,6 +201,7 @@ def _open_from_wire(message: worker_pb2.RowOpen) -> RowOpen:
         second_text_start=message.second_text_start if message.HasField("second_text_start") else None,
         snapshot=SnapshotSlot(message.snapshot) if message.HasField("snapshot") else None,
         adapter=AdapterSlot(message.adapter_slot) if message.HasField("adapter_slot") else None,
+        trace=trace_from_wire(message.trace),
     )
 
 

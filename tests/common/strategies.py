@@ -138,7 +138,7 @@ resumes = complete(Resume, token_ids=st.lists(TOKEN, max_size=5).map(tuple), del
 prompt_logprobs = complete(
     PromptLogprobs, start=COUNT, top=st.integers(0, 20), token_ids=st.lists(TOKEN, max_size=3).map(tuple)
 )
-traces = complete(TraceContext, traceparent=NAMES, tracestate=st.none() | NAMES)
+traces = complete(TraceContext, traceparent=NAMES, tracestate=st.none() | NAMES, parent_id=st.none())
 turns = complete(
     SessionTurn,
     name=NAMES,

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from common.steps import PrefillChunk, RowOpen, StepPlan
+from common.tracing import is_sampled
 from common.types import StepId
 from services.scheduler.core.fair_rows import FairRows, RowPreemption
 from services.scheduler.core.in_flight_prefixes import InFlightPrefixes
@@ -389,6 +390,7 @@ class Planner:
             pooling=request.options.pooling,
             second_text_start=request.second_text_start,
             adapter=(None if adapter is None else self._tenancy.adapters.take(adapter.digest, request.view.tenant)),
+            trace=request.options.trace if is_sampled(request.options.trace) else None,
         )
 
     def _unstick(self, prefilling: list[Sequence], now: float) -> bool:

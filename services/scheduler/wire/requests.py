@@ -5,9 +5,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from common.errors import PandoError
+from common.tracing import is_sampled
 from common.types import Admission, RequestId
 from common.wire.answers import admission_to_wire, finish_to_wire, logprob_to_wire, span_to_wire
-from common.wire.requests import resume_to_wire, schedule_request_from_wire
+from common.wire.requests import resume_to_wire, schedule_request_from_wire, trace_to_wire
 from protos.gen.pando.v1 import detokenizer_pb2, scheduler_pb2
 from services.scheduler.core.output import EndedChoice
 from services.scheduler.submissions import Batch
@@ -78,6 +79,7 @@ def _choice_to_wire(sequence: Sequence) -> detokenizer_pb2.ChoiceOpen:
         min_tokens=stop.min_tokens,
         prompt_tokens=sequence.prompt_tokens,
         resume=resume_to_wire(options.resume),
+        trace=trace_to_wire(options.trace) if is_sampled(options.trace) else None,
     )
 
 

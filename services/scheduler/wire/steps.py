@@ -10,7 +10,7 @@ from common.steps import NO_IDS, EngineCapacity, RecurrentStates, RowStop, StepR
 from common.transfers import TransferAck, TransferDirection, TransferId
 from common.types import RowSlot, StepId
 from common.wire.answers import finish_reason_from_wire, logprob_from_wire, prompt_logprobs_to_wire, span_from_wire
-from common.wire.requests import pooling_from_wire, pooling_to_wire, sampling_to_wire
+from common.wire.requests import pooling_from_wire, pooling_to_wire, sampling_to_wire, trace_to_wire
 from protos.gen.pando.v1 import worker_pb2
 
 if TYPE_CHECKING:
@@ -141,6 +141,7 @@ def _open_to_wire(opened: RowOpen) -> worker_pb2.RowOpen:
         second_text_start=opened.second_text_start,
         snapshot=opened.snapshot,
         adapter_slot=opened.adapter,
+        trace=trace_to_wire(opened.trace),
     )
 
 

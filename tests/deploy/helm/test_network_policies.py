@@ -266,3 +266,28 @@ def _selects(selector: Manifest, pod: Manifest) -> bool:
 
 def _ingress(objects: list[Manifest]) -> dict[str, list[Manifest]]:
     return {component_of(item): item["spec"]["ingress"] for item in objects if item["kind"] == "NetworkPolicy"}
+
+
+def test_every_service_may_send_its_spans_to_the_collector_only() -> None:
+    peers = VALUE_SETS["traced"]["networkPolicy"]["tracingTo"]
+    policies = [item for item in render(VALUE_SETS["traced"]) if item["kind"] == "NetworkPolicy"]
+    sending = {
+        component_of(item): rule
+        for item in policies
+        for rule in item["spec"].get("egress", ())
+        if {"port": 4317, "protocol": "TCP"} in rule.get("ports", ())
+    }
+    assert {"gateway", "tokenizer", "group", "detokenizer"} <= sending.keys()
+    assert all(rule["to"] == peers for rule in sending.values())
+
+
+def test_every_service_reads_where_its_spans_go() -> None:
+    files = [
+        text
+        for item in render(VALUE_SETS["traced"])
+        if item["kind"] in ("ConfigMap", "Secret")
+        for text in (item.get("data") or item.get("stringData") or {}).values()
+        if "[rpc]" in text
+    ]
+    assert len(files) >= 5
+    assert all("collector.observability:4317" in text for text in files)

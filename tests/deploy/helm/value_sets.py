@@ -64,6 +64,10 @@ VALUE_SETS: dict[str, dict[str, Any]] = {
         },
         "networkPolicy": {"jwksTo": [{"ipBlock": {"cidr": "10.9.0.0/16"}}]},
     },
+    "traced": {
+        "settings": {"tracing": {"endpoint": "http://collector.observability:4317"}},
+        "networkPolicy": {"tracingTo": [{"ipBlock": {"cidr": "10.8.0.0/16"}}]},
+    },
     "own-contexts": {
         name: {
             "securityContext": {"runAsUser": 20_000},

@@ -27,7 +27,7 @@ from common.steps import (
 )
 from common.transfers import Transfer, TransferAck, TransferDirection
 from common.types import FinishReason, Pooling, TokenIds
-from tests.common.strategies import COUNT, FLOAT, NAMES, TOKEN, complete, logprobs, prompt_logprobs, sampling
+from tests.common.strategies import COUNT, FLOAT, NAMES, TOKEN, complete, logprobs, prompt_logprobs, sampling, traces
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -63,6 +63,7 @@ opens = complete(
     prompt_logprobs=st.none() | prompt_logprobs,
     snapshot=st.none() | COUNT,
     adapter=st.none() | COUNT,
+    trace=st.none() | traces,
 )
 grants = st.integers(0, 8).flatmap(
     lambda size: complete(

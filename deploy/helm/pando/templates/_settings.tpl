@@ -1,11 +1,11 @@
 {{/* The sections of `settings` that each service reads; others would only restart it without need. */}}
 {{- define "pando.sections" -}}
 
-gateway: [log, rpc, metrics, limits, gateway]
-tokenizer: [log, rpc, metrics, model, fleet, tokenizer]
-scheduler: [log, rpc, metrics, model, limits, fleet, scheduler]
-worker: [log, rpc, metrics, model, worker]
-detokenizer: [log, rpc, metrics, model, detokenizer]
+gateway: [log, rpc, metrics, tracing, limits, gateway]
+tokenizer: [log, rpc, metrics, tracing, model, fleet, tokenizer]
+scheduler: [log, rpc, metrics, tracing, model, limits, fleet, scheduler]
+worker: [log, rpc, metrics, tracing, model, worker]
+detokenizer: [log, rpc, metrics, tracing, model, detokenizer]
 {{- end -}}
 
 {{/* The services whose settings the pods of a component read. */}}

@@ -137,6 +137,7 @@ class ChoiceOpen(_message.Message):
     PROMPT_TOKENS_FIELD_NUMBER: _builtins.int
     RESUME_FIELD_NUMBER: _builtins.int
     STOP_PATTERNS_FIELD_NUMBER: _builtins.int
+    TRACE_FIELD_NUMBER: _builtins.int
     handle: _builtins.int
     """Chosen by the scheduler, never reused within a stream."""
     request_id: _builtins.str
@@ -155,6 +156,10 @@ class ChoiceOpen(_message.Message):
 
     @_builtins.property
     def stop_patterns(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
+    @_builtins.property
+    def trace(self) -> _common_pb2.TraceContext:
+        """Only of a sampled trace."""
+
     def __init__(
         self,
         *,
@@ -169,10 +174,11 @@ class ChoiceOpen(_message.Message):
         prompt_tokens: _builtins.int = ...,
         resume: _common_pb2.Resume | None = ...,
         stop_patterns: _abc.Iterable[_builtins.str] | None = ...,
+        trace: _common_pb2.TraceContext | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_resume", b"_resume", "resume", b"resume"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_resume", b"_resume", "resume", b"resume", "trace", b"trace"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_resume", b"_resume", "choice_index", b"choice_index", "handle", b"handle", "include_stop_text", b"include_stop_text", "min_tokens", b"min_tokens", "prompt_tokens", b"prompt_tokens", "request_id", b"request_id", "resume", b"resume", "skip_special_tokens", b"skip_special_tokens", "stop_patterns", b"stop_patterns", "stop_strings", b"stop_strings", "subscriber_id", b"subscriber_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_resume", b"_resume", "choice_index", b"choice_index", "handle", b"handle", "include_stop_text", b"include_stop_text", "min_tokens", b"min_tokens", "prompt_tokens", b"prompt_tokens", "request_id", b"request_id", "resume", b"resume", "skip_special_tokens", b"skip_special_tokens", "stop_patterns", b"stop_patterns", "stop_strings", b"stop_strings", "subscriber_id", b"subscriber_id", "trace", b"trace"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__resume: _TypeAlias = _typing.Literal["resume"]  # noqa: Y015
     _WhichOneofArgType__resume: _TypeAlias = _typing.Literal["_resume", b"_resume"]  # noqa: Y015

@@ -607,6 +607,7 @@ class RowOpen(_message.Message):
     SECOND_TEXT_START_FIELD_NUMBER: _builtins.int
     SNAPSHOT_FIELD_NUMBER: _builtins.int
     ADAPTER_SLOT_FIELD_NUMBER: _builtins.int
+    TRACE_FIELD_NUMBER: _builtins.int
     row: _builtins.int
     request_id: _builtins.str
     prompt_tokens: _builtins.int
@@ -655,6 +656,10 @@ class RowOpen(_message.Message):
         of sequence).
         """
 
+    @_builtins.property
+    def trace(self) -> _common_pb2.TraceContext:
+        """Only of a sampled trace."""
+
     def __init__(
         self,
         *,
@@ -675,10 +680,11 @@ class RowOpen(_message.Message):
         second_text_start: _builtins.int | None = ...,
         snapshot: _builtins.int | None = ...,
         adapter_slot: _builtins.int | None = ...,
+        trace: _common_pb2.TraceContext | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_adapter_slot", b"_adapter_slot", "_prompt_logprobs", b"_prompt_logprobs", "_second_text_start", b"_second_text_start", "_snapshot", b"_snapshot", "adapter_slot", b"adapter_slot", "prompt_logprobs", b"prompt_logprobs", "sampling", b"sampling", "second_text_start", b"second_text_start", "snapshot", b"snapshot"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_adapter_slot", b"_adapter_slot", "_prompt_logprobs", b"_prompt_logprobs", "_second_text_start", b"_second_text_start", "_snapshot", b"_snapshot", "adapter_slot", b"adapter_slot", "prompt_logprobs", b"prompt_logprobs", "sampling", b"sampling", "second_text_start", b"second_text_start", "snapshot", b"snapshot", "trace", b"trace"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_adapter_slot", b"_adapter_slot", "_prompt_logprobs", b"_prompt_logprobs", "_second_text_start", b"_second_text_start", "_snapshot", b"_snapshot", "adapter_slot", b"adapter_slot", "computed_tokens", b"computed_tokens", "max_total_tokens", b"max_total_tokens", "min_new_tokens", b"min_new_tokens", "pages", b"pages", "pooling", b"pooling", "postponed_token_ids", b"postponed_token_ids", "prompt_logprobs", b"prompt_logprobs", "prompt_tokens", b"prompt_tokens", "request_id", b"request_id", "row", b"row", "sampling", b"sampling", "second_text_start", b"second_text_start", "snapshot", b"snapshot", "stop_token_ids", b"stop_token_ids", "token_ids", b"token_ids", "window_pages", b"window_pages"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_adapter_slot", b"_adapter_slot", "_prompt_logprobs", b"_prompt_logprobs", "_second_text_start", b"_second_text_start", "_snapshot", b"_snapshot", "adapter_slot", b"adapter_slot", "computed_tokens", b"computed_tokens", "max_total_tokens", b"max_total_tokens", "min_new_tokens", b"min_new_tokens", "pages", b"pages", "pooling", b"pooling", "postponed_token_ids", b"postponed_token_ids", "prompt_logprobs", b"prompt_logprobs", "prompt_tokens", b"prompt_tokens", "request_id", b"request_id", "row", b"row", "sampling", b"sampling", "second_text_start", b"second_text_start", "snapshot", b"snapshot", "stop_token_ids", b"stop_token_ids", "token_ids", b"token_ids", "trace", b"trace", "window_pages", b"window_pages"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__adapter_slot: _TypeAlias = _typing.Literal["adapter_slot"]  # noqa: Y015
     _WhichOneofArgType__adapter_slot: _TypeAlias = _typing.Literal["_adapter_slot", b"_adapter_slot"]  # noqa: Y015
