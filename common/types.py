@@ -356,6 +356,8 @@ class RequestOptions:
     adapter: str = ""
     # Failures of the engine that schedulers which handed the request back suspect it of.
     engine_failures: int = 0
+    # A line of a batch: served only while no other request is open.
+    is_batch: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,7 +14,17 @@ from common.errors import PandoError
 from common.types import ErrorCode
 from gateway.console import route as console_pages
 from gateway.console.console import Console
-from gateway.endpoints import adapters, administration, health, models, timelines, tokenization, weights
+from gateway.endpoints import (
+    adapters,
+    administration,
+    batches,
+    files,
+    health,
+    models,
+    timelines,
+    tokenization,
+    weights,
+)
 from gateway.endpoints.chat import route as chat
 from gateway.endpoints.classification import route as classification
 from gateway.endpoints.classification import tei
@@ -82,7 +92,7 @@ def create_app(context: Context, cors_origins: Sequence[str] = (), console: Cons
     # All routes are added to one router: FastAPI searches the routes of included routers twice, some 45 µs per request.
     generating = (chat, completions, responses, messages, native)
     pooling = (embeddings, scoring, classification, tei)
-    others = (models, tokenization, adapters, administration, weights, timelines, health)
+    others = (files, batches, models, tokenization, adapters, administration, weights, timelines, health)
     for endpoint in (*generating, *pooling, *others):
         endpoint.add_routes(app.router, context)
     if console is not None and console.enabled:

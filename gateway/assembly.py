@@ -17,6 +17,9 @@ from common.settings import BackendSettings
 from common.version import version
 from gateway.app import create_app, create_probe_app
 from gateway.backends import Backend, Backends, ModelPipelines, ServedModel
+from gateway.batches.batches import Batches
+from gateway.batches.files import FileBounds, Files
+from gateway.batches.runner import BatchRunner, LineBounds
 from gateway.delivery.answers import AnswerContext
 from gateway.endpoints.context import ClientLimits, Context
 from gateway.endpoints.responses.route import adopt_responses
@@ -32,7 +35,7 @@ from gateway.pipeline.client import GrpcPipeline
 from gateway.pipeline.model import GrpcModel, PipelineReadiness
 from gateway.quotas.quotas import Quotas
 from gateway.server.http_server import HttpServer, ProbeServer, https_files
-from gateway.state.state import open_state
+from gateway.state.state import DAY_S, open_state
 from protos.gen.pando.v1 import tokenizer_pb2_grpc
 
 if TYPE_CHECKING:
@@ -40,15 +43,19 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from prometheus_client import CollectorRegistry
+    from starlette.types import ASGIApp
 
     from common.rpc.security import Security
-    from common.settings import GatewaySettings, Settings
+    from common.settings import BatchesSettings, GatewaySettings, Settings
+    from gateway.batches.documents import Documents
     from gateway.identity.keys import ApiKey
     from gateway.quotas.meters import Meters
 
 
 # Tenant of all callers whose credentials name none.
 DEFAULT_TENANT = "default"
+# Unfinished batches of one owner.
+MAX_OPEN_BATCHES = 64
 
 
 class Gateway:
@@ -91,6 +98,8 @@ class Gateway:
             identity=identity,
             quotas=quotas,
             stored=self._state.stored,
+            files=build_files(settings.batches, self._state.documents),
+            batches=Batches(self._state.documents, MAX_OPEN_BATCHES),
             answers=self._answers,
             aborts=self._state.aborts,
             metrics=metrics,
@@ -99,6 +108,7 @@ class Gateway:
         )
         https = https_files(settings.tls)
         app = create_app(context, settings.cors_origins, settings.console)
+        self._batches = build_runner(app, context, settings)
         self._server = HttpServer(app, settings.host, settings.port, https)
         asks_for_certificates = https is not None and https.clients is not None
         self._probes = (
@@ -119,7 +129,8 @@ class Gateway:
         probes = [self._probes.run()] if self._probes else []
         state = [work() for work in self._state.background]
         answers = (self._answers.run(), adopt_responses(self._context))
-        background = (*pipelines, *probes, *state, *answers, self._generations.watch_silence())
+        batches = self._batches.run(stopping)
+        background = (batches, *pipelines, *probes, *state, *answers, self._generations.watch_silence())
         try:
             async with asyncio.TaskGroup() as tasks:
                 running = [tasks.create_task(work) for work in background]
@@ -158,6 +169,18 @@ def build_quotas(limits_file: Path | None, meters: Meters) -> Quotas:
         ConfigurationError: the limits file is wrong.
     """
     return Quotas(Reloading(limits_file, load_limits) if limits_file else None, meters)
+
+
+def build_files(settings: BatchesSettings, documents: Documents) -> Files:
+    """Return the files that clients upload and batches write."""
+    return Files(documents, FileBounds(settings.max_file_bytes, settings.max_bytes, settings.lifetime_days * DAY_S))
+
+
+def build_runner(app: ASGIApp, context: Context, settings: GatewaySettings) -> BatchRunner:
+    """Return the part that runs the lines of batches as requests to `app`."""
+    batches = settings.batches
+    bounds = LineBounds(batches.lines_at_once, batches.max_lines, settings.max_body_bytes)
+    return BatchRunner(app, context.batches, context.files, bounds)
 
 
 class ReloadedKeys:

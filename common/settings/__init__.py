@@ -2,7 +2,14 @@
 
 from __future__ import annotations
 
-from common.settings.gateway import BackendSettings, ConsoleSettings, GatewaySettings, JwtSettings, TlsSettings
+from common.settings.gateway import (
+    BackendSettings,
+    BatchesSettings,
+    ConsoleSettings,
+    GatewaySettings,
+    JwtSettings,
+    TlsSettings,
+)
 from common.settings.model import ModelSettings, ServedModelSettings
 from common.settings.scheduler import (
     AdapterSettings,
@@ -38,6 +45,7 @@ __all__ = [
     "PREFIX",
     "AdapterSettings",
     "BackendSettings",
+    "BatchesSettings",
     "CacheSettings",
     "ConsoleSettings",
     "DetokenizerSettings",

@@ -112,6 +112,25 @@ class ConsoleSettings(Section):
     it shows none."""
 
 
+class BatchesSettings(Section):
+    """Uploaded files and batches."""
+
+    file: Path | None = None
+    """SQLite database for the files and batches of a single gateway; absent: in memory, lost when the gateway stops.
+    With state.url, they are on that server."""
+    max_file_bytes: int = Field(default=100 * 1024 * 1024, ge=1024)
+    """Largest uploaded file in bytes; larger ones are answered with 413."""
+    max_bytes: int = Field(default=1024 * 1024 * 1024, ge=1024 * 1024)
+    """Bytes of all files, over all gateways; further ones are answered with 429. A tenant can use half of it."""
+    lifetime_days: float = Field(default=30.0, ge=2)
+    """Days for which files are kept."""
+    max_lines: int = Field(default=50_000, ge=1)
+    """Most lines of a batch."""
+    lines_at_once: int = Field(default=512, ge=1)
+    """Lines of batches that a gateway submits at a time. To fill the workers' rows, the gateways of a scheduler group
+    together need more than scheduler.max_rows."""
+
+
 class GatewaySettings(Section):
     """The HTTP front end."""
 
@@ -175,3 +194,4 @@ class GatewaySettings(Section):
     answers: AnswersSettings = AnswersSettings()
     responses: ResponsesSettings = ResponsesSettings()
     console: ConsoleSettings = ConsoleSettings()
+    batches: BatchesSettings = BatchesSettings()

@@ -120,6 +120,7 @@ def options_to_wire(options: RequestOptions, kind: type[Message]) -> Message:
         prompt_logprobs=prompt_logprobs_to_wire(options.prompt_logprobs),
         engine_failures=options.engine_failures,
         adapter=options.adapter,
+        is_batch=options.is_batch,
     )
 
 
@@ -146,6 +147,7 @@ def options_from_wire(message: RequestMessage) -> RequestOptions:
         prompt_logprobs=prompt_logprobs_from_wire(message),
         engine_failures=message.engine_failures,
         adapter=check_name("adapter", message.adapter),
+        is_batch=message.is_batch,
     )
 
 

@@ -13,6 +13,7 @@ from fastapi import Request
 from common.errors import PermissionDeniedError
 from common.requests import GenerateRequest
 from common.types import RequestId, RequestOptions
+from gateway.batches.runner import BATCH_CALLER
 from gateway.delivery.answers import PlainAnswer
 from gateway.delivery.deliveries import AnswerResponse, PiecewiseDelivery, WholeDelivery
 from gateway.endpoints.shapes import ResponseHead
@@ -25,6 +26,8 @@ if TYPE_CHECKING:
     from common.requests import ChatPrompt, Prompt
     from common.types import Subject
     from gateway.backends import Backend, Backends, ChosenModel
+    from gateway.batches.batches import Batches
+    from gateway.batches.files import Files
     from gateway.delivery.answers import AnswerContext
     from gateway.delivery.deliveries import PiecewiseRenderer, WholeRenderer
     from gateway.endpoints.chat.schema import ChatCompletionBody
@@ -74,6 +77,8 @@ class Context:
     identity: Identity
     quotas: Quotas
     stored: ResponseStore
+    files: Files
+    batches: Batches
     answers: AnswerContext
     aborts: Aborts
     metrics: GatewayMetrics
@@ -86,6 +91,10 @@ class Context:
         Raises:
             UnauthenticatedError: a credential is required, and it is missing or wrong.
         """
+        line_of: Caller | None = request.scope.get(BATCH_CALLER)
+        if line_of is not None:
+            request.scope[TENANT] = line_of.tenant
+            return line_of
         peer = request.client.host if request.client else None
         caller = await self.identity.caller(request.headers, peer, request.scope["http_version"])
         request.scope[TENANT] = caller.tenant
@@ -184,12 +193,13 @@ class Context:
                 priority=requester.priority(body.priority, self.limits.max_priority),
                 cache_mode=requester.cache_mode(body.cache_mode),
                 skip_special_tokens=body.skip_special_tokens is not False,
-                timeout_ms=self.limits.request_timeout_ms,
+                timeout_ms=None if requester.caller.is_batch else self.limits.request_timeout_ms,
                 trace=opening.trace,
                 session=body.session,
                 max_context_tokens=self.quotas.max_context(requester.subject),
                 prompt_logprobs=body.prompt_logprobs_wanted,
                 adapter=chosen.adapter,
+                is_batch=requester.caller.is_batch,
             ),
             truncate_prompt_tokens=body.truncate_prompt_tokens,
             bad_words=tuple(body.bad_words or ()),

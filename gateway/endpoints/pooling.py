@@ -145,11 +145,12 @@ class PooledRequests:
             options=RequestOptions(
                 priority=self.requester.priority(body.priority, context.limits.max_priority),
                 cache_mode=self.requester.cache_mode(body.cache_mode),
-                timeout_ms=context.limits.request_timeout_ms,
+                timeout_ms=None if self.requester.caller.is_batch else context.limits.request_timeout_ms,
                 trace=trace_of(self.request.headers),
                 session=body.session,
                 max_context_tokens=context.quotas.max_context(self.requester.subject),
                 pooling=self.pooling,
+                is_batch=self.requester.caller.is_batch,
             ),
             prompt_name=name,
             routing_key=body.routing_key,

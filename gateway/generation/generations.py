@@ -137,7 +137,9 @@ class Generations:
         while True:
             await asyncio.sleep(interval_s)
             for generation in list(self._open):
-                generation.end_silence(limit_s)
+                # A line of a batch waits for any time while other requests run.
+                if not generation.entries[0].request.options.is_batch:
+                    generation.end_silence(limit_s)
 
     @property
     def open_requests(self) -> int:

@@ -50,6 +50,8 @@ class Caller:
     max_priority: int | None = None
     # Names or patterns of the adapters that its requests may use; None: those of its tenant's limits.
     adapters: Sequence[str] | None = None
+    # Whether its requests are lines of a batch.
+    is_batch: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,6 +13,8 @@ from common.section import read_secret
 from gateway.answer_records.memory_records import MemoryRecords
 from gateway.answer_records.redis_records import RedisRecords
 from gateway.answer_records.sealing import Sealing
+from gateway.batches.redis_documents import RedisDocuments
+from gateway.batches.sqlite_documents import SqliteDocuments
 from gateway.quotas.memory_meters import MemoryMeters
 from gateway.quotas.redis_meters import RedisMeters
 from gateway.state.aborts import LocalAborts, SharedAborts, Signatures
@@ -25,6 +27,7 @@ if TYPE_CHECKING:
 
     from common.settings import GatewaySettings
     from gateway.answer_records.records import AnswerRecords
+    from gateway.batches.documents import Documents
     from gateway.generation.generations import Generations
     from gateway.metrics import GatewayMetrics
     from gateway.quotas.meters import Meters
@@ -42,6 +45,7 @@ class State:
 
     meters: Meters
     stored: ResponseStore
+    documents: Documents
     aborts: Aborts
     records: AnswerRecords
     close: Callable[[], Awaitable[None]]
@@ -64,16 +68,25 @@ def open_state(
     if url is None or url == MEMORY:
         stored = SqliteResponses(settings.responses.file, lifetime_s, settings.responses.max_bytes)
         records = MemoryRecords(settings.answers.lifetime_s, settings.answers.max_bytes)
-        return State(
-            MemoryMeters(limits_clock or time.monotonic), stored, LocalAborts(generations), records, stored.close
-        )
+        documents = SqliteDocuments(settings.batches.file)
+
+        async def close_files() -> None:
+            await stored.close()
+            await documents.close()
+
+        meters = MemoryMeters(limits_clock or time.monotonic)
+        return State(meters, stored, documents, LocalAborts(generations), records, close_files)
     if settings.responses.file is not None:
         raise ConfigurationError(
             "gateway.responses.file is of no use beside gateway.state.url, which holds the responses"
         )
+    if settings.batches.file is not None:
+        raise ConfigurationError(
+            "gateway.batches.file is of no use beside gateway.state.url, which holds files and batches"
+        )
     server = StateServer(url, metrics, prefix=settings.state.prefix, timeout_s=TIMEOUT_S)
     own = MemoryMeters(limits_clock or time.monotonic) if settings.state.failure == "open" else None
-    meters = RedisMeters(server, own, metrics, clock=limits_clock)
+    shared_meters = RedisMeters(server, own, metrics, clock=limits_clock)
     responses = RedisResponses(server, lifetime_s, settings.responses.max_bytes)
     secret = read_secret("gateway.state.secret", settings.state.secret, LEAST_SECRET)
     aborts = SharedAborts(server, generations, Signatures(secret))
@@ -82,8 +95,9 @@ def open_state(
     async def close() -> None:
         with contextlib.suppress(StateAwayError, TimeoutError):
             async with asyncio.timeout(server.timeout_s):
-                await meters.flush()
+                await shared_meters.flush()
                 await responses.flush()
         await server.close()
 
-    return State(meters, responses, aborts, shared, close, (server.run, meters.run, responses.run, aborts.run))
+    background = (server.run, shared_meters.run, responses.run, aborts.run)
+    return State(shared_meters, responses, RedisDocuments(server), aborts, shared, close, background)

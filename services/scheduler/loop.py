@@ -32,7 +32,7 @@ from services.scheduler.core.core import SchedulerCore
 from services.scheduler.core.costs import OperationTimes
 from services.scheduler.grammar_recovery import GrammarRecovery
 from services.scheduler.group import GroupState
-from services.scheduler.policy.policies import make_counters, make_policy
+from services.scheduler.policy.policies import make_order
 from services.scheduler.storage_desk import StorageDesk
 from services.scheduler.timelines import Timelines
 
@@ -272,10 +272,9 @@ class SchedulerLoop:
                 self._decisions.begin(encode_header(name, *sizes, rules, host, storage))
                 cache = RecordedCache(cache, allocator, self._decisions.note, choices)
             cache.advance(self.epoch)
-            counters = make_counters(self._settings.queue)
-            policy = make_policy(self._settings.queue.policy, counters)
             times = OperationTimes(time.thread_time)
-            self.core = SchedulerCore(config, allocator, cache, policy, counters, times, self.adapters.find)
+            order = replace(make_order(self._settings.queue), batches=make_order(self._settings.queue))
+            self.core = SchedulerCore(config, allocator, cache, order, times, self.adapters.find)
             self.core.adapters.pinned = self.adapters.pinned
             if self._limits_file is not None:
                 self.core.adopt(self._limits)

@@ -162,6 +162,7 @@ single_options = complete(
     trace=st.none() | traces,
     session=st.none() | NAMES,
     turn=st.none(),
+    is_batch=st.booleans(),
     max_context_tokens=st.none() | COUNT,
     pooling=st.none() | st.sampled_from(Pooling),
     prompt_logprobs=st.none() | prompt_logprobs,

@@ -11,8 +11,9 @@ from prometheus_client import CollectorRegistry
 
 from common.settings import GatewaySettings
 from gateway.app import create_app
-from gateway.assembly import build_identity, build_quotas, limits
+from gateway.assembly import MAX_OPEN_BATCHES, build_files, build_identity, build_quotas, limits
 from gateway.backends import Backend, Backends, ServedModel
+from gateway.batches.batches import Batches
 from gateway.delivery.answers import AnswerContext
 from gateway.endpoints.context import Context
 from gateway.generation.generations import Generations
@@ -63,6 +64,8 @@ class FakedGateway:
             quotas=quotas,
             answers=AnswerContext(self.generations, self.state.records, quotas),
             stored=self.state.stored,
+            files=build_files(self.settings.batches, self.state.documents),
+            batches=Batches(self.state.documents, MAX_OPEN_BATCHES),
             aborts=self.state.aborts,
             metrics=self.metrics,
             limits=replace(limits(self.settings), **self.bounds),

@@ -57,6 +57,7 @@ from services.scheduler.cache.factory import make_cache
 from services.scheduler.cache.pages import PageAllocator
 from services.scheduler.core.config import CoreConfig
 from services.scheduler.core.core import SchedulerCore
+from services.scheduler.core.queue import QueueOrder
 from services.scheduler.core.shares import ShareConfig, VirtualCounters
 from services.scheduler.policy.policies import PolicyName, make_policy
 
@@ -226,7 +227,9 @@ class _Run:
         allocator = PageAllocator(config.device_pages)
         counters = VirtualCounters(ShareConfig(OUTPUT_WEIGHT)) if policy == "fair" else None
         cache = make_cache("user_aware", allocator, PAGE_SIZE)
-        self._core = SchedulerCore(config, allocator, cache, make_policy(policy, counters, slack_tokens), counters)
+        self._core = SchedulerCore(
+            config, allocator, cache, QueueOrder(make_policy(policy, counters, slack_tokens), counters)
+        )
         self._core.adopt(limits)
         self._worker = TimedWorker()
         self._chance = random.Random(7)

@@ -29,6 +29,7 @@ from services.scheduler.cache.factory import make_cache
 from services.scheduler.cache.pages import PageAllocator
 from services.scheduler.core.config import CoreConfig
 from services.scheduler.core.core import SchedulerCore
+from services.scheduler.core.queue import QueueOrder
 from services.scheduler.core.shares import ShareConfig, VirtualCounters
 from services.scheduler.policy.policies import PolicyName, make_policy
 
@@ -139,7 +140,9 @@ class SharesSimulation:
         allocator = PageAllocator(config.device_pages)
         counters = VirtualCounters(ShareConfig()) if policy == "fair" else None
         cache = make_cache("user_aware", allocator, PAGE_SIZE)
-        self.core = SchedulerCore(config, allocator, cache, make_policy(policy, counters, slack_tokens), counters)
+        self.core = SchedulerCore(
+            config, allocator, cache, QueueOrder(make_policy(policy, counters, slack_tokens), counters)
+        )
         self.requests: dict[str, Observed] = {}
         self._worker = TimedWorker()
         self.workload = workload

@@ -26,7 +26,7 @@ from services.scheduler.core.milestones import MilestoneKind, Wait
 from services.scheduler.core.output import Output, OutputBuffer
 from services.scheduler.core.planner import Planner
 from services.scheduler.core.pooling import check_pooling, with_usable_cache
-from services.scheduler.core.queue import QueuePolicy, WaitingQueue
+from services.scheduler.core.queue import ClassQueues, QueueOrder
 from services.scheduler.core.results import NO_MEMORY, ResultHandler
 from services.scheduler.core.row_changes import Tenancy
 from services.scheduler.core.rows import RowSlots
@@ -52,7 +52,6 @@ if TYPE_CHECKING:
     from services.scheduler.cache.pages import PageAllocator
     from services.scheduler.core.config import CoreConfig
     from services.scheduler.core.costs import OperationTimes
-    from services.scheduler.core.shares import VirtualCounters
     from services.scheduler.core.step_limits import StepLimits
 
 
@@ -68,27 +67,28 @@ class SchedulerCore:
     All calls must come from one thread. Times are seconds of one monotonic clock and are passed in.
     """
 
-    def __init__(  # noqa: PLR0913  (what decisions depend on)
+    def __init__(
         self,
         config: CoreConfig,
         allocator: PageAllocator,
         cache: PrefixCache,
-        policy: QueuePolicy,
-        counters: VirtualCounters | None = None,
+        order: QueueOrder,
         times: OperationTimes | None = None,
         find_adapter: Callable[[str], str | None] = lambda _name: None,
     ) -> None:
         """Start empty, over an allocator and a cache that nothing else modifies.
 
-        `counters` are the counters that `policy` reads; `times` measures the duration of cache operations;
-        `find_adapter` returns the digest of the adapter of a name.
+        `order` is the order of the waiting queue; `times` measures the duration of cache operations; `find_adapter`
+        returns the digest of the adapter of a name.
         """
         self.config = config
         self._limits = Limits()
-        self._counters = counters
+        batches = order.batches or order
+        counters = order.counters
+        self._counters = [each for each in {counters, batches.counters} if each is not None]
         self.rows = RowSlots(config.max_rows, config.max_context + 1, config.page_size)
         retracted_first = counters is None and not config.strict_priority
-        self.queue = WaitingQueue(policy, counters, retracted_first=retracted_first)
+        self.queue = ClassQueues(self.rows, order, batches, retracted_first=retracted_first)
         costs = LoadCosts(config.kv_bytes_per_token, config.prefill_tokens_per_s, config.load_bytes_per_s)
         self.memory = KvMemory(allocator, cache, costs, times, has_pages=not config.is_encoder)
         self.in_flight = 0
@@ -98,7 +98,7 @@ class SchedulerCore:
         self._find_adapter = find_adapter
         self._tenancy = Tenancy(self.rows, self.memory, self.adapters)
         self._output = OutputBuffer()
-        self._billing = Billing(self.rows, counters)
+        self._billing = Billing(self.rows, counters, batches.counters)
         self._planner = Planner(config, self.rows, self.queue, self.memory, self._tenancy, self._billing)
         self._suspects = self._planner.suspects
         self._quarantine = PromptQuarantine()
@@ -145,8 +145,8 @@ class SchedulerCore:
         self._limits = limits
         self.memory.cache.adopt(limits)
         self.sessions.adopt(limits)
-        if self._counters is not None:
-            self._counters.adopt(limits)
+        for counters in self._counters:
+            counters.adopt(limits)
 
     def pause(self, *, paused: bool) -> None:
         """Pause or resume the admission of waiting sequences; running sequences continue."""
@@ -204,7 +204,7 @@ class SchedulerCore:
         if request.request_id in self._by_request:
             raise InvalidRequestError(f"request id {request.request_id} is in use", param="request_id")
         options = request.options
-        self.queue.check_room(request.view.subject, options.n, self.config.max_waiting, self._limits)
+        self.queue.check_room(request, self.config.max_waiting, self._limits)
         if options.resume is not None and options.n != 1:
             raise InvalidRequestError("a resumed request has exactly one choice", param="n")
         known = len(request.token_ids) + (len(options.resume.token_ids) if options.resume else 0)
@@ -305,6 +305,9 @@ class SchedulerCore:
         timeout_ms = sequence.request.options.timeout_ms
         if timeout_ms is not None and age * 1000 > timeout_ms:
             return f"the request's own limit of {timeout_ms} ms passed"
+        if sequence.is_batch:
+            # It may wait for any time; the gateway ends it when the batch's own time is over.
+            return None
         if sequence.started_at is None:
             limit = self.config.waiting_timeout_s
             return f"the request waited for longer than {limit:g} s" if age > limit else None

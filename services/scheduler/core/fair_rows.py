@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from common.types import Subject
     from services.scheduler.core.in_flight_prefixes import InFlightPrefixes
     from services.scheduler.core.memory import KvMemory
-    from services.scheduler.core.queue import WaitingQueue
+    from services.scheduler.core.queue import ClassQueues
     from services.scheduler.core.rows import RowSlots
     from services.scheduler.core.sequence import Sequence
     from services.scheduler.core.shares import Billing, VirtualCounters
@@ -61,7 +61,7 @@ class FairRows:
     def __init__(
         self,
         rows: RowSlots,
-        queue: WaitingQueue,
+        queue: ClassQueues,
         memory: KvMemory,
         billing: Billing,
         counters: VirtualCounters,

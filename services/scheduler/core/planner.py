@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from services.scheduler.cache.types import PrefixLock
     from services.scheduler.core.config import CoreConfig
     from services.scheduler.core.memory import KvMemory
-    from services.scheduler.core.queue import WaitingQueue
+    from services.scheduler.core.queue import ClassQueues
     from services.scheduler.core.row_changes import Tenancy
     from services.scheduler.core.rows import RowSlots
     from services.scheduler.core.sequence import Sequence
@@ -46,14 +46,15 @@ class Planner:
     one spare page for each running sequence, never for its max_tokens. If pages run out later, one sequence is
     retracted: it gives its pages back and waits. It is the youngest of the lowest priority (`preemption.py`), or under
     fair shares one of the tenant with the most pages relative to its weight (`fair_rows.py`). Under strict priorities
-    and fair shares, running sequences are also preempted for a waiting one.
+    and fair shares, running sequences are also preempted for a waiting one. Sequences of batches run only while no
+    other sequence waits or runs.
     """
 
     def __init__(
         self,
         config: CoreConfig,
         rows: RowSlots,
-        queue: WaitingQueue,
+        queue: ClassQueues,
         memory: KvMemory,
         tenancy: Tenancy,
         billing: Billing,
@@ -104,6 +105,7 @@ class Planner:
         self, now: float, epoch: int, decode_step_s: float | None, *, idle: bool
     ) -> tuple[StepPlan | None, bool]:
         """Return the next plan, if any, and whether pages were freed instead, so that planning has to start over."""
+        self._suspend_batches()
         first = self._make_room()
         self._memory.slide_windows(self._rows)
         prefilling = self._prefilling()
@@ -150,14 +152,23 @@ class Planner:
 
     def _idle_rows(self, refused: Sequence) -> int:
         """Estimate how many waiting sequences of other subjects could run in the pages kept for a refused one."""
-        others = len(self._queue) - self._queue.census.of(refused.request.view.subject)
+        queue = self._queue.served
+        others = len(queue) - queue.census.of(refused.request.view.subject)
         if not (others and self._rows.running):
             return 0
         known = sum(
-            len(sequence.token_ids) for sequence in islice(self._queue, _SAMPLED_SEQUENCES) if sequence is not refused
+            len(sequence.token_ids) for sequence in islice(queue, _SAMPLED_SEQUENCES) if sequence is not refused
         )
-        mean_pages = self._memory.pages_of(known // min(len(self._queue), _SAMPLED_SEQUENCES) + 1)
+        mean_pages = self._memory.pages_of(known // min(len(queue), _SAMPLED_SEQUENCES) + 1)
         return min(self._free_slots, others, self._memory.available_pages // mean_pages)
+
+    def _suspend_batches(self) -> None:
+        """Take the rows of batches back while an interactive sequence waits or runs."""
+        if not self._rows.batch_rows or not self._queue.must_batches_yield:
+            return
+        for sequence in self._rows.occupants():
+            if sequence.is_batch:
+                self._put_back(sequence)
 
     def _make_room(self) -> Sequence | None:
         """Preempt rows for a waiting sequence; return the sequence if it must be admitted before all others."""
@@ -257,15 +268,19 @@ class Planner:
         return True
 
     def _retract(self, sequence: Sequence) -> None:
+        self._put_back(sequence)
+        self._memory.count_retraction()
+
+    def _put_back(self, sequence: Sequence) -> None:
+        """Return a running sequence to the queue with its known tokens; its computed pages stay in the cache."""
         row = sequence.row
-        assert row is not None, "only running sequences are retracted"
+        assert row is not None, "only running sequences are put back"
         self._billing.leave(sequence, for_good=False)
         sequence.token_ids = self._rows.tokens(row).copy()
         sequence.phase = SequencePhase.WAITING
         sequence.retractions += 1
         self._tenancy.vacate(sequence)
         self._queue.put_back(sequence)
-        self._memory.count_retraction()
         self.milestones.note(MilestoneKind.RETRACTED, sequence)
 
     def _plan_chunk(self, sequence: Sequence, budget: int, prefills: list[PrefillChunk], grants: Granting) -> int:

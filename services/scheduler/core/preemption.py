@@ -9,7 +9,7 @@ if TYPE_CHECKING:
 
     from services.scheduler.core.in_flight_prefixes import InFlightPrefixes
     from services.scheduler.core.memory import KvMemory
-    from services.scheduler.core.queue import WaitingQueue
+    from services.scheduler.core.queue import ClassQueues
     from services.scheduler.core.rows import RowSlots
     from services.scheduler.core.sequence import Sequence
 
@@ -22,7 +22,7 @@ class Preemption:
     preempted sequence continues later with the same tokens.
     """
 
-    def __init__(self, rows: RowSlots, queue: WaitingQueue, memory: KvMemory, limit: int) -> None:
+    def __init__(self, rows: RowSlots, queue: ClassQueues, memory: KvMemory, limit: int) -> None:
         """Read state that the core owns; a `limit` of 0 disables preemption."""
         self.count = 0
         self._rows = rows

@@ -14,7 +14,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
 
     from common.limits import Limits
-    from common.types import Subject
+    from common.types import ScheduleRequest, Subject
+    from services.scheduler.core.rows import RowSlots
     from services.scheduler.core.sequence import Sequence
     from services.scheduler.core.shares import VirtualCounters
 
@@ -49,7 +50,7 @@ class QueuePolicy(Protocol):
 
 
 class WaitingQueue:
-    """Sequences in order of arrival, after those that were retracted; offered in the policy's order."""
+    """Sequences of one class in order of arrival, after those that were retracted; offered in the policy's order."""
 
     def __init__(
         self, policy: QueuePolicy, counters: VirtualCounters | None = None, *, retracted_first: bool = True
@@ -167,6 +168,96 @@ class WaitingQueue:
         self._by_priority[sequence.request.options.priority] += 1
         if self._counters is not None:
             self._counters.enter(subject)
+
+
+@dataclass(frozen=True, slots=True)
+class QueueOrder:
+    """A policy, and the counters that it reads, if any; they are charged for the sequences that it orders."""
+
+    policy: QueuePolicy
+    counters: VirtualCounters | None = None
+    # The order of batches' sequences among each other, with counters of its own; None: the same.
+    batches: QueueOrder | None = None
+
+
+class ClassQueues:
+    """The waiting sequences of both classes: interactive ones, and those of batches.
+
+    While an interactive sequence waits or runs, only these are offered rows, regardless of priorities, and the planner
+    takes the rows of batches back. Otherwise the batches' sequences are offered rows, in an order of their own.
+    """
+
+    def __init__(
+        self, rows: RowSlots, interactive: QueueOrder, batches: QueueOrder, *, retracted_first: bool = True
+    ) -> None:
+        """Start empty; `rows` tell whether an interactive sequence runs."""
+        self._rows = rows
+        self._interactive = WaitingQueue(interactive.policy, interactive.counters, retracted_first=retracted_first)
+        self._batches = WaitingQueue(batches.policy, batches.counters, retracted_first=retracted_first)
+
+    @property
+    def must_batches_yield(self) -> bool:
+        """Whether an interactive sequence waits or runs."""
+        return bool(len(self._interactive)) or self._rows.running > self._rows.batch_rows
+
+    @property
+    def served(self) -> WaitingQueue:
+        """The queue of the class that is offered rows."""
+        return self._interactive if self.must_batches_yield else self._batches
+
+    @property
+    def batch_sequences(self) -> int:
+        """Number of waiting sequences of batches."""
+        return len(self._batches)
+
+    def __len__(self) -> int:
+        """Return the number of waiting sequences of both classes."""
+        return len(self._interactive) + len(self._batches)
+
+    def __iter__(self) -> Iterator[Sequence]:
+        """Iterate over a snapshot, interactive sequences first."""
+        return chain(iter(self._interactive), iter(self._batches))
+
+    @property
+    def census(self) -> Census:
+        """Counts of the waiting sequences of the class that is offered rows."""
+        return self.served.census
+
+    @property
+    def highest_priority(self) -> int | None:
+        """The highest priority in the class that is offered rows; None if none waits."""
+        return self.served.highest_priority
+
+    def waiting_tokens(self, most: int) -> int:
+        """Return the number of waiting prompt tokens of the class that is offered rows; stops counting at `most`."""
+        return self.served.waiting_tokens(most)
+
+    def candidates(self, match: Callable[[Sequence], int]) -> Iterator[Sequence]:
+        """Yield the sequences that may start, best first. The caller may remove the sequence just yielded."""
+        return self.served.candidates(match)
+
+    def check_room(self, request: ScheduleRequest, most: int, limits: Limits) -> None:
+        """Check that the queue of the request's class, of `most` places, has room for its choices.
+
+        Raises:
+            QueueFullError: the server's, the tenant's or the subject's bound is reached; the message says which.
+        """
+        queue = self._batches if request.options.is_batch else self._interactive
+        queue.check_room(request.view.subject, request.options.n, most, limits)
+
+    def add(self, sequence: Sequence) -> None:
+        self._of(sequence).add(sequence)
+
+    def put_back(self, sequence: Sequence) -> None:
+        """Put a retracted sequence before all others of its class."""
+        self._of(sequence).put_back(sequence)
+
+    def remove(self, sequence: Sequence) -> None:
+        """Take a sequence out."""
+        self._of(sequence).remove(sequence)
+
+    def _of(self, sequence: Sequence) -> WaitingQueue:
+        return self._batches if sequence.is_batch else self._interactive
 
 
 @dataclass(frozen=True, slots=True)

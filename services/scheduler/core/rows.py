@@ -60,6 +60,8 @@ class RowSlots:
         self.silent: NDArray[np.bool_] = np.zeros(max_rows, np.bool_)
         # Counts of the running sequences.
         self.census = Census()
+        # Number of rows of batches.
+        self.batch_rows = 0
         # Number of times that a row was closed.
         self.vacated = 0
         self._free = list(range(max_rows - 1, -1, -1))
@@ -80,6 +82,7 @@ class RowSlots:
         count = len(sequence.token_ids)
         self.sequences[row] = sequence
         self.census.add(sequence.request.view.subject)
+        self.batch_rows += sequence.is_batch
         self.ids[row, :count] = sequence.token_ids
         self.length[row] = count
         self.planned[row] = self.computed[row] = computed_tokens
@@ -103,6 +106,7 @@ class RowSlots:
         sequence.row = None
         self.sequences[row] = None
         self.census.remove(sequence.request.view.subject)
+        self.batch_rows -= sequence.is_batch
         self.occupied[row] = False
         self.decoding[row] = False
         self.jumping -= int(self.may_jump[row])

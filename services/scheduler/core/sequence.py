@@ -110,6 +110,11 @@ class Sequence:
         return token_ids if self.adapter is None else tagged(token_ids, self.adapter.tags)
 
     @property
+    def is_batch(self) -> bool:
+        """Whether it belongs to a batch and runs only while no other request is open."""
+        return self.request.options.is_batch
+
+    @property
     def is_silent(self) -> bool:
         """Whether only its prompt is computed; the one token sampled with that is not sent to the detokenizer."""
         return self.request.options.stop.max_tokens == 0 and self.request.options.pooling is None

@@ -9,6 +9,7 @@ from itertools import islice
 from operator import attrgetter
 from typing import TYPE_CHECKING, Literal, TypeVar, assert_never
 
+from services.scheduler.core.queue import QueueOrder
 from services.scheduler.core.shares import ShareConfig, VirtualCounters
 
 if TYPE_CHECKING:
@@ -23,11 +24,10 @@ K = TypeVar("K")
 PolicyName = Literal["fcfs", "lpm", "priority", "fair"]
 
 
-def make_counters(settings: QueueSettings) -> VirtualCounters | None:
-    """Return the counters that the policy needs, None if it needs none."""
-    if settings.policy != "fair":
-        return None
-    return VirtualCounters(ShareConfig())
+def make_order(settings: QueueSettings) -> QueueOrder:
+    """Return the policy of `settings`, with counters of its own if it needs any."""
+    counters = VirtualCounters(ShareConfig()) if settings.policy == "fair" else None
+    return QueueOrder(make_policy(settings.policy, counters), counters)
 
 
 def make_policy(name: PolicyName, counters: VirtualCounters | None = None, slack_tokens: float = 512.0) -> QueuePolicy:

@@ -82,7 +82,7 @@ detokenizer: [log, rpc, metrics, tracing, model, detokenizer]
 {{- if include "pando.keyringClaim" . }}{{ $_ := set $storage "keyring" "/var/lib/pando/keyring/keyring.db" }}{{ end -}}
 {{- if .Values.keyring.existingSecret }}{{ $_ := set $storage "secret" "file:/etc/pando/keyring/secret" }}{{ end -}}
 {{- if $storage }}{{ $_ := set $own.scheduler "storage" $storage }}{{ end -}}
-{{- if include "pando.responsesClaim" . }}{{ $_ := set $own.gateway "responses" (dict "file" "/var/lib/pando/responses/responses.db") }}{{ end -}}
+{{- if include "pando.responsesClaim" . }}{{ $_ := set $own.gateway "responses" (dict "file" "/var/lib/pando/responses/responses.db") }}{{ $_ := set $own.gateway "batches" (dict "file" "/var/lib/pando/responses/batches.db") }}{{ end -}}
 {{- $_ := set $own.worker "device" .Values.worker.device -}}
 {{- $given := deepCopy .Values.settings -}}
 {{- if eq .Values.worker.device "cuda" -}}

@@ -31,6 +31,7 @@ from services.scheduler.cache.pages import PageAllocator
 from services.scheduler.cache.window_pages import WindowPages
 from services.scheduler.core.config import CoreConfig
 from services.scheduler.core.core import SchedulerCore
+from services.scheduler.core.queue import QueueOrder
 from services.scheduler.core.session import SessionRules
 from services.scheduler.core.shares import ShareConfig, VirtualCounters
 from services.scheduler.group import GroupAcks
@@ -166,7 +167,7 @@ class Harness:
         order = Arrival() if policy is None else make_policy(policy, self.counters, slack_tokens)
         rules = replace(rules or CacheConfig(), snapshots=snapshots, snapshot_interval=interval)
         self.cache = make_cache(cache, allocator, page_size, rules, host)
-        self.core = SchedulerCore(self.config, allocator, self.cache, order, self.counters)
+        self.core = SchedulerCore(self.config, allocator, self.cache, QueueOrder(order, self.counters))
         if limits is not None:
             self.core.adopt(limits)
         self.worker = SimulatedWorker(

@@ -11,7 +11,7 @@ from services.scheduler.policy.policies import (
     LongestPrefixMatch,
     PolicyName,
     PriorityFirst,
-    make_counters,
+    make_order,
     make_policy,
 )
 from tests.services.scheduler.policy.waiting import handles, line_up, waiting_sequence
@@ -22,9 +22,9 @@ from tests.services.scheduler.policy.waiting import handles, line_up, waiting_se
     [("fcfs", FirstComeFirstServed), ("lpm", LongestPrefixMatch), ("priority", PriorityFirst), ("fair", FairShare)],
 )
 def test_each_name_makes_its_policy(name: PolicyName, kind: type) -> None:
-    counters = make_counters(QueueSettings(policy=name))
-    assert (counters is not None) == (name == "fair")
-    assert isinstance(make_policy(name, counters), kind)
+    order = make_order(QueueSettings(policy=name))
+    assert (order.counters is not None) == (name == "fair")
+    assert isinstance(order.policy, kind)
 
 
 def test_the_settings_offer_exactly_these_names() -> None:

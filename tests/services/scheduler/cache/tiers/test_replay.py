@@ -15,6 +15,7 @@ from services.scheduler.cache.factory import make_cache
 from services.scheduler.cache.pages import PageAllocator
 from services.scheduler.cache.tiers.config import HostConfig, PrefetchPolicy, StorageConfig, WritePolicy
 from services.scheduler.core.core import SchedulerCore
+from services.scheduler.core.queue import QueueOrder
 from services.scheduler.storage_desk import Keyring
 from tests.fakes.storing_worker import Objects, StoringWorker
 from tests.services.scheduler.core.harness import Arrival, Harness
@@ -37,7 +38,7 @@ class RecordedHarness(Harness):
         self.cache = RecordedCache(
             cache, allocator, lambda decision: self.lines.append(encode(len(self.lines), decision))
         )
-        self.core = SchedulerCore(self.config, allocator, self.cache, Arrival())
+        self.core = SchedulerCore(self.config, allocator, self.cache, QueueOrder(Arrival()))
 
 
 def recorded(policy: WritePolicy) -> list[bytes]:

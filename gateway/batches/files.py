@@ -1,0 +1,238 @@
+"""Uploaded files and the outputs of batches: their metadata, by owner, and their content in pieces."""
+
+from __future__ import annotations
+
+import hashlib
+import secrets
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+import orjson
+
+from common.errors import InvalidRequestError, QueueFullError
+from gateway.identity.caller import ANONYMOUS, ANONYMOUS_TENANT
+from gateway.server.errors import HttpError
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Callable
+
+    from gateway.batches.documents import Documents
+    from gateway.identity.caller import Caller
+
+Json: TypeAlias = dict[str, Any]  # Any: free JSON
+
+PIECE_BYTES = 256 * 1024
+# The room that a file takes in addition to its content.
+ENTRY_BYTES = 1024
+# Index of all files: "<time of expiry, seconds>-<id>" -> owner's folder, tenant's digest, bytes.
+INDEX = "file-index"
+FULL_RETRY_MS = 60_000
+NO_OWNER = "Requests without a credential cannot be told apart, so they cannot own files and batches; send an API key."
+
+
+@dataclass(frozen=True, slots=True)
+class FileOwner:
+    """The tenant and subject that a file or batch belongs to."""
+
+    tenant: str
+    subject: str
+
+    @classmethod
+    def of(cls, caller: Caller) -> FileOwner:
+        """Return the owner of what `caller` creates.
+
+        Raises:
+            InvalidRequestError: the caller is anonymous.
+        """
+        if caller.subject == ANONYMOUS or caller.tenant == ANONYMOUS_TENANT:
+            raise InvalidRequestError(NO_OWNER)
+        return cls(caller.tenant, caller.subject)
+
+    @property
+    def digest(self) -> str:
+        """Name of the owner in folders."""
+        return _digest(self.tenant, self.subject)
+
+    @property
+    def tenant_digest(self) -> str:
+        """Name of the tenant in the index."""
+        return _digest(self.tenant)
+
+
+def _digest(*names: str) -> str:
+    return hashlib.sha256(orjson.dumps(names)).hexdigest()[:32]
+
+
+def file_missing(file_id: str) -> HttpError:
+    """Return the error for a file that does not exist or is another's."""
+    return HttpError(404, f"No such File object: {file_id}")
+
+
+@dataclass(frozen=True, slots=True)
+class FileBounds:
+    """Bounds on files: of one, of all together (a tenant may use half), and the seconds for which one is kept."""
+
+    file_bytes: int
+    all_bytes: int
+    lifetime_s: float
+
+
+class FileWriter:
+    """Writes a file's content piece by piece; the same content can be written again after an interruption."""
+
+    def __init__(self, documents: Documents, file_id: str) -> None:
+        self.size = 0
+        self._documents = documents
+        self._folder = _content(file_id)
+        self._number = 0
+        self._rest = bytearray()
+
+    async def write(self, content: bytes) -> None:
+        """Append `content`."""
+        self._rest += content
+        while len(self._rest) >= PIECE_BYTES:
+            await self._put(bytes(self._rest[:PIECE_BYTES]))
+            del self._rest[:PIECE_BYTES]
+
+    async def finish(self) -> None:
+        """Write what is left."""
+        if self._rest:
+            await self._put(bytes(self._rest))
+            self._rest.clear()
+
+    async def _put(self, piece: bytes) -> None:
+        await self._documents.put(self._folder, f"{self._number:08d}", piece)
+        self._number += 1
+        self.size += len(piece)
+
+
+class Files:
+    """All files. Those of other owners do not exist for a caller."""
+
+    def __init__(self, documents: Documents, bounds: FileBounds, clock: Callable[[], float] = time.time) -> None:
+        self.bounds = bounds
+        self._documents = documents
+        self._clock = clock
+
+    def writer(self, file_id: str) -> FileWriter:
+        """Return a writer of a new file's content; the file exists once it is added."""
+        return FileWriter(self._documents, file_id)
+
+    async def check_room(self, owner: FileOwner, size: int) -> None:
+        """Check that `owner` may add a file of `size` bytes.
+
+        Raises:
+            QueueFullError: there is no room; the message says whose.
+        """
+        used = of_tenant = 0
+        names = await self._documents.names(INDEX)
+        for entry in await self._documents.get_many(INDEX, names):
+            if entry is not None:
+                _, tenant, taken = orjson.loads(entry)
+                used += taken
+                of_tenant += taken if tenant == owner.tenant_digest else 0
+        size += ENTRY_BYTES
+        if of_tenant + size > self.bounds.all_bytes // 2:
+            message = f"Your organization's files have {of_tenant} bytes, and may have {self.bounds.all_bytes // 2}"
+        elif used + size > self.bounds.all_bytes:
+            message = "The server has no room for the file"
+        else:
+            return
+        raise QueueFullError(f"{message}; delete files that are not needed.", retry_after_ms=FULL_RETRY_MS)
+
+    async def add(self, owner: FileOwner, file_id: str, name: str, purpose: str, size: int) -> Json:
+        """Make a file whose content has been written exist; return its object. Idempotent."""
+        created = int(self._clock())
+        expires = created + int(self.bounds.lifetime_s)
+        file: Json = {
+            "id": file_id,
+            "object": "file",
+            "bytes": size,
+            "created_at": created,
+            "expires_at": expires,
+            "filename": name,
+            "purpose": purpose,
+            "status": "processed",
+        }
+        entry = [owner.digest, owner.tenant_digest, size + ENTRY_BYTES]
+        await self._documents.put(INDEX, _index_name(file), orjson.dumps(entry))
+        if not await self._documents.exchange(_folder(owner.digest), file_id, None, orjson.dumps(file)):
+            await self._documents.delete(INDEX, _index_name(file))
+            return await self.get(owner, file_id)
+        return file
+
+    async def get(self, owner: FileOwner, file_id: str) -> Json:
+        """Return a file's object.
+
+        Raises:
+            HttpError: 404: there is none, or it is another owner's.
+        """
+        found = await self._documents.get(_folder(owner.digest), file_id)
+        if found is None or orjson.loads(found)["expires_at"] <= self._clock():
+            raise file_missing(file_id)
+        file: Json = orjson.loads(found)
+        return file
+
+    async def all_of(self, owner: FileOwner) -> list[Json]:
+        """Return all files of an owner, newest first."""
+        folder = _folder(owner.digest)
+        found = await self._documents.get_many(folder, await self._documents.names(folder))
+        files = [orjson.loads(each) for each in found if each is not None]
+        alive = [file for file in files if file["expires_at"] > self._clock()]
+        return sorted(alive, key=lambda file: (-file["created_at"], file["id"]))
+
+    async def content(self, file_id: str) -> AsyncIterator[bytes]:
+        """Yield the content of a file that exists."""
+        folder = _content(file_id)
+        for name in await self._documents.names(folder):
+            piece = await self._documents.get(folder, name)
+            if piece is None:
+                raise file_missing(file_id)
+            yield piece
+
+    async def delete(self, owner: FileOwner, file_id: str) -> None:
+        """Delete a file.
+
+        Raises:
+            HttpError: 404: there is none, or it is another owner's.
+        """
+        file = await self.get(owner, file_id)
+        await self._remove(owner.digest, file_id, _index_name(file))
+
+    async def discard(self, file_id: str) -> None:
+        """Delete the content of a file that was never added."""
+        await self._documents.delete(_content(file_id))
+
+    async def sweep(self) -> None:
+        """Delete the files whose lifetime is over."""
+        now = f"{int(self._clock()):012d}"
+        for name in await self._documents.names(INDEX):
+            expiry, _, file_id = name.partition("-")
+            if expiry > now:
+                return
+            entry = await self._documents.get(INDEX, name)
+            if entry is not None:
+                await self._remove(orjson.loads(entry)[0], file_id, name)
+
+    async def _remove(self, owner: str, file_id: str, index_name: str) -> None:
+        await self._documents.delete(_folder(owner), file_id)
+        await self._documents.delete(_content(file_id))
+        await self._documents.delete(INDEX, index_name)
+
+
+def new_file_id() -> str:
+    """Return the id of a new file."""
+    return f"file-{secrets.token_hex(16)}"
+
+
+def _folder(owner: str) -> str:
+    return f"files:{owner}"
+
+
+def _content(file_id: str) -> str:
+    return f"content:{file_id}"
+
+
+def _index_name(file: Json) -> str:
+    return f"{file['expires_at']:012d}-{file['id']}"

@@ -1,0 +1,95 @@
+"""Sequences of batches run only while no other sequence waits or runs, and lose nothing by it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+
+from tests.fakes.simulated_worker import expected_output
+from tests.services.scheduler.core.harness import STOP_ID, Harness, make_request, with_options
+
+if TYPE_CHECKING:
+    from common.types import ScheduleRequest
+    from services.scheduler.policy.policies import PolicyName
+
+TOKENS = 20
+
+
+def prompt_of(number: int) -> list[int]:
+    return list(range(100 + 40 * number, 140 + 40 * number))
+
+
+def line(name: str, number: int, user: str = "batcher", tenant: str = "acme") -> ScheduleRequest:
+    request = make_request(name, prompt_of(number), user=user, tenant=tenant, max_tokens=TOKENS)
+    return with_options(request, is_batch=True)
+
+
+def running(harness: Harness) -> set[str]:
+    return {sequence.request.request_id for sequence in harness.core.rows.occupants()}
+
+
+def work(harness: Harness, passes: int) -> None:
+    for _ in range(passes):
+        harness.plan()
+        harness.result()
+
+
+def expected(number: int) -> list[int]:
+    prompt = prompt_of(number)
+    return expected_output(prompt, len(prompt) + TOKENS, (STOP_ID,))
+
+
+@pytest.mark.parametrize("policy", ["fair", "fcfs", "priority", "lpm"])
+def test_the_next_plan_after_an_interactive_request_has_no_row_of_a_batch(policy: PolicyName) -> None:
+    harness = Harness(policy=policy, pages=128, max_rows=4)
+    for number in range(4):
+        harness.core.submit(line(f"line{number}", number), 0.0)
+    work(harness, 8)
+    assert len(running(harness)) == 4
+    chat = make_request("chat", prompt_of(9), user="ann", priority=-5, max_tokens=TOKENS)
+    harness.core.submit(chat, 0.0)
+    harness.plan()
+    assert running(harness) == {"chat"}
+    while ("chat", 0) not in harness.finishes:
+        assert running(harness) <= {"chat"}
+        harness.plan()
+        harness.result()
+    harness.run()
+    for number in range(4):
+        assert harness.outputs[f"line{number}", 0] == expected(number)
+    assert harness.outputs["chat", 0] == expected(9)
+    assert harness.core.rows.batch_rows == 0
+    harness.audit()
+
+
+def test_tenants_take_turns_in_the_batch_class() -> None:
+    harness = Harness(policy="fair", pages=128, max_rows=1)
+    for number in range(4):
+        harness.core.submit(line(f"a{number}", number, tenant="a"), 0.0)
+    harness.core.submit(line("b0", 5, tenant="b"), 0.0)
+    finished: list[str] = []
+    while len(finished) < 5:
+        harness.plan()
+        harness.result()
+        finished += [name for name, _ in harness.finishes if name not in finished]
+    assert finished.index("b0") <= 1
+
+
+def test_a_waiting_batch_takes_no_place_from_interactive_requests() -> None:
+    harness = Harness(max_waiting=4, max_rows=1)
+    rejections = [harness.core.submit(line(f"line{number}", number), 0.0).rejected for number in range(8)]
+    assert rejections[0] is None
+    assert rejections[-1] is not None
+    # The same tenant and user has its own places for other requests.
+    chat = make_request("chat", prompt_of(4), user="batcher", tenant="acme")
+    assert harness.core.submit(chat, 0.0).rejected is None
+
+
+def test_a_batch_may_wait_for_any_time() -> None:
+    harness = Harness()
+    harness.core.submit(line("line", 0), 0.0)
+    harness.core.submit(make_request("chat", prompt_of(1)), 0.0)
+    harness.core.expire(1e9)
+    assert ("line", 0) not in harness.finishes
+    assert [sequence.request.request_id for sequence in harness.core.open_sequences] == ["line"]
