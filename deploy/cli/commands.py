@@ -38,6 +38,7 @@ COMMANDS = (
     Command("up", "deploy.supervisor.command", "start all services on this machine"),
     Command("chat", "deploy.cli.chat.command", "chat in the terminal"),
     Command("console", "deploy.cli.console", "open the web console of a deployment"),
+    Command("batch", "deploy.cli.batch", "run files of requests as batches; list and cancel them"),
     Command("models", "deploy.models.command", "list, download, remove and inspect models"),
     Command("bench", "deploy.evaluation.bench.command", "measure any OpenAI-compatible server, or Pando's components"),
     Command(
