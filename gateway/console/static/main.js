@@ -5,18 +5,28 @@ import { Failure, SignIn } from "./parts.js";
 import { credential, getJson } from "./server.js";
 import { THEMES, theme } from "./theme.js";
 import { Chat } from "./pages/chat.js";
+import { Explain } from "./pages/explain.js";
 import { Fleet } from "./pages/fleet.js";
 import { Grove } from "./pages/grove.js";
 
 const PAGES = [
   { name: "chat", title: "Chat", page: Chat, icon: "M4 5h16v11H9l-5 4z" },
   { name: "grove", title: "Grove", page: Grove, icon: "M12 21V11M12 15l-5-4M12 13l5-5M7 11V6M17 8V4M12 11V4" },
+  { name: "explain", title: "Explain", page: Explain, icon: "M4 6h7M8 12h9M14 18h6" },
   { name: "fleet", title: "Fleet", page: Fleet, icon: "M4 5h16v5H4zM4 14h16v5H4zM8 7.5h.01M8 16.5h.01" },
 ];
 
+function decoded(text) {
+  try {
+    return decodeURIComponent(text);
+  } catch {
+    return text;
+  }
+}
+
 const address = () => {
-  const [name, argument] = location.hash.slice(1).split("/", 2);
-  return { page: PAGES.find((page) => page.name === name) ?? PAGES[0], argument: argument && decodeURIComponent(argument) };
+  const [, name, argument] = /^#([^/]*)\/?(.*)$/s.exec(location.hash) ?? ["", "", ""];
+  return { page: PAGES.find((page) => page.name === name) ?? PAGES[0], argument: decoded(argument) };
 };
 
 function Console() {

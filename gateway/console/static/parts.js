@@ -59,6 +59,12 @@ export function Bar({ label, parts, total }) {
 }
 
 const SHOWN_S = 120;
+
+function lastMinutes(_, low, high) {
+  const end = high ?? Date.now() / 1000;
+  return [Math.min(low ?? end, end - SHOWN_S), end];
+}
+
 const clock = (seconds) => new Date(seconds * 1000).toLocaleTimeString([], { hour12: false });
 
 /** A chart of series over time; `data` is uPlot's [times, values...]. */
@@ -78,7 +84,7 @@ export function Chart({ title, data, series, height = 132 }) {
       cursor: { show: false },
       axes: [{ ...axis, size: 28, space: 90, values: (_, splits) => splits.map(clock) }, { ...axis, size: 44 }],
       // The last minutes, so that few samples are not stretched over the whole width.
-      scales: { x: { range: (_, low, high) => [Math.min(low, high - SHOWN_S), high] }, y: { range: (_, low, high) => [0, Math.max(high, 1)] } },
+      scales: { x: { range: lastMinutes }, y: { range: (_, low, high) => [0, Math.max(high, 1)] } },
       series: [{}, ...series.map(({ label, colour: name }) => ({ label, stroke: colours[name], width: 2, points: { show: false } }))],
     };
     plot.current = new uPlot(options, data, place.current);

@@ -30,7 +30,10 @@ if TYPE_CHECKING:
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 PICTURES = "CONSOLE_PICTURES"
-PAGES = ("chat", "grove", "fleet")
+# Pages, and what each shows when it is ready.
+READY = {"chat": "#draft", "grove": "canvas.grove", "explain": "main input", "fleet": ".uplot canvas"}
+# Of each page, size and theme, those that docs/console.md shows.
+SHOWN = (("grove", PHONE, "dark"), ("fleet", WIDE, "dark"))
 SYSTEM = (
     "You are the assistant of a botanical garden. Visitors ask you about trees, their age, their roots and the "
     "animals that live on them. Answer in two short sentences, in plain words that a child understands, and never "
@@ -152,31 +155,41 @@ def test_a_prompt_becomes_shared_as_three_users_ask(browser: Browser, deployed: 
     assert browser.problems() == []
 
 
-def test_the_fleet_shows_a_killed_service_and_its_return(browser: Browser, deployed: Served, pictures: Path) -> None:
-    browser.open("fleet")
-    browser.shows("No alerts")
-    browser.shows("the control")
-    browser.picture(pictures / "fleet.png")
-    deployed.deployment.kill("scheduler")
-    browser.find(".alert.critical")
-    browser.picture(pictures / "fleet-alert.png")
-    browser.shows("No alerts")
-    assert browser.problems() == []
+def test_a_request_is_explained_to_its_owner(browser: Browser, pictures: Path) -> None:
+    browser.open("chat")
+    browser.ask("Name three primary colors.")
+    browser.find(".message.assistant footer .rate")
+    browser.find(".message.assistant footer a").click()
+    browser.find(".waterfall .span.decode")
+    browser.shows("Whole request")
+    phases = [each.text.split("\n")[0] for each in browser.driver.find_elements("css selector", ".waterfall li")]
+    assert [phase.split()[0] for phase in phases] == ["Tokenize", "Queue", "Prefill", "Decode", "Deliver"]
+    browser.shows("computed for this user before")
+    browser.picture(pictures / "explain.png")
+    browser.find("main input").clear()
+    browser.find("main input").send_keys("chatcmpl-unknown")
+    browser.click("Explain")
+    browser.shows("There is no such request")
+    # The browser reports the answer 404 itself.
+    assert [line for line in browser.problems() if "404" not in line] == []
 
 
 @pytest.mark.parametrize("theme", ["light", "dark"])
 @pytest.mark.parametrize("size", [WIDE, PHONE], ids=["wide", "phone"])
-@pytest.mark.parametrize("page", PAGES)
+@pytest.mark.parametrize("page", READY)
 def test_pages_are_accessible_and_fit(
     browser: Browser, pictures: Path, page: str, size: tuple[int, int], theme: str
 ) -> None:
     browser.open(page, size, theme)
-    browser.find("canvas" if page == "grove" else "#draft" if page == "chat" else ".uplot canvas")
+    browser.find(READY[page])
     assert browser.run("return getComputedStyle(document.documentElement).colorScheme")
     assert browser.accessibility() == []
     width = browser.run("return document.documentElement.scrollWidth")
     assert width <= size[0], "nothing is wider than the screen"
-    browser.picture(pictures / f"{page}-{'phone' if size == PHONE else 'wide'}-{theme}.png")
+    if (page, size, theme) in SHOWN:
+        if page == "grove":
+            browser.find(".tag")
+        browser.picture(pictures / f"{page}-{theme}.png")
     assert browser.problems() == []
 
 
@@ -192,6 +205,24 @@ def test_everything_can_be_reached_by_keyboard(browser: Browser, deployed: Serve
         if names[-1] == "CANVAS":
             break
     assert names[0] == "Skip to content"
-    assert {"Chat", "Grove", "Fleet", "CANVAS"} <= set(names)
+    assert {"Chat", "Grove", "Explain", "Fleet", "CANVAS"} <= set(names)
     ActionChains(browser.driver).send_keys(Keys.ARROW_RIGHT).perform()
     browser.shows("Show only this branch")
+
+
+def test_the_fleet_shows_a_killed_service_and_its_return(browser: Browser, deployed: Served, pictures: Path) -> None:
+    browser.open("fleet")
+    browser.shows("No alerts")
+    browser.shows("the control")
+    browser.picture(pictures / "fleet.png")
+
+    def alerts_of_a_kill() -> bool:
+        # It may be back before the page asks the next time.
+        if deployed.is_ready():
+            deployed.deployment.kill("scheduler")
+        return bool(browser.driver.find_elements("css selector", ".alert.critical"))
+
+    browser.until(alerts_of_a_kill, "a critical alert")
+    browser.picture(pictures / "fleet-alert.png")
+    browser.shows("No alerts")
+    assert browser.problems() == []

@@ -213,6 +213,7 @@ function Message({ message, isRunning, edit, retry }) {
       ${usage && html`<span>${count(usage.completion_tokens)} out</span>`}
       ${figures.wait !== null && html`<span>first after ${duration(figures.wait)}</span>`}
       ${figures.rate !== null && html`<span class="rate">${figures.rate.toFixed(1)} tokens/s</span>`}
+      ${message.id && html`<a href="#explain/${encodeURIComponent(message.id)}">Explain</a>`}
       ${message.finish && message.finish !== "stop" && html`<span>${message.finish}</span>`}
     </footer>`}
   </article>`;

@@ -28,7 +28,10 @@ export function Fleet() {
       try {
         const state = await getJson("/console/fleet");
         if (gone) return;
-        history.current = [...history.current.slice(1 - KEPT), sample(state, history.current.at(-1))];
+        const next = sample(state, history.current.at(-1));
+        // A line has two ends, from the first answer on.
+        const known = history.current.length ? history.current : [{ ...next, time: next.time - INTERVAL_MS / 1000 }];
+        history.current = [...known.slice(1 - KEPT), next];
         setFleet(state);
         setError(null);
       } catch (failure) {
@@ -158,7 +161,7 @@ function Fairness({ groups, weights }) {
   return html`<section class="card" aria-labelledby="fairness"><h2 id="fairness">Fairness between tenants</h2>
     ${tenants.length === 0
       ? html`<p class="muted">Nobody has requests or cached text now.</p>`
-      : html`<div class="scroll" tabindex="0" role="region" aria-label="Fairness between tenants"><table><thead><tr><th scope="col">Tenant</th><th scope="col" class="number">Entitled to</th><th scope="col" class="number">Rows</th>
+      : html`<div class="scroll" tabindex="0" role="region" aria-label="Table of tenants"><table><thead><tr><th scope="col">Tenant</th><th scope="col" class="number">Entitled to</th><th scope="col" class="number">Rows</th>
           <th scope="col" class="number">Waiting</th><th scope="col" class="number">Cached pages</th></tr></thead>
         <tbody>${tenants.slice(0, 50).map((tenant) => html`<tr><th scope="row">${tenant.name}</th><td class="number">${percent(tenant.entitled)}</td>
           <td class="number">${count(tenant.rows)} <small>${percent(tenant.rowShare)}</small></td><td class="number">${count(tenant.waiting)}</td>
@@ -177,7 +180,7 @@ function Attack({ attack }) {
   const age = Date.now() / 1000 - attack.written_unix_s;
   return html`<section class="card" aria-labelledby="attack">${heading}
     <p class="muted">Written ${duration(age)} ago by <code>pando attack</code>. AUC 0.5 is guessing.</p>
-    <div class="scroll" tabindex="0" role="region" aria-label="Findings of the last self-attack"><table><thead><tr><th scope="col">Mode</th><th scope="col">Attack</th><th scope="col">Verdict</th><th scope="col" class="number">AUC</th><th scope="col">Note</th></tr></thead>
+    <div class="scroll" tabindex="0" role="region" aria-label="Table of findings"><table><thead><tr><th scope="col">Mode</th><th scope="col">Attack</th><th scope="col">Verdict</th><th scope="col" class="number">AUC</th><th scope="col">Note</th></tr></thead>
       <tbody>${attack.findings.map((finding) => html`<tr><td>${finding.label}</td><th scope="row">${finding.metric}</th>
         <td><span class="dot ${VERDICTS[finding.verdict] ?? "unsure"}" aria-hidden="true"></span>${finding.verdict ?? "unfinished"}${finding.control ? " (control)" : ""}</td>
         <td class="number">${finding.value ?? "–"}</td><td>${finding.note}</td></tr>`)}</tbody></table></div></section>`;
