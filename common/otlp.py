@@ -13,7 +13,7 @@ from opentelemetry.trace import NonRecordingSpan, SpanContext, SpanKind, StatusC
 from opentelemetry.trace.span import TraceState
 
 if TYPE_CHECKING:
-    from common.tracing import Span
+    from common.tracing import TraceSpan
 
 FLUSH_MS = 3_000
 # Spans are sent when as many wait, or after this time.
@@ -33,7 +33,7 @@ class OtlpSink:
         self._provider.add_span_processor(BatchSpanProcessor(exporter, schedule_delay_millis=EXPORT_MS))
         self._tracer = self._provider.get_tracer("pando", version)
 
-    def add(self, span: Span) -> None:
+    def add(self, span: TraceSpan) -> None:
         """Queue a span."""
         _, trace_id, span_id, flags = span.trace.traceparent.split("-")
         parent_id = span.parent_id if span.is_root else span_id

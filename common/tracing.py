@@ -35,7 +35,7 @@ class SpanEvent:
 
 
 @dataclass(frozen=True, slots=True)
-class Span:
+class TraceSpan:
     """A part of a request's way, from `start` to `end` in seconds since 1970.
 
     It is a child of the span that `trace` names; with `is_root`, it is that span itself, and `parent_id` its parent.
@@ -55,7 +55,7 @@ class Span:
 class SpanSink(Protocol):
     """Takes finished spans; must not block."""
 
-    def add(self, span: Span) -> None:
+    def add(self, span: TraceSpan) -> None:
         """Export a span."""
 
     def close(self) -> None:
@@ -122,10 +122,10 @@ def record(
 ) -> None:
     """Report a part of a request's way as a child of the request's span, if its trace is sampled."""
     if trace is not None and is_recorded(trace):
-        record_span(Span(name, trace, start, max(start, end), attributes, events))
+        record_span(TraceSpan(name, trace, start, max(start, end), attributes, events))
 
 
-def record_span(span: Span) -> None:
+def record_span(span: TraceSpan) -> None:
     """Report a span."""
     if _tracing.sink is not None and is_sampled(span.trace):
         _tracing.sink.add(span)

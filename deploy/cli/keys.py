@@ -23,6 +23,10 @@ if TYPE_CHECKING:
 ID_BYTES = 4
 
 
+# Columns of a table that is not shown on a terminal.
+WIDTH = 240
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the actions of `pando keys`."""
     actions = parser.add_subparsers(dest="action", required=True, metavar="action")
@@ -83,7 +87,8 @@ def _list(file: Path) -> int:
     table = Table(*names)
     for key in load_keys(file, may_be_empty=True):
         table.add_row(*(_shown(getattr(key, name)) for name in names))
-    Console().print(table)
+    # In a pipe, nothing is cut.
+    Console(width=None if sys.stdout.isatty() else WIDTH).print(table)
     return 0
 
 

@@ -32,7 +32,7 @@ RETRY_AFTER_MS: Final = 60_000
 
 
 @dataclass(frozen=True, slots=True)
-class Batch:
+class BatchRecord:
     """A batch: the object that clients see, and the caller in whose name its lines run."""
 
     # The object that clients see.
@@ -56,7 +56,7 @@ class Batch:
         """The owner of the batch and its files."""
         return FileOwner(self.caller.tenant, self.caller.subject)
 
-    def changed(self, **fields: object) -> Batch:
+    def changed(self, **fields: object) -> BatchRecord:
         """Return the batch with other fields of its object."""
         return replace(self, shown={**self.shown, **fields})
 
@@ -65,7 +65,7 @@ class Batch:
         return orjson.dumps({"object": self.shown, "caller": asdict(self.caller), "end": self.end})
 
     @classmethod
-    def decode(cls, encoded: bytes) -> Batch:
+    def decode(cls, encoded: bytes) -> BatchRecord:
         """Decode the result of `encode`."""
         fields = orjson.loads(encoded)
         caller = {**fields["caller"], "cache": CacheMode(fields["caller"]["cache"])}
@@ -125,12 +125,12 @@ class Batches:
             "request_counts": {"total": 0, "completed": 0, "failed": 0},
             **fields,
         }
-        made = Batch(batch, replace(caller, is_admin=False, is_batch=True))
+        made = BatchRecord(batch, replace(caller, is_admin=False, is_batch=True))
         await self._documents.put(_folder(owner), made.id, made.encode())
         await self._documents.put(OPEN, made.id, BatchLease(owner, "", 0.0).encode())
         return batch
 
-    async def get(self, owner: FileOwner, batch_id: str) -> Batch:
+    async def get(self, owner: FileOwner, batch_id: str) -> BatchRecord:
         """Return a batch.
 
         Raises:
@@ -141,26 +141,26 @@ class Batches:
             raise HttpError(404, f"No batch found with id '{batch_id}'.")
         return found
 
-    async def find(self, owner: str, batch_id: str) -> Batch | None:
+    async def find(self, owner: str, batch_id: str) -> BatchRecord | None:
         """Return a batch by the digest of its owner."""
         found = await self._documents.get(_folder(owner), batch_id)
-        return None if found is None else Batch.decode(found)
+        return None if found is None else BatchRecord.decode(found)
 
     async def all_of(self, owner: FileOwner) -> list[Json]:
         """Return all batches of an owner, newest first."""
         folder = _folder(owner.digest)
         found = await self._documents.get_many(folder, await self._documents.names(folder))
-        batches = [Batch.decode(each).shown for each in found if each is not None]
+        batches = [BatchRecord.decode(each).shown for each in found if each is not None]
         return sorted(batches, key=lambda batch: (-batch["created_at"], batch["id"]))
 
-    async def update(self, batch: Batch, change: Callable[[Batch], Batch | None]) -> Batch:
+    async def update(self, batch: BatchRecord, change: Callable[[BatchRecord], BatchRecord | None]) -> BatchRecord:
         """Apply `change` to the stored batch, again if another gateway has changed it meanwhile; None: no change."""
         folder = _folder(batch.owner.digest)
         while True:
             found = await self._documents.get(folder, batch.id)
             if found is None:
                 return batch
-            current = Batch.decode(found)
+            current = BatchRecord.decode(found)
             changed = change(current)
             if changed is None:
                 return current
@@ -181,7 +181,7 @@ class Batches:
         """
         now = int(self.clock())
 
-        def change(batch: Batch) -> Batch | None:
+        def change(batch: BatchRecord) -> BatchRecord | None:
             if batch.status in {"cancelling", "finalizing", *ENDED}:
                 return None
             return batch.changed(status="cancelling", cancelling_at=now)

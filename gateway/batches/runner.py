@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     from starlette.types import ASGIApp, Message
 
-    from gateway.batches.batches import Batch, Batches, BatchLease
+    from gateway.batches.batches import Batches, BatchLease, BatchRecord
     from gateway.batches.files import Files
     from gateway.batches.lines import BatchLine
     from gateway.identity.caller import Caller
@@ -226,7 +226,7 @@ class BatchRun:
 
     def __init__(
         self,
-        batch: Batch,
+        batch: BatchRecord,
         app: ASGIApp,
         batches: Batches,
         files: Files,
@@ -261,7 +261,7 @@ class BatchRun:
         """Change the status unless the batch has been cancelled meanwhile."""
         now = int(self._batches.clock())
 
-        def change(batch: Batch) -> Batch | None:
+        def change(batch: BatchRecord) -> BatchRecord | None:
             if batch.status != only_from:
                 return None
             return replace(batch.changed(status=status, **{f"{status}_at": now}, **fields), end=end)
@@ -322,7 +322,7 @@ class BatchRun:
             lines.cancel()
             await asyncio.gather(lines, return_exceptions=True)
 
-    def _with_counts(self, batch: Batch) -> Batch | None:
+    def _with_counts(self, batch: BatchRecord) -> BatchRecord | None:
         succeeded = sum(self._outcomes.values())
         total = batch.shown["request_counts"]["total"]
         counts = {"total": total, "completed": succeeded, "failed": len(self._outcomes) - succeeded}

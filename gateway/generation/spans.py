@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from common.tracing import Span, SpanEvent, is_recorded, record, record_span
+from common.tracing import SpanEvent, TraceSpan, is_recorded, record, record_span
 
 if TYPE_CHECKING:
     from common.tracing import Value
@@ -38,5 +38,7 @@ def record_request(request: RecentRequest, response_id: str) -> None:
         events.append(SpanEvent("gen_ai.first_token", request.first_token_at))
         record("deliver", trace, request.first_token_at, ended_at, {})
     error = None if request.failure is None else request.failure.value
-    own = Span(f"{request.operation} {request.model}", trace, request.received_at, ended_at, attributes, events, error)
+    own = TraceSpan(
+        f"{request.operation} {request.model}", trace, request.received_at, ended_at, attributes, events, error
+    )
     record_span(replace(own, is_root=True, parent_id=trace.parent_id))

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from services.scheduler.core.output import EndedChoice, Output
 
 
-class DetokenizerListener(Protocol):
+class DetokenizerLinkListener(Protocol):
     """Receives the events of all links. The calls run on the event loop."""
 
     def on_outlet_connected(self) -> None:

@@ -16,13 +16,13 @@ if TYPE_CHECKING:
     from common.rpc.peers import Servers
     from common.types import ReplyTo
     from services.scheduler.core.output import EndedChoice, Output
-    from services.scheduler.detokenizer_link import DetokenizerListener
+    from services.scheduler.detokenizer_link import DetokenizerLinkListener
 
 
 class Outlets:
     """Owns the links to all detokenizers, and remembers which of them has each open choice."""
 
-    def __init__(self, servers: Servers, listener: DetokenizerListener) -> None:
+    def __init__(self, servers: Servers, listener: DetokenizerLinkListener) -> None:
         """Prepare links to `servers`, which `run` opens; `listener` receives the events of all of them."""
         self._listener = listener
         self._links = Peers("detokenizer", servers, lambda channel: DetokenizerLink(channel, self))

@@ -8,8 +8,8 @@ import pytest
 
 from common.settings import TracingSettings
 from common.tracing import (
-    Span,
     SpanEvent,
+    TraceSpan,
     close_tracing,
     configure_tracing,
     is_recorded,
@@ -46,7 +46,7 @@ def test_a_request_and_its_parts_are_one_trace(collector: Collector) -> None:
     record("tokenize", SAMPLED, 10.0, 10.5, {"tokens": 7})
     event = SpanEvent("first", 10.7, {"n": 1})
     record_span(
-        Span("chat tiny", SAMPLED, 10.0, 11.0, {"ok": True}, [event], "timeout", is_root=True, parent_id=PARENT)
+        TraceSpan("chat tiny", SAMPLED, 10.0, 11.0, {"ok": True}, [event], "timeout", is_root=True, parent_id=PARENT)
     )
     record("unsampled", UNSAMPLED, 10.0, 11.0, {})
     record("untraced", None, 10.0, 11.0, {})
@@ -64,7 +64,7 @@ def test_a_request_and_its_parts_are_one_trace(collector: Collector) -> None:
 
 def test_a_request_without_a_parent_begins_its_trace(collector: Collector) -> None:
     configure_tracing("gateway", TracingSettings(endpoint=collector.endpoint))
-    record_span(Span("chat tiny", SAMPLED, 10.0, 11.0, {}, is_root=True))
+    record_span(TraceSpan("chat tiny", SAMPLED, 10.0, 11.0, {}, is_root=True))
     close_tracing()
     wait_until(lambda: len(collector.spans) == 1)
     [whole] = collector.spans
@@ -87,7 +87,7 @@ def test_without_an_endpoint_nothing_is_sampled_or_recorded() -> None:
 @pytest.mark.parametrize(("ratio", "expected"), [(0.0, {False}), (1.0, {True}), (0.5, {False, True})])
 def test_new_traces_are_sampled_by_the_ratio(ratio: float, expected: set[bool]) -> None:
     class Nowhere:
-        def add(self, span: Span) -> None: ...
+        def add(self, span: TraceSpan) -> None: ...
 
         def close(self) -> None: ...
 

@@ -75,7 +75,7 @@ def test_a_wheel_contains_all_runtime_files_and_no_development_files(tmp_path: P
 # Which extras must provide what a part imports; the third column is what comes in another way: with FastAPI and
 # pydantic, or without its dependencies (deploy/locks/grammars.txt).
 PARTS = [
-    ("common", ["tokenizer"], set()),
+    ("common", ["tokenizer", "tracing"], set()),
     ("gateway", ["gateway"], {"starlette", "pydantic-core"}),
     ("services/tokenizer", ["tokenizer"], set()),
     ("services/detokenizer", ["detokenizer"], set()),

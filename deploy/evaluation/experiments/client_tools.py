@@ -4,7 +4,7 @@
     python -m deploy.evaluation.experiments.peers.export_model --tiny tokenizer
     python -m deploy.evaluation.experiments.client_tools --tools tools/bin --tokenizer tokenizer
 
-Both send the same numbers of requests, each with prompts of its own; their summaries are kept as they report them.
+Both send the same numbers of requests, each with prompts of its own; their summaries are shown as they report them.
 """
 
 from __future__ import annotations
@@ -19,12 +19,11 @@ from typing import Any
 
 import httpx
 
-RESULTS = Path(__file__).resolve().parents[1] / "results" / "client_tools.json"
 TIMEOUT_S = 1800
 
 
 def main() -> int:
-    """Run both tools, print and save what they found; return the exit code."""
+    """Run both tools and print what they found; return the exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--url", default="http://127.0.0.1:8000")
     parser.add_argument("--tools", type=Path, required=True, help="directory of the commands guidellm and aiperf")
@@ -33,7 +32,6 @@ def main() -> int:
     parser.add_argument("--requests", type=int, default=40)
     parser.add_argument("--input-tokens", type=int, default=128)
     parser.add_argument("--output-tokens", type=int, default=32)
-    parser.add_argument("--save", type=Path, default=RESULTS)
     arguments = parser.parse_args()
     model = httpx.get(f"{arguments.url}/v1/models").raise_for_status().json()["data"][0]["id"]
     with tempfile.TemporaryDirectory() as scratch:
@@ -48,7 +46,6 @@ def main() -> int:
             "guidellm": guidellm(arguments, model, Path(scratch)),
             "aiperf": aiperf(arguments, model, Path(scratch)),
         }
-    arguments.save.write_text(json.dumps(found, indent=2) + "\n")
     sys.stdout.write(json.dumps(found, indent=2) + "\n")
     return 0
 

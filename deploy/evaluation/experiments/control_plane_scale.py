@@ -62,7 +62,7 @@ STATE_GROUPS = 64
 
 
 @dataclass(frozen=True, slots=True)
-class Figure:
+class ScaleFigure:
     """One measured value."""
 
     service: str
@@ -91,7 +91,7 @@ def main() -> None:
         keep(figures, arguments.json)
 
 
-def keep(figures: Sequence[Figure], path: Path) -> None:
+def keep(figures: Sequence[ScaleFigure], path: Path) -> None:
     """Write the figures to a file of results."""
     command = shlex.join(["python", "-m", f"deploy.evaluation.experiments.{BENCHMARK}", *sys.argv[1:]])
     origin = Provenance(command, current_commit(), datetime.datetime.now(datetime.UTC).date().isoformat())
@@ -127,16 +127,18 @@ def share_of_a_core(pid: int, seconds: float) -> float:
 # --- the tokenizer ---
 
 
-def measure_tokenizer(arguments: argparse.Namespace) -> Iterator[Figure]:
+def measure_tokenizer(arguments: argparse.Namespace) -> Iterator[ScaleFigure]:
     """Yield its share of a core without requests, and its processor time per request."""
     plans = [(POLLED_GROUPS, "polled"), *((groups, mode) for groups in arguments.groups for mode in ("idle", "busy"))]
     for groups, mode in plans:
         with tempfile.TemporaryDirectory(prefix="pando-scale-") as folder, tokenizer(folder, groups, mode) as pid:
             name = f"{groups} groups, {mode}"
-            yield Figure("tokenizer", f"{name}: without requests", 100 * share_of_a_core(pid, arguments.seconds), "%")
+            yield ScaleFigure(
+                "tokenizer", f"{name}: without requests", 100 * share_of_a_core(pid, arguments.seconds), "%"
+            )
             if mode == "idle":
                 took = asyncio.run(request_cost(f"unix:{folder}/tokenizer.sock", pid, arguments.requests))
-                yield Figure("tokenizer", f"{name}: per request", 1e6 * took, "µs")
+                yield ScaleFigure("tokenizer", f"{name}: per request", 1e6 * took, "µs")
 
 
 @contextlib.contextmanager
@@ -191,7 +193,7 @@ async def request_cost(address: str, pid: int, requests: int) -> float:
 # --- the detokenizer ---
 
 
-def measure_detokenizer(arguments: argparse.Namespace) -> Iterator[Figure]:
+def measure_detokenizer(arguments: argparse.Namespace) -> Iterator[ScaleFigure]:
     """Yield its processor time per token, by the number of schedulers, and its share of a core without output."""
     for schedulers in SCHEDULERS:
         with tempfile.TemporaryDirectory(prefix="pando-scale-") as folder:
@@ -200,8 +202,8 @@ def measure_detokenizer(arguments: argparse.Namespace) -> Iterator[Figure]:
             with running("services.detokenizer", *flags) as pid:
                 wait_until(Path(folder, "detokenizer.sock").exists, START_S)
                 idle, token = asyncio.run(token_cost(address, pid, schedulers, arguments.seconds))
-                yield Figure("detokenizer", f"{schedulers} schedulers: without output", 100 * idle, "%")
-                yield Figure("detokenizer", f"{schedulers} schedulers: per token", 1e6 * token, "µs")
+                yield ScaleFigure("detokenizer", f"{schedulers} schedulers: without output", 100 * idle, "%")
+                yield ScaleFigure("detokenizer", f"{schedulers} schedulers: per token", 1e6 * token, "µs")
 
 
 async def token_cost(address: str, pid: int, schedulers: int, seconds: float) -> tuple[float, float]:
@@ -291,7 +293,7 @@ class _Pusher:
 # --- the state server ---
 
 
-def measure_state(arguments: argparse.Namespace) -> Iterator[Figure]:
+def measure_state(arguments: argparse.Namespace) -> Iterator[ScaleFigure]:
     """Yield the state server's processor time per group of a fleet, and per name that a tokenizer looks up."""
     with temporary_redis() as server, server.client() as client:
 
@@ -300,8 +302,8 @@ def measure_state(arguments: argparse.Namespace) -> Iterator[Figure]:
             return float(info["used_cpu_user"]) + float(info["used_cpu_sys"])
 
         idle, name = asyncio.run(fleet_cost(server.url, used, arguments.seconds))
-        yield Figure("state server", "per group, without requests", 1e6 * idle, "µs/s")
-        yield Figure("state server", "per name looked up", 1e6 * name, "µs")
+        yield ScaleFigure("state server", "per group, without requests", 1e6 * idle, "µs/s")
+        yield ScaleFigure("state server", "per name looked up", 1e6 * name, "µs")
 
 
 async def fleet_cost(url: str, used: Callable[[], float], seconds: float) -> tuple[float, float]:

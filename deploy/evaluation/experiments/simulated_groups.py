@@ -7,9 +7,9 @@ per second (`busy`), or report none, as schedulers of earlier versions, which ar
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import random
-import sys
 from itertools import count
 from typing import TYPE_CHECKING, Any
 
@@ -94,5 +94,16 @@ async def serve(directory: str, first: int, groups: int, mode: str) -> None:
     await asyncio.Event().wait()
 
 
+def main() -> None:
+    """Serve until the process ends."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("directory", help="of the groups' sockets")
+    parser.add_argument("first", type=int, help="number of the first group")
+    parser.add_argument("groups", type=int)
+    parser.add_argument("mode", help="polled, idle or busy")
+    arguments = parser.parse_args()
+    uvloop.run(serve(arguments.directory, arguments.first, arguments.groups, arguments.mode))
+
+
 if __name__ == "__main__":
-    uvloop.run(serve(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), sys.argv[4]))
+    main()

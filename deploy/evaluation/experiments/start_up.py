@@ -41,7 +41,7 @@ DEADLINE_S = 120.0
 
 
 @dataclass(frozen=True, slots=True)
-class Service:
+class StartedService:
     """A service of the deployment."""
 
     process: str
@@ -52,9 +52,9 @@ class Service:
 
 
 SERVICES = (
-    Service("scheduler-0", "services.scheduler", "pando.v1.Scheduler", lambda tier: tier.start_scheduler(0)),
-    Service("tokenizer", "services.tokenizer", "pando.v1.Tokenizer", Tier.start_tokenizer),
-    Service("detokenizer", "services.detokenizer", "pando.v1.Detokenizer", Tier.start_detokenizer),
+    StartedService("scheduler-0", "services.scheduler", "pando.v1.Scheduler", lambda tier: tier.start_scheduler(0)),
+    StartedService("tokenizer", "services.tokenizer", "pando.v1.Tokenizer", Tier.start_tokenizer),
+    StartedService("detokenizer", "services.detokenizer", "pando.v1.Detokenizer", Tier.start_detokenizer),
 )
 
 
@@ -91,7 +91,7 @@ def main() -> None:
         keep(measured, arguments.json)
 
 
-def measure(tier: Tier, folder: Path, service: Service) -> Start:
+def measure(tier: Tier, folder: Path, service: StartedService) -> Start:
     """Kill a service, start it again and wait until it serves."""
     tier.end(service.process, signal.SIGKILL)
     path = folder / f"{service.process}.sock"
@@ -130,7 +130,7 @@ def import_s(module: str) -> float:
     return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
 
 
-def table_of(measured: dict[Service, list[Start]]) -> Table:
+def table_of(measured: dict[StartedService, list[Start]]) -> Table:
     """Return the medians as a table."""
     table = Table(box=None)
     for name in ("service", "wall s", "processor s", "imports s"):
@@ -149,7 +149,7 @@ def medians(starts: list[Start]) -> tuple[float, float, float]:
     )
 
 
-def keep(measured: dict[Service, list[Start]], path: Path) -> None:
+def keep(measured: dict[StartedService, list[Start]], path: Path) -> None:
     """Write the figures where results are kept."""
     collected = Provenance.collect([])
     command = shlex.join(["python", "-m", "deploy.evaluation.experiments.start_up", *sys.argv[1:]])

@@ -43,7 +43,7 @@ class Wait(Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class FoundTokens:
     """Tokens found in the cache at a start: all, and of these the public, the tenant's, and those of slower tiers."""
 
     tokens: int
@@ -68,7 +68,7 @@ class Milestone:
     prompt_tokens: int
     trace: TraceContext | None
     wait: Wait | None = None
-    found: Found | None = None
+    found: FoundTokens | None = None
     finish: Finish | None = None
     output_tokens: int = 0
     charged_tokens: int = 0
@@ -90,7 +90,7 @@ class Milestones:
         assert lock is not None, "a sequence with a row holds a lock"
         host = min(sequence.host_tokens, lock.matched_tokens)
         stored = min(sequence.storage_tokens, host)
-        found = Found(lock.matched_tokens, lock.public_tokens, lock.tenant_tokens, host, stored)
+        found = FoundTokens(lock.matched_tokens, lock.public_tokens, lock.tenant_tokens, host, stored)
         milestone = _milestone(MilestoneKind.STARTED, sequence)
         self._pending.append(replace(milestone, wait=sequence.waits_for, found=found))
 

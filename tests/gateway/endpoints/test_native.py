@@ -129,7 +129,9 @@ async def test_health_and_information() -> None:
     gateway = gateway_saying("x")
     assert (await gateway.get("/health_generate")).status_code == 200
     assert (await gateway.get("/get_model_info")).json()["model_path"] == "tiny"
-    assert (await gateway.get("/get_server_info")).json()["internal_states"] == [{"running_rows": 0}]
+    assert (await gateway.get("/get_server_info")).json()["internal_states"] == [
+        {"running_rows": 0, "weight_version": "default"}
+    ]
     gateway.readiness.lacking = ["tokenizer: not connected"]
     assert (await gateway.get("/health_generate")).status_code == 503
     assert not gateway.pipeline.submitted
