@@ -13,7 +13,7 @@ from opentelemetry.trace import NonRecordingSpan, SpanContext, SpanKind, StatusC
 from opentelemetry.trace.span import TraceState
 
 if TYPE_CHECKING:
-    from common.tracing import TraceSpan
+    from common.spans import TraceSpan
 
 FLUSH_MS = 3_000
 # Spans are sent when as many wait, or after this time.

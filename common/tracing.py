@@ -8,48 +8,21 @@ from __future__ import annotations
 
 import random
 import re
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 from common.errors import ConfigurationError
+from common.spans import TraceSpan
 from common.version import version
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from common.settings import TracingSettings
+    from common.spans import SpanEvent, Value
     from common.types import TraceContext
 
-Value = str | int | float | bool
 # As the gateway writes it, with the flag for sampling set.
 SAMPLED = re.compile("00-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f][13579bdf]")
-
-
-@dataclass(frozen=True, slots=True)
-class SpanEvent:
-    """Something that happened within a span, at `at` seconds since 1970."""
-
-    name: str
-    at: float
-    attributes: Mapping[str, Value] | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class TraceSpan:
-    """A part of a request's way, from `start` to `end` in seconds since 1970.
-
-    It is a child of the span that `trace` names; with `is_root`, it is that span itself, and `parent_id` its parent.
-    """
-
-    name: str
-    trace: TraceContext
-    start: float
-    end: float
-    attributes: Mapping[str, Value]
-    events: Sequence[SpanEvent] = ()
-    error: str | None = None
-    is_root: bool = False
-    parent_id: str | None = None
 
 
 class SpanSink(Protocol):

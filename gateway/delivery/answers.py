@@ -21,10 +21,11 @@ from common.logs import get_logger
 from common.room import SharedRoom
 from common.types import ErrorCode, RequestFailure
 from gateway.answer_records.recorder import Recorder
-from gateway.generation.generation import STUCK, Usage, usage_of
+from gateway.generation.generation import STUCK
 from gateway.generation.generations import SHUTDOWN, renamed
 from gateway.generation.journal import number_choices, restore
 from gateway.generation.update_lines import decode_failure, decode_updates, encode_failure, encode_updates
+from gateway.generation.usage import Usage, usage_of
 from gateway.quotas.quotas import Charge, announced_tokens
 
 if TYPE_CHECKING:

@@ -22,8 +22,8 @@ if TYPE_CHECKING:
     from starlette.types import Message, Receive, Scope, Send
 
     from gateway.delivery.answers import Answer
-    from gateway.generation.generation import Usage
     from gateway.generation.journal import ChoiceUpdate
+    from gateway.generation.usage import Usage
 
 EVENT_STREAM_HEADERS = [
     (b"content-type", b"text/event-stream; charset=utf-8"),

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from common.deltas import LogprobText, TokenText
     from common.errors import PandoError
     from gateway.delivery.collecting import PromptScores
-    from gateway.generation.generation import Usage
+    from gateway.generation.usage import Usage
 
 DONE = b"data: [DONE]\n\n"
 # JSON has no infinity; OpenAI's API returns this value for an impossible token.

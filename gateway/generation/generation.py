@@ -7,13 +7,13 @@ from collections import deque
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from common.deltas import PromptUsage
 from common.errors import RequestFailedError
 from common.logs import get_logger
 from common.requests import ChatPrompt
 from common.types import ErrorCode, Finish, FinishReason, RequestFailure, RequestId
 from gateway.generation.journal import DeltaRelation
 from gateway.generation.recent import RecentRequest
+from gateway.generation.usage import Usage, usage_of
 from gateway.metrics import Pace
 
 if TYPE_CHECKING:
@@ -35,28 +35,6 @@ MISFIT = RequestFailure(ErrorCode.UNAVAILABLE, "tokens were lost on the way", re
 # tokenizer limits them per prompt.
 MAX_PROMPT_VALUES = 524_288
 SILENT = RequestFailure(ErrorCode.UNAVAILABLE, "nothing was heard of the request for too long", retryable=True)
-
-
-@dataclass(frozen=True, slots=True)
-class Usage:
-    """Token counts of one response."""
-
-    prompt_tokens: int
-    cached_tokens: int
-    completion_tokens: int
-    # One entry per prompt.
-    prompts: tuple[PromptUsage, ...] = ()
-    # Of the weights that computed the newest tokens; empty: not known.
-    weight_version: str = ""
-
-    @property
-    def total(self) -> int:
-        """Tokens of prompts and output."""
-        return self.prompt_tokens + self.completion_tokens
-
-    def counts(self) -> dict[str, int]:
-        """Return the totals, as fields of a log event."""
-        return {name: getattr(self, name) for name in ("prompt_tokens", "cached_tokens", "completion_tokens")}
 
 
 @dataclass(slots=True)
@@ -313,18 +291,6 @@ class Generation:
         for request_id in routes:
             self._pipeline.abort(request_id)
         self._outbox.end(failure)
-
-
-def usage_of(entries: Sequence[JournalEntry]) -> Usage:
-    """Return the token counts of requests so far."""
-    prompts = tuple(entry.prompt_usage or PromptUsage(entry.prompt_tokens, 0) for entry in entries)
-    return Usage(
-        prompt_tokens=sum(usage.prompt_tokens for usage in prompts),
-        cached_tokens=sum(usage.cached_tokens for usage in prompts),
-        completion_tokens=sum(entry.completion_tokens for entry in entries),
-        prompts=prompts,
-        weight_version=next((entry.weight_version for entry in reversed(entries) if entry.weight_version), ""),
-    )
 
 
 def _operation(request: GenerateRequest) -> str:

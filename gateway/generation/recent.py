@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from common.types import ErrorCode, RequestId, TraceContext, View
-    from gateway.generation.generation import Usage
+    from gateway.generation.usage import Usage
 
 # Some MB; the oldest are forgotten first.
 MOST_REQUESTS = 4_096

@@ -5,10 +5,11 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from common.tracing import SpanEvent, TraceSpan, is_recorded, record, record_span
+from common.spans import SpanEvent, TraceSpan
+from common.tracing import is_recorded, record, record_span
 
 if TYPE_CHECKING:
-    from common.tracing import Value
+    from common.spans import Value
     from gateway.generation.recent import RecentRequest
 
 

@@ -13,7 +13,7 @@ from services.scheduler.core.milestones import MilestoneKind
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-    from common.tracing import Value
+    from common.spans import Value
     from common.types import Subject
     from services.scheduler.core.milestones import Milestone
 

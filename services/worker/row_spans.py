@@ -6,7 +6,8 @@ import time
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from common.tracing import SpanEvent, is_recorded, record
+from common.spans import SpanEvent
+from common.tracing import is_recorded, record
 
 if TYPE_CHECKING:
     from common.steps import RowOpen, StepPlan, StepResult

@@ -7,9 +7,8 @@ from typing import TYPE_CHECKING
 import pytest
 
 from common.settings import TracingSettings
+from common.spans import SpanEvent, TraceSpan
 from common.tracing import (
-    SpanEvent,
-    TraceSpan,
     close_tracing,
     configure_tracing,
     is_recorded,

@@ -22,8 +22,8 @@ if TYPE_CHECKING:
     from common.notations.pieces import Piece
     from gateway.delivery.collecting import WholeChoice
     from gateway.endpoints.shapes import ResponseHead
-    from gateway.generation.generation import Usage
     from gateway.generation.journal import ChoiceUpdate
+    from gateway.generation.usage import Usage
     from gateway.parsing import AnswerParser, ParsingRules
 
 TOOL_CALLS = "tool_calls"

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from gateway.endpoints.activations import Values
     from gateway.endpoints.embeddings.render import VectorShape
     from gateway.endpoints.shapes import ResponseHead
-    from gateway.generation.generation import Usage
+    from gateway.generation.usage import Usage
 
 
 @dataclass(frozen=True, slots=True)

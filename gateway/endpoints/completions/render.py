@@ -27,8 +27,8 @@ if TYPE_CHECKING:
     from gateway.delivery.collecting import WholeChoice
     from gateway.delivery.deliveries import WholeRenderer
     from gateway.endpoints.shapes import ResponseHead
-    from gateway.generation.generation import Usage
     from gateway.generation.journal import ChoiceUpdate
+    from gateway.generation.usage import Usage
 
 
 @dataclass(slots=True)

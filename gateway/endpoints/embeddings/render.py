@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from gateway.delivery.collecting import WholeChoice
     from gateway.endpoints.embeddings.schema import Format
     from gateway.endpoints.shapes import ResponseHead
-    from gateway.generation.generation import Usage
+    from gateway.generation.usage import Usage
 
 Vector: TypeAlias = NDArray[np.float32]
 

@@ -19,8 +19,8 @@ if TYPE_CHECKING:
     from gateway.delivery.collecting import WholeChoice
     from gateway.endpoints.blocks import BlockEvent
     from gateway.endpoints.shapes import ResponseHead
-    from gateway.generation.generation import Usage
     from gateway.generation.journal import ChoiceUpdate
+    from gateway.generation.usage import Usage
     from gateway.parsing import ParsingRules
 
 Json: TypeAlias = dict[str, Any]  # Any: free JSON

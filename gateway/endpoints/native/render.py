@@ -19,8 +19,8 @@ if TYPE_CHECKING:
     from common.deltas import LogprobText
     from common.errors import PandoError
     from common.types import Finish
-    from gateway.generation.generation import Usage
     from gateway.generation.journal import ChoiceUpdate
+    from gateway.generation.usage import Usage
 
 
 # What SGLang calls weights that have not been replaced.

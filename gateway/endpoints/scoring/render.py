@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from gateway.delivery.collecting import WholeChoice
     from gateway.endpoints.shapes import ResponseHead
-    from gateway.generation.generation import Usage
+    from gateway.generation.usage import Usage
 
 
 class Scorer(Protocol):

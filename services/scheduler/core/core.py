@@ -22,7 +22,7 @@ from services.scheduler.cache.keys import adapter_tags
 from services.scheduler.core.adapter_slots import AdapterSlots
 from services.scheduler.core.costs import LoadCosts
 from services.scheduler.core.memory import KvMemory
-from services.scheduler.core.milestones import MilestoneKind, Wait
+from services.scheduler.core.milestones import MilestoneKind
 from services.scheduler.core.output import Output, OutputBuffer
 from services.scheduler.core.planner import Planner
 from services.scheduler.core.pooling import check_pooling, with_usable_cache
@@ -35,6 +35,7 @@ from services.scheduler.core.sequence import (
     Sequence,
     SequenceAdapter,
     SequencePhase,
+    Wait,
     initial_ids,
 )
 from services.scheduler.core.sessions import Sessions

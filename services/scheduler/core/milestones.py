@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from common.types import Finish, Subject, TraceContext
-    from services.scheduler.core.sequence import Sequence
+    from services.scheduler.core.sequence import Sequence, Wait
 
 
 class MilestoneKind(Enum):
@@ -23,23 +23,6 @@ class MilestoneKind(Enum):
     PREFILLED = "prefilled"
     RETRACTED = "retracted"
     ENDED = "ended"
-
-
-class Wait(Enum):
-    """The last reason for which a sequence was passed over while it waited.
-
-    TURN: others came first, or all rows or tokens of the steps were taken. PREFIX: another request of its view was
-    computing the same prefix. LOAD: its pages were being loaded from host memory or storage. MEMORY: there were not
-    enough free pages. GRAMMAR: restarted workers did not have its grammar yet. ADAPTER: all slots of adapters that it
-    may use were taken.
-    """
-
-    TURN = "turn"
-    PREFIX = "prefix"
-    LOAD = "load"
-    MEMORY = "memory"
-    GRAMMAR = "grammar"
-    ADAPTER = "adapter"
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,10 +12,10 @@ from common.tracing import is_sampled
 from common.types import StepId
 from services.scheduler.core.fair_rows import FairRows, RowPreemption
 from services.scheduler.core.in_flight_prefixes import InFlightPrefixes
-from services.scheduler.core.milestones import MilestoneKind, Milestones, Wait
+from services.scheduler.core.milestones import MilestoneKind, Milestones
 from services.scheduler.core.preemption import Preemption
 from services.scheduler.core.row_changes import Granting
-from services.scheduler.core.sequence import SequencePhase
+from services.scheduler.core.sequence import SequencePhase, Wait
 from services.scheduler.core.step_limits import LEAST_TOKENS, StepLimits
 from services.scheduler.core.suspects import Suspects
 

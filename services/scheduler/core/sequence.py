@@ -11,7 +11,6 @@ import numpy as np
 
 from common.prompt_logprobs import PromptLogprobs, PromptLogprobSpan, no_span
 from services.scheduler.cache.keys import tagged
-from services.scheduler.core.milestones import Wait
 
 if TYPE_CHECKING:
     from common.transfers import TransferId
@@ -39,6 +38,23 @@ class SequenceAdapter:
 
     digest: str
     tags: TokenIds
+
+
+class Wait(Enum):
+    """The last reason for which a sequence was passed over while it waited.
+
+    TURN: others came first, or all rows or tokens of the steps were taken. PREFIX: another request of its view was
+    computing the same prefix. LOAD: its pages were being loaded from host memory or storage. MEMORY: there were not
+    enough free pages. GRAMMAR: restarted workers did not have its grammar yet. ADAPTER: all slots of adapters that it
+    may use were taken.
+    """
+
+    TURN = "turn"
+    PREFIX = "prefix"
+    LOAD = "load"
+    MEMORY = "memory"
+    GRAMMAR = "grammar"
+    ADAPTER = "adapter"
 
 
 @dataclass(slots=True, eq=False)

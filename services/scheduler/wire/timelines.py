@@ -6,7 +6,8 @@ from typing import TYPE_CHECKING
 
 from common.types import FinishReason
 from protos.gen.pando.v1 import common_pb2, scheduler_pb2
-from services.scheduler.core.milestones import MilestoneKind, Wait
+from services.scheduler.core.milestones import MilestoneKind
+from services.scheduler.core.sequence import Wait
 
 if TYPE_CHECKING:
     from services.scheduler.core.milestones import Milestone

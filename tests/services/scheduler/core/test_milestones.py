@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from services.scheduler.core.milestones import Milestone, MilestoneKind, Wait
+from services.scheduler.core.milestones import Milestone, MilestoneKind
+from services.scheduler.core.sequence import Wait
 from tests.services.scheduler.core.harness import Harness, make_request
 
 ARRIVED, STARTED, PREFILLED = MilestoneKind.ARRIVED, MilestoneKind.STARTED, MilestoneKind.PREFILLED
