@@ -18,6 +18,8 @@ from tests.gateway.fuzzing import fuzz, loiter, request
 if TYPE_CHECKING:
     from tests.e2e.served import Served
 
+pytestmark = pytest.mark.extended
+
 SERVICES = ("gateway", "tokenizer", "scheduler", "worker", "detokenizer")
 REQUESTS = int(os.environ.get("FLOOD_REQUESTS", "50000"))
 WARM_UP_REQUESTS = REQUESTS // 16

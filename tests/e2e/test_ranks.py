@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from tests.e2e.served import Served
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.extended]
 
 
 @pytest.fixture(scope="module")

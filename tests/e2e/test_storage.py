@@ -38,6 +38,8 @@ if TYPE_CHECKING:
 
     from tests.e2e.served import Served
 
+pytestmark = pytest.mark.extended
+
 PROMPT = list(range(2000, 2200))
 WHOLE_PAGES = 192
 ADMIN_TOKEN = "an-administrator-of-this-test-alone"

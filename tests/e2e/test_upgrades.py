@@ -27,6 +27,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
     from concurrent.futures import Future
 
+pytestmark = pytest.mark.extended
+
 LOAD_S = float(os.environ.get("PANDO_TEST_LOAD_S", "10"))
 STREAMS = 4
 # Longer than schedulers drain.

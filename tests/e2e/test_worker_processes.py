@@ -29,6 +29,8 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Iterator
     from pathlib import Path
 
+pytestmark = pytest.mark.extended
+
 PROMPT = [5, 17, 80, 33, 61, 2, 9]
 NEW_TOKENS = 10
 PLAN = StepPlan(

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from tests.e2e.console.browser import Browser
     from tests.e2e.served import Served
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900), pytest.mark.extended]
 
 PICTURES = "CONSOLE_PICTURES"
 # Pages, and what each shows when it is ready.

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from tests.e2e.console.browser import Browser
     from tests.fakes.pipeline import Event
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600), pytest.mark.extended]
 
 # Each would set `window.pwned`, or ask another server, if it were not neutralised.
 HOSTILE = (

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     from tests.e2e.console.browser import Browser
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600), pytest.mark.extended]
 
 NODES = 100_000
 BRANCHES = 400

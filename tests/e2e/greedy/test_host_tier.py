@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     from tests.e2e.served import Served
 
-pytestmark = pytest.mark.timeout(TIMEOUT_S)
+pytestmark = [pytest.mark.timeout(TIMEOUT_S), pytest.mark.extended]
 
 LONG = pick("length-512")
 # Their 56 pages push the long one's 34 off the device.

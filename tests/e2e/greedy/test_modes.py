@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from tests.e2e.served import Served
 
-pytestmark = pytest.mark.timeout(TIMEOUT_S)
+pytestmark = [pytest.mark.timeout(TIMEOUT_S), pytest.mark.extended]
 
 MODES = get_args(CacheSettings.model_fields["mode"].annotation)
 QUICK = ("user_aware",)

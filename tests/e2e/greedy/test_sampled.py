@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from tests.e2e.served import Served
 
-pytestmark = pytest.mark.timeout(TIMEOUT_S)
+pytestmark = [pytest.mark.timeout(TIMEOUT_S), pytest.mark.extended]
 
 PROMPTS = (
     "Once upon a time",

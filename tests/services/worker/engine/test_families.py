@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 
     from tests.services.worker.engine.parallel.ranks import Ranks
 
+pytestmark = pytest.mark.extended
+
 BACKENDS = ("torch", "compiled")
 # Longer and shorter than the families' windows of 20 tokens, and one that is a single token.
 PROMPTS = [random_ids(count, VOCABULARY, seed=count) for count in (1, 13, 45, 64)]

@@ -30,6 +30,8 @@ if TYPE_CHECKING:
 
     from tests.services.worker.engine.parallel.ranks import Ranks
 
+pytestmark = pytest.mark.extended
+
 PROMPT = random_ids(24, VOCABULARY)
 # Two ranks cut feed-forward columns at 192, inside of groups of 128, or at 256 where they must not.
 SHAPE: dict[str, Any] = {

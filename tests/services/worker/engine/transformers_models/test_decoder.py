@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 
     from tests.services.worker.engine.parallel.ranks import Ranks
 
+pytestmark = pytest.mark.extended
+
 PROMPT = random_ids(70, VOCABULARY)
 GPT2: dict[str, Any] = {"n_embd": 48, "n_layer": 3, "n_head": 4, "n_positions": 512}
 GEMMA4: dict[str, Any] = {
