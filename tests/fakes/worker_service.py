@@ -53,7 +53,7 @@ class FakeWorkerService(worker_pb2_grpc.WorkerServicer):
         self.answers = asyncio.Event()
         self.answers.set()
         self.heartbeat_age_s = 0.0
-        # None: as a worker of an earlier version. A lost plan is neither run nor counted.
+        # None: as a worker of an earlier version. A lost plan is neither run nor counted, until Configure is called.
         self.open_plans: int | None = None
         self.loses_plans = False
         self.adapter_refusal: str | None = None
@@ -141,6 +141,7 @@ class FakeWorkerService(worker_pb2_grpc.WorkerServicer):
         self, request: worker_pb2.ConfigureRequest, context: Context
     ) -> AsyncIterator[worker_pb2.ConfigureResponse]:
         self.configured.append(request)
+        self.loses_plans, self.open_plans = False, None
         if self.refusal is not None:
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, self.refusal)
         if request.model in self.unloadable:
