@@ -18,34 +18,27 @@ import subprocess
 import sys
 import tempfile
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import httpx
 from rich.table import Table
 
-from common.fleet.state import open_fleet
 from common.requests import GenerateRequest
 from common.rpc.channel import open_channel
 from common.rpc.stream import wait_until_accepted
-from common.settings import CacheSettings, FleetSettings
 from common.types import ReplyTo, RequestId, RequestOptions, Subject, SubscriberId, View
 from deploy.evaluation.bench.report import output_console
 from deploy.evaluation.bench.results import Provenance, ResultSheet, current_commit, write_results
 from deploy.evaluation.experiments.start_up import processor_s
+from deploy.evaluation.experiments.state_server_scale import measure_state_server
 from deploy.supervisor.layout import free_port
 from gateway.pipeline.wire import generate_to_wire
 from protos.gen.pando.v1 import detokenizer_pb2, detokenizer_pb2_grpc, tokenizer_pb2, tokenizer_pb2_grpc
-from services.scheduler.cache.config import CacheConfig
-from services.scheduler.cache.pages import PageAllocator
-from services.scheduler.cache.radix import RadixCache
-from services.scheduler.fleet_desk import FleetDesk, rules_of
-from tests.fakes.redis_process import temporary_redis
 from tests.waiting import wait_until
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterable, Callable, Iterator, Sequence
+    from collections.abc import AsyncIterable, Iterator, Sequence
 
 BENCHMARK = "control_plane_scale"
 MODEL = "smollm2-135m-instruct"
@@ -58,7 +51,6 @@ PROMPT = "Shared prompts of an application have about this many words, so that r
 # Of a detokenizer: schedulers that push steps of as many rows each.
 SCHEDULERS = (1, 16, 125)
 ROWS = 256
-STATE_GROUPS = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -290,53 +282,10 @@ class _Pusher:
         await self._call.write(message)
 
 
-# --- the state server ---
-
-
 def measure_state(arguments: argparse.Namespace) -> Iterator[ScaleFigure]:
-    """Yield the state server's processor time per group of a fleet, and per name that a tokenizer looks up."""
-    with temporary_redis() as server, server.client() as client:
-
-        def used() -> float:
-            info = client.info("cpu")
-            return float(info["used_cpu_user"]) + float(info["used_cpu_sys"])
-
-        idle, name = asyncio.run(fleet_cost(server.url, used, arguments.seconds))
-        yield ScaleFigure("state server", "per group, without requests", 1e6 * idle, "µs/s")
-        yield ScaleFigure("state server", "per name looked up", 1e6 * name, "µs")
-
-
-async def fleet_cost(url: str, used: Callable[[], float], seconds: float) -> tuple[float, float]:
-    """Return the server's processor seconds per second for one group, and per name that is looked up."""
-    settings = FleetSettings.model_validate({"state": url, "secret": "a secret of the simulation, long enough"})
-    rules = CacheConfig(has_fleet=True)
-    async with contextlib.AsyncExitStack() as stack:
-        works = []
-        for _ in range(STATE_GROUPS):
-            opened = open_fleet(settings)
-            assert opened is not None
-            cache = RadixCache(PageAllocator(64), 16, rules)
-            desk = FleetDesk(*opened, rules_of(CacheSettings()), partial(_same, cache))
-            works.append(asyncio.create_task(desk.run()))
-        opened = open_fleet(settings)
-        assert opened is not None
-        state = opened[0]
-        stack.push_async_callback(state.close)
-        await asyncio.sleep(2)
-        before = used()
-        await asyncio.sleep(seconds)
-        idle = (used() - before) / seconds / STATE_GROUPS
-        for work in works:
-            work.cancel()
-        await asyncio.gather(*works, return_exceptions=True)
-        before, calls = used(), 500
-        for call in range(calls):
-            await state.look_up([f"{call}-{number}".encode().ljust(32) for number in range(64)])
-        return idle, (used() - before) / calls / 64
-
-
-def _same(cache: RadixCache) -> RadixCache:
-    return cache
+    """Yield the state server's processor time for each thing that is kept there."""
+    for metric, value, unit in measure_state_server(arguments.seconds):
+        yield ScaleFigure("state server", metric, value, unit)
 
 
 MEASUREMENTS = {"tokenizer": measure_tokenizer, "detokenizer": measure_detokenizer, "state": measure_state}
