@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import secrets
 import time
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 import orjson
 
 from common.errors import QueueFullError
-from common.types import CacheMode
+from common.version_skew import known_fields
 from gateway.batches.files import FileOwner
 from gateway.identity.caller import Caller
 from gateway.server.errors import HttpError
@@ -40,6 +40,8 @@ class BatchRecord:
     caller: Caller
     # The status that it gets when its output files are written; set while it is finalizing.
     end: str | None = None
+    # The whole record as it was stored, perhaps by a newer version, whose fields are kept when it is changed.
+    stored: Json = field(default_factory=dict, compare=False)
 
     @property
     def id(self) -> str:
@@ -62,14 +64,14 @@ class BatchRecord:
 
     def encode(self) -> bytes:
         """Return the batch as JSON."""
-        return orjson.dumps({"object": self.shown, "caller": asdict(self.caller), "end": self.end})
+        caller = {**self.stored.get("caller", {}), **asdict(self.caller)}
+        return orjson.dumps({**self.stored, "object": self.shown, "caller": caller, "end": self.end})
 
     @classmethod
     def decode(cls, encoded: bytes) -> BatchRecord:
-        """Decode the result of `encode`."""
-        fields = orjson.loads(encoded)
-        caller = {**fields["caller"], "cache": CacheMode(fields["caller"]["cache"])}
-        return cls(fields["object"], Caller(**caller), fields["end"])
+        """Decode the result of `encode`, which may be that of another version."""
+        stored = orjson.loads(encoded)
+        return cls(stored["object"], Caller.from_json(stored["caller"]), stored["end"], stored)
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,6 +84,10 @@ class BatchLease:
 
     def encode(self) -> bytes:
         return orjson.dumps(self)
+
+    @classmethod
+    def decode(cls, encoded: bytes) -> BatchLease:
+        return cls(**known_fields(cls, orjson.loads(encoded)))
 
 
 class Batches:
@@ -200,7 +206,7 @@ class Batches:
         found = await self._documents.get(OPEN, batch_id)
         if found is None:
             return None
-        former = BatchLease(**orjson.loads(found))
+        former = BatchLease.decode(found)
         now = self.clock()
         if former.until > now:
             return None

@@ -7,7 +7,8 @@ from typing import Any, TypeAlias
 
 import orjson
 
-from common.types import CacheMode, TraceContext
+from common.types import TraceContext
+from common.version_skew import known_fields
 from gateway.endpoints.shapes import ResponseHead
 from gateway.identity.caller import Caller
 
@@ -45,8 +46,8 @@ class Opening:
 
     @classmethod
     def decode(cls, encoded: bytes) -> Opening:
-        """Decode the result of `encode`."""
-        fields = orjson.loads(encoded)
-        caller = fields["caller"]
-        caller["cache"] = CacheMode(caller["cache"])
-        return cls(**{**fields, "caller": Caller(**caller), "trace": TraceContext(**fields["trace"])})
+        """Decode the result of `encode`, which may be that of another version."""
+        written = known_fields(cls, orjson.loads(encoded))
+        caller = Caller.from_json(written["caller"])
+        trace = TraceContext(**known_fields(TraceContext, written["trace"]))
+        return cls(**{**written, "caller": caller, "trace": trace})

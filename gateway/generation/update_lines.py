@@ -1,6 +1,7 @@
 """Updates of an answer as JSON, the form in which they are recorded.
 
-An update is a list: index, text, token ids, and an object with its rarer parts, if it has any.
+An update is a list: index, text, token ids, and an object with its rarer parts, if it has any. Newer versions of the
+gateway may append to lists and add to objects; what this version does not know is left out.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import orjson
 
 from common.deltas import LogprobText, PromptLogprobsText, PromptUsage, TokenText
 from common.types import ErrorCode, Finish, FinishReason, RequestFailure
+from common.version_skew import known_fields, known_member
 from gateway.generation.journal import ChoiceUpdate
 
 if TYPE_CHECKING:
@@ -24,7 +26,7 @@ def encode_updates(updates: Sequence[ChoiceUpdate]) -> bytes:
 
 def decode_updates(line: bytes) -> list[ChoiceUpdate]:
     """Decode the result of `encode_updates`."""
-    return [_decode(*fields) for fields in orjson.loads(line)]
+    return [_decode(*fields[:4]) for fields in orjson.loads(line)]
 
 
 def encode_failure(failure: RequestFailure) -> dict[str, Any]:
@@ -40,7 +42,8 @@ def encode_failure(failure: RequestFailure) -> dict[str, Any]:
 
 def decode_failure(fields: dict[str, Any]) -> RequestFailure:
     """Decode the result of `encode_failure`."""
-    return RequestFailure(**{**fields, "code": ErrorCode(fields["code"])})
+    code = known_member(fields["code"], ErrorCode.INTERNAL)
+    return RequestFailure(**{**known_fields(RequestFailure, fields), "code": code})
 
 
 def _encode(update: ChoiceUpdate) -> list[object]:
@@ -75,18 +78,18 @@ def _decode(index: int, text: str, ids: list[int], rest: dict[str, Any] | None =
         index,
         text,
         tuple(ids),
-        tuple(_decode_logprob(*fields) for fields in rest.get("logprobs", ())),
-        Finish(FinishReason(finish[0]), finish[1], finish[2]) if finish else None,
-        PromptUsage(*usage) if usage else None,
-        _decode_part(*part) if part else None,
+        tuple(_decode_logprob(*fields[:4]) for fields in rest.get("logprobs", ())),
+        Finish(known_member(finish[0], FinishReason.STOP), finish[1], finish[2]) if finish else None,
+        PromptUsage(*usage[: len(PromptUsage._fields)]) if usage else None,
+        _decode_part(*part[:4]) if part else None,
         tuple(rest.get("prompt_ids", ())),
         rest.get("weight_version", ""),
     )
 
 
 def _decode_part(first: int, entries: list[Any], lead: list[Any] | None, is_last: bool) -> PromptLogprobsText:
-    texts = [_decode_logprob(*fields) for fields in entries]
-    return PromptLogprobsText(first, texts, _decode_token(*lead) if lead else None, is_last)
+    texts = [_decode_logprob(*fields[:4]) for fields in entries]
+    return PromptLogprobsText(first, texts, _decode_token(*lead[:3]) if lead else None, is_last)
 
 
 def _encode_logprob(entry: LogprobText) -> list[object]:
@@ -95,8 +98,8 @@ def _encode_logprob(entry: LogprobText) -> list[object]:
 
 
 def _decode_logprob(token: list[Any], top: list[Any], asked: list[float | None], rank: int | None) -> LogprobText:
-    others = tuple(_decode_token(*fields) for fields in top)
-    return LogprobText(_decode_token(*token), others, tuple(map(_decode_float, asked)), rank)
+    others = tuple(_decode_token(*fields[:3]) for fields in top)
+    return LogprobText(_decode_token(*token[:3]), others, tuple(map(_decode_float, asked)), rank)
 
 
 def _encode_token(token: TokenText) -> list[object]:

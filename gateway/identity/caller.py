@@ -5,15 +5,16 @@ from __future__ import annotations
 import hashlib
 import secrets
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 from urllib.parse import urlencode
 
 from common.errors import PermissionDeniedError
 from common.names import MAX_NAME_BYTES, check_name
 from common.types import CacheMode, Subject, View
+from common.version_skew import known_fields, known_member
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
 # Subjects that are neither a user nor a key. All others have their kind before a slash: see `person` and `key`.
 LOCAL = "local"
@@ -52,6 +53,20 @@ class Caller:
     adapters: Sequence[str] | None = None
     # Whether its requests are lines of a batch.
     is_batch: bool = False
+
+    @classmethod
+    def from_json(cls, written: Mapping[str, Any]) -> Caller:  # Any: JSON
+        """Return the caller that another gateway has written as JSON, perhaps one of another version.
+
+        Unknown fields are left out; an unknown cache mode counts as the strictest one.
+
+        Raises:
+            TypeError: a field that every version writes is missing.
+        """
+        found = known_fields(cls, written)
+        if "cache" in found:
+            found["cache"] = known_member(found["cache"], CacheMode.NONE)
+        return cls(**found)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,7 +1,8 @@
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+import orjson
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -76,3 +77,44 @@ def test_openings_survive_their_recording(mode: CacheMode, flag: bool, seed: int
     caller = Caller("acme", "user/ann", vouches=flag, is_admin=not flag, cache=mode, max_priority=3)
     opening = Opening("/v1/x", {"a": [1, None]}, caller, "x-1", 5, TraceContext("00-1", state), seed, {"earlier": []})
     assert Opening.decode(opening.encode()) == opening
+
+
+@given(st.lists(updates, max_size=3))
+def test_updates_that_a_later_version_has_recorded_are_read(given_updates: list[ChoiceUpdate]) -> None:
+    later = []
+    for index, text, token_ids, *rest in orjson.loads(encode_updates(given_updates)):
+        parts: dict[str, Any] = {"unknown": {"a": 1}, **(rest[0] if rest else {})}
+        for name in ("finish", "usage", "prompt_logprobs"):
+            if name in parts:
+                parts[name].append("more")
+        scored = [*parts.get("logprobs", ()), *parts.get("prompt_logprobs", [0, []])[1]]
+        for entry in scored:
+            for token in (entry[0], *entry[1]):
+                token.append("more")
+            entry.append("more")
+        later.append([index, text, token_ids, parts, "more"])
+    assert decode_updates(orjson.dumps(later)) == given_updates
+
+
+def test_requests_that_a_later_version_has_recorded_are_read() -> None:
+    caller = Caller("acme", "user/ann", cache=CacheMode.PRIVATE, is_batch=True)
+    opening = Opening("/v1/x", {"a": 1}, caller, "x-1", 5, TraceContext("00-1"), 7)
+    written = orjson.loads(opening.encode())
+    for part in (written, written["caller"], written["trace"]):
+        part["of_a_later_version"] = True
+    assert Opening.decode(orjson.dumps(written)) == opening
+    # A mode that is not known may be stricter than those that are.
+    written["caller"]["cache"] = "of a later version"
+    assert Opening.decode(orjson.dumps(written)).caller.cache is CacheMode.NONE
+
+
+def test_requests_that_an_earlier_version_has_recorded_are_read() -> None:
+    caller = {"tenant": "acme", "subject": "user/ann", "vouches": False, "is_admin": False, "cache": "default"}
+    written = {"path": "/v1/x", "body": {}, "caller": caller, "id": "x-1", "created": 5, "trace": {"traceparent": "0"}}
+    opening = Opening.decode(orjson.dumps(written))
+    assert opening == Opening("/v1/x", {}, Caller("acme", "user/ann"), "x-1", 5, TraceContext("0"))
+
+
+def test_failures_of_a_later_version_are_read() -> None:
+    written = {**encode_failure(RequestFailure(ErrorCode.TIMEOUT, "late")), "code": "later", "unknown": 1}
+    assert decode_failure(written) == RequestFailure(ErrorCode.INTERNAL, "late")

@@ -290,3 +290,19 @@ async def test_another_gateway_takes_over_and_each_line_has_one_outcome() -> Non
     assert batch["request_counts"] == {"total": 200, "completed": 200, "failed": 0}
     outputs = await content(gateway, batch["output_file_id"])
     assert [each["custom_id"] for each in outputs] == [f"line-{number}" for number in range(200)]
+
+
+async def test_batches_of_a_later_version_are_run_and_keep_its_fields() -> None:
+    gateway = gateway_saying("x")
+    batch_id = await create(gateway, [line(0)])
+    documents, owner = gateway.context.batches._documents, FileOwner("default", "local").digest
+    for folder, part in ((f"batches:{owner}", "caller"), ("batches-open", None)):
+        stored = json.loads(await documents.get(folder, batch_id) or b"")
+        stored["later"] = 1
+        if part is not None:
+            stored[part]["later"] = 2
+        await documents.put(folder, batch_id, json.dumps(stored).encode())
+    async with running(gateway):
+        assert (await ended(gateway, batch_id))["status"] == "completed"
+    stored = json.loads(await documents.get(f"batches:{owner}", batch_id) or b"")
+    assert (stored["later"], stored["caller"]["later"]) == (1, 2)
