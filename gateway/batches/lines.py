@@ -26,7 +26,7 @@ ENDPOINTS: Final = (
 REFUSED_FIELDS: Final = {
     "stream": "the output file has whole responses",
     "background": "a batch is in the background itself",
-    "session": "a session keeps memory while its next turn is awaited, and lines have no order",
+    "session_id": "a session keeps memory while its next turn is awaited, and lines have no order",
     "priority": "all lines have the lowest class",
 }
 MAX_CUSTOM_ID: Final = 512

@@ -154,7 +154,7 @@ class SharedAborts:
         try:
             content = self._signatures.open(data)
             caller, request_id, reports = (
-                Caller.from_json(content["caller"]),
+                _caller_from_json(content["caller"]),
                 content["request_id"],
                 content["reports"],
             )
@@ -220,6 +220,10 @@ def _caller_to_json(caller: Caller) -> dict[str, Any]:  # Any: JSON
         "vouches": caller.vouches,
         "is_admin": caller.is_admin,
     }
+
+
+def _caller_from_json(fields: dict[str, Any]) -> Caller:  # Any: JSON
+    return Caller(**fields)
 
 
 class RefusedError(Exception):

@@ -157,7 +157,7 @@ def test_prometheus_scrapes_every_service_where_it_reports() -> None:
     found = {name: config["port"] for config in by_name["dns_sd_configs"] for name in config["names"]}
     started = {
         name: service["extends"]["service"]
-        for overlay in ("gateways.yaml", "gpu-2.yaml", "limits.yaml", "models.yaml")
+        for overlay in ("batches.yaml", "gateways.yaml", "gpu-2.yaml", "limits.yaml", "models.yaml")
         for name, service in load(overlay)["services"].items()
         if "extends" in service and service["extends"]["service"] != "model"
     }

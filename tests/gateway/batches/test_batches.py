@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from common.names import MAX_NAME_BYTES
 from common.settings import BatchesSettings
 from gateway.assembly import build_runner
 from gateway.batches import runner as runner_module
 from gateway.batches.batches import ENDED
 from gateway.batches.files import FileOwner
+from gateway.batches.lines import ENDPOINTS, REFUSED_FIELDS, BatchLineError, parse_line
 from gateway.identity.keys import ApiKey, hash_of, save_keys
 from tests.gateway.state.servers import working
 from tests.gateway.support import FakedGateway, error_of, gateway_saying
@@ -21,11 +25,11 @@ from tests.waiting import until
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Sequence
-    from pathlib import Path
 
     import httpx
 
 ENDPOINT = "/v1/completions"
+DOCUMENT = Path(__file__).parents[3] / "docs" / "batches.md"
 ANN, BOB = ({"authorization": f"Bearer {name}"} for name in ("ann", "bob"))
 
 
@@ -168,6 +172,12 @@ async def test_uploads_are_bounded_and_checked() -> None:
         assert error_of(await client.post("/v1/files", files={"other": b"x"}), 400)["param"] == "file"
         wrong = {"content-type": "multipart/form-data"}
         error_of(await client.post("/v1/files", content=b"x", headers=wrong), 400)
+        form = {"content-type": "multipart/form-data; boundary=b"}
+        part = 'Content-Disposition: form-data; name="{}"'.format
+        for name in ("a\x07b", "x" * (MAX_NAME_BYTES + 1)):
+            file = f'--b\r\n{part("file")}; filename="{name}"\r\n\r\nx\r\n'
+            body = f"{file}--b\r\n{part('purpose')}\r\n\r\nbatch\r\n--b--\r\n"
+            assert error_of(await client.post("/v1/files", content=body, headers=form), 400)["param"] == "file"
     for _ in range(6):
         response = await upload(gateway, b"x" * 100_000)
         if response.status_code != 200:
@@ -182,6 +192,7 @@ async def test_uploads_are_bounded_and_checked() -> None:
         ({"endpoint": "/v1/images"}, "endpoint"),
         ({"completion_window": "1h"}, "completion_window"),
         ({"metadata": {"a": "b" * 600}}, "metadata"),
+        ({"metadata": {str(number): "b" for number in range(17)}}, "metadata"),
         ({"input_file_id": None}, "input_file_id"),
     ],
 )
@@ -190,6 +201,104 @@ async def test_wrong_batches_are_refused(change: dict[str, Any], param: str) -> 
     file_id = (await upload(gateway, jsonl([line(0)]))).json()["id"]
     body = {"input_file_id": file_id, "endpoint": ENDPOINT, "completion_window": "24h", **change}
     assert error_of(await gateway.post("/v1/batches", body), 400)["param"] == param
+
+
+async def test_files_that_no_batch_can_read_to_its_end_are_refused() -> None:
+    gateway = gateway_saying("x")
+    other_purpose = (await upload(gateway, b"x", purpose="user_data")).json()["id"]
+    passing = (await upload(gateway, jsonl([line(0)]))).json()
+    folder = f"files:{FileOwner('default', 'local').digest}"
+    expiring = json.dumps({**passing, "expires_at": passing["created_at"] + 86_000}).encode()
+    await gateway.context.files._documents.put(folder, passing["id"], expiring)
+    for file_id in (other_purpose, passing["id"]):
+        body = {"input_file_id": file_id, "endpoint": ENDPOINT, "completion_window": "24h"}
+        assert error_of(await gateway.post("/v1/batches", body), 400)["param"] == "input_file_id"
+
+
+async def test_an_owner_has_a_bounded_number_of_unfinished_batches(monkeypatch: pytest.MonkeyPatch) -> None:
+    gateway = gateway_saying("x")
+    monkeypatch.setattr(gateway.context.batches, "_max_open", 2)
+    file_id = (await upload(gateway, jsonl([line(0)]))).json()["id"]
+    body = {"input_file_id": file_id, "endpoint": ENDPOINT, "completion_window": "24h"}
+    ids = [(await gateway.post("/v1/batches", body)).json()["id"] for _ in range(2)]
+    error_of(await gateway.post("/v1/batches", body), 429)
+    async with running(gateway):
+        for batch_id in ids:
+            await ended(gateway, batch_id)
+    assert (await gateway.post("/v1/batches", body)).status_code == 200
+    error_of(await gateway.post(f"/v1/batches/{ids[0]}/cancel", None), 409)
+
+
+@pytest.mark.parametrize(
+    ("change", "code", "param"),
+    [
+        ({"custom_id": None}, "invalid_request", "custom_id"),
+        ({"custom_id": ""}, "invalid_request", "custom_id"),
+        ({"custom_id": "x" * 513}, "invalid_request", "custom_id"),
+        ({"method": "GET"}, "invalid_request", "method"),
+        ({"body": []}, "invalid_request", "body"),
+        ({"url": "/v1/models"}, "mismatched_endpoint", "url"),
+        *(({"body": {field: 1}}, "invalid_request", f"body.{field}") for field in REFUSED_FIELDS),
+    ],
+)
+def test_wrong_lines_are_refused_by_name(change: dict[str, Any], code: str, param: str) -> None:
+    with pytest.raises(BatchLineError) as refused:
+        parse_line(json.dumps({**line(0), **change}).encode(), 0, ENDPOINT, 10_000)
+    assert (refused.value.code, refused.value.param) == (code, param)
+
+
+def test_harmless_values_of_refused_fields_are_accepted() -> None:
+    harmless = line(0)
+    harmless["body"] |= dict.fromkeys(REFUSED_FIELDS) | {"stream": False, "priority": 0}
+    assert parse_line(json.dumps(harmless).encode(), 0, ENDPOINT, 10_000).body == harmless["body"]
+
+
+@pytest.mark.parametrize(
+    ("content", "code"),
+    [
+        (b"\n \n", "empty_file"),
+        (jsonl([line(number) for number in range(4)]), "too_many_lines"),
+        (jsonl([line(0, prompt="x" * 5000)]), "line_too_large"),
+        (b"{", "invalid_json_line"),
+    ],
+)
+async def test_wrong_files_fail_their_batch(content: bytes, code: str) -> None:
+    gateway = gateway_saying("x", max_body_bytes=4096, batches=BatchesSettings(max_lines=3))
+    file_id = (await upload(gateway, content)).json()["id"]
+    body = {"input_file_id": file_id, "endpoint": ENDPOINT, "completion_window": "24h"}
+    batch_id = (await gateway.post("/v1/batches", body)).json()["id"]
+    async with running(gateway):
+        batch = await ended(gateway, batch_id)
+    assert batch["status"] == "failed"
+    assert [error["code"] for error in batch["errors"]["data"]] == [code]
+
+
+async def test_a_batch_whose_input_is_gone_fails() -> None:
+    gateway = gateway_saying("x")
+    batch_id = await create(gateway, [line(0)])
+    file_id = (await retrieve(gateway, batch_id))["input_file_id"]
+    await gateway.context.files.delete(FileOwner("default", "local"), file_id)
+    async with running(gateway):
+        batch = await ended(gateway, batch_id)
+    assert [error["code"] for error in batch["errors"]["data"]] == ["file_not_found"]
+
+
+def test_the_document_lists_all_that_lines_are_refused_for() -> None:
+    text = DOCUMENT.read_text().partition("## What is refused")[2]
+    rows = [row for row in text.splitlines() if row.startswith("| ")]
+    sources = [DOCUMENT.parents[1] / "gateway" / "batches" / name for name in ("lines.py", "runner.py")]
+    codes = {
+        code
+        for source in sources
+        for code in re.findall(r"(?:BatchLineError|_error)\(\s*\"(\w+)\"", source.read_text())
+    }
+    assert len(codes) >= 8
+    second = [row.split(" | ")[1] for row in rows]
+    assert codes == {cell.strip("`") for cell in second if re.fullmatch(r"`[a-z_]+`", cell)} - {"code"}
+    for field, reason in REFUSED_FIELDS.items():
+        assert any(row.startswith(f"| `{field}`") and reason in row for row in rows)
+    [endpoints] = [row for row in rows if "`endpoint` other than" in row]
+    assert set(re.findall(r"`(/v1/[\w/]+)`", endpoints)) == set(ENDPOINTS)
 
 
 async def test_a_batch_runs_to_its_end_in_the_lowest_class() -> None:
