@@ -16,6 +16,7 @@ from common.errors import UnavailableError
 from common.logs import get_logger
 from gateway.batches.batches import ENDED
 from gateway.batches.lines import MAX_ERRORS, BatchLineError, answered, parse_line, split_lines, unanswered
+from gateway.batches.turns import LineTurns
 from gateway.server.errors import HttpError
 
 if TYPE_CHECKING:
@@ -130,7 +131,7 @@ class BatchRunner:
         self._bounds = bounds
         self._holder = secrets.token_hex(8)
         self._running: dict[str, asyncio.Task[None]] = {}
-        self._turns = asyncio.Semaphore(bounds.at_once)
+        self._turns = LineTurns(bounds.at_once)
         self._log = get_logger("batches")
 
     async def run(self, stopping: asyncio.Event) -> None:
@@ -231,7 +232,7 @@ class BatchRun:
         batches: Batches,
         files: Files,
         bounds: LineBounds,
-        turns: asyncio.Semaphore,
+        turns: LineTurns,
     ) -> None:
         """`turns` bounds the lines of all batches of the gateway."""
         self._batch = batch
@@ -253,8 +254,9 @@ class BatchRun:
             await self._run_lines()
         if self._batch.status not in ENDED:
             await self._finalize()
-        await self._batches.close(self._batch.id)
+        # In this order: after an interruption, the batch is taken once more.
         await self._batches.forget_outcomes(self._batch.id)
+        await self._batches.close(self._batch.id)
         self._log.info("batch.ended", batch=self._batch.id, status=self._batch.status)
 
     async def _change(self, status: str, only_from: str, end: str | None = None, **fields: object) -> None:
@@ -333,9 +335,9 @@ class BatchRun:
             async for number, raw in self._raw_lines():
                 if number in self._outcomes:
                     continue
-                await self._turns.acquire()
+                await self._turns.take(self._batch.owner)
                 task = group.create_task(self._run_line(self._parse(raw, number)))
-                task.add_done_callback(lambda _: self._turns.release())
+                task.add_done_callback(lambda _: self._turns.give_back(self._batch.owner))
 
     async def _run_line(self, line: BatchLine) -> None:
         batch = self._batch

@@ -93,3 +93,54 @@ def test_a_batch_may_wait_for_any_time() -> None:
     harness.core.expire(1e9)
     assert ("line", 0) not in harness.finishes
     assert [sequence.request.request_id for sequence in harness.core.open_sequences] == ["line"]
+
+
+def test_the_prefix_that_lines_share_is_computed_once() -> None:
+    harness = Harness(pages=256, page_size=4, max_rows=8, max_step_tokens=32, cache="user_aware")
+    shared, own, lines = list(range(100, 180)), 6, 24
+    for number in range(lines):
+        prompt = [*shared, *range(200 + own * number, 200 + own * (number + 1))]
+        request = make_request(f"line{number}", prompt, user="batcher", max_tokens=4)
+        harness.core.submit(with_options(request, is_batch=True), 0.0)
+    harness.run()
+    assert len(harness.finishes) == lines
+    computed = sum(chunk.length for plan in harness.plans for chunk in plan.prefills)
+    # 80 tokens are 20 whole pages.
+    assert computed == len(shared) + own * lines
+    assert [harness.cached[f"line{number}", 0] for number in range(lines)] == [0, *[len(shared)] * (lines - 1)]
+
+
+def test_an_interactive_request_between_lines_costs_no_prefix_again() -> None:
+    harness = Harness(pages=256, page_size=4, max_rows=4, max_step_tokens=32, cache="user_aware")
+    shared = list(range(100, 180))
+    for number in range(4):
+        request = make_request(f"line{number}", [*shared, 200 + number], user="batcher", max_tokens=20)
+        harness.core.submit(with_options(request, is_batch=True), 0.0)
+    work(harness, 8)
+    harness.core.submit(make_request("chat", prompt_of(9), user="ann", max_tokens=4), 0.0)
+    before = sum(chunk.length for plan in harness.plans for chunk in plan.prefills)
+    harness.run()
+    assert len(harness.finishes) == 5
+    after = sum(chunk.length for plan in harness.plans for chunk in plan.prefills)
+    # The chat's prompt, and of each line at most the page that was not full and the last token.
+    assert after - before <= len(prompt_of(9)) + 4 * (4 + 1)
+
+
+def test_tenants_with_batches_of_different_sizes_get_equal_shares() -> None:
+    harness = Harness(policy="fair", pages=512, max_rows=8, max_waiting=1000)
+    for number in range(160):
+        tenant, user = ("a", f"user{number % 3}") if number < 120 else ("b", "batcher")
+        prompt = [100 + number, *range(10, 30)]
+        request = make_request(f"{tenant}{number}", prompt, user=user, tenant=tenant, max_tokens=TOKENS)
+        assert harness.core.submit(with_options(request, is_batch=True), 0.0).rejected is None
+
+    def tokens_of(tenant: str) -> int:
+        return sum(len(tokens) for (name, _), tokens in harness.outputs.items() if name.startswith(tenant))
+
+    while sum(name.startswith("b") for name, _ in harness.finishes) < 30:
+        harness.plan()
+        assert harness.result()
+    # Both have lines waiting; a line has TOKENS tokens, and 8 run at a time.
+    assert abs(tokens_of("a") - tokens_of("b")) <= 8 * TOKENS
+    harness.run()
+    assert len(harness.finishes) == 160
