@@ -11,6 +11,7 @@ plans in the same order, so the result of a pass never depends on when a message
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from enum import IntEnum, StrEnum
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -236,6 +237,22 @@ class EngineSpec:
     # Names of the weights, which do not change what is loaded.
     weight_version: str = field(default="", compare=False)
     base_model: str = field(default="", compare=False)
+
+
+class SleepLevel(IntEnum):
+    """What becomes of a rank's weights while it sleeps; its KV memory is given back in any case."""
+
+    HOST = 1
+    """They move to host memory; those of a CPU stay where they are."""
+    DROPPED = 2
+    """They are dropped, and read again when the rank wakes."""
+
+
+class SleepPart(StrEnum):
+    """What a sleeping rank has given back, by the names that vLLM gives to these parts."""
+
+    WEIGHTS = "weights"
+    KV_CACHE = "kv_cache"
 
 
 @dataclass(frozen=True, slots=True)

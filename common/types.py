@@ -197,10 +197,14 @@ class SessionGrant:
 
 @dataclass(frozen=True, slots=True)
 class LoadReport:
-    """What a scheduler has to do: choices that wait or run, and whether a request submitted now would run."""
+    """What a scheduler has to do: choices that wait or run, and whether a request submitted now would run.
+
+    If its workers sleep, a request would wait for them to be woken.
+    """
 
     open_choices: int
     serves: bool
+    sleeps: bool = False
 
 
 @dataclass(frozen=True, slots=True)

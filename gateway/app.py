@@ -21,6 +21,7 @@ from gateway.endpoints import (
     files,
     health,
     models,
+    sleep,
     timelines,
     tokenization,
     weights,
@@ -92,7 +93,7 @@ def create_app(context: Context, cors_origins: Sequence[str] = (), console: Cons
     # All routes are added to one router: FastAPI searches the routes of included routers twice, some 45 µs per request.
     generating = (chat, completions, responses, messages, native)
     pooling = (embeddings, scoring, classification, tei)
-    others = (files, batches, models, tokenization, adapters, administration, weights, timelines, health)
+    others = (files, batches, models, tokenization, adapters, administration, weights, sleep, timelines, health)
     for endpoint in (*generating, *pooling, *others):
         endpoint.add_routes(app.router, context)
     if console is not None and console.enabled:

@@ -145,6 +145,18 @@ class AdapterSettings(Section):
     """Share of the slots that the running requests of one tenant may use, but at least one."""
 
 
+class SleepSettings(Section):
+    """Requests that come while the model sleeps, after `POST /sleep`."""
+
+    wake_on_request: bool = False
+    """Whether a request wakes the model; otherwise it waits for `POST /wake_up`."""
+    max_waiting_requests: int = Field(default=256, ge=0)
+    """Requests that may wait while the model sleeps; further ones are refused with a hint when to retry."""
+    timeout_s: float = Field(default=120.0, gt=0, lt=600)
+    """Seconds for which a request waits for the model to be woken, with loading; then it is refused with a hint when to
+    retry."""
+
+
 class QueueSettings(Section):
     """The waiting queue: its order and its length."""
 
@@ -211,3 +223,4 @@ class SchedulerSettings(Section):
     sessions: SessionSettings = SessionSettings()
     queue: QueueSettings = QueueSettings()
     adapters: AdapterSettings = AdapterSettings()
+    sleep: SleepSettings = SleepSettings()

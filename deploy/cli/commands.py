@@ -49,6 +49,8 @@ COMMANDS = (
     Command("keys", "deploy.cli.keys", "create, list and revoke API keys"),
     Command("adapters", "deploy.cli.inspection.adapters", "list, load, unload and pin adapters (LoRA)"),
     Command("weights", "deploy.cli.inspection.weights", "show the weights that serve; replace them"),
+    Command("sleep", "deploy.cli.inspection.sleep", "give back the memory of a model that is not needed now"),
+    Command("wake", "deploy.cli.inspection.wake", "wake a model that was put to sleep"),
     Command("cache", "deploy.cli.inspection.cache", "inspect the prefix cache; pin, forget, flush"),
 )
 

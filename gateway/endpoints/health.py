@@ -3,28 +3,41 @@
 from __future__ import annotations
 
 import asyncio
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import orjson
 from fastapi import APIRouter, Response
 
+from common.errors import PandoError
+
 if TYPE_CHECKING:
+    from gateway.backends import Backend
     from gateway.endpoints.context import Context
 
 
 @dataclass(frozen=True, slots=True)
 class ReadyState:
-    """Whether any of the selected models would be served, and the services that are missing."""
+    """Whether any of the selected models would be served, the services that are missing, and the models that sleep.
+
+    Requests to a model that sleeps are accepted, and wait until it is woken.
+    """
 
     serves: bool
     missing: list[str]
+    sleeping: list[str] = field(default_factory=list)
+    all_sleep: bool = False
 
     @property
     def answer(self) -> dict[str, object]:
         """The body of /ready."""
         status = ("partial" if self.missing else "ready") if self.serves else "unavailable"
-        return {"status": status, "missing": self.missing}
+        answer: dict[str, object] = {"status": status, "missing": self.missing}
+        if self.sleeping:
+            answer["sleeping"] = self.sleeping
+        if status == "ready" and self.all_sleep:
+            answer["status"] = "sleeping"
+        return answer
 
 
 async def readiness(context: Context, model: str | None = None) -> ReadyState:
@@ -42,7 +55,22 @@ async def readiness(context: Context, model: str | None = None) -> ReadyState:
         for backend, lacking in zip(chosen, lacks, strict=True)
         for lack in lacking
     ]
-    return ReadyState(not all(lacks), missing)
+    sleeps = await asyncio.gather(*(_reason_of_sleep(backend) for backend in chosen))
+    sleeping = [reason for reason in sleeps if reason is not None]
+    return ReadyState(not all(lacks), missing, sleeping, all_sleep=len(sleeping) == len(chosen))
+
+
+async def _reason_of_sleep(backend: Backend) -> str | None:
+    """Return why a model sleeps and what wakes it; None if any of its groups is awake, or none can say."""
+    try:
+        states = await backend.administration.sleep_states()
+    except PandoError:
+        return None
+    if not states or not all(state.level for state in states):
+        return None
+    waker = "a request or /wake_up wakes it" if states[0].wakes_on_request else "/wake_up wakes it"
+    name = f"{backend.name}: " if backend.name else ""
+    return f"{name}put to sleep at level {max(state.level for state in states)}; {waker}"
 
 
 def add_routes(router: APIRouter, context: Context) -> None:

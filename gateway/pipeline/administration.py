@@ -14,7 +14,14 @@ from common.rpc.status import to_error
 from common.wire.adapters import adapter_from_wire
 from common.wire.identity import subject_to_wire
 from gateway.pipeline.cache_changes import watch_groups
-from gateway.pipeline.port import LoadedAdapter, ScheduledMilestone, ScheduledRequest, WeightsUpdated
+from gateway.pipeline.port import (
+    FallenAsleep,
+    LoadedAdapter,
+    ScheduledMilestone,
+    ScheduledRequest,
+    SleepState,
+    WeightsUpdated,
+)
 from protos.gen.pando.v1 import common_pb2, scheduler_pb2, scheduler_pb2_grpc
 
 if TYPE_CHECKING:
@@ -24,11 +31,13 @@ if TYPE_CHECKING:
     from common.adapters import AdapterInfo
     from common.rpc.peers import Servers
     from common.types import RequestId, Subject
-    from gateway.pipeline.port import CacheChanges, WeightsUpdate
+    from gateway.pipeline.port import CacheChanges, SleepWish, WeightsUpdate
 
 
 Answer = TypeVar("Answer")
 TIMEOUT_S = 10.0
+# Part of the answer to probes.
+STATE_TIMEOUT_S = 1.0
 # Covers the download of an adapter.
 LOAD_S = 900.0
 # Requests that run may have to finish first, and large weights take minutes to load.
@@ -61,6 +70,27 @@ class GrpcAdministration:
             lambda stub: stub.UpdateWeights(request, timeout=UPDATE_TIMEOUT_S, metadata=self._metadata)
         )
         return [WeightsUpdated(answer.weight_version, answer.running_requests) for answer in answers]
+
+    async def sleep(self, wish: SleepWish) -> list[FallenAsleep]:
+        """Put the workers of all groups to sleep, even if one of them fails; return what each says."""
+        request = scheduler_pb2.SchedulerSleepRequest(
+            level=wish.level,
+            mode=scheduler_pb2.SleepMode.Value(f"SLEEP_MODE_{wish.mode.upper()}"),
+            keep_cache=wish.keep_cache,
+        )
+        answers = await self._ask(lambda stub: stub.Sleep(request, timeout=UPDATE_TIMEOUT_S, metadata=self._metadata))
+        return [FallenAsleep(answer.running_requests, answer.freed_bytes, answer.seconds) for answer in answers]
+
+    async def wake_up(self, parts: Sequence[str]) -> bool:
+        """Restore parts of what the workers of all groups have given back, or all; return whether they are awake."""
+        request = scheduler_pb2.SchedulerWakeUpRequest(parts=parts)
+        answers = await self._ask(lambda stub: stub.WakeUp(request, timeout=UPDATE_TIMEOUT_S, metadata=self._metadata))
+        return all(answer.is_awake for answer in answers)
+
+    async def sleep_states(self) -> list[SleepState]:
+        """Return whether the workers of each group sleep."""
+        answers = await self._ask(lambda stub: stub.GetState(scheduler_pb2.GetStateRequest(), timeout=STATE_TIMEOUT_S))
+        return [SleepState(answer.sleep_level, answer.wakes_on_request) for answer in answers]
 
     async def states(self) -> list[dict[str, object]]:
         """Return each group's statistics, as JSON."""

@@ -98,6 +98,15 @@ class Administration(Protocol):
     async def update_weights(self, update: WeightsUpdate) -> list[WeightsUpdated]:
         """Replace the weights of all groups, each of which keeps its weights if it cannot; return what each says."""
 
+    async def sleep(self, wish: SleepWish) -> list[FallenAsleep]:
+        """Put the workers of all groups to sleep; return what each says."""
+
+    async def wake_up(self, parts: Sequence[str]) -> bool:
+        """Restore parts of what the workers of all groups have given back, or all; return whether they are awake."""
+
+    async def sleep_states(self) -> list[SleepState]:
+        """Return whether the workers of each group sleep."""
+
     async def states(self) -> list[dict[str, object]]:
         """Return the statistics of each group's scheduler, as JSON."""
 
@@ -193,6 +202,35 @@ class WeightsUpdated:
 
     version: str
     running: int
+
+
+@dataclass(frozen=True, slots=True)
+class SleepWish:
+    """The level of sleep, 1 or 2, what becomes of the requests that run, and whether the host tier keeps the cache.
+
+    `mode` is drain, requeue or abort.
+    """
+
+    level: int = 1
+    mode: str = "drain"
+    keep_cache: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class FallenAsleep:
+    """The number of requests that ran when a group was put to sleep, the memory that it gave back, and the time."""
+
+    running: int
+    freed_bytes: int
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class SleepState:
+    """The level at which a group's workers sleep, 0 for none, and whether a request wakes them."""
+
+    level: int
+    wakes_on_request: bool
 
 
 @dataclass(frozen=True, slots=True)

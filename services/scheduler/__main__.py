@@ -30,12 +30,14 @@ from services.scheduler.group import WorkerGroup
 from services.scheduler.loop import SchedulerLoop
 from services.scheduler.outlets import Outlets
 from services.scheduler.service import SchedulerService
+from services.scheduler.sleep_desk import SleepDesk
 from services.scheduler.weights_desk import WeightsDesk
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine
 
     from common.rpc.security import Security
+    from common.settings import SchedulerSettings
     from services.scheduler.cache.interface import PrefixCache
 
 NAME = "pando.v1.Scheduler"
@@ -73,10 +75,9 @@ async def serve_with(settings: Settings, stopping: asyncio.Event, decisions: Dec
     group = make_group(settings, security, loop)
     outlets = Outlets(servers_at(settings.scheduler.detokenizer, security), loop)
     loop.connect(group, outlets)
-    works = [group.run(), outlets.run(), loop.run(), *publish_kv_events(settings, loop, fleet[1] if fleet else None)]
-    service = SchedulerService(
-        loop, settings.scheduler, Credentials(read_token(settings.scheduler)), WeightsDesk(loop, group)
-    )
+    service, sleep = make_service(settings.scheduler, loop, group)
+    works = [group.run(), outlets.run(), loop.run(), sleep.run()]
+    works += publish_kv_events(settings, loop, fleet[1] if fleet else None)
     desk = make_desk(settings, loop)
     if desk is not None:
         service.verdicts = desk.verdicts
@@ -92,7 +93,7 @@ async def serve_with(settings: Settings, stopping: asyncio.Event, decisions: Dec
     misconfigured: Exception | None = None
     try:
         async with asyncio.TaskGroup() as tasks:
-            running = [tasks.create_task(work) for work in (*works, report_health(server, lambda: loop.can_serve))]
+            running = [tasks.create_task(work) for work in (*works, report_health(server, lambda: loop.is_healthy))]
             await stopping.wait()
             running.pop().cancel()
             await server.set_serving(False)
@@ -106,6 +107,15 @@ async def serve_with(settings: Settings, stopping: asyncio.Event, decisions: Dec
         await server.stop(grace_s=0.2)
     if misconfigured is not None:
         raise misconfigured
+
+
+def make_service(
+    settings: SchedulerSettings, loop: SchedulerLoop, group: WorkerGroup
+) -> tuple[SchedulerService, SleepDesk]:
+    """Return the service, and the desk that wakes the workers on request while it runs."""
+    weights = WeightsDesk(loop, group)
+    sleep = SleepDesk(loop, group, weights)
+    return SchedulerService(loop, settings, Credentials(read_token(settings)), weights, sleep), sleep
 
 
 async def report_health(server: RpcServer, can_serve: Callable[[], bool]) -> None:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 
 import grpc
 
-from common.errors import ConfigurationError, InvalidRequestError, UnavailableError
+from common.errors import ConfigurationError, InvalidRequestError, PandoError, UnavailableError
 from common.logs import get_logger
 from common.rpc.stream import RefusalLog
 from services.scheduler.rank import EngineFailedError, LoadedWeights, PlanStream, RankConnection, RankLostError
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Sequence
 
     from common.grammars import Grammar
-    from common.steps import EngineCapacity, EngineSpec, StepPlan, StepResult
+    from common.steps import EngineCapacity, EngineSpec, SleepLevel, SleepPart, StepPlan, StepResult
     from common.transfers import TransferAck, TransferId
     from services.scheduler.rank import RankIdentity
 
@@ -46,11 +46,12 @@ REASON_GRACE_S = 0.5
 
 
 class GroupState(Enum):
-    """State of a group; FAILED lasts until the ranks answer again."""
+    """State of a group; FAILED lasts until the ranks answer again, SLEEPING until they are woken."""
 
     CONNECTING = "CONNECTING"
     CONFIGURING = "CONFIGURING"
     READY = "READY"
+    SLEEPING = "SLEEPING"
     FAILED = "FAILED"
 
 
@@ -66,6 +67,14 @@ class _Replacement:
     before: EngineSpec
     done: asyncio.Future[None]
     began_at: float
+
+
+@dataclass(slots=True)
+class _Waking:
+    """A group that slept at `level` is configured again."""
+
+    level: SleepLevel
+    done: asyncio.Future[None]
 
 
 class GroupListener(Protocol):
@@ -123,6 +132,12 @@ class WorkerGroup:
         self._replacement: _Replacement | None = None
         # Raises its exception in `_serve`, to have the group configured again.
         self._break: asyncio.Future[NoReturn] | None = None
+        # None: the ranks are awake, or are being woken.
+        self.sleep_level: SleepLevel | None = None
+        # Set unless the group sleeps without connections: ranks were lost, or the scheduler was restarted meanwhile.
+        self._may_configure = asyncio.Event()
+        self._may_configure.set()
+        self._waking: _Waking | None = None
         self._pause_s = RECONNECT_S
         self._refusals = RefusalLog("worker")
         self._log = get_logger("group")
@@ -212,6 +227,86 @@ class WorkerGroup:
                 )  # fmt: skip
                 self._log.info("weights.adopted", model=rank.weights.model, version=rank.weights.version)
 
+    def _adopt_sleep(self, ranks: Sequence[RankIdentity]) -> None:
+        """Leave ranks asleep that an earlier scheduler has put to sleep."""
+        levels = [rank.sleep_level for rank in ranks if rank.sleep_level is not None]
+        if levels and self._may_configure.is_set():
+            self.sleep_level, self.state = max(levels), GroupState.SLEEPING
+            self._may_configure.clear()
+            self._log.info("group.sleeping", sleep_level=int(max(levels)), adopted=True)
+
+    async def sleep(self, level: SleepLevel, *, keeps_host_pages: bool) -> int:
+        """Have all ranks give back KV memory and weights, without plans in flight; return the bytes that became free.
+
+        If any of them fails, all are configured again, and awake.
+
+        Raises:
+            PandoError: a rank has failed, or was lost.
+        """
+        if self.sleep_level is not None and not self.ranks:
+            self.sleep_level = level  # they were lost, so there is nothing to give back
+            return 0
+        if not self.ranks or self.state not in (GroupState.READY, GroupState.SLEEPING):
+            raise UnavailableError("the scheduler waits for its workers", retry_after_ms=1000)
+        assert not self._plans_in_flight, "ranks fall asleep between two plans"
+        before, self.state = self.state, GroupState.SLEEPING
+        try:
+            freed = await asyncio.gather(*(rank.sleep(level, keeps_host_pages=keeps_host_pages) for rank in self.ranks))
+        except PandoError as error:
+            if self.ranks:
+                self.state = before
+            self._give_up(f"a rank could not be put to sleep: {error}")
+            raise UnavailableError(f"the model was not put to sleep, and is loaded again: {error}") from error
+        if not self.ranks:
+            raise UnavailableError("a worker was lost while the model was put to sleep; the model is loaded again")
+        self.sleep_level = level
+        self._log.info("group.sleeping", sleep_level=int(level), freed_mib=sum(freed) >> 20)
+        return sum(freed)
+
+    async def wake_up(self, parts: Sequence[SleepPart]) -> bool:
+        """Have all ranks restore parts of what they have given back; return whether the group is ready.
+
+        Ranks that were lost meanwhile, or that fail, are configured, whichever parts are named.
+
+        Raises:
+            UnavailableError: the model cannot be loaded; the group sleeps on.
+        """
+        if self.sleep_level is None:
+            return True
+        level, self.sleep_level = self.sleep_level, None
+        if self.ranks:
+            try:
+                awake = await asyncio.gather(*(rank.wake_up(parts) for rank in self.ranks))
+            except PandoError as error:
+                self._give_up(f"a rank could not be woken: {error}")
+            else:
+                if self.ranks and not all(awake):
+                    self.sleep_level = level
+                    return False
+                if self.ranks and self.state is GroupState.SLEEPING:
+                    self.state = GroupState.READY
+                    self._log.info("group.awake")
+        if self.state is not GroupState.READY or not self.ranks:
+            self._waking = _Waking(level, asyncio.get_running_loop().create_future())
+            self._may_configure.set()
+            try:
+                await self._waking.done
+            finally:
+                self._waking = None
+        return True
+
+    def _sleep_again(self, waking: _Waking, error: ConfigurationError) -> None:
+        """Stay asleep, as the ranks cannot load the model."""
+        self._may_configure.clear()
+        self.sleep_level, self.state = waking.level, GroupState.SLEEPING
+        self._log.error("group.not_woken", reason=str(error))
+        waking.done.set_exception(UnavailableError(f"the model cannot be loaded, and sleeps on: {error}"))
+
+    def _give_up(self, reason: str) -> None:
+        """Have all ranks configured again, unless they are already lost."""
+        if self._break is not None and not self._break.done():
+            self._break.set_exception(RankLostError(reason))
+
     async def run(self) -> NoReturn:
         """Configure and serve the group indefinitely.
 
@@ -228,6 +323,9 @@ class WorkerGroup:
                 self._begin_replacement(self._replacement)
                 continue
             except ConfigurationError as error:
+                if self._waking is not None and not self._waking.done.done():
+                    self._sleep_again(self._waking, error)
+                    continue
                 if self._replacement is None or self._replacement.done.done():
                     raise
                 self._roll_back(error)
@@ -245,7 +343,17 @@ class WorkerGroup:
         reason = error.details() if isinstance(error, grpc.aio.AioRpcError) else str(error)
         if self.state in (GroupState.CONFIGURING, GroupState.READY):
             self._log.warning("group.lost", reason=reason)
-        if self.state is GroupState.READY:
+        if self.state is GroupState.SLEEPING:
+            if not self._may_configure.is_set():
+                return
+            self._has_engine_failed = False
+            if self.sleep_level is None:
+                self.state = GroupState.FAILED
+            else:
+                # They come back asleep: nothing is loaded until the group is woken.
+                self._may_configure.clear()
+            self._listener.on_lost(out_of_memory=False)
+        elif self.state is GroupState.READY:
             self.state = GroupState.FAILED
             if isinstance(error, _ReplacingError):
                 # Even if the processes end, as those on several GPUs do.
@@ -259,10 +367,7 @@ class WorkerGroup:
 
     async def _run_once(self, ranks: list[RankConnection]) -> None:
         """Configure all ranks, then serve them until one fails."""
-        found = await asyncio.gather(*(rank.wait_until_up() for rank in ranks))
-        processes = [rank.process for rank in found]
-        if not self._processes:
-            self._adopt(found)
+        processes = await self._find(ranks)
         if self.state is not GroupState.FAILED:
             self.state = GroupState.CONFIGURING
         capacity = await self._configure(ranks)
@@ -288,11 +393,25 @@ class WorkerGroup:
             self._listener.on_ready(capacity, engine_failed=self._has_engine_failed)
             if self._replacement is not None and not self._replacement.done.done():
                 self._replacement.done.set_result(None)
+            if self._waking is not None and not self._waking.done.done():
+                self._waking.done.set_result(None)
             await self._serve(ranks, self._break)
         finally:
             self.ranks = ()
             for stream in self._streams:
                 stream.cancel()
+
+    async def _find(self, ranks: list[RankConnection]) -> list[str]:
+        """Return the ranks' processes, once they are up, and once the group is to be awake."""
+        found = await asyncio.gather(*(rank.wait_until_up() for rank in ranks))
+        if not self._processes:
+            self._adopt(found)
+            self._adopt_sleep(found)
+        if not self._may_configure.is_set():
+            await self._may_configure.wait()
+            self.state = GroupState.FAILED if self._processes else GroupState.CONNECTING
+            found = await asyncio.gather(*(rank.wait_until_up() for rank in ranks))
+        return [rank.process for rank in found]
 
     async def _configure(self, ranks: list[RankConnection]) -> EngineCapacity:
         """Configure all ranks concurrently, as they synchronise; return the capacity that they agreed on."""

@@ -60,6 +60,10 @@ CHECKED_PATHS = 8
 # Seconds without workers after which requests are handed back for another group; ranks that restart after an error of a
 # step are ready sooner, with the rows' order kept.
 HAND_BACK_S = 1.0
+# Told to clients of a model that sleeps.
+TOO_MANY_WHILE_ASLEEP = "the model sleeps, and as many requests wait for it as may; try again later"
+NOT_WOKEN = "the model slept, and was not woken in time; try again later"
+ASLEEP_RETRY_MS = 10_000
 SHOWN_VIOLATIONS = 5  # per log line; one defect may show on many paths
 
 
@@ -96,6 +100,11 @@ class SchedulerLoop:
         # The weights at the last `on_ready`.
         self._weights: LoadedWeights | None = None
         self._holds_new = False
+        # The workers are about to sleep.
+        self._holds_all = False
+        self._asleep_since: float | None = None
+        # Set when a request comes that may wake the workers.
+        self.asked_to_wake = asyncio.Event()
         self._group: WorkerGroup | None = None
         self._outlets: Outlets | None = None
         self._wake = asyncio.Event()
@@ -126,14 +135,31 @@ class SchedulerLoop:
         return self._is_group_ready and self._has_outlet
 
     @property
+    def is_healthy(self) -> bool:
+        """Whether a request submitted now would run, or waits for the workers to be woken."""
+        return self._has_outlet and (self._is_group_ready or self.is_sleeping)
+
+    @property
     def load(self) -> LoadReport:
         """The load for tokenizers, which choose among groups by it."""
         open_choices = 0 if self.core is None else len(self.core.queue) + self.core.rows.running
-        return LoadReport(open_choices, serves=self.can_serve and not self._is_draining)
+        is_open = not self._is_draining
+        sleeps = is_open and self.is_sleeping and self._has_outlet
+        return LoadReport(open_choices, serves=is_open and self.can_serve, sleeps=sleeps)
+
+    @property
+    def is_sleeping(self) -> bool:
+        """Whether the workers sleep, or are being woken."""
+        return self.group_state is GroupState.SLEEPING
 
     @property
     def group_state(self) -> GroupState:
         return self._group.state if self._group else GroupState.CONNECTING
+
+    @property
+    def sleep_level(self) -> int:
+        """Level at which the workers sleep; 0: they do not, or are being woken."""
+        return self._group.sleep_level or 0 if self._group else 0
 
     @property
     def now(self) -> float:
@@ -150,10 +176,15 @@ class SchedulerLoop:
         if self.core is None or self._is_draining or not self._can_reach(request.reply_to):
             error = UnavailableError(self._why_unavailable(), retry_after_ms=1000)
             admission = Admission(request.request_id, len(request.token_ids), error.to_failure())
+        elif self.is_sleeping and len(self.core.queue) >= self._settings.sleep.max_waiting_requests:
+            error = UnavailableError(TOO_MANY_WHILE_ASLEEP, retry_after_ms=ASLEEP_RETRY_MS)
+            admission = Admission(request.request_id, len(request.token_ids), error.to_failure())
         else:
             admission = self.core.submit(request, self.now)
         metrics.ADMISSIONS_TOTAL.labels(admission.rejected.code.value if admission.rejected else "accepted").inc()
         self._wake.set()
+        if self.is_sleeping and self._settings.sleep.wake_on_request and not self._is_draining:
+            self.asked_to_wake.set()
         return admission
 
     async def prepare(self, grammar: Grammar) -> None:
@@ -185,6 +216,8 @@ class SchedulerLoop:
     def _why_unavailable(self) -> str:
         if self._is_draining:
             return "the scheduler is shutting down"
+        if self.core is None and self.is_sleeping:
+            return "the model sleeps"
         if self.core is None:
             return "the scheduler waits for its workers"
         return f"the scheduler is not connected to {'this' if self._has_outlet else 'a'} detokenizer"
@@ -217,6 +250,19 @@ class SchedulerLoop:
         self._holds_new = held
         if self.core is not None:
             self.core.hold_new(held=held)
+        self._wake.set()
+
+    @property
+    def holds_all(self) -> bool:
+        """Whether no request may run, as the workers are about to sleep."""
+        return self._holds_all
+
+    def hold_all(self, *, held: bool, puts_back: bool = False) -> None:
+        """Keep all requests from running, or let them. `puts_back`: those that run wait again, with their tokens."""
+        self._holds_all = held
+        if self.core is not None:
+            self.core.hold_all(held=held, puts_back=puts_back)
+            self._push()
         self._wake.set()
 
     def abort_started(self) -> None:
@@ -286,6 +332,7 @@ class SchedulerLoop:
             # Rare and long, so each call is measured.
             self._advance = times.timed("advance", cache.advance, one_in=1)
             self.core.hold_new(held=self._holds_new)
+            self.core.hold_all(held=self._holds_all)
         self._note_ready(capacity, weights)
 
     def _fits(self, capacity: EngineCapacity, weights: LoadedWeights | None) -> bool:
@@ -349,7 +396,7 @@ class SchedulerLoop:
 
     def on_lost(self, *, out_of_memory: bool) -> None:
         """Requeue all sequences until the workers return; after an out-of-memory error, plan smaller steps."""
-        metrics.GROUP_READY.set(0)
+        metrics.GROUP_READY.set(self.is_sleeping)
         self._recovery.stop()
         if self.core is None:
             return
@@ -436,11 +483,13 @@ class SchedulerLoop:
         """Enforce time limits, advance the cache's epoch, check page accounting and update gauges, periodically."""
         while True:
             await asyncio.sleep(HOUSEKEEPING_INTERVAL_S)
+            metrics.SLEEPING.set(self.sleep_level)
             if self.core is None:
                 continue
             self._reload_limits(self.core)
             await self.adapters.tidy()
             self.core.expire(self.now)
+            self._expire_while_asleep(self.core)
             self._hand_back(self.core)
             self._advance(self.epoch)
             self._storage.advance(self.epoch)
@@ -448,6 +497,16 @@ class SchedulerLoop:
             self._check_accounts(self.core)
             self._check_invariants()
             self._wake.set()
+
+    def _expire_while_asleep(self, core: SchedulerCore) -> None:
+        """End requests that have waited too long for the workers to be woken."""
+        if not self.is_sleeping:
+            self._asleep_since = None
+            return
+        if self._asleep_since is None:
+            self._asleep_since = self.now
+        error = UnavailableError(NOT_WOKEN, retry_after_ms=ASLEEP_RETRY_MS)
+        core.expire_unstarted(self._asleep_since, self.now, self._settings.sleep.timeout_s, error)
 
     def _hand_back(self, core: SchedulerCore) -> None:
         """End all requests with a retryable error if the workers stay away and another group would serve them."""

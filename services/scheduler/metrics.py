@@ -5,6 +5,7 @@ from __future__ import annotations
 from prometheus_client import Counter, Gauge, Histogram
 
 _FINE_SECONDS = (25e-6, 50e-6, 100e-6, 200e-6, 300e-6, 400e-6, 600e-6, 1e-3, 2e-3, 5e-3, 20e-3, 0.1)
+_LONG_SECONDS = (0.1, 0.25, 0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0, 128.0, 256.0)
 
 STEP_CPU_SECONDS = Histogram(
     "pando_scheduler_step_cpu_seconds",
@@ -44,6 +45,16 @@ SESSION_TOKENS = Gauge("pando_scheduler_session_tokens", "Tokens of KV that open
 SESSION_PINS_YIELDED = Gauge(
     "pando_scheduler_session_pins_yielded",
     "How often a session gave up what it held, as otherwise nothing could have run, since start.",
+)
+SLEEPING = Gauge("pando_scheduler_sleeping", "Level at which the workers sleep: 1 or 2; 0: they do not.")
+SLEEP_SECONDS = Histogram(
+    "pando_scheduler_sleep_seconds",
+    "Time to put the workers to sleep, with requests that finish first.",
+    buckets=_LONG_SECONDS,
+)
+WAKE_SECONDS = Histogram("pando_scheduler_wake_seconds", "Time to wake the workers.", buckets=_LONG_SECONDS)
+SLEEP_FREED_BYTES = Gauge(
+    "pando_scheduler_sleep_freed_bytes", "Memory that the last sleep has given back on all ranks' devices."
 )
 LEAKED_PAGES = Gauge("pando_scheduler_leaked_pages", "Leaked pages found and repaired, since start; 0 is right.")
 ADMISSIONS_TOTAL = Counter("pando_scheduler_admissions_total", "Submitted requests by outcome.", ["outcome"])

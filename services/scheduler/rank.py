@@ -12,6 +12,7 @@ from common.logs import get_logger
 from common.rpc.handshake import check_server
 from common.rpc.status import answered
 from common.rpc.stream import unreadable
+from common.steps import SleepLevel
 from common.wire.adapters import adapter_from_wire, adapter_to_wire
 from common.wire.requests import grammar_to_wire
 from protos.gen.pando.v1 import worker_pb2, worker_pb2_grpc
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
 
     from common.adapters import AdapterInfo
     from common.grammars import Grammar
-    from common.steps import EngineCapacity, EngineSpec, StepPlan, StepResult
+    from common.steps import EngineCapacity, EngineSpec, SleepPart, StepPlan, StepResult
 
 STATE_TIMEOUT_S = 5.0
 CONFIGURE_TIMEOUT_S = 3600.0
@@ -30,6 +31,8 @@ CONFIGURE_TIMEOUT_S = 3600.0
 CHECK_WEIGHTS_TIMEOUT_S = 600.0
 # Covers the worker's own limit for a grammar, and grammars queued before this one.
 PREPARE_TIMEOUT_S = 120.0
+# Weights of hundreds of gigabytes move to host memory in less; reading them again takes as long as loading.
+SLEEP_TIMEOUT_S = 600.0
 # Covers the download of an adapter.
 READ_TIMEOUT_S = 900.0
 
@@ -76,6 +79,8 @@ class RankIdentity:
     process: str
     base_model: str
     weights: LoadedWeights
+    # None: it does not sleep.
+    sleep_level: SleepLevel | None = None
 
 
 class RankConnection:
@@ -90,7 +95,8 @@ class RankConnection:
         request = worker_pb2.GetWorkerStateRequest()
         state = await self._stub.GetState(request, timeout=STATE_TIMEOUT_S, wait_for_ready=True)
         weights = LoadedWeights(state.model, state.load_format, state.weight_version)
-        return RankIdentity(state.process, state.base_model, weights)
+        level = SleepLevel(state.sleep_level) if state.sleep_level else None
+        return RankIdentity(state.process, state.base_model, weights, level)
 
     async def check_weights(self, weights: LoadedWeights) -> None:
         """Check that other weights fit.
@@ -100,6 +106,24 @@ class RankConnection:
         """
         request = worker_pb2.CheckWeightsRequest(model=weights.model, load_format=weights.load_format)
         await answered(self._stub.CheckWeights(request, timeout=CHECK_WEIGHTS_TIMEOUT_S))
+
+    async def sleep(self, level: SleepLevel, *, keeps_host_pages: bool) -> int:
+        """Have the rank give back KV memory and weights; return the bytes that became free.
+
+        Raises:
+            PandoError: it failed, or is unreachable.
+        """
+        request = worker_pb2.WorkerSleepRequest(level=level, keeps_host_pages=keeps_host_pages)
+        return int((await answered(self._stub.Sleep(request, timeout=SLEEP_TIMEOUT_S))).freed_bytes)
+
+    async def wake_up(self, parts: Iterable[SleepPart]) -> bool:
+        """Have the rank restore parts of what it has given back; return whether it is awake.
+
+        Raises:
+            PandoError: it failed, or is unreachable.
+        """
+        request = worker_pb2.WorkerWakeUpRequest(parts=parts)
+        return bool((await answered(self._stub.WakeUp(request, timeout=CONFIGURE_TIMEOUT_S))).is_awake)
 
     async def pulse(self, timeout_s: float) -> Pulse | None:
         """Return the rank's answer to a heartbeat; None if there is none in time."""

@@ -15,6 +15,7 @@ from common.errors import InvalidRequestError, UnavailableError
 from common.rpc.stream import MessageNumbers, accept_stream
 from common.wire.adapters import adapter_to_wire
 from common.wire.identity import subject_from_wire, view_from_wire, view_to_wire
+from common.wire.sleeping import sleep_level_from_wire, sleep_parts_from_wire
 from protos.gen.pando.v1 import scheduler_pb2, scheduler_pb2_grpc
 from services.scheduler import metrics
 from services.scheduler.event_backlog import EventBacklog
@@ -28,6 +29,7 @@ from services.scheduler.wire.state import (
     owner_to_wire,
     sequence_to_wire,
     session_to_wire,
+    sleep_mode_from_wire,
     storage_to_wire,
     tier_to_wire,
     traffic_to_wire,
@@ -46,6 +48,7 @@ if TYPE_CHECKING:
     from services.scheduler.core.sequence import Sequence
     from services.scheduler.credentials import Credentials
     from services.scheduler.loop import SchedulerLoop
+    from services.scheduler.sleep_desk import SleepDesk
     from services.scheduler.submissions import Batch
     from services.scheduler.weights_desk import WeightsDesk
 
@@ -63,9 +66,14 @@ class SchedulerService(scheduler_pb2_grpc.SchedulerServicer):
     """Decodes requests, calls the loop and encodes the responses."""
 
     def __init__(
-        self, loop: SchedulerLoop, settings: SchedulerSettings, credentials: Credentials, weights: WeightsDesk
+        self,
+        loop: SchedulerLoop,
+        settings: SchedulerSettings,
+        credentials: Credentials,
+        weights: WeightsDesk,
+        sleep: SleepDesk,
     ) -> None:
-        """Serve `loop` and `weights`; `credentials` decide which callers may read names and make changes."""
+        """Serve `loop`, `weights` and `sleep`; `credentials` decide which callers may read names and make changes."""
         # Verdicts of the content check by outcome; replaced by the content desk's own counts if there is one.
         self.verdicts: dict[str, int] = {}
         # Receives each prompt pinned (True) or unpinned here; replaced by the fleet desk's, if there is one.
@@ -74,6 +82,7 @@ class SchedulerService(scheduler_pb2_grpc.SchedulerServicer):
         self._settings = settings
         self._credentials = credentials
         self._weights = weights
+        self._sleep = sleep
 
     async def Submit(  # type: ignore[override]  # noqa: N802  (writes to its context; the contract names it)
         self, request_iterator: AsyncIterator[scheduler_pb2.SchedulerSubmitRequest], context: Context
@@ -115,6 +124,8 @@ class SchedulerService(scheduler_pb2_grpc.SchedulerServicer):
             page_size_tokens=self._settings.page_size,
             policy=self._settings.queue.policy,
             cache=self._settings.cache.mode,
+            sleep_level=self._loop.sleep_level,
+            wakes_on_request=self._settings.sleep.wake_on_request,
         )
         core, weights = self._loop.core, self._loop.weights
         if weights is not None:
@@ -243,6 +254,25 @@ class SchedulerService(scheduler_pb2_grpc.SchedulerServicer):
             request.model, request.load_format, update_mode_from_wire(request.mode), request.weight_version
         )
         return scheduler_pb2.UpdateWeightsResponse(weight_version=updated.version, running_requests=updated.running)
+
+    async def Sleep(  # noqa: N802
+        self, request: scheduler_pb2.SchedulerSleepRequest, context: Context
+    ) -> scheduler_pb2.SchedulerSleepResponse:
+        """Put the workers to sleep."""
+        self._credentials.require_admin_if_set(_metadata(context), "put the model to sleep")
+        level, mode = sleep_level_from_wire(request.level), sleep_mode_from_wire(request.mode)
+        slept = await self._sleep.sleep(level, mode, keep_cache=request.keep_cache)
+        return scheduler_pb2.SchedulerSleepResponse(
+            running_requests=slept.running, freed_bytes=slept.freed_bytes, seconds=slept.seconds
+        )
+
+    async def WakeUp(  # noqa: N802
+        self, request: scheduler_pb2.SchedulerWakeUpRequest, context: Context
+    ) -> scheduler_pb2.SchedulerWakeUpResponse:
+        """Wake the workers."""
+        self._credentials.require_admin_if_set(_metadata(context), "wake the model")
+        woken = await self._sleep.wake_up(sleep_parts_from_wire(request.parts))
+        return scheduler_pb2.SchedulerWakeUpResponse(is_awake=woken.is_awake, seconds=woken.seconds)
 
     async def Pause(  # noqa: N802
         self, request: scheduler_pb2.PauseRequest, context: Context

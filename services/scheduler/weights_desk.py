@@ -47,6 +47,11 @@ class WeightsDesk:
         self._update: asyncio.Task[UpdatedWeights] | None = None
         self._log = get_logger("weights")
 
+    @property
+    def is_updating(self) -> bool:
+        """Whether an update runs."""
+        return self._update is not None and not self._update.done()
+
     async def update(self, model: str, load_format: str, mode: UpdateMode, version: str) -> UpdatedWeights:
         """Replace the weights; goes on if the caller is cancelled.
 
@@ -67,7 +72,9 @@ class WeightsDesk:
                 f"weight_version must have at most {MAX_VERSION_CHARACTERS} printable characters",
                 param="weight_version",
             )
-        if self._update is not None and not self._update.done():
+        if self._loop.is_sleeping or self._loop.holds_all:
+            raise UnavailableError("the model sleeps; wake it before its weights are replaced")
+        if self.is_updating:
             raise UnavailableError("another update of the weights runs", retry_after_ms=1000)
         before = self._group.weights
         weights = LoadedWeights(model, load_format or before.load_format, version or _next(before.version))

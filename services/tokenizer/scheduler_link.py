@@ -87,9 +87,9 @@ class SchedulerLink:
         return self._link.silent_beats >= STALE_BEATS
 
     async def can_serve(self) -> bool:
-        """Whether the stream is open and the scheduler reports that it would serve a request."""
+        """Whether the stream is open and the scheduler reports that it would serve a request, now or once woken."""
         if self._load is not None:
-            return self.is_connected and self._load.serves and not self.is_stale
+            return self.is_connected and (self._load.serves or self._load.sleeps) and not self.is_stale
         return self.is_connected and await is_serving(self._channel, SERVICE)
 
     async def run(self, listener: SchedulerListener) -> None:
@@ -153,7 +153,7 @@ class SchedulerLink:
 
     def _on_message(self, message: scheduler_pb2.SchedulerSubmitResponse) -> None:
         if message.HasField("load"):
-            self._load = LoadReport(message.load.open_choices, message.load.serves)
+            self._load = LoadReport(message.load.open_choices, message.load.serves, message.load.sleeps)
         if self._listener is not None:
             if self._load is not None:
                 self._listener.on_load(self._load)

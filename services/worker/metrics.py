@@ -17,6 +17,10 @@ TOKENS_TOTAL = Counter("pando_worker_sampled_tokens_total", "Tokens sampled by t
 OPEN_ROWS = Gauge("pando_worker_open_rows", "Row slots in use.")
 PLANS_FAILED_TOTAL = Counter("pando_worker_plans_failed_total", "Plans that ended with an error.")
 READY = Gauge("pando_worker_ready", "1 while a model is loaded and plans are accepted.")
+SLEEPING = Gauge("pando_worker_sleeping", "Level at which the rank sleeps: 1 or 2; 0: it does not.")
+SLEEP_FREED_BYTES = Gauge(
+    "pando_worker_sleep_freed_bytes", "Memory of the device, or of a CPU's process, that the last sleep has given back."
+)
 GRAMMARS_TOTAL = Counter("pando_worker_grammars_total", "Grammars that were tried, by outcome.", ["outcome"])
 GRAMMAR_COMPILE_SECONDS = Histogram(
     "pando_worker_grammar_compile_seconds",

@@ -6,7 +6,7 @@ import asyncio
 import functools
 from dataclasses import dataclass, field, replace
 from enum import Enum
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from common.errors import ConfigurationError, InvalidRequestError, UnavailableError
 from common.logs import get_logger
@@ -18,16 +18,17 @@ from services.worker.profiles import ProfileRules, Profiles
 from services.worker.session import EngineThread, ExecuteSession, SessionEndedError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Collection
 
     from common.adapters import AdapterInfo
-    from common.steps import EngineCapacity, EngineSpec, StepPlan
+    from common.steps import EngineCapacity, EngineSpec, SleepLevel, SleepPart, StepPlan
     from services.worker.engine.execution.interface import AdapterSize, AdapterStore, Engine, ProgressReport
     from services.worker.profiles import ProfileRecorder
 
     # Of the loaded model and of another one; returns the bytes of its weights, or raises ConfigurationError.
     CheckWeights = Callable[[EngineSpec, EngineSpec], int]
 
+T = TypeVar("T")
 # Far longer than any plan: a thread that is still busy then hangs.
 STUCK_AFTER_S = 30.0
 JOIN_TIMEOUT_S = 5.0
@@ -39,6 +40,7 @@ class WorkerState(Enum):
     IDLE = "IDLE"
     CONFIGURING = "CONFIGURING"
     READY = "READY"
+    SLEEPING = "SLEEPING"
     FAILED = "FAILED"
 
 
@@ -61,6 +63,8 @@ class WorkerSnapshot:
     finished_passes: int
     heartbeat_age_s: float
     open_plans: int
+    # None: it does not sleep.
+    sleep_level: SleepLevel | None
 
 
 @dataclass(slots=True)
@@ -102,6 +106,9 @@ class Rank:
         self._session: ExecuteSession | None = None
         self._finished_passes = 0
         self._adapters: list[AdapterInfo] = []
+        self._sleep_level: SleepLevel | None = None
+        # Kept, as a task that only its loop refers to may be collected.
+        self._changing: asyncio.Task[object] | None = None
         self._log = get_logger("rank")
         self.profiles = Profiles(profile_rules or ProfileRules(), _make_recorder, self._run_on_thread)
         self._thread.start()
@@ -116,6 +123,7 @@ class Rank:
         return WorkerSnapshot(
             self._state, self._spec, self._capacity, self._engine.open_rows, self._finished_passes,
             self._thread.heartbeat_age_s, 0 if self._session is None else self._session.open_plans,
+            self._sleep_level if self._state is WorkerState.SLEEPING else None,
         )  # fmt: skip
 
     async def configure(self, spec: EngineSpec, report: ProgressReport) -> EngineCapacity:
@@ -182,6 +190,55 @@ class Rank:
             raise NotReadyError(f"the rank is {self._state.value}, configure it first")
         replacement = replace(spec, model=model, load_format=load_format or spec.load_format)
         return await asyncio.to_thread(self._check_weights, spec, replacement)
+
+    async def sleep(self, level: SleepLevel, *, keeps_host_pages: bool) -> int:
+        """Give back KV memory and weights between two plans, also if the caller is cancelled; return the bytes freed.
+
+        Raises:
+            NotReadyError: no model is loaded, or rows are open.
+            UnavailableError: it failed; the rank has to be configured again.
+        """
+        if self._state not in (WorkerState.READY, WorkerState.SLEEPING):
+            raise NotReadyError(f"the rank is {self._state.value}, configure it first")
+        if self._engine.open_rows:
+            raise NotReadyError("rows are open")
+        sleep = functools.partial(self._engine.sleep, level, keeps_host_pages=keeps_host_pages)
+        changing = asyncio.create_task(self._change(sleep, lambda _freed: WorkerState.SLEEPING))
+        self._changing, self._sleep_level = changing, level
+        return await asyncio.shield(changing)
+
+    async def wake_up(self, parts: Collection[SleepPart]) -> bool:
+        """Restore parts of what `sleep` has given back; return whether all are back, so that plans may follow.
+
+        Raises:
+            NotReadyError: no model is loaded.
+            UnavailableError: it failed; the rank has to be configured again.
+        """
+        if self._state is WorkerState.READY:
+            return True
+        if self._state is not WorkerState.SLEEPING:
+            raise NotReadyError(f"the rank is {self._state.value}, configure it first")
+        wake = functools.partial(self._engine.wake, parts, lambda _share, _stage: self._thread.beat())
+        changing = asyncio.create_task(
+            self._change(wake, lambda awake: WorkerState.READY if awake else WorkerState.SLEEPING)
+        )
+        self._changing = changing
+        return await asyncio.shield(changing)
+
+    async def _change(self, command: Callable[[], T], state_after: Callable[[T], WorkerState]) -> T:
+        """Run a command that leads to another state, unless the rank is configured meanwhile."""
+        before = self._state
+        try:
+            outcome = await self._run_on_thread(command)
+        except Exception as error:
+            self._log.exception("engine.sleep_failed")
+            if self._state is before:
+                self._set_state(WorkerState.FAILED)
+                self._thread.submit(self._close_engine)
+            raise UnavailableError(f"{type(error).__name__}: {error}") from error
+        if self._state is before:
+            self._set_state(state_after(outcome))
+        return outcome
 
     def open_session(self) -> ExecuteSession:
         """Begin a stream of plans with no rows open; a stream that is open gives way.
@@ -364,28 +421,28 @@ class Rank:
         if self._state is WorkerState.READY:
             self._engine.keep_warm()
 
-    async def _run_on_thread(self, command: Callable[[], None]) -> None:
-        """Run something between plans, on the engine's thread, and wait for it."""
-        done: asyncio.Future[None] = self._loop.create_future()
+    async def _run_on_thread(self, command: Callable[[], T]) -> T:
+        """Run something between plans, on the engine's thread, and return its result."""
+        done: asyncio.Future[T] = self._loop.create_future()
 
-        def settle(error: Exception | None) -> None:
-            if done.cancelled():
-                return
-            if error is None:
-                done.set_result(None)
-            else:
+        def succeed(outcome: T) -> None:
+            if not done.cancelled():
+                done.set_result(outcome)
+
+        def fail(error: Exception) -> None:
+            if not done.cancelled():
                 done.set_exception(error)
 
         def run() -> None:
             try:
-                command()
+                outcome = command()
             except Exception as error:  # noqa: BLE001  (raised again in the caller that waits)
-                self._call_loop(settle, error)
+                self._call_loop(fail, error)
             else:
-                self._call_loop(settle, None)
+                self._call_loop(succeed, outcome)
 
         self._thread.submit(run)
-        await done
+        return await done
 
     def _call_loop(self, callback: Callable[..., None], *arguments: object) -> None:
         self._loop.call_soon_threadsafe(callback, *arguments)
@@ -393,6 +450,7 @@ class Rank:
     def _set_state(self, state: WorkerState) -> None:
         self._state = state
         metrics.READY.set(state is WorkerState.READY)
+        metrics.SLEEPING.set((self._sleep_level or 0) if state is WorkerState.SLEEPING else 0)
 
 
 def _read_adapter(store: AdapterStore, adapter: AdapterInfo) -> AdapterSize:

@@ -11,7 +11,9 @@ import grpc
 from common.errors import ConfigurationError, InvalidRequestError, PandoError, UnavailableError
 from common.wire.adapters import adapter_from_wire, adapter_to_wire
 from common.wire.requests import grammar_from_wire
+from common.wire.sleeping import sleep_level_from_wire, sleep_parts_from_wire
 from protos.gen.pando.v1 import worker_pb2, worker_pb2_grpc
+from services.worker import metrics
 from services.worker.grammars.process import check_installed, is_installed
 from services.worker.profiles import ProfileRefusedError
 from services.worker.rank import NotReadyError, SupersededError
@@ -138,6 +140,29 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
         except ConfigurationError as error:
             raise InvalidRequestError(str(error), param="model_path") from error
 
+    async def Sleep(  # noqa: N802
+        self, request: worker_pb2.WorkerSleepRequest, context: Context
+    ) -> worker_pb2.WorkerSleepResponse:
+        """Give back KV memory and weights."""
+        try:
+            freed = await self._rank.sleep(
+                sleep_level_from_wire(request.level), keeps_host_pages=request.keeps_host_pages
+            )
+        except NotReadyError as error:
+            await context.abort(grpc.StatusCode.FAILED_PRECONDITION, str(error))
+        metrics.SLEEP_FREED_BYTES.set(freed)
+        return worker_pb2.WorkerSleepResponse(freed_bytes=freed)
+
+    async def WakeUp(  # noqa: N802
+        self, request: worker_pb2.WorkerWakeUpRequest, context: Context
+    ) -> worker_pb2.WorkerWakeUpResponse:
+        """Restore what `Sleep` has given back."""
+        try:
+            is_awake = await self._rank.wake_up(sleep_parts_from_wire(request.parts))
+        except NotReadyError as error:
+            await context.abort(grpc.StatusCode.FAILED_PRECONDITION, str(error))
+        return worker_pb2.WorkerWakeUpResponse(is_awake=is_awake)
+
     async def GetState(  # noqa: N802
         self, request: worker_pb2.GetWorkerStateRequest, context: Context
     ) -> worker_pb2.GetWorkerStateResponse:
@@ -158,6 +183,7 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
             weight_version=spec.weight_version if spec else "",
             base_model=spec.base_model if spec else "",
             load_format=spec.load_format if spec else "",
+            sleep_level=snapshot.sleep_level or 0,
         )
 
     async def StartProfile(  # noqa: N802

@@ -9,9 +9,9 @@ from services.worker.engine.execution.fake_model import fake_engine
 
 if TYPE_CHECKING:
     import threading
-    from collections.abc import Callable
+    from collections.abc import Callable, Collection
 
-    from common.steps import EngineCapacity, EngineSpec, StepPlan
+    from common.steps import EngineCapacity, EngineSpec, SleepLevel, SleepPart, StepPlan
     from services.worker.engine.execution.engine import ModelEngine
     from services.worker.engine.execution.interface import AdapterStore, Emit, HostPageBytes, ProgressReport
 
@@ -26,6 +26,8 @@ class ScriptedEngine:
 
     before_configure: Callable[[], None] = nothing
     before_execute: Callable[[], None] = nothing
+    # Also before waking.
+    before_sleep: Callable[[], None] = nothing
     calls: list[str] = field(default_factory=list)
     plans: list[StepPlan] = field(default_factory=list)
     inner: ModelEngine = field(default_factory=fake_engine)
@@ -59,6 +61,16 @@ class ScriptedEngine:
         self.before_execute()
         self.plans.append(plan)
         self.inner.execute(plan, emit)
+
+    def sleep(self, level: SleepLevel, *, keeps_host_pages: bool) -> int:
+        self.calls.append("sleep")
+        self.before_sleep()
+        return self.inner.sleep(level, keeps_host_pages=keeps_host_pages) + 1000
+
+    def wake(self, parts: Collection[SleepPart], report: ProgressReport) -> bool:
+        self.calls.append("wake")
+        self.before_sleep()
+        return self.inner.wake(parts, report)
 
     def keep_warm(self) -> None:
         self.calls.append("keep_warm")

@@ -7,13 +7,13 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from common.steps import EngineCapacity, EngineSpec
+from common.steps import EngineCapacity, EngineSpec, SleepLevel
 from tests.fakes.simulated_worker import VOCABULARY, next_token
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from services.worker.engine.execution.interface import Transfers
+    from services.worker.engine.execution.interface import ProgressReport, Transfers
     from services.worker.engine.execution.pooler import PoolerHead
     from services.worker.engine.host_tier.pool import HostPool
     from services.worker.engine.model.batch import ForwardBatch
@@ -44,11 +44,22 @@ class CheckingRunner:
     snapshots: dict[int, list[int]] = field(default_factory=dict)
     batches: list[ForwardBatch] = field(default_factory=list)
     closed: bool = False
+    changes: list[str] = field(default_factory=list)
     host_pool: HostPool | None = None
     transfers: Transfers | None = None
     head: PoolerHead | None = None
     # Called before every pass; a test may raise from it.
     before_forward: Callable[[], None] = lambda: None
+
+    def sleep(self, level: SleepLevel, *, keeps_host_pages: bool) -> None:
+        self.changes.append(f"asleep at level {int(level)}")
+
+    def wake_weights(self, report: ProgressReport) -> None:
+        self.changes.append("weights")
+
+    def wake_cache(self) -> None:
+        self.changes.append("cache")
+        self.kv.clear()
 
     def forward(self, batch: ForwardBatch) -> torch.Tensor:
         return self.logits(self.hidden_states(batch))

@@ -24,11 +24,19 @@ from common.types import (
     ToolStyle,
     View,
 )
-from gateway.pipeline.port import CacheChanges, LoadedAdapter, ModelInfo, Tokenization, WeightsUpdated
+from gateway.pipeline.port import (
+    CacheChanges,
+    FallenAsleep,
+    LoadedAdapter,
+    ModelInfo,
+    SleepState,
+    Tokenization,
+    WeightsUpdated,
+)
 
 if TYPE_CHECKING:
     from common.errors import PandoError
-    from gateway.pipeline.port import Listener, ScheduledRequest, WeightsUpdate
+    from gateway.pipeline.port import Listener, ScheduledRequest, SleepWish, WeightsUpdate
 
 Event = Admission | Delta
 Script = Callable[[GenerateRequest], Iterable[Event]]
@@ -212,6 +220,10 @@ class FakeAdministration:
     listings: int = 0
     loaded: dict[str, LoadedAdapter] = field(default_factory=dict)
     updates: list[WeightsUpdate] = field(default_factory=list)
+    wishes: list[SleepWish] = field(default_factory=list)
+    woken: list[tuple[str, ...]] = field(default_factory=list)
+    sleep_level: int = 0
+    wakes_on_request: bool = False
     refusal: PandoError | None = None
 
     async def flush_cache(self) -> int:
@@ -223,6 +235,22 @@ class FakeAdministration:
         if self.refusal is not None:
             raise self.refusal
         return [WeightsUpdated(update.version or "1", 3)]
+
+    async def sleep(self, wish: SleepWish) -> list[FallenAsleep]:
+        if self.refusal is not None:
+            raise self.refusal
+        self.wishes.append(wish)
+        self.sleep_level = wish.level
+        return [FallenAsleep(2, 1000, 0.5), FallenAsleep(1, 500, 1.5)]
+
+    async def wake_up(self, parts: Sequence[str]) -> bool:
+        self.woken.append(tuple(parts))
+        if not parts:
+            self.sleep_level = 0
+        return not parts
+
+    async def sleep_states(self) -> list[SleepState]:
+        return [SleepState(self.sleep_level, self.wakes_on_request)]
 
     async def states(self) -> list[dict[str, object]]:
         return [{"running_rows": 0, "weight_version": "default"}]

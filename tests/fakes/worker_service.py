@@ -64,6 +64,14 @@ class FakeWorkerService(worker_pb2_grpc.WorkerServicer):
         self.misfits: dict[str, str] = {}
         self.unloadable: dict[str, str] = {}
         self.step_s = 0.0
+        # Calls of Sleep and WakeUp with what they ask for, and why they fail. Waking waits while `wakes` is cleared.
+        self.slept: list[tuple[int, bool]] = []
+        self.woken: list[tuple[str, ...]] = []
+        self.sleep_level = 0
+        self.sleep_refusal: str | None = None
+        self.wake_refusal: str | None = None
+        self.wakes = asyncio.Event()
+        self.wakes.set()
         # Passes that a transfer takes; those that are done together are acknowledged last first.
         self.transfer_passes = 1
 
@@ -81,6 +89,7 @@ class FakeWorkerService(worker_pb2_grpc.WorkerServicer):
             load_format=last.load_format,
             weight_version=last.weight_version,
             base_model=last.base_model,
+            sleep_level=self.sleep_level,
         )
 
     async def CheckWeights(
@@ -89,6 +98,25 @@ class FakeWorkerService(worker_pb2_grpc.WorkerServicer):
         if request.model in self.misfits:
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, self.misfits[request.model])
         return worker_pb2.CheckWeightsResponse()
+
+    async def Sleep(self, request: worker_pb2.WorkerSleepRequest, context: Context) -> worker_pb2.WorkerSleepResponse:
+        self.slept.append((request.level, request.keeps_host_pages))
+        if self.sleep_refusal is not None:
+            await context.abort(grpc.StatusCode.UNAVAILABLE, self.sleep_refusal)
+        self.sleep_level = request.level
+        return worker_pb2.WorkerSleepResponse(freed_bytes=1000)
+
+    async def WakeUp(
+        self, request: worker_pb2.WorkerWakeUpRequest, context: Context
+    ) -> worker_pb2.WorkerWakeUpResponse:
+        self.woken.append(tuple(request.parts))
+        await self.wakes.wait()
+        if self.wake_refusal is not None:
+            await context.abort(grpc.StatusCode.UNAVAILABLE, self.wake_refusal)
+        is_awake = "kv_cache" in request.parts
+        if is_awake:
+            self.sleep_level = 0
+        return worker_pb2.WorkerWakeUpResponse(is_awake=is_awake)
 
     async def PrepareGrammar(
         self, request: worker_pb2.PrepareGrammarRequest, context: Context
@@ -142,6 +170,7 @@ class FakeWorkerService(worker_pb2_grpc.WorkerServicer):
     ) -> AsyncIterator[worker_pb2.ConfigureResponse]:
         self.configured.append(request)
         self.loses_plans, self.open_plans = False, None
+        self.sleep_level = 0
         if self.refusal is not None:
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, self.refusal)
         if request.model in self.unloadable:

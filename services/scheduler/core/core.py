@@ -157,6 +157,30 @@ class SchedulerCore:
         """Keep requests from starting, or let them; those that have started continue."""
         self._planner.holds_new = held
 
+    def hold_all(self, *, held: bool, puts_back: bool = False) -> None:
+        """Keep all requests from running, or let them. `puts_back`: those that run wait again, with their tokens."""
+        self._planner.holds_all = held
+        if puts_back:
+            self._planner.put_back_all()
+
+    @property
+    def is_at_rest(self) -> bool:
+        """Whether no row runs, no plan is in flight, and the workers know of all changes."""
+        return not (self.rows.running or self.in_flight or self._tenancy.has_changes)
+
+    def give_back_memory(self, *, keeps_host: bool) -> None:
+        """Forget what the device holds, as the workers give its memory back; see `is_at_rest`.
+
+        What is cached on the host tier stays if `keeps_host`; then no transfer may be open.
+        """
+        assert self.is_at_rest, "rows would lose their KV"
+        self._tenancy.forget_all()
+        self.sessions.lose_pins()
+        if keeps_host:
+            self.memory.leave_device()
+        else:
+            self.memory.forget_all()
+
     @property
     def started_sequences(self) -> list[Sequence]:
         """The open sequences of requests that have started."""
@@ -300,6 +324,16 @@ class SchedulerCore:
             message = self._overdue(sequence, now)
             if message:
                 self._finish(sequence, Finish(FinishReason.ERROR, error=RequestTimeoutError(message).to_failure()))
+
+    def expire_unstarted(self, since: float, now: float, timeout_s: float, error: PandoError) -> None:
+        """End requests with an error that have waited for longer than `timeout_s`.
+
+        Time counts from `since` at the earliest. Requests that have started, and those of batches, wait on.
+        """
+        for sequence in list(self._by_handle.values()):
+            is_patient = sequence.is_batch or sequence.has_request_started
+            if not is_patient and now - max(sequence.arrived_at, since) > timeout_s:
+                self._finish(sequence, Finish(FinishReason.ERROR, error=error.to_failure()))
 
     def _overdue(self, sequence: Sequence, now: float) -> str | None:
         age = now - sequence.arrived_at

@@ -73,7 +73,12 @@ class LoadBack:
     def is_busy(self, now: float) -> bool:
         """Whether a plan is needed, if only to learn of open transfers."""
         storage = self.host.storage
-        return len(self.host.ledger) > 0 or (storage is not None and storage.has_work(now))
+        return self.is_copying or (storage is not None and storage.has_work(now))
+
+    @property
+    def is_copying(self) -> bool:
+        """Whether transfers are open, or copies that were asked for have yet to begin."""
+        return len(self.host.ledger) > 0 or self.host.is_backing_up_all
 
     def prefetch(self, sequence: Sequence) -> None:
         """Start to look for the prefix of a new sequence in storage, if reading it is faster than computing it."""

@@ -340,6 +340,11 @@ class KvMemory:
         self.leaked_pages += max(freed, 0)
         return freed
 
+    def leave_device(self) -> None:
+        """Drop what the device holds; copies on the host stay. No row may run, and no transfer be open."""
+        self.cache.evict(self.allocator.capacity + 1)
+        assert not np.any(self.allocator.counts), "the cache holds pages of the device"
+
     def forget_all(self) -> None:
         """Drop the whole cache because the device memory is gone. No row may run."""
         if self.loads is not None:

@@ -80,6 +80,8 @@ class Planner:
         self.paused = False
         # Only requests that have started before may get rows.
         self.holds_new = False
+        # No request may: the workers are about to sleep, or sleep.
+        self.holds_all = False
         # Makes one session release its pin, if any has one; used only when nothing could run otherwise.
         self.yield_pin: Callable[[], bool] = lambda: False
         # The sequence that the last plan had no pages for.
@@ -150,6 +152,11 @@ class Planner:
         )
         return plan, False
 
+    def put_back_all(self) -> None:
+        """Return all running sequences to the queue; see `_put_back`."""
+        for sequence in self._rows.occupants():
+            self._put_back(sequence)
+
     def _idle_rows(self, refused: Sequence) -> int:
         """Estimate how many waiting sequences of other subjects could run in the pages kept for a refused one."""
         queue = self._queue.served
@@ -172,7 +179,7 @@ class Planner:
 
     def _make_room(self) -> Sequence | None:
         """Preempt rows for a waiting sequence; return the sequence if it must be admitted before all others."""
-        if self.paused or self.holds_new or not len(self._queue) or self.suspects.is_isolating:
+        if self.paused or self.holds_all or self.holds_new or not len(self._queue) or self.suspects.is_isolating:
             return None
         return self.preemption.make_room(
             self.limits.rows, lambda: InFlightPrefixes(self._rows, self._memory), self._retract
@@ -321,7 +328,7 @@ class Planner:
         self._refused = None
         adapters = self._tenancy.adapters
         adapters.begin_plan()
-        if self.paused or budget <= 0 or self._free_slots <= 0 or not len(self._queue):
+        if self.paused or self.holds_all or budget <= 0 or self._free_slots <= 0 or not len(self._queue):
             return opens
         self._billing.settle()
         in_flight = InFlightPrefixes(self._rows, self._memory)

@@ -41,7 +41,7 @@ def admissions_to_wire(admissions: Iterable[Admission], load: LoadReport) -> sch
     """Encode admissions for a tokenizer, with the load after them."""
     return scheduler_pb2.SchedulerSubmitResponse(
         admissions=[admission_to_wire(admission) for admission in admissions],
-        load=scheduler_pb2.SchedulerLoad(open_choices=load.open_choices, serves=load.serves),
+        load=scheduler_pb2.SchedulerLoad(open_choices=load.open_choices, serves=load.serves, sleeps=load.sleeps),
     )
 
 

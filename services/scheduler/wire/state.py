@@ -9,6 +9,7 @@ from common.errors import InvalidRequestError
 from common.wire.identity import view_to_wire
 from protos.gen.pando.v1 import scheduler_pb2, sessions_pb2
 from services.scheduler.cache.types import CacheEventKind, NodeState, Visibility
+from services.scheduler.sleep_desk import SleepMode
 from services.scheduler.weights_desk import UpdateMode
 
 if TYPE_CHECKING:
@@ -28,6 +29,7 @@ _VISIBILITIES = {each: scheduler_pb2.Visibility.Value(f"VISIBILITY_{each.name}")
 _STATES = {state: scheduler_pb2.NodeState.Value(f"NODE_STATE_{state.name}") for state in NodeState}
 _EVENT_KINDS = {kind: scheduler_pb2.CacheEventKind.Value(f"CACHE_EVENT_KIND_{kind.name}") for kind in CacheEventKind}
 
+_SLEEP_MODES = {scheduler_pb2.SleepMode.Value(f"SLEEP_MODE_{mode.name}"): mode for mode in SleepMode}
 _UPDATE_MODES = {scheduler_pb2.WeightsUpdateMode.Value(f"WEIGHTS_UPDATE_MODE_{mode.name}"): mode for mode in UpdateMode}
 
 
@@ -225,6 +227,18 @@ def session_to_wire(session: Session, shown: Disclosure, now: float) -> sessions
         message.view.CopyFrom(view_to_wire(session.view))
         message.session = session.name
     return message
+
+
+def sleep_mode_from_wire(mode: scheduler_pb2.SleepMode.ValueType) -> SleepMode:
+    """Decode what becomes of running requests.
+
+    Raises:
+        InvalidRequestError: the mode is missing or unknown.
+    """
+    found = _SLEEP_MODES.get(mode)
+    if found is None:
+        raise InvalidRequestError(f"mode must be one of {', '.join(m.value for m in SleepMode)}", param="mode")
+    return found
 
 
 def update_mode_from_wire(mode: scheduler_pb2.WeightsUpdateMode.ValueType) -> UpdateMode:

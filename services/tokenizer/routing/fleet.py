@@ -63,8 +63,8 @@ class Fleet:
         self._log = get_logger("fleet")
 
     async def can_serve(self) -> bool:
-        """Whether any group would serve a request now."""
-        return any(replica.can_serve for replica in self._replicas.values())
+        """Whether any group would serve a request now, or once it is woken."""
+        return any(replica.can_serve or replica.sleeps for replica in self._replicas.values())
 
     def submit(self, requests: Sequence[ScheduleRequest]) -> None:
         """Send all requests or none, each to its group.
@@ -144,7 +144,10 @@ class Fleet:
     def _assign(
         self, requests: Sequence[ScheduleRequest], away: set[str], sent: Sequence[RequestId]
     ) -> dict[str, list[ScheduleRequest]]:
-        loads = {name: r.load for name, r in self._replicas.items() if r.can_serve and name not in away}
+        there = {name: replica for name, replica in self._replicas.items() if name not in away}
+        loads = {name: replica.load for name, replica in there.items() if replica.can_serve}
+        # Requests wake a group, or wait for it to be woken, only if no other one serves.
+        loads = loads or {name: replica.load for name, replica in there.items() if replica.sleeps}
         if not loads:
             self.abort(sent)
             raise _no_scheduler()
@@ -162,6 +165,7 @@ class Fleet:
 
     def _home_of(self, view: View, session: str) -> Replica:
         serving = [name for name, replica in self._replicas.items() if replica.can_serve]
+        serving = serving or [name for name, replica in self._replicas.items() if replica.sleeps]
         if not serving:
             raise _no_scheduler()
         return self._replicas[favourite(session_key(view, session), serving)]
@@ -205,6 +209,7 @@ class Replica:
         self._link = SchedulerLink(channel)
         self._listener: SchedulerListener | None = None
         self._is_serving = False
+        self._is_sleeping = False
         self._reported_load = 0
         # Requests that the latest report may not include; without them, a burst would go entirely to the group that was
         # idle before. A report with an admission includes the admitted request; answers to polls may not.
@@ -216,6 +221,11 @@ class Replica:
     def can_serve(self) -> bool:
         """Whether it accepts new requests; a draining group only finishes its open ones."""
         return self._is_serving and self._link.is_connected and not self._link.is_stale
+
+    @property
+    def sleeps(self) -> bool:
+        """Whether it accepts requests, which wait until its workers are woken."""
+        return self._is_sleeping and self._link.is_connected and not self._link.is_stale
 
     @property
     def load(self) -> int:
@@ -269,7 +279,7 @@ class Replica:
         """Use the group's report."""
         if load.serves != self._is_serving:
             metrics.REPLICA_SERVING.labels(self.name).set(load.serves)
-        self._is_serving = load.serves
+        self._is_serving, self._is_sleeping = load.serves, load.sleeps
         self._reported_load = load.open_choices
         self._sent_since = 0
 
@@ -283,7 +293,7 @@ class Replica:
     def on_scheduler_lost(self, lost: Iterable[RequestId] | None = None) -> None:
         """Report the requests that the group will not answer."""
         unanswered, self._unanswered = self._unanswered, set()
-        self._is_serving = False
+        self._is_serving = self._is_sleeping = False
         if unanswered and self._listener is not None:
             self._listener.on_scheduler_lost(unanswered)
 

@@ -33,6 +33,12 @@ def keep_freed_memory() -> None:
     mallopt(_TRIM_THRESHOLD, 2**31 - 1)
 
 
+def return_freed_memory() -> None:
+    """Return the memory that `keep_freed_memory` has kept to the system, where the C library is glibc."""
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL(None).malloc_trim(0)
+
+
 class HostArena:
     """Hands out tensors from few large mappings; memory goes back when the last tensor of a mapping is gone.
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import logging
 from dataclasses import asdict, replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -56,7 +57,7 @@ from services.worker.engine.model.rotary import rotary_table
 from services.worker.engine.model.score_head import read_score_head
 from services.worker.engine.model.tensors import CheckedTensors
 from services.worker.engine.model.transformer import Transformer
-from services.worker.engine.model_runner import ModelRunner
+from services.worker.engine.model_runner import ModelRunner, ReadModel
 from services.worker.engine.parallel.group import RankGroup, join_group
 from services.worker.engine.parallel.shards import ModelShard, shard_model
 from services.worker.engine.parallel.symmetric_memory import ExchangeShape
@@ -99,11 +100,16 @@ def load_decoder(spec: EngineSpec, report: ProgressReport, options: RunnerOption
     return _DecoderLoader(spec, options or RunnerOptions(), report).load()
 
 
+def _read_again(spec: EngineSpec, options: RunnerOptions, runner: ModelRunner, report: ProgressReport) -> ReadModel:
+    return _DecoderLoader(spec, options, report).read_again(runner)
+
+
 class _DecoderLoader:
     """The steps of loading a decoder on one rank, and the state that they share."""
 
     def __init__(self, spec: EngineSpec, options: RunnerOptions, report: Callable[[float, str], None]) -> None:
         self._spec = spec
+        self._options = options
         self._report = report
         self._device = select_device(options)
         report(0.0, "reading the model's configuration")
@@ -193,7 +199,7 @@ class _DecoderLoader:
         host_pool = allocate_host_pool(pool, host_pages) if host_pages else None
         runner = ModelRunner(
             model, pool, capacity, group, can_overlap=self._can_overlap, host_pool=host_pool, head=head,
-            adapters=self._shelf(),
+            adapters=self._shelf(), read_again=partial(_read_again, spec, self._options),
         )  # fmt: skip
         if host_pool is not None and runner.transfers is not None:
             self._report(0.99, "measuring prefill and the host tier")
@@ -205,6 +211,19 @@ class _DecoderLoader:
             )
         self._report(1.0, "ready")
         return runner
+
+    @torch.inference_mode()
+    def read_again(self, runner: ModelRunner) -> ReadModel:
+        """Read the weights of `runner`, which were dropped; all of its group's ranks do so at the same time."""
+        context = longest_context(self._spec, self._config)
+        self._config = self._config.within(context)
+        model = self._decoder(runner.group, context)
+        self._kv_scales = tuple(layer.scales for layer in runner.pool.layers if layer.scales is not None)
+        shelf = self._shelf()
+        if shelf is not None and runner.adapters is not None:
+            shelf.take_over(runner.adapters)
+        fingerprint = self._fingerprint(model.kv_layout.value, runner.group)
+        return ReadModel(model, self._pooler_head(), shelf, fingerprint)
 
     def _decoder(self, group: RankGroup, context: int) -> Decoder:
         """Load the weights and put the model together."""
@@ -443,7 +462,8 @@ class _DecoderLoader:
             free -= pool.pages * page_bytes
         return count_host_pages(self._spec, page_bytes, free)
 
-    def _capacity(self, pool: KvPool, pages: int, context: int, layout: str, group: RankGroup) -> EngineCapacity:
+    def _fingerprint(self, layout: str, group: RankGroup) -> str:
+        """Return the digest of all that decides about KV, with the weights of all ranks."""
         spec, shard = self._spec, self._shard
         # A rank's KV depends on the weights of all ranks, as layers add up what all of them contribute.
         identity = self._checkpoint.identity()
@@ -456,14 +476,17 @@ class _DecoderLoader:
             str(quantiser(spec, self._config) is not None),
             str(spec.page_size), str(shard.kv_heads), f"{spec.rank}/{spec.world_size}",
         )  # fmt: skip
+        return hashlib.sha256("\n".join(parts).encode()).hexdigest()
+
+    def _capacity(self, pool: KvPool, pages: int, context: int, layout: str, group: RankGroup) -> EngineCapacity:
         return EngineCapacity(
             device_pages=pages,
-            page_size=spec.page_size,
+            page_size=self._spec.page_size,
             max_context=context,
             vocabulary_size=self._config.vocabulary_size,
             eos_token_ids=self._config.eos_token_ids,
             kv_bytes_per_token=pool.bytes_per_token,
-            fingerprint=hashlib.sha256("\n".join(parts).encode()).hexdigest(),
+            fingerprint=self._fingerprint(layout, group),
             device=str(self._device),
             layers=self._config.layers,
             window_pool=self._window_pool(pool),

@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
 
+from common.errors import ConfigurationError
+from common.steps import SleepLevel
+from services.worker.engine.host_tier.pool import allocate_host_pool
 from services.worker.engine.host_tier.sliced_transfers import SlicedTransfers
 from services.worker.engine.host_tier.stream_transfers import StreamTransfers
+from services.worker.engine.model.kv_pool import allocate_like, shape_of
+from services.worker.engine.sleeping import ParkedTensors
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from common.steps import EngineCapacity
     from services.worker.engine.adapters.shelf import AdapterShelf
-    from services.worker.engine.execution.interface import Transfers
+    from services.worker.engine.execution.interface import ProgressReport, Transfers
     from services.worker.engine.execution.pooler import PoolerHead
     from services.worker.engine.host_tier.pool import HostPool
     from services.worker.engine.model.batch import ForwardBatch
@@ -21,6 +28,16 @@ if TYPE_CHECKING:
     from services.worker.engine.model.kv_pool import KvPool
     from services.worker.engine.model.recurrent import StatePool
     from services.worker.engine.parallel.group import RankGroup
+
+
+@dataclass(frozen=True, slots=True)
+class ReadModel:
+    """What was read from the files of the weights; `fingerprint` is that of `EngineCapacity`."""
+
+    model: Decoder
+    head: PoolerHead | None
+    adapters: AdapterShelf | None
+    fingerprint: str
 
 
 class ModelRunner:
@@ -32,9 +49,9 @@ class ModelRunner:
     def __init__(  # noqa: PLR0913  (all that a rank has loaded)
         self, model: Decoder, pool: KvPool, capacity: EngineCapacity, group: RankGroup,
         *, can_overlap: bool = False, host_pool: HostPool | None = None, head: PoolerHead | None = None,
-        adapters: AdapterShelf | None = None,
+        adapters: AdapterShelf | None = None, read_again: Callable[[ModelRunner, ProgressReport], ReadModel],
     ) -> None:  # fmt: skip
-        """Take over the loaded model, its pools and its group."""
+        """Take over the loaded model, its pools and its group; `read_again` reads weights that were dropped."""
         # None: the model has no slots for adapters.
         self.adapters = adapters
         self.capacity = capacity
@@ -43,9 +60,15 @@ class ModelRunner:
         self.can_overlap = can_overlap
         # The model's classification head.
         self.head = head
-        self._model = model
+        self.group = group
+        self._read_again = read_again
+        # None: dropped while this rank sleeps.
+        self._model: Decoder | None = model
+        # While this rank sleeps, a shape without memory.
         self._pool = pool
-        self._group = group
+        self._has_pool = True
+        self._parked: ParkedTensors | None = None
+        self._host_pages = 0 if host_pool is None else host_pool.pages
         self.host_pool = host_pool
         self.transfers = None if host_pool is None else make_transfers(pool, host_pool, self.device)
         if host_pool is not None:
@@ -56,6 +79,59 @@ class ModelRunner:
         """States of recurrent layers, if there are any."""
         return self._pool.states
 
+    @property
+    def pool(self) -> KvPool:
+        """The KV pool, which has no memory while this rank sleeps."""
+        return self._pool
+
+    @torch.inference_mode()
+    def sleep(self, level: SleepLevel, *, keeps_host_pages: bool) -> None:
+        """Give back weights and pools; a deeper level may follow. Adapters stay in host memory, and so does the group.
+
+        Level 1 moves weights from a GPU to host memory, and leaves those of a CPU where they are; level 2 drops them.
+        """
+        if self._has_pool:
+            if self.transfers is not None:
+                self.transfers.close()
+            self.transfers = None
+            self._pool = shape_of(self._pool)
+            self._has_pool = False
+        if not keeps_host_pages:
+            self.host_pool = None
+        if level is SleepLevel.DROPPED:
+            if self._model is not None:
+                self._model.close()
+            self._model = self.head = self._parked = None
+        elif self._parked is None and self._model is not None:
+            self._parked = ParkedTensors((self._model, self.head))
+
+    @torch.inference_mode()
+    def wake_weights(self, report: ProgressReport) -> None:
+        """Undo `sleep` for the weights.
+
+        Raises:
+            ConfigurationError: the weights were dropped, and their files have changed since.
+        """
+        if self._parked is not None:
+            self._parked.restore()
+            self._parked = None
+        elif self._model is None:
+            read = self._read_again(self, report)
+            if read.fingerprint != self.capacity.fingerprint:
+                raise ConfigurationError("the files of the weights have changed while the model slept")
+            self._model, self.head, self.adapters = read.model, read.head, read.adapters
+
+    @torch.inference_mode()
+    def wake_cache(self) -> None:
+        """Undo `sleep` for the pools, which are empty, but for the pages that the host tier has kept."""
+        if self._has_pool:
+            return
+        self._pool = allocate_like(self._pool, self.device)
+        self._has_pool = True
+        if self._host_pages and self.host_pool is None:
+            self.host_pool = allocate_host_pool(self._pool, self._host_pages)
+        self.transfers = None if self.host_pool is None else make_transfers(self._pool, self.host_pool, self.device)
+
     @torch.inference_mode()
     def forward(self, batch: ForwardBatch) -> torch.Tensor:
         """Run one pass: store KV of all tokens, return logits of the sampled ones.
@@ -63,17 +139,17 @@ class ModelRunner:
         Returns:
             [samples, vocabulary] float32 on rank 0, in the order of `batch.sample_indices`; [0, vocabulary] elsewhere.
         """
-        return self._model.forward(batch, self._pool).float()
+        return self._awake.forward(batch, self._pool).float()
 
     @torch.inference_mode()
     def compute(self, batch: ForwardBatch) -> torch.Tensor:
         """Run one pass without waiting for it; return logits as `forward` does, but in the model's own type."""
-        return self._model.forward(batch, self._pool)
+        return self._awake.forward(batch, self._pool)
 
     @torch.inference_mode()
     def hidden_states(self, batch: ForwardBatch) -> torch.Tensor:
         """Run one pass; return the final hidden states of `batch.sample_indices`, [samples, hidden]."""
-        return self._model.hidden_states(batch, self._pool)
+        return self._awake.hidden_states(batch, self._pool)
 
     @torch.inference_mode()
     def logits(self, hidden: torch.Tensor, adapters: torch.Tensor | None = None) -> torch.Tensor:
@@ -81,7 +157,7 @@ class ModelRunner:
 
         `adapters` [samples] int32 are the samples' slots, as in `ForwardBatch.adapters`.
         """
-        return self._model.logits(hidden, adapters)
+        return self._awake.logits(hidden, adapters)
 
     @torch.inference_mode()
     def broadcast_tokens(self, token_ids: torch.Tensor) -> torch.Tensor:
@@ -89,20 +165,27 @@ class ModelRunner:
 
         The other ranks pass a tensor of the same shape and type, on `device`; its content is replaced.
         """
-        return self._group.broadcast(token_ids)
+        return self.group.broadcast(token_ids)
 
     def agree(self, holds: bool) -> bool:
         """Return whether something holds on every rank; all ask at the same time, and wait."""
-        return bool(self._group.minimum(int(holds)))
+        return bool(self.group.minimum(int(holds)))
 
     def close(self) -> None:
         """Leave the group and drop weights and pools."""
         if self.transfers is not None:
             self.transfers.close()
         self.transfers = self.host_pool = None
-        self._group.close()
-        self._model.close()
-        del self._model, self._pool
+        self.group.close()
+        if self._model is not None:
+            self._model.close()
+        self._model = self._parked = None
+        del self._pool
+
+    @property
+    def _awake(self) -> Decoder:
+        assert self._model is not None, "a rank that sleeps runs no passes"
+        return self._model
 
 
 def make_transfers(pool: KvPool, host: HostPool, device: torch.device) -> Transfers:

@@ -14,9 +14,9 @@ from services.worker.storage.tier import Shard
 
 if TYPE_CHECKING:
     import asyncio
-    from collections.abc import Callable
+    from collections.abc import Callable, Collection
 
-    from common.steps import EngineCapacity, EngineSpec, StepPlan, StepResult
+    from common.steps import EngineCapacity, EngineSpec, SleepLevel, SleepPart, StepPlan, StepResult
     from common.transfers import Transfer
     from services.worker.engine.execution.interface import AdapterStore, Emit, Engine, HostPageBytes, ProgressReport
     from services.worker.storage.tier import WorkerStorageTier
@@ -94,6 +94,18 @@ class StoringEngine:
     def settle(self, is_wanted: Callable[[], bool]) -> None:
         """Emit the inner engine's outstanding results."""
         self._inner.settle(is_wanted)
+
+    def sleep(self, level: SleepLevel, *, keeps_host_pages: bool) -> int:
+        """Put the inner engine to sleep; open transfers are void."""
+        self._end_stream()
+        return self._inner.sleep(level, keeps_host_pages=keeps_host_pages)
+
+    def wake(self, parts: Collection[SleepPart], report: ProgressReport) -> bool:
+        """Wake the inner engine."""
+        is_awake = self._inner.wake(parts, report)
+        if is_awake and self._stream is None:
+            self._begin_stream()
+        return is_awake
 
     def keep_warm(self) -> None:
         """Keep an idle device's clocks high."""

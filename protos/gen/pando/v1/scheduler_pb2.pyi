@@ -90,6 +90,32 @@ WEIGHTS_UPDATE_MODE_ABORT: WeightsUpdateMode.ValueType  # 3
 """They are aborted."""
 Global___WeightsUpdateMode: _TypeAlias = WeightsUpdateMode  # noqa: Y015
 
+class _SleepMode:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _SleepModeEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_SleepMode.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    SLEEP_MODE_UNSPECIFIED: _SleepMode.ValueType  # 0
+    SLEEP_MODE_DRAIN: _SleepMode.ValueType  # 1
+    """They finish first."""
+    SLEEP_MODE_REQUEUE: _SleepMode.ValueType  # 2
+    """They keep their tokens, and continue after the model has woken."""
+    SLEEP_MODE_ABORT: _SleepMode.ValueType  # 3
+    """They are aborted."""
+
+class SleepMode(_SleepMode, metaclass=_SleepModeEnumTypeWrapper):
+    """What becomes of the requests that run when the model is put to sleep."""
+
+SLEEP_MODE_UNSPECIFIED: SleepMode.ValueType  # 0
+SLEEP_MODE_DRAIN: SleepMode.ValueType  # 1
+"""They finish first."""
+SLEEP_MODE_REQUEUE: SleepMode.ValueType  # 2
+"""They keep their tokens, and continue after the model has woken."""
+SLEEP_MODE_ABORT: SleepMode.ValueType  # 3
+"""They are aborted."""
+Global___SleepMode: _TypeAlias = SleepMode  # noqa: Y015
+
 class _CacheEventKind:
     ValueType = _typing.NewType("ValueType", _builtins.int)
     V: _TypeAlias = ValueType  # noqa: Y015
@@ -298,19 +324,23 @@ class SchedulerLoad(_message.Message):
 
     OPEN_CHOICES_FIELD_NUMBER: _builtins.int
     SERVES_FIELD_NUMBER: _builtins.int
+    SLEEPS_FIELD_NUMBER: _builtins.int
     open_choices: _builtins.int
     """Choices that wait or run."""
     serves: _builtins.bool
     """Whether a request submitted now would run."""
+    sleeps: _builtins.bool
+    """Whether its workers sleep: a request waits for them to be woken, so groups that serve are preferred."""
     def __init__(
         self,
         *,
         open_choices: _builtins.int = ...,
         serves: _builtins.bool = ...,
+        sleeps: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["open_choices", b"open_choices", "serves", b"serves"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["open_choices", b"open_choices", "serves", b"serves", "sleeps", b"sleeps"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -505,13 +535,15 @@ class GetStateResponse(_message.Message):
     JUMPED_TOKENS_FIELD_NUMBER: _builtins.int
     WEIGHTS_FIELD_NUMBER: _builtins.int
     WEIGHT_VERSION_FIELD_NUMBER: _builtins.int
+    SLEEP_LEVEL_FIELD_NUMBER: _builtins.int
+    WAKES_ON_REQUEST_FIELD_NUMBER: _builtins.int
     waiting_requests: _builtins.int
     """Requests that wait for a row, and rows in prefill or decode."""
     running_rows: _builtins.int
     max_rows: _builtins.int
     paused: _builtins.bool
     worker_group: _builtins.str
-    """CONNECTING, CONFIGURING, READY or FAILED."""
+    """CONNECTING, CONFIGURING, READY, SLEEPING or FAILED."""
     page_size_tokens: _builtins.int
     """Tokens of KV per page."""
     planned_steps: _builtins.int
@@ -530,6 +562,10 @@ class GetStateResponse(_message.Message):
     weights: _builtins.str
     """The loaded weights, and their name; "default": those of the settings."""
     weight_version: _builtins.str
+    sleep_level: _builtins.int
+    """Level at which the workers sleep, also on their way to it; 0: they do not."""
+    wakes_on_request: _builtins.bool
+    """Whether a request wakes them."""
     @_builtins.property
     def tiers(self) -> _containers.RepeatedCompositeFieldContainer[Global___TierAccounting]: ...
     @_builtins.property
@@ -576,10 +612,12 @@ class GetStateResponse(_message.Message):
         jumped_tokens: _builtins.int = ...,
         weights: _builtins.str = ...,
         weight_version: _builtins.str = ...,
+        sleep_level: _builtins.int = ...,
+        wakes_on_request: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_host_tier", b"_host_tier", "_storage", b"_storage", "cache_accounting", b"cache_accounting", "host_tier", b"host_tier", "storage", b"storage"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_host_tier", b"_host_tier", "_storage", b"_storage", "cache", b"cache", "cache_accounting", b"cache_accounting", "finished_steps", b"finished_steps", "host_tier", b"host_tier", "jumped_tokens", b"jumped_tokens", "leaked_pages", b"leaked_pages", "max_rows", b"max_rows", "owners", b"owners", "page_size_tokens", b"page_size_tokens", "paused", b"paused", "planned_steps", b"planned_steps", "policy", b"policy", "preemptions", b"preemptions", "requests", b"requests", "retractions", b"retractions", "running_rows", b"running_rows", "sessions", b"sessions", "storage", b"storage", "tiers", b"tiers", "waiting_requests", b"waiting_requests", "weight_version", b"weight_version", "weights", b"weights", "worker_group", b"worker_group"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_host_tier", b"_host_tier", "_storage", b"_storage", "cache", b"cache", "cache_accounting", b"cache_accounting", "finished_steps", b"finished_steps", "host_tier", b"host_tier", "jumped_tokens", b"jumped_tokens", "leaked_pages", b"leaked_pages", "max_rows", b"max_rows", "owners", b"owners", "page_size_tokens", b"page_size_tokens", "paused", b"paused", "planned_steps", b"planned_steps", "policy", b"policy", "preemptions", b"preemptions", "requests", b"requests", "retractions", b"retractions", "running_rows", b"running_rows", "sessions", b"sessions", "sleep_level", b"sleep_level", "storage", b"storage", "tiers", b"tiers", "waiting_requests", b"waiting_requests", "wakes_on_request", b"wakes_on_request", "weight_version", b"weight_version", "weights", b"weights", "worker_group", b"worker_group"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__host_tier: _TypeAlias = _typing.Literal["host_tier"]  # noqa: Y015
     _WhichOneofArgType__host_tier: _TypeAlias = _typing.Literal["_host_tier", b"_host_tier"]  # noqa: Y015
@@ -1332,6 +1370,106 @@ class FlushCacheResponse(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___FlushCacheResponse: _TypeAlias = FlushCacheResponse  # noqa: Y015
+
+@_typing.final
+class SchedulerSleepRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    LEVEL_FIELD_NUMBER: _builtins.int
+    MODE_FIELD_NUMBER: _builtins.int
+    KEEP_CACHE_FIELD_NUMBER: _builtins.int
+    level: _builtins.int
+    """1: weights move to host memory. 2: they are dropped, and read again on waking."""
+    mode: Global___SleepMode.ValueType
+    keep_cache: _builtins.bool
+    """Copies the cache to the host tier first and keeps it there; otherwise it is dropped on both tiers."""
+    def __init__(
+        self,
+        *,
+        level: _builtins.int = ...,
+        mode: Global___SleepMode.ValueType = ...,
+        keep_cache: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["keep_cache", b"keep_cache", "level", b"level", "mode", b"mode"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SchedulerSleepRequest: _TypeAlias = SchedulerSleepRequest  # noqa: Y015
+
+@_typing.final
+class SchedulerSleepResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    RUNNING_REQUESTS_FIELD_NUMBER: _builtins.int
+    FREED_BYTES_FIELD_NUMBER: _builtins.int
+    SECONDS_FIELD_NUMBER: _builtins.int
+    running_requests: _builtins.int
+    """Requests that were running when it began."""
+    freed_bytes: _builtins.int
+    """Memory that became free on all ranks' devices."""
+    seconds: _builtins.float
+    """Of all that, requests that ran included."""
+    def __init__(
+        self,
+        *,
+        running_requests: _builtins.int = ...,
+        freed_bytes: _builtins.int = ...,
+        seconds: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["freed_bytes", b"freed_bytes", "running_requests", b"running_requests", "seconds", b"seconds"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SchedulerSleepResponse: _TypeAlias = SchedulerSleepResponse  # noqa: Y015
+
+@_typing.final
+class SchedulerWakeUpRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PARTS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def parts(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Which parts to restore: "weights", "kv_cache"; empty: all. Requests run once all are back."""
+
+    def __init__(
+        self,
+        *,
+        parts: _abc.Iterable[_builtins.str] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["parts", b"parts"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SchedulerWakeUpRequest: _TypeAlias = SchedulerWakeUpRequest  # noqa: Y015
+
+@_typing.final
+class SchedulerWakeUpResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    IS_AWAKE_FIELD_NUMBER: _builtins.int
+    SECONDS_FIELD_NUMBER: _builtins.int
+    is_awake: _builtins.bool
+    """False: other parts have yet to be restored."""
+    seconds: _builtins.float
+    def __init__(
+        self,
+        *,
+        is_awake: _builtins.bool = ...,
+        seconds: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["is_awake", b"is_awake", "seconds", b"seconds"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SchedulerWakeUpResponse: _TypeAlias = SchedulerWakeUpResponse  # noqa: Y015
 
 @_typing.final
 class UpdateWeightsRequest(_message.Message):

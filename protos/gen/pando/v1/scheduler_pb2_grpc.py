@@ -59,6 +59,16 @@ class SchedulerStub(object):
                 request_serializer=pando_dot_v1_dot_scheduler__pb2.UpdateWeightsRequest.SerializeToString,
                 response_deserializer=pando_dot_v1_dot_scheduler__pb2.UpdateWeightsResponse.FromString,
                 _registered_method=True)
+        self.Sleep = channel.unary_unary(
+                '/pando.v1.Scheduler/Sleep',
+                request_serializer=pando_dot_v1_dot_scheduler__pb2.SchedulerSleepRequest.SerializeToString,
+                response_deserializer=pando_dot_v1_dot_scheduler__pb2.SchedulerSleepResponse.FromString,
+                _registered_method=True)
+        self.WakeUp = channel.unary_unary(
+                '/pando.v1.Scheduler/WakeUp',
+                request_serializer=pando_dot_v1_dot_scheduler__pb2.SchedulerWakeUpRequest.SerializeToString,
+                response_deserializer=pando_dot_v1_dot_scheduler__pb2.SchedulerWakeUpResponse.FromString,
+                _registered_method=True)
         self.Pause = channel.unary_unary(
                 '/pando.v1.Scheduler/Pause',
                 request_serializer=pando_dot_v1_dot_scheduler__pb2.PauseRequest.SerializeToString,
@@ -147,6 +157,23 @@ class SchedulerServicer(object):
         """Replaces the weights of all ranks by others of the same shape, or of none; returns once they serve. Nothing that was
         cached of the old weights is used again. Requires the admin credential, if there is one. INVALID_ARGUMENT: they do not
         fit. UNAVAILABLE: another update runs, or a worker was lost; then the earlier weights serve.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Sleep(self, request, context):
+        """Has all ranks give back KV memory and weights, or none; returns once they sleep. Requests that come meanwhile wait.
+        Requires the admin credential, if there is one. INVALID_ARGUMENT: there is no such level, or no host tier to keep KV
+        in. UNAVAILABLE: weights are replaced, the model is woken, or a worker was lost; then the model is awake, or soon is.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def WakeUp(self, request, context):
+        """Undoes Sleep; returns once requests run again. Requires the admin credential, if there is one. UNAVAILABLE: a worker
+        was lost; the model is loaded again.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -251,6 +278,16 @@ def add_SchedulerServicer_to_server(servicer, server):
                     servicer.UpdateWeights,
                     request_deserializer=pando_dot_v1_dot_scheduler__pb2.UpdateWeightsRequest.FromString,
                     response_serializer=pando_dot_v1_dot_scheduler__pb2.UpdateWeightsResponse.SerializeToString,
+            ),
+            'Sleep': grpc.unary_unary_rpc_method_handler(
+                    servicer.Sleep,
+                    request_deserializer=pando_dot_v1_dot_scheduler__pb2.SchedulerSleepRequest.FromString,
+                    response_serializer=pando_dot_v1_dot_scheduler__pb2.SchedulerSleepResponse.SerializeToString,
+            ),
+            'WakeUp': grpc.unary_unary_rpc_method_handler(
+                    servicer.WakeUp,
+                    request_deserializer=pando_dot_v1_dot_scheduler__pb2.SchedulerWakeUpRequest.FromString,
+                    response_serializer=pando_dot_v1_dot_scheduler__pb2.SchedulerWakeUpResponse.SerializeToString,
             ),
             'Pause': grpc.unary_unary_rpc_method_handler(
                     servicer.Pause,
@@ -438,6 +475,60 @@ class Scheduler(object):
             '/pando.v1.Scheduler/UpdateWeights',
             pando_dot_v1_dot_scheduler__pb2.UpdateWeightsRequest.SerializeToString,
             pando_dot_v1_dot_scheduler__pb2.UpdateWeightsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Sleep(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/pando.v1.Scheduler/Sleep',
+            pando_dot_v1_dot_scheduler__pb2.SchedulerSleepRequest.SerializeToString,
+            pando_dot_v1_dot_scheduler__pb2.SchedulerSleepResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def WakeUp(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/pando.v1.Scheduler/WakeUp',
+            pando_dot_v1_dot_scheduler__pb2.SchedulerWakeUpRequest.SerializeToString,
+            pando_dot_v1_dot_scheduler__pb2.SchedulerWakeUpResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -46,6 +46,15 @@ class SchedulerStub:
     cached of the old weights is used again. Requires the admin credential, if there is one. INVALID_ARGUMENT: they do not
     fit. UNAVAILABLE: another update runs, or a worker was lost; then the earlier weights serve.
     """
+    Sleep: _grpc.UnaryUnaryMultiCallable[_scheduler_pb2.SchedulerSleepRequest, _scheduler_pb2.SchedulerSleepResponse]
+    """Has all ranks give back KV memory and weights, or none; returns once they sleep. Requests that come meanwhile wait.
+    Requires the admin credential, if there is one. INVALID_ARGUMENT: there is no such level, or no host tier to keep KV
+    in. UNAVAILABLE: weights are replaced, the model is woken, or a worker was lost; then the model is awake, or soon is.
+    """
+    WakeUp: _grpc.UnaryUnaryMultiCallable[_scheduler_pb2.SchedulerWakeUpRequest, _scheduler_pb2.SchedulerWakeUpResponse]
+    """Undoes Sleep; returns once requests run again. Requires the admin credential, if there is one. UNAVAILABLE: a worker
+    was lost; the model is loaded again.
+    """
     Pause: _grpc.UnaryUnaryMultiCallable[_scheduler_pb2.PauseRequest, _scheduler_pb2.PauseResponse]
     """Stops the admission of rows; running rows continue."""
     Resume: _grpc.UnaryUnaryMultiCallable[_scheduler_pb2.ResumeRequest, _scheduler_pb2.ResumeResponse]
@@ -88,6 +97,15 @@ class SchedulerAsyncStub(SchedulerStub):
     """Replaces the weights of all ranks by others of the same shape, or of none; returns once they serve. Nothing that was
     cached of the old weights is used again. Requires the admin credential, if there is one. INVALID_ARGUMENT: they do not
     fit. UNAVAILABLE: another update runs, or a worker was lost; then the earlier weights serve.
+    """
+    Sleep: _aio.UnaryUnaryMultiCallable[_scheduler_pb2.SchedulerSleepRequest, _scheduler_pb2.SchedulerSleepResponse]  # type: ignore[assignment]
+    """Has all ranks give back KV memory and weights, or none; returns once they sleep. Requests that come meanwhile wait.
+    Requires the admin credential, if there is one. INVALID_ARGUMENT: there is no such level, or no host tier to keep KV
+    in. UNAVAILABLE: weights are replaced, the model is woken, or a worker was lost; then the model is awake, or soon is.
+    """
+    WakeUp: _aio.UnaryUnaryMultiCallable[_scheduler_pb2.SchedulerWakeUpRequest, _scheduler_pb2.SchedulerWakeUpResponse]  # type: ignore[assignment]
+    """Undoes Sleep; returns once requests run again. Requires the admin credential, if there is one. UNAVAILABLE: a worker
+    was lost; the model is loaded again.
     """
     Pause: _aio.UnaryUnaryMultiCallable[_scheduler_pb2.PauseRequest, _scheduler_pb2.PauseResponse]  # type: ignore[assignment]
     """Stops the admission of rows; running rows continue."""
@@ -158,6 +176,27 @@ class SchedulerServicer(metaclass=_abc_1.ABCMeta):
         """Replaces the weights of all ranks by others of the same shape, or of none; returns once they serve. Nothing that was
         cached of the old weights is used again. Requires the admin credential, if there is one. INVALID_ARGUMENT: they do not
         fit. UNAVAILABLE: another update runs, or a worker was lost; then the earlier weights serve.
+        """
+
+    @_abc_1.abstractmethod
+    def Sleep(
+        self,
+        request: _scheduler_pb2.SchedulerSleepRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_scheduler_pb2.SchedulerSleepResponse, _abc.Awaitable[_scheduler_pb2.SchedulerSleepResponse]]:
+        """Has all ranks give back KV memory and weights, or none; returns once they sleep. Requests that come meanwhile wait.
+        Requires the admin credential, if there is one. INVALID_ARGUMENT: there is no such level, or no host tier to keep KV
+        in. UNAVAILABLE: weights are replaced, the model is woken, or a worker was lost; then the model is awake, or soon is.
+        """
+
+    @_abc_1.abstractmethod
+    def WakeUp(
+        self,
+        request: _scheduler_pb2.SchedulerWakeUpRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_scheduler_pb2.SchedulerWakeUpResponse, _abc.Awaitable[_scheduler_pb2.SchedulerWakeUpResponse]]:
+        """Undoes Sleep; returns once requests run again. Requires the admin credential, if there is one. UNAVAILABLE: a worker
+        was lost; the model is loaded again.
         """
 
     @_abc_1.abstractmethod

@@ -211,6 +211,92 @@ class CheckWeightsRequest(_message.Message):
 Global___CheckWeightsRequest: _TypeAlias = CheckWeightsRequest  # noqa: Y015
 
 @_typing.final
+class WorkerSleepRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    LEVEL_FIELD_NUMBER: _builtins.int
+    KEEPS_HOST_PAGES_FIELD_NUMBER: _builtins.int
+    level: _builtins.int
+    """1: weights move to host memory; those of a CPU stay where they are. 2: weights are dropped, and read again on waking."""
+    keeps_host_pages: _builtins.bool
+    """Whether the host tier's pages are kept."""
+    def __init__(
+        self,
+        *,
+        level: _builtins.int = ...,
+        keeps_host_pages: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["keeps_host_pages", b"keeps_host_pages", "level", b"level"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___WorkerSleepRequest: _TypeAlias = WorkerSleepRequest  # noqa: Y015
+
+@_typing.final
+class WorkerSleepResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    FREED_BYTES_FIELD_NUMBER: _builtins.int
+    freed_bytes: _builtins.int
+    """Memory that became free on this rank's device; on a CPU, memory of the process."""
+    def __init__(
+        self,
+        *,
+        freed_bytes: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["freed_bytes", b"freed_bytes"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___WorkerSleepResponse: _TypeAlias = WorkerSleepResponse  # noqa: Y015
+
+@_typing.final
+class WorkerWakeUpRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PARTS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def parts(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Which parts to restore: "weights", "kv_cache"; empty: all."""
+
+    def __init__(
+        self,
+        *,
+        parts: _abc.Iterable[_builtins.str] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["parts", b"parts"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___WorkerWakeUpRequest: _TypeAlias = WorkerWakeUpRequest  # noqa: Y015
+
+@_typing.final
+class WorkerWakeUpResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    IS_AWAKE_FIELD_NUMBER: _builtins.int
+    is_awake: _builtins.bool
+    """False: other parts have yet to be restored."""
+    def __init__(
+        self,
+        *,
+        is_awake: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["is_awake", b"is_awake"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___WorkerWakeUpResponse: _TypeAlias = WorkerWakeUpResponse  # noqa: Y015
+
+@_typing.final
 class CheckWeightsResponse(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -1266,8 +1352,9 @@ class GetWorkerStateResponse(_message.Message):
     WEIGHT_VERSION_FIELD_NUMBER: _builtins.int
     BASE_MODEL_FIELD_NUMBER: _builtins.int
     LOAD_FORMAT_FIELD_NUMBER: _builtins.int
+    SLEEP_LEVEL_FIELD_NUMBER: _builtins.int
     state: _builtins.str
-    """IDLE (not configured), CONFIGURING, READY or FAILED."""
+    """IDLE (not configured), CONFIGURING, READY, SLEEPING or FAILED."""
     rank: _builtins.int
     world_size: _builtins.int
     model: _builtins.str
@@ -1285,6 +1372,8 @@ class GetWorkerStateResponse(_message.Message):
     """As in ConfigureRequest: a scheduler that restarts goes on with the weights that its workers have."""
     base_model: _builtins.str
     load_format: _builtins.str
+    sleep_level: _builtins.int
+    """Of a rank that sleeps, also after a scheduler's end; 0: it does not sleep."""
     @_builtins.property
     def capacity(self) -> Global___WorkerCapacity: ...
     def __init__(
@@ -1303,10 +1392,11 @@ class GetWorkerStateResponse(_message.Message):
         weight_version: _builtins.str = ...,
         base_model: _builtins.str = ...,
         load_format: _builtins.str = ...,
+        sleep_level: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_capacity", b"_capacity", "_open_plans", b"_open_plans", "capacity", b"capacity", "open_plans", b"open_plans"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_capacity", b"_capacity", "_open_plans", b"_open_plans", "base_model", b"base_model", "capacity", b"capacity", "finished_steps", b"finished_steps", "heartbeat_age_ms", b"heartbeat_age_ms", "load_format", b"load_format", "model", b"model", "open_plans", b"open_plans", "open_rows", b"open_rows", "process", b"process", "rank", b"rank", "state", b"state", "weight_version", b"weight_version", "world_size", b"world_size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_capacity", b"_capacity", "_open_plans", b"_open_plans", "base_model", b"base_model", "capacity", b"capacity", "finished_steps", b"finished_steps", "heartbeat_age_ms", b"heartbeat_age_ms", "load_format", b"load_format", "model", b"model", "open_plans", b"open_plans", "open_rows", b"open_rows", "process", b"process", "rank", b"rank", "sleep_level", b"sleep_level", "state", b"state", "weight_version", b"weight_version", "world_size", b"world_size"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__capacity: _TypeAlias = _typing.Literal["capacity"]  # noqa: Y015
     _WhichOneofArgType__capacity: _TypeAlias = _typing.Literal["_capacity", b"_capacity"]  # noqa: Y015

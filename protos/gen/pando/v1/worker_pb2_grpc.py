@@ -69,6 +69,16 @@ class WorkerStub(object):
                 request_serializer=pando_dot_v1_dot_worker__pb2.CheckWeightsRequest.SerializeToString,
                 response_deserializer=pando_dot_v1_dot_worker__pb2.CheckWeightsResponse.FromString,
                 _registered_method=True)
+        self.Sleep = channel.unary_unary(
+                '/pando.v1.Worker/Sleep',
+                request_serializer=pando_dot_v1_dot_worker__pb2.WorkerSleepRequest.SerializeToString,
+                response_deserializer=pando_dot_v1_dot_worker__pb2.WorkerSleepResponse.FromString,
+                _registered_method=True)
+        self.WakeUp = channel.unary_unary(
+                '/pando.v1.Worker/WakeUp',
+                request_serializer=pando_dot_v1_dot_worker__pb2.WorkerWakeUpRequest.SerializeToString,
+                response_deserializer=pando_dot_v1_dot_worker__pb2.WorkerWakeUpResponse.FromString,
+                _registered_method=True)
         self.GetState = channel.unary_unary(
                 '/pando.v1.Worker/GetState',
                 request_serializer=pando_dot_v1_dot_worker__pb2.GetWorkerStateRequest.SerializeToString,
@@ -143,6 +153,23 @@ class WorkerServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Sleep(self, request, context):
+        """Gives back KV memory and weights, between two plans and with no row open; the Execute stream stays open. A rank that
+        sleeps at level 1 may go on to level 2. FAILED_PRECONDITION: no model is loaded, or rows are open. UNAVAILABLE: it
+        failed, and the rank has to be configured again.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def WakeUp(self, request, context):
+        """Restores what Sleep has given back; nothing happens to a rank that is awake. UNAVAILABLE: it failed, or the files of
+        the weights have changed, and the rank has to be configured again.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def GetState(self, request, context):
         """Returns the current state of this rank.
         """
@@ -201,6 +228,16 @@ def add_WorkerServicer_to_server(servicer, server):
                     servicer.CheckWeights,
                     request_deserializer=pando_dot_v1_dot_worker__pb2.CheckWeightsRequest.FromString,
                     response_serializer=pando_dot_v1_dot_worker__pb2.CheckWeightsResponse.SerializeToString,
+            ),
+            'Sleep': grpc.unary_unary_rpc_method_handler(
+                    servicer.Sleep,
+                    request_deserializer=pando_dot_v1_dot_worker__pb2.WorkerSleepRequest.FromString,
+                    response_serializer=pando_dot_v1_dot_worker__pb2.WorkerSleepResponse.SerializeToString,
+            ),
+            'WakeUp': grpc.unary_unary_rpc_method_handler(
+                    servicer.WakeUp,
+                    request_deserializer=pando_dot_v1_dot_worker__pb2.WorkerWakeUpRequest.FromString,
+                    response_serializer=pando_dot_v1_dot_worker__pb2.WorkerWakeUpResponse.SerializeToString,
             ),
             'GetState': grpc.unary_unary_rpc_method_handler(
                     servicer.GetState,
@@ -407,6 +444,60 @@ class Worker(object):
             '/pando.v1.Worker/CheckWeights',
             pando_dot_v1_dot_worker__pb2.CheckWeightsRequest.SerializeToString,
             pando_dot_v1_dot_worker__pb2.CheckWeightsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Sleep(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/pando.v1.Worker/Sleep',
+            pando_dot_v1_dot_worker__pb2.WorkerSleepRequest.SerializeToString,
+            pando_dot_v1_dot_worker__pb2.WorkerSleepResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def WakeUp(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/pando.v1.Worker/WakeUp',
+            pando_dot_v1_dot_worker__pb2.WorkerWakeUpRequest.SerializeToString,
+            pando_dot_v1_dot_worker__pb2.WorkerWakeUpResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -53,6 +53,15 @@ class WorkerStub:
     """Checks that other weights can replace the loaded ones: the same architecture, tensors, shapes and types, in files that
     are whole and do not change meanwhile. Runs beside plans, and changes nothing. INVALID_ARGUMENT: they cannot.
     """
+    Sleep: _grpc.UnaryUnaryMultiCallable[_worker_pb2.WorkerSleepRequest, _worker_pb2.WorkerSleepResponse]
+    """Gives back KV memory and weights, between two plans and with no row open; the Execute stream stays open. A rank that
+    sleeps at level 1 may go on to level 2. FAILED_PRECONDITION: no model is loaded, or rows are open. UNAVAILABLE: it
+    failed, and the rank has to be configured again.
+    """
+    WakeUp: _grpc.UnaryUnaryMultiCallable[_worker_pb2.WorkerWakeUpRequest, _worker_pb2.WorkerWakeUpResponse]
+    """Restores what Sleep has given back; nothing happens to a rank that is awake. UNAVAILABLE: it failed, or the files of
+    the weights have changed, and the rank has to be configured again.
+    """
     GetState: _grpc.UnaryUnaryMultiCallable[_worker_pb2.GetWorkerStateRequest, _worker_pb2.GetWorkerStateResponse]
     """Returns the current state of this rank."""
     StartProfile: _grpc.UnaryUnaryMultiCallable[_worker_pb2.StartProfileRequest, _worker_pb2.StartProfileResponse]
@@ -84,6 +93,15 @@ class WorkerAsyncStub(WorkerStub):
     CheckWeights: _aio.UnaryUnaryMultiCallable[_worker_pb2.CheckWeightsRequest, _worker_pb2.CheckWeightsResponse]  # type: ignore[assignment]
     """Checks that other weights can replace the loaded ones: the same architecture, tensors, shapes and types, in files that
     are whole and do not change meanwhile. Runs beside plans, and changes nothing. INVALID_ARGUMENT: they cannot.
+    """
+    Sleep: _aio.UnaryUnaryMultiCallable[_worker_pb2.WorkerSleepRequest, _worker_pb2.WorkerSleepResponse]  # type: ignore[assignment]
+    """Gives back KV memory and weights, between two plans and with no row open; the Execute stream stays open. A rank that
+    sleeps at level 1 may go on to level 2. FAILED_PRECONDITION: no model is loaded, or rows are open. UNAVAILABLE: it
+    failed, and the rank has to be configured again.
+    """
+    WakeUp: _aio.UnaryUnaryMultiCallable[_worker_pb2.WorkerWakeUpRequest, _worker_pb2.WorkerWakeUpResponse]  # type: ignore[assignment]
+    """Restores what Sleep has given back; nothing happens to a rank that is awake. UNAVAILABLE: it failed, or the files of
+    the weights have changed, and the rank has to be configured again.
     """
     GetState: _aio.UnaryUnaryMultiCallable[_worker_pb2.GetWorkerStateRequest, _worker_pb2.GetWorkerStateResponse]  # type: ignore[assignment]
     """Returns the current state of this rank."""
@@ -155,6 +173,27 @@ class WorkerServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_worker_pb2.CheckWeightsResponse, _abc.Awaitable[_worker_pb2.CheckWeightsResponse]]:
         """Checks that other weights can replace the loaded ones: the same architecture, tensors, shapes and types, in files that
         are whole and do not change meanwhile. Runs beside plans, and changes nothing. INVALID_ARGUMENT: they cannot.
+        """
+
+    @_abc_1.abstractmethod
+    def Sleep(
+        self,
+        request: _worker_pb2.WorkerSleepRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_worker_pb2.WorkerSleepResponse, _abc.Awaitable[_worker_pb2.WorkerSleepResponse]]:
+        """Gives back KV memory and weights, between two plans and with no row open; the Execute stream stays open. A rank that
+        sleeps at level 1 may go on to level 2. FAILED_PRECONDITION: no model is loaded, or rows are open. UNAVAILABLE: it
+        failed, and the rank has to be configured again.
+        """
+
+    @_abc_1.abstractmethod
+    def WakeUp(
+        self,
+        request: _worker_pb2.WorkerWakeUpRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_worker_pb2.WorkerWakeUpResponse, _abc.Awaitable[_worker_pb2.WorkerWakeUpResponse]]:
+        """Restores what Sleep has given back; nothing happens to a rank that is awake. UNAVAILABLE: it failed, or the files of
+        the weights have changed, and the rank has to be configured again.
         """
 
     @_abc_1.abstractmethod

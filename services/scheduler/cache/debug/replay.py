@@ -187,6 +187,7 @@ class _Run:
             "forget_verdicts": lambda given: self._cache.forget_verdicts(),
             "learn": lambda given: self._cache.learn(FleetNews.from_description(given)),
             "load": self._load,
+            "back_up_all": lambda given: self._host.back_up_all(),
             "plan_backups": lambda given: self._host.plan_backups(),
             "prefetch": lambda given: self._host.prefetch(
                 _view(given), _int32(given["token_ids"]), given.get("max_pages")

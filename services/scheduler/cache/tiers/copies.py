@@ -43,7 +43,18 @@ class Backups:
         self._reserve = int(store.allocator.capacity * config.reserve_share)
         # Nodes without a copy to consider, oldest note first.
         self._noted: dict[Node, None] = {}
+        # Copies of these were asked for, whatever the policy.
+        self._wanted: dict[Node, None] = {}
         self._open_pages = 0
+
+    @property
+    def are_wanted(self) -> bool:
+        """Whether copies that `want_all` asked for have yet to begin."""
+        return bool(self._wanted)
+
+    def want_all(self) -> None:
+        """Have all nodes copied, as far as the host has room: their device memory is about to be given back."""
+        self._wanted = {node: None for node, _ in self._store.tree.walk() if self._is_missing(node)}
 
     def note(self, node: Node) -> None:
         """Record that a node without a copy has been used or soft-freed."""
@@ -52,6 +63,7 @@ class Backups:
 
     def forget_all(self) -> None:
         self._noted.clear()
+        self._wanted.clear()
         self._open_pages = 0
 
     def ended(self, transfer: Transfer) -> None:
@@ -61,6 +73,8 @@ class Backups:
     @property
     def is_due(self) -> bool:
         """Whether `plan` has anything to consider."""
+        if self._wanted:
+            return True
         if self._config.policy is WritePolicy.WRITE_BACK:
             return self._store.allocator.free_pages + self._open_pages < self._reserve
         return bool(self._noted)
@@ -80,6 +94,11 @@ class Backups:
         return started
 
     def _next(self) -> Node | None:
+        while self._wanted:
+            node = next(iter(self._wanted))
+            del self._wanted[node]
+            if self._is_missing(node) and self._has_room(node):
+                return node
         if self._config.policy is WritePolicy.WRITE_BACK:
             return self._next_to_go()
         least = self._config.uses if self._config.policy is WritePolicy.WRITE_THROUGH_SELECTIVE else 1

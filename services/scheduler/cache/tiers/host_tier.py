@@ -115,6 +115,16 @@ class HostTier:
             outcome["transfer"] = transfer and _facts(transfer)
         return transfer
 
+    def back_up_all(self) -> None:
+        """Have `plan_backups` copy everything that the device holds, as far as the host has room."""
+        with self._operation("back_up_all", {}):
+            self._backups.want_all()
+
+    @property
+    def is_backing_up_all(self) -> bool:
+        """Whether copies that `back_up_all` asked for have yet to begin."""
+        return self._backups.are_wanted
+
     def plan_backups(self) -> list[Transfer]:
         """Start the backups that are due by the policy."""
         if not self._backups.is_due:

@@ -36,6 +36,10 @@ class AdapterShelf:
         self._lock = threading.Lock()
         self._weights: dict[str, AdapterWeights] = {}
 
+    def take_over(self, other: AdapterShelf) -> None:
+        """Have the adapters of `other`, which served the same model; what it still reads appears here, too."""
+        self._lock, self._weights = other._lock, other._weights
+
     @property
     def slots(self) -> int:
         """Number of slots on the device."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import logging
 from dataclasses import asdict, replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -12,7 +13,7 @@ import torch
 
 from common.errors import ConfigurationError
 from common.heads import read_head
-from common.steps import EngineCapacity
+from common.steps import EngineCapacity, SleepLevel
 from services.worker.engine.backends import DTYPES, RunnerOptions, count_threads, select_device
 from services.worker.engine.checkpoints.safetensors_directory import SafetensorsTensors, read_json
 from services.worker.engine.encoder.config import ModernConfig, encoder_config
@@ -26,6 +27,7 @@ from services.worker.engine.execution.pooler import Pooler
 from services.worker.engine.host_memory import keep_freed_memory
 from services.worker.engine.kernels.torch.kernels import TorchKernels
 from services.worker.engine.plans.passes import gather
+from services.worker.engine.sleeping import ParkedTensors
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -53,12 +55,17 @@ class EncoderRunner:
         capacity: EngineCapacity,
         device: torch.device,
         head: PoolerHead | None = None,
+        *,
+        read_again: Callable[[Callable[[float, str], None]], EncoderRunner],
     ) -> None:
-        """Take over the loaded model."""
+        """Take over the loaded model; `read_again` reads weights that were dropped."""
         self.capacity = capacity
         self.head = head
         self.device = device
-        self.encoder = encoder
+        self._read_again = read_again
+        # None: dropped while this rank sleeps.
+        self._encoder: Encoder | ModernEncoder | None = encoder
+        self._parked: ParkedTensors | None = None
 
     @classmethod
     def load(
@@ -98,10 +105,44 @@ class EncoderRunner:
             spec.model, device, kernels.activation_dtype, capacity.max_context, torch.get_num_threads(),
         )  # fmt: skip
         report(1.0, "ready")
-        return cls(encoder, capacity, device, pooler_head)
+        read_again = partial(cls.load, directory, spec, options=options)
+        return cls(encoder, capacity, device, pooler_head, read_again=read_again)
+
+    @property
+    def encoder(self) -> Encoder | ModernEncoder:
+        """The model, of a rank that is awake."""
+        assert self._encoder is not None, "a rank that sleeps runs no passes"
+        return self._encoder
+
+    @torch.inference_mode()
+    def sleep(self, level: SleepLevel, *, keeps_host_pages: bool) -> None:
+        """Give back the weights; see `ModelRunner.sleep`."""
+        if level is SleepLevel.DROPPED:
+            self._encoder = self.head = self._parked = None
+        elif self._parked is None and self._encoder is not None:
+            self._parked = ParkedTensors((self._encoder, self.head))
+
+    @torch.inference_mode()
+    def wake_weights(self, report: Callable[[float, str], None]) -> None:
+        """Undo `sleep`.
+
+        Raises:
+            ConfigurationError: the weights were dropped, and their files have changed since.
+        """
+        if self._parked is not None:
+            self._parked.restore()
+            self._parked = None
+        elif self._encoder is None:
+            read = self._read_again(report)
+            if read.capacity != self.capacity:
+                raise ConfigurationError("the files of the weights have changed while the model slept")
+            self._encoder, self.head = read.encoder, read.head
+
+    def wake_cache(self) -> None:
+        """Do nothing: an encoder keeps no KV."""
 
     def close(self) -> None:
-        del self.encoder
+        self._encoder = self._parked = None
 
 
 class EncoderExecutor:

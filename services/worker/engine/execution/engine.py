@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import replace
 from typing import TYPE_CHECKING, Protocol
 
-from common.steps import EngineCapacity, EngineSpec
+from common.steps import EngineCapacity, EngineSpec, SleepLevel, SleepPart
 from services.worker.engine.execution.interface import ProgressReport
 
 if TYPE_CHECKING:
@@ -60,6 +60,12 @@ class LoadedModel(Protocol):
     def keep_warm(self) -> None:
         """See `Engine.keep_warm`."""
 
+    def sleep(self, level: SleepLevel, *, keeps_host_pages: bool) -> int:
+        """See `Engine.sleep`. The runner made before is not used any more."""
+
+    def wake(self, parts: Collection[SleepPart], report: ProgressReport) -> bool:
+        """See `Engine.wake`."""
+
     def close(self) -> None:
         """Free weights and memory, and leave the group."""
 
@@ -75,6 +81,7 @@ class ModelEngine:
         self._load = load
         self._spec: EngineSpec | None = None
         self._model: LoadedModel | None = None
+        # None: there is no model, or it sleeps.
         self._runner: PlanRunner | None = None
 
     @property
@@ -99,8 +106,21 @@ class ModelEngine:
             self.close()
             self._model = self._load(spec, report)
             self._spec = spec
+        elif self._runner is None:
+            self._model.wake(tuple(SleepPart), report)
         self._runner = self._model.make_runner()
         return self._model.capacity
+
+    def sleep(self, level: SleepLevel, *, keeps_host_pages: bool) -> int:
+        assert self._model is not None, "sleep before configure"
+        self._runner = None
+        return self._model.sleep(level, keeps_host_pages=keeps_host_pages)
+
+    def wake(self, parts: Collection[SleepPart], report: ProgressReport) -> bool:
+        assert self._model is not None, "wake before configure"
+        if self._runner is None and self._model.wake(parts, report):
+            self._runner = self._model.make_runner()
+        return self._runner is not None
 
     def execute(self, plan: StepPlan, emit: Emit) -> None:
         assert self._model is not None, "execute before configure"

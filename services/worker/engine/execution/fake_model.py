@@ -15,7 +15,7 @@ import numpy as np
 
 from common.errors import ConfigurationError
 from common.prompt_logprobs import PromptLogprobSpan
-from common.steps import EngineCapacity, EngineSpec, RowOpen
+from common.steps import EngineCapacity, EngineSpec, RowOpen, SleepLevel, SleepPart
 from common.transfers import Transfer, TransferAck, TransferDirection, TransferId
 from common.types import RowSlot, TokenLogprob
 from services.worker.engine.execution.engine import ModelEngine
@@ -27,7 +27,7 @@ from services.worker.engine.plans.rows import RowStates
 from services.worker.engine.plans.scoring import ScoringTable
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable, Collection, Iterable
     from pathlib import Path
 
     from numpy.typing import NDArray
@@ -107,15 +107,15 @@ class FakeModel:
         options: FakeOptions,
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
-        report(0.0, "nothing to load")
-        if options.load_s > 0:
-            sleep(options.load_s)
-        self.capacity = _capacity(spec, options)
         self._spec = spec
         self._options = options
         self._sleep = sleep
-        host_pages = self.capacity.host_pages
-        self.host_pages = FakeHostPages(host_pages, spec.page_size) if host_pages else None
+        self._load(report)
+        self.capacity = _capacity(spec, options)
+        self._asleep: set[SleepPart] = set()
+        self._level: SleepLevel | None = None
+        self.host_pages: FakeHostPages | None = None
+        self._allocate_host_pages()
         self.adapters = FakeAdapters(spec.adapter_slots) if spec.adapter_slots else None
         report(1.0, "ready")
 
@@ -142,6 +142,31 @@ class FakeModel:
 
     def keep_warm(self) -> None:
         """Do nothing: there is no device."""
+
+    def sleep(self, level: SleepLevel, *, keeps_host_pages: bool) -> int:
+        """Give nothing back but host pages."""
+        self._asleep, self._level = set(SleepPart), level
+        if not keeps_host_pages:
+            self.host_pages = None
+        return 0
+
+    def wake(self, parts: Collection[SleepPart], report: ProgressReport) -> bool:
+        """Take as long as loading, if weights were dropped."""
+        if SleepPart.WEIGHTS in self._asleep.intersection(parts) and self._level is SleepLevel.DROPPED:
+            self._load(report)
+        self._asleep.difference_update(parts)
+        if not self._asleep:
+            self._allocate_host_pages()
+        return not self._asleep
+
+    def _load(self, report: ProgressReport) -> None:
+        report(0.0, "nothing to load")
+        if self._options.load_s > 0:
+            self._sleep(self._options.load_s)
+
+    def _allocate_host_pages(self) -> None:
+        if self.capacity.host_pages and self.host_pages is None:
+            self.host_pages = FakeHostPages(self.capacity.host_pages, self._spec.page_size)
 
     def close(self) -> None:
         """Do nothing: there are no weights."""

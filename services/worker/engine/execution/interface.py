@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Protocol
 
-from common.steps import EngineCapacity, EngineSpec, StepPlan, StepResult
+from common.steps import EngineCapacity, EngineSpec, SleepLevel, SleepPart, StepPlan, StepResult
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Collection, Iterable
     from pathlib import Path
 
     from common.steps import AdapterLoad
@@ -129,6 +129,22 @@ class Engine(Protocol):
 
     def settle(self, is_wanted: Callable[[], bool]) -> None:
         """Emit the outstanding results as they arrive; return early once `is_wanted`, for the next `execute`."""
+
+    def sleep(self, level: SleepLevel, *, keeps_host_pages: bool) -> int:
+        """Give back KV memory and weights, with no row open; return how many bytes became free.
+
+        The host tier's pages stay if `keeps_host_pages`, adapters stay in host memory, and the group of ranks lasts. A
+        model that sleeps at level 1 may go on to level 2. After an error only `close` may follow.
+        """
+
+    def wake(self, parts: Collection[SleepPart], report: ProgressReport) -> bool:
+        """Restore these parts of a sleeping model; return whether it is awake, which takes all of them.
+
+        All rows are free then. After an error only `close` may follow.
+
+        Raises:
+            ConfigurationError: the weights were dropped, and their files have changed since.
+        """
 
     def keep_warm(self) -> None:
         """Let an idle device do a little, so that it does not slow down; delays no plan and touches no page."""

@@ -6,11 +6,11 @@ import contextlib
 import logging
 from collections.abc import Callable
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 
-from common.steps import EngineCapacity, EngineSpec
+from common.steps import EngineCapacity, EngineSpec, SleepLevel, SleepPart
 from common.types import Pooling
 from services.worker.engine.encoder.runner import EncoderExecutor, EncoderRunner
 from services.worker.engine.execution.engine import ModelEngine
@@ -26,9 +26,10 @@ from services.worker.engine.model_runner import ModelRunner
 from services.worker.engine.plans.plan import PlanLimits
 from services.worker.engine.plans.rows import RowStates
 from services.worker.engine.sampling.table import SamplingTable
+from services.worker.engine.sleeping import release_memory, used_memory
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Collection, Iterator
 
     from services.worker.engine.adapters.shelf import AdapterShelf
     from services.worker.engine.execution.overlapped_executor import OverlappedExecutor
@@ -37,7 +38,21 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-LoadRunner = Callable[[EngineSpec, ProgressReport], Runner | EncoderRunner]
+
+class LoadedRunner(Runner, Protocol):
+    """A decoder that can sleep, as `ModelRunner` can."""
+
+    def sleep(self, level: SleepLevel, *, keeps_host_pages: bool) -> None:
+        """Give back weights and pools; see `Engine.sleep`."""
+
+    def wake_weights(self, report: ProgressReport) -> None:
+        """Undo `sleep` for the weights."""
+
+    def wake_cache(self) -> None:
+        """Undo `sleep` for the pools, which are empty."""
+
+
+LoadRunner = Callable[[EngineSpec, ProgressReport], LoadedRunner | EncoderRunner]
 # 8 products of 2,048 x 2,048 are 137 GFLOP: about a quarter of a millisecond on an H200.
 _SIZE = 2048
 _PRODUCTS = 8
@@ -56,7 +71,7 @@ class TorchModel:
 
     def __init__(
         self,
-        runner: Runner | EncoderRunner,
+        runner: LoadedRunner | EncoderRunner,
         spec: EngineSpec,
         report: ProgressReport,
         library: GrammarLibrary | None = None,
@@ -68,7 +83,10 @@ class TorchModel:
         self._warmer: DeviceWarmer | None = None
         self._has_warned_of_cpu = False
         self._executor: OverlappedExecutor | None = None
+        self._overlaps = False
+        self._asleep: set[SleepPart] = set()
         if isinstance(runner, ModelRunner) and runner.can_overlap:
+            self._overlaps = True
             self._executor = _overlapped_executor(runner, spec, report)
 
     @property
@@ -79,7 +97,7 @@ class TorchModel:
         itself, nor with recurrent layers, whose states it saves at lengths that it chooses.
         """
         capacity = self.runner.capacity
-        is_synchronous_decoder = self._executor is None and not isinstance(self.runner, EncoderRunner)
+        is_synchronous_decoder = not self._overlaps and not isinstance(self.runner, EncoderRunner)
         has_own_lengths = capacity.window_pool is None and capacity.recurrent_states is None
         jumps = is_synchronous_decoder and self._follows_grammars and has_own_lengths
         return replace(capacity, jumps_forward=jumps)
@@ -167,6 +185,29 @@ class TorchModel:
         if self._warmer is None:
             self._warmer = DeviceWarmer(device)
         self._warmer.run()
+
+    def sleep(self, level: SleepLevel, *, keeps_host_pages: bool) -> int:
+        """Drop the CUDA graphs, whose addresses will not be valid, and give back weights and pools."""
+        device = self.runner.device
+        before = used_memory(device)
+        self._asleep = set(SleepPart)
+        self._executor = self._warmer = None
+        self.runner.sleep(level, keeps_host_pages=keeps_host_pages)
+        release_memory(device)
+        return max(before - used_memory(device), 0)
+
+    def wake(self, parts: Collection[SleepPart], report: ProgressReport) -> bool:
+        """Restore what `parts` name; CUDA graphs are captured again once all is there."""
+        if SleepPart.WEIGHTS in self._asleep.intersection(parts):
+            self.runner.wake_weights(report)
+        if SleepPart.KV_CACHE in self._asleep.intersection(parts):
+            self.runner.wake_cache()
+        self._asleep.difference_update(parts)
+        if self._asleep:
+            return False
+        if self._overlaps and isinstance(self.runner, ModelRunner):
+            self._executor = _overlapped_executor(self.runner, self._spec, report)
+        return True
 
     def close(self) -> None:
         """Free the model's memory and leave its group."""

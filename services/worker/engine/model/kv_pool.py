@@ -87,6 +87,42 @@ def allocate_pool(
     )
 
 
+def shape_of(pool: KvPool) -> KvPool:
+    """Return `pool` without its memory: its tensors are on the meta device."""
+    states = pool.states
+    if states is not None:
+        states = replace(states, matrices=_meta(states.matrices), inputs=_meta(states.inputs))
+    layers = (_with_tensors(layer, [_meta(tensor) for tensor in layer.stored]) for layer in pool.layers)
+    return replace(pool, layers=tuple(layers), states=states)
+
+
+def allocate_like(shape: KvPool, device: torch.device) -> KvPool:
+    """Allocate a zeroed pool of a shape that `shape_of` has returned."""
+    arena, states = HostArena(), shape.states
+    if states is not None:
+        states = replace(
+            states,
+            matrices=torch.zeros_like(states.matrices, device=device),
+            inputs=torch.zeros_like(states.inputs, device=device),
+        )
+    layers = (
+        _with_tensors(layer, [_zeros(tuple(each.shape), each.dtype, device, arena) for each in layer.stored])
+        for layer in shape.layers
+    )
+    return replace(shape, layers=tuple(layers), states=states)
+
+
+def _meta(tensor: torch.Tensor) -> torch.Tensor:
+    return torch.empty_like(tensor, device="meta")
+
+
+def _with_tensors(layer: KvLayer, stored: Sequence[torch.Tensor]) -> KvLayer:
+    """Return `layer` in other memory, as `KvLayer.stored` has it."""
+    if not layer.is_latent:
+        return replace(layer, keys=stored[0], values=stored[1])
+    return replace(layer, keys=stored[0], values=stored[0][..., : layer.values.shape[-1]])
+
+
 def _latent_layer(
     shape: AttentionShape, pages: int, layout: KvLayout, dtype: torch.dtype, device: torch.device, arena: HostArena
 ) -> KvLayer:

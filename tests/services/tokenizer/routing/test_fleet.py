@@ -253,6 +253,24 @@ async def test_a_group_that_reports_that_it_serves_nothing_gets_nothing(tmp_path
         assert [len(group.names) for group in tier.groups] == [0, 4]
 
 
+async def test_a_group_that_sleeps_gets_requests_only_if_no_other_one_serves(tmp_path: Path) -> None:
+    tier = Tier(tmp_path, 2)
+    for group in tier.groups:
+        group.scheduler.load = scheduler_pb2.SchedulerLoad(serves=True)
+    async with tier.run(RoundRobin()) as fleet:
+        tier.groups[0].scheduler.load = scheduler_pb2.SchedulerLoad(sleeps=True)
+        await until(lambda: tier.serving(fleet) == 1)
+        tier.submit(fleet, *"abcd")
+        await until(lambda: len(tier.listener.admitted) == 4)
+        assert [len(group.names) for group in tier.groups] == [0, 4]
+        tier.groups[1].scheduler.load = scheduler_pb2.SchedulerLoad(serves=False)
+        await until(lambda: tier.serving(fleet) == 0)
+        assert await fleet.can_serve()
+        tier.submit(fleet, *"ef")
+        await until(lambda: len(tier.listener.admitted) == 6)
+        assert [len(group.names) for group in tier.groups] == [2, 4]
+
+
 async def test_a_group_that_answers_no_heartbeats_gets_nothing_until_it_does_again(tmp_path: Path) -> None:
     tier = Tier(tmp_path, 2)
     for group in tier.groups:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pytest
 
-from common.steps import EngineCapacity, EngineSpec, StepPlan, StepResult
+from common.steps import EngineCapacity, EngineSpec, SleepLevel, SleepPart, StepPlan, StepResult
 from common.transfers import Transfer, TransferAck, TransferDirection, TransferId
 from common.types import StepId
 from services.worker.engine.execution.interface import InvalidPlanError
@@ -16,7 +16,7 @@ from services.worker.storage.tier import WorkerStorageTier
 from tests.fakes.storage import FakeHostPages, FakeStorage
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable
+    from collections.abc import AsyncIterator, Callable, Collection
 
     from services.worker.engine.execution.interface import Emit, ProgressReport
 
@@ -44,6 +44,14 @@ class InnerEngine:
         assert not any(transfer.direction.uses_storage for transfer in plan.transfers)
         acks = tuple(TransferAck(transfer.transfer_id, transfer.pages) for transfer in plan.transfers)
         emit(StepResult(plan.step_id, 0, last=True, acks=acks))
+
+    def sleep(self, level: SleepLevel, *, keeps_host_pages: bool) -> int:
+        self.calls.append("sleep")
+        return 7
+
+    def wake(self, parts: Collection[SleepPart], report: ProgressReport) -> bool:
+        self.calls.append("wake")
+        return True
 
     def keep_warm(self) -> None:
         self.calls.append("keep_warm")

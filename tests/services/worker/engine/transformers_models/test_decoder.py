@@ -177,7 +177,7 @@ def sizes_of_rank(rank: int, world_size: int, rendezvous: str, model: str) -> li
     """Return rows of query, key, gate and up matrices on this rank: dense, shared, of experts."""
     runner = load(model, rank=rank, world_size=world_size, rendezvous=rendezvous)
     # Reached into: what a rank holds shows nowhere else.
-    layers: Any = runner._model._decoder.layers  # type: ignore[attr-defined]
+    layers: Any = runner._awake._decoder.layers  # type: ignore[attr-defined]
     mixture = layers[1].mlp
     sizes = [
         layers[0].self_attn.q_proj.weight.shape[0], layers[0].self_attn.k_proj.weight.shape[0],

@@ -1,0 +1,225 @@
+"""Models that sleep and wake: the same logits as before, at both levels, with every kind of memory."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+import pytest
+import torch
+
+from common.errors import ConfigurationError
+from common.steps import EngineSpec, SleepLevel, SleepPart
+from common.transfers import TransferDirection
+from services.worker.engine.backends import RunnerOptions
+from services.worker.engine.encoder.runner import EncoderRunner
+from services.worker.engine.sleeping import ParkedTensors, tensors_of
+from tests.services.worker.engine.adapters.peft_adapters import EVERYTHING
+from tests.services.worker.engine.adapters.test_products import logits_of, save_four
+from tests.services.worker.engine.driving import Driver, load, random_ids
+from tests.services.worker.engine.encoder.tiny_bert import save_encoder
+from tests.services.worker.engine.families import VOCABULARY, save_family
+from tests.services.worker.engine.host_tier.test_tier import Engine
+from tests.services.worker.engine.tiny_llama import save_tiny_llama
+
+if TYPE_CHECKING:
+    from services.worker.engine.model_runner import ModelRunner
+    from tests.services.worker.engine.parallel.ranks import Ranks
+
+LEVELS = list(SleepLevel)
+PROMPT = random_ids(40, VOCABULARY)
+
+
+def nothing(_fraction: float, _stage: str) -> None:
+    """Report nowhere."""
+
+
+def nap(runner: ModelRunner, level: SleepLevel, *, keeps_host_pages: bool = False) -> None:
+    runner.sleep(level, keeps_host_pages=keeps_host_pages)
+    runner.wake_weights(nothing)
+    runner.wake_cache()
+
+
+def logits_after(runner: ModelRunner) -> torch.Tensor:
+    driver = Driver(runner)
+    row = driver.open(len(PROMPT) + 1)
+    return torch.cat([driver.run([(row, PROMPT)]), driver.run([(row, [7])])])
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize(
+    ("family", "backend", "changes"),
+    [
+        ("llama", "torch", {}),
+        ("llama", "compiled", {}),
+        ("llama tied", "compiled", {"quantization": "fp8"}),
+        ("qwen3 moe", "compiled", {}),
+        ("deepseek v3", "compiled", {}),
+        ("gemma3", "compiled", {"window_ratio": 0.25}),
+        ("qwen3 next", "torch", {"snapshots": 4}),
+        ("llama", "torch", {"kv_dtype": "fp8"}),
+    ],
+)
+def test_a_model_computes_the_same_bits_after_it_has_slept(
+    family: str, backend: str, changes: dict[str, object], level: SleepLevel, tmp_path: Path
+) -> None:
+    save_family(tmp_path, family)
+    runner = load(tmp_path, backend=backend, **changes)
+    before, capacity = logits_after(runner), runner.capacity
+    nap(runner, level)
+    assert torch.equal(logits_after(runner), before)
+    assert runner.capacity == capacity
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_memory_is_given_back_while_it_sleeps(level: SleepLevel, tmp_path: Path) -> None:
+    save_family(tmp_path, "llama")
+    runner = load(tmp_path, host_pages=8)
+    pool = weakref.ref(runner.pool.layers[0].keys)
+    assert runner.host_pool is not None
+    host = weakref.ref(runner.host_pool.memory)
+    weights = [weakref.ref(tensor) for tensor in tensors_of(runner._awake)]
+    assert len(weights) > 10
+    runner.sleep(level, keeps_host_pages=False)
+    gc.collect()
+    assert pool() is None
+    assert host() is None
+    assert {weight() is None for weight in weights} == {level is SleepLevel.DROPPED}, "a CPU's weights stay at level 1"
+    runner.wake_weights(nothing)
+    runner.wake_cache()
+    assert runner.host_pool is not None
+    assert runner.host_pool.pages == 8
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_adapters_outlast_sleep(level: SleepLevel, tmp_path: Path) -> None:
+    model, adapters = save_four(tmp_path, "llama", EVERYTHING)
+    runner = load(model, backend="compiled", adapter_slots=4)
+    before = logits_of(runner, adapters)
+    shelf = runner.adapters
+    assert shelf is not None
+    digests = {shelf.read(adapter).digest for adapter in adapters if adapter is not None}
+    nap(runner, level)
+    assert runner.adapters is not None
+    assert {runner.adapters.read(Path("gone"), digest).digest for digest in digests} == digests
+    runner.adapters.reset()
+    after = logits_of(runner, adapters)
+    assert len(after) == len(before) == len(adapters)
+    for one, other in zip(before, after, strict=True):
+        assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_the_host_tier_keeps_its_pages_if_asked(level: SleepLevel, tmp_path: Path) -> None:
+    save_tiny_llama(tmp_path)
+    engine = Engine(tmp_path)
+    cold = engine.generate([0, 1, 2, 3, 4])
+    engine.move(TransferDirection.DEVICE_TO_HOST, [0, 1, 2], [9, 4, 5])
+    engine.engine.sleep(level, keeps_host_pages=True)
+    assert engine.engine.host_pages is not None
+    assert engine.engine.wake(tuple(SleepPart), nothing)
+    engine.move(TransferDirection.HOST_TO_DEVICE, [20, 7, 13], [9, 4, 5])
+    assert engine.generate([20, 7, 13, 8, 9], computed=48) == cold
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_an_engine_is_awake_once_all_parts_are(level: SleepLevel, tmp_path: Path) -> None:
+    save_tiny_llama(tmp_path)
+    engine = Engine(tmp_path)
+    cold = engine.generate([0, 1, 2, 3, 4])
+    engine.engine.sleep(SleepLevel.HOST, keeps_host_pages=False)
+    engine.engine.sleep(level, keeps_host_pages=False)
+    assert engine.engine.host_pages is None
+    assert not engine.engine.wake((SleepPart.WEIGHTS,), nothing)
+    assert not engine.engine.wake((SleepPart.WEIGHTS,), nothing)
+    assert engine.engine.wake((SleepPart.KV_CACHE,), nothing)
+    assert engine.engine.host_pages is not None
+    assert engine.generate([0, 1, 2, 3, 4]) == cold
+
+
+def test_an_engine_that_sleeps_is_woken_by_its_configuration(tmp_path: Path) -> None:
+    save_tiny_llama(tmp_path)
+    engine = Engine(tmp_path)
+    cold = engine.generate([0, 1, 2, 3, 4])
+    engine.engine.sleep(SleepLevel.DROPPED, keeps_host_pages=True)
+    spec = EngineSpec(
+        str(tmp_path), max_rows=2, max_context=128, max_step_tokens=64, device_pages=24, host_pages=16, dtype="float32"
+    )
+    assert engine.engine.configure(spec, nothing) == engine.capacity
+    assert engine.generate([0, 1, 2, 3, 4]) == cold
+
+
+def test_other_weights_in_the_files_are_refused(tmp_path: Path) -> None:
+    save_family(tmp_path, "llama")
+    runner = load(tmp_path)
+    runner.sleep(SleepLevel.DROPPED, keeps_host_pages=False)
+    save_family(tmp_path, "llama", seed=1)
+    with pytest.raises(ConfigurationError, match="have changed"):
+        runner.wake_weights(nothing)
+
+
+def as_rank(rank: int, world_size: int, rendezvous: str, model: str, level: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the logits of this rank before and after it has slept."""
+    runner = load(model, backend="compiled", rank=rank, world_size=world_size, rendezvous=rendezvous)
+    try:
+        before = logits_after(runner)
+        nap(runner, SleepLevel(level))
+        return before, logits_after(runner)
+    finally:
+        runner.close()
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_two_ranks_sleep_and_wake_without_meeting_anew(ranks: Ranks, level: SleepLevel, tmp_path: Path) -> None:
+    save_family(tmp_path, "llama")
+    first, second = ranks.run(as_rank, 2, str(tmp_path), int(level))
+    assert torch.equal(*first)
+    assert len(first[0]) == 2
+    assert second[0].numel() == 0
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_an_encoder_sleeps_too(level: SleepLevel, tmp_path: Path) -> None:
+    save_encoder(tmp_path)
+    runner = EncoderRunner.load(tmp_path, EngineSpec(str(tmp_path)), nothing, RunnerOptions(threads=1))
+    token_ids, positions = torch.arange(5, 17), torch.arange(12)
+    lengths = np.array([12])
+    before = runner.encoder.forward(token_ids, positions, lengths, None)
+    runner.sleep(level, keeps_host_pages=False)
+    runner.wake_weights(nothing)
+    runner.wake_cache()
+    assert torch.equal(runner.encoder.forward(token_ids, positions, lengths, None), before)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("family", ["llama", "qwen3 moe", "deepseek v3"])
+def test_a_gpu_gives_its_memory_back_and_captures_its_graphs_again(
+    level: SleepLevel, family: str, tmp_path: Path
+) -> None:
+    save_family(tmp_path, family)
+    engine = Engine(tmp_path, dtype="bfloat16", device_pages=2048)
+    cold = engine.generate([0, 1, 2, 3, 4])
+    before = torch.cuda.memory_allocated()
+    freed = engine.engine.sleep(level, keeps_host_pages=True)
+    assert freed > 0
+    assert torch.cuda.memory_allocated() < before / 2
+    assert engine.engine.wake(tuple(SleepPart), nothing)
+    assert engine.generate([0, 1, 2, 3, 4]) == cold
+
+
+@pytest.mark.gpu
+def test_parked_tensors_come_back_with_their_views() -> None:
+    whole = torch.arange(1000.0, device="cuda")
+    holder = {"parts": [whole[:10], whole[500:].view(50, 10)], "other": torch.ones(3, device="cuda")}
+    wanted = [part.clone() for part in holder["parts"]]
+    parked = ParkedTensors(holder)
+    assert parked.bytes == 4012
+    assert whole.untyped_storage().nbytes() == 0
+    parked.restore()
+    for part, copy in zip(holder["parts"], wanted, strict=True):
+        assert torch.equal(part, copy)
+    assert holder["parts"][0].data_ptr() == whole.data_ptr()
