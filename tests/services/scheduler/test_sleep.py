@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import grpc
 import pytest
@@ -59,7 +59,7 @@ def configurations(pipeline: Pipeline) -> list[int]:
     return [len(worker.configured) for worker in pipeline.workers]
 
 
-async def with_settings(folder: Path, **scheduler: object) -> AsyncIterator[Pipeline]:
+async def with_settings(folder: Path, **scheduler: Any) -> AsyncIterator[Pipeline]:
     pipeline = Pipeline(folder, **scheduler)
     await pipeline.start()
     await pipeline.ready()
@@ -324,10 +324,8 @@ async def test_weights_are_not_replaced_while_the_model_sleeps_nor_does_it_sleep
 async def test_the_load_tells_tokenizers_that_the_group_sleeps(pipeline: Pipeline) -> None:
     await sleep(pipeline)
     await pipeline.submit("meanwhile")
-    await until(lambda: pipeline.loads[-1].sleeps)
-    assert not pipeline.loads[-1].serves
+    await until(lambda: pipeline.loads[-1].sleeps and not pipeline.loads[-1].serves)
     await wake(pipeline)
     await pipeline.finished("meanwhile")
     await pipeline.submit("later")
-    assert pipeline.loads[-1].serves
-    assert not pipeline.loads[-1].sleeps
+    assert (pipeline.loads[-1].serves, pipeline.loads[-1].sleeps) == (True, False)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import weakref
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
@@ -64,7 +64,7 @@ def logits_after(runner: ModelRunner) -> torch.Tensor:
     ],
 )
 def test_a_model_computes_the_same_bits_after_it_has_slept(
-    family: str, backend: str, changes: dict[str, object], level: SleepLevel, tmp_path: Path
+    family: str, backend: str, changes: dict[str, Any], level: SleepLevel, tmp_path: Path
 ) -> None:
     save_family(tmp_path, family)
     runner = load(tmp_path, backend=backend, **changes)
@@ -132,11 +132,11 @@ def test_an_engine_is_awake_once_all_parts_are(level: SleepLevel, tmp_path: Path
     cold = engine.generate([0, 1, 2, 3, 4])
     engine.engine.sleep(SleepLevel.HOST, keeps_host_pages=False)
     engine.engine.sleep(level, keeps_host_pages=False)
-    assert engine.engine.host_pages is None
+    assert not engine.engine.host_pages
     assert not engine.engine.wake((SleepPart.WEIGHTS,), nothing)
     assert not engine.engine.wake((SleepPart.WEIGHTS,), nothing)
     assert engine.engine.wake((SleepPart.KV_CACHE,), nothing)
-    assert engine.engine.host_pages is not None
+    assert engine.engine.host_pages
     assert engine.generate([0, 1, 2, 3, 4]) == cold
 
 
@@ -214,12 +214,12 @@ def test_a_gpu_gives_its_memory_back_and_captures_its_graphs_again(
 @pytest.mark.gpu
 def test_parked_tensors_come_back_with_their_views() -> None:
     whole = torch.arange(1000.0, device="cuda")
-    holder = {"parts": [whole[:10], whole[500:].view(50, 10)], "other": torch.ones(3, device="cuda")}
-    wanted = [part.clone() for part in holder["parts"]]
-    parked = ParkedTensors(holder)
+    parts = [whole[:10], whole[500:].view(50, 10)]
+    wanted = [part.clone() for part in parts]
+    parked = ParkedTensors({"parts": parts, "other": torch.ones(3, device="cuda")})
     assert parked.bytes == 4012
     assert whole.untyped_storage().nbytes() == 0
     parked.restore()
-    for part, copy in zip(holder["parts"], wanted, strict=True):
+    for part, copy in zip(parts, wanted, strict=True):
         assert torch.equal(part, copy)
-    assert holder["parts"][0].data_ptr() == whole.data_ptr()
+    assert parts[0].data_ptr() == whole.data_ptr()
