@@ -188,6 +188,10 @@ def _place(model: DeployedModel, run_directory: Path, total_ranks: int, replicas
         "rendezvous": f"127.0.0.1:{free_port('127.0.0.1')}",
     }
     settings = _with(_with(settings, "scheduler", connected), "tokenizer", {"schedulers": (sockets["scheduler"],)})
+    adapters = settings.scheduler.adapters
+    if adapters.slots and adapters.manifest is None:
+        manifest = run_directory / f"{model.prefix.replace('/', '.')}adapters.json"
+        settings = _with(settings, "scheduler", {"adapters": adapters.model_copy(update={"manifest": manifest})})
 
     def spec(name: str, module: str, stage: Stage, number: int = 0, drain_s: float = 0.0) -> ServiceSpec:
         is_rank = module == "worker"

@@ -9,7 +9,7 @@ from typing import Any, Literal, TypeAlias
 # States as JSON: of a group as `GetStateResponse`, of a model as `Console.fleet` returns it.
 State: TypeAlias = Mapping[str, Any]
 
-READY = "READY"
+READY, SLEEPING = "READY", "SLEEPING"
 # A queue this many times as long as there are rows takes several whole requests to drain.
 LONG_QUEUE_ROWS = 4
 # Pages of running rows, which cannot be evicted, as a share of a tier.
@@ -48,7 +48,9 @@ def _of_model(model: State) -> Iterator[ConsoleAlert]:
 
 def _of_group(group: State) -> Iterator[ConsoleAlert]:
     name = group["group"]
-    if group["worker_group"] != READY:
+    if group["worker_group"] == SLEEPING:
+        yield ConsoleAlert("warning", name, f"its model was put to sleep at level {group['sleep_level']}")
+    elif group["worker_group"] != READY:
         yield ConsoleAlert("critical", name, f"its workers are {group['worker_group']}")
     if group["paused"]:
         yield ConsoleAlert("warning", name, "admission is paused")

@@ -10,6 +10,7 @@ from common.adapters import AdapterInfo, check_adapter_name
 from common.errors import ConfigurationError, InvalidRequestError, PandoError, UnavailableError
 from common.logs import get_logger
 from common.types import ErrorCode
+from services.scheduler.adapter_manifest import AdapterManifest
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Sequence
@@ -41,6 +42,7 @@ class AdapterDesk:
         self._core = core
         self._ranks = ranks
         self._on_lost = on_lost
+        self._manifest = AdapterManifest(settings.manifest)
         self._by_name: dict[str, AdapterInfo] = {}
         # Digests without a name that open requests may still use.
         self._retired: dict[str, AdapterInfo] = {}
@@ -60,7 +62,7 @@ class AdapterDesk:
         return None if adapter is None else adapter.digest
 
     async def restore(self, ranks: Sequence[RankConnection]) -> None:
-        """Have configured ranks read all adapters: at first those of the settings, and those that they had before.
+        """Have configured ranks read all adapters: at first those of the settings, and those that were loaded before.
 
         Raises:
             ConfigurationError: an adapter of the settings cannot be loaded.
@@ -102,6 +104,7 @@ class AdapterDesk:
                 made = replace(await self._read(self._ready(), AdapterInfo(name, source)), pinned=pinned)
             self._check_pins(made)
             self._put(made)
+            self._manifest.write(self.all)
         self._log.info("adapter.loaded", name=name, digest=made.digest[:12], rank=made.rank, pinned=made.pinned)
         return made
 
@@ -118,6 +121,7 @@ class AdapterDesk:
             await asyncio.gather(*(rank.drop_adapter(name=name) for rank in self._ready()))
             del self._by_name[name]
             self._retire(adapter)
+            self._manifest.write(self.all)
         self._log.info("adapter.unloaded", name=name)
         return True
 
@@ -137,7 +141,7 @@ class AdapterDesk:
                     self._log.warning("adapter.not_dropped", reason=str(error))
 
     async def _begin(self, ranks: Sequence[RankConnection]) -> None:
-        for adapter in await _answered(ranks[0].adapters()):
+        for adapter in await _answered(ranks[0].adapters()) or self._manifest.read():
             self._put(adapter)
         for name, source in self._settings.load.items():
             if name in self._by_name:

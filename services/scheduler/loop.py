@@ -484,6 +484,8 @@ class SchedulerLoop:
         while True:
             await asyncio.sleep(HOUSEKEEPING_INTERVAL_S)
             metrics.SLEEPING.set(self.sleep_level)
+            if self.is_sleeping:
+                metrics.GROUP_READY.set(1)  # it waits to be woken, so there is nothing to repair
             if self.core is None:
                 continue
             self._reload_limits(self.core)

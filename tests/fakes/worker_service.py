@@ -57,6 +57,7 @@ class FakeWorkerService(worker_pb2_grpc.WorkerServicer):
         self.open_plans: int | None = None
         self.loses_plans = False
         self.adapter_refusal: str | None = None
+        self.refused_sources: set[str] = set()
         self.adapters: dict[str, common_pb2.AdapterInfo] = {}
         self.adapter_reads = 0
         self.dropped_adapters: list[str] = []
@@ -133,8 +134,8 @@ class FakeWorkerService(worker_pb2_grpc.WorkerServicer):
     async def ReadAdapter(
         self, request: worker_pb2.ReadAdapterRequest, context: Context
     ) -> worker_pb2.ReadAdapterResponse:
-        if self.adapter_refusal is not None:
-            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, self.adapter_refusal)
+        if self.adapter_refusal is not None or request.adapter.source in self.refused_sources:
+            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, self.adapter_refusal or "there are no such files")
         made = request.adapter
         made.digest = made.digest or hashlib.sha256(made.source.encode()).hexdigest()
         made.rank, made.bytes = 8, 100

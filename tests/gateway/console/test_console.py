@@ -151,6 +151,7 @@ async def test_only_so_many_consoles_watch_at_a_time() -> None:
     ("change", "severity", "text"),
     [
         ({"worker_group": "FAILED"}, "critical", "its workers are FAILED"),
+        ({"worker_group": "SLEEPING", "sleep_level": 2}, "warning", "put to sleep at level 2"),
         ({"paused": True}, "warning", "admission is paused"),
         ({"leaked_pages": "2"}, "warning", "2 leaked pages"),
         ({"waiting_requests": 33}, "warning", "33 requests wait for 8 rows"),

@@ -8,8 +8,10 @@ from typing import TYPE_CHECKING
 import grpc
 import pytest
 
+from common.adapters import AdapterInfo
 from common.wire.requests import schedule_request_to_wire
 from protos.gen.pando.v1 import common_pb2, scheduler_pb2
+from services.scheduler.adapter_manifest import AdapterManifest
 from tests.services.scheduler.core.harness import make_request
 from tests.services.scheduler.pipeline import ADMIN, Pipeline
 from tests.waiting import until
@@ -166,3 +168,75 @@ async def test_there_are_at_most_so_many_and_only_administrators_change_them(pip
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await call
         assert caught.value.code() is grpc.StatusCode.PERMISSION_DENIED
+
+
+@pytest.fixture
+async def noting(tmp_path: Path) -> AsyncIterator[Pipeline]:
+    """A pipeline whose scheduler keeps a manifest."""
+    adapters = {"slots": 2, "load": {"given": "/given"}, "manifest": tmp_path / "adapters.json"}
+    made = Pipeline(tmp_path, page_size=16, max_step_tokens=64, adapters=adapters)
+    await made.start()
+    await made.ready()
+    yield made
+    await made.stop()
+
+
+async def die_together(pipeline: Pipeline) -> None:
+    """Have all ranks and the scheduler start anew."""
+    await pipeline.stop_workers()
+    for worker in pipeline.workers:
+        worker.adapters.clear()
+        worker.process = "second"
+    await pipeline.start_workers()
+    await pipeline.restart()
+
+
+async def test_what_was_loaded_outlasts_scheduler_and_workers(noting: Pipeline) -> None:
+    loaded = await load(noting, "new", "/new")
+    await load(noting, "dropped", "/dropped")
+    assert await unload(noting, "dropped")
+    await load(noting, "new", "", pinned=True)
+    await die_together(noting)
+    found = await listed(noting)
+    assert found.keys() == {"given", "new"}
+    assert found["new"].adapter.digest == loaded.digest
+    assert found["new"].adapter.pinned
+    assert [sorted(worker.adapters) for worker in noting.workers] == [["given", "new"]] * 2
+    await run(noting, "one", "new")
+
+
+async def test_an_adapter_whose_files_have_changed_is_lost_and_the_others_serve(noting: Pipeline) -> None:
+    await load(noting, "new", "/new")
+    path = noting.settings.scheduler.adapters.manifest
+    assert path is not None
+    manifest = AdapterManifest(path)
+    manifest.write([replace(each, source="/gone") if each.name == "new" else each for each in manifest.read()])
+    for worker in noting.workers:
+        worker.refused_sources.add("/gone")
+    await die_together(noting)
+    assert (await listed(noting)).keys() == {"given"}
+    await run(noting, "one", "given")
+
+
+@pytest.mark.parametrize(
+    "content",
+    [b"", b"[]", b"{}", b'{"adapters": 3}', b'{"adapters": [{}]}', b'{"adapters": [{"name": "../x"}]}', b"\xff"],
+)
+async def test_a_damaged_manifest_leaves_the_settings_adapters(noting: Pipeline, content: bytes) -> None:
+    path = noting.settings.scheduler.adapters.manifest
+    assert path is not None
+    path.write_bytes(content)
+    await die_together(noting)
+    assert (await listed(noting)).keys() == {"given"}
+
+
+def test_a_manifest_lists_what_was_written(tmp_path: Path) -> None:
+    adapters = [AdapterInfo("one", "/one", "d1", True, 8, 100), AdapterInfo("two", "org/two", "d2")]
+    path = tmp_path / "adapters.json"
+    AdapterManifest(path).write(adapters)
+    assert AdapterManifest(path).read() == adapters
+    assert [each.name for each in tmp_path.iterdir()] == ["adapters.json"]
+    AdapterManifest(tmp_path / "nowhere" / "adapters.json").write(adapters)
+    assert AdapterManifest(tmp_path / "nowhere" / "adapters.json").read() == []
+    AdapterManifest(None).write(adapters)
+    assert AdapterManifest(None).read() == []

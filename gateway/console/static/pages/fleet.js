@@ -103,7 +103,7 @@ function Group({ group }) {
   if (group.error) return html`<article class="card">${heading}<p><span class="dot bad" aria-hidden="true"></span>Away: ${group.error}</p></article>`;
   const isReady = group.worker_group === "READY";
   return html`<article class="card">${heading}
-    <p><span class="dot ${isReady ? "ok" : "bad"}" aria-hidden="true"></span>Workers ${group.worker_group.toLowerCase()}${group.paused ? ", admission paused" : ""}
+    <p><span class="dot ${isReady || group.worker_group === "SLEEPING" ? "ok" : "bad"}" aria-hidden="true"></span>Workers ${group.worker_group.toLowerCase()}${group.paused ? ", admission paused" : ""}
       <span class="muted"> · policy ${group.policy}, cache ${group.cache}</span></p>
     <dl class="pairs">
       <dt>Rows</dt><dd>${count(group.running_rows)} of ${count(group.max_rows)}</dd>
