@@ -73,6 +73,7 @@ CALLERS: Mapping[str, Callers] = {
         "/pando.v1.Worker/Execute": _SCHEDULER,
         "/pando.v1.Worker/PrepareGrammar": _SCHEDULER,
         "/pando.v1.Worker/CheckWeights": _SCHEDULER,
+        "/pando.v1.Worker/PrepareWeights": _SCHEDULER,
         "/pando.v1.Worker/ReadAdapter": _SCHEDULER,
         "/pando.v1.Worker/DropAdapter": _SCHEDULER,
         "/pando.v1.Worker/GetAdapters": _SCHEDULER | _OPERATOR,

@@ -57,6 +57,8 @@ def add_routes(router: APIRouter, context: Context) -> None:
             "message": f"the weights of {len(groups)} scheduler groups are replaced",
             "num_paused_requests": sum(group.running for group in groups),
             "weight_version": groups[0].version,
+            "paused_seconds": max(group.paused_s for group in groups),
+            "loaded_beside": all(group.beside for group in groups),
         }
         return Response(orjson.dumps(answer), media_type="application/json")
 

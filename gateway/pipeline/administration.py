@@ -69,7 +69,10 @@ class GrpcAdministration:
         answers = await self._ask(
             lambda stub: stub.UpdateWeights(request, timeout=UPDATE_TIMEOUT_S, metadata=self._metadata)
         )
-        return [WeightsUpdated(answer.weight_version, answer.running_requests) for answer in answers]
+        return [
+            WeightsUpdated(answer.weight_version, answer.running_requests, answer.paused_seconds, answer.loaded_beside)
+            for answer in answers
+        ]
 
     async def sleep(self, wish: SleepWish) -> list[FallenAsleep]:
         """Put the workers of all groups to sleep, even if one of them fails; return what each says."""

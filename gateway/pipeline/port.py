@@ -198,10 +198,15 @@ class WeightsUpdate:
 
 @dataclass(frozen=True, slots=True)
 class WeightsUpdated:
-    """The name of the weights that a group serves, and the number of requests that ran when the update began."""
+    """The name of the weights that a group serves, and the number of requests that ran when the update began.
+
+    `paused_s` is the time in which none could run; `beside` says that the new weights were read before.
+    """
 
     version: str
     running: int
+    paused_s: float = 0.0
+    beside: bool = False
 
 
 @dataclass(frozen=True, slots=True)

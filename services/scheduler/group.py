@@ -175,6 +175,25 @@ class WorkerGroup:
             raise UnavailableError("the scheduler waits for its workers", retry_after_ms=1000)
         await asyncio.gather(*(rank.check_weights(weights) for rank in self.ranks))
 
+    async def prepare_weights(self, weights: LoadedWeights) -> bool:
+        """Have all ranks read other weights beside the loaded ones, while plans run; return whether all could.
+
+        Raises:
+            PandoError: they cannot be read, or a rank is unreachable; none of them keeps any.
+        """
+        if not self.ranks:
+            raise UnavailableError("the scheduler waits for its workers", retry_after_ms=1000)
+        results = await asyncio.gather(*(rank.prepare_weights(weights) for rank in self.ranks), return_exceptions=True)
+        errors = [result for result in results if isinstance(result, BaseException)]
+        if errors:
+            await self.drop_prepared_weights()
+            raise errors[0]
+        return all(results)
+
+    async def drop_prepared_weights(self) -> None:
+        """Have all ranks forget what `prepare_weights` made them read."""
+        await asyncio.gather(*(rank.prepare_weights(None) for rank in self.ranks), return_exceptions=True)
+
     async def replace_weights(self, weights: LoadedWeights) -> None:
         """Configure all ranks with other weights; if any of them fails, all get the weights that they had.
 

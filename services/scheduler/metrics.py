@@ -46,6 +46,11 @@ SESSION_PINS_YIELDED = Gauge(
     "pando_scheduler_session_pins_yielded",
     "How often a session gave up what it held, as otherwise nothing could have run, since start.",
 )
+WEIGHTS_PAUSE_SECONDS = Histogram(
+    "pando_scheduler_weights_pause_seconds",
+    "Time in which no request ran while weights were replaced.",
+    buckets=_LONG_SECONDS,
+)
 SLEEPING = Gauge("pando_scheduler_sleeping", "Level at which the workers sleep: 1 or 2; 0: they do not.")
 SLEEP_SECONDS = Histogram(
     "pando_scheduler_sleep_seconds",

@@ -107,6 +107,17 @@ class RankConnection:
         request = worker_pb2.CheckWeightsRequest(model=weights.model, load_format=weights.load_format)
         await answered(self._stub.CheckWeights(request, timeout=CHECK_WEIGHTS_TIMEOUT_S))
 
+    async def prepare_weights(self, weights: LoadedWeights | None) -> bool:
+        """Have other weights read beside the loaded ones, or forgotten; return whether they were read.
+
+        Raises:
+            PandoError: they cannot be read, or the rank is unreachable.
+        """
+        request = worker_pb2.PrepareWeightsRequest()
+        if weights is not None:
+            request.model, request.load_format = weights.model, weights.load_format
+        return bool((await answered(self._stub.PrepareWeights(request, timeout=CONFIGURE_TIMEOUT_S))).is_prepared)
+
     async def sleep(self, level: SleepLevel, *, keeps_host_pages: bool) -> int:
         """Have the rank give back KV memory and weights; return the bytes that became free.
 

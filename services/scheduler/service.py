@@ -253,7 +253,12 @@ class SchedulerService(scheduler_pb2_grpc.SchedulerServicer):
         updated = await self._weights.update(
             request.model, request.load_format, update_mode_from_wire(request.mode), request.weight_version
         )
-        return scheduler_pb2.UpdateWeightsResponse(weight_version=updated.version, running_requests=updated.running)
+        return scheduler_pb2.UpdateWeightsResponse(
+            weight_version=updated.version,
+            running_requests=updated.running,
+            paused_seconds=updated.paused_s,
+            loaded_beside=updated.beside,
+        )
 
     async def Sleep(  # noqa: N802
         self, request: scheduler_pb2.SchedulerSleepRequest, context: Context

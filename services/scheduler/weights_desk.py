@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from dataclasses import dataclass
 from enum import Enum
 from typing import TYPE_CHECKING
@@ -31,10 +32,15 @@ class UpdateMode(Enum):
 
 @dataclass(frozen=True, slots=True)
 class UpdatedWeights:
-    """The name of the weights that serve, and the number of requests that ran when the update began."""
+    """The name of the weights that serve, and the number of requests that ran when the update began.
+
+    `paused_s` is the time in which none could run; `beside` says that all ranks had read the new weights before.
+    """
 
     version: str
     running: int
+    paused_s: float
+    beside: bool
 
 
 class WeightsDesk:
@@ -84,6 +90,25 @@ class WeightsDesk:
 
     async def _replace(self, weights: LoadedWeights, mode: UpdateMode) -> UpdatedWeights:
         await self._group.check_weights(weights)
+        beside = await self._group.prepare_weights(weights)
+        try:
+            running, paused_s = await self._commit(weights, mode)
+        except BaseException:
+            await self._group.drop_prepared_weights()
+            raise
+        metrics.WEIGHTS_PAUSE_SECONDS.observe(paused_s)
+        self._log.info(
+            "weights.replaced",
+            model=weights.model,
+            version=weights.version,
+            running=running,
+            beside=beside,
+            paused_s=round(paused_s, 3),
+        )
+        return UpdatedWeights(weights.version, running, paused_s, beside)
+
+    async def _commit(self, weights: LoadedWeights, mode: UpdateMode) -> tuple[int, float]:
+        """Deal with the requests that run, and have the weights used; return their number, and the pause in seconds."""
         running = self._loop.count_started()
         try:
             match mode:
@@ -95,11 +120,11 @@ class WeightsDesk:
                     self._loop.abort_started()
                 case UpdateMode.RECOMPUTE:
                     pass
+            began_at = time.monotonic()
             await self._group.replace_weights(weights)
+            return running, time.monotonic() - began_at
         finally:
             self._loop.hold_new(held=False)
-        self._log.info("weights.replaced", model=weights.model, version=weights.version, running=running)
-        return UpdatedWeights(weights.version, running)
 
 
 def _next(version: str) -> str:

@@ -29,7 +29,8 @@ from services.worker.storage.tier import WorkerStorageTier
 
 if TYPE_CHECKING:
     from common.steps import EngineSpec
-    from services.worker.engine.execution.engine import LoadedModel
+    from services.worker.engine.backends import RunnerOptions
+    from services.worker.engine.execution.engine import LoadedModel, LoadModel
     from services.worker.engine.execution.interface import Engine, ProgressReport
 
 NAME = "pando.v1.Worker"
@@ -115,19 +116,28 @@ def make_engine(settings: WorkerSettings, library: GrammarLibrary) -> Engine:
     def load(spec: EngineSpec, report: ProgressReport) -> LoadedModel:
         if spec.load_format == FAKE_FORMAT:
             return FakeModel(spec, report, fake_options)
-        from services.worker.engine.backends import RunnerOptions
         from services.worker.engine.execution.torch_model import TorchModel
         from services.worker.engine.loader import load_model
 
-        options = RunnerOptions(
-            device=settings.device,
-            device_index=settings.device_index,
-            threads=settings.threads,
-            backend=settings.backend,
-        )
-        return TorchModel(load_model(spec, report, options), spec, report, library)
+        return TorchModel(load_model(spec, report, runner_options(settings)), spec, report, library)
 
-    return ModelEngine(load)
+    def prepare(spec: EngineSpec, serving: LoadedModel) -> LoadModel | None:
+        if spec.load_format == FAKE_FORMAT:
+            return None
+        from services.worker.engine.execution.torch_model import prepare_model
+
+        return prepare_model(spec, runner_options(settings), serving, library)
+
+    return ModelEngine(load, prepare)
+
+
+def runner_options(settings: WorkerSettings) -> RunnerOptions:
+    """Return the settings of this host for a model that torch computes."""
+    from services.worker.engine.backends import RunnerOptions
+
+    return RunnerOptions(
+        device=settings.device, device_index=settings.device_index, threads=settings.threads, backend=settings.backend
+    )
 
 
 if __name__ == "__main__":

@@ -185,11 +185,9 @@ class Rank:
             NotReadyError: no model is loaded.
             ConfigurationError: they cannot.
         """
-        spec = self._spec
-        if spec is None or self._state is not WorkerState.READY:
-            raise NotReadyError(f"the rank is {self._state.value}, configure it first")
-        replacement = replace(spec, model=model, load_format=load_format or spec.load_format)
-        return await asyncio.to_thread(self._check_weights, spec, replacement)
+        replacement = self._replacement(model, load_format)
+        assert self._spec is not None, "it is replaced"
+        return await asyncio.to_thread(self._check_weights, self._spec, replacement)
 
     async def sleep(self, level: SleepLevel, *, keeps_host_pages: bool) -> int:
         """Give back KV memory and weights between two plans, also if the caller is cancelled; return the bytes freed.
@@ -239,6 +237,28 @@ class Rank:
         if self._state is before:
             self._set_state(state_after(outcome))
         return outcome
+
+    async def prepare_weights(self, model: str, load_format: str) -> bool:
+        """Read other weights beside the loaded ones and beside plans, for the next `configure`; return whether it did.
+
+        Raises:
+            NotReadyError: no model is loaded.
+            ConfigurationError: they cannot be read, or their files have changed meanwhile.
+        """
+        replacement = self._replacement(model, load_format)
+        if self._engine.ends_with_group:
+            return False  # a new process will read them
+        return await asyncio.to_thread(self._engine.prepare, replacement)
+
+    def drop_prepared_weights(self) -> None:
+        """Forget what `prepare_weights` has read."""
+        self._engine.drop_prepared()
+
+    def _replacement(self, model: str, load_format: str) -> EngineSpec:
+        spec = self._spec
+        if spec is None or self._state is not WorkerState.READY:
+            raise NotReadyError(f"the rank is {self._state.value}, configure it first")
+        return replace(spec, model=model, load_format=load_format or spec.load_format)
 
     def open_session(self) -> ExecuteSession:
         """Begin a stream of plans with no rows open; a stream that is open gives way.

@@ -140,6 +140,25 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
         except ConfigurationError as error:
             raise InvalidRequestError(str(error), param="model_path") from error
 
+    async def PrepareWeights(  # noqa: N802
+        self, request: worker_pb2.PrepareWeightsRequest, context: Context
+    ) -> worker_pb2.PrepareWeightsResponse:
+        """Read other weights beside the loaded ones."""
+        if not request.model:
+            self._rank.drop_prepared_weights()
+            return worker_pb2.PrepareWeightsResponse()
+        try:
+            is_prepared = await self._rank.prepare_weights(request.model, request.load_format)
+        except NotReadyError as error:
+            await context.abort(grpc.StatusCode.FAILED_PRECONDITION, str(error))
+        except ConfigurationError as error:
+            raise InvalidRequestError(str(error), param="model_path") from error
+        except PandoError:
+            raise
+        except Exception as error:
+            raise UnavailableError(f"reading failed: {type(error).__name__}: {error}") from error
+        return worker_pb2.PrepareWeightsResponse(is_prepared=is_prepared)
+
     async def Sleep(  # noqa: N802
         self, request: worker_pb2.WorkerSleepRequest, context: Context
     ) -> worker_pb2.WorkerSleepResponse:

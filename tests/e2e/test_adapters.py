@@ -11,6 +11,7 @@ import tokenizers
 
 from common.settings import GatewaySettings, LimitsSettings, ModelSettings, SchedulerSettings, Settings
 from common.settings.scheduler import AdapterSettings
+from deploy.cli import main
 from gateway.identity.keys import ApiKey, hash_of, save_keys
 from tests.e2e.conftest import serve
 from tests.services.worker.engine.adapters.peft_adapters import ATTENTION, FEED_FORWARD, save_adapter
@@ -150,7 +151,7 @@ def test_what_cannot_be_loaded_is_refused_and_the_rest_serves_on(
     assert serves(served_adapters)
 
 
-@pytest.mark.parametrize("name", ["worker", "scheduler"])
+@pytest.mark.parametrize("name", ["worker", "scheduler", "tokenizer", "detokenizer"])
 def test_an_answer_goes_on_with_the_same_tokens_when_a_service_dies(served_adapters: Served, name: str) -> None:
     wait_until(lambda: serves(served_adapters), RECOVERY_S)
     wanted = tokens_of(served_adapters, "tiny:first", tokens=400)
@@ -168,6 +169,57 @@ def test_an_answer_goes_on_with_the_same_tokens_when_a_service_dies(served_adapt
     running.join(timeout=RECOVERY_S)
     assert found == [wanted]
     wait_until(lambda: serves(served_adapters), RECOVERY_S)
+
+
+def test_what_was_loaded_is_loaded_again_when_scheduler_and_workers_die_together(
+    served_adapters: Served, adapters: dict[str, Path]
+) -> None:
+    wait_until(lambda: serves(served_adapters), RECOVERY_S)
+    load(served_adapters, "second", adapters["second"])
+    wanted = tokens_of(served_adapters, "tiny:second")
+    names = ("scheduler", "worker")
+    before = [served_adapters.deployment.pid_of(name) for name in names]
+    for name in names:
+        served_adapters.deployment.kill(name)
+    for name, pid in zip(names, before, strict=True):
+        wait_until(lambda: served_adapters.deployment.pid_of(name) not in (None, pid), RECOVERY_S)  # noqa: B023
+    wait_until(lambda: serves(served_adapters), RECOVERY_S)
+    assert tokens_of(served_adapters, "tiny:second") == wanted
+    assert post(served_adapters, "/v1/unload_lora_adapter", {"lora_name": "second"}).status_code == httpx.codes.OK
+
+
+def test_the_command_lists_loads_pins_and_unloads(
+    served_adapters: Served, adapters: dict[str, Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    wait_until(lambda: serves(served_adapters), RECOVERY_S)
+    scheduler = ("--scheduler", served_adapters.deployment.address_of("scheduler"))
+
+    def pando(*arguments: str) -> tuple[int, str]:
+        status = main(["adapters", *arguments, *scheduler])
+        captured = capsys.readouterr()
+        return status, captured.out + captured.err
+
+    status, told = pando("load", "third", str(adapters["third"]))
+    assert status == 0
+    assert "third: rank 24" in told
+    tokens_of(served_adapters, "tiny:third", ADMIN)
+    status, told = pando("list")
+    assert status == 0
+    assert "2 adapters, 2 slots" in told
+    (line,) = [line for line in told.splitlines() if line.strip().startswith("third")]
+    assert "yes" in line
+    assert pando("pin", "third")[0] == 0
+    assert "pinned" in pando("list")[1]
+    assert pando("unpin", "third")[0] == 0
+    assert "pinned" not in pando("list")[1]
+    assert pando("unload", "third")[0] == 0
+    assert ask(served_adapters, "tiny:third", ADMIN).status_code == httpx.codes.NOT_FOUND
+    status, told = pando("unload", "third")
+    assert (status, "not loaded" in told) == (1, True)
+    status, told = pando("load", "third", "/nowhere/at/all")
+    assert status != 0
+    assert "no such directory" in told
+    assert pando("pin", "third")[0] != 0
 
 
 @pytest.mark.extended

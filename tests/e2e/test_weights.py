@@ -92,6 +92,7 @@ def test_weights_are_replaced_under_load(served_anew: Served, newer: Path, expec
         answer = replaced.result()
         assert answer.status_code == httpx.codes.OK, answer.text
         assert answer.json()["success"]
+        assert answer.json()["loaded_beside"]
         for request in long:
             found = request.result()
             assert found["usage"]["completion_tokens"] == 150

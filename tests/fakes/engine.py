@@ -26,6 +26,7 @@ class ScriptedEngine:
 
     before_configure: Callable[[], None] = nothing
     before_execute: Callable[[], None] = nothing
+    before_prepare: Callable[[], None] = nothing
     # Also before waking.
     before_sleep: Callable[[], None] = nothing
     calls: list[str] = field(default_factory=list)
@@ -61,6 +62,14 @@ class ScriptedEngine:
         self.before_execute()
         self.plans.append(plan)
         self.inner.execute(plan, emit)
+
+    def prepare(self, spec: EngineSpec) -> bool:
+        self.calls.append(f"prepare {spec.model}")
+        self.before_prepare()
+        return True
+
+    def drop_prepared(self) -> None:
+        self.calls.append("drop_prepared")
 
     def sleep(self, level: SleepLevel, *, keeps_host_pages: bool) -> int:
         self.calls.append("sleep")

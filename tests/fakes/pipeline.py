@@ -234,7 +234,7 @@ class FakeAdministration:
         self.updates.append(update)
         if self.refusal is not None:
             raise self.refusal
-        return [WeightsUpdated(update.version or "1", 3)]
+        return [WeightsUpdated(update.version or "1", 3, 0.25, beside=True)]
 
     async def sleep(self, wish: SleepWish) -> list[FallenAsleep]:
         if self.refusal is not None:

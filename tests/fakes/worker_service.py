@@ -22,6 +22,13 @@ if TYPE_CHECKING:
     Context = grpc.aio.ServicerContext[Any, Any]
 
 
+def _open_gate() -> asyncio.Event:
+    """Return an event that nothing waits for until it is cleared."""
+    gate = asyncio.Event()
+    gate.set()
+    return gate
+
+
 class FakeWorkerService(worker_pb2_grpc.WorkerServicer):
     """Configures at once and runs plans on a SimulatedWorker; tests set the attributes to make it misbehave."""
 
@@ -44,14 +51,12 @@ class FakeWorkerService(worker_pb2_grpc.WorkerServicer):
         self.fatal_effect = "error"
         self.process = "first"
         # Grammars are compiled once this is set.
-        self.compiles = asyncio.Event()
-        self.compiles.set()
+        self.compiles = _open_gate()
         self.compiling = 0
         self.grammar_refusal: str | None = None
         self.hangs = False
         # Calls of GetState wait while it is cleared; `heartbeat_age_s` is what they report of the engine.
-        self.answers = asyncio.Event()
-        self.answers.set()
+        self.answers = _open_gate()
         self.heartbeat_age_s = 0.0
         # None: as a worker of an earlier version. A lost plan is neither run nor counted, until Configure is called.
         self.open_plans: int | None = None
@@ -64,6 +69,10 @@ class FakeWorkerService(worker_pb2_grpc.WorkerServicer):
         # Why weights are refused when they are checked, and when they are loaded, by model.
         self.misfits: dict[str, str] = {}
         self.unloadable: dict[str, str] = {}
+        # Calls of PrepareWeights, which wait while `prepares` is cleared, and why they fail, by model.
+        self.prepared: list[str] = []
+        self.unreadable: dict[str, str] = {}
+        self.has_room = True
         self.step_s = 0.0
         # Calls of Sleep and WakeUp with what they ask for, and why they fail. Waking waits while `wakes` is cleared.
         self.slept: list[tuple[int, bool]] = []
@@ -71,8 +80,7 @@ class FakeWorkerService(worker_pb2_grpc.WorkerServicer):
         self.sleep_level = 0
         self.sleep_refusal: str | None = None
         self.wake_refusal: str | None = None
-        self.wakes = asyncio.Event()
-        self.wakes.set()
+        self.wakes, self.prepares = _open_gate(), _open_gate()
         # Passes that a transfer takes; those that are done together are acknowledged last first.
         self.transfer_passes = 1
 
@@ -99,6 +107,15 @@ class FakeWorkerService(worker_pb2_grpc.WorkerServicer):
         if request.model in self.misfits:
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, self.misfits[request.model])
         return worker_pb2.CheckWeightsResponse()
+
+    async def PrepareWeights(
+        self, request: worker_pb2.PrepareWeightsRequest, context: Context
+    ) -> worker_pb2.PrepareWeightsResponse:
+        self.prepared.append(request.model)
+        await self.prepares.wait()
+        if request.model in self.unreadable:
+            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, self.unreadable[request.model])
+        return worker_pb2.PrepareWeightsResponse(is_prepared=bool(request.model) and self.has_room)
 
     async def Sleep(self, request: worker_pb2.WorkerSleepRequest, context: Context) -> worker_pb2.WorkerSleepResponse:
         self.slept.append((request.level, request.keeps_host_pages))

@@ -59,5 +59,6 @@ def update_weights(connection: Connection, *, request: scheduler_pb2.UpdateWeigh
     """Replace the weights, and wait until the new ones serve."""
     answer = connection.scheduler.UpdateWeights(request, timeout=UPDATE_TIMEOUT_S, metadata=connection.metadata)
     connection.console.print(
-        f"{request.model} serves as version {answer.weight_version}; {answer.running_requests:,} requests were running"
+        f"{request.model} serves as version {answer.weight_version}; {answer.running_requests:,} requests were "
+        f"running, and none ran for {answer.paused_seconds:.1f} s"
     )

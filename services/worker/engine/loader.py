@@ -31,6 +31,7 @@ from services.worker.engine.backends import (
     select_kv_dtype,
 )
 from services.worker.engine.checkpoints.opening import open_checkpoint, read_rope
+from services.worker.engine.checkpoints.replacing import states_of
 from services.worker.engine.checkpoints.safetensors_directory import SafetensorsTensors, read_json
 from services.worker.engine.encoder.runner import EncoderRunner
 from services.worker.engine.host import available_memory
@@ -75,8 +76,12 @@ if TYPE_CHECKING:
     from services.worker.engine.execution.pooler import PoolerHead
     from services.worker.engine.kernels.interface import AttentionBackend, KvScales
     from services.worker.engine.model.decoder import Decoder
+    from services.worker.engine.model.transformer import TransformerWeights
 
 log = logging.getLogger(__name__)
+
+# Free memory that weights read beside others must leave, as a multiple of theirs: reading takes buffers.
+_SPARE = 1.2
 
 
 def load_model(spec: EngineSpec, report: ProgressReport, options: RunnerOptions) -> ModelRunner | EncoderRunner:
@@ -102,6 +107,49 @@ def load_decoder(spec: EngineSpec, report: ProgressReport, options: RunnerOption
 
 def _read_again(spec: EngineSpec, options: RunnerOptions, runner: ModelRunner, report: ProgressReport) -> ReadModel:
     return _DecoderLoader(spec, options, report).read_again(runner)
+
+
+class PreparedDecoder:
+    """Weights that were read while another model of the same shape serves, whose place they are to take."""
+
+    def __init__(self, loader: _DecoderLoader) -> None:
+        """Take over a loader that has read its weights."""
+        self._loader = loader
+
+    def load(self, spec: EngineSpec, report: ProgressReport) -> ModelRunner:
+        """Do what is left of `load_decoder`; `spec` may name other numbers of pages than when they were read."""
+        return self._loader.load_prepared(spec, report)
+
+
+def prepare_decoder(spec: EngineSpec, options: RunnerOptions, serving: ModelRunner) -> PreparedDecoder | None:
+    """Read the weights of `spec` beside those of `serving`, of which they have the shape, in any thread.
+
+    Returns None if memory does not suffice for both, or if the model runs through `transformers`.
+
+    Raises:
+        ConfigurationError: they cannot be read, or their files have changed meanwhile.
+    """
+    needed, free = serving.weight_bytes, _free_for_weights(spec, serving.device)
+    if needed * _SPARE > free:
+        log.info("weights.in_place needed_mib=%d free_mib=%d", needed >> 20, free >> 20)
+        return None
+    loader = _DecoderLoader(spec, options, lambda _fraction, _stage: None)
+    if not loader.can_prepare:
+        return None
+    files = None if spec.load_format == "dummy" else resolve_model(spec.model)
+    before = files and states_of(files)
+    loader.prepare()
+    if files is not None and states_of(files) != before:
+        message = "its files have changed while they were read; retry when they are whole"
+        raise ConfigurationError(f"{spec.model}: {message}")
+    return PreparedDecoder(loader)
+
+
+def _free_for_weights(spec: EngineSpec, device: torch.device) -> int:
+    if device.type == "cpu":
+        return available_memory() // ranks_on_host(spec)
+    unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    return int(torch.cuda.mem_get_info(device)[0]) + unused
 
 
 class _DecoderLoader:
@@ -148,6 +196,8 @@ class _DecoderLoader:
         self._kv_scales: tuple[KvScales, ...] = ()
         # Of models that run through `transformers`, products cannot be changed.
         self._adapters: ActiveAdapters | None = None
+        # Read ahead by `prepare`.
+        self._weights: TransformerWeights | None = None
         if self._kv_dtype == FP8 and self._config.latent is not None:
             raise ConfigurationError(
                 f"kv_dtype=fp8: latent attention ({self._config.family}) keeps one row for both, which is not "
@@ -230,10 +280,8 @@ class _DecoderLoader:
         if isinstance(self._checkpoint, TransformersCheckpoint):
             return self._transformers_decoder(self._checkpoint, context, group)
         kernels, ranks = self._backend.kernels, self._spec.world_size
-        tensors = CheckedTensors(self._checkpoint, self._device, quantiser(self._spec, self._config))
-        adapters = self._adapters = ActiveAdapters(self._spec.adapter_slots) if self._spec.adapter_slots else None
-        assembler = Assembler(tensors, self._shard, kernels, self._dtype, self._device, self._has_vocabulary, adapters)
-        weights = assembler.weights(lambda share: self._report(0.98 * share, "loading weights"))
+        weights = self._weights or self._read(self._checkpoint)
+        adapters, self._weights = self._adapters, None
         vocabulary = tuple(shard_model(self._config, rank, ranks).vocabulary for rank in range(ranks))
         attention, (*inner, last) = self._attention(context), weights.layers
         # Several ranks add up what their parts of a layer contribute: no one call.
@@ -244,6 +292,35 @@ class _DecoderLoader:
         return Transformer(
             weights, self._config, vocabulary, kernels=kernels, attention=attention, group=group, adapters=adapters
         )
+
+    def _read(self, checkpoint: Checkpoint) -> TransformerWeights:
+        """Read the weights, and prepare the sites of adapters."""
+        tensors = CheckedTensors(checkpoint, self._device, quantiser(self._spec, self._config))
+        adapters = self._adapters = ActiveAdapters(self._spec.adapter_slots) if self._spec.adapter_slots else None
+        kernels = self._backend.kernels
+        assembler = Assembler(tensors, self._shard, kernels, self._dtype, self._device, self._has_vocabulary, adapters)
+        return assembler.weights(lambda share: self._report(0.98 * share, "loading weights"))
+
+    @property
+    def can_prepare(self) -> bool:
+        """Whether weights can be read before the ranks meet."""
+        return not isinstance(self._checkpoint, TransformersCheckpoint)
+
+    @torch.inference_mode()
+    def prepare(self) -> None:
+        """Read the weights for `load_prepared`."""
+        assert not isinstance(self._checkpoint, TransformersCheckpoint), "the caller has asked"
+        self._config = self._config.within(longest_context(self._spec, self._config))
+        self._weights = self._read(self._checkpoint)
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+
+    def load_prepared(self, spec: EngineSpec, report: ProgressReport) -> ModelRunner:
+        """Load with the weights that `prepare` has read, in the engine's thread."""
+        self._spec, self._report = spec, report
+        if self._device.type == "cuda":
+            torch.cuda.set_device(self._device)
+        return self.load()
 
     def _shelf(self) -> AdapterShelf | None:
         """Return the place of adapters, if the model is to have any and can."""

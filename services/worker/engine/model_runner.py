@@ -13,7 +13,7 @@ from services.worker.engine.host_tier.pool import allocate_host_pool
 from services.worker.engine.host_tier.sliced_transfers import SlicedTransfers
 from services.worker.engine.host_tier.stream_transfers import StreamTransfers
 from services.worker.engine.model.kv_pool import allocate_like, shape_of
-from services.worker.engine.sleeping import ParkedTensors
+from services.worker.engine.sleeping import ParkedTensors, tensors_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -78,6 +78,17 @@ class ModelRunner:
     def states(self) -> StatePool | None:
         """States of recurrent layers, if there are any."""
         return self._pool.states
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of the weights in memory; 0 while they are dropped."""
+        held = {}
+        for tensor in tensors_of((self._model, self.head)):
+            if tensor.is_mkldnn:  # has no storage that could be asked
+                held[id(tensor)] = tensor.numel() * tensor.element_size()
+            else:
+                held[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        return sum(held.values())
 
     @property
     def pool(self) -> KvPool:

@@ -95,6 +95,14 @@ class StoringEngine:
         """Emit the inner engine's outstanding results."""
         self._inner.settle(is_wanted)
 
+    def prepare(self, spec: EngineSpec) -> bool:
+        """Have the inner engine read other weights ahead."""
+        return self._inner.prepare(spec)
+
+    def drop_prepared(self) -> None:
+        """Have the inner engine forget them."""
+        self._inner.drop_prepared()
+
     def sleep(self, level: SleepLevel, *, keeps_host_pages: bool) -> int:
         """Put the inner engine to sleep; open transfers are void."""
         self._end_stream()

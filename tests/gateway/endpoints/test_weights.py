@@ -43,6 +43,8 @@ async def test_an_update_is_passed_on(fields: dict[str, object], update: Weights
         "message": "the weights of 1 scheduler groups are replaced",
         "num_paused_requests": 3,
         "weight_version": update.version or "1",
+        "paused_seconds": 0.25,
+        "loaded_beside": True,
     }
 
 

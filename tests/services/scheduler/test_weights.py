@@ -140,6 +140,74 @@ async def test_weights_that_one_rank_cannot_load_are_rolled_back_on_all(pipeline
     assert (await update(pipeline, RECOMPUTE)).weight_version == "1"
 
 
+async def test_weights_are_read_beside_the_old_ones_while_requests_run(pipeline: Pipeline, base: str) -> None:
+    await start(pipeline, "running", max_tokens=60)
+    for worker in pipeline.workers:
+        worker.prepares.clear()
+    replacing = asyncio.ensure_future(update(pipeline, RECOMPUTE))
+    await until(lambda: all(worker.prepared == ["newer"] for worker in pipeline.workers))
+    known = len(pipeline.detokenizer.output_of("running"))
+    await until(lambda: len(pipeline.detokenizer.output_of("running")) >= known + 3)
+    assert models(pipeline) == [[base]] * 2
+    for worker in pipeline.workers:
+        worker.prepares.set()
+    answer = await replacing
+    assert answer.loaded_beside
+    assert answer.paused_seconds > 0
+    await pipeline.finished("running")
+    assert pipeline.detokenizer.output_of("running") == output(60)
+
+
+async def test_where_one_rank_has_no_room_they_are_loaded_in_place(pipeline: Pipeline, base: str) -> None:
+    pipeline.workers[1].has_room = False
+    assert not (await update(pipeline, DRAIN)).loaded_beside
+    assert models(pipeline) == [[base, "newer"]] * 2
+
+
+async def test_weights_that_one_rank_cannot_read_interrupt_nothing(pipeline: Pipeline, base: str) -> None:
+    """A file that has changed since the check, for example."""
+    await start(pipeline, "running")
+    pipeline.workers[1].unreadable["newer"] = "its files have changed while they were read"
+    with pytest.raises(grpc.aio.AioRpcError) as refused:
+        await update(pipeline, ABORT)
+    assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+    assert "have changed" in (refused.value.details() or "")
+    await pipeline.finished("running")
+    assert pipeline.detokenizer.output_of("running") == output(30)
+    assert models(pipeline) == [[base]] * 2
+    assert [worker.prepared for worker in pipeline.workers] == [["newer", ""]] * 2, "what was read is forgotten"
+
+
+async def test_ranks_that_die_while_they_read_leave_the_old_weights(pipeline: Pipeline, base: str) -> None:
+    await start(pipeline, "running")
+    for worker in pipeline.workers:
+        worker.prepares.clear()
+    replacing = asyncio.ensure_future(update(pipeline, RECOMPUTE))
+    await until(lambda: all(worker.prepared for worker in pipeline.workers))
+    await pipeline.stop_workers()
+    for worker in pipeline.workers:
+        worker.process = "second"
+        worker.prepares.set()
+    await pipeline.start_workers()
+    with pytest.raises(grpc.aio.AioRpcError) as failed:
+        await replacing
+    assert failed.value.code() is grpc.StatusCode.UNAVAILABLE
+    await pipeline.finished("running")
+    assert pipeline.detokenizer.output_of("running") == output(30)
+    assert models(pipeline) == [[base, base]] * 2
+    assert (await pipeline.state()).weight_version == "default"
+    assert (await update(pipeline, DRAIN)).weight_version == "1", "the next one succeeds"
+
+
+async def test_a_rank_that_dies_while_it_loads_gets_the_new_weights_when_it_is_back(pipeline: Pipeline) -> None:
+    await start(pipeline, "running")
+    pipeline.workers[1].failures_to_load = 1
+    assert (await update(pipeline, RECOMPUTE)).weight_version == "1"
+    await pipeline.finished("running")
+    assert pipeline.detokenizer.output_of("running") == output(30)
+    assert [requests[-1] for requests in models(pipeline)] == ["newer"] * 2
+
+
 async def test_of_two_updates_at_once_the_second_is_refused(pipeline: Pipeline) -> None:
     await start(pipeline, "slow", max_tokens=60)
     first = asyncio.ensure_future(update(pipeline, DRAIN, "one"))

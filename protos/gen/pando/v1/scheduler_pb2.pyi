@@ -1508,18 +1508,26 @@ class UpdateWeightsResponse(_message.Message):
 
     WEIGHT_VERSION_FIELD_NUMBER: _builtins.int
     RUNNING_REQUESTS_FIELD_NUMBER: _builtins.int
+    PAUSED_SECONDS_FIELD_NUMBER: _builtins.int
+    LOADED_BESIDE_FIELD_NUMBER: _builtins.int
     weight_version: _builtins.str
     running_requests: _builtins.int
     """Requests that were running when the update began."""
+    paused_seconds: _builtins.float
+    """Time in which no request ran, from the last step with the old weights until the new ones could be used."""
+    loaded_beside: _builtins.bool
+    """Whether all ranks had read the new weights before, beside the old ones."""
     def __init__(
         self,
         *,
         weight_version: _builtins.str = ...,
         running_requests: _builtins.int = ...,
+        paused_seconds: _builtins.float = ...,
+        loaded_beside: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["running_requests", b"running_requests", "weight_version", b"weight_version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["loaded_beside", b"loaded_beside", "paused_seconds", b"paused_seconds", "running_requests", b"running_requests", "weight_version", b"weight_version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -297,6 +297,49 @@ class WorkerWakeUpResponse(_message.Message):
 Global___WorkerWakeUpResponse: _TypeAlias = WorkerWakeUpResponse  # noqa: Y015
 
 @_typing.final
+class PrepareWeightsRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    MODEL_FIELD_NUMBER: _builtins.int
+    LOAD_FORMAT_FIELD_NUMBER: _builtins.int
+    model: _builtins.str
+    """As in ConfigureRequest; empty: forget what was read, as no Configure for it will follow."""
+    load_format: _builtins.str
+    def __init__(
+        self,
+        *,
+        model: _builtins.str = ...,
+        load_format: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["load_format", b"load_format", "model", b"model"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PrepareWeightsRequest: _TypeAlias = PrepareWeightsRequest  # noqa: Y015
+
+@_typing.final
+class PrepareWeightsResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    IS_PREPARED_FIELD_NUMBER: _builtins.int
+    is_prepared: _builtins.bool
+    """False: Configure has to read them, in place of the loaded ones."""
+    def __init__(
+        self,
+        *,
+        is_prepared: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["is_prepared", b"is_prepared"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PrepareWeightsResponse: _TypeAlias = PrepareWeightsResponse  # noqa: Y015
+
+@_typing.final
 class CheckWeightsResponse(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 

@@ -79,6 +79,11 @@ class WorkerStub(object):
                 request_serializer=pando_dot_v1_dot_worker__pb2.WorkerWakeUpRequest.SerializeToString,
                 response_deserializer=pando_dot_v1_dot_worker__pb2.WorkerWakeUpResponse.FromString,
                 _registered_method=True)
+        self.PrepareWeights = channel.unary_unary(
+                '/pando.v1.Worker/PrepareWeights',
+                request_serializer=pando_dot_v1_dot_worker__pb2.PrepareWeightsRequest.SerializeToString,
+                response_deserializer=pando_dot_v1_dot_worker__pb2.PrepareWeightsResponse.FromString,
+                _registered_method=True)
         self.GetState = channel.unary_unary(
                 '/pando.v1.Worker/GetState',
                 request_serializer=pando_dot_v1_dot_worker__pb2.GetWorkerStateRequest.SerializeToString,
@@ -170,6 +175,14 @@ class WorkerServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def PrepareWeights(self, request, context):
+        """Reads other weights, which CheckWeights has accepted, beside the loaded ones, as far as memory suffices for both: the
+        next Configure for them is short. Runs beside plans. INVALID_ARGUMENT: they cannot be read, or have changed meanwhile.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def GetState(self, request, context):
         """Returns the current state of this rank.
         """
@@ -238,6 +251,11 @@ def add_WorkerServicer_to_server(servicer, server):
                     servicer.WakeUp,
                     request_deserializer=pando_dot_v1_dot_worker__pb2.WorkerWakeUpRequest.FromString,
                     response_serializer=pando_dot_v1_dot_worker__pb2.WorkerWakeUpResponse.SerializeToString,
+            ),
+            'PrepareWeights': grpc.unary_unary_rpc_method_handler(
+                    servicer.PrepareWeights,
+                    request_deserializer=pando_dot_v1_dot_worker__pb2.PrepareWeightsRequest.FromString,
+                    response_serializer=pando_dot_v1_dot_worker__pb2.PrepareWeightsResponse.SerializeToString,
             ),
             'GetState': grpc.unary_unary_rpc_method_handler(
                     servicer.GetState,
@@ -498,6 +516,33 @@ class Worker(object):
             '/pando.v1.Worker/WakeUp',
             pando_dot_v1_dot_worker__pb2.WorkerWakeUpRequest.SerializeToString,
             pando_dot_v1_dot_worker__pb2.WorkerWakeUpResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def PrepareWeights(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/pando.v1.Worker/PrepareWeights',
+            pando_dot_v1_dot_worker__pb2.PrepareWeightsRequest.SerializeToString,
+            pando_dot_v1_dot_worker__pb2.PrepareWeightsResponse.FromString,
             options,
             channel_credentials,
             insecure,

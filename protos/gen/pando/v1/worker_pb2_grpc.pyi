@@ -62,6 +62,10 @@ class WorkerStub:
     """Restores what Sleep has given back; nothing happens to a rank that is awake. UNAVAILABLE: it failed, or the files of
     the weights have changed, and the rank has to be configured again.
     """
+    PrepareWeights: _grpc.UnaryUnaryMultiCallable[_worker_pb2.PrepareWeightsRequest, _worker_pb2.PrepareWeightsResponse]
+    """Reads other weights, which CheckWeights has accepted, beside the loaded ones, as far as memory suffices for both: the
+    next Configure for them is short. Runs beside plans. INVALID_ARGUMENT: they cannot be read, or have changed meanwhile.
+    """
     GetState: _grpc.UnaryUnaryMultiCallable[_worker_pb2.GetWorkerStateRequest, _worker_pb2.GetWorkerStateResponse]
     """Returns the current state of this rank."""
     StartProfile: _grpc.UnaryUnaryMultiCallable[_worker_pb2.StartProfileRequest, _worker_pb2.StartProfileResponse]
@@ -102,6 +106,10 @@ class WorkerAsyncStub(WorkerStub):
     WakeUp: _aio.UnaryUnaryMultiCallable[_worker_pb2.WorkerWakeUpRequest, _worker_pb2.WorkerWakeUpResponse]  # type: ignore[assignment]
     """Restores what Sleep has given back; nothing happens to a rank that is awake. UNAVAILABLE: it failed, or the files of
     the weights have changed, and the rank has to be configured again.
+    """
+    PrepareWeights: _aio.UnaryUnaryMultiCallable[_worker_pb2.PrepareWeightsRequest, _worker_pb2.PrepareWeightsResponse]  # type: ignore[assignment]
+    """Reads other weights, which CheckWeights has accepted, beside the loaded ones, as far as memory suffices for both: the
+    next Configure for them is short. Runs beside plans. INVALID_ARGUMENT: they cannot be read, or have changed meanwhile.
     """
     GetState: _aio.UnaryUnaryMultiCallable[_worker_pb2.GetWorkerStateRequest, _worker_pb2.GetWorkerStateResponse]  # type: ignore[assignment]
     """Returns the current state of this rank."""
@@ -194,6 +202,16 @@ class WorkerServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_worker_pb2.WorkerWakeUpResponse, _abc.Awaitable[_worker_pb2.WorkerWakeUpResponse]]:
         """Restores what Sleep has given back; nothing happens to a rank that is awake. UNAVAILABLE: it failed, or the files of
         the weights have changed, and the rank has to be configured again.
+        """
+
+    @_abc_1.abstractmethod
+    def PrepareWeights(
+        self,
+        request: _worker_pb2.PrepareWeightsRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_worker_pb2.PrepareWeightsResponse, _abc.Awaitable[_worker_pb2.PrepareWeightsResponse]]:
+        """Reads other weights, which CheckWeights has accepted, beside the loaded ones, as far as memory suffices for both: the
+        next Configure for them is short. Runs beside plans. INVALID_ARGUMENT: they cannot be read, or have changed meanwhile.
         """
 
     @_abc_1.abstractmethod

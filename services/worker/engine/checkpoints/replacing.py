@@ -41,10 +41,10 @@ def check_replacement(loaded: EngineSpec, replacement: EngineSpec) -> int:
         raise ConfigurationError(
             f"{replacement.model} is a {files.kind.value}, and the loaded model a {old.kind.value}"
         )
-    before = _states(files)
+    before = states_of(files)
     _check_configs(loaded, replacement)
     found = _shapes(files)
-    if _states(files) != before:
+    if states_of(files) != before:
         raise ConfigurationError(
             f"{replacement.model}: its files change while they are read; retry when they are whole"
         )
@@ -76,8 +76,8 @@ def _weight_files(files: ModelFiles) -> list[Path]:
     return sorted(files.path.glob("*.safetensors"))
 
 
-def _states(files: ModelFiles) -> list[tuple[str, int, int]]:
-    """Return name, size and time of change of each file with weights.
+def states_of(files: ModelFiles) -> list[tuple[str, int, int]]:
+    """Return name, size in bytes and time of change of each file with weights.
 
     Raises:
         ConfigurationError: there is none.

@@ -71,14 +71,18 @@ class LoadedModel(Protocol):
 
 
 LoadModel = Callable[[EngineSpec, ProgressReport], LoadedModel]
+# Reads the weights of another spec beside a model; returns what loads with them, None if they cannot be read ahead.
+PrepareModel = Callable[[EngineSpec, LoadedModel], LoadModel | None]
 
 
 class ModelEngine:
     """Implements `Engine` over the model that `load` returns."""
 
-    def __init__(self, load: LoadModel) -> None:
+    def __init__(self, load: LoadModel, prepare: PrepareModel | None = None) -> None:
         """Call `load` for each new configuration, in the thread that calls `configure`."""
         self._load = load
+        self._prepare = prepare
+        self._prepared: tuple[EngineSpec, LoadModel] | None = None
         self._spec: EngineSpec | None = None
         self._model: LoadedModel | None = None
         # None: there is no model, or it sleeps.
@@ -103,13 +107,31 @@ class ModelEngine:
     def configure(self, spec: EngineSpec, report: ProgressReport) -> EngineCapacity:
         """Load the model, unless the same one is loaded; see `Engine.configure`."""
         if self._model is None or not self._is_loaded(spec, self._model.capacity):
+            load = self._loader_of(spec)
             self.close()
-            self._model = self._load(spec, report)
+            self._model = load(spec, report)
             self._spec = spec
         elif self._runner is None:
             self._model.wake(tuple(SleepPart), report)
+        self._prepared = None
         self._runner = self._model.make_runner()
         return self._model.capacity
+
+    def prepare(self, spec: EngineSpec) -> bool:
+        model = self._model
+        load = None if model is None or self._prepare is None else self._prepare(spec, model)
+        self._prepared = None if load is None else (spec, load)
+        return load is not None
+
+    def drop_prepared(self) -> None:
+        self._prepared = None
+
+    def _loader_of(self, spec: EngineSpec) -> LoadModel:
+        """Return what loads `spec`: with the weights that `prepare` has read, if they are its."""
+        prepared, self._prepared = self._prepared, None
+        if prepared is not None and _without_pages(prepared[0]) == _without_pages(spec):
+            return prepared[1]
+        return self._load
 
     def sleep(self, level: SleepLevel, *, keeps_host_pages: bool) -> int:
         assert self._model is not None, "sleep before configure"

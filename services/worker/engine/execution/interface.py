@@ -130,6 +130,19 @@ class Engine(Protocol):
     def settle(self, is_wanted: Callable[[], bool]) -> None:
         """Emit the outstanding results as they arrive; return early once `is_wanted`, for the next `execute`."""
 
+    def prepare(self, spec: EngineSpec) -> bool:
+        """Read the weights of `spec` beside the loaded ones, for the next `configure`; any thread may do that.
+
+        `spec` differs from the loaded one in nothing but its weights. Nothing happens, and the result is false, where
+        memory does not suffice for both, or where `configure` has to read them itself.
+
+        Raises:
+            ConfigurationError: they cannot be read, or their files have changed meanwhile.
+        """
+
+    def drop_prepared(self) -> None:
+        """Forget the weights that `prepare` has read; any thread may do that."""
+
     def sleep(self, level: SleepLevel, *, keeps_host_pages: bool) -> int:
         """Give back KV memory and weights, with no row open; return how many bytes became free.
 

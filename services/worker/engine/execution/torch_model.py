@@ -32,6 +32,8 @@ if TYPE_CHECKING:
     from collections.abc import Collection, Iterator
 
     from services.worker.engine.adapters.shelf import AdapterShelf
+    from services.worker.engine.backends import RunnerOptions
+    from services.worker.engine.execution.engine import LoadedModel, LoadModel
     from services.worker.engine.execution.overlapped_executor import OverlappedExecutor
     from services.worker.engine.grammars.library import GrammarLibrary
     from services.worker.engine.host_tier.pool import HostPool
@@ -58,9 +60,32 @@ _SIZE = 2048
 _PRODUCTS = 8
 
 
-def torch_engine(load: LoadRunner, library: GrammarLibrary | None = None) -> ModelEngine:
-    """Return an engine for the models that `load` returns; rows' grammars come from `library`."""
-    return ModelEngine(lambda spec, report: TorchModel(load(spec, report), spec, report, library))
+def torch_engine(
+    load: LoadRunner, library: GrammarLibrary | None = None, options: RunnerOptions | None = None
+) -> ModelEngine:
+    """Return an engine for the models that `load` returns; rows' grammars come from `library`.
+
+    With `options`, those of `load`, other weights can be read ahead.
+    """
+    return ModelEngine(
+        lambda spec, report: TorchModel(load(spec, report), spec, report, library),
+        None if options is None else lambda spec, serving: prepare_model(spec, options, serving, library),
+    )
+
+
+def prepare_model(
+    spec: EngineSpec, options: RunnerOptions, serving: LoadedModel, library: GrammarLibrary | None = None
+) -> LoadModel | None:
+    """Read the weights of a decoder beside those of `serving`; see `prepare_decoder`."""
+    if not isinstance(serving, TorchModel) or not isinstance(serving.runner, ModelRunner):
+        return None
+    # Imported here, as tests make models without a loader.
+    from services.worker.engine.loader import prepare_decoder
+
+    prepared = prepare_decoder(spec, options, serving.runner)
+    if prepared is None:
+        return None
+    return lambda its, report: TorchModel(prepared.load(its, report), its, report, library)
 
 
 class TorchModel:

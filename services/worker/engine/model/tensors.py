@@ -42,7 +42,7 @@ class CheckedTensors:
 
     checkpoint: Checkpoint
     device: torch.device
-    """Where matrices are quantised or unpacked."""
+    """Where the model computes, and matrices are quantised or unpacked."""
     quantise: Callable[[torch.Tensor], QuantisedMatrix] | None = None
     """Quantises matrices that are stored in a wider type; None: they are used unchanged."""
 
@@ -172,7 +172,8 @@ class CheckedTensors:
             raise ConfigurationError(
                 f"tensor {name!r} is stored in FP8, but config.json has no quantization_config that says how"
             )
-        return tensor
+        # What a CPU computes with must not be a mapping of the file, which may be overwritten while the model serves.
+        return tensor.clone() if self.device.type == "cpu" else tensor
 
     def _fp8(
         self, name: str, values: torch.Tensor, stored: Fp8Format, rows: slice | None, columns: slice | None

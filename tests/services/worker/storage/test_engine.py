@@ -45,6 +45,13 @@ class InnerEngine:
         acks = tuple(TransferAck(transfer.transfer_id, transfer.pages) for transfer in plan.transfers)
         emit(StepResult(plan.step_id, 0, last=True, acks=acks))
 
+    def prepare(self, spec: EngineSpec) -> bool:
+        self.calls.append("prepare")
+        return True
+
+    def drop_prepared(self) -> None:
+        self.calls.append("drop_prepared")
+
     def sleep(self, level: SleepLevel, *, keeps_host_pages: bool) -> int:
         self.calls.append("sleep")
         return 7
