@@ -240,3 +240,18 @@ def test_a_manifest_lists_what_was_written(tmp_path: Path) -> None:
     assert AdapterManifest(tmp_path / "nowhere" / "adapters.json").read() == []
     AdapterManifest(None).write(adapters)
     assert AdapterManifest(None).read() == []
+
+
+async def test_adapters_are_loaded_and_unloaded_while_the_model_sleeps(pipeline: Pipeline) -> None:
+    """Reading takes host memory only; plans load what is used into the slots, which sleep has emptied."""
+    await run(pipeline, "before", "given")
+    request = scheduler_pb2.SchedulerSleepRequest(level=2, mode=scheduler_pb2.SLEEP_MODE_DRAIN)
+    await pipeline.stub.Sleep(request, metadata=ADMIN, timeout=30)
+    new = await load(pipeline, "new", "/new")
+    await load(pipeline, "dropped", "/dropped")
+    assert await unload(pipeline, "dropped")
+    await pipeline.stub.WakeUp(scheduler_pb2.SchedulerWakeUpRequest(), metadata=ADMIN, timeout=30)
+    given = (await listed(pipeline))["given"].adapter
+    await run(pipeline, "one", "given")
+    await run(pipeline, "two", "new")
+    assert [digest for _, digest in slots_of(pipeline)] == [given.digest, given.digest, new.digest]
