@@ -275,7 +275,10 @@ class WorkerGroup:
             if self.ranks:
                 self.state = before
             self._give_up(f"a rank could not be put to sleep: {error}")
-            raise UnavailableError(f"the model was not put to sleep, and is loaded again: {error}") from error
+            outcome = (
+                "the model is loaded again" if before is GroupState.READY else "the model sleeps, and is not loaded"
+            )
+            raise UnavailableError(f"a rank could not be put to sleep; {outcome}: {error}") from error
         if not self.ranks:
             raise UnavailableError("a worker was lost while the model was put to sleep; the model is loaded again")
         self.sleep_level = level

@@ -66,6 +66,31 @@ def test_a_log_with_transfers_comes_out_the_same(policy: WritePolicy) -> None:
     assert report.operations == len(lines) - 1
 
 
+@pytest.mark.parametrize("policy", WritePolicy)
+def test_all_that_the_device_holds_is_backed_up_before_its_memory_is_given_back(policy: WritePolicy) -> None:
+    harness = RecordedHarness(HostConfig(pages=20, policy=policy))
+    serve(harness, "first", PROMPT)
+    serve(harness, "other", OTHER)
+    harness.core.hold_all(held=True, puts_back=True)
+    loads = harness.core.memory.loads
+    assert loads is not None
+    loads.host.back_up_all()
+    harness.run()
+    assert harness.core.is_at_rest
+    assert not loads.is_copying
+    harness.core.give_back_memory(keeps_host=True)
+    harness.audit()
+    accounts = harness.core.memory.account(harness.core.rows)
+    assert (accounts.free, accounts.soft_free) == (accounts.capacity, 0)
+    assert loads.host.account().evictable >= len(PROMPT) // 4
+    harness.core.hold_all(held=False)
+    serve(harness, "again", PROMPT)
+    assert harness.outputs["again", 0] == harness.outputs["first", 0]
+    operations = [orjson.loads(line)["operation"] for line in harness.lines]
+    assert "load" in operations[operations.index("back_up_all") :], "what is on the host is loaded"
+    assert replay(harness.lines).difference is None
+
+
 def test_a_different_outcome_of_a_load_is_reported() -> None:
     lines = recorded(WritePolicy.WRITE_THROUGH)
     at = next(index for index, line in enumerate(lines) if orjson.loads(line)["operation"] == "load")
