@@ -59,9 +59,13 @@ class ParkedTensors:
         for storage, size, host in self._parked:
             storage.resize_(size)
             _bytes_of(storage).copy_(host, non_blocking=True)
-        if self._parked:
-            torch.cuda.synchronize()
+        if not self._parked:
+            return
+        torch.cuda.synchronize()
         self._parked.clear()
+        # Otherwise torch keeps the page-locked memory; earlier versions have no such function.
+        if hasattr(torch.accelerator, "empty_host_cache"):
+            torch.accelerator.empty_host_cache()
 
 
 def _bytes_of(storage: torch.UntypedStorage) -> torch.Tensor:
