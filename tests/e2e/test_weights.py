@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
@@ -132,3 +133,23 @@ def test_a_scheduler_or_worker_that_is_killed_keeps_the_current_weights(
         wait_until(served_anew.is_ready, timeout_s=120)
         assert served_anew.complete(PROMPTS[0], TOKENS) == expected[0]
         assert served_anew.state().weight_version == "newer"
+
+
+@pytest.mark.parametrize("delay_s", [0.05, 0.6])
+def test_an_update_during_which_a_rank_dies_ends_with_the_old_or_the_new_weights(
+    served_anew: Served, newer: Path, expected: list[str], ranks: int, delay_s: float
+) -> None:
+    """On all ranks the same, as the next answers show; requests that ran are finished with them."""
+    before = [served_anew.complete(prompt, TOKENS) for prompt in PROMPTS]
+    with ThreadPoolExecutor(4) as pool, served_anew.leaving_nothing_behind():
+        running = pool.submit(complete, served_anew, PROMPTS[0], 100)
+        wait_until(lambda: served_anew.state().running_rows == 1)
+        replacing = pool.submit(update, served_anew, newer, mode="recompute", weight_version="newer")
+        time.sleep(delay_s)
+        kill_and_wait_until_replaced(served_anew, "worker-1" if ranks > 1 else "worker")
+        is_replaced = replacing.result().status_code == httpx.codes.OK
+        assert running.result()["usage"]["completion_tokens"] == 100
+        wait_until(served_anew.is_ready, timeout_s=120)
+        answers = [complete(served_anew, prompt) for prompt in PROMPTS]
+    assert [found["choices"][0]["text"] for found in answers] == (expected if is_replaced else before)
+    assert {found["weight_version"] for found in answers} == {"newer" if is_replaced else "default"}
