@@ -85,6 +85,13 @@ def is_recorded(trace: TraceContext | None) -> bool:
     return _tracing.sink is not None and is_sampled(trace)
 
 
+def exemplar_of(trace: TraceContext | None) -> dict[str, str] | None:
+    """Return the labels that link a histogram's sample to the trace; None if its spans are not exported."""
+    if trace is None or not is_recorded(trace):
+        return None
+    return {"trace_id": trace.traceparent.split("-")[1]}
+
+
 def record(
     name: str,
     trace: TraceContext | None,

@@ -4,12 +4,17 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from prometheus_client import Counter, Gauge, Histogram, generate_latest
+from prometheus_client import Counter, Gauge, Histogram
+from prometheus_client.exposition import choose_encoder
+
+from common.tracing import exemplar_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from prometheus_client import CollectorRegistry
+
+    from common.requests import GenerateRequest
 
 # Number of tenants with a label value of their own.
 MOST_TENANTS = 100
@@ -91,9 +96,13 @@ class GatewayMetrics:
         """Count a refused request; the tenant is None without a valid credential."""
         self.refusals.labels("" if tenant is None else self._tenants.of(tenant), cause).inc()
 
-    def exposition(self) -> bytes:
-        """Return all metrics in the Prometheus text format."""
-        return generate_latest(self._exposed)
+    def exposition(self, accept: str = "") -> tuple[bytes, str]:
+        """Return all metrics, and their media type.
+
+        They are in the Prometheus text format, or in OpenMetrics, which has exemplars, if the header `accept` names it.
+        """
+        encode, media_type = choose_encoder(accept)
+        return encode(self._exposed), media_type
 
 
 class FewLabels:
@@ -116,12 +125,16 @@ class FewLabels:
 
 
 class Pace:
-    """Observes the latency of one request's tokens; `clock` is monotonic, in seconds."""
+    """Observes the latency of one request's tokens."""
 
-    def __init__(self, metrics: GatewayMetrics, model: str, clock: Callable[[], float]) -> None:
-        self._first_token_seconds = metrics.first_token_seconds.labels(model)
-        self._inter_token_seconds = metrics.inter_token_seconds.labels(model)
-        self._completion_tokens = metrics.completion_tokens.labels(model)
+    def __init__(self, metrics: GatewayMetrics, request: GenerateRequest, clock: Callable[[], float]) -> None:
+        """Start now; `clock` is monotonic, in seconds. The request's trace is the exemplar of its times."""
+        self._first_token_seconds = metrics.first_token_seconds.labels(request.model)
+        self._inter_token_seconds = metrics.inter_token_seconds.labels(request.model)
+        self._completion_tokens = metrics.completion_tokens.labels(request.model)
+        self._exemplar = exemplar_of(request.options.trace)
+        # Lines of batches wait while other requests run, for hours if need be.
+        self._has_latency = not request.options.is_batch
         self._clock = clock
         self._started_at = clock()
         self._last_at: dict[int, float] = {}
@@ -130,11 +143,13 @@ class Pace:
         """Record the arrival of `tokens` tokens of `choice`."""
         if not tokens:
             return
+        self._completion_tokens.inc(tokens)
+        if not self._has_latency:
+            return
         now = self._clock()
         last = self._last_at.get(choice)
         if last is None:
-            self._first_token_seconds.observe(now - self._started_at)
+            self._first_token_seconds.observe(now - self._started_at, self._exemplar)
         else:
-            self._inter_token_seconds.observe(now - last)
+            self._inter_token_seconds.observe(now - last, self._exemplar)
         self._last_at[choice] = now
-        self._completion_tokens.inc(tokens)

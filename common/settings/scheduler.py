@@ -173,6 +173,9 @@ class QueueSettings(Section):
     """Length of the waiting queue; further requests are refused with a hint when to retry. The limits file can bound
     tenants and subjects (waiting). Otherwise a tenant may have three times as many requests waiting as places are free,
     and a subject as many as its tenant may still add, so that a flood leaves places for others."""
+    batch_pause_s: float = Field(default=0.25, ge=0)
+    """Seconds without any other request after which lines of batches run. Requests often follow each other, and one
+    that arrives while lines run waits for the step under way. 0: batches use every gap."""
 
 
 class SchedulerSettings(Section):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import secrets
 import time
 from dataclasses import asdict, dataclass, field, replace
@@ -98,6 +99,8 @@ class Batches:
         self._documents = documents
         self._max_open = max_open
         self.clock = clock
+        # Set when a batch is created at this gateway.
+        self.created = asyncio.Event()
 
     async def create(self, caller: Caller, fields: Json, window_s: int) -> Json:
         """Create a batch that runs in the name of `caller`; return its object.
@@ -134,6 +137,7 @@ class Batches:
         made = BatchRecord(batch, replace(caller, is_admin=False, is_batch=True))
         await self._documents.put(_folder(owner), made.id, made.encode())
         await self._documents.put(OPEN, made.id, BatchLease(owner, "", 0.0).encode())
+        self.created.set()
         return batch
 
     async def get(self, owner: FileOwner, batch_id: str) -> BatchRecord:

@@ -18,6 +18,7 @@ from gateway.batches.batches import ENDED
 from gateway.batches.lines import MAX_ERRORS, BatchLineError, answered, parse_line, split_lines, unanswered
 from gateway.batches.turns import LineTurns
 from gateway.server.errors import HttpError
+from gateway.server.middleware import BATCH_CALLER
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
@@ -31,8 +32,6 @@ if TYPE_CHECKING:
 
 Json: TypeAlias = dict[str, Any]  # Any: free JSON
 
-# Key in the scope of a line's request: the caller in whose name it runs.
-BATCH_CALLER: Final = "pando.batch_caller"
 POLL_S: Final = 1.0
 SWEEP_S: Final = 600.0
 RENEW_S: Final = 3.0
@@ -143,16 +142,24 @@ class BatchRunner:
                     if time.monotonic() >= sweep_at:
                         await self._files.sweep()
                         sweep_at = time.monotonic() + SWEEP_S
+                    self._batches.created.clear()
                     await self._claim()
                 except UnavailableError as error:
                     self._log.warning("batches.waiting", reason=error.message)
-                with contextlib.suppress(TimeoutError):
-                    async with asyncio.timeout(POLL_S):
-                        await stopping.wait()
+                await self._pause(stopping)
         finally:
             for task in self._running.values():
                 task.cancel()
             await asyncio.gather(*self._running.values(), return_exceptions=True)
+
+    async def _pause(self, stopping: asyncio.Event) -> None:
+        """Wait until it is time to look for batches again."""
+        events = [asyncio.create_task(event.wait()) for event in (stopping, self._batches.created)]
+        try:
+            await asyncio.wait(events, timeout=POLL_S, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for event in events:
+                event.cancel()
 
     async def _claim(self) -> None:
         for batch_id in await self._batches.open_ids():

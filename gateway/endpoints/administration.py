@@ -24,7 +24,6 @@ if TYPE_CHECKING:
     from gateway.endpoints.context import Context
 
 T = TypeVar("T")
-EXPOSITION_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 
 class AbortBody(Schema):
@@ -39,9 +38,10 @@ def add_routes(router: APIRouter, context: Context) -> None:
     is_caller, is_admin = [Depends(context.caller)], [Depends(context.admin)]
 
     @router.get("/metrics", dependencies=is_admin, response_class=PlainTextResponse)
-    async def metrics() -> Response:
+    async def metrics(request: Request) -> Response:
         """Return all metrics in the Prometheus text format; at low traffic they reveal a request's token counts."""
-        return Response(context.metrics.exposition(), headers={"content-type": EXPOSITION_TYPE})
+        content, media_type = context.metrics.exposition(request.headers.get("accept", ""))
+        return Response(content, headers={"content-type": media_type})
 
     @router.get(
         "/flush_cache", operation_id="flush_cache_by_get", dependencies=is_admin, response_class=PlainTextResponse

@@ -32,7 +32,7 @@ from gateway.endpoints.routing import BODY, STREAMED
 from gateway.endpoints.schema import Schema, parse
 from gateway.identity.caller import Caller
 from gateway.server.errors import HttpError
-from gateway.server.middleware import trace_of
+from gateway.server.middleware import begin_trace
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Sequence
@@ -102,7 +102,13 @@ async def answer(context: Context, request: Request, caller: Caller, kind: Answe
         return await join(context, kind, name, NO_EVENT, raw)
     found = {} if kind.look_up is None else await kind.look_up(context, request, caller, body)
     opening = Opening(
-        kind.path, raw, caller, kind.new_id(body), int(time.time()), trace_of(request.headers), found=found
+        kind.path,
+        raw,
+        caller,
+        kind.new_id(body),
+        int(time.time()),
+        begin_trace(request.scope, request.headers),
+        found=found,
     )
     plan = await kind.plan(context, opening, body, requester)
     opening = replace(opening, seed=plan.requests[0].options.sampling.seed)

@@ -13,12 +13,11 @@ from fastapi import Request
 from common.errors import PermissionDeniedError
 from common.requests import GenerateRequest
 from common.types import RequestId, RequestOptions
-from gateway.batches.runner import BATCH_CALLER
 from gateway.delivery.answers import PlainAnswer
 from gateway.delivery.deliveries import AnswerResponse, PiecewiseDelivery, WholeDelivery
 from gateway.endpoints.shapes import ResponseHead
 from gateway.quotas.quotas import Charge, prompt_tokens
-from gateway.server.middleware import TENANT, add_headers
+from gateway.server.middleware import BATCH_CALLER, TENANT, add_headers
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Sequence

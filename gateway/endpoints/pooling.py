@@ -13,7 +13,7 @@ from common.requests import GenerateRequest, PooledText, TokenPrompt, Truncation
 from common.types import CacheMode, RequestId, RequestOptions
 from gateway.endpoints.generation_fields import INT32_MAX
 from gateway.endpoints.schema import LEAVE_OUT, Refusal, Schema, is_empty
-from gateway.server.middleware import trace_of
+from gateway.server.middleware import begin_trace
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -146,7 +146,7 @@ class PooledRequests:
                 priority=self.requester.priority(body.priority, context.limits.max_priority),
                 cache_mode=self.requester.cache_mode(body.cache_mode),
                 timeout_ms=None if self.requester.caller.is_batch else context.limits.request_timeout_ms,
-                trace=trace_of(self.request.headers),
+                trace=begin_trace(self.request.scope, self.request.headers),
                 session=body.session,
                 max_context_tokens=context.quotas.max_context(self.requester.subject),
                 pooling=self.pooling,

@@ -76,7 +76,7 @@ class Generation:
         self._pipeline = pipeline
         self._policy = policy
         self._metrics = metrics
-        self._pace = Pace(metrics, entries[0].request.model, asyncio.get_running_loop().time)
+        self._pace = Pace(metrics, entries[0].request, asyncio.get_running_loop().time)
         self._outbox = Outbox(buffer_bytes)
         self._loop = asyncio.get_running_loop()
         self._opened_at = self._loop.time()

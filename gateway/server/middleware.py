@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import structlog
 
 from common.logs import get_logger
-from common.tracing import samples_new_trace
+from common.tracing import exemplar_of, samples_new_trace
 from common.types import TraceContext
 from gateway.server.errors import internal_error_response
 
@@ -33,6 +33,10 @@ EXTRA_HEADERS = "pando.headers"
 # Keys in the scope: the tenant, once known, and the cause of a refusal.
 TENANT = "pando.tenant"
 REFUSAL = "pando.refusal"
+# Key in the scope: the trace of a request that is computed.
+TRACE = "pando.trace"
+# Key in the scope of a batch line's request: the caller in whose name it runs.
+BATCH_CALLER = "pando.batch_caller"
 TRACEPARENT = re.compile(r"([0-9a-f]{2})-([0-9a-f]{32})-([0-9a-f]{16})-([0-9a-f]{2})(-.*)?")
 MAX_TRACESTATE_CHARACTERS = 512
 
@@ -82,7 +86,9 @@ class RequestContext:
         route = getattr(scope.get("route"), "path", "unmatched")
         status = exchange.status or CLIENT_GONE_STATUS
         self._metrics.requests.labels(route, str(status)).inc()
-        self._metrics.request_seconds.labels(route).observe(seconds)
+        if BATCH_CALLER not in scope:
+            # Lines of batches wait for hours.
+            self._metrics.request_seconds.labels(route).observe(seconds, exemplar_of(scope.get(TRACE)))
         if REFUSAL in scope:
             self._metrics.refuse(scope.get(TENANT), scope[REFUSAL])
         log = self._log.debug if route in QUIET_ROUTES else self._log.info
@@ -120,6 +126,12 @@ def _request_id(scope: Scope) -> bytes:
         if name == REQUEST_ID_HEADER and SANE_REQUEST_ID.fullmatch(value):
             return bytes(value)
     return f"req_{uuid.uuid4().hex}".encode()
+
+
+def begin_trace(scope: Scope, headers: Mapping[str, str]) -> TraceContext:
+    """Return the trace context of the request with this scope, which keeps it for the request's metrics."""
+    trace = scope[TRACE] = trace_of(headers)
+    return trace
 
 
 def trace_of(headers: Mapping[str, str]) -> TraceContext:

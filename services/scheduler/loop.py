@@ -11,6 +11,7 @@ from common.errors import UnavailableError
 from common.limits import Limits, load_limits
 from common.logs import get_logger
 from common.reloading import Reloading
+from common.tracing import exemplar_of
 from common.types import Admission, LoadReport, RequestId
 from services.scheduler import metrics
 from services.scheduler.adapter_desk import AdapterDesk
@@ -467,7 +468,9 @@ class SchedulerLoop:
             return
         metrics.PROMPT_TOKENS_TOTAL.inc(sequence.prompt_tokens)
         metrics.CACHED_TOKENS_TOTAL.inc(sequence.cached_tokens or 0)
-        metrics.QUEUE_SECONDS.observe(sequence.started_at - sequence.arrived_at)
+        if not sequence.is_batch:
+            exemplar = exemplar_of(sequence.request.options.trace)
+            metrics.QUEUE_SECONDS.observe(sequence.started_at - sequence.arrived_at, exemplar)
         if self.meter is not None and sequence.lock is not None:
             self.meter.note_start(sequence, sequence.lock)
 
@@ -573,6 +576,10 @@ class SchedulerLoop:
         metrics.SESSIONS.set(len(core.sessions))
         metrics.SESSION_TOKENS.set(core.sessions.pinned_tokens)
         metrics.SESSION_PINS_YIELDED.set(core.sessions.yielded)
+        for batches, counters in zip(("no", "yes"), core.counters, strict=True):
+            if counters is not None:
+                metrics.WAITING_TENANTS.labels(batches).set(counters.waiting_tenants)
+                metrics.FAIR_SHARE_GAP.labels(batches).set(counters.gap)
         metrics.LEAKED_PAGES.set(core.memory.leaked_pages)
         if self.meter is not None:
             self.meter.export(core.memory.cache)

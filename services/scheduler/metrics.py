@@ -33,6 +33,14 @@ PREEMPTIONS = Gauge(
     "pando_scheduler_preemptions",
     "Of the retractions, those for waiting requests of higher priority or below their fair share, since start.",
 )
+WAITING_TENANTS = Gauge(
+    "pando_scheduler_waiting_tenants", "Tenants with waiting requests under fair shares, by class.", ["batches"]
+)
+FAIR_SHARE_GAP = Gauge(
+    "pando_scheduler_fair_share_gap_tokens",
+    "Most service by which a waiting tenant is ahead of another one, in tokens over its weight, by class.",
+    ["batches"],
+)
 QUARANTINED_TOTAL = Counter(
     "pando_scheduler_quarantined_total", "Choices ended because the engine failed repeatedly while it computed them."
 )

@@ -70,4 +70,4 @@ def test_they_are_exposed_only_if_the_settings_ask_for_them(registry: CollectorR
     assert exposed(registry, Settings()) is registry
     settings = Settings(metrics=MetricsSettings(vllm_names=True), model=ModelSettings(served_name="small"))
     metrics = GatewayMetrics(CollectorRegistry(), exposed(registry, settings))
-    assert b'vllm:num_requests_waiting{engine="0",model_name="small"} 3.0' in metrics.exposition()
+    assert b'vllm:num_requests_waiting{engine="0",model_name="small"} 3.0' in metrics.exposition()[0]

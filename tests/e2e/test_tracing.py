@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import httpx
 import pytest
+from prometheus_client.openmetrics.parser import text_string_to_metric_families
 
-from common.settings import GatewaySettings, ModelSettings, Settings, TracingSettings
+from common.settings import GatewaySettings, ModelSettings, SchedulerSettings, Settings, TracingSettings
+from deploy.supervisor.layout import free_port
 from tests.e2e.conftest import serve
 from tests.fakes.collector import CollectedSpan, Collector
 from tests.waiting import wait_until
@@ -42,7 +45,8 @@ def listening() -> Iterator[Collector]:
 def traced(run_root: Path, collector: Collector) -> Iterator[Served]:
     settings = Settings(
         model=ModelSettings(load_format="fake"),
-        gateway=GatewaySettings(port=0),
+        gateway=GatewaySettings(port=0, metrics_port=free_port("127.0.0.1")),
+        scheduler=SchedulerSettings(metrics_port=free_port("127.0.0.1")),
         tracing=TracingSettings(endpoint=collector.endpoint, sample_ratio=0.0),
     )
     yield from serve(settings, run_root)
@@ -84,3 +88,19 @@ def test_one_trace_goes_through_all_services(served: Served, collector: Collecto
     assert SECRET not in str(collector.spans)
     assert "Onymous" not in str(collector.spans)
     assert {span.trace_id for span in collector.spans} == {TRACE}
+
+
+def test_latencies_of_gateway_and_scheduler_name_the_trace(served: Served) -> None:
+    ask(served, "01", "7d" * 16)
+    settings = served.deployment.layout.find("gateway").settings
+    ports = {
+        "pando_gateway_time_to_first_token_seconds": settings.gateway.metrics_port,
+        "pando_scheduler_queue_seconds": settings.scheduler.metrics_port,
+    }
+    for name, port in ports.items():
+        accept = {"accept": "application/openmetrics-text;version=1.0.0"}
+        text = httpx.get(f"http://127.0.0.1:{port}/metrics", headers=accept, timeout=30, trust_env=False).text
+        families = text_string_to_metric_families(text)  # type: ignore[no-untyped-call]  # has no types
+        [family] = [family for family in families if family.name == name]
+        traces = {sample.exemplar.labels["trace_id"] for sample in family.samples if sample.exemplar}
+        assert "7d" * 16 in traces, name

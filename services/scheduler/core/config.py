@@ -47,6 +47,8 @@ class CoreConfig:
     max_steps_per_plan: int
     # Maximum prompt tokens beside decoding rows while few requests wait; None: as many as fit.
     mixed_step_tokens: int | None = None
+    # Seconds after the last interactive sequence in which those of batches do not run.
+    batch_pause_s: float = 0.0
     # Costs of loading from the host and of recomputing, calibrated at start-up; 0: not measured.
     kv_bytes_per_token: int = 0
     prefill_tokens_per_s: float = 0.0
@@ -95,6 +97,7 @@ def resolve_core(settings: SchedulerSettings, capacity: EngineCapacity) -> CoreC
         max_rows=settings.max_rows,
         max_step_tokens=settings.max_step_tokens,
         mixed_step_tokens=settings.mixed_step_tokens,
+        batch_pause_s=settings.queue.batch_pause_s,
         max_context=capacity.max_context,
         vocabulary_size=capacity.vocabulary_size,
         eos_token_ids=capacity.eos_token_ids,

@@ -86,7 +86,9 @@ class SchedulerCore:
         self._limits = Limits()
         batches = order.batches or order
         counters = order.counters
-        self._counters = [each for each in {counters, batches.counters} if each is not None]
+        # Of interactive sequences, and of those of batches; None without fair shares.
+        self.counters = counters, batches.counters
+        self._counters = [each for each in {*self.counters} if each is not None]
         self.rows = RowSlots(config.max_rows, config.max_context + 1, config.page_size)
         retracted_first = counters is None and not config.strict_priority
         self.queue = ClassQueues(self.rows, order, batches, retracted_first=retracted_first)

@@ -10,6 +10,7 @@ import numpy as np
 from common.steps import PrefillChunk, RowOpen, StepPlan
 from common.tracing import is_sampled
 from common.types import StepId
+from services.scheduler.core.batch_class import WATCHFUL_PART, BatchClass
 from services.scheduler.core.fair_rows import FairRows, RowPreemption
 from services.scheduler.core.in_flight_prefixes import InFlightPrefixes
 from services.scheduler.core.milestones import MilestoneKind, Milestones
@@ -86,6 +87,9 @@ class Planner:
         self.yield_pin: Callable[[], bool] = lambda: False
         # The sequence that the last plan had no pages for.
         self._refused: Sequence | None = None
+        self._batch_class = BatchClass(config.batch_pause_s)
+        # Whether the plan is one of batches while another request is likely.
+        self._is_watchful = False
 
     @property
     def next_step(self) -> StepId:
@@ -98,6 +102,9 @@ class Planner:
         `decode_step_s` is the measured duration of a decode step, if known. `idle` means that no plan is in flight, so
         that a plan is sent even if it carries bookkeeping only.
         """
+        self._judge_classes(now)
+        if self._is_watchful and not idle:
+            return None
         while True:
             plan, has_freed_pages = self._try_plan(now, epoch, decode_step_s, idle=idle)
             if not has_freed_pages:
@@ -127,7 +134,7 @@ class Planner:
         # Every sequence that could start has started above, so a multi-step decode delays none of them.
         loads = self._memory.loads
         is_short = bool(prefills) or (loads is not None and loads.is_loading)
-        steps = 1 if is_short else self._extend(decoding, self._most_steps(decode_step_s), grants)
+        steps = 1 if is_short or self._is_watchful else self._extend(decoding, self._most_steps(decode_step_s), grants)
         states = self._memory.states
         if states is not None:
             states.plan_decoding(self._rows, decoding, before)
@@ -169,6 +176,14 @@ class Planner:
         mean_pages = self._memory.pages_of(known // min(len(queue), _SAMPLED_SEQUENCES) + 1)
         return min(self._free_slots, others, self._memory.available_pages // mean_pages)
 
+    def _judge_classes(self, now: float) -> None:
+        """Determine whether batches may run, and how."""
+        is_interactive = self._queue.must_batches_yield
+        if is_interactive:
+            self._batch_class.note_interactive(now)
+        self._queue.holds_batches = self._batch_class.must_pause(now)
+        self._is_watchful = not is_interactive and self._batch_class.is_watchful(now)
+
     def _suspend_batches(self) -> None:
         """Take the rows of batches back while an interactive sequence waits or runs."""
         if not self._rows.batch_rows or not self._queue.must_batches_yield:
@@ -197,6 +212,9 @@ class Planner:
         the waiting prompt tokens, if that is more than `mixed_step_tokens`.
         """
         most, least = self.limits.tokens - decoding, self._config.mixed_step_tokens
+        # Texts for an encoder are computed in one piece.
+        if self._is_watchful and not self._config.is_encoder:
+            return min(most, max(self.limits.tokens // WATCHFUL_PART, 1))
         if least is None or not decoding:
             return most
         begun = self._rows.occupied & ~self._rows.decoding

@@ -184,7 +184,8 @@ class ClassQueues:
     """The waiting sequences of both classes: interactive ones, and those of batches.
 
     While an interactive sequence waits or runs, only these are offered rows, regardless of priorities, and the planner
-    takes the rows of batches back. Otherwise the batches' sequences are offered rows, in an order of their own.
+    takes the rows of batches back. Otherwise the batches' sequences are offered rows, in an order of their own, unless
+    the planner holds them (`batch_class.py`).
     """
 
     def __init__(
@@ -194,6 +195,8 @@ class ClassQueues:
         self._rows = rows
         self._interactive = WaitingQueue(interactive.policy, interactive.counters, retracted_first=retracted_first)
         self._batches = WaitingQueue(batches.policy, batches.counters, retracted_first=retracted_first)
+        # Whether batches are offered no rows for now, although no interactive sequence waits or runs.
+        self.holds_batches = False
 
     @property
     def must_batches_yield(self) -> bool:
@@ -203,7 +206,7 @@ class ClassQueues:
     @property
     def served(self) -> WaitingQueue:
         """The queue of the class that is offered rows."""
-        return self._interactive if self.must_batches_yield else self._batches
+        return self._interactive if self.must_batches_yield or self.holds_batches else self._batches
 
     @property
     def batch_sequences(self) -> int:

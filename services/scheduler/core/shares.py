@@ -101,6 +101,17 @@ class _Level:
             self._push(self._waiting, share)
         return []
 
+    @property
+    def waiting(self) -> int:
+        """Number of parties that wait."""
+        return self._waiting_shares
+
+    @property
+    def gap(self) -> float:
+        """By how much the highest counter of a waiting party exceeds the lowest; 0 if fewer than two wait."""
+        waiting = {share.name: share.counter for _, _, share in self._waiting if share.waiting}
+        return max(waiting.values()) - min(waiting.values()) if waiting else 0.0
+
     def _share(self, name: str) -> _Share:
         share = self._shares.get(name)
         if share is None:
@@ -180,6 +191,16 @@ class VirtualCounters:
         """Return a subject's counter, comparable only with other subjects of its tenant."""
         level = self._subjects.get(subject.tenant)
         return 0.0 if level is None else level.counter(subject.name)
+
+    @property
+    def waiting_tenants(self) -> int:
+        """Number of tenants with waiting requests."""
+        return self._tenants.waiting
+
+    @property
+    def gap(self) -> float:
+        """The most service by which a waiting tenant is ahead of another one, in weighted tokens."""
+        return self._tenants.gap
 
     def weight_of_tenant(self, tenant: str) -> float:
         return self._limits_of(tenant).weight

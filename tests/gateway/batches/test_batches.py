@@ -323,6 +323,11 @@ async def test_a_batch_runs_to_its_end_in_the_lowest_class() -> None:
     assert failed["response"]["body"]["error"]["param"] == "temperature"
     assert gateway.pipeline.submitted
     assert all(request.options.is_batch for request in gateway.pipeline.submitted)
+    # Latencies are those of other requests; tokens are counted for all.
+    text = (await gateway.get("/metrics")).text
+    assert 'pando_gateway_time_to_first_token_seconds_count{model="tiny"} 0.0' in text
+    assert 'pando_gateway_request_seconds_count{route="/v1/completions"}' not in text
+    assert 'pando_gateway_completion_tokens_total{model="tiny"} 38.0' in text
     await gateway.complete()
     assert not gateway.pipeline.submitted[-1].options.is_batch
 

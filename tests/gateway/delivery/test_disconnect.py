@@ -55,7 +55,7 @@ async def test_client_that_leaves_in_the_middle_of_its_answer_is_aborted(stream:
         await until_aborted(gateway)
     assert len(gateway.pipeline.aborted) == 1
     assert len(gateway.journal) == 0
-    assert b'pando_gateway_aborts_total{cause="disconnect"} 1.0' in gateway.metrics.exposition()
+    assert b'pando_gateway_aborts_total{cause="disconnect"} 1.0' in gateway.metrics.exposition()[0]
 
 
 async def test_only_the_client_that_left_is_aborted() -> None:
@@ -83,7 +83,7 @@ async def test_client_that_does_not_read_is_aborted_and_its_connection_closed() 
         received = await reader.read()  # up to the end of the connection
         writer.close()
     assert b"[DONE]" not in received
-    assert b'pando_gateway_aborts_total{cause="slow_client"} 1.0' in gateway.metrics.exposition()
+    assert b'pando_gateway_aborts_total{cause="slow_client"} 1.0' in gateway.metrics.exposition()[0]
 
 
 async def test_a_client_that_disconnects_during_its_body_does_not_affect_others() -> None:
@@ -95,7 +95,7 @@ async def test_a_client_that_disconnects_during_its_body_does_not_affect_others(
         await asyncio.sleep(0.05)
         writer.transport.abort()
         left = b'pando_gateway_requests_total{route="/v1/chat/completions",status="499"} 1.0'
-        await until(lambda: left in gateway.metrics.exposition())
+        await until(lambda: left in gateway.metrics.exposition()[0])
         assert (await gateway.complete()).status_code == 200
 
 
@@ -125,4 +125,4 @@ async def test_cancellation_from_elsewhere_is_not_taken_for_a_disconnect() -> No
     with pytest.raises(asyncio.CancelledError):
         await task
     assert len(gateway.pipeline.aborted) == 1
-    assert b'pando_gateway_aborts_total{cause="shutdown"} 1.0' in gateway.metrics.exposition()
+    assert b'pando_gateway_aborts_total{cause="shutdown"} 1.0' in gateway.metrics.exposition()[0]

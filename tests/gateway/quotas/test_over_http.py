@@ -38,7 +38,7 @@ async def test_headers_show_the_limit_and_exceeding_it_gives_429_with_retry_afte
     assert (await ask(gateway, stream=True)).headers["x-ratelimit-remaining-requests"] == "0"
     refused = await ask(gateway)
     assert error_of(refused, 429)["type"] == "rate_limit_error"
-    assert 'pando_gateway_refusals_total{cause="limit",tenant="acme"} 1.0' in gateway.metrics.exposition().decode()
+    assert 'pando_gateway_refusals_total{cause="limit",tenant="acme"} 1.0' in gateway.metrics.exposition()[0].decode()
     assert 1 <= int(refused.headers["retry-after"]) <= 30
     assert refused.headers["x-ratelimit-remaining-requests"] == "0"
     assert len(gateway.pipeline.submitted) == 2

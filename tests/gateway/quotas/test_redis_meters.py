@@ -210,7 +210,7 @@ async def test_while_the_server_is_down_limits_fail_closed_or_hold_per_gateway()
             assert (await closed.take([], 1, 0)).obstacle is None, "nothing to count, nothing to ask"
             takings = [await opened.take([limited], 1, 0) for _ in range(15)]
             assert sum(taking.obstacle is None for taking in takings) == 10
-            text = metrics.exposition().decode()
+            text = metrics.exposition()[0].decode()
             assert "pando_gateway_unshared_limits_total 15.0" in text
             assert 'pando_gateway_link_connected{link="state",model=""} 0.0' in text
 

@@ -76,13 +76,13 @@ async def test_an_outage_of_the_server_and_its_end_are_each_logged_once(
     metrics = new_metrics()
     with temporary_redis() as redis_process:
         async with state_server(redis_process.url, new_prefix(), metrics=metrics) as server:
-            await until(lambda: b'link="state",model=""} 1.0' in metrics.exposition())
+            await until(lambda: b'link="state",model=""} 1.0' in metrics.exposition()[0])
             redis_process.kill()
             for _ in range(10):
                 with pytest.raises(StateAwayError):
                     await server.call(lambda redis: redis.get("x"))
             await asyncio.sleep(1.2)  # two probes
-            assert b'link="state",model=""} 0.0' in metrics.exposition()
+            assert b'link="state",model=""} 0.0' in metrics.exposition()[0]
             redis_process.start()
             await server.wait_up()
             assert await server.call(lambda redis: redis.get("x")) is None

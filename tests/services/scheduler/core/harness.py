@@ -132,6 +132,7 @@ class Harness:
         jump_tokens: int = 0,
         snapshots: int = 0,
         interval: int = 1,
+        batch_pause_s: float = 0.0,
     ) -> None:
         self.config = CoreConfig(
             page_size=page_size,
@@ -139,6 +140,7 @@ class Harness:
             max_rows=max_rows,
             max_step_tokens=max_step_tokens,
             mixed_step_tokens=mixed_step_tokens,
+            batch_pause_s=batch_pause_s,
             max_context=max_context,
             vocabulary_size=VOCABULARY,
             eos_token_ids=(STOP_ID,),

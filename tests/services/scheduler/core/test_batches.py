@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from services.scheduler.core.batch_class import WATCHFUL_PART, WATCHFUL_S
 from tests.fakes.simulated_worker import expected_output
 from tests.services.scheduler.core.harness import STOP_ID, Harness, make_request, with_options
 
@@ -142,5 +143,43 @@ def test_tenants_with_batches_of_different_sizes_get_equal_shares() -> None:
         assert harness.result()
     # Both have lines waiting; a line has TOKENS tokens, and 8 run at a time.
     assert abs(tokens_of("a") - tokens_of("b")) <= 8 * TOKENS
+    assert harness.counters is not None
+    assert harness.counters.waiting_tenants == 2
+    assert harness.counters.gap <= 2 * 8 * TOKENS
     harness.run()
     assert len(harness.finishes) == 160
+
+
+def test_batches_pause_after_an_interactive_request_and_then_run_in_short_steps() -> None:
+    harness = Harness(pages=512, max_rows=4, max_step_tokens=64, batch_pause_s=0.5, target_plan_s=1.0)
+    harness.core.submit(make_request("chat", prompt_of(9), user="ann", max_tokens=3), 0.0)
+    for number in range(3):
+        harness.core.submit(line(f"line{number}", number), 0.0)
+    while ("chat", 0) not in harness.finishes:
+        harness.plan()
+        assert harness.result()
+    while harness.result():
+        pass
+    ended = len(harness.plans)
+    harness.now = 0.4
+    harness.plan()
+    assert not any(plan.opens or plan.prefills for plan in harness.plans[ended:])
+    while harness.result():
+        pass
+    ended = len(harness.plans)
+    for number in range(20):
+        harness.now = 0.6 + number / 10
+        harness.plan()
+        assert harness.core.in_flight == 1
+        harness.result()
+    watchful = harness.plans[ended:]
+    assert len(watchful) == 20
+    assert {plan.steps for plan in watchful} == {1}
+    assert max(chunk.length for plan in watchful for chunk in plan.prefills) <= 64 // WATCHFUL_PART
+    harness.now += WATCHFUL_S
+    harness.core.submit(line("later", 5), harness.now)
+    harness.plan()
+    assert harness.core.in_flight == 2
+    assert any(chunk.length > 64 // WATCHFUL_PART for chunk in harness.plans[-2].prefills)
+    harness.run()
+    assert all(harness.outputs[f"line{number}", 0] == expected(number) for number in range(3))
