@@ -31,12 +31,13 @@ TransferId = NewType("TransferId", int)
 
 
 class TransferDirection(Enum):
-    """The source and target tier of a transfer: device, host or storage.
+    """The source and target tier of a transfer: device, host, storage, or the devices of another group, a peer.
 
     DEVICE_TO_HOST: `device_pages[i]` is copied to `host_pages[i]`. HOST_TO_DEVICE: the reverse.
     HOST_TO_STORAGE: `host_pages[i]` becomes the object `object_keys[i]`. STORAGE_TO_HOST: the reverse; an object that
     is missing, not authentic, of another layout or too slow ends the transfer at that page, as a cache miss.
-    DROP_FROM_STORAGE: objects that exist are deleted; no pages are involved.
+    DROP_FROM_STORAGE: objects that exist are deleted; no pages are involved. PEER_TO_HOST: the peer's page
+    `peer.device_pages[i]` is copied to `host_pages[i]`; a page that cannot be read ends the transfer.
     """
 
     DEVICE_TO_HOST = "device_to_host"
@@ -44,11 +45,32 @@ class TransferDirection(Enum):
     HOST_TO_STORAGE = "host_to_storage"
     STORAGE_TO_HOST = "storage_to_host"
     DROP_FROM_STORAGE = "drop_from_storage"
+    PEER_TO_HOST = "peer_to_host"
 
     @property
     def uses_storage(self) -> bool:
         """Whether the source or target is the storage tier."""
-        return self not in (TransferDirection.DEVICE_TO_HOST, TransferDirection.HOST_TO_DEVICE)
+        return self in (
+            TransferDirection.HOST_TO_STORAGE, TransferDirection.STORAGE_TO_HOST, TransferDirection.DROP_FROM_STORAGE
+        )  # fmt: skip
+
+    @property
+    def is_between_tiers(self) -> bool:
+        """Whether the rank's own device and host are source and target."""
+        return self in (TransferDirection.DEVICE_TO_HOST, TransferDirection.HOST_TO_DEVICE)
+
+
+@dataclass(frozen=True, slots=True)
+class PeerPages:
+    """Pages on the devices of another group with the same shards; `workers` are its workers' addresses, by rank.
+
+    Whoever knows `lease`, 16 random bytes, may read them while the other group grants it; it is never logged.
+    `device_pages` is [pages] int32.
+    """
+
+    workers: tuple[str, ...]
+    lease: bytes = field(repr=False)
+    device_pages: TokenIds
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +88,8 @@ class Transfer:
     host_pages: TokenIds = field(default_factory=lambda: np.empty(0, np.int32))
     object_keys: tuple[bytes, ...] = ()
     cipher_key: bytes = field(default=b"", repr=False)
+    # Set for PEER_TO_HOST.
+    peer: PeerPages | None = None
 
     @property
     def pages(self) -> int:
@@ -77,9 +101,9 @@ class Transfer:
 class TransferAck:
     """Outcome of a transfer on one rank, or on the whole group once all ranks are combined.
 
-    The first `done_pages` pages are copied; the target's other pages are undefined. For a load from storage they are
-    cache misses; between device and host there are none. `duration_us` is the time in microseconds of the copy itself
-    on the slowest rank, without queueing.
+    The first `done_pages` pages are copied; the target's other pages are undefined. For a load from storage or a peer
+    they are cache misses; between device and host there are none. `duration_us` is the time in microseconds of the
+    copy itself on the slowest rank, without queueing.
     """
 
     transfer_id: TransferId

@@ -195,9 +195,17 @@ class SessionGrant:
     timeout_ms: int
 
 
+class GroupRole(Enum):
+    """What a scheduler group does: compute prompts for others, serve requests, or both by itself."""
+
+    BOTH = "both"
+    PREFILL = "prefill"
+    DECODE = "decode"
+
+
 @dataclass(frozen=True, slots=True)
 class LoadReport:
-    """What a scheduler has to do: choices that wait or run, and whether a request submitted now would run.
+    """What a scheduler has to do: choices that wait or run, and whether a request submitted now would run; its role.
 
     If its workers sleep, a request would wait for them to be woken.
     """
@@ -205,6 +213,7 @@ class LoadReport:
     open_choices: int
     serves: bool
     sleeps: bool = False
+    role: GroupRole = GroupRole.BOTH
 
 
 @dataclass(frozen=True, slots=True)
@@ -377,3 +386,5 @@ class ScheduleRequest:
     routing_key: str | None = None
     # Of a pair of texts: position of the second one's first token, for encoders that mark the tokens of each.
     second_text_start: int | None = None
+    # Address of the scheduler of a group that may compute the prompt; empty: there is none.
+    prefill_group: str = ""

@@ -25,6 +25,7 @@ class Role(StrEnum):
 _GATEWAY = frozenset({Role.GATEWAY})
 _TOKENIZER = frozenset({Role.TOKENIZER})
 _SCHEDULER = frozenset({Role.SCHEDULER})
+_WORKER = frozenset({Role.WORKER})
 _OPERATOR = frozenset({Role.OPERATOR})
 
 _EVERY_SERVER: Callers = {
@@ -47,6 +48,9 @@ CALLERS: Mapping[str, Callers] = {
     },
     "pando.v1.Scheduler": {
         "/pando.v1.Scheduler/Submit": _TOKENIZER,
+        # Of other groups, which leave prompts to this one.
+        "/pando.v1.Scheduler/Prefill": _SCHEDULER,
+        "/pando.v1.Scheduler/SetRole": _OPERATOR,
         "/pando.v1.Sessions/OpenSession": _TOKENIZER,
         "/pando.v1.Sessions/CloseSession": _TOKENIZER,
         # The tokenizer routes by load; the gateway answers /get_server_info, /flush_cache, timelines and the console.
@@ -79,6 +83,10 @@ CALLERS: Mapping[str, Callers] = {
         "/pando.v1.Worker/GetAdapters": _SCHEDULER | _OPERATOR,
         "/pando.v1.Worker/Sleep": _SCHEDULER,
         "/pando.v1.Worker/WakeUp": _SCHEDULER,
+        "/pando.v1.Worker/GrantPages": _SCHEDULER,
+        "/pando.v1.Worker/RevokePages": _SCHEDULER,
+        # Of other groups, with a lease from this worker's scheduler.
+        "/pando.v1.Worker/ReadPages": _WORKER,
         "/pando.v1.Worker/GetState": _SCHEDULER | _OPERATOR,
         "/pando.v1.Worker/StartProfile": _OPERATOR,
         "/pando.v1.Worker/StopProfile": _OPERATOR,

@@ -183,6 +183,13 @@ class SchedulerSettings(Section):
 
     address: str = "127.0.0.1:50052"
     """gRPC address to listen on: host:port or unix:path."""
+    role: Literal["both", "prefill", "decode"] = "both"
+    """Part of this scheduler group where several serve one model. both: it computes prompts and generates. prefill: it
+    only computes prompts for the other groups, which read their KV pages from its workers. decode: it leaves long
+    prompts to prefill groups; this requires a host tier, where the pages arrive."""
+    prefill_min_tokens: int = Field(default=512, ge=16)
+    """Smallest number of prompt tokens missing in the cache for which a group asks a prefill group; fewer are computed
+    where they are decoded."""
     workers: Addresses = ("127.0.0.1:50053",)
     """Addresses of the tensor-parallel ranks, rank 0 first."""
     rendezvous: str = "127.0.0.1:29555"
@@ -231,3 +238,9 @@ class SchedulerSettings(Section):
     queue: QueueSettings = QueueSettings()
     adapters: AdapterSettings = AdapterSettings()
     sleep: SleepSettings = SleepSettings()
+
+    @model_validator(mode="after")
+    def _check_role(self) -> SchedulerSettings:
+        if self.role == "decode" and not (self.host_tier.gigabytes or self.host_tier.pages):
+            raise ValueError("scheduler.role decode requires a host tier: set scheduler.host_tier.gigabytes")
+        return self

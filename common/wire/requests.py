@@ -12,6 +12,7 @@ from common.grammars import MAX_GRAMMAR_BYTES, NO_SCOPE, Grammar, GrammarKind, G
 from common.names import check_name
 from common.types import (
     CacheMode,
+    GroupRole,
     Pooling,
     ReplyTo,
     RequestId,
@@ -69,6 +70,24 @@ def request_id_from_wire(request_id: str) -> RequestId:
     return RequestId(check_name("request_id", request_id))
 
 
+_ROLES = {
+    GroupRole.BOTH: scheduler_pb2.SCHEDULER_ROLE_BOTH,
+    GroupRole.PREFILL: scheduler_pb2.SCHEDULER_ROLE_PREFILL,
+    GroupRole.DECODE: scheduler_pb2.SCHEDULER_ROLE_DECODE,
+}
+_ROLES_FROM_WIRE = {number: role for role, number in _ROLES.items()}
+
+
+def role_to_wire(role: GroupRole) -> scheduler_pb2.SchedulerRole.ValueType:
+    """Encode what a scheduler group does."""
+    return _ROLES[role]
+
+
+def role_from_wire(number: scheduler_pb2.SchedulerRole.ValueType) -> GroupRole:
+    """Decode what a scheduler group does; one that does not say it does both."""
+    return _ROLES_FROM_WIRE.get(number, GroupRole.BOTH)
+
+
 def schedule_request_to_wire(request: ScheduleRequest) -> scheduler_pb2.ScheduleRequest:
     """Encode a validated request for the scheduler."""
     message = scheduler_pb2.ScheduleRequest(
@@ -77,6 +96,7 @@ def schedule_request_to_wire(request: ScheduleRequest) -> scheduler_pb2.Schedule
         reply_to=reply_to_wire(request.reply_to),
         token_ids=request.token_ids.tolist(),
         second_text_start=request.second_text_start,
+        prefill_group=request.prefill_group,
     )
     message.MergeFrom(options_to_wire(request.options, scheduler_pb2.ScheduleRequest))
     return message
@@ -98,6 +118,7 @@ def schedule_request_from_wire(message: scheduler_pb2.ScheduleRequest) -> Schedu
         token_ids=np.array(message.token_ids, dtype=np.int32),
         options=replace(options_from_wire(message), n=max(message.n, 1)),
         second_text_start=message.second_text_start if message.HasField("second_text_start") else None,
+        prefill_group=message.prefill_group,
     )
 
 

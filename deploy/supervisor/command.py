@@ -13,6 +13,7 @@ from common.errors import ConfigurationError
 from common.runtime import Interrupts
 from common.settings import SettingsParser, parse_settings
 from common.settings.reference import describe_settings
+from common.types import GroupRole
 from deploy.models.progress import download_report
 from deploy.supervisor.console import ConsoleReporter, JsonReporter
 from deploy.supervisor.layout import Replicas, lay_out
@@ -66,7 +67,7 @@ def main(argv: Sequence[str]) -> int:
         settings, arguments = read_arguments(argv)
         # A missing model is reported here, rather than in the log of the first service that reads it.
         settings = pin_models(settings, arguments.tp, download_report(as_json=settings.log.format == "json"))
-        replicas = Replicas(arguments.tokenizers, arguments.detokenizers)
+        replicas = Replicas(arguments.tokenizers, arguments.detokenizers, arguments.roles)
         layout, directory = lay_out(settings, arguments.tp, arguments.run_directory, replicas)
     except ConfigurationError as error:
         sys.stderr.write(f"pando up: {error}\n")
@@ -130,8 +131,32 @@ def _add_own_arguments(parser: argparse.ArgumentParser) -> None:
         text = f"{kind} of each model, which share its requests (default 1)"
         parser.add_argument(f"--{kind}", type=int, default=1, metavar="N", help=text)
     parser.add_argument(
+        "--roles",
+        type=read_roles,
+        default=(GroupRole.BOTH,),
+        metavar="ROLE=N,…",
+        help="scheduler groups of each model, each with its own workers, by what they do: both=2, or "
+        "prefill=1,decode=1, where the first one computes long prompts for the other (default both=1)",
+    )
+    parser.add_argument(
         "--run-directory", type=Path, metavar="DIR", help="directory for sockets and state, which are in DIR/<port>"
     )
+
+
+def read_roles(text: str) -> tuple[GroupRole, ...]:
+    """Return the role of each scheduler group, from a text such as `prefill=1,decode=2`.
+
+    Raises:
+        argparse.ArgumentTypeError: the text is invalid.
+    """
+    roles: list[GroupRole] = []
+    for part in text.split(","):
+        name, equals, count = part.strip().partition("=")
+        if name not in (role.value for role in GroupRole) or not (not equals or count.isdecimal()):
+            names = ", ".join(role.value for role in GroupRole)
+            raise argparse.ArgumentTypeError(f"{part!r} is not ROLE=NUMBER with a role of {names}")
+        roles += [GroupRole(name)] * (int(count) if equals else 1)
+    return tuple(roles)
 
 
 def _long_form(argument: str) -> str:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from common.errors import ConfigurationError
 from common.settings import BackendSettings
+from common.types import GroupRole
 from deploy.supervisor.child import IGNORE_SIGTERM
 from deploy.supervisor.models import check_metrics_ports, deploy_models
 from deploy.supervisor.state import run_root
@@ -87,6 +88,8 @@ class Replicas:
 
     tokenizers: int = 1
     detokenizers: int = 1
+    # The role of each scheduler group, which has workers of its own.
+    roles: tuple[GroupRole, ...] = (GroupRole.BOTH,)
 
 
 ONE_OF_EACH = Replicas()
@@ -115,9 +118,9 @@ def lay_out(
 def plan_layout(settings: Settings, run_directory: Path, ranks: int = 1, replicas: Replicas = ONE_OF_EACH) -> Layout:
     """Plan the services of all models, with unix sockets in `run_directory`, and their gateway.
 
-    A single model has `ranks` workers, and each model `replicas` of tokenizer and detokenizer. All settings stay as
-    configured except addresses, ports of metrics, values that depend on the rank, and "auto" values that depend on the
-    number of ranks.
+    A single model has `ranks` workers in each group, and each model `replicas` of its services. All settings stay as
+    configured except addresses, roles, ports of metrics, values that depend on the rank, and "auto" values that depend
+    on the number of ranks.
 
     Raises:
         ConfigurationError: the directory's path is too long for sockets, there are fewer than 1 ranks, tokenizers or
@@ -127,9 +130,17 @@ def plan_layout(settings: Settings, run_directory: Path, ranks: int = 1, replica
         raise ConfigurationError("at least 1 tokenizer and 1 detokenizer are required")
     if ranks < 1:
         raise ConfigurationError(f"tensor parallelism requires at least 1 rank, not {ranks}")
+    if all(role is GroupRole.PREFILL for role in replicas.roles):
+        raise ConfigurationError("a scheduler group that serves requests is required beside those that only prefill")
+    host_tier = settings.scheduler.host_tier
+    if GroupRole.DECODE in replicas.roles and not (host_tier.gigabytes or host_tier.pages):
+        raise ConfigurationError(
+            "groups that leave prompts to others need a host tier, where the pages arrive: "
+            "add --scheduler.host_tier.gigabytes 4"
+        )
     deployed = deploy_models(settings, ranks)
     check_metrics_ports(settings.gateway, [model.settings for model in deployed])
-    total = sum(model.ranks for model in deployed)
+    total = sum(model.ranks for model in deployed) * len(replicas.roles)
     placed = [_place(model, run_directory, total, replicas) for model in deployed]
     port = settings.gateway.port or free_port(settings.gateway.host)
     host = _reachable(settings.gateway.host)
@@ -175,30 +186,65 @@ class _Placed:
         return tuple(spec.address for spec in self.services if spec.module == f"services.{service}")
 
 
+@dataclass(frozen=True, slots=True)
+class _Group:
+    """A scheduler and its ranks, by their names.
+
+    `workers` is the ranks' common name, `first_rank` the number of ranks in the groups before this one.
+    """
+
+    role: GroupRole
+    scheduler: str
+    workers: str
+    ranks: Sequence[str]
+    first_rank: int
+
+    @property
+    def manifest(self) -> str:
+        """Name of the file with the adapters that were loaded while the group served."""
+        return self.scheduler.replace("scheduler", "adapters") + ".json"
+
+
 def _place(model: DeployedModel, run_directory: Path, total_ranks: int, replicas: Replicas) -> _Placed:
-    ranks = _numbered("worker", model.ranks)
+    groups = [
+        _Group(role, scheduler, worker, _numbered(worker, model.ranks), number * model.ranks)
+        for number, (role, scheduler, worker) in enumerate(
+            zip(
+                replicas.roles,
+                _numbered("scheduler", len(replicas.roles)),
+                _numbered("worker", len(replicas.roles)),
+                strict=True,
+            )
+        )
+    ]
     tokenizers = _numbered("tokenizer", replicas.tokenizers)
     detokenizers = _numbered("detokenizer", replicas.detokenizers)
-    names = (*detokenizers, "scheduler", *tokenizers, *ranks)
+    names = (*detokenizers, *tokenizers, *(name for group in groups for name in (group.scheduler, *group.ranks)))
     sockets = {name: _socket(run_directory, model.prefix.replace("/", ".") + name) for name in names}
     settings = suited(model.settings)
-    connected = {
-        "workers": tuple(sockets[name] for name in ranks),
-        "detokenizer": tuple(sockets[name] for name in detokenizers),
-        "rendezvous": f"127.0.0.1:{free_port('127.0.0.1')}",
-    }
-    settings = _with(_with(settings, "scheduler", connected), "tokenizer", {"schedulers": (sockets["scheduler"],)})
-    adapters = settings.scheduler.adapters
-    if adapters.slots and adapters.manifest is None:
-        manifest = run_directory / f"{model.prefix.replace('/', '.')}adapters.json"
-        settings = _with(settings, "scheduler", {"adapters": adapters.model_copy(update={"manifest": manifest})})
+    rendezvous = {group.scheduler: f"127.0.0.1:{free_port('127.0.0.1')}" for group in groups}
+    settings = _with(settings, "scheduler", {"detokenizer": tuple(sockets[name] for name in detokenizers)})
+    settings = _with(settings, "tokenizer", {"schedulers": tuple(sockets[group.scheduler] for group in groups)})
 
-    def spec(name: str, module: str, stage: Stage, number: int = 0, drain_s: float = 0.0) -> ServiceSpec:
-        is_rank = module == "worker"
+    def spec(
+        name: str, module: str, stage: Stage, number: int = 0, drain_s: float = 0.0, of: _Group | None = None
+    ) -> ServiceSpec:
         own = _with(settings, module, {"address": sockets[name]})
+        if of is not None:
+            connected: dict[str, object] = {
+                "workers": tuple(sockets[rank] for rank in of.ranks),
+                "rendezvous": rendezvous[of.scheduler],
+                "role": of.role.value,
+            }
+            adapters = own.scheduler.adapters
+            if adapters.slots and adapters.manifest is None:
+                manifest = run_directory / f"{model.prefix.replace('/', '.')}{of.manifest}"
+                connected["adapters"] = adapters.model_copy(update={"manifest": manifest})
+            own = _with(own, "scheduler", connected)
+        is_rank = module == "worker"
         its = _for_rank(own, number, total_ranks) if is_rank else _with_own_metrics_port(own, module, number)
-        # Only ranks depend on each other.
-        group = model.prefix + (module if is_rank else name)
+        # Only the ranks of a group depend on each other.
+        group = model.prefix + (of.workers if is_rank and of else name)
         full = f"services.{module}"
         return ServiceSpec(
             model.prefix + name, full, sockets[name], stage, its, group, drain_s + STOP_MARGIN_S, model.name
@@ -207,9 +253,16 @@ def _place(model: DeployedModel, run_directory: Path, total_ranks: int, replicas
     return _Placed(
         model,
         (
-            *(spec(name, "worker", Stage.COMPUTE, rank) for rank, name in enumerate(ranks)),
+            *(
+                spec(name, "worker", Stage.COMPUTE, group.first_rank + rank, of=group)
+                for group in groups
+                for rank, name in enumerate(group.ranks)
+            ),
             *(spec(name, "detokenizer", Stage.COMPUTE, number) for number, name in enumerate(detokenizers)),
-            spec("scheduler", "scheduler", Stage.CONTROL, drain_s=settings.scheduler.drain_s),
+            *(
+                spec(group.scheduler, "scheduler", Stage.CONTROL, number, settings.scheduler.drain_s, group)
+                for number, group in enumerate(groups)
+            ),
             *(spec(name, "tokenizer", Stage.CONTROL, number) for number, name in enumerate(tokenizers)),
         ),
     )

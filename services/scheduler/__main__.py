@@ -25,6 +25,8 @@ from protos.gen.pando.v1 import scheduler_pb2_grpc, sessions_pb2_grpc
 from services.scheduler.content.desk import ContentChecker, ContentDesk
 from services.scheduler.credentials import Credentials, read_token
 from services.scheduler.decision_log import DecisionLog
+from services.scheduler.disaggregation.prefill_client import PrefillClient
+from services.scheduler.disaggregation.prefill_server import PrefillServer
 from services.scheduler.fleet_desk import FleetDesk, rules_of
 from services.scheduler.group import WorkerGroup
 from services.scheduler.loop import SchedulerLoop
@@ -76,7 +78,8 @@ async def serve_with(settings: Settings, stopping: asyncio.Event, decisions: Dec
     outlets = Outlets(servers_at(settings.scheduler.detokenizer, security), loop)
     loop.connect(group, outlets)
     service, sleep = make_service(settings.scheduler, loop, group)
-    works = [group.run(), outlets.run(), loop.run(), sleep.run()]
+    loop.prefills = PrefillClient(loop, partial(open_channel, security=security), settings.scheduler.prefill_min_tokens)
+    works = [group.run(), outlets.run(), loop.run(), sleep.run(), loop.prefills.run()]
     works += publish_kv_events(settings, loop, fleet[1] if fleet else None)
     desk = make_desk(settings, loop)
     if desk is not None:
@@ -115,7 +118,9 @@ def make_service(
     """Return the service, and the desk that wakes the workers on request while it runs."""
     weights = WeightsDesk(loop, group)
     sleep = SleepDesk(loop, group, weights)
-    return SchedulerService(loop, settings, Credentials(read_token(settings)), weights, sleep), sleep
+    service = SchedulerService(loop, settings, Credentials(read_token(settings)), weights, sleep)
+    service.prefill_server = PrefillServer(loop, group, settings.workers)
+    return service, sleep
 
 
 async def report_health(server: RpcServer, can_serve: Callable[[], bool]) -> None:

@@ -12,7 +12,7 @@ from common.limits import Limits, load_limits
 from common.logs import get_logger
 from common.reloading import Reloading
 from common.tracing import exemplar_of
-from common.types import Admission, LoadReport, RequestId
+from common.types import Admission, GroupRole, LoadReport, RequestId
 from services.scheduler import metrics
 from services.scheduler.adapter_desk import AdapterDesk
 from services.scheduler.cache.debug.invariant_sampler import InvariantSampler
@@ -47,8 +47,10 @@ if TYPE_CHECKING:
     from common.transfers import TransferAck
     from common.types import ReplyTo, ScheduleRequest, SessionGrant, SessionWish, View
     from services.scheduler.core.output import EndedChoice
+    from services.scheduler.core.sequence import PrefillFollower
     from services.scheduler.core.sessions import Sessions
     from services.scheduler.decision_log import DecisionLog
+    from services.scheduler.disaggregation.prefill_client import PrefillClient
     from services.scheduler.group import WorkerGroup
     from services.scheduler.outlets import Outlets
     from services.scheduler.rank import LoadedWeights
@@ -124,6 +126,9 @@ class SchedulerLoop:
         self._away_since: float | None = None
         self._has_others: set[object] = set()
         self.timelines = Timelines()
+        self._role = GroupRole(settings.role)
+        # Has prompts computed by other groups; None: it never does.
+        self.prefills: PrefillClient | None = None
         self._log = get_logger("loop")
 
     def connect(self, group: WorkerGroup, outlets: Outlets) -> None:
@@ -133,7 +138,28 @@ class SchedulerLoop:
     @property
     def can_serve(self) -> bool:
         """Whether a request submitted now would run."""
-        return self._is_group_ready and self._has_outlet
+        return self._is_group_ready and (self._has_outlet or self._role is GroupRole.PREFILL)
+
+    @property
+    def role(self) -> GroupRole:
+        """What this group does."""
+        return self._role
+
+    def set_role(self, role: GroupRole) -> None:
+        """Change what this group does; open requests continue."""
+        if role is not self._role:
+            self._log.info("role.changed", role=role.value, before=self._role.value)
+        self._role = role
+
+    @property
+    def capacity(self) -> EngineCapacity | None:
+        """The workers' capacity when they were last ready; None before."""
+        return self._capacity
+
+    @property
+    def fingerprint(self) -> str:
+        """Names weights and shards of the workers: groups with the same one have interchangeable pages."""
+        return self._capacity.fingerprint if self._capacity else ""
 
     @property
     def is_healthy(self) -> bool:
@@ -146,7 +172,7 @@ class SchedulerLoop:
         open_choices = 0 if self.core is None else len(self.core.queue) + self.core.rows.running
         is_open = not self._is_draining
         sleeps = is_open and self.is_sleeping and self._has_outlet
-        return LoadReport(open_choices, serves=is_open and self.can_serve, sleeps=sleeps)
+        return LoadReport(open_choices, is_open and self.can_serve, sleeps, self._role)
 
     @property
     def is_sleeping(self) -> bool:
@@ -182,10 +208,22 @@ class SchedulerLoop:
             admission = Admission(request.request_id, len(request.token_ids), error.to_failure())
         else:
             admission = self.core.submit(request, self.now)
+            leader = self.core.leader_of(request.request_id)
+            if self.prefills is not None and admission.rejected is None and leader is not None:
+                self.prefills.consider(self.core, leader)
         metrics.ADMISSIONS_TOTAL.labels(admission.rejected.code.value if admission.rejected else "accepted").inc()
         self._wake.set()
         if self.is_sleeping and self._settings.sleep.wake_on_request and not self._is_draining:
             self.asked_to_wake.set()
+        return admission
+
+    def submit_prefill(self, request: ScheduleRequest, follower: PrefillFollower) -> Admission:
+        """Submit a request of which only the prompt is computed, for another group, and inform `follower`."""
+        if self.core is None or self._is_draining or not self._is_group_ready:
+            error = UnavailableError(self._why_unavailable(), retry_after_ms=1000)
+            return Admission(request.request_id, len(request.token_ids), error.to_failure())
+        admission = self.core.submit(request, self.now, follower)
+        self._wake.set()
         return admission
 
     async def prepare(self, grammar: Grammar) -> None:
@@ -593,4 +631,5 @@ class SchedulerLoop:
         )
         if not core.rows.running:
             core.sessions.lose_pins()
+            core.exports.lose_all()
             self._log.warning("memory.repaired", freed_pages=core.memory.repair())

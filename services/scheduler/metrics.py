@@ -124,6 +124,12 @@ STORAGE_MISSES = Gauge(
     "pando_scheduler_storage_misses",
     "Look-ups in storage that did not bring all that was asked for, since start; the workers count them by reason.",
 )
+PREFILL_LEASES = Gauge("pando_scheduler_prefill_leases", "Prompts whose pages other groups may read now.")
+REMOTE_PREFILLS_TOTAL = Counter(
+    "pando_scheduler_remote_prefills_total",
+    "Prompts that another group was asked to compute (asked), and those computed here after all (failed).",
+    ["outcome"],
+)
 TRANSFERS_TOTAL = Counter(
     "pando_scheduler_transfers_total", "Transfers between the tiers that all ranks have finished.", ["direction"]
 )

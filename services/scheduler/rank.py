@@ -164,6 +164,15 @@ class RankConnection:
                 self._log.info("worker.configuring", rank=spec.rank, stage=stage, percent=int(message.progress * 100))
         raise RankLostError(f"rank {spec.rank} ended Configure without a capacity")
 
+    async def grant_pages(self, lease: bytes, pages: Iterable[int]) -> None:
+        """Let workers of other groups read pages under a lease."""
+        request = worker_pb2.GrantPagesRequest(lease=lease, device_pages=pages)
+        await self._stub.GrantPages(request, timeout=STATE_TIMEOUT_S)
+
+    async def revoke_pages(self, lease: bytes) -> None:
+        """End a lease; once this has returned, none of its pages is read any more."""
+        await self._stub.RevokePages(worker_pb2.RevokePagesRequest(lease=lease), timeout=STATE_TIMEOUT_S)
+
     async def prepare(self, grammar: Grammar) -> None:
         """Compile a grammar before rows need it.
 

@@ -13,8 +13,10 @@ import numpy as np
 
 from common.errors import InvalidRequestError, UnavailableError
 from common.rpc.stream import MessageNumbers, accept_stream
+from common.types import GroupRole
 from common.wire.adapters import adapter_to_wire
 from common.wire.identity import subject_from_wire, view_from_wire, view_to_wire
+from common.wire.requests import role_from_wire, role_to_wire, schedule_request_from_wire
 from common.wire.sleeping import sleep_level_from_wire, sleep_parts_from_wire
 from protos.gen.pando.v1 import scheduler_pb2, scheduler_pb2_grpc
 from services.scheduler import metrics
@@ -47,6 +49,7 @@ if TYPE_CHECKING:
     from services.scheduler.core.core import SchedulerCore
     from services.scheduler.core.sequence import Sequence
     from services.scheduler.credentials import Credentials
+    from services.scheduler.disaggregation.prefill_server import PrefillServer
     from services.scheduler.loop import SchedulerLoop
     from services.scheduler.sleep_desk import SleepDesk
     from services.scheduler.submissions import Batch
@@ -83,6 +86,8 @@ class SchedulerService(scheduler_pb2_grpc.SchedulerServicer):
         self._credentials = credentials
         self._weights = weights
         self._sleep = sleep
+        # Computes prompts for other groups; None: not here.
+        self.prefill_server: PrefillServer | None = None
 
     async def Submit(  # type: ignore[override]  # noqa: N802  (writes to its context; the contract names it)
         self, request_iterator: AsyncIterator[scheduler_pb2.SchedulerSubmitRequest], context: Context
@@ -114,6 +119,35 @@ class SchedulerService(scheduler_pb2_grpc.SchedulerServicer):
             reading.cancel()
             submissions.close()
 
+    async def Prefill(  # noqa: N802
+        self, request: scheduler_pb2.PrefillRequest, context: Context
+    ) -> AsyncIterator[scheduler_pb2.PrefillResponse]:
+        """Compute a prompt for another group; its pages are kept until the call ends."""
+        if self.prefill_server is None:
+            raise UnavailableError("this scheduler computes no prompts for others")
+        wanted = schedule_request_from_wire(request.request)
+        async with contextlib.aclosing(self.prefill_server.serve(wanted)) as parts:
+            async for part in parts:
+                yield scheduler_pb2.PrefillResponse(
+                    fingerprint=part.fingerprint,
+                    workers=part.workers,
+                    lease=part.lease,
+                    device_pages=part.pages,
+                    cached_tokens=part.cached_tokens,
+                    is_last=part.is_last,
+                )
+
+    async def SetRole(  # noqa: N802
+        self, request: scheduler_pb2.SetRoleRequest, context: Context
+    ) -> scheduler_pb2.SetRoleResponse:
+        """Change what this group does."""
+        self._credentials.require_admin_if_set(_metadata(context), "change the role")
+        role = role_from_wire(request.role)
+        if role is GroupRole.DECODE and (core := self._loop.core) is not None and core.memory.loads is None:
+            raise InvalidRequestError("a group that leaves prompts to others needs a host tier", param="role")
+        self._loop.set_role(role)
+        return scheduler_pb2.SetRoleResponse()
+
     async def GetState(  # noqa: N802
         self, request: scheduler_pb2.GetStateRequest, context: Context
     ) -> scheduler_pb2.GetStateResponse:
@@ -126,7 +160,9 @@ class SchedulerService(scheduler_pb2_grpc.SchedulerServicer):
             cache=self._settings.cache.mode,
             sleep_level=self._loop.sleep_level,
             wakes_on_request=self._settings.sleep.wake_on_request,
+            role=role_to_wire(self._loop.role),
         )
+        self._describe_disaggregation(state)
         core, weights = self._loop.core, self._loop.weights
         if weights is not None:
             state.weights, state.weight_version = weights.model, weights.version
@@ -144,6 +180,21 @@ class SchedulerService(scheduler_pb2_grpc.SchedulerServicer):
                 largest = heapq.nlargest(request.max_owners, owners, key=lambda owner: owner.device_pages)
                 state.owners.extend(owner_to_wire(owner, shown) for owner in largest)
         return state
+
+    def _describe_disaggregation(self, state: scheduler_pb2.GetStateResponse) -> None:
+        server, client, core = self.prefill_server, self._loop.prefills, self._loop.core
+        if (server is None or not server.prefills) and (client is None or not client.asked):
+            return
+        loads = None if core is None else core.memory.loads
+        state.disaggregation.CopyFrom(
+            scheduler_pb2.DisaggregationState(
+                open_leases=server.open_leases if server else 0,
+                prefills=server.prefills if server else 0,
+                remote_prefills=client.asked if client else 0,
+                failed_prefills=client.failed if client else 0,
+                fetched_pages=loads.host.fetched_pages if loads else 0,
+            )
+        )
 
     def _describe(self, core: SchedulerCore, sequence: Sequence, shown: Disclosure) -> scheduler_pb2.RequestState:
         row, rows = sequence.row, core.rows

@@ -12,7 +12,7 @@ from common.rpc.sessions import SessionsClient
 from common.rpc.stream import StreamLink, StreamSource
 from common.types import LoadReport
 from common.wire.answers import admission_from_wire
-from common.wire.requests import schedule_request_to_wire
+from common.wire.requests import role_from_wire, schedule_request_to_wire
 from protos.gen.pando.v1 import common_pb2, scheduler_pb2, scheduler_pb2_grpc
 
 if TYPE_CHECKING:
@@ -153,7 +153,8 @@ class SchedulerLink:
 
     def _on_message(self, message: scheduler_pb2.SchedulerSubmitResponse) -> None:
         if message.HasField("load"):
-            self._load = LoadReport(message.load.open_choices, message.load.serves, message.load.sleeps)
+            load = message.load
+            self._load = LoadReport(load.open_choices, load.serves, load.sleeps, role_from_wire(load.role))
         if self._listener is not None:
             if self._load is not None:
                 self._listener.on_load(self._load)

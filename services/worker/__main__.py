@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from common.logs import get_logger
 from common.metrics import MODEL_INFO
+from common.rpc.channel import open_channel
 from common.rpc.security import read_security
 from common.rpc.server import RpcServer
 from common.runtime import drained, run_service
@@ -20,12 +21,13 @@ from services.worker.engine.grammars.library import GrammarLibrary
 from services.worker.engine.host import limit_spinning
 from services.worker.grammars.desk import GrammarDesk, GrammarLimits
 from services.worker.grammars.process import CompileProcesses
+from services.worker.peers.reading import PeerReader
 from services.worker.profiles import ProfileRules
 from services.worker.rank import Rank
 from services.worker.service import WorkerService
-from services.worker.storage.engine import StoringEngine
 from services.worker.storage.factory import STORAGE_THREADS, make_storage
 from services.worker.storage.tier import WorkerStorageTier
+from services.worker.tiered_engine import TieredEngine
 
 if TYPE_CHECKING:
     from common.steps import EngineSpec
@@ -57,7 +59,8 @@ async def serve(settings: Settings, stopping: asyncio.Event) -> None:
     limits = GrammarLimits(seconds_per_minute=settings.worker.grammars.seconds_per_minute)
     grammars = GrammarDesk(library, CompileProcesses(), limits)
     engine = make_engine(settings.worker, library)
-    engine = engine if tier is None else StoringEngine(engine, tier, asyncio.get_running_loop())
+    peers = PeerReader(lambda address: open_channel(address, security))
+    engine = TieredEngine(engine, tier, peers, asyncio.get_running_loop())
     rules = ProfileRules(directory=settings.worker.profile.directory)
     rank = Rank(
         engine,
@@ -87,6 +90,7 @@ async def serve(settings: Settings, stopping: asyncio.Event) -> None:
             # A thread that hangs in a collective also hangs the interpreter's orderly end.
             os._exit(RESTART_STATUS)
         has_ended = await rank.stop()
+        await peers.close()
         if tier is not None:
             has_ended = await tier.close() and has_ended
         if not has_ended:

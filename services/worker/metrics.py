@@ -32,5 +32,8 @@ STORAGE_PAGES_TOTAL = Counter(
     "Pages of transfers with storage by direction and outcome: done, or why not.",
     ["direction", "outcome"],
 )
+PEER_PAGES_TOTAL = Counter(
+    "pando_worker_peer_pages_total", "Pages read from workers of other groups, by outcome: done or failed.", ["outcome"]
+)
 STORAGE_SECONDS = Histogram("pando_worker_storage_transfer_seconds", "Time of a transfer with storage.", ["direction"])
 STORAGE_AVAILABLE = Gauge("pando_worker_storage_available", "0 while the storage is left alone because it fails.")

@@ -14,11 +14,12 @@ from common.models.adapters import resolve_adapter
 from common.steps import StepResult
 from services.worker import metrics
 from services.worker.engine.execution.interface import InvalidPlanError, OutOfMemoryError
+from services.worker.peers.leases import PageLeases
 from services.worker.profiles import ProfileRules, Profiles
 from services.worker.session import EngineThread, ExecuteSession, SessionEndedError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection
+    from collections.abc import Callable, Collection, Iterable
 
     from common.adapters import AdapterInfo
     from common.steps import EngineCapacity, EngineSpec, SleepLevel, SleepPart, StepPlan
@@ -109,6 +110,7 @@ class Rank:
         self._sleep_level: SleepLevel | None = None
         # Kept, as a task that only its loop refers to may be collected.
         self._changing: asyncio.Task[object] | None = None
+        self.leases = PageLeases(lambda: engine.device_pages)
         self._log = get_logger("rank")
         self.profiles = Profiles(profile_rules or ProfileRules(), _make_recorder, self._run_on_thread)
         self._thread.start()
@@ -200,6 +202,7 @@ class Rank:
             raise NotReadyError(f"the rank is {self._state.value}, configure it first")
         if self._engine.open_rows:
             raise NotReadyError("rows are open")
+        self.leases.revoke_all()
         sleep = functools.partial(self._engine.sleep, level, keeps_host_pages=keeps_host_pages)
         changing = asyncio.create_task(self._change(sleep, lambda _freed: WorkerState.SLEEPING))
         self._changing, self._sleep_level = changing, level
@@ -259,6 +262,20 @@ class Rank:
         if spec is None or self._state is not WorkerState.READY:
             raise NotReadyError(f"the rank is {self._state.value}, configure it first")
         return replace(spec, model=model, load_format=load_format or spec.load_format)
+
+    def grant_pages(self, lease: bytes, pages: Iterable[int]) -> None:
+        """Let workers of other groups read pages under a lease; see `PageLeases`.
+
+        Raises:
+            NotReadyError: no stream of plans is open, so nobody holds the pages.
+            InvalidRequestError: the lease's name is no name, or this rank has no such pages.
+        """
+        if self._session is None or self._capacity is None:
+            raise NotReadyError("no stream of plans is open")
+        known = list(pages)
+        if known and max(known) >= self._capacity.device_pages:
+            raise InvalidRequestError(f"a page outside [0, {self._capacity.device_pages})", param="device_pages")
+        self.leases.grant(lease, known)
 
     def open_session(self) -> ExecuteSession:
         """Begin a stream of plans with no rows open; a stream that is open gives way.
@@ -346,6 +363,7 @@ class Rank:
     def _end_session(self, session: ExecuteSession, error: Exception | None) -> None:
         self._session = None
         session.end(error)
+        self.leases.revoke_all()
         metrics.OPEN_ROWS.set(0)
         assert self._spec is not None, "a stream is open only after a configuration"
         if self._state is not WorkerState.READY:

@@ -182,6 +182,30 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
             await context.abort(grpc.StatusCode.FAILED_PRECONDITION, str(error))
         return worker_pb2.WorkerWakeUpResponse(is_awake=is_awake)
 
+    async def GrantPages(  # noqa: N802
+        self, request: worker_pb2.GrantPagesRequest, context: Context
+    ) -> worker_pb2.GrantPagesResponse:
+        """Let workers of other groups read pages."""
+        try:
+            self._rank.grant_pages(request.lease, request.device_pages)
+        except NotReadyError as error:
+            await context.abort(grpc.StatusCode.FAILED_PRECONDITION, str(error))
+        return worker_pb2.GrantPagesResponse()
+
+    async def RevokePages(  # noqa: N802
+        self, request: worker_pb2.RevokePagesRequest, context: Context
+    ) -> worker_pb2.RevokePagesResponse:
+        """End a lease."""
+        await self._rank.leases.revoke(request.lease)
+        return worker_pb2.RevokePagesResponse()
+
+    async def ReadPages(  # noqa: N802
+        self, request: worker_pb2.ReadPagesRequest, context: Context
+    ) -> AsyncIterator[worker_pb2.ReadPagesResponse]:
+        """Send the content of pages."""
+        async for content in self._rank.leases.read(request.lease, list(request.device_pages)):
+            yield worker_pb2.ReadPagesResponse(content=content)
+
     async def GetState(  # noqa: N802
         self, request: worker_pb2.GetWorkerStateRequest, context: Context
     ) -> worker_pb2.GetWorkerStateResponse:

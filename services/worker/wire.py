@@ -18,7 +18,7 @@ from common.steps import (
     StateSave,
     StepPlan,
 )
-from common.transfers import Transfer, TransferDirection, TransferId
+from common.transfers import PeerPages, Transfer, TransferDirection, TransferId
 from common.types import AdapterSlot, RequestId, RowSlot, SnapshotSlot, StepId
 from common.wire.answers import finish_reason_to_wire, logprob_to_wire, prompt_logprobs_from_wire, span_to_wire
 from common.wire.requests import pooling_from_wire, pooling_to_wire, sampling_from_wire, trace_from_wire
@@ -216,7 +216,12 @@ def _transfer_from_wire(message: worker_pb2.Transfer) -> Transfer:
         host_pages=_int32(message.host_pages),
         object_keys=tuple(message.object_keys),
         cipher_key=message.cipher_key,
+        peer=_peer_from_wire(message.peer) if message.HasField("peer") else None,
     )
+
+
+def _peer_from_wire(message: worker_pb2.PeerPages) -> PeerPages:
+    return PeerPages(tuple(message.workers), message.lease, _int32(message.device_pages))
 
 
 def _int32(values: Iterable[int]) -> NDArray[np.int32]:

@@ -182,6 +182,7 @@ schedule_requests = complete(
     # Not sent to schedulers.
     routing_key=st.none(),
     second_text_start=st.none() | COUNT,
+    prefill_group=st.just("") | NAMES,
 )
 chat_messages = complete(
     ChatMessage,

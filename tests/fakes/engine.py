@@ -13,7 +13,13 @@ if TYPE_CHECKING:
 
     from common.steps import EngineCapacity, EngineSpec, SleepLevel, SleepPart, StepPlan
     from services.worker.engine.execution.engine import ModelEngine
-    from services.worker.engine.execution.interface import AdapterStore, Emit, HostPageBytes, ProgressReport
+    from services.worker.engine.execution.interface import (
+        AdapterStore,
+        DevicePageBytes,
+        Emit,
+        HostPageBytes,
+        ProgressReport,
+    )
 
 
 def nothing() -> None:
@@ -39,6 +45,10 @@ class ScriptedEngine:
     @property
     def host_pages(self) -> HostPageBytes | None:
         return self.inner.host_pages
+
+    @property
+    def device_pages(self) -> DevicePageBytes | None:
+        return self.inner.device_pages
 
     @property
     def adapters(self) -> AdapterStore | None:

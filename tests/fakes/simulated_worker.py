@@ -12,13 +12,17 @@ from __future__ import annotations
 
 import zlib
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from common.prompt_logprobs import PromptLogprobSpan
 from common.steps import RowOpen, RowStop, StepPlan, StepResult
-from common.transfers import Transfer, TransferAck, TransferDirection, TransferId
+from common.transfers import PeerPages, Transfer, TransferAck, TransferDirection, TransferId
 from common.types import FinishReason, Pooling, RowSlot
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 VOCABULARY = 1000
 
@@ -115,6 +119,8 @@ class SimulatedWorker:
     window_kv: dict[int, tuple[int, int]] = field(default_factory=dict)
     # With recurrent layers: what each snapshot has taken in; None: there are no such layers.
     snapshots: list[list[int]] | None = None
+    # Returns the content of a peer's pages, up to the first that cannot be read.
+    read_peer: Callable[[PeerPages], list[Content]] = lambda _peer: []
     # What a pass may compute; None: anything.
     max_step_tokens: int | None = None
 
@@ -189,15 +195,26 @@ class SimulatedWorker:
         """Let one rank be done with a transfer; with the last one, the pages get their new content."""
         opened = self.open[transfer_id]
         opened.ranks.remove(rank)
+        peer = opened.transfer.peer
+        if peer is not None and not opened.content:
+            opened.content = self.read_peer(peer)
         if not opened.ranks:
             del self.open[transfer_id]
             self._copy(opened)
-        return TransferAck(transfer_id, opened.transfer.pages, duration_us=1000)
+        pages = opened.transfer.pages if peer is None else len(opened.content)
+        return TransferAck(transfer_id, pages, duration_us=1000)
 
     def _begin(self, transfer: Transfer) -> None:
         assert transfer.transfer_id > self.last_transfer, "transfer ids are never used twice"
         self.last_transfer = transfer.transfer_id
         device, host = transfer.device_pages.tolist(), transfer.host_pages.tolist()
+        if transfer.peer is not None:
+            assert len(transfer.peer.device_pages) == len(host) == len(set(host)) > 0
+            assert not any(page in self._written(False) | self._read(False) for page in host), "a race"
+            self.open[transfer.transfer_id] = _Open(transfer, [], set(range(self.ranks)))
+            for page in host:
+                self.host[page] = [None] * self.page_size
+            return
         assert len(device) == len(host) == len(set(device)) == len(set(host)) > 0
         assert all(0 <= page < self.pages for page in device)
         assert all(0 <= page < self.host_pages for page in host)
@@ -217,6 +234,9 @@ class SimulatedWorker:
 
     def _copy(self, opened: _Open) -> None:
         transfer = opened.transfer
+        if transfer.peer is not None:
+            self.host.update(zip(transfer.host_pages.tolist(), opened.content, strict=False))
+            return
         is_load = transfer.direction is TransferDirection.HOST_TO_DEVICE
         sources = (transfer.host_pages if is_load else transfer.device_pages).tolist()
         targets = (transfer.device_pages if is_load else transfer.host_pages).tolist()
@@ -249,6 +269,9 @@ class SimulatedWorker:
         direction = TransferDirection.HOST_TO_DEVICE if is_load else TransferDirection.DEVICE_TO_HOST
         pages: set[int] = set()
         for opened in self.open.values():
+            is_peer = opened.transfer.peer is not None
+            if is_peer and not is_device and not is_load:
+                pages.update(opened.transfer.host_pages.tolist())
             if opened.transfer.direction is direction:
                 touched = opened.transfer.device_pages if is_device else opened.transfer.host_pages
                 pages.update(touched.tolist())

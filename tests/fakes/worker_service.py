@@ -14,10 +14,11 @@ from services.worker.wire import plan_from_wire, result_to_wire
 from tests.fakes.simulated_worker import VOCABULARY, SimulatedWorker
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
+    from collections.abc import AsyncIterator, Callable
 
     from common.steps import StepPlan
-    from common.transfers import TransferAck, TransferId
+    from common.transfers import PeerPages, TransferAck, TransferId
+    from tests.fakes.simulated_worker import Content
 
     Context = grpc.aio.ServicerContext[Any, Any]
 
@@ -31,6 +32,10 @@ def _open_gate() -> asyncio.Event:
 
 class FakeWorkerService(worker_pb2_grpc.WorkerServicer):
     """Configures at once and runs plans on a SimulatedWorker; tests set the attributes to make it misbehave."""
+
+    hangs = False
+    # Of the latest stream of plans.
+    simulated: SimulatedWorker | None = None
 
     def __init__(self, pages: int = 64, eos_token_id: int = 7) -> None:
         self.pages = pages
@@ -54,13 +59,15 @@ class FakeWorkerService(worker_pb2_grpc.WorkerServicer):
         self.compiles = _open_gate()
         self.compiling = 0
         self.grammar_refusal: str | None = None
-        self.hangs = False
         # Calls of GetState wait while it is cleared; `heartbeat_age_s` is what they report of the engine.
         self.answers = _open_gate()
         self.heartbeat_age_s = 0.0
         # None: as a worker of an earlier version. A lost plan is neither run nor counted, until Configure is called.
         self.open_plans: int | None = None
         self.loses_plans = False
+        # Pages that other groups may read, by lease; they are read from the simulated worker.
+        self.leases: dict[bytes, set[int]] = {}
+        self.read_peer: Callable[[PeerPages], list[Content]] = lambda _peer: []
         self.adapter_refusal: str | None = None
         self.refused_sources: set[str] = set()
         self.adapters: dict[str, common_pb2.AdapterInfo] = {}
@@ -168,6 +175,30 @@ class FakeWorkerService(worker_pb2_grpc.WorkerServicer):
             self.dropped_adapters.append(request.digest)
         return worker_pb2.DropAdapterResponse()
 
+    async def GrantPages(
+        self, request: worker_pb2.GrantPagesRequest, context: Context
+    ) -> worker_pb2.GrantPagesResponse:
+        self.leases.setdefault(request.lease, set()).update(request.device_pages)
+        return worker_pb2.GrantPagesResponse()
+
+    async def RevokePages(
+        self, request: worker_pb2.RevokePagesRequest, context: Context
+    ) -> worker_pb2.RevokePagesResponse:
+        self.leases.pop(request.lease, None)
+        return worker_pb2.RevokePagesResponse()
+
+    def lend(self, peer: PeerPages) -> list[Content]:
+        """Return the content of pages under a lease, as `ReadPages` does."""
+        pages = peer.device_pages.tolist()
+        if self.simulated is None or not self.leases.get(peer.lease, set()).issuperset(pages):
+            return []
+        return [self.simulated._device_page(page) for page in pages]
+
+    def ReadPages(
+        self, request: worker_pb2.ReadPagesRequest, context: Context
+    ) -> AsyncIterator[worker_pb2.ReadPagesResponse]:
+        raise NotImplementedError("simulated workers call `lend`")
+
     async def GetAdapters(
         self, request: worker_pb2.GetAdaptersRequest, context: Context
     ) -> worker_pb2.GetAdaptersResponse:
@@ -220,8 +251,11 @@ class FakeWorkerService(worker_pb2_grpc.WorkerServicer):
         configured = self.configured[-1]
         pages, tokens = (self.window if configured.window_ratio else None) or (0, 0)
         worker = SimulatedWorker(
-            self.pages, configured.page_size_tokens, configured.host_pages, window=tokens, window_pool=pages
-        )
+            self.pages, configured.page_size_tokens, configured.host_pages, window=tokens, window_pool=pages,
+            read_peer=lambda peer: self.read_peer(peer),
+        )  # fmt: skip
+        self.simulated = worker
+        self.leases.clear()
         ages: dict[TransferId, int] = {}
         async for message in request_iterator:
             if self.hangs:

@@ -38,6 +38,7 @@ from services.worker.engine.checkpoints.safetensors_directory import WHOLE, Safe
 from services.worker.storage.files import FileStorage
 from services.worker.storage.objects import ObjectFormat
 from services.worker.storage.tier import Shard, WorkerStorageTier
+from services.worker.stream_pages import StreamPages
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -119,7 +120,7 @@ class StorageBench:
 
     async def _move(self, storage: FileStorage, form: ObjectFormat, direction: TransferDirection) -> float:
         tier = WorkerStorageTier(storage, 600.0, self._arguments.threads)
-        shard, acks = Shard(self._pages, form), asyncio.Queue[TransferAck]()
+        shard, acks = Shard(StreamPages(self._pages), form), asyncio.Queue[TransferAck]()
         each = max(1, self._count // (4 * self._arguments.threads))
         firsts = range(0, self._count, each)
         started = time.perf_counter()

@@ -21,6 +21,7 @@ from common.types import Admission, Finish, FinishReason, Subject
 from services.scheduler.cache.keys import adapter_tags
 from services.scheduler.core.adapter_slots import AdapterSlots
 from services.scheduler.core.costs import LoadCosts
+from services.scheduler.core.exports import Exports
 from services.scheduler.core.memory import KvMemory
 from services.scheduler.core.milestones import MilestoneKind
 from services.scheduler.core.output import Output, OutputBuffer
@@ -31,6 +32,7 @@ from services.scheduler.core.results import NO_MEMORY, ResultHandler
 from services.scheduler.core.row_changes import Tenancy
 from services.scheduler.core.rows import RowSlots
 from services.scheduler.core.sequence import (
+    PrefillFollower,
     PromptScoring,
     Sequence,
     SequenceAdapter,
@@ -97,6 +99,7 @@ class SchedulerCore:
         self.in_flight = 0
         self.finished_steps = 0
         self.sessions = Sessions(self.memory, config.sessions)
+        self.exports = Exports(self.memory)
         self.adapters = AdapterSlots(config.adapter_slots, config.adapter_share)
         self._find_adapter = find_adapter
         self._tenancy = Tenancy(self.rows, self.memory, self.adapters)
@@ -178,6 +181,7 @@ class SchedulerCore:
         assert self.is_at_rest, "rows would lose their KV"
         self._tenancy.forget_all()
         self.sessions.lose_pins()
+        self.exports.lose_all()
         if keeps_host:
             self.memory.leave_device()
         else:
@@ -193,8 +197,11 @@ class SchedulerCore:
         for sequence in self.started_sequences:
             self._finish(sequence, Finish(FinishReason.ABORT))
 
-    def submit(self, request: ScheduleRequest, now: float) -> Admission:
-        """Add a request to the queue, or return an admission with the reason for its refusal."""
+    def submit(self, request: ScheduleRequest, now: float, follower: PrefillFollower | None = None) -> Admission:
+        """Add a request to the queue, or return an admission with the reason for its refusal.
+
+        With a `follower`, the request of one choice is computed for another group, and has no output.
+        """
         request = with_usable_cache(request)
         try:
             request = self.sessions.enter(request)
@@ -210,7 +217,7 @@ class SchedulerCore:
         sequences = []
         for index in range(request.options.n):
             sequence = self._new_sequence(request, index, leader, now)
-            sequence.adapter = adapter
+            sequence.adapter, sequence.follower = adapter, follower
             leader = leader or sequence
             sequences.append(sequence)
             self._by_handle[sequence.handle] = sequence
@@ -285,6 +292,10 @@ class SchedulerCore:
         limit = min(self.config.max_context, self.config.capacity_tokens)
         own = request.options.max_context_tokens
         return limit if own is None else min(limit, own)
+
+    def leader_of(self, request_id: RequestId) -> Sequence | None:
+        """Return the first open choice of a request, or None."""
+        return next(iter(self._by_request.get(request_id, ())), None)
 
     def abort(self, request_id: RequestId) -> bool:
         """Abort a request by its exact id; return whether it was open."""
@@ -401,6 +412,7 @@ class SchedulerCore:
         self._tenancy.forget_all()
         self._results.forget_all()
         self.sessions.lose_pins()
+        self.exports.lose_all()
         self.memory.forget_all()
         for sequence in self.queue:
             self.memory.prefetch(sequence)
@@ -471,6 +483,8 @@ class SchedulerCore:
             self._tenancy.vacate(sequence)
         self.sessions.end(sequence, token_ids, computed, was_running=row is not None)
         sequence.phase = SequencePhase.FINISHED
+        if sequence.follower is not None:
+            sequence.follower.on_ended(finish)
         self._suspects.forget(sequence)
         del self._by_handle[sequence.handle]
         siblings = self._by_request[sequence.request.request_id]

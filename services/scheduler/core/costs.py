@@ -58,6 +58,8 @@ class LoadCosts:
         self._load = _Rate(load_bytes_per_s)
         self._latency_s = FIRST_LATENCY_S
         self._storage = _Rate(0.0, STORAGE_MEMORY)
+        # Of pages that another group computes, from its workers to the host.
+        self._peer = _Rate(0.0, STORAGE_MEMORY)
         # Of a read, without the time of the transfer itself.
         self._storage_latency_s = FIRST_LATENCY_S
 
@@ -78,6 +80,25 @@ class LoadCosts:
         if not self._prefill.value or not self._storage.value:
             return True
         return self._storage_s(tokens, reads) < tokens / self._prefill.value
+
+    def peer_pays(self) -> bool:
+        """Return whether pages come from another group's workers, and from the host, faster than they are computed.
+
+        True while the rates have not been measured.
+        """
+        if not self._prefill.value or not self._peer.value:
+            return True
+        load_s = 1 / self._load.value if self._load.value else 0.0
+        return self._bytes_per_token * (1 / self._peer.value + load_s) < 1 / self._prefill.value
+
+    def prefill_s(self, tokens: int) -> float:
+        """Return the time to compute `tokens` tokens; 0 while that has not been measured."""
+        return tokens / self._prefill.value if self._prefill.value else 0.0
+
+    def saw_peer_read(self, tokens: int, seconds: float) -> None:
+        """Record a transfer of `tokens` tokens' pages from another group."""
+        if tokens:
+            self._peer.add(tokens * self._bytes_per_token, seconds)
 
     def saw_prefill(self, tokens: int, seconds: float) -> None:
         """Record a pass that prefilled `tokens` tokens."""

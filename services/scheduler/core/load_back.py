@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from common.steps import PageIds
     from common.transfers import Transfer, TransferAck, TransferId
     from services.scheduler.cache.tiers.host_tier import HostTier
+    from services.scheduler.cache.tiers.peer_reads import PeerFetch
     from services.scheduler.core.costs import LoadCosts
     from services.scheduler.core.sequence import Sequence
 
@@ -68,12 +69,13 @@ class LoadBack:
     def is_loading(self) -> bool:
         """Whether a sequence may be waiting for a load."""
         storage = self.host.storage
-        return self.loading_tokens > 0 or (storage is not None and storage.is_reading)
+        is_reading = storage is not None and storage.is_reading
+        return self.loading_tokens > 0 or is_reading or self.host.peers.is_reading
 
     def is_busy(self, now: float) -> bool:
         """Whether a plan is needed, if only to learn of open transfers."""
         storage = self.host.storage
-        return self.is_copying or (storage is not None and storage.has_work(now))
+        return self.is_copying or self.host.peers.has_work or (storage is not None and storage.has_work(now))
 
     @property
     def is_copying(self) -> bool:
@@ -100,8 +102,20 @@ class LoadBack:
             self.host.prefetch(view, token_ids, MEASURED_PAGES)
         self._skipped_lookups += 1
 
+    def await_peer(self, sequence: Sequence, min_tokens: int) -> PeerFetch | None:
+        """Let a waiting sequence wait for pages of a peer, if its view lacks at least `min_tokens` that can come so.
+
+        It waits until the fetch is done, whose owner must see to that. None if computing is faster.
+        """
+        if sequence.request.options.cache_mode is CacheMode.NONE or not self.costs.peer_pays():
+            return None
+        sequence.remote = self.host.await_peer(sequence.request.view, sequence.cacheable_ids, min_tokens)
+        return sequence.remote
+
     def end_prefetch(self, sequence: Sequence) -> None:
-        """Stop looking in storage for a sequence that has started or ended."""
+        """Stop looking in storage or at a peer for a sequence that has started or ended."""
+        if sequence.remote is not None:
+            self.host.peers.give_up(sequence.remote)
         if sequence.fetch is not None:
             prefetch = sequence.fetch.prefetch
             sequence.storage_tokens = (prefetch.position - prefetch.first) * self._page_size
@@ -122,6 +136,8 @@ class LoadBack:
         if sequence.awaited_load is not None and self.host.ledger.get(sequence.awaited_load) is not None:
             return True
         sequence.awaited_load = None
+        if sequence.remote is not None and not sequence.remote.is_done:
+            return True
         storage, fetch = self.host.storage, sequence.fetch
         if storage is not None and fetch is not None and storage.is_awaited(fetch, now):
             return True
@@ -149,7 +165,7 @@ class LoadBack:
 
     def take_transfers(self, now: float) -> tuple[Transfer, ...]:
         """Return the transfers of the next plan: started loads, then backups and storage transfers that are due."""
-        for transfer in (*self.host.plan_backups(), *self.host.plan_storage(now)):
+        for transfer in (*self.host.plan_backups(), *self.host.peers.plan(), *self.host.plan_storage(now)):
             self._start(transfer, now)
         started, self._started = tuple(self._started), []
         return started
@@ -166,6 +182,8 @@ class LoadBack:
             tokens = transfer.pages * self._page_size
             self.loading_tokens -= tokens
             self.costs.saw_load(tokens, ack.duration_us / 1e6, now - started_at)
+        elif transfer.direction is TransferDirection.PEER_TO_HOST:
+            self.costs.saw_peer_read(ack.done_pages * self._page_size, ack.duration_us / 1e6)
         elif transfer.direction is TransferDirection.STORAGE_TO_HOST:
             tokens = ack.done_pages * self._page_size
             self.costs.saw_storage_read(tokens, transfer.pages, ack.duration_us / 1e6, now - started_at)

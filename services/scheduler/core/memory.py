@@ -245,7 +245,7 @@ class KvMemory:
         rows.page_count[row] = 0
         sequence.lock = None
 
-    def pin(self, view: View, token_ids: TokenIds, priority: int, session: str) -> PrefixLock | None:
+    def pin(self, view: View, token_ids: TokenIds, priority: int, session: str | None) -> PrefixLock | None:
         """Lock the cached part of a prefix that was just computed; return None if the view has none of it cached.
 
         Like a row, the pin holds a reference on each page, so it survives any change of the tree.

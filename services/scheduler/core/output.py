@@ -84,11 +84,14 @@ class OutputBuffer:
     _tokens: int = 0
 
     def open(self, sequence: Sequence) -> None:
-        """Announce an accepted choice."""
-        self._opens.append(sequence)
+        """Announce an accepted choice; one that is computed for another group has no output."""
+        if sequence.follower is None:
+            self._opens.append(sequence)
 
     def start(self, sequence: Sequence) -> None:
         """Announce that a choice got its first row; the cached part of its prompt is known now."""
+        if sequence.follower is not None:
+            return
         self._starts.append(sequence)
         nothing_to_compute = sequence.scoring.begin(sequence.handle) if sequence.scoring is not None else None
         if nothing_to_compute is not None:
@@ -106,7 +109,8 @@ class OutputBuffer:
         self._tokens += len(token_ids)
 
     def finish(self, sequence: Sequence, finish: Finish) -> None:
-        self._finishes.append((sequence.handle, finish))
+        if sequence.follower is None:
+            self._finishes.append((sequence.handle, finish))
 
     def take(self) -> Output | None:
         """Return the collected output and clear it; None if it is empty."""

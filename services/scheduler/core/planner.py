@@ -402,7 +402,8 @@ class Planner:
         if sequence.started_at is None:
             sequence.started_at = now
         if sequence.cached_tokens is None:
-            sequence.cached_tokens = min(lock.matched_tokens, sequence.prompt_tokens)
+            found = min(lock.matched_tokens, sequence.prompt_tokens)
+            sequence.cached_tokens = found if sequence.remote is None else min(found, sequence.remote.cached_tokens)
             self._billing.start(sequence, lock.matched_tokens)
         request, adapter = sequence.request, sequence.adapter
         stop = request.options.stop

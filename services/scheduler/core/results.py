@@ -148,6 +148,8 @@ class ResultHandler:
             end = chunk.start + chunk.length
             self._rows.computed[chunk.row] = end
             self._tenancy.keep_computed(sequence)
+            if sequence.follower is not None:
+                sequence.follower.on_computed()
             if end >= len(sequence.token_ids):
                 sequence.is_prefilled = True
                 sequence.phase = SequencePhase.DECODE

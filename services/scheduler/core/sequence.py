@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass, replace
 from enum import Enum
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
@@ -14,7 +14,8 @@ from services.scheduler.cache.keys import tagged
 
 if TYPE_CHECKING:
     from common.transfers import TransferId
-    from common.types import RowSlot, SamplingParams, ScheduleRequest, Subject, TokenIds
+    from common.types import Finish, RowSlot, SamplingParams, ScheduleRequest, Subject, TokenIds
+    from services.scheduler.cache.tiers.peer_reads import PeerFetch
     from services.scheduler.cache.tiers.storage_reads import Fetch
     from services.scheduler.cache.types import PrefixLock
     from services.scheduler.core.session import Session
@@ -40,11 +41,22 @@ class SequenceAdapter:
     tags: TokenIds
 
 
+class PrefillFollower(Protocol):
+    """Learns of the progress of a sequence that is computed for another group."""
+
+    def on_computed(self) -> None:
+        """More of the prompt has been computed, and is in the cache."""
+
+    def on_ended(self, finish: Finish | None) -> None:
+        """The sequence has ended; None: without output."""
+
+
 class Wait(Enum):
     """The last reason for which a sequence was passed over while it waited.
 
     TURN: others came first, or all rows or tokens of the steps were taken. PREFIX: another request of its view was
-    computing the same prefix. LOAD: its pages were being loaded from host memory or storage. MEMORY: there were not
+    computing the same prefix. LOAD: its pages were being loaded from host memory or storage, or computed by another
+    group. MEMORY: there were not
     enough free pages. GRAMMAR: restarted workers did not have its grammar yet. ADAPTER: all slots of adapters that it
     may use were taken.
     """
@@ -97,6 +109,10 @@ class Sequence:
     storage_tokens: int = 0
     # Its lookup in storage, until it starts.
     fetch: Fetch | None = None
+    # Its pages at another group that computes its prompt, if one does; it waits for them.
+    remote: PeerFetch | None = None
+    # Who follows its progress in place of a detokenizer, if it is computed for another group.
+    follower: PrefillFollower | None = None
     # The open session that it is a turn of.
     session: Session | None = None
     # Whether its first token has arrived, and with it the whole prompt is in the cache for others.

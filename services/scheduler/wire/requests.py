@@ -8,7 +8,7 @@ from common.errors import PandoError
 from common.tracing import is_sampled
 from common.types import Admission, RequestId
 from common.wire.answers import admission_to_wire, finish_to_wire, logprob_to_wire, span_to_wire
-from common.wire.requests import resume_to_wire, schedule_request_from_wire, trace_to_wire
+from common.wire.requests import resume_to_wire, role_to_wire, schedule_request_from_wire, trace_to_wire
 from protos.gen.pando.v1 import detokenizer_pb2, scheduler_pb2
 from services.scheduler.core.output import EndedChoice
 from services.scheduler.submissions import Batch
@@ -41,7 +41,9 @@ def admissions_to_wire(admissions: Iterable[Admission], load: LoadReport) -> sch
     """Encode admissions for a tokenizer, with the load after them."""
     return scheduler_pb2.SchedulerSubmitResponse(
         admissions=[admission_to_wire(admission) for admission in admissions],
-        load=scheduler_pb2.SchedulerLoad(open_choices=load.open_choices, serves=load.serves, sleeps=load.sleeps),
+        load=scheduler_pb2.SchedulerLoad(
+            open_choices=load.open_choices, serves=load.serves, sleeps=load.sleeps, role=role_to_wire(load.role)
+        ),
     )
 
 

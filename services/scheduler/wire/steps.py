@@ -15,7 +15,7 @@ from protos.gen.pando.v1 import worker_pb2
 
 if TYPE_CHECKING:
     from common.steps import EngineSpec, RowOpen, StepPlan
-    from common.transfers import Transfer
+    from common.transfers import PeerPages, Transfer
 
 _DIRECTIONS = {
     each: worker_pb2.TransferDirection.Value(f"TRANSFER_DIRECTION_{each.name}") for each in TransferDirection
@@ -119,7 +119,12 @@ def _transfer_to_wire(transfer: Transfer) -> worker_pb2.Transfer:
         host_pages=transfer.host_pages.tolist(),
         object_keys=transfer.object_keys,
         cipher_key=transfer.cipher_key,
+        peer=None if transfer.peer is None else _peer_to_wire(transfer.peer),
     )
+
+
+def _peer_to_wire(peer: PeerPages) -> worker_pb2.PeerPages:
+    return worker_pb2.PeerPages(workers=peer.workers, lease=peer.lease, device_pages=peer.device_pages.tolist())
 
 
 def _open_to_wire(opened: RowOpen) -> worker_pb2.RowOpen:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 from collections import OrderedDict, defaultdict
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import grpc
 
 from common.errors import UnavailableError
 from common.logs import get_logger
+from common.types import GroupRole
 from protos.gen.pando.v1 import scheduler_pb2, scheduler_pb2_grpc
 from services.tokenizer import metrics
 from services.tokenizer.routing.policies import RoutingCandidate, affinity_key, favourite, session_key
@@ -17,7 +19,7 @@ from services.tokenizer.routing.shared_prefixes import NoSharedPrefixes
 from services.tokenizer.scheduler_link import SchedulerLink
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Collection, Iterable, Sequence
 
     from common.rpc.peers import Servers
     from common.types import Admission, LoadReport, RequestId, ScheduleRequest, SessionGrant, SessionWish, View
@@ -64,7 +66,7 @@ class Fleet:
 
     async def can_serve(self) -> bool:
         """Whether any group would serve a request now, or once it is woken."""
-        return any(replica.can_serve or replica.sleeps for replica in self._replicas.values())
+        return bool(self._serving())
 
     def submit(self, requests: Sequence[ScheduleRequest]) -> None:
         """Send all requests or none, each to its group.
@@ -136,7 +138,7 @@ class Fleet:
     async def _compare(self) -> None:
         """Keep each group informed whether another one would serve requests."""
         while True:
-            serving = {name for name, replica in self._replicas.items() if replica.can_serve}
+            serving = {name for name, replica in self._serving().items() if replica.can_serve}
             for name, replica in self._replicas.items():
                 replica.note_others(serve=len(serving) > (name in serving))
             await asyncio.sleep(WATCH_INTERVAL_S)
@@ -144,10 +146,7 @@ class Fleet:
     def _assign(
         self, requests: Sequence[ScheduleRequest], away: set[str], sent: Sequence[RequestId]
     ) -> dict[str, list[ScheduleRequest]]:
-        there = {name: replica for name, replica in self._replicas.items() if name not in away}
-        loads = {name: replica.load for name, replica in there.items() if replica.can_serve}
-        # Requests wake a group, or wait for it to be woken, only if no other one serves.
-        loads = loads or {name: replica.load for name, replica in there.items() if replica.sleeps}
+        loads = {name: replica.load for name, replica in self._serving(away).items()}
         if not loads:
             self.abort(sent)
             raise _no_scheduler()
@@ -160,12 +159,37 @@ class Fleet:
                 candidates = [RoutingCandidate(name, load) for name, load in loads.items()]
                 chosen = self._policy.choose(affinity_key(request), candidates, self._prefixes.find(request))
             loads[chosen] += 1
-            batches[chosen].append(request)
+            batches[chosen].append(self._with_prefill_group(request))
         return batches
 
+    def _with_prefill_group(self, request: ScheduleRequest) -> ScheduleRequest:
+        """Name the group that is to compute the prompt if that is long: by cached prefixes and load, like any other."""
+        groups = [
+            RoutingCandidate(name, replica.load)
+            for name, replica in self._replicas.items()
+            if replica.can_serve and replica.role is GroupRole.PREFILL
+        ]
+        if not groups:
+            return request
+        chosen = self._policy.choose(affinity_key(request), groups, self._prefixes.find(request))
+        return replace(request, prefill_group=chosen)
+
+    def _serving(self, away: Collection[str] = ()) -> dict[str, Replica]:
+        """Return the groups that would serve a request now, without `away`; if there are none, those that sleep.
+
+        Groups that only compute prompts for others do not serve. Requests wake a group, or wait for it to be woken,
+        only if no other one serves.
+        """
+        there = {
+            name: replica
+            for name, replica in self._replicas.items()
+            if replica.role is not GroupRole.PREFILL and name not in away
+        }
+        serving = {name: replica for name, replica in there.items() if replica.can_serve}
+        return serving or {name: replica for name, replica in there.items() if replica.sleeps}
+
     def _home_of(self, view: View, session: str) -> Replica:
-        serving = [name for name, replica in self._replicas.items() if replica.can_serve]
-        serving = serving or [name for name, replica in self._replicas.items() if replica.sleeps]
+        serving = list(self._serving())
         if not serving:
             raise _no_scheduler()
         return self._replicas[favourite(session_key(view, session), serving)]
@@ -210,6 +234,7 @@ class Replica:
         self._listener: SchedulerListener | None = None
         self._is_serving = False
         self._is_sleeping = False
+        self._role = GroupRole.BOTH
         self._reported_load = 0
         # Requests that the latest report may not include; without them, a burst would go entirely to the group that was
         # idle before. A report with an admission includes the admitted request; answers to polls may not.
@@ -221,6 +246,11 @@ class Replica:
     def can_serve(self) -> bool:
         """Whether it accepts new requests; a draining group only finishes its open ones."""
         return self._is_serving and self._link.is_connected and not self._link.is_stale
+
+    @property
+    def role(self) -> GroupRole:
+        """What the group does, by its latest report."""
+        return self._role
 
     @property
     def sleeps(self) -> bool:
@@ -279,7 +309,7 @@ class Replica:
         """Use the group's report."""
         if load.serves != self._is_serving:
             metrics.REPLICA_SERVING.labels(self.name).set(load.serves)
-        self._is_serving, self._is_sleeping = load.serves, load.sleeps
+        self._is_serving, self._is_sleeping, self._role = load.serves, load.sleeps, load.role
         self._reported_load = load.open_choices
         self._sent_since = 0
 

@@ -9,6 +9,7 @@ import torch
 
 from common.errors import ConfigurationError
 from common.steps import SleepLevel
+from services.worker.engine.host_tier.device_pages import DevicePages
 from services.worker.engine.host_tier.pool import allocate_host_pool
 from services.worker.engine.host_tier.sliced_transfers import SlicedTransfers
 from services.worker.engine.host_tier.stream_transfers import StreamTransfers
@@ -71,6 +72,7 @@ class ModelRunner:
         self._host_pages = 0 if host_pool is None else host_pool.pages
         self.host_pool = host_pool
         self.transfers = None if host_pool is None else make_transfers(pool, host_pool, self.device)
+        self.device_pages = readable(pool)
         if host_pool is not None:
             self.capacity = replace(capacity, host_pages=host_pool.pages)
 
@@ -105,6 +107,9 @@ class ModelRunner:
             if self.transfers is not None:
                 self.transfers.close()
             self.transfers = None
+            if self.device_pages is not None:
+                self.device_pages.close()
+            self.device_pages = None
             self._pool = shape_of(self._pool)
             self._has_pool = False
         if not keeps_host_pages:
@@ -139,6 +144,7 @@ class ModelRunner:
             return
         self._pool = allocate_like(self._pool, self.device)
         self._has_pool = True
+        self.device_pages = readable(self._pool)
         if self._host_pages and self.host_pool is None:
             self.host_pool = allocate_host_pool(self._pool, self._host_pages)
         self.transfers = None if self.host_pool is None else make_transfers(self._pool, self.host_pool, self.device)
@@ -186,7 +192,9 @@ class ModelRunner:
         """Leave the group and drop weights and pools."""
         if self.transfers is not None:
             self.transfers.close()
-        self.transfers = self.host_pool = None
+        if self.device_pages is not None:
+            self.device_pages.close()
+        self.transfers = self.host_pool = self.device_pages = None
         self.group.close()
         if self._model is not None:
             self._model.close()
@@ -197,6 +205,11 @@ class ModelRunner:
     def _awake(self) -> Decoder:
         assert self._model is not None, "a rank that sleeps runs no passes"
         return self._model
+
+
+def readable(pool: KvPool) -> DevicePages | None:
+    """Return the pages of a pool for workers of other groups; None if not all layers have the same pages."""
+    return None if pool.window_pages or pool.states is not None else DevicePages(pool)
 
 
 def make_transfers(pool: KvPool, host: HostPool, device: torch.device) -> Transfers:

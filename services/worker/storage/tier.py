@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, TypeVar
@@ -13,14 +12,15 @@ from common.transfers import TransferAck, TransferDirection
 from services.worker import metrics
 from services.worker.storage.interface import StorageError, StorageTimeoutError
 from services.worker.storage.objects import Miss
+from services.worker.stream_pages import StreamEndedError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from common.transfers import Transfer
-    from services.worker.engine.execution.interface import HostPageBytes
     from services.worker.storage.interface import Blob, Storage
     from services.worker.storage.objects import ObjectFormat
+    from services.worker.stream_pages import StreamPages
 
 T = TypeVar("T")
 
@@ -66,7 +66,7 @@ class WorkerStorageTier:
         metrics.STORAGE_AVAILABLE.set(1)
 
     def begin(self, transfer: Transfer, shard: Shard, deliver: Callable[[TransferAck], None]) -> None:
-        """Start on a transfer of pages of `shard`; `deliver` gets its acknowledgement, unless the shard is closed."""
+        """Start on a transfer of pages of `shard`; `deliver` gets its acknowledgement, unless the stream has ended."""
         task = asyncio.create_task(self._run(transfer, shard, deliver))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
@@ -94,7 +94,7 @@ class WorkerStorageTier:
                     await self._carry_out(transfer, shard, outcomes)
         except _CallFailedError as error:
             outcomes.append(error.miss)
-        except ShardClosedError:
+        except StreamEndedError:
             return
         except Exception:  # noqa: BLE001  (whatever it is, the transfer is acknowledged)
             self._log.exception("storage.transfer_failed", direction=transfer.direction.value)
@@ -173,22 +173,13 @@ def _count(transfer: Transfer, outcomes: Sequence[Miss | None], seconds: float) 
     metrics.STORAGE_SECONDS.labels(direction).observe(seconds)
 
 
-class ShardClosedError(Exception):
-    """The stream of plans is over: the host pages hold something else by now."""
-
-
 class Shard:
-    """Turns host pages into objects and back. Its methods belong to no thread.
+    """Turns host pages into objects and back. Its methods belong to no thread."""
 
-    Once `close` has returned, no page is read or written any more, however late an answer of the back end comes.
-    """
-
-    def __init__(self, pages: HostPageBytes, form: ObjectFormat) -> None:
+    def __init__(self, pages: StreamPages, form: ObjectFormat) -> None:
         """Read and write `pages` as objects of the form `form`."""
         self._pages = pages
         self._form = form
-        self._is_closed = False
-        self._lock = threading.Lock()
 
     def names(self, keys: Sequence[bytes]) -> list[str]:
         """Return the names of this rank's objects."""
@@ -198,13 +189,11 @@ class Shard:
         """Return the objects to write for host pages by storage key, by name.
 
         Raises:
-            ShardClosedError: the shard has been closed.
+            StreamEndedError: the stream of plans has ended.
         """
         objects: dict[str, Blob] = {}
         for key, page in pages.items():
-            with self._lock:
-                self._check_open()
-                content = self._pages.read_page(page)
+            content = self._pages.read_page(page)
             objects[self._form.name(key)] = self._form.encode(key, cipher_key, content)
         return objects
 
@@ -217,7 +206,7 @@ class Shard:
             The outcomes, in order: None for a page that was loaded; a miss is the last.
 
         Raises:
-            ShardClosedError: the shard has been closed.
+            StreamEndedError: the stream of plans has ended.
         """
         outcomes: list[Miss | None] = []
         for key, blob, page in zip(keys, blobs, pages, strict=True):
@@ -225,20 +214,9 @@ class Shard:
             if isinstance(payload, Miss):
                 outcomes.append(payload)
                 break
-            with self._lock:
-                self._check_open()
-                self._pages.write_page(page, payload)
+            self._pages.write_page(page, payload)
             outcomes.append(None)
         return outcomes
-
-    def close(self) -> None:
-        """Let no page be touched from now on."""
-        with self._lock:
-            self._is_closed = True
-
-    def _check_open(self) -> None:
-        if self._is_closed:
-            raise ShardClosedError
 
 
 class CircuitBreaker:

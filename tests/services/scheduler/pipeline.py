@@ -120,8 +120,11 @@ class Pipeline:
             while await is_serving(self.channel, NAME) is not serving:  # noqa: ASYNC110
                 await asyncio.sleep(0.02)
 
-    async def submit(self, name: str, prompt: list[int] | None = None, **changes: Any) -> common_pb2.Admission:
+    async def submit(
+        self, name: str, prompt: list[int] | None = None, *, prefill_group: str = "", **changes: Any
+    ) -> common_pb2.Admission:
         request = schedule_request_to_wire(make_request(name, prompt or PROMPT, **changes))
+        request.prefill_group = prefill_group
         await self._call.write(scheduler_pb2.SchedulerSubmitRequest(schedules=[request]))
         await until(lambda: name in self.admissions)
         return self.admissions[name]

@@ -25,7 +25,7 @@ from common.steps import (
     StepResult,
     WindowPool,
 )
-from common.transfers import Transfer, TransferAck, TransferDirection
+from common.transfers import PeerPages, Transfer, TransferAck, TransferDirection
 from common.types import FinishReason, Pooling, TokenIds
 from tests.common.strategies import COUNT, FLOAT, NAMES, TOKEN, complete, logprobs, prompt_logprobs, sampling, traces
 
@@ -89,6 +89,8 @@ plans = complete(
             host_pages=arrays(),
             object_keys=tuples(st.binary(max_size=8)),
             cipher_key=st.binary(max_size=32),
+            peer=st.none()
+            | complete(PeerPages, workers=tuples(NAMES), lease=st.binary(max_size=16), device_pages=arrays()),
         )
     ),
     jumps=tuples(complete(JumpLimit, row=ROW, max_tokens=COUNT)),

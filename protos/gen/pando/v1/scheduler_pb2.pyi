@@ -21,6 +21,28 @@ else:
 
 DESCRIPTOR: _descriptor.FileDescriptor
 
+class _SchedulerRole:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _SchedulerRoleEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_SchedulerRole.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    SCHEDULER_ROLE_UNSPECIFIED: _SchedulerRole.ValueType  # 0
+    """As BOTH."""
+    SCHEDULER_ROLE_BOTH: _SchedulerRole.ValueType  # 1
+    SCHEDULER_ROLE_PREFILL: _SchedulerRole.ValueType  # 2
+    SCHEDULER_ROLE_DECODE: _SchedulerRole.ValueType  # 3
+
+class SchedulerRole(_SchedulerRole, metaclass=_SchedulerRoleEnumTypeWrapper):
+    """A group that only computes prompts for others, one that only serves requests, or one that does both by itself."""
+
+SCHEDULER_ROLE_UNSPECIFIED: SchedulerRole.ValueType  # 0
+"""As BOTH."""
+SCHEDULER_ROLE_BOTH: SchedulerRole.ValueType  # 1
+SCHEDULER_ROLE_PREFILL: SchedulerRole.ValueType  # 2
+SCHEDULER_ROLE_DECODE: SchedulerRole.ValueType  # 3
+Global___SchedulerRole: _TypeAlias = SchedulerRole  # noqa: Y015
+
 class _Visibility:
     ValueType = _typing.NewType("ValueType", _builtins.int)
     V: _TypeAlias = ValueType  # noqa: Y015
@@ -319,28 +341,130 @@ class SchedulerSubmitResponse(_message.Message):
 Global___SchedulerSubmitResponse: _TypeAlias = SchedulerSubmitResponse  # noqa: Y015
 
 @_typing.final
+class PrefillRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REQUEST_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def request(self) -> Global___ScheduleRequest:
+        """Only its prompt is computed, of a single choice."""
+
+    def __init__(
+        self,
+        *,
+        request: Global___ScheduleRequest | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["request", b"request"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["request", b"request"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PrefillRequest: _TypeAlias = PrefillRequest  # noqa: Y015
+
+@_typing.final
+class PrefillResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    FINGERPRINT_FIELD_NUMBER: _builtins.int
+    WORKERS_FIELD_NUMBER: _builtins.int
+    LEASE_FIELD_NUMBER: _builtins.int
+    DEVICE_PAGES_FIELD_NUMBER: _builtins.int
+    CACHED_TOKENS_FIELD_NUMBER: _builtins.int
+    IS_LAST_FIELD_NUMBER: _builtins.int
+    fingerprint: _builtins.str
+    """Of the workers' weights and shards; pages are only of use to a group with the same."""
+    lease: _builtins.bytes
+    cached_tokens: _builtins.int
+    """Prompt tokens that this group's cache held."""
+    is_last: _builtins.bool
+    """No more pages follow."""
+    @_builtins.property
+    def workers(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Addresses of this group's workers, by rank, and the lease under which they let the pages be read."""
+
+    @_builtins.property
+    def device_pages(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """The next whole pages of the prompt that are computed, on the device."""
+
+    def __init__(
+        self,
+        *,
+        fingerprint: _builtins.str = ...,
+        workers: _abc.Iterable[_builtins.str] | None = ...,
+        lease: _builtins.bytes = ...,
+        device_pages: _abc.Iterable[_builtins.int] | None = ...,
+        cached_tokens: _builtins.int = ...,
+        is_last: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached_tokens", b"cached_tokens", "device_pages", b"device_pages", "fingerprint", b"fingerprint", "is_last", b"is_last", "lease", b"lease", "workers", b"workers"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PrefillResponse: _TypeAlias = PrefillResponse  # noqa: Y015
+
+@_typing.final
+class SetRoleRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ROLE_FIELD_NUMBER: _builtins.int
+    role: Global___SchedulerRole.ValueType
+    def __init__(
+        self,
+        *,
+        role: Global___SchedulerRole.ValueType = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["role", b"role"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SetRoleRequest: _TypeAlias = SetRoleRequest  # noqa: Y015
+
+@_typing.final
+class SetRoleResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SetRoleResponse: _TypeAlias = SetRoleResponse  # noqa: Y015
+
+@_typing.final
 class SchedulerLoad(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     OPEN_CHOICES_FIELD_NUMBER: _builtins.int
     SERVES_FIELD_NUMBER: _builtins.int
     SLEEPS_FIELD_NUMBER: _builtins.int
+    ROLE_FIELD_NUMBER: _builtins.int
     open_choices: _builtins.int
     """Choices that wait or run."""
     serves: _builtins.bool
     """Whether a request submitted now would run."""
     sleeps: _builtins.bool
     """Whether its workers sleep: a request waits for them to be woken, so groups that serve are preferred."""
+    role: Global___SchedulerRole.ValueType
     def __init__(
         self,
         *,
         open_choices: _builtins.int = ...,
         serves: _builtins.bool = ...,
         sleeps: _builtins.bool = ...,
+        role: Global___SchedulerRole.ValueType = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["open_choices", b"open_choices", "serves", b"serves", "sleeps", b"sleeps"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["open_choices", b"open_choices", "role", b"role", "serves", b"serves", "sleeps", b"sleeps"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -372,6 +496,7 @@ class ScheduleRequest(_message.Message):
     ENGINE_FAILURES_FIELD_NUMBER: _builtins.int
     ADAPTER_FIELD_NUMBER: _builtins.int
     IS_BATCH_FIELD_NUMBER: _builtins.int
+    PREFILL_GROUP_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     n: _builtins.int
     """Number of choices, at least 1."""
@@ -393,6 +518,8 @@ class ScheduleRequest(_message.Message):
     """Name of the adapter; empty: the base model."""
     is_batch: _builtins.bool
     """A line of a batch: served only while no other request is open."""
+    prefill_group: _builtins.str
+    """Address of the scheduler of a group that may compute the prompt for this one; empty: there is none."""
     @_builtins.property
     def view(self) -> _common_pb2.View:
         """The accountable subject, and the cache entries that the request may use."""
@@ -444,10 +571,11 @@ class ScheduleRequest(_message.Message):
         engine_failures: _builtins.int = ...,
         adapter: _builtins.str = ...,
         is_batch: _builtins.bool = ...,
+        prefill_group: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_max_context_tokens", b"_max_context_tokens", "_prompt_logprobs", b"_prompt_logprobs", "_resume", b"_resume", "_second_text_start", b"_second_text_start", "_session", b"_session", "_timeout_ms", b"_timeout_ms", "_trace", b"_trace", "_turn", b"_turn", "max_context_tokens", b"max_context_tokens", "prompt_logprobs", b"prompt_logprobs", "reply_to", b"reply_to", "resume", b"resume", "sampling", b"sampling", "second_text_start", b"second_text_start", "session", b"session", "stop", b"stop", "timeout_ms", b"timeout_ms", "trace", b"trace", "turn", b"turn", "view", b"view"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_max_context_tokens", b"_max_context_tokens", "_prompt_logprobs", b"_prompt_logprobs", "_resume", b"_resume", "_second_text_start", b"_second_text_start", "_session", b"_session", "_timeout_ms", b"_timeout_ms", "_trace", b"_trace", "_turn", b"_turn", "adapter", b"adapter", "cache_mode", b"cache_mode", "engine_failures", b"engine_failures", "is_batch", b"is_batch", "max_context_tokens", b"max_context_tokens", "n", b"n", "pooling", b"pooling", "priority", b"priority", "prompt_logprobs", b"prompt_logprobs", "reply_to", b"reply_to", "request_id", b"request_id", "resume", b"resume", "sampling", b"sampling", "second_text_start", b"second_text_start", "session", b"session", "skip_special_tokens", b"skip_special_tokens", "stop", b"stop", "timeout_ms", b"timeout_ms", "token_ids", b"token_ids", "trace", b"trace", "turn", b"turn", "view", b"view"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_max_context_tokens", b"_max_context_tokens", "_prompt_logprobs", b"_prompt_logprobs", "_resume", b"_resume", "_second_text_start", b"_second_text_start", "_session", b"_session", "_timeout_ms", b"_timeout_ms", "_trace", b"_trace", "_turn", b"_turn", "adapter", b"adapter", "cache_mode", b"cache_mode", "engine_failures", b"engine_failures", "is_batch", b"is_batch", "max_context_tokens", b"max_context_tokens", "n", b"n", "pooling", b"pooling", "prefill_group", b"prefill_group", "priority", b"priority", "prompt_logprobs", b"prompt_logprobs", "reply_to", b"reply_to", "request_id", b"request_id", "resume", b"resume", "sampling", b"sampling", "second_text_start", b"second_text_start", "session", b"session", "skip_special_tokens", b"skip_special_tokens", "stop", b"stop", "timeout_ms", b"timeout_ms", "token_ids", b"token_ids", "trace", b"trace", "turn", b"turn", "view", b"view"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__max_context_tokens: _TypeAlias = _typing.Literal["max_context_tokens"]  # noqa: Y015
     _WhichOneofArgType__max_context_tokens: _TypeAlias = _typing.Literal["_max_context_tokens", b"_max_context_tokens"]  # noqa: Y015
@@ -537,6 +665,8 @@ class GetStateResponse(_message.Message):
     WEIGHT_VERSION_FIELD_NUMBER: _builtins.int
     SLEEP_LEVEL_FIELD_NUMBER: _builtins.int
     WAKES_ON_REQUEST_FIELD_NUMBER: _builtins.int
+    ROLE_FIELD_NUMBER: _builtins.int
+    DISAGGREGATION_FIELD_NUMBER: _builtins.int
     waiting_requests: _builtins.int
     """Requests that wait for a row, and rows in prefill or decode."""
     running_rows: _builtins.int
@@ -566,6 +696,7 @@ class GetStateResponse(_message.Message):
     """Level at which the workers sleep, also on their way to it; 0: they do not."""
     wakes_on_request: _builtins.bool
     """Whether a request wakes them."""
+    role: Global___SchedulerRole.ValueType
     @_builtins.property
     def tiers(self) -> _containers.RepeatedCompositeFieldContainer[Global___TierAccounting]: ...
     @_builtins.property
@@ -585,6 +716,10 @@ class GetStateResponse(_message.Message):
     @_builtins.property
     def sessions(self) -> _containers.RepeatedCompositeFieldContainer[_sessions_pb2.SessionState]:
         """Open sessions, oldest first."""
+
+    @_builtins.property
+    def disaggregation(self) -> Global___DisaggregationState:
+        """Absent if no other group was involved since start."""
 
     def __init__(
         self,
@@ -614,21 +749,63 @@ class GetStateResponse(_message.Message):
         weight_version: _builtins.str = ...,
         sleep_level: _builtins.int = ...,
         wakes_on_request: _builtins.bool = ...,
+        role: Global___SchedulerRole.ValueType = ...,
+        disaggregation: Global___DisaggregationState | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_host_tier", b"_host_tier", "_storage", b"_storage", "cache_accounting", b"cache_accounting", "host_tier", b"host_tier", "storage", b"storage"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_disaggregation", b"_disaggregation", "_host_tier", b"_host_tier", "_storage", b"_storage", "cache_accounting", b"cache_accounting", "disaggregation", b"disaggregation", "host_tier", b"host_tier", "storage", b"storage"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_host_tier", b"_host_tier", "_storage", b"_storage", "cache", b"cache", "cache_accounting", b"cache_accounting", "finished_steps", b"finished_steps", "host_tier", b"host_tier", "jumped_tokens", b"jumped_tokens", "leaked_pages", b"leaked_pages", "max_rows", b"max_rows", "owners", b"owners", "page_size_tokens", b"page_size_tokens", "paused", b"paused", "planned_steps", b"planned_steps", "policy", b"policy", "preemptions", b"preemptions", "requests", b"requests", "retractions", b"retractions", "running_rows", b"running_rows", "sessions", b"sessions", "sleep_level", b"sleep_level", "storage", b"storage", "tiers", b"tiers", "waiting_requests", b"waiting_requests", "wakes_on_request", b"wakes_on_request", "weight_version", b"weight_version", "weights", b"weights", "worker_group", b"worker_group"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_disaggregation", b"_disaggregation", "_host_tier", b"_host_tier", "_storage", b"_storage", "cache", b"cache", "cache_accounting", b"cache_accounting", "disaggregation", b"disaggregation", "finished_steps", b"finished_steps", "host_tier", b"host_tier", "jumped_tokens", b"jumped_tokens", "leaked_pages", b"leaked_pages", "max_rows", b"max_rows", "owners", b"owners", "page_size_tokens", b"page_size_tokens", "paused", b"paused", "planned_steps", b"planned_steps", "policy", b"policy", "preemptions", b"preemptions", "requests", b"requests", "retractions", b"retractions", "role", b"role", "running_rows", b"running_rows", "sessions", b"sessions", "sleep_level", b"sleep_level", "storage", b"storage", "tiers", b"tiers", "waiting_requests", b"waiting_requests", "wakes_on_request", b"wakes_on_request", "weight_version", b"weight_version", "weights", b"weights", "worker_group", b"worker_group"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__disaggregation: _TypeAlias = _typing.Literal["disaggregation"]  # noqa: Y015
+    _WhichOneofArgType__disaggregation: _TypeAlias = _typing.Literal["_disaggregation", b"_disaggregation"]  # noqa: Y015
     _WhichOneofReturnType__host_tier: _TypeAlias = _typing.Literal["host_tier"]  # noqa: Y015
     _WhichOneofArgType__host_tier: _TypeAlias = _typing.Literal["_host_tier", b"_host_tier"]  # noqa: Y015
     _WhichOneofReturnType__storage: _TypeAlias = _typing.Literal["storage"]  # noqa: Y015
     _WhichOneofArgType__storage: _TypeAlias = _typing.Literal["_storage", b"_storage"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__disaggregation) -> _WhichOneofReturnType__disaggregation | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__host_tier) -> _WhichOneofReturnType__host_tier | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__storage) -> _WhichOneofReturnType__storage | None: ...
 
 Global___GetStateResponse: _TypeAlias = GetStateResponse  # noqa: Y015
+
+@_typing.final
+class DisaggregationState(_message.Message):
+    """Prompts that were computed for or by other groups, since start."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    OPEN_LEASES_FIELD_NUMBER: _builtins.int
+    PREFILLS_FIELD_NUMBER: _builtins.int
+    REMOTE_PREFILLS_FIELD_NUMBER: _builtins.int
+    FAILED_PREFILLS_FIELD_NUMBER: _builtins.int
+    FETCHED_PAGES_FIELD_NUMBER: _builtins.int
+    open_leases: _builtins.int
+    """Leases of pages that other groups may read now, and the prompts computed for them."""
+    prefills: _builtins.int
+    remote_prefills: _builtins.int
+    """Requests whose prompts were asked for elsewhere, and those of them that were computed here after all."""
+    failed_prefills: _builtins.int
+    fetched_pages: _builtins.int
+    """Pages that were read from other groups."""
+    def __init__(
+        self,
+        *,
+        open_leases: _builtins.int = ...,
+        prefills: _builtins.int = ...,
+        remote_prefills: _builtins.int = ...,
+        failed_prefills: _builtins.int = ...,
+        fetched_pages: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["failed_prefills", b"failed_prefills", "fetched_pages", b"fetched_pages", "open_leases", b"open_leases", "prefills", b"prefills", "remote_prefills", b"remote_prefills"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DisaggregationState: _TypeAlias = DisaggregationState  # noqa: Y015
 
 @_typing.final
 class StorageAccounting(_message.Message):

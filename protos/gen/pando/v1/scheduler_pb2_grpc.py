@@ -39,6 +39,16 @@ class SchedulerStub(object):
                 request_serializer=pando_dot_v1_dot_scheduler__pb2.SchedulerSubmitRequest.SerializeToString,
                 response_deserializer=pando_dot_v1_dot_scheduler__pb2.SchedulerSubmitResponse.FromString,
                 _registered_method=True)
+        self.Prefill = channel.unary_stream(
+                '/pando.v1.Scheduler/Prefill',
+                request_serializer=pando_dot_v1_dot_scheduler__pb2.PrefillRequest.SerializeToString,
+                response_deserializer=pando_dot_v1_dot_scheduler__pb2.PrefillResponse.FromString,
+                _registered_method=True)
+        self.SetRole = channel.unary_unary(
+                '/pando.v1.Scheduler/SetRole',
+                request_serializer=pando_dot_v1_dot_scheduler__pb2.SetRoleRequest.SerializeToString,
+                response_deserializer=pando_dot_v1_dot_scheduler__pb2.SetRoleResponse.FromString,
+                _registered_method=True)
         self.GetState = channel.unary_unary(
                 '/pando.v1.Scheduler/GetState',
                 request_serializer=pando_dot_v1_dot_scheduler__pb2.GetStateRequest.SerializeToString,
@@ -126,6 +136,22 @@ class SchedulerServicer(object):
 
     def Submit(self, request_iterator, context):
         """One long-lived stream per tokenizer process; each message is a batch.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Prefill(self, request, context):
+        """Computes a prompt for another group, which reads its pages from this group's workers. The pages stay as they are until
+        the call ends: the caller cancels it once it has read what it needs. Messages without pages are sent while nothing is
+        computed. UNAVAILABLE: this group does not serve now.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def SetRole(self, request, context):
+        """Changes the role of this group; open requests continue. Requires the admin credential, if there is one.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -259,6 +285,16 @@ def add_SchedulerServicer_to_server(servicer, server):
                     request_deserializer=pando_dot_v1_dot_scheduler__pb2.SchedulerSubmitRequest.FromString,
                     response_serializer=pando_dot_v1_dot_scheduler__pb2.SchedulerSubmitResponse.SerializeToString,
             ),
+            'Prefill': grpc.unary_stream_rpc_method_handler(
+                    servicer.Prefill,
+                    request_deserializer=pando_dot_v1_dot_scheduler__pb2.PrefillRequest.FromString,
+                    response_serializer=pando_dot_v1_dot_scheduler__pb2.PrefillResponse.SerializeToString,
+            ),
+            'SetRole': grpc.unary_unary_rpc_method_handler(
+                    servicer.SetRole,
+                    request_deserializer=pando_dot_v1_dot_scheduler__pb2.SetRoleRequest.FromString,
+                    response_serializer=pando_dot_v1_dot_scheduler__pb2.SetRoleResponse.SerializeToString,
+            ),
             'GetState': grpc.unary_unary_rpc_method_handler(
                     servicer.GetState,
                     request_deserializer=pando_dot_v1_dot_scheduler__pb2.GetStateRequest.FromString,
@@ -367,6 +403,60 @@ class Scheduler(object):
             '/pando.v1.Scheduler/Submit',
             pando_dot_v1_dot_scheduler__pb2.SchedulerSubmitRequest.SerializeToString,
             pando_dot_v1_dot_scheduler__pb2.SchedulerSubmitResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Prefill(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/pando.v1.Scheduler/Prefill',
+            pando_dot_v1_dot_scheduler__pb2.PrefillRequest.SerializeToString,
+            pando_dot_v1_dot_scheduler__pb2.PrefillResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def SetRole(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/pando.v1.Scheduler/SetRole',
+            pando_dot_v1_dot_scheduler__pb2.SetRoleRequest.SerializeToString,
+            pando_dot_v1_dot_scheduler__pb2.SetRoleResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -33,6 +33,13 @@ class SchedulerStub:
     def __new__(cls, channel: _aio.Channel) -> SchedulerAsyncStub: ...
     Submit: _grpc.StreamStreamMultiCallable[_scheduler_pb2.SchedulerSubmitRequest, _scheduler_pb2.SchedulerSubmitResponse]
     """One long-lived stream per tokenizer process; each message is a batch."""
+    Prefill: _grpc.UnaryStreamMultiCallable[_scheduler_pb2.PrefillRequest, _scheduler_pb2.PrefillResponse]
+    """Computes a prompt for another group, which reads its pages from this group's workers. The pages stay as they are until
+    the call ends: the caller cancels it once it has read what it needs. Messages without pages are sent while nothing is
+    computed. UNAVAILABLE: this group does not serve now.
+    """
+    SetRole: _grpc.UnaryUnaryMultiCallable[_scheduler_pb2.SetRoleRequest, _scheduler_pb2.SetRoleResponse]
+    """Changes the role of this group; open requests continue. Requires the admin credential, if there is one."""
     GetState: _grpc.UnaryUnaryMultiCallable[_scheduler_pb2.GetStateRequest, _scheduler_pb2.GetStateResponse]
     """Returns the state of queue, rows, pages per tier and the worker group."""
     DumpTree: _grpc.UnaryStreamMultiCallable[_scheduler_pb2.DumpTreeRequest, _scheduler_pb2.DumpTreeResponse]
@@ -85,6 +92,13 @@ class SchedulerAsyncStub(SchedulerStub):
     def __init__(self, channel: _aio.Channel) -> None: ...
     Submit: _aio.StreamStreamMultiCallable[_scheduler_pb2.SchedulerSubmitRequest, _scheduler_pb2.SchedulerSubmitResponse]  # type: ignore[assignment]
     """One long-lived stream per tokenizer process; each message is a batch."""
+    Prefill: _aio.UnaryStreamMultiCallable[_scheduler_pb2.PrefillRequest, _scheduler_pb2.PrefillResponse]  # type: ignore[assignment]
+    """Computes a prompt for another group, which reads its pages from this group's workers. The pages stay as they are until
+    the call ends: the caller cancels it once it has read what it needs. Messages without pages are sent while nothing is
+    computed. UNAVAILABLE: this group does not serve now.
+    """
+    SetRole: _aio.UnaryUnaryMultiCallable[_scheduler_pb2.SetRoleRequest, _scheduler_pb2.SetRoleResponse]  # type: ignore[assignment]
+    """Changes the role of this group; open requests continue. Requires the admin credential, if there is one."""
     GetState: _aio.UnaryUnaryMultiCallable[_scheduler_pb2.GetStateRequest, _scheduler_pb2.GetStateResponse]  # type: ignore[assignment]
     """Returns the state of queue, rows, pages per tier and the worker group."""
     DumpTree: _aio.UnaryStreamMultiCallable[_scheduler_pb2.DumpTreeRequest, _scheduler_pb2.DumpTreeResponse]  # type: ignore[assignment]
@@ -140,6 +154,25 @@ class SchedulerServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_scheduler_pb2.SchedulerSubmitResponse], _abc.AsyncIterator[_scheduler_pb2.SchedulerSubmitResponse]]:
         """One long-lived stream per tokenizer process; each message is a batch."""
+
+    @_abc_1.abstractmethod
+    def Prefill(
+        self,
+        request: _scheduler_pb2.PrefillRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_abc.Iterator[_scheduler_pb2.PrefillResponse], _abc.AsyncIterator[_scheduler_pb2.PrefillResponse]]:
+        """Computes a prompt for another group, which reads its pages from this group's workers. The pages stay as they are until
+        the call ends: the caller cancels it once it has read what it needs. Messages without pages are sent while nothing is
+        computed. UNAVAILABLE: this group does not serve now.
+        """
+
+    @_abc_1.abstractmethod
+    def SetRole(
+        self,
+        request: _scheduler_pb2.SetRoleRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_scheduler_pb2.SetRoleResponse, _abc.Awaitable[_scheduler_pb2.SetRoleResponse]]:
+        """Changes the role of this group; open requests continue. Requires the admin credential, if there is one."""
 
     @_abc_1.abstractmethod
     def GetState(

@@ -37,6 +37,8 @@ class _TransferDirectionEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Tra
     """The object object_keys[i] becomes host_pages[i]."""
     TRANSFER_DIRECTION_DROP_FROM_STORAGE: _TransferDirection.ValueType  # 5
     """The objects object_keys are deleted if they exist."""
+    TRANSFER_DIRECTION_PEER_TO_HOST: _TransferDirection.ValueType  # 6
+    """The page peer.device_pages[i] of another group's worker is copied to host_pages[i]."""
 
 class TransferDirection(_TransferDirection, metaclass=_TransferDirectionEnumTypeWrapper): ...
 
@@ -51,6 +53,8 @@ TRANSFER_DIRECTION_STORAGE_TO_HOST: TransferDirection.ValueType  # 4
 """The object object_keys[i] becomes host_pages[i]."""
 TRANSFER_DIRECTION_DROP_FROM_STORAGE: TransferDirection.ValueType  # 5
 """The objects object_keys are deleted if they exist."""
+TRANSFER_DIRECTION_PEER_TO_HOST: TransferDirection.ValueType  # 6
+"""The page peer.device_pages[i] of another group's worker is copied to host_pages[i]."""
 Global___TransferDirection: _TypeAlias = TransferDirection  # noqa: Y015
 
 @_typing.final
@@ -186,6 +190,122 @@ class ConfigureRequest(_message.Message):
     def WhichOneof(self, oneof_group: _WhichOneofArgType__window_pages) -> _WhichOneofReturnType__window_pages | None: ...
 
 Global___ConfigureRequest: _TypeAlias = ConfigureRequest  # noqa: Y015
+
+@_typing.final
+class GrantPagesRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    LEASE_FIELD_NUMBER: _builtins.int
+    DEVICE_PAGES_FIELD_NUMBER: _builtins.int
+    lease: _builtins.bytes
+    """16 random bytes."""
+    @_builtins.property
+    def device_pages(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    def __init__(
+        self,
+        *,
+        lease: _builtins.bytes = ...,
+        device_pages: _abc.Iterable[_builtins.int] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["device_pages", b"device_pages", "lease", b"lease"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___GrantPagesRequest: _TypeAlias = GrantPagesRequest  # noqa: Y015
+
+@_typing.final
+class GrantPagesResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___GrantPagesResponse: _TypeAlias = GrantPagesResponse  # noqa: Y015
+
+@_typing.final
+class RevokePagesRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    LEASE_FIELD_NUMBER: _builtins.int
+    lease: _builtins.bytes
+    def __init__(
+        self,
+        *,
+        lease: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["lease", b"lease"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RevokePagesRequest: _TypeAlias = RevokePagesRequest  # noqa: Y015
+
+@_typing.final
+class RevokePagesResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RevokePagesResponse: _TypeAlias = RevokePagesResponse  # noqa: Y015
+
+@_typing.final
+class ReadPagesRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    LEASE_FIELD_NUMBER: _builtins.int
+    DEVICE_PAGES_FIELD_NUMBER: _builtins.int
+    lease: _builtins.bytes
+    @_builtins.property
+    def device_pages(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    def __init__(
+        self,
+        *,
+        lease: _builtins.bytes = ...,
+        device_pages: _abc.Iterable[_builtins.int] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["device_pages", b"device_pages", "lease", b"lease"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ReadPagesRequest: _TypeAlias = ReadPagesRequest  # noqa: Y015
+
+@_typing.final
+class ReadPagesResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    CONTENT_FIELD_NUMBER: _builtins.int
+    content: _builtins.bytes
+    """The next whole pages, one after the other; each has its layers one after the other, as in the host tier."""
+    def __init__(
+        self,
+        *,
+        content: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["content", b"content"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ReadPagesResponse: _TypeAlias = ReadPagesResponse  # noqa: Y015
 
 @_typing.final
 class CheckWeightsRequest(_message.Message):
@@ -944,6 +1064,7 @@ class Transfer(_message.Message):
     HOST_PAGES_FIELD_NUMBER: _builtins.int
     OBJECT_KEYS_FIELD_NUMBER: _builtins.int
     CIPHER_KEY_FIELD_NUMBER: _builtins.int
+    PEER_FIELD_NUMBER: _builtins.int
     transfer_id: _builtins.int
     """Never reused in a stream."""
     direction: Global___TransferDirection.ValueType
@@ -959,6 +1080,10 @@ class Transfer(_message.Message):
     def object_keys(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bytes]:
         """Opaque names, from which each rank derives the names of its own parts of the pages."""
 
+    @_builtins.property
+    def peer(self) -> Global___PeerPages:
+        """Set for PEER_TO_HOST."""
+
     def __init__(
         self,
         *,
@@ -968,14 +1093,46 @@ class Transfer(_message.Message):
         host_pages: _abc.Iterable[_builtins.int] | None = ...,
         object_keys: _abc.Iterable[_builtins.bytes] | None = ...,
         cipher_key: _builtins.bytes = ...,
+        peer: Global___PeerPages | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["peer", b"peer"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cipher_key", b"cipher_key", "device_pages", b"device_pages", "direction", b"direction", "host_pages", b"host_pages", "object_keys", b"object_keys", "transfer_id", b"transfer_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cipher_key", b"cipher_key", "device_pages", b"device_pages", "direction", b"direction", "host_pages", b"host_pages", "object_keys", b"object_keys", "peer", b"peer", "transfer_id", b"transfer_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Transfer: _TypeAlias = Transfer  # noqa: Y015
+
+@_typing.final
+class PeerPages(_message.Message):
+    """Pages on the devices of another group with the same shards, under a lease that its workers know."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    WORKERS_FIELD_NUMBER: _builtins.int
+    LEASE_FIELD_NUMBER: _builtins.int
+    DEVICE_PAGES_FIELD_NUMBER: _builtins.int
+    lease: _builtins.bytes
+    @_builtins.property
+    def workers(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Addresses of the group's workers, by rank."""
+
+    @_builtins.property
+    def device_pages(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    def __init__(
+        self,
+        *,
+        workers: _abc.Iterable[_builtins.str] | None = ...,
+        lease: _builtins.bytes = ...,
+        device_pages: _abc.Iterable[_builtins.int] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["device_pages", b"device_pages", "lease", b"lease", "workers", b"workers"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PeerPages: _TypeAlias = PeerPages  # noqa: Y015
 
 @_typing.final
 class TransferAck(_message.Message):
@@ -988,7 +1145,9 @@ class TransferAck(_message.Message):
     DURATION_US_FIELD_NUMBER: _builtins.int
     transfer_id: _builtins.int
     done_pages: _builtins.int
-    """Number of leading pages that were copied. All of them, unless the source is storage: the others are cache misses."""
+    """Number of leading pages that were copied. All of them, unless the source is storage or a peer: the others are cache
+    misses.
+    """
     duration_us: _builtins.int
     """Time of the copy itself, without queueing."""
     def __init__(

@@ -84,6 +84,21 @@ class WorkerStub(object):
                 request_serializer=pando_dot_v1_dot_worker__pb2.PrepareWeightsRequest.SerializeToString,
                 response_deserializer=pando_dot_v1_dot_worker__pb2.PrepareWeightsResponse.FromString,
                 _registered_method=True)
+        self.GrantPages = channel.unary_unary(
+                '/pando.v1.Worker/GrantPages',
+                request_serializer=pando_dot_v1_dot_worker__pb2.GrantPagesRequest.SerializeToString,
+                response_deserializer=pando_dot_v1_dot_worker__pb2.GrantPagesResponse.FromString,
+                _registered_method=True)
+        self.RevokePages = channel.unary_unary(
+                '/pando.v1.Worker/RevokePages',
+                request_serializer=pando_dot_v1_dot_worker__pb2.RevokePagesRequest.SerializeToString,
+                response_deserializer=pando_dot_v1_dot_worker__pb2.RevokePagesResponse.FromString,
+                _registered_method=True)
+        self.ReadPages = channel.unary_stream(
+                '/pando.v1.Worker/ReadPages',
+                request_serializer=pando_dot_v1_dot_worker__pb2.ReadPagesRequest.SerializeToString,
+                response_deserializer=pando_dot_v1_dot_worker__pb2.ReadPagesResponse.FromString,
+                _registered_method=True)
         self.GetState = channel.unary_unary(
                 '/pando.v1.Worker/GetState',
                 request_serializer=pando_dot_v1_dot_worker__pb2.GetWorkerStateRequest.SerializeToString,
@@ -183,6 +198,28 @@ class WorkerServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def GrantPages(self, request, context):
+        """Lets workers of other groups read pages under a lease, in addition to those of earlier calls; whoever knows the lease's
+        name may read. The scheduler keeps the pages as they are until RevokePages has returned.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def RevokePages(self, request, context):
+        """Ends a lease: once this has returned, none of its pages is read any more.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ReadPages(self, request, context):
+        """Returns the content of pages under a lease. PERMISSION_DENIED: the lease has ended, or does not have the pages.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def GetState(self, request, context):
         """Returns the current state of this rank.
         """
@@ -256,6 +293,21 @@ def add_WorkerServicer_to_server(servicer, server):
                     servicer.PrepareWeights,
                     request_deserializer=pando_dot_v1_dot_worker__pb2.PrepareWeightsRequest.FromString,
                     response_serializer=pando_dot_v1_dot_worker__pb2.PrepareWeightsResponse.SerializeToString,
+            ),
+            'GrantPages': grpc.unary_unary_rpc_method_handler(
+                    servicer.GrantPages,
+                    request_deserializer=pando_dot_v1_dot_worker__pb2.GrantPagesRequest.FromString,
+                    response_serializer=pando_dot_v1_dot_worker__pb2.GrantPagesResponse.SerializeToString,
+            ),
+            'RevokePages': grpc.unary_unary_rpc_method_handler(
+                    servicer.RevokePages,
+                    request_deserializer=pando_dot_v1_dot_worker__pb2.RevokePagesRequest.FromString,
+                    response_serializer=pando_dot_v1_dot_worker__pb2.RevokePagesResponse.SerializeToString,
+            ),
+            'ReadPages': grpc.unary_stream_rpc_method_handler(
+                    servicer.ReadPages,
+                    request_deserializer=pando_dot_v1_dot_worker__pb2.ReadPagesRequest.FromString,
+                    response_serializer=pando_dot_v1_dot_worker__pb2.ReadPagesResponse.SerializeToString,
             ),
             'GetState': grpc.unary_unary_rpc_method_handler(
                     servicer.GetState,
@@ -543,6 +595,87 @@ class Worker(object):
             '/pando.v1.Worker/PrepareWeights',
             pando_dot_v1_dot_worker__pb2.PrepareWeightsRequest.SerializeToString,
             pando_dot_v1_dot_worker__pb2.PrepareWeightsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GrantPages(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/pando.v1.Worker/GrantPages',
+            pando_dot_v1_dot_worker__pb2.GrantPagesRequest.SerializeToString,
+            pando_dot_v1_dot_worker__pb2.GrantPagesResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def RevokePages(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/pando.v1.Worker/RevokePages',
+            pando_dot_v1_dot_worker__pb2.RevokePagesRequest.SerializeToString,
+            pando_dot_v1_dot_worker__pb2.RevokePagesResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ReadPages(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/pando.v1.Worker/ReadPages',
+            pando_dot_v1_dot_worker__pb2.ReadPagesRequest.SerializeToString,
+            pando_dot_v1_dot_worker__pb2.ReadPagesResponse.FromString,
             options,
             channel_credentials,
             insecure,

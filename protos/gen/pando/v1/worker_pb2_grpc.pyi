@@ -66,6 +66,14 @@ class WorkerStub:
     """Reads other weights, which CheckWeights has accepted, beside the loaded ones, as far as memory suffices for both: the
     next Configure for them is short. Runs beside plans. INVALID_ARGUMENT: they cannot be read, or have changed meanwhile.
     """
+    GrantPages: _grpc.UnaryUnaryMultiCallable[_worker_pb2.GrantPagesRequest, _worker_pb2.GrantPagesResponse]
+    """Lets workers of other groups read pages under a lease, in addition to those of earlier calls; whoever knows the lease's
+    name may read. The scheduler keeps the pages as they are until RevokePages has returned.
+    """
+    RevokePages: _grpc.UnaryUnaryMultiCallable[_worker_pb2.RevokePagesRequest, _worker_pb2.RevokePagesResponse]
+    """Ends a lease: once this has returned, none of its pages is read any more."""
+    ReadPages: _grpc.UnaryStreamMultiCallable[_worker_pb2.ReadPagesRequest, _worker_pb2.ReadPagesResponse]
+    """Returns the content of pages under a lease. PERMISSION_DENIED: the lease has ended, or does not have the pages."""
     GetState: _grpc.UnaryUnaryMultiCallable[_worker_pb2.GetWorkerStateRequest, _worker_pb2.GetWorkerStateResponse]
     """Returns the current state of this rank."""
     StartProfile: _grpc.UnaryUnaryMultiCallable[_worker_pb2.StartProfileRequest, _worker_pb2.StartProfileResponse]
@@ -111,6 +119,14 @@ class WorkerAsyncStub(WorkerStub):
     """Reads other weights, which CheckWeights has accepted, beside the loaded ones, as far as memory suffices for both: the
     next Configure for them is short. Runs beside plans. INVALID_ARGUMENT: they cannot be read, or have changed meanwhile.
     """
+    GrantPages: _aio.UnaryUnaryMultiCallable[_worker_pb2.GrantPagesRequest, _worker_pb2.GrantPagesResponse]  # type: ignore[assignment]
+    """Lets workers of other groups read pages under a lease, in addition to those of earlier calls; whoever knows the lease's
+    name may read. The scheduler keeps the pages as they are until RevokePages has returned.
+    """
+    RevokePages: _aio.UnaryUnaryMultiCallable[_worker_pb2.RevokePagesRequest, _worker_pb2.RevokePagesResponse]  # type: ignore[assignment]
+    """Ends a lease: once this has returned, none of its pages is read any more."""
+    ReadPages: _aio.UnaryStreamMultiCallable[_worker_pb2.ReadPagesRequest, _worker_pb2.ReadPagesResponse]  # type: ignore[assignment]
+    """Returns the content of pages under a lease. PERMISSION_DENIED: the lease has ended, or does not have the pages."""
     GetState: _aio.UnaryUnaryMultiCallable[_worker_pb2.GetWorkerStateRequest, _worker_pb2.GetWorkerStateResponse]  # type: ignore[assignment]
     """Returns the current state of this rank."""
     StartProfile: _aio.UnaryUnaryMultiCallable[_worker_pb2.StartProfileRequest, _worker_pb2.StartProfileResponse]  # type: ignore[assignment]
@@ -213,6 +229,32 @@ class WorkerServicer(metaclass=_abc_1.ABCMeta):
         """Reads other weights, which CheckWeights has accepted, beside the loaded ones, as far as memory suffices for both: the
         next Configure for them is short. Runs beside plans. INVALID_ARGUMENT: they cannot be read, or have changed meanwhile.
         """
+
+    @_abc_1.abstractmethod
+    def GrantPages(
+        self,
+        request: _worker_pb2.GrantPagesRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_worker_pb2.GrantPagesResponse, _abc.Awaitable[_worker_pb2.GrantPagesResponse]]:
+        """Lets workers of other groups read pages under a lease, in addition to those of earlier calls; whoever knows the lease's
+        name may read. The scheduler keeps the pages as they are until RevokePages has returned.
+        """
+
+    @_abc_1.abstractmethod
+    def RevokePages(
+        self,
+        request: _worker_pb2.RevokePagesRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_worker_pb2.RevokePagesResponse, _abc.Awaitable[_worker_pb2.RevokePagesResponse]]:
+        """Ends a lease: once this has returned, none of its pages is read any more."""
+
+    @_abc_1.abstractmethod
+    def ReadPages(
+        self,
+        request: _worker_pb2.ReadPagesRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_abc.Iterator[_worker_pb2.ReadPagesResponse], _abc.AsyncIterator[_worker_pb2.ReadPagesResponse]]:
+        """Returns the content of pages under a lease. PERMISSION_DENIED: the lease has ended, or does not have the pages."""
 
     @_abc_1.abstractmethod
     def GetState(

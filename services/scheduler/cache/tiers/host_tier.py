@@ -9,6 +9,7 @@ from common.transfers import TransferDirection
 from services.scheduler.cache.tiers.copies import Backups, Loads
 from services.scheduler.cache.tiers.host_pages import HostPages
 from services.scheduler.cache.tiers.ledger import TransferLedger
+from services.scheduler.cache.tiers.peer_reads import PeerReads
 from services.scheduler.cache.tiers.storage_tier import StorageTier
 from services.scheduler.cache.types import Accounting, CacheEventKind, NodeState, scope_of
 
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
     from services.scheduler.cache.tiers.config import HostConfig, PageNames, StorageConfig
     from services.scheduler.cache.tiers.copies import HostMatch
     from services.scheduler.cache.tiers.ledger import OpenTransfer
+    from services.scheduler.cache.tiers.peer_reads import PeerFetch
     from services.scheduler.cache.tiers.storage_reads import Fetch
 
 _ON_HOST = NodeState.ON_HOST
@@ -45,11 +47,14 @@ class HostTier:
         self.ledger = TransferLedger(store, self.pages)
         self.backed_up_pages = 0
         self.loaded_pages = 0
+        # From peers.
+        self.fetched_pages = 0
         # Records the tier's operations and their outcomes.
         self.observer: DecisionRecorder | None = None
         # Backups that all ranks have finished, while older ones are unfinished.
         self._done: set[TransferId] = set()
         self.storage: StorageTier | None = None
+        self.peers = PeerReads(store, self.pages, self.ledger)
         self._store = store
         self._view_of = view_of
         self._backups = Backups(store, self.pages, self.ledger, config)
@@ -96,6 +101,16 @@ class HostTier:
             started = list(self.storage.plan(now))
             outcome["transfers"] = [_facts(transfer) for transfer in started]
         return started
+
+    def await_peer(self, view: View, token_ids: TokenIds, min_tokens: int) -> PeerFetch | None:
+        """Prepare to fetch a request's missing pages from a peer, if these have at least `min_tokens` tokens.
+
+        None also if they cannot be attached to the view, or if the tier's operations are recorded, as transfers from
+        peers are not.
+        """
+        if self.observer is not None:
+            return None
+        return self.peers.begin(self._view_of(view), token_ids, min_tokens)
 
     def find(self, view: View, token_ids: TokenIds) -> HostMatch:
         """Return the lengths of a request's prefix cached in its view on the device, and beyond it on the host.
@@ -151,6 +166,10 @@ class HostTier:
             self.storage.finish(opened, ack)
             self.ledger.close(opened)
             return opened.transfer
+        if opened.transfer.direction is TransferDirection.PEER_TO_HOST:
+            self.fetched_pages += self.peers.finish(opened, ack)
+            self.ledger.close(opened)
+            return opened.transfer
         assert ack.done_pages == opened.transfer.pages, "copies between device and host never end early"
         if opened.transfer.direction is TransferDirection.DEVICE_TO_HOST:
             self._done.add(ack.transfer_id)
@@ -176,6 +195,7 @@ class HostTier:
                 self.ledger.close(opened)
             self._done.clear()
             self._backups.forget_all()
+            self.peers.forget_all()
             if self.storage is not None:
                 self.storage.forget_all()
             self.flush()

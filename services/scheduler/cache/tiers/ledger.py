@@ -7,13 +7,13 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from common.transfers import Transfer, TransferId
+from common.transfers import Transfer, TransferDirection, TransferId
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
 
     from common.steps import PageIds
-    from common.transfers import TransferDirection
+    from common.transfers import PeerPages
     from services.scheduler.cache.node import Node
     from services.scheduler.cache.object_keys import ObjectKeys
     from services.scheduler.cache.store import NodeStore
@@ -118,6 +118,13 @@ class TransferLedger:
         transfer = Transfer(
             TransferId(self._next), direction, host_pages=host_pages, object_keys=keys.names, cipher_key=keys.cipher_key
         )
+        self._next += 1
+        self._register(OpenTransfer(transfer, end, {}))
+        return transfer
+
+    def open_from_peer(self, end: Node, host_pages: PageIds, peer: PeerPages) -> Transfer:
+        """Start a transfer of another group's pages, which will be attached below `end`; see `open_stored`."""
+        transfer = Transfer(TransferId(self._next), TransferDirection.PEER_TO_HOST, host_pages=host_pages, peer=peer)
         self._next += 1
         self._register(OpenTransfer(transfer, end, {}))
         return transfer

@@ -10,16 +10,16 @@ from common.transfers import TransferDirection
 from common.types import Sharing
 from services.scheduler.cache.config import Mode
 from services.scheduler.cache.keys import PagedKey, chain_hashes
+from services.scheduler.cache.tiers.arrivals import Arrivals, can_grow
 from services.scheduler.cache.tree import Reach
-from services.scheduler.cache.types import PUBLIC_SCOPE, CacheEventKind
+from services.scheduler.cache.types import PUBLIC_SCOPE
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-    from common.steps import PageIds
     from common.transfers import Transfer, TransferAck
     from common.types import TokenIds
-    from services.scheduler.cache.node import Account, Node
+    from services.scheduler.cache.node import Account
     from services.scheduler.cache.store import NodeStore
     from services.scheduler.cache.tiers.config import PageNames, StorageConfig
     from services.scheduler.cache.tiers.host_pages import HostPages
@@ -64,6 +64,7 @@ class StorageReads:
         self, store: NodeStore, host: HostPages, ledger: TransferLedger, config: StorageConfig, names: PageNames
     ) -> None:
         self._store = store
+        self._arrivals = Arrivals(store)
         self._host = host
         self._ledger = ledger
         self._min_pages = config.min_pages
@@ -96,7 +97,7 @@ class StorageReads:
         tree = self._store.tree
         key, end = PagedKey(token_ids, tree.page_size), max(len(token_ids) - 1, 0) // tree.page_size
         match = tree.match(tree.root, viewer, key, 0, end, Reach.HOST)
-        if end - match.pages < self._min_pages or not _can_grow(match.partial or match.node):
+        if end - match.pages < self._min_pages or not can_grow(match.partial or match.node):
             return None
         if max_pages is not None:
             end = min(end, match.pages + max_pages)
@@ -152,7 +153,7 @@ class StorageReads:
         kept = 0
         if new:
             pages = opened.transfer.host_pages[ack.done_pages - new : ack.done_pages]
-            kept = self._attach(fetch, position, pages, run.scope)
+            kept = self._arrivals.attach(fetch.scope, fetch.key, position, pages, run.scope)
         if fetch.is_done or (new and not kept):
             self.give_up(fetch)
         return kept
@@ -166,7 +167,7 @@ class StorageReads:
 
     def _ask(self, fetch: Fetch, pages: int) -> Transfer | None:
         """Request the first `pages` pages of a lookup's next run; None if there is no place for them on the host."""
-        above = self._end_of(fetch, fetch.prefetch.position)
+        above = self._arrivals.find(fetch.scope, fetch.key, fetch.prefetch.position)
         if above is None:
             return None
         # Prevents that making room drops the path that they will be attached to.
@@ -183,51 +184,6 @@ class StorageReads:
         self._ledger.need(above, -1)
         return transfer
 
-    def _end_of(self, fetch: Fetch, position: int) -> Node | None:
-        """Return the node in the requester's view that ends at `position` pages and may get children, or None."""
-        tree, viewer = self._store.tree, self._store.accounts.view(fetch.scope)
-        match = tree.match(tree.root, viewer, fetch.key, 0, position, Reach.HOST)
-        if match.pages < position or not _can_grow(match.partial or match.node):
-            return None
-        return match.node if match.partial is None else self._store.split(match.partial, match.partial_pages)
-
-    def _attach(self, fetch: Fetch, first: int, pages: PageIds, scope: Scope) -> int:
-        """Attach the pages [first, first + len(pages)) that are still missing to the requester's view.
-
-        Return len(pages), or 0 if they cannot be attached.
-        """
-        store, end = self._store, first + len(pages)
-        viewer = store.accounts.view(fetch.scope)
-        match = store.tree.match(store.tree.root, viewer, fetch.key, 0, end, Reach.HOST)
-        if match.pages < first:
-            return 0
-        if match.pages == end:
-            return len(pages)
-        above = self._end_of(fetch, match.pages)
-        page = fetch.key.page(match.pages)
-        # A shared node that is hidden from the view is matched again only after the view has computed it.
-        if above is None or any(
-            node.owner_id in (PUBLIC_SCOPE, fetch.scope[:1]) for node in store.tree.group(above, page)
-        ):
-            return 0
-        owner = self._owner(viewer, scope, above, page)
-        node = store.attach_on_host(above, owner, fetch.key.slice(match.pages, end), pages[match.pages - first :])
-        if owner.is_shared and owner is not viewer:
-            node.creators = {}
-            node.generation = above.generation if above.owner is owner else 0
-        store.emit(CacheEventKind.INSERTED, node)
-        return len(pages)
-
-    def _owner(self, viewer: Account, scope: Scope, above: Node, page: bytes) -> Account:
-        """Return the owner for a page stored under `scope`: the same scope, unless other nodes are in the way."""
-        accounts, siblings = self._store.accounts, self._store.tree.group(above, page)
-        if scope == PUBLIC_SCOPE and above.is_public and not siblings:
-            return accounts.public
-        is_tenants = scope == viewer.tenant.scope and accounts.sharing_of(viewer.scope[0]) is not Sharing.NONE
-        if is_tenants and above.is_shared and not any(sibling.owner_id[:1] == scope for sibling in siblings):
-            return accounts.owner(scope)
-        return accounts.owner(viewer.scope)
-
 
 def reads_of(pages: int) -> int:
     """Return the number of reads, one after another, that a lookup of `pages` stored pages takes."""
@@ -235,11 +191,6 @@ def reads_of(pages: int) -> int:
     while covered < pages:
         reads, covered, run = reads + 1, covered + run, run * GROWTH
     return reads
-
-
-def _can_grow(node: Node) -> bool:
-    """Whether a node may have children that are only on the host."""
-    return node.parent is None or node.host_pages is not None
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from contextlib import AbstractContextManager
 
     from common.steps import StepPlan
-    from services.worker.engine.execution.interface import AdapterStore, Emit, HostPageBytes
+    from services.worker.engine.execution.interface import AdapterStore, DevicePageBytes, Emit, HostPageBytes
     from services.worker.engine.plans.rows import RowStates
 
 
@@ -42,6 +42,10 @@ class LoadedModel(Protocol):
     @property
     def host_pages(self) -> HostPageBytes | None:
         """The host tier's pages, None without one."""
+
+    @property
+    def device_pages(self) -> DevicePageBytes | None:
+        """See `Engine.device_pages`."""
 
     @property
     def adapters(self) -> AdapterStore | None:
@@ -95,6 +99,10 @@ class ModelEngine:
     @property
     def host_pages(self) -> HostPageBytes | None:
         return self._model.host_pages if self._model else None
+
+    @property
+    def device_pages(self) -> DevicePageBytes | None:
+        return self._model.device_pages if self._model else None
 
     @property
     def adapters(self) -> AdapterStore | None:

@@ -27,7 +27,7 @@ from services.worker.engine.plans.rows import RowStates
 from services.worker.engine.plans.scoring import ScoringTable
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterable
+    from collections.abc import Callable, Collection, Iterable, Sequence
     from pathlib import Path
 
     from numpy.typing import NDArray
@@ -116,6 +116,7 @@ class FakeModel:
         self._level: SleepLevel | None = None
         self.host_pages: FakeHostPages | None = None
         self._allocate_host_pages()
+        self.device_pages = FakeDevicePages(spec.page_size)
         self.adapters = FakeAdapters(spec.adapter_slots) if spec.adapter_slots else None
         report(1.0, "ready")
 
@@ -342,6 +343,16 @@ class FakeHostPages:
 
     def write_page(self, page: int, content: memoryview) -> None:
         self._bytes[page] = content
+
+
+class FakeDevicePages:
+    """Device pages of zeros; see `DevicePageBytes`."""
+
+    def __init__(self, page_bytes: int) -> None:
+        self.page_bytes = page_bytes
+
+    def read_pages(self, pages: Sequence[int]) -> bytes:
+        return bytes(self.page_bytes * len(pages))
 
 
 def _accesses(transfer: Transfer) -> tuple[set[tuple[str, int]], set[tuple[str, int]]]:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Protocol
 from common.steps import EngineCapacity, EngineSpec, SleepLevel, SleepPart, StepPlan, StepResult
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable
+    from collections.abc import Collection, Iterable, Sequence
     from pathlib import Path
 
     from common.steps import AdapterLoad
@@ -42,6 +42,21 @@ class HostPageBytes(Protocol):
 
     def write_page(self, page: int, content: memoryview) -> None:
         """Overwrite a page with `page_bytes` bytes."""
+
+
+class DevicePageBytes(Protocol):
+    """Pages of the KV memory as bytes, laid out as those of the host tier; for workers of other groups."""
+
+    @property
+    def page_bytes(self) -> int:
+        """Bytes of one page."""
+
+    def read_pages(self, pages: Sequence[int]) -> bytes:
+        """Return copies of pages one after the other; nothing once the model has been closed.
+
+        Any thread may call this. The caller ensures that nobody writes the pages meanwhile, and that an earlier plan,
+        whose results are known, wrote them.
+        """
 
 
 class AdapterStore(Protocol):
@@ -94,6 +109,10 @@ class Engine(Protocol):
     @property
     def host_pages(self) -> HostPageBytes | None:
         """The host tier's pages, None without one; other threads may touch them until `reset` or `close`."""
+
+    @property
+    def device_pages(self) -> DevicePageBytes | None:
+        """The pages of the KV memory; None without one, or if not all layers have the same pages."""
 
     @property
     def adapters(self) -> AdapterStore | None:

@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from services.worker.engine.execution.engine import LoadedModel, LoadModel
     from services.worker.engine.execution.overlapped_executor import OverlappedExecutor
     from services.worker.engine.grammars.library import GrammarLibrary
+    from services.worker.engine.host_tier.device_pages import DevicePages
     from services.worker.engine.host_tier.pool import HostPool
 
 log = logging.getLogger(__name__)
@@ -130,6 +131,10 @@ class TorchModel:
     @property
     def host_pages(self) -> HostPool | None:
         return self.runner.host_pool
+
+    @property
+    def device_pages(self) -> DevicePages | None:
+        return self.runner.device_pages if isinstance(self.runner, ModelRunner) else None
 
     @property
     def adapters(self) -> AdapterShelf | None:

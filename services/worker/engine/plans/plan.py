@@ -211,8 +211,8 @@ def _check_grants(grants: PageGrants, rows: RowStates, limits: PlanLimits) -> No
 
 def _check_transfer(transfer: Transfer, limits: PlanLimits) -> None:
     what = f"transfer {transfer.transfer_id}"
-    if transfer.direction.uses_storage:
-        raise InvalidPlanError(f"{what}: there is no storage tier")
+    if not transfer.direction.is_between_tiers:
+        raise InvalidPlanError(f"{what}: there is no storage tier, and no peer")
     device, host = transfer.device_pages, transfer.host_pages
     if not 0 < device.size == host.size:
         raise InvalidPlanError(f"{what}: {device.size} device pages and {host.size} host pages")

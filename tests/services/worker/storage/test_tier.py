@@ -13,6 +13,7 @@ from common.transfers import Transfer, TransferAck, TransferDirection, TransferI
 from services.worker.storage.objects import Miss, ObjectFormat
 from services.worker.storage.redis_server import RedisStorage
 from services.worker.storage.tier import FIRST_PAUSE_S, SILENCES_TO_OPEN, Shard, WorkerStorageTier
+from services.worker.stream_pages import StreamPages
 from tests.fakes.storage import FakeHostPages, FakeStorage
 from tests.fakes.virtual_clock import VirtualClock
 
@@ -36,7 +37,8 @@ class Bench:
         self.clock = VirtualClock()
         self.tier = WorkerStorageTier(self.storage, timeout_s, threads=2, clock=self.clock.now)
         self.pages = FakeHostPages(8, [b"page %3d" % number for number in range(20)])
-        self.shard = Shard(self.pages, FORM)
+        self.stream_pages = StreamPages(self.pages)
+        self.shard = Shard(self.stream_pages, FORM)
         self.acks: asyncio.Queue[TransferAck] = asyncio.Queue()
 
     def begin(
@@ -192,7 +194,7 @@ async def test_a_closed_shard_is_neither_read_nor_written() -> None:
     bench.storage.gate = threading.Event()
     bench.begin(FETCH, KEYS[:1], [10])
     bench.begin(STORE, KEYS[5:6], [10])
-    bench.shard.close()
+    bench.stream_pages.close()
     bench.storage.gate.set()
     await asyncio.sleep(0.05)
     assert await bench.tier.close(timeout_s=10)

@@ -7,12 +7,14 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pytest
 
+from common.rpc.channel import open_channel
 from common.steps import EngineCapacity, EngineSpec, SleepLevel, SleepPart, StepPlan, StepResult
 from common.transfers import Transfer, TransferAck, TransferDirection, TransferId
 from common.types import StepId
 from services.worker.engine.execution.interface import InvalidPlanError
-from services.worker.storage.engine import StoringEngine
+from services.worker.peers.reading import PeerReader
 from services.worker.storage.tier import WorkerStorageTier
+from services.worker.tiered_engine import TieredEngine
 from tests.fakes.storage import FakeHostPages, FakeStorage
 
 if TYPE_CHECKING:
@@ -35,6 +37,7 @@ class InnerEngine:
     open_rows: int = 0
     ends_with_group: bool = False
     adapters: None = None
+    device_pages: None = None
     calls: list[str] = field(default_factory=list)
 
     def configure(self, spec: EngineSpec, report: ProgressReport) -> EngineCapacity:
@@ -78,7 +81,7 @@ class Bench:
         self.inner = inner
         self.storage = FakeStorage()
         self.tier = WorkerStorageTier(self.storage, 60.0, threads=2)
-        self.engine = StoringEngine(inner, self.tier, asyncio.get_running_loop())
+        self.engine = TieredEngine(inner, self.tier, PeerReader(open_channel), asyncio.get_running_loop())
         self.step = 0
 
     def run(self, *transfers: Transfer) -> tuple[TransferAck, ...]:

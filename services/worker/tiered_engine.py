@@ -1,16 +1,18 @@
-"""An engine whose host pages also go to storage and come back."""
+"""An engine whose host pages also go to storage and back, and come from workers of other groups."""
 
 from __future__ import annotations
 
 import contextlib
 import queue
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 from common.transfers import TransferAck, TransferDirection
 from services.worker.engine.execution.interface import InvalidPlanError
 from services.worker.storage.objects import KEY_BYTES, ObjectFormat
 from services.worker.storage.tier import Shard
+from services.worker.stream_pages import StreamPages
 
 if TYPE_CHECKING:
     import asyncio
@@ -18,32 +20,50 @@ if TYPE_CHECKING:
 
     from common.steps import EngineCapacity, EngineSpec, SleepLevel, SleepPart, StepPlan, StepResult
     from common.transfers import Transfer
-    from services.worker.engine.execution.interface import AdapterStore, Emit, Engine, HostPageBytes, ProgressReport
+    from services.worker.engine.execution.interface import (
+        AdapterStore,
+        DevicePageBytes,
+        Emit,
+        Engine,
+        HostPageBytes,
+        ProgressReport,
+    )
+    from services.worker.peers.reading import PeerReader
     from services.worker.storage.tier import WorkerStorageTier
 
-# How long an engine without work keeps a plan open for acknowledgements of storage; the next plan waits meanwhile.
+# How long an engine without work keeps a plan open for acknowledgements of storage or peers; the next plan waits
+# meanwhile.
 IDLE_WAIT_S = 0.005
 
 
-class StoringEngine:
-    """Passes plans on to `inner`, but for transfers with storage, which `tier` carries out beside it; see `Engine`.
+class TieredEngine:
+    """Passes plans on to `inner`, but for transfers with storage and peers, which are carried out beside it.
 
-    Lives in the engine's thread, as `inner` does; `tier` lives on `loop`.
+    Lives in the engine's thread, as `inner` does; storage and peers live on `loop`. See `Engine`.
     """
 
-    def __init__(self, inner: Engine, tier: WorkerStorageTier, loop: asyncio.AbstractEventLoop) -> None:
-        """Take over `inner`; `tier` remains the caller's to close."""
+    def __init__(
+        self, inner: Engine, storage: WorkerStorageTier | None, peers: PeerReader, loop: asyncio.AbstractEventLoop
+    ) -> None:
+        """Take over `inner`; `storage`, if there is one, and `peers` remain the caller's to close."""
         self._inner = inner
-        self._tier = tier
+        self._storage = storage
+        self._peers = peers
         self._loop = loop
         self._stream: _Stream | None = None
         self._form: ObjectFormat | None = None
         self._host_pages = 0
+        self._rank = 0
 
     @property
     def host_pages(self) -> HostPageBytes | None:
         """The inner engine's host pages."""
         return self._inner.host_pages
+
+    @property
+    def device_pages(self) -> DevicePageBytes | None:
+        """The inner engine's device pages."""
+        return self._inner.device_pages
 
     @property
     def adapters(self) -> AdapterStore | None:
@@ -66,9 +86,9 @@ class StoringEngine:
         capacity = self._inner.configure(spec, report)
         pages = self._inner.host_pages
         self._form = None if pages is None else ObjectFormat(capacity.fingerprint, pages.page_bytes)
-        self._host_pages = capacity.host_pages
+        self._host_pages, self._rank = capacity.host_pages, spec.rank
         self._begin_stream()
-        return replace(capacity, has_storage=self._stream is not None)
+        return replace(capacity, has_storage=self._stream is not None and self._storage is not None)
 
     def execute(self, plan: StepPlan, emit: Emit) -> None:
         """Run a plan; results carry the acknowledgements that have come meanwhile. See `Engine.execute`."""
@@ -76,20 +96,28 @@ class StoringEngine:
         if stream is None:
             self._inner.execute(plan, emit)
             return
-        own = tuple(transfer for transfer in plan.transfers if transfer.direction.uses_storage)
+        own = tuple(transfer for transfer in plan.transfers if not transfer.direction.is_between_tiers)
         if own:
             for transfer in own:
-                _check(transfer, self._host_pages)
+                _check(transfer, self._host_pages, self._rank, has_storage=self._storage is not None)
             plan = replace(
-                plan, transfers=tuple(transfer for transfer in plan.transfers if not transfer.direction.uses_storage)
+                plan, transfers=tuple(transfer for transfer in plan.transfers if transfer.direction.is_between_tiers)
             )
-            stream.begin(self._tier, self._loop, own)
+            for transfer in own:
+                self._loop.call_soon_threadsafe(self._start(stream, transfer))
+            stream.open += len(own)
 
         def emit_with_acks(result: StepResult) -> None:
             is_idle = not (result.acks or plan.prefills or self._inner.open_rows)
             emit(replace(result, acks=(*result.acks, *stream.take_acks(IDLE_WAIT_S if is_idle else 0.0))))
 
         self._inner.execute(plan, emit_with_acks)
+
+    def _start(self, stream: _Stream, transfer: Transfer) -> Callable[[], None]:
+        if transfer.peer is not None:
+            return partial(self._peers.begin, transfer, stream.pages, self._rank, stream.acks.put)
+        assert self._storage is not None, "checked before"
+        return partial(self._storage.begin, transfer, stream.shard, stream.acks.put)
 
     def settle(self, is_wanted: Callable[[], bool]) -> None:
         """Emit the inner engine's outstanding results."""
@@ -133,51 +161,52 @@ class StoringEngine:
     def _begin_stream(self) -> None:
         pages = self._inner.host_pages
         if pages is not None and self._form is not None:
-            self._stream = _Stream(Shard(pages, self._form))
+            pages_of_stream = StreamPages(pages)
+            self._stream = _Stream(pages_of_stream, Shard(pages_of_stream, self._form))
 
     def _end_stream(self) -> None:
         if self._stream is not None:
-            self._stream.close()
+            self._stream.pages.close()
             self._stream = None
 
 
 class _Stream:
     """Transfers of one stream of plans, as the engine's thread sees them."""
 
-    def __init__(self, shard: Shard) -> None:
-        self._shard = shard
-        self._open = 0
-        self._acks: queue.SimpleQueue[TransferAck] = queue.SimpleQueue()
-
-    def begin(self, tier: WorkerStorageTier, loop: asyncio.AbstractEventLoop, transfers: tuple[Transfer, ...]) -> None:
-        """Have transfers begun."""
-        self._open += len(transfers)
-        for transfer in transfers:
-            loop.call_soon_threadsafe(tier.begin, transfer, self._shard, self._acks.put)
+    def __init__(self, pages: StreamPages, shard: Shard) -> None:
+        self.pages = pages
+        self.shard = shard
+        # Transfers that have begun and are not acknowledged.
+        self.open = 0
+        self.acks: queue.SimpleQueue[TransferAck] = queue.SimpleQueue()
 
     def take_acks(self, wait_s: float) -> list[TransferAck]:
         """Return the acknowledgements that have come; wait up to `wait_s` if there is none and one is due."""
         acks = []
         with contextlib.suppress(queue.Empty):
-            if self._open and wait_s and self._acks.empty():
-                acks.append(self._acks.get(timeout=wait_s))
-            while self._open:
-                acks.append(self._acks.get_nowait())
-        self._open -= len(acks)
+            if self.open and wait_s and self.acks.empty():
+                acks.append(self.acks.get(timeout=wait_s))
+            while self.open:
+                acks.append(self.acks.get_nowait())
+        self.open -= len(acks)
         return acks
 
-    def close(self) -> None:
-        self._shard.close()
 
-
-def _check(transfer: Transfer, host_pages: int) -> None:
+def _check(transfer: Transfer, host_pages: int, rank: int, *, has_storage: bool) -> None:
     """Refuse a transfer that would touch memory of others."""
-    is_drop = transfer.direction is TransferDirection.DROP_FROM_STORAGE
     pages = transfer.host_pages
-    if len(pages) != (0 if is_drop else len(transfer.object_keys)) or len(transfer.device_pages):
-        raise InvalidPlanError(f"transfer {transfer.transfer_id} has {len(pages)} pages for its keys")
     if len(pages) and (pages.min() < 0 or pages.max() >= host_pages):
         raise InvalidPlanError(f"transfer {transfer.transfer_id}: a page outside [0, {host_pages})")
+    peer = transfer.peer
+    if transfer.direction is TransferDirection.PEER_TO_HOST:
+        if peer is None or len(peer.device_pages) != len(pages) or rank >= len(peer.workers):
+            raise InvalidPlanError(f"transfer {transfer.transfer_id} names no pages of this rank's peer")
+        return
+    if not has_storage:
+        raise InvalidPlanError(f"transfer {transfer.transfer_id}: there is no storage tier")
+    is_drop = transfer.direction is TransferDirection.DROP_FROM_STORAGE
+    if len(pages) != (0 if is_drop else len(transfer.object_keys)) or len(transfer.device_pages):
+        raise InvalidPlanError(f"transfer {transfer.transfer_id} has {len(pages)} pages for its keys")
     if any(len(key) != KEY_BYTES for key in transfer.object_keys):
         raise InvalidPlanError(f"transfer {transfer.transfer_id}: keys have {KEY_BYTES} bytes")
     if not is_drop and len(transfer.cipher_key) != KEY_BYTES:

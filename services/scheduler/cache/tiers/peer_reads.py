@@ -1,0 +1,185 @@
+"""Loads pages to the host that another scheduler group computes for a waiting request."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from common.transfers import PeerPages
+from services.scheduler.cache.keys import PagedKey
+from services.scheduler.cache.tiers.arrivals import Arrivals, can_grow
+from services.scheduler.cache.tree import Reach
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    from common.transfers import Transfer, TransferAck
+    from common.types import TokenIds
+    from services.scheduler.cache.node import Account
+    from services.scheduler.cache.store import NodeStore
+    from services.scheduler.cache.tiers.host_pages import HostPages
+    from services.scheduler.cache.tiers.ledger import OpenTransfer, TransferLedger
+    from services.scheduler.cache.types import Scope
+
+
+@dataclass(slots=True, eq=False, repr=False)
+class PeerFetch:
+    """One request's pages at a peer: `offered` are all whole pages of its prompt that the peer has computed so far.
+
+    The view `scope` has the first `position` pages; of the offered ones, the first `requested` are read or in transfer.
+    """
+
+    scope: Scope
+    key: PagedKey
+    page_size: int
+    # Whole pages of the prompt that may be fetched, and those that the view had at the beginning.
+    end: int
+    first: int
+    position: int
+    requested: int
+    workers: tuple[str, ...] = ()
+    lease: bytes = b""
+    offered: list[int] = field(default_factory=list)
+    # Tokens that the peer found in its cache.
+    found_tokens: int = 0
+    # Nothing more will be offered.
+    is_complete: bool = False
+    is_transferring: bool = False
+
+    @property
+    def is_done(self) -> bool:
+        """Whether no more pages will arrive."""
+        return self.is_complete and not self.is_transferring and self.requested >= min(len(self.offered), self.end)
+
+    @property
+    def cached_tokens(self) -> int:
+        """Tokens of the prompt that this group or the peer had cached before."""
+        return max(self.first * self.page_size, self.found_tokens)
+
+    @property
+    def missing_tokens(self) -> int:
+        """Tokens of the pages that the view did not have at the beginning."""
+        return (self.end - self.first) * self.page_size
+
+    def offer(self, workers: Sequence[str], lease: bytes, pages: Iterable[int]) -> None:
+        """Add pages that the peer has computed, under a lease that its workers know."""
+        self.workers, self.lease = tuple(workers), lease
+        self.offered.extend(pages)
+
+    def stop(self) -> None:
+        """Request nothing more; a transfer in progress continues."""
+        self.is_complete = True
+        self.end = self.requested
+
+
+class PeerReads:
+    """Loads pages from peers into new nodes on the host, which are private to the view that asked for them.
+
+    Pages that other views share there, too, become shared here by the evidence that this group has.
+    """
+
+    def __init__(self, store: NodeStore, host: HostPages, ledger: TransferLedger) -> None:
+        self._store = store
+        self._arrivals = Arrivals(store)
+        self._host = host
+        self._ledger = ledger
+        self._fetches: dict[PeerFetch, None] = {}
+        self._open: dict[OpenTransfer, PeerFetch] = {}
+
+    @property
+    def is_reading(self) -> bool:
+        """Whether pages are in flight that a request may be waiting for."""
+        return bool(self._open)
+
+    @property
+    def awaited_tokens(self) -> int:
+        """Tokens that requests wait for."""
+        return sum((fetch.end - fetch.position) * fetch.page_size for fetch in self._fetches)
+
+    @property
+    def has_work(self) -> bool:
+        """Whether there are offered pages to request."""
+        return any(_is_due(fetch) for fetch in self._fetches)
+
+    def begin(self, viewer: Account, token_ids: TokenIds, min_tokens: int) -> PeerFetch | None:
+        """Return an empty fetch for a request's whole pages that its view lacks, with at least `min_tokens` tokens.
+
+        None if there are fewer, or if they could not be attached.
+        """
+        tree = self._store.tree
+        key, end = PagedKey(token_ids, tree.page_size), max(len(token_ids) - 1, 0) // tree.page_size
+        match = tree.match(tree.root, viewer, key, 0, end, Reach.HOST)
+        if (end - match.pages) * tree.page_size < max(min_tokens, 1) or not can_grow(match.partial or match.node):
+            return None
+        fetch = PeerFetch(viewer.scope, key, tree.page_size, end, match.pages, match.pages, match.pages)
+        self._fetches[fetch] = None
+        return fetch
+
+    def give_up(self, fetch: PeerFetch) -> None:
+        """Stop requesting pages; those in transfer are kept when they arrive."""
+        fetch.stop()
+        if fetch.is_done:
+            self._fetches.pop(fetch, None)
+
+    def plan(self) -> Iterable[Transfer]:
+        """Start the transfers that are due, one at a time for each request."""
+        for fetch in list(self._fetches):
+            if _is_due(fetch):
+                transfer = self._ask(fetch)
+                if transfer is not None:
+                    yield transfer
+            if fetch.is_done:
+                self._fetches.pop(fetch, None)
+
+    def finish(self, opened: OpenTransfer, ack: TransferAck) -> int:
+        """Attach the pages that arrived; return their number."""
+        fetch = self._open.pop(opened)
+        fetch.is_transferring = False
+        kept = 0
+        if ack.done_pages:
+            pages = opened.transfer.host_pages[: ack.done_pages]
+            kept = self._arrivals.attach(fetch.scope, fetch.key, fetch.position, pages, fetch.scope)
+            fetch.position += kept
+        if kept < opened.transfer.pages:
+            fetch.stop()
+        if fetch.is_done:
+            self._fetches.pop(fetch, None)
+        return kept
+
+    def forget_all(self) -> None:
+        """Start over: the transfers are cancelled."""
+        for fetch in self._fetches:
+            fetch.is_transferring = False
+            fetch.stop()
+        self._fetches.clear()
+        self._open.clear()
+
+    def _ask(self, fetch: PeerFetch) -> Transfer | None:
+        """Request the offered pages; None, and nothing more is requested, if there is no place for them on the host."""
+        above = self._arrivals.find(fetch.scope, fetch.key, fetch.requested)
+        if above is None:
+            fetch.stop()
+            return None
+        # Prevents that making room drops the path that they will be attached to.
+        self._ledger.need(above, 1)
+        wanted = np.array(fetch.offered[fetch.requested : fetch.end], np.int32)
+        host_pages = self._host.try_allocate(len(wanted))
+        transfer = None
+        if host_pages is None:
+            fetch.stop()
+        else:
+            peer = PeerPages(fetch.workers, fetch.lease, wanted)
+            transfer = self._ledger.open_from_peer(above, host_pages, peer)
+            opened = self._ledger.get(transfer.transfer_id)
+            assert opened is not None, "it was opened just now"
+            self._open[opened] = fetch
+            fetch.requested += len(wanted)
+            fetch.is_transferring = True
+        self._ledger.need(above, -1)
+        return transfer
+
+
+def _is_due(fetch: PeerFetch) -> bool:
+    return not fetch.is_transferring and fetch.requested < min(len(fetch.offered), fetch.end)

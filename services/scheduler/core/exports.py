@@ -1,0 +1,48 @@
+"""Prefixes that stay in memory because other groups read their pages."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from common.types import TokenIds, View
+    from services.scheduler.cache.types import PrefixLock
+    from services.scheduler.core.memory import KvMemory
+
+
+class Exports:
+    """Owns the pins of leases, by the leases' names.
+
+    Each pin covers a longer part of the same prefix. Earlier ones are kept, since the cache may have replaced pages by
+    equal ones in between, and readers know the earlier pages.
+    """
+
+    def __init__(self, memory: KvMemory) -> None:
+        """Start without pins."""
+        # Changes when all pins are lost.
+        self.generation = 0
+        self._memory = memory
+        self._pins: dict[bytes, list[PrefixLock]] = defaultdict(list)
+
+    def __len__(self) -> int:
+        """Return the number of leases with pins."""
+        return len(self._pins)
+
+    def pin(self, lease: bytes, view: View, token_ids: TokenIds, priority: int) -> PrefixLock | None:
+        """Pin the cached part of a prefix; None if the view has none of it cached."""
+        pin = self._memory.pin(view, token_ids, priority, None)
+        if pin is not None:
+            self._pins[lease].append(pin)
+        return pin
+
+    def release(self, lease: bytes) -> None:
+        """Release a lease's pins, if it has any."""
+        for pin in self._pins.pop(lease, ()):
+            self._memory.unpin(pin)
+
+    def lose_all(self) -> None:
+        """Drop all pins because their memory is gone."""
+        self.generation += 1
+        for lease in list(self._pins):
+            self.release(lease)

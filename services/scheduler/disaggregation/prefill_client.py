@@ -1,0 +1,145 @@
+"""Has other groups compute prompts for waiting requests of this one."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import grpc
+
+from common.errors import PandoError, UnavailableError
+from common.logs import get_logger
+from common.wire.requests import schedule_request_to_wire
+from protos.gen.pando.v1 import scheduler_pb2, scheduler_pb2_grpc
+from services.scheduler import metrics
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from services.scheduler.cache.tiers.peer_reads import PeerFetch
+    from services.scheduler.core.core import SchedulerCore
+    from services.scheduler.core.sequence import Sequence
+    from services.scheduler.loop import SchedulerLoop
+
+    PrefillCall = grpc.aio.UnaryStreamCall[scheduler_pb2.PrefillRequest, scheduler_pb2.PrefillResponse]
+
+# Without a message for so long the other group counts as away; it sends one every half second.
+SILENCE_S = 2.0
+# Time to wait for pages of a group that computes other prompts: a multiple of the time in which all that were asked
+# for could be computed here, and at least so many seconds.
+PATIENCE = 2.0
+LEAST_PATIENCE_S = 2.0
+# Between looks at a request whose last pages are being read, as the end of that is not announced.
+WATCH_S = 0.1
+
+
+class PrefillClient:
+    """One call to another group for each prompt; whatever fails, the prompt is computed here."""
+
+    def __init__(
+        self,
+        loop: SchedulerLoop,
+        connect: Callable[[str], grpc.aio.Channel],
+        min_tokens: int,
+        silence_s: float = SILENCE_S,
+    ) -> None:
+        """Ask for prompts of which at least `min_tokens` tokens are missing; `connect` opens channels by address."""
+        self.asked = 0
+        self.failed = 0
+        self._loop = loop
+        self._connect = connect
+        self._min_tokens = min_tokens
+        self._silence_s = silence_s
+        self._channels: dict[str, grpc.aio.Channel] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._log = get_logger("prefill")
+
+    def consider(self, core: SchedulerCore, sequence: Sequence) -> None:
+        """Have a new request's prompt computed elsewhere if a group is named for that and it is long enough."""
+        request, loads = sequence.request, core.memory.loads
+        options = request.options
+        is_plain = options.pooling is None and options.prompt_logprobs is None
+        if not request.prefill_group or not is_plain or loads is None or core.memory.windows or core.memory.states:
+            return
+        if len(sequence.token_ids) < self._min_tokens:
+            return
+        fetch = loads.await_peer(sequence, self._min_tokens)
+        if fetch is None:
+            return
+        self.asked += 1
+        metrics.REMOTE_PREFILLS_TOTAL.labels("asked").inc()
+        task = asyncio.create_task(self._run(core, sequence, fetch))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def run(self) -> None:
+        """Own the calls until cancelled; then stop them and close the channels."""
+        try:
+            await asyncio.Event().wait()
+        finally:
+            for task in self._tasks:
+                task.cancel()
+            await asyncio.gather(*self._tasks, return_exceptions=True)
+            for channel in self._channels.values():
+                await channel.close()
+
+    async def _run(self, core: SchedulerCore, sequence: Sequence, fetch: PeerFetch) -> None:
+        request = sequence.request
+        wire = schedule_request_to_wire(replace(request, token_ids=sequence.token_ids))
+        wire.ClearField("session")
+        wire.ClearField("turn")
+        wire.ClearField("resume")
+        stub = scheduler_pb2_grpc.SchedulerStub(self._channel(request.prefill_group))
+        call = stub.Prefill(scheduler_pb2.PrefillRequest(request=wire))
+        reason = ""
+        try:
+            await self._follow(call, core, sequence, fetch)
+        except grpc.aio.AioRpcError as error:
+            reason = error.details() or str(error.code())
+        except TimeoutError:
+            reason = f"no answer for {self._silence_s:g} s"
+        except PandoError as error:
+            reason = str(error)
+        finally:
+            if reason:
+                self.failed += 1
+                metrics.REMOTE_PREFILLS_TOTAL.labels("failed").inc()
+                self._log.warning("prefill.failed", group=request.prefill_group, reason=reason)
+                fetch.stop()
+                self._loop.wake()
+            # The other group may free the pages now.
+            call.cancel()
+
+    async def _follow(self, call: PrefillCall, core: SchedulerCore, sequence: Sequence, fetch: PeerFetch) -> None:
+        """Offer the pages that the other group computes, until all have been read or the request does not wait."""
+        heard_at = time.monotonic()
+        while not fetch.is_complete:
+            async with asyncio.timeout(self._silence_s):
+                message = await call.read()
+            if not isinstance(message, scheduler_pb2.PrefillResponse):
+                raise UnavailableError("the call ended early")
+            if message.fingerprint != self._loop.fingerprint:
+                raise UnavailableError("it serves another model, or its shards differ")
+            if message.device_pages:
+                heard_at = time.monotonic()
+            elif time.monotonic() - heard_at > (patience_s := self._patience_s(core)):
+                raise UnavailableError(f"nothing was computed for {patience_s:.1f} s, so computing here is faster")
+            fetch.found_tokens = message.cached_tokens
+            fetch.offer(message.workers, message.lease, message.device_pages)
+            if message.is_last:
+                fetch.is_complete = True
+            self._loop.wake()
+        while not fetch.is_done:  # noqa: ASYNC110  (the core notifies nobody)
+            await asyncio.sleep(WATCH_S)
+
+    def _patience_s(self, core: SchedulerCore) -> float:
+        loads = core.memory.loads
+        assert loads is not None, "only a host tier has fetches"
+        return max(LEAST_PATIENCE_S, PATIENCE * loads.costs.prefill_s(loads.host.peers.awaited_tokens))
+
+    def _channel(self, address: str) -> grpc.aio.Channel:
+        if address not in self._channels:
+            self._channels[address] = self._connect(address)
+        return self._channels[address]

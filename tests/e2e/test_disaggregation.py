@@ -1,0 +1,97 @@
+"""A group that computes prompts and one that generates, with the real model: the tokens of a single group, always."""
+
+from __future__ import annotations
+
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING
+
+import grpc
+import pytest
+
+from common.rpc.options import CHANNEL_OPTIONS
+from common.settings import GatewaySettings, SchedulerSettings, Settings
+from common.settings.scheduler import HostTierSettings
+from common.types import GroupRole
+from deploy.supervisor.layout import Replicas
+from protos.gen.pando.v1 import scheduler_pb2, scheduler_pb2_grpc
+from tests.e2e.conftest import require_model, serve
+from tests.waiting import wait_until
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+    from tests.e2e.served import Served
+
+PREFILL, DECODE = "scheduler-0", "scheduler-1"
+TOPICS = ("bridges", "lighthouses", "maps", "clocks")
+
+
+def prompt(topic: str, repeats: int = 24) -> str:
+    sentence = f"The history of {topic} is long, and few people know it well. "
+    return f"Notes on {topic}. {sentence * repeats}It began"
+
+
+@pytest.fixture(scope="module")
+def divided(run_root: Path) -> Iterator[Served]:
+    require_model()
+    settings = Settings(
+        gateway=GatewaySettings(port=0, anonymous="vouched"),
+        scheduler=SchedulerSettings(host_tier=HostTierSettings(gigabytes=0.5), prefill_min_tokens=64),
+    )
+    yield from serve(settings, run_root, replicas=Replicas(roles=(GroupRole.PREFILL, GroupRole.DECODE)))
+
+
+def state(served: Served, name: str) -> scheduler_pb2.GetStateResponse:
+    with grpc.insecure_channel(served.deployment.address_of(name), options=CHANNEL_OPTIONS) as channel:
+        return scheduler_pb2_grpc.SchedulerStub(channel).GetState(scheduler_pb2.GetStateRequest(), timeout=30)
+
+
+def is_quiet(served: Served, name: str) -> bool:
+    """Whether a group has no requests, no leases and no pages in use, but for the cache's own."""
+    try:
+        now = state(served, name)
+    except grpc.RpcError:
+        return False
+    busy = now.running_rows + now.waiting_requests + now.disaggregation.open_leases + now.host_tier.open_transfers
+    return not busy and not now.leaked_pages and all(tier.protected_pages == 0 for tier in now.tiers)
+
+
+def test_prompts_are_computed_in_one_group_and_answered_from_the_other(divided: Served, served: Served) -> None:
+    expected = [served.complete(prompt(topic), 16) for topic in TOPICS]
+    before = state(divided, DECODE).disaggregation.remote_prefills
+    with ThreadPoolExecutor(len(TOPICS)) as pool:
+        answers = list(pool.map(lambda topic: divided.complete(prompt(topic), 16), TOPICS))
+    assert answers == expected
+    asked = state(divided, DECODE).disaggregation
+    assert (asked.remote_prefills - before, asked.failed_prefills) == (len(TOPICS), 0)
+    assert asked.fetched_pages > 0
+    assert state(divided, PREFILL).disaggregation.prefills >= len(TOPICS)
+    wait_until(lambda: is_quiet(divided, PREFILL) and is_quiet(divided, DECODE), 30)
+
+
+def test_the_next_turn_continues_where_the_first_was_decoded(divided: Served, served: Served) -> None:
+    first = prompt("looms")
+    answer = divided.complete(first, 16)
+    asked = state(divided, DECODE).disaggregation.remote_prefills
+    longer = first + answer + " And then"
+    assert divided.complete(longer, 8) == served.complete(longer, 8)
+    assert state(divided, DECODE).disaggregation.remote_prefills == asked
+
+
+@pytest.mark.extended
+@pytest.mark.parametrize("name", [PREFILL, DECODE, "worker-0", "worker-1", "tokenizer", "detokenizer"])
+def test_a_killed_service_of_either_group_changes_no_token(divided: Served, served: Served, name: str) -> None:
+    prompts = [prompt(f"{topic} near {name}") for topic in TOPICS]
+    expected = [served.complete(text, 24) for text in prompts]
+    wait_until(lambda: divided.is_ready() and is_quiet(divided, PREFILL) and is_quiet(divided, DECODE), 60)
+    before = divided.deployment.pid_of(name)
+    timer = threading.Timer(0.5, divided.deployment.kill, (name,))
+    timer.start()
+    with ThreadPoolExecutor(len(prompts)) as pool:
+        answers = list(pool.map(lambda text: divided.complete(text, 24), prompts))
+    timer.join()
+    assert answers == expected
+    wait_until(lambda: divided.deployment.pid_of(name) not in (None, before), 60)
+    wait_until(lambda: divided.is_ready() and is_quiet(divided, PREFILL) and is_quiet(divided, DECODE), 60)

@@ -1,0 +1,23 @@
+from __future__ import annotations
+
+import pytest
+import torch
+
+from common.transfers import TransferDirection
+from services.worker.engine.host_tier.device_pages import STAGED_PAGES, DevicePages
+from services.worker.engine.kernels.interface import AttentionShape, KvLayout
+from tests.services.worker.engine.host_tier.test_sliced_transfers import ROWS, SHAPE, Rig
+
+
+@pytest.mark.parametrize(("layout", "shape"), [*((layout, SHAPE) for layout in KvLayout), (KvLayout.TOKEN_MAJOR, ROWS)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_pages_have_the_bytes_of_their_backups(layout: KvLayout, shape: AttentionShape, dtype: torch.dtype) -> None:
+    rig = Rig(layout, dtype, shape)
+    pages = [7, 3, *range(20, 20 + STAGED_PAGES)]
+    rig.begin(1, TransferDirection.DEVICE_TO_HOST, pages, list(range(len(pages))))
+    assert rig.finish() == [1]
+    device = DevicePages(rig.pool)
+    assert device.page_bytes == rig.host.page_bytes
+    assert device.read_pages(pages) == b"".join(rig.host.read_page(page) for page in range(len(pages)))
+    device.close()
+    assert device.read_pages(pages) == b""

@@ -1,0 +1,188 @@
+"""Workers read pages of other groups' workers: real gRPC on both sides, leases, and what ends them."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from typing import TYPE_CHECKING
+
+import grpc
+import numpy as np
+import pytest
+
+from common.errors import InvalidRequestError, PermissionDeniedError
+from common.rpc.channel import open_channel
+from common.rpc.server import RpcServer
+from common.transfers import PeerPages, Transfer, TransferAck, TransferDirection, TransferId
+from protos.gen.pando.v1 import worker_pb2, worker_pb2_grpc
+from services.worker.peers.leases import MESSAGE_BYTES, PageLeases
+from services.worker.peers.reading import PeerReader
+from services.worker.stream_pages import StreamPages
+from tests.fakes.storage import FakeHostPages
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Sequence
+    from pathlib import Path
+
+LEASE, OTHER = b"l" * 16, b"o" * 16
+
+
+class Device:
+    """Pages whose content is their number; `gate` holds readers back while it is cleared."""
+
+    def __init__(self, page_bytes: int = 4) -> None:
+        self.page_bytes = page_bytes
+        self.gate = threading.Event()
+        self.gate.set()
+        self.waiting = 0
+
+    def read_pages(self, pages: Sequence[int]) -> bytes:
+        self.waiting += 1
+        self.gate.wait()
+        return b"".join(page.to_bytes(4, "little") * (self.page_bytes // 4) for page in pages)
+
+
+async def read(leases: PageLeases, lease: bytes, pages: list[int]) -> bytes:
+    return b"".join([part async for part in leases.read(lease, pages)])
+
+
+def content(*pages: int) -> bytes:
+    return b"".join(page.to_bytes(4, "little") for page in pages)
+
+
+async def test_only_pages_of_the_lease_are_read() -> None:
+    leases = PageLeases(Device)
+    leases.grant(LEASE, [1, 2])
+    leases.grant(LEASE, [3])
+    leases.grant(OTHER, [4])
+    assert await read(leases, LEASE, [3, 1]) == content(3, 1)
+    for lease, pages in ((LEASE, [4]), (LEASE, [1, 4]), (OTHER, [1]), (b"n" * 16, [1])):
+        with pytest.raises(PermissionDeniedError):
+            await read(leases, lease, pages)
+    await leases.revoke(LEASE)
+    await leases.revoke(LEASE)
+    with pytest.raises(PermissionDeniedError):
+        await read(leases, LEASE, [1])
+    leases.revoke_all()
+    assert len(leases) == 0
+
+
+async def test_a_lease_needs_a_name_and_pages() -> None:
+    with pytest.raises(InvalidRequestError):
+        PageLeases(Device).grant(b"short", [1])
+    with pytest.raises(InvalidRequestError):
+        PageLeases(lambda: None).grant(LEASE, [1])
+
+
+async def test_pages_come_in_messages_of_bounded_size() -> None:
+    leases = PageLeases(lambda: Device(MESSAGE_BYTES // 2))
+    leases.grant(LEASE, range(5))
+    sizes = [len(part) async for part in leases.read(LEASE, range(5))]
+    assert sizes == [MESSAGE_BYTES, MESSAGE_BYTES, MESSAGE_BYTES // 2]
+
+
+async def test_revoking_waits_for_readers_also_for_those_that_have_gone_away() -> None:
+    device = Device()
+    leases = PageLeases(lambda: device)
+    leases.grant(LEASE, [1])
+    device.gate.clear()
+    readers = [asyncio.create_task(read(leases, LEASE, [1])) for _ in range(2)]
+    while device.waiting < 2:  # noqa: ASYNC110  (threads cannot notify)
+        await asyncio.sleep(0.001)
+    readers[0].cancel()
+    revoking = asyncio.create_task(leases.revoke(LEASE))
+    await asyncio.sleep(0.05)
+    assert not revoking.done()
+    device.gate.set()
+    await revoking
+    # What was read meanwhile is not sent: it might have been written since.
+    with pytest.raises(PermissionDeniedError):
+        await readers[1]
+
+
+class PageServer(worker_pb2_grpc.WorkerServicer):
+    """The part of a worker that serves pages; `cuts` ends each call after so many messages."""
+
+    def __init__(self, leases: PageLeases) -> None:
+        self.leases = leases
+        self.cuts: int | None = None
+        self.hangs = False
+
+    async def ReadPages(
+        self, request: worker_pb2.ReadPagesRequest, context: grpc.aio.ServicerContext[object, object]
+    ) -> AsyncIterator[worker_pb2.ReadPagesResponse]:
+        sent = 0
+        async for part in self.leases.read(request.lease, list(request.device_pages)):
+            if sent == self.cuts:
+                await context.abort(grpc.StatusCode.UNAVAILABLE, "cut")
+            if self.hangs and sent:
+                await asyncio.Event().wait()
+            yield worker_pb2.ReadPagesResponse(content=part)
+            sent += 1
+
+
+class Bench:
+    def __init__(self, folder: Path, device: Device) -> None:
+        self.address = f"unix:{folder}/worker.sock"
+        self.leases = PageLeases(lambda: device)
+        self.service = PageServer(self.leases)  # type: ignore[abstract]  # only pages are asked for
+        self.server = RpcServer("pando.v1.Worker", self.address)
+        self.server.add(worker_pb2_grpc.add_WorkerServicer_to_server, self.service)
+        self.host = FakeHostPages(device.page_bytes, [bytes(device.page_bytes) for _ in range(8)])
+        self.pages = StreamPages(self.host)
+        self.reader = PeerReader(open_channel, silence_s=0.5)
+
+    async def fetch(self, device_pages: list[int], host_pages: list[int], lease: bytes = LEASE) -> TransferAck:
+        peer = PeerPages(("unix:nobody", self.address), lease, np.array(device_pages, np.int32))
+        transfer = Transfer(
+            TransferId(7), TransferDirection.PEER_TO_HOST, host_pages=np.array(host_pages, np.int32), peer=peer
+        )
+        acks: asyncio.Queue[TransferAck] = asyncio.Queue()
+        self.reader.begin(transfer, self.pages, 1, acks.put_nowait)
+        async with asyncio.timeout(30):
+            return await acks.get()
+
+
+@pytest.fixture
+async def bench(tmp_path: Path) -> AsyncIterator[Bench]:
+    bench = Bench(tmp_path, Device(MESSAGE_BYTES // 2))
+    await bench.server.start()
+    yield bench
+    await bench.reader.close()
+    await bench.server.stop(0)
+
+
+async def test_pages_are_read_from_the_worker_of_the_same_rank(bench: Bench) -> None:
+    bench.leases.grant(LEASE, [5, 6, 7])
+    ack = await bench.fetch([7, 5, 6], [2, 0, 1])
+    assert (ack.transfer_id, ack.done_pages) == (7, 3)
+    assert [page[:4] for page in bench.host.pages[:3]] == [content(5), content(6), content(7)]
+
+
+async def test_a_lease_that_is_unknown_is_a_miss(bench: Bench) -> None:
+    bench.leases.grant(OTHER, [5])
+    assert (await bench.fetch([5], [0])).done_pages == 0
+
+
+async def test_a_call_that_breaks_keeps_the_pages_before(bench: Bench) -> None:
+    bench.leases.grant(LEASE, range(8))
+    bench.service.cuts = 1
+    assert (await bench.fetch([0, 1, 2, 3], [0, 1, 2, 3])).done_pages == 2
+    assert bench.host.pages[2] == bytes(MESSAGE_BYTES // 2)
+
+
+async def test_a_peer_that_falls_silent_or_is_away_is_given_up(bench: Bench) -> None:
+    bench.leases.grant(LEASE, range(8))
+    bench.service.hangs = True
+    assert (await bench.fetch([0, 1, 2, 3], [0, 1, 2, 3])).done_pages == 2
+    await bench.server.stop(0)
+    assert (await bench.fetch([0], [0])).done_pages == 0
+
+
+async def test_nothing_is_written_after_the_stream_of_plans_has_ended(bench: Bench) -> None:
+    bench.leases.grant(LEASE, [5])
+    bench.pages.close()
+    with pytest.raises(TimeoutError):
+        async with asyncio.timeout(0.3):
+            await bench.fetch([5], [0])
+    assert bench.host.pages[0] == bytes(MESSAGE_BYTES // 2)
