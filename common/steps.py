@@ -303,6 +303,8 @@ class EngineCapacity:
     # Measured at start-up, hence not compared; 0: not measured.
     prefill_tokens_per_s: float = field(default=0.0, compare=False)
     load_bytes_per_s: float = field(default=0.0, compare=False)
+    # Of compiled operators on CPUs, own or onednn; measured, too.
+    products: str = field(default="", compare=False)
 
     @property
     def pages_per_snapshot(self) -> int:

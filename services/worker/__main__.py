@@ -140,7 +140,11 @@ def runner_options(settings: WorkerSettings) -> RunnerOptions:
     from services.worker.engine.backends import RunnerOptions
 
     return RunnerOptions(
-        device=settings.device, device_index=settings.device_index, threads=settings.threads, backend=settings.backend
+        device=settings.device,
+        device_index=settings.device_index,
+        threads=settings.threads,
+        backend=settings.backend,
+        products=settings.products,
     )
 
 

@@ -100,6 +100,7 @@ def capacity_to_wire(capacity: EngineCapacity) -> worker_pb2.WorkerCapacity:
         jumps_forward=capacity.jumps_forward,
         head=pooling_to_wire(capacity.head),
         only_pools=capacity.only_pools,
+        products=capacity.products,
     )
 
 

@@ -74,6 +74,7 @@ def capacity_from_wire(message: worker_pb2.WorkerCapacity) -> EngineCapacity:
         jumps_forward=message.jumps_forward,
         head=pooling_from_wire(message.head),
         only_pools=message.only_pools,
+        products=message.products,
     )
 
 

@@ -12,15 +12,29 @@ import torch
 from common.errors import ConfigurationError
 from services.worker.engine.host import available_cores
 from services.worker.engine.kernels.cpu.backend import CpuBackend
-from services.worker.engine.kernels.cpu.build import BuildError, build_library, find_openmp
+from services.worker.engine.kernels.cpu.build import BuildError, build_library, cache_directory, find_openmp
 from services.worker.engine.kernels.cpu.library import CpuLibrary
+from services.worker.engine.kernels.cpu.onednn import find_block_functions
 from services.worker.engine.kernels.cpu.prebuilt import find_prebuilt
+from services.worker.engine.kernels.cpu.products import (
+    ChoiceStore,
+    ProductBench,
+    Products,
+    are_worth_measuring,
+    choice_key,
+    measured_choice,
+)
 from services.worker.engine.kernels.torch.backend import TorchBackend
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from common.steps import EngineSpec
+    from services.worker.engine.kernels.cpu.onednn import BlockFunctions
+    from services.worker.engine.kernels.cpu.products import ProductShape
     from services.worker.engine.kernels.interface import KernelBackend
     from services.worker.engine.model.config import ModelConfig
+    from services.worker.engine.parallel.group import RankGroup
 
 log = logging.getLogger(__name__)
 
@@ -29,6 +43,7 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 KV_DTYPES = {**DTYPES, "fp8": torch.float8_e4m3fn, "fp8_e4m3": torch.float8_e4m3fn}
 _FIRST_FLOAT8_CAPABILITY = (8, 9)
 BACKENDS = ("auto", "torch", "compiled", "gpu")
+PRODUCTS = ("auto", *(way.value for way in Products))
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +57,8 @@ class RunnerOptions:
     """CPU threads; 0: the cores this process may use, shared out among ranks that meet on this host."""
     backend: str = "auto"
     """auto, torch, compiled or gpu; auto compiles operators for CPUs, and takes Triton and FlashInfer on GPUs."""
+    products: str = "auto"
+    """auto, own or onednn; of compiled operators, auto takes what was measured to be faster."""
 
 
 def select_device(options: RunnerOptions) -> torch.device:
@@ -134,9 +151,55 @@ def find_library(options: RunnerOptions, device: torch.device) -> CpuLibrary | N
         return None
 
 
-def select_backend(library: CpuLibrary | None, dtype: torch.dtype, device: torch.device, threads: int) -> KernelBackend:
-    """Return the kernels to use: the compiled ones if they are there, else those of torch."""
-    return TorchBackend(dtype, device) if library is None else CpuBackend(library, dtype, threads)
+def select_backend(
+    library: CpuLibrary | None, dtype: torch.dtype, device: torch.device, threads: int,
+    blocks: BlockFunctions | None = None,
+) -> KernelBackend:  # fmt: skip
+    """Return the kernels to use: the compiled ones if they are there, with `blocks` if given, else those of torch."""
+    return TorchBackend(dtype, device) if library is None else CpuBackend(library, dtype, threads, blocks)
+
+
+def select_products(
+    wanted: str, library: CpuLibrary, dtype: torch.dtype, shapes: Sequence[ProductShape]
+) -> BlockFunctions | None:
+    """Return oneDNN's products if they are to compute those of `shapes`, None for the operators' own.
+
+    Unless one way is asked for, the faster one on this processor is chosen, see `products.py`. oneDNN's have to be as
+    exact as the others and the same in any batch, also when they are asked for.
+
+    Raises:
+        ConfigurationError: oneDNN's products were asked for and cannot be had.
+    """
+    if wanted not in PRODUCTS:
+        raise ConfigurationError(f"products {wanted!r} is not one of {', '.join(PRODUCTS)}")
+    if wanted == Products.OWN.value or (wanted == "auto" and not are_worth_measuring(shapes)):
+        return None
+    blocks = find_block_functions()
+    if blocks is None or not library.has_blocks(blocks, dtype):
+        if wanted == Products.ONEDNN.value:
+            raise ConfigurationError(
+                f"worker.products=onednn: this torch, or this processor, has no block products of {dtype}; use auto"
+            )
+        return None
+    bench = ProductBench(library, blocks, dtype, shapes)
+    if not bench.agree():
+        log.warning("oneDNN's products are not used: they differ from the exact ones, or with the size of the batch")
+        return None
+    if wanted == Products.ONEDNN.value:
+        return blocks
+    choice = measured_choice(bench, ChoiceStore(cache_directory()), choice_key(library, dtype, shapes))
+    return blocks if choice.products is Products.ONEDNN else None
+
+
+def agreed_backend(backend: KernelBackend, group: RankGroup) -> KernelBackend:
+    """Return `backend`; without oneDNN's products if a rank does not use them, since each measures by itself."""
+    if not isinstance(backend, CpuBackend):
+        return backend
+    uses_onednn = backend.products is Products.ONEDNN
+    if group.minimum(int(uses_onednn)) == uses_onednn:
+        return backend
+    log.info("products.chosen products=own origin=%s", "other ranks")
+    return backend.with_own_products()
 
 
 def select_gpu_backend(

@@ -20,6 +20,7 @@ from services.worker.engine.adapters.active import ActiveAdapters
 from services.worker.engine.adapters.shelf import AdapterShelf
 from services.worker.engine.backends import (
     RunnerOptions,
+    agreed_backend,
     check_float8_kv,
     count_threads,
     find_library,
@@ -29,6 +30,7 @@ from services.worker.engine.backends import (
     select_dtype,
     select_gpu_backend,
     select_kv_dtype,
+    select_products,
 )
 from services.worker.engine.checkpoints.opening import open_checkpoint, read_rope
 from services.worker.engine.checkpoints.replacing import states_of
@@ -37,7 +39,9 @@ from services.worker.engine.encoder.runner import EncoderRunner
 from services.worker.engine.host import available_memory
 from services.worker.engine.host_memory import keep_freed_memory
 from services.worker.engine.host_tier.pool import allocate_host_pool, count_host_pages
+from services.worker.engine.kernels.cpu.backend import CpuBackend
 from services.worker.engine.kernels.cpu.layers import fuse_layers
+from services.worker.engine.kernels.cpu.products import layer_shapes
 from services.worker.engine.kernels.interface import AttentionShape, KernelBackend, KvLayout
 from services.worker.engine.measuring.capacity import (
     LEAST_SNAPSHOTS,
@@ -74,6 +78,8 @@ if TYPE_CHECKING:
     from services.worker.engine.checkpoints.interface import Checkpoint
     from services.worker.engine.execution.interface import ProgressReport
     from services.worker.engine.execution.pooler import PoolerHead
+    from services.worker.engine.kernels.cpu.library import CpuLibrary
+    from services.worker.engine.kernels.cpu.onednn import BlockFunctions
     from services.worker.engine.kernels.interface import AttentionBackend, KvScales
     from services.worker.engine.model.decoder import Decoder
     from services.worker.engine.model.transformer import TransformerWeights
@@ -106,7 +112,12 @@ def load_decoder(spec: EngineSpec, report: ProgressReport, options: RunnerOption
 
 
 def _read_again(spec: EngineSpec, options: RunnerOptions, runner: ModelRunner, report: ProgressReport) -> ReadModel:
-    return _DecoderLoader(spec, options, report).read_again(runner)
+    return _DecoderLoader(spec, _with_products_of(runner, options), report).read_again(runner)
+
+
+def _with_products_of(serving: ModelRunner, options: RunnerOptions) -> RunnerOptions:
+    """Return `options` with what all ranks of `serving` have agreed on, which holds for weights that replace others."""
+    return replace(options, products=serving.capacity.products or options.products)
 
 
 class PreparedDecoder:
@@ -133,7 +144,7 @@ def prepare_decoder(spec: EngineSpec, options: RunnerOptions, serving: ModelRunn
     if needed * _SPARE > free:
         log.info("weights.in_place needed_mib=%d free_mib=%d", needed >> 20, free >> 20)
         return None
-    loader = _DecoderLoader(spec, options, lambda _fraction, _stage: None)
+    loader = _DecoderLoader(spec, _with_products_of(serving, options), lambda _fraction, _stage: None)
     if not loader.can_prepare:
         return None
     files = None if spec.load_format == "dummy" else resolve_model(spec.model)
@@ -182,7 +193,7 @@ class _DecoderLoader:
         self._can_be_captured = is_own
         self._dtype = select_dtype(spec.dtype, self._config, self._device, library if is_own else None)
         self._backend: KernelBackend = (
-            select_backend(library, self._dtype, self._device, threads)
+            select_backend(library, self._dtype, self._device, threads, self._blocks(library if is_own else None))
             if self._device.type == "cpu"
             else select_gpu_backend(options, self._dtype, self._device, spec.max_rows)
         )
@@ -223,6 +234,7 @@ class _DecoderLoader:
         group = join_group(
             spec.rank, spec.world_size, spec.rendezvous, self._device, shape if self._may_overlap else None
         )
+        self._backend = agreed_backend(self._backend, group)
         free_before = self._free_memory()
         context = longest_context(spec, config)
         config = self._config = config.within(context)
@@ -274,6 +286,13 @@ class _DecoderLoader:
             shelf.take_over(runner.adapters)
         fingerprint = self._fingerprint(model.kv_layout.value, runner.group)
         return ReadModel(model, self._pooler_head(), shelf, fingerprint)
+
+    def _blocks(self, library: CpuLibrary | None) -> BlockFunctions | None:
+        """Return oneDNN's products, if layers are to use them."""
+        if library is None:
+            return None
+        shapes = layer_shapes(self._config, self._shard)
+        return select_products(self._options.products, library, self._dtype, shapes)
 
     def _decoder(self, group: RankGroup, context: int) -> Decoder:
         """Load the weights and put the model together."""
@@ -570,6 +589,7 @@ class _DecoderLoader:
             recurrent_states=self._recurrent_states(pool.states.snapshots if pool.states else 0),
             head=self._head.pooling if self._head else None,
             only_pools=self._head is not None or self._only_embeds,
+            products=self._backend.products.value if isinstance(self._backend, CpuBackend) else "",
         )
 
     def _recurrent_states(self, snapshots: int) -> RecurrentStates | None:

@@ -195,4 +195,5 @@ capacities = complete(
     recurrent_states=st.none() | complete(RecurrentStates, snapshots=COUNT, row_bytes=st.integers(0, 2**64 - 1)),
     prefill_tokens_per_s=st.floats(0, 2.0**30, width=32),
     load_bytes_per_s=st.floats(0, 2.0**40, width=32),
+    products=NAMES,
 )

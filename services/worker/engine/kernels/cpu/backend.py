@@ -7,12 +7,14 @@ from typing import TYPE_CHECKING
 
 from services.worker.engine.kernels.cpu.attention import CpuAttention, fits
 from services.worker.engine.kernels.cpu.kernels import CpuKernels
+from services.worker.engine.kernels.cpu.products import Products
 from services.worker.engine.kernels.torch.attention import TorchAttention
 
 if TYPE_CHECKING:
     import torch
 
     from services.worker.engine.kernels.cpu.library import CpuLibrary
+    from services.worker.engine.kernels.cpu.onednn import BlockFunctions
     from services.worker.engine.kernels.interface import AttentionBackend, AttentionShape, Kernels
 
 log = logging.getLogger(__name__)
@@ -23,11 +25,19 @@ class CpuBackend:
 
     name = "compiled"
 
-    def __init__(self, library: CpuLibrary, dtype: torch.dtype, threads: int) -> None:
-        """Hold weights as `dtype`, compute on `threads` threads."""
-        self.kernels: Kernels = CpuKernels(library, dtype, threads)
+    def __init__(
+        self, library: CpuLibrary, dtype: torch.dtype, threads: int, blocks: BlockFunctions | None = None
+    ) -> None:
+        """Hold weights as `dtype`, compute on `threads` threads; `blocks`: with oneDNN's products."""
+        self.kernels: Kernels = CpuKernels(library, dtype, threads, blocks)
+        self.products = Products.OWN if blocks is None else Products.ONEDNN
         self._library = library
+        self._dtype = dtype
         self._threads = threads
+
+    def with_own_products(self) -> CpuBackend:
+        """Return this back end without oneDNN's products."""
+        return CpuBackend(self._library, self._dtype, self._threads)
 
     def attention(self, shape: AttentionShape, rotary: torch.Tensor) -> AttentionBackend:
         """Return compiled attention where the shape allows, else the reference."""

@@ -116,7 +116,8 @@ def _run(command: list[str]) -> None:
 
 
 def _digest(command: list[str], openmp: Path | None) -> str:
-    digest = hashlib.sha256("\n".join([*command, _compiler_version(command[0]), str(openmp), _processor()]).encode())
+    parts = [*command, _compiler_version(command[0]), str(openmp), processor_identity()]
+    digest = hashlib.sha256("\n".join(parts).encode())
     for source in sorted(_SOURCES.glob("*.[ch]pp")):
         digest.update(source.read_bytes())
     return digest.hexdigest()[:24]
@@ -130,7 +131,7 @@ def _compiler_version(compiler: str) -> str:
     return done.stdout
 
 
-def _processor() -> str:
+def processor_identity() -> str:
     """Return the processor's name and flags, which decide the instructions of `-march=native`."""
     try:
         information = Path("/proc/cpuinfo").read_text(encoding="utf-8")

@@ -30,6 +30,7 @@ from services.worker.engine.quantization.matrices import above
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from services.worker.engine.kernels.cpu.onednn import BlockFunctions
     from services.worker.engine.kernels.interface import ExpertMatrices, Experts, GatedLinear, Linear
     from services.worker.engine.model.config import Activation
     from services.worker.engine.quantization.matrices import Matrix
@@ -127,9 +128,12 @@ class CpuKernels:
 
     activation_dtype = torch.float32
 
-    def __init__(self, library: CpuLibrary, dtype: torch.dtype, threads: int) -> None:
-        """Hold weights as `dtype` and compute on `threads` threads."""
+    def __init__(
+        self, library: CpuLibrary, dtype: torch.dtype, threads: int, blocks: BlockFunctions | None = None
+    ) -> None:
+        """Hold weights as `dtype` and compute on `threads` threads, where `blocks` are given with oneDNN's products."""
         self._library = library
+        self._blocks = blocks
         self._dtype = dtype
         self._threads = threads
         self._arena = HostArena()
@@ -197,7 +201,7 @@ class CpuKernels:
         packed[:whole] = rows[: whole * panel].view(whole, panel, inputs // pair, pair).transpose(1, 2)
         if whole < panels:
             packed[whole, :, : outputs - whole * panel] = rows[whole * panel :].transpose(0, 1)
-        return _laid_out(packed, None, bias, inputs=inputs, outputs=outputs)
+        return self._laid_out(packed, None, bias, dtype, inputs=inputs, outputs=outputs)
 
     def _pack(self, matrix: GroupedMatrix, bias: torch.Tensor | None) -> LaidOutMatrix:
         """Lay out integers, which stay packed."""
@@ -222,8 +226,8 @@ class CpuKernels:
         scales = self._arena.zeros((*in_panels[0].shape[:2], len(parts), self._library.panel), matrix.scales.dtype)
         for i, each in enumerate(in_panels):
             scales[:, :, i] = each
-        return _laid_out(
-            panels, scales, bias, inputs=inputs, outputs=outputs, bits=bits, group=matrix.group,
+        return self._laid_out(
+            panels, scales, bias, self._dtype, inputs=inputs, outputs=outputs, bits=bits, group=matrix.group,
             has_wide_scales=matrix.scales.dtype == torch.float32, has_shifts=matrix.shifts is not None,
             is_e2m1=matrix.numbers is Numbers.E2M1,
         )  # fmt: skip
@@ -234,15 +238,18 @@ class CpuKernels:
         padded = pad(rows, (0, 0, 0, -rows.shape[0] % panel))
         return padded.view(-1, panel, rows.shape[1]).transpose(1, 2)
 
-
-def _laid_out(
-    panels: torch.Tensor, scales: torch.Tensor | None, bias: torch.Tensor | None, **fields: int
-) -> LaidOutMatrix:
-    wide = None if bias is None else bias.float().contiguous()
-    arguments = MatrixArguments(
-        panels=panels.data_ptr(),
-        scales=None if scales is None else scales.data_ptr(),
-        bias=None if wide is None else wide.data_ptr(),
-        **fields,
-    )
-    return LaidOutMatrix(panels, scales, wide, arguments)
+    def _laid_out(
+        self, panels: torch.Tensor, scales: torch.Tensor | None, bias: torch.Tensor | None, dtype: torch.dtype,
+        **fields: int,
+    ) -> LaidOutMatrix:  # fmt: skip
+        wide = None if bias is None else bias.float().contiguous()
+        # oneDNN was found to have products of this type only.
+        blocks = self._blocks if dtype == self._dtype else None
+        arguments = MatrixArguments(
+            panels=panels.data_ptr(),
+            scales=None if scales is None else scales.data_ptr(),
+            bias=None if wide is None else wide.data_ptr(),
+            blocks=None if blocks is None else ctypes.pointer(blocks),
+            **fields,
+        )
+        return LaidOutMatrix(panels, scales, wide, arguments)

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import ctypes
+import hashlib
 from ctypes import c_float, c_int, c_void_p
 from typing import TYPE_CHECKING
 
 import torch
 
+from services.worker.engine.kernels.cpu.onednn import BlockFunctions
 from services.worker.engine.model.config import Activation
 
 if TYPE_CHECKING:
@@ -82,6 +84,7 @@ class MatrixArguments(ctypes.Structure):
         ("has_wide_scales", c_int),
         ("has_shifts", c_int),
         ("is_e2m1", c_int),
+        ("blocks", ctypes.POINTER(BlockFunctions)),
     )
 
 
@@ -152,6 +155,10 @@ class CpuLibrary:
             OSError: it cannot be loaded.
         """
         library = ctypes.CDLL(str(path))
+        self._has_blocks = library.pando_has_blocks
+        self._has_blocks.argtypes = (ctypes.POINTER(BlockFunctions), c_int)
+        self.digest: str = hashlib.sha256(path.read_bytes()).hexdigest()
+        """SHA-256 of the file."""
         for name, arguments in _SIGNATURES.items():
             function = getattr(library, f"pando_{name}")
             function.argtypes = arguments
@@ -169,3 +176,7 @@ class CpuLibrary:
         self.rounds_inputs: bool = bool(library.pando_rounds_inputs())
         """Whether products with bfloat16 weights round their inputs, too."""
         self.max_head_dim: int = library.pando_max_head_dim()
+
+    def has_blocks(self, blocks: BlockFunctions, dtype: torch.dtype) -> bool:
+        """Return whether oneDNN's products can replace those with weights of `dtype`, on this processor."""
+        return bool(self._has_blocks(ctypes.byref(blocks), ELEMENT_TYPES[dtype]))

@@ -38,6 +38,26 @@ int pando_lanes() { return pando::kLanes; }
 int pando_panel() { return pando::kPanel; }
 // Whether products with bfloat16 weights round their inputs to bfloat16 as well.
 int pando_rounds_inputs() { return std::is_same_v<pando::InputOf<pando::BFloat16>, pando::BFloat16>; }
+// Whether products of blocks may replace those of weights of this type, and oneDNN has them for this processor.
+int pando_has_blocks(const pando::BlockFunctions* blocks, int type) {
+  int has_blocks = 0;
+  with_type(type, [&](auto element) {
+    using Weight = decltype(element);
+    if constexpr (pando::kHasBlocks<Weight>) {
+      constexpr int kDepth = 64;
+      const std::vector<Weight> inputs(kDepth), weights(kDepth * pando::kPanel);
+      std::vector<float> sums(pando::kPanel);
+      try {
+        pando::multiply_blocks<Weight>(*blocks, inputs.data(), kDepth, weights.data(), kDepth, 1, false, sums.data());
+        blocks->release(true);
+        has_blocks = 1;
+      } catch (...) {
+        // oneDNN cannot generate code for this type and processor.
+      }
+    }
+  });
+  return has_blocks;
+}
 int pando_max_head_dim() { return pando::kMaxHeadDim; }
 
 void pando_linear(const float* inputs, const pando::MatrixArguments* matrix, int type, int tokens, float* outputs,
@@ -46,7 +66,10 @@ void pando_linear(const float* inputs, const pando::MatrixArguments* matrix, int
     using Weight = decltype(element);
     const auto* converted = pando::convert_inputs<Weight>(inputs, static_cast<long>(tokens) * matrix->inputs, threads);
 #pragma omp parallel num_threads(threads)
-    pando::share_product<Weight>(*matrix, converted, tokens, outputs, accumulate != 0);
+    {
+      pando::share_product<Weight>(*matrix, converted, tokens, outputs, accumulate != 0);
+      pando::release_blocks(*matrix);
+    }
   });
 }
 
@@ -57,7 +80,10 @@ void pando_gated_linear(const float* inputs, const pando::MatrixArguments* gate,
     const auto* converted = pando::convert_inputs<Weight>(inputs, static_cast<long>(tokens) * gate->inputs, threads);
     const auto bend = static_cast<pando::Activation>(activation);
 #pragma omp parallel num_threads(threads)
-    pando::share_gated_product<Weight>(*gate, *up, converted, tokens, outputs, bend);
+    {
+      pando::share_gated_product<Weight>(*gate, *up, converted, tokens, outputs, bend);
+      pando::release_blocks(*gate);
+    }
   });
 }
 

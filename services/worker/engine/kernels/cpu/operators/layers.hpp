@@ -146,6 +146,7 @@ void run_layers(const LayersArguments& a) {
 #pragma omp parallel num_threads(a.store.threads)
   {
     for (int i = 0; i < a.count; ++i) share_layer<Weight, Element>(a, a.layers[i], tasks, scratch);
+    release_blocks(a.layers[0].qkv);
 #pragma omp for
     for (int token = 0; token < tokens; ++token)
       normalise(a.hidden + static_cast<long>(token) * hidden, a.next_norm, a.store.epsilon, hidden,

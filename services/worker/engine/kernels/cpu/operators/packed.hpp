@@ -7,6 +7,7 @@
 
 #include <vector>
 
+#include "blocks.hpp"
 #include "matrix.hpp"
 
 namespace pando {
@@ -31,6 +32,7 @@ struct MatrixArguments {
   int has_wide_scales;  // float32, else float16
   int has_shifts;       // else they are -2^(bits - 1) times the scales, or nothing for FP4
   int is_e2m1;          // four bits are FP4, else integers
+  const BlockFunctions* blocks;  // null: products are those of matrix.hpp
 
   const uint8_t* step(int panel, int input) const {
     const long steps = static_cast<long>(panel) * (inputs / kStep) + input / kStep;
@@ -158,6 +160,11 @@ inline void unpack(const MatrixArguments& matrix, int panel, int begin, int end,
   }
 }
 
+template <typename Weight>
+Matrix<Weight> matrix_of(const MatrixArguments& a) {
+  return {static_cast<const Weight*>(a.panels), a.bias, a.inputs, a.outputs};
+}
+
 // Adds the products of inputs [begin, begin + count) of all tokens, whose weights are unpacked, to sums [tokens, kPanel].
 template <int Rows, typename Weight>
 inline void add_unpacked(const InputOf<Weight>* inputs, int depth, int begin, int count, const Weight* weights,
@@ -183,14 +190,31 @@ inline void add_unpacked(const InputOf<Weight>* inputs, int depth, int begin, in
                                      tokens - row, sums + static_cast<long>(row) * kPanel);
 }
 
+// Adds the products of inputs [begin, begin + count) of all tokens with weights [count, kPanel] to sums [tokens, kPanel];
+// the first ones set the sums.
+template <typename Weight>
+inline void add_products(const MatrixArguments& matrix, const InputOf<Weight>* inputs, int begin, int count,
+                         const Weight* weights, int tokens, float* sums) {
+  if constexpr (kHasBlocks<Weight>)
+    if (matrix.blocks != nullptr)
+      return multiply_blocks<Weight>(*matrix.blocks, inputs + begin, matrix.inputs, weights, count, tokens, begin > 0,
+                                     sums);
+  add_unpacked<kTileRows, Weight>(inputs, matrix.inputs, begin, count, weights, tokens, sums);
+}
+
 // Returns inputs [tokens, in] times one panel, [tokens, kPanel], in `sums`.
 template <typename Weight>
 inline float* panel_sums(const MatrixArguments& matrix, const InputOf<Weight>* inputs, int tokens, int panel,
                          std::vector<float>& sums) {
   static thread_local std::vector<Weight> weights;
-  weights.resize(kUnpacked * kPanel);
   sums.resize(static_cast<long>(tokens) * kPanel);
-  for (int begin = 0; begin < matrix.inputs; begin += kUnpacked) {
+  if (matrix.bits == 0) {
+    const Weight* whole = matrix_of<Weight>(matrix).panel(panel);
+    add_products<Weight>(matrix, inputs, 0, matrix.inputs, whole, tokens, sums.data());
+  } else {
+    weights.resize(kUnpacked * kPanel);
+  }
+  for (int begin = 0; matrix.bits != 0 && begin < matrix.inputs; begin += kUnpacked) {
     const int end = std::min(matrix.inputs, begin + kUnpacked);
     switch (matrix.bits) {
       case 4:
@@ -208,7 +232,7 @@ inline float* panel_sums(const MatrixArguments& matrix, const InputOf<Weight>* i
       default:
         unpack<8>(matrix, panel, begin, end, weights.data());
     }
-    add_unpacked<kTileRows, Weight>(inputs, matrix.inputs, begin, end - begin, weights.data(), tokens, sums.data());
+    add_products<Weight>(matrix, inputs, begin, end - begin, weights.data(), tokens, sums.data());
   }
   if (matrix.bias != nullptr) {
     const int first = panel * kPanel, columns = std::min(kPanel, matrix.outputs - first);
@@ -218,15 +242,21 @@ inline float* panel_sums(const MatrixArguments& matrix, const InputOf<Weight>* i
   return sums.data();
 }
 
+// Tokens that are multiplied with a panel at a time: packed weights are unpacked once for all.
+inline int tokens_at_once(const MatrixArguments& matrix, int tokens) {
+  return matrix.bits == 0 ? std::min(kBlockRows, tokens) : tokens;
+}
+
 // outputs = (outputs if accumulate) + inputs x weights + bias
 template <typename Weight>
-struct PackedProduct {
+struct PanelProduct {
   MatrixArguments matrix;
   const InputOf<Weight>* inputs;
   float* outputs;
   bool accumulate;
 
   int width() const { return matrix.outputs; }
+  int step(int tokens) const { return tokens_at_once(matrix, tokens); }
 
   void run(int first, int tokens, int panel) const {
     static thread_local std::vector<float> memory;
@@ -243,13 +273,14 @@ struct PackedProduct {
 
 // outputs = inputs x gate and inputs x up, joined as `Activation` says
 template <typename Weight>
-struct PackedGatedProduct {
+struct PanelGatedProduct {
   MatrixArguments gate, up;
   const InputOf<Weight>* inputs;
   float* outputs;
   Activation activation;
 
   int width() const { return gate.outputs; }
+  int step(int tokens) const { return tokens_at_once(gate, tokens); }
 
   void run(int first, int tokens, int panel) const {
     static thread_local std::vector<float> gate_memory, up_memory;
@@ -279,35 +310,43 @@ void share_panels(const Operation& operation, int tokens) {
   const int cuts = (tokens + tokens_per_task - 1) / tokens_per_task;
 #pragma omp for schedule(guided)
   for (int task = 0; task < panels * cuts; ++task) {
-    const int first = task % cuts * tokens_per_task;
-    operation.run(first, std::min(tokens_per_task, tokens - first), task / cuts);
+    const int begin = task % cuts * tokens_per_task, end = std::min(tokens, begin + tokens_per_task);
+    const int step = operation.step(end - begin);
+    for (int first = begin; first < end; first += step)
+      operation.run(first, std::min(step, end - first), task / cuts);
   }
 }
 
+// Whether a product takes whole panels rather than tiles that stay in registers.
 template <typename Weight>
-Matrix<Weight> matrix_of(const MatrixArguments& a) {
-  return {static_cast<const Weight*>(a.panels), a.bias, a.inputs, a.outputs};
+bool takes_panels(const MatrixArguments& matrix) {
+  return matrix.bits != 0 || (kHasBlocks<Weight> && matrix.blocks != nullptr);
 }
 
 // Shares a product among the threads of the region around it, whether its weights are packed or not.
 template <typename Weight>
 void share_product(const MatrixArguments& matrix, const InputOf<Weight>* inputs, int tokens, float* outputs,
                    bool accumulate) {
-  if (matrix.bits == 0)
-    share_tiles(Product<Weight>{matrix_of<Weight>(matrix), inputs, outputs, accumulate}, tokens);
+  if (takes_panels<Weight>(matrix))
+    share_panels(PanelProduct<Unpacked<Weight>>{matrix, inputs, outputs, accumulate}, tokens);
   else
-    share_panels(PackedProduct<Unpacked<Weight>>{matrix, inputs, outputs, accumulate}, tokens);
+    share_tiles(Product<Weight>{matrix_of<Weight>(matrix), inputs, outputs, accumulate}, tokens);
 }
 
 // The same of a gated layer, both of whose matrices are packed or neither is.
 template <typename Weight>
 void share_gated_product(const MatrixArguments& gate, const MatrixArguments& up, const InputOf<Weight>* inputs,
                          int tokens, float* outputs, Activation activation) {
-  if (gate.bits == 0)
+  if (takes_panels<Weight>(gate))
+    share_panels(PanelGatedProduct<Unpacked<Weight>>{gate, up, inputs, outputs, activation}, tokens);
+  else
     share_tiles(GatedProduct<Weight>{matrix_of<Weight>(gate), matrix_of<Weight>(up), inputs, outputs, activation},
                 tokens);
-  else
-    share_panels(PackedGatedProduct<Unpacked<Weight>>{gate, up, inputs, outputs, activation}, tokens);
+}
+
+// To be called by each thread after its last product.
+inline void release_blocks(const MatrixArguments& matrix) {
+  if (matrix.blocks != nullptr) matrix.blocks->release(true);
 }
 
 }  // namespace pando

@@ -9,6 +9,7 @@ import torch
 
 from services.worker.engine import loader
 from services.worker.engine.kernels.cpu import layers as native_layers
+from services.worker.engine.kernels.cpu.onednn import find_block_functions
 from tests.services.worker.engine.driving import Driver, load, random_ids
 from tests.services.worker.engine.families import VOCABULARY, save_family
 
@@ -37,9 +38,9 @@ def joined(monkeypatch: pytest.MonkeyPatch, library: CpuLibrary) -> list[FusedLa
     return found
 
 
-def outcomes(directory: Path, **changes: object) -> list[torch.Tensor]:
+def outcomes(directory: Path, products: str = "auto", **changes: object) -> list[torch.Tensor]:
     """Logits of the passes in `WORK`."""
-    runner = load(directory, backend="compiled", threads=2, **changes)
+    runner = load(directory, backend="compiled", threads=2, products=products, **changes)
     driver = Driver(runner)
     rows = [driver.open(100) for _ in WORK[0]]
     got = [driver.run(list(zip(rows, tokens, strict=True))) for tokens in WORK]
@@ -65,6 +66,32 @@ def test_fused_layers_give_the_same_as_separate_operators(
     expected = one_by_one(monkeypatch, lambda: outcomes(tmp_path, **changes))
     for these, those in zip(got, expected, strict=True):
         assert torch.equal(these, those)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_fused_layers_give_the_same_with_products_of_onednn(
+    dtype: str, library: CpuLibrary, joined: list[FusedLayers | None], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    blocks = find_block_functions()
+    if blocks is None or not library.has_blocks(blocks, getattr(torch, dtype)):
+        pytest.skip(f"oneDNN has no products of {dtype} here")
+    save_family(tmp_path, "qwen3")
+    got = outcomes(tmp_path, dtype=dtype, products="onednn")
+    assert joined[-1] is not None
+    expected = one_by_one(monkeypatch, lambda: outcomes(tmp_path, dtype=dtype, products="onednn"))
+    others = outcomes(tmp_path, dtype=dtype, products="own")
+    for these, those, near in zip(got, expected, others, strict=True):
+        assert torch.equal(these, those)
+        torch.testing.assert_close(these, near, atol=1e-2 if dtype == "bfloat16" else 1e-4, rtol=1e-3)
+
+
+def test_the_capacity_names_the_products(library: CpuLibrary, tmp_path: Path) -> None:
+    assert library is not None
+    save_family(tmp_path, "llama")
+    for backend, products in (("compiled", "own"), ("torch", "")):
+        runner = load(tmp_path, backend=backend)
+        assert runner.capacity.products == products
+        runner.close()
 
 
 @pytest.mark.parametrize("family", ["gemma3", "qwen3 moe"])
