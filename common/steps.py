@@ -4,8 +4,10 @@ A plan contains only changes. A worker first applies closes, opens, replacements
 starts transfers (see `common/transfers.py` for their contract); then it runs `steps` forward passes. The first pass
 computes the prefill chunks and one token of every decoding row; the others only decode. A row decodes once all its ids
 are computed, until it stops itself or is closed. When a row's grammar determines the next tokens, the row jumps
-forward: they are appended after the sampled token, and the next pass computes all of them. Every rank runs the same
-plans in the same order, so the result of a pass never depends on when a message arrived.
+forward: they are appended after the sampled token, and the next pass computes all of them. A plan may carry drafts of
+rows' next tokens (speculative decoding): its first pass computes them as well and samples after each, and a row keeps
+sampled tokens up to the first that differs from its draft. Every rank runs the same plans in the same order, so the
+result of a pass never depends on when a message arrived.
 """
 
 from __future__ import annotations
@@ -127,6 +129,17 @@ class JumpLimit:
 
 
 @dataclass(frozen=True, slots=True)
+class Draft:
+    """Guess of a decoding row's next tokens, [tokens] int32, for the first pass of a plan.
+
+    The row's pages hold them, and they leave room for the token that is sampled after the last of them.
+    """
+
+    row: RowSlot
+    token_ids: TokenIds
+
+
+@dataclass(frozen=True, slots=True)
 class StateSave:
     """A copy of a row's recurrent states to a snapshot, after the pass in which `tokens` of its tokens are computed.
 
@@ -163,6 +176,7 @@ class StepPlan:
     jumps: tuple[JumpLimit, ...] = ()
     saves: tuple[StateSave, ...] = ()
     adapters: tuple[AdapterLoad, ...] = ()
+    drafts: tuple[Draft, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,7 +196,8 @@ class StepResult:
     """Result of one forward pass: it sampled `token_ids[i]` for `rows[i]`, both int32 of equal length.
 
     `last` marks the plan's final result. Ranks other than 0 send empty arrays, but acknowledge transfers as rank 0
-    does. `embeddings` are the results of pooling rows that stopped. `compute_us` is the time of the forward pass and
+    does. `logprobs` has one entry for each token of the rows that report them, in the order of each row's tokens: the
+    sampled one, then accepted ones. `embeddings` are the results of pooling rows that stopped. `compute_us` is the time of the forward pass and
     sampling, `host_us` the rank's bookkeeping time, both in microseconds. `error` is set if the whole plan failed.
     """
 
@@ -203,7 +218,10 @@ class StepResult:
     prompt_logprobs: tuple[tuple[RowSlot, PromptLogprobSpan], ...] = ()
     # The result has only `prompt_logprobs`; more results of the same pass follow.
     partial: bool = False
-    # Tokens that were appended after the sampled ones by jump-forward; the tokens of a row are adjacent, in order.
+    # Tokens sampled after those in `token_ids`, as the row's draft was right so far; a row's are adjacent, in order.
+    accepted_rows: TokenIds = field(default_factory=lambda: NO_IDS)
+    accepted_token_ids: TokenIds = field(default_factory=lambda: NO_IDS)
+    # Tokens that were appended after these by jump-forward; the tokens of a row are adjacent, in order.
     forced_rows: TokenIds = field(default_factory=lambda: NO_IDS)
     forced_token_ids: TokenIds = field(default_factory=lambda: NO_IDS)
 
@@ -296,6 +314,8 @@ class EngineCapacity:
     recurrent_states: RecurrentStates | None = None
     # Whether the rank supports jump-forward.
     jumps_forward: bool = False
+    # Whether the rank verifies drafts.
+    verifies_drafts: bool = False
     # Outputs of the classification head that the model has; rows have this pooling.
     head: Pooling | None = None
     # Rows do not generate.

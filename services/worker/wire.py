@@ -9,6 +9,7 @@ import numpy as np
 from common.errors import InvalidRequestError
 from common.steps import (
     AdapterLoad,
+    Draft,
     EngineSpec,
     JumpLimit,
     PageGrants,
@@ -98,6 +99,7 @@ def capacity_to_wire(capacity: EngineCapacity) -> worker_pb2.WorkerCapacity:
         recurrent_states=_states_to_wire(capacity.recurrent_states),
         is_encoder=capacity.is_encoder,
         jumps_forward=capacity.jumps_forward,
+        verifies_drafts=capacity.verifies_drafts,
         head=pooling_to_wire(capacity.head),
         only_pools=capacity.only_pools,
         products=capacity.products,
@@ -141,6 +143,7 @@ def plan_from_wire(message: worker_pb2.StepPlan) -> StepPlan:
         ),
         transfers=tuple(_transfer_from_wire(transfer) for transfer in message.transfers),
         jumps=tuple(JumpLimit(RowSlot(jump.row), jump.max_tokens) for jump in message.jumps),
+        drafts=tuple(Draft(RowSlot(draft.row), np.array(draft.token_ids, np.int32)) for draft in message.drafts),
         saves=tuple(
             StateSave(RowSlot(save.row), save.tokens, SnapshotSlot(save.snapshot)) for save in message.state_saves
         ),
@@ -165,6 +168,8 @@ def result_to_wire(result: StepResult) -> worker_pb2.StepResult:
         error=result.error,
         out_of_memory=result.out_of_memory,
         partial=result.partial,
+        accepted_rows=result.accepted_rows.tolist(),
+        accepted_token_ids=result.accepted_token_ids.tolist(),
         forced_rows=result.forced_rows.tolist(),
         forced_token_ids=result.forced_token_ids.tolist(),
     )

@@ -72,6 +72,7 @@ def capacity_from_wire(message: worker_pb2.WorkerCapacity) -> EngineCapacity:
         recurrent_states=_states_from_wire(message.recurrent_states) if message.HasField("recurrent_states") else None,
         is_encoder=message.is_encoder,
         jumps_forward=message.jumps_forward,
+        verifies_drafts=message.verifies_drafts,
         head=pooling_from_wire(message.head),
         only_pools=message.only_pools,
         products=message.products,
@@ -105,6 +106,8 @@ def plan_to_wire(plan: StepPlan) -> worker_pb2.StepPlan:
     message.transfers.extend(_transfer_to_wire(transfer) for transfer in plan.transfers)
     for jump in plan.jumps:
         message.jumps.add(row=jump.row, max_tokens=jump.max_tokens)
+    for draft in plan.drafts:
+        message.drafts.add(row=draft.row, token_ids=draft.token_ids.tolist())
     for save in plan.saves:
         message.state_saves.add(row=save.row, tokens=save.tokens, snapshot=save.snapshot)
     for load in plan.adapters:
@@ -176,6 +179,8 @@ def result_from_wire(message: worker_pb2.StepResult) -> StepResult:
         prompt_logprobs=tuple((RowSlot(entry.row), span_from_wire(entry.span)) for entry in message.prompt_logprobs),
         partial=message.partial,
         embeddings=tuple((RowSlot(entry.row), entry.embedding) for entry in message.embeddings),
+        accepted_rows=np.array(message.accepted_rows, dtype=np.int32) if message.accepted_rows else NO_IDS,
+        accepted_token_ids=np.array(message.accepted_token_ids, dtype=np.int32) if message.accepted_rows else NO_IDS,
         forced_rows=np.array(message.forced_rows, dtype=np.int32) if message.forced_rows else NO_IDS,
         forced_token_ids=np.array(message.forced_token_ids, dtype=np.int32) if message.forced_rows else NO_IDS,
     )

@@ -537,6 +537,7 @@ class WorkerCapacity(_message.Message):
     ONLY_POOLS_FIELD_NUMBER: _builtins.int
     RECURRENT_STATES_FIELD_NUMBER: _builtins.int
     PRODUCTS_FIELD_NUMBER: _builtins.int
+    VERIFIES_DRAFTS_FIELD_NUMBER: _builtins.int
     device_pages: _builtins.int
     page_size_tokens: _builtins.int
     max_context_tokens: _builtins.int
@@ -569,6 +570,8 @@ class WorkerCapacity(_message.Message):
     """Rows do not generate."""
     products: _builtins.str
     """With compiled operators on a CPU: own or onednn, the matrix products that are used. Empty elsewhere."""
+    verifies_drafts: _builtins.bool
+    """Whether this rank verifies drafts (speculative decoding)."""
     @_builtins.property
     def eos_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """End-of-sequence ids from the model's generation config."""
@@ -604,10 +607,11 @@ class WorkerCapacity(_message.Message):
         only_pools: _builtins.bool = ...,
         recurrent_states: Global___RecurrentStates | None = ...,
         products: _builtins.str = ...,
+        verifies_drafts: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_recurrent_states", b"_recurrent_states", "_window_pool", b"_window_pool", "recurrent_states", b"recurrent_states", "window_pool", b"window_pool"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_recurrent_states", b"_recurrent_states", "_window_pool", b"_window_pool", "device", b"device", "device_pages", b"device_pages", "eos_token_ids", b"eos_token_ids", "fingerprint", b"fingerprint", "has_storage", b"has_storage", "head", b"head", "host_pages", b"host_pages", "is_encoder", b"is_encoder", "jumps_forward", b"jumps_forward", "kv_bytes_per_token", b"kv_bytes_per_token", "layers", b"layers", "load_bytes_per_s", b"load_bytes_per_s", "max_context_tokens", b"max_context_tokens", "only_pools", b"only_pools", "page_size_tokens", b"page_size_tokens", "prefill_tokens_per_s", b"prefill_tokens_per_s", "products", b"products", "recurrent_states", b"recurrent_states", "vocabulary_size", b"vocabulary_size", "window_pool", b"window_pool"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_recurrent_states", b"_recurrent_states", "_window_pool", b"_window_pool", "device", b"device", "device_pages", b"device_pages", "eos_token_ids", b"eos_token_ids", "fingerprint", b"fingerprint", "has_storage", b"has_storage", "head", b"head", "host_pages", b"host_pages", "is_encoder", b"is_encoder", "jumps_forward", b"jumps_forward", "kv_bytes_per_token", b"kv_bytes_per_token", "layers", b"layers", "load_bytes_per_s", b"load_bytes_per_s", "max_context_tokens", b"max_context_tokens", "only_pools", b"only_pools", "page_size_tokens", b"page_size_tokens", "prefill_tokens_per_s", b"prefill_tokens_per_s", "products", b"products", "recurrent_states", b"recurrent_states", "verifies_drafts", b"verifies_drafts", "vocabulary_size", b"vocabulary_size", "window_pool", b"window_pool"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__recurrent_states: _TypeAlias = _typing.Literal["recurrent_states"]  # noqa: Y015
     _WhichOneofArgType__recurrent_states: _TypeAlias = _typing.Literal["_recurrent_states", b"_recurrent_states"]  # noqa: Y015
@@ -701,6 +705,7 @@ class StepPlan(_message.Message):
     PAGE_GRANTS_FIELD_NUMBER: _builtins.int
     STATE_SAVES_FIELD_NUMBER: _builtins.int
     ADAPTER_LOADS_FIELD_NUMBER: _builtins.int
+    DRAFTS_FIELD_NUMBER: _builtins.int
     step_id: _builtins.int
     """Increases by one; results name it."""
     epoch: _builtins.int
@@ -735,6 +740,10 @@ class StepPlan(_message.Message):
     def adapter_loads(self) -> _containers.RepeatedCompositeFieldContainer[Global___AdapterLoad]:
         """Adapters to put into slots before the plan's first pass, after its closes."""
 
+    @_builtins.property
+    def drafts(self) -> _containers.RepeatedCompositeFieldContainer[Global___Draft]:
+        """Guesses of decoding rows' next tokens, which the plan's first pass verifies; at most one for each row."""
+
     def __init__(
         self,
         *,
@@ -750,10 +759,11 @@ class StepPlan(_message.Message):
         page_grants: Global___PageGrants | None = ...,
         state_saves: _abc.Iterable[Global___StateSave] | None = ...,
         adapter_loads: _abc.Iterable[Global___AdapterLoad] | None = ...,
+        drafts: _abc.Iterable[Global___Draft] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["page_grants", b"page_grants"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter_loads", b"adapter_loads", "closes", b"closes", "epoch", b"epoch", "jumps", b"jumps", "opens", b"opens", "page_grants", b"page_grants", "prefills", b"prefills", "replacements", b"replacements", "state_saves", b"state_saves", "step_id", b"step_id", "steps", b"steps", "transfers", b"transfers"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter_loads", b"adapter_loads", "closes", b"closes", "drafts", b"drafts", "epoch", b"epoch", "jumps", b"jumps", "opens", b"opens", "page_grants", b"page_grants", "prefills", b"prefills", "replacements", b"replacements", "state_saves", b"state_saves", "step_id", b"step_id", "steps", b"steps", "transfers", b"transfers"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -836,6 +846,33 @@ class JumpLimit(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___JumpLimit: _TypeAlias = JumpLimit  # noqa: Y015
+
+@_typing.final
+class Draft(_message.Message):
+    """A guess of a row's next tokens. The pass computes them after the row's last id and samples after each of them; the row
+    keeps what was sampled up to the first token that differs from the guess. The pages for all of them are granted.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ROW_FIELD_NUMBER: _builtins.int
+    TOKEN_IDS_FIELD_NUMBER: _builtins.int
+    row: _builtins.int
+    @_builtins.property
+    def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    def __init__(
+        self,
+        *,
+        row: _builtins.int = ...,
+        token_ids: _abc.Iterable[_builtins.int] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["row", b"row", "token_ids", b"token_ids"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Draft: _TypeAlias = Draft  # noqa: Y015
 
 @_typing.final
 class RowOpen(_message.Message):
@@ -1192,6 +1229,8 @@ class StepResult(_message.Message):
     OUT_OF_MEMORY_FIELD_NUMBER: _builtins.int
     FORCED_ROWS_FIELD_NUMBER: _builtins.int
     FORCED_TOKEN_IDS_FIELD_NUMBER: _builtins.int
+    ACCEPTED_ROWS_FIELD_NUMBER: _builtins.int
+    ACCEPTED_TOKEN_IDS_FIELD_NUMBER: _builtins.int
     step_id: _builtins.int
     substep: _builtins.int
     """Index of the pass in the plan, from 0."""
@@ -1218,7 +1257,7 @@ class StepResult(_message.Message):
 
     @_builtins.property
     def logprobs(self) -> _containers.RepeatedCompositeFieldContainer[Global___RowLogprob]:
-        """Only for rows with log probabilities."""
+        """Only for rows with log probabilities, one for each sampled token, in the order of a row's tokens."""
 
     @_builtins.property
     def acks(self) -> _containers.RepeatedCompositeFieldContainer[Global___TransferAck]:
@@ -1240,6 +1279,14 @@ class StepResult(_message.Message):
 
     @_builtins.property
     def forced_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    @_builtins.property
+    def accepted_rows(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """accepted_token_ids[i] was sampled for accepted_rows[i] after its token in token_ids, as the row's draft was right up
+        to there; several tokens of a row are in order, and forced ones come after them.
+        """
+
+    @_builtins.property
+    def accepted_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     def __init__(
         self,
         *,
@@ -1260,10 +1307,12 @@ class StepResult(_message.Message):
         out_of_memory: _builtins.bool = ...,
         forced_rows: _abc.Iterable[_builtins.int] | None = ...,
         forced_token_ids: _abc.Iterable[_builtins.int] | None = ...,
+        accepted_rows: _abc.Iterable[_builtins.int] | None = ...,
+        accepted_token_ids: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_error", b"_error", "error", b"error"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_error", b"_error", "acks", b"acks", "compute_us", b"compute_us", "embeddings", b"embeddings", "error", b"error", "forced_rows", b"forced_rows", "forced_token_ids", b"forced_token_ids", "host_us", b"host_us", "last", b"last", "logprobs", b"logprobs", "out_of_memory", b"out_of_memory", "partial", b"partial", "prompt_logprobs", b"prompt_logprobs", "rows", b"rows", "step_id", b"step_id", "stops", b"stops", "substep", b"substep", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_error", b"_error", "accepted_rows", b"accepted_rows", "accepted_token_ids", b"accepted_token_ids", "acks", b"acks", "compute_us", b"compute_us", "embeddings", b"embeddings", "error", b"error", "forced_rows", b"forced_rows", "forced_token_ids", b"forced_token_ids", "host_us", b"host_us", "last", b"last", "logprobs", b"logprobs", "out_of_memory", b"out_of_memory", "partial", b"partial", "prompt_logprobs", b"prompt_logprobs", "rows", b"rows", "step_id", b"step_id", "stops", b"stops", "substep", b"substep", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__error: _TypeAlias = _typing.Literal["error"]  # noqa: Y015
     _WhichOneofArgType__error: _TypeAlias = _typing.Literal["_error", b"_error"]  # noqa: Y015

@@ -22,6 +22,7 @@ from services.worker.engine.execution.engine import ModelEngine
 from services.worker.engine.execution.interface import InvalidPlanError
 from services.worker.engine.execution.pass_output import PassOutput
 from services.worker.engine.execution.synchronous_runner import SynchronousRunner
+from services.worker.engine.plans.drafts import split_tokens, verify
 from services.worker.engine.plans.plan import PlanLimits
 from services.worker.engine.plans.rows import RowStates
 from services.worker.engine.plans.scoring import ScoringTable
@@ -35,7 +36,9 @@ if TYPE_CHECKING:
     from common.steps import AdapterLoad
     from common.types import SamplingParams, TokenIds
     from services.worker.engine.execution.interface import ProgressReport
+    from services.worker.engine.plans.drafts import RowLogprobs
     from services.worker.engine.plans.passes import ForwardPass
+    from services.worker.engine.plans.rows import RowIndices
     from services.worker.engine.plans.scoring import Scored
 
 # The load format that selects the fake.
@@ -187,6 +190,7 @@ def _capacity(spec: EngineSpec, options: FakeOptions) -> EngineCapacity:
         device="fake",
         layers=1,
         host_pages=spec.host_bytes // spec.page_size if spec.host_pages is None else spec.host_pages,
+        verifies_drafts=True,
     )
 
 
@@ -216,18 +220,23 @@ class FakeExecutor:
         slots = forward.sampled_rows
         for row in slots.tolist() if self._options.fatal else ():
             self._fail_for(rows.token_ids[row, : rows.lengths[row]])
-        tokens = fake_tokens(self._seeds[slots], rows.lengths[slots], self._options)
         embeddings = tuple(
             (RowSlot(row), fake_embedding(rows.token_ids[row, : rows.lengths[row]], self._options.embedding_dimensions))
             for row in forward.pooled_rows.tolist()
         )
         scores = tuple((run.row, fake_scores(run)) for run in self._scoring.of(rows, forward))
+        tokens, logprobs = verify(forward, rows, lambda _samples, of: self._choose(rows, of))
+        first, accepted = split_tokens(tokens.astype(np.int32), slots)
+        return PassOutput(first, logprobs, embeddings=embeddings, prompt_logprobs=scores, accepted=accepted)
+
+    def _choose(self, rows: RowStates, slots: RowIndices) -> tuple[TokenIds, RowLogprobs]:
+        tokens = fake_tokens(self._seeds[slots], rows.lengths[slots], self._options)
         logprobs = tuple(
             (RowSlot(row), fake_logprob(token, self._reported[row]))
             for row, token in zip(slots.tolist(), tokens.tolist(), strict=True)
             if row in self._reported
         )
-        return PassOutput(tokens, logprobs, embeddings=embeddings, prompt_logprobs=scores)
+        return tokens, logprobs
 
     def _fail_for(self, token_ids: TokenIds) -> None:
         for effect, sequence in self._options.fatal:

@@ -38,8 +38,11 @@ def is_out_of_memory(error: BaseException) -> bool:
 def halves(forward: ForwardPass) -> tuple[ForwardPass, ForwardPass] | None:
     """Return two smaller passes, to be computed in this order, or None for a pass of one token.
 
-    Together they sample the rows of the whole in the same order. Prompts are cut first, as they take most memory.
+    Together they sample the rows of the whole in the same order. Drafts are left out first (the second pass is empty
+    then), and prompts are cut next, as they take most memory.
     """
+    if forward.chunks.drafted.any():
+        return forward.without_drafts(), ForwardPass(forward.decode_rows[:0], NO_CHUNKS)
     decoding, chunks = forward.decode_rows, forward.chunks
     if chunks.lengths.sum() > 1:
         first, second = chunk_halves(chunks)

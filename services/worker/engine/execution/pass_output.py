@@ -9,7 +9,7 @@ import numpy as np
 
 from common.steps import RowStop
 from common.types import FinishReason, RowSlot
-from services.worker.engine.plans.rows import NOTHING_FORCED, ForcedTokens, concatenate_forced
+from services.worker.engine.plans.rows import NOTHING_FOLLOWS, FollowingTokens, concatenate_following
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -25,7 +25,7 @@ NO_ROWS: RowIndices = np.empty(0, np.int64)
 
 @dataclass(frozen=True, slots=True)
 class PassOutput:
-    """One token for each of a pass's `sampled_rows`, [rows] int32, and the requested log probabilities.
+    """One token for each of a pass's `sampled_rows`, [rows] int32, and the requested log probabilities of all tokens.
 
     `embeddings` are those of its `pooled_rows`, as `Finish.embedding` has them. Memory did not suffice for `failed`
     rows: their tokens mean nothing, and neither does what was to be stored of them.
@@ -37,8 +37,10 @@ class PassOutput:
     failed: RowIndices = field(default_factory=lambda: NO_ROWS)
     # Only on the rank that has the logits.
     prompt_logprobs: RowSpans = ()
-    # Tokens that follow the sampled one by jump-forward.
-    forced: ForcedTokens = NOTHING_FORCED
+    # Tokens that were sampled after these, as the rows' drafts were right.
+    accepted: FollowingTokens = NOTHING_FOLLOWS
+    # Tokens that follow the last sampled one by jump-forward.
+    forced: FollowingTokens = NOTHING_FOLLOWS
 
 
 def failures(rows: RowIndices) -> tuple[RowStop, ...]:
@@ -58,5 +60,6 @@ def join(forward: ForwardPass, parts: Sequence[PassOutput], failed: RowIndices) 
         tuple(entry for part in parts for entry in part.embeddings),
         failed,
         tuple(entry for part in parts for entry in part.prompt_logprobs),
-        concatenate_forced([part.forced for part in parts]),
+        concatenate_following([part.accepted for part in parts]),
+        concatenate_following([part.forced for part in parts]),
     )

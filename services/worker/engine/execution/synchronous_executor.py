@@ -11,8 +11,8 @@ from services.worker.engine.execution.out_of_memory import compute_in_parts
 from services.worker.engine.execution.pass_output import PassOutput, join
 from services.worker.engine.execution.pooler import Pooler, PoolerHead, with_pooled
 from services.worker.engine.model.batch import ForwardBatch, StateSlots
+from services.worker.engine.plans.drafts import NO_TOKEN, as_accepted, following_of, split_tokens, verify
 from services.worker.engine.plans.passes import ForwardPass, HostBatch, gather
-from services.worker.engine.plans.rows import NOTHING_FORCED, ForcedTokens
 from services.worker.engine.plans.scoring import RowSpans, Scored, ScoringTable, with_scored
 from services.worker.engine.sampling.logprobs import score
 from services.worker.engine.sampling.sampler import Samples, sample
@@ -27,13 +27,12 @@ if TYPE_CHECKING:
     from common.types import TokenIds
     from services.worker.engine.execution.interface import Transfers
     from services.worker.engine.host_tier.pool import HostPool
+    from services.worker.engine.plans.drafts import RowLogprobs
     from services.worker.engine.plans.rows import RowIndices, RowStates
     from services.worker.engine.sampling.table import SamplingTable
 
 # Alignment in bytes of arrays that are packed into one copy.
 _ALIGNMENT = 16
-# Padding in place of a token.
-_NOTHING = -1
 
 
 class Runner(Protocol):
@@ -92,15 +91,33 @@ class SynchronousExecutor:
         slots = forward.sampled_rows
         if slots.size == 0:
             return PassOutput(embeddings=embeddings, prompt_logprobs=prompt_logprobs)
-        room = rows.jump_room(slots)
+        room, drafted = rows.jump_room(slots), forward.drafted
         if self._rank == 0:
-            samples = sample(logits, slots, rows, self._table)
+            samples = self._sample(logits, forward, rows)
             block = with_jump_forward(samples.token_ids, slots, rows, self._table, room)
         else:
-            block = empty_token_block(slots, room, self._runner.device)
+            block = empty_token_block(slots, drafted, room, self._runner.device)
             samples = Samples(block)
-        chosen, forced = split_token_block(self._runner.broadcast_tokens(block), slots)
-        return PassOutput(chosen, samples.logprobs, embeddings, prompt_logprobs=prompt_logprobs, forced=forced)
+        values = self._runner.broadcast_tokens(block).cpu().numpy().astype(np.int32)
+        width = 1 + int(drafted.max())
+        chosen, accepted = split_tokens(values[:, :width], slots)
+        forced = following_of(values[:, width:], slots)
+        return PassOutput(
+            chosen, samples.logprobs, embeddings, prompt_logprobs=prompt_logprobs, accepted=accepted, forced=forced
+        )
+
+    def _sample(self, logits: torch.Tensor, forward: ForwardPass, rows: RowStates) -> Samples:
+        """Return each row's tokens, [rows, 1 + longest draft] int64 padded with NO_TOKEN, and log probabilities."""
+        if not forward.drafted.any():
+            samples = sample(logits, forward.sampled_rows, rows, self._table)
+            return Samples(samples.token_ids[:, None], samples.logprobs)
+
+        def choose(samples: NDArray[np.int64], slots: RowIndices) -> tuple[TokenIds, RowLogprobs]:
+            chosen = sample(logits[torch.from_numpy(samples).to(logits.device)], slots, rows, self._table)
+            return chosen.token_ids.cpu().numpy().astype(np.int32), chosen.logprobs
+
+        tokens, logprobs = verify(forward, rows, choose)
+        return Samples(torch.from_numpy(tokens).to(logits.device), logprobs)
 
     def _compute(self, batch: HostBatch, scored: Sequence[Scored]) -> tuple[torch.Tensor, RowSpans]:
         """Return logits of the batch's samples and log probabilities of prompt tokens; pool the pooled tokens."""
@@ -170,36 +187,34 @@ def _transfer(arrays: Sequence[NDArray[Any]], device: torch.device) -> list[torc
 def with_jump_forward(
     token_ids: torch.Tensor, slots: RowIndices, rows: RowStates, table: SamplingTable, room: NDArray[np.int64]
 ) -> torch.Tensor:
-    """Return a block [slots, 1 + most forced] of each row's sampled token and its forced tokens, padded with -1.
+    """Return a block [slots, tokens + most forced] of each row's tokens and then its forced ones, padded with NO_TOKEN.
 
     Args:
-        token_ids: [slots] int64, what they sampled and do not know yet.
+        token_ids: [slots, tokens] int64, what they sampled and do not know yet, padded likewise.
         slots: the rows.
         rows: what they know.
         table: their parameters.
-        room: [slots] how many tokens may be forced on each at most.
+        room: [slots] how many tokens may be forced on each at most, if it sampled one token only.
     """
     if not room.any():
-        return token_ids[:, None]
-    block = np.full((slots.size, 1 + int(room.max())), _NOTHING, np.int64)
-    block[:, 0] = token_ids.cpu().numpy()
+        return token_ids
+    sampled = token_ids.cpu().numpy()
+    forced = np.full((slots.size, int(room.max())), NO_TOKEN, np.int64)
+    accepted = (sampled != NO_TOKEN).sum(axis=1) - 1
+    room = np.maximum(room - accepted, 0)
     if table.grammars is not None:
-        for index in np.flatnonzero(room):
-            # A row with log probabilities does not jump: those of its tokens come from logits.
-            if table.needs[slots[index]] & (Needs.GRAMMAR | Needs.LOGPROBS) == Needs.GRAMMAR:
-                forced = table.grammars.forced(int(slots[index]), int(block[index, 0]), int(room[index]), rows)
-                block[index, 1 : 1 + len(forced)] = forced
-    return torch.from_numpy(block).to(token_ids.device)
+        with as_accepted(rows, slots, accepted):
+            for index in np.flatnonzero(room):
+                # A row with log probabilities does not jump: those of its tokens come from logits.
+                if table.needs[slots[index]] & (Needs.GRAMMAR | Needs.LOGPROBS) == Needs.GRAMMAR:
+                    last = int(sampled[index, accepted[index]])
+                    found = table.grammars.forced(int(slots[index]), last, int(room[index]), rows)
+                    forced[index, : len(found)] = found
+    return torch.from_numpy(np.concatenate([sampled, forced], axis=1)).to(token_ids.device)
 
 
-def empty_token_block(slots: RowIndices, room: NDArray[np.int64], device: torch.device) -> torch.Tensor:
+def empty_token_block(
+    slots: RowIndices, drafted: NDArray[np.int64], room: NDArray[np.int64], device: torch.device
+) -> torch.Tensor:
     """Return an array of the shape of `with_jump_forward`'s, for another rank's to come in."""
-    return torch.empty(slots.size, 1 + int(room.max()), dtype=torch.int64, device=device)
-
-
-def split_token_block(block: torch.Tensor, slots: RowIndices) -> tuple[TokenIds, ForcedTokens]:
-    """Return the sampled tokens of rows `slots`, [slots] int32, and their forced tokens."""
-    values = block.cpu().numpy().astype(np.int32)
-    forced = values[:, 1:]
-    which, _ = there = np.nonzero(forced != _NOTHING)
-    return values[:, 0], ForcedTokens(slots[which], forced[there]) if which.size else NOTHING_FORCED
+    return torch.empty(slots.size, 1 + int(drafted.max()) + int(room.max()), dtype=torch.int64, device=device)

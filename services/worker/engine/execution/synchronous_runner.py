@@ -32,7 +32,7 @@ class PassExecutor(Protocol):
         """Store a row's parameters."""
 
     def step(self, rows: RowStates, forward: ForwardPass) -> PassOutput:
-        """Run a pass, which has at least one row, and return its tokens, one for each of its `sampled_rows`."""
+        """Run a pass, which has at least one row, and return the tokens of its `sampled_rows`."""
 
 
 class SynchronousRunner:
@@ -81,6 +81,7 @@ class SynchronousRunner:
             sampled = PassOutput() if forward.is_empty else self._executor.step(self.rows, forward)
             computed = self._clock()
             stops = self._advance(forward, sampled)
+            self.rows.draft_lengths[:] = 0
             self._saved.save(plan.saves, self.rows)
             decoding = self.rows.decoding()
             if plan.jumps:
@@ -124,7 +125,8 @@ class SynchronousRunner:
             self.rows.advance_prefill(forward.chunks.rows, forward.chunks.lengths)
         pooled = self.rows.finish_pooled(forward.pooled_rows)
         stops = pooled + self.rows.append_tokens(forward.sampled_rows, sampled.token_ids)
-        stops += self.rows.append_forced(sampled.forced)
+        stops += self.rows.append_accepted(sampled.accepted)
+        stops += self.rows.append_following(sampled.forced)
         if not sampled.failed.size:
             return stops
         self.rows.stop(sampled.failed)
@@ -146,6 +148,8 @@ class SynchronousRunner:
             stops=stops,
             logprobs=sampled.logprobs,
             embeddings=sampled.embeddings,
+            accepted_rows=sampled.accepted.rows.astype(np.int32),
+            accepted_token_ids=sampled.accepted.token_ids,
             forced_rows=sampled.forced.rows.astype(np.int32),
             forced_token_ids=sampled.forced.token_ids,
         )

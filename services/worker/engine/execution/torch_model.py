@@ -117,16 +117,19 @@ class TorchModel:
 
     @property
     def capacity(self) -> EngineCapacity:
-        """The runner's, and whether rows jump forward.
+        """The runner's, and whether rows jump forward and drafts are verified.
 
-        They do not with a sliding-window KV pool, whose pages the scheduler frees by row lengths that it computes
-        itself, nor with recurrent layers, whose states it saves at lengths that it chooses.
+        Rows do not jump with a sliding-window KV pool, whose pages the scheduler frees by row lengths that it computes
+        itself, nor with recurrent layers, whose states it saves at lengths that it chooses. The state after a rejected
+        draft could not be taken back either.
         """
         capacity = self.runner.capacity
         is_synchronous_decoder = not self._overlaps and not isinstance(self.runner, EncoderRunner)
+        generates = is_synchronous_decoder and not capacity.only_pools
         has_own_lengths = capacity.window_pool is None and capacity.recurrent_states is None
         jumps = is_synchronous_decoder and self._follows_grammars and has_own_lengths
-        return replace(capacity, jumps_forward=jumps)
+        verifies = generates and capacity.recurrent_states is None
+        return replace(capacity, jumps_forward=jumps, verifies_drafts=verifies)
 
     @property
     def host_pages(self) -> HostPool | None:

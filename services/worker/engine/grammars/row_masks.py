@@ -62,7 +62,7 @@ class _Row:
 
     def __init__(self, opened: RowOpen, grammar: Grammar, end_ids: tuple[int, ...]) -> None:
         self.grammar = grammar
-        self.accepted = opened.prompt_tokens
+        self.accepted = self.start = opened.prompt_tokens
         self.end_ids = end_ids
         # With banned sequences, a text that is certain may have to be spelled in other tokens.
         self.spells_alike = not opened.sampling.banned_sequences
@@ -100,6 +100,9 @@ class RowMasks:
         for index, slot in enumerate(slots.tolist()):
             row = self._rows[slot]
             started = self._clock()
+            if row.accepted > rows.lengths[slot]:
+                # A pass that ran out of memory after it had accepted tokens of a draft is computed again.
+                row.matcher, row.accepted = None, row.start
             self._catch_up(row, rows.token_ids[slot, row.accepted : rows.lengths[slot]].tolist())
             masks[index] = self._mask(row)
             self._charge(row, self._clock() - started, masks=1)

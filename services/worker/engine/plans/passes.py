@@ -21,7 +21,8 @@ IntArray = NDArray[np.int64]
 class Chunks:
     """Prefill chunks of a pass, one entry each; `completes` says which reach the end of their row's ids.
 
-    `pools` says whose rows generate nothing: at their end nothing is sampled.
+    `pools` says whose rows generate nothing: at their end nothing is sampled. The last `drafted` tokens are a draft of
+    what the row may sample, after each of which the next token is sampled, too.
     """
 
     rows: RowIndices
@@ -29,6 +30,7 @@ class Chunks:
     lengths: IntArray
     completes: NDArray[np.bool_]
     pools: NDArray[np.bool_]
+    drafted: IntArray
 
     @property
     def samples(self) -> NDArray[np.bool_]:
@@ -38,7 +40,7 @@ class Chunks:
 
 NO_INDICES: IntArray = np.empty(0, np.int64)
 _NO_FLAGS = np.empty(0, np.bool_)
-NO_CHUNKS = Chunks(NO_INDICES, NO_INDICES, NO_INDICES, _NO_FLAGS, _NO_FLAGS)
+NO_CHUNKS = Chunks(NO_INDICES, NO_INDICES, NO_INDICES, _NO_FLAGS, _NO_FLAGS, NO_INDICES)
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,10 +60,24 @@ class ForwardPass:
 
     @property
     def sampled_rows(self) -> RowIndices:
-        """The rows that get a token from this pass, in the order of its samples."""
+        """The rows that get tokens from this pass, in the order of its samples."""
         if self.chunks.rows.size == 0:
             return self.decode_rows
         return np.concatenate([self.decode_rows, self.chunks.rows[self.chunks.samples]])
+
+    @property
+    def drafted(self) -> IntArray:
+        """Tokens of the drafts of `sampled_rows`; row i has drafted[i] + 1 samples, which are adjacent."""
+        if self.chunks.rows.size == 0:
+            return np.zeros(self.decode_rows.size, np.int64)
+        no_drafts = np.zeros(self.decode_rows.size, np.int64)
+        return np.concatenate([no_drafts, self.chunks.drafted[self.chunks.samples]])
+
+    def without_drafts(self) -> ForwardPass:
+        """Return the pass without the tokens of drafts."""
+        chunks = self.chunks
+        lengths = chunks.lengths - chunks.drafted
+        return replace(self, chunks=replace(chunks, lengths=lengths, drafted=np.zeros_like(chunks.drafted)))
 
     @property
     def pooled_rows(self) -> RowIndices:
@@ -96,20 +112,25 @@ class HostBatch:
 
 
 def make_pass(rows: RowStates, decoding: RowIndices, chunks: Chunks) -> ForwardPass:
-    """Return the pass of decoding rows and chunks; rows that jumped forward compute their new tokens as a chunk."""
-    lacking = rows.lengths[decoding] - rows.computed[decoding]
-    has_jumped = lacking > 1
-    if not has_jumped.any():
+    """Return the pass of decoding rows and chunks.
+
+    Rows that jumped forward compute their new tokens as a chunk, and rows with drafts these tokens.
+    """
+    drafted = rows.draft_lengths[decoding]
+    lacking = rows.lengths[decoding] - rows.computed[decoding] + drafted
+    has_several = lacking > 1
+    if not has_several.any():
         return ForwardPass(decoding, chunks)
-    jumped = decoding[has_jumped]
-    ahead = Chunks(
-        np.concatenate([jumped, chunks.rows]),
-        np.concatenate([rows.computed[jumped], chunks.starts]),
-        np.concatenate([lacking[has_jumped], chunks.lengths]),
-        np.concatenate([np.ones(jumped.size, np.bool_), chunks.completes]),
-        np.concatenate([np.zeros(jumped.size, np.bool_), chunks.pools]),
+    ahead = decoding[has_several]
+    joined = Chunks(
+        np.concatenate([ahead, chunks.rows]),
+        np.concatenate([rows.computed[ahead], chunks.starts]),
+        np.concatenate([lacking[has_several], chunks.lengths]),
+        np.concatenate([np.ones(ahead.size, np.bool_), chunks.completes]),
+        np.concatenate([np.zeros(ahead.size, np.bool_), chunks.pools]),
+        np.concatenate([drafted[has_several], chunks.drafted]),
     )
-    return ForwardPass(decoding[~has_jumped], ahead)
+    return ForwardPass(decoding[~has_several], joined)
 
 
 def gather(rows: RowStates, forward: ForwardPass) -> HostBatch:
@@ -164,7 +185,6 @@ def _gather_mixed(rows: RowStates, forward: ForwardPass) -> HostBatch:
     token_rows = np.repeat(taking_part, query_lengths)
     positions = np.arange(query_starts[-1]) + np.repeat(first_positions - query_starts[:-1], query_lengths)
     key_lengths = first_positions + query_lengths
-    sampling = np.concatenate([np.ones(decoding.size, np.bool_), chunks.samples])
     max_key_length = int(key_lengths.max())
     pooled_indices, pooled_slots = _pooled_tokens(rows, chunks, query_starts[decoding.size :])
     batch = HostBatch(
@@ -174,7 +194,7 @@ def _gather_mixed(rows: RowStates, forward: ForwardPass) -> HostBatch:
         key_lengths=key_lengths.astype(np.int32),
         page_table=_page_table(rows, taking_part, max_key_length),
         write_slots=_slots(rows.page_table, rows.page_size, token_rows, positions),
-        sample_indices=query_starts[1:][sampling] - 1,
+        sample_indices=_sampled_tokens(forward, query_starts),
         decode_rows=int(decoding.size),
         max_query_length=int(query_lengths.max()),
         max_key_length=max_key_length,
@@ -184,6 +204,16 @@ def _gather_mixed(rows: RowStates, forward: ForwardPass) -> HostBatch:
         adapters=_adapters(rows, token_rows),
     )
     return _with_window(batch, rows, taking_part, token_rows, positions)
+
+
+def _sampled_tokens(forward: ForwardPass, query_starts: IntArray) -> IntArray:
+    """Return which of the pass's tokens are sampled after: each row's last one, and those that its draft follows."""
+    samples = np.concatenate([np.ones(forward.decode_rows.size, np.bool_), forward.chunks.samples])
+    last, counts = query_starts[1:][samples] - 1, forward.drafted + 1
+    if last.size == counts.sum():
+        return last
+    ends = np.cumsum(counts)
+    return np.arange(ends[-1]) + np.repeat(last - ends + 1, counts)
 
 
 def _adapters(rows: RowStates, token_rows: RowIndices) -> NDArray[np.int32] | None:

@@ -66,6 +66,7 @@ def apply_bookkeeping(plan: StepPlan, rows: RowStates, limits: PlanLimits) -> Ch
         _check_grants(plan.grants, rows, limits)
         rows.grant_pages(plan.grants)
     chunks = _take_chunks(plan.prefills, rows)
+    _set_drafts(plan, rows, limits)
     _check_size(chunks, rows, limits)
     if limits.is_encoder:
         _check_wholeness(chunks)
@@ -239,7 +240,7 @@ def _take_chunks(prefills: tuple[PrefillChunk, ...], rows: RowStates) -> Chunks:
     if np.unique(indices).size != indices.size:
         raise InvalidPlanError("two chunks of one row in one plan")
     pools = np.array([rows.pooling[row] is not None for row in indices], np.bool_)
-    return Chunks(indices, starts, lengths, starts + lengths == rows.lengths[indices], pools)
+    return Chunks(indices, starts, lengths, starts + lengths == rows.lengths[indices], pools, np.zeros_like(lengths))
 
 
 def _check_chunk(chunk: PrefillChunk, rows: RowStates) -> None:
@@ -257,8 +258,9 @@ def _check_chunk(chunk: PrefillChunk, rows: RowStates) -> None:
 
 def _check_size(chunks: Chunks, rows: RowStates, limits: PlanLimits) -> None:
     decoding = rows.decoding()
-    # Besides its own token, a row that has jumped computes those that were forced on it.
-    tokens = int(chunks.lengths.sum() + (rows.lengths[decoding] - rows.computed[decoding]).sum())
+    # Besides its own token, a row that has jumped computes those that were forced on it, and others those of its draft.
+    lacking = rows.lengths[decoding] - rows.computed[decoding] + rows.draft_lengths[decoding]
+    tokens = int(chunks.lengths.sum() + lacking.sum())
     if tokens > max(limits.max_step_tokens, rows.max_rows):
         raise InvalidPlanError(f"a pass of {tokens} tokens, more than the {limits.max_step_tokens} configured")
 
@@ -285,6 +287,25 @@ def _check_coverage(chunks: Chunks, rows: RowStates, steps: int) -> None:
             f"row {involved[i]} needs room for {needed[i]} tokens in this plan, "
             f"its {rows.page_counts[involved[i]]} pages hold {rows.page_counts[involved[i]] * rows.page_size}"
         )
+
+
+def _set_drafts(plan: StepPlan, rows: RowStates, limits: PlanLimits) -> None:
+    rows.draft_lengths[:] = 0
+    if plan.drafts and plan.steps > 1:
+        raise InvalidPlanError("drafts in a plan of several steps: how many tokens its first pass gives is not known")
+    for draft in plan.drafts:
+        row, ids, what = draft.row, draft.token_ids, f"draft of row {draft.row}"
+        _require_open(rows, row, "draft")
+        if rows.has_states or limits.is_encoder or rows.phase[row] != RowPhase.DECODE:
+            raise InvalidPlanError(f"{what}, which cannot verify one now")
+        if not ids.size or ids.min() < 0 or ids.max() >= limits.vocabulary_size:
+            raise InvalidPlanError(f"{what}: no tokens, or one outside the vocabulary of {limits.vocabulary_size}")
+        length = rows.lengths[row] + ids.size
+        if rows.draft_lengths[row] or length >= rows.max_total_tokens[row]:
+            raise InvalidPlanError(f"{what}: a second one, or no room for a token after it")
+        if length > rows.page_counts[row] * rows.page_size:
+            raise InvalidPlanError(f"{what}: its {rows.page_counts[row]} pages do not hold {length} tokens")
+        rows.set_draft(row, ids)
 
 
 def _limit_jumps(plan: StepPlan, rows: RowStates) -> None:

@@ -44,8 +44,8 @@ class PaddedTable(Generic[ScalarT]):
 
 
 @dataclass(frozen=True, slots=True)
-class ForcedTokens:
-    """Row rows[i] gets token_ids[i] [tokens] int32 after the one that it has sampled.
+class FollowingTokens:
+    """Row rows[i] gets token_ids[i] [tokens] int32 after its first token of a pass: accepted ones of a draft, or forced.
 
     Those of a row are neighbours, in their order; the last of them may stop it, none before.
     """
@@ -60,22 +60,15 @@ class ForcedTokens:
             for token_ids, first in zip(np.split(self.token_ids, starts[1:]), starts, strict=True):
                 yield int(self.rows[first]), token_ids
 
-    def of(self, rows: RowIndices) -> ForcedTokens:
-        """Return the tokens of some rows."""
-        if not self.rows.size:
-            return self
-        theirs = np.isin(self.rows, rows)
-        return ForcedTokens(self.rows[theirs], self.token_ids[theirs])
+
+NOTHING_FOLLOWS = FollowingTokens(np.empty(0, np.int64), np.empty(0, np.int32))
 
 
-NOTHING_FORCED = ForcedTokens(np.empty(0, np.int64), np.empty(0, np.int32))
-
-
-def concatenate_forced(parts: list[ForcedTokens]) -> ForcedTokens:
-    """Return the forced tokens of all parts of a pass."""
+def concatenate_following(parts: list[FollowingTokens]) -> FollowingTokens:
+    """Return the tokens of all parts of a pass."""
     if not any(part.rows.size for part in parts):
-        return NOTHING_FORCED
-    return ForcedTokens(
+        return NOTHING_FOLLOWS
+    return FollowingTokens(
         np.concatenate([part.rows for part in parts]), np.concatenate([part.token_ids for part in parts])
     )
 
@@ -135,6 +128,8 @@ class RowStates:
         self.page_counts = np.zeros(max_rows, np.int64)
         # Most ids of each row after the running pass if it may jump forward; else 0.
         self.jump_limits = np.zeros(max_rows, np.int64)
+        # Tokens of each row's draft in the next pass; they are in `token_ids` from the row's length on.
+        self.draft_lengths = np.zeros(max_rows, np.int64)
         # The hidden states that are pooled of each row; None: it generates.
         self.pooling: list[Pooling | None] = [None] * max_rows
         # The slot of each row's adapter; NO_ADAPTER for none.
@@ -159,6 +154,7 @@ class RowStates:
     def reset(self) -> None:
         self.phase[:] = RowPhase.FREE
         self.jump_limits[:] = 0
+        self.draft_lengths[:] = 0
 
     def open(self, opened: RowOpen) -> None:
         """Take a free slot."""
@@ -255,14 +251,31 @@ class RowStates:
         """Let rows that may jump know one more id: a pass of the plan is over."""
         self.jump_limits[self.jump_limits > 0] += 1
 
+    def set_draft(self, row: RowSlot, token_ids: TokenIds) -> None:
+        """Let the next pass verify a draft of a row."""
+        length = self.lengths[row]
+        self.token_ids[row, length : length + token_ids.size] = token_ids
+        self.draft_lengths[row] = token_ids.size
+
+    def stopping(self, rows: RowIndices, token_ids: TokenIds) -> NDArray[np.bool_]:
+        """Return which of `rows` would be stopped by a stop id if they got these tokens next."""
+        hits: NDArray[np.bool_] = (self.stop_ids.values[rows] == token_ids[:, None]).any(axis=1)
+        return hits & (self.lengths[rows] >= self.stops_from[rows])
+
     def ends_with(self, row: int, position: int, token_id: int) -> bool:
         """Return whether a token stops a row that gets it at `position`."""
         return bool(position >= self.stops_from[row] and (self.stop_ids.values[row] == token_id).any())
 
-    def append_forced(self, forced: ForcedTokens) -> tuple[RowStop, ...]:
-        """Append forced tokens after the token that was just sampled; return the stops that they cause."""
+    def append_accepted(self, accepted: FollowingTokens) -> tuple[RowStop, ...]:
+        """Append tokens that confirm a draft, whose KV is therefore stored; return the stops that they cause."""
+        for slot, token_ids in accepted.by_row():
+            self.computed[slot] += token_ids.size
+        return self.append_following(accepted)
+
+    def append_following(self, following: FollowingTokens) -> tuple[RowStop, ...]:
+        """Append tokens after the token that was just sampled; return the stops that they cause."""
         stops = []
-        for slot, token_ids in forced.by_row():
+        for slot, token_ids in following.by_row():
             row, length = RowSlot(slot), int(self.lengths[slot]) + token_ids.size
             self.token_ids[row, self.lengths[row] : length] = token_ids
             self.lengths[row] = length
