@@ -37,6 +37,9 @@ NAMES: dict[str, tuple[VllmName, ...]] = {
     "pando_scheduler_running_rows": (VllmName("vllm:num_requests_running"),),
     "pando_scheduler_kv_usage_percent": (VllmName("vllm:kv_cache_usage_perc", scale=0.01),),
     "pando_scheduler_retractions": (VllmName("vllm:num_preemptions", kind="counter"),),
+    "pando_scheduler_drafts": (VllmName("vllm:spec_decode_num_drafts", kind="counter"),),
+    "pando_scheduler_draft_tokens": (VllmName("vllm:spec_decode_num_draft_tokens", kind="counter"),),
+    "pando_scheduler_accepted_draft_tokens": (VllmName("vllm:spec_decode_num_accepted_tokens", kind="counter"),),
     # vLLM counts tokens here, too.
     "pando_scheduler_prompt_tokens": (VllmName("vllm:prompt_tokens"), VllmName("vllm:prefix_cache_queries")),
     "pando_scheduler_cached_tokens": (VllmName("vllm:prefix_cache_hits"),),

@@ -197,8 +197,9 @@ class StepResult:
 
     `last` marks the plan's final result. Ranks other than 0 send empty arrays, but acknowledge transfers as rank 0
     does. `logprobs` has one entry for each token of the rows that report them, in the order of each row's tokens: the
-    sampled one, then accepted ones. `embeddings` are the results of pooling rows that stopped. `compute_us` is the time of the forward pass and
-    sampling, `host_us` the rank's bookkeeping time, both in microseconds. `error` is set if the whole plan failed.
+    sampled one, then accepted ones. `embeddings` are the results of pooling rows that stopped. `compute_us` is the time
+    of the forward pass and sampling, `host_us` the rank's bookkeeping time, both in microseconds. `error` is set if the
+    whole plan failed.
     """
 
     step_id: StepId

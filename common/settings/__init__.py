@@ -18,6 +18,7 @@ from common.settings.scheduler import (
     QueueSettings,
     SchedulerSettings,
     SessionSettings,
+    SpeculationSettings,
     StorageSettings,
 )
 from common.settings.schema import PREFIX, Settings
@@ -66,6 +67,7 @@ __all__ = [
     "SessionSettings",
     "Settings",
     "SettingsParser",
+    "SpeculationSettings",
     "StorageSettings",
     "TlsSettings",
     "TokenizerSettings",

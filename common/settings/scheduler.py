@@ -178,6 +178,18 @@ class QueueSettings(Section):
     that arrives while lines run waits for the step under way. 0: batches use every gap."""
 
 
+class SpeculationSettings(Section):
+    """Speculative decoding: drafts of a row's next tokens, verified in one forward pass. Tokens stay the same."""
+
+    method: Literal["off", "ngram"] = "off"
+    """ngram: drafts repeat what followed a request's last tokens earlier in its prompt or output, or in sequences that
+    its view holds in the cache, but never in those that other users hold privately. A draft is as long as is expected
+    to give the most tokens per second; while passes are limited by computation, there is none. Not on GPUs, nor for
+    models with recurrent layers."""
+    num_speculative_tokens: int = Field(default=16, ge=1, le=256)
+    """Maximum tokens of a draft."""
+
+
 class SchedulerSettings(Section):
     """Rows, steps, KV pages and timeouts of the scheduler."""
 
@@ -238,6 +250,7 @@ class SchedulerSettings(Section):
     queue: QueueSettings = QueueSettings()
     adapters: AdapterSettings = AdapterSettings()
     sleep: SleepSettings = SleepSettings()
+    speculation: SpeculationSettings = SpeculationSettings()
 
     @model_validator(mode="after")
     def _check_role(self) -> SchedulerSettings:

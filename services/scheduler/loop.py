@@ -422,7 +422,7 @@ class SchedulerLoop:
         if result.partial:
             return
         metrics.STEP_COMPUTE_SECONDS.observe(result.compute_us / 1e6)
-        metrics.GENERATED_TOKENS_TOTAL.inc(len(result.token_ids))
+        metrics.GENERATED_TOKENS_TOTAL.inc(len(result.token_ids) + len(result.accepted_token_ids))
         if result.last:
             metrics.STEPS_TOTAL.inc()
         self._wake.set()
@@ -611,6 +611,9 @@ class SchedulerLoop:
         metrics.RETRACTIONS.set(core.memory.retractions)
         metrics.PREEMPTIONS.set(core.preemptions)
         metrics.JUMPED_TOKENS.set(core.jumped_tokens)
+        metrics.DRAFTS.set(core.speculation.drafts)
+        metrics.DRAFTED_TOKENS.set(core.speculation.drafted_tokens)
+        metrics.ACCEPTED_TOKENS.set(core.speculation.accepted_tokens)
         metrics.SESSIONS.set(len(core.sessions))
         metrics.SESSION_TOKENS.set(core.sessions.pinned_tokens)
         metrics.SESSION_PINS_YIELDED.set(core.sessions.yielded)

@@ -48,6 +48,11 @@ JUMPED_TOKENS = Gauge(
     "pando_scheduler_jumped_tokens",
     "Output tokens that grammars forced, so that they took no pass of their own, since start.",
 )
+DRAFTED_TOKENS = Gauge(
+    "pando_scheduler_draft_tokens", "Tokens of drafts that passes have verified (speculative decoding), since start."
+)
+ACCEPTED_TOKENS = Gauge("pando_scheduler_accepted_draft_tokens", "Those of them that were accepted, since start.")
+DRAFTS = Gauge("pando_scheduler_drafts", "Drafts that passes have verified, since start.")
 SESSIONS = Gauge("pando_scheduler_sessions", "Open sessions.")
 SESSION_TOKENS = Gauge("pando_scheduler_session_tokens", "Tokens of KV that open sessions hold between their turns.")
 SESSION_PINS_YIELDED = Gauge(

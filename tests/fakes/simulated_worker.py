@@ -123,6 +123,8 @@ class SimulatedWorker:
     read_peer: Callable[[PeerPages], list[Content]] = lambda _peer: []
     # What a pass may compute; None: anything.
     max_step_tokens: int | None = None
+    # How long passes take.
+    compute_us: int = 1000
 
     def run(self, plan: StepPlan) -> list[StepResult]:
         assert plan.step_id > self.last_step, "step ids increase"
@@ -135,10 +137,14 @@ class SimulatedWorker:
         for substep in range(plan.steps):
             sampled = self._prefill(plan) if substep == 0 else {}
             tokens = sum(chunk.length for chunk in plan.prefills) if substep == 0 else 0
+            drafts = {int(draft.row): draft.token_ids.tolist() for draft in plan.drafts}
+            assert not drafts or plan.steps == 1, "how many tokens drafts give is not known"
             for number, row in self.rows.items():
                 if row.decoding and not row.stopped and number not in sampled:
-                    tokens += len(row.ids) - row.computed
-                    sampled[number] = self._compute(row, row.computed, len(row.ids))
+                    draft = drafts.get(number, [])
+                    tokens += len(row.ids) - row.computed + len(draft)
+                    sampled[number] = self._verify(row, draft)
+            assert drafts.keys() <= sampled.keys(), "a draft for a row that does not decode"
             assert self.max_step_tokens is None or tokens <= self.max_step_tokens, "too much for a pass"
             embeddings, self.embeddings = self.embeddings, {}
             scores, self.scores = self.scores, []
@@ -147,6 +153,8 @@ class SimulatedWorker:
             )
             stops = [stop for number in sampled if (stop := self._append(number, sampled[number]))]
             self._save(plan)
+            accepted, accepted_stops = self._accept(drafts)
+            stops += accepted_stops
             forced, forced_stops = self._jump(plan, substep, list(sampled))
             stops += forced_stops
             stops += [RowStop(RowSlot(number), FinishReason.STOP) for number in embeddings]
@@ -158,13 +166,39 @@ class SimulatedWorker:
                     rows=np.array(list(sampled), np.int32),
                     token_ids=np.array(list(sampled.values()), np.int32),
                     stops=tuple(stops),
-                    compute_us=1000,
+                    compute_us=self.compute_us,
                     embeddings=tuple((RowSlot(number), embedding) for number, embedding in embeddings.items()),
+                    accepted_rows=np.array([row for row, _ in accepted], np.int32),
+                    accepted_token_ids=np.array([token for _, token in accepted], np.int32),
                     forced_rows=np.array([row for row, _ in forced], np.int32),
                     forced_token_ids=np.array([token for _, token in forced], np.int32),
                 )
             )
         return results
+
+    def _verify(self, row: _Row, draft: list[int]) -> int:
+        """Write KV of a row's ids and its draft; return the token after its ids."""
+        known = len(row.ids)
+        assert not draft or known + len(draft) < row.opened.max_total_tokens, "no room for a token after the draft"
+        row.ids += draft
+        self._compute(row, row.computed, len(row.ids))
+        del row.ids[known:]
+        row.computed = known
+        return next_token(row.ids)
+
+    def _accept(self, drafts: dict[int, list[int]]) -> tuple[list[tuple[int, int]], list[RowStop]]:
+        """Append what is sampled after right tokens of drafts, whose first one has been appended as sampled."""
+        accepted, stops = [], []
+        for number, draft in drafts.items():
+            row = self.rows[number]
+            for guess in draft:
+                if row.stopped or row.ids[-1] != guess:
+                    break
+                row.computed = len(row.ids)
+                accepted.append((number, next_token(row.ids)))
+                if stop := self._append(number, accepted[-1][1]):
+                    stops.append(stop)
+        return accepted, stops
 
     def _save(self, plan: StepPlan) -> None:
         for save in plan.saves:

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from common.steps import NO_IDS
 from services.scheduler.cache.events import CacheEvents
 from services.scheduler.cache.sharing.fleet import FleetReport
 from services.scheduler.cache.types import (
@@ -53,6 +54,10 @@ class ChunkCache:
 
     def peek(self, view: View, token_ids: TokenIds) -> int:
         return 0
+
+    def continuation(self, view: View, token_ids: TokenIds, most: int) -> TokenIds:
+        """Return nothing: nothing is kept."""
+        return NO_IDS
 
     def commit(
         self,

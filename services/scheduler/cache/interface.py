@@ -98,6 +98,12 @@ class PrefixCache(Protocol):
         A multiple of the page size, and at most len(token_ids) - 1.
         """
 
+    def continuation(self, view: View, token_ids: TokenIds, most: int) -> TokenIds:
+        """Return up to `most` tokens that followed `token_ids` in cached sequences of a view; changes nothing.
+
+        What it returns, and whether it finds anything, depends only on nodes in the view. [tokens] int32, perhaps none.
+        """
+
     def commit(
         self,
         view: View,

@@ -11,7 +11,7 @@ from common.steps import NO_PAGES
 from common.types import Sharing
 from services.scheduler.cache.config import CacheConfig, EvictionPolicy, Mode
 from services.scheduler.cache.insertion import Inserter
-from services.scheduler.cache.keys import PagedKey
+from services.scheduler.cache.keys import TOKEN_BYTES, PagedKey
 from services.scheduler.cache.locks import LockedPath, LockTable, orphan
 from services.scheduler.cache.sessions import forget_session, is_left_by, tag_path
 from services.scheduler.cache.sharing.choices import Pins
@@ -126,6 +126,13 @@ class RadixCache:
         viewer = self._viewer(view)
         match = self._match(viewer, PagedKey(token_ids, self.page_size), len(token_ids))
         return self._usable(match, viewer)[0].pages * self.page_size
+
+    def continuation(self, view: View, token_ids: TokenIds, most: int) -> TokenIds:
+        """Return tokens that followed others in a view; see `PrefixCache.continuation`."""
+        key = PagedKey(token_ids, self.page_size)
+        tail = token_ids[key.pages * self.page_size :].astype("<i4").tobytes()
+        found = self.store.tree.continuation(self._viewer(view), key, tail, most * TOKEN_BYTES)
+        return np.frombuffer(found, "<i4").astype(np.int32)
 
     def commit(
         self,

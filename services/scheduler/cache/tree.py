@@ -91,6 +91,40 @@ class PageTree:
             first += common
         return PrefixMatch(node, first)
 
+    def continuation(self, viewer: Account, key: PagedKey, tail: bytes, most: int) -> bytes:
+        """Return up to `most` bytes of tokens that follow the pages of `key` and `tail` in the view of `viewer`.
+
+        `tail` is less than a page. Where several nodes follow, the viewer's own come first, the latest of them before
+        others. How edges are split does not matter, as that depends on nodes in other views. Changes nothing.
+        """
+        node, node_pages, partial, partial_pages = self.match(self.root, viewer, key, 0, key.pages, Reach.HOST)
+        if node_pages + partial_pages < key.pages:
+            return b""
+        if partial is not None:
+            node, found = partial, partial.key[partial_pages * self.page_bytes :]
+            if not found.startswith(tail):
+                return b""
+        else:
+            found = b""
+        while len(found) < len(tail) + most:
+            child = self._next_in_view(node, viewer, b"" if found else tail)
+            if child is None:
+                break
+            node, found = child, found + child.key
+        return found[len(tail) : len(tail) + most]
+
+    def _next_in_view(self, node: Node, viewer: Account, beginning: bytes) -> Node | None:
+        """Return the child in a view whose tokens begin with `beginning`; of several see `continuation`."""
+        seen = [
+            child
+            for child in self.children(node)
+            if child.key.startswith(beginning) and self._is_visible(child, viewer)
+        ]
+        own = [child for child in seen if child.owner is viewer]
+        if own:
+            return max(own, key=lambda child: child.node_id)
+        return min(seen, key=lambda child: (child.is_public, child.key), default=None)
+
     def shortened(self, match: PrefixMatch, pages: int) -> PrefixMatch:
         """Return the part of a match that covers its first `pages` pages."""
         node, depth, below = match.node, match.node_pages, match.partial

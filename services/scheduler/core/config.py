@@ -6,11 +6,12 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from common.errors import ConfigurationError
+from common.logs import get_logger
 from services.scheduler.cache.keys import ID_BITS, TAGGED_TOKENS
 from services.scheduler.core.session import SessionRules
 
 if TYPE_CHECKING:
-    from common.settings import SchedulerSettings, SessionSettings
+    from common.settings import SchedulerSettings, SessionSettings, SpeculationSettings
     from common.steps import EngineCapacity
     from common.types import Pooling
 
@@ -55,6 +56,8 @@ class CoreConfig:
     load_bytes_per_s: float = 0.0
     # Maximum jump-forward tokens of a row beyond its planned ones; 0: jump-forward is off, each pass yields one token.
     jump_tokens: int = 0
+    # Maximum tokens of a row's draft; 0: speculative decoding is off.
+    draft_tokens: int = 0
     # An encoder: sequences do not generate, need no pages, and are computed in one piece.
     is_encoder: bool = False
     # The model's classification head: all sequences have this pooling.
@@ -113,12 +116,23 @@ def resolve_core(settings: SchedulerSettings, capacity: EngineCapacity) -> CoreC
         head=capacity.head,
         only_pools=capacity.only_pools,
         jump_tokens=JUMP_TOKENS if capacity.jumps_forward else 0,
+        draft_tokens=_draft_tokens(settings.speculation, capacity),
         strict_priority=settings.queue.policy == "priority",
         sessions=_session_rules(settings.sessions, capacity),
         adapter_slots=settings.adapters.slots,
         adapter_share=settings.adapters.tenant_share,
         max_preemptions=MAX_PREEMPTIONS if settings.queue.policy == "priority" else 0,
     )
+
+
+def _draft_tokens(settings: SpeculationSettings, capacity: EngineCapacity) -> int:
+    if settings.method == "off" or capacity.is_encoder or capacity.only_pools:
+        return 0
+    if not capacity.verifies_drafts:
+        reason = "recurrent layers" if capacity.recurrent_states is not None else f"device {capacity.device}"
+        get_logger("core").warning("speculation.off", method=settings.method, reason=reason)
+        return 0
+    return settings.num_speculative_tokens
 
 
 def _session_rules(settings: SessionSettings, capacity: EngineCapacity) -> SessionRules:

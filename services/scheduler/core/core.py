@@ -42,6 +42,7 @@ from services.scheduler.core.sequence import (
 )
 from services.scheduler.core.sessions import Sessions
 from services.scheduler.core.shares import Billing
+from services.scheduler.core.speculation import Speculation
 from services.scheduler.core.suspects import PromptQuarantine
 
 if TYPE_CHECKING:
@@ -105,13 +106,16 @@ class SchedulerCore:
         self._tenancy = Tenancy(self.rows, self.memory, self.adapters)
         self._output = OutputBuffer()
         self._billing = Billing(self.rows, counters, batches.counters)
-        self._planner = Planner(config, self.rows, self.queue, self.memory, self._tenancy, self._billing)
+        self.speculation = Speculation(config.draft_tokens, self.rows, cache, costs)
+        self._planner = Planner(
+            config, self.rows, self.queue, self.memory, self._tenancy, self._billing, self.speculation
+        )
         self._suspects = self._planner.suspects
         self._quarantine = PromptQuarantine()
         self._planner.yield_pin = self.sessions.yield_pin
         # The caller takes them and notes the times.
         self.milestones = self._planner.milestones
-        self._results = ResultHandler(self.rows, self._tenancy, self._output, self.milestones, costs)
+        self._results = ResultHandler(self.rows, self._tenancy, self._output, self.milestones, self.speculation, costs)
         self._by_handle: dict[int, Sequence] = {}
         self._by_request: dict[RequestId, list[Sequence]] = {}
         self._next_handle = 1

@@ -11,6 +11,7 @@ from common.steps import PrefillChunk, RowOpen, StepPlan
 from common.tracing import is_sampled
 from common.types import StepId
 from services.scheduler.core.batch_class import WATCHFUL_PART, BatchClass
+from services.scheduler.core.drafts import Guess
 from services.scheduler.core.fair_rows import FairRows, RowPreemption
 from services.scheduler.core.in_flight_prefixes import InFlightPrefixes
 from services.scheduler.core.milestones import MilestoneKind, Milestones
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
+    from common.types import RowSlot
     from services.scheduler.cache.types import PrefixLock
     from services.scheduler.core.config import CoreConfig
     from services.scheduler.core.memory import KvMemory
@@ -33,6 +35,7 @@ if TYPE_CHECKING:
     from services.scheduler.core.rows import RowSlots
     from services.scheduler.core.sequence import Sequence
     from services.scheduler.core.shares import Billing
+    from services.scheduler.core.speculation import Speculation
 
 
 # Number of waiting sequences whose mean length estimates that of all.
@@ -51,7 +54,7 @@ class Planner:
     other sequence waits or runs.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913  (all that plans are made of)
         self,
         config: CoreConfig,
         rows: RowSlots,
@@ -59,6 +62,7 @@ class Planner:
         memory: KvMemory,
         tenancy: Tenancy,
         billing: Billing,
+        speculation: Speculation,
     ) -> None:
         """Plan over state that the core owns."""
         self.milestones = Milestones()
@@ -76,6 +80,7 @@ class Planner:
         self._memory = memory
         self._tenancy = tenancy
         self._billing = billing
+        self._speculation = speculation
         self.suspects = Suspects(rows)
         self._next_step = 1
         self.paused = False
@@ -100,10 +105,10 @@ class Planner:
         """Return the next plan, or None if there is nothing to do.
 
         `decode_step_s` is the measured duration of a decode step, if known. `idle` means that no plan is in flight, so
-        that a plan is sent even if it carries bookkeeping only.
+        that a plan is sent even if it carries bookkeeping only, and that rows may get drafts.
         """
         self._judge_classes(now)
-        if self._is_watchful and not idle:
+        if not idle and (self._is_watchful or self._speculation.holds_plans()):
             return None
         while True:
             plan, has_freed_pages = self._try_plan(now, epoch, decode_step_s, idle=idle)
@@ -121,7 +126,9 @@ class Planner:
         jumped = self._rows.jump_tokens()
         before = self._rows.planned.copy()
         decoding, grants = self._plan_decode()
-        budget = self._prefill_budget(len(decoding) + jumped)
+        guesses = self._draft(decoding, jumped, grants) if idle else {}
+        drafted = sum(guess.token_ids.size for guess in guesses.values())
+        budget = self._prefill_budget(len(decoding) + jumped + drafted)
         prefills: list[PrefillChunk] = []
         for sequence in prefilling:
             budget -= self._plan_chunk(sequence, budget, prefills, grants)
@@ -133,7 +140,7 @@ class Planner:
                 return None, False
         # Every sequence that could start has started above, so a multi-step decode delays none of them.
         loads = self._memory.loads
-        is_short = bool(prefills) or (loads is not None and loads.is_loading)
+        is_short = bool(prefills or guesses) or (loads is not None and loads.is_loading)
         steps = 1 if is_short or self._is_watchful else self._extend(decoding, self._most_steps(decode_step_s), grants)
         states = self._memory.states
         if states is not None:
@@ -156,6 +163,7 @@ class Planner:
             jumps=self._rows.jumps(),
             saves=states.take_saves() if states is not None else (),
             adapters=self._tenancy.adapters.take_loads(),
+            drafts=self._speculation.sent(step_id, guesses),
         )
         return plan, False
 
@@ -248,6 +256,21 @@ class Planner:
                 return live, grants
             if self._rows.running > 1 or not self.yield_pin():
                 self._retract(self.preemption.victim(self._rows.occupants()))
+
+    def _draft(self, live: NDArray[np.int64], jumped: int, grants: Granting) -> dict[RowSlot, Guess]:
+        """Draft tokens for rows whose next token is planned, as far as there are pages for them."""
+        drafts = {}
+        for row, guess in self._speculation.propose(live, self.limits.tokens - len(live) - jumped).items():
+            planned, size = int(self._rows.planned[row]), guess.token_ids.size
+            missing = self._memory.pages_of(planned + size) - int(self._rows.page_count[row])
+            pages = self._memory.try_allocate(missing) if missing > 0 else None
+            if pages is not None:
+                grants.add(np.array([row]), np.array([missing]), pages)
+            size = min(size, int(self._rows.page_count[row]) * self._config.page_size - planned)
+            if size > 0:
+                drafts[row] = Guess(guess.token_ids[:size], guess.origin)
+                self._rows.reach[row] = max(self._rows.reach[row], planned + size)
+        return drafts
 
     def _extend(self, live: NDArray[np.int64], steps: int, grants: Granting) -> int:
         """Extend a plan of one step to `steps` steps if pages allow; return the resulting number of steps."""

@@ -18,13 +18,14 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from common.steps import PrefillChunk, StepPlan, StepResult
-    from common.types import StepId
+    from common.types import StepId, TokenLogprob
     from services.scheduler.core.costs import LoadCosts
     from services.scheduler.core.milestones import Milestones
     from services.scheduler.core.output import OutputBuffer
     from services.scheduler.core.row_changes import Tenancy
     from services.scheduler.core.rows import RowSlots
     from services.scheduler.core.sequence import Sequence
+    from services.scheduler.core.speculation import Speculation
 
 # Weight of the newest sample in the running mean of the decode step's duration.
 STEP_TIME_WEIGHT = 0.1
@@ -44,13 +45,18 @@ class ResultHandler:
         tenancy: Tenancy,
         output: OutputBuffer,
         milestones: Milestones,
+        speculation: Speculation,
         load_costs: LoadCosts | None = None,
     ) -> None:
-        """Apply results to state that the core owns; `load_costs` receives the measured cost of prefill."""
+        """Apply results to state that the core owns.
+
+        `speculation` and `load_costs` receive the measured times of decoding and of prefill.
+        """
         self._rows = rows
         self._tenancy = tenancy
         self._output = output
         self._milestones = milestones
+        self._speculation = speculation
         self._load_costs = load_costs
         # The chunks of plans in flight, and the value of `RowSlots.vacated` when each plan was made.
         self._expected: dict[StepId, tuple[tuple[PrefillChunk, ...], int]] = {}
@@ -65,6 +71,7 @@ class ResultHandler:
     def forget_all(self) -> None:
         """Drop the records of plans in flight, as the workers that had them are gone."""
         self._expected.clear()
+        self._speculation.forget_sent()
 
     def apply(self, result: StepResult, finish: Callable[[Sequence, Finish], None]) -> None:
         """Store new tokens, pass them to the output, and finish rows that stopped."""
@@ -79,14 +86,18 @@ class ResultHandler:
             rows, token_ids = self._current(rows, token_ids, result.step_id)
         if len(rows):
             self._store(rows, token_ids, result)
+        if len(result.accepted_rows):
+            self._store_accepted(result)
         if len(result.forced_rows):
             self._store_forced(result)
         embeddings = dict(result.embeddings)
         for stop in result.stops:
             if self._is_current(stop.row, result.step_id):
                 self._finish_stopped(stop, embeddings.get(stop.row), finish)
+        drafted = self._speculation.drafted_in(result.step_id)
+        self._speculation.saw_result(result)
         if not chunks and len(result.rows):
-            self._measure(result.compute_us / 1e6)
+            self._measure(result.compute_us / 1e6, len(result.rows), drafted)
         elif chunks and self._load_costs is not None:
             self._load_costs.saw_prefill(sum(chunk.length for chunk in chunks), self._without_decoding(chunks, result))
 
@@ -117,8 +128,28 @@ class ResultHandler:
         silent = table.silent[rows]
         if silent.any():
             rows, token_ids = rows[~silent], token_ids[~silent]
+        # Further log probabilities of a row are of accepted tokens.
         positions = {int(row): index for index, row in enumerate(rows)} if result.logprobs else {}
-        logprobs = [(positions[row], logprob) for row, logprob in result.logprobs if row in positions]
+        logprobs = [(positions.pop(row), logprob) for row, logprob in result.logprobs if row in positions]
+        self._output.tokens(table.handle[rows].astype(np.int32), token_ids, logprobs)
+
+    def _store_accepted(self, result: StepResult) -> None:
+        table = self._rows
+        rows, token_ids = self._current(result.accepted_rows, result.accepted_token_ids, result.step_id)
+        reported: dict[int, list[TokenLogprob]] = {}
+        for row, logprob in result.logprobs:
+            reported.setdefault(row, []).append(logprob)
+        # The first one is of the row's first token.
+        remaining = {row: iter(logprobs[1:]) for row, logprobs in reported.items()}
+        logprobs = []
+        for index, (row, token_id) in enumerate(zip(rows.tolist(), token_ids.tolist(), strict=True)):
+            length = int(table.length[row])
+            table.ids[row, length] = token_id
+            table.computed[row] = length
+            table.length[row] = length + 1
+            table.planned[row] = min(int(table.planned[row]) + 1, int(table.limit[row]))
+            if row in remaining:
+                logprobs.append((index, next(remaining[row])))
         self._output.tokens(table.handle[rows].astype(np.int32), token_ids, logprobs)
 
     def _store_forced(self, result: StepResult) -> None:
@@ -172,7 +203,10 @@ class ResultHandler:
         decoded = len(result.rows) > len(chunks)
         return result.compute_us / 1e6 - (self.decode_step_s or 0.0 if decoded else 0.0)
 
-    def _measure(self, seconds: float) -> None:
+    def _measure(self, seconds: float, rows: int, drafted: int) -> None:
+        self._speculation.saw_pass(rows + drafted, seconds)
+        if drafted:
+            return
         if self.decode_step_s is None:
             self.decode_step_s = seconds
         self.decode_step_s += STEP_TIME_WEIGHT * (seconds - self.decode_step_s)

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from common.prompt_logprobs import PromptLogprobSpan
 from common.steps import (
     AdapterLoad,
+    Draft,
     EngineCapacity,
     EngineSpec,
     JumpLimit,
@@ -94,6 +95,7 @@ plans = complete(
         )
     ),
     jumps=tuples(complete(JumpLimit, row=ROW, max_tokens=COUNT)),
+    drafts=tuples(complete(Draft, row=ROW, token_ids=arrays())),
     saves=tuples(complete(StateSave, row=ROW, tokens=COUNT, snapshot=COUNT)),
     adapters=tuples(complete(AdapterLoad, slot=COUNT, digest=NAMES)),
 )
@@ -142,6 +144,8 @@ results = arrays().flatmap(
         embeddings=tuples(st.tuples(ROW, st.binary(max_size=8))),
         prompt_logprobs=tuples(st.tuples(ROW, spans)),
         partial=st.booleans(),
+        accepted_rows=st.just(rows[1:].copy()),
+        accepted_token_ids=st.just(rows[1:].copy()),
         forced_rows=st.just(rows[1:].copy()),
         forced_token_ids=st.just(rows[:0:-1].copy()),
     )
@@ -188,6 +192,7 @@ capacities = complete(
     has_storage=st.booleans(),
     is_encoder=st.booleans(),
     jumps_forward=st.booleans(),
+    verifies_drafts=st.booleans(),
     head=st.none() | st.sampled_from(Pooling),
     only_pools=st.booleans(),
     window_pool=st.none()

@@ -99,6 +99,10 @@ class RecordedCache:
         """Return a key equal for requests that match all of each other's prefixes; not recorded."""
         return self._cache.view_of(view)
 
+    def continuation(self, view: View, token_ids: TokenIds, most: int) -> TokenIds:
+        """Return tokens that followed others in a view; not recorded, as it changes nothing."""
+        return self._cache.continuation(view, token_ids, most)
+
     def peek(self, view: View, token_ids: TokenIds) -> int:
         """Count the leading tokens that are cached in a view; not recorded."""
         return self._cache.peek(view, token_ids)

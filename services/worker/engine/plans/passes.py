@@ -209,11 +209,13 @@ def _gather_mixed(rows: RowStates, forward: ForwardPass) -> HostBatch:
 def _sampled_tokens(forward: ForwardPass, query_starts: IntArray) -> IntArray:
     """Return which of the pass's tokens are sampled after: each row's last one, and those that its draft follows."""
     samples = np.concatenate([np.ones(forward.decode_rows.size, np.bool_), forward.chunks.samples])
-    last, counts = query_starts[1:][samples] - 1, forward.drafted + 1
+    last: IntArray = query_starts[1:][samples] - 1
+    counts = forward.drafted + 1
     if last.size == counts.sum():
         return last
     ends = np.cumsum(counts)
-    return np.arange(ends[-1]) + np.repeat(last - ends + 1, counts)
+    sampled: IntArray = np.arange(ends[-1]) + np.repeat(last - ends + 1, counts)
+    return sampled
 
 
 def _adapters(rows: RowStates, token_rows: RowIndices) -> NDArray[np.int32] | None:

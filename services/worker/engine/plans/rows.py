@@ -45,7 +45,7 @@ class PaddedTable(Generic[ScalarT]):
 
 @dataclass(frozen=True, slots=True)
 class FollowingTokens:
-    """Row rows[i] gets token_ids[i] [tokens] int32 after its first token of a pass: accepted ones of a draft, or forced.
+    """Tokens of rows after their first one of a pass, accepted or forced: rows[i] gets token_ids[i], [tokens] int32.
 
     Those of a row are neighbours, in their order; the last of them may stop it, none before.
     """

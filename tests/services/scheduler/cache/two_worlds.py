@@ -90,6 +90,10 @@ class World(Driver):
         assert fresh is not None, "there is no memory pressure"
         row.ids, row.table = int32(ids), np.concatenate([row.table, fresh])
         seen.append(self._insert(row, len(ids), len(ask.ids)))
+        if ask.may_use_cache:
+            # What could be drafted for it at each length.
+            known = (int32(ids[:length]) for length in range(len(ids) + 1))
+            seen += [tuple(self.cache.continuation(ask.user, start, 9).tolist()) for start in known]
         self.observed.append((ask.user, tuple(seen)))
         if ask.stays:
             self.running[ask.user] = row

@@ -130,6 +130,8 @@ class Harness:
         window: int = 0,
         window_pool: int = 0,
         jump_tokens: int = 0,
+        draft_tokens: int = 0,
+        compute_us: int = 1000,
         snapshots: int = 0,
         interval: int = 1,
         batch_pause_s: float = 0.0,
@@ -159,6 +161,7 @@ class Harness:
             max_preemptions=max_preemptions,
             sessions=sessions or SessionRules(),
             jump_tokens=jump_tokens,
+            draft_tokens=draft_tokens,
         )
         allocator = PageAllocator(pages)
         if window:
@@ -182,6 +185,7 @@ class Harness:
             window_pool=window_pool,
             max_step_tokens=max_step_tokens,
             snapshots=[[] for _ in range(snapshots)] if snapshots else None,
+            compute_us=compute_us,
         )
         self.acks = GroupAcks(ranks)
         self.depth = depth
@@ -310,4 +314,5 @@ class Harness:
             window_pool=old.window_pool,
             max_step_tokens=old.max_step_tokens,
             snapshots=None if old.snapshots is None else [[-1] for _ in old.snapshots],
+            compute_us=old.compute_us,
         )

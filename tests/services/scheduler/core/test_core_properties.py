@@ -42,8 +42,11 @@ class CoreMachine(RuleBasedStateMachine):
         cache=st.sampled_from(["isolated", "shared", "chunk"]),
         preemptions=st.sampled_from([None, 0, 2]),
         jump=st.sampled_from([0, 1, 2, 9]),
+        draft=st.sampled_from([0, 1, 3, 9]),
     )
-    def start(self, pages: int, depth: int, lock: float, cache: str, preemptions: int | None, jump: int) -> None:
+    def start(
+        self, pages: int, depth: int, lock: float, cache: str, preemptions: int | None, jump: int, draft: int
+    ) -> None:
         self.harness = Harness(
             pages=pages,
             depth=depth,
@@ -58,6 +61,9 @@ class CoreMachine(RuleBasedStateMachine):
                 per_subject=2, total=3, subject_tokens=32, tenant_tokens=40, total_tokens=40, timeout_s=10.0
             ),
             jump_tokens=jump,
+            draft_tokens=draft,
+            # Long enough that drafts pay.
+            compute_us=20_000 if draft else 1000,
         )
 
     @rule(

@@ -114,7 +114,8 @@ class EngineWorker(SimulatedWorker):
     def run(self, plan: StepPlan) -> list[StepResult]:
         results: list[StepResult] = []
         self.engine.execute(plan, results.append)
-        return results
+        # Passes take long enough for drafts to pay.
+        return [replace(result, compute_us=20_000) for result in results]
 
 
 class EngineHarness(Harness):
@@ -129,11 +130,20 @@ class EngineHarness(Harness):
 
 
 @settings(max_examples=40, deadline=None)
-@given(st.data(), st.integers(16, 60), st.integers(1, 3), st.sampled_from([0.0, 0.004]), st.sampled_from([0, 1, 3, 16]))
-def test_jumping_rows_keep_their_outputs_through_aborts_and_lost_workers(
-    data: st.DataObject, pages: int, depth: int, target_plan_s: float, jump: int
+@given(
+    st.data(),
+    st.integers(16, 60),
+    st.integers(1, 3),
+    st.sampled_from([0.0, 0.004]),
+    st.sampled_from([0, 1, 3, 16]),
+    st.sampled_from([0, 1, 6]),
+)
+def test_jumping_and_drafting_rows_keep_their_outputs_through_aborts_and_lost_workers(
+    data: st.DataObject, pages: int, depth: int, target_plan_s: float, jump: int, draft: int
 ) -> None:
-    harness = EngineHarness(pages=pages, depth=depth, target_plan_s=target_plan_s, jump_tokens=jump, cache="shared")
+    harness = EngineHarness(
+        pages=pages, depth=depth, target_plan_s=target_plan_s, jump_tokens=jump, cache="shared", draft_tokens=draft
+    )
     wanted: dict[str, tuple[list[int], int, int]] = {}
     aborted = set()
     for number in range(data.draw(st.integers(1, 8))):
@@ -169,15 +179,19 @@ class CrampedRunner(CheckingRunner):
         return super().hidden_states(batch)
 
 
-def test_forced_tokens_are_computed_in_parts_when_memory_is_short() -> None:
-    harness = EngineHarness(pages=60, jump_tokens=16)
-    harness.worker = EngineWorker(60, CrampedRunner)
+@pytest.mark.parametrize("draft", [0, 6])
+def test_forced_and_drafted_tokens_are_computed_in_parts_when_memory_is_short(draft: int) -> None:
+    harness = EngineHarness(pages=80, jump_tokens=16, draft_tokens=draft)
+    harness.worker = EngineWorker(80, CrampedRunner)
     prompts = [[salt, *PROMPT] for salt in range(4)]
-    for index, prompt in enumerate(prompts):
-        harness.core.submit(make_request(f"r{index}", prompt, max_tokens=25, grammar=BOUND), 0.0)
-    harness.run()
-    assert [harness.outputs[f"r{index}", 0] for index in range(4)] == [expected(prompt, 25) for prompt in prompts]
+    for time in range(2):
+        for index, prompt in enumerate(prompts):
+            harness.core.submit(make_request(f"r{time}{index}", prompt, max_tokens=25, grammar=BOUND), 0.0)
+        harness.run()
+        outputs = [harness.outputs[f"r{time}{index}", 0] for index in range(4)]
+        assert outputs == [expected(prompt, 25) for prompt in prompts]
     assert harness.core.jumped_tokens > 10
+    assert any(plan.drafts for plan in harness.plans) == (draft > 0)
 
 
 @dataclass
@@ -201,24 +215,31 @@ class ToldRunner(TellingRunner):
         return told
 
 
+@pytest.mark.parametrize("draft", [0, 6])
 @pytest.mark.parametrize("target_plan_s", [0.0, 0.004])
-def test_other_ranks_follow_by_the_tokens_that_they_receive(target_plan_s: float) -> None:
+def test_other_ranks_follow_by_the_tokens_that_they_receive(target_plan_s: float, draft: int) -> None:
     told: list[torch.Tensor] = []
-    harness = EngineHarness(pages=60, jump_tokens=16, target_plan_s=target_plan_s)
-    first = harness.worker = EngineWorker(60, partial(TellingRunner, told=told))
-    for index in range(4):
-        grammar = BOUND if index else None
-        harness.core.submit(make_request(f"r{index}", [index, *PROMPT], max_tokens=25, grammar=grammar), 0.0)
+    harness = EngineHarness(pages=80, jump_tokens=16, target_plan_s=target_plan_s, draft_tokens=draft)
+    first = harness.worker = EngineWorker(80, partial(TellingRunner, told=told))
+    for index in range(8):
+        grammar = BOUND if index % 4 else None
+        prompt = [index % 4, *PROMPT]
+        harness.core.submit(make_request(f"r{index}", prompt, max_tokens=25, grammar=grammar), 0.0)
     harness.run()
     assert harness.core.jumped_tokens > 10
-    second = EngineWorker(60, partial(ToldRunner, told=told), rank=1)
+    assert (harness.core.speculation.accepted_tokens > 10) == (draft > 0)
+    second = EngineWorker(80, partial(ToldRunner, told=told), rank=1)
     results = [result for plan in harness.plans for result in second.run(plan)]
     assert len(results) >= len(harness.plans) > 4
-    assert all(result.rows.size == result.forced_rows.size == 0 for result in results)
+    assert all(result.rows.size == result.accepted_rows.size == result.forced_rows.size == 0 for result in results)
     assert not told
     theirs, ours = second.table, first.table
     assert theirs.lengths.tolist() == ours.lengths.tolist()
-    assert theirs.token_ids.tolist() == ours.token_ids.tolist()
+    known = [length for length in ours.lengths.tolist() if length]
+    assert len(known) == 4
+    for row, length in enumerate(known):
+        # Beyond it are rejected drafts.
+        assert theirs.token_ids[row, :length].tolist() == ours.token_ids[row, :length].tolist()
 
 
 @pytest.fixture

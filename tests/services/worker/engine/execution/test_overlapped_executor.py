@@ -261,7 +261,8 @@ def test_halves_hold_the_same_tokens(lengths: list[int], data: st.DataObject) ->
     count = len(lengths)
     starts = np.array(data.draw(st.lists(st.integers(0, 5), min_size=count, max_size=count)))
     completes = np.array(data.draw(st.lists(st.booleans(), min_size=count, max_size=count)))
-    whole = Chunks(np.arange(count), starts, np.array(lengths), completes, np.zeros(count, np.bool_))
+    no_drafts = np.zeros(count, np.int64)
+    whole = Chunks(np.arange(count), starts, np.array(lengths), completes, np.zeros(count, np.bool_), no_drafts)
     first, second = chunk_halves(whole)
     parts = [
         (int(part.rows[i]), int(part.starts[i]) + token, bool(part.completes[i]) and token == part.lengths[i] - 1)

@@ -14,9 +14,10 @@ from common.grammars import Grammar, GrammarKind
 from common.steps import JumpLimit, RowOpen, StepPlan
 from common.types import RowSlot, StepId
 from services.worker.engine.execution.pass_output import PassOutput
-from services.worker.engine.execution.synchronous_executor import split_token_block, with_jump_forward
+from services.worker.engine.execution.synchronous_executor import with_jump_forward
 from services.worker.engine.execution.synchronous_runner import SynchronousRunner
 from services.worker.engine.grammars.row_masks import RowMasks
+from services.worker.engine.plans.drafts import following_of
 from services.worker.engine.plans.plan import PlanLimits
 from services.worker.engine.plans.rows import RowStates
 from services.worker.engine.sampling.sampler import sample
@@ -69,9 +70,9 @@ class MadeUpModel:
         slots = forward.sampled_rows
         logits = [logits_of(int(self.table.seeds[slot]), int(rows.lengths[slot])) for slot in slots]
         made = sample(torch.from_numpy(np.stack(logits)), slots, rows, self.table)
-        told = with_jump_forward(made.token_ids, slots, rows, self.table, rows.jump_room(slots))
-        token_ids, forced = split_token_block(told, slots)
-        return PassOutput(token_ids, forced=forced)
+        told = with_jump_forward(made.token_ids[:, None], slots, rows, self.table, rows.jump_room(slots))
+        token_ids = told.numpy().astype(np.int32)
+        return PassOutput(token_ids[:, 0], forced=following_of(token_ids[:, 1:], slots))
 
 
 def outputs(opens: list[RowOpen], jump: int, *, steps: int = 1) -> tuple[list[list[int]], int]:

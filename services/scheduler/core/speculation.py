@@ -1,0 +1,224 @@
+"""Speculative decoding: which rows get drafts, and how long ones."""
+
+from __future__ import annotations
+
+import heapq
+from collections import Counter
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from common.steps import Draft
+from common.types import RowSlot
+from services.scheduler.core.drafts import DraftSources, Guess, Origin
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    from common.steps import StepResult
+    from common.types import StepId
+    from services.scheduler.cache.interface import PrefixCache
+    from services.scheduler.core.costs import LoadCosts
+    from services.scheduler.core.rows import RowSlots
+
+# Assumed share of right tokens by origin before a row's drafts have been verified, and its weight in tokens.
+PRIOR_SHARES = np.array([0.3, 0.5, 0.75, 0.75])
+PRIOR_TOKENS = 2.0
+# Decay of a row's counts with each draft that is verified, and with each pass in which a guess was too unlikely to be
+# drafted, so that the row is given another chance.
+VERIFIED_DECAY = 0.9
+SKIPPED_DECAY = 0.97
+# Decay of measured passes, and the weight of the assumed time of a further token, as a variance of passes' tokens.
+PASS_DECAY = 0.97
+ASSUMED_VARIANCE = 4.0
+# Time for which a worker is idle when a plan is made after the result of the one before, in seconds.
+GAP_S = 0.001
+
+
+class PassCosts:
+    """Estimates the time of decode passes as linear in their tokens, from measured ones: recent ones weigh more."""
+
+    def __init__(self, load_costs: LoadCosts) -> None:
+        """Assume that a token of a draft costs as much as one of a prompt until passes of different sizes are known."""
+        self._load_costs = load_costs
+        # Sums over measured passes: weight, tokens, seconds, tokens squared, tokens times seconds.
+        self._sums: NDArray[np.float64] = np.zeros(5)
+
+    @property
+    def is_known(self) -> bool:
+        """Whether a pass has been measured."""
+        return bool(self._sums[0])
+
+    def saw(self, tokens: int, seconds: float) -> None:
+        """Record a pass without prompts."""
+        self._sums *= PASS_DECAY
+        self._sums += (1.0, tokens, seconds, tokens * tokens, tokens * seconds)
+
+    def estimate(self, tokens: int) -> tuple[float, float]:
+        """Return the seconds of a pass of `tokens` tokens, and those of each further token."""
+        weight, of_tokens, of_seconds, of_squares, of_products = self._sums.tolist()
+        mean_tokens, mean_s = of_tokens / weight, of_seconds / weight
+        variance = of_squares / weight - mean_tokens**2
+        covariance = of_products / weight - mean_tokens * mean_s
+        rate = self._load_costs.estimate().prefill_tokens_per_s
+        assumed_s = 1 / rate if rate else 0.0
+        each_s = max((covariance + ASSUMED_VARIANCE * assumed_s) / (variance + ASSUMED_VARIANCE), 0.0)
+        return max(mean_s + (tokens - mean_tokens) * each_s, each_s), each_s
+
+
+class AcceptanceRates:
+    """Estimates by row and origin how likely a token of a draft is accepted after those before it were."""
+
+    def __init__(self, rows: RowSlots) -> None:
+        """Start with the priors for every row."""
+        self._rows = rows
+        self._tried: NDArray[np.float64] = np.zeros((rows.max_rows, len(Origin)))
+        self._right = np.zeros_like(self._tried)
+        # The choice that the counts of each slot belong to.
+        self._handles = np.zeros(rows.max_rows, np.int64)
+
+    def of(self, row: RowSlot, origin: Origin) -> float:
+        """Return the estimate for a running row."""
+        if self._handles[row] != self._rows.handle[row]:
+            self._handles[row] = self._rows.handle[row]
+            self._tried[row] = self._right[row] = 0.0
+        right, tried = self._right[row, origin], self._tried[row, origin]
+        return float((right + PRIOR_SHARES[origin] * PRIOR_TOKENS) / (tried + PRIOR_TOKENS))
+
+    def saw(self, row: RowSlot, origin: Origin, drafted: int, accepted: int) -> None:
+        """Record a draft's verification, which ended at the first wrong token."""
+        self._decay(row, origin, VERIFIED_DECAY)
+        self._tried[row, origin] += min(accepted + 1, drafted)
+        self._right[row, origin] += accepted
+
+    def skipped(self, row: RowSlot, origin: Origin) -> None:
+        """Record that a guess was too unlikely to be drafted."""
+        self._decay(row, origin, SKIPPED_DECAY)
+
+    def _decay(self, row: RowSlot, origin: Origin, factor: float) -> None:
+        self._tried[row, origin] *= factor
+        self._right[row, origin] *= factor
+
+
+@dataclass(frozen=True, slots=True)
+class _Sent:
+    """The drafts of a plan in flight, by row, with the handles of the rows' choices."""
+
+    step_id: StepId
+    guesses: dict[RowSlot, tuple[int, Guess]]
+
+
+class Speculation:
+    """Drafts the next tokens of decoding rows where that is expected to give more tokens per second.
+
+    How many tokens a draft yields is known only from its result. So plans with drafts are made when no plan is in
+    flight, and no further one until their results are in.
+
+    A draft gets another token while the probability that it is accepted, per second that it costs, exceeds the tokens
+    per second of the pass so far. A large batch, whose passes are limited by computation, so gets no drafts.
+    """
+
+    def __init__(self, most: int, rows: RowSlots, cache: PrefixCache, load_costs: LoadCosts) -> None:
+        """Draft up to `most` tokens for a row; 0: none."""
+        # Drafts that were verified, their tokens, and the accepted ones of these.
+        self.drafts = 0
+        self.drafted_tokens = 0
+        self.accepted_tokens = 0
+        self._most = most
+        self._rows = rows
+        self._costs = PassCosts(load_costs)
+        self._sources = DraftSources(rows, cache)
+        self._rates = AcceptanceRates(rows)
+        self._sent: _Sent | None = None
+
+    def holds_plans(self) -> bool:
+        """Whether the next plan has to wait for the results of plans in flight: for those of drafts, or to draft."""
+        if not self._most:
+            return False
+        if self._sent is not None:
+            return True
+        return any(guess.token_ids.size for guess in self._choose(self._rows.live(), self._most).values())
+
+    def propose(self, live: NDArray[np.int64], room: int) -> dict[RowSlot, Guess]:
+        """Return drafts, of up to `room` tokens in all, for rows of the next plan; no plan is in flight."""
+        chosen = self._choose(live, room)
+        for row, guess in chosen.items():
+            if not guess.token_ids.size:
+                self._rates.skipped(row, guess.origin)
+        return {row: guess for row, guess in chosen.items() if guess.token_ids.size}
+
+    def sent(self, step_id: StepId, guesses: dict[RowSlot, Guess]) -> tuple[Draft, ...]:
+        """Return the drafts for the plan `step_id`, which is sent next."""
+        if not guesses:
+            return ()
+        self._sent = _Sent(step_id, {row: (int(self._rows.handle[row]), guess) for row, guess in guesses.items()})
+        return tuple(Draft(row, guess.token_ids) for row, guess in guesses.items())
+
+    def drafted_in(self, step_id: StepId) -> int:
+        """Return the number of tokens of drafts in a plan that is in flight."""
+        if self._sent is None or self._sent.step_id != step_id:
+            return 0
+        return sum(guess.token_ids.size for _, guess in self._sent.guesses.values())
+
+    def saw_pass(self, tokens: int, seconds: float) -> None:
+        """Record the time of a pass without prompts that computed `tokens` tokens."""
+        self._costs.saw(tokens, seconds)
+
+    def saw_result(self, result: StepResult) -> None:
+        """Record how much of the drafts of a plan was right."""
+        sent = self._sent
+        if sent is None or sent.step_id != result.step_id:
+            return
+        self._sent = None
+        accepted = Counter(result.accepted_rows.tolist())
+        for row, (handle, guess) in sent.guesses.items():
+            self.drafts += 1
+            self.drafted_tokens += guess.token_ids.size
+            self.accepted_tokens += accepted[row]
+            if self._rows.occupied[row] and self._rows.handle[row] == handle:
+                self._rates.saw(row, guess.origin, guess.token_ids.size, accepted[row])
+
+    def forget_sent(self) -> None:
+        """Forget the plans in flight, as the workers that had them are gone."""
+        self._sent = None
+
+    def _choose(self, live: NDArray[np.int64], room: int) -> dict[RowSlot, Guess]:
+        """Return the guesses that are worth their time, with those that are not as empty ones, or nothing at all."""
+        count = len(live)
+        if not (self._most and count and self._costs.is_known):
+            return {}
+        pass_s, each_s = self._costs.estimate(count)
+        if count * each_s > pass_s:
+            # Not even a certain token would pay.
+            return {}
+        guesses: dict[RowSlot, Guess] = {}
+        for row in map(RowSlot, live.tolist()):
+            # One more token is sampled after a draft.
+            most = min(self._most, int(self._rows.limit[row] - self._rows.length[row]))
+            guess = self._sources.guess(row, most) if most > 0 else None
+            if guess is not None:
+                guesses[row] = guess
+        lengths = self._lengths(guesses, count, room, pass_s, each_s)
+        return {row: Guess(guess.token_ids[: lengths[row]], guess.origin) for row, guess in guesses.items()}
+
+    def _lengths(
+        self, guesses: dict[RowSlot, Guess], count: int, room: int, pass_s: float, each_s: float
+    ) -> Counter[RowSlot]:
+        """Return how many tokens of each guess to draft, for the most expected tokens per second."""
+        lengths: Counter[RowSlot] = Counter()
+        shares = {row: self._rates.of(row, guess.origin) for row, guess in guesses.items()}
+        expected, seconds = float(count), pass_s
+        # The next token of each guess, by the probability that it is accepted.
+        heap = [(-share, row) for row, share in shares.items()]
+        heapq.heapify(heap)
+        while heap and room > 0:
+            negative, row = heapq.heappop(heap)
+            if -negative * seconds < each_s * expected:
+                break
+            expected, seconds, room = expected - negative, seconds + each_s, room - 1
+            lengths[row] += 1
+            if lengths[row] < guesses[row].token_ids.size:
+                heapq.heappush(heap, (negative * shares[row], row))
+        pays = expected * pass_s > count * (seconds + GAP_S)
+        return lengths if pays else Counter()

@@ -1,0 +1,210 @@
+"""Speculative decoding: several tokens of one pass, and always the same ones as without."""
+
+from __future__ import annotations
+
+import random
+from typing import TYPE_CHECKING
+
+import numpy as np
+import pytest
+
+from common.types import CacheMode, FinishReason
+from services.scheduler.core.costs import LoadCosts
+from services.scheduler.core.drafts import Guess, Origin, repetition
+from services.scheduler.core.speculation import PassCosts
+from tests.fakes.simulated_worker import expected_output
+from tests.services.scheduler.core.harness import BOUND, STOP_ID, Harness, make_request, with_options
+
+if TYPE_CHECKING:
+    from common.steps import StepPlan
+
+PROMPT = [11, 22, 33, 44, 55]
+LONG = 40
+# Passes that take long enough for drafts to pay.
+SLOW_US = 20_000
+
+
+def harness_of(draft_tokens: int = 8, **options: object) -> Harness:
+    fields: dict[str, object] = {
+        "max_step_tokens": 64, "draft_tokens": draft_tokens, "compute_us": SLOW_US, **options
+    }  # fmt: skip
+    return Harness(**fields)  # type: ignore[arg-type]  # whatever a test wants to change
+
+
+def expected(prompt: list[int], max_tokens: int = LONG, stops: tuple[int, ...] = (STOP_ID,)) -> list[int]:
+    return expected_output(prompt, len(prompt) + max_tokens, stops)
+
+
+def run(harness: Harness, *names: str, prompt: list[int] = PROMPT, user: str = "alice") -> list[StepPlan]:
+    """Run requests with one prompt together; return the plans that it took."""
+    before = len(harness.plans)
+    for name in names:
+        harness.core.submit(make_request(name, prompt, max_tokens=LONG, user=user), 0.0)
+    harness.run()
+    harness.audit()
+    for name in names:
+        assert harness.outputs[name, 0] == expected(prompt)
+    return harness.plans[before:]
+
+
+@pytest.mark.parametrize("depth", [1, 2, 3])
+@pytest.mark.parametrize("page_size", [1, 4, 16])
+@pytest.mark.parametrize("target_plan_s", [0.0, 0.1])
+def test_a_repeated_request_takes_fewer_passes_for_the_same_tokens(
+    depth: int, page_size: int, target_plan_s: float
+) -> None:
+    harness = harness_of(depth=depth, page_size=page_size, pages=512 // page_size, target_plan_s=target_plan_s)
+    first = run(harness, "r0")
+    again = run(harness, "r1")
+    assert sum(plan.steps for plan in again) < sum(plan.steps for plan in first) // 2
+    assert harness.core.speculation.accepted_tokens > LONG // 2
+    assert any(plan.drafts for plan in again)
+
+
+def test_several_rows_have_drafts_of_their_own() -> None:
+    harness = harness_of(pages=256)
+    run(harness, "r0")
+    assert max(len(plan.drafts) for plan in run(harness, "r1", "r2", "r3")) == 3
+
+
+def test_rows_with_window_pages_have_drafts() -> None:
+    harness = harness_of(pages=64, window=8, window_pool=48)
+    run(harness, "r0")
+    assert any(plan.drafts for plan in run(harness, "r1", "r2"))
+
+
+def test_another_users_output_is_never_drafted() -> None:
+    harness = harness_of(pages=256)
+    run(harness, "r0", user="alice")
+    plans = run(harness, "r1", user="bob")
+    assert not any(plan.drafts for plan in plans)
+
+
+def test_in_a_cache_that_all_share_it_is() -> None:
+    harness = harness_of(pages=256, cache="shared")
+    run(harness, "r0", user="alice")
+    assert any(plan.drafts for plan in run(harness, "r1", user="bob"))
+
+
+def test_a_request_that_may_not_read_the_cache_has_no_drafts_from_it() -> None:
+    harness = harness_of(pages=256)
+    run(harness, "r0")
+    harness.core.submit(make_request("r1", PROMPT, max_tokens=LONG, cache_mode=CacheMode.NONE), 0.0)
+    before = len(harness.plans)
+    harness.run()
+    assert not any(plan.drafts for plan in harness.plans[before:])
+    assert harness.outputs["r1", 0] == expected(PROMPT)
+
+
+@pytest.mark.parametrize("max_tokens", range(1, 14))
+def test_the_length_is_kept_within_an_accepted_draft(max_tokens: int) -> None:
+    harness = harness_of(pages=256)
+    run(harness, "r0")
+    harness.core.submit(make_request("r1", PROMPT, max_tokens=max_tokens), 0.0)
+    harness.run()
+    assert harness.outputs["r1", 0] == expected(PROMPT, max_tokens)
+    assert harness.finishes["r1", 0].reason is FinishReason.LENGTH
+
+
+def test_a_stop_id_within_an_accepted_draft_ends_the_row() -> None:
+    for stop in expected(PROMPT)[:20]:
+        harness = harness_of(pages=256)
+        run(harness, "r0")
+        request = make_request("r1", PROMPT, max_tokens=LONG)
+        stops = type(request.options.stop)(max_tokens=LONG, stop_token_ids=(stop,))
+        harness.core.submit(with_options(request, stop=stops), 0.0)
+        harness.run()
+        assert harness.outputs["r1", 0] == expected(PROMPT, stops=(STOP_ID, stop))
+        assert harness.finishes["r1", 0].matched_token_id == stop
+
+
+def test_rows_with_grammars_draft_and_jump() -> None:
+    harness = harness_of(3, pages=256, jump_tokens=8)
+    run(harness, "r0")
+    harness.core.submit(make_request("r1", PROMPT, max_tokens=LONG, grammar=BOUND), 0.0)
+    harness.run()
+    harness.audit()
+    assert harness.outputs["r1", 0] == expected(PROMPT)
+    assert harness.core.speculation.accepted_tokens > 5
+    assert harness.core.jumped_tokens > 5
+
+
+def test_a_plan_waits_for_the_results_of_drafts_before_it() -> None:
+    harness = harness_of(pages=256, depth=3)
+    run(harness, "r0")
+    harness.core.submit(make_request("r1", PROMPT, max_tokens=LONG), 0.0)
+    sent = []
+    for _ in range(100):
+        harness.plan()
+        if harness.plans[-1].drafts:
+            sent.append(harness.core.in_flight)
+        if not harness.result():
+            break
+    assert len(sent) >= 3
+    assert set(sent) == {1}
+
+
+def test_lost_workers_lose_their_drafts_and_no_tokens() -> None:
+    harness = harness_of(pages=256)
+    run(harness, "r0")
+    harness.core.submit(make_request("r1", PROMPT, max_tokens=LONG), 0.0)
+    while not harness.plans[-1].drafts:
+        harness.plan()
+        harness.result()
+    harness.lose_workers()
+    harness.run()
+    assert harness.outputs["r1", 0] == expected(PROMPT)
+
+
+def test_passes_limited_by_computation_have_no_drafts() -> None:
+    # A further token costs as much as the whole pass divided by its rows.
+    harness = harness_of(pages=256, prefill_tokens_per_s=1e6 / SLOW_US)
+    run(harness, "r0")
+    assert not any(plan.drafts for plan in run(harness, "r1"))
+
+
+def test_wrong_drafts_end_soon() -> None:
+    # Every third token repeats, and what follows never does.
+    rng = random.Random(1)
+    prompt = [part for _ in range(40) for part in (500, 501, rng.randrange(10, 400))] + [500, 501]
+    harness = harness_of(pages=512, max_context=512, max_step_tokens=256, prefill_tokens_per_s=4e6 / SLOW_US)
+    harness.core.submit(make_request("r0", prompt, max_tokens=200), 0.0)
+    harness.run()
+    assert harness.outputs["r0", 0] == expected(prompt, 200)
+    assert harness.core.speculation.drafted_tokens < 20
+
+
+@pytest.mark.parametrize(
+    ("known", "most", "guess"),
+    [
+        ([1, 2, 3, 4, 1, 2], 2, Guess(np.array([3, 4]), Origin.SHORT_MATCH)),
+        # The latest of equally long ones.
+        ([1, 2, 3, 1, 2, 4, 1, 2], 1, Guess(np.array([4]), Origin.SHORT_MATCH)),
+        # A longer one before a later one.
+        ([9, 9, 1, 2, 3, 5, 1, 2, 4, 9, 1, 2], 1, Guess(np.array([3]), Origin.SHORT_MATCH)),
+        # A text that repeats itself goes on so.
+        ([5, 6, 5, 6], 5, Guess(np.array([5, 6, 5, 6, 5]), Origin.SHORT_MATCH)),
+        ([1, 2, 3, 4, 5, 1, 2, 3, 4], 1, Guess(np.array([5]), Origin.MEDIUM_MATCH)),
+        ([*range(9), *range(8)], 1, Guess(np.array([8]), Origin.LONG_MATCH)),
+        ([1, 2, 3], 4, None),
+        ([2, 1, 3, 1], 4, None),
+        ([1], 4, None),
+    ],
+)
+def test_repetitions_are_found(known: list[int], most: int, guess: Guess | None) -> None:
+    found = repetition(np.array(known, np.int32), most)
+    assert (found is None) == (guess is None)
+    if found is not None and guess is not None:
+        assert found.token_ids.tolist() == guess.token_ids.tolist()
+        assert found.origin is guess.origin
+
+
+def test_the_costs_of_passes_are_learnt() -> None:
+    costs = PassCosts(LoadCosts(1, prefill_tokens_per_s=1000.0))
+    costs.saw(4, 0.020)
+    assert costs.estimate(4) == pytest.approx((0.020, 0.001))
+    for tokens in [4, 8, 12, 16] * 30:
+        costs.saw(tokens, 0.018 + tokens * 0.0005)
+    seconds, each_s = costs.estimate(10)
+    assert seconds == pytest.approx(0.023, rel=0.02)
+    assert each_s == pytest.approx(0.0005, rel=0.2)
