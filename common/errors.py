@@ -10,6 +10,8 @@ class PandoError(Exception):
 
     code = ErrorCode.INTERNAL
     retryable = False
+    # More precise than `code`, for clients that know it; None: there is nothing to add.
+    reason: str | None = None
 
     def __init__(self, message: str, *, param: str | None = None, retry_after_ms: int | None = None) -> None:
         """Store a `message` that names the problem and a valid value, and `param`, the request field at fault."""

@@ -30,7 +30,8 @@ class SubjectLimits(BaseModel):
     cache tier's pages; default: `scheduler.cache.quota_share`. `cache_floor`: pages, as a share of each tier, that its
     tenant evicts last while the subject is active; default: 1/1024. `waiting`: requests in a
     scheduler's queue; default: as many as its tenant's limit still allows. `max_context`: tokens of prompt and output
-    together.
+    together. `tokens_per_day`, `tokens_per_month`: budgets of a calendar day and month, in UTC, as the ledger counts
+    tokens; the gateway refuses further requests.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
@@ -43,6 +44,8 @@ class SubjectLimits(BaseModel):
     tokens_per_minute: int | None = Field(None, ge=1)
     concurrent: int | None = Field(None, ge=1)
     max_context: int | None = Field(None, ge=1)
+    tokens_per_day: int | None = Field(None, ge=1)
+    tokens_per_month: int | None = Field(None, ge=1)
 
     @model_validator(mode="after")
     def _floor_is_within_the_quota(self) -> Self:

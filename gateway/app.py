@@ -24,6 +24,7 @@ from gateway.endpoints import (
     sleep,
     timelines,
     tokenization,
+    usage,
     weights,
 )
 from gateway.endpoints.chat import route as chat
@@ -93,7 +94,7 @@ def create_app(context: Context, cors_origins: Sequence[str] = (), console: Cons
     # All routes are added to one router: FastAPI searches the routes of included routers twice, some 45 µs per request.
     generating = (chat, completions, responses, messages, native)
     pooling = (embeddings, scoring, classification, tei)
-    others = (files, batches, models, tokenization, adapters, administration, weights, sleep, timelines, health)
+    others = (files, batches, models, tokenization, usage, adapters, administration, weights, sleep, timelines, health)
     for endpoint in (*generating, *pooling, *others):
         endpoint.add_routes(app.router, context)
     if console is not None and console.enabled:

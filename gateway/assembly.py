@@ -29,13 +29,14 @@ from gateway.identity.identity import Identity, Keyless
 from gateway.identity.keys import KeyRing, load_keys
 from gateway.identity.peers import TrustedProxy, parse_networks
 from gateway.identity.tokens import SignedTokens, TokenRules, open_signing_keys
+from gateway.ledger.entries import DAY_S
 from gateway.metrics import GatewayMetrics
 from gateway.pipeline.administration import GrpcAdministration, SchedulerGroups
 from gateway.pipeline.client import GrpcPipeline
 from gateway.pipeline.model import GrpcModel, PipelineReadiness
 from gateway.quotas.quotas import Quotas
 from gateway.server.http_server import HttpServer, ProbeServer, https_files
-from gateway.state.state import DAY_S, open_state
+from gateway.state.state import open_state
 from protos.gen.pando.v1 import tokenizer_pb2_grpc
 
 if TYPE_CHECKING:
@@ -49,7 +50,7 @@ if TYPE_CHECKING:
     from common.settings import BatchesSettings, GatewaySettings, Settings
     from gateway.batches.documents import Documents
     from gateway.identity.keys import ApiKey
-    from gateway.quotas.meters import Meters
+    from gateway.state.state import State
 
 
 # Tenant of all callers whose credentials name none.
@@ -90,8 +91,8 @@ class Gateway:
             max_open_requests=settings.max_open_requests,
         )
         self._state = open_state(settings, self._generations, metrics, limits_clock)
-        quotas = build_quotas(of_services.limits.file, self._state.meters)
-        self._answers = AnswerContext(self._generations, self._state.records, quotas)
+        quotas = build_quotas(of_services.limits.file, self._state)
+        self._answers = AnswerContext(self._generations, self._state.records, quotas, self._state.ledger)
         self._context = context = Context(
             generations=self._generations,
             models=backends,
@@ -102,6 +103,7 @@ class Gateway:
             batches=Batches(self._state.documents, MAX_OPEN_BATCHES),
             answers=self._answers,
             aborts=self._state.aborts,
+            ledger=self._state.ledger,
             metrics=metrics,
             limits=limits(settings),
             fingerprint=fingerprint(),
@@ -128,7 +130,7 @@ class Gateway:
         pipelines = [each.pipeline.run() for each in self._services.values()]
         probes = [self._probes.run()] if self._probes else []
         state = [work() for work in self._state.background]
-        answers = (self._answers.run(), adopt_responses(self._context))
+        answers = (self._answers.run(), self._answers.keep_ledger(), adopt_responses(self._context))
         batches = self._batches.run(stopping)
         background = (batches, *pipelines, *probes, *state, *answers, self._generations.watch_silence())
         try:
@@ -162,13 +164,13 @@ def build_identity(settings: GatewaySettings) -> Identity:
     return Identity(keys, proxy, keyless, _build_tokens(settings))
 
 
-def build_quotas(limits_file: Path | None, meters: Meters) -> Quotas:
-    """Return the quotas of tenants and users, none without a file; `meters` counts their use.
+def build_quotas(limits_file: Path | None, state: State) -> Quotas:
+    """Return the quotas of tenants and users, none without a file; `state` counts their use.
 
     Raises:
         ConfigurationError: the limits file is wrong.
     """
-    return Quotas(Reloading(limits_file, load_limits) if limits_file else None, meters)
+    return Quotas(Reloading(limits_file, load_limits) if limits_file else None, state.meters, state.ledger)
 
 
 def build_files(settings: BatchesSettings, documents: Documents) -> Files:

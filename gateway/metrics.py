@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from prometheus_client import CollectorRegistry
 
     from common.requests import GenerateRequest
+    from gateway.ledger.entries import Tokens
 
 # Number of tenants with a label value of their own.
 MOST_TENANTS = 100
@@ -76,6 +77,12 @@ class GatewayMetrics:
             registry=registry,
         )
         self._tenants = FewLabels(MOST_TENANTS)
+        self.tenant_tokens = Counter(
+            "pando_gateway_tenant_tokens_total",
+            "Tokens that the ledger has charged: of prompts, of these from the cache, and of output.",
+            ["tenant", "kind"],
+            registry=registry,
+        )
         self.resumptions = Counter(
             "pando_gateway_resumptions_total", "Choices submitted again after a failure.", ["model"], registry=registry
         )
@@ -95,6 +102,13 @@ class GatewayMetrics:
     def refuse(self, tenant: str | None, cause: str) -> None:
         """Count a refused request; the tenant is None without a valid credential."""
         self.refusals.labels("" if tenant is None else self._tenants.of(tenant), cause).inc()
+
+    def charge(self, tenant: str, tokens: Tokens) -> None:
+        """Count tokens that the ledger has charged to a tenant."""
+        label = self._tenants.of(tenant)
+        kinds = {"prompt": tokens.prompt_tokens, "cached": tokens.cached_tokens, "output": tokens.output_tokens}
+        for kind, amount in kinds.items():
+            self.tenant_tokens.labels(label, kind).inc(max(amount, 0))
 
     def exposition(self, accept: str = "") -> tuple[bytes, str]:
         """Return all metrics, and their media type.

@@ -131,6 +131,16 @@ class BatchesSettings(Section):
     together need more than scheduler.max_rows."""
 
 
+class LedgerSettings(Section):
+    """The ledger of the tokens that tenants and subjects use."""
+
+    file: Path | None = None
+    """SQLite database of the ledger of a single gateway; absent: in memory, lost when the gateway stops. With
+    state.url, the server has the ledger of all gateways."""
+    lifetime_days: int = Field(default=400, ge=32)
+    """Days for which the tokens used in each hour are kept."""
+
+
 class GatewaySettings(Section):
     """The HTTP front end."""
 
@@ -195,3 +205,4 @@ class GatewaySettings(Section):
     responses: ResponsesSettings = ResponsesSettings()
     console: ConsoleSettings = ConsoleSettings()
     batches: BatchesSettings = BatchesSettings()
+    ledger: LedgerSettings = LedgerSettings()

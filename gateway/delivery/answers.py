@@ -22,10 +22,11 @@ from common.room import SharedRoom
 from common.types import ErrorCode, RequestFailure
 from gateway.answer_records.recorder import Recorder
 from gateway.generation.generation import STUCK
-from gateway.generation.generations import SHUTDOWN, renamed
+from gateway.generation.generations import SHUTDOWN, original_id, renamed
 from gateway.generation.journal import number_choices, restore
 from gateway.generation.update_lines import decode_failure, decode_updates, encode_failure, encode_updates
 from gateway.generation.usage import Usage, usage_of
+from gateway.ledger.entries import Tokens
 from gateway.quotas.quotas import Charge, announced_tokens
 
 if TYPE_CHECKING:
@@ -36,6 +37,7 @@ if TYPE_CHECKING:
     from gateway.generation.generation import Generation
     from gateway.generation.generations import Generations
     from gateway.generation.journal import ChoiceUpdate, JournalEntry
+    from gateway.ledger.ledger import Ledger
     from gateway.quotas.quotas import Lease, Quotas
 
 # How often a reader looks for what the owner has written.
@@ -93,12 +95,15 @@ class Answer(Protocol):
 
 
 class AnswerContext:
-    """The parts that answers share: generations, quotas, and the records with their background work."""
+    """The parts that answers share: generations, quotas, ledger, and the records with their background work."""
 
-    def __init__(self, generations: Generations, records: AnswerRecords, quotas: Quotas) -> None:
+    def __init__(self, generations: Generations, records: AnswerRecords, quotas: Quotas, ledger: Ledger) -> None:
         self.generations = generations
         self.records = records
         self.quotas = quotas
+        self.ledger = ledger
+        # The generations of answers that are open here.
+        self.running: set[Generation] = set()
         self.followers = SharedRoom(MAX_FOLLOWERS, "following recorded answers", 1000)
         self.recorders: set[Recorder] = set()
         self._numbers = itertools.count()
@@ -125,6 +130,22 @@ class AnswerContext:
             await asyncio.sleep(max(self.records.lifetime_s / 4, 1.0))
             with contextlib.suppress(UnavailableError):
                 await self.records.keep([recorder.name for recorder in self.recorders])
+
+    async def keep_ledger(self) -> None:
+        """Write the use of open answers to the ledger, until cancelled."""
+        await self.ledger.run(self._note_running)
+
+    def note_use(self, entries: Sequence[JournalEntry]) -> None:
+        """Note in the ledger what requests have used so far."""
+        for entry in entries:
+            usage, request = usage_of((entry,)), entry.request
+            if usage.total:
+                tokens = Tokens(1, usage.prompt_tokens, usage.cached_tokens, usage.completion_tokens)
+                self.ledger.note(original_id(request), request.view.subject, request.model, tokens)
+
+    def _note_running(self) -> None:
+        for generation in self.running:
+            self.note_use(generation.entries)
 
     async def close(self, limit_s: float = 1.0) -> None:
         """Give the writes that are under way `limit_s` to end."""
@@ -182,6 +203,7 @@ class PlainAnswer:
 
     async def conclude(self, keep: Callable[[], Awaitable[None]]) -> None:
         self._has_ended = True
+        await self._run.charge()
         await keep()
 
     def close(self, cause: str | None) -> None:
@@ -283,6 +305,7 @@ class RecordedAnswer:
         if recorder is None or self._failure in PASSING:
             return
         self._has_ended = True
+        await self._run.charge()
         if self._failure is not None:
             # In this order: an answer that was cancelled has ended already.
             if await self._finish(recorder, {"failure": encode_failure(self._failure)}):
@@ -431,7 +454,7 @@ class _Run:
     async def start(self, entries: Sequence[JournalEntry], cut: Callable[[], None]) -> list[tuple[bytes, bytes]]:
         """Charge for new requests and submit them; return headers with what is left of the quotas."""
         self._taken = self.charged = _announced(entries)
-        charge = Charge(entries[0].request.view.subject, len(entries), self._taken)
+        charge = Charge(entries[0].request.view.subject, len(entries), self._taken, uses_model=True)
         return await self._open(entries, cut, charge, 0.0)
 
     async def resume(
@@ -442,6 +465,11 @@ class _Run:
         charge = Charge(entries[0].request.view.subject, len(entries), 0, continues=True)
         await self._open(entries, cut, charge, max(time.time() - created_at, 0.0))
 
+    async def charge(self) -> None:
+        """Write the use of the answer to the ledger."""
+        self._answers.note_use(self.generation.entries)
+        await self._answers.ledger.settle()
+
     def close(self, cause: str | None, *, settles: bool = True) -> None:
         """Abort what still runs, counted under `cause`.
 
@@ -451,6 +479,8 @@ class _Run:
             return
         excess = self._generation.usage.total - self.charged if settles else 0
         self._answers.generations.close(self._generation, cause)
+        self._answers.running.discard(self._generation)
+        self._answers.note_use(self._generation.entries)
         self._lease.settle(self._taken + excess)
         self._generation = self._lease = None
 
@@ -466,6 +496,7 @@ class _Run:
             lease.settle(0)
             raise
         self._generation.on_overflow = cut
+        self._answers.running.add(self._generation)
         self._lease = lease
         return lease.headers()
 

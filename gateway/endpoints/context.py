@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from gateway.generation.generations import Generations
     from gateway.identity.caller import Caller, Requester
     from gateway.identity.identity import Identity
+    from gateway.ledger.ledger import Ledger
     from gateway.metrics import GatewayMetrics
     from gateway.pipeline.port import Tokenization
     from gateway.quotas.quotas import Lease, Quotas
@@ -80,6 +81,7 @@ class Context:
     batches: Batches
     answers: AnswerContext
     aborts: Aborts
+    ledger: Ledger
     metrics: GatewayMetrics
     limits: ClientLimits
     fingerprint: str

@@ -161,7 +161,12 @@ def renamed(request: GenerateRequest) -> GenerateRequest:
     return replace(request, request_id=RequestId(f"{request.request_id}~{secrets.token_hex(4)}"))
 
 
+def original_id(request: GenerateRequest) -> RequestId:
+    """Return the id that a request had before `renamed`."""
+    return RequestId(RENAMED.sub("", request.request_id))
+
+
 def _names(generation: Generation) -> tuple[str, str]:
     """Return the complete id of a generation's first request, and the id that its client was given."""
-    whole = RENAMED.sub("", generation.entries[0].request.request_id)
+    whole = original_id(generation.entries[0].request)
     return whole, whole.rpartition(".")[0] or whole.removesuffix("-0")

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Protocol
 from common.errors import QueueFullError
 from common.requests import ChatPrompt, PooledText, TokenPrompt
 from common.types import Sharing
+from gateway.ledger.ledger import this_month, today
 from gateway.quotas.meters import MeteredAccount, Taking, rate_headers
 
 if TYPE_CHECKING:
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
     from common.limits import Limits
     from common.requests import GenerateRequest, Prompt
     from common.types import Subject
+    from gateway.ledger.ledger import Ledger
     from gateway.quotas.meters import MeterReading, Meters
 
 CHARACTERS_PER_TOKEN = 4
@@ -52,6 +54,7 @@ class Charge:
 
     `may_exceed_concurrent`: the limit of open requests does not apply, because this request ends some of them.
     `continues`: only the limit of open requests applies, because the answer that it continues has been charged.
+    `uses_model`: budgets apply, because the ledger will have its tokens.
     """
 
     subject: Subject
@@ -59,14 +62,16 @@ class Charge:
     tokens: int
     may_exceed_concurrent: bool = False
     continues: bool = False
+    uses_model: bool = False
 
 
 class Quotas:
     """Applies limits to requests. A changed limit applies immediately, and to earlier use as well."""
 
-    def __init__(self, rules: LimitsSource | None, meters: Meters) -> None:
-        """Apply `rules` (None: no limits); `meters` counts the use."""
+    def __init__(self, rules: LimitsSource | None, meters: Meters, ledger: Ledger) -> None:
+        """Apply `rules` (None: no limits); `meters` counts the use, and `ledger` that of budgets."""
         self._rules = rules
+        self._ledger = ledger
         self._meters = meters
 
     def max_context(self, subject: Subject) -> int | None:
@@ -87,10 +92,13 @@ class Quotas:
         """Take the amounts of `charge` from the tenant and from the user, or from neither.
 
         Raises:
-            LimitedError: they exceed the rest of a limit.
+            LimitedError: they exceed the rest of a limit, or a budget is used up.
             UnavailableError: the use cannot be counted now.
         """
         accounts = self._accounts(charge.subject)
+        if charge.uses_model:
+            for account in accounts:
+                await self._check_budgets(account)
         if charge.may_exceed_concurrent:
             accounts = list(map(_without_concurrent, accounts))
         accounts = [account for account in accounts if account.is_limited]
@@ -104,6 +112,31 @@ class Quotas:
                 obstacle = replace(obstacle, wait_s=math.ceil(obstacle.wait_s))
             raise LimitedError(obstacle.message, math.ceil(obstacle.wait_s * 1000), rate_headers(shown))
         return Lease(taking, shown)
+
+    async def _check_budgets(self, account: MeteredAccount) -> None:
+        """Check that no budget of `account` is used up.
+
+        Requests that are open at the same time may together exceed it, as their output is not known in advance.
+
+        Raises:
+            BudgetError: one is; retrying before the next day or month is of no use.
+            UnavailableError: the ledger is unavailable.
+        """
+        quota, now = account.quota, self._ledger.now()
+        for budget, period, name in (
+            (quota.tokens_per_day, today(now), "day"),
+            (quota.tokens_per_month, this_month(now), "month"),
+        ):
+            if budget is None:
+                continue
+            start, end = period
+            if await self._ledger.spent(account.tenant, account.subject, int(start.timestamp())) >= budget:
+                whose = "organization" if account.subject is None else "user"
+                message = (
+                    f"The budget of this {whose} is used up: {budget} tokens per {name}. "
+                    f"It is renewed at {end.isoformat().replace('+00:00', 'Z')}."
+                )
+                raise BudgetError(message)
 
     def _is_secret(self, account: MeteredAccount) -> bool:
         """Whether the account's use would show subjects of a tenant that shares nothing what others of it do."""
@@ -130,9 +163,18 @@ def _without_concurrent(account: MeteredAccount) -> MeteredAccount:
 class LimitedError(QueueFullError):
     """A limit is reached; `headers` contain the remaining quotas."""
 
-    def __init__(self, message: str, retry_after_ms: int, headers: list[tuple[bytes, bytes]]) -> None:
+    def __init__(
+        self, message: str, retry_after_ms: int | None = None, headers: Sequence[tuple[bytes, bytes]] = ()
+    ) -> None:
         super().__init__(message, retry_after_ms=retry_after_ms)
         self.headers = headers
+
+
+class BudgetError(LimitedError):
+    """A budget is used up; the message says when it is renewed."""
+
+    retryable = False
+    reason = "insufficient_quota"
 
 
 def announced_tokens(request: GenerateRequest) -> int:

@@ -127,7 +127,8 @@ def error_body(message: str, shape: ErrorShape, param: str | None = None) -> byt
 
 def error_event(error: PandoError) -> bytes:
     """Return the JSON of an error inside a stream."""
-    return error_body(error.message, SHAPES[error.code], error.param)
+    shape = SHAPES[error.code] if error.reason is None else ErrorShape(error.reason, error.reason)
+    return error_body(error.message, shape, error.param)
 
 
 def error_response(error: PandoError) -> Response:

@@ -15,6 +15,10 @@ from gateway.answer_records.redis_records import RedisRecords
 from gateway.answer_records.sealing import Sealing
 from gateway.batches.redis_documents import RedisDocuments
 from gateway.batches.sqlite_documents import SqliteDocuments
+from gateway.ledger.entries import DAY_S
+from gateway.ledger.ledger import Ledger
+from gateway.ledger.redis_store import RedisLedger
+from gateway.ledger.sqlite_store import SqliteLedger
 from gateway.quotas.memory_meters import MemoryMeters
 from gateway.quotas.redis_meters import RedisMeters
 from gateway.state.aborts import LocalAborts, SharedAborts, Signatures
@@ -35,7 +39,6 @@ if TYPE_CHECKING:
     from gateway.stored_responses.store import ResponseStore
 
 MEMORY = "memory"
-DAY_S = 86_400
 LEAST_SECRET = 32
 
 
@@ -48,6 +51,7 @@ class State:
     documents: Documents
     aborts: Aborts
     records: AnswerRecords
+    ledger: Ledger
     close: Callable[[], Awaitable[None]]
     background: tuple[Callable[[], Coroutine[None, None, None]], ...] = ()
 
@@ -64,18 +68,25 @@ def open_state(
         ConfigurationError: the address, the secret or the responses file is wrong.
     """
     url = read_secret("gateway.state.url", settings.state.url)
+    ledger_s = settings.ledger.lifetime_days * DAY_S
     lifetime_s = settings.responses.lifetime_days * DAY_S
     if url is None or url == MEMORY:
         stored = SqliteResponses(settings.responses.file, lifetime_s, settings.responses.max_bytes)
         records = MemoryRecords(settings.answers.lifetime_s, settings.answers.max_bytes)
         documents = SqliteDocuments(settings.batches.file)
+        own_ledger = Ledger(
+            SqliteLedger(settings.ledger.file, ledger_s), metrics, is_durable=settings.ledger.file is not None
+        )
 
         async def close_files() -> None:
+            await own_ledger.close()
             await stored.close()
             await documents.close()
 
         meters = MemoryMeters(limits_clock or time.monotonic)
-        return State(meters, stored, documents, LocalAborts(generations), records, close_files)
+        return State(meters, stored, documents, LocalAborts(generations), records, own_ledger, close_files)
+    if settings.ledger.file is not None:
+        raise ConfigurationError("gateway.ledger.file is of no use beside gateway.state.url, which holds the ledger")
     if settings.responses.file is not None:
         raise ConfigurationError(
             "gateway.responses.file is of no use beside gateway.state.url, which holds the responses"
@@ -92,7 +103,10 @@ def open_state(
     aborts = SharedAborts(server, generations, Signatures(secret))
     shared = RedisRecords(server, Sealing(secret), settings.answers.lifetime_s, settings.answers.max_bytes)
 
+    ledger = Ledger(RedisLedger(server, ledger_s), metrics, is_lenient=settings.state.failure == "open")
+
     async def close() -> None:
+        await ledger.close()
         with contextlib.suppress(StateAwayError, TimeoutError):
             async with asyncio.timeout(server.timeout_s):
                 await shared_meters.flush()
@@ -100,4 +114,4 @@ def open_state(
         await server.close()
 
     background = (server.run, shared_meters.run, responses.run, aborts.run)
-    return State(shared_meters, responses, RedisDocuments(server), aborts, shared, close, background)
+    return State(shared_meters, responses, RedisDocuments(server), aborts, shared, ledger, close, background)

@@ -18,6 +18,9 @@ from gateway.delivery.answers import AnswerContext
 from gateway.endpoints.context import Context
 from gateway.generation.generations import Generations
 from gateway.generation.journal import Journal, ResumePolicy
+from gateway.ledger.entries import DAY_S
+from gateway.ledger.ledger import Ledger
+from gateway.ledger.sqlite_store import SqliteLedger
 from gateway.metrics import GatewayMetrics
 from gateway.state.state import open_state
 from tests.fakes.pipeline import FakeAdministration, FakeModel, FakePipeline, FakeReadiness, Script, says
@@ -56,17 +59,18 @@ class FakedGateway:
             self.pipeline, self.journal, self.resume, self.metrics, max_open_requests=self.settings.max_open_requests
         )
         self.state = open_state(self.settings, self.generations, self.metrics)
-        quotas = build_quotas(self.limits_file, self.state.meters)
+        quotas = build_quotas(self.limits_file, self.state)
         self.context = Context(
             generations=self.generations,
             models=Backends([self.backend, *self.others], self.settings.default_model, self.settings.adapter_aliases),
             identity=build_identity(self.settings),
             quotas=quotas,
-            answers=AnswerContext(self.generations, self.state.records, quotas),
+            answers=AnswerContext(self.generations, self.state.records, quotas, self.state.ledger),
             stored=self.state.stored,
             files=build_files(self.settings.batches, self.state.documents),
             batches=Batches(self.state.documents, MAX_OPEN_BATCHES),
             aborts=self.state.aborts,
+            ledger=self.state.ledger,
             metrics=self.metrics,
             limits=replace(limits(self.settings), **self.bounds),
             fingerprint="pando-test",
@@ -96,6 +100,10 @@ class FakedGateway:
     async def get(self, path: str, headers: dict[str, str] | None = None) -> httpx.Response:
         async with self.client() as client:
             return await client.get(path, headers=headers)
+
+
+def memory_ledger() -> Ledger:
+    return Ledger(SqliteLedger(None, 400 * DAY_S), GatewayMetrics(CollectorRegistry()))
 
 
 def gateway_saying(*words: str, **settings: Any) -> FakedGateway:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -10,6 +11,7 @@ import pytest
 from common.types import Admission
 from gateway.answer_records.records import Writing
 from gateway.endpoints.responses.route import adopt_responses
+from gateway.ledger.entries import HOUR_S, UsageQuery
 from tests.fakes.pipeline import says
 from tests.fakes.redis_process import temporary_redis
 from tests.gateway.answers.reading import BODY, CHAT, Seen, read
@@ -50,6 +52,15 @@ def pair(url: str, script: Any, **settings: Any) -> tuple[FakedGateway, FakedGat
     return first, second
 
 
+async def booked(*gateways: FakedGateway) -> list[tuple[int, ...]]:
+    """Return requests, prompt tokens, cached tokens and output tokens in the ledger that the gateways share."""
+    for gateway in gateways:
+        await gateway.state.ledger.commit()
+    hour = int(time.time()) // HOUR_S * HOUR_S
+    uses = await gateways[0].state.ledger.hours(UsageQuery(hour - HOUR_S, hour + 2 * HOUR_S))
+    return [tuple(use.tokens) for use in uses]
+
+
 async def close(*gateways: FakedGateway) -> None:
     for gateway in gateways:
         await gateway.context.answers.close()
@@ -69,6 +80,7 @@ async def test_an_answer_is_continued_at_the_other_gateway(redis_process: RedisP
         assert seen.usage["completion_tokens"] == len(WORDS)
         seeds = {each.options.sampling.seed for each in (*first.pipeline.submitted, *second.pipeline.submitted)}
         assert len(seeds) == 1
+        assert await booked(first, second) == [(1, 7, 4, len(WORDS))]
         await close(first, second)
 
 
@@ -83,6 +95,7 @@ async def test_a_repeated_post_joins_at_the_other_gateway(redis_process: RedisPr
         assert len({answer.text for answer in answers}) == 1
         assert TEXT in answers[0].text
         assert len(first.pipeline.submitted) + len(second.pipeline.submitted) == 1
+        assert await booked(first, second) == [(1, 7, 4, len(WORDS))]
         other = {**body, "temperature": 0.5}
         for gateway in (first, second):
             assert error_of(await gateway.post(CHAT, other, headers), 422)
@@ -108,6 +121,7 @@ async def test_a_gateway_taken_for_dead_follows_the_one_that_took_over(redis_pro
         assert "".join(WORDS) == mine.text == TEXT
         assert others.ids == mine.ids
         assert others.datas == mine.datas[1:]
+        assert await booked(first, second) == [(1, 7, 4, len(WORDS))]
         await close(first, second)
 
 

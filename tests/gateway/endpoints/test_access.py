@@ -99,6 +99,8 @@ ACCESS = {
     "POST /v1/batches/{batch_id}/cancel": Access.CREDENTIAL,
     "POST /tokenize": Access.CREDENTIAL,
     "POST /detokenize": Access.CREDENTIAL,
+    "GET /v1/usage": Access.CREDENTIAL,
+    "GET /v1/organization/usage/completions": Access.CREDENTIAL,
     "GET /v1/models": Access.CREDENTIAL,
     "GET /v1/models/{name:path}": Access.CREDENTIAL,
 }

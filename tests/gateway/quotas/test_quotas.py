@@ -15,6 +15,7 @@ from gateway.quotas.memory_meters import MAX_METERS, Bucket, MemoryMeters, Meter
 from gateway.quotas.quotas import Charge, Lease, LimitedError, Quotas
 from gateway.quotas.redis_meters import RedisMeters
 from tests.gateway.state.servers import new_metrics, new_prefix, state_server
+from tests.gateway.support import memory_ledger
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
@@ -38,7 +39,7 @@ class Bench:
         self.value = Limits(default=quota)
 
     def add(self, meters: Meters) -> None:
-        self.gateways.append((Quotas(self, meters), meters))
+        self.gateways.append((Quotas(self, meters, memory_ledger()), meters))
 
     async def take(self, subject: Subject = ANN, requests: int = 1, tokens: int = 0) -> Lease:
         self._asked += 1
@@ -198,8 +199,8 @@ async def test_meters_in_use_are_not_searched_for_idle_ones_at_each_new_name(mon
 def test_the_smallest_context_counts() -> None:
     bench = Bench()
     bench.limit(TenantLimits(max_context=1000, each_subject=SubjectLimits(max_context=500)))
-    assert Quotas(bench, MemoryMeters()).max_context(ANN) == 500
-    assert Quotas(None, MemoryMeters()).max_context(ANN) is None
+    assert Quotas(bench, MemoryMeters(), memory_ledger()).max_context(ANN) == 500
+    assert Quotas(None, MemoryMeters(), memory_ledger()).max_context(ANN) is None
 
 
 async def test_headers_show_the_remainder_of_the_tightest_limit(bench: Bench) -> None:

@@ -1,0 +1,125 @@
+"""The ledger and budgets as clients meet them."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from gateway.identity.keys import ApiKey, hash_of, save_keys
+from tests.fakes.pipeline import says
+from tests.gateway.support import HELLO, FakedGateway, error_of, faked
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    import httpx
+
+KEYS = [
+    ApiKey("k1", hash_of("acme"), "acme", vouches_for_users=True),
+    ApiKey("k2", hash_of("other"), "other"),
+    ApiKey("k3", hash_of("root"), "root", admin=True),
+]
+# What the fake pipeline reports for each request.
+PROMPT, CACHED = 7, 4
+
+
+def gateway_with(tmp_path: Path, limits: str = "") -> FakedGateway:
+    (tmp_path / "limits.toml").write_text(limits)
+    save_keys(tmp_path / "keys.toml", KEYS)
+    return faked(says("a", "b"), keys_file=tmp_path / "keys.toml", limits_file=tmp_path / "limits.toml")
+
+
+def bearer(key: str) -> dict[str, str]:
+    return {"authorization": f"Bearer {key}"}
+
+
+async def ask(gateway: FakedGateway, key: str, **fields: object) -> httpx.Response:
+    return await gateway.post("/v1/chat/completions", {"model": "tiny", "messages": HELLO, **fields}, bearer(key))
+
+
+async def usage(gateway: FakedGateway, key: str, query: str = "") -> list[dict[str, Any]]:
+    response = await gateway.get(f"/v1/usage?bucket_width=1d&limit=2{query}", headers=bearer(key))
+    assert response.status_code == 200, response.text
+    data: list[dict[str, Any]] = response.json()["data"]
+    return data
+
+
+async def test_the_ledger_is_the_sum_of_usages_and_shows_each_caller_its_own(tmp_path: Path) -> None:
+    gateway = gateway_with(tmp_path)
+    for key, fields in (("acme", {"user": "ann"}), ("acme", {"user": "bob", "n": 2}), ("other", {"stream": True})):
+        assert (await ask(gateway, key, **fields)).status_code == 200
+    [everything] = await usage(gateway, "root")
+    assert everything["requests"] == 3
+    assert everything["prompt_tokens"] == 3 * PROMPT
+    assert everything["cached_tokens"] == 3 * CACHED
+    assert everything["output_tokens"] == 4 * 2
+    own = await usage(gateway, "acme", "&group_by=tenant,subject")
+    assert [(use["tenant"], use["requests"], use["output_tokens"]) for use in own] == [("acme", 1, 2), ("acme", 1, 4)]
+    [others] = await usage(gateway, "other", "&group_by=tenant,model")
+    assert (others["tenant"], others["model"], others["output_tokens"]) == ("other", "tiny", 2)
+
+
+async def test_openai_s_shape(tmp_path: Path) -> None:
+    gateway = gateway_with(tmp_path)
+    await ask(gateway, "acme", user="ann")
+    await ask(gateway, "other")
+    path = f"/v1/organization/usage/completions?start_time={int(time.time()) - 86400}"
+    page = (await gateway.get(f"{path}&group_by[]=project_id&models=tiny", headers=bearer("root"))).json()
+    assert (page["object"], page["has_more"], page["next_page"]) == ("page", False, None)
+    results = [result for bucket in page["data"] for result in bucket["results"]]
+    assert [(each["project_id"], each["num_model_requests"], each["input_tokens"]) for each in results] == [
+        ("acme", 1, PROMPT),
+        ("other", 1, PROMPT),
+    ]
+    assert all(each["input_cached_tokens"] == CACHED and each["output_tokens"] == 2 for each in results)
+    nothing = (await gateway.get(f"{path}&models=none", headers=bearer("root"))).json()
+    assert all(not bucket["results"] for bucket in nothing["data"])
+
+
+@pytest.mark.parametrize(
+    ("query", "param"),
+    [
+        ("bucket_width=1m", "bucket_width"),
+        ("limit=0", "limit"),
+        ("limit=1000", "limit"),
+        ("start_time=x", "start_time"),
+        ("end_time=-1", "end_time"),
+        ("group_by=tenant,text", "group_by"),
+        ("tenants=acme", "tenants"),
+    ],
+)
+async def test_wrong_parameters_are_refused(tmp_path: Path, query: str, param: str) -> None:
+    response = await gateway_with(tmp_path).get(f"/v1/usage?{query}", headers=bearer("acme"))
+    assert error_of(response, 400)["param"] == param
+
+
+async def test_pages_continue_where_the_last_one_ended(tmp_path: Path) -> None:
+    gateway = gateway_with(tmp_path)
+    path = "/v1/organization/usage/completions?start_time=864000&end_time=1209600&limit=2"
+    starts, page = [], (await gateway.get(path, headers=bearer("root"))).json()
+    while True:
+        starts += [bucket["start_time"] for bucket in page["data"]]
+        if not page["has_more"]:
+            break
+        page = (await gateway.get(f"{path}&page={page['next_page']}", headers=bearer("root"))).json()
+    assert starts == [864000, 950400, 1036800, 1123200]
+
+
+@pytest.mark.parametrize("period", ["day", "month"])
+async def test_a_used_up_budget_gives_429_until_it_is_raised(tmp_path: Path, period: str) -> None:
+    gateway = gateway_with(tmp_path, f"[tenants.acme]\ntokens_per_{period} = 9\n")
+    assert (await ask(gateway, "acme", user="ann")).status_code == 200
+    refused = await ask(gateway, "acme", user="bob")
+    error = error_of(refused, 429)
+    assert error["code"] == "insufficient_quota"
+    assert f"9 tokens per {period}. It is renewed at 20" in error["message"]
+    assert refused.headers["x-should-retry"] == "false"
+    assert (await ask(gateway, "other")).status_code == 200
+    assert len(gateway.pipeline.submitted) == 2
+
+
+async def test_a_subject_s_budget_stops_only_that_subject(tmp_path: Path) -> None:
+    gateway = gateway_with(tmp_path, "[default.each_user]\ntokens_per_day = 9\n")
+    assert [(await ask(gateway, "acme", user=user)).status_code for user in ("ann", "bob", "ann")] == [200, 200, 429]
