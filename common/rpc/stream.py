@@ -43,10 +43,12 @@ FIRST_PAUSE_S = 0.05
 MAX_PAUSE_S = 0.25
 # A peer that is up accepts a stream within milliseconds; a longer wait means that its connection is dead.
 ACCEPT_TIMEOUT_S = 3.0
-HEARTBEAT_S = 1.0
-# Heartbeats without any message from the peer after which the connection counts as dead. They are counted, as a process
-# that was stopped itself would measure a long time.
-SILENT_BEATS = 5
+HEARTBEAT_S = 0.5
+# Heartbeats without any message from the peer beyond which the connection counts as dead: if another process would do
+# the peer's work, and if it can only be waited for. They are counted, as a process that was stopped itself would
+# measure a long time.
+SILENT_BEATS_OF_SEVERAL = 2
+SILENT_BEATS = 10
 # UNIMPLEMENTED: the peer's version does not work with this one.
 REFUSALS = (grpc.StatusCode.PERMISSION_DENIED, grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.UNIMPLEMENTED)
 
@@ -68,6 +70,8 @@ class StreamSource(Generic[RequestT, ResponseT]):
     open_stream: Callable[[], grpc.aio.StreamStreamCall[RequestT, ResponseT]]
     make_heartbeat: Callable[[], RequestT]
     renew: Callable[[], None] = lambda: None
+    # Whether another peer would do this one's work.
+    has_others: Callable[[], bool] = lambda: False
 
 
 class StreamLink(Generic[RequestT, ResponseT]):
@@ -135,7 +139,7 @@ class StreamLink(Generic[RequestT, ResponseT]):
         try:
             async with asyncio.timeout(ACCEPT_TIMEOUT_S):
                 acceptance = await wait_until_accepted(call)
-            self._silence = Silence(is_numbered=acceptance.is_numbered)
+            self._silence = Silence(is_numbered=acceptance.is_numbered, has_others=self._source.has_others)
             self.process = acceptance.process
             self.connected = True
             self._refusals.clear()
@@ -232,12 +236,20 @@ class MessageNumbers:
 class Silence:
     """Counts heartbeats without a message from a peer; peers that do not number may be silent."""
 
-    def __init__(self, limit: int = SILENT_BEATS, *, is_numbered: bool = False) -> None:
+    def __init__(
+        self,
+        limit: int = SILENT_BEATS,
+        *,
+        is_numbered: bool = False,
+        has_others: Callable[[], bool] = lambda: False,
+    ) -> None:
         """Start with a peer that has sent nothing; more than `limit` beats without a message are too long.
 
-        `is_numbered`: the peer has said that it numbers its messages.
+        If `has_others`, as another process would do its work, `SILENT_BEATS_OF_SEVERAL` is the limit. `is_numbered`:
+        the peer has said that it numbers its messages.
         """
         self._limit = limit
+        self._has_others = has_others
         self._beats = 0
         self._expects_messages = is_numbered
 
@@ -248,7 +260,8 @@ class Silence:
 
     @property
     def is_too_long(self) -> bool:
-        return self._expects_messages and self._beats > self._limit
+        limit = SILENT_BEATS_OF_SEVERAL if self._has_others() else self._limit
+        return self._expects_messages and self._beats > limit
 
     @property
     def reason(self) -> str:

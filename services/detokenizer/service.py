@@ -32,8 +32,8 @@ if TYPE_CHECKING:
 
 # A gateway that has not read for this long counts as stuck and is disconnected, before its deltas fill the memory.
 WRITE_TIMEOUT_S = 30.0
-# Longer than a scheduler's own patience, so that it can reconnect first.
-SILENT_BEATS = 10
+# Longer than the patience of a scheduler without others, so that it can reconnect first.
+SILENT_BEATS = 20
 
 FindContext: TypeAlias = (
     "grpc.aio.ServicerContext[detokenizer_pb2.FindUnknownRequest, detokenizer_pb2.FindUnknownResponse]"
@@ -59,7 +59,7 @@ class DetokenizerService(detokenizer_pb2_grpc.DetokenizerServicer):
         """Process the results of steps; respond with stop hits and choices without a subscriber."""
         await accept_stream(context, is_numbered=True, process=self._process)
         session = self._hub.open_session()
-        silence = Silence(SILENT_BEATS)
+        silence = Silence(SILENT_BEATS, has_others=lambda: self._hub.has_others(session))
         writer = asyncio.create_task(self._answer(session, context))
         ends = [
             asyncio.create_task(self._receive(request_iterator, session, silence)),

@@ -236,6 +236,10 @@ class Hub:
             self.close_session(predecessor)
         self._by_scheduler[scheduler_id] = session
 
+    def has_others(self, session: PushSession) -> bool:
+        """Whether another scheduler has a stream, so that it may serve the requests of this one's."""
+        return any(each is not session for each in self._by_scheduler.values())
+
     def open_requests(self) -> set[RequestId]:
         """Return the requests that have open choices."""
         return {request_id for session in self._sessions for request_id in session.open_requests}

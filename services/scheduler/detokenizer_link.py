@@ -33,6 +33,10 @@ class DetokenizerLinkListener(Protocol):
     def on_choices_ended(self, ended: Iterable[EndedChoice]) -> None:
         """A detokenizer has ended these choices."""
 
+    @property
+    def has_others(self) -> bool:
+        """Whether another group would serve the requests of this one."""
+
 
 class LinkOwner(Protocol):
     """Receives the events of its links."""
@@ -45,6 +49,10 @@ class LinkOwner(Protocol):
 
     def on_ended(self, ended: Iterable[EndedChoice]) -> None:
         """A detokenizer has ended choices."""
+
+    @property
+    def has_others(self) -> bool:
+        """Whether another group would serve the requests of this one."""
 
 
 class DetokenizerLink:
@@ -62,6 +70,7 @@ class DetokenizerLink:
                 lambda: stub.Push(),
                 lambda: detokenizer_pb2.PushRequest(heartbeat=True),
                 lambda: renew(channel),
+                lambda: owner.has_others,
             ),
             lambda message: owner.on_ended(ended_from_wire(message)),
             on_connected=self._on_connected,

@@ -28,12 +28,12 @@ RECONNECT_S = 0.2
 # A failure during loading is likely to repeat: pauses double up to this limit.
 MAX_RECONNECT_S = 5.0
 WATCH_INTERVAL_S = 1.0
-HEARTBEAT_S = 1.0
+HEARTBEAT_S = 0.5
 # Heartbeats in a row without an answer after which a rank counts as lost, with it all rows: if another group would
 # serve their requests, and if they can only wait for the rank. They are counted, as a process that was stopped itself
 # would measure a long time.
 SILENT_BEATS = 3
-SILENT_BEATS_ALONE = 10
+SILENT_BEATS_ALONE = 20
 # Heartbeats in a row in which no result arrived and a rank had no plan, although some are in flight.
 IDLE_BEATS = 3
 # The version of weights that have not been replaced.
@@ -53,6 +53,10 @@ class GroupState(Enum):
     READY = "READY"
     SLEEPING = "SLEEPING"
     FAILED = "FAILED"
+
+
+class RankSilentError(RankLostError):
+    """A rank or its connection answers nothing, though nothing has broken."""
 
 
 class _ReplacingError(RankLostError):
@@ -93,8 +97,11 @@ class GroupListener(Protocol):
     def has_others(self) -> bool:
         """Whether another group would serve requests now."""
 
-    def on_lost(self, *, out_of_memory: bool) -> None:
-        """The group is lost with all rows and all KV; `out_of_memory`: its last steps were too large."""
+    def on_lost(self, *, out_of_memory: bool, is_silent: bool = False) -> None:
+        """The group is lost with all rows and all KV.
+
+        `out_of_memory`: its last steps were too large; `is_silent`: a rank does not answer, so it may stay away.
+        """
 
 
 class WorkerGroup:
@@ -382,7 +389,10 @@ class WorkerGroup:
                 self._has_engine_failed = False
             else:
                 self._has_engine_failed = not error.out_of_memory if isinstance(error, EngineFailedError) else None
-            self._listener.on_lost(out_of_memory=isinstance(error, EngineFailedError) and error.out_of_memory)
+            self._listener.on_lost(
+                out_of_memory=isinstance(error, EngineFailedError) and error.out_of_memory,
+                is_silent=isinstance(error, RankSilentError),
+            )
         elif self.state is GroupState.CONFIGURING:
             self.state = GroupState.CONNECTING
             self._pause_s = min(2 * self._pause_s, MAX_RECONNECT_S)
@@ -521,7 +531,7 @@ class WorkerGroup:
             pulse = await rank.pulse(HEARTBEAT_S)
             silent = silent + 1 if pulse is None else 0
             if silent >= (SILENT_BEATS if self._listener.has_others else SILENT_BEATS_ALONE):
-                raise RankLostError(f"rank {number} has not answered {silent} heartbeats")
+                raise RankSilentError(f"rank {number} has not answered {silent} heartbeats")
             if pulse is not None and self._plans_in_flight and pulse.engine_age_s > self._timeout_s:
                 raise EngineFailedError(
                     f"the engine of rank {number} has made no progress for {pulse.engine_age_s:.0f} s"
@@ -530,7 +540,7 @@ class WorkerGroup:
             is_waiting = self._plans_in_flight and self._last_sign == last_sign
             idle = idle + 1 if pulse is not None and pulse.open_plans == 0 and is_waiting else 0
             if idle >= IDLE_BEATS:
-                raise RankLostError(f"plans to rank {number} or its results were lost")
+                raise RankSilentError(f"plans to rank {number} or its results were lost")
 
 
 def _most_informative(errors: list[BaseException]) -> BaseException:

@@ -433,8 +433,11 @@ class SchedulerLoop:
         self.core.finish_transfer(ack, self.now)
         self._wake.set()
 
-    def on_lost(self, *, out_of_memory: bool) -> None:
-        """Requeue all sequences until the workers return; after an out-of-memory error, plan smaller steps."""
+    def on_lost(self, *, out_of_memory: bool, is_silent: bool = False) -> None:
+        """Requeue all sequences until the workers return; after an out-of-memory error, plan smaller steps.
+
+        They are handed back for another group at once if a rank has been silent, as it may be stopped.
+        """
         metrics.GROUP_READY.set(self.is_sleeping)
         self._recovery.stop()
         if self.core is None:
@@ -444,6 +447,9 @@ class SchedulerLoop:
             limits = self.core.limits
             self._log.warning("steps.shrunk", tokens=limits.tokens, rows=limits.rows, gave_up=not could_shrink)
         self.core.requeue_all()
+        if is_silent:
+            self._away_since = self.now - HAND_BACK_S
+            self._hand_back(self.core)
         self._push()
 
     def on_choices_ended(self, ended: Iterable[EndedChoice]) -> None:
@@ -558,7 +564,7 @@ class SchedulerLoop:
             return
         if self._away_since is None:
             self._away_since = self.now
-        if self.has_others and self.now - self._away_since > HAND_BACK_S and any(core.open_sequences):
+        if self.has_others and self.now - self._away_since >= HAND_BACK_S and any(core.open_sequences):
             self._log.warning("requests.handed_back", requests=sum(1 for _ in core.open_sequences))
             core.fail_all(UnavailableError("the workers of this group are away", retry_after_ms=1000))
 

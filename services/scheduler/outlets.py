@@ -80,6 +80,11 @@ class Outlets:
             self._owners.pop(choice.handle, None)
         self._listener.on_choices_ended(known)
 
+    @property
+    def has_others(self) -> bool:
+        """Whether another group would serve the requests of this one."""
+        return self._listener.has_others
+
     def _find(self, reply_to: ReplyTo) -> DetokenizerLink | None:
         """Return the connected link to a detokenizer; one that is not named is the only one."""
         connected = self._links.connected

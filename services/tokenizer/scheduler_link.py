@@ -27,8 +27,8 @@ SERVICE = "pando.v1.Scheduler"
 MAX_MESSAGE_TOKENS = 2_000_000
 # Aborts kept for an unavailable scheduler; a lost abort only costs it unneeded work.
 MAX_KEPT_ABORTS = 65_536
-# Heartbeats, one per second, without an answer after which a scheduler's reports do not count.
-STALE_BEATS = 2
+# Heartbeats, two per second, without an answer after which a scheduler's reports do not count.
+STALE_BEATS = 3
 
 
 class SchedulerListener(Protocol):
@@ -64,6 +64,7 @@ class SchedulerLink:
                     lambda: stub.Submit(),
                     lambda: scheduler_pb2.SchedulerSubmitRequest(heartbeat=True),
                     lambda: renew(channel),
+                    lambda: self._others_serve,
                 ),
                 self._on_message,
                 on_connected=self._on_connected,
