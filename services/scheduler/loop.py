@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from common.errors import UnavailableError
 from common.limits import Limits, load_limits
@@ -47,10 +47,9 @@ if TYPE_CHECKING:
     from common.transfers import TransferAck
     from common.types import ReplyTo, ScheduleRequest, SessionGrant, SessionWish, View
     from services.scheduler.core.output import EndedChoice
-    from services.scheduler.core.sequence import PrefillFollower
+    from services.scheduler.core.sequence import PrefillFollower, Sequence
     from services.scheduler.core.sessions import Sessions
     from services.scheduler.decision_log import DecisionLog
-    from services.scheduler.disaggregation.prefill_client import PrefillClient
     from services.scheduler.group import WorkerGroup
     from services.scheduler.outlets import Outlets
     from services.scheduler.rank import LoadedWeights
@@ -68,6 +67,16 @@ TOO_MANY_WHILE_ASLEEP = "the model sleeps, and as many requests wait for it as m
 NOT_WOKEN = "the model slept, and was not woken in time; try again later"
 ASLEEP_RETRY_MS = 10_000
 SHOWN_VIOLATIONS = 5  # per log line; one defect may show on many paths
+
+
+class RemotePrefills(Protocol):
+    """Has prompts computed by other groups; `asked` and `failed` are the numbers of these since start."""
+
+    asked: int
+    failed: int
+
+    def consider(self, core: SchedulerCore, sequence: Sequence) -> None:
+        """Have a new request's prompt computed elsewhere if that pays."""
 
 
 class SchedulerLoop:
@@ -128,7 +137,7 @@ class SchedulerLoop:
         self.timelines = Timelines()
         self._role = GroupRole(settings.role)
         # Has prompts computed by other groups; None: it never does.
-        self.prefills: PrefillClient | None = None
+        self.prefills: RemotePrefills | None = None
         self._log = get_logger("loop")
 
     def connect(self, group: WorkerGroup, outlets: Outlets) -> None:
@@ -220,7 +229,8 @@ class SchedulerLoop:
     def submit_prefill(self, request: ScheduleRequest, follower: PrefillFollower) -> Admission:
         """Submit a request of which only the prompt is computed, for another group, and inform `follower`."""
         if self.core is None or self._is_draining or not self._is_group_ready:
-            error = UnavailableError(self._why_unavailable(), retry_after_ms=1000)
+            reason = "the scheduler is shutting down" if self._is_draining else "the scheduler waits for its workers"
+            error = UnavailableError(reason, retry_after_ms=1000)
             return Admission(request.request_id, len(request.token_ids), error.to_failure())
         admission = self.core.submit(request, self.now, follower)
         self._wake.set()

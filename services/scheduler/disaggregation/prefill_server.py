@@ -25,6 +25,8 @@ if TYPE_CHECKING:
     from services.scheduler.rank import RankConnection
 
 LEASE_BYTES = 16
+# Of a call to a rank: it fails, or the group has been lost and its channel closed.
+CALL_ERRORS = (grpc.aio.AioRpcError, grpc.aio.UsageError)
 # Longest time for which pages are kept after the last of them was offered; reading takes far less.
 LEASE_S = 60.0
 # Interval of messages while nothing is computed, by which the other group knows that this one is alive.
@@ -117,10 +119,12 @@ class PrefillServer:
     async def _release(self, lease: _Lease) -> None:
         if self._loop.core is lease.core:
             lease.core.abort(lease.request.request_id)
-        await lease.revoke(lambda: self._group.ranks)
-        self.open_leases -= 1
-        metrics.PREFILL_LEASES.set(self.open_leases)
-        self._loop.wake()
+        try:
+            await lease.revoke(lambda: self._group.ranks)
+        finally:
+            self.open_leases -= 1
+            metrics.PREFILL_LEASES.set(self.open_leases)
+            self._loop.wake()
 
 
 class _Lease:
@@ -158,7 +162,7 @@ class _Lease:
             self._has_granted = True
             try:
                 await asyncio.gather(*(rank.grant_pages(self.name, new) for rank in self._ranks))
-            except grpc.aio.AioRpcError as error:
+            except CALL_ERRORS as error:
                 raise UnavailableError("a worker was lost", retry_after_ms=1000) from error
             self._pages += len(new)
         return new
@@ -168,7 +172,7 @@ class _Lease:
         pending = set(self._ranks) if self._has_granted else set()
         while pending and pending <= set(current()):
             for rank in list(pending):
-                with contextlib.suppress(grpc.aio.AioRpcError):
+                with contextlib.suppress(*CALL_ERRORS):
                     await rank.revoke_pages(self.name)
                     pending.discard(rank)
             if pending:
