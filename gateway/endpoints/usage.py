@@ -35,7 +35,7 @@ LATEST = 2**40
 
 
 @dataclass(frozen=True, slots=True)
-class Window:
+class UsageWindow:
     """Consecutive buckets of `width` seconds; `more` is the start of the next one, if the query asks for more."""
 
     starts: range
@@ -86,7 +86,7 @@ def add_routes(router: APIRouter, context: Context) -> None:
         return _page("page", data, window)
 
 
-async def _uses(context: Context, caller: Caller, window: Window) -> Sequence[HourOfUse]:
+async def _uses(context: Context, caller: Caller, window: UsageWindow) -> Sequence[HourOfUse]:
     """Return what the caller may know: all for an administrator, otherwise its own and that of users it vouches for."""
     starts, end = window.starts, min(window.starts.stop, window.end)
     if not starts:
@@ -101,7 +101,7 @@ async def _uses(context: Context, caller: Caller, window: Window) -> Sequence[Ho
 
 
 def _summed(
-    uses: Iterable[HourOfUse], window: Window, groups: Sequence[str]
+    uses: Iterable[HourOfUse], window: UsageWindow, groups: Sequence[str]
 ) -> list[tuple[int, int, list[tuple[dict[str, str], Tokens]]]]:
     """Return for each bucket its start, its end, and the sums of each group."""
     buckets: dict[int, defaultdict[tuple[str, ...], list[Tokens]]] = {
@@ -123,7 +123,7 @@ def _summed(
     ]
 
 
-def _window(request: Request) -> Window:
+def _window(request: Request) -> UsageWindow:
     width_name = request.query_params.get("bucket_width", "1d")
     if width_name not in WIDTHS:
         raise InvalidRequestError("'bucket_width' should be '1h' or '1d'.", param="bucket_width")
@@ -137,7 +137,7 @@ def _window(request: Request) -> Window:
     start = _number(request, "page", first, 0, LATEST)
     start -= start % width
     stop = min(start + limit * width, end + -end % width)
-    return Window(range(start, max(stop, start), width), width, end, stop if start < stop < end else None)
+    return UsageWindow(range(start, max(stop, start), width), width, end, stop if start < stop < end else None)
 
 
 def _groups(request: Request, known: Iterable[str]) -> list[str]:
@@ -192,7 +192,7 @@ def _result(group: dict[str, str], tokens: Tokens) -> dict[str, object]:
     }
 
 
-def _page(kind: str, data: Sequence[object], window: Window) -> Response:
+def _page(kind: str, data: Sequence[object], window: UsageWindow) -> Response:
     more = None if window.more is None else str(window.more)
     body = {"object": kind, "data": data, "has_more": more is not None, "next_page": more}
     return Response(orjson.dumps(body), media_type="application/json")

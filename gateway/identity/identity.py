@@ -31,7 +31,7 @@ class KeySource(Protocol):
         """Return the key whose secret is `secret`, None if there is none."""
 
 
-class Tokens(Protocol):
+class TokenVerifier(Protocol):
     """Verifies signed tokens."""
 
     async def caller(self, token: str) -> Caller:
@@ -76,7 +76,7 @@ class Identity:
     """Decides the caller of each request."""
 
     def __init__(
-        self, keys: KeySource | None, proxy: TrustedProxy, keyless: Keyless, tokens: Tokens | None = None
+        self, keys: KeySource | None, proxy: TrustedProxy, keyless: Keyless, tokens: TokenVerifier | None = None
     ) -> None:
         """Accept `keys` and `tokens`; without both, requests need no credential and `keyless` decides their caller."""
         self._keys = keys

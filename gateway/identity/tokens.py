@@ -59,7 +59,7 @@ class SigningKeys(Protocol):
 
 
 class SignedTokens:
-    """Implements `gateway.identity.identity.Tokens`."""
+    """Implements `gateway.identity.identity.TokenVerifier`."""
 
     def __init__(self, rules: TokenRules, keys: SigningKeys) -> None:
         self._rules = rules

@@ -59,7 +59,7 @@ WARM_UP_REQUESTS = 8
 
 
 @dataclass(slots=True)
-class Samples:
+class PhaseSamples:
     """Times of interactive requests, in ms, and what the batch has done meanwhile."""
 
     first: list[float] = field(default_factory=list)
@@ -146,7 +146,9 @@ class BatchApi:
         return dict(response.json())
 
 
-async def measure_interference(arguments: argparse.Namespace, url: str, rate: float) -> list[tuple[Samples, Samples]]:
+async def measure_interference(
+    arguments: argparse.Namespace, url: str, rate: float
+) -> list[tuple[PhaseSamples, PhaseSamples]]:
     """Return the samples without and with a batch, of each round."""
     bench = await ServerUnderTest.connect(TargetOptions(url))
     api = BatchApi(url, bench.model)
@@ -154,7 +156,7 @@ async def measure_interference(arguments: argparse.Namespace, url: str, rate: fl
     rounds = []
     try:
         for number in range(arguments.rounds):
-            pair = (Samples(), Samples())
+            pair = (PhaseSamples(), PhaseSamples())
             for with_batch in (False, True) if number % 2 == 0 else (True, False):
                 batch_id = None
                 if with_batch:
@@ -194,9 +196,9 @@ def _load(arguments: argparse.Namespace, rate: float, number: int, *, with_batch
     return [replace(session, arrival_s=time_s) for session, time_s in zip(sessions, times, strict=True)]
 
 
-def _changes(rounds: Sequence[tuple[Samples, Samples]]) -> dict[str, float]:
+def _changes(rounds: Sequence[tuple[PhaseSamples, PhaseSamples]]) -> dict[str, float]:
     """Return by how many percent a batch increases each figure, over the samples of all rounds."""
-    pooled = (Samples(), Samples())
+    pooled = (PhaseSamples(), PhaseSamples())
     for pair in rounds:
         for all_of, samples in zip(pooled, pair, strict=True):
             all_of.first += samples.first
