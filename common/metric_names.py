@@ -99,5 +99,5 @@ class WithVllmNames(CollectorRegistry):
 
 
 def exposed(registry: CollectorRegistry, settings: Settings) -> CollectorRegistry:
-    """Return what a service with these settings exposes of `registry`."""
+    """Return the metrics of `registry` that a service with these settings exposes."""
     return WithVllmNames(registry, settings.model.name) if settings.metrics.vllm_names else registry

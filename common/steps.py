@@ -259,7 +259,7 @@ class EngineSpec:
 
 
 class SleepLevel(IntEnum):
-    """What becomes of a rank's weights while it sleeps; its KV memory is given back in any case."""
+    """Where a rank's weights are while it sleeps; its KV memory is freed in any case."""
 
     HOST = 1
     """They move to host memory; those of a CPU stay where they are."""
@@ -268,7 +268,7 @@ class SleepLevel(IntEnum):
 
 
 class SleepPart(StrEnum):
-    """What a sleeping rank has given back, by the names that vLLM gives to these parts."""
+    """Parts of memory that a sleeping rank has freed, by vLLM's names."""
 
     WEIGHTS = "weights"
     KV_CACHE = "kv_cache"

@@ -64,7 +64,7 @@ class TransferDirection(Enum):
 class PeerPages:
     """Pages on the devices of another group with the same shards; `workers` are its workers' addresses, by rank.
 
-    Whoever knows `lease`, 16 random bytes, may read them while the other group grants it; it is never logged.
+    The `lease`, 16 random bytes, permits reading them while the other group grants it; it is never logged.
     `device_pages` is [pages] int32.
     """
 

@@ -196,7 +196,7 @@ class SessionGrant:
 
 
 class GroupRole(Enum):
-    """What a scheduler group does: compute prompts for others, serve requests, or both by itself."""
+    """Role of a scheduler group: it computes prompts for others, serves requests, or does both by itself."""
 
     BOTH = "both"
     PREFILL = "prefill"
@@ -205,7 +205,7 @@ class GroupRole(Enum):
 
 @dataclass(frozen=True, slots=True)
 class LoadReport:
-    """What a scheduler has to do: choices that wait or run, and whether a request submitted now would run; its role.
+    """Load of a scheduler: choices that wait or run, and whether a request submitted now would run; its role.
 
     If its workers sleep, a request would wait for them to be woken.
     """

@@ -45,8 +45,8 @@ MAX_PAUSE_S = 0.25
 ACCEPT_TIMEOUT_S = 3.0
 HEARTBEAT_S = 0.5
 # Heartbeats without any message from the peer beyond which the connection counts as dead: if another process would do
-# the peer's work, and if it can only be waited for. They are counted, as a process that was stopped itself would
-# measure a long time.
+# the peer's work, and if it can only be waited for. They are counted, not timed, as a
+# process that was itself stopped would measure a long time.
 SILENT_BEATS_OF_SEVERAL = 2
 SILENT_BEATS = 10
 # UNIMPLEMENTED: the peer's version does not work with this one.

@@ -79,12 +79,12 @@ _ROLES_FROM_WIRE = {number: role for role, number in _ROLES.items()}
 
 
 def role_to_wire(role: GroupRole) -> scheduler_pb2.SchedulerRole.ValueType:
-    """Encode what a scheduler group does."""
+    """Encode the role of a scheduler group."""
     return _ROLES[role]
 
 
 def role_from_wire(number: scheduler_pb2.SchedulerRole.ValueType) -> GroupRole:
-    """Decode what a scheduler group does; one that does not say it does both."""
+    """Decode the role of a scheduler group; BOTH where it is missing or unknown."""
     return _ROLES_FROM_WIRE.get(number, GroupRole.BOTH)
 
 

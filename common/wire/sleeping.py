@@ -23,7 +23,7 @@ def sleep_level_from_wire(level: int) -> SleepLevel:
 
 
 def sleep_parts_from_wire(parts: Iterable[str]) -> tuple[SleepPart, ...]:
-    """Decode the parts to restore; none are all.
+    """Decode the parts to restore; an empty list stands for all.
 
     Raises:
         InvalidRequestError: there is no such part.

@@ -28,7 +28,7 @@ ENTRY_BYTES = 1024
 # Index of all files: "<time of expiry, seconds>-<id>" -> owner's folder, tenant's digest, bytes.
 INDEX = "file-index"
 FULL_RETRY_MS = 60_000
-NO_OWNER = "Requests without a credential cannot be told apart, so they cannot own files and batches; send an API key."
+NO_OWNER = "Requests without a credential are anonymous, and cannot own files and batches; send an API key."
 
 
 @dataclass(frozen=True, slots=True)

@@ -56,7 +56,7 @@ def add_routes(router: APIRouter, context: Context) -> None:
 
 
 def describe(name: str, request: RecentRequest, scheduled: Iterable[ScheduledRequest]) -> Json:
-    """Return what became of a request, as JSON."""
+    """Return the phases and the outcome of a request, as JSON."""
     phases = sorted(_phases(request, tuple(scheduled)), key=lambda phase: phase["start"])
     usage = None
     if request.usage is not None:

@@ -87,7 +87,7 @@ def add_routes(router: APIRouter, context: Context) -> None:
 
 
 async def _uses(context: Context, caller: Caller, window: UsageWindow) -> Sequence[HourOfUse]:
-    """Return what the caller may know: all for an administrator, otherwise its own and that of users it vouches for."""
+    """Return the use that the caller may see: all for administrators, else its own and that of users it vouches for."""
     starts, end = window.starts, min(window.starts.stop, window.end)
     if not starts:
         return ()

@@ -1,4 +1,4 @@
-"""What became of recent requests at this gateway: their times, submissions and tokens, but no text."""
+"""Recent requests at this gateway: their times, submissions and tokens, but no text."""
 
 from __future__ import annotations
 

@@ -40,7 +40,7 @@ NOTHING = Tokens(0, 0, 0, 0)
 
 @dataclass(frozen=True, slots=True)
 class LedgerEntry:
-    """What one request has used so far; a later entry with the same id replaces it unless it has less output."""
+    """The use of one request so far; a later entry with the same id replaces it unless it has less output."""
 
     request_id: RequestId
     subject: Subject
@@ -52,7 +52,7 @@ class LedgerEntry:
 
 @dataclass(frozen=True, slots=True)
 class UsageQuery:
-    """Whose use to sum, and over which time, in Unix seconds: `start` inclusive, `end` exclusive, whole hours.
+    """The accounts and the time to sum over, in Unix seconds: `start` inclusive, `end` exclusive, whole hours.
 
     `tenant` None stands for all tenants, `subjects` None for all subjects.
     """

@@ -106,7 +106,7 @@ class GrpcAdministration:
         ]
 
     async def timelines(self, request_ids: Sequence[RequestId], subject: Subject) -> list[ScheduledRequest]:
-        """Return what the schedulers remember of requests of `subject`."""
+        """Return the schedulers' records of those of `request_ids` that are requests of `subject`."""
         request = scheduler_pb2.GetTimelinesRequest(request_ids=request_ids, subject=subject_to_wire(subject))
         answers = await self._ask(lambda stub: stub.GetTimelines(request, timeout=TIMEOUT_S, metadata=self._metadata))
         return [_scheduled_from_wire(timeline) for answer in answers for timeline in answer.timelines]

@@ -111,7 +111,7 @@ class Administration(Protocol):
         """Return the statistics of each group's scheduler, as JSON."""
 
     async def timelines(self, request_ids: Sequence[RequestId], subject: Subject) -> list[ScheduledRequest]:
-        """Return what the schedulers remember of requests of `subject`."""
+        """Return the schedulers' records of those of `request_ids` that are requests of `subject`."""
 
     async def detailed_states(self, max_owners: int) -> list[dict[str, object]]:
         """Like `states`, with open requests and the `max_owners` largest owners, by name; for administrators only.

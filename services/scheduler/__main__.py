@@ -156,7 +156,7 @@ def make_desk(settings: Settings, loop: SchedulerLoop) -> ContentDesk | None:
 def publish_kv_events(
     settings: Settings, loop: SchedulerLoop, keys: FleetKeys | None
 ) -> list[Coroutine[None, None, None]]:
-    """Return what publishes KV events, if the settings ask for it; without `keys`, names are valid for this process.
+    """Return the publisher of KV events, if the settings ask for it; without `keys`, names are valid for this process.
 
     Raises:
         ConfigurationError: packages are missing, or an endpoint is invalid.

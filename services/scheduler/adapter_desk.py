@@ -203,7 +203,7 @@ class AdapterDesk:
 
 
 async def _answered(call: Awaitable[T]) -> T:
-    """Return what ranks answer.
+    """Return the ranks' answer.
 
     Raises:
         InvalidRequestError: one refuses.

@@ -83,7 +83,7 @@ class _Prefixes:
 
 @dataclass(slots=True)
 class _Outbox:
-    """What has to be sent, in this order."""
+    """Messages to send, in this order."""
 
     facts: deque[bytes] = field(default_factory=lambda: deque(maxlen=_KEPT))
     revocations: deque[FleetRevocation] = field(default_factory=lambda: deque(maxlen=_KEPT))

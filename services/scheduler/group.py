@@ -204,7 +204,7 @@ class WorkerGroup:
     async def replace_weights(self, weights: LoadedWeights) -> None:
         """Configure all ranks with other weights; if any of them fails, all get the weights that they had.
 
-        The listener is told that the group is lost, and that it is ready again.
+        The listener is notified that the group is lost, and that it is ready again.
 
         Raises:
             PandoError: the weights could not be loaded, or a rank was lost; the earlier ones serve again, or soon will.

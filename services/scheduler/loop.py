@@ -62,7 +62,7 @@ CHECKED_PATHS = 8
 # Seconds without workers after which requests are handed back for another group; ranks that restart after an error of a
 # step are ready sooner, with the rows' order kept.
 HAND_BACK_S = 1.0
-# Told to clients of a model that sleeps.
+# Messages to clients of a model that sleeps.
 TOO_MANY_WHILE_ASLEEP = "the model sleeps, and as many requests wait for it as may; try again later"
 NOT_WOKEN = "the model slept, and was not woken in time; try again later"
 ASLEEP_RETRY_MS = 10_000
@@ -151,11 +151,11 @@ class SchedulerLoop:
 
     @property
     def role(self) -> GroupRole:
-        """What this group does."""
+        """Role of this group."""
         return self._role
 
     def set_role(self, role: GroupRole) -> None:
-        """Change what this group does; open requests continue."""
+        """Change the role of this group; open requests continue."""
         if role is not self._role:
             self._log.info("role.changed", role=role.value, before=self._role.value)
         self._role = role

@@ -202,7 +202,7 @@ class RankConnection:
         await answered(self._stub.DropAdapter(request, timeout=STATE_TIMEOUT_S))
 
     async def adapters(self) -> list[AdapterInfo]:
-        """Return the adapters that the rank was told to read.
+        """Return the adapters that the rank has been asked to read.
 
         Raises:
             PandoError: the rank is unreachable.

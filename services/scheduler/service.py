@@ -140,7 +140,7 @@ class SchedulerService(scheduler_pb2_grpc.SchedulerServicer):
     async def SetRole(  # noqa: N802
         self, request: scheduler_pb2.SetRoleRequest, context: Context
     ) -> scheduler_pb2.SetRoleResponse:
-        """Change what this group does."""
+        """Change the role of this group."""
         self._credentials.require_admin_if_set(_metadata(context), "change the role")
         role = role_from_wire(request.role)
         if role is GroupRole.DECODE and (core := self._loop.core) is not None and core.memory.loads is None:

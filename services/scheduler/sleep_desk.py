@@ -28,7 +28,7 @@ POLL_S = 0.02
 
 
 class SleepMode(Enum):
-    """What becomes of running requests; see `SleepMode` in protos/pando/v1/scheduler.proto."""
+    """Treatment of running requests; see `SleepMode` in protos/pando/v1/scheduler.proto."""
 
     DRAIN = "drain"
     REQUEUE = "requeue"

@@ -23,7 +23,7 @@ MAX_VERSION_CHARACTERS = 128
 
 
 class UpdateMode(Enum):
-    """What becomes of running requests; see `WeightsUpdateMode` in protos/pando/v1/scheduler.proto."""
+    """Treatment of running requests; see `WeightsUpdateMode` in protos/pando/v1/scheduler.proto."""
 
     DRAIN = "drain"
     RECOMPUTE = "recompute"
@@ -108,7 +108,7 @@ class WeightsDesk:
         return UpdatedWeights(weights.version, running, paused_s, beside)
 
     async def _commit(self, weights: LoadedWeights, mode: UpdateMode) -> tuple[int, float]:
-        """Deal with the requests that run, and have the weights used; return their number, and the pause in seconds."""
+        """Treat running requests by `mode` and switch weights; return their number, and the pause in seconds."""
         running = self._loop.count_started()
         try:
             match mode:

@@ -77,7 +77,7 @@ async def serve(settings: Settings, stopping: asyncio.Event) -> None:
     try:
         await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
         await server.set_serving(False)
-        # A scheduler that was told to end at the same time needs its workers until its requests have finished.
+        # A scheduler that is stopped at the same time needs its workers until its requests have finished.
         await drained(lambda: not rank.has_session or rank.needs_new_process.is_set(), settings.scheduler.drain_s)
     finally:
         for end in ends:

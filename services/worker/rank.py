@@ -267,8 +267,8 @@ class Rank:
         """Let workers of other groups read pages under a lease; see `PageLeases`.
 
         Raises:
-            NotReadyError: no stream of plans is open, so nobody holds the pages.
-            InvalidRequestError: the lease's name is no name, or this rank has no such pages.
+            NotReadyError: no stream of plans is open, so no scheduler holds the pages.
+            InvalidRequestError: the lease's name is invalid, or this rank has no such pages.
         """
         if self._session is None or self._capacity is None:
             raise NotReadyError("no stream of plans is open")

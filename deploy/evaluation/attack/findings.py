@@ -26,9 +26,9 @@ _QUANTILE = float(stats.norm.ppf((1 + CONFIDENCE) / 2))
 
 
 class OracleVerdict(Enum):
-    """Whether an oracle tells anything.
+    """Whether an oracle reveals anything.
 
-    BOUNDED: it tells as much as is claimed that it may, and no more; UNBOUNDED: more than that. UNDECIDED: too few
+    BOUNDED: it reveals as much as is claimed that it may, and no more; UNBOUNDED: more than that. UNDECIDED: too few
     observations for the noise. NOT_APPLICABLE: the server has no such thing.
     """
 
@@ -61,7 +61,7 @@ class Finding:
 
 
 def judge(oracle: str, separation: Separation, note: str = "", *, either_way: bool = False) -> Finding:
-    """Return the finding that a separation amounts to; `either_way`: showing less would tell as much."""
+    """Return the finding that a separation amounts to; `either_way`: showing less would reveal as much."""
     shown = separation.folded if either_way else separation
     verdict, doubt = _decide(shown)
     notes = "; ".join(part for part in (note, doubt) if part)
@@ -94,7 +94,7 @@ class Group:
 
 @dataclass(frozen=True, slots=True)
 class Separation:
-    """How well an observable tells held texts from others.
+    """How well an observable separates held texts from others.
 
     `auc` is the chance that a held text shows more than another one (ties count half; 0.5 is blind guessing), `low` to
     `high` its 95 % bootstrap interval. `blind` is half of the interval that as many random observations would have; 0
@@ -117,7 +117,7 @@ class Separation:
 
     @property
     def folded(self) -> Separation:
-        """The same where showing less tells as much as showing more."""
+        """The same where showing less reveals as much as showing more."""
         if self.auc >= 0.5:
             return self
         return replace(self, auc=1 - self.auc, low=1 - self.high, high=1 - self.low)

@@ -55,7 +55,7 @@ MODES = ("shared", "isolated", "isolated_pinned", "user_aware")
 # Small, so that a flood is soon through: 16,384 tokens of KV.
 DEVICE_PAGES = 1024
 EPOCH_SECONDS = 2.0
-# The order that tells most: who has more cached goes first.
+# The order that reveals most: requests with more cached tokens go first.
 DEFAULTS = (
     f"scheduler.cache.epoch_seconds={EPOCH_SECONDS}",
     f"scheduler.device_pages={DEVICE_PAGES}",

@@ -48,7 +48,7 @@ class VictimKeys:
 class Server:
     """A server under attack. What is not known of it makes oracles not applicable, never wrong.
 
-    `mode` is `UNKNOWN` if nobody has said; `capacity_tokens` is the KV memory that a flood has to fill; `rows` the
+    `mode` is `UNKNOWN` if it is not given; `capacity_tokens` is the KV memory that a flood has to fill; `rows` the
     number of requests that run at the same time; `sibling_url` another server over the same storage, with the same
     keys; `storage` the directory of that storage, if the attacker can write to it; `policy` the order of the waiting
     queue; `has_keys` says whether requests need a credential; `model` is the model's name in results, if it is not the
@@ -69,7 +69,7 @@ class Server:
 
     @property
     def promotes(self) -> bool:
-        """Whether what enough people have asked becomes shared: without a credential nobody can name people."""
+        """Whether text that enough people have sent becomes shared; without credentials, people cannot be named."""
         return self.mode == "user_aware" and self.has_keys
 
 
@@ -131,7 +131,7 @@ class Scene:
     async def pass_epoch(self) -> None:
         """Wait until an epoch boundary has passed after everything that was asked before.
 
-        Where text becomes public by evidence, a text that has enough of it tells when: that it does is also the proof
+        Where text becomes public by evidence, a text that has enough of it shows when: that it does is also the proof
         that the server shares anything at all.
 
         Raises:

@@ -1,4 +1,4 @@
-"""What a batch costs interactive requests, and what the files and the HTTP side cost a batch.
+"""The cost of a batch to interactive requests, and the cost of files and HTTP to a batch.
 
 Run as `python -m deploy.evaluation.experiments.batches interference` and `… throughput`.
 
@@ -60,7 +60,7 @@ WARM_UP_REQUESTS = 8
 
 @dataclass(slots=True)
 class PhaseSamples:
-    """Times of interactive requests, in ms, and what the batch has done meanwhile."""
+    """Times of interactive requests, in ms, and the lines of the batch that were done meanwhile."""
 
     first: list[float] = field(default_factory=list)
     gaps: list[float] = field(default_factory=list)

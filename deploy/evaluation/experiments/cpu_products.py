@@ -63,7 +63,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def measure(arguments: argparse.Namespace) -> dict[str, tuple[Spread, str]]:
     """Print and return the rates of all products, and for each type how much faster oneDNN's workloads are."""
-    # Only now: these load torch, and with it the runtime that reads what was set.
+    # Imported here: these load torch and its OpenMP runtime, which reads the variables that `limit_spinning` has set.
     import torch
 
     from services.worker.engine.backends import DTYPES, RunnerOptions, find_library
@@ -116,7 +116,7 @@ def shapes_of(model: str) -> tuple[ProductShape, ...]:
 def prepared_ways(
     library: CpuLibrary, dtype: torch.dtype, threads: int, blocks: BlockFunctions | None
 ) -> dict[str, Prepare]:
-    """Return what lays out a weight, by the name of the way."""
+    """Return the functions that lay out a weight, by the name of the way."""
     from services.worker.engine.kernels.cpu.kernels import CpuKernels
     from services.worker.engine.kernels.torch.kernels import PrepackedLinear, TorchLinear
 

@@ -35,7 +35,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Print the figures, and write them if asked to; return the exit code."""
     arguments = parse(argv)
     limit_spinning()
-    # Only now: these load torch, and with it the runtime that reads what was set.
+    # Imported here: these load torch and its OpenMP runtime, which reads the variables that `limit_spinning` has set.
     if arguments.part == "accuracy":
         from deploy.evaluation.experiments.quantization_accuracy import measure_accuracy as measure
     else:

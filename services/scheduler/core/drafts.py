@@ -74,7 +74,7 @@ class DraftSources:
 
 
 def repetition(known: TokenIds, most: int) -> Guess | None:
-    """Return what followed the longest and latest earlier occurrence of the end of `known`: prompt lookup.
+    """Return the tokens after the longest and latest earlier occurrence of the end of `known`: prompt lookup.
 
     `known` is [tokens] int32.
     """

@@ -1,4 +1,4 @@
-"""What happened to sequences since it was last asked: the core has no clock, so its caller notes the times."""
+"""Events of sequences since the last call: the core has no clock, so its caller notes the times."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ class Milestones:
         self._pending.append(replace(milestone, finish=finish, output_tokens=output_tokens, charged_tokens=charged))
 
     def take(self) -> list[Milestone]:
-        """Return what was noted since the last call."""
+        """Return the milestones noted since the last call."""
         taken, self._pending = self._pending, []
         return taken
 

@@ -191,7 +191,7 @@ class ClassQueues:
     def __init__(
         self, rows: RowSlots, interactive: QueueOrder, batches: QueueOrder, *, retracted_first: bool = True
     ) -> None:
-        """Start empty; `rows` tell whether an interactive sequence runs."""
+        """Start empty; `rows` say whether an interactive sequence runs."""
         self._rows = rows
         self._interactive = WaitingQueue(interactive.policy, interactive.counters, retracted_first=retracted_first)
         self._batches = WaitingQueue(batches.policy, batches.counters, retracted_first=retracted_first)

@@ -111,7 +111,7 @@ class Sequence:
     fetch: Fetch | None = None
     # Its pages at another group that computes its prompt, if one does; it waits for them.
     remote: PeerFetch | None = None
-    # Who follows its progress in place of a detokenizer, if it is computed for another group.
+    # Follows its progress in place of a detokenizer, if it is computed for another group.
     follower: PrefillFollower | None = None
     # The open session that it is a turn of.
     session: Session | None = None

@@ -131,7 +131,7 @@ class PrefillClient:
             if message.is_last:
                 fetch.is_complete = True
             self._loop.wake()
-        while not fetch.is_done:  # noqa: ASYNC110  (the core notifies nobody)
+        while not fetch.is_done:  # noqa: ASYNC110  (the core cannot notify)
             await asyncio.sleep(WATCH_S)
 
     def _patience_s(self, core: SchedulerCore) -> float:

@@ -37,7 +37,7 @@ REVOKE_RETRY_S = 0.5
 
 @dataclass(frozen=True, slots=True)
 class PrefillPart:
-    """What has been computed since the part before; see `PrefillResponse` in protos/pando/v1/scheduler.proto."""
+    """The pages computed since the part before; see `PrefillResponse` in protos/pando/v1/scheduler.proto."""
 
     fingerprint: str
     workers: tuple[str, ...]

@@ -230,7 +230,7 @@ def session_to_wire(session: Session, shown: Disclosure, now: float) -> sessions
 
 
 def sleep_mode_from_wire(mode: scheduler_pb2.SleepMode.ValueType) -> SleepMode:
-    """Decode what becomes of running requests.
+    """Decode the treatment of running requests.
 
     Raises:
         InvalidRequestError: the mode is missing or unknown.
@@ -242,7 +242,7 @@ def sleep_mode_from_wire(mode: scheduler_pb2.SleepMode.ValueType) -> SleepMode:
 
 
 def update_mode_from_wire(mode: scheduler_pb2.WeightsUpdateMode.ValueType) -> UpdateMode:
-    """Decode what becomes of running requests.
+    """Decode the treatment of running requests.
 
     Raises:
         InvalidRequestError: the mode is missing or unknown.

@@ -249,7 +249,7 @@ class Replica:
 
     @property
     def role(self) -> GroupRole:
-        """What the group does, by its latest report."""
+        """Role of the group, by its latest report."""
         return self._role
 
     @property

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class ReadModel:
-    """What was read from the files of the weights; `fingerprint` is that of `EngineCapacity`."""
+    """A model read from its files of weights; `fingerprint` is that of `EngineCapacity`."""
 
     model: Decoder
     head: PoolerHead | None

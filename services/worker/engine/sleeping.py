@@ -101,7 +101,7 @@ def _attributes(at: object) -> Iterator[object]:
 
 
 def release_memory(device: torch.device) -> None:
-    """Return what was freed to the device, or to the system."""
+    """Return freed memory to the device, or to the system."""
     gc.collect()
     if device.type == "cuda":
         torch.cuda.synchronize(device)

@@ -48,7 +48,7 @@ class PageLeases:
         """Add pages to a lease, which begins with that.
 
         Raises:
-            InvalidRequestError: the lease's name is no name, or this rank has no such pages.
+            InvalidRequestError: the lease's name is invalid, or this rank has no such pages.
         """
         if len(lease) != LEASE_BYTES:
             raise InvalidRequestError(f"a lease's name has {LEASE_BYTES} bytes", param="lease")

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 # After a clean-up so much of the limit is in use: a clean-up reads the whole directory, so make it worth its while.
 _KEPT_SHARE = 0.9
 _TEMPORARY_PREFIX = ".new-"
-# Nobody writes one file for so long: its writer died.
+# No file takes so long to write: its writer died.
 _ABANDONED_S = 3600.0
 # A longer file holds no page of any model: a page takes some megabytes.
 _LONGEST_BYTES = 256 * 1024 * 1024
@@ -33,8 +33,8 @@ _NO_OBJECT = b""
 class FileStorage:
     """Keeps each object in a file of its own, mode 0600; see `Storage`.
 
-    Files appear by renaming, so that nobody reads half of one. Reading one sets its time of change, and when all
-    together exceed `max_bytes` those that were not read for longest go, whoever wrote them.
+    Files appear by renaming, so that no reader sees half of one. Reading one sets its time of change, and when all
+    together exceed `max_bytes` the least recently read ones are deleted, those of other writers included.
     """
 
     def __init__(self, directory: Path, max_bytes: int) -> None:

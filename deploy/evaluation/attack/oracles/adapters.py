@@ -1,4 +1,4 @@
-"""Adapters: can a tenant tell that another's adapter exists, is loaded, or was used?"""
+"""Adapters: can a tenant learn that another's adapter exists, is loaded, or was used?"""
 
 from __future__ import annotations
 

@@ -55,7 +55,7 @@ async def probe_demotion(scene: Scene) -> list[Finding]:
         return [
             Finding(ORACLE, OracleVerdict.UNDECIDED, note="the prompts were not shared when they were first attacked")
         ]
-    # Who is taken for a prober loses sight of the prompt first. Newcomers must not look meanwhile: they are evidence
+    # Users taken for probers lose sight of the prompt first. New users must not look meanwhile: they are evidence
     # that the prompt is in honest use.
     probes = await _hammer(scene, targets)
     await scene.pass_epoch()

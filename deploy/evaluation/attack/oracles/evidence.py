@@ -18,7 +18,7 @@ BOUNDARY = "epoch boundary"
 REVOCATION = "revocation"
 # Two closed windows and an epoch, and the part of a window in which the prober begins.
 ALLOWED_EPOCHS = 4
-# `PrivacyProfile.hit_min`: who asks less often than that per window cannot be told from a person.
+# `PrivacyProfile.hit_min`: a prober that asks less often than that per window looks like a person.
 HITS_THAT_TELL = 16
 # Beyond it there is no point in waiting.
 PATIENCE_EPOCHS = 8
@@ -28,7 +28,7 @@ PATIENCE_EPOCHS = 8
 class SybilSweep:
     """How many colluders it took to see that a text was held: by number of holders, None if it was never seen.
 
-    `colluders` were tried at most; `first_hits[0]` is the control, a text that nobody held.
+    `colluders` were tried at most; `first_hits[0]` is the control, a text without holders.
     """
 
     threshold: int
@@ -36,7 +36,7 @@ class SybilSweep:
     first_hits: tuple[int | None, ...]
 
     def leaks(self, colluders: int, holders: int) -> bool:
-        """Whether so many colluders could tell so many holders from none."""
+        """Whether so many colluders could distinguish so many holders from none."""
         seen, control = self.first_hits[holders], self.first_hits[0]
         return seen is not None and seen <= colluders and seen != control
 
@@ -48,7 +48,7 @@ class SybilSweep:
 
     @property
     def leaking(self) -> list[tuple[int, int]]:
-        """The cases in which colluders could tell."""
+        """The cases in which colluders could distinguish."""
         return [case for case in self.cases if self.leaks(*case)]
 
     @property
@@ -58,13 +58,13 @@ class SybilSweep:
 
 
 async def probe_sybils(scene: Scene) -> list[Finding]:
-    """Let colluders ask one after the other, an epoch apart: the first hit tells how many others held the text."""
+    """Let colluders ask one after the other, an epoch apart: the first hit shows how many others held the text."""
     sweep = await sweep_sybils(scene)
     return [not_applicable(SYBIL, "the server does not report cached_tokens") if sweep is None else judge_sweep(sweep)]
 
 
 async def sweep_sybils(scene: Scene) -> SybilSweep | None:
-    """Return the sweep over (a, n) at the server's k; None if it does not tell cached tokens."""
+    """Return the sweep over (a, n) at the server's k; None if it does not report cached tokens."""
     threshold = scene.server.promotion_subjects
     texts = [scene.texts.document(scene.name()) for _ in range(threshold + 1)]
     for holders, text in enumerate(texts):

@@ -1,4 +1,4 @@
-"""Grammars: does the time of a first compilation tell that somebody else has used exactly this schema?
+"""Grammars: does the time of a first compilation show that somebody else has used exactly this schema?
 
 And do the expensive grammars of one subject delay everybody's?
 """

@@ -20,7 +20,7 @@ TENANT_HEADER, USER_HEADER = "x-pando-tenant", "x-pando-user"
 
 
 async def probe_names(scene: Scene) -> list[Finding]:
-    """Try every disguise on a text that the victim has asked and on one that nobody has.
+    """Try every disguise on a text that the victim has sent and on one that no user has.
 
     The victim's own name under a key that vouches for its users is no disguise: the key's holder says who they are.
     """

@@ -1,7 +1,7 @@
-"""Paired probes: a text that the victim has just asked about, and one of equal length that nobody has.
+"""Paired probes: a text that the victim has just asked about, and one of equal length that no user has.
 
 `cached_tokens` is what the server says outright, time to first token what it cannot hide (EarlyBird, arXiv 2409.20002).
-Both probes of a pair meet the same load, in an order drawn anew.
+Both probes of a pair meet the same load, in a random order.
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ from deploy.evaluation.bench.records import Segment
 if TYPE_CHECKING:
     from deploy.evaluation.attack.scene import Scene
 
-# Long enough that everything behind it is in the queue before any of it can start.
+# Long enough that everything after it is in the queue before any of it can start.
 DUMMY_TOKENS = 192
 # A head of one page, the slot, and a page of the rest: what a candidate costs must not hide what order it is served in.
 CANDIDATE_PAGES = 3

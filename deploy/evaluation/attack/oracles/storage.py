@@ -54,7 +54,7 @@ async def probe_storage(scene: Scene) -> list[Finding]:
 async def _is_stored(scene: Scene, sibling: Prober) -> bool:
     """Wait until the other server reads for its owner what was stored after all else.
 
-    Whoever is asked once has it in memory, so that each look takes a text of its own.
+    A server that has been asked once has it in memory, so each look uses a text of its own.
     """
     owner = scene.user("owner")
     canaries = [scene.texts.document(scene.name()) for _ in range(LOOKS)]

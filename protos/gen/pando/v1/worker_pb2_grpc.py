@@ -159,7 +159,7 @@ class WorkerServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def GetAdapters(self, request, context):
-        """Returns the adapters that this rank was told to read, for a scheduler that has been restarted.
+        """Returns the adapters that this rank was asked to read, for a scheduler that has been restarted.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -199,8 +199,8 @@ class WorkerServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def GrantPages(self, request, context):
-        """Lets workers of other groups read pages under a lease, in addition to those of earlier calls; whoever knows the lease's
-        name may read. The scheduler keeps the pages as they are until RevokePages has returned.
+        """Lets workers of other groups read pages under a lease, in addition to those of earlier calls; callers that know the
+        lease's name may read. The scheduler keeps the pages as they are until RevokePages has returned.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

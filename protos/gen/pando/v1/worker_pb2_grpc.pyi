@@ -48,7 +48,7 @@ class WorkerStub:
     DropAdapter: _grpc.UnaryUnaryMultiCallable[_worker_pb2.DropAdapterRequest, _worker_pb2.DropAdapterResponse]
     """Forgets an adapter that no later plan loads."""
     GetAdapters: _grpc.UnaryUnaryMultiCallable[_worker_pb2.GetAdaptersRequest, _worker_pb2.GetAdaptersResponse]
-    """Returns the adapters that this rank was told to read, for a scheduler that has been restarted."""
+    """Returns the adapters that this rank was asked to read, for a scheduler that has been restarted."""
     CheckWeights: _grpc.UnaryUnaryMultiCallable[_worker_pb2.CheckWeightsRequest, _worker_pb2.CheckWeightsResponse]
     """Checks that other weights can replace the loaded ones: the same architecture, tensors, shapes and types, in files that
     are whole and do not change meanwhile. Runs beside plans, and changes nothing. INVALID_ARGUMENT: they cannot.
@@ -67,8 +67,8 @@ class WorkerStub:
     next Configure for them is short. Runs beside plans. INVALID_ARGUMENT: they cannot be read, or have changed meanwhile.
     """
     GrantPages: _grpc.UnaryUnaryMultiCallable[_worker_pb2.GrantPagesRequest, _worker_pb2.GrantPagesResponse]
-    """Lets workers of other groups read pages under a lease, in addition to those of earlier calls; whoever knows the lease's
-    name may read. The scheduler keeps the pages as they are until RevokePages has returned.
+    """Lets workers of other groups read pages under a lease, in addition to those of earlier calls; callers that know the
+    lease's name may read. The scheduler keeps the pages as they are until RevokePages has returned.
     """
     RevokePages: _grpc.UnaryUnaryMultiCallable[_worker_pb2.RevokePagesRequest, _worker_pb2.RevokePagesResponse]
     """Ends a lease: once this has returned, none of its pages is read any more."""
@@ -101,7 +101,7 @@ class WorkerAsyncStub(WorkerStub):
     DropAdapter: _aio.UnaryUnaryMultiCallable[_worker_pb2.DropAdapterRequest, _worker_pb2.DropAdapterResponse]  # type: ignore[assignment]
     """Forgets an adapter that no later plan loads."""
     GetAdapters: _aio.UnaryUnaryMultiCallable[_worker_pb2.GetAdaptersRequest, _worker_pb2.GetAdaptersResponse]  # type: ignore[assignment]
-    """Returns the adapters that this rank was told to read, for a scheduler that has been restarted."""
+    """Returns the adapters that this rank was asked to read, for a scheduler that has been restarted."""
     CheckWeights: _aio.UnaryUnaryMultiCallable[_worker_pb2.CheckWeightsRequest, _worker_pb2.CheckWeightsResponse]  # type: ignore[assignment]
     """Checks that other weights can replace the loaded ones: the same architecture, tensors, shapes and types, in files that
     are whole and do not change meanwhile. Runs beside plans, and changes nothing. INVALID_ARGUMENT: they cannot.
@@ -120,8 +120,8 @@ class WorkerAsyncStub(WorkerStub):
     next Configure for them is short. Runs beside plans. INVALID_ARGUMENT: they cannot be read, or have changed meanwhile.
     """
     GrantPages: _aio.UnaryUnaryMultiCallable[_worker_pb2.GrantPagesRequest, _worker_pb2.GrantPagesResponse]  # type: ignore[assignment]
-    """Lets workers of other groups read pages under a lease, in addition to those of earlier calls; whoever knows the lease's
-    name may read. The scheduler keeps the pages as they are until RevokePages has returned.
+    """Lets workers of other groups read pages under a lease, in addition to those of earlier calls; callers that know the
+    lease's name may read. The scheduler keeps the pages as they are until RevokePages has returned.
     """
     RevokePages: _aio.UnaryUnaryMultiCallable[_worker_pb2.RevokePagesRequest, _worker_pb2.RevokePagesResponse]  # type: ignore[assignment]
     """Ends a lease: once this has returned, none of its pages is read any more."""
@@ -187,7 +187,7 @@ class WorkerServicer(metaclass=_abc_1.ABCMeta):
         request: _worker_pb2.GetAdaptersRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_worker_pb2.GetAdaptersResponse, _abc.Awaitable[_worker_pb2.GetAdaptersResponse]]:
-        """Returns the adapters that this rank was told to read, for a scheduler that has been restarted."""
+        """Returns the adapters that this rank was asked to read, for a scheduler that has been restarted."""
 
     @_abc_1.abstractmethod
     def CheckWeights(
@@ -236,8 +236,8 @@ class WorkerServicer(metaclass=_abc_1.ABCMeta):
         request: _worker_pb2.GrantPagesRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_worker_pb2.GrantPagesResponse, _abc.Awaitable[_worker_pb2.GrantPagesResponse]]:
-        """Lets workers of other groups read pages under a lease, in addition to those of earlier calls; whoever knows the lease's
-        name may read. The scheduler keeps the pages as they are until RevokePages has returned.
+        """Lets workers of other groups read pages under a lease, in addition to those of earlier calls; callers that know the
+        lease's name may read. The scheduler keeps the pages as they are until RevokePages has returned.
         """
 
     @_abc_1.abstractmethod

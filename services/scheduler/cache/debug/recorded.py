@@ -245,7 +245,7 @@ class RecordedCache:
             self._cache.forget_verdicts()
 
     def take_report(self) -> FleetReport:
-        """Return what other groups have to know; not recorded."""
+        """Return the report for other groups; not recorded."""
         return self._cache.take_report()
 
     def learn(self, news: FleetNews) -> None:

@@ -124,7 +124,7 @@ class ProbeCounts:
 
 @dataclass(slots=True)
 class FleetReport:
-    """What a cache has to report since the last report."""
+    """Claims and facts of a cache since its last report."""
 
     # Evidence that becomes a claim at the next boundary: whether it is shared already can be looked up before.
     interests: deque[FleetClaim] = field(default_factory=lambda: deque(maxlen=_KEPT_REPORTS))
@@ -139,7 +139,7 @@ class FleetReport:
 
 @dataclass(frozen=True, slots=True)
 class FleetNews:
-    """What a cache learns: prefixes that the fleet shares, by tenant, and facts of other groups.
+    """News for a cache: prefixes that the fleet shares, by tenant, and facts of other groups.
 
     `is_alone`: the fleet cannot be reached, so what is shared by other groups' evidence is given up.
     """
@@ -226,7 +226,7 @@ class FleetLedger:
         return bool(self._shared)
 
     def take(self, demoted: DemotedChains) -> FleetReport:
-        """Return what has to be reported since the last call."""
+        """Return the report since the last call."""
         taken, self._report = self._report, FleetReport()
         if self._is_used:
             for node in self._store.fresh:

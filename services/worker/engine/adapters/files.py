@@ -130,7 +130,7 @@ def read_adapter(directory: Path) -> AdapterFile:
 
 @dataclass(frozen=True, slots=True)
 class _Scaling:
-    """What decides about the factors of products."""
+    """Parameters of the scale of products."""
 
     alpha: float
     alphas: Mapping[str, float]

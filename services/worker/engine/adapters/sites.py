@@ -78,7 +78,7 @@ class EmbeddingFactors:
 
 @dataclass(frozen=True, slots=True)
 class AdapterWeights:
-    """What one rank keeps of an adapter, laid out for its products."""
+    """One rank's part of an adapter, laid out for its products."""
 
     digest: str
     rank: int

@@ -1,8 +1,8 @@
 """The state of rows on the device, which passes read and update without waiting for the host.
 
 One int32 array, a line per row slot: length, last token, seed, sampling parameters, then the page tables. The host
-writes what plans change, a few cells at a time; passes read it, and append what they sample. So the host may be a
-pass behind. The last line is for padding rows, which fill a batch up to the capture size.
+writes what plans change, a few cells at a time; passes read it, and append what they sample. So the host may
+lag by a pass. The last line is for padding rows, which fill a batch up to the capture size.
 """
 
 from __future__ import annotations

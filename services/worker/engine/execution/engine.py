@@ -135,7 +135,7 @@ class ModelEngine:
         self._prepared = None
 
     def _loader_of(self, spec: EngineSpec) -> LoadModel:
-        """Return what loads `spec`: with the weights that `prepare` has read, if they are its."""
+        """Return the loader of `spec`: with the weights that `prepare` has read, if they are its."""
         prepared, self._prepared = self._prepared, None
         if prepared is not None and _without_pages(prepared[0]) == _without_pages(spec):
             return prepared[1]

@@ -54,7 +54,7 @@ class DevicePageBytes(Protocol):
     def read_pages(self, pages: Sequence[int]) -> bytes:
         """Return copies of pages one after the other; nothing once the model has been closed.
 
-        Any thread may call this. The caller ensures that nobody writes the pages meanwhile, and that an earlier plan,
+        Any thread may call this. The caller ensures that the pages are not written meanwhile, and that an earlier plan,
         whose results are known, wrote them.
         """
 
@@ -88,7 +88,7 @@ class AdapterStore(Protocol):
 
 
 class AdapterSize(Protocol):
-    """What is known of an adapter that was read."""
+    """Digest and size of an adapter that was read."""
 
     @property
     def digest(self) -> str:

@@ -28,7 +28,7 @@ class PassOutput:
     """One token for each of a pass's `sampled_rows`, [rows] int32, and the requested log probabilities of all tokens.
 
     `embeddings` are those of its `pooled_rows`, as `Finish.embedding` has them. Memory did not suffice for `failed`
-    rows: their tokens mean nothing, and neither does what was to be stored of them.
+    rows: their tokens are undefined, and so is the data that was to be stored of them.
     """
 
     token_ids: TokenIds = field(default_factory=lambda: NO_TOKENS)

@@ -69,7 +69,7 @@ MAX_COMPILED_BYTES = 64 * 1024 * 1024
 
 
 class GrammarError(Exception):
-    """A grammar that cannot be compiled; the message is for whoever wrote it."""
+    """A grammar that cannot be compiled; the message is for its author."""
 
 
 class Compiler:

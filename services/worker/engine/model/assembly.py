@@ -44,7 +44,7 @@ class Assembler:
     has_vocabulary: bool = True
     """Whether the model computes logits of its vocabulary."""
     adapters: ActiveAdapters | None = None
-    """What changes products for single rows; None: nothing does."""
+    """Changes products for single rows; None: there are no adapters."""
 
     @property
     def config(self) -> ModelConfig:

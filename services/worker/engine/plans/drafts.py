@@ -70,7 +70,7 @@ def verify(forward: ForwardPass, rows: RowStates, choose: ChoosesTokens) -> tupl
 
 @contextlib.contextmanager
 def as_accepted(rows: RowStates, slots: RowIndices, accepted: IntArray) -> Iterator[None]:
-    """Let rows `slots` know `accepted` tokens of their drafts, [slots], within the context."""
+    """Extend rows `slots` by `accepted` tokens of their drafts, [slots], within the context."""
     rows.lengths[slots] += accepted
     try:
         yield

@@ -46,7 +46,7 @@ MEASURED_ROWS = (*STREAMS, PROMPT_TOKENS)
 # oneDNN has to be this much faster, so that noise does not decide between equals: with float32, both come close to what
 # the processor can do, and differ by 5 % in either direction.
 _WORTH_CHANGING = 0.85
-# Weights of a layer from which on it is measured, and of a matrix up to which all outputs are.
+# Smaller layers are not measured, and of larger matrices only a part of the outputs is.
 _FEWEST_WEIGHTS, _MOST_WEIGHTS = 1024**2, 4 * 1024**2
 # Weights that are read in turn: more than the caches next to the cores hold.
 _COLD_BYTES = 32 * 1024**2
@@ -117,7 +117,7 @@ def choose(own: LayerSeconds, onednn: LayerSeconds) -> ProductChoice:
 
 
 class Bench(Protocol):
-    """What measures both ways."""
+    """Measures both ways."""
 
     def measure(self) -> tuple[LayerSeconds, LayerSeconds]:
         """Return the seconds of a layer's products, the operators' own and oneDNN's."""
@@ -239,7 +239,7 @@ class ChoiceStore:
 
 
 def choice_key(library: CpuLibrary, dtype: torch.dtype, shapes: Sequence[ProductShape]) -> str:
-    """Return a name of what a measurement depends on; not of the number of threads, on which no bits depend."""
+    """Return a key of all that a measurement depends on, without the number of threads: bits do not depend on it."""
     parts = (
         processor_identity(), torch.__version__, os.environ.get("ONEDNN_MAX_CPU_ISA", ""), library.digest, str(dtype),
         str(sorted((shape.inputs, shape.outputs) for shape in shapes)),

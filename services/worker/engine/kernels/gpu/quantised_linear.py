@@ -374,7 +374,7 @@ class ProductLaunch:
 
     @property
     def constants(self) -> dict[str, int | bool]:
-        """What all products are compiled and launched with."""
+        """Constants that all products are compiled and launched with."""
         tile = self.tile
         return {
             "PARTS": self.parts, "ROWS": tile.rows, "COLUMNS": tile.columns, "HAS_BIAS": self.bias is not None,

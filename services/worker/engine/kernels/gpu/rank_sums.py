@@ -37,7 +37,7 @@ def _sum_add_norm(
     if OVERLAPS:
         follow()
     # Counts the meetings of this row, alike on all ranks; after a day or two it begins again below zero, so that only
-    # differences tell which rank is late.
+    # differences show which rank is late.
     epoch = tl.load(epochs + row) + 1
     for peer in tl.static_range(WORLD):
         pad = tl.load(pads + peer).to(tl.pointer_type(tl.int32))
