@@ -331,6 +331,8 @@ class _DecoderLoader:
         assert not isinstance(self._checkpoint, TransformersCheckpoint), "the caller has asked"
         self._config = self._config.within(longest_context(self._spec, self._config))
         self._weights = self._read(self._checkpoint)
+        # Waits until all blocks are hashed: after that nothing reads the files, which may change.
+        self._checkpoint.identity()
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
 
