@@ -76,6 +76,8 @@ async def survive(number: int, direction: str, folder: Path, tokenizer: str, det
             await until(lambda: pipeline.is_linked and pipeline.is_subscribed)
             proxy.changes[direction] = lambda data: flip(chance, data)
             for attempt in range(100):
+                if attempt:
+                    await until(lambda: pipeline.is_linked and pipeline.is_subscribed)
                 request_id = RequestId(f"{direction}-{number}-{attempt}")
                 outcomes = Outcomes()
                 view = View(Subject("t", "u"))
