@@ -120,8 +120,8 @@ class DeviceSampler:
         return not self._is_beyond[slots].any()
 
     def needs_history(self, slots: RowIndices) -> bool:
-        """Whether the host needs all tokens of rows `slots`, to follow their grammars and banned sequences."""
-        if slots.size == 0:
+        """Whether this rank's host needs all tokens of rows `slots`, to follow their grammars and banned sequences."""
+        if slots.size == 0 or not self.chooses:
             return False
         follows = self._bans_sequences[slots].any() or bool(self._table.needs_of(slots) & Needs.GRAMMAR)
         return bool(follows) or not self.can_choose(slots)

@@ -142,17 +142,13 @@ class OverlappedExecutor:
             self._pooler.open(opened)
         self._rows.mirror(plan, rows, self._table.needs)
 
-    def needs_history(self, rows: RowStates, forward: ForwardPass) -> bool:
-        """Whether the sampler has to look at the rows' earlier tokens on the host."""
-        return self._sampler.needs_history(forward.sampled_rows)
-
-    def launch(self, rows: RowStates, forward: ForwardPass) -> LaunchedOutput:
+    def launch(self, rows: RowStates, forward: ForwardPass, catch_up: Callable[[], None]) -> LaunchedOutput:
         """Start a pass; see `OverlappedPassExecutor`."""
         self._sampler.upload()
         has_adapters = bool((rows.adapters[forward.decode_rows] >= 0).any())
         if not (forward.chunks.rows.size or has_adapters):
             try:
-                return self._launch_decoding(rows, forward.decode_rows)
+                return self._launch_decoding(rows, forward.decode_rows, catch_up)
             except Exception as error:
                 # No token is appended to rows yet. The pass is retried outside of this block: the error holds memory.
                 if not is_out_of_memory(error):
@@ -160,9 +156,9 @@ class OverlappedExecutor:
                 if self._is_final:
                     # The other ranks would be in the middle of their pass.
                     raise OutOfMemoryError(f"memory does not suffice for a step: {error}") from error
-        return self._launch_parts(rows, forward)
+        return self._launch_parts(rows, forward, catch_up)
 
-    def _launch_decoding(self, rows: RowStates, members: RowIndices) -> LaunchedOutput:
+    def _launch_decoding(self, rows: RowStates, members: RowIndices, catch_up: Callable[[], None]) -> LaunchedOutput:
         one = self._decode_passes.of(members.size)
         order = one.take(members, rows.lengths[members])
         # Allocated before tokens are appended: no operation that can fail may follow that.
@@ -170,6 +166,9 @@ class OverlappedExecutor:
         reports = self._is_first and self._sampler.reports(members)
         host_logprobs = self._host_report(one.size) if reports else None
         one.compute()
+        # While the device computes.
+        if self._sampler.needs_history(members):
+            catch_up()
         if not self._sampler.can_choose(members):
             at = to_device(order, self._runner.device)
             samples = self._sample_on_host(one.logits, at, members, rows)
@@ -177,7 +176,6 @@ class OverlappedExecutor:
             padded[at] = samples.token_ids.to(torch.int32)
             one.take_tokens(padded, counts=self._sampler.counts(members))
             return self._fetch(one.token_ids, host, order, logprobs=samples.logprobs)
-        # While the device computes. Earlier tokens are known here, or no mask depends on them.
         self._sampler.follow(members, rows)
         one.choose(self._sampler.mode_of(members, rows), with_logprobs=reports)
         if host_logprobs is None:
@@ -185,9 +183,11 @@ class OverlappedExecutor:
         host_logprobs.copy_(one.report)
         return self._fetch(one.token_ids, host, order, reports=(self._sampler.launched(host_logprobs, members, order),))
 
-    def _launch_parts(self, rows: RowStates, forward: ForwardPass) -> LaunchedOutput:
+    def _launch_parts(self, rows: RowStates, forward: ForwardPass, catch_up: Callable[[], None]) -> LaunchedOutput:
         """Run a pass kernel by kernel, in parts if memory does not suffice."""
-        made = compute_in_parts(forward, lambda part: self._compute_part(rows, part), is_shared=self._is_final)
+        made = compute_in_parts(
+            forward, lambda part: self._compute_part(rows, part, catch_up), is_shared=self._is_final
+        )
         sampled = forward.sampled_rows
         got_token = np.flatnonzero(~np.isin(sampled, made.failed)) if made.failed.size else np.arange(sampled.size)
         prompt_logprobs = tuple(entry for _, part in made.parts for entry in part.prompt_logprobs)
@@ -212,13 +212,15 @@ class OverlappedExecutor:
         )  # fmt: skip
         return replace(launched, failed=made.failed, pooled=pooled, vectors=vectors, prompt_logprobs=prompt_logprobs)
 
-    def _compute_part(self, rows: RowStates, forward: ForwardPass) -> _Part:
+    def _compute_part(self, rows: RowStates, forward: ForwardPass, catch_up: Callable[[], None]) -> _Part:
         """Compute a pass, or a part of one, and sample."""
         logits, prompt_logprobs = self._compute_mixed(rows, forward)
         sampled, device = forward.sampled_rows, self._runner.device
         token_ids = torch.empty(sampled.size, dtype=torch.int32, device=device)
         if sampled.size == 0:
             return _Part(token_ids, prompt_logprobs)
+        if self._sampler.needs_history(sampled):
+            catch_up()
         if not self._sampler.can_choose(sampled):
             samples = self._sample_on_host(logits, torch.arange(sampled.size, device=device), sampled, rows)
             return _Part(samples.token_ids.to(torch.int32), prompt_logprobs, samples.logprobs)

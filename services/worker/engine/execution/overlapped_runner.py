@@ -1,6 +1,7 @@
 """The overlapped runner: launches each pass before the tokens of the one before are read.
 
-Pass p + 1 is launched before the tokens of pass p are read. Rows that reach their length are known in advance; a row
+Pass p + 1 is launched before the tokens of pass p are read, even where rows' choices depend on them: those are read
+while the device computes pass p + 1. Rows that reach their length are known in advance; a row
 that samples a stop id in pass p still takes part in pass p + 1, where its token is dropped, and is out of pass p + 2.
 That lag is fixed, whenever tokens happen to arrive, so that all ranks launch the same passes. What such a row writes
 goes to pages that the plan granted it, before anything that a later plan can put there. Rows do not jump forward here,
@@ -63,11 +64,12 @@ class OverlappedPassExecutor(Protocol):
     def mirror(self, plan: StepPlan, rows: RowStates) -> None:
         """Copy the changes that a plan made in `rows` to the device."""
 
-    def needs_history(self, rows: RowStates, forward: ForwardPass) -> bool:
-        """Whether a pass can be launched only when all earlier tokens are known."""
+    def launch(self, rows: RowStates, forward: ForwardPass, catch_up: Callable[[], None]) -> PendingOutput:
+        """Start a pass with at least one row.
 
-    def launch(self, rows: RowStates, forward: ForwardPass) -> PendingOutput:
-        """Start a pass with at least one row."""
+        Where what rows may sample depends on their earlier tokens, `catch_up` is called once the computation is
+        launched: it waits for the tokens of all earlier passes, and records them in `rows`.
+        """
 
 
 @dataclass(slots=True)
@@ -120,6 +122,8 @@ class OverlappedRunner:
         self._pending: deque[_Pass] = deque()
         self._next_pass = 0
         self._last_done = 0.0
+        # Of the launch of a pass: what reading earlier tokens took.
+        self._waited_s = 0.0
         # Rows that sampled a stop id and the pass that sampled it, until the fixed lag is over.
         self._stopping: deque[tuple[int, RowIndices, NDArray[np.int64]]] = deque()
         self._has_ended = np.zeros(rows.max_rows, np.bool_)
@@ -182,10 +186,9 @@ class OverlappedRunner:
 
     def _launch(self, plan: StepPlan, substep: int, forward: ForwardPass, started: float) -> _Pass:
         rows, sampled = self.rows, forward.sampled_rows
-        if not forward.is_empty and self._executor.needs_history(rows, forward):
-            self._finish(keep=0)
+        self._waited_s = 0.0
         launched = self._clock()
-        tokens = None if forward.is_empty else self._executor.launch(rows, forward)
+        tokens = None if forward.is_empty else self._executor.launch(rows, forward, self._catch_up)
         if forward.chunks.rows.size:
             rows.advance_prefill(forward.chunks.rows, forward.chunks.lengths)
         positions = rows.lengths[sampled]
@@ -193,18 +196,25 @@ class OverlappedRunner:
         pooled = forward.pooled_rows
         rows.finish_pooled(pooled)
         failed = NO_ROWS if tokens is None else tokens.failed
-        if self._clock() - launched > _SLOW_LAUNCH_S:
+        took = self._clock() - launched - self._waited_s
+        if took > _SLOW_LAUNCH_S:
             log.warning(
                 "worker.slow_launch seconds=%.2f decode_rows=%d chunk_tokens=%d",
-                self._clock() - launched, forward.decode_rows.size, int(forward.chunks.lengths.sum()),
+                took, forward.decode_rows.size, int(forward.chunks.lengths.sum()),
             )  # fmt: skip
         made = _Pass(
             self._next_pass, plan, substep, sampled, self._generations[sampled], positions, at_limit, pooled,
-            self._generations[pooled], failed, self._generations[failed], tokens, launched, self._clock() - started,
+            self._generations[pooled], failed, self._generations[failed], tokens, launched,
+            self._clock() - started - self._waited_s,
         )  # fmt: skip
         self._next_pass += 1
         self._pending.append(made)
         return made
+
+    def _catch_up(self) -> None:
+        started = self._clock()
+        self._finish(keep=0)
+        self._waited_s += self._clock() - started
 
     def _finish(self, keep: int) -> None:
         """Emit the results of all but the `keep` newest passes."""

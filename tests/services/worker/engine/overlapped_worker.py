@@ -64,10 +64,7 @@ class LateExecutor:
             self.last.pop(opened.row, None)
             self.pooler.open(opened)
 
-    def needs_history(self, rows: RowStates, forward: ForwardPass) -> bool:
-        return False
-
-    def launch(self, rows: RowStates, forward: ForwardPass) -> Arriving:
+    def launch(self, rows: RowStates, forward: ForwardPass, catch_up: Callable[[], None]) -> Arriving:
         self.launches += 1
         host = with_pooled(gather(rows, forward))
         for i, row in enumerate(forward.decode_rows):

@@ -21,18 +21,19 @@ from services.worker.engine.execution.synchronous_runner import SynchronousRunne
 from services.worker.engine.plans.plan import PlanLimits
 from services.worker.engine.plans.rows import RowStates
 from services.worker.engine.sampling.table import SamplingTable
-from tests.services.worker.engine.execution.asked import EveryThird, random_sampling
+from tests.services.worker.engine.execution.asked import GRAMMAR, EveryThird, random_sampling
 from tests.services.worker.engine.execution.markov import PAGE_SIZE, PAGES, VOCABULARY, MarkovRunner
 from tests.services.worker.engine.scenario import RandomScheduler, chunk, open_row, tokens_by_row
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
     from common.types import TokenLogprob
     from services.worker.engine.plans.passes import ForwardPass
 
 pytest.importorskip("triton", reason="its interpreter runs the programs where there is no GPU")
 
+from services.worker.engine.execution.decode_graphs import DecodeGraph
 from services.worker.engine.execution.overlapped_executor import LaunchedOutput, OverlappedExecutor
 
 ROWS = 6
@@ -55,9 +56,9 @@ def nothing_waits(device: torch.device) -> Iterator[None]:
 class StrictExecutor(OverlappedExecutor):
     """Launches without waiting, or not at all."""
 
-    def launch(self, rows: RowStates, forward: ForwardPass) -> LaunchedOutput:
+    def launch(self, rows: RowStates, forward: ForwardPass, catch_up: Callable[[], None]) -> LaunchedOutput:
         with nothing_waits(self._runner.device):
-            return super().launch(rows, forward)
+            return super().launch(rows, forward, catch_up)
 
 
 def spec(**changes: object) -> EngineSpec:
@@ -215,6 +216,34 @@ def test_the_next_pass_is_launched_before_the_last_token_is_known(device: torch.
     assert_same(got, expected)
     # Each token but the last was told when the next one had been launched.
     assert known[:-1] == [2] * 24
+
+
+def test_a_pass_is_computed_while_the_grammars_of_its_rows_are_followed(
+    device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    on_device, on_host = OnDevice(device), OnHost()
+    computed, known = [0], []
+    compute, record = DecodeGraph.compute, on_device.plans.rows.record
+
+    def counted(graph: DecodeGraph) -> None:
+        computed[0] += 1
+        compute(graph)
+
+    def noted(rows, positions, token_ids):  # type: ignore[no-untyped-def]  # as `RowStates.record`
+        known.append(computed[0])
+        return record(rows, positions, token_ids)
+
+    monkeypatch.setattr(DecodeGraph, "compute", counted)
+    on_device.plans.rows.record = noted  # type: ignore[method-assign]
+    held = SamplingParams(temperature=0.7, seed=4, grammar=GRAMMAR)
+    opens = tuple(open_row(row, [5, 6, 7], range(8 * row, 8 * row + 8), total=15, sampling=held) for row in range(3))
+    plan = StepPlan(StepId(1), opens=opens, prefills=tuple(chunk(row, 0, 3) for row in range(3)), steps=12)
+    got, expected = Heard(), Heard()
+    got.take(on_device.run(plan))
+    expected.take(on_host.run(plan))
+    assert_same(got, expected)
+    # The first pass is the prompts'. Each later one is computed before the tokens of the one before are known.
+    assert known == [*range(1, 12), 11]
 
 
 def test_ranks_that_receive_tokens_stay_in_step_with_the_sampling_rank(device: torch.device) -> None:

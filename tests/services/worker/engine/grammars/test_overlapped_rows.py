@@ -31,6 +31,8 @@ from tests.services.worker.engine.grammars.outputs import (
 from tests.services.worker.engine.scenario import chunk, ids
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from common.steps import StepResult
     from services.worker.engine.plans.passes import ForwardPass
     from services.worker.engine.plans.rows import RowIndices
@@ -63,12 +65,10 @@ class HostSampling:
         for opened in plan.opens:
             self.table.open(opened)
 
-    def needs_history(self, rows: RowStates, forward: ForwardPass) -> bool:
-        sampled = forward.sampled_rows
-        return bool(sampled.size and self.table.needs_of(sampled) & Needs.GRAMMAR)
-
-    def launch(self, rows: RowStates, forward: ForwardPass) -> Ready:
+    def launch(self, rows: RowStates, forward: ForwardPass, catch_up: Callable[[], None]) -> Ready:
         slots = forward.sampled_rows
+        if slots.size and self.table.needs_of(slots) & Needs.GRAMMAR:
+            catch_up()
         logits = [logits_of(int(self.table.seeds[slot]), int(rows.lengths[slot])) for slot in slots]
         made = sample(torch.from_numpy(np.stack(logits)), slots, rows, self.table)
         return Ready(PassOutput(made.token_ids.numpy().astype(np.int32)))
