@@ -59,6 +59,8 @@ class PipelineRecord:
     first_s: float | None = None
     last_s: float | None = None
     tokens: int = 0
+    # When tokens arrived, several at a time counted once.
+    arrivals_s: list[float] = field(default_factory=list)
     prompt_tokens: int = 0
     cached_tokens: int = 0
     finish: Finish | None = None
@@ -205,6 +207,7 @@ class PipelineClient:
             if delta.token_ids:
                 record.tokens += len(delta.token_ids)
                 record.last_s = now
+                record.arrivals_s.append(now)
                 record.first_s = record.first_s or now
             if delta.HasField("prompt_usage"):
                 record.cached_tokens = delta.prompt_usage.cached_tokens
