@@ -44,6 +44,7 @@ if TYPE_CHECKING:
     from common.limits import Limits
     from common.steps import StepPlan, StepResult
     from common.transfers import TransferId
+    from common.types import TokenLogprob
     from services.scheduler.cache.tiers.config import HostConfig
     from services.scheduler.core.sequence import PromptPart, Sequence
 
@@ -193,6 +194,8 @@ class Harness:
         self.plans: list[StepPlan] = []
         self.results: deque[StepResult] = deque()
         self.outputs: dict[tuple[str, int], list[int]] = {}
+        # Of the tokens that have them, in their order.
+        self.logprobs: dict[tuple[str, int], list[TokenLogprob]] = {}
         self.finishes: dict[tuple[str, int], Finish] = {}
         self.cached: dict[tuple[str, int], int] = {}
         # Log probabilities of prompts by position; None: of a token that has none.
@@ -248,6 +251,8 @@ class Harness:
             name = self._names[handle]
             assert name not in self.finishes, "a token after the finish"
             self.outputs[name].append(token)
+        for index, logprob in output.logprobs:
+            self.logprobs.setdefault(self._names[int(output.handles[index])], []).append(logprob)
         for handle, finish in output.finishes:
             name = self._names[handle]
             assert name not in self.finishes, "finished twice"
