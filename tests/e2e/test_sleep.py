@@ -94,12 +94,17 @@ def post(served: Served, path: str) -> dict[str, Any]:
 
 
 def is_sleeping(served: Served) -> bool:
-    with served.http() as http:
-        answer = http.get("/is_sleeping").json()
-        ready = http.get("/ready")
-    assert ready.status_code == httpx.codes.OK
-    assert (ready.json()["status"] == "sleeping") == answer["is_sleeping"]
-    sleeping: bool = answer["is_sleeping"]
+    """Return what the gateway says, once it has an answer: a service that was killed may not be linked again yet."""
+    answers: list[httpx.Response] = []
+
+    def has_answered() -> bool:
+        with served.http() as http:
+            answers[:] = [http.get("/is_sleeping"), http.get("/ready")]
+        return all(answer.status_code == httpx.codes.OK for answer in answers)
+
+    wait_until(has_answered, timeout_s=120, what=lambda: str([answer.text for answer in answers]))
+    sleeping: bool = answers[0].json()["is_sleeping"]
+    assert (answers[1].json()["status"] == "sleeping") == sleeping
     return sleeping
 
 
