@@ -67,8 +67,6 @@ def main() -> None:
     settings = (f"model.reference={arguments.model}",)
     with LaunchedDeployment(arguments.config, arguments.overrides, settings) as deployment:
         figures = asyncio.run(measure(arguments, deployment))
-    for metric, spread in figures.items():
-        sys.stdout.write(f"{metric:45} {spread.median:8.3f} ms  ({spread.low:.3f} to {spread.high:.3f})\n")
     if arguments.json is not None:
         sheet = ResultSheet(
             "grammar-streams",
@@ -98,7 +96,10 @@ async def measure(arguments: argparse.Namespace, deployment: LaunchedDeployment)
                 rounds.append(gaps_of(records, arguments.free))
             for percent in (50, 99):
                 values = [float(np.percentile(gaps, percent)) * 1e3 for gaps in rounds[1:]]
-                figures[f"{arguments.free} free {title}, p{percent}"] = Spread.of(values)
+                metric, spread = f"{arguments.free} free {title}, p{percent}", Spread.of(values)
+                sys.stdout.write(f"{metric:45} {spread.median:8.3f} ms  ({spread.low:.3f} to {spread.high:.3f})\n")
+                sys.stdout.flush()
+                figures[metric] = spread
     return figures
 
 

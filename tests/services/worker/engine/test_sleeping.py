@@ -201,12 +201,14 @@ def test_a_gpu_gives_its_memory_back_and_captures_its_graphs_again(
     level: SleepLevel, family: str, tmp_path: Path
 ) -> None:
     save_family(tmp_path, family)
-    engine = Engine(tmp_path, dtype="bfloat16", device_pages=2048)
+    pages = 2**16
+    engine = Engine(tmp_path, dtype="bfloat16", device_pages=pages)
     cold = engine.generate([0, 1, 2, 3, 4])
     before = torch.cuda.memory_allocated()
     freed = engine.engine.sleep(level, keeps_host_pages=True)
     assert freed > 0
-    assert torch.cuda.memory_allocated() < before / 2
+    # Libraries keep their workspaces; a page takes more than this.
+    assert before - torch.cuda.memory_allocated() > pages * 1024
     assert engine.engine.wake(tuple(SleepPart), nothing)
     assert engine.generate([0, 1, 2, 3, 4]) == cold
 
