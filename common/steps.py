@@ -47,6 +47,21 @@ NO_IDS.flags.writeable = False
 
 
 @dataclass(frozen=True, slots=True)
+class RowImage:
+    """An image of a row: the first `length` ids below 0 from index `offset` on stand where its embeddings belong.
+
+    `grid` is the model's own: patches in time, height and width (Qwen), or rows and columns of tiles (Idefics).
+    `pixels` float32 are those of the model's processor; None: all of the image's tokens are computed.
+    """
+
+    digest: bytes
+    offset: int
+    length: int
+    grid: tuple[int, ...]
+    pixels: NDArray[np.float32] | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class RowOpen:
     """Assignment of a choice to a row slot.
 
@@ -82,6 +97,8 @@ class RowOpen:
     adapter: AdapterSlot | None = None
     # Only of a sampled trace.
     trace: TraceContext | None = None
+    # In the order of their offsets.
+    images: tuple[RowImage, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -253,6 +270,8 @@ class EngineSpec:
     snapshots: int | None = None
     rope_parameters: str = ""
     adapter_slots: int = 0
+    # Whether the model's vision encoder is loaded, too.
+    vision: bool = False
     # Names of the weights, which do not change what is loaded.
     weight_version: str = field(default="", compare=False)
     base_model: str = field(default="", compare=False)

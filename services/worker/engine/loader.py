@@ -70,6 +70,7 @@ from services.worker.engine.quantization.fp8 import FP8
 from services.worker.engine.quantization.policy import check_device, check_model, held_format, quantiser
 from services.worker.engine.transformers_models.checkpoint import TransformersCheckpoint
 from services.worker.engine.transformers_models.decoder import TransformersDecoder, pages_to_check
+from services.worker.engine.vision.registry import load_vision, read_vision
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -83,6 +84,7 @@ if TYPE_CHECKING:
     from services.worker.engine.kernels.interface import AttentionBackend, KvScales
     from services.worker.engine.model.decoder import Decoder
     from services.worker.engine.model.transformer import TransformerWeights
+    from services.worker.engine.vision.encoder import VisionEncoder
 
 log = logging.getLogger(__name__)
 
@@ -177,6 +179,8 @@ class _DecoderLoader:
         files = resolve_model(spec.model, weights=False)
         described = read_json(files.path / "config.json") if files.kind is ModelKind.DIRECTORY else {}
         self._head = read_head(described, spec.classifier_from_token)
+        # None: images are not to be seen.
+        self._vision_config = read_vision(described) if spec.vision else None
         self._only_embeds = only_embeds(described, has_pooling=has_pooling_module(files.path))
         self._shard: ModelShard = shard_model(self._config, spec.rank, spec.world_size)
         threads = count_threads(options, spec)
@@ -189,6 +193,8 @@ class _DecoderLoader:
         report(0.0, "preparing kernels, which takes longest the first time")
         library = find_library(options, self._device)
         is_own = not isinstance(self._checkpoint, TransformersCheckpoint)
+        if spec.vision and not is_own:
+            raise ConfigurationError(f"images: {self._config.family} runs through transformers, without its encoder")
         # Of models that run through `transformers`, this is found out by trying.
         self._can_be_captured = is_own
         self._dtype = select_dtype(spec.dtype, self._config, self._device, library if is_own else None)
@@ -207,21 +213,10 @@ class _DecoderLoader:
         self._kv_scales: tuple[KvScales, ...] = ()
         # Of models that run through `transformers`, products cannot be changed.
         self._adapters: ActiveAdapters | None = None
+        self._vision: VisionEncoder | None = None
         # Read ahead by `prepare`.
         self._weights: TransformerWeights | None = None
-        if self._kv_dtype == FP8 and self._config.latent is not None:
-            raise ConfigurationError(
-                f"kv_dtype=fp8: latent attention ({self._config.family}) keeps one row for both, which is not "
-                "supported in FP8; use kv_dtype=auto"
-            )
-        if self._kv_dtype == FP8 and self._backend.name == "gpu":
-            check_float8_kv(torch.cuda.get_device_capability(self._device))
-
-        if self._config.recurrent is not None and (spec.host_bytes or spec.host_pages):
-            raise ConfigurationError(
-                f"scheduler.host_tier: {self._config.family} has recurrent layers, whose states are kept on the device "
-                "only; set scheduler.host_tier.gigabytes to 0"
-            )
+        self._check_memory()
 
     @torch.inference_mode()
     def load(self) -> ModelRunner:
@@ -261,7 +256,7 @@ class _DecoderLoader:
         host_pool = allocate_host_pool(pool, host_pages) if host_pages else None
         runner = ModelRunner(
             model, pool, capacity, group, can_overlap=self._can_overlap, host_pool=host_pool, head=head,
-            adapters=self._shelf(), read_again=partial(_read_again, spec, self._options),
+            adapters=self._shelf(), vision=self._vision, read_again=partial(_read_again, spec, self._options),
         )  # fmt: skip
         if host_pool is not None and runner.transfers is not None:
             self._report(0.99, "measuring prefill and the host tier")
@@ -285,7 +280,22 @@ class _DecoderLoader:
         if shelf is not None and runner.adapters is not None:
             shelf.take_over(runner.adapters)
         fingerprint = self._fingerprint(model.kv_layout.value, runner.group)
-        return ReadModel(model, self._pooler_head(), shelf, fingerprint)
+        return ReadModel(model, self._pooler_head(), shelf, self._vision, fingerprint)
+
+    def _check_memory(self) -> None:
+        """Raise ConfigurationError for kinds of KV memory that the model or the device does not support."""
+        if self._kv_dtype == FP8 and self._config.latent is not None:
+            raise ConfigurationError(
+                f"kv_dtype=fp8: latent attention ({self._config.family}) keeps one row for both, which is not "
+                "supported in FP8; use kv_dtype=auto"
+            )
+        if self._kv_dtype == FP8 and self._backend.name == "gpu":
+            check_float8_kv(torch.cuda.get_device_capability(self._device))
+        if self._config.recurrent is not None and (self._spec.host_bytes or self._spec.host_pages):
+            raise ConfigurationError(
+                f"scheduler.host_tier: {self._config.family} has recurrent layers, whose states are kept on the device "
+                "only; set scheduler.host_tier.gigabytes to 0"
+            )
 
     def _blocks(self, library: CpuLibrary | None) -> BlockFunctions | None:
         """Return oneDNN's products, if layers are to use them."""
@@ -313,10 +323,12 @@ class _DecoderLoader:
         )
 
     def _read(self, checkpoint: Checkpoint) -> TransformerWeights:
-        """Read the weights, and prepare the sites of adapters."""
+        """Read the weights, those of the vision encoder, too, and prepare the sites of adapters."""
         tensors = CheckedTensors(checkpoint, self._device, quantiser(self._spec, self._config))
         adapters = self._adapters = ActiveAdapters(self._spec.adapter_slots) if self._spec.adapter_slots else None
         kernels = self._backend.kernels
+        if self._vision_config is not None:
+            self._vision = load_vision(checkpoint, self._vision_config, kernels, self._device)
         assembler = Assembler(tensors, self._shard, kernels, self._dtype, self._device, self._has_vocabulary, adapters)
         return assembler.weights(lambda share: self._report(0.98 * share, "loading weights"))
 
@@ -506,6 +518,11 @@ class _DecoderLoader:
         spec = self._spec
         element_bytes = self._backend.kernels.activation_dtype.itemsize
         estimate = activation_reserve(spec, self._config, element_bytes)
+        # Embeddings of a pass and of images that it cuts in two stay beside what the pass computes.
+        encoder = 0
+        if self._vision is not None:
+            encoder = self._vision.batch_bytes() + 2 * spec.max_step_tokens * self._config.hidden_size * element_bytes
+        estimate += encoder
         if not self._can_overlap or spec.device_pages is not None:
             return estimate
         lengths = prompts_of(spec.max_step_tokens, context)
@@ -517,7 +534,7 @@ class _DecoderLoader:
             self._device,
             min(spec.max_rows, spec.max_step_tokens),
         )
-        peak = measure_peak(lambda: model.forward(batch, pool), self._device)
+        peak = measure_peak(lambda: model.forward(batch, pool), self._device) + encoder
         log.info("model.measured activations_mib=%d estimated_mib=%d", peak >> 20, estimate >> 20)
         # The host's sampler copies logits; the device's has tables.
         vocabulary_size = self._config.vocabulary_size
@@ -571,7 +588,7 @@ class _DecoderLoader:
         weights = "".join(group.gather_digests(identity))
         parts = (
             weights, str(asdict(self._config)), str(self._dtype), str(self._kv_dtype), layout,
-            str(quantiser(spec, self._config) is not None),
+            str(quantiser(spec, self._config) is not None), str(self._vision_config and asdict(self._vision_config)),
             str(spec.page_size), str(shard.kv_heads), f"{spec.rank}/{spec.world_size}",
         )  # fmt: skip
         return hashlib.sha256("\n".join(parts).encode()).hexdigest()

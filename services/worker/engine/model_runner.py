@@ -17,7 +17,7 @@ from services.worker.engine.model.kv_pool import allocate_like, shape_of
 from services.worker.engine.sleeping import ParkedTensors, tensors_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from common.steps import EngineCapacity
     from services.worker.engine.adapters.shelf import AdapterShelf
@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from services.worker.engine.model.kv_pool import KvPool
     from services.worker.engine.model.recurrent import StatePool
     from services.worker.engine.parallel.group import RankGroup
+    from services.worker.engine.vision.encoder import EncoderImage, VisionEncoder
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +39,7 @@ class ReadModel:
     model: Decoder
     head: PoolerHead | None
     adapters: AdapterShelf | None
+    vision: VisionEncoder | None
     fingerprint: str
 
 
@@ -50,7 +52,8 @@ class ModelRunner:
     def __init__(  # noqa: PLR0913  (all that a rank has loaded)
         self, model: Decoder, pool: KvPool, capacity: EngineCapacity, group: RankGroup,
         *, can_overlap: bool = False, host_pool: HostPool | None = None, head: PoolerHead | None = None,
-        adapters: AdapterShelf | None = None, read_again: Callable[[ModelRunner, ProgressReport], ReadModel],
+        adapters: AdapterShelf | None = None, vision: VisionEncoder | None = None,
+        read_again: Callable[[ModelRunner, ProgressReport], ReadModel],
     ) -> None:  # fmt: skip
         """Take over the loaded model, its pools and its group; `read_again` reads weights that were dropped."""
         # None: the model has no slots for adapters.
@@ -61,6 +64,8 @@ class ModelRunner:
         self.can_overlap = can_overlap
         # The model's classification head.
         self.head = head
+        # The encoder of images beside the decoder; None: there is none, or it is not to be used.
+        self.vision = vision
         self.group = group
         self._read_again = read_again
         # None: dropped while this rank sleeps.
@@ -85,7 +90,7 @@ class ModelRunner:
     def weight_bytes(self) -> int:
         """Bytes of the weights in memory; 0 while they are dropped."""
         held = {}
-        for tensor in tensors_of((self._model, self.head)):
+        for tensor in tensors_of((self._model, self.head, self.vision)):
             if tensor.is_mkldnn:  # has no storage that could be asked
                 held[id(tensor)] = tensor.numel() * tensor.element_size()
             else:
@@ -117,9 +122,9 @@ class ModelRunner:
         if level is SleepLevel.DROPPED:
             if self._model is not None:
                 self._model.close()
-            self._model = self.head = self._parked = None
+            self._model = self.head = self.vision = self._parked = None
         elif self._parked is None and self._model is not None:
-            self._parked = ParkedTensors((self._model, self.head))
+            self._parked = ParkedTensors((self._model, self.head, self.vision))
 
     @torch.inference_mode()
     def wake_weights(self, report: ProgressReport) -> None:
@@ -136,6 +141,7 @@ class ModelRunner:
             if read.fingerprint != self.capacity.fingerprint:
                 raise ConfigurationError("the files of the weights have changed while the model slept")
             self._model, self.head, self.adapters = read.model, read.head, read.adapters
+            self.vision = read.vision
 
     @torch.inference_mode()
     def wake_cache(self) -> None:
@@ -177,6 +183,17 @@ class ModelRunner:
         return self._awake.logits(hidden, adapters)
 
     @torch.inference_mode()
+    def encode_images(self, images: Sequence[EncoderImage]) -> list[torch.Tensor]:
+        """Return the embeddings of each image; see `VisionEncoder.encode`. Every rank computes them itself."""
+        assert self.vision is not None, "a model without an encoder gets no images"
+        return self.vision.encode(images)
+
+    def count_embeddings(self, image: EncoderImage) -> int:
+        """Return how many embeddings an image has; see `VisionEncoder.count`."""
+        assert self.vision is not None, "a model without an encoder gets no images"
+        return self.vision.count(tuple(image.pixels.shape), image.grid)
+
+    @torch.inference_mode()
     def broadcast_tokens(self, token_ids: torch.Tensor) -> torch.Tensor:
         """Return rank 0's `token_ids` on every rank.
 
@@ -198,7 +215,7 @@ class ModelRunner:
         self.group.close()
         if self._model is not None:
             self._model.close()
-        self._model = self._parked = None
+        self._model = self.vision = self._parked = None
         del self._pool
 
     @property

@@ -58,6 +58,16 @@ class DummyCheckpoint:
         values = self._values(name, shape, rows or slice(0, shape[0]))
         return values if columns is None else values[:, columns].contiguous()
 
+    def has_beside(self, name: str) -> bool:
+        """Return whether there is a tensor of this name: a matrix in its plain form."""
+        return self.has(name)
+
+    def read_beside(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
+        """Return a tensor of a part beside the decoder; see `Checkpoint.read_beside`."""
+        if len(shape) == 1 and name.endswith(".weight"):  # of a norm
+            return torch.ones(shape)
+        return self._values(name, shape, slice(0, shape[0]))
+
     def _values(self, name: str, shape: tuple[int, ...], rows: slice) -> torch.Tensor:
         digest = hashlib.sha256(f"{self._seed} {name}".encode()).digest()
         width = math.prod(shape[1:])

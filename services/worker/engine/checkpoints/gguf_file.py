@@ -116,6 +116,14 @@ class GgufCheckpoint:
             values = np.ascontiguousarray(values[:, columns])
         return torch.from_numpy(values)
 
+    def has_beside(self, name: str) -> bool:
+        """Return False: files of this format contain decoders only."""
+        return False
+
+    def read_beside(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
+        """Raise: files of this format contain decoders only."""
+        raise ConfigurationError(f"no tensor {name!r}: GGUF files contain decoders only")
+
     def packed(self, name: str, rows: slice | None = None, columns: slice | None = None) -> GroupedMatrix | None:
         """Return a matrix, or a block of it, in the file's own blocks; see `Checkpoint.packed`."""
         stored, place = self._place(name, rows)

@@ -43,3 +43,15 @@ class Checkpoint(Protocol):
             ConfigurationError: the checkpoint has no such tensor.
         """
         ...
+
+    def has_beside(self, name: str) -> bool:
+        """Return whether there is a tensor of this very name, which belongs to a part beside the decoder."""
+        ...
+
+    def read_beside(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
+        """Return a tensor of a part beside the decoder, such as a vision encoder, on the CPU.
+
+        Raises:
+            ConfigurationError: there is none, or it has another shape or no float type.
+        """
+        ...

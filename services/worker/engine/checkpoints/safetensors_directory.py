@@ -66,6 +66,21 @@ class SafetensorsCheckpoint:
         """Return None: what is packed here consists of several tensors; see `PackedReader`."""
         return None
 
+    def has_beside(self, name: str) -> bool:
+        """Whether there is a tensor of this name in the files; see `Checkpoint.has_beside`."""
+        return self._tensors.has(name)
+
+    def read_beside(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
+        """Return a tensor by its name in the files; see `Checkpoint.read_beside`."""
+        tensor = self._tensors.read(name)
+        if tuple(tensor.shape) != shape:
+            raise ConfigurationError(
+                f"tensor {name!r} has the shape {tuple(tensor.shape)} where the model's configuration says {shape}"
+            )
+        if not tensor.is_floating_point() or tensor.dtype.itemsize == 1:
+            raise ConfigurationError(f"tensor {name!r} is stored as {tensor.dtype}, which is not supported")
+        return tensor
+
     def _stored(self, name: str) -> StoredTensor:
         stored = self._placed(stored_tensor(name, self._names))
         if self._names and not self._tensors.has(stored.name):

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
 
     from common.steps import AdapterLoad
     from common.transfers import Transfer, TransferAck
+    from services.worker.engine.plans.rows import RowStates
 
 # Fraction of the work done in [0, 1], and a readable stage.
 ProgressReport = Callable[[float, str], None]
@@ -85,6 +86,22 @@ class AdapterStore(Protocol):
 
     def reset(self) -> None:
         """Empty the slots: a new stream of plans begins."""
+
+
+class ImageStore(Protocol):
+    """The images of open rows, as far as passes still need them."""
+
+    def admit(self, plan: StepPlan, rows: RowStates) -> StepPlan:
+        """Take over the images of the rows that `plan` opens; return it with ids of the vocabulary only.
+
+        Images that earlier plans have computed, or whose rows are closed, are dropped.
+
+        Raises:
+            InvalidPlanError: images do not fit the ids of their row, or the model.
+        """
+
+    def reset(self) -> None:
+        """Drop everything: all rows are free."""
 
 
 class AdapterSize(Protocol):

@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from common.types import RowSlot, TokenLogprob
     from services.worker.engine.grammars.row_masks import RowMasks
     from services.worker.engine.plans.rows import RowIndices, RowStates
+    from services.worker.engine.vision.row_images import RowImages
 
 log = logging.getLogger(__name__)
 
@@ -99,6 +100,8 @@ class OverlappedExecutor:
         self._table = SamplingTable(spec.max_rows, capacity.vocabulary_size)
         self._scoring = ScoringTable()
         self._pooler = Pooler()
+        # Those of the rows; None: the model sees none.
+        self._images: RowImages | None = None
         self._rows = DeviceBatch(
             spec.max_rows,
             -(-capacity.max_context // capacity.page_size),
@@ -119,6 +122,10 @@ class OverlappedExecutor:
     def use_grammars(self, grammars: RowMasks | None) -> None:
         """Hold rows to their grammars from now on."""
         self._table.grammars = grammars
+
+    def use_images(self, images: RowImages | None) -> None:
+        """Compute these images of rows from now on."""
+        self._images = images
 
     def capture(self, report: Callable[[float], None]) -> None:
         """Capture passes as graphs."""
@@ -250,14 +257,16 @@ class OverlappedExecutor:
         scored = self._scoring.of(rows, forward)
         others = host.sample_indices.size
         host = with_scored(host, scored) if scored else host
-        batch = replace(batch_to_device(host, self._runner.device), host=host)
+        images = None if self._images is None else self._images.of(forward)
+        batch = replace(batch_to_device(host, self._runner.device, images), host=host)
         decoding = forward.decode_rows
         if decoding.size:
             # The host may not have read the last tokens of these rows yet.
             slots = to_device(decoding.astype(np.int32), self._runner.device)
             batch.token_ids[: decoding.size] = self._rows.last_tokens[slots.long()].long()
         adapters = batch.sampled_adapters
-        captured = self._prompt_passes.captured(batch.token_ids.shape[0]) if adapters is None else None
+        is_plain = adapters is None and images is None
+        captured = self._prompt_passes.captured(batch.token_ids.shape[0]) if is_plain else None
         if captured is None and not (host.pooled_indices.size or scored):
             return self._runner.compute(batch), ()
         hidden = self._runner.hidden_states(batch) if captured is None else captured.hidden_states(batch)

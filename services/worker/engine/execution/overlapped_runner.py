@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from common.transfers import TransferAck
-    from services.worker.engine.execution.interface import AdapterStore, Emit, Transfers
+    from services.worker.engine.execution.interface import AdapterStore, Emit, ImageStore, Transfers
     from services.worker.engine.execution.synchronous_runner import TimeSource
     from services.worker.engine.plans.rows import RowIndices, RowStates
     from services.worker.engine.plans.saved_states import RowStateCopies
@@ -104,11 +104,12 @@ class OverlappedRunner:
         states: RowStateCopies | None = None,
         reports_tokens: bool = True,
         adapters: AdapterStore | None = None,
+        images: ImageStore | None = None,
         clock: TimeSource = time.perf_counter,
     ) -> None:
         """Take over `rows`. Ranks other than 0 do not report tokens; `clock` counts seconds.
 
-        `transfers`, `states` and `adapters` are there if `limits` allow any.
+        `transfers`, `states` and `adapters` are there if `limits` allow any, `images` if the model sees some.
         """
         self.rows = rows
         self._limits = limits
@@ -117,6 +118,7 @@ class OverlappedRunner:
         self._saved = SavedStates(states)
         self._reports_tokens = reports_tokens
         self._adapters = adapters
+        self._images = images
         self._clock = clock
         self._emit: Emit = lambda _result: None
         self._pending: deque[_Pass] = deque()
@@ -139,6 +141,8 @@ class OverlappedRunner:
         self._emit = emit
         started = self._clock()
         self._apply_stops()
+        if self._images is not None:
+            plan = self._images.admit(plan, self.rows)
         chunks = apply_bookkeeping(plan, self.rows, self._limits)
         if self._adapters is not None:
             # In stream order, after the passes of earlier plans.
@@ -166,6 +170,8 @@ class OverlappedRunner:
     def reset(self) -> None:
         """Free all rows and drop the outstanding passes."""
         self.rows.reset()
+        if self._images is not None:
+            self._images.reset()
         self._pending.clear()
         self._stopping.clear()
         if self._adapters is not None:

@@ -27,9 +27,11 @@ if TYPE_CHECKING:
     from common.types import TokenIds
     from services.worker.engine.execution.interface import Transfers
     from services.worker.engine.host_tier.pool import HostPool
+    from services.worker.engine.model.batch import PlacedImages
     from services.worker.engine.plans.drafts import RowLogprobs
     from services.worker.engine.plans.rows import RowIndices, RowStates
     from services.worker.engine.sampling.table import SamplingTable
+    from services.worker.engine.vision.row_images import RowImages
 
 # Alignment in bytes of arrays that are packed into one copy.
 _ALIGNMENT = 16
@@ -66,14 +68,21 @@ class Runner(Protocol):
 class SynchronousExecutor:
     """Computes passes with a model runner. Rank 0 samples and broadcasts the tokens."""
 
-    def __init__(self, runner: Runner, table: SamplingTable, rank: int, *, is_shared: bool = False) -> None:
-        """Use `runner`, which `is_shared` with other ranks; rows' sampling parameters go into `table`."""
+    def __init__(
+        self, runner: Runner, table: SamplingTable, rank: int, *, is_shared: bool = False,
+        images: RowImages | None = None,
+    ) -> None:  # fmt: skip
+        """Use `runner`, which `is_shared` with other ranks; rows' sampling parameters go into `table`.
+
+        `images` has those of the rows; None: the model sees none.
+        """
         self._runner = runner
         self._table = table
         self._scoring = ScoringTable()
         self._pooler = Pooler(runner.head)
         self._rank = rank
         self._is_shared = is_shared
+        self._images = images
 
     def open(self, opened: RowOpen) -> None:
         self._table.open(opened)
@@ -86,7 +95,8 @@ class SynchronousExecutor:
         return join(forward, [sampled for _, sampled in made.parts], made.failed)
 
     def _step(self, rows: RowStates, forward: ForwardPass) -> PassOutput:
-        logits, prompt_logprobs = self._compute(gather(rows, forward), self._scoring.of(rows, forward))
+        images = None if self._images is None else self._images.of(forward)
+        logits, prompt_logprobs = self._compute(gather(rows, forward), self._scoring.of(rows, forward), images)
         embeddings = self._pooler.finish(forward.pooled_rows) if self._rank == 0 else ()
         slots = forward.sampled_rows
         if slots.size == 0:
@@ -119,13 +129,15 @@ class SynchronousExecutor:
         tokens, logprobs = verify(forward, rows, choose)
         return Samples(torch.from_numpy(tokens).to(logits.device), logprobs)
 
-    def _compute(self, batch: HostBatch, scored: Sequence[Scored]) -> tuple[torch.Tensor, RowSpans]:
+    def _compute(
+        self, batch: HostBatch, scored: Sequence[Scored], images: PlacedImages | None
+    ) -> tuple[torch.Tensor, RowSpans]:
         """Return logits of the batch's samples and log probabilities of prompt tokens; pool the pooled tokens."""
         if not scored and not batch.pooled_indices.size:
-            return self._runner.forward(to_device(batch, self._runner.device)), ()
+            return self._runner.forward(to_device(batch, self._runner.device, images)), ()
         samples, pooled = batch.sample_indices.size, batch.pooled_indices.size
         wanted = with_pooled(with_scored(batch, scored))
-        on_device = to_device(wanted, self._runner.device)
+        on_device = to_device(wanted, self._runner.device, images)
         hidden, adapters = self._runner.hidden_states(on_device), on_device.sampled_adapters
         sampled_adapters = None if adapters is None else adapters[:samples]
         if pooled and self._rank == 0:
@@ -139,7 +151,7 @@ class SynchronousExecutor:
         return self._runner.logits(hidden[:samples], sampled_adapters).float(), spans
 
 
-def to_device(batch: HostBatch, device: torch.device) -> ForwardBatch:
+def to_device(batch: HostBatch, device: torch.device, images: PlacedImages | None = None) -> ForwardBatch:
     """Return the batch as tensors on `device`, in two transfers for all fields."""
     # Fields of one type are packed into one buffer.
     longs = (batch.token_ids, batch.positions, batch.write_slots, batch.sample_indices)
@@ -168,6 +180,7 @@ def to_device(batch: HostBatch, device: torch.device) -> ForwardBatch:
         window_slots=window_slots[0] if window_slots else None,
         states=None if batch.row_slots is None else StateSlots.of(batch, batch.row_slots, row_slots[0]),
         adapters=token_adapters[0] if token_adapters else None,
+        images=images,
     )
 
 

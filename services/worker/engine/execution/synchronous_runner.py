@@ -18,7 +18,7 @@ from services.worker.engine.plans.scoring import partial_results
 
 if TYPE_CHECKING:
     from common.transfers import TransferAck
-    from services.worker.engine.execution.interface import AdapterStore, Emit, Transfers
+    from services.worker.engine.execution.interface import AdapterStore, Emit, ImageStore, Transfers
     from services.worker.engine.plans.rows import RowStates
     from services.worker.engine.plans.saved_states import RowStateCopies
 
@@ -48,11 +48,12 @@ class SynchronousRunner:
         states: RowStateCopies | None = None,
         reports_tokens: bool = True,
         adapters: AdapterStore | None = None,
+        images: ImageStore | None = None,
         clock: TimeSource = time.perf_counter,
     ) -> None:
         """Take over `rows`. Ranks other than 0 do not report tokens; `clock` counts seconds.
 
-        `transfers`, `states` and `adapters` are there if `limits` allow any.
+        `transfers`, `states` and `adapters` are there if `limits` allow any, `images` if the model sees some.
         """
         self.rows = rows
         self._limits = limits
@@ -61,11 +62,14 @@ class SynchronousRunner:
         self._saved = SavedStates(states)
         self._reports_tokens = reports_tokens
         self._adapters = adapters
+        self._images = images
         self._clock = clock
 
     def run(self, plan: StepPlan, emit: Emit) -> None:
         """Run all passes of a plan; see `Engine.execute`."""
         started = self._clock()
+        if self._images is not None:
+            plan = self._images.admit(plan, self.rows)
         chunks = apply_bookkeeping(plan, self.rows, self._limits)
         if self._adapters is not None:
             self._adapters.load(plan.adapters)
@@ -107,6 +111,8 @@ class SynchronousRunner:
     def reset(self) -> None:
         """Free all rows and void all transfers."""
         self.rows.reset()
+        if self._images is not None:
+            self._images.reset()
         if self._adapters is not None:
             self._adapters.reset()
         if self._transfers is not None:

@@ -27,6 +27,7 @@ from services.worker.engine.plans.plan import PlanLimits
 from services.worker.engine.plans.rows import RowStates
 from services.worker.engine.sampling.table import SamplingTable
 from services.worker.engine.sleeping import release_memory, used_memory
+from services.worker.engine.vision.row_images import RowImages
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator
@@ -178,21 +179,24 @@ class TorchModel:
             self.adapters.reset()
         if isinstance(self.runner, EncoderRunner):
             return SynchronousRunner(rows, limits, EncoderExecutor(self.runner))
+        images = self._row_images()
         transfers, is_first, grammars = self.runner.transfers, spec.rank == 0, self._row_masks()
         states = self.runner.states if isinstance(self.runner, ModelRunner) else None
         if self._executor is not None:
             self._executor.use_grammars(grammars)
+            self._executor.use_images(images)
             return OverlappedRunner(
                 rows, limits, self._executor, transfers=transfers, states=states, reports_tokens=is_first,
-                adapters=self.adapters,
+                adapters=self.adapters, images=images,
             )  # fmt: skip
         table = SamplingTable(spec.max_rows, capacity.vocabulary_size, grammars)
         # A pass that has advanced some of the states cannot be computed again in parts.
         is_final = spec.world_size > 1 or capacity.recurrent_states is not None
-        executor = SynchronousExecutor(self.runner, table, rank=spec.rank, is_shared=is_final)
+        executor = SynchronousExecutor(self.runner, table, rank=spec.rank, is_shared=is_final, images=images)
         return SynchronousRunner(
-            rows, limits, executor, transfers=transfers, states=states, reports_tokens=is_first, adapters=self.adapters
-        )
+            rows, limits, executor, transfers=transfers, states=states, reports_tokens=is_first, adapters=self.adapters,
+            images=images,
+        )  # fmt: skip
 
     @contextlib.contextmanager
     def computing(self) -> Iterator[None]:
@@ -251,6 +255,11 @@ class TorchModel:
     def _follows_grammars(self) -> bool:
         """Whether this rank, which samples, has a library of grammars."""
         return self._library is not None and self._spec.rank == 0
+
+    def _row_images(self) -> RowImages | None:
+        if not isinstance(self.runner, ModelRunner) or self.runner.vision is None:
+            return None
+        return RowImages(self.runner, self.runner.vision.config.placeholder_id)
 
     def _row_masks(self) -> RowMasks | None:
         if self._library is None or not self._follows_grammars:

@@ -55,6 +55,14 @@ class StateSlots:
 
 
 @dataclass(frozen=True, slots=True)
+class PlacedImages:
+    """Embeddings of images that take the places of tokens of a batch."""
+
+    places: torch.Tensor  # [placed] int64, ascending
+    embeddings: torch.Tensor  # [placed, hidden], of the activations' type
+
+
+@dataclass(frozen=True, slots=True)
 class ForwardBatch:
     """Tokens of `rows` sequences, concatenated; all tensors live on the model's device.
 
@@ -85,6 +93,8 @@ class ForwardBatch:
     defer: Deferral | None = None
     # [tokens] int32, the slot of each token's adapter, below 0 for none; None: no token has one
     adapters: torch.Tensor | None = None
+    # None: no token of the batch is an image's
+    images: PlacedImages | None = None
 
     @property
     def sampled_adapters(self) -> torch.Tensor | None:

@@ -187,7 +187,7 @@ class Transformer:
     def hidden_states(self, batch: ForwardBatch, pool: KvPool) -> torch.Tensor:
         """Return the final, normalized hidden states of the samples, [samples, hidden]; the same on all ranks."""
         self._use(batch.adapters)
-        hidden = self._embed(batch.token_ids)
+        hidden = self._embed(batch)
         layers = self._weights.layers
         # The norm that follows each layer: the next one's, or the final one.
         following = (*(layer.input_norm for layer in layers[1:]), self._weights.output_norm)
@@ -247,11 +247,13 @@ class Transformer:
         if self._adapters is not None:
             self._adapters.use(adapters)
 
-    def _embed(self, token_ids: torch.Tensor) -> torch.Tensor:
-        rows = self._look_up(token_ids)
+    def _embed(self, batch: ForwardBatch) -> torch.Tensor:
+        rows = self._look_up(batch.token_ids)
         if self._adapters is not None:
-            rows = self._adapters.embed(token_ids, rows)
-        return rows if self._embedding_scale == 1.0 else rows * self._embedding_scale
+            rows = self._adapters.embed(batch.token_ids, rows)
+        if self._embedding_scale != 1.0:
+            rows = rows * self._embedding_scale
+        return rows if batch.images is None else rows.index_copy(0, batch.images.places, batch.images.embeddings)
 
     def _look_up(self, token_ids: torch.Tensor) -> torch.Tensor:
         if self._group.world_size == 1:

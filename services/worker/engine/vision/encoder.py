@@ -1,0 +1,126 @@
+"""The interface of vision encoders, and the layers that they share."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+import torch
+from torch.nn.functional import layer_norm
+
+from services.worker.engine.encoder.weights import Norm
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from services.worker.engine.checkpoints.interface import Checkpoint
+    from services.worker.engine.encoder.model import TextAttention
+    from services.worker.engine.kernels.interface import Kernels, Linear
+    from services.worker.engine.vision.config import VisionConfig
+
+
+@dataclass(frozen=True, slots=True)
+class EncoderImage:
+    """One image: float32 `pixels` in host memory as the model's processor makes them, and its `grid`."""
+
+    pixels: torch.Tensor
+    grid: tuple[int, ...]
+
+
+class VisionEncoder(Protocol):
+    """Turns images into embeddings, which take the places of tokens in a decoder's input."""
+
+    @property
+    def config(self) -> VisionConfig:
+        """Its shape."""
+        ...
+
+    def count(self, shape: tuple[int, ...], grid: tuple[int, ...]) -> int:
+        """Return how many embeddings an image has.
+
+        Raises:
+            ValueError: pixels of this shape and grid are no image of the model.
+        """
+        ...
+
+    def encode(self, images: Sequence[EncoderImage]) -> list[torch.Tensor]:
+        """Return the embeddings of each image, [count, width] in the type of the activations, on the device."""
+        ...
+
+    def batch_bytes(self) -> int:
+        """Return an upper bound of the memory that `encode` takes beside its results."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class VisionReader:
+    """Reads the tensors of a vision encoder, whose names in files begin with `prefix`."""
+
+    checkpoint: Checkpoint
+    kernels: Kernels
+    device: torch.device
+    prefix: str
+
+    def tensor(self, name: str, *shape: int) -> torch.Tensor:
+        """Return a tensor of this shape, in the type of the activations, on the device."""
+        stored = self.checkpoint.read_beside(self.prefix + name, shape)
+        # A copy: the tensor may be a view of the whole file.
+        return stored.to(self.device, self.kernels.activation_dtype, copy=True)
+
+    def norm(self, name: str, width: int) -> Norm:
+        """Return a layer norm."""
+        return Norm(self.tensor(f"{name}.weight", width), self.tensor(f"{name}.bias", width))
+
+    def linear(self, name: str, outputs: int, inputs: int, *, has_bias: bool = True) -> Linear:
+        """Return a product."""
+        weight = self.checkpoint.read_beside(f"{self.prefix}{name}.weight", (outputs, inputs))
+        bias = self.checkpoint.read_beside(f"{self.prefix}{name}.bias", (outputs,)) if has_bias else None
+        return self.kernels.linear(weight.clone(), bias)
+
+    def patches(self, name: str, outputs: int, *kernel: int, has_bias: bool = True) -> Linear:
+        """Return a convolution whose steps are as long as its kernel [channels, ...]: a product with whole patches."""
+        weight = self.checkpoint.read_beside(f"{self.prefix}{name}.weight", (outputs, *kernel))
+        bias = self.checkpoint.read_beside(f"{self.prefix}{name}.bias", (outputs,)) if has_bias else None
+        return self.kernels.linear(weight.flatten(1).clone(), bias)
+
+    def stacked(self, names: Sequence[str], outputs: int, inputs: int) -> Linear:
+        """Return products of the same inputs as one; each has so many outputs."""
+        read, prefix = self.checkpoint.read_beside, self.prefix
+        weight = torch.cat([read(f"{prefix}{name}.weight", (outputs, inputs)) for name in names])
+        return self.kernels.linear(weight, torch.cat([read(f"{prefix}{name}.bias", (outputs,)) for name in names]))
+
+
+@dataclass(frozen=True, slots=True)
+class VisionLayer:
+    """One layer of a ViT (Dosovitskiy et al. 2021) whose norms come before attention and feed-forward layers."""
+
+    attention_norm: Norm
+    qkv: Linear
+    attention_output: Linear
+    feed_forward_norm: Norm
+    up: Linear
+    down: Linear
+
+    def run(
+        self, hidden: torch.Tensor, attention: TextAttention, activate: Callable[[torch.Tensor], torch.Tensor],
+        epsilon: float,
+    ) -> None:  # fmt: skip
+        """Update the residual stream `hidden` [patches, hidden] in place."""
+        self.attention_output.add_to(attention(self.qkv(normed(hidden, self.attention_norm, epsilon))), hidden)
+        self.down.add_to(activate(self.up(normed(hidden, self.feed_forward_norm, epsilon))), hidden)
+
+
+def normed(hidden: torch.Tensor, norm: Norm, epsilon: float) -> torch.Tensor:
+    """Return `hidden` [patches, hidden], normalised."""
+    return layer_norm(hidden, hidden.shape[1:], norm.weight, norm.bias, epsilon)
+
+
+def batches(sizes: Sequence[int], most: int) -> list[range]:
+    """Divide consecutive images of `sizes` patches into batches of at most `most`, or of one image."""
+    made, start, total = [], 0, 0
+    for i, size in enumerate(sizes):
+        if i > start and total + size > most:
+            made.append(range(start, i))
+            start, total = i, 0
+        total += size
+    return [*made, range(start, len(sizes))] if sizes else []

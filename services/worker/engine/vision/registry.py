@@ -1,0 +1,53 @@
+"""Finds vision encoders by the `model_type` of a config.json."""
+
+from __future__ import annotations
+
+from functools import cache
+from types import MappingProxyType
+from typing import TYPE_CHECKING
+
+from common.errors import ConfigurationError
+from services.worker.engine.vision import idefics
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    import torch
+
+    from services.worker.engine.checkpoints.interface import Checkpoint
+    from services.worker.engine.kernels.interface import Kernels
+    from services.worker.engine.model.family import JsonConfig
+    from services.worker.engine.vision.config import VisionConfig
+    from services.worker.engine.vision.encoder import VisionEncoder
+    from services.worker.engine.vision.family import VisionFamily
+
+
+@cache
+def vision_families() -> Mapping[str, VisionFamily]:
+    """Return all kinds of vision encoders by `model_type`."""
+    return MappingProxyType({name: family for family in idefics.FAMILIES for name in family.names})
+
+
+def read_vision(config: JsonConfig) -> VisionConfig:
+    """Read the vision encoder's part of a config.json.
+
+    Raises:
+        ConfigurationError: the model has none, or an option is not supported, or a field is missing.
+    """
+    name = config.get("model_type")
+    family = vision_families().get(str(name))
+    if family is None:
+        raise ConfigurationError(f"images: {name!r} has no vision encoder that is supported")
+    try:
+        return family.read(config)
+    except KeyError as error:
+        raise ConfigurationError(f"config.json has no {error.args[0]!r}") from error
+
+
+def load_vision(checkpoint: Checkpoint, config: VisionConfig, kernels: Kernels, device: torch.device) -> VisionEncoder:
+    """Read the weights of the encoder that `config` describes.
+
+    Raises:
+        ConfigurationError: a tensor is missing or has another shape.
+    """
+    return vision_families()[config.family].load(checkpoint, config, kernels, device)

@@ -1,0 +1,150 @@
+"""Tiny models that see images, as `transformers` writes them, and what it makes of prompts with images."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from common.steps import RowImage
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+VOCABULARY = 131
+PLACEHOLDER = 130
+_TEXT: dict[str, Any] = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 48,
+    "intermediate_size": 80,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 512,
+    # Large weights, so that attention is sharp and logits are far apart.
+    "initializer_range": 0.3,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+}
+_SIGLIP: dict[str, Any] = {
+    "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "initializer_range": 0.3,
+}  # fmt: skip
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "smolvlm": (
+        "SmolVLM",
+        {
+            "text_config": {"model_type": "llama", **_TEXT},
+            "vision_config": {**_SIGLIP, "image_size": 32, "patch_size": 4},
+            "scale_factor": 2,
+            "image_token_id": PLACEHOLDER,
+        },
+    ),
+    # Of a side that is no power of two, nor a multiple of the patches' side, as SmolVLM-2.2B.
+    "idefics3": (
+        "Idefics3",
+        {
+            "text_config": {"model_type": "llama", **_TEXT, "tie_word_embeddings": True},
+            "vision_config": {**_SIGLIP, "image_size": 46, "patch_size": 5},
+            "scale_factor": 3,
+            "image_token_id": PLACEHOLDER,
+            "tie_word_embeddings": True,
+        },
+    ),
+}
+
+
+@dataclass(frozen=True)
+class Picture:
+    """An image as its processor would leave it; `ids` stand in the prompt for it, below 0 where embeddings belong."""
+
+    ids: tuple[int, ...]
+    pixels: np.ndarray[Any, np.dtype[np.float32]]
+    grid: tuple[int, ...]
+
+    @property
+    def length(self) -> int:
+        return sum(token < 0 for token in self.ids)
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """Ids, below 0 at the places of embeddings, and the images that these are of."""
+
+    ids: tuple[int, ...]
+    images: tuple[RowImage, ...]
+
+
+def picture(family: str, rows: int, columns: int, seed: int) -> Picture:
+    """Return a random image of so many rows and columns, of tiles or of squares of patches, as `family` cuts it."""
+    random = np.random.default_rng(seed)
+    _, options = MODELS[family]
+    vision = options["vision_config"]
+    side, merge = vision["image_size"], options["scale_factor"]
+    per_tile = (side // vision["patch_size"] // merge) ** 2
+    pixels = random.normal(size=(rows * columns + 1, 3, side, side)).astype(np.float32)
+    ids: list[int] = []
+    for tile in range(rows * columns + 1):
+        # Marks of rows and columns stand between tiles.
+        ids += [3 + tile % 5, *(-1 - seed for _ in range(per_tile))]
+    return Picture((*ids, 9), pixels, (rows, columns))
+
+
+def prompt(*parts: list[int] | Picture) -> Prompt:
+    """Return a prompt of texts and images."""
+    ids: list[int] = []
+    images = []
+    for part in parts:
+        if isinstance(part, Picture):
+            first = next(i for i, token in enumerate(part.ids) if token < 0)
+            digest = part.pixels.tobytes()[:32]
+            images.append(RowImage(digest, len(ids) + first, part.length, part.grid, part.pixels))
+            ids += part.ids
+        else:
+            ids += part
+    return Prompt(tuple(ids), tuple(images))
+
+
+def save(directory: Path, family: str) -> Path:
+    """Write a tiny model to `directory`, which is returned."""
+    import transformers
+
+    name, options = MODELS[family]
+    config = getattr(transformers, f"{name}Config")(**options)
+    torch.manual_seed(0)
+    model = getattr(transformers, f"{name}ForConditionalGeneration")(config)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim == 1:  # biases and norm weights, which start out as zeros and ones
+                parameter.add_(torch.randn_like(parameter) * 0.1)
+    model.save_pretrained(directory)
+    return directory
+
+
+@cache
+def _oracle(directory: Path) -> Any:  # transformers is not typed
+    import transformers
+
+    return transformers.AutoModelForImageTextToText.from_pretrained(directory, dtype=torch.float32).eval()
+
+
+def expected(directory: Path, prompt: Prompt, tokens: int) -> tuple[list[int], torch.Tensor]:
+    """Return the tokens with which `transformers` continues a prompt, greedily, and their logits [tokens, vocabulary].
+
+    It gets the whole prompt at once.
+    """
+    ids = torch.tensor([[PLACEHOLDER if token < 0 else token for token in prompt.ids]])
+    inputs: dict[str, torch.Tensor] = {}
+    if prompt.images:
+        tiles = [torch.from_numpy(image.pixels) for image in prompt.images]
+        inputs["pixel_values"] = torch.cat(tiles)[None]
+    with torch.inference_mode():
+        made = _oracle(directory).generate(
+            ids, **inputs, attention_mask=torch.ones_like(ids), max_new_tokens=tokens, min_new_tokens=tokens,
+            do_sample=False, output_logits=True, return_dict_in_generate=True,
+        )  # fmt: skip
+    return made.sequences[0, ids.shape[1] :].tolist(), torch.cat(made.logits)

@@ -1,0 +1,72 @@
+"""What models answer to prompts with images, against `transformers`: logits and greedy tokens."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+
+from tests.services.worker.engine.driving import random_ids
+from tests.services.worker.engine.vision.driving import NEW_TOKENS, Answer, Session, engine_of
+from tests.services.worker.engine.vision.models import MODELS, VOCABULARY, Prompt, expected, picture, prompt, save
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from tests.services.worker.engine.parallel.ranks import Ranks
+
+pytestmark = pytest.mark.extended
+
+BACKENDS = ("torch", "compiled")
+
+
+def text(count: int, seed: int) -> list[int]:
+    return random_ids(count, VOCABULARY - 5, seed)
+
+
+def prompts_of(family: str) -> list[Prompt]:
+    """Return prompts with one image, with two of different sizes next to each other and in a text, and with none."""
+    small, large = picture(family, 1, 1, seed=1), picture(family, 2, 3, seed=2)
+    return [
+        prompt(text(5, 1), small, text(7, 2)),
+        prompt(large, small, text(4, 3), picture(family, 1, 2, seed=3), text(3, 4)),
+        prompt(text(40, 5)),
+    ]
+
+
+def check(directory: Path, prompts: list[Prompt], answers: list[Answer]) -> None:
+    for each, answer in zip(prompts, answers, strict=True):
+        answer.check(*expected(directory, each, NEW_TOKENS))
+
+
+@pytest.fixture(scope="module", params=MODELS)
+def family(request: pytest.FixtureRequest) -> str:
+    name: str = request.param
+    return name
+
+
+@pytest.fixture(scope="module")
+def directory(family: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save(tmp_path_factory.mktemp(family), family)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_rows_with_images_continue_as_transformers_does(directory: Path, family: str, backend: str) -> None:
+    prompts, session = prompts_of(family), Session(engine_of(directory, backend))
+    # Together, then each in chunks that cut images in two, then once more with the slots of closed rows.
+    check(directory, prompts, session.answer(prompts))
+    check(directory, prompts, session.answer(prompts, borders=(9, 21, 37, 58)))
+    check(directory, prompts[1:2], session.answer(prompts[1:2], borders=(1, 2, 50)))
+
+
+def as_rank(rank: int, world_size: int, rendezvous: str, directory: str, family: str) -> list[Answer]:
+    engine = engine_of(directory, "compiled", rank=rank, world_size=world_size, rendezvous=rendezvous)
+    try:
+        return Session(engine).answer(prompts_of(family), borders=(9, 37))
+    finally:
+        engine.close()
+
+
+def test_two_ranks_see_images_as_transformers_does(ranks: Ranks, directory: Path, family: str) -> None:
+    first, _ = ranks.run(as_rank, 2, str(directory), family)
+    check(directory, prompts_of(family), first)

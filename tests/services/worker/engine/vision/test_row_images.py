@@ -1,0 +1,161 @@
+"""When images are encoded, how long their embeddings stay, and which plans are refused."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import numpy as np
+import pytest
+import torch
+
+from common.steps import RowImage, RowOpen, StepPlan
+from common.types import RowSlot, StepId
+from services.worker.engine.execution.interface import InvalidPlanError
+from services.worker.engine.plans.passes import ForwardPass, make_pass
+from services.worker.engine.plans.plan import PlanLimits, apply_bookkeeping
+from services.worker.engine.plans.rows import RowStates
+from services.worker.engine.vision.row_images import RowImages
+from tests.services.worker.engine.scenario import chunk, open_row
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from services.worker.engine.vision.encoder import EncoderImage
+
+PLACEHOLDER = 7
+LIMITS = PlanLimits(vocabulary_size=10, device_pages=64, max_step_tokens=256)
+
+
+class CountingModel:
+    """Embeds each row of pixels [embeddings, width] as itself, and keeps what it was asked for."""
+
+    def __init__(self) -> None:
+        self.device = torch.device("cpu")
+        self.asked: list[int] = []
+
+    def encode_images(self, images: Sequence[EncoderImage]) -> list[torch.Tensor]:
+        self.asked.append(len(images))
+        return [image.pixels for image in images]
+
+    def count_embeddings(self, image: EncoderImage) -> int:
+        if image.pixels.ndim != 2:
+            raise ValueError("no image")
+        return len(image.pixels)
+
+
+class Rows:
+    """Rows, their images, and the plans that both take."""
+
+    def __init__(self) -> None:
+        self.model = CountingModel()
+        self.images = RowImages(self.model, PLACEHOLDER)
+        self.states = RowStates(4, 64, 16)
+
+    def run(self, plan: StepPlan) -> ForwardPass:
+        chunks = apply_bookkeeping(self.images.admit(plan, self.states), self.states, LIMITS)
+        return make_pass(self.states, self.states.decoding(), chunks)
+
+    def compute(self, plan: StepPlan) -> list[tuple[int, float]]:
+        """Return the places of embeddings of a pass, and their first components."""
+        forward = self.run(plan)
+        placed = self.images.of(forward)
+        self.states.advance_prefill(forward.chunks.rows, forward.chunks.lengths)
+        self.states.append_tokens(forward.sampled_rows, np.ones(forward.sampled_rows.size, np.int32))
+        if placed is None:
+            return []
+        return list(zip(placed.places.tolist(), placed.embeddings[:, 0].tolist(), strict=True))
+
+
+def image(offset: int, first: float, length: int) -> RowImage:
+    pixels = np.arange(first, first + length, dtype=np.float32)[:, None]
+    return RowImage(bytes(32), offset, length, (1, 1), pixels)
+
+
+def opened(row: int, ids: list[int], *images: RowImage, computed: int = 0) -> RowOpen:
+    return replace(open_row(row, ids, range(row * 4, row * 4 + 4), computed=computed), images=images)
+
+
+def plan(*opens: RowOpen, chunks: Sequence[tuple[int, int, int]] = (), closes: tuple[int, ...] = ()) -> StepPlan:
+    return StepPlan(
+        StepId(0), opens=opens, prefills=tuple(chunk(*each) for each in chunks), closes=tuple(map(RowSlot, closes))
+    )
+
+
+CUT = [1, -5, -5, 2, -5, 3]
+
+
+def test_an_image_that_chunks_cut_is_encoded_once_and_placed_between_marks() -> None:
+    rows = Rows()
+    assert rows.compute(plan(opened(1, CUT, image(1, 10.0, 3)), chunks=[(1, 0, 2)])) == [(1, 10.0)]
+    assert rows.states.token_ids[1, :6].tolist() == [1, PLACEHOLDER, PLACEHOLDER, 2, PLACEHOLDER, 3]
+    assert rows.compute(plan(chunks=[(1, 2, 2)])) == [(0, 11.0)]
+    assert rows.compute(plan(chunks=[(1, 4, 2)])) == [(0, 12.0)]
+    assert rows.compute(plan()) == []
+    assert rows.model.asked == [1]
+    assert not rows.images.held
+
+
+def test_new_images_of_a_pass_are_encoded_together_and_later_ones_when_they_are_reached() -> None:
+    rows = Rows()
+    both = opened(0, [-1, -1, 4, -2, -2], image(0, 10.0, 2), image(3, 20.0, 2))
+    other = opened(2, [5, -3], image(1, 30.0, 1))
+    assert rows.compute(plan(both, other, chunks=[(0, 0, 3), (2, 0, 2)])) == [(0, 10.0), (1, 11.0), (4, 30.0)]
+    # Row 2 decodes, and comes first.
+    assert rows.compute(plan(chunks=[(0, 3, 2)])) == [(1, 20.0), (2, 21.0)]
+    assert rows.model.asked == [2, 1]
+
+
+def test_computed_images_come_without_pixels_and_are_not_encoded() -> None:
+    rows = Rows()
+    known = RowImage(bytes(32), 0, 2, (1, 1))
+    row = opened(0, [-1, -1, 4, -2, -2], known, image(3, 20.0, 2), computed=2)
+    assert rows.compute(plan(row, chunks=[(0, 2, 3)])) == [(1, 20.0), (2, 21.0)]
+    assert rows.model.asked == [1]
+
+
+def test_an_image_of_which_a_part_is_computed_is_encoded_for_the_rest() -> None:
+    rows = Rows()
+    row = opened(0, [-1, -1, 4], image(0, 10.0, 2), computed=1)
+    assert rows.compute(plan(row, chunks=[(0, 1, 2)])) == [(0, 11.0)]
+
+
+@pytest.mark.parametrize("ends", ["closed", "reset"])
+def test_nothing_is_kept_of_rows_that_end_before_their_images(ends: str) -> None:
+    rows = Rows()
+    rows.compute(plan(opened(1, CUT, image(1, 10.0, 3)), chunks=[(1, 0, 2)]))
+    assert rows.images.held
+    if ends == "closed":
+        rows.run(plan(closes=(1,)))
+    else:
+        rows.images.reset()
+    assert not rows.images.held
+
+
+def test_rows_without_images_ask_for_nothing() -> None:
+    rows = Rows()
+    given = plan(opened(0, [1, 2, 3]), chunks=[(0, 0, 3)])
+    assert rows.images.admit(given, rows.states) is given
+    assert rows.compute(given) == []
+    assert rows.model.asked == []
+
+
+@pytest.mark.parametrize(
+    ("ids", "images", "complaint"),
+    [
+        ([1, -5, 2], (), "outside the vocabulary"),
+        ([1, -5, 2], (image(0, 0.0, 1),), "no places of 1 embeddings"),
+        ([1, -5, 2], (image(1, 0.0, 2),), "no places of 2 embeddings"),
+        ([1, -5, -5], (image(1, 0.0, 1),), "belong to no image"),
+        ([1, -5, 2], (RowImage(bytes(32), 1, 1, (1, 1)),), "has no pixels"),
+        ([1, -5, 2], (replace(image(1, 0.0, 1), pixels=np.zeros(1, np.float32)),), "no image"),
+        ([1, -5, 2], (replace(image(1, 0.0, 1), pixels=np.zeros((3, 1), np.float32)),), "3 embeddings at 1 places"),
+        ([1, -5, 2], (RowImage(bytes(32), 1, 0, (1, 1)),), "no places of 0"),
+    ],
+    ids=str,
+)
+def test_images_that_do_not_fit_their_row_are_refused(
+    ids: list[int], images: tuple[RowImage, ...], complaint: str
+) -> None:
+    with pytest.raises(InvalidPlanError, match=complaint):
+        Rows().run(plan(opened(0, ids, *images)))
