@@ -99,6 +99,8 @@ class RowOpen:
     trace: TraceContext | None = None
     # In the order of their offsets.
     images: tuple[RowImage, ...] = ()
+    # Set by the worker: added to the positions of tokens after these, as images may take fewer positions than tokens.
+    position_offset: int = 0
 
 
 @dataclass(frozen=True, slots=True)

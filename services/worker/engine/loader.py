@@ -58,7 +58,7 @@ from services.worker.engine.model.assembly import Assembler, without_adapters
 from services.worker.engine.model.kv_pool import KvPool, allocate_pool, bytes_per_token, join_pools, with_scales
 from services.worker.engine.model.kv_scales import MEASURED_TOKENS, measured_scales, stored_scales
 from services.worker.engine.model.recurrent import StatePool, allocate_states, state_bytes
-from services.worker.engine.model.rotary import rotary_table
+from services.worker.engine.model.rotary import AxisAngles, rotary_table
 from services.worker.engine.model.score_head import read_score_head
 from services.worker.engine.model.tensors import CheckedTensors
 from services.worker.engine.model.transformer import Transformer
@@ -319,8 +319,9 @@ class _DecoderLoader:
             joined = fuse_layers(bare, attention, last.input_norm, self._config.norm_epsilon)
             weights = replace(weights, joined=joined)
         return Transformer(
-            weights, self._config, vocabulary, kernels=kernels, attention=attention, group=group, adapters=adapters
-        )
+            weights, self._config, vocabulary, kernels=kernels, attention=attention, group=group, adapters=adapters,
+            angles=self._axis_angles(context),
+        )  # fmt: skip
 
     def _read(self, checkpoint: Checkpoint) -> TransformerWeights:
         """Read the weights, those of the vision encoder, too, and prepare the sites of adapters."""
@@ -425,6 +426,15 @@ class _DecoderLoader:
                 table = rotary_table(rotary, config.rotary_dim, context, self._device)
                 kinds[window, rotary] = self._backend.attention(shape, table)
         return [kinds[config.window_of(i), config.rotary_of(i)] for i in range(config.layers)]
+
+    def _axis_angles(self, context: int) -> AxisAngles | None:
+        """Return the angles of tokens of images; None: their positions are as those of texts."""
+        vision, config = self._vision_config, self._config
+        if vision is not None and len(vision.deep_layers) >= config.layers:
+            raise ConfigurationError(f"vision_config: embeddings for more than the {config.layers - 1} first layers")
+        if vision is None or not vision.axes:
+            return None
+        return AxisAngles(rotary_table(config.rotary, config.rotary_dim, context, self._device), vision.axes)
 
     def _free_memory(self) -> int:
         if self._device.type == "cuda":

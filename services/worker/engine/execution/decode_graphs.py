@@ -158,7 +158,7 @@ class DecodeGraph:
             self._page_size,
         )  # fmt: skip
         if batch.window_table is not None and batch.window_slots is not None:
-            row_state.place(batch.window_table, self.slots, batch.positions, batch.window_slots, self._page_size)
+            row_state.place(batch.window_table, self.slots, batch.key_lengths, batch.window_slots, self._page_size)
         self.logits = self._runner.compute(batch)
 
     def _choose(self, mode: SamplingMode, *, with_logprobs: bool) -> None:

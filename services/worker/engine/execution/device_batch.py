@@ -1,8 +1,8 @@
 """The state of rows on the device, which passes read and update without waiting for the host.
 
-One int32 array, a line per row slot: length, last token, seed, sampling parameters, then the page tables. The host
-writes what plans change, a few cells at a time; passes read it, and append what they sample. So the host may
-lag by a pass. The last line is for padding rows, which fill a batch up to the capture size.
+One int32 array, a line per row slot: length, last token, seed, sampling parameters, offset of positions, then the page
+tables. The host writes what plans change, a few cells at a time; passes read it, and append what they sample. So the
+host may lag by a pass. The last line is for padding rows, which fill a batch up to the capture size.
 """
 
 from __future__ import annotations
@@ -100,6 +100,7 @@ class DeviceBatch:
         bits[row_state.PRESENCE_PENALTY.value] = sampling.presence_penalty
         bits[row_state.FREQUENCY_PENALTY.value] = sampling.frequency_penalty
         header[row_state.STOPS_FROM.value] = stops_from
+        header[row_state.POSITION_OFFSET.value] = opened.position_offset
         self._write(opened.row, 0, header)
 
     def _write_pages(self, row: int, first: int, rows: RowStates) -> None:

@@ -257,15 +257,16 @@ class OverlappedExecutor:
         scored = self._scoring.of(rows, forward)
         others = host.sample_indices.size
         host = with_scored(host, scored) if scored else host
-        images = None if self._images is None else self._images.of(forward)
-        batch = replace(batch_to_device(host, self._runner.device, images), host=host)
+        batch = replace(batch_to_device(host, self._runner.device), host=host)
+        if self._images is not None:
+            batch = self._images.into(batch, forward)
         decoding = forward.decode_rows
         if decoding.size:
             # The host may not have read the last tokens of these rows yet.
             slots = to_device(decoding.astype(np.int32), self._runner.device)
             batch.token_ids[: decoding.size] = self._rows.last_tokens[slots.long()].long()
         adapters = batch.sampled_adapters
-        is_plain = adapters is None and images is None
+        is_plain = adapters is None and batch.images is None and batch.coordinates is None
         captured = self._prompt_passes.captured(batch.token_ids.shape[0]) if is_plain else None
         if captured is None and not (host.pooled_indices.size or scored):
             return self._runner.compute(batch), ()

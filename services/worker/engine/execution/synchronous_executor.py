@@ -13,7 +13,7 @@ from services.worker.engine.execution.pooler import Pooler, PoolerHead, with_poo
 from services.worker.engine.model.batch import ForwardBatch, StateSlots
 from services.worker.engine.plans.drafts import NO_TOKEN, as_accepted, following_of, split_tokens, verify
 from services.worker.engine.plans.passes import ForwardPass, HostBatch, gather
-from services.worker.engine.plans.scoring import RowSpans, Scored, ScoringTable, with_scored
+from services.worker.engine.plans.scoring import RowSpans, ScoringTable, with_scored
 from services.worker.engine.sampling.logprobs import score
 from services.worker.engine.sampling.sampler import Samples, sample
 from services.worker.engine.sampling.table import Needs
@@ -27,7 +27,6 @@ if TYPE_CHECKING:
     from common.types import TokenIds
     from services.worker.engine.execution.interface import Transfers
     from services.worker.engine.host_tier.pool import HostPool
-    from services.worker.engine.model.batch import PlacedImages
     from services.worker.engine.plans.drafts import RowLogprobs
     from services.worker.engine.plans.rows import RowIndices, RowStates
     from services.worker.engine.sampling.table import SamplingTable
@@ -95,8 +94,7 @@ class SynchronousExecutor:
         return join(forward, [sampled for _, sampled in made.parts], made.failed)
 
     def _step(self, rows: RowStates, forward: ForwardPass) -> PassOutput:
-        images = None if self._images is None else self._images.of(forward)
-        logits, prompt_logprobs = self._compute(gather(rows, forward), self._scoring.of(rows, forward), images)
+        logits, prompt_logprobs = self._compute(rows, forward)
         embeddings = self._pooler.finish(forward.pooled_rows) if self._rank == 0 else ()
         slots = forward.sampled_rows
         if slots.size == 0:
@@ -129,15 +127,14 @@ class SynchronousExecutor:
         tokens, logprobs = verify(forward, rows, choose)
         return Samples(torch.from_numpy(tokens).to(logits.device), logprobs)
 
-    def _compute(
-        self, batch: HostBatch, scored: Sequence[Scored], images: PlacedImages | None
-    ) -> tuple[torch.Tensor, RowSpans]:
-        """Return logits of the batch's samples and log probabilities of prompt tokens; pool the pooled tokens."""
+    def _compute(self, rows: RowStates, forward: ForwardPass) -> tuple[torch.Tensor, RowSpans]:
+        """Return logits of the pass's samples and log probabilities of prompt tokens; pool the pooled tokens."""
+        batch, scored = gather(rows, forward), self._scoring.of(rows, forward)
         if not scored and not batch.pooled_indices.size:
-            return self._runner.forward(to_device(batch, self._runner.device, images)), ()
+            return self._runner.forward(self._with_images(batch, forward)), ()
         samples, pooled = batch.sample_indices.size, batch.pooled_indices.size
         wanted = with_pooled(with_scored(batch, scored))
-        on_device = to_device(wanted, self._runner.device, images)
+        on_device = self._with_images(wanted, forward)
         hidden, adapters = self._runner.hidden_states(on_device), on_device.sampled_adapters
         sampled_adapters = None if adapters is None else adapters[:samples]
         if pooled and self._rank == 0:
@@ -150,8 +147,13 @@ class SynchronousExecutor:
         spans = score(hidden[part], scored, vocabulary_size, self._runner.logits, is_first=is_first, adapters=of_part)
         return self._runner.logits(hidden[:samples], sampled_adapters).float(), spans
 
+    def _with_images(self, batch: HostBatch, forward: ForwardPass) -> ForwardBatch:
+        """Return a pass's batch on the device, with embeddings of images."""
+        on_device = to_device(batch, self._runner.device)
+        return on_device if self._images is None else self._images.into(on_device, forward)
 
-def to_device(batch: HostBatch, device: torch.device, images: PlacedImages | None = None) -> ForwardBatch:
+
+def to_device(batch: HostBatch, device: torch.device) -> ForwardBatch:
     """Return the batch as tensors on `device`, in two transfers for all fields."""
     # Fields of one type are packed into one buffer.
     longs = (batch.token_ids, batch.positions, batch.write_slots, batch.sample_indices)
@@ -180,7 +182,6 @@ def to_device(batch: HostBatch, device: torch.device, images: PlacedImages | Non
         window_slots=window_slots[0] if window_slots else None,
         states=None if batch.row_slots is None else StateSlots.of(batch, batch.row_slots, row_slots[0]),
         adapters=token_adapters[0] if token_adapters else None,
-        images=images,
     )
 
 

@@ -259,7 +259,7 @@ class TorchModel:
     def _row_images(self) -> RowImages | None:
         if not isinstance(self.runner, ModelRunner) or self.runner.vision is None:
             return None
-        return RowImages(self.runner, self.runner.vision.config.placeholder_id)
+        return RowImages(self.runner, self.runner.vision.config)
 
     def _row_masks(self) -> RowMasks | None:
         if self._library is None or not self._follows_grammars:

@@ -81,8 +81,8 @@ def _gguf_qwen3_moe(own: GgufFields) -> ModelConfig:
 
 
 FAMILIES = (
-    Family("qwen2", "Qwen2, Qwen2.5", _read_qwen2, gguf=GgufFamily("qwen2", _gguf_qwen2)),
+    Family("qwen2", "Qwen2, Qwen2.5", _read_qwen2, wrappers=("qwen2_5_vl",), gguf=GgufFamily("qwen2", _gguf_qwen2)),
     Family("qwen2_moe", "Qwen1.5-MoE, Qwen2-MoE", _read_qwen2_moe, gguf=GgufFamily("qwen2moe", _gguf_qwen2_moe)),
-    Family("qwen3", "Qwen3", _read_qwen3, gguf=GgufFamily("qwen3", _gguf_qwen3)),
+    Family("qwen3", "Qwen3", _read_qwen3, wrappers=("qwen3_vl",), gguf=GgufFamily("qwen3", _gguf_qwen3)),
     Family("qwen3_moe", "Qwen3-MoE", _read_qwen3_moe, gguf=GgufFamily("qwen3moe", _gguf_qwen3_moe)),
 )

@@ -46,9 +46,9 @@ class StateSlots:
         first = host.decode_rows
         starts, stops = host.query_starts[first:-1].tolist(), host.query_starts[first + 1 :].tolist()
         chunks = tuple(
-            StateChunk(start, stop, slot, begins=begins)
-            for start, stop, slot, begins in zip(
-                starts, stops, row_slots[first:].tolist(), (host.positions[starts] == 0).tolist(), strict=True
+            StateChunk(start, stop, slot, begins=stop - start == known)
+            for start, stop, slot, known in zip(
+                starts, stops, row_slots[first:].tolist(), host.key_lengths[first:].tolist(), strict=True
             )
         )
         return cls(on_device[:first], chunks)
@@ -60,6 +60,8 @@ class PlacedImages:
 
     places: torch.Tensor  # [placed] int64, ascending
     embeddings: torch.Tensor  # [placed, hidden], of the activations' type
+    # What is added to the outputs of the first layers at these places, [placed, hidden] for each of them
+    deep: tuple[torch.Tensor, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +74,7 @@ class ForwardBatch:
     """
 
     token_ids: torch.Tensor  # [tokens] int64
-    positions: torch.Tensor  # [tokens] int64, position of each token in its sequence
+    positions: torch.Tensor  # [tokens] int64, of each token in its sequence, for rotary embedding
     query_starts: torch.Tensor  # [rows + 1] int32
     key_lengths: torch.Tensor  # [rows] int32
     page_table: torch.Tensor  # [rows, max_pages] int32, physical page of each page-sized block; tail entries unused
@@ -95,6 +97,11 @@ class ForwardBatch:
     adapters: torch.Tensor | None = None
     # None: no token of the batch is an image's
     images: PlacedImages | None = None
+    # [3, tokens] int64, coordinates of each token in time, height and width, which rotary embedding takes instead of
+    # positions; None: the same as the position on each axis
+    coordinates: torch.Tensor | None = None
+    # [tokens, head_dim] float32, rows of `rotary_table`'s for single tokens; `positions` are their numbers then
+    angles: torch.Tensor | None = None
 
     @property
     def sampled_adapters(self) -> torch.Tensor | None:

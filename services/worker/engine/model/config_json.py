@@ -87,5 +87,6 @@ def _text_part(config: Mapping[str, Any]) -> Mapping[str, Any]:
     text = config.get("text_config") or {}
     family = wrapped_families().get(name)
     if family is not None:
-        return {**outer, "model_type": family.name, **text}
+        # Older files have the fields of the text model beside the others.
+        return {**outer, **(text or config), "model_type": family.name}
     return {**outer, **text} if name in _CONTAINERS and text.get("model_type") in families_by_name() else config

@@ -11,6 +11,21 @@ if TYPE_CHECKING:
     from services.worker.engine.model.config import RotaryConfig
 
 
+class AxisAngles:
+    """Angles of tokens with coordinates on several axes: each frequency takes those of one of them."""
+
+    def __init__(self, table: torch.Tensor, axes: tuple[int, ...]) -> None:
+        """Take rows of `table`, which is `rotary_table`'s; frequency i takes the coordinates on `axes[i]`."""
+        self._table = table
+        # Those that are not rotated take any.
+        still = table.shape[1] // 2 - len(axes)
+        self._axes = torch.tensor((*axes, *(0,) * still) * 2, device=table.device)
+
+    def __call__(self, coordinates: torch.Tensor) -> torch.Tensor:
+        """Return [tokens, head_dim] as `rotary_table` does for coordinates [axes, tokens] int64."""
+        return self._table.gather(0, coordinates[self._axes].t())
+
+
 def rotary_table(rotary: RotaryConfig, head_dim: int, positions: int, device: torch.device) -> torch.Tensor:
     """Return [positions, head_dim] float32: cosines of each position's angles, then their sines, times the amplitude.
 

@@ -66,7 +66,8 @@ def read_rotary(
 
 def _read_scaling(parameters: Mapping[str, Any], theta: float, rotated: int, max_context: int) -> RotaryConfig:
     match parameters.get("rope_type", parameters.get("type", _NO_SCALING)):
-        case "default":
+        case "default" | "mrope":
+            # Texts have the same coordinate on all axes; `vision/axes.py` has those of images.
             return RotaryConfig(theta)
         case "linear":
             return RotaryConfig(theta, (float(parameters["factor"]),) * (rotated // 2))

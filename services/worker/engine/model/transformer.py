@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from services.worker.engine.model.config import ModelConfig, QueryTemperature
     from services.worker.engine.model.feed_forward import FeedForward
     from services.worker.engine.model.kv_pool import KvPool
+    from services.worker.engine.model.rotary import AxisAngles
     from services.worker.engine.parallel.group import RankGroup
     from services.worker.engine.parallel.shards import Span
 
@@ -137,6 +138,7 @@ class Transformer:
         attention: Sequence[AttentionBackend],
         group: RankGroup,
         adapters: ActiveAdapters | None = None,
+        angles: AxisAngles | None = None,
     ) -> None:
         """Run `weights`, the share of `group.rank`, with the `attention` of each layer.
 
@@ -154,6 +156,7 @@ class Transformer:
         self._attention = attention
         self._group = group
         self._adapters = adapters
+        self._angles = angles
 
     @property
     def kv_layout(self) -> KvLayout:
@@ -188,6 +191,10 @@ class Transformer:
         """Return the final, normalized hidden states of the samples, [samples, hidden]; the same on all ranks."""
         self._use(batch.adapters)
         hidden = self._embed(batch)
+        if batch.coordinates is not None:
+            assert self._angles is not None, "positions have one axis"
+            numbers = torch.arange(len(hidden), device=hidden.device)
+            batch = replace(batch, angles=self._angles(batch.coordinates), positions=numbers)
         layers = self._weights.layers
         # The norm that follows each layer: the next one's, or the final one.
         following = (*(layer.input_norm for layer in layers[1:]), self._weights.output_norm)
@@ -195,13 +202,18 @@ class Transformer:
         kinds = (batch, batch.in_window())
         views = [kinds[is_local] for is_local in self._is_local]
         *inner, last = zip(layers, self._attention, self._memories(pool), views, following, strict=True)
-        if self._weights.joined is not None and batch.adapters is None:
+        deep = () if batch.images is None else batch.images.deep
+        if self._weights.joined is not None and batch.adapters is None and batch.angles is None and not deep:
             normed = self._weights.joined(hidden, batch, pool)
         else:
             normed = self._normed(hidden, layers[0].input_norm)
-            for layer, attention, memory, view, next_norm in inner:
+            for i, (layer, attention, memory, view, next_norm) in enumerate(inner):
                 attended = self._mix(layer, attention, memory, normed, view)
-                normed = self._finish_layer(layer, hidden, attended, next_norm)
+                if i < len(deep) and batch.images is not None:
+                    self._finish_layer(layer, hidden, attended, None)
+                    normed = self._normed(hidden.index_add_(0, batch.images.places, deep[i]), next_norm)
+                else:
+                    normed = self._finish_layer(layer, hidden, attended, next_norm)
         layer, attention, memory, view, next_norm = last
         if not isinstance(memory, LayerStates) and batch.sample_indices.shape[0] == 0:
             attention.store(self._project(layer, normed, batch.positions), memory, layer.qk_norm, view)

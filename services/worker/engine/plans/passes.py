@@ -90,7 +90,7 @@ class HostBatch:
     """The fields of `ForwardBatch`, in numpy."""
 
     token_ids: IntArray  # [tokens]
-    positions: IntArray  # [tokens]
+    positions: IntArray  # [tokens], for rotary embedding
     query_starts: NDArray[np.int32]  # [rows + 1]
     key_lengths: NDArray[np.int32]  # [rows]
     page_table: NDArray[np.int32]  # [rows, max_pages]
@@ -160,7 +160,7 @@ def _gather_decode(rows: RowStates, taking_part: RowIndices) -> HostBatch:
     max_key_length = int(key_lengths.max())
     batch = HostBatch(
         token_ids=rows.token_ids[taking_part, positions].astype(np.int64),
-        positions=positions,
+        positions=positions + rows.position_offsets[taking_part],
         query_starts=np.arange(count + 1, dtype=np.int32),
         key_lengths=key_lengths.astype(np.int32),
         page_table=_page_table(rows, taking_part, max_key_length),
@@ -189,7 +189,7 @@ def _gather_mixed(rows: RowStates, forward: ForwardPass) -> HostBatch:
     pooled_indices, pooled_slots = _pooled_tokens(rows, chunks, query_starts[decoding.size :])
     batch = HostBatch(
         token_ids=rows.token_ids[token_rows, positions].astype(np.int64),
-        positions=positions,
+        positions=positions + rows.position_offsets[token_rows],
         query_starts=query_starts.astype(np.int32),
         key_lengths=key_lengths.astype(np.int32),
         page_table=_page_table(rows, taking_part, max_key_length),

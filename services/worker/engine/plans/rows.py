@@ -134,6 +134,8 @@ class RowStates:
         self.pooling: list[Pooling | None] = [None] * max_rows
         # The slot of each row's adapter; NO_ADAPTER for none.
         self.adapters = np.full(max_rows, NO_ADAPTER, np.int32)
+        # Added to the positions of tokens that are not known when the row is opened; see `RowOpen.position_offset`.
+        self.position_offsets = np.zeros(max_rows, np.int64)
         # Of rows that hold two texts: position of the second one's first token; else MAX_POSITION.
         self.second_text_starts = np.full(max_rows, MAX_POSITION)
         # Never cleared, and the system commits only pages that are written: a large context costs what is used.
@@ -169,6 +171,7 @@ class RowStates:
         self.stops_from[row] = opened.prompt_tokens + minimum
         self.pooling[row] = self._head_input if opened.pooling is Pooling.CLASSIFY else opened.pooling
         self.adapters[row] = NO_ADAPTER if opened.adapter is None else opened.adapter
+        self.position_offsets[row] = opened.position_offset
         start = opened.second_text_start
         self.second_text_starts[row] = MAX_POSITION if start is None else start
         self.stop_ids.set(row, np.array(opened.stop_token_ids, np.int64))

@@ -27,7 +27,7 @@ class VisionConfig:
     placeholder_id: int
     """The token of the vocabulary that stands where embeddings of images belong."""
     width: int
-    """Components of an embedding: those of the decoder's hidden states."""
+    """Components of the decoder's hidden states."""
     hidden_size: int
     intermediate_size: int
     layers: int
@@ -40,6 +40,20 @@ class VisionConfig:
     merge: int = 1
     """Side in patches of the squares that become one embedding."""
     norm_epsilon: float = 1e-6
+    frames: int = 1
+    """Successive images of a video that a patch covers; a single image is repeated."""
+    window: int = 0
+    """Side in pixels of the windows within which layers attend; 0: they attend within whole images."""
+    full_layers: tuple[int, ...] = ()
+    """Layers that attend within whole images all the same."""
+    positions: int = 0
+    """Side of a table of positions that is stretched over each image; 0: there is none."""
+    deep_layers: tuple[int, ...] = ()
+    """Layers whose outputs become embeddings, too: those of the first one are added to the outputs of the decoder's
+    first layer, and so on (DeepStack, Meng et al. 2024). An embedding has the components of all, one after the other.
+    """
+    axes: tuple[int, ...] = ()
+    """The axis (time, height, width) of each frequency of the decoder's rotary embedding; empty: there is one axis."""
 
     def __post_init__(self) -> None:
         """Reject shapes that no code here could run."""

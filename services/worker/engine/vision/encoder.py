@@ -14,8 +14,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from services.worker.engine.checkpoints.interface import Checkpoint
-    from services.worker.engine.encoder.model import TextAttention
-    from services.worker.engine.kernels.interface import Kernels, Linear
+    from services.worker.engine.kernels.interface import GatedLinear, Kernels, Linear
+    from services.worker.engine.model.config import Activation
     from services.worker.engine.vision.config import VisionConfig
 
 
@@ -44,7 +44,10 @@ class VisionEncoder(Protocol):
         ...
 
     def encode(self, images: Sequence[EncoderImage]) -> list[torch.Tensor]:
-        """Return the embeddings of each image, [count, width] in the type of the activations, on the device."""
+        """Return the embeddings of each image, in the type of the activations, on the device.
+
+        They are [count, width], or wider where there are `deep_layers`.
+        """
         ...
 
     def batch_bytes(self) -> int:
@@ -77,6 +80,13 @@ class VisionReader:
         bias = self.checkpoint.read_beside(f"{self.prefix}{name}.bias", (outputs,)) if has_bias else None
         return self.kernels.linear(weight.clone(), bias)
 
+    def gated(self, gate: str, up: str, outputs: int, inputs: int, activation: Activation) -> GatedLinear:
+        """Return the first half of a gated feed-forward layer with biases."""
+        read, prefix = self.checkpoint.read_beside, self.prefix
+        gate_weight, up_weight = (read(f"{prefix}{name}.weight", (outputs, inputs)).clone() for name in (gate, up))
+        gate_bias, up_bias = (read(f"{prefix}{name}.bias", (outputs,)) for name in (gate, up))
+        return self.kernels.gated_linear(gate_weight, up_weight, (gate_bias, up_bias), activation)
+
     def patches(self, name: str, outputs: int, *kernel: int, has_bias: bool = True) -> Linear:
         """Return a convolution whose steps are as long as its kernel [channels, ...]: a product with whole patches."""
         weight = self.checkpoint.read_beside(f"{self.prefix}{name}.weight", (outputs, *kernel))
@@ -102,10 +112,16 @@ class VisionLayer:
     down: Linear
 
     def run(
-        self, hidden: torch.Tensor, attention: TextAttention, activate: Callable[[torch.Tensor], torch.Tensor],
+        self,
+        hidden: torch.Tensor,
+        attention: Callable[[torch.Tensor], torch.Tensor],
+        activate: Callable[[torch.Tensor], torch.Tensor],
         epsilon: float,
-    ) -> None:  # fmt: skip
-        """Update the residual stream `hidden` [patches, hidden] in place."""
+    ) -> None:
+        """Update the residual stream `hidden` [patches, hidden] in place.
+
+        `attention` returns its output for queries, keys and values side by side.
+        """
         self.attention_output.add_to(attention(self.qkv(normed(hidden, self.attention_norm, epsilon))), hidden)
         self.down.add_to(activate(self.up(normed(hidden, self.feed_forward_norm, epsilon))), hidden)
 

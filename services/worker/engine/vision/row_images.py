@@ -10,6 +10,7 @@ import torch
 
 from services.worker.engine.execution.interface import InvalidPlanError
 from services.worker.engine.model.batch import PlacedImages
+from services.worker.engine.vision.axes import coordinates_of
 from services.worker.engine.vision.encoder import EncoderImage
 
 if TYPE_CHECKING:
@@ -19,8 +20,10 @@ if TYPE_CHECKING:
 
     from common.steps import RowImage, RowOpen, StepPlan
     from common.types import RowSlot
+    from services.worker.engine.model.batch import ForwardBatch
     from services.worker.engine.plans.passes import ForwardPass, IntArray
     from services.worker.engine.plans.rows import RowStates
+    from services.worker.engine.vision.config import VisionConfig
 
 
 class ImageModel(Protocol):
@@ -48,6 +51,19 @@ class _Image:
     embeddings: torch.Tensor | None = None
 
 
+@dataclass(slots=True)
+class _Row:
+    images: list[_Image]
+    coordinates: IntArray | None
+    """[axes, tokens] of the tokens known when the row was opened; None: positions have one axis."""
+    tokens: int
+
+    def drop_computed(self, computed: int) -> bool:
+        """Drop images that are computed; return whether anything is left that passes need."""
+        self.images = [image for image in self.images if image.positions[-1] >= computed]
+        return bool(self.images) or (self.coordinates is not None and computed < self.tokens)
+
+
 class RowImages:
     """Keeps what passes still need of the images of open rows.
 
@@ -57,54 +73,76 @@ class RowImages:
     prefills.
     """
 
-    def __init__(self, model: ImageModel, placeholder_id: int) -> None:
-        """Encode with `model`; `placeholder_id` is the token of the vocabulary that stands for an embedding."""
+    def __init__(self, model: ImageModel, config: VisionConfig) -> None:
+        """Encode with `model`, whose encoder is `config`'s."""
         self._model = model
-        self._placeholder_id = placeholder_id
-        self._rows: dict[RowSlot, list[_Image]] = {}
+        self._config = config
+        self._rows: dict[RowSlot, _Row] = {}
 
     @property
     def held(self) -> int:
         """How many images are kept."""
-        return sum(map(len, self._rows.values()))
+        return sum(len(row.images) for row in self._rows.values())
 
     def admit(self, plan: StepPlan, rows: RowStates) -> StepPlan:
         """Take over the images of new rows, and drop those that are not needed; see `ImageStore.admit`."""
         for row in plan.closes:
             self._rows.pop(row, None)
-        for row, images in list(self._rows.items()):
-            left = [image for image in images if image.positions[-1] >= rows.computed[row]]
-            if left:
-                self._rows[row] = left
-            else:
-                del self._rows[row]
+        self._rows = {row: known for row, known in self._rows.items() if known.drop_computed(int(rows.computed[row]))}
         if not any(opened.images for opened in plan.opens):
             return plan
         return replace(plan, opens=tuple(self._open(opened) if opened.images else opened for opened in plan.opens))
 
-    def of(self, forward: ForwardPass) -> PlacedImages | None:
-        """Return the embeddings that belong into a pass, having encoded images that it begins; None: there are none."""
+    def into(self, batch: ForwardBatch, forward: ForwardPass) -> ForwardBatch:
+        """Return `batch`, that of a pass, with the embeddings that belong there; images that it begins are encoded."""
         chunks = forward.chunks
         if not self._rows or not chunks.rows.size:
-            return None
-        places: list[IntArray] = []
-        parts: list[tuple[_Image, slice]] = []
+            return batch
+        at: list[tuple[_Row, int, int, int]] = []
         first = forward.decode_rows.size
         for row, start, length in zip(
             chunks.rows.tolist(), chunks.starts.tolist(), chunks.lengths.tolist(), strict=True
         ):
-            for image in self._rows.get(row, ()):
+            if row in self._rows:
+                at.append((self._rows[row], first, start, length))
+            first += length
+        if not at:
+            return batch
+        return replace(batch, images=self._placed(at), coordinates=self._coordinates(batch.positions, at))
+
+    def _placed(self, at: Sequence[tuple[_Row, int, int, int]]) -> PlacedImages | None:
+        """Return the embeddings of chunks: rows, their places in the pass and in the row, and their lengths."""
+        places: list[IntArray] = []
+        parts: list[tuple[_Image, slice]] = []
+        for row, first, start, length in at:
+            for image in row.images:
                 begin, end = np.searchsorted(image.positions, (start, start + length)).tolist()
                 if begin < end:
                     places.append(image.positions[begin:end] - start + first)
                     parts.append((image, slice(begin, end)))
-            first += length
         if not parts:
             return None
         self._encode([image for image, _ in parts])
         embeddings = [image.embeddings[part] for image, part in parts if image.embeddings is not None]
-        at = torch.from_numpy(np.concatenate(places)).to(self._model.device, non_blocking=True)
-        return PlacedImages(at, torch.cat(embeddings))
+        own, *deep = torch.split(torch.cat(embeddings), self._config.width, dim=1)
+        return PlacedImages(self._sent(np.concatenate(places)), own, tuple(deep))
+
+    def _coordinates(self, positions: torch.Tensor, at: Sequence[tuple[_Row, int, int, int]]) -> torch.Tensor | None:
+        """Return the coordinates of a pass's tokens, where chunks of rows with several axes take part."""
+        known = [
+            (first, row.coordinates[:, start : start + length])
+            for row, first, start, length in at
+            if row.coordinates is not None
+        ]
+        if not known:
+            return None
+        coordinates = positions.expand(len(known[0][1]), -1).clone()
+        places = np.concatenate([np.arange(first, first + own.shape[1]) for first, own in known])
+        coordinates[:, self._sent(places)] = self._sent(np.concatenate([own for _, own in known], axis=1))
+        return coordinates
+
+    def _sent(self, values: IntArray) -> torch.Tensor:
+        return torch.from_numpy(values).to(self._model.device, non_blocking=True)
 
     def reset(self) -> None:
         """Drop everything: all rows are free."""
@@ -132,9 +170,16 @@ class RowImages:
                 images.append(_Image(positions, self._source(image, what)))
         if taken != below.size:
             raise InvalidPlanError(f"{what}: {below.size - taken} ids below 0 belong to no image")
-        if images:
-            self._rows[opened.row] = images
-        return replace(opened, token_ids=np.where(ids < 0, np.int32(self._placeholder_id), ids), images=())
+        coordinates, offset = None, 0
+        if self._config.axes:
+            try:
+                coordinates, offset = coordinates_of(ids.size, opened.images, self._config.merge)
+            except ValueError as error:
+                raise InvalidPlanError(f"{what}: {error}") from error
+        if images or coordinates is not None:
+            self._rows[opened.row] = _Row(images, coordinates, ids.size)
+        known = np.where(ids < 0, np.int32(self._config.placeholder_id), ids)
+        return replace(opened, token_ids=known, images=(), position_offset=offset)
 
     def _source(self, image: RowImage, what: str) -> EncoderImage:
         if image.pixels is None:

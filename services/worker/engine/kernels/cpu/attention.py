@@ -39,7 +39,8 @@ class CpuAttention:
         arguments = self.store_arguments(batch)
         arguments.qkv = qkv.data_ptr()
         arguments.slots = batch.write_slots.data_ptr()
-        arguments.angles = self.angles.data_ptr()
+        angles = self.angles if batch.angles is None else batch.angles
+        arguments.angles = angles.data_ptr()
         if norms is not None:
             arguments.query_norm, arguments.key_norm = norms.query.data_ptr(), norms.key.data_ptr()
             arguments.epsilon = norms.epsilon

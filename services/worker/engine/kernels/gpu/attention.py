@@ -48,7 +48,8 @@ class GpuAttention:
 
     def store(self, qkv: torch.Tensor, layer: KvLayer, norms: QkNorm | None, batch: ForwardBatch) -> torch.Tensor:
         """Rotate, write keys and values, return queries; see `AttentionBackend.store`."""
-        return elementwise.rotate_and_store(qkv, layer, norms, batch, self._shape, self._angles)
+        angles = self._angles if batch.angles is None else batch.angles
+        return elementwise.rotate_and_store(qkv, layer, norms, batch, self._shape, angles)
 
     def attend(
         self, queries: torch.Tensor, layer: KvLayer, batch: ForwardBatch, sinks: torch.Tensor | None = None
@@ -70,10 +71,17 @@ class GpuAttention:
         sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:  # fmt: skip
         """Do both in one program where few rows decode: with many, a longer start of each costs more than a launch."""
-        if batch.decode_rows != batch.rows or batch.rows > _MOST_ROWS_AT_ONCE:
+        if batch.decode_rows != batch.rows or batch.rows > _MOST_ROWS_AT_ONCE or batch.angles is not None:
             return self.attend(self.store(qkv, layer, norms, batch), layer, batch, sinks)
         return self._decode.store_and_attend(
-            qkv, layer, batch.page_table, self._rows_of(batch), batch.key_lengths, self._angles, norms, sinks
+            qkv,
+            layer,
+            batch.page_table,
+            self._rows_of(batch),
+            batch.key_lengths,
+            (batch.positions, self._angles),
+            norms,
+            sinks,
         )
 
     def _attend_chunks(

@@ -97,10 +97,12 @@ def _narrowed(numbers, pool, scales, head, SCALED: tl.constexpr):
     return numbers.to(pool.dtype.element_ty)
 
 
-@triton.jit(do_not_specialize=["stride_table"], do_not_specialize_on_alignment=["page_table", "rows", "lengths"])
+@triton.jit(
+    do_not_specialize=["stride_table"], do_not_specialize_on_alignment=["page_table", "rows", "lengths", "positions"]
+)
 def _decode(
     qkv, keys, values, key_scales, value_scales, outputs, page_table, rows, lengths, partial, weights, counters,
-    angles, query_norm, key_norm, epsilon, sinks,
+    positions, angles, query_norm, key_norm, epsilon, sinks,
     scale, cap, stride_token_in, stride_page, stride_head, stride_token, stride_table,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, QUERIES: tl.constexpr, HEAD_DIM: tl.constexpr,
     WIDTH: tl.constexpr, PAGE_SIZE: tl.constexpr, BLOCK: tl.constexpr, PARTS: tl.constexpr, LEAST_PART: tl.constexpr,
@@ -142,7 +144,7 @@ def _decode(
         sums = tl.zeros([QUERIES, WIDTH], tl.float32)
         scale *= _factor(key_scales, head, SCALED=SCALED)
         if STORES:
-            angle = angles + (length - 1).to(tl.int64) * HEAD_DIM
+            angle = angles + tl.load(positions + index) * HEAD_DIM
             half = tl.where(columns < HEAD_DIM // 2, columns, columns - HEAD_DIM // 2)
             cosines = tl.load(angle + half, mask=in_head, other=0.0)
             sines = tl.load(angle + HEAD_DIM // 2 + half, mask=in_head, other=0.0)
@@ -283,19 +285,19 @@ class DecodeAttention:
 
     def store_and_attend(
         self, qkv: torch.Tensor, layer: KvLayer, page_table: torch.Tensor, rows: torch.Tensor, lengths: torch.Tensor,
-        angles: torch.Tensor, norms: QkNorm | None, sinks: torch.Tensor | None = None,
+        rotary: tuple[torch.Tensor, torch.Tensor], norms: QkNorm | None, sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:  # fmt: skip
         """Do the same from projections [batch, (query_heads + 2 kv_heads) * head_dim] of each row's newest token.
 
-        Its queries and keys are normalised by `norms` and rotated by `angles` [positions, head_dim], keys and values
-        stored: the token's position is its row's length less one.
+        Its queries and keys are normalised by `norms` and rotated, keys and values stored at the end of its row.
+        `rotary` are the positions [batch] int64 of the tokens, and the angles [positions, head_dim] of all positions.
         """
-        return self._launch(qkv, layer, page_table, rows, lengths, angles, norms, sinks)
+        return self._launch(qkv, layer, page_table, rows, lengths, rotary, norms, sinks)
 
     def _launch(
         self, inputs: torch.Tensor, layer: KvLayer, page_table: torch.Tensor, rows: torch.Tensor,
-        lengths: torch.Tensor, angles: torch.Tensor | None, norms: QkNorm | None, sinks: torch.Tensor | None,
-        outputs: torch.Tensor | None = None,
+        lengths: torch.Tensor, rotary: tuple[torch.Tensor, torch.Tensor] | None, norms: QkNorm | None,
+        sinks: torch.Tensor | None, outputs: torch.Tensor | None = None,
     ) -> torch.Tensor:  # fmt: skip
         shape, tuning = self._shape, self.tuning
         batch = inputs.shape[0]
@@ -310,14 +312,15 @@ class DecodeAttention:
         _decode[(shape.kv_heads, batch, parts)](
             inputs, layer.keys, layer.values, *scales, outputs, page_table, rows, lengths,
             self._partial, self._weights, self._counters,
-            inputs if angles is None else angles, norms.query if norms else inputs, norms.key if norms else inputs,
-            norms.epsilon if norms else 0.0, self._weights if sinks is None else sinks,
+            *((lengths, inputs) if rotary is None else rotary),
+            norms.query if norms else inputs, norms.key if norms else inputs, norms.epsilon if norms else 0.0,
+            self._weights if sinks is None else sinks,
             scale, cap, inputs.stride(0), stride_page, stride_head, stride_token,
             page_table.stride(0),
             KV_HEADS=shape.kv_heads, GROUP=group, QUERIES=max(triton.next_power_of_2(group), _LEAST_QUERIES),
             HEAD_DIM=shape.head_dim, WIDTH=max(triton.next_power_of_2(shape.head_dim), 16),
             PAGE_SIZE=shape.page_size, BLOCK=tuning.block, PARTS=parts, LEAST_PART=tuning.least_part,
-            MERGED=triton.next_power_of_2(group), STORES=angles is not None, NORMED=norms is not None,
+            MERGED=triton.next_power_of_2(group), STORES=rotary is not None, NORMED=norms is not None,
             WINDOW_LEFT=-1 if shape.window_left is None else shape.window_left,
             CHUNKED=shape.is_chunked, CAPPED=shape.attention_softcap is not None, HAS_SINKS=sinks is not None,
             SCALED=layer.scales is not None,

@@ -26,6 +26,8 @@ PRESENCE_PENALTY = tl.constexpr(10)
 FREQUENCY_PENALTY = tl.constexpr(11)
 # The length from which on stop ids count.
 STOPS_FROM = tl.constexpr(12)
+# Added to a token's place in its row to get its position for rotary embedding.
+POSITION_OFFSET = tl.constexpr(13)
 # A power of two, so that page tables begin where lines of memory do.
 PAGES = tl.constexpr(16)
 
@@ -55,17 +57,18 @@ def _prepare(
     position = length - 1
     page = tl.load(row + PAGES + position // PAGE_SIZE, mask=inside, other=0).to(tl.int64)
     tl.store(token_ids + at, tl.load(row + LAST_TOKEN, mask=inside, other=0).to(tl.int64), mask=inside)
-    tl.store(positions + at, position.to(tl.int64), mask=inside)
+    offset = tl.load(row + POSITION_OFFSET, mask=inside, other=0)
+    tl.store(positions + at, (position + offset).to(tl.int64), mask=inside)
     tl.store(lengths + at, length, mask=inside)
     tl.store(write_slots + at, page * PAGE_SIZE + position % PAGE_SIZE, mask=inside)
 
 
-@triton.jit(do_not_specialize=["count"], do_not_specialize_on_alignment=["slots", "positions", "write_slots"])
-def _place(table, slots, positions, write_slots, count, stride, PAGE_SIZE: tl.constexpr, BLOCK: tl.constexpr):
+@triton.jit(do_not_specialize=["count"], do_not_specialize_on_alignment=["slots", "lengths", "write_slots"])
+def _place(table, slots, lengths, write_slots, count, stride, PAGE_SIZE: tl.constexpr, BLOCK: tl.constexpr):
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = at < count
     row = table + tl.load(slots + at, mask=inside, other=0).to(tl.int64) * stride
-    position = tl.load(positions + at, mask=inside, other=0)
+    position = tl.load(lengths + at, mask=inside, other=1) - 1
     page = tl.load(row + position // PAGE_SIZE, mask=inside, other=0).to(tl.int64)
     tl.store(write_slots + at, page * PAGE_SIZE + position % PAGE_SIZE, mask=inside)
 
@@ -97,7 +100,7 @@ def prepare(
         cells: [slots, columns] int32.
         slots: who takes part.
         token_ids: [rows] int64, each row's last token.
-        positions: [rows] int64, that token's position.
+        positions: [rows] int64, that token's position for rotary embedding.
         lengths: [rows] int32, keys that it sees.
         write_slots: [rows] int64, where its KV goes.
         page_size: tokens per page.
@@ -110,12 +113,12 @@ def prepare(
 
 
 def place(
-    table: torch.Tensor, slots: torch.Tensor, positions: torch.Tensor, write_slots: torch.Tensor, page_size: int
+    table: torch.Tensor, slots: torch.Tensor, lengths: torch.Tensor, write_slots: torch.Tensor, page_size: int
 ) -> None:
     """Fill `write_slots` [rows] int64, where KV of rows `slots` goes by another page table [slots, pages] int32."""
     count = slots.shape[0]
     _place[(triton.cdiv(count, _BLOCK),)](
-        table, slots, positions, write_slots, count, table.stride(0), PAGE_SIZE=page_size, BLOCK=_BLOCK, num_warps=4
+        table, slots, lengths, write_slots, count, table.stride(0), PAGE_SIZE=page_size, BLOCK=_BLOCK, num_warps=4
     )
 
 

@@ -23,7 +23,7 @@ class TorchAttention:
     def __init__(self, shape: AttentionShape, rotary: torch.Tensor) -> None:
         """Serve heads of `shape`; `rotary` is `rotary_table`'s."""
         self._shape = shape
-        self._cosines, self._sines = rotary.chunk(2, dim=1)
+        self._angles = rotary
 
     def store(self, qkv: torch.Tensor, layer: KvLayer, norms: QkNorm | None, batch: ForwardBatch) -> torch.Tensor:
         """Rotate, write keys and values, return queries; see `AttentionBackend.store`."""
@@ -40,7 +40,7 @@ class TorchAttention:
                 ),
                 dim=1,
             )
-        heads = self._rotate(heads, batch.positions)
+        heads = self._rotate(heads, batch)
         slots = (-1, shape.kv_heads, shape.head_dim)
         keys, values = heads[:, shape.query_heads :], values.reshape(slots)
         if layer.scales is None:
@@ -77,12 +77,13 @@ class TorchAttention:
         shape = self._shape
         heads = projected.view(-1, shape.query_heads + 1, shape.head_dim)
         rotated = heads[..., shape.value_dim :]
-        rotated.copy_(self._rotate(rotated, batch.positions))
+        rotated.copy_(self._rotate(rotated, batch))
         layer.keys.view(-1, shape.head_dim)[batch.write_slots] = heads[:, -1].to(layer.keys.dtype)
         return projected[:, : shape.query_width]
 
-    def _rotate(self, heads: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        cosines, sines = self._cosines[positions][:, None], self._sines[positions][:, None]
+    def _rotate(self, heads: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
+        table = self._angles if batch.angles is None else batch.angles
+        cosines, sines = table[batch.positions][:, None].chunk(2, dim=-1)
         first, second = heads.float().chunk(2, dim=-1)
         return torch.cat((first * cosines - second * sines, second * cosines + first * sines), dim=-1).to(heads.dtype)
 

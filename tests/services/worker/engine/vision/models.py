@@ -55,7 +55,64 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
             "tie_word_embeddings": True,
         },
     ),
+    # Windows of 2 x 2 squares of 2 x 2 patches.
+    "qwen2.5-vl": (
+        "Qwen2_5_VL",
+        {
+            "text_config": {
+                **_TEXT,
+                "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [1, 3, 2]},
+            },
+            "vision_config": {
+                "hidden_size": 32,
+                "intermediate_size": 64,
+                "depth": 3,
+                "num_heads": 4,
+                "out_hidden_size": 48,
+                "patch_size": 4,
+                "window_size": 16,
+                "fullatt_block_indexes": [1],
+                "initializer_range": 0.3,
+            },
+            "image_token_id": PLACEHOLDER,
+            "video_token_id": 129,
+            "vision_start_token_id": 128,
+            "vision_end_token_id": 127,
+        },
+    ),
+    "qwen3-vl": (
+        "Qwen3VL",
+        {
+            "text_config": {
+                **_TEXT,
+                "head_dim": 16,
+                "rope_parameters": {
+                    "rope_type": "default",
+                    "rope_theta": 1e4,
+                    "mrope_section": [4, 2, 2],
+                    "mrope_interleaved": True,
+                },
+            },
+            "vision_config": {
+                "hidden_size": 32,
+                "intermediate_size": 64,
+                "depth": 3,
+                "num_heads": 4,
+                "out_hidden_size": 48,
+                "patch_size": 4,
+                "num_position_embeddings": 25,
+                "deepstack_visual_indexes": [0, 2],
+                "initializer_range": 0.3,
+            },
+            "image_token_id": PLACEHOLDER,
+            "video_token_id": 129,
+            "vision_start_token_id": 128,
+            "vision_end_token_id": 127,
+        },
+    ),
 }
+# Those whose images are patches of any number of rows and columns, with positions on three axes.
+BY_PATCHES = ("qwen2.5-vl", "qwen3-vl")
 
 
 @dataclass(frozen=True)
@@ -84,6 +141,11 @@ def picture(family: str, rows: int, columns: int, seed: int) -> Picture:
     random = np.random.default_rng(seed)
     _, options = MODELS[family]
     vision = options["vision_config"]
+    if family in BY_PATCHES:
+        # One frame, twice, in squares of four patches.
+        patches, numbers = 4 * rows * columns, 3 * 2 * vision["patch_size"] ** 2
+        pixels = random.normal(size=(patches, numbers)).astype(np.float32)
+        return Picture((128, *(-1 - seed for _ in range(rows * columns)), 127), pixels, (1, 2 * rows, 2 * columns))
     side, merge = vision["image_size"], options["scale_factor"]
     per_tile = (side // vision["patch_size"] // merge) ** 2
     pixels = random.normal(size=(rows * columns + 1, 3, side, side)).astype(np.float32)
@@ -140,8 +202,13 @@ def expected(directory: Path, prompt: Prompt, tokens: int) -> tuple[list[int], t
     ids = torch.tensor([[PLACEHOLDER if token < 0 else token for token in prompt.ids]])
     inputs: dict[str, torch.Tensor] = {}
     if prompt.images:
-        tiles = [torch.from_numpy(image.pixels) for image in prompt.images]
-        inputs["pixel_values"] = torch.cat(tiles)[None]
+        pixels = torch.cat([torch.from_numpy(image.pixels) for image in prompt.images])
+        if any(len(image.grid) == 3 for image in prompt.images):
+            grids = torch.tensor([image.grid for image in prompt.images])
+            kinds = (ids == PLACEHOLDER).int()
+            inputs |= {"pixel_values": pixels, "image_grid_thw": grids, "mm_token_type_ids": kinds}
+        else:
+            inputs["pixel_values"] = pixels[None]
     with torch.inference_mode():
         made = _oracle(directory).generate(
             ids, **inputs, attention_mask=torch.ones_like(ids), max_new_tokens=tokens, min_new_tokens=tokens,

@@ -8,7 +8,16 @@ import pytest
 
 from tests.services.worker.engine.driving import random_ids
 from tests.services.worker.engine.vision.driving import NEW_TOKENS, Answer, Session, engine_of
-from tests.services.worker.engine.vision.models import MODELS, VOCABULARY, Prompt, expected, picture, prompt, save
+from tests.services.worker.engine.vision.models import (
+    BY_PATCHES,
+    MODELS,
+    VOCABULARY,
+    Prompt,
+    expected,
+    picture,
+    prompt,
+    save,
+)
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -26,10 +35,10 @@ def text(count: int, seed: int) -> list[int]:
 
 def prompts_of(family: str) -> list[Prompt]:
     """Return prompts with one image, with two of different sizes next to each other and in a text, and with none."""
-    small, large = picture(family, 1, 1, seed=1), picture(family, 2, 3, seed=2)
+    small, large = picture(family, 1, 1, seed=1), picture(family, *((5, 3) if family in BY_PATCHES else (2, 3)), seed=2)
     return [
         prompt(text(5, 1), small, text(7, 2)),
-        prompt(large, small, text(4, 3), picture(family, 1, 2, seed=3), text(3, 4)),
+        prompt(large, small, text(4, 3), picture(family, 1, 3, seed=3), text(3, 4)),
         prompt(text(40, 5)),
     ]
 

@@ -11,10 +11,13 @@ import torch
 
 from common.steps import RowImage, RowOpen, StepPlan
 from common.types import RowSlot, StepId
+from services.worker.engine.encoder.config import EncoderActivation
 from services.worker.engine.execution.interface import InvalidPlanError
+from services.worker.engine.model.batch import ForwardBatch
 from services.worker.engine.plans.passes import ForwardPass, make_pass
 from services.worker.engine.plans.plan import PlanLimits, apply_bookkeeping
 from services.worker.engine.plans.rows import RowStates
+from services.worker.engine.vision.config import VisionConfig
 from services.worker.engine.vision.row_images import RowImages
 from tests.services.worker.engine.scenario import chunk, open_row
 
@@ -24,7 +27,20 @@ if TYPE_CHECKING:
     from services.worker.engine.vision.encoder import EncoderImage
 
 PLACEHOLDER = 7
+CONFIG = VisionConfig(
+    "", PLACEHOLDER, width=1, hidden_size=1, intermediate_size=1, layers=0, heads=1, patch_size=1,
+    activation=EncoderActivation.GELU, merge=2,
+)  # fmt: skip
 LIMITS = PlanLimits(vocabulary_size=10, device_pages=64, max_step_tokens=256)
+
+
+def batch_of(forward: ForwardPass) -> ForwardBatch:
+    """Return a batch of a pass of which only the positions count."""
+    nothing = torch.empty(0)
+    return ForwardBatch(
+        nothing, torch.arange(100, 100 + forward.tokens), *(nothing,) * 5, decode_rows=0, max_query_length=1,
+        max_key_length=1,
+    )  # fmt: skip
 
 
 class CountingModel:
@@ -49,7 +65,7 @@ class Rows:
 
     def __init__(self) -> None:
         self.model = CountingModel()
-        self.images = RowImages(self.model, PLACEHOLDER)
+        self.images = RowImages(self.model, CONFIG)
         self.states = RowStates(4, 64, 16)
 
     def run(self, plan: StepPlan) -> ForwardPass:
@@ -59,7 +75,7 @@ class Rows:
     def compute(self, plan: StepPlan) -> list[tuple[int, float]]:
         """Return the places of embeddings of a pass, and their first components."""
         forward = self.run(plan)
-        placed = self.images.of(forward)
+        placed = self.images.into(batch_of(forward), forward).images
         self.states.advance_prefill(forward.chunks.rows, forward.chunks.lengths)
         self.states.append_tokens(forward.sampled_rows, np.ones(forward.sampled_rows.size, np.int32))
         if placed is None:
@@ -159,3 +175,25 @@ def test_images_that_do_not_fit_their_row_are_refused(
 ) -> None:
     with pytest.raises(InvalidPlanError, match=complaint):
         Rows().run(plan(opened(0, ids, *images)))
+
+
+def test_images_take_coordinates_on_three_axes_and_fewer_positions_than_tokens() -> None:
+    rows = Rows()
+    rows.images = RowImages(rows.model, replace(CONFIG, axes=(0, 1, 2)))
+    large = replace(image(2, 10.0, 6), grid=(1, 4, 6))
+    forward = rows.run(plan(opened(0, [5, 5, *(-4,) * 6, 3, 3], large), chunks=[(0, 0, 10)]))
+    coordinates = rows.images.into(batch_of(forward), forward).coordinates
+    assert coordinates is not None
+    assert coordinates.tolist() == [
+        [0, 1, 2, 2, 2, 2, 2, 2, 5, 6], [0, 1, 2, 2, 2, 3, 3, 3, 5, 6], [0, 1, 2, 3, 4, 2, 3, 4, 5, 6],
+    ]  # fmt: skip
+    # The next token is the eleventh, at position 7.
+    assert rows.states.position_offsets[0] == -3
+
+
+def test_a_grid_of_other_tokens_than_the_image_has_is_refused() -> None:
+    rows = Rows()
+    rows.images = RowImages(rows.model, replace(CONFIG, axes=(0, 1, 2)))
+    for grid, complaint in (((1, 4, 4), "1 x 2 x 2"), ((4, 6), "2 axes")):
+        with pytest.raises(InvalidPlanError, match=complaint):
+            rows.run(plan(opened(0, [5, *(-4,) * 6], replace(image(1, 0.0, 6), grid=grid))))
