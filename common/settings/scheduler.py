@@ -184,8 +184,8 @@ class SpeculationSettings(Section):
     method: Literal["off", "ngram"] = "off"
     """ngram: drafts repeat what followed a request's last tokens earlier in its prompt or output, or in sequences that
     its view holds in the cache, but never in those that other users hold privately. A draft is as long as is expected
-    to give the most tokens per second; while passes are limited by computation, there is none. Not on GPUs, nor for
-    models with recurrent layers."""
+    to give the most tokens per second; while passes are limited by computation, there is none. Models with recurrent
+    layers have none."""
     num_speculative_tokens: int = Field(default=16, ge=1, le=256)
     """Maximum tokens of a draft."""
 

@@ -129,8 +129,7 @@ def _draft_tokens(settings: SpeculationSettings, capacity: EngineCapacity) -> in
     if settings.method == "off" or capacity.is_encoder or capacity.only_pools:
         return 0
     if not capacity.verifies_drafts:
-        reason = "recurrent layers" if capacity.recurrent_states is not None else f"device {capacity.device}"
-        get_logger("core").warning("speculation.off", method=settings.method, reason=reason)
+        get_logger("core").warning("speculation.off", method=settings.method, reason="recurrent layers")
         return 0
     return settings.num_speculative_tokens
 

@@ -21,6 +21,7 @@ from common.types import Admission, Finish, FinishReason, Subject
 from services.scheduler.cache.keys import adapter_tags
 from services.scheduler.core.adapter_slots import AdapterSlots
 from services.scheduler.core.costs import LoadCosts
+from services.scheduler.core.drafts import DraftSources
 from services.scheduler.core.exports import Exports
 from services.scheduler.core.memory import KvMemory
 from services.scheduler.core.milestones import MilestoneKind
@@ -56,6 +57,7 @@ if TYPE_CHECKING:
     from services.scheduler.cache.pages import PageAllocator
     from services.scheduler.core.config import CoreConfig
     from services.scheduler.core.costs import OperationTimes
+    from services.scheduler.core.speculation import GuessesTokens
     from services.scheduler.core.step_limits import StepLimits
 
 
@@ -71,7 +73,7 @@ class SchedulerCore:
     All calls must come from one thread. Times are seconds of one monotonic clock and are passed in.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913  (all that decisions depend on)
         self,
         config: CoreConfig,
         allocator: PageAllocator,
@@ -79,11 +81,12 @@ class SchedulerCore:
         order: QueueOrder,
         times: OperationTimes | None = None,
         find_adapter: Callable[[str], str | None] = lambda _name: None,
+        make_sources: Callable[[RowSlots, PrefixCache], GuessesTokens] = DraftSources,
     ) -> None:
         """Start empty, over an allocator and a cache that nothing else modifies.
 
         `order` is the order of the waiting queue; `times` measures the duration of cache operations; `find_adapter`
-        returns the digest of the adapter of a name.
+        returns the digest of the adapter of a name; `make_sources` returns the sources of drafts.
         """
         self.config = config
         self._limits = Limits()
@@ -106,7 +109,7 @@ class SchedulerCore:
         self._tenancy = Tenancy(self.rows, self.memory, self.adapters)
         self._output = OutputBuffer()
         self._billing = Billing(self.rows, counters, batches.counters)
-        self.speculation = Speculation(config.draft_tokens, self.rows, cache, costs)
+        self.speculation = Speculation(config.draft_tokens, self.rows, make_sources(self.rows, cache), costs)
         self._planner = Planner(
             config, self.rows, self.queue, self.memory, self._tenancy, self._billing, self.speculation
         )

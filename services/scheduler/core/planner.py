@@ -38,6 +38,8 @@ if TYPE_CHECKING:
     from services.scheduler.core.speculation import Speculation
 
 
+# Tokens that a pass with drafts may sample after, however few rows there may be.
+LEAST_SAMPLES = 64
 # Number of waiting sequences whose mean length estimates that of all.
 _SAMPLED_SEQUENCES = 64
 
@@ -260,7 +262,9 @@ class Planner:
     def _draft(self, live: NDArray[np.int64], jumped: int, grants: Granting) -> dict[RowSlot, Guess]:
         """Draft tokens for rows whose next token is planned, as far as there are pages for them."""
         drafts = {}
-        for row, guess in self._speculation.propose(live, self.limits.tokens - len(live) - jumped).items():
+        # Logits are computed after each token of a draft, and memory is reserved for those of all rows.
+        most = min(self.limits.tokens - jumped, max(self.limits.rows, LEAST_SAMPLES))
+        for row, guess in self._speculation.propose(live, most - len(live)).items():
             planned, size = int(self._rows.planned[row]), guess.token_ids.size
             missing = self._memory.pages_of(planned + size) - int(self._rows.page_count[row])
             pages = self._memory.try_allocate(missing) if missing > 0 else None

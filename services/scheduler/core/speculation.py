@@ -5,20 +5,19 @@ from __future__ import annotations
 import heapq
 from collections import Counter
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
 from common.steps import Draft
 from common.types import RowSlot
-from services.scheduler.core.drafts import DraftSources, Guess, Origin
+from services.scheduler.core.drafts import Guess, Origin
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from common.steps import StepResult
     from common.types import StepId
-    from services.scheduler.cache.interface import PrefixCache
     from services.scheduler.core.costs import LoadCosts
     from services.scheduler.core.rows import RowSlots
 
@@ -34,6 +33,13 @@ PASS_DECAY = 0.97
 ASSUMED_VARIANCE = 4.0
 # Time for which a worker is idle when a plan is made after the result of the one before, in seconds.
 GAP_S = 0.001
+
+
+class GuessesTokens(Protocol):
+    """Sources of drafts, as `DraftSources` is."""
+
+    def guess(self, row: RowSlot, most: int) -> Guess | None:
+        """Return up to `most` tokens that may come next in a running row, or None."""
 
 
 class PassCosts:
@@ -119,8 +125,8 @@ class Speculation:
     per second of the pass so far. A large batch, whose passes are limited by computation, so gets no drafts.
     """
 
-    def __init__(self, most: int, rows: RowSlots, cache: PrefixCache, load_costs: LoadCosts) -> None:
-        """Draft up to `most` tokens for a row; 0: none."""
+    def __init__(self, most: int, rows: RowSlots, sources: GuessesTokens, load_costs: LoadCosts) -> None:
+        """Draft up to `most` tokens for a row, from `sources`; 0: none."""
         # Drafts that were verified, their tokens, and the accepted ones of these.
         self.drafts = 0
         self.drafted_tokens = 0
@@ -128,7 +134,7 @@ class Speculation:
         self._most = most
         self._rows = rows
         self._costs = PassCosts(load_costs)
-        self._sources = DraftSources(rows, cache)
+        self._sources = sources
         self._rates = AcceptanceRates(rows)
         self._sent: _Sent | None = None
 

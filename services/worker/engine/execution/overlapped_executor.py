@@ -26,7 +26,9 @@ from services.worker.engine.execution.piecewise_graphs import (
 from services.worker.engine.execution.pooler import Pooler, encoded, with_pooled
 from services.worker.engine.execution.synchronous_executor import to_device as batch_to_device
 from services.worker.engine.kernels.gpu.logprobs import LogprobBuffers
+from services.worker.engine.plans.drafts import NO_TOKEN, split_tokens, verify
 from services.worker.engine.plans.passes import ForwardPass, gather
+from services.worker.engine.plans.rows import NOTHING_FOLLOWS, FollowingTokens
 from services.worker.engine.plans.scoring import RowSpans, ScoringTable, with_scored
 from services.worker.engine.sampling.logprobs import score
 from services.worker.engine.sampling.sampler import Samples, sample
@@ -35,9 +37,12 @@ from services.worker.engine.sampling.table import SamplingTable
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from numpy.typing import NDArray
+
     from common.steps import EngineSpec, StepPlan
-    from common.types import RowSlot, TokenLogprob
+    from common.types import RowSlot, TokenIds, TokenLogprob
     from services.worker.engine.grammars.row_masks import RowMasks
+    from services.worker.engine.plans.drafts import RowLogprobs
     from services.worker.engine.plans.rows import RowIndices, RowStates
     from services.worker.engine.vision.row_images import RowImages
 
@@ -62,6 +67,8 @@ class LaunchedOutput:
     pooled: RowIndices = field(default_factory=lambda: NO_ROWS)
     vectors: torch.Tensor | None = None
     prompt_logprobs: RowSpans = ()
+    # Tokens that rows got after their first one of the pass.
+    accepted: FollowingTokens = NOTHING_FOLLOWS
 
     def is_ready(self) -> bool:
         """Whether they have arrived."""
@@ -73,7 +80,7 @@ class LaunchedOutput:
         embeddings = () if self.vectors is None else encoded(self.pooled, self.vectors)
         token_ids = self.token_ids.numpy()[self.order]
         logprobs = (*self.logprobs, *(entry for report in self.reports for entry in report.entries()))
-        return PassOutput(token_ids, logprobs, embeddings, self.failed, self.prompt_logprobs)
+        return PassOutput(token_ids, logprobs, embeddings, self.failed, self.prompt_logprobs, self.accepted)
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,6 +170,11 @@ class OverlappedExecutor:
                 if self._is_final:
                     # The other ranks would be in the middle of their pass.
                     raise OutOfMemoryError(f"memory does not suffice for a step: {error}") from error
+        if forward.chunks.drafted.any():
+            launched = self._try_drafts(rows, forward)
+            if launched is not None:
+                return launched
+            forward = forward.without_drafts()
         return self._launch_parts(rows, forward, catch_up)
 
     def _launch_decoding(self, rows: RowStates, members: RowIndices, catch_up: Callable[[], None]) -> LaunchedOutput:
@@ -189,6 +201,67 @@ class OverlappedExecutor:
             return self._fetch(one.token_ids, host, order)
         host_logprobs.copy_(one.report)
         return self._fetch(one.token_ids, host, order, reports=(self._sampler.launched(host_logprobs, members, order),))
+
+    def _try_drafts(self, rows: RowStates, forward: ForwardPass) -> LaunchedOutput | None:
+        """Compute a pass with drafts and verify these; return None if memory does not suffice for them."""
+        try:
+            logits, prompt_logprobs = self._compute_mixed(rows, forward)
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+            if self._is_final:
+                raise OutOfMemoryError(f"memory does not suffice for a step: {error}") from error
+            log.warning("Memory does not suffice for a pass of %d tokens: its drafts are dropped", forward.tokens)
+            return None
+        pooled = forward.pooled_rows if self._is_first else NO_ROWS
+        vectors = self._fetch_vectors(pooled)
+        try:
+            tokens, logprobs = self._verify(rows, forward, logits)
+        except Exception as error:
+            # Some tokens are appended already.
+            if is_out_of_memory(error):
+                raise OutOfMemoryError(f"memory does not suffice to verify drafts: {error}") from error
+            raise
+        first, accepted = split_tokens(tokens, forward.sampled_rows)
+        return LaunchedOutput(
+            torch.from_numpy(first), np.arange(first.size), None if vectors is None else self._record(), logprobs,
+            pooled=pooled, vectors=vectors, prompt_logprobs=prompt_logprobs, accepted=accepted,
+        )  # fmt: skip
+
+    def _verify(
+        self, rows: RowStates, forward: ForwardPass, logits: torch.Tensor
+    ) -> tuple[NDArray[np.int32], RowLogprobs]:
+        """Sample and append the tokens of a pass with drafts, as `verify` returns them, and wait for them."""
+        sampled, device = forward.sampled_rows, self._runner.device
+
+        def choose(samples: NDArray[np.int64], slots: RowIndices) -> tuple[TokenIds, RowLogprobs]:
+            of = logits[to_device(samples, device)]
+            on_device = to_device(slots.astype(np.int32), device)
+            if not self._sampler.can_choose(slots):
+                made = sample(of.float(), slots, rows, self._table)
+                token_ids, logprobs = made.token_ids.to(torch.int32), made.logprobs
+            else:
+                self._sampler.follow(slots, rows)
+                token_ids, logprobs = torch.empty(slots.size, dtype=torch.int32, device=device), ()
+                self._sampler.choose(of, on_device, token_ids, self._sampler.mode_of(slots, rows))
+            reports = self._report(of, slots, on_device, token_ids) if self._sampler.can_choose(slots) else ()
+            self._sampler.append(on_device, token_ids, counts=self._sampler.counts(slots))
+            known: TokenIds = token_ids.cpu().numpy()
+            return known, (*logprobs, *(entry for report in reports for entry in report.entries()))
+
+        logprobs: RowLogprobs = ()
+        tokens = np.full((sampled.size, 1 + int(forward.drafted.max())), NO_TOKEN, np.int32)
+        if self._is_first:
+            verified, logprobs = verify(forward, rows, choose)
+            tokens[:] = verified
+        told = self._runner.broadcast_tokens(to_device(tokens, device)).cpu().numpy()
+        if not self._is_first:
+            for number in range(told.shape[1]):
+                having = (told[:, number] != NO_TOKEN).nonzero()[0]
+                slots = to_device(sampled[having].astype(np.int32), device)
+                if having.size:
+                    self._sampler.append(slots, to_device(told[having, number], device), counts=False)
+        return told, logprobs
 
     def _launch_parts(self, rows: RowStates, forward: ForwardPass, catch_up: Callable[[], None]) -> LaunchedOutput:
         """Run a pass kernel by kernel, in parts if memory does not suffice."""

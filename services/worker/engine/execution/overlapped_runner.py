@@ -6,6 +6,9 @@ that samples a stop id in pass p still takes part in pass p + 1, where its token
 That lag is fixed, whenever tokens happen to arrive, so that all ranks launch the same passes. What such a row writes
 goes to pages that the plan granted it, before anything that a later plan can put there. Rows do not jump forward here,
 however far plans would let them.
+
+A plan with drafts comes when all earlier tokens are known, and its pass is not overlapped: how many tokens it gives is
+known when it has ended.
 """
 
 from __future__ import annotations
@@ -21,7 +24,7 @@ import numpy as np
 from common.steps import RowStop, StepPlan, StepResult
 from common.types import FinishReason, RowSlot
 from services.worker.engine.execution.pass_output import NO_ROWS, PassOutput, failures
-from services.worker.engine.plans.passes import NO_CHUNKS, ForwardPass
+from services.worker.engine.plans.passes import NO_CHUNKS, ForwardPass, make_pass
 from services.worker.engine.plans.plan import PlanLimits, apply_bookkeeping
 from services.worker.engine.plans.saved_states import SavedStates
 from services.worker.engine.plans.scoring import partial_results
@@ -55,7 +58,7 @@ class PendingOutput(Protocol):
         """Whether `wait` would return at once."""
 
     def wait(self) -> PassOutput:
-        """Return one token for each of the pass's `sampled_rows`, when they are there."""
+        """Return the tokens of the pass's `sampled_rows`, when they are there."""
 
 
 class OverlappedPassExecutor(Protocol):
@@ -155,11 +158,16 @@ class OverlappedRunner:
         if self._transfers is not None:
             # All passes of earlier plans are launched: copies follow them in stream order.
             self._transfers.begin(plan.transfers)
-        forward = ForwardPass(self.rows.decoding(), chunks)
+        if plan.drafts:
+            self._finish(keep=0)
+            forward = make_pass(self.rows, self.rows.decoding(), chunks)
+        else:
+            forward = ForwardPass(self.rows.decoding(), chunks)
         for substep in range(plan.steps):
             launched = self._launch(plan, substep, forward, started)
             self._saved.save(plan.saves, self.rows)
-            self._finish(keep=1)
+            launched.last = bool(plan.drafts)
+            self._finish(keep=0 if plan.drafts else 1)
             started = self._clock()
             self._apply_stops()
             forward = ForwardPass(self.rows.decoding(), NO_CHUNKS)
@@ -291,6 +299,8 @@ class OverlappedRunner:
             stopped = rows[hits_stop]
             self._has_ended[stopped] = True
             self._stopping.append((done.number, stopped, self._generations[stopped]))
+        accepted = sampled.accepted.of(rows)
+        stops += self.rows.append_accepted(accepted)
         if not self._reports_tokens:
             return result
         wanted = set(rows.tolist()) if sampled.logprobs else set()
@@ -300,6 +310,8 @@ class OverlappedRunner:
             token_ids=token_ids,
             stops=stops,
             logprobs=tuple(entry for entry in sampled.logprobs if entry[0] in wanted),
+            accepted_rows=accepted.rows.astype(np.int32),
+            accepted_token_ids=accepted.token_ids,
         )
 
     def _apply_stops(self) -> None:

@@ -125,8 +125,9 @@ class TorchModel:
         draft could not be taken back either.
         """
         capacity = self.runner.capacity
-        is_synchronous_decoder = not self._overlaps and not isinstance(self.runner, EncoderRunner)
-        generates = is_synchronous_decoder and not capacity.only_pools
+        is_decoder = not isinstance(self.runner, EncoderRunner)
+        is_synchronous_decoder = is_decoder and not self._overlaps
+        generates = is_decoder and not capacity.only_pools
         has_own_lengths = capacity.window_pool is None and capacity.recurrent_states is None
         jumps = is_synchronous_decoder and self._follows_grammars and has_own_lengths
         verifies = generates and capacity.recurrent_states is None

@@ -60,6 +60,13 @@ class FollowingTokens:
             for token_ids, first in zip(np.split(self.token_ids, starts[1:]), starts, strict=True):
                 yield int(self.rows[first]), token_ids
 
+    def of(self, rows: RowIndices) -> FollowingTokens:
+        """Return the tokens of some rows."""
+        if not self.rows.size:
+            return self
+        theirs = np.isin(self.rows, rows)
+        return FollowingTokens(self.rows[theirs], self.token_ids[theirs])
+
 
 NOTHING_FOLLOWS = FollowingTokens(np.empty(0, np.int64), np.empty(0, np.int32))
 

@@ -90,8 +90,11 @@ class OverlappedWorker(SimulatedWorker):
         executor: OverlappedPassExecutor,
         window: WindowPool | None = None,
         states: RowStateCopies | None = None,
+        compute_us: int | None = None,
     ) -> None:
         super().__init__(pages, page_size)
+        # How long passes seem to take; None: as long as they do.
+        self._pass_us = compute_us
         self.emitted: deque[StepResult] = deque()
         limits = PlanLimits(
             VOCABULARY,
@@ -115,7 +118,9 @@ class OverlappedWorker(SimulatedWorker):
     def take(self) -> list[StepResult]:
         taken = list(self.emitted)
         self.emitted.clear()
-        return taken
+        if self._pass_us is None:
+            return taken
+        return [replace(result, compute_us=self._pass_us) for result in taken]
 
 
 class OverlappedHarness(Harness):
@@ -125,6 +130,7 @@ class OverlappedHarness(Harness):
         super().__init__(page_size=4, **options)  # type: ignore[arg-type]  # whatever a test wants to change
         self._make_executor = make_executor
         worker = self.worker
+        self._pass_us = worker.compute_us if self.config.draft_tokens else None
         self._window = WindowPool(worker.window_pool, worker.window, 1, 1) if worker.window else None
         self._renew()
 
@@ -149,5 +155,7 @@ class OverlappedHarness(Harness):
         runner = CheckingRunner(capacity)
         executor = self._make_executor(runner)
         pages, rows = self.config.device_pages, self.config.max_rows
-        self.worker = OverlappedWorker(pages, 4, rows, executor, self._window, None if slots is None else runner)
+        self.worker = OverlappedWorker(
+            pages, 4, rows, executor, self._window, None if slots is None else runner, self._pass_us
+        )
         self.worker.snapshots = slots

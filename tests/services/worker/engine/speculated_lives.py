@@ -158,6 +158,7 @@ class EngineWorker(SimulatedWorker):
     def run(self, plan: StepPlan) -> list[StepResult]:
         results: list[StepResult] = []
         self._engine.execute(plan, results.append)
+        self._engine.settle(lambda: False)
         return [replace(result, compute_us=self._pass_us) for result in results]
 
 

@@ -25,6 +25,7 @@ from tests.services.worker.engine.scenario import chunk, open_row
 if TYPE_CHECKING:
     from common.steps import RowOpen, RowStop
     from common.types import TokenLogprob
+    from services.worker.engine.execution.engine import PlanRunner
 
 ROWS = 6
 CONTEXT = 64
@@ -70,29 +71,35 @@ def random_rows(random: Random) -> list[RowOpen]:
     return opens
 
 
+def synchronous() -> SynchronousRunner:
+    table = SamplingTable(ROWS, VOCABULARY)
+    table.grammars = EveryThird(VOCABULARY)  # type: ignore[assignment]  # stands in for `RowMasks`
+    executor = SynchronousExecutor(MarkovRunner(torch.device("cpu")), table, 0)
+    return SynchronousRunner(RowStates(ROWS, CONTEXT, PAGE_SIZE), PlanLimits(VOCABULARY, PAGES, 256), executor)
+
+
 class Rows:
     """Runs rows to their end, with drafts that are taken from what they are expected to generate."""
 
-    def __init__(self, opens: list[RowOpen]) -> None:
-        table = SamplingTable(ROWS, VOCABULARY)
-        table.grammars = EveryThird(VOCABULARY)  # type: ignore[assignment]  # stands in for `RowMasks`
-        self.states = RowStates(ROWS, CONTEXT, PAGE_SIZE)
-        limits = PlanLimits(VOCABULARY, PAGES, 256)
-        self._plans = SynchronousRunner(
-            self.states, limits, SynchronousExecutor(MarkovRunner(torch.device("cpu")), table, 0)
-        )
+    def __init__(self, opens: list[RowOpen], plans: PlanRunner | None = None) -> None:
+        self._plans = plans or synchronous()
+        self.states = self._plans.rows
         self.opens = opens
         self.heard = Heard()
-        self._step = 0
+        self.plans: list[StepPlan] = []
 
     def start(self) -> None:
         chunks = tuple(chunk(opened.row, 0, opened.prompt_tokens) for opened in self.opens)
         self.run(opens=tuple(self.opens), prefills=chunks)
 
     def run(self, **changes: object) -> None:
-        self._step += 1
+        self.repeat(StepPlan(StepId(len(self.plans) + 1), **changes))  # type: ignore[arg-type]  # a plan's
+
+    def repeat(self, plan: StepPlan) -> None:
+        self.plans.append(plan)
         results: list[StepResult] = []
-        self._plans.run(StepPlan(StepId(self._step), **changes), results.append)  # type: ignore[arg-type]  # a plan's
+        self._plans.run(plan, results.append)
+        self._plans.settle(lambda: False)
         self.heard.take(results)
 
     def finish(self, expected: Heard | None = None, random: Random | None = None) -> Heard:

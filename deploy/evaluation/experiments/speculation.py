@@ -1,0 +1,298 @@
+"""Speculative decoding: tokens per pass, and tokens per second with drafts and without, taken in turns.
+
+`python -m deploy.evaluation.experiments.speculation --json deploy/evaluation/results/speculation.json` lets the bundled
+model answer prompts that repeat themselves more or less, one stream at a time.
+
+`python -m deploy.evaluation.experiments.speculation deploy/evaluation/shapes/llama-3.1-8b --rows 1 8 64 256` measures a
+shape with dummy weights. Its rows may sample one token only, and each token of a draft is that one with the
+probability of `--acceptance`: so drafts are accepted as often as asked.
+
+The scheduler's core and the engine run in one process, without gRPC.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import shlex
+import sys
+import time
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+import numpy as np
+
+from common.models import resolve_model
+from common.settings import SchedulerSettings, SpeculationSettings
+from common.steps import EngineSpec
+from common.tokenization.text_model import load_text_model
+from common.types import (
+    ReplyTo,
+    RequestId,
+    RequestOptions,
+    SamplingParams,
+    ScheduleRequest,
+    StopConditions,
+    Subject,
+    SubscriberId,
+    View,
+)
+from deploy.evaluation.bench.figures import Spread
+from deploy.evaluation.bench.results import Provenance, ResultSheet, write_results
+from services.scheduler.cache.factory import make_allocator, make_cache
+from services.scheduler.core.config import resolve_core
+from services.scheduler.core.core import SchedulerCore
+from services.scheduler.core.drafts import DraftSources, Guess, Origin
+from services.scheduler.policy.policies import make_order
+from services.worker.engine.backends import RunnerOptions
+from services.worker.engine.execution.torch_model import torch_engine
+from services.worker.engine.loader import load_decoder
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from common.steps import EngineCapacity, StepPlan
+    from common.types import RowSlot
+    from services.scheduler.cache.interface import PrefixCache
+    from services.scheduler.core.rows import RowSlots
+    from services.scheduler.core.speculation import GuessesTokens
+    from services.worker.engine.execution.engine import ModelEngine
+
+MODEL = "smollm2-135m-instruct"
+REPEATS = 3
+Method = Literal["off", "ngram"]
+# The token that rows of a shape sample, and a wrong one.
+RIGHT, WRONG = 1000, 1001
+
+_NOTES = """The harbour opened in 1874 and was widened twice, in 1902 and in 1931. Its three cranes lift 12, 20 and 45
+tonnes. Ships with a draught of more than nine metres wait for the tide at the outer buoy. Pilots board from a launch
+that leaves the northern mole every hour, and every half hour between May and September."""
+_CODE = '''def read_rows(path, separator=","):
+    """Return the rows of a file as lists of strings."""
+    rows = []
+    with open(path) as file:
+        for line in file:
+            rows.append(line.strip().split(separator))
+    return rows
+'''
+_RECORDS = "\n".join(
+    f'{{"station": "{name}", "temperature_celsius": {number}, "wind_kilometers_per_hour": {2 * number}}}'
+    for number, name in enumerate(["Oslo", "Turin", "Porto", "Ghent", "Krakow", "Malmo"], 11)
+)
+WORKLOADS = {
+    "copy": f"Repeat the following text exactly, word for word:\n\n{_NOTES}",
+    "edit": f"Rewrite the following text with 1874 replaced by 1875, and change nothing else:\n\n{_NOTES}",
+    "code": f"Add a parameter `encoding` to this function and show the whole function:\n\n```python\n{_CODE}```",
+    "json": f"Write these records as one JSON array:\n\n{_RECORDS}",
+    "chat": "Why is the sky blue? Explain it to a child in a few paragraphs.",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """Rows that decoded together: their outputs, passes, seconds, and the tokens of their drafts."""
+
+    outputs: tuple[tuple[int, ...], ...]
+    passes: int
+    seconds: float
+    tokens: int
+    drafted: int
+    accepted: int
+
+    @property
+    def rate(self) -> float:
+        """Tokens per second, all rows together."""
+        return self.tokens / self.seconds
+
+
+@dataclass(frozen=True, slots=True)
+class Workload:
+    """Prompts that are answered together, and how."""
+
+    prompts: Sequence[Sequence[int]]
+    sampling: SamplingParams
+    new_tokens: int
+
+
+class SyntheticSources:
+    """Guesses RIGHT with a given probability for each token, and otherwise WRONG."""
+
+    def __init__(self, acceptance: float, _rows: RowSlots, _cache: PrefixCache) -> None:
+        self._acceptance = acceptance
+        self._random = random.Random(0)
+
+    def guess(self, row: RowSlot, most: int) -> Guess:
+        """Return `most` tokens for any row."""
+        ids = [RIGHT if self._random.random() < self._acceptance else WRONG for _ in range(most)]
+        return Guess(np.array(ids, np.int32), Origin.CACHE)
+
+
+class Server:
+    """A scheduler's core over an engine; each run begins with an empty cache."""
+
+    def __init__(self, engine: ModelEngine, capacity: EngineCapacity, rows: int) -> None:
+        """Use a configured engine for up to `rows` rows."""
+        self._engine = engine
+        self._capacity = capacity
+        self._rows = rows
+        self._next_step = 0
+
+    def run(
+        self,
+        workload: Workload,
+        method: Method,
+        make_sources: Callable[[RowSlots, PrefixCache], GuessesTokens] = DraftSources,
+    ) -> Run:
+        """Answer all prompts together; time counts once all rows decode."""
+        self._engine.reset()
+        speculation = SpeculationSettings(method=method)
+        settings = SchedulerSettings(max_rows=self._rows, speculation=speculation)
+        capacity = self._capacity
+        allocator = make_allocator("isolated", capacity.device_pages, capacity.page_size, None)
+        cache = make_cache("isolated", allocator, capacity.page_size)
+        core = SchedulerCore(
+            resolve_core(settings, capacity), allocator, cache, make_order(settings.queue), make_sources=make_sources
+        )
+        options = RequestOptions(workload.sampling, StopConditions(max_tokens=workload.new_tokens, ignore_eos=True))
+        for number, prompt in enumerate(workload.prompts):
+            request = ScheduleRequest(
+                RequestId(f"request-{number}"),
+                View(Subject("tenant", "user")),
+                ReplyTo(SubscriberId("gateway"), None),
+                np.array(prompt, np.int32),
+                options,
+            )
+            assert core.submit(request, 0.0).rejected is None, "the prompt fits"
+        return self._decode(core, len(workload.prompts))
+
+    def _decode(self, core: SchedulerCore, rows: int) -> Run:
+        outputs: dict[int, list[int]] = {}
+        finished = passes = tokens = 0
+        started = time.perf_counter()
+        is_decoding = False
+
+        def execute(plan: StepPlan) -> None:
+            self._engine.execute(plan, core.apply)
+
+        while finished < rows:
+            plan = core.plan(time.perf_counter(), 0) if core.in_flight < 2 else None
+            if plan is not None:
+                passes += plan.steps
+                execute(plan)
+            else:
+                self._engine.settle(lambda: core.in_flight < 2)
+            output = core.take_output()
+            if output is None:
+                continue
+            for handle, token in zip(output.handles.tolist(), output.token_ids.tolist(), strict=True):
+                outputs.setdefault(handle, []).append(token)
+            tokens += len(output.token_ids)
+            finished += len(output.finishes)
+            if not is_decoding and len(outputs) == rows:
+                # Time counts from here: all prompts are computed.
+                is_decoding, started, passes, tokens = True, time.perf_counter(), core.in_flight, 0
+        seconds = time.perf_counter() - started
+        found = core.speculation
+        texts = tuple(tuple(outputs[handle]) for handle in sorted(outputs))
+        return Run(texts, passes, seconds, tokens, found.drafted_tokens, found.accepted_tokens)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Measure and print; write results where asked."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("shape", nargs="?", help="directory with config.json, for dummy weights")
+    parser.add_argument("--rows", type=int, nargs="+", default=[1, 8, 64, 256], help="of a shape, one after another")
+    parser.add_argument("--acceptance", type=float, nargs="+", default=[0.0, 0.6, 0.9], help="of a draft's tokens")
+    parser.add_argument("--prompt", type=int, default=500, help="tokens of each prompt of a shape")
+    parser.add_argument("--new-tokens", type=int, default=160, help="tokens of each answer")
+    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="where to compute")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write results into the list in FILE")
+    arguments = parser.parse_args(argv)
+    if arguments.shape is None:
+        model, figures = MODEL, measure_workloads(arguments)
+    else:
+        model, figures = f"{Path(arguments.shape).name} (dummy)", measure_shape(arguments)
+    for metric, (spread, unit) in figures.items():
+        sys.stdout.write(f"{metric:60} {spread.median:10.2f} {unit}  ({spread.low:.2f} to {spread.high:.2f})\n")
+    if arguments.json is not None:
+        command = shlex.join(["python", "-m", "deploy.evaluation.experiments.speculation", *(argv or sys.argv[1:])])
+        sheet = ResultSheet("speculation", model, 1, replace(Provenance.collect(()), command=command))
+        for metric, (spread, unit) in figures.items():
+            sheet.add_spread(metric, spread, unit)
+        write_results(arguments.json, sheet.results)
+    return 0
+
+
+Figures = dict[str, tuple[Spread, str]]
+
+
+def start(spec: EngineSpec, device: str) -> tuple[ModelEngine, Server]:
+    """Load a model."""
+    engine = torch_engine(lambda its, report: load_decoder(its, report, RunnerOptions(device=device)))
+    return engine, Server(engine, engine.configure(spec, lambda *_: None), spec.max_rows)
+
+
+def measure_workloads(arguments: argparse.Namespace) -> Figures:
+    """Return tokens per pass and per second of the bundled model's answers, greedily."""
+    spec = EngineSpec(MODEL, max_rows=4, max_context=1024, device_pages=256, max_step_tokens=512)
+    engine, server = start(spec, arguments.device)
+    text = load_text_model(resolve_model(MODEL)).tokenizer
+    figures: Figures = {}
+    for name, prompt in WORKLOADS.items():
+        framed = f"<|im_start|>user\n{prompt}<|im_end|>\n<|im_start|>assistant\n"
+        workload = Workload([text.encode(framed).ids], SamplingParams(temperature=0.0), arguments.new_tokens)
+        runs: dict[Method, list[Run]] = {"off": [], "ngram": []}
+        for _ in range(REPEATS):
+            for method, done in runs.items():
+                done.append(server.run(workload, method))
+        add_figures(figures, name, runs["off"], runs["ngram"])
+        same = float(runs["off"][0].outputs == runs["ngram"][0].outputs)
+        figures[f"{name}: equal outputs"] = Spread.of([same]), "of 1"
+    engine.close()
+    return figures
+
+
+def measure_shape(arguments: argparse.Namespace) -> Figures:
+    """Return times between tokens by rows and acceptance."""
+    most, length = max(arguments.rows), arguments.prompt + arguments.new_tokens
+    spec = EngineSpec(
+        arguments.shape, load_format="dummy", max_rows=most, max_context=max(1024, length + 1), max_step_tokens=8192
+    )
+    engine, server = start(spec, arguments.device)
+    ids = np.random.default_rng(0).integers(0, 10_000, (most, arguments.prompt))
+    sampling = SamplingParams(temperature=0.0, allowed_token_ids=(RIGHT,))
+    figures: Figures = {}
+    for rows in arguments.rows:
+        workload = Workload(ids[:rows].tolist(), sampling, arguments.new_tokens)
+        server.run(workload, "off")
+        without: list[Run] = []
+        drafted: dict[float, list[Run]] = {acceptance: [] for acceptance in arguments.acceptance}
+        for _ in range(REPEATS):
+            without.append(server.run(workload, "off"))
+            for acceptance, done in drafted.items():
+                done.append(server.run(workload, "ngram", partial(SyntheticSources, acceptance)))
+        for acceptance, done in drafted.items():
+            add_figures(figures, f"{rows} rows, acceptance {acceptance:g}", without, done)
+            for label, runs in (("with drafts", done), ("without", without)):
+                itl = [1000 * rows / run.rate for run in runs]
+                figures[f"{rows} rows, acceptance {acceptance:g}, {label}: ITL"] = Spread.of(itl), "ms"
+    engine.close()
+    return figures
+
+
+def add_figures(figures: Figures, name: str, without: list[Run], drafted: list[Run]) -> None:
+    """Add throughput with drafts and without, tokens per pass, and the share of drafts that was accepted."""
+    figures[f"{name}, without: throughput"] = Spread.of([run.rate for run in without]), "tokens/s"
+    figures[f"{name}, with drafts: throughput"] = Spread.of([run.rate for run in drafted]), "tokens/s"
+    gains = [100 * (run.rate / base.rate - 1) for run, base in zip(drafted, without, strict=True)]
+    figures[f"{name}: gain"] = Spread.of(gains), "%"
+    per_pass = [run.tokens / len(run.outputs) / run.passes for run in drafted]
+    figures[f"{name}: tokens per row and pass"] = Spread.of(per_pass), "tokens"
+    shares = [100 * run.accepted / max(run.drafted, 1) for run in drafted]
+    figures[f"{name}: accepted of drafted"] = Spread.of(shares), "%"
+
+
+if __name__ == "__main__":
+    sys.exit(main())
