@@ -110,6 +110,19 @@ class Limits(BaseModel):
         return self.model_dump(mode="json", exclude_unset=True)
 
 
+def changes(before: Limits, after: Limits) -> dict[str, Any]:  # JSON
+    """Return the tables that differ, by their names (`default`, `tenants.NAME`), each before and after."""
+    old, new = _tables(before), _tables(after)
+    names = [name for name in sorted(old | new) if old.get(name) != new.get(name)]
+    return {name: {"before": old.get(name), "after": new.get(name)} for name in names}
+
+
+def _tables(limits: Limits) -> dict[str, Any]:  # JSON
+    found = limits.described()
+    tenants = {f"tenants.{name}": table for name, table in found.get("tenants", {}).items()}
+    return {"default": found.get("default"), **tenants}
+
+
 def _inherit(own: L, base: SubjectLimits) -> L:
     """Return `own`, with unset values taken from `base`."""
     left_out = {

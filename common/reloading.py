@@ -20,8 +20,14 @@ INTERVAL_S = 1.0
 class Reloading(Generic[T]):
     """The parsed content of a file. If the changed file cannot be loaded, the last good value stays; this is logged."""
 
-    def __init__(self, path: Path, load: Callable[[Path], T], clock: Callable[[], float] = time.monotonic) -> None:
-        """Load `path` now.
+    def __init__(
+        self,
+        path: Path,
+        load: Callable[[Path], T],
+        clock: Callable[[], float] = time.monotonic,
+        on_change: Callable[[T, T], None] = lambda _before, _after: None,
+    ) -> None:
+        """Load `path` now; `on_change` is called with the values before and after each change.
 
         Raises:
             ConfigurationError: it cannot be loaded.
@@ -29,6 +35,7 @@ class Reloading(Generic[T]):
         self._path = path
         self._load = load
         self._clock = clock
+        self._on_change = on_change
         self._signature = self._look()
         self._value = load(path)
         self._looked_at = clock()
@@ -47,13 +54,14 @@ class Reloading(Generic[T]):
         signature = self._look()
         if signature == self._signature:
             return
-        self._signature = signature
+        self._signature, before = signature, self._value
         try:
             self._value = self._load(self._path)
         except ConfigurationError as error:
             self._log.error("file.not_reloaded", reason=str(error))
         else:
             self._log.info("file.reloaded", path=str(self._path))
+            self._on_change(before, self._value)
 
     def _look(self) -> tuple[int, int, int] | None:
         """Return the file's modification time, size and inode; None if it cannot be read."""

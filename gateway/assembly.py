@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 from typing import TYPE_CHECKING
 
+from common.audit.log import open_audit
 from common.errors import ConfigurationError
-from common.limits import load_limits
+from common.limits import Limits, changes, load_limits
 from common.metric_names import exposed
 from common.reloading import Reloading
 from common.rpc.peers import servers_at
@@ -26,7 +27,7 @@ from gateway.endpoints.responses.route import adopt_responses
 from gateway.generation.generations import Generations
 from gateway.generation.journal import Journal, ResumePolicy
 from gateway.identity.identity import Identity, Keyless
-from gateway.identity.keys import KeyRing, load_keys
+from gateway.identity.keys import KeyRing, key_changes, load_keys
 from gateway.identity.peers import TrustedProxy, parse_networks
 from gateway.identity.tokens import SignedTokens, TokenRules, open_signing_keys
 from gateway.ledger.entries import DAY_S
@@ -46,6 +47,7 @@ if TYPE_CHECKING:
     from prometheus_client import CollectorRegistry
     from starlette.types import ASGIApp
 
+    from common.audit.log import Audit
     from common.rpc.security import Security
     from common.settings import BatchesSettings, GatewaySettings, Settings
     from gateway.batches.documents import Documents
@@ -76,7 +78,8 @@ class Gateway:
             ConfigurationError: the keys file, a network, a certificate or an address is wrong.
         """
         self._settings = settings = of_services.gateway
-        identity = build_identity(settings)
+        self._audit = open_audit(of_services.audit, "gateway")
+        identity = build_identity(settings, self._audit)
         metrics = GatewayMetrics(registry, exposed(registry, of_services))
         token = read_secret("scheduler.admin_token", of_services.scheduler.admin_token)
         self._services = open_models(settings, metrics, security, token)
@@ -91,7 +94,7 @@ class Gateway:
             max_open_requests=settings.max_open_requests,
         )
         self._state = open_state(settings, self._generations, metrics, limits_clock)
-        quotas = build_quotas(of_services.limits.file, self._state)
+        quotas = build_quotas(of_services.limits.file, self._state, self._audit)
         self._answers = AnswerContext(self._generations, self._state.records, quotas, self._state.ledger)
         self._context = context = Context(
             generations=self._generations,
@@ -104,6 +107,7 @@ class Gateway:
             answers=self._answers,
             aborts=self._state.aborts,
             ledger=self._state.ledger,
+            audit=self._audit,
             metrics=metrics,
             limits=limits(settings),
             fingerprint=fingerprint(),
@@ -144,6 +148,7 @@ class Gateway:
             await self._state.close()
             for each in self._services.values():
                 await each.close()
+            self._audit.close()
 
 
 def fingerprint() -> str:
@@ -151,26 +156,35 @@ def fingerprint() -> str:
     return f"pando-{version()}"
 
 
-def build_identity(settings: GatewaySettings) -> Identity:
+def build_identity(settings: GatewaySettings, audit: Audit) -> Identity:
     """Build the authentication of requests: by API keys, signed tokens, trusted proxies, or without credentials.
+
+    `audit` records changes of the keys file.
 
     Raises:
         ConfigurationError: the keys file, a network or a setting for tokens is wrong.
     """
-    keys = ReloadedKeys(settings.keys_file) if settings.keys_file else None
+    keys = ReloadedKeys(settings.keys_file, audit) if settings.keys_file else None
     networks = parse_networks(settings.trusted_proxies)
     proxy = TrustedProxy(networks, settings.tenant_header, settings.user_header)
     keyless = Keyless(DEFAULT_TENANT, settings.anonymous, frozenset(settings.allowed_hosts))
     return Identity(keys, proxy, keyless, _build_tokens(settings))
 
 
-def build_quotas(limits_file: Path | None, state: State) -> Quotas:
+def build_quotas(limits_file: Path | None, state: State, audit: Audit) -> Quotas:
     """Return the quotas of tenants and users, none without a file; `state` counts their use.
+
+    `audit` records changes of the file.
 
     Raises:
         ConfigurationError: the limits file is wrong.
     """
-    return Quotas(Reloading(limits_file, load_limits) if limits_file else None, state.meters, state.ledger)
+
+    def note(before: Limits, after: Limits) -> None:
+        audit.note("limits.changed", changes(before, after))
+
+    rules = Reloading(limits_file, load_limits, on_change=note) if limits_file else None
+    return Quotas(rules, state.meters, state.ledger)
 
 
 def build_files(settings: BatchesSettings, documents: Documents) -> Files:
@@ -188,11 +202,15 @@ def build_runner(app: ASGIApp, context: Context, settings: GatewaySettings) -> B
 class ReloadedKeys:
     """Implements `gateway.identity.identity.KeySource` with a file that is reloaded when it changes."""
 
-    def __init__(self, path: Path) -> None:
-        self._pipeline = Reloading(path, lambda path: KeyRing(load_keys(path, may_be_empty=True)))
+    def __init__(self, path: Path, audit: Audit) -> None:
+        def note(before: KeyRing, after: KeyRing) -> None:
+            audit.note("keys.changed", key_changes(before, after))
+
+        self._file = Reloading(path, lambda path: KeyRing(load_keys(path, may_be_empty=True)), on_change=note)
+        audit.note("keys.loaded", {"ids": [key.id for key in self._file.value.all]})
 
     def find(self, secret: str) -> ApiKey | None:
-        return self._pipeline.value.find(secret)
+        return self._file.value.find(secret)
 
 
 def _build_tokens(settings: GatewaySettings) -> SignedTokens | None:

@@ -11,6 +11,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_health.v1.health import aio as health_aio
 from grpc_reflection.v1alpha import reflection
 
+from common.audit.log import NoAudit
 from common.errors import ConfigurationError, InvalidRequestError
 from common.logs import get_logger, set_level
 from common.rpc.interceptors import CallerGuard, ServerInterceptor, accept_every_caller
@@ -21,6 +22,7 @@ from protos.gen.pando.v1 import operations_pb2, operations_pb2_grpc
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from common.audit.log import Audit
     from common.rpc.security import Security
 
 Servicer = TypeVar("Servicer")
@@ -34,11 +36,17 @@ class RpcServer:
     """
 
     def __init__(
-        self, service: str, address: str, security: Security = UNIX_ONLY, *, also: tuple[str, ...] = ()
+        self,
+        service: str,
+        address: str,
+        security: Security = UNIX_ONLY,
+        *,
+        also: tuple[str, ...] = (),
+        audit: Audit | None = None,
     ) -> None:
         """Prepare the server of `service` (full name, e.g. "pando.v1.Worker") at host:port or unix:path.
 
-        `also` names other services that will be added, for reflection.
+        `also` names other services that will be added, for reflection. `audit` records changes of the log level.
         """
         self.service = service
         self.address = address
@@ -52,7 +60,7 @@ class RpcServer:
         self._probes: grpc.aio.Server | None = None
         self._health = health_aio.HealthServicer()
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
-        operations_pb2_grpc.add_OperationsServicer_to_server(OperationsService(), self._server)
+        operations_pb2_grpc.add_OperationsServicer_to_server(OperationsService(audit or NoAudit()), self._server)
         operations = operations_pb2.DESCRIPTOR.services_by_name["Operations"].full_name
         names = (
             service,
@@ -120,6 +128,9 @@ def _remove_stale_socket(path: Path) -> None:
 class OperationsService(operations_pb2_grpc.OperationsServicer):
     """The servicer of `Operations` for this process."""
 
+    def __init__(self, audit: Audit) -> None:
+        self._audit = audit
+
     async def SetLogLevel(  # noqa: N802  (the contract's name)
         self, request: operations_pb2.SetLogLevelRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> operations_pb2.SetLogLevelResponse:
@@ -131,6 +142,7 @@ class OperationsService(operations_pb2_grpc.OperationsServicer):
         if request.level not in operations_pb2.LogLevel.values()[1:]:
             raise InvalidRequestError("level must be set to a value of LogLevel", param="level")
         level = operations_pb2.LogLevel.Name(request.level).removeprefix(PREFIX).lower()
-        previous = set_level(level)
+        async with self._audit.act("log.set_level", {"peer": context.peer()}, {"level": level}):
+            previous = set_level(level)
         get_logger("operations").warning("log.level_changed", level=level, previous=previous)
         return operations_pb2.SetLogLevelResponse(previous=operations_pb2.LogLevel.Value(PREFIX + previous.upper()))

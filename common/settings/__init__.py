@@ -23,6 +23,7 @@ from common.settings.scheduler import (
 )
 from common.settings.schema import PREFIX, Settings
 from common.settings.shared import (
+    AuditSettings,
     FleetSettings,
     LimitsSettings,
     LogSettings,
@@ -45,6 +46,7 @@ __all__ = [
     "CONFIG_VARIABLE",
     "PREFIX",
     "AdapterSettings",
+    "AuditSettings",
     "BackendSettings",
     "BatchesSettings",
     "CacheSettings",

@@ -9,6 +9,7 @@ from common.settings.gateway import GatewaySettings
 from common.settings.model import ModelSettings, ServedModelSettings
 from common.settings.scheduler import SchedulerSettings
 from common.settings.shared import (
+    AuditSettings,
     FleetSettings,
     LimitsSettings,
     LogSettings,
@@ -38,6 +39,7 @@ class Settings(BaseSettings):
     metrics: MetricsSettings = MetricsSettings()
     tracing: TracingSettings = TracingSettings()
     limits: LimitsSettings = LimitsSettings()
+    audit: AuditSettings = AuditSettings()
     fleet: FleetSettings = FleetSettings()
     gateway: GatewaySettings = GatewaySettings()
     tokenizer: TokenizerSettings = TokenizerSettings()

@@ -40,6 +40,17 @@ class LimitsSettings(Section):
     limits, and equal weights, quotas and floors."""
 
 
+class AuditSettings(Section):
+    """The audit log of gateways and schedulers: who changed what, in records that are chained by hashes."""
+
+    directory: Path | None = None
+    """Directory below which each gateway and each scheduler appends its records to files of its own; readable by their
+    owner only. It may be the same for several processes. Acts of administrators are refused with 503 while they cannot
+    be recorded. Absent: no audit log."""
+    max_file_bytes: int = Field(default=16 * 1024 * 1024, ge=4096)
+    """Size in bytes from which a new file is begun. Earlier files are kept; they may be moved to an archive."""
+
+
 class FleetSettings(Section):
     """State that all scheduler groups and tokenizers of one model share, so that they share prefixes as one cache."""
 

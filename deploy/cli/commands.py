@@ -47,6 +47,7 @@ COMMANDS = (
     Command("state", "deploy.cli.inspection.state", "show queues, rows and pages of the scheduler"),
     Command("profile", "deploy.cli.inspection.profile", "record traces of the workers' computations"),
     Command("keys", "deploy.cli.keys", "create, list and revoke API keys"),
+    Command("audit", "deploy.cli.audit", "show and verify the audit log"),
     Command("adapters", "deploy.cli.inspection.adapters", "list, load, unload and pin adapters (LoRA)"),
     Command("weights", "deploy.cli.inspection.weights", "show the weights that serve; replace them"),
     Command("sleep", "deploy.cli.inspection.sleep", "give back the memory of a model that is not needed now"),

@@ -40,7 +40,7 @@ def add_routes(router: APIRouter, context: Context) -> None:
 
     @router.post("/v1/load_lora_adapter", operation_id="load_lora_adapter")
     @router.post("/load_lora_adapter", operation_id="load_lora_adapter_natively")
-    async def load_adapter(body: LoadAdapterBody, _admin: Caller = Depends(context.admin)) -> Response:
+    async def load_adapter(body: LoadAdapterBody, caller: Caller = Depends(context.admin)) -> Response:
         """Make an adapter available to the callers that may use it, in place of the one with its name if there is one.
 
         Without a path, only its pin changes.
@@ -49,16 +49,23 @@ def add_routes(router: APIRouter, context: Context) -> None:
         if not body.lora_path and body.pinned is None:
             raise InvalidRequestError("'lora_path' should name a directory or a repository.", param="lora_path")
         backend = await context.models.find(body.model)
-        made = await backend.administration.load_adapter(name, body.lora_path or "", pinned=bool(body.pinned))
+        source, pinned = body.lora_path or "", bool(body.pinned)
+        async with context.act(
+            caller, "adapter.load", model=body.model, name=name, source=source, pinned=pinned
+        ) as results:
+            made = await backend.administration.load_adapter(name, source, pinned=pinned)
+            results["digest"] = made.digest
         return _json({"success": True, "adapter": _shape(made)})
 
     @router.post("/v1/unload_lora_adapter", operation_id="unload_lora_adapter")
     @router.post("/unload_lora_adapter", operation_id="unload_lora_adapter_natively")
-    async def unload_adapter(body: UnloadAdapterBody, _admin: Caller = Depends(context.admin)) -> Response:
+    async def unload_adapter(body: UnloadAdapterBody, caller: Caller = Depends(context.admin)) -> Response:
         """Make an adapter unavailable; requests that use it continue."""
         name = check_adapter_name(body.lora_name)
         backend = await context.models.find(body.model)
-        if not await backend.administration.unload_adapter(name):
+        async with context.act(caller, "adapter.unload", model=body.model, name=name) as results:
+            was_loaded = results["was_loaded"] = await backend.administration.unload_adapter(name)
+        if not was_loaded:
             raise HttpError(404, f"The adapter '{name}' is not loaded.")
         return _json({"success": True})
 

@@ -19,8 +19,9 @@ from gateway.endpoints.weights import weight_version
 from gateway.identity.caller import Caller, identify
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Iterable, Iterator, Sequence
 
+    from gateway.backends import Backend
     from gateway.endpoints.context import Context
 
 T = TypeVar("T")
@@ -43,18 +44,13 @@ def add_routes(router: APIRouter, context: Context) -> None:
         content, media_type = context.metrics.exposition(request.headers.get("accept", ""))
         return Response(content, headers={"content-type": media_type})
 
-    @router.get(
-        "/flush_cache", operation_id="flush_cache_by_get", dependencies=is_admin, response_class=PlainTextResponse
-    )
-    @router.post("/flush_cache", operation_id="flush_cache", dependencies=is_admin, response_class=PlainTextResponse)
-    async def flush_cache(model: str | None = None) -> Response:
+    @router.get("/flush_cache", operation_id="flush_cache_by_get", response_class=PlainTextResponse)
+    @router.post("/flush_cache", operation_id="flush_cache", response_class=PlainTextResponse)
+    async def flush_cache(model: str | None = None, caller: Caller = Depends(context.admin)) -> Response:
         """Drop cached prefixes that no running request needs, of all models or of one."""
         chosen = (await context.models.find(model),) if model else context.models.all
-        # Every model is flushed, even if another one fails.
-        flushed = await asyncio.gather(
-            *(backend.administration.flush_cache() for backend in chosen), return_exceptions=True
-        )
-        pages = sum(_raised(flushed))
+        async with context.act(caller, "cache.flush", model=model) as results:
+            pages = results["freed_pages"] = await _flush(chosen)
         return Response(f"Cache flushed: {pages} pages.\n", media_type="text/plain")
 
     @router.post("/abort_request")
@@ -68,7 +64,7 @@ def add_routes(router: APIRouter, context: Context) -> None:
             check_name("rid", body.rid)
         await context.charge_for_ending(request, identify(caller).subject)
         rid = None if body.abort_all else body.rid
-        count = await context.aborts.abort(rid, caller)
+        count = await _abort(context, rid, caller)
         return Response(orjson.dumps({"aborted": count}), media_type="application/json")
 
     @router.get("/health_generate")
@@ -112,6 +108,23 @@ def add_routes(router: APIRouter, context: Context) -> None:
             "internal_states": await backend.administration.states(),
         }
         return Response(orjson.dumps(info), media_type="application/json")
+
+
+async def _flush(backends: Sequence[Backend]) -> int:
+    """Flush the caches of all models, even if one fails; return the number of freed pages."""
+    flushed = await asyncio.gather(
+        *(backend.administration.flush_cache() for backend in backends), return_exceptions=True
+    )
+    return sum(_raised(flushed))
+
+
+async def _abort(context: Context, rid: str | None, caller: Caller) -> int:
+    """Abort requests; an administrator's act is recorded."""
+    if not caller.is_admin:
+        return await context.aborts.abort(rid, caller)
+    async with context.act(caller, "requests.abort", rid=rid) as results:
+        results["aborted"] = count = await context.aborts.abort(rid, caller)
+    return count
 
 
 def _raised(results: Iterable[T | BaseException]) -> Iterator[T]:

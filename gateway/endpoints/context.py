@@ -21,7 +21,9 @@ from gateway.server.middleware import BATCH_CALLER, TENANT, add_headers
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Sequence
+    from contextlib import AbstractAsyncContextManager
 
+    from common.audit.log import Audit, What
     from common.requests import ChatPrompt, Prompt
     from common.types import Subject
     from gateway.backends import Backend, Backends, ChosenModel
@@ -82,6 +84,7 @@ class Context:
     answers: AnswerContext
     aborts: Aborts
     ledger: Ledger
+    audit: Audit
     metrics: GatewayMetrics
     limits: ClientLimits
     fingerprint: str
@@ -112,6 +115,11 @@ class Context:
         if not caller.is_admin:
             raise PermissionDeniedError(NO_ADMINISTRATOR)
         return caller
+
+    def act(self, caller: Caller, action: str, **what: object) -> AbstractAsyncContextManager[What]:
+        """Return the block in which an administrator's act is done; see `common.audit.log.Audit.act`."""
+        actor = {"tenant": caller.tenant, "subject": caller.subject, "credential": caller.credential}
+        return self.audit.act(action, actor, what)
 
     async def choose(
         self, caller: Caller, model: str | None, adapter: str | None = None, *, must_name: bool = True

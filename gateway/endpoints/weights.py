@@ -34,7 +34,7 @@ def add_routes(router: APIRouter, context: Context) -> None:
     """Add the route."""
 
     @router.post("/update_weights_from_disk")
-    async def update_weights(body: UpdateWeightsBody, _: Caller = Depends(context.admin)) -> Response:
+    async def update_weights(body: UpdateWeightsBody, caller: Caller = Depends(context.admin)) -> Response:
         """Replace the weights of a model by others of the same shape, which all workers can read at `model_path`.
 
         Requests that run finish with the old weights first (`mode` drain, the default), continue with the new ones
@@ -48,7 +48,10 @@ def add_routes(router: APIRouter, context: Context) -> None:
             body.weight_version or "",
         )
         try:
-            groups = await backend.administration.update_weights(update)
+            what = {"served": body.model, "model": update.model, "mode": update.mode, "version": update.version}
+            async with context.act(caller, "weights.update", **what) as results:
+                groups = await backend.administration.update_weights(update)
+                results["version"] = groups[0].version
         except PandoError as error:
             answer = {"success": False, "message": str(error), "num_paused_requests": 0}
             return Response(orjson.dumps(answer), HTTP_STATUS[error.code], media_type="application/json")

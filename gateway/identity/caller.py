@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import secrets
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlencode
 
@@ -53,6 +53,8 @@ class Caller:
     adapters: Sequence[str] | None = None
     # Whether its requests are lines of a batch.
     is_batch: bool = False
+    # Public name of its API key, for the audit log; None: it has none.
+    credential: str | None = field(default=None, compare=False)
 
     @classmethod
     def from_json(cls, written: Mapping[str, Any]) -> Caller:  # Any: JSON

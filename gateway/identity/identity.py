@@ -125,7 +125,14 @@ class Identity:
             raise UnauthenticatedError(WRONG_KEY)
         subject = key(found.id) if found.user is None else person(found.user)
         return Caller(
-            found.tenant, subject, found.vouches_for_users, found.admin, found.cache, found.max_priority, found.adapters
+            found.tenant,
+            subject,
+            found.vouches_for_users,
+            found.admin,
+            found.cache,
+            found.max_priority,
+            found.adapters,
+            credential=key(found.id),
         )
 
 

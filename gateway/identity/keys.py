@@ -53,6 +53,11 @@ class KeyRing:
     def __init__(self, keys: Iterable[ApiKey]) -> None:
         self._keys = {key.sha256: key for key in keys}
 
+    @property
+    def all(self) -> list[ApiKey]:
+        """All keys, in the order of their file."""
+        return list(self._keys.values())
+
     def find(self, secret: str) -> ApiKey | None:
         """Return the key whose secret is `secret`.
 
@@ -61,6 +66,22 @@ class KeyRing:
         digest = hash_of(secret)
         key = self._keys.get(digest)
         return key if key is not None and hmac.compare_digest(key.sha256, digest) else None
+
+
+def key_changes(before: KeyRing, after: KeyRing) -> dict[str, list[dict[str, object]]]:
+    """Return the keys that were added, removed and changed, as they are or were, without their hashes."""
+    old, new = ({key.id: key for key in ring.all} for ring in (before, after))
+    return {
+        "added": [described(new[name]) for name in sorted(new.keys() - old.keys())],
+        "removed": [described(old[name]) for name in sorted(old.keys() - new.keys())],
+        "changed": [described(new[name]) for name in sorted(new.keys() & old.keys()) if new[name] != old[name]],
+    }
+
+
+def described(key: ApiKey) -> dict[str, object]:
+    """Return the fields of a key that are set, without its hash."""
+    values = {field.name: getattr(key, field.name) for field in fields(key) if field.name != "sha256"}
+    return {name: value for name, value in values.items() if value not in (None, False, CacheMode.DEFAULT)}
 
 
 def new_secret(key_id: str) -> str:

@@ -7,6 +7,7 @@ from contextlib import aclosing
 from typing import TYPE_CHECKING, TypeVar
 
 import grpc
+import structlog
 from google.protobuf.json_format import MessageToDict
 
 from common.errors import UnavailableError
@@ -50,7 +51,13 @@ class GrpcAdministration:
     def __init__(self, groups: SchedulerGroups, admin_token: str | None) -> None:
         """Call all groups, with `admin_token` if their schedulers require one."""
         self._groups = groups
-        self._metadata = (("authorization", f"Bearer {admin_token}"),) if admin_token else ()
+        self._credential = (("authorization", f"Bearer {admin_token}"),) if admin_token else ()
+
+    @property
+    def _metadata(self) -> tuple[tuple[str, str], ...]:
+        """The credential, and the id of the HTTP request that a call is made for, which schedulers record."""
+        request_id = structlog.contextvars.get_contextvars().get("http_request_id")
+        return (*self._credential, ("x-request-id", request_id)) if request_id else self._credential
 
     async def flush_cache(self) -> int:
         """Drop every cache entry that no running request needs; return the number of freed pages."""

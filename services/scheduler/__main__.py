@@ -9,6 +9,7 @@ import secrets
 from functools import partial
 from typing import TYPE_CHECKING
 
+from common.audit.log import open_audit
 from common.errors import ConfigurationError
 from common.fleet.names import FleetKeys
 from common.fleet.state import LEAST_SECRET, open_fleet
@@ -22,6 +23,7 @@ from common.runtime import drained, run_service
 from common.settings import Settings, load_settings
 from common.steps import EngineSpec
 from protos.gen.pando.v1 import scheduler_pb2_grpc, sessions_pb2_grpc
+from services.scheduler.audit_desk import CallerActs
 from services.scheduler.content.desk import ContentChecker, ContentDesk
 from services.scheduler.credentials import Credentials, read_token
 from services.scheduler.decision_log import DecisionLog
@@ -38,6 +40,7 @@ from services.scheduler.weights_desk import WeightsDesk
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine
 
+    from common.audit.log import Audit
     from common.rpc.security import Security
     from common.settings import SchedulerSettings
     from services.scheduler.cache.interface import PrefixCache
@@ -63,21 +66,28 @@ async def serve(settings: Settings, stopping: asyncio.Event) -> None:
         ConfigurationError: the settings are invalid here or in a worker.
     """
     path = settings.scheduler.cache.decision_log
-    with contextlib.nullcontext() if path is None else DecisionLog(path) as decisions:
-        await serve_with(settings, stopping, decisions)
+    with (
+        contextlib.closing(open_audit(settings.audit, "scheduler")) as audit,
+        contextlib.nullcontext() if path is None else DecisionLog(path) as decisions,
+    ):
+        await serve_with(settings, stopping, decisions, audit)
 
 
-async def serve_with(settings: Settings, stopping: asyncio.Event, decisions: DecisionLog | None) -> None:
+async def serve_with(settings: Settings, stopping: asyncio.Event, decisions: DecisionLog | None, audit: Audit) -> None:
     """Run the scheduler until `stopping` is set; record the cache's decisions if there is a log."""
     fleet = open_fleet(settings.fleet)
     loop = SchedulerLoop(
-        settings.scheduler, decisions=decisions, limits_file=settings.limits.file, has_fleet=fleet is not None
+        settings.scheduler,
+        decisions=decisions,
+        limits_file=settings.limits.file,
+        has_fleet=fleet is not None,
+        audit=audit,
     )
     security = read_security(settings.rpc)
     group = make_group(settings, security, loop)
     outlets = Outlets(servers_at(settings.scheduler.detokenizer, security), loop)
     loop.connect(group, outlets)
-    service, sleep = make_service(settings.scheduler, loop, group)
+    service, sleep = make_service(settings.scheduler, loop, group, audit)
     loop.prefills = PrefillClient(loop, partial(open_channel, security=security), settings.scheduler.prefill_min_tokens)
     works = [group.run(), outlets.run(), loop.run(), sleep.run(), loop.prefills.run()]
     works += publish_kv_events(settings, loop, fleet[1] if fleet else None)
@@ -89,7 +99,7 @@ async def serve_with(settings: Settings, stopping: asyncio.Event, decisions: Dec
         members = FleetDesk(*fleet, rules_of(settings.scheduler.cache), lambda: cache_of(loop))
         service.announce_pin = members.announce_pin
         works.append(members.run())
-    server = RpcServer(NAME, settings.scheduler.address, security, also=(SESSIONS,))
+    server = RpcServer(NAME, settings.scheduler.address, security, also=(SESSIONS,), audit=audit)
     server.add(sessions_pb2_grpc.add_SessionsServicer_to_server, SessionsService(loop))
     server.add(scheduler_pb2_grpc.add_SchedulerServicer_to_server, service)
     await server.start()
@@ -113,12 +123,13 @@ async def serve_with(settings: Settings, stopping: asyncio.Event, decisions: Dec
 
 
 def make_service(
-    settings: SchedulerSettings, loop: SchedulerLoop, group: WorkerGroup
+    settings: SchedulerSettings, loop: SchedulerLoop, group: WorkerGroup, audit: Audit
 ) -> tuple[SchedulerService, SleepDesk]:
     """Return the service, and the desk that wakes the workers on request while it runs."""
     weights = WeightsDesk(loop, group)
-    sleep = SleepDesk(loop, group, weights)
-    service = SchedulerService(loop, settings, Credentials(read_token(settings)), weights, sleep)
+    sleep = SleepDesk(loop, group, weights, audit)
+    credentials = Credentials(read_token(settings))
+    service = SchedulerService(loop, settings, credentials, CallerActs(audit, credentials), weights, sleep)
     service.prefill_server = PrefillServer(loop, group, settings.workers)
     return service, sleep
 

@@ -15,6 +15,7 @@ from services.scheduler.adapter_manifest import AdapterManifest
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Sequence
 
+    from common.audit.log import Audit
     from common.settings import AdapterSettings
     from services.scheduler.core.core import SchedulerCore
     from services.scheduler.rank import RankConnection
@@ -35,13 +36,18 @@ class AdapterDesk:
         core: Callable[[], SchedulerCore | None],
         ranks: Callable[[], Sequence[RankConnection]],
         on_lost: Callable[[], None],
+        audit: Audit,
     ) -> None:
-        """Start with no names. `ranks` are those that are ready; `on_lost` is called when sequences were ended."""
+        """Start with no names. `ranks` are those that are ready; `on_lost` is called when sequences were ended.
+
+        Adapters that are loaded at the start or lost are recorded in `audit`.
+        """
         self.pinned: set[str] = set()
         self._settings = settings
         self._core = core
         self._ranks = ranks
         self._on_lost = on_lost
+        self._audit = audit
         self._manifest = AdapterManifest(settings.manifest)
         self._by_name: dict[str, AdapterInfo] = {}
         # Digests without a name that open requests may still use.
@@ -150,6 +156,8 @@ class AdapterDesk:
                 self._put(await self._read(ranks, AdapterInfo(check_adapter_name(name), source)))
             except InvalidRequestError as error:
                 raise ConfigurationError(f"scheduler.adapters.load: {name}: {error}") from error
+        for adapter in self.all:
+            self._audit.note("adapter.loaded", {"name": adapter.name, "digest": adapter.digest, "cause": "start"})
         self._has_begun = True
 
     async def _read(self, ranks: Sequence[RankConnection], adapter: AdapterInfo) -> AdapterInfo:
@@ -188,6 +196,7 @@ class AdapterDesk:
 
     def _lose(self, adapter: AdapterInfo) -> None:
         self._retired.pop(adapter.digest, None)
+        self._audit.note("adapter.lost", {"name": adapter.name, "digest": adapter.digest})
         if self.find(adapter.name) == adapter.digest:
             del self._by_name[adapter.name]
         self._note_pins()

@@ -7,14 +7,16 @@ import time
 from dataclasses import replace
 from typing import TYPE_CHECKING, Protocol
 
+from common.audit.log import NoAudit
 from common.errors import UnavailableError
-from common.limits import Limits, load_limits
+from common.limits import Limits, changes, load_limits
 from common.logs import get_logger
 from common.reloading import Reloading
 from common.tracing import exemplar_of
 from common.types import Admission, GroupRole, LoadReport, RequestId
 from services.scheduler import metrics
 from services.scheduler.adapter_desk import AdapterDesk
+from services.scheduler.audit_desk import note_decisions
 from services.scheduler.cache.debug.invariant_sampler import InvariantSampler
 from services.scheduler.cache.debug.recorded import RecordedCache
 from services.scheduler.cache.debug.replay import encode_header
@@ -41,6 +43,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
     from pathlib import Path
 
+    from common.audit.log import Audit
     from common.grammars import Grammar
     from common.settings import SchedulerSettings
     from common.steps import EngineCapacity, StepResult
@@ -90,10 +93,12 @@ class SchedulerLoop:
         limits_file: Path | None = None,
         *,
         has_fleet: bool = False,
+        audit: Audit | None = None,
     ) -> None:
         """Start without a core, which is created when the workers have reported their capacity.
 
-        `has_fleet`: evidence is counted together with other scheduler groups.
+        `has_fleet`: evidence is counted together with other scheduler groups. `audit` records decisions of the cache,
+        and changes of limits, adapters and weights; None: they are not recorded.
 
         Raises:
             ConfigurationError: the limits file is invalid.
@@ -119,6 +124,7 @@ class SchedulerLoop:
         self.asked_to_wake = asyncio.Event()
         self._group: WorkerGroup | None = None
         self._outlets: Outlets | None = None
+        self._audit = audit or NoAudit()
         self._wake = asyncio.Event()
         self._recovery = GrammarRecovery(self.prepare, self._wake.set)
         self.adapters = AdapterDesk(
@@ -126,8 +132,11 @@ class SchedulerLoop:
             lambda: self.core,
             lambda: self._group.ranks if self._group else (),
             self._on_adapters_lost,
+            self._audit,
         )
-        self._limits_file = Reloading(limits_file, load_limits) if limits_file else None
+        self._limits_file = (
+            Reloading(limits_file, load_limits, on_change=self._note_limits) if limits_file is not None else None
+        )
         self._limits = self._limits_file.value if self._limits_file else Limits()
         self._step_cpu_s = 0.0
         self._is_draining = False
@@ -366,6 +375,7 @@ class SchedulerLoop:
                 sizes = config.page_size, config.device_pages
                 self._decisions.begin(encode_header(name, *sizes, rules, host, storage))
                 cache = RecordedCache(cache, allocator, self._decisions.note, choices)
+            note_decisions(self._audit, cache.events)
             cache.advance(self.epoch)
             times = OperationTimes(time.thread_time)
             order = replace(make_order(self._settings.queue), batches=make_order(self._settings.queue))
@@ -394,6 +404,8 @@ class SchedulerLoop:
         return capacity == self._capacity
 
     def _note_ready(self, capacity: EngineCapacity, weights: LoadedWeights | None) -> None:
+        if weights is not None and weights != self._weights:
+            self._audit.note("weights.loaded", {"model": weights.model, "version": weights.version})
         self._capacity, self._weights = capacity, weights
         if weights is not None:
             metrics.WEIGHTS_INFO.clear()
@@ -585,6 +597,9 @@ class SchedulerLoop:
         if limits is not self._limits:
             self._limits = limits
             core.adopt(limits)
+
+    def _note_limits(self, before: Limits, after: Limits) -> None:
+        self._audit.note("limits.changed", changes(before, after))
 
     def _check_invariants(self) -> None:
         """Check some paths of the cache's tree; violations are logged and never fatal."""

@@ -44,6 +44,7 @@ if TYPE_CHECKING:
 
     from common.settings import SchedulerSettings
     from common.types import LoadReport, TokenIds, View
+    from services.scheduler.audit_desk import CallerActs
     from services.scheduler.cache.interface import PrefixCache
     from services.scheduler.cache.types import CacheEvent
     from services.scheduler.core.core import SchedulerCore
@@ -73,10 +74,14 @@ class SchedulerService(scheduler_pb2_grpc.SchedulerServicer):
         loop: SchedulerLoop,
         settings: SchedulerSettings,
         credentials: Credentials,
+        acts: CallerActs,
         weights: WeightsDesk,
         sleep: SleepDesk,
     ) -> None:
-        """Serve `loop`, `weights` and `sleep`; `credentials` decide which callers may read names and make changes."""
+        """Serve `loop`, `weights` and `sleep`.
+
+        `credentials` decide which callers may read names and make changes, which `acts` records.
+        """
         # Verdicts of the content check by outcome; replaced by the content desk's own counts if there is one.
         self.verdicts: dict[str, int] = {}
         # Receives each prompt pinned (True) or unpinned here; replaced by the fleet desk's, if there is one.
@@ -84,6 +89,7 @@ class SchedulerService(scheduler_pb2_grpc.SchedulerServicer):
         self._loop = loop
         self._settings = settings
         self._credentials = credentials
+        self._acts = acts
         self._weights = weights
         self._sleep = sleep
         # Computes prompts for other groups; None: not here.
@@ -145,7 +151,8 @@ class SchedulerService(scheduler_pb2_grpc.SchedulerServicer):
         role = role_from_wire(request.role)
         if role is GroupRole.DECODE and (core := self._loop.core) is not None and core.memory.loads is None:
             raise InvalidRequestError("a group that leaves prompts to others needs a host tier", param="role")
-        self._loop.set_role(role)
+        async with self._acts.act("group.set_role", context, role=role.value):
+            self._loop.set_role(role)
         return scheduler_pb2.SetRoleResponse()
 
     async def GetState(  # noqa: N802
@@ -238,24 +245,30 @@ class SchedulerService(scheduler_pb2_grpc.SchedulerServicer):
     ) -> scheduler_pb2.FlushCacheResponse:
         """Drop every cache entry that no running request needs."""
         self._credentials.require_admin_if_set(_metadata(context), "flush the cache")
-        return scheduler_pb2.FlushCacheResponse(freed_pages=self._core().memory.cache.flush())
+        async with self._acts.act("cache.flush", context) as results:
+            freed = results["freed_pages"] = self._core().memory.cache.flush()
+        return scheduler_pb2.FlushCacheResponse(freed_pages=freed)
 
     async def Forget(  # noqa: N802
         self, request: scheduler_pb2.ForgetRequest, context: Context
     ) -> scheduler_pb2.ForgetResponse:
         """Drop all private entries of one subject, or of one of its sessions."""
         self._credentials.require_admin(_metadata(context), "forget a user")
-        freed = self._core().forget(subject_from_wire(request.subject), request.session or None)
+        subject, session = subject_from_wire(request.subject), request.session or None
+        async with self._acts.act(
+            "cache.forget", context, tenant=subject.tenant, subject=subject.name, session=session
+        ) as results:
+            freed = results["freed_pages"] = self._core().forget(subject, session)
         return scheduler_pb2.ForgetResponse(freed_pages=freed)
 
     async def Pin(self, request: scheduler_pb2.PinRequest, context: Context) -> scheduler_pb2.PinResponse:  # noqa: N802
         """Declare a prompt public."""
         self._credentials.require_admin(_metadata(context), "pin a prompt")
-        core = self._core()
-        token_ids = _prompt(core, request.token_ids)
-        pinned = core.memory.cache.pin(token_ids)
-        if pinned:
-            self.announce_pin(token_ids, True)
+        token_ids = _prompt(self._core(), request.token_ids)
+        async with self._acts.act("cache.pin", context, **self._acts.prompt(token_ids)) as results:
+            pinned = results["pinned_tokens"] = self._core().memory.cache.pin(token_ids)
+            if pinned:
+                self.announce_pin(token_ids, True)
         return scheduler_pb2.PinResponse(pinned_tokens=pinned)
 
     async def Unpin(  # noqa: N802
@@ -263,10 +276,10 @@ class SchedulerService(scheduler_pb2_grpc.SchedulerServicer):
     ) -> scheduler_pb2.UnpinResponse:
         """Undo `Pin`."""
         self._credentials.require_admin(_metadata(context), "unpin a prompt")
-        core = self._core()
-        token_ids = _prompt(core, request.token_ids)
-        was_pinned = core.memory.cache.unpin(token_ids)
-        self.announce_pin(token_ids, False)
+        token_ids = _prompt(self._core(), request.token_ids)
+        async with self._acts.act("cache.unpin", context, **self._acts.prompt(token_ids)) as results:
+            was_pinned = results["was_pinned"] = self._core().memory.cache.unpin(token_ids)
+            self.announce_pin(token_ids, False)
         return scheduler_pb2.UnpinResponse(was_pinned=was_pinned)
 
     async def LoadAdapter(  # noqa: N802
@@ -274,7 +287,11 @@ class SchedulerService(scheduler_pb2_grpc.SchedulerServicer):
     ) -> scheduler_pb2.LoadAdapterResponse:
         """Make an adapter available to requests."""
         self._credentials.require_admin_if_set(_metadata(context), "load an adapter")
-        made = await self._loop.adapters.load(request.name, request.source, pinned=request.pinned)
+        async with self._acts.act(
+            "adapter.load", context, name=request.name, source=request.source, pinned=request.pinned
+        ) as results:
+            made = await self._loop.adapters.load(request.name, request.source, pinned=request.pinned)
+            results["digest"] = made.digest
         return scheduler_pb2.LoadAdapterResponse(adapter=adapter_to_wire(made))
 
     async def UnloadAdapter(  # noqa: N802
@@ -282,7 +299,9 @@ class SchedulerService(scheduler_pb2_grpc.SchedulerServicer):
     ) -> scheduler_pb2.UnloadAdapterResponse:
         """Make an adapter unavailable."""
         self._credentials.require_admin_if_set(_metadata(context), "unload an adapter")
-        return scheduler_pb2.UnloadAdapterResponse(was_loaded=await self._loop.adapters.unload(request.name))
+        async with self._acts.act("adapter.unload", context, name=request.name) as results:
+            was_loaded = results["was_loaded"] = await self._loop.adapters.unload(request.name)
+        return scheduler_pb2.UnloadAdapterResponse(was_loaded=was_loaded)
 
     async def ListAdapters(  # noqa: N802
         self, request: scheduler_pb2.ListAdaptersRequest, context: Context
@@ -301,9 +320,12 @@ class SchedulerService(scheduler_pb2_grpc.SchedulerServicer):
     ) -> scheduler_pb2.UpdateWeightsResponse:
         """Replace the weights of all ranks."""
         self._credentials.require_admin_if_set(_metadata(context), "replace the weights")
-        updated = await self._weights.update(
-            request.model, request.load_format, update_mode_from_wire(request.mode), request.weight_version
-        )
+        mode, version = update_mode_from_wire(request.mode), request.weight_version
+        async with self._acts.act(
+            "weights.update", context, model=request.model, mode=mode.value, version=version
+        ) as results:
+            updated = await self._weights.update(request.model, request.load_format, mode, version)
+            results["version"] = updated.version
         return scheduler_pb2.UpdateWeightsResponse(
             weight_version=updated.version,
             running_requests=updated.running,
@@ -317,7 +339,12 @@ class SchedulerService(scheduler_pb2_grpc.SchedulerServicer):
         """Put the workers to sleep."""
         self._credentials.require_admin_if_set(_metadata(context), "put the model to sleep")
         level, mode = sleep_level_from_wire(request.level), sleep_mode_from_wire(request.mode)
-        slept = await self._sleep.sleep(level, mode, keep_cache=request.keep_cache)
+        keep_cache = request.keep_cache
+        async with self._acts.act(
+            "model.sleep", context, level=level.value, mode=mode.value, keep_cache=keep_cache
+        ) as results:
+            slept = await self._sleep.sleep(level, mode, keep_cache=keep_cache)
+            results["freed_bytes"] = slept.freed_bytes
         return scheduler_pb2.SchedulerSleepResponse(
             running_requests=slept.running, freed_bytes=slept.freed_bytes, seconds=slept.seconds
         )
@@ -327,7 +354,10 @@ class SchedulerService(scheduler_pb2_grpc.SchedulerServicer):
     ) -> scheduler_pb2.SchedulerWakeUpResponse:
         """Wake the workers."""
         self._credentials.require_admin_if_set(_metadata(context), "wake the model")
-        woken = await self._sleep.wake_up(sleep_parts_from_wire(request.parts))
+        parts = sleep_parts_from_wire(request.parts)
+        async with self._acts.act("model.wake_up", context, parts=[part.value for part in parts]) as results:
+            woken = await self._sleep.wake_up(parts)
+            results["is_awake"] = woken.is_awake
         return scheduler_pb2.SchedulerWakeUpResponse(is_awake=woken.is_awake, seconds=woken.seconds)
 
     async def Pause(  # noqa: N802
@@ -335,7 +365,8 @@ class SchedulerService(scheduler_pb2_grpc.SchedulerServicer):
     ) -> scheduler_pb2.PauseResponse:
         """Pause the admission of waiting requests."""
         self._credentials.require_admin_if_set(_metadata(context), "pause")
-        self._core().pause(paused=True)
+        async with self._acts.act("group.pause", context):
+            self._core().pause(paused=True)
         return scheduler_pb2.PauseResponse()
 
     async def Resume(  # noqa: N802
@@ -343,8 +374,9 @@ class SchedulerService(scheduler_pb2_grpc.SchedulerServicer):
     ) -> scheduler_pb2.ResumeResponse:
         """Resume the admission of waiting requests."""
         self._credentials.require_admin_if_set(_metadata(context), "resume")
-        self._core().pause(paused=False)
-        self._loop.wake()
+        async with self._acts.act("group.resume", context):
+            self._core().pause(paused=False)
+            self._loop.wake()
         return scheduler_pb2.ResumeResponse()
 
     async def WatchCacheEvents(  # noqa: N802

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from typing import NoReturn
 
+    from common.audit.log import Audit
     from common.steps import SleepLevel
     from services.scheduler.core.core import SchedulerCore
     from services.scheduler.group import WorkerGroup
@@ -55,11 +56,15 @@ class Woken:
 class SleepDesk:
     """Makes one change at a time."""
 
-    def __init__(self, loop: SchedulerLoop, group: WorkerGroup, weights: WeightsDesk) -> None:
-        """Put `group`, which runs the plans of `loop`, to sleep; but not while `weights` replaces its weights."""
+    def __init__(self, loop: SchedulerLoop, group: WorkerGroup, weights: WeightsDesk, audit: Audit) -> None:
+        """Put `group`, which runs the plans of `loop`, to sleep; but not while `weights` replaces its weights.
+
+        `audit` records that a request has woken it.
+        """
         self._loop = loop
         self._group = group
         self._weights = weights
+        self._audit = audit
         self._falling: asyncio.Task[Slept] | None = None
         self._waking: asyncio.Task[Woken] | None = None
         self._keeps_host = False
@@ -71,9 +76,11 @@ class SleepDesk:
             await self._loop.asked_to_wake.wait()
             self._loop.asked_to_wake.clear()
             try:
-                await self.wake_up(tuple(SleepPart))
+                woken = await self.wake_up(tuple(SleepPart))
+                self._audit.note("model.wake_up", {"cause": "request", "is_awake": woken.is_awake})
             except PandoError as error:
                 self._log.warning("sleep.not_woken", reason=str(error))
+                self._audit.note("model.wake_up", {"cause": "request", "error": error.code.value}, "failed")
 
     async def sleep(self, level: SleepLevel, mode: SleepMode, *, keep_cache: bool) -> Slept:
         """Put the workers to sleep; goes on if the caller is cancelled. A deeper level may follow.

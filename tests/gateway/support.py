@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import httpx
 from prometheus_client import CollectorRegistry
 
+from common.audit.log import NoAudit
 from common.settings import GatewaySettings
 from gateway.app import create_app
 from gateway.assembly import MAX_OPEN_BATCHES, build_files, build_identity, build_quotas, limits
@@ -31,6 +32,8 @@ if TYPE_CHECKING:
 
     from fastapi import FastAPI
 
+    from common.audit.log import Audit
+
 HELLO = [{"role": "user", "content": "Hello"}]
 
 
@@ -50,6 +53,7 @@ class FakedGateway:
     others: list[Backend] = field(default_factory=list)
     limits_file: Path | None = None
     resume: ResumePolicy = field(default_factory=ResumePolicy)
+    audit: Audit = field(default_factory=NoAudit)
     # Changes of `Limits`.
     bounds: dict[str, Any] = field(default_factory=dict)
 
@@ -59,11 +63,11 @@ class FakedGateway:
             self.pipeline, self.journal, self.resume, self.metrics, max_open_requests=self.settings.max_open_requests
         )
         self.state = open_state(self.settings, self.generations, self.metrics)
-        quotas = build_quotas(self.limits_file, self.state)
+        quotas = build_quotas(self.limits_file, self.state, self.audit)
         self.context = Context(
             generations=self.generations,
             models=Backends([self.backend, *self.others], self.settings.default_model, self.settings.adapter_aliases),
-            identity=build_identity(self.settings),
+            identity=build_identity(self.settings, self.audit),
             quotas=quotas,
             answers=AnswerContext(self.generations, self.state.records, quotas, self.state.ledger),
             stored=self.state.stored,
@@ -71,6 +75,7 @@ class FakedGateway:
             batches=Batches(self.state.documents, MAX_OPEN_BATCHES),
             aborts=self.state.aborts,
             ledger=self.state.ledger,
+            audit=self.audit,
             metrics=self.metrics,
             limits=replace(limits(self.settings), **self.bounds),
             fingerprint="pando-test",

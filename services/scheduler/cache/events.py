@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from services.scheduler.cache.types import CacheEvent, CacheEventKind
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterable
 
     from services.scheduler.cache.types import NodeSnapshot
 
@@ -18,27 +19,29 @@ class CacheEvents:
     def __init__(self) -> None:
         self._sequence = 0
         self._counts = dict.fromkeys(CacheEventKind, 0)
-        self._listeners: list[Callable[[CacheEvent], None]] = []
+        self._listeners: list[_Listener] = []
 
     @property
     def sequence(self) -> int:
         """Number of the latest event."""
         return self._sequence
 
-    def subscribe(self, listener: Callable[[CacheEvent], None]) -> Callable[[], None]:
-        """Call `listener` with every event from now on, until the returned function is called."""
-        self._listeners.append(listener)
+    def subscribe(
+        self, listener: Callable[[CacheEvent], None], kinds: Iterable[CacheEventKind] = CacheEventKind
+    ) -> Callable[[], None]:
+        """Call `listener` with every event of `kinds` from now on, until the returned function is called."""
+        added = _Listener(listener, frozenset(kinds))
+        self._listeners.append(added)
 
         def unsubscribe() -> None:
-            if listener in self._listeners:
-                self._listeners.remove(listener)
+            if added in self._listeners:
+                self._listeners.remove(added)
 
         return unsubscribe
 
-    @property
-    def is_heard(self) -> bool:
-        """Whether there are listeners; otherwise no snapshots of nodes are needed."""
-        return bool(self._listeners)
+    def is_heard(self, kind: CacheEventKind) -> bool:
+        """Whether there are listeners to a kind; otherwise no snapshots of nodes are needed."""
+        return any(kind in listener.kinds for listener in self._listeners)
 
     def count(self, kind: CacheEventKind) -> int:
         """Return the number of events of a kind so far."""
@@ -52,4 +55,11 @@ class CacheEvents:
             return
         event = CacheEvent(self._sequence, kind, node)
         for listener in tuple(self._listeners):
-            listener(event)
+            if kind in listener.kinds:
+                listener.call(event)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Listener:
+    call: Callable[[CacheEvent], None]
+    kinds: frozenset[CacheEventKind]

@@ -10,8 +10,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Protocol
 
+from services.scheduler.cache.types import CacheEventKind
+
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterable, Iterator
 
     from common.limits import Limits
     from common.steps import PageIds
@@ -21,7 +23,6 @@ if TYPE_CHECKING:
     from services.scheduler.cache.tiers.host_tier import HostTier
     from services.scheduler.cache.types import (
         CacheEvent,
-        CacheEventKind,
         CacheUsage,
         CandidateId,
         Insertion,
@@ -43,8 +44,10 @@ class EventSource(Protocol):
     def count(self, kind: CacheEventKind) -> int:
         """Return the number of events of a kind so far."""
 
-    def subscribe(self, listener: Callable[[CacheEvent], None]) -> Callable[[], None]:
-        """Call `listener` with every event from now on, until the returned function is called."""
+    def subscribe(
+        self, listener: Callable[[CacheEvent], None], kinds: Iterable[CacheEventKind] = CacheEventKind
+    ) -> Callable[[], None]:
+        """Call `listener` with every event of `kinds` from now on, until the returned function is called."""
 
 
 class PrefixCache(Protocol):

@@ -308,7 +308,7 @@ class NodeStore:
 
     def emit(self, kind: CacheEventKind, node: Node) -> None:
         """Notify the listeners of a change of `node`."""
-        if self.events.is_heard:
+        if self.events.is_heard(kind):
             self.events.emit(kind, node_snapshot(self.tree, node, self.tree.depth_pages(node)))
         else:
             self.events.emit(kind)

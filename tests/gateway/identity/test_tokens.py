@@ -14,6 +14,7 @@ from cryptography.hazmat.primitives.asymmetric import ec, rsa
 from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat
 from starlette.datastructures import Headers
 
+from common.audit.log import NoAudit
 from common.errors import ConfigurationError, UnauthenticatedError, UnavailableError
 from common.settings import GatewaySettings, JwtSettings
 from gateway.assembly import build_identity
@@ -171,9 +172,9 @@ def test_keys_from_the_network_need_https(tmp_path: Path) -> None:
 
 async def test_tokens_and_keys_by_the_gateways_settings(key_file: Path) -> None:
     with pytest.raises(ConfigurationError, match=r"jwt\.issuer"):
-        build_identity(GatewaySettings(jwt=JwtSettings(keys=str(key_file))))
+        build_identity(GatewaySettings(jwt=JwtSettings(keys=str(key_file))), NoAudit())
     identity = build_identity(
-        GatewaySettings(jwt=JwtSettings(keys=str(key_file), issuer="https://id", audience="pando"))
+        GatewaySettings(jwt=JwtSettings(keys=str(key_file), issuer="https://id", audience="pando")), NoAudit()
     )
     caller = await identity.caller(Headers({"authorization": f"Bearer {token()}"}), "127.0.0.1")
     assert caller == Caller("default", "user/ann")

@@ -127,4 +127,4 @@ def test_events_are_counted_by_kind() -> None:
     events.emit(CacheEventKind.INSERTED)
     events.emit(CacheEventKind.INSERTED)
     assert (events.count(CacheEventKind.INSERTED), events.count(CacheEventKind.SPLIT)) == (2, 0)
-    assert not events.is_heard
+    assert not events.is_heard(CacheEventKind.INSERTED)
