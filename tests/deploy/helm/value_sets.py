@@ -49,6 +49,7 @@ VALUE_SETS: dict[str, dict[str, Any]] = {
     "separate": {"groups": {"layout": "separate", "replicas": 2}, "tls": {"enabled": True}},
     "state-on-volumes": {
         "keyring": {"create": True, "storageClass": "shared", "existingSecret": "keyring"},
+        "audit": {"create": True, "size": "5Gi"},
         "gateway": {"responses": {"existingClaim": "responses"}},
         "settings": {"worker": {"storage": {"location": "/storage"}}, "scheduler": {"host_tier": {"gigabytes": 1}}},
         "worker": {

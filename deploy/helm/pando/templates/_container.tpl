@@ -116,6 +116,9 @@
     - {name: keyring-secret, mountPath: /etc/pando/keyring, readOnly: true}
     {{- end }}
     {{- end }}
+    {{- if and (has .name (list "gateway" "scheduler")) (include "pando.auditClaim" $root) }}
+    - {name: audit, mountPath: /var/lib/pando/audit}
+    {{- end }}
     {{- if and (eq .name "gateway") (include "pando.responsesClaim" $root) }}
     - {name: responses, mountPath: /var/lib/pando/responses}
     {{- end }}

@@ -163,6 +163,12 @@ volumes:
     secret: {secretName: {{ . | quote }}}
   {{- end }}
   {{- end }}
+  {{- if $isAdmin }}
+  {{- with include "pando.auditClaim" $root }}
+  - name: audit
+    persistentVolumeClaim: {claimName: {{ . | quote }}}
+  {{- end }}
+  {{- end }}
   {{- if eq .name "gateway" }}
   {{- with include "pando.responsesClaim" $root }}
   - name: responses

@@ -1,9 +1,9 @@
 {{/* The sections of `settings` that each service reads; others would only restart it without need. */}}
 {{- define "pando.sections" -}}
 
-gateway: [log, rpc, metrics, tracing, limits, gateway]
+gateway: [log, rpc, metrics, tracing, limits, audit, gateway]
 tokenizer: [log, rpc, metrics, tracing, model, fleet, tokenizer]
-scheduler: [log, rpc, metrics, tracing, model, limits, fleet, scheduler]
+scheduler: [log, rpc, metrics, tracing, model, limits, audit, fleet, scheduler]
 worker: [log, rpc, metrics, tracing, model, worker]
 detokenizer: [log, rpc, metrics, tracing, model, detokenizer]
 {{- end -}}
@@ -83,6 +83,7 @@ detokenizer: [log, rpc, metrics, tracing, model, detokenizer]
 {{- if .Values.keyring.existingSecret }}{{ $_ := set $storage "secret" "file:/etc/pando/keyring/secret" }}{{ end -}}
 {{- if $storage }}{{ $_ := set $own.scheduler "storage" $storage }}{{ end -}}
 {{- if include "pando.responsesClaim" . }}{{ $_ := set $own.gateway "responses" (dict "file" "/var/lib/pando/responses/responses.db") }}{{ $_ := set $own.gateway "batches" (dict "file" "/var/lib/pando/responses/batches.db") }}{{ end -}}
+{{- if include "pando.auditClaim" . }}{{ $_ := set $own "audit" (dict "directory" "/var/lib/pando/audit") }}{{ end -}}
 {{- $_ := set $own.worker "device" .Values.worker.device -}}
 {{- $given := deepCopy .Values.settings -}}
 {{- if eq .Values.worker.device "cuda" -}}

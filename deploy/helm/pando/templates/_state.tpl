@@ -18,3 +18,10 @@
 {{ $responses.existingClaim | default (printf "%s-responses" (include "pando.fullname" .)) }}
 {{- end -}}
 {{- end -}}
+
+{{/* The claim to which gateways and schedulers append their audit logs; empty: none. */}}
+{{- define "pando.auditClaim" -}}
+{{- with .Values.audit -}}
+{{- if or .existingClaim .create }}{{ .existingClaim | default (printf "%s-audit" (include "pando.fullname" $)) }}{{ end -}}
+{{- end -}}
+{{- end -}}
