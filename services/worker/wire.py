@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -15,6 +16,7 @@ from common.steps import (
     PageGrants,
     PageReplacement,
     PrefillChunk,
+    RowImage,
     RowOpen,
     StateSave,
     StepPlan,
@@ -76,6 +78,7 @@ def spec_from_wire(message: worker_pb2.ConfigureRequest) -> EngineSpec:
         adapter_slots=message.adapter_slots,
         weight_version=message.weight_version,
         base_model=message.base_model,
+        vision=message.vision,
     )
 
 
@@ -208,7 +211,19 @@ def _open_from_wire(message: worker_pb2.RowOpen) -> RowOpen:
         snapshot=SnapshotSlot(message.snapshot) if message.HasField("snapshot") else None,
         adapter=AdapterSlot(message.adapter_slot) if message.HasField("adapter_slot") else None,
         trace=trace_from_wire(message.trace),
+        images=tuple(_image_from_wire(image) for image in message.images),
     )
+
+
+def _image_from_wire(message: worker_pb2.RowImage) -> RowImage:
+    pixels = None
+    if message.HasField("pixels"):
+        if len(message.pixels) != 4 * math.prod(message.shape):
+            raise InvalidRequestError(
+                f"{len(message.pixels)} bytes of pixels of the shape {list(message.shape)}", param="pixels"
+            )
+        pixels = np.frombuffer(message.pixels, "<f4").reshape(message.shape)
+    return RowImage(message.digest, message.offset, message.length, tuple(message.grid), pixels)
 
 
 def _transfer_from_wire(message: worker_pb2.Transfer) -> Transfer:

@@ -14,7 +14,7 @@ from common.wire.requests import pooling_from_wire, pooling_to_wire, sampling_to
 from protos.gen.pando.v1 import worker_pb2
 
 if TYPE_CHECKING:
-    from common.steps import EngineSpec, RowOpen, StepPlan
+    from common.steps import EngineSpec, RowImage, RowOpen, StepPlan
     from common.transfers import PeerPages, Transfer
 
 _DIRECTIONS = {
@@ -49,6 +49,7 @@ def spec_to_wire(spec: EngineSpec) -> worker_pb2.ConfigureRequest:
         adapter_slots=spec.adapter_slots,
         weight_version=spec.weight_version,
         base_model=spec.base_model,
+        vision=spec.vision,
     )
 
 
@@ -135,7 +136,7 @@ def _open_to_wire(opened: RowOpen) -> worker_pb2.RowOpen:
     return worker_pb2.RowOpen(
         row=opened.row,
         request_id=opened.request_id,
-        token_ids=opened.token_ids.tolist(),
+        token_ids=opened.token_ids.view(np.uint32).tolist(),
         prompt_tokens=opened.prompt_tokens,
         computed_tokens=opened.computed_tokens,
         pages=opened.pages.tolist(),
@@ -151,7 +152,16 @@ def _open_to_wire(opened: RowOpen) -> worker_pb2.RowOpen:
         snapshot=opened.snapshot,
         adapter_slot=opened.adapter,
         trace=trace_to_wire(opened.trace),
+        images=map(_image_to_wire, opened.images),
     )
+
+
+def _image_to_wire(image: RowImage) -> worker_pb2.RowImage:
+    message = worker_pb2.RowImage(digest=image.digest, offset=image.offset, length=image.length, grid=image.grid)
+    if image.pixels is not None:
+        message.pixels = image.pixels.astype("<f4", copy=False).tobytes()
+        message.shape.extend(image.pixels.shape)
+    return message
 
 
 def result_from_wire(message: worker_pb2.StepResult) -> StepResult:

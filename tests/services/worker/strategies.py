@@ -19,6 +19,7 @@ from common.steps import (
     PageReplacement,
     PrefillChunk,
     RecurrentStates,
+    RowImage,
     RowOpen,
     RowStop,
     StateSave,
@@ -45,11 +46,28 @@ def tuples(elements: st.SearchStrategy[object]) -> st.SearchStrategy[tuple[objec
     return st.lists(elements, max_size=3).map(tuple)
 
 
+def floats(*shape: int) -> st.SearchStrategy[NDArray[np.float32]]:
+    size = math.prod(shape)
+    return st.lists(FLOAT, min_size=size, max_size=size).map(lambda values: np.array(values, np.float32).reshape(shape))
+
+
+images = st.integers(0, 3).flatmap(
+    lambda rows: complete(
+        RowImage,
+        digest=st.binary(max_size=32),
+        offset=COUNT,
+        length=COUNT,
+        grid=tuples(COUNT),
+        pixels=st.none() | floats(rows, 2),
+    )
+)
 opens = complete(
     RowOpen,
     row=ROW,
     request_id=NAMES,
-    token_ids=arrays(1),
+    token_ids=st.lists(TOKEN | TOKEN.map(lambda token: -1 - token), min_size=1, max_size=8).map(
+        lambda values: np.array(values, np.int32)
+    ),
     prompt_tokens=COUNT,
     computed_tokens=COUNT,
     pages=arrays(),
@@ -65,6 +83,9 @@ opens = complete(
     snapshot=st.none() | COUNT,
     adapter=st.none() | COUNT,
     trace=st.none() | traces,
+    images=tuples(images),
+    # Belongs to the worker, and does not travel.
+    position_offset=st.just(0),
 )
 grants = st.integers(0, 8).flatmap(
     lambda size: complete(
@@ -99,11 +120,6 @@ plans = complete(
     saves=tuples(complete(StateSave, row=ROW, tokens=COUNT, snapshot=COUNT)),
     adapters=tuples(complete(AdapterLoad, slot=COUNT, digest=NAMES)),
 )
-
-
-def floats(*shape: int) -> st.SearchStrategy[NDArray[np.float32]]:
-    size = math.prod(shape)
-    return st.lists(FLOAT, min_size=size, max_size=size).map(lambda values: np.array(values, np.float32).reshape(shape))
 
 
 def span_of(tokens: int, top: int, asked: int) -> st.SearchStrategy[PromptLogprobSpan]:
@@ -173,6 +189,7 @@ specs = complete(
     classifier_from_token=tuples(NAMES),
     snapshots=st.none() | COUNT,
     rope_parameters=NAMES,
+    vision=st.booleans(),
     adapter_slots=COUNT,
     weight_version=NAMES,
     base_model=NAMES,

@@ -86,6 +86,7 @@ class ConfigureRequest(_message.Message):
     ADAPTER_SLOTS_FIELD_NUMBER: _builtins.int
     WEIGHT_VERSION_FIELD_NUMBER: _builtins.int
     BASE_MODEL_FIELD_NUMBER: _builtins.int
+    VISION_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     """A bundled model's name, or the path of a directory with config.json or of a GGUF file on this host."""
     load_format: _builtins.str
@@ -133,6 +134,8 @@ class ConfigureRequest(_message.Message):
     name. Empty: these are the settings' own weights.
     """
     base_model: _builtins.str
+    vision: _builtins.bool
+    """Whether the model's vision encoder is loaded, too, so that rows may have images."""
     @_builtins.property
     def classifier_from_token(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """Two tokens: the model becomes a classifier with one label, whose output is the logit of the second token minus that
@@ -167,10 +170,11 @@ class ConfigureRequest(_message.Message):
         adapter_slots: _builtins.int = ...,
         weight_version: _builtins.str = ...,
         base_model: _builtins.str = ...,
+        vision: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_device_pages", b"_device_pages", "_host_pages", b"_host_pages", "_snapshots", b"_snapshots", "_window_pages", b"_window_pages", "device_pages", b"device_pages", "host_pages", b"host_pages", "snapshots", b"snapshots", "window_pages", b"window_pages"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_device_pages", b"_device_pages", "_host_pages", b"_host_pages", "_snapshots", b"_snapshots", "_window_pages", b"_window_pages", "adapter_slots", b"adapter_slots", "base_model", b"base_model", "classifier_from_token", b"classifier_from_token", "device_pages", b"device_pages", "dtype", b"dtype", "host_bytes", b"host_bytes", "host_pages", b"host_pages", "kv_dtype", b"kv_dtype", "load_format", b"load_format", "max_context_tokens", b"max_context_tokens", "max_rows", b"max_rows", "max_step_tokens", b"max_step_tokens", "memory_fraction", b"memory_fraction", "model", b"model", "page_size_tokens", b"page_size_tokens", "quantization", b"quantization", "rank", b"rank", "rendezvous", b"rendezvous", "resumes", b"resumes", "rope_parameters", b"rope_parameters", "snapshots", b"snapshots", "weight_version", b"weight_version", "window_pages", b"window_pages", "window_ratio", b"window_ratio", "world_size", b"world_size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_device_pages", b"_device_pages", "_host_pages", b"_host_pages", "_snapshots", b"_snapshots", "_window_pages", b"_window_pages", "adapter_slots", b"adapter_slots", "base_model", b"base_model", "classifier_from_token", b"classifier_from_token", "device_pages", b"device_pages", "dtype", b"dtype", "host_bytes", b"host_bytes", "host_pages", b"host_pages", "kv_dtype", b"kv_dtype", "load_format", b"load_format", "max_context_tokens", b"max_context_tokens", "max_rows", b"max_rows", "max_step_tokens", b"max_step_tokens", "memory_fraction", b"memory_fraction", "model", b"model", "page_size_tokens", b"page_size_tokens", "quantization", b"quantization", "rank", b"rank", "rendezvous", b"rendezvous", "resumes", b"resumes", "rope_parameters", b"rope_parameters", "snapshots", b"snapshots", "vision", b"vision", "weight_version", b"weight_version", "window_pages", b"window_pages", "window_ratio", b"window_ratio", "world_size", b"world_size"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__device_pages: _TypeAlias = _typing.Literal["device_pages"]  # noqa: Y015
     _WhichOneofArgType__device_pages: _TypeAlias = _typing.Literal["_device_pages", b"_device_pages"]  # noqa: Y015
@@ -898,6 +902,7 @@ class RowOpen(_message.Message):
     SNAPSHOT_FIELD_NUMBER: _builtins.int
     ADAPTER_SLOT_FIELD_NUMBER: _builtins.int
     TRACE_FIELD_NUMBER: _builtins.int
+    IMAGES_FIELD_NUMBER: _builtins.int
     row: _builtins.int
     request_id: _builtins.str
     prompt_tokens: _builtins.int
@@ -950,6 +955,10 @@ class RowOpen(_message.Message):
     def trace(self) -> _common_pb2.TraceContext:
         """Only of a sampled trace."""
 
+    @_builtins.property
+    def images(self) -> _containers.RepeatedCompositeFieldContainer[Global___RowImage]:
+        """In the order of their offsets. Ids at the places of their embeddings are negative, as int32."""
+
     def __init__(
         self,
         *,
@@ -971,10 +980,11 @@ class RowOpen(_message.Message):
         snapshot: _builtins.int | None = ...,
         adapter_slot: _builtins.int | None = ...,
         trace: _common_pb2.TraceContext | None = ...,
+        images: _abc.Iterable[Global___RowImage] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_adapter_slot", b"_adapter_slot", "_prompt_logprobs", b"_prompt_logprobs", "_second_text_start", b"_second_text_start", "_snapshot", b"_snapshot", "adapter_slot", b"adapter_slot", "prompt_logprobs", b"prompt_logprobs", "sampling", b"sampling", "second_text_start", b"second_text_start", "snapshot", b"snapshot", "trace", b"trace"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_adapter_slot", b"_adapter_slot", "_prompt_logprobs", b"_prompt_logprobs", "_second_text_start", b"_second_text_start", "_snapshot", b"_snapshot", "adapter_slot", b"adapter_slot", "computed_tokens", b"computed_tokens", "max_total_tokens", b"max_total_tokens", "min_new_tokens", b"min_new_tokens", "pages", b"pages", "pooling", b"pooling", "postponed_token_ids", b"postponed_token_ids", "prompt_logprobs", b"prompt_logprobs", "prompt_tokens", b"prompt_tokens", "request_id", b"request_id", "row", b"row", "sampling", b"sampling", "second_text_start", b"second_text_start", "snapshot", b"snapshot", "stop_token_ids", b"stop_token_ids", "token_ids", b"token_ids", "trace", b"trace", "window_pages", b"window_pages"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_adapter_slot", b"_adapter_slot", "_prompt_logprobs", b"_prompt_logprobs", "_second_text_start", b"_second_text_start", "_snapshot", b"_snapshot", "adapter_slot", b"adapter_slot", "computed_tokens", b"computed_tokens", "images", b"images", "max_total_tokens", b"max_total_tokens", "min_new_tokens", b"min_new_tokens", "pages", b"pages", "pooling", b"pooling", "postponed_token_ids", b"postponed_token_ids", "prompt_logprobs", b"prompt_logprobs", "prompt_tokens", b"prompt_tokens", "request_id", b"request_id", "row", b"row", "sampling", b"sampling", "second_text_start", b"second_text_start", "snapshot", b"snapshot", "stop_token_ids", b"stop_token_ids", "token_ids", b"token_ids", "trace", b"trace", "window_pages", b"window_pages"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__adapter_slot: _TypeAlias = _typing.Literal["adapter_slot"]  # noqa: Y015
     _WhichOneofArgType__adapter_slot: _TypeAlias = _typing.Literal["_adapter_slot", b"_adapter_slot"]  # noqa: Y015
@@ -994,6 +1004,53 @@ class RowOpen(_message.Message):
     def WhichOneof(self, oneof_group: _WhichOneofArgType__snapshot) -> _WhichOneofReturnType__snapshot | None: ...
 
 Global___RowOpen: _TypeAlias = RowOpen  # noqa: Y015
+
+@_typing.final
+class RowImage(_message.Message):
+    """An image of a row."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    DIGEST_FIELD_NUMBER: _builtins.int
+    OFFSET_FIELD_NUMBER: _builtins.int
+    LENGTH_FIELD_NUMBER: _builtins.int
+    GRID_FIELD_NUMBER: _builtins.int
+    PIXELS_FIELD_NUMBER: _builtins.int
+    SHAPE_FIELD_NUMBER: _builtins.int
+    digest: _builtins.bytes
+    """SHA-256 of the pixels and of the settings of the model's processor."""
+    offset: _builtins.int
+    """The first `length` ids below 0 from index `offset` on stand where the embeddings belong."""
+    length: _builtins.int
+    pixels: _builtins.bytes
+    """float32, little-endian, as the model's processor makes them. Absent: all of the image's tokens are computed."""
+    @_builtins.property
+    def grid(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """The model's own: patches in time, height and width (Qwen), or rows and columns of tiles (Idefics)."""
+
+    @_builtins.property
+    def shape(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Of `pixels`."""
+
+    def __init__(
+        self,
+        *,
+        digest: _builtins.bytes = ...,
+        offset: _builtins.int = ...,
+        length: _builtins.int = ...,
+        grid: _abc.Iterable[_builtins.int] | None = ...,
+        pixels: _builtins.bytes | None = ...,
+        shape: _abc.Iterable[_builtins.int] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_pixels", b"_pixels", "pixels", b"pixels"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_pixels", b"_pixels", "digest", b"digest", "grid", b"grid", "length", b"length", "offset", b"offset", "pixels", b"pixels", "shape", b"shape"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__pixels: _TypeAlias = _typing.Literal["pixels"]  # noqa: Y015
+    _WhichOneofArgType__pixels: _TypeAlias = _typing.Literal["_pixels", b"_pixels"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__pixels) -> _WhichOneofReturnType__pixels | None: ...
+
+Global___RowImage: _TypeAlias = RowImage  # noqa: Y015
 
 @_typing.final
 class PageGrants(_message.Message):
