@@ -87,6 +87,8 @@ class GenerateRequest:
     truncate_prompt_tokens: int | None = None
     # Texts that must not be generated.
     bad_words: tuple[str, ...] = ()
+    # Text that the output may repeat parts of: a source of drafts.
+    prediction: str = ""
     # With several scheduler groups, requests of one view with equal keys are sent to the same group.
     routing_key: str | None = None
     # Whether the admission has the ids of the prompt.

@@ -321,6 +321,9 @@ class Finish:
     matched_text: str | None = None
     error: RequestFailure | None = None
     embedding: bytes | None = None
+    # Tokens drafted from the request's prediction that were accepted, and those that were not.
+    accepted_prediction_tokens: int = 0
+    rejected_prediction_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -388,3 +391,5 @@ class ScheduleRequest:
     second_text_start: int | None = None
     # Address of the scheduler of a group that may compute the prompt; empty: there is none.
     prefill_group: str = ""
+    # Tokens that the output may repeat parts of, as a source of drafts.
+    prediction_ids: tuple[int, ...] = ()

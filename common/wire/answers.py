@@ -56,7 +56,11 @@ def finish_reason_from_wire(value: common_pb2.FinishReason.ValueType) -> FinishR
 
 def finish_to_wire(finish: Finish) -> common_pb2.Finish:
     """Encode the end of a choice."""
-    message = common_pb2.Finish(reason=_FINISH_REASONS[finish.reason])
+    message = common_pb2.Finish(
+        reason=_FINISH_REASONS[finish.reason],
+        accepted_prediction_tokens=finish.accepted_prediction_tokens,
+        rejected_prediction_tokens=finish.rejected_prediction_tokens,
+    )
     if finish.matched_token_id is not None:
         message.matched_token_id = finish.matched_token_id
     if finish.matched_text is not None:
@@ -77,6 +81,8 @@ def finish_from_wire(message: common_pb2.Finish) -> Finish:
         matched_text=message.matched_text if matched == "matched_text" else None,
         error=failure_from_wire(message.error) if message.HasField("error") else None,
         embedding=message.embedding if message.HasField("embedding") else None,
+        accepted_prediction_tokens=message.accepted_prediction_tokens,
+        rejected_prediction_tokens=message.rejected_prediction_tokens,
     )
 
 

@@ -97,6 +97,7 @@ def schedule_request_to_wire(request: ScheduleRequest) -> scheduler_pb2.Schedule
         token_ids=request.token_ids.tolist(),
         second_text_start=request.second_text_start,
         prefill_group=request.prefill_group,
+        prediction_token_ids=request.prediction_ids,
     )
     message.MergeFrom(options_to_wire(request.options, scheduler_pb2.ScheduleRequest))
     return message
@@ -119,6 +120,7 @@ def schedule_request_from_wire(message: scheduler_pb2.ScheduleRequest) -> Schedu
         options=replace(options_from_wire(message), n=max(message.n, 1)),
         second_text_start=message.second_text_start if message.HasField("second_text_start") else None,
         prefill_group=message.prefill_group,
+        prediction_ids=tuple(message.prediction_token_ids),
     )
 
 

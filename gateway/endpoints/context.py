@@ -212,6 +212,7 @@ class Context:
             ),
             truncate_prompt_tokens=body.truncate_prompt_tokens,
             bad_words=tuple(body.bad_words or ()),
+            prediction=body.predicted_text,
             routing_key=body.routing_key,
             returns_prompt_ids=bool(body.return_token_ids),
         )

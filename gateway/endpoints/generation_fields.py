@@ -158,6 +158,11 @@ class GenerationFields(StructureFields):
         return None if self.prompt_logprobs is None else PromptLogprobs(0, self.prompt_logprobs)
 
     @property
+    def predicted_text(self) -> str:
+        """Text that the output may repeat parts of; empty: none is known."""
+        return ""
+
+    @property
     def choices(self) -> int:
         """Number of completions of each prompt."""
         return self.n or 1

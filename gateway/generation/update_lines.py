@@ -54,7 +54,7 @@ def _encode(update: ChoiceUpdate) -> list[object]:
     if update.finish is not None:
         finish = update.finish
         assert finish.error is None, "a failure is no update"
-        rest["finish"] = [finish.reason.value, finish.matched_token_id, finish.matched_text]
+        rest["finish"] = _encode_finish(finish)
     if update.prompt_usage is not None:
         rest["usage"] = list(update.prompt_usage)
     if update.prompt_logprobs is not None:
@@ -79,11 +79,26 @@ def _decode(index: int, text: str, ids: list[int], rest: dict[str, Any] | None =
         text,
         tuple(ids),
         tuple(_decode_logprob(*fields[:4]) for fields in rest.get("logprobs", ())),
-        Finish(known_member(finish[0], FinishReason.STOP), finish[1], finish[2]) if finish else None,
+        _decode_finish(*finish[:5]) if finish else None,
         PromptUsage(*usage[: len(PromptUsage._fields)]) if usage else None,
         _decode_part(*part[:4]) if part else None,
         tuple(rest.get("prompt_ids", ())),
         rest.get("weight_version", ""),
+    )
+
+
+def _encode_finish(finish: Finish) -> list[object]:
+    counts = (finish.accepted_prediction_tokens, finish.rejected_prediction_tokens)
+    return [finish.reason.value, finish.matched_token_id, finish.matched_text, *counts]
+
+
+def _decode_finish(reason: str, token_id: int | None, text: str | None, accepted: int = 0, rejected: int = 0) -> Finish:
+    return Finish(
+        known_member(reason, FinishReason.STOP),
+        token_id,
+        text,
+        accepted_prediction_tokens=accepted,
+        rejected_prediction_tokens=rejected,
     )
 
 

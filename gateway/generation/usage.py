@@ -24,6 +24,9 @@ class Usage:
     prompts: tuple[PromptUsage, ...] = ()
     # Of the weights that computed the newest tokens; empty: not known.
     weight_version: str = ""
+    # Tokens drafted from the requests' predictions.
+    accepted_prediction_tokens: int = 0
+    rejected_prediction_tokens: int = 0
 
     @property
     def total(self) -> int:
@@ -37,6 +40,7 @@ class Usage:
 
 def usage_of(entries: Sequence[JournalEntry]) -> Usage:
     """Return the token counts of requests so far."""
+    finishes = [choice.finish for entry in entries for choice in entry.choices if choice.finish is not None]
     prompts = tuple(entry.prompt_usage or PromptUsage(entry.prompt_tokens, 0) for entry in entries)
     return Usage(
         prompt_tokens=sum(usage.prompt_tokens for usage in prompts),
@@ -44,4 +48,6 @@ def usage_of(entries: Sequence[JournalEntry]) -> Usage:
         completion_tokens=sum(entry.completion_tokens for entry in entries),
         prompts=prompts,
         weight_version=next((entry.weight_version for entry in reversed(entries) if entry.weight_version), ""),
+        accepted_prediction_tokens=sum(finish.accepted_prediction_tokens for finish in finishes),
+        rejected_prediction_tokens=sum(finish.rejected_prediction_tokens for finish in finishes),
     )

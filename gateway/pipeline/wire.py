@@ -46,6 +46,7 @@ def generate_to_wire(request: GenerateRequest, reply_to: ReplyTo) -> tokenizer_p
         add_special_tokens=request.add_special_tokens,
         truncate_prompt_tokens=request.truncate_prompt_tokens,
         bad_words=request.bad_words,
+        prediction=request.prediction,
         routing_key=request.routing_key,
         return_prompt_ids=request.returns_prompt_ids,
     )

@@ -210,19 +210,23 @@ class Relay:
             prompts = [request.prompt for request in requests]
             encoded = await self._encode(subject, prompts, [request.add_special_tokens for request in requests])
             submissions = [await self._with_bans(pending.submission) for pending in batch]
+            predictions = [await self._predicted(request) for request in requests]
         except Exception as error:  # noqa: BLE001  (the edge of the task: the gateway must get an answer)
             self._log.error("encoding.failed", exc_info=error)
             encoded = [PandoError("the prompt could not be encoded")] * len(batch)
             submissions = [pending.submission for pending in batch]
+            predictions = [()] * len(batch)
         ended_at = time.time()
         ready = []
-        for pending, submission, result in zip(batch, submissions, encoded, strict=True):
+        for pending, submission, result, predicted in zip(batch, submissions, encoded, predictions, strict=True):
             pending.phase = RequestPhase.ENCODED
             _record(submission.request, started_at, ended_at, result)
             if self._pending.get(pending.request.request_id) is not pending:
                 self._room.give_back(subject)
                 continue  # aborted in the meantime
             scheduled = self._try_schedule(submission, result)
+            if isinstance(scheduled, ScheduleRequest) and predicted:
+                scheduled = replace(scheduled, prediction_ids=predicted)
             if isinstance(scheduled, ScheduleRequest) and submission.request.returns_prompt_ids:
                 pending.prompt_ids = tuple(scheduled.token_ids.tolist())
             if isinstance(scheduled, Admission):
@@ -239,6 +243,16 @@ class Relay:
         sequences = await self._ban(request.view.subject, request.bad_words)
         sampling = replace(request.options.sampling, banned_sequences=sequences)
         return replace(submission, request=replace(request, options=replace(request.options, sampling=sampling)))
+
+    async def _predicted(self, request: GenerateRequest) -> tuple[int, ...]:
+        """Return the tokens of the text that a request predicts, no more than a context has."""
+        if not request.prediction:
+            return ()
+        (ids,) = await self._encode(request.view.subject, [request.prediction], [False])
+        if isinstance(ids, PandoError | EncodedPair):
+            # It changes no output.
+            return ()
+        return tuple(ids[: self._limits.max_context_tokens].tolist())
 
     def _try_schedule(self, submission: Submission, encoded: Encoded) -> ScheduleRequest | Admission:
         request = submission.request

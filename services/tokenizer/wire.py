@@ -42,6 +42,7 @@ def submission_from_wire(message: tokenizer_pb2.GenerateRequest) -> Submission:
         add_special_tokens=message.add_special_tokens if message.HasField("add_special_tokens") else None,
         truncate_prompt_tokens=(message.truncate_prompt_tokens if message.HasField("truncate_prompt_tokens") else None),
         bad_words=tuple(message.bad_words),
+        prediction=message.prediction,
         routing_key=message.routing_key if message.HasField("routing_key") else None,
         returns_prompt_ids=message.return_prompt_ids,
         prompt_name=message.prompt_name if message.HasField("prompt_name") else None,

@@ -108,7 +108,13 @@ failures = complete(
 
 def finished(reason: st.SearchStrategy[FinishReason], **parts: st.SearchStrategy[Any]) -> st.SearchStrategy[Finish]:
     nothing = dict.fromkeys(("matched_token_id", "matched_text", "error", "embedding"), st.none())
-    return complete(Finish, reason=reason, **{**nothing, **parts})
+    return complete(
+        Finish,
+        reason=reason,
+        accepted_prediction_tokens=COUNT,
+        rejected_prediction_tokens=COUNT,
+        **{**nothing, **parts},
+    )
 
 
 finishes = st.one_of(
@@ -183,6 +189,7 @@ schedule_requests = complete(
     routing_key=st.none(),
     second_text_start=st.none() | COUNT,
     prefill_group=st.just("") | NAMES,
+    prediction_ids=st.lists(TOKEN, max_size=3).map(tuple),
 )
 chat_messages = complete(
     ChatMessage,
@@ -221,6 +228,7 @@ generate_requests = complete(
     add_special_tokens=st.none() | st.booleans(),
     truncate_prompt_tokens=st.none() | COUNT,
     bad_words=st.lists(NAMES, max_size=3).map(tuple),
+    prediction=st.text(max_size=5),
     routing_key=st.none() | NAMES,
     returns_prompt_ids=st.booleans(),
 )

@@ -76,6 +76,13 @@ class Message(Schema):
         return ChatMessage(self.role, content, self.name, self.tool_call_id, calls, self.reasoning_content)
 
 
+class Prediction(Schema):
+    """Text that the output may repeat parts of (OpenAI's predicted outputs)."""
+
+    type: Literal["content"]
+    content: Annotated[str, BeforeValidator(_joined_parts)]
+
+
 class Conversation(Schema):
     """The fields of a chat prompt."""
 
@@ -169,6 +176,7 @@ class ChatCompletionBody(GenerationFields, Conversation):
     separate_reasoning: bool | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = Field(None, ge=0, le=MAX_TOP_LOGPROBS)
+    prediction: Prediction | None = None
 
     @model_validator(mode="after")
     def _top_logprobs_need_logprobs(self) -> Self:
@@ -191,6 +199,11 @@ class ChatCompletionBody(GenerationFields, Conversation):
     def token_limit(self) -> int | None:
         """Maximum tokens of a choice; None: up to the end of the context."""
         return self.max_completion_tokens if self.max_completion_tokens is not None else self.max_tokens
+
+    @property
+    def predicted_text(self) -> str:
+        """Text that the output may repeat parts of; empty: none is known."""
+        return self.prediction.content if self.prediction else ""
 
     @property
     def logprobs_wanted(self) -> int | None:

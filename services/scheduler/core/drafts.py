@@ -1,4 +1,4 @@
-"""Sources of drafts: the row's own tokens, and what its view holds in the cache.
+"""Sources of drafts: the request's prediction, the row's own tokens, and what its view holds in the cache.
 
 A draft never changes which tokens are sampled, only how many in a pass. A row is offered nothing but its own tokens and
 what a request of its view may read from the cache, as otherwise acceptance would show what others have asked.
@@ -37,6 +37,8 @@ class Origin(IntEnum):
     LONG_MATCH = 2
     # The tokens after the same prefix in the cache.
     CACHE = 3
+    # What follows the row's last output tokens in the text that the request predicts.
+    PREDICTION = 4
 
 
 # Lengths from which on a repetition is a medium and a long one.
@@ -64,7 +66,22 @@ class DraftSources:
         sequence = self._rows.sequences[row]
         assert sequence is not None, "only running rows have drafts"
         known = self._rows.tokens(row)
-        return self._from_cache(sequence, known, most) or repetition(known, most)
+        return (
+            self._from_prediction(sequence, known, most)
+            or self._from_cache(sequence, known, most)
+            or repetition(known, most)
+        )
+
+    def _from_prediction(self, sequence: Sequence, known: TokenIds, most: int) -> Guess | None:
+        predicted, output = sequence.request.prediction_ids, known[sequence.prompt_tokens :]
+        if not predicted or not output.size:
+            return None
+        ids = np.array(predicted, np.int32)
+        end, length = find_end(ids, output)
+        # At the beginning, a single token is all that there is to go by.
+        if length < min(LEAST_MATCH, output.size) or end == ids.size:
+            return None
+        return Guess(ids[end : end + most], Origin.PREDICTION)
 
     def _from_cache(self, sequence: Sequence, known: TokenIds, most: int) -> Guess | None:
         if sequence.request.options.cache_mode is CacheMode.NONE:

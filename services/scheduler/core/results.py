@@ -90,12 +90,12 @@ class ResultHandler:
             self._store_accepted(result)
         if len(result.forced_rows):
             self._store_forced(result)
+        drafted = self._speculation.drafted_in(result.step_id)
+        self._speculation.saw_result(result)
         embeddings = dict(result.embeddings)
         for stop in result.stops:
             if self._is_current(stop.row, result.step_id):
                 self._finish_stopped(stop, embeddings.get(stop.row), finish)
-        drafted = self._speculation.drafted_in(result.step_id)
-        self._speculation.saw_result(result)
         if not chunks and len(result.rows):
             self._measure(result.compute_us / 1e6, len(result.rows), drafted)
         elif chunks and self._load_costs is not None:
@@ -196,7 +196,14 @@ class ResultHandler:
         if stop.reason is FinishReason.ERROR:
             finish(sequence, Finish(FinishReason.ERROR, error=DeviceMemoryError(NO_MEMORY).to_failure()))
             return
-        finish(sequence, Finish(stop.reason, matched_token_id=stop.matched_token_id, embedding=embedding))
+        ended = Finish(
+            stop.reason,
+            matched_token_id=stop.matched_token_id,
+            embedding=embedding,
+            accepted_prediction_tokens=sequence.accepted_prediction_tokens,
+            rejected_prediction_tokens=sequence.rejected_prediction_tokens,
+        )
+        finish(sequence, ended)
 
     def _without_decoding(self, chunks: tuple[PrefillChunk, ...], result: StepResult) -> float:
         """Return the seconds of a pass due to its chunks: decoding beside them is assumed to take one decode step."""

@@ -125,6 +125,9 @@ class Sequence:
     adapter: SequenceAdapter | None = None
     # Set if its prompt's log probabilities are reported; only the first choice of a request reports them.
     scoring: PromptScoring | None = None
+    # Tokens drafted from its request's prediction.
+    accepted_prediction_tokens: int = 0
+    rejected_prediction_tokens: int = 0
 
     @property
     def prompt_tokens(self) -> int:

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from services.scheduler.core.rows import RowSlots
 
 # Assumed share of right tokens by origin before a row's drafts have been verified, and its weight in tokens.
-PRIOR_SHARES = np.array([0.3, 0.5, 0.75, 0.75])
+PRIOR_SHARES = np.array([0.3, 0.5, 0.75, 0.75, 0.75])
 PRIOR_TOKENS = 2.0
 # Decay of a row's counts with each draft that is verified, and with each pass in which a guess was too unlikely to be
 # drafted, so that the row is given another chance.
@@ -182,8 +182,13 @@ class Speculation:
             self.drafts += 1
             self.drafted_tokens += guess.token_ids.size
             self.accepted_tokens += accepted[row]
-            if self._rows.occupied[row] and self._rows.handle[row] == handle:
-                self._rates.saw(row, guess.origin, guess.token_ids.size, accepted[row])
+            sequence = self._rows.sequences[row]
+            if sequence is None or self._rows.handle[row] != handle:
+                continue
+            self._rates.saw(row, guess.origin, guess.token_ids.size, accepted[row])
+            if guess.origin is Origin.PREDICTION:
+                sequence.accepted_prediction_tokens += accepted[row]
+                sequence.rejected_prediction_tokens += guess.token_ids.size - accepted[row]
 
     def forget_sent(self) -> None:
         """Forget the plans in flight, as the workers that had them are gone."""

@@ -94,6 +94,11 @@ async def test_without_a_credential_nothing_of_a_body_is_read(tmp_path: Path) ->
         ({"session_id": "x" * 257}, "session_id", "256"),
         ({"priority": 2**40}, "priority", "less than"),
         ({"cache_mode": "all"}, "cache_mode", "'default', 'private' or 'none'"),
+        ({"prediction": "x"}, "prediction", "object"),
+        ({"prediction": {"type": "text", "content": "x"}}, "prediction.type", "content"),
+        ({"prediction": {"type": "content"}}, "prediction.content", "required"),
+        ({"prediction": {"type": "content", "content": 3}}, "prediction.content", "string"),
+        ({"prediction": {"type": "content", "content": [{"type": "image_url"}]}}, "prediction.content", "text"),
     ],
 )
 async def test_wrong_chat_field_is_named(gateway: FakedGateway, fields: Any, param: str, words: str) -> None:

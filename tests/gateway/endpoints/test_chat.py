@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from common.requests import ChatMessage, ChatPrompt
-from common.types import CacheMode, SamplingParams, StopConditions, Subject, View
+from common.types import CacheMode, Finish, FinishReason, SamplingParams, StopConditions, Subject, View
 from gateway.identity.keys import ApiKey, hash_of, save_keys
 from tests.fakes.pipeline import LENGTH, PROMPT, logprob, says
 from tests.gateway.support import HELLO, FakedGateway, faked, gateway_saying
@@ -37,7 +37,11 @@ async def test_whole_chat_completion_has_openai_shape() -> None:
         "completion_tokens": 2,
         "total_tokens": PROMPT.prompt_tokens + 2,
         "prompt_tokens_details": {"cached_tokens": PROMPT.cached_tokens},
-        "completion_tokens_details": {"reasoning_tokens": 0},
+        "completion_tokens_details": {
+            "reasoning_tokens": 0,
+            "accepted_prediction_tokens": 0,
+            "rejected_prediction_tokens": 0,
+        },
     }
 
 
@@ -87,6 +91,16 @@ async def test_every_field_reaches_the_pipeline() -> None:
     assert request.routing_key == "thread-7"
     assert request.model == "tiny"
     assert request.options.trace is not None
+
+
+@pytest.mark.parametrize("content", ["a b", [{"type": "text", "text": "a b"}]])
+async def test_predictions_reach_the_pipeline_and_are_counted(content: object) -> None:
+    finish = Finish(FinishReason.STOP, accepted_prediction_tokens=5, rejected_prediction_tokens=2)
+    gateway = faked(says("a", "b", finish=finish))
+    usage = (await gateway.chat(n=2, prediction={"type": "content", "content": content})).json()["usage"]
+    assert gateway.pipeline.submitted[0].prediction == "a b"
+    details = usage["completion_tokens_details"]
+    assert (details["accepted_prediction_tokens"], details["rejected_prediction_tokens"]) == (10, 4)
 
 
 async def test_defaults_are_those_of_openai() -> None:

@@ -144,6 +144,13 @@ async def test_texts_that_are_banned_reach_the_scheduler_as_ids(bench: Bench) ->
     assert second.options.sampling.banned_sequences == ()
 
 
+async def test_predicted_texts_reach_the_scheduler_as_ids(bench: Bench) -> None:
+    asked = [submission("a", prediction="no"), submission("b"), submission("c", prediction="too long")]
+    bench.relay.submit(bench.session, asked)
+    await settle()
+    assert [request.prediction_ids for request in bench.scheduler.batches[0]] == [(10, 11), (), ()]
+
+
 async def test_truncation_keeps_the_end_of_a_prompt(bench: Bench) -> None:
     bench.relay.submit(bench.session, [submission("a", truncate_prompt_tokens=2)])
     await settle()

@@ -759,6 +759,8 @@ class Finish(_message.Message):
     MATCHED_TEXT_FIELD_NUMBER: _builtins.int
     ERROR_FIELD_NUMBER: _builtins.int
     EMBEDDING_FIELD_NUMBER: _builtins.int
+    ACCEPTED_PREDICTION_TOKENS_FIELD_NUMBER: _builtins.int
+    REJECTED_PREDICTION_TOKENS_FIELD_NUMBER: _builtins.int
     reason: Global___FinishReason.ValueType
     matched_token_id: _builtins.int
     matched_text: _builtins.str
@@ -767,6 +769,11 @@ class Finish(_message.Message):
     or the head's outputs, those of several tokens token by token. Bytes, because services pass it on without reading
     it.
     """
+    accepted_prediction_tokens: _builtins.int
+    """Tokens drafted from the request's prediction that were accepted, and those that were not; of a choice that its
+    own tokens or its length ended.
+    """
+    rejected_prediction_tokens: _builtins.int
     @_builtins.property
     def error(self) -> Global___RequestError:
         """Set if and only if reason is ERROR."""
@@ -779,10 +786,12 @@ class Finish(_message.Message):
         matched_text: _builtins.str = ...,
         error: Global___RequestError | None = ...,
         embedding: _builtins.bytes | None = ...,
+        accepted_prediction_tokens: _builtins.int = ...,
+        rejected_prediction_tokens: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_embedding", b"_embedding", "_error", b"_error", "embedding", b"embedding", "error", b"error", "matched", b"matched", "matched_text", b"matched_text", "matched_token_id", b"matched_token_id"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_embedding", b"_embedding", "_error", b"_error", "embedding", b"embedding", "error", b"error", "matched", b"matched", "matched_text", b"matched_text", "matched_token_id", b"matched_token_id", "reason", b"reason"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_embedding", b"_embedding", "_error", b"_error", "accepted_prediction_tokens", b"accepted_prediction_tokens", "embedding", b"embedding", "error", b"error", "matched", b"matched", "matched_text", b"matched_text", "matched_token_id", b"matched_token_id", "reason", b"reason", "rejected_prediction_tokens", b"rejected_prediction_tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__embedding: _TypeAlias = _typing.Literal["embedding"]  # noqa: Y015
     _WhichOneofArgType__embedding: _TypeAlias = _typing.Literal["_embedding", b"_embedding"]  # noqa: Y015

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -94,6 +95,32 @@ def test_a_request_that_may_not_read_the_cache_has_no_drafts_from_it() -> None:
     harness.run()
     assert not any(plan.drafts for plan in harness.plans[before:])
     assert harness.outputs["r1", 0] == expected(PROMPT)
+
+
+@pytest.mark.parametrize("cache_mode", [CacheMode.DEFAULT, CacheMode.NONE])
+def test_what_a_request_predicts_is_drafted_and_counted(cache_mode: CacheMode) -> None:
+    answer = expected(PROMPT)
+    # Something is left out, and something else is wrong.
+    predicted = (*answer[:9], *answer[11:25], 5, 6, *answer[27:])
+    harness = harness_of(pages=256)
+    request = make_request("r0", PROMPT, max_tokens=LONG, cache_mode=cache_mode)
+    harness.core.submit(replace(request, prediction_ids=predicted), 0.0)
+    harness.run()
+    assert harness.outputs["r0", 0] == answer
+    assert sum(plan.steps for plan in harness.plans) < LONG // 2
+    finish, speculation = harness.finishes["r0", 0], harness.core.speculation
+    assert finish.accepted_prediction_tokens == speculation.accepted_tokens > LONG // 2
+    assert finish.rejected_prediction_tokens == speculation.drafted_tokens - speculation.accepted_tokens > 0
+
+
+def test_a_prediction_of_something_else_is_not_drafted_for_long() -> None:
+    harness = harness_of(pages=256, prefill_tokens_per_s=4e6 / SLOW_US)
+    request = make_request("r0", PROMPT, max_tokens=LONG)
+    predicted = tuple(token for id_ in expected(PROMPT) for token in (id_, 5))
+    harness.core.submit(replace(request, prediction_ids=predicted), 0.0)
+    harness.run()
+    assert harness.outputs["r0", 0] == expected(PROMPT)
+    assert harness.core.speculation.drafted_tokens < 10
 
 
 @pytest.mark.parametrize("max_tokens", range(1, 14))
