@@ -49,7 +49,7 @@ PERSON: dict[str, Any] = {
     "additionalProperties": False,
 }
 # More objects than a stream comes to.
-SCHEMA = {"type": "array", "items": PERSON, "minItems": 1000}
+SCHEMA = {"type": "array", "items": PERSON, "minItems": 200}
 
 
 def main() -> None:
@@ -106,7 +106,10 @@ async def measure(arguments: argparse.Namespace, deployment: LaunchedDeployment)
 def requests_of(arguments: argparse.Namespace, beside: int, *, has_grammar: bool) -> list[ScheduleRequest]:
     """Return the requests of a round: the free streams, then those beside them."""
     sessions = random_sessions(arguments.free + beside, PROMPT_TOKENS, arguments.tokens, name="grammar streams")
-    made = schedule_requests([each.requests[0] for each in sessions], PromptMaker(), 1.0, CacheMode.NONE)
+    requests = [each.requests[0] for each in sessions]
+    # A grammar is compiled for each subject that uses it; those beside are one's.
+    requests[arguments.free :] = [replace(each, user="beside") for each in requests[arguments.free :]]
+    made = schedule_requests(requests, PromptMaker(), 1.0, CacheMode.NONE)
     if not has_grammar:
         return made
     grammar = Grammar(GrammarKind.JSON_SCHEMA, json.dumps(SCHEMA), "response_format")
@@ -128,7 +131,10 @@ def gaps_of(records: Sequence[PipelineRecord], free: int) -> list[float]:
     start = max(record.arrivals_s[1] for record in records)
     end = min(record.arrivals_s[-1] for record in records)
     if end <= start:
-        raise SystemExit("the streams did not run at the same time; use more --tokens")
+        ended = min(records, key=lambda record: record.arrivals_s[-1])
+        raise SystemExit(
+            f"stream {records.index(ended)} ended after {ended.tokens} tokens ({ended.finish}), before the last began"
+        )
     times = [[at for at in record.arrivals_s if start <= at <= end] for record in records[:free]]
     return [later - earlier for each in times for earlier, later in pairwise(each)]
 
