@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from common.errors import ConfigurationError
+from services.worker.engine.adapters.active import GroupedAdapters
 from services.worker.engine.host import available_cores
 from services.worker.engine.kernels.cpu.backend import CpuBackend
 from services.worker.engine.kernels.cpu.build import BuildError, build_library, cache_directory, find_openmp
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from common.steps import EngineSpec
+    from services.worker.engine.adapters.active import AdapterProducts
     from services.worker.engine.kernels.cpu.onednn import BlockFunctions
     from services.worker.engine.kernels.cpu.products import ProductShape
     from services.worker.engine.kernels.interface import KernelBackend
@@ -200,6 +202,18 @@ def agreed_backend(backend: KernelBackend, group: RankGroup) -> KernelBackend:
         return backend
     log.info("products.chosen products=own origin=%s", "other ranks")
     return backend.with_own_products()
+
+
+def select_adapter_products(backend: KernelBackend, slots: int, device: torch.device) -> AdapterProducts:
+    """Return what computes products of adapters in so many `slots`, beside those of `backend`."""
+    if importlib.util.find_spec("triton") is not None:
+        # Imported here because they need Triton.
+        from services.worker.engine.adapters.segmented import SegmentedAdapters
+        from services.worker.engine.kernels.gpu.backend import GpuBackend
+
+        if isinstance(backend, GpuBackend):
+            return SegmentedAdapters(slots, device)
+    return GroupedAdapters(slots)
 
 
 def select_gpu_backend(

@@ -16,7 +16,6 @@ from common.heads import has_pooling_module, only_embeds, read_head
 from common.models import ModelKind, resolve_model
 from common.steps import EngineCapacity, RecurrentStates, WindowPool
 from common.tokenization import load_text_model
-from services.worker.engine.adapters.active import ActiveAdapters
 from services.worker.engine.adapters.shelf import AdapterShelf
 from services.worker.engine.backends import (
     RunnerOptions,
@@ -25,6 +24,7 @@ from services.worker.engine.backends import (
     count_threads,
     find_library,
     ranks_on_host,
+    select_adapter_products,
     select_backend,
     select_device,
     select_dtype,
@@ -76,6 +76,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from common.steps import EngineSpec
+    from services.worker.engine.adapters.active import AdapterProducts
     from services.worker.engine.checkpoints.interface import Checkpoint
     from services.worker.engine.execution.interface import ProgressReport
     from services.worker.engine.execution.pooler import PoolerHead
@@ -212,7 +213,7 @@ class _DecoderLoader:
         self._kv_dtype = select_kv_dtype(spec.kv_dtype, self._backend.kernels.activation_dtype)
         self._kv_scales: tuple[KvScales, ...] = ()
         # Of models that run through `transformers`, products cannot be changed.
-        self._adapters: ActiveAdapters | None = None
+        self._adapters: AdapterProducts | None = None
         self._vision: VisionEncoder | None = None
         # Read ahead by `prepare`.
         self._weights: TransformerWeights | None = None
@@ -326,11 +327,14 @@ class _DecoderLoader:
     def _read(self, checkpoint: Checkpoint) -> TransformerWeights:
         """Read the weights, those of the vision encoder, too, and prepare the sites of adapters."""
         tensors = CheckedTensors(checkpoint, self._device, quantiser(self._spec, self._config))
-        adapters = self._adapters = ActiveAdapters(self._spec.adapter_slots) if self._spec.adapter_slots else None
+        slots = self._spec.adapter_slots
+        self._adapters = select_adapter_products(self._backend, slots, self._device) if slots else None
         kernels = self._backend.kernels
         if self._vision_config is not None:
             self._vision = load_vision(checkpoint, self._vision_config, kernels, self._device)
-        assembler = Assembler(tensors, self._shard, kernels, self._dtype, self._device, self._has_vocabulary, adapters)
+        assembler = Assembler(
+            tensors, self._shard, kernels, self._dtype, self._device, self._has_vocabulary, self._adapters
+        )
         return assembler.weights(lambda share: self._report(0.98 * share, "loading weights"))
 
     @property

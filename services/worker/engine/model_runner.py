@@ -119,6 +119,8 @@ class ModelRunner:
             self._has_pool = False
         if not keeps_host_pages:
             self.host_pool = None
+        if self.adapters is not None:
+            self.adapters.reset()
         if level is SleepLevel.DROPPED:
             if self._model is not None:
                 self._model.close()

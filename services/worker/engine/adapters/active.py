@@ -6,7 +6,7 @@ Tokens without an adapter get the same bits, whichever other tokens are in their
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import torch
 from torch.nn.functional import linear
@@ -23,6 +23,40 @@ if TYPE_CHECKING:
     from services.worker.engine.model.config import Activation
 
 
+class AdapterProducts(Protocol):
+    """The adapters in a rank's slots, and what they add to the products of a pass."""
+
+    sites: list[Site]
+    """The products that adapters can change."""
+    most_ranks: int | None
+    """The largest rank of an adapter; None: any."""
+
+    @property
+    def slots(self) -> int:
+        """Number of slots."""
+
+    def put(self, slot: int, weights: AdapterWeights | None) -> None:
+        """Fill a slot, or empty it; no row of a later pass uses what was in it."""
+
+    def clear(self) -> None:
+        """Empty all slots."""
+
+    def use(self, slots: torch.Tensor | None) -> None:
+        """Set what the following products apply to: the slot of each token, [tokens] int32, NO_ADAPTER for none."""
+
+    def add(self, site: Site, inputs: torch.Tensor, sums: torch.Tensor) -> None:
+        """Add the adapters' products of inputs [tokens, in] to `sums` [tokens, out] in place."""
+
+    def gate(self, product: GatedLinear, site: Site, activation: Activation, inputs: torch.Tensor) -> torch.Tensor:
+        """Return the gated product [tokens, intermediate] with what adapters add to its halves."""
+
+    def embed(self, token_ids: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+        """Return embeddings [tokens, hidden] of `token_ids` with what adapters add to them."""
+
+    def experts(self, loop: Experts, sites: Sequence[tuple[Site, Site]], activation: Activation) -> Experts:
+        """Return experts that adapters change, each at its sites: gate and up, and down; or `loop` if none can."""
+
+
 class TokenGroup(NamedTuple):
     """The tokens of a pass that use one adapter; `tokens` [n] int64, ascending."""
 
@@ -30,12 +64,13 @@ class TokenGroup(NamedTuple):
     tokens: torch.Tensor
 
 
-class ActiveAdapters:
-    """The adapters in a rank's slots, and the tokens of the running pass that use them."""
+class GroupedAdapters:
+    """Adapters whose products are computed for one after the other; see `AdapterProducts`. On a GPU it waits for it."""
 
     def __init__(self, slots: int) -> None:
         """Start with `slots` empty slots."""
         self.sites: list[Site] = []
+        self.most_ranks: int | None = None
         self._slots: list[AdapterWeights | None] = [None] * slots
         self._groups: Sequence[TokenGroup] = ()
 
@@ -97,15 +132,19 @@ class ActiveAdapters:
             changed.index_add_(0, tokens, linear(low, weights.embedding.b).to(rows.dtype))
         return changed
 
-    def linear(self, product: Linear, site: Site) -> AdaptedLinear:
-        """Return a product that adapters change at `site`."""
-        self.sites.append(site)
-        return AdaptedLinear(product, site, self)
-
-    def gated_linear(self, product: GatedLinear, site: Site, activation: Activation) -> AdaptedGatedLinear:
-        """Return the first half of a feed-forward layer that adapters change at `site`: gate, then up."""
-        self.sites.append(site)
-        return AdaptedGatedLinear(product, site, activation, self)
+    def gate(self, product: GatedLinear, site: Site, activation: Activation, inputs: torch.Tensor) -> torch.Tensor:
+        """Return the gated product; that of tokens with adapters is computed from separate halves."""
+        changes = self.change(site)
+        if not changes:
+            return product(inputs)
+        outputs = product(inputs) if sum(len(tokens) for _, tokens in changes) < len(inputs) else None
+        for factors, tokens in changes:
+            part = adapted_gate(product, activation, factors, inputs[tokens])
+            if outputs is None:
+                outputs = part.new_empty(len(inputs), part.shape[1])
+            outputs[tokens] = part
+        assert outputs is not None, "there is a change"
+        return outputs
 
     def experts(self, loop: Experts, sites: Sequence[tuple[Site, Site]], activation: Activation) -> Experts:
         """Return experts that adapters change, each at its sites: gate and up, and down; or `loop` if none can."""
@@ -133,8 +172,9 @@ def add_product(
 class AdaptedLinear:
     """A matrix product with what adapters add to it; see `Linear`."""
 
-    def __init__(self, product: Linear, site: Site, adapters: ActiveAdapters) -> None:
+    def __init__(self, product: Linear, site: Site, adapters: AdapterProducts) -> None:
         """Add the products of `adapters` at `site` to `product`."""
+        adapters.sites.append(site)
         self.product = product
         self._site = site
         self._adapters = adapters
@@ -152,26 +192,16 @@ class AdaptedLinear:
 class AdaptedGatedLinear:
     """Gate and up product with what adapters add before the activation; see `GatedLinear`."""
 
-    def __init__(self, product: GatedLinear, site: Site, activation: Activation, adapters: ActiveAdapters) -> None:
+    def __init__(self, product: GatedLinear, site: Site, activation: Activation, adapters: AdapterProducts) -> None:
         """Add the products of `adapters` at `site`, gate above up, to `product`'s."""
+        adapters.sites.append(site)
         self.product = product
         self._site = site
         self._activation = activation
         self._adapters = adapters
 
     def __call__(self, inputs: torch.Tensor) -> torch.Tensor:
-        """Return the gated product; that of tokens with adapters is computed from separate halves."""
-        changes = self._adapters.change(self._site)
-        if not changes:
-            return self.product(inputs)
-        outputs = self.product(inputs) if sum(len(tokens) for _, tokens in changes) < len(inputs) else None
-        for factors, tokens in changes:
-            part = adapted_gate(self.product, self._activation, factors, inputs[tokens])
-            if outputs is None:
-                outputs = part.new_empty(len(inputs), part.shape[1])
-            outputs[tokens] = part
-        assert outputs is not None, "there is a change"
-        return outputs
+        return self._adapters.gate(self.product, self._site, self._activation, inputs)
 
     def halves(self, inputs: torch.Tensor) -> torch.Tensor:
         """Return the base product of both halves; see `GatedLinear.halves`."""
@@ -192,7 +222,7 @@ class AdaptedExperts:
     """Experts with what adapters add to each of their matrices; see `Experts`."""
 
     def __init__(
-        self, loop: ExpertLoop, sites: Sequence[tuple[Site, Site]], activation: Activation, adapters: ActiveAdapters
+        self, loop: ExpertLoop, sites: Sequence[tuple[Site, Site]], activation: Activation, adapters: GroupedAdapters
     ) -> None:
         """Add the products of `adapters` to expert i at sites[i]."""
         self._loop = loop

@@ -22,7 +22,6 @@ if TYPE_CHECKING:
 
 CONFIG: Final = "adapter_config.json"
 WEIGHTS: Final = "adapter_model.safetensors"
-MOST_RANKS: Final = 512
 _PREFIX = "base_model.model."
 # What precedes the names of a text model within one that has a vision tower, too.
 _TEXT_PARTS = (("model.language_model.", "model."), ("language_model.model.", "model."), ("language_model.", ""))

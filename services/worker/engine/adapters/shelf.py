@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from common.steps import AdapterLoad
-    from services.worker.engine.adapters.active import ActiveAdapters
+    from services.worker.engine.adapters.active import AdapterProducts
     from services.worker.engine.model.config import ModelConfig
 
 
@@ -27,7 +27,7 @@ class AdapterShelf:
     `read` may run in any thread while passes run; all other methods but `drop` belong to the engine's thread.
     """
 
-    def __init__(self, active: ActiveAdapters, config: ModelConfig, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(self, active: AdapterProducts, config: ModelConfig, dtype: torch.dtype, device: torch.device) -> None:
         """Start empty; `active` has the slots, and the sites of the model of `config`, which computes in `dtype`."""
         self._active = active
         self._config = config
@@ -61,6 +61,9 @@ class AdapterShelf:
         host = torch.device("cpu")
         with torch.inference_mode():
             weights = shard_adapter(file, self._active.sites, self._config, self._dtype, host)
+        most = self._active.most_ranks
+        if most is not None and weights.rank > most:
+            raise ConfigurationError(f"adapter {directory}: the rank {weights.rank} is above {most}, the most on a GPU")
         with self._lock:
             return self._weights.setdefault(file.digest, weights)
 

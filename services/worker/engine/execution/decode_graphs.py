@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -14,6 +15,7 @@ from services.worker.engine.execution.device_sampler import SamplingMode
 from services.worker.engine.kernels.gpu import device_batch as row_state
 from services.worker.engine.kernels.gpu.logprobs import LogprobBuffers
 from services.worker.engine.model.batch import ForwardBatch, StateSlots
+from services.worker.engine.plans.rows import NO_ADAPTER
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -58,8 +60,13 @@ def decode_capture_sizes(max_rows: int) -> tuple[int, ...]:
 class DecodeGraph:
     """Everything a pass of `size` rows reads and writes, at fixed addresses."""
 
-    def __init__(self, size: int, rows: DeviceBatch, runner: OverlappedModel, sampler: DeviceSampler) -> None:
-        """Allocate; ranks whose `sampler` does not sample receive the tokens by `runner.broadcast_tokens`."""
+    def __init__(
+        self, size: int, rows: DeviceBatch, runner: OverlappedModel, sampler: DeviceSampler, *, has_adapters: bool
+    ) -> None:
+        """Allocate; ranks whose `sampler` does not sample receive the tokens by `runner.broadcast_tokens`.
+
+        With `has_adapters`, passes are captured with the products of adapters and without them.
+        """
         device = rows.cells.device
         self.size = size
         self.slots = torch.full((size,), rows.padding_slot, dtype=torch.int32, device=device)
@@ -88,12 +95,16 @@ class DecodeGraph:
             # Padding rows have the slot after those of all rows.
             states=StateSlots(self.slots),
         )
+        self._adapters = torch.full((size,), NO_ADAPTER, dtype=torch.int32, device=device)
+        self._adapted = replace(self._batch, adapters=self._adapters) if has_adapters else None
+        self._is_adapted = False
         self._graphs: dict[str, torch.cuda.CUDAGraph] = {}
         self._members: RowIndices = np.empty(0, np.int64)
         self._order: RowIndices = np.empty(0, np.int64)
+        self._member_adapters: RowIndices = np.empty(0, np.int64)
 
-    def take(self, members: RowIndices, lengths: RowIndices) -> RowIndices:
-        """Set the rows of the batch; return the index of each row's token in `token_ids`."""
+    def take(self, members: RowIndices, lengths: RowIndices, adapters: RowIndices) -> RowIndices:
+        """Set the rows and the slots of their adapters; return the index of each row's token in `token_ids`."""
         if not np.array_equal(members, self._members):
             # Longest first: the programs that start last have the least work, so that multiprocessors end together.
             order = np.argsort(-lengths, kind="stable")
@@ -101,11 +112,22 @@ class DecodeGraph:
             slots[: members.size] = members[order]
             self.slots.copy_(to_device(slots, self.slots.device), non_blocking=True)
             self._members, self._order = members.copy(), np.argsort(order, kind="stable")
+            self._member_adapters = np.empty(0, np.int64)
+        self._is_adapted = bool((adapters != NO_ADAPTER).any())
+        # Members of the same rows may be other requests.
+        if self._is_adapted and not np.array_equal(adapters, self._member_adapters):
+            ordered = np.full(self.size, NO_ADAPTER, np.int32)
+            ordered[self._order] = adapters
+            self._adapters.copy_(to_device(ordered, self.slots.device), non_blocking=True)
+            self._member_adapters = adapters.copy()
         return self._order
 
     def compute(self) -> None:
         """Run the model."""
-        if not self._replay("compute"):
+        if self._is_adapted:
+            if not self._replay("compute adapted"):
+                self._compute_adapted()
+        elif not self._replay("compute"):
             self._compute()
 
     def choose(self, mode: SamplingMode, *, with_logprobs: bool) -> None:
@@ -135,6 +157,8 @@ class DecodeGraph:
             (_name(mode, with_logprobs=with_logprobs), partial(self._choose, mode, with_logprobs=with_logprobs))
             for mode, with_logprobs in choices
         ]
+        if self._adapted is not None:
+            runs.append(("compute adapted", self._compute_adapted))
         for name, run in runs:
             run()
             torch.cuda.synchronize()
@@ -152,14 +176,25 @@ class DecodeGraph:
         return True
 
     def _compute(self) -> None:
-        batch = self._batch
+        self.logits = self._logits(self._batch)
+
+    def _compute_adapted(self) -> None:
+        assert self._adapted is not None, "only rows of models with slots have adapters"
+        logits = self._logits(self._adapted)
+        if self._graphs:
+            # Graphs that choose tokens read them where they were first.
+            self.logits.copy_(logits)
+        else:
+            self.logits = logits
+
+    def _logits(self, batch: ForwardBatch) -> torch.Tensor:
         row_state.prepare(
             self._rows.cells, self.slots, batch.token_ids, batch.positions, batch.key_lengths, batch.write_slots,
             self._page_size,
         )  # fmt: skip
         if batch.window_table is not None and batch.window_slots is not None:
             row_state.place(batch.window_table, self.slots, batch.key_lengths, batch.window_slots, self._page_size)
-        self.logits = self._runner.compute(batch)
+        return self._runner.compute(batch)
 
     def _choose(self, mode: SamplingMode, *, with_logprobs: bool) -> None:
         if self._sampler.chooses:

@@ -120,7 +120,7 @@ class OverlappedExecutor:
         self._sampler = DeviceSampler(spec, self._rows, self._table)
 
         def make(size: int) -> DecodeGraph:
-            return DecodeGraph(size, self._rows, runner, self._sampler)
+            return DecodeGraph(size, self._rows, runner, self._sampler, has_adapters=spec.adapter_slots > 0)
 
         self._decode_passes = CudaGraphs(decode_capture_sizes(spec.max_rows), make)
         self._max_step_tokens = spec.max_step_tokens
@@ -159,8 +159,7 @@ class OverlappedExecutor:
     def launch(self, rows: RowStates, forward: ForwardPass, catch_up: Callable[[], None]) -> LaunchedOutput:
         """Start a pass; see `OverlappedPassExecutor`."""
         self._sampler.upload()
-        has_adapters = bool((rows.adapters[forward.decode_rows] >= 0).any())
-        if not (forward.chunks.rows.size or has_adapters):
+        if not forward.chunks.rows.size:
             try:
                 return self._launch_decoding(rows, forward.decode_rows, catch_up)
             except Exception as error:
@@ -179,7 +178,7 @@ class OverlappedExecutor:
 
     def _launch_decoding(self, rows: RowStates, members: RowIndices, catch_up: Callable[[], None]) -> LaunchedOutput:
         one = self._decode_passes.of(members.size)
-        order = one.take(members, rows.lengths[members])
+        order = one.take(members, rows.lengths[members], rows.adapters[members])
         # Allocated before tokens are appended: no operation that can fail may follow that.
         host = self._host_memory(one.size)
         reports = self._is_first and self._sampler.reports(members)

@@ -22,7 +22,7 @@ from services.worker.engine.quantization.matrices import above, reordered
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from services.worker.engine.adapters.active import ActiveAdapters
+    from services.worker.engine.adapters.active import AdapterProducts
     from services.worker.engine.kernels.interface import GatedLinear, Kernels, Linear
     from services.worker.engine.model.config import ModelConfig, MoeConfig, SharedExperts
     from services.worker.engine.model.feed_forward import FeedForward
@@ -43,7 +43,7 @@ class Assembler:
     device: torch.device
     has_vocabulary: bool = True
     """Whether the model computes logits of its vocabulary."""
-    adapters: ActiveAdapters | None = None
+    adapters: AdapterProducts | None = None
     """Changes products for single rows; None: there are no adapters."""
 
     @property
@@ -239,7 +239,7 @@ class Assembler:
         product = self.kernels.gated_linear(gate, up, biases, self.config.activation)
         if self.adapters is None:
             return product
-        return self.adapters.gated_linear(product, _gate_up_site(mlp, rows), self.config.activation)
+        return AdaptedGatedLinear(product, _gate_up_site(mlp, rows), self.config.activation, self.adapters)
 
     def _row_parallel(self, name: str, columns: slice, has_bias: bool) -> Linear:
         """Lay out a matrix of which every rank holds some input columns; their products add up to the result."""
@@ -249,7 +249,7 @@ class Assembler:
         return self._adapted(self.kernels.linear(weight, bias), _down_site(name, columns))
 
     def _adapted(self, product: Linear, site: Site) -> Linear:
-        return product if self.adapters is None else self.adapters.linear(product, site)
+        return product if self.adapters is None else AdaptedLinear(product, site, self.adapters)
 
     def _head_norms(self, attention: str, layer: int) -> QkNorm | None:
         config = self.config

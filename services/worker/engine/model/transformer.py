@@ -12,7 +12,7 @@ from services.worker.engine.model.recurrent import GatedDeltaNet, LayerStates
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
-    from services.worker.engine.adapters.active import ActiveAdapters
+    from services.worker.engine.adapters.active import AdapterProducts
     from services.worker.engine.kernels.interface import (
         AttentionBackend,
         Kernels,
@@ -137,7 +137,7 @@ class Transformer:
         kernels: Kernels,
         attention: Sequence[AttentionBackend],
         group: RankGroup,
-        adapters: ActiveAdapters | None = None,
+        adapters: AdapterProducts | None = None,
         angles: AxisAngles | None = None,
     ) -> None:
         """Run `weights`, the share of `group.rank`, with the `attention` of each layer.

@@ -15,6 +15,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from services.worker.engine.kernels.gpu import (
+    adapter_products,
     decode_attention,
     elementwise,
     experts,
@@ -68,7 +69,7 @@ def main() -> None:
     for adds in (0, 1):
         norm = {"WIDTH": 5120, "BLOCK": 8192, "ADDS": adds, "OVERLAPS": 1}
         sizes.append(build(elementwise._rms_norm, "*bf16 *bf16 *bf16 *bf16 fp32", 8, **norm))
-    sizes += fp8_sizes() + quantised_sizes() + attention_sizes() + latent_sizes()
+    sizes += fp8_sizes() + quantised_sizes() + attention_sizes() + latent_sizes() + adapter_sizes()
     sys.stdout.write("\n".join(map(str, sizes)))
 
 
@@ -182,6 +183,20 @@ def latent_sizes() -> list[int]:
         given = "*bf16 *bf16 *bf16 *i32 *i32 *i32 *fp32 *fp32 fp32 i32 i32 i32 i32"
         sizes.append(build(latent_programs._attend, given, tuning.warps, **attending))
     sizes.append(build(latent_programs._merge, "*bf16 *i32 *fp32 *fp32", 4, **how))
+    return sizes
+
+
+def adapter_sizes() -> list[int]:
+    """Compile products of adapters in the shape of an 8B model: of few tokens, and of many."""
+    sizes = []
+    for rows, share, shares in ((16, 896, 16), (64, 14336, 1)):
+        tiles: Constants = {"COLUMNS": 17, "ROWS": rows, "RANKS": 32}
+        shrink = "*bf16 *i64 *i32 *i64 *fp32 i32 i32 i32 i32"
+        sizes.append(build(adapter_products._shrink, shrink, 4, **tiles, DEPTH=128, SHARE=share))
+        sizes.append(build(adapter_products._look_up, "*i64 *i64 *i32 *i64 *fp32 *bf16 i32", 4, **tiles))
+        for parts in (1, 2, 3):
+            expand = "*bf16 *i64 *i32 *i64 *fp32 i32 i32 i32"
+            sizes.append(build(adapter_products._expand, expand, 4, **tiles, BLOCK=64, SHARES=shares, PARTS=parts))
     return sizes
 
 

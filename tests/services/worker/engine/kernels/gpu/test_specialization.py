@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 # Sizes of a batch.
-VARYING = {"count", "tokens", "stride_table"}
+VARYING = {"count", "most_ranks", "tokens", "stride_table"}
 # Different on each rank, whose programs are compiled once.
 OF_A_RANK = {"rank"}
 # Tensors with one entry per row, token or page of a batch, which may be slices of others.
@@ -40,7 +40,7 @@ WHOLE = {
     "input_scales", "inputs", "key_norm", "key_scales", "keys", "last_block", "logits", "low_bits", "masses", "normed",
     "order", "outputs", "own_pad", "pads", "partial", "partial_sums", "peaks", "pool", "processed", "projected", "qkv",
     "queries", "query_norm", "routing_weights", "scales", "shifts", "sinks", "staging", "starts", "table", "thresholds",
-    "value_scales", "values", "weight", "weight_scales", "weights", "widened",
+    "tiles", "value_scales", "values", "weight", "weight_scales", "weights", "widened",
 }  # fmt: skip
 
 

@@ -1,0 +1,153 @@
+"""Products of adapters by programs for GPUs: against those of the grouped ones, and whole models against PEFT."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+pytest.importorskip("triton", reason="its interpreter runs the programs where there is no GPU")
+
+from common.errors import ConfigurationError
+from services.worker.engine.adapters.active import AdapterProducts, GroupedAdapters
+from services.worker.engine.adapters.segmented import MOST_RANKS, SegmentedAdapters
+from services.worker.engine.adapters.sites import (
+    AdapterWeights,
+    EmbeddingFactors,
+    PartFactors,
+    Site,
+    SiteFactors,
+    SitePart,
+)
+from services.worker.engine.kernels.gpu.adapter_products import TokenTiles
+from services.worker.engine.kernels.gpu.backend import GpuBackend
+from tests.services.worker.engine.adapters.peft_adapters import ATTENTION, EVERYTHING, FEED_FORWARD, save_adapter
+from tests.services.worker.engine.adapters.test_products import PROMPTS, check, logits_of, save_four
+from tests.services.worker.engine.driving import load
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from services.worker.engine.kernels.interface import KernelBackend
+
+SLOTS, HIDDEN, VOCABULARY = 5, 200, 50
+# Of queries, keys and values, as far as an adapter changes them.
+HEIGHTS = (96, 32, 40)
+SITE = Site(tuple(SitePart(name, slice(None)) for name in ("q", "k", "v")))
+in_interpreter = pytest.mark.skipif(torch.cuda.is_available(), reason="the GPU's kernels do not compute in float32")
+
+
+def random_adapter(rank: int, changed: tuple[bool, bool, bool], device: torch.device, seed: int) -> AdapterWeights:
+    generator = torch.Generator().manual_seed(seed)
+
+    def drawn(*shape: int) -> torch.Tensor:
+        return (torch.randn(shape, generator=generator) / 8).to(device, torch.float16)
+
+    parts, first, ranks = [], 0, 0
+    for index, height in enumerate(HEIGHTS):
+        if changed[index]:
+            parts.append(PartFactors(first, slice(ranks, ranks + rank), drawn(height, rank)))
+            ranks += rank
+        first += height
+    sites = {SITE.name: SiteFactors(drawn(ranks, HIDDEN), tuple(parts))} if parts else {}
+    embedding = EmbeddingFactors(drawn(VOCABULARY, rank), drawn(HIDDEN, rank)) if seed % 2 else None
+    return AdapterWeights(f"adapter {seed}", rank, sites, embedding)
+
+
+def results(
+    adapters: AdapterProducts, slots: torch.Tensor, inputs: torch.Tensor, sums: torch.Tensor, token_ids: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    adapters.use(slots)
+    sums = sums.clone()
+    adapters.add(SITE, inputs, sums)
+    return sums, adapters.embed(token_ids, inputs)
+
+
+@pytest.mark.parametrize("tokens", [1, 7, 40, pytest.param(300, marks=pytest.mark.slow)])
+def test_any_ranks_in_one_pass_give_the_sums_of_one_adapter_after_the_other(tokens: int, device: torch.device) -> None:
+    both = GroupedAdapters(SLOTS), SegmentedAdapters(SLOTS, device)
+    changed = ((True, True, True), (True, False, True), (False, True, False), (False, False, False))
+    for adapters in both:
+        adapters.sites.append(SITE)
+        for slot, (rank, parts) in enumerate(zip((8, 256, 33, 16), changed, strict=True)):
+            adapters.put(slot, random_adapter(rank, parts, device, seed=slot))
+    generator = torch.Generator().manual_seed(tokens)
+    slots = torch.randint(-1, 4, (tokens,), generator=generator, dtype=torch.int32).to(device)
+    inputs = torch.randn(tokens, HIDDEN, generator=generator).to(device, torch.float16)
+    sums = torch.randn(tokens, sum(HEIGHTS), generator=generator).to(device, torch.float16)
+    token_ids = torch.randint(VOCABULARY, (tokens,), generator=generator).to(device)
+    wanted, found = (results(adapters, slots, inputs, sums, token_ids) for adapters in both)
+    for reference, got in zip(wanted, found, strict=True):
+        torch.testing.assert_close(got, reference, atol=0.03, rtol=0.01)
+    without = slots == -1
+    assert torch.equal(found[0][without], sums[without]), "tokens without an adapter are left alone"
+    assert torch.equal(found[1][without], inputs[without])
+
+
+def test_slots_are_filled_again_and_emptied(device: torch.device) -> None:
+    adapters = SegmentedAdapters(SLOTS, device)
+    adapters.sites.append(SITE)
+    inputs = torch.randn(4, HIDDEN).to(device, torch.float16)
+    slots, token_ids = torch.full((4,), 3, dtype=torch.int32, device=device), torch.arange(4, device=device)
+    seen = []
+    for seed in (1, 2, 1):
+        adapters.put(3, random_adapter(8, (True, True, True), device, seed))
+        seen.append(results(adapters, slots, inputs, inputs.new_zeros(4, sum(HEIGHTS)), token_ids)[0])
+    assert torch.equal(seen[0], seen[2])
+    assert not torch.equal(seen[0], seen[1])
+    adapters.clear()
+    assert not results(adapters, slots, inputs, inputs.new_zeros(4, sum(HEIGHTS)), token_ids)[0].any()
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.integers(-1, 6), min_size=1, max_size=400))
+def test_tiles_have_every_token_with_an_adapter_once(of_tokens: list[int]) -> None:
+    made = TokenTiles.of(torch.tensor(of_tokens, dtype=torch.int32), 7)
+    seen = []
+    for slot, first, stop in made.tiles.tolist():
+        assert stop - first <= made.rows
+        members = made.order[first:stop].tolist()
+        assert all(of_tokens[token] == slot for token in members)
+        seen += members
+    assert sorted(seen) == [token for token, slot in enumerate(of_tokens) if slot >= 0]
+
+
+class _Interpreted(GpuBackend):
+    """The same kernels, for a runner that captures no graphs."""
+
+    name = "interpreted"
+
+
+@pytest.fixture
+def interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
+    def select(_library: object, dtype: torch.dtype, device: torch.device, _threads: int, _b: object) -> KernelBackend:
+        return _Interpreted(dtype, device, max_rows=8)
+
+    monkeypatch.setattr("services.worker.engine.loader.select_backend", select)
+
+
+@pytest.mark.slow
+@in_interpreter
+@pytest.mark.usefixtures("interpreted")
+@pytest.mark.parametrize(
+    ("family", "modules"), [("llama tied", EVERYTHING), ("qwen2 moe", (*ATTENTION, *FEED_FORWARD))]
+)
+def test_models_give_the_logits_of_peft(family: str, modules: tuple[str, ...], tmp_path: Path) -> None:
+    model, adapters = save_four(tmp_path, family, modules)
+    runner = load(model, backend="torch", adapter_slots=4)
+    assert len(PROMPTS) == len(adapters)
+    check(model, adapters, logits_of(runner, adapters))
+
+
+@in_interpreter
+@pytest.mark.usefixtures("interpreted")
+def test_a_rank_beyond_the_buffers_of_graphs_is_refused(tmp_path: Path) -> None:
+    model, _ = save_four(tmp_path, "llama", ATTENTION)
+    large = save_adapter(model, tmp_path / "large", ("q_proj",), r=MOST_RANKS + 1)
+    runner = load(model, backend="torch", adapter_slots=1)
+    assert runner.adapters is not None
+    with pytest.raises(ConfigurationError, match="rank 513 is above 512"):
+        runner.adapters.read(large)
