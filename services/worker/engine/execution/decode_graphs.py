@@ -20,6 +20,8 @@ from services.worker.engine.plans.rows import NO_ADAPTER
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from numpy.typing import NDArray
+
     from common.steps import EngineCapacity
     from services.worker.engine.execution.device_batch import DeviceBatch
     from services.worker.engine.execution.device_sampler import DeviceSampler
@@ -101,9 +103,9 @@ class DecodeGraph:
         self._graphs: dict[str, torch.cuda.CUDAGraph] = {}
         self._members: RowIndices = np.empty(0, np.int64)
         self._order: RowIndices = np.empty(0, np.int64)
-        self._member_adapters: RowIndices = np.empty(0, np.int64)
+        self._member_adapters: NDArray[np.int32] = np.empty(0, np.int32)
 
-    def take(self, members: RowIndices, lengths: RowIndices, adapters: RowIndices) -> RowIndices:
+    def take(self, members: RowIndices, lengths: RowIndices, adapters: NDArray[np.int32]) -> RowIndices:
         """Set the rows and the slots of their adapters; return the index of each row's token in `token_ids`."""
         if not np.array_equal(members, self._members):
             # Longest first: the programs that start last have the least work, so that multiprocessors end together.
@@ -112,7 +114,7 @@ class DecodeGraph:
             slots[: members.size] = members[order]
             self.slots.copy_(to_device(slots, self.slots.device), non_blocking=True)
             self._members, self._order = members.copy(), np.argsort(order, kind="stable")
-            self._member_adapters = np.empty(0, np.int64)
+            self._member_adapters = np.empty(0, np.int32)
         self._is_adapted = bool((adapters != NO_ADAPTER).any())
         # Members of the same rows may be other requests.
         if self._is_adapted and not np.array_equal(adapters, self._member_adapters):
