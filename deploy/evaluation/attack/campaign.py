@@ -12,6 +12,7 @@ from deploy.evaluation.attack.oracles.adapters import probe_adapters
 from deploy.evaluation.attack.oracles.capacity import probe_flood, probe_pushing
 from deploy.evaluation.attack.oracles.delay import probe_delay, probe_long_outputs
 from deploy.evaluation.attack.oracles.demotion import probe_demotion
+from deploy.evaluation.attack.oracles.drafts import probe_drafts
 from deploy.evaluation.attack.oracles.evidence import probe_boundary, probe_revocation, probe_sybils
 from deploy.evaluation.attack.oracles.grammars import probe_grammar_delay, probe_grammar_times
 from deploy.evaluation.attack.oracles.inventions import probe_inventions, probe_keyless, probe_rival_times
@@ -47,6 +48,7 @@ ORACLES: dict[str, Callable[[Scene], Awaitable[list[Finding]]]] = {
     "demotion": probe_demotion,
     "pages": probe_pages,
     "adapters": probe_adapters,
+    "drafts": probe_drafts,
     "grammar-times": probe_grammar_times,
     "grammar-delay": probe_grammar_delay,
     "delay": probe_delay,
@@ -75,6 +77,7 @@ KNOWN_LEAKS = (
     "keyless: guessing",
     "keyless: publishing",
     "tenant that shares nothing",
+    "packets of drafted answers",
     "storage reads",
     "made-up names: pushing out",
     "flood",

@@ -42,6 +42,7 @@ ORACLES = (
     "demotion",
     "pages",
     "adapters",
+    "drafts",
     "grammar-times",
     "grammar-delay",
     "delay",

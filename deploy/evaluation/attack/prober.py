@@ -62,6 +62,8 @@ class Sighting:
     """From sending."""
     first_token_at: float
     ended_at: float
+    packets: int = 1
+    """Parts in which the output came."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,9 +131,17 @@ class Prober:
         if disguise.endpoint == MESSAGES:
             assert output_tokens == 1, "long outputs are asked for as completions"
             return await self._ask_message(asked, disguise)
+        return await self.ask_exactly(asked, disguise, output_tokens=output_tokens)
+
+    async def ask_exactly(self, text: tuple[Segment, ...], disguise: Disguise, *, output_tokens: int) -> Sighting:
+        """Ask about `text` without a question of one's own, so that the same text has the same answer.
+
+        Raises:
+            AttackError: no answer.
+        """
         options = RequestTemplate(self.model, disguise.endpoint, user_field=None, extra_body=disguise.fields)
         client = OpenAIClient(self._client(disguise), self._prompts, options, self.clock)
-        return _sighting(await client.send(BenchRequest(asked, output_tokens=output_tokens)))
+        return _sighting(await client.send(BenchRequest(text, output_tokens=output_tokens)))
 
     async def complete(self, text: tuple[Segment, ...], user: str, tokens: int) -> ProbeAnswer:
         """Return the greedy answer to exactly `text`, so that two servers can be compared.
@@ -240,7 +250,7 @@ def _sighting(record: RequestRecord) -> Sighting:
         raise AttackError(f"a request failed: {record.error}: {record.message}")
     if record.time_to_first_s is None:
         raise AttackError("a request ended without output")
-    return Sighting(record.cached_tokens, record.time_to_first_s, record.chunks_s[0], record.ended_s)
+    return Sighting(record.cached_tokens, record.time_to_first_s, record.chunks_s[0], record.ended_s, len(record.chunks_s))
 
 
 @dataclass(frozen=True, slots=True)

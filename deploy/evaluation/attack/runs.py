@@ -36,6 +36,7 @@ EXACT_ORACLES = (
     "demotion",
     "pages",
     "adapters",
+    "drafts",
     "delay",
     "long-outputs",
     "pushing",
@@ -46,6 +47,7 @@ STORAGE = ("storage", "forgeries")
 KEYLESS_ORACLES = ("keyless",)
 ADAPTER_ORACLES = ("adapters",)
 FAIR_ORACLES = ("delay", "long-outputs", "pushing")
+DRAFT_ORACLES = ("drafts",)
 ROOMY_ORACLES = ("inventions", "isolation", "demotion")
 # With --quick, these are asked of that server, too: most of their time would be the model's.
 QUICK_ROOMY_ORACLES = ("order", "sybils", "boundary", "revocation", "names", *ROOMY_ORACLES)
@@ -79,6 +81,9 @@ FAIR = (
     f"scheduler.max_rows={FAIR_ROWS}",
     "scheduler.max_step_tokens=256",
 )
+# A pass takes long enough for drafts to pay, and each gives packets of its own.
+DRAFT_STEP_MS = 5.0
+DRAFTS = ("scheduler.speculation.method=ngram", "scheduler.max_steps_per_plan=1")
 KEYLESS = ("gateway.anonymous=auto",)
 # So that no text of many is evicted before it is looked at, which could hide that it is shared.
 ROOMY = (f"scheduler.device_pages={8 * DEVICE_PAGES}",)
@@ -149,7 +154,7 @@ def _attack_mode(arguments: argparse.Namespace, mode: str, observer: Observer) -
     launch = Launch(mode, arguments.config, tuple(arguments.overrides))
     model_free = replace(launch, settings=NO_MODEL)
     roomy = ROOMY_ORACLES if plan.effort.times else QUICK_ROOMY_ORACLES
-    special = (*STORAGE, *KEYLESS_ORACLES, *ADAPTER_ORACLES, *FAIR_ORACLES, *roomy)
+    special = (*STORAGE, *KEYLESS_ORACLES, *ADAPTER_ORACLES, *FAIR_ORACLES, *DRAFT_ORACLES, *roomy)
     first = tuple(oracle for oracle in plan.oracles if oracle not in special)
     parts: list[AttackReport] = []
 
@@ -169,6 +174,8 @@ def _attack_mode(arguments: argparse.Namespace, mode: str, observer: Observer) -
     slow = replace(model_free, fake_step_ms=STEP_MS)
     add(" without a model", replace(slow, settings=(*NO_MODEL, *ROOMY)), roomy)
     add(" with fair shares", replace(slow, settings=(*NO_MODEL, *FAIR)), FAIR_ORACLES)
+    drafting = replace(model_free, fake_step_ms=DRAFT_STEP_MS, settings=(*NO_MODEL, *ROOMY, *DRAFTS))
+    add(" with drafts", drafting, DRAFT_ORACLES)
     with TemporaryDirectory(prefix="pando-storage-") as folder:
         add(" two over one storage", replace(launch, storage=Path(folder)), STORAGE, servers=2)
     if mode == SWEPT_MODE and "sybils" in plan.oracles:
