@@ -250,7 +250,8 @@ def _sighting(record: RequestRecord) -> Sighting:
         raise AttackError(f"a request failed: {record.error}: {record.message}")
     if record.time_to_first_s is None:
         raise AttackError("a request ended without output")
-    return Sighting(record.cached_tokens, record.time_to_first_s, record.chunks_s[0], record.ended_s, len(record.chunks_s))
+    chunks = record.chunks_s
+    return Sighting(record.cached_tokens, record.time_to_first_s, chunks[0], record.ended_s, len(chunks))
 
 
 @dataclass(frozen=True, slots=True)

@@ -31,6 +31,9 @@ SKIPPED_DECAY = 0.97
 # Decay of measured passes, and the weight of the assumed time of a further token, as a variance of passes' tokens.
 PASS_DECAY = 0.97
 ASSUMED_VARIANCE = 4.0
+# Rows for which drafts are looked for in one plan, besides those whose last draft was sent: so that the search does not
+# delay the plans of large batches, of which few rows gain anything.
+SEARCHED_ROWS = 32
 # Time for which a worker is idle when a plan is made after the result of the one before, in seconds.
 GAP_S = 0.001
 
@@ -137,6 +140,10 @@ class Speculation:
         self._sources = sources
         self._rates = AcceptanceRates(rows)
         self._sent: _Sent | None = None
+        # Where the search among the other rows goes on.
+        self._next_row = 0
+        # Rows that had a draft in the last plan with drafts.
+        self._drafting: NDArray[np.bool_] = np.zeros(rows.max_rows, np.bool_)
 
     def holds_plans(self) -> bool:
         """Whether the next plan has to wait for the results of plans in flight: for those of drafts, or to draft."""
@@ -149,7 +156,10 @@ class Speculation:
     def propose(self, live: NDArray[np.int64], room: int) -> dict[RowSlot, Guess]:
         """Return drafts, of up to `room` tokens in all, for rows of the next plan; no plan is in flight."""
         chosen = self._choose(live, room)
+        self._next_row += SEARCHED_ROWS
+        self._drafting[live] = False
         for row, guess in chosen.items():
+            self._drafting[row] = bool(guess.token_ids.size)
             if not guess.token_ids.size:
                 self._rates.skipped(row, guess.origin)
         return {row: guess for row, guess in chosen.items() if guess.token_ids.size}
@@ -204,7 +214,7 @@ class Speculation:
             # Not even a certain token would pay.
             return {}
         guesses: dict[RowSlot, Guess] = {}
-        for row in map(RowSlot, live.tolist()):
+        for row in map(RowSlot, self._searched(live).tolist()):
             # One more token is sampled after a draft.
             most = min(self._most, int(self._rows.limit[row] - self._rows.length[row]))
             guess = self._sources.guess(row, most) if most > 0 else None
@@ -212,6 +222,14 @@ class Speculation:
                 guesses[row] = guess
         lengths = self._lengths(guesses, count, room, pass_s, each_s)
         return {row: Guess(guess.token_ids[: lengths[row]], guess.origin) for row, guess in guesses.items()}
+
+    def _searched(self, live: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Return the rows for which drafts are looked for now; in a large batch the others take turns."""
+        if live.size <= SEARCHED_ROWS:
+            return live
+        drafting, others = live[self._drafting[live]], live[~self._drafting[live]]
+        start = self._next_row % max(others.size, 1)
+        return np.concatenate([drafting, np.roll(others, -start)[:SEARCHED_ROWS]])
 
     def _lengths(
         self, guesses: dict[RowSlot, Guess], count: int, room: int, pass_s: float, each_s: float

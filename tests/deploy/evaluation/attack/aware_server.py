@@ -91,6 +91,8 @@ class AwareServer(FakeOpenAIServer):
     shows_metrics: bool = False
     shares_grammars: bool = False
     compiles_in_order: bool = False
+    drafts: bool = False
+    shares_drafts: bool = False
     storage: Path | None = None
     authenticates: bool = True
     capacity_pages: int = 512
@@ -98,6 +100,7 @@ class AwareServer(FakeOpenAIServer):
     chains: Chains = field(default_factory=Chains)
     tokens: int = 0
     grammars: set[tuple[str, str]] = field(default_factory=set)
+    answers: set[tuple[str, bytes]] = field(default_factory=set)
     _fresh: count[int] = field(default_factory=count)
     _epoch: int = 0
     _served: dict[str, int] = field(default_factory=lambda: defaultdict(int))
@@ -141,7 +144,15 @@ class AwareServer(FakeOpenAIServer):
         if not body.get("stream"):
             return JSONResponse({"choices": [{"index": 0, "text": answer}], "usage": usage})
         further = self._take_turns(who, number, body["max_tokens"] - 1)
-        return StreamingResponse(_stream(usage, further), media_type="text/event-stream")
+        packets = body["max_tokens"] if self.drafts and not self._has_answered(who, text) else 1
+        return StreamingResponse(_stream(usage, further, packets), media_type="text/event-stream")
+
+    def _has_answered(self, who: Who, text: list[object]) -> bool:
+        """Return whether an answer is drafted: the same view has had it, or anybody."""
+        answer = ("" if self.shares_drafts else who.view, _digest([str(word) for word in text]))
+        is_known = answer in self.answers
+        self.answers.add(answer)
+        return is_known
 
     def _who(self, request: Request, body: dict[str, Any]) -> Who | None:
         name = next((body[each] for each in NAMES if body.get(each)), (body.get("metadata") or {}).get("user_id"))
@@ -281,8 +292,9 @@ class AwareServer(FakeOpenAIServer):
         return None
 
 
-async def _stream(usage: dict[str, Any], further: Awaitable[None]) -> AsyncIterator[bytes]:
-    yield encode({"choices": [{"index": 0, "text": " w", "finish_reason": None}]})
+async def _stream(usage: dict[str, Any], further: Awaitable[None], packets: int) -> AsyncIterator[bytes]:
+    for _ in range(packets):
+        yield encode({"choices": [{"index": 0, "text": " w", "finish_reason": None}]})
     await further
     yield encode({"choices": [{"index": 0, "text": "", "finish_reason": "length"}]})
     yield encode({"choices": [], "usage": usage})

@@ -103,6 +103,18 @@ def test_an_attack_by_a_rival_that_switches_sharing_off_is_detected(
     assert found == {"rival key: demotion": verdict}
 
 
+@pytest.mark.parametrize(("shares", "verdict"), [(False, "closed"), (True, "leaks")])
+def test_drafts_from_anothers_answers_are_detected(tmp_path: Path, *, shares: bool, verdict: str) -> None:
+    found = verdicts(attack(AwareServer(drafts=True, shares_drafts=shares), tmp_path, "drafts", *FLAGS))
+    assert found.pop("packets of one's own drafted answers (control)") == "leaks"
+    assert found == {"packets of drafted answers": verdict}
+
+
+def test_the_drafts_oracle_does_not_apply_where_nothing_is_drafted(tmp_path: Path) -> None:
+    found = verdicts(attack(AwareServer(), tmp_path, "drafts", *FLAGS))
+    assert found == {"packets of drafted answers": "not applicable"}
+
+
 @pytest.mark.parametrize(("evicts", "verdict"), [(False, "bounded"), (True, "unbounded")])
 def test_evictions_by_invented_users_are_detected(tmp_path: Path, *, evicts: bool, verdict: str) -> None:
     server = AwareServer(evicts_others=evicts)

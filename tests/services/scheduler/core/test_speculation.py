@@ -190,6 +190,18 @@ def test_passes_limited_by_computation_have_no_drafts() -> None:
     assert not any(plan.drafts for plan in run(harness, "r1"))
 
 
+def test_the_rows_of_a_large_batch_take_turns_to_be_searched(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("services.scheduler.core.speculation.SEARCHED_ROWS", 2)
+    harness = harness_of(pages=1024, max_rows=16)
+    run(harness, "first")
+    names = [f"r{number}" for number in range(12)]
+    plans = run(harness, *names)
+    assert {int(draft.row) for plan in plans for draft in plan.drafts} == set(range(12))
+    sizes = [len(plan.drafts) for plan in plans if plan.drafts]
+    assert sizes[0] == 2
+    assert max(sizes) > 6
+
+
 def test_wrong_drafts_end_soon() -> None:
     # Every third token repeats, and what follows never does.
     rng = random.Random(1)
