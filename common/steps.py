@@ -12,7 +12,7 @@ result of a pass never depends on when a message arrived.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import IntEnum, StrEnum
 from typing import TYPE_CHECKING
 
@@ -196,6 +196,12 @@ class StepPlan:
     saves: tuple[StateSave, ...] = ()
     adapters: tuple[AdapterLoad, ...] = ()
     drafts: tuple[Draft, ...] = ()
+    # All rows are of batches, and a later plan without this closes all of them: the passes may be abandoned for it.
+    can_abandon: bool = False
+
+    def without_passes(self) -> StepPlan:
+        """Return what has to be done although the passes are abandoned: rows change, and transfers begin."""
+        return replace(self, prefills=(), steps=1, replacements=(), jumps=(), saves=(), drafts=())
 
 
 @dataclass(frozen=True, slots=True)
@@ -244,6 +250,8 @@ class StepResult:
     # Tokens that were appended after these by jump-forward; the tokens of a row are adjacent, in order.
     forced_rows: TokenIds = field(default_factory=lambda: NO_IDS)
     forced_token_ids: TokenIds = field(default_factory=lambda: NO_IDS)
+    # The pass and those after it were abandoned (`StepPlan.can_abandon`): no row has advanced.
+    abandoned: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -338,6 +346,8 @@ class EngineCapacity:
     jumps_forward: bool = False
     # Whether the rank verifies drafts.
     verifies_drafts: bool = False
+    # Whether the rank abandons passes of plans with `can_abandon`.
+    abandons_passes: bool = False
     # Outputs of the classification head that the model has; rows have this pooling.
     head: Pooling | None = None
     # Rows do not generate.

@@ -175,7 +175,7 @@ class QueueSettings(Section):
     and a subject as many as its tenant may still add, so that a flood leaves places for others."""
     batch_pause_s: float = Field(default=0.25, ge=0)
     """Seconds without any other request after which lines of batches run. Requests often follow each other, and one
-    that arrives while lines run waits for the step under way. 0: batches use every gap."""
+    that arrives while lines run waits for the step under way if that cannot be abandoned. 0: batches use every gap."""
 
 
 class SpeculationSettings(Section):

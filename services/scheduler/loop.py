@@ -515,7 +515,7 @@ class SchedulerLoop:
         """Send a plan if the pipeline has room and there is work, and schedule another turn after it."""
         if self.core is None or self._group is None:
             return
-        if self.can_serve and self.core.in_flight < PLANS_IN_FLIGHT:
+        if self.can_serve and (self.core.in_flight < PLANS_IN_FLIGHT or self.core.overtakes):
             started = time.thread_time()
             plan = self.core.plan(self.now, self.core.memory.cache.epoch)
             if plan is not None:

@@ -396,7 +396,7 @@ class Rank:
             return
         try:
             with self.profiles.span(f"plan {plan.step_id}"):
-                self._engine.execute(plan, emit)
+                self._engine.execute(plan, emit, functools.partial(session.is_overtaken, plan))
             self._engine.settle(lambda: self._thread.has_commands)
         except SessionEndedError:
             pass  # the code that ended it frees the rows

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from common.logs import get_logger
+from common.types import StepId
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
@@ -28,12 +29,14 @@ class SessionEndedError(Exception):
 
 
 class ExecuteSession:
-    """Belongs to the event loop, but for `is_ended`, which the engine's thread reads and may set."""
+    """Belongs to the event loop; the engine's thread reads `is_overtaken` and `is_ended`, and may set the latter."""
 
     def __init__(self, dispatch: Callable[[ExecuteSession, StepPlan], None]) -> None:
         """Start empty; `dispatch` hands a plan to the engine's thread."""
         # Once true, nothing more is computed for this session.
         self.is_ended = False
+        # The newest plan that came and may not be abandoned; the engine's thread reads it.
+        self._last_urgent = StepId(0)
         self._dispatch = dispatch
         self._credits = asyncio.Semaphore(MAX_OPEN_PLANS)
         self._open_plans = 0
@@ -49,8 +52,14 @@ class ExecuteSession:
         """Queue a plan; waits while too many are open."""
         await self._credits.acquire()
         if not self.is_ended:
+            if not plan.can_abandon:
+                self._last_urgent = plan.step_id
             self._open_plans += 1
             self._dispatch(self, plan)
+
+    def is_overtaken(self, plan: StepPlan) -> bool:
+        """Whether a plan waits that came after `plan` and may not be abandoned; any thread may ask."""
+        return self._last_urgent > plan.step_id
 
     def finish_input(self) -> None:
         """Say that no more plans come; results end with those of the last plan."""

@@ -9,7 +9,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from common.transfers import TransferAck, TransferDirection
-from services.worker.engine.execution.interface import InvalidPlanError
+from services.worker.engine.execution.interface import InvalidPlanError, never_overtaken
 from services.worker.storage.objects import KEY_BYTES, ObjectFormat
 from services.worker.storage.tier import Shard
 from services.worker.stream_pages import StreamPages
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
         Emit,
         Engine,
         HostPageBytes,
+        IsOvertaken,
         ProgressReport,
     )
     from services.worker.peers.reading import PeerReader
@@ -90,11 +91,11 @@ class TieredEngine:
         self._begin_stream()
         return replace(capacity, has_storage=self._stream is not None and self._storage is not None)
 
-    def execute(self, plan: StepPlan, emit: Emit) -> None:
+    def execute(self, plan: StepPlan, emit: Emit, is_overtaken: IsOvertaken = never_overtaken) -> None:
         """Run a plan; results carry the acknowledgements that have come meanwhile. See `Engine.execute`."""
         stream = self._stream
         if stream is None:
-            self._inner.execute(plan, emit)
+            self._inner.execute(plan, emit, is_overtaken)
             return
         own = tuple(transfer for transfer in plan.transfers if not transfer.direction.is_between_tiers)
         if own:
@@ -111,7 +112,7 @@ class TieredEngine:
             is_idle = not (result.acks or plan.prefills or self._inner.open_rows)
             emit(replace(result, acks=(*result.acks, *stream.take_acks(IDLE_WAIT_S if is_idle else 0.0))))
 
-        self._inner.execute(plan, emit_with_acks)
+        self._inner.execute(plan, emit_with_acks, is_overtaken)
 
     def _start(self, stream: _Stream, transfer: Transfer) -> Callable[[], None]:
         if transfer.peer is not None:

@@ -103,6 +103,7 @@ def capacity_to_wire(capacity: EngineCapacity) -> worker_pb2.WorkerCapacity:
         is_encoder=capacity.is_encoder,
         jumps_forward=capacity.jumps_forward,
         verifies_drafts=capacity.verifies_drafts,
+        abandons_passes=capacity.abandons_passes,
         head=pooling_to_wire(capacity.head),
         only_pools=capacity.only_pools,
         products=capacity.products,
@@ -151,6 +152,7 @@ def plan_from_wire(message: worker_pb2.StepPlan) -> StepPlan:
             StateSave(RowSlot(save.row), save.tokens, SnapshotSlot(save.snapshot)) for save in message.state_saves
         ),
         adapters=tuple(AdapterLoad(AdapterSlot(load.slot), load.digest) for load in message.adapter_loads),
+        can_abandon=message.can_abandon,
     )
 
 
@@ -175,6 +177,7 @@ def result_to_wire(result: StepResult) -> worker_pb2.StepResult:
         accepted_token_ids=result.accepted_token_ids.tolist(),
         forced_rows=result.forced_rows.tolist(),
         forced_token_ids=result.forced_token_ids.tolist(),
+        abandoned=result.abandoned,
     )
     for stop in result.stops:
         message.stops.add(

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from services.worker.engine.execution.fake_model import fake_engine
+from services.worker.engine.execution.interface import never_overtaken
 
 if TYPE_CHECKING:
     import threading
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
         DevicePageBytes,
         Emit,
         HostPageBytes,
+        IsOvertaken,
         ProgressReport,
     )
 
@@ -68,10 +70,10 @@ class ScriptedEngine:
     def settle(self, is_wanted: Callable[[], bool]) -> None:
         self.inner.settle(is_wanted)
 
-    def execute(self, plan: StepPlan, emit: Emit) -> None:
+    def execute(self, plan: StepPlan, emit: Emit, is_overtaken: IsOvertaken = never_overtaken) -> None:
         self.before_execute()
         self.plans.append(plan)
-        self.inner.execute(plan, emit)
+        self.inner.execute(plan, emit, is_overtaken)
 
     def prepare(self, spec: EngineSpec) -> bool:
         self.calls.append(f"prepare {spec.model}")

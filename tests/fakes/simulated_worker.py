@@ -225,6 +225,21 @@ class SimulatedWorker:
                     stops.append(stop)
         return forced, stops
 
+    def abandon(self, plan: StepPlan, *, under_way: bool) -> StepResult:
+        """Abandon a plan's first pass, in which some KV was written already, or before it began."""
+        assert plan.step_id > self.last_step, "step ids increase"
+        assert plan.can_abandon
+        self.last_step = plan.step_id
+        self._keep_books(plan if under_way else plan.without_passes())
+        for transfer in plan.transfers:
+            self._begin(transfer)
+        if under_way:
+            lengths = {int(chunk.row): chunk.length for chunk in plan.prefills}
+            for number, row in self.rows.items():
+                for position in range(row.computed, row.computed + lengths.get(number, int(row.decoding))):
+                    self.kv[self._slot(row, position)] = (-1, position)
+        return StepResult(plan.step_id, 0, last=True, abandoned=True)
+
     def complete(self, transfer_id: TransferId, rank: int = 0) -> TransferAck:
         """Let one rank be done with a transfer; with the last one, the pages get their new content."""
         opened = self.open[transfer_id]

@@ -50,6 +50,8 @@ class CoreConfig:
     mixed_step_tokens: int | None = None
     # Seconds after the last interactive sequence in which those of batches do not run.
     batch_pause_s: float = 0.0
+    # Whether the workers abandon passes of batches when other sequences come.
+    abandons_passes: bool = False
     # Costs of loading from the host and of recomputing, calibrated at start-up; 0: not measured.
     kv_bytes_per_token: int = 0
     prefill_tokens_per_s: float = 0.0
@@ -101,6 +103,7 @@ def resolve_core(settings: SchedulerSettings, capacity: EngineCapacity) -> CoreC
         max_step_tokens=settings.max_step_tokens,
         mixed_step_tokens=settings.mixed_step_tokens,
         batch_pause_s=settings.queue.batch_pause_s,
+        abandons_passes=capacity.abandons_passes,
         max_context=capacity.max_context,
         vocabulary_size=capacity.vocabulary_size,
         eos_token_ids=capacity.eos_token_ids,

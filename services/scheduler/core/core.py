@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections import deque
 from typing import TYPE_CHECKING
 
 from common.errors import (
@@ -100,7 +101,8 @@ class SchedulerCore:
         self.queue = ClassQueues(self.rows, order, batches, retracted_first=retracted_first)
         costs = LoadCosts(config.kv_bytes_per_token, config.prefill_tokens_per_s, config.load_bytes_per_s)
         self.memory = KvMemory(allocator, cache, costs, times, has_pages=not config.is_encoder)
-        self.in_flight = 0
+        # Plans in flight, oldest first: whether the workers abandon them when an interactive sequence comes.
+        self._in_flight: deque[bool] = deque()
         self.finished_steps = 0
         self.sessions = Sessions(self.memory, config.sessions)
         self.exports = Exports(self.memory)
@@ -369,11 +371,23 @@ class SchedulerCore:
         limit = self.config.running_timeout_s
         return f"the request ran for longer than {limit:g} s" if now - sequence.started_at > limit else None
 
+    @property
+    def in_flight(self) -> int:
+        """Number of plans whose last result has not been applied."""
+        return len(self._in_flight)
+
+    @property
+    def overtakes(self) -> bool:
+        """Whether all plans in flight are abandoned for the next one, as an interactive sequence waits."""
+        return bool(self._in_flight) and all(self._in_flight) and self.queue.must_batches_yield
+
     def plan(self, now: float, epoch: int) -> StepPlan | None:
         """Return the next plan to send, or None if there is nothing to do now."""
-        plan = self._planner.plan(now, epoch, self._results.decode_step_s, idle=self.in_flight == 0)
+        plan = self._planner.plan(
+            now, epoch, self._results.decode_step_s, idle=self.in_flight == 0, overtakes=self.overtakes
+        )
         if plan is not None:
-            self.in_flight += 1
+            self._in_flight.append(plan.can_abandon)
             self._results.expect(plan)
             for opened in plan.opens:
                 sequence = self.rows.sequences[opened.row]
@@ -389,7 +403,7 @@ class SchedulerCore:
         if not result.partial:
             self._suspects.note_pass()
         if result.last:
-            self.in_flight -= 1
+            self._in_flight.popleft()
             self.finished_steps += 1
 
     def finish_transfer(self, ack: TransferAck, now: float) -> None:
@@ -414,7 +428,7 @@ class SchedulerCore:
             sequence.phase = SequencePhase.WAITING
             self.memory.free(sequence, self.rows)
             self.rows.close(sequence.row)
-            self.queue.put_back(sequence)
+            self.queue.put_back([sequence])
             self.milestones.note(MilestoneKind.RETRACTED, sequence)
         self._tenancy.forget_all()
         self._results.forget_all()
@@ -423,7 +437,7 @@ class SchedulerCore:
         self.memory.forget_all()
         for sequence in self.queue:
             self.memory.prefetch(sequence)
-        self.in_flight = 0
+        self._in_flight.clear()
 
     def hold_grammars(self) -> set[Grammar]:
         """Hold back all sequences with grammars, of which none runs, and return these; see `release_grammar`."""

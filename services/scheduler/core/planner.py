@@ -103,14 +103,17 @@ class Planner:
         """The id of the next plan."""
         return StepId(self._next_step)
 
-    def plan(self, now: float, epoch: int, decode_step_s: float | None, *, idle: bool) -> StepPlan | None:
+    def plan(
+        self, now: float, epoch: int, decode_step_s: float | None, *, idle: bool, overtakes: bool = False
+    ) -> StepPlan | None:
         """Return the next plan, or None if there is nothing to do.
 
         `decode_step_s` is the measured duration of a decode step, if known. `idle` means that no plan is in flight, so
-        that a plan is sent even if it carries bookkeeping only, and that rows may get drafts.
+        that a plan is sent even if it carries bookkeeping only, and that rows may get drafts. `overtakes` means that
+        the plans in flight are abandoned for this one, which closes all of their rows.
         """
         self._judge_classes(now)
-        if not idle and (self._is_watchful or self._speculation.holds_plans()):
+        if not (idle or overtakes) and (self._is_watchful or self._speculation.holds_plans()):
             return None
         while True:
             plan, has_freed_pages = self._try_plan(now, epoch, decode_step_s, idle=idle)
@@ -166,13 +169,13 @@ class Planner:
             saves=states.take_saves() if states is not None else (),
             adapters=self._tenancy.adapters.take_loads(),
             drafts=self._speculation.sent(step_id, guesses),
+            can_abandon=self._config.abandons_passes and 0 < self._rows.running == self._rows.batch_rows,
         )
         return plan, False
 
     def put_back_all(self) -> None:
         """Return all running sequences to the queue; see `_put_back`."""
-        for sequence in self._rows.occupants():
-            self._put_back(sequence)
+        self._put_back(self._rows.occupants())
 
     def _idle_rows(self, refused: Sequence) -> int:
         """Estimate how many waiting sequences of other subjects could run in the pages kept for a refused one."""
@@ -198,9 +201,7 @@ class Planner:
         """Take the rows of batches back while an interactive sequence waits or runs."""
         if not self._rows.batch_rows or not self._queue.must_batches_yield:
             return
-        for sequence in self._rows.occupants():
-            if sequence.is_batch:
-                self._put_back(sequence)
+        self._put_back([sequence for sequence in self._rows.occupants() if sequence.is_batch])
 
     def _make_room(self) -> Sequence | None:
         """Preempt rows for a waiting sequence; return the sequence if it must be admitted before all others."""
@@ -320,20 +321,20 @@ class Planner:
         return True
 
     def _retract(self, sequence: Sequence) -> None:
-        self._put_back(sequence)
+        self._put_back([sequence])
         self._memory.count_retraction()
 
-    def _put_back(self, sequence: Sequence) -> None:
-        """Return a running sequence to the queue with its known tokens; its computed pages stay in the cache."""
-        row = sequence.row
-        assert row is not None, "only running sequences are put back"
-        self._billing.leave(sequence, for_good=False)
-        sequence.token_ids = self._rows.tokens(row).copy()
-        sequence.phase = SequencePhase.WAITING
-        sequence.retractions += 1
-        self._tenancy.vacate(sequence)
-        self._queue.put_back(sequence)
-        self.milestones.note(MilestoneKind.RETRACTED, sequence)
+    def _put_back(self, sequences: list[Sequence]) -> None:
+        """Return running sequences to the queue with their known tokens; their computed pages stay in the cache."""
+        for sequence in sequences:
+            assert sequence.row is not None, "only running sequences are put back"
+            self._billing.leave(sequence, for_good=False)
+            sequence.token_ids = self._rows.tokens(sequence.row).copy()
+            sequence.phase = SequencePhase.WAITING
+            sequence.retractions += 1
+            self._tenancy.vacate(sequence)
+            self.milestones.note(MilestoneKind.RETRACTED, sequence)
+        self._queue.put_back(sequences)
 
     def _plan_chunk(self, sequence: Sequence, budget: int, prefills: list[PrefillChunk], grants: Granting) -> int:
         """Plan as much of a sequence's prompt as budget and pages allow; return the number of planned tokens."""

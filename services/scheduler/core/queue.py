@@ -122,17 +122,20 @@ class WaitingQueue:
         self._arrived[sequence.handle] = sequence
         self._enter(sequence)
 
-    def put_back(self, sequence: Sequence) -> None:
-        """Put a retracted sequence before all others; retracted ones stay in order of arrival."""
-        self._retracted[sequence.handle] = sequence
-        self._enter(sequence)
+    def put_back(self, sequences: Iterable[Sequence]) -> None:
+        """Put retracted sequences before all others; retracted ones stay in order of arrival."""
+        changed = set()
+        for sequence in sequences:
+            self._retracted[sequence.handle] = sequence
+            self._enter(sequence)
+            changed.add(sequence.request.view.subject)
         if len(self._retracted) > 1:
             self._retracted = OrderedDict(sorted(self._retracted.items()))
-        subject = sequence.request.view.subject
-        line = self._lines[subject.tenant][subject.name]
-        if len(line) > 1:
-            by_start = sorted(line.items(), key=lambda item: (item[0] not in self._retracted, item[0]))
-            self._lines[subject.tenant][subject.name] = dict(by_start)
+        for subject in changed:
+            line = self._lines[subject.tenant][subject.name]
+            if len(line) > 1:
+                by_start = sorted(line.items(), key=lambda item: (item[0] not in self._retracted, item[0]))
+                self._lines[subject.tenant][subject.name] = dict(by_start)
 
     def remove(self, sequence: Sequence) -> None:
         """Take a sequence out."""
@@ -251,9 +254,14 @@ class ClassQueues:
     def add(self, sequence: Sequence) -> None:
         self._of(sequence).add(sequence)
 
-    def put_back(self, sequence: Sequence) -> None:
-        """Put a retracted sequence before all others of its class."""
-        self._of(sequence).put_back(sequence)
+    def put_back(self, sequences: Iterable[Sequence]) -> None:
+        """Put retracted sequences before all others of their class."""
+        interactive: list[Sequence] = []
+        batches: list[Sequence] = []
+        for sequence in sequences:
+            (batches if sequence.is_batch else interactive).append(sequence)
+        self._interactive.put_back(interactive)
+        self._batches.put_back(batches)
 
     def remove(self, sequence: Sequence) -> None:
         """Take a sequence out."""

@@ -79,6 +79,10 @@ class ResultHandler:
             self._report_scores(result)
             return
         chunks, vacated = self._recall(result)
+        if result.abandoned:
+            # The plan that it was abandoned for has closed its rows.
+            self._speculation.saw_result(result)
+            return
         failed = {stop.row for stop in result.stops if stop.reason is FinishReason.ERROR}
         self._confirm_chunks(result.step_id, tuple(chunk for chunk in chunks if chunk.row not in failed))
         rows, token_ids = result.rows, result.token_ids
@@ -96,10 +100,7 @@ class ResultHandler:
         for stop in result.stops:
             if self._is_current(stop.row, result.step_id):
                 self._finish_stopped(stop, embeddings.get(stop.row), finish)
-        if not chunks and len(result.rows):
-            self._measure(result.compute_us / 1e6, len(result.rows), drafted)
-        elif chunks and self._load_costs is not None:
-            self._load_costs.saw_prefill(sum(chunk.length for chunk in chunks), self._without_decoding(chunks, result))
+        self._measure(result, chunks, drafted)
 
     def _recall(self, result: StepResult) -> tuple[tuple[PrefillChunk, ...], int | None]:
         """Return the chunks of the result's pass, and `RowSlots.vacated` as of the plan."""
@@ -210,7 +211,13 @@ class ResultHandler:
         decoded = len(result.rows) > len(chunks)
         return result.compute_us / 1e6 - (self.decode_step_s or 0.0 if decoded else 0.0)
 
-    def _measure(self, seconds: float, rows: int, drafted: int) -> None:
+    def _measure(self, result: StepResult, chunks: tuple[PrefillChunk, ...], drafted: int) -> None:
+        if not chunks and len(result.rows):
+            self._measure_decoding(result.compute_us / 1e6, len(result.rows), drafted)
+        elif chunks and self._load_costs is not None:
+            self._load_costs.saw_prefill(sum(chunk.length for chunk in chunks), self._without_decoding(chunks, result))
+
+    def _measure_decoding(self, seconds: float, rows: int, drafted: int) -> None:
         self._speculation.saw_pass(rows + drafted, seconds)
         if drafted:
             return

@@ -74,6 +74,7 @@ def capacity_from_wire(message: worker_pb2.WorkerCapacity) -> EngineCapacity:
         is_encoder=message.is_encoder,
         jumps_forward=message.jumps_forward,
         verifies_drafts=message.verifies_drafts,
+        abandons_passes=message.abandons_passes,
         head=pooling_from_wire(message.head),
         only_pools=message.only_pools,
         products=message.products,
@@ -90,7 +91,9 @@ def _states_from_wire(message: worker_pb2.RecurrentStates) -> RecurrentStates:
 
 def plan_to_wire(plan: StepPlan) -> worker_pb2.StepPlan:
     """Encode a plan; every rank receives the same message."""
-    message = worker_pb2.StepPlan(step_id=plan.step_id, epoch=plan.epoch, closes=plan.closes, steps=plan.steps)
+    message = worker_pb2.StepPlan(
+        step_id=plan.step_id, epoch=plan.epoch, closes=plan.closes, steps=plan.steps, can_abandon=plan.can_abandon
+    )
     message.opens.extend(_open_to_wire(opened) for opened in plan.opens)
     grants = plan.grants
     if grants.rows.size:
@@ -193,4 +196,5 @@ def result_from_wire(message: worker_pb2.StepResult) -> StepResult:
         accepted_token_ids=np.array(message.accepted_token_ids, dtype=np.int32) if message.accepted_rows else NO_IDS,
         forced_rows=np.array(message.forced_rows, dtype=np.int32) if message.forced_rows else NO_IDS,
         forced_token_ids=np.array(message.forced_token_ids, dtype=np.int32) if message.forced_rows else NO_IDS,
+        abandoned=message.abandoned,
     )

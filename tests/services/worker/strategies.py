@@ -119,6 +119,7 @@ plans = complete(
     drafts=tuples(complete(Draft, row=ROW, token_ids=arrays())),
     saves=tuples(complete(StateSave, row=ROW, tokens=COUNT, snapshot=COUNT)),
     adapters=tuples(complete(AdapterLoad, slot=COUNT, digest=NAMES)),
+    can_abandon=st.booleans(),
 )
 
 
@@ -164,6 +165,7 @@ results = arrays().flatmap(
         accepted_token_ids=st.just(rows[1:].copy()),
         forced_rows=st.just(rows[1:].copy()),
         forced_token_ids=st.just(rows[:0:-1].copy()),
+        abandoned=st.booleans(),
     )
 )
 specs = complete(
@@ -210,6 +212,7 @@ capacities = complete(
     is_encoder=st.booleans(),
     jumps_forward=st.booleans(),
     verifies_drafts=st.booleans(),
+    abandons_passes=st.booleans(),
     head=st.none() | st.sampled_from(Pooling),
     only_pools=st.booleans(),
     window_pool=st.none()

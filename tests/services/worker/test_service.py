@@ -112,6 +112,21 @@ async def test_plans_are_carried_out_in_order(serve: Serve) -> None:
     assert state.heartbeat_age_ms < 5000
 
 
+async def test_a_plan_that_can_be_abandoned_gives_way_to_a_later_one(serve: Serve) -> None:
+    # A pass takes a minute.
+    stub = await serve(fake_engine(FakeOptions(step_s=60.0)))
+    await configure(stub)
+    call = stub.Execute()
+    opens = replace(OPEN, can_abandon=True)
+    await call.write(plan_to_wire(opens))
+    await call.write(plan_to_wire(replace(DECODE, can_abandon=True)))
+    await call.write(plan_to_wire(StepPlan(StepId(3), closes=(RowSlot(0),))))
+    results = [(await read_plan(call))[-1] for _ in range(3)]
+    assert [(result.step_id, result.abandoned) for result in results] == [(1, True), (2, True), (3, False)]
+    assert not any(result.rows.size for result in results)
+    call.cancel()
+
+
 async def test_execute_before_configure_is_refused(serve: Serve) -> None:
     stub = await serve(ScriptedEngine())
     call = stub.Execute()

@@ -11,7 +11,7 @@ from common.rpc.channel import open_channel
 from common.steps import EngineCapacity, EngineSpec, SleepLevel, SleepPart, StepPlan, StepResult
 from common.transfers import Transfer, TransferAck, TransferDirection, TransferId
 from common.types import StepId
-from services.worker.engine.execution.interface import InvalidPlanError
+from services.worker.engine.execution.interface import InvalidPlanError, never_overtaken
 from services.worker.peers.reading import PeerReader
 from services.worker.storage.tier import WorkerStorageTier
 from services.worker.tiered_engine import TieredEngine
@@ -20,7 +20,7 @@ from tests.fakes.storage import FakeHostPages, FakeStorage
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Collection
 
-    from services.worker.engine.execution.interface import Emit, ProgressReport
+    from services.worker.engine.execution.interface import Emit, IsOvertaken, ProgressReport
 
 SPEC = EngineSpec(model="m")
 CAPACITY = EngineCapacity(4, 16, 64, 100, (2,), 1, "layout", "fake", 1, host_pages=4)
@@ -43,7 +43,7 @@ class InnerEngine:
     def configure(self, spec: EngineSpec, report: ProgressReport) -> EngineCapacity:
         return CAPACITY
 
-    def execute(self, plan: StepPlan, emit: Emit) -> None:
+    def execute(self, plan: StepPlan, emit: Emit, is_overtaken: IsOvertaken = never_overtaken) -> None:
         assert not any(transfer.direction.uses_storage for transfer in plan.transfers)
         acks = tuple(TransferAck(transfer.transfer_id, transfer.pages) for transfer in plan.transfers)
         emit(StepResult(plan.step_id, 0, last=True, acks=acks))

@@ -542,6 +542,7 @@ class WorkerCapacity(_message.Message):
     RECURRENT_STATES_FIELD_NUMBER: _builtins.int
     PRODUCTS_FIELD_NUMBER: _builtins.int
     VERIFIES_DRAFTS_FIELD_NUMBER: _builtins.int
+    ABANDONS_PASSES_FIELD_NUMBER: _builtins.int
     device_pages: _builtins.int
     page_size_tokens: _builtins.int
     max_context_tokens: _builtins.int
@@ -576,6 +577,8 @@ class WorkerCapacity(_message.Message):
     """With compiled operators on a CPU: own or onednn, the matrix products that are used. Empty elsewhere."""
     verifies_drafts: _builtins.bool
     """Whether this rank verifies drafts (speculative decoding)."""
+    abandons_passes: _builtins.bool
+    """Whether this rank abandons passes of batches that other requests need not wait for (StepPlan.can_abandon)."""
     @_builtins.property
     def eos_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """End-of-sequence ids from the model's generation config."""
@@ -612,10 +615,11 @@ class WorkerCapacity(_message.Message):
         recurrent_states: Global___RecurrentStates | None = ...,
         products: _builtins.str = ...,
         verifies_drafts: _builtins.bool = ...,
+        abandons_passes: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_recurrent_states", b"_recurrent_states", "_window_pool", b"_window_pool", "recurrent_states", b"recurrent_states", "window_pool", b"window_pool"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_recurrent_states", b"_recurrent_states", "_window_pool", b"_window_pool", "device", b"device", "device_pages", b"device_pages", "eos_token_ids", b"eos_token_ids", "fingerprint", b"fingerprint", "has_storage", b"has_storage", "head", b"head", "host_pages", b"host_pages", "is_encoder", b"is_encoder", "jumps_forward", b"jumps_forward", "kv_bytes_per_token", b"kv_bytes_per_token", "layers", b"layers", "load_bytes_per_s", b"load_bytes_per_s", "max_context_tokens", b"max_context_tokens", "only_pools", b"only_pools", "page_size_tokens", b"page_size_tokens", "prefill_tokens_per_s", b"prefill_tokens_per_s", "products", b"products", "recurrent_states", b"recurrent_states", "verifies_drafts", b"verifies_drafts", "vocabulary_size", b"vocabulary_size", "window_pool", b"window_pool"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_recurrent_states", b"_recurrent_states", "_window_pool", b"_window_pool", "abandons_passes", b"abandons_passes", "device", b"device", "device_pages", b"device_pages", "eos_token_ids", b"eos_token_ids", "fingerprint", b"fingerprint", "has_storage", b"has_storage", "head", b"head", "host_pages", b"host_pages", "is_encoder", b"is_encoder", "jumps_forward", b"jumps_forward", "kv_bytes_per_token", b"kv_bytes_per_token", "layers", b"layers", "load_bytes_per_s", b"load_bytes_per_s", "max_context_tokens", b"max_context_tokens", "only_pools", b"only_pools", "page_size_tokens", b"page_size_tokens", "prefill_tokens_per_s", b"prefill_tokens_per_s", "products", b"products", "recurrent_states", b"recurrent_states", "verifies_drafts", b"verifies_drafts", "vocabulary_size", b"vocabulary_size", "window_pool", b"window_pool"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__recurrent_states: _TypeAlias = _typing.Literal["recurrent_states"]  # noqa: Y015
     _WhichOneofArgType__recurrent_states: _TypeAlias = _typing.Literal["_recurrent_states", b"_recurrent_states"]  # noqa: Y015
@@ -710,12 +714,17 @@ class StepPlan(_message.Message):
     STATE_SAVES_FIELD_NUMBER: _builtins.int
     ADAPTER_LOADS_FIELD_NUMBER: _builtins.int
     DRAFTS_FIELD_NUMBER: _builtins.int
+    CAN_ABANDON_FIELD_NUMBER: _builtins.int
     step_id: _builtins.int
     """Increases by one; results name it."""
     epoch: _builtins.int
     """The scheduler's epoch (docs/glossary.md)."""
     steps: _builtins.int
     """Forward passes in this plan, at least 1; more than one is multi-step decode."""
+    can_abandon: _builtins.bool
+    """All rows are of batches. Once a later plan without this has arrived, which closes all of these rows, the worker
+    abandons the passes of this plan, also amid one, if its capacity says that it can.
+    """
     @_builtins.property
     def closes(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     @_builtins.property
@@ -764,10 +773,11 @@ class StepPlan(_message.Message):
         state_saves: _abc.Iterable[Global___StateSave] | None = ...,
         adapter_loads: _abc.Iterable[Global___AdapterLoad] | None = ...,
         drafts: _abc.Iterable[Global___Draft] | None = ...,
+        can_abandon: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["page_grants", b"page_grants"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter_loads", b"adapter_loads", "closes", b"closes", "drafts", b"drafts", "epoch", b"epoch", "jumps", b"jumps", "opens", b"opens", "page_grants", b"page_grants", "prefills", b"prefills", "replacements", b"replacements", "state_saves", b"state_saves", "step_id", b"step_id", "steps", b"steps", "transfers", b"transfers"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter_loads", b"adapter_loads", "can_abandon", b"can_abandon", "closes", b"closes", "drafts", b"drafts", "epoch", b"epoch", "jumps", b"jumps", "opens", b"opens", "page_grants", b"page_grants", "prefills", b"prefills", "replacements", b"replacements", "state_saves", b"state_saves", "step_id", b"step_id", "steps", b"steps", "transfers", b"transfers"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1288,6 +1298,7 @@ class StepResult(_message.Message):
     FORCED_TOKEN_IDS_FIELD_NUMBER: _builtins.int
     ACCEPTED_ROWS_FIELD_NUMBER: _builtins.int
     ACCEPTED_TOKEN_IDS_FIELD_NUMBER: _builtins.int
+    ABANDONED_FIELD_NUMBER: _builtins.int
     step_id: _builtins.int
     substep: _builtins.int
     """Index of the pass in the plan, from 0."""
@@ -1302,6 +1313,8 @@ class StepResult(_message.Message):
     """Only prompt_logprobs are set; more results of this pass follow. A pass is split to bound the size of messages."""
     out_of_memory: _builtins.bool
     """Set along with error: the rank's memory was exhausted. The group may continue with smaller steps."""
+    abandoned: _builtins.bool
+    """The pass, and those of the plan that should follow, were abandoned: no row has got on in them."""
     @_builtins.property
     def rows(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """rows[i] sampled token_ids[i]; each row once."""
@@ -1366,10 +1379,11 @@ class StepResult(_message.Message):
         forced_token_ids: _abc.Iterable[_builtins.int] | None = ...,
         accepted_rows: _abc.Iterable[_builtins.int] | None = ...,
         accepted_token_ids: _abc.Iterable[_builtins.int] | None = ...,
+        abandoned: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_error", b"_error", "error", b"error"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_error", b"_error", "accepted_rows", b"accepted_rows", "accepted_token_ids", b"accepted_token_ids", "acks", b"acks", "compute_us", b"compute_us", "embeddings", b"embeddings", "error", b"error", "forced_rows", b"forced_rows", "forced_token_ids", b"forced_token_ids", "host_us", b"host_us", "last", b"last", "logprobs", b"logprobs", "out_of_memory", b"out_of_memory", "partial", b"partial", "prompt_logprobs", b"prompt_logprobs", "rows", b"rows", "step_id", b"step_id", "stops", b"stops", "substep", b"substep", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_error", b"_error", "abandoned", b"abandoned", "accepted_rows", b"accepted_rows", "accepted_token_ids", b"accepted_token_ids", "acks", b"acks", "compute_us", b"compute_us", "embeddings", b"embeddings", "error", b"error", "forced_rows", b"forced_rows", "forced_token_ids", b"forced_token_ids", "host_us", b"host_us", "last", b"last", "logprobs", b"logprobs", "out_of_memory", b"out_of_memory", "partial", b"partial", "prompt_logprobs", b"prompt_logprobs", "rows", b"rows", "step_id", b"step_id", "stops", b"stops", "substep", b"substep", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__error: _TypeAlias = _typing.Literal["error"]  # noqa: Y015
     _WhichOneofArgType__error: _TypeAlias = _typing.Literal["_error", b"_error"]  # noqa: Y015

@@ -35,6 +35,7 @@ if TYPE_CHECKING:
 
     from common.steps import EngineSpec, RowOpen
     from services.worker.engine.encoder.config import EncoderConfig
+    from services.worker.engine.execution.interface import Checkpoint
     from services.worker.engine.execution.pooler import PoolerHead
     from services.worker.engine.kernels.interface import Kernels
     from services.worker.engine.plans.passes import ForwardPass
@@ -155,8 +156,9 @@ class EncoderExecutor:
     def open(self, opened: RowOpen) -> None:
         self._pooler.open(opened)
 
-    def step(self, rows: RowStates, forward: ForwardPass) -> PassOutput:
-        """Compute the pass's rows, fewer at a time if memory does not suffice."""
+    def step(self, rows: RowStates, forward: ForwardPass, checkpoint: Checkpoint | None = None) -> PassOutput:
+        """Compute the pass's rows, fewer at a time if memory does not suffice; it is not abandoned."""
+        del checkpoint
         made = compute_in_parts(forward, lambda part: self._step(rows, part), is_shared=False, cut=row_halves)
         return join(forward, [sampled for _, sampled in made.parts], made.failed)
 

@@ -7,13 +7,19 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Protocol
 
 from common.steps import EngineCapacity, EngineSpec, SleepLevel, SleepPart
-from services.worker.engine.execution.interface import ProgressReport
+from services.worker.engine.execution.interface import ProgressReport, never_overtaken
 
 if TYPE_CHECKING:
     from contextlib import AbstractContextManager
 
     from common.steps import StepPlan
-    from services.worker.engine.execution.interface import AdapterStore, DevicePageBytes, Emit, HostPageBytes
+    from services.worker.engine.execution.interface import (
+        AdapterStore,
+        DevicePageBytes,
+        Emit,
+        HostPageBytes,
+        IsOvertaken,
+    )
     from services.worker.engine.plans.rows import RowStates
 
 
@@ -22,7 +28,7 @@ class PlanRunner(Protocol):
 
     rows: RowStates
 
-    def run(self, plan: StepPlan, emit: Emit) -> None:
+    def run(self, plan: StepPlan, emit: Emit, is_overtaken: IsOvertaken = never_overtaken) -> None:
         """Run a plan; see `Engine.execute`."""
 
     def settle(self, is_wanted: Callable[[], bool]) -> None:
@@ -152,11 +158,11 @@ class ModelEngine:
             self._runner = self._model.make_runner()
         return self._runner is not None
 
-    def execute(self, plan: StepPlan, emit: Emit) -> None:
+    def execute(self, plan: StepPlan, emit: Emit, is_overtaken: IsOvertaken = never_overtaken) -> None:
         assert self._model is not None, "execute before configure"
         assert self._runner is not None, "a configured engine has a runner"
         with self._model.computing():
-            self._runner.run(plan, emit)
+            self._runner.run(plan, emit, is_overtaken)
 
     def settle(self, is_wanted: Callable[[], bool]) -> None:
         if self._runner is not None:

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
     from common.steps import AdapterLoad
     from common.types import SamplingParams, TokenIds
-    from services.worker.engine.execution.interface import ProgressReport
+    from services.worker.engine.execution.interface import Checkpoint, ProgressReport
     from services.worker.engine.plans.drafts import RowLogprobs
     from services.worker.engine.plans.passes import ForwardPass
     from services.worker.engine.plans.rows import RowIndices
@@ -50,6 +50,8 @@ FATAL_VARIABLE = "PANDO_FAKE_FATAL"
 # Environment variable with the duration of loading in seconds, for tests.
 LOAD_VARIABLE = "PANDO_FAKE_LOAD_S"
 DEFAULT_CONTEXT = 8192
+# Parts of a pass between which it can be abandoned.
+LAYERS = 32
 # Small ids are control tokens and single bytes in most vocabularies; words make readable text.
 FIRST_WORD = 1024
 
@@ -191,16 +193,24 @@ def _capacity(spec: EngineSpec, options: FakeOptions) -> EngineCapacity:
         layers=1,
         host_pages=spec.host_bytes // spec.page_size if spec.host_pages is None else spec.host_pages,
         verifies_drafts=True,
+        abandons_passes=spec.world_size == 1,
     )
 
 
 class FakeExecutor:
     """Computes passes from the rows' seeds."""
 
-    def __init__(self, options: FakeOptions, max_rows: int, sleep: Callable[[float], None]) -> None:
+    def __init__(
+        self,
+        options: FakeOptions,
+        max_rows: int,
+        sleep: Callable[[float], None],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         """Prepare for rows 0 to `max_rows` - 1."""
         self._options = options
         self._sleep = sleep
+        self._clock = clock
         self._seeds = np.zeros(max_rows, np.uint64)
         # Of rows with log probabilities.
         self._reported: dict[int, SamplingParams] = {}
@@ -213,9 +223,11 @@ class FakeExecutor:
             self._reported[opened.row] = opened.sampling
         self._scoring.open(opened)
 
-    def step(self, rows: RowStates, forward: ForwardPass) -> PassOutput:
+    def step(self, rows: RowStates, forward: ForwardPass, checkpoint: Checkpoint | None = None) -> PassOutput:
         """Take a step's time and make up its tokens."""
-        if self._options.step_s > 0:
+        if checkpoint is not None:
+            self._sleep_in_layers(checkpoint)
+        elif self._options.step_s > 0:
             self._sleep(self._options.step_s)
         slots = forward.sampled_rows
         for row in slots.tolist() if self._options.fatal else ():
@@ -228,6 +240,13 @@ class FakeExecutor:
         tokens, logprobs = verify(forward, rows, lambda _samples, of: self._choose(rows, of))
         first, accepted = split_tokens(tokens.astype(np.int32), slots)
         return PassOutput(first, logprobs, embeddings=embeddings, prompt_logprobs=scores, accepted=accepted)
+
+    def _sleep_in_layers(self, checkpoint: Checkpoint) -> None:
+        ends_at = self._clock() + self._options.step_s
+        checkpoint()
+        while (left := ends_at - self._clock()) > 0:
+            self._sleep(min(left, self._options.step_s / LAYERS))
+            checkpoint()
 
     def _choose(self, rows: RowStates, slots: RowIndices) -> tuple[TokenIds, RowLogprobs]:
         tokens = fake_tokens(self._seeds[slots], rows.lengths[slots], self._options)

@@ -18,6 +18,19 @@ if TYPE_CHECKING:
 # Fraction of the work done in [0, 1], and a readable stage.
 ProgressReport = Callable[[float, str], None]
 Emit = Callable[[StepResult], None]
+# Whether the passes of a plan with `can_abandon` are to be abandoned; other plans do not ask. Any thread may ask.
+IsOvertaken = Callable[[], bool]
+# Called between parts of a pass that may be abandoned; raises PassAbandonedError if it is.
+Checkpoint = Callable[[], None]
+
+
+def never_overtaken() -> bool:
+    """Return false: no plan is abandoned."""
+    return False
+
+
+class PassAbandonedError(Exception):
+    """The pass under way is abandoned: what it wrote is not used, and its rows are closed by a later plan."""
 
 
 class InvalidPlanError(Exception):
@@ -150,8 +163,10 @@ class Engine(Protocol):
         then as if closed.
         """
 
-    def execute(self, plan: StepPlan, emit: Emit) -> None:
+    def execute(self, plan: StepPlan, emit: Emit, is_overtaken: IsOvertaken = never_overtaken) -> None:
         """Run a plan and emit one result per forward pass, the final one with `last` set.
+
+        Once `is_overtaken`, what is left of a plan with `can_abandon` is abandoned, if the capacity says so.
 
         Results that the device still computes are emitted by the next `execute` or by `settle`.
 

@@ -23,6 +23,7 @@ import numpy as np
 
 from common.steps import RowStop, StepPlan, StepResult
 from common.types import FinishReason, RowSlot
+from services.worker.engine.execution.interface import never_overtaken
 from services.worker.engine.execution.pass_output import NO_ROWS, PassOutput, failures
 from services.worker.engine.plans.passes import NO_CHUNKS, ForwardPass, make_pass
 from services.worker.engine.plans.plan import PlanLimits, apply_bookkeeping
@@ -35,7 +36,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from common.transfers import TransferAck
-    from services.worker.engine.execution.interface import AdapterStore, Emit, ImageStore, Transfers
+    from services.worker.engine.execution.interface import AdapterStore, Emit, ImageStore, IsOvertaken, Transfers
     from services.worker.engine.execution.synchronous_runner import TimeSource
     from services.worker.engine.plans.rows import RowIndices, RowStates
     from services.worker.engine.plans.saved_states import RowStateCopies
@@ -139,8 +140,12 @@ class OverlappedRunner:
         """Whether every pass's result was emitted."""
         return not self._pending
 
-    def run(self, plan: StepPlan, emit: Emit) -> None:
-        """Launch all passes of a plan, and emit the results of all but those that are still computed."""
+    def run(self, plan: StepPlan, emit: Emit, is_overtaken: IsOvertaken = never_overtaken) -> None:
+        """Launch all passes of a plan, and emit the results of all but those that are still computed.
+
+        No plan is abandoned.
+        """
+        del is_overtaken
         self._emit = emit
         started = self._clock()
         self._apply_stops()

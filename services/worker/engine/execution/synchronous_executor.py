@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
 
     from common.steps import EngineCapacity, RowOpen
     from common.types import TokenIds
-    from services.worker.engine.execution.interface import Transfers
+    from services.worker.engine.execution.interface import Checkpoint, Transfers
     from services.worker.engine.host_tier.pool import HostPool
     from services.worker.engine.plans.drafts import RowLogprobs
     from services.worker.engine.plans.rows import RowIndices, RowStates
@@ -88,13 +89,13 @@ class SynchronousExecutor:
         self._scoring.open(opened)
         self._pooler.open(opened)
 
-    def step(self, rows: RowStates, forward: ForwardPass) -> PassOutput:
-        """Run one pass, in parts if memory does not suffice."""
-        made = compute_in_parts(forward, lambda part: self._step(rows, part), is_shared=self._is_shared)
+    def step(self, rows: RowStates, forward: ForwardPass, checkpoint: Checkpoint | None = None) -> PassOutput:
+        """Run one pass, in parts if memory does not suffice; `checkpoint` is called between layers."""
+        made = compute_in_parts(forward, lambda part: self._step(rows, part, checkpoint), is_shared=self._is_shared)
         return join(forward, [sampled for _, sampled in made.parts], made.failed)
 
-    def _step(self, rows: RowStates, forward: ForwardPass) -> PassOutput:
-        logits, prompt_logprobs = self._compute(rows, forward)
+    def _step(self, rows: RowStates, forward: ForwardPass, checkpoint: Checkpoint | None) -> PassOutput:
+        logits, prompt_logprobs = self._compute(rows, forward, checkpoint)
         embeddings = self._pooler.finish(forward.pooled_rows) if self._rank == 0 else ()
         slots = forward.sampled_rows
         if slots.size == 0:
@@ -127,14 +128,16 @@ class SynchronousExecutor:
         tokens, logprobs = verify(forward, rows, choose)
         return Samples(torch.from_numpy(tokens).to(logits.device), logprobs)
 
-    def _compute(self, rows: RowStates, forward: ForwardPass) -> tuple[torch.Tensor, RowSpans]:
+    def _compute(
+        self, rows: RowStates, forward: ForwardPass, checkpoint: Checkpoint | None
+    ) -> tuple[torch.Tensor, RowSpans]:
         """Return logits of the pass's samples and log probabilities of prompt tokens; pool the pooled tokens."""
         batch, scored = gather(rows, forward), self._scoring.of(rows, forward)
         if not scored and not batch.pooled_indices.size:
-            return self._runner.forward(self._with_images(batch, forward)), ()
+            return self._runner.forward(self._on_device(batch, forward, checkpoint)), ()
         samples, pooled = batch.sample_indices.size, batch.pooled_indices.size
         wanted = with_pooled(with_scored(batch, scored))
-        on_device = self._with_images(wanted, forward)
+        on_device = self._on_device(wanted, forward, checkpoint)
         hidden, adapters = self._runner.hidden_states(on_device), on_device.sampled_adapters
         sampled_adapters = None if adapters is None else adapters[:samples]
         if pooled and self._rank == 0:
@@ -147,9 +150,11 @@ class SynchronousExecutor:
         spans = score(hidden[part], scored, vocabulary_size, self._runner.logits, is_first=is_first, adapters=of_part)
         return self._runner.logits(hidden[:samples], sampled_adapters).float(), spans
 
-    def _with_images(self, batch: HostBatch, forward: ForwardPass) -> ForwardBatch:
+    def _on_device(self, batch: HostBatch, forward: ForwardPass, checkpoint: Checkpoint | None) -> ForwardBatch:
         """Return a pass's batch on the device, with embeddings of images."""
         on_device = to_device(batch, self._runner.device)
+        if checkpoint is not None:
+            on_device = replace(on_device, checkpoint=checkpoint)
         return on_device if self._images is None else self._images.into(on_device, forward)
 
 

@@ -10,15 +10,23 @@ from typing import TYPE_CHECKING, Protocol
 import numpy as np
 
 from common.steps import RowOpen, RowStop, StepPlan, StepResult
+from services.worker.engine.execution.interface import PassAbandonedError, never_overtaken
 from services.worker.engine.execution.pass_output import PassOutput, failures
-from services.worker.engine.plans.passes import NO_CHUNKS, ForwardPass, make_pass
+from services.worker.engine.plans.passes import NO_CHUNKS, Chunks, ForwardPass, make_pass
 from services.worker.engine.plans.plan import PlanLimits, apply_bookkeeping
 from services.worker.engine.plans.saved_states import SavedStates
 from services.worker.engine.plans.scoring import partial_results
 
 if TYPE_CHECKING:
     from common.transfers import TransferAck
-    from services.worker.engine.execution.interface import AdapterStore, Emit, ImageStore, Transfers
+    from services.worker.engine.execution.interface import (
+        AdapterStore,
+        Checkpoint,
+        Emit,
+        ImageStore,
+        IsOvertaken,
+        Transfers,
+    )
     from services.worker.engine.plans.rows import RowStates
     from services.worker.engine.plans.saved_states import RowStateCopies
 
@@ -31,8 +39,11 @@ class PassExecutor(Protocol):
     def open(self, opened: RowOpen) -> None:
         """Store a row's parameters."""
 
-    def step(self, rows: RowStates, forward: ForwardPass) -> PassOutput:
-        """Run a pass, which has at least one row, and return the tokens of its `sampled_rows`."""
+    def step(self, rows: RowStates, forward: ForwardPass, checkpoint: Checkpoint | None = None) -> PassOutput:
+        """Run a pass, which has at least one row, and return the tokens of its `sampled_rows`.
+
+        A pass that may be abandoned calls `checkpoint` as often as it can.
+        """
 
 
 class SynchronousRunner:
@@ -65,24 +76,23 @@ class SynchronousRunner:
         self._images = images
         self._clock = clock
 
-    def run(self, plan: StepPlan, emit: Emit) -> None:
+    def run(self, plan: StepPlan, emit: Emit, is_overtaken: IsOvertaken = never_overtaken) -> None:
         """Run all passes of a plan; see `Engine.execute`."""
         started = self._clock()
-        if self._images is not None:
-            plan = self._images.admit(plan, self.rows)
-        chunks = apply_bookkeeping(plan, self.rows, self._limits)
-        if self._adapters is not None:
-            self._adapters.load(plan.adapters)
-        for opened in plan.opens:
-            self._executor.open(opened)
-        self._saved.load(plan.opens)
-        if self._transfers is not None:
-            self._transfers.begin(plan.transfers)
+        if plan.can_abandon and is_overtaken():
+            self._begin(plan.without_passes())
+            emit(self._abandoned(plan, 0))
+            return
+        chunks = self._begin(plan)
+        checkpoint = _checkpoint(is_overtaken) if plan.can_abandon else None
         decoding = self.rows.decoding()
         for substep in range(plan.steps):
             forward = make_pass(self.rows, decoding, chunks if substep == 0 else NO_CHUNKS)
             computing = self._clock()
-            sampled = PassOutput() if forward.is_empty else self._executor.step(self.rows, forward)
+            sampled = self._compute(forward, checkpoint)
+            if sampled is None:
+                emit(self._abandoned(plan, substep))
+                return
             computed = self._clock()
             stops = self._advance(forward, sampled)
             self.rows.draft_lengths[:] = 0
@@ -91,7 +101,7 @@ class SynchronousRunner:
             if plan.jumps:
                 self.rows.allow_one_more()
             last = substep == plan.steps - 1 or decoding.size == 0
-            acks = self._take_acks(forward)
+            acks = self._take_acks(is_idle=forward.is_empty)
             ended = self._clock()
             result = StepResult(
                 plan.step_id,
@@ -121,10 +131,36 @@ class SynchronousRunner:
     def settle(self, is_wanted: Callable[[], bool]) -> None:
         """Do nothing: every result was emitted at once."""
 
-    def _take_acks(self, forward: ForwardPass) -> tuple[TransferAck, ...]:
+    def _begin(self, plan: StepPlan) -> Chunks:
+        """Make a plan's changes, start its transfers, and return the chunks of its first pass."""
+        if self._images is not None:
+            plan = self._images.admit(plan, self.rows)
+        chunks = apply_bookkeeping(plan, self.rows, self._limits)
+        if self._adapters is not None:
+            self._adapters.load(plan.adapters)
+        for opened in plan.opens:
+            self._executor.open(opened)
+        self._saved.load(plan.opens)
+        if self._transfers is not None:
+            self._transfers.begin(plan.transfers)
+        return chunks
+
+    def _compute(self, forward: ForwardPass, checkpoint: Checkpoint | None) -> PassOutput | None:
+        """Return the output of a pass, None if it was abandoned."""
+        if forward.is_empty:
+            return PassOutput()
+        try:
+            return self._executor.step(self.rows, forward, checkpoint)
+        except PassAbandonedError:
+            return None
+
+    def _abandoned(self, plan: StepPlan, substep: int) -> StepResult:
+        return StepResult(plan.step_id, substep, last=True, acks=self._take_acks(is_idle=False), abandoned=True)
+
+    def _take_acks(self, *, is_idle: bool) -> tuple[TransferAck, ...]:
         if self._transfers is None:
             return ()
-        return self._transfers.wait() if forward.is_empty else self._transfers.poll()
+        return self._transfers.wait() if is_idle else self._transfers.poll()
 
     def _advance(self, forward: ForwardPass, sampled: PassOutput) -> tuple[RowStop, ...]:
         if forward.chunks.rows.size:
@@ -159,3 +195,11 @@ class SynchronousRunner:
             forced_rows=sampled.forced.rows.astype(np.int32),
             forced_token_ids=sampled.forced.token_ids,
         )
+
+
+def _checkpoint(is_overtaken: IsOvertaken) -> Checkpoint:
+    def check() -> None:
+        if is_overtaken():
+            raise PassAbandonedError
+
+    return check

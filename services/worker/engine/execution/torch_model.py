@@ -118,11 +118,12 @@ class TorchModel:
 
     @property
     def capacity(self) -> EngineCapacity:
-        """The runner's, and whether rows jump forward and drafts are verified.
+        """The runner's, and whether rows jump forward, drafts are verified and passes can be abandoned.
 
         Rows do not jump with a sliding-window KV pool, whose pages the scheduler frees by row lengths that it computes
         itself, nor with recurrent layers, whose states it saves at lengths that it chooses. The state after a rejected
-        draft could not be taken back either.
+        draft could not be taken back either. A pass is abandoned by one rank alone, as several would have to agree
+        before each layer, and without recurrent layers, whose saved states later plans rely on.
         """
         capacity = self.runner.capacity
         is_decoder = not isinstance(self.runner, EncoderRunner)
@@ -131,7 +132,8 @@ class TorchModel:
         has_own_lengths = capacity.window_pool is None and capacity.recurrent_states is None
         jumps = is_synchronous_decoder and self._follows_grammars and has_own_lengths
         verifies = generates and capacity.recurrent_states is None
-        return replace(capacity, jumps_forward=jumps, verifies_drafts=verifies)
+        abandons = is_synchronous_decoder and self._spec.world_size == 1 and capacity.recurrent_states is None
+        return replace(capacity, jumps_forward=jumps, verifies_drafts=verifies, abandons_passes=abandons)
 
     @property
     def host_pages(self) -> HostPool | None:

@@ -102,6 +102,8 @@ class ForwardBatch:
     coordinates: torch.Tensor | None = None
     # [tokens, head_dim] float32, rows of `rotary_table`'s for single tokens; `positions` are their numbers then
     angles: torch.Tensor | None = None
+    # called between layers; may raise PassAbandonedError. None: the pass is not abandoned
+    checkpoint: Callable[[], None] | None = None
 
     @property
     def sampled_adapters(self) -> torch.Tensor | None:

@@ -208,6 +208,8 @@ class Transformer:
         else:
             normed = self._normed(hidden, layers[0].input_norm)
             for i, (layer, attention, memory, view, next_norm) in enumerate(inner):
+                if batch.checkpoint is not None:
+                    batch.checkpoint()
                 attended = self._mix(layer, attention, memory, normed, view)
                 if i < len(deep) and batch.images is not None:
                     self._finish_layer(layer, hidden, attended, None)

@@ -136,6 +136,7 @@ class Harness:
         snapshots: int = 0,
         interval: int = 1,
         batch_pause_s: float = 0.0,
+        abandons_passes: bool = False,
     ) -> None:
         self.config = CoreConfig(
             page_size=page_size,
@@ -144,6 +145,7 @@ class Harness:
             max_step_tokens=max_step_tokens,
             mixed_step_tokens=mixed_step_tokens,
             batch_pause_s=batch_pause_s,
+            abandons_passes=abandons_passes,
             max_context=max_context,
             vocabulary_size=VOCABULARY,
             eos_token_ids=(STOP_ID,),

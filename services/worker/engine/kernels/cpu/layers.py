@@ -64,6 +64,7 @@ class FusedLayers:
         store, attention = self._first.store_arguments(batch), self._first.attention_arguments(batch)
         store.epsilon = self._epsilon
         attention.query_stride = self._arguments[0].qkv.outputs
+        count = len(self._arguments)
         arguments = LayersArguments(
             layers=self._arguments,
             hidden=hidden.data_ptr(),
@@ -73,12 +74,21 @@ class FusedLayers:
             page_tables=tuple(address for address, _ in tables),
             slots=tuple(kind.write_slots.data_ptr() for kind in kinds),
             table_widths=tuple(width for _, width in tables),
-            count=len(self._arguments),
+            count=count,
             activation=self._activation,
             store=store,
             attention=attention,
         )
-        self._library.layers(ctypes.byref(arguments), self._weights_type, ELEMENT_TYPES[pool.layers[0].keys.dtype])
+        element_type = ELEMENT_TYPES[pool.layers[0].keys.dtype]
+        if batch.checkpoint is None:
+            self._library.layers(ctypes.byref(arguments), self._weights_type, element_type)
+            return normed
+        # Each call but the last normalises for nothing, as layers normalise their own input.
+        arguments.count = 1
+        for number in range(count):
+            batch.checkpoint()
+            arguments.layers = ctypes.pointer(self._arguments[number])
+            self._library.layers(ctypes.byref(arguments), self._weights_type, element_type)
         return normed
 
 

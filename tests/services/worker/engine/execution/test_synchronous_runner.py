@@ -15,6 +15,7 @@ from services.worker.engine.plans.rows import RowStates
 from tests.services.worker.engine.scenario import chunk, open_row
 
 if TYPE_CHECKING:
+    from services.worker.engine.execution.interface import Checkpoint
     from services.worker.engine.plans.passes import ForwardPass
 
 LOGPROB = (RowSlot(1), TokenLogprob(-0.5))
@@ -30,7 +31,7 @@ class ConstantExecutor:
     def open(self, opened: RowOpen) -> None:
         self.opened.append(opened.row)
 
-    def step(self, rows: RowStates, forward: ForwardPass) -> PassOutput:
+    def step(self, rows: RowStates, forward: ForwardPass, checkpoint: Checkpoint | None = None) -> PassOutput:
         for _ in range(3):
             next(self.clock)
         return PassOutput(np.full(forward.sampled_rows.size, 5, np.int32), (LOGPROB,))

@@ -38,6 +38,7 @@ from tests.services.worker.engine.scenario import chunk, ids
 
 if TYPE_CHECKING:
     from common.steps import StepResult
+    from services.worker.engine.execution.interface import Checkpoint
     from services.worker.engine.grammars.matcher import Matcher
     from services.worker.engine.plans.passes import ForwardPass
 
@@ -65,7 +66,7 @@ class MadeUpModel:
     def open(self, opened: RowOpen) -> None:
         self.table.open(opened)
 
-    def step(self, rows: RowStates, forward: ForwardPass) -> PassOutput:
+    def step(self, rows: RowStates, forward: ForwardPass, checkpoint: Checkpoint | None = None) -> PassOutput:
         self.passes += 1
         slots = forward.sampled_rows
         logits = [logits_of(int(self.table.seeds[slot]), int(rows.lengths[slot])) for slot in slots]
