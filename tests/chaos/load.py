@@ -196,11 +196,20 @@ class Client:
     SDKs do. If it records answers in its memory only (`forgets`), they begin again after its death.
     """
 
-    def __init__(self, url: str, *, expects_replacement: bool = False, forgets: bool = False) -> None:
+    def __init__(
+        self,
+        url: str,
+        *,
+        expects_replacement: bool = False,
+        forgets: bool = False,
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
+        """Send requests to `url`, all with `headers`."""
         self._expects_replacement = expects_replacement
         self._forgets = forgets
         self._http = httpx.AsyncClient(
             base_url=url,
+            headers=headers,
             timeout=httpx.Timeout(SILENCE_S, connect=10.0),
             limits=httpx.Limits(max_connections=None, max_keepalive_connections=0),
             trust_env=False,

@@ -1,0 +1,195 @@
+"""The ledger with all services: it equals the usage that clients were told, whichever services are killed meanwhile."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections import Counter
+from typing import TYPE_CHECKING, Any
+
+import httpx
+import pytest
+from pydantic import SecretStr
+
+from common.settings import GatewaySettings, ModelSettings, SchedulerSettings, Settings
+from common.settings.gateway import StateSettings
+from gateway.identity.keys import ApiKey, hash_of, save_keys
+from tests.chaos.load import Case, Client, Exchange
+from tests.e2e.conftest import fake_steps, serve
+from tests.fakes.redis_process import temporary_redis
+from tests.waiting import until, wait_until
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+    from tests.e2e.served import Served
+
+SERVICES = ("worker", "scheduler", "detokenizer", "tokenizer", "gateway")
+STEP_MS = 5.0
+RECOVERY_S = 120.0
+TENANTS = ("acme", "globex")
+USERS = 5
+CLIENTS = 24
+INSTRUCTIONS = "You are the assistant of a large shop, and answer politely, briefly and truthfully. " * 3
+Account = tuple[str, str]
+
+
+@pytest.fixture(scope="module")
+def served_ledger(run_root: Path) -> Iterator[Served]:
+    """A deployment of several tenants, whose ledger and open answers outlast its gateway."""
+    keys = run_root / "ledger-keys.toml"
+    applications = [ApiKey(name, hash_of(name), name, vouches_for_users=True) for name in TENANTS]
+    save_keys(keys, [*applications, ApiKey("boss", hash_of("boss"), "operators", "boss", admin=True)])
+    with temporary_redis() as redis_process:
+        state = StateSettings(url=redis_process.url, secret=SecretStr("a secret of more than thirty-two characters"))
+        settings = Settings(
+            model=ModelSettings(load_format="fake"),
+            gateway=GatewaySettings(port=0, keys_file=keys, state=state),
+            scheduler=SchedulerSettings(max_rows=16),
+        )
+        with fake_steps(STEP_MS):
+            yield from serve(settings, run_root)
+
+
+def case(model: str, number: int) -> Case:
+    """Return a request; some have several choices or prompts, or begin as others do."""
+    body: dict[str, Any] = {
+        "model": model,
+        "stream": True,
+        "stream_options": {"include_usage": True},
+        "ignore_eos": True,
+        "max_tokens": 3 + number * 7 % 30,
+        "seed": number,
+        "n": 2 if number % 11 == 0 else 1,
+    }
+    text = f"{INSTRUCTIONS if number % 3 else ''}Question {number}?"
+    if number % 2:
+        body["messages"] = [{"role": "user", "content": text}]
+        return Case(f"chat {number}", "/v1/chat/completions", body, has_key=True)
+    body["prompt"] = [text, "And another one?"] if number % 7 == 0 else text
+    return Case(f"completion {number}", "/v1/completions", body, has_key=True)
+
+
+class Campaign:
+    """Clients of several tenants that send requests one after the other, and what their answers said was used."""
+
+    def __init__(self, served: Served, requests: int) -> None:
+        self.told: dict[Account, Counter[str]] = {}
+        self.done = 0
+        self._served = served
+        self._numbers = iter(range(requests))
+        self._clients = {
+            tenant: Client(served.url, expects_replacement=True, headers={"authorization": f"Bearer {tenant}"})
+            for tenant in TENANTS
+        }
+
+    async def run(self) -> None:
+        try:
+            await asyncio.gather(*(self._repeat() for _ in range(CLIENTS)))
+        finally:
+            for client in self._clients.values():
+                await client.close()
+
+    async def _repeat(self) -> None:
+        for number in self._numbers:
+            tenant, user = TENANTS[number % 2], f"user-{number % USERS}"
+            exchange = Exchange(case(self._served.model, number))
+            await self._clients[tenant].exchange(exchange, user)
+            assert exchange.failure is None, f"{exchange.case.name}: {exchange.failure}"
+            assert exchange.usage is not None
+            prompts = exchange.case.body.get("prompt", "")
+            self.told.setdefault((tenant, f"user/{user}"), Counter()).update(
+                requests=len(prompts) if isinstance(prompts, list) else 1,
+                prompt_tokens=exchange.usage[0],
+                output_tokens=exchange.usage[1],
+            )
+            self.done += 1
+
+
+def ledger_of(served: Served, key: str = "boss") -> dict[Account, Counter[str]]:
+    """Return what the ledger says, by tenant and subject."""
+    with served.http() as http:
+        answer = http.get(
+            "/v1/usage", params={"group_by": "tenant,subject"}, headers={"authorization": f"Bearer {key}"}
+        )
+    assert answer.status_code == httpx.codes.OK, answer.text
+    found: dict[Account, Counter[str]] = {}
+    for line in answer.json()["data"]:
+        amounts = {name: line[name] for name in ("requests", "prompt_tokens", "output_tokens")}
+        found.setdefault((line["tenant"], line["subject"]), Counter()).update(amounts)
+    return found
+
+
+def increase(after: dict[Account, Counter[str]], before: dict[Account, Counter[str]]) -> dict[Account, Counter[str]]:
+    """Return the differences of accounts that have any."""
+    found = {account: amounts - before.get(account, Counter()) for account, amounts in after.items()}
+    return {account: amounts for account, amounts in found.items() if amounts}
+
+
+async def count(served: Served, requests: int, order: Iterator[str]) -> None:
+    """Send requests while services are killed in `order`, and compare the ledger with the answers' usage."""
+    before = ledger_of(served)
+    campaign = Campaign(served, requests)
+    running = asyncio.create_task(campaign.run())
+    chance = random.Random(20)
+    for name in order:
+        goal = campaign.done + chance.uniform(5, 40)
+        await until(lambda goal=goal: running.done() or campaign.done >= goal, timeout_s=RECOVERY_S)  # type: ignore[misc]
+        if running.done():
+            break
+        served.deployment.kill(name)
+    await running
+    assert campaign.done == requests
+    await asyncio.to_thread(wait_until, served.is_ready, RECOVERY_S)
+    after = await asyncio.to_thread(ledger_of, served)
+    assert increase(after, before) == campaign.told
+    with served.leaving_nothing_behind():
+        pass
+
+
+@pytest.mark.slow
+async def test_it_equals_the_usage_of_all_answers_though_every_service_is_killed(served_ledger: Served) -> None:
+    await count(served_ledger, 300, iter(SERVICES))
+
+
+@pytest.mark.extended
+@pytest.mark.timeout(3600)
+async def test_it_equals_the_usage_of_ten_thousand_answers_across_random_kills(served_ledger: Served) -> None:
+    chance = random.Random(21)
+
+    def kills() -> Iterator[str]:
+        yield from SERVICES
+        while True:
+            yield chance.choice(SERVICES)
+
+    await count(served_ledger, 10_000, kills())
+
+
+async def test_answers_that_their_clients_give_up_are_counted_as_far_as_they_came(served_ledger: Served) -> None:
+    before = ledger_of(served_ledger)
+    headers = {"authorization": "Bearer acme"}
+    body = {**case(served_ledger.model, 1).body, "max_tokens": 2000, "user": "hasty", "return_token_ids": True}
+    seen = 0
+    async with (
+        httpx.AsyncClient(base_url=served_ledger.url, trust_env=False, timeout=RECOVERY_S) as http,
+        http.stream("POST", "/v1/chat/completions", json=body, headers=headers) as answer,
+    ):
+        async for line in answer.aiter_lines():
+            seen += line.startswith("data: {")
+            if seen > 20:
+                break
+    with served_ledger.leaving_nothing_behind():
+        pass
+
+    def spent() -> Counter[str]:
+        return increase(ledger_of(served_ledger), before).get(("acme", "user/hasty"), Counter())
+
+    wait_until(lambda: spent()["output_tokens"] >= 20, RECOVERY_S, what=lambda: str(spent()))
+    assert spent()["requests"] == 1
+    assert spent()["output_tokens"] < 2000
+    settled = spent()
+    assert increase(ledger_of(served_ledger, "acme"), before) == {("acme", "user/hasty"): settled}, (
+        "a tenant sees its own"
+    )
+    assert spent() == settled
