@@ -121,13 +121,26 @@ class RedisMeters:
         lasts = round(self._lease_s * 1e6)
         arguments: list[str | int] = [operation, self._now, lease, lasts, requests, tokens, *limits]
         try:
-            answer = await self._state.call(lambda redis: self._call(redis, keys, arguments))
+            readings, obstacle = await self._state.call(lambda redis: self._ask(redis, keys, arguments, accounts))
         except (StateAwayError, asyncio.CancelledError) as error:
             # The server may have executed the command nevertheless.
             if leasing and getattr(error, "was_sent", True):
                 self._end(Settlement(lease, -tokens, leasing))
             raise
-        forbids, limit, wait_s, *levels = map(_text, answer)
+        if obstacle is not None or not leasing:
+            return Taking(readings, obstacle)
+        self._open[lease] = leasing
+        return Taking(readings, settle=lambda used: self._end(Settlement(lease, used - tokens, leasing)))
+
+    async def _ask(
+        self,
+        redis: Redis,
+        keys: Sequence[str],
+        arguments: Sequence[str | int],
+        accounts: Sequence[MeteredAccount],
+    ) -> tuple[list[MeterReading], Obstacle | None]:
+        """Return what is left in each account, and what forbids the request; a damaged reply raises any error."""
+        forbids, limit, wait_s, *levels = map(_text, await self._call(redis, keys, arguments))
         readings = [
             MeterReading(
                 _level(account.quota.requests_per_minute, levels[2 * index]),
@@ -135,14 +148,11 @@ class RedisMeters:
             )
             for index, account in enumerate(accounts)
         ]
-        if int(forbids):
-            reached = Limit[limit]
-            wait = BUSY_WAIT_S if reached is Limit.CONCURRENT else float(wait_s)
-            return Taking(readings, Obstacle(accounts[int(forbids) - 1], reached, wait))
-        if not leasing:
-            return Taking(readings)
-        self._open[lease] = leasing
-        return Taking(readings, settle=lambda used: self._end(Settlement(lease, used - tokens, leasing)))
+        if not int(forbids):
+            return readings, None
+        reached = Limit[limit]
+        wait = BUSY_WAIT_S if reached is Limit.CONCURRENT else float(wait_s)
+        return readings, Obstacle(accounts[int(forbids) - 1], reached, wait)
 
     def _end(self, settlement: Settlement) -> None:
         self._open.pop(settlement.lease, None)

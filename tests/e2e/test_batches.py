@@ -166,9 +166,9 @@ def kill(deployment: Deployment, name: str) -> None:
 
 @pytest.mark.slow
 def test_each_line_has_one_outcome_though_every_service_is_killed_once(served_batches: Served) -> None:
-    batch = RunningBatch([served_batches.url], [Line(number, served_batches.model) for number in range(200)])
+    batch = RunningBatch([served_batches.url], [Line(number, served_batches.model) for number in range(300)])
     for number, name in enumerate(SERVICES, start=1):
-        advance(batch, len(batch.lines) * number / (len(SERVICES) + 2))
+        advance(batch, len(batch.lines) * number / (len(SERVICES) + 4))
         assert batch.retrieve()["status"] == "in_progress"
         kill(served_batches.deployment, name)
     wait_until(lambda: has_ended(batch), RECOVERY_S, what=lambda: str(batch.retrieve()))

@@ -42,7 +42,9 @@ def served_ledger(run_root: Path) -> Iterator[Served]:
     applications = [ApiKey(name, hash_of(name), name, vouches_for_users=True) for name in TENANTS]
     save_keys(keys, [*applications, ApiKey("boss", hash_of("boss"), "operators", "boss", admin=True)])
     with temporary_redis() as redis_process:
-        state = StateSettings(url=redis_process.url, secret=SecretStr("a secret of more than thirty-two characters"))
+        state = StateSettings(
+            url=SecretStr(redis_process.url), secret=SecretStr("a secret of more than thirty-two characters")
+        )
         settings = Settings(
             model=ModelSettings(load_format="fake"),
             gateway=GatewaySettings(port=0, keys_file=keys, state=state),

@@ -225,3 +225,24 @@ def levels(taking: Taking) -> list[float]:
     """Return what is left of each limit."""
     found = [level for reading in taking.readings for level in (reading.requests, reading.tokens)]
     return [level.left for level in found if level is not None]
+
+
+@pytest.mark.parametrize("damaged", [[], [b"x", b"", b""], [b"1", b"NOTHING", b""], [b"0", b"", b"", b"\xff", b""]])
+async def test_a_damaged_reply_counts_as_a_server_that_is_away(
+    redis_process: RedisProcess, damaged: list[bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    limited = account(requests_per_minute=2, tokens_per_minute=100, concurrent=1)
+    async with gateways(redis_process, 1) as [meters]:
+
+        async def reply(*_arguments: object) -> list[bytes]:
+            return damaged
+
+        with monkeypatch.context() as patch:
+            patch.setattr(meters, "_call", reply)
+            with pytest.raises(StateAwayError):
+                await meters.take([limited], 1, 10)
+        running = asyncio.create_task(meters._state.run())
+        await meters._state.wait_up()
+        running.cancel()
+        await meters.flush()
+        assert (await meters.take([limited], 1, 10)).obstacle is None, "what it may have taken was given back"
