@@ -52,6 +52,10 @@ class VisionConfig:
     """Layers whose outputs become embeddings, too: those of the first one are added to the outputs of the decoder's
     first layer, and so on (DeepStack, Meng et al. 2024). An embedding has the components of all, one after the other.
     """
+    projector_activation: EncoderActivation = EncoderActivation.GELU
+    """Of the two products that make embeddings of the encoder's outputs."""
+    projector_bias: bool = True
+    projector_epsilon: float = 1e-6
     axes: tuple[int, ...] = ()
     """The axis (time, height, width) of each frequency of the decoder's rotary embedding; empty: there is one axis."""
 

@@ -93,11 +93,12 @@ class VisionReader:
         bias = self.checkpoint.read_beside(f"{self.prefix}{name}.bias", (outputs,)) if has_bias else None
         return self.kernels.linear(weight.flatten(1).clone(), bias)
 
-    def stacked(self, names: Sequence[str], outputs: int, inputs: int) -> Linear:
+    def stacked(self, names: Sequence[str], outputs: int, inputs: int, *, has_bias: bool = True) -> Linear:
         """Return products of the same inputs as one; each has so many outputs."""
         read, prefix = self.checkpoint.read_beside, self.prefix
         weight = torch.cat([read(f"{prefix}{name}.weight", (outputs, inputs)) for name in names])
-        return self.kernels.linear(weight, torch.cat([read(f"{prefix}{name}.bias", (outputs,)) for name in names]))
+        biases = [read(f"{prefix}{name}.bias", (outputs,)) for name in names] if has_bias else None
+        return self.kernels.linear(weight, None if biases is None else torch.cat(biases))
 
 
 @dataclass(frozen=True, slots=True)

@@ -54,12 +54,16 @@ class PatchPlaces:
 
 
 class PatchRotation:
-    """Rotary embedding by rows and columns: half of the frequencies turn with each."""
+    """Rotary embedding by rows and columns: half of a head turns with each."""
 
-    def __init__(self, head_dim: int, device: torch.device) -> None:
-        """Prepare the frequencies."""
-        exponents = torch.arange(0, head_dim // 2, 2, dtype=torch.float32) / (head_dim // 2)
-        self._frequencies = (1.0 / _THETA**exponents).to(device)
+    def __init__(self, head_dim: int, device: torch.device, *, are_mixed: bool = False) -> None:
+        """Prepare the frequencies, which are the same for rows and columns, or belong to both by turns."""
+        whole = head_dim if are_mixed else head_dim // 2
+        exponents = torch.arange(0, whole, 2, dtype=torch.float32) / whole
+        frequencies = 1.0 / _THETA**exponents
+        # [axes, head_dim / 4]
+        by_axis = torch.stack((frequencies[0::2], frequencies[1::2]) if are_mixed else (frequencies, frequencies))
+        self._frequencies = by_axis.to(device)
 
     def angles(self, coordinates: torch.Tensor) -> torch.Tensor:
         """Return the angles [patches, head_dim / 2] float32 for `coordinates` [patches, 2]."""

@@ -7,7 +7,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 from common.errors import ConfigurationError
-from services.worker.engine.vision import idefics, qwen2_5, qwen3
+from services.worker.engine.vision import idefics, pixtral, qwen2_5, qwen3
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -26,7 +26,12 @@ if TYPE_CHECKING:
 def vision_families() -> Mapping[str, VisionFamily]:
     """Return all kinds of vision encoders by `model_type`."""
     return MappingProxyType(
-        {name: family for module in (idefics, qwen2_5, qwen3) for family in module.FAMILIES for name in family.names}
+        {
+            name: family
+            for module in (idefics, pixtral, qwen2_5, qwen3)
+            for family in module.FAMILIES
+            for name in family.names
+        }
     )
 
 

@@ -78,10 +78,10 @@ class Session:
                 self.answers[row].top_ids.append(logprob.top_token_ids)
                 self.answers[row].top_logprobs.append(logprob.top_logprobs)
 
-    def open(self, row: int, prompt: Prompt, *, computed: int = 0) -> StepPlan:
-        """Return a plan that opens a row, with pages for all of it."""
+    def open(self, row: int, prompt: Prompt, *, computed: int = 0, top: int | None = TOP) -> StepPlan:
+        """Return a plan that opens a row, with pages for all of it; `top` log probabilities are reported."""
         self.answers[row] = Answer()
-        sampling = SamplingParams(temperature=0, top_logprobs=TOP)
+        sampling = SamplingParams(temperature=0, top_logprobs=top)
         total = len(prompt.ids) + NEW_TOKENS
         opened = open_row(
             row, prompt.ids, range(row * 20, row * 20 + -(-total // PAGE)), total=total, computed=computed,

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+from torch.nn.functional import pad
 
 from common.steps import RowImage
 
@@ -33,6 +34,10 @@ _TEXT: dict[str, Any] = {
 _SIGLIP: dict[str, Any] = {
     "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
     "initializer_range": 0.3,
+}  # fmt: skip
+_PIXTRAL: dict[str, Any] = {
+    "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4, "patch_size": 4,
+    "image_size": 64, "head_dim": 8, "initializer_range": 0.3,
 }  # fmt: skip
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "smolvlm": (
@@ -110,7 +115,30 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
             "vision_end_token_id": 127,
         },
     ),
+    "mistral3": (
+        "Mistral3",
+        {
+            "text_config": {"model_type": "mistral", **_TEXT, "head_dim": 16, "sliding_window": None},
+            "vision_config": {"model_type": "pixtral", **_PIXTRAL, "hidden_act": "silu"},
+            "spatial_merge_size": 2,
+            "image_token_id": PLACEHOLDER,
+            "tie_word_embeddings": False,
+        },
+    ),
+    "llava": (
+        "Llava",
+        {
+            "text_config": {"model_type": "mistral", **_TEXT, "head_dim": 16, "sliding_window": 40},
+            "vision_config": {"model_type": "pixtral", **_PIXTRAL},
+            "vision_feature_layer": -2,
+            "vision_feature_select_strategy": "full",
+            "tie_word_embeddings": False,
+            "image_token_id": PLACEHOLDER,
+        },
+    ),
 }
+# Those whose images are cut into tiles, which have many embeddings each.
+TILED = ("smolvlm", "idefics3")
 # Those whose images are patches of any number of rows and columns, with positions on three axes.
 BY_PATCHES = ("qwen2.5-vl", "qwen3-vl")
 
@@ -146,6 +174,13 @@ def picture(family: str, rows: int, columns: int, seed: int) -> Picture:
         patches, numbers = 4 * rows * columns, 3 * 2 * vision["patch_size"] ** 2
         pixels = random.normal(size=(patches, numbers)).astype(np.float32)
         return Picture((128, *(-1 - seed for _ in range(rows * columns)), 127), pixels, (1, 2 * rows, 2 * columns))
+    if vision.get("model_type") == "pixtral":
+        side = vision["patch_size"] * options.get("spatial_merge_size", 1)
+        pixels = random.normal(size=(3, rows * side, columns * side)).astype(np.float32)
+        # A mark ends each row.
+        return Picture(
+            (-1 - seed,) * columns + ((5,) + (-1 - seed,) * columns) * (rows - 1) + (6,), pixels, (rows, columns)
+        )
     side, merge = vision["image_size"], options["scale_factor"]
     per_tile = (side // vision["patch_size"] // merge) ** 2
     pixels = random.normal(size=(rows * columns + 1, 3, side, side)).astype(np.float32)
@@ -200,18 +235,26 @@ def expected(directory: Path, prompt: Prompt, tokens: int) -> tuple[list[int], t
     It gets the whole prompt at once.
     """
     ids = torch.tensor([[PLACEHOLDER if token < 0 else token for token in prompt.ids]])
-    inputs: dict[str, torch.Tensor] = {}
-    if prompt.images:
-        pixels = torch.cat([torch.from_numpy(image.pixels) for image in prompt.images])
-        if any(len(image.grid) == 3 for image in prompt.images):
-            grids = torch.tensor([image.grid for image in prompt.images])
-            kinds = (ids == PLACEHOLDER).int()
-            inputs |= {"pixel_values": pixels, "image_grid_thw": grids, "mm_token_type_ids": kinds}
-        else:
-            inputs["pixel_values"] = pixels[None]
     with torch.inference_mode():
         made = _oracle(directory).generate(
-            ids, **inputs, attention_mask=torch.ones_like(ids), max_new_tokens=tokens, min_new_tokens=tokens,
-            do_sample=False, output_logits=True, return_dict_in_generate=True,
+            ids, **_inputs(ids, prompt), attention_mask=torch.ones_like(ids), max_new_tokens=tokens,
+            min_new_tokens=tokens, do_sample=False, output_logits=True, return_dict_in_generate=True,
         )  # fmt: skip
     return made.sequences[0, ids.shape[1] :].tolist(), torch.cat(made.logits)
+
+
+def _inputs(ids: torch.Tensor, prompt: Prompt) -> dict[str, torch.Tensor]:
+    """Return what `transformers` takes beside ids: images as one tensor, and how it is divided."""
+    if not prompt.images:
+        return {}
+    each = [torch.from_numpy(image.pixels) for image in prompt.images]
+    if each[0].ndim == 3:
+        height, width = (max(pixels.shape[axis] for pixels in each) for axis in (1, 2))
+        padded = [pad(pixels, (0, width - pixels.shape[2], 0, height - pixels.shape[1])) for pixels in each]
+        sizes = torch.tensor([tuple(pixels.shape[1:]) for pixels in each])
+        return {"pixel_values": torch.stack(padded), "image_sizes": sizes}
+    pixels = torch.cat(each)
+    if pixels.ndim == 4:
+        return {"pixel_values": pixels[None]}
+    grids = torch.tensor([image.grid for image in prompt.images])
+    return {"pixel_values": pixels, "image_grid_thw": grids, "mm_token_type_ids": (ids == PLACEHOLDER).int()}

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import pytest
 
+from common.steps import StepPlan
+from common.types import StepId
 from tests.services.worker.engine.driving import random_ids
-from tests.services.worker.engine.vision.driving import NEW_TOKENS, Answer, Session, engine_of
+from tests.services.worker.engine.scenario import chunk
+from tests.services.worker.engine.vision.driving import NEW_TOKENS, PAGE, Answer, Session, engine_of
 from tests.services.worker.engine.vision.models import (
-    BY_PATCHES,
     MODELS,
+    TILED,
     VOCABULARY,
     Prompt,
     expected,
@@ -35,7 +39,9 @@ def text(count: int, seed: int) -> list[int]:
 
 def prompts_of(family: str) -> list[Prompt]:
     """Return prompts with one image, with two of different sizes next to each other and in a text, and with none."""
-    small, large = picture(family, 1, 1, seed=1), picture(family, *((5, 3) if family in BY_PATCHES else (2, 3)), seed=2)
+    # In tiles of many embeddings, or in single ones.
+    sizes = ((1, 1), (2, 3)) if family in TILED else ((2, 2), (5, 3))
+    small, large = (picture(family, *size, seed=seed) for seed, size in enumerate(sizes, 1))
     return [
         prompt(text(5, 1), small, text(7, 2)),
         prompt(large, small, text(4, 3), picture(family, 1, 3, seed=3), text(3, 4)),
@@ -79,3 +85,28 @@ def as_rank(rank: int, world_size: int, rendezvous: str, directory: str, family:
 def test_two_ranks_see_images_as_transformers_does(ranks: Ranks, directory: Path, family: str) -> None:
     first, _ = ranks.run(as_rank, 2, str(directory), family)
     check(directory, prompts_of(family), first)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_prefix_with_images_is_continued_without_their_pixels(directory: Path, family: str, backend: str) -> None:
+    small, large = picture(family, 2, 2, seed=1), picture(family, 3, 2, seed=2)
+    turns = prompt(text(5, 1), small, text(30, 2)), prompt(text(5, 1), small, text(30, 2), large, text(7, 3))
+    session = Session(engine_of(directory, backend))
+    first, _ = turns
+    session.answer(turns[:1])
+    # The pages of the closed row, as far as they are full, are the prefix of the next one.
+    known = (len(first.ids) - 1) // PAGE * PAGE
+    assert known > first.images[0].offset + len(small.ids), "all of the image's tokens are computed"
+    bare, new = turns[1].images
+    row = replace(turns[1], images=(replace(bare, pixels=None), new))
+    session.run(replace(session.open(0, row, computed=known), prefills=(chunk(0, known, len(row.ids) - known),)))
+    session.run(StepPlan(StepId(0), steps=NEW_TOKENS - 1))
+    session.answers[0].check(*expected(directory, turns[1], NEW_TOKENS))
+
+
+@pytest.mark.gpu
+def test_a_gpu_sees_images_as_transformers_does(directory: Path, family: str) -> None:
+    """In float32, with plain torch kernels there; `test_overlapped.py` has the others."""
+    prompts, session = prompts_of(family), Session(engine_of(directory, "auto", device="cuda"))
+    check(directory, prompts, session.answer(prompts))
+    check(directory, prompts, session.answer(prompts, borders=(9, 21, 37, 58)))
