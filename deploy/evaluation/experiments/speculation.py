@@ -1,7 +1,7 @@
 """Speculative decoding: tokens per pass, and tokens per second with drafts and without, taken in turns.
 
 `python -m deploy.evaluation.experiments.speculation --json deploy/evaluation/results/speculation.json` lets the bundled
-model answer prompts that repeat themselves more or less, one stream at a time.
+model answer prompts that repeat themselves more or less, one stream at a time, and then several together.
 
 `python -m deploy.evaluation.experiments.speculation deploy/evaluation/shapes/llama-3.1-8b --rows 1 8 64 256` measures a
 shape with dummy weights. Its rows may sample one token only, and each token of a draft is that one with the
@@ -19,6 +19,7 @@ import sys
 import time
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import cycle, islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
@@ -62,6 +63,8 @@ if TYPE_CHECKING:
 
 MODEL = "smollm2-135m-instruct"
 REPEATS = 3
+# Of all workloads together.
+STREAMS = (5, 15)
 Method = Literal["off", "ngram"]
 # The token that rows of a shape sample, and a wrong one.
 RIGHT, WRONG = 1000, 1001
@@ -97,6 +100,8 @@ class Run:
     outputs: tuple[tuple[int, ...], ...]
     passes: int
     seconds: float
+    # Of all threads, on the processor.
+    busy_s: float
     tokens: int
     drafted: int
     accepted: int
@@ -170,7 +175,7 @@ class Server:
     def _decode(self, core: SchedulerCore, rows: int) -> Run:
         outputs: dict[int, list[int]] = {}
         finished = passes = tokens = 0
-        started = time.perf_counter()
+        started, busy = time.perf_counter(), time.process_time()
         is_decoding = False
 
         def execute(plan: StepPlan) -> None:
@@ -192,17 +197,22 @@ class Server:
             finished += len(output.finishes)
             if not is_decoding and len(outputs) == rows:
                 # Time counts from here: all prompts are computed.
-                is_decoding, started, passes, tokens = True, time.perf_counter(), core.in_flight, 0
-        seconds = time.perf_counter() - started
+                is_decoding, passes, tokens = True, core.in_flight, 0
+                started, busy = time.perf_counter(), time.process_time()
+        seconds, busy_s = time.perf_counter() - started, time.process_time() - busy
         found = core.speculation
         texts = tuple(tuple(outputs[handle]) for handle in sorted(outputs))
-        return Run(texts, passes, seconds, tokens, found.drafted_tokens, found.accepted_tokens)
+        return Run(texts, passes, seconds, busy_s, tokens, found.drafted_tokens, found.accepted_tokens)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure and print; write results where asked."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("shape", nargs="?", help="directory with config.json, for dummy weights")
+    parser.add_argument(
+        "--workloads", nargs="+", choices=tuple(WORKLOADS), default=tuple(WORKLOADS), help="of the model"
+    )
+    parser.add_argument("--streams", type=int, nargs="*", default=STREAMS, help="of all workloads, together")
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 8, 64, 256], help="of a shape, one after another")
     parser.add_argument("--acceptance", type=float, nargs="+", default=[0.0, 0.6, 0.9], help="of a draft's tokens")
     parser.add_argument("--prompt", type=int, default=500, help="tokens of each prompt of a shape")
@@ -236,13 +246,19 @@ def start(spec: EngineSpec, device: str) -> tuple[ModelEngine, Server]:
 
 def measure_workloads(arguments: argparse.Namespace) -> Figures:
     """Return tokens per pass and per second of the bundled model's answers, greedily."""
-    spec = EngineSpec(MODEL, max_rows=4, max_context=1024, device_pages=256, max_step_tokens=512)
+    rows = max((1, *arguments.streams))
+    spec = EngineSpec(MODEL, max_rows=rows, max_context=1024, device_pages=64 * rows, max_step_tokens=512)
     engine, server = start(spec, arguments.device)
     text = load_text_model(resolve_model(MODEL)).tokenizer
+    framed = {
+        name: text.encode(f"<|im_start|>user\n{prompt}<|im_end|>\n<|im_start|>assistant\n").ids
+        for name, prompt in WORKLOADS.items()
+    }
+    asked = {name: [framed[name]] for name in arguments.workloads}
+    asked |= {f"{count} streams": list(islice(cycle(framed.values()), count)) for count in arguments.streams}
     figures: Figures = {}
-    for name, prompt in WORKLOADS.items():
-        framed = f"<|im_start|>user\n{prompt}<|im_end|>\n<|im_start|>assistant\n"
-        workload = Workload([text.encode(framed).ids], SamplingParams(temperature=0.0), arguments.new_tokens)
+    for name, prompts in asked.items():
+        workload = Workload(prompts, SamplingParams(temperature=0.0), arguments.new_tokens)
         runs: dict[Method, list[Run]] = {"off": [], "ngram": []}
         for _ in range(REPEATS):
             for method, done in runs.items():
@@ -288,6 +304,12 @@ def add_figures(figures: Figures, name: str, without: list[Run], drafted: list[R
     figures[f"{name}, with drafts: throughput"] = Spread.of([run.rate for run in drafted]), "tokens/s"
     gains = [100 * (run.rate / base.rate - 1) for run, base in zip(drafted, without, strict=True)]
     figures[f"{name}: gain"] = Spread.of(gains), "%"
+    # Other programs on the machine hardly change this.
+    busy = [
+        100 * (base.busy_s / base.tokens / run.busy_s * run.tokens - 1)
+        for run, base in zip(drafted, without, strict=True)
+    ]
+    figures[f"{name}: gain per processor time"] = Spread.of(busy), "%"
     per_pass = [run.tokens / len(run.outputs) / run.passes for run in drafted]
     figures[f"{name}: tokens per row and pass"] = Spread.of(per_pass), "tokens"
     shares = [100 * run.accepted / max(run.drafted, 1) for run in drafted]

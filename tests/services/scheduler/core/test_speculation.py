@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import random
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 import pytest
 
+from common.settings import SchedulerSettings, SpeculationSettings
+from common.steps import EngineCapacity
 from common.types import CacheMode, FinishReason
+from services.scheduler.core.config import resolve_core
 from services.scheduler.core.costs import LoadCosts
 from services.scheduler.core.drafts import Guess, Origin, repetition
 from services.scheduler.core.speculation import PassCosts
@@ -211,6 +214,23 @@ def test_wrong_drafts_end_soon() -> None:
     harness.run()
     assert harness.outputs["r0", 0] == expected(prompt, 200)
     assert harness.core.speculation.drafted_tokens < 20
+
+
+@pytest.mark.parametrize(
+    ("method", "device", "verifies", "most"),
+    [
+        ("ngram", "cpu", True, 16),
+        ("ngram", "cuda:0", True, 16),
+        ("ngram", "cpu", False, 0),
+        ("off", "cpu", True, 0),
+    ],
+)
+def test_drafts_are_made_where_they_are_asked_for_and_can_be_verified(
+    method: Literal["off", "ngram"], device: str, verifies: bool, most: int
+) -> None:
+    capacity = EngineCapacity(64, 16, 512, 1000, (2,), 1, "tiny", device, 1, verifies_drafts=verifies)
+    settings = SchedulerSettings(speculation=SpeculationSettings(method=method))
+    assert resolve_core(settings, capacity).draft_tokens == most
 
 
 @pytest.mark.parametrize(
