@@ -14,6 +14,7 @@ from common.errors import PandoError
 from common.types import ErrorCode
 from gateway.console import route as console_pages
 from gateway.console.console import Console
+from gateway.console.self_attack import SelfAttack
 from gateway.endpoints import (
     adapters,
     administration,
@@ -98,7 +99,7 @@ def create_app(context: Context, cors_origins: Sequence[str] = (), console: Cons
     for endpoint in (*generating, *pooling, *others):
         endpoint.add_routes(app.router, context)
     if console is not None and console.enabled:
-        console_pages.add_routes(app.router, context, Console(context, console.attack_report))
+        console_pages.add_routes(app.router, context, Console(context, SelfAttack(console.attack_report)))
 
     @app.get("/openapi.json", include_in_schema=False, dependencies=[Depends(context.caller)])
     def description() -> Response:

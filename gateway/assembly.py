@@ -21,6 +21,7 @@ from gateway.backends import Backend, Backends, ModelPipelines, ServedModel
 from gateway.batches.batches import Batches
 from gateway.batches.files import FileBounds, Files
 from gateway.batches.runner import BatchRunner, LineBounds
+from gateway.console.self_attack import SelfAttack, SelfAttackMetrics
 from gateway.delivery.answers import AnswerContext
 from gateway.endpoints.context import ClientLimits, Context
 from gateway.endpoints.responses.route import adopt_responses
@@ -113,6 +114,7 @@ class Gateway:
             fingerprint=fingerprint(),
         )
         https = https_files(settings.tls)
+        registry.register(SelfAttackMetrics(SelfAttack(settings.console.attack_report)))
         app = create_app(context, settings.cors_origins, settings.console)
         self._batches = build_runner(app, context, settings)
         self._server = HttpServer(app, settings.host, settings.port, https)

@@ -108,8 +108,8 @@ class ConsoleSettings(Section):
     """Serve the web console at /console. Its pages hold no data of their own: what administrators see needs their
     credential, as everywhere."""
     attack_report: Path | None = None
-    """File that `pando attack --json` writes, for example in a scheduled job; the console shows its verdicts. Absent:
-    it shows none."""
+    """File that `pando attack --every 6h --json` writes; the console shows its verdicts, and metrics have them, also
+    with the console disabled. Absent: there are none."""
 
 
 class BatchesSettings(Section):

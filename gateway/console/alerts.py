@@ -69,6 +69,9 @@ def _of_group(group: State) -> Iterator[ConsoleAlert]:
 def _of_report(report: State) -> Iterator[ConsoleAlert]:
     if "error" in report:
         yield ConsoleAlert("warning", "attack", f"the report cannot be read: {report['error']}")
+    run = report.get("run")
+    if run and run.get("error"):
+        yield ConsoleAlert("warning", "attack", f"the last self-attack did not come to its end: {run['error']}")
     bad = sum(finding.get("verdict") in BAD_VERDICTS and not finding.get("control") for finding in report["findings"])
     if bad:
         yield ConsoleAlert("critical", "attack", f"{bad} findings of the last self-attack are leaks")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
 from contextlib import aclosing
 from dataclasses import asdict
 from typing import TYPE_CHECKING
@@ -17,9 +16,9 @@ from gateway.console.alerts import alerts
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable
-    from pathlib import Path
 
     from gateway.backends import Backend
+    from gateway.console.self_attack import SelfAttack
     from gateway.endpoints.context import Context
     from gateway.identity.caller import Caller
     from gateway.pipeline.port import CacheChanges, JsonObject
@@ -27,20 +26,15 @@ if TYPE_CHECKING:
 MAX_OWNERS = 200
 # Each viewer costs every scheduler a snapshot of its tree and a queue of events.
 MAX_WATCHERS = 8
-MAX_REPORT_BYTES = 4 * 1024 * 1024
-# Fields of an entry of `pando attack --json` that the console shows.
-REPORT_FIELDS = frozenset(
-    ("label", "oracle", "metric", "value", "low", "high", "verdict", "note", "control", "date", "commit", "model")
-)
 
 
 class Console:
     """Answers the console's requests; callers have been authorised."""
 
-    def __init__(self, context: Context, attack_report: Path | None) -> None:
-        """`attack_report` is a file that `pando attack --json` writes."""
+    def __init__(self, context: Context, attack: SelfAttack) -> None:
+        """`attack` has the report of the last self-attack."""
         self._context = context
-        self._report = attack_report
+        self._attack = attack
         self._watchers = 0
 
     async def about(self, caller: Caller) -> JsonObject:
@@ -74,7 +68,7 @@ class Console:
             groups, error = await _groups(backend.administration.detailed_states(MAX_OWNERS))
             name = card.name if card is not None else backend.name or "model"
             models.append({"name": name, "missing": lacking, "groups": groups, "error": error})
-        report = await asyncio.to_thread(self._attack_report)
+        report = await asyncio.to_thread(self._attack.read)
         return {
             "models": models,
             "open_requests": self._context.generations.open_requests,
@@ -109,19 +103,6 @@ class Console:
             yield b"data: " + orjson.dumps({"error": error.message}) + b"\n\n"
         finally:
             self._watchers -= 1
-
-    def _attack_report(self) -> JsonObject | None:
-        """Return the findings in the report file; with `error` if it cannot be read, None if none is configured."""
-        if self._report is None:
-            return None
-        try:
-            with self._report.open("rb") as file:
-                written = os.fstat(file.fileno()).st_mtime
-                entries = orjson.loads(file.read(MAX_REPORT_BYTES))
-            findings = [{name: value for name, value in entry.items() if name in REPORT_FIELDS} for entry in entries]
-        except (OSError, ValueError, AttributeError, TypeError) as error:
-            return {"error": f"{type(error).__name__}: {error}", "findings": []}
-        return {"written_unix_s": written, "findings": findings}
 
 
 def _event(change: CacheChanges) -> bytes:

@@ -29,6 +29,7 @@ from deploy.evaluation.bench.clock import SystemClock
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Sequence
 
+    from deploy.evaluation.attack.allowance import Allowance
     from deploy.evaluation.attack.findings import Finding
     from deploy.evaluation.attack.scene import Effort, Server
 
@@ -132,8 +133,17 @@ class Plan:
     seed: int
 
 
-async def attack(url: str, api_key: str | None, server: Server, plan: Plan, observer: Observer) -> AttackReport:
+async def attack(
+    url: str,
+    api_key: str | None,
+    server: Server,
+    plan: Plan,
+    observer: Observer,
+    allowance: Allowance | None = None,
+) -> AttackReport:
     """Run the oracles of `plan` against the server at `url`; `observer` gets the findings of each of them at its end.
+
+    `allowance` bounds the requests; None: there is no bound.
 
     Raises:
         TargetError: nothing there that could be asked.
@@ -141,11 +151,11 @@ async def attack(url: str, api_key: str | None, server: Server, plan: Plan, obse
     """
     reports: list[AttackReport] = []
     async with AsyncExitStack() as stack:
-        prober = await _connect(stack, url, api_key, plan.seed)
+        prober = await _connect(stack, url, api_key, plan.seed, allowance)
         texts, chance = ProbeTexts(tokens=plan.text_tokens), random.Random(plan.seed)
         scene = Scene(prober, server, plan.effort, texts, chance)
         if server.sibling_url is not None:
-            scene.sibling = await _connect(stack, server.sibling_url, api_key, plan.seed)
+            scene.sibling = await _connect(stack, server.sibling_url, api_key, plan.seed, allowance)
         for name in plan.oracles:
             observer.progress(f"{server.mode}: {name}")
             reports.append(AttackReport(server.mode, server.model or prober.model, tuple(await ORACLES[name](scene))))
@@ -153,7 +163,9 @@ async def attack(url: str, api_key: str | None, server: Server, plan: Plan, obse
     return AttackReport.of(reports)
 
 
-async def _connect(stack: AsyncExitStack, url: str, api_key: str | None, seed: int) -> Prober:
-    prober = await Prober.connect(url, api_key, seed, SystemClock())
+async def _connect(
+    stack: AsyncExitStack, url: str, api_key: str | None, seed: int, allowance: Allowance | None
+) -> Prober:
+    prober = await Prober.connect(url, api_key, seed, SystemClock(), allowance)
     stack.push_async_callback(prober.close)
     return prober

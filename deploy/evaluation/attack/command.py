@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import argparse
 import importlib.util
+import os
 import secrets
 import sys
 from dataclasses import dataclass
@@ -20,10 +22,11 @@ from deploy.evaluation.bench.serve_arguments import positive_float, positive_int
 from deploy.evaluation.bench.target import TargetError
 
 if TYPE_CHECKING:
-    import argparse
+    from collections.abc import Sequence
 
     from deploy.evaluation.attack.campaign import AttackReport
     from deploy.evaluation.attack.report import FindingsFile
+    from deploy.evaluation.attack.schedule import AttackRun
 
 MODES = ("shared", "isolated", "isolated_pinned", "user_aware")
 # As `runs.ORACLES` and `campaign.ORACLES`; those need scipy, and --help must not.
@@ -53,6 +56,30 @@ ORACLES = (
     "flood",
 )
 PROGRAM = "pando attack"
+KEY_FLAGS = (
+    "--api-key",
+    "--plain-key",
+    "--personal-key",
+    "--rival-key",
+    "--rival-vouching-key",
+    "--third-key",
+    "--isolated-key",
+    "--admin-key",
+)
+UNITS_S = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
+
+
+def duration(text: str) -> float:
+    """Parse a flag's value such as 30m or 6h; return seconds."""
+    number, unit = text[:-1], text[-1:]
+    if unit not in UNITS_S or not number.replace(".", "", 1).isdigit() or not float(number):
+        raise argparse.ArgumentTypeError(f"{text!r} is no duration such as 30m, 6h or 1d")
+    return float(number) * UNITS_S[unit]
+
+
+def variable_of(flag: str) -> str:
+    """Return the environment variable with a key, which other users of the machine cannot read as they can a flag."""
+    return f"PANDO_ATTACK_{flag.removeprefix('--').replace('-', '_').upper()}"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -72,12 +99,27 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="FILE",
         help="write each oracle's findings to FILE at its end; those of other oracles in FILE stay",
     )
+    repeated = parser.add_argument_group("on a schedule, against a server that others use")
+    repeated.add_argument(
+        "--every",
+        type=duration,
+        metavar="TIME",
+        help="attack the server at --url again and again, for example every 6h: with --quick, at the lowest priority, "
+        "within the budget below; requires --json, where each run writes how it ended",
+    )
+    repeated.add_argument("--runs", type=positive_int, help="end after so many runs; default: never")
+    repeated.add_argument(
+        "--max-requests", type=positive_int, default=1000, metavar="N", help="of one run (%(default)s)"
+    )
+    repeated.add_argument(
+        "--max-rate", type=positive_float, default=4.0, metavar="R", help="requests per second (%(default)s)"
+    )
     known = parser.add_argument_group("what is known of the server at --url")
     known.add_argument(
         "--api-key",
         metavar="KEY",
         help="API key under which victims and their neighbours are named: it must vouch for its users. No key is "
-        "ever written to results",
+        f"ever written to results. All keys can be in variables instead, as {variable_of('--api-key')}",
     )
     known.add_argument("--no-keys", action="store_true", help="the server needs no credential")
     known.add_argument("--plain-key", metavar="KEY", help="ordinary key of the same tenant")
@@ -98,6 +140,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     known.add_argument("--capacity-tokens", type=positive_int, help="of its KV memory; the floods need it")
     known.add_argument("--policy", help="order of its waiting queue; the delay oracle needs fair")
     known.add_argument("--rows", type=positive_int, default=64, help="requests that run at the same time (%(default)s)")
+    for flag in KEY_FLAGS:
+        known.set_defaults(**{flag.removeprefix("--").replace("-", "_"): os.environ.get(variable_of(flag))})
     launch = parser.add_argument_group("--launch")
     launch.add_argument(
         "--thresholds",
@@ -115,11 +159,13 @@ def run(arguments: argparse.Namespace) -> int:
     if importlib.util.find_spec("scipy") is None:
         print_failure(PROGRAM, ModuleNotFoundError("this needs scipy: make install-dev"))
         return 2
-    from deploy.evaluation.attack.report import FindingsFile, finding_table
+    from deploy.evaluation.attack.report import FindingsFile
     from deploy.evaluation.attack.runs import attack_launched, attack_running, planned_oracles
 
     console = output_console()
     try:
+        if arguments.every is not None:
+            return _run_on_schedule(arguments, console)
         file = None
         if arguments.json is not None:
             file = FindingsFile(arguments.json, Provenance.collect(sys.argv[1:]), planned_oracles(arguments))
@@ -130,11 +176,47 @@ def run(arguments: argparse.Namespace) -> int:
         return 2
     except KeyboardInterrupt:
         return 130
+    return _show(reports, console)
+
+
+def _show(reports: Sequence[AttackReport], console: Console) -> int:
+    from deploy.evaluation.attack.report import finding_table
+
     console.print(finding_table(reports))
     surprises = [line for report in reports for line in report.surprises]
     for line in surprises:
         console.print(line, style="red", highlight=False, soft_wrap=True)
     return int(bool(surprises))
+
+
+def _run_on_schedule(arguments: argparse.Namespace, console: Console) -> int:
+    """Attack again and again; return the exit status after --runs."""
+    from deploy.evaluation.attack.report import FindingsFile
+    from deploy.evaluation.attack.runs import attack_on_schedule, planned_oracles
+
+    if arguments.url is None or arguments.json is None:
+        raise ValueError("--every requires --url and --json")
+    errors = Console(stderr=True)
+
+    def open_file() -> FindingsFile:
+        return FindingsFile(arguments.json, Provenance.collect(sys.argv[1:]), planned_oracles(arguments))
+
+    file = open_file()
+
+    def begin() -> _Observer:
+        nonlocal file
+        file = open_file()
+        return _Observer(errors, file)
+
+    def finish(run: AttackRun) -> None:
+        file.finish(run)
+        ended = "ended" if run.error is None else f"ended early: {run.error}"
+        errors.print(f"the attack {ended} after {run.requests} requests", highlight=False)
+
+    attempts = attack_on_schedule(arguments, begin, finish, file.last_finished_s)
+    reports = [each.report for each in attempts if each.report is not None]
+    status = _show(reports, console)
+    return 2 if len(reports) < len(attempts) else status
 
 
 @dataclass(frozen=True, slots=True)

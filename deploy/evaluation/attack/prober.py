@@ -17,10 +17,13 @@ from deploy.evaluation.bench.transport import HttpClient, TransportError
 if TYPE_CHECKING:
     from collections.abc import Coroutine, Iterable, Mapping, Sequence
 
+    from deploy.evaluation.attack.allowance import Allowance
     from deploy.evaluation.bench.clock import Clock
     from deploy.evaluation.bench.records import RequestRecord
 
 QUESTION_TOKENS = 8
+# The lowest that a request may have; it counts where the waiting queue is ordered by priority.
+LOWEST_PRIORITY = -(2**31) + 1
 
 
 class AttackError(Exception):
@@ -77,8 +80,16 @@ class ProbeAnswer:
 class Prober:
     """One server over HTTP. Most requests ask for a single token, which is all that an attacker needs."""
 
-    def __init__(self, url: str, api_key: str | None, model: str, prompts: PromptMaker, clock: Clock) -> None:
-        """Ask `model` at `url` with the texts of `prompts`."""
+    def __init__(
+        self,
+        url: str,
+        api_key: str | None,
+        model: str,
+        prompts: PromptMaker,
+        clock: Clock,
+        allowance: Allowance | None = None,
+    ) -> None:
+        """Ask `model` at `url` with the texts of `prompts`; within an `allowance`, at the lowest priority."""
         self.model = model
         self.clock = clock
         self._url = url
@@ -86,9 +97,13 @@ class Prober:
         self._prompts = prompts
         self._clients: dict[tuple[str | None, tuple[tuple[str, str], ...]], HttpClient] = {}
         self._asked = 0
+        self._allowance = allowance
+        self._priority = {} if allowance is None else {"priority": LOWEST_PRIORITY}
 
     @classmethod
-    async def connect(cls, url: str, api_key: str | None, seed: int, clock: Clock) -> Prober:
+    async def connect(
+        cls, url: str, api_key: str | None, seed: int, clock: Clock, allowance: Allowance | None = None
+    ) -> Prober:
         """Find out what is served at `url`.
 
         Raises:
@@ -102,7 +117,7 @@ class Prober:
             per_word = 1.0 if as_ids else await measure_tokens_per_word(http, model)
         finally:
             await http.aclose()
-        return cls(url, api_key, model, PromptMaker(seed, as_ids=as_ids, tokens_per_word=per_word), clock)
+        return cls(url, api_key, model, PromptMaker(seed, as_ids=as_ids, tokens_per_word=per_word), clock, allowance)
 
     async def ask(self, text: tuple[Segment, ...], user: str) -> Sighting:
         """Ask about `text` as `user`, with a question of its own.
@@ -139,7 +154,9 @@ class Prober:
         Raises:
             AttackError: no answer.
         """
-        options = RequestTemplate(self.model, disguise.endpoint, user_field=None, extra_body=disguise.fields)
+        await self._take()
+        fields = {**self._priority, **disguise.fields}
+        options = RequestTemplate(self.model, disguise.endpoint, user_field=None, extra_body=fields)
         client = OpenAIClient(self._client(disguise), self._prompts, options, self.clock)
         return _sighting(await client.send(BenchRequest(text, output_tokens=output_tokens)))
 
@@ -157,6 +174,7 @@ class Prober:
             "temperature": 0,
             "seed": 1,
             "ignore_eos": True,
+            **self._priority,
         }
         answer = await self._post("/v1/completions", body, Disguise())
         try:
@@ -217,7 +235,12 @@ class Prober:
         except orjson.JSONDecodeError:
             raise AttackError(f"{path} answered something that is no JSON") from None
 
+    async def _take(self) -> None:
+        if self._allowance is not None:
+            await self._allowance.take()
+
     async def _exchange(self, method: str, path: str, body: bytes, disguise: Disguise) -> tuple[int, bytes]:
+        await self._take()
         try:
             response = await self._client(disguise).request(method, path, body, timeout_s=JSON_TIMEOUT_S)
         except TransportError as error:

@@ -18,9 +18,11 @@ if TYPE_CHECKING:
 
     from deploy.evaluation.attack.campaign import AttackReport
     from deploy.evaluation.attack.findings import Finding, Separation
+    from deploy.evaluation.attack.schedule import AttackRun
     from deploy.evaluation.bench.results import Provenance
 
 UNFINISHED = "unfinished"
+RUN = "run"
 STYLES = {
     OracleVerdict.LEAKS: "red",
     OracleVerdict.UNBOUNDED: "red",
@@ -48,7 +50,8 @@ class FindingsFile:
     """A list in the form of the other results, with oracle, verdict and note; complete after each oracle.
 
     An oracle's findings replace its earlier ones on the same model in the same mode, the others stay with their commit
-    and date. The oracles of a mode that have not been run to their end are one entry, whose metric is `UNFINISHED`.
+    and date. The oracles of a mode that have not been run to their end are one entry, whose metric is `UNFINISHED`. The
+    end of the last run on a schedule is one whose metric is `RUN`.
     """
 
     def __init__(self, path: Path, provenance: Provenance, planned: Mapping[str, Iterable[str]]) -> None:
@@ -60,7 +63,8 @@ class FindingsFile:
         self._path = path
         self._provenance = provenance
         entries = read_entries(path)
-        self._entries = [entry for entry in entries if entry.get("metric") != UNFINISHED]
+        self._entries = [entry for entry in entries if entry.get("metric") not in (UNFINISHED, RUN)]
+        self._runs = [entry for entry in entries if entry.get("metric") == RUN]
         earlier = [entry for entry in entries if entry.get("metric") == UNFINISHED]
         # By mode, in order.
         self._unfinished = {entry["label"]: dict.fromkeys(entry["oracles"]) for entry in earlier}
@@ -74,6 +78,16 @@ class FindingsFile:
         replaced = ("attack", short_model(report.model), report.mode, oracle)
         self._entries = [entry for entry in self._entries if _key(entry) != replaced] + new
         self._unfinished.get(report.mode, {}).pop(oracle, None)
+        self._write()
+
+    @property
+    def last_finished_s(self) -> float | None:
+        """End of the last run on a schedule that came to its end, in seconds since 1970."""
+        return max((each["finished_unix_s"] for each in self._runs if each.get("finished_unix_s")), default=None)
+
+    def finish(self, run: AttackRun) -> None:
+        """Write how a run on a schedule has ended."""
+        self._runs = [{"benchmark": "attack", "metric": RUN, **asdict(run), **asdict(self._provenance)}]
         self._write()
 
     def _write(self) -> None:
@@ -91,7 +105,7 @@ class FindingsFile:
         self._path.parent.mkdir(parents=True, exist_ok=True)
         scratch = self._path.with_name(f".{self._path.name}.{os.getpid()}")
         option = orjson.OPT_INDENT_2 | orjson.OPT_APPEND_NEWLINE
-        scratch.write_bytes(orjson.dumps(self._entries + unfinished, option=option))
+        scratch.write_bytes(orjson.dumps(self._entries + unfinished + self._runs, option=option))
         scratch.replace(self._path)
 
 

@@ -11,16 +11,20 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
 
+from deploy.evaluation.attack.allowance import Allowance, Budget
 from deploy.evaluation.attack.campaign import ORACLES, AttackReport, Plan, attack
 from deploy.evaluation.attack.scene import QUICK, UNKNOWN, Effort, Server, VictimKeys
+from deploy.evaluation.attack.schedule import SCHEDULED_ORACLES, Attempt, attack_repeatedly, attempted
+from deploy.evaluation.bench.clock import SystemClock
 from deploy.evaluation.bench.deployments import LaunchedDeployment
 from gateway.identity.keys import ApiKey, hash_of, save_keys
 
 if TYPE_CHECKING:
     import argparse
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from deploy.evaluation.attack.campaign import Observer
+    from deploy.evaluation.attack.schedule import AttackRun
 
 # Few probes decide where observations are exact: what the server says, whom it serves first, who is who.
 EXACT_ORACLES = (
@@ -111,10 +115,50 @@ def attack_running(arguments: argparse.Namespace, observer: Observer) -> list[At
         ValueError: flags that do not fit each other.
         TargetError, AttackError: see `attack`.
     """
+    server, plan = server_of(arguments), plan_of(arguments)
+    return [asyncio.run(attack(arguments.url, arguments.api_key, server, plan, observer))]
+
+
+def attack_on_schedule(
+    arguments: argparse.Namespace,
+    begin: Callable[[], Observer],
+    finish: Callable[[AttackRun], None],
+    last_finished_s: float | None,
+) -> list[Attempt]:
+    """Attack the server at --url every so often, each time with other texts, within the budget of the flags.
+
+    `begin` returns the observer of a run, and `finish` is told how it ended; `last_finished_s` is the end of the last
+    complete run of an earlier process.
+
+    Raises:
+        ValueError: flags that do not fit each other.
+    """
+    server, plan = server_of(arguments), plan_of(arguments)
+
+    async def attempt() -> Attempt:
+        observer = begin()
+        allowance = Allowance(Budget(arguments.max_requests, arguments.max_rate), SystemClock())
+        # Texts of earlier runs may still be cached.
+        fresh = replace(plan, seed=secrets.randbelow(1 << 31))
+
+        async def run() -> AttackReport:
+            return await attack(arguments.url, arguments.api_key, server, fresh, observer, allowance)
+
+        return await attempted(run, lambda: allowance.spent)
+
+    return asyncio.run(attack_repeatedly(attempt, finish, arguments.every, arguments.runs, last_finished_s))
+
+
+def server_of(arguments: argparse.Namespace) -> Server:
+    """Return what the flags say about the server at --url.
+
+    Raises:
+        ValueError: they name several modes.
+    """
     modes = arguments.modes or [UNKNOWN]
     if len(modes) != 1:
         raise ValueError("a server that runs is in one mode: name that one with --modes, or none")
-    server = Server(
+    return Server(
         mode=modes[0],
         promotion_subjects=arguments.promotion_subjects,
         epoch_seconds=arguments.epoch_seconds,
@@ -134,7 +178,6 @@ def attack_running(arguments: argparse.Namespace, observer: Observer) -> list[At
         sibling_url=arguments.sibling_url,
         storage=arguments.storage,
     )
-    return [asyncio.run(attack(arguments.url, arguments.api_key, server, plan_of(arguments), observer))]
 
 
 def attack_launched(arguments: argparse.Namespace, observer: Observer) -> list[AttackReport]:
@@ -187,10 +230,12 @@ def _attack_mode(arguments: argparse.Namespace, mode: str, observer: Observer) -
 
 def plan_of(arguments: argparse.Namespace) -> Plan:
     """Return which oracles are run, and how hard."""
-    effort = QUICK if arguments.quick else Effort()
+    is_scheduled = arguments.every is not None
+    effort = QUICK if arguments.quick or is_scheduled else Effort()
     if arguments.pairs is not None:
         effort = replace(effort, pairs=arguments.pairs)
-    oracles = arguments.oracles or (EXACT_ORACLES if arguments.quick else tuple(ORACLES))
+    unless_named = SCHEDULED_ORACLES if is_scheduled else EXACT_ORACLES if arguments.quick else tuple(ORACLES)
+    oracles = arguments.oracles or unless_named
     return Plan(oracles, effort, arguments.text_tokens, arguments.seed)
 
 

@@ -13,6 +13,7 @@ import pytest
 import yaml
 from prometheus_client import REGISTRY, CollectorRegistry
 
+from gateway.console.self_attack import SelfAttack, SelfAttackMetrics
 from gateway.metrics import GatewayMetrics
 from tests.deploy.helm.chart import CHART, named, render
 from tests.deploy.helm.value_sets import VALUE_SETS
@@ -39,15 +40,17 @@ def exported() -> dict[str, frozenset[str]]:
     """Return the labels of every series that a service exports, by its name, from the services' own registries."""
     gateway = CollectorRegistry()
     GatewayMetrics(gateway)
+    gateway.register(SelfAttackMetrics(SelfAttack(None)))
+    importlib.import_module("common.audit.log")
     importlib.import_module("common.metrics")
     for path in sorted((ROOT / "services").glob("*/metrics.py")):
         importlib.import_module(f"services.{path.parent.name}.metrics")
     series: dict[str, frozenset[str]] = {}
     for registry in (REGISTRY, gateway):
         for collector in list(registry._collector_to_names):  # no public way leads to the names of labels
-            labels = frozenset(getattr(collector, "_labelnames", ()))
             described: Any = collector
             for family in described.describe() if hasattr(described, "describe") else described.collect():
+                labels = frozenset(getattr(collector, "_labelnames", getattr(family, "_labelnames", ())))
                 for suffix in SUFFIXES.get(family.type, ("",)):
                     more = {"le"} if suffix == "_bucket" else set()
                     series[family.name + suffix] = labels | more

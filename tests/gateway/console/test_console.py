@@ -9,6 +9,7 @@ import pytest
 
 from gateway.console.alerts import alerts
 from gateway.console.console import MAX_WATCHERS, Console
+from gateway.console.self_attack import SelfAttack
 from gateway.pipeline.port import CacheChanges
 from tests.gateway.support import FakedGateway, error_of, events, faked
 
@@ -135,7 +136,7 @@ async def test_an_unknown_model_has_no_grove() -> None:
 
 async def test_only_so_many_consoles_watch_at_a_time() -> None:
     gateway = gateway_of(changes=[CacheChanges("g")] * 2)
-    console = Console(gateway.context, None)
+    console = Console(gateway.context, SelfAttack(None))
     backend = await console.watchable(None)
     streams = [console.changes(backend) for _ in range(MAX_WATCHERS)]
     for stream in streams:

@@ -177,9 +177,10 @@ function Attack({ attack }) {
   if (!attack)
     return html`<section class="card" aria-labelledby="attack">${heading}<p class="muted">No report is configured: run <code>pando attack --json FILE</code> on a schedule and set <code>gateway.console.attack_report</code>.</p></section>`;
   if (attack.error) return html`<section class="card" aria-labelledby="attack">${heading}<${Notice} kind="warning" title="The report cannot be read">${attack.error}<//></section>`;
-  const age = Date.now() / 1000 - attack.written_unix_s;
+  const { run } = attack;
+  const age = Date.now() / 1000 - (run?.finished_unix_s ?? attack.written_unix_s);
   return html`<section class="card" aria-labelledby="attack">${heading}
-    <p class="muted">Written ${duration(age)} ago by <code>pando attack</code>. AUC 0.5 is guessing.</p>
+    <p class="muted">${run ? "Finished" : "Written"} ${duration(age)} ago by <code>pando attack</code>${run ? `, which runs every ${duration(run.every_s)} and took ${count(run.requests)} requests` : ""}. AUC 0.5 is guessing.</p>
     <div class="scroll" tabindex="0" role="region" aria-label="Table of findings"><table><thead><tr><th scope="col">Mode</th><th scope="col">Attack</th><th scope="col">Verdict</th><th scope="col" class="number">AUC</th><th scope="col">Note</th></tr></thead>
       <tbody>${attack.findings.map((finding) => html`<tr><td>${finding.label}</td><th scope="row">${finding.metric}</th>
         <td><span class="dot ${VERDICTS[finding.verdict] ?? "unsure"}" aria-hidden="true"></span>${finding.verdict ?? "unfinished"}${finding.control ? " (control)" : ""}</td>
