@@ -19,7 +19,9 @@ from common.version import version
 from gateway.app import create_app, create_probe_app
 from gateway.backends import Backend, Backends, ModelPipelines, ServedModel
 from gateway.batches.batches import Batches
+from gateway.batches.contents import DocumentContents
 from gateway.batches.files import FileBounds, Files
+from gateway.batches.object_contents import ObjectContents
 from gateway.batches.runner import BatchRunner, LineBounds
 from gateway.console.self_attack import SelfAttack, SelfAttackMetrics
 from gateway.delivery.answers import AnswerContext
@@ -147,6 +149,7 @@ class Gateway:
                 for task in running:
                     task.cancel()
         finally:
+            await self._context.files.close()
             await self._state.close()
             for each in self._services.values():
                 await each.close()
@@ -190,8 +193,15 @@ def build_quotas(limits_file: Path | None, state: State, audit: Audit) -> Quotas
 
 
 def build_files(settings: BatchesSettings, documents: Documents) -> Files:
-    """Return the files that clients upload and batches write."""
-    return Files(documents, FileBounds(settings.max_file_bytes, settings.max_bytes, settings.lifetime_days * DAY_S))
+    """Return the files that clients upload and batches write.
+
+    Raises:
+        ConfigurationError: the object store's protocol is unknown, or its library is not installed.
+    """
+    store = settings.object_store
+    contents = DocumentContents(documents) if store is None else ObjectContents(store)
+    bounds = FileBounds(settings.max_file_bytes, settings.max_bytes, settings.lifetime_days * DAY_S)
+    return Files(documents, contents, bounds)
 
 
 def build_runner(app: ASGIApp, context: Context, settings: GatewaySettings) -> BatchRunner:

@@ -118,6 +118,10 @@ class BatchesSettings(Section):
     file: Path | None = None
     """SQLite database for the files and batches of a single gateway; absent: in memory, lost when the gateway stops.
     With state.url, they are on that server."""
+    object_store: str | None = None
+    """Where the contents of files are kept, as objects: a URL of fsspec such as s3://bucket/prefix or gs://bucket/prefix
+    (extra object-stores), or file:///directory. Everything else stays in `file` or at state.url. Absent: contents are
+    there, too. Several gateways need the same store."""
     max_file_bytes: int = Field(default=100 * 1024 * 1024, ge=1024)
     """Largest uploaded file in bytes; larger ones are answered with 413."""
     max_bytes: int = Field(default=1024 * 1024 * 1024, ge=1024 * 1024)

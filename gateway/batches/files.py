@@ -1,4 +1,4 @@
-"""Uploaded files and the outputs of batches: their metadata, by owner, and their content in pieces."""
+"""Uploaded files and the outputs of batches: their metadata, by owner; `contents.py` has what is in them."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from gateway.server.errors import HttpError
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable
 
+    from gateway.batches.contents import ContentWriter, FileContents
     from gateway.batches.documents import Documents
     from gateway.identity.caller import Caller
 
 Json: TypeAlias = dict[str, Any]  # Any: free JSON
 
-PIECE_BYTES = 256 * 1024
 # The room that a file takes in addition to its content.
 ENTRY_BYTES = 1024
 # Index of all files: "<time of expiry, seconds>-<id>" -> owner's folder, tenant's digest, bytes.
@@ -78,46 +78,20 @@ class FileBounds:
     lifetime_s: float
 
 
-class FileWriter:
-    """Writes a file's content piece by piece; the same content can be written again after an interruption."""
-
-    def __init__(self, documents: Documents, file_id: str) -> None:
-        self.size = 0
-        self._documents = documents
-        self._folder = _content(file_id)
-        self._number = 0
-        self._rest = bytearray()
-
-    async def write(self, content: bytes) -> None:
-        """Append `content`."""
-        self._rest += content
-        while len(self._rest) >= PIECE_BYTES:
-            await self._put(bytes(self._rest[:PIECE_BYTES]))
-            del self._rest[:PIECE_BYTES]
-
-    async def finish(self) -> None:
-        """Write what is left."""
-        if self._rest:
-            await self._put(bytes(self._rest))
-            self._rest.clear()
-
-    async def _put(self, piece: bytes) -> None:
-        await self._documents.put(self._folder, f"{self._number:08d}", piece)
-        self._number += 1
-        self.size += len(piece)
-
-
 class Files:
     """All files. Those of other owners do not exist for a caller."""
 
-    def __init__(self, documents: Documents, bounds: FileBounds, clock: Callable[[], float] = time.time) -> None:
+    def __init__(
+        self, documents: Documents, contents: FileContents, bounds: FileBounds, clock: Callable[[], float] = time.time
+    ) -> None:
         self.bounds = bounds
         self._documents = documents
+        self._contents = contents
         self._clock = clock
 
-    def writer(self, file_id: str) -> FileWriter:
+    def writer(self, file_id: str) -> ContentWriter:
         """Return a writer of a new file's content; the file exists once it is added."""
-        return FileWriter(self._documents, file_id)
+        return self._contents.writer(file_id)
 
     async def check_room(self, owner: FileOwner, size: int) -> None:
         """Check that `owner` may add a file of `size` bytes.
@@ -182,14 +156,9 @@ class Files:
         alive = [file for file in files if file["expires_at"] > self._clock()]
         return sorted(alive, key=lambda file: (-file["created_at"], file["id"]))
 
-    async def content(self, file_id: str) -> AsyncIterator[bytes]:
-        """Yield the content of a file that exists."""
-        folder = _content(file_id)
-        for name in await self._documents.names(folder):
-            piece = await self._documents.get(folder, name)
-            if piece is None:
-                raise file_missing(file_id)
-            yield piece
+    def content(self, file_id: str) -> AsyncIterator[bytes]:
+        """Yield the content of a file that exists; less of it if the file is deleted meanwhile."""
+        return self._contents.read(file_id)
 
     async def delete(self, owner: FileOwner, file_id: str) -> None:
         """Delete a file.
@@ -202,7 +171,7 @@ class Files:
 
     async def discard(self, file_id: str) -> None:
         """Delete the content of a file that was never added."""
-        await self._documents.delete(_content(file_id))
+        await self._contents.delete(file_id)
 
     async def sweep(self) -> None:
         """Delete the files whose lifetime is over."""
@@ -216,9 +185,14 @@ class Files:
                 await self._remove(orjson.loads(entry)[0], file_id, name)
 
     async def _remove(self, owner: str, file_id: str, index_name: str) -> None:
+        # Last comes the entry that `sweep` would try again by.
+        await self._contents.delete(file_id)
         await self._documents.delete(_folder(owner), file_id)
-        await self._documents.delete(_content(file_id))
         await self._documents.delete(INDEX, index_name)
+
+    async def close(self) -> None:
+        """Release the contents; the documents stay open."""
+        await self._contents.close()
 
 
 def new_file_id() -> str:
@@ -228,10 +202,6 @@ def new_file_id() -> str:
 
 def _folder(owner: str) -> str:
     return f"files:{owner}"
-
-
-def _content(file_id: str) -> str:
-    return f"content:{file_id}"
 
 
 def _index_name(file: Json) -> str:

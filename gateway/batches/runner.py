@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from starlette.types import ASGIApp, Message
 
     from gateway.batches.batches import Batches, BatchLease, BatchRecord
+    from gateway.batches.contents import ContentWriter
     from gateway.batches.files import Files
     from gateway.batches.lines import BatchLine
     from gateway.identity.caller import Caller
@@ -140,8 +141,8 @@ class BatchRunner:
             while not stopping.is_set():
                 try:
                     if time.monotonic() >= sweep_at:
-                        await self._files.sweep()
                         sweep_at = time.monotonic() + SWEEP_S
+                        await self._files.sweep()
                     self._batches.created.clear()
                     await self._claim()
                 except UnavailableError as error:
@@ -326,7 +327,10 @@ class BatchRun:
                 await asyncio.wait([lines], timeout=min(POLL_S, remaining))
                 self._batch = await self._batches.update(self._batch, self._with_counts)
             if lines.done():
-                lines.result()
+                try:
+                    lines.result()
+                except BaseExceptionGroup as group:
+                    raise group.exceptions[0] from group
         finally:
             lines.cancel()
             await asyncio.gather(lines, return_exceptions=True)
@@ -366,9 +370,29 @@ class BatchRun:
             await self._change("finalizing", "in_progress", end="completed" if is_whole else "expired")
         end = self._batch.end or "cancelled"
         good, bad = _file_id(self._batch.id, "output"), _file_id(self._batch.id, "errors")
-        await self._files.discard(good)
-        await self._files.discard(bad)
         outputs, errors = self._files.writer(good), self._files.writer(bad)
+        try:
+            succeeded, failed = await self._write_outputs(end, outputs, errors)
+            fields: Json = {}
+            for field, kind, file_id, writer in (
+                ("output_file_id", "output", good, outputs),
+                ("error_file_id", "errors", bad, errors),
+            ):
+                if writer.size:
+                    await writer.finish()
+                    name = f"{self._batch.id}_{kind}.jsonl"
+                    await self._files.add(self._batch.owner, file_id, name, "batch_output", writer.size)
+                    fields[field] = file_id
+        except BaseException:
+            await outputs.discard()
+            await errors.discard()
+            raise
+        total = self._batch.shown["request_counts"]["total"]
+        fields["request_counts"] = {"total": total, "completed": succeeded, "failed": failed}
+        await self._change(end, self._batch.status, **fields)
+
+    async def _write_outputs(self, end: str, outputs: ContentWriter, errors: ContentWriter) -> tuple[int, int]:
+        """Write the stored outcomes in the order of the lines; return the numbers of successes and failures."""
         succeeded = failed = 0
         async for number, raw in self._raw_lines():
             outcome = await self._batches.outcome(self._batch.id, number)
@@ -381,19 +405,7 @@ class BatchRun:
             succeeded += is_success
             failed += not is_success
             await (outputs if is_success else errors).write(output)
-        fields: Json = {}
-        for field, kind, file_id, writer in (
-            ("output_file_id", "output", good, outputs),
-            ("error_file_id", "errors", bad, errors),
-        ):
-            await writer.finish()
-            if writer.size:
-                name = f"{self._batch.id}_{kind}.jsonl"
-                await self._files.add(self._batch.owner, file_id, name, "batch_output", writer.size)
-                fields[field] = file_id
-        total = self._batch.shown["request_counts"]["total"]
-        fields["request_counts"] = {"total": total, "completed": succeeded, "failed": failed}
-        await self._change(end, self._batch.status, **fields)
+        return succeeded, failed
 
 
 def _error(code: str, message: str, param: str | None, line: int | None) -> Json:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from typing import TYPE_CHECKING, Any, Final
 
 import orjson
@@ -12,9 +12,10 @@ from starlette.datastructures import UploadFile
 from starlette.exceptions import HTTPException
 from starlette.responses import StreamingResponse
 
-from common.errors import InvalidRequestError
+from common.errors import InvalidRequestError, UnavailableError
 from common.names import check_name
-from gateway.batches.files import PIECE_BYTES, FileOwner, new_file_id
+from gateway.batches.contents import PIECE_BYTES
+from gateway.batches.files import FileOwner, new_file_id
 from gateway.endpoints.routing import PAUSE_S, ClientGoneError
 from gateway.identity.caller import Caller, identify
 from gateway.server.errors import HttpError
@@ -93,13 +94,16 @@ def add_routes(router: APIRouter, context: Context) -> None:
         owner = FileOwner.of(caller)
         async with context.charged(request, identify(caller).subject):
             file = await context.files.get(owner, file_id)
+            pieces = context.files.content(file_id)
+            # While an error can still be answered.
+            first = await anext(pieces, b"")
         headers = {
             "content-length": str(file["bytes"]),
             # Browsers neither show nor guess what users have uploaded.
             "content-disposition": "attachment",
             "x-content-type-options": "nosniff",
         }
-        return StreamingResponse(context.files.content(file_id), headers=headers, media_type="application/octet-stream")
+        return StreamingResponse(_after(first, pieces), headers=headers, media_type="application/octet-stream")
 
     @router.delete("/v1/files/{file_id}")
     async def delete_file(request: Request, file_id: str, caller: Caller = Depends(context.caller)) -> Response:
@@ -192,5 +196,13 @@ async def _store(context: Context, owner: FileOwner, file: UploadFile, purpose: 
         await writer.finish()
         return json_response(await context.files.add(owner, file_id, name, purpose, writer.size))
     except BaseException:
-        await context.files.discard(file_id)
+        await writer.discard()
+        with suppress(UnavailableError):
+            await context.files.discard(file_id)
         raise
+
+
+async def _after(first: bytes, pieces: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
+    yield first
+    async for piece in pieces:
+        yield piece

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from gateway.batches.contents import DocumentContents
 from gateway.batches.files import FileBounds, FileOwner, Files
 from gateway.batches.redis_documents import RedisDocuments
 from gateway.batches.sqlite_documents import SqliteDocuments
@@ -66,7 +67,7 @@ async def test_documents_are_exchanged_only_if_they_are_as_expected(
 async def test_files_disappear_when_their_lifetime_is_over(kind: str, redis: RedisProcess, tmp_path: Path) -> None:
     now = 1_000.0
     async with opened(kind, redis, tmp_path) as documents:
-        files = Files(documents, FileBounds(10**6, 10**6, 100.0), lambda: now)
+        files = Files(documents, DocumentContents(documents), FileBounds(10**6, 10**6, 100.0), lambda: now)
         writer = files.writer("file-1")
         await writer.write(b"x" * 300_000)
         await writer.finish()
