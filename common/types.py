@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 
     from common.grammars import Grammar
     from common.prompt_logprobs import PromptLogprobs
+    from common.steps import RowImage
 
 RequestId = NewType("RequestId", str)
 SubscriberId = NewType("SubscriberId", str)
@@ -393,3 +394,5 @@ class ScheduleRequest:
     prefill_group: str = ""
     # Tokens that the output may repeat parts of, as a source of drafts.
     prediction_ids: tuple[int, ...] = ()
+    # In the order of the prompt, each with its pixels; their embeddings belong where ids are below 0.
+    images: tuple[RowImage, ...] = ()

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
-from typing import TypeAlias, TypeVar
+from typing import TYPE_CHECKING, TypeAlias, TypeVar
 
 import numpy as np
 
 from common.errors import InvalidRequestError
 from common.grammars import MAX_GRAMMAR_BYTES, NO_SCOPE, Grammar, GrammarKind, GrammarScope
 from common.names import check_name
+from common.steps import RowImage
 from common.types import (
     CacheMode,
     GroupRole,
@@ -30,6 +32,11 @@ from common.types import (
 from common.wire.answers import prompt_logprobs_from_wire, prompt_logprobs_to_wire
 from common.wire.identity import view_from_wire, view_to_wire
 from protos.gen.pando.v1 import common_pb2, scheduler_pb2, sessions_pb2, tokenizer_pb2
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from numpy.typing import NDArray
 
 # Both messages have a field for each option, under the same name.
 RequestMessage: TypeAlias = tokenizer_pb2.GenerateRequest | scheduler_pb2.ScheduleRequest
@@ -94,7 +101,8 @@ def schedule_request_to_wire(request: ScheduleRequest) -> scheduler_pb2.Schedule
         request_id=request.request_id,
         view=view_to_wire(request.view),
         reply_to=reply_to_wire(request.reply_to),
-        token_ids=request.token_ids.tolist(),
+        token_ids=request.token_ids.view(np.uint32).tolist(),
+        images=map(_image_to_wire, request.images),
         second_text_start=request.second_text_start,
         prefill_group=request.prefill_group,
         prediction_token_ids=request.prediction_ids,
@@ -116,12 +124,43 @@ def schedule_request_from_wire(message: scheduler_pb2.ScheduleRequest) -> Schedu
         request_id=request_id,
         view=view_from_wire(message.view),
         reply_to=reply_to_from_wire(message.reply_to),
-        token_ids=np.array(message.token_ids, dtype=np.int32),
+        token_ids=np.array(message.token_ids, dtype=np.uint32).view(np.int32),
+        images=tuple(map(_image_from_wire, message.images)),
         options=replace(options_from_wire(message), n=max(message.n, 1)),
         second_text_start=message.second_text_start if message.HasField("second_text_start") else None,
         prefill_group=message.prefill_group,
         prediction_ids=tuple(message.prediction_token_ids),
     )
+
+
+def _image_to_wire(image: RowImage) -> scheduler_pb2.PromptImage:
+    assert image.pixels is not None, "images of requests have pixels"
+    return scheduler_pb2.PromptImage(
+        digest=image.digest,
+        offset=image.offset,
+        length=image.length,
+        grid=image.grid,
+        pixels=image.pixels.astype("<f4", copy=False).tobytes(),
+        shape=image.pixels.shape,
+    )
+
+
+def _image_from_wire(message: scheduler_pb2.PromptImage) -> RowImage:
+    return RowImage(
+        message.digest, message.offset, message.length, tuple(message.grid), pixels_of(message.pixels, message.shape)
+    )
+
+
+def pixels_of(content: bytes, shape: Iterable[int]) -> NDArray[np.float32]:
+    """Decode pixels of an image, little-endian float32.
+
+    Raises:
+        InvalidRequestError: there are more or fewer than `shape` has.
+    """
+    sides = tuple(shape)
+    if len(content) != 4 * math.prod(sides):
+        raise InvalidRequestError(f"{len(content)} bytes of pixels of the shape {list(sides)}", param="pixels")
+    return np.frombuffer(content, "<f4").reshape(sides)
 
 
 def options_to_wire(options: RequestOptions, kind: type[Message]) -> Message:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -24,7 +23,7 @@ from common.steps import (
 from common.transfers import PeerPages, Transfer, TransferDirection, TransferId
 from common.types import AdapterSlot, RequestId, RowSlot, SnapshotSlot, StepId
 from common.wire.answers import finish_reason_to_wire, logprob_to_wire, prompt_logprobs_from_wire, span_to_wire
-from common.wire.requests import pooling_from_wire, pooling_to_wire, sampling_from_wire, trace_from_wire
+from common.wire.requests import pixels_of, pooling_from_wire, pooling_to_wire, sampling_from_wire, trace_from_wire
 from protos.gen.pando.v1 import worker_pb2
 
 if TYPE_CHECKING:
@@ -219,13 +218,7 @@ def _open_from_wire(message: worker_pb2.RowOpen) -> RowOpen:
 
 
 def _image_from_wire(message: worker_pb2.RowImage) -> RowImage:
-    pixels = None
-    if message.HasField("pixels"):
-        if len(message.pixels) != 4 * math.prod(message.shape):
-            raise InvalidRequestError(
-                f"{len(message.pixels)} bytes of pixels of the shape {list(message.shape)}", param="pixels"
-            )
-        pixels = np.frombuffer(message.pixels, "<f4").reshape(message.shape)
+    pixels = pixels_of(message.pixels, message.shape) if message.HasField("pixels") else None
     return RowImage(message.digest, message.offset, message.length, tuple(message.grid), pixels)
 
 

@@ -12,6 +12,7 @@ from common.deltas import Delta, LogprobText, PromptLogprobsText, PromptUsage, T
 from common.grammars import NO_SCOPE, Grammar, GrammarKind, GrammarScope
 from common.prompt_logprobs import PromptLogprobs
 from common.requests import ChatMessage, ChatPrompt, GenerateRequest, PooledText, TokenPrompt, Truncation
+from common.steps import RowImage
 from common.types import (
     Admission,
     CacheMode,
@@ -178,18 +179,30 @@ single_options = complete(
 options = single_options | st.builds(
     lambda options, session, turn: replace(options, session=session, turn=turn), single_options, NAMES, turns
 )
+prompt_images = complete(
+    RowImage,
+    digest=st.binary(max_size=32),
+    offset=COUNT,
+    length=COUNT,
+    grid=st.lists(COUNT, max_size=3).map(tuple),
+    pixels=st.lists(FLOAT, max_size=4).map(lambda values: np.array(values, np.float32).reshape(1, -1)),
+)
 schedule_requests = complete(
     ScheduleRequest,
     request_id=NAMES.map(RequestId),
     view=views,
     reply_to=reply_tos,
-    token_ids=st.lists(TOKEN, min_size=1, max_size=20).map(lambda ids: np.array(ids, np.int32)),
+    # Those of images are below 0.
+    token_ids=st.lists(st.integers(-(2**31), 2**31 - 1), min_size=1, max_size=20).map(
+        lambda ids: np.array(ids, np.int32)
+    ),
     options=options,
     # Not sent to schedulers.
     routing_key=st.none(),
     second_text_start=st.none() | COUNT,
     prefill_group=st.just("") | NAMES,
     prediction_ids=st.lists(TOKEN, max_size=3).map(tuple),
+    images=st.lists(prompt_images, max_size=2).map(tuple),
 )
 chat_messages = complete(
     ChatMessage,

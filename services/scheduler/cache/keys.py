@@ -13,9 +13,9 @@ if TYPE_CHECKING:
     from common.types import TokenIds
 
 TOKEN_BYTES = 4
-# With an adapter, the upper bits of the ids of a key are bits of its digest. These repeat after TAGGED_TOKENS tokens,
-# so that every page, which must have at least as many, has 132 of them: equal pages have equal adapters. What is
-# derived from keys (names in storage, evidence of other groups) thus differs by adapter, too.
+# With an adapter, the upper bits of the ids of a key are combined with bits of its digest. These repeat after
+# TAGGED_TOKENS tokens, so that every page, which must have at least as many, has 132 of them: equal pages have equal
+# adapters. What is derived from keys (names in storage, evidence of other groups) thus differs by adapter, too.
 ID_BITS = 20
 ID_MASK = (1 << ID_BITS) - 1
 TAGGED_TOKENS = 12
@@ -31,13 +31,26 @@ def adapter_tags(digest: str) -> TokenIds:
 
 def tagged(token_ids: TokenIds, tags: TokenIds) -> TokenIds:
     """Return the ids of a key, [tokens] int32, from those of a prompt and the tags of its adapter."""
-    return token_ids | np.resize(tags, len(token_ids))
+    # Of images' ids, which are below 0, all bits are in use.
+    return token_ids ^ np.resize(tags, len(token_ids))
 
 
 def plain_ids(key: bytes) -> TokenIds:
-    """Return the token ids in a key, [tokens] int32, without tags."""
+    """Return the token ids in a key, [tokens] int32, without tags; those below 0 are of images."""
     ids = np.frombuffer(key, np.int32)
-    return ids & ID_MASK if len(ids) and bool((ids > ID_MASK).any()) else ids
+    return np.where(ids > ID_MASK, ids & ID_MASK, ids) if len(ids) and bool((ids > ID_MASK).any()) else ids
+
+
+def text_ids(key: bytes) -> TokenIds:
+    """Return the token ids in a key as `plain_ids` does, but without those of images."""
+    ids = plain_ids(key)
+    return ids if text_tokens(ids) == len(ids) else ids[ids >= 0]
+
+
+def text_tokens(token_ids: TokenIds) -> int:
+    """Return the number of token ids before the first image."""
+    below = token_ids < 0
+    return int(below.argmax()) if below.any() else len(token_ids)
 
 
 class PagedKey:

@@ -112,10 +112,10 @@ class NodeSnapshot:
     """A node at one moment; `TreeNode` in protos/pando/v1/scheduler.proto explains each field.
 
     `parent_id` is None for children of the root. `owner` is set for PRIVATE nodes, `tenant` for TENANT ones. `pages` is
-    [edge_tokens / page_size] int32 and `token_ids` [edge_tokens] int32, both read-only. Hits and users of the current
-    and the previous epoch are those of subjects that are not among the `creators`. The node is hidden from
-    `quarantined` subjects and `quarantined_tenants`. `promoted_tenants` is the number of tenants that shared a PUBLIC
-    node before.
+    [edge_tokens / page_size] int32 and `token_ids` [edge_tokens less the tokens of images] int32, both read-only. Hits
+    and users of the current and the previous epoch are those of subjects that are not among the `creators`. The node is
+    hidden from `quarantined` subjects and `quarantined_tenants`. `promoted_tenants` is the number of tenants that
+    shared a PUBLIC node before.
     """
 
     node_id: NodeId

@@ -15,6 +15,7 @@ from common.errors import (
     PandoError,
     RequestTimeoutError,
 )
+from common.images import image_spans
 from common.limits import Limits
 from common.prompt_limits import check_prompt_logprobs
 from common.sampling import choice_seed
@@ -258,9 +259,13 @@ class SchedulerCore:
             )
         if options.prompt_logprobs is not None:
             check_prompt_logprobs(options.prompt_logprobs, len(request.token_ids))
+            if request.images:
+                message = "A prompt with images has no log probabilities of its own."
+                raise InvalidRequestError(message, param="prompt_logprobs")
         ids = request.token_ids
-        if int(ids.min()) < 0 or int(ids.max()) >= self.config.vocabulary_size:
+        if (not request.images and int(ids.min()) < 0) or int(ids.max()) >= self.config.vocabulary_size:
             raise InvalidRequestError(f"token ids must be in [0, {self.config.vocabulary_size})", param="prompt")
+        image_spans(ids, request.images)
 
     def _adapter_of(self, request: ScheduleRequest) -> SequenceAdapter | None:
         name = request.options.adapter
@@ -292,6 +297,8 @@ class SchedulerCore:
         self._next_handle += 1
         sampling = dataclasses.replace(options.sampling, seed=choice_seed(options.sampling.seed, index))
         sequence = Sequence(request, index, handle, sampling, initial_ids(request), limit, now, leader)
+        if request.images:
+            sequence.image_spans = image_spans(request.token_ids, request.images)
         if options.prompt_logprobs is not None and leader is None:
             sequence.scoring = PromptScoring(options.prompt_logprobs, request.token_ids)
         return sequence

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from common.types import CacheMode
-from services.scheduler.cache.keys import plain_ids
+from services.scheduler.cache.keys import plain_ids, text_tokens
 
 if TYPE_CHECKING:
     from common.types import RowSlot, TokenIds
@@ -68,8 +68,8 @@ class DraftSources:
         known = self._rows.tokens(row)
         return (
             self._from_prediction(sequence, known, most)
-            or self._from_cache(sequence, known, most)
-            or repetition(known, most)
+            or _text_of(self._from_cache(sequence, known, most))
+            or _text_of(repetition(known, most))
         )
 
     def _from_prediction(self, sequence: Sequence, known: TokenIds, most: int) -> Guess | None:
@@ -88,6 +88,14 @@ class DraftSources:
             return None
         found = self._cache.continuation(sequence.request.view, sequence.key_of(known), most)
         return Guess(plain_ids(found.tobytes()), Origin.CACHE) if found.size else None
+
+
+def _text_of(guess: Guess | None) -> Guess | None:
+    """Return what comes before an image; None: nothing."""
+    if guess is None:
+        return None
+    ids = guess.token_ids[: text_tokens(guess.token_ids)]
+    return Guess(ids, guess.origin) if ids.size else None
 
 
 def repetition(known: TokenIds, most: int) -> Guess | None:

@@ -95,7 +95,21 @@ class KvMemory:
         """Return the number of tokens of a waiting sequence that are cached in its view; changes nothing."""
         if sequence.request.options.cache_mode is CacheMode.NONE:
             return 0
-        return self._peek(sequence.request.view, sequence.cacheable_ids)
+        return self._peek(sequence.request.view, self._matchable_ids(sequence))
+
+    def _matchable_ids(self, sequence: Sequence) -> TokenIds:
+        """Return the ids that may be matched: a match ends before an image or after it.
+
+        Only all ids of an image together are long enough that no other image has them.
+        """
+        ids = sequence.cacheable_ids
+        while sequence.image_spans:
+            first = sequence.image_at(self._peek(sequence.request.view, ids))
+            if first is None:
+                break
+            # The last of the ids is never matched.
+            ids = ids[: first + 1]
+        return ids
 
     def holds_back(self, sequence: Sequence, spare_pages: int, now: float) -> bool:
         """Return whether a waiting sequence must wait for pages from the host; start to load them if that pays."""
@@ -153,7 +167,7 @@ class KvMemory:
         sequence.was_committed = True
         return self._commit_prefix(
             view,
-            sequence.cacheable_ids,
+            self._matchable_ids(sequence),
             repeated=repeated,
             may_promote=options.cache_mode is not CacheMode.PRIVATE,
             priority=options.priority,

@@ -460,6 +460,7 @@ class Planner:
             second_text_start=request.second_text_start,
             adapter=(None if adapter is None else self._tenancy.adapters.take(adapter.digest, request.view.tenant)),
             trace=request.options.trace if is_sampled(request.options.trace) else None,
+            images=sequence.images_for(lock.matched_tokens),
         )
 
     def _unstick(self, prefilling: list[Sequence], now: float) -> bool:

@@ -13,6 +13,7 @@ from common.prompt_logprobs import PromptLogprobs, PromptLogprobSpan, no_span
 from services.scheduler.cache.keys import tagged
 
 if TYPE_CHECKING:
+    from common.steps import RowImage
     from common.transfers import TransferId
     from common.types import Finish, RowSlot, SamplingParams, ScheduleRequest, Subject, TokenIds
     from services.scheduler.cache.tiers.peer_reads import PeerFetch
@@ -125,6 +126,8 @@ class Sequence:
     adapter: SequenceAdapter | None = None
     # Set if its prompt's log probabilities are reported; only the first choice of a request reports them.
     scoring: PromptScoring | None = None
+    # Positions of the first and after the last embedding of each image of its prompt.
+    image_spans: tuple[tuple[int, int], ...] = ()
     # Tokens drafted from its request's prediction.
     accepted_prediction_tokens: int = 0
     rejected_prediction_tokens: int = 0
@@ -139,6 +142,17 @@ class Sequence:
         """The known ids that may be matched in the cache, which never matches the last of them."""
         limit = None if self.scoring is None else self.scoring.cacheable_tokens
         return self.key_of(self.token_ids if limit is None else self.token_ids[:limit])
+
+    def image_at(self, tokens: int) -> int | None:
+        """Return where the image begins that a prefix of so many tokens would cut in two; None: it would cut none."""
+        return next((first for first, end in self.image_spans if first < tokens < end), None)
+
+    def images_for(self, computed: int) -> tuple[RowImage, ...]:
+        """Return its images for a row whose first `computed` tokens are known: those within these need no pixels."""
+        return tuple(
+            replace(image, pixels=None) if end <= computed else image
+            for image, (_, end) in zip(self.request.images, self.image_spans, strict=True)
+        )
 
     def key_of(self, token_ids: TokenIds) -> TokenIds:
         """Return the ids by which the cache knows tokens of this sequence: an adapter shares no KV with others."""

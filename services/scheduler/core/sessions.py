@@ -141,6 +141,9 @@ class Sessions:
             name = request.options.session
             message = f"the session '{name}' is not open, or not any more; open one with /open_session"
             raise InvalidRequestError(message, param="session_params")
+        if request.images:
+            message = "a turn of a session takes no images; send the whole conversation with the session's name"
+            raise InvalidRequestError(message, param="session_params")
         if request.options.n != 1:
             raise InvalidRequestError("a turn of a session has one choice, as the next one continues it", param="n")
         base = session.base_of(turn)

@@ -498,6 +498,7 @@ class ScheduleRequest(_message.Message):
     IS_BATCH_FIELD_NUMBER: _builtins.int
     PREFILL_GROUP_FIELD_NUMBER: _builtins.int
     PREDICTION_TOKEN_IDS_FIELD_NUMBER: _builtins.int
+    IMAGES_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     n: _builtins.int
     """Number of choices, at least 1."""
@@ -529,7 +530,7 @@ class ScheduleRequest(_message.Message):
     def reply_to(self) -> _common_pb2.ReplyTo: ...
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """The prompt."""
+        """The prompt; ids below 0, as int32, are those of images."""
 
     @_builtins.property
     def sampling(self) -> _common_pb2.SamplingParams: ...
@@ -550,6 +551,10 @@ class ScheduleRequest(_message.Message):
     @_builtins.property
     def prediction_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Tokens that the output may repeat parts of, as a source of drafts."""
+
+    @_builtins.property
+    def images(self) -> _containers.RepeatedCompositeFieldContainer[Global___PromptImage]:
+        """In the order of the prompt."""
 
     def __init__(
         self,
@@ -578,10 +583,11 @@ class ScheduleRequest(_message.Message):
         is_batch: _builtins.bool = ...,
         prefill_group: _builtins.str = ...,
         prediction_token_ids: _abc.Iterable[_builtins.int] | None = ...,
+        images: _abc.Iterable[Global___PromptImage] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_max_context_tokens", b"_max_context_tokens", "_prompt_logprobs", b"_prompt_logprobs", "_resume", b"_resume", "_second_text_start", b"_second_text_start", "_session", b"_session", "_timeout_ms", b"_timeout_ms", "_trace", b"_trace", "_turn", b"_turn", "max_context_tokens", b"max_context_tokens", "prompt_logprobs", b"prompt_logprobs", "reply_to", b"reply_to", "resume", b"resume", "sampling", b"sampling", "second_text_start", b"second_text_start", "session", b"session", "stop", b"stop", "timeout_ms", b"timeout_ms", "trace", b"trace", "turn", b"turn", "view", b"view"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_max_context_tokens", b"_max_context_tokens", "_prompt_logprobs", b"_prompt_logprobs", "_resume", b"_resume", "_second_text_start", b"_second_text_start", "_session", b"_session", "_timeout_ms", b"_timeout_ms", "_trace", b"_trace", "_turn", b"_turn", "adapter", b"adapter", "cache_mode", b"cache_mode", "engine_failures", b"engine_failures", "is_batch", b"is_batch", "max_context_tokens", b"max_context_tokens", "n", b"n", "pooling", b"pooling", "prediction_token_ids", b"prediction_token_ids", "prefill_group", b"prefill_group", "priority", b"priority", "prompt_logprobs", b"prompt_logprobs", "reply_to", b"reply_to", "request_id", b"request_id", "resume", b"resume", "sampling", b"sampling", "second_text_start", b"second_text_start", "session", b"session", "skip_special_tokens", b"skip_special_tokens", "stop", b"stop", "timeout_ms", b"timeout_ms", "token_ids", b"token_ids", "trace", b"trace", "turn", b"turn", "view", b"view"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_max_context_tokens", b"_max_context_tokens", "_prompt_logprobs", b"_prompt_logprobs", "_resume", b"_resume", "_second_text_start", b"_second_text_start", "_session", b"_session", "_timeout_ms", b"_timeout_ms", "_trace", b"_trace", "_turn", b"_turn", "adapter", b"adapter", "cache_mode", b"cache_mode", "engine_failures", b"engine_failures", "images", b"images", "is_batch", b"is_batch", "max_context_tokens", b"max_context_tokens", "n", b"n", "pooling", b"pooling", "prediction_token_ids", b"prediction_token_ids", "prefill_group", b"prefill_group", "priority", b"priority", "prompt_logprobs", b"prompt_logprobs", "reply_to", b"reply_to", "request_id", b"request_id", "resume", b"resume", "sampling", b"sampling", "second_text_start", b"second_text_start", "session", b"session", "skip_special_tokens", b"skip_special_tokens", "stop", b"stop", "timeout_ms", b"timeout_ms", "token_ids", b"token_ids", "trace", b"trace", "turn", b"turn", "view", b"view"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__max_context_tokens: _TypeAlias = _typing.Literal["max_context_tokens"]  # noqa: Y015
     _WhichOneofArgType__max_context_tokens: _TypeAlias = _typing.Literal["_max_context_tokens", b"_max_context_tokens"]  # noqa: Y015
@@ -617,6 +623,50 @@ class ScheduleRequest(_message.Message):
     def WhichOneof(self, oneof_group: _WhichOneofArgType__turn) -> _WhichOneofReturnType__turn | None: ...
 
 Global___ScheduleRequest: _TypeAlias = ScheduleRequest  # noqa: Y015
+
+@_typing.final
+class PromptImage(_message.Message):
+    """An image of a prompt."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    DIGEST_FIELD_NUMBER: _builtins.int
+    OFFSET_FIELD_NUMBER: _builtins.int
+    LENGTH_FIELD_NUMBER: _builtins.int
+    GRID_FIELD_NUMBER: _builtins.int
+    PIXELS_FIELD_NUMBER: _builtins.int
+    SHAPE_FIELD_NUMBER: _builtins.int
+    digest: _builtins.bytes
+    """SHA-256 of the decoded pixels and of the settings of the model's processor."""
+    offset: _builtins.int
+    """Its embeddings take the places of the first `length` ids of the prompt below 0, as int32, from index `offset` on.
+    Each of these ids is -1 - w for the next word w of 31 bits of SHAKE-256 of the digest.
+    """
+    length: _builtins.int
+    pixels: _builtins.bytes
+    @_builtins.property
+    def grid(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """As in RowImage."""
+
+    @_builtins.property
+    def shape(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    def __init__(
+        self,
+        *,
+        digest: _builtins.bytes = ...,
+        offset: _builtins.int = ...,
+        length: _builtins.int = ...,
+        grid: _abc.Iterable[_builtins.int] | None = ...,
+        pixels: _builtins.bytes = ...,
+        shape: _abc.Iterable[_builtins.int] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["digest", b"digest", "grid", b"grid", "length", b"length", "offset", b"offset", "pixels", b"pixels", "shape", b"shape"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PromptImage: _TypeAlias = PromptImage  # noqa: Y015
 
 @_typing.final
 class GetStateRequest(_message.Message):

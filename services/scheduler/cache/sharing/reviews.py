@@ -10,7 +10,7 @@ from collections import OrderedDict
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from services.scheduler.cache.keys import plain_ids
+from services.scheduler.cache.keys import plain_ids, text_tokens
 from services.scheduler.cache.types import CandidateId, PromotionCandidate
 
 if TYPE_CHECKING:
@@ -61,8 +61,10 @@ class Reviews:
         """
         book = self._books.setdefault(scope, _Book())
         allowed = 0
-        end = len(hashes)
-        for number, chain in enumerate(hashes, 1):
+        ids = plain_ids(key)
+        # Nobody has looked at what images show.
+        end = min(len(hashes), text_tokens(ids) // self._page_size)
+        for number, chain in enumerate(hashes[:end], 1):
             verdict = book.verdicts.get(chain)
             if verdict:
                 allowed = number
@@ -77,7 +79,7 @@ class Reviews:
             self._pending[asked].members = members
         elif len(book.asked) < self._config.profile.remembered_chains:
             review = _Review(book, hashes[:end], members, epoch)
-            self._ask(review, plain_ids(key)[: end * self._page_size], scope[0] if scope else "")
+            self._ask(review, ids[: end * self._page_size], scope[0] if scope else "")
         return allowed
 
     def take(self) -> tuple[PromotionCandidate, ...]:

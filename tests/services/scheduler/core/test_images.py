@@ -1,0 +1,147 @@
+from __future__ import annotations
+
+from dataclasses import replace
+from hashlib import sha256
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+
+from common.images import image_ids, image_spans
+from common.prompt_logprobs import PromptLogprobs
+from common.steps import RowImage
+from common.types import Resume
+from services.scheduler.cache.keys import TAGGED_TOKENS, adapter_tags, plain_ids, tagged, text_ids
+from services.scheduler.core.drafts import repetition
+from tests.services.scheduler.core.harness import Harness, make_request, with_options
+
+if TYPE_CHECKING:
+    from common.steps import RowOpen
+    from common.types import ScheduleRequest
+
+CAT, DOG = (sha256(name).digest() for name in (b"cat", b"dog"))
+TEXT = [11, 12, 13]
+
+
+def ask(name: str, *parts: list[int] | tuple[bytes, int], user: str = "alice", **changes: Any) -> ScheduleRequest:
+    """Return a request whose prompt consists of texts and of images with so many embeddings."""
+    ids: list[int] = []
+    images = []
+    for part in parts:
+        if isinstance(part, tuple):
+            digest, length = part
+            images.append(RowImage(digest, len(ids), length, (1, 2), np.full((2, 3), 0.5, np.float32)))
+            ids += image_ids(digest, length).tolist()
+        else:
+            ids += part
+    return replace(make_request(name, ids, user=user, **changes), images=tuple(images))
+
+
+def serve(harness: Harness, request: ScheduleRequest) -> RowOpen:
+    """Serve a request to its end; return the row that was opened for it."""
+    assert harness.core.submit(request, harness.now).rejected is None
+    before = len(harness.plans)
+    harness.run()
+    harness.audit()
+    (opened,) = (opened for plan in harness.plans[before:] for opened in plan.opens)
+    return opened
+
+
+def test_ids_of_images_are_below_zero_and_determined_by_the_digest() -> None:
+    ids = image_ids(CAT, 64)
+    assert ids.dtype == np.int32
+    assert (ids < 0).all()
+    assert ids[:5].tolist() == image_ids(CAT, 5).tolist()
+    assert not np.intersect1d(ids, image_ids(DOG, 64)).size
+
+
+def test_the_same_picture_is_found_in_its_user_s_cache_and_needs_no_pixels() -> None:
+    harness = Harness()
+    first = serve(harness, ask("one", TEXT, (CAT, 6), [14, 15, 16, 17]))
+    assert first.computed_tokens == 0
+    assert first.images[0].pixels is not None
+    second = serve(harness, ask("two", TEXT, (CAT, 6), [14, 15, 16, 17]))
+    assert second.computed_tokens == 12
+    assert [(image.offset, image.length, image.grid, image.pixels) for image in second.images] == [(3, 6, (1, 2), None)]
+    assert serve(harness, ask("other", TEXT, (CAT, 6), [14, 15, 16, 17], user="bob")).computed_tokens == 0
+    # Another picture in the same place.
+    assert serve(harness, ask("dog", TEXT, (DOG, 6), [14, 15, 16, 17])).computed_tokens == 0
+
+
+def test_a_match_ends_before_an_image_or_after_it() -> None:
+    harness = Harness()
+    serve(harness, ask("one", [1, 2, 3, 4, 5], (CAT, 8), [14, 15]))
+    # The prompt ends inside of the cached image's last page.
+    second = serve(harness, ask("two", [1, 2, 3, 4, 5], (CAT, 8)))
+    assert second.computed_tokens == 4
+    assert second.images[0].pixels is not None
+
+
+def test_a_cut_match_does_not_end_inside_of_the_image_before() -> None:
+    harness = Harness()
+    parts: tuple[Any, ...] = ([1, 2, 3, 4, 5], (CAT, 4), [6], (DOG, 6))
+    serve(harness, ask("one", *parts, [7, 8]))
+    # The first page boundary before the dog is inside of the cat.
+    assert serve(harness, ask("two", *parts)).computed_tokens == 4
+
+
+def test_images_survive_retraction_of_their_row() -> None:
+    expected = Harness(pages=64)
+    requests = [ask(f"r{i}", TEXT, (CAT, 6), [20 + i] * 7, user=f"user-{i}", max_tokens=24) for i in range(3)]
+    tight = Harness(pages=18)
+    for harness in (expected, tight):
+        for request in requests:
+            assert harness.core.submit(request, harness.now).rejected is None
+        harness.run()
+        harness.audit()
+    assert tight.core.memory.retractions > 0
+    assert tight.outputs == expected.outputs
+    again = [opened for plan in tight.plans for opened in plan.opens][len(requests) :]
+    assert all(image_spans(opened.token_ids, opened.images) == ((3, 9),) for opened in again)
+
+
+def test_a_resumed_request_keeps_its_images() -> None:
+    harness = Harness()
+    opened = serve(harness, ask("one", TEXT, (CAT, 6), [14], resume=Resume((21, 22), 2)))
+    assert opened.token_ids[-2:].tolist() == [21, 22]
+    assert image_spans(opened.token_ids, opened.images) == ((3, 9),)
+
+
+@pytest.mark.parametrize(
+    "spoil",
+    [
+        lambda request: replace(request, images=()),
+        lambda request: replace(request, images=(*request.images, request.images[0])),
+        lambda request: replace(request, images=(replace(request.images[0], offset=4),)),
+        lambda request: replace(request, images=(replace(request.images[0], length=5),)),
+        lambda request: replace(request, images=(replace(request.images[0], digest=DOG),)),
+        lambda request: replace(request, images=(replace(request.images[0], digest=b""),)),
+        lambda request: with_options(request, prompt_logprobs=PromptLogprobs(0)),
+    ],
+)
+def test_ids_that_do_not_fit_the_images_are_refused(spoil: Any) -> None:
+    harness = Harness()
+    rejected = harness.core.submit(spoil(ask("one", TEXT, (CAT, 6), [14])), harness.now).rejected
+    assert rejected is not None
+    assert rejected.code.name == "INVALID_REQUEST"
+
+
+def test_keys_with_adapters_differ_in_every_page_and_keep_images_apart() -> None:
+    ids = np.concatenate([np.arange(TAGGED_TOKENS, dtype=np.int32), image_ids(CAT, TAGGED_TOKENS)])
+    keys = {tagged(ids, adapter_tags(sha256(name).hexdigest())).tobytes() for name in (b"one", b"two")}
+    assert len({key[part] for key in keys for part in (slice(4 * TAGGED_TOKENS), slice(4 * TAGGED_TOKENS, None))}) == 4
+    for key in keys:
+        assert plain_ids(key)[:TAGGED_TOKENS].tolist() == list(range(TAGGED_TOKENS))
+        assert text_ids(key).tolist() == list(range(TAGGED_TOKENS))
+
+
+def test_an_image_is_not_drafted() -> None:
+    harness = Harness(draft_tokens=4, pages=64)
+    run = [31, 32, 33, 34, 35, 36]
+    request = ask("one", run, (CAT, 6), run, max_tokens=12)
+    guess = repetition(request.token_ids, 4)
+    assert guess is not None
+    assert (guess.token_ids < 0).all(), "what came after the run is an image"
+    serve(harness, request)
+    drafts = [draft.token_ids for plan in harness.plans for draft in plan.drafts]
+    assert all((draft >= 0).all() for draft in drafts)
