@@ -332,6 +332,26 @@ async def test_a_batch_runs_to_its_end_in_the_lowest_class() -> None:
     assert not gateway.pipeline.submitted[-1].options.is_batch
 
 
+@pytest.mark.parametrize(
+    ("endpoint", "body"),
+    [
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "Hello"}]}),
+        ("/v1/responses", {"input": "Hello"}),
+        ("/v1/messages", {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 16}),
+    ],
+)
+async def test_lines_of_other_endpoints_get_the_answers_of_these(endpoint: str, body: dict[str, Any]) -> None:
+    gateway = gateway_saying("All", " right")
+    request = {"custom_id": "one", "method": "POST", "url": endpoint, "body": {"model": "tiny", **body}}
+    batch_id = await create(gateway, [request], endpoint)
+    async with running(gateway):
+        batch = await ended(gateway, batch_id)
+    assert batch["request_counts"] == {"total": 1, "completed": 1, "failed": 0}
+    [answer] = await content(gateway, batch["output_file_id"])
+    assert "All right" in json.dumps(answer["response"]["body"])
+    assert [each.options.is_batch for each in gateway.pipeline.submitted] == [True]
+
+
 async def test_wrong_lines_fail_the_batch_before_anything_runs() -> None:
     gateway = gateway_saying("x")
     lines: list[object] = [line(0), line(0), line(1, stream=True), line(2, "/v1/embeddings"), "text", {}]
