@@ -5,10 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from deploy.evaluation.attack.prober import AttackError
-
 if TYPE_CHECKING:
     from deploy.evaluation.bench.clock import Clock
+
+
+class BudgetSpentError(Exception):
+    """A run has made all requests that it may."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,10 +35,10 @@ class Allowance:
         """Wait until the next request may be sent.
 
         Raises:
-            AttackError: the budget is spent.
+            BudgetSpentError: the budget is spent.
         """
         if self.spent >= self._budget.requests:
-            raise AttackError(f"the budget of {self._budget.requests} requests is spent (--max-requests)")
+            raise BudgetSpentError(f"the budget of {self._budget.requests} requests is spent (--max-requests)")
         self.spent += 1
         now = self._clock.now()
         starts_at = max(self._next_at, now)

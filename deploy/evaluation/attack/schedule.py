@@ -7,6 +7,7 @@ import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from deploy.evaluation.attack.allowance import BudgetSpentError
 from deploy.evaluation.attack.prober import AttackError
 from deploy.evaluation.bench.target import TargetError
 
@@ -80,5 +81,5 @@ async def attempted(attack: Callable[[], Awaitable[AttackReport]], requests: Cal
     """Run an attack; a server that cannot be attacked is its result, as the next run may find it well."""
     try:
         return Attempt(await attack(), requests())
-    except (AttackError, TargetError) as error:
+    except (AttackError, BudgetSpentError, TargetError) as error:
         return Attempt(None, requests(), str(error))

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from deploy.cli import main
-from deploy.evaluation.attack.allowance import Allowance, Budget
+from deploy.evaluation.attack.allowance import Allowance, Budget, BudgetSpentError
 from deploy.evaluation.attack.campaign import AttackReport
 from deploy.evaluation.attack.command import ORACLES, duration
 from deploy.evaluation.attack.prober import LOWEST_PRIORITY, AttackError
@@ -51,7 +51,7 @@ async def test_requests_are_sent_at_the_budgets_rate_and_not_beyond_it() -> None
         await allowance.take()
         times.append(clock.time)
     assert times == [100.0, 100.5, 101.0, 101.5, 102.0]
-    with pytest.raises(AttackError, match="budget of 5 requests"):
+    with pytest.raises(BudgetSpentError, match="budget of 5 requests"):
         await allowance.take()
     assert allowance.spent == 5
 
