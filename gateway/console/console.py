@@ -9,10 +9,12 @@ from typing import TYPE_CHECKING
 
 import orjson
 
+from common.adapters import SEPARATOR
 from common.errors import PandoError, QueueFullError
 from common.heads import Task
 from common.version import version
 from gateway.console.alerts import alerts
+from gateway.endpoints.models import usable_adapters
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable
@@ -38,7 +40,7 @@ class Console:
         self._watchers = 0
 
     async def about(self, caller: Caller) -> JsonObject:
-        """Return the caller's identity and the models that it may choose from."""
+        """Return the caller's identity and the models and adapters that it may choose from."""
         known = await self._context.models.known()
         return {
             "tenant": caller.tenant,
@@ -52,8 +54,13 @@ class Console:
                     "generates": Task.GENERATE in card.tasks,
                     "has_tools": card.tool_style is not None,
                     "has_reasoning": card.reasoning_style is not None,
+                    # Names of the model with each of them, as requests give them.
+                    "adapters": [
+                        f"{card.name}{SEPARATOR}{adapter}"
+                        for adapter in await usable_adapters(self._context, caller, backend)
+                    ],
                 }
-                for _, card in known
+                for backend, card in known
                 if card is not None
             ],
         }

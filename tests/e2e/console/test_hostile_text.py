@@ -13,9 +13,10 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from common.adapters import AdapterInfo
 from common.requests import ChatPrompt
 from common.settings import ConsoleSettings, GatewaySettings
-from gateway.pipeline.port import CacheChanges
+from gateway.pipeline.port import CacheChanges, LoadedAdapter
 from tests.e2e.console.browser import browsing
 from tests.fakes.pipeline import FakeAdministration, FakePipeline, says
 from tests.gateway.listening import listening
@@ -78,12 +79,20 @@ GROUP: dict[str, Any] = {
 
 
 def repeat(request: GenerateRequest) -> Iterable[Event]:
-    """Answer with the last message."""
+    """Answer with the last message; ask for a question's answer from the tool, if there is one."""
     assert isinstance(request.prompt, ChatPrompt)
-    return says(request.prompt.messages[-1].content or "")(request)
+    last = request.prompt.messages[-1]
+    if request.prompt.tools_json and last.role == "user":
+        name = json.loads(request.prompt.tools_json[0])["function"]["name"]
+        call = json.dumps({"name": name, "arguments": {"question": last.content}})
+        return says(f"<tool_call>{call}</tool_call>")(request)
+    return says(last.content or "")(request)
 
 
 class HostileAdministration(FakeAdministration):
+    async def adapters(self) -> list[LoadedAdapter]:
+        return [LoadedAdapter(AdapterInfo(name, name)) for name in HOSTILE]
+
     async def detailed_states(self, max_owners: int) -> list[dict[str, object]]:
         return [GROUP]
 
@@ -123,6 +132,12 @@ def browser(address: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
         yield opened
 
 
+def enter(browser: Browser, selector: str, text: str) -> None:
+    """Put a text, which may have characters that WebDriver cannot type, into a field."""
+    script = "arguments[0].value = arguments[1]; arguments[0].dispatchEvent(new Event('input', {bubbles: true}))"
+    browser.run(script, browser.find(selector), text)
+
+
 def check_harmless(browser: Browser) -> None:
     """Check that nothing ran, was loaded or could be pressed, and that the page still is the console's."""
     assert browser.run("return window.pwned") is None
@@ -142,10 +157,9 @@ def check_harmless(browser: Browser) -> None:
 
 def test_answers_and_questions_are_harmless(browser: Browser) -> None:
     browser.open("chat")
-    script = "arguments[0].value = arguments[1]; arguments[0].dispatchEvent(new Event('input', {bubbles: true}))"
     for number, text in enumerate(HOSTILE, 1):
         # The model repeats it.
-        browser.run(script, browser.find("#draft"), text)
+        enter(browser, "#draft", text)
         browser.click("Send", ".composer")
         browser.until(lambda: len(browser.driver.find_elements("css selector", ".message footer")) == number, text)  # noqa: B023
     check_harmless(browser)
@@ -155,6 +169,38 @@ def test_answers_and_questions_are_harmless(browser: Browser) -> None:
     shown = browser.run("return [...document.querySelectorAll('.markdown pre')].map((each) => each.textContent)")
     assert any("<img src=x onerror=window.pwned=1>" in text for text in shown)
     assert browser.driver.find_elements("css selector", ".markdown table")
+
+
+def test_a_tool_of_the_form_is_called_and_gets_a_harmless_result(browser: Browser) -> None:
+    browser.open("chat", (1280, 1500))
+    browser.click("tinySettings")
+    names = browser.run("return [...document.querySelectorAll('main option')].map((each) => each.textContent)")
+    assert names == ["tiny", *(f"tiny:{name}" for name in HOSTILE)]
+    browser.click("Add a tool")
+    name, description = browser.driver.find_elements("css selector", ".tools input")
+    enter(browser, "#draft", HOSTILE[0])
+    browser.click("Send", ".composer")
+    browser.shows("Tool 1 has no name")
+    name.send_keys("find")
+    description.send_keys(HOSTILE[1])
+    schema = browser.find(".tools textarea")
+    schema.send_keys("{")
+    browser.click("Try again")
+    browser.shows("Parameters of find:")
+    schema.clear()
+    schema.send_keys('{"type": "object", "properties": {"question": {"type": "string"}}}')
+    browser.click("Try again")
+    browser.find("section form.card")
+    assert browser.find(".call code").text == "find"
+    assert json.loads(browser.find(".call pre").text) == {"question": HOSTILE[0]}
+    assert browser.accessibility() == []
+    enter(browser, "section form.card textarea", HOSTILE[4])
+    browser.click("Send the results")
+    browser.until(lambda: len(browser.driver.find_elements("css selector", ".message footer")) == 2, "the answer")
+    assert browser.find(".message.tool .plain").text == HOSTILE[4]
+    check_harmless(browser)
+    browser.click("Remove tool 1")
+    assert not browser.driver.find_elements("css selector", ".tools fieldset")
 
 
 def test_names_in_the_grove_are_harmless(browser: Browser) -> None:

@@ -91,6 +91,13 @@ async def test_callers_learn_who_they_are() -> None:
     assert [model["name"] for model in about["models"]] == ["tiny"]
 
 
+async def test_adapters_are_named_as_requests_name_them() -> None:
+    gateway = gateway_of()
+    await gateway.administration.load_adapter("botany", "somewhere", pinned=False)
+    [model] = (await gateway.get("/console/about")).json()["models"]
+    assert model["adapters"] == ["tiny:botany"]
+
+
 async def test_the_fleet_has_tenants_weights(tmp_path: Path) -> None:
     limits = tmp_path / "limits.toml"
     limits.write_text("[tenants.acme]\nweight = 3\n")

@@ -6,7 +6,7 @@ import { Markdown } from "../markdown.js";
 import { Notice } from "../parts.js";
 import { events, request } from "../server.js";
 
-const DEFAULTS = { system: "", temperature: "0.7", top_p: "", max_tokens: "512", seed: "", tools: "", schema: "", user: "" };
+const DEFAULTS = { system: "", temperature: "0.7", top_p: "", max_tokens: "512", seed: "", tools: [], schema: "", user: "" };
 
 /** The body of a request, and what is wrong with the settings. */
 export function bodyOf(model, settings, messages) {
@@ -18,12 +18,20 @@ export function bodyOf(model, settings, messages) {
     if (!Number.isFinite(body[name])) throw new Error(`${name} must be a number.`);
   }
   if (settings.user.trim()) body.user = settings.user.trim();
-  if (settings.tools.trim()) body.tools = parsed("Tools", settings.tools);
+  if (settings.tools.length) body.tools = settings.tools.map(toolOf);
   if (settings.schema.trim()) {
     const schema = parsed("JSON schema", settings.schema);
     body.response_format = { type: "json_schema", json_schema: { name: "answer", schema } };
   }
   return body;
+}
+
+function toolOf({ name, description, parameters }, index) {
+  if (!name.trim()) throw new Error(`Tool ${index + 1} has no name.`);
+  const called = { name: name.trim() };
+  if (description.trim()) called.description = description.trim();
+  if (parameters.trim()) called.parameters = parsed(`Parameters of ${called.name}`, parameters);
+  return { type: "function", function: called };
 }
 
 function parsed(what, text) {
@@ -239,14 +247,26 @@ function ToolResults({ calls, give }) {
     <button type="submit">Send the results</button></form>`;
 }
 
+function Tools({ tools, change }) {
+  const replace = (index, name) => (event) => change(tools.map((tool, i) => (i === index ? { ...tool, [name]: event.target.value } : tool)));
+  return html`<div class="wide tools">
+    ${tools.map((tool, index) => html`<fieldset key=${index}><legend>Tool ${index + 1}</legend>
+      <label>Name<input value=${tool.name} onInput=${replace(index, "name")} /></label>
+      <label class="wide">Description<input value=${tool.description} onInput=${replace(index, "description")} /></label>
+      <label class="wide">Parameters' JSON schema<textarea rows="3" class="code" placeholder='{"type": "object", "properties": …}' value=${tool.parameters} onInput=${replace(index, "parameters")}></textarea></label>
+      <button type="button" class="quiet" onClick=${() => change(tools.filter((_, i) => i !== index))}>Remove tool ${index + 1}</button></fieldset>`)}
+    <button type="button" onClick=${() => change([...tools, { name: "", description: "", parameters: "" }])}>Add a tool</button>
+  </div>`;
+}
+
 function Settings({ about, models, model, setModel, settings, setSettings }) {
   const field = (name) => ({ value: settings[name], onInput: (event) => setSettings({ ...settings, [name]: event.target.value }) });
-  const chosen = models.find(({ name }) => name === model);
+  const chosen = models.find(({ name, adapters }) => name === model || adapters.includes(model));
   return html`<details class="settings">
     <summary><span>${model}</span><span class="muted">Settings</span></summary>
     <div class="fields">
       <label>Model<select value=${model} onChange=${(event) => setModel(event.target.value)}>
-        ${models.map(({ name }) => html`<option value=${name}>${name}</option>`)}</select></label>
+        ${models.flatMap(({ name, adapters }) => [name, ...adapters]).map((each) => html`<option value=${each}>${each}</option>`)}</select></label>
       <label>Temperature<input inputmode="decimal" ...${field("temperature")} /></label>
       <label>Top p<input inputmode="decimal" placeholder="1" ...${field("top_p")} /></label>
       <label>Most tokens<input inputmode="numeric" ...${field("max_tokens")} /></label>
@@ -255,7 +275,7 @@ function Settings({ about, models, model, setModel, settings, setSettings }) {
       <label class="wide">System prompt<textarea rows="3" ...${field("system")}></textarea></label>
       <label class="wide">Answer's JSON schema<textarea rows="3" class="code" placeholder='{"type": "object", "properties": …}' ...${field("schema")}></textarea></label>
       ${chosen?.has_tools
-        ? html`<label class="wide">Tools<textarea rows="3" class="code" placeholder='[{"type": "function", "function": {"name": …}}]' ...${field("tools")}></textarea></label>`
+        ? html`<${Tools} tools=${settings.tools} change=${(tools) => setSettings({ ...settings, tools })} />`
         : html`<p class="wide muted">This model's chat template has no tools.</p>`}
     </div>
   </details>`;
