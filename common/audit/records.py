@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
-
-import orjson
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -42,7 +41,7 @@ class Torn:
 
 def encode_record(sequence: int, fields: Mapping[str, object], previous: str) -> tuple[bytes, str]:
     """Return the line of a record, with its newline, and its hash."""
-    body = orjson.dumps({"sequence": sequence, **fields, "previous": previous})[:-1]
+    body = json.dumps({"sequence": sequence, **fields, "previous": previous}, separators=(",", ":")).encode()[:-1]
     digest = hashlib.sha256(body).hexdigest()
     return body + b',"hash":"' + digest.encode() + b'"}\n', digest
 
@@ -56,7 +55,7 @@ def decode_record(line: bytes) -> AuditRecord | None:
     if hashlib.sha256(body).hexdigest() != digest:
         return None
     try:
-        fields = orjson.loads(body + b"}")
+        fields = json.loads(body + b"}")
         return AuditRecord(int(fields["sequence"]), str(fields["previous"]), digest, fields)
     except (ValueError, KeyError, TypeError):
         return None

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
-class Head:
+class ChainHead:
     """A record that a chain had as its last one, as logs and metrics show it; `digest` is the beginning of its hash."""
 
     sequence: int
@@ -34,7 +34,7 @@ class ChainReport:
     seen: dict[int, str] = field(default_factory=dict)
 
 
-def verify_chain(files: Sequence[Path], heads: Iterable[Head] = ()) -> ChainReport:
+def verify_chain(files: Sequence[Path], heads: Iterable[ChainHead] = ()) -> ChainReport:
     """Check the records of a chain's files, oldest first, and that it has the records that `heads` name.
 
     The first files may be missing, for example because they have been moved to an archive; heads of records in them are
@@ -104,7 +104,7 @@ def _about(path: Path, torn: Torn, report: ChainReport) -> str:
     return f"{path}: {number} has been changed, or was not completed ({len(torn.content)} bytes that are no record)"
 
 
-def _missing(heads: Iterable[Head], report: ChainReport) -> str | None:
+def _missing(heads: Iterable[ChainHead], report: ChainReport) -> str | None:
     for head in heads:
         if report.last is not None and head.sequence > report.last:
             return f"record {report.last + 1} is missing: the chain once reached {head.sequence}, and ends here"

@@ -15,7 +15,7 @@ import orjson
 
 from common.audit.chain import SUFFIX, files_of
 from common.audit.records import AuditRecord, read_records
-from common.audit.verification import Head, verify_chain
+from common.audit.verification import ChainHead, verify_chain
 from common.errors import ConfigurationError
 from common.settings import CONFIG_VARIABLE, parse_settings
 
@@ -81,7 +81,7 @@ def _show(arguments: argparse.Namespace, chains: Sequence[Sequence[Path]]) -> in
     return 0
 
 
-def _verify(heads: Sequence[Head], chains: Sequence[Sequence[Path]]) -> int:
+def _verify(heads: Sequence[ChainHead], chains: Sequence[Sequence[Path]]) -> int:
     if heads and len(chains) > 1:
         raise ConfigurationError("--head is about one chain: name its directory or files")
     status = 0
@@ -156,8 +156,8 @@ def _parse_since(text: str) -> datetime:
     return moment if moment.tzinfo is not None else moment.replace(tzinfo=UTC)
 
 
-def _parse_head(text: str) -> Head:
+def _parse_head(text: str) -> ChainHead:
     head = HEAD.fullmatch(text)
     if head is None:
         raise argparse.ArgumentTypeError(f"{text!r} is not a number and at least 12 digits of a hash: 17:0123456789ab")
-    return Head(int(head[1]), head[2])
+    return ChainHead(int(head[1]), head[2])

@@ -94,7 +94,7 @@ WORKLOADS = {
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
+class DraftedRun:
     """Rows that decoded together: their outputs, passes, seconds, and the tokens of their drafts."""
 
     outputs: tuple[tuple[int, ...], ...]
@@ -113,7 +113,7 @@ class Run:
 
 
 @dataclass(frozen=True, slots=True)
-class Workload:
+class DraftedWorkload:
     """Prompts that are answered together, and how."""
 
     prompts: Sequence[Sequence[int]]
@@ -134,7 +134,7 @@ class SyntheticSources:
         return Guess(np.array(ids, np.int32), Origin.CACHE)
 
 
-class Server:
+class DraftingServer:
     """A scheduler's core over an engine; each run begins with an empty cache."""
 
     def __init__(self, engine: ModelEngine, capacity: EngineCapacity, rows: int) -> None:
@@ -146,10 +146,10 @@ class Server:
 
     def run(
         self,
-        workload: Workload,
+        workload: DraftedWorkload,
         method: Method,
         make_sources: Callable[[RowSlots, PrefixCache], GuessesTokens] = DraftSources,
-    ) -> Run:
+    ) -> DraftedRun:
         """Answer all prompts together; time counts once all rows decode."""
         self._engine.reset()
         speculation = SpeculationSettings(method=method)
@@ -172,7 +172,7 @@ class Server:
             assert core.submit(request, 0.0).rejected is None, "the prompt fits"
         return self._decode(core, len(workload.prompts))
 
-    def _decode(self, core: SchedulerCore, rows: int) -> Run:
+    def _decode(self, core: SchedulerCore, rows: int) -> DraftedRun:
         outputs: dict[int, list[int]] = {}
         finished = passes = tokens = 0
         started, busy = time.perf_counter(), time.process_time()
@@ -202,7 +202,7 @@ class Server:
         seconds, busy_s = time.perf_counter() - started, time.process_time() - busy
         found = core.speculation
         texts = tuple(tuple(outputs[handle]) for handle in sorted(outputs))
-        return Run(texts, passes, seconds, busy_s, tokens, found.drafted_tokens, found.accepted_tokens)
+        return DraftedRun(texts, passes, seconds, busy_s, tokens, found.drafted_tokens, found.accepted_tokens)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -238,10 +238,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 Figures = dict[str, tuple[Spread, str]]
 
 
-def start(spec: EngineSpec, device: str) -> tuple[ModelEngine, Server]:
+def start(spec: EngineSpec, device: str) -> tuple[ModelEngine, DraftingServer]:
     """Load a model."""
     engine = torch_engine(lambda its, report: load_decoder(its, report, RunnerOptions(device=device)))
-    return engine, Server(engine, engine.configure(spec, lambda *_: None), spec.max_rows)
+    return engine, DraftingServer(engine, engine.configure(spec, lambda *_: None), spec.max_rows)
 
 
 def measure_workloads(arguments: argparse.Namespace) -> Figures:
@@ -258,8 +258,8 @@ def measure_workloads(arguments: argparse.Namespace) -> Figures:
     asked |= {f"{count} streams": list(islice(cycle(framed.values()), count)) for count in arguments.streams}
     figures: Figures = {}
     for name, prompts in asked.items():
-        workload = Workload(prompts, SamplingParams(temperature=0.0), arguments.new_tokens)
-        runs: dict[Method, list[Run]] = {"off": [], "ngram": []}
+        workload = DraftedWorkload(prompts, SamplingParams(temperature=0.0), arguments.new_tokens)
+        runs: dict[Method, list[DraftedRun]] = {"off": [], "ngram": []}
         for _ in range(REPEATS):
             for method, done in runs.items():
                 done.append(server.run(workload, method))
@@ -281,10 +281,10 @@ def measure_shape(arguments: argparse.Namespace) -> Figures:
     sampling = SamplingParams(temperature=0.0, allowed_token_ids=(RIGHT,))
     figures: Figures = {}
     for rows in arguments.rows:
-        workload = Workload(ids[:rows].tolist(), sampling, arguments.new_tokens)
+        workload = DraftedWorkload(ids[:rows].tolist(), sampling, arguments.new_tokens)
         server.run(workload, "off")
-        without: list[Run] = []
-        drafted: dict[float, list[Run]] = {acceptance: [] for acceptance in arguments.acceptance}
+        without: list[DraftedRun] = []
+        drafted: dict[float, list[DraftedRun]] = {acceptance: [] for acceptance in arguments.acceptance}
         for _ in range(REPEATS):
             without.append(server.run(workload, "off"))
             for acceptance, done in drafted.items():
@@ -298,7 +298,7 @@ def measure_shape(arguments: argparse.Namespace) -> Figures:
     return figures
 
 
-def add_figures(figures: Figures, name: str, without: list[Run], drafted: list[Run]) -> None:
+def add_figures(figures: Figures, name: str, without: list[DraftedRun], drafted: list[DraftedRun]) -> None:
     """Add throughput with drafts and without, tokens per pass, and the share of drafts that was accepted."""
     figures[f"{name}, without: throughput"] = Spread.of([run.rate for run in without]), "tokens/s"
     figures[f"{name}, with drafts: throughput"] = Spread.of([run.rate for run in drafted]), "tokens/s"

@@ -13,7 +13,7 @@ import pytest
 
 from common.audit.chain import AuditChain, files_of
 from common.audit.records import NO_HASH, AuditRecord, Torn, decode_record, encode_record, read_records
-from common.audit.verification import Head, verify_chain
+from common.audit.verification import ChainHead, verify_chain
 from common.errors import ConfigurationError
 
 if TYPE_CHECKING:
@@ -36,7 +36,7 @@ def records(directory: Path) -> list[AuditRecord]:
     return [part for part in parts if isinstance(part, AuditRecord)]
 
 
-def broken(directory: Path, *heads: Head) -> str | None:
+def broken(directory: Path, *heads: ChainHead) -> str | None:
     return verify_chain(files_of(directory), heads).broken
 
 
@@ -190,7 +190,7 @@ def test_a_rewritten_record_that_fits_itself_is_named(tmp_path: Path) -> None:
 def test_a_truncated_chain_is_noticed_by_a_recorded_head(tmp_path: Path) -> None:
     directory = write(tmp_path, 5)
     path = only_file(directory)
-    head = Head(5, records(directory)[4].hash[:12])
+    head = ChainHead(5, records(directory)[4].hash[:12])
     assert broken(directory, head) is None
     lines = path.read_bytes().splitlines(keepends=True)
     path.write_bytes(b"".join(lines[:3]))

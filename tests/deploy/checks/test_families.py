@@ -26,7 +26,7 @@ def test_drift_fails_the_check_and_writing_ends_it(
     monkeypatch.setattr("sys.argv", ["families"])
     assert families.main() == 0
     for page, row in zip(
-        pages, ("| Qwen3 | `qwen3` | `qwen3` |", "| gpt-oss | yes | in BF16 | not experts |"), strict=True
+        pages, ("| Qwen3 | `qwen3`, `qwen3_vl` | `qwen3` |", "| gpt-oss | yes | in BF16 | not experts |"), strict=True
     ):
         assert page.read_text().startswith("before\n")
         assert page.read_text().endswith("after\n")
