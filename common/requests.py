@@ -10,6 +10,26 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
+class ImageFile:
+    """A picture for the model, as it was sent: JPEG, PNG, WebP or GIF."""
+
+    data: bytes
+    # low, high or auto.
+    detail: str = "auto"
+
+
+@dataclass(frozen=True, slots=True)
+class ImageLimits:
+    """The images that a request may have."""
+
+    max_images: int
+    # Of each image, as it was sent.
+    max_file_bytes: int
+    # Width times height of each image.
+    max_pixels: int
+
+
+@dataclass(frozen=True, slots=True)
 class ChatMessage:
     """One message of a conversation; the chat template does not receive parts that are None."""
 
@@ -20,6 +40,8 @@ class ChatMessage:
     # A JSON array of OpenAI tool call objects.
     tool_calls_json: str | None = None
     reasoning_content: str | None = None
+    # Content with images, in its order; `content` is None then.
+    parts: tuple[str | ImageFile, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,3 +115,5 @@ class GenerateRequest:
     routing_key: str | None = None
     # Whether the admission has the ids of the prompt.
     returns_prompt_ids: bool = False
+    # Only with a text as the prompt, which has the model's own placeholder of an image as often, in this order.
+    images: tuple[ImageFile, ...] = ()

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from common.adapters import AdapterInfo
     from common.deltas import Delta
     from common.heads import Head, Task
-    from common.requests import ChatPrompt, GenerateRequest
+    from common.requests import ChatPrompt, GenerateRequest, ImageLimits
     from common.types import (
         Admission,
         ReasoningStyle,
@@ -270,6 +270,8 @@ class ModelInfo:
     # Texts that are put before those to embed, by name; and the name of the one for requests that name none.
     prompts: Mapping[str, str] = field(default_factory=dict)
     default_prompt: str | None = None
+    # None: the model takes no images.
+    images: ImageLimits | None = None
 
     @property
     def tasks(self) -> tuple[Task, ...]:

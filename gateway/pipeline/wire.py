@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, assert_never
 
 from common.deltas import Delta, LogprobText, PromptLogprobsText, PromptUsage, TokenText
 from common.heads import Head, HeadActivation
-from common.requests import ChatPrompt, PooledText, TokenPrompt
+from common.requests import ChatPrompt, ImageFile, ImageLimits, PooledText, TokenPrompt
 from common.types import Pooling, ReasoningStyle, RequestId, ToolStyle
 from common.wire.answers import finish_from_wire
 from common.wire.identity import view_to_wire
@@ -49,6 +49,7 @@ def generate_to_wire(request: GenerateRequest, reply_to: ReplyTo) -> tokenizer_p
         prediction=request.prediction,
         routing_key=request.routing_key,
         return_prompt_ids=request.returns_prompt_ids,
+        images=map(_image_to_wire, request.images),
     )
     message.MergeFrom(options_to_wire(request.options, tokenizer_pb2.GenerateRequest))
     match request.prompt:
@@ -98,7 +99,18 @@ def _message_to_wire(message: ChatMessage) -> tokenizer_pb2.ChatMessage:
         tool_call_id=message.tool_call_id,
         tool_calls_json=message.tool_calls_json,
         reasoning_content=message.reasoning_content,
+        parts=map(_part_to_wire, message.parts),
     )
+
+
+def _part_to_wire(part: str | ImageFile) -> tokenizer_pb2.ContentPart:
+    if isinstance(part, ImageFile):
+        return tokenizer_pb2.ContentPart(image=_image_to_wire(part))
+    return tokenizer_pb2.ContentPart(text=part)
+
+
+def _image_to_wire(image: ImageFile) -> tokenizer_pb2.Image:
+    return tokenizer_pb2.Image(data=image.data, detail=image.detail)
 
 
 def delta_from_wire(message: detokenizer_pb2.Delta) -> Delta:
@@ -166,7 +178,12 @@ def model_from_wire(message: tokenizer_pb2.GetModelResponse) -> ModelInfo:
         head=_head_from_wire(message.head) if message.HasField("head") else None,
         prompts={prompt.name: prompt.text for prompt in message.prompts},
         default_prompt=message.default_prompt if message.HasField("default_prompt") else None,
+        images=_image_limits_from_wire(message.images) if message.HasField("images") else None,
     )
+
+
+def _image_limits_from_wire(message: tokenizer_pb2.ImageLimits) -> ImageLimits:
+    return ImageLimits(message.max_images, message.max_file_bytes, message.max_pixels)
 
 
 def _head_from_wire(message: tokenizer_pb2.Head) -> Head | None:

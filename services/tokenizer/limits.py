@@ -9,14 +9,14 @@ from typing import TYPE_CHECKING, Final
 from common.errors import ContextLengthError, InvalidRequestError, ModelNotFoundError
 from common.patterns import compile_pattern
 from common.prompt_limits import check_prompt_logprobs
-from common.requests import ChatPrompt
+from common.requests import ChatPrompt, ImageFile
 from common.tokenization.parts import NO_TRAITS
 from common.types import Pooling
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Sequence
 
-    from common.requests import GenerateRequest, Prompt
+    from common.requests import GenerateRequest, ImageLimits, Prompt
     from common.tokenization.parts import EmbeddingTraits
     from common.types import RequestOptions, Resume, SamplingParams, StopConditions, TokenIds
 
@@ -30,6 +30,8 @@ MAX_STOP_CHARACTERS: Final = 4096
 MAX_STOP_PATTERNS: Final = 4
 # Outputs of a head of each token for one prompt: 4 MB.
 MAX_TOKEN_OUTPUTS: Final = 1_048_576
+# How closely an image is looked at.
+DETAILS: Final = ("auto", "low", "high")
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +42,8 @@ class ModelLimits:
     max_context_tokens: int
     vocabulary_size: int
     embedding: EmbeddingTraits = NO_TRAITS
+    # None: the model takes no images.
+    images: ImageLimits | None = None
 
 
 def check_request(request: GenerateRequest, limits: ModelLimits) -> None:
@@ -51,6 +55,9 @@ def check_request(request: GenerateRequest, limits: ModelLimits) -> None:
     """
     if request.model != limits.model:
         raise ModelNotFoundError(f"The model `{request.model}` does not exist", param="model")
+    if request.images and not isinstance(request.prompt, str):
+        raise InvalidRequestError("images beside the prompt need a text with their placeholders", param="prompt")
+    check_images(request.images or images_of(request.prompt), limits, _param(request.prompt))
     options = request.options
     _check_range(options.n, 1, MAX_CHOICES, "n")
     if options.timeout_ms is not None and options.timeout_ms < 1:
@@ -67,6 +74,37 @@ def check_request(request: GenerateRequest, limits: ModelLimits) -> None:
     _check_stop(options.stop)
     if options.resume is not None:
         _check_resume(options.resume, options, limits)
+
+
+def check_images(images: Sequence[ImageFile], limits: ModelLimits, param: str) -> None:
+    """Check what can be said of images without decoding them.
+
+    Raises:
+        InvalidRequestError: the model takes none, or there are too many, or one is empty or too large.
+    """
+    if not images:
+        return
+    if limits.images is None:
+        raise InvalidRequestError(f"The model `{limits.model}` does not take images.", param=param)
+    if len(images) > limits.images.max_images:
+        message = f"The request has {len(images)} images; at most {limits.images.max_images} are allowed."
+        raise InvalidRequestError(message, param=param)
+    for image in images:
+        if not image.data:
+            raise InvalidRequestError("An image is empty.", param=param)
+        if len(image.data) > limits.images.max_file_bytes:
+            message = f"An image has {len(image.data)} bytes; at most {limits.images.max_file_bytes} are allowed."
+            raise InvalidRequestError(message, param=param)
+        if image.detail not in DETAILS:
+            message = f"An image's detail must be one of {', '.join(DETAILS)}, not {image.detail!r}."
+            raise InvalidRequestError(message, param=param)
+
+
+def images_of(prompt: Prompt) -> list[ImageFile]:
+    """Return the images of a conversation in their order."""
+    if not isinstance(prompt, ChatPrompt):
+        return []
+    return [part for message in prompt.messages for part in message.parts if isinstance(part, ImageFile)]
 
 
 def check_prompt(token_ids: TokenIds, request: GenerateRequest, limits: ModelLimits) -> None:

@@ -20,12 +20,13 @@ from common.wire.identity import subject_from_wire
 from common.wire.requests import pooling_to_wire
 from protos.gen.pando.v1 import tokenizer_pb2, tokenizer_pb2_grpc
 from services.tokenizer import metrics
-from services.tokenizer.limits import check_count, check_ids
+from services.tokenizer.limits import check_count, check_ids, check_images, images_of
 from services.tokenizer.relay import GatewaySession
 from services.tokenizer.wire import (
     admissions_to_wire,
     chat_from_wire,
     head_to_wire,
+    image_limits_to_wire,
     reasoning_style_to_wire,
     submission_from_wire,
     tool_style_to_wire,
@@ -127,8 +128,10 @@ class TokenizerService(tokenizer_pb2_grpc.TokenizerServicer):
         self, request: tokenizer_pb2.RenderChatRequest, context: Context
     ) -> tokenizer_pb2.RenderChatResponse:
         """Return the rendered prompt of a conversation, as text and ids."""
+        chat = chat_from_wire(request.chat)
+        check_images(images_of(chat), self._limits, "messages")
         with self._placed(request) as subject:
-            text, ids = await self._pool.render(subject, chat_from_wire(request.chat))
+            text, ids = await self._pool.render(subject, chat)
         return tokenizer_pb2.RenderChatResponse(text=text, ids=ids)
 
     @contextlib.contextmanager
@@ -170,6 +173,7 @@ class TokenizerService(tokenizer_pb2_grpc.TokenizerServicer):
             head=head_to_wire(embedding.head),
             prompts=[tokenizer_pb2.NamedPrompt(name=name, text=text) for name, text in embedding.prompts.items()],
             default_prompt=embedding.default_prompt,
+            images=image_limits_to_wire(self._limits.images),
         )
 
 

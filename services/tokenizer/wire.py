@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from common.errors import InvalidRequestError
 from common.heads import HeadActivation
-from common.requests import ChatMessage, ChatPrompt, GenerateRequest, PooledText, TokenPrompt, Truncation
+from common.requests import ChatMessage, ChatPrompt, GenerateRequest, ImageFile, PooledText, TokenPrompt, Truncation
 from common.wire.answers import admission_to_wire
 from common.wire.identity import view_from_wire
 from common.wire.requests import options_from_wire, pooling_to_wire, reply_to_from_wire, request_id_from_wire
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from common.heads import Head
-    from common.requests import Prompt
+    from common.requests import ImageLimits, Prompt
     from common.types import Admission, ReasoningStyle, ToolStyle
 
 _ACTIVATIONS = {
@@ -46,6 +46,7 @@ def submission_from_wire(message: tokenizer_pb2.GenerateRequest) -> Submission:
         routing_key=message.routing_key if message.HasField("routing_key") else None,
         returns_prompt_ids=message.return_prompt_ids,
         prompt_name=message.prompt_name if message.HasField("prompt_name") else None,
+        images=tuple(map(_image_from_wire, message.images)),
     )
     return Submission(request, reply_to_from_wire(message.reply_to))
 
@@ -90,6 +91,15 @@ def head_to_wire(head: Head | None) -> tokenizer_pb2.Head | None:
     )
 
 
+def image_limits_to_wire(limits: ImageLimits | None) -> tokenizer_pb2.ImageLimits | None:
+    """Encode the limits of images, if the model takes any."""
+    if limits is None:
+        return None
+    return tokenizer_pb2.ImageLimits(
+        max_images=limits.max_images, max_file_bytes=limits.max_file_bytes, max_pixels=limits.max_pixels
+    )
+
+
 def _prompt_from_wire(message: tokenizer_pb2.GenerateRequest) -> Prompt:
     match message.WhichOneof("prompt"):
         case "text":
@@ -123,4 +133,13 @@ def _message_from_wire(message: tokenizer_pb2.ChatMessage) -> ChatMessage:
         tool_call_id=message.tool_call_id if message.HasField("tool_call_id") else None,
         tool_calls_json=message.tool_calls_json if message.HasField("tool_calls_json") else None,
         reasoning_content=message.reasoning_content if message.HasField("reasoning_content") else None,
+        parts=tuple(map(_part_from_wire, message.parts)),
     )
+
+
+def _part_from_wire(message: tokenizer_pb2.ContentPart) -> str | ImageFile:
+    return _image_from_wire(message.image) if message.HasField("image") else message.text
+
+
+def _image_from_wire(message: tokenizer_pb2.Image) -> ImageFile:
+    return ImageFile(message.data, message.detail or "auto")

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from common.deltas import Delta, LogprobText, PromptLogprobsText, PromptUsage, TokenText
 from common.grammars import NO_SCOPE, Grammar, GrammarKind, GrammarScope
 from common.prompt_logprobs import PromptLogprobs
-from common.requests import ChatMessage, ChatPrompt, GenerateRequest, PooledText, TokenPrompt, Truncation
+from common.requests import ChatMessage, ChatPrompt, GenerateRequest, ImageFile, PooledText, TokenPrompt, Truncation
 from common.steps import RowImage
 from common.types import (
     Admission,
@@ -204,6 +204,7 @@ schedule_requests = complete(
     prediction_ids=st.lists(TOKEN, max_size=3).map(tuple),
     images=st.lists(prompt_images, max_size=2).map(tuple),
 )
+image_files = complete(ImageFile, data=st.binary(max_size=8), detail=st.sampled_from(["auto", "low", "high"]))
 chat_messages = complete(
     ChatMessage,
     role=NAMES,
@@ -212,6 +213,7 @@ chat_messages = complete(
     tool_call_id=st.none() | NAMES,
     tool_calls_json=st.none() | NAMES,
     reasoning_content=st.none() | st.text(max_size=5),
+    parts=st.lists(st.text(max_size=5) | image_files, max_size=3).map(tuple),
 )
 chats = complete(
     ChatPrompt,
@@ -244,6 +246,7 @@ generate_requests = complete(
     prediction=st.text(max_size=5),
     routing_key=st.none() | NAMES,
     returns_prompt_ids=st.booleans(),
+    images=st.lists(image_files, max_size=2).map(tuple),
 )
 token_texts = complete(TokenText, token_id=TOKEN, logprob=FLOAT, text=st.binary(max_size=5))
 logprob_texts = complete(

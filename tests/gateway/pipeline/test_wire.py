@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from hypothesis import given
 
 from common.heads import Head, HeadActivation
+from common.requests import ImageLimits
 from common.types import Pooling, ReasoningStyle, ReplyTo, ToolStyle
 from gateway.pipeline.port import ModelInfo
 from gateway.pipeline.wire import chat_to_wire, delta_from_wire, generate_to_wire, model_from_wire
@@ -73,6 +74,7 @@ def test_a_model_arrives_with_all_its_fields() -> None:
         ),
         prompts=[tokenizer_pb2.NamedPrompt(name="query", text="Query: ")],
         default_prompt="query",
+        images=tokenizer_pb2.ImageLimits(max_images=4, max_file_bytes=1 << 20, max_pixels=1 << 24),
     )
     assert {field.name for field, _ in message.ListFields()} == {field.name for field in message.DESCRIPTOR.fields}
     expected = ModelInfo(
@@ -95,6 +97,7 @@ def test_a_model_arrives_with_all_its_fields() -> None:
         head=Head(Pooling.TOKEN_CLASSIFY, ("O", "PER"), HeadActivation.SOFTMAX, HeadActivation.NONE),
         prompts={"query": "Query: "},
         default_prompt="query",
+        images=ImageLimits(4, 1 << 20, 1 << 24),
     )
     assert model_from_wire(message) == expected
     assert all(getattr(expected, field.name) != field.default for field in fields(expected))

@@ -8,7 +8,7 @@ import pytest
 
 from common.errors import ContextLengthError, InvalidRequestError, ModelNotFoundError
 from common.prompt_logprobs import PromptLogprobs
-from common.requests import ChatMessage, ChatPrompt
+from common.requests import ChatMessage, ChatPrompt, ImageFile, ImageLimits, Prompt, TokenPrompt
 from common.types import Resume
 from services.tokenizer.limits import check_prompt, check_request
 from tests.services.tokenizer.generate_requests import LIMITS, request
@@ -139,3 +139,35 @@ def test_log_probabilities_from_after_the_prompt_are_refused() -> None:
     with pytest.raises(InvalidRequestError, match="from token 61 on, of a prompt of 60") as raised:
         check_prompt(ids(60), request(prompt_logprobs=PromptLogprobs(61)), LIMITS)
     assert raised.value.param == "logprob_start_len"
+
+
+PICTURE = ImageFile(b"12345678")
+WITH_IMAGES = replace(LIMITS, images=ImageLimits(max_images=2, max_file_bytes=8, max_pixels=100))
+
+
+def shown(*parts: str | ImageFile) -> ChatPrompt:
+    return ChatPrompt((ChatMessage("user", parts=parts), ChatMessage("user", parts=parts)))
+
+
+@pytest.mark.parametrize(
+    ("prompt", "images", "message"),
+    [
+        (shown("a", PICTURE, PICTURE), (), "4 images; at most 2"),
+        ("a", (PICTURE,) * 3, "3 images; at most 2"),
+        (shown(ImageFile(b"123456789")), (), "9 bytes; at most 8"),
+        ("a", (ImageFile(b""),), "empty"),
+        ("a", (ImageFile(b"1", "medium"),), "'medium'"),
+        (TokenPrompt((1, 2)), (PICTURE,), "need a text"),
+    ],
+)
+def test_images_beyond_the_limits_are_refused(prompt: Prompt, images: tuple[ImageFile, ...], message: str) -> None:
+    with pytest.raises(InvalidRequestError, match=message) as refused:
+        check_request(request(prompt=prompt, images=images), WITH_IMAGES)
+    assert refused.value.param == ("messages" if isinstance(prompt, ChatPrompt) else "prompt")
+
+
+@pytest.mark.parametrize(("prompt", "images"), [(shown("a", PICTURE), ()), ("a", (PICTURE,) * 2)])
+def test_a_model_without_vision_refuses_images_by_its_name(prompt: Prompt, images: tuple[ImageFile, ...]) -> None:
+    check_request(request(prompt=prompt, images=images), WITH_IMAGES)
+    with pytest.raises(InvalidRequestError, match="`tiny` does not take images"):
+        check_request(request(prompt=prompt, images=images), LIMITS)

@@ -268,6 +268,7 @@ class GenerateRequest(_message.Message):
     ADAPTER_FIELD_NUMBER: _builtins.int
     IS_BATCH_FIELD_NUMBER: _builtins.int
     PREDICTION_FIELD_NUMBER: _builtins.int
+    IMAGES_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """Chosen by the gateway and never reused."""
     model: _builtins.str
@@ -344,6 +345,10 @@ class GenerateRequest(_message.Message):
     def view(self) -> _common_pb2.View:
         """The accountable subject, and the cache entries that the request may use."""
 
+    @_builtins.property
+    def images(self) -> _containers.RepeatedCompositeFieldContainer[Global___Image]:
+        """Only with `text` that has the model's own placeholder of an image as often, in this order."""
+
     def __init__(
         self,
         *,
@@ -379,10 +384,11 @@ class GenerateRequest(_message.Message):
         adapter: _builtins.str = ...,
         is_batch: _builtins.bool = ...,
         prediction: _builtins.str = ...,
+        images: _abc.Iterable[Global___Image] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_add_special_tokens", b"_add_special_tokens", "_max_context_tokens", b"_max_context_tokens", "_prompt_logprobs", b"_prompt_logprobs", "_prompt_name", b"_prompt_name", "_resume", b"_resume", "_routing_key", b"_routing_key", "_session", b"_session", "_timeout_ms", b"_timeout_ms", "_trace", b"_trace", "_truncate_prompt_tokens", b"_truncate_prompt_tokens", "_turn", b"_turn", "add_special_tokens", b"add_special_tokens", "chat", b"chat", "max_context_tokens", b"max_context_tokens", "pooled", b"pooled", "prompt", b"prompt", "prompt_logprobs", b"prompt_logprobs", "prompt_name", b"prompt_name", "reply_to", b"reply_to", "resume", b"resume", "routing_key", b"routing_key", "sampling", b"sampling", "session", b"session", "stop", b"stop", "text", b"text", "timeout_ms", b"timeout_ms", "token_ids", b"token_ids", "trace", b"trace", "truncate_prompt_tokens", b"truncate_prompt_tokens", "turn", b"turn", "view", b"view"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_add_special_tokens", b"_add_special_tokens", "_max_context_tokens", b"_max_context_tokens", "_prompt_logprobs", b"_prompt_logprobs", "_prompt_name", b"_prompt_name", "_resume", b"_resume", "_routing_key", b"_routing_key", "_session", b"_session", "_timeout_ms", b"_timeout_ms", "_trace", b"_trace", "_truncate_prompt_tokens", b"_truncate_prompt_tokens", "_turn", b"_turn", "adapter", b"adapter", "add_special_tokens", b"add_special_tokens", "bad_words", b"bad_words", "cache_mode", b"cache_mode", "chat", b"chat", "engine_failures", b"engine_failures", "is_batch", b"is_batch", "max_context_tokens", b"max_context_tokens", "model", b"model", "n", b"n", "pooled", b"pooled", "pooling", b"pooling", "prediction", b"prediction", "priority", b"priority", "prompt", b"prompt", "prompt_logprobs", b"prompt_logprobs", "prompt_name", b"prompt_name", "reply_to", b"reply_to", "request_id", b"request_id", "resume", b"resume", "return_prompt_ids", b"return_prompt_ids", "routing_key", b"routing_key", "sampling", b"sampling", "session", b"session", "skip_special_tokens", b"skip_special_tokens", "stop", b"stop", "text", b"text", "timeout_ms", b"timeout_ms", "token_ids", b"token_ids", "trace", b"trace", "truncate_prompt_tokens", b"truncate_prompt_tokens", "turn", b"turn", "view", b"view"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_add_special_tokens", b"_add_special_tokens", "_max_context_tokens", b"_max_context_tokens", "_prompt_logprobs", b"_prompt_logprobs", "_prompt_name", b"_prompt_name", "_resume", b"_resume", "_routing_key", b"_routing_key", "_session", b"_session", "_timeout_ms", b"_timeout_ms", "_trace", b"_trace", "_truncate_prompt_tokens", b"_truncate_prompt_tokens", "_turn", b"_turn", "adapter", b"adapter", "add_special_tokens", b"add_special_tokens", "bad_words", b"bad_words", "cache_mode", b"cache_mode", "chat", b"chat", "engine_failures", b"engine_failures", "images", b"images", "is_batch", b"is_batch", "max_context_tokens", b"max_context_tokens", "model", b"model", "n", b"n", "pooled", b"pooled", "pooling", b"pooling", "prediction", b"prediction", "priority", b"priority", "prompt", b"prompt", "prompt_logprobs", b"prompt_logprobs", "prompt_name", b"prompt_name", "reply_to", b"reply_to", "request_id", b"request_id", "resume", b"resume", "return_prompt_ids", b"return_prompt_ids", "routing_key", b"routing_key", "sampling", b"sampling", "session", b"session", "skip_special_tokens", b"skip_special_tokens", "stop", b"stop", "text", b"text", "timeout_ms", b"timeout_ms", "token_ids", b"token_ids", "trace", b"trace", "truncate_prompt_tokens", b"truncate_prompt_tokens", "turn", b"turn", "view", b"view"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__add_special_tokens: _TypeAlias = _typing.Literal["add_special_tokens"]  # noqa: Y015
     _WhichOneofArgType__add_special_tokens: _TypeAlias = _typing.Literal["_add_special_tokens", b"_add_special_tokens"]  # noqa: Y015
@@ -434,6 +440,59 @@ class GenerateRequest(_message.Message):
     def WhichOneof(self, oneof_group: _WhichOneofArgType_prompt) -> _WhichOneofReturnType_prompt | None: ...
 
 Global___GenerateRequest: _TypeAlias = GenerateRequest  # noqa: Y015
+
+@_typing.final
+class Image(_message.Message):
+    """A picture for the model."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    DATA_FIELD_NUMBER: _builtins.int
+    DETAIL_FIELD_NUMBER: _builtins.int
+    data: _builtins.bytes
+    """The encoded file: JPEG, PNG, WebP or GIF."""
+    detail: _builtins.str
+    """low, high or auto; empty: auto."""
+    def __init__(
+        self,
+        *,
+        data: _builtins.bytes = ...,
+        detail: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["data", b"data", "detail", b"detail"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Image: _TypeAlias = Image  # noqa: Y015
+
+@_typing.final
+class ContentPart(_message.Message):
+    """A part of a message's content."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TEXT_FIELD_NUMBER: _builtins.int
+    IMAGE_FIELD_NUMBER: _builtins.int
+    text: _builtins.str
+    @_builtins.property
+    def image(self) -> Global___Image: ...
+    def __init__(
+        self,
+        *,
+        text: _builtins.str = ...,
+        image: Global___Image | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["image", b"image", "part", b"part", "text", b"text"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["image", b"image", "part", b"part", "text", b"text"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType_part: _TypeAlias = _typing.Literal["text", "image"]  # noqa: Y015
+    _WhichOneofArgType_part: _TypeAlias = _typing.Literal["part", b"part"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType_part) -> _WhichOneofReturnType_part | None: ...
+
+Global___ContentPart: _TypeAlias = ContentPart  # noqa: Y015
 
 @_typing.final
 class TokenIds(_message.Message):
@@ -596,10 +655,11 @@ class ChatMessage(_message.Message):
     TOOL_CALL_ID_FIELD_NUMBER: _builtins.int
     TOOL_CALLS_JSON_FIELD_NUMBER: _builtins.int
     REASONING_CONTENT_FIELD_NUMBER: _builtins.int
+    PARTS_FIELD_NUMBER: _builtins.int
     role: _builtins.str
     """system, developer, user, assistant or tool."""
     content: _builtins.str
-    """The text; the gateway joins multi-part content."""
+    """The text; the gateway joins content that has only texts."""
     name: _builtins.str
     tool_call_id: _builtins.str
     """For role tool: the call that it answers."""
@@ -607,6 +667,10 @@ class ChatMessage(_message.Message):
     """For role assistant: its calls, a JSON array of OpenAI tool call objects."""
     reasoning_content: _builtins.str
     """For role assistant: its earlier reasoning, if the client sends it back."""
+    @_builtins.property
+    def parts(self) -> _containers.RepeatedCompositeFieldContainer[Global___ContentPart]:
+        """Content with images, in its order; empty: `content` has it."""
+
     def __init__(
         self,
         *,
@@ -616,10 +680,11 @@ class ChatMessage(_message.Message):
         tool_call_id: _builtins.str | None = ...,
         tool_calls_json: _builtins.str | None = ...,
         reasoning_content: _builtins.str | None = ...,
+        parts: _abc.Iterable[Global___ContentPart] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_content", b"_content", "_name", b"_name", "_reasoning_content", b"_reasoning_content", "_tool_call_id", b"_tool_call_id", "_tool_calls_json", b"_tool_calls_json", "content", b"content", "name", b"name", "reasoning_content", b"reasoning_content", "tool_call_id", b"tool_call_id", "tool_calls_json", b"tool_calls_json"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_content", b"_content", "_name", b"_name", "_reasoning_content", b"_reasoning_content", "_tool_call_id", b"_tool_call_id", "_tool_calls_json", b"_tool_calls_json", "content", b"content", "name", b"name", "reasoning_content", b"reasoning_content", "role", b"role", "tool_call_id", b"tool_call_id", "tool_calls_json", b"tool_calls_json"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_content", b"_content", "_name", b"_name", "_reasoning_content", b"_reasoning_content", "_tool_call_id", b"_tool_call_id", "_tool_calls_json", b"_tool_calls_json", "content", b"content", "name", b"name", "parts", b"parts", "reasoning_content", b"reasoning_content", "role", b"role", "tool_call_id", b"tool_call_id", "tool_calls_json", b"tool_calls_json"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__content: _TypeAlias = _typing.Literal["content"]  # noqa: Y015
     _WhichOneofArgType__content: _TypeAlias = _typing.Literal["_content", b"_content"]  # noqa: Y015
@@ -841,6 +906,7 @@ class GetModelResponse(_message.Message):
     HEAD_FIELD_NUMBER: _builtins.int
     PROMPTS_FIELD_NUMBER: _builtins.int
     DEFAULT_PROMPT_FIELD_NUMBER: _builtins.int
+    IMAGES_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     """The name by which clients request the model."""
     max_context_tokens: _builtins.int
@@ -883,6 +949,10 @@ class GetModelResponse(_message.Message):
     def prompts(self) -> _containers.RepeatedCompositeFieldContainer[Global___NamedPrompt]:
         """Texts that are put before those to embed, by name."""
 
+    @_builtins.property
+    def images(self) -> Global___ImageLimits:
+        """Absent: the model takes no images."""
+
     def __init__(
         self,
         *,
@@ -906,15 +976,18 @@ class GetModelResponse(_message.Message):
         head: Global___Head | None = ...,
         prompts: _abc.Iterable[Global___NamedPrompt] | None = ...,
         default_prompt: _builtins.str | None = ...,
+        images: Global___ImageLimits | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_default_prompt", b"_default_prompt", "_head", b"_head", "_tools_problem", b"_tools_problem", "default_prompt", b"default_prompt", "head", b"head", "tools_problem", b"tools_problem"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_default_prompt", b"_default_prompt", "_head", b"_head", "_images", b"_images", "_tools_problem", b"_tools_problem", "default_prompt", b"default_prompt", "head", b"head", "images", b"images", "tools_problem", b"tools_problem"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_default_prompt", b"_default_prompt", "_head", b"_head", "_tools_problem", b"_tools_problem", "begins_with_reasoning", b"begins_with_reasoning", "begins_with_reasoning_although_off", b"begins_with_reasoning_although_off", "begins_with_reasoning_on_request", b"begins_with_reasoning_on_request", "created_unix_s", b"created_unix_s", "default_prompt", b"default_prompt", "embedding_dimensions", b"embedding_dimensions", "has_chat_template", b"has_chat_template", "has_reasoning", b"has_reasoning", "head", b"head", "is_encoder", b"is_encoder", "max_context_tokens", b"max_context_tokens", "model", b"model", "only_embeds", b"only_embeds", "pooling", b"pooling", "prompts", b"prompts", "reads_reasoning_effort", b"reads_reasoning_effort", "reasoning_style", b"reasoning_style", "tool_style", b"tool_style", "tools_problem", b"tools_problem", "vocabulary_size", b"vocabulary_size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_default_prompt", b"_default_prompt", "_head", b"_head", "_images", b"_images", "_tools_problem", b"_tools_problem", "begins_with_reasoning", b"begins_with_reasoning", "begins_with_reasoning_although_off", b"begins_with_reasoning_although_off", "begins_with_reasoning_on_request", b"begins_with_reasoning_on_request", "created_unix_s", b"created_unix_s", "default_prompt", b"default_prompt", "embedding_dimensions", b"embedding_dimensions", "has_chat_template", b"has_chat_template", "has_reasoning", b"has_reasoning", "head", b"head", "images", b"images", "is_encoder", b"is_encoder", "max_context_tokens", b"max_context_tokens", "model", b"model", "only_embeds", b"only_embeds", "pooling", b"pooling", "prompts", b"prompts", "reads_reasoning_effort", b"reads_reasoning_effort", "reasoning_style", b"reasoning_style", "tool_style", b"tool_style", "tools_problem", b"tools_problem", "vocabulary_size", b"vocabulary_size"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__default_prompt: _TypeAlias = _typing.Literal["default_prompt"]  # noqa: Y015
     _WhichOneofArgType__default_prompt: _TypeAlias = _typing.Literal["_default_prompt", b"_default_prompt"]  # noqa: Y015
     _WhichOneofReturnType__head: _TypeAlias = _typing.Literal["head"]  # noqa: Y015
     _WhichOneofArgType__head: _TypeAlias = _typing.Literal["_head", b"_head"]  # noqa: Y015
+    _WhichOneofReturnType__images: _TypeAlias = _typing.Literal["images"]  # noqa: Y015
+    _WhichOneofArgType__images: _TypeAlias = _typing.Literal["_images", b"_images"]  # noqa: Y015
     _WhichOneofReturnType__tools_problem: _TypeAlias = _typing.Literal["tools_problem"]  # noqa: Y015
     _WhichOneofArgType__tools_problem: _TypeAlias = _typing.Literal["_tools_problem", b"_tools_problem"]  # noqa: Y015
     @_typing.overload
@@ -922,9 +995,40 @@ class GetModelResponse(_message.Message):
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__head) -> _WhichOneofReturnType__head | None: ...
     @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__images) -> _WhichOneofReturnType__images | None: ...
+    @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__tools_problem) -> _WhichOneofReturnType__tools_problem | None: ...
 
 Global___GetModelResponse: _TypeAlias = GetModelResponse  # noqa: Y015
+
+@_typing.final
+class ImageLimits(_message.Message):
+    """The images that a request may have."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    MAX_IMAGES_FIELD_NUMBER: _builtins.int
+    MAX_FILE_BYTES_FIELD_NUMBER: _builtins.int
+    MAX_PIXELS_FIELD_NUMBER: _builtins.int
+    max_images: _builtins.int
+    max_file_bytes: _builtins.int
+    """Of each image, as it was sent."""
+    max_pixels: _builtins.int
+    """Width times height of each image."""
+    def __init__(
+        self,
+        *,
+        max_images: _builtins.int = ...,
+        max_file_bytes: _builtins.int = ...,
+        max_pixels: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["max_file_bytes", b"max_file_bytes", "max_images", b"max_images", "max_pixels", b"max_pixels"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ImageLimits: _TypeAlias = ImageLimits  # noqa: Y015
 
 @_typing.final
 class Head(_message.Message):
