@@ -20,6 +20,9 @@ if TYPE_CHECKING:
     from services.scheduler.core.core import SchedulerCore
     from services.scheduler.rank import RankConnection
 
+# Bounds the memory and threads of the workers that reading takes when many adapters are loaded at start.
+READS_AT_ONCE = 8
+
 T = TypeVar("T")
 
 
@@ -79,11 +82,10 @@ class AdapterDesk:
         async with self._changing:
             if not self._has_begun:
                 await self._begin(ranks)
-            for adapter in (*self.all, *self._retired.values()):
-                try:
-                    await self._read(ranks, adapter)
-                except InvalidRequestError as error:
-                    self._log.error("adapter.lost", name=adapter.name, reason=str(error))
+            known = (*self.all, *self._retired.values())
+            for adapter, made in zip(known, await self._read_all(ranks, known), strict=True):
+                if isinstance(made, InvalidRequestError):
+                    self._log.error("adapter.lost", name=adapter.name, reason=str(made))
                     self._lose(adapter)
 
     async def load(self, name: str, source: str, *, pinned: bool) -> AdapterInfo:
@@ -149,16 +151,40 @@ class AdapterDesk:
     async def _begin(self, ranks: Sequence[RankConnection]) -> None:
         for adapter in await _answered(ranks[0].adapters()) or self._manifest.read():
             self._put(adapter)
-        for name, source in self._settings.load.items():
-            if name in self._by_name:
-                continue
-            try:
-                self._put(await self._read(ranks, AdapterInfo(check_adapter_name(name), source)))
-            except InvalidRequestError as error:
-                raise ConfigurationError(f"scheduler.adapters.load: {name}: {error}") from error
+        given = self._settings.load.items()
+        wanted = [AdapterInfo(name, source) for name, source in given if name not in self._by_name]
+        for adapter, made in zip(wanted, await self._read_all(ranks, wanted), strict=True):
+            if isinstance(made, InvalidRequestError):
+                raise ConfigurationError(f"scheduler.adapters.load: {adapter.name}: {made}") from made
+            self._put(made)
         for adapter in self.all:
             self._audit.note("adapter.loaded", {"name": adapter.name, "digest": adapter.digest, "cause": "start"})
         self._has_begun = True
+
+    async def _read_all(
+        self, ranks: Sequence[RankConnection], adapters: Sequence[AdapterInfo]
+    ) -> list[AdapterInfo | InvalidRequestError]:
+        """Have all ranks read adapters, some at a time; return for each what `_read` returns, or why it is refused.
+
+        Raises:
+            UnavailableError: a rank is unreachable.
+        """
+        places = asyncio.Semaphore(READS_AT_ONCE)
+
+        async def read(adapter: AdapterInfo) -> AdapterInfo | InvalidRequestError:
+            async with places:
+                try:
+                    check_adapter_name(adapter.name)
+                    return await self._read(ranks, adapter)
+                except InvalidRequestError as error:
+                    return error
+
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                reads = [tasks.create_task(read(adapter)) for adapter in adapters]
+        except* UnavailableError as errors:
+            raise UnavailableError(str(errors.exceptions[0]), retry_after_ms=1000) from errors
+        return [each.result() for each in reads]
 
     async def _read(self, ranks: Sequence[RankConnection], adapter: AdapterInfo) -> AdapterInfo:
         """Have all ranks read an adapter; return it with its digest and size."""

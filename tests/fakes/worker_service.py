@@ -36,6 +36,7 @@ class FakeWorkerService(worker_pb2_grpc.WorkerServicer):
     hangs = False
     # Of the latest stream of plans.
     simulated: SimulatedWorker | None = None
+    adapter_read_s = 0.0
 
     def __init__(self, pages: int = 64, eos_token_id: int = 7) -> None:
         self.pages = pages
@@ -71,7 +72,7 @@ class FakeWorkerService(worker_pb2_grpc.WorkerServicer):
         self.adapter_refusal: str | None = None
         self.refused_sources: set[str] = set()
         self.adapters: dict[str, common_pb2.AdapterInfo] = {}
-        self.adapter_reads = 0
+        self.adapter_reads = self.most_adapter_reads = self._adapters_in_read = 0
         self.dropped_adapters: list[str] = []
         # Why weights are refused when they are checked, and when they are loaded, by model.
         self.misfits: dict[str, str] = {}
@@ -163,6 +164,10 @@ class FakeWorkerService(worker_pb2_grpc.WorkerServicer):
         made = request.adapter
         made.digest = made.digest or hashlib.sha256(made.source.encode()).hexdigest()
         made.rank, made.bytes = 8, 100
+        self._adapters_in_read += 1
+        self.most_adapter_reads = max(self.most_adapter_reads, self._adapters_in_read)
+        await asyncio.sleep(self.adapter_read_s)
+        self._adapters_in_read -= 1
         self.adapters[made.name] = made
         self.adapter_reads += 1
         return worker_pb2.ReadAdapterResponse(adapter=made)

@@ -11,6 +11,7 @@ import pytest
 from common.adapters import AdapterInfo
 from common.wire.requests import schedule_request_to_wire
 from protos.gen.pando.v1 import common_pb2, scheduler_pb2
+from services.scheduler.adapter_desk import READS_AT_ONCE
 from services.scheduler.adapter_manifest import AdapterManifest
 from tests.services.scheduler.core.harness import make_request
 from tests.services.scheduler.pipeline import ADMIN, Pipeline
@@ -129,6 +130,23 @@ async def test_workers_that_restart_read_all_adapters_again(pipeline: Pipeline) 
     await pipeline.ready()
     assert [worker.adapter_reads - count for worker, count in zip(pipeline.workers, before, strict=True)] == [2, 2]
     assert await run(pipeline, "two", "new") == 0
+
+
+async def test_adapters_are_read_some_at_a_time_at_the_start(tmp_path: Path) -> None:
+    names = [f"a{number}" for number in range(2 * READS_AT_ONCE)]
+    adapters = {"slots": 2, "load": {name: f"/{name}" for name in names}}
+    pipeline = Pipeline(tmp_path, page_size=16, adapters=adapters)
+    for worker in pipeline.workers:
+        worker.adapter_read_s = 0.05
+    await pipeline.start()
+    await pipeline.ready()
+    try:
+        assert [worker.most_adapter_reads for worker in pipeline.workers] == [READS_AT_ONCE] * 2
+        assert list(await listed(pipeline)) == sorted(names)
+        digests = {state.adapter.digest for state in (await listed(pipeline)).values()}
+        assert len(digests) == len(names)
+    finally:
+        await pipeline.stop()
 
 
 async def test_an_adapter_that_cannot_be_read_again_is_lost_alone(pipeline: Pipeline) -> None:

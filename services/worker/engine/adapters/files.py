@@ -113,7 +113,7 @@ def read_adapter(directory: Path) -> AdapterFile:
         found = _FACTOR.fullmatch(name.removeprefix(_PREFIX))
         if found is None or tensor.dim() != 2 or not tensor.is_floating_point():
             raise ConfigurationError(f"adapter {directory}: the tensor {name!r} is not supported; factors of LoRA are")
-        if tensor.dtype.itemsize == 1 or not bool(torch.isfinite(tensor).all()):
+        if tensor.dtype.itemsize == 1 or not _is_finite(tensor):
             raise ConfigurationError(f"adapter {directory}: the tensor {name!r} has values that are not supported")
         factors.setdefault((bool(found["embeds"]), found["module"]), {})[found["side"]] = tensor
     kinds: tuple[dict[str, LowRank], dict[str, LowRank]] = {}, {}
@@ -193,6 +193,11 @@ def _plain(module: str) -> str:
         if module.startswith(prefix):
             return plain + module.removeprefix(prefix)
     return module
+
+
+def _is_finite(tensor: torch.Tensor) -> bool:
+    """Return whether no value is infinite or not a number, in one pass: far faster than `torch.isfinite`."""
+    return not tensor.numel() or bool(torch.isfinite(torch.stack(torch.aminmax(tensor))).all())
 
 
 def _digest(tensors: Mapping[str, torch.Tensor], scaling: _Scaling) -> str:

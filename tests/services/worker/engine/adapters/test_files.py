@@ -70,9 +70,12 @@ def test_damaged_files_are_refused(adapter: Path) -> None:
     with pytest.raises(ConfigurationError, match="two factors"):
         read_adapter(adapter)
     (adapter / "adapter_model.safetensors").write_bytes(content)
-    change(adapter, **{"layers.0.self_attn.q_proj.lora_B.weight": torch.full((64, 8), torch.nan)})
-    with pytest.raises(ConfigurationError, match=r"q_proj\.lora_B"):
-        read_adapter(adapter)
+    for value in (torch.nan, torch.inf, -torch.inf):
+        factor = torch.randn(64, 8)
+        factor[7, 3] = value
+        change(adapter, **{"layers.0.self_attn.q_proj.lora_B.weight": factor})
+        with pytest.raises(ConfigurationError, match=r"q_proj\.lora_B"):
+            read_adapter(adapter)
     (adapter / "adapter_model.safetensors").write_bytes(content[:-100])
     with pytest.raises(ConfigurationError, match=r"adapter_model\.safetensors"):
         read_adapter(adapter)
