@@ -9,8 +9,12 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import json
+import math
+import random
 import sys
+import time
 from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -32,7 +36,7 @@ from services.worker.engine.checkpoints.safetensors_directory import read_config
 from services.worker.engine.checkpoints.tensor_shapes import tensor_shape
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Generator, Mapping, Sequence
 
     from common.types import ScheduleRequest
     from deploy.evaluation.bench.records import BenchRequest
@@ -45,6 +49,8 @@ MODULES = (
 TIMEOUT_S = 3600.0
 PROMPT_TOKENS = 128
 FIRST_TOKENS = 10
+# More random numbers than the largest factor needs twice, so that factors begin at different places.
+PLACES = 1 << 20
 
 
 def main() -> None:
@@ -60,17 +66,16 @@ def main() -> None:
     add_setting_arguments(parser)
     arguments = parser.parse_args()
     figures: dict[str, tuple[Spread, str]] = {}
-    with TemporaryDirectory(prefix="pando-adapters-") as folder:
-        names = [f"a{number}" for number in range(max(2, *arguments.counts))]
-        for number, name in enumerate(names):
-            save_random_adapter(arguments.model, Path(folder, name), arguments.rank, seed=number)
+    # One event loop, as gRPC reports events to a closed one on standard error.
+    with TemporaryDirectory(prefix="pando-adapters-") as folder, asyncio.Runner() as runner:
+        shelf = RandomAdapters(arguments.model, Path(folder), arguments.rank)
         for count in arguments.counts:
-            with launched(arguments, folder, names[:count], slots=max(count, 1)) as deployment:
-                rates = asyncio.run(throughput(arguments, deployment, names[:count]))
+            with launched(arguments, shelf.paths(count), slots=max(count, 1)) as deployment:
+                rates = runner.run(throughput(arguments, deployment, count))
             figures[f"W1, {count} adapters"] = Spread.of(rates), "tok/s"
-        with launched(arguments, folder, names[:2], slots=1) as deployment:
-            for title, order in (("on the device", names[:1]), ("in host memory", names[:2])):
-                spread = Spread.of(asyncio.run(first_tokens(deployment, order)))
+        with launched(arguments, shelf.paths(2), slots=1) as deployment:
+            for title, count in (("on the device", 1), ("in host memory", 2)):
+                spread = Spread.of(runner.run(first_tokens(deployment, count)))
                 figures[f"first token, adapter {title}"] = spread, "ms"
     for metric, (spread, unit) in figures.items():
         sys.stdout.write(f"{metric:45} {spread.median:10.1f} {unit}  ({spread.low:.1f} to {spread.high:.1f})\n")
@@ -81,35 +86,42 @@ def main() -> None:
         write_results(arguments.json, sheet.results)
 
 
-def launched(arguments: argparse.Namespace, folder: str, names: Sequence[str], slots: int) -> LaunchedDeployment:
-    """Return a deployment with these adapters."""
+@contextlib.contextmanager
+def launched(arguments: argparse.Namespace, adapters: Mapping[str, str], slots: int) -> Generator[LaunchedDeployment]:
+    """Run a deployment with these adapters."""
     settings = (
         f"model.reference={arguments.model}",
         f"scheduler.adapters.slots={slots}",
         "scheduler.adapters.tenant_share=1",
-        f"scheduler.adapters.load={json.dumps({name: str(Path(folder, name)) for name in names})}",
+        f"scheduler.adapters.load={json.dumps(adapters)}",
     )
-    return LaunchedDeployment(arguments.config, arguments.overrides, settings)
+    began_at = time.monotonic()
+    with LaunchedDeployment(arguments.config, arguments.overrides, settings) as deployment:
+        report(f"a deployment with {len(adapters)} adapters serves after {time.monotonic() - began_at:.1f} s")
+        yield deployment
 
 
-async def throughput(
-    arguments: argparse.Namespace, deployment: LaunchedDeployment, names: Sequence[str]
-) -> list[float]:
+async def throughput(arguments: argparse.Namespace, deployment: LaunchedDeployment, adapters: int) -> list[float]:
     """Return the output tokens per second of each pass over the workload, after one that warms up."""
     rates = []
     requests = w1_requests(arguments.requests, arguments.scale)
+    names = adapter_names(adapters)
     async with PipelineClient(deployment.address_of("scheduler"), deployment.address_of("detokenizer")) as client:
-        for _ in range(arguments.repeats + 1):
+        for number in range(arguments.repeats + 1):
+            began_at = time.monotonic()
             records = await client.start(adapted(requests, names))
             await client.finish(TIMEOUT_S)
             rates.append(evaluate(requests, records).output_tokens_per_s)
+            title = f"pass {number} of {arguments.repeats}" if number else "warm-up"
+            report(f"{adapters} adapters, {title}: {rates[-1]:.1f} tok/s, {time.monotonic() - began_at:.1f} s")
     return rates[1:]
 
 
-async def first_tokens(deployment: LaunchedDeployment, names: Sequence[str]) -> list[float]:
+async def first_tokens(deployment: LaunchedDeployment, adapters: int) -> list[float]:
     """Return milliseconds to the first token of single requests, each with the next of the adapters."""
     times = []
-    sessions = random_sessions(FIRST_TOKENS + len(names), PROMPT_TOKENS, 2, name="first token")
+    names = adapter_names(adapters)
+    sessions = random_sessions(FIRST_TOKENS + adapters, PROMPT_TOKENS, 2, name="first token")
     async with PipelineClient(deployment.address_of("scheduler"), deployment.address_of("detokenizer")) as client:
         for number, session in enumerate(sessions):
             name = names[number % len(names)]
@@ -117,7 +129,7 @@ async def first_tokens(deployment: LaunchedDeployment, names: Sequence[str]) -> 
             await client.finish(TIMEOUT_S)
             first = evaluate([session.requests[0]], records).first_token_s
             times.append((first or 0.0) * 1e3)
-    return times[len(names) :]
+    return times[adapters:]
 
 
 def adapted(requests: Sequence[BenchRequest], names: Sequence[str]) -> list[ScheduleRequest]:
@@ -131,21 +143,70 @@ def adapted(requests: Sequence[BenchRequest], names: Sequence[str]) -> list[Sche
     ]
 
 
-def save_random_adapter(model: Path, target: Path, rank: int, seed: int) -> None:
-    """Write an adapter of attention and feed-forward layers, as PEFT would."""
-    config, tensors = read_config(model), {}
-    generator = torch.Generator().manual_seed(seed)
-    for layer in range(config.layers):
-        for module in MODULES:
-            name = f"model.layers.{layer}.{module}"
-            height, width = tensor_shape(f"{name}.weight", config)
-            for side, shape in (("A", (rank, width)), ("B", (height, rank))):
-                factor = torch.randn(shape, generator=generator) * 0.02
-                tensors[f"base_model.model.{name}.lora_{side}.weight"] = factor.bfloat16()
-    target.mkdir()
-    save_file(tensors, target / "adapter_model.safetensors")
-    described = {"peft_type": "LORA", "r": rank, "lora_alpha": 2 * rank, "base_model_name_or_path": str(model)}
-    (target / "adapter_config.json").write_text(json.dumps(described), encoding="utf-8")
+def adapter_names(count: int) -> list[str]:
+    """Return the names of the first adapters."""
+    return [f"a{number}" for number in range(count)]
+
+
+class RandomAdapters:
+    """Writes adapters of attention and feed-forward layers as PEFT would, each when it is first asked for.
+
+    Their factors are parts of the same random numbers, from other places in each adapter: drawing them for 64 adapters
+    of an 8B model would take minutes.
+    """
+
+    def __init__(self, model: Path, folder: Path, rank: int) -> None:
+        """Prepare adapters of `rank` for the model in a directory; they are written to `folder`."""
+        self._model = model
+        self._folder = folder
+        self._rank = rank
+        self._written: dict[str, str] = {}
+        self._shapes: dict[str, tuple[int, int]] = {}
+        config = read_config(model)
+        for layer in range(config.layers):
+            for module in MODULES:
+                name = f"model.layers.{layer}.{module}"
+                height, width = tensor_shape(f"{name}.weight", config)
+                self._shapes[f"base_model.model.{name}.lora_A.weight"] = rank, width
+                self._shapes[f"base_model.model.{name}.lora_B.weight"] = height, rank
+        largest = max(math.prod(shape) for shape in self._shapes.values())
+        generator = torch.Generator().manual_seed(0)
+        # [numbers] bf16
+        self._numbers = (torch.randn(2 * largest + PLACES, generator=generator) * 0.02).bfloat16()
+
+    def paths(self, count: int) -> dict[str, str]:
+        """Return the directories of the first adapters, by name."""
+        names = adapter_names(count)
+        missing = [name for name in names if name not in self._written]
+        if missing:
+            began_at = time.monotonic()
+            for name in missing:
+                self._written[name] = str(self._write(self._folder / name, seed=len(self._written)))
+            size = sum(path.stat().st_size for name in missing for path in Path(self._written[name]).iterdir())
+            report(f"{len(missing)} adapters, {size / 1e6:.0f} MB, written in {time.monotonic() - began_at:.1f} s")
+        return {name: self._written[name] for name in names}
+
+    def _write(self, target: Path, seed: int) -> Path:
+        places = random.Random(seed)
+        tensors = {}
+        for name, shape in self._shapes.items():
+            count = math.prod(shape)
+            first = places.randrange(len(self._numbers) - count)
+            tensors[name] = self._numbers[first : first + count].view(shape).clone()
+        target.mkdir()
+        save_file(tensors, target / "adapter_model.safetensors")
+        described = {
+            "peft_type": "LORA", "r": self._rank, "lora_alpha": 2 * self._rank,
+            "base_model_name_or_path": str(self._model),
+        }  # fmt: skip
+        (target / "adapter_config.json").write_text(json.dumps(described), encoding="utf-8")
+        return target
+
+
+def report(line: str) -> None:
+    """Print progress."""
+    sys.stderr.write(f"{line}\n")
+    sys.stderr.flush()
 
 
 if __name__ == "__main__":
