@@ -91,7 +91,7 @@ def create_app(context: Context, cors_origins: Sequence[str] = (), console: Cons
         telemetry=silent,
         responses={"4XX": FAILURE, 503: FAILURE},
     )
-    app.router.route_class = body_route(context.limits.body_bytes)
+    app.router.route_class = body_route(context.limits.body_bytes, context.room_with_images)
     # All routes are added to one router: FastAPI searches the routes of included routers twice, some 45 µs per request.
     generating = (chat, completions, responses, messages, native)
     pooling = (embeddings, scoring, classification, tei)

@@ -33,6 +33,7 @@ from gateway.identity.identity import Identity, Keyless
 from gateway.identity.keys import KeyRing, key_changes, load_keys
 from gateway.identity.peers import TrustedProxy, parse_networks
 from gateway.identity.tokens import SignedTokens, TokenRules, open_signing_keys
+from gateway.images.images import Images, NoFetcher
 from gateway.ledger.entries import DAY_S
 from gateway.metrics import GatewayMetrics
 from gateway.pipeline.administration import GrpcAdministration, SchedulerGroups
@@ -52,7 +53,7 @@ if TYPE_CHECKING:
 
     from common.audit.log import Audit
     from common.rpc.security import Security
-    from common.settings import BatchesSettings, GatewaySettings, Settings
+    from common.settings import BatchesSettings, GatewaySettings, ImagesSettings, Settings
     from gateway.batches.documents import Documents
     from gateway.identity.keys import ApiKey
     from gateway.state.state import State
@@ -99,13 +100,15 @@ class Gateway:
         self._state = open_state(settings, self._generations, metrics, limits_clock)
         quotas = build_quotas(of_services.limits.file, self._state, self._audit)
         self._answers = AnswerContext(self._generations, self._state.records, quotas, self._state.ledger)
+        files = build_files(settings.batches, self._state.documents)
         self._context = context = Context(
             generations=self._generations,
             models=backends,
             identity=identity,
             quotas=quotas,
             stored=self._state.stored,
-            files=build_files(settings.batches, self._state.documents),
+            files=files,
+            images=build_images(settings.images, files),
             batches=Batches(self._state.documents, MAX_OPEN_BATCHES),
             answers=self._answers,
             aborts=self._state.aborts,
@@ -202,6 +205,11 @@ def build_files(settings: BatchesSettings, documents: Documents) -> Files:
     contents = DocumentContents(documents) if store is None else ObjectContents(store)
     bounds = FileBounds(settings.max_file_bytes, settings.max_bytes, settings.lifetime_days * DAY_S)
     return Files(documents, contents, bounds)
+
+
+def build_images(settings: ImagesSettings, files: Files) -> Images:
+    """Return the part that reads the images of requests."""
+    return Images(files, NoFetcher(), settings.max_total_bytes)
 
 
 def build_runner(app: ASGIApp, context: Context, settings: GatewaySettings) -> BatchRunner:

@@ -7,6 +7,7 @@ from common.settings.gateway import (
     BatchesSettings,
     ConsoleSettings,
     GatewaySettings,
+    ImagesSettings,
     JwtSettings,
     TlsSettings,
 )
@@ -56,6 +57,7 @@ __all__ = [
     "GatewaySettings",
     "GrammarSettings",
     "HostTierSettings",
+    "ImagesSettings",
     "JwtSettings",
     "LimitsSettings",
     "LogSettings",

@@ -135,6 +135,14 @@ class BatchesSettings(Section):
     together need more than scheduler.max_rows."""
 
 
+class ImagesSettings(Section):
+    """Images in requests."""
+
+    max_total_bytes: int = Field(default=32 * 1024 * 1024, ge=1024, le=48 * 1024 * 1024)
+    """Bytes of all images of a request together, as they were before base64. Bodies with images may have max_body_bytes
+    and this much in base64; a model's own limits of images are its tokenizer's."""
+
+
 class LedgerSettings(Section):
     """The ledger of the tokens that tenants and subjects use."""
 
@@ -210,3 +218,4 @@ class GatewaySettings(Section):
     console: ConsoleSettings = ConsoleSettings()
     batches: BatchesSettings = BatchesSettings()
     ledger: LedgerSettings = LedgerSettings()
+    images: ImagesSettings = ImagesSettings()

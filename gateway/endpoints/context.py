@@ -16,6 +16,7 @@ from common.types import RequestId, RequestOptions
 from gateway.delivery.answers import PlainAnswer
 from gateway.delivery.deliveries import AnswerResponse, PiecewiseDelivery, WholeDelivery
 from gateway.endpoints.shapes import ResponseHead
+from gateway.images.references import ImageSource
 from gateway.quotas.quotas import Charge, prompt_tokens
 from gateway.server.middleware import BATCH_CALLER, TENANT, add_headers
 
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
     from contextlib import AbstractAsyncContextManager
 
     from common.audit.log import Audit, What
-    from common.requests import ChatPrompt, Prompt
+    from common.requests import ChatPrompt, ImageFile, Prompt
     from common.types import Subject
     from gateway.backends import Backend, Backends, ChosenModel
     from gateway.batches.batches import Batches
@@ -37,9 +38,11 @@ if TYPE_CHECKING:
     from gateway.generation.generations import Generations
     from gateway.identity.caller import Caller, Requester
     from gateway.identity.identity import Identity
+    from gateway.images.images import Images
+    from gateway.images.references import ImageReference
     from gateway.ledger.ledger import Ledger
     from gateway.metrics import GatewayMetrics
-    from gateway.pipeline.port import Tokenization
+    from gateway.pipeline.port import ModelInfo, Tokenization
     from gateway.quotas.quotas import Lease, Quotas
     from gateway.state.aborts import Aborts
     from gateway.stored_responses.store import ResponseStore
@@ -80,6 +83,7 @@ class Context:
     quotas: Quotas
     stored: ResponseStore
     files: Files
+    images: Images
     batches: Batches
     answers: AnswerContext
     aborts: Aborts
@@ -115,6 +119,36 @@ class Context:
         if not caller.is_admin:
             raise PermissionDeniedError(NO_ADMINISTRATOR)
         return caller
+
+    async def room_with_images(self) -> int:
+        """Return the bytes that a body with images may have; 0 if no model takes images."""
+        known = await self.models.known()
+        if not any(card is not None and card.images is not None for _, card in known):
+            return 0
+        return self.limits.body_bytes + self.images.max_total_bytes // 3 * 4
+
+    async def find_images(
+        self, caller: Caller, references: Sequence[ImageReference], model: str | None, adapter: str | None = None
+    ) -> dict[str, dict[str, str]]:
+        """Return, for the `found` of an opening, the images of a request that it does not contain itself."""
+        if all(reference.source is ImageSource.INLINE for reference in references):
+            return {}
+        chosen = await self.choose(caller, model, adapter, must_name=False)
+        return {"images": await self.images.find(chosen.card, caller, references)}
+
+    async def images_of(
+        self, caller: Caller, card: ModelInfo, references: Sequence[ImageReference]
+    ) -> tuple[ImageFile, ...]:
+        """Return the images of a request that is not recorded, in the order of `references`."""
+        if not references:
+            return ()
+        return await self.images.read(card, references, await self.images.find(card, caller, references))
+
+    async def read_images(
+        self, card: ModelInfo, references: Sequence[ImageReference], opening: Opening
+    ) -> tuple[ImageFile, ...]:
+        """Return the images of a request, in the order of `references`."""
+        return await self.images.read(card, references, opening.found.get("images", {})) if references else ()
 
     def act(self, caller: Caller, action: str, **what: object) -> AbstractAsyncContextManager[What]:
         """Return the block in which an administrator's act is done; see `common.audit.log.Audit.act`."""

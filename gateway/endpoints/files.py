@@ -28,8 +28,8 @@ if TYPE_CHECKING:
     from gateway.batches.files import Json
     from gateway.endpoints.context import Context
 
-# Purposes that a file may be uploaded for; only that of a batch has an effect.
-PURPOSES: Final = ("batch", "user_data", "evals")
+# Purposes that a file may be uploaded for; evals have no effect.
+PURPOSES: Final = ("batch", "user_data", "evals", "vision")
 # Of a multipart body, in addition to the file.
 FORM_BYTES: Final = 64 * 1024
 MOST_LISTED: Final = 10_000

@@ -17,6 +17,9 @@ if TYPE_CHECKING:
     from gateway.pipeline.port import ModelInfo
 
 
+IMAGE_LIMITS = ("max_images", "max_file_bytes", "max_pixels")
+
+
 def add_routes(router: APIRouter, context: Context) -> None:
     """Add the routes."""
 
@@ -78,6 +81,7 @@ def model_object(backend: Backend, card: ModelInfo | None) -> dict[str, object]:
         "kind": tasks and tasks[0],
         "tasks": tasks,
         "labels": list(card.head.labels) if card and card.head else None,
+        "images": {name: getattr(card.images, name) for name in IMAGE_LIMITS} if card and card.images else None,
         "aliases": list(backend.aliases),
     }
 

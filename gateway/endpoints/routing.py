@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     from gateway.endpoints.schema import Schema
 
     Handler = Callable[[Request], Coroutine[Any, Any, Response]]
+    # Returns the bytes that a body with images may have; 0: no model takes images.
+    ImageRoom = Callable[[], Coroutine[Any, Any, int]]
     from starlette.requests import Request
     from starlette.types import Receive
 
@@ -40,8 +42,10 @@ PAUSE_S = 30.0
 BODY_S = 300.0
 
 
-def body_route(max_body_bytes: int) -> type[APIRoute]:
+def body_route(max_body_bytes: int, with_images: ImageRoom) -> type[APIRoute]:
     """Return the class of the routes of an application whose request bodies may have `max_body_bytes` bytes.
+
+    Bodies that may have images may have the bytes that `with_images` returns, if it returns any.
 
     An endpoint declares its dependencies and its body, a `Schema` or a union of several, in the way of FastAPI, which
     describes the body in its OpenAPI description. Routes with a body differ from FastAPI's own in how they handle a
@@ -58,12 +62,12 @@ def body_route(max_body_bytes: int) -> type[APIRoute]:
         def get_route_handler(self) -> Handler:
             if not self.dependant.body_params:
                 return super().get_route_handler()
-            return _handler(self.dependant, max_body_bytes)
+            return _handler(self.dependant, max_body_bytes, with_images)
 
     return BodyRoute
 
 
-def _handler(dependant: Dependant, max_body_bytes: int) -> Handler:
+def _handler(dependant: Dependant, max_body_bytes: int, with_images: ImageRoom) -> Handler:
     [body] = dependant.body_params
     endpoint, request_name = dependant.call, dependant.request_param_name
     assert endpoint is not None
@@ -75,12 +79,13 @@ def _handler(dependant: Dependant, max_body_bytes: int) -> Handler:
         dependencies.append((each.name, each.call))
     annotation = body.field_info.annotation
     schemas: Sequence[type[Schema]] = get_args(annotation) or (annotation,)
+    larger = with_images if any(schema.takes_images for schema in schemas) else None
 
     async def handle(request: Request) -> Response:
         arguments: dict[str, Any] = {} if request_name is None else {request_name: request}
         for name, dependency in dependencies:
             arguments[name] = await dependency(request)
-        raw = await read_object(request, max_body_bytes)
+        raw = await read_object(request, max_body_bytes, larger)
         schema = choose(schemas, raw)
         request.scope[ERROR_STYLE] = schema.errors
         request.scope[BODY] = raw
@@ -104,8 +109,8 @@ class ClientGoneError(Exception):
     """The client closed the connection before its request was complete."""
 
 
-async def read_object(request: Request, limit: int) -> dict[str, object]:
-    """Return the JSON object in the body, which may have up to `limit` bytes.
+async def read_object(request: Request, limit: int, larger: ImageRoom | None = None) -> dict[str, object]:
+    """Return the JSON object in the body, which may have up to `limit` bytes, or else what `larger` returns.
 
     Raises:
         HttpError: the body is too large, arrives too slowly, or its content type or encoding is not supported.
@@ -113,7 +118,7 @@ async def read_object(request: Request, limit: int) -> dict[str, object]:
         ClientGoneError: the client disconnected.
     """
     _check_headers(request)
-    body = await _read(request, limit)
+    body = await _read(request, limit, larger)
     try:
         value = orjson.loads(body)
     except orjson.JSONDecodeError as error:
@@ -136,8 +141,10 @@ def _check_headers(request: Request) -> None:
         raise HttpError(415, f"Content encoding {encoding!r} is not supported; send the body uncompressed.")
 
 
-async def _read(request: Request, limit: int) -> bytes:
+async def _read(request: Request, limit: int, larger: ImageRoom | None) -> bytes:
     announced = request.headers.get("content-length", "")
+    if announced.isdecimal() and int(announced) > limit and larger is not None:
+        limit = max(limit, await larger())
     if announced.isdecimal() and int(announced) > limit:
         # With "Expect: 100-continue" the client waits before it uploads; an immediate answer saves it the upload.
         if "expect" not in request.headers:
@@ -158,6 +165,8 @@ async def _read(request: Request, limit: int) -> bytes:
         chunk = message.get("body", b"")
         more = message.get("more_body", False)
         size += len(chunk)
+        if size > limit and larger is not None and not announced:
+            limit, larger = max(limit, await larger()), None
         if size > limit:
             chunks.clear()
             if more:

@@ -45,6 +45,8 @@ class Schema(BaseModel):
     model_config = ConfigDict(strict=True, extra="ignore", frozen=True)
 
     unsupported: ClassVar[tuple[Refusal, ...]] = ()
+    # Whether it may contain images, which makes it large.
+    takes_images: ClassVar[bool] = False
     # Of requests with this body; None: as the path says.
     errors: ClassVar[ErrorStyle | None] = None
 

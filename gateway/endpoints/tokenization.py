@@ -54,7 +54,8 @@ def add_routes(router: APIRouter, context: Context) -> None:
         subject = identify(caller).subject
         backend = await context.models.find(body.model)
         if isinstance(body, TokenizeChatBody):
-            encoded = await context.render_chat(request, subject, backend, body.to_prompt())
+            images = await context.images_of(caller, await backend.served.card(), body.image_references())
+            encoded = await context.render_chat(request, subject, backend, body.to_prompt(images=images))
         else:
             encoded = await _encode_text(request, subject, backend, body)
         limit = (await backend.served.card()).max_context_tokens

@@ -14,8 +14,9 @@ from typing import TYPE_CHECKING, TypeVar
 from common.errors import PandoError, UnavailableError
 from common.logs import get_logger
 from common.rpc.channel import BalancedChannel
+from common.rpc.options import MAX_MESSAGE_BYTES
 from common.rpc.peers import Balance, Peers
-from common.types import ErrorCode, RequestFailure, RequestId
+from common.types import Admission, ErrorCode, RequestFailure, RequestId
 from common.wire.answers import admission_from_wire
 from gateway.pipeline.detokenizer_peer import DETOKENIZER, DetokenizerPeer
 from gateway.pipeline.tokenizer_peer import TOKENIZER, TokenizerPeer
@@ -36,6 +37,8 @@ if TYPE_CHECKING:
 
 # A message is sent when it has about this size, well below gRPC's limit on messages.
 MAX_BATCH_BYTES = 4 * 1024 * 1024
+# Beyond this, gRPC would refuse the message and break the stream.
+MAX_REQUEST_BYTES = MAX_MESSAGE_BYTES - 64 * 1024
 RETRY_AFTER_MS = 1000
 RECONCILE_INTERVAL_S = 1.0
 # A request that is silent for more checks than this is asked for; it is lost when its service has denied it this often.
@@ -190,13 +193,25 @@ class GrpcPipeline:
         size = 0
         for request, reply_to in requests:
             encoded = generate_to_wire(request, reply_to)
+            if encoded.ByteSize() > MAX_REQUEST_BYTES:
+                self._refuse(request.request_id, encoded.ByteSize())
+                continue
             if batch and size + encoded.ByteSize() > MAX_BATCH_BYTES:
                 self._send(tokenizer, message, batch)
                 batch, message, size = [], tokenizer_pb2.TokenizerSubmitRequest(), 0
             message.generates.append(encoded)
             batch.append(request.request_id)
             size += encoded.ByteSize()
-        self._send(tokenizer, message, batch)
+        if batch:
+            self._send(tokenizer, message, batch)
+
+    def _refuse(self, request_id: RequestId, size: int) -> None:
+        """Refuse a request that would break the stream, which all requests share."""
+        submission = self._remove(request_id)
+        if submission is not None:
+            text = f"The request has {size} bytes for the model, and may have {MAX_REQUEST_BYTES}."
+            refusal = RequestFailure(ErrorCode.INVALID_REQUEST, text)
+            submission.listener.on_admission(Admission(request_id, 0, refusal))
 
     def _send(
         self, tokenizer: TokenizerPeer, message: tokenizer_pb2.TokenizerSubmitRequest, batch: Iterable[RequestId]

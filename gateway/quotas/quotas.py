@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     from gateway.quotas.meters import MeterReading, Meters
 
 CHARACTERS_PER_TOKEN = 4
+# About as many as a photo of 900 × 900 pixels has in the models that read images at their own resolution.
+TOKENS_PER_IMAGE = 1024
 
 
 class LimitsSource(Protocol):
@@ -179,7 +181,8 @@ class BudgetError(LimitedError):
 
 def announced_tokens(request: GenerateRequest) -> int:
     """Return the estimated number of prompt and output tokens of `request`; an output without a limit counts as 0."""
-    return prompt_tokens(request.prompt) + (request.options.stop.max_tokens or 0) * request.options.n
+    images = len(request.images) * TOKENS_PER_IMAGE
+    return prompt_tokens(request.prompt) + images + (request.options.stop.max_tokens or 0) * request.options.n
 
 
 def prompt_tokens(prompt: Prompt) -> int:
@@ -189,7 +192,10 @@ def prompt_tokens(prompt: Prompt) -> int:
             return len(ids)
         case ChatPrompt(messages, tools_json):
             contents = sum(len(message.content or "") for message in messages)
-            return (contents + sum(map(len, tools_json))) // CHARACTERS_PER_TOKEN
+            parts = [part for message in messages for part in message.parts]
+            texts = [part for part in parts if isinstance(part, str)]
+            characters = contents + sum(map(len, texts)) + sum(map(len, tools_json))
+            return characters // CHARACTERS_PER_TOKEN + (len(parts) - len(texts)) * TOKENS_PER_IMAGE
         case PooledText():
             characters = len(prompt.text) + len(prompt.second or "") + len(prompt.instruction or "")
             return _within(characters // CHARACTERS_PER_TOKEN, prompt)

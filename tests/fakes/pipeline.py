@@ -156,6 +156,7 @@ class FakeModel:
     sessions: dict[tuple[View, str], SessionWish] = field(default_factory=dict)
     # For whom texts were encoded and decoded.
     subjects: list[Subject] = field(default_factory=list)
+    rendered: list[ChatPrompt] = field(default_factory=list)
 
     async def get_model(self) -> ModelInfo:
         self.questions += 1
@@ -179,6 +180,7 @@ class FakeModel:
     async def render_chat(self, subject: Subject, chat: ChatPrompt) -> Tokenization:
         self._check()
         self.subjects.append(subject)
+        self.rendered.append(chat)
         text = "".join(f"<{message.role}>{message.content}" for message in chat.messages)
         return Tokenization(tuple(map(ord, text)))
 

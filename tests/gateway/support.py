@@ -12,7 +12,7 @@ from prometheus_client import CollectorRegistry
 from common.audit.log import NoAudit
 from common.settings import GatewaySettings
 from gateway.app import create_app
-from gateway.assembly import MAX_OPEN_BATCHES, build_files, build_identity, build_quotas, limits
+from gateway.assembly import MAX_OPEN_BATCHES, build_files, build_identity, build_images, build_quotas, limits
 from gateway.backends import Backend, Backends, ServedModel
 from gateway.batches.batches import Batches
 from gateway.delivery.answers import AnswerContext
@@ -64,6 +64,7 @@ class FakedGateway:
         )
         self.state = open_state(self.settings, self.generations, self.metrics)
         quotas = build_quotas(self.limits_file, self.state, self.audit)
+        files = build_files(self.settings.batches, self.state.documents)
         self.context = Context(
             generations=self.generations,
             models=Backends([self.backend, *self.others], self.settings.default_model, self.settings.adapter_aliases),
@@ -71,7 +72,8 @@ class FakedGateway:
             quotas=quotas,
             answers=AnswerContext(self.generations, self.state.records, quotas, self.state.ledger),
             stored=self.state.stored,
-            files=build_files(self.settings.batches, self.state.documents),
+            files=files,
+            images=build_images(self.settings.images, files),
             batches=Batches(self.state.documents, MAX_OPEN_BATCHES),
             aborts=self.state.aborts,
             ledger=self.state.ledger,

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from gateway.backends import ChosenModel
     from gateway.delivery.deliveries import StreamRenderer, WholeRenderer
     from gateway.endpoints.context import Context
-    from gateway.endpoints.opening import Opening
+    from gateway.endpoints.opening import Json, Opening
     from gateway.endpoints.shapes import ResponseHead
     from gateway.identity.caller import Requester
     from gateway.parsing import ParsingRules
@@ -42,11 +42,16 @@ def add_routes(router: APIRouter, context: Context) -> None:
     add_continuation(router, context, CHATS)
 
 
+async def look_up(context: Context, _request: Request, caller: Caller, body: ChatCompletionBody) -> Json:
+    """Return the images that the request does not contain itself."""
+    return await context.find_images(caller, body.image_references(), body.model, body.lora_path)
+
+
 async def plan(context: Context, opening: Opening, body: ChatCompletionBody, requester: Requester) -> AnswerPlan:
     """Plan the answer to a chat."""
     chosen = await require_chat(context, requester.caller, body.model, body.lora_path)
     head = opening.head(chosen.name, context.fingerprint)
-    generate, reading = chat_request(context, opening, head, requester, body, chosen)
+    generate, reading = await chat_request(context, opening, head, requester, body, chosen)
     if body.stream:
         return AnswerPlan([generate], stream=_stream(body, head, reading), has_event_ids=body.wants_event_ids)
     return AnswerPlan([generate], whole=_whole(body, head, reading))
@@ -59,6 +64,7 @@ CHATS = AnswerKind(
     requester=lambda caller, body: identify(caller, body.user_names, body.cache_salt),
     plan=plan,
     has_stream_options=True,
+    look_up=look_up,
 )
 
 
@@ -76,7 +82,7 @@ async def require_chat(context: Context, caller: Caller, model: str | None, adap
     return chosen
 
 
-def chat_request(
+async def chat_request(
     context: Context,
     opening: Opening,
     head: ResponseHead,
@@ -90,7 +96,9 @@ def chat_request(
         InvalidRequestError: fields of the body contradict each other, or are not supported.
     """
     reading = body.reading(chosen.card)
-    generate = context.generate_request(opening, head, requester, body, body.to_prompt(reading.prefix), chosen)
+    images = await context.read_images(chosen.card, body.image_references(), opening)
+    prompt = body.to_prompt(reading.prefix, images)
+    generate = context.generate_request(opening, head, requester, body, prompt, chosen)
     grammar = chat_grammar(body, reading)
     options = generate.options
     if grammar != options.sampling.grammar:

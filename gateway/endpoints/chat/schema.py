@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self, TypeAlias
 
-from pydantic import BeforeValidator, Field, model_validator
+from pydantic import BeforeValidator, Field, PlainValidator, WithJsonSchema, model_validator
 from pydantic_core import PydanticCustomError
 
 from common.errors import InvalidRequestError
@@ -12,8 +12,12 @@ from common.requests import ChatMessage, ChatPrompt
 from gateway.endpoints.chat.tools import MAX_TOOLS, Choice, Thinking, Tools, reading_of, schemas_of, with_tools
 from gateway.endpoints.generation_fields import INT32_MAX, MAX_TOP_LOGPROBS, GenerationFields
 from gateway.endpoints.schema import LEAVE_OUT, Refusal, Schema, is_empty, never, to_json
+from gateway.images.references import ImageReference, from_part
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from common.requests import ImageFile
     from gateway.parsing import ParsingRules
     from gateway.pipeline.port import ModelInfo
 
@@ -22,24 +26,61 @@ Effort: TypeAlias = Literal["none", "minimal", "low", "medium", "high", "xhigh",
 # Template variables that turn reasoning on or off.
 THINKING_VARIABLES = ("enable_thinking", "thinking")
 TEXT_PARTS = {"text": "text", "refusal": "refusal"}
+IMAGE_PARTS = ("image_url", "image_file")
+# What other parts have, for their refusal; other APIs use the same words.
+OTHER_PARTS = {
+    "input_audio": "audio is not supported",
+    "audio": "audio is not supported",
+    "audio_url": "audio is not supported",
+    "video_url": "video is not supported",
+    "video": "video is not supported",
+    "input_video": "video is not supported",
+    "file": "documents are not supported; send their text",
+    "input_file": "documents are not supported; send their text",
+    "document": "documents are not supported; send their text",
+}
+CONTENT_SCHEMA = {"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "object"}}, {"type": "null"}]}
+EXAMPLE = '{"type": "text", "text": "Hello"}'
+
+Content: TypeAlias = "str | tuple[str | dict[str, Any] | ImageReference, ...] | None"  # Any: the client's JSON
 
 
-def _joined_parts(value: object) -> object:
-    """Return content as one text, joining parts by line breaks."""
+def _content(value: object) -> Content:
+    """Return texts as one text, joined by line breaks, and texts with images in their order."""
+    if value is None or isinstance(value, str):
+        return value
     if not isinstance(value, list):
-        if value is None or isinstance(value, str):
-            return value
         raise PydanticCustomError("content_type", "should be a string or a list of content parts")
-    texts = []
-    for number, part in enumerate(value):
-        kind = part.get("type") if isinstance(part, dict) else None
-        text = part.get(TEXT_PARTS.get(kind, "")) if isinstance(part, dict) and isinstance(kind, str) else None
-        if not isinstance(text, str):
-            message = "part {number} should be a text part, like {example}; this model reads text only"
-            example = '{"type": "text", "text": "Hello"}'
-            raise PydanticCustomError("content", message, {"number": number, "example": example})
-        texts.append(text)
-    return "\n".join(texts)
+    parts = [_part(number, part) for number, part in enumerate(value)]
+    texts = [part for part in parts if isinstance(part, str)]
+    return "\n".join(texts) if len(texts) == len(parts) else tuple(parts)
+
+
+def _part(number: int, part: object) -> str | dict[str, Any] | ImageReference:  # Any: the client's JSON
+    if isinstance(part, ImageReference):
+        return part
+    kind = part.get("type") if isinstance(part, dict) else None
+    if isinstance(part, dict) and isinstance(kind, str):
+        text = part.get(TEXT_PARTS.get(kind, ""))
+        if isinstance(text, str):
+            return text
+        if kind in IMAGE_PARTS:
+            return part
+        if kind in OTHER_PARTS:
+            message = "part {number} has the type {kind}, and {problem}"
+            raise PydanticCustomError(
+                "content", message, {"number": number, "kind": kind, "problem": OTHER_PARTS[kind]}
+            )
+    message = "part {number} should be a text part, like {example}, or an image part of type image_url"
+    raise PydanticCustomError("content", message, {"number": number, "example": EXAMPLE})
+
+
+def _text(value: object) -> object:
+    """Return content that has texts only."""
+    content = _content(value)
+    if isinstance(content, tuple):
+        raise PydanticCustomError("content", "should have text parts only")
+    return content
 
 
 def _tool_calls(value: object) -> object:
@@ -56,7 +97,7 @@ class Message(Schema):
     """One message of the conversation."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: Annotated[str | None, BeforeValidator(_joined_parts)] = None
+    content: Annotated[Content, PlainValidator(_content), WithJsonSchema(CONTENT_SCHEMA)] = None
     name: str | None = None
     tool_call_id: str | None = None
     tool_calls: Annotated[list[dict[str, Any]] | None, BeforeValidator(_tool_calls)] = None  # Any: free JSON
@@ -68,23 +109,31 @@ class Message(Schema):
             raise PydanticCustomError("message", "a message of role {role} should have content", {"role": self.role})
         return self
 
-    def to_message(self) -> ChatMessage:
-        """Return the message for the chat template."""
+    def to_message(self, images: Iterator[ImageFile]) -> ChatMessage:
+        """Return the message for the chat template; its images are the next of `images`."""
         calls = to_json(self.tool_calls, "messages") if self.tool_calls else None
-        # Null content is kept only together with calls; otherwise some templates would print it.
-        content = self.content if self.content is not None or calls else ""
-        return ChatMessage(self.role, content, self.name, self.tool_call_id, calls, self.reasoning_content)
+        content = self.content
+        parts: tuple[str | ImageFile, ...] = ()
+        if isinstance(content, tuple):
+            parts = tuple(part if isinstance(part, str) else next(images) for part in content)
+            content = None
+        elif content is None and not calls:
+            # Null content is kept only together with calls; otherwise some templates would print it.
+            content = ""
+        return ChatMessage(self.role, content, self.name, self.tool_call_id, calls, self.reasoning_content, parts)
 
 
 class Prediction(Schema):
     """Text that the output may repeat parts of (OpenAI's predicted outputs)."""
 
     type: Literal["content"]
-    content: Annotated[str, BeforeValidator(_joined_parts)]
+    content: Annotated[str, BeforeValidator(_text)]
 
 
 class Conversation(Schema):
     """The fields of a chat prompt."""
+
+    takes_images: ClassVar[bool] = True
 
     messages: list[Message] = Field(min_length=1, max_length=MAX_MESSAGES)
     tools: Tools = Field(None, max_length=MAX_TOOLS)
@@ -113,13 +162,29 @@ class Conversation(Schema):
         is_forbidden = self.tool_choice is not None and self.tool_choice.mode == "none"
         return [] if is_forbidden else self.tools or []
 
+    def image_references(self) -> list[ImageReference]:
+        """Return the images of all messages, in their order.
+
+        Raises:
+            InvalidRequestError: an image is malformed.
+        """
+        return [
+            part if isinstance(part, ImageReference) else from_part(part, f"messages[{number}].content[{place}]")
+            for number, message in enumerate(self.messages)
+            if isinstance(message.content, tuple)
+            for place, part in enumerate(message.content)
+            if not isinstance(part, str)
+        ]
+
     @property
     def opens_answer(self) -> bool:
         """Whether the prompt ends with the start of a new assistant turn."""
         return not self.continue_final_message if self.add_generation_prompt is None else self.add_generation_prompt
 
-    def to_prompt(self, assistant_prefix: str = "") -> ChatPrompt:
+    def to_prompt(self, assistant_prefix: str = "", images: Sequence[ImageFile] = ()) -> ChatPrompt:
         """Return the conversation for the chat template; the output begins with `assistant_prefix`.
+
+        `images` are the contents of `image_references`.
 
         Raises:
             InvalidRequestError: the flags contradict each other, or some JSON is nested too deeply.
@@ -131,8 +196,9 @@ class Conversation(Schema):
             message = "'tool_choice' cannot ask for a call where no answer begins."
             raise InvalidRequestError(message, param="tool_choice")
         variables = self._template_variables()
+        unused = iter(images)
         return ChatPrompt(
-            messages=tuple(message.to_message() for message in self.messages),
+            messages=tuple(message.to_message(unused) for message in self.messages),
             tools_json=tuple(to_json(tool, "tools") for tool in self.callable_tools),
             add_generation_prompt=self.opens_answer,
             continue_final_message=bool(self.continue_final_message),

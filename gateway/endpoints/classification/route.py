@@ -90,6 +90,8 @@ def _prompts(
 ) -> dict[str, Sequence[Prompt]]:
     """Return the prompts of a body, by the name of their field."""
     if isinstance(body, ClassifyChatBody | PoolingChatBody):
+        if references := body.image_references():
+            raise InvalidRequestError("This endpoint takes no images; it reads text only.", param=references[0].param)
         return {"messages": [body.to_prompt()]}
     return {"input": pooled.of_texts(body.input)}
 

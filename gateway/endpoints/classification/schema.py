@@ -46,6 +46,8 @@ class ClassifyBody(ClassificationFields):
 class _ChatFields(Conversation):
     """A conversation as the input; by default no answer is begun."""
 
+    takes_images: ClassVar[bool] = False
+
     unsupported: ClassVar[tuple[Refusal, ...]] = (
         Refusal("input", is_empty, "leave it out, or leave out 'messages'"),
         Refusal("truncate", is_empty, "shorten the messages"),

@@ -17,7 +17,7 @@ from gateway.identity.caller import Caller, identify
 
 if TYPE_CHECKING:
     from gateway.endpoints.context import Context
-    from gateway.endpoints.opening import Opening
+    from gateway.endpoints.opening import Json, Opening
     from gateway.identity.caller import Requester
 
 
@@ -42,8 +42,15 @@ def add_routes(router: APIRouter, context: Context) -> None:
         subject = identify(caller, body.user_names if caller.vouches else ()).subject
         card = (await require_chat(context, caller, chat.model)).card
         backend = await context.models.find(card.name)
-        encoded = await context.render_chat(request, subject, backend, chat.to_prompt(chat.reading(card).prefix))
+        images = await context.images_of(caller, card, chat.image_references())
+        prompt = chat.to_prompt(chat.reading(card).prefix, images)
+        encoded = await context.render_chat(request, subject, backend, prompt)
         return Response(orjson.dumps({"input_tokens": len(encoded.ids)}), media_type="application/json")
+
+
+async def look_up(context: Context, _request: Request, caller: Caller, body: MessagesBody) -> Json:
+    """Return the images that the request does not contain itself."""
+    return await context.find_images(caller, body.image_references(), body.model)
 
 
 async def plan(context: Context, opening: Opening, body: MessagesBody, requester: Requester) -> AnswerPlan:
@@ -51,7 +58,7 @@ async def plan(context: Context, opening: Opening, body: MessagesBody, requester
     chat = body.to_chat()
     chosen = await require_chat(context, requester.caller, chat.model, chat.lora_path)
     head = opening.head(chosen.name, context.fingerprint)
-    generate, reading = chat_request(context, opening, head, requester, chat, chosen)
+    generate, reading = await chat_request(context, opening, head, requester, chat, chosen)
     if chat.stream:
         return AnswerPlan([generate], stream=MessageStream(head, reading))
     return AnswerPlan([generate], whole=WholeMessage(head, reading))
@@ -68,4 +75,5 @@ MESSAGES = AnswerKind(
     new_id=lambda _body: f"msg_{uuid.uuid4().hex}",
     requester=_requester,
     plan=plan,
+    look_up=look_up,
 )

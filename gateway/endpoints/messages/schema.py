@@ -8,10 +8,11 @@ import orjson
 from pydantic import BeforeValidator, Field, model_validator
 
 from common.errors import InvalidRequestError
-from gateway.endpoints.chat.schema import MAX_MESSAGES, THINKING_VARIABLES, ChatCompletionBody
+from gateway.endpoints.chat.schema import MAX_MESSAGES, OTHER_PARTS, THINKING_VARIABLES, ChatCompletionBody
 from gateway.endpoints.chat.tools import MAX_TOOLS
 from gateway.endpoints.generation_fields import INT32_MAX, MAX_STOP_TEXTS
 from gateway.endpoints.schema import LEAVE_OUT, Refusal, Schema, is_empty, parse
+from gateway.images.references import ImageReference, from_base64, from_file, from_url
 
 Json: TypeAlias = dict[str, Any]  # Any: free JSON
 FORMAT = "output_config.format"
@@ -47,6 +48,8 @@ class ThinkingBody(Schema):
 
 class MessagesBody(Schema):
     """A request for a message."""
+
+    takes_images: ClassVar[bool] = True
 
     unsupported: ClassVar[tuple[Refusal, ...]] = (
         Refusal("output_format", is_empty, LEAVE_OUT),
@@ -90,6 +93,21 @@ class MessagesBody(Schema):
     def user_names(self) -> tuple[tuple[str, str | None], ...]:
         """The field that may name a user."""
         return (("metadata.user_id", self.metadata.user_id if self.metadata else None),)
+
+    def image_references(self) -> list[ImageReference]:
+        """Return the images of all messages.
+
+        Raises:
+            InvalidRequestError: an image is malformed.
+        """
+        return [
+            _image(part.get("source"), f"{place}.source")
+            for number, turn in enumerate(self.messages)
+            if isinstance(turn.content, list)
+            for inner, block in enumerate(turn.content)
+            for place, part in _parts_of(block, f"messages[{number}].content[{inner}]")
+            if isinstance(part, dict) and part.get("type") == "image"
+        ]
 
     def to_chat(self) -> ChatCompletionBody:
         """Return the equivalent chat completion request.
@@ -147,18 +165,54 @@ def _messages(turn: TurnBody, where: str) -> list[Json]:
 
 
 def _results(blocks: list[Json], where: str) -> list[Json]:
-    """Convert a user's blocks: first one message per tool result, then one with all texts."""
-    results = [
-        {
-            "role": "tool",
-            "tool_call_id": block.get("tool_use_id"),
-            "content": _texts(block.get("content") or "", where),
-        }
-        for block in blocks
-        if block.get("type") == "tool_result"
-    ]
-    rest = [block for block in blocks if block.get("type") != "tool_result"]
-    return [*results, {"role": "user", "content": _texts(rest, where)}] if rest or not results else results
+    """Convert a user's blocks: first one message per tool result, then one with all texts and images."""
+    results: list[Json] = []
+    rest: list[str | ImageReference] = []
+    for number, block in enumerate(blocks):
+        parts = _parts_of(block, f"{where}.content[{number}]")
+        if block.get("type") != "tool_result":
+            rest += [_part(part, place, where) for place, part in parts]
+            continue
+        given = block.get("content")
+        content = given if isinstance(given, str) else _joined([_part(part, place, where) for place, part in parts])
+        results.append({"role": "tool", "tool_call_id": block.get("tool_use_id"), "content": content})
+    return [*results, {"role": "user", "content": _joined(rest)}] if rest or not results else results
+
+
+def _parts_of(block: Json, place: str) -> list[tuple[str, object]]:
+    """Return the blocks in a tool result, or the block itself, each with its place."""
+    if block.get("type") != "tool_result":
+        return [(place, block)]
+    content = block.get("content") or ()
+    inner = content if isinstance(content, list | tuple) else [content]
+    return [(f"{place}.content[{number}]", part) for number, part in enumerate(inner)]
+
+
+def _part(block: object, place: str, where: str) -> str | ImageReference:
+    """Return a text block's text, or the image of an image block."""
+    if isinstance(block, dict) and block.get("type") == "image":
+        return _image(block.get("source"), f"{place}.source")
+    return _texts([block], where)
+
+
+def _image(source: object, param: str) -> ImageReference:
+    match source:
+        case {"type": "base64", "data": data, "media_type": media_type}:
+            return from_base64(data, f"{param}.data", media_type)
+        case {"type": "url", "url": url}:
+            return from_url(url, None, f"{param}.url")
+        case {"type": "file", "file_id": file_id}:
+            return from_file(file_id, None, f"{param}.file_id")
+    message = f"'{param}' should have the type base64 with data and media_type, url with url, or file with file_id."
+    raise InvalidRequestError(message, param=param)
+
+
+def _joined(parts: list[str | ImageReference]) -> str | list[Json | ImageReference]:
+    """Return texts as one text, joined by line breaks, and texts with images as parts of a chat message."""
+    texts = [part for part in parts if isinstance(part, str)]
+    if len(texts) == len(parts):
+        return "\n".join(texts)
+    return [{"type": "text", "text": part} if isinstance(part, str) else part for part in parts]
 
 
 def _answer(blocks: list[Json], where: str) -> Json:
@@ -185,8 +239,10 @@ def _texts(content: object, where: str) -> str:
     for block in content if isinstance(content, list) else [content]:
         text = block.get("text") if isinstance(block, dict) and block.get("type") == "text" else None
         if not isinstance(text, str):
-            message = f"'{where}' should have text blocks only; this model reads text."
-            raise InvalidRequestError(message, param=where)
+            kind = block.get("type") if isinstance(block, dict) else None
+            problem = OTHER_PARTS.get(kind) if isinstance(kind, str) else None
+            expected = f"has a block of the type {kind}: {problem}" if problem else "should have text and image blocks"
+            raise InvalidRequestError(f"'{where}' {expected}.", param=where)
         texts.append(text)
     return "\n".join(texts)
 

@@ -24,7 +24,7 @@ from gateway.identity.caller import Caller, identify
 
 if TYPE_CHECKING:
     from gateway.endpoints.context import Context
-    from gateway.endpoints.opening import Opening
+    from gateway.endpoints.opening import Json, Opening
     from gateway.identity.caller import Requester
 
 
@@ -73,6 +73,12 @@ def add_routes(router: APIRouter, context: Context) -> None:
         return Response(b"{}", media_type="application/json")
 
 
+async def look_up(context: Context, _request: Request, caller: Caller, body: GenerateBody) -> Json:
+    """Return the images that the request does not contain itself."""
+    references = [reference for each in body.image_references() for reference in each] if body.has_images else []
+    return await context.find_images(caller, references, body.model, body.lora_path)
+
+
 async def plan(context: Context, opening: Opening, body: GenerateBody, requester: Requester) -> AnswerPlan:
     """Plan the completions of all texts."""
     turn = body.session_params
@@ -93,6 +99,11 @@ async def plan(context: Context, opening: Opening, body: GenerateBody, requester
         first = replace(first, add_special_tokens=adds)
         options = replace(options, turn=turn.turn(name))
     requests = one_per_prompt(replace(first, options=options), completion.prompt)
+    if body.has_images:
+        requests = [
+            replace(request, images=await context.read_images(chosen.card, references, opening))
+            for request, references in zip(requests, body.image_references(), strict=True)
+        ]
     asked = body.logprob_token_ids
     shape = NativeShape(name, completion.choices, bool(body.return_logprob), body.is_batch, asked)
     if body.stream:
@@ -112,5 +123,6 @@ GENERATES = AnswerKind(
     GenerateBody,
     new_id=_new_id,
     requester=lambda caller, body: identify(caller, body.user_names, body.cache_salt),
+    look_up=look_up,
     plan=plan,
 )

@@ -19,6 +19,7 @@ from common.types import (
 from gateway.endpoints.completions.schema import CompletionBody, parse_prompts
 from gateway.endpoints.generation_fields import INT32_MAX, MAX_TOP_LOGPROBS, Biases, StopPatterns, StopTexts, TokenId
 from gateway.endpoints.schema import LEAVE_OUT, Refusal, Schema, is_empty, parse
+from gateway.images.references import ImageReference, from_base64, from_url
 
 DEFAULT_NEW_TOKENS = 128
 MAX_LOGPROB_TOKEN_IDS = 128
@@ -126,12 +127,30 @@ def _texts(value: object) -> object:
     return [value] if isinstance(value, str) else value
 
 
+def _images(given: object, param: str) -> list[ImageReference]:
+    """Return the images of one text: data URLs, URLs, or plain base64."""
+    if given is None:
+        return []
+    if not isinstance(given, list):
+        return [_image(given, param)]
+    return [_image(each, f"{param}[{number}]") for number, each in enumerate(given)]
+
+
+def _image(given: object, param: str) -> ImageReference:
+    if isinstance(given, dict) and "url" in given:
+        return from_url(given["url"], given.get("detail"), param)
+    if isinstance(given, str) and given[:8].lower().startswith(("data:", "http://", "https://")):
+        return from_url(given, None, param)
+    return from_base64(given, param)
+
+
 class GenerateBody(Schema):
     """A request to complete one or several prompts."""
 
+    takes_images: ClassVar[bool] = True
+
     unsupported: ClassVar[tuple[Refusal, ...]] = (
         Refusal("input_embeds", is_empty, "use 'text' or 'input_ids'"),
-        Refusal("image_data", is_empty, LEAVE_OUT),
         Refusal("audio_data", is_empty, LEAVE_OUT),
         Refusal("video_data", is_empty, LEAVE_OUT),
         Refusal("custom_logit_processor", is_empty, LEAVE_OUT),
@@ -144,6 +163,8 @@ class GenerateBody(Schema):
 
     text: Annotated[list[str] | None, Field(min_length=1), BeforeValidator(_texts)] = None
     input_ids: Annotated[list[TokenPrompt] | None, BeforeValidator(_ids)] = Field(None, strict=False)
+    # Of one text: an image or several. Of a list of texts: as many of these, of which null is none.
+    image_data: Any = None  # Any: the client's JSON
     sampling_params: NativeSampling | None = None
     rid: str | None = None
     stream: bool | None = None
@@ -186,9 +207,37 @@ class GenerateBody(Schema):
     def _has_one_prompt(self) -> Self:
         if (self.text is None) == (self.input_ids is None):
             raise PydanticCustomError("prompt", "exactly one of text and input_ids should be given")
+        if self.has_images and self.text is None:
+            message = "'image_data' needs 'text', which has the model's own placeholder of an image for each."
+            raise InvalidRequestError(message, param="image_data")
+        if self.has_images and self.session_params is not None:
+            # The scheduler joins the tokens of a session's turns, and has the images of none.
+            message = "A turn of a session takes no images; use 'session_id' with complete prompts."
+            raise InvalidRequestError(message, param="image_data")
         if self.session_params is not None and self.session_id:
             raise InvalidRequestError("'session_id' cannot be given beside 'session_params'.", param="session_id")
         return self
+
+    @property
+    def has_images(self) -> bool:
+        """Whether there are images."""
+        return not is_empty(self.image_data) and self.image_data is not None
+
+    def image_references(self) -> list[list[ImageReference]]:
+        """Return the images of each text.
+
+        Raises:
+            InvalidRequestError: an image is malformed, or there are not as many lists of images as texts.
+        """
+        prompts = len(self.text or self.input_ids or ())
+        if not self.has_images:
+            return [[] for _ in range(prompts)]
+        if not self.is_batch:
+            return [_images(self.image_data, "image_data")]
+        if not isinstance(self.image_data, list) or len(self.image_data) != prompts:
+            message = f"'image_data' should be a list with the images of each of the {prompts} texts."
+            raise InvalidRequestError(message, param="image_data")
+        return [_images(given, f"image_data[{number}]") for number, given in enumerate(self.image_data)]
 
     @property
     def session(self) -> str | None:

@@ -28,7 +28,14 @@ from gateway.endpoints.answering import (
 )
 from gateway.endpoints.chat.route import chat_request, require_chat
 from gateway.endpoints.responses.render import ResponseDraft, ResponseStream, WholeResponse
-from gateway.endpoints.responses.schema import FORMAT, ResponseBody, to_messages
+from gateway.endpoints.responses.schema import (
+    FORMAT,
+    ResponseBody,
+    from_stored,
+    images_of,
+    to_messages,
+    to_stored,
+)
 from gateway.endpoints.routing import STREAMED
 from gateway.endpoints.schema import parse
 from gateway.identity.caller import Caller, identify
@@ -144,27 +151,29 @@ async def adopt_responses(context: Context) -> None:
 
 async def look_up(context: Context, _request: Request, caller: Caller, body: ResponseBody) -> Json:
     """Return the conversation before this response."""
-    body.new_messages()
+    messages = body.new_messages()
     if body.is_stored:
         # Checked before generation, because the client relies on the response being stored.
         context.stored.check()
-    return {"earlier": await _earlier(context, _holder(caller, body), body.previous_response_id)}
+    earlier = await _earlier(context, _holder(caller, body), body.previous_response_id)
+    references = images_of([*from_stored(earlier), *messages])
+    return {"earlier": earlier, **await context.find_images(caller, references, body.model)}
 
 
 async def plan(context: Context, opening: Opening, body: ResponseBody, requester: Requester) -> AnswerPlan:
     """Plan a response."""
-    messages = [*opening.found["earlier"], *body.new_messages()]
+    messages = _conversation(opening, body)
     chat = body.to_chat(messages)
     chosen = await require_chat(context, requester.caller, body.model)
     head = opening.head(chosen.name, context.fingerprint)
-    generate, reading = chat_request(context, opening, head, requester, chat, chosen)
+    generate, reading = await chat_request(context, opening, head, requester, chat, chosen)
     requests = [_with_own_names(generate)]
     finished: list[Json] = []
 
     async def keep() -> None:
         for response in finished if body.is_stored else ():
             holder = _holder(opening.caller, body)
-            await context.stored.put(holder, requester.subject, _to_store(body, messages, response))
+            await context.stored.put(holder, requester.subject, _to_store(opening, body, messages, response))
 
     async def current() -> Response:
         return _json(await _current(context, opening.caller, opening.id) or draft.shape("queued", []))
@@ -220,8 +229,8 @@ async def _cancel(context: Context, caller: Caller, response_id: str) -> None:
         body = parse(ResponseBody, opening.body)
         subject = RESPONSES.requester(opening.caller, body).subject
         response = await _unfinished(context, opening, "cancelled")
-        messages = [*opening.found["earlier"], *body.new_messages()]
-        await context.stored.put(_holder(opening.caller, body), subject, _to_store(body, messages, response))
+        stored = _to_store(opening, body, _conversation(opening, body), response)
+        await context.stored.put(_holder(opening.caller, body), subject, stored)
         # Its gateway also notices with its next token.
         with contextlib.suppress(UnavailableError, QueueFullError):
             await context.aborts.abort(response_id, replace(caller, is_admin=False))
@@ -276,13 +285,15 @@ def _unknown(response_id: str) -> HttpError:
     return HttpError(404, f"Response with id '{response_id[:MAX_ID_CHARACTERS]}' not found.")
 
 
-def _to_store(
-    body: ResponseBody,
-    messages: list[Json],
-    response: Json,
-) -> StoredResponse:
+def _conversation(opening: Opening, body: ResponseBody) -> list[Json]:
+    """Return the messages of earlier responses and those of this request."""
+    return [*from_stored(opening.found["earlier"]), *body.new_messages()]
+
+
+def _to_store(opening: Opening, body: ResponseBody, messages: list[Json], response: Json) -> StoredResponse:
     given = [{"id": f"msg_{secrets.token_hex(12)}", **item} for item in body.input]
-    return StoredResponse(response, [*messages, *to_messages(response["output"])], given)
+    conversation = to_stored(messages, opening.found.get("images", {}))
+    return StoredResponse(response, [*conversation, *to_messages(response["output"])], given)
 
 
 def _fields(body: ResponseBody, created: int, model: str) -> Json:

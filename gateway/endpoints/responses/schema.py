@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, ClassVar, Literal, Self, TypeAlias
+from dataclasses import replace
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self, TypeAlias
 
 from pydantic import BeforeValidator, Field, WithJsonSchema, model_validator
 from pydantic_core import PydanticCustomError
 
 from common.errors import InvalidRequestError
 from common.types import CacheMode
-from gateway.endpoints.chat.schema import ChatCompletionBody, Effort
+from gateway.endpoints.chat.schema import OTHER_PARTS, ChatCompletionBody, Effort
 from gateway.endpoints.chat.tools import MAX_TOOLS
 from gateway.endpoints.generation_fields import INT32_MAX, MAX_TOP_LOGPROBS
 from gateway.endpoints.schema import LEAVE_OUT, Refusal, Schema, is_empty, never, parse
+from gateway.images.references import ImageReference, from_file, from_part, from_url
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping
 
 Json: TypeAlias = dict[str, Any]  # Any: free JSON
 
@@ -65,6 +70,8 @@ class ReasoningOptions(Schema):
 
 class ResponseBody(Schema):
     """A request for a response."""
+
+    takes_images: ClassVar[bool] = True
 
     unsupported: ClassVar[tuple[Refusal, ...]] = (
         Refusal("moderation", never, LEAVE_OUT),
@@ -208,24 +215,83 @@ def _add_to_turn(turn: Json, kind: object, item: Json, where: str) -> None:
             raise InvalidRequestError(f"'{where}' is of a kind that is not supported here.", param=where)
 
 
-def _content(item: Json, where: str) -> str | None:
-    content = item.get("content")
+def _content(item: Json, where: str, name: str = "content") -> object:
+    """Return texts as one text, joined by line breaks, and texts with images as parts of a chat message."""
+    content = item.get(name)
     if not isinstance(content, list):
         return content
-    texts = []
-    for part in content:
-        kind = part.get("type") if isinstance(part, dict) else None
-        text = part.get(PART_TYPES.get(kind, "")) if isinstance(part, dict) and isinstance(kind, str) else None
-        if not isinstance(text, str):
-            message = f"'{where}.content' should have text parts only; this model reads text."
-            raise InvalidRequestError(message, param=f"{where}.content")
-        texts.append(text)
-    return "\n".join(texts)
+    where = f"{where}.{name}"
+    parts = [_part(part, where, number) for number, part in enumerate(content)]
+    texts = [part for part in parts if isinstance(part, str)]
+    if len(texts) == len(parts):
+        return "\n".join(texts)
+    return [{"type": "text", "text": part} if isinstance(part, str) else part for part in parts]
+
+
+def _part(part: object, where: str, number: int) -> str | ImageReference:
+    kind = part.get("type") if isinstance(part, dict) else None
+    if isinstance(part, dict) and isinstance(kind, str):
+        text = part.get(PART_TYPES.get(kind, ""))
+        if isinstance(text, str):
+            return text
+        if kind == "input_image":
+            return _image(part, f"{where}[{number}]")
+        if kind in OTHER_PARTS:
+            message = f"'{where}' has a part of the type {kind}: {OTHER_PARTS[kind]}."
+            raise InvalidRequestError(message, param=where)
+    raise InvalidRequestError(f"'{where}' should have parts of text, and of the type input_image.", param=where)
+
+
+def _image(part: Json, param: str) -> ImageReference:
+    url, file_id, detail = part.get("image_url"), part.get("file_id"), part.get("detail")
+    if (url is None) == (file_id is None):
+        raise InvalidRequestError(f"'{param}' should have either image_url or file_id.", param=param)
+    if file_id is not None:
+        return from_file(file_id, detail, f"{param}.file_id")
+    return from_url(url, detail, f"{param}.image_url")
 
 
 def _output(item: Json, where: str) -> object:
-    output = item.get("output")
-    return _content({"content": output}, where) if isinstance(output, list) else output
+    return _content(item, where, "output")
+
+
+def images_of(messages: Iterable[Json]) -> list[ImageReference]:
+    """Return the images of messages that `to_messages` or `stored_messages` have returned."""
+    return [
+        part
+        for message in messages
+        if isinstance(content := message.get("content"), list)
+        for part in content
+        if isinstance(part, ImageReference)
+    ]
+
+
+def to_stored(messages: Iterable[Json], found: Mapping[str, str]) -> list[Json]:
+    """Return messages with their images as JSON; `found` are contents in base64, see `ImageReference.to_part`."""
+
+    def stored(part: object) -> object:
+        return part.to_part(found) if isinstance(part, ImageReference) else part
+
+    return [
+        {**message, "content": [stored(part) for part in content]}
+        if isinstance(content := message.get("content"), list)
+        else message
+        for message in messages
+    ]
+
+
+def from_stored(messages: Iterable[Json]) -> list[Json]:
+    """Return the messages that `to_stored` has written, whose errors name the field of the earlier response."""
+
+    def read(part: Json) -> object:
+        return part if part.get("type") == "text" else replace(from_part(part, ""), param="previous_response_id")
+
+    return [
+        {**message, "content": [read(part) for part in content]}
+        if isinstance(content := message.get("content"), list)
+        else message
+        for message in messages
+    ]
 
 
 def _response_format(format_: Json | None) -> Json | None:

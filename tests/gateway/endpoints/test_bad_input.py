@@ -47,7 +47,7 @@ async def test_without_a_credential_nothing_of_a_body_is_read(tmp_path: Path) ->
         ({"messages": [{"content": "x"}]}, "messages[0].role", "Missing"),
         ({"messages": [{"role": "wizard", "content": "x"}]}, "messages[0].role", "'system'"),
         ({"messages": [*HELLO, {"role": "user", "content": 3}]}, "messages[1].content", "string"),
-        ({"messages": [{"role": "user", "content": [IMAGE]}]}, "messages[0].content", "text part"),
+        ({"messages": [{"role": "user", "content": [IMAGE]}]}, "messages[0].content[0].image_url", "base64"),
         ({"messages": [{"role": "user", "content": [{"text": "x"}]}]}, "messages[0].content", "text part"),
         ({"messages": [{"role": "user", "content": [{"type": {}, "text": "x"}]}]}, "messages[0].content", "text part"),
         ({"messages": [{"role": "assistant", "tool_calls": [{}]}]}, "messages[0].tool_calls", "function.name"),

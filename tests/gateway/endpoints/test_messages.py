@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
 TOOL = {"name": "add", "description": "adds", "input_schema": {"type": "object"}}
 CALL = '<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>'
+IMAGE = "messages[0].content[0].source"
 
 
 def thinking(*words: str) -> FakedGateway:
@@ -85,7 +86,7 @@ async def test_the_stop_reason_is_reported() -> None:
     ("fields", "param"),
     [
         ({"max_tokens": None}, "max_tokens"),
-        ({"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]}, "messages[0]"),
+        ({"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]}, IMAGE),
         ({"messages": [{"role": "tool", "content": "x"}]}, "messages[0].role"),
         ({"thinking": {"type": "enabled", "budget_tokens": 9}}, "thinking.budget_tokens"),
         ({"thinking": {"type": "enabled"}}, "thinking.budget_tokens"),

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 TOOL: Any = {"type": "function", "name": "add", "parameters": {"type": "object"}, "strict": False}
+IMAGE = "input[0].content[0].image_url"
 CALL = '<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>'
 
 
@@ -173,7 +174,7 @@ async def test_stored_responses_of_others_are_unreachable(tmp_path: Path) -> Non
         ({"input": 3}, "input"),
         ({"input": []}, "input"),
         ({"input": [{"type": "item_reference", "id": "x"}]}, "input[0]"),
-        ({"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]}, "input[0].content"),
+        ({"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]}, IMAGE),
         ({"background": True, "store": False}, "background"),
         ({"conversation": "c"}, "conversation"),
         ({"truncation": "auto"}, "truncation"),

@@ -3,7 +3,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 import pytest
@@ -25,6 +25,7 @@ from common.types import (
     View,
 )
 from gateway.metrics import GatewayMetrics
+from gateway.pipeline import client as client_module
 from gateway.pipeline.client import GrpcPipeline
 from gateway.pipeline.model import GrpcModel, PipelineReadiness
 from protos.gen.pando.v1 import common_pb2, tokenizer_pb2_grpc
@@ -101,6 +102,24 @@ async def test_request_goes_out_and_text_comes_back(tmp_path: Path) -> None:
     assert notes.admissions == [Admission(RequestId("r1"), 7)]
     assert [delta.text for delta in notes.deltas if delta.choice_index == 1] == list(services.words)
     assert notes.lost == []
+
+
+async def test_a_request_too_large_for_a_message_is_refused_and_breaks_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(client_module, "MAX_REQUEST_BYTES", 1000)
+    large = replace(request("large"), prompt="x" * 2000)
+    async with pipeline_servers(tmp_path) as services, connected(services) as client:
+        await up(client)
+        refused, served = Notes(), Notes()
+        client.pipeline.submit(large, refused)
+        client.pipeline.submit(request("small"), served)
+        await until(lambda: served.text == "".join(services.words) and bool(refused.admissions))
+    [admission] = refused.admissions
+    assert admission.rejected is not None
+    assert admission.rejected.code is ErrorCode.INVALID_REQUEST
+    assert "may have 1000" in admission.rejected.message
+    assert refused.lost == served.lost == []
 
 
 async def test_requests_queued_in_one_loop_iteration_are_sent_in_one_message(tmp_path: Path) -> None:

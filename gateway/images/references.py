@@ -1,0 +1,163 @@
+"""Images as a request names them: inline in base64, by URL, or by the id of an uploaded file."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+from common.errors import InvalidRequestError
+from common.names import check_name
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+Json: TypeAlias = dict[str, Any]  # Any: free JSON
+
+MEDIA_TYPES = ("image/jpeg", "image/png", "image/webp", "image/gif")
+# What clients also call image/jpeg.
+JPEG_ALIASES = ("image/jpg", "image/pjpeg")
+# "original" asks for the full resolution, as "high" does.
+DETAILS = {"auto": "auto", "low": "low", "high": "high", "original": "high"}
+# Of the part of a data URL before its data.
+MAX_HEADER_CHARACTERS = 256
+MAX_URL_CHARACTERS = 8192
+SHOWN_CHARACTERS = 64
+EXPECTED = "a data URL such as data:image/png;base64,… or an https URL"
+
+
+class ImageSource(Enum):
+    """Where the bytes of an image are."""
+
+    INLINE = "inline"
+    URL = "url"
+    FILE = "file"
+
+
+@dataclass(frozen=True, slots=True)
+class ImageReference:
+    """An image of a request that has not been read yet.
+
+    `value` is a URL, the id of a file, or a text in which base64 begins at `start`.
+    """
+
+    source: ImageSource
+    value: str
+    # low, high or auto.
+    detail: str = "auto"
+    # Its place in the request, for errors.
+    param: str = ""
+    start: int = 0
+
+    @property
+    def key(self) -> str:
+        """A name of what has to be looked up; equal for equal images."""
+        return f"{self.source.value}:{self.value}"
+
+    def to_part(self, found: Mapping[str, str]) -> Json:
+        """Return the content part of a chat that has this image; `found` are contents in base64 by `key`.
+
+        A content found at a URL is written into the part, because the URL may have another one later. A file stays a
+        reference, so that its deletion deletes the image.
+        """
+        if self.source is ImageSource.FILE:
+            return {"type": "image_file", "image_file": {"file_id": self.value, "detail": self.detail}}
+        url = self.value if self.start else f"data:;base64,{self.value}"
+        if self.source is ImageSource.URL:
+            url = f"data:;base64,{found[self.key]}"
+        return {"type": "image_url", "image_url": {"url": url, "detail": self.detail}}
+
+
+def from_url(url: object, detail: object, param: str) -> ImageReference:
+    """Return the image of a data URL or a URL.
+
+    Raises:
+        InvalidRequestError: it is neither, its media type is not supported, or the detail is unknown.
+    """
+    if not isinstance(url, str):
+        raise InvalidRequestError(f"'{param}' should be {EXPECTED}.", param=param)
+    known = check_detail(detail, param)
+    beginning = url[:8].lower()
+    if beginning.startswith("data:"):
+        return ImageReference(ImageSource.INLINE, url, known, param, _start_of_data(url, param))
+    if not beginning.startswith(("http://", "https://")):
+        shown = url[:SHOWN_CHARACTERS].encode(errors="replace").decode()
+        raise InvalidRequestError(f"'{param}' should be {EXPECTED}, got {shown!r}.", param=param)
+    if len(url) > MAX_URL_CHARACTERS:
+        message = f"'{param}' has {len(url)} characters; a URL may have {MAX_URL_CHARACTERS}."
+        raise InvalidRequestError(message, param=param)
+    return ImageReference(ImageSource.URL, url, known, param)
+
+
+def from_base64(content: object, param: str, media_type: object = None) -> ImageReference:
+    """Return an image in plain base64; without a media type, its bytes say what it is.
+
+    Raises:
+        InvalidRequestError: it is not a text, or the media type is not supported.
+    """
+    if not isinstance(content, str):
+        raise InvalidRequestError(f"'{param}' should be an image in base64.", param=param)
+    if media_type is not None:
+        _check_media_type(media_type, param)
+    return ImageReference(ImageSource.INLINE, content, param=param)
+
+
+def from_file(file_id: object, detail: object, param: str) -> ImageReference:
+    """Return the image of an uploaded file.
+
+    Raises:
+        InvalidRequestError: it is not an id, or the detail is unknown.
+    """
+    if not isinstance(file_id, str) or not file_id:
+        raise InvalidRequestError(f"'{param}' should be the id of an uploaded file.", param=param)
+    return ImageReference(ImageSource.FILE, check_name(param, file_id), check_detail(detail, param), param)
+
+
+def check_detail(detail: object, param: str) -> str:
+    """Return the resolution at which an image is to be read: low, high or auto.
+
+    Raises:
+        InvalidRequestError: the value is unknown.
+    """
+    if detail is None:
+        return "auto"
+    if not isinstance(detail, str) or detail not in DETAILS:
+        raise InvalidRequestError(f"The detail of '{param}' should be one of {', '.join(DETAILS)}.", param=param)
+    return DETAILS[detail]
+
+
+def from_part(part: Mapping[str, object], param: str) -> ImageReference:
+    """Return the image of a part `image_url` or `image_file` of a chat message.
+
+    Raises:
+        InvalidRequestError: the part is malformed.
+    """
+    kind = "image_file" if part.get("type") == "image_file" else "image_url"
+    given, param = part.get(kind), f"{param}.{kind}"
+    detail = None
+    if isinstance(given, dict):
+        detail = given.get("detail")
+    if kind == "image_file":
+        return from_file(given.get("file_id") if isinstance(given, dict) else given, detail, param)
+    return from_url(given.get("url") if isinstance(given, dict) else given, detail, param)
+
+
+def _start_of_data(url: str, param: str) -> int:
+    """Return the place at which the base64 of a data URL begins."""
+    comma = url.find(",", 0, MAX_HEADER_CHARACTERS)
+    header = url[5:comma].lower() if comma >= 0 else ""
+    media_type, *parameters = (each.strip() for each in header.split(";"))
+    if "base64" not in parameters:
+        message = f"'{param}' should be a data URL with base64: data:image/png;base64,…"
+        raise InvalidRequestError(message, param=param)
+    if media_type:
+        _check_media_type(media_type, param)
+    return comma + 1
+
+
+def _check_media_type(media_type: object, param: str) -> None:
+    if isinstance(media_type, str) and media_type.lower() in (*MEDIA_TYPES, *JPEG_ALIASES):
+        return
+    shown = media_type[:SHOWN_CHARACTERS].encode(errors="replace").decode() if isinstance(media_type, str) else "it"
+    message = f"'{param}' has the media type {shown!r}, which is not supported; send {', '.join(MEDIA_TYPES)}."
+    raise InvalidRequestError(message, param=param)

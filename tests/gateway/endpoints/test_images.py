@@ -1,0 +1,592 @@
+"""Images in requests: every API says the same to the model, and what cannot be read is refused by name."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import json
+import random
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from common.requests import ChatPrompt, ImageFile, ImageLimits
+from common.settings import GatewaySettings
+from common.types import ErrorCode, ReplyTo, RequestFailure, SubscriberId
+from gateway.batches.files import NO_OWNER
+from gateway.identity.keys import ApiKey, hash_of, save_keys
+from gateway.pipeline.wire import generate_to_wire
+from gateway.quotas.quotas import TOKENS_PER_IMAGE, announced_tokens
+from tests.examples import examples
+from tests.fakes.pipeline import CARD, FakeModel, FakePipeline, says
+from tests.gateway.answers.reading import BODY, Seen, read
+from tests.gateway.fuzzing import mutated
+from tests.gateway.listening import listening
+from tests.gateway.support import FakedGateway, error_of, gateway_saying
+from tests.waiting import until
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from pathlib import Path
+
+    import httpx
+
+MAX_FILE_BYTES = 4096
+SEEING = replace(CARD, images=ImageLimits(4, MAX_FILE_BYTES, 10**7))
+# What the gateway looks at are the first bytes; the tokenizer decodes.
+PNG = b"\x89PNG\r\n\x1a\n" + bytes(range(200))
+JPEG = b"\xff\xd8\xff\xe0" + bytes(range(100))
+GIF, WEBP = b"GIF89a" + bytes(40), b"RIFF\x10\x00\x00\x00WEBPVP8 "
+SVG = b'<?xml version="1.0"?><svg xmlns="http://www.w3.org/2000/svg"/>'
+CALL = {"id": "c1", "type": "function", "function": {"name": "look", "arguments": "{}"}}
+ANN, BOB = ({"authorization": f"Bearer {name}"} for name in ("ann", "bob"))
+
+
+def coded(content: bytes) -> str:
+    return base64.b64encode(content).decode()
+
+
+def data_url(content: bytes, media_type: str = "image/png") -> str:
+    return f"data:{media_type};base64,{coded(content)}"
+
+
+def seeing(*words: str, **settings: Any) -> FakedGateway:
+    return FakedGateway(FakePipeline(says(*words or ("x",))), GatewaySettings(**settings), FakeModel(SEEING))
+
+
+def chat_image(content: bytes, detail: str | None = None) -> dict[str, Any]:
+    return {"type": "image_url", "image_url": {"url": data_url(content), **({"detail": detail} if detail else {})}}
+
+
+def user(*parts: dict[str, Any] | str) -> list[dict[str, Any]]:
+    return [{"role": "user", "content": [{"type": "text", "text": p} if isinstance(p, str) else p for p in parts]}]
+
+
+@dataclass(frozen=True)
+class Dialect:
+    """The same conversation in one API: two turns of the user, a call, and its result, with four images."""
+
+    path: str
+    body: dict[str, Any]
+
+
+def block(content: bytes, media_type: str = "image/png") -> dict[str, Any]:
+    return {"type": "image", "source": {"type": "base64", "media_type": media_type, "data": coded(content)}}
+
+
+def input_image(content: bytes) -> dict[str, Any]:
+    return {"type": "input_image", "detail": "auto", "image_url": data_url(content)}
+
+
+DIALECTS = {
+    "chat": Dialect(
+        "/v1/chat/completions",
+        {
+            "messages": [
+                *user("One", chat_image(PNG), "two", chat_image(JPEG)),
+                {"role": "assistant", "content": None, "tool_calls": [CALL]},
+                {"role": "tool", "tool_call_id": "c1", "content": [{"type": "text", "text": "r"}, chat_image(GIF)]},
+                *user(chat_image(WEBP), "last"),
+            ]
+        },
+    ),
+    "responses": Dialect(
+        "/v1/responses",
+        {
+            "input": [
+                {
+                    "role": "user",
+                    "content": [
+                        {"type": "input_text", "text": "One"},
+                        input_image(PNG),
+                        {"type": "input_text", "text": "two"},
+                        input_image(JPEG),
+                    ],
+                },
+                {"type": "function_call", "call_id": "c1", "name": "look", "arguments": "{}"},
+                {
+                    "type": "function_call_output",
+                    "call_id": "c1",
+                    "output": [{"type": "input_text", "text": "r"}, input_image(GIF)],
+                },
+                {"role": "user", "content": [input_image(WEBP), {"type": "input_text", "text": "last"}]},
+            ]
+        },
+    ),
+    "messages": Dialect(
+        "/v1/messages",
+        {
+            "max_tokens": 5,
+            "messages": [
+                {
+                    "role": "user",
+                    "content": [
+                        {"type": "text", "text": "One"},
+                        block(PNG),
+                        {"type": "text", "text": "two"},
+                        block(JPEG, "image/jpeg"),
+                    ],
+                },
+                {"role": "assistant", "content": [{"type": "tool_use", "id": "c1", "name": "look", "input": {}}]},
+                {
+                    "role": "user",
+                    "content": [
+                        {
+                            "type": "tool_result",
+                            "tool_use_id": "c1",
+                            "content": [{"type": "text", "text": "r"}, block(GIF, "image/gif")],
+                        },
+                        block(WEBP, "image/webp"),
+                        {"type": "text", "text": "last"},
+                    ],
+                },
+            ],
+        },
+    ),
+}
+PARTS = [
+    ("user", ("One", ImageFile(PNG), "two", ImageFile(JPEG))),
+    ("assistant", ()),
+    ("tool", ("r", ImageFile(GIF))),
+    ("user", (ImageFile(WEBP), "last")),
+]
+
+
+def parts_of(gateway: FakedGateway, number: int = 0) -> list[tuple[str, tuple[Any, ...]]]:
+    prompt = gateway.pipeline.submitted[number].prompt
+    assert isinstance(prompt, ChatPrompt)
+    for message in prompt.messages:
+        assert message.content is None or not message.parts
+    return [(message.role, message.parts) for message in prompt.messages]
+
+
+@pytest.mark.parametrize("name", DIALECTS)
+async def test_each_api_gives_the_model_the_same_texts_and_images_in_their_order(name: str) -> None:
+    gateway, dialect = seeing(), DIALECTS[name]
+    response = await gateway.post(dialect.path, {"model": "tiny", **dialect.body})
+    assert response.status_code == 200, response.text
+    assert parts_of(gateway) == PARTS
+    [request] = gateway.pipeline.submitted
+    # What limits count until the prompt's length is known.
+    assert announced_tokens(replace(request, options=replace(request.options, n=1))) >= 4 * TOKENS_PER_IMAGE
+    prompt = response.json()["usage"]
+    # Then the admission says it, images included.
+    assert prompt.get("prompt_tokens", prompt.get("input_tokens", 0)) + prompt.get("cache_read_input_tokens", 0) == 7
+
+
+async def test_generate_takes_images_beside_its_text() -> None:
+    gateway = seeing()
+    for sent in (data_url(PNG), coded(PNG), [data_url(PNG)], [{"url": data_url(PNG), "detail": "low"}]):
+        response = await gateway.post("/generate", {"text": "<image> what?", "image_data": sent})
+        assert response.status_code == 200, response.text
+    assert [[image.data for image in request.images] for request in gateway.pipeline.submitted] == [[PNG]] * 4
+    assert [request.prompt for request in gateway.pipeline.submitted] == ["<image> what?"] * 4
+    assert gateway.pipeline.submitted[3].images[0].detail == "low"
+
+
+async def test_generate_gives_each_text_of_a_list_its_own_images() -> None:
+    gateway = seeing()
+    body = {"text": ["a", "b", "c"], "image_data": [coded(PNG), None, [coded(GIF), coded(JPEG)]]}
+    assert (await gateway.post("/generate", body)).status_code == 200
+    assert [[image.data for image in request.images] for request in gateway.pipeline.submitted] == [
+        [PNG],
+        [],
+        [GIF, JPEG],
+    ]
+
+
+@pytest.mark.parametrize(
+    ("fields", "param", "words"),
+    [
+        ({"text": ["a", "b"], "image_data": ["x"]}, "image_data", "each of the 2 texts"),
+        ({"input_ids": [1], "image_data": "x"}, "image_data", "needs 'text'"),
+        ({"text": "a", "image_data": "not base64!"}, "image_data", "not valid base64"),
+        ({"text": "a", "image_data": [{"processor_output": 1}]}, "image_data[0]", "base64"),
+        ({"text": "a", "image_data": "/etc/passwd"}, "image_data", "base64"),
+        ({"text": "a", "image_data": "x", "session_params": {"id": "s"}}, "image_data", "session"),
+        ({"text": "a", "video_data": "x"}, "video_data", "not supported"),
+        ({"text": "a", "audio_data": "x"}, "audio_data", "not supported"),
+    ],
+)
+async def test_generate_refuses_other_images_by_name(fields: dict[str, Any], param: str, words: str) -> None:
+    error = error_of(await seeing().post("/generate", fields), 400)
+    assert error["param"] == param
+    assert words in error["message"]
+
+
+@pytest.mark.parametrize(("given", "read"), [(None, "auto"), ("low", "low"), ("high", "high"), ("original", "high")])
+async def test_the_detail_of_an_image_reaches_the_tokenizer(given: str | None, read: str) -> None:
+    gateway = seeing()
+    assert (await gateway.chat(messages=user(chat_image(PNG, given)))).status_code == 200
+    assert parts_of(gateway) == [("user", (ImageFile(PNG, read),))]
+
+
+async def test_an_image_url_may_be_a_text_as_well_as_an_object() -> None:
+    gateway = seeing()
+    assert (await gateway.chat(messages=user({"type": "image_url", "image_url": data_url(PNG)}))).status_code == 200
+    assert parts_of(gateway) == [("user", (ImageFile(PNG),))]
+
+
+IMAGE = "messages[0].content[0].image_url"
+
+
+@pytest.mark.parametrize(
+    ("part", "param", "words"),
+    [
+        ({"type": "image_url", "image_url": {"url": "data:"}}, IMAGE, "base64"),
+        ({"type": "image_url", "image_url": {"url": "data:image/png,abc"}}, IMAGE, "base64"),
+        ({"type": "image_url", "image_url": {"url": 7}}, IMAGE, "data URL"),
+        ({"type": "image_url", "image_url": {}}, IMAGE, "data URL"),
+        ({"type": "image_url"}, IMAGE, "data URL"),
+        ({"type": "image_url", "image_url": {"url": "file:///etc/passwd"}}, IMAGE, "data URL"),
+        ({"type": "image_url", "image_url": {"url": "ftp://example.org/a.png"}}, IMAGE, "data URL"),
+        ({"type": "image_url", "image_url": {"url": "https://example.org/a.png"}}, IMAGE, "data URL"),
+        ({"type": "image_url", "image_url": {"url": "https://e/" + "a" * 9000}}, IMAGE, "characters"),
+        ({"type": "image_url", "image_url": {"url": data_url(SVG, "image/svg+xml")}}, IMAGE, "image/svg+xml"),
+        ({"type": "image_url", "image_url": {"url": data_url(SVG)}}, IMAGE, "SVG"),
+        ({"type": "image_url", "image_url": {"url": data_url(PNG, "text/plain")}}, IMAGE, "text/plain"),
+        ({"type": "image_url", "image_url": {"url": data_url(b"hello")}}, IMAGE, "not an image"),
+        ({"type": "image_url", "image_url": {"url": data_url(b"%PDF-1.7")}}, IMAGE, "PDF"),
+        ({"type": "image_url", "image_url": {"url": data_url(b"")}}, IMAGE, "empty"),
+        ({"type": "image_url", "image_url": {"url": data_url(PNG) + "="}}, IMAGE, "base64"),
+        ({"type": "image_url", "image_url": {"url": data_url(PNG)[:-1]}}, IMAGE, "base64"),
+        ({"type": "image_url", "image_url": {"url": data_url(PNG)[:-4] + "\n\n\n\n"}}, IMAGE, "base64"),
+        ({"type": "image_url", "image_url": {"url": data_url(PNG)[:-4] + "äöüß"}}, IMAGE, "base64"),
+        ({"type": "image_url", "image_url": {"url": data_url(PNG + bytes(MAX_FILE_BYTES))}}, IMAGE, "may have 4096"),
+        ({"type": "image_url", "image_url": {"url": data_url(PNG), "detail": "fine"}}, IMAGE, "detail"),
+        ({"type": "image_file"}, "messages[0].content[0].image_file", "id"),
+        ({"type": "input_audio", "input_audio": {"data": "", "format": "wav"}}, "messages[0].content", "audio"),
+        ({"type": "video_url", "video_url": {"url": "x"}}, "messages[0].content", "video"),
+        ({"type": "file", "file": {"file_id": "x"}}, "messages[0].content", "documents"),
+        ({"type": "hologram"}, "messages[0].content", "text part"),
+    ],
+)
+async def test_what_is_no_image_is_refused_by_name(part: dict[str, Any], param: str, words: str) -> None:
+    gateway = seeing()
+    error = error_of(await gateway.chat(messages=user(part)), 400)
+    assert error["param"] == param
+    assert words in error["message"]
+    assert gateway.pipeline.submitted == []
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "param"),
+    [
+        (
+            "/v1/responses",
+            {"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]},
+            "input[0].content[0].image_url",
+        ),
+        ("/v1/responses", {"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input[0].content[0]"),
+        (
+            "/v1/responses",
+            {"input": [{"role": "user", "content": [{"type": "input_file", "file_id": "x"}]}]},
+            "input[0].content",
+        ),
+        (
+            "/v1/responses",
+            {"input": [{"type": "function_call_output", "call_id": "c", "output": [input_image(SVG)]}]},
+            "input[0].output[0].image_url",
+        ),
+        (
+            "/v1/messages",
+            {"max_tokens": 1, "messages": [{"role": "user", "content": [block(PNG, "image/bmp")]}]},
+            "messages[0].content[0].source.data",
+        ),
+        (
+            "/v1/messages",
+            {"max_tokens": 1, "messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]},
+            "messages[0].content[0].source",
+        ),
+        (
+            "/v1/messages",
+            {"max_tokens": 1, "messages": [{"role": "user", "content": [{"type": "document", "source": {}}]}]},
+            "messages[0]",
+        ),
+    ],
+)
+async def test_other_apis_name_their_own_fields(path: str, body: dict[str, Any], param: str) -> None:
+    assert error_of(await seeing().post(path, {"model": "tiny", **body}), 400)["param"] == param
+
+
+@pytest.mark.parametrize("name", [*DIALECTS, "generate"])
+async def test_a_model_without_vision_refuses_images_in_a_sentence(name: str) -> None:
+    gateway = gateway_saying("x")
+    path, body = (
+        ("/generate", {"text": "a", "image_data": coded(PNG)})
+        if name == "generate"
+        else (DIALECTS[name].path, {"model": "tiny", **DIALECTS[name].body})
+    )
+    error = error_of(await gateway.post(path, body), 400)
+    assert "takes no images" in error["message"]
+    assert gateway.pipeline.submitted == []
+
+
+async def test_one_image_too_many_is_named() -> None:
+    error = error_of(await seeing().chat(messages=user(*[chat_image(PNG)] * 5)), 400)
+    assert error["param"] == "messages[0].content[4].image_url"
+    assert "at most 4" in error["message"]
+
+
+async def test_all_images_together_have_a_limit_too() -> None:
+    gateway = seeing(images={"max_total_bytes": 1024})
+    error = error_of(await gateway.chat(messages=user(*[chat_image(PNG + bytes(300))] * 3)), 400)
+    assert error["param"] == "messages[0].content[2].image_url"
+    assert "1024 bytes together" in error["message"]
+
+
+@pytest.mark.parametrize("announces", [True, False], ids=["with its length", "without"])
+async def test_a_body_may_exceed_the_limit_of_texts_only_for_a_model_that_sees(announces: bool) -> None:
+    large = replace(SEEING, images=ImageLimits(4, 100_000, 10**7))
+    body = json.dumps({"model": "tiny", "messages": user(chat_image(PNG + bytes(60_000)))}).encode()
+
+    async def content() -> Any:
+        for start in range(0, len(body), 10_000):
+            yield body[start : start + 10_000]
+
+    headers = {"content-type": "application/json"}
+    for card, status in ((CARD, 413), (large, 200)):
+        gateway = seeing(max_body_bytes=20_000, images={"max_total_bytes": 90_000})
+        gateway.model.card = card
+        async with gateway.client() as client:
+            sent = body if announces else content()
+            response = await client.post("/v1/chat/completions", content=sent, headers=headers)
+        assert response.status_code == status, response.text
+    gateway = seeing(max_body_bytes=20_000, images={"max_total_bytes": 30_000})
+    gateway.model.card = large
+    assert (await gateway.post("/v1/chat/completions", json.loads(body))).status_code == 413
+    # Endpoints that take no images keep their limit.
+    assert (await gateway.post("/v1/completions", {"prompt": "x" * 30_000})).status_code == 413
+
+
+async def test_an_image_of_the_largest_size_arrives_whole() -> None:
+    content = PNG + random.Random(0).randbytes(1_000_003)
+    gateway = seeing()
+    gateway.model.card = replace(CARD, images=ImageLimits(1, len(content), 10**7))
+    assert (await gateway.chat(messages=user(chat_image(content)))).status_code == 200
+    assert parts_of(gateway) == [("user", (ImageFile(content),))]
+    larger = error_of(await gateway.chat(messages=user(chat_image(content + b"1"))), 400)
+    assert f"may have {len(content)}" in larger["message"]
+
+
+@pytest.mark.parametrize("path", ["/tokenize", "/v1/messages/count_tokens"])
+async def test_tokens_of_images_are_counted_by_the_tokenizer(path: str) -> None:
+    gateway = seeing()
+    body = {"messages": user(chat_image(PNG))} if path == "/tokenize" else DIALECTS["messages"].body
+    assert (await gateway.post(path, {"model": "tiny", **body})).status_code == 200
+    assert any(message.parts for message in gateway.model.rendered[0].messages)
+    refused = error_of(await gateway_saying("x").post(path, {"model": "tiny", **body}), 400)
+    assert "takes no images" in refused["message"]
+
+
+async def test_endpoints_that_read_text_only_refuse_images() -> None:
+    gateway = seeing()
+    error = error_of(await gateway.post("/pooling", {"messages": user(chat_image(PNG))}), 400)
+    assert error["param"] == IMAGE
+
+
+async def test_a_model_says_whether_it_takes_images() -> None:
+    limits = {"max_images": 4, "max_file_bytes": MAX_FILE_BYTES, "max_pixels": 10**7}
+    assert (await seeing().get("/v1/models")).json()["data"][0]["images"] == limits
+    assert (await gateway_saying("x").get("/v1/models/tiny")).json()["images"] is None
+
+
+# --- conversations ----------------------------------------------------------------------------------------------------
+
+
+async def test_a_stored_response_keeps_its_images_for_the_next_one() -> None:
+    gateway = seeing()
+    body = {"model": "tiny", **DIALECTS["responses"].body}
+    first = (await gateway.post("/v1/responses", body)).json()
+    again = {"model": "tiny", "input": "And?", "previous_response_id": first["id"]}
+    second = (await gateway.post("/v1/responses", again)).json()
+    third = {"model": "tiny", "input": "More?", "previous_response_id": second["id"]}
+    assert (await gateway.post("/v1/responses", third)).status_code == 200
+    assert parts_of(gateway, 1)[:4] == parts_of(gateway, 2)[:4] == PARTS
+    items = (await gateway.get(f"/v1/responses/{first['id']}/input_items")).json()["data"]
+    assert items[0]["content"][1] == input_image(PNG)
+
+
+async def test_a_broken_stream_continues_with_the_same_images() -> None:
+    gateway = seeing(*(f" {number}" for number in range(20)))
+    gateway.pipeline.pause_s = 0.01
+    body = {**BODY, "messages": user("What?", chat_image(PNG))}
+    async with listening(gateway) as port:
+        seen = Seen()
+        await read(port, seen, body=body, events=3)
+        await until(lambda: bool(gateway.pipeline.aborted))
+        await read(port, seen)
+    assert seen.text == "".join(f" {number}" for number in range(20))
+    assert len(gateway.pipeline.submitted) == 2
+    assert parts_of(gateway, 0) == parts_of(gateway, 1) == [("user", ("What?", ImageFile(PNG)))]
+
+
+async def test_a_request_that_a_service_lost_is_submitted_again_with_its_images() -> None:
+    gateway = seeing("one")
+    gateway.pipeline.script = None
+    path, body = DIALECTS["messages"].path, DIALECTS["messages"].body
+    answer = asyncio.create_task(gateway.post(path, {"model": "tiny", **body}))
+    [lost] = await gateway.pipeline.submissions(1)
+    gateway.pipeline.script = says("one")
+    gateway.pipeline.lose(lost.request_id, RequestFailure(ErrorCode.UNAVAILABLE, "away", retryable=True))
+    assert (await answer).status_code == 200
+    assert parts_of(gateway, 0) == parts_of(gateway, 1) == PARTS
+
+
+async def test_an_idempotency_key_covers_the_images() -> None:
+    gateway = seeing()
+    headers = {"idempotency-key": "k"}
+
+    async def post(content: bytes) -> httpx.Response:
+        body = {"model": "tiny", "messages": user(chat_image(content))}
+        return await gateway.post("/v1/chat/completions", body, headers)
+
+    first = await post(PNG)
+    assert first.json() == (await post(PNG)).json()
+    assert (await post(GIF)).status_code == 422
+    assert len(gateway.pipeline.submitted) == 1
+
+
+# --- uploaded files ---------------------------------------------------------------------------------------------------
+
+
+async def upload(gateway: FakedGateway, content: bytes, headers: dict[str, str], purpose: str = "vision") -> str:
+    async with gateway.client() as client:
+        files = {"file": ("a.png", content, "text/plain")}
+        response = await client.post("/v1/files", files=files, data={"purpose": purpose}, headers=headers)
+    assert response.status_code == 200, response.text
+    return str(response.json()["id"])
+
+
+def of_file(file_id: str) -> dict[str, tuple[str, dict[str, Any]]]:
+    return {
+        "chat": (
+            "/v1/chat/completions",
+            {"messages": user({"type": "image_file", "image_file": {"file_id": file_id, "detail": "low"}})},
+        ),
+        "responses": (
+            "/v1/responses",
+            {"input": [{"role": "user", "content": [{"type": "input_image", "file_id": file_id, "detail": "low"}]}]},
+        ),
+        "messages": (
+            "/v1/messages",
+            {
+                "max_tokens": 1,
+                "messages": [
+                    {"role": "user", "content": [{"type": "image", "source": {"type": "file", "file_id": file_id}}]}
+                ],
+            },
+        ),
+    }
+
+
+@pytest.fixture
+def owned(tmp_path: Path) -> FakedGateway:
+    save_keys(tmp_path / "keys.toml", [ApiKey(name, hash_of(name), "acme") for name in ("ann", "bob")])
+    return seeing(keys_file=tmp_path / "keys.toml")
+
+
+@pytest.mark.parametrize("purpose", ["vision", "user_data"])
+@pytest.mark.parametrize("name", DIALECTS)
+async def test_an_uploaded_file_is_an_image_for_its_owner_only(owned: FakedGateway, name: str, purpose: str) -> None:
+    file_id = await upload(owned, JPEG, ANN, purpose)
+    path, body = of_file(file_id)[name]
+    assert (await owned.post(path, {"model": "tiny", **body}, ANN)).status_code == 200
+    assert [image.data for image in parts_of(owned)[0][1]] == [JPEG]
+    missing = of_file("file-" + "0" * 32)[name][1]
+    unknown = await owned.post(path, {"model": "tiny", **missing}, BOB)
+    others = await owned.post(path, {"model": "tiny", **body}, BOB)
+    assert error_of(unknown, 404)["message"] == f"No such File object: {'file-' + '0' * 32}"
+    assert error_of(others, 404) == error_of(unknown, 404) | {"message": f"No such File object: {file_id}"}
+    assert len(owned.pipeline.submitted) == 1
+
+
+async def test_files_that_are_no_images_are_refused(owned: FakedGateway) -> None:
+    for content, purpose, words in (
+        (PNG, "batch", "purpose"),
+        (b"hello", "vision", "not an image"),
+        (SVG, "vision", "SVG"),
+        (PNG + bytes(MAX_FILE_BYTES), "vision", "may have 4096"),
+    ):
+        path, body = of_file(await upload(owned, content, ANN, purpose))["chat"]
+        error = error_of(await owned.post(path, {"model": "tiny", **body}, ANN), 400)
+        assert words in error["message"]
+        assert error["param"] == "messages[0].content[0].image_file"
+
+
+async def test_a_deleted_file_is_gone_from_stored_conversations(owned: FakedGateway) -> None:
+    file_id = await upload(owned, JPEG, ANN)
+    path, body = of_file(file_id)["responses"]
+    first = (await owned.post(path, {"model": "tiny", **body}, ANN)).json()
+    again = {"model": "tiny", "input": "And?", "previous_response_id": first["id"]}
+    assert (await owned.post(path, again, ANN)).status_code == 200
+    assert parts_of(owned, 1)[0] == ("user", (ImageFile(JPEG, "low"),))
+    async with owned.client() as client:
+        await client.delete(f"/v1/files/{file_id}", headers=ANN)
+    assert (await owned.post(path, again, ANN)).status_code == 404
+
+
+async def test_anonymous_requests_own_no_files() -> None:
+    gateway = seeing(anonymous="isolated")
+    path, body = of_file("file-1")["chat"]
+    assert error_of(await gateway.post(path, {"model": "tiny", **body}), 400)["message"] == NO_OWNER
+
+
+# --- anything else ----------------------------------------------------------------------------------------------------
+
+BODIES = [(dialect.path, {"model": "tiny", **dialect.body}) for dialect in DIALECTS.values()] + [
+    ("/generate", {"text": ["a", "b"], "image_data": [coded(PNG), [data_url(GIF), {"url": data_url(JPEG)}]]}),
+    *((path, {"model": "tiny", **body}) for path, body in of_file("file-1").values()),
+]
+
+
+async def check_mutations(gateway: FakedGateway, seeds: Sequence[int]) -> dict[int, int]:
+    """Send mutated bodies; return how many answers had each status."""
+    statuses: dict[int, int] = {}
+    async with gateway.client() as client:
+        for seed in seeds:
+            generator = random.Random(seed)
+            path, body = generator.choice(BODIES)
+            content = json.dumps(corrupted(generator, mutated(generator, body)))
+            response = await client.post(path, content=content, headers={"content-type": "application/json"})
+            assert response.status_code in (200, 400, 404), (seed, response.text)
+            statuses[response.status_code] = statuses.get(response.status_code, 0) + 1
+            for request in gateway.pipeline.submitted:
+                generate_to_wire(request, ReplyTo(SubscriberId("test")))
+            gateway.pipeline.submitted.clear()
+    return statuses
+
+
+def corrupted(generator: random.Random, value: Any) -> Any:
+    """Return `value`, in half of the cases with a change in one of its long texts."""
+    if isinstance(value, dict):
+        return {key: corrupted(generator, part) for key, part in value.items()}
+    if isinstance(value, list):
+        return [corrupted(generator, part) for part in value]
+    if isinstance(value, str) and 20 < len(value) < 5_000 and generator.random() < 0.2:
+        place = generator.randrange(len(value))
+        inserted = generator.choice(["", "=", "\n", "é", "\x00", "%", ",", ";", ":", "AAAA", value[:place]])
+        return value[:place] + inserted + value[place + generator.randrange(4) :]
+    return value
+
+
+@pytest.fixture(scope="module")
+def gateway() -> FakedGateway:
+    return seeing()
+
+
+@examples(40)
+@given(seed=st.integers(0, 2**32))
+async def test_no_body_with_images_is_a_server_error(gateway: FakedGateway, seed: int) -> None:
+    await check_mutations(gateway, [seed * 10 + number for number in range(10)])
+
+
+@pytest.mark.soak
+async def test_no_body_of_many_with_images_is_a_server_error(gateway: FakedGateway) -> None:
+    statuses = await check_mutations(gateway, range(20_000))
+    assert sum(statuses.values()) == 20_000
+    assert statuses[200] > 100
+    assert statuses[400] > 1000
