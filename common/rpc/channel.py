@@ -9,8 +9,10 @@ from typing import TYPE_CHECKING, Any, Generic, Self, TypeVar
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from common.errors import PandoError, UnavailableError
 from common.rpc.options import CHANNEL_OPTIONS
 from common.rpc.security import UNIX_ONLY
+from common.rpc.status import RETRY_AFTER_MS, answered
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -52,14 +54,14 @@ async def is_serving(channel: grpc.aio.Channel, service: str, timeout_s: float =
     """Whether the peer's health service reports `service` (full name, or "" for the process) as serving."""
     stub: Any = health_pb2_grpc.HealthStub(channel)  # Any: its type stubs lack the methods
     try:
-        answer = await stub.Check(health_pb2.HealthCheckRequest(service=service), timeout=timeout_s)
-    except grpc.aio.AioRpcError:
+        answer = await answered(stub.Check(health_pb2.HealthCheckRequest(service=service), timeout=timeout_s))
+    except PandoError:
         return False
     return bool(answer.status == health_pb2.HealthCheckResponse.SERVING)
 
 
 class LateChannel(grpc.aio.Channel):
-    """A channel that selects another one for each call.
+    """A channel that selects another one for each call; a call raises UnavailableError if that is closed.
 
     A stub binds its methods once, at its creation, so the callables returned here select the channel at each call.
     """
@@ -87,8 +89,11 @@ class LateChannel(grpc.aio.Channel):
     # Any: arguments and results are those of grpc's own methods, for every message type.
     def _late(self, kind: str, arguments: tuple[Any, ...], options: dict[str, Any]) -> Callable[..., Any]:
         def call(*call_arguments: Any, **call_options: Any) -> Any:
-            method = getattr(self.current(), kind)(*arguments, **options)
-            return method(*call_arguments, **call_options)
+            try:
+                method = getattr(self.current(), kind)(*arguments, **options)
+                return method(*call_arguments, **call_options)
+            except grpc.aio.UsageError as error:
+                raise UnavailableError("the connection is closed", retry_after_ms=RETRY_AFTER_MS) from error
 
         return call
 

@@ -6,6 +6,7 @@ from common.rpc.handshake import own_build
 
 MAX_MESSAGE_BYTES = 64 * 1024 * 1024
 KEEPALIVE_MS = 20_000
+CONNECT_TIMEOUT_MS = 1_500
 
 CHANNEL_OPTIONS: list[tuple[str, int | str]] = [
     ("grpc.primary_user_agent", own_build().user_agent),
@@ -22,8 +23,9 @@ CHANNEL_OPTIONS: list[tuple[str, int | str]] = [
     ("grpc.http2.bdp_probe", 0),
     # Reconnect to a restarted service at once; the default pause is up to two minutes.
     ("grpc.initial_reconnect_backoff_ms", 50),
-    # Despite its name, the timeout of a connection attempt: with less, attempts at a busy machine fail needlessly.
-    ("grpc.min_reconnect_backoff_ms", 3_000),
+    # Despite its name, the timeout of a connection attempt: a second more is enough for TLS on a busy machine, and an
+    # attempt during which messages are lost is given up soon after that has ended.
+    ("grpc.min_reconnect_backoff_ms", CONNECT_TIMEOUT_MS),
     ("grpc.max_reconnect_backoff_ms", 250),
 ]
 

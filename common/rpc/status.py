@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from typing import TYPE_CHECKING, TypeVar
 
 import grpc
 from google.protobuf import any_pb2, duration_pb2
+from google.protobuf.message import DecodeError
 from google.rpc import code_pb2, error_details_pb2, status_pb2  # type: ignore[import-untyped]  # no stubs exist
 from grpc_status import rpc_status
 
@@ -18,6 +20,7 @@ if TYPE_CHECKING:
 
 DOMAIN = "pando"
 RETRY_AFTER_MS = 1000
+CLOSED_DURING_CALL = "the connection was closed during the call"
 AWAY = (
     grpc.StatusCode.UNAVAILABLE,
     grpc.StatusCode.CANCELLED,
@@ -69,18 +72,29 @@ async def answered(call: Awaitable[T]) -> T:
     """Return the response of a call.
 
     Raises:
-        PandoError: the call failed; converted by `to_error`. UnavailableError if its channel was closed meanwhile.
+        PandoError: the call failed; converted by `to_error`. UnavailableError if its channel was closed meanwhile, or
+            its response cannot be decoded.
     """
     try:
-        return await call
+        answer = await call
     except grpc.RpcError as error:
         raise to_error(error) from error
     except asyncio.CancelledError:
-        task = asyncio.current_task()
-        if task is None or task.cancelling():
+        if is_own_cancellation():
             raise
-        # Closing a channel cancels its calls, which looks like a cancellation of the task that awaits one.
-        raise UnavailableError("the connection was closed during the call", retry_after_ms=RETRY_AFTER_MS) from None
+        raise UnavailableError(CLOSED_DURING_CALL, retry_after_ms=RETRY_AFTER_MS) from None
+    if answer is None:  # gRPC's own sign that a response could not be decoded
+        raise UnavailableError("the response could not be decoded", retry_after_ms=RETRY_AFTER_MS)
+    return answer
+
+
+def is_own_cancellation() -> bool:
+    """Whether a CancelledError that the current task has caught is a cancellation of the task itself.
+
+    Closing a channel cancels its calls, which looks the same to a task that awaits one.
+    """
+    task = asyncio.current_task()
+    return task is None or task.cancelling() > 0
 
 
 def describe(error: grpc.RpcError) -> str:
@@ -94,7 +108,8 @@ def _rich_status(call_error: grpc.RpcError) -> status_pb2.Status | None:
     if isinstance(call_error, grpc.aio.AioRpcError):
         for key, value in call_error.trailing_metadata():
             if key == "grpc-status-details-bin" and isinstance(value, bytes):
-                return status_pb2.Status.FromString(value)
+                with contextlib.suppress(DecodeError):  # a bit has flipped
+                    return status_pb2.Status.FromString(value)
     return None
 
 
@@ -104,12 +119,14 @@ def _failure(status: status_pb2.Status) -> RequestFailure | None:
         info = error_details_pb2.ErrorInfo()
         bad = error_details_pb2.BadRequest()
         retry = error_details_pb2.RetryInfo()
-        if detail.Unpack(info) and info.domain == DOMAIN:
-            code, retryable = ErrorCode[info.reason], info.metadata.get("retryable") == "true"
-        elif detail.Unpack(bad):
-            param = bad.field_violations[0].field
-        elif detail.Unpack(retry):
-            retry_after_ms = retry.retry_delay.ToMilliseconds()
+        with contextlib.suppress(DecodeError):  # a bit has flipped
+            if detail.Unpack(info) and info.domain == DOMAIN:
+                # None: the code of another version.
+                code, retryable = ErrorCode.__members__.get(info.reason), info.metadata.get("retryable") == "true"
+            elif detail.Unpack(bad):
+                param = next((violation.field for violation in bad.field_violations), None)
+            elif detail.Unpack(retry):
+                retry_after_ms = retry.retry_delay.ToMilliseconds()
     return RequestFailure(code, status.message, param, retryable, retry_after_ms) if code else None
 
 

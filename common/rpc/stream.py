@@ -17,7 +17,8 @@ import grpc
 from common.errors import UnavailableError
 from common.logs import get_logger
 from common.rpc.handshake import check_server, own_build
-from common.rpc.status import describe
+from common.rpc.options import CONNECT_TIMEOUT_MS
+from common.rpc.status import CLOSED_DURING_CALL, describe, is_own_cancellation
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
@@ -42,7 +43,7 @@ PROCESS_KEY = "pando-process"
 FIRST_PAUSE_S = 0.05
 MAX_PAUSE_S = 0.25
 # A peer that is up accepts a stream within milliseconds; a longer wait means that its connection is dead.
-ACCEPT_TIMEOUT_S = 3.0
+ACCEPT_TIMEOUT_S = CONNECT_TIMEOUT_MS / 1000
 HEARTBEAT_S = 0.5
 # Heartbeats without any message from the peer beyond which the connection counts as dead: if another process would do
 # the peer's work, and if it can only be waited for. They are counted, not timed, as a
@@ -134,9 +135,10 @@ class StreamLink(Generic[RequestT, ResponseT]):
 
     async def _run_once(self) -> bool:
         """Open the stream and serve it until it breaks; return whether it was connected."""
-        call = self._source.open_stream()
+        call: grpc.aio.StreamStreamCall[RequestT, ResponseT] | None = None
         reason = CLOSED_HERE
         try:
+            call = self._source.open_stream()
             async with asyncio.timeout(ACCEPT_TIMEOUT_S):
                 acceptance = await wait_until_accepted(call)
             self._silence = Silence(is_numbered=acceptance.is_numbered, has_others=self._source.has_others)
@@ -151,9 +153,17 @@ class StreamLink(Generic[RequestT, ResponseT]):
         except grpc.RpcError as error:
             reason = describe(error)
             self._refusals.note(error)
+        except UnavailableError as error:
+            reason = str(error)
+        except asyncio.CancelledError:
+            if is_own_cancellation():
+                raise
+            # Another user of the channel has closed it, and has or will have opened another one.
+            reason = CLOSED_DURING_CALL
         finally:
             was_connected, self.connected = self.connected, False
-            call.cancel()
+            if call is not None:
+                call.cancel()
             self._queue.clear()
             if was_connected:
                 log = self._log.info if reason is CLOSED_HERE else self._log.warning

@@ -13,7 +13,7 @@ from common.errors import UnavailableError
 from common.logs import get_logger
 from common.rpc.channel import renew
 from common.rpc.peers import Health
-from common.rpc.status import answered
+from common.rpc.status import CLOSED_DURING_CALL, answered, is_own_cancellation
 from common.rpc.stream import (
     ACCEPT_TIMEOUT_S,
     CLOSED_HERE,
@@ -33,6 +33,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from common.deltas import Delta
+
+    _Subscription = grpc.aio.UnaryStreamCall[detokenizer_pb2.SubscribeRequest, detokenizer_pb2.SubscribeResponse]
 
 DETOKENIZER = "detokenizer"
 SERVICE = detokenizer_pb2.DESCRIPTOR.services_by_name["Detokenizer"].full_name
@@ -115,9 +117,10 @@ class DetokenizerPeer:
         """Subscribe and receive until the stream breaks; return whether it was connected."""
         subscriber_id = SubscriberId(f"gateway-{secrets.token_hex(16)}")
         request = detokenizer_pb2.SubscribeRequest(subscriber_id=subscriber_id, replaces=self._previous)
-        call = self._stub.Subscribe(request)
+        call: _Subscription | None = None
         reason = CLOSED_HERE
         try:
+            call = self._stub.Subscribe(request)
             async with asyncio.timeout(ACCEPT_TIMEOUT_S):
                 acceptance = await wait_until_accepted(call)
             self.reply_to = ReplyTo(subscriber_id, acceptance.process)
@@ -134,20 +137,22 @@ class DetokenizerPeer:
         except grpc.RpcError as error:
             reason = str(error.details() if isinstance(error, grpc.aio.AioRpcError) else error)
             self._refusals.note(error)
+        except asyncio.CancelledError:
+            if is_own_cancellation():
+                raise
+            # Another user of the channel has closed it.
+            reason = CLOSED_DURING_CALL
         finally:
             was_connected, self.reply_to = self.reply_to is not None, None
-            call.cancel()
+            if call is not None:
+                call.cancel()
             if was_connected:
                 log = self._log.info if reason is CLOSED_HERE else self._log.warning
                 log("subscription.broken", subscriber_id=subscriber_id, reason=reason)
                 self._listener.on_detokenizer_broken(self, reason)
         return was_connected
 
-    async def _receive(
-        self,
-        call: grpc.aio.UnaryStreamCall[detokenizer_pb2.SubscribeRequest, detokenizer_pb2.SubscribeResponse],
-        silence: Silence,
-    ) -> str:
+    async def _receive(self, call: _Subscription, silence: Silence) -> str:
         """Pass on deltas until the stream ends; return the reason.
 
         Raises:
@@ -162,11 +167,7 @@ class DetokenizerPeer:
                 task.cancel()
             await asyncio.gather(*ends, return_exceptions=True)
 
-    async def _read(
-        self,
-        call: grpc.aio.UnaryStreamCall[detokenizer_pb2.SubscribeRequest, detokenizer_pb2.SubscribeResponse],
-        silence: Silence,
-    ) -> str:
+    async def _read(self, call: _Subscription, silence: Silence) -> str:
         numbers = MessageNumbers()
         try:
             async for message in call:

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import grpc
 
+from common.errors import PandoError
 from common.logs import get_logger
 from common.rpc.handshake import check_server
+from common.rpc.options import CONNECT_TIMEOUT_MS
 from common.rpc.status import answered
 from common.rpc.stream import unreadable
 from common.steps import SleepLevel
@@ -19,13 +22,15 @@ from protos.gen.pando.v1 import worker_pb2, worker_pb2_grpc
 from services.scheduler.wire.steps import capacity_from_wire, plan_to_wire, result_from_wire, spec_to_wire
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Iterable
+    from collections.abc import AsyncIterator, Iterable, Iterator
 
     from common.adapters import AdapterInfo
     from common.grammars import Grammar
     from common.steps import EngineCapacity, EngineSpec, SleepPart, StepPlan, StepResult
 
 STATE_TIMEOUT_S = 5.0
+# Of an attempt to find the rank; the next one uses another connection.
+CONNECT_TIMEOUT_S = CONNECT_TIMEOUT_MS / 1000
 CONFIGURE_TIMEOUT_S = 3600.0
 # Reads the headers of all files with weights, which may be on a slow network.
 CHECK_WEIGHTS_TIMEOUT_S = 600.0
@@ -91,12 +96,18 @@ class RankConnection:
         self._log = get_logger("rank")
 
     async def wait_until_up(self) -> RankIdentity:
-        """Wait until the rank answers; return what it is and has."""
+        """Wait until the rank answers; return what it is and has.
+
+        Raises:
+            RankLostError: the answer cannot be read.
+            grpc.aio.AioRpcError: there is none in time.
+        """
         request = worker_pb2.GetWorkerStateRequest()
-        state = await self._stub.GetState(request, timeout=STATE_TIMEOUT_S, wait_for_ready=True)
-        weights = LoadedWeights(state.model, state.load_format, state.weight_version)
-        level = SleepLevel(state.sleep_level) if state.sleep_level else None
-        return RankIdentity(state.process, state.base_model, weights, level)
+        state = await self._stub.GetState(request, timeout=CONNECT_TIMEOUT_S, wait_for_ready=True)
+        with _reading():
+            weights = LoadedWeights(state.model, state.load_format, state.weight_version)
+            level = SleepLevel(state.sleep_level) if state.sleep_level else None
+            return RankIdentity(state.process, state.base_model, weights, level)
 
     async def check_weights(self, weights: LoadedWeights) -> None:
         """Check that other weights fit.
@@ -139,8 +150,8 @@ class RankConnection:
     async def pulse(self, timeout_s: float) -> Pulse | None:
         """Return the rank's answer to a heartbeat; None if there is none in time."""
         try:
-            state = await self._stub.GetState(worker_pb2.GetWorkerStateRequest(), timeout=timeout_s)
-        except grpc.aio.AioRpcError:
+            state = await answered(self._stub.GetState(worker_pb2.GetWorkerStateRequest(), timeout=timeout_s))
+        except PandoError:
             return None
         open_plans = state.open_plans if state.HasField("open_plans") else None
         return Pulse(state.heartbeat_age_ms / 1000, open_plans)
@@ -157,21 +168,31 @@ class RankConnection:
         call = self._stub.Configure(request, timeout=CONFIGURE_TIMEOUT_S)
         check_server(dict(await call.initial_metadata()))
         async for message in call:
-            if message.HasField("capacity"):
-                return capacity_from_wire(message.capacity)
-            if message.stage != stage:
-                stage = message.stage
-                self._log.info("worker.configuring", rank=spec.rank, stage=stage, percent=int(message.progress * 100))
+            with _reading():
+                if message.HasField("capacity"):
+                    return capacity_from_wire(message.capacity)
+                if message.stage != stage:
+                    stage, percent = message.stage, int(message.progress * 100)
+                    self._log.info("worker.configuring", rank=spec.rank, stage=stage, percent=percent)
         raise RankLostError(f"rank {spec.rank} ended Configure without a capacity")
 
     async def grant_pages(self, lease: bytes, pages: Iterable[int]) -> None:
-        """Let workers of other groups read pages under a lease."""
+        """Let workers of other groups read pages under a lease.
+
+        Raises:
+            PandoError: the rank is unreachable.
+        """
         request = worker_pb2.GrantPagesRequest(lease=lease, device_pages=pages)
-        await self._stub.GrantPages(request, timeout=STATE_TIMEOUT_S)
+        await answered(self._stub.GrantPages(request, timeout=STATE_TIMEOUT_S))
 
     async def revoke_pages(self, lease: bytes) -> None:
-        """End a lease; once this has returned, none of its pages is read any more."""
-        await self._stub.RevokePages(worker_pb2.RevokePagesRequest(lease=lease), timeout=STATE_TIMEOUT_S)
+        """End a lease; once this has returned, none of its pages is read any more.
+
+        Raises:
+            PandoError: the rank is unreachable.
+        """
+        request = worker_pb2.RevokePagesRequest(lease=lease)
+        await answered(self._stub.RevokePages(request, timeout=STATE_TIMEOUT_S))
 
     async def prepare(self, grammar: Grammar) -> None:
         """Compile a grammar before rows need it.
@@ -232,13 +253,10 @@ class PlanStream:
             RankLostError: a result cannot be read.
             grpc.aio.AioRpcError: the stream broke.
         """
-        try:
-            async for message in self._call:
-                yield result_from_wire(message)
-        except grpc.RpcError:
-            raise
-        except Exception as error:
-            raise RankLostError(unreadable(error)) from error
+        async for message in self._call:
+            with _reading():
+                result = result_from_wire(message)
+            yield result
 
     def cancel(self) -> None:
         self._call.cancel()
@@ -249,6 +267,15 @@ class PlanStream:
         message = plan_to_wire(plan)
         for stream in streams:
             stream._plans.put_nowait(message)
+
+
+@contextlib.contextmanager
+def _reading() -> Iterator[None]:
+    """Raise RankLostError for a message that cannot be read; gRPC passes on None for one that it cannot decode."""
+    try:
+        yield
+    except Exception as error:
+        raise RankLostError(unreadable(error)) from error
 
 
 async def _drain(queue: asyncio.Queue[worker_pb2.StepPlan]) -> AsyncIterator[worker_pb2.StepPlan]:

@@ -7,10 +7,9 @@ from collections import OrderedDict, defaultdict
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-import grpc
-
-from common.errors import UnavailableError
+from common.errors import PandoError, UnavailableError
 from common.logs import get_logger
+from common.rpc.status import answered
 from common.types import GroupRole
 from protos.gen.pando.v1 import scheduler_pb2, scheduler_pb2_grpc
 from services.tokenizer import metrics
@@ -340,8 +339,8 @@ class Replica:
     async def _read_load(self) -> None:
         sent_before = self._sent_since
         try:
-            state = await self._stub.GetState(scheduler_pb2.GetStateRequest(), timeout=STATE_TIMEOUT_S)
-        except grpc.aio.AioRpcError:
+            state = await answered(self._stub.GetState(scheduler_pb2.GetStateRequest(), timeout=STATE_TIMEOUT_S))
+        except PandoError:
             return
         if not self._link.reports_load:
             self._reported_load = state.waiting_requests + state.running_rows

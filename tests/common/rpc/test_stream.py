@@ -1,22 +1,26 @@
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING, Any
+from contextlib import asynccontextmanager
+from typing import TYPE_CHECKING, Any, TypeAlias
 
+import grpc
 import pytest
 
 from common.errors import UnavailableError
-from common.rpc.channel import open_channel
+from common.rpc.channel import open_channel, renew
 from common.rpc.server import RpcServer
-from common.rpc.stream import MessageNumbers, Silence, StreamLink, StreamSource
+from common.rpc.stream import MAX_PAUSE_S, MessageNumbers, Silence, StreamLink, StreamSource, accept_stream
 from protos.gen.pando.v1 import common_pb2, tokenizer_pb2, tokenizer_pb2_grpc
 from tests.waiting import until
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
+    from collections.abc import AsyncIterator, Awaitable, Callable
     from pathlib import Path
 
-    import grpc
+
+# Any: messages are bytes.
+Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
 
 
 class Echo(tokenizer_pb2_grpc.TokenizerServicer):
@@ -49,7 +53,11 @@ class Link:
         stub = tokenizer_pb2_grpc.TokenizerStub(channel)
         self.link = StreamLink(
             "echo",
-            StreamSource(lambda: stub.Submit(), lambda: tokenizer_pb2.TokenizerSubmitRequest(heartbeat=True)),
+            StreamSource(
+                lambda: stub.Submit(),
+                lambda: tokenizer_pb2.TokenizerSubmitRequest(heartbeat=True),
+                lambda: renew(channel),
+            ),
             self._on_message,
             on_connected=self._on_connected,
             on_disconnected=self.breaks.append,
@@ -73,6 +81,21 @@ async def start_echo(path: Path) -> RpcServer:
     server.add(tokenizer_pb2_grpc.add_TokenizerServicer_to_server, Echo())  # type: ignore[abstract]  # the rest is unused
     await server.start()
     return server
+
+
+@asynccontextmanager
+async def serving(path: Path, submit: Callable[[AsyncIterator[bytes], Context], Awaitable[None]]) -> AsyncIterator[None]:
+    """A tokenizer that reads and writes bytes."""
+    handler = grpc.stream_stream_rpc_method_handler(submit)
+    name = tokenizer_pb2.DESCRIPTOR.services_by_name["Tokenizer"].full_name
+    server = grpc.aio.server()
+    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(name, {"Submit": handler}),))
+    server.add_insecure_port(f"unix:{path}/echo.sock")
+    await server.start()
+    try:
+        yield
+    finally:
+        await server.stop(0)
 
 
 @pytest.fixture
@@ -117,6 +140,72 @@ async def test_a_message_that_cannot_be_read_breaks_the_stream_and_another_follo
     link.send("after")
     await until(lambda: link.received == ["after"])
     await server.stop(0)
+
+
+async def test_a_link_opens_again_if_another_user_closes_the_channel_while_it_connects(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("common.rpc.channel.CLOSE_GRACE_S", 0.0)
+    opened = 0
+
+    async def submit(_requests: AsyncIterator[bytes], context: Context) -> None:
+        nonlocal opened
+        opened += 1
+        if opened > 1:
+            await accept_stream(context, is_numbered=True)
+        await asyncio.Event().wait()
+
+    async with serving(tmp_path, submit), open_channel(f"unix:{tmp_path}/echo.sock") as channel:
+        link = Link(channel)
+        task = asyncio.create_task(link.link.run())
+        await until(lambda: opened == 1)
+        renew(channel)
+        await until(lambda: link.connections == 1)
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+
+
+async def test_a_link_waits_for_a_channel_that_stays_closed(tmp_path: Path) -> None:
+    channel = open_channel(f"unix:{tmp_path}/echo.sock")
+    link = Link(channel)
+    await channel.close()
+    task = asyncio.create_task(link.link.run())
+    await asyncio.sleep(2 * MAX_PAUSE_S)
+    assert not task.done()
+    assert not link.link.connected
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+
+
+async def test_a_peer_that_does_not_accept_the_stream_is_tried_again_by_another_connection(tmp_path: Path) -> None:
+    held: list[asyncio.StreamWriter] = []
+    async with await asyncio.start_unix_server(lambda _, writer: held.append(writer), f"{tmp_path}/silent.sock"):
+        async with open_channel(f"unix:{tmp_path}/silent.sock") as channel:
+            task = asyncio.create_task(Link(channel).link.run())
+            await until(lambda: len(held) == 3)
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+        for writer in held:
+            writer.close()
+
+
+async def test_an_answer_that_cannot_be_decoded_breaks_the_stream_and_another_follows(tmp_path: Path) -> None:
+    answers = [b"\xff\xff", b"\xff\xff", tokenizer_pb2.TokenizerSubmitResponse(sequence=1).SerializeToString()]
+
+    async def submit(requests: AsyncIterator[bytes], context: Context) -> None:
+        await accept_stream(context, is_numbered=True)
+        async for _ in requests:
+            await context.write(answers.pop(0) if len(answers) > 1 else answers[0])
+            if len(answers) == 1:
+                await asyncio.Event().wait()
+
+    async with serving(tmp_path, submit), open_channel(f"unix:{tmp_path}/echo.sock") as channel:
+        link = Link(channel)
+        task = asyncio.create_task(link.link.run())
+        await until(lambda: link.connections == 3)
+        assert link.breaks == ["a message could not be read: AttributeError"] * 2
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
 
 
 async def test_sending_to_an_absent_peer_fails_at_once(link: Link) -> None:
