@@ -485,6 +485,8 @@ class WorkerGroup:
             self._is_losing = True
             if broken.done():
                 broken.result()
+            # Weights can no longer be replaced, whose caller would not be answered by what follows.
+            broken.cancel()
             if len(readers) > 1:
                 # A failing rank makes others fail, and their errors may arrive first; only its own error has the cause.
                 done = (await asyncio.wait(readers, timeout=REASON_GRACE_S))[0] | done

@@ -337,6 +337,7 @@ class SchedulerLoop:
         """Make a plan whenever something has changed, until cancelled."""
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(self._housekeep())
+            tasks.create_task(self._keep_tidy())
             while True:
                 await self._wake.wait()
                 self._wake.clear()
@@ -558,7 +559,6 @@ class SchedulerLoop:
             if self.core is None:
                 continue
             self._reload_limits(self.core)
-            await self.adapters.tidy()
             self.core.expire(self.now)
             self._expire_while_asleep(self.core)
             self._hand_back(self.core)
@@ -568,6 +568,12 @@ class SchedulerLoop:
             self._check_accounts(self.core)
             self._check_invariants()
             self._wake.set()
+
+    async def _keep_tidy(self) -> None:
+        """Free the memory of unused adapters; apart from housekeeping, as workers may take seconds to answer."""
+        while True:
+            await asyncio.sleep(HOUSEKEEPING_INTERVAL_S)
+            await self.adapters.tidy()
 
     def _expire_while_asleep(self, core: SchedulerCore) -> None:
         """End requests that have waited too long for the workers to be woken."""

@@ -127,13 +127,20 @@ class Submissions:
             admission = self._loop.submit(request)
         except PandoError as error:
             admission = Admission(request.request_id, len(request.token_ids), error.to_failure())
+        except Exception as error:  # noqa: BLE001  (raised again by the task that answers)
+            self._forget(request.request_id)
+            self._answers.put_nowait(error)
+            return
         self._answer_later(admission)
 
     def _answer_later(self, admission: Admission) -> None:
-        del self._waiting[admission.request_id]
-        self._room.give_back(self._subjects.pop(admission.request_id))
+        self._forget(admission.request_id)
         self._answers.put_nowait([admission])
         self._end_if_done()
+
+    def _forget(self, request_id: RequestId) -> None:
+        del self._waiting[request_id]
+        self._room.give_back(self._subjects.pop(request_id))
 
     def _abort(self, request_id: RequestId) -> None:
         task = self._waiting.get(request_id)

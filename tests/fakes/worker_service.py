@@ -74,6 +74,8 @@ class FakeWorkerService(worker_pb2_grpc.WorkerServicer):
         self.adapters: dict[str, common_pb2.AdapterInfo] = {}
         self.adapter_reads = self.most_adapter_reads = self._adapters_in_read = 0
         self.dropped_adapters: list[str] = []
+        # Memory of adapters is freed while it is set.
+        self.drops = _open_gate()
         # Why weights are refused when they are checked, and when they are loaded, by model.
         self.misfits: dict[str, str] = {}
         self.unloadable: dict[str, str] = {}
@@ -177,6 +179,7 @@ class FakeWorkerService(worker_pb2_grpc.WorkerServicer):
     ) -> worker_pb2.DropAdapterResponse:
         self.adapters.pop(request.name, None)
         if request.digest:
+            await self.drops.wait()
             self.dropped_adapters.append(request.digest)
         return worker_pb2.DropAdapterResponse()
 

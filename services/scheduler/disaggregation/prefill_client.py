@@ -11,6 +11,8 @@ import grpc
 
 from common.errors import PandoError, UnavailableError
 from common.logs import get_logger
+from common.rpc.channel import renew
+from common.rpc.status import CLOSED_DURING_CALL, is_own_cancellation
 from common.wire.requests import schedule_request_to_wire
 from protos.gen.pando.v1 import scheduler_pb2, scheduler_pb2_grpc
 from services.scheduler import metrics
@@ -86,33 +88,50 @@ class PrefillClient:
                 await channel.close()
 
     async def _run(self, core: SchedulerCore, sequence: Sequence, fetch: PeerFetch) -> None:
+        group = sequence.request.prefill_group
+        try:
+            reason = await self._ask(core, sequence, fetch)
+        except Exception as error:  # the request must not wait for a call that has ended
+            self._log.exception("prefill.defect", group=group)
+            reason = type(error).__name__
+        if reason:
+            self.failed += 1
+            metrics.REMOTE_PREFILLS_TOTAL.labels("failed").inc()
+            self._log.warning("prefill.failed", group=group, reason=reason)
+            fetch.stop()
+            self._loop.wake()
+
+    async def _ask(self, core: SchedulerCore, sequence: Sequence, fetch: PeerFetch) -> str:
+        """Follow one call; return why it failed, if it did."""
         request = sequence.request
         wire = schedule_request_to_wire(replace(request, token_ids=sequence.token_ids))
         wire.ClearField("session")
         wire.ClearField("turn")
         wire.ClearField("resume")
-        stub = scheduler_pb2_grpc.SchedulerStub(self._channel(request.prefill_group))
-        call = stub.Prefill(scheduler_pb2.PrefillRequest(request=wire))
-        reason = ""
+        call: PrefillCall | None = None
         try:
-            await self._follow(call, core, sequence, fetch)
+            channel = self._channel(request.prefill_group)
+            call = scheduler_pb2_grpc.SchedulerStub(channel).Prefill(scheduler_pb2.PrefillRequest(request=wire))
+            await self._follow(call, core, fetch)
         except grpc.aio.AioRpcError as error:
-            reason = error.details() or str(error.code())
+            return error.details() or str(error.code())
         except TimeoutError:
-            reason = f"no answer for {self._silence_s:g} s"
+            # The connection may lose messages without breaking; other calls on it fail, too.
+            renew(channel)
+            return f"no answer for {self._silence_s:g} s"
         except PandoError as error:
-            reason = str(error)
+            return str(error)
+        except asyncio.CancelledError:
+            if is_own_cancellation():
+                raise
+            return CLOSED_DURING_CALL
         finally:
-            if reason:
-                self.failed += 1
-                metrics.REMOTE_PREFILLS_TOTAL.labels("failed").inc()
-                self._log.warning("prefill.failed", group=request.prefill_group, reason=reason)
-                fetch.stop()
-                self._loop.wake()
             # The other group may free the pages now.
-            call.cancel()
+            if call is not None:
+                call.cancel()
+        return ""
 
-    async def _follow(self, call: PrefillCall, core: SchedulerCore, sequence: Sequence, fetch: PeerFetch) -> None:
+    async def _follow(self, call: PrefillCall, core: SchedulerCore, fetch: PeerFetch) -> None:
         """Offer the pages that the other group computes, until all have been read or the request does not wait."""
         heard_at = time.monotonic()
         while not fetch.is_complete:

@@ -8,9 +8,7 @@ import secrets
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
-import grpc
-
-from common.errors import RequestFailedError, UnavailableError
+from common.errors import PandoError, RequestFailedError, UnavailableError
 from common.logs import get_logger
 from common.types import RequestId, SamplingParams, StopConditions
 from services.scheduler import metrics
@@ -25,8 +23,6 @@ if TYPE_CHECKING:
     from services.scheduler.rank import RankConnection
 
 LEASE_BYTES = 16
-# Of a call to a rank: it fails, or the group has been lost and its channel closed.
-CALL_ERRORS = (grpc.aio.AioRpcError, grpc.aio.UsageError)
 # Longest time for which pages are kept after the last of them was offered; reading takes far less.
 LEASE_S = 60.0
 # Interval of messages while nothing is computed, by which the other group knows that this one is alive.
@@ -162,7 +158,7 @@ class _Lease:
             self._has_granted = True
             try:
                 await asyncio.gather(*(rank.grant_pages(self.name, new) for rank in self._ranks))
-            except CALL_ERRORS as error:
+            except PandoError as error:
                 raise UnavailableError("a worker was lost", retry_after_ms=1000) from error
             self._pages += len(new)
         return new
@@ -172,7 +168,7 @@ class _Lease:
         pending = set(self._ranks) if self._has_granted else set()
         while pending and pending <= set(current()):
             for rank in list(pending):
-                with contextlib.suppress(*CALL_ERRORS):
+                with contextlib.suppress(PandoError):
                     await rank.revoke_pages(self.name)
                     pending.discard(rank)
             if pending:

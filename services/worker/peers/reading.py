@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING
 import grpc
 
 from common.logs import get_logger
+from common.rpc.channel import renew
+from common.rpc.status import CLOSED_DURING_CALL, is_own_cancellation
 from common.transfers import TransferAck
 from protos.gen.pando.v1 import worker_pb2, worker_pb2_grpc
 from services.worker import metrics
@@ -72,6 +74,12 @@ class PeerReader:
         except (grpc.aio.AioRpcError, TimeoutError) as error:
             reason = error.details() if isinstance(error, grpc.aio.AioRpcError) else "no answer"
             self._log.warning("peer.failed", peer=transfer.peer.workers[rank], reason=reason, pages_read=done)
+        except asyncio.CancelledError:
+            if is_own_cancellation():
+                raise
+            self._log.warning("peer.failed", peer=transfer.peer.workers[rank], reason=CLOSED_DURING_CALL)
+        except Exception:  # the scheduler waits for the acknowledgement
+            self._log.exception("peer.failed", peers=transfer.peer.workers, rank=rank, pages_read=done)
         seconds = time.monotonic() - started
         metrics.PEER_PAGES_TOTAL.labels("done").inc(done)
         metrics.PEER_PAGES_TOTAL.labels("failed").inc(len(transfer.host_pages) - done)
@@ -79,7 +87,8 @@ class PeerReader:
 
     async def _read(self, peer: PeerPages, rank: int) -> AsyncIterator[bytes]:
         request = worker_pb2.ReadPagesRequest(lease=peer.lease, device_pages=peer.device_pages.tolist())
-        call = worker_pb2_grpc.WorkerStub(self._channel(peer.workers[rank])).ReadPages(request)
+        channel = self._channel(peer.workers[rank])
+        call = worker_pb2_grpc.WorkerStub(channel).ReadPages(request)
         try:
             while True:
                 async with asyncio.timeout(self._silence_s):
@@ -87,6 +96,10 @@ class PeerReader:
                 if not isinstance(message, worker_pb2.ReadPagesResponse):
                     return
                 yield message.content
+        except TimeoutError:
+            # The connection may lose messages without breaking.
+            renew(channel)
+            raise
         finally:
             call.cancel()
 

@@ -118,6 +118,22 @@ async def test_requests_finish_with_an_adapter_that_is_unloaded_and_then_its_mem
     await until(lambda: all(worker.dropped_adapters == [digest] for worker in pipeline.workers))
 
 
+async def test_requests_time_out_while_a_worker_does_not_free_an_adapter(
+    pipeline: Pipeline, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("services.scheduler.rank.STATE_TIMEOUT_S", 60.0)
+    for worker in pipeline.workers:
+        worker.drops.clear()
+    await unload(pipeline, "given")
+    for worker in pipeline.workers:
+        worker.step_s = 60.0
+    await pipeline.submit("late", timeout_ms=500)
+    await pipeline.finished("late")
+    assert not any(worker.dropped_adapters for worker in pipeline.workers)
+    for worker in pipeline.workers:
+        worker.drops.set()
+
+
 async def test_workers_that_restart_read_all_adapters_again(pipeline: Pipeline) -> None:
     await load(pipeline, "new", "/new")
     await run(pipeline, "one", "new")

@@ -144,6 +144,20 @@ async def test_the_stream_ends_after_the_last_answer() -> None:
     assert [one async for one in stream.answers] != []
 
 
+async def test_a_defect_while_a_request_waits_for_its_grammar_ends_the_stream_and_frees_its_place() -> None:
+    stream = Stream()
+
+    async def prepare(_grammar: Grammar) -> None:
+        raise RuntimeError("a defect")
+
+    stream.loop.prepare = prepare  # type: ignore[method-assign]  # fails
+    stream.send(request("bound", SLOW))
+    with pytest.raises(RuntimeError, match="a defect"):
+        await stream.next()
+    assert not stream.submissions._waiting
+    assert not stream.submissions._subjects
+
+
 async def test_an_error_of_the_peer_s_stream_is_raised_by_the_answers() -> None:
     class GoneError(Exception):
         pass

@@ -208,6 +208,22 @@ async def test_a_rank_that_dies_while_it_loads_gets_the_new_weights_when_it_is_b
     assert [requests[-1] for requests in models(pipeline)] == ["newer"] * 2
 
 
+async def test_an_update_after_a_rank_has_failed_is_refused_and_not_taken_for_done(
+    pipeline: Pipeline, base: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The others' errors are waited for meanwhile, and the group is configured with the weights that it had."""
+    monkeypatch.setattr("services.scheduler.group.REASON_GRACE_S", 3.0)
+    await start(pipeline, "running")
+    pipeline.workers[1].fail_at_step = 0
+    await until(lambda: pipeline.workers[1].fail_at_step is None)
+    await asyncio.sleep(0.2)
+    with pytest.raises(grpc.aio.AioRpcError, match="the workers were lost before"):
+        await update(pipeline, RECOMPUTE)
+    await pipeline.finished("running")
+    assert pipeline.detokenizer.output_of("running") == output(30)
+    assert models(pipeline) == [[base, base]] * 2
+
+
 async def test_of_two_updates_at_once_the_second_is_refused(pipeline: Pipeline) -> None:
     await start(pipeline, "slow", max_tokens=60)
     first = asyncio.ensure_future(update(pipeline, DRAIN, "one"))

@@ -155,6 +155,26 @@ async def test_a_prefill_group_that_is_away_costs_nothing_but_time(groups: Group
     assert groups.prefilled(groups.decode) == len(LONG)
 
 
+async def test_a_prefill_group_that_cannot_be_called_at_all_keeps_no_request_waiting(groups: Groups) -> None:
+    """Without TLS, an address over TCP is refused before there is a call."""
+    admission = await groups.decode.submit("one", LONG, prefill_group="127.0.0.1:9", max_tokens=8)
+    assert not admission.HasField("rejected")
+    await groups.decode.finished("one")
+    assert groups.decode.detokenizer.output_of("one") == output()
+    state = await groups.decode.state()
+    assert (state.disaggregation.remote_prefills, state.disaggregation.failed_prefills) == (1, 1)
+
+
+async def test_a_defect_of_a_call_keeps_no_request_waiting(groups: Groups, monkeypatch: pytest.MonkeyPatch) -> None:
+    def offer(*_arguments: object) -> None:
+        raise RuntimeError("a defect")
+
+    monkeypatch.setattr("services.scheduler.cache.tiers.peer_reads.PeerFetch.offer", offer)
+    await groups.run("one")
+    assert (await groups.decode.state()).disaggregation.failed_prefills == 1
+    await groups.released()
+
+
 async def test_workers_of_the_prefill_group_that_die_in_the_middle(groups: Groups) -> None:
     for worker in groups.prefill.workers:
         worker.step_s = 0.05

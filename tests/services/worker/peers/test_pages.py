@@ -10,7 +10,7 @@ import grpc
 import numpy as np
 import pytest
 
-from common.errors import InvalidRequestError, PermissionDeniedError
+from common.errors import ConfigurationError, InvalidRequestError, PermissionDeniedError
 from common.rpc.channel import open_channel
 from common.rpc.server import RpcServer
 from common.transfers import PeerPages, Transfer, TransferAck, TransferDirection, TransferId
@@ -177,6 +177,17 @@ async def test_a_peer_that_falls_silent_or_is_away_is_given_up(bench: Bench) -> 
     assert (await bench.fetch([0, 1, 2, 3], [0, 1, 2, 3])).done_pages == 2
     await bench.server.stop(0)
     assert (await bench.fetch([0], [0])).done_pages == 0
+
+
+async def test_a_peer_that_cannot_be_called_at_all_is_a_miss(bench: Bench) -> None:
+    def refuse(_address: str) -> grpc.aio.Channel:
+        raise ConfigurationError("TCP needs TLS")
+
+    connect, bench.reader._connect = bench.reader._connect, refuse
+    assert (await bench.fetch([5], [0])).done_pages == 0
+    bench.reader._connect = connect
+    bench.leases.grant(LEASE, [5])
+    assert (await bench.fetch([5], [0])).done_pages == 1
 
 
 async def test_nothing_is_written_after_the_stream_of_plans_has_ended(bench: Bench) -> None:
