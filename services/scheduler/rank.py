@@ -7,8 +7,6 @@ import contextlib
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-import grpc
-
 from common.errors import PandoError
 from common.logs import get_logger
 from common.rpc.handshake import check_server
@@ -23,6 +21,8 @@ from services.scheduler.wire.steps import capacity_from_wire, plan_to_wire, resu
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Iterable, Iterator
+
+    import grpc
 
     from common.adapters import AdapterInfo
     from common.grammars import Grammar

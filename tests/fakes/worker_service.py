@@ -74,8 +74,6 @@ class FakeWorkerService(worker_pb2_grpc.WorkerServicer):
         self.adapters: dict[str, common_pb2.AdapterInfo] = {}
         self.adapter_reads = self.most_adapter_reads = self._adapters_in_read = 0
         self.dropped_adapters: list[str] = []
-        # Memory of adapters is freed while it is set.
-        self.drops = _open_gate()
         # Why weights are refused when they are checked, and when they are loaded, by model.
         self.misfits: dict[str, str] = {}
         self.unloadable: dict[str, str] = {}
@@ -90,7 +88,8 @@ class FakeWorkerService(worker_pb2_grpc.WorkerServicer):
         self.sleep_level = 0
         self.sleep_refusal: str | None = None
         self.wake_refusal: str | None = None
-        self.wakes, self.prepares = _open_gate(), _open_gate()
+        # Memory of adapters is freed while `drops` is set.
+        self.wakes, self.prepares, self.drops = _open_gate(), _open_gate(), _open_gate()
         # Passes that a transfer takes; those that are done together are acknowledged last first.
         self.transfer_passes = 1
 

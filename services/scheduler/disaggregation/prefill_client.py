@@ -91,7 +91,7 @@ class PrefillClient:
         group = sequence.request.prefill_group
         try:
             reason = await self._ask(core, sequence, fetch)
-        except Exception as error:  # the request must not wait for a call that has ended
+        except Exception as error:  # noqa: BLE001  (the request must not wait for a call that has ended)
             self._log.exception("prefill.defect", group=group)
             reason = type(error).__name__
         if reason:

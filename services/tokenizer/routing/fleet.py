@@ -20,6 +20,8 @@ from services.tokenizer.scheduler_link import SchedulerLink
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Sequence
 
+    import grpc
+
     from common.rpc.peers import Servers
     from common.types import Admission, LoadReport, RequestId, ScheduleRequest, SessionGrant, SessionWish, View
     from services.tokenizer.routing.policies import RoutingPolicy

@@ -78,7 +78,7 @@ class PeerReader:
             if is_own_cancellation():
                 raise
             self._log.warning("peer.failed", peer=transfer.peer.workers[rank], reason=CLOSED_DURING_CALL)
-        except Exception:  # the scheduler waits for the acknowledgement
+        except Exception:  # noqa: BLE001  (the scheduler waits for the acknowledgement)
             self._log.exception("peer.failed", peers=transfer.peer.workers, rank=rank, pages_read=done)
         seconds = time.monotonic() - started
         metrics.PEER_PAGES_TOTAL.labels("done").inc(done)

@@ -24,9 +24,8 @@ if TYPE_CHECKING:
 WORKER = worker_pb2.DESCRIPTOR.services_by_name["Worker"].full_name
 # A field of length 127 of which nothing follows.
 DAMAGED = b"\x0a\x7f"
-DETAILS = dict(to_status(QueueFullError("full", param="text", retry_after_ms=1500)).trailing_metadata)[
-    "grpc-status-details-bin"
-]
+STATUS = to_status(QueueFullError("full", param="text", retry_after_ms=1500))
+DETAILS = b"".join(value for _, value in STATUS.trailing_metadata or () if isinstance(value, bytes))
 
 
 async def answer(_request: bytes, _context: grpc.aio.ServicerContext[Any, Any]) -> bytes:  # Any: messages are bytes
@@ -35,7 +34,7 @@ async def answer(_request: bytes, _context: grpc.aio.ServicerContext[Any, Any]) 
 
 @asynccontextmanager
 async def damaged_peer(path: Path) -> AsyncIterator[grpc.aio.Channel]:
-    handler = grpc.unary_unary_rpc_method_handler(answer)
+    handler: grpc.RpcMethodHandler[Any, Any] = grpc.unary_unary_rpc_method_handler(answer)
     server = grpc.aio.server()
     for name, methods in ((WORKER, ("GetState", "GetAdapters")), ("grpc.health.v1.Health", ("Check",))):
         handlers = dict.fromkeys(methods, handler)

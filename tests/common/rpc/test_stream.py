@@ -84,9 +84,11 @@ async def start_echo(path: Path) -> RpcServer:
 
 
 @asynccontextmanager
-async def serving(path: Path, submit: Callable[[AsyncIterator[bytes], Context], Awaitable[None]]) -> AsyncIterator[None]:
+async def serving(
+    path: Path, submit: Callable[[AsyncIterator[bytes], Context], Awaitable[None]]
+) -> AsyncIterator[None]:
     """A tokenizer that reads and writes bytes."""
-    handler = grpc.stream_stream_rpc_method_handler(submit)
+    handler: grpc.RpcMethodHandler[Any, Any] = grpc.stream_stream_rpc_method_handler(submit)
     name = tokenizer_pb2.DESCRIPTOR.services_by_name["Tokenizer"].full_name
     server = grpc.aio.server()
     server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(name, {"Submit": handler}),))

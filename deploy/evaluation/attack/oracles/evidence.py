@@ -9,6 +9,8 @@ from deploy.evaluation.attack.findings import Finding, OracleVerdict, not_applic
 from deploy.evaluation.attack.oracles.pairs import report_cached
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from deploy.evaluation.attack.oracles.pairs import Pair
     from deploy.evaluation.attack.scene import Scene
     from deploy.evaluation.bench.records import Segment
@@ -127,20 +129,51 @@ async def probe_revocation(scene: Scene) -> list[Finding]:
         await scene.prober.ask(text, scene.user("holder"))
     await scene.pass_epoch()
     clock, epoch_s = scene.prober.clock, scene.server.epoch_seconds
-    start, probes = clock.now(), 0
+    start, hits = clock.now(), [clock.now()]
     give_up = start + PATIENCE_EPOCHS * epoch_s
     while (cached := (await scene.prober.ask(text, prober)).cached_tokens) and clock.now() < give_up:
-        probes += 1
-    epochs = (clock.now() - start) / epoch_s
+        hits.append(clock.now())
+    moments = [(moment - start) / epoch_s for moment in (*hits, clock.now())]
+    return [judge_revocation(moments, is_lost=not cached)]
+
+
+def judge_revocation(moments: Sequence[float], *, is_lost: bool) -> Finding:
+    """Judge the time for which a prober finds a text, in epochs.
+
+    The server counts hits per window of an epoch, which may begin at any time; a prober that a busy machine slows down
+    below `HITS_THAT_TELL` looks like a person meanwhile. So only stretches of time count in which any window has as
+    many hits.
+
+    Args:
+        moments: The beginning, each hit, and the end, in epochs.
+        is_lost: The text was not found any more at the end.
+    """
+    probes, epochs = len(moments) - 2, moments[-1] - moments[0]
     if not probes:
-        return [
-            Finding(REVOCATION, OracleVerdict.UNDECIDED, 1, note="the text was not public when it was first probed")
-        ]
-    if (cached or epochs > ALLOWED_EPOCHS) and probes / epochs < HITS_THAT_TELL:
-        return [
-            Finding(REVOCATION, OracleVerdict.UNDECIDED, probes, note="too slow: fewer probes per epoch say nothing")
-        ]
-    if cached:
-        return [Finding(REVOCATION, OracleVerdict.UNBOUNDED, probes, note=f"still found after {epochs:.1f} epochs")]
-    verdict = OracleVerdict.BOUNDED if epochs <= ALLOWED_EPOCHS else OracleVerdict.UNBOUNDED
-    return [Finding(REVOCATION, verdict, probes, note=f"lost after {epochs:.1f} epochs and {probes} probes")]
+        return Finding(REVOCATION, OracleVerdict.UNDECIDED, 1, note="the text was not public when it was first probed")
+    if is_lost and epochs <= ALLOWED_EPOCHS:
+        note = f"lost after {epochs:.1f} epochs and {probes} probes"
+        return Finding(REVOCATION, OracleVerdict.BOUNDED, probes, note=note)
+    longest, last = _telling_stretches(moments)
+    if longest > ALLOWED_EPOCHS:
+        found = "lost only" if is_lost and last == longest else "still found"
+        note = f"{found} after {longest:.1f} epochs with enough probes"
+        return Finding(REVOCATION, OracleVerdict.UNBOUNDED, probes, note=note)
+    if is_lost and last:
+        note = f"lost after {last:.1f} epochs with enough probes, and {probes} probes"
+        return Finding(REVOCATION, OracleVerdict.BOUNDED, probes, note=note)
+    return Finding(REVOCATION, OracleVerdict.UNDECIDED, probes, note="too slow: fewer probes per epoch say nothing")
+
+
+def _telling_stretches(moments: Sequence[float]) -> tuple[float, float]:
+    """Return the longest stretch of time in which any window has enough hits, and the one that lasts to the end."""
+    longest = last = 0.0
+    since: float | None = None
+    for first, end in zip(moments, moments[HITS_THAT_TELL:], strict=False):
+        if end - first > 1.0:
+            since, last = None, 0.0
+            continue
+        since = first if since is None else since
+        last = end - since
+        longest = max(longest, last)
+    return longest, last
