@@ -34,6 +34,7 @@ from gateway.identity.keys import KeyRing, key_changes, load_keys
 from gateway.identity.peers import TrustedProxy, parse_networks
 from gateway.identity.tokens import SignedTokens, TokenRules, open_signing_keys
 from gateway.images.images import Images, NoFetcher
+from gateway.images.remote import RemoteImages, UrlRules
 from gateway.ledger.entries import DAY_S
 from gateway.metrics import GatewayMetrics
 from gateway.pipeline.administration import GrpcAdministration, SchedulerGroups
@@ -152,6 +153,7 @@ class Gateway:
                 for task in running:
                     task.cancel()
         finally:
+            await self._context.images.close()
             await self._context.files.close()
             await self._state.close()
             for each in self._services.values():
@@ -209,7 +211,8 @@ def build_files(settings: BatchesSettings, documents: Documents) -> Files:
 
 def build_images(settings: ImagesSettings, files: Files) -> Images:
     """Return the part that reads the images of requests."""
-    return Images(files, NoFetcher(), settings.max_total_bytes)
+    rules = UrlRules(settings.urls, settings.allow_http, settings.url_timeout_s)
+    return Images(files, RemoteImages(rules) if settings.urls else NoFetcher(), settings.max_total_bytes)
 
 
 def build_runner(app: ASGIApp, context: Context, settings: GatewaySettings) -> BatchRunner:

@@ -10,6 +10,8 @@ from pydantic import Field, SecretStr, StringConstraints
 from common.section import Addresses, AtLeast, Section
 
 # Without scheme, port and wildcards.
+# A host name in which * stands for any characters, with a port or without.
+HostPattern = Annotated[str, Field(pattern=r"^[^\s/@:\[\]]+(:[0-9]{1,5})?$")]
 HostName = Annotated[
     str, StringConstraints(to_lower=True, max_length=253, pattern=r"^[A-Za-z0-9_]([A-Za-z0-9_.-]*[A-Za-z0-9_])?$")
 ]
@@ -138,6 +140,14 @@ class BatchesSettings(Section):
 class ImagesSettings(Section):
     """Images in requests."""
 
+    urls: tuple[HostPattern, ...] = ()
+    """Hosts from which the gateway fetches images that requests name by URL: images.example, *.images.example, with
+    another port than the default one images.example:8443, or * for every public host. Absent: none are fetched, and
+    clients send data URLs. Hosts with an address that is not public are never connected to."""
+    allow_http: bool = False
+    """Fetch from URLs with http, too, whose answers anyone on the way can change."""
+    url_timeout_s: float = Field(default=10.0, gt=0, le=120)
+    """Seconds for which one image is fetched, redirects included."""
     max_total_bytes: int = Field(default=32 * 1024 * 1024, ge=1024, le=48 * 1024 * 1024)
     """Bytes of all images of a request together, as they were before base64. Bodies with images may have max_body_bytes
     and this much in base64; a model's own limits of images are its tokenizer's."""

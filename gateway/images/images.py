@@ -42,6 +42,9 @@ class ImageFetcher(Protocol):
             PandoError: the gateway has no room for more fetches.
         """
 
+    async def close(self) -> None:
+        """Release what the fetcher holds."""
+
 
 class RefusedUrlError(Exception):
     """An image that is not fetched; its text completes the sentence "the image …"."""
@@ -53,6 +56,9 @@ class NoFetcher:
     async def fetch(self, url: str, subject: Subject, max_bytes: int) -> bytes:
         raise RefusedUrlError(f"is at a URL, and {NO_URLS}")
 
+    async def close(self) -> None:
+        """Do nothing."""
+
 
 class Images:
     """Reads images within the limits of the model that they are for."""
@@ -62,6 +68,10 @@ class Images:
         self.max_total_bytes = max_total_bytes
         self._files = files
         self._fetcher = fetcher
+
+    async def close(self) -> None:
+        """Close the connections to other servers; the files stay open."""
+        await self._fetcher.close()
 
     async def find(self, card: ModelInfo, caller: Caller, references: Sequence[ImageReference]) -> dict[str, str]:
         """Return the contents of uploaded files and URLs, in base64 by the references' keys.

@@ -6,7 +6,7 @@ import asyncio
 import base64
 import json
 import random
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -18,6 +18,7 @@ from common.settings import GatewaySettings
 from common.types import ErrorCode, ReplyTo, RequestFailure, SubscriberId
 from gateway.batches.files import NO_OWNER
 from gateway.identity.keys import ApiKey, hash_of, save_keys
+from gateway.images.images import Images, RefusedUrlError
 from gateway.pipeline.wire import generate_to_wire
 from gateway.quotas.quotas import TOKENS_PER_IMAGE, announced_tokens
 from tests.examples import examples
@@ -33,6 +34,8 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     import httpx
+
+    from common.types import Subject
 
 MAX_FILE_BYTES = 4096
 SEEING = replace(CARD, images=ImageLimits(4, MAX_FILE_BYTES, 10**7))
@@ -533,6 +536,100 @@ async def test_anonymous_requests_own_no_files() -> None:
     gateway = seeing(anonymous="isolated")
     path, body = of_file("file-1")["chat"]
     assert error_of(await gateway.post(path, {"model": "tiny", **body}), 400)["message"] == NO_OWNER
+
+
+# --- URLs -------------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Fetched:
+    """A fetcher whose every image differs."""
+
+    contents: list[bytes] = field(default_factory=lambda: [PNG, JPEG, GIF])
+    urls: list[str] = field(default_factory=list)
+
+    async def fetch(self, url: str, subject: Subject, max_bytes: int) -> bytes:
+        assert max_bytes == MAX_FILE_BYTES
+        self.urls.append(url)
+        if "refused" in url:
+            raise RefusedUrlError("is refused")
+        return self.contents[len(self.urls) - 1]
+
+    async def close(self) -> None:
+        pass
+
+
+def fetching(*words: str) -> tuple[FakedGateway, Fetched]:
+    gateway, fetched = seeing(*words), Fetched()
+    images = Images(gateway.context.files, fetched, 10_000)
+    # The context is frozen, and shared with the application.
+    object.__setattr__(gateway.context, "images", images)
+    return gateway, fetched
+
+
+@pytest.mark.parametrize("name", ["chat", "responses", "messages", "generate"])
+async def test_a_url_is_fetched_once_for_a_request(name: str) -> None:
+    gateway, fetched = fetching()
+    url = "https://images.example/a.png"
+    image = {"type": "image", "source": {"type": "url", "url": url}}
+    bodies: dict[str, tuple[str, dict[str, Any]]] = {
+        "chat": ("/v1/chat/completions", {"messages": user(*[{"type": "image_url", "image_url": {"url": url}}] * 2)}),
+        "responses": (
+            "/v1/responses",
+            {"input": [{"role": "user", "content": [{"type": "input_image", "image_url": url}] * 2}]},
+        ),
+        "messages": ("/v1/messages", {"max_tokens": 1, "messages": [{"role": "user", "content": [image] * 2}]}),
+        "generate": ("/generate", {"text": "a", "image_data": [url, url]}),
+    }
+    path, body = bodies[name]
+    assert (await gateway.post(path, {"model": "tiny", **body})).status_code == 200
+    assert fetched.urls == [url]
+    [request] = gateway.pipeline.submitted
+    images = request.images or parts_of(gateway)[0][1]
+    assert images == (ImageFile(PNG), ImageFile(PNG))
+
+
+async def test_a_conversation_keeps_what_a_url_had_when_it_was_fetched() -> None:
+    gateway, fetched = fetching()
+    image = {"type": "input_image", "image_url": "https://images.example/a.png"}
+    body = {"model": "tiny", "input": [{"role": "user", "content": [image]}]}
+    first = (await gateway.post("/v1/responses", body)).json()
+    again = {"model": "tiny", "input": "And?", "previous_response_id": first["id"]}
+    assert (await gateway.post("/v1/responses", again)).status_code == 200
+    assert parts_of(gateway, 0)[0] == parts_of(gateway, 1)[0] == ("user", (ImageFile(PNG),))
+    assert len(fetched.urls) == 1
+
+
+async def test_a_continued_stream_does_not_fetch_again() -> None:
+    gateway, fetched = fetching(*(f" {number}" for number in range(20)))
+    gateway.pipeline.pause_s = 0.01
+    image = {"type": "image_url", "image_url": {"url": "https://images.example/a.png"}}
+    async with listening(gateway) as port:
+        seen = Seen()
+        await read(port, seen, body={**BODY, "messages": user(image)}, events=3)
+        await until(lambda: bool(gateway.pipeline.aborted))
+        await read(port, seen)
+    assert parts_of(gateway, 0) == parts_of(gateway, 1) == [("user", (ImageFile(PNG),))]
+    assert len(fetched.urls) == 1
+
+
+async def test_a_url_that_is_refused_is_named_and_one_too_many_is_not_fetched() -> None:
+    gateway, fetched = fetching()
+    image = {"type": "image_url", "image_url": {"url": "https://images.example/refused.png"}}
+    error = error_of(await gateway.chat(messages=user("x", image)), 400)
+    assert error["message"] == "The image 'messages[0].content[1].image_url' is refused."
+    assert error["param"] == "messages[0].content[1].image_url"
+    many = [{"type": "image_url", "image_url": {"url": f"https://images.example/{n}"}} for n in range(5)]
+    assert "at most 4" in error_of(await gateway.chat(messages=user(*many)), 400)["message"]
+    assert len(fetched.urls) == 1
+
+
+async def test_a_model_without_vision_fetches_nothing() -> None:
+    gateway, fetched = gateway_saying("x"), Fetched()
+    object.__setattr__(gateway.context, "images", Images(gateway.context.files, fetched, 10_000))
+    image = {"type": "image_url", "image_url": {"url": "https://images.example/a.png"}}
+    assert "takes no images" in error_of(await gateway.chat(messages=user(image)), 400)["message"]
+    assert fetched.urls == []
 
 
 # --- anything else ----------------------------------------------------------------------------------------------------
