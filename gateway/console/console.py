@@ -54,6 +54,8 @@ class Console:
                     "generates": Task.GENERATE in card.tasks,
                     "has_tools": card.tool_style is not None,
                     "has_reasoning": card.reasoning_style is not None,
+                    # None: it takes no images.
+                    "images": asdict(card.images) if card.images else None,
                     # Names of the model with each of them, as requests give them.
                     "adapters": [
                         f"{card.name}{SEPARATOR}{adapter}"

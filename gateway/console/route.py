@@ -24,7 +24,8 @@ POLICY = "; ".join(
         "script-src 'self'",
         "style-src 'self'",
         "connect-src 'self'",
-        "img-src 'self'",
+        # Pictures that the user attaches are shown from memory.
+        "img-src 'self' blob:",
         "base-uri 'none'",
         "form-action 'none'",
         "frame-ancestors 'none'",

@@ -125,7 +125,7 @@ class FakeOpenAIServer:
 
     def _usage(self, body: dict[str, Any], count: int) -> dict[str, Any]:
         prompt = body.get("prompt")
-        tokens = len(prompt) if prompt is not None else sum(len(m["content"].split()) for m in body["messages"])
+        tokens = len(prompt) if prompt is not None else sum(len(str(m["content"]).split()) for m in body["messages"])
         user = body.get("user", "")
         cached, self.cached[user] = min(self.cached.get(user, 0), tokens), tokens
         details = {"cached_tokens": cached if user else 0}

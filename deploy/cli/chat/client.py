@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import base64
 import json
+import mimetypes
 import ssl
 import time
 from dataclasses import dataclass, field
@@ -12,11 +14,14 @@ import httpx
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
+    from pathlib import Path
 
 CONNECT_TIMEOUT_S = 5.0
 # A long prompt on a slow machine takes long before the first token; Ctrl-C ends the wait.
 READ_TIMEOUT_S = 600.0
-HistoryMessage = dict[str, str]
+# More than any server takes, and less than would fill the memory.
+MAX_IMAGE_BYTES = 256 * 1024 * 1024
+HistoryMessage = dict[str, Any]  # Any: free JSON
 
 
 class ChatError(Exception):
@@ -251,16 +256,54 @@ def _message(body: object) -> str:
     return str(error.get("message", error)) if isinstance(error, dict) else str(error)
 
 
+@dataclass(frozen=True, slots=True)
+class ChatImage:
+    """An image that goes to the model; the server judges its format by the bytes."""
+
+    name: str
+    content: bytes
+
+    @classmethod
+    def read(cls, path: Path) -> ChatImage:
+        """Read a file.
+
+        Raises:
+            ChatError: it cannot be read, or its name is that of no image.
+        """
+        media_type = mimetypes.guess_type(path.name)[0] or ""
+        if not media_type.startswith("image/"):
+            raise ChatError(f"{path} has not the name of an image (.jpg, .png, .webp, .gif)")
+        try:
+            if path.stat().st_size > MAX_IMAGE_BYTES:
+                raise ChatError(f"{path} has more than {MAX_IMAGE_BYTES} bytes")
+            return cls(path.name, path.read_bytes())
+        except OSError as error:
+            raise ChatError(f"{path} cannot be read: {error.strerror}") from error
+
+    @property
+    def part(self) -> HistoryMessage:
+        """The part of a message that has the image."""
+        media_type = mimetypes.guess_type(self.name)[0]
+        data = base64.b64encode(self.content).decode()
+        return {"type": "image_url", "image_url": {"url": f"data:{media_type};base64,{data}"}}
+
+
 @dataclass(slots=True)
 class ChatHistory:
     """The messages of one chat, in the API's format."""
 
     system: str | None = None
     turns: list[HistoryMessage] = field(default_factory=list)
+    # Of the next message of the user.
+    images: list[ChatImage] = field(default_factory=list)
 
     def ask(self, text: str) -> list[HistoryMessage]:
-        """Add a message of the user; return all messages to send."""
-        self.turns.append({"role": "user", "content": text})
+        """Add a message of the user, with the waiting images before its text; return all messages to send."""
+        content: object = text
+        if self.images:
+            content = [*(image.part for image in self.images), {"type": "text", "text": text}]
+            self.images.clear()
+        self.turns.append({"role": "user", "content": content})
         return self.messages
 
     def answer(self, text: str) -> None:
@@ -273,6 +316,7 @@ class ChatHistory:
     def reset(self) -> None:
         """Remove all messages except the system prompt."""
         self.turns.clear()
+        self.images.clear()
 
     @property
     def messages(self) -> list[HistoryMessage]:

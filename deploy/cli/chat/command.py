@@ -7,17 +7,17 @@ import os
 import sys
 import unicodedata
 import uuid
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rich.console import Console
 
-from deploy.cli.chat.client import ChatClient, ChatError, ChatHistory, ChatOptions, tls_context
+from deploy.cli.chat.client import ChatClient, ChatError, ChatHistory, ChatImage, ChatOptions, tls_context
 from deploy.supervisor.state import read_state, run_root
 
 if TYPE_CHECKING:
     import argparse
     from collections.abc import Callable
-    from pathlib import Path
 
     from deploy.cli.chat.client import StreamedAnswer
 
@@ -26,7 +26,8 @@ DEFAULT_URL = "http://127.0.0.1:8000"
 DEFAULT_TEMPERATURE = 0.3
 API_KEY_VARIABLE = "PANDO_API_KEY"
 INTERRUPTED = 130  # the exit status of a process ended by SIGINT
-HELP = """/reset          clear the conversation
+HELP = """/image FILE     send an image with the next message (repeatable)
+/reset          clear the conversation
 /system TEXT    set the system prompt (without TEXT: remove it) and clear the conversation
 /quit           quit, like Ctrl-D. Ctrl-C stops an answer"""
 
@@ -45,6 +46,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--system", metavar="TEXT", help="system prompt")
     parser.add_argument("--temperature", type=float, default=DEFAULT_TEMPERATURE, help="0 to 2 (%(default)s)")
     parser.add_argument("--max-tokens", type=int, metavar="N", help="longest answer; default: the server's")
+    parser.add_argument(
+        "--image",
+        metavar="FILE",
+        type=Path,
+        action="append",
+        default=[],
+        help="image to send with the prompt, or with the first message; repeatable",
+    )
     parser.add_argument("--prompt", metavar="TEXT", help="send this prompt (or text on stdin), print the answer, exit")
 
 
@@ -78,7 +87,7 @@ def chat(client: ChatClient, arguments: argparse.Namespace) -> None:
         temperature=arguments.temperature,
         max_tokens=arguments.max_tokens,
     )
-    conversation = ChatHistory(arguments.system)
+    conversation = ChatHistory(arguments.system, images=[ChatImage.read(path) for path in arguments.image])
     if arguments.prompt is not None:
         ask_once(client, options, conversation, arguments.prompt)
     elif sys.stdin.isatty():
@@ -171,11 +180,25 @@ class Terminal:
                 self._conversation.system = rest.strip() or None
                 self._conversation.reset()
                 self._note("system prompt set" if self._conversation.system else "no system prompt")
+            case "/image":
+                self._attach(rest.strip())
             case "/help":
                 self._note(HELP)
             case _:
                 self._note(f"unknown command {name}; /help shows the commands")
         return True
+
+    def _attach(self, name: str) -> None:
+        if not name:
+            self._note("/image needs the name of a file")
+            return
+        try:
+            image = ChatImage.read(Path(name).expanduser())
+        except ChatError as error:
+            self._show_error(error)
+            return
+        self._conversation.images.append(image)
+        self._note(f"{printable(image.name)} goes with the next message")
 
     def _ask(self, text: str) -> None:
         received: list[str] = []
@@ -191,13 +214,16 @@ class Terminal:
             self._note("stopped")
         except ChatError as error:
             self._console.print()
-            self._console.print(str(error), style="red", markup=False, highlight=False, soft_wrap=True)
+            self._show_error(error)
         else:
             self._console.print()
             self._note(describe(answer))
         finally:
             # A stopped answer stays in the conversation: the next turn continues from it.
             self._conversation.answer("".join(received))
+
+    def _show_error(self, error: ChatError) -> None:
+        self._console.print(str(error), style="red", markup=False, highlight=False, soft_wrap=True)
 
     def _note(self, text: str) -> None:
         self._console.print(text, style="dim", markup=False, highlight=False, soft_wrap=True)

@@ -1,4 +1,4 @@
-// A conversation with a model: streamed, stopped, edited, repeated; tools whose results are typed in.
+// A conversation with a model: streamed, stopped, edited, repeated; images; tools whose results are typed in.
 
 import { html, useEffect, useRef, useState } from "../vendor/htm-preact.js";
 import { count, duration } from "../format.js";
@@ -65,12 +65,32 @@ export function withDelta(message, delta) {
 }
 
 // What goes to the model; figures and reasoning stay here.
-const sent = ({ role, content, tool_calls, tool_call_id }) => ({
+const sent = ({ role, content, pictures, tool_calls, tool_call_id }) => ({
   role,
-  content: content ?? null,
+  content: pictures?.length ? withPictures(content, pictures) : (content ?? null),
   ...(tool_calls && { tool_calls }),
   ...(tool_call_id && { tool_call_id }),
 });
+
+const PICTURE_TYPES = ["image/jpeg", "image/png", "image/webp", "image/gif"];
+
+/** The content of a message with pictures before its text. */
+export function withPictures(text, pictures) {
+  const parts = pictures.map(({ url }) => ({ type: "image_url", image_url: { url } }));
+  return text ? [...parts, { type: "text", text }] : parts;
+}
+
+/** Read a file to attach: its data URL for the model, and a URL of this page to show it. */
+function readPicture(file, limits) {
+  if (!PICTURE_TYPES.includes(file.type)) throw new Error(`${file.name} is not a JPEG, PNG, WebP or GIF image.`);
+  if (file.size > limits.max_file_bytes) throw new Error(`${file.name} has ${count(file.size)} bytes, and may have ${count(limits.max_file_bytes)}.`);
+  return new Promise((resolve, reject) => {
+    const reader = new FileReader();
+    reader.onload = () => resolve({ name: file.name, url: reader.result, shown: URL.createObjectURL(file) });
+    reader.onerror = () => reject(new Error(`${file.name} cannot be read.`));
+    reader.readAsDataURL(file);
+  });
+}
 
 export function Chat({ about }) {
   const models = about.models.filter((model) => model.generates);
@@ -78,10 +98,12 @@ export function Chat({ about }) {
   const [settings, setSettings] = useState(DEFAULTS);
   const [messages, setMessages] = useState([]);
   const [draft, setDraft] = useState("");
+  const [pictures, setPictures] = useState([]);
   const [running, setRunning] = useState(null);
   const [failure, setFailure] = useState(null);
   const [said, setSaid] = useState("");
   const composer = useRef();
+  const picker = useRef();
   const end = useRef();
 
   useEffect(() => end.current?.scrollIntoView({ block: "end" }), [messages.length, running?.frame]);
@@ -144,8 +166,8 @@ export function Chat({ about }) {
         wait: figures.first === null ? null : (figures.first - started) / 1000,
         rate: rateOf(message.usage?.completion_tokens ?? figures.tokens, figures.first, ended),
       };
-      const isEmpty = !message.content && !message.tool_calls && !message.reasoning;
-      setMessages(isEmpty ? history : [...history, message]);
+      const isSilent = !message.content && !message.tool_calls && !message.reasoning;
+      setMessages(isSilent ? history : [...history, message]);
       setRunning(null);
       composer.current?.focus();
     }
@@ -153,19 +175,41 @@ export function Chat({ about }) {
 
   const send = (event) => {
     event?.preventDefault();
-    if (running || !draft.trim()) return;
-    const history = [...messages, { role: "user", content: draft }];
+    if (running || isEmpty) return;
+    const history = [...messages, { role: "user", content: draft, pictures }];
     setDraft("");
+    setPictures([]);
     answer(history);
   };
   const edit = (index) => {
     setDraft(messages[index].content);
+    setPictures(messages[index].pictures ?? []);
     setMessages(messages.slice(0, index));
     composer.current.focus();
   };
   const retry = (index) => answer(messages.slice(0, index));
   const keys = (event) => {
     if (event.key === "Enter" && !event.shiftKey && !event.isComposing) send(event);
+  };
+  const limits = models.find(({ name, adapters }) => name === model || adapters.includes(model))?.images;
+  const isEmpty = !draft.trim() && !pictures.length;
+  const attach = async (files) => {
+    setFailure(null);
+    try {
+      const added = await Promise.all([...files].map((file) => readPicture(file, limits)));
+      setPictures((known) => [...known, ...added]);
+      setSaid(`${added.length} attached.`);
+    } catch (error) {
+      setFailure(error);
+    }
+    composer.current?.focus();
+  };
+  // Pasted and dropped files; pasted text stays text.
+  const take = (event) => {
+    const files = (event.clipboardData ?? event.dataTransfer).files;
+    if (!limits || !files.length) return;
+    event.preventDefault();
+    attach(files);
   };
   const give = (results) => answer([...messages, ...results]);
 
@@ -186,12 +230,18 @@ export function Chat({ about }) {
       <div ref=${end}></div>
     </section>
     <p class="visually-hidden" role="status">${said}</p>
-    <form class="composer" onSubmit=${send}>
+    <form class="composer" onSubmit=${send} onDragOver=${(event) => limits && event.preventDefault()} onDrop=${take}>
+      ${pictures.length > 0 &&
+      html`<${Pictures} pictures=${pictures} remove=${(index) => setPictures(pictures.filter((_, each) => each !== index))} />`}
+      ${limits &&
+      html`<input ref=${picker} type="file" hidden multiple accept=${PICTURE_TYPES.join(",")}
+          onChange=${(event) => { attach(event.target.files).then(() => { picker.current.value = ""; }); }} />
+        <button type="button" class="quiet" disabled=${Boolean(running)} onClick=${() => picker.current.click()}>Attach image</button>`}
       <label class="visually-hidden" for="draft">Message</label>
-      <textarea id="draft" ref=${composer} rows="2" placeholder="Message" value=${draft} onInput=${(event) => setDraft(event.target.value)} onKeyDown=${keys}></textarea>
+      <textarea id="draft" ref=${composer} rows="2" placeholder="Message" value=${draft} onInput=${(event) => setDraft(event.target.value)} onKeyDown=${keys} onPaste=${take}></textarea>
       ${running
         ? html`<button type="button" class="stop" onClick=${() => running.abort()}>Stop</button>`
-        : html`<button type="submit" disabled=${!draft.trim()}>Send</button>`}
+        : html`<button type="submit" disabled=${isEmpty}>Send</button>`}
     </form>
   </div>`;
 }
@@ -199,6 +249,14 @@ export function Chat({ about }) {
 function rateOf(tokens, first, ended) {
   const seconds = first === null ? 0 : (ended - first) / 1000;
   return tokens > 1 && seconds > 0 ? (tokens - 1) / seconds : null;
+}
+
+/** Attached pictures, which can be removed before they are sent. */
+function Pictures({ pictures, remove }) {
+  return html`<ul class="pictures" aria-label="Images">
+    ${pictures.map(({ name, shown }, index) => html`<li key=${shown}><img src=${shown} alt=${name} />
+      ${remove && html`<button type="button" class="quiet" aria-label="Remove ${name}" onClick=${() => remove(index)}>Remove</button>`}</li>`)}
+  </ul>`;
 }
 
 const NAMES = { user: "You", assistant: "Model", tool: "Tool result" };
@@ -212,6 +270,7 @@ function Message({ message, isRunning, edit, retry }) {
       ${message.role === "assistant" && retry && html`<button type="button" class="quiet" onClick=${retry}>Retry</button>`}
     </header>
     ${message.reasoning && html`<details class="reasoning" open=${isRunning && !message.content}><summary>Reasoning</summary><${Markdown} text=${message.reasoning} /></details>`}
+    ${message.pictures?.length > 0 && html`<${Pictures} pictures=${message.pictures} />`}
     ${message.role === "assistant" ? html`<${Markdown} text=${message.content ?? ""} />` : html`<div class="plain">${message.content}</div>`}
     ${isRunning && !message.content && !message.reasoning && html`<span class="waiting" aria-hidden="true"></span>`}
     ${message.tool_calls?.map((call) => html`<div class="call"><code>${call.function.name}</code><pre tabindex="0">${pretty(call.function.arguments)}</pre></div>`)}

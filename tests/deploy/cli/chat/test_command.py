@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import io
 import os
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
@@ -13,8 +14,6 @@ from deploy.supervisor.state import DeploymentState, write_state
 from tests.fakes.openai_server import free_url
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from tests.fakes.openai_server import FakeOpenAIServer
 
 
@@ -28,6 +27,19 @@ def test_a_prompt_is_answered_on_standard_output(server: FakeOpenAIServer, capsy
     (body,) = server.bodies
     assert [message["content"] for message in body["messages"]] == ["be brief", "one two"]
     assert (body["temperature"], body["max_tokens"]) == (0.5, 3)
+
+
+def test_images_are_sent_with_the_prompt(
+    server: FakeOpenAIServer, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    names = [str(tmp_path / name) for name in ("a.png", "b.gif")]
+    for name in names:
+        Path(name).write_bytes(b"x")
+    flags = ["--image", names[0], "--image", names[1], "--prompt", "what?"]
+    assert main(["chat", "--url", server.url, *flags]) == 0
+    assert [part["type"] for part in server.bodies[0]["messages"][0]["content"]] == ["image_url", "image_url", "text"]
+    assert main(["chat", "--url", server.url, "--image", str(tmp_path / "c.png"), "--prompt", "what?"]) == 1
+    assert "cannot be read" in capsys.readouterr().err
 
 
 def test_piped_text_is_a_prompt(

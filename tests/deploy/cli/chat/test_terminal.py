@@ -11,6 +11,7 @@ from deploy.cli.chat.command import Terminal, describe, printable
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+    from pathlib import Path
 
     from deploy.cli.chat.client import HistoryMessage
 
@@ -64,6 +65,17 @@ def test_reset_and_system_start_a_new_conversation() -> None:
     chat(client, "1", "/reset", "2", "/system be kind", "3", "/system", "4", system="old")
     contents = [[message["content"] for message in asked] for asked in client.asked]
     assert contents == [["old", "1"], ["old", "2"], ["be kind", "3"], ["4"]]
+
+
+def test_an_image_goes_with_the_next_message(tmp_path: Path) -> None:
+    (tmp_path / "a b.png").write_bytes(b"png")
+    client = ScriptedClient(["A cat."], ["Yes."])
+    shown = chat(client, f"/image {tmp_path}/a b.png", "/image", f"/image {tmp_path}/none.png", "what?", "sure?")
+    assert "a b.png goes with the next message" in shown
+    assert "needs the name of a file" in shown
+    assert "none.png cannot be read" in shown.replace("\n", "")
+    assert [len(asked[0]["content"]) for asked in client.asked] == [2, 2]
+    assert client.asked[1][2]["content"] == "sure?"
 
 
 def test_ctrl_c_stops_the_answer_and_keeps_the_session() -> None:
