@@ -161,6 +161,28 @@ class SleepSettings(Section):
     retry."""
 
 
+class DeviceTurnSettings(Section):
+    """Models that share a device and take turns on it: one of them is awake, the others sleep, and requests wake them.
+
+    `scheduler.sleep` bounds the requests that wait for a turn, and their time.
+    """
+
+    enabled: bool = False
+    """Whether this model takes turns with others; `pando up --share-device` sets it for all of its models."""
+    directory: Path | None = None
+    """Directory of lock files by which the models agree whose turn it is: the same one for the schedulers and workers
+    of all models of the device, on one host. `pando up` keeps it in the run directory if it is not set."""
+    min_turn_s: float = Field(default=5.0, ge=0)
+    """Seconds for which a model with requests keeps its turn while other models wait. Then its requests are preempted,
+    and continue in its next turn with the same tokens."""
+    idle_s: float = Field(default=0.5, ge=0)
+    """Seconds without any request after which a model gives up its turn if other models wait."""
+    wake_timeout_s: float = Field(default=600.0, gt=0)
+    """Seconds after which a model that cannot be woken loses its turn if other models wait."""
+    level: Literal[1, 2] = 1
+    """Level of sleep between turns. 1: weights are kept in host memory. 2: they are dropped, and read again."""
+
+
 class QueueSettings(Section):
     """The waiting queue: its order and its length."""
 
@@ -250,6 +272,7 @@ class SchedulerSettings(Section):
     queue: QueueSettings = QueueSettings()
     adapters: AdapterSettings = AdapterSettings()
     sleep: SleepSettings = SleepSettings()
+    device_turns: DeviceTurnSettings = DeviceTurnSettings()
     speculation: SpeculationSettings = SpeculationSettings()
 
     @model_validator(mode="after")

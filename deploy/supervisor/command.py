@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 
 # Short flags, and the settings that they stand for.
 SHORTCUTS = {"--model": "--model.reference", "--port": "--gateway.port", "--host": "--gateway.host"}
+SHARE_DEVICE = "--share-device"
 # The settings that `--help` shows; `--help-all` shows all.
 COMMON_SETTINGS = (
     "model.reference",
@@ -138,6 +139,13 @@ def _add_own_arguments(parser: argparse.ArgumentParser) -> None:
         help="scheduler groups of each model, each with its own workers, by what they do: both=2, or "
         "prefill=1,decode=1, where the first one computes long prompts for the other (default both=1)",
     )
+    # Replaced by a setting before the arguments are parsed; here for the help text.
+    parser.add_argument(
+        SHARE_DEVICE,
+        action="store_true",
+        default=argparse.SUPPRESS,
+        help="all models use one device in turns: one is awake, requests wake the others (scheduler.device_turns)",
+    )
     parser.add_argument(
         "--run-directory", type=Path, metavar="DIR", help="directory for sockets and state, which are in DIR/<port>"
     )
@@ -160,6 +168,8 @@ def read_roles(text: str) -> tuple[GroupRole, ...]:
 
 
 def _long_form(argument: str) -> str:
+    if argument == SHARE_DEVICE:
+        return "--scheduler.device_turns.enabled=true"
     name, equals, value = argument.partition("=")
     return SHORTCUTS.get(name, name) + equals + value
 

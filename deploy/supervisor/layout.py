@@ -138,9 +138,13 @@ def plan_layout(settings: Settings, run_directory: Path, ranks: int = 1, replica
             "groups that leave prompts to others need a host tier, where the pages arrive: "
             "add --scheduler.host_tier.gigabytes 4"
         )
+    takes_turns = settings.scheduler.device_turns.enabled
+    if takes_turns and len(replicas.roles) > 1:
+        raise ConfigurationError("models that share a device have one scheduler group each: leave out --roles")
     deployed = deploy_models(settings, ranks)
     check_metrics_ports(settings.gateway, [model.settings for model in deployed])
-    total = sum(model.ranks for model in deployed) * len(replicas.roles)
+    at_once = max if takes_turns else sum
+    total = at_once(model.ranks for model in deployed) * len(replicas.roles)
     placed = [_place(model, run_directory, total, replicas) for model in deployed]
     port = settings.gateway.port or free_port(settings.gateway.host)
     host = _reachable(settings.gateway.host)
@@ -225,6 +229,10 @@ def _place(model: DeployedModel, run_directory: Path, total_ranks: int, replicas
     rendezvous = {group.scheduler: f"127.0.0.1:{free_port('127.0.0.1')}" for group in groups}
     settings = _with(settings, "scheduler", {"detokenizer": tuple(sockets[name] for name in detokenizers)})
     settings = _with(settings, "tokenizer", {"schedulers": tuple(sockets[group.scheduler] for group in groups)})
+    turns = settings.scheduler.device_turns
+    if turns.enabled and turns.directory is None:
+        turns = turns.model_copy(update={"directory": run_directory / "turns"})
+        settings = _with(settings, "scheduler", {"device_turns": turns})
 
     def spec(
         name: str, module: str, stage: Stage, number: int = 0, drain_s: float = 0.0, of: _Group | None = None

@@ -40,7 +40,7 @@ class DeployedModel:
 def deploy_models(settings: Settings, ranks: int) -> list[DeployedModel]:
     """Return the models of `settings.models`, or the single model with `ranks` workers.
 
-    Several models are assigned consecutive GPUs, unless their settings select some.
+    Several models are assigned consecutive GPUs, unless their settings select some, or they take turns on one.
 
     Raises:
         ConfigurationError: a model's name or its own settings are invalid.
@@ -57,7 +57,8 @@ def deploy_models(settings: Settings, ranks: int) -> list[DeployedModel]:
         deployed.append(
             DeployedModel(name, prefix, _settings_of(settings, name, entry, device), entry.tp, entry.aliases)
         )
-        device += entry.tp
+        if not settings.scheduler.device_turns.enabled:
+            device += entry.tp
     return deployed
 
 

@@ -21,7 +21,7 @@ from common.rpc.server import RpcServer
 from common.rpc.sessions import SESSIONS, SessionsService
 from common.runtime import drained, run_service
 from common.settings import Settings, load_settings
-from common.steps import EngineSpec
+from common.steps import EngineSpec, SleepLevel
 from protos.gen.pando.v1 import scheduler_pb2_grpc, sessions_pb2_grpc
 from services.scheduler.audit_desk import CallerActs
 from services.scheduler.content.desk import ContentChecker, ContentDesk
@@ -35,6 +35,8 @@ from services.scheduler.loop import SchedulerLoop
 from services.scheduler.outlets import Outlets
 from services.scheduler.service import SchedulerService
 from services.scheduler.sleep_desk import SleepDesk
+from services.scheduler.turn_desk import TurnDesk
+from services.scheduler.turn_queue import TurnQueue
 from services.scheduler.weights_desk import WeightsDesk
 
 if TYPE_CHECKING:
@@ -43,6 +45,7 @@ if TYPE_CHECKING:
     from common.audit.log import Audit
     from common.rpc.security import Security
     from common.settings import SchedulerSettings
+    from common.settings.scheduler import DeviceTurnSettings
     from services.scheduler.cache.interface import PrefixCache
 
 NAME = "pando.v1.Scheduler"
@@ -87,9 +90,9 @@ async def serve_with(settings: Settings, stopping: asyncio.Event, decisions: Dec
     group = make_group(settings, security, loop)
     outlets = Outlets(servers_at(settings.scheduler.detokenizer, security), loop)
     loop.connect(group, outlets)
-    service, sleep = make_service(settings.scheduler, loop, group, audit)
+    service, waker = make_service(settings.scheduler, loop, group, audit)
     loop.prefills = PrefillClient(loop, partial(open_channel, security=security), settings.scheduler.prefill_min_tokens)
-    works = [group.run(), outlets.run(), loop.run(), sleep.run(), loop.prefills.run()]
+    works = [group.run(), outlets.run(), loop.run(), waker.run(), loop.prefills.run()]
     works += publish_kv_events(settings, loop, fleet[1] if fleet else None)
     desk = make_desk(settings, loop)
     if desk is not None:
@@ -124,14 +127,14 @@ async def serve_with(settings: Settings, stopping: asyncio.Event, decisions: Dec
 
 def make_service(
     settings: SchedulerSettings, loop: SchedulerLoop, group: WorkerGroup, audit: Audit
-) -> tuple[SchedulerService, SleepDesk]:
-    """Return the service, and the desk that wakes the workers on request while it runs."""
+) -> tuple[SchedulerService, SleepDesk | TurnDesk]:
+    """Return the service, and the desk that wakes the workers for requests while it runs."""
     weights = WeightsDesk(loop, group)
     sleep = SleepDesk(loop, group, weights, audit)
     credentials = Credentials(read_token(settings))
     service = SchedulerService(loop, settings, credentials, CallerActs(audit, credentials), weights, sleep)
     service.prefill_server = PrefillServer(loop, group, settings.workers)
-    return service, sleep
+    return service, make_waker(settings.device_turns, loop, group, sleep)
 
 
 async def report_health(server: RpcServer, can_serve: Callable[[], bool]) -> None:
@@ -145,9 +148,29 @@ async def report_health(server: RpcServer, can_serve: Callable[[], bool]) -> Non
 def make_group(settings: Settings, security: Security, loop: SchedulerLoop) -> WorkerGroup:
     """Return the worker group in the settings."""
     channels = [partial(open_channel, address, security) for address in settings.scheduler.workers]
+    turns = settings.scheduler.device_turns
+    level = SleepLevel(turns.level) if turns.enabled else None
     return WorkerGroup(
-        channels, engine_spec(settings), loop, settings.scheduler.worker_timeout_s, loop.adapters.restore
+        channels, engine_spec(settings), loop, settings.scheduler.worker_timeout_s, loop.adapters.restore, level
     )
+
+
+def make_waker(
+    settings: DeviceTurnSettings, loop: SchedulerLoop, group: WorkerGroup, sleep: SleepDesk
+) -> SleepDesk | TurnDesk:
+    """Return what wakes the workers for requests: turns, if the model shares its device.
+
+    Raises:
+        ConfigurationError: it does, and no directory is set.
+    """
+    if not settings.enabled:
+        return sleep
+    if settings.directory is None:
+        raise ConfigurationError(
+            "scheduler.device_turns.enabled requires scheduler.device_turns.directory: the same one for all models of "
+            "the device; `pando up --share-device` chooses one"
+        )
+    return TurnDesk(settings, TurnQueue(settings.directory), loop, group, sleep)
 
 
 def make_desk(settings: Settings, loop: SchedulerLoop) -> ContentDesk | None:

@@ -114,10 +114,12 @@ class WorkerGroup:
         listener: GroupListener,
         timeout_s: float,
         restore: Callable[[Sequence[RankConnection]], Awaitable[None]] | None = None,
+        sleep_level: SleepLevel | None = None,
     ) -> None:
         """Prepare a group; `channels` open the ranks' channels, and each rank's number is set in its `spec`.
 
-        `restore` is called with the ranks once they are configured, before they get plans.
+        `restore` is called with the ranks once they are configured, before they get plans. With a `sleep_level`, the
+        group sleeps at it from the start: ranks are configured when it is woken.
         """
         # The connections, while the group is ready; rank 0 samples.
         self.ranks: Sequence[RankConnection] = ()
@@ -140,11 +142,13 @@ class WorkerGroup:
         # Raises its exception in `_serve`, to have the group configured again.
         self._break: asyncio.Future[NoReturn] | None = None
         # None: the ranks are awake, or are being woken.
-        self.sleep_level: SleepLevel | None = None
+        self.sleep_level = sleep_level
         # Set unless the group sleeps without connections: ranks were lost, or the scheduler was restarted meanwhile.
         self._may_configure = asyncio.Event()
-        self._may_configure.set()
+        if sleep_level is None:
+            self._may_configure.set()
         self._waking: _Waking | None = None
+        self._loading: asyncio.Task[EngineCapacity] | None = None
         self._pause_s = RECONNECT_S
         self._refusals = RefusalLog("worker")
         self._log = get_logger("group")
@@ -331,6 +335,18 @@ class WorkerGroup:
         self._log.error("group.not_woken", reason=str(error))
         waking.done.set_exception(UnavailableError(f"the model cannot be loaded, and sleeps on: {error}"))
 
+    def step_back(self, level: SleepLevel) -> None:
+        """Sleep at once, without ranks, if the group is not ready; loading is abandoned, and `wake_up` fails."""
+        if self.state is GroupState.READY or (self.state is GroupState.SLEEPING and self._waking is None):
+            return
+        self._may_configure.clear()
+        self.sleep_level, self.state = level, GroupState.SLEEPING
+        if self._waking is not None and not self._waking.done.done():
+            self._waking.done.set_exception(UnavailableError("the model was not woken in time, and sleeps on"))
+        if self._loading is not None:
+            self._loading.cancel()
+        self._log.warning("group.stepped_back")
+
     def _give_up(self, reason: str) -> None:
         """Have all ranks configured again, unless they are already lost."""
         if self._break is not None and not self._break.done():
@@ -402,18 +418,15 @@ class WorkerGroup:
         processes = await self._find(ranks)
         if self.state is not GroupState.FAILED:
             self.state = GroupState.CONFIGURING
-        capacity = await self._configure(ranks)
-        if self._restore is not None:
-            try:
-                await self._restore(ranks)
-            except UnavailableError as error:
-                raise RankLostError(str(error)) from error
+        capacity = await self._load(ranks)
         self._acks = GroupAcks(len(ranks))
         self._plans_in_flight = 0
         self._is_losing = False
         self._streams = [rank.execute() for rank in ranks]
         try:
             await asyncio.gather(*(stream.wait_until_open() for stream in self._streams))
+            if not self._may_configure.is_set():
+                raise RankLostError("the group has stepped back")
             self.state, self._pause_s = GroupState.READY, RECONNECT_S
             self._refusals.clear()
             self.ranks = ranks
@@ -438,12 +451,34 @@ class WorkerGroup:
         found = await asyncio.gather(*(rank.wait_until_up() for rank in ranks))
         if not self._processes:
             self._adopt(found)
-            self._adopt_sleep(found)
-        if not self._may_configure.is_set():
+            if self._waking is None:
+                self._adopt_sleep(found)
+        while not self._may_configure.is_set():
             await self._may_configure.wait()
             self.state = GroupState.FAILED if self._processes else GroupState.CONNECTING
             found = await asyncio.gather(*(rank.wait_until_up() for rank in ranks))
         return [rank.process for rank in found]
+
+    async def _load(self, ranks: list[RankConnection]) -> EngineCapacity:
+        """Configure all ranks and restore what they had, unless the group steps back."""
+        self._loading = asyncio.create_task(self._configure_and_restore(ranks))
+        try:
+            await asyncio.wait([self._loading])
+            if self._loading.cancelled():
+                raise RankLostError("the group has stepped back")
+            return self._loading.result()
+        finally:
+            self._loading.cancel()
+            self._loading = None
+
+    async def _configure_and_restore(self, ranks: list[RankConnection]) -> EngineCapacity:
+        capacity = await self._configure(ranks)
+        if self._restore is not None:
+            try:
+                await self._restore(ranks)
+            except UnavailableError as error:
+                raise RankLostError(str(error)) from error
+        return capacity
 
     async def _configure(self, ranks: list[RankConnection]) -> EngineCapacity:
         """Configure all ranks concurrently, as they synchronise; return the capacity that they agreed on."""

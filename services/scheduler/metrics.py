@@ -74,6 +74,15 @@ WAKE_SECONDS = Histogram("pando_scheduler_wake_seconds", "Time to wake the worke
 SLEEP_FREED_BYTES = Gauge(
     "pando_scheduler_sleep_freed_bytes", "Memory that the last sleep has given back on all ranks' devices."
 )
+TURNS_TOTAL = Counter("pando_scheduler_device_turns_total", "Turns on a device that several models share.")
+TURN_WAIT_SECONDS = Histogram(
+    "pando_scheduler_device_turn_wait_seconds", "Time that the model waited for a turn.", buckets=_LONG_SECONDS
+)
+TURN_SWITCH_SECONDS = Histogram(
+    "pando_scheduler_device_turn_switch_seconds",
+    "Time of a turn in which the workers are woken, or put to sleep.",
+    buckets=_LONG_SECONDS,
+)
 LEAKED_PAGES = Gauge("pando_scheduler_leaked_pages", "Leaked pages found and repaired, since start; 0 is right.")
 ADMISSIONS_TOTAL = Counter("pando_scheduler_admissions_total", "Submitted requests by outcome.", ["outcome"])
 CACHE_EVENTS_TOTAL = Counter(

@@ -166,7 +166,7 @@ class SchedulerService(scheduler_pb2_grpc.SchedulerServicer):
             policy=self._settings.queue.policy,
             cache=self._settings.cache.mode,
             sleep_level=self._loop.sleep_level,
-            wakes_on_request=self._settings.sleep.wake_on_request,
+            wakes_on_request=self._settings.sleep.wake_on_request or self._settings.device_turns.enabled,
             role=role_to_wire(self._loop.role),
         )
         self._describe_disaggregation(state)
@@ -338,6 +338,7 @@ class SchedulerService(scheduler_pb2_grpc.SchedulerServicer):
     ) -> scheduler_pb2.SchedulerSleepResponse:
         """Put the workers to sleep."""
         self._credentials.require_admin_if_set(_metadata(context), "put the model to sleep")
+        self._check_takes_no_turns()
         level, mode = sleep_level_from_wire(request.level), sleep_mode_from_wire(request.mode)
         keep_cache = request.keep_cache
         async with self._acts.act(
@@ -354,11 +355,16 @@ class SchedulerService(scheduler_pb2_grpc.SchedulerServicer):
     ) -> scheduler_pb2.SchedulerWakeUpResponse:
         """Wake the workers."""
         self._credentials.require_admin_if_set(_metadata(context), "wake the model")
+        self._check_takes_no_turns()
         parts = sleep_parts_from_wire(request.parts)
         async with self._acts.act("model.wake_up", context, parts=[part.value for part in parts]) as results:
             woken = await self._sleep.wake_up(parts)
             results["is_awake"] = woken.is_awake
         return scheduler_pb2.SchedulerWakeUpResponse(is_awake=woken.is_awake, seconds=woken.seconds)
+
+    def _check_takes_no_turns(self) -> None:
+        if self._settings.device_turns.enabled:
+            raise InvalidRequestError("the model shares its device with others, and sleeps and wakes by turns")
 
     async def Pause(  # noqa: N802
         self, request: scheduler_pb2.PauseRequest, context: Context

@@ -6,6 +6,8 @@ import asyncio
 import os
 from typing import TYPE_CHECKING
 
+from common.errors import ConfigurationError
+from common.file_locks import FileLock
 from common.logs import get_logger
 from common.metrics import MODEL_INFO
 from common.rpc.channel import open_channel
@@ -14,6 +16,7 @@ from common.rpc.server import RpcServer
 from common.runtime import drained, run_service
 from common.settings import Settings, WorkerSettings, WorkerStorageSettings, load_settings
 from protos.gen.pando.v1 import worker_pb2_grpc
+from services.worker.engine.execution.device_claim import OwnDevice, SharedDevice
 from services.worker.engine.execution.engine import ModelEngine
 from services.worker.engine.execution.fake_model import LOAD_FORMAT as FAKE_FORMAT
 from services.worker.engine.execution.fake_model import FakeModel, options_from_environment
@@ -30,8 +33,10 @@ from services.worker.storage.tier import WorkerStorageTier
 from services.worker.tiered_engine import TieredEngine
 
 if TYPE_CHECKING:
+    from common.settings.scheduler import DeviceTurnSettings
     from common.steps import EngineSpec
     from services.worker.engine.backends import RunnerOptions
+    from services.worker.engine.execution.device_claim import DeviceClaim
     from services.worker.engine.execution.engine import LoadedModel, LoadModel
     from services.worker.engine.execution.interface import Engine, ProgressReport
 
@@ -58,7 +63,8 @@ async def serve(settings: Settings, stopping: asyncio.Event) -> None:
     library = GrammarLibrary(cache_bytes=GRAMMAR_CACHE_BYTES, subject_bytes=GRAMMAR_CACHE_BYTES // SUBJECTS_A_CACHE)
     limits = GrammarLimits(seconds_per_minute=settings.worker.grammars.seconds_per_minute)
     grammars = GrammarDesk(library, CompileProcesses(), limits)
-    engine = make_engine(settings.worker, library)
+    turns = settings.scheduler.device_turns
+    engine = make_engine(settings.worker, library, device_claim(turns, settings.worker.device_index))
     peers = PeerReader(lambda address: open_channel(address, security))
     engine = TieredEngine(engine, tier, peers, asyncio.get_running_loop())
     rules = ProfileRules(directory=settings.worker.profile.directory)
@@ -74,6 +80,8 @@ async def serve(settings: Settings, stopping: asyncio.Event) -> None:
     await server.set_serving(True)
     get_logger("worker").info("worker.listening", address=settings.worker.address)
     ends = [asyncio.create_task(event.wait()) for event in (stopping, rank.needs_new_process)]
+    if turns.enabled:
+        ends.append(asyncio.create_task(rank.unload_when_unused()))
     try:
         await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
         await server.set_serving(False)
@@ -113,7 +121,20 @@ def check_weights(loaded: EngineSpec, replacement: EngineSpec) -> int:
     return check_replacement(loaded, replacement)
 
 
-def make_engine(settings: WorkerSettings, library: GrammarLibrary) -> Engine:
+def device_claim(turns: DeviceTurnSettings, device_index: int) -> DeviceClaim:
+    """Return the claim to this rank's device, which other models may share.
+
+    Raises:
+        ConfigurationError: it is shared, and no directory is set.
+    """
+    if not turns.enabled:
+        return OwnDevice()
+    if turns.directory is None:
+        raise ConfigurationError("scheduler.device_turns.enabled requires scheduler.device_turns.directory")
+    return SharedDevice(FileLock(turns.directory / f"device-{device_index}"))
+
+
+def make_engine(settings: WorkerSettings, library: GrammarLibrary, device: DeviceClaim) -> Engine:
     """Return the engine that `Configure` will load; torch is imported only when a real model is configured."""
     fake_options = options_from_environment()
 
@@ -132,7 +153,7 @@ def make_engine(settings: WorkerSettings, library: GrammarLibrary) -> Engine:
 
         return prepare_model(spec, runner_options(settings), serving, library)
 
-    return ModelEngine(load, prepare)
+    return ModelEngine(load, prepare, device)
 
 
 def runner_options(settings: WorkerSettings) -> RunnerOptions:

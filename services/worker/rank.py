@@ -20,6 +20,7 @@ from services.worker.session import EngineThread, ExecuteSession, SessionEndedEr
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable
+    from typing import NoReturn
 
     from common.adapters import AdapterInfo
     from common.steps import EngineCapacity, EngineSpec, SleepLevel, SleepPart, StepPlan
@@ -33,6 +34,9 @@ T = TypeVar("T")
 # Far longer than any plan: a thread that is still busy then hangs.
 STUCK_AFTER_S = 30.0
 JOIN_TIMEOUT_S = 5.0
+# A scheduler that lives opens a stream far sooner after the last one or after loading.
+UNUSED_S = 2.0
+UNUSED_POLL_S = 0.2
 
 
 class WorkerState(Enum):
@@ -294,6 +298,25 @@ class Rank:
         """End a stream and free its rows, unless that has happened already."""
         if session is self._session:
             self._end_session(session, None)
+
+    async def unload_when_unused(self) -> NoReturn:
+        """Give back everything whenever no scheduler has used the awake model for a while, until cancelled.
+
+        The models that share the device can go on then, when the scheduler of this one has died in its turn.
+        """
+        unused_since: float | None = None
+        while True:
+            await asyncio.sleep(UNUSED_POLL_S)
+            is_used = self._session is not None or self._loading is not None
+            is_changing = self._changing is not None and not self._changing.done()
+            if is_used or is_changing or self._state not in (WorkerState.READY, WorkerState.FAILED):
+                unused_since = None
+                continue
+            unused_since = self._loop.time() if unused_since is None else unused_since
+            if self._loop.time() - unused_since >= UNUSED_S:
+                self._log.warning("engine.unused")
+                self._set_state(WorkerState.IDLE)
+                self._thread.submit(self._close_engine)
 
     async def stop(self) -> bool:
         """End the stream, give back the engine's memory, end the thread; return whether it has ended."""

@@ -222,6 +222,17 @@ def test_each_service_mounts_a_separate_certificate_directory(monkeypatch: pytes
         assert (str(rpc.certificate), rpc.plaintext) == (f"{target}/tls.crt", False)
 
 
+def test_models_that_share_a_device_agree_in_one_directory(monkeypatch: pytest.MonkeyPatch) -> None:
+    overlay = load("shared-device.yaml")
+    assert overlay["services"].keys() == {"worker", "scheduler", "second-worker", "second-scheduler"}
+    assert overlay["services"].keys() <= load("models.yaml")["services"].keys()
+    for service in overlay["services"].values():
+        turns = settings_with(service["environment"], {}, monkeypatch).scheduler.device_turns
+        assert turns.enabled
+        assert service["volumes"] == [f"turns:{turns.directory}"]
+    assert overlay["volumes"]["turns"]["driver_opts"]["type"] == "tmpfs"
+
+
 def test_two_models_have_separate_services_and_share_one_gateway(monkeypatch: pytest.MonkeyPatch) -> None:
     overlay = load("models.yaml")["services"]
     variables = {"PANDO_SECOND_MODEL": "/models/large", "PANDO_SECOND_NAME": "big"}
@@ -289,6 +300,7 @@ def test_gpus_are_asked_for_only_in_overlays_and_each_rank_has_its_worker() -> N
         "limits.yaml",
         "models.yaml",
         "secrets.yaml",
+        "shared-device.yaml",
         "tls.yaml",
     ):
         services = load(overlay)["services"].values()

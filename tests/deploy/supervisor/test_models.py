@@ -9,8 +9,9 @@ import pytest
 
 from common.errors import ConfigurationError
 from common.settings import Settings
+from common.types import GroupRole
 from deploy.supervisor.command import read_arguments
-from deploy.supervisor.layout import Layout, plan_layout
+from deploy.supervisor.layout import Layout, Replicas, plan_layout
 
 RUN = Path("/run/pando/8000")
 
@@ -73,6 +74,21 @@ def test_models_take_devices_one_after_the_other_unless_they_say_which() -> None
     )
     devices = {spec.name: spec.settings.worker.device_index for spec in layout.services if "worker" in spec.name}
     assert devices == {"a/worker-0": 1, "a/worker-1": 2, "b/worker": 3, "c/worker": 0}
+
+
+def test_models_that_share_a_device_take_turns_on_it() -> None:
+    settings, _ = read_arguments(["--models", '{"a": {"tp": 2}, "b": "x"}', "--share-device"])
+    layout = plan_layout(settings, RUN)
+    workers = {spec.name: spec.settings for spec in layout.services if "worker" in spec.name}
+    assert {name: its.worker.device_index for name, its in workers.items()} == {
+        "a/worker-0": 0, "a/worker-1": 1, "b/worker": 0,
+    }  # fmt: skip
+    schedulers = [layout.find(f"{name}/scheduler").settings for name in ("a", "b")]
+    for each in (*workers.values(), *schedulers):
+        assert each.scheduler.device_turns.enabled
+        assert each.scheduler.device_turns.directory == RUN / "turns"
+    with pytest.raises(ConfigurationError, match="--roles"):
+        plan_layout(settings, RUN, replicas=Replicas(roles=(GroupRole.BOTH, GroupRole.BOTH)))
 
 
 def test_names_that_map_to_the_same_file_name_get_distinct_prefixes() -> None:

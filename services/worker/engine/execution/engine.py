@@ -7,12 +7,14 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Protocol
 
 from common.steps import EngineCapacity, EngineSpec, SleepLevel, SleepPart
+from services.worker.engine.execution.device_claim import OwnDevice
 from services.worker.engine.execution.interface import ProgressReport, never_overtaken
 
 if TYPE_CHECKING:
     from contextlib import AbstractContextManager
 
     from common.steps import StepPlan
+    from services.worker.engine.execution.device_claim import DeviceClaim
     from services.worker.engine.execution.interface import (
         AdapterStore,
         DevicePageBytes,
@@ -88,8 +90,9 @@ PrepareModel = Callable[[EngineSpec, LoadedModel], LoadModel | None]
 class ModelEngine:
     """Implements `Engine` over the model that `load` returns."""
 
-    def __init__(self, load: LoadModel, prepare: PrepareModel | None = None) -> None:
-        """Call `load` for each new configuration, in the thread that calls `configure`."""
+    def __init__(self, load: LoadModel, prepare: PrepareModel | None = None, device: DeviceClaim | None = None) -> None:
+        """Call `load` for each new configuration, in the thread that calls `configure`; `device` may be shared."""
+        self._device = device or OwnDevice()
         self._load = load
         self._prepare = prepare
         self._prepared: tuple[EngineSpec, LoadModel] | None = None
@@ -120,9 +123,17 @@ class ModelEngine:
 
     def configure(self, spec: EngineSpec, report: ProgressReport) -> EngineCapacity:
         """Load the model, unless the same one is loaded; see `Engine.configure`."""
+        self._device.take(report)
+        try:
+            return self._configure(spec, report)
+        except BaseException:
+            self.close()
+            raise
+
+    def _configure(self, spec: EngineSpec, report: ProgressReport) -> EngineCapacity:
         if self._model is None or not self._is_loaded(spec, self._model.capacity):
             load = self._loader_of(spec)
-            self.close()
+            self._close_model()
             self._model = load(spec, report)
             self._spec = spec
         elif self._runner is None:
@@ -150,10 +161,13 @@ class ModelEngine:
     def sleep(self, level: SleepLevel, *, keeps_host_pages: bool) -> int:
         assert self._model is not None, "sleep before configure"
         self._runner = None
-        return self._model.sleep(level, keeps_host_pages=keeps_host_pages)
+        freed = self._model.sleep(level, keeps_host_pages=keeps_host_pages)
+        self._device.give_back()
+        return freed
 
     def wake(self, parts: Collection[SleepPart], report: ProgressReport) -> bool:
         assert self._model is not None, "wake before configure"
+        self._device.take(report)
         if self._runner is None and self._model.wake(parts, report):
             self._runner = self._model.make_runner()
         return self._runner is not None
@@ -177,6 +191,10 @@ class ModelEngine:
             self._runner.reset()
 
     def close(self) -> None:
+        self._close_model()
+        self._device.give_back()
+
+    def _close_model(self) -> None:
         model, self._model, self._runner, self._spec = self._model, None, None, None
         if model is not None:
             model.close()

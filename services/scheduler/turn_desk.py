@@ -1,0 +1,149 @@
+"""Wakes the workers of one of the models that share a device when it is the model's turn, and puts them to sleep."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from typing import TYPE_CHECKING
+
+from common.errors import ConfigurationError, PandoError
+from common.logs import get_logger
+from common.steps import SleepLevel, SleepPart
+from services.scheduler import metrics
+from services.scheduler.group import GroupState
+from services.scheduler.sleep_desk import SleepMode
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from typing import NoReturn
+
+    from common.settings.scheduler import DeviceTurnSettings
+    from services.scheduler.group import WorkerGroup
+    from services.scheduler.loop import SchedulerLoop
+    from services.scheduler.sleep_desk import SleepDesk
+    from services.scheduler.turn_queue import TurnQueue
+
+POLL_S = 0.05
+# Pause after the workers could not be woken or put to sleep.
+RETRY_S = 1.0
+
+
+class TurnDesk:
+    """Takes turns for one model: when it starts, to load the model, and then whenever requests wait for it."""
+
+    def __init__(
+        self,
+        settings: DeviceTurnSettings,
+        queue: TurnQueue,
+        loop: SchedulerLoop,
+        group: WorkerGroup,
+        sleep: SleepDesk,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """Use `sleep` for `group`, which starts asleep, whenever `queue` gives it the turn and `loop` has requests."""
+        self._settings = settings
+        self._queue = queue
+        self._loop = loop
+        self._group = group
+        self._sleep = sleep
+        self._clock = clock
+        self._level = SleepLevel(settings.level)
+        self._log = get_logger("turns")
+
+    async def run(self) -> NoReturn:
+        """Take turns until cancelled.
+
+        Raises:
+            ConfigurationError: the directory cannot be used.
+        """
+        try:
+            while True:
+                if await self._take():
+                    await self._serve()
+                await asyncio.sleep(POLL_S)
+        except OSError as error:
+            raise ConfigurationError(f"scheduler.device_turns.directory: {error}") from error
+        finally:
+            self._queue.leave()
+            self._queue.release()
+
+    @property
+    def _is_wanted(self) -> bool:
+        """Whether there are requests, or the model was never loaded."""
+        core = self._loop.core
+        return core is None or any(True for _ in core.open_sequences)
+
+    async def _take(self) -> bool:
+        """Wait for the turn while it is wanted; return whether it is this model's."""
+        began_at = self._clock()
+        while self._is_wanted:
+            self._queue.ask()
+            if self._queue.try_take():
+                waited_s = self._clock() - began_at
+                metrics.TURNS_TOTAL.inc()
+                metrics.TURN_WAIT_SECONDS.observe(waited_s)
+                self._log.info("turn.began", waited_s=round(waited_s, 3))
+                return True
+            await asyncio.sleep(POLL_S)
+        self._queue.leave()
+        return False
+
+    async def _serve(self) -> None:
+        """Wake the workers, serve as long as the turn lasts, and put them to sleep."""
+        try:
+            if not await self._wake():
+                await asyncio.sleep(RETRY_S)
+                return
+            began_at = self._clock()
+            await self._until_over(began_at)
+            self._log.info("turn.ended", seconds=round(self._clock() - began_at, 3))
+        finally:
+            self._queue.release()
+
+    async def _wake(self) -> bool:
+        """Wake the workers; return whether that has succeeded. While others wait, it has limited time."""
+        began_at = self._clock()
+        waking = asyncio.create_task(self._sleep.wake_up(tuple(SleepPart)))
+        while not waking.done():
+            if self._clock() - began_at > self._settings.wake_timeout_s and self._queue.others_wait:
+                self._group.step_back(self._level)
+            await asyncio.wait([waking], timeout=POLL_S)
+        metrics.TURN_SWITCH_SECONDS.observe(self._clock() - began_at)
+        try:
+            waking.result()
+        except PandoError as error:
+            self._log.warning("turn.not_woken", reason=str(error))
+            return False
+        return True
+
+    async def _until_over(self, began_at: float) -> None:
+        """Serve until others wait and the turn may end; then put the workers to sleep."""
+        idle_since: float | None = None
+        while True:
+            await asyncio.sleep(POLL_S)
+            now = self._clock()
+            idle_since = None if self._is_wanted else idle_since or now
+            if idle_since is None:
+                may_end = now - began_at >= self._settings.min_turn_s
+            else:
+                may_end = now - idle_since >= self._settings.idle_s
+            if may_end and self._queue.others_wait and await self._fall_asleep():
+                return
+
+    async def _fall_asleep(self) -> bool:
+        """Put the workers to sleep; return whether they sleep, or are lost, so that nothing holds the device."""
+        if self._group.state is not GroupState.READY:
+            self._log.warning("turn.lost", state=self._group.state.value)
+            self._group.step_back(self._level)
+            return True
+        core = self._loop.core
+        keeps = core is not None and core.memory.loads is not None
+        began_at = self._clock()
+        try:
+            await self._sleep.sleep(self._level, SleepMode.REQUEUE, keep_cache=keeps)
+        except PandoError as error:
+            self._log.warning("turn.goes_on", reason=str(error))
+            await asyncio.sleep(RETRY_S)
+            return False
+        metrics.TURN_SWITCH_SECONDS.observe(self._clock() - began_at)
+        return True
