@@ -125,6 +125,8 @@ class WorkerGroup:
         self.ranks: Sequence[RankConnection] = ()
         self._restore = restore
         self.state = GroupState.CONNECTING
+        # Whether all ranks answered when they were last looked for.
+        self.is_reachable = False
         self._open_channels = channels
         self._spec = spec
         self._listener = listener
@@ -448,7 +450,7 @@ class WorkerGroup:
 
     async def _find(self, ranks: list[RankConnection]) -> list[str]:
         """Return the ranks' processes, once they are up, and once the group is to be awake."""
-        found = await asyncio.gather(*(rank.wait_until_up() for rank in ranks))
+        found = await self._wait_until_up(ranks)
         if not self._processes:
             self._adopt(found)
             if self._waking is None:
@@ -456,8 +458,14 @@ class WorkerGroup:
         while not self._may_configure.is_set():
             await self._may_configure.wait()
             self.state = GroupState.FAILED if self._processes else GroupState.CONNECTING
-            found = await asyncio.gather(*(rank.wait_until_up() for rank in ranks))
+            found = await self._wait_until_up(ranks)
         return [rank.process for rank in found]
+
+    async def _wait_until_up(self, ranks: list[RankConnection]) -> list[RankIdentity]:
+        self.is_reachable = False
+        found = await asyncio.gather(*(rank.wait_until_up() for rank in ranks))
+        self.is_reachable = True
+        return found
 
     async def _load(self, ranks: list[RankConnection]) -> EngineCapacity:
         """Configure all ranks and restore what they had, unless the group steps back."""

@@ -24,6 +24,8 @@ if TYPE_CHECKING:
     from services.scheduler.turn_queue import TurnQueue
 
 POLL_S = 0.05
+# A model whose workers cannot be reached for so long loses its turn.
+REACH_S = 2.0
 # Pause after the workers could not be woken or put to sleep.
 RETRY_S = 1.0
 
@@ -74,9 +76,9 @@ class TurnDesk:
         return core is None or any(True for _ in core.open_sequences)
 
     async def _take(self) -> bool:
-        """Wait for the turn while it is wanted; return whether it is this model's."""
+        """Wait for the turn while it is wanted and the workers are there; return whether it is this model's."""
         began_at = self._clock()
-        while self._is_wanted:
+        while self._is_wanted and self._group.is_reachable:
             self._queue.ask()
             if self._queue.try_take():
                 waited_s = self._clock() - began_at
@@ -105,7 +107,8 @@ class TurnDesk:
         began_at = self._clock()
         waking = asyncio.create_task(self._sleep.wake_up(tuple(SleepPart)))
         while not waking.done():
-            if self._clock() - began_at > self._settings.wake_timeout_s and self._queue.others_wait:
+            limit_s = self._settings.wake_timeout_s if self._group.is_reachable else REACH_S
+            if self._clock() - began_at > limit_s and self._queue.others_wait:
                 self._group.step_back(self._level)
             await asyncio.wait([waking], timeout=POLL_S)
         metrics.TURN_SWITCH_SECONDS.observe(self._clock() - began_at)

@@ -25,7 +25,7 @@ pytestmark = pytest.mark.extended
 
 PROMPTS = [list(range(start, start + 30)) for start in (20, 50, 80)]
 MODELS = ("a", "b")
-LONG = 400
+LONG = 200
 
 
 @pytest.fixture(scope="module")
