@@ -134,7 +134,7 @@ def device_claim(turns: DeviceTurnSettings, device_index: int) -> DeviceClaim:
     return SharedDevice(FileLock(turns.directory / f"device-{device_index}"))
 
 
-def make_engine(settings: WorkerSettings, library: GrammarLibrary, device: DeviceClaim) -> Engine:
+def make_engine(settings: WorkerSettings, library: GrammarLibrary, device: DeviceClaim | None = None) -> Engine:
     """Return the engine that `Configure` will load; torch is imported only when a real model is configured."""
     fake_options = options_from_environment()
 
