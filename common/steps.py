@@ -179,6 +179,21 @@ class AdapterLoad:
 
 
 @dataclass(frozen=True, slots=True)
+class MicroBatch:
+    """The rows whose slot modulo `count` is `index`: those that decode in the same passes. The default is all rows."""
+
+    index: int = 0
+    count: int = 1
+
+    def of(self, rows: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Return those of `rows` that belong to it."""
+        return rows if self.count == 1 else rows[rows % self.count == self.index]
+
+
+ALL_ROWS = MicroBatch()
+
+
+@dataclass(frozen=True, slots=True)
 class StepPlan:
     """One plan, sent to every rank. `steps` is the number of forward passes, at least 1."""
 
@@ -198,6 +213,8 @@ class StepPlan:
     drafts: tuple[Draft, ...] = ()
     # All rows are of batches, and a later plan without this closes all of them: the passes may be abandoned for it.
     can_abandon: bool = False
+    # The decoding rows that take part in the passes.
+    micro_batch: MicroBatch = ALL_ROWS
 
     def without_passes(self) -> StepPlan:
         """Return what has to be done although the passes are abandoned: rows change, and transfers begin."""
@@ -220,8 +237,8 @@ class RowStop:
 class StepResult:
     """Result of one forward pass: it sampled `token_ids[i]` for `rows[i]`, both int32 of equal length.
 
-    `last` marks the plan's final result. Ranks other than 0 send empty arrays, but acknowledge transfers as rank 0
-    does. `logprobs` has one entry for each token of the rows that report them, in the order of each row's tokens: the
+    `last` marks the plan's final result. Ranks other than the one that samples send empty arrays, but acknowledge
+    transfers as it does. `logprobs` has one entry for each token of the rows that report them, in the order of each row's tokens: the
     sampled one, then accepted ones. `embeddings` are the results of pooling rows that stopped. `compute_us` is the time
     of the forward pass and sampling, `host_us` the rank's bookkeeping time, both in microseconds. `error` is set if the
     whole plan failed.
@@ -282,9 +299,41 @@ class EngineSpec:
     adapter_slots: int = 0
     # Whether the model's vision encoder is loaded, too.
     vision: bool = False
+    # Stages of the pipeline, each with some of the layers and as many ranks.
+    stages: int = 1
     # Names of the weights, which do not change what is loaded.
     weight_version: str = field(default="", compare=False)
     base_model: str = field(default="", compare=False)
+
+    @property
+    def tensor_ranks(self) -> int:
+        """The ranks of a stage, which share its layers."""
+        return self.world_size // self.stages
+
+    @property
+    def stage(self) -> int:
+        """The stage of this rank."""
+        return self.rank // self.tensor_ranks
+
+    @property
+    def tensor_rank(self) -> int:
+        """The number of this rank in its stage."""
+        return self.rank % self.tensor_ranks
+
+    @property
+    def is_last_stage(self) -> bool:
+        """Whether this rank has the last layers."""
+        return self.stage == self.stages - 1
+
+    @property
+    def samples(self) -> bool:
+        """Whether this rank samples and reports tokens: the first one of the last stage."""
+        return self.rank == sampling_rank(self.world_size, self.stages)
+
+
+def sampling_rank(world_size: int, stages: int) -> int:
+    """Return the rank that samples: the first one of the last stage."""
+    return world_size - world_size // stages
 
 
 class SleepLevel(IntEnum):

@@ -225,9 +225,14 @@ class SchedulerSettings(Section):
     """Smallest number of prompt tokens missing in the cache for which a group asks a prefill group; fewer are computed
     where they are decoded."""
     workers: Addresses = ("127.0.0.1:50053",)
-    """Addresses of the tensor-parallel ranks, rank 0 first."""
+    """Addresses of the ranks that hold the model together, rank 0 first: by tensor parallelism, all with all layers, or
+    by pipeline_parallel stages, the ranks of the first stage first."""
     rendezvous: str = "127.0.0.1:29555"
     """host:port at which the ranks connect to each other; used with two or more ranks."""
+    pipeline_parallel: int = Field(default=1, ge=1)
+    """Stages of the pipeline, by which the workers are divided: each has some of the layers, which its workers share by
+    tensor parallelism. For models that do not fit on a host, as stages exchange much less than the ranks of a stage.
+    Sequences decode in as many micro-batches, so that all stages compute at the same time."""
     detokenizer: Addresses = Field(default=("127.0.0.1:50054",), min_length=1)
     """Addresses of the detokenizers, all those that gateways use; dns:host:port stands for all addresses that the host
     name resolves to, which are looked up periodically."""

@@ -87,7 +87,13 @@ def read_arguments(argv: Sequence[str]) -> tuple[Settings, argparse.Namespace]:
     _add_own_arguments(parser)
     parser.add_argument("-h", "--help", action=_CommonHelp, help="show the most common settings")
     parser.add_argument("--help-all", action="help", help="show all settings")
-    return parse_settings(parser, [_long_form(argument) for argument in argv])
+    settings, arguments = parse_settings(parser, [_long_form(argument) for argument in argv])
+    if arguments.pp is None:
+        return settings, arguments
+    if arguments.pp < 1:
+        raise ConfigurationError(f"--pp: a pipeline has at least 1 stage, not {arguments.pp}")
+    scheduler = settings.scheduler.model_copy(update={"pipeline_parallel": arguments.pp})
+    return settings.model_copy(update={"scheduler": scheduler}), arguments
 
 
 class UpParser(SettingsParser):
@@ -128,6 +134,13 @@ def common_help() -> str:
 
 def _add_own_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--tp", type=int, default=1, metavar="N", help="tensor-parallel worker processes (default 1)")
+    parser.add_argument(
+        "--pp",
+        type=int,
+        metavar="N",
+        help="pipeline stages, each with --tp worker processes that hold some of the layers; sets "
+        "scheduler.pipeline_parallel (default 1)",
+    )
     for kind in ("tokenizers", "detokenizers"):
         text = f"{kind} of each model, which share its requests (default 1)"
         parser.add_argument(f"--{kind}", type=int, default=1, metavar="N", help=text)

@@ -38,7 +38,7 @@ class DeployedModel:
 
 
 def deploy_models(settings: Settings, ranks: int) -> list[DeployedModel]:
-    """Return the models of `settings.models`, or the single model with `ranks` workers.
+    """Return the models of `settings.models`, or the single model with `ranks` workers in each stage.
 
     Several models are assigned consecutive GPUs, unless their settings select some, or they take turns on one.
 
@@ -46,7 +46,7 @@ def deploy_models(settings: Settings, ranks: int) -> list[DeployedModel]:
         ConfigurationError: a model's name or its own settings are invalid.
     """
     if not settings.models:
-        return [DeployedModel(settings.model.name, "", settings, ranks)]
+        return [DeployedModel(settings.model.name, "", settings, ranks * settings.scheduler.pipeline_parallel)]
     if ranks != 1:
         raise ConfigurationError("with several models, set tp for each model instead of --tp")
     deployed: list[DeployedModel] = []
@@ -54,11 +54,11 @@ def deploy_models(settings: Settings, ranks: int) -> list[DeployedModel]:
     for name, entry in settings.models.items():
         _check_name(name)
         prefix = _prefix(name, {model.prefix for model in deployed})
-        deployed.append(
-            DeployedModel(name, prefix, _settings_of(settings, name, entry, device), entry.tp, entry.aliases)
-        )
+        own = _settings_of(settings, name, entry, device)
+        its_ranks = entry.tp * own.scheduler.pipeline_parallel
+        deployed.append(DeployedModel(name, prefix, own, its_ranks, entry.aliases))
         if not settings.scheduler.device_turns.enabled:
-            device += entry.tp
+            device += its_ranks
     return deployed
 
 

@@ -146,7 +146,17 @@ async def report_health(server: RpcServer, can_serve: Callable[[], bool]) -> Non
 
 
 def make_group(settings: Settings, security: Security, loop: SchedulerLoop) -> WorkerGroup:
-    """Return the worker group in the settings."""
+    """Return the worker group in the settings.
+
+    Raises:
+        ConfigurationError: its workers cannot be divided into stages.
+    """
+    workers, stages = len(settings.scheduler.workers), settings.scheduler.pipeline_parallel
+    if workers % stages:
+        raise ConfigurationError(
+            f"scheduler.workers has {workers} addresses, which cannot be divided into the {stages} stages of "
+            "scheduler.pipeline_parallel: each stage needs as many ranks as the others"
+        )
     channels = [partial(open_channel, address, security) for address in settings.scheduler.workers]
     turns = settings.scheduler.device_turns
     level = SleepLevel(turns.level) if turns.enabled else None
@@ -226,6 +236,7 @@ def engine_spec(settings: Settings) -> EngineSpec:
         classifier_from_token=model.classifier_from_token,
         rope_parameters=json.dumps(model.rope_parameters) if model.rope_parameters else "",
         rendezvous=scheduler.rendezvous,
+        stages=scheduler.pipeline_parallel,
         page_size=scheduler.page_size,
         max_rows=scheduler.max_rows,
         max_context=model.max_context,

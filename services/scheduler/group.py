@@ -1,4 +1,4 @@
-"""The worker group: all tensor-parallel ranks, configured together and sent the same plans."""
+"""The worker group: all ranks of all stages, configured together and sent the same plans."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ import grpc
 from common.errors import ConfigurationError, InvalidRequestError, PandoError, UnavailableError
 from common.logs import get_logger
 from common.rpc.stream import RefusalLog
+from common.steps import sampling_rank
 from services.scheduler.rank import EngineFailedError, LoadedWeights, PlanStream, RankConnection, RankLostError
 
 if TYPE_CHECKING:
@@ -88,7 +89,7 @@ class GroupListener(Protocol):
         """All ranks are ready for plans, their rows and KV empty; `engine_failed`: the group had been lost to that."""
 
     def on_result(self, result: StepResult) -> None:
-        """Rank 0 has reported a forward pass."""
+        """The rank that samples has reported a forward pass."""
 
     def on_transfer(self, ack: TransferAck) -> None:
         """All ranks have finished a transfer."""
@@ -121,7 +122,7 @@ class WorkerGroup:
         `restore` is called with the ranks once they are configured, before they get plans. With a `sleep_level`, the
         group sleeps at it from the start: ranks are configured when it is woken.
         """
-        # The connections, while the group is ready; rank 0 samples.
+        # The connections, while the group is ready.
         self.ranks: Sequence[RankConnection] = ()
         self._restore = restore
         self.state = GroupState.CONNECTING
@@ -129,6 +130,8 @@ class WorkerGroup:
         self.is_reachable = False
         self._open_channels = channels
         self._spec = spec
+        # The rank that samples, reports tokens and compiles grammars.
+        self._sampler = sampling_rank(len(channels), spec.stages)
         self._listener = listener
         self._timeout_s = timeout_s
         self._streams: list[PlanStream] = []
@@ -171,7 +174,7 @@ class WorkerGroup:
         """
         if not self.ranks:
             raise UnavailableError("the scheduler waits for its workers", retry_after_ms=1000)
-        await self.ranks[0].prepare(grammar)
+        await self.ranks[self._sampler].prepare(grammar)
 
     @property
     def weights(self) -> LoadedWeights:
@@ -507,7 +510,7 @@ class WorkerGroup:
         # A page is stored by all ranks or not at all.
         has_storage = all(capacity.has_storage for capacity in capacities)
         # After a restart the group needs the same number of pages: waiting requests were admitted by this capacity.
-        first = capacities[0]
+        first = capacities[self._sampler]
         self._spec = replace(
             self._spec,
             device_pages=first.device_pages,
@@ -515,7 +518,7 @@ class WorkerGroup:
             window_pages=first.window_pool.pages if first.window_pool else None,
             snapshots=first.recurrent_states.snapshots if first.recurrent_states else None,
         )
-        return replace(capacities[0], has_storage=has_storage)
+        return replace(first, has_storage=has_storage)
 
     async def _serve(self, ranks: list[RankConnection], broken: asyncio.Future[NoReturn]) -> None:
         """Read all ranks' results until one of them fails, or until `broken` has an exception, which is raised."""
@@ -550,7 +553,7 @@ class WorkerGroup:
                 together = self._acks.add(rank, ack)
                 if together is not None:
                     self._listener.on_transfer(together)
-            if rank == 0:
+            if rank == self._sampler:
                 self._last_sign = time.monotonic()
                 self._plans_in_flight -= result.last
                 self._listener.on_result(result)

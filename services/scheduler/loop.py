@@ -58,8 +58,6 @@ if TYPE_CHECKING:
     from services.scheduler.rank import LoadedWeights
 
 HOUSEKEEPING_INTERVAL_S = 0.25
-# One plan is sent while the other one runs, which hides the network's latency.
-PLANS_IN_FLIGHT = 2
 # Paths of the cache's tree, of each kind, whose invariants housekeeping checks: about 0.1 % of a core.
 CHECKED_PATHS = 8
 # Seconds without workers after which requests are handed back for another group; ranks that restart after an error of a
@@ -516,7 +514,7 @@ class SchedulerLoop:
         """Send a plan if the pipeline has room and there is work, and schedule another turn after it."""
         if self.core is None or self._group is None:
             return
-        if self.can_serve and (self.core.in_flight < PLANS_IN_FLIGHT or self.core.overtakes):
+        if self.can_serve and (self.core.in_flight < self.core.config.plans_in_flight or self.core.overtakes):
             started = time.thread_time()
             plan = self.core.plan(self.now, self.core.memory.cache.epoch)
             if plan is not None:

@@ -12,6 +12,7 @@ from common.steps import (
     Draft,
     EngineSpec,
     JumpLimit,
+    MicroBatch,
     PageGrants,
     PageReplacement,
     PrefillChunk,
@@ -49,6 +50,9 @@ def spec_from_wire(message: worker_pb2.ConfigureRequest) -> EngineSpec:
     world_size = message.world_size or 1
     if message.rank >= world_size:
         raise InvalidRequestError(f"rank {message.rank} of a group of {world_size}", param="rank")
+    stages = message.pipeline_stages or 1
+    if world_size % stages:
+        raise InvalidRequestError(f"{world_size} ranks cannot be divided into {stages} stages", param="pipeline_stages")
     for name in ("model", "page_size_tokens", "max_rows", "max_step_tokens"):
         if not getattr(message, name):
             raise InvalidRequestError(f"{name} must be set", param=name)
@@ -78,6 +82,7 @@ def spec_from_wire(message: worker_pb2.ConfigureRequest) -> EngineSpec:
         weight_version=message.weight_version,
         base_model=message.base_model,
         vision=message.vision,
+        stages=stages,
     )
 
 
@@ -152,6 +157,7 @@ def plan_from_wire(message: worker_pb2.StepPlan) -> StepPlan:
         ),
         adapters=tuple(AdapterLoad(AdapterSlot(load.slot), load.digest) for load in message.adapter_loads),
         can_abandon=message.can_abandon,
+        micro_batch=MicroBatch(message.micro_batch, message.micro_batches or 1),
     )
 
 

@@ -73,6 +73,13 @@ class CoreConfig:
     # Adapters that rows may use at the same time, and the share of these places that one tenant's rows may use.
     adapter_slots: int = 0
     adapter_share: float = 1.0
+    # Parts of the rows that decode in turn, so that each stage of a pipeline has one to compute.
+    micro_batches: int = 1
+
+    @property
+    def plans_in_flight(self) -> int:
+        """Plans that are sent before the results of the first one are known: one waits, the others are computed."""
+        return self.micro_batches + 1
 
     @property
     def capacity_tokens(self) -> int:
@@ -96,6 +103,7 @@ def resolve_core(settings: SchedulerSettings, capacity: EngineCapacity) -> CoreC
             f"scheduler.adapters.slots: adapters need pages of at least {TAGGED_TOKENS} tokens (scheduler.page_size) "
             f"and a vocabulary of at most {1 << ID_BITS} tokens"
         )
+    stages, draft_tokens = settings.pipeline_parallel, _draft_tokens(settings.speculation, capacity)
     return CoreConfig(
         page_size=capacity.page_size,
         device_pages=capacity.device_pages,
@@ -111,7 +119,8 @@ def resolve_core(settings: SchedulerSettings, capacity: EngineCapacity) -> CoreC
         waiting_timeout_s=settings.waiting_timeout_s,
         running_timeout_s=settings.running_timeout_s,
         target_plan_s=TARGET_PLAN_S,
-        max_steps_per_plan=settings.max_steps_per_plan,
+        # Every step waits for the last stage, while the others could compute other rows.
+        max_steps_per_plan=settings.max_steps_per_plan if stages == 1 else 1,
         kv_bytes_per_token=capacity.kv_bytes_per_token,
         prefill_tokens_per_s=capacity.prefill_tokens_per_s,
         load_bytes_per_s=capacity.load_bytes_per_s,
@@ -119,11 +128,13 @@ def resolve_core(settings: SchedulerSettings, capacity: EngineCapacity) -> CoreC
         head=capacity.head,
         only_pools=capacity.only_pools,
         jump_tokens=JUMP_TOKENS if capacity.jumps_forward else 0,
-        draft_tokens=_draft_tokens(settings.speculation, capacity),
+        draft_tokens=draft_tokens,
         strict_priority=settings.queue.policy == "priority",
         sessions=_session_rules(settings.sessions, capacity),
         adapter_slots=settings.adapters.slots,
         adapter_share=settings.adapters.tenant_share,
+        # A plan with drafts has the workers for itself, so all rows take part in it.
+        micro_batches=1 if draft_tokens else min(stages, settings.max_rows),
         max_preemptions=MAX_PREEMPTIONS if settings.queue.policy == "priority" else 0,
     )
 

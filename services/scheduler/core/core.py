@@ -97,7 +97,7 @@ class SchedulerCore:
         # Of interactive sequences, and of those of batches; None without fair shares.
         self.counters = counters, batches.counters
         self._counters = [each for each in {*self.counters} if each is not None]
-        self.rows = RowSlots(config.max_rows, config.max_context + 1, config.page_size)
+        self.rows = RowSlots(config.max_rows, config.max_context + 1, config.page_size, config.micro_batches)
         retracted_first = counters is None and not config.strict_priority
         self.queue = ClassQueues(self.rows, order, batches, retracted_first=retracted_first)
         costs = LoadCosts(config.kv_bytes_per_token, config.prefill_tokens_per_s, config.load_bytes_per_s)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from common.steps import PrefillChunk, RowOpen, StepPlan
+from common.steps import MicroBatch, PrefillChunk, RowOpen, StepPlan
 from common.tracing import is_sampled
 from common.types import StepId
 from services.scheduler.core.batch_class import WATCHFUL_PART, BatchClass
@@ -85,6 +85,8 @@ class Planner:
         self._speculation = speculation
         self.suspects = Suspects(rows)
         self._next_step = 1
+        # Of the newest plan.
+        self._micro_batch = MicroBatch(rows.micro_batches - 1, rows.micro_batches)
         self.paused = False
         # Only requests that have started before may get rows.
         self.holds_new = False
@@ -130,7 +132,8 @@ class Planner:
         prefilling = self._prefilling()
         jumped = self._rows.jump_tokens()
         before = self._rows.planned.copy()
-        decoding, grants = self._plan_decode()
+        micro_batch = self._rows.next_micro_batch(self._micro_batch)
+        decoding, grants = self._plan_decode(micro_batch)
         guesses = self._draft(decoding, jumped, grants) if idle else {}
         drafted = sum(guess.token_ids.size for guess in guesses.values())
         budget = self._prefill_budget(len(decoding) + jumped + drafted)
@@ -155,6 +158,7 @@ class Planner:
         closes, replacements = self._tenancy.take_changes()
         step_id = self.next_step
         self._next_step += 1
+        self._micro_batch = micro_batch
         plan = StepPlan(
             step_id=step_id,
             epoch=epoch,
@@ -170,6 +174,7 @@ class Planner:
             adapters=self._tenancy.adapters.take_loads(),
             drafts=self._speculation.sent(step_id, guesses),
             can_abandon=self._config.abandons_passes and 0 < self._rows.running == self._rows.batch_rows,
+            micro_batch=micro_batch,
         )
         return plan, False
 
@@ -247,14 +252,14 @@ class Planner:
             return 1
         return max(1, min(int(self._config.target_plan_s / decode_step_s), self._config.max_steps_per_plan))
 
-    def _plan_decode(self) -> tuple[NDArray[np.int64], Granting]:
-        """Plan one token for each decoding row and retract rows until there are pages for it.
+    def _plan_decode(self, micro_batch: MicroBatch) -> tuple[NDArray[np.int64], Granting]:
+        """Plan one token for each decoding row of a micro-batch and retract rows until there are pages for it.
 
         Return the rows and grants.
         """
         grants = Granting(self._rows, self._memory)
         while True:
-            live = self._rows.live()
+            live = self._rows.live(micro_batch)
             if self._try_advance(live, 1, grants):
                 return live, grants
             if self._rows.running > 1 or not self.yield_pin():

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from common.steps import NO_PAGES, JumpLimit
+from common.steps import ALL_ROWS, NO_PAGES, JumpLimit, MicroBatch
 from common.types import RowSlot, StepId, TokenIds
 from services.scheduler.core.sequence import Census
 
@@ -32,8 +32,11 @@ class RowSlots:
     number of known ids, less one, once all plans have run, and `reach` the largest. Pages are granted up to `reach`.
     """
 
-    def __init__(self, max_rows: int, max_context: int, page_size: int) -> None:
-        """Allocate for `max_rows` rows of up to `max_context` tokens (memory is touched only as rows grow)."""
+    def __init__(self, max_rows: int, max_context: int, page_size: int, micro_batches: int = 1) -> None:
+        """Allocate for `max_rows` rows of up to `max_context` tokens (memory is touched only as rows grow).
+
+        Slots are given out such that the `micro_batches` have about as many rows each.
+        """
         self.max_rows = max_rows
         self.page_size = page_size
         max_pages = -(-max_context // page_size)
@@ -64,21 +67,23 @@ class RowSlots:
         self.batch_rows = 0
         # Number of times that a row was closed.
         self.vacated = 0
-        self._free = list(range(max_rows - 1, -1, -1))
+        self.micro_batches = micro_batches
+        # Of each micro-batch; see `MicroBatch`.
+        self._free = [list(range(first, max_rows, micro_batches))[::-1] for first in range(micro_batches)]
 
     @property
     def free_slots(self) -> int:
         """Number of free rows."""
-        return len(self._free)
+        return sum(map(len, self._free))
 
     @property
     def running(self) -> int:
         """Number of occupied rows."""
-        return self.max_rows - len(self._free)
+        return self.max_rows - self.free_slots
 
     def open(self, sequence: Sequence, step_id: StepId, pages: PageIds, computed_tokens: int) -> RowSlot:
         """Assign a slot to `sequence` as of plan `step_id`; KV of its first `computed_tokens` is in `pages`."""
-        row = RowSlot(self._free.pop())
+        row = RowSlot(max(self._free, key=len).pop())
         count = len(sequence.token_ids)
         self.sequences[row] = sequence
         self.census.add(sequence.request.view.subject)
@@ -112,7 +117,7 @@ class RowSlots:
         self.jumping -= int(self.may_jump[row])
         self.may_jump[row] = False
         self.vacated += 1
-        self._free.append(row)
+        self._free[row % self.micro_batches].append(row)
 
     def append_pages(self, row: RowSlot, pages: PageIds) -> None:
         """Append pages to a row's page table."""
@@ -139,9 +144,18 @@ class RowSlots:
         """Return a view of the row's first `count` known ids (all by default), [tokens] int32."""
         return self.ids[row, : self.length[row] if count is None else count]
 
-    def live(self) -> NDArray[np.int64]:
-        """Return the rows that decode and have not been planned to their limit, ascending."""
-        return (self.decoding & (self.planned < self.limit)).nonzero()[0]
+    def live(self, part: MicroBatch = ALL_ROWS) -> NDArray[np.int64]:
+        """Return the rows of `part` that decode and have not been planned to their limit, ascending."""
+        return part.of((self.decoding & (self.planned < self.limit)).nonzero()[0])
+
+    def next_micro_batch(self, after: MicroBatch) -> MicroBatch:
+        """Return the first micro-batch after `after`, in turn, that has live rows; the next one if none has."""
+        count = self.micro_batches
+        if count == 1:
+            return after
+        live = self.live() % count
+        turns = [MicroBatch((after.index + 1 + i) % count, count) for i in range(count)]
+        return next((each for each in turns if (live == each.index).any()), turns[0])
 
     def reach_of(
         self, rows: NDArray[np.int64], planned: NDArray[np.int64], tokens: int, slack: int

@@ -50,6 +50,7 @@ def spec_to_wire(spec: EngineSpec) -> worker_pb2.ConfigureRequest:
         weight_version=spec.weight_version,
         base_model=spec.base_model,
         vision=spec.vision,
+        pipeline_stages=spec.stages,
     )
 
 
@@ -92,8 +93,9 @@ def _states_from_wire(message: worker_pb2.RecurrentStates) -> RecurrentStates:
 def plan_to_wire(plan: StepPlan) -> worker_pb2.StepPlan:
     """Encode a plan; every rank receives the same message."""
     message = worker_pb2.StepPlan(
-        step_id=plan.step_id, epoch=plan.epoch, closes=plan.closes, steps=plan.steps, can_abandon=plan.can_abandon
-    )
+        step_id=plan.step_id, epoch=plan.epoch, closes=plan.closes, steps=plan.steps, can_abandon=plan.can_abandon,
+        micro_batch=plan.micro_batch.index, micro_batches=plan.micro_batch.count,
+    )  # fmt: skip
     message.opens.extend(_open_to_wire(opened) for opened in plan.opens)
     grants = plan.grants
     if grants.rows.size:

@@ -64,7 +64,8 @@ from services.worker.engine.model.tensors import CheckedTensors
 from services.worker.engine.model.transformer import Transformer
 from services.worker.engine.model_runner import ModelRunner, ReadModel
 from services.worker.engine.parallel.group import RankGroup, join_group
-from services.worker.engine.parallel.shards import ModelShard, shard_model
+from services.worker.engine.parallel.shards import ModelShard, Span, shard_model
+from services.worker.engine.parallel.stages import check_stages, layers_of_stages
 from services.worker.engine.parallel.symmetric_memory import ExchangeShape
 from services.worker.engine.quantization.fp8 import FP8
 from services.worker.engine.quantization.policy import check_device, check_model, held_format, quantiser
@@ -83,6 +84,7 @@ if TYPE_CHECKING:
     from services.worker.engine.kernels.cpu.library import CpuLibrary
     from services.worker.engine.kernels.cpu.onednn import BlockFunctions
     from services.worker.engine.kernels.interface import AttentionBackend, KvScales
+    from services.worker.engine.model.config import ModelConfig
     from services.worker.engine.model.decoder import Decoder
     from services.worker.engine.model.transformer import TransformerWeights
     from services.worker.engine.vision.encoder import VisionEncoder
@@ -183,7 +185,9 @@ class _DecoderLoader:
         # None: images are not to be seen.
         self._vision_config = read_vision(described) if spec.vision else None
         self._only_embeds = only_embeds(described, has_pooling=has_pooling_module(files.path))
-        self._shard: ModelShard = shard_model(self._config, spec.rank, spec.world_size)
+        self._shard: ModelShard = shard_model(self._config, spec.tensor_rank, spec.tensor_ranks)
+        # The layers of this rank's stage.
+        self._layers: Span = layers_of_stages(self._config, spec.stages)[spec.stage]
         threads = count_threads(options, spec)
         if self._device.type == "cpu":
             torch.set_num_threads(threads)
@@ -194,6 +198,8 @@ class _DecoderLoader:
         report(0.0, "preparing kernels, which takes longest the first time")
         library = find_library(options, self._device)
         is_own = not isinstance(self._checkpoint, TransformersCheckpoint)
+        if spec.stages > 1:
+            check_stages(spec, self._config.family, is_own=is_own)
         if spec.vision and not is_own:
             raise ConfigurationError(f"images: {self._config.family} runs through transformers, without its encoder")
         # Of models that run through `transformers`, this is found out by trying.
@@ -228,7 +234,7 @@ class _DecoderLoader:
             self._backend.kernels.activation_dtype, config.hidden_size, spec.max_rows, config.vocabulary_size
         )
         group = join_group(
-            spec.rank, spec.world_size, spec.rendezvous, self._device, shape if self._may_overlap else None
+            spec.rank, spec.world_size, spec.rendezvous, self._device, shape if self._may_overlap else None, spec.stages
         )
         self._backend = agreed_backend(self._backend, group)
         free_before = self._free_memory()
@@ -309,7 +315,7 @@ class _DecoderLoader:
         """Load the weights and put the model together."""
         if isinstance(self._checkpoint, TransformersCheckpoint):
             return self._transformers_decoder(self._checkpoint, context, group)
-        kernels, ranks = self._backend.kernels, self._spec.world_size
+        kernels, ranks = self._backend.kernels, self._spec.tensor_ranks
         weights = self._weights or self._read(self._checkpoint)
         adapters, self._weights = self._adapters, None
         vocabulary = tuple(shard_model(self._config, rank, ranks).vocabulary for rank in range(ranks))
@@ -320,7 +326,7 @@ class _DecoderLoader:
             joined = fuse_layers(bare, attention, last.input_norm, self._config.norm_epsilon)
             weights = replace(weights, joined=joined)
         return Transformer(
-            weights, self._config, vocabulary, kernels=kernels, attention=attention, group=group, adapters=adapters,
+            weights, self._part, vocabulary, kernels=kernels, attention=attention, group=group, adapters=adapters,
             angles=self._axis_angles(context),
         )  # fmt: skip
 
@@ -333,7 +339,7 @@ class _DecoderLoader:
         if self._vision_config is not None:
             self._vision = load_vision(checkpoint, self._vision_config, kernels, self._device)
         assembler = Assembler(
-            tensors, self._shard, kernels, self._dtype, self._device, self._has_vocabulary, self._adapters
+            tensors, self._shard, kernels, self._dtype, self._device, self._has_vocabulary, self._layers, self._adapters
         )
         return assembler.weights(lambda share: self._report(0.98 * share, "loading weights"))
 
@@ -420,7 +426,7 @@ class _DecoderLoader:
 
     def _attention(self, context: int) -> list[AttentionBackend]:
         """Return the attention of each layer; layers of one kind share it."""
-        config, kinds = self._config, {}
+        config, kinds = self._part, {}
         for i in range(config.layers):
             window, rotary = config.window_of(i), config.rotary_of(i)
             if (window, rotary) not in kinds:
@@ -447,6 +453,11 @@ class _DecoderLoader:
         return available_memory()
 
     @property
+    def _part(self) -> ModelConfig:
+        """The layers of this rank's stage."""
+        return self._config if self._spec.stages == 1 else self._config.part(self._layers.start, self._layers.stop)
+
+    @property
     def _has_vocabulary(self) -> bool:
         """Whether logits are computed. Models for embeddings often come without the head that would do so."""
         if isinstance(self._checkpoint, TransformersCheckpoint):
@@ -462,7 +473,8 @@ class _DecoderLoader:
     @property
     def _may_overlap(self) -> bool:
         # Overlapped passes sample.
-        return self._backend.name == "gpu" and self._head is None and self._has_vocabulary
+        is_alone = self._spec.stages == 1
+        return self._backend.name == "gpu" and self._head is None and self._has_vocabulary and is_alone
 
     @property
     def _shape(self) -> AttentionShape:
@@ -480,7 +492,7 @@ class _DecoderLoader:
         def allocate(layers: int, pages: int) -> KvPool:
             return allocate_pool(self._shape, layers, pages, layout, dtype=self._kv_dtype, device=self._device)
 
-        layers, local = self._config.attention_layers, sum(self._is_local)
+        layers, local = self._part.attention_layers, sum(self._is_local)
         pool = allocate(layers - local if window_pages else layers, pages)
         if window_pages:
             pool = join_pools(pool, allocate(local, window_pages + self._can_overlap), self._is_local)
@@ -488,13 +500,13 @@ class _DecoderLoader:
 
     def _unquantised_pool(self, pages: int, layout: KvLayout) -> KvPool:
         dtype = self._backend.kernels.activation_dtype
-        layers = self._config.attention_layers
+        layers = self._part.attention_layers
         pool = allocate_pool(self._shape, layers, pages, layout, dtype=dtype, device=self._device)
         return replace(pool, states=self._states())
 
     def _states(self, snapshots: int = 0) -> StatePool | None:
         """Allocate recurrent states of all rows, and snapshots."""
-        recurrent, heads = self._config.recurrent, self._shard.state_heads
+        recurrent, heads = self._part.recurrent, self._shard.state_heads
         if recurrent is None or heads is None:
             return None
         dtype = self._backend.kernels.activation_dtype
@@ -503,7 +515,7 @@ class _DecoderLoader:
     def _find_kv_scales(self, model: Decoder, context: int) -> tuple[KvScales, ...]:
         """Return the scales of keys and values in FP8: the checkpoint's, or else measured on fixed tokens."""
         if not isinstance(self._checkpoint, TransformersCheckpoint):
-            scales = stored_scales(self._checkpoint, self._shard.kv_heads, self._device)
+            scales = stored_scales(self._checkpoint, self._shard.kv_heads, self._layers, self._device)
             if scales:
                 log.info("model.kv_scales source=checkpoint")
                 return scales
@@ -518,7 +530,7 @@ class _DecoderLoader:
     @property
     def _is_local(self) -> tuple[bool, ...]:
         """Which layers attend to a window only."""
-        return tuple(self._config.window_of(i) is not None for i in range(self._config.layers))
+        return tuple(self._part.window_of(i) is not None for i in range(self._part.layers))
 
     @property
     def _window(self) -> int:
@@ -560,7 +572,7 @@ class _DecoderLoader:
         memory = MemoryMeasure(
             free_before, self._free_memory(), shared_by=ranks_on_host(self._spec) if is_host else 1, is_host=is_host
         )
-        layers, local = self._config.attention_layers, sum(self._is_local)
+        layers, local = self._part.attention_layers, sum(self._is_local)
         states = self._recurrent_states(0)
         if not self._window:
             kv_bytes = bytes_per_token(self._shape, layers, self._kv_dtype)
@@ -580,7 +592,7 @@ class _DecoderLoader:
         states = self._recurrent_states(0)
         if states is None or self._spec.snapshots is not None:
             return self._spec.snapshots or 0
-        page_bytes = bytes_per_token(self._shape, self._config.attention_layers, self._kv_dtype) * self._spec.page_size
+        page_bytes = bytes_per_token(self._shape, self._part.attention_layers, self._kv_dtype) * self._spec.page_size
         return max(pages * page_bytes // states.row_bytes, LEAST_SNAPSHOTS)
 
     def _count_host_pages(self, pool: KvPool) -> int:
@@ -603,7 +615,7 @@ class _DecoderLoader:
         parts = (
             weights, str(asdict(self._config)), str(self._dtype), str(self._kv_dtype), layout,
             str(quantiser(spec, self._config) is not None), str(self._vision_config and asdict(self._vision_config)),
-            str(spec.page_size), str(shard.kv_heads), f"{spec.rank}/{spec.world_size}",
+            str(spec.page_size), str(shard.kv_heads), f"{spec.rank}/{spec.world_size}", f"{self._layers.start}-{self._layers.stop}",
         )  # fmt: skip
         return hashlib.sha256("\n".join(parts).encode()).hexdigest()
 
@@ -626,7 +638,7 @@ class _DecoderLoader:
         )
 
     def _recurrent_states(self, snapshots: int) -> RecurrentStates | None:
-        recurrent, heads = self._config.recurrent, self._shard.state_heads
+        recurrent, heads = self._part.recurrent, self._shard.state_heads
         if recurrent is None or heads is None:
             return None
         dtype = self._backend.kernels.activation_dtype

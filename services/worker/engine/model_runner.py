@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from services.worker.engine.model.kv_pool import KvPool
     from services.worker.engine.model.recurrent import StatePool
     from services.worker.engine.parallel.group import RankGroup
+    from services.worker.engine.parallel.stages import PendingTokens
     from services.worker.engine.vision.encoder import EncoderImage, VisionEncoder
 
 
@@ -162,7 +163,8 @@ class ModelRunner:
         """Run one pass: store KV of all tokens, return logits of the sampled ones.
 
         Returns:
-            [samples, vocabulary] float32 on rank 0, in the order of `batch.sample_indices`; [0, vocabulary] elsewhere.
+            [samples, vocabulary] float32 on the rank that samples, in the order of `batch.sample_indices`; [0, vocabulary]
+            elsewhere.
         """
         return self._awake.forward(batch, self._pool).float()
 
@@ -197,11 +199,17 @@ class ModelRunner:
 
     @torch.inference_mode()
     def broadcast_tokens(self, token_ids: torch.Tensor) -> torch.Tensor:
-        """Return rank 0's `token_ids` on every rank.
+        """Return rank 0's `token_ids` on every rank of this stage, and send them to the stages before.
 
         The other ranks pass a tensor of the same shape and type, on `device`; its content is replaced.
         """
-        return self.group.broadcast(token_ids)
+        if self.group.links.stages == 1:
+            return self.group.broadcast(token_ids)
+        return self.group.links.return_tokens(token_ids)
+
+    def expect_tokens(self, shape: tuple[int, int]) -> PendingTokens:
+        """Return the tokens that the last stage will return for the pass launched last; see `StageLinks`."""
+        return self.group.links.expect_tokens(shape)
 
     def agree(self, holds: bool) -> bool:
         """Return whether something holds on every rank; all ask at the same time, and wait."""

@@ -87,6 +87,7 @@ class ConfigureRequest(_message.Message):
     WEIGHT_VERSION_FIELD_NUMBER: _builtins.int
     BASE_MODEL_FIELD_NUMBER: _builtins.int
     VISION_FIELD_NUMBER: _builtins.int
+    PIPELINE_STAGES_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     """A bundled model's name, or the path of a directory with config.json or of a GGUF file on this host."""
     load_format: _builtins.str
@@ -136,6 +137,10 @@ class ConfigureRequest(_message.Message):
     base_model: _builtins.str
     vision: _builtins.bool
     """Whether the model's vision encoder is loaded, too, so that rows may have images."""
+    pipeline_stages: _builtins.int
+    """Stages of the pipeline, each of which holds some of the layers: rank r is in stage r / (world_size / stages). 0 and
+    1: every rank has all layers.
+    """
     @_builtins.property
     def classifier_from_token(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """Two tokens: the model becomes a classifier with one label, whose output is the logit of the second token minus that
@@ -171,10 +176,11 @@ class ConfigureRequest(_message.Message):
         weight_version: _builtins.str = ...,
         base_model: _builtins.str = ...,
         vision: _builtins.bool = ...,
+        pipeline_stages: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_device_pages", b"_device_pages", "_host_pages", b"_host_pages", "_snapshots", b"_snapshots", "_window_pages", b"_window_pages", "device_pages", b"device_pages", "host_pages", b"host_pages", "snapshots", b"snapshots", "window_pages", b"window_pages"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_device_pages", b"_device_pages", "_host_pages", b"_host_pages", "_snapshots", b"_snapshots", "_window_pages", b"_window_pages", "adapter_slots", b"adapter_slots", "base_model", b"base_model", "classifier_from_token", b"classifier_from_token", "device_pages", b"device_pages", "dtype", b"dtype", "host_bytes", b"host_bytes", "host_pages", b"host_pages", "kv_dtype", b"kv_dtype", "load_format", b"load_format", "max_context_tokens", b"max_context_tokens", "max_rows", b"max_rows", "max_step_tokens", b"max_step_tokens", "memory_fraction", b"memory_fraction", "model", b"model", "page_size_tokens", b"page_size_tokens", "quantization", b"quantization", "rank", b"rank", "rendezvous", b"rendezvous", "resumes", b"resumes", "rope_parameters", b"rope_parameters", "snapshots", b"snapshots", "vision", b"vision", "weight_version", b"weight_version", "window_pages", b"window_pages", "window_ratio", b"window_ratio", "world_size", b"world_size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_device_pages", b"_device_pages", "_host_pages", b"_host_pages", "_snapshots", b"_snapshots", "_window_pages", b"_window_pages", "adapter_slots", b"adapter_slots", "base_model", b"base_model", "classifier_from_token", b"classifier_from_token", "device_pages", b"device_pages", "dtype", b"dtype", "host_bytes", b"host_bytes", "host_pages", b"host_pages", "kv_dtype", b"kv_dtype", "load_format", b"load_format", "max_context_tokens", b"max_context_tokens", "max_rows", b"max_rows", "max_step_tokens", b"max_step_tokens", "memory_fraction", b"memory_fraction", "model", b"model", "page_size_tokens", b"page_size_tokens", "pipeline_stages", b"pipeline_stages", "quantization", b"quantization", "rank", b"rank", "rendezvous", b"rendezvous", "resumes", b"resumes", "rope_parameters", b"rope_parameters", "snapshots", b"snapshots", "vision", b"vision", "weight_version", b"weight_version", "window_pages", b"window_pages", "window_ratio", b"window_ratio", "world_size", b"world_size"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__device_pages: _TypeAlias = _typing.Literal["device_pages"]  # noqa: Y015
     _WhichOneofArgType__device_pages: _TypeAlias = _typing.Literal["_device_pages", b"_device_pages"]  # noqa: Y015
@@ -715,6 +721,8 @@ class StepPlan(_message.Message):
     ADAPTER_LOADS_FIELD_NUMBER: _builtins.int
     DRAFTS_FIELD_NUMBER: _builtins.int
     CAN_ABANDON_FIELD_NUMBER: _builtins.int
+    MICRO_BATCH_FIELD_NUMBER: _builtins.int
+    MICRO_BATCHES_FIELD_NUMBER: _builtins.int
     step_id: _builtins.int
     """Increases by one; results name it."""
     epoch: _builtins.int
@@ -725,6 +733,11 @@ class StepPlan(_message.Message):
     """All rows are of batches. Once a later plan without this has arrived, which closes all of these rows, the worker
     abandons the passes of this plan, also amid one, if its capacity says that it can.
     """
+    micro_batch: _builtins.int
+    """Of the decoding rows, those whose slot modulo `micro_batches` is `micro_batch` take part in the plan's passes. 0
+    micro-batches: all of them.
+    """
+    micro_batches: _builtins.int
     @_builtins.property
     def closes(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     @_builtins.property
@@ -774,10 +787,12 @@ class StepPlan(_message.Message):
         adapter_loads: _abc.Iterable[Global___AdapterLoad] | None = ...,
         drafts: _abc.Iterable[Global___Draft] | None = ...,
         can_abandon: _builtins.bool = ...,
+        micro_batch: _builtins.int = ...,
+        micro_batches: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["page_grants", b"page_grants"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter_loads", b"adapter_loads", "can_abandon", b"can_abandon", "closes", b"closes", "drafts", b"drafts", "epoch", b"epoch", "jumps", b"jumps", "opens", b"opens", "page_grants", b"page_grants", "prefills", b"prefills", "replacements", b"replacements", "state_saves", b"state_saves", "step_id", b"step_id", "steps", b"steps", "transfers", b"transfers"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter_loads", b"adapter_loads", "can_abandon", b"can_abandon", "closes", b"closes", "drafts", b"drafts", "epoch", b"epoch", "jumps", b"jumps", "micro_batch", b"micro_batch", "micro_batches", b"micro_batches", "opens", b"opens", "page_grants", b"page_grants", "prefills", b"prefills", "replacements", b"replacements", "state_saves", b"state_saves", "step_id", b"step_id", "steps", b"steps", "transfers", b"transfers"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -140,7 +140,7 @@ class FakeModel:
         executor = FakeExecutor(self._options, spec.max_rows, self._sleep)
         transfers = FakeTransfers(self._options.transfer_passes) if capacity.host_pages else None
         return SynchronousRunner(
-            rows, limits, executor, transfers=transfers, reports_tokens=spec.rank == 0, adapters=self.adapters
+            rows, limits, executor, transfers=transfers, reports_tokens=spec.samples, adapters=self.adapters
         )
 
     def computing(self) -> contextlib.nullcontext[None]:

@@ -66,15 +66,16 @@ class Runner(Protocol):
 
 
 class SynchronousExecutor:
-    """Computes passes with a model runner. Rank 0 samples and broadcasts the tokens."""
+    """Computes passes with a model runner. The first rank of the last stage samples and broadcasts the tokens."""
 
     def __init__(
         self, runner: Runner, table: SamplingTable, rank: int, *, is_shared: bool = False,
-        images: RowImages | None = None,
+        images: RowImages | None = None, has_earlier_stages: bool = False,
     ) -> None:  # fmt: skip
         """Use `runner`, which `is_shared` with other ranks; rows' sampling parameters go into `table`.
 
-        `images` has those of the rows; None: the model sees none.
+        `rank` is that of this process in its stage. `images` has those of the rows; None: the model sees none. With
+        `has_earlier_stages`, these are told about passes without tokens, too.
         """
         self._runner = runner
         self._table = table
@@ -83,6 +84,7 @@ class SynchronousExecutor:
         self._rank = rank
         self._is_shared = is_shared
         self._images = images
+        self._has_earlier_stages = has_earlier_stages
 
     def open(self, opened: RowOpen) -> None:
         self._table.open(opened)
@@ -99,6 +101,8 @@ class SynchronousExecutor:
         embeddings = self._pooler.finish(forward.pooled_rows) if self._rank == 0 else ()
         slots = forward.sampled_rows
         if slots.size == 0:
+            if self._has_earlier_stages:
+                self._runner.broadcast_tokens(torch.zeros(1, 1, dtype=torch.int64))
             return PassOutput(embeddings=embeddings, prompt_logprobs=prompt_logprobs)
         room, drafted = rows.jump_room(slots), forward.drafted
         if self._rank == 0:

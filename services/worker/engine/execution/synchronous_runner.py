@@ -62,7 +62,7 @@ class SynchronousRunner:
         images: ImageStore | None = None,
         clock: TimeSource = time.perf_counter,
     ) -> None:
-        """Take over `rows`. Ranks other than 0 do not report tokens; `clock` counts seconds.
+        """Take over `rows`. Only the rank that samples reports tokens; `clock` counts seconds.
 
         `transfers`, `states` and `adapters` are there if `limits` allow any, `images` if the model sees some.
         """
@@ -85,7 +85,7 @@ class SynchronousRunner:
             return
         chunks = self._begin(plan)
         checkpoint = _checkpoint(is_overtaken) if plan.can_abandon else None
-        decoding = self.rows.decoding()
+        decoding = self.rows.decoding(plan.micro_batch)
         for substep in range(plan.steps):
             forward = make_pass(self.rows, decoding, chunks if substep == 0 else NO_CHUNKS)
             computing = self._clock()
@@ -97,7 +97,7 @@ class SynchronousRunner:
             stops = self._advance(forward, sampled)
             self.rows.draft_lengths[:] = 0
             self._saved.save(plan.saves, self.rows)
-            decoding = self.rows.decoding()
+            decoding = self.rows.decoding(plan.micro_batch)
             if plan.jumps:
                 self.rows.allow_one_more()
             last = substep == plan.steps - 1 or decoding.size == 0

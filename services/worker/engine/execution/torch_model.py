@@ -17,6 +17,8 @@ from services.worker.engine.execution.engine import ModelEngine
 from services.worker.engine.execution.interface import OutOfMemoryError, ProgressReport
 from services.worker.engine.execution.out_of_memory import is_out_of_memory
 from services.worker.engine.execution.overlapped_runner import OverlappedRunner
+from services.worker.engine.execution.staged_executor import StagedExecutor
+from services.worker.engine.execution.staged_runner import StagedRunner
 from services.worker.engine.execution.synchronous_executor import Runner, SynchronousExecutor
 from services.worker.engine.execution.synchronous_runner import SynchronousRunner
 from services.worker.engine.grammars.row_masks import RowMasks
@@ -153,7 +155,7 @@ class TorchModel:
         distributed = torch.distributed
         return distributed.is_available() and distributed.is_initialized() and distributed.get_backend() == "nccl"
 
-    def make_runner(self) -> SynchronousRunner | OverlappedRunner:
+    def make_runner(self) -> SynchronousRunner | StagedRunner | OverlappedRunner:
         spec, capacity = self._spec, self.runner.capacity
         window = capacity.window_pool
         head = self.runner.head
@@ -183,8 +185,11 @@ class TorchModel:
         if isinstance(self.runner, EncoderRunner):
             return SynchronousRunner(rows, limits, EncoderExecutor(self.runner))
         images = self._row_images()
-        transfers, is_first, grammars = self.runner.transfers, spec.rank == 0, self._row_masks()
+        transfers, is_first, grammars = self.runner.transfers, spec.samples, self._row_masks()
         states = self.runner.states if isinstance(self.runner, ModelRunner) else None
+        if not spec.is_last_stage:
+            assert isinstance(self.runner, ModelRunner), "other models run in one stage"
+            return StagedRunner(rows, limits, StagedExecutor(self.runner), transfers=transfers, states=states)
         if self._executor is not None:
             self._executor.use_grammars(grammars)
             self._executor.use_images(images)
@@ -195,7 +200,10 @@ class TorchModel:
         table = SamplingTable(spec.max_rows, capacity.vocabulary_size, grammars)
         # A pass that has advanced some of the states cannot be computed again in parts.
         is_final = spec.world_size > 1 or capacity.recurrent_states is not None
-        executor = SynchronousExecutor(self.runner, table, rank=spec.rank, is_shared=is_final, images=images)
+        executor = SynchronousExecutor(
+            self.runner, table, rank=spec.tensor_rank, is_shared=is_final, images=images,
+            has_earlier_stages=spec.stages > 1,
+        )  # fmt: skip
         return SynchronousRunner(
             rows, limits, executor, transfers=transfers, states=states, reports_tokens=is_first, adapters=self.adapters,
             images=images,
@@ -257,7 +265,7 @@ class TorchModel:
     @property
     def _follows_grammars(self) -> bool:
         """Whether this rank, which samples, has a library of grammars."""
-        return self._library is not None and self._spec.rank == 0
+        return self._library is not None and self._spec.samples
 
     def _row_images(self) -> RowImages | None:
         if not isinstance(self.runner, ModelRunner) or self.runner.vision is None:

@@ -17,6 +17,7 @@ from services.worker.engine.model.latent import LatentReader
 from services.worker.engine.model.recurrent import RecurrentReader
 from services.worker.engine.model.rotary_config import head_order
 from services.worker.engine.model.transformer import DecoderLayer, ProjectionNorm, TemperedQueries, TransformerWeights
+from services.worker.engine.parallel.shards import Span
 from services.worker.engine.quantization.matrices import above, reordered
 
 if TYPE_CHECKING:
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
     from services.worker.engine.model.feed_forward import FeedForward
     from services.worker.engine.model.recurrent import GatedDeltaNet
     from services.worker.engine.model.tensors import CheckedTensors
-    from services.worker.engine.parallel.shards import ModelShard, Span
+    from services.worker.engine.parallel.shards import ModelShard
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +44,8 @@ class Assembler:
     device: torch.device
     has_vocabulary: bool = True
     """Whether the model computes logits of its vocabulary."""
+    layers: Span | None = None
+    """Those that this rank's stage has, with the embedding if it has the first, and the head if the last; None: all."""
     adapters: AdapterProducts | None = None
     """Changes products for single rows; None: there are no adapters."""
 
@@ -55,24 +58,27 @@ class Assembler:
         """Read everything; `report` gets the share that is done after each layer."""
         config, vocabulary = self.config, self.shard.vocabulary
         rows = vocabulary.scaled(1)
-        # A copy: the checkpoint may have returned a view of the whole file.
-        embedding = self.tensors.plain("model.embed_tokens.weight", rows).to(self.device, self.dtype, copy=True)
-        head_linear = None
-        if self.has_vocabulary:
+        held = self.layers or Span(0, config.layers)
+        is_first, is_last = held.start == 0, held.stop == config.layers
+        embedding = head_linear = None
+        if is_first:
+            # A copy: the checkpoint may have returned a view of the whole file.
+            embedding = self.tensors.plain("model.embed_tokens.weight", rows).to(self.device, self.dtype, copy=True)
+        if self.has_vocabulary and is_last:
             name = "model.embed_tokens.weight" if config.tied_embeddings else "lm_head.weight"
             product = self.kernels.linear(self.tensors.head(name, rows), None)
             head_linear = self._adapted(product, Site((SitePart("lm_head", rows),)))
         # Head and embedding weigh as much as this many layers; the rest of the bar belongs to the layers.
-        units = config.layers + 1
+        units = len(held) + 1
         report(1 / units)
         layers = []
-        for i in range(config.layers):
+        for i in range(held.start, held.stop):
             layers.append(self._layer(i))
-            report((i + 2) / units)
+            report((i - held.start + 2) / units)
         return TransformerWeights(
             embedding=embedding,
             layers=tuple(layers),
-            output_norm=self._norm("model.norm.weight"),
+            output_norm=self._norm("model.norm.weight") if is_last else None,
             head=head_linear,
         )
 

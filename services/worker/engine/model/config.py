@@ -312,6 +312,23 @@ class ModelConfig:
         local = self.local_rotary and self.local_rotary.within(context)
         return replace(self, rotary=self.rotary.within(context), local_rotary=local)
 
+    def part(self, start: int, stop: int) -> ModelConfig:
+        """Return the model that consists of the layers in [start, stop), which are numbered from 0 on."""
+        if (start, stop) == (0, self.layers):
+            return self
+
+        def within(layers: tuple[int, ...]) -> tuple[int, ...]:
+            return tuple(layer - start for layer in layers if start <= layer < stop)
+
+        return replace(
+            self,
+            layers=stop - start,
+            windows=self.windows[start:stop],
+            unrotated=within(self.unrotated),
+            moe=self.moe and replace(self.moe, dense_layers=within(self.moe.dense_layers)),
+            recurrent=self.recurrent and replace(self.recurrent, layers=within(self.recurrent.layers)),
+        )
+
     def moe_of(self, layer: int) -> MoeConfig | None:
         """Return the experts of `layer`; None: it has an ordinary feed-forward layer."""
         return None if self.moe is None or layer in self.moe.dense_layers else self.moe

@@ -21,7 +21,10 @@ class Decoder(Protocol):
         ...
 
     def forward(self, batch: ForwardBatch, pool: KvPool) -> torch.Tensor:
-        """Return logits [samples, vocabulary] in the type of the activations on rank 0, [0, vocabulary] elsewhere."""
+        """Return logits [samples, vocabulary] in the type of the activations on the rank that samples.
+
+        On others they are [0, vocabulary].
+        """
         ...
 
     def hidden_states(self, batch: ForwardBatch, pool: KvPool) -> torch.Tensor:

@@ -30,14 +30,16 @@ _NAMES = (
 )
 
 
-def stored_scales(checkpoint: Checkpoint, heads: Span, device: torch.device) -> tuple[KvScales, ...]:
-    """Read the scales of each layer's `heads`; empty: the checkpoint has none.
+def stored_scales(
+    checkpoint: Checkpoint, heads: Span, held: Span, device: torch.device
+) -> tuple[KvScales, ...]:
+    """Read the scales of the `heads` of each layer in `held`; empty: the checkpoint has none.
 
     Raises:
         ConfigurationError: some layers have none, or scales are not positive numbers, one for all or each KV head.
     """
     config = checkpoint.config
-    layers = [f"model.layers.{layer}" for layer in range(config.layers) if not config.is_recurrent(layer)]
+    layers = [f"model.layers.{layer}" for layer in range(held.start, held.stop) if not config.is_recurrent(layer)]
     found = [next((pair for pair in _NAMES if _has(checkpoint, layer, pair)), None) for layer in layers]
     if not any(found):
         return ()

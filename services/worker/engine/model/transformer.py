@@ -103,13 +103,15 @@ class TemperedQueries:
 
 @dataclass(frozen=True, slots=True)
 class TransformerWeights:
-    """All weights on this rank: some rows of embedding and head, and its share of each layer."""
+    """All weights on this rank: some rows of embedding and head, and its share of each layer of its stage."""
 
-    embedding: torch.Tensor  # [vocabulary part, hidden]
+    embedding: torch.Tensor | None  # [vocabulary part, hidden]
+    """None: an earlier stage has it."""
     layers: Sequence[DecoderLayer]
-    output_norm: torch.Tensor  # [hidden]
+    output_norm: torch.Tensor | None  # [hidden]
+    """None: a later stage has it."""
     head: Linear | None
-    """None: the model computes no logits of its vocabulary."""
+    """None: the model computes no logits of its vocabulary, or a later stage does."""
     joined: LayerStack | None = None
     """All layers but the last in one call, where the kernels can."""
 
@@ -142,10 +144,13 @@ class Transformer:
     ) -> None:
         """Run `weights`, the share of `group.rank`, with the `attention` of each layer.
 
+        `config` describes the layers of this stage only.
+
         `vocabulary` [ranks] says which logits each rank computes. `adapters` change products of `weights`.
         """
         self._weights = weights
         self._epsilon = config.norm_epsilon
+        self._hidden_size = config.hidden_size
         # Rounded to the activations' type, as the reference rounds it.
         self._embedding_scale = torch.tensor(config.embedding_scale, dtype=kernels.activation_dtype).item()
         self._logits_divisor = config.logits_divisor
@@ -167,7 +172,10 @@ class Transformer:
         """Do nothing: all that there is goes with the object."""
 
     def forward(self, batch: ForwardBatch, pool: KvPool) -> torch.Tensor:
-        """Return logits [samples, vocabulary] in the type of the activations on rank 0, [0, vocabulary] elsewhere."""
+        """Return logits [samples, vocabulary] in the type of the activations on the rank that samples.
+
+        On others they are [0, vocabulary].
+        """
         return self.logits(self.hidden_states(batch, pool), batch.sampled_adapters)
 
     def logits(self, hidden: torch.Tensor, adapters: torch.Tensor | None = None) -> torch.Tensor:
@@ -176,6 +184,8 @@ class Transformer:
         Without a vocabulary, one number per sample stands for them: nothing is sampled from it.
         """
         self._use(adapters)
+        if not self._group.links.is_last:
+            return hidden.new_empty(0, self._vocabulary[-1].stop)
         if self._weights.head is None:
             return hidden[:, :1]
         if hidden.shape[0] == 0:
@@ -188,9 +198,16 @@ class Transformer:
         )
 
     def hidden_states(self, batch: ForwardBatch, pool: KvPool) -> torch.Tensor:
-        """Return the final, normalized hidden states of the samples, [samples, hidden]; the same on all ranks."""
+        """Return the final, normalized hidden states of the samples, [samples, hidden]; the same on all ranks.
+
+        A stage that is not the last one sends the hidden states of all tokens on, and returns none.
+        """
         self._use(batch.adapters)
-        hidden = self._embed(batch)
+        links = self._group.links
+        if links.is_first:
+            hidden = self._embed(batch)
+        else:
+            hidden = links.receive((len(batch.token_ids), self._hidden_size), self._kernels.activation_dtype)
         if batch.coordinates is not None:
             assert self._angles is not None, "positions have one axis"
             numbers = torch.arange(len(hidden), device=hidden.device)
@@ -217,6 +234,11 @@ class Transformer:
                 else:
                     normed = self._finish_layer(layer, hidden, attended, next_norm)
         layer, attention, memory, view, next_norm = last
+        if not links.is_last:
+            attended = self._mix(layer, attention, memory, normed, view)
+            self._finish_layer(layer, hidden, attended, None)
+            links.send(hidden)
+            return hidden[:0]
         if not isinstance(memory, LayerStates) and batch.sample_indices.shape[0] == 0:
             attention.store(self._project(layer, normed, batch.positions), memory, layer.qk_norm, view)
             return hidden[:0]
@@ -270,6 +292,7 @@ class Transformer:
         return rows if batch.images is None else rows.index_copy(0, batch.images.places, batch.images.embeddings)
 
     def _look_up(self, token_ids: torch.Tensor) -> torch.Tensor:
+        assert self._weights.embedding is not None, "the first stage has it"
         if self._group.world_size == 1:
             return self._weights.embedding[token_ids].to(self._kernels.activation_dtype)
         mine = self._vocabulary[self._group.rank]

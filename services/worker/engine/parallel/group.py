@@ -1,4 +1,4 @@
-"""Communication of tensor-parallel ranks, and the network interface that ranks on several hosts use for it."""
+"""Communication of ranks, those that share layers and those of other stages, and the network interface that ranks on several hosts use for it."""
 
 from __future__ import annotations
 
@@ -14,11 +14,13 @@ import torch
 import torch.distributed as dist
 
 from common.errors import ConfigurationError
+from services.worker.engine.parallel.stages import DistributedStageLinks, NoStages
 from services.worker.engine.parallel.symmetric_memory import join_symmetric_memory
 
 if TYPE_CHECKING:
     from services.worker.engine.kernels.gpu.rank_sums import RankSums
     from services.worker.engine.parallel.shards import Span
+    from services.worker.engine.parallel.stages import StageLinks
     from services.worker.engine.parallel.symmetric_memory import ExchangeShape
 
 # Long enough for the slowest rank to load a large model, short enough to notice that one never came.
@@ -30,10 +32,14 @@ _VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 
 
 class RankGroup(Protocol):
-    """The ranks that hold one model together. Every rank makes the same calls in the same order."""
+    """The ranks that hold the same layers together. Every rank makes the same calls in the same order."""
 
     rank: int
+    """Of this rank among them."""
     world_size: int
+    """Their number."""
+    links: StageLinks
+    """The connections to ranks with other layers."""
 
     def place_for(self, like: torch.Tensor) -> torch.Tensor | None:
         """Return memory of the shape and type of `like` from which `sum` needs no copy; it serves until that `sum`.
@@ -62,11 +68,11 @@ class RankGroup(Protocol):
         ...
 
     def minimum(self, value: int) -> int:
-        """Return the smallest `value` of all ranks."""
+        """Return the smallest `value` of all ranks, of other stages, too."""
         ...
 
     def gather_digests(self, digest: str) -> list[str]:
-        """Return the digests of all ranks in their order, all of the same number of hexadecimal digits."""
+        """Return the digests of all ranks, of other stages, too, in their order, all of the same number of hexadecimal digits."""
         ...
 
     def close(self) -> None:
@@ -79,6 +85,7 @@ class SingleRank:
 
     rank = 0
     world_size = 1
+    links = NoStages()
 
     def place_for(self, like: torch.Tensor) -> torch.Tensor | None:
         """Return None."""
@@ -117,19 +124,26 @@ class DistributedGroup:
     """Ranks in processes of their own, over `torch.distributed`: gloo on CPUs, NCCL and shared memory on GPUs."""
 
     def __init__(
-        self, rank: int, world_size: int, rendezvous: str, device: torch.device, shape: ExchangeShape | None = None
+        self,
+        rank: int,
+        world_size: int,
+        rendezvous: str,
+        device: torch.device,
+        shape: ExchangeShape | None = None,
+        stages: int = 1,
     ) -> None:
         """Meet the other ranks at `rendezvous` (host:port, served by rank 0); blocks until all are there.
 
-        With `shape`, what fits it goes through the GPUs' shared memory where they have some.
+        With `shape`, what fits it goes through the GPUs' shared memory where they have some; not with several stages.
 
         Raises:
             ConfigurationError: no rendezvous address was given.
         """
         if not rendezvous:
             raise ConfigurationError(f"world_size {world_size} needs the rendezvous address of rank 0")
-        self.rank = rank
-        self.world_size = world_size
+        self.world_size = world_size // stages
+        self.rank = rank % self.world_size
+        self._all_ranks = world_size
         self._device = device
         use_way_to(rendezvous)
         dist.init_process_group(
@@ -140,7 +154,24 @@ class DistributedGroup:
             timeout=_RENDEZVOUS_TIMEOUT,
             device_id=device if device.type == "cuda" else None,
         )
-        self._shared = join_symmetric_memory(rank, world_size, shape, device) if shape is not None else None
+        # None: all ranks.
+        self._stage: dist.ProcessGroup | None = None
+        self._first = rank - self.rank
+        self.links: StageLinks = NoStages()
+        if stages > 1:
+            self._stage, tokens = self._join_stages(stages)
+            self.links = DistributedStageLinks(rank, world_size, stages, device, tokens)
+        has_shared = shape is not None and stages == 1
+        self._shared = join_symmetric_memory(rank, world_size, shape, device) if has_shared and shape else None
+
+    def _join_stages(self, stages: int) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
+        """Return the group of this rank's stage, and one of all ranks on the host; every rank makes all groups."""
+        own = None
+        for first in range(0, self._all_ranks, self.world_size):
+            made = dist.new_group(list(range(first, first + self.world_size)), timeout=_RENDEZVOUS_TIMEOUT)
+            own = made if first == self._first else own
+        assert own is not None, "this rank is in one of the stages"
+        return own, dist.new_group(backend="gloo", timeout=_RENDEZVOUS_TIMEOUT)
 
     def place_for(self, like: torch.Tensor) -> torch.Tensor | None:
         """Return some of the shared memory, if there is any and it is large enough."""
@@ -154,25 +185,27 @@ class DistributedGroup:
         """Add `tensor` over all ranks."""
         if self._shared is not None and (summed := self._shared.try_sum(tensor)) is not None:
             return summed
-        dist.all_reduce(tensor)
+        dist.all_reduce(tensor, group=self._stage)
         return tensor
 
     def gather_columns(self, part: torch.Tensor, spans: tuple[Span, ...]) -> torch.Tensor:
         """Join column parts on rank 0. Collectives need equal shapes, so narrower parts are padded."""
         if self._shared is not None and (joined := self._shared.try_gather_columns(part, spans)) is not None:
             return joined
+        if self.world_size == 1:
+            return part
         widest = max(len(span) for span in spans)
         padded = part if part.shape[1] == widest else torch.nn.functional.pad(part, (0, widest - part.shape[1]))
         if self.rank != 0:
-            dist.gather(padded.contiguous(), dst=0)
+            dist.gather(padded.contiguous(), dst=self._first, group=self._stage)
             return part.new_empty(0, spans[-1].stop)
         parts = [torch.empty_like(padded) for _ in spans]
-        dist.gather(padded.contiguous(), parts, dst=0)
+        dist.gather(padded.contiguous(), parts, dst=self._first, group=self._stage)
         return torch.cat([received[:, : len(span)] for received, span in zip(parts, spans, strict=True)], dim=1)
 
     def broadcast(self, tensor: torch.Tensor) -> torch.Tensor:
         """Overwrite `tensor` with rank 0's."""
-        dist.broadcast(tensor, src=0)
+        dist.broadcast(tensor, src=self._first, group=self._stage)
         return tensor
 
     def minimum(self, value: int) -> int:
@@ -184,23 +217,32 @@ class DistributedGroup:
     def gather_digests(self, digest: str) -> list[str]:
         """Gather `digest` from all ranks."""
         own = torch.frombuffer(bytearray.fromhex(digest), dtype=torch.uint8).to(self._device)
-        gathered = [torch.empty_like(own) for _ in range(self.world_size)]
+        gathered = [torch.empty_like(own) for _ in range(self._all_ranks)]
         dist.all_gather(gathered, own)
         return [bytes(each.tolist()).hex() for each in gathered]
 
     def close(self) -> None:
         """Destroy the process group."""
-        self._shared = None
+        self._shared = self._stage = None
+        self.links.close()
         dist.destroy_process_group()
 
 
 def join_group(
-    rank: int, world_size: int, rendezvous: str, device: torch.device, shape: ExchangeShape | None = None
+    rank: int,
+    world_size: int,
+    rendezvous: str,
+    device: torch.device,
+    shape: ExchangeShape | None = None,
+    stages: int = 1,
 ) -> RankGroup:
-    """Return the group of `world_size` ranks, once all have joined; `shape` describes the exchanged tensors on GPUs."""
+    """Return the ranks of this rank's stage, once all `world_size` ranks have joined, of other stages, too.
+
+    `shape` describes the exchanged tensors on GPUs.
+    """
     if world_size == 1:
         return SingleRank()
-    return DistributedGroup(rank, world_size, rendezvous, device, shape)
+    return DistributedGroup(rank, world_size, rendezvous, device, shape, stages)
 
 
 def use_way_to(rendezvous: str) -> None:

@@ -15,7 +15,16 @@ from services.worker.engine.plans.rows import RowPhase, RowStates
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from common.steps import AdapterLoad, PageGrants, PageReplacement, PrefillChunk, RowOpen, StateSave, StepPlan
+    from common.steps import (
+        AdapterLoad,
+        MicroBatch,
+        PageGrants,
+        PageReplacement,
+        PrefillChunk,
+        RowOpen,
+        StateSave,
+        StepPlan,
+    )
     from common.transfers import Transfer
     from common.types import RowSlot
 
@@ -51,6 +60,8 @@ def apply_bookkeeping(plan: StepPlan, rows: RowStates, limits: PlanLimits) -> Ch
     """
     if plan.steps < 1:
         raise InvalidPlanError(f"a plan has at least one step, not {plan.steps}")
+    if not 0 <= plan.micro_batch.index < plan.micro_batch.count:
+        raise InvalidPlanError(f"micro-batch {plan.micro_batch.index} of {plan.micro_batch.count}")
     for row in plan.closes:
         _require_open(rows, row, "close")
         rows.close(row)
@@ -67,11 +78,11 @@ def apply_bookkeeping(plan: StepPlan, rows: RowStates, limits: PlanLimits) -> Ch
         rows.grant_pages(plan.grants)
     chunks = _take_chunks(plan.prefills, rows)
     _set_drafts(plan, rows, limits)
-    _check_size(chunks, rows, limits)
+    _check_size(chunks, rows, limits, plan.micro_batch)
     if limits.is_encoder:
         _check_wholeness(chunks)
     else:
-        _check_coverage(chunks, rows, plan.steps)
+        _check_coverage(chunks, rows, plan)
     _limit_jumps(plan, rows)
     for save in plan.saves:
         _check_save(save, rows, limits)
@@ -256,8 +267,8 @@ def _check_chunk(chunk: PrefillChunk, rows: RowStates) -> None:
         )
 
 
-def _check_size(chunks: Chunks, rows: RowStates, limits: PlanLimits) -> None:
-    decoding = rows.decoding()
+def _check_size(chunks: Chunks, rows: RowStates, limits: PlanLimits, micro_batch: MicroBatch) -> None:
+    decoding = rows.decoding(micro_batch)
     # Besides its own token, a row that has jumped computes those that were forced on it, and others those of its draft.
     lacking = rows.lengths[decoding] - rows.computed[decoding] + rows.draft_lengths[decoding]
     tokens = int(chunks.lengths.sum() + lacking.sum())
@@ -270,9 +281,9 @@ def _check_wholeness(chunks: Chunks) -> None:
         raise InvalidPlanError("a part of a row's ids: an encoder computes all of them in one pass")
 
 
-def _check_coverage(chunks: Chunks, rows: RowStates, steps: int) -> None:
+def _check_coverage(chunks: Chunks, rows: RowStates, plan: StepPlan) -> None:
     """Check that in every pass of the plan's multi-step decode each participating row has a page to write to."""
-    decoding = rows.decoding()
+    steps, decoding = plan.steps, rows.decoding(plan.micro_batch)
     continuing = chunks.rows[chunks.samples]
     # A decode pass stores the last known id. The very last token of a row is never stored.
     limit = rows.max_total_tokens - 1

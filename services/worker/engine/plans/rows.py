@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Generic, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from common.steps import PageGrants, RowOpen, RowStop
+from common.steps import ALL_ROWS, MicroBatch, PageGrants, RowOpen, RowStop
 from common.types import FinishReason, Pooling, RowSlot, TokenIds
 
 if TYPE_CHECKING:
@@ -156,9 +156,9 @@ class RowStates:
     def open_count(self) -> int:
         return int(np.count_nonzero(self.phase))
 
-    def decoding(self) -> RowIndices:
-        """Return the rows that decode, in ascending order."""
-        return np.flatnonzero(self.phase == RowPhase.DECODE)
+    def decoding(self, part: MicroBatch = ALL_ROWS) -> RowIndices:
+        """Return the rows of `part` that decode, in ascending order."""
+        return part.of(np.flatnonzero(self.phase == RowPhase.DECODE))
 
     def reset(self) -> None:
         self.phase[:] = RowPhase.FREE
