@@ -134,13 +134,14 @@ class SimulatedWorker:
         for transfer in plan.transfers:
             self._begin(transfer)
         results: list[StepResult] = []
+        members = range(plan.micro_batch.index, 1 << 20, plan.micro_batch.count)
         for substep in range(plan.steps):
             sampled = self._prefill(plan) if substep == 0 else {}
             tokens = sum(chunk.length for chunk in plan.prefills) if substep == 0 else 0
             drafts = {int(draft.row): draft.token_ids.tolist() for draft in plan.drafts}
             assert not drafts or plan.steps == 1, "how many tokens drafts give is not known"
             for number, row in self.rows.items():
-                if row.decoding and not row.stopped and number not in sampled:
+                if row.decoding and not row.stopped and number not in sampled and number in members:
                     draft = drafts.get(number, [])
                     tokens += len(row.ids) - row.computed + len(draft)
                     sampled[number] = self._verify(row, draft)

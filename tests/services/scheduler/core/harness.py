@@ -137,6 +137,7 @@ class Harness:
         interval: int = 1,
         batch_pause_s: float = 0.0,
         abandons_passes: bool = False,
+        micro_batches: int = 1,
     ) -> None:
         self.config = CoreConfig(
             page_size=page_size,
@@ -165,6 +166,7 @@ class Harness:
             sessions=sessions or SessionRules(),
             jump_tokens=jump_tokens,
             draft_tokens=draft_tokens,
+            micro_batches=micro_batches,
         )
         allocator = PageAllocator(pages)
         if window:

@@ -175,6 +175,7 @@ class Setting:
     jump: int = 0
     draft: int = 0
     compute_us: int = SLOW_US
+    micro_batches: int = 1
 
 
 def random_setting(random: Random) -> Setting:
@@ -272,16 +273,24 @@ class Life:
 class Lives:
     """Lives a world through under one setting."""
 
-    def __init__(self, setting: Setting, make_engine: Callable[[int], ModelEngine] = history_engine) -> None:
+    def __init__(
+        self,
+        setting: Setting,
+        make_engine: Callable[[int], ModelEngine] = history_engine,
+        make_harness: Callable[..., Harness] = Harness,
+        make_worker: Callable[[ModelEngine, int], EngineWorker] = EngineWorker,
+    ) -> None:
         self._setting = setting
         self._make_engine = make_engine
+        self._make_worker = make_worker
         fields: dict[str, Any] = {
             "pages": setting.pages, "page_size": PAGE_SIZE, "max_rows": setting.rows, "max_step_tokens": 48,
             "max_context": CONTEXT, "depth": setting.depth, "target_plan_s": setting.target_plan_s,
             "cache": setting.cache, "policy": None if setting.preemptions is None else "priority",
             "max_preemptions": setting.preemptions or 0, "jump_tokens": setting.jump, "draft_tokens": setting.draft,
+            "micro_batches": setting.micro_batches,
         }  # fmt: skip
-        self.harness = Harness(**fields)
+        self.harness = make_harness(**fields)
         self._renew_worker()
         # The requests that continue each one, in order.
         self._parts: dict[str, list[str]] = {}
@@ -341,7 +350,8 @@ class Lives:
         return Life(self.harness.outputs[parts[-1], index], logprobs, finish, is_whole)
 
     def _renew_worker(self) -> None:
-        self.harness.worker = EngineWorker(self._make_engine(self._setting.pages), self._setting.compute_us)
+        engine = self._make_engine(self._setting.pages)
+        self.harness.worker = self._make_worker(engine, self._setting.compute_us)
 
 
 @dataclass

@@ -2,19 +2,42 @@
 
 from __future__ import annotations
 
+from collections import Counter, deque
+from dataclasses import replace
+from random import Random
 from typing import TYPE_CHECKING
 
 import pytest
 import torch
 
+from common.steps import EngineSpec, StepPlan, sampling_rank
+from services.worker.engine.backends import RunnerOptions
+from services.worker.engine.execution.torch_model import torch_engine
+from services.worker.engine.loader import load_decoder
+from tests.services.scheduler.core.harness import Harness
 from tests.services.worker.engine.driving import Driver, load, random_ids
 from tests.services.worker.engine.families import VOCABULARY, reference_logits, save_family
+from tests.services.worker.engine.speculated_lives import (
+    CONTEXT,
+    PAGE_SIZE,
+    ROWS,
+    EngineWorker,
+    Library,
+    Life,
+    Lives,
+    Setting,
+    random_world,
+)
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
     from pathlib import Path
 
+    from common.steps import StepResult
+    from services.worker.engine.execution.engine import ModelEngine
     from tests.services.worker.engine.parallel.ranks import Ranks
 
+PAGES = 400
 PROMPT = random_ids(40, VOCABULARY)
 
 
@@ -54,3 +77,142 @@ def test_stages_compute_the_same_as_one_rank(
     others = [logits for rank, (logits, _) in enumerate(results) if rank != sampler]
     assert [tuple(logits.shape) for logits in others] == [(0, VOCABULARY)] * (world_size - 1)
     assert [pages for _, pages in results] == [40] * world_size
+
+
+def micro_batched(random: Random) -> Setting:
+    """Return a setting of the scheduler with micro-batches, and with as many plans in flight as there may be."""
+    micro_batches = random.choice([2, 3])
+    return Setting(
+        pages=random.choice([34, 60, 200]),
+        rows=random.choice([3, 4, ROWS]),
+        depth=random.randint(1, micro_batches + 1),
+        cache=random.choice(["isolated", "shared", "chunk"]),
+        preemptions=random.choice([None, 2]),
+        jump=random.choice([0, 1, 7]),
+        micro_batches=micro_batches,
+    )
+
+
+def assert_same(found: dict[tuple[str, int], Life], expected: dict[tuple[str, int], Life]) -> None:
+    """Assert that choices got the same, as far as they lived."""
+    assert found.keys() == expected.keys()
+    for name, life in found.items():
+        whole = expected[name]
+        assert life.tokens == (whole.tokens if life.is_whole else whole.tokens[: len(life.tokens)]), name
+        assert not life.is_whole or life.finish == whole.finish, name
+        for got, wanted in zip(life.logprobs, whole.logprobs, strict=life.is_whole):
+            assert got.logprob == pytest.approx(wanted.logprob, abs=2e-3)
+            assert got.top_logprobs == pytest.approx(wanted.top_logprobs, abs=2e-3)
+
+
+def test_micro_batches_change_neither_tokens_nor_log_probabilities() -> None:
+    counts: Counter[int] = Counter()
+    for seed in range(12):
+        random = Random(seed)
+        events = random_world(random, 16)
+        lived = Lives(micro_batched(random))
+        found = lived.run(events, with_accidents=True)
+        assert_same(found, Lives(Setting()).run(events, with_accidents=False))
+        counts.update(plan.micro_batch.index for plan in lived.harness.plans)
+    assert len(counts) == 3
+    assert min(counts.values()) > 100
+
+
+class LaggingHarness(Harness):
+    """Computes a plan only when its result is awaited: earlier stages, which have it already, run ahead."""
+
+    def result(self) -> bool:
+        worker = self.worker
+        assert isinstance(worker, LastStage)
+        if not self.results and worker.waiting:
+            self.results.extend(worker.compute_oldest())
+        return super().result()
+
+
+class LastStage(EngineWorker):
+    """The rank that samples, which sends its plans to the other ranks."""
+
+    def __init__(self, engine: ModelEngine, compute_us: int) -> None:
+        super().__init__(engine, compute_us)
+        self.waiting: deque[StepPlan] = deque()
+
+    def run(self, plan: StepPlan) -> list[StepResult]:
+        send(plan)
+        self.waiting.append(plan)
+        return []
+
+    def compute_oldest(self) -> list[StepResult]:
+        return super().run(self.waiting.popleft())
+
+
+def send(told: StepPlan | str) -> None:
+    """Send a plan, or what else to do, to all other ranks."""
+    torch.distributed.broadcast_object_list([told], src=torch.distributed.get_rank())
+
+
+def live(rank: int, world_size: int, rendezvous: str, spec: EngineSpec, seeds: Sequence[int]) -> int:
+    """Live worlds through with stages, and on one rank; return the number of tokens, on the rank that samples."""
+    torch.set_num_threads(1)
+    spec = replace(spec, rank=rank, world_size=world_size, rendezvous=rendezvous)
+    options = RunnerOptions(device="cpu", threads=1)
+
+    def engine_of(its: EngineSpec) -> ModelEngine:
+        engine = torch_engine(lambda spec, report: load_decoder(spec, report, options), Library())  # type: ignore[arg-type]  # a fake
+        engine.configure(its, lambda *_: None)
+        return engine
+
+    engine = engine_of(spec)
+    if not spec.samples:
+        told: list[StepPlan | str] = [""]
+        while torch.distributed.broadcast_object_list(told, src=sampling_rank(world_size, spec.stages)) or told[0]:
+            if isinstance(told[0], str):
+                engine.settle(lambda: False)
+                engine.reset()
+            else:
+                engine.execute(told[0], lambda _result: None)
+                engine.settle(lambda: True)
+        engine.close()
+        return 0
+    alone, tokens = engine_of(replace(spec, rank=0, world_size=1, stages=1)), 0
+
+    def reset_alone(_pages: int) -> ModelEngine:
+        alone.reset()
+        return alone
+
+    for seed in seeds:
+        random, lives = Random(seed), []
+
+        def reset_all(_pages: int, lives: list[Lives] = lives) -> ModelEngine:
+            for lived in lives:
+                worker = lived.harness.worker
+                while isinstance(worker, LastStage) and worker.waiting:
+                    worker.compute_oldest()
+            send("reset")
+            engine.reset()
+            return engine
+
+        events = random_world(random, 12)
+        expected = Lives(Setting(pages=PAGES), reset_alone).run(events, with_accidents=False)
+        setting = replace(micro_batched(random), pages=PAGES, micro_batches=spec.stages, depth=spec.stages + 1)
+        lives.append(Lives(setting, reset_all, LaggingHarness, LastStage))
+        found = lives[0].run(events, with_accidents=True)
+        assert_same(found, expected)
+        tokens += sum(len(each.tokens) for each in found.values())
+    send("")
+    alone.close()
+    engine.close()
+    return tokens
+
+
+def lived_tokens(ranks: Ranks, model: Path, world_size: int, stages: int, worlds: int, **changes: object) -> int:
+    fields: dict[str, object] = {
+        "dtype": "float32", "max_rows": ROWS, "max_context": CONTEXT, "page_size": PAGE_SIZE, "device_pages": PAGES,
+        "max_step_tokens": 48, "stages": stages, **changes,
+    }  # fmt: skip
+    spec = EngineSpec(str(model), **fields)  # type: ignore[arg-type]  # whatever a test wants to change
+    return sum(ranks.run(live, world_size, spec, range(worlds)))
+
+
+def test_random_requests_get_the_same_from_two_stages(ranks: Ranks, tmp_path: Path) -> None:
+    save_family(tmp_path, "qwen3")
+    assert lived_tokens(ranks, tmp_path, 2, 2, worlds=3) > 200
