@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from collections import Counter, deque
 from dataclasses import replace
 from random import Random
@@ -10,13 +11,13 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 
-from common.steps import EngineSpec, StepPlan, sampling_rank
+from common.steps import EngineSpec, StepPlan
 from services.worker.engine.backends import RunnerOptions
 from services.worker.engine.execution.torch_model import torch_engine
 from services.worker.engine.loader import load_decoder
 from tests.services.scheduler.core.harness import Harness
 from tests.services.worker.engine.driving import Driver, load, random_ids
-from tests.services.worker.engine.families import VOCABULARY, reference_logits, save_family
+from tests.services.worker.engine.families import FAMILIES, VOCABULARY, reference_logits, save_family, save_model
 from tests.services.worker.engine.speculated_lives import (
     CONTEXT,
     PAGE_SIZE,
@@ -28,6 +29,7 @@ from tests.services.worker.engine.speculated_lives import (
     Setting,
     random_world,
 )
+from tests.services.worker.engine.speculated_lives import VOCABULARY as LIVES_VOCABULARY
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -129,15 +131,33 @@ class LaggingHarness(Harness):
         return super().result()
 
 
+class Mail:
+    """Messages of the rank that samples to all others, which read them when they like, as they do from gRPC."""
+
+    def __init__(self, path: Path, world_size: int) -> None:
+        self._store = torch.distributed.FileStore(str(path), world_size)
+        self._count = 0
+
+    def send(self, message: StepPlan | str) -> None:
+        self._store.set(str(self._count), pickle.dumps(message))
+        self._count += 1
+
+    def receive(self) -> StepPlan | str:
+        self._count += 1
+        message: StepPlan | str = pickle.loads(self._store.get(str(self._count - 1)))
+        return message
+
+
 class LastStage(EngineWorker):
     """The rank that samples, which sends its plans to the other ranks."""
 
-    def __init__(self, engine: ModelEngine, compute_us: int) -> None:
+    def __init__(self, engine: ModelEngine, compute_us: int, mail: Mail) -> None:
         super().__init__(engine, compute_us)
         self.waiting: deque[StepPlan] = deque()
+        self._mail = mail
 
     def run(self, plan: StepPlan) -> list[StepResult]:
-        send(plan)
+        self._mail.send(plan)
         self.waiting.append(plan)
         return []
 
@@ -145,16 +165,11 @@ class LastStage(EngineWorker):
         return super().run(self.waiting.popleft())
 
 
-def send(told: StepPlan | str) -> None:
-    """Send a plan, or what else to do, to all other ranks."""
-    torch.distributed.broadcast_object_list([told], src=torch.distributed.get_rank())
-
-
-def live(rank: int, world_size: int, rendezvous: str, spec: EngineSpec, seeds: Sequence[int]) -> int:
+def live(rank: int, world_size: int, rendezvous: str, spec: EngineSpec, seeds: Sequence[int], mailbox: Path) -> int:
     """Live worlds through with stages, and on one rank; return the number of tokens, on the rank that samples."""
     torch.set_num_threads(1)
     spec = replace(spec, rank=rank, world_size=world_size, rendezvous=rendezvous)
-    options = RunnerOptions(device="cpu", threads=1)
+    options, mail = RunnerOptions(device="cpu", threads=1), Mail(mailbox, world_size)
 
     def engine_of(its: EngineSpec) -> ModelEngine:
         engine = torch_engine(lambda spec, report: load_decoder(spec, report, options), Library())  # type: ignore[arg-type]  # a fake
@@ -163,56 +178,74 @@ def live(rank: int, world_size: int, rendezvous: str, spec: EngineSpec, seeds: S
 
     engine = engine_of(spec)
     if not spec.samples:
-        told: list[StepPlan | str] = [""]
-        while torch.distributed.broadcast_object_list(told, src=sampling_rank(world_size, spec.stages)) or told[0]:
-            if isinstance(told[0], str):
+        while message := mail.receive():
+            if isinstance(message, str):
                 engine.settle(lambda: False)
                 engine.reset()
             else:
-                engine.execute(told[0], lambda _result: None)
+                engine.execute(message, lambda _result: None)
                 engine.settle(lambda: True)
         engine.close()
         return 0
-    alone, tokens = engine_of(replace(spec, rank=0, world_size=1, stages=1)), 0
+    alone = engine_of(replace(spec, rank=0, world_size=1, stages=1))
+    try:
+        return sum(compare_world(seed, engine, alone, mail, spec.stages) for seed in seeds)
+    finally:
+        # Also if the comparison failed, so that the others do not wait.
+        mail.send("")
+        alone.close()
+        engine.close()
+
+
+def compare_world(seed: int, engine: ModelEngine, alone: ModelEngine, mail: Mail, stages: int) -> int:
+    """Live a world through with stages, and on one rank; return the number of tokens."""
 
     def reset_alone(_pages: int) -> ModelEngine:
         alone.reset()
         return alone
 
-    for seed in seeds:
-        random, lives = Random(seed), []
+    current: list[LastStage] = []
 
-        def reset_all(_pages: int, lives: list[Lives] = lives) -> ModelEngine:
-            for lived in lives:
-                worker = lived.harness.worker
-                while isinstance(worker, LastStage) and worker.waiting:
-                    worker.compute_oldest()
-            send("reset")
-            engine.reset()
-            return engine
+    def reset_all(_pages: int) -> ModelEngine:
+        # Earlier stages have computed their part of these plans, and wait for the rest.
+        while current and current[-1].waiting:
+            current[-1].compute_oldest()
+        mail.send("reset")
+        engine.reset()
+        return engine
 
-        events = random_world(random, 12)
-        expected = Lives(Setting(pages=PAGES), reset_alone).run(events, with_accidents=False)
-        setting = replace(micro_batched(random), pages=PAGES, micro_batches=spec.stages, depth=spec.stages + 1)
-        lives.append(Lives(setting, reset_all, LaggingHarness, LastStage))
-        found = lives[0].run(events, with_accidents=True)
-        assert_same(found, expected)
-        tokens += sum(len(each.tokens) for each in found.values())
-    send("")
-    alone.close()
-    engine.close()
-    return tokens
+    def worker_of(its: ModelEngine, compute_us: int) -> LastStage:
+        current.append(LastStage(its, compute_us, mail))
+        return current[-1]
+
+    random = Random(seed)
+    events = random_world(random, 12)
+    expected = Lives(Setting(pages=PAGES), reset_alone).run(events, with_accidents=False)
+    setting = replace(micro_batched(random), pages=PAGES, micro_batches=stages, depth=stages + 1)
+    lived = Lives(setting, reset_all, LaggingHarness, worker_of)
+    found = lived.run(events, with_accidents=True)
+    assert_same(found, expected)
+    return sum(len(each.tokens) for each in found.values())
 
 
-def lived_tokens(ranks: Ranks, model: Path, world_size: int, stages: int, worlds: int, **changes: object) -> int:
+def save_living(directory: Path, family: str) -> None:
+    """Write a model with the vocabulary of the random requests."""
+    name, options = FAMILIES[family]
+    save_model(directory, name, {**options, "vocab_size": LIVES_VOCABULARY})
+
+
+def lived_tokens(
+    ranks: Ranks, model: Path, family: str, world_size: int, stages: int, worlds: int, **changes: object
+) -> int:
+    """Live worlds through with a model of a family; return the number of tokens that were the same."""
+    save_living(model, family)
     fields: dict[str, object] = {
         "dtype": "float32", "max_rows": ROWS, "max_context": CONTEXT, "page_size": PAGE_SIZE, "device_pages": PAGES,
         "max_step_tokens": 48, "stages": stages, **changes,
     }  # fmt: skip
     spec = EngineSpec(str(model), **fields)  # type: ignore[arg-type]  # whatever a test wants to change
-    return sum(ranks.run(live, world_size, spec, range(worlds)))
+    return sum(ranks.run(live, world_size, spec, range(worlds), model / "mail"))
 
 
 def test_random_requests_get_the_same_from_two_stages(ranks: Ranks, tmp_path: Path) -> None:
-    save_family(tmp_path, "qwen3")
-    assert lived_tokens(ranks, tmp_path, 2, 2, worlds=3) > 200
+    assert lived_tokens(ranks, tmp_path, "qwen3", 2, 2, worlds=3) > 300
