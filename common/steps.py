@@ -238,7 +238,9 @@ class StepResult:
     """Result of one forward pass: it sampled `token_ids[i]` for `rows[i]`, both int32 of equal length.
 
     `last` marks the plan's final result. Ranks other than the one that samples send empty arrays, but acknowledge
-    transfers as it does. `logprobs` has one entry for each token of the rows that report them, in the order of each row's tokens: the
+    transfers as it does.
+
+    `logprobs` has one entry for each token of the rows that report them, in the order of each row's tokens: the
     sampled one, then accepted ones. `embeddings` are the results of pooling rows that stopped. `compute_us` is the time
     of the forward pass and sampling, `host_us` the rank's bookkeeping time, both in microseconds. `error` is set if the
     whole plan failed.

@@ -118,9 +118,9 @@ def lay_out(
 def plan_layout(settings: Settings, run_directory: Path, ranks: int = 1, replicas: Replicas = ONE_OF_EACH) -> Layout:
     """Plan the services of all models, with unix sockets in `run_directory`, and their gateway.
 
-    A single model has `ranks` workers in each stage of each group, and each model `replicas` of its services. All settings stay as
-    configured except addresses, roles, ports of metrics, values that depend on the rank, and "auto" values that depend
-    on the number of ranks.
+    A single model has `ranks` workers in each stage of each group, and each model `replicas` of its services. All
+    settings stay as configured except addresses, roles, ports of metrics, values that depend on the rank, and "auto"
+    values that depend on the number of ranks.
 
     Raises:
         ConfigurationError: the directory's path is too long for sockets, there are fewer than 1 ranks, tokenizers or

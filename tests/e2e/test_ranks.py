@@ -1,4 +1,4 @@
-"""Two tensor-parallel ranks on the CPU: the same model, the same answers, and one fate."""
+"""Two ranks on the CPU, by tensor parallelism or as stages: the same model, the same answers, and one fate."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import jsonschema
 import pytest
 
-from common.settings import GatewaySettings, Settings
+from common.settings import GatewaySettings, SchedulerSettings, Settings
 from tests.e2e.conftest import require_model, serve
 from tests.e2e.test_structured_output import chat
 from tests.services.worker.engine.grammars.corpus import CORPUS
@@ -57,3 +57,31 @@ def test_when_one_rank_dies_both_start_again_and_serve(served_by_two: Served) ->
     )
     wait_until(served_by_two.is_ready, timeout_s=120)
     assert served_by_two.complete(max_tokens=3).startswith(" Paris")
+
+
+@pytest.fixture(scope="module")
+def served_by_stages(run_root: Path) -> Iterator[Served]:
+    require_model()
+    scheduler = SchedulerSettings(pipeline_parallel=2)
+    yield from serve(Settings(gateway=GatewaySettings(port=0, anonymous="vouched"), scheduler=scheduler), run_root)
+
+
+def test_two_stages_answer_as_one_rank_does_also_after_one_died(served: Served, served_by_stages: Served) -> None:
+    prompts = ("The capital of France is", "1, 2, 3, 4, 5,")
+    expected = [served.complete(prompt, max_tokens=12) for prompt in prompts]
+    assert [served_by_stages.complete(prompt, max_tokens=12) for prompt in prompts] == expected
+    schema = CORPUS["order"]
+    answers = [chat(each, schema, seed=3) for each in (served, served_by_stages)]
+    assert answers[0].choices[0].message.content == answers[1].choices[0].message.content
+    deployment = served_by_stages.deployment
+    before = [deployment.pid_of(f"worker-{rank}") for rank in range(2)]
+    deployment.kill("worker-0")
+    wait_until(
+        lambda: (
+            all(deployment.pid_of(f"worker-{rank}") is not None for rank in range(2))
+            and deployment.pid_of("worker-0") != before[0]
+        ),
+        timeout_s=120,
+    )
+    wait_until(served_by_stages.is_ready, timeout_s=120)
+    assert [served_by_stages.complete(prompt, max_tokens=12) for prompt in prompts] == expected

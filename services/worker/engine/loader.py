@@ -186,8 +186,6 @@ class _DecoderLoader:
         self._vision_config = read_vision(described) if spec.vision else None
         self._only_embeds = only_embeds(described, has_pooling=has_pooling_module(files.path))
         self._shard: ModelShard = shard_model(self._config, spec.tensor_rank, spec.tensor_ranks)
-        # The layers of this rank's stage.
-        self._layers: Span = layers_of_stages(self._config, spec.stages)[spec.stage]
         threads = count_threads(options, spec)
         if self._device.type == "cpu":
             torch.set_num_threads(threads)
@@ -198,8 +196,6 @@ class _DecoderLoader:
         report(0.0, "preparing kernels, which takes longest the first time")
         library = find_library(options, self._device)
         is_own = not isinstance(self._checkpoint, TransformersCheckpoint)
-        if spec.stages > 1:
-            check_stages(spec, self._config.family, is_own=is_own)
         if spec.vision and not is_own:
             raise ConfigurationError(f"images: {self._config.family} runs through transformers, without its encoder")
         # Of models that run through `transformers`, this is found out by trying.
@@ -290,7 +286,9 @@ class _DecoderLoader:
         return ReadModel(model, self._pooler_head(), shelf, self._vision, fingerprint)
 
     def _check_memory(self) -> None:
-        """Raise ConfigurationError for kinds of KV memory that the model or the device does not support."""
+        """Raise ConfigurationError for stages, or kinds of KV memory, that the model or the device does not support."""
+        if self._spec.stages > 1:
+            check_stages(self._spec, self._config, is_own=not isinstance(self._checkpoint, TransformersCheckpoint))
         if self._kv_dtype == FP8 and self._config.latent is not None:
             raise ConfigurationError(
                 f"kv_dtype=fp8: latent attention ({self._config.family}) keeps one row for both, which is not "
@@ -453,9 +451,14 @@ class _DecoderLoader:
         return available_memory()
 
     @property
-    def _part(self) -> ModelConfig:
+    def _layers(self) -> Span:
         """The layers of this rank's stage."""
-        return self._config if self._spec.stages == 1 else self._config.part(self._layers.start, self._layers.stop)
+        return layers_of_stages(self._config, self._spec.stages)[self._spec.stage]
+
+    @property
+    def _part(self) -> ModelConfig:
+        """The model that these layers are."""
+        return self._config.part(self._layers.start, self._layers.stop)
 
     @property
     def _has_vocabulary(self) -> bool:
@@ -615,7 +618,8 @@ class _DecoderLoader:
         parts = (
             weights, str(asdict(self._config)), str(self._dtype), str(self._kv_dtype), layout,
             str(quantiser(spec, self._config) is not None), str(self._vision_config and asdict(self._vision_config)),
-            str(spec.page_size), str(shard.kv_heads), f"{spec.rank}/{spec.world_size}", f"{self._layers.start}-{self._layers.stop}",
+            str(spec.page_size), str(shard.kv_heads), f"{spec.rank}/{spec.world_size}",
+            f"{self._layers.start}-{self._layers.stop}",
         )  # fmt: skip
         return hashlib.sha256("\n".join(parts).encode()).hexdigest()
 

@@ -163,8 +163,8 @@ class ModelRunner:
         """Run one pass: store KV of all tokens, return logits of the sampled ones.
 
         Returns:
-            [samples, vocabulary] float32 on the rank that samples, in the order of `batch.sample_indices`; [0, vocabulary]
-            elsewhere.
+            [samples, vocabulary] float32 on the rank that samples, in the order of `batch.sample_indices`;
+            [0, vocabulary] elsewhere.
         """
         return self._awake.forward(batch, self._pool).float()
 

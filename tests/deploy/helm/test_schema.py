@@ -13,6 +13,11 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "unknown key of a component": ({"scheduler": {"replicas": 2}}, "replicas"),
     "unknown section of settings": ({"settings": {"shceduler": {}}}, "shceduler"),
     "no ranks": ({"worker": {"tensorParallel": 0}}, "tensorParallel"),
+    "no stages": ({"worker": {"pipelineParallel": 0}}, "pipelineParallel"),
+    "stages that do not fit into pods": (
+        {"worker": {"tensorParallel": 3, "pipelineParallel": 3, "ranksPerPod": 2}},
+        "multiple",
+    ),
     "ranks that do not fit into pods": ({"worker": {"tensorParallel": 4, "ranksPerPod": 3}}, "multiple"),
     "no groups": ({"groups": {"replicas": 0}}, "replicas"),
     "unknown layout of groups": ({"groups": {"layout": "pods"}}, "layout"),

@@ -121,6 +121,16 @@ VALUE_SETS: dict[str, dict[str, Any]] = {
         },
         "model": _CLAIM,
     },
+    "stages-over-nodes": {
+        "worker": {
+            "device": "cuda",
+            "tensorParallel": 8,
+            "pipelineParallel": 2,
+            "ranksPerPod": 8,
+            "leaderWorkerSet": {"enabled": True},
+        },
+        "model": _CLAIM,
+    },
     "model-from-hub": {
         "model": {
             "reference": "Qwen/Qwen3-8B@v1.0",

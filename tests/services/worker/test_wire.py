@@ -52,6 +52,14 @@ def test_a_spec_without_a_required_field_is_refused(missing: str) -> None:
         worker.spec_from_wire(message)
 
 
+def test_ranks_that_cannot_be_divided_into_stages_are_refused() -> None:
+    message = worker_pb2.ConfigureRequest(
+        model="m", page_size_tokens=16, max_rows=4, max_step_tokens=64, world_size=3, pipeline_stages=2
+    )
+    with pytest.raises(InvalidRequestError, match="3 ranks cannot be divided into 2 stages"):
+        worker.spec_from_wire(message)
+
+
 def test_a_rank_outside_its_group_is_refused() -> None:
     message = worker_pb2.ConfigureRequest(
         model="m", page_size_tokens=16, max_rows=4, max_step_tokens=64, rank=2, world_size=2

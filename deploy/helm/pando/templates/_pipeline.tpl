@@ -8,17 +8,23 @@ worker: {module: services.worker, port: 50053, metrics: 9093, health: pando.v1.W
 detokenizer: {module: services.detokenizer, port: 50054, metrics: 9094, health: pando.v1.Detokenizer, drain: 15}
 {{- end -}}
 
+{{/* The ranks of a group: those of all stages. */}}
+{{- define "pando.ranks" -}}
+{{- mul (int .Values.worker.tensorParallel) (int .Values.worker.pipelineParallel) -}}
+{{- end -}}
+
 {{- define "pando.ranksPerPod" -}}
 {{- $worker := .Values.worker -}}
-{{- $ranks := $worker.ranksPerPod | default $worker.tensorParallel | int -}}
-{{- if mod (int $worker.tensorParallel) $ranks -}}
-{{- fail (printf "worker.tensorParallel (%d) must be a multiple of worker.ranksPerPod (%d)" (int $worker.tensorParallel) $ranks) -}}
+{{- $all := include "pando.ranks" . | int -}}
+{{- $ranks := $worker.ranksPerPod | default $all | int -}}
+{{- if mod $all $ranks -}}
+{{- fail (printf "worker.tensorParallel (%d) times worker.pipelineParallel (%d) must be a multiple of worker.ranksPerPod (%d)" (int $worker.tensorParallel) (int $worker.pipelineParallel) $ranks) -}}
 {{- end -}}
 {{- $ranks -}}
 {{- end -}}
 
 {{- define "pando.workerPods" -}}
-{{- div (int .Values.worker.tensorParallel) (include "pando.ranksPerPod" . | int) -}}
+{{- div (include "pando.ranks" . | int) (include "pando.ranksPerPod" . | int) -}}
 {{- end -}}
 
 {{/* Settings of the state that gateways share, as JSON; refuses several gateways without one. */}}

@@ -40,6 +40,9 @@ detokenizer: [log, rpc, metrics, tracing, model, detokenizer]
 {{- $listen := printf "%s:%d" $.Values.listenHost (int $facts.port) -}}
 {{- $_ := set $own $service (dict "address" $listen "metrics_port" (int $facts.metrics)) -}}
 {{- end -}}
+{{- if gt (int .Values.worker.pipelineParallel) 1 -}}
+{{- $_ := set $own.scheduler "pipeline_parallel" (int .Values.worker.pipelineParallel) -}}
+{{- end -}}
 {{- $peer := dict -}}
 {{- range $service, $facts := $pipeline }}{{ $_ := set $peer $service (list (printf "dns:%s-%ss:%d" $name $service (int $facts.port))) }}{{ end -}}
 {{- $gateway := dict "host" $interface "port" (int $pipeline.gateway.port) "metrics_port" (int $pipeline.gateway.metrics) -}}

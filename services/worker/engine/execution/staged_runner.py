@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -17,6 +16,8 @@ from services.worker.engine.plans.plan import PlanLimits, apply_bookkeeping
 from services.worker.engine.plans.saved_states import SavedStates
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from numpy.typing import NDArray
 
     from common.steps import StepPlan

@@ -30,9 +30,7 @@ _NAMES = (
 )
 
 
-def stored_scales(
-    checkpoint: Checkpoint, heads: Span, held: Span, device: torch.device
-) -> tuple[KvScales, ...]:
+def stored_scales(checkpoint: Checkpoint, heads: Span, held: Span, device: torch.device) -> tuple[KvScales, ...]:
     """Read the scales of the `heads` of each layer in `held`; empty: the checkpoint has none.
 
     Raises:

@@ -203,11 +203,7 @@ class Transformer:
         A stage that is not the last one sends the hidden states of all tokens on, and returns none.
         """
         self._use(batch.adapters)
-        links = self._group.links
-        if links.is_first:
-            hidden = self._embed(batch)
-        else:
-            hidden = links.receive((len(batch.token_ids), self._hidden_size), self._kernels.activation_dtype)
+        hidden = self._enter(batch)
         if batch.coordinates is not None:
             assert self._angles is not None, "positions have one axis"
             numbers = torch.arange(len(hidden), device=hidden.device)
@@ -234,10 +230,9 @@ class Transformer:
                 else:
                     normed = self._finish_layer(layer, hidden, attended, next_norm)
         layer, attention, memory, view, next_norm = last
-        if not links.is_last:
-            attended = self._mix(layer, attention, memory, normed, view)
-            self._finish_layer(layer, hidden, attended, None)
-            links.send(hidden)
+        if not self._group.links.is_last:
+            self._finish_layer(layer, hidden, self._mix(layer, attention, memory, normed, view), None)
+            self._group.links.send(hidden)
             return hidden[:0]
         if not isinstance(memory, LayerStates) and batch.sample_indices.shape[0] == 0:
             attention.store(self._project(layer, normed, batch.positions), memory, layer.qk_norm, view)
@@ -282,6 +277,13 @@ class Transformer:
         """Let the next products be those of tokens with these slots of adapters; see `ForwardBatch.adapters`."""
         if self._adapters is not None:
             self._adapters.use(adapters)
+
+    def _enter(self, batch: ForwardBatch) -> torch.Tensor:
+        """Return the residual stream before this stage's first layer, [tokens, hidden]."""
+        links = self._group.links
+        if links.is_first:
+            return self._embed(batch)
+        return links.receive((len(batch.token_ids), self._hidden_size), self._kernels.activation_dtype)
 
     def _embed(self, batch: ForwardBatch) -> torch.Tensor:
         rows = self._look_up(batch.token_ids)

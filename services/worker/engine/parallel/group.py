@@ -1,4 +1,4 @@
-"""Communication of ranks, those that share layers and those of other stages, and the network interface that ranks on several hosts use for it."""
+"""Communication of ranks that share layers, and the network interface that ranks on several hosts use for it."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ class RankGroup(Protocol):
         ...
 
     def gather_digests(self, digest: str) -> list[str]:
-        """Return the digests of all ranks, of other stages, too, in their order, all of the same number of hexadecimal digits."""
+        """Return the digests of all ranks, also of other stages, in their order; all are of the same length."""
         ...
 
     def close(self) -> None:

@@ -6,6 +6,7 @@ stage to all ranks, over the host, where rows live.
 
 from __future__ import annotations
 
+import itertools
 from collections import deque
 from typing import TYPE_CHECKING, Protocol
 
@@ -102,7 +103,9 @@ class NoStages:
 class DistributedStageLinks:
     """Links over `torch.distributed`, which has been initialised: gloo or NCCL, and gloo alone for tokens."""
 
-    def __init__(self, rank: int, world_size: int, stages: int, device: torch.device, tokens: dist.ProcessGroup) -> None:
+    def __init__(
+        self, rank: int, world_size: int, stages: int, device: torch.device, tokens: dist.ProcessGroup
+    ) -> None:
         """Link `rank` of all ranks; `tokens` is a group of all of them on the host."""
         self._ranks = world_size // stages
         self._rank = rank
@@ -208,15 +211,13 @@ def layers_of_stages(config: ModelConfig, stages: int) -> tuple[Span, ...]:
     return spans
 
 
-def check_stages(spec: EngineSpec, family: str, *, is_own: bool) -> None:
-    """Raise ConfigurationError for what several stages do not support; `is_own`: the family has an implementation here.
-
-    The settings of a rank were checked before they came here.
-    """
+def check_stages(spec: EngineSpec, config: ModelConfig, *, is_own: bool) -> None:
+    """Raise ConfigurationError for what stages do not support; `is_own`: the model has an implementation here."""
+    layers_of_stages(config, spec.stages)
     setting = f"scheduler.pipeline_parallel={spec.stages}"
     if not is_own:
         raise ConfigurationError(
-            f"{setting}: {family} runs through transformers, which cannot be cut into stages; use tensor parallelism"
+            f"{setting}: {config.family} runs through transformers, without stages; use tensor parallelism"
         )
     if spec.adapter_slots:
         raise ConfigurationError(
@@ -224,7 +225,9 @@ def check_stages(spec: EngineSpec, family: str, *, is_own: bool) -> None:
             "use tensor parallelism, or serve adapters from another group"
         )
     if spec.vision:
-        raise ConfigurationError(f"{setting}: a model with images cannot be cut into stages yet; use tensor parallelism")
+        raise ConfigurationError(
+            f"{setting}: a model with images cannot be cut into stages yet; use tensor parallelism"
+        )
 
 
 def _divide(weights: list[int], parts: int) -> tuple[Span, ...]:
@@ -250,7 +253,7 @@ def _divide(weights: list[int], parts: int) -> tuple[Span, ...]:
         borders.append(cut[borders[-1]])
     borders.append(0)
     borders.reverse()
-    return tuple(Span(start, end) for start, end in zip(borders, borders[1:], strict=False))
+    return tuple(Span(start, end) for start, end in itertools.pairwise(borders))
 
 
 def _layer_weights(config: ModelConfig, layer: int) -> int:

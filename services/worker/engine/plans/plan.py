@@ -58,10 +58,7 @@ def apply_bookkeeping(plan: StepPlan, rows: RowStates, limits: PlanLimits) -> Ch
     Raises:
         InvalidPlanError: the plan contradicts the rows; they are undefined then.
     """
-    if plan.steps < 1:
-        raise InvalidPlanError(f"a plan has at least one step, not {plan.steps}")
-    if not 0 <= plan.micro_batch.index < plan.micro_batch.count:
-        raise InvalidPlanError(f"micro-batch {plan.micro_batch.index} of {plan.micro_batch.count}")
+    _check_passes(plan)
     for row in plan.closes:
         _require_open(rows, row, "close")
         rows.close(row)
@@ -89,6 +86,14 @@ def apply_bookkeeping(plan: StepPlan, rows: RowStates, limits: PlanLimits) -> Ch
     for transfer in plan.transfers:
         _check_transfer(transfer, limits)
     return chunks
+
+
+def _check_passes(plan: StepPlan) -> None:
+    if plan.steps < 1:
+        raise InvalidPlanError(f"a plan has at least one step, not {plan.steps}")
+    part = plan.micro_batch
+    if not 0 <= part.index < part.count:
+        raise InvalidPlanError(f"micro-batch {part.index}, of {part.count}")
 
 
 def _require_open(rows: RowStates, row: RowSlot, what: str) -> None:

@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from multiprocessing.pool import Pool
 
-MOST_RANKS = 3
+MOST_RANKS = 4
 _TIMEOUT_SECONDS = 500
 
 

@@ -8,13 +8,18 @@ from dataclasses import replace
 from random import Random
 from typing import TYPE_CHECKING
 
+import numpy as np
 import pytest
 import torch
 
-from common.steps import EngineSpec, StepPlan
+from common.errors import ConfigurationError
+from common.steps import EngineSpec, MicroBatch, StepPlan
 from services.worker.engine.backends import RunnerOptions
 from services.worker.engine.execution.torch_model import torch_engine
 from services.worker.engine.loader import load_decoder
+from services.worker.engine.model.config import ModelConfig, RotaryConfig
+from services.worker.engine.parallel.shards import Span
+from services.worker.engine.parallel.stages import layers_of_stages
 from tests.services.scheduler.core.harness import Harness
 from tests.services.worker.engine.driving import Driver, load, random_ids
 from tests.services.worker.engine.families import FAMILIES, VOCABULARY, reference_logits, save_family, save_model
@@ -40,6 +45,12 @@ if TYPE_CHECKING:
     from tests.services.worker.engine.parallel.ranks import Ranks
 
 PAGES = 400
+# Layers with which every stage has some of each kind.
+DEEP = {"gemma2": 4, "gpt-oss": 4, "qwen3.5": 8}
+SHAPE = ModelConfig(
+    family="llama", vocabulary_size=100, hidden_size=10, intermediate_size=30, layers=6, query_heads=2, kv_heads=1,
+    head_dim=4, max_context=64, norm_epsilon=1e-5, rotary=RotaryConfig(1e5), tied_embeddings=True,
+)  # fmt: skip
 PROMPT = random_ids(40, VOCABULARY)
 
 
@@ -59,6 +70,55 @@ def compute(
     assert runner.agree(True)
     runner.close()
     return logits, runner.capacity.device_pages
+
+
+def test_layers_are_divided_by_weights_with_embedding_and_head() -> None:
+    # A layer has about as many weights as the embedding and the head each.
+    assert layers_of_stages(SHAPE, 1) == (Span(0, 6),)
+    assert layers_of_stages(SHAPE, 2) == (Span(0, 3), Span(3, 6))
+    assert layers_of_stages(SHAPE, 4) == (Span(0, 1), Span(1, 3), Span(3, 5), Span(5, 6))
+    assert layers_of_stages(replace(SHAPE, vocabulary_size=10_000), 3) == (Span(0, 1), Span(1, 5), Span(5, 6))
+
+
+def test_every_stage_has_a_layer_and_all_layers_are_held() -> None:
+    for layers in range(1, 12):
+        for stages in range(1, layers + 1):
+            spans = layers_of_stages(replace(SHAPE, layers=layers), stages)
+            assert len(spans) == stages
+            assert all(len(span) for span in spans)
+            assert [i for span in spans for i in range(span.start, span.stop)] == list(range(layers))
+
+
+def test_more_stages_than_layers_are_refused() -> None:
+    with pytest.raises(ConfigurationError, match="7 stages, but llama has 6 layers"):
+        layers_of_stages(SHAPE, 7)
+
+
+def test_stages_with_one_kind_of_layers_only_are_refused() -> None:
+    mixed = replace(SHAPE, windows=(20, 20, 20, 20, None, None))
+    with pytest.raises(ConfigurationError, match="layers with a window and others, but layers 0 to 2"):
+        layers_of_stages(mixed, 2)
+    assert len(layers_of_stages(replace(SHAPE, windows=(20, None) * 3), 2)) == 2
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"adapter_slots": 2}, "scheduler.pipeline_parallel=2 and scheduler.adapters.slots=2"),
+        ({"stages": 4, "world_size": 4}, "4 stages, but llama has 3 layers"),
+    ],
+)
+def test_what_stages_do_not_support_is_refused_by_name(changes: dict[str, object], named: str, tmp_path: Path) -> None:
+    save_family(tmp_path, "llama")
+    with pytest.raises(ConfigurationError, match=named):
+        load(tmp_path, **{"rank": 0, "world_size": 2, "stages": 2, **changes})
+
+
+def test_micro_batches_are_disjoint_and_complete() -> None:
+    rows = np.arange(11)
+    parts = [MicroBatch(index, 3).of(rows).tolist() for index in range(3)]
+    assert sorted(row for part in parts for row in part) == rows.tolist()
+    assert MicroBatch().of(rows).tolist() == rows.tolist()
 
 
 @pytest.mark.parametrize(
@@ -231,7 +291,11 @@ def compare_world(seed: int, engine: ModelEngine, alone: ModelEngine, mail: Mail
 def save_living(directory: Path, family: str) -> None:
     """Write a model with the vocabulary of the random requests."""
     name, options = FAMILIES[family]
-    save_model(directory, name, {**options, "vocab_size": LIVES_VOCABULARY})
+    options = {**options, "vocab_size": LIVES_VOCABULARY}
+    if family in DEEP:
+        options = {**options, "num_hidden_layers": DEEP[family]}
+        options.pop("layer_types", None)
+    save_model(directory, name, options)
 
 
 def lived_tokens(
@@ -249,3 +313,22 @@ def lived_tokens(
 
 def test_random_requests_get_the_same_from_two_stages(ranks: Ranks, tmp_path: Path) -> None:
     assert lived_tokens(ranks, tmp_path, "qwen3", 2, 2, worlds=3) > 300
+
+
+@pytest.mark.extended
+@pytest.mark.parametrize(
+    ("family", "world_size", "stages"),
+    [
+        ("llama", 3, 3),
+        ("llama biased", 4, 2),
+        ("gemma2", 2, 2),
+        ("gpt-oss", 2, 2),
+        ("deepseek v3", 2, 2),
+        ("qwen3.5", 2, 2),
+        ("olmo2", 4, 2),
+    ],
+)
+def test_random_requests_get_the_same_from_stages_of_every_kind(
+    ranks: Ranks, family: str, world_size: int, stages: int, tmp_path: Path
+) -> None:
+    assert lived_tokens(ranks, tmp_path, family, world_size, stages, worlds=2) > 150
