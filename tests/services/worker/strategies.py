@@ -15,6 +15,7 @@ from common.steps import (
     EngineCapacity,
     EngineSpec,
     JumpLimit,
+    MicroBatch,
     PageGrants,
     PageReplacement,
     PrefillChunk,
@@ -120,6 +121,7 @@ plans = complete(
     saves=tuples(complete(StateSave, row=ROW, tokens=COUNT, snapshot=COUNT)),
     adapters=tuples(complete(AdapterLoad, slot=COUNT, digest=NAMES)),
     can_abandon=st.booleans(),
+    micro_batch=complete(MicroBatch, index=COUNT, count=st.integers(1, 16)),
 )
 
 
@@ -175,7 +177,8 @@ specs = complete(
     dtype=NAMES,
     kv_dtype=NAMES,
     rank=st.integers(0, 7),
-    world_size=st.integers(8, 16),
+    world_size=st.sampled_from([8, 12, 16]),
+    stages=st.sampled_from([1, 2, 4]),
     rendezvous=NAMES | st.just(""),
     page_size=POSITIVE,
     max_rows=POSITIVE,

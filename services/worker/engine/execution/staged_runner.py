@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from common.steps import StepPlan
+    from common.transfers import TransferAck
     from services.worker.engine.execution.interface import Emit, IsOvertaken, Transfers
     from services.worker.engine.execution.staged_executor import LaunchedPass, StagedExecutor
     from services.worker.engine.plans.passes import Chunks, ForwardPass
@@ -185,7 +186,7 @@ class StagedRunner:
         self.rows.append_following(output.forced)
 
     def _report(self, made: _Pass) -> None:
-        acks = ()
+        acks: tuple[TransferAck, ...] = ()
         if self._transfers is not None:
             acks = self._transfers.wait() if made.launched is None else self._transfers.poll()
         self._emit(

@@ -85,7 +85,7 @@ class SingleRank:
 
     rank = 0
     world_size = 1
-    links = NoStages()
+    links: StageLinks = NoStages()
 
     def place_for(self, like: torch.Tensor) -> torch.Tensor | None:
         """Return None."""
