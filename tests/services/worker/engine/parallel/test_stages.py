@@ -195,7 +195,7 @@ class Mail:
     """Messages of the rank that samples to all others, which read them when they like, as they do from gRPC."""
 
     def __init__(self, path: Path, world_size: int) -> None:
-        self._store = torch.distributed.distributed_c10d.FileStore(str(path), world_size)
+        self._store = torch.distributed.FileStore(str(path), world_size)  # type: ignore[attr-defined]  # not in its stubs
         self._count = 0
 
     def send(self, message: StepPlan | str) -> None:
