@@ -349,10 +349,12 @@ async def keep_connecting(
 ) -> None:
     """Call `run_once` repeatedly until cancelled, with growing pauses while the peer is unreachable.
 
+    After an attempt that has taken long itself, the pause is short.
     `run_once` connects, serves the connection until it breaks, and returns whether it was connected.
     """
-    pause = FIRST_PAUSE_S
+    loop, pause = asyncio.get_running_loop(), FIRST_PAUSE_S
     while True:
+        began_at = loop.time()
         was_connected = await run_once()
         pause = FIRST_PAUSE_S if was_connected else min(pause * 2, MAX_PAUSE_S)
-        await sleep(pause)
+        await sleep(pause if loop.time() - began_at < pause else FIRST_PAUSE_S)

@@ -22,21 +22,25 @@ if TYPE_CHECKING:
     from common.grammars import Grammar
     from common.steps import EngineCapacity, EngineSpec, SleepLevel, SleepPart, StepPlan, StepResult
     from common.transfers import TransferAck, TransferId
-    from services.scheduler.rank import RankIdentity
+    from services.scheduler.rank import Pulse, RankIdentity
 
 
 RECONNECT_S = 0.2
 # A failure during loading is likely to repeat: pauses double up to this limit.
 MAX_RECONNECT_S = 5.0
 WATCH_INTERVAL_S = 1.0
-HEARTBEAT_S = 0.5
-# Heartbeats in a row without an answer after which a rank counts as lost, with it all rows: if another group would
-# serve their requests, and if they can only wait for the rank. They are counted, as a process that was stopped itself
-# would measure a long time.
-SILENT_BEATS = 3
-SILENT_BEATS_ALONE = 20
-# Heartbeats in a row in which no result arrived and a rank had no plan, although some are in flight.
-IDLE_BEATS = 3
+HEARTBEAT_S = 0.25
+# A busy machine may answer late, but that is an answer.
+PULSE_TIMEOUT_S = 1.0
+# Heartbeats in a row in which no answer arrived, after which a rank counts as lost, with it all rows: if another group
+# would serve their requests, and if they can only wait for the rank. They are counted, as a process that was stopped
+# itself would measure a long time.
+SILENT_BEATS = 5
+SILENT_BEATS_ALONE = 40
+# Heartbeats in a row in which no result arrived and a rank had no plan, although some are in flight, after which these
+# count as lost; fewer are enough if answers were missing before, as then the connection has lost messages.
+IDLE_BEATS = 5
+IDLE_BEATS_AFTER_SILENCE = 2
 # The version of weights that have not been replaced.
 DEFAULT_VERSION = "default"
 # Seconds for which ranks may be away while they are configured with other weights, as processes on several GPUs have to
@@ -572,23 +576,61 @@ class WorkerGroup:
 
         Heartbeats use the connection of the plans, so that they also notice if it loses messages.
         """
-        loop, silent, idle = asyncio.get_running_loop(), 0, 0
-        while True:
-            next_at = loop.time() + HEARTBEAT_S
-            last_sign = self._last_sign
-            pulse = await rank.pulse(HEARTBEAT_S)
-            silent = silent + 1 if pulse is None else 0
-            if silent >= (SILENT_BEATS if self._listener.has_others else SILENT_BEATS_ALONE):
-                raise RankSilentError(f"rank {number} has not answered {silent} heartbeats")
-            if pulse is not None and self._plans_in_flight and pulse.engine_age_s > self._timeout_s:
-                raise EngineFailedError(
-                    f"the engine of rank {number} has made no progress for {pulse.engine_age_s:.0f} s"
-                )
-            await asyncio.sleep(max(0.0, next_at - loop.time()))
-            is_waiting = self._plans_in_flight and self._last_sign == last_sign
-            idle = idle + 1 if pulse is not None and pulse.open_plans == 0 and is_waiting else 0
-            if idle >= IDLE_BEATS:
-                raise RankSilentError(f"plans to rank {number} or its results were lost")
+        record = PulseRecord()
+        # Heartbeats that are not answered yet, with the last result's time when they were sent.
+        asked: dict[asyncio.Task[Pulse | None], float] = {}
+        try:
+            while True:
+                asked[asyncio.create_task(rank.pulse(PULSE_TIMEOUT_S))] = self._last_sign
+                await asyncio.sleep(HEARTBEAT_S)
+                done = {task: sign for task, sign in asked.items() if task.done()}
+                asked = {task: sign for task, sign in asked.items() if task not in done}
+                answers = [(pulse, sign) for task, sign in done.items() if (pulse := task.result()) is not None]
+                record.beat(answers, self._last_sign, is_busy=self._plans_in_flight > 0)
+                if record.silent >= (SILENT_BEATS if self._listener.has_others else SILENT_BEATS_ALONE):
+                    raise RankSilentError(f"rank {number} has not answered {record.silent} heartbeats")
+                age_s = max((pulse.engine_age_s for pulse, _ in answers), default=0.0)
+                if self._plans_in_flight and age_s > self._timeout_s:
+                    raise EngineFailedError(f"the engine of rank {number} has made no progress for {age_s:.0f} s")
+                if record.has_lost_plans:
+                    raise RankSilentError(f"plans to rank {number} or its results were lost")
+        finally:
+            for task in asked:
+                task.cancel()
+
+
+class PulseRecord:
+    """Counts what a rank's answers to heartbeats, or their absence, say about it and its connection."""
+
+    def __init__(self) -> None:
+        """Begin with a rank that has answered."""
+        # Heartbeats in a row in which no answer arrived.
+        self.silent = 0
+        # Those in a row in which it had no plan, although some are in flight, and no result arrived.
+        self._idle = 0
+        # Those without an answer since the last result.
+        self._missed = 0
+        self._last_sign = 0.0
+
+    def beat(self, answers: Sequence[tuple[Pulse, float]], last_sign: float, *, is_busy: bool) -> None:
+        """Count a heartbeat.
+
+        Args:
+            answers: Those that arrived during it, each with the time of the last result before it was asked for.
+            last_sign: The time of the last result.
+            is_busy: Whether plans are in flight.
+        """
+        if last_sign != self._last_sign or not is_busy:
+            self._last_sign, self._missed, self._idle = last_sign, 0, 0
+        self.silent = 0 if answers else self.silent + 1
+        self._missed += not answers
+        is_idle = is_busy and any(pulse.open_plans == 0 and sign == last_sign for pulse, sign in answers)
+        self._idle = self._idle + 1 if is_idle else 0
+
+    @property
+    def has_lost_plans(self) -> bool:
+        """Whether plans or results were lost on the way."""
+        return self._idle >= (IDLE_BEATS_AFTER_SILENCE if self._missed >= SILENT_BEATS else IDLE_BEATS)
 
 
 def _most_informative(errors: list[BaseException]) -> BaseException:

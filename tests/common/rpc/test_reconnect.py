@@ -12,12 +12,13 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 
-async def pauses_after(outcomes: Sequence[bool]) -> list[float]:
-    """Return its waits after each of `outcomes`."""
+async def pauses_after(outcomes: Sequence[bool], seconds: float = 0.0) -> list[float]:
+    """Return its waits after each of `outcomes`, which take so many seconds each."""
     pauses: list[float] = []
     remaining = iter(outcomes)
 
     async def run_once() -> bool:
+        await asyncio.sleep(seconds)
         return next(remaining)
 
     async def sleep(seconds: float) -> None:
@@ -39,3 +40,7 @@ async def test_pauses_grow_up_to_a_bound_while_the_peer_stays_away() -> None:
 async def test_a_connection_that_had_succeeded_is_retried_soon() -> None:
     pauses = await pauses_after([False] * 5 + [True])
     assert pauses[-1] == FIRST_PAUSE_S
+
+
+async def test_an_attempt_that_took_long_itself_is_followed_by_a_short_pause() -> None:
+    assert await pauses_after([False] * 4, seconds=MAX_PAUSE_S + 0.05) == [FIRST_PAUSE_S] * 4
