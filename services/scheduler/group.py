@@ -267,9 +267,9 @@ class WorkerGroup:
                 self._log.info("weights.adopted", model=rank.weights.model, version=rank.weights.version)
 
     def _adopt_sleep(self, ranks: Sequence[RankIdentity]) -> None:
-        """Leave ranks asleep that an earlier scheduler has put to sleep."""
+        """Leave ranks asleep that an earlier scheduler has put to sleep, unless they are being woken."""
         levels = [rank.sleep_level for rank in ranks if rank.sleep_level is not None]
-        if levels and self._may_configure.is_set():
+        if levels and self._may_configure.is_set() and self._waking is None:
             self.sleep_level, self.state = max(levels), GroupState.SLEEPING
             self._may_configure.clear()
             self._log.info("group.sleeping", sleep_level=int(max(levels)), adopted=True)

@@ -51,7 +51,7 @@ class FakeWorkerService(worker_pb2_grpc.WorkerServicer):
         self.most_tokens: int | None = None
         # The same, told in the words of a rank whose neighbour has left.
         self.fails_with_others = False
-        self.failures_to_load = 0
+        self.failures_to_load = self.failures_to_configure = 0
         # A row that is opened with this token ends the stream: with an error, with the process, or with nothing else.
         self.fatal_token: int | None = None
         self.fatal_effect = "error"
@@ -224,6 +224,9 @@ class FakeWorkerService(worker_pb2_grpc.WorkerServicer):
     async def Configure(
         self, request: worker_pb2.ConfigureRequest, context: Context
     ) -> AsyncIterator[worker_pb2.ConfigureResponse]:
+        if self.failures_to_configure:
+            self.failures_to_configure -= 1
+            await context.abort(grpc.StatusCode.UNAVAILABLE, "the connection broke")
         self.configured.append(request)
         self.loses_plans, self.open_plans = False, None
         self.sleep_level = 0

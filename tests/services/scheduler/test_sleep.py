@@ -305,6 +305,19 @@ async def test_a_scheduler_that_is_restarted_leaves_its_workers_asleep(pipeline:
     assert configurations(pipeline) == [2, 2]
 
 
+async def test_a_rank_that_is_lost_while_a_restarted_scheduler_wakes_it_is_tried_again(pipeline: Pipeline) -> None:
+    await sleep(pipeline)
+    await pipeline.restart()
+    rank = pipeline.workers[1]
+    # Its connection breaks before it has begun to load.
+    rank.failures_to_configure = 1
+    assert (await wake(pipeline)).is_awake
+    assert rank.failures_to_configure == 0
+    await pipeline.submit("after")
+    await pipeline.finished("after")
+    assert pipeline.detokenizer.output_of("after") == output()
+
+
 async def test_weights_are_not_replaced_while_the_model_sleeps_nor_does_it_sleep_meanwhile(pipeline: Pipeline) -> None:
     update = scheduler_pb2.UpdateWeightsRequest(model="newer", mode=scheduler_pb2.WEIGHTS_UPDATE_MODE_DRAIN)
     await start(pipeline, "running")
