@@ -271,11 +271,13 @@ class Rank:
         """Let workers of other groups read pages under a lease; see `PageLeases`.
 
         Raises:
-            NotReadyError: no stream of plans is open, so no scheduler holds the pages.
+            NotReadyError: no stream of plans is open, or the rank sleeps, so no scheduler holds the pages.
             InvalidRequestError: the lease's name is invalid, or this rank has no such pages.
         """
         if self._session is None or self._capacity is None:
             raise NotReadyError("no stream of plans is open")
+        if self._state is not WorkerState.READY:
+            raise NotReadyError(f"the rank is {self._state.value}, and its pages hold nothing")
         known = list(pages)
         if known and max(known) >= self._capacity.device_pages:
             raise InvalidRequestError(f"a page outside [0, {self._capacity.device_pages})", param="device_pages")

@@ -29,6 +29,7 @@ STOPS_S = (8, 40, 75)
 LINK_FAULT_S = 8.0
 # Longer than peers wait for each other.
 LONG_LINK_FAULT_S = 25.0
+SHORT_LINK_FAULTS = ("one/scheduler-detokenizer-requests-lost", "one/scheduler-worker-answers-lost")
 DELAY_S = 0.2
 RESET_PAUSE_S = 0.5
 # So that a second of an idle link has some, and of a busy one many.
@@ -168,7 +169,7 @@ def _link_faults(setting: str) -> Iterator[Fault]:
             yield Fault(f"{setting}/{link}-reset-x{times}", setting, _reset(link, times), is_short=short)
         yield Fault(f"{setting}/{link}-refused", setting, _refuse(link))
         for name, (weather, seconds) in weathers.items():
-            short = setting == "one" and (name, link) == ("requests-lost", "scheduler-detokenizer")
+            short = f"{setting}/{link}-{name}" in SHORT_LINK_FAULTS
             yield Fault(f"{setting}/{link}-{name}", setting, _weather(link, weather, seconds), is_short=short)
 
 

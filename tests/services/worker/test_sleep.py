@@ -50,6 +50,23 @@ async def test_a_stream_goes_on_after_the_rank_has_slept(serve: Serve, level: in
     call.cancel()
 
 
+async def test_a_rank_that_sleeps_lends_no_pages(serve: Serve) -> None:
+    """A lease would outlast the sleep, after which the pages belong to others."""
+    stub = await serve(ScriptedEngine())
+    await configure(stub)
+    call = stub.Execute()
+    await execute(call, OPEN)
+    await execute(call, CLOSE)
+    request = worker_pb2.GrantPagesRequest(lease=b"l" * 16, device_pages=[0])
+    await sleep(stub)
+    with pytest.raises(grpc.aio.AioRpcError) as refused:
+        await stub.GrantPages(request, timeout=30)
+    assert refused.value.code() is grpc.StatusCode.FAILED_PRECONDITION
+    await wake(stub)
+    await stub.GrantPages(request, timeout=30)
+    call.cancel()
+
+
 async def test_rows_must_be_closed_before(serve: Serve) -> None:
     stub = await serve(ScriptedEngine())
     await configure(stub)
