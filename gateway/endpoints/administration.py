@@ -87,7 +87,7 @@ def add_routes(router: APIRouter, context: Context) -> None:
             "is_generation": Task.GENERATE in card.tasks,
             "preferred_sampling_params": None,
             "weight_version": await weight_version(backend),
-            "has_image_understanding": False,
+            "has_image_understanding": card.images is not None,
             "has_audio_understanding": False,
             "max_model_len": card.max_context_tokens,
         }

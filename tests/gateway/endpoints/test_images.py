@@ -16,7 +16,11 @@ from hypothesis import strategies as st
 from common.requests import ChatPrompt, ImageFile, ImageLimits
 from common.settings import GatewaySettings
 from common.types import ErrorCode, ReplyTo, RequestFailure, SubscriberId
+from gateway.assembly import build_runner
+from gateway.batches import runner as runner_module
+from gateway.batches.batches import ENDED
 from gateway.batches.files import NO_OWNER
+from gateway.endpoints.responses.route import adopt_responses
 from gateway.identity.keys import ApiKey, hash_of, save_keys
 from gateway.images.images import Images, RefusedUrlError
 from gateway.pipeline.wire import generate_to_wire
@@ -26,16 +30,18 @@ from tests.fakes.pipeline import CARD, FakeModel, FakePipeline, says
 from tests.gateway.answers.reading import BODY, Seen, read
 from tests.gateway.fuzzing import mutated
 from tests.gateway.listening import listening
+from tests.gateway.state.servers import new_prefix, working
 from tests.gateway.support import FakedGateway, error_of, gateway_saying
 from tests.waiting import until
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Sequence
     from pathlib import Path
 
     import httpx
 
     from common.types import Subject
+    from tests.fakes.redis_process import RedisProcess
 
 MAX_FILE_BYTES = 4096
 SEEING = replace(CARD, images=ImageLimits(4, MAX_FILE_BYTES, 10**7))
@@ -395,6 +401,8 @@ async def test_a_model_says_whether_it_takes_images() -> None:
     limits = {"max_images": 4, "max_file_bytes": MAX_FILE_BYTES, "max_pixels": 10**7}
     assert (await seeing().get("/v1/models")).json()["data"][0]["images"] == limits
     assert (await gateway_saying("x").get("/v1/models/tiny")).json()["images"] is None
+    for gateway, sees in ((seeing(), True), (gateway_saying("x"), False)):
+        assert (await gateway.get("/get_model_info")).json()["has_image_understanding"] is sees
 
 
 # --- conversations ----------------------------------------------------------------------------------------------------
@@ -559,8 +567,8 @@ class Fetched:
         pass
 
 
-def fetching(*words: str) -> tuple[FakedGateway, Fetched]:
-    gateway, fetched = seeing(*words), Fetched()
+def fetching(*words: str, **settings: Any) -> tuple[FakedGateway, Fetched]:
+    gateway, fetched = seeing(*words, **settings), Fetched()
     images = Images(gateway.context.files, fetched, 10_000)
     # The context is frozen, and shared with the application.
     object.__setattr__(gateway.context, "images", images)
@@ -611,6 +619,64 @@ async def test_a_continued_stream_does_not_fetch_again() -> None:
         await read(port, seen)
     assert parts_of(gateway, 0) == parts_of(gateway, 1) == [("user", (ImageFile(PNG),))]
     assert len(fetched.urls) == 1
+
+
+async def ended(gateway: FakedGateway, path: str, statuses: Iterable[str]) -> dict[str, Any]:
+    """Wait until an object has one of these statuses, and return it."""
+    async with asyncio.timeout(60):
+        while True:
+            found: dict[str, Any] = (await gateway.get(path)).json()
+            if found["status"] in statuses:
+                return found
+            await asyncio.sleep(0.02)
+
+
+async def test_a_response_is_generated_on_at_another_gateway_with_the_images_that_the_first_one_found(
+    redis_process: RedisProcess,
+) -> None:
+    """The first gateway dies after four tokens; the second can fetch nothing, and the file is deleted."""
+    shared = {"url": redis_process.url, "prefix": new_prefix()}
+    (first, _), (second, fetched) = fetching(state=shared), fetching(state=shared)
+    words = [f" {number}" for number in range(8)]
+    first.pipeline.script = lambda request: list(says(*words)(request))[:5]
+    second.pipeline.script = says(*words)
+    async with working(*second.state.background, lambda: adopt_responses(second.context)):
+        file_id = await upload(first, JPEG, {})
+        url = {"type": "input_image", "image_url": "https://images.example/a.png"}
+        parts = [input_image(GIF), url, {"type": "input_image", "file_id": file_id}]
+        body = {"model": "tiny", "background": True, "input": [{"role": "user", "content": parts}]}
+        created = (await first.post("/v1/responses", body)).json()
+        async with first.client() as client:
+            await client.delete(f"/v1/files/{file_id}")
+        found = await ended(second, f"/v1/responses/{created['id']}", ["completed"])
+        assert found["output"][0]["content"][0]["text"] == "".join(words)
+        assert parts_of(first) == parts_of(second) == [("user", (ImageFile(GIF), ImageFile(PNG), ImageFile(JPEG)))]
+        assert second.pipeline.submitted[0].options.resume is not None
+        assert fetched.urls == []
+        for gateway in (first, second):
+            await gateway.context.answers.close()
+            await gateway.state.close()
+
+
+async def test_lines_of_a_batch_name_files(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(runner_module, "POLL_S", 0.01)
+    gateway = seeing()
+    path, body = of_file(await upload(gateway, PNG, {}))["chat"]
+    lines = [
+        {"custom_id": str(number), "method": "POST", "url": path, "body": {"model": "tiny", **each}}
+        for number, each in enumerate((body, of_file("file-none")["chat"][1], {"messages": user(chat_image(GIF))}))
+    ]
+    content = "\n".join(map(json.dumps, lines)).encode()
+    batch = {"input_file_id": await upload(gateway, content, {}, "batch"), "endpoint": path, "completion_window": "24h"}
+    batch_id = (await gateway.post("/v1/batches", batch)).json()["id"]
+    stopping = asyncio.Event()
+    runner = build_runner(gateway.app, gateway.context, gateway.settings)
+    async with working(lambda: runner.run(stopping)):
+        finished = await ended(gateway, f"/v1/batches/{batch_id}", ENDED)
+    counts = finished["request_counts"]
+    assert (counts["completed"], counts["failed"]) == (2, 1)
+    images = [parts_of(gateway, number)[0][1][0].data for number in range(2)]
+    assert sorted(images) == sorted([PNG, GIF])
 
 
 async def test_a_url_that_is_refused_is_named_and_one_too_many_is_not_fetched() -> None:
