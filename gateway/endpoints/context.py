@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, nullcontext
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING
@@ -16,6 +16,7 @@ from common.types import RequestId, RequestOptions
 from gateway.delivery.answers import PlainAnswer
 from gateway.delivery.deliveries import AnswerResponse, PiecewiseDelivery, WholeDelivery
 from gateway.endpoints.shapes import ResponseHead
+from gateway.images.images import check_images
 from gateway.images.references import ImageSource
 from gateway.quotas.quotas import Charge, prompt_tokens
 from gateway.server.middleware import BATCH_CALLER, TENANT, add_headers
@@ -128,21 +129,37 @@ class Context:
         return self.limits.body_bytes + self.images.max_total_bytes // 3 * 4
 
     async def find_images(
-        self, caller: Caller, references: Sequence[ImageReference], model: str | None, adapter: str | None = None
+        self,
+        request: Request,
+        requester: Requester,
+        references: Sequence[ImageReference],
+        model: str | None,
+        adapter: str | None = None,
     ) -> dict[str, dict[str, str]]:
-        """Return, for the `found` of an opening, the images of a request that it does not contain itself."""
+        """Return, for the `found` of an opening, the images of a request that it does not contain itself.
+
+        With images at URLs, it is charged as one request more, so that limits hold before anything is fetched.
+        """
         if all(reference.source is ImageSource.INLINE for reference in references):
             return {}
-        chosen = await self.choose(caller, model, adapter, must_name=False)
-        return {"images": await self.images.find(chosen.card, caller, references)}
+        chosen = await self.choose(requester.caller, model, adapter, must_name=False)
+        return {"images": await self._find(request, requester, references, chosen.card)}
 
     async def images_of(
-        self, caller: Caller, card: ModelInfo, references: Sequence[ImageReference]
+        self, request: Request, requester: Requester, card: ModelInfo, references: Sequence[ImageReference]
     ) -> tuple[ImageFile, ...]:
         """Return the images of a request that is not recorded, in the order of `references`."""
         if not references:
             return ()
-        return await self.images.read(card, references, await self.images.find(card, caller, references))
+        return await self.images.read(card, references, await self._find(request, requester, references, card))
+
+    async def _find(
+        self, request: Request, requester: Requester, references: Sequence[ImageReference], card: ModelInfo
+    ) -> dict[str, str]:
+        check_images(card, references)
+        has_urls = any(reference.source is ImageSource.URL for reference in references)
+        async with self.charged(request, requester.subject) if has_urls else nullcontext():
+            return await self.images.find(card, requester, references)
 
     async def read_images(
         self, card: ModelInfo, references: Sequence[ImageReference], opening: Opening

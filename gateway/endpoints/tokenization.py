@@ -51,10 +51,11 @@ def add_routes(router: APIRouter, context: Context) -> None:
         request: Request, body: TokenizeChatBody | TokenizeTextBody, caller: Caller = Depends(context.caller)
     ) -> Response:
         """Encode a text, or a conversation with the model's chat template."""
-        subject = identify(caller).subject
+        requester = identify(caller)
+        subject = requester.subject
         backend = await context.models.find(body.model)
         if isinstance(body, TokenizeChatBody):
-            images = await context.images_of(caller, await backend.served.card(), body.image_references())
+            images = await context.images_of(request, requester, await backend.served.card(), body.image_references())
             encoded = await context.render_chat(request, subject, backend, body.to_prompt(images=images))
         else:
             encoded = await _encode_text(request, subject, backend, body)

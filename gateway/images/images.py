@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Protocol
 from common.errors import InvalidRequestError
 from common.requests import ImageFile
 from gateway.batches.files import FileOwner, file_missing
-from gateway.identity.caller import identify
 from gateway.images.formats import problem_of
 from gateway.images.references import ImageSource
 
@@ -20,7 +19,7 @@ if TYPE_CHECKING:
     from common.requests import ImageLimits
     from common.types import Subject
     from gateway.batches.files import Files
-    from gateway.identity.caller import Caller
+    from gateway.identity.caller import Requester
     from gateway.images.references import ImageReference
     from gateway.pipeline.port import ModelInfo
 
@@ -73,7 +72,7 @@ class Images:
         """Close the connections to other servers; the files stay open."""
         await self._fetcher.close()
 
-    async def find(self, card: ModelInfo, caller: Caller, references: Sequence[ImageReference]) -> dict[str, str]:
+    async def find(self, card: ModelInfo, requester: Requester, references: Sequence[ImageReference]) -> dict[str, str]:
         """Return the contents of uploaded files and URLs, in base64 by the references' keys.
 
         Raises:
@@ -88,9 +87,9 @@ class Images:
             if reference.source is ImageSource.INLINE or reference.key in found:
                 continue
             if reference.source is ImageSource.FILE:
-                content = await self._content_of(reference, FileOwner.of(caller), limits.max_file_bytes)
+                content = await self._content_of(reference, FileOwner.of(requester.caller), limits.max_file_bytes)
             else:
-                content = await self._fetched(reference, identify(caller).subject, limits.max_file_bytes)
+                content = await self._fetched(reference, requester.subject, limits.max_file_bytes)
             left -= len(content)
             if left < 0:
                 raise self._too_many_bytes(reference)

@@ -42,9 +42,11 @@ def add_routes(router: APIRouter, context: Context) -> None:
     add_continuation(router, context, CHATS)
 
 
-async def look_up(context: Context, _request: Request, caller: Caller, body: ChatCompletionBody) -> Json:
+async def look_up(context: Context, request: Request, caller: Caller, body: ChatCompletionBody) -> Json:
     """Return the images that the request does not contain itself."""
-    return await context.find_images(caller, body.image_references(), body.model, body.lora_path)
+    if not (references := body.image_references()):
+        return {}
+    return await context.find_images(request, _requester(caller, body), references, body.model, body.lora_path)
 
 
 async def plan(context: Context, opening: Opening, body: ChatCompletionBody, requester: Requester) -> AnswerPlan:
@@ -57,11 +59,15 @@ async def plan(context: Context, opening: Opening, body: ChatCompletionBody, req
     return AnswerPlan([generate], whole=_whole(body, head, reading))
 
 
+def _requester(caller: Caller, body: ChatCompletionBody) -> Requester:
+    return identify(caller, body.user_names, body.cache_salt)
+
+
 CHATS = AnswerKind(
     "/v1/chat/completions",
     ChatCompletionBody,
     new_id=lambda _body: f"chatcmpl-{uuid.uuid4().hex}",
-    requester=lambda caller, body: identify(caller, body.user_names, body.cache_salt),
+    requester=_requester,
     plan=plan,
     has_stream_options=True,
     look_up=look_up,

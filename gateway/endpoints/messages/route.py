@@ -39,18 +39,20 @@ def add_routes(router: APIRouter, context: Context) -> None:
     ) -> Response:
         """Count the tokens of a conversation."""
         chat = body.to_chat()
-        subject = identify(caller, body.user_names if caller.vouches else ()).subject
+        requester = _requester(caller, body)
         card = (await require_chat(context, caller, chat.model)).card
         backend = await context.models.find(card.name)
-        images = await context.images_of(caller, card, chat.image_references())
+        images = await context.images_of(request, requester, card, chat.image_references())
         prompt = chat.to_prompt(chat.reading(card).prefix, images)
-        encoded = await context.render_chat(request, subject, backend, prompt)
+        encoded = await context.render_chat(request, requester.subject, backend, prompt)
         return Response(orjson.dumps({"input_tokens": len(encoded.ids)}), media_type="application/json")
 
 
-async def look_up(context: Context, _request: Request, caller: Caller, body: MessagesBody) -> Json:
+async def look_up(context: Context, request: Request, caller: Caller, body: MessagesBody) -> Json:
     """Return the images that the request does not contain itself."""
-    return await context.find_images(caller, body.image_references(), body.model)
+    if not (references := body.image_references()):
+        return {}
+    return await context.find_images(request, _requester(caller, body), references, body.model)
 
 
 async def plan(context: Context, opening: Opening, body: MessagesBody, requester: Requester) -> AnswerPlan:

@@ -73,10 +73,12 @@ def add_routes(router: APIRouter, context: Context) -> None:
         return Response(b"{}", media_type="application/json")
 
 
-async def look_up(context: Context, _request: Request, caller: Caller, body: GenerateBody) -> Json:
+async def look_up(context: Context, request: Request, caller: Caller, body: GenerateBody) -> Json:
     """Return the images that the request does not contain itself."""
-    references = [reference for each in body.image_references() for reference in each] if body.has_images else []
-    return await context.find_images(caller, references, body.model, body.lora_path)
+    if not body.has_images:
+        return {}
+    references = [reference for each in body.image_references() for reference in each]
+    return await context.find_images(request, _requester(caller, body), references, body.model, body.lora_path)
 
 
 async def plan(context: Context, opening: Opening, body: GenerateBody, requester: Requester) -> AnswerPlan:
@@ -118,11 +120,15 @@ def _new_id(body: GenerateBody) -> str:
     return f"{name[:128]}.{uuid.uuid4().hex}"
 
 
+def _requester(caller: Caller, body: GenerateBody) -> Requester:
+    return identify(caller, body.user_names, body.cache_salt)
+
+
 GENERATES = AnswerKind(
     "/generate",
     GenerateBody,
     new_id=_new_id,
-    requester=lambda caller, body: identify(caller, body.user_names, body.cache_salt),
+    requester=_requester,
     look_up=look_up,
     plan=plan,
 )

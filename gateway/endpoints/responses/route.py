@@ -149,7 +149,7 @@ async def adopt_responses(context: Context) -> None:
                 context.answers.spawn(try_to_adopt(name))
 
 
-async def look_up(context: Context, _request: Request, caller: Caller, body: ResponseBody) -> Json:
+async def look_up(context: Context, request: Request, caller: Caller, body: ResponseBody) -> Json:
     """Return the conversation before this response."""
     messages = body.new_messages()
     if body.is_stored:
@@ -157,7 +157,10 @@ async def look_up(context: Context, _request: Request, caller: Caller, body: Res
         context.stored.check()
     earlier = await _earlier(context, _holder(caller, body), body.previous_response_id)
     references = images_of([*from_stored(earlier), *messages])
-    return {"earlier": earlier, **await context.find_images(caller, references, body.model)}
+    if not references:
+        return {"earlier": earlier}
+    requester = RESPONSES.requester(caller, body)
+    return {"earlier": earlier, **await context.find_images(request, requester, references, body.model)}
 
 
 async def plan(context: Context, opening: Opening, body: ResponseBody, requester: Requester) -> AnswerPlan:

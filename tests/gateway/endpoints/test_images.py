@@ -690,6 +690,16 @@ async def test_a_url_that_is_refused_is_named_and_one_too_many_is_not_fetched() 
     assert len(fetched.urls) == 1
 
 
+async def test_limits_hold_before_a_url_is_fetched(tmp_path: Path) -> None:
+    (tmp_path / "limits.toml").write_text("[default]\nrequests_per_minute = 2\n")
+    gateway = FakedGateway(FakePipeline(says("x")), model=FakeModel(SEEING), limits_file=tmp_path / "limits.toml")
+    fetched = Fetched()
+    object.__setattr__(gateway.context, "images", Images(gateway.context.files, fetched, 10_000))
+    image = {"type": "image_url", "image_url": {"url": "https://images.example/a.png"}}
+    assert [(await gateway.chat(messages=user(image))).status_code for _ in range(3)] == [200, 429, 429]
+    assert len(fetched.urls) == 1
+
+
 async def test_a_model_without_vision_fetches_nothing() -> None:
     gateway, fetched = gateway_saying("x"), Fetched()
     object.__setattr__(gateway.context, "images", Images(gateway.context.files, fetched, 10_000))
