@@ -758,6 +758,7 @@ async def test_no_body_with_images_is_a_server_error(gateway: FakedGateway, seed
 
 
 @pytest.mark.soak
+@pytest.mark.timeout(7200)
 async def test_no_body_of_many_with_images_is_a_server_error(gateway: FakedGateway) -> None:
     statuses = await check_mutations(gateway, range(20_000))
     assert sum(statuses.values()) == 20_000
