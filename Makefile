@@ -30,6 +30,17 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 # Several tests share a machine: one thread each is faster than all of them fighting for every core.
 UNIT_JOBS ?= 2
 E2E_JOBS ?= 2
+# RETRY=1, as in CI: tests that failed run once more, one at a time, as other work may have slowed down the machine. A
+# test that passes then is reported; one that fails twice fails the run.
+RETRY ?= 0
+PYTEST := $(BIN)/python -m pytest
+SPREAD := --dist loadfile --no-loadscope-reorder
+UNIT := -m "not e2e and not extended and not soak and not docker" --ignore tests/e2e tests
+E2E := -m "e2e and not soak and not extended" tests/e2e
+EXTENDED := -m "extended and not soak" tests
+again = || { [[ $$? == 1 && $(RETRY) == 1 ]] && echo "RETRY: the tests that failed above run once more" && \
+	$(1) $(PYTEST) --last-failed --last-failed-no-failures none $(2) && \
+	echo "RETRY: the tests that ran last failed once and passed alone"; }
 
 .PHONY: chaos clients help serve embed test unit soak e2e extended containers lint types protos check bench lock clean distclean protos-check breaking install install-dev
 
@@ -45,16 +56,16 @@ embed: install $(STAMPS)/encoders ## Serve the bundled encoder instead, for embe
 test: unit e2e ## Run all tests that this machine can run
 
 unit: install-dev ## Run the unit suites only
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not e2e and not extended and not soak and not docker" -n $(UNIT_JOBS) --dist loadfile --no-loadscope-reorder $(ARGS) --ignore tests/e2e tests
+	OMP_NUM_THREADS=1 $(PYTEST) $(UNIT) -n $(UNIT_JOBS) $(SPREAD) $(ARGS) $(call again,OMP_NUM_THREADS=1,$(UNIT))
 
 soak: install-dev ## Run the tests that take minutes to hours: random operations by the hundred thousand
-	$(BIN)/python -m pytest --hypothesis-profile exploring -m soak $(ARGS) tests
+	$(PYTEST) --hypothesis-profile exploring -m soak $(ARGS) tests
 
 e2e: install-dev ## Run the tests that start the real services
-	$(BIN)/python -m pytest -m "e2e and not soak and not extended" -n $(E2E_JOBS) --dist loadfile --no-loadscope-reorder $(ARGS) tests/e2e
+	$(PYTEST) $(E2E) -n $(E2E_JOBS) $(SPREAD) $(ARGS) $(call again,,$(E2E))
 
 extended: install-dev ## Run the longer ones of both, as CI does
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "extended and not soak" -n $(E2E_JOBS) --dist loadfile --no-loadscope-reorder $(ARGS) tests
+	OMP_NUM_THREADS=1 $(PYTEST) $(EXTENDED) -n $(E2E_JOBS) $(SPREAD) $(ARGS) $(call again,OMP_NUM_THREADS=1,$(EXTENDED))
 
 chaos: install-dev ## Break processes, links and disks under load for an hour; ARGS="--short", "--list", "--faults one/kill-*"
 	$(BIN)/python -m tests.chaos $(ARGS)
