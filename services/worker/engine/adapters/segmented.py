@@ -34,8 +34,8 @@ class SegmentedAdapters:
         self.sites: list[Site] = []
         self.most_ranks: int | None = MOST_RANKS
         self._device = device
-        self._weights: list[AdapterWeights | None] = [None] * slots
-        # What the table's addresses point to, by slot.
+        # The ranks of adapters, 0 where a slot is empty, and what the table's addresses point to, by slot.
+        self._ranks = [0] * slots
         self._held: list[tuple[torch.Tensor, ...]] = [()] * slots
         self._table: torch.Tensor | None = None  # [sites and embedding, slots, columns] int64
         self._index: dict[str, int] = {}
@@ -44,7 +44,7 @@ class SegmentedAdapters:
     @property
     def slots(self) -> int:
         """Number of slots."""
-        return len(self._weights)
+        return len(self._ranks)
 
     def put(self, slot: int, weights: AdapterWeights | None) -> None:
         """Fill a slot, or empty it, after all passes that were launched."""
@@ -56,13 +56,13 @@ class SegmentedAdapters:
             lines[self._index[name]] = programs.table_line(a, parts, columns)
             held += [a, *(b for _, _, b in parts)]
         table[:, slot].copy_(torch.tensor(lines, dtype=torch.int64))
-        self._weights[slot], self._held[slot] = weights, tuple(held)
+        self._ranks[slot], self._held[slot] = 0 if weights is None else weights.rank, tuple(held)
 
     def clear(self) -> None:
         """Empty all slots."""
         if self._table is not None:
             self._table.zero_()
-        self._weights, self._held = [None] * self.slots, [()] * self.slots
+        self._ranks, self._held = [0] * self.slots, [()] * self.slots
         self._tiles = None
 
     def use(self, slots: torch.Tensor | None) -> None:
@@ -106,7 +106,7 @@ class SegmentedAdapters:
         """Return how many ranks a product of `parts` needs room for; in a graph, those of any adapter."""
         if self._device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             return MOST_RANKS * parts
-        return parts * max((each.rank for each in self._weights if each is not None), default=_FEW_RANKS)
+        return parts * (max(self._ranks) or _FEW_RANKS)
 
     def _whole_table(self) -> torch.Tensor:
         """Return the table, made when all sites are known, before any pass."""

@@ -289,7 +289,7 @@ def _overlapped_executor(runner: ModelRunner, spec: EngineSpec, report: Progress
     with torch.inference_mode():
         executor = OverlappedExecutor(runner, spec)
         executor.capture(lambda share: report(0.99 + 0.01 * share, "capturing graphs"))
-        warm_up(executor, runner.capacity, spec)
+        warm_up(executor, runner.capacity, spec, runner.adapters.slots if runner.adapters else 0)
     return executor
 
 

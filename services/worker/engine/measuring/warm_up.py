@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from common.steps import NO_PAGES, PrefillChunk, RowOpen, StepPlan
-from common.types import RequestId, RowSlot, SamplingParams, StepId
+from common.types import AdapterSlot, RequestId, RowSlot, SamplingParams, StepId
 from services.worker.engine.execution.overlapped_runner import OverlappedPassExecutor, OverlappedRunner
 from services.worker.engine.plans.plan import PlanLimits
 from services.worker.engine.plans.rows import RowStates
@@ -31,14 +31,18 @@ _GROWTH = 16
 _SHORTEST_ALONE = 32
 
 
-def warm_up(executor: OverlappedPassExecutor, capacity: EngineCapacity, spec: EngineSpec) -> None:
+def warm_up(
+    executor: OverlappedPassExecutor, capacity: EngineCapacity, spec: EngineSpec, adapter_slots: int = 0
+) -> None:
     """Run prompts beside ever more decoding rows, then ever longer prompts, as far as rows, pages and steps allow.
+
+    With slots of adapters, a short prompt and one as long as a step then use one, which is empty.
 
     What this leaves in the first pages was never anybody's, and is written over before it is read.
     """
     if capacity.max_context < _PROMPT + _GROWTH or spec.max_step_tokens < _PROMPT + len(_SAMPLING):
         return
-    passes = _Passes(executor, capacity, spec)
+    passes = _Passes(executor, capacity, spec, adapter_slots)
     for sampling in _SAMPLING:
         passes.add((_PROMPT,), sampling, steps=2)
     while passes.add((_PROMPT,) * passes.open_rows, _SAMPLING[0]):
@@ -48,14 +52,20 @@ def warm_up(executor: OverlappedPassExecutor, capacity: EngineCapacity, spec: En
     while passes.add((length,), _SAMPLING[0]):
         passes.close()
         length *= 2
-    passes.add((min(spec.max_step_tokens, capacity.max_context - _GROWTH),), _SAMPLING[0])
+    longest = min(spec.max_step_tokens, capacity.max_context - _GROWTH)
+    passes.add((longest,), _SAMPLING[0])
+    for prompt in (_PROMPT, longest) if adapter_slots else ():
+        passes.close()
+        passes.add((prompt,), _SAMPLING[0], adapter=AdapterSlot(0))
     passes.finish()
 
 
 class _Passes:
     """Rows that are open meanwhile, on the first pages."""
 
-    def __init__(self, executor: OverlappedPassExecutor, capacity: EngineCapacity, spec: EngineSpec) -> None:
+    def __init__(
+        self, executor: OverlappedPassExecutor, capacity: EngineCapacity, spec: EngineSpec, adapter_slots: int
+    ) -> None:
         window = capacity.window_pool
         rows = RowStates(
             spec.max_rows,
@@ -70,6 +80,7 @@ class _Passes:
             spec.max_step_tokens,
             window_pages=window.pages if window else 0,
             window_tokens=window.window_tokens if window else 0,
+            adapters=adapter_slots,
         )
         self._runner = OverlappedRunner(rows, limits, executor)
         self._capacity = capacity
@@ -81,7 +92,9 @@ class _Passes:
         self.open_rows = 0
         self._closes: tuple[RowSlot, ...] = ()
 
-    def add(self, prompts: tuple[int, ...], sampling: SamplingParams, steps: int = 1) -> bool:
+    def add(
+        self, prompts: tuple[int, ...], sampling: SamplingParams, steps: int = 1, adapter: AdapterSlot | None = None
+    ) -> bool:
         """Compute prompts of these lengths beside the rows there are, which decode; return whether there was room."""
         size = self._capacity.page_size
         pages = sum(-(-(length + _GROWTH) // size) for length in prompts)
@@ -93,7 +106,7 @@ class _Passes:
         )
         if not fits:
             return False
-        opens = tuple(self._open(length, sampling) for length in prompts)
+        opens = tuple(self._open(length, sampling, adapter) for length in prompts)
         chunks = tuple(PrefillChunk(opened.row, 0, opened.token_ids.size) for opened in opens)
         plan = StepPlan(self._step(), closes=self._closes, opens=opens, prefills=chunks, steps=steps)
         self._closes = ()
@@ -109,7 +122,7 @@ class _Passes:
         """Wait for all launched passes."""
         self._runner.settle(lambda: False)
 
-    def _open(self, length: int, sampling: SamplingParams) -> RowOpen:
+    def _open(self, length: int, sampling: SamplingParams, adapter: AdapterSlot | None) -> RowOpen:
         row, total = self.open_rows, length + _GROWTH
         pages = -(-total // self._capacity.page_size)
         self.open_rows += 1
@@ -125,6 +138,7 @@ class _Passes:
             window_pages=taken if self._capacity.window_pool else NO_PAGES,
             sampling=sampling,
             max_total_tokens=total,
+            adapter=adapter,
         )
 
     def _step(self) -> StepId:

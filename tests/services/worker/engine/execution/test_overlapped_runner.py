@@ -202,6 +202,17 @@ def test_warm_up_runs_prompts_with_ever_more_decoding_rows_and_longer_ones_alone
     assert alone == [8, 32, 48]
 
 
+def test_warm_up_runs_a_short_and_the_longest_prompt_with_an_adapter_if_there_are_slots() -> None:
+    runner = CheckingRunner()
+    spec = EngineSpec("none", max_rows=8, page_size=4, max_step_tokens=64)
+    warm_up(LateExecutor(runner), runner.capacity, spec, adapter_slots=2)
+    adapted = [batch for batch in runner.batches if batch.adapters is not None]
+    assert [batch.max_query_length for batch in adapted] == [8, 48]
+    for batch in adapted:
+        assert batch.adapters is not None
+        assert set(batch.adapters.tolist()) == {0}
+
+
 def test_warming_up_asks_for_nothing_that_does_not_fit() -> None:
     runner = CheckingRunner()
     executor = LateExecutor(runner)
