@@ -66,10 +66,12 @@ class LaunchedDeployment:
         *,
         ranks: int = 1,
         fake_step_ms: float | None = None,
+        start_timeout_s: float = START_TIMEOUT_S,
     ) -> None:
         """Prepare a deployment; `overrides` take precedence over `defaults`, both are NAME=VALUE.
 
-        `fake_step_ms` is the duration of a forward pass with model.load_format=fake.
+        `fake_step_ms` is the duration of a forward pass with model.load_format=fake; the deployment is given up if it
+        does not serve within `start_timeout_s`.
 
         Raises:
             SystemExit: a setting is invalid; the message is on standard error.
@@ -85,6 +87,7 @@ class LaunchedDeployment:
         self._argv += ["--config", config] if config is not None else []
         self.settings = load_settings("pando bench", "", self._argv)
         self._ranks = ranks
+        self._start_timeout_s = start_timeout_s
         self._variables = {} if fake_step_ms is None else {STEP_VARIABLE: str(fake_step_ms)}
         self._root: Path | None = None
 
@@ -113,11 +116,18 @@ class LaunchedDeployment:
         """The process ids of the services, by name."""
         return {name: service.pid for name, service in self._state.services.items() if service.pid is not None}
 
+    def last_lines(self) -> str:
+        """Return the end of the log."""
+        log = self._root / "log" if self._root else None
+        if log is None or not log.exists():
+            return "(it was not started, or is stopped)"
+        return "\n".join(log.read_text(errors="replace").splitlines()[-SHOWN_LINES:])
+
     def __enter__(self) -> Self:
         """Start the deployment.
 
         Raises:
-            LaunchError: it ends, or does not serve within `START_TIMEOUT_S`.
+            LaunchError: it ends, or does not serve in time.
         """
         self._root = Path(tempfile.mkdtemp(prefix="pando-bench-"))
         command = [sys.executable, "-m", "deploy.cli", "up", "--run-directory", str(self._run_root)]
@@ -151,20 +161,20 @@ class LaunchedDeployment:
     def _state(self) -> DeploymentState:
         state = read_state(self._run_root / str(self.settings.gateway.port)) if self._root else None
         if state is None:
-            raise LaunchError(f"the deployment has ended:\n{self._last_lines()}")
+            raise LaunchError(f"the deployment has ended:\n{self.last_lines()}")
         return state
 
     def _wait_until_ready(self) -> None:
-        deadline = time.monotonic() + START_TIMEOUT_S
+        deadline = time.monotonic() + self._start_timeout_s
         url = f"http://127.0.0.1:{self.settings.gateway.port}/ready"
         while time.monotonic() < deadline:
             if self._process.poll() is not None:
-                raise LaunchError(f"the deployment does not start:\n{self._last_lines()}")
+                raise LaunchError(f"the deployment does not start:\n{self.last_lines()}")
             with contextlib.suppress(httpx.HTTPError):
                 if httpx.get(url, timeout=5.0).status_code == httpx.codes.OK:
                     return
             time.sleep(POLL_S)
-        raise LaunchError(f"the deployment does not serve after {START_TIMEOUT_S:g} s:\n{self._last_lines()}")
+        raise LaunchError(f"the deployment does not serve after {self._start_timeout_s:g} s:\n{self.last_lines()}")
 
     def _stop(self) -> None:
         self._process.send_signal(signal.SIGINT)
@@ -179,9 +189,3 @@ class LaunchedDeployment:
             self._process.wait()
         if self._root is not None:
             shutil.rmtree(self._root, ignore_errors=True)
-
-    def _last_lines(self) -> str:
-        log = self._root / "log" if self._root else None
-        if log is None or not log.exists():
-            return "(it was not started, or is stopped)"
-        return "\n".join(log.read_text(errors="replace").splitlines()[-SHOWN_LINES:])

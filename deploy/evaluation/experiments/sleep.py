@@ -3,8 +3,9 @@
 Run as `python -m deploy.evaluation.experiments.sleep [MODEL]`; on a GPU for example with
 `deploy/evaluation/shapes/llama-3.1-8b --set model.load_format=dummy`.
 
-Each level is measured with a deployment of its own. Answers after waking are compared with those before; a difference
-ends the program with an error.
+One deployment sleeps at each level in turn. Answers after waking are compared with those before; a difference ends the
+program with an error. Figures are printed, and written, after each nap; no nap begins that would end after
+`--time-limit`.
 """
 
 from __future__ import annotations
@@ -14,24 +15,20 @@ import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import httpx
 import psutil
 import torch
 
 from common.settings import ModelSettings
-from deploy.evaluation.bench.deployments import LaunchedDeployment, add_setting_arguments
-from deploy.evaluation.bench.figures import Spread
-from deploy.evaluation.bench.results import Provenance, ResultSheet, write_results
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
+from deploy.evaluation.bench.deployments import LaunchedDeployment, LaunchError, add_setting_arguments
+from deploy.evaluation.bench.partial_results import Deadline, PartialResults, report, within_time
 
 LEVELS = (1, 2)
-TIMEOUT_S = 3600.0
 PROMPTS = ("The capital of France is", "1, 2, 3, 4, 5,", "Once upon a time there was", "def add(a, b):")
 TOKENS = 32
+# For stopping.
+RESERVE_S = 10.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +43,10 @@ class Nap:
     woken: tuple[int, int]
 
 
+class AnswersDifferError(Exception):
+    """The model has other answers after it has slept."""
+
+
 def main() -> int:
     """Measure and print; write results where asked; return the exit status."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -53,45 +54,63 @@ def main() -> int:
     parser.add_argument("--repeats", type=int, default=3, help="naps at each level (%(default)s)")
     parser.add_argument("--tp", type=int, default=1, help="ranks (%(default)s)")
     parser.add_argument("--keep-cache", action="store_true", help="keep the cache on the host tier, which must be set")
+    parser.add_argument("--time-limit", type=float, default=3600.0, help="seconds for all of it (%(default)s)")
     parser.add_argument("--json", type=Path)
     add_setting_arguments(parser)
     arguments = parser.parse_args()
-    figures: dict[str, tuple[Spread, str]] = {}
-    for level in LEVELS:
-        settings = (f"model.reference={arguments.model}",)
-        with LaunchedDeployment(arguments.config, arguments.overrides, settings, ranks=arguments.tp) as deployment:
-            naps = measure(deployment, level, arguments.repeats, keep_cache=arguments.keep_cache)
-        if naps is None:
-            sys.stderr.write(f"level {level}: other answers after waking\n")
-            return 1
-        figures |= figures_of(level, naps)
-    for metric, (spread, unit) in figures.items():
-        sys.stdout.write(f"{metric:45} {spread.median:10.2f} {unit}  ({spread.low:.2f} to {spread.high:.2f})\n")
-    if arguments.json is not None:
-        sheet = ResultSheet("sleep", Path(arguments.model).name, arguments.tp, Provenance.collect(sys.argv[1:]))
-        for metric, (spread, unit) in figures.items():
-            sheet.add_spread(metric, spread, unit)
-        write_results(arguments.json, sheet.results)
+    deadline = Deadline.after(arguments.time_limit)
+    results = PartialResults("sleep", Path(arguments.model).name, arguments.json, tp=arguments.tp)
+    settings = (f"model.reference={arguments.model}",)
+    began_at = time.monotonic()
+    try:
+        with LaunchedDeployment(
+            arguments.config, arguments.overrides, settings, ranks=arguments.tp, start_timeout_s=deadline.left_s
+        ) as deployment:
+            report(f"a deployment serves after {time.monotonic() - began_at:.1f} s")
+            measure(deployment, arguments, deadline, results)
+    except (LaunchError, AnswersDifferError, httpx.HTTPError) as error:
+        report(str(error))
+        return 1
     return 0
 
 
-def measure(deployment: LaunchedDeployment, level: int, repeats: int, *, keep_cache: bool) -> list[Nap] | None:
-    """Return the naps; None if an answer differs after one of them."""
-    naps = []
-    with httpx.Client(base_url=deployment.url, timeout=TIMEOUT_S, trust_env=False) as http:
+def measure(
+    deployment: LaunchedDeployment, arguments: argparse.Namespace, deadline: Deadline, results: PartialResults
+) -> None:
+    """Put the model to sleep and wake it, as often as asked for and possible.
+
+    Raises:
+        AnswersDifferError: an answer differs after one of the naps.
+        httpx.HTTPError: a call failed, or took longer than there was time.
+    """
+    with httpx.Client(base_url=deployment.url, timeout=deadline.left_s, trust_env=False) as http:
         wanted = answers(http)
-        for _ in range(repeats):
-            awake, began_at = memory_of(deployment), time.monotonic()
-            http.post("/sleep", params={"level": level, "keep_cache": keep_cache}).raise_for_status()
-            sleep_s, asleep, began_at = time.monotonic() - began_at, memory_of(deployment), time.monotonic()
-            http.post("/wake_up").raise_for_status()
-            wake_s, began_at = time.monotonic() - began_at, time.monotonic()
-            first = answer(http, PROMPTS[0])
-            first_answer_s = time.monotonic() - began_at
-            if [first, *answers(http)[1:]] != wanted:
-                return None
-            naps.append(Nap(sleep_s, wake_s, first_answer_s, awake, asleep, memory_of(deployment)))
-    return naps
+        for level in within_time(LEVELS * arguments.repeats, deadline, RESERVE_S):
+            nap = take_nap(deployment, http, level, wanted, keep_cache=arguments.keep_cache)
+            for metric, (value, unit) in figures_of(nap).items():
+                results.add(f"level {level}, {metric}", unit, [value])
+        report(f"{len(wanted)} answers of {TOKENS} tokens were the same after each nap")
+
+
+def take_nap(
+    deployment: LaunchedDeployment, http: httpx.Client, level: int, wanted: list[str], *, keep_cache: bool
+) -> Nap:
+    """Put the model to sleep and wake it once.
+
+    Raises:
+        AnswersDifferError: answers are not those that are wanted.
+        httpx.HTTPError: a call failed.
+    """
+    awake, began_at = memory_of(deployment), time.monotonic()
+    http.post("/sleep", params={"level": level, "keep_cache": keep_cache}).raise_for_status()
+    sleep_s, asleep, began_at = time.monotonic() - began_at, memory_of(deployment), time.monotonic()
+    http.post("/wake_up").raise_for_status()
+    wake_s, began_at = time.monotonic() - began_at, time.monotonic()
+    first = answer(http, PROMPTS[0])
+    first_answer_s = time.monotonic() - began_at
+    if [first, *answers(http)[1:]] != wanted:
+        raise AnswersDifferError(f"level {level}: other answers after waking")
+    return Nap(sleep_s, wake_s, first_answer_s, awake, asleep, memory_of(deployment))
 
 
 def answers(http: httpx.Client) -> list[str]:
@@ -117,19 +136,18 @@ def memory_of(deployment: LaunchedDeployment) -> tuple[int, int]:
     return resident, sum(used)
 
 
-def figures_of(level: int, naps: Sequence[Nap]) -> dict[str, tuple[Spread, str]]:
-    """Return the figures of one level, with their units."""
+def figures_of(nap: Nap) -> dict[str, tuple[float, str]]:
+    """Return the figures of a nap, with their units."""
     figures = {
-        "seconds to sleep": ([nap.sleep_s for nap in naps], "s"),
-        "seconds to wake": ([nap.wake_s for nap in naps], "s"),
-        "first answer after waking": ([nap.first_answer_s for nap in naps], "s"),
+        "seconds to sleep": (nap.sleep_s, "s"),
+        "seconds to wake": (nap.wake_s, "s"),
+        "first answer after waking": (nap.first_answer_s, "s"),
     }
     for place, index in (("processes", 0), ("GPUs", 1)):
-        if not any(nap.awake[index] for nap in naps):
-            continue
-        for state in ("awake", "asleep", "woken"):
-            figures[f"{place}, {state}"] = [getattr(nap, state)[index] / 2**20 for nap in naps], "MiB"
-    return {f"level {level}, {name}": (Spread.of(values), unit) for name, (values, unit) in figures.items()}
+        if nap.awake[index]:
+            for state, memory in (("awake", nap.awake), ("asleep", nap.asleep), ("woken", nap.woken)):
+                figures[f"{place}, {state}"] = memory[index] / 2**20, "MiB"
+    return figures
 
 
 if __name__ == "__main__":
