@@ -158,6 +158,8 @@ class WorkerGroup:
             self._may_configure.set()
         self._waking: _Waking | None = None
         self._loading: asyncio.Task[EngineCapacity] | None = None
+        # How often ranks could not be configured, or were lost meanwhile.
+        self.failed_loads = 0
         self._pause_s = RECONNECT_S
         self._refusals = RefusalLog("worker")
         self._log = get_logger("group")
@@ -344,17 +346,17 @@ class WorkerGroup:
         self._log.error("group.not_woken", reason=str(error))
         waking.done.set_exception(UnavailableError(f"the model cannot be loaded, and sleeps on: {error}"))
 
-    def step_back(self, level: SleepLevel) -> None:
+    def step_back(self, level: SleepLevel, reason: str) -> None:
         """Sleep at once, without ranks, if the group is not ready; loading is abandoned, and `wake_up` fails."""
         if self.state is GroupState.READY or (self.state is GroupState.SLEEPING and self._waking is None):
             return
         self._may_configure.clear()
         self.sleep_level, self.state = level, GroupState.SLEEPING
         if self._waking is not None and not self._waking.done.done():
-            self._waking.done.set_exception(UnavailableError("the model was not woken in time, and sleeps on"))
+            self._waking.done.set_exception(UnavailableError(f"the model sleeps on: {reason}"))
         if self._loading is not None:
             self._loading.cancel()
-        self._log.warning("group.stepped_back")
+        self._log.warning("group.stepped_back", reason=reason)
 
     def _give_up(self, reason: str) -> None:
         """Have all ranks configured again, unless they are already lost."""
@@ -481,6 +483,7 @@ class WorkerGroup:
             await asyncio.wait([self._loading])
             if self._loading.cancelled():
                 raise RankLostError("the group has stepped back")
+            self.failed_loads += self._loading.exception() is not None
             return self._loading.result()
         finally:
             self._loading.cancel()

@@ -26,8 +26,9 @@ if TYPE_CHECKING:
 POLL_S = 0.05
 # A model whose workers cannot be reached for so long loses its turn.
 REACH_S = 2.0
-# Pause after the workers could not be woken or put to sleep.
+# Pause after the workers could not be woken or put to sleep; it doubles up to the other one while they cannot be woken.
 RETRY_S = 1.0
+MAX_RETRY_S = 30.0
 
 
 class TurnDesk:
@@ -50,6 +51,7 @@ class TurnDesk:
         self._sleep = sleep
         self._clock = clock
         self._level = SleepLevel(settings.level)
+        self._pause_s = RETRY_S
         self._log = get_logger("turns")
 
     async def run(self) -> NoReturn:
@@ -60,8 +62,11 @@ class TurnDesk:
         """
         try:
             while True:
-                if await self._take():
-                    await self._serve()
+                if await self._take() and not await self._serve():
+                    # The others go on meanwhile.
+                    self._log.warning("turn.pauses", seconds=self._pause_s)
+                    await asyncio.sleep(self._pause_s)
+                    self._pause_s = min(2 * self._pause_s, MAX_RETRY_S)
                 await asyncio.sleep(POLL_S)
         except OSError as error:
             raise ConfigurationError(f"scheduler.device_turns.directory: {error}") from error
@@ -90,26 +95,29 @@ class TurnDesk:
         self._queue.leave()
         return False
 
-    async def _serve(self) -> None:
-        """Wake the workers, serve as long as the turn lasts, and put them to sleep."""
+    async def _serve(self) -> bool:
+        """Wake the workers, serve as long as the turn lasts, and put them to sleep; return whether they were woken."""
         try:
             if not await self._wake():
-                await asyncio.sleep(RETRY_S)
-                return
+                return False
+            self._pause_s = RETRY_S
             began_at = self._clock()
             await self._until_over(began_at)
             self._log.info("turn.ended", seconds=round(self._clock() - began_at, 3))
+            return True
         finally:
             self._queue.release()
 
     async def _wake(self) -> bool:
-        """Wake the workers; return whether that has succeeded. While others wait, it has limited time."""
-        began_at = self._clock()
+        """Wake the workers; return whether that has succeeded. While others wait, it has one try and limited time."""
+        began_at, failed_loads = self._clock(), self._group.failed_loads
         waking = asyncio.create_task(self._sleep.wake_up(tuple(SleepPart)))
         while not waking.done():
             limit_s = self._settings.wake_timeout_s if self._group.is_reachable else REACH_S
-            if self._clock() - began_at > limit_s and self._queue.others_wait:
-                self._group.step_back(self._level)
+            has_failed = self._group.failed_loads > failed_loads
+            if (has_failed or self._clock() - began_at > limit_s) and self._queue.others_wait:
+                reason = "its workers could not load it" if has_failed else f"it was not woken within {limit_s:g} s"
+                self._group.step_back(self._level, reason)
             await asyncio.wait([waking], timeout=POLL_S)
         metrics.TURN_SWITCH_SECONDS.observe(self._clock() - began_at)
         try:
@@ -137,7 +145,7 @@ class TurnDesk:
         """Put the workers to sleep; return whether they sleep, or are lost, so that nothing holds the device."""
         if self._group.state is not GroupState.READY:
             self._log.warning("turn.lost", state=self._group.state.value)
-            self._group.step_back(self._level)
+            self._group.step_back(self._level, "its workers were lost in its turn")
             return True
         core = self._loop.core
         keeps = core is not None and core.memory.loads is not None

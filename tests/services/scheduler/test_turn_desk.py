@@ -10,6 +10,7 @@ import grpc
 import pytest
 
 from protos.gen.pando.v1 import common_pb2, scheduler_pb2
+from services.scheduler import turn_desk
 from tests.services.scheduler.pipeline import ADMIN, Pipeline
 from tests.waiting import until
 
@@ -156,6 +157,35 @@ async def test_a_model_that_cannot_be_woken_does_not_keep_the_device(tmp_path: P
         await models.second.start_workers()
         await models.second.finished("lost")
         assert len(models.second.detokenizer.output_of("lost")) == 4
+
+
+async def test_a_model_whose_workers_fail_again_and_again_lets_the_other_go_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Workers that are started again at once, as separate services are, answer whenever they are looked for."""
+    monkeypatch.setattr(turn_desk, "RETRY_S", 0.1)
+    async with sharing(tmp_path, {**QUICK, "wake_timeout_s": 600.0}) as models:
+        await hold(models.first, "before")
+        await models.first.finished("before")
+        await models.second.stop_workers()
+        for worker in models.second.workers:
+            worker.configured.clear()
+            worker.process, worker.failures_to_configure = "another", 1_000_000
+        await models.second.start_workers()
+
+        def attempts_left() -> int:
+            return sum(worker.failures_to_configure for worker in models.second.workers)
+
+        await models.second.submit("crashes", max_tokens=4)
+        for name in ("one", "two", "three"):
+            left = attempts_left()
+            await until(lambda left=left: attempts_left() < left)  # type: ignore[misc]  # mypy cannot infer it
+            await models.first.submit(name, max_tokens=4)
+            await models.first.finished(name)
+        for worker in models.second.workers:
+            worker.failures_to_configure = 0
+        await models.second.finished("crashes")
+        assert len(models.second.detokenizer.output_of("crashes")) == 4
 
 
 async def test_only_turns_put_such_a_model_to_sleep_or_wake_it(tmp_path: Path) -> None:
