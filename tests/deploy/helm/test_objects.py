@@ -132,6 +132,19 @@ def test_the_autoscaler_averages_the_metrics_of_pods() -> None:
     assert [metric["target"]["type"] for metric in by_pods] == ["AverageValue"]
 
 
+@pytest.mark.parametrize(("mode", "kind"), [("hpa", "HorizontalPodAutoscaler"), ("keda", "ScaledObject")])
+def test_both_autoscalers_wait_before_they_remove_replicas(mode: str, kind: str) -> None:
+    scaling = {"mode": mode, "minReplicas": 2, "maxReplicas": 9, "cooldownSeconds": 77}
+    values = {"tokenizer": {"autoscaling": scaling}, "groups": {"layout": "together", "autoscaling": scaling}}
+    scalers = [item["spec"] for item in render(values) if item["kind"] == kind]
+    assert len(scalers) == 2
+    for spec in scalers:
+        scaler = spec if mode == "hpa" else spec["advanced"]["horizontalPodAutoscalerConfig"]
+        assert scaler["behavior"]["scaleDown"] == {"stabilizationWindowSeconds": 77}
+        # KEDA applies it only on the way to zero replicas.
+        assert "cooldownPeriod" not in spec
+
+
 def test_pods_of_a_group_share_a_node_and_ranks_of_a_pod_its_gpus() -> None:
     together = pods(render(VALUE_SETS["four-pods-on-a-node"]))["worker"]
     [term] = together["spec"]["affinity"]["podAffinity"]["requiredDuringSchedulingIgnoredDuringExecution"]

@@ -465,6 +465,16 @@ def test_gpus_get_the_batch_of_pando_up_unless_the_values_say_otherwise() -> Non
     assert batch({}) == {name: SchedulerSettings.model_fields[name].default for name in ON_GPUS}
 
 
+@pytest.mark.parametrize("layout", ["together", "separate"])
+def test_pods_with_gpus_name_a_runtime_class_only_if_the_values_do(layout: str) -> None:
+    def classes(**worker: str) -> set[str | None]:
+        objects = render({"worker": {"device": "cuda", **worker}, "groups": {"layout": layout}})
+        return {each.template["spec"].get("runtimeClassName") for each in running(objects) if each.service == "worker"}
+
+    assert classes() == {None}
+    assert classes(runtimeClassName="nvidia") == {"nvidia"}
+
+
 def test_audit_log_keyring_and_responses_are_on_volumes_that_survive_the_pods() -> None:
     objects = render(VALUE_SETS["state-on-volumes"])
     by_service = {each.service: each for each in running(objects)}

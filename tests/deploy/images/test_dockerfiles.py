@@ -74,6 +74,11 @@ def test_the_final_stage_installs_nothing(path: Path) -> None:
     assert commands == (["install -d -o 10001 -g 10001 /cache"] if path.stem == "worker-cuda" else [])
 
 
+def test_only_the_image_for_gpus_looks_for_a_driver_where_gke_mounts_it() -> None:
+    paths = {path.stem: re.findall(r"LD_LIBRARY_PATH=(\S+)", final_stage(path)) for path in DOCKERFILES}
+    assert paths == {"services": [], "worker-cpu": [], "worker-cuda": ["/usr/local/nvidia/lib64"]}
+
+
 def test_gpu_packages_are_locked_in_one_file_only() -> None:
     locks = ROOT / "deploy" / "locks"
     gpu, rest = (
