@@ -298,10 +298,12 @@ class ResumePolicy:
 
     A request may wait `deadline_s` for its admission or its next token, as long as OpenAI's clients wait for an answer
     by default; it ends earlier if its client disconnects. An admitted one may fail `attempts` times without a new
-    token, so that a request that crashes its worker does not do so forever.
+    token, so that a request that crashes its service does not do so forever. Failures within `burst_s` are not enough:
+    a link may break that often while a request waits for a row, or while its long prompt is computed.
     """
 
     attempts: int = 5
+    burst_s: float = 30.0
     deadline_s: float = 600.0
     first_delay_s: float = 0.05
     max_delay_s: float = 1.0
@@ -311,9 +313,11 @@ class ResumePolicy:
 
         `now` and `choice.interrupted_at` are readings of the same monotonic clock, in seconds.
         """
-        if not _passes_by_waiting(choice, failure) or choice.failures > self.attempts:
-            return None
         since = now if choice.interrupted_at is None else choice.interrupted_at
+        if not _passes_by_waiting(choice, failure):
+            return None
+        if choice.failures > self.attempts and now - since >= self.burst_s:
+            return None
         delay = min(self.first_delay_s * 2.0 ** min(choice.tries, 16), self.max_delay_s)
         return delay if now + delay <= since + self.deadline_s else None
 

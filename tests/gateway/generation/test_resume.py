@@ -35,7 +35,7 @@ AWAY = RequestFailure(ErrorCode.UNAVAILABLE, "the worker went away", retryable=T
 FULL = RequestFailure(ErrorCode.QUEUE_FULL, "full", retryable=True)
 DEFECT = RequestFailure(ErrorCode.INTERNAL, "a defect")
 BROKEN = Finish(FinishReason.ERROR, error=AWAY)
-QUICK = ResumePolicy(attempts=2, deadline_s=30.0, first_delay_s=0.001, max_delay_s=0.01)
+QUICK = ResumePolicy(attempts=2, burst_s=0.0, deadline_s=30.0, first_delay_s=0.001, max_delay_s=0.01)
 
 
 def request(n: int = 1, **stop: Any) -> GenerateRequest:
@@ -146,6 +146,31 @@ async def test_attempts_after_admission_are_bounded() -> None:
     with pytest.raises(RequestFailedError, match="went away"):
         await read(generation)
     assert len(pipeline.submitted) == QUICK.attempts + 1
+
+
+async def test_a_burst_of_failures_before_the_first_token_ends_nothing() -> None:
+    pipeline = FakePipeline()
+    policy = replace(QUICK, burst_s=20.0)
+    generation = begin(pipeline, policy=policy)
+    failures = 5 * policy.attempts
+    for number in range(failures):
+        latest = (await pipeline.submissions(number + 1))[-1]
+        pipeline.tell(Admission(latest.request_id, 7))
+        pipeline.lose(latest.request_id, AWAY)
+    latest = (await pipeline.submissions(failures + 1))[-1]
+    pipeline.tell(tokens(latest.request_id, 0, 0, "Hello", 1, finish=STOP))
+    assert await read(generation) == "Hello"
+
+
+def test_attempts_count_once_failures_have_lasted_longer_than_a_burst() -> None:
+    policy = ResumePolicy()
+    choice = ChoiceRecord(request(), 0, 0)
+    choice.was_admitted, choice.failures, choice.interrupted_at = True, policy.attempts, 100.0
+    late = 100.0 + policy.burst_s
+    assert policy.delay(choice, AWAY, late) is not None
+    choice.failures += 1
+    assert policy.delay(choice, AWAY, late - 0.001) is not None
+    assert policy.delay(choice, AWAY, late) is None
 
 
 async def test_progress_resets_the_attempts() -> None:
