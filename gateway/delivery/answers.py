@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import orjson
 
-from common.errors import PandoError, RequestFailedError, UnavailableError
+from common.errors import PandoError, QueueFullError, RequestFailedError, UnavailableError
 from common.logs import get_logger
 from common.room import SharedRoom
 from common.types import ErrorCode, RequestFailure
@@ -27,6 +27,7 @@ from gateway.generation.journal import number_choices, restore
 from gateway.generation.update_lines import decode_failure, decode_updates, encode_failure, encode_updates
 from gateway.generation.usage import Usage, usage_of
 from gateway.ledger.entries import Tokens
+from gateway.quotas.meters import ChargeKind
 from gateway.quotas.quotas import Charge, announced_tokens
 
 if TYPE_CHECKING:
@@ -237,6 +238,8 @@ class RecordedAnswer:
         self._run = _Run(answers, buffer_bytes)
         self._cut: Callable[[], None] = lambda: None
         self._follows = False
+        # The owner has died: its place among the open requests of its subject is still taken.
+        self._inherits = False
         # Chunks and updates that have been read from the record, and updates that this reader has returned.
         self._chunks = 0
         self._restored = 0
@@ -384,7 +387,8 @@ class RecordedAnswer:
         if not reading.is_owned:
             try:
                 await self._take_over(reading)
-            except UnavailableError:
+            except (UnavailableError, QueueFullError):
+                # The client has a part of the answer: it waits until there is a place for the rest.
                 return await self._pause(RETRY_S)
             return ()
         return await self._pause(POLL_S)
@@ -416,11 +420,13 @@ class RecordedAnswer:
     async def _take_over(self, reading: RecordReading) -> None:
         """Become the owner and generate the rest, unless another gateway was faster."""
         owner, records = self._answers.new_owner(), self._answers.records
+        self._inherits = self._inherits or reading.owner is not None
         if not await records.take(self.name, reading.owner, owner, self._chunks):
             return
         recorder = Recorder(records, self.name, owner, self._chunks)
         try:
-            await self._run.resume(self.entries, self._cut, self._created_at, reading.charged)
+            kind = ChargeKind.INHERITED if self._inherits else ChargeKind.CONTINUED
+            await self._run.resume(self.entries, self._cut, kind, self._created_at, reading.charged)
         except BaseException:
             self._answers.insist(lambda: recorder.release(self._run.charged))
             raise
@@ -458,11 +464,16 @@ class _Run:
         return await self._open(entries, cut, charge, 0.0)
 
     async def resume(
-        self, entries: Sequence[JournalEntry], cut: Callable[[], None], created_at: float, charged: int | None
+        self,
+        entries: Sequence[JournalEntry],
+        cut: Callable[[], None],
+        kind: ChargeKind,
+        created_at: float,
+        charged: int | None,
     ) -> None:
         """Submit the rest of requests for which `charged` tokens (None: those announced) have been charged before."""
         self._taken, self.charged = 0, _announced(entries) if charged is None else charged
-        charge = Charge(entries[0].request.view.subject, len(entries), 0, continues=True)
+        charge = Charge(entries[0].request.view.subject, len(entries), 0, kind=kind)
         await self._open(entries, cut, charge, max(time.time() - created_at, 0.0))
 
     async def charge(self) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING, TypeAlias
 
-from gateway.quotas.meters import BUSY_WAIT_S, Level, Limit, MeterReading, Obstacle, Taking
+from gateway.quotas.meters import BUSY_WAIT_S, ChargeKind, Level, Limit, MeterReading, Obstacle, Taking
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -61,14 +61,16 @@ class Meter:
         self._tokens = Bucket(now)
 
     def obstacle(
-        self, requests: int, tokens: int, now: float, *, continues: bool = False
+        self, requests: int, tokens: int, now: float, kind: ChargeKind = ChargeKind.NEW
     ) -> tuple[Limit, float] | None:
         """Return the limit that does not allow these requests and tokens now, and the seconds until it may."""
         quota = self.quota
+        if kind is ChargeKind.INHERITED:
+            return None
         # A batch larger than the limit is allowed when nothing else is open; otherwise it could never run.
         if quota.concurrent is not None and self._open + requests > max(quota.concurrent, requests * (not self._open)):
             return Limit.CONCURRENT, BUSY_WAIT_S
-        if continues:
+        if kind is ChargeKind.CONTINUED:
             return None
         if limit := quota.requests_per_minute:
             wait = self._requests.wait_s(requests, limit, now)
@@ -80,10 +82,10 @@ class Meter:
                 return Limit.TOKENS, wait
         return None
 
-    def take(self, requests: int, tokens: int, now: float, *, continues: bool = False) -> None:
+    def take(self, requests: int, tokens: int, now: float, kind: ChargeKind = ChargeKind.NEW) -> None:
         """Open `requests` requests that announce `tokens` tokens in all."""
         self._open += requests
-        if continues:
+        if kind is not ChargeKind.NEW:
             return
         if limit := self.quota.requests_per_minute:
             self._requests.take(requests, limit, now)
@@ -125,17 +127,17 @@ class MemoryMeters:
         return len(self._meters)
 
     async def take(
-        self, accounts: Sequence[MeteredAccount], requests: int, tokens: int, *, continues: bool = False
+        self, accounts: Sequence[MeteredAccount], requests: int, tokens: int, kind: ChargeKind = ChargeKind.NEW
     ) -> Taking:
         """Take `requests` and `tokens` from all accounts, or nothing from any; see `Meters`."""
         now = self._clock()
         meters = [self._meter(account, now) for account in accounts]
         for account, meter in zip(accounts, meters, strict=True):
-            found = meter.obstacle(requests, tokens, now, continues=continues)
+            found = meter.obstacle(requests, tokens, now, kind)
             if found is not None:
                 return Taking([each.read(now) for each in meters], Obstacle(account, *found))
         for meter in meters:
-            meter.take(requests, tokens, now, continues=continues)
+            meter.take(requests, tokens, now, kind)
 
         def settle(used_tokens: int) -> None:
             for meter in meters:

@@ -3,9 +3,9 @@
 -- KEYS: two per account: a hash (requests, tokens: the used amounts that are not refilled yet; requests_at, tokens_at:
 --   the times of these amounts, in microseconds; open: the number of requests with a lease), and a sorted set of leases
 --   by their expiry. The name of a lease is "<requests>:<unique name>".
--- ARGV[1]: take, continue, settle or renew. ARGV[2]: the time in microseconds; if empty, this server's time, the only clock that
---   all gateways share. The clock may jump: a jump backwards refills nothing, and leases that expire too early are
---   restored by their renewal.
+-- ARGV[1]: take, continue, inherit, settle or renew. ARGV[2]: the time in microseconds; if empty, this server's time, the
+--   only clock that all gateways share. The clock may jump: a jump backwards refills nothing, and leases that expire too
+--   early are restored by their renewal.
 
 -- Keys expire this much later than the amounts in them.
 local MARGIN_MS = 60000
@@ -61,7 +61,8 @@ end
 
 -- ARGV: lease, its lifetime in microseconds, requests, tokens; per account: requests per minute, tokens per minute,
 --   concurrent requests; 0: no limit.
--- With `continue`, the requests only become open: their numbers per minute are neither checked nor used.
+-- With `continue`, the requests only become open: their numbers per minute are neither checked nor used. With `inherit`,
+--   the limit of open requests is not checked either.
 -- Returns the number of the account whose limit is reached (0: none), the limit, the wait in seconds; per account the
 --   remaining requests and tokens.
 local function take()
@@ -86,7 +87,7 @@ local function take()
     accounts[index] = account
     account.has_lease = account.concurrent > 0 or account.per_minute.tokens > 0
     account.open = account.has_lease and open(account.key, account.leases) or 0
-    if forbids == 0 and account.concurrent > 0 then
+    if forbids == 0 and account.concurrent > 0 and ARGV[1] ~= 'inherit' then
       -- A batch larger than the limit is allowed when nothing else is open; otherwise it could never run.
       local allowed = account.open == 0 and math.max(account.concurrent, requests) or account.concurrent
       if account.open + requests > allowed then
@@ -163,7 +164,7 @@ local function renew()
   keep(leases, lasts / 1000)
 end
 
-if ARGV[1] == 'take' or ARGV[1] == 'continue' then
+if ARGV[1] == 'take' or ARGV[1] == 'continue' or ARGV[1] == 'inherit' then
   return take()
 elseif ARGV[1] == 'settle' then
   return settle()

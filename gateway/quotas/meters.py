@@ -24,6 +24,17 @@ class Limit(Enum):
     TOKENS = "tokens per minute"
 
 
+class ChargeKind(Enum):
+    """Which limits apply to requests."""
+
+    # All.
+    NEW = "take"
+    # That of open requests only, because the answer that they continue has been charged; the others are not used.
+    CONTINUED = "continue"
+    # None: they continue an answer whose gateway has died and still holds its place.
+    INHERITED = "inherit"
+
+
 @dataclass(frozen=True, slots=True)
 class MeteredAccount:
     """A tenant, or one of its subjects, and its limits."""
@@ -108,11 +119,11 @@ class Meters(Protocol):
     """Counts the use of limits."""
 
     async def take(
-        self, accounts: Sequence[MeteredAccount], requests: int, tokens: int, *, continues: bool = False
+        self, accounts: Sequence[MeteredAccount], requests: int, tokens: int, kind: ChargeKind = ChargeKind.NEW
     ) -> Taking:
         """Take `requests` and `tokens` from all accounts, or nothing from any.
 
-        With `continues`, the requests only become open, and the other limits are neither checked nor used.
+        Unless they are new, requests only become open.
 
         Raises:
             UnavailableError: the use cannot be counted now.

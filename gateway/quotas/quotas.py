@@ -10,7 +10,7 @@ from common.errors import QueueFullError
 from common.requests import ChatPrompt, PooledText, TokenPrompt
 from common.types import Sharing
 from gateway.ledger.ledger import this_month, today
-from gateway.quotas.meters import MeteredAccount, Taking, rate_headers
+from gateway.quotas.meters import ChargeKind, MeteredAccount, Taking, rate_headers
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -55,7 +55,6 @@ class Charge:
     """The amounts that an HTTP request is about to take.
 
     `may_exceed_concurrent`: the limit of open requests does not apply, because this request ends some of them.
-    `continues`: only the limit of open requests applies, because the answer that it continues has been charged.
     `uses_model`: budgets apply, because the ledger will have its tokens.
     """
 
@@ -63,7 +62,7 @@ class Charge:
     requests: int
     tokens: int
     may_exceed_concurrent: bool = False
-    continues: bool = False
+    kind: ChargeKind = ChargeKind.NEW
     uses_model: bool = False
 
 
@@ -104,7 +103,7 @@ class Quotas:
         if charge.may_exceed_concurrent:
             accounts = list(map(_without_concurrent, accounts))
         accounts = [account for account in accounts if account.is_limited]
-        taking = await self._meters.take(accounts, charge.requests, charge.tokens, continues=charge.continues)
+        taking = await self._meters.take(accounts, charge.requests, charge.tokens, charge.kind)
         shown = [
             reading for account, reading in zip(accounts, taking.readings, strict=True) if not self._is_secret(account)
         ]

@@ -12,7 +12,7 @@ from importlib import resources
 from typing import TYPE_CHECKING
 
 from common.logs import get_logger
-from gateway.quotas.meters import BUSY_WAIT_S, Level, Limit, MeterReading, Obstacle, Taking
+from gateway.quotas.meters import BUSY_WAIT_S, ChargeKind, Level, Limit, MeterReading, Obstacle, Taking
 from gateway.state.server import StateAwayError
 
 if TYPE_CHECKING:
@@ -72,7 +72,7 @@ class RedisMeters:
         self._log = get_logger("quotas")
 
     async def take(
-        self, accounts: Sequence[MeteredAccount], requests: int, tokens: int, *, continues: bool = False
+        self, accounts: Sequence[MeteredAccount], requests: int, tokens: int, kind: ChargeKind = ChargeKind.NEW
     ) -> Taking:
         """Take `requests` and `tokens` from all accounts, or nothing from any; see `Meters`.
 
@@ -82,12 +82,12 @@ class RedisMeters:
         if not accounts:
             return Taking(())
         try:
-            return await self._take("continue" if continues else "take", accounts, requests, tokens)
+            return await self._take(kind.value, accounts, requests, tokens)
         except StateAwayError:
             if self._own is None:
                 raise
             self._metrics.unshared_limits.inc()
-            return await self._own.take(accounts, requests, tokens, continues=continues)
+            return await self._own.take(accounts, requests, tokens, kind)
 
     async def run(self) -> None:
         """Renew leases and report ends of requests until cancelled."""

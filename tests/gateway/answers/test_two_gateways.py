@@ -22,6 +22,7 @@ from tests.waiting import until
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
+    from pathlib import Path
 
     from common.requests import GenerateRequest
     from tests.fakes.pipeline import Event
@@ -44,9 +45,12 @@ def stops_after(tokens: int) -> Any:
     return script
 
 
-def pair(url: str, script: Any, **settings: Any) -> tuple[FakedGateway, FakedGateway]:
+def pair(
+    url: str, script: Any, limits_file: Path | None = None, max_open_requests: int = 100, **settings: Any
+) -> tuple[FakedGateway, FakedGateway]:
     shared: dict[str, Any] = {"state": {"url": url, "prefix": new_prefix(), **settings}}
-    first, second = faked(script, **shared), faked(script, **shared)
+    shared["max_open_requests"] = max_open_requests
+    first, second = faked(script, limits_file, **shared), faked(script, limits_file, **shared)
     for gateway in (first, second):
         gateway.pipeline.pause_s = 0.005
     return first, second
@@ -146,6 +150,50 @@ async def test_an_owner_goes_on_after_a_refusal_that_the_record_contradicts(
         assert seen.text == TEXT
         assert again.datas == seen.datas[1:], "the chunks that were refused were written later"
         assert len(first.pipeline.submitted) == 1
+        await close(first, second)
+
+
+async def test_the_place_of_a_dead_gateway_is_no_obstacle_to_its_answers(
+    redis_process: RedisProcess, tmp_path: Path
+) -> None:
+    """It holds the only place of the subject until its lease expires."""
+    limits = tmp_path / "limits.toml"
+    limits.write_text("[default]\nconcurrent = 1\n")
+    first, second = pair(redis_process.url, stops_after(4), limits)
+    async with working(*second.state.background):
+        seen = Seen()
+        async with listening(first) as one, listening(second) as two:
+            reading = asyncio.create_task(read(one, seen, body=BODY))
+            await until(lambda: len(seen.ids) == 5)
+            assert error_of(await read(two, Seen(), body=BODY), 429)
+            rest = Seen([seen.ids[-1]])
+            assert (await read(two, rest)).status_code == 200
+            # What continues it counts as open.
+            assert error_of(await read(two, Seen(), body=BODY), 429)
+            reading.cancel()
+        assert seen.text + rest.text == TEXT
+        await close(first, second)
+
+
+async def test_a_follower_waits_for_a_place_to_take_an_answer_over(redis_process: RedisProcess) -> None:
+    first, second = pair(redis_process.url, stops_after(4), max_open_requests=1)
+    async with working(*first.state.background, *second.state.background):
+        leaving, following = Seen(), Seen()
+        async with listening(first) as one, listening(second) as two:
+            reading = asyncio.create_task(read(one, leaving, body=BODY))
+            await until(lambda: len(leaving.ids) == 5)
+            other = asyncio.create_task(read(two, Seen(), body=BODY))
+            await until(lambda: second.generations.open_requests == 1)
+            following.ids = [leaving.ids[0]]
+            joining = asyncio.create_task(read(two, following))
+            await until(lambda: len(following.ids) == 5)
+            reading.cancel()
+            await until(lambda: first.generations.open_requests == 0)
+            await asyncio.sleep(0.2)
+            assert not joining.done()
+            other.cancel()
+            await joining
+        assert following.text == TEXT
         await close(first, second)
 
 

@@ -11,7 +11,7 @@ import pytest
 
 from common.limits import SubjectLimits
 from gateway.quotas.memory_meters import MemoryMeters
-from gateway.quotas.meters import Limit, MeteredAccount
+from gateway.quotas.meters import ChargeKind, Limit, MeteredAccount
 from gateway.quotas.redis_meters import RedisMeters
 from gateway.state.server import StateAwayError
 from tests.fakes.redis_process import temporary_redis
@@ -58,15 +58,15 @@ async def test_a_continued_answer_takes_a_place_and_its_difference_in_tokens_onl
     async with gateways(redis_process, 1, lambda: 1.0) as [shared]:
         for meters in (shared, MemoryMeters(lambda: 1.0)):
             first = await meters.take([limited], 1, 100)
-            refused = await meters.take([limited], 1, 0, continues=True)
+            refused = await meters.take([limited], 1, 0, ChargeKind.CONTINUED)
             assert refused.obstacle is not None
             assert refused.obstacle.limit is Limit.CONCURRENT
             first.settle(30)
             await shared.flush()
             # No request is left in this minute, and the answer was charged with 30 tokens before.
-            continued = await meters.take([limited], 1, 0, continues=True)
+            continued = await meters.take([limited], 1, 0, ChargeKind.CONTINUED)
             assert continued.obstacle is None
-            assert (await meters.take([limited], 1, 0, continues=True)).obstacle is not None
+            assert (await meters.take([limited], 1, 0, ChargeKind.CONTINUED)).obstacle is not None
             continued.settle(12)
             await shared.flush()
             other = await meters.take([limited], 1, 50)
@@ -75,6 +75,21 @@ async def test_a_continued_answer_takes_a_place_and_its_difference_in_tokens_onl
             level = other.readings[0].tokens
             assert level is not None
             assert level.left == 100 - 30 - 12
+
+
+async def test_an_inherited_answer_takes_a_place_beyond_the_limit(redis_process: RedisProcess) -> None:
+    limited = account(requests_per_minute=1, tokens_per_minute=100, concurrent=1)
+    async with gateways(redis_process, 1, lambda: 1.0) as [shared]:
+        for meters in (shared, MemoryMeters(lambda: 1.0)):
+            dead = await meters.take([limited], 1, 100)
+            inherited = await meters.take([limited], 1, 0, ChargeKind.INHERITED)
+            assert (dead.obstacle, inherited.obstacle) == (None, None)
+            dead.settle(100)
+            await shared.flush()
+            assert (await meters.take([limited], 1, 0, ChargeKind.CONTINUED)).obstacle is not None
+            inherited.settle(0)
+            await shared.flush()
+            assert (await meters.take([limited], 1, 0, ChargeKind.CONTINUED)).obstacle is None
 
 
 async def test_two_gateways_decide_as_one_in_memory_does(redis_process: RedisProcess) -> None:
