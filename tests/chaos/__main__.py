@@ -91,6 +91,8 @@ class Campaign:
         self._settings: Mapping[str, Callable[[Path], System]] = {
             "one": lambda directory: System(directory, randomness, simulated=simulated),
             "two": lambda directory: System(directory, randomness, groups=2, simulated=simulated),
+            "stages": lambda directory: System(directory, randomness, stages=2, simulated=simulated),
+            "roles": lambda directory: System(directory, randomness, groups=2, divided=True, simulated=simulated),
             "tls": lambda directory: System(directory, randomness, simulated=simulated, secure=True),
             "disk": lambda directory: System(directory, randomness, simulated=simulated, with_disk=True),
         }

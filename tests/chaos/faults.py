@@ -29,8 +29,10 @@ STOPS_S = (8, 40, 75)
 LINK_FAULT_S = 8.0
 # Longer than peers wait for each other.
 LONG_LINK_FAULT_S = 25.0
+SHORT_RESETS = ("gateway-tokenizer", "scheduler-worker", "scheduler-detokenizer", "gateway-redis")
 SHORT_LINK_FAULTS = ("one/scheduler-detokenizer-requests-lost", "one/scheduler-worker-answers-lost")
 DELAY_S = 0.2
+BLACK_HOLE = Weather(drops_requests=True, drops_answers=True)
 RESET_PAUSE_S = 0.5
 # So that a second of an idle link has some, and of a busy one many.
 FLIP_BYTES = 3000
@@ -76,6 +78,8 @@ def all_faults() -> list[Fault]:
         *_stops("two", (8, 40)),
         *_link_faults("two"),
         _upgrade("two"),
+        *_stage_faults(),
+        *_role_faults(),
     ]
 
 
@@ -95,6 +99,30 @@ def _kills(setting: str) -> Iterator[Fault]:
         yield Fault(name, setting, _kill(first, second), _reconnects(first, second), is_short=short)
     for name in SERVICES:
         yield Fault(f"{setting}/kill-{name}-recovering", setting, _kill_twice(name), _reconnects(name))
+
+
+def _stage_faults() -> Iterator[Fault]:
+    """Of two stages of a pipeline, `worker-1` is the last one, which samples."""
+    for names in (("worker-0",), ("worker-1",), ("worker-0", "worker-1"), ("scheduler", "worker-1")):
+        short = names == ("worker-0",)
+        yield Fault(f"stages/kill-{'+'.join(names)}", "stages", _kill(*names), is_short=short)
+    yield Fault("stages/kill-worker-1-recovering", "stages", _kill_twice("worker-1"))
+    for name in ("worker-0", "worker-1"):
+        yield Fault(f"stages/stop-8s-{name}", "stages", _stop(name, STOPS_S[0]))
+        link = f"scheduler-{name}"
+        lost = Weather(drops_answers=True)
+        yield Fault(f"stages/{link}-answers-lost", "stages", _weather(link, lost, LINK_FAULT_S))
+
+
+def _role_faults() -> Iterator[Fault]:
+    """Group 0 computes prompts, group 1 reads their pages and generates."""
+    pairs = ("scheduler-0", "worker-1"), ("worker-0", "scheduler-1")
+    for names in (("scheduler-0",), ("worker-0",), ("scheduler-1",), ("worker-1",), *pairs):
+        yield Fault(f"roles/kill-{'+'.join(names)}", "roles", _kill(*names), is_short=names == ("worker-1",))
+    for name in ("scheduler-0", "worker-0", "worker-1"):
+        yield Fault(f"roles/stop-8s-{name}", "roles", _stop(name, STOPS_S[0]))
+    for link in ("tokenizer-scheduler-0", "scheduler-worker-0"):
+        yield Fault(f"roles/{link}-black-hole", "roles", _weather(link, BLACK_HOLE, LONG_LINK_FAULT_S))
 
 
 def _stops(setting: str, durations_s: tuple[int, ...]) -> Iterator[Fault]:
@@ -155,17 +183,16 @@ def _stop(name: str, seconds: float) -> Callable[[System], Awaitable[float]]:
 
 
 def _link_faults(setting: str) -> Iterator[Fault]:
-    black_hole = Weather(drops_requests=True, drops_answers=True)
     weathers = {
         "delayed": (delayed(DELAY_S), LINK_FAULT_S),
         "stalled": (Weather(is_stalled=True), LINK_FAULT_S),
         "requests-lost": (Weather(drops_requests=True), LINK_FAULT_S),
         "answers-lost": (Weather(drops_answers=True), LINK_FAULT_S),
-        "black-hole": (black_hole, LONG_LINK_FAULT_S),
+        "black-hole": (BLACK_HOLE, LONG_LINK_FAULT_S),
     }
     for link in LINKS if setting == "one" else ("tokenizer-scheduler", "scheduler-worker", "scheduler-detokenizer"):
         for times in (1, 7):
-            short = setting == "one" and times == 7
+            short = setting == "one" and times == 7 and link in SHORT_RESETS
             yield Fault(f"{setting}/{link}-reset-x{times}", setting, _reset(link, times), is_short=short)
         yield Fault(f"{setting}/{link}-refused", setting, _refuse(link))
         for name, (weather, seconds) in weathers.items():

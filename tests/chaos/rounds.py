@@ -115,7 +115,7 @@ async def run_round(
         leaked=len(leaks),
         pause_p50_s=statistics.median(pauses) if pauses else 0.0,
         pause_max_s=max(pauses, default=0.0),
-        pause_goal_s=PAUSE_GOAL_S + (own_s if system.groups == 1 or not _is_of_a_group(fault) else 0.0),
+        pause_goal_s=PAUSE_GOAL_S + (0.0 if system.has_another_group and _is_of_a_group(fault) else own_s),
         seconds=time.monotonic() - started,
         problems=tuple(
             problem for kind in (judgement.lost, judgement.wrong, leaks) for problem in kind[:SHOWN_PROBLEMS]

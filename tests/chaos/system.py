@@ -19,7 +19,8 @@ from common.settings import GatewaySettings, ModelSettings, RpcSettings, Schedul
 from common.settings.gateway import ResponsesSettings, StateSettings
 from common.settings.scheduler import HostTierSettings, StorageSettings
 from common.settings.worker import WorkerStorageSettings
-from deploy.supervisor.layout import Layout, lay_out
+from common.types import GroupRole
+from deploy.supervisor.layout import ONE_OF_EACH, Layout, Replicas, lay_out
 from deploy.supervisor.process import Probes
 from deploy.supervisor.supervisor import Supervisor
 from protos.gen.pando.v1 import scheduler_pb2, scheduler_pb2_grpc, worker_pb2, worker_pb2_grpc
@@ -43,7 +44,9 @@ SECRET = "a secret of the fault campaign's gateways"
 START_TIMEOUT_S = 300.0
 RPC_TIMEOUT_S = 5.0
 ANSWER_TIMEOUT_S = 60.0
-ROLES = ("gateway", "tokenizer", "scheduler", "worker", "detokenizer")
+GROUP_ROLES = (GroupRole.PREFILL, GroupRole.DECODE)
+# Shorter prompts are computed where they are answered.
+PREFILL_TOKENS = 64
 # Gauges that are 0 while nothing is open.
 OPEN_GAUGES = {
     "gateway": "pando_gateway_open_requests",
@@ -88,7 +91,7 @@ class System:
 
     Services are called `gateway`, `tokenizer`, `detokenizer`, and `scheduler` and `worker` or, with two groups,
     `scheduler-0` to `worker-1`. Links have the names of both ends: `gateway-tokenizer`, or with two groups
-    `tokenizer-scheduler-0`.
+    `tokenizer-scheduler-0`. With two stages, one group has `worker-0` and `worker-1`.
     """
 
     def __init__(
@@ -97,14 +100,18 @@ class System:
         randomness: random.Random,
         *,
         groups: int = 1,
+        divided: bool = False,
+        stages: int = 1,
         simulated: bool = True,
         secure: bool = False,
         with_disk: bool = False,
     ) -> None:
         """Plan the system, with sockets and logs in `directory`, whose path must be short.
 
-        `simulated`: its engine makes tokens up. `secure`: its links use mutual TLS. `with_disk`: it has a storage tier
-        and keeps responses in a file, on a small disk, instead of in a Redis server.
+        `divided`: of two groups, the first one only computes prompts, which the other one reads. `stages`: the ranks of
+        a group, each with a part of the layers. `simulated`: its engine makes tokens up. `secure`: its links use mutual
+        TLS. `with_disk`: it has a storage tier and keeps responses in a file, on a small disk, instead of in a Redis
+        server.
 
         Raises:
             MissingProgramError: there is no Redis server.
@@ -113,6 +120,8 @@ class System:
         if not any(shutil.which(name) for name in BINARIES):
             raise MissingProgramError(f"the campaign needs one of {', '.join(BINARIES)}: apt-get install redis-server")
         self.groups = groups
+        self.divided = divided
+        self._stages = stages
         self.simulated = simulated
         self.log_path = directory / "services.log"
         self.redis = RedisProcess(directory)
@@ -130,6 +139,11 @@ class System:
         self.supervisor = Supervisor(self.layout, self._run_directory, self.reporter, Probes())
         self._stopping = asyncio.Event()
         self._running: asyncio.Task[None] | None = None
+
+    @property
+    def has_another_group(self) -> bool:
+        """Whether a second group serves while the first one is away."""
+        return self.groups > 1 and not self.divided
 
     @property
     def url(self) -> str:
@@ -316,7 +330,8 @@ class System:
     def _plan(self) -> tuple[Layout, Path]:
         """Return the processes of all groups, connected by links, and their run directory."""
         settings = self._settings()
-        layout, directory = lay_out(settings, 1, self._directory)
+        replicas = Replicas(roles=GROUP_ROLES) if self.divided else ONE_OF_EACH
+        layout, directory = lay_out(settings, 1, self._directory, replicas)
         specs = [each for spec in layout.services for each in self._of_groups(spec)]
         for spec in specs:
             self._addresses[spec.name] = self._address_of(spec, directory)
@@ -328,6 +343,11 @@ class System:
         gateway = GatewaySettings(port=self._ports.take(), anonymous="vouched")
         scheduler = SchedulerSettings(max_rows=32 if self.simulated else 16)
         worker = WorkerSettings()
+        if self._stages > 1:
+            scheduler = scheduler.model_copy(update={"pipeline_parallel": self._stages})
+        if self.divided:
+            tier = HostTierSettings(pages=4096)
+            scheduler = scheduler.model_copy(update={"host_tier": tier, "prefill_min_tokens": PREFILL_TOKENS})
         if self._disk is not None:
             path = self._disk.path
             gateway = gateway.model_copy(update={"responses": ResponsesSettings(file=path / "responses.sqlite")})
@@ -340,7 +360,7 @@ class System:
 
     def _of_groups(self, spec: ServiceSpec) -> list[ServiceSpec]:
         """Return the service once for each group, if groups have their own."""
-        if self.groups == 1 or spec.name not in ("scheduler", "worker"):
+        if self.groups == 1 or self.divided or spec.name not in ("scheduler", "worker"):
             return [spec]
         return [
             replace(spec, name=f"{spec.name}-{number}", group=f"{spec.group}-{number}") for number in range(self.groups)
@@ -387,7 +407,7 @@ class System:
                     address for name, address in links.items() if name.startswith("tokenizer-scheduler")
                 )
             case "scheduler":
-                own["workers"] = (links[f"scheduler-worker{suffix}"],)
+                own["workers"] = self._links_to_workers(suffix)
                 own["detokenizer"] = (links[f"scheduler-detokenizer{suffix}"],)
         rpc = self._security_of(service)
         section = getattr(spec.settings, service).model_copy(update=own)
@@ -395,6 +415,12 @@ class System:
         if rpc.probe_port is not None and service != "gateway":
             probed = f"{HOST}:{rpc.probe_port}"
         return replace(spec, address=probed, settings=spec.settings.model_copy(update={service: section, "rpc": rpc}))
+
+    def _links_to_workers(self, suffix: str) -> tuple[str, ...]:
+        """Return the addresses of the links to the ranks of a group."""
+        name = f"scheduler-worker{suffix}"
+        stages = [f"{name}-{number}" for number in range(self._stages)]
+        return tuple(self.links[each].address for each in (stages if self._stages > 1 else [name]))
 
     def _security_of(self, service: str) -> RpcSettings:
         if self._authority is None:
@@ -413,6 +439,8 @@ def _held_by_scheduler(name: str, state: scheduler_pb2.GetStateResponse | None) 
         kept = tier.free_pages + tier.soft_free_pages + tier.evictable_pages
         if tier.protected_pages or kept != tier.capacity_pages:
             found.append(f"{name}: {tier.capacity_pages - kept} {tier.tier} pages")
+    if state.disaggregation.open_leases:
+        found.append(f"{name}: {state.disaggregation.open_leases} leases")
     if state.leaked_pages:
         found.append(f"{name}: {state.leaked_pages} pages were lost and repaired")
     return found
