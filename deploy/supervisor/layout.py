@@ -250,7 +250,7 @@ def _place(model: DeployedModel, run_directory: Path, total_ranks: int, replicas
                 connected["adapters"] = adapters.model_copy(update={"manifest": manifest})
             own = _with(own, "scheduler", connected)
         is_rank = module == "worker"
-        its = _for_rank(own, number, total_ranks) if is_rank else _with_own_metrics_port(own, module, number)
+        its = _with_own_metrics_port(_for_rank(own, number, total_ranks) if is_rank else own, module, number)
         # Only the ranks of a group depend on each other.
         group = model.prefix + (of.workers if is_rank and of else name)
         full = f"services.{module}"

@@ -7,6 +7,7 @@ import pytest
 
 from common.errors import ConfigurationError
 from common.settings import RpcSettings, Settings, TlsSettings
+from common.types import GroupRole
 from deploy.supervisor import layout as layout_module
 from deploy.supervisor.layout import Replicas, Stage, check_port, free_port, plan_layout
 
@@ -125,3 +126,10 @@ def test_services_get_as_long_to_end_as_they_may_take_to_drain() -> None:
     layout = plan_layout(settings_with(gateway={"drain_s": 40.0}, scheduler={"drain_s": 20.0}), RUN)
     assert layout.find("gateway").stop_s > 40
     assert layout.find("scheduler").stop_s > 20
+
+
+def test_each_rank_has_its_own_port_of_metrics() -> None:
+    settings = settings_with(worker={"metrics_port": 9093})
+    layout = plan_layout(settings, RUN, 2, Replicas(roles=(GroupRole.BOTH, GroupRole.BOTH)))
+    workers = [spec for spec in layout.services if spec.module == "services.worker"]
+    assert [spec.settings.worker.metrics_port for spec in workers] == [9093, 9094, 9095, 9096]
