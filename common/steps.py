@@ -274,6 +274,19 @@ class StepResult:
 
 
 @dataclass(frozen=True, slots=True)
+class ExpertLoad:
+    """Tokens that the experts of this rank have computed since the model was loaded, over the layers of its stage.
+
+    `tokens[i]` are those of expert `first + i`. `imbalance` is the number of tokens of the busiest rank of each layer,
+    which the others wait for, over that of the mean rank: 1 if all compute as many.
+    """
+
+    first: int
+    tokens: tuple[int, ...]
+    imbalance: float
+
+
+@dataclass(frozen=True, slots=True)
 class EngineSpec:
     """Configuration of a rank; see `ConfigureRequest` in protos/pando/v1/worker.proto for each field."""
 
@@ -303,6 +316,8 @@ class EngineSpec:
     vision: bool = False
     # Stages of the pipeline, each with some of the layers and as many ranks.
     stages: int = 1
+    # Whether a rank has some experts as a whole, instead of some columns of every expert.
+    expert_parallel: bool = False
     # Names of the weights, which do not change what is loaded.
     weight_version: str = field(default="", compare=False)
     base_model: str = field(default="", compare=False)

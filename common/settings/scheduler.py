@@ -233,6 +233,9 @@ class SchedulerSettings(Section):
     """Stages of the pipeline, by which the workers are divided: each has some of the layers, which its workers share by
     tensor parallelism. For models that do not fit on a host, as stages exchange much less than the ranks of a stage.
     Sequences decode in as many micro-batches, so that all stages compute at the same time."""
+    expert_parallel: bool = False
+    """For mixtures: whether each rank of a stage holds some experts as a whole, instead of some columns of every
+    expert. A rank multiplies fewer but larger matrices; all wait for the one whose experts the tokens prefer."""
     detokenizer: Addresses = Field(default=("127.0.0.1:50054",), min_length=1)
     """Addresses of the detokenizers, all those that gateways use; dns:host:port stands for all addresses that the host
     name resolves to, which are looked up periodically."""

@@ -30,6 +30,9 @@ if TYPE_CHECKING:
 # Short flags, and the settings that they stand for.
 SHORTCUTS = {"--model": "--model.reference", "--port": "--gateway.port", "--host": "--gateway.host"}
 SHARE_DEVICE = "--share-device"
+EXPERT_PARALLEL = "--expert-parallel"
+# Flags without a value, and the settings that they turn on.
+_SWITCHES = {SHARE_DEVICE: "scheduler.device_turns.enabled", EXPERT_PARALLEL: "scheduler.expert_parallel"}
 # The settings that `--help` shows; `--help-all` shows all.
 COMMON_SETTINGS = (
     "model.reference",
@@ -152,7 +155,14 @@ def _add_own_arguments(parser: argparse.ArgumentParser) -> None:
         help="scheduler groups of each model, each with its own workers, by what they do: both=2, or "
         "prefill=1,decode=1, where the first one computes long prompts for the other (default both=1)",
     )
-    # Replaced by a setting before the arguments are parsed; here for the help text.
+    # Switches are replaced by settings before the arguments are parsed; here for the help text.
+    parser.add_argument(
+        EXPERT_PARALLEL,
+        action="store_true",
+        default=argparse.SUPPRESS,
+        help="each of the --tp workers of a mixture holds some experts as a whole, instead of a part of every expert "
+        "(scheduler.expert_parallel)",
+    )
     parser.add_argument(
         SHARE_DEVICE,
         action="store_true",
@@ -181,8 +191,8 @@ def read_roles(text: str) -> tuple[GroupRole, ...]:
 
 
 def _long_form(argument: str) -> str:
-    if argument == SHARE_DEVICE:
-        return "--scheduler.device_turns.enabled=true"
+    if argument in _SWITCHES:
+        return f"--{_SWITCHES[argument]}=true"
     name, equals, value = argument.partition("=")
     return SHORTCUTS.get(name, name) + equals + value
 

@@ -149,20 +149,30 @@ def make_group(settings: Settings, security: Security, loop: SchedulerLoop) -> W
     """Return the worker group in the settings.
 
     Raises:
-        ConfigurationError: its workers cannot be divided into stages.
+        ConfigurationError: see `check_ranks`.
     """
-    workers, stages = len(settings.scheduler.workers), settings.scheduler.pipeline_parallel
-    if workers % stages:
-        raise ConfigurationError(
-            f"scheduler.workers has {workers} addresses, which cannot be divided into the {stages} stages of "
-            "scheduler.pipeline_parallel: each stage needs as many ranks as the others"
-        )
+    check_ranks(settings.scheduler)
     channels = [partial(open_channel, address, security) for address in settings.scheduler.workers]
     turns = settings.scheduler.device_turns
     level = SleepLevel(turns.level) if turns.enabled else None
     return WorkerGroup(
         channels, engine_spec(settings), loop, settings.scheduler.worker_timeout_s, loop.adapters.restore, level
     )
+
+
+def check_ranks(settings: SchedulerSettings) -> None:
+    """Raise ConfigurationError if workers cannot be divided into stages, or experts not be distributed over them."""
+    workers, stages = len(settings.workers), settings.pipeline_parallel
+    if workers % stages:
+        raise ConfigurationError(
+            f"scheduler.workers has {workers} addresses, which cannot be divided into the {stages} stages of "
+            "scheduler.pipeline_parallel: each stage needs as many ranks as the others"
+        )
+    if settings.expert_parallel and workers == stages:
+        raise ConfigurationError(
+            "scheduler.expert_parallel distributes experts over the ranks of a stage, and each stage has only one: add "
+            "workers (pando up --tp 2)"
+        )
 
 
 def make_waker(
@@ -237,6 +247,7 @@ def engine_spec(settings: Settings) -> EngineSpec:
         rope_parameters=json.dumps(model.rope_parameters) if model.rope_parameters else "",
         rendezvous=scheduler.rendezvous,
         stages=scheduler.pipeline_parallel,
+        expert_parallel=scheduler.expert_parallel,
         page_size=scheduler.page_size,
         max_rows=scheduler.max_rows,
         max_context=model.max_context,

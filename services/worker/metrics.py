@@ -14,6 +14,15 @@ PASS_HOST_SECONDS = Histogram(
     "pando_worker_pass_host_seconds", "Bookkeeping of this rank beside one forward pass.", buckets=_HOST_SECONDS
 )
 TOKENS_TOTAL = Counter("pando_worker_sampled_tokens_total", "Tokens sampled by this rank.")
+EXPERT_TOKENS_TOTAL = Counter(
+    "pando_worker_expert_tokens_total",
+    "Tokens that each expert on this rank has computed, over all layers; with expert parallelism.",
+    ["expert"],
+)
+EXPERT_IMBALANCE = Gauge(
+    "pando_worker_expert_imbalance_ratio",
+    "Tokens that the busiest rank's experts compute in a layer, over those of the mean rank; with expert parallelism.",
+)
 OPEN_ROWS = Gauge("pando_worker_open_rows", "Row slots in use.")
 PLANS_FAILED_TOTAL = Counter("pando_worker_plans_failed_total", "Plans that ended with an error.")
 READY = Gauge("pando_worker_ready", "1 while a model is loaded and plans are accepted.")

@@ -14,6 +14,7 @@ from common.models.adapters import resolve_adapter
 from common.steps import StepResult
 from services.worker import metrics
 from services.worker.engine.execution.interface import InvalidPlanError, OutOfMemoryError
+from services.worker.expert_metrics import ExpertMetrics
 from services.worker.peers.leases import PageLeases
 from services.worker.profiles import ProfileRules, Profiles
 from services.worker.session import EngineThread, ExecuteSession, SessionEndedError
@@ -110,6 +111,7 @@ class Rank:
         self._loading: _Loading | None = None
         self._session: ExecuteSession | None = None
         self._finished_passes = 0
+        self._expert_metrics = ExpertMetrics()
         self._adapters: list[AdapterInfo] = []
         self._sleep_level: SleepLevel | None = None
         # Kept, as a task that only its loop refers to may be collected.
@@ -423,6 +425,7 @@ class Rank:
             with self.profiles.span(f"plan {plan.step_id}"):
                 self._engine.execute(plan, emit, functools.partial(session.is_overtaken, plan))
             self._engine.settle(lambda: self._thread.has_commands)
+            self._report_experts()
         except SessionEndedError:
             pass  # the code that ended it frees the rows
         except InvalidPlanError as error:
@@ -478,6 +481,14 @@ class Rank:
         metrics.PASS_HOST_SECONDS.observe(result.host_us / 1e6)
         metrics.TOKENS_TOTAL.inc(len(result.token_ids))
         metrics.OPEN_ROWS.set(self._engine.open_rows)
+
+    def _report_experts(self) -> None:
+        """Update the metrics of experts, on the engine's thread."""
+        if not self._expert_metrics.are_due(self._finished_passes, is_idle=not self._thread.has_commands):
+            return
+        load = self._engine.read_expert_load()
+        if load is not None:
+            self._expert_metrics.update(load)
 
     def _keep_warm(self) -> None:
         """Give an idle engine something to do, on its thread."""

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     import asyncio
     from collections.abc import Callable, Collection
 
-    from common.steps import EngineCapacity, EngineSpec, SleepLevel, SleepPart, StepPlan, StepResult
+    from common.steps import EngineCapacity, EngineSpec, ExpertLoad, SleepLevel, SleepPart, StepPlan, StepResult
     from common.transfers import Transfer
     from services.worker.engine.execution.interface import (
         AdapterStore,
@@ -70,6 +70,10 @@ class TieredEngine:
     def adapters(self) -> AdapterStore | None:
         """The inner engine's adapters."""
         return self._inner.adapters
+
+    def read_expert_load(self) -> ExpertLoad | None:
+        """Return the inner engine's answer."""
+        return self._inner.read_expert_load()
 
     @property
     def open_rows(self) -> int:

@@ -83,6 +83,7 @@ def spec_from_wire(message: worker_pb2.ConfigureRequest) -> EngineSpec:
         base_model=message.base_model,
         vision=message.vision,
         stages=stages,
+        expert_parallel=message.expert_parallel,
     )
 
 

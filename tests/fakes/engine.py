@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     import threading
     from collections.abc import Callable, Collection
 
-    from common.steps import EngineCapacity, EngineSpec, SleepLevel, SleepPart, StepPlan
+    from common.steps import EngineCapacity, EngineSpec, ExpertLoad, SleepLevel, SleepPart, StepPlan
     from services.worker.engine.execution.engine import ModelEngine
     from services.worker.engine.execution.interface import (
         AdapterStore,
@@ -43,6 +43,7 @@ class ScriptedEngine:
     # Since its last `configure`, as an engine on a GPU that has met other ranks.
     ends_with_group: bool = False
     meets_once: bool = False
+    expert_load: ExpertLoad | None = None
 
     @property
     def host_pages(self) -> HostPageBytes | None:
@@ -55,6 +56,9 @@ class ScriptedEngine:
     @property
     def adapters(self) -> AdapterStore | None:
         return self.inner.adapters
+
+    def read_expert_load(self) -> ExpertLoad | None:
+        return self.expert_load
 
     @property
     def open_rows(self) -> int:

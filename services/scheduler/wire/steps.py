@@ -51,6 +51,7 @@ def spec_to_wire(spec: EngineSpec) -> worker_pb2.ConfigureRequest:
         base_model=spec.base_model,
         vision=spec.vision,
         pipeline_stages=spec.stages,
+        expert_parallel=spec.expert_parallel,
     )
 
 

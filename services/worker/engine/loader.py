@@ -63,6 +63,7 @@ from services.worker.engine.model.score_head import read_score_head
 from services.worker.engine.model.tensors import CheckedTensors
 from services.worker.engine.model.transformer import Transformer
 from services.worker.engine.model_runner import ModelRunner, ReadModel
+from services.worker.engine.parallel.expert_load import ExpertCounts, check_experts
 from services.worker.engine.parallel.group import RankGroup, join_group
 from services.worker.engine.parallel.shards import ModelShard, Span, shard_model
 from services.worker.engine.parallel.stages import check_stages, layers_of_stages
@@ -185,7 +186,7 @@ class _DecoderLoader:
         # None: images are not to be seen.
         self._vision_config = read_vision(described) if spec.vision else None
         self._only_embeds = only_embeds(described, has_pooling=has_pooling_module(files.path))
-        self._shard: ModelShard = shard_model(self._config, spec.tensor_rank, spec.tensor_ranks)
+        self._shard: ModelShard = self._shard_of(spec.tensor_rank)
         threads = count_threads(options, spec)
         if self._device.type == "cpu":
             torch.set_num_threads(threads)
@@ -287,8 +288,11 @@ class _DecoderLoader:
 
     def _check_memory(self) -> None:
         """Raise ConfigurationError for stages, or kinds of KV memory, that the model or the device does not support."""
+        is_own = not isinstance(self._checkpoint, TransformersCheckpoint)
+        if self._spec.expert_parallel:
+            check_experts(self._spec, self._config, self._backend.name, is_own=is_own)
         if self._spec.stages > 1:
-            check_stages(self._spec, self._config, is_own=not isinstance(self._checkpoint, TransformersCheckpoint))
+            check_stages(self._spec, self._config, is_own=is_own)
         if self._kv_dtype == FP8 and self._config.latent is not None:
             raise ConfigurationError(
                 f"kv_dtype=fp8: latent attention ({self._config.family}) keeps one row for both, which is not "
@@ -316,7 +320,7 @@ class _DecoderLoader:
         kernels, ranks = self._backend.kernels, self._spec.tensor_ranks
         weights = self._weights or self._read(self._checkpoint)
         adapters, self._weights = self._adapters, None
-        vocabulary = tuple(shard_model(self._config, rank, ranks).vocabulary for rank in range(ranks))
+        vocabulary = tuple(self._shard_of(rank).vocabulary for rank in range(ranks))
         attention, (*inner, last) = self._attention(context), weights.layers
         # Several ranks add up what their parts of a layer contribute: no one call.
         if ranks == 1 and last.input_norm is not None:
@@ -337,9 +341,22 @@ class _DecoderLoader:
         if self._vision_config is not None:
             self._vision = load_vision(checkpoint, self._vision_config, kernels, self._device)
         assembler = Assembler(
-            tensors, self._shard, kernels, self._dtype, self._device, self._has_vocabulary, self._layers, self._adapters
-        )
+            tensors, self._shard, kernels, self._dtype, self._device, self._has_vocabulary, self._layers,
+            self._adapters, self._count_experts(),
+        )  # fmt: skip
         return assembler.weights(lambda share: self._report(0.98 * share, "loading weights"))
+
+    def _shard_of(self, tensor_rank: int) -> ModelShard:
+        spec = self._spec
+        return shard_model(self._config, tensor_rank, spec.tensor_ranks, expert_parallel=spec.expert_parallel)
+
+    def _count_experts(self) -> ExpertCounts | None:
+        moe, held = self._config.moe, [self._shard_of(rank).experts for rank in range(self._spec.tensor_ranks)]
+        if moe is None or not self._spec.expert_parallel:
+            return None
+        mixtures = sum(self._part.moe_of(layer) is not None for layer in range(self._part.layers))
+        spans = tuple(span for span in held if span is not None)
+        return ExpertCounts(mixtures, moe.experts, spans, self._spec.tensor_rank, self._device)
 
     @property
     def can_prepare(self) -> bool:
@@ -620,6 +637,8 @@ class _DecoderLoader:
             str(quantiser(spec, self._config) is not None), str(self._vision_config and asdict(self._vision_config)),
             str(spec.page_size), str(shard.kv_heads), f"{spec.rank}/{spec.world_size}",
             f"{self._layers.start}-{self._layers.stop}",
+            # Sums in another order give other bits; without, fingerprints are those of earlier versions.
+            *(["whole experts"] if spec.expert_parallel else []),
         )  # fmt: skip
         return hashlib.sha256("\n".join(parts).encode()).hexdigest()
 

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from services.worker.engine.model.decoder import Decoder
     from services.worker.engine.model.kv_pool import KvPool
     from services.worker.engine.model.recurrent import StatePool
+    from services.worker.engine.parallel.expert_load import ExpertCounts
     from services.worker.engine.parallel.group import RankGroup
     from services.worker.engine.parallel.stages import PendingTokens
     from services.worker.engine.vision.encoder import EncoderImage, VisionEncoder
@@ -86,6 +87,11 @@ class ModelRunner:
     def states(self) -> StatePool | None:
         """States of recurrent layers, if there are any."""
         return self._pool.states
+
+    @property
+    def expert_counts(self) -> ExpertCounts | None:
+        """The tokens that each expert gets; None without expert parallelism, and while the weights are dropped."""
+        return None if self._model is None else self._model.expert_counts
 
     @property
     def weight_bytes(self) -> int:

@@ -126,6 +126,7 @@ VALUE_SETS: dict[str, dict[str, Any]] = {
             "device": "cuda",
             "tensorParallel": 8,
             "pipelineParallel": 2,
+            "expertParallel": True,
             "ranksPerPod": 8,
             "leaderWorkerSet": {"enabled": True},
         },

@@ -76,6 +76,13 @@ def test_models_take_devices_one_after_the_other_unless_they_say_which() -> None
     assert devices == {"a/worker-0": 1, "a/worker-1": 2, "b/worker": 3, "c/worker": 0}
 
 
+def test_a_flag_without_a_value_turns_on_expert_parallelism() -> None:
+    settings, arguments = read_arguments(["--tp", "2", "--expert-parallel"])
+    assert arguments.tp == 2
+    assert settings.scheduler.expert_parallel
+    assert not read_arguments(["--tp", "2"])[0].scheduler.expert_parallel
+
+
 def test_models_that_share_a_device_take_turns_on_it() -> None:
     settings, _ = read_arguments(["--models", '{"a": {"tp": 2}, "b": "x"}', "--share-device"])
     layout = plan_layout(settings, RUN)

@@ -195,6 +195,7 @@ specs = complete(
     snapshots=st.none() | COUNT,
     rope_parameters=NAMES,
     vision=st.booleans(),
+    expert_parallel=st.booleans(),
     adapter_slots=COUNT,
     weight_version=NAMES,
     base_model=NAMES,

@@ -7,13 +7,14 @@ from typing import TYPE_CHECKING
 
 import grpc
 import pytest
+from prometheus_client import REGISTRY
 
 from common.errors import ConfigurationError
 from common.grammars import Grammar, GrammarKind
 from common.rpc.channel import open_channel
 from common.rpc.server import RpcServer
 from common.rpc.status import to_error
-from common.steps import EngineSpec, StepPlan, StepResult
+from common.steps import EngineSpec, ExpertLoad, StepPlan, StepResult
 from common.types import ErrorCode, RowSlot, StepId
 from common.wire.requests import grammar_to_wire
 from protos.gen.pando.v1 import worker_pb2, worker_pb2_grpc
@@ -34,6 +35,7 @@ from tests.services.worker.engine.scenario import chunk, open_row, tokens_by_row
 SPEC = EngineSpec("anything", "fake", max_rows=4)
 OPEN = StepPlan(StepId(1), opens=(open_row(0, range(5), [0, 1], total=30),), prefills=(chunk(0, 0, 5),))
 DECODE = StepPlan(StepId(2), steps=3)
+IMBALANCE = "pando_worker_expert_imbalance_ratio"
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -484,3 +486,24 @@ async def test_a_grammar_is_given_up_when_its_call_is_cancelled(tmp_path: Path) 
     finally:
         await server.stop(0.1)
         await rank.stop()
+
+
+def tokens_of(expert: int) -> float:
+    return REGISTRY.get_sample_value("pando_worker_expert_tokens_total", {"expert": str(expert)}) or 0.0
+
+
+async def test_metrics_follow_the_tokens_of_experts(serve: Serve) -> None:
+    engine = ScriptedEngine()
+    stub = await serve(engine)
+    await configure(stub)
+    call = stub.Execute()
+    before, expected = [tokens_of(6), tokens_of(7)], [0, 0]
+    # The counts of the last one are those of an engine which has started again.
+    loads = [ExpertLoad(6, (3, 0), 1.5), ExpertLoad(6, (4, 9), 1.25), ExpertLoad(6, (2, 1), 1.0)]
+    for plan, load, added in zip((OPEN, DECODE, DECODE), loads, ((3, 0), (1, 9), (2, 1)), strict=True):
+        engine.expert_load = load
+        await execute(call, plan)
+        expected = [total + more for total, more in zip(expected, added, strict=True)]
+        await waiting.until(lambda: REGISTRY.get_sample_value(IMBALANCE) == load.imbalance)  # noqa: B023  (awaited here)
+        await waiting.until(lambda: [tokens_of(6) - before[0], tokens_of(7) - before[1]] == expected)  # noqa: B023
+    call.cancel()

@@ -43,6 +43,9 @@ class InnerEngine:
     def configure(self, spec: EngineSpec, report: ProgressReport) -> EngineCapacity:
         return CAPACITY
 
+    def read_expert_load(self) -> None:
+        self.calls.append("read_expert_load")
+
     def execute(self, plan: StepPlan, emit: Emit, is_overtaken: IsOvertaken = never_overtaken) -> None:
         assert not any(transfer.direction.uses_storage for transfer in plan.transfers)
         acks = tuple(TransferAck(transfer.transfer_id, transfer.pages) for transfer in plan.transfers)

@@ -43,6 +43,9 @@ detokenizer: [log, rpc, metrics, tracing, model, detokenizer]
 {{- if gt (int .Values.worker.pipelineParallel) 1 -}}
 {{- $_ := set $own.scheduler "pipeline_parallel" (int .Values.worker.pipelineParallel) -}}
 {{- end -}}
+{{- if .Values.worker.expertParallel -}}
+{{- $_ := set $own.scheduler "expert_parallel" true -}}
+{{- end -}}
 {{- $peer := dict -}}
 {{- range $service, $facts := $pipeline }}{{ $_ := set $peer $service (list (printf "dns:%s-%ss:%d" $name $service (int $facts.port))) }}{{ end -}}
 {{- $gateway := dict "host" $interface "port" (int $pipeline.gateway.port) "metrics_port" (int $pipeline.gateway.metrics) -}}

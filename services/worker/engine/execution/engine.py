@@ -13,7 +13,7 @@ from services.worker.engine.execution.interface import ProgressReport, never_ove
 if TYPE_CHECKING:
     from contextlib import AbstractContextManager
 
-    from common.steps import StepPlan
+    from common.steps import ExpertLoad, StepPlan
     from services.worker.engine.execution.device_claim import DeviceClaim
     from services.worker.engine.execution.interface import (
         AdapterStore,
@@ -58,6 +58,9 @@ class LoadedModel(Protocol):
     @property
     def adapters(self) -> AdapterStore | None:
         """See `Engine.adapters`."""
+
+    def read_expert_load(self) -> ExpertLoad | None:
+        """See `Engine.read_expert_load`."""
 
     @property
     def ends_with_group(self) -> bool:
@@ -116,6 +119,9 @@ class ModelEngine:
     @property
     def adapters(self) -> AdapterStore | None:
         return self._model.adapters if self._model else None
+
+    def read_expert_load(self) -> ExpertLoad | None:
+        return self._model.read_expert_load() if self._model else None
 
     @property
     def ends_with_group(self) -> bool:

@@ -146,6 +146,9 @@ class FakeModel:
     def computing(self) -> contextlib.nullcontext[None]:
         return contextlib.nullcontext()
 
+    def read_expert_load(self) -> None:
+        """Return None: there are no experts."""
+
     def keep_warm(self) -> None:
         """Do nothing: there is no device."""
 

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Sequence
     from pathlib import Path
 
-    from common.steps import AdapterLoad
+    from common.steps import AdapterLoad, ExpertLoad
     from common.transfers import Transfer, TransferAck
     from services.worker.engine.plans.rows import RowStates
 
@@ -151,6 +151,9 @@ class Engine(Protocol):
     @property
     def open_rows(self) -> int:
         """How many row slots are taken."""
+
+    def read_expert_load(self) -> ExpertLoad | None:
+        """Return the tokens of this rank's experts, in the engine's thread; None without expert parallelism."""
 
     @property
     def ends_with_group(self) -> bool:

@@ -34,6 +34,7 @@ from services.worker.engine.vision.row_images import RowImages
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator
 
+    from common.steps import ExpertLoad
     from services.worker.engine.adapters.shelf import AdapterShelf
     from services.worker.engine.backends import RunnerOptions
     from services.worker.engine.execution.engine import LoadedModel, LoadModel
@@ -149,6 +150,10 @@ class TorchModel:
     def adapters(self) -> AdapterShelf | None:
         return self.runner.adapters if isinstance(self.runner, ModelRunner) else None
 
+    def read_expert_load(self) -> ExpertLoad | None:
+        counts = self.runner.expert_counts if isinstance(self.runner, ModelRunner) else None
+        return None if counts is None else counts.read()
+
     @property
     def ends_with_group(self) -> bool:
         """True on GPUs: NCCL within graphs hangs once a process has met others before (seen with torch 2.11)."""
@@ -182,6 +187,9 @@ class TorchModel:
         )
         if self.adapters is not None:
             self.adapters.reset()
+        if isinstance(self.runner, ModelRunner) and self.runner.expert_counts is not None:
+            # What was counted while kernels warmed up.
+            self.runner.expert_counts.reset()
         if isinstance(self.runner, EncoderRunner):
             return SynchronousRunner(rows, limits, EncoderExecutor(self.runner))
         images = self._row_images()

@@ -46,7 +46,8 @@ class ExpertLoop:
         chosen = expert_ids.shape[1]
         expert_of, order = expert_ids.flatten().sort(stable=True)
         tokens, weights = order // chosen, routing_weights.flatten()[order, None]
-        counts = torch.bincount(expert_of, minlength=len(self.experts)).tolist()
+        # Choices of experts on other ranks come last.
+        counts = torch.bincount(expert_of, minlength=len(self.experts)).tolist()[: len(self.experts)]
         start = 0
         for (gate_up, down), count in zip(self.experts, counts, strict=True):
             if count:

@@ -170,7 +170,8 @@ class Experts(Protocol):
 
         Args:
             inputs: [tokens, hidden].
-            expert_ids: [tokens, chosen] int64, all different within a token.
+            expert_ids: [tokens, chosen] int64, all different within a token but for those of experts elsewhere, see
+                `Kernels.experts`.
             routing_weights: [tokens, chosen], of the inputs' type.
         """
         ...
@@ -198,8 +199,13 @@ class Kernels(Protocol):
         """Lay out the matrices [intermediate, in] of a gated layer and their biases [intermediate]."""
         ...
 
-    def experts(self, count: int, matrices: Iterator[ExpertMatrices], activation: Activation) -> Experts:
-        """Lay out `count` experts, taking one at a time."""
+    def experts(
+        self, count: int, matrices: Iterator[ExpertMatrices], activation: Activation, *, are_all: bool = True
+    ) -> Experts:
+        """Lay out `count` experts, taking one at a time.
+
+        Unless these `are_all`, the id `count` stands for any expert on another rank, and adds nothing to the sum.
+        """
         ...
 
     def rms_norm(self, inputs: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Tensor:

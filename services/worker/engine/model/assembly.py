@@ -12,7 +12,13 @@ from services.worker.engine.adapters.active import AdaptedGatedLinear, AdaptedLi
 from services.worker.engine.adapters.sites import Site, SitePart
 from services.worker.engine.kernels.composed import PreparedLinear
 from services.worker.engine.kernels.interface import ExpertMatrices, QkNorm
-from services.worker.engine.model.feed_forward import DenseFeedForward, MoeFeedForward, Router, SharedFeedForward
+from services.worker.engine.model.feed_forward import (
+    DenseFeedForward,
+    DividedExperts,
+    MoeFeedForward,
+    Router,
+    SharedFeedForward,
+)
 from services.worker.engine.model.latent import LatentReader
 from services.worker.engine.model.recurrent import RecurrentReader
 from services.worker.engine.model.rotary_config import head_order
@@ -29,6 +35,7 @@ if TYPE_CHECKING:
     from services.worker.engine.model.feed_forward import FeedForward
     from services.worker.engine.model.recurrent import GatedDeltaNet
     from services.worker.engine.model.tensors import CheckedTensors
+    from services.worker.engine.parallel.expert_load import ExpertCounts
     from services.worker.engine.parallel.shards import ModelShard
 
 
@@ -48,6 +55,8 @@ class Assembler:
     """Those that this rank's stage has, with the embedding if it has the first, and the head if the last; None: all."""
     adapters: AdapterProducts | None = None
     """Changes products for single rows; None: there are no adapters."""
+    expert_counts: ExpertCounts | None = None
+    """With expert parallelism, the counts of the tokens of each expert."""
 
     @property
     def config(self) -> ModelConfig:
@@ -80,6 +89,7 @@ class Assembler:
             layers=tuple(layers),
             output_norm=self._norm("model.norm.weight") if is_last else None,
             head=head_linear,
+            expert_counts=self.expert_counts,
         )
 
     def _layer(self, layer: int) -> DecoderLayer:
@@ -186,8 +196,12 @@ class Assembler:
         return DenseFeedForward(self._gate_up(mlp, part), self._row_parallel(f"{mlp}.down_proj", part, has_bias))
 
     def _moe(self, mlp: str, moe: MoeConfig) -> FeedForward:
-        experts = self.kernels.experts(moe.experts, self._experts(mlp, moe), self.config.activation)
-        if self.adapters is not None and self.shard.expert_columns is not None:
+        held, matrices = self.shard.experts, self._experts(mlp, moe)
+        assert held is not None, "every rank has columns of experts"
+        experts = self.kernels.experts(len(held), matrices, self.config.activation, are_all=self.expert_counts is None)
+        if self.expert_counts is not None:
+            experts = DividedExperts(experts, held, self.expert_counts.of_next_layer())
+        elif self.adapters is not None and self.shard.expert_columns is not None:
             part = self.shard.expert_columns.scaled(1)
             names = [f"{mlp}.experts.{i}" for i in range(moe.experts)]
             sites = [(_gate_up_site(name, part), _down_site(f"{name}.down_proj", part)) for name in names]
@@ -216,15 +230,17 @@ class Assembler:
 
     def _experts(self, mlp: str, moe: MoeConfig) -> Iterator[ExpertMatrices]:
         """Read one expert after the other, so that only one is held twice."""
-        assert self.shard.expert_columns is not None, "every rank has columns of every expert"
-        part = self.shard.expert_columns.scaled(1)
-        for i in range(moe.experts):
+        columns, held = self.shard.expert_columns, self.shard.experts
+        assert columns is not None, "every rank has columns of experts"
+        assert held is not None, "every rank has columns of experts"
+        part, is_whole = columns.scaled(1), len(columns) == moe.intermediate_size
+        for i in range(held.start, held.stop):
             expert = f"{mlp}.experts.{i}"
             matrices = self.tensors.alike(
                 [
                     (f"{expert}.gate_proj.weight", part, None),
                     (f"{expert}.up_proj.weight", part, None),
-                    (f"{expert}.down_proj.weight", None, None if self.shard.world_size == 1 else part),
+                    (f"{expert}.down_proj.weight", None, None if is_whole else part),
                 ],
                 together=2,
             )
@@ -232,8 +248,9 @@ class Assembler:
                 yield ExpertMatrices(*matrices)
                 continue
             gate, up, down = (self.tensors.plain(f"{expert}.{name}_proj.bias") for name in ("gate", "up", "down"))
+            adds_bias = is_whole or self.shard.is_first
             yield ExpertMatrices(
-                *matrices, gate_up_biases=(gate[part], up[part]), down_bias=down if self.shard.is_first else None
+                *matrices, gate_up_biases=(gate[part], up[part]), down_bias=down if adds_bias else None
             )
 
     def _gate_up(self, mlp: str, rows: slice) -> GatedLinear:

@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from services.worker.engine.kernels.interface import KvLayout
     from services.worker.engine.model.batch import ForwardBatch
     from services.worker.engine.model.kv_pool import KvPool
+    from services.worker.engine.parallel.expert_load import ExpertCounts
 
 
 class Decoder(Protocol):
@@ -18,6 +19,11 @@ class Decoder(Protocol):
     @property
     def kv_layout(self) -> KvLayout:
         """How pages have to lie in memory."""
+        ...
+
+    @property
+    def expert_counts(self) -> ExpertCounts | None:
+        """The tokens that each expert gets; None without expert parallelism."""
         ...
 
     def forward(self, batch: ForwardBatch, pool: KvPool) -> torch.Tensor:

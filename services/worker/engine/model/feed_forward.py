@@ -13,6 +13,7 @@ if TYPE_CHECKING:
 
     from services.worker.engine.kernels.interface import Experts, GatedLinear, Linear
     from services.worker.engine.model.config import ExpertGroups, MoeConfig
+    from services.worker.engine.parallel.shards import Span
 
 _TINY = 1e-20
 
@@ -96,10 +97,27 @@ class SharedFeedForward:
         return outputs if self._gate is None else outputs * torch.sigmoid(self._gate(inputs))
 
 
+class DividedExperts:
+    """Whole experts of which every rank holds some; see `Experts`. It gives this rank's part of the sum."""
+
+    def __init__(self, experts: Experts, held: Span, counts: torch.Tensor) -> None:
+        """Choose among `experts`, which are those in `held`; choices are added to `counts` [all experts] int64."""
+        self._experts = experts
+        self._held = held
+        self._counts = counts
+
+    def __call__(self, inputs: torch.Tensor, expert_ids: torch.Tensor, routing_weights: torch.Tensor) -> torch.Tensor:
+        """Return the weighted sum of those of the chosen experts that this rank holds."""
+        chosen = expert_ids.flatten()
+        self._counts.scatter_add_(0, chosen, torch.ones_like(chosen))
+        count, local = len(self._held), expert_ids - self._held.start
+        return self._experts(inputs, local.where((local >= 0) & (local < count), count), routing_weights)
+
+
 class MoeFeedForward:
     """Mixture of experts: the outputs of the experts that the router chooses, weighted, and of the shared layer.
 
-    Every rank routes every token, and holds some columns of every expert.
+    Every rank routes every token, and holds some columns of every expert, or some experts.
     """
 
     def __init__(self, router: Router, experts: Experts, shared: SharedFeedForward | None = None) -> None:

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from services.worker.engine.model.feed_forward import FeedForward
     from services.worker.engine.model.kv_pool import KvPool
     from services.worker.engine.model.rotary import AxisAngles
+    from services.worker.engine.parallel.expert_load import ExpertCounts
     from services.worker.engine.parallel.group import RankGroup
     from services.worker.engine.parallel.shards import Span
 
@@ -114,6 +115,8 @@ class TransformerWeights:
     """None: the model computes no logits of its vocabulary, or a later stage does."""
     joined: LayerStack | None = None
     """All layers but the last in one call, where the kernels can."""
+    expert_counts: ExpertCounts | None = None
+    """With expert parallelism, the tokens that each expert gets."""
 
 
 class _Change(NamedTuple):
@@ -167,6 +170,11 @@ class Transformer:
     def kv_layout(self) -> KvLayout:
         """How pages have to lie in memory."""
         return self._attention[0].layout
+
+    @property
+    def expert_counts(self) -> ExpertCounts | None:
+        """The tokens that each expert gets, with expert parallelism."""
+        return self._weights.expert_counts
 
     def close(self) -> None:
         """Do nothing: all that there is goes with the object."""

@@ -44,7 +44,9 @@ class ModelShard:
     intermediate: Span
     vocabulary: Span
     expert_columns: Span | None = None
-    """Columns of every expert, if the model has experts."""
+    """Columns of each expert in `experts`, if the model has experts."""
+    experts: Span | None = None
+    """Experts of which this rank holds these columns: all, or with expert parallelism some as a whole."""
     shared_columns: Span | None = None
     """Columns of the layer beside experts, if the model has one."""
     state_heads: Span | None = None
@@ -56,8 +58,8 @@ class ModelShard:
     def has_work(self) -> bool:
         """Whether there is something of everything."""
         spans = (
-            self.query_heads, self.intermediate, self.vocabulary, self.expert_columns, self.shared_columns,
-            self.state_heads,
+            self.query_heads, self.intermediate, self.vocabulary, self.expert_columns, self.experts,
+            self.shared_columns, self.state_heads,
         )  # fmt: skip
         return all(len(span) for span in spans if span is not None)
 
@@ -76,18 +78,23 @@ def split_evenly(total: int, parts: int, unit: int = 1) -> tuple[Span, ...]:
     return tuple(Span(start, stop) for start, stop in itertools.pairwise(borders))
 
 
-def shard_model(config: ModelConfig, rank: int, world_size: int) -> ModelShard:
+def shard_model(config: ModelConfig, rank: int, world_size: int, *, expert_parallel: bool = False) -> ModelShard:
     """Cut `config`'s model into `world_size` parts and return that of `rank`.
+
+    With `expert_parallel` a rank holds some experts as a whole, otherwise some columns of every expert.
 
     With at most as many ranks as KV heads, a rank holds whole groups (a KV head and the query heads that share it).
     With more, several ranks hold the same KV head and share its query heads.
 
     Raises:
-        ConfigurationError: there are more ranks than query heads or than feed-forward or vocabulary units.
+        ConfigurationError: there are more ranks than query heads or than feed-forward or vocabulary units, or experts
+            cannot be distributed.
     """
     if not 0 <= rank < world_size:
         raise ConfigurationError(f"rank {rank} is not below world_size {world_size}")
-    shards = [_shard(config, other, world_size) for other in range(world_size)]
+    if expert_parallel:
+        _check_experts(config, world_size)
+    shards = [_shard(config, other, world_size, expert_parallel) for other in range(world_size)]
     if not all(shard.has_work for shard in shards):
         raise ConfigurationError(
             f"tensor parallelism over {world_size} ranks leaves some without work: the model has {config.query_heads} "
@@ -109,12 +116,25 @@ def shard_model(config: ModelConfig, rank: int, world_size: int) -> ModelShard:
     return shards[rank]
 
 
-def _shard(config: ModelConfig, rank: int, world_size: int) -> ModelShard:
+def _check_experts(config: ModelConfig, ranks: int) -> None:
+    if config.moe is None:
+        raise ConfigurationError(f"scheduler.expert_parallel: {config.family} has no experts; use tensor parallelism")
+    if ranks == 1:
+        raise ConfigurationError(
+            "scheduler.expert_parallel distributes experts over ranks, and each stage has only one"
+        )
+    if ranks > config.moe.experts:
+        raise ConfigurationError(
+            f"scheduler.expert_parallel: {config.family} has {config.moe.experts} experts, too few for {ranks} ranks"
+        )
+
+
+def _shard(config: ModelConfig, rank: int, world_size: int, expert_parallel: bool) -> ModelShard:
     queries, keys = _split_heads(config, rank, world_size)
     sharing = sum(_split_heads(config, other, world_size)[1] == keys for other in range(world_size))
     unit = max(_FEED_FORWARD_UNIT, column_unit(config.stored_format))
     shared = config.moe.shared if config.moe else None
-    expert_unit = max(_FEED_FORWARD_UNIT, expert_column_unit(config.stored_format))
+    columns, experts = _split_experts(config, rank, world_size, expert_parallel)
     return ModelShard(
         rank,
         world_size,
@@ -122,13 +142,25 @@ def _shard(config: ModelConfig, rank: int, world_size: int) -> ModelShard:
         kv_heads=keys,
         intermediate=split_evenly(config.intermediate_size, world_size, unit)[rank],
         vocabulary=split_evenly(config.vocabulary_size, world_size)[rank],
-        expert_columns=split_evenly(config.moe.intermediate_size, world_size, expert_unit)[rank]
-        if config.moe
-        else None,
+        expert_columns=columns,
+        experts=experts,
         shared_columns=split_evenly(shared.intermediate_size, world_size, unit)[rank] if shared else None,
         state_heads=split_evenly(config.recurrent.key_heads, world_size)[rank] if config.recurrent else None,
         ranks_by_kv_head=sharing,
     )
+
+
+def _split_experts(
+    config: ModelConfig, rank: int, world_size: int, expert_parallel: bool
+) -> tuple[Span | None, Span | None]:
+    """Return the columns of experts that a rank has, and the experts of which it has them."""
+    if config.moe is None:
+        return None, None
+    columns, experts = config.moe.intermediate_size, config.moe.experts
+    if expert_parallel:
+        return Span(0, columns), split_evenly(experts, world_size)[rank]
+    unit = max(_FEED_FORWARD_UNIT, expert_column_unit(config.stored_format))
+    return split_evenly(columns, world_size, unit)[rank], Span(0, experts)
 
 
 def _split_heads(config: ModelConfig, rank: int, world_size: int) -> tuple[Span, Span]:

@@ -74,6 +74,10 @@ class TransformersDecoder:
         self._pass: tuple[ForwardBatch, ForwardBatch, KvPool] | None = None
 
     @property
+    def expert_counts(self) -> None:
+        """None: experts are not distributed."""
+
+    @property
     def kv_layout(self) -> KvLayout:
         """How pages have to lie in memory."""
         return self._attention[0].layout

@@ -169,8 +169,11 @@ class CpuKernels:
             return TorchGatedLinear(self.linear(above(gate, up), torch.cat(biases) if biases else None), activation)
         return CpuGatedLinear(self._library, first, second, self._dtype, activation, self._threads)
 
-    def experts(self, count: int, matrices: Iterator[ExpertMatrices], activation: Activation) -> Experts:
+    def experts(
+        self, count: int, matrices: Iterator[ExpertMatrices], activation: Activation, *, are_all: bool = True
+    ) -> Experts:
         """Lay out each expert by itself."""
+        del are_all  # the loop passes by experts elsewhere in any case
         return ExpertLoop(self, count, matrices, activation)
 
     def rms_norm(self, inputs: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Tensor:

@@ -395,9 +395,10 @@ class GpuExperts:
 
     def __init__(
         self, count: int, matrices: Iterator[ExpertMatrices], activation: Activation, dtype: torch.dtype,
-        device: torch.device,
+        device: torch.device, *, are_all: bool = True,
     ) -> None:  # fmt: skip
-        """Copy `count` experts to `device`, one after the other."""
+        """Copy `count` experts to `device`, one after the other; see `Kernels.experts`."""
+        self._are_all = are_all
         prepared = (_prepared(each, dtype) for each in matrices)
         first = next(prepared)
         self._columns, self._hidden = first.gate.shape
@@ -428,7 +429,9 @@ class GpuExperts:
             return torch.empty_like(inputs)
         plan = self._plan(expert_ids, routing_weights)
         gated_pairs = inputs.new_empty(tokens * chosen, self._columns)
-        outputs = inputs.new_empty(tokens * chosen, self._hidden)
+        # No block has the pairs of experts on other ranks.
+        make = inputs.new_empty if self._are_all else inputs.new_zeros
+        outputs = make(tokens * chosen, self._hidden)
         self._gate_up.write(inputs.contiguous(), self._gate_up_bias, gated_pairs, plan, self._activation)
         self._down.write(gated_pairs, self._down_bias, outputs, plan, None)
         return outputs.view(tokens, chosen, self._hidden).sum(dim=1)

@@ -110,9 +110,11 @@ class GpuKernels:
             case both:
                 return GpuQuantisedGatedLinear(GpuQuantisedLinear(product_of(both), bias), activation)
 
-    def experts(self, count: int, matrices: Iterator[ExpertMatrices], activation: Activation) -> Experts:
+    def experts(
+        self, count: int, matrices: Iterator[ExpertMatrices], activation: Activation, *, are_all: bool = True
+    ) -> Experts:
         """Stack the experts' matrices."""
-        return GpuExperts(count, matrices, activation, self.activation_dtype, self._device)
+        return GpuExperts(count, matrices, activation, self.activation_dtype, self._device, are_all=are_all)
 
     def rms_norm(self, inputs: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Tensor:
         return elementwise.rms_norm(inputs, weight, epsilon)

@@ -128,8 +128,11 @@ class TorchKernels:
         """Lay out gate and up matrix above each other."""
         return TorchGatedLinear(self.linear(above(gate, up), torch.cat(biases) if biases else None), activation)
 
-    def experts(self, count: int, matrices: Iterator[ExpertMatrices], activation: Activation) -> Experts:
+    def experts(
+        self, count: int, matrices: Iterator[ExpertMatrices], activation: Activation, *, are_all: bool = True
+    ) -> Experts:
         """Lay out each expert by itself."""
+        del are_all  # the loop passes by experts elsewhere in any case
         return ExpertLoop(self, count, matrices, activation)
 
     def _converted(self, weight: torch.Tensor) -> torch.Tensor:

@@ -14,6 +14,7 @@ from services.worker.engine.parallel.group import DistributedGroup, join_group
 from services.worker.engine.parallel.shards import split_evenly
 from services.worker.engine.parallel.symmetric_memory import SIZES, ExchangeShape, Method
 from tests.services.worker.engine.driving import Driver, random_ids
+from tests.services.worker.engine.families import FAMILIES, save_model
 from tests.services.worker.engine.parallel.ranks import Ranks
 from tests.services.worker.engine.tiny_llama import save_tiny_llama
 
@@ -115,15 +116,19 @@ def exchange(rank: int, world_size: int, rendezvous: str) -> dict[str, object]:
     }  # fmt: skip
 
 
-def compute(rank: int, world_size: int, rendezvous: str, model: str) -> torch.Tensor:
+def compute(
+    rank: int, world_size: int, rendezvous: str, model: str, changes: dict[str, object] | None = None
+) -> torch.Tensor:
     spec = EngineSpec(
-        model, dtype="bfloat16", max_rows=4, device_pages=64, rank=rank, world_size=world_size, rendezvous=rendezvous
-    )
+        model, dtype="bfloat16", max_rows=4, device_pages=64, rank=rank, world_size=world_size, rendezvous=rendezvous,
+        **(changes or {}),  # type: ignore[arg-type]  # spec fields
+    )  # fmt: skip
     runner = load_decoder(spec, lambda *_: None, RunnerOptions(device="cuda", device_index=rank))
     driver = Driver(runner)
     row, ids = driver.open(60), random_ids(40, runner.capacity.vocabulary_size)
     parts = [ids[:23], ids[23:36], *([token] for token in ids[36:])]
     logits = torch.cat([driver.run([(row, part)]).cpu() for part in parts])
+    assert runner.agree(True)
     runner.close()
     return logits
 
@@ -151,3 +156,16 @@ def test_two_gpus_compute_the_same_as_one(fresh_ranks: Ranks, tmp_path: Path) ->
     assert tuple(nothing.shape) == (0, alone.shape[1])
     error = (both - alone).norm() / alone.norm()
     assert float(error) < 2e-2
+
+
+@pytest.mark.parametrize("changes", [{"expert_parallel": True}, {"stages": 2}])
+def test_mixtures_on_two_gpus_compute_the_same_as_on_one(
+    fresh_ranks: Ranks, changes: dict[str, object], tmp_path: Path
+) -> None:
+    # All experts are chosen: roundings change no choice.
+    name, options = FAMILIES["qwen3 moe"]
+    save_model(tmp_path, name, {**options, "num_experts": 2, "initializer_range": 0.05})
+    results = fresh_ranks.run(compute, WORLD, str(tmp_path), changes)
+    (alone,) = fresh_ranks.run(compute, 1, str(tmp_path))
+    together = results[-1 if "stages" in changes else 0]
+    assert float((together - alone).norm() / alone.norm()) < 2e-2

@@ -247,7 +247,7 @@ def live(rank: int, world_size: int, rendezvous: str, spec: EngineSpec, seeds: S
                 engine.settle(lambda: True)
         engine.close()
         return 0
-    alone = engine_of(replace(spec, rank=0, world_size=1, stages=1))
+    alone = engine_of(replace(spec, rank=0, world_size=1, stages=1, expert_parallel=False))
     try:
         return sum(compare_world(seed, engine, alone, mail, spec.stages) for seed in seeds)
     finally:

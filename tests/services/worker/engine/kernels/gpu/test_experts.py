@@ -186,3 +186,21 @@ def test_a_captured_moe_layer_handles_any_routing(device: torch.device, dtype: t
         expected = reference(places[0].float(), places[1], places[2].float())
         error = (captured.float() - expected).norm() / expected.norm()
         assert float(error) < 1e-2
+
+
+@pytest.mark.parametrize("held", [range(3), range(3, 8), range(7, 8)])
+def test_experts_on_other_ranks_add_nothing(device: torch.device, held: range) -> None:
+    inputs, ids, routing_weights = routed(70 if HAS_GPU else 24, 8, 0.3)
+    local = torch.where((ids >= held.start) & (ids < held.stop), ids - held.start, len(held))
+    assert len(held) in local
+    of_rank = routing_weights * (local < len(held))
+    cpu, activation = torch.device("cpu"), Activation.SILU
+    every, own = matrices(8), matrices(8)[held.start : held.stop]
+    wanted = ExpertLoop(TorchKernels(torch.float32, cpu), 8, iter(every), activation)(
+        inputs.float(), ids, of_rank.float()
+    )
+    moe = GpuExperts(len(held), iter(own), activation, DTYPE, device, are_all=False)
+    got = moe(inputs.to(device), local.to(device), routing_weights.to(device))
+    torch.testing.assert_close(got.cpu().float(), wanted, atol=TOLERANCE, rtol=TOLERANCE)
+    loop = ExpertLoop(TorchKernels(torch.float32, cpu), len(held), iter(own), activation)
+    torch.testing.assert_close(loop(inputs.float(), local, routing_weights.float()), wanted)
