@@ -5,6 +5,7 @@ They are named tuples because one is created per row and step, at a third of the
 
 from __future__ import annotations
 
+from enum import IntEnum
 from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
@@ -44,11 +45,33 @@ class PromptLogprobsText(NamedTuple):
     is_last: bool = False
 
 
+class TokenOrigin(IntEnum):
+    """How an output token came about: sampled, determined by a grammar, or drafted and accepted."""
+
+    SAMPLED = 0
+    FORCED = 1
+    DRAFTED = 2
+
+
+# Tiers of the cache, the fastest first, and its levels of visibility, in their order on every path.
+CACHE_TIERS = ("device", "host", "storage")
+CACHE_LEVELS = ("public", "tenant", "private")
+
+
+class CachedPart(NamedTuple):
+    """Prompt tokens that came from one tier of the cache, at one level."""
+
+    tier: str
+    level: str
+    tokens: int
+
+
 class PromptUsage(NamedTuple):
-    """Token counts of a prompt: all, and those that came from the cache."""
+    """Token counts of a prompt: all, those that came from the cache, and the parts of these (empty: not known)."""
 
     prompt_tokens: int
     cached_tokens: int
+    cached: tuple[CachedPart, ...] = ()
 
 
 class Delta(NamedTuple):
@@ -70,3 +93,6 @@ class Delta(NamedTuple):
     prompt_logprobs: PromptLogprobsText | None = None
     # The weights that computed the tokens, in the first and in the last delta of a choice; empty: not known.
     weight_version: str = ""
+    # Of `token_ids`, those that a grammar determined, and those of accepted drafts.
+    forced_tokens: int = 0
+    drafted_tokens: int = 0

@@ -31,7 +31,9 @@ class SubjectLimits(BaseModel):
     tenant evicts last while the subject is active; default: 1/1024. `waiting`: requests in a
     scheduler's queue; default: as many as its tenant's limit still allows. `max_context`: tokens of prompt and output
     together. `tokens_per_day`, `tokens_per_month`: budgets of a calendar day and month, in UTC, as the ledger counts
-    tokens; the gateway refuses further requests.
+    tokens; the gateway refuses further requests. `throttle_at`: the part of a budget from which on only
+    `throttled_requests_per_minute` and `throttled_tokens_per_minute` are allowed, where they are lower than the limits
+    without `throttled_`.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
@@ -46,6 +48,9 @@ class SubjectLimits(BaseModel):
     max_context: int | None = Field(None, ge=1)
     tokens_per_day: int | None = Field(None, ge=1)
     tokens_per_month: int | None = Field(None, ge=1)
+    throttle_at: float | None = Field(None, gt=0, lt=1)
+    throttled_requests_per_minute: int | None = Field(None, ge=1)
+    throttled_tokens_per_minute: int | None = Field(None, ge=1)
 
     @model_validator(mode="after")
     def _floor_is_within_the_quota(self) -> Self:

@@ -115,5 +115,7 @@ class GenerateRequest:
     routing_key: str | None = None
     # Whether the admission has the ids of the prompt.
     returns_prompt_ids: bool = False
+    # The endpoint's operation, such as chat or embeddings, by which the ledger distinguishes use.
+    operation: str = ""
     # Only with a text as the prompt, which has the model's own placeholder of an image as often, in this order.
     images: tuple[ImageFile, ...] = ()

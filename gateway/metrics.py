@@ -79,8 +79,15 @@ class GatewayMetrics:
         self._tenants = FewLabels(MOST_TENANTS)
         self.tenant_tokens = Counter(
             "pando_gateway_tenant_tokens_total",
-            "Tokens that the ledger has charged: of prompts, of these from the cache, and of output.",
+            "Tokens that the ledger has charged: of prompts (prompt), of these from the cache (cached), and of output "
+            "(output), of these determined by a grammar (forced) and of accepted drafts (drafted).",
             ["tenant", "kind"],
+            registry=registry,
+        )
+        self.tenant_cached_tokens = Counter(
+            "pando_gateway_tenant_cached_tokens_total",
+            "Prompt tokens from the cache that the ledger has charged, by tier and level.",
+            ["tenant", "tier", "level"],
             registry=registry,
         )
         self.resumptions = Counter(
@@ -106,9 +113,12 @@ class GatewayMetrics:
     def charge(self, tenant: str, tokens: Tokens) -> None:
         """Count tokens that the ledger has charged to a tenant."""
         label = self._tenants.of(tenant)
-        kinds = {"prompt": tokens.prompt_tokens, "cached": tokens.cached_tokens, "output": tokens.output_tokens}
-        for kind, amount in kinds.items():
-            self.tenant_tokens.labels(label, kind).inc(max(amount, 0))
+        for kind in ("prompt", "cached", "output", "forced", "drafted"):
+            self.tenant_tokens.labels(label, kind).inc(max(getattr(tokens, f"{kind}_tokens"), 0))
+        for tier, levels in tokens.cached_by_tier().items():
+            for level, amount in levels.items():
+                if amount > 0:
+                    self.tenant_cached_tokens.labels(label, tier, level).inc(amount)
 
     def exposition(self, accept: str = "") -> tuple[bytes, str]:
         """Return all metrics, and their media type.

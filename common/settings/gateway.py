@@ -161,6 +161,9 @@ class LedgerSettings(Section):
     state.url, the server has the ledger of all gateways."""
     lifetime_days: int = Field(default=400, ge=32)
     """Days for which the tokens used in each hour are kept."""
+    log_directory: Path | None = None
+    """Directory of this gateway's usage log: a JSONL file per day, with a line for each request, exactly once. Needs a
+    ledger that is not in memory. Absent: none."""
 
 
 class GatewaySettings(Section):

@@ -6,12 +6,15 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from common.deltas import CACHE_LEVELS, CACHE_TIERS, CachedPart
 from common.errors import InvalidRequestError
 from common.prompt_logprobs import PromptLogprobs, PromptLogprobSpan
 from common.types import Admission, ErrorCode, Finish, FinishReason, RequestFailure, RequestId, TokenLogprob
-from protos.gen.pando.v1 import common_pb2
+from protos.gen.pando.v1 import common_pb2, detokenizer_pb2
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     from protos.gen.pando.v1 import scheduler_pb2, tokenizer_pb2, worker_pb2
 
 _FINISH_REASONS = {reason: common_pb2.FinishReason.Value(f"FINISH_REASON_{reason.name}") for reason in FinishReason}
@@ -52,6 +55,20 @@ def finish_reason_to_wire(reason: FinishReason) -> common_pb2.FinishReason.Value
 def finish_reason_from_wire(value: common_pb2.FinishReason.ValueType) -> FinishReason:
     """Decode a finish reason."""
     return _FINISH_REASONS_BACK[value]
+
+
+def cached_parts_to_wire(parts: Iterable[CachedPart]) -> list[detokenizer_pb2.CachedPart]:
+    """Encode the cached parts of a prompt."""
+    return [detokenizer_pb2.CachedPart(tier=part.tier, level=part.level, tokens=part.tokens) for part in parts]
+
+
+def cached_parts_from_wire(messages: Iterable[detokenizer_pb2.CachedPart]) -> tuple[CachedPart, ...]:
+    """Decode the cached parts of a prompt; those of tiers and levels that a newer peer knows are left out."""
+    return tuple(
+        CachedPart(message.tier, message.level, message.tokens)
+        for message in messages
+        if message.tier in CACHE_TIERS and message.level in CACHE_LEVELS
+    )
 
 
 def finish_to_wire(finish: Finish) -> common_pb2.Finish:

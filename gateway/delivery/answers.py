@@ -26,7 +26,7 @@ from gateway.generation.generations import SHUTDOWN, original_id, renamed
 from gateway.generation.journal import number_choices, restore
 from gateway.generation.update_lines import decode_failure, decode_updates, encode_failure, encode_updates
 from gateway.generation.usage import Usage, usage_of
-from gateway.ledger.entries import Tokens
+from gateway.ledger.entries import Tokens, Work, cached_amount
 from gateway.quotas.meters import ChargeKind
 from gateway.quotas.quotas import Charge, announced_tokens
 
@@ -136,13 +136,15 @@ class AnswerContext:
         """Write the use of open answers to the ledger, until cancelled."""
         await self.ledger.run(self._note_running)
 
-    def note_use(self, entries: Sequence[JournalEntry]) -> None:
-        """Note in the ledger what requests have used so far."""
+    def note_use(self, entries: Sequence[JournalEntry], *, has_ended: bool = False) -> None:
+        """Note in the ledger what requests have used so far; `has_ended`: the whole answer has."""
         for entry in entries:
             usage, request = usage_of((entry,)), entry.request
             if usage.total:
-                tokens = Tokens(1, usage.prompt_tokens, usage.cached_tokens, usage.completion_tokens)
-                self.ledger.note(original_id(request), request.view.subject, request.model, tokens)
+                options = request.options
+                work = Work(request.model, options.adapter, request.operation, options.is_batch)
+                subject, tokens = request.view.subject, tokens_of(usage)
+                self.ledger.note(original_id(request), subject, work, tokens, has_ended=has_ended)
 
     def _note_running(self) -> None:
         for generation in self.running:
@@ -174,6 +176,14 @@ class AnswerContext:
             self._log.warning("answer.failed", reason=error.message)
         else:
             self._log.error("answer.failed", exc_info=error)
+
+
+def tokens_of(usage: Usage) -> Tokens:
+    """Return what the ledger charges for one request."""
+    cached = {cached_amount(part.tier, part.level): part.tokens for prompt in usage.prompts for part in prompt.cached}
+    return Tokens(
+        1, usage.prompt_tokens, usage.cached_tokens, usage.completion_tokens, usage.forced_tokens, usage.drafted_tokens
+    )._replace(**cached)
 
 
 class PlainAnswer:
@@ -208,7 +218,7 @@ class PlainAnswer:
         await keep()
 
     def close(self, cause: str | None) -> None:
-        self._run.close(cause)
+        self._run.close(cause, has_ended=True)
 
 
 class RecordedAnswer:
@@ -478,11 +488,11 @@ class _Run:
 
     async def charge(self) -> None:
         """Write the use of the answer to the ledger."""
-        self._answers.note_use(self.generation.entries)
+        self._answers.note_use(self.generation.entries, has_ended=True)
         await self._answers.ledger.settle()
 
-    def close(self, cause: str | None, *, settles: bool = True) -> None:
-        """Abort what still runs, counted under `cause`.
+    def close(self, cause: str | None, *, settles: bool = True, has_ended: bool = False) -> None:
+        """Abort what still runs, counted under `cause`. `has_ended`: nothing continues the answer.
 
         `settles` charges the difference to the tokens used; without it, another gateway will do that.
         """
@@ -491,7 +501,7 @@ class _Run:
         excess = self._generation.usage.total - self.charged if settles else 0
         self._answers.generations.close(self._generation, cause)
         self._answers.running.discard(self._generation)
-        self._answers.note_use(self._generation.entries)
+        self._answers.note_use(self._generation.entries, has_ended=has_ended)
         self._lease.settle(self._taken + excess)
         self._generation = self._lease = None
 

@@ -54,6 +54,16 @@ NO_ADMINISTRATOR = (
 )
 
 
+# The operations of endpoints that generate.
+OPERATIONS = {
+    "/v1/chat/completions": "chat",
+    "/v1/completions": "completions",
+    "/v1/responses": "responses",
+    "/v1/messages": "messages",
+    "/generate": "generate",
+}
+
+
 @dataclass(frozen=True, slots=True)
 class ClientLimits:
     """Bounds on the memory and time that one client can use."""
@@ -266,6 +276,7 @@ class Context:
             prediction=body.predicted_text,
             routing_key=body.routing_key,
             returns_prompt_ids=bool(body.return_token_ids),
+            operation=OPERATIONS.get(opening.path, opening.path),
         )
 
     def whole(self, requests: Sequence[GenerateRequest], renderer: WholeRenderer) -> AnswerResponse:

@@ -113,6 +113,8 @@ class PooledRequests:
     card: ModelInfo
     response_id: str
     pooling: Pooling
+    # See `GenerateRequest`.
+    operation: str
 
     @property
     def max_tokens(self) -> int:
@@ -154,6 +156,7 @@ class PooledRequests:
             ),
             prompt_name=name,
             routing_key=body.routing_key,
+            operation=self.operation,
         )
 
 

@@ -1,36 +1,50 @@
-"""The use of tokens as the ledger has it: /v1/usage, and OpenAI's usage of completions."""
+"""The use of tokens as the ledger has it: /v1/usage, and OpenAI's usage of completions and embeddings."""
 
 from __future__ import annotations
 
 import time
 from collections import defaultdict
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
 import orjson
 from fastapi import APIRouter, Depends, Request, Response
 
 from common.errors import InvalidRequestError
 from common.types import View
+from gateway.endpoints.context import OPERATIONS
 from gateway.identity.caller import ANONYMOUS, Caller, owns
-from gateway.ledger.entries import DAY_S, HOUR_S, HourOfUse, Tokens, UsageQuery
+from gateway.ledger.entries import CACHE_AMOUNTS, DAY_S, HOUR_S, HourOfUse, Tokens, UsageQuery
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 
     from gateway.endpoints.context import Context
 
 WIDTHS = {"1h": HOUR_S, "1d": DAY_S}
 # The default and the greatest number of buckets, as OpenAI has them.
 BUCKETS = {"1h": (24, 168), "1d": (7, 31)}
+GroupValue: TypeAlias = str | bool | None
 # Fields by which OpenAI's clients group, and their values here; other fields have none.
-GROUPS: dict[str, Callable[[HourOfUse], str]] = {
+GROUPS: dict[str, Callable[[HourOfUse], GroupValue]] = {
     "project_id": lambda use: use.subject.tenant,
     "user_id": lambda use: use.subject.name,
-    "model": lambda use: use.model,
+    "model": lambda use: use.work.model,
+    "batch": lambda use: use.work.is_batch,
+}
+OWN_GROUPS: dict[str, Callable[[HourOfUse], GroupValue]] = {
+    "tenant": GROUPS["project_id"],
+    "subject": GROUPS["user_id"],
+    "model": GROUPS["model"],
+    "adapter": lambda use: use.work.adapter or None,
+    "operation": lambda use: use.work.operation or None,
+    "batch": GROUPS["batch"],
 }
 FILTERS = {"project_ids": "project_id", "user_ids": "user_id", "models": "model"}
-OWN_GROUPS = {"tenant": "project_id", "subject": "user_id", "model": "model"}
+# Kinds of OpenAI's usage, their operations, and the fields of tokens that their results have. Entries of older gateways
+# name no operation.
+GENERATING = ("", *OPERATIONS.values())
+KINDS = {"completions": GENERATING, "embeddings": ("embeddings",)}
 LATEST = 2**40
 
 
@@ -49,41 +63,52 @@ def add_routes(router: APIRouter, context: Context) -> None:
 
     @router.get("/v1/usage")
     async def usage(request: Request, caller: Caller = Depends(context.caller)) -> Response:
-        """Return the use of tokens by tenant, subject and model: the caller's own, or all of it for administrators."""
+        """Return the use of tokens: the caller's own, or all of it for administrators."""
         _check_names(request, {"start_time", "end_time", "bucket_width", "limit", "page", "group_by"})
-        window, groups = _window(request), [OWN_GROUPS[name] for name in _groups(request, OWN_GROUPS)]
+        window, groups = _window(request), _groups(request, OWN_GROUPS)
         data = [
-            {"start_time": start, "end_time": end}
-            | {own: group[theirs] for own, theirs in OWN_GROUPS.items() if theirs in groups}
-            | tokens._asdict()
-            for start, end, results in _summed(await _uses(context, caller, window), window, groups)
+            {"start_time": start, "end_time": end} | group | _amounts(tokens)
+            for start, end, results in _summed(await _uses(context, caller, window), window, groups, OWN_GROUPS)
             for group, tokens in results
         ]
         return _page("usage", data, window)
 
-    @router.get("/v1/organization/usage/completions")
-    async def usage_of_completions(request: Request, caller: Caller = Depends(context.caller)) -> Response:
+    for kind in KINDS:
+        router.add_api_route(
+            f"/v1/organization/usage/{kind}", _usage_of(context, kind), operation_id=f"usage_of_{kind}"
+        )
+
+
+def _usage_of(context: Context, kind: str) -> Callable[..., Awaitable[Response]]:
+    async def usage_of_kind(request: Request, caller: Caller = Depends(context.caller)) -> Response:
         """Return the use of tokens in the shape of OpenAI's usage API; projects are tenants, users are subjects."""
-        _check_names(request, {"start_time", "end_time", "bucket_width", "limit", "page", "group_by", *FILTERS})
+        known = {"start_time", "end_time", "bucket_width", "limit", "page", "group_by", *FILTERS}
+        _check_names(request, known | {"batch"} if kind == "completions" else known)
         if "start_time" not in request.query_params:
             raise InvalidRequestError("'start_time' is missing.", param="start_time")
-        window, groups = _window(request), _groups(request, GROUPS)
+        names = {name: value for name, value in GROUPS.items() if name != "batch" or kind == "completions"}
+        window, groups = _window(request), _groups(request, names)
         wanted = {GROUPS[field]: _values(request, name) for name, field in FILTERS.items() if _values(request, name)}
+        batch = _flag(request, "batch")
         uses = [
             use
             for use in await _uses(context, caller, window)
-            if all(value(use) in values for value, values in wanted.items())
+            if use.work.operation in KINDS[kind]
+            and batch in (None, use.work.is_batch)
+            and all(value(use) in values for value, values in wanted.items())
         ]
         data = [
             {
                 "object": "bucket",
                 "start_time": start,
                 "end_time": end,
-                "results": [_result(group, tokens) for group, tokens in results],
+                "results": [_result(kind, group, tokens) for group, tokens in results],
             }
-            for start, end, results in _summed(uses, window, groups)
+            for start, end, results in _summed(uses, window, groups, GROUPS)
         ]
         return _page("page", data, window)
+
+    return usage_of_kind
 
 
 async def _uses(context: Context, caller: Caller, window: UsageWindow) -> Sequence[HourOfUse]:
@@ -101,26 +126,35 @@ async def _uses(context: Context, caller: Caller, window: UsageWindow) -> Sequen
 
 
 def _summed(
-    uses: Iterable[HourOfUse], window: UsageWindow, groups: Sequence[str]
-) -> list[tuple[int, int, list[tuple[dict[str, str], Tokens]]]]:
+    uses: Iterable[HourOfUse],
+    window: UsageWindow,
+    groups: Sequence[str],
+    values: Mapping[str, Callable[[HourOfUse], GroupValue]],
+) -> list[tuple[int, int, list[tuple[dict[str, GroupValue], Tokens]]]]:
     """Return for each bucket its start, its end, and the sums of each group."""
-    buckets: dict[int, defaultdict[tuple[str, ...], list[Tokens]]] = {
+    buckets: dict[int, defaultdict[tuple[GroupValue, ...], list[Tokens]]] = {
         start: defaultdict(list) for start in window.starts
     }
     for use in uses:
-        key = tuple(GROUPS[name](use) for name in groups)
+        key = tuple(values[name](use) for name in groups)
         buckets[window.starts[(use.hour - window.starts.start) // window.width]][key].append(use.tokens)
     return [
         (
             start,
             min(start + window.width, window.end),
             [
-                (dict(zip(groups, key, strict=True)), Tokens(*map(sum, zip(*amounts, strict=True))))
-                for key, amounts in sorted(sums.items())
+                (dict(zip(groups, key, strict=True)), Tokens(*map(sum, zip(*sums[key], strict=True))))
+                for key in sorted(sums, key=lambda key: [(value is None, str(value)) for value in key])
             ],
         )
         for start, sums in buckets.items()
     ]
+
+
+def _amounts(tokens: Tokens) -> dict[str, object]:
+    """Return the amounts as JSON, cached tokens also by tier and level."""
+    flat = {name: amount for name, amount in tokens._asdict().items() if name not in CACHE_AMOUNTS}
+    return {**flat, "cached_tokens_by_tier": tokens.cached_by_tier()}
 
 
 def _window(request: Request) -> UsageWindow:
@@ -174,22 +208,33 @@ def _check_names(request: Request, known: set[str]) -> None:
             )
 
 
-def _result(group: dict[str, str], tokens: Tokens) -> dict[str, object]:
-    return {
-        "object": "organization.usage.completions.result",
+def _result(kind: str, group: Mapping[str, GroupValue], tokens: Tokens) -> dict[str, object]:
+    result: dict[str, object] = {
+        "object": f"organization.usage.{kind}.result",
         "input_tokens": tokens.prompt_tokens,
-        "output_tokens": tokens.output_tokens,
-        "input_cached_tokens": tokens.cached_tokens,
-        "input_audio_tokens": 0,
-        "output_audio_tokens": 0,
         "num_model_requests": tokens.requests,
         "project_id": group.get("project_id"),
         "user_id": group.get("user_id"),
         "api_key_id": None,
         "model": group.get("model"),
-        "batch": None,
+    }
+    if kind != "completions":
+        return result
+    return result | {
+        "output_tokens": tokens.output_tokens,
+        "input_cached_tokens": tokens.cached_tokens,
+        "input_audio_tokens": 0,
+        "output_audio_tokens": 0,
+        "batch": group.get("batch"),
         "service_tier": None,
     }
+
+
+def _flag(request: Request, name: str) -> bool | None:
+    text = request.query_params.get(name)
+    if text not in (None, "true", "false"):
+        raise InvalidRequestError(f"'{name}' should be true or false.", param=name)
+    return None if text is None else text == "true"
 
 
 def _page(kind: str, data: Sequence[object], window: UsageWindow) -> Response:

@@ -35,6 +35,9 @@ class ChoiceUpdate:
     prompt_ids: Sequence[int] = ()
     # Of the weights that computed the newest token, in the first and the last update; empty: not known.
     weight_version: str = ""
+    # Of `token_ids`, those that a grammar determined, and those of accepted drafts.
+    forced_tokens: int = 0
+    drafted_tokens: int = 0
 
     @property
     def tokens(self) -> int:
@@ -56,9 +59,11 @@ class ChoiceRecord:
 
     __slots__ = (
         "delivered_characters",
+        "drafted_tokens",
         "engine_failures",
         "failures",
         "finish",
+        "forced_tokens",
         "index",
         "interrupted_at",
         "number",
@@ -76,6 +81,8 @@ class ChoiceRecord:
         self.number = number
         self.index = index
         self.token_ids = array("I")
+        self.forced_tokens = 0
+        self.drafted_tokens = 0
         self.delivered_characters = 0
         self.finish: Finish | None = None
         # Of the weights that computed the newest token; empty: not known.
@@ -118,6 +125,8 @@ class ChoiceRecord:
         # A resumed choice reports on a different prompt: the original one with the tokens generated before.
         usage = delta.prompt_usage if not self.token_ids else None
         self.token_ids.extend(delta.token_ids)
+        self.forced_tokens += delta.forced_tokens
+        self.drafted_tokens += delta.drafted_tokens
         self.delivered_characters += len(delta.text)
         self.finish = delta.finish
         self.was_admitted = True
@@ -130,11 +139,15 @@ class ChoiceRecord:
         return ChoiceUpdate(
             self.index, delta.text, delta.token_ids, delta.logprobs, delta.finish, usage, part,
             weight_version=delta.weight_version,
+            forced_tokens=delta.forced_tokens,
+            drafted_tokens=delta.drafted_tokens,
         )  # fmt: skip
 
     def restore(self, update: ChoiceUpdate) -> None:
         """Record an update that was recorded before, by this gateway or another one."""
         self.token_ids.extend(update.token_ids)
+        self.forced_tokens += update.forced_tokens
+        self.drafted_tokens += update.drafted_tokens
         self.delivered_characters += len(update.text)
         self.finish = update.finish
         self.weight_version = update.weight_version or self.weight_version

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import orjson
 
-from common.deltas import LogprobText, PromptLogprobsText, PromptUsage, TokenText
+from common.deltas import CachedPart, LogprobText, PromptLogprobsText, PromptUsage, TokenText
 from common.types import ErrorCode, Finish, FinishReason, RequestFailure
 from common.version_skew import known_fields, known_member
 from gateway.generation.journal import ChoiceUpdate
@@ -56,7 +56,7 @@ def _encode(update: ChoiceUpdate) -> list[object]:
         assert finish.error is None, "a failure is no update"
         rest["finish"] = _encode_finish(finish)
     if update.prompt_usage is not None:
-        rest["usage"] = list(update.prompt_usage)
+        rest["usage"] = [*update.prompt_usage[:2], [list(part) for part in update.prompt_usage.cached]]
     if update.prompt_logprobs is not None:
         part = update.prompt_logprobs
         entries = [_encode_logprob(entry) for entry in part.entries]
@@ -65,6 +65,8 @@ def _encode(update: ChoiceUpdate) -> list[object]:
         rest["prompt_ids"] = list(update.prompt_ids)
     if update.weight_version:
         rest["weight_version"] = update.weight_version
+    if update.forced_tokens or update.drafted_tokens:
+        rest["unsampled"] = [update.forced_tokens, update.drafted_tokens]
     return [*head, rest] if rest else head
 
 
@@ -80,11 +82,16 @@ def _decode(index: int, text: str, ids: list[int], rest: dict[str, Any] | None =
         tuple(ids),
         tuple(_decode_logprob(*fields[:4]) for fields in rest.get("logprobs", ())),
         _decode_finish(*finish[:5]) if finish else None,
-        PromptUsage(*usage[: len(PromptUsage._fields)]) if usage else None,
+        _decode_usage(*usage[: len(PromptUsage._fields)]) if usage else None,
         _decode_part(*part[:4]) if part else None,
         tuple(rest.get("prompt_ids", ())),
         rest.get("weight_version", ""),
+        *rest.get("unsampled", (0, 0))[:2],
     )
+
+
+def _decode_usage(prompt_tokens: int, cached_tokens: int, cached: list[Any] | None = None) -> PromptUsage:
+    return PromptUsage(prompt_tokens, cached_tokens, tuple(CachedPart(*part[:3]) for part in cached or ()))
 
 
 def _encode_finish(finish: Finish) -> list[object]:

@@ -27,6 +27,9 @@ class Usage:
     # Tokens drafted from the requests' predictions.
     accepted_prediction_tokens: int = 0
     rejected_prediction_tokens: int = 0
+    # Tokens of the output that a grammar determined, and those of accepted drafts.
+    forced_tokens: int = 0
+    drafted_tokens: int = 0
 
     @property
     def total(self) -> int:
@@ -40,7 +43,8 @@ class Usage:
 
 def usage_of(entries: Sequence[JournalEntry]) -> Usage:
     """Return the token counts of requests so far."""
-    finishes = [choice.finish for entry in entries for choice in entry.choices if choice.finish is not None]
+    choices = [choice for entry in entries for choice in entry.choices]
+    finishes = [choice.finish for choice in choices if choice.finish is not None]
     prompts = tuple(entry.prompt_usage or PromptUsage(entry.prompt_tokens, 0) for entry in entries)
     return Usage(
         prompt_tokens=sum(usage.prompt_tokens for usage in prompts),
@@ -50,4 +54,6 @@ def usage_of(entries: Sequence[JournalEntry]) -> Usage:
         weight_version=next((entry.weight_version for entry in reversed(entries) if entry.weight_version), ""),
         accepted_prediction_tokens=sum(finish.accepted_prediction_tokens for finish in finishes),
         rejected_prediction_tokens=sum(finish.rejected_prediction_tokens for finish in finishes),
+        forced_tokens=sum(choice.forced_tokens for choice in choices),
+        drafted_tokens=sum(choice.drafted_tokens for choice in choices),
     )

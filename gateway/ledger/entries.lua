@@ -1,36 +1,61 @@
--- Adds entries to the ledger. KEYS: for each entry, its request, its hour and its day.
--- ARGV: the lifetimes of requests and of sums in seconds, then for each entry: the fields of its hour's hash (subject
--- and model), of its day's hash (tenant; tenant and subject), its time's keys, and its four amounts.
--- Returns the increases, four for each entry.
-local request_life, sum_life = ARGV[1], ARGV[2]
+-- Adds entries to the ledger. KEYS: for each entry, its request, its hour and its day, its unreported amounts, and last
+-- the set of all unreported requests by the time at which they are due.
+-- ARGV: the lifetimes of requests and of sums in seconds, the number of amounts, whether there is a usage log (0 or 1),
+-- then for each entry: the fields of its hour's hash (subject and work), of its day's hash (tenant; tenant and subject),
+-- what a record says of it, its time, the time at which it is due without an end, whether it has ended (0 or 1), and its
+-- amounts. Returns the increases, as many for each entry as there are amounts.
+local request_life, sum_life, amounts, has_log = ARGV[1], ARGV[2], tonumber(ARGV[3]), ARGV[4] == '1'
+local due = KEYS[#KEYS]
+-- Of the amounts: tokens of prompts and of output, which budgets count.
+local prompt, output = 2, 4
+local names = {}
+for amount = 1, amounts do
+  names[amount] = tostring(amount)
+end
 local increases = {}
-local at = 3
-for i = 1, #KEYS, 3 do
-  local request, hour_key, day_key = KEYS[i], KEYS[i + 1], KEYS[i + 2]
-  local field, tenant, subject = ARGV[at], ARGV[at + 1], ARGV[at + 2]
-  local known = redis.call('HMGET', request, '1', '2', '3', '4', 'hour', 'day')
-  if known[5] then
-    hour_key, day_key = known[5], known[6]
-  end
-  local is_news = tonumber(ARGV[at + 6]) >= tonumber(known[4] or 0)
-  for amount = 1, 4 do
+local at = 5
+for i = 1, #KEYS - 1, 4 do
+  local request, hour_key, day_key, unreported = KEYS[i], KEYS[i + 1], KEYS[i + 2], KEYS[i + 3]
+  local field, tenant, subject, what = ARGV[at], ARGV[at + 1], ARGV[at + 2], ARGV[at + 3]
+  local time, due_at, has_ended = ARGV[at + 4], ARGV[at + 5], ARGV[at + 6] == '1'
+  local first = at + 6
+  local known = redis.call('HMGET', request, unpack(names))
+  local places = redis.call('HMGET', request, 'use', 'day')
+  hour_key, day_key = places[1] or hour_key, places[2] or day_key
+  local is_news = tonumber(ARGV[first + output]) >= tonumber(known[output] or 0)
+  local has_changed = false
+  for amount = 1, amounts do
     local change = 0
     if is_news then
-      change = tonumber(ARGV[at + 2 + amount]) - tonumber(known[amount] or 0)
+      change = tonumber(ARGV[first + amount]) - tonumber(known[amount] or 0)
     end
     increases[#increases + 1] = change
     if change ~= 0 then
-      redis.call('HSET', request, tostring(amount), ARGV[at + 2 + amount], 'hour', hour_key, 'day', day_key)
+      has_changed = true
+      redis.call('HSET', request, names[amount], ARGV[first + amount], 'use', hour_key, 'day', day_key)
       redis.call('HINCRBY', hour_key, field .. '\n' .. amount, change)
-      if amount == 2 or amount == 4 then
+      if amount == prompt or amount == output then
         redis.call('HINCRBY', day_key, tenant, change)
         redis.call('HINCRBY', day_key, subject, change)
       end
+      if has_log then
+        redis.call('HINCRBY', unreported, names[amount], change)
+      end
+    end
+  end
+  if has_log then
+    if has_changed then
+      redis.call('HSETNX', unreported, 'what', what)
+      redis.call('HSETNX', unreported, 'at', time)
+      redis.call('ZADD', due, 'NX', due_at, unreported)
+    end
+    if has_ended then
+      redis.call('ZADD', due, 'XX', 0, unreported)
     end
   end
   redis.call('EXPIRE', request, request_life)
   redis.call('EXPIRE', hour_key, sum_life)
   redis.call('EXPIRE', day_key, sum_life)
-  at = at + 7
+  at = first + amounts + 1
 end
 return increases

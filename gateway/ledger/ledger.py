@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from common.types import RequestId, Subject
-    from gateway.ledger.entries import HourOfUse, LedgerStore, Tokens, UsageQuery
+    from gateway.ledger.entries import HourOfUse, LedgerStore, Tokens, UsageQuery, Work
     from gateway.metrics import GatewayMetrics
 
 # How often open requests are written: a gateway that is killed loses at most this much of unfinished answers.
@@ -51,9 +51,14 @@ class Ledger:
         self._turn = asyncio.Lock()
         self._log = get_logger("ledger")
 
-    def note(self, request_id: RequestId, subject: Subject, model: str, tokens: Tokens) -> None:
-        """Replace what is known of a request; it is written later."""
-        self._pending[subject.tenant, request_id] = LedgerEntry(request_id, subject, model, int(self._clock()), tokens)
+    def note(
+        self, request_id: RequestId, subject: Subject, work: Work, tokens: Tokens, *, has_ended: bool = False
+    ) -> None:
+        """Replace what is known of a request; it is written later. `has_ended`: no more is expected."""
+        key = subject.tenant, request_id
+        waiting = self._pending.get(key)
+        has_ended |= waiting is not None and waiting.has_ended
+        self._pending[key] = LedgerEntry(request_id, subject, work, int(self._clock()), tokens, has_ended)
         if len(self._pending) > MAX_PENDING:
             dropped = self._pending.pop(next(iter(self._pending)))
             self._log.error("ledger.dropped", request_id=dropped.request_id, **dropped.tokens._asdict())
@@ -90,7 +95,7 @@ class Ledger:
             await self._try_commit()
 
     async def hours(self, query: UsageQuery) -> Sequence[HourOfUse]:
-        """Return the use in each hour, by subject and model, including all that was noted.
+        """Return the use in each hour, by subject and work, including all that was noted.
 
         Raises:
             UnavailableError: the store is unavailable.

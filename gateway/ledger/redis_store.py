@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import secrets
 from collections import defaultdict
 from importlib import resources
 from typing import TYPE_CHECKING
@@ -10,7 +11,17 @@ from typing import TYPE_CHECKING
 import orjson
 
 from common.types import Subject
-from gateway.ledger.entries import DAY_S, HOUR_S, REQUEST_LIFETIME_S, HourOfUse, Tokens
+from gateway.ledger.entries import (
+    DAY_S,
+    HOUR_S,
+    REQUEST_LIFETIME_S,
+    UNENDED_S,
+    HourOfUse,
+    Tokens,
+    UsageRecord,
+    UsageRecords,
+    Work,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -22,43 +33,60 @@ if TYPE_CHECKING:
 
 # Entries in one call of the script, which blocks the server for some microseconds each.
 BATCH = 200
+AMOUNTS = len(Tokens._fields)
+# Records that are moved and returned at once.
+MOST_RECORDS = 500
 
 
 class RedisLedger:
     """Implements `gateway.ledger.entries.LedgerStore`: sums of each hour and day, and entries of recent requests."""
 
-    def __init__(self, state: StateServer, lifetime_s: int) -> None:
-        """Store at `state`; the use of an hour is kept for `lifetime_s`."""
+    def __init__(self, state: StateServer, lifetime_s: int, log: str | None = None) -> None:
+        """Store at `state`; the use of an hour is kept for `lifetime_s`.
+
+        `log` is the name of this gateway's usage log, for which records are kept until it has written them.
+        """
         self._state = state
         self._lifetime_s = lifetime_s
+        self._log = log
         self._prefix = f"{state.prefix}:ledger"
-        script = resources.files("gateway.ledger").joinpath("entries.lua").read_text()
-        self._script = state.redis.register_script(script)
+        scripts = resources.files("gateway.ledger")
+        self._script = state.redis.register_script(scripts.joinpath("entries.lua").read_text())
+        self._take = state.redis.register_script(scripts.joinpath("records.lua").read_text())
 
     async def write(self, entries: Sequence[LedgerEntry]) -> Sequence[tuple[str, Tokens]]:
         """Store entries, `BATCH` at a time; return the tenant and the increase of each."""
         increases: list[tuple[str, Tokens]] = []
         for first in range(0, len(entries), BATCH):
             batch = entries[first : first + BATCH]
-            keys = [key for entry in batch for key in self._keys(entry)]
-            values: list[str | bytes | int] = [REQUEST_LIFETIME_S, self._lifetime_s]
+            keys = [key for entry in batch for key in self._keys(entry)] + [self._log_key("due")]
+            values: list[str | bytes | int] = [
+                REQUEST_LIFETIME_S,
+                self._lifetime_s,
+                AMOUNTS,
+                int(self._log is not None),
+            ]
             for entry in batch:
                 tenant, name = entry.subject.tenant, entry.subject.name
                 values += [
-                    orjson.dumps([tenant, name, entry.model]),
+                    orjson.dumps([tenant, name, *entry.work]),
                     orjson.dumps([tenant]),
                     orjson.dumps([tenant, name]),
+                    orjson.dumps([entry.request_id, tenant, name, *entry.work]),
+                    entry.at,
+                    entry.at + UNENDED_S,
+                    int(entry.has_ended),
+                    *entry.tokens,
                 ]
-                values += entry.tokens
             amounts = await self._state.call(lambda _, keys=keys, values=values: self._script(keys, values))  # type: ignore[misc]  # bound in the loop
             increases += [
-                (entry.subject.tenant, Tokens(*amounts[4 * number : 4 * number + 4]))
+                (entry.subject.tenant, Tokens(*amounts[AMOUNTS * number : AMOUNTS * (number + 1)]))
                 for number, entry in enumerate(batch)
             ]
         return increases
 
     async def hours(self, query: UsageQuery) -> Sequence[HourOfUse]:
-        """Return the use in each hour, by subject and model."""
+        """Return the use in each hour, by subject and work."""
         found = []
         for day in range(query.start, query.end, DAY_S):
             starts = range(day, min(day + DAY_S, query.end), HOUR_S)
@@ -67,10 +95,12 @@ class RedisLedger:
                 async with redis.pipeline(transaction=False) as pipeline:
                     for hour in starts:
                         pipeline.hgetall(self._hour_key(hour))
+                        pipeline.hgetall(self._old_hour_key(hour))
                     return await pipeline.execute()
 
-            for hour, fields in zip(starts, await self._state.call(read), strict=True):
-                found += _uses(hour, fields, query)
+            answers = await self._state.call(read)
+            for number, hour in enumerate(starts):
+                found += _uses(hour, answers[2 * number], query) + _uses(hour, answers[2 * number + 1], query)
         return found
 
     async def spent(self, tenant: str, subject: str | None, since: int) -> int:
@@ -85,14 +115,39 @@ class RedisLedger:
 
         return sum(int(tokens) for tokens in await self._state.call(read) if tokens is not None)
 
+    async def take_records(self, now: int) -> UsageRecords:
+        """Return the log's oldest records, after moving what is due to them."""
+        keys = [self._log_key("due"), self._log_key("records"), self._log_key("last"), f"{self._prefix}:name"]
+        values = [now, MOST_RECORDS, secrets.token_hex(8), AMOUNTS]
+        ledger, *found = await self._state.call(lambda _: self._take(keys, values))
+        width = 3 + AMOUNTS
+        return UsageRecords(
+            ledger.decode(), [_record(*found[first : first + width]) for first in range(0, len(found), width)]
+        )
+
+    async def forget_records(self, last: int) -> None:
+        """Drop the records up to the number `last`."""
+        taken = await self.take_records(0)
+        done = sum(record.number <= last for record in taken.records)
+        if done:
+            await self._state.call(lambda redis: redis.lpop(self._log_key("records"), done))
+
     async def close(self) -> None:
         """Do nothing: the connection belongs to the gateway's state."""
 
-    def _keys(self, entry: LedgerEntry) -> tuple[str, str, str]:
+    def _keys(self, entry: LedgerEntry) -> tuple[str, str, str, str]:
         digest = hashlib.sha256(orjson.dumps([entry.subject.tenant, entry.request_id])).hexdigest()[:40]
-        return f"{self._prefix}:request:{digest}", self._hour_key(entry.at), self._day_key(entry.at)
+        unreported = self._log_key(f"unreported:{digest}")
+        return f"{self._prefix}:request:{digest}", self._hour_key(entry.at), self._day_key(entry.at), unreported
+
+    def _log_key(self, name: str) -> str:
+        return f"{self._prefix}:log:{self._log}:{name}"
 
     def _hour_key(self, at: int) -> str:
+        return f"{self._prefix}:use:{at - at % HOUR_S}"
+
+    def _old_hour_key(self, at: int) -> str:
+        """The sums that gateways before version 0.2 write, by model only."""
         return f"{self._prefix}:hour:{at - at % HOUR_S}"
 
     def _day_key(self, at: int) -> str:
@@ -100,13 +155,18 @@ class RedisLedger:
 
 
 def _uses(hour: int, fields: dict[bytes, bytes], query: UsageQuery) -> list[HourOfUse]:
-    amounts: defaultdict[bytes, list[int]] = defaultdict(lambda: [0, 0, 0, 0])
+    amounts: defaultdict[bytes, list[int]] = defaultdict(lambda: [0] * AMOUNTS)
     for field, value in fields.items():
         whose, _, amount = field.rpartition(b"\n")
         amounts[whose][int(amount) - 1] = int(value)
     uses = []
     for whose in sorted(amounts):
-        tenant, name, model = orjson.loads(whose)
+        tenant, name, *work = orjson.loads(whose)
         if query.tenant in (None, tenant) and (query.subjects is None or name in query.subjects):
-            uses.append(HourOfUse(hour, Subject(tenant, name), model, Tokens(*amounts[whose])))
+            uses.append(HourOfUse(hour, Subject(tenant, name), Work(*work), Tokens(*amounts[whose])))
     return uses
+
+
+def _record(number: bytes, what: bytes, at: bytes, *amounts: bytes) -> UsageRecord:
+    request_id, tenant, name, *work = orjson.loads(what)
+    return UsageRecord(int(number), request_id, Subject(tenant, name), Work(*work), int(at), Tokens(*map(int, amounts)))

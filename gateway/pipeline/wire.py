@@ -8,7 +8,7 @@ from common.deltas import Delta, LogprobText, PromptLogprobsText, PromptUsage, T
 from common.heads import Head, HeadActivation
 from common.requests import ChatPrompt, ImageFile, ImageLimits, PooledText, TokenPrompt
 from common.types import Pooling, ReasoningStyle, RequestId, ToolStyle
-from common.wire.answers import finish_from_wire
+from common.wire.answers import cached_parts_from_wire, finish_from_wire
 from common.wire.identity import view_to_wire
 from common.wire.requests import options_to_wire, pooling_from_wire, reply_to_wire
 from gateway.pipeline.port import ModelInfo
@@ -117,7 +117,9 @@ def delta_from_wire(message: detokenizer_pb2.Delta) -> Delta:
     """Decode the output that a step added to a choice."""
     usage = None
     if message.HasField("prompt_usage"):
-        usage = PromptUsage(message.prompt_usage.prompt_tokens, message.prompt_usage.cached_tokens)
+        of_prompt = message.prompt_usage
+        parts = cached_parts_from_wire(of_prompt.cached)
+        usage = PromptUsage(of_prompt.prompt_tokens, of_prompt.cached_tokens, parts)
     return Delta(
         request_id=RequestId(message.request_id),
         choice_index=message.choice_index,
@@ -131,6 +133,8 @@ def delta_from_wire(message: detokenizer_pb2.Delta) -> Delta:
             _prompt_logprobs_from_wire(message.prompt_logprobs) if message.HasField("prompt_logprobs") else None
         ),
         weight_version=message.weight_version,
+        forced_tokens=message.forced_tokens,
+        drafted_tokens=message.drafted_tokens,
     )
 
 

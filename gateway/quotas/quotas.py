@@ -98,8 +98,7 @@ class Quotas:
         """
         accounts = self._accounts(charge.subject)
         if charge.uses_model:
-            for account in accounts:
-                await self._check_budgets(account)
+            accounts = [await self._within_budgets(account) for account in accounts]
         if charge.may_exceed_concurrent:
             accounts = list(map(_without_concurrent, accounts))
         accounts = [account for account in accounts if account.is_limited]
@@ -114,8 +113,8 @@ class Quotas:
             raise LimitedError(obstacle.message, math.ceil(obstacle.wait_s * 1000), rate_headers(shown))
         return Lease(taking, shown)
 
-    async def _check_budgets(self, account: MeteredAccount) -> None:
-        """Check that no budget of `account` is used up.
+    async def _within_budgets(self, account: MeteredAccount) -> MeteredAccount:
+        """Check that no budget of `account` is used up; return it with lower limits if one nearly is.
 
         Requests that are open at the same time may together exceed it, as their output is not known in advance.
 
@@ -124,6 +123,7 @@ class Quotas:
             UnavailableError: the ledger is unavailable.
         """
         quota, now = account.quota, self._ledger.now()
+        is_throttled = False
         for budget, period, name in (
             (quota.tokens_per_day, today(now), "day"),
             (quota.tokens_per_month, this_month(now), "month"),
@@ -131,13 +131,16 @@ class Quotas:
             if budget is None:
                 continue
             start, end = period
-            if await self._ledger.spent(account.tenant, account.subject, int(start.timestamp())) >= budget:
+            spent = await self._ledger.spent(account.tenant, account.subject, int(start.timestamp()))
+            if spent >= budget:
                 whose = "organization" if account.subject is None else "user"
                 message = (
                     f"The budget of this {whose} is used up: {budget} tokens per {name}. "
                     f"It is renewed at {end.isoformat().replace('+00:00', 'Z')}."
                 )
                 raise BudgetError(message)
+            is_throttled |= quota.throttle_at is not None and spent >= quota.throttle_at * budget
+        return _throttled(account) if is_throttled else account
 
     def _is_secret(self, account: MeteredAccount) -> bool:
         """Whether the account's use would show subjects of a tenant that shares nothing what others of it do."""
@@ -155,6 +158,18 @@ class Quotas:
             MeteredAccount(tenant, None, limits.of(tenant)),
             MeteredAccount(tenant, subject.name, limits.of_subject(subject)),
         ]
+
+
+def _throttled(account: MeteredAccount) -> MeteredAccount:
+    quota = account.quota
+    requests = _least(quota.requests_per_minute, quota.throttled_requests_per_minute)
+    tokens = _least(quota.tokens_per_minute, quota.throttled_tokens_per_minute)
+    lower = quota.model_copy(update={"requests_per_minute": requests, "tokens_per_minute": tokens})
+    return replace(account, quota=lower)
+
+
+def _least(*limits: int | None) -> int | None:
+    return min((limit for limit in limits if limit is not None), default=None)
 
 
 def _without_concurrent(account: MeteredAccount) -> MeteredAccount:

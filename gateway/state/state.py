@@ -19,6 +19,7 @@ from gateway.ledger.entries import DAY_S
 from gateway.ledger.ledger import Ledger
 from gateway.ledger.redis_store import RedisLedger
 from gateway.ledger.sqlite_store import SqliteLedger
+from gateway.ledger.usage_log import NoUsageLog, UsageLog, open_directory
 from gateway.quotas.memory_meters import MemoryMeters
 from gateway.quotas.redis_meters import RedisMeters
 from gateway.state.aborts import LocalAborts, SharedAborts, Signatures
@@ -28,11 +29,13 @@ from gateway.stored_responses.sqlite_responses import SqliteResponses
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Coroutine
+    from pathlib import Path
 
     from common.settings import GatewaySettings
     from gateway.answer_records.records import AnswerRecords
     from gateway.batches.documents import Documents
     from gateway.generation.generations import Generations
+    from gateway.ledger.entries import LedgerStore
     from gateway.metrics import GatewayMetrics
     from gateway.quotas.meters import Meters
     from gateway.state.aborts import Aborts
@@ -68,50 +71,85 @@ def open_state(
         ConfigurationError: the address, the secret or the responses file is wrong.
     """
     url = read_secret("gateway.state.url", settings.state.url)
-    ledger_s = settings.ledger.lifetime_days * DAY_S
-    lifetime_s = settings.responses.lifetime_days * DAY_S
     if url is None or url == MEMORY:
-        stored = SqliteResponses(settings.responses.file, lifetime_s, settings.responses.max_bytes)
-        records = MemoryRecords(settings.answers.lifetime_s, settings.answers.max_bytes)
-        documents = SqliteDocuments(settings.batches.file)
-        own_ledger = Ledger(
-            SqliteLedger(settings.ledger.file, ledger_s), metrics, is_durable=settings.ledger.file is not None
-        )
+        return _open_own(settings, generations, metrics, limits_clock)
+    return _open_shared(url, settings, generations, metrics, limits_clock)
 
-        async def close_files() -> None:
-            await own_ledger.close()
-            await stored.close()
-            await documents.close()
 
-        meters = MemoryMeters(limits_clock or time.monotonic)
-        return State(meters, stored, documents, LocalAborts(generations), records, own_ledger, close_files)
-    if settings.ledger.file is not None:
-        raise ConfigurationError("gateway.ledger.file is of no use beside gateway.state.url, which holds the ledger")
-    if settings.responses.file is not None:
-        raise ConfigurationError(
-            "gateway.responses.file is of no use beside gateway.state.url, which holds the responses"
-        )
-    if settings.batches.file is not None:
-        raise ConfigurationError(
-            "gateway.batches.file is of no use beside gateway.state.url, which holds files and batches"
-        )
+def _open_own(
+    settings: GatewaySettings,
+    generations: Generations,
+    metrics: GatewayMetrics,
+    limits_clock: Callable[[], float] | None,
+) -> State:
+    directory = settings.ledger.log_directory
+    if directory is not None and settings.ledger.file is None:
+        raise ConfigurationError("gateway.ledger.log_directory needs gateway.ledger.file or gateway.state.url")
+    lifetime_s = settings.responses.lifetime_days * DAY_S
+    stored = SqliteResponses(settings.responses.file, lifetime_s, settings.responses.max_bytes)
+    records = MemoryRecords(settings.answers.lifetime_s, settings.answers.max_bytes)
+    documents = SqliteDocuments(settings.batches.file)
+    ledger_s = settings.ledger.lifetime_days * DAY_S
+    store = SqliteLedger(settings.ledger.file, ledger_s, has_log=directory is not None)
+    ledger = Ledger(store, metrics, is_durable=settings.ledger.file is not None)
+    usage_log = _open_log(directory, store)
+
+    async def close() -> None:
+        await ledger.settle()
+        await usage_log.close()
+        await ledger.close()
+        await stored.close()
+        await documents.close()
+
+    meters = MemoryMeters(limits_clock or time.monotonic)
+    return State(meters, stored, documents, LocalAborts(generations), records, ledger, close, (usage_log.run,))
+
+
+def _open_shared(
+    url: str,
+    settings: GatewaySettings,
+    generations: Generations,
+    metrics: GatewayMetrics,
+    limits_clock: Callable[[], float] | None,
+) -> State:
+    for file, name, what in (
+        (settings.ledger.file, "ledger", "the ledger"),
+        (settings.responses.file, "responses", "the responses"),
+        (settings.batches.file, "batches", "files and batches"),
+    ):
+        if file is not None:
+            message = f"gateway.{name}.file is of no use beside gateway.state.url, which holds {what}"
+            raise ConfigurationError(message)
     server = StateServer(url, metrics, prefix=settings.state.prefix, timeout_s=TIMEOUT_S)
-    own = MemoryMeters(limits_clock or time.monotonic) if settings.state.failure == "open" else None
-    shared_meters = RedisMeters(server, own, metrics, clock=limits_clock)
+    is_lenient = settings.state.failure == "open"
+    own = MemoryMeters(limits_clock or time.monotonic) if is_lenient else None
+    meters = RedisMeters(server, own, metrics, clock=limits_clock)
+    lifetime_s = settings.responses.lifetime_days * DAY_S
     responses = RedisResponses(server, lifetime_s, settings.responses.max_bytes)
     secret = read_secret("gateway.state.secret", settings.state.secret, LEAST_SECRET)
     aborts = SharedAborts(server, generations, Signatures(secret))
-    shared = RedisRecords(server, Sealing(secret), settings.answers.lifetime_s, settings.answers.max_bytes)
-
-    ledger = Ledger(RedisLedger(server, ledger_s), metrics, is_lenient=settings.state.failure == "open")
+    records = RedisRecords(server, Sealing(secret), settings.answers.lifetime_s, settings.answers.max_bytes)
+    directory = settings.ledger.log_directory
+    name = None if directory is None else open_directory(directory)
+    store = RedisLedger(server, settings.ledger.lifetime_days * DAY_S, name)
+    ledger = Ledger(store, metrics, is_lenient=is_lenient)
+    usage_log = _open_log(directory, store)
 
     async def close() -> None:
         await ledger.close()
+        await usage_log.close()
         with contextlib.suppress(StateAwayError, TimeoutError):
             async with asyncio.timeout(server.timeout_s):
-                await shared_meters.flush()
+                await meters.flush()
                 await responses.flush()
         await server.close()
 
-    background = (server.run, shared_meters.run, responses.run, aborts.run)
-    return State(shared_meters, responses, RedisDocuments(server), aborts, shared, ledger, close, background)
+    background = (server.run, meters.run, responses.run, aborts.run, usage_log.run)
+    return State(meters, responses, RedisDocuments(server), aborts, records, ledger, close, background)
+
+
+def _open_log(directory: Path | None, store: LedgerStore) -> UsageLog | NoUsageLog:
+    if directory is None:
+        return NoUsageLog()
+    open_directory(directory)
+    return UsageLog(directory, store)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING
 
-from common.deltas import Delta, PromptUsage
+from common.deltas import Delta, PromptUsage, TokenOrigin
 from common.tracing import record
 from common.types import Finish, FinishReason
 from services.detokenizer.stops import PatternStopMatcher, StopAutomaton, StopMatcher
@@ -13,7 +13,7 @@ from services.detokenizer.stops import PatternStopMatcher, StopAutomaton, StopMa
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from common.deltas import LogprobText, PromptLogprobsText
+    from common.deltas import CachedPart, LogprobText, PromptLogprobsText
     from common.types import Resume
     from services.detokenizer.decoding import IncrementalDecoder
     from services.detokenizer.mailbox import Mailbox
@@ -41,6 +41,7 @@ class Choice:
         "handle",
         "logprobs",
         "mailbox",
+        "origins",
         "request_id",
         "tokens",
     )
@@ -56,6 +57,8 @@ class Choice:
         # Tokens of the current push.
         self.batch: list[int] = []
         self.logprobs: list[LogprobText] = []
+        # The origin of each token of the current push; empty: all are sampled.
+        self.origins: list[int] = []
         # Generated tokens so far, including those of the interrupted predecessor.
         self.tokens = 0
         self.request_id = spec.request_id
@@ -78,10 +81,10 @@ class Choice:
         """Whether a stop string or pattern has ended the text."""
         return self._matcher is not None and self._matcher.matched is not None
 
-    def start(self, cached_tokens: int) -> None:
-        """Record the number of cached prompt tokens; called before the first token."""
+    def start(self, cached_tokens: int, cached: tuple[CachedPart, ...] = ()) -> None:
+        """Record the number of cached prompt tokens and their parts; called before the first token."""
         if self._usage is not None:
-            self._usage = PromptUsage(self._usage.prompt_tokens, cached_tokens)
+            self._usage = PromptUsage(self._usage.prompt_tokens, cached_tokens, cached)
         if self._trace is not None:
             self._opened_at = time.time()
 
@@ -123,7 +126,13 @@ class Choice:
         if self._undelivered or self._unskipped:
             text = self._trim(text)
         usage, self._usage = self._usage, None
-        return Delta(self.request_id, self._index, first, ids, text, logprobs, usage, finish)
+        delta = Delta(self.request_id, self._index, first, ids, text, logprobs, usage, finish)
+        if not self.origins:
+            return delta
+        origins, self.origins = self.origins[: len(ids)], []
+        return delta._replace(
+            forced_tokens=origins.count(TokenOrigin.FORCED), drafted_tokens=origins.count(TokenOrigin.DRAFTED)
+        )
 
     def _is_by_token(self, finish: Finish) -> bool:
         """Whether the last token ended the choice and does not belong to its text."""

@@ -98,4 +98,6 @@ def _joined(part: Sequence[Delta]) -> Delta:
         text="".join([delta.text for delta in part]),
         logprobs=[logprob for delta in part for logprob in delta.logprobs],
         finish=part[-1].finish,
+        forced_tokens=sum(delta.forced_tokens for delta in part),
+        drafted_tokens=sum(delta.drafted_tokens for delta in part),
     )

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, NamedTuple
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
+    from common.deltas import CachedPart
     from common.prompt_logprobs import PromptLogprobSpan
     from common.types import Finish, RequestId, Resume, SubscriberId, TokenLogprob, TraceContext
 
@@ -34,8 +35,9 @@ class ChoiceSpec:
 class Push:
     """The results of one step: `handles[i]` got `token_ids[i]`; `logprobs` by index i; `finishes` by handle.
 
-    `starts` has the number of cached prompt tokens, by handle, of choices that were assigned a row. `weight_version`
-    names the weights that computed the tokens; empty: those of the push before.
+    `starts` has the number of cached prompt tokens, by handle, of choices that were assigned a row, and `cached` their
+    parts. `weight_version` names the weights that computed the tokens; empty: those of the push before. `origins` has
+    a `TokenOrigin` for each token in a byte, or none if all were sampled.
     """
 
     opens: Sequence[ChoiceSpec] = ()
@@ -46,6 +48,8 @@ class Push:
     starts: Mapping[int, int] = field(default_factory=dict)
     prompt_logprobs: Sequence[PromptLogprobsPart] = ()
     weight_version: str = ""
+    cached: Mapping[int, tuple[CachedPart, ...]] = field(default_factory=dict)
+    origins: bytes = b""
 
 
 # The following are created for every push: named tuples cost a third of frozen dataclasses.

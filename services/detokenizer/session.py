@@ -60,7 +60,7 @@ class PushSession:
             self._open(spec)
         for handle, cached_tokens in push.starts.items():
             if (started := self._choices.get(handle)) is not None:
-                started.start(cached_tokens)
+                started.start(cached_tokens, push.cached.get(handle, ()))
         posts: dict[Mailbox, list[Delta]] = {}
         for part in push.prompt_logprobs:
             self._post_prompt_logprobs(part, posts)
@@ -141,6 +141,8 @@ class PushSession:
                 choice.batch.append(token_id)
         if push.logprobs:
             self._distribute_logprobs(push)
+        if push.origins:
+            self._distribute_origins(push)
         for handle in push.finishes:
             choice = choices.get(handle)
             if choice is not None and not choice.batch:
@@ -162,6 +164,11 @@ class PushSession:
             choice = self._choices.get(push.handles[index])
             if choice is not None:
                 choice.logprobs.append(self._spell(push.token_ids[index], logprob))
+
+    def _distribute_origins(self, push: Push) -> None:
+        for handle, origin in zip(push.handles, push.origins, strict=True):
+            if (choice := self._choices.get(handle)) is not None:
+                choice.origins.append(origin)
 
     def _spell(self, token_id: int, logprob: TokenLogprob) -> LogprobText:
         """Combine log probabilities with the bytes of their tokens."""

@@ -6,7 +6,14 @@ from typing import TYPE_CHECKING
 
 from common.errors import InvalidRequestError
 from common.types import RequestId, SubscriberId
-from common.wire.answers import finish_from_wire, finish_to_wire, logprob_from_wire, span_from_wire
+from common.wire.answers import (
+    cached_parts_from_wire,
+    cached_parts_to_wire,
+    finish_from_wire,
+    finish_to_wire,
+    logprob_from_wire,
+    span_from_wire,
+)
 from common.wire.requests import resume_from_wire, trace_from_wire
 from protos.gen.pando.v1 import detokenizer_pb2
 from services.detokenizer.messages import ChoiceSpec, PromptLogprobsPart, Push
@@ -27,6 +34,8 @@ def push_from_wire(message: detokenizer_pb2.PushRequest) -> Push:
     tokens = len(message.token_ids)
     if len(message.handles) != tokens or any(entry.index >= tokens for entry in message.logprobs):
         raise InvalidRequestError("handles, token_ids and logprobs are inconsistent", param="handles")
+    if len(message.origins) not in (0, tokens):
+        raise InvalidRequestError("token_ids and origins differ in length", param="origins")
     if any(len(entry.logprob.top_token_ids) != len(entry.logprob.top_logprobs) for entry in message.logprobs):
         raise InvalidRequestError("top_token_ids and top_logprobs differ in length", param="logprobs")
     return Push(
@@ -38,6 +47,8 @@ def push_from_wire(message: detokenizer_pb2.PushRequest) -> Push:
         finishes={entry.handle: finish_from_wire(entry.finish) for entry in message.finishes},
         prompt_logprobs=[_part_from_wire(entry) for entry in message.prompt_logprobs],
         weight_version=message.weight_version,
+        cached={entry.handle: cached_parts_from_wire(entry.cached) for entry in message.starts if entry.cached},
+        origins=message.origins,
     )
 
 
@@ -90,11 +101,16 @@ def _delta_to_wire(delta: Delta) -> detokenizer_pb2.Delta:
     if delta.prompt_usage is not None:
         message.prompt_usage.prompt_tokens = delta.prompt_usage.prompt_tokens
         message.prompt_usage.cached_tokens = delta.prompt_usage.cached_tokens
+        message.prompt_usage.cached.extend(cached_parts_to_wire(delta.prompt_usage.cached))
         message.prompt_usage.SetInParent()
     if delta.finish is not None:
         message.finish.CopyFrom(finish_to_wire(delta.finish))
     if delta.weight_version:
         message.weight_version = delta.weight_version
+    if delta.forced_tokens:
+        message.forced_tokens = delta.forced_tokens
+    if delta.drafted_tokens:
+        message.drafted_tokens = delta.drafted_tokens
     if delta.prompt_logprobs is not None:
         message.prompt_logprobs.CopyFrom(_prompt_logprobs_to_wire(delta.prompt_logprobs))
     return message

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from services.scheduler import metrics
 from services.scheduler.cache.types import CacheEventKind
+from services.scheduler.core.cached_parts import cached_parts
 
 if TYPE_CHECKING:
     from services.scheduler.cache.interface import PrefixCache
@@ -30,27 +31,10 @@ class CacheMeter:
         self._seconds: dict[str, float] = {}
 
     def note_start(self, sequence: Sequence, lock: PrefixLock) -> None:
-        """Count the tokens matched at a sequence's first start. Loaded tokens come last in the matched prefix."""
-        loaded = min(sequence.host_tokens, lock.matched_tokens)
-        stored = min(sequence.storage_tokens, loaded)
-        public, tenant = lock.public_tokens, lock.tenant_tokens
-        for tier, tokens in (
-            ("device", lock.matched_tokens - loaded),
-            ("host", loaded - stored),
-            ("storage", stored),
-        ):
-            # On every path public tokens come first, then the tenant's.
-            from_public = min(public, tokens)
-            from_tenant = min(tenant, tokens - from_public)
-            public, tenant = public - from_public, tenant - from_tenant
-            self._count(tier, "public", from_public)
-            self._count(tier, "tenant", from_tenant)
-            self._count(tier, "private", tokens - from_public - from_tenant)
-
-    def _count(self, tier: str, visibility: str, tokens: int) -> None:
-        if tokens:
-            self.hit_tokens[tier, visibility] = self.hit_tokens.get((tier, visibility), 0) + tokens
-            metrics.CACHE_HIT_TOKENS_TOTAL.labels(tier, visibility).inc(tokens)
+        """Count the tokens matched at a sequence's first start."""
+        for tier, level, tokens in cached_parts(sequence, lock, lock.matched_tokens):
+            self.hit_tokens[tier, level] = self.hit_tokens.get((tier, level), 0) + tokens
+            metrics.CACHE_HIT_TOKENS_TOTAL.labels(tier, level).inc(tokens)
 
     def export(self, cache: PrefixCache) -> None:
         """Update the Prometheus metrics. O(1) in the size of the cache."""

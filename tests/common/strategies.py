@@ -8,7 +8,16 @@ from typing import Any, TypeVar
 import numpy as np
 from hypothesis import strategies as st
 
-from common.deltas import Delta, LogprobText, PromptLogprobsText, PromptUsage, TokenText
+from common.deltas import (
+    CACHE_LEVELS,
+    CACHE_TIERS,
+    CachedPart,
+    Delta,
+    LogprobText,
+    PromptLogprobsText,
+    PromptUsage,
+    TokenText,
+)
 from common.grammars import NO_SCOPE, Grammar, GrammarKind, GrammarScope
 from common.prompt_logprobs import PromptLogprobs
 from common.requests import ChatMessage, ChatPrompt, GenerateRequest, ImageFile, PooledText, TokenPrompt, Truncation
@@ -247,6 +256,7 @@ generate_requests = complete(
     routing_key=st.none() | NAMES,
     returns_prompt_ids=st.booleans(),
     images=st.lists(image_files, max_size=2).map(tuple),
+    operation=st.just(""),
 )
 token_texts = complete(TokenText, token_id=TOKEN, logprob=FLOAT, text=st.binary(max_size=5))
 logprob_texts = complete(
@@ -256,6 +266,10 @@ logprob_texts = complete(
     asked=st.lists(FLOAT, max_size=2).map(tuple),
     rank=st.none() | COUNT,
 )
+cached_parts = st.lists(
+    complete(CachedPart, tier=st.sampled_from(CACHE_TIERS), level=st.sampled_from(CACHE_LEVELS), tokens=COUNT),
+    max_size=3,
+).map(tuple)
 deltas = complete(
     Delta,
     request_id=NAMES.map(RequestId),
@@ -264,7 +278,7 @@ deltas = complete(
     token_ids=st.lists(TOKEN, max_size=5).map(tuple),
     text=st.text(),
     logprobs=st.lists(logprob_texts, max_size=2).map(tuple),
-    prompt_usage=st.none() | complete(PromptUsage, prompt_tokens=COUNT, cached_tokens=COUNT),
+    prompt_usage=st.none() | complete(PromptUsage, prompt_tokens=COUNT, cached_tokens=COUNT, cached=cached_parts),
     finish=st.none() | finishes,
     prompt_logprobs=st.none()
     | complete(
@@ -275,4 +289,6 @@ deltas = complete(
         is_last=st.booleans(),
     ),
     weight_version=NAMES | st.just(""),
+    forced_tokens=COUNT,
+    drafted_tokens=COUNT,
 )

@@ -46,7 +46,7 @@ def add_routes(router: APIRouter, context: Context) -> None:
         requester = identify(caller, body.user_names, body.cache_salt)
         card = check_task(await context.models.require(body.model), Task.CLASSIFY)
         head = context.head(f"classify-{uuid.uuid4().hex}", card.name)
-        pooled = PooledRequests(context, request, requester, body, card, head.id, Pooling.CLASSIFY)
+        pooled = PooledRequests(context, request, requester, body, card, head.id, Pooling.CLASSIFY, "classify")
         renderer = WholeClassification(head, classes_of(card, activates=body.activates))
         return context.whole(pooled.make(_prompts(pooled, body)), renderer)
 
@@ -70,7 +70,7 @@ def add_routes(router: APIRouter, context: Context) -> None:
             _refuse_embedding_fields(body)
             kind = Pooling(task.value)
             results = classes_of(card, activates=body.activates)
-        pooled = PooledRequests(context, request, requester, body, card, head.id, kind)
+        pooled = PooledRequests(context, request, requester, body, card, head.id, kind, "pooling")
         prompts = _prompts(pooled, body)
         if kind is Pooling.TOKEN_CLASSIFY:
             _check_outputs(body, card)

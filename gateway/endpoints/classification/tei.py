@@ -36,7 +36,7 @@ def add_routes(router: APIRouter, context: Context) -> None:
         requester = identify(caller, body.user_names, body.cache_salt)
         card = check_task(await context.models.require(body.model), Task.CLASSIFY)
         response_id = f"predict-{uuid.uuid4().hex}"
-        pooled = PooledRequests(context, request, requester, body, card, response_id, Pooling.CLASSIFY)
+        pooled = PooledRequests(context, request, requester, body, card, response_id, Pooling.CLASSIFY, "classify")
         cut = pooled.truncation
         prompts: list[Prompt] = [
             PooledText(text, second, truncation=cut) if second is not None or cut is not None else text

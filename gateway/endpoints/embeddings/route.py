@@ -21,6 +21,9 @@ if TYPE_CHECKING:
     from gateway.endpoints.context import Context
     from gateway.pipeline.port import ModelInfo
 
+# See `GenerateRequest.operation`.
+OPERATION = "embeddings"
+
 
 def add_routes(router: APIRouter, context: Context) -> None:
     """Add the routes."""
@@ -36,7 +39,7 @@ def add_routes(router: APIRouter, context: Context) -> None:
         prefix = prompt_of(card, body.prompt_name, body.input_type or body.task)
         check_texts_for_prompt(body.input, body.prompt_name)
         pooling = body.chosen_pooling or card.pooling
-        pooled = PooledRequests(context, request, requester, body, card, f"embd-{uuid.uuid4().hex}", pooling)
+        pooled = PooledRequests(context, request, requester, body, card, f"embd-{uuid.uuid4().hex}", pooling, OPERATION)
         requests = pooled.make({"input": pooled.of_texts(body.input, prefix)})
         shape = VectorShape(body.dimensions, body.normalizes)
         return context.in_pieces(requests, WholeEmbeddings(card.name, shape, body.format))
@@ -52,7 +55,7 @@ def add_routes(router: APIRouter, context: Context) -> None:
         prefix = prompt_of(card, body.prompt_name, body.input_type)
         head = context.head(f"embd-{uuid.uuid4().hex}", card.name)
         pooling = body.chosen_pooling or card.pooling
-        pooled = PooledRequests(context, request, requester, body, card, head.id, pooling)
+        pooled = PooledRequests(context, request, requester, body, card, head.id, pooling, OPERATION)
         requests = pooled.make({"texts" if body.texts else "inputs": pooled.of_texts(body.all_texts, prefix)})
         formats, shape = body.embedding_types or ["float"], VectorShape(body.output_dimension)
         return context.in_pieces(requests, WholeCohereEmbeddings(head, body.all_texts, shape, formats))
@@ -66,7 +69,7 @@ def add_routes(router: APIRouter, context: Context) -> None:
         prefix = prompt_of(card, body.prompt_name)
         check_texts_for_prompt(body.inputs, body.prompt_name)
         pooling = body.chosen_pooling or card.pooling
-        pooled = PooledRequests(context, request, requester, body, card, f"embd-{uuid.uuid4().hex}", pooling)
+        pooled = PooledRequests(context, request, requester, body, card, f"embd-{uuid.uuid4().hex}", pooling, OPERATION)
         requests = pooled.make({"inputs": pooled.of_texts(body.inputs, prefix)})
         shape = VectorShape(body.dimensions, body.normalize is not False)
         return context.in_pieces(requests, WholeTeiEmbeddings(shape))

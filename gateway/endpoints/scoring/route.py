@@ -34,7 +34,7 @@ def add_routes(router: APIRouter, context: Context) -> None:
     @router.post("/v1/score", operation_id="score")
     async def score(request: Request, body: ScoreBody, caller: Caller = Depends(context.caller)) -> Response:
         """Score pairs of texts: by the model's head, or the cosine of their embeddings."""
-        pooled = await _pooled(context, request, body, caller, f"score-{uuid.uuid4().hex}")
+        pooled = await _pooled(context, request, body, caller, "score")
         pairs = Pairs(body.text_1, body.text_2, ("text_1", "text_2"))
         requests, scorer = requests_of(pooled, body, pairs)
         head = context.head(pooled.response_id, pooled.card.name)
@@ -53,13 +53,13 @@ def add_routes(router: APIRouter, context: Context) -> None:
         """Order documents as at /v1/rerank or, if they are called texts, as Text Embeddings Inference does."""
         if isinstance(body, RerankBody):
             return await _rerank(request, body, caller)
-        pooled = await _pooled(context, request, body, caller, f"rerank-{uuid.uuid4().hex}")
+        pooled = await _pooled(context, request, body, caller, "rerank")
         pairs = Pairs([body.query], body.texts, ("query", "texts"), (QUERY, DOCUMENT))
         requests, scorer = requests_of(pooled, body, pairs)
         return context.whole(requests, WholeTeiRanking(scorer, body.texts, body.return_text is True))
 
     async def _rerank(request: Request, body: RerankBody, caller: Caller) -> Response:
-        pooled = await _pooled(context, request, body, caller, f"rerank-{uuid.uuid4().hex}")
+        pooled = await _pooled(context, request, body, caller, "rerank")
         pairs = Pairs([body.query], body.documents, ("query", "documents"), (QUERY, DOCUMENT))
         requests, scorer = requests_of(pooled, body, pairs)
         head = context.head(pooled.response_id, pooled.card.name)
@@ -80,12 +80,13 @@ class Pairs:
 
 
 async def _pooled(
-    context: Context, request: Request, body: ScoringFields, caller: Caller, response_id: str
+    context: Context, request: Request, body: ScoringFields, caller: Caller, operation: str
 ) -> PooledRequests:
     requester = identify(caller, body.user_names, body.cache_salt)
     card = check_task(await context.models.require(body.model), Task.SCORE)
     pooling = card.head.pooling if card.head else body.chosen_pooling or card.pooling
-    return PooledRequests(context, request, requester, body, card, response_id, pooling)
+    response_id = f"{operation}-{uuid.uuid4().hex}"
+    return PooledRequests(context, request, requester, body, card, response_id, pooling, operation)
 
 
 def requests_of(pooled: PooledRequests, body: ScoringFields, pairs: Pairs) -> tuple[list[GenerateRequest], Scorer]:

@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
 
+from common.deltas import TokenOrigin
+
 if TYPE_CHECKING:
     from collections.abc import Mapping
     from collections.abc import Sequence as OrderedValues
@@ -21,7 +23,10 @@ OwnerT = TypeVar("OwnerT")
 
 @dataclass(frozen=True, slots=True)
 class Output:
-    """One push: accepted choices, choices that got a row, token_ids[i] of choice handles[i] (int32 each), finishes."""
+    """One push: accepted choices, choices that got a row, token_ids[i] of choice handles[i] (int32 each), finishes.
+
+    `origins` has a `TokenOrigin` for each token in a byte, or none if all were sampled.
+    """
 
     opens: tuple[Sequence, ...]
     starts: tuple[Sequence, ...]
@@ -30,6 +35,7 @@ class Output:
     logprobs: tuple[tuple[int, TokenLogprob], ...]
     finishes: tuple[tuple[int, Finish], ...]
     prompt_logprobs: tuple[PromptPart, ...] = ()
+    origins: bytes = b""
 
 
 def divide(output: Output, owners: Mapping[int, OwnerT], among: OrderedValues[OwnerT]) -> list[tuple[OwnerT, Output]]:
@@ -59,7 +65,10 @@ def _part_of(output: Output, mask: NDArray[np.bool_], owners: Mapping[int, Owner
     if not (opens or starts or finishes or prompt_logprobs or mask.any()):
         return None
     logprobs = tuple((int(places[index]), logprob) for index, logprob in output.logprobs if mask[index])
-    return Output(opens, starts, output.handles[mask], output.token_ids[mask], logprobs, finishes, prompt_logprobs)
+    return Output(
+        opens, starts, output.handles[mask], output.token_ids[mask], logprobs, finishes, prompt_logprobs,
+        np.frombuffer(output.origins, np.int8)[mask].tobytes() if output.origins else b"",
+    )  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +90,8 @@ class OutputBuffer:
     _logprobs: list[tuple[int, TokenLogprob]] = field(default_factory=list)
     _finishes: list[tuple[int, Finish]] = field(default_factory=list)
     _scores: list[PromptPart] = field(default_factory=list)
+    # The first and after the last of tokens that were not sampled.
+    _unsampled: list[tuple[int, int, TokenOrigin]] = field(default_factory=list)
     _tokens: int = 0
 
     def open(self, sequence: Sequence) -> None:
@@ -101,8 +112,16 @@ class OutputBuffer:
         """Add log probabilities of a choice's prompt."""
         self._scores.append(part)
 
-    def tokens(self, handles: TokenIds, token_ids: TokenIds, logprobs: list[tuple[int, TokenLogprob]]) -> None:
-        """Add the tokens sampled by one forward pass; `logprobs` index into these arrays."""
+    def tokens(
+        self,
+        handles: TokenIds,
+        token_ids: TokenIds,
+        logprobs: list[tuple[int, TokenLogprob]],
+        origin: TokenOrigin = TokenOrigin.SAMPLED,
+    ) -> None:
+        """Add tokens of one forward pass, all of one origin; `logprobs` index into these arrays."""
+        if origin is not TokenOrigin.SAMPLED:
+            self._unsampled.append((self._tokens, self._tokens + len(token_ids), origin))
         self._logprobs.extend((self._tokens + index, logprob) for index, logprob in logprobs)
         self._handles.append(handles)
         self._token_ids.append(token_ids)
@@ -125,7 +144,16 @@ class OutputBuffer:
             logprobs=tuple(self._logprobs),
             finishes=tuple(self._finishes),
             prompt_logprobs=tuple(self._scores),
+            origins=self._origins(),
         )
         self._opens, self._starts, self._handles, self._token_ids = [], [], [], []
-        self._logprobs, self._finishes, self._scores, self._tokens = [], [], [], 0
+        self._logprobs, self._finishes, self._scores, self._unsampled, self._tokens = [], [], [], [], 0
         return output
+
+    def _origins(self) -> bytes:
+        if not self._unsampled:
+            return b""
+        origins = np.full(self._tokens, TokenOrigin.SAMPLED, np.int8)
+        for start, end, origin in self._unsampled:
+            origins[start:end] = origin
+        return origins.tobytes()

@@ -11,6 +11,7 @@ from common.steps import MicroBatch, PrefillChunk, RowOpen, StepPlan
 from common.tracing import is_sampled
 from common.types import StepId
 from services.scheduler.core.batch_class import WATCHFUL_PART, BatchClass
+from services.scheduler.core.cached_parts import cached_parts
 from services.scheduler.core.drafts import Guess
 from services.scheduler.core.fair_rows import FairRows, RowPreemption
 from services.scheduler.core.in_flight_prefixes import InFlightPrefixes
@@ -437,6 +438,7 @@ class Planner:
         if sequence.cached_tokens is None:
             found = min(lock.matched_tokens, sequence.prompt_tokens)
             sequence.cached_tokens = found if sequence.remote is None else min(found, sequence.remote.cached_tokens)
+            sequence.cached = cached_parts(sequence, lock, sequence.cached_tokens)
             self._billing.start(sequence, lock.matched_tokens)
         request, adapter = sequence.request, sequence.adapter
         stop = request.options.stop

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from common.deltas import TokenOrigin
 from common.errors import DeviceMemoryError
 from common.steps import RowStop
 from common.types import Finish, FinishReason, RowSlot
@@ -151,7 +152,7 @@ class ResultHandler:
             table.planned[row] = min(int(table.planned[row]) + 1, int(table.limit[row]))
             if row in remaining:
                 logprobs.append((index, next(remaining[row])))
-        self._output.tokens(table.handle[rows].astype(np.int32), token_ids, logprobs)
+        self._output.tokens(table.handle[rows].astype(np.int32), token_ids, logprobs, TokenOrigin.DRAFTED)
 
     def _store_forced(self, result: StepResult) -> None:
         table = self._rows
@@ -163,7 +164,7 @@ class ResultHandler:
             # Later plans for the row continue after the forced token.
             table.planned[row] = min(int(table.planned[row]) + 1, int(table.limit[row]))
         self.jumped_tokens += len(rows)
-        self._output.tokens(table.handle[rows].astype(np.int32), token_ids, [])
+        self._output.tokens(table.handle[rows].astype(np.int32), token_ids, [], TokenOrigin.FORCED)
 
     def _report_scores(self, result: StepResult) -> None:
         for row, span in result.prompt_logprobs:

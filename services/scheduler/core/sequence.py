@@ -13,6 +13,7 @@ from common.prompt_logprobs import PromptLogprobs, PromptLogprobSpan, no_span
 from services.scheduler.cache.keys import tagged
 
 if TYPE_CHECKING:
+    from common.deltas import CachedPart
     from common.steps import RowImage
     from common.transfers import TransferId
     from common.types import Finish, RowSlot, SamplingParams, ScheduleRequest, Subject, TokenIds
@@ -93,6 +94,8 @@ class Sequence:
     lock: PrefixLock | None = None
     # Prefix hit of the first admission: reported to the requester and billed; a retraction does not change it.
     cached_tokens: int | None = None
+    # The same by tier and level.
+    cached: tuple[CachedPart, ...] = ()
     started_at: float | None = None
     retractions: int = 0
     # Those of them that were preemptions.

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from common.errors import PandoError
 from common.tracing import is_sampled
 from common.types import Admission, RequestId
-from common.wire.answers import admission_to_wire, finish_to_wire, logprob_to_wire, span_to_wire
+from common.wire.answers import admission_to_wire, cached_parts_to_wire, finish_to_wire, logprob_to_wire, span_to_wire
 from common.wire.requests import resume_to_wire, role_to_wire, schedule_request_from_wire, trace_to_wire
 from protos.gen.pando.v1 import detokenizer_pb2, scheduler_pb2
 from services.scheduler.core.output import EndedChoice
@@ -53,9 +53,11 @@ def output_to_wire(output: Output) -> detokenizer_pb2.PushRequest:
         opens=[_choice_to_wire(sequence) for sequence in output.opens],
         handles=output.handles.tolist(),
         token_ids=output.token_ids.tolist(),
+        origins=output.origins,
     )
     for sequence in output.starts:
-        message.starts.add(handle=sequence.handle, cached_tokens=sequence.cached_tokens or 0)
+        start = message.starts.add(handle=sequence.handle, cached_tokens=sequence.cached_tokens or 0)
+        start.cached.extend(cached_parts_to_wire(sequence.cached))
     for index, logprob in output.logprobs:
         message.logprobs.add(index=index, logprob=logprob_to_wire(logprob))
     for part in output.prompt_logprobs:

@@ -6,7 +6,7 @@ import orjson
 from hypothesis import given
 from hypothesis import strategies as st
 
-from common.deltas import LogprobText, PromptLogprobsText, PromptUsage, TokenText
+from common.deltas import CachedPart, LogprobText, PromptLogprobsText, PromptUsage, TokenText
 from common.types import CacheMode, ErrorCode, Finish, FinishReason, RequestFailure, TraceContext
 from gateway.endpoints.opening import Opening
 from gateway.generation.journal import ChoiceUpdate
@@ -41,9 +41,12 @@ updates = st.builds(
     st.lists(entries, max_size=2).map(tuple),
     st.none()
     | st.builds(Finish, st.sampled_from([FinishReason.STOP, FinishReason.LENGTH]), st.none() | ids, st.none() | texts),
-    st.none() | st.builds(PromptUsage, ids, ids),
+    st.none()
+    | st.builds(PromptUsage, ids, ids, st.lists(st.builds(CachedPart, texts, texts, ids), max_size=2).map(tuple)),
     st.none() | st.builds(PromptLogprobsText, ids, st.lists(entries, max_size=2), st.none() | tokens, st.booleans()),
     tuples(ids),
+    forced_tokens=ids,
+    drafted_tokens=ids,
 )
 
 

@@ -7,14 +7,19 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from common.deltas import CachedPart, Delta, PromptUsage
+from common.types import Finish, FinishReason
 from gateway.identity.keys import ApiKey, hash_of, save_keys
-from tests.fakes.pipeline import says
+from tests.fakes.pipeline import EMBEDDING, STOP, says
 from tests.gateway.support import HELLO, FakedGateway, error_of, faked
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
     from pathlib import Path
 
     import httpx
+
+    from common.requests import GenerateRequest
 
 KEYS = [
     ApiKey("k1", hash_of("acme"), "acme", vouches_for_users=True),
@@ -123,3 +128,83 @@ async def test_a_used_up_budget_gives_429_until_it_is_raised(tmp_path: Path, per
 async def test_a_subject_s_budget_stops_only_that_subject(tmp_path: Path) -> None:
     gateway = gateway_with(tmp_path, "[default.each_user]\ntokens_per_day = 9\n")
     assert [(await ask(gateway, "acme", user=user)).status_code for user in ("ann", "bob", "ann")] == [200, 200, 429]
+
+
+async def test_a_nearly_used_up_budget_lowers_the_rate(tmp_path: Path) -> None:
+    limits = "tokens_per_day = 100\nthrottle_at = 0.25\nthrottled_requests_per_minute = 2\n"
+    gateway = gateway_with(tmp_path, f"[tenants.acme]\n{limits}")
+    # 9 tokens each: the fourth request is the first one beyond a quarter of the budget.
+    statuses = [(await ask(gateway, "acme", user="ann")).status_code for _ in range(5)]
+    assert statuses == [200] * 5
+    refused = await ask(gateway, "acme", user="bob")
+    assert "2 requests per minute" in error_of(refused, 429)["message"]
+    assert int(refused.headers["retry-after"]) > 0
+    assert (await ask(gateway, "other")).status_code == 200
+    (tmp_path / "limits.toml").write_text(f"[tenants.acme]\n{limits.replace('100', '1000')}")
+    gateway_again = gateway_with(tmp_path, f"[tenants.acme]\n{limits.replace('100', '1000')}")
+    assert [(await ask(gateway_again, "acme")).status_code for _ in range(3)] == [200] * 3
+
+
+def generated(request: GenerateRequest) -> Iterator[Delta]:
+    """Answer with three tokens, one forced and one drafted, or with an embedding."""
+    parts = (CachedPart("device", "public", 3), CachedPart("host", "private", 1))
+    usage = PromptUsage(PROMPT, CACHED, parts)
+    if request.options.pooling is not None:
+        finish = Finish(FinishReason.STOP, embedding=EMBEDDING)
+        yield Delta(request.request_id, 0, 0, (), "", prompt_usage=usage, finish=finish)
+        return
+    yield Delta(request.request_id, 0, 0, (1, 2), "ab", prompt_usage=usage, forced_tokens=1)
+    yield Delta(request.request_id, 0, 2, (3,), "c", finish=STOP, drafted_tokens=1)
+
+
+async def test_use_is_shown_by_operation_and_by_tier_of_the_cache(tmp_path: Path) -> None:
+    save_keys(tmp_path / "keys.toml", KEYS)
+    gateway = faked(generated, keys_file=tmp_path / "keys.toml")
+    key = bearer("other")
+    text = {"model": "tiny", "prompt": "x", "max_tokens": 3}
+    for path, body in (
+        ("/v1/chat/completions", {"model": "tiny", "messages": HELLO}),
+        ("/v1/completions", text),
+        ("/v1/responses", {"model": "tiny", "input": "x"}),
+        ("/v1/messages", {"model": "tiny", "messages": HELLO, "max_tokens": 3}),
+        ("/generate", {"text": "x"}),
+        ("/v1/embeddings", {"model": "tiny", "input": "x"}),
+        ("/v1/score", {"model": "tiny", "text_1": "x", "text_2": "y"}),
+        ("/v1/rerank", {"model": "tiny", "query": "x", "documents": ["y"]}),
+    ):
+        response = await gateway.post(path, body, key)
+        assert response.status_code == 200, response.text
+    uses = {use.pop("operation"): use for use in await usage(gateway, "other", "&group_by=operation,adapter,batch")}
+    assert set(uses) == {"chat", "completions", "responses", "messages", "generate", "embeddings", "score", "rerank"}
+    chat = uses["chat"]
+    assert (chat["adapter"], chat["batch"], chat["requests"]) == (None, False, 1)
+    assert (chat["output_tokens"], chat["forced_tokens"], chat["drafted_tokens"]) == (3, 1, 1)
+    assert chat["cached_tokens_by_tier"] == {
+        "device": {"public": 3, "tenant": 0, "private": 0},
+        "host": {"public": 0, "tenant": 0, "private": 1},
+        "storage": {"public": 0, "tenant": 0, "private": 0},
+    }
+    assert all(uses[operation] | {"output_tokens": 3} == chat for operation in ("completions", "responses", "generate"))
+    assert (uses["embeddings"]["prompt_tokens"], uses["embeddings"]["output_tokens"]) == (PROMPT, 0)
+    assert uses["score"]["requests"] == uses["rerank"]["requests"] == 2, "an embedding of each text"
+    counted = {}
+    for kind in ("completions", "embeddings"):
+        path = f"/v1/organization/usage/{kind}?start_time={int(time.time()) - 86400}"
+        page = (await gateway.get(path, headers=key)).json()
+        [result] = [result for bucket in page["data"] for result in bucket["results"]]
+        assert result["object"] == f"organization.usage.{kind}.result"
+        counted[kind] = result["num_model_requests"], result["input_tokens"], result.get("output_tokens")
+    assert counted == {"completions": (5, 5 * PROMPT, 15), "embeddings": (1, PROMPT, None)}
+    shown = gateway.context.metrics.exposition()[0].decode()
+    assert 'pando_gateway_tenant_cached_tokens_total{level="public",tenant="other",tier="device"} 30.0' in shown
+    assert 'pando_gateway_tenant_tokens_total{kind="forced",tenant="other"} 5.0' in shown
+
+
+async def test_openai_s_filter_of_batches(tmp_path: Path) -> None:
+    gateway = gateway_with(tmp_path)
+    await ask(gateway, "other")
+    path = f"/v1/organization/usage/completions?start_time={int(time.time()) - 86400}&group_by=batch"
+    for flag, batches in (("false", [False]), ("true", [])):
+        page = (await gateway.get(f"{path}&batch={flag}", headers=bearer("other"))).json()
+        assert [result["batch"] for bucket in page["data"] for result in bucket["results"]] == batches
+    assert error_of(await gateway.get(f"{path}&batch=1", headers=bearer("other")), 400)["param"] == "batch"

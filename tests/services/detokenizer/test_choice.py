@@ -3,12 +3,13 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from common.deltas import PromptUsage
+from common.deltas import CachedPart, PromptUsage, TokenOrigin
 from common.errors import UnavailableError
 from common.models import resolve_model
 from common.tokenization import load_text_model
 from common.types import Finish, FinishReason, Resume
 from services.detokenizer.decoding import DecoderFactory
+from services.detokenizer.messages import Push
 from tests.examples import examples
 from tests.services.detokenizer.pushing import LENGTH, STOP, Pushing, spec
 
@@ -41,6 +42,30 @@ async def test_deltas_add_up_to_the_whole(ids: list[int], per_push: int, skip: b
 async def test_usage_comes_once_with_the_first_delta() -> None:
     received = await Pushing(DECODERS).run(spec(), encode("one two three"))
     assert [delta.prompt_usage for delta in received.deltas] == [PromptUsage(10, 4), None, None]
+
+
+async def test_origins_are_counted_up_to_a_stop_string() -> None:
+    ids = encode("Hello there stop and more")
+    pushing = Pushing(DECODERS)
+    await pushing.push(opens=[spec(stops=[" stop"])])
+    origins = bytes(
+        [TokenOrigin.SAMPLED, TokenOrigin.FORCED, TokenOrigin.DRAFTED, *[TokenOrigin.FORCED] * (len(ids) - 3)]
+    )
+    pushing.session.apply(Push(handles=[1] * len(ids), token_ids=ids, origins=origins))
+    [delta] = await pushing.mailbox.take()
+    assert delta.finish == Finish(FinishReason.STOP, matched_text=" stop")
+    counted = origins[: len(delta.token_ids)]
+    assert 3 <= len(delta.token_ids) < len(ids)
+    assert delta.forced_tokens == counted.count(TokenOrigin.FORCED) > 0
+    assert delta.drafted_tokens == 1
+
+
+async def test_the_parts_of_the_cached_prompt_come_with_its_usage() -> None:
+    pushing = Pushing(DECODERS)
+    parts = (CachedPart("device", "public", 3), CachedPart("host", "private", 1))
+    pushing.session.apply(Push([spec()], [1], encode("one")[:1], starts={1: 4}, cached={1: parts}))
+    [delta] = await pushing.mailbox.take()
+    assert delta.prompt_usage == PromptUsage(10, 4, parts)
 
 
 async def test_a_choice_that_never_got_a_token_still_ends_once_with_its_usage() -> None:

@@ -41,6 +41,15 @@ def test_merging_joins_the_deltas_of_each_choice() -> None:
     assert merged == [delta("a", 0, "xyz", END), delta("a", 0, "1", choice=1), delta("b", 0, "q")]
 
 
+def test_merging_adds_up_tokens_that_were_not_sampled() -> None:
+    parts = [
+        delta("a", 0, "xy")._replace(forced_tokens=1),
+        delta("a", 2, "z")._replace(forced_tokens=1, drafted_tokens=1),
+    ]
+    [merged] = merge(parts)
+    assert (merged.forced_tokens, merged.drafted_tokens) == (2, 1)
+
+
 async def test_a_slow_subscriber_gets_merged_deltas() -> None:
     box = mailbox(merge_at=10)
     for index in range(100):

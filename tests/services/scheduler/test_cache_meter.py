@@ -6,6 +6,7 @@ import pytest
 from common.types import Subject, View
 from services.scheduler.cache.types import LockId, PrefixLock
 from services.scheduler.cache_meter import CacheMeter
+from services.scheduler.core.cached_parts import cached_parts
 from services.scheduler.core.costs import OperationTimes
 from tests.services.scheduler.policy.waiting import waiting_sequence
 
@@ -31,6 +32,23 @@ def test_found_tokens_are_counted_by_tier_and_visibility(
     pages = np.zeros(matched // 16, np.int32)
     meter.note_start(sequence, PrefixLock(LockId(1), View(Subject("tenant", "ann")), matched, pages, public))
     assert meter.hit_tokens == found
+
+
+@pytest.mark.parametrize(
+    ("limit", "parts"),
+    [
+        (64, [("device", "public", 16), ("device", "tenant", 16), ("host", "tenant", 16), ("storage", "private", 16)]),
+        (40, [("device", "public", 16), ("device", "tenant", 16), ("host", "tenant", 8)]),
+        (16, [("device", "public", 16)]),
+        (0, []),
+    ],
+)
+def test_only_found_tokens_of_the_prompt_are_reported(limit: int, parts: list[tuple[str, str, int]]) -> None:
+    sequence = waiting_sequence(1)
+    sequence.host_tokens, sequence.storage_tokens = 32, 16
+    view = View(Subject("tenant", "ann"))
+    lock = PrefixLock(LockId(1), view, 64, np.zeros(4, np.int32), public_tokens=16, tenant_tokens=32)
+    assert list(cached_parts(sequence, lock, limit)) == parts
 
 
 def test_operations_are_counted_all_and_measured_now_and_then() -> None:

@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from protos.gen.pando.v1 import common_pb2 as pando_dot_v1_dot_common__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1apando/v1/detokenizer.proto\x12\x08pando.v1\x1a\x15pando/v1/common.proto\"\xdf\x02\n\x0bPushRequest\x12#\n\x05opens\x18\x01 \x03(\x0b\x32\x14.pando.v1.ChoiceOpen\x12\x0f\n\x07handles\x18\x02 \x03(\x07\x12\x11\n\ttoken_ids\x18\x03 \x03(\x05\x12*\n\x08logprobs\x18\x04 \x03(\x0b\x32\x18.pando.v1.IndexedLogprob\x12(\n\x08\x66inishes\x18\x05 \x03(\x0b\x32\x16.pando.v1.ChoiceFinish\x12%\n\x06starts\x18\x06 \x03(\x0b\x32\x15.pando.v1.ChoiceStart\x12\x37\n\x0fprompt_logprobs\x18\x07 \x03(\x0b\x32\x1e.pando.v1.ChoicePromptLogprobs\x12\x10\n\x08sequence\x18\x08 \x01(\x04\x12\x11\n\theartbeat\x18\t \x01(\x08\x12\x14\n\x0cscheduler_id\x18\n \x01(\t\x12\x16\n\x0eweight_version\x18\x0b \x01(\t\"\x90\x01\n\x14\x43hoicePromptLogprobs\x12\x0e\n\x06handle\x18\x01 \x01(\r\x12)\n\x04span\x18\x02 \x01(\x0b\x32\x1b.pando.v1.PromptLogprobSpan\x12\x1a\n\rlead_token_id\x18\x03 \x01(\x05H\x00\x88\x01\x01\x12\x0f\n\x07is_last\x18\x04 \x01(\x08\x42\x10\n\x0e_lead_token_id\"\xcc\x02\n\nChoiceOpen\x12\x0e\n\x06handle\x18\x01 \x01(\r\x12\x12\n\nrequest_id\x18\x02 \x01(\t\x12\x14\n\x0c\x63hoice_index\x18\x03 \x01(\r\x12\x15\n\rsubscriber_id\x18\x04 \x01(\t\x12\x14\n\x0cstop_strings\x18\x05 \x03(\t\x12\x19\n\x11include_stop_text\x18\x06 \x01(\x08\x12\x1b\n\x13skip_special_tokens\x18\x07 \x01(\x08\x12\x12\n\nmin_tokens\x18\x08 \x01(\r\x12\x15\n\rprompt_tokens\x18\t \x01(\r\x12%\n\x06resume\x18\x0b \x01(\x0b\x32\x10.pando.v1.ResumeH\x00\x88\x01\x01\x12\x15\n\rstop_patterns\x18\x0c \x03(\t\x12%\n\x05trace\x18\r \x01(\x0b\x32\x16.pando.v1.TraceContextB\t\n\x07_resumeJ\x04\x08\n\x10\x0b\"4\n\x0b\x43hoiceStart\x12\x0e\n\x06handle\x18\x01 \x01(\r\x12\x15\n\rcached_tokens\x18\x02 \x01(\r\"H\n\x0eIndexedLogprob\x12\r\n\x05index\x18\x01 \x01(\r\x12\'\n\x07logprob\x18\x02 \x01(\x0b\x32\x16.pando.v1.TokenLogprob\"@\n\x0c\x43hoiceFinish\x12\x0e\n\x06handle\x18\x01 \x01(\r\x12 \n\x06\x66inish\x18\x02 \x01(\x0b\x32\x10.pando.v1.Finish\"\\\n\x0cPushResponse\x12$\n\tstop_hits\x18\x01 \x03(\x0b\x32\x11.pando.v1.StopHit\x12\x14\n\x0cgone_handles\x18\x02 \x03(\x07\x12\x10\n\x08sequence\x18\x03 \x01(\x04\"4\n\x07StopHit\x12\x0e\n\x06handle\x18\x01 \x01(\r\x12\x19\n\x11\x63ompletion_tokens\x18\x02 \x01(\r\";\n\x10SubscribeRequest\x12\x15\n\rsubscriber_id\x18\x01 \x01(\t\x12\x10\n\x08replaces\x18\x02 \x01(\t\"F\n\x11SubscribeResponse\x12\x1f\n\x06\x64\x65ltas\x18\x01 \x03(\x0b\x32\x0f.pando.v1.Delta\x12\x10\n\x08sequence\x18\x02 \x01(\x04\"\xf3\x02\n\x05\x44\x65lta\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x14\n\x0c\x63hoice_index\x18\x02 \x01(\r\x12\x19\n\x11\x66irst_token_index\x18\x03 \x01(\r\x12\x11\n\ttoken_ids\x18\x04 \x03(\r\x12\x0c\n\x04text\x18\x05 \x01(\t\x12\'\n\x08logprobs\x18\x06 \x03(\x0b\x32\x15.pando.v1.LogprobText\x12\x30\n\x0cprompt_usage\x18\x07 \x01(\x0b\x32\x15.pando.v1.PromptUsageH\x00\x88\x01\x01\x12%\n\x06\x66inish\x18\x08 \x01(\x0b\x32\x10.pando.v1.FinishH\x01\x88\x01\x01\x12:\n\x0fprompt_logprobs\x18\t \x01(\x0b\x32\x1c.pando.v1.PromptLogprobsTextH\x02\x88\x01\x01\x12\x16\n\x0eweight_version\x18\n \x01(\tB\x0f\n\r_prompt_usageB\t\n\x07_finishB\x12\n\x10_prompt_logprobs\"\x96\x01\n\x12PromptLogprobsText\x12\x16\n\x0e\x66irst_position\x18\x01 \x01(\r\x12&\n\x07\x65ntries\x18\x02 \x03(\x0b\x32\x15.pando.v1.LogprobText\x12&\n\x04lead\x18\x03 \x01(\x0b\x32\x13.pando.v1.TokenTextH\x00\x88\x01\x01\x12\x0f\n\x07is_last\x18\x04 \x01(\x08\x42\x07\n\x05_lead\";\n\x0bPromptUsage\x12\x15\n\rprompt_tokens\x18\x01 \x01(\r\x12\x15\n\rcached_tokens\x18\x02 \x01(\r\"\x87\x01\n\x0bLogprobText\x12\"\n\x05token\x18\x01 \x01(\x0b\x32\x13.pando.v1.TokenText\x12 \n\x03top\x18\x02 \x03(\x0b\x32\x13.pando.v1.TokenText\x12\x16\n\x0e\x61sked_logprobs\x18\x03 \x03(\x02\x12\x11\n\x04rank\x18\x04 \x01(\rH\x00\x88\x01\x01\x42\x07\n\x05_rank\"<\n\tTokenText\x12\x10\n\x08token_id\x18\x01 \x01(\r\x12\x0f\n\x07logprob\x18\x02 \x01(\x02\x12\x0c\n\x04text\x18\x03 \x01(\x0c\")\n\x12\x46indUnknownRequest\x12\x13\n\x0brequest_ids\x18\x01 \x03(\t\"*\n\x13\x46indUnknownResponse\x12\x13\n\x0brequest_ids\x18\x01 \x03(\t2\xdc\x01\n\x0b\x44\x65tokenizer\x12\x39\n\x04Push\x12\x15.pando.v1.PushRequest\x1a\x16.pando.v1.PushResponse(\x01\x30\x01\x12\x46\n\tSubscribe\x12\x1a.pando.v1.SubscribeRequest\x1a\x1b.pando.v1.SubscribeResponse0\x01\x12J\n\x0b\x46indUnknown\x12\x1c.pando.v1.FindUnknownRequest\x1a\x1d.pando.v1.FindUnknownResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1apando/v1/detokenizer.proto\x12\x08pando.v1\x1a\x15pando/v1/common.proto\"\xf0\x02\n\x0bPushRequest\x12#\n\x05opens\x18\x01 \x03(\x0b\x32\x14.pando.v1.ChoiceOpen\x12\x0f\n\x07handles\x18\x02 \x03(\x07\x12\x11\n\ttoken_ids\x18\x03 \x03(\x05\x12*\n\x08logprobs\x18\x04 \x03(\x0b\x32\x18.pando.v1.IndexedLogprob\x12(\n\x08\x66inishes\x18\x05 \x03(\x0b\x32\x16.pando.v1.ChoiceFinish\x12%\n\x06starts\x18\x06 \x03(\x0b\x32\x15.pando.v1.ChoiceStart\x12\x37\n\x0fprompt_logprobs\x18\x07 \x03(\x0b\x32\x1e.pando.v1.ChoicePromptLogprobs\x12\x10\n\x08sequence\x18\x08 \x01(\x04\x12\x11\n\theartbeat\x18\t \x01(\x08\x12\x14\n\x0cscheduler_id\x18\n \x01(\t\x12\x16\n\x0eweight_version\x18\x0b \x01(\t\x12\x0f\n\x07origins\x18\x0c \x01(\x0c\"\x90\x01\n\x14\x43hoicePromptLogprobs\x12\x0e\n\x06handle\x18\x01 \x01(\r\x12)\n\x04span\x18\x02 \x01(\x0b\x32\x1b.pando.v1.PromptLogprobSpan\x12\x1a\n\rlead_token_id\x18\x03 \x01(\x05H\x00\x88\x01\x01\x12\x0f\n\x07is_last\x18\x04 \x01(\x08\x42\x10\n\x0e_lead_token_id\"\xcc\x02\n\nChoiceOpen\x12\x0e\n\x06handle\x18\x01 \x01(\r\x12\x12\n\nrequest_id\x18\x02 \x01(\t\x12\x14\n\x0c\x63hoice_index\x18\x03 \x01(\r\x12\x15\n\rsubscriber_id\x18\x04 \x01(\t\x12\x14\n\x0cstop_strings\x18\x05 \x03(\t\x12\x19\n\x11include_stop_text\x18\x06 \x01(\x08\x12\x1b\n\x13skip_special_tokens\x18\x07 \x01(\x08\x12\x12\n\nmin_tokens\x18\x08 \x01(\r\x12\x15\n\rprompt_tokens\x18\t \x01(\r\x12%\n\x06resume\x18\x0b \x01(\x0b\x32\x10.pando.v1.ResumeH\x00\x88\x01\x01\x12\x15\n\rstop_patterns\x18\x0c \x03(\t\x12%\n\x05trace\x18\r \x01(\x0b\x32\x16.pando.v1.TraceContextB\t\n\x07_resumeJ\x04\x08\n\x10\x0b\"Z\n\x0b\x43hoiceStart\x12\x0e\n\x06handle\x18\x01 \x01(\r\x12\x15\n\rcached_tokens\x18\x02 \x01(\r\x12$\n\x06\x63\x61\x63hed\x18\x03 \x03(\x0b\x32\x14.pando.v1.CachedPart\"9\n\nCachedPart\x12\x0c\n\x04tier\x18\x01 \x01(\t\x12\r\n\x05level\x18\x02 \x01(\t\x12\x0e\n\x06tokens\x18\x03 \x01(\r\"H\n\x0eIndexedLogprob\x12\r\n\x05index\x18\x01 \x01(\r\x12\'\n\x07logprob\x18\x02 \x01(\x0b\x32\x16.pando.v1.TokenLogprob\"@\n\x0c\x43hoiceFinish\x12\x0e\n\x06handle\x18\x01 \x01(\r\x12 \n\x06\x66inish\x18\x02 \x01(\x0b\x32\x10.pando.v1.Finish\"\\\n\x0cPushResponse\x12$\n\tstop_hits\x18\x01 \x03(\x0b\x32\x11.pando.v1.StopHit\x12\x14\n\x0cgone_handles\x18\x02 \x03(\x07\x12\x10\n\x08sequence\x18\x03 \x01(\x04\"4\n\x07StopHit\x12\x0e\n\x06handle\x18\x01 \x01(\r\x12\x19\n\x11\x63ompletion_tokens\x18\x02 \x01(\r\";\n\x10SubscribeRequest\x12\x15\n\rsubscriber_id\x18\x01 \x01(\t\x12\x10\n\x08replaces\x18\x02 \x01(\t\"F\n\x11SubscribeResponse\x12\x1f\n\x06\x64\x65ltas\x18\x01 \x03(\x0b\x32\x0f.pando.v1.Delta\x12\x10\n\x08sequence\x18\x02 \x01(\x04\"\xa2\x03\n\x05\x44\x65lta\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x14\n\x0c\x63hoice_index\x18\x02 \x01(\r\x12\x19\n\x11\x66irst_token_index\x18\x03 \x01(\r\x12\x11\n\ttoken_ids\x18\x04 \x03(\r\x12\x0c\n\x04text\x18\x05 \x01(\t\x12\'\n\x08logprobs\x18\x06 \x03(\x0b\x32\x15.pando.v1.LogprobText\x12\x30\n\x0cprompt_usage\x18\x07 \x01(\x0b\x32\x15.pando.v1.PromptUsageH\x00\x88\x01\x01\x12%\n\x06\x66inish\x18\x08 \x01(\x0b\x32\x10.pando.v1.FinishH\x01\x88\x01\x01\x12:\n\x0fprompt_logprobs\x18\t \x01(\x0b\x32\x1c.pando.v1.PromptLogprobsTextH\x02\x88\x01\x01\x12\x16\n\x0eweight_version\x18\n \x01(\t\x12\x15\n\rforced_tokens\x18\x0b \x01(\r\x12\x16\n\x0e\x64rafted_tokens\x18\x0c \x01(\rB\x0f\n\r_prompt_usageB\t\n\x07_finishB\x12\n\x10_prompt_logprobs\"\x96\x01\n\x12PromptLogprobsText\x12\x16\n\x0e\x66irst_position\x18\x01 \x01(\r\x12&\n\x07\x65ntries\x18\x02 \x03(\x0b\x32\x15.pando.v1.LogprobText\x12&\n\x04lead\x18\x03 \x01(\x0b\x32\x13.pando.v1.TokenTextH\x00\x88\x01\x01\x12\x0f\n\x07is_last\x18\x04 \x01(\x08\x42\x07\n\x05_lead\"a\n\x0bPromptUsage\x12\x15\n\rprompt_tokens\x18\x01 \x01(\r\x12\x15\n\rcached_tokens\x18\x02 \x01(\r\x12$\n\x06\x63\x61\x63hed\x18\x03 \x03(\x0b\x32\x14.pando.v1.CachedPart\"\x87\x01\n\x0bLogprobText\x12\"\n\x05token\x18\x01 \x01(\x0b\x32\x13.pando.v1.TokenText\x12 \n\x03top\x18\x02 \x03(\x0b\x32\x13.pando.v1.TokenText\x12\x16\n\x0e\x61sked_logprobs\x18\x03 \x03(\x02\x12\x11\n\x04rank\x18\x04 \x01(\rH\x00\x88\x01\x01\x42\x07\n\x05_rank\"<\n\tTokenText\x12\x10\n\x08token_id\x18\x01 \x01(\r\x12\x0f\n\x07logprob\x18\x02 \x01(\x02\x12\x0c\n\x04text\x18\x03 \x01(\x0c\")\n\x12\x46indUnknownRequest\x12\x13\n\x0brequest_ids\x18\x01 \x03(\t\"*\n\x13\x46indUnknownResponse\x12\x13\n\x0brequest_ids\x18\x01 \x03(\t2\xdc\x01\n\x0b\x44\x65tokenizer\x12\x39\n\x04Push\x12\x15.pando.v1.PushRequest\x1a\x16.pando.v1.PushResponse(\x01\x30\x01\x12\x46\n\tSubscribe\x12\x1a.pando.v1.SubscribeRequest\x1a\x1b.pando.v1.SubscribeResponse0\x01\x12J\n\x0b\x46indUnknown\x12\x1c.pando.v1.FindUnknownRequest\x1a\x1d.pando.v1.FindUnknownResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -33,39 +33,41 @@ _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'protos.gen.pando.v1.detoken
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_PUSHREQUEST']._serialized_start=64
-  _globals['_PUSHREQUEST']._serialized_end=415
-  _globals['_CHOICEPROMPTLOGPROBS']._serialized_start=418
-  _globals['_CHOICEPROMPTLOGPROBS']._serialized_end=562
-  _globals['_CHOICEOPEN']._serialized_start=565
-  _globals['_CHOICEOPEN']._serialized_end=897
-  _globals['_CHOICESTART']._serialized_start=899
-  _globals['_CHOICESTART']._serialized_end=951
-  _globals['_INDEXEDLOGPROB']._serialized_start=953
-  _globals['_INDEXEDLOGPROB']._serialized_end=1025
-  _globals['_CHOICEFINISH']._serialized_start=1027
-  _globals['_CHOICEFINISH']._serialized_end=1091
-  _globals['_PUSHRESPONSE']._serialized_start=1093
-  _globals['_PUSHRESPONSE']._serialized_end=1185
-  _globals['_STOPHIT']._serialized_start=1187
-  _globals['_STOPHIT']._serialized_end=1239
-  _globals['_SUBSCRIBEREQUEST']._serialized_start=1241
-  _globals['_SUBSCRIBEREQUEST']._serialized_end=1300
-  _globals['_SUBSCRIBERESPONSE']._serialized_start=1302
-  _globals['_SUBSCRIBERESPONSE']._serialized_end=1372
-  _globals['_DELTA']._serialized_start=1375
-  _globals['_DELTA']._serialized_end=1746
-  _globals['_PROMPTLOGPROBSTEXT']._serialized_start=1749
-  _globals['_PROMPTLOGPROBSTEXT']._serialized_end=1899
-  _globals['_PROMPTUSAGE']._serialized_start=1901
-  _globals['_PROMPTUSAGE']._serialized_end=1960
-  _globals['_LOGPROBTEXT']._serialized_start=1963
-  _globals['_LOGPROBTEXT']._serialized_end=2098
-  _globals['_TOKENTEXT']._serialized_start=2100
-  _globals['_TOKENTEXT']._serialized_end=2160
-  _globals['_FINDUNKNOWNREQUEST']._serialized_start=2162
-  _globals['_FINDUNKNOWNREQUEST']._serialized_end=2203
-  _globals['_FINDUNKNOWNRESPONSE']._serialized_start=2205
-  _globals['_FINDUNKNOWNRESPONSE']._serialized_end=2247
-  _globals['_DETOKENIZER']._serialized_start=2250
-  _globals['_DETOKENIZER']._serialized_end=2470
+  _globals['_PUSHREQUEST']._serialized_end=432
+  _globals['_CHOICEPROMPTLOGPROBS']._serialized_start=435
+  _globals['_CHOICEPROMPTLOGPROBS']._serialized_end=579
+  _globals['_CHOICEOPEN']._serialized_start=582
+  _globals['_CHOICEOPEN']._serialized_end=914
+  _globals['_CHOICESTART']._serialized_start=916
+  _globals['_CHOICESTART']._serialized_end=1006
+  _globals['_CACHEDPART']._serialized_start=1008
+  _globals['_CACHEDPART']._serialized_end=1065
+  _globals['_INDEXEDLOGPROB']._serialized_start=1067
+  _globals['_INDEXEDLOGPROB']._serialized_end=1139
+  _globals['_CHOICEFINISH']._serialized_start=1141
+  _globals['_CHOICEFINISH']._serialized_end=1205
+  _globals['_PUSHRESPONSE']._serialized_start=1207
+  _globals['_PUSHRESPONSE']._serialized_end=1299
+  _globals['_STOPHIT']._serialized_start=1301
+  _globals['_STOPHIT']._serialized_end=1353
+  _globals['_SUBSCRIBEREQUEST']._serialized_start=1355
+  _globals['_SUBSCRIBEREQUEST']._serialized_end=1414
+  _globals['_SUBSCRIBERESPONSE']._serialized_start=1416
+  _globals['_SUBSCRIBERESPONSE']._serialized_end=1486
+  _globals['_DELTA']._serialized_start=1489
+  _globals['_DELTA']._serialized_end=1907
+  _globals['_PROMPTLOGPROBSTEXT']._serialized_start=1910
+  _globals['_PROMPTLOGPROBSTEXT']._serialized_end=2060
+  _globals['_PROMPTUSAGE']._serialized_start=2062
+  _globals['_PROMPTUSAGE']._serialized_end=2159
+  _globals['_LOGPROBTEXT']._serialized_start=2162
+  _globals['_LOGPROBTEXT']._serialized_end=2297
+  _globals['_TOKENTEXT']._serialized_start=2299
+  _globals['_TOKENTEXT']._serialized_end=2359
+  _globals['_FINDUNKNOWNREQUEST']._serialized_start=2361
+  _globals['_FINDUNKNOWNREQUEST']._serialized_end=2402
+  _globals['_FINDUNKNOWNRESPONSE']._serialized_start=2404
+  _globals['_FINDUNKNOWNRESPONSE']._serialized_end=2446
+  _globals['_DETOKENIZER']._serialized_start=2449
+  _globals['_DETOKENIZER']._serialized_end=2669
 # @@protoc_insertion_point(module_scope)

@@ -34,6 +34,7 @@ class PushRequest(_message.Message):
     HEARTBEAT_FIELD_NUMBER: _builtins.int
     SCHEDULER_ID_FIELD_NUMBER: _builtins.int
     WEIGHT_VERSION_FIELD_NUMBER: _builtins.int
+    ORIGINS_FIELD_NUMBER: _builtins.int
     sequence: _builtins.int
     """1, 2, 3 … within the stream, so that the receiver notices lost messages; 0: the sender does not number."""
     heartbeat: _builtins.bool
@@ -42,6 +43,10 @@ class PushRequest(_message.Message):
     """In the first message of a stream: names the scheduler's process. Its earlier streams end, with their choices."""
     weight_version: _builtins.str
     """The name of the weights that computed the tokens of this message and of those after it; empty: as before."""
+    origins: _builtins.bytes
+    """How each of token_ids came about, one byte each: 0 sampled, 1 determined by a grammar and appended by jump-forward,
+    2 a token of a draft that was accepted. Empty: all are sampled.
+    """
     @_builtins.property
     def opens(self) -> _containers.RepeatedCompositeFieldContainer[Global___ChoiceOpen]: ...
     @_builtins.property
@@ -78,10 +83,11 @@ class PushRequest(_message.Message):
         heartbeat: _builtins.bool = ...,
         scheduler_id: _builtins.str = ...,
         weight_version: _builtins.str = ...,
+        origins: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["finishes", b"finishes", "handles", b"handles", "heartbeat", b"heartbeat", "logprobs", b"logprobs", "opens", b"opens", "prompt_logprobs", b"prompt_logprobs", "scheduler_id", b"scheduler_id", "sequence", b"sequence", "starts", b"starts", "token_ids", b"token_ids", "weight_version", b"weight_version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["finishes", b"finishes", "handles", b"handles", "heartbeat", b"heartbeat", "logprobs", b"logprobs", "opens", b"opens", "origins", b"origins", "prompt_logprobs", b"prompt_logprobs", "scheduler_id", b"scheduler_id", "sequence", b"sequence", "starts", b"starts", "token_ids", b"token_ids", "weight_version", b"weight_version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -194,22 +200,57 @@ class ChoiceStart(_message.Message):
 
     HANDLE_FIELD_NUMBER: _builtins.int
     CACHED_TOKENS_FIELD_NUMBER: _builtins.int
+    CACHED_FIELD_NUMBER: _builtins.int
     handle: _builtins.int
     cached_tokens: _builtins.int
     """Prompt tokens served from the cache, as reported to the requester."""
+    @_builtins.property
+    def cached(self) -> _containers.RepeatedCompositeFieldContainer[Global___CachedPart]:
+        """The same by tier and level; empty: not known."""
+
     def __init__(
         self,
         *,
         handle: _builtins.int = ...,
         cached_tokens: _builtins.int = ...,
+        cached: _abc.Iterable[Global___CachedPart] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached_tokens", b"cached_tokens", "handle", b"handle"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached", b"cached", "cached_tokens", b"cached_tokens", "handle", b"handle"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___ChoiceStart: _TypeAlias = ChoiceStart  # noqa: Y015
+
+@_typing.final
+class CachedPart(_message.Message):
+    """Prompt tokens served from one tier of the cache, at one level."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TIER_FIELD_NUMBER: _builtins.int
+    LEVEL_FIELD_NUMBER: _builtins.int
+    TOKENS_FIELD_NUMBER: _builtins.int
+    tier: _builtins.str
+    """device, host or storage."""
+    level: _builtins.str
+    """Who may find them: public, tenant or private."""
+    tokens: _builtins.int
+    def __init__(
+        self,
+        *,
+        tier: _builtins.str = ...,
+        level: _builtins.str = ...,
+        tokens: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["level", b"level", "tier", b"tier", "tokens", b"tokens"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___CachedPart: _TypeAlias = CachedPart  # noqa: Y015
 
 @_typing.final
 class IndexedLogprob(_message.Message):
@@ -376,6 +417,8 @@ class Delta(_message.Message):
     FINISH_FIELD_NUMBER: _builtins.int
     PROMPT_LOGPROBS_FIELD_NUMBER: _builtins.int
     WEIGHT_VERSION_FIELD_NUMBER: _builtins.int
+    FORCED_TOKENS_FIELD_NUMBER: _builtins.int
+    DRAFTED_TOKENS_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     choice_index: _builtins.int
     first_token_index: _builtins.int
@@ -384,6 +427,9 @@ class Delta(_message.Message):
     """Text that became final; it may be empty, and it may stem from tokens of earlier deltas."""
     weight_version: _builtins.str
     """In the first and in the last delta of a choice: the weights that computed its newest token. Empty: not known."""
+    forced_tokens: _builtins.int
+    """Of token_ids, those that a grammar determined, and those of accepted drafts; see PushRequest.origins."""
+    drafted_tokens: _builtins.int
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     @_builtins.property
@@ -415,10 +461,12 @@ class Delta(_message.Message):
         finish: _common_pb2.Finish | None = ...,
         prompt_logprobs: Global___PromptLogprobsText | None = ...,
         weight_version: _builtins.str = ...,
+        forced_tokens: _builtins.int = ...,
+        drafted_tokens: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_finish", b"_finish", "_prompt_logprobs", b"_prompt_logprobs", "_prompt_usage", b"_prompt_usage", "finish", b"finish", "prompt_logprobs", b"prompt_logprobs", "prompt_usage", b"prompt_usage"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_finish", b"_finish", "_prompt_logprobs", b"_prompt_logprobs", "_prompt_usage", b"_prompt_usage", "choice_index", b"choice_index", "finish", b"finish", "first_token_index", b"first_token_index", "logprobs", b"logprobs", "prompt_logprobs", b"prompt_logprobs", "prompt_usage", b"prompt_usage", "request_id", b"request_id", "text", b"text", "token_ids", b"token_ids", "weight_version", b"weight_version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_finish", b"_finish", "_prompt_logprobs", b"_prompt_logprobs", "_prompt_usage", b"_prompt_usage", "choice_index", b"choice_index", "drafted_tokens", b"drafted_tokens", "finish", b"finish", "first_token_index", b"first_token_index", "forced_tokens", b"forced_tokens", "logprobs", b"logprobs", "prompt_logprobs", b"prompt_logprobs", "prompt_usage", b"prompt_usage", "request_id", b"request_id", "text", b"text", "token_ids", b"token_ids", "weight_version", b"weight_version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__finish: _TypeAlias = _typing.Literal["finish"]  # noqa: Y015
     _WhichOneofArgType__finish: _TypeAlias = _typing.Literal["_finish", b"_finish"]  # noqa: Y015
@@ -479,17 +527,23 @@ class PromptUsage(_message.Message):
 
     PROMPT_TOKENS_FIELD_NUMBER: _builtins.int
     CACHED_TOKENS_FIELD_NUMBER: _builtins.int
+    CACHED_FIELD_NUMBER: _builtins.int
     prompt_tokens: _builtins.int
     cached_tokens: _builtins.int
+    @_builtins.property
+    def cached(self) -> _containers.RepeatedCompositeFieldContainer[Global___CachedPart]:
+        """Sums up to cached_tokens; empty: not known."""
+
     def __init__(
         self,
         *,
         prompt_tokens: _builtins.int = ...,
         cached_tokens: _builtins.int = ...,
+        cached: _abc.Iterable[Global___CachedPart] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached_tokens", b"cached_tokens", "prompt_tokens", b"prompt_tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached", b"cached", "cached_tokens", b"cached_tokens", "prompt_tokens", b"prompt_tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

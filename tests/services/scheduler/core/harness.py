@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -198,6 +198,8 @@ class Harness:
         self.plans: list[StepPlan] = []
         self.results: deque[StepResult] = deque()
         self.outputs: dict[tuple[str, int], list[int]] = {}
+        # Tokens by their origins, which `TokenOrigin` numbers.
+        self.origins: Counter[int] = Counter()
         # Of the tokens that have them, in their order.
         self.logprobs: dict[tuple[str, int], list[TokenLogprob]] = {}
         self.finishes: dict[tuple[str, int], Finish] = {}
@@ -251,6 +253,7 @@ class Harness:
             self.cached[self._names[sequence.handle]] = sequence.cached_tokens or 0
         for part in output.prompt_logprobs:
             self._take_scores(part)
+        self.origins.update(output.origins or bytes(len(output.token_ids)))
         for handle, token in zip(output.handles.tolist(), output.token_ids.tolist(), strict=True):
             name = self._names[handle]
             assert name not in self.finishes, "a token after the finish"

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 
+from common.deltas import TokenOrigin
 from common.types import FinishReason, RequestId, SessionTurn, SessionWish, Subject, View
 from services.scheduler.core.session import SessionRules
 from tests.fakes.simulated_worker import expected_output, is_forced, next_token
@@ -57,6 +58,7 @@ def test_every_forced_token_saves_a_pass_while_there_is_room() -> None:
     known = [*PROMPT, *output]
     forced = sum(is_forced(next_token(known[:length])) for length in range(len(PROMPT) + 1, len(known)))
     assert harness.core.jumped_tokens == forced
+    assert harness.origins == {TokenOrigin.FORCED: forced, TokenOrigin.SAMPLED: len(output) - forced}
     assert forced > 10
     # The last plan only closes the row.
     assert len(harness.plans) - 1 == len(output) - forced

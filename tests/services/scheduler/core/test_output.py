@@ -40,6 +40,7 @@ def outputs(draw: st.DrawFn) -> Output:
         token_ids=np.array([token_id for _, token_id in tokens], np.int32),
         logprobs=tuple((index, TokenLogprob(-float(index), (), ())) for index in sorted(indices)),
         finishes=tuple((handle, Finish(FinishReason.STOP)) for handle in draw(st.lists(HANDLES, unique=True))),
+        origins=draw(st.just(b"") | st.binary(min_size=len(tokens), max_size=len(tokens))),
     )
 
 
@@ -50,7 +51,7 @@ def content(output: Output, handle: int) -> list[object]:
         [sequence.handle for sequence in output.opens].count(handle),
         [sequence.handle for sequence in output.starts].count(handle),
         [
-            (int(token_id), logprobs.get(index))
+            (int(token_id), logprobs.get(index), output.origins[index] if output.origins else 0)
             for index, (its, token_id) in enumerate(zip(output.handles, output.token_ids, strict=True))
             if its == handle
         ],

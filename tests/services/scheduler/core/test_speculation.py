@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Literal
 import numpy as np
 import pytest
 
+from common.deltas import TokenOrigin
 from common.settings import SchedulerSettings, SpeculationSettings
 from common.steps import EngineCapacity
 from common.types import CacheMode, FinishReason
@@ -61,7 +62,8 @@ def test_a_repeated_request_takes_fewer_passes_for_the_same_tokens(
     first = run(harness, "r0")
     again = run(harness, "r1")
     assert sum(plan.steps for plan in again) < sum(plan.steps for plan in first) // 2
-    assert harness.core.speculation.accepted_tokens > LONG // 2
+    assert harness.origins[TokenOrigin.DRAFTED] == harness.core.speculation.accepted_tokens > LONG // 2
+    assert harness.origins.total() == sum(map(len, harness.outputs.values()))
     assert any(plan.drafts for plan in again)
 
 

@@ -50,6 +50,7 @@ def outputs(draw: st.DrawFn) -> Output:
             logprobs=st.tuples(*(st.tuples(st.just(index), logprobs) for index in sorted(scored))),
             finishes=st.tuples(*(st.tuples(st.just(handle), finishes) for handle in ended)),
             prompt_logprobs=st.lists(parts, max_size=2).map(tuple),
+            origins=st.just(b"") | st.binary(min_size=len(handles), max_size=len(handles)),
         )
     )
 
@@ -97,6 +98,8 @@ def test_output_survives_the_wire(output: Output) -> None:
         prompt_logprobs=[
             PromptLogprobsPart(part.handle, part.span, part.lead, part.is_last) for part in output.prompt_logprobs
         ],
+        cached={sequence.handle: sequence.cached for sequence in output.starts if sequence.cached},
+        origins=output.origins,
     )
     assert plain(push) == plain(expected)
 
