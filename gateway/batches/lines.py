@@ -21,12 +21,17 @@ ENDPOINTS: Final = (
     "/v1/classify",
     "/v1/score",
     "/v1/rerank",
+    "/v1/pooling",
+    "/v2/embed",
+    "/v2/rerank",
+    "/generate",
 )
 # Fields of a body that lines may not set to a true value, with the reason.
 REFUSED_FIELDS: Final = {
     "stream": "the output file has whole responses",
     "background": "a batch is in the background itself",
     "session_id": "a session keeps memory while its next turn is awaited, and lines have no order",
+    "session_params": "a session keeps memory while its next turn is awaited, and lines have no order",
     "priority": "all lines have the lowest class",
 }
 MAX_CUSTOM_ID: Final = 512

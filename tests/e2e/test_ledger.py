@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import random
 from collections import Counter
 from typing import TYPE_CHECKING, Any
 
 import httpx
+import orjson
 import pytest
 from pydantic import SecretStr
 
 from common.settings import GatewaySettings, ModelSettings, SchedulerSettings, Settings
-from common.settings.gateway import StateSettings
+from common.settings.gateway import LedgerSettings, StateSettings
 from gateway.identity.keys import ApiKey, hash_of, save_keys
 from tests.chaos.load import Case, Client, Exchange
 from tests.e2e.conftest import fake_steps, serve
@@ -25,6 +27,8 @@ if TYPE_CHECKING:
 
     from tests.e2e.served import Served
 
+# Sets another number of requests for the soak.
+REQUESTS = "LEDGER_REQUESTS"
 SERVICES = ("worker", "scheduler", "detokenizer", "tokenizer", "gateway")
 STEP_MS = 5.0
 RECOVERY_S = 120.0
@@ -47,7 +51,9 @@ def served_ledger(run_root: Path) -> Iterator[Served]:
         )
         settings = Settings(
             model=ModelSettings(load_format="fake"),
-            gateway=GatewaySettings(port=0, keys_file=keys, state=state),
+            gateway=GatewaySettings(
+                port=0, keys_file=keys, state=state, ledger=LedgerSettings(log_directory=run_root / "usage-log")
+            ),
             scheduler=SchedulerSettings(max_rows=16),
         )
         with fake_steps(STEP_MS):
@@ -146,8 +152,31 @@ async def count(served: Served, requests: int, order: Iterator[str]) -> None:
     await asyncio.to_thread(wait_until, served.is_ready, RECOVERY_S)
     after = await asyncio.to_thread(ledger_of, served)
     assert increase(after, before) == campaign.told
+    check_log(served, after)
     with served.leaving_nothing_behind():
         pass
+
+
+def logged(served: Served) -> dict[Account, Counter[str]]:
+    """Return the sums of the usage log's lines, which are numbered without gaps."""
+    directory = served.deployment.layout.find("gateway").settings.gateway.ledger.log_directory
+    assert directory is not None
+    lines = [
+        orjson.loads(line) for path in sorted(directory.glob("*.jsonl")) for line in path.read_bytes().splitlines()
+    ]
+    assert [line["number"] for line in lines] == list(range(1, len(lines) + 1))
+    found: dict[Account, Counter[str]] = {}
+    for line in lines:
+        assert line["operation"] == ("chat" if line["request_id"].startswith("chatcmpl") else "completions")
+        assert sum(line["cached"].values()) == line["cached_tokens"]
+        amounts = {name: line[name] for name in ("requests", "prompt_tokens", "output_tokens")}
+        found.setdefault((line["tenant"], line["subject"]), Counter()).update(amounts)
+    return found
+
+
+def check_log(served: Served, ledger: dict[Account, Counter[str]]) -> None:
+    """Check that the usage log gets all that the ledger has; requests without an end come after a minute."""
+    wait_until(lambda: logged(served) == ledger, RECOVERY_S, what=lambda: f"{logged(served)} is not {ledger}")
 
 
 @pytest.mark.slow
@@ -155,7 +184,7 @@ async def test_it_equals_the_usage_of_all_answers_though_every_service_is_killed
     await count(served_ledger, 300, iter(SERVICES))
 
 
-@pytest.mark.extended
+@pytest.mark.soak
 @pytest.mark.timeout(3600)
 async def test_it_equals_the_usage_of_ten_thousand_answers_across_random_kills(served_ledger: Served) -> None:
     chance = random.Random(21)
@@ -165,7 +194,7 @@ async def test_it_equals_the_usage_of_ten_thousand_answers_across_random_kills(s
         while True:
             yield chance.choice(SERVICES)
 
-    await count(served_ledger, 10_000, kills())
+    await count(served_ledger, int(os.environ.get(REQUESTS, "10000")), kills())
 
 
 async def test_answers_that_their_clients_give_up_are_counted_as_far_as_they_came(served_ledger: Served) -> None:

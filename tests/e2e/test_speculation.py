@@ -95,6 +95,26 @@ def test_answers_are_those_without_drafts(expected: list[tuple[str, str]], draft
     assert drafting.state().jumped_tokens > 10
 
 
+def charged(served: Served) -> tuple[int, int]:
+    """Return the forced and the drafted tokens in the ledger."""
+    [use] = httpx.get(f"{served.url}/v1/usage", params={"limit": 1}, trust_env=False, timeout=30).json()["data"]
+    return use["forced_tokens"], use["drafted_tokens"]
+
+
+def test_the_ledger_has_the_engine_s_counts_of_forced_and_drafted_tokens(drafting: Served) -> None:
+    """Without kills: the engine computes some tokens twice if it has to begin again."""
+    before = charged(drafting), (drafting.state().jumped_tokens, accepted(drafting))
+    with ThreadPoolExecutor(len(REQUESTS)) as pool:
+        list(pool.map(lambda request: ask(drafting, request), REQUESTS))
+    wait_until(drafting.is_idle, timeout_s=120)
+    after = charged(drafting), (drafting.state().jumped_tokens, accepted(drafting))
+    by_ledger, by_engine = (
+        [new - old for old, new in zip(*pair, strict=True)] for pair in zip(before, after, strict=True)
+    )
+    assert by_ledger == by_engine
+    assert min(by_ledger) > 10
+
+
 @pytest.mark.extended
 def test_answers_stay_the_same_when_services_are_killed(expected: list[tuple[str, str]], drafting: Served) -> None:
     with ThreadPoolExecutor(len(REQUESTS)) as pool:

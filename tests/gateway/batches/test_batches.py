@@ -11,22 +11,27 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from common.deltas import Delta
 from common.names import MAX_NAME_BYTES
 from common.settings import BatchesSettings
+from common.types import Finish, FinishReason
 from gateway.assembly import build_runner
 from gateway.batches import runner as runner_module
 from gateway.batches.batches import ENDED
 from gateway.batches.files import FileOwner
 from gateway.batches.lines import ENDPOINTS, REFUSED_FIELDS, BatchLineError, parse_line
 from gateway.identity.keys import ApiKey, hash_of, save_keys
+from tests.fakes.pipeline import EMBEDDING, PROMPT
 from tests.gateway.state.servers import working
-from tests.gateway.support import FakedGateway, error_of, gateway_saying
+from tests.gateway.support import FakedGateway, error_of, faked, gateway_saying
 from tests.waiting import until
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Sequence
+    from collections.abc import AsyncIterator, Iterator, Sequence
 
     import httpx
+
+    from common.requests import GenerateRequest
 
 ENDPOINT = "/v1/completions"
 DOCUMENT = Path(__file__).parents[3] / "docs" / "batches.md"
@@ -298,7 +303,7 @@ def test_the_document_lists_all_that_lines_are_refused_for() -> None:
     for field, reason in REFUSED_FIELDS.items():
         assert any(row.startswith(f"| `{field}`") and reason in row for row in rows)
     [endpoints] = [row for row in rows if "`endpoint` other than" in row]
-    assert set(re.findall(r"`(/v1/[\w/]+)`", endpoints)) == set(ENDPOINTS)
+    assert set(re.findall(r"`(/[\w/]+)`", endpoints)) == {*ENDPOINTS, "/embed", "/rerank"}
 
 
 async def test_a_batch_runs_to_its_end_in_the_lowest_class() -> None:
@@ -338,6 +343,7 @@ async def test_a_batch_runs_to_its_end_in_the_lowest_class() -> None:
         ("/v1/chat/completions", {"messages": [{"role": "user", "content": "Hello"}]}),
         ("/v1/responses", {"input": "Hello"}),
         ("/v1/messages", {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 16}),
+        ("/generate", {"text": "Hello"}),
     ],
 )
 async def test_lines_of_other_endpoints_get_the_answers_of_these(endpoint: str, body: dict[str, Any]) -> None:
@@ -350,6 +356,39 @@ async def test_lines_of_other_endpoints_get_the_answers_of_these(endpoint: str, 
     [answer] = await content(gateway, batch["output_file_id"])
     assert "All right" in json.dumps(answer["response"]["body"])
     assert [each.options.is_batch for each in gateway.pipeline.submitted] == [True]
+
+
+TEXTS = {"model": "tiny", "input": "Hello"}
+DOCUMENTS = {"model": "tiny", "query": "Hello", "documents": ["a", "b"]}
+
+
+@pytest.mark.parametrize(
+    ("endpoint", "body", "field"),
+    [
+        ("/v1/embeddings", TEXTS, "data"),
+        ("/v1/pooling", TEXTS, "data"),
+        ("/v1/score", {"model": "tiny", "text_1": "a", "text_2": "b"}, "data"),
+        ("/v1/rerank", DOCUMENTS, "results"),
+        ("/v2/rerank", DOCUMENTS, "results"),
+        ("/v2/embed", {"model": "tiny", "texts": ["a"], "input_type": "search_query"}, "embeddings"),
+    ],
+)
+async def test_lines_may_ask_for_what_generates_nothing(endpoint: str, body: dict[str, Any], field: str) -> None:
+    def embeds(request: GenerateRequest) -> Iterator[Delta]:
+        finish = Finish(FinishReason.STOP, embedding=EMBEDDING)
+        yield Delta(request.request_id, 0, 0, (), "", prompt_usage=PROMPT, finish=finish)
+
+    gateway = faked(embeds)
+    request = {"custom_id": "one", "method": "POST", "url": endpoint, "body": body}
+    batch_id = await create(gateway, [request], endpoint)
+    async with running(gateway):
+        batch = await ended(gateway, batch_id)
+    assert batch["request_counts"] == {"total": 1, "completed": 1, "failed": 0}
+    [answer] = await content(gateway, batch["output_file_id"])
+    assert answer["response"]["body"][field]
+    assert {each.options.is_batch for each in gateway.pipeline.submitted} == {True}
+    usage = (await gateway.get("/v1/usage?group_by=batch,operation&limit=1")).json()["data"]
+    assert [(use["batch"], use["requests"]) for use in usage] == [(True, len(gateway.pipeline.submitted))]
 
 
 async def test_wrong_lines_fail_the_batch_before_anything_runs() -> None:
