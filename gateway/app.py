@@ -99,7 +99,8 @@ def create_app(context: Context, cors_origins: Sequence[str] = (), console: Cons
     for endpoint in (*generating, *pooling, *others):
         endpoint.add_routes(app.router, context)
     if console is not None and console.enabled:
-        console_pages.add_routes(app.router, context, Console(context, SelfAttack(console.attack_report)))
+        pages = Console(context, SelfAttack(console.attack_report), console.prices)
+        console_pages.add_routes(app.router, context, pages)
 
     @app.get("/openapi.json", include_in_schema=False, dependencies=[Depends(context.caller)])
     def description() -> Response:

@@ -103,6 +103,19 @@ class ResponsesSettings(Section):
     uses most, loses its oldest responses."""
 
 
+class PriceSettings(Section):
+    """The price of a million tokens of a model."""
+
+    input: float = Field(default=0.0, ge=0, allow_inf_nan=False)
+    """Of prompts."""
+    cached_input: float | None = Field(default=None, ge=0, allow_inf_nan=False)
+    """Of the part of prompts that came from the cache; absent: as `input`."""
+    output: float = Field(default=0.0, ge=0, allow_inf_nan=False)
+    """Of output."""
+    currency: str = Field(default="$", max_length=8)
+    """Written before amounts."""
+
+
 class ConsoleSettings(Section):
     """The web console, at /console."""
 
@@ -112,6 +125,8 @@ class ConsoleSettings(Section):
     attack_report: Path | None = None
     """File that `pando attack --every 6h --json` writes; the console shows its verdicts, and metrics have them, also
     with the console disabled. Absent: there are none."""
+    prices: dict[str, PriceSettings] = Field(default_factory=dict)
+    """Prices by the model's name; the chat shows what each answer cost. Nothing is charged by them."""
 
 
 class BatchesSettings(Section):

@@ -17,8 +17,9 @@ from gateway.console.alerts import alerts
 from gateway.endpoints.models import usable_adapters
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Awaitable
+    from collections.abc import AsyncIterator, Awaitable, Mapping
 
+    from common.settings.gateway import PriceSettings
     from gateway.backends import Backend
     from gateway.console.self_attack import SelfAttack
     from gateway.endpoints.context import Context
@@ -33,9 +34,10 @@ MAX_WATCHERS = 8
 class Console:
     """Answers the console's requests; callers have been authorised."""
 
-    def __init__(self, context: Context, attack: SelfAttack) -> None:
-        """`attack` has the report of the last self-attack."""
+    def __init__(self, context: Context, attack: SelfAttack, prices: Mapping[str, PriceSettings]) -> None:
+        """`attack` has the report of the last self-attack; `prices` are those of models, by name."""
         self._context = context
+        self._prices = prices
         self._attack = attack
         self._watchers = 0
 
@@ -54,6 +56,8 @@ class Console:
                     "generates": Task.GENERATE in card.tasks,
                     "has_tools": card.tool_style is not None,
                     "has_reasoning": card.reasoning_style is not None,
+                    # None: it is not known.
+                    "price": self._prices[card.name].model_dump() if card.name in self._prices else None,
                     # None: it takes no images.
                     "images": asdict(card.images) if card.images else None,
                     # Names of the model with each of them, as requests give them.

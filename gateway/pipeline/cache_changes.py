@@ -48,6 +48,7 @@ SAME = (
     ("pinned", "pinned"),
     ("no_promote", "no_promote"),
     ("promoted_tenants", "promoted_tenants"),
+    ("required", "required_subjects"),
 )
 # Events are collected for this long, so that a busy cache does not cost a message and a redraw for each.
 COLLECT_S = 0.05

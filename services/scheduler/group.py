@@ -128,6 +128,8 @@ class WorkerGroup:
         """
         # The connections, while the group is ready.
         self.ranks: Sequence[RankConnection] = ()
+        # As of their last heartbeats, while the group is ready.
+        self.healths: tuple[RankHealth, ...] = ()
         self._restore = restore
         self.state = GroupState.CONNECTING
         # Whether all ranks answered when they were last looked for.
@@ -441,6 +443,7 @@ class WorkerGroup:
             self.state, self._pause_s = GroupState.READY, RECONNECT_S
             self._refusals.clear()
             self.ranks = ranks
+            self.healths = (RankHealth(),) * len(ranks)
             self._break = asyncio.get_running_loop().create_future()
             self._log.info("group.ready", ranks=len(ranks), pages=capacity.device_pages, device=capacity.device)
             if self._has_engine_failed is None:
@@ -453,7 +456,7 @@ class WorkerGroup:
                 self._waking.done.set_result(None)
             await self._serve(ranks, self._break)
         finally:
-            self.ranks = ()
+            self.ranks, self.healths = (), ()
             for stream in self._streams:
                 stream.cancel()
 
@@ -590,6 +593,8 @@ class WorkerGroup:
                 asked = {task: sign for task, sign in asked.items() if task not in done}
                 answers = [(pulse, sign) for task, sign in done.items() if (pulse := task.result()) is not None]
                 record.beat(answers, self._last_sign, is_busy=self._plans_in_flight > 0)
+                health = self.healths[number].after(record.silent, [pulse for pulse, _ in answers])
+                self.healths = (*self.healths[:number], health, *self.healths[number + 1 :])
                 if record.silent >= (SILENT_BEATS if self._listener.has_others else SILENT_BEATS_ALONE):
                     raise RankSilentError(f"rank {number} has not answered {record.silent} heartbeats")
                 age_s = max((pulse.engine_age_s for pulse, _ in answers), default=0.0)
@@ -600,6 +605,18 @@ class WorkerGroup:
         finally:
             for task in asked:
                 task.cancel()
+
+
+@dataclass(frozen=True, slots=True)
+class RankHealth:
+    """What a rank's heartbeats say: how many in a row have no answer, and its last answer (None: there was none)."""
+
+    silent_heartbeats: int = 0
+    last: Pulse | None = None
+
+    def after(self, silent: int, answers: Sequence[Pulse]) -> RankHealth:
+        """Return the health after a heartbeat, with the answers that arrived during it."""
+        return RankHealth(silent, answers[-1] if answers else self.last)
 
 
 class PulseRecord:

@@ -53,7 +53,7 @@ if TYPE_CHECKING:
     from services.scheduler.core.sequence import PrefillFollower, Sequence
     from services.scheduler.core.sessions import Sessions
     from services.scheduler.decision_log import DecisionLog
-    from services.scheduler.group import WorkerGroup
+    from services.scheduler.group import RankHealth, WorkerGroup
     from services.scheduler.outlets import Outlets
     from services.scheduler.rank import LoadedWeights
 
@@ -198,6 +198,11 @@ class SchedulerLoop:
     @property
     def group_state(self) -> GroupState:
         return self._group.state if self._group else GroupState.CONNECTING
+
+    @property
+    def rank_healths(self) -> Sequence[RankHealth]:
+        """The ranks' health by number; empty unless the workers are ready."""
+        return self._group.healths if self._group else ()
 
     @property
     def sleep_level(self) -> int:

@@ -29,6 +29,7 @@ from services.scheduler.wire.state import (
     event_to_wire,
     node_to_wire,
     owner_to_wire,
+    rank_to_wire,
     sequence_to_wire,
     session_to_wire,
     sleep_mode_from_wire,
@@ -168,6 +169,7 @@ class SchedulerService(scheduler_pb2_grpc.SchedulerServicer):
             sleep_level=self._loop.sleep_level,
             wakes_on_request=self._settings.sleep.wake_on_request or self._settings.device_turns.enabled,
             role=role_to_wire(self._loop.role),
+            ranks=[rank_to_wire(number, health) for number, health in enumerate(self._loop.rank_healths)],
         )
         self._describe_disaggregation(state)
         core, weights = self._loop.core, self._loop.weights

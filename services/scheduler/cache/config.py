@@ -170,6 +170,10 @@ class CacheConfig:
     # Owners of one prefix among which pages are merged in an epoch: bounds the work at its boundary.
     merge_group_limit: int = 64
 
+    def required_subjects(self, generation: int) -> int:
+        """Return the number of subjects that text must have been computed by, after `generation` demotions."""
+        return self.promotion_subjects * (self.profile.repromotion_factor if generation else 1)
+
     def __post_init__(self) -> None:
         """Validate the values.
 

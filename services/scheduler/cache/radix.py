@@ -20,7 +20,7 @@ from services.scheduler.cache.sharing.fleet import FleetFollower, FleetLedger
 from services.scheduler.cache.sharing.merging import compress_chains, merge_private_subtree
 from services.scheduler.cache.sharing.probe_detection import ProbeDetector
 from services.scheduler.cache.sharing.promotion import Promoter
-from services.scheduler.cache.snapshots import node_snapshot, owner_snapshot
+from services.scheduler.cache.snapshots import owner_snapshot
 from services.scheduler.cache.state_snapshots import StateSnapshots
 from services.scheduler.cache.store import NodeStore
 from services.scheduler.cache.tiers.host_tier import HostTier
@@ -400,7 +400,7 @@ class RadixCache:
         tree = self.store.tree
         viewer = None if view is None else self.store.accounts.view(self._scope(view))
         for node, depth in tree.walk() if viewer is None else tree.walk_view(viewer):
-            yield node_snapshot(tree, node, depth)
+            yield self.store.snapshot(node, depth)
 
     # --- helpers ---
 

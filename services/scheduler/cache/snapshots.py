@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from services.scheduler.cache.tree import PageTree
 
 
-def node_snapshot(tree: PageTree, node: Node, depth_pages: int) -> NodeSnapshot:
+def node_snapshot(tree: PageTree, node: Node, depth_pages: int, required_subjects: int) -> NodeSnapshot:
     """Return a snapshot of a node that ends `depth_pages` pages below the root.
 
     It copies no arrays, as nodes replace theirs.
@@ -47,6 +47,7 @@ def node_snapshot(tree: PageTree, node: Node, depth_pages: int) -> NodeSnapshot:
         promoted_by=node.promoted[0] if node.promoted else None,
         promoted_epoch=node.promoted[1] if node.promoted else None,
         promoted_tenants=len(node.tenants or ()),
+        required_subjects=required_subjects,
         host_pages=node.host_pages,
         host_ref=node.host_ref,
     )

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from services.scheduler.cache.pages import PageAllocator
     from services.scheduler.cache.sharing.choices import SharingChoices
     from services.scheduler.cache.tiers.observer import TierObserver
+    from services.scheduler.cache.types import NodeSnapshot
 
 _LIVE, _SOFT_FREE, _ON_HOST = NodeState.LIVE, NodeState.SOFT_FREE, NodeState.ON_HOST
 
@@ -306,9 +307,13 @@ class NodeStore:
         account.live_pages += pages
         self.queue.charge(account, pages)
 
+    def snapshot(self, node: Node, depth_pages: int) -> NodeSnapshot:
+        """Return a snapshot of a node that ends `depth_pages` pages below the root."""
+        return node_snapshot(self.tree, node, depth_pages, self.config.required_subjects(node.generation))
+
     def emit(self, kind: CacheEventKind, node: Node) -> None:
         """Notify the listeners of a change of `node`."""
         if self.events.is_heard(kind):
-            self.events.emit(kind, node_snapshot(self.tree, node, self.tree.depth_pages(node)))
+            self.events.emit(kind, self.snapshot(node, self.tree.depth_pages(node)))
         else:
             self.events.emit(kind)

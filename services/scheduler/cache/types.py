@@ -115,7 +115,7 @@ class NodeSnapshot:
     [edge_tokens / page_size] int32 and `token_ids` [edge_tokens less the tokens of images] int32, both read-only. Hits
     and users of the current and the previous epoch are those of subjects that are not among the `creators`. The node is
     hidden from `quarantined` subjects and `quarantined_tenants`. `promoted_tenants` is the number of tenants that
-    shared a PUBLIC node before.
+    shared a PUBLIC node before. `required_subjects` is how many subjects must compute its text for a promotion.
     """
 
     node_id: NodeId
@@ -145,6 +145,7 @@ class NodeSnapshot:
     promoted_by: int | None = None
     promoted_epoch: int | None = None
     promoted_tenants: int = 0
+    required_subjects: int = 0
     host_pages: PageIds | None = None
     host_ref: int = 0
 

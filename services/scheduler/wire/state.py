@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from services.scheduler.core.load_back import LoadBack
     from services.scheduler.core.sequence import Sequence
     from services.scheduler.core.session import Session
+    from services.scheduler.group import RankHealth
 
 _VISIBILITIES = {each: scheduler_pb2.Visibility.Value(f"VISIBILITY_{each.name}") for each in Visibility}
 _STATES = {state: scheduler_pb2.NodeState.Value(f"NODE_STATE_{state.name}") for state in NodeState}
@@ -72,6 +73,7 @@ def node_to_wire(node: NodeSnapshot, shown: Disclosure) -> scheduler_pb2.TreeNod
         promoted_by=node.promoted_by,
         promoted_epoch=node.promoted_epoch,
         promoted_tenants=node.promoted_tenants,
+        required_subjects=node.required_subjects,
     )
     if node.owner is not None:
         message.owner_fingerprint = shown.fingerprint(node.owner)
@@ -115,6 +117,16 @@ def cache_to_wire(
         for name, cost in meter.times:
             message.operations[name].calls = cost.calls
             message.operations[name].cpu_seconds = cost.seconds
+    return message
+
+
+def rank_to_wire(number: int, health: RankHealth) -> scheduler_pb2.RankState:
+    """Encode what a rank's heartbeats say."""
+    message = scheduler_pb2.RankState(rank=number, silent_heartbeats=health.silent_heartbeats)
+    if health.last is not None:
+        message.engine_age_ms = round(health.last.engine_age_s * 1000)
+        if health.last.open_plans is not None:
+            message.open_plans = health.last.open_plans
     return message
 
 

@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import threading
-from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -18,8 +16,8 @@ from common.requests import ChatPrompt
 from common.settings import ConsoleSettings, GatewaySettings
 from gateway.pipeline.port import CacheChanges, LoadedAdapter
 from tests.e2e.console.browser import browsing
+from tests.e2e.console.faked import serving
 from tests.fakes.pipeline import FakeAdministration, FakePipeline, says
-from tests.gateway.listening import listening
 from tests.gateway.support import FakedGateway
 
 if TYPE_CHECKING:
@@ -109,21 +107,11 @@ def address(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     report = tmp_path_factory.mktemp("report") / "attack.json"
     fields = ("label", "metric", "verdict", "note", "value")
     report.write_text(json.dumps([dict.fromkeys(fields, each) for each in HOSTILE]))
-    found: Future[str] = Future()
-    stopping = threading.Event()
-
-    async def run() -> None:
-        settings = GatewaySettings(console=ConsoleSettings(attack_report=report))
-        gateway = FakedGateway(FakePipeline(repeat), settings, administration=HostileAdministration())
-        async with listening(gateway, drain_s=0) as port:
-            found.set_result(f"http://127.0.0.1:{port}")
-            await asyncio.to_thread(stopping.wait)
-
-    thread = threading.Thread(target=asyncio.run, args=(run(),))
-    thread.start()
-    yield found.result(60)
-    stopping.set()
-    thread.join()
+    settings = GatewaySettings(console=ConsoleSettings(attack_report=report))
+    with serving(
+        lambda: FakedGateway(FakePipeline(repeat), settings, administration=HostileAdministration())
+    ) as address:
+        yield address
 
 
 @pytest.fixture(scope="module")

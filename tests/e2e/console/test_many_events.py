@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import threading
-from concurrent.futures import Future
 from statistics import quantiles
 from typing import TYPE_CHECKING, Any
 
@@ -12,8 +10,8 @@ import pytest
 
 from gateway.pipeline.port import CacheChanges
 from tests.e2e.console.browser import browsing
+from tests.e2e.console.faked import serving
 from tests.fakes.pipeline import FakeAdministration, FakePipeline
-from tests.gateway.listening import listening
 from tests.gateway.support import FakedGateway
 
 if TYPE_CHECKING:
@@ -65,23 +63,11 @@ class BusyAdministration(FakeAdministration):
 
 @pytest.fixture
 def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
-    found: Future[str] = Future()
-    stopping = threading.Event()
+    def make() -> FakedGateway:
+        return FakedGateway(FakePipeline(), administration=BusyAdministration())
 
-    async def run() -> None:
-        gateway = FakedGateway(FakePipeline(), administration=BusyAdministration())
-        async with listening(gateway, drain_s=0) as port:
-            found.set_result(f"http://127.0.0.1:{port}")
-            await asyncio.to_thread(stopping.wait)
-
-    thread = threading.Thread(target=asyncio.run, args=(run(),))
-    thread.start()
-    try:
-        with browsing(found.result(60), tmp_path_factory.mktemp("profile")) as opened:
-            yield opened
-    finally:
-        stopping.set()
-        thread.join()
+    with serving(make) as address, browsing(address, tmp_path_factory.mktemp("profile")) as opened:
+        yield opened
 
 
 def test_a_large_and_busy_tree_stays_fluid(browser: Browser) -> None:

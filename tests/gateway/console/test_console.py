@@ -144,7 +144,7 @@ async def test_an_unknown_model_has_no_grove() -> None:
 
 async def test_only_so_many_consoles_watch_at_a_time() -> None:
     gateway = gateway_of(changes=[CacheChanges("g")] * 2)
-    console = Console(gateway.context, SelfAttack(None))
+    console = Console(gateway.context, SelfAttack(None), {})
     backend = await console.watchable(None)
     streams = [console.changes(backend) for _ in range(MAX_WATCHERS)]
     for stream in streams:

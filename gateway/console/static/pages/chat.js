@@ -191,7 +191,8 @@ export function Chat({ about }) {
   const keys = (event) => {
     if (event.key === "Enter" && !event.shiftKey && !event.isComposing) send(event);
   };
-  const limits = models.find(({ name, adapters }) => name === model || adapters.includes(model))?.images;
+  const chosen = models.find(({ name, adapters }) => name === model || adapters.includes(model));
+  const { images: limits, price } = chosen ?? {};
   const isEmpty = !draft.trim() && !pictures.length;
   const attach = async (files) => {
     setFailure(null);
@@ -222,7 +223,7 @@ export function Chat({ about }) {
       ${messages.length === 0 &&
       html`<div class="empty-thread"><h2>Ask ${model} something</h2>
         <p>Prompts that several people of a tenant send are computed once. Each answer says how many of its tokens were cached.</p></div>`}
-      ${messages.map((message, index) => html`<${Message} key=${index} message=${message} isRunning=${running && index === messages.length - 1}
+      ${messages.map((message, index) => html`<${Message} key=${index} message=${message} price=${price} isRunning=${running && index === messages.length - 1}
         edit=${!running && (() => edit(index))} retry=${!running && (() => retry(index))} />`)}
       ${!running && last?.role === "assistant" && last.tool_calls && html`<${ToolResults} calls=${last.tool_calls} give=${give} />`}
       ${failure && html`<${Notice} kind="error" title="The request failed"><p>${failure.message}</p>
@@ -261,7 +262,15 @@ function Pictures({ pictures, remove }) {
 
 const NAMES = { user: "You", assistant: "Model", tool: "Tool result" };
 
-function Message({ message, isRunning, edit, retry }) {
+/** What an answer cost, as text, at prices for a million tokens. */
+export function costOf(usage, price) {
+  const cached = usage.prompt_tokens_details?.cached_tokens ?? 0;
+  const input = (usage.prompt_tokens - cached) * price.input + cached * (price.cached_input ?? price.input);
+  const cost = (input + usage.completion_tokens * price.output) / 1e6;
+  return `${price.currency}${cost.toLocaleString("en", { maximumSignificantDigits: 3, maximumFractionDigits: 20 })}`;
+}
+
+function Message({ message, price, isRunning, edit, retry }) {
   const { usage, figures } = message;
   const cached = usage?.prompt_tokens_details?.cached_tokens;
   return html`<article class="message ${message.role}" aria-label=${NAMES[message.role]}>
@@ -280,6 +289,7 @@ function Message({ message, isRunning, edit, retry }) {
       ${usage && html`<span>${count(usage.completion_tokens)} out</span>`}
       ${figures.wait !== null && html`<span>first after ${duration(figures.wait)}</span>`}
       ${figures.rate !== null && html`<span class="rate">${figures.rate.toFixed(1)} tokens/s</span>`}
+      ${usage && price && html`<span class="cost" title="at this gateway's prices">${costOf(usage, price)}</span>`}
       ${message.id && html`<a href="#explain/${encodeURIComponent(message.id)}">Explain</a>`}
       ${message.finish && message.finish !== "stop" && html`<span>${message.finish}</span>`}
     </footer>`}

@@ -29,6 +29,7 @@ const WAITS = {
   load: "its pages from host memory or storage",
   memory: "free pages",
   grammar: "its grammar, after workers had started again",
+  adapter: "a slot for its adapter",
 };
 
 export function Explain({ argument }) {

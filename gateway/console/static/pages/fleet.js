@@ -98,6 +98,16 @@ function Alerts({ alerts }) {
 // The last two parts of a socket's path; other addresses as they are.
 const shortName = (address) => (address.startsWith("unix:") ? address.split("/").slice(-2).join("/") : address);
 
+// An engine that has made no progress for so long is worth a word; steps take milliseconds, long prompts seconds.
+const SLOW_MS = 2000;
+
+/** What the heartbeats of a rank say. */
+export function rankState(rank) {
+  if (rank.silent_heartbeats) return `no answer to ${plural(rank.silent_heartbeats, "heartbeat")}`;
+  const age = Number(rank.engine_age_ms ?? 0);
+  return age > SLOW_MS ? `no progress for ${duration(age / 1000)}` : "answers";
+}
+
 function Group({ group }) {
   const heading = html`<h3 title=${group.group}>Group <code>${shortName(group.group)}</code></h3>`;
   if (group.error) return html`<article class="card">${heading}<p><span class="dot bad" aria-hidden="true"></span>Away: ${group.error}</p></article>`;
@@ -112,6 +122,9 @@ function Group({ group }) {
       <dt>Retractions</dt><dd>${count(group.retractions)}</dd>
       <dt>Sessions</dt><dd>${count(group.sessions?.length)}</dd>
     </dl>
+    ${group.ranks?.length > 0 && html`<table class="ranks"><caption class="visually-hidden">Ranks</caption><thead><tr><th scope="col">Rank</th><th scope="col">State</th><th scope="col" class="number">Open plans</th></tr></thead>
+      <tbody>${group.ranks.map((rank) => html`<tr><th scope="row">${rank.rank}</th>
+        <td><span class="dot ${rank.silent_heartbeats ? "bad" : "ok"}" aria-hidden="true"></span>${rankState(rank)}</td><td class="number">${rank.open_plans ?? "–"}</td></tr>`)}</tbody></table>`}
     ${(group.tiers ?? []).map((tier) => html`<${Tier} tier=${tier} page=${group.page_size_tokens} />`)}
   </article>`;
 }

@@ -26,14 +26,14 @@ export function explain(data) {
   const said = [];
   const owner = ownerName(data.owner);
   if (data.visibility === "private") {
-    said.push(`Only ${owner || "its owner"} can reuse it: text is private until enough users have computed it themselves.`);
+    said.push(`Only ${owner || "its owner"} can reuse it: text is private until ${data.required ? plural(data.required, "user") : "enough users"} have computed it themselves.`);
     if (data.no_promote) said.push("Its owner has excluded it from sharing.");
   } else {
     const who = data.visibility === "public" ? "Everyone" : `Every user of ${owner ? `the tenant ${owner}` : "its tenant"}`;
     if (data.pinned) said.push(`${who} can reuse it: the operator pinned it.`);
     else {
       const tenants = data.promoted_tenants ? ` of ${plural(data.promoted_tenants, "tenant")}` : "";
-      said.push(`${who} can reuse it: ${plural(data.promoted_by ?? 0, "user")}${tenants} had computed it themselves by epoch ${data.promoted_epoch ?? "?"}, counted by keyed fingerprints.`);
+      said.push(`${who} can reuse it: ${plural(data.promoted_by ?? 0, "user")}${tenants} had computed it themselves by epoch ${data.promoted_epoch ?? "?"}, counted by keyed fingerprints${data.required ? `; ${count(data.required)} were required` : ""}.`);
     }
     if (data.creators) said.push(`${plural(data.creators, "user")} ${data.creators === 1 ? "has" : "have"} computed it until now.`);
     const hits = (data.hits ?? 0) + (data.previous_hits ?? 0);
@@ -263,7 +263,7 @@ function Prefixes({ tree, select, selected }) {
 }
 
 function evidence(data) {
-  const parts = [data.pinned ? "pinned" : `${plural(data.promoted_by ?? 0, "user")}, epoch ${data.promoted_epoch ?? "?"}`];
+  const parts = [data.pinned ? "pinned" : `${data.required ? `${count(data.promoted_by)} of ${plural(data.required, "user")}` : plural(data.promoted_by ?? 0, "user")}, epoch ${data.promoted_epoch ?? "?"}`];
   if (data.quarantined) parts.push(`hidden from ${data.quarantined}`);
   if (data.generation) parts.push(`demoted ${plural(data.generation, "time")}`);
   return parts.join("; ");

@@ -723,6 +723,7 @@ class GetStateResponse(_message.Message):
     WAKES_ON_REQUEST_FIELD_NUMBER: _builtins.int
     ROLE_FIELD_NUMBER: _builtins.int
     DISAGGREGATION_FIELD_NUMBER: _builtins.int
+    RANKS_FIELD_NUMBER: _builtins.int
     waiting_requests: _builtins.int
     """Requests that wait for a row, and rows in prefill or decode."""
     running_rows: _builtins.int
@@ -777,6 +778,10 @@ class GetStateResponse(_message.Message):
     def disaggregation(self) -> Global___DisaggregationState:
         """Absent if no other group was involved since start."""
 
+    @_builtins.property
+    def ranks(self) -> _containers.RepeatedCompositeFieldContainer[Global___RankState]:
+        """By number; empty unless the worker group is READY."""
+
     def __init__(
         self,
         *,
@@ -807,10 +812,11 @@ class GetStateResponse(_message.Message):
         wakes_on_request: _builtins.bool = ...,
         role: Global___SchedulerRole.ValueType = ...,
         disaggregation: Global___DisaggregationState | None = ...,
+        ranks: _abc.Iterable[Global___RankState] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_disaggregation", b"_disaggregation", "_host_tier", b"_host_tier", "_storage", b"_storage", "cache_accounting", b"cache_accounting", "disaggregation", b"disaggregation", "host_tier", b"host_tier", "storage", b"storage"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_disaggregation", b"_disaggregation", "_host_tier", b"_host_tier", "_storage", b"_storage", "cache", b"cache", "cache_accounting", b"cache_accounting", "disaggregation", b"disaggregation", "finished_steps", b"finished_steps", "host_tier", b"host_tier", "jumped_tokens", b"jumped_tokens", "leaked_pages", b"leaked_pages", "max_rows", b"max_rows", "owners", b"owners", "page_size_tokens", b"page_size_tokens", "paused", b"paused", "planned_steps", b"planned_steps", "policy", b"policy", "preemptions", b"preemptions", "requests", b"requests", "retractions", b"retractions", "role", b"role", "running_rows", b"running_rows", "sessions", b"sessions", "sleep_level", b"sleep_level", "storage", b"storage", "tiers", b"tiers", "waiting_requests", b"waiting_requests", "wakes_on_request", b"wakes_on_request", "weight_version", b"weight_version", "weights", b"weights", "worker_group", b"worker_group"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_disaggregation", b"_disaggregation", "_host_tier", b"_host_tier", "_storage", b"_storage", "cache", b"cache", "cache_accounting", b"cache_accounting", "disaggregation", b"disaggregation", "finished_steps", b"finished_steps", "host_tier", b"host_tier", "jumped_tokens", b"jumped_tokens", "leaked_pages", b"leaked_pages", "max_rows", b"max_rows", "owners", b"owners", "page_size_tokens", b"page_size_tokens", "paused", b"paused", "planned_steps", b"planned_steps", "policy", b"policy", "preemptions", b"preemptions", "ranks", b"ranks", "requests", b"requests", "retractions", b"retractions", "role", b"role", "running_rows", b"running_rows", "sessions", b"sessions", "sleep_level", b"sleep_level", "storage", b"storage", "tiers", b"tiers", "waiting_requests", b"waiting_requests", "wakes_on_request", b"wakes_on_request", "weight_version", b"weight_version", "weights", b"weights", "worker_group", b"worker_group"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__disaggregation: _TypeAlias = _typing.Literal["disaggregation"]  # noqa: Y015
     _WhichOneofArgType__disaggregation: _TypeAlias = _typing.Literal["_disaggregation", b"_disaggregation"]  # noqa: Y015
@@ -826,6 +832,46 @@ class GetStateResponse(_message.Message):
     def WhichOneof(self, oneof_group: _WhichOneofArgType__storage) -> _WhichOneofReturnType__storage | None: ...
 
 Global___GetStateResponse: _TypeAlias = GetStateResponse  # noqa: Y015
+
+@_typing.final
+class RankState(_message.Message):
+    """What the heartbeats of one rank say."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    RANK_FIELD_NUMBER: _builtins.int
+    SILENT_HEARTBEATS_FIELD_NUMBER: _builtins.int
+    ENGINE_AGE_MS_FIELD_NUMBER: _builtins.int
+    OPEN_PLANS_FIELD_NUMBER: _builtins.int
+    rank: _builtins.int
+    silent_heartbeats: _builtins.int
+    """Heartbeats in a row without an answer; several a second are sent."""
+    engine_age_ms: _builtins.int
+    """Since the engine last made progress or was idle; absent before the first answer."""
+    open_plans: _builtins.int
+    """Plans that it has received and not finished; absent: its version does not count them."""
+    def __init__(
+        self,
+        *,
+        rank: _builtins.int = ...,
+        silent_heartbeats: _builtins.int = ...,
+        engine_age_ms: _builtins.int | None = ...,
+        open_plans: _builtins.int | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_engine_age_ms", b"_engine_age_ms", "_open_plans", b"_open_plans", "engine_age_ms", b"engine_age_ms", "open_plans", b"open_plans"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_engine_age_ms", b"_engine_age_ms", "_open_plans", b"_open_plans", "engine_age_ms", b"engine_age_ms", "open_plans", b"open_plans", "rank", b"rank", "silent_heartbeats", b"silent_heartbeats"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__engine_age_ms: _TypeAlias = _typing.Literal["engine_age_ms"]  # noqa: Y015
+    _WhichOneofArgType__engine_age_ms: _TypeAlias = _typing.Literal["_engine_age_ms", b"_engine_age_ms"]  # noqa: Y015
+    _WhichOneofReturnType__open_plans: _TypeAlias = _typing.Literal["open_plans"]  # noqa: Y015
+    _WhichOneofArgType__open_plans: _TypeAlias = _typing.Literal["_open_plans", b"_open_plans"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__engine_age_ms) -> _WhichOneofReturnType__engine_age_ms | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__open_plans) -> _WhichOneofReturnType__open_plans | None: ...
+
+Global___RankState: _TypeAlias = RankState  # noqa: Y015
 
 @_typing.final
 class DisaggregationState(_message.Message):
@@ -1451,6 +1497,7 @@ class TreeNode(_message.Message):
     PROMOTED_BY_FIELD_NUMBER: _builtins.int
     PROMOTED_EPOCH_FIELD_NUMBER: _builtins.int
     PROMOTED_TENANTS_FIELD_NUMBER: _builtins.int
+    REQUIRED_SUBJECTS_FIELD_NUMBER: _builtins.int
     node_id: _builtins.int
     parent_id: _builtins.int
     """Absent for children of the root."""
@@ -1497,6 +1544,8 @@ class TreeNode(_message.Message):
     promoted_epoch: _builtins.int
     promoted_tenants: _builtins.int
     """PUBLIC nodes: tenants that shared it before."""
+    required_subjects: _builtins.int
+    """Number of subjects that must compute its text themselves for a promotion; more after a demotion."""
     @_builtins.property
     def owner_view(self) -> _common_pb2.View:
         """Owner of a PRIVATE node; absent without an admin credential."""
@@ -1542,10 +1591,11 @@ class TreeNode(_message.Message):
         promoted_by: _builtins.int | None = ...,
         promoted_epoch: _builtins.int | None = ...,
         promoted_tenants: _builtins.int = ...,
+        required_subjects: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_owner_tenant", b"_owner_tenant", "_owner_view", b"_owner_view", "_parent_id", b"_parent_id", "_promoted_by", b"_promoted_by", "_promoted_epoch", b"_promoted_epoch", "owner_tenant", b"owner_tenant", "owner_view", b"owner_view", "parent_id", b"parent_id", "promoted_by", b"promoted_by", "promoted_epoch", b"promoted_epoch"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_owner_tenant", b"_owner_tenant", "_owner_view", b"_owner_view", "_parent_id", b"_parent_id", "_promoted_by", b"_promoted_by", "_promoted_epoch", b"_promoted_epoch", "creators", b"creators", "depth_tokens", b"depth_tokens", "device_pages", b"device_pages", "edge_tokens", b"edge_tokens", "epoch", b"epoch", "generation", b"generation", "hits", b"hits", "host_pages", b"host_pages", "host_ref", b"host_ref", "last_access", b"last_access", "lock_ref", b"lock_ref", "no_promote", b"no_promote", "node_id", b"node_id", "owner_fingerprint", b"owner_fingerprint", "owner_tenant", b"owner_tenant", "owner_view", b"owner_view", "parent_id", b"parent_id", "pinned", b"pinned", "previous_hits", b"previous_hits", "previous_users", b"previous_users", "priority", b"priority", "promoted_by", b"promoted_by", "promoted_epoch", b"promoted_epoch", "promoted_tenants", b"promoted_tenants", "quarantined", b"quarantined", "quarantined_tenants", b"quarantined_tenants", "state", b"state", "token_ids", b"token_ids", "users", b"users", "visibility", b"visibility"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_owner_tenant", b"_owner_tenant", "_owner_view", b"_owner_view", "_parent_id", b"_parent_id", "_promoted_by", b"_promoted_by", "_promoted_epoch", b"_promoted_epoch", "creators", b"creators", "depth_tokens", b"depth_tokens", "device_pages", b"device_pages", "edge_tokens", b"edge_tokens", "epoch", b"epoch", "generation", b"generation", "hits", b"hits", "host_pages", b"host_pages", "host_ref", b"host_ref", "last_access", b"last_access", "lock_ref", b"lock_ref", "no_promote", b"no_promote", "node_id", b"node_id", "owner_fingerprint", b"owner_fingerprint", "owner_tenant", b"owner_tenant", "owner_view", b"owner_view", "parent_id", b"parent_id", "pinned", b"pinned", "previous_hits", b"previous_hits", "previous_users", b"previous_users", "priority", b"priority", "promoted_by", b"promoted_by", "promoted_epoch", b"promoted_epoch", "promoted_tenants", b"promoted_tenants", "quarantined", b"quarantined", "quarantined_tenants", b"quarantined_tenants", "required_subjects", b"required_subjects", "state", b"state", "token_ids", b"token_ids", "users", b"users", "visibility", b"visibility"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__owner_tenant: _TypeAlias = _typing.Literal["owner_tenant"]  # noqa: Y015
     _WhichOneofArgType__owner_tenant: _TypeAlias = _typing.Literal["_owner_tenant", b"_owner_tenant"]  # noqa: Y015

@@ -198,7 +198,7 @@ class Promoter:
         # Two tenants that share a text have 2k subjects anyway, so after a demotion more tenants are required, too.
         factor = config.profile.repromotion_factor if generation else 1
         least = MIN_TENANTS * (factor if owner.is_public else 1)
-        if not pages or subjects < config.promotion_subjects * factor or tenants < least:
+        if not pages or subjects < config.required_subjects(generation) or tenants < least:
             return None
         # Where other members' runs end earlier, the rest follows as a separate group.
         pages = min(pages, common_run([member.key for member in members], tree.page_bytes))

@@ -45,6 +45,7 @@ NODE = NodeSnapshot(
     promoted_by=3,
     promoted_epoch=12,
     promoted_tenants=4,
+    required_subjects=6,
 )
 ADMIN = Disclosure(is_admin=True, fingerprint=lambda _: "f" * 16, with_ids=True)
 STRANGER = Disclosure(is_admin=False, fingerprint=lambda _: "f" * 16, with_ids=True)
