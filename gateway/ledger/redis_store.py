@@ -118,7 +118,7 @@ class RedisLedger:
     async def take_records(self, now: int) -> UsageRecords:
         """Return the log's oldest records, after moving what is due to them."""
         keys = [self._log_key("due"), self._log_key("records"), self._log_key("last"), f"{self._prefix}:name"]
-        values = [now, MOST_RECORDS, secrets.token_hex(8), AMOUNTS]
+        values: list[str | int] = [now, MOST_RECORDS, secrets.token_hex(8), AMOUNTS]
         ledger, *found = await self._state.call(lambda _: self._take(keys, values))
         width = 3 + AMOUNTS
         return UsageRecords(

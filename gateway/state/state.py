@@ -130,8 +130,8 @@ def _open_shared(
     aborts = SharedAborts(server, generations, Signatures(secret))
     records = RedisRecords(server, Sealing(secret), settings.answers.lifetime_s, settings.answers.max_bytes)
     directory = settings.ledger.log_directory
-    name = None if directory is None else open_directory(directory)
-    store = RedisLedger(server, settings.ledger.lifetime_days * DAY_S, name)
+    log_name = None if directory is None else open_directory(directory)
+    store = RedisLedger(server, settings.ledger.lifetime_days * DAY_S, log_name)
     ledger = Ledger(store, metrics, is_lenient=is_lenient)
     usage_log = _open_log(directory, store)
 

@@ -200,7 +200,7 @@ class SchedulerLoop:
         return self._group.state if self._group else GroupState.CONNECTING
 
     @property
-    def rank_healths(self) -> Sequence[RankHealth]:
+    def rank_healths(self) -> tuple[RankHealth, ...]:
         """The ranks' health by number; empty unless the workers are ready."""
         return self._group.healths if self._group else ()
 

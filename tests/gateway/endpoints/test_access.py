@@ -101,6 +101,7 @@ ACCESS = {
     "POST /detokenize": Access.CREDENTIAL,
     "GET /v1/usage": Access.CREDENTIAL,
     "GET /v1/organization/usage/completions": Access.CREDENTIAL,
+    "GET /v1/organization/usage/embeddings": Access.CREDENTIAL,
     "GET /v1/models": Access.CREDENTIAL,
     "GET /v1/models/{name:path}": Access.CREDENTIAL,
 }

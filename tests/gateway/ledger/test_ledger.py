@@ -212,7 +212,9 @@ async def test_a_file_of_a_later_version_is_refused(tmp_path: Path) -> None:
 async def test_sums_of_gateways_of_the_first_version_are_read(redis_process: RedisProcess) -> None:
     async with state_server(redis_process.url, new_prefix(), probes=False) as server:
         sums = {orjson.dumps(["acme", "ann", "tiny"]) + f"\n{amount}".encode(): 10 + amount for amount in range(1, 5)}
-        await server.redis.hset(f"{server.prefix}:ledger:hour:{NOON}", mapping=sums)
+        key = f"{server.prefix}:ledger:hour:{NOON}"
+        for field, amount in sums.items():
+            await server.redis.hset(key, field.decode(), str(amount))
         store = RedisLedger(server, 400 * DAY_S)
         await store.write([entry("a", 1)])
         uses = await store.hours(UsageQuery(NOON, NOON + HOUR_S))
@@ -235,6 +237,7 @@ class Failing:
         self.fails = True
         self._store = store
         self.hours, self.close = store.hours, store.close
+        self.take_records, self.forget_records = store.take_records, store.forget_records
 
     async def write(self, entries: Sequence[LedgerEntry]) -> Sequence[tuple[str, Tokens]]:
         increases = await self._store.write(entries)
