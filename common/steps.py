@@ -20,6 +20,7 @@ import numpy as np
 
 from common.types import (
     AdapterSlot,
+    EncoderOutputId,
     FinishReason,
     Pooling,
     RequestId,
@@ -51,7 +52,9 @@ class RowImage:
     """An image of a row: the first `length` ids below 0 from index `offset` on stand where its embeddings belong.
 
     `grid` is the model's own: patches in time, height and width (Qwen), or rows and columns of tiles (Idefics).
-    `pixels` float32 are those of the model's processor; None: all of the image's tokens are computed.
+    `pixels` float32 are those of the model's processor. Without them, either all of the image's tokens are computed, or
+    the worker has kept its embeddings as `output`. With pixels, `output` is where the worker keeps the embeddings once
+    they are encoded, or where it finds them if it has kept those already.
     """
 
     digest: bytes
@@ -59,6 +62,7 @@ class RowImage:
     length: int
     grid: tuple[int, ...]
     pixels: NDArray[np.float32] | None = None
+    output: EncoderOutputId | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -215,6 +219,8 @@ class StepPlan:
     can_abandon: bool = False
     # The decoding rows that take part in the passes.
     micro_batch: MicroBatch = ALL_ROWS
+    # Outputs of the vision encoder that the worker keeps no longer. Rows that were opened with them do not lose them.
+    dropped_outputs: tuple[EncoderOutputId, ...] = ()
 
     def without_passes(self) -> StepPlan:
         """Return what has to be done although the passes are abandoned: rows change, and transfers begin."""
@@ -314,6 +320,8 @@ class EngineSpec:
     adapter_slots: int = 0
     # Whether the model's vision encoder is loaded, too.
     vision: bool = False
+    # Embeddings that are kept as outputs of the vision encoder (`RowImage.output`), at most.
+    kept_embeddings: int = 0
     # Stages of the pipeline, each with some of the layers and as many ranks.
     stages: int = 1
     # Whether a rank has some experts as a whole, instead of some columns of every expert.

@@ -21,6 +21,7 @@ SubscriberId = NewType("SubscriberId", str)
 RowSlot = NewType("RowSlot", int)
 SnapshotSlot = NewType("SnapshotSlot", int)
 AdapterSlot = NewType("AdapterSlot", int)
+EncoderOutputId = NewType("EncoderOutputId", int)
 StepId = NewType("StepId", int)
 
 # [tokens] int32, which holds the ids of every vocabulary; the wire type is fixed32.

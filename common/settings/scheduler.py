@@ -149,6 +149,19 @@ class AdapterSettings(Section):
     run directory if it is not set."""
 
 
+class VisionSettings(Section):
+    """The vision encoder: how much a step encodes, and what is kept. An image has as many embeddings as tokens."""
+
+    step_embeddings: int = Field(default=1024, ge=1)
+    """Embeddings of images that one step may encode; a larger image is the only one of its step. Each also counts as a
+    token of max_step_tokens. All rows of a step wait for its images, so that more would make the gaps between tokens of
+    other requests longer, and fewer would leave a large GPU idle."""
+    kept_embeddings: int = Field(default=16_384, ge=0)
+    """Embeddings of images that workers keep after they have encoded them, so that a user's image is not encoded again
+    for another question about it. They are private to the user, or to the user's cache_salt. Each takes as much memory
+    as one hidden state of the model: 117 MB in all for a model of 3,584 components in bfloat16. 0: none are kept."""
+
+
 class SleepSettings(Section):
     """Requests that come while the model sleeps, after `POST /sleep`."""
 
@@ -279,6 +292,7 @@ class SchedulerSettings(Section):
     sessions: SessionSettings = SessionSettings()
     queue: QueueSettings = QueueSettings()
     adapters: AdapterSettings = AdapterSettings()
+    vision: VisionSettings = VisionSettings()
     sleep: SleepSettings = SleepSettings()
     device_turns: DeviceTurnSettings = DeviceTurnSettings()
     speculation: SpeculationSettings = SpeculationSettings()

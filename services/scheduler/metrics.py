@@ -53,6 +53,11 @@ DRAFTED_TOKENS = Gauge(
 )
 ACCEPTED_TOKENS = Gauge("pando_scheduler_accepted_draft_tokens", "Those of them that were accepted, since start.")
 DRAFTS = Gauge("pando_scheduler_drafts", "Drafts that passes have verified, since start.")
+ENCODED_IMAGES = Gauge("pando_scheduler_encoded_images", "Images that plans have had encoded, since start.")
+REUSED_IMAGES = Gauge(
+    "pando_scheduler_reused_images", "Images whose kept embeddings were used instead of encoding them, since start."
+)
+KEPT_EMBEDDINGS = Gauge("pando_scheduler_kept_embeddings", "Embeddings of images that workers keep.")
 SESSIONS = Gauge("pando_scheduler_sessions", "Open sessions.")
 SESSION_TOKENS = Gauge("pando_scheduler_session_tokens", "Tokens of KV that open sessions hold between their turns.")
 SESSION_PINS_YIELDED = Gauge(

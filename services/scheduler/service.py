@@ -248,7 +248,7 @@ class SchedulerService(scheduler_pb2_grpc.SchedulerServicer):
         """Drop every cache entry that no running request needs."""
         self._credentials.require_admin_if_set(_metadata(context), "flush the cache")
         async with self._acts.act("cache.flush", context) as results:
-            freed = results["freed_pages"] = self._core().memory.cache.flush()
+            freed = results["freed_pages"] = self._core().memory.flush()
         return scheduler_pb2.FlushCacheResponse(freed_pages=freed)
 
     async def Forget(  # noqa: N802

@@ -22,7 +22,7 @@ from common.steps import (
     StepPlan,
 )
 from common.transfers import PeerPages, Transfer, TransferDirection, TransferId
-from common.types import AdapterSlot, RequestId, RowSlot, SnapshotSlot, StepId
+from common.types import AdapterSlot, EncoderOutputId, RequestId, RowSlot, SnapshotSlot, StepId
 from common.wire.answers import finish_reason_to_wire, logprob_to_wire, prompt_logprobs_from_wire, span_to_wire
 from common.wire.requests import pixels_of, pooling_from_wire, pooling_to_wire, sampling_from_wire, trace_from_wire
 from protos.gen.pando.v1 import worker_pb2
@@ -82,6 +82,7 @@ def spec_from_wire(message: worker_pb2.ConfigureRequest) -> EngineSpec:
         weight_version=message.weight_version,
         base_model=message.base_model,
         vision=message.vision,
+        kept_embeddings=message.kept_embeddings,
         stages=stages,
         expert_parallel=message.expert_parallel,
     )
@@ -159,6 +160,7 @@ def plan_from_wire(message: worker_pb2.StepPlan) -> StepPlan:
         adapters=tuple(AdapterLoad(AdapterSlot(load.slot), load.digest) for load in message.adapter_loads),
         can_abandon=message.can_abandon,
         micro_batch=MicroBatch(message.micro_batch, message.micro_batches or 1),
+        dropped_outputs=tuple(map(EncoderOutputId, message.dropped_outputs)),
     )
 
 
@@ -226,7 +228,8 @@ def _open_from_wire(message: worker_pb2.RowOpen) -> RowOpen:
 
 def _image_from_wire(message: worker_pb2.RowImage) -> RowImage:
     pixels = pixels_of(message.pixels, message.shape) if message.HasField("pixels") else None
-    return RowImage(message.digest, message.offset, message.length, tuple(message.grid), pixels)
+    output = EncoderOutputId(message.output) if message.HasField("output") else None
+    return RowImage(message.digest, message.offset, message.length, tuple(message.grid), pixels, output)
 
 
 def _transfer_from_wire(message: worker_pb2.Transfer) -> Transfer:

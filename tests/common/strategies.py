@@ -195,6 +195,8 @@ prompt_images = complete(
     length=COUNT,
     grid=st.lists(COUNT, max_size=3).map(tuple),
     pixels=st.lists(FLOAT, max_size=4).map(lambda values: np.array(values, np.float32).reshape(1, -1)),
+    # Chosen by schedulers.
+    output=st.none(),
 )
 schedule_requests = complete(
     ScheduleRequest,

@@ -20,6 +20,7 @@ from common.prompt_logprobs import PromptLogprobSpan
 from common.steps import RowOpen, RowStop, StepPlan, StepResult
 from common.transfers import PeerPages, Transfer, TransferAck, TransferDirection, TransferId
 from common.types import FinishReason, Pooling, RowSlot
+from tests.fakes.simulated_encoder import SimulatedEncoder
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -125,6 +126,7 @@ class SimulatedWorker:
     max_step_tokens: int | None = None
     # How long passes take.
     compute_us: int = 1000
+    images: SimulatedEncoder = field(default_factory=SimulatedEncoder)
 
     def run(self, plan: StepPlan) -> list[StepResult]:
         assert plan.step_id > self.last_step, "step ids increase"
@@ -328,6 +330,7 @@ class SimulatedWorker:
         return pages
 
     def _keep_books(self, plan: StepPlan) -> None:
+        self.images.begin(plan)
         for closed in plan.closes:
             del self.rows[closed]
         for opened in plan.opens:
@@ -362,6 +365,7 @@ class SimulatedWorker:
 
     def _prefill(self, plan: StepPlan) -> dict[int, int]:
         sampled = {}
+        self.images.compute([(chunk.row, chunk.start, chunk.start + chunk.length) for chunk in plan.prefills])
         for chunk in plan.prefills:
             row = self.rows[chunk.row]
             assert chunk.length > 0

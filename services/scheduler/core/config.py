@@ -9,6 +9,7 @@ from common.errors import ConfigurationError
 from common.logs import get_logger
 from services.scheduler.cache.keys import ID_BITS, TAGGED_TOKENS
 from services.scheduler.core.session import SessionRules
+from services.scheduler.core.step_limits import VisionLimits
 
 if TYPE_CHECKING:
     from common.settings import SchedulerSettings, SessionSettings, SpeculationSettings
@@ -75,6 +76,7 @@ class CoreConfig:
     adapter_share: float = 1.0
     # Parts of the rows that decode in turn, so that each stage of a pipeline has one to compute.
     micro_batches: int = 1
+    vision: VisionLimits = field(default_factory=VisionLimits)
 
     @property
     def plans_in_flight(self) -> int:
@@ -135,6 +137,7 @@ def resolve_core(settings: SchedulerSettings, capacity: EngineCapacity) -> CoreC
         adapter_share=settings.adapters.tenant_share,
         # A plan with drafts has the workers for itself, so all rows take part in it.
         micro_batches=1 if draft_tokens else min(stages, settings.max_rows),
+        vision=VisionLimits(settings.vision.step_embeddings, settings.vision.kept_embeddings),
         max_preemptions=MAX_PREEMPTIONS if settings.queue.policy == "priority" else 0,
     )
 

@@ -101,7 +101,7 @@ class SchedulerCore:
         retracted_first = counters is None and not config.strict_priority
         self.queue = ClassQueues(self.rows, order, batches, retracted_first=retracted_first)
         costs = LoadCosts(config.kv_bytes_per_token, config.prefill_tokens_per_s, config.load_bytes_per_s)
-        self.memory = KvMemory(allocator, cache, costs, times, has_pages=not config.is_encoder)
+        self.memory = KvMemory(allocator, cache, costs, times, vision=config.vision, has_pages=not config.is_encoder)
         # Plans in flight, oldest first: whether the workers abandon them when an interactive sequence comes.
         self._in_flight: deque[bool] = deque()
         self.finished_steps = 0
@@ -326,7 +326,7 @@ class SchedulerCore:
         Return the number of freed pages.
         """
         self.sessions.forget(subject, session)
-        return self.memory.cache.forget(subject, session)
+        return self.memory.forget(subject, session)
 
     def end_silently(self, handle: int, generated: int | None = None) -> None:
         """End a choice without output because the detokenizer has already ended it: stop text matched, or client gone.
@@ -395,7 +395,7 @@ class SchedulerCore:
         )
         if plan is not None:
             self._in_flight.append(plan.can_abandon)
-            self._results.expect(plan)
+            self._results.expect(plan, encodes=self.memory.images.planned > 0)
             for opened in plan.opens:
                 sequence = self.rows.sequences[opened.row]
                 assert sequence is not None, "the plan has just opened it"

@@ -9,7 +9,9 @@ import numpy as np
 from common.steps import NO_PAGES, PageReplacement
 from common.types import CacheMode
 from services.scheduler.cache.debug.audit import AuditReport, account, audit, repair
+from services.scheduler.cache.encoder_outputs import EncoderOutputs
 from services.scheduler.cache.types import Accounting
+from services.scheduler.core.image_work import ImageWork
 from services.scheduler.core.load_back import LoadBack
 from services.scheduler.core.row_snapshots import RowSnapshots
 from services.scheduler.core.rows import RowWindows
@@ -17,8 +19,8 @@ from services.scheduler.core.rows import RowWindows
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from common.steps import PageIds
-    from common.types import RowSlot, SnapshotSlot, TokenIds, View
+    from common.steps import PageIds, RowImage
+    from common.types import RowSlot, SnapshotSlot, Subject, TokenIds, View
     from services.scheduler.cache.interface import PrefixCache
     from services.scheduler.cache.pages import PageAllocator
     from services.scheduler.cache.state_snapshots import SnapshotEntry
@@ -26,6 +28,7 @@ if TYPE_CHECKING:
     from services.scheduler.core.costs import LoadCosts, OperationTimes
     from services.scheduler.core.rows import RowSlots
     from services.scheduler.core.sequence import Sequence
+    from services.scheduler.core.step_limits import VisionLimits
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -41,6 +44,7 @@ class KvMemory:
         costs: LoadCosts,
         times: OperationTimes | None = None,
         *,
+        vision: VisionLimits,
         has_pages: bool = True,
     ) -> None:
         """Use an allocator and a cache over the same pages.
@@ -48,7 +52,7 @@ class KvMemory:
         `costs` decides which loads from the host tier are worthwhile.
 
         `times`, if given, measures the duration of cache operations. With `has_pages` False, as for an encoder, rows
-        need no pages.
+        need no pages. `vision` bounds the encoding of images.
         """
         self.allocator = allocator
         self.cache = cache
@@ -57,6 +61,7 @@ class KvMemory:
         self.windows = RowWindows(allocator.windows) if allocator.windows is not None else None
         # None if the model has no recurrent layers, or nothing is cached.
         self.states = RowSnapshots(cache.snapshots, cache.page_size) if cache.snapshots is not None else None
+        self.images = ImageWork(EncoderOutputs(vision.kept_embeddings), vision.step_embeddings)
         timed = times.timed if times is not None else _untimed
         self._peek = timed("peek", cache.peek)
         self._commit_prefix = timed("commit", cache.commit)
@@ -82,6 +87,11 @@ class KvMemory:
         if self.windows is None:
             return self.available_pages
         return min(self.available_pages, self.windows.pool.available_pages)
+
+    @property
+    def has_changes(self) -> bool:
+        """Whether the workers keep outputs of the vision encoder that they have to drop."""
+        return self.images.outputs.has_dropped
 
     def count_retraction(self) -> None:
         """Count a row that had to give its pages back."""
@@ -204,6 +214,15 @@ class KvMemory:
             return None
         return self.states.begin(sequence, sequence.lock, self.cache.view_of(sequence.request.view))
 
+    def begin_images(self, sequence: Sequence) -> tuple[RowImage, ...]:
+        """Return the images of an admitted row, with pixels where they have to be encoded."""
+        if not sequence.request.images:
+            return ()
+        assert sequence.lock is not None
+        is_cached = sequence.request.options.cache_mode is not CacheMode.NONE
+        scope = self.cache.view_of(sequence.request.view) if is_cached else None
+        return self.images.begin(sequence, sequence.lock.matched_tokens, scope)
+
     def slide_windows(self, rows: RowSlots) -> None:
         """Release window pages that have left the rows' windows; called before each plan."""
         if self.windows is not None:
@@ -218,6 +237,7 @@ class KvMemory:
         row, lock = sequence.row, sequence.lock
         assert row is not None
         assert lock is not None
+        self.images.confirm(row, int(rows.computed[row]))
         if not self._has_pages:
             return []
         computed = int(rows.computed[row])
@@ -250,6 +270,7 @@ class KvMemory:
         row, lock = sequence.row, sequence.lock
         assert row is not None
         assert lock is not None
+        self.images.end(row)
         if self.states is not None:
             self.states.end(row, int(rows.computed[row]), rows.page_table(row))
         self._release(lock)
@@ -354,8 +375,23 @@ class KvMemory:
         self.leaked_pages += max(freed, 0)
         return freed
 
+    def flush(self) -> int:
+        """Drop everything cached that no row needs; return the number of pages that became free."""
+        self.images.outputs.flush()
+        return self.cache.flush()
+
+    def forget(self, subject: Subject, session: str | None) -> int:
+        """Drop what is cached for a subject alone; return the number of freed pages.
+
+        With `session`, KV is dropped that only this session has used, and all outputs of the vision encoder: these are
+        not told apart by sessions.
+        """
+        self.images.outputs.forget(subject)
+        return self.cache.forget(subject, session)
+
     def leave_device(self) -> None:
         """Drop what the device holds; copies on the host stay. No row may run, and no transfer be open."""
+        self.images.outputs.forget_all()
         self.cache.evict(self.allocator.capacity + 1)
         assert not np.any(self.allocator.counts), "the cache holds pages of the device"
 
@@ -363,6 +399,7 @@ class KvMemory:
         """Drop the whole cache because the device memory is gone. No row may run."""
         if self.loads is not None:
             self.loads.forget_all()
+        self.images.outputs.forget_all()
         self.cache.flush()
         assert not np.any(self.allocator.counts), "the cache holds pages after a flush"
 

@@ -129,6 +129,7 @@ class Planner:
         """Return the next plan, if any, and whether pages were freed instead, so that planning has to start over."""
         self._suspend_batches()
         first = self._make_room()
+        self._memory.images.begin_plan()
         self._memory.slide_windows(self._rows)
         prefilling = self._prefilling()
         jumped = self._rows.jump_tokens()
@@ -145,7 +146,7 @@ class Planner:
         if not (len(decoding) or prefills):
             if self._unstick(prefilling, now):
                 return None, True
-            if not (idle and (self._tenancy.has_changes or self._is_moving_pages(now))):
+            if not (idle and (self._memory.has_changes or self._tenancy.has_changes or self._is_moving_pages(now))):
                 return None, False
         # Every sequence that could start has started above, so a multi-step decode delays none of them.
         loads = self._memory.loads
@@ -176,6 +177,7 @@ class Planner:
             drafts=self._speculation.sent(step_id, guesses),
             can_abandon=self._config.abandons_passes and 0 < self._rows.running == self._rows.batch_rows,
             micro_batch=micro_batch,
+            dropped_outputs=self._memory.images.outputs.take_dropped(),
         )
         return plan, False
 
@@ -343,12 +345,15 @@ class Planner:
         self._queue.put_back(sequences)
 
     def _plan_chunk(self, sequence: Sequence, budget: int, prefills: list[PrefillChunk], grants: Granting) -> int:
-        """Plan as much of a sequence's prompt as budget and pages allow; return the number of planned tokens."""
+        """Plan as much of a sequence's prompt as budget and pages allow.
+
+        Return the planned tokens, with those that encoding images counts for.
+        """
         row = sequence.row
         if budget <= 0 or row is None:
             return 0
         start, end = int(self._rows.planned[row]), int(self._rows.length[row])
-        length = min(end - start, budget)
+        length = self._memory.images.cut(row, start, min(end - start, budget), budget)
         if self._memory.states is not None:
             length = self._memory.states.cut(row, start, length)
         missing = self._memory.pages_of(start + length) - int(self._rows.page_count[row])
@@ -361,13 +366,15 @@ class Planner:
         if length <= 0:
             return 0
         prefills.append(PrefillChunk(row, start, length))
+        encoded = self._memory.images.plan_chunk(row, start + length)
+        self._billing.encode(sequence, encoded)
         if self._memory.states is not None:
             self._memory.states.plan_chunk(row, start + length)
         self._rows.planned[row] = start + length
         self._rows.decoding[row] = start + length == end
         if self._rows.jumping:
             self._rows.reach_within_pages(row, self._slack)
-        return length
+        return length + encoded
 
     def _admit(
         self, first: Sequence | None, budget: int, now: float, prefills: list[PrefillChunk], grants: Granting
@@ -467,7 +474,7 @@ class Planner:
             second_text_start=request.second_text_start,
             adapter=(None if adapter is None else self._tenancy.adapters.take(adapter.digest, request.view.tenant)),
             trace=request.options.trace if is_sampled(request.options.trace) else None,
-            images=sequence.images_for(lock.matched_tokens),
+            images=self._memory.begin_images(sequence),
         )
 
     def _unstick(self, prefilling: list[Sequence], now: float) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -33,6 +34,15 @@ STEP_TIME_WEIGHT = 0.1
 NO_MEMORY = "the device has not enough memory for this request now; a shorter one, or the same one later, may succeed"
 
 
+@dataclass(frozen=True, slots=True)
+class _Expected:
+    """The chunks of a plan, `RowSlots.vacated` when it was made, and whether it encodes images."""
+
+    chunks: tuple[PrefillChunk, ...] = ()
+    vacated: int | None = None
+    encodes: bool = False
+
+
 class ResultHandler:
     """Applies step results to the sequences that they belong to.
 
@@ -59,15 +69,15 @@ class ResultHandler:
         self._milestones = milestones
         self._speculation = speculation
         self._load_costs = load_costs
-        # The chunks of plans in flight, and the value of `RowSlots.vacated` when each plan was made.
-        self._expected: dict[StepId, tuple[tuple[PrefillChunk, ...], int]] = {}
+        # Of plans in flight.
+        self._expected: dict[StepId, _Expected] = {}
         self.decode_step_s: float | None = None
         # Number of jump-forward tokens.
         self.jumped_tokens = 0
 
-    def expect(self, plan: StepPlan) -> None:
-        """Record the chunks of a plan that is being sent."""
-        self._expected[plan.step_id] = plan.prefills, self._rows.vacated
+    def expect(self, plan: StepPlan, *, encodes: bool) -> None:
+        """Record the chunks of a plan that is being sent, and whether it encodes images."""
+        self._expected[plan.step_id] = _Expected(plan.prefills, self._rows.vacated, encodes)
 
     def forget_all(self) -> None:
         """Drop the records of plans in flight, as the workers that had them are gone."""
@@ -79,7 +89,8 @@ class ResultHandler:
         if result.partial:
             self._report_scores(result)
             return
-        chunks, vacated = self._recall(result)
+        expected = self._recall(result)
+        chunks = expected.chunks
         if result.abandoned:
             # The plan that it was abandoned for has closed its rows.
             self._speculation.saw_result(result)
@@ -87,7 +98,7 @@ class ResultHandler:
         failed = {stop.row for stop in result.stops if stop.reason is FinishReason.ERROR}
         self._confirm_chunks(result.step_id, tuple(chunk for chunk in chunks if chunk.row not in failed))
         rows, token_ids = result.rows, result.token_ids
-        if vacated != self._rows.vacated:
+        if expected.vacated != self._rows.vacated:
             rows, token_ids = self._current(rows, token_ids, result.step_id)
         if len(rows):
             self._store(rows, token_ids, result)
@@ -101,14 +112,14 @@ class ResultHandler:
         for stop in result.stops:
             if self._is_current(stop.row, result.step_id):
                 self._finish_stopped(stop, embeddings.get(stop.row), finish)
-        self._measure(result, chunks, drafted)
+        self._measure(result, expected, drafted)
 
-    def _recall(self, result: StepResult) -> tuple[tuple[PrefillChunk, ...], int | None]:
-        """Return the chunks of the result's pass, and `RowSlots.vacated` as of the plan."""
-        chunks, vacated = self._expected.get(result.step_id, ((), None))
+    def _recall(self, result: StepResult) -> _Expected:
+        """Return what was expected of the result's plan; only its first pass computes the chunks."""
+        expected = self._expected.get(result.step_id, _Expected())
         if result.last:
             self._expected.pop(result.step_id, None)
-        return () if result.substep else chunks, vacated
+        return replace(expected, chunks=()) if result.substep else expected
 
     def _current(
         self, rows: NDArray[np.int32], token_ids: NDArray[np.int32], step_id: StepId
@@ -212,10 +223,11 @@ class ResultHandler:
         decoded = len(result.rows) > len(chunks)
         return result.compute_us / 1e6 - (self.decode_step_s or 0.0 if decoded else 0.0)
 
-    def _measure(self, result: StepResult, chunks: tuple[PrefillChunk, ...], drafted: int) -> None:
+    def _measure(self, result: StepResult, expected: _Expected, drafted: int) -> None:
+        chunks = expected.chunks
         if not chunks and len(result.rows):
             self._measure_decoding(result.compute_us / 1e6, len(result.rows), drafted)
-        elif chunks and self._load_costs is not None:
+        elif chunks and self._load_costs is not None and not expected.encodes:
             self._load_costs.saw_prefill(sum(chunk.length for chunk in chunks), self._without_decoding(chunks, result))
 
     def _measure_decoding(self, seconds: float, rows: int, drafted: int) -> None:

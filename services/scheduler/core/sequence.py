@@ -14,7 +14,6 @@ from services.scheduler.cache.keys import tagged
 
 if TYPE_CHECKING:
     from common.deltas import CachedPart
-    from common.steps import RowImage
     from common.transfers import TransferId
     from common.types import Finish, RowSlot, SamplingParams, ScheduleRequest, Subject, TokenIds
     from services.scheduler.cache.tiers.peer_reads import PeerFetch
@@ -149,13 +148,6 @@ class Sequence:
     def image_at(self, tokens: int) -> int | None:
         """Return where the image begins that a prefix of so many tokens would cut in two; None: it would cut none."""
         return next((first for first, end in self.image_spans if first < tokens < end), None)
-
-    def images_for(self, computed: int) -> tuple[RowImage, ...]:
-        """Return its images for a row whose first `computed` tokens are known: those within these need no pixels."""
-        return tuple(
-            replace(image, pixels=None) if end <= computed else image
-            for image, (_, end) in zip(self.request.images, self.image_spans, strict=True)
-        )
 
     def key_of(self, token_ids: TokenIds) -> TokenIds:
         """Return the ids by which the cache knows tokens of this sequence: an adapter shares no KV with others."""

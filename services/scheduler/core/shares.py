@@ -254,8 +254,9 @@ class VirtualCounters:
 class Billing:
     """Charges prompts at their start, for tokens not cached in their own view, and output as it is generated.
 
-    A retraction charges nothing again, and a choice that ends before its prompt is computed is refunded the rest.
-    Without counters every call is a no-op.
+    Images are charged when they are encoded, too: a token for each of their embeddings. A retraction charges nothing
+    again, and a choice that ends before its prompt is computed is refunded the rest. Without counters every call is a
+    no-op.
     """
 
     def __init__(
@@ -273,6 +274,12 @@ class Billing:
             uncached = len(sequence.token_ids) - cached_tokens
             sequence.charged_tokens = len(sequence.token_ids)
             counters.charge(sequence.request.view.subject, prompt_tokens=uncached)
+
+    def encode(self, sequence: Sequence, embeddings: int) -> None:
+        """Charge images that are encoded for a sequence, in addition to their tokens."""
+        counters = self._counters_of(sequence)
+        if counters is not None and embeddings and not sequence.retractions:
+            counters.charge(sequence.request.view.subject, prompt_tokens=embeddings)
 
     def settle(self) -> None:
         """Charge the output that all rows have generated since the last call."""

@@ -1,9 +1,19 @@
-"""Limits on step size: as configured, or lower after device memory did not suffice."""
+"""Limits on steps: as configured, or lower after device memory did not suffice."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 # Steps smaller than this would not save enough memory to justify a restart of the group.
 LEAST_TOKENS = 16
+
+
+@dataclass(frozen=True, slots=True)
+class VisionLimits:
+    """Limits in embeddings: of what a step encodes beside its other images, and of kept outputs."""
+
+    step_embeddings: int = 1024
+    kept_embeddings: int = 0
 
 
 class StepLimits:

@@ -52,6 +52,7 @@ def spec_to_wire(spec: EngineSpec) -> worker_pb2.ConfigureRequest:
         vision=spec.vision,
         pipeline_stages=spec.stages,
         expert_parallel=spec.expert_parallel,
+        kept_embeddings=spec.kept_embeddings,
     )
 
 
@@ -96,6 +97,7 @@ def plan_to_wire(plan: StepPlan) -> worker_pb2.StepPlan:
     message = worker_pb2.StepPlan(
         step_id=plan.step_id, epoch=plan.epoch, closes=plan.closes, steps=plan.steps, can_abandon=plan.can_abandon,
         micro_batch=plan.micro_batch.index, micro_batches=plan.micro_batch.count,
+        dropped_outputs=plan.dropped_outputs,
     )  # fmt: skip
     message.opens.extend(_open_to_wire(opened) for opened in plan.opens)
     grants = plan.grants
@@ -163,7 +165,9 @@ def _open_to_wire(opened: RowOpen) -> worker_pb2.RowOpen:
 
 
 def _image_to_wire(image: RowImage) -> worker_pb2.RowImage:
-    message = worker_pb2.RowImage(digest=image.digest, offset=image.offset, length=image.length, grid=image.grid)
+    message = worker_pb2.RowImage(
+        digest=image.digest, offset=image.offset, length=image.length, grid=image.grid, output=image.output
+    )
     if image.pixels is not None:
         message.pixels = image.pixels.astype("<f4", copy=False).tobytes()
         message.shape.extend(image.pixels.shape)

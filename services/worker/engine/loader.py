@@ -567,7 +567,10 @@ class _DecoderLoader:
         # Embeddings of a pass and of images that it cuts in two stay beside what the pass computes.
         encoder = 0
         if self._vision is not None:
-            encoder = self._vision.batch_bytes() + 2 * spec.max_step_tokens * self._config.hidden_size * element_bytes
+            config = self._vision.config
+            kept = spec.kept_embeddings * (1 + len(config.deep_layers)) * config.width
+            encoder = self._vision.batch_bytes()
+            encoder += (2 * spec.max_step_tokens * self._config.hidden_size + kept) * element_bytes
         estimate += encoder
         if not self._can_overlap or spec.device_pages is not None:
             return estimate

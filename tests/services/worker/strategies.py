@@ -60,6 +60,7 @@ images = st.integers(0, 3).flatmap(
         length=COUNT,
         grid=tuples(COUNT),
         pixels=st.none() | floats(rows, 2),
+        output=st.none() | st.integers(0, 2**64 - 1),
     )
 )
 opens = complete(
@@ -122,6 +123,7 @@ plans = complete(
     adapters=tuples(complete(AdapterLoad, slot=COUNT, digest=NAMES)),
     can_abandon=st.booleans(),
     micro_batch=complete(MicroBatch, index=COUNT, count=st.integers(1, 16)),
+    dropped_outputs=tuples(st.integers(0, 2**64 - 1)),
 )
 
 
@@ -196,6 +198,7 @@ specs = complete(
     rope_parameters=NAMES,
     vision=st.booleans(),
     expert_parallel=st.booleans(),
+    kept_embeddings=COUNT,
     adapter_slots=COUNT,
     weight_version=NAMES,
     base_model=NAMES,

@@ -89,6 +89,7 @@ class ConfigureRequest(_message.Message):
     VISION_FIELD_NUMBER: _builtins.int
     PIPELINE_STAGES_FIELD_NUMBER: _builtins.int
     EXPERT_PARALLEL_FIELD_NUMBER: _builtins.int
+    KEPT_EMBEDDINGS_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     """A bundled model's name, or the path of a directory with config.json or of a GGUF file on this host."""
     load_format: _builtins.str
@@ -144,6 +145,8 @@ class ConfigureRequest(_message.Message):
     """
     expert_parallel: _builtins.bool
     """Whether a rank of a mixture holds some experts as a whole, instead of some columns of every expert."""
+    kept_embeddings: _builtins.int
+    """Embeddings of images that are kept as outputs of the vision encoder, at most; memory is reserved for them."""
     @_builtins.property
     def classifier_from_token(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """Two tokens: the model becomes a classifier with one label, whose output is the logit of the second token minus that
@@ -181,10 +184,11 @@ class ConfigureRequest(_message.Message):
         vision: _builtins.bool = ...,
         pipeline_stages: _builtins.int = ...,
         expert_parallel: _builtins.bool = ...,
+        kept_embeddings: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_device_pages", b"_device_pages", "_host_pages", b"_host_pages", "_snapshots", b"_snapshots", "_window_pages", b"_window_pages", "device_pages", b"device_pages", "host_pages", b"host_pages", "snapshots", b"snapshots", "window_pages", b"window_pages"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_device_pages", b"_device_pages", "_host_pages", b"_host_pages", "_snapshots", b"_snapshots", "_window_pages", b"_window_pages", "adapter_slots", b"adapter_slots", "base_model", b"base_model", "classifier_from_token", b"classifier_from_token", "device_pages", b"device_pages", "dtype", b"dtype", "expert_parallel", b"expert_parallel", "host_bytes", b"host_bytes", "host_pages", b"host_pages", "kv_dtype", b"kv_dtype", "load_format", b"load_format", "max_context_tokens", b"max_context_tokens", "max_rows", b"max_rows", "max_step_tokens", b"max_step_tokens", "memory_fraction", b"memory_fraction", "model", b"model", "page_size_tokens", b"page_size_tokens", "pipeline_stages", b"pipeline_stages", "quantization", b"quantization", "rank", b"rank", "rendezvous", b"rendezvous", "resumes", b"resumes", "rope_parameters", b"rope_parameters", "snapshots", b"snapshots", "vision", b"vision", "weight_version", b"weight_version", "window_pages", b"window_pages", "window_ratio", b"window_ratio", "world_size", b"world_size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_device_pages", b"_device_pages", "_host_pages", b"_host_pages", "_snapshots", b"_snapshots", "_window_pages", b"_window_pages", "adapter_slots", b"adapter_slots", "base_model", b"base_model", "classifier_from_token", b"classifier_from_token", "device_pages", b"device_pages", "dtype", b"dtype", "expert_parallel", b"expert_parallel", "host_bytes", b"host_bytes", "host_pages", b"host_pages", "kept_embeddings", b"kept_embeddings", "kv_dtype", b"kv_dtype", "load_format", b"load_format", "max_context_tokens", b"max_context_tokens", "max_rows", b"max_rows", "max_step_tokens", b"max_step_tokens", "memory_fraction", b"memory_fraction", "model", b"model", "page_size_tokens", b"page_size_tokens", "pipeline_stages", b"pipeline_stages", "quantization", b"quantization", "rank", b"rank", "rendezvous", b"rendezvous", "resumes", b"resumes", "rope_parameters", b"rope_parameters", "snapshots", b"snapshots", "vision", b"vision", "weight_version", b"weight_version", "window_pages", b"window_pages", "window_ratio", b"window_ratio", "world_size", b"world_size"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__device_pages: _TypeAlias = _typing.Literal["device_pages"]  # noqa: Y015
     _WhichOneofArgType__device_pages: _TypeAlias = _typing.Literal["_device_pages", b"_device_pages"]  # noqa: Y015
@@ -727,6 +731,7 @@ class StepPlan(_message.Message):
     CAN_ABANDON_FIELD_NUMBER: _builtins.int
     MICRO_BATCH_FIELD_NUMBER: _builtins.int
     MICRO_BATCHES_FIELD_NUMBER: _builtins.int
+    DROPPED_OUTPUTS_FIELD_NUMBER: _builtins.int
     step_id: _builtins.int
     """Increases by one; results name it."""
     epoch: _builtins.int
@@ -774,6 +779,10 @@ class StepPlan(_message.Message):
     def drafts(self) -> _containers.RepeatedCompositeFieldContainer[Global___Draft]:
         """Guesses of decoding rows' next tokens, which the plan's first pass verifies; at most one for each row."""
 
+    @_builtins.property
+    def dropped_outputs(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Outputs of the vision encoder that are not kept any longer; rows that were opened with them do not lose them."""
+
     def __init__(
         self,
         *,
@@ -793,10 +802,11 @@ class StepPlan(_message.Message):
         can_abandon: _builtins.bool = ...,
         micro_batch: _builtins.int = ...,
         micro_batches: _builtins.int = ...,
+        dropped_outputs: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["page_grants", b"page_grants"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter_loads", b"adapter_loads", "can_abandon", b"can_abandon", "closes", b"closes", "drafts", b"drafts", "epoch", b"epoch", "jumps", b"jumps", "micro_batch", b"micro_batch", "micro_batches", b"micro_batches", "opens", b"opens", "page_grants", b"page_grants", "prefills", b"prefills", "replacements", b"replacements", "state_saves", b"state_saves", "step_id", b"step_id", "steps", b"steps", "transfers", b"transfers"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter_loads", b"adapter_loads", "can_abandon", b"can_abandon", "closes", b"closes", "drafts", b"drafts", "dropped_outputs", b"dropped_outputs", "epoch", b"epoch", "jumps", b"jumps", "micro_batch", b"micro_batch", "micro_batches", b"micro_batches", "opens", b"opens", "page_grants", b"page_grants", "prefills", b"prefills", "replacements", b"replacements", "state_saves", b"state_saves", "step_id", b"step_id", "steps", b"steps", "transfers", b"transfers"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1046,13 +1056,20 @@ class RowImage(_message.Message):
     GRID_FIELD_NUMBER: _builtins.int
     PIXELS_FIELD_NUMBER: _builtins.int
     SHAPE_FIELD_NUMBER: _builtins.int
+    OUTPUT_FIELD_NUMBER: _builtins.int
     digest: _builtins.bytes
     """SHA-256 of the pixels and of the settings of the model's processor."""
     offset: _builtins.int
     """The first `length` ids below 0 from index `offset` on stand where the embeddings belong."""
     length: _builtins.int
     pixels: _builtins.bytes
-    """float32, little-endian, as the model's processor makes them. Absent: all of the image's tokens are computed."""
+    """float32, little-endian, as the model's processor makes them. Absent: all of the image's tokens are computed, or its
+    embeddings are kept as `output`.
+    """
+    output: _builtins.int
+    """Without pixels: the output of an earlier encoding that is the image's embeddings. With pixels: the embeddings are
+    kept under this number once they are encoded, and are not encoded if an output with this number is kept already.
+    """
     @_builtins.property
     def grid(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """The model's own: patches in time, height and width (Qwen), or rows and columns of tiles (Idefics)."""
@@ -1070,13 +1087,19 @@ class RowImage(_message.Message):
         grid: _abc.Iterable[_builtins.int] | None = ...,
         pixels: _builtins.bytes | None = ...,
         shape: _abc.Iterable[_builtins.int] | None = ...,
+        output: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_pixels", b"_pixels", "pixels", b"pixels"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_output", b"_output", "_pixels", b"_pixels", "output", b"output", "pixels", b"pixels"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_pixels", b"_pixels", "digest", b"digest", "grid", b"grid", "length", b"length", "offset", b"offset", "pixels", b"pixels", "shape", b"shape"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_output", b"_output", "_pixels", b"_pixels", "digest", b"digest", "grid", b"grid", "length", b"length", "offset", b"offset", "output", b"output", "pixels", b"pixels", "shape", b"shape"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__output: _TypeAlias = _typing.Literal["output"]  # noqa: Y015
+    _WhichOneofArgType__output: _TypeAlias = _typing.Literal["_output", b"_output"]  # noqa: Y015
     _WhichOneofReturnType__pixels: _TypeAlias = _typing.Literal["pixels"]  # noqa: Y015
     _WhichOneofArgType__pixels: _TypeAlias = _typing.Literal["_pixels", b"_pixels"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__output) -> _WhichOneofReturnType__output | None: ...
+    @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__pixels) -> _WhichOneofReturnType__pixels | None: ...
 
 Global___RowImage: _TypeAlias = RowImage  # noqa: Y015

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from common.steps import RowImage, RowOpen, StepPlan
-    from common.types import RowSlot
+    from common.types import EncoderOutputId, RowSlot
     from services.worker.engine.model.batch import ForwardBatch
     from services.worker.engine.plans.passes import ForwardPass, IntArray
     from services.worker.engine.plans.rows import RowStates
@@ -49,6 +49,8 @@ class _Image:
     source: EncoderImage | None
     """None: encoded."""
     embeddings: torch.Tensor | None = None
+    output: EncoderOutputId | None = None
+    """Where the embeddings are kept beyond that; None: nowhere."""
 
 
 @dataclass(slots=True)
@@ -70,7 +72,7 @@ class RowImages:
     An image is encoded in the first pass that computes one of its tokens, together with the other new images of that
     pass, and its embeddings are kept until the last of its tokens is computed: a prompt's chunks may cut it. On the
     device there are so never more embeddings than a pass has tokens, and those of one cut image for each row that
-    prefills.
+    prefills. Beyond that they are kept as outputs, if the scheduler says so, until it says that they are dropped.
     """
 
     def __init__(self, model: ImageModel, config: VisionConfig) -> None:
@@ -78,6 +80,12 @@ class RowImages:
         self._model = model
         self._config = config
         self._rows: dict[RowSlot, _Row] = {}
+        self._outputs: dict[EncoderOutputId, torch.Tensor] = {}
+
+    @property
+    def kept_embeddings(self) -> int:
+        """How many embeddings are kept as outputs."""
+        return sum(len(each) for each in self._outputs.values())
 
     @property
     def held(self) -> int:
@@ -88,6 +96,8 @@ class RowImages:
         """Take over the images of new rows, and drop those that are not needed; see `ImageStore.admit`."""
         for row in plan.closes:
             self._rows.pop(row, None)
+        for output in plan.dropped_outputs:
+            self._outputs.pop(output, None)
         self._rows = {row: known for row, known in self._rows.items() if known.drop_computed(int(rows.computed[row]))}
         if not any(opened.images for opened in plan.opens):
             return plan
@@ -145,17 +155,35 @@ class RowImages:
         return torch.from_numpy(values).to(self._model.device, non_blocking=True)
 
     def reset(self) -> None:
-        """Drop everything: all rows are free."""
+        """Drop everything: all rows are free, and no output is known any more."""
         self._rows.clear()
+        self._outputs.clear()
 
     def _encode(self, images: Sequence[_Image]) -> None:
-        """Encode those that have no embeddings yet."""
-        new = [(image, image.source) for image in images if image.source is not None]
-        if not new:
+        """Encode those that have no embeddings yet; of several with the same output, one is encoded."""
+        new = [image for image in images if image.source is not None]
+        for image in new:
+            self._take_kept(image)
+        promised: set[EncoderOutputId | None] = set()
+        first: list[tuple[_Image, EncoderImage]] = []
+        for image in new:
+            if image.source is not None and (image.output is None or image.output not in promised):
+                first.append((image, image.source))
+                promised.add(image.output)
+        if not first:
             return
-        for (image, _), embeddings in zip(new, self._model.encode_images([source for _, source in new]), strict=True):
-            # Pixels are not needed any more.
+        for (image, _), embeddings in zip(first, self._model.encode_images([each for _, each in first]), strict=True):
             image.embeddings, image.source = embeddings, None
+            if image.output is not None:
+                # A part of a tensor would keep the memory of all images that were encoded together.
+                self._outputs[image.output] = image.embeddings = embeddings.clone()
+        for image in new:
+            self._take_kept(image)
+
+    def _take_kept(self, image: _Image) -> None:
+        """Use embeddings that are kept, if they are; the pixels are not needed any more then."""
+        if image.source is not None and image.output in self._outputs:
+            image.embeddings, image.source = self._outputs[image.output], None
 
     def _open(self, opened: RowOpen) -> RowOpen:
         what, ids = f"open of row {opened.row}", opened.token_ids
@@ -167,7 +195,7 @@ class RowImages:
                 raise InvalidPlanError(f"{what}: no places of {image.length} embeddings of an image at {image.offset}")
             taken += image.length
             if positions[-1] >= opened.computed_tokens:
-                images.append(_Image(positions, self._source(image, what)))
+                images.append(self._pending(image, positions, what))
         if taken != below.size:
             raise InvalidPlanError(f"{what}: {below.size - taken} ids below 0 belong to no image")
         coordinates, offset = None, 0
@@ -181,10 +209,18 @@ class RowImages:
         known = np.where(ids < 0, np.int32(self._config.placeholder_id), ids)
         return replace(opened, token_ids=known, images=(), position_offset=offset)
 
-    def _source(self, image: RowImage, what: str) -> EncoderImage:
-        if image.pixels is None:
+    def _pending(self, image: RowImage, positions: IntArray, what: str) -> _Image:
+        if image.pixels is not None:
+            return _Image(positions, self._source(image, image.pixels, what), output=image.output)
+        if image.output is None:
             raise InvalidPlanError(f"{what}: an image at {image.offset} that is not computed has no pixels")
-        pixels = image.pixels if image.pixels.flags.writeable else image.pixels.copy()
+        embeddings = self._outputs.get(image.output)
+        if embeddings is None or len(embeddings) != image.length:
+            raise InvalidPlanError(f"{what}: no output {image.output} of {image.length} embeddings is kept")
+        return _Image(positions, None, embeddings)
+
+    def _source(self, image: RowImage, given: NDArray[np.float32], what: str) -> EncoderImage:
+        pixels = given if given.flags.writeable else given.copy()
         source = EncoderImage(torch.from_numpy(pixels), image.grid)
         try:
             count = self._model.count_embeddings(source)

@@ -34,6 +34,7 @@ from services.scheduler.core.core import SchedulerCore
 from services.scheduler.core.queue import QueueOrder
 from services.scheduler.core.session import SessionRules
 from services.scheduler.core.shares import ShareConfig, VirtualCounters
+from services.scheduler.core.step_limits import VisionLimits
 from services.scheduler.group import GroupAcks
 from services.scheduler.policy.policies import PolicyName, make_policy
 from tests.fakes.simulated_worker import VOCABULARY, SimulatedWorker
@@ -138,6 +139,7 @@ class Harness:
         batch_pause_s: float = 0.0,
         abandons_passes: bool = False,
         micro_batches: int = 1,
+        vision: VisionLimits | None = None,
     ) -> None:
         self.config = CoreConfig(
             page_size=page_size,
@@ -167,6 +169,7 @@ class Harness:
             jump_tokens=jump_tokens,
             draft_tokens=draft_tokens,
             micro_batches=micro_batches,
+            vision=vision or VisionLimits(),
         )
         allocator = PageAllocator(pages)
         if window:
@@ -306,6 +309,7 @@ class Harness:
         assert self.core.memory.window_faults(self.core.rows) == []
         if self.core.memory.states is not None:
             assert self.core.memory.states.pool.faults() == []
+        assert self.core.memory.images.outputs.faults() == []
 
     def lose_workers(self, *, engine_failed: bool = False) -> None:
         self.results.clear()

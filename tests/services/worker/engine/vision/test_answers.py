@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from common.steps import StepPlan
-from common.types import StepId
+from common.types import EncoderOutputId, StepId
 from tests.services.worker.engine.driving import random_ids
 from tests.services.worker.engine.scenario import chunk
 from tests.services.worker.engine.vision.driving import NEW_TOKENS, PAGE, Answer, Session, engine_of
@@ -102,6 +102,16 @@ def test_a_prefix_with_images_is_continued_without_their_pixels(directory: Path,
     session.run(replace(session.open(0, row, computed=known), prefills=(chunk(0, known, len(row.ids) - known),)))
     session.run(StepPlan(StepId(0), steps=NEW_TOKENS - 1))
     session.answers[0].check(*expected(directory, turns[1], NEW_TOKENS))
+
+
+def test_kept_embeddings_answer_another_question_as_transformers_does(directory: Path, family: str) -> None:
+    large, output = picture(family, 2, 3, seed=1), EncoderOutputId(1)
+    first, second = prompt(text(5, 1), large, text(7, 2)), prompt(text(9, 6), large, text(4, 4))
+    session = Session(engine_of(directory, "compiled"))
+    keeping = replace(first, images=(replace(first.images[0], output=output),))
+    check(directory, [first], session.answer([keeping]))
+    bare = replace(second, images=(replace(second.images[0], output=output, pixels=None),))
+    check(directory, [second], session.answer([bare], borders=(11,)))
 
 
 @pytest.mark.gpu

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from common.steps import RowImage, RowOpen, StepPlan
-from common.types import RowSlot, StepId
+from common.types import EncoderOutputId, RowSlot, StepId
 from services.worker.engine.encoder.config import EncoderActivation
 from services.worker.engine.execution.interface import InvalidPlanError
 from services.worker.engine.model.batch import ForwardBatch
@@ -49,10 +49,13 @@ class CountingModel:
     def __init__(self) -> None:
         self.device = torch.device("cpu")
         self.asked: list[int] = []
+        # Results are then parts of one tensor.
+        self.computes_together = False
 
     def encode_images(self, images: Sequence[EncoderImage]) -> list[torch.Tensor]:
         self.asked.append(len(images))
-        return [image.pixels for image in images]
+        own = [image.pixels for image in images]
+        return list(torch.split(torch.cat(own), [len(each) for each in own])) if self.computes_together else own
 
     def count_embeddings(self, image: EncoderImage) -> int:
         if image.pixels.ndim != 2:
@@ -148,6 +151,61 @@ def test_nothing_is_kept_of_rows_that_end_before_their_images(ends: str) -> None
     assert not rows.images.held
 
 
+def kept_as(number: int, given: RowImage, *, with_pixels: bool = True) -> RowImage:
+    return replace(given, output=EncoderOutputId(number), pixels=given.pixels if with_pixels else None)
+
+
+def test_kept_embeddings_outlive_their_row_and_need_no_pixels() -> None:
+    rows = Rows()
+    rows.compute(plan(opened(0, [-1, -1, 4], kept_as(7, image(0, 10.0, 2))), chunks=[(0, 0, 3)]))
+    rows.compute(plan(closes=(0,)))
+    assert rows.images.kept_embeddings == 2
+    later = kept_as(7, image(1, 10.0, 2), with_pixels=False)
+    assert rows.compute(plan(opened(1, [5, -1, -1, 4], later), chunks=[(1, 0, 2)])) == [(1, 10.0)]
+    # What a row was opened with stays, although no other row may use it any more.
+    rows.run(replace(plan(), dropped_outputs=(EncoderOutputId(7), EncoderOutputId(8))))
+    assert not rows.images.kept_embeddings
+    assert rows.compute(plan(chunks=[(1, 2, 2)])) == [(0, 11.0)]
+    assert rows.model.asked == [1]
+    with pytest.raises(InvalidPlanError, match="no output 7 of 2 embeddings is kept"):
+        rows.run(plan(opened(2, [5, -1, -1, 4], later)))
+
+
+def test_kept_embeddings_have_no_other_images_in_their_memory() -> None:
+    rows = Rows()
+    rows.model.computes_together = True
+    row = opened(0, [*[-1] * 4, *[-2] * 2, 4], kept_as(7, image(0, 0.0, 4)), image(4, 4.0, 2))
+    assert len(rows.compute(plan(row, chunks=[(0, 0, 7)]))) == 6
+    (tensor,) = rows.images._outputs.values()
+    assert tensor.untyped_storage().nbytes() == 4 * tensor.element_size()
+
+
+def test_the_same_image_in_one_pass_or_in_a_later_one_is_encoded_once() -> None:
+    rows = Rows()
+    same = [kept_as(7, image(offset, 10.0, 1)) for offset in (0, 2, 4)]
+    row = opened(0, [-1, 5, -1, 5, -1, 5], *same)
+    assert rows.compute(plan(row, chunks=[(0, 0, 4)])) == [(0, 10.0), (2, 10.0)]
+    assert rows.compute(plan(chunks=[(0, 4, 2)])) == [(0, 10.0)]
+    assert rows.model.asked == [1]
+    assert rows.images.kept_embeddings == 1
+
+
+def test_a_dropped_output_is_encoded_from_the_pixels_that_came_with_it() -> None:
+    rows = Rows()
+    same = [kept_as(7, image(offset, 10.0, 1)) for offset in (0, 2)]
+    rows.compute(plan(opened(0, [-1, 5, -1, 5], *same), chunks=[(0, 0, 2)]))
+    dropping = replace(plan(chunks=[(0, 2, 2)]), dropped_outputs=(EncoderOutputId(7),))
+    assert rows.compute(dropping) == [(0, 10.0)]
+    assert rows.model.asked == [1, 1]
+
+
+def test_a_reset_forgets_what_was_kept() -> None:
+    rows = Rows()
+    rows.compute(plan(opened(0, [-1, 4], kept_as(7, image(0, 10.0, 1))), chunks=[(0, 0, 2)]))
+    rows.images.reset()
+    assert not rows.images.kept_embeddings
+
+
 def test_rows_without_images_ask_for_nothing() -> None:
     rows = Rows()
     given = plan(opened(0, [1, 2, 3]), chunks=[(0, 0, 3)])
@@ -167,6 +225,7 @@ def test_rows_without_images_ask_for_nothing() -> None:
         ([1, -5, 2], (replace(image(1, 0.0, 1), pixels=np.zeros(1, np.float32)),), "no image"),
         ([1, -5, 2], (replace(image(1, 0.0, 1), pixels=np.zeros((3, 1), np.float32)),), "3 embeddings at 1 places"),
         ([1, -5, 2], (RowImage(bytes(32), 1, 0, (1, 1)),), "no places of 0"),
+        ([1, -5, 2], (RowImage(bytes(32), 1, 1, (1, 1), output=EncoderOutputId(3)),), "no output 3 of 1 embeddings"),
     ],
     ids=str,
 )
