@@ -12,6 +12,7 @@ from services.worker.engine.checkpoints.tensor_shapes import tensor_shape
 
 if TYPE_CHECKING:
     from services.worker.engine.model.config import ModelConfig
+    from services.worker.engine.quantization.gguf_blocks import RowBlocks
     from services.worker.engine.quantization.grouped import GroupedMatrix
 
 # A prime, so that rows of a matrix never repeat each other exactly and no two logits tie.
@@ -47,6 +48,10 @@ class DummyCheckpoint:
         return name.endswith((".weight", ".bias", ".A_log", ".dt_bias"))
 
     def packed(self, name: str, rows: slice | None = None, columns: slice | None = None) -> GroupedMatrix | None:
+        """Return None: weights are made as floats."""
+        return None
+
+    def row_blocks(self, name: str, rows: slice) -> RowBlocks | None:
         """Return None: weights are made as floats."""
         return None
 

@@ -16,7 +16,7 @@ from services.worker.engine.checkpoints.tensor_names import split_expert, split_
 from services.worker.engine.checkpoints.weight_digest import WeightDigest, block_name
 from services.worker.engine.families.registry import families_by_architecture
 from services.worker.engine.model.config_gguf import config_from_gguf
-from services.worker.engine.quantization.gguf_blocks import KINDS, grouped_blocks
+from services.worker.engine.quantization.gguf_blocks import KINDS, RowBlocks, grouped_blocks
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -138,6 +138,15 @@ class GgufCheckpoint:
             data = data[_restored_order(data.shape[0], self.config.head_dim)]
         matrix = grouped_blocks(kind.name, data.view(data.shape[0], -1, GGML_QUANT_SIZES[kind][1]))
         return matrix if columns is None else matrix.columns(columns)
+
+    def row_blocks(self, name: str, rows: slice) -> RowBlocks | None:
+        """Return rows of a matrix as they are stored; see `Checkpoint.row_blocks`."""
+        stored, place = self._place(name, rows)
+        kind = self._quantization(self._entry(stored).kind)
+        if kind.name not in KINDS:
+            return None
+        # A copy, for which see `packed`.
+        return RowBlocks(torch.from_numpy(np.array(self._data_of(stored, place))), kind)
 
     def _latent_products(self, layer: str, rows: slice | None) -> torch.Tensor:
         """Return rows of whole heads of the matrix that makes keys and values of latent vectors.

@@ -8,6 +8,7 @@ if TYPE_CHECKING:
     import torch
 
     from services.worker.engine.model.config import ModelConfig
+    from services.worker.engine.quantization.gguf_blocks import RowBlocks
     from services.worker.engine.quantization.grouped import GroupedMatrix
 
 
@@ -38,6 +39,14 @@ class Checkpoint(Protocol):
 
     def packed(self, name: str, rows: slice | None = None, columns: slice | None = None) -> GroupedMatrix | None:
         """Return a matrix, or a block of it, that is stored in blocks of a few bits; None: it is stored otherwise.
+
+        Raises:
+            ConfigurationError: the checkpoint has no such tensor.
+        """
+        ...
+
+    def row_blocks(self, name: str, rows: slice) -> RowBlocks | None:
+        """Return rows of a matrix in the blocks that it is stored in, as they are; None: it is stored otherwise.
 
         Raises:
             ConfigurationError: the checkpoint has no such tensor.

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     import torch
 
     from services.worker.engine.model.config import ModelConfig
+    from services.worker.engine.quantization.gguf_blocks import RowBlocks
     from services.worker.engine.quantization.grouped import GroupedMatrix
 
 WHOLE = "model.safetensors"
@@ -64,6 +65,10 @@ class SafetensorsCheckpoint:
 
     def packed(self, name: str, rows: slice | None = None, columns: slice | None = None) -> GroupedMatrix | None:
         """Return None: what is packed here consists of several tensors; see `PackedReader`."""
+        return None
+
+    def row_blocks(self, name: str, rows: slice) -> RowBlocks | None:
+        """Return None: these files have no such blocks."""
         return None
 
     def has_beside(self, name: str) -> bool:

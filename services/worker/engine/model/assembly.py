@@ -12,6 +12,7 @@ from services.worker.engine.adapters.active import AdaptedGatedLinear, AdaptedLi
 from services.worker.engine.adapters.sites import Site, SitePart
 from services.worker.engine.kernels.composed import PreparedLinear
 from services.worker.engine.kernels.interface import ExpertMatrices, QkNorm
+from services.worker.engine.model.embedding import PACKED_FROM_BYTES, PackedEmbedding, WideEmbedding
 from services.worker.engine.model.feed_forward import (
     DenseFeedForward,
     DividedExperts,
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
     from services.worker.engine.adapters.active import AdapterProducts
     from services.worker.engine.kernels.interface import GatedLinear, Kernels, Linear
     from services.worker.engine.model.config import ModelConfig, MoeConfig, SharedExperts
+    from services.worker.engine.model.embedding import Embedding
     from services.worker.engine.model.feed_forward import FeedForward
     from services.worker.engine.model.recurrent import GatedDeltaNet
     from services.worker.engine.model.tensors import CheckedTensors
@@ -71,8 +73,7 @@ class Assembler:
         is_first, is_last = held.start == 0, held.stop == config.layers
         embedding = head_linear = None
         if is_first:
-            # A copy: the checkpoint may have returned a view of the whole file.
-            embedding = self.tensors.plain("model.embed_tokens.weight", rows).to(self.device, self.dtype, copy=True)
+            embedding = self._embedding("model.embed_tokens.weight", rows)
         if self.has_vocabulary and is_last:
             name = "model.embed_tokens.weight" if config.tied_embeddings else "lm_head.weight"
             product = self.kernels.linear(self.tensors.head(name, rows), None)
@@ -91,6 +92,15 @@ class Assembler:
             head=head_linear,
             expert_counts=self.expert_counts,
         )
+
+    def _embedding(self, name: str, rows: slice) -> Embedding:
+        size = (rows.stop - rows.start) * self.config.hidden_size * self.dtype.itemsize
+        if self.device.type == "cpu" and size >= PACKED_FROM_BYTES:
+            blocks = self.tensors.row_blocks(name, rows)
+            if blocks is not None:
+                return PackedEmbedding(blocks, self.dtype)
+        # A copy: the checkpoint may have returned a view of the whole file.
+        return WideEmbedding(self.tensors.plain(name, rows).to(self.device, self.dtype, copy=True))
 
     def _layer(self, layer: int) -> DecoderLayer:
         config, prefix = self.config, f"model.layers.{layer}"

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from services.worker.engine.checkpoints.interface import Checkpoint
+    from services.worker.engine.quantization.gguf_blocks import RowBlocks
     from services.worker.engine.quantization.matrices import Matrix, QuantisedMatrix
 
 
@@ -68,6 +69,17 @@ class CheckedTensors:
         """
         packed = self.checkpoint.packed(name, rows) if self.quantise is None else None
         return self.plain(name, rows) if packed is None else packed
+
+    def row_blocks(self, name: str, rows: slice) -> RowBlocks | None:
+        """Return rows of a matrix in a GGUF file's blocks; None: it is stored otherwise.
+
+        Raises:
+            ConfigurationError: it is missing, or of another shape than the configuration says.
+        """
+        blocks, expected = self.checkpoint.row_blocks(name, rows), block_shape(name, self.checkpoint.config, rows, None)
+        if blocks is not None and blocks.shape != expected:
+            raise _shape_error(name, blocks.shape, expected)
+        return blocks
 
     def matrix(self, name: str, rows: slice | None = None, columns: slice | None = None) -> Matrix:
         """Return a projection's matrix `name`, which ends with `.weight`, or a block of it.
@@ -161,9 +173,7 @@ class CheckedTensors:
         tensor, config = self.checkpoint.read(name, rows, columns), self.checkpoint.config
         expected = block_shape(name, config, rows, columns)
         if tuple(tensor.shape) != expected:
-            raise ConfigurationError(
-                f"tensor {name!r} has the shape {tuple(tensor.shape)} where the model's configuration says {expected}"
-            )
+            raise _shape_error(name, tuple(tensor.shape), expected)
         is_narrow = tensor.dtype == FP8
         is_integer = tensor.dtype == torch.int8 and isinstance(config.stored_format, Int8Format)
         if not is_integer and (not tensor.is_floating_point() or (tensor.dtype.itemsize == 1 and not is_narrow)):
@@ -209,6 +219,10 @@ class CheckedTensors:
         first = rows.start - in_blocks[0].start * FP8_BLOCK
         spread = _finite(name, scales).repeat_interleave(FP8_BLOCK, dim=0)
         return spread[first : first + rows.stop - rows.start]
+
+
+def _shape_error(name: str, shape: tuple[int, ...], expected: tuple[int, ...]) -> ConfigurationError:
+    return ConfigurationError(f"tensor {name!r} has the shape {shape} where the model's configuration says {expected}")
 
 
 def _kind(matrix: Matrix) -> tuple[type, Numbers | None]:

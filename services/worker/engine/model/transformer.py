@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     )
     from services.worker.engine.model.batch import ForwardBatch
     from services.worker.engine.model.config import ModelConfig, QueryTemperature
+    from services.worker.engine.model.embedding import Embedding
     from services.worker.engine.model.feed_forward import FeedForward
     from services.worker.engine.model.kv_pool import KvPool
     from services.worker.engine.model.rotary import AxisAngles
@@ -106,7 +107,7 @@ class TemperedQueries:
 class TransformerWeights:
     """All weights on this rank: some rows of embedding and head, and its share of each layer of its stage."""
 
-    embedding: torch.Tensor | None  # [vocabulary part, hidden]
+    embedding: Embedding | None
     """None: an earlier stage has it."""
     layers: Sequence[DecoderLayer]
     output_norm: torch.Tensor | None  # [hidden]
@@ -304,10 +305,10 @@ class Transformer:
     def _look_up(self, token_ids: torch.Tensor) -> torch.Tensor:
         assert self._weights.embedding is not None, "the first stage has it"
         if self._group.world_size == 1:
-            return self._weights.embedding[token_ids].to(self._kernels.activation_dtype)
+            return self._weights.embedding.look_up(token_ids).to(self._kernels.activation_dtype)
         mine = self._vocabulary[self._group.rank]
         is_mine = (token_ids >= mine.start) & (token_ids < mine.stop)
-        rows = self._weights.embedding[(token_ids - mine.start) * is_mine].to(self._kernels.activation_dtype)
+        rows = self._weights.embedding.look_up((token_ids - mine.start) * is_mine).to(self._kernels.activation_dtype)
         return self._group.sum(rows * is_mine[:, None])
 
     def _project(self, layer: DecoderLayer, normed: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:

@@ -6,9 +6,12 @@ integers times a scale of the block; these products are rounded to float16, by a
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
+from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
+from gguf.quants import dequantize
 
 from services.worker.engine.quantization.grouped import GroupedMatrix
 from services.worker.engine.quantization.mxfp4 import mxfp4_matrix
@@ -21,6 +24,26 @@ if TYPE_CHECKING:
 
 
 _MXFP4 = "MXFP4"
+
+
+@dataclass(frozen=True, slots=True)
+class RowBlocks:
+    """Rows of a matrix as the file stores them, which are widened one by one."""
+
+    data: torch.Tensor  # [rows, bytes] uint8, on the CPU
+    kind: GGMLQuantizationType
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Rows and weights of a row."""
+        elements, size = GGML_QUANT_SIZES[self.kind]
+        return self.data.shape[0], self.data.shape[1] // size * elements
+
+    def widened(self, rows: torch.Tensor) -> torch.Tensor:
+        """Return rows [n] int64 as the library dequantises them, [n, width] float32."""
+        if not len(rows):
+            return torch.empty(0, self.shape[1])
+        return torch.from_numpy(dequantize(self.data[rows].numpy(), self.kind))
 
 
 def grouped_blocks(kind: str, blocks: torch.Tensor) -> GroupedMatrix:

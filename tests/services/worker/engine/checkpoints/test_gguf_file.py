@@ -15,8 +15,10 @@ from common.gguf_header import read_header
 from services.worker.engine.checkpoints.gguf_file import GgufCheckpoint, gguf_name
 from services.worker.engine.checkpoints.safetensors_directory import SafetensorsCheckpoint
 from services.worker.engine.families.registry import families_by_architecture
+from services.worker.engine.model import assembly
 from services.worker.engine.model.config import RotaryConfig
 from services.worker.engine.model.config_gguf import config_from_gguf
+from services.worker.engine.model.embedding import PackedEmbedding
 from tests.services.worker.engine.checkpoints.gguf_writing import write_gguf
 from tests.services.worker.engine.driving import Driver, load, random_ids
 from tests.services.worker.engine.families import (
@@ -180,6 +182,43 @@ def test_packed_weights_give_the_logits_of_dequantised_ones(
     if kind in ("Q4_1", "Q8_0"):
         together = ranks.run(compute_as_rank, 2, str(path))[0]
         torch.testing.assert_close(together, expected, atol=3e-4, rtol=1e-4)
+
+
+def compute_with_packed_embedding(rank: int, world_size: int, rendezvous: str, path: str) -> torch.Tensor:
+    assembly.PACKED_FROM_BYTES = 0  # type: ignore[misc]  # in this process, for tiny models
+    return compute_as_rank(rank, world_size, rendezvous, path)
+
+
+def test_large_embeddings_stay_packed_and_change_nothing(
+    tmp_path: Path, ranks: Ranks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    name, options = FAMILIES["llama tied"]
+    shape = {"hidden_size": 64, "intermediate_size": 128, "initializer_range": 0.05}
+    source = SafetensorsCheckpoint(save_model(tmp_path, name, {**options, **shape}))
+    path = write_gguf(
+        tmp_path / "model.gguf", source.config, load_file(tmp_path / "model.safetensors"), GGMLQuantizationType.Q4_1
+    )
+    wide, looked_up = logits_of(path), []
+    monkeypatch.setattr(assembly, "PACKED_FROM_BYTES", 0)
+    look_up = PackedEmbedding.look_up
+    monkeypatch.setattr(
+        PackedEmbedding, "look_up", lambda self, rows: looked_up.append(len(rows)) or look_up(self, rows)
+    )
+    assert torch.equal(logits_of(path), wide)
+    assert sum(looked_up) >= 30
+    together = ranks.run(compute_with_packed_embedding, 2, str(path))[0]
+    torch.testing.assert_close(together, wide, atol=3e-4, rtol=1e-4)
+
+
+def test_an_embedding_of_another_shape_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    name, options = FAMILIES["llama"]
+    source = SafetensorsCheckpoint(save_model(tmp_path, name, {**options, "hidden_size": 64, "intermediate_size": 128}))
+    tensors = load_file(tmp_path / "model.safetensors")
+    tensors["model.embed_tokens.weight"] = tensors["model.embed_tokens.weight"][:, :32].contiguous()
+    path = write_gguf(tmp_path / "model.gguf", source.config, tensors, GGMLQuantizationType.Q8_0)
+    monkeypatch.setattr(assembly, "PACKED_FROM_BYTES", 0)
+    with pytest.raises(ConfigurationError, match=r"embed_tokens.weight' has the shape \(\d+, 32\)"):
+        load(path)
 
 
 def test_projections_that_are_stored_differently_are_widened(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ from gguf import GGMLQuantizationType
 from gguf.constants import GGML_QUANT_SIZES
 from gguf.quants import dequantize
 
-from services.worker.engine.quantization.gguf_blocks import KINDS, grouped_blocks
+from services.worker.engine.quantization.gguf_blocks import KINDS, RowBlocks, grouped_blocks
 from services.worker.engine.quantization.matrices import above
 
 # Where the scales in float16 lie in a block.
@@ -69,3 +69,13 @@ def test_matrices_of_different_kinds_are_stacked() -> None:
     widened = [each.widened(torch.float32) for each in (fours, sixes, fours)]
     assert (both.bits, both.group) == (6, 16)  # type: ignore[union-attr]  # as both are
     torch.testing.assert_close(both.widened(torch.float32), torch.cat(widened))  # type: ignore[union-attr]  # as both are
+
+
+@pytest.mark.parametrize("kind", sorted(KINDS))
+def test_rows_are_widened_one_by_one(kind: str) -> None:
+    data = random_blocks(kind, 5, 3)
+    blocks, expected = RowBlocks(data.flatten(1), GGMLQuantizationType[kind]), expected_of(kind, data)
+    assert blocks.shape == tuple(expected.shape)
+    chosen = torch.tensor([4, 0, 4])
+    assert torch.equal(blocks.widened(chosen), expected[chosen])
+    assert blocks.widened(chosen[:0]).shape == (0, expected.shape[1])
