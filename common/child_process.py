@@ -9,6 +9,8 @@ import json
 import os
 import signal
 import sys
+import sysconfig
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
 if TYPE_CHECKING:
@@ -76,6 +78,19 @@ class ChildProcess:
         with contextlib.suppress(ProcessLookupError):
             self._process.kill()
         await asyncio.shield(self._process.wait())
+
+
+def import_variables(environ: Mapping[str, str]) -> dict[str, str]:
+    """Return variables with which `python -m` imports Pando's packages from where this process has them.
+
+    By itself it looks in the working directory first, where a user may have packages that are called `common` or
+    `services`, too.
+    """
+    root = str(Path(__file__).resolve().parents[1])
+    variables = {"PYTHONSAFEPATH": "1"}
+    if root not in (sysconfig.get_path("purelib"), sysconfig.get_path("platlib")):
+        variables["PYTHONPATH"] = os.pathsep.join(filter(None, (root, environ.get("PYTHONPATH"))))
+    return variables
 
 
 async def write_message(writer: asyncio.StreamWriter, message: Mapping[str, Any]) -> None:

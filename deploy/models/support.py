@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 import tempfile
@@ -11,6 +12,7 @@ from enum import Enum
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
+from common.child_process import import_variables
 from common.errors import ConfigurationError
 from common.heads import read_head
 from services.worker.engine.encoder.config import encoder_config
@@ -77,6 +79,7 @@ def _through_transformers(config: Mapping[str, Any]) -> Support:
             ended = subprocess.run(
                 [sys.executable, "-m", _SUPPORT_MODULE, directory],
                 capture_output=True, text=True, timeout=_TIMEOUT_S, check=True,
+                env={**os.environ, **import_variables(os.environ)},
             )  # fmt: skip
             answer: dict[str, Any] = json.loads(ended.stdout)
         except (OSError, subprocess.SubprocessError, ValueError):

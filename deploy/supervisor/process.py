@@ -18,6 +18,7 @@ import httpx
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from pydantic import SecretStr
 
+from common.child_process import import_variables
 from common.rpc.options import CHANNEL_OPTIONS
 from common.settings import CONFIG_VARIABLE, PREFIX, Settings
 from deploy.supervisor.layout import command_of
@@ -121,7 +122,10 @@ async def lines_of(stream: asyncio.StreamReader) -> AsyncIterator[str]:
 
 
 def child_environment(environ: Mapping[str, str]) -> dict[str, str]:
-    """Return `environ` without settings: the service reads those from its file, with this deployment's addresses."""
+    """Return `environ` without settings: the service reads those from its file, with this deployment's addresses.
+
+    The service imports what this process does, whatever the working directory has.
+    """
     sections = {name.upper() for name in Settings.model_fields}
     kept = {
         name: value
@@ -129,7 +133,7 @@ def child_environment(environ: Mapping[str, str]) -> dict[str, str]:
         if name != CONFIG_VARIABLE
         and not (name.startswith(PREFIX) and name.removeprefix(PREFIX).split("__")[0].upper() in sections)
     }
-    return kept | {"PYTHONUNBUFFERED": "1"}
+    return kept | import_variables(environ) | {"PYTHONUNBUFFERED": "1"}
 
 
 def dump_settings(settings: Settings) -> str:

@@ -1,7 +1,9 @@
 """Losses and gains of quantised weights: `python -m deploy.evaluation.experiments.quantization accuracy`, or `speed`.
 
 `accuracy` predicts every token of some texts from all before it, with weights as they are, in FP8, and in the formats
-that `--formats` names, rounded to nearest, and continues prompts greedily. Written are the mean negative log likelihood
+that `--formats` names, and continues prompts greedily. Weights are rounded to nearest or, if `, calibrated` follows a
+format, chosen by its published method on other texts (`quantization_methods.py`): GPTQ for groups of integers, AWQ for
+its own format, and measured scales of activations for static FP8. `fp8 keys and values` leaves weights alone. Written are the mean negative log likelihood
 (nats per token), the mean Kullback-Leibler divergence, how often the likeliest token is the same, in the texts and
 after the prompts, and how many tokens of a continuation are the same until the first that is not.
 
@@ -64,7 +66,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     accuracy.add_argument("--tokens", type=int, default=512, help="of each text, at most (%(default)s)")
     accuracy.add_argument("--prompts", type=int, default=16, help="how many are continued (%(default)s)")
     accuracy.add_argument("--new-tokens", type=int, default=48, help="of each continuation (%(default)s)")
-    accuracy.add_argument("--formats", nargs="*", default=[], help="schemes of the tests' stored_formats.py")
+    accuracy.add_argument("--formats", nargs="*", default=[], help="of the tests' stored_formats.py")
     accuracy.add_argument("texts", nargs="*", type=Path, help="files to predict; default: some of this repository")
     speed = parts.add_parser("speed", help="times of linear layers")
     speed.add_argument("shapes", nargs="*", type=Path, help="directories with a config.json each")

@@ -17,6 +17,7 @@ from common.models import resolve_model
 from common.steps import EngineSpec
 from common.tokenization import load_text_model
 from deploy.evaluation.experiments.precision import TEXTS, Comparison, compare
+from deploy.evaluation.experiments.quantization_methods import choose
 from services.worker.engine.backends import RunnerOptions
 from services.worker.engine.checkpoints.opening import open_checkpoint
 from services.worker.engine.loader import load_decoder
@@ -35,7 +36,15 @@ if TYPE_CHECKING:
 
 ROOT = Path(__file__).parents[3]
 PROMPT_TOKENS = 64
-WIDE, FP8 = "wide", "fp8"
+WIDE, FP8, FP8_KV = "wide", "fp8", "fp8 keys and values"
+# After the name of a scheme: weights are chosen by a published method.
+CALIBRATED = ", calibrated"
+# What it is calibrated with: other texts than those that are predicted.
+CALIBRATION_TEXTS = (
+    "CONTRIBUTING.md", "docs/architecture.md", "docs/operations.md", "docs/privacy.md", "gateway/API.md",
+    "common/limits.py", "deploy/RECIPES.md", "docs/observability.md",
+)  # fmt: skip
+CALIBRATION_TOKENS = 512
 _MATRICES = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj")
 _FEED_FORWARD = ("mlp.gate_proj", "mlp.up_proj", "mlp.down_proj")
 _NORMS = ("input_layernorm", "post_attention_layernorm")
@@ -54,11 +63,12 @@ class Agreement:
 class Predictor:
     """One loaded model."""
 
-    def __init__(self, arguments: argparse.Namespace, model: str, quantization: str, longest: int) -> None:
+    def __init__(self, arguments: argparse.Namespace, model: str, longest: int, kind: str = WIDE) -> None:
         """Load `model` for texts of `longest` tokens."""
         rows = arguments.prompts
         spec = EngineSpec(
-            model, dtype=arguments.dtype, quantization=quantization, max_rows=rows,
+            model, dtype=arguments.dtype, quantization=FP8 if kind == FP8 else "auto",
+            kv_dtype="fp8" if kind == FP8_KV else "auto", max_rows=rows,
             max_step_tokens=max(longest, rows * (PROMPT_TOKENS + arguments.new_tokens)),
             device_pages=max(-(-longest // 16), rows * -(-(PROMPT_TOKENS + arguments.new_tokens) // 16)) + 1,
         )  # fmt: skip
@@ -97,15 +107,16 @@ def measure_accuracy(arguments: argparse.Namespace, sheet: Callable[[str, str], 
     texts, prompts = read_texts(arguments.model, paths, arguments.tokens, arguments.prompts)
     longest = max(map(len, texts))
     results = sheet(Path(arguments.model).name, arguments.dtype)
-    wide = Predictor(arguments, arguments.model, "auto", longest)
+    wide = Predictor(arguments, arguments.model, longest)
     expected, continuations = wide.log_probabilities(texts), wide.continued(prompts, arguments.new_tokens)
     wide.close()
     show(WIDE, compare(texts, expected, expected), results)
     whole = [[*prompt, *ids[:-1]] for prompt, ids in zip(prompts, continuations, strict=True)]
     for kind in (FP8, *arguments.formats):
         with TemporaryDirectory(prefix="pando-copy-") as folder:
-            model = arguments.model if kind == FP8 else str(write_copy(arguments.model, kind, Path(folder) / "model"))
-            predictor = Predictor(arguments, model, FP8 if kind == FP8 else "auto", longest)
+            is_same = kind in (FP8, FP8_KV)
+            model = arguments.model if is_same else str(write_copy(arguments.model, kind, Path(folder) / "model"))
+            predictor = Predictor(arguments, model, longest, kind)
         predicted, agreement = (
             predictor.log_probabilities(texts),
             agree(predictor.log_probabilities(whole), continuations),
@@ -150,7 +161,7 @@ def show(kind: str, comparison: Comparison, results: ResultSheet) -> None:
 
 
 def write_copy(model: str, scheme: str, directory: Path) -> Path:
-    """Write the model with matrices in a scheme of the tests' to `directory`, which is returned.
+    """Write the model with matrices in a scheme of the tests', also with `CALIBRATED`, to `directory`; return that.
 
     Raises:
         ConfigurationError: it is no plain Llama.
@@ -166,7 +177,12 @@ def write_copy(model: str, scheme: str, directory: Path) -> Path:
     tensors = {f"{name}.weight": checkpoint.read(f"{name}.weight").contiguous() for name in names}
     save_file(tensors, directory / "model.safetensors")
     (directory / "config.json").write_text(json.dumps(_described(config)), encoding="utf-8")
-    store_quantised(directory, SCHEMES[scheme])
+    chosen = {}
+    if scheme.endswith(CALIBRATED):
+        scheme = scheme.removesuffix(CALIBRATED)
+        texts, _ = read_texts(model, [ROOT / name for name in CALIBRATION_TEXTS], CALIBRATION_TOKENS, 1)
+        chosen = choose(directory, scheme, texts)
+    store_quantised(directory, SCHEMES[scheme], chosen=chosen)
     return directory
 
 

@@ -1,11 +1,16 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import signal
 import subprocess
 import sys
 from typing import TYPE_CHECKING
 
+import pytest
+
+import common
+from common.child_process import import_variables
 from deploy.supervisor.process import child_environment, lines_of
 from tests.waiting import is_running, wait_until
 
@@ -51,7 +56,25 @@ def test_settings_in_the_environment_do_not_reach_services_past_their_file() -> 
         "PANDO_TEST_FLAG": "1",
         "PATH": "/bin",
     }
-    assert child_environment(environ) == {"PATH": "/bin", "PANDO_TEST_FLAG": "1", "PYTHONUNBUFFERED": "1"}
+    assert child_environment(environ) == {
+        "PATH": "/bin", "PANDO_TEST_FLAG": "1", "PYTHONUNBUFFERED": "1", **import_variables(environ)
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("present", [None, "/elsewhere"])
+def test_packages_of_the_working_directory_are_not_taken_for_pandos(tmp_path: Path, present: str | None) -> None:
+    for package in ("common", "deploy", "services"):
+        (tmp_path / package).mkdir()
+        (tmp_path / package / "__init__.py").write_text("raise SystemExit('of the user')")
+    environ = {"PATH": os.environ["PATH"], **({} if present is None else {"PYTHONPATH": present})}
+    program = "import common, os; print(common.__file__, os.environ['PYTHONPATH'].endswith('/elsewhere'))"
+    command = [sys.executable, "-c", program]
+    shadowed = subprocess.run(command, cwd=tmp_path, env=environ, capture_output=True, text=True, check=False)
+    assert shadowed.stderr == "of the user\n"
+    found = subprocess.run(
+        command, cwd=tmp_path, env=child_environment(environ), capture_output=True, text=True, check=True
+    )
+    assert found.stdout.split() == [common.__file__, str(present is not None)]
 
 
 def test_a_service_dies_with_a_supervisor_that_is_killed(tmp_path: Path) -> None:

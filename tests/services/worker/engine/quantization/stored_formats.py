@@ -46,6 +46,8 @@ class Scheme:
     config: Mapping[str, Any]
     store: Callable[[torch.Tensor], Stored]
     round_inputs: Callable[[torch.Tensor], torch.Tensor] | None = None
+    layout: IntegerLayout | None = None
+    """Of integers, which a method may choose instead of rounding to nearest."""
 
 
 def rounded_to_fp8(values: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
@@ -141,6 +143,34 @@ class Integers:
         return (self.values.double() - zero_points) * scales
 
 
+@dataclass(frozen=True)
+class IntegerLayout:
+    """How integers are grouped, and packed."""
+
+    bits: int
+    size: int
+    """Inputs that share a scale; -1: all."""
+    symmetric: bool
+    act_order: bool
+    pack: Callable[[Integers], Stored]
+
+    def store(self, weight: torch.Tensor) -> Stored:
+        """Store a matrix, rounded to nearest."""
+        return self.pack(rounded(weight, self.bits, self.size, symmetric=self.symmetric, shuffled=self.act_order))
+
+
+def grid(part: torch.Tensor, bits: int, *, symmetric: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return scale and zero point [out, 1] of one group's weights [out, inputs]."""
+    largest = 2**bits - 1
+    low, high = part.amin(dim=1, keepdim=True).clamp_max(0), part.amax(dim=1, keepdim=True).clamp_min(0)
+    if symmetric:
+        low, high = -torch.maximum(-low, high), torch.maximum(-low, high)
+    scale = ((high - low) / largest).clamp_min(1e-6).half().float()
+    if symmetric:
+        return scale, torch.full_like(scale, 2 ** (bits - 1))
+    return scale, (-low / scale).round().clamp(1, largest)  # GPTQ stores one less
+
+
 def rounded(weight: torch.Tensor, bits: int, size: int, *, symmetric: bool, shuffled: bool = False) -> Integers:
     """Round to nearest, in groups of `size` inputs (-1: all), which are neighbours or, as by act-order, any."""
     width = weight.shape[1]
@@ -151,13 +181,7 @@ def rounded(weight: torch.Tensor, bits: int, size: int, *, symmetric: bool, shuf
     scales, zero_points, values = [], [], torch.zeros(weight.shape, dtype=torch.int32)
     for group in range(int(groups.max()) + 1):
         part = weight[:, groups == group]
-        low, high = part.amin(dim=1, keepdim=True).clamp_max(0), part.amax(dim=1, keepdim=True).clamp_min(0)
-        if symmetric:
-            low, high = -torch.maximum(-low, high), torch.maximum(-low, high)
-        scale = ((high - low) / largest).clamp_min(1e-6).half().float()
-        zero = torch.full_like(scale, 2 ** (bits - 1)) if symmetric else (-low / scale).round().clamp(0, largest)
-        if not symmetric:
-            zero = zero.clamp_min(1)  # GPTQ stores one less
+        scale, zero = grid(part, bits, symmetric=symmetric)
         values[:, groups == group] = (part / scale + zero).round().clamp(0, largest).int()
         scales.append(scale)
         zero_points.append(zero.int())
@@ -173,11 +197,15 @@ def words(values: torch.Tensor, bits: int, places: tuple[int, ...] | None = None
     return torch.where(result >= 2**31, result - 2**32, result).int()
 
 
+def packed_scheme(config: Mapping[str, Any], layout: IntegerLayout) -> Scheme:
+    """Return a format of integers that are rounded to nearest."""
+    return Scheme(config, layout.store, layout=layout)
+
+
 def awq(size: int) -> Scheme:
     """AWQ as AutoAWQ writes it, version GEMM."""
 
-    def store(weight: torch.Tensor) -> Stored:
-        integers = rounded(weight, 4, size, symmetric=False)
+    def pack(integers: Integers) -> Stored:
         tensors = {
             "qweight": words(integers.values.t(), 4, AWQ_OUTPUTS),
             "qzeros": words(integers.zero_points.t(), 4, AWQ_OUTPUTS),
@@ -186,14 +214,13 @@ def awq(size: int) -> Scheme:
         return Stored(tensors, integers.weight)
 
     config = {"quant_method": "awq", "bits": 4, "group_size": size, "version": "gemm", "zero_point": True}
-    return Scheme(config, store)
+    return packed_scheme(config, IntegerLayout(4, size, symmetric=False, act_order=False, pack=pack))
 
 
 def gptq(bits: int, size: int, *, symmetric: bool = True, act_order: bool = False, version: int = 1) -> Scheme:
     """GPTQ as AutoGPTQ (version 1) and GPTQModel (version 2) write it."""
 
-    def store(weight: torch.Tensor) -> Stored:
-        integers = rounded(weight, bits, size, symmetric=symmetric, shuffled=act_order)
+    def pack(integers: Integers) -> Stored:
         tensors = {
             "qweight": words(integers.values, bits).t().contiguous(),
             "qzeros": words((integers.zero_points - int(version == 1)).t(), bits),
@@ -203,18 +230,18 @@ def gptq(bits: int, size: int, *, symmetric: bool = True, act_order: bool = Fals
         return Stored(tensors, integers.weight)
 
     config = {"quant_method": "gptq", "bits": bits, "group_size": size, "desc_act": act_order, "sym": symmetric}
-    return Scheme(config if version == 1 else {**config, "checkpoint_format": "gptq_v2"}, store)
+    layout = IntegerLayout(bits, size, symmetric=symmetric, act_order=act_order, pack=pack)
+    return packed_scheme(config if version == 1 else {**config, "checkpoint_format": "gptq_v2"}, layout)
 
 
 def compressed(bits: int, size: int, *, symmetric: bool = True, act_order: bool = False) -> Scheme:
     """Packed weights of compressed-tensors."""
 
-    def store(weight: torch.Tensor) -> Stored:
-        integers = rounded(weight, bits, size, symmetric=symmetric, shuffled=act_order)
+    def pack(integers: Integers) -> Stored:
         tensors = {
             "weight_packed": words(integers.values, bits),
             "weight_scale": integers.scales.to(torch.bfloat16),
-            "weight_shape": torch.tensor(weight.shape),
+            "weight_shape": torch.tensor(integers.values.shape),
         }
         if not symmetric:
             tensors["weight_zero_point"] = words(integers.zero_points.t().contiguous(), bits).t().contiguous()
@@ -229,7 +256,8 @@ def compressed(bits: int, size: int, *, symmetric: bool = True, act_order: bool 
         "strategy": "channel" if size == -1 else "group", "group_size": None if size == -1 else size,
         "actorder": "group" if act_order else None,
     }  # fmt: skip
-    return Scheme(compressed_config("pack-quantized", numbers, None), store)
+    layout = IntegerLayout(bits, size, symmetric=symmetric, act_order=act_order, pack=pack)
+    return packed_scheme(compressed_config("pack-quantized", numbers, None), layout)
 
 
 def compressed_config(layout: str, weights: Mapping[str, Any], activations: Mapping[str, Any] | None) -> dict[str, Any]:
@@ -280,8 +308,16 @@ SCHEMES: dict[str, Scheme] = {
 }
 
 
-def store_quantised(directory: Path, scheme: Scheme, *, but: tuple[str, ...] = ()) -> dict[str, torch.Tensor]:
+def store_quantised(
+    directory: Path, scheme: Scheme, *, but: tuple[str, ...] = (), chosen: Mapping[str, Stored] | None = None
+) -> dict[str, torch.Tensor]:
     """Rewrite the checkpoint in `directory`: projections are quantised, but for names that contain one of `but`.
+
+    Args:
+        directory: with `model.safetensors`.
+        scheme: the format.
+        but: parts of names that stay as they are.
+        chosen: matrices that are stored already, by the names of their weights; others are rounded to nearest.
 
     Returns:
         The weights in float64 of the matrices that are, by name.
@@ -292,7 +328,7 @@ def store_quantised(directory: Path, scheme: Scheme, *, but: tuple[str, ...] = (
         if tensor.ndim != 2 or not PROJECTIONS.search(name) or any(part in name for part in but):
             tensors[name] = tensor
             continue
-        stored = scheme.store(tensor.float())
+        stored = (chosen or {}).get(name) or scheme.store(tensor.float())
         weights[name] = stored.weight
         stem = name.removesuffix("weight")
         tensors |= {f"{stem}{part}": each.contiguous() for part, each in stored.tensors.items()}
