@@ -44,7 +44,7 @@ CALIBRATION_TEXTS = (
     "CONTRIBUTING.md", "docs/architecture.md", "docs/operations.md", "docs/privacy.md", "gateway/API.md",
     "common/limits.py", "deploy/RECIPES.md", "docs/observability.md",
 )  # fmt: skip
-CALIBRATION_TOKENS = 512
+CALIBRATION_TOKENS = 256
 _MATRICES = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj")
 _FEED_FORWARD = ("mlp.gate_proj", "mlp.up_proj", "mlp.down_proj")
 _NORMS = ("input_layernorm", "post_attention_layernorm")

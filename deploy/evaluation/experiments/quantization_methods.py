@@ -92,16 +92,21 @@ def gptq_integers(weight: torch.Tensor, moments: torch.Tensor, layout: IntegerLa
     order = moments.diagonal().argsort(descending=True) if layout.act_order else torch.arange(width)
     left, factors = weight[:, order].clone(), _inverse_factors(moments[order][:, order])
     values, scales, zero_points = torch.zeros(weight.shape, dtype=torch.int32), [], []
-    for i in range(width):
-        if i % size == 0:
-            scale, zero = grid(left[:, i : i + size], layout.bits, symmetric=layout.symmetric)
-            scales.append(scale)
-            zero_points.append(zero.int())
-        column = left[:, i : i + 1]
-        integers = (column / scale + zero).round().clamp(0, largest)
-        values[:, order[i]] = integers[:, 0].int()
-        error = (column - (integers - zero) * scale) / factors[i, i]
-        left[:, i + 1 :] -= error * factors[i, i + 1 :]
+    for start in range(0, width, size):
+        stop = min(start + size, width)
+        scale, zero = grid(left[:, start:stop], layout.bits, symmetric=layout.symmetric)
+        scales.append(scale)
+        zero_points.append(zero.int())
+        errors = torch.empty(len(weight), stop - start)
+        for i in range(start, stop):
+            column = left[:, i : i + 1]
+            integers = (column / scale + zero).round().clamp(0, largest)
+            values[:, order[i]] = integers[:, 0].int()
+            error = (column - (integers - zero) * scale) / factors[i, i]
+            left[:, i + 1 : stop] -= error * factors[i, i + 1 : stop]
+            errors[:, i - start] = error[:, 0]
+        # Columns of later groups, at once.
+        left[:, stop:] -= errors @ factors[start:stop, stop:]
     groups = torch.empty(width, dtype=torch.int64)
     groups[order] = torch.arange(width) // size
     return Integers(values, torch.cat(scales, dim=1).half(), torch.cat(zero_points, dim=1), groups)
