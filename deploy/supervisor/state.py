@@ -119,13 +119,15 @@ def find_state(root: Path | None = None, port: int | None = None) -> DeploymentS
     Raises:
         ConfigurationError: there is none, or there are several and `port` is None.
     """
-    root = run_root() if root is None else root
+    root = root or run_root()
     found = [state for state in (read_state(folder) for folder in sorted(root.glob("*"))) if state is not None]
     if port is not None:
         found = [state for state in found if state.url.endswith(f":{port}")]
     if not found:
         at_port = f" at port {port}" if port is not None else ""
-        raise ConfigurationError(f"no deployment runs here{at_port}: start one with `pando up` (or make serve)")
+        raise ConfigurationError(
+            f"no deployment runs here{at_port} (none is described in {root}): start one with `pando up` (or make serve)"
+        )
     if len(found) > 1:
         urls = ", ".join(state.url for state in found)
         raise ConfigurationError(f"several deployments run here ({urls}): choose one with --port")

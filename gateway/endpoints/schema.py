@@ -5,6 +5,7 @@ A field that would change the output and is not supported is refused by its name
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, TypeVar
 
@@ -26,6 +27,8 @@ MAX_PREVIEW_CHARACTERS = 80
 TYPE_ERRORS = ("_type", "_parsing")
 # Error types whose messages would show the names of our classes.
 OBJECT_ERRORS = ("model_type", "dict_type")
+# What pydantic's messages begin with, where the field is named already.
+_SUBJECT = re.compile(r"^(Input|List|Dictionary|Tuple|String) (?=should )")
 # What a client can do instead of sending an unsupported field.
 LEAVE_OUT = "leave it out"
 
@@ -83,7 +86,7 @@ def explain(detail: ErrorDetails) -> InvalidRequestError:
         return InvalidRequestError(f"Missing required parameter: '{param}'.", param=param)
     kind = "type" if detail["type"].endswith(TYPE_ERRORS) else "value"
     message = "should be an object" if detail["type"] in OBJECT_ERRORS else detail["msg"]
-    text = message.removeprefix("Input ").rstrip(".")
+    text = _SUBJECT.sub("", message).partition(" after validation")[0].rstrip(".")
     where = f" for '{param}'" if param else ""
     return InvalidRequestError(f"Invalid {kind}{where}: {text}, got {preview(detail['input'])}.", param=param or None)
 

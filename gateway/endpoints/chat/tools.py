@@ -154,7 +154,8 @@ def with_tools(
         message = f"'{card.name}' cannot be given tools: {card.tools_problem}."
         raise InvalidRequestError(message, param="tools")
     if card.tool_style is None:
-        raise InvalidRequestError(f"The chat template of '{card.name}' knows no tools.", param="tools")
+        message = f"The chat template of '{card.name}' knows no tools; use a model whose template does."
+        raise InvalidRequestError(message, param="tools")
     if wanted.name is not None and wanted.name not in names:
         raise InvalidRequestError(f"'tool_choice' names {wanted.name[:64]!r}, which is no tool.", param="tool_choice")
     return replace(

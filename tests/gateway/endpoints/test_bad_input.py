@@ -40,7 +40,7 @@ async def test_without_a_credential_nothing_of_a_body_is_read(tmp_path: Path) ->
 @pytest.mark.parametrize(
     ("fields", "param", "words"),
     [
-        ({"messages": []}, "messages", "at least 1 item"),
+        ({"messages": []}, "messages", "'messages': should have at least 1 item, got []"),
         ({"messages": "Hello"}, "messages", "list"),
         ({"messages": None}, "messages", "list"),
         ({"messages": [{"role": "user"}]}, "messages[0]", "content"),
