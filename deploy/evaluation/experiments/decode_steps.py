@@ -55,6 +55,7 @@ SETTINGS: Final[dict[str, dict[str, str]]] = {
 # `quantization_config` of a config.json, by the format's name here.
 FORMATS: Final[dict[str, dict[str, Any]]] = {
     "fp8-blocks": {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]},
+    "fp8-static": {"quant_method": "fp8", "activation_scheme": "static"},
     "int8": {
         "quant_method": "compressed-tensors",
         "format": "int-quantized",
@@ -67,6 +68,8 @@ FORMATS: Final[dict[str, dict[str, Any]]] = {
     },
     "awq": {"quant_method": "awq", "bits": 4, "group_size": 128, "zero_point": True, "version": "gemm"},
     "gptq-32": {"quant_method": "gptq", "bits": 4, "group_size": 32, "sym": True, "desc_act": False},
+    # As GGUF's Q4_K is held: 4 bits, groups of 32, scales and offsets.
+    "packed-32": {"quant_method": "gptq", "bits": 4, "group_size": 32, "sym": False, "desc_act": False},
 }
 
 

@@ -2,11 +2,11 @@
 
 `accuracy` predicts every token of some texts from all before it, with weights as they are, in FP8, and in the formats
 that `--formats` names, and continues prompts greedily. Weights are rounded to nearest or, if `, calibrated` follows a
-format, chosen by its published method on other texts (`quantization_methods.py`): AWQ for its own format, GPTQ for other
-groups of integers, and measured scales of activations for static FP8. `fp8 keys and values` leaves weights alone.
-Written are the mean negative log likelihood (nats per token), the mean Kullback-Leibler divergence, how often the
-likeliest token is the same, in the texts and after the prompts, and how many tokens of a continuation are the same until
-the first that is not.
+format, chosen by its published method on other texts (`quantization_methods.py`): AWQ for its own format, GPTQ for
+other groups of integers, and measured scales of activations for static FP8. `fp8 keys and values` leaves weights
+alone. Written are the mean negative log likelihood (nats per token), the mean Kullback-Leibler divergence, how often
+the likeliest token is the same, in the texts and after the prompts, and how many tokens of a continuation are the
+same until the first that is not.
 
 `speed` times the linear layers of a model's shape, one after another, for some numbers of rows; weights come from
 memory, not from a cache. On a GPU it replays captured passes:

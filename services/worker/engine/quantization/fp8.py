@@ -25,6 +25,8 @@ LARGEST = 448.0
 SMALLEST = 1e-12
 # Units multiply blocks of so many values, in both dimensions of a matrix.
 WIDTH_UNIT = 16
+# Of activations beside dummy weights: the largest is 28.
+DUMMY_INPUT_SCALE = 1 / 16
 # Rows of a matrix that are widened together while it is quantised.
 _ROWS_AT_ONCE = 2048
 
@@ -116,6 +118,11 @@ def quantise(weight: torch.Tensor) -> Fp8Matrix:
     """Return a matrix [out, in] in FP8, each row scaled so that its largest value is the largest there is."""
     blocks = [quantise_rows(block) for block in torch.split(weight, _ROWS_AT_ONCE)]
     return stacked([Fp8Matrix(values, scales[:, 0]) for values, scales in blocks])
+
+
+def quantise_static(weight: torch.Tensor) -> Fp8Matrix:
+    """Return the same with a scale of activations, as dummy weights have it: these were measured nowhere."""
+    return replace(quantise(weight), input_scale=torch.full((1,), DUMMY_INPUT_SCALE, device=weight.device))
 
 
 def quantise_rows(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -54,6 +54,8 @@ def quantiser(spec: EngineSpec, config: ModelConfig) -> Callable[[torch.Tensor],
             return None
         case Fp8Format(scales=StoredScales.BLOCK):
             return fp8.quantise_blocks
+        case Fp8Format(has_input_scales=True):
+            return fp8.quantise_static
         case Fp8Format():
             return fp8.quantise
         case Int8Format():

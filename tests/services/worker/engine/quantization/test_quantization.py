@@ -25,6 +25,7 @@ from tests.services.worker.engine.quantization.fp8_checkpoints import (
     changed,
     store_in_fp8,
 )
+from tests.services.worker.engine.quantization.stored_formats import FP8_STATIC
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -182,6 +183,9 @@ def test_dummy_weights_are_quantised_like_those_of_a_checkpoint(model: Path, tmp
     (tmp_path / "config.json").write_text((model / "config.json").read_text())
     change_config(tmp_path, quantization_config=FP8_DYNAMIC)
     assert torch.equal(logits_of(tmp_path, load_format="dummy"), quantised)
+    change_config(tmp_path, quantization_config=FP8_STATIC)
+    static = logits_of(tmp_path, load_format="dummy")
+    assert 0 < error(static, quantised) < 0.2
 
 
 def test_scales_of_keys_and_values_do_not_change_the_format_of_weights() -> None:
