@@ -175,7 +175,7 @@ def explain(error: ValidationError, section: str = "") -> str:
             lines.append(f"unknown setting: {name}{suggestion(name)}")
         else:
             lines.append(
-                f"{name}: {detail['msg']}"
+                f"{name}: {detail['msg'].removeprefix('Input ')}"
                 + (f" (got {shown(detail['input'])})" if may_be_shown(f"{path}{name}", detail["input"]) else "")
             )
     return "; ".join(lines)

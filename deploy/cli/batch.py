@@ -50,16 +50,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Run the chosen action; return the exit status."""
+    url = arguments.url or ""
     try:
         tls = tls_context(arguments.authority, arguments.certificate, arguments.key)
-        url = (arguments.url or running_url()).rstrip("/").removesuffix("/v1")
+        url = (url or running_url()).rstrip("/").removesuffix("/v1")
         headers = {"authorization": f"Bearer {arguments.api_key}"} if arguments.api_key else {}
         with httpx.Client(base_url=url, headers=headers, timeout=TIMEOUT_S, verify=tls or True) as client:
             return run_action(client, arguments)
     except (BatchCommandError, ChatError, OSError) as error:
         sys.stderr.write(f"pando batch: {error}\n")
     except httpx.HTTPError as error:
-        sys.stderr.write(f"pando batch: the server cannot be reached: {error}\n")
+        sys.stderr.write(f"pando batch: no answer from {url}: {error}\n")
     return 1
 
 

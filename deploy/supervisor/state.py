@@ -126,7 +126,7 @@ def find_state(root: Path | None = None, port: int | None = None) -> DeploymentS
     if not found:
         at_port = f" at port {port}" if port is not None else ""
         raise ConfigurationError(
-            f"no deployment runs here{at_port} (none is described in {root}): start one with `pando up` (or make serve)"
+            f"no deployment runs here{at_port} (looked in {root}): start one with `pando up` (or make serve)"
         )
     if len(found) > 1:
         urls = ", ".join(state.url for state in found)

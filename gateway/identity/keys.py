@@ -102,6 +102,8 @@ def load_keys(path: Path, *, may_be_empty: bool = False) -> list[ApiKey]:
     """
     try:
         document = tomllib.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        raise ConfigurationError(f"keys file {path}: there is none; `pando keys create` makes it") from error
     except (OSError, ValueError) as error:
         raise ConfigurationError(f"keys file {path}: {error}") from error
     entries = document.get("keys", [] if may_be_empty else None)

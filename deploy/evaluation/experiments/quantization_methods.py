@@ -139,7 +139,8 @@ def output_error(difference: torch.Tensor, moments: torch.Tensor) -> float:
 def _inverse_factors(moments: torch.Tensor) -> torch.Tensor:
     """Return the upper Cholesky factor of the damped moments' inverse."""
     damped = moments + DAMPING * moments.diagonal().mean() * torch.eye(len(moments))
-    return torch.linalg.cholesky(torch.cholesky_inverse(torch.linalg.cholesky(damped)), upper=True)
+    factor: torch.Tensor = torch.linalg.cholesky(torch.cholesky_inverse(torch.linalg.cholesky(damped)), upper=True)
+    return factor
 
 
 def _static(weight: torch.Tensor, seen: Inputs) -> Stored:

@@ -66,7 +66,7 @@ def test_the_file_may_be_named_by_the_environment(tmp_path: Path) -> None:
     [
         ("[scheduler]\nmax_row = 3\n", "unknown setting: scheduler.max_row"),
         ("[schedular]\nmax_rows = 3\n", "unknown setting: schedular"),
-        ("[scheduler]\nmax_rows = 0\n", "scheduler.max_rows"),
+        ("[scheduler]\nmax_rows = 0\n", "scheduler.max_rows: should be greater than or equal to 1"),
         ("[scheduler]\nmax_rows = many\n", "pando.toml"),
     ],
 )

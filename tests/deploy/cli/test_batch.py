@@ -10,6 +10,7 @@ import httpx
 import pytest
 
 from deploy.cli import batch
+from deploy.supervisor.layout import free_port
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -93,6 +94,12 @@ def test_batches_are_listed_and_cancelled(capsys: pytest.CaptureFixture[str]) ->
     assert "batch_1 cancelling" in shown
     with pytest.raises(batch.BatchCommandError, match="404: No batch found"):
         batch.run_action(server.client(), parsed("cancel", "gone"))
+
+
+def test_a_server_that_does_not_answer_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    url = f"http://127.0.0.1:{free_port('127.0.0.1')}"
+    assert batch.run(parsed("list", "--url", url)) == 1
+    assert capsys.readouterr().err.startswith(f"pando batch: no answer from {url}: ")
 
 
 def test_a_file_without_requests_is_refused(tmp_path: Path) -> None:

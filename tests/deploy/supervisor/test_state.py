@@ -51,7 +51,7 @@ def test_the_only_deployment_is_found(tmp_path: Path) -> None:
 
 def test_a_deployment_whose_supervisor_is_dead_does_not_count(tmp_path: Path) -> None:
     put(tmp_path, state_at(8000, dead_pid()))
-    with pytest.raises(ConfigurationError, match="pando up"):
+    with pytest.raises(ConfigurationError, match=f"looked in {tmp_path}.*pando up"):
         find_state(tmp_path)
 
 

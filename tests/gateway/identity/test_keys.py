@@ -121,7 +121,7 @@ def test_malformed_keys_file_stops_the_start(tmp_path: Path, text: str) -> None:
 
 
 def test_missing_keys_file_and_bad_network_stop_the_start(tmp_path: Path) -> None:
-    with pytest.raises(ConfigurationError):
+    with pytest.raises(ConfigurationError, match=r"none\.toml: there is none; `pando keys create` makes it"):
         load_keys(tmp_path / "none.toml")
     with pytest.raises(ConfigurationError):
         parse_networks(["10.0.0.1/8"])

@@ -15,7 +15,6 @@ from common.gguf_header import read_header
 from services.worker.engine.checkpoints.gguf_file import GgufCheckpoint, gguf_name
 from services.worker.engine.checkpoints.safetensors_directory import SafetensorsCheckpoint
 from services.worker.engine.families.registry import families_by_architecture
-from services.worker.engine.model import assembly
 from services.worker.engine.model.config import RotaryConfig
 from services.worker.engine.model.config_gguf import config_from_gguf
 from services.worker.engine.model.embedding import PackedEmbedding
@@ -37,6 +36,7 @@ if TYPE_CHECKING:
 
 QUERY = "model.layers.1.self_attn.q_proj.weight"
 DOWN = "model.layers.0.mlp.down_proj.weight"
+PACKED_FROM = "services.worker.engine.model.assembly.PACKED_FROM_BYTES"
 
 
 @pytest.mark.parametrize("family", ["llama", "llama tied", "llama3", "smol", "qwen2", "qwen3", "qwen3 moe", "gemma3"])
@@ -185,8 +185,9 @@ def test_packed_weights_give_the_logits_of_dequantised_ones(
 
 
 def compute_with_packed_embedding(rank: int, world_size: int, rendezvous: str, path: str) -> torch.Tensor:
-    assembly.PACKED_FROM_BYTES = 0  # type: ignore[misc]  # in this process, for tiny models
-    return compute_as_rank(rank, world_size, rendezvous, path)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(PACKED_FROM, 0)
+        return compute_as_rank(rank, world_size, rendezvous, path)
 
 
 def test_large_embeddings_stay_packed_and_change_nothing(
@@ -199,11 +200,14 @@ def test_large_embeddings_stay_packed_and_change_nothing(
         tmp_path / "model.gguf", source.config, load_file(tmp_path / "model.safetensors"), GGMLQuantizationType.Q4_1
     )
     wide, looked_up = logits_of(path), []
-    monkeypatch.setattr(assembly, "PACKED_FROM_BYTES", 0)
     look_up = PackedEmbedding.look_up
-    monkeypatch.setattr(
-        PackedEmbedding, "look_up", lambda self, rows: looked_up.append(len(rows)) or look_up(self, rows)
-    )
+
+    def counted(self: PackedEmbedding, rows: torch.Tensor) -> torch.Tensor:
+        looked_up.append(len(rows))
+        return look_up(self, rows)
+
+    monkeypatch.setattr(PACKED_FROM, 0)
+    monkeypatch.setattr(PackedEmbedding, "look_up", counted)
     assert torch.equal(logits_of(path), wide)
     assert sum(looked_up) >= 30
     together = ranks.run(compute_with_packed_embedding, 2, str(path))[0]
@@ -216,7 +220,7 @@ def test_an_embedding_of_another_shape_is_refused(tmp_path: Path, monkeypatch: p
     tensors = load_file(tmp_path / "model.safetensors")
     tensors["model.embed_tokens.weight"] = tensors["model.embed_tokens.weight"][:, :32].contiguous()
     path = write_gguf(tmp_path / "model.gguf", source.config, tensors, GGMLQuantizationType.Q8_0)
-    monkeypatch.setattr(assembly, "PACKED_FROM_BYTES", 0)
+    monkeypatch.setattr(PACKED_FROM, 0)
     with pytest.raises(ConfigurationError, match=r"embed_tokens.weight' has the shape \(\d+, 32\)"):
         load(path)
 
