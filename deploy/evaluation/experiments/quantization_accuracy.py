@@ -16,6 +16,7 @@ from common.errors import ConfigurationError
 from common.models import resolve_model
 from common.steps import EngineSpec
 from common.tokenization import load_text_model
+from deploy.evaluation.bench.results import write_results
 from deploy.evaluation.experiments.precision import TEXTS, Comparison, compare
 from deploy.evaluation.experiments.quantization_methods import choose
 from services.worker.engine.backends import RunnerOptions
@@ -129,6 +130,8 @@ def measure_accuracy(arguments: argparse.Namespace, sheet: Callable[[str, str], 
         ):
             print(f"{metric}: {value:.2f} {unit}", flush=True)  # noqa: T201
             results.add(metric, value, unit)
+        if arguments.json is not None:  # formats take minutes: what is measured stays if the rest is not
+            write_results(arguments.json, results.results)
     return [results]
 
 
