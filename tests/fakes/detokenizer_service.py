@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import TYPE_CHECKING, Any
 
 from protos.gen.pando.v1 import detokenizer_pb2, detokenizer_pb2_grpc
@@ -21,6 +22,8 @@ class RecordingDetokenizer(detokenizer_pb2_grpc.DetokenizerServicer):
         self.tokens: dict[str, list[int]] = {}
         self.opened: set[str] = set()
         self.cached: dict[str, int] = {}
+        # Cached tokens of all requests, by tier and level.
+        self.cached_parts: Counter[str] = Counter()
         self.finishes: dict[str, detokenizer_pb2.ChoiceFinish] = {}
         # Of the weights, by request, when it finished.
         self.versions: dict[str, str] = {}
@@ -45,6 +48,7 @@ class RecordingDetokenizer(detokenizer_pb2_grpc.DetokenizerServicer):
                     answer.gone_handles.append(opened.handle)
             for started in message.starts:
                 self.cached[self._names[started.handle]] = started.cached_tokens
+                self.cached_parts.update({f"{part.tier}/{part.level}": part.tokens for part in started.cached})
             for handle, token in zip(message.handles, message.token_ids, strict=True):
                 name = self._names[handle]
                 self.tokens.setdefault(name, []).append(token)
