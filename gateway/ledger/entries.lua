@@ -23,7 +23,7 @@ for i = 1, #KEYS - 1, 4 do
   local places = redis.call('HMGET', request, 'use', 'day')
   hour_key, day_key = places[1] or hour_key, places[2] or day_key
   local is_news = tonumber(ARGV[first + output]) >= tonumber(known[output] or 0)
-  local has_changed = false
+  local changed = {}
   for amount = 1, amounts do
     local change = 0
     if is_news then
@@ -31,8 +31,8 @@ for i = 1, #KEYS - 1, 4 do
     end
     increases[#increases + 1] = change
     if change ~= 0 then
-      has_changed = true
-      redis.call('HSET', request, names[amount], ARGV[first + amount], 'use', hour_key, 'day', day_key)
+      changed[#changed + 1] = names[amount]
+      changed[#changed + 1] = ARGV[first + amount]
       redis.call('HINCRBY', hour_key, field .. '\n' .. amount, change)
       if amount == prompt or amount == output then
         redis.call('HINCRBY', day_key, tenant, change)
@@ -43,8 +43,11 @@ for i = 1, #KEYS - 1, 4 do
       end
     end
   end
+  if #changed > 0 then
+    redis.call('HSET', request, 'use', hour_key, 'day', day_key, unpack(changed))
+  end
   if has_log then
-    if has_changed then
+    if #changed > 0 then
       redis.call('HSETNX', unreported, 'what', what)
       redis.call('HSETNX', unreported, 'at', time)
       redis.call('ZADD', due, 'NX', due_at, unreported)

@@ -11,6 +11,7 @@ import asyncio
 import contextlib
 import os
 import secrets
+import threading
 import time
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING
@@ -23,12 +24,14 @@ from common.logs import get_logger
 from gateway.ledger.entries import CACHE_AMOUNTS
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
     from pathlib import Path
 
     from gateway.ledger.entries import LedgerStore, UsageRecord, UsageRecords
 
 INTERVAL_S = 1.0
+# Longer than two lines, whose names are bounded.
+TAIL_BYTES = 2**16
 FILES = "usage-*.jsonl"
 NAME = "name"
 LOCK = "lock"
@@ -57,6 +60,8 @@ class UsageLog:
         self._store = store
         self._clock = clock
         self._log = get_logger("usage_log")
+        # A cancelled `write` does not wait for its thread, which goes on.
+        self._appending = threading.Lock()
         self._lock = FileLock(directory / LOCK)
         try:
             if not self._lock.try_acquire():
@@ -79,7 +84,7 @@ class UsageLog:
                 taken = await self._store.take_records(int(self._clock()))
                 if not taken.records:
                     return
-                await asyncio.to_thread(self._append, taken)
+                await asyncio.to_thread(self._append_new, taken)
                 await self._store.forget_records(taken.records[-1].number)
         except (UnavailableError, OSError) as error:
             self._log.error("usage_log.late", reason=str(error))
@@ -89,12 +94,15 @@ class UsageLog:
         await self.write()
         self._lock.release()
 
-    def _append(self, taken: UsageRecords) -> None:
-        ledger, last = self._written
-        new = [record for record in taken.records if ledger != taken.ledger or record.number > last]
-        if not new:
-            return
-        lines = b"".join(_line(taken.ledger, record) for record in new)
+    def _append_new(self, taken: UsageRecords) -> None:
+        with self._appending:
+            ledger, last = self._written
+            new = [record for record in taken.records if ledger != taken.ledger or record.number > last]
+            if new:
+                self._append(taken.ledger, new)
+
+    def _append(self, ledger: str, records: Sequence[UsageRecord]) -> None:
+        lines = b"".join(_line(ledger, record) for record in records)
         day = datetime.fromtimestamp(self._clock(), UTC).date()
         path = self._directory / f"usage-{day.isoformat()}.jsonl"
         is_new = not path.exists()
@@ -110,17 +118,20 @@ class UsageLog:
                 raise
         if is_new:
             _sync_directory(self._directory)
-        self._written = taken.ledger, new[-1].number
+        self._written = ledger, records[-1].number
 
     def _last_line(self) -> tuple[str, int]:
         """Return the ledger and the number of the last complete line, and cut off what a crash left of another."""
         for path in sorted(self._directory.glob(FILES), reverse=True):
-            content = path.read_bytes()
-            end = content.rfind(b"\n") + 1
-            if end < len(content):
-                os.truncate(path, end)
+            with path.open("rb") as file:
+                start = max(file.seek(0, os.SEEK_END) - TAIL_BYTES, 0)
+                file.seek(start)
+                tail = file.read()
+            end = tail.rfind(b"\n") + 1
+            if end < len(tail):
+                os.truncate(path, start + end)
             if end:
-                line = orjson.loads(content[content.rfind(b"\n", 0, end - 1) + 1 : end])
+                line = orjson.loads(tail[tail.rfind(b"\n", 0, end - 1) + 1 : end])
                 return str(line["ledger"]), int(line["number"])
         return "", 0
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
+import threading
 from typing import TYPE_CHECKING, Any
 
 import orjson
@@ -12,7 +14,7 @@ from common.errors import ConfigurationError
 from common.types import RequestId, Subject
 from gateway.ledger.entries import DAY_S, LedgerEntry, Tokens, UsageRecords, Work
 from gateway.ledger.sqlite_store import SqliteLedger
-from gateway.ledger.usage_log import UsageLog, open_directory
+from gateway.ledger.usage_log import TAIL_BYTES, UsageLog, open_directory
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -150,10 +152,46 @@ async def test_what_a_full_disk_refuses_is_written_later(
     assert names(directory) == ["a", "b"]
 
 
+async def test_a_write_that_is_cancelled_in_the_middle_is_not_repeated(
+    directory: Path, store: SqliteLedger, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun, goes_on = threading.Event(), threading.Event()
+
+    def sync(_file: int) -> None:
+        begun.set()
+        assert goes_on.wait(30)
+
+    monkeypatch.setattr("gateway.ledger.usage_log.os.fsync", sync)
+    log = UsageLog(directory, store, lambda: NOON)
+    await store.write(entries("a", "b"))
+    writing = asyncio.create_task(log.write())
+    await asyncio.to_thread(begun.wait, 30)
+    writing.cancel()
+    await asyncio.gather(writing, return_exceptions=True)
+    closing = asyncio.create_task(log.close())
+    await asyncio.sleep(0.05)
+    goes_on.set()
+    await closing
+    assert names(directory) == ["a", "b"]
+
+
 async def test_two_processes_cannot_write_one_log(directory: Path, store: SqliteLedger) -> None:
     UsageLog(directory, store)
     with pytest.raises(ConfigurationError, match="another gateway"):
         UsageLog(directory, store)
+
+
+async def test_only_the_end_of_a_long_log_is_read(directory: Path, store: SqliteLedger) -> None:
+    log = UsageLog(directory, store, lambda: NOON)
+    await store.write(entries(*(f"r{number:04}" for number in range(1000))))
+    await log.close()
+    [path] = files(directory)
+    append(path, b'{"ledger"')
+    assert path.stat().st_size > 2 * TAIL_BYTES
+    again = UsageLog(directory, store, lambda: NOON)
+    await store.write(entries("last"))
+    await again.close()
+    assert [line["number"] for line in lines(directory)] == list(range(1, 1002))
 
 
 async def test_more_records_than_are_taken_at_once_are_all_written(directory: Path, store: SqliteLedger) -> None:
