@@ -50,6 +50,7 @@ COMMANDS = (
     Command("audit", "deploy.cli.audit", "show and verify the audit log"),
     Command("adapters", "deploy.cli.inspection.adapters", "list, load, unload and pin adapters (LoRA)"),
     Command("weights", "deploy.cli.inspection.weights", "show the weights that serve; replace them"),
+    Command("role", "deploy.cli.inspection.role", "show or change what a scheduler group does with prompts"),
     Command("sleep", "deploy.cli.inspection.sleep", "give back the memory of a model that is not needed now"),
     Command("wake", "deploy.cli.inspection.wake", "wake a model that was put to sleep"),
     Command("cache", "deploy.cli.inspection.cache", "inspect the prefix cache; pin, forget, flush"),

@@ -557,6 +557,8 @@ class SchedulerLoop:
         while True:
             await asyncio.sleep(HOUSEKEEPING_INTERVAL_S)
             metrics.SLEEPING.set(self.sleep_level)
+            for role in GroupRole:
+                metrics.ROLE.labels(role.value).set(role is self._role)
             if self.is_sleeping:
                 metrics.GROUP_READY.set(1)  # it waits to be woken, so there is nothing to repair
             if self.core is None:

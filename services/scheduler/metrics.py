@@ -182,4 +182,9 @@ WEIGHTS_INFO = Gauge(
 WEIGHT_UPDATES_TOTAL = Counter(
     "pando_scheduler_weight_updates_total", "Updates of the weights: replaced, or failed.", ["outcome"]
 )
+ROLE = Gauge(
+    "pando_scheduler_role",
+    "1 for what this group does with prompts: both, prefill or decode; 0 for the others.",
+    ["role"],
+)
 GROUP_READY = Gauge("pando_scheduler_worker_group_ready", "1 while all ranks carry out plans.")

@@ -12,6 +12,7 @@ from prometheus_client import REGISTRY
 
 from common.errors import ConfigurationError
 from common.grammars import Grammar, GrammarKind
+from common.types import GroupRole
 from common.wire.requests import schedule_request_to_wire
 from protos.gen.pando.v1 import (
     common_pb2,
@@ -63,6 +64,17 @@ async def test_an_abort_frees_row_and_pages(pipeline: Pipeline) -> None:
     assert (state.running_rows, state.waiting_requests, len(state.requests)) == (0, 0, 0)
     tier = state.tiers[0]
     assert tier.free_pages + tier.evictable_pages == tier.capacity_pages
+
+
+async def test_the_role_is_exported_for_autoscalers(pipeline: Pipeline) -> None:
+    def roles() -> list[str]:
+        names = [role.value for role in GroupRole]
+        return [name for name in names if REGISTRY.get_sample_value("pando_scheduler_role", {"role": name}) == 1]
+
+    await until(lambda: roles() == ["both"])
+    change = scheduler_pb2.SetRoleRequest(role=scheduler_pb2.SCHEDULER_ROLE_PREFILL)
+    await pipeline.stub.SetRole(change, timeout=30, metadata=ADMIN)
+    await until(lambda: roles() == ["prefill"])
 
 
 async def test_the_share_of_pages_in_use_is_exported_for_autoscalers(pipeline: Pipeline) -> None:
