@@ -27,6 +27,8 @@ Json: TypeAlias = dict[str, Any]  # Any: free JSON
 OPEN: Final = "batches-open"
 ENDED: Final = frozenset({"failed", "completed", "expired", "cancelled"})
 LEASE_S: Final = 15.0
+# A renewal may still be on its way when a lease is given up.
+GIVE_UP_TRIES: Final = 3
 # Outcomes of lines that are read with one call.
 READ_AT_ONCE: Final = 64
 RETRY_AFTER_MS: Final = 60_000
@@ -223,8 +225,17 @@ class Batches:
         return longer if await self._documents.exchange(OPEN, batch_id, lease.encode(), longer.encode()) else None
 
     async def give_up(self, batch_id: str, lease: BatchLease) -> None:
-        """End a lease, so that any gateway may continue the batch at once."""
-        await self._documents.exchange(OPEN, batch_id, lease.encode(), BatchLease(lease.owner, "", 0.0).encode())
+        """End a lease, so that any gateway may continue the batch at once.
+
+        Its holder may have been cancelled while it renewed it, and not know of its last renewal.
+        """
+        free = BatchLease(lease.owner, "", 0.0).encode()
+        for _ in range(GIVE_UP_TRIES):
+            found = await self._documents.get(OPEN, batch_id)
+            if found is None or BatchLease.decode(found).holder != lease.holder:
+                return
+            if await self._documents.exchange(OPEN, batch_id, found, free):
+                return
 
     async def close(self, batch_id: str) -> None:
         """Remove a batch that has ended from the unfinished ones."""

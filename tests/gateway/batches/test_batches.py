@@ -465,6 +465,21 @@ async def test_another_gateway_takes_over_and_each_line_has_one_outcome() -> Non
     assert [each["custom_id"] for each in outputs] == [f"line-{number}" for number in range(200)]
 
 
+async def test_a_holder_gives_up_a_lease_whose_renewal_it_did_not_see() -> None:
+    gateway = gateway_saying("x")
+    batch_id = await create(gateway, [line(0)])
+    batches = gateway.context.batches
+    lease = await batches.claim(batch_id, "one")
+    assert lease is not None
+    assert await batches.renew(batch_id, lease) not in (None, lease)
+    await batches.give_up(batch_id, lease)
+    other = await batches.claim(batch_id, "two")
+    assert other is not None
+    await batches.give_up(batch_id, lease)
+    assert await batches.claim(batch_id, "three") is None, "a lease is given up by its holder only"
+    assert await batches.renew(batch_id, other) is not None
+
+
 async def test_batches_of_a_later_version_are_run_and_keep_its_fields() -> None:
     gateway = gateway_saying("x")
     batch_id = await create(gateway, [line(0)])
