@@ -107,7 +107,7 @@ def measure_accuracy(arguments: argparse.Namespace, sheet: Callable[[str, str], 
     paths = arguments.texts or [ROOT / name for name in TEXTS]
     texts, prompts = read_texts(arguments.model, paths, arguments.tokens, arguments.prompts)
     longest = max(map(len, texts))
-    results = sheet(Path(arguments.model).name, arguments.dtype)
+    results = sheet(Path(arguments.model).name, f"{arguments.dtype}, {arguments.tokens} tokens")
     wide = Predictor(arguments, arguments.model, longest)
     expected, continuations = wide.log_probabilities(texts), wide.continued(prompts, arguments.new_tokens)
     wide.close()
