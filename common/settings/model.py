@@ -58,6 +58,10 @@ class ModelSettings(Section):
     """Notation of the pairs of texts that a classifier scores. tokenizer: as the tokenizer joins two texts.
     qwen3_reranker: the prompt of Qwen3-Reranker, with an instruction. auto: qwen3_reranker for decoders of Qwen3 with
     one label and for classifier_from_token, otherwise tokenizer."""
+    images: Literal["auto", "on", "off"] = "auto"
+    """Whether a model with an encoder of images is served with it. auto: if the encoder and its processor are
+    supported; on: anything that prevents it is an error; off: texts only, which leaves the encoder's memory to the KV
+    pool."""
     # Any: as config.json has them; checked where the model is read.
     rope_parameters: dict[str, Any] = Field(default_factory=dict)
     """Stretches the rotary embedding of a model for longer contexts, as in config.json: `{"rope_type": "yarn",

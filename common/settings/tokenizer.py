@@ -17,6 +17,24 @@ class RoutingSettings(Section):
     least_loaded: the group with the fewest open requests. round_robin: each group in turn."""
 
 
+class ImageDecodingSettings(Section):
+    """The images of models that see some: how many and which ones a request may have, and what decoding may use."""
+
+    max_images: int = Field(default=16, ge=1, le=1024)
+    """Images of one request, those of earlier messages included."""
+    max_file_bytes: int = Field(default=20 * 1024 * 1024, ge=1024, le=48 * 1024 * 1024)
+    """Bytes of each image as it was sent."""
+    max_pixels: int = Field(default=50_000_000, ge=4096, le=1_000_000_000)
+    """Width times height of each image, before the model's processor resizes it."""
+    processes: int = Field(default=2, ge=1, le=64)
+    """Processes that decode images, one at a time each; they can neither open files nor connections."""
+    memory_bytes: int = Field(default=768 * 1024 * 1024, ge=64 * 1024 * 1024)
+    """Memory that each of them may use for an image; an image that takes more is refused. About 16 bytes per pixel of
+    max_pixels are enough."""
+    timeout_s: float = Field(default=10.0, gt=0, le=300)
+    """Seconds that decoding an image may take; a process that takes longer is replaced, and the image refused."""
+
+
 class TokenizerSettings(Section):
     """The conversion of text to token ids."""
 
@@ -30,6 +48,7 @@ class TokenizerSettings(Section):
     metrics_port: int | None = Field(default=None, ge=0, le=65535)
     """Port of the Prometheus endpoint, in plaintext and without credentials; absent: none."""
     routing: RoutingSettings = RoutingSettings()
+    images: ImageDecodingSettings = ImageDecodingSettings()
 
 
 class DetokenizerSettings(Section):

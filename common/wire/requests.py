@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import replace
-from typing import TYPE_CHECKING, TypeAlias, TypeVar
+from typing import TypeAlias, TypeVar
 
 import numpy as np
 
@@ -31,12 +30,8 @@ from common.types import (
 )
 from common.wire.answers import prompt_logprobs_from_wire, prompt_logprobs_to_wire
 from common.wire.identity import view_from_wire, view_to_wire
+from common.wire.images import pixels_from_wire, pixels_to_wire
 from protos.gen.pando.v1 import common_pb2, scheduler_pb2, sessions_pb2, tokenizer_pb2
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable
-
-    from numpy.typing import NDArray
 
 # Both messages have a field for each option, under the same name.
 RequestMessage: TypeAlias = tokenizer_pb2.GenerateRequest | scheduler_pb2.ScheduleRequest
@@ -134,33 +129,14 @@ def schedule_request_from_wire(message: scheduler_pb2.ScheduleRequest) -> Schedu
 
 
 def _image_to_wire(image: RowImage) -> scheduler_pb2.PromptImage:
+    message = scheduler_pb2.PromptImage(digest=image.digest, offset=image.offset, length=image.length, grid=image.grid)
     assert image.pixels is not None, "images of requests have pixels"
-    return scheduler_pb2.PromptImage(
-        digest=image.digest,
-        offset=image.offset,
-        length=image.length,
-        grid=image.grid,
-        pixels=image.pixels.astype("<f4", copy=False).tobytes(),
-        shape=image.pixels.shape,
-    )
+    pixels_to_wire(image.pixels, message)
+    return message
 
 
 def _image_from_wire(message: scheduler_pb2.PromptImage) -> RowImage:
-    return RowImage(
-        message.digest, message.offset, message.length, tuple(message.grid), pixels_of(message.pixels, message.shape)
-    )
-
-
-def pixels_of(content: bytes, shape: Iterable[int]) -> NDArray[np.float32]:
-    """Decode pixels of an image, little-endian float32.
-
-    Raises:
-        InvalidRequestError: there are more or fewer than `shape` has.
-    """
-    sides = tuple(shape)
-    if len(content) != 4 * math.prod(sides):
-        raise InvalidRequestError(f"{len(content)} bytes of pixels of the shape {list(sides)}", param="pixels")
-    return np.frombuffer(content, "<f4").reshape(sides)
+    return RowImage(message.digest, message.offset, message.length, tuple(message.grid), pixels_from_wire(message))
 
 
 def options_to_wire(options: RequestOptions, kind: type[Message]) -> Message:

@@ -9,8 +9,11 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
+from common.errors import ConfigurationError
 from common.fleet.state import open_fleet
+from common.logs import get_logger
 from common.metrics import MODEL_INFO
+from common.requests import ImageLimits
 from common.room import SharedRoom
 from common.rpc.channel import open_channel
 from common.rpc.discovery import is_looked_up
@@ -21,11 +24,17 @@ from common.rpc.sessions import SESSIONS, SessionsService
 from common.runtime import drained, run_service
 from common.settings import Settings, load_settings
 from common.tokenization import load_served_model
+from common.tokenization.directory import read_json
+from common.vision import placeholder_id, seeing_model
 from protos.gen.pando.v1 import sessions_pb2_grpc, tokenizer_pb2_grpc
 from services.tokenizer import metrics
 from services.tokenizer.chat_template import ChatTemplates
 from services.tokenizer.encoding import PromptEncoder
 from services.tokenizer.encoding_pool import EncodingPool
+from services.tokenizer.images.child import ChildLimits
+from services.tokenizer.images.pool import ImagePool
+from services.tokenizer.images.prompts import NoImages, PreparedPrompts
+from services.tokenizer.images.registry import read_processor
 from services.tokenizer.limits import ModelLimits
 from services.tokenizer.relay import RETRY_AFTER_MS, Relay
 from services.tokenizer.routing.fleet import Fleet
@@ -40,6 +49,7 @@ if TYPE_CHECKING:
 
     from common.rpc.security import Security
     from common.tokenization import TextModel
+    from services.tokenizer.images.prompts import ImagePrompts
     from services.tokenizer.relay import Scheduler
 
 NAME = "pando.v1.Tokenizer"
@@ -69,35 +79,69 @@ async def serve(settings: Settings, stopping: asyncio.Event) -> None:
     server = RpcServer(NAME, settings.tokenizer.address, security, also=(SESSIONS,))
     with ThreadPoolExecutor(settings.tokenizer.threads, "encode") as executor:
         async with open_schedulers(settings, security) as schedulers:
-            relay, service = build(settings, load_served_model(settings.model), schedulers, executor)
+            model = load_served_model(settings.model)
+            pool, images = build_images(settings, model)
+            relay, service = build(settings, model, schedulers, executor, images)
             server.add(tokenizer_pb2_grpc.add_TokenizerServicer_to_server, service)
             server.add(sessions_pb2_grpc.add_SessionsServicer_to_server, SessionsService(schedulers))
             await server.start()
             try:
                 async with asyncio.TaskGroup() as tasks:
                     running = tasks.create_task(schedulers.run(relay))
+                    decoding = [] if pool is None else [tasks.create_task(pool.run())]
                     health = tasks.create_task(report_health(server, schedulers.can_serve))
                     await stopping.wait()
                     health.cancel()
                     await server.set_serving(False)
                     await drained(lambda: not relay.pending, DRAIN_S)
-                    running.cancel()
+                    for task in (running, *decoding):
+                        task.cancel()
             finally:
                 await server.stop(grace_s=0.2)
 
 
+def build_images(settings: Settings, model: TextModel) -> tuple[ImagePool | None, ImagePrompts]:
+    """Build the pool that decodes images, if the model is served with any.
+
+    Raises:
+        ConfigurationError: model.images is "on", and the model's processor is not supported.
+    """
+    directory = seeing_model(settings)
+    if directory is None:
+        return None, NoImages()
+    rules = settings.tokenizer.images
+    try:
+        token_id = placeholder_id(read_json(directory / "config.json"))
+        token = model.tokenizer.id_to_token(token_id)
+        if token is None:
+            raise ConfigurationError(f"{directory}: the tokenizer has no token {token_id}, the placeholder of images")
+        processor = read_processor(directory, token)
+    except ConfigurationError as error:
+        if settings.model.images == "on":
+            raise
+        get_logger("images").warning("images.refused", reason=str(error))
+        return None, NoImages()
+    limits = ChildLimits(rules.max_pixels, rules.memory_bytes, rules.timeout_s)
+    pool = ImagePool(directory, processor, limits, rules.processes, rules.timeout_s)
+    return pool, PreparedPrompts(pool, model.tokenizer, token_id)
+
+
 def build(
-    settings: Settings, model: TextModel, scheduler: Scheduler, executor: ThreadPoolExecutor
+    settings: Settings, model: TextModel, scheduler: Scheduler, executor: ThreadPoolExecutor, images: ImagePrompts
 ) -> tuple[Relay, TokenizerService]:
     """Build the objects of a service that sends requests to `scheduler`."""
-    limits = ModelLimits(settings.model.name, model.max_context_tokens, model.vocabulary_size, model.embedding)
+    rules = settings.tokenizer.images
+    limits = ModelLimits(
+        settings.model.name, model.max_context_tokens, model.vocabulary_size, model.embedding,
+        ImageLimits(rules.max_images, rules.max_file_bytes, rules.max_pixels) if images.are_taken else None,
+    )  # fmt: skip
     templates = ChatTemplates(model.chat_templates, model.special_tokens)
     style = style_of(model.chat_templates, templates, settings.model.tool_style, settings.model.reasoning_style)
     warn_of_problems(style, settings.model.tool_style)
     pool = EncodingPool(PromptEncoder(model, templates, style), executor, settings.tokenizer.threads)
     room = SharedRoom(MAX_PENDING_REQUESTS, "being submitted", RETRY_AFTER_MS)
-    relay = Relay(limits, scheduler, pool.encode, room, pool.ban)
-    return relay, TokenizerService(relay, pool, room, limits, int(time.time()))
+    relay = Relay(limits, scheduler, pool.encode, room, pool.ban, images)
+    return relay, TokenizerService(relay, pool, images, room, limits, int(time.time()))
 
 
 @contextlib.asynccontextmanager

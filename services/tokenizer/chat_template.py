@@ -84,12 +84,14 @@ class ChatTemplates:
         *,
         takes_arguments_as_text: bool = False,
         has_single_calls: bool = False,
+        takes_parts: bool = False,
         tool_style: ToolStyle | None = None,
     ) -> str:
         """Return the prompt for `chat`; `shield` transforms the values that the template reads.
 
         The arguments of calls are objects, or with `takes_arguments_as_text` JSON; their ids are those of `tool_style`.
-        With `has_single_calls`, the template reads one call of a message: each gets a message of its own.
+        With `has_single_calls`, the template reads one call of a message: each gets a message of its own. With
+        `takes_parts`, it reads texts as lists of one part.
 
         Raises:
             InvalidRequestError: the template refuses the conversation, or cannot render it.
@@ -108,6 +110,9 @@ class ChatTemplates:
             raise InvalidRequestError(f"reserved: {', '.join(sorted(clashing))}", param="chat_template_kwargs")
         if chat.continue_final_message:
             _mark_final(messages, add_generation_prompt=chat.add_generation_prompt)
+        final = messages[-1].get("content")
+        if takes_parts:
+            messages = [_with_parts(message) for message in messages]
         context = {"documents": None} | self._special_tokens | variables
         try:
             pieces = self._template(has_tools=tools is not None).generate(
@@ -117,7 +122,7 @@ class ChatTemplates:
         except _TEMPLATE_FAILURES as error:
             raise InvalidRequestError(f"the model's chat template refused: {error}", param="messages") from error
         if chat.continue_final_message:
-            text = _cut_at_mark(text, messages[-1]["content"])
+            text = _cut_at_mark(text, final)
         return text + (chat.assistant_prefix or "")
 
     def _template(self, *, has_tools: bool) -> jinja2.Template:
@@ -179,12 +184,22 @@ def _plain_message(message: ChatMessage, *, as_text: bool) -> dict[str, Json]:
         value = getattr(message, key)
         if value is not None:
             plain[key] = value
+    if message.parts:
+        plain["content"] = [
+            {"type": "text", "text": part} if isinstance(part, str) else {"type": "image"} for part in message.parts
+        ]
     if message.tool_calls_json is not None:
         calls = _parse(message.tool_calls_json, "messages")
         if not isinstance(calls, list):
             raise InvalidRequestError("tool_calls must be an array", param="messages")
         plain["tool_calls"] = calls if as_text else [_with_parsed_arguments(call) for call in calls]
     return plain
+
+
+def _with_parts(message: dict[str, Json]) -> dict[str, Json]:
+    """Return a message whose content is a list of parts."""
+    content = message.get("content")
+    return message | {"content": [{"type": "text", "text": content}]} if isinstance(content, str) else message
 
 
 def _with_one_text(message: dict[str, Json]) -> dict[str, Json]:

@@ -15,7 +15,7 @@ from services.tokenizer.template_style import TemplateStyle
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from common.requests import Prompt
+    from common.requests import ChatMessage, Prompt
     from common.tokenization import TextModel
     from common.types import TokenIds
     from services.tokenizer.chat_template import ChatTemplates
@@ -123,7 +123,8 @@ class PromptEncoder:
         if prompt.tools_json or prompt.template_variables_json:
             return False
         return not any(
-            message.tool_calls_json or self._special.may_be_in(message.content or "") for message in prompt.messages
+            message.tool_calls_json or any(map(self._special.may_be_in, _texts_of(message)))
+            for message in prompt.messages
         )
 
     def _read_chat(self, chat: ChatPrompt) -> tuple[str, TokenIds | None]:
@@ -134,6 +135,7 @@ class PromptEncoder:
             shield,
             takes_arguments_as_text=self.style.takes_arguments_as_text,
             has_single_calls=self.style.has_single_calls,
+            takes_parts=self.style.takes_parts,
             tool_style=self.style.tools,
         )
         if not shield.is_used:
@@ -165,7 +167,11 @@ def size(prompt: Prompt) -> int:
         case ChatPrompt():
             texts = [*prompt.tools_json, prompt.template_variables_json or "", prompt.assistant_prefix or ""]
             for message in prompt.messages:
-                texts += [message.content or "", message.tool_calls_json or "", message.reasoning_content or ""]
+                texts += [*_texts_of(message), message.tool_calls_json or "", message.reasoning_content or ""]
             return sum(map(len, texts)) + MESSAGE_CHARACTERS * len(prompt.messages)
         case _ as never:
             assert_never(never)
+
+
+def _texts_of(message: ChatMessage) -> list[str]:
+    return [message.content or "", *(part for part in message.parts if isinstance(part, str))]

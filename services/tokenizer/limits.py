@@ -57,7 +57,11 @@ def check_request(request: GenerateRequest, limits: ModelLimits) -> None:
         raise ModelNotFoundError(f"The model `{request.model}` does not exist", param="model")
     if request.images and not isinstance(request.prompt, str):
         raise InvalidRequestError("images beside the prompt need a text with their placeholders", param="prompt")
-    check_images(request.images or images_of(request.prompt), limits, _param(request.prompt))
+    images = request.images or images_of(request.prompt)
+    check_images(images, limits, param_of(request.prompt))
+    if images and request.truncate_prompt_tokens is not None:
+        message = "A prompt with images cannot be truncated: an image might be cut in two."
+        raise InvalidRequestError(message, param="truncate_prompt_tokens")
     options = request.options
     _check_range(options.n, 1, MAX_CHOICES, "n")
     if options.timeout_ms is not None and options.timeout_ms < 1:
@@ -107,19 +111,22 @@ def images_of(prompt: Prompt) -> list[ImageFile]:
     return [part for message in prompt.messages for part in message.parts if isinstance(part, ImageFile)]
 
 
-def check_prompt(token_ids: TokenIds, request: GenerateRequest, limits: ModelLimits) -> None:
-    """Check the encoded prompt.
+def check_prompt(
+    token_ids: TokenIds, request: GenerateRequest, limits: ModelLimits, *, has_images: bool = False
+) -> None:
+    """Check the encoded prompt; those of requests with images have ids below 0.
 
     Raises:
         InvalidRequestError: it is empty, or an id is outside the vocabulary.
         ContextLengthError: the prompt and the output do not fit into the context.
     """
-    param = _param(request.prompt)
+    param = param_of(request.prompt)
     if not len(token_ids):
         raise InvalidRequestError("the prompt is empty", param=param)
     low, high = int(token_ids.min()), int(token_ids.max())
-    if low < 0 or high >= limits.vocabulary_size:
-        wrong = low if low < 0 else high
+    is_low = low < 0 and not has_images
+    if is_low or high >= limits.vocabulary_size:
+        wrong = low if is_low else high
         message = f"token id {wrong} is outside the vocabulary of {limits.vocabulary_size}"
         raise InvalidRequestError(message, param=param)
     options = request.options
@@ -258,5 +265,6 @@ def _check_range(value: float, low: float, high: float | None, param: str, what:
     raise InvalidRequestError(f"{name} must be {wanted}, got {value:g}", param=param)
 
 
-def _param(prompt: Prompt) -> str:
+def param_of(prompt: Prompt) -> str:
+    """Return the name of a prompt's field in errors."""
     return "messages" if isinstance(prompt, ChatPrompt) else "prompt"

@@ -23,3 +23,13 @@ STEERED_TOTAL = Counter(
 )
 REPLICA_SERVING = Gauge("pando_tokenizer_replica_serving", "1 while a scheduler group takes requests.", ["replica"])
 SCHEDULER_CONNECTED = Gauge("pando_tokenizer_scheduler_connected", "1 while the scheduler can serve.")
+IMAGES_TOTAL = Counter(
+    "pando_tokenizer_images_total",
+    "Images by outcome: prepared, refused, or the process that decoded it crashed or took too long.",
+    ["outcome"],
+)
+IMAGE_SECONDS = Histogram(
+    "pando_tokenizer_image_seconds",
+    "Time to decode the images of a request and to cut them for the model, waiting for a process included.",
+    buckets=(0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10),
+)

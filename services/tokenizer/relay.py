@@ -15,16 +15,18 @@ from common.errors import InvalidRequestError, PandoError, UnavailableError
 from common.logs import get_logger
 from common.tracing import is_recorded, record
 from common.types import Admission, RequestFailure, ScheduleRequest
-from services.tokenizer.limits import allowed_context, check_prompt, check_request
+from services.tokenizer.images.prompts import PlacedPrompt
+from services.tokenizer.limits import allowed_context, check_prompt, check_request, images_of, param_of
 from services.tokenizer.pooled_text import EncodedPair
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Iterable, Sequence
 
-    from common.requests import GenerateRequest, Prompt
+    from common.requests import GenerateRequest, ImageFile, Prompt
     from common.room import SharedRoom
     from common.types import LoadReport, ReplyTo, RequestId, Subject, TokenIds
     from services.tokenizer.encoding import Encoded
+    from services.tokenizer.images.prompts import ImagePrompts
     from services.tokenizer.limits import ModelLimits
 
 RETRY_AFTER_MS = 1000
@@ -95,6 +97,10 @@ class _Pending:
     def subject(self) -> Subject:
         return self.request.view.subject
 
+    @property
+    def images(self) -> Sequence[ImageFile]:
+        return self.request.images or images_of(self.request.prompt)
+
 
 class Relay:
     """Owns the requests that have not been admitted yet. All methods run on the event loop."""
@@ -106,12 +112,14 @@ class Relay:
         encode: Callable[[Subject, Sequence[Prompt], Sequence[bool | None]], Awaitable[Sequence[Encoded]]],
         room: SharedRoom,
         ban: Callable[[Subject, Sequence[str]], Awaitable[tuple[tuple[int, ...], ...]]],
+        images: ImagePrompts,
     ) -> None:
-        """Encode with `encode` and `ban`, which run off the event loop, and send the results to `scheduler`.
+        """Encode with `encode`, `ban` and `images`, which run off the event loop; send the results to `scheduler`.
 
         Each request occupies a place in `room`.
         """
         self._ban = ban
+        self._images = images
         self._limits = limits
         self._scheduler = scheduler
         self._encode = encode
@@ -132,11 +140,17 @@ class Relay:
     def submit(self, session: GatewaySession, submissions: Sequence[Submission]) -> None:
         """Accept the requests of one message; each is eventually answered by one admission."""
         batches: dict[Subject, list[_Pending]] = {}
+        # Texts do not wait until images are decoded.
+        alone: list[tuple[Subject, list[_Pending]]] = []
         for submission in submissions:
             pending = self._try_accept(session, submission)
-            if pending is not None:
+            if pending is None:
+                continue
+            if pending.images:
+                alone.append((pending.subject, [pending]))
+            else:
                 batches.setdefault(pending.subject, []).append(pending)
-        for subject, batch in batches.items():
+        for subject, batch in (*batches.items(), *alone):
             task = asyncio.create_task(self._process(subject, batch))
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
@@ -208,7 +222,8 @@ class Relay:
         try:
             requests = [pending.request for pending in batch]
             prompts = [request.prompt for request in requests]
-            encoded = await self._encode(subject, prompts, [request.add_special_tokens for request in requests])
+            plain = await self._encode(subject, prompts, [request.add_special_tokens for request in requests])
+            encoded = [await self._with_images(pending, ids) for pending, ids in zip(batch, plain, strict=True)]
             submissions = [await self._with_bans(pending.submission) for pending in batch]
             predictions = [await self._predicted(request) for request in requests]
         except Exception as error:  # noqa: BLE001  (the edge of the task: the gateway must get an answer)
@@ -228,12 +243,23 @@ class Relay:
             if isinstance(scheduled, ScheduleRequest) and predicted:
                 scheduled = replace(scheduled, prediction_ids=predicted)
             if isinstance(scheduled, ScheduleRequest) and submission.request.returns_prompt_ids:
-                pending.prompt_ids = tuple(scheduled.token_ids.tolist())
+                pending.prompt_ids = tuple(self._images.shown(scheduled.token_ids).tolist())
             if isinstance(scheduled, Admission):
                 self._answer(scheduled)
             else:
                 ready.append(scheduled)
         self._forward(ready)
+
+    async def _with_images(self, pending: _Pending, encoded: Encoded) -> Encoded | PlacedPrompt:
+        """Return a prompt with its images, or why one of them is refused."""
+        if not pending.images or isinstance(encoded, PandoError | EncodedPair):
+            return encoded
+        if not self.is_pending(pending.request.request_id):
+            return _aborted_error()
+        try:
+            return await self._images.place(pending.subject, encoded, pending.images, param_of(pending.request.prompt))
+        except PandoError as error:
+            return error
 
     async def _with_bans(self, submission: Submission) -> Submission:
         """Return the request with the token sequences of its banned words."""
@@ -254,19 +280,21 @@ class Relay:
             return ()
         return tuple(ids[: self._limits.max_context_tokens].tolist())
 
-    def _try_schedule(self, submission: Submission, encoded: Encoded) -> ScheduleRequest | Admission:
+    def _try_schedule(self, submission: Submission, encoded: Encoded | PlacedPrompt) -> ScheduleRequest | Admission:
         request = submission.request
         if isinstance(encoded, PandoError):
             return Admission(request.request_id, 0, encoded.to_failure())
         second_start = encoded.second_start if isinstance(encoded, EncodedPair) else None
-        token_ids = encoded.token_ids if isinstance(encoded, EncodedPair) else encoded
+        images = encoded.images if isinstance(encoded, PlacedPrompt) else ()
+        token_ids = encoded.token_ids if isinstance(encoded, EncodedPair | PlacedPrompt) else encoded
         try:
             if request.truncate_prompt_tokens is not None:
                 token_ids = token_ids[-request.truncate_prompt_tokens :]
-            check_prompt(token_ids, request, self._limits)
+            check_prompt(token_ids, request, self._limits, has_images=bool(images))
         except PandoError as error:
             return Admission(request.request_id, len(token_ids), error.to_failure())
-        return _scheduled(submission, token_ids, self._limits, second_start)
+        scheduled = _scheduled(submission, token_ids, self._limits, second_start)
+        return replace(scheduled, images=images) if images else scheduled
 
     def _forward(self, requests: Sequence[ScheduleRequest]) -> None:
         if not requests:
@@ -304,16 +332,20 @@ def _in_terms_of(request: GenerateRequest, admission: Admission) -> Admission:
     return replace(admission, rejected=replace(failure, param=request.prompt_name))
 
 
-def _record(request: GenerateRequest, start: float, end: float, encoded: Encoded) -> None:
+def _record(request: GenerateRequest, start: float, end: float, encoded: Encoded | PlacedPrompt) -> None:
     """Report the time that a request waited for a thread and was encoded; a batch is encoded as one."""
     if is_recorded(request.options.trace):
-        ids = encoded.token_ids if isinstance(encoded, EncodedPair) else encoded
+        ids = encoded.token_ids if isinstance(encoded, EncodedPair | PlacedPrompt) else encoded
         tokens = 0 if isinstance(ids, PandoError) else len(ids)
         record("tokenize", request.options.trace, start, end, {"gen_ai.usage.input_tokens": tokens})
 
 
 def _aborted() -> RequestFailure:
-    return InvalidRequestError("the request was aborted before it was admitted").to_failure()
+    return _aborted_error().to_failure()
+
+
+def _aborted_error() -> InvalidRequestError:
+    return InvalidRequestError("the request was aborted before it was admitted")
 
 
 def _scheduled(

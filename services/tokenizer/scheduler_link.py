@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 SERVICE = "pando.v1.Scheduler"
 # Keeps a message of 4-byte ids far below gRPC's limit of 64 MiB.
 MAX_MESSAGE_TOKENS = 2_000_000
+BYTES_PER_TOKEN = 4
 # Aborts kept for an unavailable scheduler; a lost abort only costs it unneeded work.
 MAX_KEPT_ABORTS = 65_536
 # Heartbeats, two per second, without an answer after which a scheduler's reports do not count.
@@ -174,14 +175,19 @@ class SchedulerLink:
 
 
 def split(requests: Sequence[ScheduleRequest], max_tokens: int = MAX_MESSAGE_TOKENS) -> Iterator[list[ScheduleRequest]]:
-    """Divide requests into groups of at most `max_tokens` prompt tokens; a longer prompt is a group of its own."""
+    """Divide requests into groups of at most `max_tokens` prompt tokens, or as many bytes of images.
+
+    A longer prompt is a group of its own.
+    """
     part: list[ScheduleRequest] = []
     tokens = 0
     for request in requests:
-        if part and tokens + len(request.token_ids) > max_tokens:
+        images = sum(image.pixels.nbytes for image in request.images if image.pixels is not None)
+        length = len(request.token_ids) + images // BYTES_PER_TOKEN
+        if part and tokens + length > max_tokens:
             yield part
             part, tokens = [], 0
         part.append(request)
-        tokens += len(request.token_ids)
+        tokens += length
     if part:
         yield part

@@ -12,6 +12,7 @@ from itertools import count
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import grpc
+import numpy as np
 
 from common.errors import PandoError, UnavailableError
 from common.rpc.stream import MessageNumbers, accept_stream
@@ -20,7 +21,7 @@ from common.wire.identity import subject_from_wire
 from common.wire.requests import pooling_to_wire
 from protos.gen.pando.v1 import tokenizer_pb2, tokenizer_pb2_grpc
 from services.tokenizer import metrics
-from services.tokenizer.limits import check_count, check_ids, check_images, images_of
+from services.tokenizer.limits import check_count, check_ids, check_images, images_of, param_of
 from services.tokenizer.relay import GatewaySession
 from services.tokenizer.wire import (
     admissions_to_wire,
@@ -38,6 +39,7 @@ if TYPE_CHECKING:
     from common.room import SharedRoom
     from common.types import Admission
     from services.tokenizer.encoding_pool import EncodingPool
+    from services.tokenizer.images.prompts import ImagePrompts
     from services.tokenizer.limits import ModelLimits
     from services.tokenizer.relay import Relay
 
@@ -54,9 +56,16 @@ class TokenizerService(tokenizer_pb2_grpc.TokenizerServicer):
     """Decodes messages, calls the relay or the pool, and encodes the results."""
 
     def __init__(
-        self, relay: Relay, pool: EncodingPool, room: SharedRoom, limits: ModelLimits, created_unix_s: int
+        self,
+        relay: Relay,
+        pool: EncodingPool,
+        images: ImagePrompts,
+        room: SharedRoom,
+        limits: ModelLimits,
+        created_unix_s: int,
     ) -> None:
         """Serve the model named in `limits`, loaded at `created_unix_s` (Unix time); calls occupy places in `room`."""
+        self._images = images
         self._relay = relay
         self._pool = pool
         self._room = room
@@ -129,9 +138,14 @@ class TokenizerService(tokenizer_pb2_grpc.TokenizerServicer):
     ) -> tokenizer_pb2.RenderChatResponse:
         """Return the rendered prompt of a conversation, as text and ids."""
         chat = chat_from_wire(request.chat)
-        check_images(images_of(chat), self._limits, "messages")
+        images = images_of(chat)
+        check_images(images, self._limits, "messages")
         with self._placed(request) as subject:
             text, ids = await self._pool.render(subject, chat)
+            if images:
+                encoded = np.array(ids, dtype=np.int32)
+                placed = await self._images.place(subject, encoded, images, param_of(chat))
+                ids = self._images.shown(placed.token_ids).tolist()
         return tokenizer_pb2.RenderChatResponse(text=text, ids=ids)
 
     @contextlib.contextmanager

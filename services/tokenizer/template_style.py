@@ -74,6 +74,8 @@ class TemplateStyle:
     takes_arguments_as_text: bool = False
     # Templates render one call of a message: they refuse several, or leave all but the first one out.
     has_single_calls: bool = False
+    # Templates read texts as lists of one part.
+    takes_parts: bool = False
     # Why requests with tools are refused, although the template reads them.
     tools_problem: str | None = None
 
@@ -82,7 +84,7 @@ def style_of(sources: Mapping[str, str], templates: ChatTemplates, tools: str, r
     """Return the style of the templates `sources`; the settings `tools` and `reasoning` override it unless "auto"."""
     source = sources.get("tool_use") or sources.get("default", "")
     style = _reasoning_of(source, templates, reasoning)
-    style = replace(style, reads_reasoning_effort="reasoning_effort" in source)
+    style = replace(style, reads_reasoning_effort="reasoning_effort" in source, takes_parts=_takes_parts(templates))
     if tools == "none" or (tools == "auto" and not _HAS_TOOLS.search(source)):
         return style
     wanted = list(ToolStyle) if tools == "auto" else [ToolStyle(tools)]
@@ -98,6 +100,20 @@ def style_of(sources: Mapping[str, str], templates: ChatTemplates, tools: str, r
         # The operator knows better; such templates often do not show earlier calls at all.
         return replace(style, tools=ToolStyle(tools))
     return replace(style, tools_problem=_unreadable(templates))
+
+
+def _takes_parts(templates: ChatTemplates) -> bool:
+    """Whether texts are lost unless they are parts, as in templates that are made for images."""
+    plain, in_parts = (_greeting(templates, takes_parts=takes_parts) for takes_parts in (False, True))
+    return _ANSWER not in plain and _ANSWER in in_parts
+
+
+def _greeting(templates: ChatTemplates, *, takes_parts: bool) -> str:
+    chat = ChatPrompt((ChatMessage("user", _ANSWER),), add_generation_prompt=False)
+    try:
+        return templates.render(chat, takes_parts=takes_parts)
+    except InvalidRequestError:
+        return ""
 
 
 def warn_of_problems(style: TemplateStyle, setting: str) -> None:

@@ -24,7 +24,8 @@ from common.steps import (
 from common.transfers import PeerPages, Transfer, TransferDirection, TransferId
 from common.types import AdapterSlot, EncoderOutputId, RequestId, RowSlot, SnapshotSlot, StepId
 from common.wire.answers import finish_reason_to_wire, logprob_to_wire, prompt_logprobs_from_wire, span_to_wire
-from common.wire.requests import pixels_of, pooling_from_wire, pooling_to_wire, sampling_from_wire, trace_from_wire
+from common.wire.images import pixels_from_wire
+from common.wire.requests import pooling_from_wire, pooling_to_wire, sampling_from_wire, trace_from_wire
 from protos.gen.pando.v1 import worker_pb2
 
 if TYPE_CHECKING:
@@ -112,6 +113,7 @@ def capacity_to_wire(capacity: EngineCapacity) -> worker_pb2.WorkerCapacity:
         abandons_passes=capacity.abandons_passes,
         head=pooling_to_wire(capacity.head),
         only_pools=capacity.only_pools,
+        sees_images=capacity.sees_images,
         products=capacity.products,
     )
 
@@ -227,7 +229,8 @@ def _open_from_wire(message: worker_pb2.RowOpen) -> RowOpen:
 
 
 def _image_from_wire(message: worker_pb2.RowImage) -> RowImage:
-    pixels = pixels_of(message.pixels, message.shape) if message.HasField("pixels") else None
+    has_pixels = message.HasField("pixels") or message.HasField("packed")
+    pixels = pixels_from_wire(message) if has_pixels else None
     output = EncoderOutputId(message.output) if message.HasField("output") else None
     return RowImage(message.digest, message.offset, message.length, tuple(message.grid), pixels, output)
 

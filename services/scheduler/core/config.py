@@ -67,6 +67,8 @@ class CoreConfig:
     head: Pooling | None = None
     # Sequences do not generate.
     only_pools: bool = False
+    # Requests may have images.
+    sees_images: bool = False
     # Whether the policy orders retracted sequences, too, and how often a row may be preempted for a higher priority.
     strict_priority: bool = False
     max_preemptions: int = 0
@@ -129,6 +131,7 @@ def resolve_core(settings: SchedulerSettings, capacity: EngineCapacity) -> CoreC
         is_encoder=capacity.is_encoder,
         head=capacity.head,
         only_pools=capacity.only_pools,
+        sees_images=capacity.sees_images,
         jump_tokens=JUMP_TOKENS if capacity.jumps_forward else 0,
         draft_tokens=draft_tokens,
         strict_priority=settings.queue.policy == "priority",

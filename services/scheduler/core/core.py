@@ -265,6 +265,8 @@ class SchedulerCore:
         ids = request.token_ids
         if (not request.images and int(ids.min()) < 0) or int(ids.max()) >= self.config.vocabulary_size:
             raise InvalidRequestError(f"token ids must be in [0, {self.config.vocabulary_size})", param="prompt")
+        if request.images and not self.config.sees_images:
+            raise InvalidRequestError("The model's workers have no encoder of images.", param="prompt")
         image_spans(ids, request.images)
 
     def _adapter_of(self, request: ScheduleRequest) -> SequenceAdapter | None:

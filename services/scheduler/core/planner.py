@@ -41,6 +41,8 @@ if TYPE_CHECKING:
 
 # Tokens that a pass with drafts may sample after, however few rows there may be.
 LEAST_SAMPLES = 64
+# Pixels of the rows that a plan opens, unless it opens one row: messages to workers have at most 64 MiB.
+MAX_PIXEL_BYTES = 48 * 1024 * 1024
 # Number of waiting sequences whose mean length estimates that of all.
 _SAMPLED_SEQUENCES = 64
 
@@ -391,9 +393,10 @@ class Planner:
             return opens
         self._billing.settle()
         in_flight = InFlightPrefixes(self._rows, self._memory)
-        held_back = 0
+        held_back = pixels = 0
         for sequence in self._candidates(first):
-            if budget <= 0 or self._free_slots <= held_back:
+            pixels += sequence.pixel_bytes
+            if budget <= 0 or self._free_slots <= held_back or (opens and pixels > MAX_PIXEL_BYTES):
                 break
             if self._config.is_encoder and len(sequence.token_ids) > budget:
                 break

@@ -149,6 +149,11 @@ class Sequence:
         """Return where the image begins that a prefix of so many tokens would cut in two; None: it would cut none."""
         return next((first for first, end in self.image_spans if first < tokens < end), None)
 
+    @property
+    def pixel_bytes(self) -> int:
+        """The room that the pixels of its images take in a plan."""
+        return sum(image.pixels.nbytes for image in self.request.images if image.pixels is not None)
+
     def key_of(self, token_ids: TokenIds) -> TokenIds:
         """Return the ids by which the cache knows tokens of this sequence: an adapter shares no KV with others."""
         return token_ids if self.adapter is None else tagged(token_ids, self.adapter.tags)

@@ -10,6 +10,7 @@ from common.steps import NO_IDS, EngineCapacity, RecurrentStates, RowStop, StepR
 from common.transfers import TransferAck, TransferDirection, TransferId
 from common.types import RowSlot, StepId
 from common.wire.answers import finish_reason_from_wire, logprob_from_wire, prompt_logprobs_to_wire, span_from_wire
+from common.wire.images import pixels_to_wire
 from common.wire.requests import pooling_from_wire, pooling_to_wire, sampling_to_wire, trace_to_wire
 from protos.gen.pando.v1 import worker_pb2
 
@@ -80,6 +81,7 @@ def capacity_from_wire(message: worker_pb2.WorkerCapacity) -> EngineCapacity:
         abandons_passes=message.abandons_passes,
         head=pooling_from_wire(message.head),
         only_pools=message.only_pools,
+        sees_images=message.sees_images,
         products=message.products,
     )
 
@@ -169,8 +171,7 @@ def _image_to_wire(image: RowImage) -> worker_pb2.RowImage:
         digest=image.digest, offset=image.offset, length=image.length, grid=image.grid, output=image.output
     )
     if image.pixels is not None:
-        message.pixels = image.pixels.astype("<f4", copy=False).tobytes()
-        message.shape.extend(image.pixels.shape)
+        pixels_to_wire(image.pixels, message)
     return message
 
 

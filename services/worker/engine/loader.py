@@ -72,7 +72,7 @@ from services.worker.engine.quantization.fp8 import FP8
 from services.worker.engine.quantization.policy import check_device, check_model, held_format, quantiser
 from services.worker.engine.transformers_models.checkpoint import TransformersCheckpoint
 from services.worker.engine.transformers_models.decoder import TransformersDecoder, pages_to_check
-from services.worker.engine.vision.registry import load_vision, read_vision
+from services.worker.engine.vision.registry import load_vision, read_vision, vision_families
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -87,7 +87,9 @@ if TYPE_CHECKING:
     from services.worker.engine.kernels.interface import AttentionBackend, KvScales
     from services.worker.engine.model.config import ModelConfig
     from services.worker.engine.model.decoder import Decoder
+    from services.worker.engine.model.family import JsonConfig
     from services.worker.engine.model.transformer import TransformerWeights
+    from services.worker.engine.vision.config import VisionConfig
     from services.worker.engine.vision.encoder import VisionEncoder
 
 log = logging.getLogger(__name__)
@@ -169,6 +171,17 @@ def _free_for_weights(spec: EngineSpec, device: torch.device) -> int:
     return int(torch.cuda.mem_get_info(device)[0]) + unused
 
 
+def _read_vision(described: JsonConfig) -> VisionConfig | None:
+    """Return the encoder of images that a config.json describes; None: there is none, or it is not supported."""
+    if described.get("model_type") not in vision_families():
+        return None
+    try:
+        return read_vision(described)
+    except ConfigurationError as error:
+        log.warning("images.refused reason=%s", error)
+        return None
+
+
 class _DecoderLoader:
     """The steps of loading a decoder on one rank, and the state that they share."""
 
@@ -184,7 +197,7 @@ class _DecoderLoader:
         described = read_json(files.path / "config.json") if files.kind is ModelKind.DIRECTORY else {}
         self._head = read_head(described, spec.classifier_from_token)
         # None: images are not to be seen.
-        self._vision_config = read_vision(described) if spec.vision else None
+        self._vision_config = _read_vision(described) if spec.vision else None
         self._only_embeds = only_embeds(described, has_pooling=has_pooling_module(files.path))
         self._shard: ModelShard = self._shard_of(spec.tensor_rank)
         threads = count_threads(options, spec)
@@ -197,8 +210,9 @@ class _DecoderLoader:
         report(0.0, "preparing kernels, which takes longest the first time")
         library = find_library(options, self._device)
         is_own = not isinstance(self._checkpoint, TransformersCheckpoint)
-        if spec.vision and not is_own:
-            raise ConfigurationError(f"images: {self._config.family} runs through transformers, without its encoder")
+        if self._vision_config is not None and not is_own:
+            log.warning("images.refused reason=%s runs through transformers, without its encoder", self._config.family)
+            self._vision_config = None
         # Of models that run through `transformers`, this is found out by trying.
         self._can_be_captured = is_own
         self._dtype = select_dtype(spec.dtype, self._config, self._device, library if is_own else None)
@@ -339,7 +353,10 @@ class _DecoderLoader:
         self._adapters = select_adapter_products(self._backend, slots, self._device) if slots else None
         kernels = self._backend.kernels
         if self._vision_config is not None:
-            self._vision = load_vision(checkpoint, self._vision_config, kernels, self._device)
+            try:
+                self._vision = load_vision(checkpoint, self._vision_config, kernels, self._device)
+            except ConfigurationError as error:
+                raise ConfigurationError(f"{error}; model.images=off serves the model without its encoder") from error
         assembler = Assembler(
             tensors, self._shard, kernels, self._dtype, self._device, self._has_vocabulary, self._layers,
             self._adapters, self._count_experts(),
@@ -660,6 +677,7 @@ class _DecoderLoader:
             recurrent_states=self._recurrent_states(pool.states.snapshots if pool.states else 0),
             head=self._head.pooling if self._head else None,
             only_pools=self._head is not None or self._only_embeds,
+            sees_images=self._vision is not None,
             products=self._backend.products.value if isinstance(self._backend, CpuBackend) else "",
         )
 

@@ -171,3 +171,16 @@ def test_a_model_without_vision_refuses_images_by_its_name(prompt: Prompt, image
     check_request(request(prompt=prompt, images=images), WITH_IMAGES)
     with pytest.raises(InvalidRequestError, match="`tiny` does not take images"):
         check_request(request(prompt=prompt, images=images), LIMITS)
+
+
+def test_a_prompt_with_images_is_not_truncated() -> None:
+    check_request(request(prompt="a", images=(PICTURE,)), WITH_IMAGES)
+    with pytest.raises(InvalidRequestError, match="cut in two") as refused:
+        check_request(request(prompt="a", images=(PICTURE,), truncate_prompt_tokens=4), WITH_IMAGES)
+    assert refused.value.param == "truncate_prompt_tokens"
+
+
+def test_ids_below_0_are_of_images_only() -> None:
+    check_prompt(np.array([1, -5, 2], np.int32), request(), LIMITS, has_images=True)
+    with pytest.raises(InvalidRequestError, match="-5"):
+        check_prompt(np.array([1, -5, 2], np.int32), request(), LIMITS)

@@ -1,23 +1,31 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
 
-from common.errors import ContextLengthError, UnavailableError
+from common.errors import ContextLengthError, InvalidRequestError, PandoError, UnavailableError
 from common.prompt_logprobs import PromptLogprobs
-from common.requests import Prompt, TokenPrompt
+from common.requests import ImageFile, ImageLimits, Prompt, TokenPrompt
 from common.room import SharedRoom
+from common.steps import RowImage
 from common.types import Admission, CacheMode, ErrorCode, RequestId, ScheduleRequest, Subject, View
+from services.tokenizer.images.prompts import PlacedPrompt
 from services.tokenizer.relay import GatewaySession, Relay
 from tests.services.tokenizer.generate_requests import LIMITS, submission
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
+    from common.types import TokenIds
     from services.tokenizer.encoding import Encoded
+
+
+SEEING = replace(LIMITS, images=ImageLimits(max_images=2, max_file_bytes=8, max_pixels=100))
+PICTURE = ImageFile(b"picture")
 
 
 class RecordingScheduler:
@@ -73,12 +81,38 @@ class Encoding:
         return np.array([ord(character) % 50 for character in prompt], dtype=np.int32)
 
 
+class Placing:
+    """Puts three ids below 0 behind a prompt for each image, when it is told to."""
+
+    are_taken = True
+
+    def __init__(self) -> None:
+        self.may_finish = asyncio.Event()
+        self.error: PandoError | None = None
+        self.calls = 0
+
+    async def place(
+        self, _subject: Subject, token_ids: TokenIds, files: Sequence[ImageFile], param: str
+    ) -> PlacedPrompt:
+        self.calls += 1
+        await self.may_finish.wait()
+        if self.error is not None:
+            raise self.error
+        assert param == "prompt"
+        images = tuple(RowImage(file.data, len(token_ids) + 3 * i, 3, ()) for i, file in enumerate(files))
+        return PlacedPrompt(np.concatenate([token_ids, np.full(3 * len(files), -7, np.int32)]), images)
+
+    def shown(self, token_ids: TokenIds) -> TokenIds:
+        return np.where(token_ids < 0, np.int32(49), token_ids)
+
+
 class Bench:
     def __init__(self, places: int = 100) -> None:
+        self.placing = Placing()
         self.scheduler = RecordingScheduler()
         self.encoding = Encoding()
         self.room = SharedRoom(places, "being submitted", 1000)
-        self.relay = Relay(LIMITS, self.scheduler, self.encoding.encode, self.room, self.encoding.ban)
+        self.relay = Relay(SEEING, self.scheduler, self.encoding.encode, self.room, self.encoding.ban, self.placing)
         self.session = GatewaySession()
 
     def submit(self, *names: str) -> None:
@@ -363,3 +397,47 @@ async def test_the_ids_of_the_prompt_are_returned_with_an_acceptance_if_the_requ
     bench.relay.on_admissions([Admission(RequestId("refused"), 2, error)])
     answers = await asyncio.wait_for(bench.session.take(), 30)
     assert {answer.request_id: answer.prompt_ids for answer in answers} == {"asked": (4, 5), "refused": (), "not": ()}
+
+
+async def test_texts_do_not_wait_for_the_images_of_the_same_user(bench: Bench) -> None:
+    seeing = submission("seeing", images=(PICTURE,), returns_prompt_ids=True)
+    bench.relay.submit(bench.session, [seeing, submission("plain")])
+    await settle()
+    assert bench.scheduler.names == ["plain"]
+    bench.placing.may_finish.set()
+    await settle()
+    assert bench.scheduler.names == ["plain", "seeing"]
+    (sent,) = bench.scheduler.batches[1]
+    assert sent.token_ids[-3:].tolist() == [-7, -7, -7]
+    assert [(image.digest, image.offset) for image in sent.images] == [(b"picture", 5)]
+    bench.admit("seeing")
+    (answer,) = await bench.session.take()
+    assert answer.prompt_ids[-3:] == (49, 49, 49)
+
+
+async def test_a_refused_image_rejects_its_request(bench: Bench) -> None:
+    bench.placing.may_finish.set()
+    bench.placing.error = InvalidRequestError("The image is damaged.", param="prompt")
+    bench.relay.submit(bench.session, [submission("a", images=(PICTURE,), prompt_name="text")])
+    (answer,) = await asyncio.wait_for(bench.session.take(), 30)
+    assert answer.rejected is not None
+    assert (answer.rejected.message, answer.rejected.param) == ("The image is damaged.", "text")
+    assert bench.scheduler.batches == []
+    assert not bench.relay.pending
+
+
+async def test_a_request_that_is_aborted_while_its_images_are_decoded_is_not_sent(bench: Bench) -> None:
+    bench.relay.submit(bench.session, [submission("a", images=(PICTURE,))])
+    await settle()
+    assert bench.placing.calls == 1
+    bench.relay.abort([RequestId("a")])
+    assert await bench.answers() == {"a": ErrorCode.INVALID_REQUEST}
+    bench.placing.may_finish.set()
+    await settle()
+    assert bench.scheduler.batches == []
+
+
+async def test_images_that_do_not_fit_into_the_context_are_refused(bench: Bench) -> None:
+    bench.placing.may_finish.set()
+    bench.relay.submit(bench.session, [submission("a", "x" * 96, images=(PICTURE, PICTURE))])
+    assert await bench.answers() == {"a": ErrorCode.CONTEXT_LENGTH_EXCEEDED}

@@ -16,6 +16,7 @@ from common.settings import ModelSettings, Settings, TokenizerSettings
 from common.types import ErrorCode
 from protos.gen.pando.v1 import common_pb2, scheduler_pb2_grpc, sessions_pb2, tokenizer_pb2, tokenizer_pb2_grpc
 from services.tokenizer.__main__ import build, report_health
+from services.tokenizer.images.prompts import NoImages
 from services.tokenizer.scheduler_link import SchedulerLink
 from tests.fakes.scheduler import FakeScheduler
 from tests.waiting import until
@@ -52,7 +53,7 @@ class Pipeline:
     async def start(self) -> None:
         settings = Settings(model=ModelSettings(reference=MODEL), tokenizer=TokenizerSettings(address=self.address))
         self.link = SchedulerLink(self._scheduler_channel)
-        self.relay, service = build(settings, self._model, self.link, self._executor)
+        self.relay, service = build(settings, self._model, self.link, self._executor, NoImages())
         self._server.add(tokenizer_pb2_grpc.add_TokenizerServicer_to_server, service)
         await self._server.start()
         self._tasks = [

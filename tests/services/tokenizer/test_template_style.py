@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import pytest
 
-from common.requests import ChatMessage, ChatPrompt
+from common.requests import ChatMessage, ChatPrompt, ImageFile
 from common.types import ReasoningStyle, ToolStyle
 from services.tokenizer.chat_template import ChatTemplates
 from services.tokenizer.template_style import TemplateStyle, style_of
@@ -142,3 +143,27 @@ def test_whether_the_prompt_opens_reasoning_may_depend_on_the_request() -> None:
 def test_whether_the_template_reads_the_effort_is_known() -> None:
     assert style(PLAIN + "{{ reasoning_effort }}").reads_reasoning_effort
     assert not style(PLAIN).reads_reasoning_effort
+
+
+IN_PARTS = (
+    "{% for message in messages %}{{ message.role }}:{% for part in message.content %}"
+    "{% if part.type == 'text' %}{{ part.text }}{% elif part.type == 'image' %}<image>{% endif %}{% endfor %};"
+    "{% endfor %}"
+)
+
+
+def test_templates_that_read_parts_only_get_texts_as_parts() -> None:
+    assert not style(PLAIN).takes_parts
+    assert style(IN_PARTS).takes_parts
+    templates = ChatTemplates({"default": IN_PARTS}, {})
+    chat = ChatPrompt(
+        (
+            ChatMessage("system", "be brief"),
+            ChatMessage("user", parts=("see ", ImageFile(b"1"), "?")),
+            ChatMessage("assistant", "It"),
+        ),
+        add_generation_prompt=False,
+    )
+    assert templates.render(chat, takes_parts=True) == "system:be brief;user:see <image>?;assistant:It;"
+    opened = replace(chat, continue_final_message=True)
+    assert templates.render(opened, takes_parts=True) == "system:be brief;user:see <image>?;assistant:It"

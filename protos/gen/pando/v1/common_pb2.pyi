@@ -847,6 +847,48 @@ class TokenLogprob(_message.Message):
 Global___TokenLogprob: _TypeAlias = TokenLogprob  # noqa: Y015
 
 @_typing.final
+class PackedPixels(_message.Message):
+    """Pixels of an image in 8 bits. The image's pixels are the numbers in `table` for `values`, where each part is taken
+    `frames` times, one after the other.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    VALUES_FIELD_NUMBER: _builtins.int
+    TABLE_FIELD_NUMBER: _builtins.int
+    PARTS_FIELD_NUMBER: _builtins.int
+    FRAMES_FIELD_NUMBER: _builtins.int
+    SHAPE_FIELD_NUMBER: _builtins.int
+    values: _builtins.bytes
+    """[parts, channels, pixels of a part]."""
+    parts: _builtins.int
+    frames: _builtins.int
+    @_builtins.property
+    def table(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
+        """[channels, 256]."""
+
+    @_builtins.property
+    def shape(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Of the pixels."""
+
+    def __init__(
+        self,
+        *,
+        values: _builtins.bytes = ...,
+        table: _abc.Iterable[_builtins.float] | None = ...,
+        parts: _builtins.int = ...,
+        frames: _builtins.int = ...,
+        shape: _abc.Iterable[_builtins.int] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["frames", b"frames", "parts", b"parts", "shape", b"shape", "table", b"table", "values", b"values"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PackedPixels: _TypeAlias = PackedPixels  # noqa: Y015
+
+@_typing.final
 class Abort(_message.Message):
     """Aborts one request by its exact id; unknown ids are ignored (abort is idempotent)."""
 

@@ -636,6 +636,7 @@ class PromptImage(_message.Message):
     GRID_FIELD_NUMBER: _builtins.int
     PIXELS_FIELD_NUMBER: _builtins.int
     SHAPE_FIELD_NUMBER: _builtins.int
+    PACKED_FIELD_NUMBER: _builtins.int
     digest: _builtins.bytes
     """SHA-256 of the decoded pixels and of the settings of the model's processor."""
     offset: _builtins.int
@@ -650,6 +651,8 @@ class PromptImage(_message.Message):
 
     @_builtins.property
     def shape(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    @_builtins.property
+    def packed(self) -> _common_pb2.PackedPixels: ...
     def __init__(
         self,
         *,
@@ -659,12 +662,15 @@ class PromptImage(_message.Message):
         grid: _abc.Iterable[_builtins.int] | None = ...,
         pixels: _builtins.bytes = ...,
         shape: _abc.Iterable[_builtins.int] | None = ...,
+        packed: _common_pb2.PackedPixels | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_packed", b"_packed", "packed", b"packed"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["digest", b"digest", "grid", b"grid", "length", b"length", "offset", b"offset", "pixels", b"pixels", "shape", b"shape"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_packed", b"_packed", "digest", b"digest", "grid", b"grid", "length", b"length", "offset", b"offset", "packed", b"packed", "pixels", b"pixels", "shape", b"shape"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__packed: _TypeAlias = _typing.Literal["packed"]  # noqa: Y015
+    _WhichOneofArgType__packed: _TypeAlias = _typing.Literal["_packed", b"_packed"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__packed) -> _WhichOneofReturnType__packed | None: ...
 
 Global___PromptImage: _TypeAlias = PromptImage  # noqa: Y015
 

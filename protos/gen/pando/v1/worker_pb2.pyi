@@ -138,7 +138,7 @@ class ConfigureRequest(_message.Message):
     """
     base_model: _builtins.str
     vision: _builtins.bool
-    """Whether the model's vision encoder is loaded, too, so that rows may have images."""
+    """Whether the model's vision encoder is loaded, too, if it has one that is supported."""
     pipeline_stages: _builtins.int
     """Stages of the pipeline, each of which holds some of the layers: rank r is in stage r / (world_size / stages). 0 and
     1: every rank has all layers.
@@ -557,6 +557,7 @@ class WorkerCapacity(_message.Message):
     PRODUCTS_FIELD_NUMBER: _builtins.int
     VERIFIES_DRAFTS_FIELD_NUMBER: _builtins.int
     ABANDONS_PASSES_FIELD_NUMBER: _builtins.int
+    SEES_IMAGES_FIELD_NUMBER: _builtins.int
     device_pages: _builtins.int
     page_size_tokens: _builtins.int
     max_context_tokens: _builtins.int
@@ -593,6 +594,8 @@ class WorkerCapacity(_message.Message):
     """Whether this rank verifies drafts (speculative decoding)."""
     abandons_passes: _builtins.bool
     """Whether this rank abandons passes of batches that other requests need not wait for (StepPlan.can_abandon)."""
+    sees_images: _builtins.bool
+    """Whether rows may have images: the model's encoder is loaded."""
     @_builtins.property
     def eos_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """End-of-sequence ids from the model's generation config."""
@@ -630,10 +633,11 @@ class WorkerCapacity(_message.Message):
         products: _builtins.str = ...,
         verifies_drafts: _builtins.bool = ...,
         abandons_passes: _builtins.bool = ...,
+        sees_images: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_recurrent_states", b"_recurrent_states", "_window_pool", b"_window_pool", "recurrent_states", b"recurrent_states", "window_pool", b"window_pool"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_recurrent_states", b"_recurrent_states", "_window_pool", b"_window_pool", "abandons_passes", b"abandons_passes", "device", b"device", "device_pages", b"device_pages", "eos_token_ids", b"eos_token_ids", "fingerprint", b"fingerprint", "has_storage", b"has_storage", "head", b"head", "host_pages", b"host_pages", "is_encoder", b"is_encoder", "jumps_forward", b"jumps_forward", "kv_bytes_per_token", b"kv_bytes_per_token", "layers", b"layers", "load_bytes_per_s", b"load_bytes_per_s", "max_context_tokens", b"max_context_tokens", "only_pools", b"only_pools", "page_size_tokens", b"page_size_tokens", "prefill_tokens_per_s", b"prefill_tokens_per_s", "products", b"products", "recurrent_states", b"recurrent_states", "verifies_drafts", b"verifies_drafts", "vocabulary_size", b"vocabulary_size", "window_pool", b"window_pool"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_recurrent_states", b"_recurrent_states", "_window_pool", b"_window_pool", "abandons_passes", b"abandons_passes", "device", b"device", "device_pages", b"device_pages", "eos_token_ids", b"eos_token_ids", "fingerprint", b"fingerprint", "has_storage", b"has_storage", "head", b"head", "host_pages", b"host_pages", "is_encoder", b"is_encoder", "jumps_forward", b"jumps_forward", "kv_bytes_per_token", b"kv_bytes_per_token", "layers", b"layers", "load_bytes_per_s", b"load_bytes_per_s", "max_context_tokens", b"max_context_tokens", "only_pools", b"only_pools", "page_size_tokens", b"page_size_tokens", "prefill_tokens_per_s", b"prefill_tokens_per_s", "products", b"products", "recurrent_states", b"recurrent_states", "sees_images", b"sees_images", "verifies_drafts", b"verifies_drafts", "vocabulary_size", b"vocabulary_size", "window_pool", b"window_pool"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__recurrent_states: _TypeAlias = _typing.Literal["recurrent_states"]  # noqa: Y015
     _WhichOneofArgType__recurrent_states: _TypeAlias = _typing.Literal["_recurrent_states", b"_recurrent_states"]  # noqa: Y015
@@ -1056,6 +1060,7 @@ class RowImage(_message.Message):
     GRID_FIELD_NUMBER: _builtins.int
     PIXELS_FIELD_NUMBER: _builtins.int
     SHAPE_FIELD_NUMBER: _builtins.int
+    PACKED_FIELD_NUMBER: _builtins.int
     OUTPUT_FIELD_NUMBER: _builtins.int
     digest: _builtins.bytes
     """SHA-256 of the pixels and of the settings of the model's processor."""
@@ -1078,6 +1083,10 @@ class RowImage(_message.Message):
     def shape(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Of `pixels`."""
 
+    @_builtins.property
+    def packed(self) -> _common_pb2.PackedPixels:
+        """In place of `pixels` and `shape`."""
+
     def __init__(
         self,
         *,
@@ -1087,18 +1096,23 @@ class RowImage(_message.Message):
         grid: _abc.Iterable[_builtins.int] | None = ...,
         pixels: _builtins.bytes | None = ...,
         shape: _abc.Iterable[_builtins.int] | None = ...,
+        packed: _common_pb2.PackedPixels | None = ...,
         output: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_output", b"_output", "_pixels", b"_pixels", "output", b"output", "pixels", b"pixels"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_output", b"_output", "_packed", b"_packed", "_pixels", b"_pixels", "output", b"output", "packed", b"packed", "pixels", b"pixels"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_output", b"_output", "_pixels", b"_pixels", "digest", b"digest", "grid", b"grid", "length", b"length", "offset", b"offset", "output", b"output", "pixels", b"pixels", "shape", b"shape"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_output", b"_output", "_packed", b"_packed", "_pixels", b"_pixels", "digest", b"digest", "grid", b"grid", "length", b"length", "offset", b"offset", "output", b"output", "packed", b"packed", "pixels", b"pixels", "shape", b"shape"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__output: _TypeAlias = _typing.Literal["output"]  # noqa: Y015
     _WhichOneofArgType__output: _TypeAlias = _typing.Literal["_output", b"_output"]  # noqa: Y015
+    _WhichOneofReturnType__packed: _TypeAlias = _typing.Literal["packed"]  # noqa: Y015
+    _WhichOneofArgType__packed: _TypeAlias = _typing.Literal["_packed", b"_packed"]  # noqa: Y015
     _WhichOneofReturnType__pixels: _TypeAlias = _typing.Literal["pixels"]  # noqa: Y015
     _WhichOneofArgType__pixels: _TypeAlias = _typing.Literal["_pixels", b"_pixels"]  # noqa: Y015
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__output) -> _WhichOneofReturnType__output | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__packed) -> _WhichOneofReturnType__packed | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__pixels) -> _WhichOneofReturnType__pixels | None: ...
 

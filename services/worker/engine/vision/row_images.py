@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Protocol
 import numpy as np
 import torch
 
+from common.steps import PackedPixels
 from services.worker.engine.execution.interface import InvalidPlanError
 from services.worker.engine.model.batch import PlacedImages
 from services.worker.engine.vision.axes import coordinates_of
@@ -219,8 +220,13 @@ class RowImages:
             raise InvalidPlanError(f"{what}: no output {image.output} of {image.length} embeddings is kept")
         return _Image(positions, None, embeddings)
 
-    def _source(self, image: RowImage, given: NDArray[np.float32], what: str) -> EncoderImage:
-        pixels = given if given.flags.writeable else given.copy()
+    def _source(self, image: RowImage, given: NDArray[np.float32] | PackedPixels, what: str) -> EncoderImage:
+        try:
+            pixels = given.unpacked() if isinstance(given, PackedPixels) else given
+        except ValueError as error:
+            raise InvalidPlanError(f"{what}: {error}") from error
+        if not pixels.flags.writeable:
+            pixels = pixels.copy()
         source = EncoderImage(torch.from_numpy(pixels), image.grid)
         try:
             count = self._model.count_embeddings(source)

@@ -140,6 +140,7 @@ class Harness:
         abandons_passes: bool = False,
         micro_batches: int = 1,
         vision: VisionLimits | None = None,
+        sees_images: bool = True,
     ) -> None:
         self.config = CoreConfig(
             page_size=page_size,
@@ -170,6 +171,7 @@ class Harness:
             draft_tokens=draft_tokens,
             micro_batches=micro_batches,
             vision=vision or VisionLimits(),
+            sees_images=sees_images,
         )
         allocator = PageAllocator(pages)
         if window:

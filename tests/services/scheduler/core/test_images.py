@@ -12,6 +12,7 @@ from common.prompt_logprobs import PromptLogprobs
 from common.steps import RowImage
 from common.types import Resume
 from services.scheduler.cache.keys import TAGGED_TOKENS, adapter_tags, plain_ids, tagged, text_ids
+from services.scheduler.core import planner
 from services.scheduler.core.drafts import repetition
 from tests.services.scheduler.core.harness import Harness, make_request, with_options
 
@@ -145,3 +146,25 @@ def test_an_image_is_not_drafted() -> None:
     serve(harness, request)
     drafts = [draft.token_ids for plan in harness.plans for draft in plan.drafts]
     assert all((draft >= 0).all() for draft in drafts)
+
+
+def test_images_of_a_plan_fit_into_one_message(monkeypatch: pytest.MonkeyPatch) -> None:
+    # Pixels of two requests; each image has 24 bytes.
+    monkeypatch.setattr(planner, "MAX_PIXEL_BYTES", 50)
+    harness = Harness(pages=64, max_step_tokens=64)
+    for i in range(5):
+        request = ask(f"r{i}", TEXT, (CAT, 6), [20 + i], user=f"user-{i}")
+        assert harness.core.submit(request, harness.now).rejected is None
+    harness.run()
+    harness.audit()
+    opened = [sum(bool(row.images) for row in plan.opens) for plan in harness.plans if plan.opens]
+    assert sum(opened) == 5
+    assert max(opened) == 2
+
+
+def test_workers_without_an_encoder_get_no_images() -> None:
+    harness = Harness(sees_images=False)
+    rejected = harness.core.submit(ask("one", TEXT, (CAT, 6), [14]), harness.now).rejected
+    assert rejected is not None
+    assert "no encoder of images" in rejected.message
+    assert harness.core.submit(ask("two", TEXT), harness.now).rejected is None

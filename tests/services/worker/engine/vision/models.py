@@ -206,12 +206,13 @@ def prompt(*parts: list[int] | Picture) -> Prompt:
     return Prompt(tuple(ids), tuple(images))
 
 
-def save(directory: Path, family: str) -> Path:
-    """Write a tiny model to `directory`, which is returned."""
+def save(directory: Path, family: str, vocabulary: int = VOCABULARY, **changes: int) -> Path:
+    """Write a tiny model to `directory`, which is returned; `changes` are token ids in its config.json."""
     import transformers
 
     name, options = MODELS[family]
-    config = getattr(transformers, f"{name}Config")(**options)
+    text = {**options["text_config"], "vocab_size": vocabulary}
+    config = getattr(transformers, f"{name}Config")(**{**options, "text_config": text, **changes})
     torch.manual_seed(0)
     model = getattr(transformers, f"{name}ForConditionalGeneration")(config)
     with torch.no_grad():
@@ -229,21 +230,23 @@ def _oracle(directory: Path) -> Any:  # transformers is not typed
     return transformers.AutoModelForImageTextToText.from_pretrained(directory, dtype=torch.float32).eval()
 
 
-def expected(directory: Path, prompt: Prompt, tokens: int) -> tuple[list[int], torch.Tensor]:
+def expected(
+    directory: Path, prompt: Prompt, tokens: int, placeholder: int = PLACEHOLDER
+) -> tuple[list[int], torch.Tensor]:
     """Return the tokens with which `transformers` continues a prompt, greedily, and their logits [tokens, vocabulary].
 
     It gets the whole prompt at once.
     """
-    ids = torch.tensor([[PLACEHOLDER if token < 0 else token for token in prompt.ids]])
+    ids = torch.tensor([[placeholder if token < 0 else token for token in prompt.ids]])
     with torch.inference_mode():
         made = _oracle(directory).generate(
-            ids, **_inputs(ids, prompt), attention_mask=torch.ones_like(ids), max_new_tokens=tokens,
+            ids, **_inputs(ids, prompt, placeholder), attention_mask=torch.ones_like(ids), max_new_tokens=tokens,
             min_new_tokens=tokens, do_sample=False, output_logits=True, return_dict_in_generate=True,
         )  # fmt: skip
     return made.sequences[0, ids.shape[1] :].tolist(), torch.cat(made.logits)
 
 
-def _inputs(ids: torch.Tensor, prompt: Prompt) -> dict[str, torch.Tensor]:
+def _inputs(ids: torch.Tensor, prompt: Prompt, placeholder: int) -> dict[str, torch.Tensor]:
     """Return what `transformers` takes beside ids: images as one tensor, and how it is divided."""
     if not prompt.images:
         return {}
@@ -257,4 +260,4 @@ def _inputs(ids: torch.Tensor, prompt: Prompt) -> dict[str, torch.Tensor]:
     if pixels.ndim == 4:
         return {"pixel_values": pixels[None]}
     grids = torch.tensor([image.grid for image in prompt.images])
-    return {"pixel_values": pixels, "image_grid_thw": grids, "mm_token_type_ids": (ids == PLACEHOLDER).int()}
+    return {"pixel_values": pixels, "image_grid_thw": grids, "mm_token_type_ids": (ids == placeholder).int()}

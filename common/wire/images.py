@@ -1,0 +1,62 @@
+"""The pixels of images on their way to workers."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, TypeAlias
+
+import numpy as np
+
+from common.errors import InvalidRequestError
+from common.steps import PackedPixels
+from protos.gen.pando.v1 import common_pb2
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    from protos.gen.pando.v1 import scheduler_pb2, worker_pb2
+
+    ImageMessage: TypeAlias = scheduler_pb2.PromptImage | worker_pb2.RowImage
+
+LEVELS = 256
+
+
+def pixels_to_wire(pixels: NDArray[np.float32] | PackedPixels, message: ImageMessage) -> None:
+    """Write pixels into an image's message."""
+    if isinstance(pixels, PackedPixels):
+        packed = common_pb2.PackedPixels(
+            values=pixels.values.tobytes(),
+            table=pixels.table.ravel().tolist(),
+            parts=len(pixels.values),
+            frames=pixels.frames,
+            shape=pixels.shape,
+        )
+        message.packed.CopyFrom(packed)
+    else:
+        message.pixels = pixels.astype("<f4", copy=False).tobytes()
+        message.shape.extend(pixels.shape)
+
+
+def pixels_from_wire(message: ImageMessage) -> NDArray[np.float32] | PackedPixels:
+    """Decode the pixels of an image, which has some.
+
+    Raises:
+        InvalidRequestError: there are more or fewer than their shape has.
+    """
+    if message.HasField("packed"):
+        return _packed_from_wire(message.packed)
+    sides = tuple(message.shape)
+    if len(message.pixels) != 4 * math.prod(sides):
+        raise InvalidRequestError(f"{len(message.pixels)} bytes of pixels of the shape {list(sides)}", param="pixels")
+    return np.frombuffer(message.pixels, "<f4").reshape(sides)
+
+
+def _packed_from_wire(message: common_pb2.PackedPixels) -> PackedPixels:
+    sides, channels = tuple(message.shape), len(message.table) // LEVELS
+    is_whole = channels and message.parts and len(message.table) == channels * LEVELS
+    size, parts = len(message.values), message.parts
+    if not is_whole or size % (parts * channels) or size * message.frames != math.prod(sides):
+        raise InvalidRequestError(f"{size} packed values of pixels of the shape {list(sides)}", param="pixels")
+    values = np.frombuffer(message.values, np.uint8).reshape(parts, channels, -1)
+    table = np.array(message.table, np.float32).reshape(channels, LEVELS)
+    return PackedPixels(values, table, message.frames, sides)

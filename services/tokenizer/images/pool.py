@@ -1,0 +1,246 @@
+"""The processes that decode images, shared fairly between tenants and subjects."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import sys
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NoReturn
+
+from common.errors import InvalidRequestError, UnavailableError
+from common.logs import get_logger
+from common.room import SharedRoom
+from services.tokenizer import metrics
+from services.tokenizer.encoding_pool import FairQueue
+from services.tokenizer.images.child import LENGTH, ChildLimits
+from services.tokenizer.images.processor import prepared
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from pathlib import Path
+
+    from common.requests import ImageFile
+    from common.types import Subject
+    from services.tokenizer.images.processor import ImageProcessor, JsonObject, PreparedImage
+
+COMMAND = (sys.executable, "-m", "services.tokenizer.images.child")
+# What a process gets of the environment, which may hold secrets.
+ENVIRONMENT = ("PATH", "PYTHONPATH", "LD_LIBRARY_PATH", "HOME", "LANG")
+START_TIMEOUT_S = 60.0
+# Pause after a process that did not start.
+RETRY_S = 1.0
+RETRY_AFTER_MS = 1000
+MAX_ANSWER_BYTES = 4096
+# The room for files that wait, in pieces of this many bytes.
+PIECE_BYTES = 64 * 1024
+WAITING_PIECES = 8192
+# The cost of an image in addition to its file's bytes.
+IMAGE_COST = 65_536
+CRASHED = "cannot be decoded: its decoder crashed, or took more memory or time than allowed"
+
+
+@dataclass(slots=True, eq=False)
+class _Job:
+    """An image, and the event loop's future for its result."""
+
+    file: ImageFile
+    result: asyncio.Future[PreparedImage]
+
+
+class ImagePool:
+    """Prepares images in `processes` confined processes, each of which is replaced when it ends."""
+
+    def __init__(
+        self, directory: Path, processor: ImageProcessor, limits: ChildLimits, processes: int, timeout_s: float
+    ) -> None:
+        """Cut images for the model in `directory`, whose processor is `processor`; an image may take `timeout_s`."""
+        self._arguments = (
+            str(directory), str(limits.max_pixels), str(limits.memory_bytes), str(limits.cpu_seconds),
+        )  # fmt: skip
+        self._processor = processor
+        self._max_values = limits.memory_bytes
+        self._processes = processes
+        self._timeout_s = timeout_s
+        self._queue: FairQueue[_Job] = FairQueue()
+        self._waiting = asyncio.Semaphore(0)
+        self._room = SharedRoom(WAITING_PIECES, "waiting for their images", RETRY_AFTER_MS)
+        self._log = get_logger("images")
+
+    async def run(self) -> NoReturn:
+        """Decode images until cancelled."""
+        async with asyncio.TaskGroup() as tasks:
+            for _ in range(self._processes):
+                tasks.create_task(self._work())
+        raise AssertionError("processes decode until they are cancelled")
+
+    async def prepare(self, subject: Subject, files: Sequence[ImageFile], param: str) -> list[PreparedImage]:
+        """Return images as the model takes them.
+
+        Raises:
+            InvalidRequestError: an image is refused; the text says which one and why.
+            QueueFullError: too many images are waiting.
+        """
+        pieces = sum(-(-len(file.data) // PIECE_BYTES) for file in files)
+        self._room.take(subject, pieces)
+        started = time.perf_counter()
+        jobs = [_Job(file, asyncio.get_running_loop().create_future()) for file in files]
+        try:
+            for job in jobs:
+                self._queue.add(subject, job, len(job.file.data) + IMAGE_COST)
+                self._waiting.release()
+            found = await asyncio.gather(*(job.result for job in jobs), return_exceptions=True)
+        finally:
+            for job in jobs:
+                self._queue.remove(subject, job)
+            self._room.give_back(subject, pieces)
+        metrics.IMAGE_SECONDS.observe(time.perf_counter() - started)
+        images = []
+        for number, result in enumerate(found, 1):
+            if isinstance(result, InvalidRequestError):
+                which = "The image" if len(files) == 1 else f"Image {number} of {len(files)}"
+                raise InvalidRequestError(f"{which} {result}.", param=param) from result
+            if isinstance(result, BaseException):
+                raise result
+            images.append(result)
+        return images
+
+    async def _work(self) -> NoReturn:
+        process: DecodingProcess | None = None
+        try:
+            while True:
+                if process is None:
+                    process = await self._started()
+                await self._waiting.acquire()
+                # Those who are cancelled take their images with them.
+                if (job := self._queue.take(lambda _: True)) is None:
+                    continue
+                if not await self._serve(process, job):
+                    await process.kill()
+                    process = None
+        finally:
+            if process is not None:
+                await process.kill()
+
+    async def _started(self) -> DecodingProcess:
+        while True:
+            try:
+                process = await DecodingProcess.start(self._arguments)
+            except (OSError, TimeoutError, ValueError, asyncio.IncompleteReadError) as error:
+                self._log.error("images.process_failed", reason=str(error) or type(error).__name__)
+                await asyncio.sleep(RETRY_S)
+                continue
+            if not process.is_filtered:
+                self._log.warning("images.calls_not_filtered", pid=process.pid)
+            return process
+
+    async def _serve(self, process: DecodingProcess, job: _Job) -> bool:
+        """Decode an image; return whether the process can decode another one."""
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                answer, values = await process.decode(job.file, self._max_values)
+        except TimeoutError:
+            return self._refuse(job, f"takes longer than {self._timeout_s:g} s to decode", "timeout")
+        except (OSError, ValueError, asyncio.IncompleteReadError):
+            return self._refuse(job, CRASHED, "crash")
+        except asyncio.CancelledError:
+            self._answer(job, UnavailableError("the tokenizer is stopping", retry_after_ms=RETRY_AFTER_MS))
+            raise
+        if isinstance(answer.get("refusal"), str):
+            self._refuse(job, answer["refusal"], "refused")
+            return True
+        try:
+            grid = tuple(map(int, answer["grid"]))
+            # Packing and hashing megabytes would delay the event loop.
+            image = await asyncio.to_thread(prepared, self._processor, grid, values)
+        except (KeyError, TypeError, ValueError):
+            return self._refuse(job, CRASHED, "crash")
+        metrics.IMAGES_TOTAL.labels("prepared").inc()
+        self._answer(job, image)
+        return True
+
+    def _refuse(self, job: _Job, problem: str, outcome: str) -> bool:
+        if outcome != "refused":
+            self._log.warning("images.process_replaced", outcome=outcome, bytes=len(job.file.data))
+        metrics.IMAGES_TOTAL.labels(outcome).inc()
+        self._answer(job, InvalidRequestError(problem))
+        return False
+
+    def _answer(self, job: _Job, result: PreparedImage | Exception) -> None:
+        if job.result.done():
+            return
+        if isinstance(result, Exception):
+            job.result.set_exception(result)
+        else:
+            job.result.set_result(result)
+
+
+class DecodingProcess:
+    """One process, which decodes one image after the other."""
+
+    def __init__(self, process: asyncio.subprocess.Process, *, is_filtered: bool) -> None:
+        """Use a process that waits for its first image; `is_filtered`: the kernel limits what it can call."""
+        assert process.stdin is not None
+        assert process.stdout is not None
+        self.is_filtered = is_filtered
+        self._process = process
+        self._input = process.stdin
+        self._output = process.stdout
+
+    @classmethod
+    async def start(cls, arguments: Sequence[str]) -> DecodingProcess:
+        """Start a process and wait until it is confined.
+
+        Raises:
+            OSError, TimeoutError, ValueError, asyncio.IncompleteReadError: it does not start.
+        """
+        variables = {name: os.environ[name] for name in ENVIRONMENT if name in os.environ}
+        process = await asyncio.create_subprocess_exec(
+            *COMMAND, str(os.getpid()), *arguments, stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE,
+            # Threads could not be started, and their stacks would count as memory.
+            env={**variables, "OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"},
+        )  # fmt: skip
+        started = cls(process, is_filtered=False)
+        try:
+            async with asyncio.timeout(START_TIMEOUT_S):
+                started.is_filtered = bool(json.loads(await started._read(MAX_ANSWER_BYTES))["is_filtered"])
+        except BaseException:
+            await started.kill()
+            raise
+        return started
+
+    @property
+    def pid(self) -> int:
+        """Process id."""
+        return self._process.pid
+
+    async def decode(self, file: ImageFile, max_bytes: int) -> tuple[JsonObject, bytes]:
+        """Return the answer to an image, and its values of at most `max_bytes`. After an error, kill the process.
+
+        Raises:
+            OSError, asyncio.IncompleteReadError: the process has ended.
+            ValueError: the answer is malformed.
+        """
+        for part in (file.detail.encode(), file.data):
+            self._input.write(LENGTH.pack(len(part)))
+            self._input.write(part)
+        await self._input.drain()
+        answer = json.loads(await self._read(MAX_ANSWER_BYTES))
+        if not isinstance(answer, dict):
+            raise ValueError("an object is expected")
+        return answer, await self._read(max_bytes)
+
+    async def kill(self) -> None:
+        """Kill the process and wait for its end."""
+        with contextlib.suppress(ProcessLookupError):
+            self._process.kill()
+        await asyncio.shield(self._process.wait())
+
+    async def _read(self, max_bytes: int) -> bytes:
+        length = LENGTH.unpack(await self._output.readexactly(LENGTH.size))[0]
+        if length > max_bytes:
+            raise ValueError(f"a part of {length} bytes")
+        return await self._output.readexactly(length)

@@ -1,0 +1,182 @@
+"""The interface of the processors that cut pictures as models take them, and what they share.
+
+Their results are those of the processors of `transformers` that use Pillow, number for number. A processor cuts in a
+confined process; everything else about a picture follows from the grid into which it has cut it.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from enum import Enum
+from hashlib import sha256
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
+
+import numpy as np
+from PIL import Image
+
+from common.errors import ConfigurationError
+from common.steps import PackedPixels
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from numpy.typing import NDArray
+
+# Values of 8 bits, [parts, channels, pixels of a part].
+Values: TypeAlias = "NDArray[np.uint8]"
+Grid: TypeAlias = tuple[int, ...]
+# Any: free JSON; values are checked where they are read.
+JsonObject: TypeAlias = dict[str, Any]
+
+CHANNELS = 3
+# Pixels of a picture with `Detail.LOW`, for models that take pictures of any size.
+LOW_PIXELS = 512 * 512
+
+
+class RefusedImageError(Exception):
+    """A picture that cannot be used; the text completes the sentence "the image …"."""
+
+
+class Detail(Enum):
+    """How closely a picture is looked at."""
+
+    AUTO = "auto"
+    LOW = "low"
+    HIGH = "high"
+
+
+@dataclass(frozen=True, slots=True)
+class ImagePlan:
+    """What follows from the grid of a picture."""
+
+    values: tuple[int, int, int]
+    """The shape of its values."""
+    pixels: tuple[int, ...]
+    """The shape of what the encoder takes."""
+    frames: int
+    """How often the encoder takes each part, one after the other."""
+    text: str
+    """What stands in the prompt in place of a single placeholder; it has a placeholder for each embedding."""
+    embeddings: int
+
+
+class ImageProcessor(Protocol):
+    """Cuts pictures for one model."""
+
+    @property
+    def table(self) -> NDArray[np.float32]:
+        """The numbers [channels, 256] that the encoder takes for values of 8 bits."""
+        ...
+
+    @property
+    def settings(self) -> bytes:
+        """Everything that decides the pixels of a picture; a part of its digest."""
+        ...
+
+    def cut(self, image: Image.Image, detail: Detail) -> tuple[Grid, Values]:
+        """Return a picture in mode RGB as the model takes it.
+
+        Raises:
+            RefusedImageError: the model cannot take a picture of such sides.
+        """
+        ...
+
+    def plan(self, grid: Grid) -> ImagePlan:
+        """Return what follows from a grid.
+
+        Raises:
+            ValueError: `cut` returns no such grid.
+        """
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class PreparedImage:
+    """A picture as the scheduler and the workers get it; `text` stands for it in the prompt."""
+
+    digest: bytes
+    grid: Grid
+    pixels: PackedPixels
+    text: str
+    embeddings: int
+
+
+def prepared(processor: ImageProcessor, grid: Grid, values: bytes) -> PreparedImage:
+    """Return a picture of which a confined process has returned the grid and the values.
+
+    Raises:
+        ValueError: they do not belong together.
+    """
+    plan = processor.plan(grid)
+    array = np.frombuffer(values, np.uint8).reshape(plan.values)
+    digest = sha256(processor.settings)
+    digest.update(repr(grid).encode())
+    digest.update(values)
+    pixels = PackedPixels(array, processor.table, plan.frames, plan.pixels)
+    return PreparedImage(digest.digest(), grid, pixels, plan.text, plan.embeddings)
+
+
+@dataclass(frozen=True, slots=True)
+class Scaling:
+    """How values of 8 bits become numbers, and the filter with which pictures are resized."""
+
+    factor: float
+    mean: tuple[float, ...]
+    deviation: tuple[float, ...]
+    filter: Image.Resampling
+
+    @classmethod
+    def read(cls, stated: Mapping[str, Any], mean: tuple[float, ...], deviation: tuple[float, ...],
+             filter_: Image.Resampling) -> Scaling:  # fmt: skip
+        """Read a processor's file; what it leaves out has the given values.
+
+        Raises:
+            ConfigurationError: it leaves out a step that all supported models need.
+        """
+        for step in ("do_resize", "do_rescale", "do_normalize", "do_convert_rgb"):
+            if stated.get(step) is False:
+                raise ConfigurationError(f"image processor: {step} = false is not supported")
+        factor, resample = stated.get("rescale_factor"), stated.get("resample")
+        return cls(
+            factor=1 / 255 if factor is None else float(factor),
+            mean=_by_channel(stated.get("image_mean"), mean),
+            deviation=_by_channel(stated.get("image_std"), deviation),
+            filter=filter_ if resample is None else Image.Resampling(int(resample)),
+        )
+
+    def table(self) -> NDArray[np.float32]:
+        """Return the numbers [channels, 256] for values of 8 bits."""
+        # In the precisions of `transformers`: scaled in float64, the rest in float32.
+        scaled = (np.arange(256, dtype=np.uint8).astype(np.float64) * self.factor).astype(np.float32)
+        mean, deviation = np.array(self.mean, np.float32), np.array(self.deviation, np.float32)
+        return (scaled[None, :] - mean[:, None]) / deviation[:, None]
+
+    def resize(self, image: Image.Image, height: int, width: int) -> Image.Image:
+        """Return a picture of other sides.
+
+        Raises:
+            RefusedImageError: a side would have no pixels.
+        """
+        if min(height, width) < 1:
+            raise RefusedImageError(f"is too narrow for the model: {image.width} x {image.height} pixels")
+        return image.resize((width, height), self.filter)
+
+
+def channels_first(image: Image.Image) -> Values:
+    """Return the values [channels, height, width] of a picture."""
+    return np.asarray(image).transpose(2, 0, 1)
+
+
+def settings_of(processor: str, **values: object) -> bytes:
+    """Return settings in a form that is equal only for equal ones."""
+    return json.dumps([processor, values], sort_keys=True, default=repr).encode()
+
+
+def _by_channel(stated: object, default: tuple[float, ...]) -> tuple[float, ...]:
+    if stated is None:
+        return default
+    values = [stated] * CHANNELS if isinstance(stated, int | float) else stated
+    if not isinstance(values, list) or len(values) != CHANNELS:
+        raise ConfigurationError(f"image processor: {CHANNELS} numbers are expected, not {stated!r}")
+    return tuple(map(float, values))

@@ -1,0 +1,199 @@
+"""Images through all services: a tiny model that sees them answers as `transformers` does, and its cache is private."""
+
+from __future__ import annotations
+
+import base64
+import json
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from PIL import Image
+
+from common.settings import GatewaySettings, ModelSettings, Settings, TokenizerSettings
+from common.settings.tokenizer import ImageDecodingSettings
+from deploy.cli import main
+from tests.e2e.conftest import serve
+from tests.e2e.seeing_model import (
+    chat_prompt,
+    content_of,
+    continued,
+    image_part,
+    prompt_of,
+    save_seeing_model,
+)
+from tests.services.tokenizer.images.pictures import file_of, picture
+from tests.waiting import wait_until
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+    from tests.e2e.served import Served
+
+TOKENS = 8
+SMALL = picture(40, 56, seed=1)
+WIDE = picture(200, 60, seed=2)
+MAX_IMAGES = 4
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_seeing_model(tmp_path_factory.mktemp("seeing"))
+
+
+@pytest.fixture(scope="module")
+def seeing(directory: Path, run_root: Path) -> Iterator[Served]:
+    settings = Settings(
+        model=ModelSettings(reference=str(directory), dtype="float32", images="on"),
+        gateway=GatewaySettings(port=0, anonymous="vouched"),
+        tokenizer=TokenizerSettings(images=ImageDecodingSettings(max_images=MAX_IMAGES, processes=1)),
+    )
+    yield from serve(settings, run_root)
+
+
+def body_of(served: Served, user: str, *messages: dict[str, Any], tokens: int = TOKENS) -> dict[str, Any]:
+    return {
+        "model": served.model, "messages": list(messages), "max_tokens": tokens, "temperature": 0, "user": user,
+        "ignore_eos": True, "return_token_ids": True,
+    }  # fmt: skip
+
+
+def ask(served: Served, user: str, *messages: dict[str, Any], tokens: int = TOKENS) -> dict[str, Any]:
+    with served.http() as http:
+        response = http.post("/v1/chat/completions", json=body_of(served, user, *messages, tokens=tokens))
+    response.raise_for_status()
+    answer: dict[str, Any] = response.json()
+    return answer
+
+
+def message(*parts: Any) -> dict[str, Any]:
+    return {"role": "user", "content": content_of(*parts)}
+
+
+def cached(answer: dict[str, Any]) -> int:
+    found: int = answer["usage"]["prompt_tokens_details"]["cached_tokens"]
+    return found
+
+
+def refused(served: Served, body: dict[str, Any], path: str = "/v1/chat/completions") -> str:
+    with served.http() as http:
+        response = http.post(path, json=body)
+    assert response.status_code == 400, response.text
+    text: str = response.json()["error"]["message"]
+    return text
+
+
+@pytest.mark.parametrize(
+    "parts", [(SMALL, "What is it?"), ("Two: ", WIDE, " and ", SMALL, "Compare.")], ids=["one", "two"]
+)
+def test_answers_to_images_are_those_of_transformers(seeing: Served, directory: Path, parts: tuple[Any, ...]) -> None:
+    answer = ask(seeing, "ada", message(*parts))
+    prompt = chat_prompt(*parts)
+    assert answer["choices"][0]["token_ids"] == continued(directory, prompt, TOKENS)
+    assert answer["usage"]["prompt_tokens"] == len(prompt.ids)
+
+
+def test_a_later_turn_finds_the_image_and_another_user_finds_nothing(seeing: Served) -> None:
+    first = message(WIDE, "Describe it at some length.")
+    turns = (first, {"role": "assistant", "content": "A picture."}, message("What else?"))
+    assert cached(ask(seeing, "bea", first)) == 0
+    prompt = chat_prompt(WIDE)
+    second = ask(seeing, "bea", *turns)
+    # The whole image, but for the page in which it ends.
+    assert cached(second) >= len(prompt.ids) - 16
+    other = ask(seeing, "carl", *turns)
+    assert cached(other) == 0
+    assert other["choices"][0]["token_ids"] == second["choices"][0]["token_ids"]
+
+
+def test_another_picture_under_the_same_text_is_not_found(seeing: Served) -> None:
+    text = "Which picture is it?"
+    assert cached(ask(seeing, "dora", message(SMALL, text))) == 0
+    again, other = (
+        ask(seeing, "dora", message(SMALL, text)),
+        ask(seeing, "dora", message(picture(40, 56, seed=9), text)),
+    )
+    assert cached(again) > 16
+    assert cached(other) < 16
+
+
+def test_generate_takes_the_model_s_own_placeholders(seeing: Served, directory: Path) -> None:
+    coded = base64.b64encode(file_of(SMALL)).decode()
+    body = {"text": "See <|image_pad|>: ", "image_data": coded}
+    sampling = {"temperature": 0, "max_new_tokens": TOKENS, "ignore_eos": True}
+    with seeing.http() as http:
+        answer = http.post("/generate", json={**body, "sampling_params": sampling}).json()
+    assert answer["output_ids"] == continued(directory, prompt_of("See ", SMALL, ": "), TOKENS)
+    assert "2 placeholders" in refused(seeing, {**body, "text": "<|image_pad|><|image_pad|>"}, "/generate")
+
+
+def test_tokens_of_images_are_counted_as_they_are_computed(seeing: Served) -> None:
+    with seeing.http() as http:
+        counted = http.post("/tokenize", json={"model": seeing.model, "messages": [message(SMALL, "Count me.")]}).json()
+        card = http.get("/v1/models").json()["data"][0]
+    assert counted["count"] == len(chat_prompt(SMALL, "Count me.").ids)
+    assert card["images"] == {"max_images": MAX_IMAGES, "max_file_bytes": 20 * 1024 * 1024, "max_pixels": 50_000_000}
+
+
+@pytest.mark.parametrize(
+    ("files", "words"),
+    [
+        ((b"<svg xmlns='http://www.w3.org/2000/svg'/>",), "SVG"),
+        ((file_of(SMALL)[:400],), "damaged"),
+        ((file_of(SMALL, "GIF", save_all=True, append_images=[WIDE]),), "animated"),
+        ((file_of(Image.new("1", (20_000, 20_000))),), "20000 x 20000 pixels"),
+        ((file_of(picture(1000, 3)),), "too narrow"),
+        ((SMALL,) * 100, "100 images"),
+        ((SMALL, file_of(WIDE)[:300]), "Image 2 of 2"),
+    ],
+)  # fmt: skip
+def test_files_that_cannot_be_used_are_refused_by_name(seeing: Served, files: tuple[Any, ...], words: str) -> None:
+    assert words in refused(seeing, body_of(seeing, "eve", message(*files, "What is it?")))
+
+
+def test_users_cannot_write_placeholders(seeing: Served) -> None:
+    answer = ask(seeing, "fay", message(SMALL, "<|image_pad|>"))
+    assert answer["usage"]["prompt_tokens"] == len(chat_prompt(SMALL).ids) + len("<|image_pad|>")
+
+
+def test_an_answer_goes_on_after_its_worker_has_died(seeing: Served) -> None:
+    question, tokens = message(WIDE, "Tell a long story about it."), 200
+    whole = ask(seeing, "gus", question, tokens=tokens)["choices"][0]["token_ids"]
+    restarts = seeing.deployment.restarts_of("worker")
+    found: list[int] = []
+    body = body_of(seeing, "hal", question, tokens=tokens) | {"stream": True}
+    with seeing.http() as http, http.stream("POST", "/v1/chat/completions", json=body) as response:
+        for line in response.iter_lines():
+            if not line.startswith("data: {"):
+                continue
+            for choice in json.loads(line.removeprefix("data: "))["choices"]:
+                if choice.get("token_ids") and not found:
+                    seeing.deployment.kill("worker")
+                found += choice.get("token_ids") or []
+    assert found == whole
+    wait_until(lambda: seeing.deployment.restarts_of("worker") > restarts, timeout_s=60.0)
+    wait_until(seeing.is_ready, timeout_s=120.0)
+
+
+def test_the_command_line_sends_images(seeing: Served, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "picture.png"
+    file.write_bytes(file_of(SMALL))
+    flags = ["--url", seeing.url, "--image", str(file), "--prompt", "What is it?", "--max-tokens", "4"]
+    assert main(["chat", *flags, "--temperature", "0"]) == 0
+    assert f"{len(chat_prompt(SMALL, 'What is it?').ids)} " in capsys.readouterr().err
+
+
+def test_everything_is_given_back(seeing: Served) -> None:
+    with seeing.leaving_nothing_behind():
+        ask(seeing, "ida", message(SMALL, "Bye."))
+
+
+def test_without_its_images_the_model_reads_text_only(directory: Path, run_root: Path) -> None:
+    settings = Settings(
+        model=ModelSettings(reference=str(directory), dtype="float32", images="off"),
+        gateway=GatewaySettings(port=0, anonymous="vouched"),
+    )
+    for served in serve(settings, run_root):
+        assert ask(served, "jo", {"role": "user", "content": "Hello"})["usage"]["completion_tokens"] == TOKENS
+        body = body_of(served, "jo", {"role": "user", "content": [image_part(SMALL)]})
+        assert "takes no images" in refused(served, body)

@@ -1,0 +1,265 @@
+"""The processes that decode images: what they cannot do, what happens when they die, and fuzzed files."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import random
+import subprocess
+import sys
+from typing import TYPE_CHECKING
+
+import numpy as np
+import psutil
+import pytest
+from PIL import Image
+
+from common.errors import InvalidRequestError, QueueFullError
+from common.requests import ImageFile
+from common.types import Subject
+from services.tokenizer.images.child import ChildLimits
+from services.tokenizer.images.pool import WAITING_PIECES, ImagePool
+from services.tokenizer.images.processor import Detail, prepared
+from services.tokenizer.images.registry import read_processor
+from tests.services.tokenizer.images.pictures import file_of, picture
+from tests.waiting import until
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+    from pathlib import Path
+
+ADA = Subject("acme", "ada")
+MEMORY = 96 * 1024 * 1024
+LIMITS = ChildLimits(max_pixels=40_000_000, memory_bytes=MEMORY, cpu_seconds=20.0)
+SEED = 20_261_124
+
+
+class Bench:
+    """A pool, and the processes that it has started."""
+
+    def __init__(self, directory: Path, timeout_s: float = 60.0, processes: int = 1) -> None:
+        self.processor = read_processor(directory, "<image>")
+        self.pool = ImagePool(directory, self.processor, LIMITS, processes, timeout_s)
+
+    @property
+    def children(self) -> list[psutil.Process]:
+        return [
+            child
+            for child in psutil.Process().children()
+            if "services.tokenizer.images.child" in " ".join(child.cmdline())
+        ]
+
+    async def refusal(self, *files: bytes) -> str:
+        with pytest.raises(InvalidRequestError) as caught:
+            await self.pool.prepare(ADA, [ImageFile(data) for data in files], "messages")
+        assert caught.value.param == "messages"
+        return str(caught.value)
+
+
+@pytest.fixture
+def directory(tmp_path: Path) -> Path:
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen2_5_vl", "vision_config": {}}))
+    (tmp_path / "preprocessor_config.json").write_text(json.dumps({"min_pixels": 3136, "max_pixels": 100_000}))
+    return tmp_path
+
+
+@pytest.fixture
+async def bench(directory: Path) -> AsyncIterator[Bench]:
+    made = Bench(directory)
+    async with running(made):
+        yield made
+
+
+@contextlib.asynccontextmanager
+async def running(bench: Bench) -> AsyncIterator[None]:
+    task = asyncio.create_task(bench.pool.run())
+    try:
+        yield
+    finally:
+        task.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await task
+
+
+async def test_images_are_those_that_this_process_would_cut(bench: Bench) -> None:
+    pictures = [picture(120, 90, seed=1), picture(300, 40, seed=2)]
+    files = [ImageFile(file_of(image)) for image in pictures]
+    found = await bench.pool.prepare(ADA, files, "messages")
+    for image, one in zip(pictures, found, strict=True):
+        grid, values = bench.processor.cut(image, Detail.AUTO)
+        expected = prepared(bench.processor, grid, values.tobytes())
+        assert (one.digest, one.grid, one.text) == (expected.digest, expected.grid, expected.text)
+        assert np.array_equal(one.pixels.unpacked(), expected.pixels.unpacked())
+
+
+async def test_digests_are_of_pixels_not_of_files(bench: Bench) -> None:
+    image, other = picture(60, 60, seed=1), picture(60, 60, seed=2)
+    exif = Image.Exif()
+    exif[0x010E] = "the same picture, described"
+    files = [
+        file_of(image),
+        file_of(image, exif=exif),
+        file_of(image, "WEBP", lossless=True),
+        file_of(other, exif=exif),
+    ]
+    first, described, rewritten, different = [
+        one.digest for one in await bench.pool.prepare(ADA, [ImageFile(data) for data in files], "messages")
+    ]
+    assert first == described == rewritten != different
+
+
+async def test_a_low_detail_makes_fewer_embeddings_and_another_digest(directory: Path) -> None:
+    (directory / "preprocessor_config.json").write_text(json.dumps({"max_pixels": 2_000_000}))
+    bench = Bench(directory)
+    async with running(bench):
+        data = file_of(picture(900, 900))
+        files = [ImageFile(data, detail) for detail in ("auto", "high", "low")]
+        auto, high, low = await bench.pool.prepare(ADA, files, "messages")
+    assert (auto.digest, auto.embeddings) == (high.digest, high.embeddings)
+    assert low.embeddings < auto.embeddings / 2
+
+
+async def test_a_refused_image_is_numbered_and_its_process_goes_on(bench: Bench) -> None:
+    good = file_of(picture(30, 30))
+    assert (await bench.refusal(b"<svg/>")).startswith("The image is damaged")
+    (before,) = bench.children
+    assert (await bench.refusal(good, good[:200])).startswith("Image 2 of 2 is damaged")
+    assert [child.pid for child in bench.children] == [before.pid]
+
+
+async def test_an_image_that_needs_more_memory_is_refused(bench: Bench) -> None:
+    # 36 million pixels, of four bytes each when they are decoded.
+    assert "too much memory" in await bench.refusal(file_of(Image.new("RGBA", (6000, 6000), (1, 2, 3, 4))))
+    await bench.pool.prepare(ADA, [ImageFile(file_of(picture(30, 30)))], "messages")
+
+
+async def test_a_process_that_dies_fails_its_image_only_and_is_replaced(bench: Bench) -> None:
+    good = ImageFile(file_of(picture(30, 30)))
+    await bench.pool.prepare(ADA, [good], "messages")
+    (before,) = bench.children
+    before.kill()
+    before.wait()
+    assert "decoder crashed" in await bench.refusal(good.data)
+    await bench.pool.prepare(ADA, [good], "messages")
+    assert before.pid not in [child.pid for child in bench.children]
+
+
+async def test_an_image_that_takes_too_long_is_refused(directory: Path) -> None:
+    bench = Bench(directory, timeout_s=0.5)
+    async with running(bench):
+        await until(lambda: len(bench.children) == 1)
+        good = ImageFile(file_of(picture(30, 30)))
+        with contextlib.suppress(InvalidRequestError):  # on a slow machine
+            await bench.pool.prepare(ADA, [good], "messages")
+        await until(lambda: len(bench.children) == 1)
+        (child,) = bench.children
+        child.suspend()
+        assert "takes longer than 0.5 s" in await bench.refusal(good.data)
+        await until(lambda: not child.is_running())
+
+
+async def test_files_that_wait_have_a_bound(bench: Bench) -> None:
+    large = ImageFile(bytes(WAITING_PIECES * 64 * 1024 + 1))
+    with pytest.raises(QueueFullError, match="waiting for their images"):
+        await bench.pool.prepare(ADA, [large], "messages")
+
+
+async def test_processes_end_with_the_pool(directory: Path) -> None:
+    bench = Bench(directory, processes=2)
+    async with running(bench):
+        await until(lambda: len(bench.children) == 2)
+    assert bench.children == []
+
+
+PROBE = """
+import ctypes, os, resource, socket, sys, time
+from services.tokenizer.images.confinement import allow_time, confine
+is_filtered = confine(64 * 1024 * 1024)
+attempts = {
+    "open": lambda: open("/etc/hostname"), "create": lambda: open("/tmp/written", "w"), "socket": socket.socket,
+    "fork": os.fork, "execute": lambda: os.execv("/bin/true", ["true"]), "signal": lambda: os.kill(os.getppid(), 0),
+    "memory": lambda: bytearray(128 * 1024 * 1024), "list": lambda: os.listdir("/"),
+}
+refused = []
+for name, attempt in attempts.items():
+    try:
+        attempt()
+    except (OSError, MemoryError):
+        refused.append(name)
+print(is_filtered, sorted(refused) == sorted(attempts), flush=True)
+"""
+
+
+def test_a_confined_process_reaches_nothing() -> None:
+    answer = subprocess.run([sys.executable, "-c", PROBE], capture_output=True, text=True, check=True, cwd=os.getcwd())
+    filtered, refused = answer.stdout.split()
+    assert refused == "True"
+    if filtered == "False":
+        pytest.skip("the kernel has no filters of system calls; the limits of resources refused all the same")
+
+
+def mutated(data: bytes, random_: random.Random) -> bytes:
+    """Return a file with bytes changed, removed, repeated or exchanged between places."""
+    changed = bytearray(data)
+    for _ in range(random_.choice((1, 1, 2, 4, 16))):
+        at = random_.randrange(len(changed))
+        match random_.randrange(4):
+            case 0:
+                changed[at] = random_.randrange(256)
+            case 1:
+                del changed[at : at + random_.randrange(1, 32)]
+            case 2:
+                changed[at:at] = changed[at : at + random_.randrange(1, 64)]
+            case _:
+                changed[at : at + 4] = random_.choice((b"\xff\xff\xff\xff", b"\0\0\0\0", b"\x7f\xff\xff\xff"))
+        if not changed:
+            return b"\0"
+    return bytes(changed)
+
+
+async def fuzz(bench: Bench, count: int) -> tuple[int, int]:
+    """Send so many mutated files; return how many were prepared and how many refused."""
+    random_ = random.Random(SEED)
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    sources = [
+        file_of(picture(48, 40), name, **options)
+        for name, options in (
+            ("JPEG", {}), ("JPEG", {"progressive": True, "exif": exif}), ("PNG", {}), ("WEBP", {}),
+            ("WEBP", {"lossless": True}), ("GIF", {}),
+        )
+    ]  # fmt: skip
+    sources += [file_of(picture(48, 40).quantize(8)), file_of(picture(48, 40).convert("RGBA"), "WEBP")]
+    outcomes = {True: 0, False: 0}
+
+    async def send(data: bytes) -> None:
+        try:
+            (image,) = await bench.pool.prepare(ADA, [ImageFile(data)], "messages")
+        except InvalidRequestError:  # the client's error; any other one fails the test
+            outcomes[False] += 1
+        else:
+            assert image.pixels.unpacked().size
+            outcomes[True] += 1
+
+    for start in range(0, count, 50):
+        await asyncio.gather(*(send(mutated(random_.choice(sources), random_)) for _ in range(min(50, count - start))))
+        assert all(child.memory_info().rss < 4 * MEMORY for child in bench.children if child.is_running())
+    return outcomes[True], outcomes[False]
+
+
+async def test_mutated_files_are_prepared_or_refused(bench: Bench) -> None:
+    good, bad = await fuzz(bench, 300)
+    assert good + bad == 300
+    assert min(good, bad) > 30
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(3600)
+async def test_fifty_thousand_mutated_files_are_prepared_or_refused(directory: Path) -> None:
+    bench = Bench(directory, processes=2)
+    async with running(bench):
+        good, bad = await fuzz(bench, 50_000)
+    assert good + bad == 50_000
+    assert min(good, bad) > 5_000

@@ -1,0 +1,115 @@
+"""Where images stand in prompts: their tokens in place of placeholders, and the ids that key them in the cache."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Any, cast
+
+import numpy as np
+import pytest
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+
+from common.errors import InvalidRequestError
+from common.images import image_ids, image_spans
+from common.requests import ImageFile
+from common.tokenization.vocabulary import byte_alphabet
+from common.types import Subject
+from services.tokenizer.images import prompts
+from services.tokenizer.images.processor import Detail, prepared
+from services.tokenizer.images.prompts import PreparedPrompts
+from services.tokenizer.images.registry import read_processor
+from tests.services.tokenizer.images.pictures import picture
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from pathlib import Path
+
+    from PIL.Image import Image
+
+    from services.tokenizer.images.pool import ImagePool
+    from services.tokenizer.images.processor import PreparedImage
+
+ADA = Subject("acme", "ada")
+SMOLVLM_MARKS = ["<image>", "<fake_token_around_image>", "<global-img>"]
+SMOLVLM_MARKS += [f"<row_{row}_col_{column}>" for row in range(1, 5) for column in range(1, 5)]
+MODELS: dict[str, tuple[dict[str, Any], dict[str, Any], list[str]]] = {
+    "qwen": (
+        {"model_type": "qwen2_5_vl", "vision_config": {}}, {"min_pixels": 784, "max_pixels": 20_000}, ["<|image_pad|>"],
+    ),
+    "smolvlm": (
+        {"model_type": "smolvlm", "vision_config": {"image_size": 32, "patch_size": 4}, "scale_factor": 2},
+        {"size": {"longest_edge": 128}, "max_image_size": {"longest_edge": 32}}, SMOLVLM_MARKS,
+    ),
+    "pixtral": (
+        {"model_type": "mistral3", "vision_config": {"patch_size": 14}, "spatial_merge_size": 2},
+        {"size": {"longest_edge": 200}}, ["[IMG]", "[IMG_BREAK]", "[IMG_END]"],
+    ),
+}  # fmt: skip
+
+
+class Pool:
+    """Prepares pictures by their number, which is all that a file has."""
+
+    def __init__(self, images: Sequence[PreparedImage]) -> None:
+        self.images = images
+
+    async def prepare(self, _subject: Subject, files: Sequence[ImageFile], _param: str) -> list[PreparedImage]:
+        return [self.images[file.data[0]] for file in files]
+
+
+class Bench:
+    def __init__(self, directory: Path, name: str, *pictures: Image) -> None:
+        config, stated, marks = MODELS[name]
+        (directory / "config.json").write_text(json.dumps(config))
+        (directory / "preprocessor_config.json").write_text(json.dumps(stated))
+        self.mark = marks[0]
+        processor = read_processor(directory, self.mark)
+        self.tokenizer = Tokenizer(
+            models.BPE(vocab={letter: byte for byte, letter in byte_alphabet().items()}, merges=[])
+        )
+        self.tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+        self.tokenizer.decoder = decoders.ByteLevel()
+        self.tokenizer.add_special_tokens([AddedToken(mark, special=True, normalized=False) for mark in marks])
+        cut = [processor.cut(image, Detail.AUTO) for image in pictures]
+        self.images = [prepared(processor, grid, values.tobytes()) for grid, values in cut]
+        pool = cast("ImagePool", Pool(self.images))  # only `prepare` is called
+        placeholder = self.tokenizer.token_to_id(self.mark)
+        assert placeholder is not None
+        self.prompts = PreparedPrompts(pool, self.tokenizer, placeholder)
+
+    def ids(self, text: str) -> np.ndarray[Any, Any]:
+        return np.array(self.tokenizer.encode(text, add_special_tokens=False).ids, np.int32)
+
+
+@pytest.mark.parametrize("name", MODELS)
+async def test_the_text_of_images_stands_in_place_of_placeholders(name: str, tmp_path: Path) -> None:
+    bench = Bench(tmp_path, name, picture(90, 60, seed=1), picture(40, 100, seed=2), picture(20, 20, seed=3))
+    text = "One {} and two{}\n{}. Which?"
+    files = [ImageFile(bytes([number])) for number in range(3)]
+    placed = await bench.prompts.place(ADA, bench.ids(text.format(*[bench.mark] * 3)), files, "messages")
+    whole = bench.ids(text.format(*(image.text for image in bench.images)))
+    assert np.array_equal(bench.prompts.shown(placed.token_ids), whole)
+    # What the scheduler checks: the ids are those of the images, which begin there.
+    spans = image_spans(placed.token_ids, placed.images)
+    for image, source, (first, _) in zip(placed.images, bench.images, spans, strict=True):
+        assert (image.digest, image.grid, image.pixels) == (source.digest, source.grid, source.pixels)
+        assert (image.offset, image.length) == (first, source.embeddings)
+        below = placed.token_ids[image.offset :]
+        assert np.array_equal(below[below < 0][: image.length], image_ids(image.digest, image.length))
+
+
+@pytest.mark.parametrize(("param", "words"), [("prompt", "2 placeholders"), ("messages", "places for 2 of 1 images")])
+async def test_other_numbers_of_placeholders_are_refused(param: str, words: str, tmp_path: Path) -> None:
+    bench = Bench(tmp_path, "qwen", picture(30, 30))
+    with pytest.raises(InvalidRequestError, match=words) as caught:
+        await bench.prompts.place(ADA, bench.ids(f"{bench.mark} {bench.mark}"), [ImageFile(b"\0")], param)
+    assert caught.value.param == param
+
+
+async def test_images_that_fit_into_no_message_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    bench = Bench(tmp_path, "qwen", picture(100, 100))
+    monkeypatch.setattr(prompts, "MAX_PIXEL_BYTES", 2 * bench.images[0].pixels.nbytes)
+    files = [ImageFile(b"\0")] * 3
+    await bench.prompts.place(ADA, bench.ids(bench.mark * 2), files[:2], "prompt")
+    with pytest.raises(InvalidRequestError, match="Send fewer or smaller images"):
+        await bench.prompts.place(ADA, bench.ids(bench.mark * 3), files, "prompt")
