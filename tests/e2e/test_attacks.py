@@ -120,6 +120,21 @@ def test_packets_of_drafted_answers_show_others_answers_in_the_shared_cache_only
 
 @pytest.mark.extended
 @pytest.mark.timeout(300)
+def test_pictures_are_found_by_others_in_the_shared_cache_only(tmp_path: Path) -> None:
+    path = tmp_path / "attack.json"
+    flags = ["--modes", "shared", "user_aware", "--oracles", "images", "--thresholds", "--json", str(path)]
+    assert main(["attack", "--launch", "--quick", *flags]) == 0
+    found = verdicts(path)
+    for oracle in ("pictures: cached_tokens", "pictures: made-up names"):
+        assert (found["shared", oracle], found["user_aware", oracle]) == ("leaks", "closed")
+    for mode in ("shared", "user_aware"):
+        assert found[mode, "pictures of one file name and EXIF id"] == "closed"
+        assert found[mode, "pictures of one short hash"] == "closed"
+        assert found[mode, "one's own picture again (control)"] == "leaks"
+
+
+@pytest.mark.extended
+@pytest.mark.timeout(300)
 def test_forged_pages_in_storage_are_misses(tmp_path: Path) -> None:
     path = tmp_path / "attack.json"
     flags = ["--modes", "user_aware", "--oracles", "forgeries", "--thresholds", "--json", str(path)]

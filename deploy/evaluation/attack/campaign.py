@@ -15,6 +15,7 @@ from deploy.evaluation.attack.oracles.demotion import probe_demotion
 from deploy.evaluation.attack.oracles.drafts import probe_drafts
 from deploy.evaluation.attack.oracles.evidence import probe_boundary, probe_revocation, probe_sybils
 from deploy.evaluation.attack.oracles.grammars import probe_grammar_delay, probe_grammar_times
+from deploy.evaluation.attack.oracles.images import probe_images
 from deploy.evaluation.attack.oracles.inventions import probe_inventions, probe_keyless, probe_rival_times
 from deploy.evaluation.attack.oracles.isolation import probe_isolation
 from deploy.evaluation.attack.oracles.names import probe_names
@@ -50,6 +51,7 @@ ORACLES: dict[str, Callable[[Scene], Awaitable[list[Finding]]]] = {
     "pages": probe_pages,
     "adapters": probe_adapters,
     "drafts": probe_drafts,
+    "images": probe_images,
     "grammar-times": probe_grammar_times,
     "grammar-delay": probe_grammar_delay,
     "delay": probe_delay,
@@ -79,6 +81,10 @@ KNOWN_LEAKS = (
     "keyless: publishing",
     "tenant that shares nothing",
     "packets of drafted answers",
+    "pictures: cached_tokens",
+    "pictures: time to first token",
+    "pictures: time of another question",
+    "pictures: made-up names",
     "storage reads",
     "made-up names: pushing out",
     "flood",

@@ -46,6 +46,7 @@ ORACLES = (
     "pages",
     "adapters",
     "drafts",
+    "images",
     "grammar-times",
     "grammar-delay",
     "delay",

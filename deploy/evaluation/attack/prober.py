@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from collections.abc import Coroutine, Iterable, Mapping, Sequence
 
     from deploy.evaluation.attack.allowance import Allowance
+    from deploy.evaluation.attack.pictures import Picture
     from deploy.evaluation.bench.clock import Clock
     from deploy.evaluation.bench.records import RequestRecord
 
@@ -35,6 +36,11 @@ NO_KEY = ""
 
 
 COMPLETIONS, MESSAGES = "completions", "messages"
+# After a picture, before a question that only one asks: longer than a page, so that the picture is in whole pages.
+COMMON_QUESTION = (
+    " Please look at this picture closely, and say in one short sentence what can be seen in it, where that is, and "
+    "what colours it has, without any guess about what is outside of it. "
+)
 
 
 JSON_TIMEOUT_S = 300.0
@@ -184,6 +190,32 @@ class Prober:
         except (KeyError, IndexError, TypeError):
             raise AttackError("an answer lacks its text or the count of cached tokens") from None
 
+    async def sees_pictures(self, picture: Picture) -> bool:
+        """Return whether the model takes pictures.
+
+        Raises:
+            AttackError: no answer.
+        """
+        await self._take()
+        body = self._picture_body(picture, "", Disguise())
+        status, _ = await self._exchange("POST", "/v1/chat/completions", orjson.dumps(body), Disguise())
+        return status == 200
+
+    async def ask_about(self, picture: Picture, disguise: Disguise, *, before: str = "") -> Sighting:
+        """Ask about a picture in a chat, after the text `before`, with a question of its own.
+
+        Raises:
+            AttackError: no answer.
+        """
+        await self._take()
+        self._asked += 1
+        body = self._picture_body(picture, before, disguise)
+        started = self.clock.now()
+        answer = await self._post("/v1/chat/completions", body, disguise)
+        ended = self.clock.now()
+        details = (answer.get("usage") or {}).get("prompt_tokens_details") or {}
+        return Sighting(details.get("cached_tokens"), ended - started, ended, ended)
+
     async def get(self, path: str, disguise: Disguise) -> tuple[int, bytes]:
         """Return status and body of a page.
 
@@ -211,6 +243,14 @@ class Prober:
         if identity not in self._clients:
             self._clients[identity] = open_connection(self._url, api_key, disguise.headers)
         return self._clients[identity]
+
+    def _picture_body(self, picture: Picture, before: str, disguise: Disguise) -> dict[str, Any]:
+        content: list[dict[str, Any]] = [{"type": "text", "text": before}] if before else []
+        content.append({"type": "image_url", "image_url": {"url": picture.data_url()}})
+        content.append({"type": "text", "text": f"{COMMON_QUESTION}{self._asked}"})
+        messages = [{"role": "user", "content": content}]
+        options = {"model": self.model, "max_tokens": 1, "temperature": 0, **self._priority}
+        return {**options, "messages": messages, **disguise.fields}
 
     async def _ask_message(self, text: tuple[Segment, ...], disguise: Disguise) -> Sighting:
         body = {

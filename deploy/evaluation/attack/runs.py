@@ -15,6 +15,7 @@ from deploy.evaluation.attack.allowance import Allowance, Budget
 from deploy.evaluation.attack.campaign import ORACLES, AttackReport, Plan, attack
 from deploy.evaluation.attack.scene import QUICK, UNKNOWN, Effort, Server, VictimKeys
 from deploy.evaluation.attack.schedule import SCHEDULED_ORACLES, Attempt, attack_repeatedly, attempted
+from deploy.evaluation.attack.seeing_model import NAME, save_seeing_model
 from deploy.evaluation.bench.clock import SystemClock
 from deploy.evaluation.bench.deployments import LaunchedDeployment
 from gateway.identity.keys import ApiKey, hash_of, save_keys
@@ -41,6 +42,7 @@ EXACT_ORACLES = (
     "pages",
     "adapters",
     "drafts",
+    "images",
     "delay",
     "long-outputs",
     "pushing",
@@ -52,6 +54,7 @@ KEYLESS_ORACLES = ("keyless",)
 ADAPTER_ORACLES = ("adapters",)
 FAIR_ORACLES = ("delay", "long-outputs", "pushing")
 DRAFT_ORACLES = ("drafts",)
+IMAGE_ORACLES = ("images",)
 ROOMY_ORACLES = ("inventions", "isolation", "demotion")
 # With --quick, these are asked of that server, too: most of their time would be the model's.
 QUICK_ROOMY_ORACLES = ("order", "sybils", "boundary", "revocation", "names", *ROOMY_ORACLES)
@@ -91,6 +94,8 @@ DRAFTS = ("scheduler.speculation.method=ngram", "scheduler.max_steps_per_plan=1"
 KEYLESS = ("gateway.anonymous=auto",)
 # So that no text of many is evicted before it is looked at, which could hide that it is shared.
 ROOMY = (f"scheduler.device_pages={8 * DEVICE_PAGES}",)
+# Random weights: what is said about a picture does not matter.
+SEEING = ("model.load_format=dummy", "model.dtype=float32", "model.images=on")
 # A threshold of evidence, a quota and a share are the same with and without a model.
 NO_MODEL = ("model.load_format=fake",)
 
@@ -197,7 +202,7 @@ def _attack_mode(arguments: argparse.Namespace, mode: str, observer: Observer) -
     launch = Launch(mode, arguments.config, tuple(arguments.overrides))
     model_free = replace(launch, settings=NO_MODEL)
     roomy = ROOMY_ORACLES if plan.effort.times else QUICK_ROOMY_ORACLES
-    special = (*STORAGE, *KEYLESS_ORACLES, *ADAPTER_ORACLES, *FAIR_ORACLES, *DRAFT_ORACLES, *roomy)
+    special = (*STORAGE, *KEYLESS_ORACLES, *ADAPTER_ORACLES, *FAIR_ORACLES, *DRAFT_ORACLES, *IMAGE_ORACLES, *roomy)
     first = tuple(oracle for oracle in plan.oracles if oracle not in special)
     parts: list[AttackReport] = []
 
@@ -219,6 +224,10 @@ def _attack_mode(arguments: argparse.Namespace, mode: str, observer: Observer) -
     add(" with fair shares", replace(slow, settings=(*NO_MODEL, *FAIR)), FAIR_ORACLES)
     drafting = replace(model_free, fake_step_ms=DRAFT_STEP_MS, settings=(*NO_MODEL, *ROOMY, *DRAFTS))
     add(" with drafts", drafting, DRAFT_ORACLES)
+    with TemporaryDirectory(prefix="pando-seeing-") as folder:
+        save_seeing_model(Path(folder))
+        seeing = (f"model.reference={folder}", f"model.served_name={NAME}", *SEEING)
+        add(" with a model that sees", replace(launch, settings=(*seeing, *ROOMY)), IMAGE_ORACLES)
     with TemporaryDirectory(prefix="pando-storage-") as folder:
         add(" two over one storage", replace(launch, storage=Path(folder)), STORAGE, servers=2)
     if mode == SWEPT_MODE and "sybils" in plan.oracles:

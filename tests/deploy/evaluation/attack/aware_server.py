@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import hashlib
 import json
 import time
+import zlib
 from collections import defaultdict
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from io import BytesIO
 from itertools import count
 from typing import TYPE_CHECKING, Any
 
+from PIL import Image
 from starlette.applications import Starlette
 from starlette.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
 from starlette.routing import Route
@@ -27,6 +31,8 @@ PAGE = 16
 EPOCH_S = 0.3
 # What a hostile grammar takes to compile: longer than a busy machine keeps a request waiting.
 HOSTILE_S = 4.0
+# What a picture takes to encode.
+ENCODING_S = 0.03
 K = 3
 NAMES = ("user_id", "user", "safety_identifier", "cache_salt", "session_id", "prompt_cache_key")
 # Enough hits by somebody who has not computed the text.
@@ -93,6 +99,11 @@ class AwareServer(FakeOpenAIServer):
     compiles_in_order: bool = False
     drafts: bool = False
     shares_drafts: bool = False
+    sees: bool = False
+    # What pictures are known by: their pixels, their file's name, or a short hash.
+    knows_by: str = "pixels"
+    shares_encodings: bool = False
+    shares_views: bool = False
     storage: Path | None = None
     authenticates: bool = True
     capacity_pages: int = 512
@@ -101,6 +112,7 @@ class AwareServer(FakeOpenAIServer):
     tokens: int = 0
     grammars: set[tuple[str, str]] = field(default_factory=set)
     answers: set[tuple[str, bytes]] = field(default_factory=set)
+    encoded: set[tuple[str, str]] = field(default_factory=set)
     _fresh: count[int] = field(default_factory=count)
     _epoch: int = 0
     _served: dict[str, int] = field(default_factory=lambda: defaultdict(int))
@@ -114,6 +126,7 @@ class AwareServer(FakeOpenAIServer):
                 Route("/v1/models", self._models),
                 Route("/v1/completions", self._answer, methods=["POST"]),
                 Route("/v1/messages", self._answer, methods=["POST"]),
+                Route("/v1/chat/completions", self._look, methods=["POST"]),
                 Route("/metrics", self._metrics),
             ]
         )
@@ -146,6 +159,37 @@ class AwareServer(FakeOpenAIServer):
         further = self._take_turns(who, number, body["max_tokens"] - 1)
         packets = body["max_tokens"] if self.drafts and not self._has_answered(who, text) else 1
         return StreamingResponse(_stream(usage, further, packets), media_type="text/event-stream")
+
+    async def _look(self, request: Request) -> Response:
+        """Answer about pictures: each is two pages, and takes some time unless the view has sent it before."""
+        body = await request.json()
+        who = self._who(request, body)
+        if who is None or not self.sees:
+            return JSONResponse({"error": {"message": "no"}}, 400 if who else 401)
+        words: list[str] = []
+        for part in body["messages"][0]["content"]:
+            if part["type"] == "text":
+                words += part["text"].split()
+                continue
+            picture = self._name_of(base64.b64decode(part["image_url"]["url"].partition(",")[2]))
+            words += [f"{picture}/{number}" for number in range(2 * PAGE)]
+            encoding = "" if self.shares_encodings else who.view, picture
+            if encoding not in self.encoded:
+                await asyncio.sleep(ENCODING_S)
+            self.encoded.add(encoding)
+        self._advance()
+        found, answer = self._ask(replace(who, tenant="all", view="all") if self.shares_views else who, words)
+        usage = {"prompt_tokens": len(words), "completion_tokens": 1, "prompt_tokens_details": {"cached_tokens": found}}
+        return JSONResponse({"choices": [{"index": 0, "message": {"content": answer}}], "usage": usage})
+
+    def _name_of(self, data: bytes) -> str:
+        picture = Image.open(BytesIO(data))
+        if self.knows_by == "name":
+            return str(picture.info["Title"])
+        if self.knows_by == "EXIF id":
+            return str(picture.getexif().get_ifd(0x8769)[0xA420])
+        pixels = picture.convert("RGB").tobytes()
+        return str(zlib.crc32(pixels)) if self.knows_by == "short hash" else hashlib.sha256(pixels).hexdigest()
 
     def _has_answered(self, who: Who, text: list[object]) -> bool:
         """Return whether an answer is drafted: the same view has had it, or anybody."""

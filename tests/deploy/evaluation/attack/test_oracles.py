@@ -115,6 +115,48 @@ def test_the_drafts_oracle_does_not_apply_where_nothing_is_drafted(tmp_path: Pat
     assert found == {"packets of drafted answers": "not applicable"}
 
 
+PICTURES_CONTROL = "one's own picture again (control)"
+
+
+@pytest.mark.parametrize(
+    ("broken", "leaking"),
+    [
+        ({}, set()),
+        ({"knows_by": "name"}, {"pictures of one file name and EXIF id"}),
+        ({"knows_by": "EXIF id"}, {"pictures of one file name and EXIF id"}),
+        ({"knows_by": "short hash"}, {"pictures of one short hash"}),
+    ],
+    ids=str,
+)
+def test_pictures_taken_for_others_are_detected(tmp_path: Path, broken: dict[str, Any], leaking: set[str]) -> None:
+    found = verdicts(attack(AwareServer(sees=True, **broken), tmp_path, "images", *FLAGS))
+    assert found.pop(PICTURES_CONTROL) == "leaks"
+    assert len(found) == 4
+    assert {name for name, verdict in found.items() if verdict == "leaks"} == leaking
+    assert {verdict for name, verdict in found.items() if name not in leaking} == {"closed"}
+
+
+@pytest.mark.parametrize(("shares", "verdict"), [(False, "closed"), (True, "leaks")])
+def test_pictures_that_all_users_share_are_detected(tmp_path: Path, *, shares: bool, verdict: str) -> None:
+    server = AwareServer(sees=True, shares_views=shares)
+    found = verdicts(attack(server, tmp_path, "images", *FLAGS))
+    assert found["pictures: cached_tokens"] == found["pictures: made-up names"] == verdict
+    assert found["pictures of one short hash"] == "closed"
+
+
+@pytest.mark.parametrize(("shares", "verdict"), [(False, "closed"), (True, "leaks")])
+def test_encodings_shared_between_users_are_detected(tmp_path: Path, *, shares: bool, verdict: str) -> None:
+    server = AwareServer(sees=True, shares_encodings=shares)
+    found = verdicts(attack(server, tmp_path, "images", *FLAGS, "--pairs", "30", quick=False))
+    assert found["time of another question about one's own picture (control)"] == "leaks"
+    # Times of a busy machine may leave it undecided, but never make it say the opposite.
+    assert found["pictures: time of another question"] in {verdict, "undecided"}
+
+
+def test_the_images_oracle_does_not_apply_to_a_model_without_vision(tmp_path: Path) -> None:
+    assert verdicts(attack(AwareServer(), tmp_path, "images", *FLAGS)) == {"pictures: cached_tokens": "not applicable"}
+
+
 @pytest.mark.parametrize(("evicts", "verdict"), [(False, "bounded"), (True, "unbounded")])
 def test_evictions_by_invented_users_are_detected(tmp_path: Path, *, evicts: bool, verdict: str) -> None:
     server = AwareServer(evicts_others=evicts)
