@@ -511,6 +511,34 @@ def claim_at(each: Running, path: str) -> str:
     return str(volume["persistentVolumeClaim"]["claimName"])
 
 
+@pytest.mark.parametrize(
+    ("name", "claim", "takers"),
+    [("device-turns", "turns", {"scheduler", "worker"}), ("example-shared-gpu", "demo-pando-turns", {"group"})],
+)
+def test_models_that_take_turns_share_locks_and_a_node(name: str, claim: str, takers: set[str]) -> None:
+    objects = render(VALUE_SETS[name])
+    claims = {item["metadata"]["name"] for item in objects if item["kind"] == "PersistentVolumeClaim"}
+    assert (claim in claims) == (name == "example-shared-gpu")
+    label = {"pando/device-turns": claim}
+    term = {"topologyKey": "kubernetes.io/hostname", "labelSelector": {"matchLabels": label}}
+    found = {
+        component for component, pod in pods(objects).items() if label.items() <= pod["metadata"]["labels"].items()
+    }
+    assert found == takers
+    for component in takers:
+        pod = pods(objects)[component]["spec"]
+        assert pod["affinity"]["podAffinity"]["requiredDuringSchedulingIgnoredDuringExecution"] == [term]
+        volume = {"name": "turns", "persistentVolumeClaim": {"claimName": claim}}
+        assert volume in pod["volumes"]
+    sharing = [each for each in running(objects) if each.service in ("scheduler", "worker")]
+    assert len(sharing) == 2
+    for each in sharing:
+        turns = each.settings.scheduler.device_turns
+        assert turns.enabled
+        assert {"name": "turns", "mountPath": str(turns.directory)} in each.container["volumeMounts"]
+    assert {each.settings.scheduler.device_turns.level for each in sharing} == {2 if name == "device-turns" else 1}
+
+
 def test_components_have_volumes_labels_and_security_contexts_of_their_own() -> None:
     for each in running(render(VALUE_SETS["own-contexts"])):
         assert each.container["securityContext"]["runAsUser"] == 20_000

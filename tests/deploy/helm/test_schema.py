@@ -66,6 +66,15 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "quantity with a wrong unit": ({"worker": {"sharedMemory": "2GB"}}, "sharedMemory"),
     "unknown way to scale": ({"gateway": {"autoscaling": {"mode": "vpa"}}}, "mode"),
     "more than all of the processors": ({"gateway": {"autoscaling": {"cpuPercent": 101}}}, "cpuPercent"),
+    "turns of several groups": ({"deviceTurns": {"create": True}, "groups": {"replicas": 2}}, "one group"),
+    "turns of groups that scale": (
+        {"deviceTurns": {"existingClaim": "turns"}, "groups": {"autoscaling": {"mode": "hpa"}}},
+        "one group",
+    ),
+    "turns of ranks in several pods": (
+        {"deviceTurns": {"create": True}, "worker": {"tensorParallel": 2, "ranksPerPod": 1}},
+        "all ranks in one pod",
+    ),
     "ingress for nobody": ({"ingress": {"enabled": True}}, "hosts"),
     "route without a parent": ({"httpRoute": {"enabled": True}}, "parentRefs"),
     "port beyond the last": ({"gateway": {"service": {"port": 70_000}}}, "port"),

@@ -245,6 +245,12 @@ VALUE_SETS: dict[str, dict[str, Any]] = {
         },
         "groups": {"layout": "together"},
     },
+    "device-turns": {
+        "deviceTurns": {"existingClaim": "turns"},
+        "groups": {"layout": "separate"},
+        "worker": {"affinity": {"podAffinity": {"preferredDuringSchedulingIgnoredDuringExecution": []}}},
+        "settings": {"scheduler": {"device_turns": {"level": 2}}},
+    },
     "open-network": {"networkPolicy": {"enabled": False}, "settings": {"scheduler": {"max_rows": 128}}},
     "ipv6": {"listenHost": "[::]"},
 } | {f"example-{path.stem}": yaml.safe_load(path.read_text()) for path in sorted((CHART / "examples").glob("*.yaml"))}

@@ -119,6 +119,9 @@
     {{- if and (has .name (list "gateway" "scheduler")) (include "pando.auditClaim" $root) }}
     - {name: audit, mountPath: /var/lib/pando/audit}
     {{- end }}
+    {{- if and (has .name (list "scheduler" "worker")) (include "pando.turnsClaim" $root) }}
+    - {name: turns, mountPath: /var/lib/pando/turns}
+    {{- end }}
     {{- if and (eq .name "gateway") (include "pando.responsesClaim" $root) }}
     - {name: responses, mountPath: /var/lib/pando/responses}
     {{- end }}

@@ -19,6 +19,9 @@ spec:
 {{ include "pando.selector" . }}
 app.kubernetes.io/version: {{ default .root.Chart.AppVersion .root.Values.image.tag | quote }}
 app.kubernetes.io/part-of: pando
+{{- with include "pando.turnsLabel" . }}
+{{ . }}
+{{- end }}
 {{- end -}}
 
 {{/* Seconds that a pod has to finish open requests; workers drain as long as their scheduler. */}}
@@ -169,6 +172,12 @@ volumes:
     persistentVolumeClaim: {claimName: {{ . | quote }}}
   {{- end }}
   {{- end }}
+  {{- if or $hasWorker (eq .name "scheduler") }}
+  {{- with include "pando.turnsClaim" $root }}
+  - name: turns
+    persistentVolumeClaim: {claimName: {{ . | quote }}}
+  {{- end }}
+  {{- end }}
   {{- if eq .name "gateway" }}
   {{- with include "pando.responsesClaim" $root }}
   - name: responses
@@ -180,13 +189,17 @@ volumes:
   {{- end }}
 {{- end -}}
 
-{{/* The affinity in the values; the pods of one group's ranks must share a node. */}}
+{{/* The affinity in the values; the pods of one group's ranks must share a node, and so must those that take turns. */}}
 {{- define "pando.affinity" -}}
 {{- $worker := .root.Values.worker -}}
 {{- $affinity := deepCopy (.values | default (index .root.Values .name)).affinity -}}
-{{- $together := and (eq .name "worker") (not $worker.leaderWorkerSet.enabled) (gt (include "pando.workerPods" .root | int) 1) -}}
-{{- if $together -}}
-{{- $term := dict "topologyKey" "kubernetes.io/hostname" "labelSelector" (dict "matchLabels" (include "pando.selector" . | fromYaml)) -}}
+{{- $labels := list -}}
+{{- if and (eq .name "worker") (not $worker.leaderWorkerSet.enabled) (gt (include "pando.workerPods" .root | int) 1) -}}
+{{- $labels = append $labels (include "pando.selector" . | fromYaml) -}}
+{{- end -}}
+{{- with include "pando.turnsLabel" . }}{{ $labels = append $labels (fromYaml .) }}{{ end -}}
+{{- range $labels -}}
+{{- $term := dict "topologyKey" "kubernetes.io/hostname" "labelSelector" (dict "matchLabels" .) -}}
 {{- $pods := get $affinity "podAffinity" | default dict -}}
 {{- $key := "requiredDuringSchedulingIgnoredDuringExecution" -}}
 {{- $terms := append (get $pods $key | default list) $term -}}

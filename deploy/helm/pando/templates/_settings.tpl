@@ -24,7 +24,7 @@ detokenizer: [log, rpc, metrics, tracing, model, detokenizer]
 {{- $_ := set $own "scheduler" (pick $all.scheduler "admin_token") -}}
 {{- else if eq .service "worker" -}}
 {{- /* Workers that are told to end serve as long as their scheduler drains. */}}
-{{- $_ := set $own "scheduler" (pick $all.scheduler "drain_s") -}}
+{{- $_ := set $own "scheduler" (pick $all.scheduler "drain_s" "device_turns") -}}
 {{- end -}}
 {{- $own | toToml -}}
 {{- end -}}
@@ -90,6 +90,7 @@ detokenizer: [log, rpc, metrics, tracing, model, detokenizer]
 {{- if $storage }}{{ $_ := set $own.scheduler "storage" $storage }}{{ end -}}
 {{- if include "pando.responsesClaim" . }}{{ $_ := set $own.gateway "responses" (dict "file" "/var/lib/pando/responses/responses.db") }}{{ $_ := set $own.gateway "batches" (dict "file" "/var/lib/pando/responses/batches.db") }}{{ end -}}
 {{- if include "pando.auditClaim" . }}{{ $_ := set $own "audit" (dict "directory" "/var/lib/pando/audit") }}{{ end -}}
+{{- if include "pando.turnsClaim" . }}{{ $_ := set $own.scheduler "device_turns" (dict "enabled" true "directory" "/var/lib/pando/turns") }}{{ end -}}
 {{- $_ := set $own.worker "device" .Values.worker.device -}}
 {{- $given := deepCopy .Values.settings -}}
 {{- if eq .Values.worker.device "cuda" -}}

@@ -25,3 +25,25 @@
 {{- if or .existingClaim .create }}{{ .existingClaim | default (printf "%s-audit" (include "pando.fullname" $)) }}{{ end -}}
 {{- end -}}
 {{- end -}}
+
+{{/* The claim with the locks of the releases that take turns on a GPU; empty: none. Values that do not fit are refused. */}}
+{{- define "pando.turnsClaim" -}}
+{{- $turns := .Values.deviceTurns -}}
+{{- if or $turns.existingClaim $turns.create -}}
+{{- if or (ne (int .Values.groups.replicas) 1) (ne .Values.groups.autoscaling.mode "off") -}}
+{{- fail "deviceTurns needs one group: groups.replicas 1, and groups.autoscaling.mode off" -}}
+{{- else if or .Values.worker.leaderWorkerSet.enabled (gt (include "pando.workerPods" . | int) 1) -}}
+{{- fail "deviceTurns needs all ranks in one pod: worker.ranksPerPod 0, and no worker.leaderWorkerSet" -}}
+{{- end -}}
+{{- $turns.existingClaim | default (printf "%s-turns" (include "pando.fullname" .)) -}}
+{{- end -}}
+{{- end -}}
+
+{{/* The label of all pods that take turns with those of this release; takes {root, name}; empty: these pods do not. */}}
+{{- define "pando.turnsLabel" -}}
+{{- if has .name (list "group" "scheduler" "worker") -}}
+{{- with include "pando.turnsClaim" .root -}}
+pando/device-turns: {{ . | trunc 63 | trimSuffix "-" | quote }}
+{{- end -}}
+{{- end -}}
+{{- end -}}
