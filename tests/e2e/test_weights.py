@@ -9,10 +9,13 @@ from typing import TYPE_CHECKING, Any
 import httpx
 import numpy as np
 import pytest
+from pydantic import SecretStr
 
 from common.gguf_header import read_header
 from common.models import resolve_model
-from common.settings import GatewaySettings, ModelSettings, Settings
+from common.settings import GatewaySettings, ModelSettings, SchedulerSettings, Settings, WorkerSettings
+from common.settings.scheduler import HostTierSettings, StorageSettings
+from common.settings.worker import WorkerStorageSettings
 from deploy.cli import main
 from tests.e2e.conftest import require_model, serve
 from tests.e2e.test_restarts import kill_and_wait_until_replaced
@@ -153,3 +156,37 @@ def test_an_update_during_which_a_rank_dies_ends_with_the_old_or_the_new_weights
         answers = [complete(served_anew, prompt) for prompt in PROMPTS]
     assert [found["choices"][0]["text"] for found in answers] == (expected if is_replaced else before)
     assert {found["weight_version"] for found in answers} == {"newer" if is_replaced else "default"}
+
+
+def test_neither_host_nor_storage_matches_pages_of_the_old_weights(newer: Path, run_root: Path, tmp_path: Path) -> None:
+    """Storage is seen to be used before: with device and host emptied, it has the prompt's pages."""
+    settings = Settings(
+        gateway=GATEWAY,
+        scheduler=SchedulerSettings(
+            max_rows=4,
+            device_pages=64,
+            host_tier=HostTierSettings(pages=64),
+            storage=StorageSettings(prefetch="wait_complete", keyring=tmp_path / "keyring.db"),
+        ),
+        worker=WorkerSettings(storage=WorkerStorageSettings(location=SecretStr(str(tmp_path / "pages")))),
+    )
+    prompt = "One of many long stories begins as follows. " * 12
+    for served in serve(settings, run_root):
+        old = complete(served, prompt)
+        assert cached_of(old) == 0
+        wait_until(lambda: served.state().storage.stored_pages > 0)  # noqa: B023
+        with served.http() as http:
+            http.post("/flush_cache").raise_for_status()
+        again = complete(served, prompt)
+        assert cached_of(again) > 0
+        assert again["choices"] == old["choices"]
+        assert update(served, newer, weight_version="newer").status_code == httpx.codes.OK
+        fresh = complete(served, prompt)
+        assert (cached_of(fresh), fresh["weight_version"]) == (0, "newer")
+        assert fresh["choices"][0]["text"] != old["choices"][0]["text"]
+        assert cached_of(complete(served, prompt)) > 0
+
+
+def cached_of(answer: dict[str, Any]) -> int:
+    cached: int = answer["usage"]["prompt_tokens_details"]["cached_tokens"]
+    return cached

@@ -16,6 +16,7 @@ from tests.waiting import until
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable
+    from pathlib import Path
 
 DRAIN = scheduler_pb2.WEIGHTS_UPDATE_MODE_DRAIN
 RECOMPUTE = scheduler_pb2.WEIGHTS_UPDATE_MODE_RECOMPUTE
@@ -43,6 +44,12 @@ async def start(pipeline: Pipeline, name: str, max_tokens: int = 30) -> None:
 
 def models(pipeline: Pipeline) -> list[list[str]]:
     return [[request.model for request in worker.configured] for worker in pipeline.workers]
+
+
+def on_host(state: scheduler_pb2.GetStateResponse) -> int:
+    """Return the pages of the host tier that hold copies."""
+    (host,) = (tier for tier in state.tiers if tier.tier == "host")
+    return host.capacity_pages - host.free_pages
 
 
 @pytest.fixture
@@ -84,6 +91,22 @@ async def test_no_page_of_the_old_weights_is_matched(pipeline: Pipeline) -> None
     await pipeline.submit("fourth")
     await pipeline.finished("fourth")
     assert pipeline.detokenizer.cached["fourth"] > 0
+
+
+async def test_no_page_of_the_old_weights_is_matched_on_the_host(tmp_path: Path) -> None:
+    pipeline = Pipeline(tmp_path, host_tier={"pages": 64})
+    await pipeline.start()
+    await pipeline.ready()
+    await pipeline.submit("first")
+    await pipeline.finished("first")
+    await until_state(pipeline, lambda state: on_host(state) > 0)
+    await update(pipeline, DRAIN)
+    assert on_host(await pipeline.state()) == 0
+    await pipeline.submit("second")
+    await pipeline.finished("second")
+    assert pipeline.detokenizer.cached["second"] == 0
+    assert pipeline.detokenizer.output_of("second") == output()
+    await pipeline.stop()
 
 
 async def test_recomputing_continues_with_the_new_weights(pipeline: Pipeline, base: str) -> None:
