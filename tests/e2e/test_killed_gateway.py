@@ -20,9 +20,10 @@ if TYPE_CHECKING:
 
 KEYS = [ApiKey("ann", hash_of("ann"), "acme", "ann"), ApiKey("bob", hash_of("bob"), "acme", "bob")]
 ANN, BOB = ({"authorization": f"Bearer {key}"} for key in ("ann", "bob"))
-LIMITS = "[tenants.acme]\nrequests_per_minute = 1000\ntokens_per_minute = 100000\n"
+LIMITS = '[tenants.acme]\nrequests_per_minute = 1000\ntokens_per_minute = 100000\nadapters = ["style"]\n'
 SECRET = "a secret that has more than 32 characters"
 TEXT = "Hello world"
+ADAPTED = {**BODY, "model": "tiny:style"}
 RESPONSE: dict[str, Any] = {"model": "tiny", "input": "Hello", "background": True}
 
 
@@ -53,11 +54,11 @@ async def test_answers_of_a_killed_gateway_go_on_at_the_other_one(run_root: Path
             response = background.last_id.rpartition("/")[0]
             # Two clients are reading when the gateway dies; a third has joined at the other gateway.
             reading = [
-                asyncio.create_task(cut_off(first, chat, ANN)),
-                asyncio.create_task(cut_off(first, joined, {**ANN, **key})),
+                asyncio.create_task(cut_off(first, chat, ANN, BODY)),
+                asyncio.create_task(cut_off(first, joined, {**ANN, **key}, ADAPTED)),
             ]
             await until(lambda: len(chat.datas) >= 3 and len(joined.datas) >= 3)
-            following = asyncio.create_task(read(second, joining, body=BODY, headers={**ANN, **key}))
+            following = asyncio.create_task(read(second, joining, body=ADAPTED, headers={**ANN, **key}))
             await until(lambda: len(joining.datas) >= 3)
             gateways.kill(0)
             await asyncio.gather(*reading)
@@ -67,7 +68,7 @@ async def test_answers_of_a_killed_gateway_go_on_at_the_other_one(run_root: Path
                 refused = await read(second, Seen([chat.last_id]), body=body, headers=BOB)
                 assert error_of(refused, 404)
             await read(second, chat, body=BODY, headers=ANN)
-            await read(second, joined, body=BODY, headers={**ANN, **key})
+            await read(second, joined, body=ADAPTED, headers={**ANN, **key})
             await following
             query = f"?stream=true&starting_after={background.numbers[-1]}"
             rest = Seen()
@@ -86,10 +87,10 @@ async def test_answers_of_a_killed_gateway_go_on_at_the_other_one(run_root: Path
     check_continued(services.requests)
 
 
-async def cut_off(port: int, seen: Seen, headers: dict[str, str]) -> httpx.Response | None:
+async def cut_off(port: int, seen: Seen, headers: dict[str, str], body: dict[str, Any]) -> httpx.Response | None:
     """Read until the connection breaks."""
     try:
-        return await read(port, seen, path=CHAT, body=BODY, headers=headers)
+        return await read(port, seen, path=CHAT, body=body, headers=headers)
     except httpx.TransportError:
         return None
 
@@ -103,5 +104,7 @@ def check_continued(requests: list[Any]) -> None:
     for request in continued:
         original = originals[request.request_id.partition("~")[0]]
         assert request.sampling == original.sampling
+        assert request.adapter == original.adapter
         assert list(request.resume.token_ids) == [0, 1]
         assert request.resume.delivered_characters == len("Hello")
+    assert sorted(request.adapter for request in continued) == ["", "", "style"]
