@@ -60,7 +60,7 @@ def answers(model: Path) -> dict[str, list[int]]:
     described = {"peft_type": "LORA", "r": RANK, "lora_alpha": RANK, "target_modules": list(MODULES)}
     generator, found = torch.Generator().manual_seed(0), {}
     for name in NAMES:
-        tensors = {}
+        tensors: dict[str, torch.Tensor] = {}
         for weight in adapted:
             height, width = originals[weight].shape
             a, b = (torch.randn(shape, generator=generator) * 0.15 for shape in ((RANK, width), (height, RANK)))
