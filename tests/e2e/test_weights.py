@@ -183,7 +183,6 @@ def test_neither_host_nor_storage_matches_pages_of_the_old_weights(newer: Path, 
         assert update(served, newer, weight_version="newer").status_code == httpx.codes.OK
         fresh = complete(served, prompt)
         assert (cached_of(fresh), fresh["weight_version"]) == (0, "newer")
-        assert fresh["choices"][0]["text"] != old["choices"][0]["text"]
         assert cached_of(complete(served, prompt)) > 0
 
 

@@ -24,10 +24,14 @@ OF_PART = tl.constexpr(5)
 # Up to so many tokens, tiles are the smallest that tensor cores take, and several programs share a token's inputs.
 _FEW_TOKENS = 256
 _FEW_ROWS, _MANY_ROWS = 16, 64
-_LEAST_SHARE, _MOST_SHARES = 512, 16
+# With more than a few tiles, these occupy the device, and fewer shares have to be added up.
+_FEW_TILES = 8
+_LEAST_SHARE, _MOST_SHARES, _SOME_SHARES = 512, 16, 4
 _DEPTH = 128
 _RANKS = 32
-_COLUMNS = 64
+_FEW_COLUMNS, _MANY_COLUMNS = 64, 128
+# Registers of a thread, so that four programs instead of two run on a multiprocessor: they wait for memory mostly.
+_REGISTERS = 128
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,9 +137,12 @@ def _look_up(
 def _expand(
     outputs, order, tiles, table, partial, count, most_ranks, stride,
     COLUMNS: tl.constexpr, ROWS: tl.constexpr, RANKS: tl.constexpr, BLOCK: tl.constexpr, SHARES: tl.constexpr,
-    PARTS: tl.constexpr,
+    PARTS: tl.constexpr, NARROW: tl.constexpr,
 ):  # fmt: skip
-    """Add the products of a tile's shrunk inputs with `b` to a block of the outputs."""
+    """Add the products of a tile's shrunk inputs with `b` to a block of the outputs.
+
+    NARROW: places in `partial` and in the outputs fit into 32 bits.
+    """
     tile = tiles + tl.program_id(0) * 3
     first = tl.load(tile + 1)
     stop = tl.load(tile + 2)
@@ -144,6 +151,11 @@ def _expand(
     at = first + tl.arange(0, ROWS)
     inside = at < stop
     token = tl.load(order + at, mask=inside, other=0)
+    place = at
+    if NARROW:
+        token = token.to(tl.int32)
+    else:
+        place = at.to(tl.int64)
     element = outputs.dtype.element_ty
     if stop > first:
         for part in tl.static_range(PARTS):
@@ -162,12 +174,12 @@ def _expand(
                     low = tl.zeros([ROWS, RANKS], tl.float32)
                     for share in tl.static_range(SHARES):
                         low += tl.load(
-                            partial + (share * count + at).to(tl.int64)[:, None] * most_ranks
+                            partial + (share * count + place)[:, None] * most_ranks
                             + (first_rank + rows)[None, :],
                             mask=inside[:, None] & (rows < ranks)[None, :], other=0.0,
                         )  # fmt: skip
                     factor = tl.load(
-                        b + rows.to(tl.int64)[:, None] * outs + columns[None, :],
+                        b + rows[:, None] * outs + columns[None, :],
                         mask=(rows < ranks)[:, None] & is_own[None, :], other=0.0,
                     )  # fmt: skip
                     sums = tl.dot(low.to(element), factor, sums, input_precision="ieee")
@@ -194,7 +206,9 @@ def add_products(
         inputs = inputs.contiguous()
     assert outputs.stride(1) == 1, "rows of outputs are contiguous"
     # Sums do not depend on which programs run first.
-    shares = _MOST_SHARES if tokens <= _FEW_TOKENS else 1
+    shares = 1
+    if tokens <= _FEW_TOKENS:
+        shares = _MOST_SHARES if len(tiles.tiles) <= _FEW_TILES else _SOME_SHARES
     share = max(_LEAST_SHARE, triton.cdiv(width, shares * _DEPTH) * _DEPTH)
     shares = triton.cdiv(width, share)
     partial = torch.empty(shares, tokens, most_ranks, dtype=torch.float32, device=inputs.device)
@@ -224,7 +238,14 @@ def _expand_into(
     outputs: torch.Tensor, tiles: TokenTiles, table: torch.Tensor, partial: torch.Tensor, parts: int
 ) -> None:
     shares, tokens, most_ranks = partial.shape
-    _expand[(len(tiles.tiles), triton.cdiv(outputs.shape[1], _COLUMNS))](
+    is_narrow = tiles.rows == _FEW_ROWS
+    columns = _MANY_COLUMNS if is_narrow else _FEW_COLUMNS
+    # Ranks fit into one or a few rounds, which are not worth a pipeline's memory.
+    options = {"num_stages": 1} if is_narrow else {}
+    if is_narrow and len(tiles.tiles) > _FEW_TILES:
+        options["maxnreg"] = _REGISTERS
+    _expand[(len(tiles.tiles), triton.cdiv(outputs.shape[1], columns))](
         outputs, tiles.order, tiles.tiles, table, partial, tokens, most_ranks, outputs.stride(0),
-        COLUMNS=table.shape[1], ROWS=tiles.rows, RANKS=_RANKS, BLOCK=_COLUMNS, SHARES=shares, PARTS=parts,
+        COLUMNS=table.shape[1], ROWS=tiles.rows, RANKS=_RANKS, BLOCK=columns, SHARES=shares, PARTS=parts,
+        NARROW=is_narrow, **options,
     )  # fmt: skip

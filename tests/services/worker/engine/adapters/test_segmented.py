@@ -87,6 +87,38 @@ def test_any_ranks_in_one_pass_give_the_sums_of_one_adapter_after_the_other(toke
     assert torch.equal(found[1][without], inputs[without])
 
 
+@pytest.mark.parametrize("slots", [5, 24], ids=["few tiles", "many tiles"])
+def test_wide_inputs_are_shrunk_in_shares(slots: int, device: torch.device) -> None:
+    """Shares of inputs give the sums of whole ones, however many tiles and so shares there are."""
+    width, heights, tokens, rank = 2100, (160, 40), 40, 40
+    site = Site(tuple(SitePart(name, slice(None)) for name in ("gate", "up")))
+    generator = torch.Generator().manual_seed(0)
+
+    def drawn(*shape: int) -> torch.Tensor:
+        return (torch.randn(shape, generator=generator) / 8).to(device, torch.float16)
+
+    both = GroupedAdapters(slots), SegmentedAdapters(slots, device)
+    for adapters in both:
+        adapters.sites.append(site)
+    for slot in range(4):
+        parts = (
+            PartFactors(0, slice(0, rank), drawn(heights[0], rank)),
+            PartFactors(heights[0], slice(rank, 2 * rank), drawn(heights[1], rank)),
+        )
+        weights = AdapterWeights(f"{slot}", rank, {site.name: SiteFactors(drawn(2 * rank, width), parts)}, None)
+        for adapters in both:
+            adapters.put(slot, weights)
+    chosen = torch.randint(-1, 4, (tokens,), generator=generator, dtype=torch.int32).to(device)
+    inputs, sums = drawn(tokens, width), drawn(tokens, sum(heights))
+    found = []
+    for adapters in both:
+        adapters.use(chosen)
+        found.append(sums.clone())
+        adapters.add(site, inputs, found[-1])
+    assert not torch.equal(found[0], sums)
+    torch.testing.assert_close(found[1], found[0], atol=0.03, rtol=0.01)
+
+
 def test_slots_are_filled_again_and_emptied(device: torch.device) -> None:
     adapters = SegmentedAdapters(SLOTS, device)
     adapters.sites.append(SITE)

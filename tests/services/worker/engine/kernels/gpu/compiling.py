@@ -189,14 +189,15 @@ def latent_sizes() -> list[int]:
 def adapter_sizes() -> list[int]:
     """Compile products of adapters in the shape of an 8B model: of few tokens, and of many."""
     sizes = []
-    for rows, share, shares in ((16, 896, 16), (64, 14336, 1)):
+    for rows, share, shares, block in ((16, 896, 16, 128), (16, 3584, 4, 128), (64, 14336, 1, 64)):
         tiles: Constants = {"COLUMNS": 17, "ROWS": rows, "RANKS": 32}
         shrink = "*bf16 *i64 *i32 *i64 *fp32 i32 i32 i32 i32"
         sizes.append(build(adapter_products._shrink, shrink, 4, **tiles, DEPTH=128, SHARE=share))
         sizes.append(build(adapter_products._look_up, "*i64 *i64 *i32 *i64 *fp32 *bf16 i32", 4, **tiles))
         for parts in (1, 2, 3):
             expand = "*bf16 *i64 *i32 *i64 *fp32 i32 i32 i32"
-            sizes.append(build(adapter_products._expand, expand, 4, **tiles, BLOCK=64, SHARES=shares, PARTS=parts))
+            of_part: Constants = {"BLOCK": block, "SHARES": shares, "PARTS": parts, "NARROW": rows == 16}
+            sizes.append(build(adapter_products._expand, expand, 4, **tiles, **of_part))
     return sizes
 
 
