@@ -1,4 +1,4 @@
-"""What requests with adapters share with others: grammars, log probabilities, sessions, preemption, drafts; a hub."""
+"""What requests with adapters share with all others: grammars, log probabilities, sessions, preemption; and a hub."""
 
 from __future__ import annotations
 
@@ -12,13 +12,11 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from common.settings import GatewaySettings, ModelSettings, SchedulerSettings, Settings, SpeculationSettings
+from common.settings import GatewaySettings, ModelSettings, SchedulerSettings, Settings
 from common.settings.scheduler import AdapterSettings, SessionSettings
-from deploy.supervisor.layout import free_port
 from services.worker.engine.checkpoints.opening import open_checkpoint
 from services.worker.engine.checkpoints.tensor_shapes import tensor_shape
 from tests.e2e.conftest import require_model, serve
-from tests.e2e.test_speculation import accepted
 from tests.fakes.hub import serve_hub
 from tests.fakes.hub_client import HubClient
 from tests.waiting import wait_until
@@ -76,8 +74,6 @@ def served_adapted(sources: dict[str, Path], run_root: Path) -> Iterator[Served]
             max_rows=8,
             device_pages=PAGES,
             sessions=SessionSettings(share=0.4, share_total=0.9),
-            speculation=SpeculationSettings(method="ngram"),
-            metrics_port=free_port("127.0.0.1"),
             adapters=AdapterSettings(slots=2, load={name: str(path) for name, path in sources.items()}, tenant_share=1),
         ),
     )
@@ -145,28 +141,6 @@ def test_log_probabilities_are_those_of_the_adapter(served_adapted: Served) -> N
         by_adapter[adapter] = [value for value, _, _ in meta["input_token_logprobs"][1:]]
     assert by_adapter["first"] != pytest.approx(by_adapter[None], abs=0.05)
     assert by_adapter["first"] != pytest.approx(by_adapter["second"], abs=0.05)
-
-
-def test_drafts_are_verified_with_the_adapter(served_adapted: Served) -> None:
-    """Each token is the likeliest one where all of them are a prompt, which has no drafts."""
-    before = accepted(served_adapted)
-    for adapter in (None, *NAMES):
-        said = generate(
-            served_adapted, "one two three four five " * 6, adapter, 60, sampling_params={"ignore_eos": True},
-            return_logprob=True, logprob_start_len=0,
-        )["meta_info"]  # fmt: skip
-        ids = [token for kind in ("input", "output") for _, token, _ in said[f"{kind}_token_logprobs"]]
-        with served_adapted.http() as http:
-            body = {
-                "input_ids": ids, "sampling_params": {"temperature": 0, "max_new_tokens": 1}, "return_logprob": True,
-                "logprob_start_len": 0, "top_logprobs_num": 1, **({"lora_path": adapter} if adapter else {}),
-            }  # fmt: skip
-            scored = http.post("/generate", json=body).json()["meta_info"]
-        values = [value for value, _, _ in scored["input_token_logprobs"][-60:]]
-        likeliest = [tops[0][0] for tops in scored["input_top_logprobs"][-60:]]
-        assert len(values) == 60
-        assert values == pytest.approx(likeliest, abs=0.05)
-    assert accepted(served_adapted) > before
 
 
 def test_sessions_go_on_with_their_adapter_and_never_with_pages_of_another(served_adapted: Served) -> None:

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
     from tests.e2e.served import Served
 
-pytestmark = pytest.mark.extended
+pytestmark = pytest.mark.soak
 
 ADAPTERS, SLOTS, TOKENS, RANK = 300, 24, 6, 8
 NAMES = tuple(f"a{number}" for number in range(ADAPTERS))
