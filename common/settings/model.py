@@ -24,8 +24,9 @@ class ModelSettings(Section):
     load_format: Literal["auto", "safetensors", "gguf", "dummy", "fake"] = "auto"
     """`dummy`: random weights in the shapes of config.json. `fake`: no model at all, for tests of the protocol."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
-    """Element type of the weights; auto: on GPUs that of the checkpoint; on CPUs bfloat16 if the processor can multiply
-    it, otherwise float32."""
+    """Element type of the weights; auto: that of the checkpoint, but on CPUs that can multiply bfloat16 always bfloat16.
+    Other CPUs widen weights to float32 when they multiply them, which is exact, so that they are float32 in memory only
+    if the checkpoint is, or is quantised."""
     kv_dtype: Literal["auto", "float32", "bfloat16", "float16", "fp8", "fp8_e4m3"] = "auto"
     """Element type of the KV pool; auto: that of the activations. fp8, the same as fp8_e4m3, takes half of bfloat16's
     memory, so that twice as many tokens fit. Keys and values have a scale for each KV head: the checkpoint's, or else

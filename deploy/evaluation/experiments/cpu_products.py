@@ -118,7 +118,7 @@ def prepared_ways(
 ) -> dict[str, Prepare]:
     """Return the functions that lay out a weight, by the name of the way."""
     from services.worker.engine.kernels.cpu.kernels import CpuKernels
-    from services.worker.engine.kernels.torch.kernels import PrepackedLinear, TorchLinear
+    from services.worker.engine.kernels.torch.kernels import PrepackedLinear, TorchLinear, can_prepack
 
     def own(weight: torch.Tensor) -> Linear:
         return CpuKernels(library, dtype, threads).linear(weight, None)
@@ -129,10 +129,9 @@ def prepared_ways(
     ways: dict[str, Prepare] = {"own": own}
     if blocks is not None:
         ways["onednn"] = onednn
-    return ways | {
-        "torch packed": lambda weight: PrepackedLinear(weight.to(dtype, copy=True), None),
-        "torch": lambda weight: TorchLinear(weight.to(dtype, copy=True), None),
-    }
+    if can_prepack(dtype):
+        ways["torch packed"] = lambda weight: PrepackedLinear(weight.to(dtype, copy=True), None)
+    return ways | {"torch": lambda weight: TorchLinear(weight.to(dtype, copy=True), None)}
 
 
 def rates_of(

@@ -84,18 +84,31 @@ def select_device(options: RunnerOptions) -> torch.device:
 def select_dtype(name: str, config: ModelConfig, device: torch.device, library: CpuLibrary | None) -> torch.dtype:
     """Return the type of the weights: unless asked otherwise, the checkpoint's own on GPUs.
 
-    Models whose activations would overflow in float16 are computed in bfloat16 there. On CPUs it is bfloat16 where the
-    processor multiplies pairs of them, at twice the rate, and float32 elsewhere.
+    Models whose activations would overflow in float16 are computed in bfloat16 there. On CPUs see `_auto_dtype_on_cpu`.
     """
-    if name == "auto":
-        multiplies_pairs = library is not None and library.rounds_inputs
-        own = "bfloat16" if config.overflows_float16 and config.dtype == "float16" else config.dtype
-        name = own if device.type != "cpu" else "bfloat16" if multiplies_pairs else "float32"
+    if name == "auto" and device.type == "cpu":
+        name = _auto_dtype_on_cpu(config, library)
+    elif name == "auto":
+        name = "bfloat16" if config.overflows_float16 and config.dtype == "float16" else config.dtype
     if name not in DTYPES:
         raise ConfigurationError(f"dtype {name!r} is not one of {', '.join(DTYPES)}")
     if name == "float16" and config.overflows_float16 and device.type != "cpu":
         raise ConfigurationError(f"activations of {config.family} overflow in float16; use dtype=bfloat16")
     return DTYPES[name]
+
+
+def _auto_dtype_on_cpu(config: ModelConfig, library: CpuLibrary | None) -> str:
+    """Return bfloat16 if the processor multiplies pairs of them, at twice the rate; otherwise the checkpoint's type.
+
+    Operators then widen weights exactly when they multiply them: results have the bits of float32, and weights take half
+    of its memory and bandwidth. Quantised matrices are unpacked to float32, which not all of their types fit into
+    otherwise; plain torch has no products of float32 and narrower types.
+    """
+    if library is not None and library.rounds_inputs:
+        return "bfloat16"
+    if library is None or config.stored_format is not None or config.dtype not in DTYPES:
+        return "float32"
+    return config.dtype
 
 
 def select_kv_dtype(name: str, activations: torch.dtype) -> torch.dtype:

@@ -8,6 +8,7 @@ import torch
 from common.errors import ConfigurationError
 from common.steps import EngineSpec
 from services.worker.engine.backends import (
+    DTYPES,
     RunnerOptions,
     count_threads,
     find_library,
@@ -20,6 +21,7 @@ from services.worker.engine.backends import (
 from services.worker.engine.host import available_cores
 from services.worker.engine.kernels.cpu.build import build_library, find_openmp
 from services.worker.engine.kernels.cpu.library import CpuLibrary
+from services.worker.engine.quantization.formats import Int8Format
 from tests.services.worker.engine.parallel.test_shards import SMOL
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
@@ -73,8 +75,20 @@ def test_compiled_operators_are_for_cpus() -> None:
     assert select_backend(None, torch.float32, CPU, threads=1).name == "torch"
 
 
-def test_weights_are_bfloat16_on_processors_that_multiply_pairs_of_them() -> None:
+def test_weights_on_processors_that_multiply_pairs_of_bfloat16_are_bfloat16(monkeypatch: pytest.MonkeyPatch) -> None:
     library = CpuLibrary(build_library(find_openmp()))
-    expected = torch.bfloat16 if library.rounds_inputs else torch.float32
-    assert select_dtype("auto", SMOL, CPU, library) == expected
+    monkeypatch.setattr(library, "rounds_inputs", True)
+    assert select_dtype("auto", SMOL, CPU, library) == torch.bfloat16
     assert select_dtype("float32", SMOL, CPU, library) == torch.float32
+
+
+def test_weights_on_other_processors_have_the_type_of_the_checkpoint(monkeypatch: pytest.MonkeyPatch) -> None:
+    library = CpuLibrary(build_library(find_openmp()))
+    monkeypatch.setattr(library, "rounds_inputs", False)
+    for name in ("float32", "bfloat16", "float16"):
+        config = replace(SMOL, dtype=name)
+        assert select_dtype("auto", config, CPU, library) == DTYPES[name]
+        assert select_dtype("float32", config, CPU, library) == torch.float32
+        assert select_dtype("auto", replace(config, stored_format=Int8Format()), CPU, library) == torch.float32
+        assert select_dtype("auto", config, CPU, None) == torch.float32
+    assert select_dtype("auto", replace(SMOL, dtype="float64"), CPU, library) == torch.float32

@@ -1,6 +1,7 @@
 """Layer operations by the compiled operators: CPUs only, activations in float32 for all types of weights.
 
 Products with bfloat16 weights round their inputs to bfloat16 where the processor has an instruction for such pairs.
+Elsewhere weights of 16 bits are widened while they are multiplied, and results have the bits of float32.
 """
 
 from __future__ import annotations

@@ -92,7 +92,7 @@ class TorchKernels:
         """Compute in `dtype` on `device`."""
         self.activation_dtype = dtype
         self._device = device
-        packs = device.type == "cpu" and _can_pack(dtype)
+        packs = device.type == "cpu" and can_prepack(dtype)
         self._linear_type: type[PrepackedLinear | TorchLinear] = PrepackedLinear if packs else TorchLinear
 
     def linear(self, weight: Matrix, bias: torch.Tensor | None) -> Linear:
@@ -170,7 +170,7 @@ def rms_norm(inputs: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torc
     return (weight * (wide * scale).to(weight.dtype)).to(inputs.dtype)
 
 
-def _can_pack(dtype: torch.dtype) -> bool:
+def can_prepack(dtype: torch.dtype) -> bool:
     """Return whether oneDNN multiplies packed weights of `dtype` on this processor."""
     if not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]  # torch leaves it untyped
         return False

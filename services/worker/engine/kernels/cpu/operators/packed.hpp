@@ -1,4 +1,5 @@
-// Products with weights of 4, 5, 6 or 8 bits, integers or FP4, which have a scale and a shift for each group of inputs.
+// Products with weights of 4, 5, 6 or 8 bits, integers or FP4, which have a scale and a shift for each group of inputs,
+// and products of many tokens with weights of 16 bits that the processor does not multiply as they are.
 //
 // Weights are cut into panels as in matrix.hpp. Some inputs of a panel at a time are unpacked to the type that products
 // multiply, into memory that stays in the nearest cache, and multiplied with all tokens before the next ones are. Every
@@ -17,9 +18,17 @@ constexpr int kStep = 8;
 // Inputs that are unpacked at a time; a multiple of every group.
 constexpr int kUnpacked = 256;
 
-// The type that packed weights are unpacked to where others have the type `Weight`.
+// The type that packed weights are unpacked to where others have the type `Weight`: what meets its inputs.
 template <typename Weight>
-using Unpacked = std::conditional_t<std::is_same_v<Weight, BFloat16>, BFloat16, float>;
+using Unpacked = InputOf<Weight>;
+
+// Whether products widen weights of this type.
+template <typename Weight>
+constexpr bool kIsWidened = !std::is_same_v<Unpacked<Weight>, Weight>;
+
+// Tokens from which on a panel is widened once for all instead of in each tile. Fewer wait for memory rather than for the
+// conversion, which AMD EPYCs with AVX2 do beside the sums, and Intel Xeons with AVX-512 do not.
+constexpr int kWorthWidening = 48;
 
 // What share_tiles and share_panels multiply with; `bits` is 0 if `panels` are as matrix.hpp has them.
 struct MatrixArguments {
@@ -160,6 +169,23 @@ inline void unpack(const MatrixArguments& matrix, int panel, int begin, int end,
   }
 }
 
+// Widens inputs [begin, end) of a panel, exactly, to `target` [inputs, kPanel].
+inline void widen(const BFloat16* panel, int begin, int end, float* target) {
+  for (int i = begin; i < end; i += Format<BFloat16>::kInputs, target += Format<BFloat16>::kInputs * kPanel) {
+#pragma GCC unroll 8
+    for (int v = 0; v < kPanelVectors; ++v) {
+      WordVector pairs;
+      std::memcpy(&pairs, panel + static_cast<long>(i) * kPanel + v * Format<BFloat16>::kInputs * kLanes, sizeof pairs);
+      put_pair((Vector)(pairs << 16), (Vector)(pairs & 0xffff0000u), target + v * kLanes);
+    }
+  }
+}
+
+inline void widen(const Float16* panel, int begin, int end, float* target) {
+  const long first = static_cast<long>(begin) * kPanel, count = static_cast<long>(end - begin) * kPanel;
+  for (long i = 0; i < count; i += kLanes) store(target + i, load(panel + first + i));
+}
+
 template <typename Weight>
 Matrix<Weight> matrix_of(const MatrixArguments& a) {
   return {static_cast<const Weight*>(a.panels), a.bias, a.inputs, a.outputs};
@@ -202,37 +228,42 @@ inline void add_products(const MatrixArguments& matrix, const InputOf<Weight>* i
   add_unpacked<kTileRows, Weight>(inputs, matrix.inputs, begin, count, weights, tokens, sums);
 }
 
+// Unpacks inputs [begin, end) of a panel, whatever is stored.
+template <typename Weight>
+inline void unpack_any(const MatrixArguments& matrix, int panel, int begin, int end, Unpacked<Weight>* target) {
+  switch (matrix.bits) {
+    case 0:
+      if constexpr (kIsWidened<Weight>) widen(matrix_of<Weight>(matrix).panel(panel), begin, end, target);
+      return;
+    case 4:
+      if (matrix.is_e2m1) return unpack<4, true>(matrix, panel, begin, end, target);
+      return unpack<4>(matrix, panel, begin, end, target);
+    case 5:
+      return unpack<5>(matrix, panel, begin, end, target);
+    case 6:
+      return unpack<6>(matrix, panel, begin, end, target);
+    default:
+      return unpack<8>(matrix, panel, begin, end, target);
+  }
+}
+
 // Returns inputs [tokens, in] times one panel, [tokens, kPanel], in `sums`.
 template <typename Weight>
 inline float* panel_sums(const MatrixArguments& matrix, const InputOf<Weight>* inputs, int tokens, int panel,
                          std::vector<float>& sums) {
-  static thread_local std::vector<Weight> weights;
+  using Number = Unpacked<Weight>;
+  static thread_local std::vector<Number> weights;
   sums.resize(static_cast<long>(tokens) * kPanel);
-  if (matrix.bits == 0) {
-    const Weight* whole = matrix_of<Weight>(matrix).panel(panel);
-    add_products<Weight>(matrix, inputs, 0, matrix.inputs, whole, tokens, sums.data());
+  if (matrix.bits == 0 && !kIsWidened<Weight>) {
+    const Number* whole = matrix_of<Number>(matrix).panel(panel);
+    add_products<Number>(matrix, inputs, 0, matrix.inputs, whole, tokens, sums.data());
   } else {
     weights.resize(kUnpacked * kPanel);
-  }
-  for (int begin = 0; matrix.bits != 0 && begin < matrix.inputs; begin += kUnpacked) {
-    const int end = std::min(matrix.inputs, begin + kUnpacked);
-    switch (matrix.bits) {
-      case 4:
-        if (matrix.is_e2m1)
-          unpack<4, true>(matrix, panel, begin, end, weights.data());
-        else
-          unpack<4>(matrix, panel, begin, end, weights.data());
-        break;
-      case 5:
-        unpack<5>(matrix, panel, begin, end, weights.data());
-        break;
-      case 6:
-        unpack<6>(matrix, panel, begin, end, weights.data());
-        break;
-      default:
-        unpack<8>(matrix, panel, begin, end, weights.data());
+    for (int begin = 0; begin < matrix.inputs; begin += kUnpacked) {
+      const int end = std::min(matrix.inputs, begin + kUnpacked);
+      unpack_any<Weight>(matrix, panel, begin, end, weights.data());
+      add_products<Number>(matrix, inputs, begin, end - begin, weights.data(), tokens, sums.data());
     }
-    add_products<Weight>(matrix, inputs, begin, end - begin, weights.data(), tokens, sums.data());
   }
   if (matrix.bias != nullptr) {
     const int first = panel * kPanel, columns = std::min(kPanel, matrix.outputs - first);
@@ -242,9 +273,10 @@ inline float* panel_sums(const MatrixArguments& matrix, const InputOf<Weight>* i
   return sums.data();
 }
 
-// Tokens that are multiplied with a panel at a time: packed weights are unpacked once for all.
-inline int tokens_at_once(const MatrixArguments& matrix, int tokens) {
-  return matrix.bits == 0 ? std::min(kBlockRows, tokens) : tokens;
+// Tokens that are multiplied with a panel at a time: weights are unpacked once for all.
+template <typename Weight>
+int tokens_at_once(const MatrixArguments& matrix, int tokens) {
+  return matrix.bits == 0 && !kIsWidened<Weight> ? std::min(kBlockRows, tokens) : tokens;
 }
 
 // outputs = (outputs if accumulate) + inputs x weights + bias
@@ -256,7 +288,7 @@ struct PanelProduct {
   bool accumulate;
 
   int width() const { return matrix.outputs; }
-  int step(int tokens) const { return tokens_at_once(matrix, tokens); }
+  int step(int tokens) const { return tokens_at_once<Weight>(matrix, tokens); }
 
   void run(int first, int tokens, int panel) const {
     static thread_local std::vector<float> memory;
@@ -280,7 +312,7 @@ struct PanelGatedProduct {
   Activation activation;
 
   int width() const { return gate.outputs; }
-  int step(int tokens) const { return tokens_at_once(gate, tokens); }
+  int step(int tokens) const { return tokens_at_once<Weight>(gate, tokens); }
 
   void run(int first, int tokens, int panel) const {
     static thread_local std::vector<float> gate_memory, up_memory;
@@ -319,16 +351,17 @@ void share_panels(const Operation& operation, int tokens) {
 
 // Whether a product takes whole panels rather than tiles that stay in registers.
 template <typename Weight>
-bool takes_panels(const MatrixArguments& matrix) {
-  return matrix.bits != 0 || (kHasBlocks<Weight> && matrix.blocks != nullptr);
+bool takes_panels(const MatrixArguments& matrix, int tokens) {
+  return matrix.bits != 0 || (kHasBlocks<Weight> && matrix.blocks != nullptr) ||
+         (kIsWidened<Weight> && tokens >= kWorthWidening);
 }
 
 // Shares a product among the threads of the region around it, whether its weights are packed or not.
 template <typename Weight>
 void share_product(const MatrixArguments& matrix, const InputOf<Weight>* inputs, int tokens, float* outputs,
                    bool accumulate) {
-  if (takes_panels<Weight>(matrix))
-    share_panels(PanelProduct<Unpacked<Weight>>{matrix, inputs, outputs, accumulate}, tokens);
+  if (takes_panels<Weight>(matrix, tokens))
+    share_panels(PanelProduct<Weight>{matrix, inputs, outputs, accumulate}, tokens);
   else
     share_tiles(Product<Weight>{matrix_of<Weight>(matrix), inputs, outputs, accumulate}, tokens);
 }
@@ -337,8 +370,8 @@ void share_product(const MatrixArguments& matrix, const InputOf<Weight>* inputs,
 template <typename Weight>
 void share_gated_product(const MatrixArguments& gate, const MatrixArguments& up, const InputOf<Weight>* inputs,
                          int tokens, float* outputs, Activation activation) {
-  if (takes_panels<Weight>(gate))
-    share_panels(PanelGatedProduct<Unpacked<Weight>>{gate, up, inputs, outputs, activation}, tokens);
+  if (takes_panels<Weight>(gate, tokens))
+    share_panels(PanelGatedProduct<Weight>{gate, up, inputs, outputs, activation}, tokens);
   else
     share_tiles(GatedProduct<Weight>{matrix_of<Weight>(gate), matrix_of<Weight>(up), inputs, outputs, activation},
                 tokens);

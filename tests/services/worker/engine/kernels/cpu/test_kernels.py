@@ -84,12 +84,34 @@ def test_smaller_weights_are_only_rounded(
     torch.testing.assert_close(got, gated, atol=1e-3, rtol=1e-3)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_products_that_widen_weights_have_the_bits_of_float32(library: CpuLibrary, dtype: torch.dtype) -> None:
+    if dtype == torch.bfloat16 and library.rounds_inputs:
+        pytest.skip("this processor multiplies bfloat16, and rounds inputs to it")
+    torch.manual_seed(3)
+    # More inputs than are widened at a time; tokens for which weights are widened in tiles, and in whole panels.
+    gate, up, bias = torch.randn(70, 600).to(dtype), torch.randn(70, 600).to(dtype), torch.randn(70)
+    inputs = torch.randn(131, 600)
+    narrow, wide = CpuKernels(library, dtype, 2), CpuKernels(library, torch.float32, 2)
+    for tokens in (1, 5, 47, 48, 131):
+        given_inputs, sums = inputs[:tokens], torch.randn(tokens, 70)
+        found, expected = sums.clone(), sums.clone()
+        narrow.linear(gate, bias).add_to(given_inputs, found)
+        wide.linear(gate.float(), bias).add_to(given_inputs, expected)
+        assert torch.equal(found, expected)
+        for biases in (None, (bias, -bias)):
+            product = narrow.gated_linear(gate, up, biases, Activation.SILU)(given_inputs)
+            expected = wide.gated_linear(gate.float(), up.float(), biases, Activation.SILU)(given_inputs)
+            assert torch.equal(product, expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("threads", [1, 2, 5])
-def test_a_token_gets_the_same_bits_in_every_batch(library: CpuLibrary, threads: int) -> None:
-    linear = CpuKernels(library, torch.float32, threads).linear(torch.randn(130, 77), torch.randn(130))
-    inputs = torch.randn(41, 77)
+def test_a_token_gets_the_same_bits_in_every_batch(library: CpuLibrary, threads: int, dtype: torch.dtype) -> None:
+    linear = CpuKernels(library, dtype, threads).linear(torch.randn(130, 78), torch.randn(130))
+    inputs = torch.randn(256, 78)
     together = linear(inputs)
-    for count in (1, 2, 7, 8, 9, 40):
+    for count in (1, 2, 7, 8, 9, 40, 47, 48, 64, 65):
         assert torch.equal(linear(inputs[-count:].contiguous()), together[-count:])
 
 
