@@ -351,6 +351,8 @@ class EngineSpec:
     vision: bool = False
     # Embeddings that are kept as outputs of the vision encoder (`RowImage.output`), at most.
     kept_embeddings: int = 0
+    # Whether what a row gets must be the same to the last bit in every batch.
+    deterministic: bool = False
     # Stages of the pipeline, each with some of the layers and as many ranks.
     stages: int = 1
     # Whether a rank has some experts as a whole, instead of some columns of every expert.

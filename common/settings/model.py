@@ -24,9 +24,9 @@ class ModelSettings(Section):
     load_format: Literal["auto", "safetensors", "gguf", "dummy", "fake"] = "auto"
     """`dummy`: random weights in the shapes of config.json. `fake`: no model at all, for tests of the protocol."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
-    """Element type of the weights; auto: that of the checkpoint, but on CPUs that can multiply bfloat16 always bfloat16.
-    Other CPUs widen weights to float32 when they multiply them, which is exact, so that they are float32 in memory only
-    if the checkpoint is, or is quantised."""
+    """Element type of the weights; auto: that of the checkpoint, except on CPUs: bfloat16 if the processor can
+    multiply it; otherwise float32 if the checkpoint is quantised. CPUs that cannot multiply a type widen it to float32
+    in each product, which is exact."""
     kv_dtype: Literal["auto", "float32", "bfloat16", "float16", "fp8", "fp8_e4m3"] = "auto"
     """Element type of the KV pool; auto: that of the activations. fp8, the same as fp8_e4m3, takes half of bfloat16's
     memory, so that twice as many tokens fit. Keys and values have a scale for each KV head: the checkpoint's, or else
@@ -35,6 +35,10 @@ class ModelSettings(Section):
     """Quantization of the layers' matrices; auto: that of the checkpoint. fp8: weights are quantised when they are
     loaded, with one scale per output channel, and activations before each product, with one scale per token; for GPUs
     that multiply FP8 (compute capability 8.9 and later). Embedding, head and norms are not quantised."""
+    deterministic: bool = False
+    """Whether answers must not depend, to the last bit, on which requests run beside theirs, cache hits, the division
+    of prompts into chunks, or drafts. Refused where that cannot be had, see
+    [deterministic mode](determinism.md)."""
     tool_style: Literal[
         "auto", "none", "hermes", "llama3", "pythonic", "mistral", "mistral_args", "qwen3_coder", "glm", "glm47",
         "deepseek_v3", "deepseek_v31", "deepseek_v32", "kimi_k2", "minimax", "minimax_m1", "harmony", "granite",

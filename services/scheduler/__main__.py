@@ -243,6 +243,7 @@ def engine_spec(settings: Settings) -> EngineSpec:
         dtype=model.dtype,
         kv_dtype=model.kv_dtype,
         quantization=model.quantization,
+        deterministic=model.deterministic,
         classifier_from_token=model.classifier_from_token,
         rope_parameters=json.dumps(model.rope_parameters) if model.rope_parameters else "",
         rendezvous=scheduler.rendezvous,

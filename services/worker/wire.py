@@ -86,6 +86,7 @@ def spec_from_wire(message: worker_pb2.ConfigureRequest) -> EngineSpec:
         kept_embeddings=message.kept_embeddings,
         stages=stages,
         expert_parallel=message.expert_parallel,
+        deterministic=message.deterministic,
     )
 
 

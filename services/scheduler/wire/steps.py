@@ -54,6 +54,7 @@ def spec_to_wire(spec: EngineSpec) -> worker_pb2.ConfigureRequest:
         pipeline_stages=spec.stages,
         expert_parallel=spec.expert_parallel,
         kept_embeddings=spec.kept_embeddings,
+        deterministic=spec.deterministic,
     )
 
 

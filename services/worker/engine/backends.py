@@ -100,9 +100,9 @@ def select_dtype(name: str, config: ModelConfig, device: torch.device, library: 
 def _auto_dtype_on_cpu(config: ModelConfig, library: CpuLibrary | None) -> str:
     """Return bfloat16 if the processor multiplies pairs of them, at twice the rate; otherwise the checkpoint's type.
 
-    Operators then widen weights exactly when they multiply them: results have the bits of float32, and weights take half
-    of its memory and bandwidth. Quantised matrices are unpacked to float32, which not all of their types fit into
-    otherwise; plain torch has no products of float32 and narrower types.
+    Operators then widen weights exactly when they multiply them: results have the bits of float32, and weights take
+    half of its memory and bandwidth. Some quantised matrices, once unpacked, only fit into float32, and plain torch
+    does not multiply float32 with narrower types.
     """
     if library is not None and library.rounds_inputs:
         return "bfloat16"

@@ -35,13 +35,14 @@ from services.worker.engine.backends import (
 from services.worker.engine.checkpoints.opening import open_checkpoint, read_rope
 from services.worker.engine.checkpoints.replacing import states_of
 from services.worker.engine.checkpoints.safetensors_directory import SafetensorsTensors, read_json
+from services.worker.engine.determinism import check_deterministic
 from services.worker.engine.encoder.runner import EncoderRunner
 from services.worker.engine.host import available_memory
 from services.worker.engine.host_memory import keep_freed_memory
 from services.worker.engine.host_tier.pool import allocate_host_pool, count_host_pages
 from services.worker.engine.kernels.cpu.backend import CpuBackend
 from services.worker.engine.kernels.cpu.layers import fuse_layers
-from services.worker.engine.kernels.cpu.products import layer_shapes
+from services.worker.engine.kernels.cpu.products import Products, layer_shapes
 from services.worker.engine.kernels.interface import AttentionShape, KernelBackend, KvLayout
 from services.worker.engine.measuring.capacity import (
     LEAST_SNAPSHOTS,
@@ -106,6 +107,8 @@ def load_model(spec: EngineSpec, report: ProgressReport, options: RunnerOptions)
     """
     files = resolve_model(spec.model, weights=spec.load_format != "dummy")
     if files.kind is ModelKind.DIRECTORY and is_encoder_directory(files.path):
+        if spec.deterministic:
+            raise ConfigurationError("model.deterministic is not available with encoders, whose batches are padded")
         return EncoderRunner.load(files.path, spec, report, options)
     return load_decoder(spec, report, options)
 
@@ -234,7 +237,7 @@ class _DecoderLoader:
         self._vision: VisionEncoder | None = None
         # Read ahead by `prepare`.
         self._weights: TransformerWeights | None = None
-        self._check_memory()
+        self._check_support()
 
     @torch.inference_mode()
     def load(self) -> ModelRunner:
@@ -300,9 +303,12 @@ class _DecoderLoader:
         fingerprint = self._fingerprint(model.kv_layout.value, runner.group)
         return ReadModel(model, self._pooler_head(), shelf, self._vision, fingerprint)
 
-    def _check_memory(self) -> None:
-        """Raise ConfigurationError for stages, or kinds of KV memory, that the model or the device does not support."""
+    def _check_support(self) -> None:
+        """Raise ConfigurationError for stages, kinds of KV memory or exactness that model or device do not support."""
         is_own = not isinstance(self._checkpoint, TransformersCheckpoint)
+        check_deterministic(self._spec, self._config, self._backend, self._shape, is_own=is_own)
+        if self._spec.deterministic and self._head is not None:
+            raise ConfigurationError("model.deterministic is not available with classification heads")
         if self._spec.expert_parallel:
             check_experts(self._spec, self._config, self._backend.name, is_own=is_own)
         if self._spec.stages > 1:
@@ -324,8 +330,11 @@ class _DecoderLoader:
         """Return oneDNN's products, if layers are to use them."""
         if library is None:
             return None
-        shapes = layer_shapes(self._config, self._shard)
-        return select_products(self._options.products, library, self._dtype, shapes)
+        shapes, wanted = layer_shapes(self._config, self._shard), self._options.products
+        if self._spec.deterministic and wanted == "auto":
+            # Bits must not depend on a measurement either.
+            wanted = Products.OWN.value
+        return select_products(wanted, library, self._dtype, shapes)
 
     def _decoder(self, group: RankGroup, context: int) -> Decoder:
         """Load the weights and put the model together."""

@@ -90,6 +90,7 @@ class ConfigureRequest(_message.Message):
     PIPELINE_STAGES_FIELD_NUMBER: _builtins.int
     EXPERT_PARALLEL_FIELD_NUMBER: _builtins.int
     KEPT_EMBEDDINGS_FIELD_NUMBER: _builtins.int
+    DETERMINISTIC_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     """A bundled model's name, or the path of a directory with config.json or of a GGUF file on this host."""
     load_format: _builtins.str
@@ -147,6 +148,10 @@ class ConfigureRequest(_message.Message):
     """Whether a rank of a mixture holds some experts as a whole, instead of some columns of every expert."""
     kept_embeddings: _builtins.int
     """Embeddings of images that are kept as outputs of the vision encoder, at most; memory is reserved for them."""
+    deterministic: _builtins.bool
+    """Whether what a row gets must be the same, to the last bit, in every batch, with every division of its prompt into
+    passes, with drafts and without. Refused where it cannot be.
+    """
     @_builtins.property
     def classifier_from_token(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """Two tokens: the model becomes a classifier with one label, whose output is the logit of the second token minus that
@@ -185,10 +190,11 @@ class ConfigureRequest(_message.Message):
         pipeline_stages: _builtins.int = ...,
         expert_parallel: _builtins.bool = ...,
         kept_embeddings: _builtins.int = ...,
+        deterministic: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_device_pages", b"_device_pages", "_host_pages", b"_host_pages", "_snapshots", b"_snapshots", "_window_pages", b"_window_pages", "device_pages", b"device_pages", "host_pages", b"host_pages", "snapshots", b"snapshots", "window_pages", b"window_pages"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_device_pages", b"_device_pages", "_host_pages", b"_host_pages", "_snapshots", b"_snapshots", "_window_pages", b"_window_pages", "adapter_slots", b"adapter_slots", "base_model", b"base_model", "classifier_from_token", b"classifier_from_token", "device_pages", b"device_pages", "dtype", b"dtype", "expert_parallel", b"expert_parallel", "host_bytes", b"host_bytes", "host_pages", b"host_pages", "kept_embeddings", b"kept_embeddings", "kv_dtype", b"kv_dtype", "load_format", b"load_format", "max_context_tokens", b"max_context_tokens", "max_rows", b"max_rows", "max_step_tokens", b"max_step_tokens", "memory_fraction", b"memory_fraction", "model", b"model", "page_size_tokens", b"page_size_tokens", "pipeline_stages", b"pipeline_stages", "quantization", b"quantization", "rank", b"rank", "rendezvous", b"rendezvous", "resumes", b"resumes", "rope_parameters", b"rope_parameters", "snapshots", b"snapshots", "vision", b"vision", "weight_version", b"weight_version", "window_pages", b"window_pages", "window_ratio", b"window_ratio", "world_size", b"world_size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_device_pages", b"_device_pages", "_host_pages", b"_host_pages", "_snapshots", b"_snapshots", "_window_pages", b"_window_pages", "adapter_slots", b"adapter_slots", "base_model", b"base_model", "classifier_from_token", b"classifier_from_token", "deterministic", b"deterministic", "device_pages", b"device_pages", "dtype", b"dtype", "expert_parallel", b"expert_parallel", "host_bytes", b"host_bytes", "host_pages", b"host_pages", "kept_embeddings", b"kept_embeddings", "kv_dtype", b"kv_dtype", "load_format", b"load_format", "max_context_tokens", b"max_context_tokens", "max_rows", b"max_rows", "max_step_tokens", b"max_step_tokens", "memory_fraction", b"memory_fraction", "model", b"model", "page_size_tokens", b"page_size_tokens", "pipeline_stages", b"pipeline_stages", "quantization", b"quantization", "rank", b"rank", "rendezvous", b"rendezvous", "resumes", b"resumes", "rope_parameters", b"rope_parameters", "snapshots", b"snapshots", "vision", b"vision", "weight_version", b"weight_version", "window_pages", b"window_pages", "window_ratio", b"window_ratio", "world_size", b"world_size"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__device_pages: _TypeAlias = _typing.Literal["device_pages"]  # noqa: Y015
     _WhichOneofArgType__device_pages: _TypeAlias = _typing.Literal["_device_pages", b"_device_pages"]  # noqa: Y015

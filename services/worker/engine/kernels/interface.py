@@ -7,7 +7,7 @@ from enum import Enum
 from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
     import torch
 
@@ -187,6 +187,10 @@ class Kernels(Protocol):
 
     def linear(self, weight: Matrix, bias: torch.Tensor | None) -> Linear:
         """Lay out a matrix [out, in] and its bias [out]; `weight` may be dropped afterwards."""
+        ...
+
+    def wide_linear(self, weight: torch.Tensor) -> Callable[[torch.Tensor], torch.Tensor]:
+        """Lay out a matrix [out, in] whose products are float32, of inputs as wide, whatever the other types are."""
         ...
 
     def gated_linear(

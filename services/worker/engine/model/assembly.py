@@ -6,7 +6,6 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.nn.functional import linear
 
 from services.worker.engine.adapters.active import AdaptedGatedLinear, AdaptedLinear
 from services.worker.engine.adapters.sites import Site, SitePart
@@ -226,8 +225,7 @@ class Assembler:
         if not moe.routes_in_float32:
             bias = self.tensors.plain(f"{name}.bias") if moe.has_biases else None
             return Router(self.kernels.linear(weight, bias), moe, correction)
-        wide = weight.to(self.device, torch.float32)
-        return Router(lambda inputs: linear(inputs.float(), wide), moe, correction)
+        return Router(self.kernels.wide_linear(weight), moe, correction)
 
     def _shared(self, mlp: str, shared: SharedExperts) -> SharedFeedForward:
         assert self.shard.shared_columns is not None, "every rank has columns of the shared layer"

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Protocol
 
 import torch
 
+from services.worker.engine.kernels.even import evenly
 from services.worker.engine.model.config import RouterScores
 
 if TYPE_CHECKING:
@@ -70,7 +71,7 @@ class Router:
     def __call__(self, inputs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return ids of the experts of inputs [tokens, hidden], and their weights as float32, [tokens, chosen]."""
         moe, logits = self._moe, self._product(inputs).float()
-        scores = logits.sigmoid() if moe.scores is RouterScores.SIGMOID else logits.softmax(dim=-1)
+        scores = evenly(torch.sigmoid, logits) if moe.scores is RouterScores.SIGMOID else logits.softmax(dim=-1)
         preferences = scores if self._correction is None else scores + self._correction
         if moe.groups is not None and moe.groups.chosen < moe.groups.count:
             preferences = _in_best_groups(preferences, moe.groups)
@@ -94,7 +95,7 @@ class SharedFeedForward:
     def __call__(self, inputs: torch.Tensor) -> torch.Tensor:
         """Return the output for inputs [tokens, hidden]."""
         outputs = self._layer(inputs)
-        return outputs if self._gate is None else outputs * torch.sigmoid(self._gate(inputs))
+        return outputs if self._gate is None else outputs * evenly(torch.sigmoid, self._gate(inputs))
 
 
 class DividedExperts:

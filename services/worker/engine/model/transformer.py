@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import torch
 
+from services.worker.engine.kernels.even import evenly
 from services.worker.engine.model.recurrent import GatedDeltaNet, LayerStates
 
 if TYPE_CHECKING:
@@ -99,7 +100,7 @@ class TemperedQueries:
         """Scale the queries of projections [tokens, queries + keys + values] in place; return all of them."""
         temperature = self.temperature
         steps = torch.floor((positions.float() + 1.0) / temperature.step)
-        qkv[:, : self.width] *= (1.0 + temperature.weight * torch.log1p(steps))[:, None]
+        qkv[:, : self.width] *= (1.0 + temperature.weight * evenly(torch.log1p, steps))[:, None]
         return qkv
 
 
@@ -202,9 +203,8 @@ class Transformer:
         logits = self._group.gather_columns(self._weights.head(hidden), self._vocabulary)
         if self._logits_divisor != 1.0:
             logits = logits / self._logits_divisor
-        return (
-            logits if self._logits_softcap is None else torch.tanh(logits / self._logits_softcap) * self._logits_softcap
-        )
+        cap = self._logits_softcap
+        return logits if cap is None else evenly(torch.tanh, logits / cap) * cap
 
     def hidden_states(self, batch: ForwardBatch, pool: KvPool) -> torch.Tensor:
         """Return the final, normalized hidden states of the samples, [samples, hidden]; the same on all ranks.
@@ -359,7 +359,7 @@ class Transformer:
 
 
 def _gated(layer: DecoderLayer, attended: torch.Tensor, inputs: torch.Tensor) -> torch.Tensor:
-    return attended if layer.gate is None else attended * torch.sigmoid(layer.gate(inputs))
+    return attended if layer.gate is None else attended * evenly(torch.sigmoid, layer.gate(inputs))
 
 
 def sampled_rows(batch: ForwardBatch) -> ForwardBatch | None:

@@ -99,19 +99,20 @@ def score(
 
 def _score_slice(logits: torch.Tensor, targets: np.ndarray, run: Scored) -> tuple[np.ndarray, ...]:
     """Return log probabilities, ranks, top ids, their log probabilities, and those of the requested ids."""
-    normalizer = torch.logsumexp(logits, dim=-1, keepdim=True)
-    own = logits.gather(1, torch.from_numpy(targets.astype(np.int64)).to(logits.device)[:, None])
-    ranks = (logits > own).sum(dim=-1) + 1
-    asked = logits[:, torch.tensor(run.wanted.token_ids, dtype=torch.int64, device=logits.device)] - normalizer
+    # Not logsumexp: threads share the sum of a single row, and its last bits then differ from those among more rows.
+    distribution = torch.log_softmax(logits, dim=-1)
+    own = torch.from_numpy(targets.astype(np.int64)).to(logits.device)[:, None]
+    ranks = (logits > logits.gather(1, own)).sum(dim=-1) + 1
+    asked = distribution[:, torch.tensor(run.wanted.token_ids, dtype=torch.int64, device=logits.device)]
     top = min(run.wanted.top, logits.shape[1])
     if top:
-        values, ids = top_entries(pad_to_blocks(logits, -torch.inf), top)
+        values, ids = top_entries(pad_to_blocks(distribution, -torch.inf), top)
     else:
-        values, ids = logits[:, :0], torch.empty(logits.shape[0], 0, dtype=torch.int64)
+        values, ids = distribution[:, :0], torch.empty(logits.shape[0], 0, dtype=torch.int64)
     return (
-        (own - normalizer)[:, 0].cpu().numpy(),
+        distribution.gather(1, own)[:, 0].cpu().numpy(),
         ranks.cpu().numpy().astype(np.int32),
         ids.cpu().numpy().astype(np.int32),
-        (values - normalizer).cpu().numpy(),
+        values.cpu().numpy(),
         asked.cpu().numpy(),
     )

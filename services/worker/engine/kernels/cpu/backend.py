@@ -39,9 +39,13 @@ class CpuBackend:
         """Return this back end without oneDNN's products."""
         return CpuBackend(self._library, self._dtype, self._threads)
 
+    def can_attend(self, shape: AttentionShape) -> bool:
+        """Return whether compiled attention serves heads of `shape`."""
+        return fits(self._library, shape)
+
     def attention(self, shape: AttentionShape, rotary: torch.Tensor) -> AttentionBackend:
         """Return compiled attention where the shape allows, else the reference."""
-        if fits(self._library, shape):
+        if self.can_attend(shape):
             return CpuAttention(self._library, shape, rotary, self._threads)
         if shape.latent_dim is not None:
             log.warning("Latent attention runs in plain torch, slower: compiled attention needs values beside keys")

@@ -155,6 +155,11 @@ class CpuKernels:
             case _:
                 return self._plain(weight, bias)
 
+    def wide_linear(self, weight: torch.Tensor) -> Linear:
+        """Lay out a matrix in float32."""
+        laid_out = self._lay_out(weight, None, torch.float32)
+        return CpuLinear(self._library, laid_out, torch.float32, self._threads)
+
     def gated_linear(
         self, gate: Matrix, up: Matrix, biases: tuple[torch.Tensor, torch.Tensor] | None, activation: Activation
     ) -> GatedLinear:

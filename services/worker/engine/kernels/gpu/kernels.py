@@ -16,12 +16,13 @@ from services.worker.engine.kernels.gpu.quantised_linear import (
     can_pack,
     product_of,
 )
+from services.worker.engine.kernels.torch.kernels import wide_product
 from services.worker.engine.quantization.fp8 import Fp8Matrix
 from services.worker.engine.quantization.grouped import GroupedMatrix
 from services.worker.engine.quantization.matrices import above
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
     from services.worker.engine.kernels.interface import ExpertMatrices, Experts, GatedLinear, Linear
     from services.worker.engine.model.config import Activation
@@ -92,6 +93,9 @@ class GpuKernels:
                 return GpuLinear(matrix, converted_bias)
             case matrix:
                 return GpuQuantisedLinear(product_of(matrix), converted_bias)
+
+    def wide_linear(self, weight: torch.Tensor) -> Callable[[torch.Tensor], torch.Tensor]:
+        return wide_product(weight.to(self._device))
 
     def gated_linear(
         self,

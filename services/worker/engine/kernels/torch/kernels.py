@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -14,6 +15,7 @@ from services.worker.engine.kernels.composed import (
     activation_quantiser,
     round_in_groups,
 )
+from services.worker.engine.kernels.even import evenly
 from services.worker.engine.model.config import SWIGLU_ALPHA, SWIGLU_LIMIT, Activation
 from services.worker.engine.quantization.fp8 import Fp8BlockMatrix, Fp8Matrix
 from services.worker.engine.quantization.grouped import GroupedMatrix
@@ -21,7 +23,7 @@ from services.worker.engine.quantization.int8 import Int8Matrix
 from services.worker.engine.quantization.matrices import above
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
     from services.worker.engine.kernels.interface import ExpertMatrices, Experts, GatedLinear, Linear
     from services.worker.engine.quantization.matrices import Matrix
@@ -115,6 +117,10 @@ class TorchKernels:
             case _:
                 return self._plain(weight, bias)
 
+    def wide_linear(self, weight: torch.Tensor) -> Callable[[torch.Tensor], torch.Tensor]:
+        """Lay out a matrix in float32."""
+        return wide_product(weight.to(self._device))
+
     def _plain(self, weight: torch.Tensor, bias: torch.Tensor | None) -> Linear:
         return self._linear_type(self._converted(weight), None if bias is None else self._converted(bias))
 
@@ -148,16 +154,22 @@ class TorchKernels:
         return rms_norm(sums.add_(added), weight, epsilon)
 
 
+def wide_product(weight: torch.Tensor) -> Callable[[torch.Tensor], torch.Tensor]:
+    """Return the product in float32 with `weight` [out, in]."""
+    wide = weight.float()
+    return lambda inputs: linear(inputs.float(), wide)
+
+
 def gated(gate: torch.Tensor, up: torch.Tensor, activation: Activation) -> torch.Tensor:
     """Multiply the activated gate of a feed-forward layer with its other half."""
     match activation:
         case Activation.SILU:
-            return silu(gate) * up
+            return evenly(silu, gate) * up
         case Activation.GELU_TANH:
-            return gelu(gate, approximate="tanh") * up
+            return evenly(partial(gelu, approximate="tanh"), gate) * up
         case Activation.CLAMPED_SWIGLU:
             gate, up = gate.clamp(max=SWIGLU_LIMIT), up.clamp(-SWIGLU_LIMIT, SWIGLU_LIMIT)
-            return (up + 1) * (gate * torch.sigmoid(gate * SWIGLU_ALPHA))
+            return (up + 1) * (gate * evenly(torch.sigmoid, gate * SWIGLU_ALPHA))
 
 
 def rms_norm(inputs: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Tensor:

@@ -1,0 +1,59 @@
+"""Where `model.deterministic` can be had: which models and kernels give a row the same bits in every batch.
+
+The compiled operators sum up every result in an order that depends neither on the number of rows nor on the division of
+a prompt into passes: products over inputs from first to last, attention over blocks of keys that begin at fixed
+positions. So a token's numbers are the same beside other requests, after a cache hit, and in a pass that verifies a
+draft. Parts of models that plain torch computes have no such order, and are refused.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from common.errors import ConfigurationError
+from services.worker.engine.kernels.cpu.backend import CpuBackend
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from common.steps import EngineSpec
+    from services.worker.engine.kernels.interface import AttentionShape, KernelBackend
+    from services.worker.engine.model.config import ModelConfig
+
+
+def check_deterministic(
+    spec: EngineSpec, config: ModelConfig, backend: KernelBackend, shape: AttentionShape, *, is_own: bool
+) -> None:
+    """Raise ConfigurationError, with all reasons, if `spec` asks for what this rank cannot give.
+
+    `is_own`: the model does not run through `transformers`.
+    """
+    if not spec.deterministic:
+        return
+    reasons = [*_of_kernels(spec, backend, shape), *_of_model(spec, config, is_own=is_own)]
+    if reasons:
+        raise ConfigurationError(f"model.deterministic is not available with {'; '.join(reasons)}")
+
+
+def _of_kernels(spec: EngineSpec, backend: KernelBackend, shape: AttentionShape) -> Iterator[str]:
+    if backend.name == "gpu":
+        yield "GPUs, whose libraries choose kernels by the number of rows: set worker.device to cpu"
+    elif backend.name != "compiled":
+        yield "plain torch: install a C++ compiler, so that operators can be compiled, and leave worker.backend on auto"
+    elif isinstance(backend, CpuBackend) and shape.latent_dim is None and not backend.can_attend(shape):
+        yield f"scheduler.page_size {shape.page_size} and heads of {shape.head_dim}: attention would be plain torch's"
+    if spec.world_size > 1:
+        yield "several ranks, whose sums depend on the size of the batch"
+
+
+def _of_model(spec: EngineSpec, config: ModelConfig, *, is_own: bool) -> Iterator[str]:
+    if not is_own:
+        yield f"{config.family}, which runs through transformers"
+    if config.latent is not None:
+        yield f"latent attention ({config.family})"
+    if config.recurrent is not None:
+        yield f"recurrent layers ({config.family}), whose blocks begin where chunks of prompts do"
+    if spec.adapter_slots:
+        yield "adapters: set scheduler.adapters.slots to 0"
+    if spec.vision:
+        yield "images, which are encoded together"
