@@ -37,8 +37,8 @@ class ModelSettings(Section):
     that multiply FP8 (compute capability 8.9 and later). Embedding, head and norms are not quantised."""
     deterministic: bool = False
     """Whether answers must not depend, to the last bit, on which requests run beside theirs, cache hits, the division
-    of prompts into chunks, or drafts. Refused where that cannot be had, see
-    [deterministic mode](determinism.md)."""
+    of prompts into chunks, or drafts. Refused where that cannot be had; see
+    docs/determinism.md."""
     tool_style: Literal[
         "auto", "none", "hermes", "llama3", "pythonic", "mistral", "mistral_args", "qwen3_coder", "glm", "glm47",
         "deepseek_v3", "deepseek_v31", "deepseek_v32", "kimi_k2", "minimax", "minimax_m1", "harmony", "granite",

@@ -1,8 +1,9 @@
 """Forward passes on a CPU by the type of the weights, in plain torch, and in deterministic mode.
 
-    python -m deploy.evaluation.experiments.cpu_passes --model model/ --json deploy/evaluation/results/cpu_passes.json
+    python -m deploy.evaluation.experiments.cpu_passes --model MODEL --json deploy/evaluation/results/cpu_passes.json
 
-`model/` has safetensors in bfloat16, as `python -m deploy.evaluation.experiments.peers.export_model model/` writes it.
+MODEL is a directory with safetensors in bfloat16, as `python -m deploy.evaluation.experiments.peers.export_model`
+writes it.
 Figures are processor time of one thread, so that other work on the machine changes them little; variants take turns.
 """
 
@@ -57,7 +58,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     sys.stdout.write(f"{processor_name()}, processor time of 1 thread, ms: median (least-largest)\n")
     measured = measure(arguments.model, arguments.variants, arguments.rounds)
     if arguments.json is not None:
-        command = f"python -m deploy.evaluation.experiments.cpu_passes --model model/ --json {arguments.json}"
+        program, rounds = "python -m deploy.evaluation.experiments.cpu_passes", arguments.rounds
+        command = f"{program} --model DIRECTORY --rounds {rounds} --json {arguments.json}"
         provenance = replace(Provenance.collect(()), command=command)
         for variant, figures in measured.items():
             sheet = ResultSheet("cpu-passes", arguments.model, 1, provenance, f"{variant}; {processor_name()}")

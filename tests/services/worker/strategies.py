@@ -199,6 +199,7 @@ specs = complete(
     vision=st.booleans(),
     expert_parallel=st.booleans(),
     kept_embeddings=COUNT,
+    deterministic=st.booleans(),
     adapter_slots=COUNT,
     weight_version=NAMES,
     base_model=NAMES,

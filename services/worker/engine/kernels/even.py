@@ -28,4 +28,4 @@ def evenly(function: Callable[[torch.Tensor], torch.Tensor], inputs: torch.Tenso
     padded = pad(flat, (0, -count % _STEP))
     if count <= _PIECE:
         return function(padded)[:count].view(inputs.shape)
-    return torch.cat([function(piece) for piece in padded.split(_PIECE)])[:count].view(inputs.shape)
+    return torch.cat([function(piece) for piece in torch.split(padded, _PIECE)])[:count].view(inputs.shape)
