@@ -55,7 +55,7 @@ class IdeficsProcessor:
         vision = config.get("vision_config") or {}
         side, patch = vision.get("image_size", 224), vision.get("patch_size", 32)
         size, tile = stated.get("size") or {}, (stated.get("max_image_size") or {}).get("longest_edge", 364)
-        longest = size.get("longest_edge", 4 * 364) if size or "size" not in stated else None
+        longest = size.get("longest_edge") if size else 4 * 364
         if longest is None:
             raise ConfigurationError(f"image processor: a size of {size} is not supported")
         if tile != side:

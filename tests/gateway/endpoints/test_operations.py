@@ -126,7 +126,7 @@ async def test_api_description_shows_the_body_of_every_endpoint_that_has_one() -
 async def test_api_description_shows_the_shape_of_errors_and_streams() -> None:
     description = (await gateway_saying("x").get("/openapi.json")).json()
     operations = [operation for methods in description["paths"].values() for operation in methods.values()]
-    assert len(operations) == 66
+    assert len(operations) == 67
     for operation in operations:
         assert operation["responses"].keys() == {"200", "4XX", "503"}
         shape = operation["responses"]["4XX"]["content"]["application/json"]["schema"]
