@@ -12,8 +12,7 @@ from common.errors import InvalidRequestError
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from common.steps import RowImage
-    from common.types import TokenIds
+    from common.types import RowImage, TokenIds
 
 DIGEST_BYTES = 32
 

@@ -24,6 +24,7 @@ from common.types import (
     FinishReason,
     Pooling,
     RequestId,
+    RowImage,
     RowSlot,
     SamplingParams,
     SnapshotSlot,
@@ -45,53 +46,6 @@ NO_PAGES: PageIds = np.empty(0, np.int32)
 NO_PAGES.flags.writeable = False
 NO_IDS: TokenIds = np.empty(0, np.int32)
 NO_IDS.flags.writeable = False
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class PackedPixels:
-    """Pixels of an image in 8 bits, which take a quarter of float32's room, or less with several frames.
-
-    `values` uint8 [parts, channels, pixels of a part] stand for the numbers in `table` float32 [channels, 256]; each
-    part is taken `frames` times, one after the other, and `shape` is that of the result.
-    """
-
-    values: NDArray[np.uint8]
-    table: NDArray[np.float32]
-    frames: int
-    shape: tuple[int, ...]
-
-    @property
-    def nbytes(self) -> int:
-        """The room that they take."""
-        return int(self.values.nbytes)
-
-    def unpacked(self) -> NDArray[np.float32]:
-        """Return the pixels as the model's processor makes them.
-
-        Raises:
-            ValueError: the parts do not fit together.
-        """
-        channels = np.arange(len(self.table))[None, :, None]
-        numbers = self.table[channels, self.values]
-        return np.repeat(numbers[:, :, None], self.frames, axis=2).reshape(self.shape)
-
-
-@dataclass(frozen=True, slots=True)
-class RowImage:
-    """An image of a row: the first `length` ids below 0 from index `offset` on stand where its embeddings belong.
-
-    `grid` is the model's own: patches in time, height and width (Qwen), or rows and columns of tiles (Idefics).
-    `pixels` are float32, as the model's processor makes them, or packed. Without them, either all of the image's tokens
-    are computed, or the worker has kept its embeddings as `output`. With pixels, `output` is where the worker keeps the
-    embeddings once they are encoded, or where it finds them if it has kept those already.
-    """
-
-    digest: bytes
-    offset: int
-    length: int
-    grid: tuple[int, ...]
-    pixels: NDArray[np.float32] | PackedPixels | None = None
-    output: EncoderOutputId | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, TypeAlias
 import numpy as np
 
 from common.errors import InvalidRequestError
-from common.steps import PackedPixels
+from common.types import PackedPixels
 from protos.gen.pando.v1 import common_pb2
 
 if TYPE_CHECKING:

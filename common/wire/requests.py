@@ -10,7 +10,6 @@ import numpy as np
 from common.errors import InvalidRequestError
 from common.grammars import MAX_GRAMMAR_BYTES, NO_SCOPE, Grammar, GrammarKind, GrammarScope
 from common.names import check_name
-from common.steps import RowImage
 from common.types import (
     CacheMode,
     GroupRole,
@@ -19,6 +18,7 @@ from common.types import (
     RequestId,
     RequestOptions,
     Resume,
+    RowImage,
     SamplingParams,
     ScheduleRequest,
     SessionTurn,

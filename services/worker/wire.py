@@ -16,13 +16,12 @@ from common.steps import (
     PageGrants,
     PageReplacement,
     PrefillChunk,
-    RowImage,
     RowOpen,
     StateSave,
     StepPlan,
 )
 from common.transfers import PeerPages, Transfer, TransferDirection, TransferId
-from common.types import AdapterSlot, EncoderOutputId, RequestId, RowSlot, SnapshotSlot, StepId
+from common.types import AdapterSlot, EncoderOutputId, RequestId, RowImage, RowSlot, SnapshotSlot, StepId
 from common.wire.answers import finish_reason_to_wire, logprob_to_wire, prompt_logprobs_from_wire, span_to_wire
 from common.wire.images import pixels_from_wire
 from common.wire.requests import pooling_from_wire, pooling_to_wire, sampling_from_wire, trace_from_wire

@@ -21,7 +21,6 @@ from common.deltas import (
 from common.grammars import NO_SCOPE, Grammar, GrammarKind, GrammarScope
 from common.prompt_logprobs import PromptLogprobs
 from common.requests import ChatMessage, ChatPrompt, GenerateRequest, ImageFile, PooledText, TokenPrompt, Truncation
-from common.steps import RowImage
 from common.types import (
     Admission,
     CacheMode,
@@ -34,6 +33,7 @@ from common.types import (
     RequestId,
     RequestOptions,
     Resume,
+    RowImage,
     SamplingParams,
     ScheduleRequest,
     SessionTurn,

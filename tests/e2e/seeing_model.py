@@ -10,8 +10,8 @@ import numpy as np
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
-from common.steps import RowImage
 from common.tokenization.vocabulary import byte_alphabet
+from common.types import RowImage
 from tests.services.tokenizer.images.pictures import file_of
 from tests.services.worker.engine.vision.models import Prompt, expected, save
 

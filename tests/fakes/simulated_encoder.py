@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 if TYPE_CHECKING:
-    from common.steps import RowImage, RowOpen, StepPlan
+    from common.steps import RowOpen, StepPlan
+    from common.types import RowImage
 
 
 @dataclass

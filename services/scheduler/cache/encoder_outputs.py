@@ -12,8 +12,7 @@ from common.types import EncoderOutputId
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from common.steps import RowImage
-    from common.types import Subject
+    from common.types import RowImage, Subject
     from services.scheduler.cache.types import Scope
 
 

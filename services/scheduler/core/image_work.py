@@ -6,8 +6,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from common.steps import RowImage
-    from common.types import RowSlot
+    from common.types import RowImage, RowSlot
     from services.scheduler.cache.encoder_outputs import EncoderOutput, EncoderOutputs
     from services.scheduler.cache.types import Scope
     from services.scheduler.core.sequence import Sequence

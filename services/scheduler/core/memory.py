@@ -19,8 +19,8 @@ from services.scheduler.core.rows import RowWindows
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from common.steps import PageIds, RowImage
-    from common.types import RowSlot, SnapshotSlot, Subject, TokenIds, View
+    from common.steps import PageIds
+    from common.types import RowImage, RowSlot, SnapshotSlot, Subject, TokenIds, View
     from services.scheduler.cache.interface import PrefixCache
     from services.scheduler.cache.pages import PageAllocator
     from services.scheduler.cache.state_snapshots import SnapshotEntry

@@ -15,8 +15,9 @@ from common.wire.requests import pooling_from_wire, pooling_to_wire, sampling_to
 from protos.gen.pando.v1 import worker_pb2
 
 if TYPE_CHECKING:
-    from common.steps import EngineSpec, RowImage, RowOpen, StepPlan
+    from common.steps import EngineSpec, RowOpen, StepPlan
     from common.transfers import PeerPages, Transfer
+    from common.types import RowImage
 
 _DIRECTIONS = {
     each: worker_pb2.TransferDirection.Value(f"TRANSFER_DIRECTION_{each.name}") for each in TransferDirection

@@ -16,7 +16,7 @@ import numpy as np
 from PIL import Image
 
 from common.errors import ConfigurationError
-from common.steps import PackedPixels
+from common.types import PackedPixels
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

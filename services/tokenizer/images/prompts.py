@@ -9,7 +9,7 @@ import numpy as np
 
 from common.errors import InvalidRequestError
 from common.images import image_ids
-from common.steps import RowImage
+from common.types import RowImage
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from common.errors import InvalidRequestError
-from common.steps import PackedPixels
+from common.types import PackedPixels
 from common.wire.images import pixels_from_wire, pixels_to_wire
 from protos.gen.pando.v1 import scheduler_pb2, worker_pb2
 

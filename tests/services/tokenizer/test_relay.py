@@ -11,8 +11,7 @@ from common.errors import ContextLengthError, InvalidRequestError, PandoError, U
 from common.prompt_logprobs import PromptLogprobs
 from common.requests import ImageFile, ImageLimits, Prompt, TokenPrompt
 from common.room import SharedRoom
-from common.steps import RowImage
-from common.types import Admission, CacheMode, ErrorCode, RequestId, ScheduleRequest, Subject, View
+from common.types import Admission, CacheMode, ErrorCode, RequestId, RowImage, ScheduleRequest, Subject, View
 from services.tokenizer.images.prompts import PlacedPrompt
 from services.tokenizer.relay import GatewaySession, Relay
 from tests.services.tokenizer.generate_requests import LIMITS, submission

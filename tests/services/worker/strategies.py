@@ -20,7 +20,6 @@ from common.steps import (
     PageReplacement,
     PrefillChunk,
     RecurrentStates,
-    RowImage,
     RowOpen,
     RowStop,
     StateSave,
@@ -29,7 +28,7 @@ from common.steps import (
     WindowPool,
 )
 from common.transfers import PeerPages, Transfer, TransferAck, TransferDirection
-from common.types import FinishReason, Pooling, TokenIds
+from common.types import FinishReason, Pooling, RowImage, TokenIds
 from tests.common.strategies import COUNT, FLOAT, NAMES, TOKEN, complete, logprobs, prompt_logprobs, sampling, traces
 
 if TYPE_CHECKING:

@@ -16,7 +16,7 @@ from common.errors import ConfigurationError
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from common.steps import RowImage
+    from common.types import RowImage
     from services.worker.engine.plans.passes import IntArray
 
 _AXES = 3

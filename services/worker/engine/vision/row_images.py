@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Protocol
 import numpy as np
 import torch
 
-from common.steps import PackedPixels
+from common.types import PackedPixels
 from services.worker.engine.execution.interface import InvalidPlanError
 from services.worker.engine.model.batch import PlacedImages
 from services.worker.engine.vision.axes import coordinates_of
@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from common.steps import RowImage, RowOpen, StepPlan
-    from common.types import EncoderOutputId, RowSlot
+    from common.steps import RowOpen, StepPlan
+    from common.types import EncoderOutputId, RowImage, RowSlot
     from services.worker.engine.model.batch import ForwardBatch
     from services.worker.engine.plans.passes import ForwardPass, IntArray
     from services.worker.engine.plans.rows import RowStates

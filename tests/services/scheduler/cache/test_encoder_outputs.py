@@ -6,8 +6,7 @@ from hashlib import sha256
 
 import pytest
 
-from common.steps import RowImage
-from common.types import Subject
+from common.types import RowImage, Subject
 from services.scheduler.cache.encoder_outputs import LEAST_EMBEDDINGS, EncoderOutput, EncoderOutputs
 
 ALICE, BOB, SALTED = ("acme", "alice", ""), ("acme", "bob", ""), ("acme", "alice", "salt")

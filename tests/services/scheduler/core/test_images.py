@@ -9,8 +9,7 @@ import pytest
 
 from common.images import image_ids, image_spans
 from common.prompt_logprobs import PromptLogprobs
-from common.steps import RowImage
-from common.types import Resume
+from common.types import Resume, RowImage
 from services.scheduler.cache.keys import TAGGED_TOKENS, adapter_tags, plain_ids, tagged, text_ids
 from services.scheduler.core import planner
 from services.scheduler.core.drafts import repetition

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch.nn.functional import pad
 
-from common.steps import RowImage
+from common.types import RowImage
 
 if TYPE_CHECKING:
     from pathlib import Path

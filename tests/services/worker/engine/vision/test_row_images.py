@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 import torch
 
-from common.steps import RowImage, RowOpen, StepPlan
-from common.types import EncoderOutputId, RowSlot, StepId
+from common.steps import RowOpen, StepPlan
+from common.types import EncoderOutputId, RowImage, RowSlot, StepId
 from services.worker.engine.encoder.config import EncoderActivation
 from services.worker.engine.execution.interface import InvalidPlanError
 from services.worker.engine.model.batch import ForwardBatch
