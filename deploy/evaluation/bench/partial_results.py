@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import shlex
 import sys
 import time
 from collections import defaultdict
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from deploy.evaluation.bench.figures import Spread
@@ -57,7 +58,10 @@ class PartialResults:
         sys.stdout.write(f"{metric:45} {spread.median:10.{digits}f} {unit}  ({low} to {high}, {spread.repeats})\n")
         sys.stdout.flush()
         if self._path is not None:
-            sheet = ResultSheet(self._benchmark, self._model, self._tp, Provenance.collect(sys.argv[1:]))
+            # Experiments run as modules: `python -m deploy.evaluation.experiments.NAME`.
+            command = shlex.join(["python", *sys.orig_argv[1:]])
+            provenance = replace(Provenance.collect(()), command=command)
+            sheet = ResultSheet(self._benchmark, self._model, self._tp, provenance)
             for (known, its_unit), its_values in self._values.items():
                 sheet.add_spread(known, Spread.of(its_values), its_unit)
             write_results(self._path, sheet.results)
