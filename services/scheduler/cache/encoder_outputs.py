@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, deque
 from dataclasses import dataclass
 from enum import Enum
 from typing import TYPE_CHECKING
@@ -182,26 +182,41 @@ class EncoderOutputs:
         tenants, subjects = self._of_tenants.copy(), self._of_subjects.copy()
         tenants[key.tenant] += key.cost
         subjects[key.subject] += key.cost
-        # Least recently used first.
-        unused = [each for each in self._outputs.values() if each.state is OutputState.READY and not each.users]
+        unused = self._unused_by_owner()
         while missing > 0:
+            # Only an owner's oldest output can be next, so it suffices to look at one of each.
+            oldest = [outputs[0] for outputs in unused.values()]
 
-            def holdings(output: EncoderOutput) -> tuple[int, int]:
-                return tenants[output.key.tenant], subjects[output.key.subject]
+            def rank(entry: tuple[int, EncoderOutput]) -> tuple[int, int, int]:
+                age, output = entry
+                return tenants[output.key.tenant], subjects[output.key.subject], age
 
-            victim = max(
-                (each for each in unused if _may_displace(key, each.key, tenants, subjects)), key=holdings, default=None
+            found = max(
+                (each for each in oldest if _may_displace(key, each[1].key, tenants, subjects)), key=rank, default=None
             )
-            if victim is None:
+            if found is None:
                 return False
+            victim = found[1]
             victims.append(victim)
-            unused.remove(victim)
+            owner = victim.key.tenant, victim.key.subject
+            unused[owner].popleft()
+            if not unused[owner]:
+                del unused[owner]
             missing -= victim.key.cost
             tenants[victim.key.tenant] -= victim.key.cost
             subjects[victim.key.subject] -= victim.key.cost
         self.evicted += len(victims)
         self._drop(victims)
         return True
+
+    def _unused_by_owner(self) -> dict[tuple[Scope, Scope], deque[tuple[int, EncoderOutput]]]:
+        """Return the ages and outputs that no row uses, by tenant and subject, least recently used first."""
+        unused: dict[tuple[Scope, Scope], deque[tuple[int, EncoderOutput]]] = {}
+        for position, output in enumerate(self._outputs.values()):
+            if output.state is OutputState.READY and not output.users:
+                owner = output.key.tenant, output.key.subject
+                unused.setdefault(owner, deque()).append((-position, output))
+        return unused
 
     def _drop(self, outputs: Iterable[EncoderOutput]) -> None:
         for output in outputs:
