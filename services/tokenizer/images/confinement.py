@@ -31,21 +31,25 @@ _RETURN: Final = 0x06
 # Where a call's number and its architecture are.
 _NUMBER_AT: Final = 0
 _ARCHITECTURE_AT: Final = 4
+# The halves of its first argument.
+_ARGUMENT_AT: Final = (16, 20)
 # Numbers of the other binary interface of x86-64, which has the same architecture.
 _X32_CALLS: Final = 0x40000000
 # By machine: its architecture in the kernel's audit, and the calls that memory, time and descriptors need, which are:
 # read, write, close, fstat, lseek, mmap, mprotect, munmap, mremap, brk, madvise, rt_sigaction, rt_sigprocmask,
-# rt_sigreturn, sched_yield, getpid, exit, exit_group, gettimeofday, clock_gettime, getrusage, futex, getrandom,
-# prlimit64.
+# rt_sigreturn, sched_yield, getpid, exit, exit_group, gettimeofday, clock_gettime, getrusage, futex, getrandom; and
+# the number of prlimit64, which may only name the process itself: limits can end another one.
 _CALLS: Final = {
     "x86_64": (
         0xC000003E,
-        (0, 1, 3, 5, 8, 9, 10, 11, 25, 12, 28, 13, 14, 15, 24, 39, 60, 231, 96, 228, 98, 202, 318, 302),
+        (0, 1, 3, 5, 8, 9, 10, 11, 25, 12, 28, 13, 14, 15, 24, 39, 60, 231, 96, 228, 98, 202, 318),
+        302,
     ),
     "aarch64": (
         0xC00000B7,
         (63, 64, 57, 80, 62, 222, 226, 215, 216, 214, 233, 134, 135, 139, 124, 172, 93, 94, 169, 113, 165, 98,
-         278, 261),
+         278),
+        261,
     ),
 }  # fmt: skip
 
@@ -85,18 +89,28 @@ def _filter_calls() -> bool:
     return bool(library.prctl(_SET_SECCOMP, _FILTER_MODE, ctypes.cast(pointer, ctypes.c_void_p), 0, 0) == 0)
 
 
-def _program(architecture: int, calls: tuple[int, ...]) -> bytes:
-    """Return a filter that allows `calls` and refuses others; calls of another architecture kill the process."""
+def _program(architecture: int, calls: tuple[int, ...], limits_call: int) -> bytes:
+    """Return a filter that allows `calls`, and `limits_call` if its first argument is 0, and refuses others.
+
+    Calls of another architecture kill the process.
+    """
     count = len(calls)
     instructions = [
         (_LOAD, 0, 0, _ARCHITECTURE_AT),
         (_JUMP_EQUAL, 1, 0, architecture),
         (_RETURN, 0, 0, _KILL),
         (_LOAD, 0, 0, _NUMBER_AT),
-        (_JUMP_AT_LEAST, count, 0, _X32_CALLS),
-        # To the last instruction, past the others and the refusal.
-        *((_JUMP_EQUAL, count - i, 0, call) for i, call in enumerate(calls)),
+        (_JUMP_AT_LEAST, count + 1, 0, _X32_CALLS),
+        # To the permission, past the others and the refusal.
+        *((_JUMP_EQUAL, count + 1 - i, 0, call) for i, call in enumerate(calls)),
+        (_JUMP_EQUAL, 2, 0, limits_call),
         (_RETURN, 0, 0, _REFUSE),
         (_RETURN, 0, 0, _ALLOW),
+        (_LOAD, 0, 0, _ARGUMENT_AT[0]),
+        (_JUMP_EQUAL, 0, 3, 0),
+        (_LOAD, 0, 0, _ARGUMENT_AT[1]),
+        (_JUMP_EQUAL, 0, 1, 0),
+        (_RETURN, 0, 0, _ALLOW),
+        (_RETURN, 0, 0, _REFUSE),
     ]
     return b"".join(struct.pack("HBBI", *instruction) for instruction in instructions)

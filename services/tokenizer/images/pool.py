@@ -31,6 +31,8 @@ COMMAND = (sys.executable, "-m", "services.tokenizer.images.child")
 # What a process gets of the environment, which may hold secrets.
 ENVIRONMENT = ("PATH", "PYTHONPATH", "LD_LIBRARY_PATH", "HOME", "LANG")
 START_TIMEOUT_S = 60.0
+# For the end of a process that was killed.
+END_TIMEOUT_S = 10.0
 # Pause after a process that did not start.
 RETRY_S = 1.0
 RETRY_AFTER_MS = 1000
@@ -77,11 +79,14 @@ class ImagePool:
                 tasks.create_task(self._work())
         raise AssertionError("processes decode until they are cancelled")
 
-    async def prepare(self, subject: Subject, files: Sequence[ImageFile], param: str) -> list[PreparedImage]:
-        """Return images as the model takes them.
+    async def prepare(
+        self, subject: Subject, files: Sequence[ImageFile], param: str, max_bytes: int
+    ) -> list[PreparedImage]:
+        """Return images as the model takes them. Those that follow a refused one are not decoded.
 
         Raises:
-            InvalidRequestError: an image is refused; the text says which one and why.
+            InvalidRequestError: an image is refused, and the text says which one and why; or the pixels of all take
+                more than `max_bytes`.
             QueueFullError: too many images are waiting.
         """
         pieces = sum(-(-len(file.data) // PIECE_BYTES) for file in files)
@@ -92,20 +97,32 @@ class ImagePool:
             for job in jobs:
                 self._queue.add(subject, job, len(job.file.data) + IMAGE_COST)
                 self._waiting.release()
-            found = await asyncio.gather(*(job.result for job in jobs), return_exceptions=True)
+            images = await self._gathered(jobs, param, max_bytes)
         finally:
             for job in jobs:
                 self._queue.remove(subject, job)
+                job.result.cancel()
             self._room.give_back(subject, pieces)
         metrics.IMAGE_SECONDS.observe(time.perf_counter() - started)
-        images = []
-        for number, result in enumerate(found, 1):
-            if isinstance(result, InvalidRequestError):
-                which = "The image" if len(files) == 1 else f"Image {number} of {len(files)}"
-                raise InvalidRequestError(f"{which} {result}.", param=param) from result
-            if isinstance(result, BaseException):
-                raise result
-            images.append(result)
+        return images
+
+    async def _gathered(self, jobs: Sequence[_Job], param: str, max_bytes: int) -> list[PreparedImage]:
+        images: list[PreparedImage] = []
+        size = 0
+        for number, job in enumerate(jobs, 1):
+            try:
+                image = await job.result
+            except InvalidRequestError as refusal:
+                which = "The image" if len(jobs) == 1 else f"Image {number} of {len(jobs)}"
+                raise InvalidRequestError(f"{which} {refusal}.", param=param) from refusal
+            size += image.pixels.nbytes
+            if size > max_bytes:
+                message = (
+                    f"The images take more than the {max_bytes} bytes that are allowed at the model's resolution: the "
+                    f"first {number} of {len(jobs)} take {size}. Send fewer or smaller images, or with the detail low."
+                )
+                raise InvalidRequestError(message, param=param)
+            images.append(image)
         return images
 
     async def _work(self) -> NoReturn:
@@ -118,6 +135,10 @@ class ImagePool:
                 # Those who are cancelled take their images with them.
                 if (job := self._queue.take(lambda _: True)) is None:
                     continue
+                if process.has_ended:
+                    # Not by this image.
+                    await process.kill()
+                    process = await self._started()
                 if not await self._serve(process, job):
                     await process.kill()
                     process = None
@@ -144,7 +165,7 @@ class ImagePool:
                 answer, values = await process.decode(job.file, self._max_values)
         except TimeoutError:
             return self._refuse(job, f"takes longer than {self._timeout_s:g} s to decode", "timeout")
-        except (OSError, ValueError, asyncio.IncompleteReadError):
+        except (OSError, ValueError, RecursionError, asyncio.IncompleteReadError):
             return self._refuse(job, CRASHED, "crash")
         except asyncio.CancelledError:
             self._answer(job, UnavailableError("the tokenizer is stopping", retry_after_ms=RETRY_AFTER_MS))
@@ -156,7 +177,7 @@ class ImagePool:
             grid = tuple(map(int, answer["grid"]))
             # Packing and hashing megabytes would delay the event loop.
             image = await asyncio.to_thread(prepared, self._processor, grid, values)
-        except (KeyError, TypeError, ValueError):
+        except (KeyError, TypeError, ValueError, OverflowError):
             return self._refuse(job, CRASHED, "crash")
         metrics.IMAGES_TOTAL.labels("prepared").inc()
         self._answer(job, image)
@@ -217,12 +238,17 @@ class DecodingProcess:
         """Process id."""
         return self._process.pid
 
+    @property
+    def has_ended(self) -> bool:
+        """Whether the process has ended."""
+        return self._process.returncode is not None
+
     async def decode(self, file: ImageFile, max_bytes: int) -> tuple[JsonObject, bytes]:
         """Return the answer to an image, and its values of at most `max_bytes`. After an error, kill the process.
 
         Raises:
             OSError, asyncio.IncompleteReadError: the process has ended.
-            ValueError: the answer is malformed.
+            ValueError, RecursionError: the answer is malformed.
         """
         for part in (file.detail.encode(), file.data):
             self._input.write(LENGTH.pack(len(part)))
@@ -237,7 +263,10 @@ class DecodingProcess:
         """Kill the process and wait for its end."""
         with contextlib.suppress(ProcessLookupError):
             self._process.kill()
-        await asyncio.shield(self._process.wait())
+        # `wait` returns once the pipes are closed, and the end of a pipe is seen only once it is read.
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(END_TIMEOUT_S):
+                await asyncio.shield(self._process.communicate())
 
     async def _read(self, max_bytes: int) -> bytes:
         length = LENGTH.unpack(await self._output.readexactly(LENGTH.size))[0]

@@ -7,6 +7,7 @@ confined process; everything else about a picture follows from the grid into whi
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import dataclass
 from enum import Enum
 from hashlib import sha256
@@ -108,6 +109,9 @@ def prepared(processor: ImageProcessor, grid: Grid, values: bytes) -> PreparedIm
     Raises:
         ValueError: they do not belong together.
     """
+    # The text of a plan is as long as the grid is large, and each of its cells has values.
+    if min(grid, default=0) < 0 or math.prod(grid) > len(values):
+        raise ValueError("a grid of more cells than there are values")
     plan = processor.plan(grid)
     array = np.frombuffer(values, np.uint8).reshape(plan.values)
     digest = sha256(processor.settings)

@@ -92,14 +92,7 @@ class PreparedPrompts:
                 "messages of the user."
             )
             raise InvalidRequestError(message, param=param)
-        prepared = await self._pool.prepare(subject, files, param)
-        size = sum(image.pixels.nbytes for image in prepared)
-        if size > MAX_PIXEL_BYTES:
-            message = (
-                f"The images take {size} bytes together at the model's resolution; at most {MAX_PIXEL_BYTES} are "
-                "allowed. Send fewer or smaller images, or with the detail low."
-            )
-            raise InvalidRequestError(message, param=param)
+        prepared = await self._pool.prepare(subject, files, param, MAX_PIXEL_BYTES)
         return self._placed(token_ids, places.tolist(), prepared)
 
     def shown(self, token_ids: TokenIds) -> TokenIds:

@@ -19,7 +19,8 @@ from PIL import Image
 from common.errors import InvalidRequestError, QueueFullError
 from common.requests import ImageFile
 from common.types import Subject
-from services.tokenizer.images.child import ChildLimits
+from services.tokenizer.images import pool
+from services.tokenizer.images.child import LENGTH, ChildLimits
 from services.tokenizer.images.pool import WAITING_PIECES, ImagePool
 from services.tokenizer.images.processor import Detail, prepared
 from services.tokenizer.images.registry import read_processor
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
 
 ADA = Subject("acme", "ada")
 MEMORY = 96 * 1024 * 1024
+MOST_BYTES = 64 * 1024 * 1024
 LIMITS = ChildLimits(max_pixels=40_000_000, memory_bytes=MEMORY, cpu_seconds=20.0)
 SEED = 20_261_124
 
@@ -53,7 +55,7 @@ class Bench:
 
     async def refusal(self, *files: bytes) -> str:
         with pytest.raises(InvalidRequestError) as caught:
-            await self.pool.prepare(ADA, [ImageFile(data) for data in files], "messages")
+            await self.pool.prepare(ADA, [ImageFile(data) for data in files], "messages", MOST_BYTES)
         assert caught.value.param == "messages"
         return str(caught.value)
 
@@ -86,7 +88,7 @@ async def running(bench: Bench) -> AsyncIterator[None]:
 async def test_images_are_those_that_this_process_would_cut(bench: Bench) -> None:
     pictures = [picture(120, 90, seed=1), picture(300, 40, seed=2)]
     files = [ImageFile(file_of(image)) for image in pictures]
-    found = await bench.pool.prepare(ADA, files, "messages")
+    found = await bench.pool.prepare(ADA, files, "messages", MOST_BYTES)
     for image, one in zip(pictures, found, strict=True):
         grid, values = bench.processor.cut(image, Detail.AUTO)
         expected = prepared(bench.processor, grid, values.tobytes())
@@ -105,7 +107,7 @@ async def test_digests_are_of_pixels_not_of_files(bench: Bench) -> None:
         file_of(other, exif=exif),
     ]
     first, described, rewritten, different = [
-        one.digest for one in await bench.pool.prepare(ADA, [ImageFile(data) for data in files], "messages")
+        one.digest for one in await bench.pool.prepare(ADA, [ImageFile(data) for data in files], "messages", MOST_BYTES)
     ]
     assert first == described == rewritten != different
 
@@ -116,7 +118,7 @@ async def test_a_low_detail_makes_fewer_embeddings_and_another_digest(directory:
     async with running(bench):
         data = file_of(picture(900, 900))
         files = [ImageFile(data, detail) for detail in ("auto", "high", "low")]
-        auto, high, low = await bench.pool.prepare(ADA, files, "messages")
+        auto, high, low = await bench.pool.prepare(ADA, files, "messages", MOST_BYTES)
     assert (auto.digest, auto.embeddings) == (high.digest, high.embeddings)
     assert low.embeddings < auto.embeddings / 2
 
@@ -132,17 +134,17 @@ async def test_a_refused_image_is_numbered_and_its_process_goes_on(bench: Bench)
 async def test_an_image_that_needs_more_memory_is_refused(bench: Bench) -> None:
     # 36 million pixels, of four bytes each when they are decoded.
     assert "too much memory" in await bench.refusal(file_of(Image.new("RGBA", (6000, 6000), (1, 2, 3, 4))))
-    await bench.pool.prepare(ADA, [ImageFile(file_of(picture(30, 30)))], "messages")
+    await bench.pool.prepare(ADA, [ImageFile(file_of(picture(30, 30)))], "messages", MOST_BYTES)
 
 
 async def test_a_process_that_dies_fails_its_image_only_and_is_replaced(bench: Bench) -> None:
     good = ImageFile(file_of(picture(30, 30)))
-    await bench.pool.prepare(ADA, [good], "messages")
+    await bench.pool.prepare(ADA, [good], "messages", MOST_BYTES)
     (before,) = bench.children
     before.kill()
     before.wait()
     assert "decoder crashed" in await bench.refusal(good.data)
-    await bench.pool.prepare(ADA, [good], "messages")
+    await bench.pool.prepare(ADA, [good], "messages", MOST_BYTES)
     assert before.pid not in [child.pid for child in bench.children]
 
 
@@ -152,7 +154,7 @@ async def test_an_image_that_takes_too_long_is_refused(directory: Path) -> None:
         await until(lambda: len(bench.children) == 1)
         good = ImageFile(file_of(picture(30, 30)))
         with contextlib.suppress(InvalidRequestError):  # on a slow machine
-            await bench.pool.prepare(ADA, [good], "messages")
+            await bench.pool.prepare(ADA, [good], "messages", MOST_BYTES)
         await until(lambda: len(bench.children) == 1)
         (child,) = bench.children
         child.suspend()
@@ -160,10 +162,65 @@ async def test_an_image_that_takes_too_long_is_refused(directory: Path) -> None:
         await until(lambda: not child.is_running())
 
 
+# Speaks the protocol of a decoding process. The first image gets ANSWER, and later ones a refusal.
+FAKE_CHILD = """
+import json, pathlib, struct, sys
+def write(part): sys.stdout.buffer.write(struct.pack(LENGTH, len(part)) + part); sys.stdout.buffer.flush()
+def read(): return sys.stdin.buffer.read(struct.unpack(LENGTH, sys.stdin.buffer.read(struct.calcsize(LENGTH)))[0])
+write(json.dumps({"is_filtered": True}).encode())
+mark = pathlib.Path(MARK)
+while True:
+    read(), read()
+    if mark.exists():
+        write(json.dumps({"refusal": "is of the second process"}).encode()); write(b"")
+        continue
+    mark.touch()
+    ANSWER
+"""
+# More than a pipe and its reader hold, and not all of it.
+ENDLESS = """
+    write(b"{}")
+    sys.stdout.buffer.write(struct.pack(LENGTH, 1 << 24) + bytes(1 << 23))
+    sys.stdout.buffer.flush()
+    import time; time.sleep(600)
+"""
+
+
+@pytest.mark.parametrize(
+    ("answer", "words"),
+    [
+        (ENDLESS, "takes longer than"),
+        ('write(b"[" * 4000); write(b"")', "crashed"),
+        ("write(b'{\"grid\": [1, 1e999, 2]}'); write(b'')", "crashed"),
+        ("write(b'{\"grid\": [1, 2000000000, 2000000000]}'); write(b'')", "crashed"),
+        ("write(b'{\"grid\": [1, -2, -2]}'); write(b'')", "crashed"),
+    ],
+    ids=["endless", "nested", "infinite", "large", "negative"],
+)
+async def test_a_process_that_answers_nonsense_fails_its_image_only(
+    answer: str, words: str, directory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    program = FAKE_CHILD.replace("ANSWER", answer).replace("MARK", repr(str(tmp_path / "mark")))
+    monkeypatch.setattr(pool, "COMMAND", (sys.executable, "-c", program.replace("LENGTH", repr(LENGTH.format))))
+    bench = Bench(directory, timeout_s=1.0)
+    async with running(bench):
+        assert words in await bench.refusal(file_of(picture(30, 30)))
+        assert "is of the second process" in await bench.refusal(file_of(picture(30, 30)))
+
+
+async def test_images_that_fit_into_no_message_are_refused(bench: Bench) -> None:
+    file = ImageFile(file_of(picture(100, 100)))
+    (image,) = await bench.pool.prepare(ADA, [file], "messages", MOST_BYTES)
+    most = 2 * image.pixels.nbytes
+    assert len(await bench.pool.prepare(ADA, [file] * 2, "messages", most)) == 2
+    with pytest.raises(InvalidRequestError, match="Send fewer or smaller images"):
+        await bench.pool.prepare(ADA, [file] * 5, "messages", most)
+
+
 async def test_files_that_wait_have_a_bound(bench: Bench) -> None:
     large = ImageFile(bytes(WAITING_PIECES * 64 * 1024 + 1))
     with pytest.raises(QueueFullError, match="waiting for their images"):
-        await bench.pool.prepare(ADA, [large], "messages")
+        await bench.pool.prepare(ADA, [large], "messages", MOST_BYTES)
 
 
 async def test_processes_end_with_the_pool(directory: Path) -> None:
@@ -181,6 +238,7 @@ attempts = {
     "open": lambda: open("/etc/hostname"), "create": lambda: open("/tmp/written", "w"), "socket": socket.socket,
     "fork": os.fork, "execute": lambda: os.execv("/bin/true", ["true"]), "signal": lambda: os.kill(os.getppid(), 0),
     "memory": lambda: bytearray(128 * 1024 * 1024), "list": lambda: os.listdir("/"),
+    "limits": lambda: resource.prlimit(os.getppid(), resource.RLIMIT_CORE),
 }
 refused = []
 for name, attempt in attempts.items():
@@ -236,7 +294,7 @@ async def fuzz(bench: Bench, count: int) -> tuple[int, int]:
 
     async def send(data: bytes) -> None:
         try:
-            (image,) = await bench.pool.prepare(ADA, [ImageFile(data)], "messages")
+            (image,) = await bench.pool.prepare(ADA, [ImageFile(data)], "messages", MOST_BYTES)
         except InvalidRequestError:  # the client's error; any other one fails the test
             outcomes[False] += 1
         else:

@@ -14,7 +14,6 @@ from common.images import image_ids, image_spans
 from common.requests import ImageFile
 from common.tokenization.vocabulary import byte_alphabet
 from common.types import Subject
-from services.tokenizer.images import prompts
 from services.tokenizer.images.processor import Detail, prepared
 from services.tokenizer.images.prompts import PreparedPrompts
 from services.tokenizer.images.registry import read_processor
@@ -53,7 +52,9 @@ class Pool:
     def __init__(self, images: Sequence[PreparedImage]) -> None:
         self.images = images
 
-    async def prepare(self, _subject: Subject, files: Sequence[ImageFile], _param: str) -> list[PreparedImage]:
+    async def prepare(
+        self, _subject: Subject, files: Sequence[ImageFile], _param: str, _most: int
+    ) -> list[PreparedImage]:
         return [self.images[file.data[0]] for file in files]
 
 
@@ -104,12 +105,3 @@ async def test_other_numbers_of_placeholders_are_refused(param: str, words: str,
     with pytest.raises(InvalidRequestError, match=words) as caught:
         await bench.prompts.place(ADA, bench.ids(f"{bench.mark} {bench.mark}"), [ImageFile(b"\0")], param)
     assert caught.value.param == param
-
-
-async def test_images_that_fit_into_no_message_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    bench = Bench(tmp_path, "qwen", picture(100, 100))
-    monkeypatch.setattr(prompts, "MAX_PIXEL_BYTES", 2 * bench.images[0].pixels.nbytes)
-    files = [ImageFile(b"\0")] * 3
-    await bench.prompts.place(ADA, bench.ids(bench.mark * 2), files[:2], "prompt")
-    with pytest.raises(InvalidRequestError, match="Send fewer or smaller images"):
-        await bench.prompts.place(ADA, bench.ids(bench.mark * 3), files, "prompt")
