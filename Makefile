@@ -37,7 +37,8 @@ PYTEST := $(BIN)/python -m pytest
 SPREAD := --dist loadfile --no-loadscope-reorder
 UNIT := -m "not e2e and not extended and not soak and not docker" --ignore tests/e2e tests
 E2E := -m "e2e and not soak and not extended" tests/e2e
-EXTENDED := -m "extended and not soak" tests
+WHERE ?= tests
+EXTENDED = -m "extended and not soak" $(WHERE)
 again = || { [[ $$? == 1 && $(RETRY) == 1 ]] && echo "RETRY: the tests that failed above run once more" && \
 	$(1) $(PYTEST) --last-failed --last-failed-no-failures none $(2) && \
 	echo "RETRY: the tests that ran last failed once and passed alone"; }
@@ -64,7 +65,7 @@ soak: install-dev ## Run the tests that take minutes to hours: random operations
 e2e: install-dev ## Run the tests that start the real services
 	$(PYTEST) $(E2E) -n $(E2E_JOBS) $(SPREAD) $(ARGS) $(call again,,$(E2E))
 
-extended: install-dev ## Run the longer ones of both, as CI does
+extended: install-dev ## Run the longer ones of both, as CI does; WHERE=tests/e2e for some
 	OMP_NUM_THREADS=1 $(PYTEST) $(EXTENDED) -n $(E2E_JOBS) $(SPREAD) $(ARGS) $(call again,OMP_NUM_THREADS=1,$(EXTENDED))
 
 chaos: install-dev ## Break processes, links and disks under load for an hour; ARGS="--short", "--list", "--faults one/kill-*"
