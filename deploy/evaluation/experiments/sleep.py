@@ -51,7 +51,7 @@ def main() -> int:
     """Measure and print; write results where asked; return the exit status."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", nargs="?", default=ModelSettings().reference, help="model (%(default)s)")
-    parser.add_argument("--repeats", type=int, default=3, help="naps at each level (%(default)s)")
+    parser.add_argument("--repeats", type=int, default=3, help="times to sleep and wake at each level (%(default)s)")
     parser.add_argument("--tp", type=int, default=1, help="ranks (%(default)s)")
     parser.add_argument("--keep-cache", action="store_true", help="keep the cache on the host tier, which must be set")
     parser.add_argument("--time-limit", type=float, default=3600.0, help="seconds for all of it (%(default)s)")
