@@ -131,9 +131,9 @@ def stable(text: str) -> str:
 
 
 def events(text: str) -> Iterable[str]:
-    """The data of each server-sent event, with or without an id."""
+    """The data of each server-sent event, with or without an id; comments keep slow streams alive."""
     assert text.endswith("\n\n")
-    for block in text.removesuffix("\n\n").split("\n\n"):
+    for block in re.sub(r"^:.*\n+", "", text, flags=re.MULTILINE).removesuffix("\n\n").split("\n\n"):
         event = re.sub(r"^id: \S+\n", "", block)
         assert event.startswith("data: "), event
         yield event.removeprefix("data: ")
