@@ -179,7 +179,7 @@ class AnswerContext:
 
 
 def tokens_of(usage: Usage) -> Tokens:
-    """Return what the ledger charges for one request."""
+    """Return the ledger's charge for one request."""
     cached = {cached_amount(part.tier, part.level): part.tokens for prompt in usage.prompts for part in prompt.cached}
     return Tokens(
         1, usage.prompt_tokens, usage.cached_tokens, usage.completion_tokens, usage.forced_tokens, usage.drafted_tokens

@@ -609,7 +609,7 @@ class WorkerGroup:
 
 @dataclass(frozen=True, slots=True)
 class RankHealth:
-    """What a rank's heartbeats say: how many in a row have no answer, and its last answer (None: there was none)."""
+    """State of a rank's heartbeats: how many in a row have no answer, and its last answer (None: there was none)."""
 
     silent_heartbeats: int = 0
     last: Pulse | None = None

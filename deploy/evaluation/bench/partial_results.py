@@ -39,7 +39,7 @@ class Deadline:
 
 
 class PartialResults:
-    """What was measured until now: printed, and written where asked, whenever something is added."""
+    """The measurements so far, printed and written to a file, if one is given, at each addition."""
 
     def __init__(self, benchmark: str, model: str, path: Path | None, *, tp: int = 1) -> None:
         """Start empty, for a results file at `path`."""

@@ -260,7 +260,7 @@ class Latencies:
 
 @dataclass(slots=True)
 class FleetFigures:
-    """What users of a layout see, and what its parts exchange."""
+    """The latencies that users of a layout see, and the load between its parts."""
 
     rate: float
     ttft: Latencies = field(default_factory=Latencies)

@@ -52,7 +52,7 @@ _SHARED_INPUTS: Final = {
 
 @dataclass(slots=True)
 class Inputs:
-    """What the inputs of one matrix were like on the calibration texts."""
+    """Statistics of the inputs of one matrix on the calibration texts."""
 
     moments: torch.Tensor  # [in, in], the mean of products
     means: torch.Tensor  # [in], of absolute values

@@ -30,7 +30,7 @@ class OutputState(Enum):
 
 @dataclass(frozen=True, slots=True)
 class OutputKey:
-    """What makes an image the same one: the view that sent it, its pixels, and the shape of its embeddings."""
+    """The identity of an image: the view that sent it, its pixels, and the shape of its embeddings."""
 
     scope: Scope
     digest: bytes

@@ -34,7 +34,7 @@ _WARM_SIDE = 64
 
 @dataclass(frozen=True, slots=True)
 class ChildLimits:
-    """What a process may use for one image, beside what it uses idle."""
+    """Limits of a process for one image, in addition to its use when idle."""
 
     max_pixels: int
     memory_bytes: int

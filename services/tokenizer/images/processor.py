@@ -49,7 +49,7 @@ class Detail(Enum):
 
 @dataclass(frozen=True, slots=True)
 class ImagePlan:
-    """What follows from the grid of a picture."""
+    """Shapes, text and number of embeddings that follow from the grid of a picture."""
 
     values: tuple[int, int, int]
     """The shape of its values."""
@@ -58,7 +58,7 @@ class ImagePlan:
     frames: int
     """How often the encoder takes each part, one after the other."""
     text: str
-    """What stands in the prompt in place of a single placeholder; it has a placeholder for each embedding."""
+    """The text that stands in the prompt in place of a single placeholder; it has a placeholder for each embedding."""
     embeddings: int
 
 
