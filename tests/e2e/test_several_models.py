@@ -100,6 +100,7 @@ def test_each_scheduler_is_asked_by_its_model_s_name(both: Served) -> None:
         states = http.get("/get_server_info", params={"model": "large"}).json()["internal_states"]
         assert [state["max_rows"] for state in states] == [4]
         assert "pages" in http.post("/flush_cache").text
+        http.post("/v1/completions", json={"model": "large", "prompt": "x", "max_tokens": 1}).raise_for_status()
         metrics = http.get("/metrics").text
     assert 'pando_gateway_link_connected{link="tokenizer",model="small"} 1.0' in metrics
     assert 'pando_gateway_completion_tokens_total{model="large"}' in metrics
