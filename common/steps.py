@@ -206,7 +206,7 @@ class StepPlan:
     dropped_outputs: tuple[EncoderOutputId, ...] = ()
 
     def without_passes(self) -> StepPlan:
-        """Return what has to be done although the passes are abandoned: rows change, and transfers begin."""
+        """Return the rest of a plan whose passes are abandoned: rows still change, and transfers still begin."""
         return replace(self, prefills=(), steps=1, replacements=(), jumps=(), saves=(), drafts=())
 
 

@@ -35,7 +35,7 @@ class Torn:
     content: bytes
 
     def described(self) -> dict[str, object]:
-        """Return what the record that follows a repair says about them."""
+        """Return the facts about these bytes for the record that follows a repair."""
         return {"torn_bytes": len(self.content), "torn_sha256": hashlib.sha256(self.content).hexdigest()}
 
 

@@ -177,7 +177,7 @@ class RemoteImages:
         self._pool = httpcore.AsyncConnectionPool(
             ssl_context=trust or ssl.create_default_context(),
             max_connections=MAX_FETCHES,
-            # Each fetch resolves and connects anew.
+            # Each fetch resolves the name and connects again.
             max_keepalive_connections=0,
             network_backend=PublicNetwork(resolve or self._resolver.resolve, network or httpcore.AnyIOBackend()),
         )

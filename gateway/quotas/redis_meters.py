@@ -139,7 +139,7 @@ class RedisMeters:
         arguments: Sequence[str | int],
         accounts: Sequence[MeteredAccount],
     ) -> tuple[list[MeterReading], Obstacle | None]:
-        """Return what is left in each account, and what forbids the request; a damaged reply raises any error."""
+        """Return the remainder of each account and the obstacle to the request; a damaged reply raises any error."""
         forbids, limit, wait_s, *levels = map(_text, await self._call(redis, keys, arguments))
         readings = [
             MeterReading(

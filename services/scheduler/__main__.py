@@ -178,7 +178,7 @@ def check_ranks(settings: SchedulerSettings) -> None:
 def make_waker(
     settings: DeviceTurnSettings, loop: SchedulerLoop, group: WorkerGroup, sleep: SleepDesk
 ) -> SleepDesk | TurnDesk:
-    """Return what wakes the workers for requests: turns, if the model shares its device.
+    """Return the desk that wakes the workers for requests: one for turns, if the model shares its device.
 
     Raises:
         ConfigurationError: it does, and no directory is set.

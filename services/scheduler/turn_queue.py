@@ -23,7 +23,7 @@ DIGITS: Final = 19
 
 
 class TurnQueue:
-    """One of those that take turns. Turns go to whoever has waited longest."""
+    """One of those that take turns. Turns go to the one that has waited longest."""
 
     def __init__(self, directory: Path, clock: Callable[[], int] = time.monotonic_ns) -> None:
         """Wait for nothing yet; all that share `directory` take turns. `clock` is the same for all of them."""
@@ -60,7 +60,7 @@ class TurnQueue:
         self._ticket, self._ticket_lock = ticket, lock
 
     def try_take(self) -> bool:
-        """Take the turn if nobody has it, and nobody waits longer; return whether this one has it now.
+        """Take the turn if it is free and no other has waited longer; return whether this one has it now.
 
         Raises:
             OSError: the directory cannot be read.

@@ -155,7 +155,7 @@ def attack_on_schedule(
 
 
 def server_of(arguments: argparse.Namespace) -> Server:
-    """Return what the flags say about the server at --url.
+    """Return the description of the server at --url that the flags give.
 
     Raises:
         ValueError: they name several modes.

@@ -185,7 +185,7 @@ def _each(model: Any, texts: Sequence[Sequence[int]]) -> Iterator[tuple[str, tor
 
 
 def _layer_inputs(model: Any, ids: torch.Tensor) -> tuple[torch.Tensor, Mapping[str, Any]]:
-    """Return what the first layer is called with."""
+    """Return the arguments of the first layer's call: its positional one, and those by name."""
     calls: list[tuple[torch.Tensor, Mapping[str, Any]]] = []
     hook = model.model.layers[0].register_forward_pre_hook(
         lambda _module, args, options: calls.append((args[0], options)), with_kwargs=True

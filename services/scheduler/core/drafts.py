@@ -91,7 +91,7 @@ class DraftSources:
 
 
 def _text_of(guess: Guess | None) -> Guess | None:
-    """Return what comes before an image; None: nothing."""
+    """Return the part of a guess before its first image; None: there is none."""
     if guess is None:
         return None
     ids = guess.token_ids[: text_tokens(guess.token_ids)]

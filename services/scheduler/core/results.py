@@ -115,7 +115,7 @@ class ResultHandler:
         self._measure(result, expected, drafted)
 
     def _recall(self, result: StepResult) -> _Expected:
-        """Return what was expected of the result's plan; only its first pass computes the chunks."""
+        """Return the expectations of the result's plan; only its first pass computes the chunks."""
         expected = self._expected.get(result.step_id, _Expected())
         if result.last:
             self._expected.pop(result.step_id, None)

@@ -84,7 +84,7 @@ class ImageProcessor(Protocol):
         ...
 
     def plan(self, grid: Grid) -> ImagePlan:
-        """Return what follows from a grid.
+        """Return the plan of an image that is cut into `grid`.
 
         Raises:
             ValueError: `cut` returns no such grid.

@@ -218,7 +218,7 @@ def agreed_backend(backend: KernelBackend, group: RankGroup) -> KernelBackend:
 
 
 def select_adapter_products(backend: KernelBackend, slots: int, device: torch.device) -> AdapterProducts:
-    """Return what computes products of adapters in so many `slots`, beside those of `backend`."""
+    """Return the products of `slots` adapters that are fastest on `device`, beside those of `backend`."""
     if importlib.util.find_spec("triton") is not None:
         # Imported here because they need Triton.
         from services.worker.engine.adapters.segmented import SegmentedAdapters

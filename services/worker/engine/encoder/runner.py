@@ -193,7 +193,7 @@ def select_encoder_dtype(name: str, config: EncoderConfig | ModernConfig, device
     """Return the type to compute in: unless asked otherwise the checkpoint's own on GPUs, and float32 on CPUs.
 
     There rounding to bfloat16 would double the speed, but embeddings are kept and compared with each other for years:
-    they shall not depend on which processor made them.
+    they must not depend on the processor that computed them.
     """
     if name == "auto":
         name = config.dtype if device.type != "cpu" else "float32"
