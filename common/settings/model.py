@@ -52,6 +52,10 @@ class ModelSettings(Section):
     """How the model marks its reasoning: think: <think> blocks; brackets: [THINK] (Mistral); response: <think>, then
     <response> (Granite); seed: <seed:think>; kimi: ◁think▷; gemma: the channel thought; harmony: the channel analysis
     (gpt-oss); auto: as in the chat template."""
+    chat_template: str = ""
+    """Chat template in place of the model's own: the path of a file with Jinja, or the text itself, which contains
+    {{ or {%. It writes conversations as templates on the Hugging Face hub do, and the notation of tool calls and
+    reasoning is found from it. Empty: the model's own."""
     pooling: Literal["auto", "last", "mean", "cls"] = "auto"
     """Hidden states that become embeddings, unless a request chooses: the last token's, the mean over all tokens, or
     the first token's (encoders only). auto: by the model's files; without an entry there, mean for encoders and last

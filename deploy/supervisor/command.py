@@ -28,7 +28,12 @@ if TYPE_CHECKING:
     from deploy.supervisor.layout import Layout
 
 # Short flags, and the settings that they stand for.
-SHORTCUTS = {"--model": "--model.reference", "--port": "--gateway.port", "--host": "--gateway.host"}
+SHORTCUTS = {
+    "--model": "--model.reference",
+    "--chat-template": "--model.chat_template",
+    "--port": "--gateway.port",
+    "--host": "--gateway.host",
+}
 SHARE_DEVICE = "--share-device"
 EXPERT_PARALLEL = "--expert-parallel"
 # Flags without a value, and the settings that they turn on.
@@ -39,6 +44,7 @@ COMMON_SETTINGS = (
     "model.dtype",
     "model.quantization",
     "model.max_context",
+    "model.chat_template",
     "models",
     "gateway.host",
     "gateway.port",

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from pydantic import ValidationError
 
 from common import models
+from common.chat_template import read_chat_template
 from common.errors import ConfigurationError, InvalidRequestError
 from common.names import check_name
 from common.section import Section
@@ -65,10 +66,11 @@ def deploy_models(settings: Settings, ranks: int) -> list[DeployedModel]:
 def pin_models(settings: Settings, ranks: int, report: DownloadReport) -> Settings:
     """Download the models of a deployment; return `settings` with each model on a hub at its present commit.
 
-    All services, and their restarts, then use the same files, which they find in the cache without a network.
+    All services, and their restarts, then use the same files, which they find in the cache without a network, and the
+    text that model.chat_template has now.
 
     Raises:
-        ConfigurationError: a model cannot be found, or not downloaded.
+        ConfigurationError: a model or a chat template cannot be found, or a model not downloaded.
     """
     pinned: dict[str, str] = {}
     for model in deploy_models(settings, ranks):
@@ -76,15 +78,15 @@ def pin_models(settings: Settings, ranks: int, report: DownloadReport) -> Settin
         if its.load_format != "fake":
             pinned[its.reference] = models.pin(its.reference, report, weights=its.load_format != "dummy")
 
-    def at_commit(section: M) -> M:
+    def at_present(section: M) -> M:
         reference = pinned.get(section.reference, section.reference)
-        return section if reference == section.reference else section.model_copy(update={"reference": reference})
+        changed = {} if reference == section.reference else {"reference": reference}
+        if section.chat_template:
+            changed["chat_template"] = read_chat_template(section.chat_template)
+        return section.model_copy(update=changed) if changed else section
 
-    entries = {
-        name: at_commit(entry) if "reference" in entry.model_fields_set else entry
-        for name, entry in settings.models.items()
-    }
-    return settings.model_copy(update={"model": at_commit(settings.model), "models": entries})
+    entries = {name: at_present(entry) for name, entry in settings.models.items()}
+    return settings.model_copy(update={"model": at_present(settings.model), "models": entries})
 
 
 def check_metrics_ports(gateway: GatewaySettings, settings: Iterable[Settings]) -> None:

@@ -9,6 +9,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
+from common.chat_template import read_chat_template
 from common.errors import ConfigurationError
 from common.fleet.state import open_fleet
 from common.logs import get_logger
@@ -129,14 +130,24 @@ def build_images(settings: Settings, model: TextModel) -> tuple[ImagePool | None
 def build(
     settings: Settings, model: TextModel, scheduler: Scheduler, executor: ThreadPoolExecutor, images: ImagePrompts
 ) -> tuple[Relay, TokenizerService]:
-    """Build the objects of a service that sends requests to `scheduler`."""
+    """Build the objects of a service that sends requests to `scheduler`.
+
+    Raises:
+        ConfigurationError: model.chat_template cannot be read, or is not usable.
+    """
     rules = settings.tokenizer.images
     limits = ModelLimits(
         settings.model.name, model.max_context_tokens, model.vocabulary_size, model.embedding,
         ImageLimits(rules.max_images, rules.max_file_bytes, rules.max_pixels) if images.are_taken else None,
     )  # fmt: skip
-    templates = ChatTemplates(model.chat_templates, model.special_tokens)
-    style = style_of(model.chat_templates, templates, settings.model.tool_style, settings.model.reasoning_style)
+    sources = model.chat_templates
+    if settings.model.chat_template:
+        sources = {"default": read_chat_template(settings.model.chat_template)}
+    templates = ChatTemplates(sources, model.special_tokens)
+    if settings.model.chat_template:
+        # A model's own template may be broken as long as only completions are asked for.
+        templates.check()
+    style = style_of(sources, templates, settings.model.tool_style, settings.model.reasoning_style)
     warn_of_problems(style, settings.model.tool_style)
     pool = EncodingPool(PromptEncoder(model, templates, style), executor, settings.tokenizer.threads)
     room = SharedRoom(MAX_PENDING_REQUESTS, "being submitted", RETRY_AFTER_MS)

@@ -19,15 +19,14 @@ import jinja2.ext
 import jinja2.nodes
 import jinja2.sandbox
 
-from common.errors import InvalidRequestError
+from common.errors import ConfigurationError, InvalidRequestError
+from common.requests import ChatMessage, ChatPrompt
 from common.types import ToolStyle
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
 
     from jinja2.parser import Parser
-
-    from common.requests import ChatMessage, ChatPrompt
 
 # A value decoded from JSON; templates read free-form schemas.
 Json: TypeAlias = Any
@@ -42,6 +41,12 @@ _MARK: Final = "\ue000pando:continue\ue000 "
 _TEMPLATE_FAILURES: Final = (
     jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError,
 )  # fmt: skip
+# Conversations of which a usable template renders at least one; some require a system's message.
+_GREETING: Final = "probed-greeting"
+_GREETINGS: Final = (
+    (ChatMessage("user", _GREETING),),
+    (ChatMessage("system", "Be brief."), ChatMessage("user", _GREETING)),
+)
 # A message as templates read it.
 JsonObject: TypeAlias = dict[str, Any]  # Any: free JSON
 
@@ -124,6 +129,31 @@ class ChatTemplates:
         if chat.continue_final_message:
             text = _cut_at_mark(text, final)
         return text + (chat.assistant_prefix or "")
+
+    def check(self) -> None:
+        """Compile the templates and render a greeting.
+
+        Raises:
+            ConfigurationError: a template has an error of syntax, refuses a greeting, or leaves its text out.
+        """
+        for source in self._sources.values():
+            try:
+                self._environment.from_string(source)
+            except jinja2.TemplateSyntaxError as error:
+                raise ConfigurationError(f"model.chat_template: line {error.lineno}: {error.message}") from error
+        problems = [self._problem_with(greeting) for greeting in _GREETINGS]
+        if all(problems):
+            raise ConfigurationError(f"model.chat_template cannot render a user's message: {problems[0]}")
+
+    def _problem_with(self, greeting: tuple[ChatMessage, ...]) -> str | None:
+        problem = "the message's text is left out"
+        for takes_parts in (False, True):
+            try:
+                if _GREETING in self.render(ChatPrompt(greeting), takes_parts=takes_parts):
+                    return None
+            except InvalidRequestError as error:
+                problem = str(error)
+        return problem
 
     def _template(self, *, has_tools: bool) -> jinja2.Template:
         name = "tool_use" if has_tools and "tool_use" in self._sources else "default"

@@ -147,6 +147,27 @@ def test_a_taken_port_is_an_error_that_names_the_flag(runtime: dict[str, str]) -
     wait_until(lambda: "--port" in up.output, timeout_s=120)
 
 
+def test_a_chat_template_replaces_the_models_own(tmp_path: Path, runtime: dict[str, str]) -> None:
+    file = tmp_path / "chat.jinja"
+    file.write_text("{% for message in messages %}[{{ message.role }}] {{ message.content }}{% endfor %}")
+    port = str(free_port("127.0.0.1"))
+    up = Up("--port", port, "--model.load_format", "fake", "--chat-template", str(file), environ=runtime)
+    up.wait_for("Press Ctrl-C to stop")
+    with httpx.Client(base_url=f"http://127.0.0.1:{port}", trust_env=False, timeout=60) as http:
+        tokens = http.post("/tokenize", json={"messages": [{"role": "user", "content": "Hello"}]}).json()["tokens"]
+        assert http.post("/detokenize", json={"tokens": tokens}).json()["prompt"] == "[user] Hello"
+    assert up.end() == 0
+
+
+def test_a_broken_chat_template_ends_it_with_the_reason(tmp_path: Path, runtime: dict[str, str]) -> None:
+    file = tmp_path / "chat.jinja"
+    file.write_text("{% for message in messages %}\n{{ message.content }}")
+    port = str(free_port("127.0.0.1"))
+    up = Up("--port", port, "--model.load_format", "fake", "--chat-template", str(file), environ=runtime)
+    assert up.process.wait(timeout=120) == 1
+    wait_until(lambda: "model.chat_template: line 2" in up.output, timeout_s=120, what=lambda: up.output)
+
+
 def test_a_model_that_cannot_be_loaded_ends_it_with_the_reason(tmp_path: Path, runtime: dict[str, str]) -> None:
     broken = tmp_path / "broken.gguf"
     broken.write_bytes(b"this is no GGUF file")

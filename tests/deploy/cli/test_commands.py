@@ -38,7 +38,7 @@ def test_an_unknown_command_is_refused(capsys: pytest.CaptureFixture[str]) -> No
 
 
 def test_the_help_of_up_shows_the_settings_that_people_use(capsys: pytest.CaptureFixture[str]) -> None:
-    assert len(up.COMMON_SETTINGS) == 20
+    assert len(up.COMMON_SETTINGS) == 21
     with pytest.raises(SystemExit) as ended:
         main(["up", "--help"])
     shown = capsys.readouterr().out
@@ -61,6 +61,18 @@ def test_shortcuts_stand_for_settings() -> None:
     settings, arguments = up.read_arguments(["--model", "a.gguf", "--port=8123", "--tp", "2", "--host", "::1"])
     assert (settings.model.reference, settings.gateway.port, settings.gateway.host) == ("a.gguf", 8123, "::1")
     assert arguments.tp == 2
+
+
+def test_a_chat_template_is_a_file_or_text() -> None:
+    for given in ("chat.jinja", "{{ messages[0].content }}", "{% for message in messages %}{{ message }}{% endfor %}"):
+        assert up.read_arguments(["--chat-template", given])[0].model.chat_template == given
+
+
+def test_a_chat_template_that_does_not_exist_is_reported_before_anything_starts(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert main(["up", "--chat-template", "/does/not/exist.jinja"]) == 2
+    assert "model.chat_template: there is no file /does/not/exist.jinja" in capsys.readouterr().err
 
 
 def test_a_wrong_model_is_reported_before_anything_starts(capsys: pytest.CaptureFixture[str]) -> None:

@@ -565,6 +565,13 @@ def test_the_notes_name_the_model_as_it_is_served(model: dict[str, Any], name: s
     assert {each.settings.model.name for each in running(render(values)) if each.service in SERVICES} == {name}
 
 
+def test_only_tokenizers_read_the_chat_template() -> None:
+    template = '{% for message in messages %}\n{{ "\'" + message.content }}\n{% endfor %}'
+    processes = running(render({"model": {"chatTemplate": template}}))
+    found = {each.service: each.settings.model.chat_template for each in processes if each.service in SERVICES}
+    assert found == {"tokenizer": template, "scheduler": "", "worker": "", "detokenizer": ""}
+
+
 def test_the_notes_say_how_separate_groups_are_upgraded() -> None:
     notes = render_texts(VALUE_SETS["separate"])["pando/templates/NOTES.txt"]
     assert "component=scheduler\n" in notes

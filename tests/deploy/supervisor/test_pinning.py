@@ -74,3 +74,17 @@ def test_services_get_the_settings_of_the_hub() -> None:
         name: value for name, value in environ.items() if name.startswith("HF_")
     }
     assert "PANDO_MODEL__REFERENCE" not in kept
+
+
+def test_services_get_the_text_that_chat_templates_have_at_the_start(
+    asked: list[tuple[str, bool]], tmp_path: Any
+) -> None:
+    file = tmp_path / "chat.jinja"
+    file.write_text("{{ messages }}")
+    template = str(file)
+    settings = pinned({"model": {"chat_template": template}, "models": {"a": {"chat_template": template}, "b": {}}})
+    file.unlink()
+    layout = plan_layout(settings, tmp_path)
+    own = {spec.model: spec.settings.model.chat_template for spec in layout.services if spec.model}
+    assert own == {"a": "{{ messages }}", "b": "{{ messages }}"}
+    assert asked

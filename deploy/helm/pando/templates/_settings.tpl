@@ -20,6 +20,9 @@ detokenizer: [log, rpc, metrics, tracing, model, detokenizer]
 {{- range $section := index (include "pando.sections" .root | fromYaml) .service -}}
 {{- if hasKey $all $section }}{{ $_ := set $own $section (index $all $section) }}{{ end -}}
 {{- end -}}
+{{- if and (ne .service "tokenizer") (hasKey ($own.model | default dict) "chat_template") -}}
+{{- $_ := set $own "model" (omit $own.model "chat_template") -}}
+{{- end -}}
 {{- if and (eq .service "gateway") (hasKey $all.scheduler "admin_token") -}}
 {{- $_ := set $own "scheduler" (pick $all.scheduler "admin_token") -}}
 {{- else if eq .service "worker" -}}
@@ -36,6 +39,7 @@ detokenizer: [log, rpc, metrics, tracing, model, detokenizer]
 {{- $interface := .Values.listenHost | trimPrefix "[" | trimSuffix "]" -}}
 {{- $own := dict "model" (dict "reference" (include "pando.modelReference" .)) "log" (dict "format" "json") "metrics" (dict "host" $interface) -}}
 {{- with .Values.model.servedName }}{{ $_ := set $own.model "served_name" . }}{{ end -}}
+{{- with .Values.model.chatTemplate }}{{ $_ := set $own.model "chat_template" . }}{{ end -}}
 {{- range $service, $facts := omit $pipeline "gateway" -}}
 {{- $listen := printf "%s:%d" $.Values.listenHost (int $facts.port) -}}
 {{- $_ := set $own $service (dict "address" $listen "metrics_port" (int $facts.metrics)) -}}
