@@ -240,7 +240,7 @@ class PlanStream:
     """The stream of plans to a rank and of their results."""
 
     def __init__(self, stub: worker_pb2_grpc.WorkerAsyncStub) -> None:
-        self._plans: asyncio.Queue[worker_pb2.StepPlan] = asyncio.Queue()
+        self._plans: asyncio.Queue[worker_pb2.StepPlan | None] = asyncio.Queue()
         self._call = stub.Execute(_drain(self._plans))
 
     async def wait_until_open(self) -> None:
@@ -259,7 +259,10 @@ class PlanStream:
             yield result
 
     def cancel(self) -> None:
+        """End the stream."""
         self._call.cancel()
+        # gRPC does not end its reader of plans if the call has already failed.
+        self._plans.put_nowait(None)
 
     @staticmethod
     def send_to_all(plan: StepPlan, streams: Iterable[PlanStream]) -> None:
@@ -278,6 +281,6 @@ def _reading() -> Iterator[None]:
         raise RankLostError(unreadable(error)) from error
 
 
-async def _drain(queue: asyncio.Queue[worker_pb2.StepPlan]) -> AsyncIterator[worker_pb2.StepPlan]:
-    while True:
-        yield await queue.get()
+async def _drain(queue: asyncio.Queue[worker_pb2.StepPlan | None]) -> AsyncIterator[worker_pb2.StepPlan]:
+    while (plan := await queue.get()) is not None:
+        yield plan
