@@ -37,8 +37,8 @@ PULSE_TIMEOUT_S = 1.0
 # itself would measure a long time.
 SILENT_BEATS = 5
 SILENT_BEATS_ALONE = 40
-# Heartbeats in a row in which no result arrived and a rank had no plan, although some are in flight, after which these
-# count as lost; fewer are enough if answers were missing before, as then the connection has lost messages.
+# Heartbeats in a row in which a rank had no plan, although results of it are missing, and none arrived, after
+# which these count as lost; fewer are enough if answers were missing before, as then the connection has lost messages.
 IDLE_BEATS = 5
 IDLE_BEATS_AFTER_SILENCE = 2
 # The version of weights that have not been replaced.
@@ -142,10 +142,8 @@ class WorkerGroup:
         self._timeout_s = timeout_s
         self._streams: list[PlanStream] = []
         self._acks = GroupAcks(len(channels))
-        self._plans_in_flight = 0
         # One rank has failed, and the others' streams are read only for their errors.
         self._is_losing = False
-        self._last_sign = time.monotonic()
         # Whether the engine failed when the group was lost, memory aside; None: if one of the processes has died since.
         self._has_engine_failed: bool | None = False
         self._processes: list[str] = []
@@ -169,10 +167,11 @@ class WorkerGroup:
     def send(self, plan: StepPlan) -> None:
         """Queue a plan for every rank."""
         assert self.state is GroupState.READY, "plans need a group that is ready"
-        if not self._plans_in_flight:
-            self._last_sign = time.monotonic()
-        self._plans_in_flight += 1
         PlanStream.send_to_all(plan, self._streams)
+
+    @property
+    def _has_plans_in_flight(self) -> bool:
+        return any(stream.in_flight for stream in self._streams)
 
     async def prepare(self, grammar: Grammar) -> None:
         """Compile a grammar before rows need it.
@@ -291,7 +290,7 @@ class WorkerGroup:
             return 0
         if not self.ranks or self.state not in (GroupState.READY, GroupState.SLEEPING):
             raise UnavailableError("the scheduler waits for its workers", retry_after_ms=1000)
-        assert not self._plans_in_flight, "ranks fall asleep between two plans"
+        assert not self._has_plans_in_flight, "ranks fall asleep between two plans"
         before, self.state = self.state, GroupState.SLEEPING
         try:
             freed = await asyncio.gather(*(rank.sleep(level, keeps_host_pages=keeps_host_pages) for rank in self.ranks))
@@ -433,7 +432,6 @@ class WorkerGroup:
             self.state = GroupState.CONFIGURING
         capacity = await self._load(ranks)
         self._acks = GroupAcks(len(ranks))
-        self._plans_in_flight = 0
         self._is_losing = False
         self._streams = [rank.execute() for rank in ranks]
         try:
@@ -564,17 +562,16 @@ class WorkerGroup:
                 if together is not None:
                     self._listener.on_transfer(together)
             if rank == self._sampler:
-                self._last_sign = time.monotonic()
-                self._plans_in_flight -= result.last
                 self._listener.on_result(result)
         raise RankLostError(f"rank {rank} closed its stream")
 
     async def _watch(self) -> None:
         """Fail the group if plans are in flight and no result arrives in time."""
+        stream = self._streams[self._sampler]
         while True:
             await asyncio.sleep(WATCH_INTERVAL_S)
-            silence = time.monotonic() - self._last_sign
-            if self._plans_in_flight and silence > self._timeout_s:
+            silence = time.monotonic() - stream.last_sign
+            if stream.in_flight and silence > self._timeout_s:
                 raise EngineFailedError(f"no result for {silence:.0f} s")
 
     async def _watch_rank(self, number: int, rank: RankConnection) -> None:
@@ -582,23 +579,23 @@ class WorkerGroup:
 
         Heartbeats use the connection of the plans, so that they also notice if it loses messages.
         """
-        record = PulseRecord()
-        # Heartbeats that are not answered yet, with the last result's time when they were sent.
+        record, stream = PulseRecord(), self._streams[number]
+        # Heartbeats that are not answered yet, with the time of the rank's last result when they were sent.
         asked: dict[asyncio.Task[Pulse | None], float] = {}
         try:
             while True:
-                asked[asyncio.create_task(rank.pulse(PULSE_TIMEOUT_S))] = self._last_sign
+                asked[asyncio.create_task(rank.pulse(PULSE_TIMEOUT_S))] = stream.last_sign
                 await asyncio.sleep(HEARTBEAT_S)
                 done = {task: sign for task, sign in asked.items() if task.done()}
                 asked = {task: sign for task, sign in asked.items() if task not in done}
                 answers = [(pulse, sign) for task, sign in done.items() if (pulse := task.result()) is not None]
-                record.beat(answers, self._last_sign, is_busy=self._plans_in_flight > 0)
+                record.beat(answers, stream.last_sign, is_busy=stream.in_flight > 0)
                 health = self.healths[number].after(record.silent, [pulse for pulse, _ in answers])
                 self.healths = (*self.healths[:number], health, *self.healths[number + 1 :])
                 if record.silent >= (SILENT_BEATS if self._listener.has_others else SILENT_BEATS_ALONE):
                     raise RankSilentError(f"rank {number} has not answered {record.silent} heartbeats")
                 age_s = max((pulse.engine_age_s for pulse, _ in answers), default=0.0)
-                if self._plans_in_flight and age_s > self._timeout_s:
+                if self._has_plans_in_flight and age_s > self._timeout_s:
                     raise EngineFailedError(f"the engine of rank {number} has made no progress for {age_s:.0f} s")
                 if record.has_lost_plans:
                     raise RankSilentError(f"plans to rank {number} or its results were lost")
@@ -626,7 +623,7 @@ class PulseRecord:
         """Begin with a rank that has answered."""
         # Heartbeats in a row in which no answer arrived.
         self.silent = 0
-        # Those in a row in which it had no plan, although some are in flight, and no result arrived.
+        # Those in a row in which it had no plan, although results are missing, and none arrived.
         self._idle = 0
         # Those without an answer since the last result.
         self._missed = 0
@@ -636,9 +633,9 @@ class PulseRecord:
         """Count a heartbeat.
 
         Args:
-            answers: Those that arrived during it, each with the time of the last result before it was asked for.
-            last_sign: The time of the last result.
-            is_busy: Whether plans are in flight.
+            answers: Those that arrived during it, each with the time of the rank's last result before it was asked for.
+            last_sign: The time of the rank's last result.
+            is_busy: Whether results of the rank are missing.
         """
         if last_sign != self._last_sign or not is_busy:
             self._last_sign, self._missed, self._idle = last_sign, 0, 0

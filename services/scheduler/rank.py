@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -240,6 +241,10 @@ class PlanStream:
     """The stream of plans to a rank and of their results."""
 
     def __init__(self, stub: worker_pb2_grpc.WorkerAsyncStub) -> None:
+        # Plans whose last result has not arrived.
+        self.in_flight = 0
+        # When the last result arrived, or later, when the first plan in flight was sent.
+        self.last_sign = time.monotonic()
         self._plans: asyncio.Queue[worker_pb2.StepPlan | None] = asyncio.Queue()
         self._call = stub.Execute(_drain(self._plans))
 
@@ -256,6 +261,8 @@ class PlanStream:
         async for message in self._call:
             with _reading():
                 result = result_from_wire(message)
+            self.last_sign = time.monotonic()
+            self.in_flight -= result.last
             yield result
 
     def cancel(self) -> None:
@@ -269,6 +276,9 @@ class PlanStream:
         """Queue a plan for all of `streams`; it is encoded once."""
         message = plan_to_wire(plan)
         for stream in streams:
+            if not stream.in_flight:
+                stream.last_sign = time.monotonic()
+            stream.in_flight += 1
             stream._plans.put_nowait(message)
 
 

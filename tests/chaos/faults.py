@@ -172,7 +172,7 @@ def _stop(name: str, seconds: float) -> Callable[[System], Awaitable[float]]:
         await asyncio.sleep(seconds)
         if system.supervisor.pid_of(found) == pid:
             system.kill(found, signal.SIGCONT)
-            return seconds
+            return time.monotonic() - started
         # The supervisor has taken it for stuck.
         return await system.until_up_again(found, started)
 
@@ -210,28 +210,32 @@ def _flips() -> Iterator[Fault]:
 
 def _reset(link: str, times: int) -> Callable[[System], Awaitable[float]]:
     async def inject(system: System) -> float:
+        began_at = last_at = time.monotonic()
         for _ in range(times):
+            last_at = time.monotonic()
             await system.links[system.of_first_group(link)].reset()
             await asyncio.sleep(RESET_PAUSE_S)
-        return RESET_PAUSE_S * (times - 1)
+        return last_at - began_at
 
     return inject
 
 
 def _refuse(link: str) -> Callable[[System], Awaitable[float]]:
     async def inject(system: System) -> float:
+        began_at = time.monotonic()
         async with system.links[system.of_first_group(link)].refusing():
             await asyncio.sleep(LINK_FAULT_S)
-        return LINK_FAULT_S
+        return time.monotonic() - began_at
 
     return inject
 
 
 def _weather(link: str, weather: Weather, seconds: float) -> Callable[[System], Awaitable[float]]:
     async def inject(system: System) -> float:
+        began_at = time.monotonic()
         async with system.links[system.of_first_group(link)].under(weather):
             await asyncio.sleep(seconds)
-        return seconds
+        return time.monotonic() - began_at
 
     return inject
 

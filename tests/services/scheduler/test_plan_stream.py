@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 class FailingWorker(worker_pb2_grpc.WorkerServicer):
     """Ends each stream of plans at its first plan."""
 
-    async def Execute(  # noqa: N802
+    async def Execute(
         self, request_iterator: AsyncIterator[worker_pb2.StepPlan], context: grpc.aio.ServicerContext[Any, Any]
     ) -> AsyncIterator[worker_pb2.StepResult]:
         async for _ in request_iterator:
@@ -38,7 +38,7 @@ class FailingWorker(worker_pb2_grpc.WorkerServicer):
 async def test_no_task_outlives_a_stream_of_plans(tmp_path: Path, *, has_failed: bool) -> None:
     address = f"unix:{tmp_path}/worker.sock"
     server = RpcServer("pando.v1.Worker", address)
-    server.add(worker_pb2_grpc.add_WorkerServicer_to_server, FailingWorker())
+    server.add(worker_pb2_grpc.add_WorkerServicer_to_server, FailingWorker())  # type: ignore[abstract]
     await server.start()
     channel = open_channel(address)
     before = asyncio.all_tasks()

@@ -355,12 +355,30 @@ async def test_lost_plans_are_noticed_by_a_rank_that_has_none(
     await pipeline.ready()
     worker = pipeline.workers[rank]
     # Rank 0 waits in vain for the others: as in a collective.
-    pipeline.workers[0].loses_plans = True
+    pipeline.workers[0].loses_plans = worker.loses_plans = True
     worker.open_plans = 0
     await pipeline.submit("slow")
     await until(lambda: len(worker.configured) > 1)
     await pipeline.finished("slow")
     assert pipeline.detokenizer.output_of("slow") == output()
+    await pipeline.stop()
+
+
+async def test_a_rank_that_waits_for_a_slow_one_has_lost_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("services.scheduler.group.HEARTBEAT_S", 0.1)
+    # As while its stage computes a long prompt, or its process is stopped.
+    pipeline = Pipeline(tmp_path)
+    slow, quick = pipeline.workers
+    slow.step_s = 1.0
+    await pipeline.start()
+    await pipeline.ready()
+    slow.open_plans, quick.open_plans = 1, 0
+    await pipeline.submit("slow", max_tokens=1)
+    await pipeline.finished("slow")
+    assert len(quick.plans) > 0
+    assert [len(worker.configured) for worker in pipeline.workers] == [1, 1]
     await pipeline.stop()
 
 
