@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterable, Mapping
 
     from common.grammars import Grammar
     from common.prompt_logprobs import PromptLogprobs
@@ -422,6 +422,11 @@ class RowImage:
     grid: tuple[int, ...]
     pixels: NDArray[np.float32] | PackedPixels | None = None
     output: EncoderOutputId | None = None
+
+
+def pixel_bytes(images: Iterable[RowImage]) -> int:
+    """Return the bytes of the pixels of images."""
+    return sum(image.pixels.nbytes for image in images if image.pixels is not None)
 
 
 @dataclass(frozen=True, slots=True)

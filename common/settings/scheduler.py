@@ -160,6 +160,10 @@ class VisionSettings(Section):
     """Embeddings of images that workers keep after they have encoded them, so that a user's image is not encoded again
     for another question about it. They are private to the user, or to the user's cache_salt. Each takes as much memory
     as one hidden state of the model: 117 MB in all for a model of 3,584 components in bfloat16. 0: none are kept."""
+    open_bytes: int = Field(default=1024 * 1024 * 1024, ge=64 * 1024 * 1024)
+    """Bytes of prepared images that all open requests may have, waiting and running ones; further requests with images
+    are refused with a hint when to retry. One user's may take 60 % of it, and one tenant's 75 %. An image of a million
+    pixels has about 3 MB."""
 
 
 class SleepSettings(Section):

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Protocol
 from common.errors import InvalidRequestError, PandoError
 from common.grammars import GrammarScope
 from common.room import SharedRoom
-from common.types import Admission, ErrorCode, RequestFailure
+from common.types import Admission, ErrorCode, RequestFailure, pixel_bytes
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 
 # Maximum number of requests of one stream that wait for their grammars.
 MAX_WAITING = 1024
+# Maximum bytes of the pixels of their images.
+MAX_WAITING_PIXELS = 256 * 1024 * 1024
 RETRY_AFTER_MS = 1000
 ABORTED = RequestFailure(ErrorCode.UNAVAILABLE, "the request was aborted")
 
@@ -55,8 +57,10 @@ class Submissions:
     def __init__(self, loop: TakesRequests) -> None:
         self._loop = loop
         self._waiting: dict[RequestId, asyncio.Task[None]] = {}
-        self._subjects: dict[RequestId, Subject] = {}
+        # Each request's subject, and the bytes of its pixels.
+        self._held: dict[RequestId, tuple[Subject, int]] = {}
         self._room = SharedRoom(MAX_WAITING, "waiting for grammars", RETRY_AFTER_MS)
+        self._image_room = SharedRoom(MAX_WAITING_PIXELS, "waiting for grammars with images", RETRY_AFTER_MS)
         self._has_all = False
         # None marks the end.
         self._answers: asyncio.Queue[list[Admission] | Exception | None] = asyncio.Queue()
@@ -114,12 +118,23 @@ class Submissions:
                 return self._loop.submit(request)
             if request.request_id in self._waiting:
                 raise InvalidRequestError(f"request id {request.request_id} is in use", param="request_id")
-            self._room.take(request.view.subject)
+            self._hold(request)
         except PandoError as error:
             return Admission(request.request_id, len(request.token_ids), error.to_failure())
         self._waiting[request.request_id] = asyncio.create_task(self._submit_later(request, grammar))
-        self._subjects[request.request_id] = request.view.subject
         return None
+
+    def _hold(self, request: ScheduleRequest) -> None:
+        """Take the room of a request that waits for its grammar, or raise QueueFullError."""
+        subject, pixels = request.view.subject, pixel_bytes(request.images)
+        self._room.take(subject)
+        try:
+            if pixels:
+                self._image_room.take(subject, pixels)
+        except PandoError:
+            self._room.give_back(subject)
+            raise
+        self._held[request.request_id] = subject, pixels
 
     async def _submit_later(self, request: ScheduleRequest, grammar: Grammar) -> None:
         try:
@@ -140,7 +155,10 @@ class Submissions:
 
     def _forget(self, request_id: RequestId) -> None:
         del self._waiting[request_id]
-        self._room.give_back(self._subjects.pop(request_id))
+        subject, pixels = self._held.pop(request_id)
+        self._room.give_back(subject)
+        if pixels:
+            self._image_room.give_back(subject, pixels)
 
     def _abort(self, request_id: RequestId) -> None:
         task = self._waiting.get(request_id)

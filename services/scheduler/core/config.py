@@ -140,7 +140,9 @@ def resolve_core(settings: SchedulerSettings, capacity: EngineCapacity) -> CoreC
         adapter_share=settings.adapters.tenant_share,
         # A plan with drafts has the workers for itself, so all rows take part in it.
         micro_batches=1 if draft_tokens else min(stages, settings.max_rows),
-        vision=VisionLimits(settings.vision.step_embeddings, settings.vision.kept_embeddings),
+        vision=VisionLimits(
+            settings.vision.step_embeddings, settings.vision.kept_embeddings, settings.vision.open_bytes
+        ),
         max_preemptions=MAX_PREEMPTIONS if settings.queue.policy == "priority" else 0,
     )
 

@@ -18,8 +18,9 @@ from common.errors import (
 from common.images import image_spans
 from common.limits import Limits
 from common.prompt_limits import check_prompt_logprobs
+from common.room import SharedRoom
 from common.sampling import choice_seed
-from common.types import Admission, Finish, FinishReason, Subject
+from common.types import Admission, Finish, FinishReason, Subject, pixel_bytes
 from services.scheduler.cache.keys import adapter_tags
 from services.scheduler.core.adapter_slots import AdapterSlots
 from services.scheduler.core.costs import LoadCosts
@@ -30,7 +31,7 @@ from services.scheduler.core.milestones import MilestoneKind
 from services.scheduler.core.output import Output, OutputBuffer
 from services.scheduler.core.planner import Planner
 from services.scheduler.core.pooling import check_pooling, with_usable_cache
-from services.scheduler.core.queue import ClassQueues, QueueOrder
+from services.scheduler.core.queue import RETRY_AFTER_MS, ClassQueues, QueueOrder
 from services.scheduler.core.results import NO_MEMORY, ResultHandler
 from services.scheduler.core.row_changes import Tenancy
 from services.scheduler.core.rows import RowSlots
@@ -102,6 +103,8 @@ class SchedulerCore:
         self.queue = ClassQueues(self.rows, order, batches, retracted_first=retracted_first)
         costs = LoadCosts(config.kv_bytes_per_token, config.prefill_tokens_per_s, config.load_bytes_per_s)
         self.memory = KvMemory(allocator, cache, costs, times, vision=config.vision, has_pages=not config.is_encoder)
+        # In bytes of pixels.
+        self._image_room = SharedRoom(config.vision.open_bytes, "open with images", RETRY_AFTER_MS)
         # Plans in flight, oldest first: whether the workers abandon them when an interactive sequence comes.
         self._in_flight: deque[bool] = deque()
         self.finished_steps = 0
@@ -220,6 +223,8 @@ class SchedulerCore:
             adapter = self._adapter_of(request)
             if self._quarantine.holds(request, now):
                 raise EngineFailureError(QUARANTINED)
+            if request.images:
+                self._image_room.take(request.view.subject, pixel_bytes(request.images))
         except PandoError as error:
             return Admission(request.request_id, len(request.token_ids), error.to_failure())
         self._suspects.enter(request)
@@ -521,3 +526,5 @@ class SchedulerCore:
         siblings.remove(sequence)
         if not siblings:
             del self._by_request[sequence.request.request_id]
+            if sequence.request.images:
+                self._image_room.give_back(sequence.request.view.subject, sequence.pixel_bytes)

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Protocol
 import numpy as np
 
 from common.prompt_logprobs import PromptLogprobs, PromptLogprobSpan, no_span
+from common.types import pixel_bytes
 from services.scheduler.cache.keys import tagged
 
 if TYPE_CHECKING:
@@ -152,7 +153,7 @@ class Sequence:
     @property
     def pixel_bytes(self) -> int:
         """The room that the pixels of its images take in a plan."""
-        return sum(image.pixels.nbytes for image in self.request.images if image.pixels is not None)
+        return pixel_bytes(self.request.images)
 
     def key_of(self, token_ids: TokenIds) -> TokenIds:
         """Return the ids by which the cache knows tokens of this sequence: an adapter shares no KV with others."""

@@ -10,10 +10,14 @@ LEAST_TOKENS = 16
 
 @dataclass(frozen=True, slots=True)
 class VisionLimits:
-    """Limits in embeddings: of what a step encodes beside its other images, and of kept outputs."""
+    """Limits in embeddings: of what a step encodes beside its other images, and of kept outputs.
+
+    `open_bytes` are those of the pixels of all open requests.
+    """
 
     step_embeddings: int = 1024
     kept_embeddings: int = 0
+    open_bytes: int = 1024 * 1024 * 1024
 
 
 class StepLimits:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -15,12 +16,14 @@ from common.types import (
     ReplyTo,
     RequestId,
     RequestOptions,
+    RowImage,
     SamplingParams,
     ScheduleRequest,
     Subject,
     SubscriberId,
     View,
 )
+from services.scheduler import submissions
 from services.scheduler.submissions import Batch, Submissions
 
 if TYPE_CHECKING:
@@ -155,7 +158,28 @@ async def test_a_defect_while_a_request_waits_for_its_grammar_ends_the_stream_an
     with pytest.raises(RuntimeError, match="a defect"):
         await stream.next()
     assert not stream.submissions._waiting
-    assert not stream.submissions._subjects
+    assert not stream.submissions._held
+
+
+async def test_images_that_wait_for_grammars_are_bounded_and_leave_room_for_texts(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(submissions, "MAX_WAITING_PIXELS", 100)
+    stream = Stream()
+
+    def seen(name: str) -> ScheduleRequest:
+        image = RowImage(bytes(32), 0, 1, (1, 1), np.zeros((4, 2), np.float32))
+        return replace(request(name, SLOW), images=(image,))
+
+    stream.send(seen("one"), seen("two"), request("text", SLOW))
+    [(name, message)] = await stream.next()
+    assert name == "two"
+    assert message is not None
+    assert "waiting for grammars with images" in message
+    stream.loop.is_compiled.set()
+    assert sorted(await stream.next() + await stream.next()) == [("one", None), ("text", None)]
+    stream.send(seen("three"))
+    assert await stream.next() == [("three", None)]
 
 
 async def test_an_error_of_the_peer_s_stream_is_raised_by_the_answers() -> None:
@@ -169,7 +193,7 @@ async def test_an_error_of_the_peer_s_stream_is_raised_by_the_answers() -> None:
         async def __anext__(self) -> Batch:
             raise GoneError
 
-    submissions = Submissions(Loop())
-    await submissions.read(Broken())
+    broken = Submissions(Loop())
+    await broken.read(Broken())
     with pytest.raises(GoneError):
-        await anext(submissions.answers())
+        await anext(broken.answers())

@@ -9,10 +9,11 @@ import pytest
 
 from common.images import image_ids, image_spans
 from common.prompt_logprobs import PromptLogprobs
-from common.types import Resume, RowImage
+from common.types import ErrorCode, RequestId, Resume, RowImage
 from services.scheduler.cache.keys import TAGGED_TOKENS, adapter_tags, plain_ids, tagged, text_ids
 from services.scheduler.core import planner
 from services.scheduler.core.drafts import repetition
+from services.scheduler.core.step_limits import VisionLimits
 from tests.services.scheduler.core.harness import Harness, make_request, with_options
 
 if TYPE_CHECKING:
@@ -167,3 +168,34 @@ def test_workers_without_an_encoder_get_no_images() -> None:
     assert rejected is not None
     assert "no encoder of images" in rejected.message
     assert harness.core.submit(ask("two", TEXT), harness.now).rejected is None
+
+
+def test_pixels_of_open_requests_are_bounded_by_subject_and_in_all() -> None:
+    # Each image has 24 bytes.
+    harness = Harness(vision=VisionLimits(open_bytes=240), pages=256)
+
+    def accepted(name: str, user: str, tenant: str = "tenant", n: int = 1) -> str | None:
+        request = ask(name, TEXT, (CAT, 6), [14], user=user, tenant=tenant, n=n, max_tokens=2)
+        rejected = harness.core.submit(request, harness.now).rejected
+        if rejected is None:
+            return None
+        assert (rejected.code, rejected.retryable) == (ErrorCode.QUEUE_FULL, True)
+        assert rejected.retry_after_ms
+        return rejected.message
+
+    taken = 0
+    while accepted(f"alice-{taken}", "alice", n=2) is None:
+        taken += 1
+    assert 5 <= taken <= 7
+    assert "of this user are open with images" in str(accepted("one more", "alice"))
+    assert harness.core.submit(ask("text", TEXT), harness.now).rejected is None
+    assert accepted("bob", "bob") is None
+    while accepted(f"eve-{taken}", f"eve-{taken}", tenant=f"t-{taken}") is None:
+        taken += 1
+    assert taken == 9
+    assert "at this server" in str(accepted("carol", "carol", tenant="other"))
+    harness.core.abort(RequestId("bob"))
+    assert accepted("carol", "carol", tenant="other") is None
+    harness.run()
+    harness.audit()
+    assert accepted("afterwards", "alice") is None
