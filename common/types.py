@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import TYPE_CHECKING, NewType
@@ -395,12 +396,14 @@ class PackedPixels:
         """The room that they take."""
         return int(self.values.nbytes)
 
-    def unpacked(self) -> NDArray[np.float32]:
-        """Return the pixels as the model's processor makes them.
+    def __post_init__(self) -> None:
+        """Raise ValueError if the parts do not fit together."""
+        channels = self.values.shape[1]
+        if self.table.shape != (channels, 256) or self.values.size * self.frames != math.prod(self.shape):
+            raise ValueError(f"packed values {self.values.shape} of pixels of the shape {self.shape}")
 
-        Raises:
-            ValueError: the parts do not fit together.
-        """
+    def unpacked(self) -> NDArray[np.float32]:
+        """Return the pixels as the model's processor makes them."""
         channels = np.arange(len(self.table))[None, :, None]
         numbers = self.table[channels, self.values]
         return np.repeat(numbers[:, :, None], self.frames, axis=2).reshape(self.shape)

@@ -201,7 +201,7 @@ class ModelRunner:
     def count_embeddings(self, image: EncoderImage) -> int:
         """Return how many embeddings an image has; see `VisionEncoder.count`."""
         assert self.vision is not None, "a model without an encoder gets no images"
-        return self.vision.count(tuple(image.pixels.shape), image.grid)
+        return self.vision.count(image.shape, image.grid)
 
     @torch.inference_mode()
     def broadcast_tokens(self, token_ids: torch.Tensor) -> torch.Tensor:

@@ -8,10 +8,14 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 from torch.nn.functional import layer_norm
 
+from common.types import PackedPixels
 from services.worker.engine.encoder.weights import Norm
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
+
+    import numpy as np
+    from numpy.typing import NDArray
 
     from services.worker.engine.checkpoints.interface import Checkpoint
     from services.worker.engine.kernels.interface import GatedLinear, Kernels, Linear
@@ -21,10 +25,35 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class EncoderImage:
-    """One image: float32 `pixels` in host memory as the model's processor makes them, and its `grid`."""
+    """One image: its pixels in host memory, and its `grid`.
 
-    pixels: torch.Tensor
+    Packed pixels stay packed until they are encoded, as a row may wait for that.
+    """
+
+    given: NDArray[np.float32] | PackedPixels
     grid: tuple[int, ...]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of its pixels as the model's processor makes them."""
+        return self.given.shape
+
+    def pixels(
+        self, device: torch.device, dtype: torch.dtype, first: int = 0, count: int | None = None
+    ) -> torch.Tensor:
+        """Return the pixels as the model's processor makes them, on a device.
+
+        With `count`, only so many of the first dimension from `first` on; packed images then have a part for each.
+        """
+        chosen = slice(first, None if count is None else first + count)
+        if not isinstance(self.given, PackedPixels):
+            return torch.from_numpy(self.given[chosen].copy()).to(device, dtype)
+        values = torch.from_numpy(self.given.values[chosen].copy()).to(device)
+        table = torch.from_numpy(self.given.table.copy()).to(device, dtype)
+        places = values.int() + table.shape[1] * torch.arange(len(table), dtype=torch.int32, device=device)[:, None]
+        numbers = table.flatten().index_select(0, places.flatten()).view(*values.shape[:2], 1, -1)
+        shape = self.shape if count is None else (len(values), *self.shape[1:])
+        return numbers.expand(-1, -1, self.given.frames, -1).reshape(shape)
 
 
 class VisionEncoder(Protocol):

@@ -72,13 +72,14 @@ class IdeficsEncoder:
         return shape[0] * (self.config.side // self.config.merge) ** 2
 
     def encode(self, images: Sequence[EncoderImage]) -> list[torch.Tensor]:
-        counts = [image.pixels.shape[0] for image in images]
+        counts = [image.shape[0] for image in images]
         # One tile after the other, of whichever image.
-        tiles = torch.cat([image.pixels for image in images])
+        tiles = [(image, i) for image, count in zip(images, counts, strict=True) for i in range(count)]
         patches = self.config.side**2
-        parts = [
-            self._encode(tiles[part.start : part.stop]) for part in batches([patches] * len(tiles), _BATCH_PATCHES)
-        ]
+        parts = []
+        for part in batches([patches] * len(tiles), _BATCH_PATCHES):
+            own = [image.pixels(self._device, self._dtype, i, 1) for image, i in tiles[part.start : part.stop]]
+            parts.append(self._encode(torch.cat(own)))
         by_tile = torch.cat(parts)
         return [part.flatten(0, 1) for part in torch.split(by_tile, counts)]
 
@@ -91,9 +92,8 @@ class IdeficsEncoder:
         """Return the embeddings [tiles, embeddings of a tile, width] of tiles [tiles, channels, size, size]."""
         config, count = self.config, len(tiles)
         side, patch, merge = config.side, config.patch_size, config.merge
-        pixels = tiles.to(self._device, self._dtype)
         # What is left beside whole patches belongs to none.
-        whole = pixels[:, :, : side * patch, : side * patch]
+        whole = tiles[:, :, : side * patch, : side * patch]
         cut = whole.reshape(count, config.channels, side, patch, side, patch).permute(0, 2, 4, 1, 3, 5)
         hidden = self._patches(cut.reshape(count * side * side, -1))
         hidden = (hidden.view(count, side * side, -1) + self._positions).flatten(0, 1)

@@ -80,4 +80,4 @@ def rotate(qkv: torch.Tensor, cosines: torch.Tensor, sines: torch.Tensor) -> Non
 
 def joined_pixels(images: Sequence[EncoderImage], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """Return the patches of images one after the other, on the device."""
-    return torch.cat([image.pixels for image in images]).to(device, dtype)
+    return torch.cat([image.pixels(device, dtype) for image in images])

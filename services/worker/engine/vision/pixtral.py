@@ -107,7 +107,7 @@ class PixtralEncoder:
         return shape[1] // square * (shape[2] // square)
 
     def encode(self, images: Sequence[EncoderImage]) -> list[torch.Tensor]:
-        sizes = [image.pixels[0].numel() // self.config.patch_size**2 for image in images]
+        sizes = [image.shape[1] * image.shape[2] // self.config.patch_size**2 for image in images]
         made: list[torch.Tensor] = []
         for part in batches(sizes, BATCH_PATCHES):
             made += self._encode(images[part.start : part.stop])
@@ -120,15 +120,15 @@ class PixtralEncoder:
 
     def _encode(self, images: Sequence[EncoderImage]) -> list[torch.Tensor]:
         config, kernels, patch = self.config, self._kernels, self.config.patch_size
-        grids = [(image.pixels.shape[1] // patch, image.pixels.shape[2] // patch) for image in images]
+        grids = [(image.shape[1] // patch, image.shape[2] // patch) for image in images]
         cut = [
-            image.pixels.view(config.channels, rows, patch, columns, patch)
+            image.pixels(self._device, kernels.activation_dtype)
+            .view(config.channels, rows, patch, columns, patch)
             .permute(1, 3, 0, 2, 4)
             .reshape(rows * columns, -1)
             for image, (rows, columns) in zip(images, grids, strict=True)
         ]
-        pixels = torch.cat(cut).to(self._device, kernels.activation_dtype)
-        hidden = kernels.rms_norm(self._patches(pixels), self._first_norm, _EPSILON)
+        hidden = kernels.rms_norm(self._patches(torch.cat(cut)), self._first_norm, _EPSILON)
         places = np.concatenate([np.indices(grid).reshape(2, -1).T for grid in grids])
         angles = self._rotation.angles(torch.from_numpy(places).to(self._device))
         cosines, sines = angles.cos(), angles.sin()

@@ -97,7 +97,7 @@ class Qwen25Encoder:
 
     def encode(self, images: Sequence[EncoderImage]) -> list[torch.Tensor]:
         made: list[torch.Tensor] = []
-        for part in batches([len(image.pixels) for image in images], BATCH_PATCHES):
+        for part in batches([image.shape[0] for image in images], BATCH_PATCHES):
             made += self._encode(images[part.start : part.stop])
         return made
 

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Protocol
 import numpy as np
 import torch
 
-from common.types import PackedPixels
 from services.worker.engine.execution.interface import InvalidPlanError
 from services.worker.engine.model.batch import PlacedImages
 from services.worker.engine.vision.axes import coordinates_of
@@ -212,7 +211,9 @@ class RowImages:
 
     def _pending(self, image: RowImage, positions: IntArray, what: str) -> _Image:
         if image.pixels is not None:
-            return _Image(positions, self._source(image, image.pixels, what), output=image.output)
+            source = EncoderImage(image.pixels, image.grid)
+            self._check(source, image.length, what)
+            return _Image(positions, source, output=image.output)
         if image.output is None:
             raise InvalidPlanError(f"{what}: an image at {image.offset} that is not computed has no pixels")
         embeddings = self._outputs.get(image.output)
@@ -220,18 +221,10 @@ class RowImages:
             raise InvalidPlanError(f"{what}: no output {image.output} of {image.length} embeddings is kept")
         return _Image(positions, None, embeddings)
 
-    def _source(self, image: RowImage, given: NDArray[np.float32] | PackedPixels, what: str) -> EncoderImage:
-        try:
-            pixels = given.unpacked() if isinstance(given, PackedPixels) else given
-        except ValueError as error:
-            raise InvalidPlanError(f"{what}: {error}") from error
-        if not pixels.flags.writeable:
-            pixels = pixels.copy()
-        source = EncoderImage(torch.from_numpy(pixels), image.grid)
+    def _check(self, source: EncoderImage, length: int, what: str) -> None:
         try:
             count = self._model.count_embeddings(source)
         except ValueError as error:
             raise InvalidPlanError(f"{what}: {error}") from error
-        if count != image.length:
-            raise InvalidPlanError(f"{what}: an image of {count} embeddings at {image.length} places")
-        return source
+        if count != length:
+            raise InvalidPlanError(f"{what}: an image of {count} embeddings at {length} places")

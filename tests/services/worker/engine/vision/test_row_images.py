@@ -54,13 +54,13 @@ class CountingModel:
 
     def encode_images(self, images: Sequence[EncoderImage]) -> list[torch.Tensor]:
         self.asked.append(len(images))
-        own = [image.pixels for image in images]
+        own = [image.pixels(self.device, torch.float32) for image in images]
         return list(torch.split(torch.cat(own), [len(each) for each in own])) if self.computes_together else own
 
     def count_embeddings(self, image: EncoderImage) -> int:
-        if image.pixels.ndim != 2:
+        if len(image.shape) != 2:
             raise ValueError("no image")
-        return len(image.pixels)
+        return image.shape[0]
 
 
 class Rows:
