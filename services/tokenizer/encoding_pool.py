@@ -169,6 +169,10 @@ class Shares:
         """Add a party, at the present or at its own later time."""
         self._times[party] = max(self._times.get(party, 0.0), self._now)
 
+    def knows(self, party: str) -> bool:
+        """Return whether the party has joined and is not forgotten."""
+        return party in self._times
+
     def in_order(self, parties: Collection[str]) -> Iterator[str]:
         """Yield joined parties by their virtual time. Callers usually need only the first."""
         first = min(parties, key=self._times.__getitem__)
@@ -225,6 +229,14 @@ class FairQueue(Generic[Item]):
                     self._drop_if_empty(tenant, subject)
                     return item
         return None
+
+    def charge(self, subject: Subject, cost: float) -> None:
+        """Charge a subject for work that took more than the cost of its items, unless it is forgotten already."""
+        shares = self._subjects.get(subject.tenant)
+        if shares is not None and self._tenants.knows(subject.tenant) and shares.knows(subject.name):
+            subjects = self._waiting.get(subject.tenant, {})
+            self._tenants.charge(subject.tenant, cost, len({*self._waiting, subject.tenant}))
+            shares.charge(subject.name, cost, len({*subjects, subject.name}))
 
     def remove(self, subject: Subject, item: Item) -> bool:
         """Remove an item; return whether it was waiting."""

@@ -88,6 +88,8 @@ class _Pending:
     phase: RequestPhase = RequestPhase.ENCODING
     # For the admission, if the request asks for them.
     prompt_ids: tuple[int, ...] = ()
+    # Prepares its images; cancelled when it is aborted, so that those which wait are not decoded.
+    placing: asyncio.Task[PlacedPrompt] | None = None
 
     @property
     def request(self) -> GenerateRequest:
@@ -254,12 +256,17 @@ class Relay:
         """Return a prompt with its images, or why one of them is refused."""
         if not pending.images or isinstance(encoded, PandoError | EncodedPair):
             return encoded
-        if not self.is_pending(pending.request.request_id):
+        if self._pending.get(pending.request.request_id) is not pending:
             return _aborted_error()
-        try:
-            return await self._images.place(pending.subject, encoded, pending.images, param_of(pending.request.prompt))
-        except PandoError as error:
+        placed = self._images.place(pending.subject, encoded, pending.images, param_of(pending.request.prompt))
+        pending.placing = asyncio.create_task(placed)
+        await asyncio.wait([pending.placing])
+        if pending.placing.cancelled():
+            return _aborted_error()
+        error = pending.placing.exception()
+        if isinstance(error, PandoError):
             return error
+        return pending.placing.result()
 
     async def _with_bans(self, submission: Submission) -> Submission:
         """Return the request with the token sequences of its banned words."""
@@ -319,6 +326,8 @@ class Relay:
     def _remove(self, request_id: RequestId) -> RequestPhase:
         """Remove a request; return its phase. While it is being encoded, it keeps its place in the room."""
         pending = self._pending.pop(request_id)
+        if pending.placing is not None:
+            pending.placing.cancel()
         if pending.phase is not RequestPhase.ENCODING:
             self._room.give_back(pending.subject)
         return pending.phase

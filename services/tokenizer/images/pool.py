@@ -8,6 +8,7 @@ import json
 import os
 import sys
 import time
+from collections import Counter
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NoReturn
 
@@ -42,6 +43,10 @@ PIECE_BYTES = 64 * 1024
 WAITING_PIECES = 8192
 # The cost of an image in addition to its file's bytes.
 IMAGE_COST = 65_536
+# The cost of a second of decoding, charged as far as it exceeds the above: small files may take long.
+SECOND_COST = 16 * 1024 * 1024
+# Of replacing a process, in seconds of decoding.
+REPLACEMENT_S = 0.5
 CRASHED = "cannot be decoded: its decoder crashed, or took more memory or time than allowed"
 
 
@@ -49,12 +54,23 @@ CRASHED = "cannot be decoded: its decoder crashed, or took more memory or time t
 class _Job:
     """An image, and the event loop's future for its result."""
 
+    subject: Subject
     file: ImageFile
     result: asyncio.Future[PreparedImage]
 
+    @property
+    def cost(self) -> int:
+        """What its subject is charged before it is decoded."""
+        return len(self.file.data) + IMAGE_COST
+
 
 class ImagePool:
-    """Prepares images in `processes` confined processes, each of which is replaced when it ends."""
+    """Prepares images in `processes` confined processes, each of which is replaced when it ends.
+
+    Tenants share the processes, and in each tenant its subjects, by bytes of files and by the time that decoding takes
+    (`FairQueue`). A subject that has an image decoded gets another process only while one is left for others, so with
+    two processes or more the images of one subject, which may take `timeout_s` each, stop no other's.
+    """
 
     def __init__(
         self, directory: Path, processor: ImageProcessor, limits: ChildLimits, processes: int, timeout_s: float
@@ -68,7 +84,10 @@ class ImagePool:
         self._processes = processes
         self._timeout_s = timeout_s
         self._queue: FairQueue[_Job] = FairQueue()
-        self._waiting = asyncio.Semaphore(0)
+        # Images that are decoded now, those of cancelled requests included.
+        self._running: Counter[Subject] = Counter()
+        # Set when a job may have become able to start.
+        self._changed = asyncio.Event()
         self._room = SharedRoom(WAITING_PIECES, "waiting for their images", RETRY_AFTER_MS)
         self._log = get_logger("images")
 
@@ -92,11 +111,11 @@ class ImagePool:
         pieces = sum(-(-len(file.data) // PIECE_BYTES) for file in files)
         self._room.take(subject, pieces)
         started = time.perf_counter()
-        jobs = [_Job(file, asyncio.get_running_loop().create_future()) for file in files]
+        jobs = [_Job(subject, file, asyncio.get_running_loop().create_future()) for file in files]
         try:
             for job in jobs:
-                self._queue.add(subject, job, len(job.file.data) + IMAGE_COST)
-                self._waiting.release()
+                self._queue.add(subject, job, job.cost)
+            self._changed.set()
             images = await self._gathered(jobs, param, max_bytes)
         finally:
             for job in jobs:
@@ -131,20 +150,41 @@ class ImagePool:
             while True:
                 if process is None:
                     process = await self._started()
-                await self._waiting.acquire()
-                # Those who are cancelled take their images with them.
-                if (job := self._queue.take(lambda _: True)) is None:
-                    continue
-                if process.has_ended:
-                    # Not by this image.
-                    await process.kill()
-                    process = await self._started()
-                if not await self._serve(process, job):
+                job = await self._next()
+                started, is_usable = time.perf_counter(), False
+                try:
+                    if process.has_ended:
+                        # Not by this image.
+                        await process.kill()
+                        process = await self._started()
+                    is_usable = await self._serve(process, job)
+                finally:
+                    self._end(job, time.perf_counter() - started + (0.0 if is_usable else REPLACEMENT_S))
+                if not is_usable:
                     await process.kill()
                     process = None
         finally:
             if process is not None:
                 await process.kill()
+
+    async def _next(self) -> _Job:
+        """Wait for an image that may start, and count it as running."""
+        while (job := self._queue.take(self._may_start)) is None:
+            self._changed.clear()
+            await self._changed.wait()
+        self._running[job.subject] += 1
+        return job
+
+    def _may_start(self, job: _Job) -> bool:
+        return not self._running[job.subject] or self._processes - self._running.total() > 1
+
+    def _end(self, job: _Job, seconds: float) -> None:
+        """Count an image as running no longer, and charge the time that its process took for it."""
+        self._running[job.subject] -= 1
+        if not self._running[job.subject]:
+            del self._running[job.subject]
+        self._queue.charge(job.subject, max(0.0, seconds * SECOND_COST - job.cost))
+        self._changed.set()
 
     async def _started(self) -> DecodingProcess:
         while True:

@@ -124,3 +124,41 @@ def test_transient_names_are_forgotten() -> None:
         queue.add(Subject("acme", f"user/{number}"), number, 1)
         queue.take(lambda item: item >= 0)
     assert len(queue._subjects["acme"]._times) <= MAX_ABSENT + 3
+
+
+def test_work_that_took_longer_than_its_cost_is_charged_to_its_subject_and_tenant() -> None:
+    queue: FairQueue[tuple[Subject, int]] = FairQueue()
+    for number in range(4):
+        for subject in (ANN, BOB, RIVAL):
+            queue.add(subject, (subject, number), 10)
+    assert take(queue)[0] == ANN
+    queue.charge(ANN, 50)
+    after = [take(queue)[0] for _ in range(11)]
+    # The tenant of both has had 60, and within it Ann.
+    assert after[:4] == [RIVAL] * 4
+    assert after[4:8] == [BOB] * 4
+    assert after[8:] == [ANN] * 3
+
+
+def test_a_charge_for_a_subject_that_is_forgotten_changes_nothing() -> None:
+    queue: FairQueue[tuple[Subject, int]] = FairQueue()
+    queue.add(ANN, (ANN, 0), 10)
+    take(queue)
+    queue.charge(ANN, 1000)
+    for subject in (ANN, RIVAL, ANN, RIVAL):
+        queue.add(subject, (subject, 0), 10)
+    assert [take(queue)[0] for _ in range(4)] == [ANN, RIVAL, ANN, RIVAL]
+
+
+def test_those_who_come_after_a_charge_do_not_wait_for_it_nor_precede_the_charged_for_long() -> None:
+    queue: FairQueue[tuple[Subject, int]] = FairQueue()
+    for number in range(8):
+        queue.add(ANN, (ANN, number), 10)
+    take(queue)
+    queue.charge(ANN, 1000)
+    take(queue)
+    for number in range(4):
+        queue.add(RIVAL, (RIVAL, number), 10)
+    first = [take(queue)[0] for _ in range(4)]
+    assert first[0] == RIVAL
+    assert first.count(ANN) >= 1

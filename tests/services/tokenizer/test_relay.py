@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pytest
 
-from common.errors import ContextLengthError, InvalidRequestError, PandoError, UnavailableError
+from common.errors import ContextLengthError, InvalidRequestError, UnavailableError
 from common.prompt_logprobs import PromptLogprobs
 from common.requests import ImageFile, ImageLimits, Prompt, TokenPrompt
 from common.room import SharedRoom
@@ -87,14 +87,18 @@ class Placing:
 
     def __init__(self) -> None:
         self.may_finish = asyncio.Event()
-        self.error: PandoError | None = None
-        self.calls = 0
+        self.error: Exception | None = None
+        self.calls = self.cancelled = 0
 
     async def place(
         self, _subject: Subject, token_ids: TokenIds, files: Sequence[ImageFile], param: str
     ) -> PlacedPrompt:
         self.calls += 1
-        await self.may_finish.wait()
+        try:
+            await self.may_finish.wait()
+        except asyncio.CancelledError:
+            self.cancelled += 1
+            raise
         if self.error is not None:
             raise self.error
         assert param == "prompt"
@@ -425,15 +429,32 @@ async def test_a_refused_image_rejects_its_request(bench: Bench) -> None:
     assert not bench.relay.pending
 
 
-async def test_a_request_that_is_aborted_while_its_images_are_decoded_is_not_sent(bench: Bench) -> None:
+@pytest.mark.parametrize("way", ["abort", "leave"])
+async def test_images_of_a_request_that_ends_meanwhile_are_not_decoded(way: str) -> None:
+    bench = Bench(places=1)
     bench.relay.submit(bench.session, [submission("a", images=(PICTURE,))])
     await settle()
-    assert bench.placing.calls == 1
-    bench.relay.abort([RequestId("a")])
-    assert await bench.answers() == {"a": ErrorCode.INVALID_REQUEST}
-    bench.placing.may_finish.set()
+    assert (bench.placing.calls, bench.placing.cancelled) == (1, 0)
+    if way == "abort":
+        bench.relay.abort([RequestId("a")])
+        assert await bench.answers() == {"a": ErrorCode.INVALID_REQUEST}
+    else:
+        bench.relay.close(bench.session)
     await settle()
+    assert bench.placing.cancelled == 1
     assert bench.scheduler.batches == []
+    # Its place is free again.
+    bench.placing.may_finish.set()
+    bench.relay.submit(GatewaySession(), [submission("a", images=(PICTURE,))])
+    await settle()
+    assert bench.scheduler.names == ["a"]
+
+
+async def test_a_defect_while_images_are_placed_is_answered(bench: Bench) -> None:
+    bench.placing.may_finish.set()
+    bench.placing.error = RuntimeError("a defect")
+    bench.relay.submit(bench.session, [submission("a", images=(PICTURE,))])
+    assert await bench.answers() == {"a": ErrorCode.INTERNAL}
 
 
 async def test_images_that_do_not_fit_into_the_context_are_refused(bench: Bench) -> None:

@@ -208,6 +208,95 @@ async def test_a_process_that_answers_nonsense_fails_its_image_only(
         assert "is of the second process" in await bench.refusal(file_of(picture(30, 30)))
 
 
+# Notes each file, and answers those that begin with "held" only once MARK exists.
+NOTING_CHILD = """
+import json, pathlib, struct, sys, time
+def write(part): sys.stdout.buffer.write(struct.pack(LENGTH, len(part)) + part); sys.stdout.buffer.flush()
+def read(): return sys.stdin.buffer.read(struct.unpack(LENGTH, sys.stdin.buffer.read(struct.calcsize(LENGTH)))[0])
+write(json.dumps({"is_filtered": True}).encode())
+mark, notes = pathlib.Path(MARK), pathlib.Path(MARK + ".notes")
+while True:
+    detail, file = read(), read().decode()
+    with notes.open("a") as stream:
+        stream.write(file + "\\n")
+    while file.startswith("held") and not mark.exists():
+        time.sleep(0.01)
+    write(json.dumps({"refusal": "is " + file}).encode()); write(b"")
+"""
+BOB, RIVAL = Subject("acme", "bob"), Subject("rival", "r")
+
+
+class NotedBench(Bench):
+    """A pool whose processes note their files, and hold some of them back."""
+
+    def __init__(self, directory: Path, processes: int, monkeypatch: pytest.MonkeyPatch) -> None:
+        super().__init__(directory, processes=processes)
+        self.mark = directory / "mark"
+        program = NOTING_CHILD.replace("LENGTH", repr(LENGTH.format)).replace("MARK", repr(str(self.mark)))
+        monkeypatch.setattr(pool, "COMMAND", (sys.executable, "-c", program))
+
+    @property
+    def noted(self) -> list[str]:
+        notes = self.mark.with_name("mark.notes")
+        return notes.read_text().splitlines() if notes.exists() else []
+
+    def send(self, subject: Subject, *files: str) -> asyncio.Task[str]:
+        """Return a task for the refusal of the first file."""
+
+        async def refused() -> str:
+            with pytest.raises(InvalidRequestError) as caught:
+                await self.pool.prepare(subject, [ImageFile(name.encode()) for name in files], "messages", MOST_BYTES)
+            return str(caught.value)
+
+        return asyncio.create_task(refused())
+
+
+async def test_images_of_one_user_leave_a_process_to_others(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    bench = NotedBench(directory, 2, monkeypatch)
+    async with running(bench):
+        slow = [bench.send(ADA, f"held {number}") for number in range(3)]
+        await until(lambda: bench.noted == ["held 0"])
+        assert "is quick" in await bench.send(BOB, "quick")
+        assert "is quick too" in await bench.send(RIVAL, "quick too")
+        assert bench.noted == ["held 0", "quick", "quick too"]
+        bench.mark.touch()
+        await asyncio.gather(*slow)
+
+
+async def test_images_of_cancelled_requests_are_not_decoded(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    bench = NotedBench(directory, 1, monkeypatch)
+    async with running(bench):
+        first = bench.send(ADA, "held")
+        await until(lambda: bench.noted == ["held"])
+        waiting = bench.send(BOB, "one", "two")
+        await asyncio.sleep(0)
+        waiting.cancel()
+        # The one that is being decoded cannot be taken back; its process is free afterwards.
+        first.cancel()
+        last = bench.send(BOB, "three")
+        bench.mark.touch()
+        assert "is three" in await last
+    assert bench.noted == ["held", "three"]
+
+
+async def test_images_that_take_long_are_charged_to_their_subject(directory: Path) -> None:
+    bench = Bench(directory, processes=1)
+    names = asyncio.gather(
+        *(
+            bench.pool.prepare(subject, [ImageFile(b"12345678")], "messages", MOST_BYTES)
+            for subject in (ADA, ADA, ADA, RIVAL, RIVAL, RIVAL)
+        )
+    )
+    await asyncio.sleep(0)
+    taken = []
+    for seconds in (2.0, 0.0, 0.0, 0.0, 0.0, 0.0):
+        job = await bench.pool._next()
+        taken.append(job.subject)
+        bench.pool._end(job, seconds)
+    assert taken == [ADA, RIVAL, RIVAL, RIVAL, ADA, ADA]
+    names.cancel()
+
+
 async def test_images_that_fit_into_no_message_are_refused(bench: Bench) -> None:
     file = ImageFile(file_of(picture(100, 100)))
     (image,) = await bench.pool.prepare(ADA, [file], "messages", MOST_BYTES)
