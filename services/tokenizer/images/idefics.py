@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import asdict, dataclass
-from functools import cached_property
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -15,15 +14,13 @@ from services.tokenizer.images.processor import (
     CHANNELS,
     Detail,
     ImagePlan,
+    ImageProcessor,
     Scaling,
     channels_first,
-    settings_of,
 )
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
-
-    from numpy.typing import NDArray
 
     from services.tokenizer.images.processor import Grid, Values
 
@@ -34,69 +31,58 @@ BORDER = "<fake_token_around_image>"
 WHOLE = "<global-img>"
 
 
-@dataclass(frozen=True)
-class IdeficsProcessor:
-    """See `ImageProcessor`. The grid of a picture is its tiles down and across; 0, 0: the whole picture only."""
+def read_idefics(stated: Mapping[str, Any], config: Mapping[str, Any], placeholder: str) -> ImageProcessor:
+    """Read a processor's file, and check it against the encoder in config.json.
+
+    Raises:
+        ConfigurationError: they do not belong together, or an option is not supported.
+    """
+    vision = config.get("vision_config") or {}
+    side, patch = vision.get("image_size", 224), vision.get("patch_size", 32)
+    size, tile = stated.get("size") or {}, (stated.get("max_image_size") or {}).get("longest_edge", 364)
+    longest = size.get("longest_edge") if size else 4 * 364
+    if longest is None:
+        raise ConfigurationError(f"image processor: a size of {size} is not supported")
+    if tile != side:
+        raise ConfigurationError(f"image processor: tiles of {tile} pixels, but the model's have {side}")
+    splits = stated.get("do_image_splitting")
+    cutter = TileCutter(
+        placeholder=placeholder,
+        longest=longest,
+        tile=tile,
+        splits=splits is not False,
+        per_tile=(side // patch // config.get("scale_factor", 2)) ** 2,
+    )
+    return ImageProcessor(Scaling.read(stated, _HALF, _HALF, Image.Resampling.LANCZOS), cutter)
+
+
+@dataclass(frozen=True, slots=True)
+class TileCutter:
+    """See `PictureCutter`. The grid of a picture is its tiles down and across; 0, 0: the whole picture only."""
 
     placeholder: str
-    scaling: Scaling
     longest: int
     tile: int
     splits: bool
     per_tile: int
 
-    @classmethod
-    def read(cls, stated: Mapping[str, Any], config: Mapping[str, Any], placeholder: str) -> IdeficsProcessor:
-        """Read a processor's file, and check it against the encoder in config.json.
-
-        Raises:
-            ConfigurationError: they do not belong together, or an option is not supported.
-        """
-        vision = config.get("vision_config") or {}
-        side, patch = vision.get("image_size", 224), vision.get("patch_size", 32)
-        size, tile = stated.get("size") or {}, (stated.get("max_image_size") or {}).get("longest_edge", 364)
-        longest = size.get("longest_edge") if size else 4 * 364
-        if longest is None:
-            raise ConfigurationError(f"image processor: a size of {size} is not supported")
-        if tile != side:
-            raise ConfigurationError(f"image processor: tiles of {tile} pixels, but the model's have {side}")
-        splits = stated.get("do_image_splitting")
-        return cls(
-            placeholder=placeholder,
-            scaling=Scaling.read(stated, _HALF, _HALF, Image.Resampling.LANCZOS),
-            longest=longest,
-            tile=tile,
-            splits=splits is not False,
-            per_tile=(side // patch // config.get("scale_factor", 2)) ** 2,
-        )
-
-    @cached_property
-    def table(self) -> NDArray[np.float32]:
-        """See `ImageProcessor`."""
-        return self.scaling.table()
-
-    @cached_property
-    def settings(self) -> bytes:
-        """See `ImageProcessor`."""
-        return settings_of("idefics", **asdict(self))
-
-    def cut(self, image: Image.Image, detail: Detail) -> tuple[Grid, Values]:
-        """See `ImageProcessor.cut`."""
+    def cut(self, image: Image.Image, scaling: Scaling, detail: Detail) -> tuple[Grid, Values]:
+        """See `PictureCutter.cut`."""
         tile = self.tile
-        image = self.scaling.resize(image, *self._longest_sides(image.height, image.width))
+        image = scaling.resize(image, *self._longest_sides(image.height, image.width))
         rows = columns = 0
         tiles: list[Values] = []
         if self.splits and detail is not Detail.LOW:
-            image = self.scaling.resize(image, *self._whole_tiles(image.height, image.width))
+            image = scaling.resize(image, *self._whole_tiles(image.height, image.width))
             if max(image.height, image.width) > tile:
                 rows, columns = image.height // tile, image.width // tile
                 values = channels_first(image).reshape(CHANNELS, rows, tile, columns, tile)
                 tiles += list(values.transpose(1, 3, 0, 2, 4).reshape(rows * columns, CHANNELS, tile, tile))
-        tiles.append(channels_first(self.scaling.resize(image, tile, tile)))
+        tiles.append(channels_first(scaling.resize(image, tile, tile)))
         return (rows, columns), np.stack(tiles).reshape(len(tiles), CHANNELS, tile * tile)
 
     def plan(self, grid: Grid) -> ImagePlan:
-        """See `ImageProcessor.plan`."""
+        """See `PictureCutter.plan`."""
         rows, columns = grid
         if min(rows, columns) < 0 or bool(rows) != bool(columns):
             raise ValueError(f"a grid of {grid}")

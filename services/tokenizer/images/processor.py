@@ -1,15 +1,15 @@
-"""The interface of the processors that cut pictures as models take them, and what they share.
+"""Prepares pictures as models take them; a cutter for each family of models decides how.
 
-Their results are those of the processors of `transformers` that use Pillow, number for number. A processor cuts in a
+The results are those of the processors of `transformers` that use Pillow, number for number. A processor cuts in a
 confined process; everything else about a picture follows from the grid into which it has cut it.
 """
 
 from __future__ import annotations
 
-import json
 import math
 from dataclasses import dataclass
 from enum import Enum
+from functools import cached_property
 from hashlib import sha256
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
@@ -31,6 +31,9 @@ Grid: TypeAlias = tuple[int, ...]
 JsonObject: TypeAlias = dict[str, Any]
 
 CHANNELS = 3
+# Means and standard deviations by which CLIP's encoder (Radford et al. 2021) and many later ones scale pictures.
+CLIP_MEAN = (0.48145466, 0.4578275, 0.40821073)
+CLIP_DEVIATION = (0.26862954, 0.26130258, 0.27577711)
 # Pixels of a picture with `Detail.LOW`, for models that take pictures of any size.
 LOW_PIXELS = 512 * 512
 
@@ -62,21 +65,11 @@ class ImagePlan:
     embeddings: int
 
 
-class ImageProcessor(Protocol):
-    """Cuts pictures for one model."""
+class PictureCutter(Protocol):
+    """Cuts pictures as the models of one family take them; a frozen dataclass of what decides how."""
 
-    @property
-    def table(self) -> NDArray[np.float32]:
-        """The numbers [channels, 256] that the encoder takes for values of 8 bits."""
-        ...
-
-    @property
-    def settings(self) -> bytes:
-        """Everything that decides the pixels of a picture; a part of its digest."""
-        ...
-
-    def cut(self, image: Image.Image, detail: Detail) -> tuple[Grid, Values]:
-        """Return a picture in mode RGB as the model takes it.
+    def cut(self, image: Image.Image, scaling: Scaling, detail: Detail) -> tuple[Grid, Values]:
+        """Return a picture in mode RGB, resized by `scaling` and cut.
 
         Raises:
             RefusedImageError: the model cannot take a picture of such sides.
@@ -84,12 +77,46 @@ class ImageProcessor(Protocol):
         ...
 
     def plan(self, grid: Grid) -> ImagePlan:
-        """Return the plan of an image that is cut into `grid`.
+        """Return what follows from a grid.
 
         Raises:
             ValueError: `cut` returns no such grid.
         """
         ...
+
+
+@dataclass(frozen=True)
+class ImageProcessor:
+    """Prepares pictures for one model."""
+
+    scaling: Scaling
+    cutter: PictureCutter
+
+    @cached_property
+    def table(self) -> NDArray[np.float32]:
+        """The numbers [channels, 256] that the encoder takes for values of 8 bits."""
+        return self.scaling.table()
+
+    @cached_property
+    def settings(self) -> bytes:
+        """Everything that decides the pixels of a picture; a part of its digest. Equal only for equal processors."""
+        return repr(self).encode()
+
+    def cut(self, image: Image.Image, detail: Detail) -> tuple[Grid, Values]:
+        """Return a picture in mode RGB as the model takes it.
+
+        Raises:
+            RefusedImageError: the model cannot take a picture of such sides.
+        """
+        return self.cutter.cut(image, self.scaling, detail)
+
+    def plan(self, grid: Grid) -> ImagePlan:
+        """Return what follows from a grid.
+
+        Raises:
+            ValueError: `cut` returns no such grid.
+        """
+        return self.cutter.plan(grid)
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,11 +197,6 @@ class Scaling:
 def channels_first(image: Image.Image) -> Values:
     """Return the values [channels, height, width] of a picture."""
     return np.asarray(image).transpose(2, 0, 1)
-
-
-def settings_of(processor: str, **values: object) -> bytes:
-    """Return settings in a form that is equal only for equal ones."""
-    return json.dumps([processor, values], sort_keys=True, default=repr).encode()
 
 
 def _by_channel(stated: object, default: tuple[float, ...]) -> tuple[float, ...]:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import asdict, dataclass
-from functools import cached_property
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -13,90 +12,77 @@ from PIL import Image
 from common.errors import ConfigurationError
 from services.tokenizer.images.processor import (
     CHANNELS,
+    CLIP_DEVIATION,
+    CLIP_MEAN,
     LOW_PIXELS,
     Detail,
     ImagePlan,
+    ImageProcessor,
     RefusedImageError,
     Scaling,
     channels_first,
-    settings_of,
 )
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from numpy.typing import NDArray
-
     from services.tokenizer.images.processor import Grid, Values
 
-_MEAN = (0.48145466, 0.4578275, 0.40821073)
-_DEVIATION = (0.26862954, 0.26130258, 0.27577711)
 MAX_RATIO = 200
 
 
-@dataclass(frozen=True)
-class QwenProcessor:
-    """See `ImageProcessor`. The grid of a picture is 1 and its patches down and across; squares are neighbours."""
+def read_qwen(stated: Mapping[str, Any], config: Mapping[str, Any], placeholder: str) -> ImageProcessor:
+    """Read a processor's file, and check it against the encoder in config.json.
+
+    Raises:
+        ConfigurationError: they do not belong together, or an option is not supported.
+    """
+    size = dict(stated.get("size") or {})
+    cutter = PatchCutter(
+        placeholder=placeholder,
+        patch=stated.get("patch_size", 14),
+        merge=stated.get("merge_size", 2),
+        frames=stated.get("temporal_patch_size", 2),
+        min_pixels=stated.get("min_pixels") or size.get("shortest_edge", 56 * 56),
+        max_pixels=stated.get("max_pixels") or size.get("longest_edge", 28 * 28 * 1280),
+    )
+    vision = config.get("vision_config") or {}
+    default = 14 if config.get("model_type") == "qwen2_5_vl" else 16
+    wanted = (
+        vision.get("patch_size", default), vision.get("spatial_merge_size", 2),
+        vision.get("temporal_patch_size", 2),
+    )  # fmt: skip
+    own = cutter.patch, cutter.merge, cutter.frames
+    if own != wanted:
+        raise ConfigurationError(
+            f"image processor: patches of {own[0]}, squares of {own[1]} and {own[2]} frames, but the model has "
+            f"{wanted[0]}, {wanted[1]} and {wanted[2]}"
+        )
+    return ImageProcessor(Scaling.read(stated, CLIP_MEAN, CLIP_DEVIATION, Image.Resampling.BICUBIC), cutter)
+
+
+@dataclass(frozen=True, slots=True)
+class PatchCutter:
+    """See `PictureCutter`. The grid of a picture is 1 and its patches down and across; squares are neighbours."""
 
     placeholder: str
-    scaling: Scaling
     patch: int
     merge: int
     frames: int
     min_pixels: int
     max_pixels: int
 
-    @classmethod
-    def read(cls, stated: Mapping[str, Any], config: Mapping[str, Any], placeholder: str) -> QwenProcessor:
-        """Read a processor's file, and check it against the encoder in config.json.
-
-        Raises:
-            ConfigurationError: they do not belong together, or an option is not supported.
-        """
-        size = dict(stated.get("size") or {})
-        read = cls(
-            placeholder=placeholder,
-            scaling=Scaling.read(stated, _MEAN, _DEVIATION, Image.Resampling.BICUBIC),
-            patch=stated.get("patch_size", 14),
-            merge=stated.get("merge_size", 2),
-            frames=stated.get("temporal_patch_size", 2),
-            min_pixels=stated.get("min_pixels") or size.get("shortest_edge", 56 * 56),
-            max_pixels=stated.get("max_pixels") or size.get("longest_edge", 28 * 28 * 1280),
-        )
-        vision = config.get("vision_config") or {}
-        default = 14 if config.get("model_type") == "qwen2_5_vl" else 16
-        wanted = (
-            vision.get("patch_size", default), vision.get("spatial_merge_size", 2),
-            vision.get("temporal_patch_size", 2),
-        )  # fmt: skip
-        if (read.patch, read.merge, read.frames) != wanted:
-            raise ConfigurationError(
-                f"image processor: patches of {read.patch}, squares of {read.merge} and {read.frames} frames, but the "
-                f"model has {wanted[0]}, {wanted[1]} and {wanted[2]}"
-            )
-        return read
-
-    @cached_property
-    def table(self) -> NDArray[np.float32]:
-        """See `ImageProcessor`."""
-        return self.scaling.table()
-
-    @cached_property
-    def settings(self) -> bytes:
-        """See `ImageProcessor`."""
-        return settings_of("qwen", **asdict(self))
-
-    def cut(self, image: Image.Image, detail: Detail) -> tuple[Grid, Values]:
-        """See `ImageProcessor.cut`."""
+    def cut(self, image: Image.Image, scaling: Scaling, detail: Detail) -> tuple[Grid, Values]:
+        """See `PictureCutter.cut`."""
         height, width = self._sides(image.height, image.width, detail)
-        values = channels_first(self.scaling.resize(image, height, width))
+        values = channels_first(scaling.resize(image, height, width))
         rows, columns, patch, merge = height // self.patch, width // self.patch, self.patch, self.merge
         squares = values.reshape(CHANNELS, rows // merge, merge, patch, columns // merge, merge, patch)
         patches = squares.transpose(1, 4, 2, 5, 0, 3, 6).reshape(rows * columns, CHANNELS, patch * patch)
         return (1, rows, columns), np.ascontiguousarray(patches)
 
     def plan(self, grid: Grid) -> ImagePlan:
-        """See `ImageProcessor.plan`."""
+        """See `PictureCutter.plan`."""
         frames, rows, columns = grid
         if frames != 1 or min(rows, columns) < 1 or rows % self.merge or columns % self.merge:
             raise ValueError(f"a grid of {grid}")

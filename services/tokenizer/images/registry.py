@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Any, Final
 from common.errors import ConfigurationError
 from common.tokenization.directory import read_json
 from common.vision import PROCESSOR_FILES
-from services.tokenizer.images.idefics import IdeficsProcessor
-from services.tokenizer.images.pixtral import PixtralProcessor
-from services.tokenizer.images.qwen import QwenProcessor
+from services.tokenizer.images.idefics import read_idefics
+from services.tokenizer.images.pixtral import read_pixtral
+from services.tokenizer.images.qwen import read_qwen
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -19,12 +19,12 @@ if TYPE_CHECKING:
 
 # By `model_type`, as in `common/vision.py`.
 READERS: Final[Mapping[str, Callable[[Mapping[str, Any], Mapping[str, Any], str], ImageProcessor]]] = {
-    "idefics3": IdeficsProcessor.read,
-    "smolvlm": IdeficsProcessor.read,
-    "qwen2_5_vl": QwenProcessor.read,
-    "qwen3_vl": QwenProcessor.read,
-    "mistral3": PixtralProcessor.read,
-    "llava": PixtralProcessor.read,
+    "idefics3": read_idefics,
+    "smolvlm": read_idefics,
+    "qwen2_5_vl": read_qwen,
+    "qwen3_vl": read_qwen,
+    "mistral3": read_pixtral,
+    "llava": read_pixtral,
 }
 
 
