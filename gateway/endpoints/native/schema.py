@@ -210,10 +210,6 @@ class GenerateBody(Schema):
         if self.has_images and self.text is None:
             message = "'image_data' needs 'text', which has the model's own placeholder of an image for each."
             raise InvalidRequestError(message, param="image_data")
-        if self.has_images and self.session_params is not None:
-            # The scheduler joins the tokens of a session's turns, and has the images of none.
-            message = "A turn of a session takes no images; use 'session_id' with complete prompts."
-            raise InvalidRequestError(message, param="image_data")
         if self.session_params is not None and self.session_id:
             raise InvalidRequestError("'session_id' cannot be given beside 'session_params'.", param="session_id")
         return self

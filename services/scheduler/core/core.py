@@ -108,7 +108,7 @@ class SchedulerCore:
         # Plans in flight, oldest first: whether the workers abandon them when an interactive sequence comes.
         self._in_flight: deque[bool] = deque()
         self.finished_steps = 0
-        self.sessions = Sessions(self.memory, config.sessions)
+        self.sessions = Sessions(self.memory, config.sessions, self._image_room)
         self.exports = Exports(self.memory)
         self.adapters = AdapterSlots(config.adapter_slots, config.adapter_share)
         self._find_adapter = find_adapter
@@ -516,15 +516,15 @@ class SchedulerCore:
                 token_ids = self.rows.tokens(row).copy()
             self._billing.leave(sequence, for_good=True)
             self._tenancy.vacate(sequence)
-        self.sessions.end(sequence, token_ids, computed, was_running=row is not None)
-        sequence.phase = SequencePhase.FINISHED
-        if sequence.follower is not None:
-            sequence.follower.on_ended(finish)
-        self._suspects.forget(sequence)
-        del self._by_handle[sequence.handle]
         siblings = self._by_request[sequence.request.request_id]
         siblings.remove(sequence)
         if not siblings:
             del self._by_request[sequence.request.request_id]
             if sequence.request.images:
                 self._image_room.give_back(sequence.request.view.subject, sequence.pixel_bytes)
+        self.sessions.end(sequence, token_ids, computed, was_running=row is not None)
+        sequence.phase = SequencePhase.FINISHED
+        if sequence.follower is not None:
+            sequence.follower.on_ended(finish)
+        self._suspects.forget(sequence)
+        del self._by_handle[sequence.handle]

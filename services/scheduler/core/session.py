@@ -7,9 +7,10 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from common.errors import InvalidRequestError
+from common.types import pixel_bytes
 
 if TYPE_CHECKING:
-    from common.types import SessionGrant, SessionTurn, TokenIds, View
+    from common.types import RowImage, SessionGrant, SessionTurn, TokenIds, View
     from services.scheduler.cache.types import PrefixLock
 
 # Number of turns kept as possible predecessors; older ones have usually been continued already.
@@ -41,6 +42,30 @@ class FinishedTurn:
     prompt_tokens: int
     token_ids: TokenIds
     after: str | None = None
+    # Of the prompt, with their pixels, and where each begins and ends.
+    images: tuple[RowImage, ...] = ()
+    image_spans: tuple[tuple[int, int], ...] = ()
+
+    def before(self, turn: SessionTurn) -> TurnBase:
+        """Return what precedes the prompt of `turn`, which continues this one.
+
+        Raises:
+            InvalidRequestError: its offset is inside of an image.
+        """
+        ids = self.token_ids[: self.prompt_tokens] if turn.drop_previous_output else self.token_ids
+        ids = ids[: turn.offset] if turn.offset else ids
+        if any(first < len(ids) < end for first, end in self.image_spans):
+            raise InvalidRequestError("session_params.offset would cut an image in two", param="session_params")
+        images = tuple(image for image, (_, end) in zip(self.images, self.image_spans, strict=True) if end <= len(ids))
+        return TurnBase(ids, images)
+
+
+@dataclass(frozen=True, slots=True)
+class TurnBase:
+    """The tokens that precede a turn's prompt, and the images among them."""
+
+    token_ids: TokenIds
+    images: tuple[RowImage, ...]
 
 
 @dataclass(slots=True, eq=False)
@@ -59,17 +84,25 @@ class Session:
     pin: PrefixLock | None = None
     expires_at: float | None = None
     history: OrderedDict[str, FinishedTurn] = field(default_factory=OrderedDict)
+    # Bytes of the history's pixels that are charged to the subject.
+    charged_bytes: int = 0
+
+    @property
+    def pixel_bytes(self) -> int:
+        """Bytes of the pixels of all turns; those of a turn are shared with the turns that continue it."""
+        every = {id(image.pixels): image for turn in self.history.values() for image in turn.images}
+        return pixel_bytes(every.values())
 
     @property
     def pinned_tokens(self) -> int:
         """Tokens pinned in the cache."""
         return self.pin.matched_tokens if self.pin else 0
 
-    def base_of(self, turn: SessionTurn) -> TokenIds | None:
-        """Return the tokens that precede a turn's prompt; None: there are none.
+    def base_of(self, turn: SessionTurn) -> TurnBase | None:
+        """Return what precedes a turn's prompt; None: nothing.
 
         Raises:
-            InvalidRequestError: the turn that it continues has not ended here, or was dropped.
+            InvalidRequestError: the turn that it continues has not ended here or was dropped, or an image is cut.
         """
         if turn.after is None:
             return None
@@ -78,10 +111,7 @@ class Session:
             known = ", ".join(list(self.history)[-3:]) or "none yet"
             message = f"session_params.rid names no finished request of this session; the latest are: {known}"
             raise InvalidRequestError(message, param="session_params")
-        ids = earlier.token_ids
-        if turn.drop_previous_output:
-            ids = ids[: earlier.prompt_tokens]
-        return ids[: turn.offset] if turn.offset else ids
+        return earlier.before(turn)
 
     def forget_replaced(self, turn: SessionTurn) -> None:
         """Drop the turns that `turn` replaces: those that continue its predecessor, or all if it has none."""

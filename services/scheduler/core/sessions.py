@@ -9,18 +9,21 @@ import numpy as np
 
 from common.errors import InvalidRequestError, QueueFullError
 from common.limits import Limits
-from common.types import CacheMode, SessionGrant, Subject
+from common.types import CacheMode, SessionGrant, Subject, pixel_bytes
 from services.scheduler.core.session import FinishedTurn, Session
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from common.room import SharedRoom
     from common.types import ScheduleRequest, SessionWish, TokenIds, View
     from services.scheduler.core.memory import KvMemory
     from services.scheduler.core.sequence import Sequence
-    from services.scheduler.core.session import SessionRules
+    from services.scheduler.core.session import SessionRules, TurnBase
 
 RETRY_AFTER_MS = 1000
+# Of the images of a conversation, which may all have to be encoded again: no more than a single request may have.
+MAX_PIXEL_BYTES = 48 * 1024 * 1024
 
 
 class Sessions:
@@ -32,9 +35,11 @@ class Sessions:
     then stays open, and its next turn pins again.
     """
 
-    def __init__(self, memory: KvMemory, rules: SessionRules) -> None:
+    def __init__(self, memory: KvMemory, rules: SessionRules, image_room: SharedRoom) -> None:
+        """Start with none; the pixels of their finished turns take bytes of `image_room`."""
         self.yielded = 0
         self._memory = memory
+        self._image_room = image_room
         self._rules = rules
         self._limits = Limits()
         self._open: dict[tuple[View, str], Session] = {}
@@ -99,6 +104,8 @@ class Sessions:
         if session is None:
             return False
         self._let_go(session)
+        session.history.clear()
+        self._charge_images(session)
         return True
 
     def forget(self, subject: Subject, name: str | None) -> None:
@@ -141,16 +148,15 @@ class Sessions:
             name = request.options.session
             message = f"the session '{name}' is not open, or not any more; open one with /open_session"
             raise InvalidRequestError(message, param="session_params")
-        if request.images:
-            message = "a turn of a session takes no images; send the whole conversation with the session's name"
-            raise InvalidRequestError(message, param="session_params")
         if request.options.n != 1:
             raise InvalidRequestError("a turn of a session has one choice, as the next one continues it", param="n")
         base = session.base_of(turn)
-        ids = request.token_ids if base is None else np.concatenate([base, request.token_ids])
-        self._check_room(session, len(ids))
+        if base is not None:
+            request = _continued(request, base)
+        self._check_room(session, len(request.token_ids))
         session.forget_replaced(turn)
-        return dataclasses.replace(request, token_ids=ids)
+        self._charge_images(session)
+        return request
 
     def begin(self, sequence: Sequence) -> None:
         """Attach a sequence that was added to the queue to its session."""
@@ -172,8 +178,11 @@ class Sessions:
         session.turns += 1
         if request.options.turn is not None and sequence.is_prefilled:
             turn = request.options.turn
-            finished = FinishedTurn(sequence.handle, sequence.prompt_tokens, token_ids, turn.after)
+            finished = FinishedTurn(
+                sequence.handle, sequence.prompt_tokens, token_ids, turn.after, request.images, sequence.image_spans
+            )
             session.remember(turn, finished)
+            self._charge_images(session)
         if request.options.cache_mode is not CacheMode.NONE:
             # One token more than computed: a match never covers the last token.
             self._pin(session, sequence.key_of(token_ids[: computed + 1]), request.options.priority)
@@ -183,6 +192,20 @@ class Sessions:
         for session in self:
             if session.history and session.trim(handle, generated):
                 return
+
+    def _charge_images(self, session: Session) -> None:
+        """Charge the pixels of a session's finished turns; the oldest turns are dropped while they find no room."""
+        subject = session.view.subject
+        while (more := session.pixel_bytes - session.charged_bytes) > 0:
+            try:
+                self._image_room.take(subject, more)
+            except QueueFullError:
+                session.history.popitem(last=False)
+            else:
+                session.charged_bytes += more
+        if more < 0:
+            self._image_room.give_back(subject, -more)
+            session.charged_bytes += more
 
     # --- pins ---
 
@@ -273,6 +296,21 @@ class Sessions:
             raise _full(
                 "the sessions of this server hold as many tokens as they may; try again later, or without a session"
             )
+
+
+def _continued(request: ScheduleRequest, base: TurnBase) -> ScheduleRequest:
+    """Return a turn's request with the whole conversation as its prompt.
+
+    Raises:
+        InvalidRequestError: all images together take too much room.
+    """
+    start = len(base.token_ids)
+    own = (dataclasses.replace(image, offset=image.offset + start) for image in request.images)
+    images = (*base.images, *own)
+    if (size := pixel_bytes(images)) > MAX_PIXEL_BYTES:
+        message = f"the images of the conversation take {size} bytes, and at most {MAX_PIXEL_BYTES} are allowed"
+        raise InvalidRequestError(message, param="session_params")
+    return dataclasses.replace(request, token_ids=np.concatenate([base.token_ids, request.token_ids]), images=images)
 
 
 def _full(message: str) -> QueueFullError:

@@ -196,6 +196,16 @@ async def test_generate_takes_images_beside_its_text() -> None:
     assert gateway.pipeline.submitted[3].images[0].detail == "low"
 
 
+async def test_a_turn_of_a_session_takes_images() -> None:
+    gateway = seeing()
+    body = {"text": "<image> what?", "image_data": coded(PNG), "session_params": {"id": "s", "rid": "one"}}
+    assert (await gateway.post("/generate", body)).status_code == 200
+    (request,) = gateway.pipeline.submitted
+    assert [image.data for image in request.images] == [PNG]
+    assert request.options.turn is not None
+    assert request.options.turn.after == "one"
+
+
 async def test_generate_gives_each_text_of_a_list_its_own_images() -> None:
     gateway = seeing()
     body = {"text": ["a", "b", "c"], "image_data": [coded(PNG), None, [coded(GIF), coded(JPEG)]]}
@@ -215,7 +225,6 @@ async def test_generate_gives_each_text_of_a_list_its_own_images() -> None:
         ({"text": "a", "image_data": "not base64!"}, "image_data", "not valid base64"),
         ({"text": "a", "image_data": [{"processor_output": 1}]}, "image_data[0]", "base64"),
         ({"text": "a", "image_data": "/etc/passwd"}, "image_data", "base64"),
-        ({"text": "a", "image_data": "x", "session_params": {"id": "s"}}, "image_data", "session"),
         ({"text": "a", "video_data": "x"}, "video_data", "not supported"),
         ({"text": "a", "audio_data": "x"}, "audio_data", "not supported"),
     ],
