@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import base64
 import json
+import re
+import signal
+from dataclasses import replace
+from threading import Timer
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -127,6 +131,47 @@ def test_generate_takes_the_model_s_own_placeholders(seeing: Served, directory: 
     assert "2 placeholders" in refused(seeing, {**body, "text": "<|image_pad|><|image_pad|>"}, "/generate")
 
 
+def test_turns_of_a_session_go_on_after_an_image(seeing: Served, directory: Path) -> None:
+    sampling = {"temperature": 0, "max_new_tokens": TOKENS, "ignore_eos": True}
+    with seeing.http() as http:
+        session = http.post("/open_session", json={"capacity_of_str_len": 2000}).json()
+        first = http.post(
+            "/generate",
+            json={
+                "text": "See <|image_pad|>: ", "image_data": base64.b64encode(file_of(SMALL)).decode(), "rid": "one",
+                "sampling_params": sampling, "session_params": {"id": session},
+            },
+        ).json()  # fmt: skip
+        body = {"text": "more", "sampling_params": sampling, "session_params": {"id": session, "rid": "one"}}
+        second = http.post("/generate", json=body).json()
+        assert http.post("/close_session", json={"session_id": session}).status_code == 200
+    prompt = prompt_of("See ", SMALL, ": ")
+    assert first["output_ids"] == continued(directory, prompt, TOKENS)
+    whole = replace(prompt, ids=(*prompt.ids, *first["output_ids"], *b"more"))
+    assert second["output_ids"] == continued(directory, whole, TOKENS)
+    assert second["meta_info"]["cached_tokens"] >= len(prompt.ids) - 16
+
+
+def test_images_in_history_and_in_tool_results_with_several_choices_and_a_grammar(seeing: Served) -> None:
+    call = {"id": "call_1", "type": "function", "function": {"name": "look", "arguments": "{}"}}
+    messages = [
+        message(SMALL, "Look around."),
+        {"role": "assistant", "content": "I do.", "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "call_1", "content": content_of(WIDE, "seen")},
+        message("Which one?"),
+    ]
+    body = body_of(seeing, "kim", *messages, tokens=16) | {"n": 3, "temperature": 1, "guided_regex": "(cat|dog){2}"}
+    with seeing.http() as http:
+        response = http.post("/v1/chat/completions", json={**body, "ignore_eos": False})
+    assert response.status_code == 200, response.text
+    answer = response.json()
+    assert [choice["index"] for choice in answer["choices"]] == [0, 1, 2]
+    for choice in answer["choices"]:
+        assert re.fullmatch("(cat|dog){2}", choice["message"]["content"])
+    images = sum(image.length for image in prompt_of(SMALL, WIDE).images)
+    assert answer["usage"]["prompt_tokens"] > images
+
+
 def test_tokens_of_images_are_counted_as_they_are_computed(seeing: Served) -> None:
     with seeing.http() as http:
         counted = http.post("/tokenize", json={"model": seeing.model, "messages": [message(SMALL, "Count me.")]}).json()
@@ -156,18 +201,23 @@ def test_users_cannot_write_placeholders(seeing: Served) -> None:
     assert answer["usage"]["prompt_tokens"] == len(chat_prompt(SMALL).ids) + len("<|image_pad|>")
 
 
-def test_an_answer_goes_on_after_its_worker_has_died(seeing: Served) -> None:
+@pytest.mark.parametrize("dies", [pytest.param("encoding", marks=pytest.mark.extended), "answering"])
+def test_an_answer_goes_on_after_its_worker_has_died(seeing: Served, dies: str) -> None:
     question, tokens = message(WIDE, "Tell a long story about it."), 200
     whole = ask(seeing, "gus", question, tokens=tokens)["choices"][0]["token_ids"]
     restarts = seeing.deployment.restarts_of("worker")
     found: list[int] = []
-    body = body_of(seeing, "hal", question, tokens=tokens) | {"stream": True}
+    body = body_of(seeing, f"hal {dies}", question, tokens=tokens) | {"stream": True}
+    if dies == "encoding":
+        # It dies with the image that it was sent; if that has not arrived by then, the next worker gets it alone.
+        seeing.deployment.kill("worker", signal.SIGSTOP)
+        Timer(1.0, seeing.deployment.kill, ["worker"]).start()
     with seeing.http() as http, http.stream("POST", "/v1/chat/completions", json=body) as response:
         for line in response.iter_lines():
             if not line.startswith("data: {"):
                 continue
             for choice in json.loads(line.removeprefix("data: "))["choices"]:
-                if choice.get("token_ids") and not found:
+                if choice.get("token_ids") and not found and dies == "answering":
                     seeing.deployment.kill("worker")
                 found += choice.get("token_ids") or []
     assert found == whole
