@@ -58,6 +58,11 @@ class ChatPrompt:
     # Text with which the answer begins.
     assistant_prefix: str | None = None
 
+    @property
+    def images(self) -> tuple[ImageFile, ...]:
+        """The images of all messages in their order."""
+        return tuple(part for message in self.messages for part in message.parts if isinstance(part, ImageFile))
+
 
 @dataclass(frozen=True, slots=True)
 class TokenPrompt:
@@ -119,3 +124,8 @@ class GenerateRequest:
     operation: str = ""
     # Only with a text as the prompt, which has the model's own placeholder of an image as often, in this order.
     images: tuple[ImageFile, ...] = ()
+
+    @property
+    def image_files(self) -> tuple[ImageFile, ...]:
+        """The images of the prompt, within it or beside it, in their order."""
+        return self.prompt.images if isinstance(self.prompt, ChatPrompt) else self.images

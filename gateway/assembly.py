@@ -97,6 +97,7 @@ class Gateway:
             resume or ResumePolicy(),
             metrics,
             max_open_requests=settings.max_open_requests,
+            open_image_bytes=settings.images.open_bytes,
         )
         self._state = open_state(settings, self._generations, metrics, limits_clock)
         quotas = build_quotas(of_services.limits.file, self._state, self._audit)

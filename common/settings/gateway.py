@@ -166,6 +166,10 @@ class ImagesSettings(Section):
     max_total_bytes: int = Field(default=32 * 1024 * 1024, ge=1024, le=48 * 1024 * 1024)
     """Bytes of all images of a request together, as they were before base64. Bodies with images may have max_body_bytes
     and this much in base64; a model's own limits of images are its tokenizer's."""
+    open_bytes: int = Field(default=1024 * 1024 * 1024, ge=64 * 1024 * 1024)
+    """Bytes of the images of all open requests of a gateway; further requests with images are answered with 429. One
+    user's may take 60 % of it, and one tenant's 75 %. A gateway keeps a request until it ends, as it may have to be
+    submitted again, with the body that it came in: about two and a half times as much memory."""
 
 
 class LedgerSettings(Section):

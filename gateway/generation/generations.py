@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from structlog.contextvars import bind_contextvars
 
-from common.errors import RequestFailedError
+from common.errors import QueueFullError, RequestFailedError
 from common.room import SharedRoom
 from common.types import ErrorCode, RequestFailure, RequestId
 from gateway.generation.generation import Generation
@@ -52,8 +52,9 @@ class Generations:
         metrics: GatewayMetrics,
         *,
         max_open_requests: int,
+        open_image_bytes: int,
     ) -> None:
-        """At most `max_open_requests` prompts are open at a time."""
+        """At most `max_open_requests` prompts, with images of `open_image_bytes`, are open at a time."""
         self.draining = False
         self.recent = RecentRequests()
         self._pipeline = pipeline
@@ -61,8 +62,10 @@ class Generations:
         self._policy = policy
         self._metrics = metrics
         self._room = SharedRoom(max_open_requests, "open", RETRY_AFTER_MS)
+        self._image_room = SharedRoom(open_image_bytes, "open with images", RETRY_AFTER_MS)
         self._open: set[Generation] = set()
-        self._taken: dict[Generation, tuple[Subject, int]] = {}
+        # Each one's subject, prompts, and bytes of images.
+        self._taken: dict[Generation, tuple[Subject, int, int]] = {}
         self._idle = asyncio.Event()
         self._idle.set()
 
@@ -80,7 +83,7 @@ class Generations:
         if self.draining:
             raise RequestFailedError(SHUTDOWN)
         request = entries[0].request
-        self._room.take(request.view.subject, len(entries))
+        taken = self._take(request.view.subject, entries)
         window = EMBEDDING_WINDOW if request.options.pooling is not None else None
         generation = Generation(
             self._pipeline, entries, self._policy, self._metrics, buffer_bytes=buffer_bytes, window=window
@@ -88,7 +91,7 @@ class Generations:
         for entry in entries:
             self._journal.open(entry)
         self._open.add(generation)
-        self._taken[generation] = (request.view.subject, len(entries))
+        self._taken[generation] = taken
         self._idle.clear()
         self._metrics.open_requests.set(len(self._journal))
         # Fields of the log event at the request's end.
@@ -96,6 +99,18 @@ class Generations:
         self.recent.add(_names(generation)[1], generation.record)
         generation.start(elapsed_s)
         return generation
+
+    def _take(self, subject: Subject, entries: Sequence[JournalEntry]) -> tuple[Subject, int, int]:
+        """Take the room of requests, or raise QueueFullError."""
+        image_bytes = sum(len(image.data) for entry in entries for image in entry.request.image_files)
+        self._room.take(subject, len(entries))
+        try:
+            if image_bytes:
+                self._image_room.take(subject, image_bytes)
+        except QueueFullError:
+            self._room.give_back(subject, len(entries))
+            raise
+        return subject, len(entries), image_bytes
 
     def close(self, generation: Generation, cause: str | None = None) -> None:
         """End `generation` if it has not ended, and remove it; an early end is counted under `cause`."""
@@ -105,7 +120,10 @@ class Generations:
         generation.close(cause)
         for entry in generation.entries:
             self._journal.close(entry.request.request_id)
-        self._room.give_back(*self._taken.pop(generation))
+        subject, prompts, image_bytes = self._taken.pop(generation)
+        self._room.give_back(subject, prompts)
+        if image_bytes:
+            self._image_room.give_back(subject, image_bytes)
         self._metrics.open_requests.set(len(self._journal))
         if not self._open:
             self._idle.set()

@@ -9,14 +9,14 @@ from typing import TYPE_CHECKING, Final
 from common.errors import ContextLengthError, InvalidRequestError, ModelNotFoundError
 from common.patterns import compile_pattern
 from common.prompt_limits import check_prompt_logprobs
-from common.requests import ChatPrompt, ImageFile
+from common.requests import ChatPrompt
 from common.tokenization.parts import NO_TRAITS
 from common.types import Pooling
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-    from common.requests import GenerateRequest, ImageLimits, Prompt
+    from common.requests import GenerateRequest, ImageFile, ImageLimits, Prompt
     from common.tokenization.parts import EmbeddingTraits
     from common.types import RequestOptions, Resume, SamplingParams, StopConditions, TokenIds
 
@@ -57,7 +57,7 @@ def check_request(request: GenerateRequest, limits: ModelLimits) -> None:
         raise ModelNotFoundError(f"The model `{request.model}` does not exist", param="model")
     if request.images and not isinstance(request.prompt, str):
         raise InvalidRequestError("images beside the prompt need a text with their placeholders", param="prompt")
-    images = request.images or images_of(request.prompt)
+    images = request.image_files
     check_images(images, limits, param_of(request.prompt))
     if images and request.truncate_prompt_tokens is not None:
         message = "A prompt with images cannot be truncated: an image might be cut in two."
@@ -102,13 +102,6 @@ def check_images(images: Sequence[ImageFile], limits: ModelLimits, param: str) -
         if image.detail not in DETAILS:
             message = f"An image's detail must be one of {', '.join(DETAILS)}, not {image.detail!r}."
             raise InvalidRequestError(message, param=param)
-
-
-def images_of(prompt: Prompt) -> list[ImageFile]:
-    """Return the images of a conversation in their order."""
-    if not isinstance(prompt, ChatPrompt):
-        return []
-    return [part for message in prompt.messages for part in message.parts if isinstance(part, ImageFile)]
 
 
 def check_prompt(

@@ -16,7 +16,7 @@ from common.logs import get_logger
 from common.tracing import is_recorded, record
 from common.types import Admission, RequestFailure, ScheduleRequest
 from services.tokenizer.images.prompts import PlacedPrompt
-from services.tokenizer.limits import allowed_context, check_prompt, check_request, images_of, param_of
+from services.tokenizer.limits import allowed_context, check_prompt, check_request, param_of
 from services.tokenizer.pooled_text import EncodedPair
 
 if TYPE_CHECKING:
@@ -101,7 +101,7 @@ class _Pending:
 
     @property
     def images(self) -> Sequence[ImageFile]:
-        return self.request.images or images_of(self.request.prompt)
+        return self.request.image_files
 
 
 class Relay:

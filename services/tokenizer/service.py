@@ -21,7 +21,7 @@ from common.wire.identity import subject_from_wire
 from common.wire.requests import pooling_to_wire
 from protos.gen.pando.v1 import tokenizer_pb2, tokenizer_pb2_grpc
 from services.tokenizer import metrics
-from services.tokenizer.limits import check_count, check_ids, check_images, images_of, param_of
+from services.tokenizer.limits import check_count, check_ids, check_images, param_of
 from services.tokenizer.relay import GatewaySession
 from services.tokenizer.wire import (
     admissions_to_wire,
@@ -138,7 +138,7 @@ class TokenizerService(tokenizer_pb2_grpc.TokenizerServicer):
     ) -> tokenizer_pb2.RenderChatResponse:
         """Return the rendered prompt of a conversation, as text and ids."""
         chat = chat_from_wire(request.chat)
-        images = images_of(chat)
+        images = chat.images
         check_images(images, self._limits, "messages")
         with self._placed(request) as subject:
             text, ids = await self._pool.render(subject, chat)

@@ -60,8 +60,9 @@ class FakedGateway:
     def __post_init__(self) -> None:
         self.metrics = GatewayMetrics(CollectorRegistry())
         self.generations = Generations(
-            self.pipeline, self.journal, self.resume, self.metrics, max_open_requests=self.settings.max_open_requests
-        )
+            self.pipeline, self.journal, self.resume, self.metrics, max_open_requests=self.settings.max_open_requests,
+            open_image_bytes=self.settings.images.open_bytes,
+        )  # fmt: skip
         self.state = open_state(self.settings, self.generations, self.metrics)
         quotas = build_quotas(self.limits_file, self.state, self.audit)
         files = build_files(self.settings.batches, self.state.documents)

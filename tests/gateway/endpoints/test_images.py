@@ -14,6 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from common.requests import ChatPrompt, ImageFile, ImageLimits
+from common.room import SharedRoom
 from common.settings import GatewaySettings
 from common.types import ErrorCode, ReplyTo, RequestFailure, SubscriberId
 from gateway.assembly import build_runner
@@ -354,6 +355,28 @@ async def test_all_images_together_have_a_limit_too() -> None:
     error = error_of(await gateway.chat(messages=user(*[chat_image(PNG + bytes(300))] * 3)), 400)
     assert error["param"] == "messages[0].content[2].image_url"
     assert "1024 bytes together" in error["message"]
+
+
+async def test_images_of_open_requests_are_bounded_and_leave_room_for_texts() -> None:
+    gateway = FakedGateway(FakePipeline(lambda _request: ()), GatewaySettings(), FakeModel(SEEING))
+    gateway.generations._image_room = SharedRoom(4 * len(PNG), "open with images", 2000)
+    opened = []
+    for number in range(2):
+        opened.append(asyncio.create_task(gateway.chat(messages=user(chat_image(PNG), str(number)))))
+        await until(lambda: gateway.generations.open_requests == len(opened))
+    refused = await gateway.chat(messages=user(chat_image(PNG), chat_image(PNG)))
+    assert "open with images" in error_of(refused, 429)["message"]
+    assert refused.headers["retry-after"] == "2"
+    opened.append(asyncio.create_task(gateway.chat()))
+    await until(lambda: gateway.generations.open_requests == 3)
+    for task in opened:
+        task.cancel()
+    await asyncio.gather(*opened, return_exceptions=True)
+    await until(lambda: gateway.generations.open_requests == 0)
+    opened = [asyncio.create_task(gateway.chat(messages=user(chat_image(PNG), chat_image(PNG))))]
+    await until(lambda: gateway.generations.open_requests == 1)
+    opened[0].cancel()
+    await asyncio.gather(*opened, return_exceptions=True)
 
 
 @pytest.mark.parametrize("announces", [True, False], ids=["with its length", "without"])
