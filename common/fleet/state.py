@@ -85,15 +85,16 @@ class NamedWindow:
 
 
 class FleetState:
-    """Commands to the state server; each raises `FleetStateAwayError` if the server does not answer within a second.
+    """Commands to the state server; each raises `FleetStateAwayError` if the server does not answer in time.
 
     Keys: `e:NAME` are the tags of a prefix with their expiry, `s:NAME` exists while the prefix is shared, `g:NAME`
     after a demotion; `w:NAME` are the last windows of each group in which a prefix was hit; `facts` is a stream of
     sealed facts, `pins` a hash of sealed prompts, and `incarnation` changes when the server has lost its data.
     """
 
-    def __init__(self, redis: Redis, root: str) -> None:
+    def __init__(self, redis: Redis, root: str, timeout_s: float = TIMEOUT_S) -> None:
         self._redis = redis
+        self._timeout_s = timeout_s
         self._root = root
         scripts = resources.files("common.fleet")
         self._evidence = redis.register_script(scripts.joinpath("evidence.lua").read_text())
@@ -207,7 +208,7 @@ class FleetState:
         from redis.exceptions import RedisError, ResponseError
 
         try:
-            async with asyncio.timeout(TIMEOUT_S):
+            async with asyncio.timeout(self._timeout_s):
                 return await command
         except ResponseError as error:
             if str(error).startswith("RULES "):
@@ -231,8 +232,10 @@ def _entries(answer: object) -> list[tuple[bytes, dict[bytes, bytes]]]:
     return list(entries)
 
 
-def open_fleet(settings: FleetSettings) -> tuple[FleetState, FleetKeys] | None:
+def open_fleet(settings: FleetSettings, timeout_s: float = TIMEOUT_S) -> tuple[FleetState, FleetKeys] | None:
     """Prepare a connection to the state in the settings, without opening it; None if there is none.
+
+    A command waits for its answer for `timeout_s`.
 
     Raises:
         ConfigurationError: the URL or the secret is invalid.
@@ -255,4 +258,4 @@ def open_fleet(settings: FleetSettings) -> tuple[FleetState, FleetKeys] | None:
         # The error's own message may quote the URL, which may contain a password.
         raise ConfigurationError("fleet.state is not a URL of a Redis or Valkey server") from error
     keys = FleetKeys(secret)
-    return FleetState(redis, keys.root), keys
+    return FleetState(redis, keys.root, timeout_s), keys

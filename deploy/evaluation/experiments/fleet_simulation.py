@@ -49,6 +49,8 @@ WINDOW_S, EPOCH_S = 300.0, 10.0
 LOAD_FACTOR = 1.25
 # A request has found its prompt if it had this share of it cached.
 FOUND = 0.85
+# Time is simulated, so a busy machine must not make the server seem away.
+PATIENCE_S = 600.0
 
 Action = Callable[[], Awaitable[None]]
 
@@ -85,7 +87,7 @@ class Simulation:
         async with contextlib.AsyncExitStack() as stack:
 
             def joined() -> tuple[FleetState, FleetKeys] | None:
-                opened = open_fleet(fleet)
+                opened = open_fleet(fleet, PATIENCE_S)
                 if opened is not None:
                     stack.push_async_callback(opened[0].close)
                 return opened

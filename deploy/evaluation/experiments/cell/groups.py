@@ -16,7 +16,6 @@ import numpy as np
 import structlog
 import uvloop
 
-from common.errors import UnavailableError
 from common.fleet.state import open_fleet
 from common.rpc.channel import open_channel
 from common.rpc.stream import StreamLink, StreamSource
@@ -68,7 +67,7 @@ class Outlet:
             StreamSource(lambda: stub.Push(), lambda: detokenizer_pb2.PushRequest(heartbeat=True)),
             self._on_answer,
             on_connected=self._on_connected,
-            on_disconnected=_fail,
+            on_disconnected=self._on_disconnected,
         )
         self._next_token = random.randrange(len(TOKENS))
 
@@ -82,8 +81,11 @@ class Outlet:
         await self._link.run()
 
     def open(self, handle: int, choice: Choice, reply_to: ReplyTo, prompt_tokens: int) -> None:
-        """Open a choice and push its first token at once, as if its prompt took no time."""
-        self.choices[handle] = choice
+        """Open a choice and push its first token at once, as if its prompt took no time.
+
+        Raises:
+            UnavailableError: the detokenizer is not connected.
+        """
         message = detokenizer_pb2.PushRequest(
             opens=[
                 detokenizer_pb2.ChoiceOpen(
@@ -96,11 +98,12 @@ class Outlet:
             ],
             starts=[detokenizer_pb2.ChoiceStart(handle=handle)],
         )
+        self.choices[handle] = choice
         self._push(message, (handle,))
 
     def step(self) -> None:
         """Push a token of each choice; those that have all of theirs end."""
-        if self.choices:
+        if self.choices and self._link.connected:
             self._push(detokenizer_pb2.PushRequest(), tuple(self.choices))
 
     def _push(self, message: detokenizer_pb2.PushRequest, handles: tuple[int, ...]) -> None:
@@ -118,13 +121,13 @@ class Outlet:
     def _on_connected(self) -> None:
         self._link.send(detokenizer_pb2.PushRequest(scheduler_id=self._scheduler_id))
 
+    def _on_disconnected(self, reason: str) -> None:
+        # The detokenizer has ended them, and their gateways ask again.
+        self.choices.clear()
+
     def _on_answer(self, message: detokenizer_pb2.PushResponse) -> None:
         for handle in message.gone_handles:
             self.choices.pop(handle, None)
-
-
-def _fail(reason: str) -> None:
-    raise UnavailableError(f"a detokenizer is gone, and the measurement with it: {reason}")
 
 
 @dataclass(slots=True)
