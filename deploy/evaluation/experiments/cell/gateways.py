@@ -12,6 +12,7 @@ import orjson
 import structlog
 import uvloop
 
+from common.errors import UnavailableError
 from common.requests import GenerateRequest
 from common.rpc.channel import open_channel
 from common.rpc.stream import StreamLink, StreamSource, wait_until_accepted
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
 
 MODEL = "smollm2-135m-instruct"
 COUNT_S = 0.5
+RETRY_S = 1.0
 # Applications, of which each has a prompt in common to all of its users: half of what they send.
 APPLICATIONS = 20
 
@@ -63,6 +65,8 @@ class SimulatedGateway:
         self._plan = plan
         self._number = number
         self._sent = count()
+        # Where the output of requests goes that have not been admitted.
+        self._waiting: dict[str, ReplyTo] = {}
         self._prompts = Prompts(plan.prompt_words, f"{number}")
         self._tokenizers = [self._link(plan.tokenizer(each)) for each in range(plan.tokenizers)]
 
@@ -104,10 +108,22 @@ class SimulatedGateway:
         view = View(Subject("tenant", name))
         request = GenerateRequest(RequestId(name), view, MODEL, self._prompts.draw(), options)
         message = tokenizer_pb2.TokenizerSubmitRequest(generates=[generate_to_wire(request, reply_to)])
-        self._tokenizers[number % len(self._tokenizers)].send(message)
+        self._waiting[name] = reply_to
+        try:
+            self._tokenizers[number % len(self._tokenizers)].send(message)
+        except UnavailableError:
+            self._send_again(name)
+
+    def _send_again(self, name: str) -> None:
+        self.counts.rejections += 1
+        asyncio.get_running_loop().call_later(RETRY_S, self._send, self._waiting.pop(name))
 
     def _on_admissions(self, message: tokenizer_pb2.TokenizerSubmitResponse) -> None:
-        self.counts.rejections += sum(admission.HasField("rejected") for admission in message.admissions)
+        for admission in message.admissions:
+            if admission.HasField("rejected"):
+                self._send_again(admission.request_id)
+            else:
+                del self._waiting[admission.request_id]
 
 
 def run_gateways(plan: CellPlan, first: int, number: int) -> None:
