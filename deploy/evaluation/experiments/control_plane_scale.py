@@ -48,9 +48,10 @@ GROUPS_A_PROCESS = 250
 WINDOWS = 3
 START_S = 300.0
 PROMPT = "Shared prompts of an application have about this many words, so that routing has something to hash. " * 12
-# Of a detokenizer: schedulers that push steps of as many rows each.
-SCHEDULERS = (1, 16, 125)
-ROWS = 256
+# Of a detokenizer: schedulers that push steps of as many rows each, for so many gateways. The last is its part of a
+# cell with 6 detokenizers (docs/scaling.md).
+DETOKENIZER_LOADS = ((1, 256, 1), (16, 256, 1), (125, 256, 1), (64, 43, 14))
+TOKENS_A_LOAD = 200_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,31 +186,57 @@ async def request_cost(address: str, pid: int, requests: int) -> float:
 # --- the detokenizer ---
 
 
+@dataclass(frozen=True, slots=True)
+class DetokenizerLoad:
+    """Schedulers in front of a detokenizer, each with `rows` choices, which belong to all gateways in turn."""
+
+    schedulers: int
+    rows: int
+    gateways: int
+
+    @property
+    def name(self) -> str:
+        """The name in results; that of a single gateway is left out."""
+        gateways = f", {self.rows} rows, {self.gateways} gateways" if self.gateways > 1 else ""
+        return f"{self.schedulers} schedulers{gateways}"
+
+
+@dataclass(frozen=True, slots=True)
+class DetokenizerCost:
+    """Share of a core without output, processor seconds per token at its limit, and tokens per message to a gateway."""
+
+    idle: float
+    token_s: float
+    tokens_a_message: float
+
+
 def measure_detokenizer(arguments: argparse.Namespace) -> Iterator[ScaleFigure]:
-    """Yield its processor time per token, by the number of schedulers, and its share of a core without output."""
-    for schedulers in SCHEDULERS:
+    """Yield its processor time per token, by the number of schedulers and gateways, and its share without output."""
+    for load in (DetokenizerLoad(*sizes) for sizes in DETOKENIZER_LOADS):
         with tempfile.TemporaryDirectory(prefix="pando-scale-") as folder:
             address = f"unix:{folder}/detokenizer.sock"
             flags = ("--detokenizer.address", address, "--log.level", "error")
             with running("services.detokenizer", *flags) as pid:
                 wait_until(Path(folder, "detokenizer.sock").exists, START_S)
-                idle, token = asyncio.run(token_cost(address, pid, schedulers, arguments.seconds))
-                yield ScaleFigure("detokenizer", f"{schedulers} schedulers: without output", 100 * idle, "%")
-                yield ScaleFigure("detokenizer", f"{schedulers} schedulers: per token", 1e6 * token, "µs")
+                cost = asyncio.run(detokenizer_cost(address, pid, load, arguments.seconds))
+                yield ScaleFigure("detokenizer", f"{load.name}: without output", 100 * cost.idle, "%")
+                yield ScaleFigure("detokenizer", f"{load.name}: per token", 1e6 * cost.token_s, "µs")
+                if load.gateways > 1:
+                    yield ScaleFigure("detokenizer", f"{load.name}: per message", cost.tokens_a_message, "tokens")
 
 
-async def token_cost(address: str, pid: int, schedulers: int, seconds: float) -> tuple[float, float]:
-    """Return a detokenizer's share of a core without output, and its processor seconds per token.
-
-    Each scheduler sends heartbeats, and then steps of ROWS rows to one gateway.
-    """
+async def detokenizer_cost(address: str, pid: int, load: DetokenizerLoad, seconds: float) -> DetokenizerCost:
+    """Measure a detokenizer: each scheduler sends heartbeats, and then steps, as fast as they are taken."""
     async with open_channel(address) as channel, asyncio.TaskGroup() as tasks:
         stub = detokenizer_pb2_grpc.DetokenizerStub(channel)
-        subscription = stub.Subscribe(detokenizer_pb2.SubscribeRequest(subscriber_id="gateway"), wait_for_ready=True)
-        await wait_until_accepted(subscription)
         received = _Count()
-        reading = tasks.create_task(received.read(subscription))
-        pushers = [_Pusher(stub) for _ in range(schedulers)]
+        reading = []
+        for gateway in range(load.gateways):
+            request = detokenizer_pb2.SubscribeRequest(subscriber_id=f"gateway-{gateway}")
+            subscription = stub.Subscribe(request, wait_for_ready=True)
+            await wait_until_accepted(subscription)
+            reading.append(tasks.create_task(received.read(subscription)))
+        pushers = [_Pusher(stub, load) for _ in range(load.schedulers)]
         for pusher in pushers:
             await pusher.open()
         beats = [tasks.create_task(pusher.beat()) for pusher in pushers]
@@ -219,44 +246,53 @@ async def token_cost(address: str, pid: int, schedulers: int, seconds: float) ->
         idle = (processor_s(pid) - before) / seconds
         for beat in beats:
             beat.cancel()
-        before, tokens = processor_s(pid), received.tokens
-        steps = max(4, 800 // schedulers)
+        before, tokens, messages = processor_s(pid), received.tokens, received.messages
+        steps = max(4, TOKENS_A_LOAD // (load.schedulers * load.rows))
         for _ in range(steps):
             for pusher in pushers:
                 await pusher.step()
-        while received.tokens < tokens + steps * schedulers * ROWS:  # noqa: ASYNC110  (another process counts)
+        while received.tokens < tokens + steps * load.schedulers * load.rows:  # noqa: ASYNC110  (another process counts)
             await asyncio.sleep(0.01)
-        cost = (processor_s(pid) - before) / (received.tokens - tokens)
-        reading.cancel()
+        pushed = received.tokens - tokens
+        cost_s = (processor_s(pid) - before) / pushed
+        for task in reading:
+            task.cancel()
         for pusher in pushers:
             pusher.close()
-        return idle, cost
+        return DetokenizerCost(idle, cost_s, pushed / (received.messages - messages))
 
 
 class _Count:
-    """Counts the tokens that a gateway receives."""
+    """Counts the tokens that gateways receive, and the messages that have some."""
 
     def __init__(self) -> None:
         self.tokens = 0
+        self.messages = 0
 
     async def read(self, messages: AsyncIterable[detokenizer_pb2.SubscribeResponse]) -> None:
         async for message in messages:
+            self.messages += bool(message.deltas)
             self.tokens += sum(len(delta.token_ids) for delta in message.deltas)
 
 
 class _Pusher:
-    """A scheduler's stream with ROWS open choices."""
+    """A scheduler's stream with the open choices of a load."""
 
-    def __init__(self, stub: detokenizer_pb2_grpc.DetokenizerAsyncStub) -> None:
+    def __init__(self, stub: detokenizer_pb2_grpc.DetokenizerAsyncStub, load: DetokenizerLoad) -> None:
         self._call = stub.Push()
         self._sequence = 0
-        self._handles = list(range(ROWS))
+        self._load = load
+        self._handles = list(range(load.rows))
 
     async def open(self) -> None:
         """Open the choices."""
         await wait_until_accepted(self._call)
         opens = [
-            detokenizer_pb2.ChoiceOpen(handle=handle, request_id=f"{id(self)}-{handle}", subscriber_id="gateway")
+            detokenizer_pb2.ChoiceOpen(
+                handle=handle,
+                request_id=f"{id(self)}-{handle}",
+                subscriber_id=f"gateway-{handle % self._load.gateways}",
+            )
             for handle in self._handles
         ]
         await self._write(detokenizer_pb2.PushRequest(opens=opens))
