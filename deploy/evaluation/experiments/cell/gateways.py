@@ -128,7 +128,7 @@ class SimulatedGateway:
 
 def run_gateways(plan: CellPlan, first: int, number: int) -> None:
     """Be some gateways until the process ends."""
-    structlog.configure(wrapper_class=structlog.make_filtering_bound_logger("warning"))
+    structlog.configure(wrapper_class=structlog.make_filtering_bound_logger("critical"))
     uvloop.run(_run(plan, range(first, first + number)))
 
 

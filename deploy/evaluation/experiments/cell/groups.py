@@ -217,7 +217,7 @@ async def advance(caches: Iterable[RadixCache]) -> None:
 
 def run_groups(plan: CellPlan, first: int, count: int) -> None:
     """Serve some groups until the process ends."""
-    structlog.configure(wrapper_class=structlog.make_filtering_bound_logger("warning"))
+    structlog.configure(wrapper_class=structlog.make_filtering_bound_logger("critical"))
     uvloop.run(_run(plan, range(first, first + count)))
 
 
