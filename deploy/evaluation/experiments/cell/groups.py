@@ -46,7 +46,7 @@ LENGTH = finish_to_wire(Finish(FinishReason.LENGTH))
 
 
 @dataclass(slots=True)
-class Choice:
+class GeneratedChoice:
     """An open choice: its request, and the tokens that it has yet to get."""
 
     request_id: str
@@ -60,7 +60,7 @@ class Outlet:
         """Prepare a stream, which `run` opens."""
         channel = open_channel(address)
         stub = detokenizer_pb2_grpc.DetokenizerStub(channel)
-        self.choices: dict[int, Choice] = {}
+        self.choices: dict[int, GeneratedChoice] = {}
         self._scheduler_id = secrets.token_hex(8)
         self._link: StreamLink[detokenizer_pb2.PushRequest, detokenizer_pb2.PushResponse] = StreamLink(
             "detokenizer",
@@ -80,7 +80,7 @@ class Outlet:
         """Keep the stream open until cancelled."""
         await self._link.run()
 
-    def open(self, handle: int, choice: Choice, reply_to: ReplyTo, prompt_tokens: int) -> None:
+    def open(self, handle: int, choice: GeneratedChoice, reply_to: ReplyTo, prompt_tokens: int) -> None:
         """Open a choice and push its first token at once, as if its prompt took no time.
 
         Raises:
@@ -152,7 +152,7 @@ class GeneratingEngine:
         token_ids = np.array(schedule.token_ids, np.int32)
         remember(self.cache, view_from_wire(schedule.view), token_ids)
         reply_to = ReplyTo(SubscriberId(schedule.reply_to.subscriber_id), schedule.reply_to.detokenizer or None)
-        choice = Choice(RequestId(schedule.request_id), schedule.stop.max_tokens)
+        choice = GeneratedChoice(RequestId(schedule.request_id), schedule.stop.max_tokens)
         self._open(self._outlet(reply_to), choice, reply_to, len(token_ids))
 
     def abort(self, request_id: str) -> None:
@@ -167,7 +167,7 @@ class GeneratingEngine:
         for row in range(round(self.plan.rows * others / self.plan.gateways)):
             outlet = self.outlets[row % len(self.outlets)]
             reply_to = ReplyTo(SubscriberId(subscriber((row + self.number) % others)), outlet.process)
-            choice = Choice(f"filled-{self.number}-{row}", random.randint(1, self.plan.answer_tokens))
+            choice = GeneratedChoice(f"filled-{self.number}-{row}", random.randint(1, self.plan.answer_tokens))
             self._open(outlet, choice, reply_to, self.plan.prompt_words)
 
     async def run(self) -> None:
@@ -186,7 +186,7 @@ class GeneratingEngine:
             self.named = {outlet.process: outlet for outlet in self.outlets}
         return self.named[reply_to.detokenizer]
 
-    def _open(self, outlet: Outlet, choice: Choice, reply_to: ReplyTo, prompt_tokens: int) -> None:
+    def _open(self, outlet: Outlet, choice: GeneratedChoice, reply_to: ReplyTo, prompt_tokens: int) -> None:
         self.handles += 1
         outlet.open(self.handles, choice, reply_to, prompt_tokens)
 
