@@ -33,17 +33,19 @@ def output(prompt: list[int] = LONG, max_tokens: int = 8) -> list[int]:
 class Groups:
     """Both groups' pipelines; each has its own detokenizer, and the decode group's workers read the other's pages."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, decode_pages: int = 64, host_pages: int = 64) -> None:
+        """The workers of the decode group have so many pages on the device and on the host."""
         for name in ("prefill", "decode"):
             (folder / name).mkdir()
         common: dict[str, Any] = {"prefill_min_tokens": 16, "host_tier": {"pages": 64}}
         self.prefill = Pipeline(folder / "prefill", role="prefill", **common)
-        self.decode = Pipeline(folder / "decode", role="decode", **common)
+        self.decode = Pipeline(folder / "decode", role="decode", **common | {"host_tier": {"pages": host_pages}})
         # Ranks whose workers of the prefill group do not answer.
         self.silent: set[int] = set()
         self.reads: list[PeerPages] = []
         for rank, worker in enumerate(self.decode.workers):
             worker.read_peer = partial(self._lend, rank)
+            worker.pages = decode_pages
         for worker in self.decode.workers:
             worker.transfer_passes = 2
 
@@ -255,3 +257,36 @@ async def test_the_role_can_change_while_requests_run(groups: Groups) -> None:
     await until(lambda: groups.prefill.loads and groups.prefill.loads[-1].role == scheduler_pb2.SCHEDULER_ROLE_BOTH)
     await groups.prefill.submit("own")
     await groups.prefill.finished("own")
+
+
+# With 70 tokens a request takes 18 pages, and with 102 it takes 26.
+@pytest.mark.parametrize(
+    ("decode_pages", "host_pages", "max_tokens"),
+    [
+        pytest.param(20, 64, 8, id="one prompt fits on the device"),
+        pytest.param(40, 64, 40, id="rows outgrow the device and are retracted", marks=pytest.mark.extended),
+        pytest.param(64, 6, 8, id="no prompt fits on the host"),
+        pytest.param(64, 20, 8, id="one prompt fits on the host", marks=pytest.mark.extended),
+        pytest.param(20, 20, 8, id="one prompt fits on both", marks=pytest.mark.extended),
+    ],
+)
+async def test_while_the_decode_groups_memory_is_full_requests_wait_and_get_the_same_tokens(
+    tmp_path: Path, decode_pages: int, host_pages: int, max_tokens: int
+) -> None:
+    groups = Groups(tmp_path, decode_pages, host_pages)
+    await groups.start()
+    try:
+        prompts = {f"r{number}": [number + 10, *LONG[1:]] for number in range(6)}
+        for number, (name, prompt) in enumerate(prompts.items()):
+            await groups.submit(name, prompt, f"user-{number}", max_tokens)
+        await groups.decode.finished(*prompts)
+        for name, prompt in prompts.items():
+            assert groups.decode.detokenizer.output_of(name) == output(prompt, max_tokens)
+        # Prompts of a group that has no room for their pages are computed again where they are answered.
+        computed = groups.prefilled(groups.decode)
+        assert computed >= (6 * 4 * (WHOLE_PAGES - host_pages) if host_pages < WHOLE_PAGES else 0)
+        assert groups.prefilled(groups.prefill) > 0
+        assert (await groups.decode.state()).disaggregation.remote_prefills == 6
+        await groups.released()
+    finally:
+        await groups.stop()
