@@ -413,6 +413,8 @@ class EngineCapacity:
     only_pools: bool = False
     # Rows may have images.
     sees_images: bool = False
+    # Other than the fingerprint, the same for any number of ranks; replaced with the weights, hence not compared.
+    kv_identity: str = field(default="", compare=False)
     # Measured at start-up, hence not compared; 0: not measured.
     prefill_tokens_per_s: float = field(default=0.0, compare=False)
     load_bytes_per_s: float = field(default=0.0, compare=False)

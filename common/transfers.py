@@ -62,7 +62,7 @@ class TransferDirection(Enum):
 
 @dataclass(frozen=True, slots=True)
 class PeerPages:
-    """Pages on the devices of another group with the same shards; `workers` are its workers' addresses, by rank.
+    """Pages on the devices of another group, whose shards may be others; `workers` are its workers' addresses, by rank.
 
     The `lease`, 16 random bytes, permits reading them while the other group grants it; it is never logged.
     `device_pages` is [pages] int32.

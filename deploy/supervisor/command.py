@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import re
 import signal
 import sys
 from pathlib import Path
@@ -16,7 +17,7 @@ from common.settings.reference import describe_settings
 from common.types import GroupRole
 from deploy.models.progress import download_report
 from deploy.supervisor.console import ConsoleReporter, JsonReporter
-from deploy.supervisor.layout import Replicas, lay_out
+from deploy.supervisor.layout import PlannedGroup, Replicas, lay_out
 from deploy.supervisor.models import pin_models
 from deploy.supervisor.process import Probes
 from deploy.supervisor.supervisor import ServiceFailedError, Supervisor
@@ -67,6 +68,7 @@ DESCRIPTION = (
     + ", ".join(f"{short} stands for {full}" for short, full in SHORTCUTS.items())
     + ". Every setting may also be given in the environment (PANDO_SCHEDULER__MAX_ROWS=32) or in a file (--config)."
 )
+_ROLE = re.compile(r"(?P<role>\w+)(=(?P<count>[0-9]+)(x(?P<ranks>[1-9][0-9]*))?)?")
 EXIT_FAILED = 1
 EXIT_CONFIGURATION = 2
 
@@ -156,10 +158,11 @@ def _add_own_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--roles",
         type=read_roles,
-        default=(GroupRole.BOTH,),
+        default=(PlannedGroup(),),
         metavar="ROLE=N,…",
         help="scheduler groups of each model, each with its own workers, by what they do: both=2, or "
-        "prefill=1,decode=1, where the first one computes long prompts for the other (default both=1)",
+        "prefill=1,decode=1, where the first one computes long prompts for the other; prefill=1x2,decode=2x1 gives the "
+        "groups 2 tensor-parallel workers and 1 instead of --tp (default both=1)",
     )
     # Switches are replaced by settings before the arguments are parsed; here for the help text.
     parser.add_argument(
@@ -180,20 +183,21 @@ def _add_own_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def read_roles(text: str) -> tuple[GroupRole, ...]:
-    """Return the role of each scheduler group, from a text such as `prefill=1,decode=2`.
+def read_roles(text: str) -> tuple[PlannedGroup, ...]:
+    """Return the scheduler groups of a text: `prefill=1,decode=2`, or with the ranks of each `prefill=1x2,decode=2x1`.
 
     Raises:
         argparse.ArgumentTypeError: the text is invalid.
     """
-    roles: list[GroupRole] = []
+    groups: list[PlannedGroup] = []
     for part in text.split(","):
-        name, equals, count = part.strip().partition("=")
-        if name not in (role.value for role in GroupRole) or not (not equals or count.isdecimal()):
+        found = _ROLE.fullmatch(part.strip())
+        if found is None or found["role"] not in (role.value for role in GroupRole):
             names = ", ".join(role.value for role in GroupRole)
-            raise argparse.ArgumentTypeError(f"{part!r} is not ROLE=NUMBER with a role of {names}")
-        roles += [GroupRole(name)] * (int(count) if equals else 1)
-    return tuple(roles)
+            raise argparse.ArgumentTypeError(f"{part!r} is not ROLE=NUMBER or ROLE=NUMBERxRANKS with a role of {names}")
+        group = PlannedGroup(GroupRole(found["role"]), int(found["ranks"]) if found["ranks"] else None)
+        groups += [group] * int(found["count"] or 1)
+    return tuple(groups)
 
 
 def _long_form(argument: str) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import socket
 from dataclasses import dataclass, field
@@ -83,13 +84,30 @@ class Layout:
 
 
 @dataclass(frozen=True, slots=True)
+class PlannedGroup:
+    """A scheduler group with workers of its own; `tp`: tensor-parallel ranks of each stage, None: as the model has."""
+
+    role: GroupRole = GroupRole.BOTH
+    tp: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class Replicas:
     """The numbers of a model's processes that exist several times side by side."""
 
     tokenizers: int = 1
     detokenizers: int = 1
-    # The role of each scheduler group, which has workers of its own.
-    roles: tuple[GroupRole, ...] = (GroupRole.BOTH,)
+    groups: tuple[PlannedGroup, ...] = (PlannedGroup(),)
+
+    @property
+    def roles(self) -> tuple[GroupRole, ...]:
+        """The role of each scheduler group."""
+        return tuple(group.role for group in self.groups)
+
+    def ranks_of(self, model: DeployedModel) -> tuple[int, ...]:
+        """Return the number of a model's ranks in each scheduler group."""
+        stages = model.settings.scheduler.pipeline_parallel
+        return tuple(model.ranks if group.tp is None else group.tp * stages for group in self.groups)
 
 
 ONE_OF_EACH = Replicas()
@@ -130,6 +148,8 @@ def plan_layout(settings: Settings, run_directory: Path, ranks: int = 1, replica
         raise ConfigurationError("at least 1 tokenizer and 1 detokenizer are required")
     if ranks < 1:
         raise ConfigurationError(f"tensor parallelism requires at least 1 rank, not {ranks}")
+    if any(group.tp is not None and group.tp < 1 for group in replicas.groups):
+        raise ConfigurationError("a scheduler group requires at least 1 tensor-parallel rank")
     if all(role is GroupRole.PREFILL for role in replicas.roles):
         raise ConfigurationError("a scheduler group that serves requests is required beside those that only prefill")
     host_tier = settings.scheduler.host_tier
@@ -144,7 +164,7 @@ def plan_layout(settings: Settings, run_directory: Path, ranks: int = 1, replica
     deployed = deploy_models(settings, ranks)
     check_metrics_ports(settings.gateway, [model.settings for model in deployed])
     at_once = max if takes_turns else sum
-    total = at_once(model.ranks for model in deployed) * len(replicas.roles)
+    total = at_once(sum(replicas.ranks_of(model)) for model in deployed)
     placed = [_place(model, run_directory, total, replicas) for model in deployed]
     port = settings.gateway.port or free_port(settings.gateway.host)
     host = _reachable(settings.gateway.host)
@@ -210,17 +230,14 @@ class _Group:
 
 
 def _place(model: DeployedModel, run_directory: Path, total_ranks: int, replicas: Replicas) -> _Placed:
+    count, sizes = len(replicas.groups), replicas.ranks_of(model)
     groups = [
-        _Group(role, scheduler, worker, _numbered(worker, model.ranks), number * model.ranks)
-        for number, (role, scheduler, worker) in enumerate(
-            zip(
-                replicas.roles,
-                _numbered("scheduler", len(replicas.roles)),
-                _numbered("worker", len(replicas.roles)),
-                strict=True,
-            )
+        _Group(group.role, scheduler, worker, _numbered(worker, size), before)
+        for group, scheduler, worker, size, before in zip(
+            replicas.groups, _numbered("scheduler", count), _numbered("worker", count), sizes,
+            itertools.accumulate(sizes[:-1], initial=0), strict=True,
         )
-    ]
+    ]  # fmt: skip
     tokenizers = _numbered("tokenizer", replicas.tokenizers)
     detokenizers = _numbered("detokenizer", replicas.detokenizers)
     names = (*detokenizers, *tokenizers, *(name for group in groups for name in (group.scheduler, *group.ranks)))

@@ -172,10 +172,12 @@ class SchedulerLoop:
         """The workers' capacity when they were last ready; None before."""
         return self._capacity
 
-    @property
-    def fingerprint(self) -> str:
-        """Names weights and shards of the workers: groups with the same one have interchangeable pages."""
-        return self._capacity.fingerprint if self._capacity else ""
+    def can_use_pages(self, fingerprint: str, kv_identity: str) -> bool:
+        """Whether the workers can use pages of a group with these names of weights and shards, and of weights alone."""
+        own = self._capacity
+        if own is None:
+            return False
+        return own.fingerprint == fingerprint or (bool(kv_identity) and own.kv_identity == kv_identity)
 
     @property
     def is_healthy(self) -> bool:

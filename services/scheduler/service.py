@@ -137,6 +137,7 @@ class SchedulerService(scheduler_pb2_grpc.SchedulerServicer):
             async for part in parts:
                 yield scheduler_pb2.PrefillResponse(
                     fingerprint=part.fingerprint,
+                    kv_identity=part.kv_identity,
                     workers=part.workers,
                     lease=part.lease,
                     device_pages=part.pages,

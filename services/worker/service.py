@@ -14,6 +14,7 @@ from common.wire.requests import grammar_from_wire
 from common.wire.sleeping import sleep_level_from_wire, sleep_parts_from_wire
 from protos.gen.pando.v1 import worker_pb2, worker_pb2_grpc
 from services.worker import metrics
+from services.worker.engine.parallel.shards import Span
 from services.worker.grammars.process import check_installed, is_installed
 from services.worker.profiles import ProfileRefusedError
 from services.worker.rank import NotReadyError, SupersededError
@@ -203,7 +204,8 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
         self, request: worker_pb2.ReadPagesRequest, context: Context
     ) -> AsyncIterator[worker_pb2.ReadPagesResponse]:
         """Send the content of pages."""
-        async for content in self._rank.leases.read(request.lease, list(request.device_pages)):
+        heads = Span(request.first_head, request.first_head + request.heads) if request.heads else None
+        async for content in self._rank.leases.read(request.lease, list(request.device_pages), heads):
             yield worker_pb2.ReadPagesResponse(content=content)
 
     async def GetState(  # noqa: N802

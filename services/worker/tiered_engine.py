@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from common.transfers import TransferAck, TransferDirection
 from services.worker.engine.execution.interface import InvalidPlanError, never_overtaken
+from services.worker.peers.reading import PeerTarget
 from services.worker.storage.objects import KEY_BYTES, ObjectFormat
 from services.worker.storage.tier import Shard
 from services.worker.stream_pages import StreamPages
@@ -55,6 +56,7 @@ class TieredEngine:
         self._form: ObjectFormat | None = None
         self._host_pages = 0
         self._rank = 0
+        self._ranks = 1
 
     @property
     def host_pages(self) -> HostPageBytes | None:
@@ -91,7 +93,7 @@ class TieredEngine:
         capacity = self._inner.configure(spec, report)
         pages = self._inner.host_pages
         self._form = None if pages is None else ObjectFormat(capacity.fingerprint, pages.page_bytes)
-        self._host_pages, self._rank = capacity.host_pages, spec.rank
+        self._host_pages, self._rank, self._ranks = capacity.host_pages, spec.rank, spec.world_size
         self._begin_stream()
         return replace(capacity, has_storage=self._stream is not None and self._storage is not None)
 
@@ -104,7 +106,9 @@ class TieredEngine:
         own = tuple(transfer for transfer in plan.transfers if not transfer.direction.is_between_tiers)
         if own:
             for transfer in own:
-                _check(transfer, self._host_pages, self._rank, has_storage=self._storage is not None)
+                _check(transfer, self._host_pages, has_storage=self._storage is not None)
+                if transfer.peer is not None and self._inner.device_pages is None:
+                    raise InvalidPlanError("this model's pages cannot come from other groups")
             plan = replace(
                 plan, transfers=tuple(transfer for transfer in plan.transfers if transfer.direction.is_between_tiers)
             )
@@ -120,7 +124,10 @@ class TieredEngine:
 
     def _start(self, stream: _Stream, transfer: Transfer) -> Callable[[], None]:
         if transfer.peer is not None:
-            return partial(self._peers.begin, transfer, stream.pages, self._rank, stream.acks.put)
+            device = self._inner.device_pages
+            assert device is not None, "checked before"
+            target = PeerTarget(stream.pages, self._rank, self._ranks, device.form)
+            return partial(self._peers.begin, transfer, target, stream.acks.put)
         assert self._storage is not None, "checked before"
         return partial(self._storage.begin, transfer, stream.shard, stream.acks.put)
 
@@ -197,15 +204,15 @@ class _Stream:
         return acks
 
 
-def _check(transfer: Transfer, host_pages: int, rank: int, *, has_storage: bool) -> None:
+def _check(transfer: Transfer, host_pages: int, *, has_storage: bool) -> None:
     """Refuse a transfer that would touch memory of others."""
     pages = transfer.host_pages
     if len(pages) and (pages.min() < 0 or pages.max() >= host_pages):
         raise InvalidPlanError(f"transfer {transfer.transfer_id}: a page outside [0, {host_pages})")
     peer = transfer.peer
     if transfer.direction is TransferDirection.PEER_TO_HOST:
-        if peer is None or len(peer.device_pages) != len(pages) or rank >= len(peer.workers):
-            raise InvalidPlanError(f"transfer {transfer.transfer_id} names no pages of this rank's peer")
+        if peer is None or len(peer.device_pages) != len(pages) or not peer.workers:
+            raise InvalidPlanError(f"transfer {transfer.transfer_id} names no pages of a peer")
         return
     if not has_storage:
         raise InvalidPlanError(f"transfer {transfer.transfer_id}: there is no storage tier")

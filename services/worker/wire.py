@@ -115,6 +115,7 @@ def capacity_to_wire(capacity: EngineCapacity) -> worker_pb2.WorkerCapacity:
         only_pools=capacity.only_pools,
         sees_images=capacity.sees_images,
         products=capacity.products,
+        kv_identity=capacity.kv_identity,
     )
 
 

@@ -20,7 +20,7 @@ from common.settings.gateway import ResponsesSettings, StateSettings
 from common.settings.scheduler import HostTierSettings, StorageSettings
 from common.settings.worker import WorkerStorageSettings
 from common.types import GroupRole
-from deploy.supervisor.layout import ONE_OF_EACH, Layout, Replicas, lay_out
+from deploy.supervisor.layout import ONE_OF_EACH, Layout, PlannedGroup, Replicas, lay_out
 from deploy.supervisor.process import Probes
 from deploy.supervisor.supervisor import Supervisor
 from protos.gen.pando.v1 import scheduler_pb2, scheduler_pb2_grpc, worker_pb2, worker_pb2_grpc
@@ -44,7 +44,7 @@ SECRET = "a secret of the fault campaign's gateways"
 START_TIMEOUT_S = 300.0
 RPC_TIMEOUT_S = 5.0
 ANSWER_TIMEOUT_S = 60.0
-GROUP_ROLES = (GroupRole.PREFILL, GroupRole.DECODE)
+GROUPS = (PlannedGroup(GroupRole.PREFILL), PlannedGroup(GroupRole.DECODE))
 # Shorter prompts are computed where they are answered.
 PREFILL_TOKENS = 64
 # Gauges that are 0 while nothing is open.
@@ -330,7 +330,7 @@ class System:
     def _plan(self) -> tuple[Layout, Path]:
         """Return the processes of all groups, connected by links, and their run directory."""
         settings = self._settings()
-        replicas = Replicas(roles=GROUP_ROLES) if self.divided else ONE_OF_EACH
+        replicas = Replicas(groups=GROUPS) if self.divided else ONE_OF_EACH
         layout, directory = lay_out(settings, 1, self._directory, replicas)
         specs = [each for spec in layout.services for each in self._of_groups(spec)]
         for spec in specs:

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from random import Random
 from typing import TYPE_CHECKING
 
 import grpc
 import pytest
 
 from common.rpc.options import CHANNEL_OPTIONS
-from common.settings import GatewaySettings, SchedulerSettings, Settings
+from common.settings import GatewaySettings, ModelSettings, SchedulerSettings, Settings
 from common.settings.scheduler import HostTierSettings
 from common.types import GroupRole
-from deploy.supervisor.layout import Replicas
+from deploy.supervisor.layout import PlannedGroup, Replicas
 from protos.gen.pando.v1 import scheduler_pb2, scheduler_pb2_grpc
+from tests.e2e.byte_models import continued, save_byte_model
 from tests.e2e.conftest import require_model, serve
 from tests.waiting import wait_until
 
@@ -40,7 +43,9 @@ def divided(run_root: Path) -> Iterator[Served]:
         gateway=GatewaySettings(port=0, anonymous="vouched"),
         scheduler=SchedulerSettings(host_tier=HostTierSettings(gigabytes=0.5), prefill_min_tokens=64),
     )
-    yield from serve(settings, run_root, replicas=Replicas(roles=(GroupRole.PREFILL, GroupRole.DECODE)))
+    yield from serve(
+        settings, run_root, replicas=Replicas(groups=(PlannedGroup(GroupRole.PREFILL), PlannedGroup(GroupRole.DECODE)))
+    )
 
 
 def state(served: Served, name: str) -> scheduler_pb2.GetStateResponse:
@@ -97,3 +102,38 @@ def test_a_killed_service_of_either_group_changes_no_token(divided: Served, serv
     assert answers == expected
     wait_until(lambda: divided.deployment.pid_of(name) not in (None, before), 60)
     wait_until(lambda: divided.is_ready() and is_quiet(divided, PREFILL) and is_quiet(divided, DECODE), 60)
+
+
+@pytest.mark.extended
+@pytest.mark.parametrize(("prefill", "decode"), [(2, 1), (1, 2)])
+def test_groups_with_other_numbers_of_ranks_read_each_others_pages(
+    tmp_path: Path, run_root: Path, prefill: int, decode: int
+) -> None:
+    random = Random(prefill)
+    prompts = [[random.randrange(256) for _ in range(80 + 30 * number)] for number in range(6)]
+    model = save_byte_model(tmp_path, "qwen3")
+    settings = Settings(
+        model=ModelSettings(reference=str(model), dtype="float32"),
+        gateway=GatewaySettings(port=0, anonymous="vouched"),
+        scheduler=SchedulerSettings(host_tier=HostTierSettings(pages=256), prefill_min_tokens=64),
+    )
+    groups = (PlannedGroup(GroupRole.PREFILL, prefill), PlannedGroup(GroupRole.DECODE, decode))
+    with contextmanager(serve)(settings, run_root, replicas=Replicas(groups=groups)) as served:
+        assert [continuation(served, prompt, 16) for prompt in prompts] == continued(model, prompts, 16)
+        asked = state(served, DECODE).disaggregation
+        assert asked.remote_prefills == len(prompts)
+        # Some prompts may be computed where they are decoded, on a busy machine.
+        assert asked.fetched_pages > 0
+        wait_until(lambda: is_quiet(served, PREFILL) and is_quiet(served, DECODE), 30)
+
+
+def continuation(served: Served, prompt: list[int], tokens: int) -> list[int]:
+    body = {
+        "model": served.model, "prompt": prompt, "max_tokens": tokens, "temperature": 0, "ignore_eos": True,
+        "return_token_ids": True,
+    }  # fmt: skip
+    with served.http() as http:
+        answer = http.post("/v1/completions", json=body)
+    answer.raise_for_status()
+    ids: list[int] = answer.json()["choices"][0]["token_ids"]
+    return ids

@@ -139,8 +139,8 @@ class PrefillClient:
                 message = await call.read()
             if not isinstance(message, scheduler_pb2.PrefillResponse):
                 raise UnavailableError("the call ended early")
-            if message.fingerprint != self._loop.fingerprint:
-                raise UnavailableError("it serves another model, or its shards differ")
+            if not self._loop.can_use_pages(message.fingerprint, message.kv_identity):
+                raise UnavailableError("it serves another model, or its shards are of no use here")
             if message.device_pages:
                 heard_at = time.monotonic()
             elif time.monotonic() - heard_at > (patience_s := self._patience_s(core)):

@@ -36,6 +36,7 @@ class PrefillPart:
     """The pages computed since the part before; see `PrefillResponse` in protos/pando/v1/scheduler.proto."""
 
     fingerprint: str
+    kv_identity: str
     workers: tuple[str, ...]
     lease: bytes
     pages: tuple[int, ...]
@@ -91,7 +92,7 @@ class PrefillServer:
         lease = _Lease(core, own, secrets.token_bytes(LEASE_BYTES), self._group.ranks)
         self.open_leases += 1
         metrics.PREFILL_LEASES.set(self.open_leases)
-        part = PrefillPart(capacity.fingerprint, self._workers, lease.name, (), 0, is_last=False)
+        part = PrefillPart(capacity.fingerprint, capacity.kv_identity, self._workers, lease.name, (), 0, is_last=False)
         try:
             yield part
             while not progress.has_ended:

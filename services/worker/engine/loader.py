@@ -32,13 +32,15 @@ from services.worker.engine.backends import (
     select_kv_dtype,
     select_products,
 )
+from services.worker.engine.checkpoints.file_identity import identity_of_files
 from services.worker.engine.checkpoints.opening import open_checkpoint, read_rope
-from services.worker.engine.checkpoints.replacing import states_of
+from services.worker.engine.checkpoints.replacing import states_of, weight_files
 from services.worker.engine.checkpoints.safetensors_directory import SafetensorsTensors, read_json
 from services.worker.engine.determinism import check_deterministic
 from services.worker.engine.encoder.runner import EncoderRunner
 from services.worker.engine.host import available_memory
 from services.worker.engine.host_memory import keep_freed_memory
+from services.worker.engine.host_tier.device_pages import page_form_of
 from services.worker.engine.host_tier.pool import allocate_host_pool, count_host_pages
 from services.worker.engine.kernels.cpu.backend import CpuBackend
 from services.worker.engine.kernels.cpu.layers import fuse_layers
@@ -275,8 +277,9 @@ class _DecoderLoader:
         )  # fmt: skip
         host_pages = group.minimum(self._count_host_pages(pool))
         host_pool = allocate_host_pool(pool, host_pages) if host_pages else None
+        form = page_form_of(pool, model.kv_layout, self._shape, self._shard.kv_heads, config.kv_heads)
         runner = ModelRunner(
-            model, pool, capacity, group, can_overlap=self._can_overlap, host_pool=host_pool, head=head,
+            model, pool, capacity, group, form=form, can_overlap=self._can_overlap, host_pool=host_pool, head=head,
             adapters=self._shelf(), vision=self._vision, read_again=partial(_read_again, spec, self._options),
         )  # fmt: skip
         if host_pool is not None and runner.transfers is not None:
@@ -671,6 +674,21 @@ class _DecoderLoader:
         )  # fmt: skip
         return hashlib.sha256("\n".join(parts).encode()).hexdigest()
 
+    def _kv_identity(self, layout: str) -> str:
+        """Return the digest of all that decides about KV but the number of ranks; see `WorkerCapacity.kv_identity`."""
+        spec = self._spec
+        if spec.stages > 1 or self._kv_scales:
+            return ""
+        weights = self._checkpoint.identity()
+        if spec.load_format != "dummy":
+            weights = identity_of_files(weight_files(resolve_model(spec.model)))
+        parts = (
+            weights, str(asdict(self._config)), str(self._dtype), str(self._kv_dtype), layout,
+            str(quantiser(spec, self._config) is not None), str(self._vision_config and asdict(self._vision_config)),
+            str(spec.page_size), str(spec.expert_parallel),
+        )  # fmt: skip
+        return hashlib.sha256("\n".join(parts).encode()).hexdigest()
+
     def _capacity(self, pool: KvPool, pages: int, context: int, layout: str, group: RankGroup) -> EngineCapacity:
         return EngineCapacity(
             device_pages=pages,
@@ -680,6 +698,7 @@ class _DecoderLoader:
             eos_token_ids=self._config.eos_token_ids,
             kv_bytes_per_token=pool.bytes_per_token,
             fingerprint=self._fingerprint(layout, group),
+            kv_identity=self._kv_identity(layout),
             device=str(self._device),
             layers=self._config.layers,
             window_pool=self._window_pool(pool),

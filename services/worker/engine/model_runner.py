@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from services.worker.engine.adapters.shelf import AdapterShelf
     from services.worker.engine.execution.interface import ProgressReport, Transfers
     from services.worker.engine.execution.pooler import PoolerHead
+    from services.worker.engine.host_tier.page_form import PageForm
     from services.worker.engine.host_tier.pool import HostPool
     from services.worker.engine.model.batch import ForwardBatch
     from services.worker.engine.model.decoder import Decoder
@@ -53,11 +54,14 @@ class ModelRunner:
 
     def __init__(  # noqa: PLR0913  (all that a rank has loaded)
         self, model: Decoder, pool: KvPool, capacity: EngineCapacity, group: RankGroup,
-        *, can_overlap: bool = False, host_pool: HostPool | None = None, head: PoolerHead | None = None,
-        adapters: AdapterShelf | None = None, vision: VisionEncoder | None = None,
+        *, form: PageForm | None, can_overlap: bool = False, host_pool: HostPool | None = None,
+        head: PoolerHead | None = None, adapters: AdapterShelf | None = None, vision: VisionEncoder | None = None,
         read_again: Callable[[ModelRunner, ProgressReport], ReadModel],
     ) -> None:  # fmt: skip
-        """Take over the loaded model, its pools and its group; `read_again` reads weights that were dropped."""
+        """Take over the loaded model, its pools and its group; `read_again` reads weights that were dropped.
+
+        `form`: where heads lie in a page, for workers of other groups; None: they cannot read any.
+        """
         # None: the model has no slots for adapters.
         self.adapters = adapters
         self.capacity = capacity
@@ -79,7 +83,8 @@ class ModelRunner:
         self._host_pages = 0 if host_pool is None else host_pool.pages
         self.host_pool = host_pool
         self.transfers = None if host_pool is None else make_transfers(pool, host_pool, self.device)
-        self.device_pages = readable(pool)
+        self._form = form
+        self.device_pages = self._readable()
         if host_pool is not None:
             self.capacity = replace(capacity, host_pages=host_pool.pages)
 
@@ -159,7 +164,7 @@ class ModelRunner:
             return
         self._pool = allocate_like(self._pool, self.device)
         self._has_pool = True
-        self.device_pages = readable(self._pool)
+        self.device_pages = self._readable()
         if self._host_pages and self.host_pool is None:
             self.host_pool = allocate_host_pool(self._pool, self._host_pages)
         self.transfers = None if self.host_pool is None else make_transfers(self._pool, self.host_pool, self.device)
@@ -234,15 +239,13 @@ class ModelRunner:
         self._model = self.vision = self._parked = None
         del self._pool
 
+    def _readable(self) -> DevicePages | None:
+        return None if self._form is None else DevicePages(self._pool, self._form)
+
     @property
     def _awake(self) -> Decoder:
         assert self._model is not None, "a rank that sleeps runs no passes"
         return self._model
-
-
-def readable(pool: KvPool) -> DevicePages | None:
-    """Return the pages of a pool for workers of other groups; None if not all layers have the same pages."""
-    return None if pool.window_pages or pool.states is not None else DevicePages(pool)
 
 
 def make_transfers(pool: KvPool, host: HostPool, device: torch.device) -> Transfers:

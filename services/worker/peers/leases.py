@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING
 
 from common.errors import InvalidRequestError, PermissionDeniedError
@@ -12,6 +13,7 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 
     from services.worker.engine.execution.interface import DevicePageBytes
+    from services.worker.engine.parallel.shards import Span
 
 LEASE_BYTES = 16
 # Bytes of a message with pages: far below gRPC's limit, and enough to hide the cost of a message.
@@ -72,30 +74,35 @@ class PageLeases:
             lease.has_ended = True
         self._leases.clear()
 
-    async def read(self, lease: bytes, pages: Sequence[int]) -> AsyncIterator[bytes]:
-        """Yield the content of pages, as many in each part as fit into a message.
+    async def read(self, lease: bytes, pages: Sequence[int], heads: Span | None = None) -> AsyncIterator[bytes]:
+        """Yield the content of pages, as many in each part as fit into a message; of all heads, or of `heads`.
 
         Raises:
             PermissionDeniedError: the lease has ended, or does not have the pages.
+            InvalidRequestError: this rank does not hold these heads.
         """
         held, source = self._leases.get(lease), self._find_pages()
         if held is None or source is None or not held.pages.issuperset(pages):
             raise PermissionDeniedError("there is no lease of these pages; it may have ended")
-        at_once = max(1, MESSAGE_BYTES // source.page_bytes)
+        heads = source.form.held if heads is None else heads
+        if not source.form.holds(heads):
+            raise InvalidRequestError(f"this rank does not hold the KV heads [{heads.start}, {heads.stop})")
+        page_bytes = source.form.bytes_of(heads)
+        at_once = max(1, MESSAGE_BYTES // page_bytes)
         for first in range(0, len(pages), at_once):
             some = pages[first : first + at_once]
-            content = await self._copy(held, source, some)
-            if held.has_ended or len(content) != len(some) * source.page_bytes:
+            content = await self._copy(held, partial(source.read_pages, some, heads))
+            if held.has_ended or len(content) != len(some) * page_bytes:
                 raise PermissionDeniedError("the lease has ended")
             yield content
 
-    async def _copy(self, lease: _Lease, source: DevicePageBytes, pages: Sequence[int]) -> bytes:
+    async def _copy(self, lease: _Lease, read: Callable[[], bytes]) -> bytes:
         if lease.has_ended:
             return b""
         lease.reading += 1
         try:
             # Shielded: a caller that goes away must not let `revoke` return while the thread still reads.
-            reading = asyncio.ensure_future(asyncio.to_thread(source.read_pages, pages))
+            reading = asyncio.ensure_future(asyncio.to_thread(read))
             reading.add_done_callback(lambda _: self._end(lease))
         except BaseException:
             self._end(lease)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import grpc
@@ -14,16 +16,61 @@ from common.rpc.status import CLOSED_DURING_CALL, is_own_cancellation
 from common.transfers import TransferAck
 from protos.gen.pando.v1 import worker_pb2, worker_pb2_grpc
 from services.worker import metrics
+from services.worker.engine.host_tier.page_form import sources_of
 from services.worker.stream_pages import StreamEndedError
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable
+    from collections.abc import AsyncGenerator, AsyncIterator, Callable
 
     from common.transfers import PeerPages, Transfer
+    from services.worker.engine.host_tier.page_form import PageForm
+    from services.worker.engine.parallel.shards import Span
     from services.worker.stream_pages import StreamPages
 
 # Time without the next part of the pages after which a peer counts as away: far more than a part takes on a slow link.
 SILENCE_S = 2.0
+
+
+@dataclass(frozen=True, slots=True)
+class PeerTarget:
+    """The host pages of rank `rank` of `ranks`, which have the form `form`."""
+
+    pages: StreamPages
+    rank: int
+    ranks: int
+    form: PageForm
+
+
+class _MisfitError(Exception):
+    """A peer sends other than the requested pages."""
+
+
+@dataclass(slots=True)
+class _Incoming:
+    """Some heads of the pages from one of the peer's ranks, `page_bytes` for each page."""
+
+    call: AsyncGenerator[bytes, None]
+    heads: Span
+    page_bytes: int
+    held: bytes = b""
+
+    @property
+    def pages(self) -> int:
+        return len(self.held) // self.page_bytes
+
+    async def fill(self) -> None:
+        """Wait for a page unless there is one, or the call has ended."""
+        if self.held:
+            return
+        self.held = await anext(self.call, b"")
+        if len(self.held) % self.page_bytes:
+            raise _MisfitError
+
+    def take(self, pages: int) -> memoryview:
+        """Return the next pages; the rest is kept."""
+        taken = memoryview(self.held)[: pages * self.page_bytes]
+        self.held = self.held[pages * self.page_bytes :]
+        return taken
 
 
 class PeerReader:
@@ -40,9 +87,9 @@ class PeerReader:
         self._tasks: set[asyncio.Task[None]] = set()
         self._log = get_logger("peers")
 
-    def begin(self, transfer: Transfer, pages: StreamPages, rank: int, deliver: Callable[[TransferAck], None]) -> None:
+    def begin(self, transfer: Transfer, target: PeerTarget, deliver: Callable[[TransferAck], None]) -> None:
         """Start on a transfer; `deliver` gets its acknowledgement, unless the stream of plans has ended."""
-        task = asyncio.create_task(self._run(transfer, pages, rank, deliver))
+        task = asyncio.create_task(self._run(transfer, target, deliver))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
@@ -54,40 +101,59 @@ class PeerReader:
         for channel in self._channels.values():
             await channel.close()
 
-    async def _run(
-        self, transfer: Transfer, pages: StreamPages, rank: int, deliver: Callable[[TransferAck], None]
-    ) -> None:
+    async def _run(self, transfer: Transfer, target: PeerTarget, deliver: Callable[[TransferAck], None]) -> None:
         assert transfer.peer is not None, "checked by the engine"
-        started, done = time.monotonic(), 0
+        started, done, pages = time.monotonic(), 0, target.pages
+        workers = transfer.peer.workers
         try:
-            async for content in self._read(transfer.peer, rank):
-                view = memoryview(content)
-                if len(view) % pages.page_bytes or done + len(view) // pages.page_bytes > len(transfer.host_pages):
-                    self._log.error("peer.pages_misfit", peer=transfer.peer.workers[rank])
-                    break
-                for first in range(0, len(view), pages.page_bytes):
+            async for content in self._assemble(transfer.peer, target):
+                if done + len(content) // pages.page_bytes > len(transfer.host_pages):
+                    raise _MisfitError
+                for first in range(0, len(content), pages.page_bytes):
                     page = int(transfer.host_pages[done])
-                    pages.write_page(page, view[first : first + pages.page_bytes])
+                    pages.write_page(page, content[first : first + pages.page_bytes])
                     done += 1
         except StreamEndedError:
             return
+        except _MisfitError:
+            self._log.error("peer.pages_misfit", peers=workers, rank=target.rank)
         except (grpc.aio.AioRpcError, TimeoutError) as error:
             reason = error.details() if isinstance(error, grpc.aio.AioRpcError) else "no answer"
-            self._log.warning("peer.failed", peer=transfer.peer.workers[rank], reason=reason, pages_read=done)
+            self._log.warning("peer.failed", peers=workers, rank=target.rank, reason=reason, pages_read=done)
         except asyncio.CancelledError:
             if is_own_cancellation():
                 raise
-            self._log.warning("peer.failed", peer=transfer.peer.workers[rank], reason=CLOSED_DURING_CALL)
+            self._log.warning("peer.failed", peers=workers, rank=target.rank, reason=CLOSED_DURING_CALL)
         except Exception:  # noqa: BLE001  (the scheduler waits for the acknowledgement)
-            self._log.exception("peer.failed", peers=transfer.peer.workers, rank=rank, pages_read=done)
+            self._log.exception("peer.failed", peers=workers, rank=target.rank, pages_read=done)
         seconds = time.monotonic() - started
         metrics.PEER_PAGES_TOTAL.labels("done").inc(done)
         metrics.PEER_PAGES_TOTAL.labels("failed").inc(len(transfer.host_pages) - done)
         deliver(TransferAck(transfer.transfer_id, done, round(seconds * 1e6)))
 
-    async def _read(self, peer: PeerPages, rank: int) -> AsyncIterator[bytes]:
-        request = worker_pb2.ReadPagesRequest(lease=peer.lease, device_pages=peer.device_pages.tolist())
-        channel = self._channel(peer.workers[rank])
+    async def _assemble(self, peer: PeerPages, target: PeerTarget) -> AsyncIterator[memoryview]:
+        """Yield whole pages of this rank, of which each of the peer's ranks may have some heads only."""
+        form = target.form
+        sources = sources_of(form, target.rank, target.ranks, len(peer.workers))
+        async with contextlib.AsyncExitStack() as stack:
+            incoming = []
+            for worker, heads in sources:
+                call = self._read(peer, peer.workers[worker], heads)
+                stack.push_async_callback(call.aclose)
+                incoming.append(_Incoming(call, heads, form.bytes_of(heads)))
+            while True:
+                for each in incoming:
+                    await each.fill()
+                count = min(each.pages for each in incoming)
+                if not count:
+                    return
+                yield form.join([(each.heads, each.take(count)) for each in incoming])
+
+    async def _read(self, peer: PeerPages, worker: str, heads: Span) -> AsyncGenerator[bytes, None]:
+        request = worker_pb2.ReadPagesRequest(
+            lease=peer.lease, device_pages=peer.device_pages.tolist(), first_head=heads.start, heads=len(heads)
+        )
+        channel = self._channel(worker)
         call = worker_pb2_grpc.WorkerStub(channel).ReadPages(request)
         try:
             while True:

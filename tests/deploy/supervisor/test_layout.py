@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import argparse
 import socket
 from pathlib import Path
 
@@ -7,9 +8,10 @@ import pytest
 
 from common.errors import ConfigurationError
 from common.settings import RpcSettings, Settings, TlsSettings
-from common.types import GroupRole
+from common.settings.scheduler import HostTierSettings
 from deploy.supervisor import layout as layout_module
-from deploy.supervisor.layout import Replicas, Stage, check_port, free_port, plan_layout
+from deploy.supervisor.command import read_roles
+from deploy.supervisor.layout import PlannedGroup, Replicas, Stage, check_port, free_port, plan_layout
 
 RUN = Path("/run/pando/8000")
 
@@ -130,6 +132,31 @@ def test_services_get_as_long_to_end_as_they_may_take_to_drain() -> None:
 
 def test_each_rank_has_its_own_port_of_metrics() -> None:
     settings = settings_with(worker={"metrics_port": 9093})
-    layout = plan_layout(settings, RUN, 2, Replicas(roles=(GroupRole.BOTH, GroupRole.BOTH)))
+    layout = plan_layout(settings, RUN, 2, Replicas(groups=(PlannedGroup(), PlannedGroup())))
     workers = [spec for spec in layout.services if spec.module == "services.worker"]
     assert [spec.settings.worker.metrics_port for spec in workers] == [9093, 9094, 9095, 9096]
+
+
+def test_groups_of_other_sizes_have_workers_of_their_own() -> None:
+    settings = settings_with(worker={"metrics_port": 9093}, scheduler={"host_tier": HostTierSettings(pages=8)})
+    groups = read_roles("prefill=1x2,decode=2")
+    layout = plan_layout(settings, RUN, 1, Replicas(groups=groups))
+    workers = [spec for spec in layout.services if spec.module == "services.worker"]
+    assert [spec.name for spec in workers] == ["worker-0-0", "worker-0-1", "worker-1", "worker-2"]
+    assert [spec.settings.worker.device_index for spec in workers] == [0, 1, 2, 3]
+    assert [spec.settings.worker.metrics_port for spec in workers] == [9093, 9094, 9095, 9096]
+    schedulers = [spec.settings.scheduler for spec in layout.services if spec.module == "services.scheduler"]
+    assert [(each.role, len(each.workers)) for each in schedulers] == [("prefill", 2), ("decode", 1), ("decode", 1)]
+
+
+def test_ranks_of_groups_count_per_stage() -> None:
+    settings = settings_with(scheduler={"host_tier": HostTierSettings(pages=8), "pipeline_parallel": 2})
+    layout = plan_layout(settings, RUN, 1, Replicas(groups=read_roles("prefill=1x2,decode=1")))
+    schedulers = [spec.settings.scheduler for spec in layout.services if spec.module == "services.scheduler"]
+    assert [len(each.workers) for each in schedulers] == [4, 2]
+
+
+@pytest.mark.parametrize("text", ["prefill=x2", "prefill=1x0", "prefill=1x", "reader=1", "prefill=1,", "both=-1"])
+def test_roles_that_cannot_be_read_are_refused(text: str) -> None:
+    with pytest.raises(argparse.ArgumentTypeError, match="ROLE=NUMBER"):
+        read_roles(text)

@@ -9,9 +9,8 @@ import pytest
 
 from common.errors import ConfigurationError
 from common.settings import Settings
-from common.types import GroupRole
 from deploy.supervisor.command import read_arguments
-from deploy.supervisor.layout import Layout, Replicas, plan_layout
+from deploy.supervisor.layout import Layout, PlannedGroup, Replicas, plan_layout
 
 RUN = Path("/run/pando/8000")
 
@@ -95,7 +94,7 @@ def test_models_that_share_a_device_take_turns_on_it() -> None:
         assert each.scheduler.device_turns.enabled
         assert each.scheduler.device_turns.directory == RUN / "turns"
     with pytest.raises(ConfigurationError, match="--roles"):
-        plan_layout(settings, RUN, replicas=Replicas(roles=(GroupRole.BOTH, GroupRole.BOTH)))
+        plan_layout(settings, RUN, replicas=Replicas(groups=(PlannedGroup(), PlannedGroup())))
 
 
 def test_names_that_map_to_the_same_file_name_get_distinct_prefixes() -> None:

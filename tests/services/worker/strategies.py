@@ -212,6 +212,7 @@ capacities = complete(
     eos_token_ids=tuples(TOKEN),
     kv_bytes_per_token=COUNT,
     fingerprint=NAMES,
+    kv_identity=NAMES,
     device=NAMES,
     layers=COUNT,
     host_pages=COUNT,

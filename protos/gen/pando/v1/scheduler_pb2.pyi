@@ -372,13 +372,16 @@ class PrefillResponse(_message.Message):
     DEVICE_PAGES_FIELD_NUMBER: _builtins.int
     CACHED_TOKENS_FIELD_NUMBER: _builtins.int
     IS_LAST_FIELD_NUMBER: _builtins.int
+    KV_IDENTITY_FIELD_NUMBER: _builtins.int
     fingerprint: _builtins.str
-    """Of the workers' weights and shards; pages are only of use to a group with the same."""
+    """Of the workers' weights and shards; pages are of use to a group with the same, or with the same kv_identity."""
     lease: _builtins.bytes
     cached_tokens: _builtins.int
     """Prompt tokens that this group's cache held."""
     is_last: _builtins.bool
     """No more pages follow."""
+    kv_identity: _builtins.str
+    """As in WorkerCapacity; empty: only groups with the same shards can use the pages."""
     @_builtins.property
     def workers(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """Addresses of this group's workers, by rank, and the lease under which they let the pages be read."""
@@ -396,10 +399,11 @@ class PrefillResponse(_message.Message):
         device_pages: _abc.Iterable[_builtins.int] | None = ...,
         cached_tokens: _builtins.int = ...,
         is_last: _builtins.bool = ...,
+        kv_identity: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached_tokens", b"cached_tokens", "device_pages", b"device_pages", "fingerprint", b"fingerprint", "is_last", b"is_last", "lease", b"lease", "workers", b"workers"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached_tokens", b"cached_tokens", "device_pages", b"device_pages", "fingerprint", b"fingerprint", "is_last", b"is_last", "kv_identity", b"kv_identity", "lease", b"lease", "workers", b"workers"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -294,7 +294,12 @@ class ReadPagesRequest(_message.Message):
 
     LEASE_FIELD_NUMBER: _builtins.int
     DEVICE_PAGES_FIELD_NUMBER: _builtins.int
+    FIRST_HEAD_FIELD_NUMBER: _builtins.int
+    HEADS_FIELD_NUMBER: _builtins.int
     lease: _builtins.bytes
+    first_head: _builtins.int
+    """The model's KV heads [first_head, first_head + heads), all of which this rank holds; 0 heads: all that it holds."""
+    heads: _builtins.int
     @_builtins.property
     def device_pages(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     def __init__(
@@ -302,10 +307,12 @@ class ReadPagesRequest(_message.Message):
         *,
         lease: _builtins.bytes = ...,
         device_pages: _abc.Iterable[_builtins.int] | None = ...,
+        first_head: _builtins.int = ...,
+        heads: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["device_pages", b"device_pages", "lease", b"lease"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["device_pages", b"device_pages", "first_head", b"first_head", "heads", b"heads", "lease", b"lease"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -317,7 +324,9 @@ class ReadPagesResponse(_message.Message):
 
     CONTENT_FIELD_NUMBER: _builtins.int
     content: _builtins.bytes
-    """The next whole pages, one after the other; each has its layers one after the other, as in the host tier."""
+    """The next whole pages, one after the other; each has its layers one after the other, as in the host tier, and of these
+    the requested heads.
+    """
     def __init__(
         self,
         *,
@@ -564,6 +573,7 @@ class WorkerCapacity(_message.Message):
     VERIFIES_DRAFTS_FIELD_NUMBER: _builtins.int
     ABANDONS_PASSES_FIELD_NUMBER: _builtins.int
     SEES_IMAGES_FIELD_NUMBER: _builtins.int
+    KV_IDENTITY_FIELD_NUMBER: _builtins.int
     device_pages: _builtins.int
     page_size_tokens: _builtins.int
     max_context_tokens: _builtins.int
@@ -602,6 +612,11 @@ class WorkerCapacity(_message.Message):
     """Whether this rank abandons passes of batches that other requests need not wait for (StepPlan.can_abandon)."""
     sees_images: _builtins.bool
     """Whether rows may have images: the model's encoder is loaded."""
+    kv_identity: _builtins.str
+    """Of all that decides about KV but the number of ranks: pages of ranks with the same one differ in their heads, and in
+    rounding. Weights count by samples of their files. Empty: only ranks with the same fingerprint can use the pages, as in
+    pipelines, and with KV in FP8, whose scales are measured by each rank.
+    """
     @_builtins.property
     def eos_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """End-of-sequence ids from the model's generation config."""
@@ -640,10 +655,11 @@ class WorkerCapacity(_message.Message):
         verifies_drafts: _builtins.bool = ...,
         abandons_passes: _builtins.bool = ...,
         sees_images: _builtins.bool = ...,
+        kv_identity: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_recurrent_states", b"_recurrent_states", "_window_pool", b"_window_pool", "recurrent_states", b"recurrent_states", "window_pool", b"window_pool"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_recurrent_states", b"_recurrent_states", "_window_pool", b"_window_pool", "abandons_passes", b"abandons_passes", "device", b"device", "device_pages", b"device_pages", "eos_token_ids", b"eos_token_ids", "fingerprint", b"fingerprint", "has_storage", b"has_storage", "head", b"head", "host_pages", b"host_pages", "is_encoder", b"is_encoder", "jumps_forward", b"jumps_forward", "kv_bytes_per_token", b"kv_bytes_per_token", "layers", b"layers", "load_bytes_per_s", b"load_bytes_per_s", "max_context_tokens", b"max_context_tokens", "only_pools", b"only_pools", "page_size_tokens", b"page_size_tokens", "prefill_tokens_per_s", b"prefill_tokens_per_s", "products", b"products", "recurrent_states", b"recurrent_states", "sees_images", b"sees_images", "verifies_drafts", b"verifies_drafts", "vocabulary_size", b"vocabulary_size", "window_pool", b"window_pool"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_recurrent_states", b"_recurrent_states", "_window_pool", b"_window_pool", "abandons_passes", b"abandons_passes", "device", b"device", "device_pages", b"device_pages", "eos_token_ids", b"eos_token_ids", "fingerprint", b"fingerprint", "has_storage", b"has_storage", "head", b"head", "host_pages", b"host_pages", "is_encoder", b"is_encoder", "jumps_forward", b"jumps_forward", "kv_bytes_per_token", b"kv_bytes_per_token", "kv_identity", b"kv_identity", "layers", b"layers", "load_bytes_per_s", b"load_bytes_per_s", "max_context_tokens", b"max_context_tokens", "only_pools", b"only_pools", "page_size_tokens", b"page_size_tokens", "prefill_tokens_per_s", b"prefill_tokens_per_s", "products", b"products", "recurrent_states", b"recurrent_states", "sees_images", b"sees_images", "verifies_drafts", b"verifies_drafts", "vocabulary_size", b"vocabulary_size", "window_pool", b"window_pool"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__recurrent_states: _TypeAlias = _typing.Literal["recurrent_states"]  # noqa: Y015
     _WhichOneofArgType__recurrent_states: _TypeAlias = _typing.Literal["_recurrent_states", b"_recurrent_states"]  # noqa: Y015
@@ -1275,7 +1291,7 @@ Global___Transfer: _TypeAlias = Transfer  # noqa: Y015
 
 @_typing.final
 class PeerPages(_message.Message):
-    """Pages on the devices of another group with the same shards, under a lease that its workers know."""
+    """Pages on the devices of another group, whose shards may be others, under a lease that its workers know."""
 
     DESCRIPTOR: _descriptor.Descriptor
 

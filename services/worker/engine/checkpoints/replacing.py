@@ -70,7 +70,8 @@ def _described(spec: EngineSpec) -> dict[str, Any]:
     return asdict(open_checkpoint(spec.model, spec.load_format, None, read_rope(spec.rope_parameters)).config)
 
 
-def _weight_files(files: ModelFiles) -> list[Path]:
+def weight_files(files: ModelFiles) -> list[Path]:
+    """Return the files with a model's weights, by name."""
     if files.kind is ModelKind.GGUF:
         return [files.path]
     return sorted(files.path.glob("*.safetensors"))
@@ -82,7 +83,7 @@ def states_of(files: ModelFiles) -> list[tuple[str, int, int]]:
     Raises:
         ConfigurationError: there is none.
     """
-    states = [(path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in _weight_files(files)]
+    states = [(path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in weight_files(files)]
     if not states:
         raise ConfigurationError(f"{files.path}: no safetensors files")
     return states
@@ -97,7 +98,7 @@ def _shapes(files: ModelFiles) -> Shapes:
     if files.kind is ModelKind.GGUF:
         return _shapes_of_gguf(files.path)
     shapes: Shapes = {}
-    for path in _weight_files(files):
+    for path in weight_files(files):
         try:
             with safe_open(path, framework="numpy") as file:
                 for name in file.keys():  # noqa: SIM118  (not a dictionary)

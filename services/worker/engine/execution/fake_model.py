@@ -22,6 +22,8 @@ from services.worker.engine.execution.engine import ModelEngine
 from services.worker.engine.execution.interface import InvalidPlanError
 from services.worker.engine.execution.pass_output import PassOutput
 from services.worker.engine.execution.synchronous_runner import SynchronousRunner
+from services.worker.engine.host_tier.page_form import PageForm
+from services.worker.engine.parallel.shards import Span
 from services.worker.engine.plans.drafts import split_tokens, verify
 from services.worker.engine.plans.plan import PlanLimits
 from services.worker.engine.plans.rows import RowStates
@@ -192,6 +194,7 @@ def _capacity(spec: EngineSpec, options: FakeOptions) -> EngineCapacity:
         eos_token_ids=(options.eos_token_id,),
         kv_bytes_per_token=1,
         fingerprint=f"fake-{spec.page_size} {spec.rank}/{spec.world_size}",
+        kv_identity=f"fake-{spec.page_size}",
         device="fake",
         layers=1,
         host_pages=spec.host_bytes // spec.page_size if spec.host_pages is None else spec.host_pages,
@@ -380,10 +383,11 @@ class FakeDevicePages:
     """Device pages of zeros; see `DevicePageBytes`."""
 
     def __init__(self, page_bytes: int) -> None:
-        self.page_bytes = page_bytes
+        # All ranks hold the one head.
+        self.form = PageForm(1, page_bytes, Span(0, 1), 1)
 
-    def read_pages(self, pages: Sequence[int]) -> bytes:
-        return bytes(self.page_bytes * len(pages))
+    def read_pages(self, pages: Sequence[int], heads: Span) -> bytes:
+        return bytes(self.form.bytes_of(heads) * len(pages))
 
 
 def _accesses(transfer: Transfer) -> tuple[set[tuple[str, int]], set[tuple[str, int]]]:

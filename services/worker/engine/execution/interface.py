@@ -13,6 +13,8 @@ if TYPE_CHECKING:
 
     from common.steps import AdapterLoad, ExpertLoad
     from common.transfers import Transfer, TransferAck
+    from services.worker.engine.host_tier.page_form import PageForm
+    from services.worker.engine.parallel.shards import Span
     from services.worker.engine.plans.rows import RowStates
 
 # Fraction of the work done in [0, 1], and a readable stage.
@@ -62,11 +64,11 @@ class DevicePageBytes(Protocol):
     """Pages of the KV memory as bytes, laid out as those of the host tier; for workers of other groups."""
 
     @property
-    def page_bytes(self) -> int:
-        """Bytes of one page."""
+    def form(self) -> PageForm:
+        """Where heads lie in a page."""
 
-    def read_pages(self, pages: Sequence[int]) -> bytes:
-        """Return copies of pages one after the other; nothing once the model has been closed.
+    def read_pages(self, pages: Sequence[int], heads: Span) -> bytes:
+        """Return copies of some heads of pages one after the other; nothing once the model has been closed.
 
         Any thread may call this. The caller ensures that the pages are not written meanwhile, and that an earlier plan,
         whose results are known, wrote them.

@@ -8,15 +8,33 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
+from services.worker.engine.host_tier.page_form import PageForm
 from services.worker.engine.host_tier.stream_transfers import make_mover
+from services.worker.engine.kernels.interface import KvLayout
+from services.worker.engine.parallel.shards import Span
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from services.worker.engine.kernels.interface import AttentionShape
     from services.worker.engine.model.kv_pool import KvPool
 
 # Pages collected at a time: some megabytes of staging memory.
 STAGED_PAGES = 8
+
+
+def page_form_of(
+    pool: KvPool, layout: KvLayout, shape: AttentionShape, kv_heads: Span, total_heads: int
+) -> PageForm | None:
+    """Return where this rank's `kv_heads` lie in pages of `pool`; None if layers have other pages or states."""
+    if pool.window_pages or pool.states is not None:
+        return None
+    pages = [tensor[0] for layer in pool.layers for tensor in layer.stored]
+    if shape.latent_dim is not None:
+        return PageForm(len(pages), pages[0].nbytes, Span(0, 1), 1)
+    # Where tokens are outermost, each has the heads one after the other.
+    runs = pool.page_size if layout is KvLayout.TOKEN_MAJOR else 1
+    return PageForm(len(pages) * runs, pages[0].nbytes // runs // len(kv_heads), kv_heads, total_heads)
 
 
 class DevicePages:
@@ -25,15 +43,15 @@ class DevicePages:
     On a GPU, pages are collected on a stream of their own, beside the passes.
     """
 
-    def __init__(self, pool: KvPool) -> None:
-        """Read pages of `pool`, all of whose layers have the same pages."""
+    def __init__(self, pool: KvPool, form: PageForm) -> None:
+        """Read pages of `pool`, all of whose layers have the same pages, of this form."""
+        self.form = form
         self._pool: KvPool | None = pool
         self._gathering: _Gathering | None = None
         self._lock = threading.Lock()
-        self.page_bytes = sum(tensor[0].nbytes for layer in pool.layers for tensor in layer.stored)
 
     @torch.inference_mode()
-    def read_pages(self, pages: Sequence[int]) -> bytes:
+    def read_pages(self, pages: Sequence[int], heads: Span) -> bytes:
         with self._lock:
             if self._pool is None:
                 return b""
@@ -41,7 +59,7 @@ class DevicePages:
                 self._gathering = _Gathering(self._pool)
             read = self._gathering.read
             parts = range(0, len(pages), STAGED_PAGES)
-            return b"".join(read(pages[first : first + STAGED_PAGES]) for first in parts)
+            return b"".join(self.form.cut(read(pages[first : first + STAGED_PAGES]), heads) for first in parts)
 
     def close(self) -> None:
         """Let go of the pool, once the reading in progress has ended."""

@@ -78,6 +78,14 @@ def split_evenly(total: int, parts: int, unit: int = 1) -> tuple[Span, ...]:
     return tuple(Span(start, stop) for start, stop in itertools.pairwise(borders))
 
 
+def split_kv_heads(kv_heads: int, rank: int, world_size: int) -> Span:
+    """Return the KV heads of a rank: some of its own, or one that it shares with others if there are more ranks."""
+    if world_size <= kv_heads:
+        return split_evenly(kv_heads, world_size)[rank]
+    head = next(i for i, ranks in enumerate(split_evenly(world_size, kv_heads)) if rank < ranks.stop)
+    return Span(head, head + 1)
+
+
 def shard_model(config: ModelConfig, rank: int, world_size: int, *, expert_parallel: bool = False) -> ModelShard:
     """Cut `config`'s model into `world_size` parts and return that of `rank`.
 
@@ -164,12 +172,9 @@ def _split_experts(
 
 
 def _split_heads(config: ModelConfig, rank: int, world_size: int) -> tuple[Span, Span]:
-    group = config.queries_per_kv
+    group, keys = config.queries_per_kv, split_kv_heads(config.kv_heads, rank, world_size)
     if world_size <= config.kv_heads:
-        keys = split_evenly(config.kv_heads, world_size)[rank]
         return Span(keys.start * group, keys.stop * group), keys
-    ranks_by_head = split_evenly(world_size, config.kv_heads)
-    head = next(i for i, ranks in enumerate(ranks_by_head) if rank < ranks.stop)
-    sharing = ranks_by_head[head]
+    sharing = split_evenly(world_size, config.kv_heads)[keys.start]
     within = split_evenly(group, len(sharing))[rank - sharing.start]
-    return Span(head * group + within.start, head * group + within.stop), Span(head, head + 1)
+    return Span(keys.start * group + within.start, keys.start * group + within.stop), keys

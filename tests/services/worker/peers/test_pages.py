@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from functools import partial
 from typing import TYPE_CHECKING
 
 import grpc
@@ -15,8 +16,10 @@ from common.rpc.channel import open_channel
 from common.rpc.server import RpcServer
 from common.transfers import PeerPages, Transfer, TransferAck, TransferDirection, TransferId
 from protos.gen.pando.v1 import worker_pb2, worker_pb2_grpc
+from services.worker.engine.host_tier.page_form import PageForm
+from services.worker.engine.parallel.shards import Span, split_kv_heads
 from services.worker.peers.leases import MESSAGE_BYTES, PageLeases
-from services.worker.peers.reading import PeerReader
+from services.worker.peers.reading import PeerReader, PeerTarget
 from services.worker.stream_pages import StreamPages
 from tests.fakes.storage import FakeHostPages
 
@@ -31,15 +34,15 @@ class Device:
     """Pages whose content is their number; `gate` holds readers back while it is cleared."""
 
     def __init__(self, page_bytes: int = 4) -> None:
-        self.page_bytes = page_bytes
+        self.form = PageForm(1, page_bytes, Span(0, 1), 1)
         self.gate = threading.Event()
         self.gate.set()
         self.waiting = 0
 
-    def read_pages(self, pages: Sequence[int]) -> bytes:
+    def read_pages(self, pages: Sequence[int], heads: Span) -> bytes:
         self.waiting += 1
         self.gate.wait()
-        return b"".join(page.to_bytes(4, "little") * (self.page_bytes // 4) for page in pages)
+        return b"".join(page.to_bytes(4, "little") * (self.form.page_bytes // 4) for page in pages)
 
 
 async def read(leases: PageLeases, lease: bytes, pages: list[int]) -> bytes:
@@ -112,7 +115,8 @@ class PageServer(worker_pb2_grpc.WorkerServicer):
         self, request: worker_pb2.ReadPagesRequest, context: grpc.aio.ServicerContext[object, object]
     ) -> AsyncIterator[worker_pb2.ReadPagesResponse]:
         sent = 0
-        async for part in self.leases.read(request.lease, list(request.device_pages)):
+        heads = Span(request.first_head, request.first_head + request.heads)
+        async for part in self.leases.read(request.lease, list(request.device_pages), heads):
             if sent == self.cuts:
                 await context.abort(grpc.StatusCode.UNAVAILABLE, "cut")
             if self.hangs and sent:
@@ -128,9 +132,10 @@ class Bench:
         self.service = PageServer(self.leases)  # type: ignore[abstract]  # only pages are asked for
         self.server = RpcServer("pando.v1.Worker", self.address)
         self.server.add(worker_pb2_grpc.add_WorkerServicer_to_server, self.service)
-        self.host = FakeHostPages(device.page_bytes, [bytes(device.page_bytes) for _ in range(8)])
+        self.form = device.form
+        self.host = FakeHostPages(self.form.page_bytes, [bytes(self.form.page_bytes) for _ in range(8)])
         self.pages = StreamPages(self.host)
-        self.reader = PeerReader(open_channel, silence_s=0.5)
+        self.reader = PeerReader(open_channel, silence_s=20)
 
     async def fetch(self, device_pages: list[int], host_pages: list[int], lease: bytes = LEASE) -> TransferAck:
         peer = PeerPages(("unix:nobody", self.address), lease, np.array(device_pages, np.int32))
@@ -138,7 +143,7 @@ class Bench:
             TransferId(7), TransferDirection.PEER_TO_HOST, host_pages=np.array(host_pages, np.int32), peer=peer
         )
         acks: asyncio.Queue[TransferAck] = asyncio.Queue()
-        self.reader.begin(transfer, self.pages, 1, acks.put_nowait)
+        self.reader.begin(transfer, PeerTarget(self.pages, 1, 2, self.form), acks.put_nowait)
         async with asyncio.timeout(30):
             return await acks.get()
 
@@ -174,6 +179,7 @@ async def test_a_call_that_breaks_keeps_the_pages_before(bench: Bench) -> None:
 async def test_a_peer_that_falls_silent_or_is_away_is_given_up(bench: Bench) -> None:
     bench.leases.grant(LEASE, range(8))
     bench.service.hangs = True
+    bench.reader._silence_s = 2
     assert (await bench.fetch([0, 1, 2, 3], [0, 1, 2, 3])).done_pages == 2
     await bench.server.stop(0)
     assert (await bench.fetch([0], [0])).done_pages == 0
@@ -197,3 +203,80 @@ async def test_nothing_is_written_after_the_stream_of_plans_has_ended(bench: Ben
         async with asyncio.timeout(0.3):
             await bench.fetch([5], [0])
     assert bench.host.pages[0] == bytes(MESSAGE_BYTES // 2)
+
+
+class HeadDevice:
+    """Pages of four heads of 8 bytes, of which a rank holds some; each byte depends on page and head."""
+
+    def __init__(self, rank: int, ranks: int) -> None:
+        self.form = PageForm(1, 8, split_kv_heads(4, rank, ranks), 4)
+
+    def read_pages(self, pages: Sequence[int], heads: Span) -> bytes:
+        return b"".join(bytes([page * 16 + head] * 8) for page in pages for head in range(heads.start, heads.stop))
+
+
+class Ranks:
+    """The ranks of a group that lends pages, over real gRPC."""
+
+    def __init__(self, folder: Path, count: int) -> None:
+        self.addresses = tuple(f"unix:{folder}/worker-{rank}.sock" for rank in range(count))
+        self.services = []
+        self.servers = []
+        for rank, address in enumerate(self.addresses):
+            leases = PageLeases(partial(HeadDevice, rank, count))
+            leases.grant(LEASE, range(8))
+            self.services.append(PageServer(leases))  # type: ignore[abstract]  # only pages are asked for
+            self.servers.append(RpcServer("pando.v1.Worker", address))
+            self.servers[-1].add(worker_pb2_grpc.add_WorkerServicer_to_server, self.services[-1])
+
+    async def read(self, rank: int, ranks: int, pages: list[int]) -> tuple[TransferAck, list[bytes]]:
+        """Have a rank of another group read pages; return its acknowledgement and its host pages."""
+        form = HeadDevice(rank, ranks).form
+        host = FakeHostPages(form.page_bytes, [bytes(form.page_bytes) for _ in pages])
+        peer = PeerPages(self.addresses, LEASE, np.array(pages, np.int32))
+        target = PeerTarget(StreamPages(host), rank, ranks, form)
+        transfer = Transfer(
+            TransferId(1), TransferDirection.PEER_TO_HOST, host_pages=np.arange(len(pages), dtype=np.int32), peer=peer
+        )
+        reader, acks = PeerReader(open_channel, silence_s=20), asyncio.Queue[TransferAck]()
+        reader.begin(transfer, target, acks.put_nowait)
+        async with asyncio.timeout(30):
+            ack = await acks.get()
+        await reader.close()
+        return ack, host.pages
+
+
+@pytest.mark.parametrize(("theirs", "ours"), [(1, 2), (2, 1), (3, 2), (4, 1), (2, 4), (8, 2)])
+async def test_ranks_of_groups_of_other_sizes_read_their_heads_of_each_page(
+    tmp_path: Path, theirs: int, ours: int
+) -> None:
+    ranks, pages = Ranks(tmp_path, theirs), [5, 0, 7]
+    for server in ranks.servers:
+        await server.start()
+    for rank in range(ours):
+        ack, host = await ranks.read(rank, ours, pages)
+        own = HeadDevice(rank, ours)
+        assert ack.done_pages == len(pages)
+        assert host == [own.read_pages([page], own.form.held) for page in pages]
+    for server in ranks.servers:
+        await server.stop(0)
+
+
+async def test_a_page_of_which_one_rank_sends_nothing_is_a_miss(tmp_path: Path) -> None:
+    ranks = Ranks(tmp_path, 2)
+    for server in ranks.servers:
+        await server.start()
+    ranks.services[1].cuts = 0
+    ack, host = await ranks.read(0, 1, [1, 2])
+    assert ack.done_pages == 0
+    assert host == [bytes(32), bytes(32)]
+    for server in ranks.servers:
+        await server.stop(0)
+
+
+async def test_heads_that_a_rank_does_not_hold_are_refused() -> None:
+    leases = PageLeases(partial(HeadDevice, 0, 2))
+    leases.grant(LEASE, [1])
+    for heads in (Span(1, 3), Span(2, 4), Span(1, 1)):
+        with pytest.raises(InvalidRequestError):
+            await anext(leases.read(LEASE, [1], heads))

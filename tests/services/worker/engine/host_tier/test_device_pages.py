@@ -4,8 +4,9 @@ import pytest
 import torch
 
 from common.transfers import TransferDirection
-from services.worker.engine.host_tier.device_pages import STAGED_PAGES, DevicePages
+from services.worker.engine.host_tier.device_pages import STAGED_PAGES, DevicePages, page_form_of
 from services.worker.engine.kernels.interface import AttentionShape, KvLayout
+from services.worker.engine.parallel.shards import Span
 from tests.services.worker.engine.host_tier.test_sliced_transfers import ROWS, SHAPE, Rig
 
 
@@ -16,8 +17,11 @@ def test_pages_have_the_bytes_of_their_backups(layout: KvLayout, shape: Attentio
     pages = [7, 3, *range(20, 20 + STAGED_PAGES)]
     rig.begin(1, TransferDirection.DEVICE_TO_HOST, pages, list(range(len(pages))))
     assert rig.finish() == [1]
-    device = DevicePages(rig.pool)
-    assert device.page_bytes == rig.host.page_bytes
-    assert device.read_pages(pages) == b"".join(rig.host.read_page(page) for page in range(len(pages)))
+    heads = Span(0, shape.kv_heads)
+    form = page_form_of(rig.pool, layout, shape, heads, shape.kv_heads)
+    assert form is not None
+    device = DevicePages(rig.pool, form)
+    assert form.page_bytes == rig.host.page_bytes
+    assert device.read_pages(pages, heads) == b"".join(rig.host.read_page(page) for page in range(len(pages)))
     device.close()
-    assert device.read_pages(pages) == b""
+    assert device.read_pages(pages, heads) == b""

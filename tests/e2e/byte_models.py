@@ -1,0 +1,48 @@
+"""Tiny models with random weights and a tokenizer of bytes."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Any
+
+import torch
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+
+from common.tokenization.vocabulary import byte_alphabet
+from tests.services.worker.engine.families import FAMILIES, save_model
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from pathlib import Path
+
+VOCABULARY, END = 260, 256
+LAYERS = 4
+
+
+def save_byte_model(directory: Path, family: str) -> Path:
+    """Write a model of four layers of one of `FAMILIES`, and its tokenizer, to `directory`."""
+    name, options = FAMILIES[family]
+    save_model(directory, name, {**options, "vocab_size": VOCABULARY, "eos_token_id": END, "num_hidden_layers": LAYERS})
+    letters = {letter: byte for byte, letter in byte_alphabet().items()}
+    tokenizer = Tokenizer(models.BPE(vocab=letters, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens([AddedToken("<end>", special=True, normalized=False)])
+    tokenizer.save(str(directory / "tokenizer.json"))
+    (directory / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<end>"}))
+    return directory
+
+
+def continued(directory: Path, prompts: Sequence[Sequence[int]], tokens: int) -> list[list[int]]:
+    """Return the tokens with which `transformers` continues each prompt, greedily and beyond the end."""
+    from transformers import AutoModelForCausalLM
+
+    model: Any = AutoModelForCausalLM.from_pretrained(directory).eval()
+    answers = []
+    with torch.inference_mode():
+        for prompt in prompts:
+            ids = list(prompt)
+            for _ in range(tokens):
+                ids.append(int(model(torch.tensor([ids])).logits[0, -1].argmax()))
+            answers.append(ids[len(prompt) :])
+    return answers
