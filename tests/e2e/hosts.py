@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import subprocess
@@ -19,26 +20,41 @@ class NoHostsError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Host:
-    """A namespace, and its address as all others see it."""
+    """A namespace, its address as all others see it, and its own network interface."""
 
     name: str
     address: str
+    interface: str
+
+    @property
+    def network(self) -> str:
+        """The first three bytes of all hosts' addresses; the machine that made them is number 1."""
+        return self.address.rpartition(".")[0]
 
     @property
     def prefix(self) -> tuple[str, ...]:
         """What goes before a command that is to run there."""
         return ("ip", "netns", "exec", self.name)
 
+    def sent_bytes(self) -> int:
+        """Return the bytes that have left this host."""
+        command = ["ip", "-n", self.name, "-s", "-j", "link", "show", self.interface]
+        shown = subprocess.run(command, check=True, capture_output=True, text=True)
+        return int(json.loads(shown.stdout)[0]["stats64"]["tx"]["bytes"])
+
 
 @contextmanager
-def hosts(count: int) -> Iterator[list[Host]]:
+def hosts(count: int, megabits: int | None = None) -> Iterator[list[Host]]:
     """Make `count` hosts that this process reaches, too, and take them away.
+
+    In both directions, `megabits` per second go through the network interface of each; None: as many as it can.
 
     Raises:
         NoHostsError: not here.
     """
-    if shutil.which("ip") is None or os.geteuid() != 0:
-        raise NoHostsError("network namespaces take root and the command ip")
+    needed = ["ip", *(["tc"] if megabits is not None else [])]
+    if not all(map(shutil.which, needed)) or os.geteuid() != 0:
+        raise NoHostsError(f"network namespaces take root and the commands {', '.join(needed)}")
     # Names and addresses of this process, as several may run here.
     tag, net = f"p{os.getpid() % 100_000}", f"10.{200 + os.getpid() % 50}.{os.getpid() % 250}"
     with ExitStack() as stack:
@@ -55,7 +71,11 @@ def hosts(count: int) -> Iterator[list[Host]]:
             for command in (("addr", "add", f"{net}.{number}/24", "dev", inner), ("link", "set", inner, "up")):
                 _run("-n", name, *command)
             _run("-n", name, "link", "set", "lo", "up")
-            made.append(Host(name, f"{net}.{number}"))
+            if megabits is not None:
+                limit = ("root", "tbf", "rate", f"{megabits}mbit", "burst", "64kb", "latency", "400ms")
+                _run("qdisc", "add", "dev", outer, *limit, tool="tc")
+                _run("-n", name, "qdisc", "add", "dev", inner, *limit, tool="tc")
+            made.append(Host(name, f"{net}.{number}", inner))
         yield made
 
 
@@ -64,7 +84,7 @@ def _make(stack: ExitStack, command: tuple[str, ...], undo: tuple[str, ...]) -> 
     stack.callback(subprocess.run, ["ip", *undo], check=False, capture_output=True)
 
 
-def _run(*command: str) -> None:
-    done = subprocess.run(["ip", *command], check=False, capture_output=True, text=True)
+def _run(*command: str, tool: str = "ip") -> None:
+    done = subprocess.run([tool, *command], check=False, capture_output=True, text=True)
     if done.returncode:
-        raise NoHostsError(f"ip {' '.join(command)}: {done.stderr.strip()}")
+        raise NoHostsError(f"{tool} {' '.join(command)}: {done.stderr.strip()}")

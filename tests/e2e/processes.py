@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from deploy.supervisor.process import child_environment
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
     from pathlib import Path
 
 STOP_S = 30.0
@@ -24,15 +24,17 @@ class Processes:
         self._directory = directory
         self._processes: dict[str, subprocess.Popen[bytes]] = {}
 
-    def start(self, name: str, module: str, settings: Mapping[str, object], **variables: str) -> None:
+    def start(
+        self, name: str, module: str, settings: Mapping[str, object], prefix: Sequence[str] = (), **variables: str
+    ) -> None:
         """Run `python -m module`, as the supervisor does, with settings as flags: {"scheduler.max_rows": 8}.
 
-        `variables` are added to the environment.
+        `prefix` goes before the command; `variables` are added to the environment.
         """
         flags = [text for key, value in settings.items() for text in (f"--{key}", str(value))]
         with self._log(name).open("ab") as log:
             self._processes[name] = subprocess.Popen(
-                [sys.executable, "-m", "deploy.supervisor.child", str(os.getpid()), module, *flags],
+                [*prefix, sys.executable, "-m", "deploy.supervisor.child", str(os.getpid()), module, *flags],
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 env=child_environment(os.environ) | variables,
