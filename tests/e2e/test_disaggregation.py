@@ -121,8 +121,7 @@ def test_groups_with_other_numbers_of_ranks_read_each_others_pages(
     with contextmanager(serve)(settings, run_root, replicas=Replicas(groups=groups)) as served:
         assert [continuation(served, prompt, 16) for prompt in prompts] == continued(model, prompts, 16)
         asked = state(served, DECODE).disaggregation
-        assert asked.remote_prefills == len(prompts)
-        # Some prompts may be computed where they are decoded, on a busy machine.
+        # Once both are measured, prompts are computed where that is faster.
         assert asked.fetched_pages > 0
         wait_until(lambda: is_quiet(served, PREFILL) and is_quiet(served, DECODE), 30)
 

@@ -39,7 +39,7 @@ SEARCHED_GPUS = 16
 MAX_ROWS, KV_TOKENS = 256, 790_000
 PREFILL_STEP = 8192
 MIXED_STEPS = (512, 1024)
-PREFILL_SHARES = (1 / 8, 1 / 4, 3 / 8, 1 / 2, 5 / 8)
+PREFILL_SHARES = (1 / 8, 1 / 4, 3 / 8, 1 / 2, 5 / 8, 3 / 4, 7 / 8)
 # Fewer missing tokens are computed where they are decoded (scheduler.prefill_min_tokens).
 PREFILL_MIN_TOKENS = 512
 # What a decoding row counts in the load of a group, in tokens.
