@@ -145,6 +145,9 @@ class Sessions:
                 self._check_room(session, len(request.token_ids))
             return request
         if session is None:
+            if turn.after is None and request.options.resume is not None:
+                # The scheduler that had the session has ended meanwhile, and the turn needs nothing of it.
+                return request
             name = request.options.session
             message = f"the session '{name}' is not open, or not any more; open one with /open_session"
             raise InvalidRequestError(message, param="session_params")

@@ -20,6 +20,7 @@ from common.types import (
     FinishReason,
     RequestFailure,
     RequestId,
+    Resume,
     RowImage,
     SessionTurn,
     SessionWish,
@@ -421,6 +422,22 @@ def test_replacing_a_turn_forgets_the_turns_after_it() -> None:
     assert ask(harness, "s", [9], turn=SessionTurn("new", replace=True)) is None
     harness.run()
     assert list(session.history) == ["new"]
+
+
+def test_an_answer_to_a_first_turn_goes_on_in_a_scheduler_that_does_not_have_its_session() -> None:
+    before, after = harness_with(), harness_with()
+    open_session(before)
+    assert ask(before, "one", FIRST, turn=SessionTurn("one")) is None
+    before.run()
+    whole = before.outputs["one", 0]
+    for name, turn in (("again", SessionTurn("one")), ("other", SessionTurn("two", after="one"))):
+        resumed = make_request(name, FIRST, max_tokens=6, resume=Resume(tuple(whole[:2]), 0))
+        failure = after.core.submit(with_options(resumed, session="chat", turn=turn), after.now).rejected
+        assert (failure is None) is (turn.after is None)
+    after.run()
+    assert after.outputs["again", 0] == whole
+    assert len(after.core.sessions) == 0
+    after.audit()
 
 
 def test_turns_that_cannot_be_continued_are_refused() -> None:
