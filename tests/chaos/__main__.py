@@ -94,6 +94,7 @@ class Campaign:
             "stages": lambda directory: System(directory, randomness, stages=2, simulated=simulated),
             "roles": lambda directory: System(directory, randomness, groups=2, divided=True, simulated=simulated),
             "tls": lambda directory: System(directory, randomness, simulated=simulated, secure=True),
+            "mixed": lambda directory: System(directory, randomness, mixed=True),
             "disk": lambda directory: System(directory, randomness, simulated=simulated, with_disk=True),
         }
         self._simulated = simulated
@@ -122,7 +123,7 @@ class Campaign:
         is_clean = True
         try:
             await system.start()
-            requests = cases(system.layout.model, simulated=self._simulated)
+            requests = self._cases(setting, system.layout.model)
             undisturbed = await references(system.url, requests)
             for number, fault in enumerate(faults):
                 if time.monotonic() > end_at:
@@ -141,6 +142,14 @@ class Campaign:
             if not is_clean:
                 self._keep_log(setting, system.log_path)
             shutil.rmtree(directory, ignore_errors=True)
+
+    def _cases(self, setting: str, model: str) -> list[Case]:
+        if setting != "mixed":
+            return cases(model, simulated=self._simulated)
+        # Imports torch, which the other systems need not wait for.
+        from tests.chaos.kinds import mixed_cases
+
+        return mixed_cases()
 
     async def _run_one(
         self, system: System, fault: Fault, requests: Sequence[Case], undisturbed: Mapping[str, Exchange]

@@ -80,6 +80,7 @@ def all_faults() -> list[Fault]:
         _upgrade("two"),
         *_stage_faults(),
         *_role_faults(),
+        *_mixed_faults(),
     ]
 
 
@@ -123,6 +124,18 @@ def _role_faults() -> Iterator[Fault]:
         yield Fault(f"roles/stop-8s-{name}", "roles", _stop(name, STOPS_S[0]))
     for link in ("tokenizer-scheduler-0", "scheduler-worker-0"):
         yield Fault(f"roles/{link}-black-hole", "roles", _weather(link, BLACK_HOLE, LONG_LINK_FAULT_S))
+
+
+def _mixed_faults() -> Iterator[Fault]:
+    """Faults while requests of all kinds are answered."""
+    for name in SERVICES:
+        yield Fault(f"mixed/kill-{name}", "mixed", _kill(name), _reconnects(name), is_short=name == "worker")
+        yield Fault(f"mixed/stop-8s-{name}", "mixed", _stop(name, STOPS_S[0]))
+    for link in LINKS:
+        yield Fault(f"mixed/{link}-reset-x7", "mixed", _reset(link, 7))
+    for link in ("gateway-tokenizer", "scheduler-worker"):
+        lost = Weather(drops_answers=True)
+        yield Fault(f"mixed/{link}-answers-lost", "mixed", _weather(link, lost, LINK_FAULT_S))
 
 
 def _stops(setting: str, durations_s: tuple[int, ...]) -> Iterator[Fault]:

@@ -1,4 +1,4 @@
-"""Clients of the campaign: OpenAI streams, compared token by token with those of an undisturbed run."""
+"""Clients of the campaign: streams and whole answers, compared token by token with those of an undisturbed run."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import math
 import secrets
 import time
 from dataclasses import dataclass, field
+from enum import Enum, auto
 from typing import TYPE_CHECKING, Any
 
 import httpx
@@ -27,6 +28,8 @@ SILENCE_S = 180.0
 # Log probabilities of a model differ in their last digits with the batch.
 LOGPROB_TOLERANCE = 0.03
 DONE = "[DONE]"
+BATCH_POLL_S = 0.3
+ENDED_BATCH = ("completed", "failed", "expired", "cancelled")
 LONG = "It was a bright cold day in April, and the clocks were striking thirteen. " * 40
 SCHEMA = {
     "type": "object",
@@ -34,6 +37,14 @@ SCHEMA = {
     "required": ["name", "age"],
     "additionalProperties": False,
 }
+
+
+class Shape(Enum):
+    """How a request is made: in OpenAI's or Anthropic's words, or as lines of a batch, which are its body's `lines`."""
+
+    OPENAI = auto()
+    MESSAGES = auto()
+    BATCH = auto()
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +55,20 @@ class Case:
     path: str
     body: Mapping[str, Any]
     has_key: bool = False
+    shape: Shape = Shape.OPENAI
+
+    def body_of(self, user: str) -> dict[str, Any]:
+        """Return the body with the name of its user."""
+        named = {"metadata": {"user_id": user}} if self.shape is Shape.MESSAGES else {"user": user}
+        return {**self.body, **named}
+
+    def lines_of(self, user: str) -> bytes:
+        """Return the file of a batch."""
+        lines = (
+            {"custom_id": str(number), "method": "POST", "url": self.path, "body": {**body, "user": user}}
+            for number, body in enumerate(self.body["lines"])
+        )
+        return "\n".join(map(json.dumps, lines)).encode()
 
 
 def cases(model: str, *, simulated: bool) -> list[Case]:
@@ -72,6 +97,10 @@ def cases(model: str, *, simulated: bool) -> list[Case]:
         del body["ignore_eos"]
         found.append(Case("grammar", chat, body))
     return found
+
+
+class StreamError(Exception):
+    """An event of the stream is an error."""
 
 
 @dataclass(slots=True)
@@ -139,17 +168,63 @@ class Exchange:
         self.choices.clear()
         self.event_ids.clear()
 
-    def add(self, chunk: Mapping[str, Any]) -> None:
-        """Take in a chunk of a chat or a completion."""
-        for piece in chunk.get("choices", ()):
-            output = self.choices.setdefault(piece["index"], ChoiceOutput())
-            output.token_ids += piece.get("token_ids") or ()
-            output.text += piece.get("text") or piece.get("delta", {}).get("content") or ""
-            output.logprobs += _logprobs(piece.get("logprobs"))
-            output.finish = piece.get("finish_reason") or output.finish
+    def add(self, chunk: Mapping[str, Any]) -> bool:
+        """Take in an event or a whole answer; return whether it is the last one.
+
+        Raises:
+            StreamError: it says that the request has failed.
+        """
+        kind = chunk.get("type")
+        if chunk.get("error") or kind in ("error", "response.failed"):
+            error = chunk.get("error") or chunk
+            raise StreamError(f"error in the stream: {error.get('message') or json.dumps(chunk)[:300]}")
+        if kind is not None:
+            return self._add_typed(kind, chunk)
+        self._add_choices(chunk)
+        for each in chunk.get("data", ()):
+            self._choice(each["index"]).logprobs = [tuple(each["embedding"])]
+        if "meta_info" in chunk:
+            meta = chunk["meta_info"]
+            self._choice(0).text, self._choice(0).finish = chunk["text"], json.dumps(meta["finish_reason"])
+            self.usage = meta["prompt_tokens"], meta["completion_tokens"]
         usage = chunk.get("usage")
         if usage:
-            self.usage = usage["prompt_tokens"], usage["completion_tokens"]
+            self.usage = usage["prompt_tokens"], usage.get("completion_tokens", 0)
+        return False
+
+    def _choice(self, index: int) -> ChoiceOutput:
+        return self.choices.setdefault(index, ChoiceOutput())
+
+    def _add_choices(self, chunk: Mapping[str, Any]) -> None:
+        """Take in a chunk of a chat or a completion, or a whole one."""
+        for piece in chunk.get("choices", ()):
+            output = self._choice(piece["index"])
+            output.token_ids += piece.get("token_ids") or ()
+            said = piece.get("delta") or piece.get("message") or {}
+            output.text += piece.get("text") or said.get("content") or ""
+            output.logprobs += _logprobs(piece.get("logprobs"))
+            output.finish = piece.get("finish_reason") or output.finish
+
+    def _add_typed(self, kind: str, chunk: Mapping[str, Any]) -> bool:
+        """Take in an event of /v1/messages or /v1/responses, or a whole message."""
+        output = self._choice(0)
+        match kind:
+            case "content_block_delta":
+                output.text += chunk["delta"].get("text", "")
+            case "response.output_text.delta":
+                output.text += chunk["delta"]
+            case "message":
+                output.text = "".join(block.get("text", "") for block in chunk["content"])
+                output.finish = chunk["stop_reason"]
+                self.usage = chunk["usage"]["input_tokens"], chunk["usage"]["output_tokens"]
+            case "message_delta":
+                output.finish = chunk["delta"]["stop_reason"]
+                self.usage = 0, chunk["usage"]["output_tokens"]
+            case "response.completed" | "response.incomplete":
+                output.finish, usage = kind, chunk["response"]["usage"]
+                self.usage = usage["input_tokens"], usage["output_tokens"]
+                return True
+        return kind == "message_stop"
 
     def difference(self, reference: Exchange) -> str | None:
         """Return how the answer differs from an undisturbed one, in a few words."""
@@ -185,10 +260,6 @@ class RefusedError(Exception):
         self.is_forgotten = status == httpx.codes.NOT_FOUND
 
 
-class StreamError(Exception):
-    """An event of the stream is an error."""
-
-
 class Client:
     """Sends requests to a gateway, and continues streams whose connection broke.
 
@@ -221,8 +292,10 @@ class Client:
     async def exchange(self, exchange: Exchange, user: str) -> None:
         """Send a request and receive its whole answer; failures are kept in `exchange`."""
         key = {"idempotency-key": secrets.token_hex(8)} if exchange.case.has_key else {}
-        body = {**exchange.case.body, "user": user}
         try:
+            if exchange.case.shape is Shape.BATCH:
+                return await self._run_batch(exchange, user)
+            body = exchange.case.body_of(user)
             while not await self._receive(exchange, body, key):  # noqa: ASYNC110  (each turn is a connection)
                 await asyncio.sleep(RECONNECT_PAUSE_S)
         except (RefusedError, StreamError, httpx.HTTPError, ValueError) as error:
@@ -272,21 +345,83 @@ class Client:
         Raises:
             httpx.TransportError: the connection broke.
         """
-        async with self._http.stream("POST", exchange.case.path, json=dict(body), headers=dict(headers)) as answer:
-            if answer.status_code != httpx.codes.OK:
-                text = (await answer.aread()).decode(errors="replace")
-                raise RefusedError(answer.status_code, text, passes="retry-after" in answer.headers)
+        async with self._http.stream(**_request(exchange, body, headers)) as answer:
+            await _check(answer)
+            if answer.headers["content-type"].startswith("application/json"):
+                exchange.add(json.loads(await answer.aread()))
+                return True
             async for event_id, data in _events(answer):
                 exchange.note_event()
                 if event_id is not None:
                     exchange.event_ids.append(event_id)
                 if data == DONE:
                     return True
-                chunk = json.loads(data)
-                if "error" in chunk:
-                    raise StreamError(f"error in the stream: {chunk['error'].get('message')}")
-                exchange.add(chunk)
+                if exchange.add(json.loads(data)):
+                    return True
         raise httpx.RemoteProtocolError("the stream ended early")
+
+    async def _run_batch(self, exchange: Exchange, user: str) -> None:
+        """Have a batch made and read its output.
+
+        Raises:
+            StreamError: a line has failed.
+        """
+        form = {"data": {"purpose": "batch"}, "files": {"file": ("lines.jsonl", exchange.case.lines_of(user))}}
+        file_id = (await self._ask(exchange, "POST", "/v1/files", **form)).json()["id"]
+        wanted = {"input_file_id": file_id, "endpoint": exchange.case.path, "completion_window": "24h"}
+        batch = (await self._ask(exchange, "POST", "/v1/batches", json=wanted)).json()
+        while batch["status"] not in ENDED_BATCH:
+            await asyncio.sleep(BATCH_POLL_S)
+            batch = (await self._ask(exchange, "GET", f"/v1/batches/{batch['id']}")).json()
+        if batch["status"] != "completed" or batch["request_counts"]["failed"]:
+            raise StreamError(f"the batch is {batch['status']}, {batch['request_counts']}")
+        content = await self._ask(exchange, "GET", f"/v1/files/{batch['output_file_id']}/content")
+        total = 0
+        for line in map(json.loads, content.text.splitlines()):
+            answer, [piece] = line["response"]["body"], line["response"]["body"]["choices"]
+            output = exchange.choices.setdefault(int(line["custom_id"]), ChoiceOutput())
+            # A line that came twice has another text.
+            output.text, output.finish = output.text + piece["text"], piece["finish_reason"]
+            total += answer["usage"]["completion_tokens"]
+        exchange.usage = 0, total
+
+    async def _ask(self, exchange: Exchange, method: str, path: str, **given: Any) -> httpx.Response:
+        """Return the response to a request that may be repeated.
+
+        Raises:
+            RefusedError: it is refused.
+            httpx.TransportError: the gateway does not come back.
+        """
+        give_up_at = time.monotonic() + RECONNECT_S
+        while True:
+            try:
+                answer = await self._http.request(method, path, **given)
+                await _check(answer)
+            except httpx.TransportError:
+                if time.monotonic() > give_up_at:
+                    raise
+            except RefusedError as error:
+                if not (self._expects_replacement and error.passes) or time.monotonic() > give_up_at:
+                    raise
+            else:
+                return answer
+            exchange.reconnects = 1
+            await asyncio.sleep(RECONNECT_PAUSE_S)
+
+
+def _request(exchange: Exchange, body: Mapping[str, Any], headers: Mapping[str, str]) -> dict[str, Any]:
+    """Return the request that begins an answer, or continues it."""
+    path = exchange.case.path
+    if exchange.event_ids and body.get("background"):
+        response_id, _, number = exchange.event_ids[-1].rpartition("/")
+        return {"method": "GET", "url": f"{path}/{response_id}?stream=true&starting_after={number}"}
+    return {"method": "POST", "url": path, "json": dict(body), "headers": dict(headers)}
+
+
+async def _check(answer: httpx.Response) -> None:
+    if answer.status_code != httpx.codes.OK:
+        text = (await answer.aread()).decode(errors="replace")
+        raise RefusedError(answer.status_code, text, passes="retry-after" in answer.headers)
 
 
 async def _events(answer: httpx.Response) -> AsyncIterator[tuple[str | None, str]]:

@@ -15,9 +15,19 @@ import httpx
 from pydantic import SecretStr
 
 from common.rpc.options import CHANNEL_OPTIONS
-from common.settings import GatewaySettings, ModelSettings, RpcSettings, SchedulerSettings, Settings, WorkerSettings
+from common.settings import (
+    GatewaySettings,
+    LimitsSettings,
+    ModelSettings,
+    RpcSettings,
+    SchedulerSettings,
+    Settings,
+    TokenizerSettings,
+    WorkerSettings,
+)
 from common.settings.gateway import ResponsesSettings, StateSettings
-from common.settings.scheduler import HostTierSettings, StorageSettings
+from common.settings.scheduler import AdapterSettings, HostTierSettings, StorageSettings
+from common.settings.tokenizer import ImageDecodingSettings
 from common.settings.worker import WorkerStorageSettings
 from common.types import GroupRole
 from deploy.supervisor.layout import ONE_OF_EACH, Layout, PlannedGroup, Replicas, lay_out
@@ -36,6 +46,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from deploy.supervisor.layout import ServiceSpec
+    from tests.chaos.kinds import TinyModel
 
 T = TypeVar("T")
 
@@ -47,6 +58,7 @@ ANSWER_TIMEOUT_S = 60.0
 GROUPS = (PlannedGroup(GroupRole.PREFILL), PlannedGroup(GroupRole.DECODE))
 # Shorter prompts are computed where they are answered.
 PREFILL_TOKENS = 64
+TINY_PAGES = 1024
 # Gauges that are 0 while nothing is open.
 OPEN_GAUGES = {
     "gateway": "pando_gateway_open_requests",
@@ -105,13 +117,14 @@ class System:
         simulated: bool = True,
         secure: bool = False,
         with_disk: bool = False,
+        mixed: bool = False,
     ) -> None:
         """Plan the system, with sockets and logs in `directory`, whose path must be short.
 
         `divided`: of two groups, the first one only computes prompts, which the other one reads. `stages`: the ranks of
         a group, each with a part of the layers. `simulated`: its engine makes tokens up. `secure`: its links use mutual
-        TLS. `with_disk`: it has a storage tier and keeps responses in a file, on a small disk, instead of in a Redis
-        server.
+        TLS. `mixed`: its model is a tiny one that reads images and has an adapter. `with_disk`: it has a storage tier
+        and keeps responses in a file, on a small disk, instead of in a Redis server.
 
         Raises:
             MissingProgramError: there is no Redis server.
@@ -122,7 +135,7 @@ class System:
         self.groups = groups
         self.divided = divided
         self._stages = stages
-        self.simulated = simulated
+        self.simulated = simulated and not mixed
         self.log_path = directory / "services.log"
         self.redis = RedisProcess(directory)
         self.links: dict[str, Link] = {}
@@ -134,6 +147,7 @@ class System:
         self._addresses: dict[str, str] = {}
         self._metrics_ports: dict[str, int] = {}
         self._disk = Disk(directory / "disk") if with_disk else None
+        self._tiny = _save_tiny_model(directory) if mixed else None
         self.layout, self._run_directory = self._plan()
         self.reporter = FileReporter(self.log_path)
         self.supervisor = Supervisor(self.layout, self._run_directory, self.reporter, Probes())
@@ -356,7 +370,21 @@ class System:
             location = WorkerStorageSettings(location=SecretStr(str(path / "pages")))
             worker = worker.model_copy(update={"storage": location})
         model = ModelSettings(load_format="fake") if self.simulated else ModelSettings()
+        if self._tiny is not None:
+            return self._of_tiny_model(self._tiny, gateway, scheduler)
         return Settings(model=model, gateway=gateway, scheduler=scheduler, worker=worker)
+
+    def _of_tiny_model(self, tiny: TinyModel, gateway: GatewaySettings, scheduler: SchedulerSettings) -> Settings:
+        limits = self._directory / "limits.toml"
+        limits.write_text(f'[tenants.default]\nadapters = ["{tiny.adapter.name}"]\n')
+        adapters = AdapterSettings(slots=2, load={tiny.adapter.name: str(tiny.adapter)})
+        return Settings(
+            model=ModelSettings(reference=str(tiny.model), served_name=tiny.name, dtype="float32", images="on"),
+            gateway=gateway,
+            tokenizer=TokenizerSettings(images=ImageDecodingSettings(processes=1)),
+            scheduler=scheduler.model_copy(update={"adapters": adapters, "device_pages": TINY_PAGES}),
+            limits=LimitsSettings(file=limits),
+        )
 
     def _of_groups(self, spec: ServiceSpec) -> list[ServiceSpec]:
         """Return the service once for each group, if groups have their own."""
@@ -427,6 +455,13 @@ class System:
             return RpcSettings(plaintext=True)
         identity: Identity = self._authority.issue(service, roles=[service])
         return identity.settings(probe_port=self._ports.take() if service != "gateway" else None)
+
+
+def _save_tiny_model(directory: Path) -> TinyModel:
+    # Imports torch, which the other systems need not wait for.
+    from tests.chaos.kinds import TinyModel
+
+    return TinyModel.save(directory)
 
 
 def _held_by_scheduler(name: str, state: scheduler_pb2.GetStateResponse | None) -> list[str]:

@@ -12,7 +12,7 @@ import pytest
 
 from tests.chaos.faults import all_faults
 from tests.chaos.links import HOST
-from tests.chaos.load import DONE, Case, Client, Exchange
+from tests.chaos.load import DONE, Case, ChoiceOutput, Client, Exchange, Shape, StreamError
 from tests.chaos.report import exit_code, row, summary
 from tests.chaos.rounds import Judgement, Outcome
 
@@ -98,6 +98,78 @@ def test_names_of_faults_are_unique_and_each_setting_has_a_short_one() -> None:
     assert {fault.setting for fault in faults if fault.is_short} == {fault.setting for fault in faults}
 
 
+MESSAGE = {"content": [{"type": "text", "text": "Hello"}], "stop_reason": "end_turn"}
+MESSAGE_EVENTS = [
+    {"type": "message_start", "message": {"usage": {"input_tokens": 3, "output_tokens": 0}}},
+    {"type": "content_block_delta", "delta": {"type": "text_delta", "text": "Hel"}},
+    {"type": "content_block_delta", "delta": {"type": "text_delta", "text": "lo"}},
+    {"type": "message_delta", "delta": {"stop_reason": "end_turn"}, "usage": {"output_tokens": 2}},
+    {"type": "message_stop"},
+]
+RESPONSE_EVENTS = [
+    {"type": "response.created", "response": {"status": "in_progress", "error": None}},
+    {"type": "response.output_text.delta", "delta": "Hel"},
+    {"type": "response.output_text.delta", "delta": "lo"},
+    {"type": "response.completed", "response": {"usage": {"input_tokens": 3, "output_tokens": 2}}},
+]
+OUTPUT = ChoiceOutput(text="Hello", finish="end_turn")
+
+
+@pytest.mark.parametrize(
+    ("events", "output", "usage"),
+    [
+        (MESSAGE_EVENTS, OUTPUT, (0, 2)),
+        ([{"type": "message", **MESSAGE, "usage": {"input_tokens": 3, "output_tokens": 2}}], OUTPUT, (3, 2)),
+        (RESPONSE_EVENTS, replace(OUTPUT, finish="response.completed"), (3, 2)),
+        (
+            [
+                {
+                    "choices": [{"index": 0, "message": {"content": "Hello"}, "finish_reason": "stop"}],
+                    "usage": {"prompt_tokens": 3, "completion_tokens": 2},
+                }
+            ],
+            replace(OUTPUT, finish="stop"),
+            (3, 2),
+        ),
+        (
+            [{"data": [{"index": 0, "embedding": [0.5, -0.5]}], "usage": {"prompt_tokens": 3, "total_tokens": 3}}],
+            ChoiceOutput(logprobs=[(0.5, -0.5)]),
+            (3, 0),
+        ),
+        (
+            [{"text": "Hello", "meta_info": {"prompt_tokens": 3, "completion_tokens": 2, "finish_reason": None}}],
+            replace(OUTPUT, finish="null"),
+            (3, 2),
+        ),
+    ],
+)
+def test_answers_of_all_kinds_are_taken_in(
+    events: list[dict[str, Any]], output: ChoiceOutput, usage: tuple[int, int]
+) -> None:
+    exchange = Exchange(CASE)
+    for event in events:
+        exchange.add(event)
+    assert exchange.choices == {0: output}
+    assert exchange.usage == usage
+
+
+@pytest.mark.parametrize(
+    "event",
+    [{"type": "error", "message": "gone"}, {"type": "response.failed", "response": {}}, {"error": {"message": "gone"}}],
+)
+def test_an_event_that_is_an_error_fails_the_request(event: dict[str, Any]) -> None:
+    with pytest.raises(StreamError):
+        Exchange(CASE).add(event)
+
+
+def test_a_user_is_named_in_each_shape() -> None:
+    assert CASE.body_of("ann") == {"model": "tiny", "user": "ann"}
+    assert replace(CASE, shape=Shape.MESSAGES).body_of("ann") == {"model": "tiny", "metadata": {"user_id": "ann"}}
+    batch = replace(CASE, body={"lines": [{"prompt": "Hi"}]}, shape=Shape.BATCH)
+    [line] = map(json.loads, batch.lines_of("ann").splitlines())
+    assert line["body"] == {"prompt": "Hi", "user": "ann"}
+
+
 @asynccontextmanager
 async def gateway(*connections: tuple[list[str], bool]) -> AsyncIterator[tuple[str, list[str]]]:
     """Serve one connection after the other: events with ids, then an orderly end or a reset; yield URL and requests."""
@@ -140,6 +212,18 @@ async def test_a_client_continues_a_broken_stream_after_its_last_event() -> None
     assert exchange.events == [0, 1, 2, 3, 4]
     assert "last-event-id: record/1" in requests[1]
     assert "last-event-id" not in requests[0]
+
+
+async def test_a_client_continues_a_response_in_the_background_by_its_number() -> None:
+    events = [json.dumps(event) for event in RESPONSE_EVENTS]
+    async with gateway((events[:2], False), (events[2:], True)) as (url, requests):
+        client = Client(url)
+        exchange = Exchange(Case("background", "/v1/responses", {"background": True}))
+        await client.exchange(exchange, "somebody")
+        await client.close()
+    assert exchange.failure is None
+    assert exchange.choices[0].text == "Hello"
+    assert requests[1].startswith("get /v1/responses/record?stream=true&starting_after=1 ")
 
 
 async def test_a_client_counts_an_error_in_the_stream_as_its_end() -> None:
