@@ -206,7 +206,10 @@ class Exchange:
             output.finish = piece.get("finish_reason") or output.finish
 
     def _add_typed(self, kind: str, chunk: Mapping[str, Any]) -> bool:
-        """Take in an event of /v1/messages or /v1/responses, or a whole message."""
+        """Take in an event of /v1/messages or /v1/responses, or a whole message.
+
+        Messages do not count cached tokens as input.
+        """
         output = self._choice(0)
         match kind:
             case "content_block_delta":
@@ -216,7 +219,7 @@ class Exchange:
             case "message":
                 output.text = "".join(block.get("text", "") for block in chunk["content"])
                 output.finish = chunk["stop_reason"]
-                self.usage = chunk["usage"]["input_tokens"], chunk["usage"]["output_tokens"]
+                self.usage = 0, chunk["usage"]["output_tokens"]
             case "message_delta":
                 output.finish = chunk["delta"]["stop_reason"]
                 self.usage = 0, chunk["usage"]["output_tokens"]
@@ -400,12 +403,13 @@ class Client:
             except httpx.TransportError:
                 if time.monotonic() > give_up_at:
                     raise
+                exchange.reconnects = 1
             except RefusedError as error:
-                if not (self._expects_replacement and error.passes) or time.monotonic() > give_up_at:
+                # Files and batches are in the shared state, which a busy machine may not answer in time.
+                if not error.passes or time.monotonic() > give_up_at:
                     raise
             else:
                 return answer
-            exchange.reconnects = 1
             await asyncio.sleep(RECONNECT_PAUSE_S)
 
 

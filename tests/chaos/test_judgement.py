@@ -119,7 +119,7 @@ OUTPUT = ChoiceOutput(text="Hello", finish="end_turn")
     ("events", "output", "usage"),
     [
         (MESSAGE_EVENTS, OUTPUT, (0, 2)),
-        ([{"type": "message", **MESSAGE, "usage": {"input_tokens": 3, "output_tokens": 2}}], OUTPUT, (3, 2)),
+        ([{"type": "message", **MESSAGE, "usage": {"input_tokens": 3, "output_tokens": 2}}], OUTPUT, (0, 2)),
         (RESPONSE_EVENTS, replace(OUTPUT, finish="response.completed"), (3, 2)),
         (
             [
