@@ -337,8 +337,9 @@ class Client:
                     exchange.start_again()
                     headers = key
                     continue
-                # A gateway that is ending, or has just started, refuses.
-                if not (self._expects_replacement and error.passes) or time.monotonic() > give_up_at:
+                # A gateway that is ending, or has just started, refuses; background responses need the shared state.
+                may_pass = error.passes and (self._expects_replacement or bool(body.get("background")))
+                if not may_pass or time.monotonic() > give_up_at:
                     raise
             await asyncio.sleep(RECONNECT_PAUSE_S)
 
