@@ -35,6 +35,18 @@ RETRY_AFTER_MS: Final = 60_000
 
 
 @dataclass(frozen=True, slots=True)
+class BatchOutputs:
+    """What one gateway has written of a batch's output; files without a line have no id."""
+
+    succeeded: int
+    failed: int
+    output_id: str | None
+    output_bytes: int
+    errors_id: str | None
+    errors_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
 class BatchRecord:
     """A batch: the object that clients see, and the caller in whose name its lines run."""
 
@@ -43,6 +55,10 @@ class BatchRecord:
     caller: Caller
     # The status that it gets when its output files are written; set while it is finalizing.
     end: str | None = None
+    # The contents of its output files; None until they are written.
+    outputs: BatchOutputs | None = None
+    # The ids of output files that a gateway is writing.
+    drafts: tuple[str, ...] = ()
     # The whole record as it was stored, perhaps by a newer version, whose fields are kept when it is changed.
     stored: Json = field(default_factory=dict, compare=False)
 
@@ -68,13 +84,17 @@ class BatchRecord:
     def encode(self) -> bytes:
         """Return the batch as JSON."""
         caller = {**self.stored.get("caller", {}), **asdict(self.caller)}
-        return orjson.dumps({**self.stored, "object": self.shown, "caller": caller, "end": self.end})
+        own = {"object": self.shown, "caller": caller, "end": self.end, "outputs": self.outputs, "drafts": self.drafts}
+        return orjson.dumps({**self.stored, **own})
 
     @classmethod
     def decode(cls, encoded: bytes) -> BatchRecord:
         """Decode the result of `encode`, which may be that of another version."""
         stored = orjson.loads(encoded)
-        return cls(stored["object"], Caller.from_json(stored["caller"]), stored["end"], stored)
+        written = stored.get("outputs")
+        outputs = None if written is None else BatchOutputs(**known_fields(BatchOutputs, written))
+        drafts = tuple(stored.get("drafts", ()))
+        return cls(stored["object"], Caller.from_json(stored["caller"]), stored["end"], outputs, drafts, stored)
 
 
 @dataclass(frozen=True, slots=True)
@@ -214,7 +234,8 @@ class Batches:
             return None
         former = BatchLease.decode(found)
         now = self.clock()
-        if former.until > now:
+        # A lease that ends later than any new one would is of a clock that has been set back since.
+        if now < former.until <= now + LEASE_S:
             return None
         lease = BatchLease(former.owner, holder, now + LEASE_S)
         return lease if await self._documents.exchange(OPEN, batch_id, found, lease.encode()) else None

@@ -25,8 +25,10 @@ Json: TypeAlias = dict[str, Any]  # Any: free JSON
 
 # The room that a file takes in addition to its content.
 ENTRY_BYTES = 1024
-# Index of all files: "<time of expiry, seconds>-<id>" -> owner's folder, tenant's digest, bytes.
+# Index of files and new files: "<time of expiry, seconds>-<id>" -> owner's folder, tenant's digest, bytes.
 INDEX = "file-index"
+# Seconds within which the content of a new file must be written.
+RESERVED_S = 3600
 FULL_RETRY_MS = 60_000
 NO_OWNER = "Requests without a credential are anonymous, and cannot own files and batches; send an API key."
 
@@ -78,6 +80,14 @@ class FileBounds:
     lifetime_s: float
 
 
+@dataclass(frozen=True, slots=True)
+class NewFile:
+    """A file that is being written. `reservation`: the entry in the index that keeps its room; empty: there is none."""
+
+    id: str
+    reservation: str = ""
+
+
 class Files:
     """All files. Those of other owners do not exist for a caller."""
 
@@ -93,12 +103,26 @@ class Files:
         """Return a writer of a new file's content; the file exists once it is added."""
         return self._contents.writer(file_id)
 
-    async def check_room(self, owner: FileOwner, size: int) -> None:
-        """Check that `owner` may add a file of `size` bytes.
+    async def reserve(self, owner: FileOwner, size: int) -> NewFile:
+        """Take room for a new file of `size` bytes, which must be added within `RESERVED_S`.
+
+        Otherwise, for example if its gateway dies, `sweep` drops what has been written. Reserved room counts as used,
+        so that uploads at the same time cannot exceed the bounds together.
 
         Raises:
             QueueFullError: there is no room; the message says whose.
         """
+        file_id = new_file_id()
+        new = NewFile(file_id, _index_name(int(self._clock()) + RESERVED_S, file_id))
+        await self._documents.put(INDEX, new.reservation, _entry(owner, size))
+        try:
+            await self._check_room(owner)
+        except BaseException:
+            await self._documents.delete(INDEX, new.reservation)
+            raise
+        return new
+
+    async def _check_room(self, owner: FileOwner) -> None:
         used = of_tenant = 0
         names = await self._documents.names(INDEX)
         for entry in await self._documents.get_many(INDEX, names):
@@ -106,21 +130,22 @@ class Files:
                 _, tenant, taken = orjson.loads(entry)
                 used += taken
                 of_tenant += taken if tenant == owner.tenant_digest else 0
-        size += ENTRY_BYTES
-        if of_tenant + size > self.bounds.all_bytes // 2:
-            message = f"Your organization's files have {of_tenant} bytes, and may have {self.bounds.all_bytes // 2}"
-        elif used + size > self.bounds.all_bytes:
+        if of_tenant > self.bounds.all_bytes // 2:
+            message = (
+                f"Your organization's files would have {of_tenant} bytes, and may have {self.bounds.all_bytes // 2}"
+            )
+        elif used > self.bounds.all_bytes:
             message = "The server has no room for the file"
         else:
             return
         raise QueueFullError(f"{message}; delete files that are not needed.", retry_after_ms=FULL_RETRY_MS)
 
-    async def add(self, owner: FileOwner, file_id: str, name: str, purpose: str, size: int) -> Json:
+    async def add(self, owner: FileOwner, new: NewFile, name: str, purpose: str, size: int) -> Json:
         """Make a file whose content has been written exist; return its object. Idempotent."""
         created = int(self._clock())
         expires = created + int(self.bounds.lifetime_s)
         file: Json = {
-            "id": file_id,
+            "id": new.id,
             "object": "file",
             "bytes": size,
             "created_at": created,
@@ -129,11 +154,12 @@ class Files:
             "purpose": purpose,
             "status": "processed",
         }
-        entry = [owner.digest, owner.tenant_digest, size + ENTRY_BYTES]
-        await self._documents.put(INDEX, _index_name(file), orjson.dumps(entry))
-        if not await self._documents.exchange(_folder(owner.digest), file_id, None, orjson.dumps(file)):
-            await self._documents.delete(INDEX, _index_name(file))
-            return await self.get(owner, file_id)
+        await self._documents.put(INDEX, _index_name(expires, new.id), _entry(owner, size))
+        if not await self._documents.exchange(_folder(owner.digest), new.id, None, orjson.dumps(file)):
+            file = await self.get(owner, new.id)
+            if file["expires_at"] != expires:
+                await self._documents.delete(INDEX, _index_name(expires, new.id))
+        await self._release(new)
         return file
 
     async def get(self, owner: FileOwner, file_id: str) -> Json:
@@ -167,22 +193,34 @@ class Files:
             HttpError: 404: there is none, or it is another owner's.
         """
         file = await self.get(owner, file_id)
-        await self._remove(owner.digest, file_id, _index_name(file))
+        await self._remove(owner.digest, file_id, _index_name(file["expires_at"], file_id))
 
-    async def discard(self, file_id: str) -> None:
-        """Delete the content of a file that was never added."""
-        await self._contents.delete(file_id)
+    async def discard(self, new: NewFile) -> None:
+        """Delete the content of a file that was never added, and give its room back."""
+        await self._contents.delete(new.id)
+        await self._release(new)
 
     async def sweep(self) -> None:
-        """Delete the files whose lifetime is over."""
+        """Delete the files whose lifetime is over, and contents that were not added in time."""
         now = f"{int(self._clock()):012d}"
         for name in await self._documents.names(INDEX):
             expiry, _, file_id = name.partition("-")
             if expiry > now:
                 return
             entry = await self._documents.get(INDEX, name)
-            if entry is not None:
-                await self._remove(orjson.loads(entry)[0], file_id, name)
+            if entry is None:
+                continue
+            owner = orjson.loads(entry)[0]
+            stored = await self._documents.get(_folder(owner), file_id)
+            if stored is not None and orjson.loads(stored)["expires_at"] > self._clock():
+                # The reservation of a file whose gateway died just after it had added it.
+                await self._documents.delete(INDEX, name)
+            else:
+                await self._remove(owner, file_id, name)
+
+    async def _release(self, new: NewFile) -> None:
+        if new.reservation:
+            await self._documents.delete(INDEX, new.reservation)
 
     async def _remove(self, owner: str, file_id: str, index_name: str) -> None:
         # Last comes the entry that `sweep` would try again by.
@@ -204,5 +242,9 @@ def _folder(owner: str) -> str:
     return f"files:{owner}"
 
 
-def _index_name(file: Json) -> str:
-    return f"{file['expires_at']:012d}-{file['id']}"
+def _index_name(expires: int, file_id: str) -> str:
+    return f"{expires:012d}-{file_id}"
+
+
+def _entry(owner: FileOwner, size: int) -> bytes:
+    return orjson.dumps([owner.digest, owner.tenant_digest, size + ENTRY_BYTES])

@@ -59,16 +59,16 @@ class BatchLineError(Exception):
 
 async def split_lines(content: AsyncIterator[bytes], limit: int) -> AsyncIterator[bytes]:
     """Yield the lines of `content` that are not empty; of lines longer than `limit` bytes only the beginning."""
-    rest = b""
+    rest = bytearray()
     async for piece in content:
-        *lines, rest = (rest + piece).split(b"\n")
-        for line in lines:
-            if line.strip():
-                yield line[: limit + 1]
-        if len(rest) > limit:
-            rest = rest[: limit + 1]
+        first, *others = piece.split(b"\n")
+        rest += first[: max(limit + 1 - len(rest), 0)]
+        for line in others:
+            if rest.strip():
+                yield bytes(rest)
+            rest = bytearray(line[: limit + 1])
     if rest.strip():
-        yield rest
+        yield bytes(rest)
 
 
 def parse_line(raw: bytes, index: int, endpoint: str, limit: int) -> BatchLine:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import hashlib
 import secrets
 import time
 from dataclasses import dataclass, replace
@@ -14,7 +13,8 @@ import orjson
 
 from common.errors import UnavailableError
 from common.logs import get_logger
-from gateway.batches.batches import ENDED
+from gateway.batches.batches import ENDED, BatchOutputs
+from gateway.batches.files import NewFile, new_file_id
 from gateway.batches.lines import MAX_ERRORS, BatchLineError, answered, parse_line, split_lines, unanswered
 from gateway.batches.turns import LineTurns
 from gateway.server.errors import HttpError
@@ -336,6 +336,8 @@ class BatchRun:
             await asyncio.gather(lines, return_exceptions=True)
 
     def _with_counts(self, batch: BatchRecord) -> BatchRecord | None:
+        if batch.status in ENDED:
+            return None
         succeeded = sum(self._outcomes.values())
         total = batch.shown["request_counts"]["total"]
         counts = {"total": total, "completed": succeeded, "failed": len(self._outcomes) - succeeded}
@@ -364,32 +366,67 @@ class BatchRun:
         self._outcomes[line.index] = succeeded
 
     async def _finalize(self) -> None:
-        """Write the output files and end the batch; repeated from its beginning after an interruption."""
+        """Write the output files and end the batch; goes on from any point at which another gateway was interrupted."""
         if self._batch.status == "in_progress":
             is_whole = len(self._outcomes) == self._batch.shown["request_counts"]["total"]
             await self._change("finalizing", "in_progress", end="completed" if is_whole else "expired")
         end = self._batch.end or "cancelled"
-        good, bad = _file_id(self._batch.id, "output"), _file_id(self._batch.id, "errors")
-        outputs, errors = self._files.writer(good), self._files.writer(bad)
+        if self._batch.outputs is None:
+            await self._write_files(end)
+        outputs = self._batch.outputs
+        if outputs is None or self._batch.status in ENDED:
+            raise _LeaseLostError
+        for kind, file_id, size in (
+            ("output", outputs.output_id, outputs.output_bytes),
+            ("errors", outputs.errors_id, outputs.errors_bytes),
+        ):
+            if file_id is not None:
+                name = f"{self._batch.id}_{kind}.jsonl"
+                await self._files.add(self._batch.owner, NewFile(file_id), name, "batch_output", size)
+        total = self._batch.shown["request_counts"]["total"]
+        counts = {"total": total, "completed": outputs.succeeded, "failed": outputs.failed}
+        ids = {"output_file_id": outputs.output_id, "error_file_id": outputs.errors_id}
+        await self._change(end, self._batch.status, **ids, request_counts=counts)
+
+    async def _write_files(self, end: str) -> None:
+        """Write the contents of the output files, and note them in the batch.
+
+        A gateway that hung may go on here after it has lost its lease, when outcomes may have been forgotten. So each
+        attempt writes files of its own, whose ids are in the batch, and its files count only if they still are there.
+        """
+        drafts = (new_file_id(), new_file_id())
+        abandoned: tuple[str, ...] = ()
+
+        def begin(batch: BatchRecord) -> BatchRecord | None:
+            nonlocal abandoned
+            abandoned = batch.drafts
+            return None if batch.outputs or batch.status in ENDED else replace(batch, drafts=drafts)
+
+        self._batch = await self._batches.update(self._batch, begin)
+        if self._batch.drafts != drafts:
+            return
+        for file_id in abandoned:
+            await self._files.discard(NewFile(file_id))
+        outputs, errors = (self._files.writer(file_id) for file_id in drafts)
         try:
             succeeded, failed = await self._write_outputs(end, outputs, errors)
-            fields: Json = {}
-            for field, kind, file_id, writer in (
-                ("output_file_id", "output", good, outputs),
-                ("error_file_id", "errors", bad, errors),
-            ):
+            for writer in (outputs, errors):
                 if writer.size:
                     await writer.finish()
-                    name = f"{self._batch.id}_{kind}.jsonl"
-                    await self._files.add(self._batch.owner, file_id, name, "batch_output", writer.size)
-                    fields[field] = file_id
         except BaseException:
             await outputs.discard()
             await errors.discard()
             raise
-        total = self._batch.shown["request_counts"]["total"]
-        fields["request_counts"] = {"total": total, "completed": succeeded, "failed": failed}
-        await self._change(end, self._batch.status, **fields)
+        ids = [file_id if writer.size else None for file_id, writer in zip(drafts, (outputs, errors), strict=True)]
+        made = BatchOutputs(succeeded, failed, ids[0], outputs.size, ids[1], errors.size)
+
+        def note(batch: BatchRecord) -> BatchRecord | None:
+            return replace(batch, outputs=made, drafts=()) if batch.drafts == drafts else None
+
+        self._batch = await self._batches.update(self._batch, note)
+        for file_id in drafts:
+            if self._batch.outputs != made or file_id not in ids:
+                await self._files.discard(NewFile(file_id))
 
     async def _write_outputs(self, end: str, outputs: ContentWriter, errors: ContentWriter) -> tuple[int, int]:
         """Write the stored outcomes in the order of the lines; return the numbers of successes and failures."""
@@ -410,8 +447,3 @@ class BatchRun:
 
 def _error(code: str, message: str, param: str | None, line: int | None) -> Json:
     return {"code": code, "message": message, "param": param, "line": line}
-
-
-def _file_id(batch_id: str, kind: str) -> str:
-    """Return the id of an output file; the same whichever gateway writes it, and not to be guessed."""
-    return f"file-{hashlib.sha256(f'{batch_id}/{kind}'.encode()).hexdigest()[:32]}"

@@ -15,7 +15,7 @@ from starlette.responses import StreamingResponse
 from common.errors import InvalidRequestError, UnavailableError
 from common.names import check_name
 from gateway.batches.contents import PIECE_BYTES
-from gateway.batches.files import FileOwner, new_file_id
+from gateway.batches.files import FileOwner
 from gateway.endpoints.routing import PAUSE_S, ClientGoneError
 from gateway.identity.caller import Caller, identify
 from gateway.server.errors import HttpError
@@ -187,18 +187,17 @@ def _bounded(receive: Receive, limit: int, too_large: HttpError) -> Receive:
 
 async def _store(context: Context, owner: FileOwner, file: UploadFile, purpose: str) -> Response:
     name = check_name("file", file.filename or "file")
-    await context.files.check_room(owner, file.size or 0)
-    file_id = new_file_id()
-    writer = context.files.writer(file_id)
+    new = await context.files.reserve(owner, file.size or 0)
+    writer = context.files.writer(new.id)
     try:
         while piece := await file.read(PIECE_BYTES):
             await writer.write(piece)
         await writer.finish()
-        return json_response(await context.files.add(owner, file_id, name, purpose, writer.size))
+        return json_response(await context.files.add(owner, new, name, purpose, writer.size))
     except BaseException:
         await writer.discard()
         with suppress(UnavailableError):
-            await context.files.discard(file_id)
+            await context.files.discard(new)
         raise
 
 

@@ -66,8 +66,8 @@ class UsageLog:
         try:
             if not self._lock.try_acquire():
                 raise ConfigurationError(f"gateway.ledger.log_directory: another gateway writes {directory}")
-            # The ledger's name and the number of the last line.
-            self._written = self._last_line()
+            # The number of the last line of each ledger, by its name.
+            self._written = self._last_lines()
         except (OSError, ValueError, KeyError) as error:
             raise ConfigurationError(f"gateway.ledger.log_directory: {error}") from error
 
@@ -96,8 +96,8 @@ class UsageLog:
 
     def _append_new(self, taken: UsageRecords) -> None:
         with self._appending:
-            ledger, last = self._written
-            new = [record for record in taken.records if ledger != taken.ledger or record.number > last]
+            last = self._written.get(taken.ledger, 0)
+            new = [record for record in taken.records if record.number > last]
             if new:
                 self._append(taken.ledger, new)
 
@@ -118,11 +118,15 @@ class UsageLog:
                 raise
         if is_new:
             _sync_directory(self._directory)
-        self._written = ledger, records[-1].number
+        self._written[ledger] = records[-1].number
 
-    def _last_line(self) -> tuple[str, int]:
-        """Return the ledger and the number of the last complete line, and cut off what a crash left of another."""
-        for path in sorted(self._directory.glob(FILES), reverse=True):
+    def _last_lines(self) -> dict[str, int]:
+        """Return each ledger's greatest number, and cut off what a crash left of a line.
+
+        All files are read, as a clock that was set back has had later lines written to an earlier day's file.
+        """
+        found: dict[str, int] = {}
+        for path in self._directory.glob(FILES):
             with path.open("rb") as file:
                 start = max(file.seek(0, os.SEEK_END) - TAIL_BYTES, 0)
                 file.seek(start)
@@ -132,8 +136,9 @@ class UsageLog:
                 os.truncate(path, start + end)
             if end:
                 line = orjson.loads(tail[tail.rfind(b"\n", 0, end - 1) + 1 : end])
-                return str(line["ledger"]), int(line["number"])
-        return "", 0
+                ledger = str(line["ledger"])
+                found[ledger] = max(found.get(ledger, 0), int(line["number"]))
+        return found
 
 
 def open_directory(directory: Path) -> str:

@@ -68,15 +68,16 @@ async def test_files_disappear_when_their_lifetime_is_over(kind: str, redis: Red
     now = 1_000.0
     async with opened(kind, redis, tmp_path) as documents:
         files = Files(documents, DocumentContents(documents), FileBounds(10**6, 10**6, 100.0), lambda: now)
-        writer = files.writer("file-1")
+        new = await files.reserve(OWNER, 300_000)
+        writer = files.writer(new.id)
         await writer.write(b"x" * 300_000)
         await writer.finish()
-        await files.add(OWNER, "file-1", "a", "batch", writer.size)
+        await files.add(OWNER, new, "a", "batch", writer.size)
         await files.sweep()
-        assert [file["id"] for file in await files.all_of(OWNER)] == ["file-1"]
-        assert b"".join([piece async for piece in files.content("file-1")]) == b"x" * 300_000
+        assert [file["id"] for file in await files.all_of(OWNER)] == [new.id]
+        assert b"".join([piece async for piece in files.content(new.id)]) == b"x" * 300_000
         now += 101.0
         assert await files.all_of(OWNER) == []
         await files.sweep()
-        for folder in ("file-index", "content:file-1", f"files:{OWNER.digest}"):
+        for folder in ("file-index", f"content:{new.id}", f"files:{OWNER.digest}"):
             assert await documents.names(folder) == []

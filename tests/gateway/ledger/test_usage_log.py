@@ -115,6 +115,19 @@ async def test_lines_cut_off_by_a_crash_are_written_again(directory: Path, store
     assert names(directory) == ["a", "b"]
 
 
+async def test_a_clock_that_is_set_back_repeats_no_line(directory: Path, store: SqliteLedger) -> None:
+    await store.write(entries("a"))
+    await UsageLog(directory, store, lambda: NOON).close()
+    dying = UsageLog(directory, Dying(store), lambda: NOON - DAY_S)  # type: ignore[arg-type]  # as much as a log needs
+    await store.write(entries("b"))
+    with pytest.raises(KeyboardInterrupt):
+        await dying.write()
+    dying._lock.release()
+    await UsageLog(directory, store, lambda: NOON - DAY_S).close()
+    assert sorted(names(directory)) == ["a", "b"]
+    assert len(files(directory)) == 2
+
+
 async def test_a_new_ledger_begins_to_count_again(directory: Path, store: SqliteLedger, tmp_path: Path) -> None:
     await store.write(entries("a"))
     first = UsageLog(directory, store, lambda: NOON)
