@@ -32,8 +32,8 @@ class SubjectLimits(BaseModel):
     scheduler's queue; default: as many as its tenant's limit still allows. `max_context`: tokens of prompt and output
     together. `tokens_per_day`, `tokens_per_month`: budgets of a calendar day and month, in UTC, as the ledger counts
     tokens; the gateway refuses further requests. `throttle_at`: the part of a budget from which on only
-    `throttled_requests_per_minute` and `throttled_tokens_per_minute` are allowed, where they are lower than the limits
-    without `throttled_`.
+    `throttled_requests_per_minute` and `throttled_tokens_per_minute` are allowed, and `throttled_weight` is its share,
+    where they are lower than the limits without `throttled_`.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
@@ -51,12 +51,17 @@ class SubjectLimits(BaseModel):
     throttle_at: float | None = Field(None, gt=0, lt=1)
     throttled_requests_per_minute: int | None = Field(None, ge=1)
     throttled_tokens_per_minute: int | None = Field(None, ge=1)
+    throttled_weight: float | None = Field(None, gt=0, allow_inf_nan=False)
 
     @model_validator(mode="after")
     def _floor_is_within_the_quota(self) -> Self:
         if self.cache_share is not None and self.cache_floor is not None and self.cache_floor > self.cache_share:
             raise ValueError(f"cache_floor ({self.cache_floor}) must be at most cache_share ({self.cache_share})")
         return self
+
+    def weight_while(self, *, throttled: bool) -> float:
+        """Return the weight, lower if a budget is nearly used up."""
+        return min(self.weight, self.throttled_weight or self.weight) if throttled else self.weight
 
 
 L = TypeVar("L", bound=SubjectLimits)

@@ -376,6 +376,9 @@ class RequestOptions:
     engine_failures: int = 0
     # A line of a batch: served only while no other request is open.
     is_batch: bool = False
+    # A budget is nearly used up: `throttled_weight` counts from now on.
+    tenant_is_throttled: bool = False
+    subject_is_throttled: bool = False
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -159,6 +159,8 @@ def options_to_wire(options: RequestOptions, kind: type[Message]) -> Message:
         engine_failures=options.engine_failures,
         adapter=options.adapter,
         is_batch=options.is_batch,
+        tenant_is_throttled=options.tenant_is_throttled,
+        subject_is_throttled=options.subject_is_throttled,
     )
 
 
@@ -186,6 +188,8 @@ def options_from_wire(message: RequestMessage) -> RequestOptions:
         engine_failures=message.engine_failures,
         adapter=check_name("adapter", message.adapter),
         is_batch=message.is_batch,
+        tenant_is_throttled=message.tenant_is_throttled,
+        subject_is_throttled=message.subject_is_throttled,
     )
 
 

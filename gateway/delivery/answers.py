@@ -509,6 +509,8 @@ class _Run:
         self, entries: Sequence[JournalEntry], cut: Callable[[], None], charge: Charge, elapsed_s: float
     ) -> list[tuple[bytes, bytes]]:
         lease = await self._answers.quotas.take(charge)
+        for entry in entries:
+            entry.throttle(tenant=lease.throttles_tenant, subject=lease.throttles_subject)
         try:
             self._generation = self._answers.generations.open(
                 entries, buffer_bytes=self._buffer_bytes, elapsed_s=elapsed_s

@@ -210,6 +210,13 @@ class JournalEntry:
         # The choices whose updates have had the prompt's ids.
         self._told: set[int] = set()
 
+    def throttle(self, *, tenant: bool, subject: bool) -> None:
+        """Have the request, also when it is resumed, say that a budget of its tenant or subject is nearly used up."""
+        options = replace(self.request.options, tenant_is_throttled=tenant, subject_is_throttled=subject)
+        self.request = replace(self.request, options=options)
+        for choice in self.choices:
+            choice.request = self.request
+
     @property
     def is_finished(self) -> bool:
         return all(choice.is_finished for choice in self.choices)

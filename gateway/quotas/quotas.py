@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Protocol
 
-from common.errors import QueueFullError
+from common.errors import QueueFullError, UnavailableError
 from common.requests import ChatPrompt, PooledText, TokenPrompt
 from common.types import Sharing
 from gateway.ledger.ledger import this_month, today
@@ -40,6 +40,9 @@ class Lease:
 
     taking: Taking
     shown: Sequence[MeterReading]
+    # A budget of the tenant, or of the subject, is nearly used up.
+    throttles_tenant: bool = False
+    throttles_subject: bool = False
 
     def headers(self) -> list[tuple[bytes, bytes]]:
         """Return the headers with the remaining quotas."""
@@ -97,8 +100,13 @@ class Quotas:
             UnavailableError: the use cannot be counted now.
         """
         accounts = self._accounts(charge.subject)
+        throttled: list[bool] = []
         if charge.uses_model:
-            accounts = [await self._within_budgets(account) for account in accounts]
+            throttled = [await self._nears_budget(account) for account in accounts]
+            pairs = zip(accounts, throttled, strict=True)
+            accounts = [_throttled(account) if is_throttled else account for account, is_throttled in pairs]
+        elif charge.kind is not ChargeKind.NEW:
+            throttled = [await self._is_throttled(account) for account in accounts]
         if charge.may_exceed_concurrent:
             accounts = list(map(_without_concurrent, accounts))
         accounts = [account for account in accounts if account.is_limited]
@@ -111,10 +119,10 @@ class Quotas:
             if self._is_secret(obstacle.account):
                 obstacle = replace(obstacle, wait_s=math.ceil(obstacle.wait_s))
             raise LimitedError(obstacle.message, math.ceil(obstacle.wait_s * 1000), rate_headers(shown))
-        return Lease(taking, shown)
+        return Lease(taking, shown, *throttled)
 
-    async def _within_budgets(self, account: MeteredAccount) -> MeteredAccount:
-        """Check that no budget of `account` is used up; return it with lower limits if one nearly is.
+    async def _nears_budget(self, account: MeteredAccount) -> bool:
+        """Check that no budget of `account` is used up; return whether one nearly is, so that lower limits apply.
 
         Requests that are open at the same time may together exceed it, as their output is not known in advance.
 
@@ -140,7 +148,16 @@ class Quotas:
                 )
                 raise BudgetError(message)
             is_throttled |= quota.throttle_at is not None and spent >= quota.throttle_at * budget
-        return _throttled(account) if is_throttled else account
+        return is_throttled
+
+    async def _is_throttled(self, account: MeteredAccount) -> bool:
+        """Return whether a budget nearly is used up, for an answer that has begun, which none ends."""
+        try:
+            return await self._nears_budget(account)
+        except BudgetError:
+            return account.quota.throttle_at is not None
+        except UnavailableError:
+            return False
 
     def _is_secret(self, account: MeteredAccount) -> bool:
         """Whether the account's use would show subjects of a tenant that shares nothing what others of it do."""

@@ -120,6 +120,8 @@ class WaitingQueue:
 
     def add(self, sequence: Sequence) -> None:
         self._arrived[sequence.handle] = sequence
+        if self._counters is not None:
+            self._counters.note_throttled(sequence.request.view.subject, sequence.request.options)
         self._enter(sequence)
 
     def put_back(self, sequences: Iterable[Sequence]) -> None:

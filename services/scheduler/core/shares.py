@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from common.limits import TenantLimits
-    from common.types import Subject
+    from common.types import RequestOptions, Subject
     from services.scheduler.core.rows import RowSlots
     from services.scheduler.core.sequence import Sequence
 
@@ -160,7 +160,8 @@ class VirtualCounters:
     """Counts service in weighted tokens, for each tenant, and within it for each of its subjects.
 
     Every token counts on both levels, divided by the weight that the limits give there. So tenants share by their
-    weights regardless of their number of subjects, and subjects share the service of their tenant.
+    weights regardless of their number of subjects, and subjects share the service of their tenant. A tenant or subject
+    has its throttled weight while the newest request that arrived says that one of its budgets is nearly used up.
     """
 
     def __init__(self, config: ShareConfig) -> None:
@@ -171,6 +172,8 @@ class VirtualCounters:
         self._known: dict[str, TenantLimits] = {}
         self._tenants = _Level(config.remembered)
         self._subjects: dict[str, _Level] = {}
+        # Those that are throttled, oldest first: tenants by name, and subjects.
+        self._throttled: dict[str | Subject, None] = {}
         # Tenants without a counter of their own whose subjects still have one; oldest first.
         self._left: dict[str, None] = {}
 
@@ -203,11 +206,25 @@ class VirtualCounters:
         return self._tenants.gap
 
     def weight_of_tenant(self, tenant: str) -> float:
-        return self._limits_of(tenant).weight
+        return self._limits_of(tenant).weight_while(throttled=tenant in self._throttled)
 
     def weight_of_subject(self, subject: Subject) -> float:
         tenant = self._limits_of(subject.tenant)
-        return tenant.subjects.get(subject.name, tenant.each_subject).weight
+        own = tenant.subjects.get(subject.name, tenant.each_subject)
+        return own.weight_while(throttled=subject in self._throttled)
+
+    def note_throttled(self, subject: Subject, options: RequestOptions) -> None:
+        """Use the throttled weights that a request which arrives asks for, and the usual ones otherwise."""
+        parties: tuple[tuple[str | Subject, bool], ...] = (
+            (subject.tenant, options.tenant_is_throttled),
+            (subject, options.subject_is_throttled),
+        )
+        for party, is_throttled in parties:
+            self._throttled.pop(party, None)
+            if is_throttled:
+                self._throttled[party] = None
+        while len(self._throttled) > self._config.remembered:
+            del self._throttled[next(iter(self._throttled))]
 
     def enter(self, subject: Subject) -> None:
         """Count a request of the subject as waiting."""

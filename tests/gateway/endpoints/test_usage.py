@@ -145,6 +145,19 @@ async def test_a_nearly_used_up_budget_lowers_the_rate(tmp_path: Path) -> None:
     assert [(await ask(gateway_again, "acme")).status_code for _ in range(3)] == [200] * 3
 
 
+async def test_requests_say_whose_budget_is_nearly_used_up(tmp_path: Path) -> None:
+    limits = "[tenants.acme]\ntokens_per_day = 50\nthrottle_at = 0.5\nthrottled_weight = 0.1\n"
+    subjects = '[tenants.acme.subjects."user/bob"]\ntokens_per_month = 100\nthrottle_at = 0.05\n'
+    gateway = gateway_with(tmp_path, limits + subjects)
+    # 9 tokens each.
+    for user in ("ann", "bob", "bob", "ann", "ann"):
+        assert (await ask(gateway, "acme", user=user)).status_code == 200
+    assert (await ask(gateway, "other")).status_code == 200
+    options = [request.options for request in gateway.pipeline.submitted]
+    assert [each.tenant_is_throttled for each in options] == [False, False, False, True, True, False]
+    assert [each.subject_is_throttled for each in options] == [False, False, True, False, False, False]
+
+
 def generated(request: GenerateRequest) -> Iterator[Delta]:
     """Answer with three tokens, one forced and one drafted, or with an embedding."""
     parts = (CachedPart("device", "public", 3), CachedPart("host", "private", 1))

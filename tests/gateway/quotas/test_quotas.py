@@ -10,9 +10,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from common.limits import Limits, SubjectLimits, TenantLimits
-from common.types import Subject
+from common.types import RequestId, Subject
+from gateway.ledger.entries import Tokens, Work
 from gateway.quotas.memory_meters import MAX_METERS, Bucket, MemoryMeters, Meter
-from gateway.quotas.quotas import Charge, Lease, LimitedError, Quotas
+from gateway.quotas.meters import ChargeKind
+from gateway.quotas.quotas import BudgetError, Charge, Lease, LimitedError, Quotas
 from gateway.quotas.redis_meters import RedisMeters
 from tests.gateway.state.servers import new_metrics, new_prefix, state_server
 from tests.gateway.support import memory_ledger
@@ -201,6 +203,20 @@ def test_the_smallest_context_counts() -> None:
     bench.limit(TenantLimits(max_context=1000, each_subject=SubjectLimits(max_context=500)))
     assert Quotas(bench, MemoryMeters(), memory_ledger()).max_context(ANN) == 500
     assert Quotas(None, MemoryMeters(), memory_ledger()).max_context(ANN) is None
+
+
+@pytest.mark.parametrize("kind", [ChargeKind.CONTINUED, ChargeKind.INHERITED])
+async def test_no_budget_ends_an_answer_that_has_begun_but_it_is_throttled(kind: ChargeKind) -> None:
+    bench, ledger = Bench(), memory_ledger()
+    bench.limit(TenantLimits(tokens_per_day=100, throttle_at=0.5, each_subject=SubjectLimits(tokens_per_day=100)))
+    quotas = Quotas(bench, MemoryMeters(lambda: bench.now), ledger)
+    again = Charge(ANN, 1, 0, kind=kind)
+    assert (await quotas.take(again)).throttles_tenant is False
+    ledger.note(RequestId("one"), ANN, Work("tiny"), Tokens(1, 60, 0, 40))
+    with pytest.raises(BudgetError):
+        await quotas.take(Charge(ANN, 1, 0, uses_model=True))
+    lease = await quotas.take(again)
+    assert (lease.throttles_tenant, lease.throttles_subject) == (True, False)
 
 
 async def test_headers_show_the_remainder_of_the_tightest_limit(bench: Bench) -> None:

@@ -269,6 +269,8 @@ class GenerateRequest(_message.Message):
     IS_BATCH_FIELD_NUMBER: _builtins.int
     PREDICTION_FIELD_NUMBER: _builtins.int
     IMAGES_FIELD_NUMBER: _builtins.int
+    TENANT_IS_THROTTLED_FIELD_NUMBER: _builtins.int
+    SUBJECT_IS_THROTTLED_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """Chosen by the gateway and never reused."""
     model: _builtins.str
@@ -309,6 +311,9 @@ class GenerateRequest(_message.Message):
     """A line of a batch: served only while no other request is open."""
     prediction: _builtins.str
     """Text that the output may repeat parts of: a source of drafts for speculative decoding, which changes no output."""
+    tenant_is_throttled: _builtins.bool
+    """A budget of the tenant, or of the subject, is nearly used up: its throttled weight counts from now on."""
+    subject_is_throttled: _builtins.bool
     @_builtins.property
     def reply_to(self) -> _common_pb2.ReplyTo: ...
     @_builtins.property
@@ -385,10 +390,12 @@ class GenerateRequest(_message.Message):
         is_batch: _builtins.bool = ...,
         prediction: _builtins.str = ...,
         images: _abc.Iterable[Global___Image] | None = ...,
+        tenant_is_throttled: _builtins.bool = ...,
+        subject_is_throttled: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_add_special_tokens", b"_add_special_tokens", "_max_context_tokens", b"_max_context_tokens", "_prompt_logprobs", b"_prompt_logprobs", "_prompt_name", b"_prompt_name", "_resume", b"_resume", "_routing_key", b"_routing_key", "_session", b"_session", "_timeout_ms", b"_timeout_ms", "_trace", b"_trace", "_truncate_prompt_tokens", b"_truncate_prompt_tokens", "_turn", b"_turn", "add_special_tokens", b"add_special_tokens", "chat", b"chat", "max_context_tokens", b"max_context_tokens", "pooled", b"pooled", "prompt", b"prompt", "prompt_logprobs", b"prompt_logprobs", "prompt_name", b"prompt_name", "reply_to", b"reply_to", "resume", b"resume", "routing_key", b"routing_key", "sampling", b"sampling", "session", b"session", "stop", b"stop", "text", b"text", "timeout_ms", b"timeout_ms", "token_ids", b"token_ids", "trace", b"trace", "truncate_prompt_tokens", b"truncate_prompt_tokens", "turn", b"turn", "view", b"view"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_add_special_tokens", b"_add_special_tokens", "_max_context_tokens", b"_max_context_tokens", "_prompt_logprobs", b"_prompt_logprobs", "_prompt_name", b"_prompt_name", "_resume", b"_resume", "_routing_key", b"_routing_key", "_session", b"_session", "_timeout_ms", b"_timeout_ms", "_trace", b"_trace", "_truncate_prompt_tokens", b"_truncate_prompt_tokens", "_turn", b"_turn", "adapter", b"adapter", "add_special_tokens", b"add_special_tokens", "bad_words", b"bad_words", "cache_mode", b"cache_mode", "chat", b"chat", "engine_failures", b"engine_failures", "images", b"images", "is_batch", b"is_batch", "max_context_tokens", b"max_context_tokens", "model", b"model", "n", b"n", "pooled", b"pooled", "pooling", b"pooling", "prediction", b"prediction", "priority", b"priority", "prompt", b"prompt", "prompt_logprobs", b"prompt_logprobs", "prompt_name", b"prompt_name", "reply_to", b"reply_to", "request_id", b"request_id", "resume", b"resume", "return_prompt_ids", b"return_prompt_ids", "routing_key", b"routing_key", "sampling", b"sampling", "session", b"session", "skip_special_tokens", b"skip_special_tokens", "stop", b"stop", "text", b"text", "timeout_ms", b"timeout_ms", "token_ids", b"token_ids", "trace", b"trace", "truncate_prompt_tokens", b"truncate_prompt_tokens", "turn", b"turn", "view", b"view"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_add_special_tokens", b"_add_special_tokens", "_max_context_tokens", b"_max_context_tokens", "_prompt_logprobs", b"_prompt_logprobs", "_prompt_name", b"_prompt_name", "_resume", b"_resume", "_routing_key", b"_routing_key", "_session", b"_session", "_timeout_ms", b"_timeout_ms", "_trace", b"_trace", "_truncate_prompt_tokens", b"_truncate_prompt_tokens", "_turn", b"_turn", "adapter", b"adapter", "add_special_tokens", b"add_special_tokens", "bad_words", b"bad_words", "cache_mode", b"cache_mode", "chat", b"chat", "engine_failures", b"engine_failures", "images", b"images", "is_batch", b"is_batch", "max_context_tokens", b"max_context_tokens", "model", b"model", "n", b"n", "pooled", b"pooled", "pooling", b"pooling", "prediction", b"prediction", "priority", b"priority", "prompt", b"prompt", "prompt_logprobs", b"prompt_logprobs", "prompt_name", b"prompt_name", "reply_to", b"reply_to", "request_id", b"request_id", "resume", b"resume", "return_prompt_ids", b"return_prompt_ids", "routing_key", b"routing_key", "sampling", b"sampling", "session", b"session", "skip_special_tokens", b"skip_special_tokens", "stop", b"stop", "subject_is_throttled", b"subject_is_throttled", "tenant_is_throttled", b"tenant_is_throttled", "text", b"text", "timeout_ms", b"timeout_ms", "token_ids", b"token_ids", "trace", b"trace", "truncate_prompt_tokens", b"truncate_prompt_tokens", "turn", b"turn", "view", b"view"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__add_special_tokens: _TypeAlias = _typing.Literal["add_special_tokens"]  # noqa: Y015
     _WhichOneofArgType__add_special_tokens: _TypeAlias = _typing.Literal["_add_special_tokens", b"_add_special_tokens"]  # noqa: Y015

@@ -14,7 +14,7 @@ from common.limits import Limits, SubjectLimits, TenantLimits
 from common.types import FinishReason, RequestId
 from services.scheduler.core.fair_rows import PLANS_BETWEEN_LOOKS, QUANTUM_TOKENS, max_min_shares
 from tests.fakes.simulated_worker import expected_output
-from tests.services.scheduler.core.harness import STOP_ID, Harness, make_request
+from tests.services.scheduler.core.harness import STOP_ID, Harness, make_request, with_options
 
 LONG_OUTPUT = 200
 
@@ -53,12 +53,14 @@ class Load:
         max_tokens: int = LONG_OUTPUT,
         length: int = 6,
         priority: int = 0,
+        throttled: bool = False,
     ) -> list[str]:
         names = []
         for _ in range(requests):
             name = f"{tenant}/{user}/{len(self.expected)}"
             prompt, expected = self._next_prompt(length, max_tokens)
             request = make_request(name, prompt, tenant=tenant, user=user, max_tokens=max_tokens, priority=priority)
+            request = with_options(request, tenant_is_throttled=throttled)
             assert self.harness.core.submit(request, 0.0).rejected is None
             self.expected[name] = expected
             names.append(name)
@@ -157,6 +159,19 @@ def test_a_tenant_that_asks_for_little_leaves_its_share_to_others() -> None:
     load.step(4 * QUANTUM_TOKENS)
     assert load.running() == {"modest": 2, "flood": 7, "other": 7}
     load.finish()
+
+
+def test_a_tenant_whose_budget_is_nearly_used_up_gets_rows_by_its_throttled_weight() -> None:
+    limits = Limits(default=TenantLimits(throttled_weight=1 / 3))
+    load = Load(roomy(limits=limits))
+    load.submit("frugal", 40)
+    load.submit("spent", 40, throttled=True)
+    load.step(3 * QUANTUM_TOKENS)
+    assert load.running() == {"frugal": 12, "spent": 4}
+    # The budget is renewed: its next request says so.
+    load.submit("spent", 1)
+    load.step(3 * QUANTUM_TOKENS)
+    assert load.running() == {"frugal": 8, "spent": 8}
 
 
 def test_subjects_of_a_tenant_share_its_rows_by_weight() -> None:

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from common.limits import Limits, SubjectLimits, TenantLimits
-from common.types import Subject, View
+from common.types import RequestOptions, Subject, View
 from services.scheduler.core.shares import ShareConfig, VirtualCounters
 
 
@@ -46,6 +46,38 @@ def test_other_weights_count_from_the_next_charge_on() -> None:
     counters.adopt(Limits(default=TenantLimits(weight=10.0, each_subject=SubjectLimits(weight=5.0))))
     counters.charge(user("ann").subject, prompt_tokens=100)
     assert (counters.of_tenant("tenant"), counter(counters, user("ann"))) == (110, 120)
+
+
+def test_throttled_weights_count_while_the_newest_request_asks_for_them() -> None:
+    counters = make(remembered=2)
+    rules = SubjectLimits(throttled_weight=0.5)
+    counters.adopt(limits_of(tenant=TenantLimits(weight=2.0, throttled_weight=0.25, each_subject=rules)))
+    ann, bob = user("ann").subject, user("bob").subject
+
+    def weights() -> tuple[float, float, float]:
+        return counters.weight_of_tenant("tenant"), counters.weight_of_subject(ann), counters.weight_of_subject(bob)
+
+    assert weights() == (2.0, 1.0, 1.0)
+    counters.note_throttled(ann, RequestOptions(tenant_is_throttled=True))
+    assert weights() == (0.25, 1.0, 1.0)
+    counters.note_throttled(ann, RequestOptions(tenant_is_throttled=True, subject_is_throttled=True))
+    assert weights() == (0.25, 0.5, 1.0)
+    counters.note_throttled(bob, RequestOptions())
+    assert weights() == (2.0, 0.5, 1.0)
+    # A tenant without a throttled weight keeps its own, and a higher one raises nothing.
+    counters.adopt(limits_of(tenant=TenantLimits(weight=2.0, throttled_weight=9.0)))
+    counters.note_throttled(ann, RequestOptions(tenant_is_throttled=True, subject_is_throttled=True))
+    assert weights() == (2.0, 1.0, 1.0)
+
+
+def test_throttled_parties_are_remembered_in_bounded_memory() -> None:
+    counters = make(remembered=10)
+    counters.adopt(Limits(default=TenantLimits(each_subject=SubjectLimits(throttled_weight=0.5))))
+    subjects = [user(f"user{number}").subject for number in range(1000)]
+    for subject in subjects:
+        counters.note_throttled(subject, RequestOptions(subject_is_throttled=True))
+    assert len(counters._throttled) == 10
+    assert [counters.weight_of_subject(subject) for subject in (subjects[0], subjects[-1])] == [1.0, 0.5]
 
 
 def test_a_tenant_pays_for_all_of_its_subjects_and_no_other_does() -> None:
