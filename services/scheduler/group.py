@@ -171,7 +171,8 @@ class WorkerGroup:
 
     @property
     def _has_plans_in_flight(self) -> bool:
-        return any(stream.in_flight for stream in self._streams)
+        """Whether tokens of a plan are missing; results of the other ranks may arrive later."""
+        return bool(self._streams) and self._streams[self._sampler].in_flight > 0
 
     async def prepare(self, grammar: Grammar) -> None:
         """Compile a grammar before rows need it.

@@ -85,6 +85,19 @@ async def impatient(tmp_path: Path) -> AsyncIterator[Pipeline]:
         yield pipeline
 
 
+async def test_ranks_sleep_although_results_of_the_slower_ones_are_still_missing(pipeline: Pipeline) -> None:
+    pipeline.workers[1].step_s = 0.05
+    await pipeline.submit("quick", max_tokens=8)
+    await pipeline.finished("quick")
+    await sleep(pipeline)
+    assert await is_asleep(pipeline)
+    await wake(pipeline)
+    await pipeline.submit("next", max_tokens=8)
+    await pipeline.finished("next")
+    assert pipeline.detokenizer.output_of("next") == output()
+    assert configurations(pipeline) == [1, 1]
+
+
 @pytest.mark.parametrize("level", [1, 2])
 async def test_requests_that_come_while_the_model_sleeps_run_once_it_is_awake(pipeline: Pipeline, level: int) -> None:
     await pipeline.submit("before")
