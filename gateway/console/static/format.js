@@ -22,3 +22,12 @@ export function ownerName(owner = {}) {
   if (owner.subject) return `${owner.tenant}/${owner.subject}${owner.salt ? ` (${owner.salt})` : ""}`;
   return owner.tenant ?? (owner.fingerprint ? `#${owner.fingerprint.slice(0, 8)}` : "");
 }
+
+/** The last two parts of a socket's path; other addresses as they are. */
+export const shortName = (address) => (address.startsWith("unix:") ? address.split("/").slice(-2).join("/") : address);
+
+// gRPC's words around the cause, with the address that is shown already.
+const CONNECTING = /failed to connect to all addresses; last error: (?:[A-Z_]+: )?\S+: (?:connect: )?/;
+
+/** A service's error without what the page shows beside it. */
+export const causeOf = (text) => text.replace(CONNECTING, "");

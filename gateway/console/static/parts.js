@@ -58,7 +58,14 @@ export function Bar({ label, parts, total }) {
   </svg>`;
 }
 
+/** What a colour of a bar or chart means. */
+export function Key({ kind, children }) {
+  return html`<span class="key"><i class="swatch ${kind}"></i>${children}</span>`;
+}
+
 const SHOWN_S = 120;
+// Half of a label such as 23:59:59, which is centred below the end of the line.
+const LABEL_PX = 30;
 
 function lastMinutes(_, low, high) {
   const end = high ?? Date.now() / 1000;
@@ -80,7 +87,7 @@ export function Chart({ title, data, series, height = 132 }) {
       width: place.current.clientWidth,
       height,
       legend: { show: false },
-      padding: [8, 8, 0, 0],
+      padding: [8, LABEL_PX, 0, 0],
       cursor: { show: false },
       axes: [{ ...axis, size: 28, space: 90, values: (_, splits) => splits.map(clock) }, { ...axis, size: 44 }],
       // The last minutes, so that few samples are not stretched over the whole width.
@@ -98,6 +105,6 @@ export function Chart({ title, data, series, height = 132 }) {
   useEffect(() => plot.current?.setData(data), [data]);
   const last = series.map(({ label }, index) => `${label} ${data[index + 1].at(-1) ?? 0}`).join(", ");
   return html`<figure class="chart"><figcaption>${title}
-      <span class="legend">${series.map(({ label, colour: name }) => html`<i class="swatch ${name}"></i>${label}`)}</span></figcaption>
+      <span class="legend">${series.map(({ label, colour: name }) => html`<${Key} kind=${name}>${label}<//>`)}</span></figcaption>
     <div ref=${place} role="img" aria-label="${title}: ${last}"></div></figure>`;
 }

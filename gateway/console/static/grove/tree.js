@@ -182,10 +182,12 @@ export class History {
       this.loading.add(group);
     }
     for (const [sequence, kind, data] of events) {
-      this.changes += 1;
       if (kind === "snapshot_end") this.loading.delete(group);
       else if (this.loading.has(group)) this.tree.put(group, data.id, data);
-      else if (data) this.log.push({ time, sequence, kind, group, id: data.id, after: data, before: null });
+      else if (data) {
+        this.changes += 1;
+        this.log.push({ time, sequence, kind, group, id: data.id, after: data, before: null });
+      }
     }
     if (this.isLive) {
       this.goTo(this.log.length);

@@ -1,8 +1,8 @@
 // Groups, queues, memory by tier, fairness between tenants, alerts and the last self-attack.
 
 import { html, useEffect, useRef, useState } from "../vendor/htm-preact.js";
-import { count, duration, percent, plural, short } from "../format.js";
-import { Bar, Chart, Failure, Notice, Stat } from "../parts.js";
+import { causeOf, count, duration, percent, plural, short, shortName } from "../format.js";
+import { Bar, Chart, Failure, Key, Notice, Stat } from "../parts.js";
 import { getJson } from "../server.js";
 
 const INTERVAL_MS = 2000;
@@ -92,11 +92,8 @@ function Alerts({ alerts }) {
   if (!alerts.length) return html`<p class="calm" role="status"><span class="dot ok" aria-hidden="true"></span>No alerts: every service answers.</p>`;
   return html`<section class="alerts" aria-label="Alerts" role="status">
     ${alerts.map((alert) => html`<div class="alert ${alert.severity}"><strong>${alert.severity === "critical" ? "Critical" : "Warning"}</strong>
-      <span><b>${alert.about}</b> ${alert.text}</span></div>`)}</section>`;
+      <span><b title=${alert.about}>${shortName(alert.about)}</b> ${causeOf(alert.text)}</span></div>`)}</section>`;
 }
-
-// The last two parts of a socket's path; other addresses as they are.
-const shortName = (address) => (address.startsWith("unix:") ? address.split("/").slice(-2).join("/") : address);
 
 // An engine that has made no progress for so long is worth a word; steps take milliseconds, long prompts seconds.
 const SLOW_MS = 2000;
@@ -110,7 +107,7 @@ export function rankState(rank) {
 
 function Group({ group }) {
   const heading = html`<h3 title=${group.group}>Group <code>${shortName(group.group)}</code></h3>`;
-  if (group.error) return html`<article class="card">${heading}<p><span class="dot bad" aria-hidden="true"></span>Away: ${group.error}</p></article>`;
+  if (group.error) return html`<article class="card">${heading}<p><span class="dot bad" aria-hidden="true"></span>Away: ${causeOf(group.error)}</p></article>`;
   const isReady = group.worker_group === "READY";
   return html`<article class="card">${heading}
     <p><span class="dot ${isReady || group.worker_group === "SLEEPING" ? "ok" : "bad"}" aria-hidden="true"></span>Workers ${group.worker_group.toLowerCase()}${group.paused ? ", admission paused" : ""}
@@ -139,7 +136,7 @@ function Tier({ tier, page }) {
   const label = TIERS[tier.tier] ?? tier.tier;
   return html`<div class="tier"><div class="row"><span>${label}</span><span class="muted">${percent((capacity - free) / capacity)} of ${short(capacity * page)} tokens</span></div>
     <${Bar} label="KV of the tier ${label}" parts=${parts} total=${capacity} />
-    <p class="keys"><i class="swatch protected"></i>running ${short(used * page)} <i class="swatch evictable"></i>cached ${short(evictable * page)} <i class="swatch soft"></i>soft-free ${short(soft * page)}</p></div>`;
+    <p class="keys">${parts.map(({ label, value, kind }) => html`<${Key} kind=${kind}>${label} ${short(value * page)}<//> `)}</p></div>`;
 }
 
 /** Each tenant's share of rows and pages, and the share that its weight entitles it to among those active. */
@@ -173,7 +170,7 @@ function Fairness({ groups, weights }) {
   const hidden = groups.some((group) => (group.owners ?? []).some((owner) => owner.fingerprint && !owner.view && !owner.tenant));
   return html`<section class="card" aria-labelledby="fairness"><h2 id="fairness">Fairness between tenants</h2>
     ${tenants.length === 0
-      ? html`<p class="muted">Nobody has requests or cached text now.</p>`
+      ? html`<p class="muted">No tenant has requests or cached text now.</p>`
       : html`<div class="scroll" tabindex="0" role="region" aria-label="Table of tenants"><table><thead><tr><th scope="col">Tenant</th><th scope="col" class="number">Entitled to</th><th scope="col" class="number">Rows</th>
           <th scope="col" class="number">Waiting</th><th scope="col" class="number">Cached pages</th></tr></thead>
         <tbody>${tenants.slice(0, 50).map((tenant) => html`<tr><th scope="row">${tenant.name}</th><td class="number">${percent(tenant.entitled)}</td>

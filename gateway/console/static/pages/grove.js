@@ -1,10 +1,10 @@
 // The live prefix caches: who may reuse which text, and why.
 
 import { html, useEffect, useRef, useState } from "../vendor/htm-preact.js";
-import { count, ownerName, plural, short } from "../format.js";
+import { causeOf, count, ownerName, plural, short, shortName } from "../format.js";
 import { Drawing } from "../grove/drawing.js";
 import { History } from "../grove/tree.js";
-import { Bar, Failure, Notice } from "../parts.js";
+import { Bar, Failure, Key, Notice } from "../parts.js";
 import { events, request } from "../server.js";
 import { onThemeChange } from "../theme.js";
 
@@ -19,6 +19,13 @@ const DECISIONS = new Map([
   ["demoted", "is no longer shared"],
   ["quarantined", "was hidden from some users"],
 ]);
+const KEYS = [
+  ["private", "one user"],
+  ["tenant", "a tenant"],
+  ["public", "everyone"],
+  ["pinned", "pinned"],
+  ["bad", "hidden from some"],
+];
 const DECISION_KINDS = new Set(DECISIONS.keys());
 
 /** Why a node may be seen by those who may, in sentences. */
@@ -86,7 +93,7 @@ export function Grove({ about }) {
     ${away && html`<${Notice} kind="warning" title="Not live"><p>${away} The console connects again by itself.</p><//>`}
     <${Canvas} state=${state} update=${update} />
     <${Slider} history=${history} update=${update} />
-    <p class="keys"><i class="swatch private"></i>one user <i class="swatch tenant"></i>a tenant <i class="swatch public"></i>everyone <i class="swatch pinned"></i>pinned <i class="swatch bad"></i>hidden from some</p>
+    <p class="keys">${KEYS.map(([kind, label]) => html`<${Key} kind=${kind}>${label}<//> `)}</p>
     <div class="columns">
       <${Detail} node=${node} focus=${state.current.focus} zoom=${(node) => update((now) => (now.focus = node))} />
       <${Memory} totals=${tree.totals} />
@@ -104,7 +111,7 @@ async function follow(model, signal, state, { setFailure, setAway }) {
       const response = await request(`/console/grove?model=${encodeURIComponent(model)}`, { signal });
       for await (const data of events(response)) {
         const message = JSON.parse(data);
-        if (message.error) setAway(message.group ? `${message.group}: ${message.error}.` : message.error);
+        if (message.error) setAway(message.group ? `${shortName(message.group)}: ${causeOf(message.error)}.` : message.error);
         else {
           setAway(null);
           state.pending.push(message);
@@ -205,8 +212,10 @@ function Slider({ history, update }) {
   const { log, at, isLive } = history;
   const shown = log[at - 1];
   const when = isLive ? "now" : shown ? new Date(shown.time).toLocaleTimeString() : "the beginning";
+  // Without changes there is one position, the present, at the right end.
+  const first = log.length ? 0 : -1;
   return html`<div class="row slider"><label class="grow">Time: ${when}
-      <input type="range" min="0" max=${log.length} value=${at} aria-valuetext=${when} disabled=${!log.length}
+      <input type="range" min=${first} max=${log.length} value=${at} aria-valuetext=${when} disabled=${!log.length}
         onInput=${(event) => update((now) => now.history.show(Number(event.target.value)))} /></label>
     <button type="button" disabled=${isLive} onClick=${() => update((now) => now.history.show(Infinity))}>Live</button></div>`;
 }
@@ -231,7 +240,7 @@ function Memory({ totals }) {
   const most = Math.max(1, ...tenants.map(([, sums]) => sums.pages));
   return html`<section class="card" aria-labelledby="memory"><h2 id="memory">Memory</h2>
     <${Bar} label="Pages by who may reuse them" parts=${levels} />
-    <p class="keys">${levels.map(({ label, value, kind }) => html`<i class="swatch ${kind}"></i>${label} ${short(value)} `)}</p>
+    <p class="keys">${levels.map(({ label, value, kind }) => html`<${Key} kind=${kind}>${label} ${short(value)}<//> `)}</p>
     <dl class="pairs"><dt>On devices</dt><dd>${plural(totals.pages.device, "page")}</dd><dt>On hosts</dt><dd>${plural(totals.pages.host, "page")}</dd></dl>
     <h3>By tenant</h3>
     ${tenants.map(([name, sums]) => html`<div class="row"><span class="name">${name}</span><span class="muted">${plural(sums.pages, "page")}, ${short(sums.tokens)} tokens</span></div>
