@@ -7,17 +7,19 @@ from __future__ import annotations
 
 import asyncio
 import json
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from common.adapters import AdapterInfo
-from common.requests import ChatPrompt
+from common.requests import ChatPrompt, ImageLimits
 from common.settings import ConsoleSettings, GatewaySettings
+from common.types import ErrorCode, RequestFailure
 from gateway.pipeline.port import CacheChanges, LoadedAdapter
 from tests.e2e.console.browser import browsing
 from tests.e2e.console.faked import serving
-from tests.fakes.pipeline import FakeAdministration, FakePipeline, says
+from tests.fakes.pipeline import CARD, FakeAdministration, FakeModel, FakePipeline, FakeReadiness, rejects, says
 from tests.gateway.support import FakedGateway
 
 if TYPE_CHECKING:
@@ -59,12 +61,25 @@ HOSTILE = (
     "${window.pwned = 1} {{constructor.constructor('window.pwned=1')()}}",
     "\u202e<script>window.pwned = 1</script>",
 )
+MODEL = HOSTILE[1]
+ALL = " ".join(" ".join(HOSTILE).split())
+# What a message begins with that the model refuses with the rest as its reason.
+REFUSE = "Refuse "
 OWNER = {"tenant": HOSTILE[1], "subject": HOSTILE[0], "salt": HOSTILE[3], "fingerprint": HOSTILE[1]}
 SHARED = {
     "id": 1, "visibility": "tenant", "owner": OWNER, "pages": 4, "state": "live", "edge": 64, "depth": 64,
     "promoted_by": 3, "promoted_epoch": 7,
 }  # fmt: skip
 OWN = {**SHARED, "id": 2, "parent": 1, "visibility": "private", "depth": 128}
+# Lines and spaces are shown as a browser does.
+MISSING = [text for text in HOSTILE if "\n" not in text]
+# Drops a file on the composer that is no picture.
+DROP = """
+const transfer = new DataTransfer();
+transfer.items.add(new File(["x"], arguments[0], {type: "text/plain"}));
+const init = {bubbles: true, cancelable: true, dataTransfer: transfer};
+document.querySelector("#draft").dispatchEvent(new DragEvent("drop", init));
+"""
 GROUP: dict[str, Any] = {
     "group": HOSTILE[1], "worker_group": HOSTILE[1], "policy": HOSTILE[0], "cache": HOSTILE[1], "paused": True,
     "page_size_tokens": 16, "leaked_pages": "0", "waiting_requests": 0, "running_rows": 1, "max_rows": 8,
@@ -80,6 +95,8 @@ def repeat(request: GenerateRequest) -> Iterable[Event]:
     """Answer with the last message; ask for a question's answer from the tool, if there is one."""
     assert isinstance(request.prompt, ChatPrompt)
     last = request.prompt.messages[-1]
+    if (last.content or "").startswith(REFUSE):
+        return rejects(RequestFailure(ErrorCode.INVALID_REQUEST, last.content or ""))(request)
     if request.prompt.tools_json and last.role == "user":
         name = json.loads(request.prompt.tools_json[0])["function"]["name"]
         call = json.dumps({"name": name, "arguments": {"question": last.content}})
@@ -92,25 +109,31 @@ class HostileAdministration(FakeAdministration):
         return [LoadedAdapter(AdapterInfo(name, name)) for name in HOSTILE]
 
     async def detailed_states(self, max_owners: int) -> list[dict[str, object]]:
-        return [GROUP]
+        return [GROUP, {"group": HOSTILE[0], "error": ALL}]
 
     async def watch_caches(self) -> AsyncGenerator[CacheChanges]:
         group = HOSTILE[1]
         yield CacheChanges(group, reset=True, events=[(1, "snapshot_end", None)])
         yield CacheChanges(group, events=[(2, "promoted", SHARED), (3, "inserted", OWN)])
+        yield CacheChanges(HOSTILE[0], error=ALL)
         await asyncio.sleep(3600)
 
 
 @pytest.fixture(scope="module")
 def address(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """A gateway whose pipeline, caches and report are hostile."""
+    """A gateway whose model, pipeline, caches, errors and report are hostile."""
     report = tmp_path_factory.mktemp("report") / "attack.json"
     fields = ("label", "metric", "verdict", "note", "value")
     report.write_text(json.dumps([dict.fromkeys(fields, each) for each in HOSTILE]))
     settings = GatewaySettings(console=ConsoleSettings(attack_report=report))
-    with serving(
-        lambda: FakedGateway(FakePipeline(repeat), settings, administration=HostileAdministration())
-    ) as address:
+    model = FakeModel(replace(CARD, name=MODEL, images=ImageLimits(4, 1000, 10**7)))
+
+    def make() -> FakedGateway:
+        readiness = FakeReadiness(list(HOSTILE))
+        administration = HostileAdministration()
+        return FakedGateway(FakePipeline(repeat), settings, model, readiness, administration)
+
+    with serving(make) as address:
         yield address
 
 
@@ -126,7 +149,7 @@ def enter(browser: Browser, selector: str, text: str) -> None:
     browser.run(script, browser.find(selector), text)
 
 
-def check_harmless(browser: Browser) -> None:
+def check_harmless(browser: Browser, *expected: str) -> None:
     """Check that nothing ran, was loaded or could be pressed, and that the page still is the console's."""
     assert browser.run("return window.pwned") is None
     names = browser.run("return performance.getEntriesByType('resource').map((each) => new URL(each.name).host)")
@@ -140,7 +163,8 @@ def check_harmless(browser: Browser) -> None:
     handlers = "[...document.querySelectorAll('main *')].flatMap((each) => each.getAttributeNames())"
     assert [name for name in browser.run(f"return {handlers}") if name.startswith("on")] == []
     # DOMPurify parses text in a document of its own, whose handlers and styles the browser reports as refused.
-    assert [line for line in browser.problems() if "/vendor/dompurify.js" not in line] == []
+    known = ("/vendor/dompurify.js", *expected)
+    assert [line for line in browser.problems() if not any(text in line for text in known)] == []
 
 
 def test_answers_and_questions_are_harmless(browser: Browser) -> None:
@@ -161,9 +185,9 @@ def test_answers_and_questions_are_harmless(browser: Browser) -> None:
 
 def test_a_tool_of_the_form_is_called_and_gets_a_harmless_result(browser: Browser) -> None:
     browser.open("chat", (1280, 1500))
-    browser.click("tinySettings")
+    browser.click(f"{MODEL}Settings")
     names = browser.run("return [...document.querySelectorAll('main option')].map((each) => each.textContent)")
-    assert names == ["tiny", *(f"tiny:{name}" for name in HOSTILE)]
+    assert names == [MODEL, *(f"{MODEL}:{name}" for name in HOSTILE)]
     browser.click("Add a tool")
     name, description = browser.driver.find_elements("css selector", ".tools input")
     enter(browser, "#draft", HOSTILE[0])
@@ -197,6 +221,7 @@ def test_names_in_the_grove_are_harmless(browser: Browser) -> None:
     browser.shows("every user of the tenant")
     browser.find(".decisions li")
     assert HOSTILE[1] in browser.text
+    browser.until(lambda: ALL in browser.text, "the error of a group")
     check_harmless(browser)
 
 
@@ -205,7 +230,32 @@ def test_names_and_findings_in_the_fleet_are_harmless(browser: Browser) -> None:
     browser.shows("Last self-attack")
     assert len(browser.driver.find_elements("css selector", "[aria-labelledby=attack] tbody tr")) == len(HOSTILE)
     assert HOSTILE[0] in browser.text
+    alerts = " ".join(each.text for each in browser.driver.find_elements("css selector", ".alert"))
+    assert [text for text in (*MISSING, ALL) if text not in alerts] == []
+    assert browser.find("section[aria-label^='Model'] h2").text == MODEL
     check_harmless(browser)
+
+
+def test_the_name_of_a_model_is_harmless_where_its_requests_are_explained(browser: Browser) -> None:
+    browser.open("chat")
+    browser.ask("Hello")
+    browser.find(".message.assistant footer a").click()
+    browser.until(lambda: browser.find("#waterfall").text == MODEL, "the model's name")
+    check_harmless(browser)
+
+
+def test_errors_and_names_of_files_are_harmless(browser: Browser) -> None:
+    browser.open("chat")
+    enter(browser, "#draft", f"{REFUSE}{ALL}")
+    browser.click("Send", ".composer")
+    browser.until(lambda: ALL in browser.find(".notice.error").text, "the reason of the refusal")
+    for name in HOSTILE:
+        browser.run(DROP, name)
+        line = name.splitlines()[0]
+        browser.until(lambda: browser.find(".notice.error").text.count(line) == 1, name)  # noqa: B023
+    assert "is not a JPEG" in browser.find(".notice.error").text
+    # The browser reports the refusal, with status 400, itself.
+    check_harmless(browser, "status of 400")
 
 
 def test_an_id_in_the_address_is_harmless(browser: Browser) -> None:
