@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from selenium.webdriver.remote.webelement import WebElement
 
-TIMEOUT_S = 120.0
+TIMEOUT_S = 240.0
 WIDE, PHONE = (1280, 860), (390, 844)
 FLAGS = (
     "--headless=new",
@@ -47,14 +47,23 @@ class Browser:
 
     def open(self, page: str, size: tuple[int, int] = WIDE, theme: str = "light") -> None:
         """Show a page of the console, loaded anew, at a size in CSS pixels."""
+        self.look(size, theme)
+        self.driver.get("about:blank")
+        self.driver.get(f"{self._url}/console#{page}")
+        self.find("main h1")
+
+    def look(self, size: tuple[int, int] = WIDE, theme: str = "light") -> None:
+        """Change the size, in CSS pixels, and the system's theme."""
         width, height = size
         metrics = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": False}
         self.driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", metrics)
         scheme = {"features": [{"name": "prefers-color-scheme", "value": theme}]}
         self.driver.execute_cdp_cmd("Emulation.setEmulatedMedia", scheme)
-        self.driver.get("about:blank")
-        self.driver.get(f"{self._url}/console#{page}")
-        self.find("main h1")
+
+    def turn_to(self, page: str) -> None:
+        """Follow the link of a page in the navigation."""
+        self.find(f"nav a[href='#{page}']").click()
+        self.find(f"nav a[href='#{page}'][aria-current]")
 
     def find(self, selector: str) -> WebElement:
         """Return the first element that matches, as soon as there is one."""
@@ -117,8 +126,9 @@ class Browser:
         return [f"{each['id']}: {[(node['html'], node['failureSummary']) for node in each['nodes']]}" for each in found]
 
     def picture(self, path: Path) -> None:
-        """Write what is on the screen."""
+        """Write what is on the screen; the pointer highlights nothing."""
         path.parent.mkdir(parents=True, exist_ok=True)
+        self.driver.execute_cdp_cmd("Input.dispatchMouseEvent", {"type": "mouseMoved", "x": 0, "y": 0})
         # Two frames, so that what was changed last is drawn.
         self.driver.execute_async_script("requestAnimationFrame(() => requestAnimationFrame(arguments[0]))")
         assert self.driver.save_screenshot(str(path))

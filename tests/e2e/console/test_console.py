@@ -9,6 +9,9 @@ from __future__ import annotations
 import json
 import os
 import re
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -24,6 +27,8 @@ from tests.e2e.console.browser import PHONE, WIDE, browsing
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from openai.types.chat import ChatCompletion
+
     from tests.e2e.console.browser import Browser
     from tests.e2e.served import Served
 
@@ -32,8 +37,6 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(900), pytest.mark.extended]
 PICTURES = "CONSOLE_PICTURES"
 # Pages, and what each shows when it is ready.
 READY = {"chat": "#draft", "grove": "canvas.grove", "explain": "main input", "fleet": ".uplot canvas"}
-# Of each page, size and theme, those that docs/console.md shows.
-SHOWN = (("grove", PHONE, "dark"), ("fleet", WIDE, "dark"))
 SYSTEM = (
     "You are the assistant of a botanical garden. Visitors ask you about trees, their age, their roots and the "
     "animals that live on them. Answer in two short sentences, in plain words that a child understands, and never "
@@ -76,22 +79,58 @@ def pictures(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return Path(chosen) if chosen else tmp_path_factory.mktemp("pictures")
 
 
-def ask(served: Served, user: str, question: str) -> int:
-    """Ask as one of the garden's visitors; return the number of cached prompt tokens."""
-    answer = served.client().chat.completions.create(
+def ask(served: Served, user: str, question: str, system: str) -> ChatCompletion:
+    """Ask as one of the garden's visitors."""
+    return served.client().chat.completions.create(
         model=served.model,
-        messages=[{"role": "system", "content": SYSTEM}, {"role": "user", "content": question}],
+        messages=[{"role": "system", "content": system}, {"role": "user", "content": question}],
         max_tokens=24,
         temperature=0,
         user=user,
     )
+
+
+def cached_tokens(answer: ChatCompletion) -> int:
+    """Return the number of the prompt's tokens that were cached."""
     assert answer.usage is not None
     assert answer.usage.prompt_tokens_details is not None
     return answer.usage.prompt_tokens_details.cached_tokens or 0
 
 
-def test_a_person_chats_edits_stops_and_repeats(browser: Browser, pictures: Path) -> None:
-    browser.open("chat")
+@contextmanager
+def visited(served: Served, visitors: int = 3) -> Iterator[None]:
+    """Let visitors ask one question after the other within the block."""
+    leaving = threading.Event()
+
+    def visit(user: str) -> None:
+        while not leaving.is_set():
+            served.complete(f"{user} walks through the garden and says", max_tokens=32, user=user)
+
+    with ThreadPoolExecutor(visitors) as pool:
+        visits = [pool.submit(visit, f"visitor {number}") for number in range(visitors)]
+        try:
+            yield
+        finally:
+            leaving.set()
+    for visit_ in visits:
+        visit_.result()
+
+
+def test_a_walk_through_the_console(browser: Browser, deployed: Served, pictures: Path) -> None:
+    """What docs/console.md shows, in one visit: chat, watch, explain, and kill a service."""
+    browser.open("")
+    chat_and_repeat(browser, pictures)
+    request_id = watch_a_prompt_become_shared(browser, deployed, pictures)
+    explain_to_its_owner(browser, request_id, pictures)
+    # The browser reports the answer 404 to an unknown id itself.
+    assert [line for line in browser.problems() if "404" not in line] == []
+    kill_a_service(browser, deployed, pictures)
+    assert browser.problems() == []
+
+
+def chat_and_repeat(browser: Browser, pictures: Path) -> None:
+    browser.find("#draft")
+    assert browser.run("return document.documentElement.scrollHeight <= innerHeight"), "an empty chat does not scroll"
     browser.ask("Name three primary colors.")
     browser.find(".message.assistant footer .rate")
     assert browser.find(".message.assistant .markdown").text
@@ -99,6 +138,93 @@ def test_a_person_chats_edits_stops_and_repeats(browser: Browser, pictures: Path
     # The whole prompt is the person's own, so it is cached for the second time.
     browser.shows("cached")
     browser.picture(pictures / "chat.png")
+    browser.find(".message.assistant footer a").click()
+    browser.find(".waterfall .span.decode")
+    browser.shows("computed for this user before")
+
+
+def watch_a_prompt_become_shared(browser: Browser, deployed: Served, pictures: Path) -> str:
+    """Return the id of the answer that found it."""
+    browser.look((1280, 1240))
+    browser.turn_to("grove")
+    for user, question in VISITORS.items():
+        assert cached_tokens(ask(deployed, user, question, SYSTEM)) < 16, "what only others have asked is not found"
+    browser.find(".tag.tenant")
+    answer = ask(deployed, "dora", "Why do leaves fall?", SYSTEM)
+    assert cached_tokens(answer) > 60
+    browser.find(".decisions li")
+    browser.find("tbody button.link").click()
+    browser.shows("had computed it themselves by epoch")
+
+    def reuse_is_shown() -> bool:
+        # Counted by epoch, and shown when the gateway asks for hits the next time.
+        ask(deployed, "dora", "Why do leaves fall?", SYSTEM)
+        return "which saved" in browser.text
+
+    browser.until(reuse_is_shown, "reuse by others")
+    browser.shows("Every user of the tenant default")
+    browser.run("scrollTo(0, 0)")
+    browser.picture(pictures / "grove.png")
+    assert browser.accessibility() == []
+    browser.look(PHONE, "dark")
+    browser.picture(pictures / "grove-dark.png")
+    assert browser.accessibility() == []
+    browser.look()
+    slider = browser.find("input[type=range]")
+    assert int(str(slider.get_attribute("max"))) > 0
+    script = "arguments[0].value = 0; arguments[0].dispatchEvent(new Event('input', {bubbles: true}))"
+    browser.run(script, slider)
+    browser.shows("Nothing is shared yet")
+    browser.click("Live")
+    browser.find(".tag.tenant")
+    return answer.id
+
+
+def explain_to_its_owner(browser: Browser, request_id: str, pictures: Path) -> None:
+    browser.turn_to("explain")
+    for text, shown in (("chatcmpl-unknown", "There is no such request"), (request_id, "shared within the tenant")):
+        browser.find("main input").clear()
+        browser.find("main input").send_keys(text)
+        browser.click("Explain")
+        browser.shows(shown)
+    browser.shows("Whole request")
+    phases = [each.text.split("\n")[0] for each in browser.driver.find_elements("css selector", ".waterfall li")]
+    assert [phase.split()[0] for phase in phases] == ["Tokenize", "Queue", "Prefill", "Decode", "Deliver"]
+    browser.picture(pictures / "explain.png")
+
+
+def kill_a_service(browser: Browser, deployed: Served, pictures: Path) -> None:
+    browser.turn_to("fleet")
+    browser.shows("No alerts")
+    browser.shows("the control")
+    asked = "return performance.getEntriesByType('resource').filter((each) => each.name.endsWith('/fleet')).length"
+    with visited(deployed):
+        browser.find("[aria-label^='Rows and queue: running']:not([aria-label*='running 0'])")
+        # A line of some length.
+        enough = int(browser.run(asked)) + 12
+        browser.until(lambda: int(browser.run(asked)) >= enough, "more samples")
+        browser.find("[aria-label^='Rows and queue: running']:not([aria-label*='running 0'])")
+        browser.look(WIDE, "dark")
+        browser.picture(pictures / "fleet-dark.png")
+        browser.look()
+
+    def alerts_of_a_kill() -> bool:
+        # It may be back before the page asks the next time.
+        if deployed.is_ready():
+            deployed.deployment.kill("scheduler")
+        return bool(browser.driver.find_elements("css selector", ".alert.critical"))
+
+    browser.until(alerts_of_a_kill, "a critical alert")
+    browser.picture(pictures / "fleet-alert.png")
+    shown = " ".join(each.text for each in browser.driver.find_elements("css selector", ".alerts"))
+    assert "unix:" not in shown, "sockets have short names"
+    browser.shows("No alerts")
+
+
+def test_a_person_edits_a_message_and_stops_an_answer(browser: Browser) -> None:
+    browser.open("chat")
+    browser.ask("Name three primary colors.")
+    browser.find(".message.assistant footer .rate")
     browser.click("Edit")
     assert browser.run("return document.getElementById('draft').value") == "Name three primary colors."
     assert not browser.driver.find_elements("css selector", ".message")
@@ -130,72 +256,23 @@ def test_an_answer_follows_a_schema_typed_into_the_form(browser: Browser) -> Non
     assert answer.keys() == {"tall"}
 
 
-def test_a_prompt_becomes_shared_as_three_users_ask(browser: Browser, deployed: Served, pictures: Path) -> None:
-    browser.open("grove", (1280, 1240))
-    for user, question in VISITORS.items():
-        assert ask(deployed, user, question) < 16, "nobody finds what only others have asked"
-    browser.find(".tag.tenant")
-    assert ask(deployed, "dora", "Why do leaves fall?") > 60
-    browser.find(".decisions li")
-    browser.find("tbody button.link").click()
-    browser.shows("had computed it themselves by epoch")
-    # Counted when the gateway asks for hits the next time.
-    browser.shows("which saved")
-    browser.shows("Every user of the tenant default")
-    browser.run("scrollTo(0, 0)")
-    browser.picture(pictures / "grove.png")
-    slider = browser.find("input[type=range]")
-    now = int(str(slider.get_attribute("max")))
-    assert now > 0
-    script = "arguments[0].value = 0; arguments[0].dispatchEvent(new Event('input', {bubbles: true}))"
-    browser.run(script, slider)
-    browser.shows("Nothing is shared yet")
-    browser.click("Live")
-    browser.find(".tag.tenant")
-    assert browser.problems() == []
-
-
-def test_a_request_is_explained_to_its_owner(browser: Browser, pictures: Path) -> None:
-    browser.open("chat")
-    browser.ask("Name three primary colors.")
-    browser.find(".message.assistant footer .rate")
-    browser.find(".message.assistant footer a").click()
-    browser.find(".waterfall .span.decode")
-    browser.shows("Whole request")
-    phases = [each.text.split("\n")[0] for each in browser.driver.find_elements("css selector", ".waterfall li")]
-    assert [phase.split()[0] for phase in phases] == ["Tokenize", "Queue", "Prefill", "Decode", "Deliver"]
-    browser.shows("computed for this user before")
-    browser.picture(pictures / "explain.png")
-    browser.find("main input").clear()
-    browser.find("main input").send_keys("chatcmpl-unknown")
-    browser.click("Explain")
-    browser.shows("There is no such request")
-    # The browser reports the answer 404 itself.
-    assert [line for line in browser.problems() if "404" not in line] == []
-
-
 @pytest.mark.parametrize("theme", ["light", "dark"])
 @pytest.mark.parametrize("size", [WIDE, PHONE], ids=["wide", "phone"])
 @pytest.mark.parametrize("page", READY)
-def test_pages_are_accessible_and_fit(
-    browser: Browser, pictures: Path, page: str, size: tuple[int, int], theme: str
-) -> None:
+def test_pages_are_accessible_and_fit(browser: Browser, page: str, size: tuple[int, int], theme: str) -> None:
     browser.open(page, size, theme)
     browser.find(READY[page])
     assert browser.run("return getComputedStyle(document.documentElement).colorScheme")
     assert browser.accessibility() == []
     width = browser.run("return document.documentElement.scrollWidth")
     assert width <= size[0], "nothing is wider than the screen"
-    if (page, size, theme) in SHOWN:
-        if page == "grove":
-            browser.find(".tag")
-        browser.picture(pictures / f"{page}-{theme}.png")
     assert browser.problems() == []
 
 
 def test_everything_can_be_reached_by_keyboard(browser: Browser, deployed: Served) -> None:
     for user, question in VISITORS.items():
-        ask(deployed, user, question)
+        # Another prompt than the walk's, which must be new there.
+        ask(deployed, user, question, SYSTEM.replace("botanical garden", "railway museum"))
     browser.open("grove")
     browser.find("tbody button.link")
     names = []
@@ -208,21 +285,3 @@ def test_everything_can_be_reached_by_keyboard(browser: Browser, deployed: Serve
     assert {"Chat", "Grove", "Explain", "Fleet", "CANVAS"} <= set(names)
     ActionChains(browser.driver).send_keys(Keys.ARROW_RIGHT).perform()
     browser.shows("Show only this branch")
-
-
-def test_the_fleet_shows_a_killed_service_and_its_return(browser: Browser, deployed: Served, pictures: Path) -> None:
-    browser.open("fleet")
-    browser.shows("No alerts")
-    browser.shows("the control")
-    browser.picture(pictures / "fleet.png")
-
-    def alerts_of_a_kill() -> bool:
-        # It may be back before the page asks the next time.
-        if deployed.is_ready():
-            deployed.deployment.kill("scheduler")
-        return bool(browser.driver.find_elements("css selector", ".alert.critical"))
-
-    browser.until(alerts_of_a_kill, "a critical alert")
-    browser.picture(pictures / "fleet-alert.png")
-    browser.shows("No alerts")
-    assert browser.problems() == []
