@@ -36,7 +36,7 @@ RETRY_AFTER_MS: Final = 60_000
 
 @dataclass(frozen=True, slots=True)
 class BatchOutputs:
-    """What one gateway has written of a batch's output; files without a line have no id."""
+    """The files that one gateway has written of a batch's output; those without a line have no id."""
 
     succeeded: int
     failed: int

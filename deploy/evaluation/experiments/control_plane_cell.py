@@ -115,7 +115,7 @@ class ServiceFigures:
 
 @dataclass(frozen=True, slots=True)
 class CellFigures:
-    """What was measured of one cell."""
+    """The measurements of one cell."""
 
     plan: CellPlan
     services: tuple[ServiceFigures, ...]
@@ -196,7 +196,7 @@ class Cell:
         return f"http://127.0.0.1:{self.port}"
 
     def read(self) -> Reading:
-        """Return what was used and done since the start.
+        """Return the processor time used and the work done since the start.
 
         Raises:
             UnavailableError: a simulated part has ended.

@@ -31,7 +31,7 @@ MOST_CHOICES = 256
 
 
 class GroupEngine(Protocol):
-    """What a simulated group does with requests."""
+    """Handles the requests of a simulated group."""
 
     def submit(self, schedule: scheduler_pb2.ScheduleRequest) -> None:
         """Take a request, which has been admitted."""

@@ -47,7 +47,7 @@ class FinishedTurn:
     image_spans: tuple[tuple[int, int], ...] = ()
 
     def before(self, turn: SessionTurn) -> TurnBase:
-        """Return what precedes the prompt of `turn`, which continues this one.
+        """Return the conversation before the prompt of `turn`, which continues this one.
 
         Raises:
             InvalidRequestError: its offset is inside of an image.
@@ -99,7 +99,7 @@ class Session:
         return self.pin.matched_tokens if self.pin else 0
 
     def base_of(self, turn: SessionTurn) -> TurnBase | None:
-        """Return what precedes a turn's prompt; None: nothing.
+        """Return the conversation before a turn's prompt; None: there is none.
 
         Raises:
             InvalidRequestError: the turn that it continues has not ended here or was dropped, or an image is cut.

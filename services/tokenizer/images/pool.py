@@ -60,7 +60,7 @@ class _Job:
 
     @property
     def cost(self) -> int:
-        """What its subject is charged before it is decoded."""
+        """The charge to its subject before it is decoded."""
         return len(self.file.data) + IMAGE_COST
 
 

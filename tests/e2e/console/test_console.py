@@ -117,7 +117,7 @@ def visited(served: Served, visitors: int = 3) -> Iterator[None]:
 
 
 def test_a_walk_through_the_console(browser: Browser, deployed: Served, pictures: Path) -> None:
-    """What docs/console.md shows, in one visit: chat, watch, explain, and kill a service."""
+    """One visit shows all of docs/console.md: chat, watch, explain, and kill a service."""
     browser.open("")
     chat_and_repeat(browser, pictures)
     request_id = watch_a_prompt_become_shared(browser, deployed, pictures)

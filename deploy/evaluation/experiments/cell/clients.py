@@ -45,7 +45,7 @@ class Exchange:
 
 @dataclass(frozen=True, slots=True)
 class ClientFigures:
-    """What clients saw in a window."""
+    """The answers that clients received in a window."""
 
     events: int
     """Server-sent events with output."""
@@ -83,7 +83,7 @@ class Clients:
         return sum(exchange.begun.is_set() for exchange in self.exchanges)
 
     def figures(self, begin_s: float, end_s: float) -> ClientFigures:
-        """Return what was seen from `begin_s` to `end_s`, in seconds of `time.perf_counter`'s clock."""
+        """Return the answers received from `begin_s` to `end_s`, in seconds of `time.perf_counter`'s clock."""
         firsts, gaps, events = [], [], 0
         for exchange in self.exchanges:
             times = np.array(exchange.reader.chunks_s)

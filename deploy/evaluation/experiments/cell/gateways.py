@@ -34,7 +34,7 @@ APPLICATIONS = 20
 
 @dataclass(slots=True)
 class Counts:
-    """What a simulated gateway has received."""
+    """The output that a simulated gateway has received."""
 
     messages: int = 0
     tokens: int = 0
