@@ -65,12 +65,13 @@ class LaunchedDeployment:
         defaults: Sequence[str] = (),
         *,
         ranks: int = 1,
+        roles: str | None = None,
         fake_step_ms: float | None = None,
         start_timeout_s: float = START_TIMEOUT_S,
     ) -> None:
         """Prepare a deployment; `overrides` take precedence over `defaults`, both are NAME=VALUE.
 
-        `fake_step_ms` is the duration of a forward pass with model.load_format=fake; the deployment is given up if it
+        `roles` are its groups, as `pando up --roles` takes them; None: one that does both. `fake_step_ms` is the duration of a forward pass with model.load_format=fake; the deployment is given up if it
         does not serve within `start_timeout_s`.
 
         Raises:
@@ -86,7 +87,7 @@ class LaunchedDeployment:
         self._argv = [*(f"--{setting}" for setting in (*own, *defaults)), *chosen]
         self._argv += ["--config", config] if config is not None else []
         self.settings = load_settings("pando bench", "", self._argv)
-        self._ranks = ranks
+        self._groups = ["--tp", str(ranks), *(() if roles is None else ("--roles", roles))]
         self._start_timeout_s = start_timeout_s
         self._variables = {} if fake_step_ms is None else {STEP_VARIABLE: str(fake_step_ms)}
         self._root: Path | None = None
@@ -134,7 +135,7 @@ class LaunchedDeployment:
         with (self._root / "log").open("wb") as log:
             # In a new session, so that Ctrl-C does not reach it before the benchmark has stopped it.
             self._process = subprocess.Popen(
-                [*command, "--tp", str(self._ranks), *self._argv],
+                [*command, *self._groups, *self._argv],
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,

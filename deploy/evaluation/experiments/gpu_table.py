@@ -45,18 +45,29 @@ class TablePart:
     shape: str | None = None
     ranks: int = 1
     settings: tuple[str, ...] = OFFLINE
+    roles: str | None = None
 
     def deployment(self) -> AbstractContextManager[LaunchedDeployment | None]:
         """Return the deployment for the loads, not yet started."""
         if self.shape is None:
             return nullcontext()
-        return LaunchedDeployment(None, (f"model.reference={SHAPES}/{self.shape}", *self.settings), ranks=self.ranks)
+        settings = (f"model.reference={SHAPES}/{self.shape}", *self.settings)
+        return LaunchedDeployment(None, settings, ranks=self.ranks, roles=self.roles)
 
 
 OFFLINE_LOAD = "pando bench offline --tp {tp} --no-cache --repeats 3 --json {json}"
 THROUGHPUT = (f"{OFFLINE_LOAD} --workload w1", f"{OFFLINE_LOAD} --workload batch1")
 # Near what a GPU can do, when requests happen to come decides how long they wait: they come alike in every run.
-ONLINE_LOAD = "pando bench serve --url {url} --input-tokens 1784 --output-tokens 256 --warmup 16 --seed 1"
+POISSON_LOAD = "pando bench serve --url {url} --input-tokens %d --output-tokens 256 --warmup 16 --seed 1"
+ONLINE_LOAD = POISSON_LOAD % 1784
+# Two groups on a GPU each, by what they do with prompts; each load's labels name the layout.
+GROUP_LAYOUTS = {"two groups": "both=2", "prefill and decode": "prefill=1,decode=1"}
+# Of each prompt length: arrivals per second, and requests in about 25 s.
+GROUP_LOADS = {8192: ((3, 75), (4.5, 110)), 1784: ((16, 400), (22, 540))}
+GROUPS = (
+    "model.load_format=dummy", "model.max_context=16384", "scheduler.max_rows=256", "scheduler.max_step_tokens=8192",
+    "scheduler.mixed_step_tokens=1024", "scheduler.host_tier.gigabytes=24",
+)  # fmt: skip
 SHARES = "python -m deploy.evaluation.experiments.pipeline_shares --json {json}"
 STEPS = f"python -m deploy.evaluation.experiments.decode_steps {SHAPES}/%s --prompt 500 --json {{json}}"
 PARTS = (
@@ -72,6 +83,21 @@ PARTS = (
         ),
         "llama-3.1-8b",
         settings=ONLINE,
+    ),
+    *(
+        TablePart(
+            name.replace(" ", "-"),
+            tuple(
+                f"{POISSON_LOAD % tokens} --json {{json}} --rate {rate} --requests {requests}"
+                f" --label '{name}, {tokens:,} in, {rate} requests/s'"
+                for tokens, loads in GROUP_LOADS.items()
+                for rate, requests in loads
+            ),
+            "llama-3.1-8b",
+            settings=GROUPS,
+            roles=roles,
+        )
+        for name, roles in GROUP_LAYOUTS.items()
     ),
     TablePart("w1-shares", (f"{SHARES} --label w1 -- pando bench offline --no-cache",), "llama-3.1-8b"),
     TablePart(
