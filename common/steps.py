@@ -413,6 +413,8 @@ class EngineCapacity:
     only_pools: bool = False
     # Rows may have images.
     sees_images: bool = False
+    # Bytes of one embedding of an image that is kept; 0: rows have no images.
+    embedding_bytes: int = 0
     # Other than the fingerprint, the same for any number of ranks; replaced with the weights, hence not compared.
     kv_identity: str = field(default="", compare=False)
     # Measured at start-up, hence not compared; 0: not measured.

@@ -660,7 +660,10 @@ class SchedulerLoop:
         metrics.ACCEPTED_TOKENS.set(core.speculation.accepted_tokens)
         metrics.ENCODED_IMAGES.set(core.memory.images.encoded_images)
         metrics.REUSED_IMAGES.set(core.memory.images.outputs.found)
-        metrics.KEPT_EMBEDDINGS.set(core.memory.images.outputs.embeddings)
+        kept = core.memory.images.outputs.embeddings
+        metrics.EVICTED_IMAGES.set(core.memory.images.outputs.evicted)
+        metrics.KEPT_EMBEDDINGS.set(kept)
+        metrics.KEPT_EMBEDDING_BYTES.set(kept * self._capacity.embedding_bytes if self._capacity else 0)
         metrics.SESSIONS.set(len(core.sessions))
         metrics.SESSION_TOKENS.set(core.sessions.pinned_tokens)
         metrics.SESSION_PINS_YIELDED.set(core.sessions.yielded)

@@ -57,7 +57,11 @@ ENCODED_IMAGES = Gauge("pando_scheduler_encoded_images", "Images that plans have
 REUSED_IMAGES = Gauge(
     "pando_scheduler_reused_images", "Images whose kept embeddings were used instead of encoding them, since start."
 )
+EVICTED_IMAGES = Gauge(
+    "pando_scheduler_evicted_images", "Images whose kept embeddings gave way to those of others, since start."
+)
 KEPT_EMBEDDINGS = Gauge("pando_scheduler_kept_embeddings", "Embeddings of images that workers keep.")
+KEPT_EMBEDDING_BYTES = Gauge("pando_scheduler_kept_embedding_bytes", "Memory that they take on each rank.")
 SESSIONS = Gauge("pando_scheduler_sessions", "Open sessions.")
 SESSION_TOKENS = Gauge("pando_scheduler_session_tokens", "Tokens of KV that open sessions hold between their turns.")
 SESSION_PINS_YIELDED = Gauge(

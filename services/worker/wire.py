@@ -114,6 +114,7 @@ def capacity_to_wire(capacity: EngineCapacity) -> worker_pb2.WorkerCapacity:
         head=pooling_to_wire(capacity.head),
         only_pools=capacity.only_pools,
         sees_images=capacity.sees_images,
+        embedding_bytes=capacity.embedding_bytes,
         products=capacity.products,
         kv_identity=capacity.kv_identity,
     )

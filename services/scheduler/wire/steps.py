@@ -84,6 +84,7 @@ def capacity_from_wire(message: worker_pb2.WorkerCapacity) -> EngineCapacity:
         head=pooling_from_wire(message.head),
         only_pools=message.only_pools,
         sees_images=message.sees_images,
+        embedding_bytes=message.embedding_bytes,
         products=message.products,
         kv_identity=message.kv_identity,
     )

@@ -596,10 +596,8 @@ class _DecoderLoader:
         # Embeddings of a pass and of images that it cuts in two stay beside what the pass computes.
         encoder = 0
         if self._vision is not None:
-            config = self._vision.config
-            kept = spec.kept_embeddings * (1 + len(config.deep_layers)) * config.width
-            encoder = self._vision.batch_bytes()
-            encoder += (2 * spec.max_step_tokens * self._config.hidden_size + kept) * element_bytes
+            encoder = self._vision.batch_bytes() + spec.kept_embeddings * self._embedding_bytes
+            encoder += 2 * spec.max_step_tokens * self._config.hidden_size * element_bytes
         estimate += encoder
         if not self._can_overlap or spec.device_pages is not None:
             return estimate
@@ -706,8 +704,17 @@ class _DecoderLoader:
             head=self._head.pooling if self._head else None,
             only_pools=self._head is not None or self._only_embeds,
             sees_images=self._vision is not None,
+            embedding_bytes=self._embedding_bytes,
             products=self._backend.products.value if isinstance(self._backend, CpuBackend) else "",
         )
+
+    @property
+    def _embedding_bytes(self) -> int:
+        """Bytes of one embedding of an image; 0 without an encoder."""
+        if self._vision is None:
+            return 0
+        config = self._vision.config
+        return (1 + len(config.deep_layers)) * config.width * self._backend.kernels.activation_dtype.itemsize
 
     def _recurrent_states(self, snapshots: int) -> RecurrentStates | None:
         recurrent, heads = self._part.recurrent, self._shard.state_heads

@@ -11,6 +11,7 @@ import pytest
 
 from common.types import CacheMode, RequestId, Subject
 from services.scheduler.cache.encoder_outputs import LEAST_EMBEDDINGS
+from services.scheduler.cache.tiers.config import HostConfig
 from services.scheduler.core.step_limits import VisionLimits
 from tests.fakes.simulated_worker import expected_output
 from tests.services.scheduler.core.harness import STOP_ID, Harness, make_request
@@ -169,6 +170,24 @@ def test_an_output_outlives_the_kv_of_its_image() -> None:
         serve(harness, make_request(f"text-{number}", [100 + number] * 60, max_tokens=4))
     assert serve(harness, ask("again", QUESTIONS[0], (CAT, 6), [3])) == []
     assert harness.cached["again", 0] == 0, "the KV was evicted"
+
+
+@pytest.mark.parametrize("keeps_host", [False, True])
+def test_a_model_that_sleeps_keeps_no_output(keeps_host: bool) -> None:
+    harness = Harness(vision=KEPT, host=HostConfig(pages=64) if keeps_host else None)
+    serve(harness, ask("one", QUESTIONS[0], (CAT, 6), [3]))
+    assert len(harness.core.memory.images.outputs) == 1
+    while harness.core.memory.loads is not None and harness.core.memory.loads.is_copying:
+        harness.plan()
+        harness.result()
+        harness.complete_all()
+    harness.core.hold_all(held=True)
+    assert harness.core.is_at_rest
+    harness.core.give_back_memory(keeps_host=keeps_host)
+    assert not len(harness.core.memory.images.outputs)
+    harness.worker.images.kept.clear()
+    harness.core.hold_all(held=False)
+    assert serve(harness, ask("two", QUESTIONS[1], (CAT, 6), [3])) == [[6]]
 
 
 @pytest.mark.parametrize("how", ["forget", "forget a session", "flush"])

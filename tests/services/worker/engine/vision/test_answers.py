@@ -9,6 +9,8 @@ import pytest
 
 from common.steps import StepPlan
 from common.types import EncoderOutputId, StepId
+from services.worker.engine.execution.synchronous_runner import SynchronousRunner
+from services.worker.engine.vision.row_images import RowImages
 from tests.services.worker.engine.driving import random_ids
 from tests.services.worker.engine.scenario import chunk
 from tests.services.worker.engine.vision.driving import NEW_TOKENS, PAGE, Answer, Session, engine_of
@@ -110,6 +112,12 @@ def test_kept_embeddings_answer_another_question_as_transformers_does(directory:
     session = Session(engine_of(directory, "compiled"))
     keeping = replace(first, images=(replace(first.images[0], output=output),))
     check(directory, [first], session.answer([keeping]))
+    model, runner = session.engine._model, session.engine._runner
+    assert model is not None
+    assert isinstance(runner, SynchronousRunner)
+    assert isinstance(runner._images, RowImages)
+    (kept,) = runner._images._outputs.values()
+    assert kept.nbytes == model.capacity.embedding_bytes * first.images[0].length
     bare = replace(second, images=(replace(second.images[0], output=output, pixels=None),))
     check(directory, [second], session.answer([bare], borders=(11,)))
 
