@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from prometheus_client import REGISTRY
 
 from common.rpc.security import read_security
-from common.runtime import run_service
+from common.runtime import collect_garbage_rarely, run_service
 from common.settings import load_settings
 from gateway.assembly import Gateway
 from gateway.server.http_server import allow_many_connections
@@ -25,6 +25,7 @@ def main() -> None:
         security = read_security(settings.rpc)
         await Gateway(settings, REGISTRY, security).run(stopping)
 
+    collect_garbage_rarely()
     run_service("gateway", settings, settings.gateway.metrics_port, serve)
 
 

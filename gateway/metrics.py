@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
+import itertools
+import time
+from bisect import bisect_left
 from typing import TYPE_CHECKING
 
 from prometheus_client import Counter, Gauge, Histogram
+from prometheus_client.core import CounterMetricFamily, HistogramMetricFamily
 from prometheus_client.exposition import choose_encoder
+from prometheus_client.registry import Collector
+from prometheus_client.samples import Exemplar
+from prometheus_client.utils import floatToGoString
 
 from common.tracing import exemplar_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterable, Mapping, Sequence
 
     from prometheus_client import CollectorRegistry
+    from prometheus_client.metrics_core import Metric
 
     from common.requests import GenerateRequest
     from gateway.ledger.entries import Tokens
@@ -38,32 +46,14 @@ class GatewayMetrics:
         self.open_requests = Gauge(
             "pando_gateway_open_requests", "Prompts that are being continued now.", registry=registry
         )
-        self.first_token_seconds = Histogram(
-            "pando_gateway_time_to_first_token_seconds",
-            "From the parsed request to the first token of a choice.",
-            ["model"],
-            buckets=FIRST_TOKEN_BUCKETS_S,
-            registry=registry,
-        )
-        self.inter_token_seconds = Histogram(
-            "pando_gateway_inter_token_latency_seconds",
-            "Between two arrivals of tokens of one choice.",
-            ["model"],
-            buckets=TOKEN_BUCKETS_S,
-            registry=registry,
-        )
+        self._paces: dict[str, ModelPace] = {}
+        registry.register(PaceCollector(self._paces))
         self.prompt_tokens = Counter(
             "pando_gateway_prompt_tokens_total", "Prompt tokens of finished requests.", ["model"], registry=registry
         )
         self.cached_tokens = Counter(
             "pando_gateway_cached_prompt_tokens_total",
             "Prompt tokens of finished requests that were served from the cache.",
-            ["model"],
-            registry=registry,
-        )
-        self.completion_tokens = Counter(
-            "pando_gateway_completion_tokens_total",
-            "Generated tokens received from the pipeline.",
             ["model"],
             registry=registry,
         )
@@ -105,6 +95,13 @@ class GatewayMetrics:
             ["link", "model"],
             registry=registry,
         )
+
+    def pace_of(self, model: str) -> ModelPace:
+        """Return the counts of a model's tokens."""
+        pace = self._paces.get(model)
+        if pace is None:
+            pace = self._paces[model] = ModelPace()
+        return pace
 
     def refuse(self, tenant: str | None, cause: str) -> None:
         """Count a refused request; the tenant is None without a valid credential."""
@@ -148,14 +145,80 @@ class FewLabels:
         return value
 
 
+class Times:
+    """A histogram of seconds. Unlike Prometheus' own one, it takes no locks: the event loop alone adds to it."""
+
+    def __init__(self, bounds: Sequence[float]) -> None:
+        """Count the values up to each of `bounds`, which rise, and those above all of them."""
+        self._bounds = bounds
+        self._counts = [0] * (len(bounds) + 1)
+        self._sum = 0.0
+        # The latest value with an exemplar, by place.
+        self._exemplars: dict[int, Exemplar] = {}
+
+    def observe(self, seconds: float, exemplar: dict[str, str] | None) -> None:
+        """Count a value; `exemplar` are the labels of its trace."""
+        place = bisect_left(self._bounds, seconds)
+        self._counts[place] += 1
+        self._sum += seconds
+        if exemplar is not None:
+            self._exemplars[place] = Exemplar(exemplar, seconds, time.time())
+
+    def add_to(self, metric: HistogramMetricFamily, labels: Sequence[str]) -> None:
+        """Add the counts to a metric."""
+        buckets: list[tuple[str, float] | tuple[str, float, Exemplar]] = []
+        bounds = [*map(floatToGoString, self._bounds), "+Inf"]
+        for place, total in enumerate(itertools.accumulate(self._counts)):
+            exemplar = self._exemplars.get(place)
+            buckets.append((bounds[place], total) if exemplar is None else (bounds[place], total, exemplar))
+        metric.add_metric(labels, buckets, self._sum)
+
+
+class ModelPace:
+    """The tokens of one model, and their times."""
+
+    def __init__(self) -> None:
+        self.tokens = 0
+        self.first_token_seconds = Times(FIRST_TOKEN_BUCKETS_S)
+        self.inter_token_seconds = Times(TOKEN_BUCKETS_S)
+
+
+class PaceCollector(Collector):
+    """Exposes the counts of each model's tokens."""
+
+    def __init__(self, paces: Mapping[str, ModelPace]) -> None:
+        """Read from `paces`, by the models' names."""
+        self._paces = paces
+
+    def collect(self) -> Iterable[Metric]:
+        """Yield the metrics."""
+        first = HistogramMetricFamily(
+            "pando_gateway_time_to_first_token_seconds",
+            "From the parsed request to the first token of a choice.",
+            labels=["model"],
+        )
+        between = HistogramMetricFamily(
+            "pando_gateway_inter_token_latency_seconds",
+            "Between two arrivals of tokens of one choice.",
+            labels=["model"],
+        )
+        tokens = CounterMetricFamily(
+            "pando_gateway_completion_tokens_total", "Generated tokens received from the pipeline.", labels=["model"]
+        )
+        # A copy, as metrics are read in another thread.
+        for model, pace in list(self._paces.items()):
+            pace.first_token_seconds.add_to(first, [model])
+            pace.inter_token_seconds.add_to(between, [model])
+            tokens.add_metric([model], pace.tokens)
+        return first, between, tokens
+
+
 class Pace:
     """Observes the latency of one request's tokens."""
 
     def __init__(self, metrics: GatewayMetrics, request: GenerateRequest, clock: Callable[[], float]) -> None:
         """Start now; `clock` is monotonic, in seconds. The request's trace is the exemplar of its times."""
-        self._first_token_seconds = metrics.first_token_seconds.labels(request.model)
-        self._inter_token_seconds = metrics.inter_token_seconds.labels(request.model)
-        self._completion_tokens = metrics.completion_tokens.labels(request.model)
+        self._of_model = metrics.pace_of(request.model)
         self._exemplar = exemplar_of(request.options.trace)
         # Lines of batches wait while other requests run, for hours if need be.
         self._has_latency = not request.options.is_batch
@@ -167,13 +230,13 @@ class Pace:
         """Record the arrival of `tokens` tokens of `choice`."""
         if not tokens:
             return
-        self._completion_tokens.inc(tokens)
+        self._of_model.tokens += tokens
         if not self._has_latency:
             return
         now = self._clock()
         last = self._last_at.get(choice)
         if last is None:
-            self._first_token_seconds.observe(now - self._started_at, self._exemplar)
+            self._of_model.first_token_seconds.observe(now - self._started_at, self._exemplar)
         else:
-            self._inter_token_seconds.observe(now - last, self._exemplar)
+            self._of_model.inter_token_seconds.observe(now - last, self._exemplar)
         self._last_at[choice] = now

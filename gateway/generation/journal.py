@@ -5,7 +5,7 @@ from __future__ import annotations
 from array import array
 from dataclasses import dataclass, replace
 from enum import Enum
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from common.sampling import choice_seed
 from common.types import ErrorCode, Finish, FinishReason, RequestId, Resume
@@ -18,11 +18,10 @@ if TYPE_CHECKING:
     from common.types import RequestFailure
 
 
-@dataclass(frozen=True, slots=True)
-class ChoiceUpdate:
-    """New output of one choice; `index` is its place in the response."""
+class ChoiceUpdate(NamedTuple):
+    """New output of one choice; `index` is its place in the response. A named tuple for its cost, as deltas are."""
 
-    index: int
+    index: int  # type: ignore[assignment]  # takes the place of the tuple's method
     text: str
     token_ids: Sequence[int] = ()
     logprobs: Sequence[LogprobText] = ()
@@ -261,7 +260,7 @@ class JournalEntry:
         if not self.prompt_ids or update.index in self._told:
             return update
         self._told.add(update.index)
-        return replace(update, prompt_ids=self.prompt_ids)
+        return update._replace(prompt_ids=self.prompt_ids)
 
     def note_usage(self, choice: ChoiceRecord, usage: PromptUsage) -> None:
         """Keep the first report about the prompt; the report of choice 0 has precedence over the others.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from operator import add, sub
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from common.deltas import CACHE_LEVELS, CACHE_TIERS
@@ -50,9 +51,13 @@ class Tokens(NamedTuple):
         """Tokens of prompts and output."""
         return self.prompt_tokens + self.output_tokens
 
+    def plus(self, other: Tokens) -> Tokens:
+        """Return the sums."""
+        return Tokens(*map(add, self, other))
+
     def minus(self, other: Tokens) -> Tokens:
         """Return the differences."""
-        return Tokens(*(own - less for own, less in zip(self, other, strict=True)))
+        return Tokens(*map(sub, self, other))
 
     def cached_by_tier(self) -> dict[str, dict[str, int]]:
         """Return the cached tokens by tier and level."""

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from common.errors import UnavailableError
 from common.logs import get_logger
-from gateway.ledger.entries import LedgerEntry
+from gateway.ledger.entries import NOTHING, LedgerEntry
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -79,7 +79,10 @@ class Ledger:
                 # Also after a cancellation; an entry that has been written is not counted again.
                 self._pending = {**writing, **self._pending}
                 raise
+        totals: dict[str, Tokens] = {}
         for tenant, tokens in increases:
+            totals[tenant] = totals.get(tenant, NOTHING).plus(tokens)
+        for tenant, tokens in totals.items():
             self._metrics.charge(tenant, tokens)
 
     async def settle(self) -> None:

@@ -6,7 +6,7 @@ import hashlib
 import secrets
 from collections import defaultdict
 from importlib import resources
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import orjson
 
@@ -76,9 +76,15 @@ class RedisLedger:
                     entry.at,
                     entry.at + UNENDED_S,
                     int(entry.has_ended),
-                    *entry.tokens,
+                    orjson.dumps(list(entry.tokens)),
                 ]
-            amounts = await self._state.call(lambda _, keys=keys, values=values: self._script(keys, values))  # type: ignore[misc]  # bound in the loop
+
+            async def add(
+                _: Redis, keys: Sequence[str] = keys, values: Sequence[str | bytes | int] = values
+            ) -> list[int]:
+                return cast("list[int]", orjson.loads(await self._script(keys, values)))
+
+            amounts = await self._state.call(add)
             increases += [
                 (entry.subject.tenant, Tokens(*amounts[AMOUNTS * number : AMOUNTS * (number + 1)]))
                 for number, entry in enumerate(batch)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from common.metrics import MODEL_INFO
 from common.rpc.security import read_security
 from common.rpc.server import RpcServer
-from common.runtime import drained, run_service
+from common.runtime import collect_garbage_rarely, drained, run_service
 from common.settings import Settings, load_settings
 from common.tokenization import load_served_model
 from protos.gen.pando.v1 import detokenizer_pb2_grpc
@@ -26,6 +26,7 @@ DRAIN_S = 15.0
 def main() -> None:
     """Read the settings and serve until SIGTERM or SIGINT."""
     settings = load_settings("python -m services.detokenizer", "Token ids to text, incremental, with stop strings.")
+    collect_garbage_rarely()
     run_service("detokenizer", settings, settings.detokenizer.metrics_port, lambda stop: serve(settings, stop))
 
 

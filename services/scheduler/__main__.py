@@ -19,7 +19,7 @@ from common.rpc.peers import servers_at
 from common.rpc.security import read_security
 from common.rpc.server import RpcServer
 from common.rpc.sessions import SESSIONS, SessionsService
-from common.runtime import drained, run_service
+from common.runtime import collect_garbage_rarely, drained, run_service
 from common.settings import Settings, load_settings
 from common.steps import EngineSpec, SleepLevel
 from protos.gen.pando.v1 import scheduler_pb2_grpc, sessions_pb2_grpc
@@ -59,6 +59,7 @@ def main() -> None:
     """Read the settings and serve until a signal arrives."""
     settings = load_settings("python -m services.scheduler", "Queues, policy, prefix cache and step plans.")
     MODEL_INFO.labels(settings.model.name).set(1)
+    collect_garbage_rarely()
     run_service("scheduler", settings, settings.scheduler.metrics_port, lambda stop: serve(settings, stop))
 
 

@@ -22,7 +22,7 @@ from common.rpc.peers import servers_at
 from common.rpc.security import read_security
 from common.rpc.server import RpcServer
 from common.rpc.sessions import SESSIONS, SessionsService
-from common.runtime import drained, run_service
+from common.runtime import collect_garbage_rarely, drained, run_service
 from common.settings import Settings, load_settings
 from common.tokenization import load_served_model
 from common.tokenization.directory import read_json
@@ -67,6 +67,7 @@ def main() -> None:
     # The library's own thread pool would mix the texts of all calls without regard to tenants.
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     MODEL_INFO.labels(settings.model.name).set(1)
+    collect_garbage_rarely()
     run_service("tokenizer", settings, settings.tokenizer.metrics_port, lambda stop: serve(settings, stop))
 
 

@@ -68,3 +68,19 @@ def test_a_termination_signal_that_is_ignored_from_the_start_stays_ignored() -> 
         process.wait(0.5)
     process.send_signal(signal.SIGINT)
     assert process.communicate("\n", timeout=60)[0] == "draining\ndrained\n"
+
+
+def test_a_service_does_not_look_for_garbage_among_its_modules_and_open_requests() -> None:
+    program = """
+import gc
+from common.runtime import collect_garbage_rarely
+from common.settings import Settings
+
+collect_garbage_rarely()
+before = [generation["collections"] for generation in gc.get_stats()]
+requests = [[number] for number in range(10_000)]
+assert [generation["collections"] for generation in gc.get_stats()] == before
+gc.collect()
+assert len(gc.get_objects()) < gc.get_freeze_count(), "modules are frozen"
+"""
+    subprocess.run([sys.executable, "-c", program], check=True)
