@@ -122,7 +122,7 @@ class CellFigures:
     speed: float
     """Tokens that groups generated, relative to the plan's slow motion."""
     tokens_a_message: float
-    """That a gateway receives."""
+    """That a simulated gateway receives; not a number without one."""
     rejections: int
     """Requests of simulated gateways that were rejected, as streams break on a machine that stands still."""
     clients: ClientFigures
@@ -403,7 +403,8 @@ def keep(figures: CellFigures, path: Path) -> None:
         sheet.add(f"{each.name}: one core carries", each.carries, f"{each.unit}s/s")
         sheet.add(f"{each.name}: share of a core at full speed", 100 * each.planned_share, "%")
     sheet.add("speed", 100 * figures.speed, "%")
-    sheet.add("tokens per message to a gateway", figures.tokens_a_message, "tokens")
+    if figures.plan.gateways > 1:
+        sheet.add("tokens per message to a gateway", figures.tokens_a_message, "tokens")
     sheet.add("first token, p50", figures.clients.ttft_ms[0], "ms")
     sheet.add("first token, p99", figures.clients.ttft_ms[1], "ms")
     for percentile, gap_ms in zip(("p50", "p99"), figures.clients.gap_ms, strict=True):
