@@ -95,12 +95,13 @@ class Promoter:
             if members[0].is_public:
                 node = self._store.split(members[0], pages) if pages < members[0].size else members[0]
                 self._revive(node)
+                self.set_pinned(node, is_pinned=True)
             else:
                 node = self._share(members, pages, self._store.accounts.public, generation=node.generation)
+                self.set_pinned(node, is_pinned=True)
                 self._store.emit(CacheEventKind.PROMOTED, node)
                 # Nodes below may have had enough evidence, and lacked only a shared parent.
                 self.note(child for child in tree.children(node) if not child.is_public)
-            self.set_pinned(node, is_pinned=True)
             rest = rest[pages * tree.page_bytes :]
         self._settle()
 

@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 
+from services.scheduler.cache.types import CacheEvent, CacheEventKind
 from tests.services.scheduler.cache.driver import ANN, BOB, CID, DAN, PLAIN, Driver, int32
 
 SYSTEM = [1, 2, 3, 4, 5, 6]
@@ -31,7 +32,10 @@ def test_private_copies_of_a_pinned_prompt_become_public(driver: Driver) -> None
         driver.insert(row)
     driver.cache.pin(int32(SYSTEM))
     assert driver.peek(CID, [*SYSTEM, 9]) == 0
+    promoted: list[CacheEvent] = []
+    driver.cache.events.subscribe(promoted.append, [CacheEventKind.PROMOTED])
     driver.next_epoch()
+    assert [event.node.pinned for event in promoted if event.node] == [True]
     assert driver.public == [SYSTEM]
     assert driver.peek(CID, [*SYSTEM, 9]) == 6
     driver.check(*rows)
