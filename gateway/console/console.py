@@ -123,6 +123,7 @@ def _event(change: CacheChanges) -> bytes:
     fields = {
         "group": change.group,
         "reset": change.reset,
+        "past": change.past,
         "events": change.events,
         "counters": change.counters,
         "error": change.error,

@@ -57,6 +57,8 @@ MAX_EVENTS_PER_MESSAGE = 1000
 COUNTERS_INTERVAL_S = 5.0
 MAX_COUNTED_NODES = 1000
 RETRY_S = 1.0
+# As many as a scheduler keeps.
+PAST_DECISIONS = 1000
 QUEUED_MESSAGES = 16
 
 
@@ -95,7 +97,8 @@ async def _watch(
 async def _watch_once(
     group: str, stub: scheduler_pb2_grpc.SchedulerAsyncStub, metadata: Metadata, queue: asyncio.Queue[CacheChanges]
 ) -> None:
-    call = stub.WatchCacheEvents(scheduler_pb2.WatchCacheEventsRequest(), metadata=metadata)
+    request = scheduler_pb2.WatchCacheEventsRequest(max_past_decisions=PAST_DECISIONS)
+    call = stub.WatchCacheEvents(request, metadata=metadata)
     collected = CacheChanges(group, reset=True)
     arrived = asyncio.Event()
 
@@ -115,6 +118,10 @@ async def _watch_once(
             if event.kind == scheduler_pb2.CACHE_EVENT_KIND_LOST:
                 collected = CacheChanges(group, reset=True)
             node = node_to_json(event.node) if event.HasField("node") else None
+            if event.HasField("age_ms") and node is not None:
+                # Sent with the events of the snapshot that follow.
+                collected.past.append((event.age_ms, event.sequence, KINDS[event.kind], node))
+                continue
             collected.events.append((event.sequence, KINDS[event.kind], node))
             arrived.set()
             if len(collected.events) >= MAX_EVENTS_PER_MESSAGE:

@@ -162,11 +162,16 @@ JsonObject: TypeAlias = "dict[str, object]"
 
 @dataclass(frozen=True, slots=True)
 class CacheChanges:
-    """Changes of one group's cache. With `reset`, what is known of the group is void and a snapshot follows."""
+    """Changes of one group's cache. With `reset`, what is known of the group is void and a snapshot follows.
+
+    Nodes are as `gateway.pipeline.cache_changes` describes them.
+    """
 
     group: str
     reset: bool = False
-    # Each (number, kind, node after it or None); a node as `gateway.pipeline.cache_changes` describes it.
+    # Decisions from before the snapshot that follows, oldest first: each (age in ms, number, kind, node after it).
+    past: list[tuple[int, int, str, JsonObject]] = field(default_factory=list)
+    # Each (number, kind, node after it or None).
     events: list[tuple[int, str, JsonObject | None]] = field(default_factory=list)
     # Current hits and users of shared nodes, which change without events.
     counters: list[JsonObject] = field(default_factory=list)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from typing import TYPE_CHECKING
 
+from services.scheduler.cache.events import DECISIONS
 from services.scheduler.cache.types import CacheEventKind
 
 if TYPE_CHECKING:
@@ -19,9 +20,6 @@ if TYPE_CHECKING:
     from services.scheduler.cache.interface import EventSource
     from services.scheduler.cache.types import CacheEvent
     from services.scheduler.credentials import Credentials
-
-# Decisions about who may read an entry.
-DECISIONS = frozenset({CacheEventKind.PROMOTED, CacheEventKind.DEMOTED, CacheEventKind.QUARANTINED})
 
 
 class CallerActs:

@@ -35,6 +35,7 @@ from services.scheduler.core.core import SchedulerCore
 from services.scheduler.core.costs import OperationTimes
 from services.scheduler.grammar_recovery import GrammarRecovery
 from services.scheduler.group import GroupState
+from services.scheduler.past_decisions import PastDecisions
 from services.scheduler.policy.policies import make_order
 from services.scheduler.storage_desk import StorageDesk
 from services.scheduler.timelines import Timelines
@@ -49,6 +50,7 @@ if TYPE_CHECKING:
     from common.steps import EngineCapacity, StepResult
     from common.transfers import TransferAck
     from common.types import ReplyTo, ScheduleRequest, SessionGrant, SessionWish, View
+    from services.scheduler.cache.interface import PrefixCache
     from services.scheduler.core.output import EndedChoice
     from services.scheduler.core.sequence import PrefillFollower, Sequence
     from services.scheduler.core.sessions import Sessions
@@ -103,6 +105,7 @@ class SchedulerLoop:
         """
         self.core: SchedulerCore | None = None
         self.meter: CacheMeter | None = None
+        self.past_decisions: PastDecisions | None = None
         self._tier_meter: TierMeter | None = None
         self._advance: Callable[[int], None] = lambda _epoch: None
         self._settings = settings
@@ -381,7 +384,7 @@ class SchedulerLoop:
                 sizes = config.page_size, config.device_pages
                 self._decisions.begin(encode_header(name, *sizes, rules, host, storage))
                 cache = RecordedCache(cache, allocator, self._decisions.note, choices)
-            note_decisions(self._audit, cache.events)
+            self._note_decisions(cache)
             cache.advance(self.epoch)
             times = OperationTimes(time.thread_time)
             order = replace(make_order(self._settings.queue), batches=make_order(self._settings.queue))
@@ -399,6 +402,10 @@ class SchedulerLoop:
             self.core.hold_new(held=self._holds_new)
             self.core.hold_all(held=self._holds_all)
         self._note_ready(capacity, weights)
+
+    def _note_decisions(self, cache: PrefixCache) -> None:
+        note_decisions(self._audit, cache.events)
+        self.past_decisions = PastDecisions(cache.events, self._clock)
 
     def _fits(self, capacity: EngineCapacity, weights: LoadedWeights | None) -> bool:
         """Whether open requests can go on: with equal weights, or with others that an update has brought.

@@ -391,35 +391,51 @@ class SchedulerService(scheduler_pb2_grpc.SchedulerServicer):
     async def WatchCacheEvents(  # noqa: N802
         self, request: scheduler_pb2.WatchCacheEventsRequest, context: Context
     ) -> AsyncIterator[scheduler_pb2.WatchCacheEventsResponse]:
-        """Stream a snapshot, then every change; after losses, the number of lost events and a new snapshot."""
+        """Stream past decisions and a snapshot, then every change; after losses, their number and all of it again."""
         shown = self._disclosure(context)
         cache = self._core().memory.cache
         viewer = self._viewer(request, context, cache)
         is_filtered = request.HasField("view") or request.HasField("fingerprint")
+
+        def concerns(event: CacheEvent) -> bool:
+            return not is_filtered or _is_in_view(event, viewer)
+
+        def beginning() -> list[scheduler_pb2.WatchCacheEventsResponse]:
+            # Copied to a list, as the tree may change between two writes.
+            past = self._past_decisions(request.max_past_decisions, shown, concerns)
+            return [*past, *_snapshot(cache, viewer, shown)]
+
         backlog = EventBacklog()
         unsubscribe = cache.events.subscribe(backlog.add)
         try:
-            # Copied to lists, as the tree may change between two writes.
-            for message in list(_snapshot(cache, viewer, shown)):
+            for message in beginning():
                 yield message
             while True:
                 event = await backlog.next(WATCH_INTERVAL_S)
                 if event is not None:
-                    if not is_filtered or _is_in_view(event, viewer):
+                    if concerns(event):
                         yield event_to_wire(event, shown)
                 elif lost := backlog.take_lost():
                     metrics.CACHE_EVENTS_LOST_TOTAL.inc(lost)
-                    snapshot = list(_snapshot(cache, viewer, shown))
+                    messages = beginning()
                     kind = scheduler_pb2.CACHE_EVENT_KIND_LOST
                     yield scheduler_pb2.WatchCacheEventsResponse(
                         sequence=cache.events.sequence, kind=kind, lost_events=lost
                     )
-                    for message in snapshot:
+                    for message in messages:
                         yield message
                 elif self._core().memory.cache is not cache:
                     raise UnavailableError("the cache was replaced with the workers; watch again")
         finally:
             unsubscribe()
+
+    def _past_decisions(
+        self, number: int, shown: Disclosure, concerns: Callable[[CacheEvent], bool]
+    ) -> Iterator[scheduler_pb2.WatchCacheEventsResponse]:
+        kept, now = self._loop.past_decisions, self._loop.now
+        for decision in kept.latest(number) if kept is not None else ():
+            if concerns(decision.event):
+                yield event_to_wire(decision.event, shown, age_s=now - decision.taken_at)
 
     def _core(self) -> SchedulerCore:
         if self._loop.core is None:

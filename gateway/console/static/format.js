@@ -17,6 +17,12 @@ export function duration(seconds) {
   return seconds < 172800 ? `${Math.round(seconds / 3600)} h` : `${Math.round(seconds / 86400)} days`;
 }
 
+/** A time in ms as that of a clock, with the date unless it is today's. */
+export function moment(time) {
+  const at = new Date(time);
+  return at.toDateString() === new Date().toDateString() ? at.toLocaleTimeString() : at.toLocaleString();
+}
+
 /** The name of a node's owner: names where the scheduler discloses them, otherwise its pseudonym. */
 export function ownerName(owner = {}) {
   if (owner.subject) return `${owner.tenant}/${owner.subject}${owner.salt ? ` (${owner.salt})` : ""}`;

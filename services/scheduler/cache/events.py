@@ -12,6 +12,9 @@ if TYPE_CHECKING:
 
     from services.scheduler.cache.types import NodeSnapshot
 
+# Decisions about who may read an entry.
+DECISIONS = frozenset({CacheEventKind.PROMOTED, CacheEventKind.DEMOTED, CacheEventKind.QUARANTINED})
+
 
 class CacheEvents:
     """Numbers the changes of one cache and notifies its listeners; without listeners a change costs one addition."""

@@ -88,10 +88,16 @@ def node_to_wire(node: NodeSnapshot, shown: Disclosure) -> scheduler_pb2.TreeNod
     return message
 
 
-def event_to_wire(event: CacheEvent, shown: Disclosure) -> scheduler_pb2.WatchCacheEventsResponse:
-    """Encode a change of the tree."""
-    node = node_to_wire(event.node, shown) if event.node else None
-    return scheduler_pb2.WatchCacheEventsResponse(sequence=event.sequence, kind=_EVENT_KINDS[event.kind], node=node)
+def event_to_wire(
+    event: CacheEvent, shown: Disclosure, age_s: float | None = None
+) -> scheduler_pb2.WatchCacheEventsResponse:
+    """Encode a change of the tree; a past decision has an age."""
+    return scheduler_pb2.WatchCacheEventsResponse(
+        sequence=event.sequence,
+        kind=_EVENT_KINDS[event.kind],
+        node=node_to_wire(event.node, shown) if event.node else None,
+        age_ms=round(age_s * 1000) if age_s is not None else None,
+    )
 
 
 def cache_to_wire(

@@ -37,6 +37,14 @@ SHARED = {
     "previous_hits": 2,
 }  # fmt: skip
 HIDDEN = {**SHARED, "quarantined": 2}
+GONE = {**SHARED, "id": 9, "edge": 32, "depth": 32, "promoted_by": 6, "pages": 0, "hits": 0, "previous_hits": 0}
+HOUR_MS = 3_600_000
+PAST: list[tuple[int, int, str, dict[str, Any]]] = [
+    (72 * HOUR_MS, -4, "promoted", GONE),
+    (48 * HOUR_MS, -3, "quarantined", {**GONE, "quarantined": 1}),
+    (2 * HOUR_MS, -2, "demoted", {**GONE, "edge": 0, "quarantined": 1}),
+    (HOUR_MS, -1, "promoted", {**PINNED, "pages": 0}),
+]
 DEMOTED = {**OWN, "generation": 1, "required": 6}
 TIER = {
     "tier": "device", "capacity_pages": "100", "free_pages": "50", "soft_free_pages": "0", "evictable_pages": "40",
@@ -68,7 +76,7 @@ class StatefulAdministration(FakeAdministration):
         return [GROUP]
 
     async def watch_caches(self) -> AsyncGenerator[CacheChanges]:
-        yield CacheChanges("g", reset=True, events=[(1, "inserted", PINNED), (2, "snapshot_end", None)])
+        yield CacheChanges("g", reset=True, past=PAST, events=[(1, "inserted", PINNED), (2, "snapshot_end", None)])
         for sequence, (kind, node) in enumerate(
             (("inserted", OWN), ("promoted", SHARED), ("quarantined", HIDDEN), ("demoted", DEMOTED)), 3
         ):
@@ -108,11 +116,13 @@ def shown_at(browser: Browser, position: int) -> None:
 
 def test_the_grove_says_who_may_see_what_and_why_at_each_time(browser: Browser) -> None:
     browser.open("grove", (1280, 1240))
-    browser.until(lambda: len(browser.driver.find_elements("css selector", ".decisions li")) == 3, "three decisions")
+    browser.until(lambda: len(browser.driver.find_elements("css selector", ".decisions li")) == 7, "seven decisions")
     decisions = [each.text for each in browser.driver.find_elements("css selector", ".decisions li")]
-    assert ["is no longer shared" in text for text in decisions] == [True, False, False]
+    assert [number for number, text in enumerate(decisions) if "is no longer shared" in text] == [0, 4]
     assert "was hidden from some users" in decisions[1]
     assert "became shared: 4 of 3 users, epoch 7" in decisions[2]
+    assert "Prefix 1 became shared: pinned" in decisions[3]
+    assert "Prefix 9 became shared: 6 of 3 users, epoch 7" in decisions[6]
     rows = "tbody tr"
     assert [row.text.split("\n")[0] for row in browser.driver.find_elements("css selector", rows)] == [
         "1 everyone pinned 64 0"
@@ -130,6 +140,18 @@ def test_the_grove_says_who_may_see_what_and_why_at_each_time(browser: Browser) 
     browser.shows("It is hidden from 2 users whose requests looked like probes")
     shown_at(browser, length - 2)
     browser.until(lambda: "hidden from 2" not in browser.find("table").text, "the time before the quarantine")
+    browser.shows("Before the page was opened: only decisions of that time are known")
+    # Before the pin, only its owner could reuse the text; the demoted prefix is back, and hidden from one user.
+    shown_at(browser, length - 5)
+    browser.shows("This is from before the page was opened")
+    browser.until(lambda: "Nothing is shared yet" in browser.text, "the time before the pin")
+    shown_at(browser, 2)
+    browser.until(lambda: "6 of 3 users, epoch 7; hidden from 1" in browser.find("table").text, "before the demotion")
+    shown_at(browser, 1)
+    browser.until(lambda: "hidden from 1" not in browser.find("table").text, "the time before the quarantine")
+    assert len(browser.driver.find_elements("css selector", rows)) == 1
+    shown_at(browser, 0)
+    browser.shows("Nothing is shared yet")
     browser.click("Live")
     browser.shows("It was demoted 1 time before")
     browser.shows("text is private until 6 users have computed it themselves")

@@ -130,11 +130,13 @@ async def test_an_unreadable_report_is_an_alert(text: str | None, tmp_path: Path
 
 
 async def test_changes_of_caches_are_streamed() -> None:
-    changes = [CacheChanges("g", reset=True, events=[(7, "inserted", {"id": 1})]), CacheChanges("g", error="away")]
+    begins = CacheChanges("g", reset=True, past=[(9, 6, "promoted", {"id": 1})], events=[(7, "inserted", {"id": 1})])
+    changes = [begins, CacheChanges("g", error="away")]
     answer = await gateway_of(changes=changes).get("/console/grove")
     assert answer.headers["content-type"].startswith("text/event-stream")
     first, second = map(json.loads, events(answer.text))
     assert (first["group"], first["reset"], first["events"]) == ("g", True, [[7, "inserted", {"id": 1}]])
+    assert first["past"] == [[9, 6, "promoted", {"id": 1}]]
     assert second["error"] == "away"
 
 

@@ -116,6 +116,35 @@ async def test_a_watcher_sees_the_tree_first_and_then_each_change_in_order(aware
     assert not any(entry.node.HasField("owner_view") for entry in seen)
 
 
+async def test_a_late_watcher_gets_past_decisions_before_the_tree_if_it_asks(aware: Pipeline) -> None:
+    await serve_all(aware, *USERS)
+    shared = await until_shared(aware)
+
+    async def beginning(**request: Any) -> list[scheduler_pb2.WatchCacheEventsResponse]:
+        found = []
+        call = aware.stub.WatchCacheEvents(scheduler_pb2.WatchCacheEventsRequest(**request), timeout=120)
+        async for event in call:
+            if event.kind == scheduler_pb2.CACHE_EVENT_KIND_SNAPSHOT_END:
+                break
+            found.append(event)
+        return found
+
+    first, *rest = await beginning(max_past_decisions=5)
+    assert (first.kind, first.node.node_id) == (scheduler_pb2.CACHE_EVENT_KIND_PROMOTED, shared.node_id)
+    assert (first.node.promoted_by, first.node.edge_tokens) == (3, shared.edge_tokens)
+    assert first.HasField("age_ms")
+    assert first.sequence <= rest[0].sequence
+    assert not first.node.device_pages
+    assert not first.node.HasField("owner_tenant"), "no credential was shown"
+    assert len(rest) == (await aware.state()).cache_accounting.nodes
+    assert not any(event.HasField("age_ms") for event in rest)
+    assert {event.kind for event in await beginning()} == {scheduler_pb2.CACHE_EVENT_KIND_INSERTED}
+    # They pass the filter by view like others: alice may read what her tenant shares.
+    [own] = [node for node in await nodes_of(aware, ADMIN) if node.owner_view.subject.name == "alice"][:1]
+    viewed = await beginning(max_past_decisions=5, fingerprint=own.owner_fingerprint)
+    assert [event.node.node_id for event in viewed if event.HasField("age_ms")] == [shared.node_id]
+
+
 async def test_a_slow_watcher_gets_the_number_of_lost_events_and_a_new_snapshot(
     aware: Pipeline, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -1,4 +1,5 @@
-// The prefix caches' nodes, kept up to date by events, and the recent past of each.
+// The prefix caches' nodes, kept up to date by events, and the recent past of each. From before the first snapshot, only
+// decisions are known: what was shared with whom, but neither what was added nor what was dropped.
 //
 // Layout needs the number of leaves below each node; it is kept with every change, in time proportional to the depth.
 
@@ -148,7 +149,8 @@ export class Totals {
     const host = data.host_pages ?? 0;
     this.pages.device += sign * device;
     this.pages.host += sign * host;
-    const tenant = data.visibility === "public" ? "everyone" : (data.owner?.tenant ?? `#${data.owner?.fingerprint?.slice(0, 8)}`);
+    const { tenant: named, fingerprint = "unknown" } = data.owner ?? {};
+    const tenant = data.visibility === "public" ? "everyone" : (named ?? `#${fingerprint.slice(0, 8)}`);
     for (const [map, name] of [[this.visibility, data.visibility], [this.tenant, tenant]]) {
       const sums = map.get(name) ?? { nodes: 0, pages: 0, tokens: 0 };
       sums.nodes += sign;
@@ -160,6 +162,41 @@ export class Totals {
   }
 }
 
+// What decisions change of a node.
+const SHARING = ["visibility", "owner", "creators", "promoted_by", "promoted_epoch", "promoted_tenants", "pinned", "quarantined", "quarantined_tenants", "generation"];
+const sharing = (data) => Object.fromEntries(SHARING.map((name) => [name, data[name]]));
+const UNSHARED = sharing({ visibility: "private", owner: {} });
+const SHOWN_TO_ALL = { quarantined: 0, quarantined_tenants: 0 };
+
+/** Find the state of the node before and after each of a group's `decisions`, oldest first, that led to `tree`. */
+function trace(decisions, tree) {
+  const latest = new Map();
+  const earlier = decisions.map(({ id, data }) => {
+    const found = latest.get(id) ?? null;
+    latest.set(id, data);
+    return found;
+  });
+  const states = new Map();
+  for (let index = decisions.length - 1; index >= 0; index--) {
+    const decision = decisions[index];
+    const { group, id } = decision;
+    const present = tree.get(group, id)?.data ?? null;
+    decision.after = states.has(id) ? states.get(id) : present;
+    decision.before = undone(decision, earlier[index], present !== null);
+    states.set(id, decision.before);
+  }
+}
+
+/** The node before a decision; null: there was none, or it cannot be shown, as it has been dropped since. */
+function undone({ kind, after }, earlier, isPresent) {
+  // Demoted nodes are removed; text of their users continues in others.
+  if (kind === "demoted") return earlier;
+  if (!after) return null;
+  if (earlier) return { ...after, ...sharing(earlier) };
+  if (kind === "quarantined") return { ...after, ...SHOWN_TO_ALL };
+  return isPresent ? { ...after, ...UNSHARED } : null;
+}
+
 /** A tree with its recent past: `at` of the logged events are applied, all of them while it is live. */
 export class History {
   constructor() {
@@ -167,26 +204,28 @@ export class History {
     this.log = [];
     this.at = 0;
     this.isLive = true;
-    this.loading = new Set();
+    // By group whose snapshot is arriving, the decisions from before it.
+    this.loading = new Map();
     this.changes = 0;
   }
 
-  /** Take a message of the gateway: { group, reset, events, counters }, received at `time` in ms. */
-  receive({ group, reset, events = [], counters = [] }, time) {
+  /** Take a message of the gateway: { group, reset, past, events, counters }, received at `time` in ms. */
+  receive({ group, reset, past = [], events = [], counters = [] }, time) {
     if (reset) {
-      this.goTo(this.log.length);
+      this.show(Infinity);
       this.tree.clear(group);
-      this.log = [];
-      this.at = 0;
-      this.isLive = true;
-      this.loading.add(group);
+      this.log = this.log.filter((event) => event.group !== group);
+      this.at = this.log.length;
+      this.loading.set(group, []);
     }
+    for (const [age, sequence, kind, data] of past)
+      this.loading.get(group)?.push({ time: time - age, sequence, kind, group, id: data.id, data, isPast: true });
     for (const [sequence, kind, data] of events) {
-      if (kind === "snapshot_end") this.loading.delete(group);
+      if (kind === "snapshot_end") this.#recall(group);
       else if (this.loading.has(group)) this.tree.put(group, data.id, data);
       else if (data) {
         this.changes += 1;
-        this.log.push({ time, sequence, kind, group, id: data.id, after: data, before: null });
+        this.log.push({ time, sequence, kind, group, id: data.id, data, after: data, before: null });
       }
     }
     if (this.isLive) {
@@ -194,6 +233,18 @@ export class History {
       for (const data of counters) this.tree.count(group, data);
       this.#trim();
     }
+  }
+
+  /** Put the decisions from before a snapshot, which has arrived, into the log. */
+  #recall(group) {
+    const decisions = this.loading.get(group);
+    this.loading.delete(group);
+    if (!decisions?.length) return;
+    this.show(Infinity);
+    trace(decisions, this.tree);
+    // Groups do not depend on each other.
+    this.log = [...decisions, ...this.log].sort((one, other) => one.time - other.time);
+    this.at = this.log.length;
   }
 
   /** Apply or undo events until `position` of them are applied. */
@@ -212,6 +263,11 @@ export class History {
   show(position) {
     this.isLive = position >= this.log.length;
     this.goTo(Math.min(position, this.log.length));
+  }
+
+  /** Whether the state shown is from before a snapshot, so that only decisions of that time are known. */
+  get isBefore() {
+    return this.log[this.at]?.isPast ?? false;
   }
 
   /** The latest `number` events of `kinds` that are applied, latest first. */

@@ -1,7 +1,7 @@
 // The live prefix caches: who may reuse which text, and why.
 
 import { html, useEffect, useRef, useState } from "../vendor/htm-preact.js";
-import { causeOf, count, ownerName, plural, short, shortName } from "../format.js";
+import { causeOf, count, moment, ownerName, plural, short, shortName } from "../format.js";
 import { Drawing } from "../grove/drawing.js";
 import { History } from "../grove/tree.js";
 import { Bar, Failure, Key, Notice } from "../parts.js";
@@ -209,15 +209,16 @@ function step(key, selected, start) {
 }
 
 function Slider({ history, update }) {
-  const { log, at, isLive } = history;
+  const { log, at, isLive, isBefore } = history;
   const shown = log[at - 1];
-  const when = isLive ? "now" : shown ? new Date(shown.time).toLocaleTimeString() : "the beginning";
+  const when = isLive ? "now" : shown ? moment(shown.time) : "the beginning";
   // Without changes there is one position, the present, at the right end.
   const first = log.length ? 0 : -1;
   return html`<div class="row slider"><label class="grow">Time: ${when}
       <input type="range" min=${first} max=${log.length} value=${at} aria-valuetext=${when} disabled=${!log.length}
         onInput=${(event) => update((now) => now.history.show(Number(event.target.value)))} /></label>
-    <button type="button" disabled=${isLive} onClick=${() => update((now) => now.history.show(Infinity))}>Live</button></div>`;
+    <button type="button" disabled=${isLive} onClick=${() => update((now) => now.history.show(Infinity))}>Live</button></div>
+    ${log.some((event) => event.isPast) && html`<p class="muted">${isBefore ? "This is from before the page was opened" : "Before the page was opened"}: only decisions of that time are known, not which prefixes were added or dropped.</p>`}`;
 }
 
 function Detail({ node, focus, zoom }) {
@@ -282,8 +283,8 @@ function Decisions({ history }) {
   const decisions = history.latest(DECISION_KINDS, SHOWN_DECISIONS);
   return html`<section class="card" aria-labelledby="decisions"><h2 id="decisions">Decisions</h2>
     ${decisions.length === 0
-      ? html`<p class="muted">Nothing was shared, demoted or hidden since this page was opened.</p>`
-      : html`<ol class="decisions" aria-live="polite">${decisions.map(({ time, kind, id, after, sequence }) => html`<li key=${sequence}><time>${new Date(time).toLocaleTimeString()}</time>
-          <span>Prefix ${id} ${DECISIONS.get(kind)}${kind === "promoted" ? `: ${evidence(after)}` : ""}</span></li>`)}</ol>`}
+      ? html`<p class="muted">Nothing has been shared, demoted or hidden yet.</p>`
+      : html`<ol class="decisions" aria-live="polite">${decisions.map(({ time, kind, id, data, sequence, group }) => html`<li key=${`${group}:${sequence}`}><time>${moment(time)}</time>
+          <span>Prefix ${id} ${DECISIONS.get(kind)}${kind === "promoted" ? `: ${evidence(data)}` : ""}</span></li>`)}</ol>`}
   </section>`;
 }

@@ -1899,8 +1899,13 @@ class WatchCacheEventsRequest(_message.Message):
 
     VIEW_FIELD_NUMBER: _builtins.int
     FINGERPRINT_FIELD_NUMBER: _builtins.int
+    MAX_PAST_DECISIONS_FIELD_NUMBER: _builtins.int
     fingerprint: _builtins.str
     """Only events of the view with this fingerprint; requires no credential."""
+    max_past_decisions: _builtins.int
+    """Before each snapshot, send up to this many of the last PROMOTED, DEMOTED and QUARANTINED events that it includes,
+    oldest first. The scheduler keeps the last 1,000.
+    """
     @_builtins.property
     def view(self) -> _common_pb2.View:
         """Only events of this view; absent: all. Requires the admin credential."""
@@ -1910,10 +1915,11 @@ class WatchCacheEventsRequest(_message.Message):
         *,
         view: _common_pb2.View | None = ...,
         fingerprint: _builtins.str | None = ...,
+        max_past_decisions: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_fingerprint", b"_fingerprint", "_view", b"_view", "fingerprint", b"fingerprint", "view", b"view"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_fingerprint", b"_fingerprint", "_view", b"_view", "fingerprint", b"fingerprint", "view", b"view"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_fingerprint", b"_fingerprint", "_view", b"_view", "fingerprint", b"fingerprint", "max_past_decisions", b"max_past_decisions", "view", b"view"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__fingerprint: _TypeAlias = _typing.Literal["fingerprint"]  # noqa: Y015
     _WhichOneofArgType__fingerprint: _TypeAlias = _typing.Literal["_fingerprint", b"_fingerprint"]  # noqa: Y015
@@ -1934,6 +1940,7 @@ class WatchCacheEventsResponse(_message.Message):
     KIND_FIELD_NUMBER: _builtins.int
     NODE_FIELD_NUMBER: _builtins.int
     LOST_EVENTS_FIELD_NUMBER: _builtins.int
+    AGE_MS_FIELD_NUMBER: _builtins.int
     sequence: _builtins.int
     """Increases by one per event of this scheduler process; snapshot events have the number of the latest event that the
     snapshot includes.
@@ -1941,6 +1948,8 @@ class WatchCacheEventsResponse(_message.Message):
     kind: Global___CacheEventKind.ValueType
     lost_events: _builtins.int
     """Number of events that the watcher missed; only with LOST."""
+    age_ms: _builtins.int
+    """How long ago a past decision was taken; absent: the event is not one. Its node has no pages."""
     @_builtins.property
     def node(self) -> Global___TreeNode:
         """The node after the event."""
@@ -1952,13 +1961,19 @@ class WatchCacheEventsResponse(_message.Message):
         kind: Global___CacheEventKind.ValueType = ...,
         node: Global___TreeNode | None = ...,
         lost_events: _builtins.int = ...,
+        age_ms: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_node", b"_node", "node", b"node"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_age_ms", b"_age_ms", "_node", b"_node", "age_ms", b"age_ms", "node", b"node"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_node", b"_node", "kind", b"kind", "lost_events", b"lost_events", "node", b"node", "sequence", b"sequence"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_age_ms", b"_age_ms", "_node", b"_node", "age_ms", b"age_ms", "kind", b"kind", "lost_events", b"lost_events", "node", b"node", "sequence", b"sequence"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__age_ms: _TypeAlias = _typing.Literal["age_ms"]  # noqa: Y015
+    _WhichOneofArgType__age_ms: _TypeAlias = _typing.Literal["_age_ms", b"_age_ms"]  # noqa: Y015
     _WhichOneofReturnType__node: _TypeAlias = _typing.Literal["node"]  # noqa: Y015
     _WhichOneofArgType__node: _TypeAlias = _typing.Literal["_node", b"_node"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__age_ms) -> _WhichOneofReturnType__age_ms | None: ...
+    @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__node) -> _WhichOneofReturnType__node | None: ...
 
 Global___WatchCacheEventsResponse: _TypeAlias = WatchCacheEventsResponse  # noqa: Y015

@@ -220,7 +220,7 @@ class SchedulerServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def WatchCacheEvents(self, request, context):
-        """Streams a snapshot of the tree as INSERTED events, then every change, in order.
+        """Streams a snapshot of the tree as INSERTED events, then every change, in order; past decisions come first if asked for.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

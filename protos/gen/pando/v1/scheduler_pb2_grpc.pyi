@@ -67,7 +67,7 @@ class SchedulerStub:
     Resume: _grpc.UnaryUnaryMultiCallable[_scheduler_pb2.ResumeRequest, _scheduler_pb2.ResumeResponse]
     """Undoes Pause."""
     WatchCacheEvents: _grpc.UnaryStreamMultiCallable[_scheduler_pb2.WatchCacheEventsRequest, _scheduler_pb2.WatchCacheEventsResponse]
-    """Streams a snapshot of the tree as INSERTED events, then every change, in order."""
+    """Streams a snapshot of the tree as INSERTED events, then every change, in order; past decisions come first if asked for."""
     Forget: _grpc.UnaryUnaryMultiCallable[_scheduler_pb2.ForgetRequest, _scheduler_pb2.ForgetResponse]
     """Drops all entries that are private to one subject, even while its requests run. Requires the admin credential."""
     Pin: _grpc.UnaryUnaryMultiCallable[_scheduler_pb2.PinRequest, _scheduler_pb2.PinResponse]
@@ -126,7 +126,7 @@ class SchedulerAsyncStub(SchedulerStub):
     Resume: _aio.UnaryUnaryMultiCallable[_scheduler_pb2.ResumeRequest, _scheduler_pb2.ResumeResponse]  # type: ignore[assignment]
     """Undoes Pause."""
     WatchCacheEvents: _aio.UnaryStreamMultiCallable[_scheduler_pb2.WatchCacheEventsRequest, _scheduler_pb2.WatchCacheEventsResponse]  # type: ignore[assignment]
-    """Streams a snapshot of the tree as INSERTED events, then every change, in order."""
+    """Streams a snapshot of the tree as INSERTED events, then every change, in order; past decisions come first if asked for."""
     Forget: _aio.UnaryUnaryMultiCallable[_scheduler_pb2.ForgetRequest, _scheduler_pb2.ForgetResponse]  # type: ignore[assignment]
     """Drops all entries that are private to one subject, even while its requests run. Requires the admin credential."""
     Pin: _aio.UnaryUnaryMultiCallable[_scheduler_pb2.PinRequest, _scheduler_pb2.PinResponse]  # type: ignore[assignment]
@@ -254,7 +254,7 @@ class SchedulerServicer(metaclass=_abc_1.ABCMeta):
         request: _scheduler_pb2.WatchCacheEventsRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_scheduler_pb2.WatchCacheEventsResponse], _abc.AsyncIterator[_scheduler_pb2.WatchCacheEventsResponse]]:
-        """Streams a snapshot of the tree as INSERTED events, then every change, in order."""
+        """Streams a snapshot of the tree as INSERTED events, then every change, in order; past decisions come first if asked for."""
 
     @_abc_1.abstractmethod
     def Forget(
