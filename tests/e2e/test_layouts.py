@@ -64,15 +64,21 @@ ONE = {"dense": "qwen3", "mixture": "qwen3 moe"}
 DIVIDED = (PlannedGroup(GroupRole.PREFILL), PlannedGroup(GroupRole.DECODE))
 WIDE_PREFILL = (PlannedGroup(GroupRole.PREFILL, 2), PlannedGroup(GroupRole.DECODE, 1))
 WIDE_DECODE = (PlannedGroup(GroupRole.PREFILL, 1), PlannedGroup(GroupRole.DECODE, 2))
+EXPERTS = {"expert_parallel": True}
 ARRANGEMENTS = {
     "dense, prefill and decode apart": Arrangement("dense", groups=DIVIDED, is_exact=True),
     "dense, prefill with two ranks": Arrangement("dense", groups=WIDE_PREFILL),
     "dense, decode with two ranks": Arrangement("dense", groups=WIDE_DECODE),
     "dense, two stages": Arrangement("dense", scheduler={"pipeline_parallel": 2}, is_exact=True),
     "dense, tensor parallel": Arrangement("dense", ranks=2),
+    "dense, tensor parallel in two stages": Arrangement("dense", 2, {"pipeline_parallel": 2}),
     "mixture, prefill and decode apart": Arrangement("mixture", groups=DIVIDED, is_exact=True),
     "mixture, two stages": Arrangement("mixture", scheduler={"pipeline_parallel": 2}, is_exact=True),
-    "mixture, expert parallel": Arrangement("mixture", ranks=2, scheduler={"expert_parallel": True}),
+    "mixture, tensor parallel": Arrangement("mixture", ranks=2),
+    "mixture, prefill with two ranks": Arrangement("mixture", groups=WIDE_PREFILL),
+    "mixture, expert parallel": Arrangement("mixture", ranks=2, scheduler=EXPERTS),
+    "mixture, expert parallel, prefill and decode apart": Arrangement("mixture", 2, EXPERTS, DIVIDED),
+    "mixture, expert parallel in two stages": Arrangement("mixture", 2, {**EXPERTS, "pipeline_parallel": 2}),
 }
 
 
@@ -303,7 +309,9 @@ class Judge:
         from transformers import AutoModelForCausalLM
 
         if self._model is None:
-            self._model = AutoModelForCausalLM.from_pretrained(self._checkpoint).double().eval()
+            # Grouped products of experts are for smaller types only.
+            model = AutoModelForCausalLM.from_pretrained(self._checkpoint, experts_implementation="eager")
+            self._model = model.double().eval()
         with torch.inference_mode():
             logits: torch.Tensor = self._model(torch.tensor([ids])).logits[0, -1]
         return logits

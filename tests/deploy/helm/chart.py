@@ -131,7 +131,7 @@ def running(objects: list[Manifest]) -> list[Running]:
     for workload, template in [(item, template) for item in objects for template in templates_of(item)]:
         sidecars = [item for item in template["spec"].get("initContainers", []) if item.get("restartPolicy")]
         for item in [*template["spec"]["containers"], *sidecars]:
-            file = settings_of(objects, item["name"])
+            file = _mounted_settings(objects, template, item)
             settings = _with_variables(file, item["env"], f"{workload['metadata']['name']}-0")
             found.append(Running(item["name"], workload, template, item, settings))
     # Tests look at each of them, and there is no release without these.
@@ -142,6 +142,20 @@ def running(objects: list[Manifest]) -> list[Running]:
 def settings_of(objects: list[Manifest], service: str) -> Manifest:
     """Return the settings file of a service, parsed."""
     return tomllib.loads(named(objects, "ConfigMap", f"{service}-settings")["data"]["pando.toml"])
+
+
+def _mounted_settings(objects: list[Manifest], template: Manifest, container: Manifest) -> Manifest:
+    [mount] = [each for each in container["volumeMounts"] if each["mountPath"] == "/etc/pando/pando.toml"]
+    [volume] = [each for each in template["spec"]["volumes"] if each["name"] == mount["name"]]
+    name = volume["configMap"]["name"]
+    [file] = [each for each in objects if (each["kind"], each["metadata"]["name"]) == ("ConfigMap", name)]
+    return tomllib.loads(file["data"][mount["subPath"]])
+
+
+def role_of(item: Manifest) -> str | None:
+    """Return the role of the groups that an object or a pod template belongs to, if groups have roles."""
+    role: str | None = item["metadata"]["labels"].get("pando/role")
+    return role
 
 
 def selected(objects: list[Manifest], service: str) -> set[str]:

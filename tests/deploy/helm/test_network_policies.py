@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tests.deploy.helm.chart import Manifest, component_of, render, running, selected, templates_of
+from tests.deploy.helm.chart import Manifest, component_of, render, role_of, running, selected, templates_of
 from tests.deploy.helm.value_sets import VALUE_SETS
 
 # From where to where, at which port; None: all ports.
@@ -27,6 +27,24 @@ def test_every_pod_has_a_policy_for_both_directions(name: str) -> None:
     assert all(spec["policyTypes"] == ["Ingress", "Egress"] for spec in policies)
     for labels in labels_of(objects).values():
         assert sum(_selects(spec["podSelector"], labels) for spec in policies) == 1
+
+
+@pytest.mark.parametrize("name", ["roles", "roles-over-nodes"])
+def test_only_schedulers_and_workers_of_groups_with_roles_reach_each_other(name: str) -> None:
+    objects = render(VALUE_SETS[name])
+    between = {
+        (source, target, port)
+        for source, target, port in open_edges(objects)
+        if {source.split("-")[2], target.split("-")[2]} == {"prefill", "decode"}
+    }
+    # In one pod, a scheduler may do what its worker may.
+    schedulers, workers = {50052}, set(range(50053, 50057 if name == "roles-over-nodes" else 50055))
+    assert between
+    assert {port for _, _, port in between} == schedulers | workers
+    assert {(target.split("-")[2], port) for _, target, port in between if target.endswith("-group")} >= {
+        ("prefill", 50052), ("prefill", 50054), ("decode", 50052), ("decode", 50053),
+    }  # fmt: skip
+    assert not [port for _, target, port in between if target.endswith("-worker") and port not in workers]
 
 
 def test_a_superfluous_network_edge_would_be_noticed() -> None:
@@ -181,10 +199,27 @@ def pipeline_of(objects: list[Manifest]) -> set[Edge]:
             has_other_pods = component_of(each.workload) == "worker" or each.workload["kind"] == "LeaderWorkerSet"
             names = [name_of(each.workload, template) for template in templates_of(each.workload)]
             edges |= {(source, name, None) for name in names if has_other_pods}
+    edges |= transfers_between(objects)
     # `helm test` is a client.
     hook = next(item["metadata"]["name"] for item in objects if item["kind"] == "Pod")
     gateway = next(each for each in running(objects) if each.service == "gateway")
     return edges | {(hook, gateway.workload["metadata"]["name"], gateway.settings.gateway.port)}
+
+
+def transfers_between(objects: list[Manifest]) -> set[Edge]:
+    """Return the connections by which groups with roles have prompts computed by each other, and read their pages."""
+    edges: set[Edge] = set()
+    members = [each for each in running(objects) if role_of(each.workload)]
+    for service in ("scheduler", "worker"):
+        found = [each for each in members if each.service == service]
+        ports = {
+            name_of(each.workload, each.template): [
+                port["containerPort"] for port in each.container["ports"] if "metrics" not in port["name"]
+            ]
+            for each in found
+        }
+        edges |= {(source, target, port) for source in ports for target, own in ports.items() for port in own}
+    return edges
 
 
 def targets_of(objects: list[Manifest], address: str) -> set[tuple[str, int]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,6 +23,7 @@ from tests.deploy.helm.chart import (
     render,
     render_texts,
     render_with_helm,
+    role_of,
     running,
     templates_of,
 )
@@ -156,6 +158,47 @@ def test_pods_of_a_group_share_a_node_and_ranks_of_a_pod_its_gpus() -> None:
     ]
     assert single["resources"]["limits"]["nvidia.com/gpu"] == "2"
     assert "deploy.ranks" in single["command"]
+
+
+def test_groups_of_each_role_scale_by_the_metrics_of_their_own_pods() -> None:
+    objects = render(VALUE_SETS["roles"])
+    sets = {role_of(item): item for item in objects if item["kind"] == "StatefulSet"}
+    scalers = {role_of(item): item["spec"] for item in objects if item["kind"] == "ScaledObject"}
+    assert sets.keys() == scalers.keys() == {"prefill", "decode"}
+    bounds = {role: (spec["minReplicaCount"], spec["maxReplicaCount"]) for role, spec in scalers.items()}
+    assert bounds == {"prefill": (1, 4), "decode": (3, 12)}
+    measured = {}
+    for role, spec in scalers.items():
+        assert spec["scaleTargetRef"]["name"] == sets[role]["metadata"]["name"]
+        assert "replicas" not in sets[role]["spec"]
+        queries = [trigger["metadata"]["query"] for trigger in spec["triggers"]]
+        measured[role] = {query.removeprefix("sum(").partition("{")[0] for query in queries}
+        for query in queries:
+            pods_of = re.compile(query.partition('pod=~"')[2].partition('"')[0])
+            matching = [name for name, item in sets.items() if pods_of.fullmatch(f"{item['metadata']['name']}-0")]
+            assert matching == [role]
+    kv, waiting, rows = (f"pando_scheduler_{name}" for name in ("kv_usage_percent", "waiting_requests", "running_rows"))
+    assert measured == {"prefill": {kv, waiting}, "decode": {kv, rows}}
+
+
+def test_groups_of_each_role_have_replicas_gpus_and_nodes_of_their_own() -> None:
+    objects = render(VALUE_SETS["roles-over-nodes"])
+    over_nodes = {role_of(item): item["spec"] for item in objects if item["kind"] == "LeaderWorkerSet"}
+    pods_of = {role: spec["leaderWorkerTemplate"]["size"] for role, spec in over_nodes.items()}
+    assert pods_of == {"prefill": 4, "decode": 2}
+    assert {role: spec.get("replicas") for role, spec in over_nodes.items()} == {"prefill": 1, "decode": None}
+    racks = [item for item in objects if "leaderworkerset.sigs.k8s.io/exclusive-topology" in annotations_of(item)]
+    assert [role_of(item) for item in racks] == ["prefill"]
+    separate = [item["metadata"]["name"] for item in objects if item["kind"] == "StatefulSet"]
+    names = [f"demo-pando-both-{name}{group}" for name in ("scheduler", "worker") for group in ("", "-group-1")]
+    assert sorted(separate) == sorted(names)
+    workers = [each for each in running(objects) if each.service == "worker"]
+    assert {each.container["resources"]["limits"]["nvidia.com/gpu"] for each in workers} == {"4"}
+
+
+def annotations_of(item: Manifest) -> Manifest:
+    found: Manifest = item["metadata"].get("annotations") or {}
+    return found
 
 
 def test_a_dead_pod_of_a_group_over_nodes_restarts_the_whole_group() -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import importlib
 import re
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -12,10 +14,13 @@ from common.limits import load_limits
 from common.models import pull
 from common.rpc.roles import Role
 from common.settings import SchedulerSettings, Settings
-from deploy.supervisor.layout import ON_GPUS
+from common.settings.scheduler import HostTierSettings
+from deploy.supervisor.command import read_roles
+from deploy.supervisor.layout import ON_GPUS, Replicas, plan_layout
 from services.detokenizer.__main__ import DRAIN_S as DETOKENIZER_DRAIN_S
 from services.tokenizer.__main__ import DRAIN_S as TOKENIZER_DRAIN_S
 from tests.deploy.helm.chart import (
+    WORKLOADS,
     Manifest,
     Running,
     component_of,
@@ -24,7 +29,9 @@ from tests.deploy.helm.chart import (
     pods,
     render,
     render_texts,
+    role_of,
     running,
+    selected,
     settings_of,
     templates_of,
 )
@@ -32,7 +39,6 @@ from tests.deploy.helm.value_sets import VALUE_SETS
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
-    from pathlib import Path
 
     from pydantic import SecretStr
 
@@ -74,8 +80,10 @@ def test_every_address_is_that_of_a_service_of_the_release(name: str) -> None:
     services = {item["metadata"]["name"]: item["spec"] for item in objects if item["kind"] == "Service"}
     gateway = Settings(**settings_of(objects, "gateway")).gateway
     assert gateway.schedulers == Settings(**settings_of(objects, "tokenizer")).tokenizer.schedulers
-    detokenizer = Settings(**settings_of(objects, "scheduler")).scheduler.detokenizer
-    assert gateway.detokenizer == detokenizer
+    schedulers = [each for each in running(objects) if each.service == "scheduler"]
+    assert {each.settings.scheduler.detokenizer for each in schedulers} == {gateway.detokenizer}
+    [found] = {host_of([address]) for address in gateway.schedulers}
+    assert selected(objects, found) == {each.workload["metadata"]["name"] for each in schedulers}
     for address in (*gateway.tokenizer, *gateway.detokenizer, *gateway.schedulers):
         host, _, port = address.removeprefix("dns:").partition(":")
         assert int(port) in [each["port"] for each in services[host]["ports"]]
@@ -154,9 +162,50 @@ def addresses_of(worker: Running) -> list[str]:
     return [f"{host}.{set_name}.llm.svc:{rank['containerPort']}" for host in hosts for rank in ranks]
 
 
-def group_of(running: Running) -> str | None:
-    label: str | None = running.template["metadata"]["labels"].get("pando/group")
-    return label
+def group_of(running: Running) -> tuple[str | None, str | None]:
+    labels = running.template["metadata"]["labels"]
+    return (labels.get("pando/role"), labels.get("pando/group"))
+
+
+def test_groups_of_each_role_are_configured_as_by_pando_up() -> None:
+    objects = render(VALUE_SETS["roles"])
+    groups = {role_of(each.workload): each for each in running(objects) if each.service == "scheduler"}
+    chosen = read_roles("prefill=1x2,decode=1x1")
+    settings = Settings(scheduler=SchedulerSettings(host_tier=HostTierSettings(gigabytes=16)))
+    layout = plan_layout(settings, Path("/run"), 1, Replicas(groups=chosen))
+    for index, group in enumerate(chosen):
+        planned = layout.find(f"scheduler-{index}").settings.scheduler
+        own = groups[group.role.value].settings.scheduler
+        same = ("role", "host_tier", "prefill_min_tokens", "pipeline_parallel", "expert_parallel")
+        assert {name: getattr(own, name) for name in same} == {name: getattr(planned, name) for name in same}
+        assert len(own.workers) == len(planned.workers) == group.tp
+    assert len(groups) == len(chosen) == 2
+    assert [groups[role].settings.scheduler.max_rows for role in ("prefill", "decode")] == [256, 512]
+    # Workers serve as long as their scheduler drains.
+    drains = {(role_of(each.workload), each.settings.scheduler.drain_s) for each in running(objects)
+              if each.service in ("scheduler", "worker")}  # fmt: skip
+    assert drains == {("prefill", 60), ("decode", 300)}
+
+
+def test_values_of_a_role_may_be_false_or_zero() -> None:
+    common = {"tensorParallel": 4, "ranksPerPod": 2, "expertParallel": True, "leaderWorkerSet": {"enabled": True}}
+    own = {"ranksPerPod": 0, "expertParallel": False, "leaderWorkerSet": {"enabled": False}}
+    objects = render({"worker": common, "groups": {"roles": {"both": {"worker": own}}}})
+    [scheduler] = [each for each in running(objects) if each.service == "scheduler"]
+    assert (scheduler.workload["kind"], scheduler.settings.scheduler.expert_parallel) == ("StatefulSet", False)
+    assert len(scheduler.settings.scheduler.workers) == 4
+
+
+def test_a_setting_of_a_role_replaces_only_its_groups() -> None:
+    def annotations(changed: dict[str, Any]) -> dict[str | None, Any]:
+        values = copy.deepcopy(VALUE_SETS["roles"])
+        values["groups"]["roles"]["decode"].update(changed)
+        sets = [item for item in render(values) if item["kind"] in WORKLOADS]
+        return {item["metadata"]["name"]: templates_of(item)[0] for item in sets}
+
+    before, after = annotations({}), annotations({"settings": {"scheduler": {"max_rows": 99}}})
+    assert before.keys() == after.keys()
+    assert [name for name in before if before[name] != after[name]] == ["demo-pando-decode-group"]
 
 
 def test_a_group_in_a_pod_starts_its_workers_first_and_drains_before_they_end() -> None:
@@ -257,7 +306,7 @@ def test_termination_grace_periods_exceed_pre_stop_and_drain_times(name: str) ->
 @every_value_set
 def test_models_are_where_the_settings_say(name: str) -> None:
     objects = render(VALUE_SETS[name])
-    reference = Settings(**settings_of(objects, "worker")).model.reference
+    reference = Settings(**settings_of(objects, "tokenizer")).model.reference
     for each in running(objects):
         mounts = [mount["mountPath"] for mount in each.container["volumeMounts"]]
         needs_model = each.service in ("tokenizer", "detokenizer", "worker")
@@ -308,7 +357,7 @@ def test_services_trust_each_other_by_certificates_and_probes_need_none() -> Non
             assert container(template)["livenessProbe"]["grpc"]["port"] == rpc.probe_port
 
 
-@pytest.mark.parametrize("name", ["own-authority", "three-groups", "groups-keda", "given-issuer"])
+@pytest.mark.parametrize("name", ["own-authority", "three-groups", "groups-keda", "given-issuer", "roles-over-nodes"])
 def test_each_service_has_a_separate_certificate_with_exactly_its_role(name: str) -> None:
     objects = render(VALUE_SETS[name])
     services = running(objects)
@@ -359,7 +408,7 @@ def certificate_secret(each: Running) -> str:
     return str(volume["secret"]["secretName"])
 
 
-@pytest.mark.parametrize("name", ["own-authority", "three-groups", "groups-keda"])
+@pytest.mark.parametrize("name", ["own-authority", "three-groups", "groups-keda", "roles", "roles-over-nodes"])
 def test_every_pipeline_address_is_in_its_peer_s_certificate(name: str) -> None:
     objects = render(VALUE_SETS[name])
     secrets = {

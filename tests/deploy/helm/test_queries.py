@@ -83,10 +83,13 @@ def variable_queries() -> Iterator[tuple[str, str]]:
 
 
 def scaler_queries() -> Iterator[tuple[str, str]]:
-    for component, name in SCALED.items():
-        for trigger in named(render(VALUE_SETS[f"{name}keda"]), "ScaledObject", component)["spec"]["triggers"]:
+    sets = [*(f"{name}keda" for name in SCALED.values()), "roles"]
+    scalers = [item for name in sets for item in render(VALUE_SETS[name]) if item["kind"] == "ScaledObject"]
+    for scaler in scalers:
+        for trigger in scaler["spec"]["triggers"]:
             if trigger["type"] == "prometheus":
-                yield f"keda: {component} {trigger['metadata']['query'].split('{')[0]}", trigger["metadata"]["query"]
+                query = trigger["metadata"]["query"]
+                yield f"keda: {scaler['metadata']['name']} {query.split('{')[0]}", query
 
 
 QUERIES = dict([*rule_queries(), *dashboard_queries(), *variable_queries(), *scaler_queries()])

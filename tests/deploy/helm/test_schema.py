@@ -75,6 +75,28 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         {"deviceTurns": {"create": True}, "worker": {"tensorParallel": 2, "ranksPerPod": 1}},
         "all ranks in one pod",
     ),
+    "only groups that prefill": ({"groups": {"roles": {"prefill": {}}}}, "serve requests"),
+    "decode groups without a host tier": ({"groups": {"roles": {"prefill": {}, "decode": {}}}}, "host_tier"),
+    "unknown role": ({"groups": {"roles": {"encode": {}}}}, "encode"),
+    "no groups of a role": ({"groups": {"roles": {"both": {"replicas": 0}}}}, "replicas"),
+    "roles of groups on different devices": ({"groups": {"roles": {"both": {"worker": {"device": "cuda"}}}}}, "roles"),
+    "unknown setting of a role": (
+        {"groups": {"roles": {"both": {"settings": {"scheduler": {"max_rowz": 4}}}}}},
+        "max_rowz",
+    ),
+    "settings of the gateway for a role": ({"groups": {"roles": {"both": {"settings": {"gateway": {}}}}}}, "gateway"),
+    "roles of models that take turns": (
+        {"deviceTurns": {"create": True}, "groups": {"roles": {"both": {}}}},
+        "groups.roles",
+    ),
+    "stages that cannot read each other's pages": (
+        {"groups": {"roles": {"both": {}, "prefill": {"worker": {"pipelineParallel": 2}}}}},
+        "equal ranks",
+    ),
+    "ranks of a role that do not fit into pods": (
+        {"groups": {"roles": {"both": {"worker": {"tensorParallel": 4, "ranksPerPod": 3}}}}},
+        "multiple",
+    ),
     "ingress for nobody": ({"ingress": {"enabled": True}}, "hosts"),
     "route without a parent": ({"httpRoute": {"enabled": True}}, "parentRefs"),
     "port beyond the last": ({"gateway": {"service": {"port": 70_000}}}, "port"),

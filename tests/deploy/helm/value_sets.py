@@ -245,6 +245,55 @@ VALUE_SETS: dict[str, dict[str, Any]] = {
         },
         "groups": {"layout": "together"},
     },
+    "roles": {
+        "groups": {
+            "autoscaling": {"mode": "keda", "waiting": 8},
+            "roles": {
+                "prefill": {"replicas": 2, "worker": {"tensorParallel": 2}},
+                "decode": {
+                    "replicas": 4,
+                    "autoscaling": {"minReplicas": 3, "maxReplicas": 12, "waiting": 0, "rows": 200},
+                    "scheduler": {"drainSeconds": 300},
+                    "settings": {"scheduler": {"max_rows": 512}},
+                },
+            },
+        },
+        "worker": {"device": "cuda", "nodeSelector": {"pool": "gpu"}},
+        "model": _CLAIM,
+        "tls": {"enabled": True},
+        "monitoring": {"serviceMonitor": {"enabled": True}},
+        "settings": {"scheduler": {"max_rows": 256, "host_tier": {"gigabytes": 16}}},
+    },
+    "roles-over-nodes": {
+        "groups": {
+            "roles": {
+                "both": {"layout": "separate", "replicas": 2, "worker": {"leaderWorkerSet": {"enabled": False}}},
+                "prefill": {"worker": {"tensorParallel": 16, "leaderWorkerSet": {"exclusiveTopology": "rack"}}},
+                "decode": {"replicas": 3, "autoscaling": {"mode": "hpa", "kvPercent": 70}},
+            }
+        },
+        "worker": {
+            "device": "cuda",
+            "tensorParallel": 8,
+            "ranksPerPod": 4,
+            "leaderWorkerSet": {"enabled": True},
+        },
+        "model": _CLAIM,
+        "tls": {"enabled": True},
+        "settings": {"scheduler": {"host_tier": {"pages": 4096}}},
+    },
+    "roles-in-stages": {
+        "groups": {"roles": {"prefill": {"replicas": 2}, "decode": {}}},
+        "worker": {
+            "device": "cuda",
+            "tensorParallel": 8,
+            "pipelineParallel": 2,
+            "ranksPerPod": 8,
+            "leaderWorkerSet": {"enabled": True},
+        },
+        "model": _CLAIM,
+        "settings": {"scheduler": {"host_tier": {"gigabytes": 64}}},
+    },
     "device-turns": {
         "deviceTurns": {"existingClaim": "turns"},
         "groups": {"layout": "separate"},

@@ -1,3 +1,48 @@
+{{/* The sets of groups, as a JSON list of {Role, Values}: one for each role, with the values that it overrides, or a single one without a role. Values that do not fit are refused. */}}
+{{- define "pando.sets" -}}
+{{- $sets := list -}}
+{{- $shapes := list -}}
+{{- $hasStages := false -}}
+{{- $roles := .Values.groups.roles -}}
+{{- range $role, $own := $roles -}}
+{{- $values := deepCopy $.Values -}}
+{{- $_ := set $values "groups" (include "pando.overlaid" (list (omit $values.groups "roles") (omit $own "scheduler" "worker" "settings")) | fromJson) -}}
+{{- range $section := list "scheduler" "worker" "settings" -}}
+{{- $_ := set $values $section (include "pando.overlaid" (list (get $values $section) (get $own $section | default dict)) | fromJson) -}}
+{{- end -}}
+{{- $tier := dig "scheduler" "host_tier" dict $values.settings -}}
+{{- if and (eq $role "decode") (not (or $tier.gigabytes $tier.pages)) -}}
+{{- fail "groups.roles.decode needs a host tier, where the pages of other groups arrive: set settings.scheduler.host_tier.gigabytes" -}}
+{{- end -}}
+{{- $shapes = append $shapes (printf "%v x %v" $values.worker.tensorParallel $values.worker.pipelineParallel) | uniq -}}
+{{- $hasStages = or $hasStages (gt (int $values.worker.pipelineParallel) 1) -}}
+{{- $sets = append $sets (dict "Role" $role "Values" $values) -}}
+{{- end -}}
+{{- if not $roles -}}
+{{- $sets = list (dict "Role" "" "Values" .Values) -}}
+{{- else if not (or (hasKey $roles "both") (hasKey $roles "decode")) -}}
+{{- fail "groups.roles needs groups that serve requests beside those that only prefill: both or decode" -}}
+{{- else if or .Values.deviceTurns.existingClaim .Values.deviceTurns.create -}}
+{{- fail "deviceTurns needs one group: leave out groups.roles" -}}
+{{- else if and $hasStages (gt (len $shapes) 1) -}}
+{{- fail (printf "groups with worker.pipelineParallel above 1 can only read pages of groups with equal ranks: give all of groups.roles the same tensorParallel and pipelineParallel, not %s" (join " and " $shapes)) -}}
+{{- end -}}
+{{- $sets | toJson -}}
+{{- end -}}
+
+{{/* The first mapping with the values of the second one over its own, as JSON; takes a list of both. `mergeOverwrite` would leave out false, 0 and "". */}}
+{{- define "pando.overlaid" -}}
+{{- $under := deepCopy (first .) -}}
+{{- range $key, $value := last . -}}
+{{- if and (kindIs "map" $value) (kindIs "map" (get $under $key)) -}}
+{{- $_ := set $under $key (include "pando.overlaid" (list (get $under $key) $value) | fromJson) -}}
+{{- else -}}
+{{- $_ := set $under $key $value -}}
+{{- end -}}
+{{- end -}}
+{{- $under | toJson -}}
+{{- end -}}
+
 {{/* "true" if the scheduler of a group is in the pod of its first ranks. Other layouts and values that need it are refused. */}}
 {{- define "pando.together" -}}
 {{- $groups := .Values.groups -}}
@@ -19,10 +64,12 @@
 {{- ternary (list) (until (int .Values.groups.replicas)) (eq "true" (include "pando.together" .)) | toJson -}}
 {{- end -}}
 
-{{/* The components that run in pods, by name, as a mapping to the numbers of their groups, if any. */}}
+{{/* The components of a root that run in pods, by name, as a mapping to the numbers of their groups, if any; those of a set of groups, or all others. */}}
 {{- define "pando.pods" -}}
-{{- $pods := dict "gateway" (dict) "tokenizer" (dict) "detokenizer" (dict) -}}
-{{- if include "pando.together" . -}}
+{{- $pods := dict -}}
+{{- if not (hasKey . "Role") -}}
+{{- $pods = dict "gateway" (dict) "tokenizer" (dict) "detokenizer" (dict) -}}
+{{- else if include "pando.together" . -}}
 {{- $_ := set $pods "group" (dict) -}}
 {{- if .Values.worker.leaderWorkerSet.enabled }}{{ $_ := set $pods "worker" (dict) }}{{ end -}}
 {{- else -}}
@@ -31,6 +78,17 @@
 {{- $_ := set $pods "worker" (dict "groups" $groups) -}}
 {{- end -}}
 {{- $pods | toJson -}}
+{{- end -}}
+
+{{/* The labels that select all pods of a service; takes {root, service}. Schedulers are in pods of one kind, unless groups have roles. */}}
+{{- define "pando.allOf" -}}
+{{- if and (eq .service "scheduler") .root.Values.groups.roles -}}
+{{ include "pando.releaseSelector" .root }}
+{{ include "pando.schedulerLabel" . }}
+{{- else -}}
+{{- $isTogether := and (eq .service "scheduler") (eq "true" (include "pando.together" .root)) -}}
+{{ include "pando.selector" (dict "root" .root "name" (ternary "group" .service $isTogether)) }}
+{{- end -}}
 {{- end -}}
 
 {{/* Where services that choose a group find all schedulers: a list that does not depend on the number of groups. */}}
@@ -42,7 +100,7 @@
 {{/* The host name of worker pod `pod` of a group. LeaderWorkerSet names the first pod of a group <set>-<group>, others <set>-<group>-<pod>. */}}
 {{- define "pando.workerHost" -}}
 {{- if include "pando.together" .root -}}
-$(POD_NAME){{ with .pod }}-{{ . }}{{ end }}.{{ include "pando.fullname" .root }}-group.{{ .root.Release.Namespace }}.svc
+$(POD_NAME){{ with .pod }}-{{ . }}{{ end }}.{{ include "pando.name" (dict "root" .root "name" "group") }}.{{ .root.Release.Namespace }}.svc
 {{- else -}}
 {{- $set := include "pando.name" (dict "root" .root "name" "worker" "group" .group) -}}
 {{- printf "%s-%d.%s.%s.svc" $set (int .pod) $set .root.Release.Namespace -}}

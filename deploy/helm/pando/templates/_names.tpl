@@ -7,14 +7,27 @@
 {{- end -}}
 {{- end -}}
 
-{{/* The labels that select a component; takes {root, name}, and for schedulers and workers their `group`. */}}
+{{/* The labels that select all of the release. */}}
+{{- define "pando.releaseSelector" -}}
+app.kubernetes.io/name: {{ default .Chart.Name .Values.nameOverride }}
+app.kubernetes.io/instance: {{ .Release.Name }}
+{{- end -}}
+
+{{/* The labels that select a component; takes {root, name}, and for schedulers and workers their `group`. The root of a set of groups has a role. */}}
 {{- define "pando.selector" -}}
-app.kubernetes.io/name: {{ default .root.Chart.Name .root.Values.nameOverride }}
-app.kubernetes.io/instance: {{ .root.Release.Name }}
+{{ include "pando.releaseSelector" .root }}
 app.kubernetes.io/component: {{ .name }}
+{{- with .root.Role }}
+pando/role: {{ . }}
+{{- end }}
 {{- if hasKey . "group" }}
 pando/group: {{ .group | quote }}
 {{- end }}
+{{- end -}}
+
+{{/* The label of pods with a scheduler, whatever their component, where groups have roles. */}}
+{{- define "pando.schedulerLabel" -}}
+pando/scheduler: "true"
 {{- end -}}
 
 {{- define "pando.labels" -}}
@@ -27,7 +40,7 @@ helm.sh/chart: {{ printf "%s-%s" .root.Chart.Name .root.Chart.Version }}
 
 {{/* The name of a component's objects; those of the first group are named as if it were the only one. */}}
 {{- define "pando.name" -}}
-{{ include "pando.fullname" .root }}-{{ .name }}{{ with .group }}-group-{{ . }}{{ end }}
+{{ include "pando.fullname" .root }}{{ with .root.Role }}-{{ . }}{{ end }}-{{ .name }}{{ with .group }}-group-{{ . }}{{ end }}
 {{- end -}}
 
 {{- define "pando.metadata" -}}

@@ -19,6 +19,9 @@ spec:
 {{ include "pando.selector" . }}
 app.kubernetes.io/version: {{ default .root.Chart.AppVersion .root.Values.image.tag | quote }}
 app.kubernetes.io/part-of: pando
+{{- if and .root.Role (has .name (list "group" "scheduler")) }}
+{{ include "pando.schedulerLabel" . }}
+{{- end }}
 {{- with include "pando.turnsLabel" . }}
 {{ . }}
 {{- end }}
@@ -97,7 +100,7 @@ containers:
 volumes:
   {{- range $service := include "pando.services" .name | fromJsonArray }}
   - name: {{ $service }}-settings
-    configMap: {name: {{ include "pando.fullname" $root }}-{{ $service }}-settings}
+    configMap: {name: {{ include "pando.name" (dict "root" $root "name" (printf "%s-settings" $service)) }}}
   {{- end }}
   - name: tmp
     emptyDir: {sizeLimit: 2Gi}

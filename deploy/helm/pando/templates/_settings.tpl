@@ -47,6 +47,7 @@ detokenizer: [log, rpc, metrics, tracing, model, detokenizer]
 {{- if gt (int .Values.worker.pipelineParallel) 1 -}}
 {{- $_ := set $own.scheduler "pipeline_parallel" (int .Values.worker.pipelineParallel) -}}
 {{- end -}}
+{{- with .Role }}{{ $_ := set $own.scheduler "role" . }}{{ end -}}
 {{- if .Values.worker.expertParallel -}}
 {{- $_ := set $own.scheduler "expert_parallel" true -}}
 {{- end -}}
