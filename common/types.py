@@ -450,6 +450,8 @@ class ScheduleRequest:
     second_text_start: int | None = None
     # Address of the scheduler of a group that may compute the prompt; empty: there is none.
     prefill_group: str = ""
+    # Name that the certificate of that group must have; empty: the address's host.
+    prefill_group_name: str = ""
     # Tokens that the output may repeat parts of, as a source of drafts.
     prediction_ids: tuple[int, ...] = ()
     # In the order of the prompt, each with its pixels; their embeddings belong where ids are below 0.

@@ -100,6 +100,7 @@ def schedule_request_to_wire(request: ScheduleRequest) -> scheduler_pb2.Schedule
         images=map(_image_to_wire, request.images),
         second_text_start=request.second_text_start,
         prefill_group=request.prefill_group,
+        prefill_group_name=request.prefill_group_name,
         prediction_token_ids=request.prediction_ids,
     )
     message.MergeFrom(options_to_wire(request.options, scheduler_pb2.ScheduleRequest))
@@ -124,6 +125,7 @@ def schedule_request_from_wire(message: scheduler_pb2.ScheduleRequest) -> Schedu
         options=replace(options_from_wire(message), n=max(message.n, 1)),
         second_text_start=message.second_text_start if message.HasField("second_text_start") else None,
         prefill_group=message.prefill_group,
+        prefill_group_name=message.prefill_group_name,
         prediction_ids=tuple(message.prediction_token_ids),
     )
 

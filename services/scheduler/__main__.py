@@ -92,7 +92,11 @@ async def serve_with(settings: Settings, stopping: asyncio.Event, decisions: Dec
     outlets = Outlets(servers_at(settings.scheduler.detokenizer, security), loop)
     loop.connect(group, outlets)
     service, waker = make_service(settings.scheduler, loop, group, audit)
-    loop.prefills = PrefillClient(loop, partial(open_channel, security=security), settings.scheduler.prefill_min_tokens)
+    loop.prefills = PrefillClient(
+        loop,
+        lambda address, name: open_channel(address, security, name or None),
+        settings.scheduler.prefill_min_tokens,
+    )
     works = [group.run(), outlets.run(), loop.run(), waker.run(), loop.prefills.run()]
     works += publish_kv_events(settings, loop, fleet[1] if fleet else None)
     desk = make_desk(settings, loop)
@@ -115,7 +119,7 @@ async def serve_with(settings: Settings, stopping: asyncio.Event, decisions: Dec
             running.pop().cancel()
             await server.set_serving(False)
             loop.refuse_new()
-            await drained(lambda: loop.core is None or not any(loop.core.open_sequences), settings.scheduler.drain_s)
+            await drained(lambda: not has_open_work(loop, service), settings.scheduler.drain_s)
             for task in running:
                 task.cancel()
     except* ConfigurationError as errors:
@@ -124,6 +128,11 @@ async def serve_with(settings: Settings, stopping: asyncio.Event, decisions: Dec
         await server.stop(grace_s=0.2)
     if misconfigured is not None:
         raise misconfigured
+
+
+def has_open_work(loop: SchedulerLoop, service: SchedulerService) -> bool:
+    """Whether requests are open, or other groups may still read the pages of prompts that were computed for them."""
+    return bool(service.open_leases) or (loop.core is not None and any(loop.core.open_sequences))
 
 
 def make_service(

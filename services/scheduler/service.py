@@ -126,6 +126,11 @@ class SchedulerService(scheduler_pb2_grpc.SchedulerServicer):
             reading.cancel()
             submissions.close()
 
+    @property
+    def open_leases(self) -> int:
+        """The number of prompts whose pages other groups may read."""
+        return 0 if self.prefill_server is None else self.prefill_server.open_leases
+
     async def Prefill(  # noqa: N802
         self, request: scheduler_pb2.PrefillRequest, context: Context
     ) -> AsyncIterator[scheduler_pb2.PrefillResponse]:
@@ -198,7 +203,7 @@ class SchedulerService(scheduler_pb2_grpc.SchedulerServicer):
         loads = None if core is None else core.memory.loads
         state.disaggregation.CopyFrom(
             scheduler_pb2.DisaggregationState(
-                open_leases=server.open_leases if server else 0,
+                open_leases=self.open_leases,
                 prefills=server.prefills if server else 0,
                 remote_prefills=client.asked if client else 0,
                 failed_prefills=client.failed if client else 0,

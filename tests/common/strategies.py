@@ -214,6 +214,7 @@ schedule_requests = complete(
     routing_key=st.none(),
     second_text_start=st.none() | COUNT,
     prefill_group=st.just("") | NAMES,
+    prefill_group_name=st.just("") | NAMES,
     prediction_ids=st.lists(TOKEN, max_size=3).map(tuple),
     images=st.lists(prompt_images, max_size=2).map(tuple),
 )

@@ -43,18 +43,21 @@ class PrefillClient:
     def __init__(
         self,
         loop: SchedulerLoop,
-        connect: Callable[[str], grpc.aio.Channel],
+        connect: Callable[[str, str], grpc.aio.Channel],
         min_tokens: int,
         silence_s: float = SILENCE_S,
     ) -> None:
-        """Ask for prompts of which at least `min_tokens` tokens are missing; `connect` opens channels by address."""
+        """Ask for prompts of which at least `min_tokens` tokens are missing.
+
+        `connect` opens a channel by address and the name in its certificate; an empty name: the address's host.
+        """
         self.asked = 0
         self.failed = 0
         self._loop = loop
         self._connect = connect
         self._min_tokens = min_tokens
         self._silence_s = silence_s
-        self._channels: dict[str, grpc.aio.Channel] = {}
+        self._channels: dict[tuple[str, str], grpc.aio.Channel] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._log = get_logger("prefill")
 
@@ -110,7 +113,7 @@ class PrefillClient:
         wire.ClearField("resume")
         call: PrefillCall | None = None
         try:
-            channel = self._channel(request.prefill_group)
+            channel = self._channel(request.prefill_group, request.prefill_group_name)
             call = scheduler_pb2_grpc.SchedulerStub(channel).Prefill(scheduler_pb2.PrefillRequest(request=wire))
             await self._follow(call, core, fetch)
         except grpc.aio.AioRpcError as error:
@@ -158,7 +161,7 @@ class PrefillClient:
         assert loads is not None, "only a host tier has fetches"
         return max(LEAST_PATIENCE_S, PATIENCE * loads.costs.prefill_s(loads.host.peers.awaited_tokens))
 
-    def _channel(self, address: str) -> grpc.aio.Channel:
-        if address not in self._channels:
-            self._channels[address] = self._connect(address)
-        return self._channels[address]
+    def _channel(self, address: str, name: str) -> grpc.aio.Channel:
+        if (address, name) not in self._channels:
+            self._channels[address, name] = self._connect(address, name)
+        return self._channels[address, name]

@@ -193,4 +193,10 @@ def _prompt_only(request: ScheduleRequest) -> ScheduleRequest:
         request.options, n=1, sampling=SamplingParams(), stop=StopConditions(max_tokens=0), session=None, turn=None,
         prompt_logprobs=None, resume=None,
     )  # fmt: skip
-    return replace(request, request_id=RequestId(f"prefill-{secrets.token_hex(8)}"), options=options, prefill_group="")
+    return replace(
+        request,
+        request_id=RequestId(f"prefill-{secrets.token_hex(8)}"),
+        options=options,
+        prefill_group="",
+        prefill_group_name="",
+    )

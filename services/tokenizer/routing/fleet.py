@@ -128,7 +128,8 @@ class Fleet:
                 found = {group.address: group for group in await self._servers.discovery.look()}
                 for address in [address for address in found if address not in running]:
                     self._log.info("replica.found", replica=address)
-                    replica = self._replicas[address] = Replica(address, self._servers.connect(found[address]))
+                    channel, name = self._servers.connect(found[address]), found[address].name or ""
+                    replica = self._replicas[address] = Replica(address, channel, name)
                     running[address] = tasks.create_task(replica.run(listener))
                 for address in running.keys() - found.keys():
                     self._log.info("replica.gone", replica=address)
@@ -173,7 +174,7 @@ class Fleet:
         if not groups:
             return request
         chosen = self._policy.choose(affinity_key(request), groups, self._prefixes.find(request))
-        return replace(request, prefill_group=chosen)
+        return replace(request, prefill_group=chosen, prefill_group_name=self._replicas[chosen].certified_as)
 
     def _serving(self, away: Collection[str] = ()) -> dict[str, Replica]:
         """Return the groups that would serve a request now, without `away`; if there are none, those that sleep.
@@ -226,9 +227,13 @@ def _no_scheduler() -> UnavailableError:
 class Replica:
     """Sends requests to one group and tracks those that it has not answered."""
 
-    def __init__(self, name: str, channel: grpc.aio.Channel) -> None:
-        """Use `channel` to reach the group `name`; the channel is closed when `run` ends."""
+    def __init__(self, name: str, channel: grpc.aio.Channel, certified_as: str) -> None:
+        """Use `channel` to reach the group `name`; the channel is closed when `run` ends.
+
+        `certified_as` is the name that its certificate must have; empty: the address's host.
+        """
         self.name = name
+        self.certified_as = certified_as
         self._channel = channel
         self._stub = scheduler_pb2_grpc.SchedulerStub(channel)
         self._link = SchedulerLink(channel)

@@ -7,6 +7,7 @@ from contextlib import AsyncExitStack
 from typing import TYPE_CHECKING, Any
 
 from common.rpc.channel import is_serving, open_channel
+from common.rpc.security import read_security
 from common.rpc.server import RpcServer
 from common.settings import Settings
 from common.wire.requests import schedule_request_to_wire
@@ -41,7 +42,9 @@ async def until_state(pipeline: Pipeline, condition: Callable[[scheduler_pb2.Get
 class Pipeline:
     """A scheduler between two fake workers and a fake detokenizer, all on sockets of one folder."""
 
-    def __init__(self, folder: Path, limits_file: Path | None = None, **scheduler: Any) -> None:
+    def __init__(
+        self, folder: Path, limits_file: Path | None = None, rpc: dict[str, Any] | None = None, **scheduler: Any
+    ) -> None:
         self.workers = [FakeWorkerService(), FakeWorkerService()]
         self.detokenizer = RecordingDetokenizer()  # type: ignore[abstract]  # nobody subscribes
         self.admissions: dict[str, common_pb2.Admission] = {}
@@ -62,7 +65,11 @@ class Pipeline:
             "admin_token": "let me in",
             **scheduler,
         }
-        self.settings = Settings.model_validate({"scheduler": section, "limits": {"file": limits_file}})
+        self.settings = Settings.model_validate(
+            {"scheduler": section, "limits": {"file": limits_file}, "rpc": rpc or {}}
+        )
+        # The name in the scheduler's certificate, if it is not that of its address.
+        self.certified_as: str | None = None
 
     def address(self, name: str) -> str:
         return f"unix:{self._folder}/{name}.sock"
@@ -72,9 +79,13 @@ class Pipeline:
         await self.start_detokenizer()
         await self._start_scheduler()
 
+    def end(self) -> None:
+        """Have the scheduler end, as by SIGTERM."""
+        self._stopping.set()
+
     async def restart(self) -> None:
         """Stop the scheduler, and start another one."""
-        self._stopping.set()
+        self.end()
         self._reader.cancel()
         self._call.cancel()
         await asyncio.gather(self.running, self._reader, return_exceptions=True)
@@ -84,7 +95,8 @@ class Pipeline:
 
     async def _start_scheduler(self) -> None:
         self.running = asyncio.create_task(serve(self.settings, self._stopping))
-        self.channel = await self._stack.enter_async_context(open_channel(self.address("scheduler")))
+        channel = open_channel(self.settings.scheduler.address, read_security(self.settings.rpc), self.certified_as)
+        self.channel = await self._stack.enter_async_context(channel)
         self.stub = scheduler_pb2_grpc.SchedulerStub(self.channel)
         self.sessions = sessions_pb2_grpc.SessionsStub(self.channel)
         self._call = self.stub.Submit(wait_for_ready=True)
@@ -121,10 +133,16 @@ class Pipeline:
                 await asyncio.sleep(0.02)
 
     async def submit(
-        self, name: str, prompt: list[int] | None = None, *, prefill_group: str = "", **changes: Any
+        self,
+        name: str,
+        prompt: list[int] | None = None,
+        *,
+        prefill_group: str = "",
+        prefill_group_name: str = "",
+        **changes: Any,
     ) -> common_pb2.Admission:
         request = schedule_request_to_wire(make_request(name, prompt or PROMPT, **changes))
-        request.prefill_group = prefill_group
+        request.prefill_group, request.prefill_group_name = prefill_group, prefill_group_name
         await self._call.write(scheduler_pb2.SchedulerSubmitRequest(schedules=[request]))
         await until(lambda: name in self.admissions)
         return self.admissions[name]
@@ -142,7 +160,7 @@ class Pipeline:
         return await self.stub.GetState(scheduler_pb2.GetStateRequest(include_requests=True), timeout=30)
 
     async def stop(self) -> None:
-        self._stopping.set()
+        self.end()
         self._reader.cancel()
         self._call.cancel()
         await asyncio.gather(self.running, self._reader, return_exceptions=True)

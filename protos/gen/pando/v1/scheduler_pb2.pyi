@@ -505,6 +505,7 @@ class ScheduleRequest(_message.Message):
     IMAGES_FIELD_NUMBER: _builtins.int
     TENANT_IS_THROTTLED_FIELD_NUMBER: _builtins.int
     SUBJECT_IS_THROTTLED_FIELD_NUMBER: _builtins.int
+    PREFILL_GROUP_NAME_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     n: _builtins.int
     """Number of choices, at least 1."""
@@ -531,6 +532,8 @@ class ScheduleRequest(_message.Message):
     tenant_is_throttled: _builtins.bool
     """A budget of the tenant, or of the subject, is nearly used up: its throttled weight counts from now on."""
     subject_is_throttled: _builtins.bool
+    prefill_group_name: _builtins.str
+    """Name that the certificate of `prefill_group` must have; empty: the address's host."""
     @_builtins.property
     def view(self) -> _common_pb2.View:
         """The accountable subject, and the cache entries that the request may use."""
@@ -595,10 +598,11 @@ class ScheduleRequest(_message.Message):
         images: _abc.Iterable[Global___PromptImage] | None = ...,
         tenant_is_throttled: _builtins.bool = ...,
         subject_is_throttled: _builtins.bool = ...,
+        prefill_group_name: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_max_context_tokens", b"_max_context_tokens", "_prompt_logprobs", b"_prompt_logprobs", "_resume", b"_resume", "_second_text_start", b"_second_text_start", "_session", b"_session", "_timeout_ms", b"_timeout_ms", "_trace", b"_trace", "_turn", b"_turn", "max_context_tokens", b"max_context_tokens", "prompt_logprobs", b"prompt_logprobs", "reply_to", b"reply_to", "resume", b"resume", "sampling", b"sampling", "second_text_start", b"second_text_start", "session", b"session", "stop", b"stop", "timeout_ms", b"timeout_ms", "trace", b"trace", "turn", b"turn", "view", b"view"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_max_context_tokens", b"_max_context_tokens", "_prompt_logprobs", b"_prompt_logprobs", "_resume", b"_resume", "_second_text_start", b"_second_text_start", "_session", b"_session", "_timeout_ms", b"_timeout_ms", "_trace", b"_trace", "_turn", b"_turn", "adapter", b"adapter", "cache_mode", b"cache_mode", "engine_failures", b"engine_failures", "images", b"images", "is_batch", b"is_batch", "max_context_tokens", b"max_context_tokens", "n", b"n", "pooling", b"pooling", "prediction_token_ids", b"prediction_token_ids", "prefill_group", b"prefill_group", "priority", b"priority", "prompt_logprobs", b"prompt_logprobs", "reply_to", b"reply_to", "request_id", b"request_id", "resume", b"resume", "sampling", b"sampling", "second_text_start", b"second_text_start", "session", b"session", "skip_special_tokens", b"skip_special_tokens", "stop", b"stop", "subject_is_throttled", b"subject_is_throttled", "tenant_is_throttled", b"tenant_is_throttled", "timeout_ms", b"timeout_ms", "token_ids", b"token_ids", "trace", b"trace", "turn", b"turn", "view", b"view"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_max_context_tokens", b"_max_context_tokens", "_prompt_logprobs", b"_prompt_logprobs", "_resume", b"_resume", "_second_text_start", b"_second_text_start", "_session", b"_session", "_timeout_ms", b"_timeout_ms", "_trace", b"_trace", "_turn", b"_turn", "adapter", b"adapter", "cache_mode", b"cache_mode", "engine_failures", b"engine_failures", "images", b"images", "is_batch", b"is_batch", "max_context_tokens", b"max_context_tokens", "n", b"n", "pooling", b"pooling", "prediction_token_ids", b"prediction_token_ids", "prefill_group", b"prefill_group", "prefill_group_name", b"prefill_group_name", "priority", b"priority", "prompt_logprobs", b"prompt_logprobs", "reply_to", b"reply_to", "request_id", b"request_id", "resume", b"resume", "sampling", b"sampling", "second_text_start", b"second_text_start", "session", b"session", "skip_special_tokens", b"skip_special_tokens", "stop", b"stop", "subject_is_throttled", b"subject_is_throttled", "tenant_is_throttled", b"tenant_is_throttled", "timeout_ms", b"timeout_ms", "token_ids", b"token_ids", "trace", b"trace", "turn", b"turn", "view", b"view"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__max_context_tokens: _TypeAlias = _typing.Literal["max_context_tokens"]  # noqa: Y015
     _WhichOneofArgType__max_context_tokens: _TypeAlias = _typing.Literal["_max_context_tokens", b"_max_context_tokens"]  # noqa: Y015

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -9,7 +10,9 @@ import grpc
 import pytest
 
 from common.wire.requests import schedule_request_to_wire
+from deploy.supervisor.layout import free_port
 from protos.gen.pando.v1 import scheduler_pb2
+from tests.fakes.certificates import Authority
 from tests.fakes.simulated_worker import expected_output
 from tests.services.scheduler.core.harness import STOP_ID, make_request
 from tests.services.scheduler.pipeline import Pipeline, until_state
@@ -33,12 +36,20 @@ def output(prompt: list[int] = LONG, max_tokens: int = 8) -> list[int]:
 class Groups:
     """Both groups' pipelines; each has its own detokenizer, and the decode group's workers read the other's pages."""
 
-    def __init__(self, folder: Path, decode_pages: int = 64, host_pages: int = 64) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        decode_pages: int = 64,
+        host_pages: int = 64,
+        rpc: dict[str, Any] | None = None,
+        prefill_address: str | None = None,
+    ) -> None:
         """The workers of the decode group have so many pages on the device and on the host."""
         for name in ("prefill", "decode"):
             (folder / name).mkdir()
-        common: dict[str, Any] = {"prefill_min_tokens": 16, "host_tier": {"pages": 64}}
-        self.prefill = Pipeline(folder / "prefill", role="prefill", **common)
+        common: dict[str, Any] = {"prefill_min_tokens": 16, "host_tier": {"pages": 64}, "rpc": rpc}
+        listening: dict[str, Any] = {"address": prefill_address} if prefill_address else {}
+        self.prefill = Pipeline(folder / "prefill", role="prefill", **common, **listening)
         self.decode = Pipeline(folder / "decode", role="decode", **common | {"host_tier": {"pages": host_pages}})
         # Ranks whose workers of the prefill group do not answer.
         self.silent: set[int] = set()
@@ -239,6 +250,54 @@ async def test_a_scheduler_that_vanishes_gives_its_pages_back(groups: Groups) ->
     assert state.tiers[0].protected_pages == WHOLE_PAGES
     call.cancel()
     await groups.released()
+
+
+async def test_a_group_that_ends_keeps_pages_until_they_have_been_read(tmp_path: Path) -> None:
+    prefill = Pipeline(tmp_path, role="prefill", drain_s=60)
+    await prefill.start()
+    try:
+        await prefill.ready()
+        request = schedule_request_to_wire(make_request("direct", LONG))
+        call = prefill.stub.Prefill(scheduler_pb2.PrefillRequest(request=request))
+        last = scheduler_pb2.PrefillResponse()
+        while not last.is_last:
+            message = await call.read()
+            assert isinstance(message, scheduler_pb2.PrefillResponse)
+            last = message
+        prefill.end()
+        await prefill.ready(serving=False)
+        # Far longer than a group takes to end that has nothing left to do.
+        done, _ = await asyncio.wait({prefill.running}, timeout=1)
+        assert not done
+        assert (await prefill.state()).disaggregation.open_leases == 1
+        assert all(worker.leases for worker in prefill.workers)
+        call.cancel()
+        async with asyncio.timeout(30):
+            await prefill.running
+    finally:
+        await prefill.stop()
+
+
+@pytest.mark.parametrize("name", ["schedulers", ""])
+async def test_a_prefill_group_found_by_a_name_is_called_by_that_name(tmp_path: Path, name: str) -> None:
+    """As on Kubernetes: certificates name the Service of all schedulers, and no address of a pod."""
+    authority = Authority(tmp_path)
+    identity = authority.issue("scheduler", hosts=["schedulers"], roles=["scheduler", "tokenizer"])
+    rpc = {"certificate": identity.certificate, "key": identity.key, "authority": authority.path}
+    groups = Groups(tmp_path, rpc=rpc, prefill_address=f"127.0.0.1:{free_port('127.0.0.1')}")
+    groups.prefill.certified_as = "schedulers"
+    await groups.start()
+    try:
+        address = groups.prefill.settings.scheduler.address
+        await groups.decode.submit("one", LONG, prefill_group=address, prefill_group_name=name, max_tokens=8)
+        await groups.decode.finished("one")
+        assert groups.decode.detokenizer.output_of("one") == output()
+        state = (await groups.decode.state()).disaggregation
+        # An address that its certificate does not name is not trusted.
+        assert (state.remote_prefills, state.failed_prefills) == (1, int(not name))
+        assert state.fetched_pages == (WHOLE_PAGES if name else 0)
+    finally:
+        await groups.stop()
 
 
 async def test_a_refused_prompt_is_an_error_of_the_call(groups: Groups) -> None:

@@ -11,10 +11,12 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from common.errors import UnavailableError
-from common.rpc.peers import servers_at
+from common.rpc.channel import open_channel
+from common.rpc.discovery import Discovery
+from common.rpc.peers import Servers, servers_at
 from common.rpc.server import RpcServer
 from common.rpc.sessions import SessionsService
-from common.types import RequestId, RequestOptions, SessionWish, Subject, View
+from common.types import GroupRole, RequestId, RequestOptions, SessionWish, Subject, View
 from protos.gen.pando.v1 import scheduler_pb2, scheduler_pb2_grpc, sessions_pb2_grpc
 from services.tokenizer.routing.fleet import Fleet
 from services.tokenizer.routing.policies import PrefixAware, RoundRobin
@@ -96,6 +98,8 @@ class Tier:
         self.groups = [Group(f"unix:{folder}/{index}.sock") for index in range(groups)]
         self.configured = [group.address for group in self.groups]
         self.listener = Listener()
+        # Instead of those at the addresses.
+        self.servers: Servers | None = None
 
     def submit(self, fleet: Fleet, *users: str) -> None:
         fleet.submit([schedule(f"{user}-{index}", user=user) for index, user in enumerate(users)])
@@ -108,7 +112,7 @@ class Tier:
         for group in self.groups:
             await group.start()
         fleet = Fleet(
-            servers_at(self.configured),
+            self.servers or servers_at(self.configured),
             policy,
             discovery_interval_s=0.05,
             max_destinations=self._max_destinations,
@@ -122,6 +126,28 @@ class Tier:
             await asyncio.gather(running, return_exceptions=True)
             for group in self.groups:
                 await group.stop()
+
+
+async def test_a_prefill_group_that_is_found_by_a_name_is_named_with_it(tmp_path: Path) -> None:
+    tier = Tier(tmp_path, 2)
+    roles = (scheduler_pb2.SCHEDULER_ROLE_PREFILL, scheduler_pb2.SCHEDULER_ROLE_DECODE)
+    for group, role in zip(tier.groups, roles, strict=True):
+        group.scheduler.load = scheduler_pb2.SchedulerLoad(serves=True, role=role)
+    sockets = {f"10.0.0.{index}:50052": group.address for index, group in enumerate(tier.groups)}
+
+    async def resolve(host: str, port: int) -> list[str]:
+        assert (host, port) == ("schedulers", 50052)
+        return list(sockets)
+
+    tier.servers = Servers(
+        Discovery(["dns:schedulers:50052"], resolve), lambda found: open_channel(sockets[found.address])
+    )
+    async with tier.run(RoundRobin()) as fleet:
+        await until(lambda: any(replica.role is GroupRole.PREFILL for replica in fleet._replicas.values()))
+        tier.submit(fleet, "a")
+        await until(lambda: len(tier.listener.admitted) == 1)
+    [sent] = tier.groups[1].scheduler.requests
+    assert (sent.prefill_group, sent.prefill_group_name) == ("10.0.0.0:50052", "schedulers")
 
 
 async def test_requests_are_spread_and_answers_come_back(tmp_path: Path) -> None:
