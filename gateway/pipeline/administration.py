@@ -139,10 +139,9 @@ class GrpcAdministration:
 
     async def watch_caches(self) -> AsyncGenerator[CacheChanges]:
         """Yield all groups' snapshots and changes; a group that is away is watched again when it is back."""
-        stubs = await self._groups.named_stubs()
-        if not stubs:
+        if not await self._groups.stubs():
             raise UnavailableError("this gateway knows no scheduler (gateway.schedulers)")
-        async with aclosing(watch_groups(stubs, self._metadata)) as changes:
+        async with aclosing(watch_groups(self._groups.named_stubs, self._metadata)) as changes:
             async for change in changes:
                 yield change
 
@@ -231,8 +230,8 @@ class SchedulerGroups:
     async def named_stubs(self) -> dict[str, scheduler_pb2_grpc.SchedulerAsyncStub]:
         """Return the stubs of the groups that exist now by address; channels to removed groups are closed."""
         found = {group.address: group for group in await self._servers.discovery.look()}
-        for address in self._channels.keys() - found.keys():
-            await self._channels.pop(address).close()
+        for channel in [self._channels.pop(address) for address in self._channels.keys() - found.keys()]:
+            await channel.close()
         for address, group in found.items():
             if address not in self._channels:
                 self._channels[address] = self._servers.connect(group)

@@ -8,28 +8,31 @@ pseudonym if the scheduler does not disclose names), `pages` and `host_pages` (c
 from __future__ import annotations
 
 import asyncio
-import contextlib
 from typing import TYPE_CHECKING
 
 import grpc
 
-from common.rpc.status import to_error
+from common.rpc.status import CLOSED_DURING_CALL, is_own_cancellation, to_error
 from gateway.pipeline.port import CacheChanges
 from protos.gen.pando.v1 import scheduler_pb2
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncGenerator, Mapping, Sequence
+    from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 
     from gateway.pipeline.port import JsonObject
     from protos.gen.pando.v1 import scheduler_pb2_grpc
 
     Metadata = Sequence[tuple[str, str]]
+    # Returns the groups that exist now, by address. Channels of others are closed.
+    Find = Callable[[], Awaitable[Mapping[str, scheduler_pb2_grpc.SchedulerAsyncStub]]]
 
 KINDS = {
     number: name.removeprefix("CACHE_EVENT_KIND_").lower() for name, number in scheduler_pb2.CacheEventKind.items()
 }
 VISIBILITIES = {number: name.removeprefix("VISIBILITY_").lower() for name, number in scheduler_pb2.Visibility.items()}
 STATES = {number: name.removeprefix("NODE_STATE_").lower() for name, number in scheduler_pb2.NodeState.items()}
+# From a scheduler of a later version.
+UNKNOWN = "unknown"
 # Fields of a node with the same meaning in JSON; left out at their default.
 SAME = (
     ("edge", "edge_tokens"),
@@ -57,40 +60,66 @@ MAX_EVENTS_PER_MESSAGE = 1000
 COUNTERS_INTERVAL_S = 5.0
 MAX_COUNTED_NODES = 1000
 RETRY_S = 1.0
+# Groups are looked for this often.
+LOOK_S = 5.0
 # As many as a scheduler keeps.
 PAST_DECISIONS = 1000
 QUEUED_MESSAGES = 16
 
 
-async def watch_groups(
-    stubs: Mapping[str, scheduler_pb2_grpc.SchedulerAsyncStub], metadata: Metadata
-) -> AsyncGenerator[CacheChanges]:
-    """Yield the changes of all groups, keyed by address, in the order in which they arrive, until closed."""
+async def watch_groups(find: Find, metadata: Metadata) -> AsyncGenerator[CacheChanges]:
+    """Yield the changes of all groups in the order in which they arrive, until closed.
+
+    `find` returns the groups that exist now. A group that comes is watched; one that goes is reported as empty.
+    """
     queue: asyncio.Queue[CacheChanges] = asyncio.Queue(QUEUED_MESSAGES)
-    tasks = [asyncio.create_task(_watch(name, stub, metadata, queue)) for name, stub in stubs.items()]
+    watching = asyncio.create_task(_watch_all(find, metadata, queue))
+    receiving = asyncio.create_task(queue.get())
     try:
         while True:
-            yield await queue.get()
+            await asyncio.wait((watching, receiving), return_when=asyncio.FIRST_COMPLETED)
+            if watching.done():
+                # It ends by an error only.
+                await watching
+            change = await receiving
+            receiving = asyncio.create_task(queue.get())
+            yield change
     finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        watching.cancel()
+        receiving.cancel()
+        await asyncio.gather(watching, receiving, return_exceptions=True)
 
 
-async def _watch(
-    group: str, stub: scheduler_pb2_grpc.SchedulerAsyncStub, metadata: Metadata, queue: asyncio.Queue[CacheChanges]
-) -> None:
+async def _watch_all(find: Find, metadata: Metadata, queue: asyncio.Queue[CacheChanges]) -> None:
+    watched: dict[str, tuple[asyncio.Task[None], asyncio.Task[None]]] = {}
+    async with asyncio.TaskGroup() as tasks:
+        while True:
+            found = (await find()).keys()
+            for group in watched.keys() - found:
+                for task in watched.pop(group):
+                    task.cancel()
+                await queue.put(CacheChanges(group, reset=True, events=[(0, "snapshot_end", None)]))
+            for group in found - watched.keys():
+                watch, count = _watch(group, find, metadata, queue), _count(group, find, metadata, queue)
+                watched[group] = tasks.create_task(watch), tasks.create_task(count)
+            await asyncio.sleep(LOOK_S)
+
+
+async def _watch(group: str, find: Find, metadata: Metadata, queue: asyncio.Queue[CacheChanges]) -> None:
     """Watch one group, and again after each failure, until cancelled."""
     while True:
-        counting = asyncio.create_task(_count(group, stub, metadata, queue))
-        try:
-            await _watch_once(group, stub, metadata, queue)
-            error = "the scheduler ended the stream"
-        except grpc.RpcError as failure:
-            error = to_error(failure).message
-        finally:
-            counting.cancel()
-        await queue.put(CacheChanges(group, error=error))
+        stub = (await find()).get(group)
+        if stub is not None:
+            try:
+                await _watch_once(group, stub, metadata, queue)
+                error = "the scheduler ended the stream"
+            except grpc.RpcError as failure:
+                error = to_error(failure).message
+            except asyncio.CancelledError:
+                if is_own_cancellation():
+                    raise
+                error = CLOSED_DURING_CALL
+            await queue.put(CacheChanges(group, error=error))
         await asyncio.sleep(RETRY_S)
 
 
@@ -120,9 +149,9 @@ async def _watch_once(
             node = node_to_json(event.node) if event.HasField("node") else None
             if event.HasField("age_ms") and node is not None:
                 # Sent with the events of the snapshot that follow.
-                collected.past.append((event.age_ms, event.sequence, KINDS[event.kind], node))
+                collected.past.append((event.age_ms, event.sequence, _kind(event), node))
                 continue
-            collected.events.append((event.sequence, KINDS[event.kind], node))
+            collected.events.append((event.sequence, _kind(event), node))
             arrived.set()
             if len(collected.events) >= MAX_EVENTS_PER_MESSAGE:
                 full, collected = collected, CacheChanges(group)
@@ -133,29 +162,40 @@ async def _watch_once(
         sending.cancel()
 
 
-async def _count(
-    group: str, stub: scheduler_pb2_grpc.SchedulerAsyncStub, metadata: Metadata, queue: asyncio.Queue[CacheChanges]
-) -> None:
-    """Report the hits of shared nodes periodically."""
+async def _count(group: str, find: Find, metadata: Metadata, queue: asyncio.Queue[CacheChanges]) -> None:
+    """Report the hits of a group's shared nodes periodically, until cancelled."""
     request = scheduler_pb2.DumpTreeRequest(max_nodes=MAX_COUNTED_NODES)
     while True:
         await asyncio.sleep(COUNTERS_INTERVAL_S)
-        # A failure also ends the watch, which reports it.
-        with contextlib.suppress(grpc.RpcError):
+        stub = (await find()).get(group)
+        if stub is None:
+            continue
+        # Failures also end the watch, which reports them.
+        try:
             call = stub.DumpTree(request, metadata=metadata, timeout=COUNTERS_INTERVAL_S)
             nodes = [answer.node async for answer in call]
-            shared = [node_to_json(node) for node in nodes if node.visibility != scheduler_pb2.VISIBILITY_PRIVATE]
-            await queue.put(CacheChanges(group, counters=shared))
+        except grpc.RpcError:
+            continue
+        except asyncio.CancelledError:
+            if is_own_cancellation():
+                raise
+            continue
+        shared = [node_to_json(node) for node in nodes if node.visibility != scheduler_pb2.VISIBILITY_PRIVATE]
+        await queue.put(CacheChanges(group, counters=shared))
+
+
+def _kind(event: scheduler_pb2.WatchCacheEventsResponse) -> str:
+    return KINDS.get(event.kind, UNKNOWN)
 
 
 def node_to_json(node: scheduler_pb2.TreeNode) -> JsonObject:
     """Return a node as the module describes."""
     fields: JsonObject = {
         "id": node.node_id,
-        "visibility": VISIBILITIES[node.visibility],
+        "visibility": VISIBILITIES.get(node.visibility, UNKNOWN),
         "owner": _owner(node),
         "pages": len(node.device_pages),
-        "state": STATES[node.state],
+        "state": STATES.get(node.state, UNKNOWN),
     }
     if node.HasField("parent_id"):
         fields["parent"] = node.parent_id
