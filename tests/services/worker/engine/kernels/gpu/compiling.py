@@ -78,7 +78,7 @@ def attention_sizes() -> list[int]:
 
     In bfloat16 and FP8; and the storing of keys and values in FP8.
     """
-    others = "*bf16 *i32 *i32 *i32 *fp32 *fp32 *i32 *fp32 *bf16 *bf16 fp32 *fp32"
+    others = "*bf16 *i32 *i32 *i32 *fp32 *fp32 *i32 *i64 *fp32 *bf16 *bf16 fp32 *fp32"
     sizes = []
     choices = ((127, 0, True, 8), (127, 0, False, 1), (8191, 1, True, 8), (-1, 0, True, 1), (-1, 0, False, 8))
     for (window, is_chunked, stores, parts), stored in itertools.product(choices, ("bf16", "fp8e4nv")):
