@@ -58,7 +58,7 @@ def add_setting_arguments(parser: argparse.ArgumentParser) -> None:
 class LaunchedDeployment:
     """All services, with the gateway on a free port; entering waits until requests are served, leaving stops them."""
 
-    def __init__(
+    def __init__(  # noqa: PLR0913  (settings of one start, most of them with defaults)
         self,
         config: str | None,
         overrides: Sequence[str],
@@ -71,8 +71,9 @@ class LaunchedDeployment:
     ) -> None:
         """Prepare a deployment; `overrides` take precedence over `defaults`, both are NAME=VALUE.
 
-        `roles` are its groups, as `pando up --roles` takes them; None: one that does both. `fake_step_ms` is the duration of a forward pass with model.load_format=fake; the deployment is given up if it
-        does not serve within `start_timeout_s`.
+        `roles` are its groups, as `pando up --roles` takes them; None: one that does both. `fake_step_ms` is the
+        duration of a forward pass with model.load_format=fake; the deployment is given up if it does not serve within
+        `start_timeout_s`.
 
         Raises:
             SystemExit: a setting is invalid; the message is on standard error.
