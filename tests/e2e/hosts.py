@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
+import socket
 import subprocess
+import time
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
 
 
 class NoHostsError(Exception):
@@ -36,6 +39,13 @@ class Host:
         """What goes before a command that is to run there."""
         return ("ip", "netns", "exec", self.name)
 
+    def round_trip_s(self) -> float:
+        """Return the seconds until this host has refused a connection."""
+        started = time.monotonic()
+        with contextlib.suppress(ConnectionRefusedError), socket.create_connection((self.address, 1), timeout=60):
+            pass
+        return time.monotonic() - started
+
     def sent_bytes(self) -> int:
         """Return the bytes that have left this host."""
         command = ["ip", "-n", self.name, "-s", "-j", "link", "show", self.interface]
@@ -44,15 +54,16 @@ class Host:
 
 
 @contextmanager
-def hosts(count: int, megabits: int | None = None) -> Iterator[list[Host]]:
+def hosts(count: int, megabits: int | None = None, delay_ms: int = 0) -> Iterator[list[Host]]:
     """Make `count` hosts that this process reaches, too, and take them away.
 
-    In both directions, `megabits` per second go through the network interface of each; None: as many as it can.
+    In both directions, `megabits` per second go through the network interface of each, `delay_ms` after they were sent;
+    None: as many as it can.
 
     Raises:
         NoHostsError: not here.
     """
-    needed = ["ip", *(["tc"] if megabits is not None else [])]
+    needed = ["ip", *(["tc"] if megabits is not None or delay_ms else [])]
     if not all(map(shutil.which, needed)) or os.geteuid() != 0:
         raise NoHostsError(f"network namespaces take root and the commands {', '.join(needed)}")
     # Names and addresses of this process, as several may run here.
@@ -71,12 +82,25 @@ def hosts(count: int, megabits: int | None = None) -> Iterator[list[Host]]:
             for command in (("addr", "add", f"{net}.{number}/24", "dev", inner), ("link", "set", inner, "up")):
                 _run("-n", name, *command)
             _run("-n", name, "link", "set", "lo", "up")
-            if megabits is not None:
-                limit = ("root", "tbf", "rate", f"{megabits}mbit", "burst", "64kb", "latency", "400ms")
-                _run("qdisc", "add", "dev", outer, *limit, tool="tc")
-                _run("-n", name, "qdisc", "add", "dev", inner, *limit, tool="tc")
+            _slow_down((), outer, megabits, delay_ms)
+            _slow_down(("-n", name), inner, megabits, delay_ms)
             made.append(Host(name, f"{net}.{number}", inner))
         yield made
+
+
+def _slow_down(namespace: Sequence[str], device: str, megabits: int | None, delay_ms: int) -> None:
+    """Give what leaves an interface its delay, and then its rate."""
+    parent: tuple[str, ...] = ("root",)
+    if delay_ms:
+        delay = ("netem", "delay", f"{delay_ms}ms", "limit", "10000")
+        try:
+            _run(*namespace, "qdisc", "add", "dev", device, *parent, "handle", "1:", *delay, tool="tc")
+        except NoHostsError as error:
+            raise NoHostsError(f"delays take a kernel with netem (CONFIG_NET_SCH_NETEM): {error}") from error
+        parent = ("parent", "1:1")
+    if megabits is not None:
+        rate = ("tbf", "rate", f"{megabits}mbit", "burst", "64kb", "latency", "400ms")
+        _run(*namespace, "qdisc", "add", "dev", device, *parent, "handle", "10:", *rate, tool="tc")
 
 
 def _make(stack: ExitStack, command: tuple[str, ...], undo: tuple[str, ...]) -> None:

@@ -27,6 +27,8 @@ pytestmark = [pytest.mark.slow, pytest.mark.extended]
 
 # Of the hosts' network, in Mbit/s: a page of the model's takes 13 ms.
 BANDWIDTH = 20
+# Of a packet at each interface that it goes through, in ms: two of them between two hosts.
+DELAYS = (0, 5)
 WORKER, SCHEDULER = 50053, 50052
 TOKENS = 12
 PREFILL_TOKENS = 48
@@ -44,10 +46,13 @@ def expected(model: Path) -> list[list[int]]:
     return continued(model, PROMPTS, TOKENS)
 
 
-@pytest.fixture
-def two_hosts() -> Iterator[list[Host]]:
+@pytest.fixture(params=DELAYS, ids=lambda delay_ms: f"{2 * delay_ms} ms apart")
+def two_hosts(request: pytest.FixtureRequest) -> Iterator[list[Host]]:
+    delay_ms: int = request.param
     try:
-        with hosts(2, BANDWIDTH) as made:
+        with hosts(2, BANDWIDTH, delay_ms) as made:
+            # There and back, through the interface of that host.
+            assert made[0].round_trip_s() >= 2 * delay_ms / 1000
             yield made
     except NoHostsError as error:
         pytest.skip(str(error))
