@@ -121,8 +121,8 @@ class CellFigures:
     services: tuple[ServiceFigures, ...]
     speed: float
     """Tokens that groups generated, relative to the plan's slow motion."""
-    tokens_a_message: float
-    """That a simulated gateway receives; not a number without one."""
+    tokens_a_message: float | None
+    """That a simulated gateway receives; None without one."""
     rejections: int
     """Requests of simulated gateways that were rejected, as streams break on a machine that stands still."""
     clients: ClientFigures
@@ -322,7 +322,7 @@ async def measure(cell: Cell, seconds: float) -> CellFigures:
         plan,
         services_of(plan, idle, (before, after), seen),
         (after.tokens - before.tokens) / (after.at_s - before.at_s) / plan.tokens_per_s * plan.slow_motion,
-        (after.gateway_tokens - before.gateway_tokens) / messages if messages else float("nan"),
+        (after.gateway_tokens - before.gateway_tokens) / messages if messages else None,
         after.rejections - before.rejections,
         seen,
     )
@@ -367,11 +367,11 @@ def _share(window: tuple[Reading, Reading], service: str) -> float:
 
 def table_of(figures: CellFigures) -> Table:
     """Return the figures of one cell as a table."""
-    seen = figures.clients
+    seen, tokens = figures.clients, figures.tokens_a_message
+    received = "" if tokens is None else f", {tokens:.1f} tokens per message to a gateway"
     lines = (
         figures.label,
-        f"speed {figures.speed:.0%} of that, {figures.tokens_a_message:.1f} tokens per message to a gateway; "
-        f"{seen.failures} failed, {figures.rejections} sent again",
+        f"speed {figures.speed:.0%} of that{received}; {seen.failures} failed, {figures.rejections} sent again",
         f"clients: {seen.events} events, {seen.requests} requests, first token p50 {seen.ttft_ms[0]:.0f} ms, p99 "
         f"{seen.ttft_ms[1]:.0f}; between events p50 {seen.gap_ms[0]:.0f}, p99 {seen.gap_ms[1]:.0f}, where groups "
         f"take {figures.plan.interval_s * 1000:.0f}",
@@ -403,8 +403,7 @@ def keep(figures: CellFigures, path: Path) -> None:
         sheet.add(f"{each.name}: one core carries", each.carries, f"{each.unit}s/s")
         sheet.add(f"{each.name}: share of a core at full speed", 100 * each.planned_share, "%")
     sheet.add("speed", 100 * figures.speed, "%")
-    if figures.plan.gateways > 1:
-        sheet.add("tokens per message to a gateway", figures.tokens_a_message, "tokens")
+    sheet.add("tokens per message to a gateway", figures.tokens_a_message, "tokens")
     sheet.add("first token, p50", figures.clients.ttft_ms[0], "ms")
     sheet.add("first token, p99", figures.clients.ttft_ms[1], "ms")
     for percentile, gap_ms in zip(("p50", "p99"), figures.clients.gap_ms, strict=True):

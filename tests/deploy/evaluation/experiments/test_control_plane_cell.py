@@ -23,10 +23,11 @@ from common.types import (
     View,
 )
 from common.wire.requests import schedule_request_to_wire
+from deploy.evaluation.bench.results import read_results
 from deploy.evaluation.experiments.cell.clients import ClientFigures
 from deploy.evaluation.experiments.cell.groups import PAGE_SIZE, GeneratingEngine, Outlet
 from deploy.evaluation.experiments.cell.plan import CellPlan
-from deploy.evaluation.experiments.control_plane_cell import Reading, services_of
+from deploy.evaluation.experiments.control_plane_cell import CellFigures, Reading, keep, services_of, table_of
 from deploy.evaluation.experiments.simulated_groups import start_group
 from protos.gen.pando.v1 import common_pb2, detokenizer_pb2, detokenizer_pb2_grpc, scheduler_pb2, scheduler_pb2_grpc
 from services.detokenizer.decoding import DecoderFactory
@@ -155,3 +156,15 @@ def test_costs_are_those_of_the_work_without_what_an_idle_process_uses() -> None
     assert (gateway.planned, tokenizer.planned, detokenizer.planned) == (2500, 100, 10_000)
     assert gateway.planned_share == pytest.approx(0.05 + 2500 / 1000)
     assert gateway.carries == pytest.approx(950)
+
+
+def test_a_cell_of_one_gateway_has_no_figure_of_simulated_ones(tmp_path: Path) -> None:
+    seen = ClientFigures(events=1, requests=1, ttft_ms=(1.0, 2.0), gap_ms=(3.0, 4.0), failures=0)
+    for gateways, tokens in ((1, None), (2, 1.5)):
+        figures = CellFigures(CellPlan("", "", gateways=gateways), (), 1.0, tokens, 0, seen)
+        keep(figures, tmp_path / "cell.json")
+        assert ("tokens per message" in str(table_of(figures).title)) == (tokens is not None)
+    found = [
+        each.value for each in read_results(tmp_path / "cell.json") if each.metric.startswith("tokens per message")
+    ]
+    assert found == [1.5]
