@@ -7,6 +7,7 @@ import re
 from operator import attrgetter
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import pytest
 import yaml
@@ -220,6 +221,18 @@ def test_each_service_mounts_a_separate_certificate_directory(monkeypatch: pytes
         assert (source.rpartition("/")[2], mode) == (name, "ro")
         rpc = settings_with({**SERVICES[name]["environment"], **service["environment"]}, {}, monkeypatch).rpc
         assert (str(rpc.certificate), rpc.plaintext) == (f"{target}/tls.crt", False)
+
+
+@every_service
+def test_each_service_sends_its_traces_to_jaeger(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    services = load("tracing.yaml")["services"]
+    settings = settings_with(services[name]["environment"], {}, monkeypatch)
+    assert settings.tracing.sample_ratio == 1
+    assert settings.tracing.endpoint is not None
+    address = urlsplit(settings.tracing.endpoint)
+    # Where Jaeger takes OTLP over gRPC, in a network that it shares with all of Pando's services.
+    assert (address.scheme, address.port) == ("http", 4317)
+    assert set(services[str(address.hostname)]["networks"]) & set(SERVICES[name]["networks"])
 
 
 def test_models_that_share_a_device_agree_in_one_directory(monkeypatch: pytest.MonkeyPatch) -> None:
