@@ -13,7 +13,10 @@ import pytest
 import yaml
 from dotenv import dotenv_values
 
-from common.settings import Settings, check_environment, parse_settings
+from common.settings import SchedulerSettings, Settings, check_environment, parse_settings
+from common.settings.scheduler import HostTierSettings
+from deploy.supervisor.command import read_roles
+from deploy.supervisor.layout import Replicas, plan_layout
 from tests.deploy.helm.chart import CHART
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -158,7 +161,7 @@ def test_prometheus_scrapes_every_service_where_it_reports() -> None:
     found = {name: config["port"] for config in by_name["dns_sd_configs"] for name in config["names"]}
     started = {
         name: service["extends"]["service"]
-        for overlay in ("batches.yaml", "gateways.yaml", "gpu-2.yaml", "limits.yaml", "models.yaml")
+        for overlay in ("batches.yaml", "gateways.yaml", "gpu-2.yaml", "limits.yaml", "models.yaml", "roles.yaml")
         for name, service in load(overlay)["services"].items()
         if "extends" in service and service["extends"]["service"] != "model"
     }
@@ -272,6 +275,33 @@ def test_two_models_have_separate_services_and_share_one_gateway(monkeypatch: py
             assert service.get("depends_on", {}).keys() == {f"second-{needed}" for needed in waits}, name
 
 
+def test_groups_with_roles_are_configured_as_by_pando_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    overlay = load("roles.yaml")["services"]
+
+    def settings_of(name: str) -> Settings:
+        base = SERVICES[overlay[name].get("extends", {}).get("service", name)]
+        return settings_with({**base["environment"], **overlay[name].get("environment", {})}, {}, monkeypatch)
+
+    settings = Settings(scheduler=SchedulerSettings(host_tier=HostTierSettings(gigabytes=1)))
+    layout = plan_layout(settings, Path("/run"), 1, Replicas(groups=read_roles("decode=1,prefill=1")))
+    names = ["scheduler", "prefill-scheduler"]
+    for index, name in enumerate(names):
+        own, planned = settings_of(name).scheduler, layout.find(f"scheduler-{index}").settings.scheduler
+        assert (own.role, own.host_tier, own.prefill_min_tokens) == (
+            planned.role, planned.host_tier, planned.prefill_min_tokens,
+        )  # fmt: skip
+        worker = f"{name.removesuffix('scheduler')}worker"
+        assert own.workers == (f"{worker}:50053",)
+        assert own.rendezvous.startswith(f"{worker}:")
+        assert own.address == "0.0.0.0:50052"
+    found = tuple(f"{name}:50052" for name in names)
+    assert settings_of("tokenizer").tokenizer.schedulers == settings_of("gateway").gateway.schedulers == found
+    # Prompts are computed where they are answered while the other group is away.
+    assert "depends_on" not in overlay["tokenizer"]
+    waits = {name: set(overlay[name]["depends_on"]) for name in overlay if "extends" in overlay[name]}
+    assert waits == {"prefill-worker": {"model"}, "prefill-scheduler": {"prefill-worker", "detokenizer"}}
+
+
 def test_two_gateways_share_a_state_server_on_the_internal_network(monkeypatch: pytest.MonkeyPatch) -> None:
     overlay = load("gateways.yaml")
     # Nothing but the server beside the gateway: a second service would not have what other overlays give the gateway.
@@ -312,6 +342,7 @@ def test_gpus_are_asked_for_only_in_overlays_and_each_rank_has_its_worker() -> N
         "gpu-2.yaml",
         "limits.yaml",
         "models.yaml",
+        "roles.yaml",
         "secrets.yaml",
         "shared-device.yaml",
         "tls.yaml",
