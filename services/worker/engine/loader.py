@@ -17,6 +17,7 @@ from common.models import ModelKind, resolve_model
 from common.steps import EngineCapacity, RecurrentStates, WindowPool
 from common.tokenization import load_text_model
 from services.worker.engine.adapters.shelf import AdapterShelf
+from services.worker.engine.adapters.sites import adapter_bytes
 from services.worker.engine.backends import (
     RunnerOptions,
     agreed_backend,
@@ -99,6 +100,8 @@ log = logging.getLogger(__name__)
 
 # Free memory that weights read beside others must leave, as a multiple of theirs: reading takes buffers.
 _SPARE = 1.2
+# Memory on a GPU is kept for adapters of this rank, of all products, in all slots.
+_RANK_OF_SLOTS = 16
 
 
 def load_model(spec: EngineSpec, report: ProgressReport, options: RunnerOptions) -> ModelRunner | EncoderRunner:
@@ -261,7 +264,7 @@ class _DecoderLoader:
         if self._kv_dtype == FP8:
             self._kv_scales = self._find_kv_scales(model, context)
         self._report(0.98, "measuring memory" if self._can_overlap else "allocating the KV pool")
-        reserve = self._reserve(model, context)
+        reserve = self._reserve(model, context) + self._slots_bytes()
         pages, window_pages = (group.minimum(count) for count in self._count_pages(context, free_before, reserve))
         # One page more than granted ones: padding rows of captured batches write there.
         pool = self._pool(pages + self._can_overlap, model.kv_layout, window_pages)
@@ -615,6 +618,15 @@ class _DecoderLoader:
         # The host's sampler copies logits; the device's has tables.
         vocabulary_size = self._config.vocabulary_size
         return peak + 3 * spec.max_rows * vocabulary_size * 4 + sampler_bytes(spec.max_rows, vocabulary_size)
+
+    def _slots_bytes(self) -> int:
+        """Return the bytes to keep for adapters in slots; on a CPU they stay where they were read."""
+        if self._adapters is None or self._device.type == "cpu":
+            return 0
+        element_bytes = self._backend.kernels.activation_dtype.itemsize
+        each = adapter_bytes(self._adapters.sites, self._config, _RANK_OF_SLOTS, element_bytes)
+        log.info("adapters.reserved slots=%d mib=%d", self._adapters.slots, self._adapters.slots * each >> 20)
+        return self._adapters.slots * each
 
     def _count_pages(self, context: int, free_before: int, reserve: int) -> tuple[int, int]:
         """Return the number of pages to allocate, and the number for the layers with a window alone."""

@@ -94,6 +94,15 @@ class AdapterWeights:
         return sum(tensor.nbytes for tensor in tensors)
 
 
+def adapter_bytes(sites: Iterable[Site], config: ModelConfig, rank: int, element_bytes: int) -> int:
+    """Return the memory of this rank's share of an adapter of `rank` that changes all of `sites`."""
+    numbers = 0
+    for site in sites:
+        inputs = len(range(tensor_shape(f"{site.parts[0].module}.weight", config)[1])[site.columns])
+        numbers += sum(inputs + _outputs(part, config) for part in site.parts)
+    return rank * numbers * element_bytes
+
+
 def shard_adapter(
     file: AdapterFile, sites: Iterable[Site], config: ModelConfig, dtype: torch.dtype, device: torch.device
 ) -> AdapterWeights:
@@ -131,16 +140,19 @@ def _factors(
 ) -> SiteFactors:
     shrinking, parts, first, ranks = [], [], 0, 0
     for part in site.parts:
-        height = tensor_shape(f"{part.module}.weight", config)[0]
-        outputs = len(range(height)[part.rows]) if isinstance(part.rows, slice) else len(part.rows)
         if (factors := found.get(part)) is not None:
             taken = slice(ranks, ranks + factors.rank)
             scaled = factors.b[part.rows].float() * factors.scale
             parts.append(PartFactors(first, taken, scaled.to(device, dtype).contiguous()))
             shrinking.append(factors.a[:, site.columns])
             ranks = taken.stop
-        first += outputs
+        first += _outputs(part, config)
     return SiteFactors(torch.cat(shrinking).to(device, dtype).contiguous(), tuple(parts))
+
+
+def _outputs(part: SitePart, config: ModelConfig) -> int:
+    height = tensor_shape(f"{part.module}.weight", config)[0]
+    return len(range(height)[part.rows]) if isinstance(part.rows, slice) else len(part.rows)
 
 
 class _Finder:

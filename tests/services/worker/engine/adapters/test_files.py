@@ -10,8 +10,11 @@ import safetensors.torch
 import torch
 
 from common.errors import ConfigurationError
+from services.worker.engine.adapters.active import GroupedAdapters
 from services.worker.engine.adapters.files import read_adapter
-from tests.services.worker.engine.adapters.peft_adapters import ATTENTION, save_adapter
+from services.worker.engine.adapters.sites import adapter_bytes
+from services.worker.engine.checkpoints.safetensors_directory import read_config
+from tests.services.worker.engine.adapters.peft_adapters import ATTENTION, FEED_FORWARD, save_adapter
 from tests.services.worker.engine.driving import load
 from tests.services.worker.engine.families import save_family
 
@@ -125,3 +128,17 @@ def test_files_that_changed_since_they_were_read_are_noticed(adapter: Path, mode
 
 def test_a_model_without_slots_has_no_place_for_adapters(model: Path) -> None:
     assert load(model).adapters is None
+
+
+@pytest.mark.parametrize("family", ["llama", "phi4"])
+def test_the_memory_kept_for_a_slot_is_that_of_an_adapter_of_all_products(
+    family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    slots = GroupedAdapters(1)
+    monkeypatch.setattr("services.worker.engine.loader.select_adapter_products", lambda *_: slots)
+    model = save_family(tmp_path / "model", family)
+    modules = ATTENTION + FEED_FORWARD if family == "llama" else ("qkv_proj", "gate_up_proj", "o_proj", "down_proj")
+    store = load(model, adapter_slots=1).adapters
+    assert store is not None
+    read = store.read(save_adapter(model, tmp_path / "adapter", (*modules, "lm_head"), r=8))
+    assert adapter_bytes(slots.sites, read_config(model), 8, torch.float32.itemsize) == read.bytes
