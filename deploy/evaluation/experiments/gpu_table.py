@@ -58,12 +58,13 @@ class TablePart:
 OFFLINE_LOAD = "pando bench offline --tp {tp} --no-cache --repeats 3 --json {json}"
 THROUGHPUT = (f"{OFFLINE_LOAD} --workload w1", f"{OFFLINE_LOAD} --workload batch1")
 # Near what a GPU can do, when requests happen to come decides how long they wait: they come alike in every run.
-POISSON_LOAD = "pando bench serve --url {url} --input-tokens %d --output-tokens 256 --warmup 16 --seed 1"
-ONLINE_LOAD = POISSON_LOAD % 1784
+POISSON_LOAD = "pando bench serve --url {url} --input-tokens %d --output-tokens 256 --warmup 16 --seed %d"
+ONLINE_LOAD = POISSON_LOAD % (1784, 1)
 # Two groups on a GPU each, by what they do with prompts; each load's labels name the layout.
 GROUP_LAYOUTS = {"two groups": "both=2", "prefill and decode": "prefill=1,decode=1"}
-# Of each prompt length: arrivals per second, and requests in about 25 s.
-GROUP_LOADS = {8192: ((3, 75), (4.5, 110)), 1784: ((16, 400), (22, 540))}
+# Tokens of the prompts, arrivals per second, and requests in about 25 s. Each load has a seed of its own, as prompts of
+# the same one would be cached.
+GROUP_LOADS = ((8192, 3, 75), (1784, 16, 400), (8192, 4.5, 110), (1784, 22, 540))
 GROUPS = (
     "model.load_format=dummy", "model.max_context=16384", "scheduler.max_rows=256", "scheduler.max_step_tokens=8192",
     "scheduler.mixed_step_tokens=1024", "scheduler.host_tier.gigabytes=24",
@@ -88,10 +89,9 @@ PARTS = (
         TablePart(
             name.replace(" ", "-"),
             tuple(
-                f"{POISSON_LOAD % tokens} --json {{json}} --rate {rate} --requests {requests}"
+                f"{POISSON_LOAD % (tokens, seed)} --json {{json}} --rate {rate} --requests {requests}"
                 f" --label '{name}, {tokens:,} in, {rate} requests/s'"
-                for tokens, loads in GROUP_LOADS.items()
-                for rate, requests in loads
+                for seed, (tokens, rate, requests) in enumerate(GROUP_LOADS, 1)
             ),
             "llama-3.1-8b",
             settings=GROUPS,
