@@ -16,15 +16,15 @@ import triton.language as tl
 
 from services.worker.engine.kernels.gpu.elementwise import ACTIVATIONS, gated
 from services.worker.engine.kernels.gpu.fp8_linear import quantise_rows
-from services.worker.engine.kernels.gpu.quantised_linear import (
+from services.worker.engine.kernels.gpu.grouped_product import (
     can_pack,
     half_of_weights,
     pack_of,
     packed,
-    quantise_groups,
     scales_on_device,
     widen,
 )
+from services.worker.engine.kernels.gpu.quantised_linear import quantise_groups
 from services.worker.engine.quantization.formats import FP8_BLOCK
 from services.worker.engine.quantization.fp8 import FP8, Fp8BlockMatrix, Fp8Matrix
 from services.worker.engine.quantization.grouped import GroupedMatrix, Numbers

@@ -10,12 +10,8 @@ from torch.nn.functional import linear
 from services.worker.engine.kernels.gpu import elementwise, small_linear
 from services.worker.engine.kernels.gpu.experts import GpuExperts
 from services.worker.engine.kernels.gpu.fp8_linear import GpuFp8GatedLinear, GpuFp8Linear
-from services.worker.engine.kernels.gpu.quantised_linear import (
-    GpuQuantisedGatedLinear,
-    GpuQuantisedLinear,
-    can_pack,
-    product_of,
-)
+from services.worker.engine.kernels.gpu.grouped_product import can_pack
+from services.worker.engine.kernels.gpu.quantised_linear import GpuQuantisedGatedLinear, GpuQuantisedLinear, product_of
 from services.worker.engine.kernels.torch.kernels import wide_product
 from services.worker.engine.quantization.fp8 import Fp8Matrix
 from services.worker.engine.quantization.grouped import GroupedMatrix

@@ -20,7 +20,10 @@ from services.worker.engine.kernels.gpu import (
     elementwise,
     experts,
     fp8_linear,
+    grouped_product,
+    int4_product,
     latent_programs,
+    product_launch,
     quantised_linear,
     rank_sums,
     sampling,
@@ -143,7 +146,7 @@ def quantised_sizes() -> list[int]:
         given = f"*bf16 *u8 *u8 *u8 *u8 *bf16 *bf16 *bf16 {'*i64 ' * 4} {'i32 ' * 6}"
         sizes.append(build(experts._packed_product, given, tuning.warps, **tiles, **packs, **routing))
     for tokens, outputs in ((1, 4096), (17, 4096), (33, 4096), (65, 4096), (65, 32768)):
-        tile = quantised_linear.tile_for(tokens, outputs)
+        tile = product_launch.tile_for(tokens, outputs)
         parts = 4 if tokens == 1 else 1
         how: Constants = {
             "PARTS": parts, "ROWS": tile.rows, "COLUMNS": tile.columns, "HAS_BIAS": True, "ADDS": True,
@@ -154,19 +157,28 @@ def quantised_sizes() -> list[int]:
         narrow = "*i8 *i8 *fp32 *fp32 *bf16 *bf16 *fp32 i32 i32 i32"
         sizes.append(build(quantised_linear._int8_product, narrow, tile.warps, DEPTH=128, **how))
         packed = "*bf16 *u8 *u8 *fp32 *fp32 *bf16 *bf16 *fp32 i32 i32 i32"
-        for bits, group in ((4, 128), (4, 32), (5, 32), (6, 16), (8, 32)):
-            what = {"BITS": bits, "GROUP": group, "PACK": quantised_linear.pack_of(4096, group), "HAS_SHIFTS": True}
-            sizes.append(build(quantised_linear._grouped_product, packed, tile.warps, IS_E2M1=False, **how, **what))
-    fp4: Constants = {"BITS": 4, "GROUP": 32, "PACK": quantised_linear.pack_of(2880, 32), "HAS_SHIFTS": False}
+        for bits, group in ((4, 16), (5, 32), (6, 16), (8, 32)):
+            what = {"BITS": bits, "GROUP": group, "PACK": grouped_product.pack_of(4096, group), "HAS_SHIFTS": True}
+            sizes.append(build(grouped_product._grouped_product, packed, tile.warps, IS_E2M1=False, **how, **what))
+    for tokens, group in itertools.product((1, 17, 33, 65), (128, 64, 32)):
+        tile = int4_product.int4_tile(tokens)
+        cut = {"PARTS": 4, "ROWS": tile.rows, "COLUMNS": tile.columns, "GROUP": group, "HAS_SHIFTS": True}
+        cut |= {"PACK": grouped_product.pack_of(4096, group), "SWAPPED": int4_product.is_swapped(tile)}
+        for dtype in ("*bf16", "*fp16"):
+            given = f"{dtype} *u8 *fp32 *fp32 {dtype} {dtype} *fp32 i32 i32 i32"
+            sizes.append(
+                build(int4_product.int4_product, given, tile.warps, HAS_BIAS=True, ADDS=True, OVERLAPS=True, **cut)
+            )
+    fp4: Constants = {"BITS": 4, "GROUP": 32, "PACK": grouped_product.pack_of(2880, 32), "HAS_SHIFTS": False}
     given = "*bf16 *u8 *u8 *u8 *u8 *bf16 *bf16 *fp32 i32 i32 i32"
     how = {"PARTS": 1, "ROWS": 16, "COLUMNS": 32, "HAS_BIAS": True, "ADDS": True, "OVERLAPS": True}
-    sizes.append(build(quantised_linear._grouped_product, given, 4, IS_E2M1=True, **fp4, **how))
+    sizes.append(build(grouped_product._grouped_product, given, 4, IS_E2M1=True, **fp4, **how))
     joined: Constants = {"COLUMNS": 1024, "PARTS": 4, "HAS_BIAS": True, "ADDS": True, "OVERLAPS": True}
-    sizes.append(build(quantised_linear._join, "*fp32 *bf16 *bf16 i32 i32", 4, **joined))
+    sizes.append(build(product_launch._join, "*fp32 *bf16 *bf16 i32 i32", 4, **joined))
     for bits, group in ((4, 128), (5, 32), (6, 16), (8, 32)):
-        what = {"BITS": bits, "GROUP": group, "PACK": quantised_linear.pack_of(4096, group), "HAS_SHIFTS": False}
+        what = {"BITS": bits, "GROUP": group, "PACK": grouped_product.pack_of(4096, group), "HAS_SHIFTS": False}
         widened = f"*u8 *u8 *fp32 *fp32 *bf16 {'i32 ' * 8}"
-        sizes.append(build(quantised_linear.widen, widened, 4, COLUMNS=32, IS_E2M1=False, OVERLAPS=False, **what))
+        sizes.append(build(grouped_product.widen, widened, 4, COLUMNS=32, IS_E2M1=False, OVERLAPS=False, **what))
     return sizes
 
 

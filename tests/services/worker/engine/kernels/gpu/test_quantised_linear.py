@@ -16,7 +16,7 @@ from services.worker.engine.quantization.grouped import GroupedMatrix, Numbers
 
 pytest.importorskip("triton", reason="its interpreter runs the programs where there is no GPU")
 
-from services.worker.engine.kernels.gpu import quantised_linear
+from services.worker.engine.kernels.gpu import grouped_product, product_launch, quantised_linear
 from services.worker.engine.kernels.gpu.kernels import GpuKernels
 
 if TYPE_CHECKING:
@@ -30,7 +30,7 @@ HAS_GPU = torch.cuda.is_available()
 DTYPE = torch.bfloat16 if HAS_GPU else torch.float16
 EPSILON = torch.finfo(DTYPE).eps
 # One token, few, a tile that is not full, several tiles, and widened weights.
-TOKENS = (1, 3, 17, 33, 64, 130) if HAS_GPU else (1, 17)
+TOKENS = (1, 3, 17, 33, 64, 130, 520) if HAS_GPU else (1, 17)
 
 
 def random(*shape: int, seed: int = 0) -> torch.Tensor:
@@ -97,6 +97,8 @@ MATRICES: dict[str, Callable[[int, int], QuantisedMatrix]] = {
         fp8.quantise(random(outputs, width, seed=1).float() / width**0.5), input_scale=torch.tensor([0.01])
     ),
     "4 bits": lambda outputs, width: integers(outputs, width, 4, 64, shifted=False),
+    "4 bits in large groups": lambda outputs, width: integers(outputs, width, 4, 128 if HAS_GPU else 64, shifted=True),
+    "4 bits in small groups": lambda outputs, width: integers(outputs, width, 4, 16, shifted=True),
     "4 bits shifted": lambda outputs, width: integers(outputs, width, 4, 32, shifted=True, narrow=False),
     "mxfp4": lambda outputs, width: mxfp4.quantise(random(outputs, width, seed=1).float() / width**0.5),
     "5 bits": lambda outputs, width: integers(outputs, width, 5, 32, shifted=True),
@@ -151,15 +153,15 @@ def test_widths_that_fill_no_pack_or_block_are_right(device: torch.device, kind:
 def test_integers_of_every_group_are_unpacked(device: torch.device, bits: int, group: int, width: int) -> None:
     for shifted in (False, True):
         matrix = integers(40, width, bits, group, shifted=shifted)
-        product = quantised_linear.GroupedProduct(matrix.to(device))
+        product = grouped_product.GroupedProduct(matrix.to(device))
         widened = product.widened(torch.float32, slice(3, 39)).cpu()
         torch.testing.assert_close(widened.double(), weights_of(matrix)[3:39], atol=1e-7, rtol=1e-5)
 
 
 def test_many_tokens_are_multiplied_with_widened_weights(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(quantised_linear, "_WIDENED_AT_ONCE", 24 * 128)
-    monkeypatch.setattr(quantised_linear, "_ALIGNED_OUTPUTS", 8)
-    matrix, inputs, bias = integers(80, 128, 4, 32, shifted=True), random(70, 128), random(80, seed=3)
+    monkeypatch.setattr(grouped_product, "_WIDENED_AT_ONCE", 24 * 128)
+    monkeypatch.setattr(grouped_product, "_ALIGNED_OUTPUTS", 8)
+    matrix, inputs, bias = integers(80, 128, 5, 32, shifted=True), random(70, 128), random(80, seed=3)
     linear = GpuKernels(DTYPE, device).linear(matrix, bias)
     expected = exact(inputs, matrix) + bias.double()
     check(linear, inputs, expected, tolerance(inputs, matrix) + EPSILON * float(expected.abs().max()), device)
@@ -205,9 +207,26 @@ def test_rows_are_quantised_to_int8_as_the_reference_does(device: torch.device) 
     assert quantised_linear.quantise_rows_to_int8(rows[:0].to(device))[0].shape == (0, 200)
 
 
+@pytest.mark.parametrize("tokens", [2, 20, 40, 70])
+@pytest.mark.parametrize("group", [128, 64, 32])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_four_bit_integers_are_multiplied_in_tiles_of_all_sizes(
+    device: torch.device, tokens: int, group: int, dtype: torch.dtype
+) -> None:
+    if dtype == torch.bfloat16 and not HAS_GPU:
+        pytest.skip("the interpreter multiplies no bfloat16")
+    # Neither the outputs nor the tokens fill tiles; the inputs are cut into parts.
+    matrix, bias = integers(200, 2048, 4, group, shifted=True), random(200, seed=3).to(dtype)
+    inputs = random(tokens, 2048, seed=1).to(dtype)
+    product = GpuKernels(dtype, device).linear(matrix.to(device), bias.to(device))
+    wanted = inputs.double() @ weights_of(matrix).t() + bias.double()
+    got = product(inputs.to(device)).cpu().double()
+    assert float((got - wanted).norm() / wanted.norm()) < 2 * torch.finfo(dtype).eps
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("kind", MATRICES)
-@pytest.mark.parametrize("tokens", [1, 8, 64, 512])
+@pytest.mark.parametrize("tokens", [1, 8, 64, 520])
 def test_captured_products_are_the_same(device: torch.device, kind: str, tokens: int) -> None:
     matrix = MATRICES[kind](512, 1024)
     linear = GpuKernels(DTYPE, device).linear(matrix, None)
@@ -272,8 +291,8 @@ def test_products_in_parts_are_joined(device: torch.device, kind: str, tokens: i
         case _:
             matrix = integers(outputs, width, 4, 128, shifted=True)
     inputs, bias, sums = random(tokens, width, seed=1), random(outputs, seed=2), random(tokens, outputs, seed=3)
-    tile = quantised_linear.tile_for(tokens, outputs)
-    assert quantised_linear.ProductLaunch(tile, None, sums, adds=False, depth=16).parts == 4
+    tile = product_launch.tile_for(tokens, outputs)
+    assert product_launch.ProductLaunch(tile, None, sums, adds=False, depth=16).parts == 4
     product = GpuKernels(DTYPE, device).linear(matrix.to(device), bias.to(device))
     wanted = exact(inputs, matrix) + bias.double()
     added = sums.clone().to(device)
