@@ -151,6 +151,8 @@ class Exchange:
     last_event_at: float = field(default_factory=time.monotonic)
     # Why it was lost.
     failure: str | None = None
+    # Its connection broke, and its events had no ids with which it could be continued: it had no record.
+    is_cut: bool = False
 
     @property
     def events(self) -> list[int]:
@@ -331,6 +333,7 @@ class Client:
                 if exchange.event_ids or not exchange.choices:
                     exchange.reconnects += 1
                     return False
+                exchange.is_cut = True
                 raise
             except RefusedError as error:
                 if error.is_forgotten and self._forgets:

@@ -1,10 +1,16 @@
-"""The ledger with all services: it equals the usage that clients were told, whichever services are killed meanwhile."""
+"""The ledger with all services: it equals the usage that clients were told, whichever services are killed meanwhile.
+
+An answer that begins while the state server does not answer in time has no record, and no ids of events: if its gateway
+is killed, its connection breaks, and the ledger has what was written of it. All other answers are complete.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import os
 import random
+import signal
+import time
 from collections import Counter
 from typing import TYPE_CHECKING, Any
 
@@ -22,10 +28,11 @@ from tests.fakes.redis_process import temporary_redis
 from tests.waiting import until, wait_until
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Mapping
     from pathlib import Path
 
     from tests.e2e.served import Served
+    from tests.fakes.redis_process import RedisProcess
 
 # Sets another number of requests for the soak.
 REQUESTS = "LEDGER_REQUESTS"
@@ -40,24 +47,29 @@ Account = tuple[str, str]
 
 
 @pytest.fixture(scope="module")
-def served_ledger(run_root: Path) -> Iterator[Served]:
+def state_server() -> Iterator[RedisProcess]:
+    with temporary_redis() as process:
+        yield process
+
+
+@pytest.fixture(scope="module")
+def served_ledger(run_root: Path, state_server: RedisProcess) -> Iterator[Served]:
     """A deployment of several tenants, whose ledger and open answers outlast its gateway."""
     keys = run_root / "ledger-keys.toml"
     applications = [ApiKey(name, hash_of(name), name, vouches_for_users=True) for name in TENANTS]
     save_keys(keys, [*applications, ApiKey("boss", hash_of("boss"), "operators", "boss", admin=True)])
-    with temporary_redis() as redis_process:
-        state = StateSettings(
-            url=SecretStr(redis_process.url), secret=SecretStr("a secret of more than thirty-two characters")
-        )
-        settings = Settings(
-            model=ModelSettings(load_format="fake"),
-            gateway=GatewaySettings(
-                port=0, keys_file=keys, state=state, ledger=LedgerSettings(log_directory=run_root / "usage-log")
-            ),
-            scheduler=SchedulerSettings(max_rows=16),
-        )
-        with fake_steps(STEP_MS):
-            yield from serve(settings, run_root)
+    state = StateSettings(
+        url=SecretStr(state_server.url), secret=SecretStr("a secret of more than thirty-two characters")
+    )
+    settings = Settings(
+        model=ModelSettings(load_format="fake"),
+        gateway=GatewaySettings(
+            port=0, keys_file=keys, state=state, ledger=LedgerSettings(log_directory=run_root / "usage-log")
+        ),
+        scheduler=SchedulerSettings(max_rows=16),
+    )
+    with fake_steps(STEP_MS):
+        yield from serve(settings, run_root)
 
 
 def case(model: str, number: int) -> Case:
@@ -80,10 +92,15 @@ def case(model: str, number: int) -> Case:
 
 
 class Campaign:
-    """Clients of several tenants that send requests one after the other, and what their answers said was used."""
+    """Clients of several tenants that send requests one after the other, and what their answers said was used.
+
+    `cut` is what answers that were cut short for want of a record would have used to their end, which their requests,
+    sent again, are told.
+    """
 
     def __init__(self, served: Served, requests: int) -> None:
         self.told: dict[Account, Counter[str]] = {}
+        self.cut: dict[Account, Counter[str]] = {}
         self.done = 0
         self._served = served
         self._numbers = iter(range(requests))
@@ -102,25 +119,47 @@ class Campaign:
     async def _repeat(self) -> None:
         for number in self._numbers:
             tenant, user = TENANTS[number % 2], f"user-{number % USERS}"
-            exchange = Exchange(case(self._served.model, number))
-            await self._clients[tenant].exchange(exchange, user)
+            cuts = 0
+            while True:
+                exchange = Exchange(case(self._served.model, number))
+                await self._clients[tenant].exchange(exchange, user)
+                if not exchange.is_cut:
+                    break
+                cuts += 1
             assert exchange.failure is None, f"{exchange.case.name}: {exchange.failure}"
             assert exchange.usage is not None
             prompts = exchange.case.body.get("prompt", "")
-            self.told.setdefault((tenant, f"user/{user}"), Counter()).update(
-                requests=len(prompts) if isinstance(prompts, list) else 1,
-                prompt_tokens=exchange.usage[0],
-                output_tokens=exchange.usage[1],
-            )
+            used = {
+                "requests": len(prompts) if isinstance(prompts, list) else 1,
+                "prompt_tokens": exchange.usage[0],
+                "output_tokens": exchange.usage[1],
+            }
+            account = tenant, f"user/{user}"
+            self.told.setdefault(account, Counter()).update(used)
+            for _ in range(cuts):
+                self.cut.setdefault(account, Counter()).update(used)
             self.done += 1
+
+    def check(self, counted: Mapping[Account, Counter[str]]) -> None:
+        """Check what the ledger has counted: what all answers said, and of those cut short no more than they used."""
+        assert counted.keys() == self.told.keys()
+        for account, told in self.told.items():
+            if account in self.cut:
+                assert told <= counted[account] <= told + self.cut[account], account
+            else:
+                assert counted[account] == told, account
 
 
 def ledger_of(served: Served, key: str = "boss") -> dict[Account, Counter[str]]:
-    """Return what the ledger says, by tenant and subject."""
+    """Return what the ledger says, by tenant and subject, as soon as it can be read."""
+    headers = {"authorization": f"Bearer {key}"}
     with served.http() as http:
-        answer = http.get(
-            "/v1/usage", params={"group_by": "tenant,subject"}, headers={"authorization": f"Bearer {key}"}
-        )
+        answer = http.get("/v1/usage", params={"group_by": "tenant,subject"}, headers=headers)
+        # A state server that has just been late counts as away until it has been probed again.
+        give_up_at = time.monotonic() + RECOVERY_S
+        while answer.status_code == httpx.codes.SERVICE_UNAVAILABLE and time.monotonic() < give_up_at:
+            time.sleep(0.1)
+            answer = http.get("/v1/usage", params={"group_by": "tenant,subject"}, headers=headers)
     assert answer.status_code == httpx.codes.OK, answer.text
     found: dict[Account, Counter[str]] = {}
     for line in answer.json()["data"]:
@@ -151,7 +190,7 @@ async def count(served: Served, requests: int, order: Iterator[str]) -> None:
     assert campaign.done == requests
     await asyncio.to_thread(wait_until, served.is_ready, RECOVERY_S)
     after = await asyncio.to_thread(ledger_of, served)
-    assert increase(after, before) == campaign.told
+    campaign.check(increase(after, before))
     check_log(served, after)
     with served.leaving_nothing_behind():
         pass
@@ -195,6 +234,40 @@ async def test_it_equals_the_usage_of_ten_thousand_answers_across_random_kills(s
             yield chance.choice(SERVICES)
 
     await count(served_ledger, int(os.environ.get(REQUESTS, "10000")), kills())
+
+
+@pytest.mark.extended
+async def test_an_answer_without_a_record_ends_with_its_gateway_and_is_counted_as_far_as_it_was_written(
+    served_ledger: Served, state_server: RedisProcess
+) -> None:
+    before = ledger_of(served_ledger)
+    body = {**case(served_ledger.model, 2).body, "max_tokens": 4000}
+    exchange = Exchange(Case("unrecorded", "/v1/completions", body, has_key=True))
+    client = Client(served_ledger.url, expects_replacement=True, headers={"authorization": "Bearer acme"})
+
+    def spent() -> Counter[str]:
+        return increase(ledger_of(served_ledger), before).get(("acme", "user/unlucky"), Counter())
+
+    state_server.signal(signal.SIGSTOP)
+    try:
+        asking = asyncio.create_task(client.exchange(exchange, "unlucky"))
+        await until(lambda: asking.done() or bool(exchange.choices), timeout_s=RECOVERY_S)
+    finally:
+        state_server.signal(signal.SIGCONT)
+    try:
+        await asyncio.to_thread(wait_until, lambda: spent()["output_tokens"] > 0, RECOVERY_S)
+        written = await asyncio.to_thread(spent)
+        served_ledger.deployment.kill("gateway")
+        await asking
+    finally:
+        await client.close()
+    assert (exchange.is_cut, exchange.event_ids) == (True, [])
+    await asyncio.to_thread(wait_until, served_ledger.is_ready, RECOVERY_S)
+    assert written <= spent()
+    assert spent()["requests"] == 1
+    assert spent()["output_tokens"] < 4000
+    with served_ledger.leaving_nothing_behind():
+        pass
 
 
 async def test_answers_that_their_clients_give_up_are_counted_as_far_as_they_came(served_ledger: Served) -> None:
