@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import os
 import random
 import signal
 from typing import TYPE_CHECKING, Any
@@ -25,6 +26,8 @@ if TYPE_CHECKING:
     from tests.e2e.deployment import Deployment
     from tests.e2e.served import Served
 
+# Sets another number of lines for the test with random kills.
+LINES = "BATCH_LINES"
 SERVICES = ("worker", "scheduler", "detokenizer", "tokenizer", "gateway")
 ENDPOINT = "/v1/completions"
 ENDED = {"completed", "failed", "expired", "cancelled"}
@@ -183,6 +186,7 @@ def test_each_line_has_one_outcome_though_every_service_is_killed_once(served_ba
 @pytest.mark.timeout(3600)
 def test_ten_thousand_lines_have_one_outcome_each_across_random_kills(served_batches: Served, run_root: Path) -> None:
     """Kill services, and either of two gateways, at random until the batch has ended."""
+    number_of_lines = int(os.environ.get(LINES, "10000"))
     deployment, chance = served_batches.deployment, random.Random(20)
     ours, port = deployment.layout.find("gateway").settings.gateway, free_port("127.0.0.1")
     second = {
@@ -198,7 +202,7 @@ def test_ten_thousand_lines_have_one_outcome_each_across_random_kills(served_bat
     processes.start("second", "gateway", second)
     try:
         urls = [served_batches.url, f"http://127.0.0.1:{port}"]
-        batch = RunningBatch(urls, [Line(number, served_batches.model) for number in range(10_000)])
+        batch = RunningBatch(urls, [Line(number, served_batches.model) for number in range(number_of_lines)])
         advance(batch, 1)
         kills = dict.fromkeys((*SERVICES, "second"), 0)
         while not has_ended(batch):
@@ -211,10 +215,10 @@ def test_ten_thousand_lines_have_one_outcome_each_across_random_kills(served_bat
             else:
                 # Several may be down at a time.
                 deployment.kill(name)
-            advance(batch, batch.done + chance.uniform(10, 400), 5 * RECOVERY_S)
+            advance(batch, batch.done + chance.uniform(0.001, 0.04) * number_of_lines, 5 * RECOVERY_S)
         outputs = check(batch, token_counter())
         assert all(kills.values()), kills
         wait_until(served_batches.is_ready, RECOVERY_S)
-        check_texts(served_batches, batch, outputs, step=500)
+        check_texts(served_batches, batch, outputs, step=number_of_lines // 20)
     finally:
         processes.stop()
