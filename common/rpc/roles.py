@@ -87,6 +87,8 @@ CALLERS: Mapping[str, Callers] = {
         "/pando.v1.Worker/RevokePages": _SCHEDULER,
         # Of other groups, with a lease from this worker's scheduler.
         "/pando.v1.Worker/ReadPages": _WORKER,
+        "/pando.v1.Worker/MapPages": _WORKER,
+        "/pando.v1.Worker/ReadMappedPages": _WORKER,
         "/pando.v1.Worker/GetState": _SCHEDULER | _OPERATOR,
         "/pando.v1.Worker/StartProfile": _OPERATOR,
         "/pando.v1.Worker/StopProfile": _OPERATOR,

@@ -44,5 +44,8 @@ STORAGE_PAGES_TOTAL = Counter(
 PEER_PAGES_TOTAL = Counter(
     "pando_worker_peer_pages_total", "Pages read from workers of other groups, by outcome: done or failed.", ["outcome"]
 )
+PEER_MAPPED_PAGES_TOTAL = Counter(
+    "pando_worker_peer_mapped_pages_total", "Of the pages read from workers of other groups, those copied by GPUs."
+)
 STORAGE_SECONDS = Histogram("pando_worker_storage_transfer_seconds", "Time of a transfer with storage.", ["direction"])
 STORAGE_AVAILABLE = Gauge("pando_worker_storage_available", "0 while the storage is left alone because it fails.")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import uuid
 from typing import TYPE_CHECKING
 
@@ -19,7 +20,13 @@ from services.worker.grammars.process import check_installed, is_installed
 from services.worker.profiles import ProfileRefusedError
 from services.worker.rank import NotReadyError, SupersededError
 from services.worker.row_spans import RowSpans
-from services.worker.wire import capacity_to_wire, plan_from_wire, result_to_wire, spec_from_wire
+from services.worker.wire import (
+    capacity_to_wire,
+    plan_from_wire,
+    result_to_wire,
+    shared_pages_to_wire,
+    spec_from_wire,
+)
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
@@ -207,6 +214,25 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
         heads = Span(request.first_head, request.first_head + request.heads) if request.heads else None
         async for content in self._rank.leases.read(request.lease, list(request.device_pages), heads):
             yield worker_pb2.ReadPagesResponse(content=content)
+
+    async def MapPages(  # noqa: N802
+        self, request: worker_pb2.MapPagesRequest, context: Context
+    ) -> AsyncIterator[worker_pb2.MapPagesResponse]:
+        """Lend the memory of the pages."""
+        async with contextlib.aclosing(self._rank.leases.lend(request.lease, request.host)) as loan:
+            async for memory in loan:
+                yield worker_pb2.MapPagesResponse(memory=None if memory is None else shared_pages_to_wire(memory))
+
+    async def ReadMappedPages(  # noqa: N802
+        self, request_iterator: AsyncIterator[worker_pb2.ReadMappedPagesRequest], context: Context
+    ) -> AsyncIterator[worker_pb2.ReadMappedPagesResponse]:
+        """Permit a worker to read pages that it has mapped, and confirm what it has read."""
+        first = await anext(request_iterator, worker_pb2.ReadMappedPagesRequest())
+        reports = (request.read_pages async for request in request_iterator)
+        permissions = self._rank.leases.follow_reader(first.lease, first.memory, list(first.device_pages), reports)
+        async with contextlib.aclosing(permissions) as steps:
+            async for step in steps:
+                yield worker_pb2.ReadMappedPagesResponse(permitted_pages=step.permitted, confirmed_pages=step.confirmed)
 
     async def GetState(  # noqa: N802
         self, request: worker_pb2.GetWorkerStateRequest, context: Context

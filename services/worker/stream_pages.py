@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from services.worker.engine.execution.interface import HostPageBytes
 
 
@@ -23,7 +26,8 @@ class StreamPages:
         """Read and write `pages`."""
         self._pages = pages
         self._is_closed = False
-        self._lock = threading.Lock()
+        self._users = 0
+        self._changed = threading.Condition()
 
     @property
     def page_bytes(self) -> int:
@@ -36,8 +40,7 @@ class StreamPages:
         Raises:
             StreamEndedError: the stream of plans has ended.
         """
-        with self._lock:
-            self._check_open()
+        with self.kept_open():
             return self._pages.read_page(page)
 
     def write_page(self, page: int, content: memoryview) -> None:
@@ -46,15 +49,29 @@ class StreamPages:
         Raises:
             StreamEndedError: the stream of plans has ended.
         """
-        with self._lock:
-            self._check_open()
+        with self.kept_open():
             self._pages.write_page(page, content)
+
+    @contextlib.contextmanager
+    def kept_open(self) -> Iterator[None]:
+        """Let `close` wait for the end of a use of the pages, which takes milliseconds.
+
+        Raises:
+            StreamEndedError: the stream of plans has ended.
+        """
+        with self._changed:
+            if self._is_closed:
+                raise StreamEndedError
+            self._users += 1
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._users -= 1
+                self._changed.notify_all()
 
     def close(self) -> None:
         """Let no page be touched from now on."""
-        with self._lock:
+        with self._changed:
             self._is_closed = True
-
-    def _check_open(self) -> None:
-        if self._is_closed:
-            raise StreamEndedError
+            self._changed.wait_for(lambda: not self._users)

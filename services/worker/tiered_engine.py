@@ -28,6 +28,7 @@ if TYPE_CHECKING:
         Engine,
         HostPageBytes,
         IsOvertaken,
+        PeerPageCopies,
         ProgressReport,
     )
     from services.worker.peers.reading import PeerReader
@@ -67,6 +68,11 @@ class TieredEngine:
     def device_pages(self) -> DevicePageBytes | None:
         """The inner engine's device pages."""
         return self._inner.device_pages
+
+    @property
+    def peer_copies(self) -> PeerPageCopies | None:
+        """The inner engine's copies from memory of other processes."""
+        return self._inner.peer_copies
 
     @property
     def adapters(self) -> AdapterStore | None:
@@ -126,7 +132,7 @@ class TieredEngine:
         if transfer.peer is not None:
             device = self._inner.device_pages
             assert device is not None, "checked before"
-            target = PeerTarget(stream.pages, self._rank, self._ranks, device.form)
+            target = PeerTarget(stream.pages, self._rank, self._ranks, device.form, self._inner.peer_copies)
             return partial(self._peers.begin, transfer, target, stream.acks.put)
         assert self._storage is not None, "checked before"
         return partial(self._storage.begin, transfer, stream.shard, stream.acks.put)

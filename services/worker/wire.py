@@ -26,6 +26,7 @@ from common.wire.answers import finish_reason_to_wire, logprob_to_wire, prompt_l
 from common.wire.images import pixels_from_wire
 from common.wire.requests import pooling_from_wire, pooling_to_wire, sampling_from_wire, trace_from_wire
 from protos.gen.pando.v1 import worker_pb2
+from services.worker.engine.host_tier.shared_pages import SharedPages
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -254,6 +255,36 @@ def _transfer_from_wire(message: worker_pb2.Transfer) -> Transfer:
 
 def _peer_from_wire(message: worker_pb2.PeerPages) -> PeerPages:
     return PeerPages(tuple(message.workers), message.lease, _int32(message.device_pages))
+
+
+def shared_pages_to_wire(memory: SharedPages) -> worker_pb2.SharedPages:
+    """Return the message for memory with pages."""
+    return worker_pb2.SharedPages(
+        name=memory.name,
+        pages=memory.pages,
+        tensor_page_bytes=memory.tensor_page_bytes,
+        allocations=memory.allocations,
+        tensor_allocations=[allocation for allocation, _ in memory.tensors],
+        tensor_offsets=[offset for _, offset in memory.tensors],
+    )
+
+
+def shared_pages_from_wire(message: worker_pb2.SharedPages) -> SharedPages:
+    """Return what `shared_pages_to_wire` made a message of.
+
+    Raises:
+        InvalidRequestError: a tensor is in no allocation.
+    """
+    last = max(message.tensor_allocations, default=0)
+    if len(message.tensor_allocations) != len(message.tensor_offsets) or last >= len(message.allocations):
+        raise InvalidRequestError("the tensors do not fit the allocations", param="tensor_allocations")
+    return SharedPages(
+        message.name,
+        message.pages,
+        message.tensor_page_bytes,
+        tuple(message.allocations),
+        tuple(zip(message.tensor_allocations, message.tensor_offsets, strict=True)),
+    )
 
 
 def _int32(values: Iterable[int]) -> NDArray[np.int32]:

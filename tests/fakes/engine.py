@@ -20,6 +20,7 @@ if TYPE_CHECKING:
         Emit,
         HostPageBytes,
         IsOvertaken,
+        PeerPageCopies,
         ProgressReport,
     )
 
@@ -52,6 +53,10 @@ class ScriptedEngine:
     @property
     def device_pages(self) -> DevicePageBytes | None:
         return self.inner.device_pages
+
+    @property
+    def peer_copies(self) -> PeerPageCopies | None:
+        return self.inner.peer_copies
 
     @property
     def adapters(self) -> AdapterStore | None:

@@ -206,6 +206,16 @@ class FakeWorkerService(worker_pb2_grpc.WorkerServicer):
     ) -> AsyncIterator[worker_pb2.ReadPagesResponse]:
         raise NotImplementedError("simulated workers call `lend`")
 
+    def MapPages(
+        self, request: worker_pb2.MapPagesRequest, context: Context
+    ) -> AsyncIterator[worker_pb2.MapPagesResponse]:
+        raise NotImplementedError("simulated workers call `lend`")
+
+    def ReadMappedPages(
+        self, request_iterator: AsyncIterator[worker_pb2.ReadMappedPagesRequest], context: Context
+    ) -> AsyncIterator[worker_pb2.ReadMappedPagesResponse]:
+        raise NotImplementedError("simulated workers call `lend`")
+
     async def GetAdapters(
         self, request: worker_pb2.GetAdaptersRequest, context: Context
     ) -> worker_pb2.GetAdaptersResponse:

@@ -9,7 +9,8 @@ import torch
 
 from common.errors import ConfigurationError
 from common.steps import SleepLevel
-from services.worker.engine.host_tier.device_pages import DevicePages
+from services.worker.engine.host_tier.device_pages import DevicePages, find_sharing
+from services.worker.engine.host_tier.peer_copies import make_peer_copies
 from services.worker.engine.host_tier.pool import allocate_host_pool
 from services.worker.engine.host_tier.sliced_transfers import SlicedTransfers
 from services.worker.engine.host_tier.stream_transfers import StreamTransfers
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
     from services.worker.engine.execution.interface import ProgressReport, Transfers
     from services.worker.engine.execution.pooler import PoolerHead
     from services.worker.engine.host_tier.page_form import PageForm
+    from services.worker.engine.host_tier.peer_copies import PeerCopies
     from services.worker.engine.host_tier.pool import HostPool
     from services.worker.engine.model.batch import ForwardBatch
     from services.worker.engine.model.decoder import Decoder
@@ -84,7 +86,10 @@ class ModelRunner:
         self.host_pool = host_pool
         self.transfers = None if host_pool is None else make_transfers(pool, host_pool, self.device)
         self._form = form
+        self._sharing = find_sharing(self.device)
         self.device_pages = self._readable()
+        # From memory of other processes to the host tier.
+        self.peer_copies = self._copies()
         if host_pool is not None:
             self.capacity = replace(capacity, host_pages=host_pool.pages)
 
@@ -123,7 +128,7 @@ class ModelRunner:
         if self._has_pool:
             if self.transfers is not None:
                 self.transfers.close()
-            self.transfers = None
+            self.transfers = self.peer_copies = None
             if self.device_pages is not None:
                 self.device_pages.close()
             self.device_pages = None
@@ -168,6 +173,7 @@ class ModelRunner:
         if self._host_pages and self.host_pool is None:
             self.host_pool = allocate_host_pool(self._pool, self._host_pages)
         self.transfers = None if self.host_pool is None else make_transfers(self._pool, self.host_pool, self.device)
+        self.peer_copies = self._copies()
 
     @torch.inference_mode()
     def forward(self, batch: ForwardBatch) -> torch.Tensor:
@@ -232,7 +238,7 @@ class ModelRunner:
             self.transfers.close()
         if self.device_pages is not None:
             self.device_pages.close()
-        self.transfers = self.host_pool = self.device_pages = None
+        self.transfers = self.host_pool = self.device_pages = self.peer_copies = None
         self.group.close()
         if self._model is not None:
             self._model.close()
@@ -240,7 +246,12 @@ class ModelRunner:
         del self._pool
 
     def _readable(self) -> DevicePages | None:
-        return None if self._form is None else DevicePages(self._pool, self._form)
+        return None if self._form is None else DevicePages(self._pool, self._form, self._sharing)
+
+    def _copies(self) -> PeerCopies | None:
+        if self._form is None or self._sharing is None or not isinstance(self.transfers, StreamTransfers):
+            return None
+        return make_peer_copies(self.transfers, self._sharing)
 
     @property
     def _awake(self) -> Decoder:

@@ -1,23 +1,50 @@
-"""Pages of this rank's device that workers of other groups may read, by the leases of its scheduler."""
+"""Pages of this rank's device that workers of other groups may read, by the leases of its scheduler.
+
+Reading ends before a lease does, in two ways. Where this process copies the pages (`read`), it knows when a copy is
+over. Where a reader copies them itself, from memory that it has mapped (`follow_reader`), this process permits it a few
+milliseconds of copies at a time, and the reader reports each: `revoke` waits for the reports of what was permitted.
+
+Of a reader that is killed, or whose connection breaks, no report comes. Then `revoke` waits `LINGER_S`, far longer than
+permitted copies take; but a stopped process may go on at any time, so no wait is long enough to rely on. What makes
+late copies harmless is that a reader may use what it has copied only once a response has confirmed it, after the copy:
+the response comes only if the lease has held ever since the copy was permitted, and the pages with it. A copy after the
+end of the lease reads bytes that its reader throws away, and writes nothing here. Before the memory itself is freed,
+its readers are asked to unmap it; see `Borrowers`.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import os
+import socket
 from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from common.errors import InvalidRequestError, PermissionDeniedError
+from services.worker.engine.host_tier.shared_pages import RECALL_S, SLICE_BYTES, SLICES_AT_ONCE
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+    from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Sequence
 
     from services.worker.engine.execution.interface import DevicePageBytes
+    from services.worker.engine.host_tier.shared_pages import SharedPages
     from services.worker.engine.parallel.shards import Span
 
 LEASE_BYTES = 16
 # Bytes of a message with pages: far below gRPC's limit, and enough to hide the cost of a message.
 MESSAGE_BYTES = 4 << 20
+# Longest time for a report of a reader that copies pages itself, and the wait for its copies if it reports no more.
+LINGER_S = 2.0
+_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+
+
+def this_host() -> str:
+    """Return what processes of the same user on the same running system have in common."""
+    boot = _BOOT_ID.read_text().strip() if _BOOT_ID.exists() else socket.gethostname()
+    return f"{boot}/{os.getuid()}"
 
 
 @dataclass(slots=True)
@@ -29,6 +56,26 @@ class _Lease:
     is_idle: asyncio.Event = field(default_factory=asyncio.Event)
     has_ended: bool = False
 
+    def __post_init__(self) -> None:
+        self.is_idle.set()
+
+    def begin_reading(self) -> None:
+        self.reading += 1
+        self.is_idle.clear()
+
+    def end_reading(self) -> None:
+        self.reading -= 1
+        if not self.reading:
+            self.is_idle.set()
+
+
+@dataclass(frozen=True, slots=True)
+class Permission:
+    """What a reader of mapped pages may do: read the first `permitted` ones, and use the first `confirmed` ones."""
+
+    permitted: int
+    confirmed: int
+
 
 class PageLeases:
     """Owns the leases of one rank. All methods belong to the event loop.
@@ -37,9 +84,10 @@ class PageLeases:
     does not change in between. Leases end with the stream of plans as well.
     """
 
-    def __init__(self, pages: Callable[[], DevicePageBytes | None]) -> None:
+    def __init__(self, pages: Callable[[], DevicePageBytes | None], linger_s: float = LINGER_S) -> None:
         """Start without leases; `pages` returns the device pages of the loaded model."""
         self._find_pages = pages
+        self._linger_s = linger_s
         self._leases: dict[bytes, _Lease] = {}
 
     def __len__(self) -> int:
@@ -60,16 +108,17 @@ class PageLeases:
 
     async def revoke(self, lease: bytes) -> None:
         """End a lease; once this has returned, none of its pages is read any more."""
-        ended = self._leases.pop(lease, None)
+        ended = self._leases.get(lease)
         if ended is None:
             return
         ended.has_ended = True
-        if ended.reading:
-            ended.is_idle.clear()
-            await ended.is_idle.wait()
+        await ended.is_idle.wait()
+        # Kept until here, so that a second call waits, too.
+        if self._leases.get(lease) is ended:
+            del self._leases[lease]
 
     def revoke_all(self) -> None:
-        """End all leases, as the stream of plans has ended; readers notice before they send what they have read."""
+        """End all leases, as the stream of plans has ended; readers notice before they use what they have read."""
         for lease in self._leases.values():
             lease.has_ended = True
         self._leases.clear()
@@ -81,9 +130,7 @@ class PageLeases:
             PermissionDeniedError: the lease has ended, or does not have the pages.
             InvalidRequestError: this rank does not hold these heads.
         """
-        held, source = self._leases.get(lease), self._find_pages()
-        if held is None or source is None or not held.pages.issuperset(pages):
-            raise PermissionDeniedError("there is no lease of these pages; it may have ended")
+        held, source = self._find(lease, pages)
         heads = source.form.held if heads is None else heads
         if not source.form.holds(heads):
             raise InvalidRequestError(f"this rank does not hold the KV heads [{heads.start}, {heads.stop})")
@@ -96,20 +143,91 @@ class PageLeases:
                 raise PermissionDeniedError("the lease has ended")
             yield content
 
+    async def lend(self, lease: bytes, host: str) -> AsyncGenerator[SharedPages | None, None]:
+        """Yield the memory of the pages for a reader on `host`, and None as soon as the reader must unmap it.
+
+        The memory is lent until this generator is closed.
+
+        Raises:
+            PermissionDeniedError: there is no such lease.
+            InvalidRequestError: the memory cannot be shared with that reader.
+        """
+        _, source = self._find(lease, ())
+        if host != this_host():
+            raise InvalidRequestError("the reader is on another host, or another user")
+        recalled, loop = asyncio.Event(), asyncio.get_running_loop()
+
+        def recall() -> None:
+            loop.call_soon_threadsafe(recalled.set)
+
+        memory = source.lend(recall)
+        if memory is None:
+            raise InvalidRequestError("the memory of this device cannot be shared")
+        try:
+            yield memory
+            await recalled.wait()
+            yield None
+            await asyncio.sleep(RECALL_S)
+        finally:
+            source.take_back(recall)
+
+    async def follow_reader(
+        self, lease: bytes, memory: bytes, pages: Sequence[int], reports: AsyncIterator[int]
+    ) -> AsyncGenerator[Permission, None]:
+        """Permit a reader to copy pages from the memory that it has mapped, part by part.
+
+        `reports` are the numbers of pages that it has read, of those permitted before.
+
+        Raises:
+            PermissionDeniedError: the lease has ended, or does not have the pages.
+            InvalidRequestError: the pages are in other memory, or a report is not possible.
+        """
+        held, source = self._find(lease, pages)
+        if source.shared_name != memory:
+            raise InvalidRequestError("this is not the memory of the pages")
+        window = SLICES_AT_ONCE * max(1, SLICE_BYTES // source.form.page_bytes)
+        read, permitted = 0, 0
+        held.begin_reading()
+        try:
+            while True:
+                if not held.has_ended:
+                    permitted, confirmed = min(read + window, len(pages)), read
+                yield Permission(permitted, confirmed)
+                if read == permitted:
+                    break
+                read = await self._next_report(reports, read, permitted)
+        finally:
+            if read == permitted:
+                held.end_reading()
+            else:
+                asyncio.get_running_loop().call_later(self._linger_s, held.end_reading)
+        if confirmed < len(pages):
+            raise PermissionDeniedError("the lease has ended")
+
+    async def _next_report(self, reports: AsyncIterator[int], read: int, permitted: int) -> int:
+        report = None
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(self._linger_s):
+                report = await anext(reports, None)
+        if report is None or not read < report <= permitted:
+            raise InvalidRequestError("the reader does not report what it has read")
+        return report
+
+    def _find(self, lease: bytes, pages: Sequence[int]) -> tuple[_Lease, DevicePageBytes]:
+        held, source = self._leases.get(lease), self._find_pages()
+        if held is None or held.has_ended or source is None or not held.pages.issuperset(pages):
+            raise PermissionDeniedError("there is no lease of these pages; it may have ended")
+        return held, source
+
     async def _copy(self, lease: _Lease, read: Callable[[], bytes]) -> bytes:
         if lease.has_ended:
             return b""
-        lease.reading += 1
+        lease.begin_reading()
         try:
             # Shielded: a caller that goes away must not let `revoke` return while the thread still reads.
             reading = asyncio.ensure_future(asyncio.to_thread(read))
-            reading.add_done_callback(lambda _: self._end(lease))
+            reading.add_done_callback(lambda _: lease.end_reading())
         except BaseException:
-            self._end(lease)
+            lease.end_reading()
             raise
         return await asyncio.shield(reading)
-
-    def _end(self, lease: _Lease) -> None:
-        lease.reading -= 1
-        if not lease.reading:
-            lease.is_idle.set()

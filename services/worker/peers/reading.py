@@ -1,4 +1,8 @@
-"""Reading pages from workers of other groups into this rank's host pages."""
+"""Reading pages from workers of other groups into this rank's host pages.
+
+Where the worker of the same rank is on this host and both have GPUs, pages are copied from its memory, which this
+process maps (`read_mapped`). Otherwise they are sent over gRPC, as bytes.
+"""
 
 from __future__ import annotations
 
@@ -17,12 +21,16 @@ from common.transfers import TransferAck
 from protos.gen.pando.v1 import worker_pb2, worker_pb2_grpc
 from services.worker import metrics
 from services.worker.engine.host_tier.page_form import sources_of
+from services.worker.engine.host_tier.shared_pages import SharingError
+from services.worker.peers.mapped_reading import ReadProgress, read_mapped
+from services.worker.peers.mapping import PeerMappings
 from services.worker.stream_pages import StreamEndedError
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, AsyncIterator, Callable
 
     from common.transfers import PeerPages, Transfer
+    from services.worker.engine.execution.interface import PeerPageCopies
     from services.worker.engine.host_tier.page_form import PageForm
     from services.worker.engine.parallel.shards import Span
     from services.worker.stream_pages import StreamPages
@@ -39,6 +47,8 @@ class PeerTarget:
     rank: int
     ranks: int
     form: PageForm
+    # From memory of other processes to these pages; None: there are none.
+    copies: PeerPageCopies | None = None
 
 
 class _MisfitError(Exception):
@@ -84,6 +94,7 @@ class PeerReader:
         self._connect = connect
         self._silence_s = silence_s
         self._channels: dict[str, grpc.aio.Channel] = {}
+        self._mappings = PeerMappings(silence_s)
         self._tasks: set[asyncio.Task[None]] = set()
         self._log = get_logger("peers")
 
@@ -98,38 +109,71 @@ class PeerReader:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self._mappings.close()
         for channel in self._channels.values():
             await channel.close()
 
     async def _run(self, transfer: Transfer, target: PeerTarget, deliver: Callable[[TransferAck], None]) -> None:
         assert transfer.peer is not None, "checked by the engine"
-        started, done, pages = time.monotonic(), 0, target.pages
+        started, progress = time.monotonic(), ReadProgress()
         workers = transfer.peer.workers
         try:
-            async for content in self._assemble(transfer.peer, target):
-                if done + len(content) // pages.page_bytes > len(transfer.host_pages):
-                    raise _MisfitError
-                for first in range(0, len(content), pages.page_bytes):
-                    page = int(transfer.host_pages[done])
-                    pages.write_page(page, content[first : first + pages.page_bytes])
-                    done += 1
+            if not await self._copy_mapped(transfer, target, progress):
+                await self._read_bytes(transfer, target, progress)
         except StreamEndedError:
             return
         except _MisfitError:
             self._log.error("peer.pages_misfit", peers=workers, rank=target.rank)
-        except (grpc.aio.AioRpcError, TimeoutError) as error:
-            reason = error.details() if isinstance(error, grpc.aio.AioRpcError) else "no answer"
-            self._log.warning("peer.failed", peers=workers, rank=target.rank, reason=reason, pages_read=done)
+        except (grpc.aio.AioRpcError, TimeoutError, SharingError) as error:
+            reason = error.details() if isinstance(error, grpc.aio.AioRpcError) else str(error) or "no answer"
+            self._log.warning("peer.failed", peers=workers, rank=target.rank, reason=reason, pages_read=progress.done)
         except asyncio.CancelledError:
             if is_own_cancellation():
                 raise
             self._log.warning("peer.failed", peers=workers, rank=target.rank, reason=CLOSED_DURING_CALL)
         except Exception:  # noqa: BLE001  (the scheduler waits for the acknowledgement)
-            self._log.exception("peer.failed", peers=workers, rank=target.rank, pages_read=done)
-        seconds = time.monotonic() - started
+            self._log.exception("peer.failed", peers=workers, rank=target.rank, pages_read=progress.done)
+        seconds, done = time.monotonic() - started, progress.done
         metrics.PEER_PAGES_TOTAL.labels("done").inc(done)
         metrics.PEER_PAGES_TOTAL.labels("failed").inc(len(transfer.host_pages) - done)
         deliver(TransferAck(transfer.transfer_id, done, round(seconds * 1e6)))
+
+    async def _copy_mapped(self, transfer: Transfer, target: PeerTarget, progress: ReadProgress) -> bool:
+        """Copy pages from the memory of the worker of the same rank; return false if that is not mapped."""
+        peer, copies = transfer.peer, target.copies
+        assert peer is not None, "checked by the engine"
+        if copies is None or target.ranks != len(peer.workers) or not copies.can_write(transfer.host_pages):
+            return False
+        worker = peer.workers[target.rank]
+        channel = self._channel(worker)
+        mapping = await self._mappings.find(worker, channel, peer.lease, copies)
+        if mapping is None:
+            return False
+        try:
+            await read_mapped(channel, mapping, transfer, target.pages, copies, self._silence_s, progress)
+        except grpc.aio.AioRpcError as error:
+            if error.code() is not grpc.StatusCode.INVALID_ARGUMENT or progress.done:
+                raise
+            # It has loaded again since.
+            self._mappings.drop(worker, mapping)
+            return False
+        except TimeoutError:
+            # As in `_read`.
+            renew(channel)
+            raise
+        finally:
+            metrics.PEER_MAPPED_PAGES_TOTAL.inc(progress.done)
+        return True
+
+    async def _read_bytes(self, transfer: Transfer, target: PeerTarget, progress: ReadProgress) -> None:
+        assert transfer.peer is not None, "checked by the engine"
+        pages = target.pages
+        async for content in self._assemble(transfer.peer, target):
+            if progress.done + len(content) // pages.page_bytes > len(transfer.host_pages):
+                raise _MisfitError
+            for first in range(0, len(content), pages.page_bytes):
+                pages.write_page(int(transfer.host_pages[progress.done]), content[first : first + pages.page_bytes])
+                progress.done += 1
 
     async def _assemble(self, peer: PeerPages, target: PeerTarget) -> AsyncIterator[memoryview]:
         """Yield whole pages of this rank, of which each of the peer's ranks may have some heads only."""

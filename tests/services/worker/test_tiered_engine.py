@@ -38,6 +38,7 @@ class InnerEngine:
     ends_with_group: bool = False
     adapters: None = None
     device_pages: None = None
+    peer_copies: None = None
     calls: list[str] = field(default_factory=list)
 
     def configure(self, spec: EngineSpec, report: ProgressReport) -> EngineCapacity:

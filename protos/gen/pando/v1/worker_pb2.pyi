@@ -341,6 +341,152 @@ class ReadPagesResponse(_message.Message):
 Global___ReadPagesResponse: _TypeAlias = ReadPagesResponse  # noqa: Y015
 
 @_typing.final
+class MapPagesRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    LEASE_FIELD_NUMBER: _builtins.int
+    HOST_FIELD_NUMBER: _builtins.int
+    lease: _builtins.bytes
+    """One that the reader has: it needs no memory otherwise."""
+    host: _builtins.str
+    """The running system and the user of the reader; handles are valid only there."""
+    def __init__(
+        self,
+        *,
+        lease: _builtins.bytes = ...,
+        host: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["host", b"host", "lease", b"lease"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___MapPagesRequest: _TypeAlias = MapPagesRequest  # noqa: Y015
+
+@_typing.final
+class MapPagesResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    MEMORY_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def memory(self) -> Global___SharedPages:
+        """Absent: the reader must unmap the memory."""
+
+    def __init__(
+        self,
+        *,
+        memory: Global___SharedPages | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["memory", b"memory"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["memory", b"memory"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___MapPagesResponse: _TypeAlias = MapPagesResponse  # noqa: Y015
+
+@_typing.final
+class SharedPages(_message.Message):
+    """Memory with the pages of a rank. Each layer's keys and values are tensors of their own, keys first."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: _builtins.int
+    PAGES_FIELD_NUMBER: _builtins.int
+    TENSOR_PAGE_BYTES_FIELD_NUMBER: _builtins.int
+    ALLOCATIONS_FIELD_NUMBER: _builtins.int
+    TENSOR_ALLOCATIONS_FIELD_NUMBER: _builtins.int
+    TENSOR_OFFSETS_FIELD_NUMBER: _builtins.int
+    name: _builtins.bytes
+    """16 random bytes; a rank that loads again has other memory, of another name."""
+    pages: _builtins.int
+    tensor_page_bytes: _builtins.int
+    """Of one page in each tensor."""
+    @_builtins.property
+    def allocations(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bytes]:
+        """Handles of the allocations in which the tensors are (CUDA IPC)."""
+
+    @_builtins.property
+    def tensor_allocations(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """For each tensor, the index of its allocation and its first byte there."""
+
+    @_builtins.property
+    def tensor_offsets(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    def __init__(
+        self,
+        *,
+        name: _builtins.bytes = ...,
+        pages: _builtins.int = ...,
+        tensor_page_bytes: _builtins.int = ...,
+        allocations: _abc.Iterable[_builtins.bytes] | None = ...,
+        tensor_allocations: _abc.Iterable[_builtins.int] | None = ...,
+        tensor_offsets: _abc.Iterable[_builtins.int] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["allocations", b"allocations", "name", b"name", "pages", b"pages", "tensor_allocations", b"tensor_allocations", "tensor_offsets", b"tensor_offsets", "tensor_page_bytes", b"tensor_page_bytes"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SharedPages: _TypeAlias = SharedPages  # noqa: Y015
+
+@_typing.final
+class ReadMappedPagesRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    LEASE_FIELD_NUMBER: _builtins.int
+    MEMORY_FIELD_NUMBER: _builtins.int
+    DEVICE_PAGES_FIELD_NUMBER: _builtins.int
+    READ_PAGES_FIELD_NUMBER: _builtins.int
+    lease: _builtins.bytes
+    """Only in the first message: the lease, the memory's name and the pages to read, in this order."""
+    memory: _builtins.bytes
+    read_pages: _builtins.int
+    """Later: so many of the pages have been read."""
+    @_builtins.property
+    def device_pages(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    def __init__(
+        self,
+        *,
+        lease: _builtins.bytes = ...,
+        memory: _builtins.bytes = ...,
+        device_pages: _abc.Iterable[_builtins.int] | None = ...,
+        read_pages: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["device_pages", b"device_pages", "lease", b"lease", "memory", b"memory", "read_pages", b"read_pages"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ReadMappedPagesRequest: _TypeAlias = ReadMappedPagesRequest  # noqa: Y015
+
+@_typing.final
+class ReadMappedPagesResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PERMITTED_PAGES_FIELD_NUMBER: _builtins.int
+    CONFIRMED_PAGES_FIELD_NUMBER: _builtins.int
+    permitted_pages: _builtins.int
+    """The first so many pages may be read; only a later response may permit more."""
+    confirmed_pages: _builtins.int
+    """The first so many pages were read while the lease had them."""
+    def __init__(
+        self,
+        *,
+        permitted_pages: _builtins.int = ...,
+        confirmed_pages: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["confirmed_pages", b"confirmed_pages", "permitted_pages", b"permitted_pages"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ReadMappedPagesResponse: _TypeAlias = ReadMappedPagesResponse  # noqa: Y015
+
+@_typing.final
 class CheckWeightsRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 

@@ -99,6 +99,16 @@ class WorkerStub(object):
                 request_serializer=pando_dot_v1_dot_worker__pb2.ReadPagesRequest.SerializeToString,
                 response_deserializer=pando_dot_v1_dot_worker__pb2.ReadPagesResponse.FromString,
                 _registered_method=True)
+        self.MapPages = channel.unary_stream(
+                '/pando.v1.Worker/MapPages',
+                request_serializer=pando_dot_v1_dot_worker__pb2.MapPagesRequest.SerializeToString,
+                response_deserializer=pando_dot_v1_dot_worker__pb2.MapPagesResponse.FromString,
+                _registered_method=True)
+        self.ReadMappedPages = channel.stream_stream(
+                '/pando.v1.Worker/ReadMappedPages',
+                request_serializer=pando_dot_v1_dot_worker__pb2.ReadMappedPagesRequest.SerializeToString,
+                response_deserializer=pando_dot_v1_dot_worker__pb2.ReadMappedPagesResponse.FromString,
+                _registered_method=True)
         self.GetState = channel.unary_unary(
                 '/pando.v1.Worker/GetState',
                 request_serializer=pando_dot_v1_dot_worker__pb2.GetWorkerStateRequest.SerializeToString,
@@ -220,6 +230,24 @@ class WorkerServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def MapPages(self, request, context):
+        """Lends the memory of this rank's pages to a worker of the same host and user, which reads pages of its leases there. The
+        memory is lent until the call ends. A response without memory asks the reader to unmap it, and to cancel the call then.
+        INVALID_ARGUMENT: the memory cannot be lent to this reader; PERMISSION_DENIED: there is no such lease.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ReadMappedPages(self, request_iterator, context):
+        """Permits a worker to read pages under a lease in memory that it has mapped, part by part; what was read counts only
+        once a response has confirmed it. PERMISSION_DENIED: the lease has ended, or does not have the pages;
+        INVALID_ARGUMENT: this is not the memory of the pages any more.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def GetState(self, request, context):
         """Returns the current state of this rank.
         """
@@ -308,6 +336,16 @@ def add_WorkerServicer_to_server(servicer, server):
                     servicer.ReadPages,
                     request_deserializer=pando_dot_v1_dot_worker__pb2.ReadPagesRequest.FromString,
                     response_serializer=pando_dot_v1_dot_worker__pb2.ReadPagesResponse.SerializeToString,
+            ),
+            'MapPages': grpc.unary_stream_rpc_method_handler(
+                    servicer.MapPages,
+                    request_deserializer=pando_dot_v1_dot_worker__pb2.MapPagesRequest.FromString,
+                    response_serializer=pando_dot_v1_dot_worker__pb2.MapPagesResponse.SerializeToString,
+            ),
+            'ReadMappedPages': grpc.stream_stream_rpc_method_handler(
+                    servicer.ReadMappedPages,
+                    request_deserializer=pando_dot_v1_dot_worker__pb2.ReadMappedPagesRequest.FromString,
+                    response_serializer=pando_dot_v1_dot_worker__pb2.ReadMappedPagesResponse.SerializeToString,
             ),
             'GetState': grpc.unary_unary_rpc_method_handler(
                     servicer.GetState,
@@ -676,6 +714,60 @@ class Worker(object):
             '/pando.v1.Worker/ReadPages',
             pando_dot_v1_dot_worker__pb2.ReadPagesRequest.SerializeToString,
             pando_dot_v1_dot_worker__pb2.ReadPagesResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def MapPages(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/pando.v1.Worker/MapPages',
+            pando_dot_v1_dot_worker__pb2.MapPagesRequest.SerializeToString,
+            pando_dot_v1_dot_worker__pb2.MapPagesResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ReadMappedPages(request_iterator,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.stream_stream(
+            request_iterator,
+            target,
+            '/pando.v1.Worker/ReadMappedPages',
+            pando_dot_v1_dot_worker__pb2.ReadMappedPagesRequest.SerializeToString,
+            pando_dot_v1_dot_worker__pb2.ReadMappedPagesResponse.FromString,
             options,
             channel_credentials,
             insecure,

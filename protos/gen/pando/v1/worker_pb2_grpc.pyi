@@ -74,6 +74,16 @@ class WorkerStub:
     """Ends a lease: once this has returned, none of its pages is read any more."""
     ReadPages: _grpc.UnaryStreamMultiCallable[_worker_pb2.ReadPagesRequest, _worker_pb2.ReadPagesResponse]
     """Returns the content of pages under a lease. PERMISSION_DENIED: the lease has ended, or does not have the pages."""
+    MapPages: _grpc.UnaryStreamMultiCallable[_worker_pb2.MapPagesRequest, _worker_pb2.MapPagesResponse]
+    """Lends the memory of this rank's pages to a worker of the same host and user, which reads pages of its leases there. The
+    memory is lent until the call ends. A response without memory asks the reader to unmap it, and to cancel the call then.
+    INVALID_ARGUMENT: the memory cannot be lent to this reader; PERMISSION_DENIED: there is no such lease.
+    """
+    ReadMappedPages: _grpc.StreamStreamMultiCallable[_worker_pb2.ReadMappedPagesRequest, _worker_pb2.ReadMappedPagesResponse]
+    """Permits a worker to read pages under a lease in memory that it has mapped, part by part; what was read counts only
+    once a response has confirmed it. PERMISSION_DENIED: the lease has ended, or does not have the pages;
+    INVALID_ARGUMENT: this is not the memory of the pages any more.
+    """
     GetState: _grpc.UnaryUnaryMultiCallable[_worker_pb2.GetWorkerStateRequest, _worker_pb2.GetWorkerStateResponse]
     """Returns the current state of this rank."""
     StartProfile: _grpc.UnaryUnaryMultiCallable[_worker_pb2.StartProfileRequest, _worker_pb2.StartProfileResponse]
@@ -127,6 +137,16 @@ class WorkerAsyncStub(WorkerStub):
     """Ends a lease: once this has returned, none of its pages is read any more."""
     ReadPages: _aio.UnaryStreamMultiCallable[_worker_pb2.ReadPagesRequest, _worker_pb2.ReadPagesResponse]  # type: ignore[assignment]
     """Returns the content of pages under a lease. PERMISSION_DENIED: the lease has ended, or does not have the pages."""
+    MapPages: _aio.UnaryStreamMultiCallable[_worker_pb2.MapPagesRequest, _worker_pb2.MapPagesResponse]  # type: ignore[assignment]
+    """Lends the memory of this rank's pages to a worker of the same host and user, which reads pages of its leases there. The
+    memory is lent until the call ends. A response without memory asks the reader to unmap it, and to cancel the call then.
+    INVALID_ARGUMENT: the memory cannot be lent to this reader; PERMISSION_DENIED: there is no such lease.
+    """
+    ReadMappedPages: _aio.StreamStreamMultiCallable[_worker_pb2.ReadMappedPagesRequest, _worker_pb2.ReadMappedPagesResponse]  # type: ignore[assignment]
+    """Permits a worker to read pages under a lease in memory that it has mapped, part by part; what was read counts only
+    once a response has confirmed it. PERMISSION_DENIED: the lease has ended, or does not have the pages;
+    INVALID_ARGUMENT: this is not the memory of the pages any more.
+    """
     GetState: _aio.UnaryUnaryMultiCallable[_worker_pb2.GetWorkerStateRequest, _worker_pb2.GetWorkerStateResponse]  # type: ignore[assignment]
     """Returns the current state of this rank."""
     StartProfile: _aio.UnaryUnaryMultiCallable[_worker_pb2.StartProfileRequest, _worker_pb2.StartProfileResponse]  # type: ignore[assignment]
@@ -255,6 +275,28 @@ class WorkerServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_worker_pb2.ReadPagesResponse], _abc.AsyncIterator[_worker_pb2.ReadPagesResponse]]:
         """Returns the content of pages under a lease. PERMISSION_DENIED: the lease has ended, or does not have the pages."""
+
+    @_abc_1.abstractmethod
+    def MapPages(
+        self,
+        request: _worker_pb2.MapPagesRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_abc.Iterator[_worker_pb2.MapPagesResponse], _abc.AsyncIterator[_worker_pb2.MapPagesResponse]]:
+        """Lends the memory of this rank's pages to a worker of the same host and user, which reads pages of its leases there. The
+        memory is lent until the call ends. A response without memory asks the reader to unmap it, and to cancel the call then.
+        INVALID_ARGUMENT: the memory cannot be lent to this reader; PERMISSION_DENIED: there is no such lease.
+        """
+
+    @_abc_1.abstractmethod
+    def ReadMappedPages(
+        self,
+        request_iterator: _MaybeAsyncIterator[_worker_pb2.ReadMappedPagesRequest],
+        context: _ServicerContext,
+    ) -> _typing.Union[_abc.Iterator[_worker_pb2.ReadMappedPagesResponse], _abc.AsyncIterator[_worker_pb2.ReadMappedPagesResponse]]:
+        """Permits a worker to read pages under a lease in memory that it has mapped, part by part; what was read counts only
+        once a response has confirmed it. PERMISSION_DENIED: the lease has ended, or does not have the pages;
+        INVALID_ARGUMENT: this is not the memory of the pages any more.
+        """
 
     @_abc_1.abstractmethod
     def GetState(

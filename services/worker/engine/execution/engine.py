@@ -21,6 +21,7 @@ if TYPE_CHECKING:
         Emit,
         HostPageBytes,
         IsOvertaken,
+        PeerPageCopies,
     )
     from services.worker.engine.plans.rows import RowStates
 
@@ -54,6 +55,10 @@ class LoadedModel(Protocol):
     @property
     def device_pages(self) -> DevicePageBytes | None:
         """See `Engine.device_pages`."""
+
+    @property
+    def peer_copies(self) -> PeerPageCopies | None:
+        """See `Engine.peer_copies`."""
 
     @property
     def adapters(self) -> AdapterStore | None:
@@ -115,6 +120,10 @@ class ModelEngine:
     @property
     def device_pages(self) -> DevicePageBytes | None:
         return self._model.device_pages if self._model else None
+
+    @property
+    def peer_copies(self) -> PeerPageCopies | None:
+        return self._model.peer_copies if self._model else None
 
     @property
     def adapters(self) -> AdapterStore | None:

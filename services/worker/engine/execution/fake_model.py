@@ -124,6 +124,7 @@ class FakeModel:
         self.host_pages: FakeHostPages | None = None
         self._allocate_host_pages()
         self.device_pages = FakeDevicePages(spec.page_size)
+        self.peer_copies = None
         self.adapters = FakeAdapters(spec.adapter_slots) if spec.adapter_slots else None
         report(1.0, "ready")
 
@@ -385,9 +386,16 @@ class FakeDevicePages:
     def __init__(self, page_bytes: int) -> None:
         # All ranks hold the one head.
         self.form = PageForm(1, page_bytes, Span(0, 1), 1)
+        self.shared_name = None
 
     def read_pages(self, pages: Sequence[int], heads: Span) -> bytes:
         return bytes(self.form.bytes_of(heads) * len(pages))
+
+    def lend(self, recall: Callable[[], None]) -> None:
+        """Return nothing: there is no memory."""
+
+    def take_back(self, recall: Callable[[], None]) -> None:
+        """Do nothing."""
 
 
 def _accesses(transfer: Transfer) -> tuple[set[tuple[str, int]], set[tuple[str, int]]]:

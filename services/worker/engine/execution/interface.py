@@ -11,9 +11,10 @@ if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Sequence
     from pathlib import Path
 
-    from common.steps import AdapterLoad, ExpertLoad
+    from common.steps import AdapterLoad, ExpertLoad, PageIds
     from common.transfers import Transfer, TransferAck
     from services.worker.engine.host_tier.page_form import PageForm
+    from services.worker.engine.host_tier.shared_pages import MappedPages, SharedPages
     from services.worker.engine.parallel.shards import Span
     from services.worker.engine.plans.rows import RowStates
 
@@ -72,6 +73,47 @@ class DevicePageBytes(Protocol):
 
         Any thread may call this. The caller ensures that the pages are not written meanwhile, and that an earlier plan,
         whose results are known, wrote them.
+        """
+
+    @property
+    def shared_name(self) -> bytes | None:
+        """Name of the memory that `lend` has returned."""
+
+    def lend(self, recall: Callable[[], None]) -> SharedPages | None:
+        """Return the memory of the pages for a worker of the same host; None if it cannot be shared, or is about to go.
+
+        It is there until `take_back`, as far as that comes within seconds after `recall`, which any thread calls.
+        """
+
+    def take_back(self, recall: Callable[[], None]) -> None:
+        """Note that the worker that `recall` belongs to has unmapped the memory."""
+
+
+class PeerPageCopies(Protocol):
+    """Copies pages that workers of other groups have in memory of the same host to pages of the host tier.
+
+    Any thread may call the methods.
+    """
+
+    @property
+    def slice_pages(self) -> int:
+        """Most pages to copy at a time."""
+
+    def can_write(self, host_pages: PageIds) -> bool:
+        """Whether these host pages, [pages] int32, are ready for copies."""
+
+    def map(self, memory: SharedPages) -> MappedPages:
+        """Map memory of another process.
+
+        Raises:
+            SharingError: it cannot be mapped here, or its pages have another form.
+        """
+
+    def copy(self, source: MappedPages, pages: PageIds, host_pages: PageIds) -> None:
+        """Copy pages [pages] int32 of `source` to `host_pages`, [pages] int32, and wait until that is done.
+
+        Raises:
+            SharingError: its pages have another form, or there are no such pages.
         """
 
 
@@ -145,6 +187,10 @@ class Engine(Protocol):
     @property
     def device_pages(self) -> DevicePageBytes | None:
         """The pages of the KV memory; None without one, or if not all layers have the same pages."""
+
+    @property
+    def peer_copies(self) -> PeerPageCopies | None:
+        """Copies from memory of other processes; None without a GPU or a host tier."""
 
     @property
     def adapters(self) -> AdapterStore | None:

@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from services.worker.engine.execution.overlapped_executor import OverlappedExecutor
     from services.worker.engine.grammars.library import GrammarLibrary
     from services.worker.engine.host_tier.device_pages import DevicePages
+    from services.worker.engine.host_tier.peer_copies import PeerCopies
     from services.worker.engine.host_tier.pool import HostPool
 
 log = logging.getLogger(__name__)
@@ -145,6 +146,10 @@ class TorchModel:
     @property
     def device_pages(self) -> DevicePages | None:
         return self.runner.device_pages if isinstance(self.runner, ModelRunner) else None
+
+    @property
+    def peer_copies(self) -> PeerCopies | None:
+        return self.runner.peer_copies if isinstance(self.runner, ModelRunner) else None
 
     @property
     def adapters(self) -> AdapterShelf | None:

@@ -2,22 +2,28 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
+from services.worker.engine.host_tier.cuda_sharing import CudaSharing
 from services.worker.engine.host_tier.page_form import PageForm
+from services.worker.engine.host_tier.shared_pages import Borrowers, SharingError, share_pages
 from services.worker.engine.host_tier.stream_transfers import make_mover
 from services.worker.engine.kernels.interface import KvLayout
 from services.worker.engine.parallel.shards import Span
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
+    from services.worker.engine.host_tier.shared_pages import MemorySharing, SharedPages
     from services.worker.engine.kernels.interface import AttentionShape
     from services.worker.engine.model.kv_pool import KvPool
+
+log = logging.getLogger(__name__)
 
 # Pages collected at a time: some megabytes of staging memory.
 STAGED_PAGES = 8
@@ -43,9 +49,15 @@ class DevicePages:
     On a GPU, pages are collected on a stream of their own, beside the passes.
     """
 
-    def __init__(self, pool: KvPool, form: PageForm) -> None:
-        """Read pages of `pool`, all of whose layers have the same pages, of this form."""
+    def __init__(self, pool: KvPool, form: PageForm, sharing: MemorySharing | None = None) -> None:
+        """Read pages of `pool`, all of whose layers have the same pages, of this form.
+
+        Other processes may map its memory by `sharing`, if there is one.
+        """
         self.form = form
+        self._sharing = sharing
+        self._shared: SharedPages | None = None
+        self._borrowers = Borrowers()
         self._pool: KvPool | None = pool
         self._gathering: _Gathering | None = None
         self._lock = threading.Lock()
@@ -61,10 +73,43 @@ class DevicePages:
             parts = range(0, len(pages), STAGED_PAGES)
             return b"".join(self.form.cut(read(pages[first : first + STAGED_PAGES]), heads) for first in parts)
 
+    @property
+    def shared_name(self) -> bytes | None:
+        return None if self._shared is None else self._shared.name
+
+    def lend(self, recall: Callable[[], None]) -> SharedPages | None:
+        if self._sharing is None or not self._borrowers.add(recall):
+            return None
+        # From here on, `close` waits.
+        try:
+            if self._shared is None and self._pool is not None:
+                self._shared = _share(self._pool, self._sharing)
+        except SharingError as error:
+            log.info("workers of other groups read pages over gRPC, as memory cannot be shared: %s", error)
+            self._sharing = None
+            self._borrowers.remove(recall)
+        return self._shared
+
+    def take_back(self, recall: Callable[[], None]) -> None:
+        self._borrowers.remove(recall)
+
     def close(self) -> None:
-        """Let go of the pool, once the reading in progress has ended."""
+        """Let go of the pool, once the reading in progress has ended and other processes have unmapped its memory."""
+        if not self._borrowers.close():
+            log.warning("a worker of another group keeps memory of this one mapped")
         with self._lock:
             self._pool = self._gathering = None
+
+
+def find_sharing(device: torch.device) -> MemorySharing | None:
+    """Return how memory of a device is shared with other processes; None for the CPU."""
+    return CudaSharing(device.index or 0) if device.type == "cuda" else None
+
+
+def _share(pool: KvPool, sharing: MemorySharing) -> SharedPages:
+    tensors = [tensor for layer in pool.layers for tensor in layer.stored]
+    addresses = [tensor.data_ptr() for tensor in tensors]
+    return share_pages(addresses, pool.pages, tensors[0][0].nbytes, sharing)
 
 
 class _Gathering:

@@ -62,12 +62,12 @@ class StreamTransfers:
 
     def __init__(self, pool: KvPool, host: HostPool, device: torch.device) -> None:
         """Copy between `pool` on `device` and `host`."""
-        self._host = host
-        self._device = device
-        self._pinned = PinnedRange(host, device)
+        self.host = host
+        self.device = device
+        self.pinned = PinnedRange(host, device)
         mover = make_mover(pool)
         self._lanes = {
-            direction: _Lane(mover, host, device, self._pinned.pages_at_once, BUFFERS[direction])
+            direction: _Lane(mover, host, device, self.pinned.pages_at_once, BUFFERS[direction])
             for direction in (TransferDirection.HOST_TO_DEVICE, TransferDirection.DEVICE_TO_HOST)
         }
         self._waiting: deque[Transfer] = deque()
@@ -102,19 +102,19 @@ class StreamTransfers:
     def close(self) -> None:
         """Wait for the transfers that have begun, and unlock the host's pages."""
         self.reset()
-        self._pinned.close()
+        self.pinned.close()
 
     def _launch(self) -> None:
         for _ in range(len(self._waiting)):
             transfer = self._waiting.popleft()
             # Copies from memory that is not page-locked delay passes, but are correct.
-            if int(transfer.host_pages.max()) < self._pinned.ready_pages or self._pinned.error is not None:
+            if int(transfer.host_pages.max()) < self.pinned.ready_pages or self.pinned.error is not None:
                 self._lanes[transfer.direction].launch(transfer)
             else:
                 self._waiting.append(transfer)
-        if self._pinned.error is not None and not self._has_warned:
+        if self.pinned.error is not None and not self._has_warned:
             self._has_warned = True
-            log.error("The host tier is slow, and slows decoding: %s", self._pinned.error)
+            log.error("The host tier is slow, and slows decoding: %s", self.pinned.error)
 
 
 class _Lane:
@@ -234,7 +234,7 @@ def make_mover(pool: KvPool) -> PageMover:
         from services.worker.engine.kernels.gpu.page_moves import ProgramPageMover
 
         if ProgramPageMover.fits(pool):
-            return ProgramPageMover(pool)
+            return ProgramPageMover.of_pool(pool)
     return TorchPageMover(pool)
 
 

@@ -24,13 +24,27 @@ from services.worker.stream_pages import StreamPages
 from tests.fakes.storage import FakeHostPages
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Sequence
+    from collections.abc import AsyncIterator, Callable, Sequence
     from pathlib import Path
+
+    from services.worker.engine.host_tier.shared_pages import SharedPages
 
 LEASE, OTHER = b"l" * 16, b"o" * 16
 
 
-class Device:
+class UnsharedMemory:
+    """The memory of these pages cannot be mapped."""
+
+    shared_name: bytes | None = None
+
+    def lend(self, recall: Callable[[], None]) -> SharedPages | None:
+        return None
+
+    def take_back(self, recall: Callable[[], None]) -> None:
+        raise AssertionError("nothing was lent")
+
+
+class Device(UnsharedMemory):
     """Pages whose content is their number; `gate` holds readers back while it is cleared."""
 
     def __init__(self, page_bytes: int = 4) -> None:
@@ -205,7 +219,7 @@ async def test_nothing_is_written_after_the_stream_of_plans_has_ended(bench: Ben
     assert bench.host.pages[0] == bytes(MESSAGE_BYTES // 2)
 
 
-class HeadDevice:
+class HeadDevice(UnsharedMemory):
     """Pages of four heads of 8 bytes, of which a rank holds some; each byte depends on page and head."""
 
     def __init__(self, rank: int, ranks: int) -> None:

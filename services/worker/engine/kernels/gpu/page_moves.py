@@ -9,6 +9,8 @@ import triton
 import triton.language as tl
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from services.worker.engine.model.kv_pool import KvPool
 
 _BLOCK = 1024
@@ -32,11 +34,18 @@ def _move(bases, pages, staging, words, GATHERS: tl.constexpr, BLOCK: tl.constex
 class ProgramPageMover:
     """See `PageMover`; a page of a layer is moved in words of 8 bytes."""
 
-    def __init__(self, pool: KvPool) -> None:
+    def __init__(self, addresses: Sequence[int], page_bytes: int, device: torch.device) -> None:
+        """Move pages of tensors at `addresses`, which `device` reaches; each page has `page_bytes` bytes in each."""
+        self._bases = torch.tensor(addresses, device=device)
+        self._words = page_bytes // 8
+
+    @staticmethod
+    def of_pool(pool: KvPool) -> ProgramPageMover:
+        """Move pages of a pool of this process."""
         tensors = [tensor for layer in pool.layers for tensor in layer.stored]
         assert all(tensor.is_contiguous() for tensor in tensors), "a page of a layer is one run"
-        self._bases = torch.tensor([tensor.data_ptr() for tensor in tensors], device=tensors[0].device)
-        self._words = tensors[0][0].nbytes // 8
+        addresses = [tensor.data_ptr() for tensor in tensors]
+        return ProgramPageMover(addresses, tensors[0][0].nbytes, tensors[0].device)
 
     @staticmethod
     def fits(pool: KvPool) -> bool:

@@ -1,0 +1,124 @@
+"""Copies from KV memory of other processes' GPUs into host pages: over NVLink or the bus, and past Python."""
+
+from __future__ import annotations
+
+import importlib.util
+import queue
+import threading
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from services.worker.engine.host_tier.shared_pages import SLICE_BYTES, SLICES_AT_ONCE, MappedPages, SharingError
+from services.worker.engine.host_tier.stream_transfers import runs
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    from common.steps import PageIds
+    from services.worker.engine.host_tier.shared_pages import MemorySharing, SharedPages
+    from services.worker.engine.host_tier.stream_transfers import StreamTransfers
+
+
+class PeerCopies:
+    """Copies pages slice by slice on streams of its own, beside the passes; see `PeerPageCopies`.
+
+    Pages are collected in staging memory on this device, and cross the bus from there in long runs.
+    """
+
+    def __init__(self, transfers: StreamTransfers, sharing: MemorySharing) -> None:
+        """Copy to the host pages of `transfers`, through its device."""
+        self._host = transfers.host
+        self._pinned = transfers.pinned
+        self._device = transfers.device
+        self._sharing = sharing
+        self._slots: queue.SimpleQueue[_Slot] | None = None
+        self._lock = threading.Lock()
+
+    @property
+    def slice_pages(self) -> int:
+        return max(1, min(self._host.pages, SLICE_BYTES // self._host.page_bytes))
+
+    def can_write(self, host_pages: PageIds) -> bool:
+        return int(host_pages.max(initial=0)) < self._pinned.ready_pages
+
+    def map(self, memory: SharedPages) -> MappedPages:
+        self._check_form(memory)
+        self._staging()
+        return MappedPages(memory, self._sharing)
+
+    @torch.inference_mode()
+    def copy(self, source: MappedPages, pages: PageIds, host_pages: PageIds) -> None:
+        # An access outside mapped memory would end every computation of this process.
+        self._check_form(source.memory)
+        if len(pages) and (pages.min() < 0 or pages.max() >= source.memory.pages):
+            raise SharingError("there are no such pages")
+        slots = self._staging()
+        slot = slots.get()
+        try:
+            slot.copy(source, pages, self._host.memory, runs(host_pages, self._pinned.pages_at_once))
+        finally:
+            slots.put(slot)
+
+    def _check_form(self, memory: SharedPages) -> None:
+        _, layers, halves, elements = self._host.memory.shape
+        page_bytes = elements * self._host.memory.itemsize
+        if (len(memory.tensors), memory.tensor_page_bytes) != (layers * halves, page_bytes):
+            raise SharingError("its pages have another form")
+
+    def _staging(self) -> queue.SimpleQueue[_Slot]:
+        """Return the staging memory that is not in use; allocated at the first use, as most groups have no peers."""
+        with self._lock:
+            if self._slots is None:
+                shape = (self.slice_pages, *self._host.memory.shape[1:])
+                slots: queue.SimpleQueue[_Slot] = queue.SimpleQueue()
+                try:
+                    for _ in range(SLICES_AT_ONCE):
+                        slots.put(_Slot(torch.empty(shape, dtype=self._host.memory.dtype, device=self._device)))
+                except torch.OutOfMemoryError as error:
+                    raise SharingError(f"no memory to collect pages in: {error}") from error
+                self._slots = slots
+            return self._slots
+
+
+class _Slot:
+    """Staging memory of one slice, laid out as that of `HostPool`, and a stream."""
+
+    def __init__(self, memory: torch.Tensor) -> None:
+        self._memory = memory
+        # torch has no types for them
+        self._stream = torch.cuda.Stream(memory.device)  # type: ignore[no-untyped-call]
+        self._is_done = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
+
+        # Compiles the program before a lender waits for it.
+        self._collect([memory.data_ptr()] * memory[0, ..., 0].numel(), memory[0, 0, 0].nbytes, np.zeros(1, np.int32))
+        self._stream.synchronize()
+
+    def copy(
+        self, source: MappedPages, pages: PageIds, host: torch.Tensor, host_runs: Iterable[tuple[int, int, int]]
+    ) -> None:
+        """Copy pages, [pages] int32, to `host`, [pages, …], and wait until that is done; see `runs`."""
+        self._collect(source.addresses, source.memory.tensor_page_bytes, pages)
+        with torch.cuda.stream(self._stream):
+            for first, page, length in host_runs:
+                host[page : page + length].copy_(self._memory[first : first + length], non_blocking=True)
+            self._is_done.record(self._stream)
+        self._is_done.synchronize()
+
+    def _collect(self, addresses: Sequence[int], page_bytes: int, pages: PageIds) -> None:
+        """Begin to copy pages of tensors at `addresses` to the first ones here."""
+        # Imported here because it needs Triton.
+        from services.worker.engine.kernels.gpu.page_moves import ProgramPageMover
+
+        # All on this stream: others wait for passes.
+        with torch.cuda.stream(self._stream):
+            mover = ProgramPageMover(addresses, page_bytes, self._memory.device)
+            mover.gather(torch.from_numpy(pages.astype(np.int64)).to(self._memory.device), self._memory)
+
+
+def make_peer_copies(transfers: StreamTransfers, sharing: MemorySharing) -> PeerCopies | None:
+    """Return copies to the host pages of `transfers`; None without Triton, or if pages have odd sizes."""
+    memory = transfers.host.memory
+    has_words = memory.shape[-1] * memory.itemsize % 8 == 0
+    return PeerCopies(transfers, sharing) if has_words and importlib.util.find_spec("triton") is not None else None

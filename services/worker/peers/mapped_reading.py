@@ -1,0 +1,82 @@
+"""Copying pages from the mapped memory of a worker of this host, as it permits; see `leases.py`."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING
+
+from protos.gen.pando.v1 import worker_pb2, worker_pb2_grpc
+
+if TYPE_CHECKING:
+    import grpc
+
+    from common.transfers import Transfer
+    from services.worker.engine.execution.interface import PeerPageCopies
+    from services.worker.peers.mapping import Mapping
+    from services.worker.stream_pages import StreamPages
+
+
+@dataclass(slots=True)
+class ReadProgress:
+    """The first `done` pages of a transfer were read."""
+
+    done: int = 0
+
+
+async def read_mapped(  # noqa: PLR0913  (two sides, and what lies between)
+    channel: grpc.aio.Channel,
+    mapping: Mapping,
+    transfer: Transfer,
+    target: StreamPages,
+    copies: PeerPageCopies,
+    silence_s: float,
+    progress: ReadProgress,
+) -> None:
+    """Copy a transfer's pages, several slices at a time. Those count as done that the worker has confirmed.
+
+    When this returns or raises, no copy is under way.
+
+    Raises:
+        AioRpcError: the lease has ended, the worker has other memory by now, or the connection broke.
+        TimeoutError: the worker has not answered for `silence_s` seconds.
+        SharingError: the memory is not mapped any more.
+        StreamEndedError: the host pages hold something else by now.
+    """
+    assert transfer.peer is not None, "checked by the engine"
+    pages, host_pages = transfer.peer.device_pages, transfer.host_pages
+
+    def copy(begin: int, end: int) -> None:
+        with target.kept_open():
+            copies.copy(mapping.pages, pages[begin:end], host_pages[begin:end])
+
+    call = worker_pb2_grpc.WorkerStub(channel).ReadMappedPages()
+    # The end of each slice that is being copied.
+    running: deque[tuple[int, asyncio.Future[None]]] = deque()
+    begun = 0
+    report = worker_pb2.ReadMappedPagesRequest(
+        lease=transfer.peer.lease, memory=mapping.pages.memory.name, device_pages=pages.tolist()
+    )
+    try:
+        while True:
+            async with asyncio.timeout(silence_s):
+                await call.write(report)
+                response = await call.read()
+            if not isinstance(response, worker_pb2.ReadMappedPagesResponse):
+                return
+            progress.done = min(response.confirmed_pages, report.read_pages)
+            while begun < min(response.permitted_pages, len(pages)):
+                begin, begun = begun, min(begun + copies.slice_pages, response.permitted_pages, len(pages))
+                running.append((begun, mapping.run(partial(copy, begin, begun))))
+            if not running:
+                return
+            read, copying = running.popleft()
+            await asyncio.wait([copying])
+            copying.result()
+            report = worker_pb2.ReadMappedPagesRequest(read_pages=read)
+    finally:
+        if running:
+            await asyncio.wait([copying for _, copying in running])
+        call.cancel()

@@ -1,0 +1,396 @@
+"""Pages are copied from memory that another worker lends: real gRPC and leases on both sides, but fake memory."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import threading
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, cast
+
+import numpy as np
+import pytest
+
+from common.errors import InvalidRequestError, PermissionDeniedError
+from common.rpc.channel import open_channel
+from common.rpc.server import RpcServer
+from common.transfers import PeerPages, Transfer, TransferAck, TransferDirection, TransferId
+from protos.gen.pando.v1 import worker_pb2, worker_pb2_grpc
+from services.worker.engine.host_tier.page_form import PageForm
+from services.worker.engine.host_tier.shared_pages import (
+    SLICE_BYTES,
+    SLICES_AT_ONCE,
+    Borrowers,
+    MappedPages,
+    SharedPages,
+    SharingError,
+)
+from services.worker.engine.parallel.shards import Span
+from services.worker.peers import mapping
+from services.worker.peers.leases import PageLeases, Permission, this_host
+from services.worker.peers.reading import PeerReader, PeerTarget
+from services.worker.service import WorkerService
+from services.worker.stream_pages import StreamPages
+from tests.fakes.storage import FakeHostPages
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Callable, Sequence
+    from pathlib import Path
+
+    import grpc
+
+    from common.steps import PageIds
+    from services.worker.grammars.desk import GrammarDesk
+    from services.worker.rank import Rank
+
+LEASE = b"l" * 16
+PAGES = 24
+WINDOW = 2 * SLICES_AT_ONCE  # pages that may be read at a time, two in each slice
+
+
+class FakeSharing:
+    """Handles and addresses of one process. `refuses`: nothing can be mapped."""
+
+    def __init__(self) -> None:
+        self.open_handles: list[bytes] = []
+        self.refuses: set[bytes] = set()
+
+    def export(self, address: int) -> tuple[bytes, int]:
+        return (address // 100).to_bytes(1, "little"), address % 100
+
+    def open(self, handle: bytes) -> int:
+        if handle in self.refuses:
+            raise SharingError("it cannot be mapped")
+        self.open_handles.append(handle)
+        return handle[0] * 100
+
+    def close(self, address: int) -> None:
+        self.open_handles.remove(bytes([address // 100]))
+
+
+class Device:
+    """Pages of a lender, whose content is their number; `version` is in its upper half, as if it were overwritten."""
+
+    def __init__(self, *, can_share: bool = True) -> None:
+        self.form = PageForm(1, SLICE_BYTES // 2, Span(0, 1), 1)
+        self.version = 0
+        self.can_share = can_share
+        self.shared_name: bytes | None = None
+        self.borrowers = Borrowers(recall_s=20)
+
+    def read_page(self, page: int) -> bytes:
+        return (self.version << 16 | page).to_bytes(4, "little")
+
+    def read_pages(self, pages: Sequence[int], heads: Span) -> bytes:
+        return b"".join(self.read_page(page) * (self.form.page_bytes // 4) for page in pages)
+
+    def lend(self, recall: Callable[[], None]) -> SharedPages | None:
+        if not self.can_share or not self.borrowers.add(recall):
+            return None
+        self.shared_name = self.shared_name or secrets.token_bytes(16)
+        return SharedPages(self.shared_name, PAGES, 4, (b"a", b"b"), ((0, 0), (1, 8)))
+
+    def take_back(self, recall: Callable[[], None]) -> None:
+        self.borrowers.remove(recall)
+
+
+class FakeCopies:
+    """Copies from the device of a test. While `gate` is cleared copies wait; `begun` are pages of all copies."""
+
+    slice_pages = 2
+
+    def __init__(self, sharing: FakeSharing, host: FakeHostPages, device: Callable[[], Device]) -> None:
+        self._sharing = sharing
+        self._host = host
+        self._device = device
+        self.gate = threading.Event()
+        self.gate.set()
+        self.begun: list[int] = []
+        self.running = 0
+        self.is_ready = True
+
+    def can_write(self, host_pages: PageIds) -> bool:
+        return self.is_ready
+
+    def map(self, memory: SharedPages) -> MappedPages:
+        return MappedPages(memory, self._sharing)
+
+    def copy(self, source: MappedPages, pages: PageIds, host_pages: PageIds) -> None:
+        self.begun += pages.tolist()
+        self.running += 1
+        assert self.gate.wait(30)
+        assert self._sharing.open_handles, "the memory is mapped as long as copies run"
+        for page, host_page in zip(pages.tolist(), host_pages.tolist(), strict=True):
+            self._host.pages[host_page] = self._device().read_page(page) * (self._host.page_bytes // 4)
+        self.running -= 1
+
+
+class CountingService(WorkerService):
+    """A worker that counts calls, as far as pages are concerned."""
+
+    def __init__(self, leases: PageLeases) -> None:
+        super().__init__(cast("Rank", SimpleNamespace(leases=leases)), cast("GrammarDesk", None))
+        self.calls: list[str] = []
+
+    def MapPages(
+        self, request: worker_pb2.MapPagesRequest, context: grpc.aio.ServicerContext[object, object]
+    ) -> AsyncIterator[worker_pb2.MapPagesResponse]:
+        self.calls.append("map")
+        return super().MapPages(request, context)
+
+    def ReadPages(
+        self, request: worker_pb2.ReadPagesRequest, context: grpc.aio.ServicerContext[object, object]
+    ) -> AsyncIterator[worker_pb2.ReadPagesResponse]:
+        self.calls.append("read")
+        return super().ReadPages(request, context)
+
+
+class Bench:
+    """A lender and a reader, whose pages are so large for leases that a few may be read at a time."""
+
+    def __init__(self, folder: Path) -> None:
+        self.address = f"unix:{folder}/worker.sock"
+        self.device = Device()
+        self.sharing = FakeSharing()
+        self.host = FakeHostPages(4, [bytes(4)] * PAGES)
+        self.copies = FakeCopies(self.sharing, self.host, lambda: self.device)
+        self.pages = StreamPages(self.host)
+        self.reader = PeerReader(open_channel, silence_s=20)
+        self.serve()
+
+    def serve(self) -> None:
+        self.leases = PageLeases(lambda: self.device, linger_s=0.5)
+        self.leases.grant(LEASE, range(PAGES))
+        self.service = CountingService(self.leases)
+        self.server = RpcServer("pando.v1.Worker", self.address)
+        self.server.add(worker_pb2_grpc.add_WorkerServicer_to_server, self.service)
+
+    def shrink_pages(self) -> None:
+        """Let pages be as large as they are, so that they can be sent as bytes."""
+        self.device.form = PageForm(1, 4, Span(0, 1), 1)
+
+    async def fetch(self, pages: Sequence[int]) -> TransferAck:
+        peer = PeerPages((self.address,), LEASE, np.array(pages, np.int32))
+        host_pages = np.arange(len(pages), dtype=np.int32)
+        transfer = Transfer(TransferId(7), TransferDirection.PEER_TO_HOST, host_pages=host_pages, peer=peer)
+        acks: asyncio.Queue[TransferAck] = asyncio.Queue()
+        target = PeerTarget(self.pages, 0, 1, self.device.form, self.copies)
+        self.reader.begin(transfer, target, acks.put_nowait)
+        async with asyncio.timeout(30):
+            return await acks.get()
+
+    async def fetch_slowly(self, pages: Sequence[int]) -> asyncio.Task[TransferAck]:
+        """Begin to read; return when copies of all permitted pages wait."""
+        self.copies.gate.clear()
+        fetching = asyncio.create_task(self.fetch(pages))
+        await until(lambda: self.copies.running == SLICES_AT_ONCE)
+        return fetching
+
+    def content(self, pages: Sequence[int]) -> list[bytes]:
+        return [self.device.read_page(page) for page in pages]
+
+
+async def until(holds: Callable[[], bool]) -> None:
+    async with asyncio.timeout(30):
+        while not holds():  # noqa: ASYNC110  (nothing notifies)
+            await asyncio.sleep(0.002)
+
+
+@pytest.fixture
+async def bench(tmp_path: Path) -> AsyncIterator[Bench]:
+    bench = Bench(tmp_path)
+    await bench.server.start()
+    yield bench
+    bench.copies.gate.set()
+    await bench.reader.close()
+    await bench.server.stop(0)
+    assert bench.sharing.open_handles == [], "what was mapped is unmapped in the end"
+
+
+ORDER = np.random.default_rng(0).permutation(PAGES).tolist()
+
+
+async def test_pages_are_copied_from_mapped_memory_and_it_is_mapped_once(bench: Bench) -> None:
+    for _ in range(2):
+        assert (await bench.fetch(ORDER)).done_pages == PAGES
+    assert bench.host.pages == bench.content(ORDER)
+    assert bench.service.calls == ["map"]
+    assert bench.sharing.open_handles == [b"a", b"b"]
+
+
+async def test_no_more_is_copied_than_was_permitted(bench: Bench) -> None:
+    fetching = await bench.fetch_slowly(ORDER)
+    assert sorted(bench.copies.begun) == sorted(ORDER[:WINDOW])
+    bench.copies.gate.set()
+    assert (await fetching).done_pages == PAGES
+
+
+@pytest.mark.parametrize("reason", ["it shares nothing", "it is elsewhere", "it cannot be mapped", "the host tier"])
+async def test_memory_that_cannot_be_mapped_is_read_as_bytes(
+    bench: Bench, reason: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bench.shrink_pages()
+    bench.device.can_share = reason != "it shares nothing"
+    if reason == "it is elsewhere":
+        monkeypatch.setattr(mapping, "this_host", lambda: "another")
+    if reason == "it cannot be mapped":
+        bench.sharing.refuses.add(b"b")
+    bench.copies.is_ready = reason != "the host tier"
+    for _ in range(2):
+        assert (await bench.fetch(ORDER)).done_pages == PAGES
+    assert bench.host.pages == bench.content(ORDER)
+    # It is asked once.
+    assert bench.service.calls == [*(["map"] if bench.copies.is_ready else []), "read", "read"]
+    assert bench.copies.begun == []
+    assert bench.sharing.open_handles == []
+
+
+async def test_a_lease_ends_after_the_copies_that_were_permitted_and_before_others(bench: Bench) -> None:
+    fetching = await bench.fetch_slowly(ORDER)
+    revoking = [asyncio.create_task(bench.leases.revoke(LEASE)) for _ in range(2)]
+    await asyncio.sleep(0.1)
+    assert not any(each.done() for each in revoking)
+    bench.copies.gate.set()
+    await asyncio.gather(*revoking)
+    assert bench.copies.running == 0
+    assert len(bench.leases) == 0
+    # None of these pages was confirmed while the lease held.
+    assert (await fetching).done_pages == 0
+    assert len(bench.copies.begun) == WINDOW
+
+
+async def test_pages_confirmed_before_the_lease_ended_count(bench: Bench) -> None:
+    steps, reports = bench.leases, asyncio.Queue[int]()
+    memory = bench.device.lend(lambda: None)
+    assert memory is not None
+    following = steps.follow_reader(LEASE, memory.name, range(PAGES), iterate(reports))
+    assert await anext(following) == Permission(WINDOW, 0)
+    reports.put_nowait(2)
+    assert await anext(following) == Permission(WINDOW + 2, 2)
+    revoking = asyncio.create_task(bench.leases.revoke(LEASE))
+    await asyncio.sleep(0)
+    reports.put_nowait(5)
+    assert await anext(following) == Permission(WINDOW + 2, 2)
+    assert not revoking.done()
+    reports.put_nowait(WINDOW + 2)
+    assert await anext(following) == Permission(WINDOW + 2, 2)
+    with pytest.raises(PermissionDeniedError):
+        await anext(following)
+    await revoking
+
+
+async def test_pages_that_may_have_been_overwritten_during_the_copy_do_not_count(bench: Bench) -> None:
+    fetching = await bench.fetch_slowly(ORDER)
+    bench.leases.revoke_all()
+    bench.device.version = 1
+    bench.copies.gate.set()
+    assert (await fetching).done_pages == 0
+
+
+@pytest.mark.parametrize("report", [0, 3, WINDOW + 4, None])
+async def test_a_reader_that_reports_wrongly_or_no_more_holds_the_pages_for_a_while(
+    bench: Bench, report: int | None
+) -> None:
+    reports: asyncio.Queue[int] = asyncio.Queue()
+    memory = bench.device.lend(lambda: None)
+    assert memory is not None
+    following = bench.leases.follow_reader(LEASE, memory.name, range(PAGES), iterate(reports))
+    await anext(following)
+    reports.put_nowait(3)
+    await anext(following)
+    if report is not None:
+        reports.put_nowait(report)
+    revoking = asyncio.create_task(bench.leases.revoke(LEASE))
+    with pytest.raises(InvalidRequestError):
+        await anext(following)
+    assert not revoking.done()
+    async with asyncio.timeout(30):
+        await revoking
+
+
+async def test_a_reader_that_goes_away_during_a_copy_holds_the_pages_for_a_while(bench: Bench) -> None:
+    fetching = await bench.fetch_slowly(ORDER)
+    closing = asyncio.create_task(bench.reader.close())
+    await asyncio.sleep(0.05)
+    revoking = asyncio.create_task(bench.leases.revoke(LEASE))
+    await asyncio.sleep(0.05)
+    assert not revoking.done()
+    bench.copies.gate.set()
+    async with asyncio.timeout(30):
+        await asyncio.gather(closing, revoking)
+    fetching.cancel()
+
+
+async def test_memory_is_unmapped_after_the_copies_and_before_its_owner_frees_it(bench: Bench) -> None:
+    fetching = await bench.fetch_slowly(ORDER)
+    closing = asyncio.create_task(asyncio.to_thread(bench.device.borrowers.close))
+    await asyncio.sleep(0.1)
+    assert not closing.done()
+    bench.copies.gate.set()
+    assert await closing
+    assert bench.sharing.open_handles == []
+    # Copies that would have begun later have not.
+    assert (await fetching).done_pages < PAGES
+    bench.device = Device()
+    assert (await bench.fetch(ORDER)).done_pages == PAGES
+    assert bench.service.calls == ["map", "map"]
+
+
+async def test_a_peer_that_has_loaded_again_is_mapped_again(bench: Bench) -> None:
+    assert (await bench.fetch([1])).done_pages == 1
+    bench.device = Device()
+    bench.shrink_pages()
+    bench.device.shared_name = b"n" * 16
+    assert (await bench.fetch([2])).done_pages == 1
+    assert (await bench.fetch([3])).done_pages == 1
+    assert bench.service.calls == ["map", "read", "map"]
+
+
+async def test_a_peer_that_dies_is_unmapped_and_its_successor_mapped(bench: Bench) -> None:
+    fetching = await bench.fetch_slowly(ORDER)
+    await bench.server.stop(0)
+    bench.copies.gate.set()
+    assert (await fetching).done_pages == 0
+    await until(lambda: bench.sharing.open_handles == [])
+    bench.serve()
+    await bench.server.start()
+    async with asyncio.timeout(30):
+        while (await bench.fetch(ORDER)).done_pages < PAGES:  # noqa: ASYNC110  (nothing notifies)
+            await asyncio.sleep(0.05)
+    assert "read" not in bench.service.calls
+
+
+async def test_host_pages_are_written_no_more_once_the_stream_of_plans_has_ended(bench: Bench) -> None:
+    fetching = await bench.fetch_slowly(ORDER)
+    closing = asyncio.create_task(asyncio.to_thread(bench.pages.close))
+    await asyncio.sleep(0.1)
+    assert not closing.done()
+    bench.copies.gate.set()
+    await closing
+    written = list(bench.host.pages)
+    bench.device.version = 1
+    # Neither an acknowledgement nor another copy follows.
+    done, _ = await asyncio.wait([fetching], timeout=0.3)
+    assert not done
+    assert bench.host.pages == written
+    fetching.cancel()
+
+
+async def test_memory_is_lent_for_a_lease_only(bench: Bench) -> None:
+    with pytest.raises(PermissionDeniedError):
+        await anext(bench.leases.lend(b"n" * 16, this_host()))
+    with pytest.raises(InvalidRequestError):
+        await anext(bench.leases.lend(LEASE, "another"))
+    loan = bench.leases.lend(LEASE, this_host())
+    memory = await anext(loan)
+    assert memory is not None
+    for lease, pages in ((b"n" * 16, [1]), (LEASE, [PAGES])):
+        with pytest.raises(PermissionDeniedError):
+            await anext(bench.leases.follow_reader(lease, memory.name, pages, iterate(asyncio.Queue())))
+    await loan.aclose()
+    assert bench.device.borrowers.close()
+
+
+async def iterate(reports: asyncio.Queue[int]) -> AsyncIterator[int]:
+    while True:
+        yield await reports.get()
