@@ -1,0 +1,126 @@
+"""Reading a prompt's KV pages from a group on the same host: `python -m deploy.evaluation.experiments.peer_pages`.
+
+A process on one GPU lends pages of the shape of Llama-3.1-8B, 2 MiB each; this one, on another, reads them in random
+order into its host tier: sent over gRPC as bytes, and copied from memory that it maps. For comparison: plain copies of
+as many bytes between the GPUs and to page-locked host memory, and mapped pages that are only collected on this GPU.
+
+    python -m deploy.evaluation.experiments.peer_pages --pages 512
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import shlex
+import sys
+import tempfile
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from rich.table import Table
+
+from deploy.evaluation.bench.figures import Spread
+from deploy.evaluation.bench.report import output_console
+from deploy.evaluation.bench.results import Provenance, ResultSheet, write_results
+from services.worker.engine.kernels.gpu.page_moves import ProgramPageMover
+from tests.services.worker.peers.lender import PoolShape, Reader, address_in, start_lender
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+BENCHMARK = "peer-pages"
+READER, LENDER = 0, 1
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Parse the arguments, measure, print a table and write JSON."""
+    parser = argparse.ArgumentParser(prog="python -m deploy.evaluation.experiments.peer_pages", description=__doc__)
+    parser.add_argument("--pages", type=int, default=512, help="of 16 tokens each")
+    parser.add_argument("--repeats", type=int, default=10, help="fewer for gRPC")
+    parser.add_argument("--json", type=Path, help="write the results to this file")
+    arguments = parser.parse_args(argv)
+    if torch.cuda.device_count() <= LENDER:
+        parser.error("two GPUs are needed")
+    found = asyncio.run(measure(arguments.pages, arguments.repeats))
+    gigabytes = arguments.pages * 2 / 1024 * 1.073741824
+    table = Table(title=f"{arguments.pages} pages of 2 MiB, {gigabytes:.2f} GB", title_justify="left")
+    for name in ("way", "ms", "GB/s"):
+        table.add_column(name, justify="left" if name == "way" else "right")
+    for way, seconds in found.items():
+        table.add_row(way, f"{seconds.median * 1e3:.1f}", f"{gigabytes / seconds.median:.1f}")
+    output_console().print(table)
+    if arguments.json is not None:
+        command = shlex.join([parser.prog, *(sys.argv[1:] if argv is None else argv)])
+        sheet = ResultSheet(
+            BENCHMARK, "llama-3.1-8b", 1, replace(Provenance.collect(()), command=command), f"{arguments.pages} pages"
+        )
+        for way, seconds in found.items():
+            rates = Spread(
+                gigabytes / seconds.median, gigabytes / seconds.high, gigabytes / seconds.low, seconds.repeats
+            )
+            sheet.add_spread(way, rates, "GB/s")
+        write_results(arguments.json, sheet.results)
+
+
+async def measure(count: int, repeats: int) -> dict[str, Spread]:
+    """Return the seconds for `count` pages by each way."""
+    with tempfile.TemporaryDirectory() as folder:
+        address, shape = address_in(Path(folder)), PoolShape(pages=count)
+        lender = start_lender(address, shape, LENDER)
+        reader = Reader(address, shape, torch.device("cuda", READER))
+        try:
+            await reader.start()
+            pages = np.random.default_rng(0).permutation(count).tolist()
+            found = {}
+            for way, maps, times in (("sent over gRPC", False, min(3, repeats)), ("copied by the GPU", True, repeats)):
+                await reader.read(pages[:20], maps=maps)
+                seconds = []
+                for _ in range(times):
+                    started = time.perf_counter()
+                    ack = await reader.read(pages, maps=maps)
+                    seconds.append(time.perf_counter() - started)
+                    assert ack.done_pages == count, "all pages can be read"
+                found[way] = Spread.of(seconds)
+            assert reader.has_mapped, "the second way was taken"
+            return {**found, **measure_copies(reader, pages, repeats)}
+        finally:
+            await reader.close()
+            lender.kill()
+            lender.join()
+
+
+def measure_copies(reader: Reader, pages: Sequence[int], repeats: int) -> dict[str, Spread]:
+    """Return the seconds for as many bytes by plain copies, and for collecting mapped pages on this GPU."""
+    here, there = torch.device("cuda", READER), torch.device("cuda", LENDER)
+    held = torch.empty((len(pages), *reader.host.memory.shape[1:]), dtype=reader.host.memory.dtype, device=here)
+    other = torch.empty_like(held, device=there)
+    mapping = reader.reader._mappings._peers[reader.address].mapping.result()
+    assert mapping is not None, "checked before"
+    mover = ProgramPageMover(mapping.pages.addresses, mapping.pages.memory.tensor_page_bytes, here)
+    indices = torch.tensor(pages, device=here)
+    return {
+        "collected on this GPU": timed(lambda: mover.gather(indices, held), repeats),
+        "plain copy between GPUs": timed(lambda: held.copy_(other), repeats),
+        "plain copy to the host": timed(lambda: reader.host.memory.copy_(held, non_blocking=True), repeats),
+    }
+
+
+def timed(run: Callable[[], object], repeats: int) -> Spread:
+    """Return the seconds that `run` takes on the device."""
+    seconds = []
+    for index in range(repeats + 1):
+        torch.cuda.synchronize(READER)
+        started = time.perf_counter()
+        run()
+        torch.cuda.synchronize(READER)
+        if index:  # the first compiles programs
+            seconds.append(time.perf_counter() - started)
+    return Spread.of(seconds)
+
+
+if __name__ == "__main__":
+    main()
