@@ -326,6 +326,29 @@ async def test_a_silent_rank_is_given_up_sooner_if_another_group_would_serve(
     await pipeline.stop()
 
 
+async def test_requests_of_a_silent_rank_are_handed_back_at_once_if_another_group_would_serve(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("services.scheduler.group.HEARTBEAT_S", 0.1)
+    # Requests of ranks whose links have broken would stay here, as the ranks return soon.
+    monkeypatch.setattr("services.scheduler.loop.HAND_BACK_S", 1_000_000.0)
+    pipeline = Pipeline(tmp_path)
+    pipeline.workers[0].step_s = 0.1
+    await pipeline.start()
+    await pipeline.ready()
+    await pipeline.note_others(serve=True)
+    await pipeline.submit("slow", max_tokens=60)
+    await until(lambda: pipeline.detokenizer.output_of("slow"))
+    pipeline.workers[1].answers.clear()
+    await until_state(pipeline, lambda state: state.worker_group == "FAILED")
+    pipeline.workers[1].answers.set()
+    pipeline.workers[0].step_s = 0.0
+    await pipeline.finished("slow")
+    error = pipeline.detokenizer.finishes["slow"].finish.error
+    assert (error.code, error.retryable) == (common_pb2.ERROR_CODE_UNAVAILABLE, True)
+    await pipeline.stop()
+
+
 async def test_a_rank_whose_engine_hangs_is_treated_as_dead_also_if_it_reports_no_tokens(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
