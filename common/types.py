@@ -170,13 +170,15 @@ class Resume:
 
 @dataclass(frozen=True, slots=True)
 class SessionTurn:
-    """The turn of a session that a request is; see `SessionTurn` in protos/pando/v1/common.proto."""
+    """The turn of a session that a request is; see `SessionTurn` in protos/pando/v1/sessions.proto."""
 
     name: str
     after: str | None = None
     offset: int | None = None
     drop_previous_output: bool = False
     replace: bool = False
+    # As an admission of this turn has reported them.
+    conversation_ids: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -347,6 +349,8 @@ class Admission:
     rejected: RequestFailure | None = None
     # The prompt, if the request asks for it; only from the tokenizer.
     prompt_ids: tuple[int, ...] = ()
+    # The tokens that a session has prepended to the prompt, without images among them; only from the scheduler.
+    conversation_ids: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

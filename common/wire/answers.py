@@ -13,9 +13,12 @@ from common.types import Admission, ErrorCode, Finish, FinishReason, RequestFail
 from protos.gen.pando.v1 import common_pb2, detokenizer_pb2
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Iterator, Sequence
 
     from protos.gen.pando.v1 import scheduler_pb2, tokenizer_pb2, worker_pb2
+
+# 4 MB, unless a single admission has more.
+MAX_MESSAGE_IDS = 1_000_000
 
 _FINISH_REASONS = {reason: common_pb2.FinishReason.Value(f"FINISH_REASON_{reason.name}") for reason in FinishReason}
 _FINISH_REASONS_BACK = {wire: reason for reason, wire in _FINISH_REASONS.items()}
@@ -126,13 +129,34 @@ def admission_to_wire(admission: Admission) -> common_pb2.Admission:
         rejected=failure_to_wire(admission.rejected) if admission.rejected else None,
         prompt_tokens=admission.prompt_tokens,
         prompt_token_ids=admission.prompt_ids,
+        conversation_token_ids=admission.conversation_ids,
     )
 
 
 def admission_from_wire(message: common_pb2.Admission) -> Admission:
     """Decode an admission answer."""
     rejected = failure_from_wire(message.rejected) if message.HasField("rejected") else None
-    return Admission(RequestId(message.request_id), message.prompt_tokens, rejected, tuple(message.prompt_token_ids))
+    return Admission(
+        RequestId(message.request_id),
+        message.prompt_tokens,
+        rejected,
+        tuple(message.prompt_token_ids),
+        tuple(message.conversation_token_ids),
+    )
+
+
+def divided(admissions: Iterable[Admission]) -> Iterator[Sequence[Admission]]:
+    """Divide admissions among messages of about MAX_MESSAGE_IDS token ids, well below gRPC's limit; at least one."""
+    part: list[Admission] = []
+    ids = 0
+    for admission in admissions:
+        more = len(admission.prompt_ids) + len(admission.conversation_ids)
+        if part and ids + more > MAX_MESSAGE_IDS:
+            yield part
+            part, ids = [], 0
+        part.append(admission)
+        ids += more
+    yield part
 
 
 def prompt_logprobs_to_wire(wanted: PromptLogprobs | None) -> common_pb2.PromptLogprobs | None:

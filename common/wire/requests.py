@@ -310,6 +310,7 @@ def _turn_to_wire(turn: SessionTurn | None) -> sessions_pb2.SessionTurn | None:
         offset=turn.offset,
         drop_previous_output=turn.drop_previous_output,
         replace=turn.replace,
+        conversation_token_ids=turn.conversation_ids,
     )
 
 
@@ -325,6 +326,7 @@ def _turn_from_wire(message: RequestMessage) -> SessionTurn | None:
         offset=turn.offset or None,
         drop_previous_output=turn.drop_previous_output,
         replace=turn.replace,
+        conversation_ids=tuple(turn.conversation_token_ids),
     )
 
 

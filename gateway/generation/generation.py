@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from array import array
 from collections import deque
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -153,6 +154,9 @@ class Generation:
             return
         self._note_admission(route)
         route.entry.prompt_ids = route.entry.prompt_ids or admission.prompt_ids
+        if admission.conversation_ids:
+            # A turn of a session has one choice.
+            route.entry.choices[0].conversation_ids = array("I", admission.conversation_ids)
         # The scheduler may count the tokens generated before as the prompt of a resumed submission.
         if not route.entry.prompt_tokens:
             route.entry.prompt_tokens = admission.prompt_tokens

@@ -57,6 +57,7 @@ class ChoiceRecord:
     """One choice of a request: the tokens received, the characters passed on, and its interruptions."""
 
     __slots__ = (
+        "conversation_ids",
         "delivered_characters",
         "drafted_tokens",
         "engine_failures",
@@ -80,6 +81,8 @@ class ChoiceRecord:
         self.number = number
         self.index = index
         self.token_ids = array("I")
+        # The tokens that a session has prepended to the prompt.
+        self.conversation_ids = array("I")
         self.forced_tokens = 0
         self.drafted_tokens = 0
         self.delivered_characters = 0
@@ -179,6 +182,7 @@ class ChoiceRecord:
         options = self.request.options
         sampling = replace(options.sampling, seed=choice_seed(options.sampling.seed, self.number))
         resume = Resume(tuple(self.token_ids), self.delivered_characters) if self.token_ids else None
+        turn = options.turn and replace(options.turn, conversation_ids=tuple(self.conversation_ids))
         # If the time is over, the scheduler reports the timeout, as for any other request.
         timeout_ms = None if options.timeout_ms is None else max(1, options.timeout_ms - elapsed_ms)
         options = replace(
@@ -189,6 +193,7 @@ class ChoiceRecord:
             timeout_ms=timeout_ms,
             prompt_logprobs=self.score,
             engine_failures=self.engine_failures,
+            turn=turn,
         )
         return replace(self.request, request_id=request_id, options=options)
 

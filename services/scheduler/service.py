@@ -15,6 +15,7 @@ from common.errors import InvalidRequestError, UnavailableError
 from common.rpc.stream import MessageNumbers, accept_stream
 from common.types import GroupRole
 from common.wire.adapters import adapter_to_wire
+from common.wire.answers import divided
 from common.wire.identity import subject_from_wire, view_from_wire, view_to_wire
 from common.wire.requests import role_from_wire, role_to_wire, schedule_request_from_wire
 from common.wire.sleeping import sleep_level_from_wire, sleep_parts_from_wire
@@ -118,9 +119,10 @@ class SchedulerService(scheduler_pb2_grpc.SchedulerServicer):
             with contextlib.suppress(grpc.RpcError, asyncio.InvalidStateError):
                 async for admissions in submissions.answers():
                     reported = self._loop.load
-                    response = admissions_to_wire(admissions, reported)
-                    response.sequence = sent = sent + 1
-                    await context.write(response)
+                    for part in divided(admissions):
+                        response = admissions_to_wire(part, reported)
+                        response.sequence = sent = sent + 1
+                        await context.write(response)
         finally:
             reporting.cancel()
             reading.cancel()

@@ -78,6 +78,8 @@ def check_request(request: GenerateRequest, limits: ModelLimits) -> None:
     _check_stop(options.stop)
     if options.resume is not None:
         _check_resume(options.resume, options, limits)
+    if options.turn is not None:
+        check_ids(options.turn.conversation_ids, limits, "session_params")
 
 
 def check_images(images: Sequence[ImageFile], limits: ModelLimits, param: str) -> None:

@@ -17,6 +17,7 @@ import numpy as np
 from common.errors import PandoError, UnavailableError
 from common.rpc.stream import MessageNumbers, accept_stream
 from common.types import RequestId, Subject
+from common.wire.answers import divided
 from common.wire.identity import subject_from_wire
 from common.wire.requests import pooling_to_wire
 from protos.gen.pando.v1 import tokenizer_pb2, tokenizer_pb2_grpc
@@ -194,13 +195,15 @@ class TokenizerService(tokenizer_pb2_grpc.TokenizerServicer):
 async def _answer(session: GatewaySession, context: Context) -> None:
     # An error here means that the stream has broken; the reading side of the stream handles that.
     with contextlib.suppress(grpc.RpcError, asyncio.InvalidStateError):
-        for sequence in count(1):
+        numbers = count(1)
+        while True:
             admissions = await session.take()
             for admission in admissions:
                 _count(admission)
-            response = admissions_to_wire(admissions)
-            response.sequence = sequence
-            await context.write(response)
+            for part in divided(admissions):
+                response = admissions_to_wire(part)
+                response.sequence = next(numbers)
+                await context.write(response)
 
 
 def _count(admission: Admission) -> None:

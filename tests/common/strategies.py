@@ -149,6 +149,7 @@ admissions = complete(
     prompt_tokens=COUNT,
     rejected=st.none() | failures,
     prompt_ids=st.lists(TOKEN, max_size=3).map(tuple),
+    conversation_ids=st.lists(TOKEN, max_size=3).map(tuple),
 )
 resumes = complete(Resume, token_ids=st.lists(TOKEN, max_size=5).map(tuple), delivered_characters=COUNT)
 prompt_logprobs = complete(
@@ -162,6 +163,7 @@ turns = complete(
     offset=st.none() | st.integers(-1000, 1000).filter(bool),
     drop_previous_output=st.booleans(),
     replace=st.booleans(),
+    conversation_ids=st.lists(TOKEN, max_size=3).map(tuple),
 )
 reply_tos = complete(ReplyTo, subscriber_id=NAMES.map(SubscriberId), detokenizer=st.none() | NAMES)
 single_options = complete(

@@ -216,6 +216,7 @@ class SchedulerCore:
         With a `follower`, the request of one choice is computed for another group, and has no output.
         """
         request = with_usable_cache(request)
+        own_tokens = len(request.token_ids)
         try:
             request = self.sessions.enter(request)
             self._check(request)
@@ -247,7 +248,8 @@ class SchedulerCore:
                 self._finish(sequence, Finish(FinishReason.LENGTH))
             else:
                 self.memory.prefetch(sequence)
-        return Admission(request.request_id, len(request.token_ids))
+        conversation_ids = _prepended(request, len(request.token_ids) - own_tokens)
+        return Admission(request.request_id, len(request.token_ids), conversation_ids=conversation_ids)
 
     def _check(self, request: ScheduleRequest) -> None:
         if request.request_id in self._by_request:
@@ -528,3 +530,9 @@ class SchedulerCore:
             sequence.follower.on_ended(finish)
         self._suspects.forget(sequence)
         del self._by_handle[sequence.handle]
+
+
+def _prepended(request: ScheduleRequest, tokens: int) -> tuple[int, ...]:
+    """Return the first `tokens` tokens of a prompt, which its session has prepended; none if they include images."""
+    has_images = any(image.offset < tokens for image in request.images)
+    return () if has_images else tuple(request.token_ids[:tokens].tolist())

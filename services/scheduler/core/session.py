@@ -98,6 +98,10 @@ class Session:
         """Tokens pinned in the cache."""
         return self.pin.matched_tokens if self.pin else 0
 
+    def lacks(self, turn: SessionTurn) -> bool:
+        """Whether the turn that `turn` continues has not ended here or was dropped."""
+        return turn.after is not None and turn.after not in self.history
+
     def base_of(self, turn: SessionTurn) -> TurnBase | None:
         """Return the conversation before a turn's prompt; None: there is none.
 

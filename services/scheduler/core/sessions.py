@@ -10,16 +10,16 @@ import numpy as np
 from common.errors import InvalidRequestError, QueueFullError
 from common.limits import Limits
 from common.types import CacheMode, SessionGrant, Subject, pixel_bytes
-from services.scheduler.core.session import FinishedTurn, Session
+from services.scheduler.core.session import FinishedTurn, Session, TurnBase
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from common.room import SharedRoom
-    from common.types import ScheduleRequest, SessionWish, TokenIds, View
+    from common.types import ScheduleRequest, SessionTurn, SessionWish, TokenIds, View
     from services.scheduler.core.memory import KvMemory
     from services.scheduler.core.sequence import Sequence
-    from services.scheduler.core.session import SessionRules, TurnBase
+    from services.scheduler.core.session import SessionRules
 
 RETRY_AFTER_MS = 1000
 # Of the images of a conversation, which may all have to be encoded again: no more than a single request may have.
@@ -133,6 +133,8 @@ class Sessions:
     def enter(self, request: ScheduleRequest) -> ScheduleRequest:
         """Return `request` with the tokens of the turn that it continues prepended.
 
+        A turn that is resubmitted, as its scheduler has ended, also goes on without its session: it has these tokens.
+
         Raises:
             InvalidRequestError: the session or the turn to continue is not there, or the session is full.
             QueueFullError: the sessions of the subject, of its tenant or of the server hold the maximum number of
@@ -145,15 +147,16 @@ class Sessions:
                 self._check_room(session, len(request.token_ids))
             return request
         if session is None:
+            if turn.conversation_ids:
+                return _continued(request, _resubmitted(turn))
             if turn.after is None and request.options.resume is not None:
-                # The scheduler that had the session has ended meanwhile, and the turn needs nothing of it.
                 return request
             name = request.options.session
             message = f"the session '{name}' is not open, or not any more; open one with /open_session"
             raise InvalidRequestError(message, param="session_params")
         if request.options.n != 1:
             raise InvalidRequestError("a turn of a session has one choice, as the next one continues it", param="n")
-        base = session.base_of(turn)
+        base = _resubmitted(turn) if session.lacks(turn) and turn.conversation_ids else session.base_of(turn)
         if base is not None:
             request = _continued(request, base)
         self._check_room(session, len(request.token_ids))
@@ -299,6 +302,10 @@ class Sessions:
             raise _full(
                 "the sessions of this server hold as many tokens as they may; try again later, or without a session"
             )
+
+
+def _resubmitted(turn: SessionTurn) -> TurnBase:
+    return TurnBase(np.array(turn.conversation_ids, np.int32), ())
 
 
 def _continued(request: ScheduleRequest, base: TurnBase) -> ScheduleRequest:

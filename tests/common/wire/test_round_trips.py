@@ -4,12 +4,14 @@ from typing import TYPE_CHECKING
 
 import pytest
 from hypothesis import given
+from hypothesis import strategies as st
 
 from common.errors import InvalidRequestError
 from common.types import CacheMode, RequestOptions
 from common.wire.answers import (
     admission_from_wire,
     admission_to_wire,
+    divided,
     failure_from_wire,
     finish_from_wire,
     finish_to_wire,
@@ -110,3 +112,15 @@ def test_every_error_code_has_a_wire_value() -> None:
 def test_cache_modes_survive_the_wire(mode: CacheMode) -> None:
     message = options_to_wire(RequestOptions(cache_mode=mode), scheduler_pb2.ScheduleRequest)
     assert options_from_wire(message).cache_mode is mode
+
+
+@given(st.lists(strategies.admissions, max_size=6))
+def test_many_admissions_are_divided_among_messages_in_their_order(many: list[Admission]) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("common.wire.answers.MAX_MESSAGE_IDS", 4)
+        parts = list(divided(many))
+    assert [admission for part in parts for admission in part] == many
+    assert len(parts) > 0
+    for part in parts:
+        ids = sum(len(admission.prompt_ids) + len(admission.conversation_ids) for admission in part)
+        assert ids <= 4 or len(part) == 1

@@ -21,6 +21,7 @@ from common.types import (
     RequestOptions,
     Resume,
     SamplingParams,
+    SessionTurn,
     StopConditions,
     Subject,
     View,
@@ -79,6 +80,26 @@ async def test_choice_goes_on_where_it_was_interrupted() -> None:
     pipeline.tell(tokens(again.request_id, 0, 2, "lo", 3, finish=STOP))
     assert await read(generation) == "Hello"
     assert generation.usage.completion_tokens == 3
+
+
+@pytest.mark.parametrize("generated", [(), (1, 2)])
+async def test_a_turn_of_a_session_goes_on_with_the_conversation_before_it(generated: tuple[int, ...]) -> None:
+    pipeline = FakePipeline()
+    turn = SessionTurn("two", after="one")
+    options = RequestOptions(SamplingParams(seed=5), session="chat", turn=turn)
+    generation = begin(pipeline, replace(request(), options=options))
+    pipeline.tell(Admission(ID, 9, conversation_ids=(7, 8, 9)))
+    if generated:
+        pipeline.tell(tokens(ID, 0, 0, "Hel", *generated))
+    pipeline.lose(ID, AWAY)
+    again = (await pipeline.submissions(2))[1]
+    assert again.options.turn == replace(turn, conversation_ids=(7, 8, 9))
+    assert again.options.session == "chat"
+    # The scheduler that goes on ends, too.
+    pipeline.tell(Admission(again.request_id, 9))
+    pipeline.lose(again.request_id, AWAY)
+    assert (await pipeline.submissions(3))[2].options.turn == again.options.turn
+    generation.close()
 
 
 async def test_a_lost_submission_is_resumed_without_an_abort() -> None:

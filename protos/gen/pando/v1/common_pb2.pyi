@@ -919,6 +919,7 @@ class Admission(_message.Message):
     REJECTED_FIELD_NUMBER: _builtins.int
     PROMPT_TOKENS_FIELD_NUMBER: _builtins.int
     PROMPT_TOKEN_IDS_FIELD_NUMBER: _builtins.int
+    CONVERSATION_TOKEN_IDS_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     prompt_tokens: _builtins.int
     """Length of the tokenized prompt."""
@@ -930,6 +931,12 @@ class Admission(_message.Message):
     def prompt_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """The tokenized prompt, if the request asks for it; only from the tokenizer."""
 
+    @_builtins.property
+    def conversation_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """The tokens that its session has prepended to the prompt, for a turn that continues another one, unless they include
+        images; only from the scheduler. With them, another scheduler can go on with the turn.
+        """
+
     def __init__(
         self,
         *,
@@ -937,10 +944,11 @@ class Admission(_message.Message):
         rejected: Global___RequestError | None = ...,
         prompt_tokens: _builtins.int = ...,
         prompt_token_ids: _abc.Iterable[_builtins.int] | None = ...,
+        conversation_token_ids: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_rejected", b"_rejected", "rejected", b"rejected"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_rejected", b"_rejected", "prompt_token_ids", b"prompt_token_ids", "prompt_tokens", b"prompt_tokens", "rejected", b"rejected", "request_id", b"request_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_rejected", b"_rejected", "conversation_token_ids", b"conversation_token_ids", "prompt_token_ids", b"prompt_token_ids", "prompt_tokens", b"prompt_tokens", "rejected", b"rejected", "request_id", b"request_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__rejected: _TypeAlias = _typing.Literal["rejected"]  # noqa: Y015
     _WhichOneofArgType__rejected: _TypeAlias = _typing.Literal["_rejected", b"_rejected"]  # noqa: Y015

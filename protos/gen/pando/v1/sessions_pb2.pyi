@@ -3,8 +3,10 @@
 isort:skip_file
 Sessions: conversations whose KV stays cached between their turns."""
 
+from collections import abc as _abc
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
+from google.protobuf.internal import containers as _containers
 from protos.gen.pando.v1 import common_pb2 as _common_pb2
 import builtins as _builtins
 import sys
@@ -130,6 +132,7 @@ class SessionTurn(_message.Message):
     OFFSET_FIELD_NUMBER: _builtins.int
     DROP_PREVIOUS_OUTPUT_FIELD_NUMBER: _builtins.int
     REPLACE_FIELD_NUMBER: _builtins.int
+    CONVERSATION_TOKEN_IDS_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     """The name by which later turns refer to this one."""
     after: _builtins.str
@@ -140,6 +143,12 @@ class SessionTurn(_message.Message):
     """Prepend only its prompt, without its output."""
     replace: _builtins.bool
     """Drop the turns that continue `after`; without `after`, drop all turns."""
+    @_builtins.property
+    def conversation_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """When the turn is resubmitted: the tokens that were prepended before. A scheduler that does not have the session or
+        `after` prepends these.
+        """
+
     def __init__(
         self,
         *,
@@ -148,10 +157,11 @@ class SessionTurn(_message.Message):
         offset: _builtins.int | None = ...,
         drop_previous_output: _builtins.bool = ...,
         replace: _builtins.bool = ...,
+        conversation_token_ids: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_after", b"_after", "_offset", b"_offset", "after", b"after", "offset", b"offset"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_after", b"_after", "_offset", b"_offset", "after", b"after", "drop_previous_output", b"drop_previous_output", "name", b"name", "offset", b"offset", "replace", b"replace"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_after", b"_after", "_offset", b"_offset", "after", b"after", "conversation_token_ids", b"conversation_token_ids", "drop_previous_output", b"drop_previous_output", "name", b"name", "offset", b"offset", "replace", b"replace"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__after: _TypeAlias = _typing.Literal["after"]  # noqa: Y015
     _WhichOneofArgType__after: _TypeAlias = _typing.Literal["_after", b"_after"]  # noqa: Y015

@@ -440,6 +440,35 @@ def test_an_answer_to_a_first_turn_goes_on_in_a_scheduler_that_does_not_have_its
     after.audit()
 
 
+@pytest.mark.parametrize("has_session", [False, True])
+@pytest.mark.parametrize("generated", [0, 2])
+def test_an_answer_to_a_later_turn_goes_on_with_the_conversation_that_its_admission_has_reported(
+    generated: int, *, has_session: bool
+) -> None:
+    before, after = harness_with(), harness_with()
+    open_session(before)
+    assert ask(before, "one", FIRST, turn=SessionTurn("one")) is None
+    before.run()
+    turn = SessionTurn("two", after="one", offset=-1, replace=True)
+    second = with_options(make_request("two", [90, 91], max_tokens=6), session="chat", turn=turn)
+    admission = before.core.submit(second, before.now)
+    assert admission.conversation_ids == (*FIRST, *before.outputs["one", 0])[:-1]
+    before.run()
+    output = before.outputs["two", 0]
+    if has_session:
+        # Of the same name, which the client has opened after the scheduler's end.
+        open_session(after)
+    resumed = make_request("again", [90, 91], max_tokens=6, resume=Resume(tuple(output[:generated]), 0))
+    known = replace(turn, conversation_ids=admission.conversation_ids)
+    again = after.core.submit(with_options(resumed, session="chat", turn=known), after.now)
+    assert (again.rejected, again.prompt_tokens) == (None, admission.prompt_tokens)
+    assert again.conversation_ids == admission.conversation_ids
+    after.run()
+    assert after.outputs["again", 0] == output
+    assert len(after.core.sessions) == has_session
+    after.audit()
+
+
 def test_turns_that_cannot_be_continued_are_refused() -> None:
     harness = harness_with()
     open_session(harness)
@@ -602,6 +631,18 @@ def test_a_turn_without_what_followed_an_image_keeps_it_and_none_is_cut() -> Non
         assert row.token_ids.tolist() == [*SEEN[:offset], 7, 8]
         assert len(row.images) == images
     harness.audit()
+
+
+def test_a_conversation_with_images_is_not_reported() -> None:
+    harness = harness_with(pages=64)
+    open_session(harness)
+    assert see(harness, "one", SEEN, SessionTurn("one")) is None
+    harness.run()
+    for name, offset, reported in (("with", 12, ()), ("without", 6, tuple(SEEN[:6]))):
+        turn = SessionTurn(name, after="one", offset=offset)
+        request = with_options(make_request(name, [7, 8], max_tokens=4), session="chat", turn=turn)
+        admission = harness.core.submit(request, harness.now)
+        assert (admission.rejected, admission.conversation_ids) == (None, reported)
 
 
 def test_pixels_of_a_session_s_turns_are_charged_until_it_ends() -> None:
