@@ -12,7 +12,11 @@ from common.errors import InvalidRequestError
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from numpy.typing import NDArray
+
     from common.types import RowImage, TokenIds
+
+    IntArray = NDArray[np.int64]
 
 DIGEST_BYTES = 32
 
@@ -24,6 +28,12 @@ def image_ids(digest: bytes, length: int) -> TokenIds:
     """
     words = np.frombuffer(shake_256(digest).digest(4 * length), "<u4") & 0x7FFFFFFF
     return (-1 - words.astype(np.int64)).astype(np.int32)
+
+
+def runs_of(positions: IntArray) -> tuple[tuple[int, int], ...]:
+    """Return where the neighbours among ascending positions begin, and the positions after them."""
+    borders = np.flatnonzero(np.diff(positions) > 1) + 1
+    return tuple((int(run[0]), int(run[-1]) + 1) for run in np.split(positions, borders) if run.size)
 
 
 def image_spans(token_ids: TokenIds, images: Sequence[RowImage]) -> tuple[tuple[int, int], ...]:

@@ -415,6 +415,8 @@ class EngineCapacity:
     sees_images: bool = False
     # Bytes of one embedding of an image that is kept; 0: rows have no images.
     embedding_bytes: int = 0
+    # Tokens of an image that see each other, and so belong in one chunk; 0: chunks may cut images anywhere.
+    image_block: int = 0
     # Other than the fingerprint, the same for any number of ranks; replaced with the weights, hence not compared.
     kv_identity: str = field(default="", compare=False)
     # Measured at start-up, hence not compared; 0: not measured.

@@ -116,6 +116,7 @@ def capacity_to_wire(capacity: EngineCapacity) -> worker_pb2.WorkerCapacity:
         only_pools=capacity.only_pools,
         sees_images=capacity.sees_images,
         embedding_bytes=capacity.embedding_bytes,
+        image_block_tokens=capacity.image_block,
         products=capacity.products,
         kv_identity=capacity.kv_identity,
     )

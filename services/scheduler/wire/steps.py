@@ -85,6 +85,7 @@ def capacity_from_wire(message: worker_pb2.WorkerCapacity) -> EngineCapacity:
         only_pools=message.only_pools,
         sees_images=message.sees_images,
         embedding_bytes=message.embedding_bytes,
+        image_block=message.image_block_tokens,
         products=message.products,
         kv_identity=message.kv_identity,
     )

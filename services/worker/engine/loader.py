@@ -717,6 +717,7 @@ class _DecoderLoader:
             only_pools=self._head is not None or self._only_embeds,
             sees_images=self._vision is not None,
             embedding_bytes=self._embedding_bytes,
+            image_block=self._vision.config.block if self._vision is not None else 0,
             products=self._backend.products.value if isinstance(self._backend, CpuBackend) else "",
         )
 

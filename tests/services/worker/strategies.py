@@ -225,6 +225,7 @@ capacities = complete(
     only_pools=st.booleans(),
     sees_images=st.booleans(),
     embedding_bytes=COUNT,
+    image_block=COUNT,
     window_pool=st.none()
     | complete(WindowPool, pages=COUNT, window_tokens=COUNT, layers=COUNT, kv_bytes_per_token=COUNT),
     recurrent_states=st.none() | complete(RecurrentStates, snapshots=COUNT, row_bytes=st.integers(0, 2**64 - 1)),

@@ -721,6 +721,7 @@ class WorkerCapacity(_message.Message):
     SEES_IMAGES_FIELD_NUMBER: _builtins.int
     KV_IDENTITY_FIELD_NUMBER: _builtins.int
     EMBEDDING_BYTES_FIELD_NUMBER: _builtins.int
+    IMAGE_BLOCK_TOKENS_FIELD_NUMBER: _builtins.int
     device_pages: _builtins.int
     page_size_tokens: _builtins.int
     max_context_tokens: _builtins.int
@@ -766,6 +767,10 @@ class WorkerCapacity(_message.Message):
     """
     embedding_bytes: _builtins.int
     """Bytes of one embedding of an image, as the encoder's outputs keep it on this rank; 0: rows have no images."""
+    image_block_tokens: _builtins.int
+    """Tokens of an image that attend to each other in both directions (Gemma 3): the embeddings of an image are in runs of so
+    many, and chunks end between these. 0: chunks may end anywhere.
+    """
     @_builtins.property
     def eos_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """End-of-sequence ids from the model's generation config."""
@@ -806,10 +811,11 @@ class WorkerCapacity(_message.Message):
         sees_images: _builtins.bool = ...,
         kv_identity: _builtins.str = ...,
         embedding_bytes: _builtins.int = ...,
+        image_block_tokens: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_recurrent_states", b"_recurrent_states", "_window_pool", b"_window_pool", "recurrent_states", b"recurrent_states", "window_pool", b"window_pool"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_recurrent_states", b"_recurrent_states", "_window_pool", b"_window_pool", "abandons_passes", b"abandons_passes", "device", b"device", "device_pages", b"device_pages", "embedding_bytes", b"embedding_bytes", "eos_token_ids", b"eos_token_ids", "fingerprint", b"fingerprint", "has_storage", b"has_storage", "head", b"head", "host_pages", b"host_pages", "is_encoder", b"is_encoder", "jumps_forward", b"jumps_forward", "kv_bytes_per_token", b"kv_bytes_per_token", "kv_identity", b"kv_identity", "layers", b"layers", "load_bytes_per_s", b"load_bytes_per_s", "max_context_tokens", b"max_context_tokens", "only_pools", b"only_pools", "page_size_tokens", b"page_size_tokens", "prefill_tokens_per_s", b"prefill_tokens_per_s", "products", b"products", "recurrent_states", b"recurrent_states", "sees_images", b"sees_images", "verifies_drafts", b"verifies_drafts", "vocabulary_size", b"vocabulary_size", "window_pool", b"window_pool"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_recurrent_states", b"_recurrent_states", "_window_pool", b"_window_pool", "abandons_passes", b"abandons_passes", "device", b"device", "device_pages", b"device_pages", "embedding_bytes", b"embedding_bytes", "eos_token_ids", b"eos_token_ids", "fingerprint", b"fingerprint", "has_storage", b"has_storage", "head", b"head", "host_pages", b"host_pages", "image_block_tokens", b"image_block_tokens", "is_encoder", b"is_encoder", "jumps_forward", b"jumps_forward", "kv_bytes_per_token", b"kv_bytes_per_token", "kv_identity", b"kv_identity", "layers", b"layers", "load_bytes_per_s", b"load_bytes_per_s", "max_context_tokens", b"max_context_tokens", "only_pools", b"only_pools", "page_size_tokens", b"page_size_tokens", "prefill_tokens_per_s", b"prefill_tokens_per_s", "products", b"products", "recurrent_states", b"recurrent_states", "sees_images", b"sees_images", "verifies_drafts", b"verifies_drafts", "vocabulary_size", b"vocabulary_size", "window_pool", b"window_pool"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__recurrent_states: _TypeAlias = _typing.Literal["recurrent_states"]  # noqa: Y015
     _WhichOneofArgType__recurrent_states: _TypeAlias = _typing.Literal["_recurrent_states", b"_recurrent_states"]  # noqa: Y015

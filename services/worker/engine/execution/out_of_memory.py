@@ -118,9 +118,9 @@ def compute_in_parts(
         forward: The pass.
         compute: Computes all or a part of it. May be called again with parts of what it has failed at, so it changes
             nothing that computing the same again would not make right.
-        is_shared: Whether other ranks compute the same, or the pass advances states and cannot be repeated. Others may
-            have had the memory, and none knows of another's shortage before a collective times out: then the group
-            starts again, with smaller steps.
+        is_shared: Whether other ranks compute the same, or the pass advances states and cannot be repeated, or has
+            images that cannot be cut. Others may have had the memory, and none knows of another's shortage before a
+            collective times out: then the group starts again, with smaller steps.
         cut: Makes two smaller passes of one, or returns None where it cannot be smaller.
 
     Raises:

@@ -264,8 +264,9 @@ class OverlappedExecutor:
 
     def _launch_parts(self, rows: RowStates, forward: ForwardPass, catch_up: Callable[[], None]) -> LaunchedOutput:
         """Run a pass kernel by kernel, in parts if memory does not suffice."""
+        is_whole = self._images is not None and self._images.have_blocks(forward)
         made = compute_in_parts(
-            forward, lambda part: self._compute_part(rows, part, catch_up), is_shared=self._is_final
+            forward, lambda part: self._compute_part(rows, part, catch_up), is_shared=self._is_final or is_whole
         )
         sampled = forward.sampled_rows
         got_token = np.flatnonzero(~np.isin(sampled, made.failed)) if made.failed.size else np.arange(sampled.size)

@@ -93,7 +93,10 @@ class SynchronousExecutor:
 
     def step(self, rows: RowStates, forward: ForwardPass, checkpoint: Checkpoint | None = None) -> PassOutput:
         """Run one pass, in parts if memory does not suffice; `checkpoint` is called between layers."""
-        made = compute_in_parts(forward, lambda part: self._step(rows, part, checkpoint), is_shared=self._is_shared)
+        is_whole = self._images is not None and self._images.have_blocks(forward)
+        made = compute_in_parts(
+            forward, lambda part: self._step(rows, part, checkpoint), is_shared=self._is_shared or is_whole
+        )
         return join(forward, [sampled for _, sampled in made.parts], made.failed)
 
     def _step(self, rows: RowStates, forward: ForwardPass, checkpoint: Checkpoint | None) -> PassOutput:

@@ -385,4 +385,6 @@ def sampled_rows(batch: ForwardBatch) -> ForwardBatch | None:
         sample_indices=torch.arange(samples),
         decode_rows=samples,
         max_query_length=1,
+        # The last tokens of chunks see all keys of their rows.
+        blocks=None,
     )

@@ -56,6 +56,9 @@ class VisionConfig:
     """Of the two products that make embeddings of the encoder's outputs."""
     projector_bias: bool = True
     projector_epsilon: float = 1e-6
+    block: int = 0
+    """Embeddings of one encoded picture, whose tokens attend to each other in both directions in the decoder (Gemma 3),
+    so that one pass has to compute all of them; 0: they attend to earlier tokens only, as text does."""
     axes: tuple[int, ...] = ()
     """The axis (time, height, width) of each frequency of the decoder's rotary embedding; empty: there is one axis."""
 

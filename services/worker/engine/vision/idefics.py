@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-import numpy as np
 import torch
 
-from services.worker.engine.encoder.model import ACTIVATIONS, TextAttention
 from services.worker.engine.vision.config import VisionConfig, read_activation, read_side
-from services.worker.engine.vision.encoder import VisionLayer, VisionReader, batches, normed
+from services.worker.engine.vision.encoder import VisionReader
 from services.worker.engine.vision.family import VisionFamily
+from services.worker.engine.vision.siglip import SiglipTower
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -19,9 +18,6 @@ if TYPE_CHECKING:
     from services.worker.engine.kernels.interface import Kernels
     from services.worker.engine.model.family import JsonConfig
     from services.worker.engine.vision.encoder import EncoderImage
-
-# Patches that are computed together: 16 tiles of SmolVLM. More do not make a GPU any faster.
-_BATCH_PATCHES = 16_384
 
 
 def read_config(config: JsonConfig) -> VisionConfig:
@@ -49,75 +45,30 @@ class IdeficsEncoder:
 
     def __init__(self, checkpoint: Checkpoint, config: VisionConfig, kernels: Kernels, device: torch.device) -> None:
         """Read the weights."""
-        read = VisionReader(checkpoint, kernels, device, "model.vision_model.")
-        hidden, patch = config.hidden_size, config.patch_size
         self.config = config
-        self._device = device
-        self._dtype = kernels.activation_dtype
-        self._patches = read.patches("embeddings.patch_embedding", hidden, config.channels, patch, patch)
-        table = read.tensor("embeddings.position_embedding.weight", config.side**2, hidden)
-        self._positions = table[_positions(config.side).to(device)]
-        self._layers = [_layer(read, f"encoder.layers.{i}", config) for i in range(config.layers)]
-        self._last_norm = read.norm("post_layernorm", hidden)
+        read = VisionReader(checkpoint, kernels, device, "model.vision_model.")
+        self._tower = SiglipTower(read, config, _positions(config.side))
         connector = VisionReader(checkpoint, kernels, device, "model.connector.")
-        inputs = hidden * config.merge**2
+        inputs = config.hidden_size * config.merge**2
         self._projection = connector.linear("modality_projection.proj", config.width, inputs, has_bias=False)
-        self._activate = ACTIVATIONS[config.activation]
 
     def count(self, shape: tuple[int, ...], grid: tuple[int, ...]) -> int:
         """Return the embeddings of all tiles; `grid` decides nothing here. See `VisionEncoder.count`."""
-        size = self.config.image_size
-        if len(shape) != 4 or shape[0] < 1 or shape[1:] != (self.config.channels, size, size):
-            raise ValueError(f"pixels of the shape {shape}: tiles of {size} x {size} are expected")
+        self._tower.check(shape)
         return shape[0] * (self.config.side // self.config.merge) ** 2
 
     def encode(self, images: Sequence[EncoderImage]) -> list[torch.Tensor]:
-        counts = [image.shape[0] for image in images]
-        # One tile after the other, of whichever image.
-        tiles = [(image, i) for image, count in zip(images, counts, strict=True) for i in range(count)]
-        patches = self.config.side**2
-        parts = []
-        for part in batches([patches] * len(tiles), _BATCH_PATCHES):
-            own = [image.pixels(self._device, self._dtype, i, 1) for image, i in tiles[part.start : part.stop]]
-            parts.append(self._encode(torch.cat(own)))
-        by_tile = torch.cat(parts)
-        return [part.flatten(0, 1) for part in torch.split(by_tile, counts)]
+        return self._tower.encode(images, self._project)
 
     def batch_bytes(self) -> int:
-        config = self.config
-        columns = 12 * config.hidden_size + 2 * config.intermediate_size + config.channels * config.patch_size**2
-        return max(_BATCH_PATCHES, config.side**2) * columns * self._dtype.itemsize
+        return self._tower.batch_bytes()
 
-    def _encode(self, tiles: torch.Tensor) -> torch.Tensor:
-        """Return the embeddings [tiles, embeddings of a tile, width] of tiles [tiles, channels, size, size]."""
-        config, count = self.config, len(tiles)
-        side, patch, merge = config.side, config.patch_size, config.merge
-        # What is left beside whole patches belongs to none.
-        whole = tiles[:, :, : side * patch, : side * patch]
-        cut = whole.reshape(count, config.channels, side, patch, side, patch).permute(0, 2, 4, 1, 3, 5)
-        hidden = self._patches(cut.reshape(count * side * side, -1))
-        hidden = (hidden.view(count, side * side, -1) + self._positions).flatten(0, 1)
-        attention = TextAttention(np.full(count, side * side, np.int64), config.heads, self._device)
-        for layer in self._layers:
-            layer.run(hidden, attention, self._activate, config.norm_epsilon)
-        hidden = normed(hidden, self._last_norm, config.norm_epsilon)
+    def _project(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Return the embeddings [tiles, embeddings of a tile, width] of hidden states [tiles, patches, hidden]."""
+        count, squares, merge = len(hidden), self.config.side // self.config.merge, self.config.merge
         # Squares of patches, row by row, side by side (pixel shuffle).
-        squares = hidden.view(count, side // merge, merge, side // merge, merge, -1).transpose(2, 3)
-        merged = self._projection(squares.reshape(count * (side // merge) ** 2, -1))
-        return merged.view(count, -1, config.width)
-
-
-def _layer(read: VisionReader, name: str, config: VisionConfig) -> VisionLayer:
-    hidden, inner = config.hidden_size, config.intermediate_size
-    parts = [f"{name}.self_attn.{part}_proj" for part in ("q", "k", "v")]
-    return VisionLayer(
-        attention_norm=read.norm(f"{name}.layer_norm1", hidden),
-        qkv=read.stacked(parts, hidden, hidden),
-        attention_output=read.linear(f"{name}.self_attn.out_proj", hidden, hidden),
-        feed_forward_norm=read.norm(f"{name}.layer_norm2", hidden),
-        up=read.linear(f"{name}.mlp.fc1", inner, hidden),
-        down=read.linear(f"{name}.mlp.fc2", hidden, inner),
-    )
+        merged = hidden.view(count, squares, merge, squares, merge, -1).transpose(2, 3)
+        return self._projection(merged.reshape(count * squares**2, -1)).view(count, -1, self.config.width)
 
 
 def _positions(side: int) -> torch.Tensor:

@@ -7,7 +7,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 from common.errors import ConfigurationError
-from services.worker.engine.vision import idefics, pixtral, qwen2_5, qwen3
+from services.worker.engine.vision import gemma, idefics, pixtral, qwen2_5, qwen3
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -28,7 +28,7 @@ def vision_families() -> Mapping[str, VisionFamily]:
     return MappingProxyType(
         {
             name: family
-            for module in (idefics, pixtral, qwen2_5, qwen3)
+            for module in (gemma, idefics, pixtral, qwen2_5, qwen3)
             for family in module.FAMILIES
             for name in family.names
         }

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Protocol
 import numpy as np
 import torch
 
+from common.images import runs_of
 from services.worker.engine.execution.interface import InvalidPlanError
 from services.worker.engine.model.batch import PlacedImages
 from services.worker.engine.vision.axes import coordinates_of
@@ -51,6 +52,9 @@ class _Image:
     embeddings: torch.Tensor | None = None
     output: EncoderOutputId | None = None
     """Where the embeddings are kept beyond that; None: nowhere."""
+    blocks: tuple[tuple[int, int], ...] = ()
+    """Where tokens that see each other begin and end in the row."""
+
 
 
 @dataclass(slots=True)
@@ -64,6 +68,18 @@ class _Row:
         """Drop images that are computed; return whether anything is left that passes need."""
         self.images = [image for image in self.images if image.positions[-1] >= computed]
         return bool(self.images) or (self.coordinates is not None and computed < self.tokens)
+
+
+@dataclass(frozen=True, slots=True)
+class _RowChunk:
+    """A chunk of a row with images: `length` tokens from `start` on, which are those from `first` on of the batch."""
+
+    row: _Row
+    number: int
+    """Of the row in the batch."""
+    first: int
+    start: int
+    length: int
 
 
 class RowImages:
@@ -99,36 +115,46 @@ class RowImages:
         for output in plan.dropped_outputs:
             self._outputs.pop(output, None)
         self._rows = {row: known for row, known in self._rows.items() if known.drop_computed(int(rows.computed[row]))}
-        if not any(opened.images for opened in plan.opens):
-            return plan
-        return replace(plan, opens=tuple(self._open(opened) if opened.images else opened for opened in plan.opens))
+        if any(opened.images for opened in plan.opens):
+            opens = tuple(self._open(opened) if opened.images else opened for opened in plan.opens)
+            plan = replace(plan, opens=opens)
+        if self._config.block:
+            self._check_borders(plan)
+        return plan
+
+    def have_blocks(self, forward: ForwardPass) -> bool:
+        """Whether a pass may have tokens that see each other, so that it must not be cut."""
+        rows = (self._rows.get(row) for row in forward.chunks.rows.tolist())
+        return any(image.blocks for row in rows if row is not None for image in row.images)
 
     def into(self, batch: ForwardBatch, forward: ForwardPass) -> ForwardBatch:
         """Return `batch`, that of a pass, with the embeddings that belong there; images that it begins are encoded."""
         chunks = forward.chunks
         if not self._rows or not chunks.rows.size:
             return batch
-        at: list[tuple[_Row, int, int, int]] = []
+        at: list[_RowChunk] = []
         first = forward.decode_rows.size
-        for row, start, length in zip(
-            chunks.rows.tolist(), chunks.starts.tolist(), chunks.lengths.tolist(), strict=True
+        for number, (row, start, length) in enumerate(
+            zip(chunks.rows.tolist(), chunks.starts.tolist(), chunks.lengths.tolist(), strict=True),
+            forward.decode_rows.size,
         ):
             if row in self._rows:
-                at.append((self._rows[row], first, start, length))
+                at.append(_RowChunk(self._rows[row], number, first, start, length))
             first += length
         if not at:
             return batch
-        return replace(batch, images=self._placed(at), coordinates=self._coordinates(batch.positions, at))
+        return replace(
+            batch, images=self._placed(at), coordinates=self._coordinates(batch.positions, at), blocks=self._blocks(at)
+        )
 
-    def _placed(self, at: Sequence[tuple[_Row, int, int, int]]) -> PlacedImages | None:
-        """Return the embeddings of chunks: rows, their places in the pass and in the row, and their lengths."""
+    def _placed(self, at: Sequence[_RowChunk]) -> PlacedImages | None:
         places: list[IntArray] = []
         parts: list[tuple[_Image, slice]] = []
-        for row, first, start, length in at:
-            for image in row.images:
-                begin, end = np.searchsorted(image.positions, (start, start + length)).tolist()
+        for chunk in at:
+            for image in chunk.row.images:
+                begin, end = np.searchsorted(image.positions, (chunk.start, chunk.start + chunk.length)).tolist()
                 if begin < end:
-                    places.append(image.positions[begin:end] - start + first)
+                    places.append(image.positions[begin:end] - chunk.start + chunk.first)
                     parts.append((image, slice(begin, end)))
         if not parts:
             return None
@@ -137,12 +163,25 @@ class RowImages:
         own, *deep = torch.split(torch.cat(embeddings), self._config.width, dim=1)
         return PlacedImages(self._sent(np.concatenate(places)), own, tuple(deep))
 
-    def _coordinates(self, positions: torch.Tensor, at: Sequence[tuple[_Row, int, int, int]]) -> torch.Tensor | None:
+    def _blocks(self, at: Sequence[_RowChunk]) -> torch.Tensor | None:
+        """Return the tokens that see each other; see `ForwardBatch.blocks`."""
+        if not self._config.block:
+            return None
+        blocks = [
+            (chunk.number, begin - chunk.start + chunk.first, end - chunk.start + chunk.first, end)
+            for chunk in at
+            for image in chunk.row.images
+            for begin, end in image.blocks
+            if chunk.start <= begin < chunk.start + chunk.length
+        ]
+        return torch.tensor(blocks, dtype=torch.int32) if blocks else None
+
+    def _coordinates(self, positions: torch.Tensor, at: Sequence[_RowChunk]) -> torch.Tensor | None:
         """Return the coordinates of a pass's tokens, where chunks of rows with several axes take part."""
         known = [
-            (first, row.coordinates[:, start : start + length])
-            for row, first, start, length in at
-            if row.coordinates is not None
+            (chunk.first, chunk.row.coordinates[:, chunk.start : chunk.start + chunk.length])
+            for chunk in at
+            if chunk.row.coordinates is not None
         ]
         if not known:
             return None
@@ -195,7 +234,9 @@ class RowImages:
                 raise InvalidPlanError(f"{what}: no places of {image.length} embeddings of an image at {image.offset}")
             taken += image.length
             if positions[-1] >= opened.computed_tokens:
-                images.append(self._pending(image, positions, what))
+                pending = self._pending(image, positions, what)
+                pending.blocks = self._blocks_of(positions, what)
+                images.append(pending)
         if taken != below.size:
             raise InvalidPlanError(f"{what}: {below.size - taken} ids below 0 belong to no image")
         coordinates, offset = None, 0
@@ -208,6 +249,23 @@ class RowImages:
             self._rows[opened.row] = _Row(images, coordinates, ids.size)
         known = np.where(ids < 0, np.int32(self._config.placeholder_id), ids)
         return replace(opened, token_ids=known, images=(), position_offset=offset)
+
+    def _blocks_of(self, positions: IntArray, what: str) -> tuple[tuple[int, int], ...]:
+        block = self._config.block
+        blocks = runs_of(positions) if block else ()
+        if any(end - begin != block for begin, end in blocks):
+            raise InvalidPlanError(f"{what}: tokens of an image in other runs than of {block}")
+        return blocks
+
+    def _check_borders(self, plan: StepPlan) -> None:
+        """Raise InvalidPlanError if a chunk of a plan begins or ends within tokens that see each other."""
+        for chunk in plan.prefills:
+            row = self._rows.get(chunk.row)
+            for begin, end in [] if row is None else [block for image in row.images for block in image.blocks]:
+                if begin < chunk.start < end or begin < chunk.start + chunk.length < end:
+                    raise InvalidPlanError(
+                        f"chunk of row {chunk.row}: tokens {begin} to {end} of an image must be computed in one pass"
+                    )
 
     def _pending(self, image: RowImage, positions: IntArray, what: str) -> _Image:
         if image.pixels is not None:

@@ -94,6 +94,8 @@ class CpuAttention:
         return AttentionArguments(
             query_starts=batch.query_starts.data_ptr(),
             key_lengths=batch.key_lengths.data_ptr(),
+            blocks=None if batch.blocks is None else batch.blocks.data_ptr(),
+            block_count=0 if batch.blocks is None else len(batch.blocks),
             rows=batch.rows,
             query_heads=shape.query_heads,
             kv_heads=shape.kv_heads,

@@ -55,6 +55,7 @@ class AttentionArguments(ctypes.Structure):
         ("sinks", c_void_p),
         ("key_scales", c_void_p),
         ("value_scales", c_void_p),
+        ("blocks", c_void_p),
         ("query_stride", c_int),
         ("rows", c_int),
         ("table_width", c_int),
@@ -65,6 +66,7 @@ class AttentionArguments(ctypes.Structure):
         ("threads", c_int),
         ("window_left", c_int),
         ("is_chunked", c_int),
+        ("block_count", c_int),
         ("scale", c_float),
         ("softcap", c_float),
     )

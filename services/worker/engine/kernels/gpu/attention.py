@@ -43,6 +43,7 @@ class GpuAttention:
         self._shape = shape
         self._angles = angles
         self._chunks = chunks
+        self._blocks = BlockAttention(shape)
         self._decode = DecodeAttention(shape, max_rows, angles.device)
         self._own_rows = torch.arange(max_rows, dtype=torch.int32, device=angles.device)
 
@@ -93,7 +94,11 @@ class GpuAttention:
         if decoding:
             self._attend_decoding(queries[:decoding], layer, batch, sinks, outputs[:decoding])
         heads = (-1, self._shape.query_heads, self._shape.head_dim)
-        self._chunks(queries[decoding:].unflatten(1, heads[1:]), outputs[decoding:].view(heads), layer, batch, sinks)
+        by_head, attended = queries.unflatten(1, heads[1:]), outputs.view(heads)
+        self._chunks(by_head[decoding:], attended[decoding:], layer, batch, sinks)
+        if batch.blocks is not None:
+            # The chunks' kernels are causal: what tokens of blocks see is computed once more.
+            self._blocks(by_head, attended, layer, batch, sinks)
 
     def _rows_of(self, batch: ForwardBatch) -> torch.Tensor:
         rows = self._own_rows if batch.table_rows is None else batch.table_rows
@@ -121,7 +126,7 @@ class TorchChunkAttention:
         for row in range(batch.decode_rows, batch.rows):
             chunk = slice(starts[row] - first, starts[row + 1] - first)
             pages = batch.page_table[row, : -(-lengths[row] // self._shape.page_size)].long()
-            keys, values = self._gather(layer, pages, lengths[row], queries.dtype)
+            keys, values = gather(layer, pages, lengths[row], queries.dtype)
             attended = self._attend(
                 queries[chunk].transpose(0, 1)[None].contiguous(),
                 keys,
@@ -175,17 +180,60 @@ class TorchChunkAttention:
             else visible & (places[None] >= self._shape.first_seen(positions))
         )
 
-    @staticmethod
-    def _gather(
-        layer: KvLayer, pages: torch.Tensor, length: int, dtype: torch.dtype
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return keys and values [1, kv_heads, length, head_dim]."""
-        keys, values = (
-            pool[pages].transpose(0, 1).flatten(1, 2)[None, :, :length] for pool in (layer.keys, layer.values)
+
+class BlockAttention:
+    """Attention of tokens that see each other, block by block: a block has 256 tokens in Gemma 3.
+
+    Each block ends where the keys that its tokens see do, so without a window nothing is masked, and torch's fast
+    kernels apply; with one, there are few keys.
+    """
+
+    def __init__(self, shape: AttentionShape) -> None:
+        self._shape = shape
+
+    def __call__(
+        self, queries: torch.Tensor, outputs: torch.Tensor, layer: KvLayer, batch: ForwardBatch,
+        sinks: torch.Tensor | None,
+    ) -> None:  # fmt: skip
+        """Replace the outputs of tokens in blocks; both are [tokens, query_heads, head_dim]."""
+        assert batch.blocks is not None, "called only for passes with blocks"
+        assert sinks is None, "no family has both"
+        shape, size = self._shape, self._shape.page_size
+        for row, start, stop, end in batch.blocks.tolist():
+            first, visible = 0, None
+            if shape.window_left is not None:
+                least, most = shape.first_seen(torch.tensor([end - (stop - start), end - 1])).clamp(min=0).tolist()
+                first = least // size * size
+                if most > first:
+                    places = torch.arange(first, end, device=queries.device)
+                    visible = places >= shape.first_seen(places[start - stop :, None])
+            pages = batch.page_table[row, first // size : -(-end // size)].long()
+            keys, values = gather(layer, pages, end - first, queries.dtype)
+            outputs[start:stop] = self._attend(queries[start:stop].transpose(0, 1)[None], keys, values, visible)
+
+    def _attend(
+        self, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, visible: torch.Tensor | None
+    ) -> torch.Tensor:
+        """Return [tokens, heads, head_dim]; `visible` [tokens, keys], None: all."""
+        shape = self._shape
+        if shape.attention_softcap is not None:
+            if visible is None:
+                visible = torch.ones(queries.shape[2], keys.shape[2], dtype=torch.bool, device=queries.device)
+            return explicit_attention(queries, keys, values, visible, shape, None)[0].transpose(0, 1)
+        attended = scaled_dot_product_attention(
+            queries.contiguous(), keys, values, attn_mask=visible, scale=shape.scale, enable_gqa=True
         )
-        if layer.scales is None:
-            return keys.to(dtype), values.to(dtype)
-        return widen_heads(keys, layer.scales.keys, dtype), widen_heads(values, layer.scales.values, dtype)
+        return attended[0].transpose(0, 1)
+
+
+def gather(
+    layer: KvLayer, pages: torch.Tensor, length: int, dtype: torch.dtype
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return keys and values [1, kv_heads, length, head_dim] of pages."""
+    keys, values = (pool[pages].transpose(0, 1).flatten(1, 2)[None, :, :length] for pool in (layer.keys, layer.values))
+    if layer.scales is None:
+        return keys.to(dtype), values.to(dtype)
+    return widen_heads(keys, layer.scales.keys, dtype), widen_heads(values, layer.scales.values, dtype)
 
 
 def host_lists(batch: ForwardBatch) -> tuple[list[int], list[int]]:

@@ -61,9 +61,14 @@ class TorchAttention:
             outputs[: batch.decode_rows] = self._decode(heads[: batch.decode_rows], layer, batch, sinks)
         if batch.decode_rows < batch.rows:
             starts, lengths = batch.query_starts.tolist(), batch.key_lengths.tolist()
+            blocks = [] if batch.blocks is None else batch.blocks.tolist()
             for row in range(batch.decode_rows, batch.rows):
                 chunk = slice(starts[row], starts[row + 1])
-                outputs[chunk] = self._prefill(heads[chunk], layer, batch.page_table[row], lengths[row], sinks)
+                ends = torch.arange(lengths[row] - heads[chunk].shape[0], lengths[row]) + 1
+                for _, first, last, keys in (block for block in blocks if block[0] == row):
+                    ends[first - starts[row] : last - starts[row]] = keys
+                table, ends = batch.page_table[row], ends.to(heads.device)
+                outputs[chunk] = self._prefill(heads[chunk], layer, table, lengths[row], ends, sinks)
         return outputs.flatten(1)
 
     def store_and_attend(
@@ -96,24 +101,29 @@ class TorchAttention:
         table = batch.page_table[:rows, :pages].long().clamp(0, layer.keys.shape[0] - 1)
         keys, values = self._gather(layer, table, heads.dtype)
         places = torch.arange(keys.shape[2], device=heads.device)
-        visible = self._visible(places, batch.key_lengths[:rows, None] - 1)
+        lengths = batch.key_lengths[:rows, None]
+        visible = self._visible(places, lengths - 1, lengths)
         # Entries after a row's length may name any page; masks remove only finite values.
         values = values.masked_fill(~visible[:, None, :, None], 0.0)
         return self._attend(heads[:, :, None], keys, values, visible[:, None, None], sinks)[:, :, 0]
 
     def _prefill(
-        self, heads: torch.Tensor, layer: KvLayer, table: torch.Tensor, length: int, sinks: torch.Tensor | None
-    ) -> torch.Tensor:
+        self, heads: torch.Tensor, layer: KvLayer, table: torch.Tensor, length: int, ends: torch.Tensor,
+        sinks: torch.Tensor | None,
+    ) -> torch.Tensor:  # fmt: skip
+        """Return the output of the last tokens of `length`; `ends` [tokens] are how many keys each sees."""
         pages = table[None, : -(-length // self._shape.page_size)].long()
         keys, values = (part[:, :, :length] for part in self._gather(layer, pages, heads.dtype))
-        tokens = heads.shape[0]
         places = torch.arange(length, device=heads.device)
-        visible = self._visible(places, places[length - tokens :, None])
+        visible = self._visible(places, places[length - heads.shape[0] :, None], ends[:, None])
         return self._attend(heads.transpose(0, 1)[None], keys, values, visible, sinks)[0].transpose(0, 1)
 
-    def _visible(self, places: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """Return which keys at `places` [keys] queries at `positions` [queries, 1] see, [queries, keys]."""
-        visible = places[None, :] <= positions
+    def _visible(self, places: torch.Tensor, positions: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+        """Return which keys at `places` [keys] queries at `positions` [queries, 1] see, [queries, keys].
+
+        They see none from `ends` [queries, 1] on.
+        """
+        visible = places[None, :] < ends
         if self._shape.window_left is not None:
             visible &= places[None, :] >= self._shape.first_seen(positions)
         return visible

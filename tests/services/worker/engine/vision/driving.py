@@ -90,16 +90,13 @@ class Session:
         return StepPlan(StepId(0), opens=(replace(opened, images=prompt.images),))
 
     def answer(self, prompts: Sequence[Prompt], borders: Sequence[int] = ()) -> list[Answer]:
-        """Compute prompts beside each other, in chunks that end at `borders`, and continue them."""
+        """Compute prompts beside each other, in chunks that end at `borders` or before blocks there, and continue them."""
         ends = [*borders, max(len(prompt.ids) for prompt in prompts)]
         opens = [self.open(row, prompt).opens[0] for row, prompt in enumerate(prompts)]
         start = 0
         for end in ends:
-            chunks = [
-                chunk(row, start, min(end, len(prompt.ids)) - start)
-                for row, prompt in enumerate(prompts)
-                if start < len(prompt.ids)
-            ]
+            parts = [(prompt.border(start), prompt.border(end)) for prompt in prompts]
+            chunks = [chunk(row, first, last - first) for row, (first, last) in enumerate(parts) if first < last]
             self.run(StepPlan(StepId(0), opens=tuple(opens), prefills=tuple(chunks)))
             opens, start = [], end
         self.run(StepPlan(StepId(0), steps=NEW_TOKENS - 1))

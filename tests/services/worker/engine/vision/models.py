@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch.nn.functional import pad
 
+from common.images import runs_of
 from common.types import RowImage
 
 if TYPE_CHECKING:
@@ -136,9 +137,22 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
             "image_token_id": PLACEHOLDER,
         },
     ),
-}
+    # Windows are shorter than a picture's run of tokens, and of a length that is no multiple of pages.
+    "gemma3": (
+        "Gemma3",
+        {
+            "text_config": {
+                **_TEXT, "head_dim": 16, "num_hidden_layers": 4, "sliding_window": 13, "query_pre_attn_scalar": 16,
+                "layer_types": ["sliding_attention", "full_attention"] * 2, "sliding_window_pattern": 2,
+            },
+            "vision_config": {**_SIGLIP, "model_type": "siglip_vision_model", "image_size": 46, "patch_size": 5},
+            "mm_tokens_per_image": 9,
+            "image_token_index": PLACEHOLDER,
+        },
+    ),
+}  # fmt: skip
 # Those whose images are cut into tiles, which have many embeddings each.
-TILED = ("smolvlm", "idefics3")
+TILED = ("smolvlm", "idefics3", "gemma3")
 # Those whose images are patches of any number of rows and columns, with positions on three axes.
 BY_PATCHES = ("qwen2.5-vl", "qwen3-vl")
 
@@ -150,6 +164,8 @@ class Picture:
     ids: tuple[int, ...]
     pixels: np.ndarray[Any, np.dtype[np.float32]]
     grid: tuple[int, ...]
+    is_in_blocks: bool = False
+    """Whether neighbours among its tokens see each other."""
 
     @property
     def length(self) -> int:
@@ -162,6 +178,12 @@ class Prompt:
 
     ids: tuple[int, ...]
     images: tuple[RowImage, ...]
+    blocks: tuple[tuple[int, int], ...] = ()
+    """Tokens [start, stop) that chunks must not cut."""
+
+    def border(self, end: int) -> int:
+        """Return where a chunk ends that would end at `end` if it might cut everything."""
+        return next((start for start, stop in self.blocks if start < end < stop), min(end, len(self.ids)))
 
 
 def picture(family: str, rows: int, columns: int, seed: int) -> Picture:
@@ -181,29 +203,33 @@ def picture(family: str, rows: int, columns: int, seed: int) -> Picture:
         return Picture(
             (-1 - seed,) * columns + ((5,) + (-1 - seed,) * columns) * (rows - 1) + (6,), pixels, (rows, columns)
         )
-    side, merge = vision["image_size"], options["scale_factor"]
-    per_tile = (side // vision["patch_size"] // merge) ** 2
+    side = vision["image_size"]
+    per_tile = options.get("mm_tokens_per_image") or (side // vision["patch_size"] // options["scale_factor"]) ** 2
     pixels = random.normal(size=(rows * columns + 1, 3, side, side)).astype(np.float32)
     ids: list[int] = []
     for tile in range(rows * columns + 1):
         # Marks of rows and columns stand between tiles.
         ids += [3 + tile % 5, *(-1 - seed for _ in range(per_tile))]
-    return Picture((*ids, 9), pixels, (rows, columns))
+    return Picture((*ids, 9), pixels, (rows, columns), is_in_blocks="mm_tokens_per_image" in options)
 
 
 def prompt(*parts: list[int] | Picture) -> Prompt:
     """Return a prompt of texts and images."""
     ids: list[int] = []
     images = []
+    blocks: list[tuple[int, int]] = []
     for part in parts:
         if isinstance(part, Picture):
+            if part.is_in_blocks:
+                places = len(ids) + np.flatnonzero(np.array(part.ids) < 0)
+                blocks += runs_of(places)
             first = next(i for i, token in enumerate(part.ids) if token < 0)
             digest = part.pixels.tobytes()[:32]
             images.append(RowImage(digest, len(ids) + first, part.length, part.grid, part.pixels))
             ids += part.ids
         else:
             ids += part
-    return Prompt(tuple(ids), tuple(images))
+    return Prompt(tuple(ids), tuple(images), tuple(blocks))
 
 
 def save(directory: Path, family: str, vocabulary: int = VOCABULARY, **changes: int) -> Path:
@@ -240,13 +266,13 @@ def expected(
     ids = torch.tensor([[placeholder if token < 0 else token for token in prompt.ids]])
     with torch.inference_mode():
         made = _oracle(directory).generate(
-            ids, **_inputs(ids, prompt, placeholder), attention_mask=torch.ones_like(ids), max_new_tokens=tokens,
+            ids, **_inputs(_oracle(directory), ids, prompt, placeholder), attention_mask=torch.ones_like(ids), max_new_tokens=tokens,
             min_new_tokens=tokens, do_sample=False, output_logits=True, return_dict_in_generate=True,
         )  # fmt: skip
     return made.sequences[0, ids.shape[1] :].tolist(), torch.cat(made.logits)
 
 
-def _inputs(ids: torch.Tensor, prompt: Prompt, placeholder: int) -> dict[str, torch.Tensor]:
+def _inputs(oracle: Any, ids: torch.Tensor, prompt: Prompt, placeholder: int) -> dict[str, torch.Tensor]:
     """Return what `transformers` takes beside ids: images as one tensor, and how it is divided."""
     if not prompt.images:
         return {}
@@ -257,6 +283,8 @@ def _inputs(ids: torch.Tensor, prompt: Prompt, placeholder: int) -> dict[str, to
         sizes = torch.tensor([tuple(pixels.shape[1:]) for pixels in each])
         return {"pixel_values": torch.stack(padded), "image_sizes": sizes}
     pixels = torch.cat(each)
+    if oracle.config.model_type == "gemma3":
+        return {"pixel_values": pixels, "token_type_ids": (ids == placeholder).int()}
     if pixels.ndim == 4:
         return {"pixel_values": pixels[None]}
     grids = torch.tensor([image.grid for image in prompt.images])

@@ -1,4 +1,5 @@
-// Causal attention over paged keys and values, for decoding rows and prefill chunks alike.
+// Attention over paged keys and values, for decoding rows and prefill chunks alike: causal, but for blocks of tokens that
+// see each other.
 //
 // A task takes up to kMaxLines lines (pairs of token and query head) that share a KV head, and goes through their keys
 // block by block with a running maximum and sum (online softmax: Milakov and Gimelshein 2018). Blocks begin at
@@ -35,9 +36,11 @@ struct AttentionArguments {
   const float* sinks;          // [query_heads] scores of one more key each, whose value is zero; or null
   const float* key_scales;     // [kv_heads] factors of keys in FP8; null with other types
   const float* value_scales;
+  const int32_t* blocks;       // [block_count, 4] row, first token and after the last one in the batch, keys that these see
   int query_stride, rows, table_width, query_heads, kv_heads, head_dim, page_size, threads;
   int window_left;  // keys that a query sees before its own position; negative: all
   int is_chunked;   // whether it sees only those of its own chunk of window_left + 1 tokens
+  int block_count;
   float scale;      // of scores before the softmax
   float softcap;    // scores are bent into (-softcap, softcap) by a hyperbolic tangent; 0: they are not
 };
@@ -235,6 +238,21 @@ inline int least_key(const AttentionArguments& a, int position) {
   return a.is_chunked ? position - position % (a.window_left + 1) : std::max(0, position - a.window_left);
 }
 
+// After the last key that `token` of the batch sees, whose own key is the one at `position`.
+inline int key_end(const AttentionArguments& a, int token, int position) {
+  for (int i = 0; i < a.block_count; ++i) {
+    const int32_t* block = a.blocks + 4 * i;
+    if (block[1] <= token && token < block[2]) return block[3];
+  }
+  return position + 1;
+}
+
+// After the last key that anyone sees: a task's last token sees most.
+inline int end_of(const AttentionArguments& a, const AttentionTask& task) {
+  const int last = task.tokens - 1;
+  return key_end(a, a.query_starts[task.row] + task.first_token + last, position_of(a, task) + last);
+}
+
 template <typename Element>
 HeadPages<Element> pages_of(const AttentionArguments& a, const AttentionTask& task, const Element* keys,
                             const Element* values) {
@@ -250,7 +268,7 @@ template <typename Element>
 KeyBlock<Element> first_block(const AttentionArguments& a, const AttentionTask& task, const Element* keys,
                               const Element* values) {
   const HeadPages<Element> pages = pages_of(a, task, keys, values);
-  return pages.block(pages.least / kKeyBlock * kKeyBlock, position_of(a, task) + task.tokens);
+  return pages.block(pages.least / kKeyBlock * kKeyBlock, end_of(a, task));
 }
 
 // `following` is what this thread probably does next: its first block is fetched during the last one of `task`.
@@ -276,7 +294,9 @@ void run_task(const AttentionArguments& a, const AttentionTask& task, const Atte
     }
   }
   const HeadPages<Element> pages = pages_of(a, task, keys, values);
-  const int length = position + task.tokens;
+  const int length = end_of(a, task);
+  int ends[kMaxLines];  // of each token
+  for (int i = 0; i < task.tokens; ++i) ends[i] = key_end(a, static_cast<int>(first_token) + i, position + i);
   KeyBlock<Element> next = first_block(a, task, keys, values);
   for (int start = pages.least / kKeyBlock * kKeyBlock; start < length; start += kKeyBlock) {
     const KeyBlock<Element> block = next;
@@ -286,7 +306,7 @@ void run_task(const AttentionArguments& a, const AttentionTask& task, const Atte
     for (int line = 0; line < lines; ++line) {
       const int own = position + line / task.heads;
       if (a.softcap > 0.0f) bend(scratch, line, a.softcap);
-      soften(scratch, line, least_key(a, own) - start, own + 1 - start, a.head_dim);
+      soften(scratch, line, least_key(a, own) - start, ends[line / task.heads] - start, a.head_dim);
     }
     for (int first = 0; first < lines; first += kTileLines)
       blend_lines<kTileLines>(scratch, std::min(kTileLines, lines - first), first, block, next, a.head_dim);
