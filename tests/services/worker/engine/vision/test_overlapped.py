@@ -80,16 +80,16 @@ def overlapped(directory: Path, monkeypatch: pytest.MonkeyPatch) -> OverlappedEn
     return OverlappedEngine(OverlappedRunner(RowStates(2, 96, PAGE), limits, executor, images=images))
 
 
-@pytest.mark.parametrize("family", ["smolvlm", "qwen3-vl"])
+@pytest.mark.parametrize("family", ["smolvlm", "qwen3-vl", "gemma3"])
 def test_prompts_with_images_and_passes_after_them(
     family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     save(tmp_path, family)
     # Six squares of patches take three positions.
-    rows, columns = (1, 1) if family == "smolvlm" else (2, 3)
+    rows, columns = (2, 3) if family == "qwen3-vl" else (1, 1)
     asked = prompt([5, 17, 60], picture(family, rows, columns, seed=1), [3, 44, 8])
     session = Session(overlapped(tmp_path, monkeypatch))  # type: ignore[arg-type]  # all that a session uses
-    opened, cut = session.open(0, asked, top=None), len(asked.ids) - 6
+    opened, cut = session.open(0, asked, top=None), asked.border(len(asked.ids) - 6)
     session.run(replace(opened, prefills=(chunk(0, 0, cut),)))
     session.run(StepPlan(StepId(0), prefills=(chunk(0, cut, len(asked.ids) - cut),)))
     session.run(StepPlan(StepId(0), steps=TOKENS - 1))
