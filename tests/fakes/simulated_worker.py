@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from common.images import runs_of
 from common.prompt_logprobs import PromptLogprobSpan
 from common.steps import RowOpen, RowStop, StepPlan, StepResult
 from common.transfers import PeerPages, Transfer, TransferAck, TransferDirection, TransferId
@@ -127,6 +128,8 @@ class SimulatedWorker:
     # How long passes take.
     compute_us: int = 1000
     images: SimulatedEncoder = field(default_factory=SimulatedEncoder)
+    # Images are runs of so many tokens, each of which is computed in one pass; 0: passes may cut them.
+    image_block: int = 0
 
     def run(self, plan: StepPlan) -> list[StepResult]:
         assert plan.step_id > self.last_step, "step ids increase"
@@ -409,6 +412,9 @@ class SimulatedWorker:
             row.computed = end
             return -1
         assert end <= len(row.pages) * self.page_size, "row runs beyond its pages"
+        if self.image_block:
+            blocks = runs_of(np.flatnonzero(np.array(row.ids) < 0))
+            assert not any(first < border < after for first, after in blocks for border in (start, end)), "a cut image"
         busy, loading = self._read(True), self._written(True)
         for position in range(start, end):
             page = row.pages[position // self.page_size]

@@ -9,7 +9,7 @@ from common.errors import ConfigurationError
 from common.logs import get_logger
 from services.scheduler.cache.keys import ID_BITS, TAGGED_TOKENS
 from services.scheduler.core.session import SessionRules
-from services.scheduler.core.step_limits import VisionLimits
+from services.scheduler.core.step_limits import LEAST_TOKENS, VisionLimits
 
 if TYPE_CHECKING:
     from common.settings import SchedulerSettings, SessionSettings, SpeculationSettings
@@ -86,6 +86,13 @@ class CoreConfig:
         return self.micro_batches + 1
 
     @property
+    def least_step_tokens(self) -> int:
+        """Tokens that the smallest steps must have room for."""
+        if self.is_encoder:
+            return self.max_context
+        return max(LEAST_TOKENS, self.max_rows + self.vision.block) if self.vision.block else LEAST_TOKENS
+
+    @property
     def capacity_tokens(self) -> int:
         """The longest sequence that the device can hold alone, in tokens."""
         return self.max_context if self.is_encoder else self.device_pages * self.page_size
@@ -106,6 +113,12 @@ def resolve_core(settings: SchedulerSettings, capacity: EngineCapacity) -> CoreC
         raise ConfigurationError(
             f"scheduler.adapters.slots: adapters need pages of at least {TAGGED_TOKENS} tokens (scheduler.page_size) "
             f"and a vocabulary of at most {1 << ID_BITS} tokens"
+        )
+    if capacity.image_block and settings.max_step_tokens < settings.max_rows + capacity.image_block:
+        raise ConfigurationError(
+            f"scheduler.max_step_tokens ({settings.max_step_tokens}) must be at least scheduler.max_rows "
+            f"({settings.max_rows}) and {capacity.image_block}: the tokens of an image of this model attend to each other, "
+            "so that a step has to carry all of them beside one token of every running row; or set model.images = off"
         )
     stages, draft_tokens = settings.pipeline_parallel, _draft_tokens(settings.speculation, capacity)
     return CoreConfig(
@@ -141,7 +154,10 @@ def resolve_core(settings: SchedulerSettings, capacity: EngineCapacity) -> CoreC
         # A plan with drafts has the workers for itself, so all rows take part in it.
         micro_batches=1 if draft_tokens else min(stages, settings.max_rows),
         vision=VisionLimits(
-            settings.vision.step_embeddings, settings.vision.kept_embeddings, settings.vision.open_bytes
+            settings.vision.step_embeddings,
+            settings.vision.kept_embeddings,
+            settings.vision.open_bytes,
+            capacity.image_block,
         ),
         max_preemptions=MAX_PREEMPTIONS if settings.queue.policy == "priority" else 0,
     )

@@ -6,6 +6,8 @@ import dataclasses
 from collections import deque
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from common.errors import (
     ContextLengthError,
     DeviceMemoryError,
@@ -15,7 +17,7 @@ from common.errors import (
     PandoError,
     RequestTimeoutError,
 )
-from common.images import image_spans
+from common.images import image_spans, runs_of
 from common.limits import Limits
 from common.prompt_limits import check_prompt_logprobs
 from common.room import SharedRoom
@@ -275,6 +277,9 @@ class SchedulerCore:
         if request.images and not self.config.sees_images:
             raise InvalidRequestError("The model's workers have no encoder of images.", param="prompt")
         image_spans(ids, request.images)
+        block = self.config.vision.block
+        if block and any(end - start != block for start, end in runs_of(np.flatnonzero(ids < 0))):
+            raise InvalidRequestError(f"Images are {block} tokens in a row, with text between them.", param="prompt")
 
     def _adapter_of(self, request: ScheduleRequest) -> SequenceAdapter | None:
         name = request.options.adapter

@@ -5,11 +5,18 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+import numpy as np
+
+from common.images import runs_of
+
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from common.types import RowImage, RowSlot
     from services.scheduler.cache.encoder_outputs import EncoderOutput, EncoderOutputs
     from services.scheduler.cache.types import Scope
     from services.scheduler.core.sequence import Sequence
+    from services.scheduler.core.step_limits import VisionLimits
 
 
 @dataclass(slots=True)
@@ -22,6 +29,13 @@ class _PendingImage:
     embeddings: int
     # Used until then.
     output: EncoderOutput | None
+    # Tokens [start, stop) that chunks must not cut.
+    blocks: tuple[tuple[int, int], ...] = ()
+
+    @property
+    def least(self) -> int:
+        """Tokens of the shortest chunk that begins the image."""
+        return self.blocks[0][1] - self.blocks[0][0] if self.blocks else 1
 
 
 class ImageWork:
@@ -30,18 +44,26 @@ class ImageWork:
     Each embedding counts as a token of the step in which it is encoded. A chunk ends before an image that does not fit
     in what is left of the step's tokens, or of its `step_embeddings`. The first image of a step is encoded regardless
     of its size, as the encoder cannot cut one; then the chunk computes a single token of it if no more are left.
+
+    Where tokens of an image attend to each other (`VisionLimits.block`), chunks begin and end beside such runs of tokens.
     """
 
-    def __init__(self, outputs: EncoderOutputs, step_embeddings: int) -> None:
-        """Keep embeddings as `outputs`, and encode up to `step_embeddings` of them in a step."""
+    def __init__(self, outputs: EncoderOutputs, limits: VisionLimits) -> None:
+        """Keep embeddings as `outputs`, and encode as many of them in a step as `limits` allow."""
         self.outputs = outputs
-        self._most = step_embeddings
+        self._most = limits.step_embeddings
+        self._block = limits.block
         self._rows: dict[RowSlot, list[_PendingImage]] = {}
         # Of the plan that is being made.
         self.planned = 0
         # Since the start.
         self.encoded_images = 0
         self.encoded_embeddings = 0
+
+    @property
+    def block_ahead(self) -> int:
+        """Tokens of an image that a step needs room for at least, while a row has images that are not computed."""
+        return self._block if self._rows else 0
 
     def begin(self, sequence: Sequence, computed: int, scope: Scope | None) -> tuple[RowImage, ...]:
         """Start to follow an admitted row whose first `computed` tokens are cached; return its images for the workers.
@@ -60,7 +82,8 @@ class ImageWork:
             needs_pixels = not has_output or image.digest in own
             sent = image if needs_pixels else replace(image, pixels=None)
             opened.append(sent if output is None else replace(sent, output=output.output_id))
-            pending.append(_PendingImage(first, end, 0 if has_output else image.length, output))
+            blocks = self._blocks_of(sequence, first, end)
+            pending.append(_PendingImage(first, end, 0 if has_output else image.length, output, blocks))
         if pending:
             self._rows[sequence.row] = pending
         return tuple(opened)
@@ -81,12 +104,21 @@ class ImageWork:
                 break
             if not image.embeddings:
                 continue
-            if planned and image.embeddings > min(self._most - planned, budget - before - 1):
+            if planned and image.embeddings > min(self._most - planned, budget - before - image.least):
                 return before
             planned += image.embeddings
             budget -= image.embeddings
-            length = min(length, max(budget, before + 1))
-        return length
+            length = min(length, max(budget, before + image.least))
+        return self.whole(row, start, length)
+
+    def whole(self, row: RowSlot, start: int, length: int) -> int:
+        """Return the length of the longest chunk from `start`, of at most `length` tokens, that cuts no block."""
+        end = start + length
+        return next((first for first, after in self._blocks(row) if first < end < after), end) - start
+
+    def least(self, row: RowSlot, start: int) -> int:
+        """Return the length of the shortest chunk from `start`, which is in no block."""
+        return next((after - first for first, after in self._blocks(row) if first == start), 1)
 
     def plan_chunk(self, row: RowSlot, end: int) -> int:
         """Record that a planned chunk of a row ends at `end`; return the embeddings that are encoded for it."""
@@ -124,6 +156,15 @@ class ImageWork:
         for image in self._rows.pop(row, ()):
             if image.output is not None:
                 self.outputs.release(image.output)
+
+    def _blocks(self, row: RowSlot) -> Iterator[tuple[int, int]]:
+        return (block for image in self._rows.get(row, ()) for block in image.blocks)
+
+    def _blocks_of(self, sequence: Sequence, first: int, end: int) -> tuple[tuple[int, int], ...]:
+        """Return the runs of embeddings of an image that has its first one at `first` and its last one before `end`."""
+        if not self._block:
+            return ()
+        return runs_of(first + np.flatnonzero(sequence.token_ids[first:end] < 0))
 
     def _output_of(
         self, image: RowImage, scope: Scope | None, own: dict[bytes, EncoderOutput]

@@ -61,7 +61,7 @@ class KvMemory:
         self.windows = RowWindows(allocator.windows) if allocator.windows is not None else None
         # None if the model has no recurrent layers, or nothing is cached.
         self.states = RowSnapshots(cache.snapshots, cache.page_size) if cache.snapshots is not None else None
-        self.images = ImageWork(EncoderOutputs(vision.kept_embeddings), vision.step_embeddings)
+        self.images = ImageWork(EncoderOutputs(vision.kept_embeddings), vision)
         timed = times.timed if times is not None else _untimed
         self._peek = timed("peek", cache.peek)
         self._commit_prefix = timed("commit", cache.commit)

@@ -19,7 +19,7 @@ from services.scheduler.core.milestones import MilestoneKind, Milestones
 from services.scheduler.core.preemption import Preemption
 from services.scheduler.core.row_changes import Granting
 from services.scheduler.core.sequence import SequencePhase, Wait
-from services.scheduler.core.step_limits import LEAST_TOKENS, StepLimits
+from services.scheduler.core.step_limits import StepLimits
 from services.scheduler.core.suspects import Suspects
 
 if TYPE_CHECKING:
@@ -72,9 +72,7 @@ class Planner:
         """Plan over state that the core owns."""
         self.milestones = Milestones()
         self._config = config
-        self.limits = StepLimits(
-            config.max_step_tokens, config.max_rows, config.max_context if config.is_encoder else LEAST_TOKENS
-        )
+        self.limits = StepLimits(config.max_step_tokens, config.max_rows, config.least_step_tokens)
         self.preemption: RowPreemption
         if billing.counters is None:
             self.preemption = Preemption(rows, queue, memory, config.max_preemptions)
@@ -233,11 +231,14 @@ class Planner:
         the waiting prompt tokens, if that is more than `mixed_step_tokens`.
         """
         most, least = self.limits.tokens - decoding, self._config.mixed_step_tokens
+        # A smaller budget would never have room for tokens of an image that belong in one step.
+        block = self._memory.images.block_ahead
         # Texts for an encoder are computed in one piece.
         if self._is_watchful and not self._config.is_encoder:
-            return min(most, max(self.limits.tokens // WATCHFUL_PART, 1))
+            return min(most, max(self.limits.tokens // WATCHFUL_PART, block, 1))
         if least is None or not decoding:
             return most
+        least = max(least, block)
         begun = self._rows.occupied & ~self._rows.decoding
         waiting = int((self._rows.length - self._rows.planned)[begun].sum())
         waiting += self._queue.waiting_tokens(2 * most)
@@ -274,7 +275,8 @@ class Planner:
         """Draft tokens for rows whose next token is planned, as far as there are pages for them."""
         drafts = {}
         # Logits are computed after each token of a draft, and memory is reserved for those of all rows.
-        most = min(self.limits.tokens - jumped, max(self.limits.rows, LEAST_SAMPLES))
+        tokens = self.limits.tokens - self._config.vision.block
+        most = min(tokens - jumped, max(self.limits.rows, LEAST_SAMPLES))
         for row, guess in self._speculation.propose(live, most - len(live)).items():
             planned, size = int(self._rows.planned[row]), guess.token_ids.size
             missing = self._memory.pages_of(planned + size) - int(self._rows.page_count[row])
@@ -308,7 +310,8 @@ class Planner:
         """Jump-forward tokens allowed per row beyond the planned ones, such that those of all rows fit in one pass."""
         if not self._rows.jumping:
             return 0
-        return min(self._config.jump_tokens, max(self.limits.tokens // self.limits.rows - 1, 0))
+        tokens = self.limits.tokens - self._config.vision.block
+        return min(self._config.jump_tokens, max(tokens // self.limits.rows - 1, 0))
 
     def _try_reach(self, live: NDArray[np.int64], tokens: int, slack: int, grants: Granting) -> bool:
         """Plan up to `tokens` more tokens for each row, with pages for them; change nothing if there are too few pages.
@@ -358,15 +361,16 @@ class Planner:
         length = self._memory.images.cut(row, start, min(end - start, budget), budget)
         if self._memory.states is not None:
             length = self._memory.states.cut(row, start, length)
-        missing = self._memory.pages_of(start + length) - int(self._rows.page_count[row])
-        if missing > 0:
-            pages = self._memory.try_allocate(min(missing, self._memory.room))
-            assert pages is not None, "what is available can be allocated"
-            if len(pages):
-                grants.add(np.array([row]), np.array([len(pages)]), pages)
-            length = min(length, int(self._rows.page_count[row]) * self._config.page_size - start)
+        held, room = int(self._rows.page_count[row]), self._memory.room
+        if self._memory.pages_of(start + length) > held + room:
+            length = self._memory.images.whole(row, start, (held + room) * self._config.page_size - start)
         if length <= 0:
             return 0
+        missing = self._memory.pages_of(start + length) - held
+        if missing > 0:
+            pages = self._memory.try_allocate(missing)
+            assert pages is not None, "what is available can be allocated"
+            grants.add(np.array([row]), np.array([missing]), pages)
         prefills.append(PrefillChunk(row, start, length))
         encoded = self._memory.images.plan_chunk(row, start + length)
         self._billing.encode(sequence, encoded)
@@ -486,10 +490,19 @@ class Planner:
         If several partly prefilled sequences hold all pages, one of them is retracted. If only one sequence runs, or
         none runs while one waits, a session's pin is released instead.
         """
-        stuck = [sequence for sequence in prefilling if sequence.row is not None]
-        if len(stuck) > 1 and not self._memory.room:
+        stuck = [sequence for sequence in prefilling if self._lacks_pages(sequence)]
+        if len(stuck) > 1:
             self._retract(self.preemption.victim(stuck))
             return True
-        is_alone = len(stuck) == 1 and not self._memory.room
+        is_alone = len(stuck) == 1
         is_empty = self._refused is not None and not self._rows.running
         return (is_alone or is_empty) and not self._is_moving_pages(now) and self.yield_pin()
+
+    def _lacks_pages(self, sequence: Sequence) -> bool:
+        """Whether there are too few pages for the shortest next chunk of a partly prefilled sequence."""
+        row = sequence.row
+        if row is None:
+            return False
+        start = int(self._rows.planned[row])
+        pages = self._memory.pages_of(start + self._memory.images.least(row, start))
+        return pages > int(self._rows.page_count[row]) + self._memory.room

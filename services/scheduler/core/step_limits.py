@@ -12,12 +12,14 @@ LEAST_TOKENS = 16
 class VisionLimits:
     """Limits in embeddings: of what a step encodes beside its other images, and of kept outputs.
 
-    `open_bytes` are those of the pixels of all open requests.
+    `open_bytes` are those of the pixels of all open requests. An image has its embeddings in runs of `block`, which
+    chunks must not cut; 0: they may.
     """
 
     step_embeddings: int = 1024
     kept_embeddings: int = 0
     open_bytes: int = 1024 * 1024 * 1024
+    block: int = 0
 
 
 class StepLimits:

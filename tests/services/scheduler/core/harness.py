@@ -196,6 +196,7 @@ class Harness:
             max_step_tokens=max_step_tokens,
             snapshots=[[] for _ in range(snapshots)] if snapshots else None,
             compute_us=compute_us,
+            image_block=self.config.vision.block,
         )
         self.acks = GroupAcks(ranks)
         self.depth = depth
@@ -333,4 +334,5 @@ class Harness:
             max_step_tokens=old.max_step_tokens,
             snapshots=None if old.snapshots is None else [[-1] for _ in old.snapshots],
             compute_us=old.compute_us,
+            image_block=old.image_block,
         )
