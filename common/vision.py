@@ -17,7 +17,8 @@ if TYPE_CHECKING:
 
 # `model_type` of config.json, and of the encoder within it where there are several that go with a family.
 SEEING_FAMILIES: Final = {
-    "idefics3": None, "smolvlm": None, "qwen2_5_vl": None, "qwen3_vl": None, "mistral3": "pixtral", "llava": "pixtral",
+    "gemma3": "siglip_vision_model", "idefics3": None, "smolvlm": None, "qwen2_5_vl": None, "qwen3_vl": None,
+    "mistral3": "pixtral", "llava": "pixtral",
 }  # fmt: skip
 # Files of `transformers` with the settings of a model's processor.
 PROCESSOR_FILES: Final = ("processor_config.json", "preprocessor_config.json")
@@ -46,7 +47,7 @@ def seeing_model(settings: Settings) -> Path | None:
 
 
 def placeholder_id(config: Mapping[str, Any]) -> int:
-    """Return the token that stands for an image in the texts of a model, by its config.json.
+    """Return the token that stands for each embedding of an image, by config.json.
 
     Raises:
         ConfigurationError: the file has none.
@@ -55,6 +56,20 @@ def placeholder_id(config: Mapping[str, Any]) -> int:
         if isinstance(config.get(name), int):
             return int(config[name])
     raise ConfigurationError("config.json has no 'image_token_id'")
+
+
+def mark_id(config: Mapping[str, Any]) -> int:
+    """Return the token that stands for a whole image in chat templates and prompts, by config.json.
+
+    In Gemma 3 it is the one before an image's placeholders, elsewhere a placeholder.
+
+    Raises:
+        ConfigurationError: the file has none.
+    """
+    for name in ("boi_token_id", "boi_token_index"):
+        if isinstance(config.get(name), int):
+            return int(config[name])
+    return placeholder_id(config)
 
 
 def _problem(settings: Settings, directory: Path) -> str | None:

@@ -26,7 +26,7 @@ from common.runtime import collect_garbage_rarely, drained, run_service
 from common.settings import Settings, load_settings
 from common.tokenization import load_served_model
 from common.tokenization.directory import read_json
-from common.vision import placeholder_id, seeing_model
+from common.vision import mark_id, placeholder_id, seeing_model
 from protos.gen.pando.v1 import sessions_pb2_grpc, tokenizer_pb2_grpc
 from services.tokenizer import metrics
 from services.tokenizer.chat_template import ChatTemplates
@@ -113,7 +113,8 @@ def build_images(settings: Settings, model: TextModel) -> tuple[ImagePool | None
         return None, NoImages()
     rules = settings.tokenizer.images
     try:
-        token_id = placeholder_id(read_json(directory / "config.json"))
+        config = read_json(directory / "config.json")
+        token_id, mark = placeholder_id(config), mark_id(config)
         token = model.tokenizer.id_to_token(token_id)
         if token is None:
             raise ConfigurationError(f"{directory}: the tokenizer has no token {token_id}, the placeholder of images")
@@ -125,7 +126,7 @@ def build_images(settings: Settings, model: TextModel) -> tuple[ImagePool | None
         return None, NoImages()
     limits = ChildLimits(rules.max_pixels, rules.memory_bytes, rules.timeout_s)
     pool = ImagePool(directory, processor, limits, rules.processes, rules.timeout_s)
-    return pool, PreparedPrompts(pool, model.tokenizer, token_id)
+    return pool, PreparedPrompts(pool, model.tokenizer, mark, token_id)
 
 
 def build(

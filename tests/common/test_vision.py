@@ -9,7 +9,7 @@ import pytest
 
 from common.errors import ConfigurationError
 from common.settings import ModelSettings, SchedulerSettings, Settings
-from common.vision import SEEING_FAMILIES, placeholder_id, seeing_model
+from common.vision import SEEING_FAMILIES, mark_id, placeholder_id, seeing_model
 from services.tokenizer.images.registry import READERS
 from services.worker.engine.vision.registry import vision_families
 
@@ -54,6 +54,7 @@ def test_nothing_is_seen_that_is_turned_off_or_made_up(tmp_path: Path, load_form
     [
         ({"model_type": "llama"}, True, 1, "'llama' take no images"),
         ({"model_type": "llava", "vision_config": {"model_type": "clip_vision_model"}}, True, 1, "clip_vision_model"),
+        ({"model_type": "gemma3", "vision_config": {"model_type": "clip_vision_model"}}, True, 1, "clip_vision_model"),
         (SEEING, False, 1, "has no processor_config.json or preprocessor_config.json"),
         (SEEING, True, 2, "pipeline_parallel"),
         ({**SEEING, "architectures": ["XForSequenceClassification"], "id2label": {"0": "a"}}, True, 1, "classifiers"),
@@ -72,3 +73,8 @@ def test_the_placeholder_has_two_names_in_files() -> None:
     assert placeholder_id({"image_token_id": 3}) == placeholder_id({"image_token_index": 3}) == 3
     with pytest.raises(ConfigurationError, match="image_token_id"):
         placeholder_id({})
+
+
+def test_an_image_may_have_another_mark_than_its_embeddings() -> None:
+    assert mark_id({"image_token_id": 3}) == 3
+    assert mark_id({"image_token_index": 3, "boi_token_index": 5}) == 5

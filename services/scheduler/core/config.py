@@ -117,8 +117,9 @@ def resolve_core(settings: SchedulerSettings, capacity: EngineCapacity) -> CoreC
     if capacity.image_block and settings.max_step_tokens < settings.max_rows + capacity.image_block:
         raise ConfigurationError(
             f"scheduler.max_step_tokens ({settings.max_step_tokens}) must be at least scheduler.max_rows "
-            f"({settings.max_rows}) and {capacity.image_block}: the tokens of an image of this model attend to each other, "
-            "so that a step has to carry all of them beside one token of every running row; or set model.images = off"
+            f"({settings.max_rows}) and {capacity.image_block}: the tokens of an image of this model attend to each "
+            "other, so that a step has to carry all of them beside one token of every running row; or set "
+            "model.images = off"
         )
     stages, draft_tokens = settings.pipeline_parallel, _draft_tokens(settings.speculation, capacity)
     return CoreConfig(

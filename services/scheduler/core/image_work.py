@@ -45,7 +45,7 @@ class ImageWork:
     in what is left of the step's tokens, or of its `step_embeddings`. The first image of a step is encoded regardless
     of its size, as the encoder cannot cut one; then the chunk computes a single token of it if no more are left.
 
-    Where tokens of an image attend to each other (`VisionLimits.block`), chunks begin and end beside such runs of tokens.
+    Where tokens of an image attend to each other (`VisionLimits.block`), chunks begin and end beside these runs.
     """
 
     def __init__(self, outputs: EncoderOutputs, limits: VisionLimits) -> None:

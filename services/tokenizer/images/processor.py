@@ -61,8 +61,11 @@ class ImagePlan:
     frames: int
     """How often the encoder takes each part, one after the other."""
     text: str
-    """The text that stands in the prompt in place of a single placeholder; it has a placeholder for each embedding."""
+    """The text that stands in the prompt in place of the mark of an image; it has a placeholder for each embedding."""
     embeddings: int
+    before: str = ""
+    after: str = ""
+    """Plain texts around `text`, whose tokens depend on what stands beside them."""
 
 
 class PictureCutter(Protocol):
@@ -121,13 +124,15 @@ class ImageProcessor:
 
 @dataclass(frozen=True, slots=True)
 class PreparedImage:
-    """A picture as the scheduler and the workers get it; `text` stands for it in the prompt."""
+    """A picture as the scheduler and the workers get it; its texts stand for it in the prompt, see `ImagePlan`."""
 
     digest: bytes
     grid: Grid
     pixels: PackedPixels
     text: str
     embeddings: int
+    before: str = ""
+    after: str = ""
 
 
 def prepared(processor: ImageProcessor, grid: Grid, values: bytes) -> PreparedImage:
@@ -145,7 +150,7 @@ def prepared(processor: ImageProcessor, grid: Grid, values: bytes) -> PreparedIm
     digest.update(repr(grid).encode())
     digest.update(values)
     pixels = PackedPixels(array, processor.table, plan.frames, plan.pixels)
-    return PreparedImage(digest.digest(), grid, pixels, plan.text, plan.embeddings)
+    return PreparedImage(digest.digest(), grid, pixels, plan.text, plan.embeddings, plan.before, plan.after)
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
@@ -10,6 +11,7 @@ import numpy as np
 from common.errors import InvalidRequestError
 from common.images import image_ids
 from common.types import RowImage
+from services.tokenizer.special_text import SpecialText
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -73,18 +75,23 @@ class PreparedPrompts:
 
     are_taken = True
 
-    def __init__(self, pool: ImagePool, tokenizer: Tokenizer, placeholder: int) -> None:
-        """`placeholder` is the token that stands for an image in the model's texts, and for each of its embeddings."""
+    def __init__(self, pool: ImagePool, tokenizer: Tokenizer, mark: int, placeholder: int) -> None:
+        """`mark` is the token that stands for an image in prompts, `placeholder` the one for each of its embeddings."""
         self._pool = pool
         self._tokenizer = tokenizer
+        self._mark = mark
         self._placeholder = placeholder
+        self._special = SpecialText(tokenizer)
+        self._special_ids = [
+            token_id for token_id, token in tokenizer.get_added_tokens_decoder().items() if token.special
+        ]
 
     async def place(
         self, subject: Subject, token_ids: TokenIds, files: Sequence[ImageFile], param: str
     ) -> PlacedPrompt:
-        places = np.flatnonzero(token_ids == self._placeholder)
+        places = np.flatnonzero(token_ids == self._mark)
         if places.size != len(files):
-            token = self._tokenizer.id_to_token(self._placeholder)
+            token = self._tokenizer.id_to_token(self._mark)
             message = (
                 f"The prompt has {places.size} placeholders {token} for {len(files)} images."
                 if param == "prompt"
@@ -93,7 +100,8 @@ class PreparedPrompts:
             )
             raise InvalidRequestError(message, param=param)
         prepared = await self._pool.prepare(subject, files, param, MAX_PIXEL_BYTES)
-        return self._placed(token_ids, places.tolist(), prepared)
+        # Off the event loop: much text may stand beside an image.
+        return await asyncio.to_thread(self._placed, token_ids, places.tolist(), prepared)
 
     def shown(self, token_ids: TokenIds) -> TokenIds:
         return np.where(token_ids < 0, np.int32(self._placeholder), token_ids)
@@ -102,13 +110,43 @@ class PreparedPrompts:
         parts: list[TokenIds] = []
         images = []
         start = length = 0
+        after = ""
         for place, image in zip(places, prepared, strict=True):
-            before, own = token_ids[start:place], self._tokens_of(image)
-            offset = length + before.size + int(np.flatnonzero(own < 0)[0])
+            text, own = self._between(after, token_ids[start:place], image.before), self._tokens_of(image)
+            offset = length + text.size + int(np.flatnonzero(own < 0)[0])
             images.append(RowImage(image.digest, offset, image.embeddings, image.grid, image.pixels))
-            parts += [before, own]
-            start, length = place + 1, length + before.size + own.size
-        return PlacedPrompt(np.concatenate([*parts, token_ids[start:]]), tuple(images))
+            parts += [text, own]
+            start, length, after = place + 1, length + text.size + own.size, image.after
+        return PlacedPrompt(np.concatenate([*parts, self._between(after, token_ids[start:], "")]), tuple(images))
+
+    def _between(self, left: str, ids: TokenIds, right: str) -> TokenIds:
+        """Return the ids of text between images, with the texts that these have on its left and on its right."""
+        special = np.flatnonzero(np.isin(ids, self._special_ids))
+        if not special.size:
+            return self._joined(left, ids, right)
+        # Special tokens part texts: what is beyond them does not change.
+        first, last = special[0], special[-1] + 1
+        return np.concatenate(
+            [self._joined(left, ids[:first], ""), ids[first:last], self._joined("", ids[last:], right)]
+        )
+
+    def _joined(self, left: str, ids: TokenIds, right: str) -> TokenIds:
+        """Return `ids`, which have no special token, with texts on both sides, as all of it would be encoded at once."""
+        if not (left or right):
+            return ids
+        text = self._tokenizer.decode(ids.tolist(), skip_special_tokens=False)
+        if not np.array_equal(self._encoded(text), ids):
+            # Ids of a client, which are not those of their text, stay as they are.
+            return np.concatenate([self._encoded(left), ids, self._encoded(right)])
+        return self._encoded(left + text + right)
+
+    def _encoded(self, text: str) -> TokenIds:
+        """Return the ids of a text; names of special tokens in it are text, too."""
+        shield = self._special.shield()
+        marked = shield(text)
+        if shield.is_used:
+            return self._special.encode(marked)
+        return np.array(self._tokenizer.encode(text, add_special_tokens=False).ids, dtype=np.int32)
 
     def _tokens_of(self, image: PreparedImage) -> TokenIds:
         """Return the ids that stand for an image; special tokens are at both ends, so text beside it is separate."""

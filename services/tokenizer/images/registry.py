@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, Final
 from common.errors import ConfigurationError
 from common.tokenization.directory import read_json
 from common.vision import PROCESSOR_FILES
+from services.tokenizer.images.gemma import read_gemma
 from services.tokenizer.images.idefics import read_idefics
 from services.tokenizer.images.pixtral import read_pixtral
 from services.tokenizer.images.qwen import read_qwen
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
 
 # By `model_type`, as in `common/vision.py`.
 READERS: Final[Mapping[str, Callable[[Mapping[str, Any], Mapping[str, Any], str], ImageProcessor]]] = {
+    "gemma3": read_gemma,
     "idefics3": read_idefics,
     "smolvlm": read_idefics,
     "qwen2_5_vl": read_qwen,
@@ -29,11 +31,11 @@ READERS: Final[Mapping[str, Callable[[Mapping[str, Any], Mapping[str, Any], str]
 
 
 # What a processor's own file says beside, or in place of, that of its part for images.
-_OUTER: Final = ("patch_size", "spatial_merge_size", "image_break_token", "image_end_token")
+_OUTER: Final = ("patch_size", "spatial_merge_size", "image_break_token", "image_end_token", "image_seq_length")
 
 
 def read_processor(directory: Path, placeholder: str = "") -> ImageProcessor:
-    """Read the files of a model and of its processor; `placeholder` is the text of the token that stands for an image.
+    """Read the files of a model and of its processor; `placeholder` is the text of the token that stands for an embedding.
 
     Raises:
         ConfigurationError: the model takes no images, or its processor is not supported.

@@ -40,7 +40,7 @@ def read_config(config: JsonConfig) -> VisionConfig:
         )
     return VisionConfig(
         family=family,
-        placeholder_id=int(config.get("image_token_index", 262_144)),
+        placeholder_id=int(config.get("image_token_id", config.get("image_token_index", 262_144))),
         width=text["hidden_size"],
         hidden_size=vision.get("hidden_size", 768),
         intermediate_size=vision.get("intermediate_size", 3072),

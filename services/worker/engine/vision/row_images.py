@@ -56,7 +56,6 @@ class _Image:
     """Where tokens that see each other begin and end in the row."""
 
 
-
 @dataclass(slots=True)
 class _Row:
     images: list[_Image]

@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
+from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
+from transformers.models.gemma3.processing_gemma3 import Gemma3Processor
 from transformers.models.idefics3.image_processing_pil_idefics3 import Idefics3ImageProcessorPil
 from transformers.models.pixtral.image_processing_pil_pixtral import PixtralImageProcessorPil
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
@@ -30,6 +32,7 @@ QWEN3 = {"model_type": "qwen3_vl", "vision_config": {"patch_size": 16}}
 SMOLVLM = {"model_type": "smolvlm", "vision_config": {"image_size": 64, "patch_size": 8}, "scale_factor": 4}
 IDEFICS3 = {"model_type": "idefics3", "vision_config": {"image_size": 46, "patch_size": 5}, "scale_factor": 3}
 MISTRAL3 = {"model_type": "mistral3", "vision_config": {"patch_size": 14}, "spatial_merge_size": 2}
+GEMMA3 = {"model_type": "gemma3", "vision_config": {"image_size": 56, "patch_size": 14}, "mm_tokens_per_image": 4}
 LLAVA = {"model_type": "llava", "vision_config": {"patch_size": 16}}
 MODELS: dict[str, tuple[dict[str, Any], dict[str, Any], Callable[..., Any]]] = {
     "qwen2.5-vl": (QWEN25, {"min_pixels": 3136, "max_pixels": 200_000}, Qwen2VLImageProcessorPil),
@@ -55,6 +58,15 @@ MODELS: dict[str, tuple[dict[str, Any], dict[str, Any], Callable[..., Any]]] = {
     ),
     "mistral3": (MISTRAL3, {"size": {"longest_edge": 280}, "patch_size": 28}, PixtralImageProcessorPil),
     "llava": (LLAVA, {}, PixtralImageProcessorPil),
+    "gemma3": (GEMMA3, {"size": {"height": 56, "width": 56}, "do_pan_and_scan": None}, Gemma3ImageProcessorPil),
+    "gemma3-crops": (
+        GEMMA3,
+        {
+            "size": {"height": 56, "width": 56}, "do_pan_and_scan": True, "pan_and_scan_min_crop_size": 100,
+            "pan_and_scan_max_num_crops": 4, "pan_and_scan_min_ratio_to_activate": 1.2,
+        },
+        Gemma3ImageProcessorPil,
+    ),
 }  # fmt: skip
 SIZES = ((64, 64), (640, 427), (31, 200), (200, 31), (1, 1), (1000, 9), (333, 334), (28, 28), (1200, 300))
 
@@ -81,6 +93,8 @@ def reference(name: str, image: Any) -> tuple[np.ndarray[Any, Any], tuple[int, .
     pixels = np.asarray(made["pixel_values"])
     if "image_grid_thw" in made:
         return pixels, tuple(made["image_grid_thw"][0].tolist())
+    if "num_crops" in made:
+        return pixels, None
     if extra:
         return pixels[0], (made["rows"][0][0], made["cols"][0][0])
     return pixels[0], None
@@ -113,6 +127,12 @@ def test_a_low_detail_costs_fewer_embeddings(name: str, tmp_path: Path) -> None:
     assert low.embeddings < auto.embeddings / 3
 
 
+def test_a_low_detail_has_no_crops(tmp_path: Path) -> None:
+    processor, image = processor_of(tmp_path, "gemma3-crops"), picture(1200, 300)
+    auto, low = (prepare(processor, image, detail) for detail in (Detail.AUTO, Detail.LOW))
+    assert (auto.grid, auto.embeddings, low.grid, low.embeddings) == ((1, 4), 20, (0, 0), 4)
+
+
 @pytest.mark.parametrize(
     ("name", "changes", "words"),
     [
@@ -123,6 +143,8 @@ def test_a_low_detail_costs_fewer_embeddings(name: str, tmp_path: Path) -> None:
         ("mistral3", {"patch_size": 16}, "patches of 16"),
         ("llava", {"do_center_crop": True}, "do_center_crop"),
         ("llava", {"image_mean": [0.5]}, "3 numbers"),
+        ("gemma3", {"size": {"height": 56, "width": 28}}, "56 x 56"),
+        ("gemma3", {"image_seq_length": 256}, "256 embeddings of a picture, but the model has 4"),
     ],
 )
 def test_settings_that_do_not_suit_the_model_are_refused(
@@ -155,3 +177,15 @@ def test_the_tokens_of_tiles_are_laid_out_as_in_training(tmp_path: Path) -> None
     for grid in ((1, 0), (-1, 2)):
         with pytest.raises(ValueError, match="a grid of"):
             processor.plan(grid)
+
+
+def test_the_texts_of_pictures_and_their_crops_are_those_of_the_reference(tmp_path: Path) -> None:
+    # What the reference's constructor makes of a tokenizer's tokens.
+    made = object.__new__(Gemma3Processor)
+    made.full_image_sequence = "\n\n<start_of_image>" + 4 * "<image>" + "<end_of_image>\n\n"
+    processor = processor_of(tmp_path, "gemma3-crops")
+    for grid in ((0, 0), (1, 2), (4, 1)):
+        plan = processor.plan(grid)
+        assert plan.before + plan.text + plan.after == made.replace_image_token({"num_crops": [grid[0] * grid[1]]}, 0)
+        assert plan.text.startswith("<start_of_image>")
+        assert plan.text.endswith("<end_of_image>")

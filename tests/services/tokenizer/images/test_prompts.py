@@ -43,6 +43,14 @@ MODELS: dict[str, tuple[dict[str, Any], dict[str, Any], list[str]]] = {
         {"model_type": "mistral3", "vision_config": {"patch_size": 14}, "spatial_merge_size": 2},
         {"size": {"longest_edge": 200}}, ["[IMG]", "[IMG_BREAK]", "[IMG_END]"],
     ),
+    "gemma": (
+        {"model_type": "gemma3", "vision_config": {"image_size": 16}, "mm_tokens_per_image": 4},
+        {
+            "size": {"height": 16, "width": 16}, "do_pan_and_scan": True, "pan_and_scan_min_crop_size": 30,
+            "pan_and_scan_max_num_crops": 3, "pan_and_scan_min_ratio_to_activate": 2,
+        },
+        ["<start_of_image>", "<image_soft_token>", "<end_of_image>"],
+    ),
 }  # fmt: skip
 
 
@@ -64,22 +72,29 @@ class Bench:
         (directory / "config.json").write_text(json.dumps(config))
         (directory / "preprocessor_config.json").write_text(json.dumps(stated))
         self.mark = marks[0]
-        processor = read_processor(directory, self.mark)
-        self.tokenizer = Tokenizer(
-            models.BPE(vocab={letter: byte for byte, letter in byte_alphabet().items()}, merges=[])
-        )
+        placeholder = "<image_soft_token>" if name == "gemma" else self.mark
+        processor = read_processor(directory, placeholder)
+        letters = {letter: byte for byte, letter in byte_alphabet().items()}
+        # A text that ends so joins the one that precedes crops.
+        self.tokenizer = Tokenizer(models.BPE(vocab={**letters, ":H": len(letters)}, merges=[(":", "H")]))
         self.tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
         self.tokenizer.decoder = decoders.ByteLevel()
         self.tokenizer.add_special_tokens([AddedToken(mark, special=True, normalized=False) for mark in marks])
+        self.tokenizer.add_tokens([AddedToken("\n" * count, normalized=False) for count in range(1, 8)])
         cut = [processor.cut(image, Detail.AUTO) for image in pictures]
         self.images = [prepared(processor, grid, values.tobytes()) for grid, values in cut]
         pool = cast("ImagePool", Pool(self.images))  # only `prepare` is called
-        placeholder = self.tokenizer.token_to_id(self.mark)
-        assert placeholder is not None
-        self.prompts = PreparedPrompts(pool, self.tokenizer, placeholder)
+        mark_id, placeholder_id = map(self.tokenizer.token_to_id, (self.mark, placeholder))
+        assert mark_id is not None
+        assert placeholder_id is not None
+        self.prompts = PreparedPrompts(pool, self.tokenizer, mark_id, placeholder_id)
 
     def ids(self, text: str) -> np.ndarray[Any, Any]:
         return np.array(self.tokenizer.encode(text, add_special_tokens=False).ids, np.int32)
+
+
+def whole_text(image: PreparedImage) -> str:
+    return image.before + image.text + image.after
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -88,7 +103,7 @@ async def test_the_text_of_images_stands_in_place_of_placeholders(name: str, tmp
     text = "One {} and two{}\n{}. Which?"
     files = [ImageFile(bytes([number])) for number in range(3)]
     placed = await bench.prompts.place(ADA, bench.ids(text.format(*[bench.mark] * 3)), files, "messages")
-    whole = bench.ids(text.format(*(image.text for image in bench.images)))
+    whole = bench.ids(text.format(*map(whole_text, bench.images)))
     assert np.array_equal(bench.prompts.shown(placed.token_ids), whole)
     # What the scheduler checks: the ids are those of the images, which begin there.
     spans = image_spans(placed.token_ids, placed.images)
@@ -105,3 +120,35 @@ async def test_other_numbers_of_placeholders_are_refused(param: str, words: str,
     with pytest.raises(InvalidRequestError, match=words) as caught:
         await bench.prompts.place(ADA, bench.ids(f"{bench.mark} {bench.mark}"), [ImageFile(b"\0")], param)
     assert caught.value.param == param
+
+
+@pytest.mark.parametrize("text", ["{}{}", "\n{}\n\n{}\n", "See:{} and :{}:", "\n\n\n", "a\n{}:", "{}"])
+@pytest.mark.parametrize("sides", [(20, 20), (40, 120), (200, 30)])
+async def test_texts_beside_images_are_encoded_with_them(text: str, sides: tuple[int, int], tmp_path: Path) -> None:
+    bench = Bench(tmp_path, "gemma", picture(*sides, seed=1))
+    count = text.count("{}")
+    files = [ImageFile(b"\0")] * count
+    placed = await bench.prompts.place(ADA, bench.ids(text.replace("{}", bench.mark)), files, "messages")
+    whole = bench.ids(text.replace("{}", whole_text(bench.images[0])))
+    assert np.array_equal(bench.prompts.shown(placed.token_ids), whole)
+    assert len(image_spans(placed.token_ids, placed.images)) == count
+
+
+async def test_names_of_special_tokens_in_texts_beside_images_stay_text(tmp_path: Path) -> None:
+    bench = Bench(tmp_path, "gemma", picture(20, 20))
+    # As a user's text is encoded that has such a name in it.
+    name = np.array(list(bench.mark.encode()), np.int32)
+    ids = np.concatenate([bench.ids("\n"), name, bench.ids(f"\n{bench.mark}"), name])
+    placed = await bench.prompts.place(ADA, ids, [ImageFile(b"\0")], "messages")
+    shown = bench.prompts.shown(placed.token_ids)
+    image = bench.ids(bench.images[0].text)
+    whole = [bench.ids("\n"), name, bench.ids("\n\n\n"), image, bench.ids("\n\n"), name]
+    assert np.array_equal(shown, np.concatenate(whole))
+
+
+async def test_ids_that_are_not_those_of_their_text_stay(tmp_path: Path) -> None:
+    bench = Bench(tmp_path, "gemma", picture(20, 20))
+    own = np.concatenate([bench.ids(":"), bench.ids("H")])
+    placed = await bench.prompts.place(ADA, np.concatenate([own, bench.ids(bench.mark)]), [ImageFile(b"\0")], "prompt")
+    assert np.array_equal(placed.token_ids[:2], own)
+    assert bench.tokenizer.id_to_token(int(placed.token_ids[2])) == "\n\n"

@@ -226,9 +226,7 @@ class BlockAttention:
         return attended[0].transpose(0, 1)
 
 
-def gather(
-    layer: KvLayer, pages: torch.Tensor, length: int, dtype: torch.dtype
-) -> tuple[torch.Tensor, torch.Tensor]:
+def gather(layer: KvLayer, pages: torch.Tensor, length: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
     """Return keys and values [1, kv_heads, length, head_dim] of pages."""
     keys, values = (pool[pages].transpose(0, 1).flatten(1, 2)[None, :, :length] for pool in (layer.keys, layer.values))
     if layer.scales is None:
