@@ -131,7 +131,7 @@ class PreparedPrompts:
         )
 
     def _joined(self, left: str, ids: TokenIds, right: str) -> TokenIds:
-        """Return `ids`, which have no special token, with texts on both sides, as all of it would be encoded at once."""
+        """Return `ids`, which have no special token, with texts on both sides, as if all of it were encoded at once."""
         if not (left or right):
             return ids
         text = self._tokenizer.decode(ids.tolist(), skip_special_tokens=False)

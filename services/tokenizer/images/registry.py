@@ -35,7 +35,7 @@ _OUTER: Final = ("patch_size", "spatial_merge_size", "image_break_token", "image
 
 
 def read_processor(directory: Path, placeholder: str = "") -> ImageProcessor:
-    """Read the files of a model and of its processor; `placeholder` is the text of the token that stands for an embedding.
+    """Read the files of a model and of its processor; `placeholder` is the text of the token of each embedding.
 
     Raises:
         ConfigurationError: the model takes no images, or its processor is not supported.

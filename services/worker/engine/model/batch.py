@@ -97,8 +97,8 @@ class ForwardBatch:
     adapters: torch.Tensor | None = None
     # None: no token of the batch is an image's
     images: PlacedImages | None = None
-    # [blocks, 4] int32 in host memory, of each picture whose tokens see each other: its row, its tokens [start, stop) in
-    # the batch, and how many of the row's keys all of them see; None: every token sees the keys up to its own
+    # [blocks, 4] int32 in host memory, of each picture whose tokens see each other: its row, its tokens [start, stop)
+    # in the batch, and how many of the row's keys all of them see; None: every token sees the keys up to its own
     blocks: torch.Tensor | None = None
     # [3, tokens] int64, coordinates of each token in time, height and width, which rotary embedding takes instead of
     # positions; None: the same as the position on each axis

@@ -5,8 +5,6 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING
 
-import torch
-
 from common.errors import ConfigurationError
 from services.worker.engine.vision.config import VisionConfig, read_activation, read_side
 from services.worker.engine.vision.encoder import VisionReader
@@ -15,6 +13,8 @@ from services.worker.engine.vision.siglip import SiglipTower
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+
+    import torch
 
     from services.worker.engine.checkpoints.interface import Checkpoint
     from services.worker.engine.kernels.interface import Kernels

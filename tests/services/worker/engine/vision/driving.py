@@ -90,7 +90,7 @@ class Session:
         return StepPlan(StepId(0), opens=(replace(opened, images=prompt.images),))
 
     def answer(self, prompts: Sequence[Prompt], borders: Sequence[int] = ()) -> list[Answer]:
-        """Compute prompts beside each other, in chunks that end at `borders` or before blocks there, and continue them."""
+        """Compute prompts beside each other, and continue them; chunks end at `borders`, or before blocks there."""
         ends = [*borders, max(len(prompt.ids) for prompt in prompts)]
         opens = [self.open(row, prompt).opens[0] for row, prompt in enumerate(prompts)]
         start = 0
