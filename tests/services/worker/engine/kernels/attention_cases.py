@@ -22,6 +22,8 @@ class Case:
     shape: AttentionShape
     rows: list[tuple[int, int]]
     seed: int
+    blocks: tuple[tuple[int, int, int], ...] = ()
+    """Tokens that see each other: a row, and the first and the last one's end among its new tokens."""
 
     @property
     def tokens(self) -> int:
@@ -46,6 +48,15 @@ class Case:
             decode_rows=sum(new == 1 for _, new in self.rows),
             max_query_length=max(new for _, new in self.rows),
             max_key_length=max(old + new for old, new in self.rows),
+            blocks=torch.tensor(
+                [
+                    (row, int(starts[row]) + first, int(starts[row]) + end, self.rows[row][0] + end)
+                    for row, first, end in self.blocks
+                ],
+                dtype=torch.int32,
+            )
+            if self.blocks
+            else None,
         )
 
     def layer(self, layout: KvLayout, dtype: torch.dtype) -> KvLayer:
@@ -73,8 +84,8 @@ class Case:
         return KvScales(0.003 + keys / 100, torch.exp2((values * 14).round() - 9))
 
     def sinks(self) -> torch.Tensor | None:
-        """Return random sinks, or None: every third case has some."""
-        if self.seed % 3:
+        """Return random sinks, or None: every third case without blocks has some."""
+        if self.seed % 3 or self.blocks:
             return None
         return torch.randn(self.shape.query_heads, generator=torch.Generator().manual_seed(self.seed + 3)) * 3
 
@@ -110,4 +121,15 @@ def cases(draw: st.DrawFn) -> Case:
         kv_heads * group, kv_heads, head_dim, page_size, window, draw(st.sampled_from([None, 0.3])),
         is_chunked=window is not None and draw(st.booleans()),
     )  # fmt: skip
-    return Case(shape, [*((old, 1) for old in decoding), *chunks], draw(st.integers(0, 2**31)))
+    blocks = draw(blocks_of(len(decoding), chunks))
+    return Case(shape, [*((old, 1) for old in decoding), *chunks], draw(st.integers(0, 2**31)), blocks)
+
+
+@st.composite
+def blocks_of(draw: st.DrawFn, decoding: int, chunks: list[tuple[int, int]]) -> tuple[tuple[int, int, int], ...]:
+    """Return blocks of tokens in some of the chunks, which come after `decoding` rows: none, one or two in each."""
+    blocks = []
+    for row, (_, new) in enumerate(chunks, decoding):
+        borders = sorted(draw(st.sets(st.integers(0, new), max_size=4)))
+        blocks += [(row, first, end) for first, end in zip(borders[::2], borders[1::2], strict=False)]
+    return tuple(blocks)

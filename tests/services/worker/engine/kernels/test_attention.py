@@ -46,14 +46,18 @@ def defined(case: Case, queries: torch.Tensor, layer: KvLayer, sinks: torch.Tens
                 first = position // (shape.window_left + 1) * (shape.window_left + 1)
             else:
                 first = max(0, position - shape.window_left)
-            seen = slice(first, position + 1)
+            end = position + 1
+            for block_row, start, stop in case.blocks:
+                if block_row == row and start <= token - int(batch.query_starts[row]) < stop:
+                    end = case.rows[row][0] + stop
+            seen = slice(first, end)
             heads = queries[token].double().view(shape.kv_heads, group, shape.head_dim)
             scores = torch.einsum("hgd,thd->hgt", heads, keys[seen]) * shape.scale
             if shape.attention_softcap is not None:
                 scores = torch.tanh(scores / shape.attention_softcap) * shape.attention_softcap
             if sinks is not None:
                 scores = torch.cat([scores, sinks.double().view(shape.kv_heads, group, 1)], dim=-1)
-            shares = scores.softmax(-1)[..., : position + 1 - first]
+            shares = scores.softmax(-1)[..., : end - first]
             outputs[token] = torch.einsum("hgt,thd->hgd", shares, values[seen]).float().flatten()
     return outputs
 
@@ -255,6 +259,23 @@ def test_a_query_gets_the_same_bits_in_every_chunk(library: CpuLibrary, window_l
             object.__setattr__(part, "page_table", batch.page_table)
             got = backend.attend(queries[old : old + new].contiguous(), layer, part)
             assert torch.equal(got, expected[old : old + new])
+
+
+@pytest.mark.parametrize("window_left", [None, 20])
+def test_a_block_gets_the_same_bits_in_every_chunk(library: CpuLibrary, window_left: int | None) -> None:
+    shape = AttentionShape(6, 2, 64, 16, window_left)
+    whole = Case(shape, [(0, 150)], seed=3, blocks=((0, 30, 95), (0, 100, 101)))
+    queries = whole.qkv()[:, : shape.query_width].contiguous()
+    for backend in backends(library, shape)[1:]:
+        layer = whole.layer(backend.layout, torch.float32)
+        expected = backend.attend(queries, layer, whole.batch())
+        part = Case(shape, [(30, 70)], seed=3, blocks=((0, 0, 65),)).batch()
+        part = replace(part, page_table=whole.batch().page_table)
+        assert torch.equal(backend.attend(queries[30:100].contiguous(), layer, part), expected[30:100])
+        causal = backend.attend(queries, layer, replace(whole.batch(), blocks=None))
+        same = (causal == expected).all(dim=1)
+        # The last token of a block sees no more than without it.
+        assert same.tolist() == [True] * 30 + [False] * 64 + [True] * 56
 
 
 def test_extreme_attention_scores_do_not_overflow(library: CpuLibrary) -> None:

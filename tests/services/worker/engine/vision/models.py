@@ -266,9 +266,10 @@ def expected(
     ids = torch.tensor([[placeholder if token < 0 else token for token in prompt.ids]])
     with torch.inference_mode():
         oracle = _oracle(directory)
+        inputs = _inputs(oracle, ids, prompt, placeholder)
         made = oracle.generate(
-            ids, **_inputs(oracle, ids, prompt, placeholder), attention_mask=torch.ones_like(ids), max_new_tokens=tokens,
-            min_new_tokens=tokens, do_sample=False, output_logits=True, return_dict_in_generate=True,
+            ids, **inputs, attention_mask=torch.ones_like(ids), max_new_tokens=tokens, min_new_tokens=tokens,
+            do_sample=False, output_logits=True, return_dict_in_generate=True,
         )  # fmt: skip
     return made.sequences[0, ids.shape[1] :].tolist(), torch.cat(made.logits)
 

@@ -256,3 +256,47 @@ def test_a_grid_of_other_tokens_than_the_image_has_is_refused() -> None:
     for grid, complaint in (((1, 4, 4), "1 x 2 x 2"), ((4, 6), "2 axes")):
         with pytest.raises(InvalidPlanError, match=complaint):
             rows.run(plan(opened(0, [5, *(-4,) * 6], replace(image(1, 0.0, 6), grid=grid))))
+
+
+def in_blocks(*images: RowImage) -> tuple[Rows, RowOpen]:
+    """Return rows of a model whose images are blocks of two tokens, and one with two such blocks in each image."""
+    rows = Rows()
+    rows.images = RowImages(rows.model, replace(CONFIG, block=2))
+    return rows, opened(0, [5, -1, -1, 4, -1, -1, 6], *(images or (image(1, 10.0, 4),)))
+
+
+def test_tokens_of_an_image_that_see_each_other_are_told_to_attention() -> None:
+    rows, row = in_blocks()
+    decoding = opened(2, [5, 5])
+    rows.compute(plan(decoding, chunks=[(2, 0, 2)]))
+    forward = rows.run(plan(row, chunks=[(0, 0, 4)]))
+    assert rows.images.have_blocks(forward)
+    blocks = rows.images.into(batch_of(forward), forward).blocks
+    assert blocks is not None
+    # The row that decodes is the first row of the batch, with one token.
+    assert blocks.tolist() == [[1, 2, 4, 3]]
+    rows.states.advance_prefill(forward.chunks.rows, forward.chunks.lengths)
+    forward = rows.run(plan(chunks=[(0, 4, 3)]))
+    (block,) = rows.images.into(batch_of(forward), forward).blocks.tolist()  # type: ignore[union-attr]  # there is one
+    assert block == [1, 1, 3, 6]
+    rows.states.advance_prefill(forward.chunks.rows, forward.chunks.lengths)
+    assert not rows.images.have_blocks(rows.run(plan()))
+
+
+@pytest.mark.parametrize("chunks", [(0, 2), (0, 5)])
+def test_chunks_that_cut_what_must_be_whole_are_refused(chunks: tuple[int, int]) -> None:
+    rows, row = in_blocks()
+    with pytest.raises(InvalidPlanError, match="must be computed in one pass"):
+        rows.run(plan(row, chunks=[(0, *chunks)]))
+
+
+def test_a_prefix_that_ends_within_an_image_is_refused() -> None:
+    rows, row = in_blocks()
+    with pytest.raises(InvalidPlanError, match="tokens 4 to 6 of an image"):
+        rows.run(plan(replace(row, computed_tokens=5), chunks=[(0, 5, 2)]))
+
+
+def test_images_in_other_runs_are_refused() -> None:
+    rows, _ = in_blocks()
+    with pytest.raises(InvalidPlanError, match="other runs than of 2"):
+        rows.run(plan(opened(0, [5, -1, 4, -1], image(1, 10.0, 2))))

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from services.worker.engine.kernels.interface import AttentionShape, KvLayer, KvLayout, KvScales, QkNorm
 from services.worker.engine.kernels.torch.attention import TorchAttention
-from tests.services.worker.engine.kernels.attention_cases import WINDOWS, Case
+from tests.services.worker.engine.kernels.attention_cases import WINDOWS, Case, blocks_of
 
 pytest.importorskip("triton", reason="its interpreter runs the programs where there is no GPU")
 
@@ -50,7 +50,8 @@ def cases(draw: st.DrawFn, *, head_dims: tuple[int, ...] = (16, 48, 64, 128, 256
     shape = AttentionShape(
         kv_heads * group, kv_heads, head_dim, page_size, window, scale, cap, is_chunked=is_chunked
     )  # fmt: skip
-    return Case(shape, [*((old, 1) for old in decoding), *chunks], draw(st.integers(0, 2**31)))
+    blocks = draw(blocks_of(len(decoding), chunks))
+    return Case(shape, [*((old, 1) for old in decoding), *chunks], draw(st.integers(0, 2**31)), blocks)
 
 
 def for_flashinfer(shape: AttentionShape) -> AttentionShape:
