@@ -6,7 +6,6 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 from PIL import Image
 
 from common.errors import ConfigurationError
@@ -79,7 +78,7 @@ class SquareCutter:
             height, width = math.floor(height / ratio), math.floor(width / ratio)
         rows, columns = ((side - 1) // self.square + 1 for side in (height, width))
         values = channels_first(scaling.resize(image, rows * self.square, columns * self.square))
-        return (rows, columns), np.ascontiguousarray(values.reshape(1, CHANNELS, -1))
+        return (rows, columns), values.reshape(1, CHANNELS, -1)
 
     def plan(self, grid: Grid) -> ImagePlan:
         """See `PictureCutter.plan`."""

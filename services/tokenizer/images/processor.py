@@ -106,12 +106,13 @@ class ImageProcessor:
         return repr(self).encode()
 
     def cut(self, image: Image.Image, detail: Detail) -> tuple[Grid, Values]:
-        """Return a picture in mode RGB as the model takes it.
+        """Return a picture in mode RGB as the model takes it; its values are contiguous.
 
         Raises:
             RefusedImageError: the model cannot take a picture of such sides.
         """
-        return self.cutter.cut(image, self.scaling, detail)
+        grid, values = self.cutter.cut(image, self.scaling, detail)
+        return grid, np.ascontiguousarray(values)
 
     def plan(self, grid: Grid) -> ImagePlan:
         """Return what follows from a grid.

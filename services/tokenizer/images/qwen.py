@@ -79,7 +79,7 @@ class PatchCutter:
         rows, columns, patch, merge = height // self.patch, width // self.patch, self.patch, self.merge
         squares = values.reshape(CHANNELS, rows // merge, merge, patch, columns // merge, merge, patch)
         patches = squares.transpose(1, 4, 2, 5, 0, 3, 6).reshape(rows * columns, CHANNELS, patch * patch)
-        return (1, rows, columns), np.ascontiguousarray(patches)
+        return (1, rows, columns), patches
 
     def plan(self, grid: Grid) -> ImagePlan:
         """See `PictureCutter.plan`."""

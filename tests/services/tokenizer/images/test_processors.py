@@ -82,6 +82,7 @@ def processor_of(directory: Path, name: str, **changes: Any) -> ImageProcessor:
 
 def prepare(processor: ImageProcessor, image: Any, detail: Detail = Detail.AUTO) -> PreparedImage:
     grid, values = processor.cut(image, detail)
+    assert values.flags.c_contiguous, "a confined process writes its memory as it is"
     return prepared(processor, grid, values.tobytes())
 
 
