@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import httpx
 import pytest
@@ -76,6 +76,37 @@ def test_a_killed_service_recovers_and_an_open_request_ends_with_answer_or_error
     assert ended[0] in ("answer", "error") or (name == "gateway" and ended[0].startswith("connection")), ended[0]
     wait_until(lambda: serves(served_fake), RECOVERY_S)
     wait_until(served_fake.is_idle, timeout_s=120, what=lambda: str(served_fake.state(include_requests=True)))
+
+
+def test_an_answer_to_a_later_turn_of_a_session_goes_on_after_its_scheduler_s_death(served_fake: Served) -> None:
+    wait_until(lambda: serves(served_fake), RECOVERY_S)
+    with served_fake.http() as http:
+        session = http.post("/open_session", json={}).json()
+        # Of the fake, a token depends on its position and the seed.
+        sampling = {"max_new_tokens": 8, "ignore_eos": True, "sampling_seed": 5}
+        body: dict[str, Any] = {
+            "input_ids": list(range(500, 520)),
+            "sampling_params": sampling,
+            "session_params": {"id": session},
+        }
+        first = http.post("/generate", json=body).json()
+        whole = [*body["input_ids"], *first["output_ids"], 7, 8, 9]
+        sampling["max_new_tokens"] = 1500
+        expected = http.post("/generate", json={"input_ids": whole, "sampling_params": sampling}).json()["output_ids"]
+        later = {"id": session, "rid": first["meta_info"]["id"]}
+        body = {"input_ids": [7, 8, 9], "sampling_params": sampling, "session_params": later, "stream": True}
+        with http.stream("POST", "/generate", json=body, timeout=100) as answer:
+            lines = answer.iter_lines()
+            wait_until(lambda: next(lines).startswith("data: "))
+            kill_and_wait_until_replaced(served_fake, "scheduler")
+            sent = [line.removeprefix("data: ") for line in lines if line]
+        assert sent[-1] == "[DONE]"
+        answered = json.loads(sent[-2])
+        assert answered["meta_info"]["prompt_tokens"] == len(whole)
+        assert answered["output_ids"] == expected
+        wait_until(lambda: serves(served_fake), RECOVERY_S)
+        body = {"input_ids": [1], "sampling_params": sampling, "session_params": later}
+        assert "is not open" in http.post("/generate", json=body).json()["error"]["message"]
 
 
 @pytest.mark.slow
