@@ -303,6 +303,8 @@ class EngineSpec:
     adapter_slots: int = 0
     # Whether the model's vision encoder is loaded, too, if it has one that is supported.
     vision: bool = False
+    # Whether only the vision encoder is loaded, and no plans run.
+    only_encodes: bool = False
     # Embeddings that are kept as outputs of the vision encoder (`RowImage.output`), at most.
     kept_embeddings: int = 0
     # Whether what a row gets must be the same to the last bit in every batch.
@@ -417,6 +419,8 @@ class EngineCapacity:
     embedding_bytes: int = 0
     # Tokens of an image that see each other, and so belong in one chunk; 0: chunks may cut images anywhere.
     image_block: int = 0
+    # Of what decides about embeddings; replaced with the weights, hence not compared.
+    encoder_identity: str = field(default="", compare=False)
     # Other than the fingerprint, the same for any number of ranks; replaced with the weights, hence not compared.
     kv_identity: str = field(default="", compare=False)
     # Measured at start-up, hence not compared; 0: not measured.

@@ -89,6 +89,10 @@ CALLERS: Mapping[str, Callers] = {
         "/pando.v1.Worker/ReadPages": _WORKER,
         "/pando.v1.Worker/MapPages": _WORKER,
         "/pando.v1.Worker/ReadMappedPages": _WORKER,
+        "/pando.v1.Worker/Encode": _SCHEDULER,
+        "/pando.v1.Worker/FetchEmbeddings": _SCHEDULER,
+        # Of the group for which this worker encodes, with a ticket from its scheduler.
+        "/pando.v1.Worker/ReadEmbeddings": _WORKER,
         "/pando.v1.Worker/GetState": _SCHEDULER | _OPERATOR,
         "/pando.v1.Worker/StartProfile": _OPERATOR,
         "/pando.v1.Worker/StopProfile": _OPERATOR,

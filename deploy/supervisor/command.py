@@ -79,7 +79,7 @@ def main(argv: Sequence[str]) -> int:
         settings, arguments = read_arguments(argv)
         # A missing model is reported here, rather than in the log of the first service that reads it.
         settings = pin_models(settings, arguments.tp, download_report(as_json=settings.log.format == "json"))
-        replicas = Replicas(arguments.tokenizers, arguments.detokenizers, arguments.roles)
+        replicas = Replicas(arguments.tokenizers, arguments.detokenizers, arguments.roles, arguments.encoders)
         layout, directory = lay_out(settings, arguments.tp, arguments.run_directory, replicas)
     except ConfigurationError as error:
         sys.stderr.write(f"pando up: {error}\n")
@@ -155,6 +155,14 @@ def _add_own_arguments(parser: argparse.ArgumentParser) -> None:
     for kind in ("tokenizers", "detokenizers"):
         text = f"{kind} of each model, which share its requests (default 1)"
         parser.add_argument(f"--{kind}", type=int, default=1, metavar="N", help=text)
+    parser.add_argument(
+        "--encoders",
+        type=int,
+        default=0,
+        metavar="N",
+        help="workers of each scheduler group that only encode images, so that its rows do not wait for that; sets "
+        "scheduler.encoders (default 0)",
+    )
     parser.add_argument(
         "--roles",
         type=read_roles,

@@ -98,6 +98,13 @@ class Replicas:
     tokenizers: int = 1
     detokenizers: int = 1
     groups: tuple[PlannedGroup, ...] = (PlannedGroup(),)
+    # Workers of each scheduler group that only encode images.
+    encoders: int = 0
+
+    @property
+    def total_encoders(self) -> int:
+        """Number of encoders of all scheduler groups of a model."""
+        return self.encoders * len(self.groups)
 
     @property
     def roles(self) -> tuple[GroupRole, ...]:
@@ -144,6 +151,8 @@ def plan_layout(settings: Settings, run_directory: Path, ranks: int = 1, replica
         ConfigurationError: the directory's path is too long for sockets, there are fewer than 1 ranks, tokenizers or
             detokenizers, or models conflict with each other.
     """
+    if replicas.encoders < 0:
+        raise ConfigurationError(f"a scheduler group cannot have {replicas.encoders} encoders")
     if replicas.tokenizers < 1 or replicas.detokenizers < 1:
         raise ConfigurationError("at least 1 tokenizer and 1 detokenizer are required")
     if ranks < 1:
@@ -164,7 +173,7 @@ def plan_layout(settings: Settings, run_directory: Path, ranks: int = 1, replica
     deployed = deploy_models(settings, ranks)
     check_metrics_ports(settings.gateway, [model.settings for model in deployed])
     at_once = max if takes_turns else sum
-    total = at_once(sum(replicas.ranks_of(model)) for model in deployed)
+    total = at_once(sum(replicas.ranks_of(model)) + replicas.total_encoders for model in deployed)
     placed = [_place(model, run_directory, total, replicas) for model in deployed]
     port = settings.gateway.port or free_port(settings.gateway.host)
     host = _reachable(settings.gateway.host)
@@ -214,7 +223,8 @@ class _Placed:
 class _Group:
     """A scheduler and its ranks, by their names.
 
-    `workers` is the ranks' common name, `first_rank` the number of ranks in the groups before this one.
+    `workers` is the ranks' common name, `first_rank` the number of ranks in the groups before this one. `encoders` are
+    workers that only encode images for it.
     """
 
     role: GroupRole
@@ -222,6 +232,7 @@ class _Group:
     workers: str
     ranks: Sequence[str]
     first_rank: int
+    encoders: Sequence[str]
 
     @property
     def manifest(self) -> str:
@@ -231,16 +242,19 @@ class _Group:
 
 def _place(model: DeployedModel, run_directory: Path, total_ranks: int, replicas: Replicas) -> _Placed:
     count, sizes = len(replicas.groups), replicas.ranks_of(model)
+    encoders = [_numbered(name, replicas.encoders) for name in _numbered("encoder", count)]
     groups = [
-        _Group(group.role, scheduler, worker, _numbered(worker, size), before)
-        for group, scheduler, worker, size, before in zip(
+        _Group(group.role, scheduler, worker, _numbered(worker, size), before, own if replicas.encoders else ())
+        for group, scheduler, worker, size, before, own in zip(
             replicas.groups, _numbered("scheduler", count), _numbered("worker", count), sizes,
-            itertools.accumulate(sizes[:-1], initial=0), strict=True,
+            itertools.accumulate(sizes[:-1], initial=0), encoders, strict=True,
         )
     ]  # fmt: skip
+    encoder_names = [name for group in groups for name in group.encoders]
     tokenizers = _numbered("tokenizer", replicas.tokenizers)
     detokenizers = _numbered("detokenizer", replicas.detokenizers)
-    names = (*detokenizers, *tokenizers, *(name for group in groups for name in (group.scheduler, *group.ranks)))
+    of_groups = (name for group in groups for name in (group.scheduler, *group.ranks))
+    names = (*detokenizers, *tokenizers, *of_groups, *encoder_names)
     sockets = {name: _socket(run_directory, model.prefix.replace("/", ".") + name) for name in names}
     settings = suited(model.settings)
     rendezvous = {group.scheduler: f"127.0.0.1:{free_port('127.0.0.1')}" for group in groups}
@@ -258,6 +272,7 @@ def _place(model: DeployedModel, run_directory: Path, total_ranks: int, replicas
         if of is not None:
             connected: dict[str, object] = {
                 "workers": tuple(sockets[rank] for rank in of.ranks),
+                "encoders": tuple(sockets[name] for name in of.encoders) or own.scheduler.encoders,
                 "rendezvous": rendezvous[of.scheduler],
                 "role": of.role.value,
             }
@@ -283,6 +298,8 @@ def _place(model: DeployedModel, run_directory: Path, total_ranks: int, replicas
                 for group in groups
                 for rank, name in enumerate(group.ranks)
             ),
+            # After the ranks of all groups, on devices of their own where there are several.
+            *(spec(name, "worker", Stage.COMPUTE, sum(sizes) + number) for number, name in enumerate(encoder_names)),
             *(spec(name, "detokenizer", Stage.COMPUTE, number) for number, name in enumerate(detokenizers)),
             *(
                 spec(group.scheduler, "scheduler", Stage.CONTROL, number, settings.scheduler.drain_s, group)

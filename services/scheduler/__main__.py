@@ -29,6 +29,7 @@ from services.scheduler.credentials import Credentials, read_token
 from services.scheduler.decision_log import DecisionLog
 from services.scheduler.disaggregation.prefill_client import PrefillClient
 from services.scheduler.disaggregation.prefill_server import PrefillServer
+from services.scheduler.encoder_desk import EncoderDesk
 from services.scheduler.fleet_desk import FleetDesk, rules_of
 from services.scheduler.group import WorkerGroup
 from services.scheduler.loop import SchedulerLoop
@@ -97,8 +98,11 @@ async def serve_with(settings: Settings, stopping: asyncio.Event, decisions: Dec
         lambda address, name: open_channel(address, security, name or None),
         settings.scheduler.prefill_min_tokens,
     )
-    works = [group.run(), outlets.run(), loop.run(), waker.run(), loop.prefills.run()]
-    works += publish_kv_events(settings, loop, fleet[1] if fleet else None)
+    works = [
+        group.run(), outlets.run(), loop.run(), waker.run(), loop.prefills.run(),
+        *use_encoders(settings.scheduler, security, loop, group),
+        *publish_kv_events(settings, loop, fleet[1] if fleet else None),
+    ]  # fmt: skip
     desk = make_desk(settings, loop)
     if desk is not None:
         service.verdicts = desk.verdicts
@@ -159,15 +163,42 @@ def make_group(settings: Settings, security: Security, loop: SchedulerLoop) -> W
     """Return the worker group in the settings.
 
     Raises:
-        ConfigurationError: see `check_ranks`.
+        ConfigurationError: see `check_ranks` and `check_encoders`.
     """
     check_ranks(settings.scheduler)
+    check_encoders(settings)
     channels = [partial(open_channel, address, security) for address in settings.scheduler.workers]
     turns = settings.scheduler.device_turns
     level = SleepLevel(turns.level) if turns.enabled else None
     return WorkerGroup(
         channels, engine_spec(settings), loop, settings.scheduler.worker_timeout_s, loop.adapters.restore, level
     )
+
+
+def use_encoders(
+    settings: SchedulerSettings, security: Security, loop: SchedulerLoop, group: WorkerGroup
+) -> list[Coroutine[None, None, None]]:
+    """Let `loop` use workers that only encode images, if the settings name any; return what has to run for that."""
+    if not settings.encoders:
+        return []
+    connect = partial(open_channel, security=security)
+    desk = loop.encoders = EncoderDesk(settings.encoders, connect, loop, group, settings.vision.step_embeddings)
+    return [desk.run()]
+
+
+def check_encoders(settings: Settings) -> None:
+    """Raise ConfigurationError if workers that only encode images would have nothing to do."""
+    scheduler = settings.scheduler
+    if not scheduler.encoders:
+        return
+    if not engine_spec(settings).vision:
+        raise ConfigurationError("scheduler.encoders requires a model with images, in one pipeline stage")
+    if not scheduler.vision.kept_embeddings:
+        raise ConfigurationError(
+            "scheduler.encoders requires scheduler.vision.kept_embeddings: room for what the workers read from them"
+        )
+    if scheduler.device_turns.enabled:
+        raise ConfigurationError("scheduler.encoders is not available for models that take turns on a device")
 
 
 def check_ranks(settings: SchedulerSettings) -> None:

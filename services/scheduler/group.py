@@ -185,6 +185,11 @@ class WorkerGroup:
         await self.ranks[self._sampler].prepare(grammar)
 
     @property
+    def spec(self) -> EngineSpec:
+        """What the ranks are configured with, but for their numbers."""
+        return self._spec
+
+    @property
     def weights(self) -> LoadedWeights:
         """The weights that the group is configured with."""
         return LoadedWeights(self._spec.model, self._spec.load_format, self._spec.weight_version or DEFAULT_VERSION)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import secrets
 import time
 from dataclasses import replace
 from typing import TYPE_CHECKING, Protocol
@@ -51,6 +52,8 @@ if TYPE_CHECKING:
     from common.transfers import TransferAck
     from common.types import ReplyTo, ScheduleRequest, SessionGrant, SessionWish, View
     from services.scheduler.cache.interface import PrefixCache
+    from services.scheduler.core.encodings import Encoding
+    from services.scheduler.core.image_work import ImageWork
     from services.scheduler.core.output import EndedChoice
     from services.scheduler.core.sequence import PrefillFollower, Sequence
     from services.scheduler.core.sessions import Sessions
@@ -60,6 +63,8 @@ if TYPE_CHECKING:
     from services.scheduler.rank import LoadedWeights
 
 HOUSEKEEPING_INTERVAL_S = 0.25
+# Of the first number of an output of the vision encoder; numbers have 64.
+OUTPUT_BITS = 62
 # Paths of the cache's tree, of each kind, whose invariants housekeeping checks: about 0.1 % of a core.
 CHECKED_PATHS = 8
 # Seconds without workers after which requests are handed back for another group; ranks that restart after an error of a
@@ -80,6 +85,17 @@ class RemotePrefills(Protocol):
 
     def consider(self, core: SchedulerCore, sequence: Sequence) -> None:
         """Have a new request's prompt computed elsewhere if that pays."""
+
+
+class ApartEncoders(Protocol):
+    """Has images encoded by workers that do nothing else."""
+
+    @property
+    def room(self) -> int:
+        """Embeddings that they may have to compute at a time; 0: none of them serves."""
+
+    def start(self, core: SchedulerCore, encoding: Encoding) -> None:
+        """Have an image encoded, and its embeddings kept by all ranks; then `finish` its encoding in any case."""
 
 
 class SchedulerLoop:
@@ -148,6 +164,8 @@ class SchedulerLoop:
         self._role = GroupRole(settings.role)
         # Has prompts computed by other groups; None: it never does.
         self.prefills: RemotePrefills | None = None
+        # Encodes images apart from the workers; None: nothing does.
+        self.encoders: ApartEncoders | None = None
         self._log = get_logger("loop")
 
     def connect(self, group: WorkerGroup, outlets: Outlets) -> None:
@@ -366,7 +384,7 @@ class SchedulerLoop:
             self._judge_loss(self.core, engine_failed=engine_failed)
             self._recovery.start(self.core)
         else:
-            config = resolve_core(self._settings, capacity)
+            config = resolve_core(self._settings, capacity, secrets.randbits(OUTPUT_BITS))
             rules = resolve_cache(
                 self._settings.cache,
                 capacity.device,
@@ -530,7 +548,12 @@ class SchedulerLoop:
             return
         if self.can_serve and (self.core.in_flight < self.core.config.plans_in_flight or self.core.overtakes):
             started = time.thread_time()
+            encodings = self.core.memory.images.encodings
+            encodings.room = self.encoders.room if self.encoders else 0
             plan = self.core.plan(self.now, self.core.memory.cache.epoch)
+            for encoding in encodings.take_begun():
+                assert self.encoders is not None, "without encoders there is no room"
+                self.encoders.start(self.core, encoding)
             if plan is not None:
                 self._group.send(plan)
                 for opened in plan.opens:
@@ -650,6 +673,17 @@ class SchedulerLoop:
             self._log.error("memory.snapshot_leak", slots=accounts.unaccounted_references)
             core.memory.repair_snapshots()
 
+    def _report_images(self, images: ImageWork) -> None:
+        encodings, outputs = images.encodings, images.outputs
+        metrics.ENCODED_IMAGES.set(images.encoded_images)
+        metrics.IMAGES_ENCODED_APART.labels("done").set(encodings.encoded_images)
+        metrics.IMAGES_ENCODED_APART.labels("failed").set(encodings.failed_images)
+        metrics.REUSED_IMAGES.set(images.reused_images)
+        metrics.EVICTED_IMAGES.set(outputs.evicted)
+        metrics.KEPT_EMBEDDINGS.set(outputs.embeddings)
+        embedding_bytes = self._capacity.embedding_bytes if self._capacity else 0
+        metrics.KEPT_EMBEDDING_BYTES.set(outputs.embeddings * embedding_bytes)
+
     def _check_accounts(self, core: SchedulerCore) -> None:
         accounts = core.memory.account(core.rows)
         for state in STATES:
@@ -665,12 +699,7 @@ class SchedulerLoop:
         metrics.DRAFTS.set(core.speculation.drafts)
         metrics.DRAFTED_TOKENS.set(core.speculation.drafted_tokens)
         metrics.ACCEPTED_TOKENS.set(core.speculation.accepted_tokens)
-        metrics.ENCODED_IMAGES.set(core.memory.images.encoded_images)
-        metrics.REUSED_IMAGES.set(core.memory.images.outputs.found)
-        kept = core.memory.images.outputs.embeddings
-        metrics.EVICTED_IMAGES.set(core.memory.images.outputs.evicted)
-        metrics.KEPT_EMBEDDINGS.set(kept)
-        metrics.KEPT_EMBEDDING_BYTES.set(kept * self._capacity.embedding_bytes if self._capacity else 0)
+        self._report_images(core.memory.images)
         metrics.SESSIONS.set(len(core.sessions))
         metrics.SESSION_TOKENS.set(core.sessions.pinned_tokens)
         metrics.SESSION_PINS_YIELDED.set(core.sessions.yielded)

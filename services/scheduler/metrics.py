@@ -54,6 +54,12 @@ DRAFTED_TOKENS = Gauge(
 ACCEPTED_TOKENS = Gauge("pando_scheduler_accepted_draft_tokens", "Those of them that were accepted, since start.")
 DRAFTS = Gauge("pando_scheduler_drafts", "Drafts that passes have verified, since start.")
 ENCODED_IMAGES = Gauge("pando_scheduler_encoded_images", "Images that plans have had encoded, since start.")
+IMAGES_ENCODED_APART = Gauge(
+    "pando_scheduler_images_encoded_apart",
+    "Images that workers which only encode were asked for, since start, by outcome: done or failed.",
+    ["outcome"],
+)
+ENCODERS = Gauge("pando_scheduler_encoders", "Workers that only encode images and serve now.")
 REUSED_IMAGES = Gauge(
     "pando_scheduler_reused_images", "Images whose kept embeddings were used instead of encoding them, since start."
 )

@@ -5,10 +5,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from common.errors import PandoError
+import grpc
+
+from common.errors import PandoError, UnavailableError
 from common.logs import get_logger
 from common.rpc.handshake import check_server
 from common.rpc.options import CONNECT_TIMEOUT_MS
@@ -18,16 +20,21 @@ from common.steps import SleepLevel
 from common.wire.adapters import adapter_from_wire, adapter_to_wire
 from common.wire.requests import grammar_to_wire
 from protos.gen.pando.v1 import worker_pb2, worker_pb2_grpc
-from services.scheduler.wire.steps import capacity_from_wire, plan_to_wire, result_from_wire, spec_to_wire
+from services.scheduler.wire.steps import (
+    capacity_from_wire,
+    image_to_wire,
+    plan_to_wire,
+    result_from_wire,
+    spec_to_wire,
+)
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Iterable, Iterator
 
-    import grpc
-
     from common.adapters import AdapterInfo
     from common.grammars import Grammar
     from common.steps import EngineCapacity, EngineSpec, SleepPart, StepPlan, StepResult
+    from common.types import EncoderOutputId, RowImage
 
 STATE_TIMEOUT_S = 5.0
 # Of an attempt to find the rank; the next one uses another connection.
@@ -41,6 +48,12 @@ PREPARE_TIMEOUT_S = 120.0
 SLEEP_TIMEOUT_S = 600.0
 # Covers the download of an adapter.
 READ_TIMEOUT_S = 900.0
+
+
+# Covers the images that wait at the encoder before this one.
+ENCODE_TIMEOUT_S = 60.0
+# Far longer than a rank waits for an encoder that is silent: it must have given up before the output is dropped.
+FETCH_TIMEOUT_S = 60.0
 
 
 class RankLostError(Exception):
@@ -194,6 +207,37 @@ class RankConnection:
         """
         request = worker_pb2.RevokePagesRequest(lease=lease)
         await answered(self._stub.RevokePages(request, timeout=STATE_TIMEOUT_S))
+
+    @contextlib.asynccontextmanager
+    async def encoding(self, ticket: bytes, image: RowImage) -> AsyncIterator[None]:
+        """Have an image encoded by a worker that only encodes; within the context, its embeddings can be read.
+
+        Raises:
+            PandoError: it cannot be encoded, or the worker is unreachable.
+            TimeoutError: it takes too long.
+        """
+        # The digest is nothing that the worker needs to know.
+        message = image_to_wire(replace(image, digest=b"", offset=0, output=None))
+        call = self._stub.Encode(worker_pb2.EncodeRequest(ticket=ticket, image=message))
+        try:
+            async with asyncio.timeout(ENCODE_TIMEOUT_S):
+                answer = await answered(call.read())
+            if answer is grpc.aio.EOF:
+                raise UnavailableError("the encoder has ended the call")
+            yield
+        finally:
+            call.cancel()
+
+    async def fetch_embeddings(self, output: EncoderOutputId, encoder: str, ticket: bytes, embeddings: int) -> None:
+        """Have the rank read embeddings from a worker that only encodes, and keep them as an output.
+
+        Raises:
+            PandoError: it did not, or is unreachable.
+        """
+        request = worker_pb2.FetchEmbeddingsRequest(
+            output=output, encoder=encoder, ticket=ticket, embeddings=embeddings
+        )
+        await answered(self._stub.FetchEmbeddings(request, timeout=FETCH_TIMEOUT_S))
 
     async def prepare(self, grammar: Grammar) -> None:
         """Compile a grammar before rows need it.

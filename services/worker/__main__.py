@@ -75,7 +75,7 @@ async def serve(settings: Settings, stopping: asyncio.Event) -> None:
         check_weights=check_weights,
     )
     server = RpcServer(NAME, settings.worker.address, security)
-    server.add(worker_pb2_grpc.add_WorkerServicer_to_server, WorkerService(rank, grammars))
+    server.add(worker_pb2_grpc.add_WorkerServicer_to_server, WorkerService(rank, grammars, peers))
     await server.start()
     await server.set_serving(True)
     get_logger("worker").info("worker.listening", address=settings.worker.address)
@@ -142,8 +142,12 @@ def make_engine(settings: WorkerSettings, library: GrammarLibrary, device: Devic
         if spec.load_format == FAKE_FORMAT:
             return FakeModel(spec, report, fake_options)
         from services.worker.engine.execution.torch_model import TorchModel
-        from services.worker.engine.loader import load_model
+        from services.worker.engine.loader import load_encoder, load_model
 
+        if spec.only_encodes:
+            from services.worker.engine.vision.vision_model import VisionModel
+
+            return VisionModel(lambda report: load_encoder(spec, report, runner_options(settings)), report)
         return TorchModel(load_model(spec, report, runner_options(settings)), spec, report, library)
 
     def prepare(spec: EngineSpec, serving: LoadedModel) -> LoadModel | None:

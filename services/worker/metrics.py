@@ -41,6 +41,9 @@ STORAGE_PAGES_TOTAL = Counter(
     "Pages of transfers with storage by direction and outcome: done, or why not.",
     ["direction", "outcome"],
 )
+ENCODED_IMAGES_TOTAL = Counter(
+    "pando_worker_encoded_images_total", "Images that this worker has encoded for the ranks of a group."
+)
 PEER_PAGES_TOTAL = Counter(
     "pando_worker_peer_pages_total", "Pages read from workers of other groups, by outcome: done or failed.", ["outcome"]
 )

@@ -15,16 +15,18 @@ from common.steps import StepResult
 from services.worker import metrics
 from services.worker.engine.execution.interface import InvalidPlanError, OutOfMemoryError
 from services.worker.expert_metrics import ExpertMetrics
+from services.worker.peers.encodings import Encodings
 from services.worker.peers.leases import PageLeases
 from services.worker.profiles import ProfileRules, Profiles
 from services.worker.session import EngineThread, ExecuteSession, SessionEndedError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterable
+    from collections.abc import Awaitable, Callable, Collection, Iterable, Sequence
     from typing import NoReturn
 
     from common.adapters import AdapterInfo
     from common.steps import EngineCapacity, EngineSpec, SleepLevel, SleepPart, StepPlan
+    from common.types import EncoderOutputId, RowImage
     from services.worker.engine.execution.interface import AdapterSize, AdapterStore, Engine, ProgressReport
     from services.worker.profiles import ProfileRecorder
 
@@ -117,6 +119,7 @@ class Rank:
         # Kept, as a task that only its loop refers to may be collected.
         self._changing: asyncio.Task[object] | None = None
         self.leases = PageLeases(lambda: engine.device_pages)
+        self.encodings = Encodings(self._encode)
         self._log = get_logger("rank")
         self.profiles = Profiles(profile_rules or ProfileRules(), _make_recorder, self._run_on_thread)
         self._thread.start()
@@ -284,6 +287,45 @@ class Rank:
         if known and max(known) >= self._capacity.device_pages:
             raise InvalidRequestError(f"a page outside [0, {self._capacity.device_pages})", param="device_pages")
         self.leases.grant(lease, known)
+
+    async def keep_embeddings(
+        self, output: EncoderOutputId, count: int, read: Callable[[int], Awaitable[bytearray]]
+    ) -> None:
+        """Keep `count` embeddings as an output; `read` reads as many bytes from the worker that has encoded them.
+
+        Raises:
+            NotReadyError: no stream of plans is open, or the model sees no images.
+            UnavailableError: the stream of plans has ended meanwhile; nothing is kept.
+            PandoError: the embeddings could not be read.
+        """
+        session, capacity = self._session, self._capacity
+        if session is None or capacity is None or not capacity.embedding_bytes:
+            raise NotReadyError("no stream of plans with images is open")
+        content = await read(count * capacity.embedding_bytes)
+
+        def keep() -> bool:
+            images = self._engine.images
+            # What ends the stream frees everything after that, on this thread.
+            if session.is_ended or images is None:
+                return False
+            images.keep(output, content)
+            return True
+
+        if not await self._run_on_thread(keep):
+            raise UnavailableError("the stream of plans has ended")
+
+    async def _encode(self, images: Sequence[RowImage]) -> list[bytes]:
+        """Encode images for other ranks, on the engine's thread."""
+
+        def encode() -> list[bytes]:
+            if self._state is not WorkerState.READY or self._engine.encoder is None:
+                raise UnavailableError("this worker does not encode images for others now")
+            self._thread.beat()
+            return self._engine.encoder.encode(images)
+
+        encoded = await self._run_on_thread(encode)
+        metrics.ENCODED_IMAGES_TOTAL.inc(len(images))
+        return encoded
 
     def open_session(self) -> ExecuteSession:
         """Begin a stream of plans with no rows open; a stream that is open gives way.

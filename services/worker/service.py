@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import uuid
 from typing import TYPE_CHECKING
 
 import grpc
 
 from common.errors import ConfigurationError, InvalidRequestError, PandoError, UnavailableError
+from common.types import EncoderOutputId
 from common.wire.adapters import adapter_from_wire, adapter_to_wire
 from common.wire.requests import grammar_from_wire
 from common.wire.sleeping import sleep_level_from_wire, sleep_parts_from_wire
@@ -22,6 +24,7 @@ from services.worker.rank import NotReadyError, SupersededError
 from services.worker.row_spans import RowSpans
 from services.worker.wire import (
     capacity_to_wire,
+    image_from_wire,
     plan_from_wire,
     result_to_wire,
     shared_pages_to_wire,
@@ -33,6 +36,7 @@ if TYPE_CHECKING:
 
     from common.steps import EngineCapacity
     from services.worker.grammars.desk import GrammarDesk
+    from services.worker.peers.reading import PeerReader
     from services.worker.rank import Rank
     from services.worker.session import ExecuteSession
 
@@ -42,9 +46,10 @@ if TYPE_CHECKING:
 class WorkerService(worker_pb2_grpc.WorkerServicer):
     """Serves `pando.v1.Worker`; see the comments in the contract."""
 
-    def __init__(self, rank: Rank, grammars: GrammarDesk) -> None:
-        """Serve `rank`, and `grammars` ahead of the rows that need them."""
+    def __init__(self, rank: Rank, grammars: GrammarDesk, peers: PeerReader) -> None:
+        """Serve `rank`, and `grammars` ahead of the rows that need them; `peers` reads from other workers."""
         self._rank = rank
+        self._peers = peers
         self._grammars = grammars
         self._process = uuid.uuid4().hex
         # Kept, as a task that only its loop refers to may be collected.
@@ -233,6 +238,32 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
         async with contextlib.aclosing(permissions) as steps:
             async for step in steps:
                 yield worker_pb2.ReadMappedPagesResponse(permitted_pages=step.permitted, confirmed_pages=step.confirmed)
+
+    async def Encode(  # noqa: N802
+        self, request: worker_pb2.EncodeRequest, context: Context
+    ) -> AsyncIterator[worker_pb2.EncodeResponse]:
+        """Encode an image, and keep its embeddings until the caller ends the call."""
+        async with self._rank.encodings.hold(request.ticket, image_from_wire(request.image)):
+            yield worker_pb2.EncodeResponse()
+            await asyncio.Event().wait()
+
+    async def ReadEmbeddings(  # noqa: N802
+        self, request: worker_pb2.ReadEmbeddingsRequest, context: Context
+    ) -> AsyncIterator[worker_pb2.ReadEmbeddingsResponse]:
+        """Send the embeddings of an image."""
+        for content in self._rank.encodings.read(request.ticket):
+            yield worker_pb2.ReadEmbeddingsResponse(content=content)
+
+    async def FetchEmbeddings(  # noqa: N802
+        self, request: worker_pb2.FetchEmbeddingsRequest, context: Context
+    ) -> worker_pb2.FetchEmbeddingsResponse:
+        """Read embeddings from a worker that encodes, and keep them."""
+        read = functools.partial(self._peers.read_embeddings, request.encoder, request.ticket)
+        try:
+            await self._rank.keep_embeddings(EncoderOutputId(request.output), request.embeddings, read)
+        except NotReadyError as error:
+            await context.abort(grpc.StatusCode.FAILED_PRECONDITION, str(error))
+        return worker_pb2.FetchEmbeddingsResponse()
 
     async def GetState(  # noqa: N802
         self, request: worker_pb2.GetWorkerStateRequest, context: Context

@@ -27,6 +27,8 @@ if TYPE_CHECKING:
         Emit,
         Engine,
         HostPageBytes,
+        ImageEncoder,
+        ImageStore,
         IsOvertaken,
         PeerPageCopies,
         ProgressReport,
@@ -78,6 +80,16 @@ class TieredEngine:
     def adapters(self) -> AdapterStore | None:
         """The inner engine's adapters."""
         return self._inner.adapters
+
+    @property
+    def images(self) -> ImageStore | None:
+        """The inner engine's images."""
+        return self._inner.images
+
+    @property
+    def encoder(self) -> ImageEncoder | None:
+        """The inner engine's encoder."""
+        return self._inner.encoder
 
     def read_expert_load(self) -> ExpertLoad | None:
         """Return the inner engine's answer."""

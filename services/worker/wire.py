@@ -83,6 +83,7 @@ def spec_from_wire(message: worker_pb2.ConfigureRequest) -> EngineSpec:
         weight_version=message.weight_version,
         base_model=message.base_model,
         vision=message.vision,
+        only_encodes=message.only_encodes,
         kept_embeddings=message.kept_embeddings,
         stages=stages,
         expert_parallel=message.expert_parallel,
@@ -117,6 +118,7 @@ def capacity_to_wire(capacity: EngineCapacity) -> worker_pb2.WorkerCapacity:
         sees_images=capacity.sees_images,
         embedding_bytes=capacity.embedding_bytes,
         image_block_tokens=capacity.image_block,
+        encoder_identity=capacity.encoder_identity,
         products=capacity.products,
         kv_identity=capacity.kv_identity,
     )
@@ -228,11 +230,16 @@ def _open_from_wire(message: worker_pb2.RowOpen) -> RowOpen:
         snapshot=SnapshotSlot(message.snapshot) if message.HasField("snapshot") else None,
         adapter=AdapterSlot(message.adapter_slot) if message.HasField("adapter_slot") else None,
         trace=trace_from_wire(message.trace),
-        images=tuple(_image_from_wire(image) for image in message.images),
+        images=tuple(image_from_wire(image) for image in message.images),
     )
 
 
-def _image_from_wire(message: worker_pb2.RowImage) -> RowImage:
+def image_from_wire(message: worker_pb2.RowImage) -> RowImage:
+    """Decode an image of a row.
+
+    Raises:
+        InvalidRequestError: there are more or fewer pixels than their shape has.
+    """
     has_pixels = message.HasField("pixels") or message.HasField("packed")
     pixels = pixels_from_wire(message) if has_pixels else None
     output = EncoderOutputId(message.output) if message.HasField("output") else None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from services.worker.engine.execution.fake_model import fake_engine
@@ -19,6 +19,8 @@ if TYPE_CHECKING:
         DevicePageBytes,
         Emit,
         HostPageBytes,
+        ImageEncoder,
+        ImageStore,
         IsOvertaken,
         PeerPageCopies,
         ProgressReport,
@@ -45,6 +47,9 @@ class ScriptedEngine:
     ends_with_group: bool = False
     meets_once: bool = False
     expert_load: ExpertLoad | None = None
+    # Embeddings have four bytes.
+    images: ImageStore | None = None
+    encoder: ImageEncoder | None = None
 
     @property
     def host_pages(self) -> HostPageBytes | None:
@@ -74,7 +79,8 @@ class ScriptedEngine:
         self.ends_with_group = self.meets_once and spec.world_size > 1
         report(0.5, "half way")
         self.before_configure()
-        return self.inner.configure(spec, report)
+        capacity = self.inner.configure(spec, report)
+        return capacity if self.images is None else replace(capacity, embedding_bytes=4)
 
     def settle(self, is_wanted: Callable[[], bool]) -> None:
         self.inner.settle(is_wanted)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import grpc
@@ -30,6 +30,22 @@ def _open_gate() -> asyncio.Event:
     return gate
 
 
+@dataclass
+class FakeEncodings:
+    """What a worker has to do with images that workers encode which do nothing else; it may be one of these."""
+
+    # Of the model's encoder; empty: it sees no images.
+    identity: str = ""
+    # The embeddings of each image that it was asked to encode, which waits while `gate` is cleared.
+    encoded: list[int] = field(default_factory=list)
+    gate: asyncio.Event = field(default_factory=_open_gate)
+    refusal: str | None = None
+    # Digests of the images that ranks may read.
+    tickets: dict[bytes, bytes] = field(default_factory=dict)
+    # What it finds, as a rank, at an encoder's address under a ticket; None: nothing.
+    read: Callable[[str, bytes], bytes | None] = lambda _encoder, _ticket: None
+
+
 class FakeWorkerService(worker_pb2_grpc.WorkerServicer):
     """Configures at once and runs plans on a SimulatedWorker; tests set the attributes to make it misbehave."""
 
@@ -37,6 +53,7 @@ class FakeWorkerService(worker_pb2_grpc.WorkerServicer):
     # Of the latest stream of plans.
     simulated: SimulatedWorker | None = None
     adapter_read_s = 0.0
+    adapter_refusal: str | None = None
 
     def __init__(self, pages: int = 64, eos_token_id: int = 7) -> None:
         self.pages = pages
@@ -69,7 +86,6 @@ class FakeWorkerService(worker_pb2_grpc.WorkerServicer):
         # Pages that other groups may read, by lease; they are read from the simulated worker.
         self.leases: dict[bytes, set[int]] = {}
         self.read_peer: Callable[[PeerPages], list[Content]] = lambda _peer: []
-        self.adapter_refusal: str | None = None
         self.refused_sources: set[str] = set()
         self.adapters: dict[str, common_pb2.AdapterInfo] = {}
         self.adapter_reads = self.most_adapter_reads = self._adapters_in_read = 0
@@ -90,6 +106,7 @@ class FakeWorkerService(worker_pb2_grpc.WorkerServicer):
         self.wake_refusal: str | None = None
         # Memory of adapters is freed while `drops` is set.
         self.wakes, self.prepares, self.drops = _open_gate(), _open_gate(), _open_gate()
+        self.images = FakeEncodings()
         # Passes that a transfer takes; those that are done together are acknowledged last first.
         self.transfer_passes = 1
 
@@ -216,6 +233,34 @@ class FakeWorkerService(worker_pb2_grpc.WorkerServicer):
     ) -> AsyncIterator[worker_pb2.ReadMappedPagesResponse]:
         raise NotImplementedError("simulated workers call `lend`")
 
+    async def Encode(
+        self, request: worker_pb2.EncodeRequest, context: Context
+    ) -> AsyncIterator[worker_pb2.EncodeResponse]:
+        self.images.encoded.append(request.image.length)
+        await self.images.gate.wait()
+        if self.images.refusal is not None:
+            await context.abort(grpc.StatusCode.INTERNAL, self.images.refusal)
+        self.images.tickets[request.ticket] = hashlib.sha256(request.image.pixels).digest()
+        try:
+            yield worker_pb2.EncodeResponse()
+            await asyncio.Event().wait()
+        finally:
+            del self.images.tickets[request.ticket]
+
+    def ReadEmbeddings(
+        self, request: worker_pb2.ReadEmbeddingsRequest, context: Context
+    ) -> AsyncIterator[worker_pb2.ReadEmbeddingsResponse]:
+        raise NotImplementedError("simulated workers call `FakeEncodings.read`")
+
+    async def FetchEmbeddings(
+        self, request: worker_pb2.FetchEmbeddingsRequest, context: Context
+    ) -> worker_pb2.FetchEmbeddingsResponse:
+        digest = self.images.read(request.encoder, request.ticket)
+        if digest is None or self.simulated is None:
+            await context.abort(grpc.StatusCode.UNAVAILABLE, "embeddings could not be read")
+        self.simulated.images.kept[request.output] = digest
+        return worker_pb2.FetchEmbeddingsResponse()
+
     async def GetAdapters(
         self, request: worker_pb2.GetAdaptersRequest, context: Context
     ) -> worker_pb2.GetAdaptersResponse:
@@ -258,6 +303,9 @@ class FakeWorkerService(worker_pb2_grpc.WorkerServicer):
             eos_token_ids=[self.eos_token_id],
             device="fake",
             fingerprint=request.model,
+            sees_images=bool(self.images.identity) and request.vision,
+            embedding_bytes=4 if self.images.identity else 0,
+            encoder_identity=self.images.identity,
         )
         if self.window is not None and request.window_ratio:
             pages, tokens = self.window

@@ -53,6 +53,11 @@ class OutputKey:
         return self.scope[:2]
 
 
+def output_key(scope: Scope, image: RowImage) -> OutputKey:
+    """Return the identity of an image that a view sends."""
+    return OutputKey(scope, image.digest, image.grid, image.length)
+
+
 @dataclass(slots=True, eq=False)
 class EncoderOutput:
     """The embeddings of one image, for one view. While rows use it, its room is not given to others."""
@@ -75,29 +80,27 @@ class EncoderOutputs:
     whatever names, displaces those of other tenants, and of other subjects of its tenant, only down to an equal share.
     """
 
-    def __init__(self, capacity: int) -> None:
-        """Start empty, with room for `capacity` embeddings; 0: nothing is kept."""
+    def __init__(self, capacity: int, first: int = 1) -> None:
+        """Start empty, with room for `capacity` embeddings, 0 to keep none; outputs have numbers from `first` on."""
         self.capacity = capacity
         self.embeddings = 0
-        self.found = 0
         self.evicted = 0
         # Least recently used first.
         self._outputs: dict[OutputKey, EncoderOutput] = {}
         self._of_tenants: Counter[Scope] = Counter()
         self._of_subjects: Counter[Scope] = Counter()
         self._dropped: list[EncoderOutputId] = []
-        self._next_id = 1
+        self._next_id = first
 
     def __len__(self) -> int:
         return len(self._outputs)
 
     def find(self, scope: Scope, image: RowImage) -> EncoderOutput | None:
         """Return the output of an image, if a row of the view has encoded it; the caller uses it until `release`."""
-        output = self._outputs.get(_key(scope, image))
+        output = self._outputs.get(output_key(scope, image))
         if output is None or output.state is not OutputState.READY:
             return None
         self._outputs[output.key] = self._outputs.pop(output.key)
-        self.found += 1
         output.users += 1
         return output
 
@@ -106,7 +109,7 @@ class EncoderOutputs:
 
         None if there is no room, or another row has promised it.
         """
-        key = _key(scope, image)
+        key = output_key(scope, image)
         if key in self._outputs or not self._make_room(key):
             return None
         output = self._outputs[key] = EncoderOutput(EncoderOutputId(self._next_id), key, users=1)
@@ -243,7 +246,3 @@ def _may_displace(new: OutputKey, old: OutputKey, tenants: Counter[Scope], subje
     if new.tenant != old.tenant:
         return tenants[old.tenant] >= tenants[new.tenant]
     return new.subject == old.subject or subjects[old.subject] >= subjects[new.subject]
-
-
-def _key(scope: Scope, image: RowImage) -> OutputKey:
-    return OutputKey(scope, image.digest, image.grid, image.length)

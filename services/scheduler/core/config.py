@@ -98,8 +98,11 @@ class CoreConfig:
         return self.max_context if self.is_encoder else self.device_pages * self.page_size
 
 
-def resolve_core(settings: SchedulerSettings, capacity: EngineCapacity) -> CoreConfig:
+def resolve_core(settings: SchedulerSettings, capacity: EngineCapacity, first_output: int = 1) -> CoreConfig:
     """Combine settings with the workers' capacity.
+
+    Outputs of the vision encoder are numbered from `first_output` on. It should be random: ranks may still read
+    embeddings for a scheduler that was cut off from them, under a number of its own.
 
     Raises:
         ConfigurationError: the settings contradict each other.
@@ -159,6 +162,7 @@ def resolve_core(settings: SchedulerSettings, capacity: EngineCapacity) -> CoreC
             settings.vision.kept_embeddings,
             settings.vision.open_bytes,
             capacity.image_block,
+            first_output,
         ),
         max_preemptions=MAX_PREEMPTIONS if settings.queue.policy == "priority" else 0,
     )

@@ -516,7 +516,7 @@ class SchedulerCore:
         self.milestones.note_end(sequence, finish, max(known - sequence.prompt_tokens, 0))
         if row is None:
             self.queue.remove(sequence)
-            self.memory.end_prefetch(sequence)
+            self.memory.leave_queue(sequence)
         else:
             if sequence.session is not None:
                 computed = int(self.rows.computed[row])

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from common.images import runs_of
+from services.scheduler.core.encodings import Encodings
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -51,6 +52,7 @@ class ImageWork:
     def __init__(self, outputs: EncoderOutputs, limits: VisionLimits) -> None:
         """Keep embeddings as `outputs`, and encode as many of them in a step as `limits` allow."""
         self.outputs = outputs
+        self.encodings = Encodings(outputs)
         self._most = limits.step_embeddings
         self._block = limits.block
         self._rows: dict[RowSlot, list[_PendingImage]] = {}
@@ -59,6 +61,7 @@ class ImageWork:
         # Since the start.
         self.encoded_images = 0
         self.encoded_embeddings = 0
+        self.reused_images = 0
 
     @property
     def block_ahead(self) -> int:
@@ -73,12 +76,14 @@ class ImageWork:
         """
         assert sequence.row is not None, "the row is open"
         opened, pending = [], []
+        new = self.encodings.encoded_for(sequence.handle)
         own: dict[bytes, EncoderOutput] = {}
         for image, (first, end) in zip(sequence.request.images, sequence.image_spans, strict=True):
             if end <= computed:
                 opened.append(replace(image, pixels=None))
                 continue
             output, has_output = self._output_of(image, scope, own)
+            self.reused_images += output is not None and has_output and output.output_id not in new
             needs_pixels = not has_output or image.digest in own
             sent = image if needs_pixels else replace(image, pixels=None)
             opened.append(sent if output is None else replace(sent, output=output.output_id))
@@ -86,7 +91,13 @@ class ImageWork:
             pending.append(_PendingImage(first, end, 0 if has_output else image.length, output, blocks))
         if pending:
             self._rows[sequence.row] = pending
+        self.encodings.leave(sequence.handle)
         return tuple(opened)
+
+    def forget_all(self) -> None:
+        """Forget all outputs, as the workers have none of them. No row may use any."""
+        self.outputs.forget_all()
+        self.encodings.forget_all()
 
     def begin_plan(self) -> None:
         """Start to count what is encoded in a plan."""

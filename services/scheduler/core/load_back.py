@@ -122,6 +122,14 @@ class LoadBack:
             self.host.end_prefetch(sequence.fetch)
             sequence.fetch = None
 
+    def may_load(self, sequence: Sequence) -> bool:
+        """Return whether a waiting sequence's prefix may be loaded before it starts."""
+        if sequence.request.options.cache_mode is CacheMode.NONE or sequence.loads >= MAX_LOADS:
+            return False
+        if sequence.fetch is not None or (sequence.remote is not None and not sequence.remote.is_done):
+            return True
+        return self.host.find(sequence.request.view, sequence.cacheable_ids).host_tokens > 0
+
     def holds_back(
         self, sequence: Sequence, now: float, fits: Callable[[int], bool], allocate: Callable[[int], PageIds | None]
     ) -> bool:

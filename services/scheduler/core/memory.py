@@ -61,7 +61,7 @@ class KvMemory:
         self.windows = RowWindows(allocator.windows) if allocator.windows is not None else None
         # None if the model has no recurrent layers, or nothing is cached.
         self.states = RowSnapshots(cache.snapshots, cache.page_size) if cache.snapshots is not None else None
-        self.images = ImageWork(EncoderOutputs(vision.kept_embeddings), vision)
+        self.images = ImageWork(EncoderOutputs(vision.kept_embeddings, vision.first_output), vision)
         timed = times.timed if times is not None else _untimed
         self._peek = timed("peek", cache.peek)
         self._commit_prefix = timed("commit", cache.commit)
@@ -128,6 +128,30 @@ class KvMemory:
         return self.loads.holds_back(
             sequence, now, lambda pages: pages + spare_pages <= self.available_pages, self.try_allocate
         )
+
+    def begin_encodings(self, sequence: Sequence) -> int:
+        """Have images of a waiting sequence encoded apart from the workers, if there are encoders for that.
+
+        Return the number of embeddings that are to be computed for it; see `awaits_images`.
+        """
+        encodings = self.images.encodings
+        if sequence.request.options.cache_mode is CacheMode.NONE or not encodings.has_more(sequence):
+            return 0
+        scope = self.cache.view_of(sequence.request.view)
+        return 0 if scope is None else encodings.begin(sequence, self.match(sequence), scope)
+
+    def may_load(self, sequence: Sequence) -> bool:
+        """Return whether a part of a waiting sequence's prefix is in a lower tier, or may come from there."""
+        return self.loads is not None and self.loads.may_load(sequence)
+
+    def awaits_images(self, sequence: Sequence) -> bool:
+        """Return whether a waiting sequence must wait for images that are encoded apart from the workers."""
+        return self.images.encodings.holds_back(sequence)
+
+    def leave_queue(self, sequence: Sequence) -> None:
+        """Give up what a sequence waited for, as it has ended without a row."""
+        self.end_prefetch(sequence)
+        self.images.encodings.leave(sequence.handle)
 
     def prefetch(self, sequence: Sequence) -> None:
         """Start to look for a new sequence's prefix in storage, if there is a storage tier."""
@@ -391,7 +415,7 @@ class KvMemory:
 
     def leave_device(self) -> None:
         """Drop what the device holds; copies on the host stay. No row may run, and no transfer be open."""
-        self.images.outputs.forget_all()
+        self.images.forget_all()
         self.cache.evict(self.allocator.capacity + 1)
         assert not np.any(self.allocator.counts), "the cache holds pages of the device"
 
@@ -399,7 +423,7 @@ class KvMemory:
         """Drop the whole cache because the device memory is gone. No row may run."""
         if self.loads is not None:
             self.loads.forget_all()
-        self.images.outputs.forget_all()
+        self.images.forget_all()
         self.cache.flush()
         assert not np.any(self.allocator.counts), "the cache holds pages after a flush"
 

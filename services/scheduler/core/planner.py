@@ -142,6 +142,7 @@ class Planner:
         prefills: list[PrefillChunk] = []
         for sequence in prefilling:
             budget -= self._plan_chunk(sequence, budget, prefills, grants)
+        self._encode_ahead(first)
         opens = self._admit(first, budget, now, prefills, grants)
         if not (len(decoding) or prefills):
             if self._unstick(prefilling, now):
@@ -151,6 +152,7 @@ class Planner:
         # Every sequence that could start has started above, so a multi-step decode delays none of them.
         loads = self._memory.loads
         is_short = bool(prefills or guesses) or (loads is not None and loads.is_loading)
+        is_short = is_short or self._memory.images.encodings.has_waiting
         steps = 1 if is_short or self._is_watchful else self._extend(decoding, self._most_steps(decode_step_s), grants)
         states = self._memory.states
         if states is not None:
@@ -391,9 +393,8 @@ class Planner:
         """
         opens: list[RowOpen] = []
         self._refused = None
-        adapters = self._tenancy.adapters
-        adapters.begin_plan()
-        if self.paused or self.holds_all or budget <= 0 or self._free_slots <= 0 or not len(self._queue):
+        self._tenancy.adapters.begin_plan()
+        if budget <= 0 or not self._may_admit:
             return opens
         self._billing.settle()
         in_flight = InFlightPrefixes(self._rows, self._memory)
@@ -406,16 +407,13 @@ class Planner:
                 break
             if not self.suspects.may_start(sequence):
                 continue
-            if in_flight.is_awaited(sequence):
-                sequence.waits_for = Wait.PREFIX
+            blocked = self._blocked(sequence, in_flight)
+            if blocked is not None:
+                sequence.waits_for = blocked
                 continue
-            if sequence.adapter is not None and not adapters.may_take(
-                sequence.adapter.digest, sequence.request.view.tenant
-            ):
-                sequence.waits_for = Wait.ADAPTER
-                continue
-            if self._memory.holds_back(sequence, self._rows.running + held_back, now):
-                sequence.waits_for = Wait.LOAD
+            awaited = self._awaited(sequence, held_back, now)
+            if awaited is not None:
+                sequence.waits_for = awaited
                 held_back += 1
                 continue
             lock = self._memory.try_admit(sequence, spare_pages=self._rows.running)
@@ -428,6 +426,35 @@ class Planner:
             in_flight.add(sequence)
             budget -= self._plan_chunk(sequence, budget, prefills, grants)
         return opens
+
+    @property
+    def _may_admit(self) -> bool:
+        return not (self.paused or self.holds_all) and self._free_slots > 0 and len(self._queue) > 0
+
+    def _blocked(self, sequence: Sequence, in_flight: InFlightPrefixes) -> Wait | None:
+        """Return what other requests have to do before a sequence can start, if anything."""
+        if in_flight.is_awaited(sequence):
+            return Wait.PREFIX
+        adapter, tenant = sequence.adapter, sequence.request.view.tenant
+        if adapter is not None and not self._tenancy.adapters.may_take(adapter.digest, tenant):
+            return Wait.ADAPTER
+        return None
+
+    def _encode_ahead(self, first: Sequence | None) -> None:
+        """Have images of the sequences that come next encoded, also if this step has no tokens left for them."""
+        if not self._memory.images.encodings.has_room or not self._may_admit:
+            return
+        self._billing.settle()
+        for sequence in islice(self._candidates(first), self._free_slots):
+            if self.suspects.may_start(sequence) and not self._memory.may_load(sequence):
+                self._billing.encode(sequence, self._memory.begin_encodings(sequence))
+
+    def _awaited(self, sequence: Sequence, held_back: int, now: float) -> Wait | None:
+        """Return what a sequence that would start otherwise must wait for outside the batch; have it begun."""
+        if self._memory.holds_back(sequence, self._rows.running + held_back, now):
+            return Wait.LOAD
+        self._billing.encode(sequence, self._memory.begin_encodings(sequence))
+        return Wait.IMAGE if self._memory.awaits_images(sequence) else None
 
     def _candidates(self, first: Sequence | None) -> Iterator[Sequence]:
         if first is not None:

@@ -60,7 +60,7 @@ class Wait(Enum):
     computing the same prefix. LOAD: its pages were being loaded from host memory or storage, or computed by another
     group. MEMORY: there were not
     enough free pages. GRAMMAR: restarted workers did not have its grammar yet. ADAPTER: all slots of adapters that it
-    may use were taken.
+    may use were taken. IMAGE: encoders apart from the workers were encoding its images.
     """
 
     TURN = "turn"
@@ -68,6 +68,7 @@ class Wait(Enum):
     LOAD = "load"
     MEMORY = "memory"
     GRAMMAR = "grammar"
+    IMAGE = "image"
     ADAPTER = "adapter"
 
 

@@ -13,13 +13,14 @@ class VisionLimits:
     """Limits in embeddings: of what a step encodes beside its other images, and of kept outputs.
 
     `open_bytes` are those of the pixels of all open requests. An image has its embeddings in runs of `block`, which
-    chunks must not cut; 0: they may.
+    chunks must not cut; 0: they may. Outputs are numbered from `first_output` on.
     """
 
     step_embeddings: int = 1024
     kept_embeddings: int = 0
     open_bytes: int = 1024 * 1024 * 1024
     block: int = 0
+    first_output: int = 1
 
 
 class StepLimits:

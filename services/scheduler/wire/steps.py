@@ -52,6 +52,7 @@ def spec_to_wire(spec: EngineSpec) -> worker_pb2.ConfigureRequest:
         weight_version=spec.weight_version,
         base_model=spec.base_model,
         vision=spec.vision,
+        only_encodes=spec.only_encodes,
         pipeline_stages=spec.stages,
         expert_parallel=spec.expert_parallel,
         kept_embeddings=spec.kept_embeddings,
@@ -86,6 +87,7 @@ def capacity_from_wire(message: worker_pb2.WorkerCapacity) -> EngineCapacity:
         sees_images=message.sees_images,
         embedding_bytes=message.embedding_bytes,
         image_block=message.image_block_tokens,
+        encoder_identity=message.encoder_identity,
         products=message.products,
         kv_identity=message.kv_identity,
     )
@@ -167,11 +169,12 @@ def _open_to_wire(opened: RowOpen) -> worker_pb2.RowOpen:
         snapshot=opened.snapshot,
         adapter_slot=opened.adapter,
         trace=trace_to_wire(opened.trace),
-        images=map(_image_to_wire, opened.images),
+        images=map(image_to_wire, opened.images),
     )
 
 
-def _image_to_wire(image: RowImage) -> worker_pb2.RowImage:
+def image_to_wire(image: RowImage) -> worker_pb2.RowImage:
+    """Encode an image of a row."""
     message = worker_pb2.RowImage(
         digest=image.digest, offset=image.offset, length=image.length, grid=image.grid, output=image.output
     )

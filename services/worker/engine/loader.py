@@ -127,6 +127,17 @@ def load_decoder(spec: EngineSpec, report: ProgressReport, options: RunnerOption
     return _DecoderLoader(spec, options or RunnerOptions(), report).load()
 
 
+def load_encoder(
+    spec: EngineSpec, report: ProgressReport, options: RunnerOptions
+) -> tuple[VisionEncoder, EngineCapacity]:
+    """Load the vision encoder beside a decoder, and not the decoder.
+
+    Raises:
+        ConfigurationError: the model cannot be found, or has no encoder that is supported.
+    """
+    return _DecoderLoader(spec, options, report).load_encoder()
+
+
 def _read_again(spec: EngineSpec, options: RunnerOptions, runner: ModelRunner, report: ProgressReport) -> ReadModel:
     return _DecoderLoader(spec, _with_products_of(runner, options), report).read_again(runner)
 
@@ -282,8 +293,9 @@ class _DecoderLoader:
         host_pool = allocate_host_pool(pool, host_pages) if host_pages else None
         form = page_form_of(pool, model.kv_layout, self._shape, self._shard.kv_heads, config.kv_heads)
         runner = ModelRunner(
-            model, pool, capacity, group, form=form, can_overlap=self._can_overlap, host_pool=host_pool, head=head,
-            adapters=self._shelf(), vision=self._vision, read_again=partial(_read_again, spec, self._options),
+            model, pool, capacity, group, activation_dtype=self._backend.kernels.activation_dtype, form=form,
+            can_overlap=self._can_overlap, host_pool=host_pool, head=head, adapters=self._shelf(), vision=self._vision,
+            read_again=partial(_read_again, spec, self._options),
         )  # fmt: skip
         if host_pool is not None and runner.transfers is not None:
             self._report(0.99, "measuring prefill and the host tier")
@@ -308,6 +320,30 @@ class _DecoderLoader:
             shelf.take_over(runner.adapters)
         fingerprint = self._fingerprint(model.kv_layout.value, runner.group)
         return ReadModel(model, self._pooler_head(), shelf, self._vision, fingerprint)
+
+    @torch.inference_mode()
+    def load_encoder(self) -> tuple[VisionEncoder, EngineCapacity]:
+        """Load the vision encoder only."""
+        if isinstance(self._checkpoint, TransformersCheckpoint) or self._vision_config is None:
+            raise ConfigurationError(f"{self._spec.model} has no encoder of images that is supported")
+        self._report(0.0, "loading weights")
+        kernels = self._backend.kernels
+        self._vision = load_vision(self._checkpoint, self._vision_config, kernels, self._device)
+        capacity = EngineCapacity(
+            device_pages=0,
+            page_size=self._spec.page_size,
+            max_context=0,
+            vocabulary_size=self._config.vocabulary_size,
+            eos_token_ids=(),
+            kv_bytes_per_token=0,
+            fingerprint="",
+            device=str(self._device),
+            layers=0,
+            embedding_bytes=self._embedding_bytes,
+            encoder_identity=self._encoder_identity(),
+        )
+        log.info("encoder.loaded model=%s device=%s backend=%s", self._spec.model, self._device, self._backend.name)
+        return self._vision, capacity
 
     def _check_support(self) -> None:
         """Raise ConfigurationError for stages, kinds of KV memory or exactness that model or device do not support."""
@@ -691,7 +727,7 @@ class _DecoderLoader:
             return ""
         weights = self._checkpoint.identity()
         if spec.load_format != "dummy":
-            weights = identity_of_files(weight_files(resolve_model(spec.model)))
+            weights = self._weights_by_samples()
         parts = (
             weights, str(asdict(self._config)), str(self._dtype), str(self._kv_dtype), layout,
             str(quantiser(spec, self._config) is not None), str(self._vision_config and asdict(self._vision_config)),
@@ -718,16 +754,28 @@ class _DecoderLoader:
             sees_images=self._vision is not None,
             embedding_bytes=self._embedding_bytes,
             image_block=self._vision.config.block if self._vision is not None else 0,
+            encoder_identity=self._encoder_identity(),
             products=self._backend.products.value if isinstance(self._backend, CpuBackend) else "",
         )
+
+    def _encoder_identity(self) -> str:
+        """Return the digest of all that decides about embeddings; see `WorkerCapacity.encoder_identity`."""
+        if self._vision is None:
+            return ""
+        weights = "" if self._spec.load_format == "dummy" else self._weights_by_samples()
+        dtype = self._backend.kernels.activation_dtype
+        parts = weights, str(asdict(self._vision.config)), str(dtype)
+        return hashlib.sha256("\n".join(parts).encode()).hexdigest()
+
+    def _weights_by_samples(self) -> str:
+        return identity_of_files(weight_files(resolve_model(self._spec.model)))
 
     @property
     def _embedding_bytes(self) -> int:
         """Bytes of one embedding of an image; 0 without an encoder."""
         if self._vision is None:
             return 0
-        config = self._vision.config
-        return (1 + len(config.deep_layers)) * config.width * self._backend.kernels.activation_dtype.itemsize
+        return self._vision.config.components * self._backend.kernels.activation_dtype.itemsize
 
     def _recurrent_states(self, snapshots: int) -> RecurrentStates | None:
         recurrent, heads = self._part.recurrent, self._shard.state_heads

@@ -56,9 +56,9 @@ class ModelRunner:
 
     def __init__(  # noqa: PLR0913  (all that a rank has loaded)
         self, model: Decoder, pool: KvPool, capacity: EngineCapacity, group: RankGroup,
-        *, form: PageForm | None, can_overlap: bool = False, host_pool: HostPool | None = None,
-        head: PoolerHead | None = None, adapters: AdapterShelf | None = None, vision: VisionEncoder | None = None,
-        read_again: Callable[[ModelRunner, ProgressReport], ReadModel],
+        *, activation_dtype: torch.dtype, form: PageForm | None, can_overlap: bool = False,
+        host_pool: HostPool | None = None, head: PoolerHead | None = None, adapters: AdapterShelf | None = None,
+        vision: VisionEncoder | None = None, read_again: Callable[[ModelRunner, ProgressReport], ReadModel],
     ) -> None:  # fmt: skip
         """Take over the loaded model, its pools and its group; `read_again` reads weights that were dropped.
 
@@ -68,6 +68,7 @@ class ModelRunner:
         self.adapters = adapters
         self.capacity = capacity
         self.device = torch.device(capacity.device)
+        self.activation_dtype = activation_dtype
         # Whether passes may be captured: nothing of the model waits for the device, and there is a page for padding.
         self.can_overlap = can_overlap
         # The model's classification head.

@@ -1,4 +1,4 @@
-"""Reading pages from workers of other groups into this rank's host pages.
+"""Reading from other workers: pages of other groups into this rank's host pages, and embeddings of images.
 
 Where the worker of the same rank is on this host and both have GPUs, pages are copied from its memory, which this
 process maps (`read_mapped`). Otherwise they are sent over gRPC, as bytes.
@@ -10,10 +10,11 @@ import asyncio
 import contextlib
 import time
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar, cast
 
 import grpc
 
+from common.errors import UnavailableError
 from common.logs import get_logger
 from common.rpc.channel import renew
 from common.rpc.status import CLOSED_DURING_CALL, is_own_cancellation
@@ -35,6 +36,8 @@ if TYPE_CHECKING:
     from services.worker.engine.parallel.shards import Span
     from services.worker.stream_pages import StreamPages
 
+Q = TypeVar("Q")
+R = TypeVar("R")
 # Time without the next part of the pages after which a peer counts as away: far more than a part takes on a slow link.
 SILENCE_S = 2.0
 
@@ -84,7 +87,7 @@ class _Incoming:
 
 
 class PeerReader:
-    """Owns the channels to workers of other groups. Methods belong to the event loop.
+    """Owns the channels to other workers. Methods belong to the event loop.
 
     Every transfer is acknowledged, in bounded time.
     """
@@ -103,6 +106,31 @@ class PeerReader:
         task = asyncio.create_task(self._run(transfer, target, deliver))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+
+    async def read_embeddings(self, encoder: str, ticket: bytes, size: int) -> bytearray:
+        """Return the `size` bytes of an image's embeddings from a worker that encodes, in bounded time.
+
+        Raises:
+            UnavailableError: it does not answer, or has others.
+        """
+        channel, content = self._channel(encoder), bytearray()
+        call = worker_pb2_grpc.WorkerStub(channel).ReadEmbeddings(worker_pb2.ReadEmbeddingsRequest(ticket=ticket))
+        try:
+            async with contextlib.aclosing(self._parts(call, channel)) as parts:
+                async for part in parts:
+                    content += part.content
+                    if len(content) > size:
+                        break
+        except (grpc.aio.AioRpcError, TimeoutError) as error:
+            reason = error.details() if isinstance(error, grpc.aio.AioRpcError) else "no answer"
+            raise UnavailableError(f"embeddings could not be read: {reason}") from error
+        except asyncio.CancelledError:
+            if is_own_cancellation():
+                raise
+            raise UnavailableError(f"embeddings could not be read: {CLOSED_DURING_CALL}") from None
+        if len(content) != size:
+            raise UnavailableError(f"embeddings of {len(content)} bytes where {size} were expected")
+        return content
 
     async def close(self) -> None:
         """Stop all transfers and close the channels."""
@@ -199,13 +227,19 @@ class PeerReader:
         )
         channel = self._channel(worker)
         call = worker_pb2_grpc.WorkerStub(channel).ReadPages(request)
+        async with contextlib.aclosing(self._parts(call, channel)) as parts:
+            async for part in parts:
+                yield part.content
+
+    async def _parts(self, call: grpc.aio.UnaryStreamCall[Q, R], channel: grpc.aio.Channel) -> AsyncGenerator[R, None]:
+        """Yield the messages of a call until its end."""
         try:
             while True:
                 async with asyncio.timeout(self._silence_s):
                     message = await call.read()
-                if not isinstance(message, worker_pb2.ReadPagesResponse):
+                if message is grpc.aio.EOF:
                     return
-                yield message.content
+                yield cast("R", message)  # what is not the end is a message
         except TimeoutError:
             # The connection may lose messages without breaking.
             renew(channel)

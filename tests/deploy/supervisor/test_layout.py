@@ -160,3 +160,19 @@ def test_ranks_of_groups_count_per_stage() -> None:
 def test_roles_that_cannot_be_read_are_refused(text: str) -> None:
     with pytest.raises(argparse.ArgumentTypeError, match="ROLE=NUMBER"):
         read_roles(text)
+
+
+def test_encoders_are_workers_that_their_own_scheduler_knows() -> None:
+    settings = settings_with()
+    layout = plan_layout(settings, RUN, 2, Replicas(groups=(PlannedGroup(), PlannedGroup()), encoders=1))
+    assert layout.find("encoder-1").module == "services.worker"
+    assert layout.find("encoder-1").settings.worker.address == f"unix:{RUN}/encoder-1.sock"
+    for number in range(2):
+        scheduler = layout.find(f"scheduler-{number}").settings.scheduler
+        assert scheduler.encoders == (f"unix:{RUN}/encoder-{number}.sock",)
+        assert len(scheduler.workers) == 2
+    ranks = [spec.settings.worker for spec in layout.services if spec.module == "services.worker"]
+    assert [each.device_index for each in ranks] == list(range(6)), "each has a device of its own"
+    assert not any(spec.settings.scheduler.encoders for spec in plan_layout(settings, RUN).services)
+    with pytest.raises(ConfigurationError):
+        plan_layout(settings, RUN, replicas=Replicas(encoders=-1))

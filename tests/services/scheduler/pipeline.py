@@ -143,9 +143,12 @@ class Pipeline:
     ) -> common_pb2.Admission:
         request = schedule_request_to_wire(make_request(name, prompt or PROMPT, **changes))
         request.prefill_group, request.prefill_group_name = prefill_group, prefill_group_name
+        return await self.submit_wire(request)
+
+    async def submit_wire(self, request: scheduler_pb2.ScheduleRequest) -> common_pb2.Admission:
         await self._call.write(scheduler_pb2.SchedulerSubmitRequest(schedules=[request]))
-        await until(lambda: name in self.admissions)
-        return self.admissions[name]
+        await until(lambda: request.request_id in self.admissions)
+        return self.admissions[request.request_id]
 
     async def note_others(self, *, serve: bool) -> None:
         await self._call.write(scheduler_pb2.SchedulerSubmitRequest(others_serve=serve))

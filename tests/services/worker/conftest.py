@@ -13,6 +13,7 @@ from services.worker.__main__ import NAME
 from services.worker.engine.grammars.library import GrammarLibrary
 from services.worker.grammars.desk import GrammarDesk, GrammarLimits
 from services.worker.grammars.process import CompileProcesses
+from services.worker.peers.reading import PeerReader
 from services.worker.rank import Rank
 from services.worker.service import WorkerService
 
@@ -42,7 +43,9 @@ async def serve(tmp_path: Path) -> AsyncIterator[Serve]:
             rank.needs_new_process = ends or rank.needs_new_process
             desk = GrammarDesk(GrammarLibrary(), CompileProcesses(), GrammarLimits())
             server = RpcServer(NAME, f"unix:{tmp_path}/worker.sock")
-            server.add(worker_pb2_grpc.add_WorkerServicer_to_server, WorkerService(rank, desk))
+            server.add(
+                worker_pb2_grpc.add_WorkerServicer_to_server, WorkerService(rank, desk, PeerReader(open_channel))
+            )
             await server.start()
             channel = open_channel(server.address)
             stack.push_async_callback(rank.stop)

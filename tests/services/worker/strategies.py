@@ -196,6 +196,7 @@ specs = complete(
     snapshots=st.none() | COUNT,
     rope_parameters=NAMES,
     vision=st.booleans(),
+    only_encodes=st.booleans(),
     expert_parallel=st.booleans(),
     kept_embeddings=COUNT,
     deterministic=st.booleans(),
@@ -226,6 +227,7 @@ capacities = complete(
     sees_images=st.booleans(),
     embedding_bytes=COUNT,
     image_block=COUNT,
+    encoder_identity=st.text(max_size=8),
     window_pool=st.none()
     | complete(WindowPool, pages=COUNT, window_tokens=COUNT, layers=COUNT, kv_bytes_per_token=COUNT),
     recurrent_states=st.none() | complete(RecurrentStates, snapshots=COUNT, row_bytes=st.integers(0, 2**64 - 1)),

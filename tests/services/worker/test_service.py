@@ -26,6 +26,7 @@ from services.worker.engine.grammars.library import GrammarLibrary
 from services.worker.engine.grammars.vocabulary_source import VocabularySource
 from services.worker.grammars.desk import GrammarDesk, GrammarLimits
 from services.worker.grammars.process import CompileProcesses
+from services.worker.peers.reading import PeerReader
 from services.worker.rank import Rank
 from services.worker.service import WorkerService
 from tests import waiting
@@ -429,7 +430,7 @@ async def test_the_first_grammar_after_a_configuration_starts_no_process(tmp_pat
     desk = GrammarDesk(library, processes, GrammarLimits())
     rank = Rank(ScriptedEngine(before_configure=lambda: library.serve(vocabulary)), 60.0)
     server = RpcServer(NAME, f"unix:{tmp_path}/worker.sock")
-    server.add(worker_pb2_grpc.add_WorkerServicer_to_server, WorkerService(rank, desk))
+    server.add(worker_pb2_grpc.add_WorkerServicer_to_server, WorkerService(rank, desk, PeerReader(open_channel)))
     await server.start()
     try:
         async with open_channel(server.address) as channel:
@@ -471,7 +472,7 @@ async def test_a_grammar_is_given_up_when_its_call_is_cancelled(tmp_path: Path) 
     desk = Desk()
     rank = Rank(fake_engine(FakeOptions()), 10.0)
     server = RpcServer(NAME, f"unix:{tmp_path}/worker.sock")
-    service = WorkerService(rank, desk)  # type: ignore[arg-type]  # has what the service calls
+    service = WorkerService(rank, desk, PeerReader(open_channel))  # type: ignore[arg-type]  # has what the service calls
     server.add(worker_pb2_grpc.add_WorkerServicer_to_server, service)
     await server.start()
     try:

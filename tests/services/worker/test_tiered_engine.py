@@ -39,6 +39,8 @@ class InnerEngine:
     adapters: None = None
     device_pages: None = None
     peer_copies: None = None
+    images: None = None
+    encoder: None = None
     calls: list[str] = field(default_factory=list)
 
     def configure(self, spec: EngineSpec, report: ProgressReport) -> EngineCapacity:

@@ -91,6 +91,7 @@ class ConfigureRequest(_message.Message):
     EXPERT_PARALLEL_FIELD_NUMBER: _builtins.int
     KEPT_EMBEDDINGS_FIELD_NUMBER: _builtins.int
     DETERMINISTIC_FIELD_NUMBER: _builtins.int
+    ONLY_ENCODES_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     """A bundled model's name, or the path of a directory with config.json or of a GGUF file on this host."""
     load_format: _builtins.str
@@ -152,6 +153,8 @@ class ConfigureRequest(_message.Message):
     """Whether what a row gets must be the same, to the last bit, in every batch, with every division of its prompt into
     passes, with drafts and without. Refused where it cannot be.
     """
+    only_encodes: _builtins.bool
+    """Whether only the vision encoder is loaded: this process encodes images for the ranks of a group, and runs no plans."""
     @_builtins.property
     def classifier_from_token(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """Two tokens: the model becomes a classifier with one label, whose output is the logit of the second token minus that
@@ -191,10 +194,11 @@ class ConfigureRequest(_message.Message):
         expert_parallel: _builtins.bool = ...,
         kept_embeddings: _builtins.int = ...,
         deterministic: _builtins.bool = ...,
+        only_encodes: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_device_pages", b"_device_pages", "_host_pages", b"_host_pages", "_snapshots", b"_snapshots", "_window_pages", b"_window_pages", "device_pages", b"device_pages", "host_pages", b"host_pages", "snapshots", b"snapshots", "window_pages", b"window_pages"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_device_pages", b"_device_pages", "_host_pages", b"_host_pages", "_snapshots", b"_snapshots", "_window_pages", b"_window_pages", "adapter_slots", b"adapter_slots", "base_model", b"base_model", "classifier_from_token", b"classifier_from_token", "deterministic", b"deterministic", "device_pages", b"device_pages", "dtype", b"dtype", "expert_parallel", b"expert_parallel", "host_bytes", b"host_bytes", "host_pages", b"host_pages", "kept_embeddings", b"kept_embeddings", "kv_dtype", b"kv_dtype", "load_format", b"load_format", "max_context_tokens", b"max_context_tokens", "max_rows", b"max_rows", "max_step_tokens", b"max_step_tokens", "memory_fraction", b"memory_fraction", "model", b"model", "page_size_tokens", b"page_size_tokens", "pipeline_stages", b"pipeline_stages", "quantization", b"quantization", "rank", b"rank", "rendezvous", b"rendezvous", "resumes", b"resumes", "rope_parameters", b"rope_parameters", "snapshots", b"snapshots", "vision", b"vision", "weight_version", b"weight_version", "window_pages", b"window_pages", "window_ratio", b"window_ratio", "world_size", b"world_size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_device_pages", b"_device_pages", "_host_pages", b"_host_pages", "_snapshots", b"_snapshots", "_window_pages", b"_window_pages", "adapter_slots", b"adapter_slots", "base_model", b"base_model", "classifier_from_token", b"classifier_from_token", "deterministic", b"deterministic", "device_pages", b"device_pages", "dtype", b"dtype", "expert_parallel", b"expert_parallel", "host_bytes", b"host_bytes", "host_pages", b"host_pages", "kept_embeddings", b"kept_embeddings", "kv_dtype", b"kv_dtype", "load_format", b"load_format", "max_context_tokens", b"max_context_tokens", "max_rows", b"max_rows", "max_step_tokens", b"max_step_tokens", "memory_fraction", b"memory_fraction", "model", b"model", "only_encodes", b"only_encodes", "page_size_tokens", b"page_size_tokens", "pipeline_stages", b"pipeline_stages", "quantization", b"quantization", "rank", b"rank", "rendezvous", b"rendezvous", "resumes", b"resumes", "rope_parameters", b"rope_parameters", "snapshots", b"snapshots", "vision", b"vision", "weight_version", b"weight_version", "window_pages", b"window_pages", "window_ratio", b"window_ratio", "world_size", b"world_size"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__device_pages: _TypeAlias = _typing.Literal["device_pages"]  # noqa: Y015
     _WhichOneofArgType__device_pages: _TypeAlias = _typing.Literal["_device_pages", b"_device_pages"]  # noqa: Y015
@@ -214,6 +218,131 @@ class ConfigureRequest(_message.Message):
     def WhichOneof(self, oneof_group: _WhichOneofArgType__window_pages) -> _WhichOneofReturnType__window_pages | None: ...
 
 Global___ConfigureRequest: _TypeAlias = ConfigureRequest  # noqa: Y015
+
+@_typing.final
+class EncodeRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TICKET_FIELD_NUMBER: _builtins.int
+    IMAGE_FIELD_NUMBER: _builtins.int
+    ticket: _builtins.bytes
+    """16 random bytes, by which ranks read the embeddings."""
+    @_builtins.property
+    def image(self) -> Global___RowImage:
+        """With pixels. Its digest, offset and output do not count."""
+
+    def __init__(
+        self,
+        *,
+        ticket: _builtins.bytes = ...,
+        image: Global___RowImage | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["image", b"image"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["image", b"image", "ticket", b"ticket"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___EncodeRequest: _TypeAlias = EncodeRequest  # noqa: Y015
+
+@_typing.final
+class EncodeResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___EncodeResponse: _TypeAlias = EncodeResponse  # noqa: Y015
+
+@_typing.final
+class ReadEmbeddingsRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TICKET_FIELD_NUMBER: _builtins.int
+    ticket: _builtins.bytes
+    def __init__(
+        self,
+        *,
+        ticket: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["ticket", b"ticket"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ReadEmbeddingsRequest: _TypeAlias = ReadEmbeddingsRequest  # noqa: Y015
+
+@_typing.final
+class ReadEmbeddingsResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    CONTENT_FIELD_NUMBER: _builtins.int
+    content: _builtins.bytes
+    """The next bytes of the embeddings, which lie one after the other, in the type of the activations, little-endian."""
+    def __init__(
+        self,
+        *,
+        content: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["content", b"content"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ReadEmbeddingsResponse: _TypeAlias = ReadEmbeddingsResponse  # noqa: Y015
+
+@_typing.final
+class FetchEmbeddingsRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    OUTPUT_FIELD_NUMBER: _builtins.int
+    ENCODER_FIELD_NUMBER: _builtins.int
+    TICKET_FIELD_NUMBER: _builtins.int
+    EMBEDDINGS_FIELD_NUMBER: _builtins.int
+    output: _builtins.int
+    """The number of the output."""
+    encoder: _builtins.str
+    """Address of the worker that encodes."""
+    ticket: _builtins.bytes
+    embeddings: _builtins.int
+    def __init__(
+        self,
+        *,
+        output: _builtins.int = ...,
+        encoder: _builtins.str = ...,
+        ticket: _builtins.bytes = ...,
+        embeddings: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["embeddings", b"embeddings", "encoder", b"encoder", "output", b"output", "ticket", b"ticket"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___FetchEmbeddingsRequest: _TypeAlias = FetchEmbeddingsRequest  # noqa: Y015
+
+@_typing.final
+class FetchEmbeddingsResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___FetchEmbeddingsResponse: _TypeAlias = FetchEmbeddingsResponse  # noqa: Y015
 
 @_typing.final
 class GrantPagesRequest(_message.Message):
@@ -722,6 +851,7 @@ class WorkerCapacity(_message.Message):
     KV_IDENTITY_FIELD_NUMBER: _builtins.int
     EMBEDDING_BYTES_FIELD_NUMBER: _builtins.int
     IMAGE_BLOCK_TOKENS_FIELD_NUMBER: _builtins.int
+    ENCODER_IDENTITY_FIELD_NUMBER: _builtins.int
     device_pages: _builtins.int
     page_size_tokens: _builtins.int
     max_context_tokens: _builtins.int
@@ -771,6 +901,10 @@ class WorkerCapacity(_message.Message):
     """Tokens of an image that attend to each other in both directions (Gemma 3): the embeddings of an image are in runs of so
     many, and chunks end between these. 0: chunks may end anywhere.
     """
+    encoder_identity: _builtins.str
+    """Of all that decides about embeddings of images: ranks use those of encoders with the same one. Weights count by samples
+    of their files. Empty: rows have no images.
+    """
     @_builtins.property
     def eos_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """End-of-sequence ids from the model's generation config."""
@@ -812,10 +946,11 @@ class WorkerCapacity(_message.Message):
         kv_identity: _builtins.str = ...,
         embedding_bytes: _builtins.int = ...,
         image_block_tokens: _builtins.int = ...,
+        encoder_identity: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_recurrent_states", b"_recurrent_states", "_window_pool", b"_window_pool", "recurrent_states", b"recurrent_states", "window_pool", b"window_pool"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_recurrent_states", b"_recurrent_states", "_window_pool", b"_window_pool", "abandons_passes", b"abandons_passes", "device", b"device", "device_pages", b"device_pages", "embedding_bytes", b"embedding_bytes", "eos_token_ids", b"eos_token_ids", "fingerprint", b"fingerprint", "has_storage", b"has_storage", "head", b"head", "host_pages", b"host_pages", "image_block_tokens", b"image_block_tokens", "is_encoder", b"is_encoder", "jumps_forward", b"jumps_forward", "kv_bytes_per_token", b"kv_bytes_per_token", "kv_identity", b"kv_identity", "layers", b"layers", "load_bytes_per_s", b"load_bytes_per_s", "max_context_tokens", b"max_context_tokens", "only_pools", b"only_pools", "page_size_tokens", b"page_size_tokens", "prefill_tokens_per_s", b"prefill_tokens_per_s", "products", b"products", "recurrent_states", b"recurrent_states", "sees_images", b"sees_images", "verifies_drafts", b"verifies_drafts", "vocabulary_size", b"vocabulary_size", "window_pool", b"window_pool"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_recurrent_states", b"_recurrent_states", "_window_pool", b"_window_pool", "abandons_passes", b"abandons_passes", "device", b"device", "device_pages", b"device_pages", "embedding_bytes", b"embedding_bytes", "encoder_identity", b"encoder_identity", "eos_token_ids", b"eos_token_ids", "fingerprint", b"fingerprint", "has_storage", b"has_storage", "head", b"head", "host_pages", b"host_pages", "image_block_tokens", b"image_block_tokens", "is_encoder", b"is_encoder", "jumps_forward", b"jumps_forward", "kv_bytes_per_token", b"kv_bytes_per_token", "kv_identity", b"kv_identity", "layers", b"layers", "load_bytes_per_s", b"load_bytes_per_s", "max_context_tokens", b"max_context_tokens", "only_pools", b"only_pools", "page_size_tokens", b"page_size_tokens", "prefill_tokens_per_s", b"prefill_tokens_per_s", "products", b"products", "recurrent_states", b"recurrent_states", "sees_images", b"sees_images", "verifies_drafts", b"verifies_drafts", "vocabulary_size", b"vocabulary_size", "window_pool", b"window_pool"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__recurrent_states: _TypeAlias = _typing.Literal["recurrent_states"]  # noqa: Y015
     _WhichOneofArgType__recurrent_states: _TypeAlias = _typing.Literal["_recurrent_states", b"_recurrent_states"]  # noqa: Y015

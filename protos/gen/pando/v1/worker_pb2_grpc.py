@@ -109,6 +109,21 @@ class WorkerStub(object):
                 request_serializer=pando_dot_v1_dot_worker__pb2.ReadMappedPagesRequest.SerializeToString,
                 response_deserializer=pando_dot_v1_dot_worker__pb2.ReadMappedPagesResponse.FromString,
                 _registered_method=True)
+        self.Encode = channel.unary_stream(
+                '/pando.v1.Worker/Encode',
+                request_serializer=pando_dot_v1_dot_worker__pb2.EncodeRequest.SerializeToString,
+                response_deserializer=pando_dot_v1_dot_worker__pb2.EncodeResponse.FromString,
+                _registered_method=True)
+        self.ReadEmbeddings = channel.unary_stream(
+                '/pando.v1.Worker/ReadEmbeddings',
+                request_serializer=pando_dot_v1_dot_worker__pb2.ReadEmbeddingsRequest.SerializeToString,
+                response_deserializer=pando_dot_v1_dot_worker__pb2.ReadEmbeddingsResponse.FromString,
+                _registered_method=True)
+        self.FetchEmbeddings = channel.unary_unary(
+                '/pando.v1.Worker/FetchEmbeddings',
+                request_serializer=pando_dot_v1_dot_worker__pb2.FetchEmbeddingsRequest.SerializeToString,
+                response_deserializer=pando_dot_v1_dot_worker__pb2.FetchEmbeddingsResponse.FromString,
+                _registered_method=True)
         self.GetState = channel.unary_unary(
                 '/pando.v1.Worker/GetState',
                 request_serializer=pando_dot_v1_dot_worker__pb2.GetWorkerStateRequest.SerializeToString,
@@ -248,6 +263,30 @@ class WorkerServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Encode(self, request, context):
+        """Encodes an image, on a worker that was configured with only_encodes. The one response comes when its embeddings can be
+        read; they are kept until the caller ends the call. INVALID_ARGUMENT: it is no image of the model.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ReadEmbeddings(self, request, context):
+        """Returns the embeddings of an open Encode call. PERMISSION_DENIED: there is none with this ticket.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def FetchEmbeddings(self, request, context):
+        """Reads embeddings from a worker that encodes, while plans run, and keeps them as an output of the vision encoder: plans
+        that follow the response use and drop it as one that this rank has encoded. UNAVAILABLE: they could not be read, and
+        nothing is kept.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def GetState(self, request, context):
         """Returns the current state of this rank.
         """
@@ -346,6 +385,21 @@ def add_WorkerServicer_to_server(servicer, server):
                     servicer.ReadMappedPages,
                     request_deserializer=pando_dot_v1_dot_worker__pb2.ReadMappedPagesRequest.FromString,
                     response_serializer=pando_dot_v1_dot_worker__pb2.ReadMappedPagesResponse.SerializeToString,
+            ),
+            'Encode': grpc.unary_stream_rpc_method_handler(
+                    servicer.Encode,
+                    request_deserializer=pando_dot_v1_dot_worker__pb2.EncodeRequest.FromString,
+                    response_serializer=pando_dot_v1_dot_worker__pb2.EncodeResponse.SerializeToString,
+            ),
+            'ReadEmbeddings': grpc.unary_stream_rpc_method_handler(
+                    servicer.ReadEmbeddings,
+                    request_deserializer=pando_dot_v1_dot_worker__pb2.ReadEmbeddingsRequest.FromString,
+                    response_serializer=pando_dot_v1_dot_worker__pb2.ReadEmbeddingsResponse.SerializeToString,
+            ),
+            'FetchEmbeddings': grpc.unary_unary_rpc_method_handler(
+                    servicer.FetchEmbeddings,
+                    request_deserializer=pando_dot_v1_dot_worker__pb2.FetchEmbeddingsRequest.FromString,
+                    response_serializer=pando_dot_v1_dot_worker__pb2.FetchEmbeddingsResponse.SerializeToString,
             ),
             'GetState': grpc.unary_unary_rpc_method_handler(
                     servicer.GetState,
@@ -768,6 +822,87 @@ class Worker(object):
             '/pando.v1.Worker/ReadMappedPages',
             pando_dot_v1_dot_worker__pb2.ReadMappedPagesRequest.SerializeToString,
             pando_dot_v1_dot_worker__pb2.ReadMappedPagesResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Encode(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/pando.v1.Worker/Encode',
+            pando_dot_v1_dot_worker__pb2.EncodeRequest.SerializeToString,
+            pando_dot_v1_dot_worker__pb2.EncodeResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ReadEmbeddings(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/pando.v1.Worker/ReadEmbeddings',
+            pando_dot_v1_dot_worker__pb2.ReadEmbeddingsRequest.SerializeToString,
+            pando_dot_v1_dot_worker__pb2.ReadEmbeddingsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def FetchEmbeddings(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/pando.v1.Worker/FetchEmbeddings',
+            pando_dot_v1_dot_worker__pb2.FetchEmbeddingsRequest.SerializeToString,
+            pando_dot_v1_dot_worker__pb2.FetchEmbeddingsResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -84,6 +84,17 @@ class WorkerStub:
     once a response has confirmed it. PERMISSION_DENIED: the lease has ended, or does not have the pages;
     INVALID_ARGUMENT: this is not the memory of the pages any more.
     """
+    Encode: _grpc.UnaryStreamMultiCallable[_worker_pb2.EncodeRequest, _worker_pb2.EncodeResponse]
+    """Encodes an image, on a worker that was configured with only_encodes. The one response comes when its embeddings can be
+    read; they are kept until the caller ends the call. INVALID_ARGUMENT: it is no image of the model.
+    """
+    ReadEmbeddings: _grpc.UnaryStreamMultiCallable[_worker_pb2.ReadEmbeddingsRequest, _worker_pb2.ReadEmbeddingsResponse]
+    """Returns the embeddings of an open Encode call. PERMISSION_DENIED: there is none with this ticket."""
+    FetchEmbeddings: _grpc.UnaryUnaryMultiCallable[_worker_pb2.FetchEmbeddingsRequest, _worker_pb2.FetchEmbeddingsResponse]
+    """Reads embeddings from a worker that encodes, while plans run, and keeps them as an output of the vision encoder: plans
+    that follow the response use and drop it as one that this rank has encoded. UNAVAILABLE: they could not be read, and
+    nothing is kept.
+    """
     GetState: _grpc.UnaryUnaryMultiCallable[_worker_pb2.GetWorkerStateRequest, _worker_pb2.GetWorkerStateResponse]
     """Returns the current state of this rank."""
     StartProfile: _grpc.UnaryUnaryMultiCallable[_worker_pb2.StartProfileRequest, _worker_pb2.StartProfileResponse]
@@ -146,6 +157,17 @@ class WorkerAsyncStub(WorkerStub):
     """Permits a worker to read pages under a lease in memory that it has mapped, part by part; what was read counts only
     once a response has confirmed it. PERMISSION_DENIED: the lease has ended, or does not have the pages;
     INVALID_ARGUMENT: this is not the memory of the pages any more.
+    """
+    Encode: _aio.UnaryStreamMultiCallable[_worker_pb2.EncodeRequest, _worker_pb2.EncodeResponse]  # type: ignore[assignment]
+    """Encodes an image, on a worker that was configured with only_encodes. The one response comes when its embeddings can be
+    read; they are kept until the caller ends the call. INVALID_ARGUMENT: it is no image of the model.
+    """
+    ReadEmbeddings: _aio.UnaryStreamMultiCallable[_worker_pb2.ReadEmbeddingsRequest, _worker_pb2.ReadEmbeddingsResponse]  # type: ignore[assignment]
+    """Returns the embeddings of an open Encode call. PERMISSION_DENIED: there is none with this ticket."""
+    FetchEmbeddings: _aio.UnaryUnaryMultiCallable[_worker_pb2.FetchEmbeddingsRequest, _worker_pb2.FetchEmbeddingsResponse]  # type: ignore[assignment]
+    """Reads embeddings from a worker that encodes, while plans run, and keeps them as an output of the vision encoder: plans
+    that follow the response use and drop it as one that this rank has encoded. UNAVAILABLE: they could not be read, and
+    nothing is kept.
     """
     GetState: _aio.UnaryUnaryMultiCallable[_worker_pb2.GetWorkerStateRequest, _worker_pb2.GetWorkerStateResponse]  # type: ignore[assignment]
     """Returns the current state of this rank."""
@@ -296,6 +318,35 @@ class WorkerServicer(metaclass=_abc_1.ABCMeta):
         """Permits a worker to read pages under a lease in memory that it has mapped, part by part; what was read counts only
         once a response has confirmed it. PERMISSION_DENIED: the lease has ended, or does not have the pages;
         INVALID_ARGUMENT: this is not the memory of the pages any more.
+        """
+
+    @_abc_1.abstractmethod
+    def Encode(
+        self,
+        request: _worker_pb2.EncodeRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_abc.Iterator[_worker_pb2.EncodeResponse], _abc.AsyncIterator[_worker_pb2.EncodeResponse]]:
+        """Encodes an image, on a worker that was configured with only_encodes. The one response comes when its embeddings can be
+        read; they are kept until the caller ends the call. INVALID_ARGUMENT: it is no image of the model.
+        """
+
+    @_abc_1.abstractmethod
+    def ReadEmbeddings(
+        self,
+        request: _worker_pb2.ReadEmbeddingsRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_abc.Iterator[_worker_pb2.ReadEmbeddingsResponse], _abc.AsyncIterator[_worker_pb2.ReadEmbeddingsResponse]]:
+        """Returns the embeddings of an open Encode call. PERMISSION_DENIED: there is none with this ticket."""
+
+    @_abc_1.abstractmethod
+    def FetchEmbeddings(
+        self,
+        request: _worker_pb2.FetchEmbeddingsRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_worker_pb2.FetchEmbeddingsResponse, _abc.Awaitable[_worker_pb2.FetchEmbeddingsResponse]]:
+        """Reads embeddings from a worker that encodes, while plans run, and keeps them as an output of the vision encoder: plans
+        that follow the response use and drop it as one that this rank has encoded. UNAVAILABLE: they could not be read, and
+        nothing is kept.
         """
 
     @_abc_1.abstractmethod

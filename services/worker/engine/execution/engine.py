@@ -20,6 +20,8 @@ if TYPE_CHECKING:
         DevicePageBytes,
         Emit,
         HostPageBytes,
+        ImageEncoder,
+        ImageStore,
         IsOvertaken,
         PeerPageCopies,
     )
@@ -63,6 +65,14 @@ class LoadedModel(Protocol):
     @property
     def adapters(self) -> AdapterStore | None:
         """See `Engine.adapters`."""
+
+    @property
+    def images(self) -> ImageStore | None:
+        """Those of the last runner; None: the model sees none."""
+
+    @property
+    def encoder(self) -> ImageEncoder | None:
+        """See `Engine.encoder`."""
 
     def read_expert_load(self) -> ExpertLoad | None:
         """See `Engine.read_expert_load`."""
@@ -128,6 +138,14 @@ class ModelEngine:
     @property
     def adapters(self) -> AdapterStore | None:
         return self._model.adapters if self._model else None
+
+    @property
+    def images(self) -> ImageStore | None:
+        return self._model.images if self._model and self._runner else None
+
+    @property
+    def encoder(self) -> ImageEncoder | None:
+        return self._model.encoder if self._model and self._runner else None
 
     def read_expert_load(self) -> ExpertLoad | None:
         return self._model.read_expert_load() if self._model else None

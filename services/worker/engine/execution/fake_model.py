@@ -106,6 +106,7 @@ class FakeModel:
     """
 
     ends_with_group = False
+    images = encoder = None
 
     def __init__(
         self,

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
 
     from common.steps import AdapterLoad, ExpertLoad, PageIds
     from common.transfers import Transfer, TransferAck
+    from common.types import EncoderOutputId, RowImage
     from services.worker.engine.host_tier.page_form import PageForm
     from services.worker.engine.host_tier.shared_pages import MappedPages, SharedPages
     from services.worker.engine.parallel.shards import Span
@@ -157,8 +158,25 @@ class ImageStore(Protocol):
             InvalidPlanError: images do not fit the ids of their row, or the model.
         """
 
+    def keep(self, output: EncoderOutputId, content: bytearray) -> None:
+        """Keep embeddings that another process has encoded as an output; the bytes are taken over.
+
+        They lie one after the other, in the type of the activations. In the engine's thread, between plans.
+        """
+
     def reset(self) -> None:
         """Drop everything: all rows are free."""
+
+
+class ImageEncoder(Protocol):
+    """Encodes images for the ranks of other processes."""
+
+    def encode(self, images: Sequence[RowImage]) -> list[bytes]:
+        """Return the embeddings of each image, as `ImageStore.keep` takes them. In the engine's thread.
+
+        Raises:
+            InvalidRequestError: one is no image of the model, or has another number of embeddings.
+        """
 
 
 class AdapterSize(Protocol):
@@ -195,6 +213,14 @@ class Engine(Protocol):
     @property
     def adapters(self) -> AdapterStore | None:
         """The loaded model's adapters; None: it is to have none, or cannot."""
+
+    @property
+    def images(self) -> ImageStore | None:
+        """The images of open rows; None: the model sees none, or sleeps."""
+
+    @property
+    def encoder(self) -> ImageEncoder | None:
+        """The loaded vision encoder, if that is all of the model that is loaded; else None."""
 
     @property
     def open_rows(self) -> int:

@@ -116,6 +116,9 @@ class TorchModel:
         self._executor: OverlappedExecutor | None = None
         self._overlaps = False
         self._asleep: set[SleepPart] = set()
+        self.encoder = None
+        # Of the last runner.
+        self.images: RowImages | None = None
         if isinstance(runner, ModelRunner) and runner.can_overlap:
             self._overlaps = True
             self._executor = _overlapped_executor(runner, spec, report)
@@ -197,7 +200,7 @@ class TorchModel:
             self.runner.expert_counts.reset()
         if isinstance(self.runner, EncoderRunner):
             return SynchronousRunner(rows, limits, EncoderExecutor(self.runner))
-        images = self._row_images()
+        images = self.images = self._row_images()
         transfers, is_first, grammars = self.runner.transfers, spec.samples, self._row_masks()
         states = self.runner.states if isinstance(self.runner, ModelRunner) else None
         if not spec.is_last_stage:
@@ -252,7 +255,7 @@ class TorchModel:
         device = self.runner.device
         before = used_memory(device)
         self._asleep = set(SleepPart)
-        self._executor = self._warmer = None
+        self._executor = self._warmer = self.images = None
         self.runner.sleep(level, keeps_host_pages=keeps_host_pages)
         release_memory(device)
         return max(before - used_memory(device), 0)
@@ -272,7 +275,7 @@ class TorchModel:
 
     def close(self) -> None:
         """Free the model's memory and leave its group."""
-        self._executor = self._warmer = None
+        self._executor = self._warmer = self.images = None
         self.runner.close()
 
     @property

@@ -72,6 +72,11 @@ class VisionConfig:
             )
 
     @property
+    def components(self) -> int:
+        """Components of an embedding, those of `deep_layers` included."""
+        return (1 + len(self.deep_layers)) * self.width
+
+    @property
     def head_dim(self) -> int:
         """Components of a head."""
         return self.hidden_size // self.heads

@@ -34,6 +34,10 @@ class ImageModel(Protocol):
     def device(self) -> torch.device:
         """Where embeddings are."""
 
+    @property
+    def activation_dtype(self) -> torch.dtype:
+        """The type of embeddings."""
+
     def encode_images(self, images: Sequence[EncoderImage]) -> list[torch.Tensor]:
         """Return the embeddings of each image."""
 
@@ -125,6 +129,11 @@ class RowImages:
         """Whether a pass may have tokens that see each other, so that it must not be cut."""
         rows = (self._rows.get(row) for row in forward.chunks.rows.tolist())
         return any(image.blocks for row in rows if row is not None for image in row.images)
+
+    def keep(self, output: EncoderOutputId, content: bytearray) -> None:
+        """Keep embeddings that another process has encoded; see `ImageStore.keep`."""
+        embeddings = torch.frombuffer(content, dtype=self._model.activation_dtype).view(-1, self._config.components)
+        self._outputs[output] = embeddings.to(self._model.device)
 
     def into(self, batch: ForwardBatch, forward: ForwardPass) -> ForwardBatch:
         """Return `batch`, that of a pass, with the embeddings that belong there; images that it begins are encoded."""

@@ -239,6 +239,16 @@ class Harness:
         if ack is not None:
             self.core.finish_transfer(ack, self.now)
 
+    def encode(self, *, fails: bool = False) -> int:
+        """Let the encoders be done with all images that they were asked for; return how many these are."""
+        encodings = self.core.memory.images.encodings
+        begun = encodings.take_begun()
+        for encoding in begun:
+            if not fails:
+                self.worker.images.kept[encoding.output.output_id] = encoding.image.digest
+            encodings.finish(encoding, is_kept=not fails)
+        return len(begun)
+
     def complete_all(self) -> None:
         """Let all ranks be done with all transfers, in order."""
         for transfer_id, opened in list(self.worker.open.items()):
@@ -290,7 +300,7 @@ class Harness:
         for _ in range(limit):
             self.plan()
             self.check_accounts()
-            if not self.result():
+            if not (self.result() or self.encode()):
                 return
             self.complete_all()
         raise AssertionError("the core does not come to rest")

@@ -120,7 +120,7 @@ def test_another_question_about_the_same_image_finds_its_output_and_sends_no_pix
     (opened,) = (opened for plan in harness.plans for opened in plan.opens if opened.request_id == "two")
     assert opened.computed_tokens == 0
     assert opened.images[0].pixels is None
-    assert harness.core.memory.images.outputs.found == 1
+    assert harness.core.memory.images.reused_images == 1
     without = Harness(vision=VisionLimits(kept_embeddings=0))
     assert serve(without, ask("one", QUESTIONS[0], (CAT, 6), [3])) == [[6]]
     assert serve(without, ask("two", QUESTIONS[1], (CAT, 6), [4])) == [[6]]

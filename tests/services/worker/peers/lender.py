@@ -81,7 +81,9 @@ class LenderService(WorkerService):
         torch.cuda.synchronize(device)
         self.leases = PageLeases(lambda: self.pages)
         self.leases.grant(LEASE, range(shape.pages))
-        super().__init__(cast("Rank", SimpleNamespace(leases=self.leases)), cast("GrammarDesk", None))
+        super().__init__(
+            cast("Rank", SimpleNamespace(leases=self.leases)), cast("GrammarDesk", None), cast("PeerReader", None)
+        )
 
     async def RevokePages(
         self, request: worker_pb2.RevokePagesRequest, context: grpc.aio.ServicerContext[object, object]

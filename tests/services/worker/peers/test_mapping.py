@@ -129,7 +129,9 @@ class CountingService(WorkerService):
     """A worker that counts calls, as far as pages are concerned."""
 
     def __init__(self, leases: PageLeases) -> None:
-        super().__init__(cast("Rank", SimpleNamespace(leases=leases)), cast("GrammarDesk", None))
+        super().__init__(
+            cast("Rank", SimpleNamespace(leases=leases)), cast("GrammarDesk", None), cast("PeerReader", None)
+        )
         self.calls: list[str] = []
 
     def MapPages(

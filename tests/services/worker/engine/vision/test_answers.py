@@ -7,10 +7,16 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from common.steps import StepPlan
+from common.errors import InvalidRequestError
+from common.steps import EngineSpec, SleepLevel, StepPlan
 from common.types import EncoderOutputId, StepId
+from services.worker.engine.backends import RunnerOptions
+from services.worker.engine.execution.engine import ModelEngine
+from services.worker.engine.execution.interface import InvalidPlanError
 from services.worker.engine.execution.synchronous_runner import SynchronousRunner
+from services.worker.engine.loader import load_encoder
 from services.worker.engine.vision.row_images import RowImages
+from services.worker.engine.vision.vision_model import VisionModel
 from tests.services.worker.engine.driving import random_ids
 from tests.services.worker.engine.scenario import chunk
 from tests.services.worker.engine.vision.driving import NEW_TOKENS, PAGE, Answer, Session, engine_of
@@ -120,6 +126,34 @@ def test_kept_embeddings_answer_another_question_as_transformers_does(directory:
     assert kept.nbytes == model.capacity.embedding_bytes * first.images[0].length
     bare = replace(second, images=(replace(second.images[0], output=output, pixels=None),))
     check(directory, [second], session.answer([bare], borders=(11,)))
+
+
+def test_embeddings_of_another_process_answer_as_transformers_does(directory: Path, family: str) -> None:
+    large, output = picture(family, 2, 3, seed=1), EncoderOutputId(1)
+    asked = prompt(text(5, 1), large, text(7, 2))
+    session, options = Session(engine_of(directory, "compiled")), RunnerOptions(backend="compiled", threads=1)
+    spec = EngineSpec(str(directory), dtype="float32", vision=True, only_encodes=True)
+    encoder = ModelEngine(lambda spec, report: VisionModel(lambda report: load_encoder(spec, report, options), report))
+    capacity = encoder.configure(spec, lambda _fraction, _stage: None)
+    model = session.engine._model
+    assert model is not None
+    assert capacity.encoder_identity == model.capacity.encoder_identity != ""
+    awake = encoder.encoder
+    assert awake is not None
+    with pytest.raises(InvalidRequestError, match="embeddings"):
+        awake.encode([replace(asked.images[0], length=1)])
+    with pytest.raises(InvalidPlanError):
+        encoder.execute(StepPlan(StepId(0)), lambda _: None)
+    # It sleeps and wakes in between.
+    encoder.sleep(SleepLevel.HOST, keeps_host_pages=False)
+    assert encoder.encoder is None
+    encoder.configure(spec, lambda _fraction, _stage: None)
+    (content,) = awake.encode(asked.images)
+    assert len(content) == capacity.embedding_bytes * asked.images[0].length
+    assert session.engine.images is not None
+    session.engine.images.keep(output, bytearray(content))
+    bare = replace(asked, images=(replace(asked.images[0], output=output, pixels=None),))
+    check(directory, [asked], session.answer([bare], borders=(11,)))
 
 
 @pytest.mark.gpu

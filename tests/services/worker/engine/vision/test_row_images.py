@@ -48,6 +48,7 @@ class CountingModel:
 
     def __init__(self) -> None:
         self.device = torch.device("cpu")
+        self.activation_dtype = torch.float32
         self.asked: list[int] = []
         # Results are then parts of one tensor.
         self.computes_together = False

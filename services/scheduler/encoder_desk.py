@@ -1,0 +1,211 @@
+"""Keeps workers that only encode images configured, and has the group's ranks read what they encode."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, NoReturn
+
+import grpc
+
+from common.errors import PandoError, UnavailableError
+from common.logs import get_logger
+from common.steps import SleepLevel
+from services.scheduler import metrics
+from services.scheduler.cache.encoder_outputs import OutputState
+from services.scheduler.group import GroupState
+from services.scheduler.rank import RankConnection, RankLostError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from common.steps import EngineSpec
+    from services.scheduler.core.core import SchedulerCore
+    from services.scheduler.core.encodings import Encoding
+    from services.scheduler.group import WorkerGroup
+    from services.scheduler.loop import SchedulerLoop
+
+TICKET_BYTES = 16
+# Embeddings that an encoder may have to compute at a time, in steps of `scheduler.vision.step_embeddings`: enough that
+# it does not wait for the next image while the ranks read one.
+ROOM_STEPS = 4
+BEAT_S = 0.5
+# Between attempts to use an encoder that was lost, or that cannot be used.
+RETRY_S = 1.0
+
+
+@dataclass(slots=True, eq=False)
+class _Encoder:
+    """A worker that only encodes."""
+
+    address: str
+    # None: it does not serve.
+    rank: RankConnection | None = None
+    # What it is configured with.
+    spec: EngineSpec | None = None
+    # Embeddings that it has to compute, or that ranks read.
+    embeddings: int = 0
+    # A call has failed, and it has not answered since.
+    is_suspect: bool = False
+    # Why it does not serve, as far as that was logged.
+    reason: str = ""
+
+
+class EncoderDesk:
+    """Owns the connections to encoders, and one call for each image; see `ApartEncoders`.
+
+    Whatever fails, the image is left to the group's workers.
+    """
+
+    def __init__(
+        self,
+        addresses: Sequence[str],
+        connect: Callable[[str], grpc.aio.Channel],
+        loop: SchedulerLoop,
+        group: WorkerGroup,
+        step_embeddings: int,
+    ) -> None:
+        """Use the workers at `addresses`, to which `connect` opens channels, for the images of `group`."""
+        self._encoders = [_Encoder(address) for address in addresses]
+        self._connect = connect
+        self._loop = loop
+        self._group = group
+        self._step_embeddings = step_embeddings
+        self._calls: set[asyncio.Task[None]] = set()
+        # The group's configuration, and that of encoders for it.
+        self._group_spec = group.spec
+        self._spec = encoder_spec(group.spec)
+        self._log = get_logger("encoders")
+
+    @property
+    def room(self) -> int:
+        """Embeddings that the encoders may have to compute at a time; 0: none of them serves."""
+        return len(self._serving()) * ROOM_STEPS * self._step_embeddings
+
+    def start(self, core: SchedulerCore, encoding: Encoding) -> None:
+        """Have an image encoded by the least busy encoder."""
+        call = asyncio.create_task(self._call(core, encoding))
+        self._calls.add(call)
+        call.add_done_callback(self._calls.discard)
+
+    async def run(self) -> None:
+        """Own the connections and calls until cancelled."""
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                for encoder in self._encoders:
+                    tasks.create_task(self._keep(encoder))
+        finally:
+            for call in self._calls:
+                call.cancel()
+            await asyncio.gather(*self._calls, return_exceptions=True)
+
+    def _serving(self) -> list[_Encoder]:
+        wanted = self._wanted()
+        return [
+            encoder
+            for encoder in self._encoders
+            if encoder.rank is not None and encoder.spec == wanted and not encoder.is_suspect
+        ]
+
+    def _wanted(self) -> EngineSpec:
+        """Return the configuration that encoders must have now."""
+        if self._group.spec is not self._group_spec:
+            self._group_spec = self._group.spec
+            self._spec = encoder_spec(self._group_spec)
+        return self._spec
+
+    async def _call(self, core: SchedulerCore, encoding: Encoding) -> None:
+        encoder = min(self._serving(), key=lambda each: each.embeddings, default=None)
+        is_kept = False
+        try:
+            if encoder is not None:
+                is_kept = await self._encode(encoder, encoding)
+        finally:
+            core.memory.images.encodings.finish(encoding, is_kept=is_kept)
+            self._loop.wake()
+
+    async def _encode(self, encoder: _Encoder, encoding: Encoding) -> bool:
+        """Have an image encoded, and its embeddings read by all ranks; return whether all have them."""
+        assert encoder.rank is not None, "it serves"
+        ticket, image = secrets.token_bytes(TICKET_BYTES), encoding.image
+        encoder.embeddings += image.length
+        try:
+            async with encoder.rank.encoding(ticket, image):
+                if encoding.output.state is not OutputState.PROMISED or not self._group.ranks:
+                    return False  # the user was forgotten, or the ranks were lost
+                # None of these is cancelled: a rank that reads on would keep an output after it was dropped.
+                fetched = await asyncio.gather(
+                    *(
+                        rank.fetch_embeddings(encoding.output.output_id, encoder.address, ticket, image.length)
+                        for rank in self._group.ranks
+                    ),
+                    return_exceptions=True,
+                )
+            errors = [error for error in fetched if isinstance(error, BaseException)]
+            if errors:
+                raise errors[0]
+        except (PandoError, TimeoutError) as error:
+            reason = str(error) or "no answer"
+            encoder.is_suspect = True
+            self._note_serving()
+            self._log.warning("image.left_to_workers", encoder=encoder.address, reason=reason)
+            return False
+        finally:
+            encoder.embeddings -= image.length
+        return True
+
+    async def _keep(self, encoder: _Encoder) -> NoReturn:
+        """Keep an encoder configured."""
+        while True:
+            channel = self._connect(encoder.address)
+            try:
+                await self._serve(encoder, RankConnection(channel))
+            except (RankLostError, PandoError, grpc.aio.AioRpcError, TimeoutError) as error:
+                reason = error.details() if isinstance(error, grpc.aio.AioRpcError) else str(error)
+                if reason != encoder.reason:
+                    self._log.warning("encoder.away", encoder=encoder.address, reason=reason)
+                encoder.reason = reason or ""
+            finally:
+                self._set(encoder, None, None)
+                await channel.close()
+            await asyncio.sleep(RETRY_S)
+
+    async def _serve(self, encoder: _Encoder, rank: RankConnection) -> None:
+        """Configure an encoder; return when it has to be configured otherwise, or the group sleeps."""
+        process = (await rank.wait_until_up()).process
+        while self._group.state is not GroupState.READY:  # noqa: ASYNC110  (it does not notify)
+            await asyncio.sleep(BEAT_S)
+        spec = self._wanted()
+        capacity, own = await rank.configure(spec, resumes=False), self._loop.capacity
+        if own is None or not own.encoder_identity or own.encoder_identity != capacity.encoder_identity:
+            raise UnavailableError("it has loaded another encoder than the group's workers")
+        self._set(encoder, rank, spec)
+        encoder.reason = ""
+        self._log.info("encoder.ready", encoder=encoder.address, device=capacity.device)
+        while self._wanted() == spec and not self._loop.is_sleeping:
+            if (await rank.wait_until_up()).process != process:
+                raise RankLostError("its process was replaced")
+            if encoder.is_suspect:
+                encoder.is_suspect = False
+                self._note_serving()
+            await asyncio.sleep(BEAT_S)
+        self._set(encoder, None, None)
+        if self._loop.is_sleeping:
+            await rank.sleep(self._group.sleep_level or SleepLevel.DROPPED, keeps_host_pages=False)
+
+    def _set(self, encoder: _Encoder, rank: RankConnection | None, spec: EngineSpec | None) -> None:
+        encoder.rank, encoder.spec, encoder.is_suspect = rank, spec, False
+        self._note_serving()
+
+    def _note_serving(self) -> None:
+        metrics.ENCODERS.set(len(self._serving()))
+        self._loop.wake()
+
+
+def encoder_spec(spec: EngineSpec) -> EngineSpec:
+    """Return the configuration of an encoder for a group that is configured as `spec` says."""
+    return replace(
+        spec, only_encodes=True, rendezvous="", stages=1, expert_parallel=False, adapter_slots=0,
+        device_pages=None, host_pages=None, host_bytes=0, window_pages=None, snapshots=None,
+    )  # fmt: skip
