@@ -161,7 +161,15 @@ def test_prometheus_scrapes_every_service_where_it_reports() -> None:
     found = {name: config["port"] for config in by_name["dns_sd_configs"] for name in config["names"]}
     started = {
         name: service["extends"]["service"]
-        for overlay in ("batches.yaml", "gateways.yaml", "gpu-2.yaml", "limits.yaml", "models.yaml", "roles.yaml")
+        for overlay in (
+            "batches.yaml",
+            "encoders.yaml",
+            "gateways.yaml",
+            "gpu-2.yaml",
+            "limits.yaml",
+            "models.yaml",
+            "roles.yaml",
+        )
         for name, service in load(overlay)["services"].items()
         if "extends" in service and service["extends"]["service"] != "model"
     }
@@ -302,6 +310,19 @@ def test_groups_with_roles_are_configured_as_by_pando_up(monkeypatch: pytest.Mon
     assert waits == {"prefill-worker": {"model"}, "prefill-scheduler": {"prefill-worker", "detokenizer"}}
 
 
+def test_an_encoder_is_configured_as_by_pando_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    overlay = load("encoders.yaml")["services"]
+    base = SERVICES["scheduler"]["environment"]
+    own = settings_with({**base, **overlay["scheduler"]["environment"]}, {}, monkeypatch).scheduler
+    planned = plan_layout(Settings(), Path("/run"), 1, Replicas(encoders=1)).find("scheduler").settings.scheduler
+    assert (own.encoders, len(planned.encoders)) == (("encoder:50053",), 1)
+    assert own.workers == ("worker:50053",)
+    # Images are encoded where they are computed while it is away.
+    assert overlay["encoder"]["extends"]["service"] == "worker"
+    assert set(overlay["encoder"]["depends_on"]) == {"model"}
+    assert "depends_on" not in overlay["scheduler"]
+
+
 def test_two_gateways_share_a_state_server_on_the_internal_network(monkeypatch: pytest.MonkeyPatch) -> None:
     overlay = load("gateways.yaml")
     # Nothing but the server beside the gateway: a second service would not have what other overlays give the gateway.
@@ -337,6 +358,7 @@ def test_gpus_are_asked_for_only_in_overlays_and_each_rank_has_its_worker() -> N
     assert workers == ["worker:50053", "worker-1:50053"]
     assert two["worker-1"]["environment"]["PANDO_WORKER__DEVICE_INDEX"] == "1"
     for overlay in (
+        "encoders.yaml",
         "gateways.yaml",
         "gpu.yaml",
         "gpu-2.yaml",

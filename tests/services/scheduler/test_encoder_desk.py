@@ -169,6 +169,25 @@ async def test_an_encoder_that_restarts_and_weights_that_are_replaced_are_config
     assert apart.encoded_by_ranks() == []
 
 
+async def test_an_encoder_sleeps_and_wakes_with_its_group(apart: Apart) -> None:
+    await apart.encoder_ready()
+    await apart.answered(await apart.submit("one", 20, 0.5))
+    stub = apart.pipeline.stub
+    await stub.Sleep(
+        scheduler_pb2.SchedulerSleepRequest(level=1, mode=scheduler_pb2.SLEEP_MODE_DRAIN),
+        timeout=60,
+        metadata=ADMIN,
+    )
+    await until(lambda: apart.encoder.slept == [(1, False)])
+    assert REGISTRY.get_sample_value("pando_scheduler_encoders") == 0
+    await stub.WakeUp(scheduler_pb2.SchedulerWakeUpRequest(), timeout=60, metadata=ADMIN)
+    await apart.encoder_ready()
+    assert len(apart.encoder.configured) == 2
+    await apart.answered(await apart.submit("two", 21, 0.5))
+    # What the ranks kept is gone with their memory.
+    assert apart.encoder.images.encoded == [6, 6]
+
+
 @pytest.mark.parametrize(
     ("scheduler", "model", "reason"),
     [
