@@ -1,13 +1,16 @@
-"""A tiny model that sees images, to be served with random weights: no model with vision is bundled."""
+"""Models that see images, to be served with random weights, and a tiny one of them: none with vision is bundled."""
 
 from __future__ import annotations
 
 import json
+import string
+from itertools import islice, product
 from typing import TYPE_CHECKING, Any
 
 from common.tokenization.vocabulary import byte_alphabet
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
     from pathlib import Path
 
 NAME = "tiny-qwen2.5-vl"
@@ -30,6 +33,26 @@ def save_seeing_model(directory: Path) -> None:
     """
     ids = {mark: _BYTES + number for number, mark in enumerate(_MARKS)}
     _write(directory, "config.json", _config(ids))
+    _save_processor(directory, ids, (4 * 28 * 28, 64 * 28 * 28))
+
+
+def save_shape(shape: Mapping[str, Any], directory: Path) -> None:
+    """Write the config.json `shape` of a model like Qwen2.5-VL, and what it needs beside it: see `save_seeing_model`.
+
+    Each token has a text, but for those after the last special one: its own byte, or three letters that texts are never
+    encoded to. Bounds of pictures are those of the published models.
+
+    Raises:
+        KeyError: the config.json does not name the special tokens.
+    """
+    names = ("bos", "eos", "vision_start", "vision_end", "image", "video")
+    ids = {mark: int(shape[f"{name}_token_id"]) for mark, name in zip(_MARKS, names, strict=True)}
+    _write(directory, "config.json", dict(shape))
+    _save_processor(directory, ids, (4 * 28 * 28, 16384 * 28 * 28))
+
+
+def _save_processor(directory: Path, ids: Mapping[str, int], pixels: tuple[int, int]) -> None:
+    """Write the tokenizer, the chat template and the processor's settings; `pixels` are its bounds of pictures."""
     _write(directory, "tokenizer.json", _tokenizer(ids))
     _write(directory, "tokenizer_config.json", {"chat_template": _TEMPLATE, "eos_token": "<|im_end|>"})
     _write(
@@ -40,7 +63,7 @@ def save_seeing_model(directory: Path) -> None:
             "patch_size": _PATCH,
             "merge_size": _MERGE,
             "temporal_patch_size": 2,
-            "size": {"shortest_edge": 4 * 28 * 28, "longest_edge": 64 * 28 * 28},
+            "size": {"shortest_edge": pixels[0], "longest_edge": pixels[1]},
         },
     )
 
@@ -87,7 +110,10 @@ def _config(ids: dict[str, int]) -> dict[str, Any]:
     }
 
 
-def _tokenizer(ids: dict[str, int]) -> dict[str, Any]:
+def _tokenizer(ids: Mapping[str, int]) -> dict[str, Any]:
+    free = [number for number in range(_BYTES, max(ids.values())) if number not in ids.values()]
+    words = ("".join(letters) for letters in product(string.ascii_letters + string.digits, repeat=3))
+    fillers = dict(zip(islice(words, len(free)), free, strict=True))
     added = [
         {
             "id": number,
@@ -107,7 +133,7 @@ def _tokenizer(ids: dict[str, int]) -> dict[str, Any]:
         "decoder": {"type": "ByteLevel", "add_prefix_space": True, "trim_offsets": True, "use_regex": True},
         "model": {
             "type": "BPE",
-            "vocab": {letter: byte for byte, letter in byte_alphabet().items()} | ids,
+            "vocab": {letter: byte for byte, letter in byte_alphabet().items()} | fillers | dict(ids),
             "merges": [],
         },
     }

@@ -1,0 +1,327 @@
+"""Images: how many a second, first tokens after them, a chat about one, and text streams beside a load of them.
+
+Run as `python -m deploy.evaluation.experiments.images deploy/evaluation/shapes/qwen2.5-vl-7b`, with
+`--set model.load_format=dummy` where there are no weights; a directory that has no tokenizer gets a made-up one. On a
+CPU, `deploy/evaluation/shapes/qwen2.5-vl-tiny` with `--size 224x224`.
+
+Pictures are random, sent as PNG in data URLs, and new in each request unless it is about the same one again. Parts take
+turns: each round has one of each. Figures are printed, and written, after each part; no part begins that would end
+after `--time-limit`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import base64
+import io
+import json
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from itertools import count, pairwise
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import orjson
+from PIL import Image
+
+from deploy.evaluation.attack.seeing_model import save_shape
+from deploy.evaluation.bench.client import AnswerReader, error_message
+from deploy.evaluation.bench.deployments import LaunchedDeployment, LaunchError, add_setting_arguments
+from deploy.evaluation.bench.partial_results import Deadline, PartialResults, report, within_time
+from deploy.evaluation.bench.transport import HttpClient, TransportError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+# Any: JSON of requests.
+Message = dict[str, Any]
+
+SEVERAL = 4
+# They begin alike, as instructions of an application do: pages of KV are found whole.
+QUESTION, OTHER_QUESTION = (f"Look closely at what is to be seen: {end}?" for end in ("what is it", "which colours"))
+TURNS = 10
+ANSWER_TOKENS = 16
+STREAM_PROMPT_BYTES = 128
+STREAM_TOKENS = 1024
+# Pixels of a picture whose colours are drawn together: photographs, too, change little from one to the next.
+GRAIN = 8
+POLL_S = 0.01
+# For stopping the deployment.
+RESERVE_S = 8.0
+
+
+class RequestError(Exception):
+    """A request was refused, or has no complete answer."""
+
+
+def main() -> int:
+    """Measure and print; write results where asked; return the exit status."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model", type=Path, help="directory with config.json")
+    parser.add_argument("--size", type=size_of, default="1024x768", help="width and height in pixels (%(default)s)")
+    parser.add_argument("--images", type=int, default=64, help="for images per second (%(default)s)")
+    parser.add_argument("--concurrency", type=int, default=16, help="of these requests (%(default)s)")
+    parser.add_argument("--samples", type=int, default=5, help="single requests of each kind in a round (%(default)s)")
+    parser.add_argument("--streams", type=int, default=32, help="of text, with and without images (%(default)s)")
+    parser.add_argument("--rate", type=float, default=4.0, help="images per second beside them (%(default)s)")
+    parser.add_argument("--seconds", type=float, default=6.0, help="for which they are watched (%(default)s)")
+    parser.add_argument("--repeats", type=int, default=3, help="rounds (%(default)s)")
+    parser.add_argument("--time-limit", type=float, default=3600.0, help="seconds for all of it (%(default)s)")
+    parser.add_argument("--json", type=Path)
+    add_setting_arguments(parser)
+    arguments = parser.parse_args()
+    deadline = Deadline.after(arguments.time_limit)
+    with TemporaryDirectory(prefix="pando-images-") as folder:
+        directory = served_directory(arguments.model, Path(folder))
+        settings = (f"model.reference={directory}", f"model.served_name={arguments.model.name}", "model.images=on")
+        deployment = LaunchedDeployment(
+            arguments.config, arguments.overrides, settings, start_timeout_s=deadline.left_s
+        )
+        began_at, failed = time.monotonic(), False
+        try:
+            with deployment:
+                report(f"a deployment serves after {time.monotonic() - began_at:.1f} s")
+                try:
+                    asyncio.run(measure(arguments, deployment.url, deadline))
+                except* RequestError as errors:
+                    failed = True
+                    report("\n".join([*map(str, errors.exceptions), deployment.last_lines()]))
+        except LaunchError as error:
+            report(str(error))
+            return 1
+    return 1 if failed else 0
+
+
+async def measure(arguments: argparse.Namespace, url: str, deadline: Deadline) -> None:
+    """Warm up, then run all parts of all rounds for which there is time.
+
+    Raises:
+        RequestError: a request failed, or did not end in time; alone or in an exception group.
+    """
+    client = ChatClient(HttpClient(url), arguments.model.name, deadline)
+    results = PartialResults("images", arguments.model.name, arguments.json)
+    measurement = ImageMeasurement(arguments, client, results)
+    began_at = time.monotonic()
+    await measurement.warm_up()
+    report(f"warm-up: {time.monotonic() - began_at:.1f} s")
+    parts = {
+        "images per second": measurement.throughput,
+        "first tokens": measurement.first_tokens,
+        "chat": measurement.chat,
+        "streams alone": measurement.streams_alone,
+        "streams beside images": measurement.streams_beside_images,
+    }
+    for name in within_time(list(parts) * arguments.repeats, deadline, RESERVE_S):
+        await parts[name]()
+
+
+class ImageMeasurement:
+    """The parts of a round. Each user is new, unless a part is about what it finds of its own requests."""
+
+    def __init__(self, arguments: argparse.Namespace, client: ChatClient, results: PartialResults) -> None:
+        self._arguments = arguments
+        self._client = client
+        self._results = results
+        self._users = (f"user {number}" for number in count())
+
+    async def warm_up(self) -> None:
+        """Send requests of all kinds, so that what is compiled or captured at their first use is ready."""
+        pictures = self._pictures(self._arguments.concurrency + SEVERAL)
+        await self._ask_all(pictures[SEVERAL:])
+        await self._client.ask(next(self._users), [about(pictures[:SEVERAL])], 1)
+        await self._watch_streams((), self._arguments.seconds / 4)
+
+    async def throughput(self) -> None:
+        """Requests of one image and one output token each, as many at once as asked."""
+        pictures = self._pictures(self._arguments.images)
+        began_at = time.monotonic()
+        await self._ask_all(pictures)
+        rate = len(pictures) / (time.monotonic() - began_at)
+        self._results.add(f"throughput, {self._arguments.concurrency} at once", "images/s", [rate])
+
+    async def first_tokens(self) -> None:
+        """Single requests with new images, and with the same ones and another question."""
+        for number, title in ((1, "1 image"), (SEVERAL, f"{SEVERAL} images")):
+            kinds: dict[str, list[Answer]] = {f"{title}, new": [], f"{title}, again": []}
+            for _ in range(self._arguments.samples):
+                pictures, user = self._pictures(number), next(self._users)
+                for kind, question in zip(kinds, (QUESTION, OTHER_QUESTION), strict=True):
+                    kinds[kind].append(await self._client.ask(user, [about(pictures, question)], 1))
+            for kind, answers in kinds.items():
+                self._results.add(f"TTFT, {kind}", "ms", [answer.first_token_ms for answer in answers])
+                self._results.add(f"prompt, {kind}", "tokens", [answer.prompt_tokens for answer in answers])
+                self._results.add(f"cached, {kind}", "tokens", [answer.cached_tokens for answer in answers])
+
+    async def chat(self) -> None:
+        """Ask ten questions about one image, each with all that was said before."""
+        user, turn = next(self._users), about(self._pictures(1))
+        messages, answers = [turn], []
+        for number in range(TURNS):
+            answer = await self._client.ask(user, messages, ANSWER_TOKENS)
+            answers.append(answer)
+            said = {"role": "assistant", "content": answer.text or "Nothing."}
+            messages += [said, {"role": "user", "content": f"What else, apart from these {number + 1} things?"}]
+        title = f"turns 2 to {TURNS} of a chat"
+        self._results.add(f"TTFT, {title}", "ms", [answer.first_token_ms for answer in answers[1:]])
+        self._results.add(f"prompt, {title}", "tokens", [answer.prompt_tokens for answer in answers[1:]])
+        self._results.add(f"cached, {title}", "tokens", [answer.cached_tokens for answer in answers[1:]])
+
+    async def streams_alone(self) -> None:
+        """Watch text streams without images."""
+        gaps, _ = await self._watch_streams((), self._arguments.seconds)
+        self._add_gaps("alone", gaps)
+
+    async def streams_beside_images(self) -> None:
+        """Watch text streams beside requests of one image and one output token each, at the rate that was asked."""
+        rate = self._arguments.rate
+        pictures = self._pictures(max(int(rate * self._arguments.seconds), 1))
+        gaps, answers = await self._watch_streams(pictures, self._arguments.seconds)
+        self._add_gaps(f"beside {rate:g} images/s", gaps)
+        times = [answer.first_token_ms for answer in answers]
+        self._results.add(f"TTFT, 1 image, new, beside {self._arguments.streams} streams", "ms", times)
+
+    def _add_gaps(self, title: str, gaps: Sequence[float]) -> None:
+        for percent in (50, 99):
+            metric = f"ITL p{percent}, {self._arguments.streams} streams {title}"
+            self._results.add(metric, "ms", [float(np.percentile(gaps, percent)) * 1e3])
+
+    async def _ask_all(self, pictures: Sequence[str]) -> None:
+        """Ask about each of the pictures, some at once."""
+        left = iter(pictures)
+
+        async def ask_next() -> None:
+            for picture in left:
+                await self._client.ask(next(self._users), [about([picture])], 1)
+
+        async with asyncio.TaskGroup() as group:
+            for _ in range(self._arguments.concurrency):
+                group.create_task(ask_next())
+
+    async def _watch_streams(self, pictures: Sequence[str], seconds: float) -> tuple[list[float], list[Answer]]:
+        """Return the seconds between chunks of text streams, and the answers about pictures that are sent meanwhile.
+
+        All streams have begun when the first picture is sent; one that ends is followed by another.
+        """
+        readers: list[AnswerReader] = []
+
+        async def stream() -> None:
+            while True:
+                readers.append(reader := AnswerReader(time.monotonic))
+                text = base64.b85encode(np.random.default_rng().bytes(STREAM_PROMPT_BYTES * 4 // 5)).decode()
+                await self._client.ask(next(self._users), [{"role": "user", "content": text}], STREAM_TOKENS, reader)
+
+        async with asyncio.TaskGroup() as group:
+            streams = [group.create_task(stream()) for _ in range(self._arguments.streams)]
+            while len(readers) < len(streams) or not all(reader.chunks_s for reader in readers[: len(streams)]):  # noqa: ASYNC110
+                await asyncio.sleep(POLL_S)
+            began_at, asked = time.monotonic(), []
+            for number, picture in enumerate(pictures):
+                await asyncio.sleep(began_at + number / self._arguments.rate - time.monotonic())
+                asked.append(group.create_task(self._client.ask(next(self._users), [about([picture])], 1)))
+            await asyncio.sleep(began_at + seconds - time.monotonic())
+            ended_at = time.monotonic()
+            for each in streams:
+                each.cancel()
+        gaps = [
+            later - earlier
+            for reader in readers
+            for earlier, later in pairwise(reader.chunks_s)
+            if began_at <= earlier and later <= ended_at
+        ]
+        return gaps, [task.result() for task in asked]
+
+    def _pictures(self, number: int) -> list[str]:
+        with ThreadPoolExecutor() as pool:
+            return list(pool.map(picture_url, [self._arguments.size] * number))
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """A complete answer, and what the server says of its prompt."""
+
+    text: str
+    first_token_ms: float
+    prompt_tokens: int
+    cached_tokens: int
+
+
+class ChatClient:
+    """Sends conversations to `/v1/chat/completions` and reads the streams."""
+
+    def __init__(self, http: HttpClient, model: str, deadline: Deadline) -> None:
+        self._http = http
+        self._model = model
+        self._deadline = deadline
+
+    async def ask(
+        self, user: str, messages: Sequence[Message], tokens: int, reader: AnswerReader | None = None
+    ) -> Answer:
+        """Return the answer of so many tokens to a user's conversation; `reader` can be watched meanwhile.
+
+        Raises:
+            RequestError: it is refused, fails, or does not end before the deadline.
+        """
+        reader = reader or AnswerReader(time.monotonic)
+        body = orjson.dumps(
+            {
+                "model": self._model, "messages": messages, "max_tokens": tokens, "temperature": 1.0, "user": user,
+                "ignore_eos": True, "stream": True, "stream_options": {"include_usage": True},
+            }
+        )  # fmt: skip
+        began_at = time.monotonic()
+        try:
+            response = await self._http.request(
+                "POST", "/v1/chat/completions", body, sink=reader.feed, timeout_s=self._deadline.left_s
+            )
+        except TransportError as error:
+            raise RequestError(f"{error.kind}: {error}") from error
+        if response.status != 200:
+            raise RequestError(f"HTTP {response.status}: {error_message(orjson.loads(response.body))}")
+        times = reader.output_times()
+        if reader.error is not None or not times:
+            raise RequestError(reader.error or "an answer without a token")
+        first_ms = (times[0] - began_at) * 1e3
+        return Answer("".join(reader.text), first_ms, reader.input_tokens or 0, reader.cached_tokens or 0)
+
+
+def about(pictures: Sequence[str], question: str = QUESTION) -> Message:
+    """Return a message with pictures, by their data URLs, and a question after them."""
+    parts: list[Message] = [{"type": "image_url", "image_url": {"url": picture}} for picture in pictures]
+    return {"role": "user", "content": [*parts, {"type": "text", "text": question}]}
+
+
+def picture_url(size: tuple[int, int]) -> str:
+    """Return a random picture of a width and a height in pixels as a PNG file in a data URL."""
+    width, height = size
+    shape = (-(-height // GRAIN), -(-width // GRAIN), 3)
+    drawn = Image.fromarray(np.random.default_rng().integers(0, 256, shape, np.uint8))
+    file = io.BytesIO()
+    drawn.resize(size, Image.Resampling.BICUBIC).save(file, "PNG", compress_level=1)
+    return f"data:image/png;base64,{base64.b64encode(file.getvalue()).decode()}"
+
+
+def served_directory(model: Path, folder: Path) -> Path:
+    """Return the directory of a model; one with nothing but config.json is completed in `folder`."""
+    if (model / "tokenizer.json").exists():
+        return model
+    save_shape(json.loads((model / "config.json").read_text(encoding="utf-8")), folder)
+    return folder
+
+
+def size_of(text: str) -> tuple[int, int]:
+    """Read WIDTHxHEIGHT.
+
+    Raises:
+        ValueError: it is not two numbers.
+    """
+    width, height = map(int, text.split("x"))
+    return width, height
+
+
+if __name__ == "__main__":
+    sys.exit(main())
