@@ -66,14 +66,15 @@ class LaunchedDeployment:
         *,
         ranks: int = 1,
         roles: str | None = None,
+        encoders: int = 0,
         fake_step_ms: float | None = None,
         start_timeout_s: float = START_TIMEOUT_S,
     ) -> None:
         """Prepare a deployment; `overrides` take precedence over `defaults`, both are NAME=VALUE.
 
-        `roles` are its groups, as `pando up --roles` takes them; None: one that does both. `fake_step_ms` is the
-        duration of a forward pass with model.load_format=fake; the deployment is given up if it does not serve within
-        `start_timeout_s`.
+        `roles` are its groups, as `pando up --roles` takes them; None: one that does both. `encoders` are workers of
+        each that only encode images. `fake_step_ms` is the duration of a forward pass with model.load_format=fake; the
+        deployment is given up if it does not serve within `start_timeout_s`.
 
         Raises:
             SystemExit: a setting is invalid; the message is on standard error.
@@ -89,6 +90,7 @@ class LaunchedDeployment:
         self._argv += ["--config", config] if config is not None else []
         self.settings = load_settings("pando bench", "", self._argv)
         self._groups = ["--tp", str(ranks), *(() if roles is None else ("--roles", roles))]
+        self._groups += ["--encoders", str(encoders)] if encoders else []
         self._start_timeout_s = start_timeout_s
         self._variables = {} if fake_step_ms is None else {STEP_VARIABLE: str(fake_step_ms)}
         self._root: Path | None = None

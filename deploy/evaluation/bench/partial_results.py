@@ -41,12 +41,13 @@ class Deadline:
 class PartialResults:
     """The measurements so far, printed and written to a file, if one is given, at each addition."""
 
-    def __init__(self, benchmark: str, model: str, path: Path | None, *, tp: int = 1) -> None:
-        """Start empty, for a results file at `path`."""
+    def __init__(self, benchmark: str, model: str, path: Path | None, *, tp: int = 1, label: str | None = None) -> None:
+        """Start empty, for a results file at `path`; `label` names the variant."""
         self._benchmark = benchmark
         self._model = model
         self._path = path
         self._tp = tp
+        self._label = label
         self._values: dict[tuple[str, str], list[float]] = defaultdict(list)
 
     def add(self, metric: str, unit: str, values: Sequence[float]) -> None:
@@ -61,7 +62,7 @@ class PartialResults:
             # Experiments run as modules: `python -m deploy.evaluation.experiments.NAME`.
             command = shlex.join(["python", *sys.orig_argv[1:]])
             provenance = replace(Provenance.collect(()), command=command)
-            sheet = ResultSheet(self._benchmark, self._model, self._tp, provenance)
+            sheet = ResultSheet(self._benchmark, self._model, self._tp, provenance, self._label)
             for (known, its_unit), its_values in self._values.items():
                 sheet.add_spread(known, Spread.of(its_values), its_unit)
             write_results(self._path, sheet.results)

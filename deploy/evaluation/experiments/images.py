@@ -70,6 +70,7 @@ def main() -> int:
     parser.add_argument("--streams", type=int, default=32, help="of text, with and without images (%(default)s)")
     parser.add_argument("--rate", type=float, default=4.0, help="images per second beside them (%(default)s)")
     parser.add_argument("--seconds", type=float, default=6.0, help="for which they are watched (%(default)s)")
+    parser.add_argument("--encoders", type=int, default=0, help="workers that only encode images (%(default)s)")
     parser.add_argument("--repeats", type=int, default=3, help="rounds (%(default)s)")
     parser.add_argument("--time-limit", type=float, default=3600.0, help="seconds for all of it (%(default)s)")
     parser.add_argument("--json", type=Path)
@@ -80,8 +81,9 @@ def main() -> int:
         directory = served_directory(arguments.model, Path(folder))
         settings = (f"model.reference={directory}", f"model.served_name={arguments.model.name}", "model.images=on")
         deployment = LaunchedDeployment(
-            arguments.config, arguments.overrides, settings, start_timeout_s=deadline.left_s
-        )
+            arguments.config, arguments.overrides, settings, encoders=arguments.encoders,
+            start_timeout_s=deadline.left_s,
+        )  # fmt: skip
         began_at, failed = time.monotonic(), False
         try:
             with deployment:
@@ -104,7 +106,8 @@ async def measure(arguments: argparse.Namespace, url: str, deadline: Deadline) -
         RequestError: a request failed, or did not end in time; alone or in an exception group.
     """
     client = ChatClient(HttpClient(url), arguments.model.name, deadline)
-    results = PartialResults("images", arguments.model.name, arguments.json)
+    label = f"encoders: {arguments.encoders}" if arguments.encoders else None
+    results = PartialResults("images", arguments.model.name, arguments.json, label=label)
     measurement = ImageMeasurement(arguments, client, results)
     began_at = time.monotonic()
     await measurement.warm_up()
