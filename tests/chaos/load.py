@@ -153,6 +153,8 @@ class Exchange:
     failure: str | None = None
     # Its connection broke, and its events had no ids with which it could be continued: it had no record.
     is_cut: bool = False
+    # How often its connection broke before its first event, so that it was sent again.
+    sent_again: int = 0
 
     @property
     def events(self) -> list[int]:
@@ -332,6 +334,7 @@ class Client:
             except httpx.TransportError:
                 if exchange.event_ids or not exchange.choices:
                     exchange.reconnects += 1
+                    exchange.sent_again += not exchange.event_ids
                     return False
                 exchange.is_cut = True
                 raise

@@ -6,6 +6,7 @@ import asyncio
 import signal
 import sys
 import threading
+from collections import Counter
 from typing import TYPE_CHECKING
 
 from common.errors import ConfigurationError
@@ -22,11 +23,16 @@ if TYPE_CHECKING:
 
 
 class PlainReporter:
-    """Writes everything to standard error as plain text, each line with its service's name."""
+    """Writes everything to standard error as plain text, each line with its service's name, and counts log events."""
+
+    def __init__(self) -> None:
+        self.logged: Counter[str] = Counter()
 
     def line(self, service: str, text: str) -> None:
         """Write a service's line."""
-        sys.stderr.write(format_event(service, parse_line(text)) + "\n")
+        event = parse_line(text)
+        self.logged[event.text] += 1
+        sys.stderr.write(format_event(service, event) + "\n")
 
     def note(self, text: str) -> None:
         """Write a remark of the supervisor's."""
@@ -46,6 +52,7 @@ class Deployment:
     def __init__(self, settings: Settings, ranks: int, root: Path, replicas: Replicas = ONE_OF_EACH) -> None:
         """Prepare a deployment of `settings` with `ranks` tensor-parallel workers; port 0 takes a free one."""
         self.layout, self.run_directory = lay_out(settings, ranks, root, replicas)
+        self._reporter = PlainReporter()
         self._thread = threading.Thread(target=self._run, name="pando-supervisor", daemon=True)
         self._settled = threading.Event()
         self._failure: BaseException | None = None
@@ -57,6 +64,11 @@ class Deployment:
     def url(self) -> str:
         """Base URL of the gateway, without a path."""
         return self.layout.url
+
+    @property
+    def logged(self) -> Counter[str]:
+        """How often the services have logged each event."""
+        return self._reporter.logged
 
     def address_of(self, name: str) -> str:
         """Return the gRPC address of a service."""
@@ -113,7 +125,7 @@ class Deployment:
 
     async def _supervise(self) -> None:
         self._loop, self._stopping = asyncio.get_running_loop(), asyncio.Event()
-        self._supervisor = Supervisor(self.layout, self.run_directory, PlainReporter(), Probes())
+        self._supervisor = Supervisor(self.layout, self.run_directory, self._reporter, Probes())
         announcing = asyncio.create_task(self._announce(self._supervisor))
         try:
             await self._supervisor.run(self._stopping)
