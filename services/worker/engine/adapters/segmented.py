@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
+import numpy as np
 import torch
 
 from services.worker.engine.adapters.sites import EMBEDDING
 from services.worker.engine.kernels.gpu import adapter_products as programs
-from services.worker.engine.kernels.gpu import elementwise
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
+
+    from numpy.typing import NDArray
 
     from services.worker.engine.adapters.sites import AdapterWeights, Site
     from services.worker.engine.kernels.interface import Experts, GatedLinear
@@ -34,35 +36,43 @@ class SegmentedAdapters:
         self.sites: list[Site] = []
         self.most_ranks: int | None = MOST_RANKS
         self._device = device
-        # The ranks of adapters, 0 where a slot is empty, and what the table's addresses point to, by slot.
-        self._ranks = [0] * slots
+        # What the table's addresses point to, by slot.
         self._held: list[tuple[torch.Tensor, ...]] = [()] * slots
-        self._table: torch.Tensor | None = None  # [sites and embedding, slots, columns] int64
+        self._table: torch.Tensor | None = None  # [sites and embedding, 1 + slots, columns] int64
         self._index: dict[str, int] = {}
+        # Ranks in the table's lines, and the most of each of its products.
+        self._ranks: NDArray[np.int64] = np.zeros((0, slots), np.int64)
+        self._most: list[int] = []
         self._tiles: programs.TokenTiles | None = None
 
     @property
     def slots(self) -> int:
         """Number of slots."""
-        return len(self._ranks)
+        return len(self._held)
 
     def put(self, slot: int, weights: AdapterWeights | None) -> None:
         """Fill a slot, or empty it, after all passes that were launched."""
         table = self._whole_table()
         columns = table.shape[2]
-        lines = [[0] * columns] * table.shape[0]
+        lines = [[0] * columns for _ in self._index]
         held: list[torch.Tensor] = []
-        for name, a, parts in () if weights is None else _factors(weights):
+        for name, a, parts in () if weights is None else _laid_out(weights):
             lines[self._index[name]] = programs.table_line(a, parts, columns)
-            held += [a, *(b for _, _, b in parts)]
-        table[:, slot].copy_(torch.tensor(lines, dtype=torch.int64))
-        self._ranks[slot], self._held[slot] = 0 if weights is None else weights.rank, tuple(held)
+            held += [a, *(part.b for part in parts)]
+        written = torch.tensor(lines, dtype=torch.int64)
+        table[:, 1 + slot].copy_(written)
+        self._ranks[:, slot] = written[:, 1].numpy()
+        self._most = self._ranks.max(1).tolist()
+        table[:, 0, 0].copy_(torch.tensor(self._most, dtype=torch.int64))
+        self._held[slot] = tuple(held)
 
     def clear(self) -> None:
         """Empty all slots."""
         if self._table is not None:
             self._table.zero_()
-        self._ranks, self._held = [0] * self.slots, [()] * self.slots
+        self._ranks[:] = 0
+        self._most = [0] * len(self._most)
+        self._held = [()] * self.slots
         self._tiles = None
 
     def use(self, slots: torch.Tensor | None) -> None:
@@ -75,38 +85,46 @@ class SegmentedAdapters:
 
     def add(self, site: Site, inputs: torch.Tensor, sums: torch.Tensor) -> None:
         """Add the adapters' products of inputs [tokens, in] to `sums` [tokens, out] in place."""
-        if self._tiles is not None:
-            ranks = self._most_ranks(len(site.parts))
-            programs.add_products(self._tiles, self._line(site.name), len(site.parts), ranks, inputs, sums)
+        if self._tiles is not None and self._may_change(site.name):
+            ranks = self._most_ranks(site.name, len(site.parts))
+            programs.add_products(self._tiles, self._lines(site.name), len(site.parts), ranks, inputs, sums)
 
     def gate(self, product: GatedLinear, site: Site, activation: Activation, inputs: torch.Tensor) -> torch.Tensor:
         """Return the gated product, from separate halves where any token has an adapter."""
-        if self._tiles is None:
+        if self._tiles is None or not self._may_change(site.name):
             return product(inputs)
-        both = product.halves(inputs)
-        self.add(site, inputs, both)
-        return elementwise.gate(both, activation)
+        both, ranks = product.halves(inputs), self._most_ranks(site.name, len(site.parts))
+        return programs.gated_products(
+            self._tiles, self._lines(site.name), len(site.parts), ranks, inputs, both, activation
+        )
 
     def embed(self, token_ids: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
         """Return embeddings [tokens, hidden] of `token_ids` with what adapters add to them."""
-        if self._tiles is None:
+        if self._tiles is None or not self._may_change(EMBEDDING):
             return rows
-        changed = rows.clone()
-        programs.add_embeddings(self._tiles, self._line(EMBEDDING), self._most_ranks(1), token_ids, changed)
+        changed, ranks = rows.clone(), self._most_ranks(EMBEDDING, 1)
+        programs.add_embeddings(self._tiles, self._lines(EMBEDDING), ranks, token_ids, changed)
         return changed
 
     def experts(self, loop: Experts, _sites: Sequence[tuple[Site, Site]], _activation: Activation) -> Experts:
         """Return `loop`: experts run as one program, which no adapter changes."""
         return loop
 
-    def _line(self, name: str) -> torch.Tensor:
+    def _lines(self, name: str) -> torch.Tensor:
         return self._whole_table()[self._index[name]]
 
-    def _most_ranks(self, parts: int) -> int:
+    def _may_change(self, name: str) -> bool:
+        """Return whether any adapter changes a product; in a graph, and before there are any, one may."""
+        return self._is_capturing() or bool(self._most[self._index[name]]) or not any(self._most)
+
+    def _most_ranks(self, name: str, parts: int) -> int:
         """Return how many ranks a product of `parts` needs room for; in a graph, those of any adapter."""
-        if self._device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        if self._is_capturing():
             return MOST_RANKS * parts
-        return parts * (max(self._ranks) or _FEW_RANKS)
+        return self._most[self._index[name]] or parts * _FEW_RANKS
+
+    def _is_capturing(self) -> bool:
+        return self._device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
     def _whole_table(self) -> torch.Tensor:
         """Return the table, made when all sites are known, before any pass."""
@@ -117,16 +135,15 @@ class SegmentedAdapters:
             columns = programs.HEAD.value + parts * programs.OF_PART.value
             # Slots are emptied outside of inference, too.
             with torch.inference_mode(mode=False):
-                self._table = torch.zeros(len(names), self.slots, columns, dtype=torch.int64, device=self._device)
+                self._table = torch.zeros(len(names), 1 + self.slots, columns, dtype=torch.int64, device=self._device)
+            self._ranks = np.zeros((len(names), self.slots), np.int64)
+            self._most = [0] * len(names)
         return self._table
 
 
-def _factors(
-    weights: AdapterWeights,
-) -> Iterator[tuple[str, torch.Tensor, list[tuple[int, slice, torch.Tensor]]]]:
-    """Yield name, `a`, and parts of each changed product, `b` transposed: first output, ranks, [ranks, outputs]."""
+def _laid_out(weights: AdapterWeights) -> Iterator[tuple[str, torch.Tensor, tuple[programs.PartLines, ...]]]:
+    """Yield name, `a`, and parts of each changed product as programs read them."""
     for name, site in weights.sites.items():
-        yield name, site.a, [(part.first, part.ranks, part.b.t().contiguous()) for part in site.parts]
+        yield name, *programs.lay_out(site.a, site.parts)
     if weights.embedding is not None:
-        a, b = weights.embedding.a, weights.embedding.b.t().contiguous()
-        yield EMBEDDING, a, [(0, slice(0, b.shape[0]), b)]
+        yield EMBEDDING, *programs.lay_out_embedding(weights.embedding.a, weights.embedding.b)

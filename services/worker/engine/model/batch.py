@@ -110,8 +110,10 @@ class ForwardBatch:
 
     @property
     def sampled_adapters(self) -> torch.Tensor | None:
-        """`adapters` of the samples."""
-        return None if self.adapters is None else self.adapters[self.sample_indices]
+        """`adapters` of the samples; the same tensor in a pass that only decodes, which samples every token."""
+        if self.adapters is None or self.decode_rows == self.token_ids.shape[0]:
+            return self.adapters
+        return self.adapters[self.sample_indices]
 
     def in_window(self) -> ForwardBatch:
         """Return the batch as the layers that attend to a window only have to take it."""

@@ -166,6 +166,8 @@ class Transformer:
         self._attention = attention
         self._group = group
         self._adapters = adapters
+        # What the next products apply to.
+        self._slots: torch.Tensor | None = None
         self._angles = angles
 
     @property
@@ -193,7 +195,9 @@ class Transformer:
 
         Without a vocabulary, one number per sample stands for them: nothing is sampled from it.
         """
-        self._use(adapters)
+        # Those that the pass has used are sorted already.
+        if adapters is None or adapters is not self._slots:
+            self._use(adapters)
         if not self._group.links.is_last:
             return hidden.new_empty(0, self._vocabulary[-1].stop)
         if self._weights.head is None:
@@ -284,6 +288,7 @@ class Transformer:
 
     def _use(self, adapters: torch.Tensor | None) -> None:
         """Let the next products be those of tokens with these slots of adapters; see `ForwardBatch.adapters`."""
+        self._slots = adapters
         if self._adapters is not None:
             self._adapters.use(adapters)
 

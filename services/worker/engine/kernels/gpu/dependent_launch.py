@@ -18,9 +18,12 @@ _CAN_OVERLAP = os.environ.get("TRITON_INTERPRET", "0") == "0"
 MOST_TOKENS = 64
 
 
-def launch_options(tokens: int) -> dict[str, bool]:
-    """Return the arguments of a launch for `tokens` tokens that say whether it overlaps with the one before."""
-    return {"OVERLAPS": True, "launch_pdl": True} if _CAN_OVERLAP and tokens <= MOST_TOKENS else {"OVERLAPS": False}
+def launch_options(tokens: int, most_tokens: int = MOST_TOKENS) -> dict[str, bool]:
+    """Return the arguments of a launch for `tokens` tokens that say whether it overlaps with the one before.
+
+    It does with up to `most_tokens`.
+    """
+    return {"OVERLAPS": True, "launch_pdl": True} if _CAN_OVERLAP and tokens <= most_tokens else {"OVERLAPS": False}
 
 
 @triton.jit

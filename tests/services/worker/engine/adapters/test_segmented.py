@@ -22,8 +22,11 @@ from services.worker.engine.adapters.sites import (
     SiteFactors,
     SitePart,
 )
+from services.worker.engine.kernels.gpu import elementwise
 from services.worker.engine.kernels.gpu.adapter_products import TokenTiles
 from services.worker.engine.kernels.gpu.backend import GpuBackend
+from services.worker.engine.kernels.gpu.kernels import GpuGatedLinear
+from services.worker.engine.model.config import Activation
 from tests.services.worker.engine.adapters.peft_adapters import ATTENTION, EVERYTHING, FEED_FORWARD, save_adapter
 from tests.services.worker.engine.adapters.test_products import PROMPTS, check, logits_of, save_four
 from tests.services.worker.engine.driving import load
@@ -87,10 +90,10 @@ def test_any_ranks_in_one_pass_give_the_sums_of_one_adapter_after_the_other(toke
     assert torch.equal(found[1][without], inputs[without])
 
 
-@pytest.mark.parametrize("slots", [5, 24], ids=["few tiles", "many tiles"])
-def test_wide_inputs_are_shrunk_in_shares(slots: int, device: torch.device) -> None:
-    """Shares of inputs give the sums of whole ones, however many tiles and so shares there are."""
-    width, heights, tokens, rank = 2100, (160, 40), 40, 40
+@pytest.mark.parametrize("tokens", [40, pytest.param(300, marks=pytest.mark.slow)])
+def test_wide_inputs_are_shrunk_in_shares(tokens: int, device: torch.device) -> None:
+    """Shares of inputs give the sums of whole ones."""
+    slots, width, heights, rank = 5, 2100, (160, 40), 40
     site = Site(tuple(SitePart(name, slice(None)) for name in ("gate", "up")))
     generator = torch.Generator().manual_seed(0)
 
@@ -119,6 +122,45 @@ def test_wide_inputs_are_shrunk_in_shares(slots: int, device: torch.device) -> N
     torch.testing.assert_close(found[1], found[0], atol=0.03, rtol=0.01)
 
 
+@pytest.mark.parametrize("changed", [(True, True), (True, False), (False, True)], ids=["both", "gate", "up"])
+@pytest.mark.parametrize("tokens", [23, pytest.param(300, marks=pytest.mark.slow)])
+def test_halves_get_their_sums_before_they_are_gated(
+    tokens: int, changed: tuple[bool, bool], device: torch.device
+) -> None:
+    """Whichever half an adapter changes, and of an odd height; tokens without one get the bits of the plain gate."""
+    hidden, height, rank = 96, 77, 6
+    site = Site(tuple(SitePart(name, slice(None)) for name in ("gate", "up")))
+    generator = torch.Generator().manual_seed(tokens)
+
+    def drawn(*shape: int) -> torch.Tensor:
+        return (torch.randn(shape, generator=generator) / 4).to(device, torch.float16)
+
+    product = GpuGatedLinear(drawn(2 * height, hidden), None, Activation.SILU)
+    grouped, segmented = GroupedAdapters(SLOTS), SegmentedAdapters(SLOTS, device)
+    for adapters in (grouped, segmented):
+        adapters.sites.append(site)
+    for slot in range(3):
+        parts, ranks = [], 0
+        for index, is_changed in enumerate(changed):
+            if is_changed:
+                parts.append(PartFactors(index * height, slice(ranks, ranks + rank), drawn(height, rank)))
+                ranks += rank
+        weights = AdapterWeights(f"{slot}", rank, {site.name: SiteFactors(drawn(ranks, hidden), tuple(parts))}, None)
+        for adapters in (grouped, segmented):
+            adapters.put(slot, weights)
+    slots = torch.randint(-1, 3, (tokens,), generator=generator, dtype=torch.int32).to(device)
+    inputs = drawn(tokens, hidden)
+    for adapters in (grouped, segmented):
+        adapters.use(slots)
+    found = segmented.gate(product, site, Activation.SILU, inputs)
+    wanted = grouped.gate(product, site, Activation.SILU, inputs)
+    torch.testing.assert_close(found, wanted, atol=0.01, rtol=0.01)
+    plain = elementwise.gate(product.halves(inputs), Activation.SILU)
+    without = slots == -1
+    assert torch.equal(found[without], plain[without])
+    assert not torch.equal(found, plain)
+
+
 def test_slots_are_filled_again_and_emptied(device: torch.device) -> None:
     adapters = SegmentedAdapters(SLOTS, device)
     adapters.sites.append(SITE)
@@ -136,15 +178,17 @@ def test_slots_are_filled_again_and_emptied(device: torch.device) -> None:
 
 @settings(max_examples=60, deadline=None)
 @given(st.lists(st.integers(-1, 6), min_size=1, max_size=400))
-def test_tiles_have_every_token_with_an_adapter_once(of_tokens: list[int]) -> None:
+def test_tiles_have_every_token_once(of_tokens: list[int]) -> None:
     made = TokenTiles.of(torch.tensor(of_tokens, dtype=torch.int32), 7)
     seen = []
-    for slot, first, stop in made.tiles.tolist():
+    for number, (line, first, stop) in enumerate(made.tiles.tolist()):
+        assert (stop > first) == (number < made.counts[1])
         assert stop - first <= made.rows
         members = made.order[first:stop].tolist()
-        assert all(of_tokens[token] == slot for token in members)
+        assert all(of_tokens[token] == line - 1 for token in members)
+        assert (number < made.counts[0]) == (bool(members) and line == 0)
         seen += members
-    assert sorted(seen) == [token for token, slot in enumerate(of_tokens) if slot >= 0]
+    assert sorted(seen) == list(range(len(of_tokens)))
 
 
 class _Interpreted(GpuBackend):

@@ -201,15 +201,21 @@ def latent_sizes() -> list[int]:
 def adapter_sizes() -> list[int]:
     """Compile products of adapters in the shape of an 8B model: of few tokens, and of many."""
     sizes = []
-    for rows, share, shares, block in ((16, 896, 16, 128), (16, 3584, 4, 128), (64, 14336, 1, 64)):
-        tiles: Constants = {"COLUMNS": 17, "ROWS": rows, "RANKS": 32}
-        shrink = "*bf16 *i64 *i32 *i64 *fp32 i32 i32 i32 i32"
-        sizes.append(build(adapter_products._shrink, shrink, 4, **tiles, DEPTH=128, SHARE=share))
-        sizes.append(build(adapter_products._look_up, "*i64 *i64 *i32 *i64 *fp32 *bf16 i32", 4, **tiles))
+    for rows, shares, block, gated, warps in ((16, 2, 256, 128, 4), (16, 8, 256, 128, 4), (64, 1, 64, 64, 8)):
+        tiles: Constants = {"COLUMNS": 17, "ROWS": rows}
+        how: Constants = {"OVERLAPS": rows == 16, "NARROW": rows == 16}
+        for ranks in (32, 64):
+            shrink = "*bf16 *i64 *i32 *i64 *fp32 i32 i32 i32 i32 i32"
+            sizes.append(build(adapter_products._shrink, shrink, 4, **tiles, **how, DEPTH=128, RANKS=ranks))
+        sizes.append(build(adapter_products._look_up, "*i64 *i64 *i32 *i64 *fp32 *bf16 i32", 4, **tiles, RANKS=16))
+        shrunk: Constants = {**tiles, **how, "RANKS": 16, "SHARES": shares}
         for parts in (1, 2, 3):
-            expand = "*bf16 *i64 *i32 *i64 *fp32 i32 i32 i32"
-            of_part: Constants = {"BLOCK": block, "SHARES": shares, "PARTS": parts, "NARROW": rows == 16}
-            sizes.append(build(adapter_products._expand, expand, 4, **tiles, **of_part))
+            expand = "*bf16 *i64 *i32 *i32 *i64 *fp32 i32 i32 i32 i32 i32"
+            sizes.append(build(adapter_products._expand, expand, warps, **shrunk, BLOCK=block, PARTS=parts))
+        gate = "*bf16 *bf16 *i64 *i32 *i32 *i64 *fp32 i32 i32 i32 i32"
+        for activation in (0, 1):
+            gating: Constants = {"BLOCK": gated, "PARTS": 2, "ACTIVATION": activation}
+            sizes.append(build(adapter_products._expand_and_gate, gate, warps, **shrunk, **gating))
     return sizes
 
 

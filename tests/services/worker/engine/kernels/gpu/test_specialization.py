@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 # Sizes of a batch.
-VARYING = {"count", "most_ranks", "tokens", "stride_table"}
+VARYING = {"count", "most_ranks", "shares", "steps", "stride_table", "tokens"}
 # Different on each rank, whose programs are compiled once.
 OF_A_RANK = {"rank"}
 # Tensors with one entry per row, token or page of a batch, which may be slices of others.
