@@ -175,15 +175,15 @@ class SchedulerLink:
 
 
 def split(requests: Sequence[ScheduleRequest], max_tokens: int = MAX_MESSAGE_TOKENS) -> Iterator[list[ScheduleRequest]]:
-    """Divide requests into groups of at most `max_tokens` prompt tokens, or as many bytes of images.
+    """Divide requests into groups of at most `max_tokens` tokens, or as many bytes of images.
 
-    A longer prompt is a group of its own.
+    Of a resubmitted request, the output so far counts, and the conversation that it continues. A longer request is a
+    group of its own.
     """
     part: list[ScheduleRequest] = []
     tokens = 0
     for request in requests:
-        images = sum(image.pixels.nbytes for image in request.images if image.pixels is not None)
-        length = len(request.token_ids) + images // BYTES_PER_TOKEN
+        length = _tokens_of(request)
         if part and tokens + length > max_tokens:
             yield part
             part, tokens = [], 0
@@ -191,3 +191,11 @@ def split(requests: Sequence[ScheduleRequest], max_tokens: int = MAX_MESSAGE_TOK
         tokens += length
     if part:
         yield part
+
+
+def _tokens_of(request: ScheduleRequest) -> int:
+    resume, turn = request.options.resume, request.options.turn
+    images = sum(image.pixels.nbytes for image in request.images if image.pixels is not None)
+    before = len(turn.conversation_ids) if turn is not None else 0
+    output = len(resume.token_ids) if resume is not None else 0
+    return before + len(request.token_ids) + output + len(request.prediction_ids) + images // BYTES_PER_TOKEN
