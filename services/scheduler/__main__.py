@@ -182,7 +182,9 @@ def use_encoders(
     if not settings.encoders:
         return []
     connect = partial(open_channel, security=security)
-    desk = loop.encoders = EncoderDesk(settings.encoders, connect, loop, group, settings.vision.step_embeddings)
+    desk = loop.encoders = EncoderDesk(
+        settings.encoders, connect, loop, group, settings.vision.step_embeddings, settings.worker_timeout_s
+    )
     return [desk.run()]
 
 

@@ -15,7 +15,7 @@ from common.steps import SleepLevel
 from services.scheduler import metrics
 from services.scheduler.cache.encoder_outputs import OutputState
 from services.scheduler.group import GroupState
-from services.scheduler.rank import RankConnection, RankLostError
+from services.scheduler.rank import CONNECT_TIMEOUT_S, RankConnection, RankLostError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -33,6 +33,8 @@ ROOM_STEPS = 4
 BEAT_S = 0.5
 # Between attempts to use an encoder that was lost, or that cannot be used.
 RETRY_S = 1.0
+# Without progress of its engine for longer, an encoder that has failed is not asked again: it may hang.
+MOVING_S = 5.0
 
 
 @dataclass(slots=True, eq=False)
@@ -46,7 +48,7 @@ class _Encoder:
     spec: EngineSpec | None = None
     # Embeddings that it has to compute, or that ranks read.
     embeddings: int = 0
-    # A call has failed, and it has not answered since.
+    # A call has failed, and its engine has made no progress since, as far as is known.
     is_suspect: bool = False
     # Why it does not serve, as far as that was logged.
     reason: str = ""
@@ -65,13 +67,18 @@ class EncoderDesk:
         loop: SchedulerLoop,
         group: WorkerGroup,
         step_embeddings: int,
+        timeout_s: float,
     ) -> None:
-        """Use the workers at `addresses`, to which `connect` opens channels, for the images of `group`."""
+        """Use the workers at `addresses`, to which `connect` opens channels, for the images of `group`.
+
+        One whose call has failed, and whose engine makes no progress for `timeout_s` seconds, is configured again.
+        """
         self._encoders = [_Encoder(address) for address in addresses]
         self._connect = connect
         self._loop = loop
         self._group = group
         self._step_embeddings = step_embeddings
+        self._timeout_s = timeout_s
         self._calls: set[asyncio.Task[None]] = set()
         # The group's configuration, and that of encoders for it.
         self._group_spec = group.spec
@@ -186,13 +193,24 @@ class EncoderDesk:
         while self._wanted() == spec and not self._loop.is_sleeping:
             if (await rank.wait_until_up()).process != process:
                 raise RankLostError("its process was replaced")
-            if encoder.is_suspect:
+            if encoder.is_suspect and await self._is_moving(rank):
                 encoder.is_suspect = False
                 self._note_serving()
             await asyncio.sleep(BEAT_S)
         self._set(encoder, None, None)
         if self._loop.is_sleeping:
             await rank.sleep(self._group.sleep_level or SleepLevel.DROPPED, keeps_host_pages=False)
+
+    async def _is_moving(self, rank: RankConnection) -> bool:
+        """Return whether the engine of an encoder makes progress.
+
+        Raises:
+            RankLostError: it has made none for too long; configuring it makes a process that hangs end.
+        """
+        pulse = await rank.pulse(CONNECT_TIMEOUT_S)
+        if pulse is not None and pulse.engine_age_s > self._timeout_s:
+            raise RankLostError(f"its engine has made no progress for {pulse.engine_age_s:.0f} s")
+        return pulse is not None and pulse.engine_age_s < MOVING_S
 
     def _set(self, encoder: _Encoder, rank: RankConnection | None, spec: EngineSpec | None) -> None:
         encoder.rank, encoder.spec, encoder.is_suspect = rank, spec, False

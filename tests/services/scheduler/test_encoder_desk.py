@@ -19,6 +19,7 @@ from common.types import RowImage
 from common.wire.requests import schedule_request_to_wire
 from protos.gen.pando.v1 import scheduler_pb2, worker_pb2_grpc
 from services.scheduler.__main__ import serve
+from services.scheduler.encoder_desk import BEAT_S
 from tests.fakes.simulated_worker import expected_output
 from tests.fakes.worker_service import FakeWorkerService
 from tests.services.scheduler.core.harness import make_request
@@ -153,6 +154,30 @@ async def test_texts_are_answered_while_an_image_is_encoded_and_an_abort_ends_it
     await apart.answered(await apart.submit("two", 21, 0.5))
     assert apart.encoder.images.encoded == [6]
     assert apart.encoded_by_ranks() == []
+
+
+async def test_an_encoder_that_hangs_is_not_asked_again_until_it_makes_progress(
+    apart: Apart, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("services.scheduler.rank.ENCODE_TIMEOUT_S", 0.2)
+    await apart.encoder_ready()
+    apart.encoder.images.gate.clear()
+    apart.encoder.heartbeat_age_s = 60.0
+    await apart.answered(await apart.submit("one", 20, 0.5))
+    assert apart.encoder.images.encoded == [6]
+    # It answers heartbeats, but its engine does not get on.
+    await asyncio.sleep(3 * BEAT_S)
+    assert REGISTRY.get_sample_value("pando_scheduler_encoders") == 0
+    await apart.answered(await apart.submit("two", 21, 0.25))
+    assert apart.encoder.images.encoded == [6]
+    assert len(apart.encoded_by_ranks()) == 2
+    apart.encoder.heartbeat_age_s = 1e6
+    await until(lambda: len(apart.encoder.configured) > 1)
+    apart.encoder.heartbeat_age_s = 0.0
+    apart.encoder.images.gate.set()
+    await apart.encoder_ready()
+    await apart.answered(await apart.submit("three", 22, 0.75))
+    assert apart.encoder.images.encoded == [6, 6]
 
 
 async def test_an_encoder_that_restarts_and_weights_that_are_replaced_are_configured_again(apart: Apart) -> None:
