@@ -46,6 +46,8 @@ class _Encoder:
     rank: RankConnection | None = None
     # What it is configured with.
     spec: EngineSpec | None = None
+    # `EngineCapacity.encoder_identity` of the ranks, which it had when it was configured.
+    identity: str = ""
     # Embeddings that it has to compute, or that ranks read.
     embeddings: int = 0
     # A call has failed, and its engine has made no progress since, as far as is known.
@@ -138,7 +140,7 @@ class EncoderDesk:
         ticket, image = secrets.token_bytes(TICKET_BYTES), encoding.image
         encoder.embeddings += image.length
         try:
-            async with encoder.rank.encoding(ticket, image):
+            async with encoder.rank.encoding(ticket, image, encoder.identity):
                 if encoding.output.state is not OutputState.PROMISED or not self._group.ranks:
                     return False  # the user was forgotten, or the ranks were lost
                 # None of these is cancelled: a rank that reads on would keep an output after it was dropped.
@@ -187,6 +189,7 @@ class EncoderDesk:
         capacity, own = await rank.configure(spec, resumes=False), self._loop.capacity
         if own is None or not own.encoder_identity or own.encoder_identity != capacity.encoder_identity:
             raise UnavailableError("it has loaded another encoder than the group's workers")
+        encoder.identity = own.encoder_identity
         self._set(encoder, rank, spec)
         encoder.reason = ""
         self._log.info("encoder.ready", encoder=encoder.address, device=capacity.device)

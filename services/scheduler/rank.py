@@ -209,8 +209,10 @@ class RankConnection:
         await answered(self._stub.RevokePages(request, timeout=STATE_TIMEOUT_S))
 
     @contextlib.asynccontextmanager
-    async def encoding(self, ticket: bytes, image: RowImage) -> AsyncIterator[None]:
+    async def encoding(self, ticket: bytes, image: RowImage, identity: str) -> AsyncIterator[None]:
         """Have an image encoded by a worker that only encodes; within the context, its embeddings can be read.
+
+        Its encoder must have this identity.
 
         Raises:
             PandoError: it cannot be encoded, or the worker is unreachable.
@@ -218,7 +220,7 @@ class RankConnection:
         """
         # The digest is nothing that the worker needs to know.
         message = image_to_wire(replace(image, digest=b"", offset=0, output=None))
-        call = self._stub.Encode(worker_pb2.EncodeRequest(ticket=ticket, image=message))
+        call = self._stub.Encode(worker_pb2.EncodeRequest(ticket=ticket, image=message, encoder_identity=identity))
         try:
             async with asyncio.timeout(ENCODE_TIMEOUT_S):
                 answer = await answered(call.read())

@@ -314,6 +314,15 @@ class Rank:
         if not await self._run_on_thread(keep):
             raise UnavailableError("the stream of plans has ended")
 
+    def check_encoder(self, identity: str) -> None:
+        """Check that the loaded encoder has an identity; an empty one is not checked.
+
+        Raises:
+            UnavailableError: it has another one, or none is loaded.
+        """
+        if identity and (self._capacity is None or self._capacity.encoder_identity != identity):
+            raise UnavailableError("this worker has loaded another encoder, as it may encode for several groups")
+
     async def _encode(self, images: Sequence[RowImage]) -> list[bytes]:
         """Encode images for other ranks, on the engine's thread."""
 

@@ -243,7 +243,10 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
         self, request: worker_pb2.EncodeRequest, context: Context
     ) -> AsyncIterator[worker_pb2.EncodeResponse]:
         """Encode an image, and keep its embeddings until the caller ends the call."""
+        self._rank.check_encoder(request.encoder_identity)
         async with self._rank.encodings.hold(request.ticket, image_from_wire(request.image)):
+            # Another group may have had this worker configured meanwhile.
+            self._rank.check_encoder(request.encoder_identity)
             yield worker_pb2.EncodeResponse()
             await asyncio.Event().wait()
 

@@ -50,6 +50,8 @@ class ScriptedEngine:
     # Embeddings have four bytes.
     images: ImageStore | None = None
     encoder: ImageEncoder | None = None
+    # Of the encoder that is loaded next.
+    encoder_identity: str = ""
 
     @property
     def host_pages(self) -> HostPageBytes | None:
@@ -79,7 +81,7 @@ class ScriptedEngine:
         self.ends_with_group = self.meets_once and spec.world_size > 1
         report(0.5, "half way")
         self.before_configure()
-        capacity = self.inner.configure(spec, report)
+        capacity = replace(self.inner.configure(spec, report), encoder_identity=self.encoder_identity)
         return capacity if self.images is None else replace(capacity, embedding_bytes=4)
 
     def settle(self, is_wanted: Callable[[], bool]) -> None:

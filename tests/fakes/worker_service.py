@@ -236,6 +236,8 @@ class FakeWorkerService(worker_pb2_grpc.WorkerServicer):
     async def Encode(
         self, request: worker_pb2.EncodeRequest, context: Context
     ) -> AsyncIterator[worker_pb2.EncodeResponse]:
+        if request.encoder_identity != self.images.identity:
+            await context.abort(grpc.StatusCode.UNAVAILABLE, "another encoder")
         self.images.encoded.append(request.image.length)
         await self.images.gate.wait()
         if self.images.refusal is not None:

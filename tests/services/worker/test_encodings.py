@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from typing import TYPE_CHECKING
 
 import grpc
@@ -14,11 +15,11 @@ from common.types import EncoderOutputId, RowImage
 from protos.gen.pando.v1 import worker_pb2
 from services.scheduler.wire.steps import image_to_wire
 from services.worker.rank import NotReadyError, Rank
-from tests.fakes.engine import ScriptedEngine
+from tests.fakes.engine import ScriptedEngine, nothing
 from tests.services.worker.test_service import OPEN, SPEC, configure, execute
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
     from pathlib import Path
 
     from common.steps import StepPlan
@@ -47,7 +48,11 @@ class Store:
 class Doubling:
     """Encodes pixels as twice their values; there must be as many as the image has embeddings."""
 
+    def __init__(self, before: Callable[[], None] = nothing) -> None:
+        self.before = before
+
     def encode(self, images: Sequence[RowImage]) -> list[bytes]:
+        self.before()
         if any(isinstance(each.pixels, np.ndarray) and each.pixels.size != each.length for each in images):
             raise InvalidRequestError("no image", param="image")
         return [(2 * each.pixels).tobytes() for each in images if isinstance(each.pixels, np.ndarray)]
@@ -102,6 +107,42 @@ async def test_what_is_no_image_and_what_encodes_nothing_is_refused(serve: Serve
     with pytest.raises(grpc.aio.AioRpcError) as caught:
         await stub.FetchEmbeddings(worker_pb2.FetchEmbeddingsRequest(output=1, embeddings=1), timeout=60)
     assert caught.value.code() is grpc.StatusCode.FAILED_PRECONDITION
+
+
+async def test_an_image_is_encoded_by_the_expected_encoder_only(serve: Serve) -> None:
+    engine = ScriptedEngine(encoder=Doubling(), encoder_identity="old")
+    stub = await serve(engine)
+    await configure(stub)
+    request = asked(1.0)
+    request.encoder_identity = "old"
+    call = stub.Encode(request)
+    assert await call.read() == worker_pb2.EncodeResponse()
+    call.cancel()
+    # Another group replaces its weights first, while an image of this one is encoded.
+    encoding, goes_on = threading.Event(), threading.Event()
+
+    def wait() -> None:
+        encoding.set()
+        goes_on.wait(60)
+
+    engine.encoder = Doubling(wait)
+    request.ticket = b"u" * 16
+    call = stub.Encode(request)
+    reading = asyncio.create_task(call.read())
+    assert await asyncio.to_thread(encoding.wait, 60)
+    engine.encoder_identity = "new"
+    configuring = asyncio.create_task(configure(stub))
+    async with asyncio.timeout(60):
+        while (await stub.GetState(worker_pb2.GetWorkerStateRequest())).state == "READY":  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+    goes_on.set()
+    with pytest.raises(grpc.aio.AioRpcError, match="another encoder"):
+        await reading
+    await configuring
+    with pytest.raises(grpc.aio.AioRpcError, match="another encoder"):
+        await stub.Encode(request).read()
+    request.encoder_identity = "new"
+    assert await stub.Encode(request).read() == worker_pb2.EncodeResponse()
 
 
 async def test_nothing_is_kept_for_a_stream_that_has_ended_meanwhile() -> None:

@@ -225,8 +225,13 @@ class EncodeRequest(_message.Message):
 
     TICKET_FIELD_NUMBER: _builtins.int
     IMAGE_FIELD_NUMBER: _builtins.int
+    ENCODER_IDENTITY_FIELD_NUMBER: _builtins.int
     ticket: _builtins.bytes
     """16 random bytes, by which ranks read the embeddings."""
+    encoder_identity: _builtins.str
+    """`WorkerCapacity.encoder_identity` of the ranks. Refused if this worker has loaded another encoder, as it may encode for
+    several groups, whose weights are not replaced at the same moment. Empty: not checked.
+    """
     @_builtins.property
     def image(self) -> Global___RowImage:
         """With pixels. Its digest, offset and output do not count."""
@@ -236,10 +241,11 @@ class EncodeRequest(_message.Message):
         *,
         ticket: _builtins.bytes = ...,
         image: Global___RowImage | None = ...,
+        encoder_identity: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["image", b"image"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["image", b"image", "ticket", b"ticket"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["encoder_identity", b"encoder_identity", "image", b"image", "ticket", b"ticket"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
