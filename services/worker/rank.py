@@ -15,7 +15,7 @@ from common.steps import StepResult
 from services.worker import metrics
 from services.worker.engine.execution.interface import InvalidPlanError, OutOfMemoryError
 from services.worker.expert_metrics import ExpertMetrics
-from services.worker.peers.encodings import Encodings
+from services.worker.peers.encodings import EncodingQueue
 from services.worker.peers.leases import PageLeases
 from services.worker.profiles import ProfileRules, Profiles
 from services.worker.session import EngineThread, ExecuteSession, SessionEndedError
@@ -119,7 +119,7 @@ class Rank:
         # Kept, as a task that only its loop refers to may be collected.
         self._changing: asyncio.Task[object] | None = None
         self.leases = PageLeases(lambda: engine.device_pages)
-        self.encodings = Encodings(self._encode)
+        self.encodings = EncodingQueue(self._encode)
         self._log = get_logger("rank")
         self.profiles = Profiles(profile_rules or ProfileRules(), _make_recorder, self._run_on_thread)
         self._thread.start()

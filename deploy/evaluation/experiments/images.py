@@ -105,7 +105,7 @@ async def measure(arguments: argparse.Namespace, url: str, deadline: Deadline) -
     Raises:
         RequestError: a request failed, or did not end in time; alone or in an exception group.
     """
-    client = ChatClient(HttpClient(url), arguments.model.name, deadline)
+    client = ImageChatClient(HttpClient(url), arguments.model.name, deadline)
     label = f"encoders: {arguments.encoders}" if arguments.encoders else None
     results = PartialResults("images", arguments.model.name, arguments.json, label=label)
     measurement = ImageMeasurement(arguments, client, results)
@@ -126,7 +126,7 @@ async def measure(arguments: argparse.Namespace, url: str, deadline: Deadline) -
 class ImageMeasurement:
     """The parts of a round. Each user is new, unless a part is about what it finds of its own requests."""
 
-    def __init__(self, arguments: argparse.Namespace, client: ChatClient, results: PartialResults) -> None:
+    def __init__(self, arguments: argparse.Namespace, client: ImageChatClient, results: PartialResults) -> None:
         self._arguments = arguments
         self._client = client
         self._results = results
@@ -150,7 +150,7 @@ class ImageMeasurement:
     async def first_tokens(self) -> None:
         """Single requests with new images, and with the same ones and another question."""
         for number, title in ((1, "1 image"), (SEVERAL, f"{SEVERAL} images")):
-            kinds: dict[str, list[Answer]] = {f"{title}, new": [], f"{title}, again": []}
+            kinds: dict[str, list[TimedAnswer]] = {f"{title}, new": [], f"{title}, again": []}
             for _ in range(self._arguments.samples):
                 pictures, user = self._pictures(number), next(self._users)
                 for kind, question in zip(kinds, (QUESTION, OTHER_QUESTION), strict=True):
@@ -205,7 +205,7 @@ class ImageMeasurement:
             for _ in range(self._arguments.concurrency):
                 group.create_task(ask_next())
 
-    async def _watch_streams(self, pictures: Sequence[str], seconds: float) -> tuple[list[float], list[Answer]]:
+    async def _watch_streams(self, pictures: Sequence[str], seconds: float) -> tuple[list[float], list[TimedAnswer]]:
         """Return the seconds between chunks of text streams, and the answers about pictures that are sent meanwhile.
 
         All streams have begun when the first picture is sent; one that ends is followed by another.
@@ -244,7 +244,7 @@ class ImageMeasurement:
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class TimedAnswer:
     """A complete answer, and what the server says of its prompt."""
 
     text: str
@@ -253,7 +253,7 @@ class Answer:
     cached_tokens: int
 
 
-class ChatClient:
+class ImageChatClient:
     """Sends conversations to `/v1/chat/completions` and reads the streams."""
 
     def __init__(self, http: HttpClient, model: str, deadline: Deadline) -> None:
@@ -263,7 +263,7 @@ class ChatClient:
 
     async def ask(
         self, user: str, messages: Sequence[Message], tokens: int, reader: AnswerReader | None = None
-    ) -> Answer:
+    ) -> TimedAnswer:
         """Return the answer of so many tokens to a user's conversation; `reader` can be watched meanwhile.
 
         Raises:
@@ -289,7 +289,7 @@ class ChatClient:
         if reader.error is not None or not times:
             raise RequestError(reader.error or "an answer without a token")
         first_ms = (times[0] - began_at) * 1e3
-        return Answer("".join(reader.text), first_ms, reader.input_tokens or 0, reader.cached_tokens or 0)
+        return TimedAnswer("".join(reader.text), first_ms, reader.input_tokens or 0, reader.cached_tokens or 0)
 
 
 def about(pictures: Sequence[str], question: str = QUESTION) -> Message:

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 MOST_AT_ONCE = 8
 
 
-class Encodings:
+class EncodingQueue:
     """Owns the waiting images and the embeddings that can be read. All methods belong to the event loop.
 
     Images are encoded in the order in which they come, those together that wait at the same time. The scheduler bounds

@@ -16,7 +16,7 @@ from tokenizers import Tokenizer
 from deploy.evaluation.bench.partial_results import Deadline
 from deploy.evaluation.bench.transport import Response
 from deploy.evaluation.experiments.images import (
-    ChatClient,
+    ImageChatClient,
     RequestError,
     about,
     picture_url,
@@ -87,7 +87,7 @@ def test_an_answer_has_its_tokens_and_what_was_cached() -> None:
     usage = {"prompt_tokens": 1030, "completion_tokens": 1, "prompt_tokens_details": {"cached_tokens": 1008}}
     events = [{"choices": [{"delta": {"content": "abc"}, "finish_reason": "length"}]}, {"choices": [], "usage": usage}]
     server = OneResponse(200, b"".join(b"data: %s\n\n" % json.dumps(event).encode() for event in events))
-    client = ChatClient(server, "m", Deadline.after(60))  # type: ignore[arg-type]  # of its one method
+    client = ImageChatClient(server, "m", Deadline.after(60))  # type: ignore[arg-type]  # of its one method
     message = about(["data:image/png;base64,AA=="])
     answer = asyncio.run(client.ask("ann", [message], 1))
     assert (answer.text, answer.prompt_tokens, answer.cached_tokens) == ("abc", 1030, 1008)
@@ -103,6 +103,6 @@ def test_an_answer_has_its_tokens_and_what_was_cached() -> None:
     [(400, b'{"error": {"message": "too narrow"}}', "HTTP 400: too narrow"), (200, b"", "without a token")],
 )
 def test_failures_are_named(status: int, body: bytes, words: str) -> None:
-    client = ChatClient(OneResponse(status, body), "m", Deadline.after(60))  # type: ignore[arg-type]  # as above
+    client = ImageChatClient(OneResponse(status, body), "m", Deadline.after(60))  # type: ignore[arg-type]  # as above
     with pytest.raises(RequestError, match=words):
         asyncio.run(client.ask("ann", [about([])], 1))

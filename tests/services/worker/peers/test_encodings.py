@@ -12,7 +12,7 @@ from common.rpc.channel import open_channel
 from common.rpc.server import RpcServer
 from common.types import RowImage
 from protos.gen.pando.v1 import worker_pb2, worker_pb2_grpc
-from services.worker.peers.encodings import MOST_AT_ONCE, Encodings
+from services.worker.peers.encodings import MOST_AT_ONCE, EncodingQueue
 from services.worker.peers.leases import MESSAGE_BYTES
 from services.worker.peers.reading import PeerReader
 from tests.waiting import until
@@ -46,7 +46,7 @@ class Encoder:
         return [bytes([each.length]) for each in images]
 
 
-async def hold(encodings: Encodings, number: int, ends: asyncio.Event) -> bytes:
+async def hold(encodings: EncodingQueue, number: int, ends: asyncio.Event) -> bytes:
     async with encodings.hold(TICKETS[number], image(number)):
         content = b"".join(encodings.read(TICKETS[number]))
         await ends.wait()
@@ -55,7 +55,7 @@ async def hold(encodings: Encodings, number: int, ends: asyncio.Event) -> bytes:
 
 async def test_images_that_wait_are_encoded_together_in_order_and_kept_until_their_calls_end() -> None:
     encoder, ends = Encoder(), asyncio.Event()
-    encodings = Encodings(encoder)
+    encodings = EncodingQueue(encoder)
     encoder.gate.clear()
     calls = [asyncio.create_task(hold(encodings, number, ends)) for number in range(MOST_AT_ONCE + 3)]
     await until(lambda: len(encoder.batches) == 1)
@@ -72,7 +72,7 @@ async def test_images_that_wait_are_encoded_together_in_order_and_kept_until_the
 
 
 async def test_tickets_are_names_that_nobody_guesses_and_are_used_once() -> None:
-    encodings, ends = Encodings(Encoder()), asyncio.Event()
+    encodings, ends = EncodingQueue(Encoder()), asyncio.Event()
     call = asyncio.create_task(hold(encodings, 1, ends))
     await until(lambda: len(encodings) == 1)
     with pytest.raises(PermissionDeniedError):
@@ -88,7 +88,7 @@ async def test_tickets_are_names_that_nobody_guesses_and_are_used_once() -> None
 
 
 async def test_a_batch_that_fails_ends_its_calls_and_no_others() -> None:
-    encodings, ends = Encodings(Encoder()), asyncio.Event()
+    encodings, ends = EncodingQueue(Encoder()), asyncio.Event()
     with pytest.raises(UnavailableError):
         await hold(encodings, 13, ends)
     ends.set()
@@ -104,7 +104,7 @@ class Server(worker_pb2_grpc.WorkerServicer):
         async def encode(_: Sequence[RowImage]) -> list[bytes]:
             return [content]
 
-        self.encodings = Encodings(encode)
+        self.encodings = EncodingQueue(encode)
 
     async def ReadEmbeddings(
         self, request: worker_pb2.ReadEmbeddingsRequest, context: grpc.aio.ServicerContext[object, object]
