@@ -69,11 +69,12 @@ def measure_speed(arguments: argparse.Namespace, sheet: Callable[[str, str], Res
     device = select_device(RunnerOptions(device=arguments.device))
     if device.type == "cuda":
         torch.cuda.set_device(device)
+    chosen = ways_named(arguments.ways, device)
     sheets = []
     for shape in arguments.shapes:
         results = sheet(Path(shape).name, str(device.type))
         for layer in layers_of(shape, arguments.tp):
-            for way in ways(device):
+            for way in chosen:
                 for rows, seconds in times(layer, way, arguments.rows, device, arguments.seconds):
                     rate = 2 * rows * layer.inputs * layer.outputs / seconds / 1e12
                     line = f"{results_name(layer, rows):44}{way.name:24}{seconds * 1e6:12.1f} us{rate:10.3f} TFLOP/s"
@@ -100,6 +101,14 @@ def layers_of(shape: Path, ranks: int) -> list[Layer]:
         Layer("gate and up", config.hidden_size, 2 * columns, config.activation),
         Layer("down", columns, config.hidden_size),
     ]
+
+
+def ways_named(names: list[str], device: torch.device) -> list[Way]:
+    """Return the alternatives with these names, without names all of them; exit if there is none of a name."""
+    every = {way.name: way for way in ways(device)}
+    if unknown := [name for name in names if name not in every]:
+        raise SystemExit(f"no such way: {', '.join(unknown)}; there are: {'; '.join(every)}")
+    return [every[name] for name in names or every]
 
 
 def ways(device: torch.device) -> list[Way]:
@@ -134,6 +143,7 @@ def ways(device: torch.device) -> list[Way]:
 
     return [
         *engine_ways(GpuKernels(torch.bfloat16, device)),
+        Way("bfloat16 by the library", lambda _layer, weight: partial(torch.nn.functional.linear, weight=weight)),
         Way("fp8 by the library", library_product),
         Way("fp8 by few rows' program", small_product, most_rows=16),
         Way("fp8, faster sums", fast_product),

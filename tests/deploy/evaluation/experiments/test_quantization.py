@@ -31,6 +31,16 @@ def test_each_layer_is_timed_in_every_format(tmp_path: Path) -> None:
     assert all(0 < value < 1e6 for value in figures.values())
 
 
+def test_only_ways_that_are_named_are_timed(tmp_path: Path) -> None:
+    save_family(tmp_path, "llama")
+    path = tmp_path / "speed.json"
+    command = ["speed", str(tmp_path), "--device", "cpu", "--rows", "1", "--seconds", "0", "--json", str(path), "--ways"]
+    main([*command, "int8", "bfloat16"])
+    assert {name.split(": ")[1] for name in figures_of(path)} == {"int8", "bfloat16"}
+    with pytest.raises(SystemExit, match="no such way: int7; there are: bfloat16; fp8;"):
+        main([*command, "int7"])
+
+
 @pytest.mark.slow
 def test_fp8_weights_predict_nearly_the_same_as_wider_weights(tmp_path: Path) -> None:
     path, text = tmp_path / "accuracy.json", tmp_path / "text"

@@ -1,7 +1,6 @@
 """Products with four-bit integers, which become numbers of the inputs' type without being converted.
 
-An integer is put into the low bits of 128 (bfloat16) or 1,024 (float16), and what is too much is subtracted, which is
-exact. Sums of a group's products are scaled, not the weights: so they are not rounded.
+Scales multiply the sums of a group's products instead of the weights, so that weights are not rounded.
 """
 
 from __future__ import annotations
@@ -16,11 +15,13 @@ from services.worker.engine.kernels.gpu.product_launch import FOUR_EACH, TWO_EAC
 
 # With more tokens, widening the weights for the library is faster.
 MOST_TOKENS = 512
-# Integers are taken as they are minus this, as shifts are missing where that is what they stand for.
+# Subtracted from all integers. A matrix without shifts has this zero point.
 MIDDLE = tl.constexpr(8)
 # Triton's interpreter has no assembler.
 _HAS_ASSEMBLER = tl.constexpr(os.environ.get("TRITON_INTERPRET", "0") == "0")
-# Of four bytes with two integers each, as operands %4 to %0: the even bytes' and the odd ones' numbers, by halves.
+# Unpacks four bytes ($4) with two integers each: numbers of the lower halves of all bytes ($0, $1), then of the upper ones
+# ($2, $3). An integer becomes the low bits of 128 (bfloat16) or 1,024 (float16), from which {middle} subtracts that and
+# MIDDLE; both are exact.
 _UNPACK = """{{
     .reg .b32 low, high, middle;
     mov.b32 middle, {middle};
