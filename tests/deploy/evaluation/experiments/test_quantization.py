@@ -34,7 +34,8 @@ def test_each_layer_is_timed_in_every_format(tmp_path: Path) -> None:
 def test_only_ways_that_are_named_are_timed(tmp_path: Path) -> None:
     save_family(tmp_path, "llama")
     path = tmp_path / "speed.json"
-    command = ["speed", str(tmp_path), "--device", "cpu", "--rows", "1", "--seconds", "0", "--json", str(path), "--ways"]
+    sizes = ["--rows", "1", "--seconds", "0"]
+    command = ["speed", str(tmp_path), "--device", "cpu", *sizes, "--json", str(path), "--ways"]
     main([*command, "int8", "bfloat16"])
     assert {name.split(": ")[1] for name in figures_of(path)} == {"int8", "bfloat16"}
     with pytest.raises(SystemExit, match="no such way: int7; there are: bfloat16; fp8;"):

@@ -19,9 +19,9 @@ MOST_TOKENS = 512
 MIDDLE = tl.constexpr(8)
 # Triton's interpreter has no assembler.
 _HAS_ASSEMBLER = tl.constexpr(os.environ.get("TRITON_INTERPRET", "0") == "0")
-# Unpacks four bytes ($4) with two integers each: numbers of the lower halves of all bytes ($0, $1), then of the upper ones
-# ($2, $3). An integer becomes the low bits of 128 (bfloat16) or 1,024 (float16), from which {middle} subtracts that and
-# MIDDLE; both are exact.
+# Unpacks four bytes ($4) with two integers each, into numbers of the lower halves of all bytes ($0, $1), and of the
+# upper ones ($2, $3). An integer becomes the low bits of 128 (bfloat16) or 1,024 (float16), which {middle} subtracts
+# together with MIDDLE; both are exact.
 _UNPACK = """{{
     .reg .b32 low, high, middle;
     mov.b32 middle, {middle};
