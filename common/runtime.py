@@ -27,7 +27,8 @@ if TYPE_CHECKING:
 DRAIN_INTERVAL_S = 0.05
 # A single interrupt may arrive as two signals: `timeout`, `make` and terminals signal a process and its group.
 SAME_INTERRUPT_S = 1.0
-# New objects at which Python looks for garbage in cycles; its own default is 700, which one step of 256 rows exceeds.
+# Allocations after which Python's cyclic garbage collector runs; its own default is 700, which one step of 256 rows
+# exceeds.
 NEW_OBJECTS = 20_000
 
 
@@ -80,10 +81,10 @@ def run_service(
 
 
 def collect_garbage_rarely() -> None:
-    """Look for garbage in cycles rarely, and never among the objects that exist now; call it after all imports.
+    """Run the cyclic garbage collector rarely, and never over the objects that exist now; call it after all imports.
 
-    Services drop nearly all objects by their reference counts. With Python's defaults, the search takes a gateway with
-    1,024 streams a sixth of its time, in pauses of up to 0.4 s.
+    Reference counts free nearly all objects of services. With Python's defaults, the collector takes a sixth of the
+    time of a gateway with 1,024 streams, in pauses of up to 0.4 s.
     """
     gc.freeze()
     gc.set_threshold(NEW_OBJECTS)

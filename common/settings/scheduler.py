@@ -245,8 +245,8 @@ class SchedulerSettings(Section):
     """Addresses of the ranks that hold the model together, rank 0 first: by tensor parallelism, all with all layers, or
     by pipeline_parallel stages, the ranks of the first stage first."""
     encoders: Addresses = ()
-    """Addresses of workers that only encode images for this group, so that its rows do not wait for that: each loads
-    the model's vision encoder and nothing else. The group's workers read the embeddings from them, at the same
+    """Addresses of workers that only encode images for this group, so that its rows do not wait for encoding: each
+    loads the model's vision encoder and nothing else. The group's workers read the embeddings from them, at the same
     addresses. While none of them serves, and without any, the group's workers encode images themselves."""
     rendezvous: str = "127.0.0.1:29555"
     """host:port at which the ranks connect to each other; used with two or more ranks."""

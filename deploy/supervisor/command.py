@@ -160,7 +160,7 @@ def _add_own_arguments(parser: argparse.ArgumentParser) -> None:
         type=int,
         default=0,
         metavar="N",
-        help="workers of each scheduler group that only encode images, so that its rows do not wait for that; sets "
+        help="workers of each scheduler group that only encode images, so that its rows do not wait for it; sets "
         "scheduler.encoders (default 0)",
     )
     parser.add_argument(

@@ -57,7 +57,7 @@ class _Encoder:
 
 
 class EncoderDesk:
-    """Owns the connections to encoders, and one call for each image; see `ApartEncoders`.
+    """Owns the connections to encoders, and one call for each image; see `RemoteEncoders`.
 
     Whatever fails, the image is left to the group's workers.
     """

@@ -87,7 +87,7 @@ class RemotePrefills(Protocol):
         """Have a new request's prompt computed elsewhere if that pays."""
 
 
-class ApartEncoders(Protocol):
+class RemoteEncoders(Protocol):
     """Has images encoded by workers that do nothing else."""
 
     @property
@@ -164,8 +164,8 @@ class SchedulerLoop:
         self._role = GroupRole(settings.role)
         # Has prompts computed by other groups; None: it never does.
         self.prefills: RemotePrefills | None = None
-        # Encodes images apart from the workers; None: nothing does.
-        self.encoders: ApartEncoders | None = None
+        # Encodes images outside the group; None: the workers do.
+        self.encoders: RemoteEncoders | None = None
         self._log = get_logger("loop")
 
     def connect(self, group: WorkerGroup, outlets: Outlets) -> None:
@@ -676,8 +676,8 @@ class SchedulerLoop:
     def _report_images(self, images: ImageWork) -> None:
         encodings, outputs = images.encodings, images.outputs
         metrics.ENCODED_IMAGES.set(images.encoded_images)
-        metrics.IMAGES_ENCODED_APART.labels("done").set(encodings.encoded_images)
-        metrics.IMAGES_ENCODED_APART.labels("failed").set(encodings.failed_images)
+        metrics.REMOTELY_ENCODED_IMAGES.labels("done").set(encodings.encoded_images)
+        metrics.REMOTELY_ENCODED_IMAGES.labels("failed").set(encodings.failed_images)
         metrics.REUSED_IMAGES.set(images.reused_images)
         metrics.EVICTED_IMAGES.set(outputs.evicted)
         metrics.KEPT_EMBEDDINGS.set(outputs.embeddings)

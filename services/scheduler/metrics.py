@@ -54,8 +54,8 @@ DRAFTED_TOKENS = Gauge(
 ACCEPTED_TOKENS = Gauge("pando_scheduler_accepted_draft_tokens", "Those of them that were accepted, since start.")
 DRAFTS = Gauge("pando_scheduler_drafts", "Drafts that passes have verified, since start.")
 ENCODED_IMAGES = Gauge("pando_scheduler_encoded_images", "Images that plans have had encoded, since start.")
-IMAGES_ENCODED_APART = Gauge(
-    "pando_scheduler_images_encoded_apart",
+REMOTELY_ENCODED_IMAGES = Gauge(
+    "pando_scheduler_remotely_encoded_images",
     "Images that workers which only encode were asked for, since start, by outcome: done or failed.",
     ["outcome"],
 )

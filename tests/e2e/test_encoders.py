@@ -56,7 +56,7 @@ def test_an_encoder_encodes_images_and_the_workers_do_while_it_is_away(
     apart: Served, directory: Path, port: int
 ) -> None:
     wait_until(lambda: count(port, "encoders") == 1, timeout_s=120)
-    small, wide, done = picture(40, 56, seed=1), picture(200, 60, seed=2), 'images_encoded_apart{outcome="done"}'
+    small, wide, done = picture(40, 56, seed=1), picture(200, 60, seed=2), 'remotely_encoded_images{outcome="done"}'
     parts = ("Two: ", wide, " and ", small, "Compare.")
     with apart.leaving_nothing_behind():
         answer = ask(apart, "ada", message(*parts))

@@ -1,4 +1,4 @@
-"""Images that encoders apart from the workers encode, while their sequences wait for a row."""
+"""Images that encoders outside the group encode, while their sequences wait for a row."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class _Waiting:
 
 
 class Encodings:
-    """Has the images of sequences that could start encoded, so that no decoding row waits for the encoder.
+    """Has images of sequences that could start encoded, so that no decoding row waits for the encoder.
 
     Encoders compute images in the order in which these were begun, and have at most `room` embeddings to compute at a
     time: sequences wait in the order of the queue beyond that. An encoding that fails, or for which there is no room

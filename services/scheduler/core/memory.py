@@ -130,7 +130,7 @@ class KvMemory:
         )
 
     def begin_encodings(self, sequence: Sequence) -> int:
-        """Have images of a waiting sequence encoded apart from the workers, if there are encoders for that.
+        """Have images of a waiting sequence encoded outside the group, if there are encoders for that.
 
         Return the number of embeddings that are to be computed for it; see `awaits_images`.
         """
@@ -145,7 +145,7 @@ class KvMemory:
         return self.loads is not None and self.loads.may_load(sequence)
 
     def awaits_images(self, sequence: Sequence) -> bool:
-        """Return whether a waiting sequence must wait for images that are encoded apart from the workers."""
+        """Return whether a waiting sequence must wait for images that are encoded outside the group."""
         return self.images.encodings.holds_back(sequence)
 
     def leave_queue(self, sequence: Sequence) -> None:

@@ -60,7 +60,7 @@ class Wait(Enum):
     computing the same prefix. LOAD: its pages were being loaded from host memory or storage, or computed by another
     group. MEMORY: there were not
     enough free pages. GRAMMAR: restarted workers did not have its grammar yet. ADAPTER: all slots of adapters that it
-    may use were taken. IMAGE: encoders apart from the workers were encoding its images.
+    may use were taken. IMAGE: encoders outside the group were encoding its images.
     """
 
     TURN = "turn"

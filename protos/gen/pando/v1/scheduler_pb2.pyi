@@ -248,7 +248,7 @@ class _WaitReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_WaitReason
     WAIT_REASON_ADAPTER: _WaitReason.ValueType  # 6
     """All slots of adapters that it may use were taken."""
     WAIT_REASON_IMAGE: _WaitReason.ValueType  # 7
-    """Encoders apart from the workers were encoding its images."""
+    """Encoders outside the group were encoding its images."""
 
 class WaitReason(_WaitReason, metaclass=_WaitReasonEnumTypeWrapper):
     """The last reason for which a choice was passed over while it waited."""
@@ -267,7 +267,7 @@ WAIT_REASON_GRAMMAR: WaitReason.ValueType  # 5
 WAIT_REASON_ADAPTER: WaitReason.ValueType  # 6
 """All slots of adapters that it may use were taken."""
 WAIT_REASON_IMAGE: WaitReason.ValueType  # 7
-"""Encoders apart from the workers were encoding its images."""
+"""Encoders outside the group were encoding its images."""
 Global___WaitReason: _TypeAlias = WaitReason  # noqa: Y015
 
 @_typing.final

@@ -1,4 +1,4 @@
-"""Images that encoders apart from the workers encode: who waits for them, and what is left to the workers."""
+"""Images that encoders outside the group encode: which sequences wait for them, and what is left to the workers."""
 
 from __future__ import annotations
 
