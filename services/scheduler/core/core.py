@@ -279,7 +279,7 @@ class SchedulerCore:
         image_spans(ids, request.images)
         block = self.config.vision.block
         if block and any(end - start != block for start, end in runs_of(np.flatnonzero(ids < 0))):
-            raise InvalidRequestError(f"Images are {block} tokens in a row, with text between them.", param="prompt")
+            raise InvalidRequestError(f"Images are runs of {block} tokens, with text between them.", param="prompt")
 
     def _adapter_of(self, request: ScheduleRequest) -> SequenceAdapter | None:
         name = request.options.adapter

@@ -150,7 +150,7 @@ def test_other_runs_than_blocks_are_refused() -> None:
             request = replace(request, token_ids=np.append(ids, np.int32(6)), images=(image,))
         rejected = harness.core.submit(request, harness.now).rejected
         assert rejected is not None
-        assert "6 tokens in a row" in rejected.message
+        assert "runs of 6 tokens" in rejected.message
 
 
 def test_a_step_has_room_for_an_image_beside_all_rows() -> None:
