@@ -33,7 +33,7 @@ class CudaSharing:
         self._device_index = device_index
 
     def export(self, address: int) -> tuple[bytes, int]:
-        """Return the handle of the allocation with this address, and how many bytes the address is behind its begin.
+        """Return the handle of the allocation with this address, and the address's offset from its start in bytes.
 
         Raises:
             SharingError: the allocation cannot be shared.
