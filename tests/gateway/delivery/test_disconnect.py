@@ -1,11 +1,14 @@
 from __future__ import annotations
 
 import asyncio
+import gc
+import weakref
 from typing import TYPE_CHECKING, Any
 
 import orjson
 import pytest
 
+from gateway.delivery.deliveries import ClientWatch
 from tests.fakes.pipeline import says
 from tests.gateway.listening import listening
 from tests.gateway.support import HELLO, FakedGateway, faked, gateway_saying
@@ -126,3 +129,24 @@ async def test_cancellation_from_elsewhere_is_not_taken_for_a_disconnect() -> No
         await task
     assert len(gateway.pipeline.aborted) == 1
     assert b'pando_gateway_aborts_total{cause="shutdown"} 1.0' in gateway.metrics.exposition()[0]
+
+
+async def test_what_an_answer_leaves_needs_no_search_for_cycles() -> None:
+    """The gateway seldom searches, and what receives from a client holds its connection's state."""
+
+    async def receive() -> Message:
+        await asyncio.Event().wait()
+        raise AssertionError("the client stays")
+
+    gc.disable()
+    try:
+        watch = ClientWatch(receive)
+        async with watch:
+            await asyncio.sleep(0)
+        left = weakref.ref(watch)
+        del watch
+        for _ in range(10):
+            await asyncio.sleep(0)
+        assert left() is None
+    finally:
+        gc.enable()
