@@ -151,18 +151,22 @@ class EncoderDesk:
                     ),
                     return_exceptions=True,
                 )
-            errors = [error for error in fetched if isinstance(error, BaseException)]
-            if errors:
-                raise errors[0]
         except (PandoError, TimeoutError) as error:
-            reason = str(error) or "no answer"
-            encoder.is_suspect = True
-            self._note_serving()
-            self._log.warning("image.left_to_workers", encoder=encoder.address, reason=reason)
+            self._suspect(encoder, error)
             return False
         finally:
             encoder.embeddings -= image.length
-        return True
+        # Not raised, as its traceback and this list would keep the pixels until a search for cycles.
+        failure = next((each for each in fetched if isinstance(each, BaseException)), None)
+        if failure is not None:
+            self._suspect(encoder, failure)
+        return failure is None
+
+    def _suspect(self, encoder: _Encoder, error: BaseException) -> None:
+        encoder.is_suspect = True
+        self._note_serving()
+        reason = str(error) or "no answer"
+        self._log.warning("image.left_to_workers", encoder=encoder.address, reason=reason)
 
     async def _keep(self, encoder: _Encoder) -> NoReturn:
         """Keep an encoder configured."""

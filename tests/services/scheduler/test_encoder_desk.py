@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 from dataclasses import replace
 from hashlib import sha256
 from typing import TYPE_CHECKING, Any
@@ -19,6 +20,7 @@ from common.types import RowImage
 from common.wire.requests import schedule_request_to_wire
 from protos.gen.pando.v1 import scheduler_pb2, worker_pb2_grpc
 from services.scheduler.__main__ import serve
+from services.scheduler.core.encodings import Encoding
 from services.scheduler.encoder_desk import BEAT_S
 from tests.fakes.simulated_worker import expected_output
 from tests.fakes.worker_service import FakeWorkerService
@@ -137,6 +139,21 @@ async def test_ranks_encode_what_the_encoder_cannot(apart: Apart, what: str) -> 
         apart.ranks[1].images.read = lambda _encoder, _ticket: None
     await apart.answered(await apart.submit("one", 20, 0.5))
     assert apart.encoded_by_ranks() == [[6]]
+
+
+async def test_an_image_that_ranks_could_not_read_is_freed_without_a_search_for_cycles(apart: Apart) -> None:
+    await apart.encoder_ready()
+    apart.ranks[1].images.read = lambda _encoder, _ticket: None
+    gc.collect()
+    gc.disable()
+    try:
+        await apart.answered(await apart.submit("one", 20, 0.5))
+        assert apart.encoder.images.encoded == [6]
+        async with asyncio.timeout(10):
+            while any(isinstance(each, Encoding) for each in gc.get_objects()):  # noqa: ASYNC110
+                await asyncio.sleep(0.05)
+    finally:
+        gc.enable()
 
 
 async def test_texts_are_answered_while_an_image_is_encoded_and_an_abort_ends_its_wait(apart: Apart) -> None:
