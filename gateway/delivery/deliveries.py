@@ -108,7 +108,7 @@ class ClientWatch:
         assert self._watcher is not None
         assert self._served is not None
         self._watcher.cancel()
-        # Its error refers to this object: a cycle, which only the garbage collector would free, with the connection's state.
+        # Its error refers to this object: in a cycle, the connection's state would wait for the garbage collector.
         self._watcher = None
         if not (self.gone or self.was_cut):
             return False
