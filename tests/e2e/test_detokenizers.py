@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING
@@ -9,6 +10,7 @@ from typing import TYPE_CHECKING
 import httpx
 import pytest
 
+from common.errors import ConfigurationError
 from common.settings import (
     DetokenizerSettings,
     GatewaySettings,
@@ -17,7 +19,7 @@ from common.settings import (
     Settings,
     TokenizerSettings,
 )
-from deploy.supervisor.layout import Replicas, free_port
+from deploy.supervisor.layout import Replicas, check_port, free_port
 from tests.e2e.conftest import fake_steps, serve
 from tests.e2e.test_restarts import kill_and_wait_until_replaced, serves
 from tests.gateway.support import events
@@ -33,10 +35,19 @@ STREAMS, TOKENS, STEP_MS = 12, 300, 10
 METRICS = {"tokenizer": "pando_tokenizer_requests_total", "detokenizer": "pando_detokenizer_tokens_total"}
 
 
+def free_pair() -> int:
+    """Return the first of two consecutive ports that are both free."""
+    while True:
+        first = free_port("127.0.0.1")
+        with contextlib.suppress(ConfigurationError):
+            check_port("127.0.0.1", first + 1)
+            return first
+
+
 @pytest.fixture(scope="module")
 def ports() -> dict[str, int]:
     """The first of two consecutive ports for the metrics of each service."""
-    return {name: free_port("127.0.0.1") for name in METRICS}
+    return {name: free_pair() for name in METRICS}
 
 
 @pytest.fixture(scope="module")
