@@ -52,11 +52,15 @@ CRASHED = "cannot be decoded: its decoder crashed, or took more memory or time t
 
 @dataclass(slots=True, eq=False)
 class _Job:
-    """An image, and the event loop's future for its result."""
+    """An image, and the event loop's future for its result.
+
+    A refusal is a result, too: as the future's exception, it would keep the file until a search for cycles, as its
+    traceback refers to the code that awaits the job.
+    """
 
     subject: Subject
     file: ImageFile
-    result: asyncio.Future[PreparedImage]
+    result: asyncio.Future[PreparedImage | InvalidRequestError]
 
     @property
     def cost(self) -> int:
@@ -129,11 +133,10 @@ class ImagePool:
         images: list[PreparedImage] = []
         size = 0
         for number, job in enumerate(jobs, 1):
-            try:
-                image = await job.result
-            except InvalidRequestError as refusal:
+            image = await job.result
+            if isinstance(image, InvalidRequestError):
                 which = "The image" if len(jobs) == 1 else f"Image {number} of {len(jobs)}"
-                raise InvalidRequestError(f"{which} {refusal}.", param=param) from refusal
+                raise InvalidRequestError(f"{which} {image}.", param=param)
             size += image.pixels.nbytes
             if size > max_bytes:
                 message = (
@@ -230,10 +233,10 @@ class ImagePool:
         self._answer(job, InvalidRequestError(problem))
         return False
 
-    def _answer(self, job: _Job, result: PreparedImage | Exception) -> None:
+    def _answer(self, job: _Job, result: PreparedImage | InvalidRequestError | UnavailableError) -> None:
         if job.result.done():
             return
-        if isinstance(result, Exception):
+        if isinstance(result, UnavailableError):
             job.result.set_exception(result)
         else:
             job.result.set_result(result)

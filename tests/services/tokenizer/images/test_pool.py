@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import json
 import os
 import random
@@ -94,6 +95,19 @@ async def test_images_are_those_that_this_process_would_cut(bench: Bench) -> Non
         expected = prepared(bench.processor, grid, values.tobytes())
         assert (one.digest, one.grid, one.text) == (expected.digest, expected.grid, expected.text)
         assert np.array_equal(one.pixels.unpacked(), expected.pixels.unpacked())
+
+
+async def test_a_refused_file_is_freed_without_a_search_for_cycles(bench: Bench) -> None:
+    damaged = b"no image" * 1000
+    gc.disable()
+    try:
+        # `pytest.raises` would keep the error.
+        with contextlib.suppress(InvalidRequestError):
+            await bench.pool.prepare(ADA, [ImageFile(damaged)], "messages", MOST_BYTES)
+        await bench.pool.prepare(ADA, [ImageFile(file_of(picture(60, 60)))], "messages", MOST_BYTES)
+        assert not any(isinstance(each, ImageFile) and each.data is damaged for each in gc.get_objects())
+    finally:
+        gc.enable()
 
 
 async def test_digests_are_of_pixels_not_of_files(bench: Bench) -> None:
