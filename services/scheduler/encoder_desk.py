@@ -172,8 +172,9 @@ class EncoderDesk:
         """Keep an encoder configured."""
         while True:
             channel = self._connect(encoder.address)
+            rank = RankConnection(channel)
             try:
-                await self._serve(encoder, RankConnection(channel))
+                await self._serve(encoder, rank)
             except (RankLostError, PandoError, grpc.aio.AioRpcError, TimeoutError) as error:
                 reason = error.details() if isinstance(error, grpc.aio.AioRpcError) else str(error)
                 if reason != encoder.reason:
@@ -181,6 +182,7 @@ class EncoderDesk:
                 encoder.reason = reason or ""
             finally:
                 self._set(encoder, None, None)
+                rank.end_encodings()
                 await channel.close()
             await asyncio.sleep(RETRY_S)
 

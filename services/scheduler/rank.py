@@ -107,6 +107,7 @@ class RankConnection:
 
     def __init__(self, channel: grpc.aio.Channel) -> None:
         self._stub = worker_pb2_grpc.WorkerStub(channel)
+        self._encode_calls: set[grpc.aio.UnaryStreamCall[worker_pb2.EncodeRequest, worker_pb2.EncodeResponse]] = set()
         self._log = get_logger("rank")
 
     async def wait_until_up(self) -> RankIdentity:
@@ -221,6 +222,7 @@ class RankConnection:
         # The digest is nothing that the worker needs to know.
         message = image_to_wire(replace(image, digest=b"", offset=0, output=None))
         call = self._stub.Encode(worker_pb2.EncodeRequest(ticket=ticket, image=message, encoder_identity=identity))
+        self._encode_calls.add(call)
         try:
             async with asyncio.timeout(ENCODE_TIMEOUT_S):
                 answer = await answered(call.read())
@@ -228,6 +230,12 @@ class RankConnection:
                 raise UnavailableError("the encoder has ended the call")
             yield
         finally:
+            self._encode_calls.discard(call)
+            call.cancel()
+
+    def end_encodings(self) -> None:
+        """End all `encoding`; closing the channel does not end calls that wait for a message."""
+        for call in self._encode_calls:
             call.cancel()
 
     async def fetch_embeddings(self, output: EncoderOutputId, encoder: str, ticket: bytes, embeddings: int) -> None:

@@ -22,6 +22,7 @@ from protos.gen.pando.v1 import scheduler_pb2, worker_pb2_grpc
 from services.scheduler.__main__ import serve
 from services.scheduler.core.encodings import Encoding
 from services.scheduler.encoder_desk import BEAT_S
+from services.scheduler.rank import ENCODE_TIMEOUT_S
 from tests.fakes.simulated_worker import expected_output
 from tests.fakes.worker_service import FakeWorkerService
 from tests.services.scheduler.core.harness import make_request
@@ -171,6 +172,22 @@ async def test_texts_are_answered_while_an_image_is_encoded_and_an_abort_ends_it
     await apart.answered(await apart.submit("two", 21, 0.5))
     assert apart.encoder.images.encoded == [6]
     assert apart.encoded_by_ranks() == []
+
+
+async def test_images_do_not_wait_for_an_encoder_that_answers_nothing_any_more(apart: Apart) -> None:
+    await apart.encoder_ready()
+    apart.encoder.images.gate.clear()
+    apart.encoder.answers.clear()
+    async with asyncio.timeout(ENCODE_TIMEOUT_S / 2):
+        await apart.answered(await apart.submit("one", 20, 0.5))
+    assert apart.encoder.images.encoded == [6]
+    assert apart.encoded_by_ranks() == [[6]]
+    apart.encoder.images.gate.set()
+    apart.encoder.answers.set()
+    await apart.encoder_ready()
+    await apart.answered(await apart.submit("two", 21, 0.25))
+    assert apart.encoder.images.encoded == [6, 6]
+    await until(lambda: not apart.encoder.images.tickets)
 
 
 async def test_an_encoder_that_hangs_is_not_asked_again_until_it_makes_progress(
