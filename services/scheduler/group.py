@@ -186,7 +186,7 @@ class WorkerGroup:
 
     @property
     def spec(self) -> EngineSpec:
-        """What the ranks are configured with, but for their numbers."""
+        """The configuration that all ranks share; each adds its own number."""
         return self._spec
 
     @property

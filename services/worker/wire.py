@@ -278,7 +278,7 @@ def shared_pages_to_wire(memory: SharedPages) -> worker_pb2.SharedPages:
 
 
 def shared_pages_from_wire(message: worker_pb2.SharedPages) -> SharedPages:
-    """Return what `shared_pages_to_wire` made a message of.
+    """Convert a message of `shared_pages_to_wire` back.
 
     Raises:
         InvalidRequestError: a tensor is in no allocation.

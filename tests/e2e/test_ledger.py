@@ -159,7 +159,7 @@ class Campaign:
 
 
 def ledger_of(served: Served, key: str = "boss") -> dict[Account, Counter[str]]:
-    """Return what the ledger says, by tenant and subject, as soon as it can be read."""
+    """Return the ledger's totals by tenant and subject, as soon as they can be read."""
     headers = {"authorization": f"Bearer {key}"}
     with served.http() as http:
         answer = http.get("/v1/usage", params={"group_by": "tenant,subject"}, headers=headers)

@@ -32,7 +32,7 @@ def _open_gate() -> asyncio.Event:
 
 @dataclass
 class FakeEncodings:
-    """What a worker has to do with images that workers encode which do nothing else; it may be one of these."""
+    """The worker's side of separate encoders: it reads embeddings from them, or is one of them."""
 
     # Of the model's encoder; empty: it sees no images.
     identity: str = ""

@@ -432,7 +432,7 @@ class Planner:
         return not (self.paused or self.holds_all) and self._free_slots > 0 and len(self._queue) > 0
 
     def _blocked(self, sequence: Sequence, in_flight: InFlightPrefixes) -> Wait | None:
-        """Return what other requests have to do before a sequence can start, if anything."""
+        """Return why a sequence has to wait for other requests before it can start; None if it does not."""
         if in_flight.is_awaited(sequence):
             return Wait.PREFIX
         adapter, tenant = sequence.adapter, sequence.request.view.tenant
@@ -450,7 +450,7 @@ class Planner:
                 self._billing.encode(sequence, self._memory.begin_encodings(sequence))
 
     def _awaited(self, sequence: Sequence, held_back: int, now: float) -> Wait | None:
-        """Return what a sequence that would start otherwise must wait for outside the batch; have it begun."""
+        """Return why a sequence that could start has to wait for work outside the batch, and begin that work."""
         if self._memory.holds_back(sequence, self._rows.running + held_back, now):
             return Wait.LOAD
         self._billing.encode(sequence, self._memory.begin_encodings(sequence))

@@ -108,7 +108,7 @@ class CropCutter:
         )
 
     def _crops(self, height: int, width: int) -> tuple[int, int]:
-        """Return how many crops down and across a picture has; none: 0, 0."""
+        """Return the number of crops of a picture, down and across; 0, 0 without crops."""
         longer, shorter = max(height, width), min(height, width)
         if not self.crops or longer / shorter < self.min_ratio:
             return 0, 0

@@ -42,7 +42,7 @@ _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
 def this_host() -> str:
-    """Return what processes of the same user on the same running system have in common."""
+    """Return an identifier that is the same for all processes of one user on one running system."""
     boot = _BOOT_ID.read_text().strip() if _BOOT_ID.exists() else socket.gethostname()
     return f"{boot}/{os.getuid()}"
 
@@ -71,7 +71,7 @@ class _Lease:
 
 @dataclass(frozen=True, slots=True)
 class Permission:
-    """What a reader of mapped pages may do: read the first `permitted` ones, and use the first `confirmed` ones."""
+    """A reader of mapped pages may read the first `permitted` ones and use the first `confirmed` ones."""
 
     permitted: int
     confirmed: int

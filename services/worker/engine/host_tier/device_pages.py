@@ -102,7 +102,7 @@ class DevicePages:
 
 
 def find_sharing(device: torch.device) -> MemorySharing | None:
-    """Return how memory of a device is shared with other processes; None for the CPU."""
+    """Return the way to share memory of a device with other processes; None for the CPU."""
     return CudaSharing(device.index or 0) if device.type == "cuda" else None
 
 
