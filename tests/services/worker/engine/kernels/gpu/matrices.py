@@ -73,7 +73,7 @@ def exact(inputs: torch.Tensor, matrix: QuantisedMatrix) -> torch.Tensor:
 
 
 def tolerance(inputs: torch.Tensor, matrix: QuantisedMatrix) -> float:
-    """Return what an output may be off: weights are rounded to the inputs' type, sums once or twice."""
+    """Return the largest error allowed in an output: weights are rounded to the inputs' type, sums once or twice."""
     largest = float((inputs.double().abs() @ weights_of(matrix)[:, : inputs.shape[1]].abs().t()).max())
     if isinstance(matrix, GroupedMatrix):
         largest = float((matrix.ordered_inputs(inputs).double().abs() @ weights_of(matrix).abs().t()).max())
