@@ -103,8 +103,8 @@ class AnswerContext:
         self.records = records
         self.quotas = quotas
         self.ledger = ledger
-        # The generations of answers that are open here.
-        self.running: set[Generation] = set()
+        # The generations of answers that are open here, and how often each had changed when its use was last noted.
+        self.running: dict[Generation, int] = {}
         self.followers = SharedRoom(MAX_FOLLOWERS, "following recorded answers", 1000)
         self.recorders: set[Recorder] = set()
         self._numbers = itertools.count()
@@ -133,7 +133,7 @@ class AnswerContext:
                 await self.records.keep([recorder.name for recorder in self.recorders])
 
     async def keep_ledger(self) -> None:
-        """Write the use of open answers to the ledger, until cancelled."""
+        """Write the use of open answers to the ledger when it has changed, until cancelled."""
         await self.ledger.run(self._note_running)
 
     def note_use(self, entries: Sequence[JournalEntry], *, has_ended: bool = False) -> None:
@@ -147,8 +147,11 @@ class AnswerContext:
                 self.ledger.note(original_id(request), subject, work, tokens, has_ended=has_ended)
 
     def _note_running(self) -> None:
-        for generation in self.running:
-            self.note_use(generation.entries)
+        # Hundreds of lines of batches may wait unchanged.
+        for generation, noted in self.running.items():
+            if generation.changes != noted:
+                self.running[generation] = generation.changes
+                self.note_use(generation.entries)
 
     async def close(self, limit_s: float = 1.0) -> None:
         """Give the writes that are under way `limit_s` to end."""
@@ -500,7 +503,7 @@ class _Run:
             return
         excess = self._generation.usage.total - self.charged if settles else 0
         self._answers.generations.close(self._generation, cause)
-        self._answers.running.discard(self._generation)
+        self._answers.running.pop(self._generation, None)
         self._answers.note_use(self._generation.entries, has_ended=has_ended)
         self._lease.settle(self._taken + excess)
         self._generation = self._lease = None
@@ -519,7 +522,7 @@ class _Run:
             lease.settle(0)
             raise
         self._generation.on_overflow = cut
-        self._answers.running.add(self._generation)
+        self._answers.running[self._generation] = 0
         self._lease = lease
         return lease.headers()
 

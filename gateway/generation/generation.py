@@ -86,6 +86,8 @@ class Generation:
         self._unfinished = sum(not choice.is_finished for entry in entries for choice in entry.choices)
         self._resubmissions = 0
         self._prompt_values = 0
+        # How often something about the choices has been heard of the pipeline.
+        self.changes = 0
         first = entries[0].request
         self.record = RecentRequest(first.view, first.model, _operation(first), first.options.trace)
         # Once set, no updates are accepted, and nothing is submitted or put into the outbox.
@@ -153,6 +155,7 @@ class Generation:
             self._interrupt(route, route.choices.values(), admission.rejected)
             return
         self._note_admission(route)
+        self.changes += 1
         route.entry.prompt_ids = route.entry.prompt_ids or admission.prompt_ids
         if admission.conversation_ids:
             # A turn of a session has one choice.
@@ -177,7 +180,7 @@ class Generation:
                 self._give_up(delta.request_id, MISFIT)
                 return
             case DeltaRelation.FRESH:
-                pass
+                self.changes += 1
         if delta.prompt_usage is not None:
             route.entry.note_usage(choice, delta.prompt_usage)
         if delta.finish is not None:

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from common.deltas import CachedPart, Delta, PromptUsage
-from common.types import Finish, FinishReason
+from common.types import Admission, Finish, FinishReason
 from gateway.identity.keys import ApiKey, hash_of, save_keys
-from tests.fakes.pipeline import EMBEDDING, STOP, says
+from gateway.ledger.entries import Tokens
+from tests.fakes.pipeline import EMBEDDING, STOP, FakePipeline, says
 from tests.gateway.support import HELLO, FakedGateway, error_of, faked
 
 if TYPE_CHECKING:
@@ -64,6 +66,44 @@ async def test_the_ledger_is_the_sum_of_usages_and_shows_each_caller_its_own(tmp
     assert [(use["tenant"], use["requests"], use["output_tokens"]) for use in own] == [("acme", 1, 2), ("acme", 1, 4)]
     [others] = await usage(gateway, "other", "&group_by=tenant,model")
     assert (others["tenant"], others["model"], others["output_tokens"]) == ("other", "tiny", 2)
+
+
+async def test_the_use_of_an_open_answer_is_noted_again_only_after_a_change(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("gateway.ledger.ledger.CHECKPOINT_S", 0)
+    gateway = FakedGateway(FakePipeline())
+    answers = gateway.context.answers
+    noted: list[tuple[Tokens, bool]] = []
+    checkpoints = 0
+
+    async def commit() -> None:
+        nonlocal checkpoints
+        checkpoints += 1
+
+    monkeypatch.setattr(answers.ledger, "note", lambda *given, has_ended: noted.append((given[3], has_ended)))
+    monkeypatch.setattr(answers.ledger, "commit", commit)
+
+    async def pass_checkpoints() -> None:
+        last = checkpoints + 3
+        async with asyncio.timeout(30):
+            while checkpoints < last:
+                await asyncio.sleep(0)
+
+    async with asyncio.TaskGroup() as tasks:
+        keeper = tasks.create_task(answers.keep_ledger())
+        answer = tasks.create_task(gateway.complete())
+        [request] = await gateway.pipeline.submissions(1)
+        await pass_checkpoints()
+        assert noted == []
+        gateway.pipeline.tell(Admission(request.request_id, PROMPT))
+        await pass_checkpoints()
+        assert noted == [(Tokens(1, PROMPT, 0, 0), False)]
+        gateway.pipeline.tell(Delta(request.request_id, 0, 0, (1000,), "a", prompt_usage=PromptUsage(PROMPT, 0)))
+        await pass_checkpoints()
+        assert noted[1:] == [(Tokens(1, PROMPT, 0, 1), False)]
+        gateway.pipeline.tell(Delta(request.request_id, 0, 1, (1001,), "b", finish=STOP))
+        assert (await answer).status_code == 200
+        keeper.cancel()
+    assert noted[-1] == (Tokens(1, PROMPT, 0, 2), True)
 
 
 async def test_openai_s_shape(tmp_path: Path) -> None:
