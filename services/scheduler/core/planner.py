@@ -215,7 +215,8 @@ class Planner:
 
     def _make_room(self) -> Sequence | None:
         """Preempt rows for a waiting sequence; return the sequence if it must be admitted before all others."""
-        if self.paused or self.holds_all or self.holds_new or not len(self._queue) or self.suspects.is_isolating:
+        waiting = len(self._queue.served)
+        if self.paused or self.holds_all or self.holds_new or not waiting or self.suspects.is_isolating:
             return None
         return self.preemption.make_room(
             self.limits.rows, lambda: InFlightPrefixes(self._rows, self._memory), self._retract
@@ -429,7 +430,7 @@ class Planner:
 
     @property
     def _may_admit(self) -> bool:
-        return not (self.paused or self.holds_all) and self._free_slots > 0 and len(self._queue) > 0
+        return not (self.paused or self.holds_all) and self._free_slots > 0 and len(self._queue.served) > 0
 
     def _blocked(self, sequence: Sequence, in_flight: InFlightPrefixes) -> Wait | None:
         """Return why a sequence has to wait for other requests before it can start; None if it does not."""

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from services.scheduler.core.batch_class import WATCHFUL_PART, WATCHFUL_S
+from services.scheduler.core.in_flight_prefixes import InFlightPrefixes
 from tests.fakes.simulated_worker import expected_output
 from tests.services.scheduler.core.harness import STOP_ID, Harness, make_request, with_options
 
@@ -62,6 +63,30 @@ def test_the_next_plan_after_an_interactive_request_has_no_row_of_a_batch(policy
     assert harness.outputs["chat", 0] == expected(9)
     assert harness.core.rows.batch_rows == 0
     harness.audit()
+
+
+def test_waiting_lines_cost_the_plans_of_other_requests_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    harness = Harness(max_rows=2)
+    chat = make_request("chat", prompt_of(9), max_tokens=TOKENS)
+    harness.core.submit(chat, 0.0)
+    harness.plan()
+    for number in range(4):
+        harness.core.submit(line(f"line{number}", number), 0.0)
+    looks = 0
+
+    def look(*_given: object) -> InFlightPrefixes:
+        nonlocal looks
+        looks += 1
+        return InFlightPrefixes(*_given)  # type: ignore[arg-type]  # those of the planner
+
+    monkeypatch.setattr("services.scheduler.core.planner.InFlightPrefixes", look)
+    harness.result()
+    work(harness, 4)
+    assert running(harness) == {"chat"}
+    assert looks == 0
+    harness.run()
+    assert len(harness.finishes) == 5
+    assert looks > 0
 
 
 def test_tenants_take_turns_in_the_batch_class() -> None:
