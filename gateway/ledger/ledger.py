@@ -12,7 +12,7 @@ from common.logs import get_logger
 from gateway.ledger.entries import NOTHING, LedgerEntry
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Awaitable, Callable, Sequence
 
     from common.types import RequestId, Subject
     from gateway.ledger.entries import HourOfUse, LedgerStore, Tokens, UsageQuery, Work
@@ -90,11 +90,11 @@ class Ledger:
         if self._is_durable:
             await self._try_commit()
 
-    async def run(self, note_open: Callable[[], None]) -> None:
+    async def run(self, note_open: Callable[[], Awaitable[None]]) -> None:
         """Write periodically what has been noted, after `note_open` has noted the open requests, until cancelled."""
         while True:
             await asyncio.sleep(CHECKPOINT_S)
-            note_open()
+            await note_open()
             await self._try_commit()
 
     async def hours(self, query: UsageQuery) -> Sequence[HourOfUse]:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections import Counter
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from common.deltas import CachedPart, Delta, PromptUsage
 from common.types import Admission, Finish, FinishReason
+from gateway.delivery.answers import NOTED_AT_ONCE
 from gateway.identity.keys import ApiKey, hash_of, save_keys
 from gateway.ledger.entries import Tokens
 from tests.fakes.pipeline import EMBEDDING, STOP, FakePipeline, says
@@ -85,7 +87,7 @@ async def test_the_use_of_an_open_answer_is_noted_again_only_after_a_change(monk
     async def pass_checkpoints() -> None:
         last = checkpoints + 3
         async with asyncio.timeout(30):
-            while checkpoints < last:
+            while checkpoints < last:  # noqa: ASYNC110  (checkpoints have no event)
                 await asyncio.sleep(0)
 
     async with asyncio.TaskGroup() as tasks:
@@ -104,6 +106,32 @@ async def test_the_use_of_an_open_answer_is_noted_again_only_after_a_change(monk
         assert (await answer).status_code == 200
         keeper.cancel()
     assert noted[-1] == (Tokens(1, PROMPT, 0, 2), True)
+
+
+async def test_tokens_are_delivered_between_the_notes_of_many_open_answers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("gateway.ledger.ledger.CHECKPOINT_S", 0)
+    gateway = FakedGateway(FakePipeline())
+    answers, turns = gateway.context.answers, 0
+    noted: Counter[int] = Counter()
+    monkeypatch.setattr(answers.ledger, "note", lambda *_given, has_ended: noted.update([turns]))
+
+    async def count_turns() -> None:
+        nonlocal turns
+        while True:
+            turns += 1
+            await asyncio.sleep(0)
+
+    async with asyncio.TaskGroup() as tasks:
+        asked = [tasks.create_task(gateway.complete()) for _ in range(3 * NOTED_AT_ONCE)]
+        for request in await gateway.pipeline.submissions(len(asked)):
+            gateway.pipeline.tell(Admission(request.request_id, PROMPT))
+        background = [tasks.create_task(count_turns()), tasks.create_task(answers.keep_ledger())]
+        async with asyncio.timeout(30):
+            while noted.total() < len(asked):  # noqa: ASYNC110  (notes have no event)
+                await asyncio.sleep(0)
+        assert max(noted.values()) <= NOTED_AT_ONCE
+        for task in (*asked, *background):
+            task.cancel()
 
 
 async def test_openai_s_shape(tmp_path: Path) -> None:
