@@ -10,8 +10,11 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+# What takes a second may take a minute on a machine that is slow and busy.
+TIMEOUT_S = 180.0
 
-async def until(condition: Callable[[], object], timeout_s: float = 60.0) -> None:
+
+async def until(condition: Callable[[], object], timeout_s: float = TIMEOUT_S) -> None:
     """Let other tasks run until `condition` holds."""
     async with asyncio.timeout(timeout_s):
         while not condition():  # noqa: ASYNC110  (conditions of all kinds, none of which can notify)
@@ -20,7 +23,7 @@ async def until(condition: Callable[[], object], timeout_s: float = 60.0) -> Non
 
 def wait_until(
     condition: Callable[[], object],
-    timeout_s: float = 60.0,
+    timeout_s: float = TIMEOUT_S,
     what: Callable[[], str] = lambda: "the condition",
     step_s: float = 0.05,
 ) -> float:

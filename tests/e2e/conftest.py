@@ -21,7 +21,7 @@ from tests.e2e.served import Served
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-START_TIMEOUT_S = 180.0
+START_TIMEOUT_S = 300.0
 
 
 @pytest.fixture(scope="session")

@@ -12,7 +12,7 @@ from common.rpc.options import CHANNEL_OPTIONS
 from deploy.supervisor.layout import free_port
 from protos.gen.pando.v1 import scheduler_pb2, scheduler_pb2_grpc
 from services.worker.engine.execution.fake_model import STEP_VARIABLE
-from tests.e2e.processes import Processes
+from tests.e2e.processes import STOP_S, Processes
 from tests.waiting import wait_until
 
 if TYPE_CHECKING:
@@ -100,7 +100,7 @@ class Tier:
         self.end(f"scheduler-{group}", number)
         self.end(f"worker-{group}", number)
 
-    def end(self, name: str, number: signal.Signals = signal.SIGTERM, timeout_s: float = 30.0) -> None:
+    def end(self, name: str, number: signal.Signals = signal.SIGTERM, timeout_s: float = STOP_S) -> None:
         """Send a signal to a process and wait until it has ended."""
         self._processes.end(name, number, timeout_s)
 

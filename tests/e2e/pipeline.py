@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from common.types import Finish
     from tests.e2e.served import Served
 
-TIMEOUT_S = 150.0
+TIMEOUT_S = 400.0
 
 
 @dataclass(slots=True)

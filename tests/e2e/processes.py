@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
     from pathlib import Path
 
-STOP_S = 30.0
+STOP_S = 120.0
 
 
 class Processes:

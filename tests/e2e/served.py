@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from tests.e2e.deployment import Deployment
 
-TIMEOUT_S = 120.0
+TIMEOUT_S = 300.0
 
 
 class Served:

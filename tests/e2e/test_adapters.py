@@ -162,7 +162,7 @@ def test_an_answer_goes_on_with_the_same_tokens_when_a_service_dies(served_adapt
 
     running = threading.Thread(target=run)
     running.start()
-    wait_until(lambda: served_adapters.state().running_rows > 0 or bool(found), timeout_s=60)
+    wait_until(lambda: served_adapters.state().running_rows > 0 or bool(found))
     before = served_adapters.deployment.pid_of(name)
     served_adapters.deployment.kill(name)
     wait_until(lambda: served_adapters.deployment.pid_of(name) not in (None, before), RECOVERY_S)
@@ -264,4 +264,4 @@ def test_nothing_is_lost_while_a_thousand_loads_race_with_requests(
         thread.join(timeout=RECOVERY_S)
     assert wrong == []
     assert answered[0] > 100
-    wait_until(served_adapters.is_idle, timeout_s=60)
+    wait_until(served_adapters.is_idle)

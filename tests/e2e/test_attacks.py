@@ -105,7 +105,6 @@ def test_invented_users_find_leaks_in_the_shared_cache_only(tmp_path: Path) -> N
 
 
 @pytest.mark.extended
-@pytest.mark.timeout(300)
 def test_packets_of_drafted_answers_show_others_answers_in_the_shared_cache_only(tmp_path: Path) -> None:
     path = tmp_path / "attack.json"
     flags = ["--modes", "shared", "user_aware", "--oracles", "drafts", "--thresholds", "--json", str(path)]
@@ -119,7 +118,6 @@ def test_packets_of_drafted_answers_show_others_answers_in_the_shared_cache_only
 
 
 @pytest.mark.extended
-@pytest.mark.timeout(300)
 def test_pictures_are_found_by_others_in_the_shared_cache_only(tmp_path: Path) -> None:
     path = tmp_path / "attack.json"
     flags = ["--modes", "shared", "user_aware", "--oracles", "images", "--thresholds", "--json", str(path)]
@@ -134,7 +132,6 @@ def test_pictures_are_found_by_others_in_the_shared_cache_only(tmp_path: Path) -
 
 
 @pytest.mark.extended
-@pytest.mark.timeout(300)
 def test_forged_pages_in_storage_are_misses(tmp_path: Path) -> None:
     path = tmp_path / "attack.json"
     flags = ["--modes", "user_aware", "--oracles", "forgeries", "--thresholds", "--json", str(path)]
@@ -164,7 +161,6 @@ def test_all_oracles_confirm_the_claims_about_every_mode(tmp_path: Path) -> None
 
 
 @pytest.mark.extended
-@pytest.mark.timeout(300)
 def test_the_oracle_detects_long_outputs_that_delay_a_victim_without_fair_shares() -> None:
     """The oracle's own control: what it finds closed under fair shares is open when requests are served by arrival."""
     settings = (*NO_MODEL_SETTINGS, *(each.replace("policy=fair", "policy=fcfs") for each in FAIR))

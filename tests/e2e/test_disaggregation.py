@@ -75,7 +75,7 @@ def test_prompts_are_computed_in_one_group_and_answered_from_the_other(divided: 
     assert asked.failed_prefills - before.failed_prefills < len(TOPICS)
     assert asked.fetched_pages > 0
     assert state(divided, PREFILL).disaggregation.prefills > 0
-    wait_until(lambda: is_quiet(divided, PREFILL) and is_quiet(divided, DECODE), 30)
+    wait_until(lambda: is_quiet(divided, PREFILL) and is_quiet(divided, DECODE))
 
 
 def test_the_next_turn_continues_where_the_first_was_decoded(divided: Served, served: Served) -> None:
@@ -92,7 +92,7 @@ def test_the_next_turn_continues_where_the_first_was_decoded(divided: Served, se
 def test_a_killed_service_of_either_group_changes_no_token(divided: Served, served: Served, name: str) -> None:
     prompts = [prompt(f"{topic} near {name}") for topic in TOPICS]
     expected = [served.complete(text, 24) for text in prompts]
-    wait_until(lambda: divided.is_ready() and is_quiet(divided, PREFILL) and is_quiet(divided, DECODE), 60)
+    wait_until(lambda: divided.is_ready() and is_quiet(divided, PREFILL) and is_quiet(divided, DECODE))
     before = divided.deployment.pid_of(name)
     timer = threading.Timer(0.5, divided.deployment.kill, (name,))
     timer.start()
@@ -100,8 +100,8 @@ def test_a_killed_service_of_either_group_changes_no_token(divided: Served, serv
         answers = list(pool.map(lambda text: divided.complete(text, 24), prompts))
     timer.join()
     assert answers == expected
-    wait_until(lambda: divided.deployment.pid_of(name) not in (None, before), 60)
-    wait_until(lambda: divided.is_ready() and is_quiet(divided, PREFILL) and is_quiet(divided, DECODE), 60)
+    wait_until(lambda: divided.deployment.pid_of(name) not in (None, before))
+    wait_until(lambda: divided.is_ready() and is_quiet(divided, PREFILL) and is_quiet(divided, DECODE))
 
 
 @pytest.mark.extended
@@ -123,7 +123,7 @@ def test_groups_with_other_numbers_of_ranks_read_each_others_pages(
         asked = state(served, DECODE).disaggregation
         # Once both are measured, prompts are computed where that is faster.
         assert asked.fetched_pages > 0
-        wait_until(lambda: is_quiet(served, PREFILL) and is_quiet(served, DECODE), 30)
+        wait_until(lambda: is_quiet(served, PREFILL) and is_quiet(served, DECODE))
 
 
 def continuation(served: Served, prompt: list[int], tokens: int) -> list[int]:

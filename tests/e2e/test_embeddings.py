@@ -157,7 +157,7 @@ def test_embeddings_survive_the_death_of_a_service(encoder: Served, reference: N
     asking.start()
     wait_until(lambda: encoder.state().running_rows > 0, timeout_s=120)
     encoder.deployment.kill(name)
-    asking.join(150)
+    asking.join()
     np.testing.assert_allclose(got[0], np.tile(reference[4:], (150, 1)), atol=1e-4)
     wait_until(encoder.is_ready, 120)
     with encoder.leaving_nothing_behind():

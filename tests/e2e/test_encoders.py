@@ -47,7 +47,7 @@ def apart(request: pytest.FixtureRequest, directory: Path, port: int, run_root: 
 
 def count(port: int, name: str) -> int:
     """Return the value of a scheduler's metric, or 0."""
-    text = httpx.get(f"http://127.0.0.1:{port}/metrics", trust_env=False).text
+    text = httpx.get(f"http://127.0.0.1:{port}/metrics", timeout=60, trust_env=False).text
     found = re.search(rf"^pando_scheduler_{re.escape(name)} ([0-9.]+)$", text, re.MULTILINE)
     return round(float(found[1])) if found else 0
 
@@ -75,8 +75,8 @@ def test_an_encoder_encodes_images_and_the_workers_do_while_it_is_away(
         mine = picture(64, 64, seed=3), "Which one?"
         answer = ask(apart, "eve", message(*mine))
         assert answer["choices"][0]["token_ids"] == continued(directory, chat_prompt(*mine), TOKENS)
-    wait_until(lambda: apart.deployment.restarts_of("encoder") > restarts, timeout_s=60)
-    wait_until(lambda: count(port, done) + count(port, "encoded_images") == 4, timeout_s=60)
+    wait_until(lambda: apart.deployment.restarts_of("encoder") > restarts)
+    wait_until(lambda: count(port, done) + count(port, "encoded_images") == 4)
     wait_until(lambda: count(port, "encoders") == 1, timeout_s=120)
     before = count(port, done)
     answer = ask(apart, "fay", message(*mine))

@@ -221,7 +221,7 @@ def test_an_answer_goes_on_after_its_worker_has_died(seeing: Served, dies: str) 
                     seeing.deployment.kill("worker")
                 found += choice.get("token_ids") or []
     assert found == whole
-    wait_until(lambda: seeing.deployment.restarts_of("worker") > restarts, timeout_s=60.0)
+    wait_until(lambda: seeing.deployment.restarts_of("worker") > restarts)
     wait_until(seeing.is_ready, timeout_s=120.0)
 
 

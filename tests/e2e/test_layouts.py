@@ -331,7 +331,7 @@ def test_random_requests_are_answered_as_by_one_rank_while_services_die(
     with served_as(arrangement, checkpoint, run_root) as served:
         killer, load = Killer(served, name), Load(served, bodies)
         answers = load.run(killer.disturb)
-        wait_until(killer.is_quiet, 60, what=lambda: "without requests, leases or pages in use")
+        wait_until(killer.is_quiet, what=lambda: "without requests, leases or pages in use")
         killer.note_fetched()
     judge = Judge(checkpoint, is_exact=arrangement.is_exact)
     assert len(answers) == len(expected) == count

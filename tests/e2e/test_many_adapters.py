@@ -152,4 +152,4 @@ def test_more_adapters_at_once_than_there_are_slots_take_turns(
     with ThreadPoolExecutor(2 * SLOTS) as pool:
         found = list(pool.map(lambda name: answer_of(served_many, name), names))
     assert found == [answers[name] for name in names]
-    wait_until(served_many.is_idle, timeout_s=60)
+    wait_until(served_many.is_idle)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from typing import TYPE_CHECKING, Any
 
 import httpx
@@ -11,9 +10,10 @@ import pytest
 
 from common.settings import Settings
 from tests.e2e.conftest import fake_steps, serve
+from tests.waiting import wait_until
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Iterator
     from pathlib import Path
 
     from tests.e2e.served import Served
@@ -117,7 +117,7 @@ def test_time_ends_a_session_and_quotas_refuse(http: httpx.Client) -> None:
         session = open_session(http, timeout=3.0, user_id="carl")
         if http.post("/generate", json={**body, "session_params": {"id": session}}).status_code == httpx.codes.OK:
             break
-    wait_for(lambda: not state(http)["sessions"])
+    wait_until(lambda: not state(http)["sessions"])
     opened = [open_session(http, user_id="dora") for _ in range(2)]
     third = http.post("/open_session", json={"user_id": "dora"})
     assert third.status_code == 429
@@ -148,7 +148,7 @@ def test_an_urgent_request_preempts_running_ones_which_then_continue(http: httpx
     threads = [threading.Thread(target=ask, args=(number,)) for number in range(2)]
     for thread in threads:
         thread.start()
-    wait_for(lambda: state(http)["running_rows"] == 2)
+    wait_until(lambda: state(http)["running_rows"] == 2)
     urgent = generate(http, [11] * PAGE, 4, user_id="urgent", priority=5)
     ends.append("urgent")
     for thread in threads:
@@ -157,10 +157,3 @@ def test_an_urgent_request_preempts_running_ones_which_then_continue(http: httpx
     assert ends[0] == "urgent"
     assert [answers[number]["output_ids"] for number in range(2)] == undisturbed
     assert state(http)["preemptions"] == "1"
-
-
-def wait_for(condition: Callable[[], bool], limit_s: float = 120.0) -> None:
-    give_up_at = time.monotonic() + limit_s
-    while not condition():
-        assert time.monotonic() < give_up_at, "it does not happen"
-        time.sleep(0.02)

@@ -172,7 +172,7 @@ def test_groups_with_roles_on_two_hosts_answer_as_one_rank(
     assert state.disaggregation.fetched_pages
     page_bytes = 16 * LAYERS * 2 * 2 * 32 * 4
     assert prefill.sent_bytes() - before > state.disaggregation.fetched_pages * page_bytes
-    wait_until(lambda: all(holds_nothing(state_of(address)) for address in schedulers), 60)
+    wait_until(lambda: all(holds_nothing(state_of(address)) for address in schedulers))
 
 
 def state_of(address: str) -> scheduler_pb2.GetStateResponse:

@@ -65,7 +65,7 @@ class Project:
         before = self.restarts(service)
         program = "import os; os.kill(-1, 9)"
         self._run("exec", self.container(service), "python", "-c", program, check=False)
-        wait_until(lambda: self.restarts(service) > before, timeout_s=60, what=lambda: f"restart of {service}")
+        wait_until(lambda: self.restarts(service) > before, what=lambda: f"restart of {service}")
 
     def is_ready(self) -> bool:
         try:

@@ -116,9 +116,9 @@ def test_a_chat_needs_a_key(secured: Secured) -> None:
 
 def test_keys_are_created_and_revoked_while_the_gateway_runs(secured: Secured) -> None:
     key = secured.create_key()
-    wait_until(lambda: secured.flush(key).status_code == httpx.codes.FORBIDDEN, timeout_s=10, what=lambda: "a new key")
+    wait_until(lambda: secured.flush(key).status_code == httpx.codes.FORBIDDEN, what=lambda: "a new key")
     secured.manage_keys("revoke", key.split("-")[1])
-    wait_until(lambda: secured.flush(key).status_code == httpx.codes.UNAUTHORIZED, timeout_s=10, what=lambda: "its end")
+    wait_until(lambda: secured.flush(key).status_code == httpx.codes.UNAUTHORIZED, what=lambda: "its end")
 
 
 def test_only_the_administrators_key_flushes_the_cache(secured: Secured) -> None:

@@ -10,10 +10,11 @@ from dataclasses import replace
 import pytest
 
 from tests.e2e.conftest import require_model
+from tests.e2e.greedy.checks import TIMEOUT_S
 from tests.e2e.greedy.prompts import PROMPTS, Prompt
 from tests.e2e.greedy.reference import MINIMUM_MARGIN, Reference, ReferenceModel, read_golden
 
-pytestmark = pytest.mark.timeout(400)
+pytestmark = pytest.mark.timeout(TIMEOUT_S)
 
 REFERENCES = {reference.name: reference for reference in read_golden()}
 
