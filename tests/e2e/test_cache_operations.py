@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import subprocess
 import sys
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import grpc
@@ -17,10 +18,10 @@ from protos.gen.pando.v1 import common_pb2, scheduler_pb2, scheduler_pb2_grpc, t
 from tests.e2e.conftest import fake_steps, serve
 from tests.fakes.forked import ForkedProgram
 from tests.services.scheduler.content.corpus import drawn
-from tests.waiting import until, wait_until
+from tests.waiting import TIMEOUT_S, until, wait_until
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
     from pathlib import Path
 
     from tests.e2e.served import Served
@@ -129,18 +130,47 @@ def test_a_prompt_is_shared_only_up_to_a_secret(aware: Served) -> None:
     assert chat(aware, secret, "reader-0") > before_key + 16
 
 
-def test_the_commands_show_the_cache_and_change_it(aware: Served) -> None:
+@contextmanager
+def watched(served: Served, output: Path) -> Iterator[Callable[[], list[list[str]]]]:
+    """Run `pando cache watch` within the block; yield a function that returns the words of its lines so far."""
+    command = [sys.executable, "-m", "deploy.cli", "cache", "watch"]
+    with output.open("wb") as sink:
+        watching = subprocess.Popen(
+            [*command, "--scheduler", served.deployment.address_of("scheduler")],
+            stdout=sink,
+            env={"COLUMNS": "200", "PYTHONUNBUFFERED": "1"},
+        )
+    try:
+        # The last line may not be whole yet.
+        yield lambda: [line.split() for line in output.read_text().splitlines(keepends=True) if line.endswith("\n")]
+    finally:
+        watching.terminate()
+        watching.wait(TIMEOUT_S)
+
+
+def kinds_of(lines: list[list[str]]) -> list[str]:
+    """Return the kinds of the events after the first snapshot, and of its end."""
+    kinds = [words[1] for words in lines if len(words) > 1]
+    return kinds[kinds.index("snapshot_end") :] if "snapshot_end" in kinds else []
+
+
+def test_the_commands_show_the_cache_and_change_it(aware: Served, tmp_path: Path) -> None:
+    with watched(aware, tmp_path / "watched") as lines:
+        show_and_change(aware, lambda: bool(kinds_of(lines())))
+        wait_until(lambda: {"inserted", "reclaimed", "flushed"} <= set(kinds_of(lines())), what=lambda: str(lines()))
+        seen = lines()
+    sequences = [int(words[0]) for words in seen[-len(kinds_of(seen)) :]]
+    assert sequences == list(range(sequences[0], sequences[0] + len(sequences)))
+
+
+def show_and_change(aware: Served, is_watched: Callable[[], bool]) -> None:
+    """Use each of the commands; what the cache holds is changed once `is_watched`."""
     for number in range(3):
         chat(aware, GUIDE, f"visitor-{number}")
     chat(aware, "What I alone ask for. " * 12, "diarist")
     wait_until(lambda: GUIDE[:200] in shared_texts(aware), 120)
     assert chat(aware, GUIDE, "passer-by") >= 128
-    watching = subprocess.Popen(
-        [sys.executable, "-m", "deploy.cli", "cache", "watch", "--scheduler", aware.deployment.address_of("scheduler")],
-        stdout=subprocess.PIPE,
-        text=True,
-        env={"COLUMNS": "200", "PYTHONUNBUFFERED": "1"},
-    )
+    wait_until(is_watched)
     tree = pando(aware, "tree", admin=False).stdout
     assert "users in epoch" in tree
     assert "private of view:" in tree
@@ -167,13 +197,6 @@ def test_the_commands_show_the_cache_and_change_it(aware: Served) -> None:
     with aware.http() as http:  # the gateway knows the token, too
         assert http.post("/flush_cache").status_code == httpx.codes.OK
     assert aware.state().cache_accounting.nodes == 0
-    watching.terminate()
-    lines = (watching.communicate(timeout=60)[0] or "").splitlines()
-    kinds = [line.split()[1] for line in lines if len(line.split()) > 1]
-    assert "snapshot_end" in kinds
-    assert {"inserted", "reclaimed", "flushed"} <= set(kinds[kinds.index("snapshot_end") :])
-    sequences = [int(line.split()[0]) for line in lines[kinds.index("snapshot_end") :]]
-    assert sequences == list(range(sequences[0], sequences[0] + len(sequences)))
 
 
 def test_a_user_or_one_conversation_can_be_forgotten(aware: Served) -> None:

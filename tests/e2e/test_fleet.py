@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import time
 from typing import TYPE_CHECKING
 
 import pytest
@@ -49,6 +48,18 @@ def routed(tier: Tier) -> dict[str, float]:
     return {name: float(count) for name, count in found}
 
 
+def pass_epochs(tier: Tier, count: int) -> None:
+    """Wait until so many borders of epochs have passed in each group."""
+    epochs = {group: state.cache_accounting.epoch for group in tier.groups if (state := tier.state(group))}
+    assert len(epochs) == len(tier.groups)
+
+    def have_passed() -> bool:
+        states = {group: tier.state(group) for group in epochs}
+        return all(state and state.cache_accounting.epoch >= epochs[group] + count for group, state in states.items())
+
+    wait_until(have_passed, what=tier.logs)
+
+
 def spread_prompt(tier: Tier) -> str:
     """Return a prompt that three users have sent to two groups or three, so that no group has enough evidence."""
     for number in range(20):
@@ -67,16 +78,16 @@ def test_users_of_other_groups_find_the_prompt_in_at_least_nine_of_ten_requests(
 
     def is_found() -> bool:
         # A user who has not asked before; at most one in an epoch, as others could be evidence at one group.
-        time.sleep(EPOCH_S)
+        pass_epochs(tier, 1)
         usage = tier.ask(f"user-{(user := next(fresh))}", f"{prompt} I am user {user}.", 2)
         return usage["cached"] >= 0.75 * usage["prompt"]
 
     # A group that gets the prompt for the first time computes it, and shares it from the next epoch on.
-    wait_until(lambda: all(is_found() for _ in range(3)), timeout_s=60)
+    wait_until(lambda: all(is_found() for _ in range(3)))
     # Those that avoid a burst at a busy machine bring it to further groups.
     for number in range(USERS):
         tier.ask(f"burst-{number}", f"{prompt} I am user {number} of a burst.", 2)
-    time.sleep(3 * EPOCH_S)
+    pass_epochs(tier, 3)
     before = routed(tier)
     usages = [tier.ask(f"late-{number}", f"{prompt} I am late user {number}.", 2) for number in range(USERS)]
     found = sum(usage["cached"] >= 0.75 * usage["prompt"] for usage in usages)

@@ -109,10 +109,16 @@ def test_an_outside_reader_sees_the_blocks_of_each_prompt(served: Served, run_ro
 
 def test_the_scheduler_exposes_its_metrics_under_the_names_of_vllm(served: Served, metrics_port: int) -> None:
     ask(served, "Count me.")
-    text = httpx.get(f"http://127.0.0.1:{metrics_port}/metrics", timeout=60, trust_env=False).text
-    lines = dict(line.rsplit(" ", 1) for line in text.splitlines() if line.startswith("vllm:"))
     labels = f'engine="0",model_name="{served.model}"'
-    assert float(lines[f"vllm:num_requests_waiting{{{labels}}}"]) == 0
+    lines: dict[str, str] = {}
+
+    def is_idle() -> bool:
+        # The scheduler renews gauges every second or so.
+        text = httpx.get(f"http://127.0.0.1:{metrics_port}/metrics", timeout=60, trust_env=False).text
+        lines.update(dict(line.rsplit(" ", 1) for line in text.splitlines() if line.startswith("vllm:")))
+        return float(lines[f"vllm:num_requests_waiting{{{labels}}}"]) == 0
+
+    wait_until(is_idle)
     assert float(lines[f"vllm:prompt_tokens_total{{{labels}}}"]) > 0
     assert 0 <= float(lines[f"vllm:kv_cache_usage_perc{{{labels}}}"]) <= 1
     assert any(f'block_size="{PAGE_SIZE}"' in name for name in lines if name.startswith("vllm:cache_config_info"))

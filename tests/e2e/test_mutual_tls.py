@@ -144,7 +144,7 @@ def test_the_gateway_finds_the_scheduler_by_dns_and_knows_it_by_its_name(pipelin
 
 
 def test_the_gateway_speaks_no_plaintext(pipeline: TlsPipeline) -> None:
-    with pytest.raises(httpx.HTTPError), httpx.Client(trust_env=False) as http:
+    with pytest.raises(httpx.HTTPError), httpx.Client(trust_env=False, timeout=60) as http:
         http.get(pipeline.url.replace("https", "http") + "/health")
 
 
@@ -163,7 +163,7 @@ def test_the_gateway_refuses_clients_without_a_valid_certificate(pipeline: TlsPi
 def test_ports_for_probes_answer_nothing_but_health(pipeline: TlsPipeline, service: str) -> None:
     address = f"{HOST}:{pipeline.probe_ports[service]}"
     if service == "gateway":
-        with httpx.Client(trust_env=False, base_url=f"http://{address}") as http:
+        with httpx.Client(trust_env=False, timeout=60, base_url=f"http://{address}") as http:
             assert http.get("/ready").status_code == httpx.codes.OK
             assert http.get("/v1/models").status_code == httpx.codes.NOT_FOUND
             assert http.post("/flush_cache").status_code == httpx.codes.NOT_FOUND
@@ -230,11 +230,13 @@ def test_every_method_that_a_service_offers_is_in_the_table(pipeline: TlsPipelin
 def test_a_refused_call_is_logged_and_counted_by_the_refusing_service(pipeline: TlsPipeline) -> None:
     with grpc.secure_channel(pipeline.address("worker"), credentials(pipeline.identities["gateway"])) as channel:
         assert code_of(channel, "/pando.v1.Worker/Execute", TOKEN) is grpc.StatusCode.PERMISSION_DENIED
-    log = (pipeline.directory / "worker.log").read_text()
-    [line] = [line for line in log.splitlines() if "rpc.refused" in line and "Execute" in line and "gateway" in line][
-        :1
-    ]
-    assert "spiffe://pando.internal/pando/gateway" in line
+
+    def is_logged() -> bool:
+        lines = (pipeline.directory / "worker.log").read_text().splitlines()
+        words = ("rpc.refused", "Execute", "spiffe://pando.internal/pando/gateway")
+        return any(all(word in line for word in words) for line in lines)
+
+    wait_until(is_logged)
     metrics = httpx.get(f"http://{HOST}:{pipeline.metrics_port}/metrics", timeout=60, trust_env=False).text
     assert 'pando_rpc_refused_total{method="/pando.v1.Worker/Execute",role="gateway"}' in metrics
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from typing import TYPE_CHECKING
 
 import httpx
@@ -12,6 +11,7 @@ import pytest
 
 from common.settings import Settings
 from tests.e2e.conftest import fake_steps, serve
+from tests.waiting import TIMEOUT_S, wait_until
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -48,13 +48,6 @@ def stream(
     return text, tokens
 
 
-def wait_for(condition: Callable[[], bool], limit_s: float = 60.0) -> None:
-    give_up_at = time.monotonic() + limit_s
-    while not condition():
-        assert time.monotonic() < give_up_at, "it does not happen"
-        time.sleep(0.02)
-
-
 def test_both_models_are_listed_and_answer_by_name(both: Served) -> None:
     client = both.client()
     listed = {model.id: model.model_dump() for model in client.models.list()}
@@ -79,12 +72,17 @@ def test_a_model_that_dies_does_not_disturb_the_other(both: Served) -> None:
     threads = [threading.Thread(target=ask, args=(model,)) for model in begun]
     for thread in threads:
         thread.start()
-    assert all(event.wait(60) for event in begun.values())
+    assert all(event.wait(TIMEOUT_S) for event in begun.values())
     both.deployment.kill("small/scheduler")
     # While it is away, the gateway says so of this model, and of no other.
-    wait_for(lambda: httpx.get(f"{both.url}/ready?model=small", timeout=60).status_code == 503)
-    assert httpx.get(f"{both.url}/ready", timeout=60).json()["status"] == "partial"
-    assert httpx.get(f"{both.url}/ready?model=large", timeout=60).status_code == 200
+    with both.http() as http:
+
+        def is_away() -> bool:
+            assert http.get("/ready?model=large").status_code == 200
+            small, all_ = http.get("/ready?model=small"), http.get("/ready")
+            return small.status_code == 503 and all_.json()["status"] == "partial"
+
+        wait_until(is_away, step_s=0.01)
     for thread in threads:
         thread.join()
     assert answers["large"][0].startswith(undisturbed)

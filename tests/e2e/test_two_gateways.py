@@ -30,6 +30,7 @@ KEYS = [
 LIMITS = "[tenants.flooders]\nrequests_per_minute = 300\n[tenants.acme]\nconcurrent = 3\n"
 ANN, BOB = ({"authorization": f"Bearer {key}"} for key in ("ann", "bob"))
 REQUESTS, LIMIT = 3_000, 300
+LINK = 'pando_gateway_link_connected{link="state"'
 
 
 @pytest.mark.slow
@@ -123,7 +124,7 @@ async def check_without_state(gateways: TwoGateways) -> None:
             chat = {"model": "tiny", "messages": [{"role": "user", "content": "Hello"}]}
             answer = await client.post("/v1/chat/completions", json=chat, headers=ANN)
             assert answer.status_code == 200
-        await asyncio.sleep(1.0)  # both have noticed
+        await until_away(gateways)
         for _ in range(2):
             refused = await client.post("/v1/responses", json={"model": "tiny", "input": "Hello"}, headers=ANN)
             assert refused.status_code == 503
@@ -132,15 +133,23 @@ async def check_without_state(gateways: TwoGateways) -> None:
     statuses = await gateways.flood(3 * LIMIT, "flood")
     assert statuses == {200: 2 * LIMIT, 429: LIMIT}
     for port in gateways.metrics_ports:
-        assert await gateways.metric(port, 'pando_gateway_link_connected{link="state"') == 0
+        assert await gateways.metric(port, LINK) == 0
         assert await gateways.metric(port, "pando_gateway_unshared_limits_total") >= LIMIT
+
+
+async def until_away(gateways: TwoGateways) -> None:
+    """Wait until both gateways have noticed that their state is away."""
+    async with asyncio.timeout(150):
+        for port in gateways.metrics_ports:
+            while await gateways.metric(port, LINK):  # noqa: ASYNC110  (another process's)
+                await asyncio.sleep(0.1)
 
 
 async def until_shared(gateways: TwoGateways, redis_process: RedisProcess) -> None:
     """Wait until both gateways have connected to their state by themselves, and listen for aborts."""
     async with asyncio.timeout(150):
         for port in gateways.metrics_ports:
-            while not await gateways.metric(port, 'pando_gateway_link_connected{link="state"'):  # noqa: ASYNC110  (another process's)
+            while not await gateways.metric(port, LINK):  # noqa: ASYNC110  (another process's)
                 await asyncio.sleep(0.1)
     channel = f"{GatewaySettings().state.prefix}:aborts"
     with redis_process.client() as client:
