@@ -103,7 +103,10 @@ def _kills(setting: str) -> Iterator[Fault]:
 
 
 def _stage_faults() -> Iterator[Fault]:
-    """Of two stages of a pipeline, `worker-1` is the last one, which samples."""
+    """Of two stages of a pipeline, `worker-1` is the last one, which samples.
+
+    No token is in the answers of `worker-0`: they are lost for longer than the scheduler waits for its heartbeats.
+    """
     for names in (("worker-0",), ("worker-1",), ("worker-0", "worker-1"), ("scheduler", "worker-1")):
         short = names == ("worker-0",)
         yield Fault(f"stages/kill-{'+'.join(names)}", "stages", _kill(*names), is_short=short)
@@ -112,7 +115,7 @@ def _stage_faults() -> Iterator[Fault]:
         yield Fault(f"stages/stop-8s-{name}", "stages", _stop(name, STOPS_S[0]))
         link = f"scheduler-{name}"
         lost = Weather(drops_answers=True)
-        yield Fault(f"stages/{link}-answers-lost", "stages", _weather(link, lost, LINK_FAULT_S))
+        yield Fault(f"stages/{link}-answers-lost", "stages", _weather(link, lost, LONG_LINK_FAULT_S))
 
 
 def _role_faults() -> Iterator[Fault]:

@@ -10,6 +10,7 @@ import transformers
 from peft import LoraConfig, get_peft_model
 
 from tests.chaos.load import SCHEMA, Case, Shape
+from tests.e2e.byte_models import save_byte_model
 from tests.e2e.seeing_model import content_of, save_seeing_model
 from tests.services.tokenizer.images.pictures import picture
 from tests.services.worker.engine.adapters.peft_adapters import ATTENTION
@@ -19,20 +20,26 @@ if TYPE_CHECKING:
 
 MODEL, ADAPTER = "tiny", "style"
 TOKENS = 160
+CONTEXT = 4096
 LINES = 3
 
 
 @dataclass(frozen=True, slots=True)
 class TinyModel:
-    """A model with random weights that reads images, and an adapter for it."""
+    """A model with random weights; one that reads images has an adapter, too."""
 
     model: Path
-    adapter: Path
+    adapter: Path | None = None
     name: str = MODEL
 
     @classmethod
+    def save_of_text(cls, directory: Path) -> TinyModel:
+        """Write a model that reads texts only to `directory`."""
+        return cls(save_byte_model(directory / "model", "qwen3", max_position_embeddings=CONTEXT))
+
+    @classmethod
     def save(cls, directory: Path) -> TinyModel:
-        """Write both to `directory`."""
+        """Write a model that reads images, and its adapter, to `directory`."""
         model, adapter = save_seeing_model(directory / "model"), directory / ADAPTER
         base = transformers.AutoModelForImageTextToText.from_pretrained(model, dtype=torch.float32)
         torch.manual_seed(1)

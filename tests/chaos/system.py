@@ -122,9 +122,10 @@ class System:
         """Plan the system, with sockets and logs in `directory`, whose path must be short.
 
         `divided`: of two groups, the first one only computes prompts, which the other one reads. `stages`: the ranks of
-        a group, each with a part of the layers. `simulated`: its engine makes tokens up. `secure`: its links use mutual
-        TLS. `mixed`: its model is a tiny one that reads images and has an adapter. `with_disk`: it has a storage tier
-        and keeps responses in a file, on a small disk, instead of in a Redis server.
+        a group, each with a part of the layers. `simulated`: its engine makes tokens up; with stages, which would not
+        wait for each other then, its model is a tiny one. `secure`: its links use mutual TLS. `mixed`: its model is a
+        tiny one that reads images and has an adapter. `with_disk`: it has a storage tier and keeps responses in a file,
+        on a small disk, instead of in a Redis server.
 
         Raises:
             MissingProgramError: there is no Redis server.
@@ -135,7 +136,10 @@ class System:
         self.groups = groups
         self.divided = divided
         self._stages = stages
-        self.simulated = simulated and not mixed
+        self._tiny: TinyModel | None = None
+        if mixed or (simulated and stages > 1):
+            self._tiny = _save_tiny_model(directory, reads_images=mixed)
+        self.simulated = simulated and self._tiny is None
         self.log_path = directory / "services.log"
         self.redis = RedisProcess(directory)
         self.links: dict[str, Link] = {}
@@ -147,7 +151,6 @@ class System:
         self._addresses: dict[str, str] = {}
         self._metrics_ports: dict[str, int] = {}
         self._disk = Disk(directory / "disk") if with_disk else None
-        self._tiny = _save_tiny_model(directory) if mixed else None
         self.layout, self._run_directory = self._plan()
         self.reporter = FileReporter(self.log_path)
         self.supervisor = Supervisor(self.layout, self._run_directory, self.reporter, Probes())
@@ -375,14 +378,18 @@ class System:
         return Settings(model=model, gateway=gateway, scheduler=scheduler, worker=worker)
 
     def _of_tiny_model(self, tiny: TinyModel, gateway: GatewaySettings, scheduler: SchedulerSettings) -> Settings:
+        scheduler = scheduler.model_copy(update={"device_pages": TINY_PAGES})
+        model = ModelSettings(reference=str(tiny.model), served_name=tiny.name, dtype="float32")
+        if tiny.adapter is None:
+            return Settings(model=model, gateway=gateway, scheduler=scheduler, worker=WorkerSettings(threads=1))
         limits = self._directory / "limits.toml"
         limits.write_text(f'[tenants.default]\nadapters = ["{tiny.adapter.name}"]\n')
         adapters = AdapterSettings(slots=2, load={tiny.adapter.name: str(tiny.adapter)})
         return Settings(
-            model=ModelSettings(reference=str(tiny.model), served_name=tiny.name, dtype="float32", images="on"),
+            model=model.model_copy(update={"images": "on"}),
             gateway=gateway,
             tokenizer=TokenizerSettings(images=ImageDecodingSettings(processes=1)),
-            scheduler=scheduler.model_copy(update={"adapters": adapters, "device_pages": TINY_PAGES}),
+            scheduler=scheduler.model_copy(update={"adapters": adapters}),
             limits=LimitsSettings(file=limits),
         )
 
@@ -457,11 +464,11 @@ class System:
         return identity.settings(probe_port=self._ports.take() if service != "gateway" else None)
 
 
-def _save_tiny_model(directory: Path) -> TinyModel:
+def _save_tiny_model(directory: Path, *, reads_images: bool) -> TinyModel:
     # Imports torch, which the other systems need not wait for.
     from tests.chaos.kinds import TinyModel
 
-    return TinyModel.save(directory)
+    return TinyModel.save(directory) if reads_images else TinyModel.save_of_text(directory)
 
 
 def _held_by_scheduler(name: str, state: scheduler_pb2.GetStateResponse | None) -> list[str]:

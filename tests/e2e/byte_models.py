@@ -17,19 +17,22 @@ if TYPE_CHECKING:
 
 VOCABULARY, END = 260, 256
 LAYERS = 4
+TEMPLATE = "{% for message in messages %}{{ message.role }}: {{ message.content }}\n{% endfor %}"
 
 
-def save_byte_model(directory: Path, family: str) -> Path:
-    """Write a model of four layers of one of `FAMILIES`, and its tokenizer, to `directory`."""
+def save_byte_model(directory: Path, family: str, **changes: Any) -> Path:
+    """Write a model of four layers of one of `FAMILIES`, its config changed by `changes`, and its tokenizer."""
     name, options = FAMILIES[family]
-    save_model(directory, name, {**options, "vocab_size": VOCABULARY, "eos_token_id": END, "num_hidden_layers": LAYERS})
+    own = {"vocab_size": VOCABULARY, "eos_token_id": END, "num_hidden_layers": LAYERS}
+    save_model(directory, name, {**options, **own, **changes})
     letters = {letter: byte for byte, letter in byte_alphabet().items()}
     tokenizer = Tokenizer(models.BPE(vocab=letters, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens([AddedToken("<end>", special=True, normalized=False)])
     tokenizer.save(str(directory / "tokenizer.json"))
-    (directory / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<end>"}))
+    config = {"eos_token": "<end>", "chat_template": TEMPLATE}
+    (directory / "tokenizer_config.json").write_text(json.dumps(config))
     return directory
 
 
