@@ -31,6 +31,8 @@ pytestmark = pytest.mark.extended
 
 PROMPTS = ("The capital of France is", "1, 2, 3, 4, 5,", "Once upon a time there was", "def add(a, b):")
 TOKENS = 12
+# More than are generated while weights are read.
+MANY_TOKENS = 300
 GATEWAY = GatewaySettings(port=0, anonymous="vouched")
 
 
@@ -89,7 +91,7 @@ def test_weights_are_replaced_under_load(served_anew: Served, newer: Path, expec
     before = [served_anew.complete(prompt, TOKENS) for prompt in PROMPTS]
     assert before != expected
     with ThreadPoolExecutor(8) as pool, served_anew.leaving_nothing_behind():
-        long = [pool.submit(complete, served_anew, prompt, 150) for prompt in PROMPTS]
+        long = [pool.submit(complete, served_anew, prompt, MANY_TOKENS) for prompt in PROMPTS]
         wait_until(lambda: served_anew.state().running_rows == len(PROMPTS))
         replaced = pool.submit(update, served_anew, newer, mode=mode, weight_version="newer")
         late = [pool.submit(complete, served_anew, prompt) for prompt in PROMPTS]
@@ -99,7 +101,7 @@ def test_weights_are_replaced_under_load(served_anew: Served, newer: Path, expec
         assert answer.json()["loaded_beside"]
         for request in long:
             found = request.result()
-            assert found["usage"]["completion_tokens"] == 150
+            assert found["usage"]["completion_tokens"] == MANY_TOKENS
             assert found["weight_version"] == ("default" if mode == "drain" else "newer")
         for request in late:
             assert request.result()["usage"]["completion_tokens"] == TOKENS

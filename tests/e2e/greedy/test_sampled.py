@@ -32,8 +32,8 @@ PROMPTS = (
     "My favourite colour is",
 )
 TOKENS = 40
-# Too few for all prompts to end, so that rows are retracted; enough for each alone.
-PAGES = 20
+# Too few for four prompts to end, so that rows are retracted; enough for each alone.
+PAGES = 10
 
 
 @pytest.fixture(scope="module")
