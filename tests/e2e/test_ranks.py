@@ -22,6 +22,10 @@ if TYPE_CHECKING:
 
 pytestmark = [pytest.mark.slow, pytest.mark.extended]
 
+# The model is sure of their continuations (tests/e2e/greedy/reference.json): two ranks add in another order than one,
+# in bfloat16 on some processors.
+PROMPTS = ("1, 2, 3, 4, 5,", '{"name": "Alice", "age": 30, "friends": [{"name": "Bob", "age": 31}, {"name": "Carol",')
+
 
 @pytest.fixture(scope="module")
 def served_by_two(run_root: Path) -> Iterator[Served]:
@@ -30,7 +34,7 @@ def served_by_two(run_root: Path) -> Iterator[Served]:
 
 
 def test_two_ranks_answer_as_one_does(served: Served, served_by_two: Served) -> None:
-    for prompt in ("The capital of France is", "1, 2, 3, 4, 5,"):
+    for prompt in PROMPTS:
         assert served_by_two.complete(prompt, max_tokens=12) == served.complete(prompt, max_tokens=12)
 
 
@@ -67,9 +71,8 @@ def served_by_stages(run_root: Path) -> Iterator[Served]:
 
 
 def test_two_stages_answer_as_one_rank_does_also_after_one_died(served: Served, served_by_stages: Served) -> None:
-    prompts = ("The capital of France is", "1, 2, 3, 4, 5,")
-    expected = [served.complete(prompt, max_tokens=12) for prompt in prompts]
-    assert [served_by_stages.complete(prompt, max_tokens=12) for prompt in prompts] == expected
+    expected = [served.complete(prompt, max_tokens=12) for prompt in PROMPTS]
+    assert [served_by_stages.complete(prompt, max_tokens=12) for prompt in PROMPTS] == expected
     schema = CORPUS["order"]
     answers = [chat(each, schema, seed=3) for each in (served, served_by_stages)]
     assert answers[0].choices[0].message.content == answers[1].choices[0].message.content
@@ -84,4 +87,4 @@ def test_two_stages_answer_as_one_rank_does_also_after_one_died(served: Served, 
         timeout_s=120,
     )
     wait_until(served_by_stages.is_ready, timeout_s=120)
-    assert [served_by_stages.complete(prompt, max_tokens=12) for prompt in prompts] == expected
+    assert [served_by_stages.complete(prompt, max_tokens=12) for prompt in PROMPTS] == expected

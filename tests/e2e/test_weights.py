@@ -50,20 +50,20 @@ def newer(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return target
 
 
+@pytest.fixture(scope="module", params=[1, 2], ids=["one rank", "two ranks"])
+def ranks(request: pytest.FixtureRequest) -> int:
+    count: int = request.param
+    return count
+
+
 @pytest.fixture(scope="module")
-def expected(newer: Path, run_root: Path) -> list[str]:
-    """What a fresh deployment answers with these weights."""
-    server = serve(Settings(model=ModelSettings(reference=str(newer)), gateway=GATEWAY), run_root)
+def expected(newer: Path, run_root: Path, ranks: int) -> list[str]:
+    """What a fresh deployment of as many ranks, which add in the same order, answers with these weights."""
+    server = serve(Settings(model=ModelSettings(reference=str(newer)), gateway=GATEWAY), run_root, ranks)
     served = next(server)
     answers = [served.complete(prompt, TOKENS) for prompt in PROMPTS]
     assert next(server, None) is None
     return answers
-
-
-@pytest.fixture(params=[1, 2], ids=["one rank", "two ranks"])
-def ranks(request: pytest.FixtureRequest) -> int:
-    count: int = request.param
-    return count
 
 
 @pytest.fixture
