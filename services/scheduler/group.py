@@ -14,6 +14,8 @@ from common.errors import ConfigurationError, InvalidRequestError, PandoError, U
 from common.logs import get_logger
 from common.rpc.stream import RefusalLog
 from common.steps import sampling_rank
+from services.scheduler.acknowledgements import GroupAcks
+from services.scheduler.heartbeats import RankSilentError, RankWatch
 from services.scheduler.rank import EngineFailedError, LoadedWeights, PlanStream, RankConnection, RankLostError
 
 if TYPE_CHECKING:
@@ -21,26 +23,15 @@ if TYPE_CHECKING:
 
     from common.grammars import Grammar
     from common.steps import EngineCapacity, EngineSpec, SleepLevel, SleepPart, StepPlan, StepResult
-    from common.transfers import TransferAck, TransferId
-    from services.scheduler.rank import Pulse, RankIdentity
+    from common.transfers import TransferAck
+    from services.scheduler.heartbeats import RankHealth
+    from services.scheduler.rank import RankIdentity
 
 
 RECONNECT_S = 0.2
 # A failure during loading is likely to repeat: pauses double up to this limit.
 MAX_RECONNECT_S = 5.0
 WATCH_INTERVAL_S = 1.0
-HEARTBEAT_S = 0.25
-# A busy machine may answer late, but that is an answer.
-PULSE_TIMEOUT_S = 1.0
-# Heartbeats in a row in which no answer arrived, after which a rank counts as lost, with it all rows: if another group
-# would serve their requests, and if they can only wait for the rank. They are counted, as a process that was stopped
-# itself would measure a long time.
-SILENT_BEATS = 5
-SILENT_BEATS_ALONE = 40
-# Heartbeats in a row in which a rank had no plan, although results of it are missing, and none arrived, after
-# which these count as lost; fewer are enough if answers were missing before, as then the connection has lost messages.
-IDLE_BEATS = 5
-IDLE_BEATS_AFTER_SILENCE = 2
 # The version of weights that have not been replaced.
 DEFAULT_VERSION = "default"
 # Seconds for which ranks may be away while they are configured with other weights, as processes on several GPUs have to
@@ -58,10 +49,6 @@ class GroupState(Enum):
     READY = "READY"
     SLEEPING = "SLEEPING"
     FAILED = "FAILED"
-
-
-class RankSilentError(RankLostError):
-    """A rank or its connection answers nothing, though nothing has broken."""
 
 
 class _ReplacingError(RankLostError):
@@ -128,8 +115,7 @@ class WorkerGroup:
         """
         # The connections, while the group is ready.
         self.ranks: Sequence[RankConnection] = ()
-        # As of their last heartbeats, while the group is ready.
-        self.healths: tuple[RankHealth, ...] = ()
+        self._watches: tuple[RankWatch, ...] = ()
         self._restore = restore
         self.state = GroupState.CONNECTING
         # Whether all ranks answered when they were last looked for.
@@ -173,6 +159,11 @@ class WorkerGroup:
     def _has_plans_in_flight(self) -> bool:
         """Whether tokens of a plan are missing; results of the other ranks may arrive later."""
         return bool(self._streams) and self._streams[self._sampler].in_flight > 0
+
+    @property
+    def healths(self) -> tuple[RankHealth, ...]:
+        """The ranks' health as of their last heartbeats; empty unless the group is ready."""
+        return tuple(watch.health for watch in self._watches)
 
     async def prepare(self, grammar: Grammar) -> None:
         """Compile a grammar before rows need it.
@@ -447,7 +438,10 @@ class WorkerGroup:
             self.state, self._pause_s = GroupState.READY, RECONNECT_S
             self._refusals.clear()
             self.ranks = ranks
-            self.healths = (RankHealth(),) * len(ranks)
+            self._watches = tuple(
+                RankWatch(number, rank, stream, self._timeout_s)
+                for number, (rank, stream) in enumerate(zip(ranks, self._streams, strict=True))
+            )
             self._break = asyncio.get_running_loop().create_future()
             self._log.info("group.ready", ranks=len(ranks), pages=capacity.device_pages, device=capacity.device)
             if self._has_engine_failed is None:
@@ -458,9 +452,9 @@ class WorkerGroup:
                 self._replacement.done.set_result(None)
             if self._waking is not None and not self._waking.done.done():
                 self._waking.done.set_result(None)
-            await self._serve(ranks, self._break)
+            await self._serve(self._break)
         finally:
-            self.ranks, self.healths = (), ()
+            self.ranks, self._watches = (), ()
             for stream in self._streams:
                 stream.cancel()
 
@@ -534,11 +528,14 @@ class WorkerGroup:
         )
         return replace(first, has_storage=has_storage)
 
-    async def _serve(self, ranks: list[RankConnection], broken: asyncio.Future[NoReturn]) -> None:
+    async def _serve(self, broken: asyncio.Future[NoReturn]) -> None:
         """Read all ranks' results until one of them fails, or until `broken` has an exception, which is raised."""
         readers = [asyncio.create_task(self._read(stream, rank)) for rank, stream in enumerate(self._streams)]
         watches = [asyncio.create_task(self._watch())]
-        watches += [asyncio.create_task(self._watch_rank(number, rank)) for number, rank in enumerate(ranks)]
+        watches += [
+            asyncio.create_task(watch.run(lambda: self._listener.has_others, lambda: self._has_plans_in_flight))
+            for watch in self._watches
+        ]
         try:
             waited: list[asyncio.Future[Any]] = [*readers, *watches, broken]
             done, _ = await asyncio.wait(waited, return_when=asyncio.FIRST_COMPLETED)
@@ -580,111 +577,7 @@ class WorkerGroup:
             if stream.in_flight and silence > self._timeout_s:
                 raise EngineFailedError(f"no result for {silence:.0f} s")
 
-    async def _watch_rank(self, number: int, rank: RankConnection) -> None:
-        """Fail the group if a rank does not answer heartbeats, has lost plans or results, or if its engine hangs.
-
-        Heartbeats use the connection of the plans, so that they also notice if it loses messages.
-        """
-        record, stream = PulseRecord(), self._streams[number]
-        # Heartbeats that are not answered yet, with the time of the rank's last result when they were sent.
-        asked: dict[asyncio.Task[Pulse | None], float] = {}
-        try:
-            while True:
-                asked[asyncio.create_task(rank.pulse(PULSE_TIMEOUT_S))] = stream.last_sign
-                await asyncio.sleep(HEARTBEAT_S)
-                done = {task: sign for task, sign in asked.items() if task.done()}
-                asked = {task: sign for task, sign in asked.items() if task not in done}
-                answers = [(pulse, sign) for task, sign in done.items() if (pulse := task.result()) is not None]
-                record.beat(answers, stream.last_sign, is_busy=stream.in_flight > 0)
-                health = self.healths[number].after(record.silent, [pulse for pulse, _ in answers])
-                self.healths = (*self.healths[:number], health, *self.healths[number + 1 :])
-                if record.silent >= (SILENT_BEATS if self._listener.has_others else SILENT_BEATS_ALONE):
-                    raise RankSilentError(f"rank {number} has not answered {record.silent} heartbeats")
-                age_s = max((pulse.engine_age_s for pulse, _ in answers), default=0.0)
-                if self._has_plans_in_flight and age_s > self._timeout_s:
-                    raise EngineFailedError(f"the engine of rank {number} has made no progress for {age_s:.0f} s")
-                if record.has_lost_plans:
-                    raise RankSilentError(f"plans to rank {number} or its results were lost")
-        finally:
-            for task in asked:
-                task.cancel()
-
-
-@dataclass(frozen=True, slots=True)
-class RankHealth:
-    """State of a rank's heartbeats: how many in a row have no answer, and its last answer (None: there was none)."""
-
-    silent_heartbeats: int = 0
-    last: Pulse | None = None
-
-    def after(self, silent: int, answers: Sequence[Pulse]) -> RankHealth:
-        """Return the health after a heartbeat, with the answers that arrived during it."""
-        return RankHealth(silent, answers[-1] if answers else self.last)
-
-
-class PulseRecord:
-    """Counts what a rank's answers to heartbeats, or their absence, say about it and its connection."""
-
-    def __init__(self) -> None:
-        """Begin with a rank that has answered."""
-        # Heartbeats in a row in which no answer arrived.
-        self.silent = 0
-        # Those in a row in which it had no plan, although results are missing, and none arrived.
-        self._idle = 0
-        # Those without an answer since the last result.
-        self._missed = 0
-        self._last_sign = 0.0
-
-    def beat(self, answers: Sequence[tuple[Pulse, float]], last_sign: float, *, is_busy: bool) -> None:
-        """Count a heartbeat.
-
-        Args:
-            answers: Those that arrived during it, each with the time of the rank's last result before it was asked for.
-            last_sign: The time of the rank's last result.
-            is_busy: Whether results of the rank are missing.
-        """
-        if last_sign != self._last_sign or not is_busy:
-            self._last_sign, self._missed, self._idle = last_sign, 0, 0
-        self.silent = 0 if answers else self.silent + 1
-        self._missed += not answers
-        is_idle = is_busy and any(pulse.open_plans == 0 and sign == last_sign for pulse, sign in answers)
-        self._idle = self._idle + 1 if is_idle else 0
-
-    @property
-    def has_lost_plans(self) -> bool:
-        """Whether plans or results were lost on the way."""
-        return self._idle >= (IDLE_BEATS_AFTER_SILENCE if self._missed >= SILENT_BEATS else IDLE_BEATS)
-
 
 def _most_informative(errors: list[BaseException]) -> BaseException:
     """Return the root cause among the errors of several ranks."""
     return next((error for error in errors if isinstance(error, EngineFailedError) and error.out_of_memory), errors[0])
-
-
-class GroupAcks:
-    """Collects acknowledgements until every rank has acknowledged a transfer."""
-
-    def __init__(self, ranks: int) -> None:
-        """Start for a stream of plans to `ranks` ranks."""
-        self._ranks = ranks
-        self._pending: dict[TransferId, tuple[TransferAck, set[int]]] = {}
-
-    def add(self, rank: int, ack: TransferAck) -> TransferAck | None:
-        """Add a rank's acknowledgement; return the group's once all ranks have acknowledged, else None.
-
-        It counts the pages that all ranks have, and the slowest rank's time.
-        """
-        known = self._pending.pop(ack.transfer_id, None)
-        together, ranks = (ack, {rank}) if known is None else (_combine(known[0], ack), known[1] | {rank})
-        if len(ranks) == self._ranks:
-            return together
-        self._pending[ack.transfer_id] = together, ranks
-        return None
-
-
-def _combine(one: TransferAck, other: TransferAck) -> TransferAck:
-    return replace(
-        one,
-        done_pages=min(one.done_pages, other.done_pages),
-        duration_us=max(one.duration_us, other.duration_us),
-    )

@@ -58,7 +58,8 @@ if TYPE_CHECKING:
     from services.scheduler.core.sequence import PrefillFollower, Sequence
     from services.scheduler.core.sessions import Sessions
     from services.scheduler.decision_log import DecisionLog
-    from services.scheduler.group import RankHealth, WorkerGroup
+    from services.scheduler.group import WorkerGroup
+    from services.scheduler.heartbeats import RankHealth
     from services.scheduler.outlets import Outlets
     from services.scheduler.rank import LoadedWeights
 

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from services.scheduler.core.load_back import LoadBack
     from services.scheduler.core.sequence import Sequence
     from services.scheduler.core.session import Session
-    from services.scheduler.group import RankHealth
+    from services.scheduler.heartbeats import RankHealth
 
 _VISIBILITIES = {each: scheduler_pb2.Visibility.Value(f"VISIBILITY_{each.name}") for each in Visibility}
 _STATES = {state: scheduler_pb2.NodeState.Value(f"NODE_STATE_{state.name}") for state in NodeState}

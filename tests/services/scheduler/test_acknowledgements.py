@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 from common.transfers import TransferAck, TransferId
-from services.scheduler.group import GroupAcks
+from services.scheduler.acknowledgements import GroupAcks
 
 
 def ack(number: int, pages: int = 8, duration_us: int = 5) -> TransferAck:

@@ -291,7 +291,7 @@ async def test_a_hanging_worker_is_treated_as_dead(tmp_path: Path) -> None:
 async def test_a_rank_that_does_not_answer_heartbeats_is_treated_as_dead(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rank: int
 ) -> None:
-    monkeypatch.setattr("services.scheduler.group.HEARTBEAT_S", 0.1)
+    monkeypatch.setattr("services.scheduler.heartbeats.HEARTBEAT_S", 0.1)
     pipeline = Pipeline(tmp_path)
     silent, other = pipeline.workers[rank], pipeline.workers[1 - rank]
     await pipeline.start()
@@ -313,8 +313,8 @@ async def test_a_rank_that_does_not_answer_heartbeats_is_treated_as_dead(
 async def test_a_silent_rank_is_given_up_sooner_if_another_group_would_serve(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("services.scheduler.group.HEARTBEAT_S", 0.1)
-    monkeypatch.setattr("services.scheduler.group.SILENT_BEATS_ALONE", 1_000_000)
+    monkeypatch.setattr("services.scheduler.heartbeats.HEARTBEAT_S", 0.1)
+    monkeypatch.setattr("services.scheduler.heartbeats.SILENT_BEATS_ALONE", 1_000_000)
     pipeline = Pipeline(tmp_path)
     await pipeline.start()
     await pipeline.ready()
@@ -329,7 +329,7 @@ async def test_a_silent_rank_is_given_up_sooner_if_another_group_would_serve(
 async def test_requests_of_a_silent_rank_are_handed_back_at_once_if_another_group_would_serve(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("services.scheduler.group.HEARTBEAT_S", 0.1)
+    monkeypatch.setattr("services.scheduler.heartbeats.HEARTBEAT_S", 0.1)
     # Requests of ranks whose links have broken would stay here, as the ranks return soon.
     monkeypatch.setattr("services.scheduler.loop.HAND_BACK_S", 1_000_000.0)
     pipeline = Pipeline(tmp_path)
@@ -352,7 +352,7 @@ async def test_requests_of_a_silent_rank_are_handed_back_at_once_if_another_grou
 async def test_a_rank_whose_engine_hangs_is_treated_as_dead_also_if_it_reports_no_tokens(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("services.scheduler.group.HEARTBEAT_S", 0.1)
+    monkeypatch.setattr("services.scheduler.heartbeats.HEARTBEAT_S", 0.1)
     pipeline = Pipeline(tmp_path, worker_timeout_s=20)
     await pipeline.start()
     await pipeline.ready()
@@ -372,7 +372,7 @@ async def test_a_rank_whose_engine_hangs_is_treated_as_dead_also_if_it_reports_n
 async def test_lost_plans_are_noticed_by_a_rank_that_has_none(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rank: int
 ) -> None:
-    monkeypatch.setattr("services.scheduler.group.HEARTBEAT_S", 0.1)
+    monkeypatch.setattr("services.scheduler.heartbeats.HEARTBEAT_S", 0.1)
     pipeline = Pipeline(tmp_path)
     await pipeline.start()
     await pipeline.ready()
@@ -390,7 +390,7 @@ async def test_lost_plans_are_noticed_by_a_rank_that_has_none(
 async def test_a_rank_that_waits_for_a_slow_one_has_lost_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("services.scheduler.group.HEARTBEAT_S", 0.1)
+    monkeypatch.setattr("services.scheduler.heartbeats.HEARTBEAT_S", 0.1)
     # As while its stage computes a long prompt, or its process is stopped.
     pipeline = Pipeline(tmp_path)
     slow, quick = pipeline.workers

@@ -25,6 +25,7 @@ from common.types import (
     SubscriberId,
     View,
 )
+from services.scheduler.acknowledgements import GroupAcks
 from services.scheduler.cache.config import CacheConfig
 from services.scheduler.cache.factory import CacheName, make_cache
 from services.scheduler.cache.pages import PageAllocator
@@ -35,7 +36,6 @@ from services.scheduler.core.queue import QueueOrder
 from services.scheduler.core.session import SessionRules
 from services.scheduler.core.shares import ShareConfig, VirtualCounters
 from services.scheduler.core.step_limits import VisionLimits
-from services.scheduler.group import GroupAcks
 from services.scheduler.policy.policies import PolicyName, make_policy
 from tests.fakes.simulated_worker import VOCABULARY, SimulatedWorker
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from services.scheduler.group import IDLE_BEATS, IDLE_BEATS_AFTER_SILENCE, SILENT_BEATS, PulseRecord
+from services.scheduler.heartbeats import IDLE_BEATS, IDLE_BEATS_AFTER_SILENCE, SILENT_BEATS, PulseRecord
 from services.scheduler.rank import Pulse
 
 IDLE, BUSY = Pulse(0.0, 0), Pulse(0.0, 2)
