@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import secrets
 import time
 from dataclasses import replace
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from common.audit.log import NoAudit
 from common.errors import UnavailableError
@@ -18,26 +17,15 @@ from common.types import Admission, GroupRole, LoadReport, RequestId
 from services.scheduler import metrics
 from services.scheduler.adapter_desk import AdapterDesk
 from services.scheduler.audit_desk import note_decisions
-from services.scheduler.cache.debug.invariant_sampler import InvariantSampler
-from services.scheduler.cache.debug.recorded import RecordedCache
-from services.scheduler.cache.debug.replay import encode_header
-from services.scheduler.cache.factory import (
-    can_reuse,
-    make_allocator,
-    make_cache,
-    resolve_cache,
-    resolve_host,
-    with_snapshots,
-)
 from services.scheduler.cache.sharing.choices import SharingChoices
-from services.scheduler.cache_meter import STATES, CacheMeter, TierMeter
-from services.scheduler.core.config import resolve_core
-from services.scheduler.core.core import SchedulerCore
+from services.scheduler.cache_meter import CacheMeter
 from services.scheduler.core.costs import OperationTimes
+from services.scheduler.core_assembler import CoreAssembler
+from services.scheduler.core_meter import CoreMeter
 from services.scheduler.grammar_recovery import GrammarRecovery
 from services.scheduler.group import GroupState
+from services.scheduler.memory_checks import MemoryChecks
 from services.scheduler.past_decisions import PastDecisions
-from services.scheduler.policy.policies import make_order
 from services.scheduler.storage_desk import StorageDesk
 from services.scheduler.timelines import Timelines
 
@@ -52,22 +40,18 @@ if TYPE_CHECKING:
     from common.transfers import TransferAck
     from common.types import ReplyTo, ScheduleRequest, SessionGrant, SessionWish, View
     from services.scheduler.cache.interface import PrefixCache
-    from services.scheduler.core.encodings import Encoding
-    from services.scheduler.core.image_work import ImageWork
+    from services.scheduler.core.core import SchedulerCore
     from services.scheduler.core.output import EndedChoice
-    from services.scheduler.core.sequence import PrefillFollower, Sequence
+    from services.scheduler.core.sequence import PrefillFollower
     from services.scheduler.core.sessions import Sessions
     from services.scheduler.decision_log import DecisionLog
     from services.scheduler.group import WorkerGroup
     from services.scheduler.heartbeats import RankHealth
     from services.scheduler.outlets import Outlets
     from services.scheduler.rank import LoadedWeights
+    from services.scheduler.remote_work import RemoteEncoders, RemotePrefills
 
 HOUSEKEEPING_INTERVAL_S = 0.25
-# Of the first number of an output of the vision encoder; numbers have 64.
-OUTPUT_BITS = 62
-# Paths of the cache's tree, of each kind, whose invariants housekeeping checks: about 0.1 % of a core.
-CHECKED_PATHS = 8
 # Seconds without workers after which requests are handed back for another group; ranks that restart after an error of a
 # step are ready sooner, with the rows' order kept.
 HAND_BACK_S = 1.0
@@ -75,28 +59,6 @@ HAND_BACK_S = 1.0
 TOO_MANY_WHILE_ASLEEP = "the model sleeps, and as many requests wait for it as may; try again later"
 NOT_WOKEN = "the model slept, and was not woken in time; try again later"
 ASLEEP_RETRY_MS = 10_000
-SHOWN_VIOLATIONS = 5  # per log line; one defect may show on many paths
-
-
-class RemotePrefills(Protocol):
-    """Has prompts computed by other groups; `asked` and `failed` are the numbers of these since start."""
-
-    asked: int
-    failed: int
-
-    def consider(self, core: SchedulerCore, sequence: Sequence) -> None:
-        """Have a new request's prompt computed elsewhere if that pays."""
-
-
-class RemoteEncoders(Protocol):
-    """Has images encoded by workers that do nothing else."""
-
-    @property
-    def room(self) -> int:
-        """Embeddings that they may have to compute at a time; 0: none of them serves."""
-
-    def start(self, core: SchedulerCore, encoding: Encoding) -> None:
-        """Have an image encoded, and its embeddings kept by all ranks; then `finish` its encoding in any case."""
 
 
 class SchedulerLoop:
@@ -123,13 +85,11 @@ class SchedulerLoop:
         self.core: SchedulerCore | None = None
         self.meter: CacheMeter | None = None
         self.past_decisions: PastDecisions | None = None
-        self._tier_meter: TierMeter | None = None
+        self._core_meter: CoreMeter | None = None
+        self._checks: MemoryChecks | None = None
         self._advance: Callable[[int], None] = lambda _epoch: None
         self._settings = settings
         self._clock = clock
-        self._decisions = decisions
-        self._has_fleet = has_fleet
-        self._sampler: InvariantSampler | None = None
         self._storage = StorageDesk(settings.storage)
         self._capacity: EngineCapacity | None = None
         # The weights at the last `on_ready`.
@@ -156,6 +116,10 @@ class SchedulerLoop:
             Reloading(limits_file, load_limits, on_change=self._note_limits) if limits_file is not None else None
         )
         self._limits = self._limits_file.value if self._limits_file else Limits()
+        choices = SharingChoices(lambda tenant: self._limits.sharing_of(tenant))
+        self._assembler = CoreAssembler(
+            settings, choices, self._storage, decisions, self.adapters.find, has_fleet=has_fleet
+        )
         self._step_cpu_s = 0.0
         self._is_draining = False
         # Since when the group has had no workers; tokenizers that could send requests to another group.
@@ -385,37 +349,20 @@ class SchedulerLoop:
             self._judge_loss(self.core, engine_failed=engine_failed)
             self._recovery.start(self.core)
         else:
-            config = resolve_core(self._settings, capacity, secrets.randbits(OUTPUT_BITS))
-            rules = resolve_cache(
-                self._settings.cache,
-                capacity.device,
-                content_check=self._settings.content_check.enabled,
-                has_fleet=self._has_fleet,
-            )
-            rules = with_snapshots(rules, capacity)
-            host = resolve_host(self._settings.host_tier, capacity.host_pages)
-            name = self._settings.cache.mode if can_reuse(capacity) else "chunk"
-            allocator = make_allocator(name, config.device_pages, config.page_size, capacity.window_pool)
-            choices = SharingChoices(lambda tenant: self._limits.sharing_of(tenant))
-            cache = make_cache(name, allocator, config.page_size, rules, host, choices)
-            storage = self._storage.attach(cache.host, capacity)
-            if self._decisions is not None:
-                sizes = config.page_size, config.device_pages
-                self._decisions.begin(encode_header(name, *sizes, rules, host, storage))
-                cache = RecordedCache(cache, allocator, self._decisions.note, choices)
+            times = OperationTimes(time.thread_time)
+            core = self._assembler.assemble(capacity, times)
+            cache = core.memory.cache
             self._note_decisions(cache)
             cache.advance(self.epoch)
-            times = OperationTimes(time.thread_time)
-            order = replace(make_order(self._settings.queue), batches=make_order(self._settings.queue))
-            self.core = SchedulerCore(config, allocator, cache, order, times, self.adapters.find)
+            self.core = core
             self.core.adapters.pinned = self.adapters.pinned
             if self._limits_file is not None:
                 self.core.adopt(self._limits)
             metrics.CACHE_INFO.clear()
-            metrics.CACHE_INFO.labels(config.page_size, config.device_pages).set(1)
+            metrics.CACHE_INFO.labels(self.core.config.page_size, self.core.config.device_pages).set(1)
             self.meter = CacheMeter(times)
-            self._tier_meter = TierMeter(capacity.kv_bytes_per_token * config.page_size)
-            self._sampler = InvariantSampler.of(cache)
+            self._core_meter = CoreMeter(self.core, self.meter, capacity)
+            self._checks = MemoryChecks(self.core)
             # Rare and long, so each call is measured.
             self._advance = times.timed("advance", cache.advance, one_in=1)
             self.core.hold_new(held=self._holds_new)
@@ -603,8 +550,10 @@ class SchedulerLoop:
             self._advance(self.epoch)
             self._storage.advance(self.epoch)
             self._push()
-            self._check_accounts(self.core)
-            self._check_invariants()
+            if self._core_meter is not None:
+                self._core_meter.export()
+            if self._checks is not None:
+                self._checks.check()
             self._wake.set()
 
     async def _keep_tidy(self) -> None:
@@ -644,82 +593,3 @@ class SchedulerLoop:
 
     def _note_limits(self, before: Limits, after: Limits) -> None:
         self._audit.note("limits.changed", changes(before, after))
-
-    def _check_invariants(self) -> None:
-        """Check some paths of the cache's tree; violations are logged and never fatal."""
-        wrong = self._sampler.check(CHECKED_PATHS) if self._sampler else []
-        if wrong:
-            metrics.CACHE_VIOLATIONS_TOTAL.inc(len(wrong))
-            self._log.error("cache.invariant_violated", violations=wrong[:SHOWN_VIOLATIONS], count=len(wrong))
-
-    def _check_windows(self, core: SchedulerCore) -> None:
-        """Check the page accounting of the sliding-window pool."""
-        accounts = core.memory.account_windows(core.rows)
-        if accounts is None:
-            return
-        for state in STATES:
-            metrics.PAGES.labels("device_window", state).set(getattr(accounts, state))
-        if not accounts.is_exact:
-            self._log.error("memory.window_leak", faults=core.memory.window_faults(core.rows))
-            core.memory.repair_windows()
-
-    def _check_snapshots(self, core: SchedulerCore) -> None:
-        """Check the accounting of recurrent states' snapshots."""
-        accounts = core.memory.account_snapshots(core.rows)
-        if accounts is None:
-            return
-        for state in STATES:
-            metrics.PAGES.labels("device_snapshots", state).set(getattr(accounts, state))
-        if not accounts.is_exact:
-            self._log.error("memory.snapshot_leak", slots=accounts.unaccounted_references)
-            core.memory.repair_snapshots()
-
-    def _report_images(self, images: ImageWork) -> None:
-        encodings, outputs = images.encodings, images.outputs
-        metrics.ENCODED_IMAGES.set(images.encoded_images)
-        metrics.REMOTELY_ENCODED_IMAGES.labels("done").set(encodings.encoded_images)
-        metrics.REMOTELY_ENCODED_IMAGES.labels("failed").set(encodings.failed_images)
-        metrics.REUSED_IMAGES.set(images.reused_images)
-        metrics.EVICTED_IMAGES.set(outputs.evicted)
-        metrics.KEPT_EMBEDDINGS.set(outputs.embeddings)
-        embedding_bytes = self._capacity.embedding_bytes if self._capacity else 0
-        metrics.KEPT_EMBEDDING_BYTES.set(outputs.embeddings * embedding_bytes)
-
-    def _check_accounts(self, core: SchedulerCore) -> None:
-        accounts = core.memory.account(core.rows)
-        for state in STATES:
-            metrics.PAGES.labels("device", state).set(getattr(accounts, state))
-        self._check_windows(core)
-        self._check_snapshots(core)
-        metrics.KV_USAGE_PERCENT.set(100 * accounts.protected / max(1, accounts.capacity))
-        metrics.WAITING_REQUESTS.set(len(core.queue))
-        metrics.RUNNING_ROWS.set(core.rows.running)
-        metrics.RETRACTIONS.set(core.memory.retractions)
-        metrics.PREEMPTIONS.set(core.preemptions)
-        metrics.JUMPED_TOKENS.set(core.jumped_tokens)
-        metrics.DRAFTS.set(core.speculation.drafts)
-        metrics.DRAFTED_TOKENS.set(core.speculation.drafted_tokens)
-        metrics.ACCEPTED_TOKENS.set(core.speculation.accepted_tokens)
-        self._report_images(core.memory.images)
-        metrics.SESSIONS.set(len(core.sessions))
-        metrics.SESSION_TOKENS.set(core.sessions.pinned_tokens)
-        metrics.SESSION_PINS_YIELDED.set(core.sessions.yielded)
-        for batches, counters in zip(("no", "yes"), core.counters, strict=True):
-            if counters is not None:
-                metrics.WAITING_TENANTS.labels(batches).set(counters.waiting_tenants)
-                metrics.FAIR_SHARE_GAP.labels(batches).set(counters.gap)
-        metrics.LEAKED_PAGES.set(core.memory.leaked_pages)
-        if self.meter is not None:
-            self.meter.export(core.memory.cache)
-        if self._tier_meter is not None and core.memory.loads is not None:
-            self._tier_meter.export(core.memory.loads)
-        if accounts.is_exact:
-            return
-        report = core.memory.audit(core.rows)
-        self._log.error(
-            "memory.leak", leaked=[str(fault) for fault in report.leaked], dangling=[str(f) for f in report.dangling]
-        )
-        if not core.rows.running:
-            core.sessions.lose_pins()
-            core.exports.lose_all()
-            self._log.warning("memory.repaired", freed_pages=core.memory.repair())

@@ -1,0 +1,83 @@
+"""Checks that a core accounts for all of its memory: pages, window pages, snapshots and the cache's tree."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from common.logs import get_logger
+from services.scheduler import metrics
+from services.scheduler.cache.debug.invariant_sampler import InvariantSampler
+from services.scheduler.cache_meter import STATES
+
+if TYPE_CHECKING:
+    from services.scheduler.core.core import SchedulerCore
+
+# Paths of the cache's tree, of each kind, whose invariants a check looks at: about 0.1 % of a core.
+CHECKED_PATHS = 8
+SHOWN_VIOLATIONS = 5  # per log line; one defect may show on many paths
+
+
+class MemoryChecks:
+    """Checks one core's memory. Faults are logged, repaired where that is safe, and never fatal."""
+
+    def __init__(self, core: SchedulerCore) -> None:
+        """Check the memory of `core`."""
+        self._core = core
+        self._sampler = InvariantSampler.of(core.memory.cache)
+        self._log = get_logger("memory")
+
+    def check(self) -> None:
+        """Check all accounts, and some paths of the cache's tree; export the numbers of pages to Prometheus."""
+        self._check_windows()
+        self._check_snapshots()
+        self._check_pages()
+        self._check_invariants()
+
+    def _check_windows(self) -> None:
+        """Check the page accounting of the sliding-window pool."""
+        core = self._core
+        accounts = core.memory.account_windows(core.rows)
+        if accounts is None:
+            return
+        for state in STATES:
+            metrics.PAGES.labels("device_window", state).set(getattr(accounts, state))
+        if not accounts.is_exact:
+            self._log.error("memory.window_leak", faults=core.memory.window_faults(core.rows))
+            core.memory.repair_windows()
+
+    def _check_snapshots(self) -> None:
+        """Check the accounting of recurrent states' snapshots."""
+        core = self._core
+        accounts = core.memory.account_snapshots(core.rows)
+        if accounts is None:
+            return
+        for state in STATES:
+            metrics.PAGES.labels("device_snapshots", state).set(getattr(accounts, state))
+        if not accounts.is_exact:
+            self._log.error("memory.snapshot_leak", slots=accounts.unaccounted_references)
+            core.memory.repair_snapshots()
+
+    def _check_pages(self) -> None:
+        """Check the accounting of pages; leaked ones are freed once no row runs."""
+        core = self._core
+        accounts = core.memory.account(core.rows)
+        for state in STATES:
+            metrics.PAGES.labels("device", state).set(getattr(accounts, state))
+        metrics.KV_USAGE_PERCENT.set(100 * accounts.protected / max(1, accounts.capacity))
+        if accounts.is_exact:
+            return
+        report = core.memory.audit(core.rows)
+        self._log.error(
+            "memory.leak", leaked=[str(fault) for fault in report.leaked], dangling=[str(f) for f in report.dangling]
+        )
+        if not core.rows.running:
+            core.sessions.lose_pins()
+            core.exports.lose_all()
+            self._log.warning("memory.repaired", freed_pages=core.memory.repair())
+
+    def _check_invariants(self) -> None:
+        """Check some paths of the cache's tree."""
+        wrong = self._sampler.check(CHECKED_PATHS) if self._sampler else []
+        if wrong:
+            metrics.CACHE_VIOLATIONS_TOTAL.inc(len(wrong))
+            self._log.error("cache.invariant_violated", violations=wrong[:SHOWN_VIOLATIONS], count=len(wrong))
