@@ -9,6 +9,7 @@ import grpc
 import pytest
 
 from protos.gen.pando.v1 import common_pb2, scheduler_pb2
+from services.scheduler.loop import SchedulerLoop
 from tests.fakes.simulated_worker import expected_output
 from tests.services.scheduler.core.harness import STOP_ID
 from tests.services.scheduler.pipeline import ADMIN, PROMPT, Pipeline, until_state
@@ -119,9 +120,20 @@ async def test_requests_that_come_while_the_model_sleeps_run_once_it_is_awake(pi
     assert configurations(pipeline) == [1, 1]
 
 
-async def test_draining_finishes_what_runs_before_the_workers_sleep(pipeline: Pipeline) -> None:
+async def test_draining_finishes_what_runs_before_the_workers_sleep(
+    pipeline: Pipeline, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hold_new, held_back = SchedulerLoop.hold_new, asyncio.Event()
+
+    def hold(loop: SchedulerLoop, *, held: bool) -> None:
+        hold_new(loop, held=held)
+        held_back.set()
+
+    monkeypatch.setattr(SchedulerLoop, "hold_new", hold)
     await start(pipeline, "running")
     sleeping = asyncio.ensure_future(sleep(pipeline))
+    # Calls and streams have no order between them.
+    await held_back.wait()
     await pipeline.submit("late")
     await pipeline.finished("running")
     assert (await sleeping).running_requests == 1
