@@ -46,7 +46,7 @@ class PromptLogprobsText(NamedTuple):
 
 
 class TokenOrigin(IntEnum):
-    """How an output token came about: sampled, determined by a grammar, or drafted and accepted."""
+    """Origin of an output token: sampled, determined by a grammar, or drafted and accepted."""
 
     SAMPLED = 0
     FORCED = 1

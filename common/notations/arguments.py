@@ -1,4 +1,4 @@
-"""How notations write a call's arguments: as text, and as the format of all texts that match a schema."""
+"""Arguments of calls as notations write them: as text, and as the format of all texts that match a schema."""
 
 from __future__ import annotations
 

@@ -66,7 +66,7 @@ class Acceptance:
 
 @dataclass(frozen=True, slots=True)
 class StreamSource(Generic[RequestT, ResponseT]):
-    """How a link opens its stream, e.g. `lambda: stub.Submit()`, and replaces a connection that failed silently."""
+    """Opens a link's stream, e.g. `lambda: stub.Submit()`, and replaces a connection that failed silently."""
 
     open_stream: Callable[[], grpc.aio.StreamStreamCall[RequestT, ResponseT]]
     make_heartbeat: Callable[[], RequestT]

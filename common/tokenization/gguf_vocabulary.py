@@ -151,7 +151,7 @@ def _set_framing(tokenizer: Tokenizer, bos: str | None, eos: str | None) -> None
 
 @dataclass(frozen=True, slots=True)
 class SplitRule:
-    """How a family of models splits text, and other properties that its pre-tokenizer's name implies."""
+    """Properties that the name of a pre-tokenizer implies, such as how it splits text."""
 
     # Each one divides what those before it have left whole. Empty: the expression of GPT-2, which is built into
     # `ByteLevel`.

@@ -25,7 +25,7 @@ class PairStyle(Enum):
 
 @dataclass(frozen=True, slots=True)
 class EmbeddingTraits:
-    """How a model's hidden states are used: embeddings of `dimensions` components, or a head."""
+    """Use of a model's hidden states: embeddings of `dimensions` components, or a head."""
 
     is_encoder: bool = False
     # The default of requests.

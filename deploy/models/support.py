@@ -29,7 +29,7 @@ _TIMEOUT_S: Final = 120.0
 
 
 class Service(Enum):
-    """How a model is served."""
+    """Ways to serve a model."""
 
     OWN = "own implementation"
     ENCODER = "own implementation of encoders"
@@ -40,7 +40,7 @@ class Service(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Support:
-    """How a model is served, why if that needs a reason, and its shape if the worker's code can read it."""
+    """The service of a model, a reason where it needs one, and the shape if the worker's code can read it."""
 
     service: Service
     reason: str = ""

@@ -1,4 +1,4 @@
-"""How endpoints that generate answer a request: newly, by joining an answer that is running, or by continuing one.
+"""Answers of endpoints that generate: new ones, one that is running and is joined, or one that is continued.
 
 An answer is planned from its `Opening` alone, which its record contains: another gateway, or the same one later, plans
 it again from there and renders the same events.

@@ -124,7 +124,7 @@ class PooledRequests:
 
     @property
     def truncation(self) -> Truncation | None:
-        """How texts are shortened."""
+        """Rule by which texts are shortened."""
         return self.body.truncation(self.max_tokens)
 
     def of_texts(self, texts: Sequence[str | TokenPrompt], prefix: str = "") -> list[Prompt]:

@@ -1,4 +1,4 @@
-"""Whose turn it is to use a device: a lock, and tickets of those that wait for it, in one directory.
+"""Turns on a device: a lock, and tickets of those that wait for it, in one directory.
 
 A ticket is a file that its owner keeps locked, named by the time since which it waits. Those who die lose lock and
 ticket, so nothing has to be cleaned up before others go on.

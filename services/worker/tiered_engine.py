@@ -97,7 +97,7 @@ class TieredEngine:
 
     @property
     def open_rows(self) -> int:
-        """How many row slots are taken."""
+        """Number of row slots that are taken."""
         return self._inner.open_rows
 
     @property

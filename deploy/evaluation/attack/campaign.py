@@ -131,7 +131,7 @@ class Observer(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """How to attack: which oracles, how hard, with which chance."""
+    """Options of an attack: which oracles, how hard, with which chance."""
 
     oracles: Sequence[str]
     effort: Effort

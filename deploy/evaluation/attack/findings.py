@@ -94,7 +94,7 @@ class Group:
 
 @dataclass(frozen=True, slots=True)
 class Separation:
-    """How well an observable separates held texts from others.
+    """The separation of held texts from others by an observable.
 
     `auc` is the chance that a held text shows more than another one (ties count half; 0.5 is blind guessing), `low` to
     `high` its 95 % bootstrap interval. `blind` is half of the interval that as many random observations would have; 0
@@ -112,7 +112,7 @@ class Separation:
 
     @property
     def half_width(self) -> float:
-        """How uncertain the AUC is: a bootstrap of few groups says too little."""
+        """Uncertainty of the AUC: a bootstrap of few groups says too little."""
         return max((self.high - self.low) / 2, self.blind)
 
     @property

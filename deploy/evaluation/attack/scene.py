@@ -75,7 +75,7 @@ class Server:
 
 @dataclass(frozen=True, slots=True)
 class Effort:
-    """How many observations are made; the defaults are enough to decide every oracle (± 0.06 of AUC).
+    """Numbers of observations; the defaults are enough to decide every oracle (± 0.06 of AUC).
 
     `QUICK` is enough for the exact ones. `times`: whether times are looked at, which takes many pairs.
     """

@@ -36,7 +36,7 @@ class AttackRun:
 
 @dataclass(frozen=True, slots=True)
 class Attempt:
-    """What one run has found, and the requests that it took; `error` says why it ended early."""
+    """Findings of one run, and the requests that it took; `error` says why it ended early."""
 
     report: AttackReport | None
     requests: int

@@ -1,4 +1,4 @@
-"""How much harmless text the shipped rules of the content check refuse, and how fast they read.
+"""The shipped rules of the content check: the harmless text that they refuse, and how fast they read.
 
 Run as `python -m deploy.evaluation.experiments.content_check DIRECTORY…`, which reads the text files below each
 directory.

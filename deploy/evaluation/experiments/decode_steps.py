@@ -1,4 +1,4 @@
-"""How long decode steps of an engine take on a GPU, without gRPC, and how much of that the device idles.
+"""Times of an engine's decode steps on a GPU, without gRPC, and the part of them in which the device idles.
 
 `python -m deploy.evaluation.experiments.decode_steps deploy/evaluation/shapes/qwen3-0.6b --rows 1 256 --prompt 500`
 

@@ -119,7 +119,7 @@ WORKLOADS: dict[str, Callable[[Random], SimulatedRequest]] = {
 
 @dataclass(frozen=True, slots=True)
 class FleetLayout:
-    """How many GPUs only compute prompts, and the most tokens of a pass on the others."""
+    """Number of GPUs that only compute prompts, and the most tokens of a pass on the others."""
 
     gpus: int
     prefill: int

@@ -48,7 +48,7 @@ WORDS = (
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """How texts are asked for: so many in one request, so many requests at a time."""
+    """Load by requests for embeddings: so many texts in one, so many requests at a time."""
 
     name: str
     batch: int

@@ -60,7 +60,7 @@ class LengthCosts:
 
     @property
     def speedup(self) -> float:
-        """How many times faster loading is than computing, both alone."""
+        """Rate of loading relative to that of computing, both alone."""
         return self.prefill_ms.median / self.load_ms.median
 
     def bandwidth(self, spread: Spread) -> float:

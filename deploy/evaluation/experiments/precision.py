@@ -36,14 +36,14 @@ KINDS = (
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """How predictions compare with others, over all tokens."""
+    """Comparison of predictions with others, over all tokens."""
 
     likelihood: float
     """Mean negative log likelihood, nats per token."""
     divergence: float
     """Mean Kullback-Leibler divergence from the others, nats."""
     same: float
-    """How often the likeliest token is the same, in [0, 1]."""
+    """Share of positions at which the likeliest token is the same, in [0, 1]."""
 
     def __str__(self) -> str:
         """Return one line for people."""

@@ -1,4 +1,4 @@
-"""How long passes of short prompts take on a GPU, alone and beside rows that decode, and how much of that it idles.
+"""Times of passes of short prompts on a GPU, alone and beside rows that decode, and the part in which it idles.
 
     python -m deploy.evaluation.experiments.prompt_passes deploy/evaluation/shapes/qwen3-0.6b \
         --prompts 32 128 512 --rows 0 32

@@ -53,7 +53,7 @@ _NORMS = ("input_layernorm", "post_attention_layernorm")
 
 @dataclass(frozen=True, slots=True)
 class Agreement:
-    """How continuations compare with those of wider weights."""
+    """Comparison of continuations with those of wider weights."""
 
     same: float
     """Share of tokens that are the likeliest ones, too, after the same tokens."""

@@ -1,4 +1,4 @@
-"""How long the linear layers of a model's shape take, with quantised weights and wider ones; see `quantization.py`."""
+"""Times of the linear layers of a model's shape, with quantised weights and wider ones; see `quantization.py`."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class Layer:
 
 @dataclass(frozen=True, slots=True)
 class Way:
-    """How a product can be computed, for some numbers of rows."""
+    """A way to compute a product, for some numbers of rows."""
 
     name: str
     prepare: Callable[[Layer, torch.Tensor], Multiply]

@@ -92,7 +92,7 @@ class EmbeddingBody(EmbeddingFields):
 
     @property
     def format(self) -> Format:
-        """How vectors are written."""
+        """Form in which vectors are written."""
         return self.encoding_format or self.embedding_type or "float"
 
     @property

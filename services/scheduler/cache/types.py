@@ -37,7 +37,7 @@ def view_of(scope: Scope) -> View:
 
 @dataclass(frozen=True, slots=True)
 class Resumption:
-    """How a row continues from a cached prefix if the model has recurrent layers.
+    """Continuation of a row from a cached prefix if the model has recurrent layers.
 
     It continues from `snapshot`, at the end of the lock's pages; None: from the first token. More of its pages may be
     cached: of these and the lock's, the first `public_pages` are PUBLIC and the next `tenant_pages` the tenant's. After

@@ -28,7 +28,7 @@ PATIENCE_EPOCHS = 8
 
 @dataclass(frozen=True, slots=True)
 class SybilSweep:
-    """How many colluders it took to see that a text was held: by number of holders, None if it was never seen.
+    """Colluders that it took to see that a text was held: by number of holders, None if it was never seen.
 
     `colluders` were tried at most; `first_hits[0]` is the control, a text without holders.
     """

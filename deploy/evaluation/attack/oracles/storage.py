@@ -103,7 +103,7 @@ FORGERIES: dict[str, Callable[[StoredObjects, StoredObjects], StoredObjects]] = 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """How a prompt was answered before and after its stored pages were forged."""
+    """Answers to a prompt before and after its stored pages were forged."""
 
     forgery: str
     before: ProbeAnswer

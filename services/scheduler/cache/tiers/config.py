@@ -60,7 +60,7 @@ class HostConfig:
 
 
 class PrefetchPolicy(Enum):
-    """How long a request waits for its pages from storage.
+    """The wait of a request for its pages from storage.
 
     OFF: there is no lookup. BEST_EFFORT: it does not wait; pages that have arrived when it could start are used.
     TIMEOUT: up to `wait_s` from then on. WAIT_COMPLETE: until the lookup has ended and all found pages have arrived;

@@ -35,7 +35,7 @@ PROCESSING = Needs.PENALTIES | Needs.BIAS | Needs.MIN_TOKENS | Needs.GRAMMAR | N
 
 
 class SamplingMode(Enum):
-    """How the rows of a pass choose; each does all that the one before does."""
+    """Ways in which the rows of a pass choose; each does all that the one before does."""
 
     PLAIN = "plain"
     # With top-k, top-p or min-p.

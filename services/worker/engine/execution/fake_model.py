@@ -62,7 +62,7 @@ _GAMMA = np.uint64(0x9E37_79B9_7F4A_7C15)
 
 @dataclass(frozen=True, slots=True)
 class FakeOptions:
-    """How the fake behaves.
+    """Behaviour of the fake.
 
     `step_s` is how long a pass takes, `load_s` how long the weights take to load; `eos_probability` how likely it
     generates the end of the sequence; `transfer_passes` after how many passes a transfer is done;

@@ -224,7 +224,7 @@ class Engine(Protocol):
 
     @property
     def open_rows(self) -> int:
-        """How many row slots are taken."""
+        """Number of row slots that are taken."""
 
     def read_expert_load(self) -> ExpertLoad | None:
         """Return the tokens of this rank's experts, in the engine's thread; None without expert parallelism."""

@@ -38,7 +38,7 @@ class HostPool:
 
     @property
     def pages(self) -> int:
-        """How many there are."""
+        """Number of pages."""
         return self.memory.shape[0]
 
     @property

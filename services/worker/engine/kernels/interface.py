@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class KvLayout(Enum):
-    """How a page of one layer lies in memory; pages are the outermost dimension in each."""
+    """Layout of a page of one layer in memory; pages are the outermost dimension in each."""
 
     TOKEN_MAJOR = "token_major"
     """keys and values [pages, page_size, kv_heads, head_dim]."""
@@ -74,8 +74,8 @@ class AttentionShape:
     head_dim: int
     page_size: int
     window_left: int | None = None
-    """How many keys before its own position a query sees; None: all. What lies before all windows of a row's queries is
-    masked, so there its page table may name any page of the pool."""
+    """Number of keys before its own position that a query sees; None: all. Keys before all windows of a row's queries
+    are masked, so there its page table may name any page of the pool."""
     score_scale: float | None = None
     """Factor of scores before the softmax; None: 1 / sqrt(head_dim)."""
     attention_softcap: float | None = None

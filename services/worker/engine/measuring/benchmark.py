@@ -1,4 +1,4 @@
-"""How fast the forward pass is here: `python -m services.worker.engine.measuring.benchmark --help`."""
+"""Speed of the forward pass here: `python -m services.worker.engine.measuring.benchmark --help`."""
 
 from __future__ import annotations
 

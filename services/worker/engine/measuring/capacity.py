@@ -1,4 +1,4 @@
-"""How many KV pages fit, and how a sliding-window KV pool shares the memory: arithmetic over measured memory."""
+"""Numbers of KV pages that fit, also beside a sliding-window KV pool: arithmetic over measured memory."""
 
 from __future__ import annotations
 

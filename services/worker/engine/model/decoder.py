@@ -18,7 +18,7 @@ class Decoder(Protocol):
 
     @property
     def kv_layout(self) -> KvLayout:
-        """How pages have to lie in memory."""
+        """Layout of pages in memory."""
         ...
 
     @property

@@ -1,4 +1,4 @@
-"""How many tokens the router gives each expert, and the rank that holds it."""
+"""Numbers of tokens that the router gives each expert, and the rank that holds it."""
 
 from __future__ import annotations
 

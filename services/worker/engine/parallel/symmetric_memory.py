@@ -42,7 +42,7 @@ _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
 class Method(Enum):
-    """How a sum is made."""
+    """Methods of summation."""
 
     NCCL = "nccl"
     ONE_STAGE = "one stage"

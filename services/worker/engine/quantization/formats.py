@@ -39,7 +39,7 @@ class Int8Format:
 
 
 class GroupedLayout(Enum):
-    """How integers of a few bits are packed into words of 32."""
+    """Packing of integers of a few bits into words of 32."""
 
     AWQ = "awq"
     """`qweight` [in, out / 8], the outputs of a word interleaved; `qzeros` and `scales` by group of inputs."""

@@ -79,7 +79,7 @@ class TransformersDecoder:
 
     @property
     def kv_layout(self) -> KvLayout:
-        """How pages have to lie in memory."""
+        """Layout of pages in memory."""
         return self._attention[0].layout
 
     def use(self, attention: Sequence[AttentionBackend], activation_dtype: torch.dtype) -> None:

@@ -181,7 +181,7 @@ def _packed_product(
 
 @dataclass(frozen=True, slots=True)
 class ExpertTuning:
-    """How a product is cut: pairs and columns of a block, inputs per step, warps and pipeline stages."""
+    """Division of a product: pairs and columns of a block, inputs per step, warps and pipeline stages."""
 
     rows: int
     columns: int

@@ -185,7 +185,7 @@ def rotate_and_store(
 
 @dataclass(frozen=True, slots=True)
 class LatentTuning:
-    """How the work is cut: heads of a program, keys per inner step, warps, stages, and keys that are worth a part."""
+    """Division of the work: heads of a program, keys per inner step, warps, stages, and keys that are worth a part."""
 
     heads: int = 16
     block: int = 32

@@ -1,4 +1,4 @@
-"""How products with quantised matrices are cut into programs, and how the sums of their parts are joined.
+"""Launches of products with quantised matrices: cut into programs, whose partial sums are then joined.
 
 A program multiplies a tile of tokens and outputs on matrix units; sums have a fixed order.
 """
@@ -69,7 +69,7 @@ def _join(
 
 @dataclass(frozen=True, slots=True)
 class Tile:
-    """How a product is cut: tokens and outputs of a program, its warps and pipeline stages.
+    """Division of a product: tokens and outputs of a program, its warps and pipeline stages.
 
     It is also cut into parts of its inputs, for up to `programs` programs of at least `steps` steps each, unless that
     gives fewer than `least_parts`, which would not make up for joining them.
