@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import secrets
+import sys
 import time
 from array import array
+from collections import OrderedDict
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -15,6 +17,7 @@ from gateway.answer_records.records import RECORD_BYTES, RecordReading, Writing
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    from common.types import Subject
     from gateway.answer_records.records import NewRecord
 
 RETRY_AFTER_MS = 1000
@@ -22,21 +25,52 @@ RETRY_AFTER_MS = 1000
 
 @dataclass(slots=True)
 class _Record:
-    """A record; its chunks stand one after another in `text`, and chunk i ends at `ends[i]`."""
+    """A record. Its parts stand one after another in `content`: the request, the chunks and, after them, the end.
 
-    opened: NewRecord
+    `lengths` are those of the parts, in bytes. Two buffers take less memory than an object for each part, and
+    serialized JSON, which has room to grow, is copied.
+    """
+
+    subject: Subject
+    claim: str | None
+    in_background: bool
     owner: str | None
-    expires_at: float
-    size: int
-    text: bytearray = field(default_factory=bytearray)
-    ends: array[int] = field(default_factory=lambda: array("Q"))
-    end: bytes | None = None
+    expires_at: float = 0.0
+    content: bytearray = field(default_factory=bytearray)
+    lengths: array[int] = field(default_factory=lambda: array("I"))
+    has_ended: bool = False
     charged: int | None = None
+    # Bytes of the room that it has taken.
+    taken: int = 0
 
-    def chunks(self, first: int) -> list[bytes]:
-        """Return the chunks from number `first` on."""
-        starts = [self.ends[first - 1] if first else 0, *self.ends[first:-1]] if first < len(self.ends) else []
-        return [bytes(self.text[start:stop]) for start, stop in zip(starts, self.ends[first:], strict=True)]
+    @property
+    def size(self) -> int:
+        """Bytes of memory, including what the buffers hold in reserve."""
+        return RECORD_BYTES + sys.getsizeof(self.content) + sys.getsizeof(self.lengths)
+
+    @property
+    def written(self) -> int:
+        """The number of chunks."""
+        return len(self.lengths) - 1 - self.has_ended
+
+    def add(self, part: bytes) -> None:
+        self.content += part
+        self.lengths.append(len(part))
+
+    def finish(self, end: bytes) -> None:
+        """Add the end, and free what the buffers hold in reserve."""
+        self.add(end)
+        self.has_ended = True
+        self.content = bytearray(self.content)
+        self.lengths = self.lengths[:]
+
+    def parts(self, first: int, stop: int) -> list[bytes]:
+        """Return the parts from number `first` up to `stop`, without the latter."""
+        parts, begin = [], sum(self.lengths[:first])
+        for length in self.lengths[first:stop]:
+            parts.append(bytes(self.content[begin : begin + length]))
+            begin += length
+        return parts
 
 
 class MemoryRecords:
@@ -48,7 +82,7 @@ class MemoryRecords:
         self.gateway_id = secrets.token_hex(8)
         self._clock = clock
         # Ordered by the time of the last change, and so by expiry.
-        self._records: dict[str, _Record] = {}
+        self._records: OrderedDict[str, _Record] = OrderedDict()
         self._claims: dict[str, str] = {}
         self._room = SharedRoom(max_bytes, "recorded", RETRY_AFTER_MS)
 
@@ -56,9 +90,11 @@ class MemoryRecords:
         self._expire()
         if record.claim is not None and record.claim in self._claims:
             return self._claims[record.claim]
-        size = RECORD_BYTES + len(record.request)
-        self._room.take(record.subject, size)
-        self._records[record.name] = _Record(record, record.owner, self._clock() + self.lifetime_s, size)
+        opened = _Record(record.subject, record.claim, record.in_background, record.owner)
+        opened.add(record.request)
+        self._fit(opened)
+        self._records[record.name] = opened
+        self._touch(record.name, opened)
         if record.claim is not None:
             self._claims[record.claim] = record.name
         return None
@@ -72,14 +108,14 @@ class MemoryRecords:
         record = self._records.get(name)
         if record is None:
             return None
-        is_owned = record.owner is not None
+        stop = 1 + record.written
         return RecordReading(
-            record.opened.request,
-            record.chunks(first),
-            len(record.ends),
+            record.parts(0, 1)[0],
+            record.parts(1 + first, stop),
+            record.written,
             record.owner,
-            is_owned,
-            record.end,
+            record.owner is not None,
+            record.parts(stop, stop + 1)[0] if record.has_ended else None,
             record.charged,
         )
 
@@ -87,28 +123,19 @@ class MemoryRecords:
         record = self._records.get(name)
         if record is None:
             return Writing.GONE
-        if record.owner != owner or record.end is not None:
+        if record.owner != owner or record.has_ended:
             return Writing.LOST
-        size = sum(map(len, chunks))
-        try:
-            self._room.take(record.opened.subject, size)
-        except QueueFullError:
-            self._drop(name)
-            return Writing.GONE
-        assert first == len(record.ends), "chunks are written in order"
-        record.size += size
+        assert first == record.written, "chunks are written in order"
         for chunk in chunks:
-            record.text += chunk
-            record.ends.append(len(record.text))
-        self._touch(name, record)
-        return Writing.DONE
+            record.add(chunk)
+        return Writing.DONE if self._settle(name, record) else Writing.GONE
 
     async def finish(self, name: str, owner: str | None, end: bytes) -> bool:
         record = self._records.get(name)
-        if record is None or record.end is not None or (owner is not None and record.owner != owner):
+        if record is None or record.has_ended or (owner is not None and record.owner != owner):
             return False
-        record.end = end
-        self._touch(name, record)
+        record.finish(end)
+        self._settle(name, record)
         return True
 
     async def release(self, name: str, owner: str, charged: int) -> None:
@@ -119,7 +146,7 @@ class MemoryRecords:
 
     async def take(self, name: str, previous: str | None, owner: str, chunks: int) -> bool:
         record = self._records.get(name)
-        if record is None or record.owner != previous or record.end is not None or len(record.ends) != chunks:
+        if record is None or record.owner != previous or record.has_ended or record.written != chunks:
             return False
         record.owner = owner
         self._touch(name, record)
@@ -137,12 +164,22 @@ class MemoryRecords:
         return [
             name
             for name, record in self._records.items()
-            if record.opened.in_background and record.owner is None and record.end is None
+            if record.in_background and record.owner is None and not record.has_ended
         ]
+
+    def _settle(self, name: str, record: _Record) -> bool:
+        """Account for what was added to a record; drop it if there is no room, as it could not be continued."""
+        try:
+            self._fit(record)
+        except QueueFullError:
+            self._drop(name)
+            return False
+        self._touch(name, record)
+        return True
 
     def _touch(self, name: str, record: _Record) -> None:
         record.expires_at = self._clock() + self.lifetime_s
-        self._records[name] = self._records.pop(name)
+        self._records.move_to_end(name)
 
     def _expire(self) -> None:
         now = self._clock()
@@ -156,6 +193,19 @@ class MemoryRecords:
         record = self._records.pop(name, None)
         if record is None:
             return
-        self._room.give_back(record.opened.subject, record.size)
-        if record.opened.claim is not None:
-            del self._claims[record.opened.claim]
+        self._room.give_back(record.subject, record.taken)
+        if record.claim is not None:
+            del self._claims[record.claim]
+
+    def _fit(self, record: _Record) -> None:
+        """Take the room that a record has come to need, or give back what it no longer does.
+
+        Raises:
+            QueueFullError: there is no room.
+        """
+        more = record.size - record.taken
+        if more > 0:
+            self._room.take(record.subject, more)
+        elif more < 0:
+            self._room.give_back(record.subject, -more)
+        record.taken += more
