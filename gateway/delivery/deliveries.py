@@ -13,7 +13,7 @@ from starlette.responses import Response
 from common.errors import InvalidRequestError, PandoError, RequestFailedError
 from common.types import ErrorCode, RequestFailure
 from gateway.delivery.collecting import PromptScores, WholeChoice, collect, count_logprobs
-from gateway.server.middleware import add_headers
+from gateway.server.middleware import add_headers, pass_pieces
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Iterator, Sequence
@@ -74,7 +74,7 @@ class AnswerResponse(Response):
         try:
             add_headers(scope, await self._answer.begin(watch.cut))
             async with watch:
-                await self._delivery.deliver(self._answer, send)
+                await self._delivery.deliver(self._answer, pass_pieces(scope, send))
         except asyncio.CancelledError:
             cause = "shutdown"
             raise
@@ -229,8 +229,12 @@ class EventNumbers:
 
     def number(self, events: bytes) -> bytes:
         """Return those of `events` that the client has not received, each with its id."""
-        pieces = []
         # JSON has no line breaks, so that a blank line always ends an event.
+        if events.find(b"\n\n") == len(events) - 2 and self._next > self._received:
+            # The usual case, of one new event, without cutting it out.
+            self._next += 1
+            return b"%s%d\n%s" % (self._prefix, self._next - 1, events)
+        pieces = []
         for event in events.split(b"\n\n")[:-1]:
             if self._next > self._received:
                 pieces.append(b"%s%d\n%s\n\n" % (self._prefix, self._next, event))

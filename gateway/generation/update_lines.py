@@ -19,9 +19,13 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 
+# An update of text and tokens alone, after its first fields.
+PLAIN = ChoiceUpdate(0, "")[3:]
+
+
 def encode_updates(updates: Sequence[ChoiceUpdate]) -> bytes:
     """Encode updates of requests that generate."""
-    return orjson.dumps([_encode(update) for update in updates])
+    return orjson.dumps([*map(_encode, updates)])
 
 
 def decode_updates(line: bytes) -> list[ChoiceUpdate]:
@@ -48,6 +52,8 @@ def decode_failure(fields: dict[str, Any]) -> RequestFailure:
 
 def _encode(update: ChoiceUpdate) -> list[object]:
     head: list[object] = [update.index, update.text, list(update.token_ids)]
+    if update[3:] == PLAIN:
+        return head
     rest: dict[str, object] = {}
     if update.logprobs:
         rest["logprobs"] = [_encode_logprob(entry) for entry in update.logprobs]

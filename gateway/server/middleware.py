@@ -16,7 +16,7 @@ from common.types import TraceContext
 from gateway.server.errors import internal_error_response
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Awaitable, Iterable, Mapping, Sequence
 
     from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -30,6 +30,8 @@ QUIET_ROUTES = frozenset({"/health", "/ready", "/metrics", "/console/fleet", "/c
 CLIENT_GONE_STATUS = 499
 # Key in a request's ASGI scope: headers that are added to its response, regardless of its outcome.
 EXTRA_HEADERS = "pando.headers"
+# Key in the scope: the connection's `send`, below all layers that look only at a response's start and end.
+PIECES = "pando.pieces"
 # Keys in the scope: the tenant, once known, and the cause of a refusal.
 TENANT = "pando.tenant"
 REFUSAL = "pando.refusal"
@@ -48,6 +50,16 @@ def add_headers(scope: Scope, headers: Sequence[tuple[bytes, bytes]]) -> None:
     extra[:] = [*(header for header in extra if header[0] not in names), *headers]
 
 
+def pass_pieces(scope: Scope, send: Send) -> Send:
+    """Return a `send` that takes pieces of a body past the layers that have nothing to do with them: one per token."""
+    of_pieces: Send = scope[PIECES]
+
+    def either(message: Message) -> Awaitable[None]:
+        return (of_pieces if message.get("more_body") else send)(message)
+
+    return either
+
+
 class RequestContext:
     """Outermost layer of the ASGI application."""
 
@@ -63,6 +75,7 @@ class RequestContext:
         request_id = _request_id(scope)
         extra = [(REQUEST_ID_HEADER, request_id)]
         scope[EXTRA_HEADERS] = extra
+        scope[PIECES] = send
         exchange = _Exchange(send, extra)
         structlog.contextvars.clear_contextvars()
         structlog.contextvars.bind_contextvars(http_request_id=request_id.decode())
