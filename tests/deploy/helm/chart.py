@@ -116,13 +116,18 @@ def container(template: Manifest) -> Manifest:
 
 @dataclass(frozen=True)
 class Running:
-    """A service in a pod: the pod's component and labels, the service's container, and the settings that it reads."""
+    """A container in a pod: the pod's component and labels, the service, and the settings that it reads."""
 
     service: str
     workload: Manifest
     template: Manifest
     container: Manifest
     settings: Settings
+
+    @property
+    def section(self) -> str:
+        """The service whose module, settings and certificate it has: an encoder is a worker."""
+        return "worker" if self.service == "encoder" else self.service
 
 
 def running(objects: list[Manifest]) -> list[Running]:
@@ -156,6 +161,12 @@ def role_of(item: Manifest) -> str | None:
     """Return the role of the groups that an object or a pod template belongs to, if groups have roles."""
     role: str | None = item["metadata"]["labels"].get("pando/role")
     return role
+
+
+def group_of(running: Running) -> tuple[str | None, str | None]:
+    """Return the role and the number of a pod's group, as far as its labels name them."""
+    labels = running.template["metadata"]["labels"]
+    return (labels.get("pando/role"), labels.get("pando/group"))
 
 
 def selected(objects: list[Manifest], service: str) -> set[str]:

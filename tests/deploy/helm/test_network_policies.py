@@ -6,7 +6,16 @@ from typing import Any
 
 import pytest
 
-from tests.deploy.helm.chart import Manifest, component_of, render, role_of, running, selected, templates_of
+from tests.deploy.helm.chart import (
+    Manifest,
+    component_of,
+    group_of,
+    render,
+    role_of,
+    running,
+    selected,
+    templates_of,
+)
 from tests.deploy.helm.value_sets import VALUE_SETS
 
 # From where to where, at which port; None: all ports.
@@ -74,7 +83,7 @@ def test_metrics_are_read_only_by_prometheus_in_its_own_namespace(name: str) -> 
     }
     ingress = _ingress(objects)
     for each in running(objects):
-        section = getattr(each.settings, each.service)
+        section = getattr(each.settings, each.section)
         port = section.metrics_port
         assert each.settings.metrics.host in ("0.0.0.0", "::")
         assert [rule["from"] for rule in ingress[component_of(each.workload)] if port in _ports(rule)] == [[prometheus]]
@@ -184,12 +193,21 @@ def test_a_gateway_of_two_releases_reaches_its_peers_in_both() -> None:
 def pipeline_of(objects: list[Manifest]) -> set[Edge]:
     """Return the connections that the services of a release open between pods, as their settings say."""
     edges: set[Edge] = set()
+    encoders = {
+        group_of(each): each.settings.scheduler.encoders for each in running(objects) if each.service == "scheduler"
+    }
     for each in running(objects):
         settings, source = each.settings, name_of(each.workload, each.template)
         addresses = {
             "gateway": [*settings.gateway.tokenizer, *settings.gateway.detokenizer, *settings.gateway.schedulers],
             "tokenizer": settings.tokenizer.schedulers,
-            "scheduler": [*settings.scheduler.detokenizer, *settings.scheduler.workers],
+            "scheduler": [
+                *settings.scheduler.detokenizer,
+                *settings.scheduler.workers,
+                *settings.scheduler.encoders,
+            ],
+            # Workers read embeddings where their scheduler has them computed.
+            "worker": () if each.workload["kind"] == "LeaderWorkerSet" else encoders.get(group_of(each), ()),
         }
         for address in addresses.get(each.service, []):
             # Policies do not concern connections within a pod.

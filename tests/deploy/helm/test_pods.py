@@ -25,6 +25,7 @@ from tests.deploy.helm.chart import (
     Running,
     component_of,
     container,
+    group_of,
     named,
     pods,
     render,
@@ -43,6 +44,8 @@ if TYPE_CHECKING:
     from pydantic import SecretStr
 
 SERVICES = ("tokenizer", "scheduler", "worker", "detokenizer")
+# With encoders in pods of their own, in those of groups, of some groups, and beside pods over nodes.
+ENCODERS = ("encoders", "encoders-in-pods", "encoders-of-roles", "encoders-over-nodes")
 every_value_set = pytest.mark.parametrize("name", VALUE_SETS)
 
 
@@ -50,7 +53,7 @@ every_value_set = pytest.mark.parametrize("name", VALUE_SETS)
 def test_the_services_accept_the_rendered_settings(name: str) -> None:
     for each in running(render(VALUE_SETS[name])):
         ports = {port["containerPort"] for port in each.container["ports"]}
-        section = getattr(each.settings, each.service)
+        section = getattr(each.settings, each.section)
         if each.service == "gateway":
             probe_port = {each.settings.rpc.probe_port} if section.tls.client_authority else set()
             assert ports == {section.port, section.metrics_port} | probe_port
@@ -148,12 +151,13 @@ def test_the_scheduler_knows_every_rank_in_order(name: str) -> None:
 
 
 def addresses_of(worker: Running) -> list[str]:
-    """Return where the ranks of a group are, as Kubernetes names its pods."""
+    """Return where the ranks or encoders of a group are, as Kubernetes names its pods."""
     set_name, spec = worker.workload["metadata"]["name"], worker.workload["spec"]
     ranks = [port for port in worker.container["ports"] if "metrics" not in port["name"]]
     if worker.workload["kind"] == "LeaderWorkerSet":
-        # Of the first group.
-        hosts = [f"{set_name}-0", *(f"{set_name}-0-{pod}" for pod in range(1, spec["leaderWorkerTemplate"]["size"]))]
+        # Of the first group, whose first pod has the encoders.
+        size = 1 if worker.service == "encoder" else spec["leaderWorkerTemplate"]["size"]
+        hosts = [f"{set_name}-0", *(f"{set_name}-0-{pod}" for pod in range(1, size))]
     else:
         assert spec["serviceName"] == set_name
         # A pod that is a whole group knows itself.
@@ -162,9 +166,71 @@ def addresses_of(worker: Running) -> list[str]:
     return [f"{host}.{set_name}.llm.svc:{rank['containerPort']}" for host in hosts for rank in ranks]
 
 
-def group_of(running: Running) -> tuple[str | None, str | None]:
-    labels = running.template["metadata"]["labels"]
-    return (labels.get("pando/role"), labels.get("pando/group"))
+@every_value_set
+def test_each_scheduler_knows_the_encoders_of_its_group_and_no_other_does(name: str) -> None:
+    everybody = running(render(VALUE_SETS[name]))
+    encoders = {group_of(each): each for each in everybody if each.service == "encoder"}
+    assert bool(encoders) == (name in ENCODERS)
+    for each in everybody:
+        own = encoders.get(group_of(each)) if each.service == "scheduler" else None
+        assert list(each.settings.scheduler.encoders) == ([] if own is None else addresses_of(own))
+
+
+def test_a_groups_encoders_are_those_of_pando_up() -> None:
+    planned = plan_layout(Settings(), Path("/run"), 1, Replicas(encoders=2)).find("scheduler").settings.scheduler
+    for name in ("encoders", "encoders-in-pods"):
+        for each in running(render(VALUE_SETS[name])):
+            if each.service == "scheduler":
+                assert len(set(each.settings.scheduler.encoders)) == len(planned.encoders) == 2
+                assert not set(each.settings.scheduler.encoders) & set(each.settings.scheduler.workers)
+
+
+def test_each_encoder_has_a_device_and_the_workers_values_unless_it_has_its_own() -> None:
+    apart, together = (
+        [each for each in running(render(VALUE_SETS[name])) if each.service == "encoder"]
+        for name in ("encoders", "encoders-in-pods")
+    )
+    assert [each.workload["spec"]["replicas"] for each in apart] == [2, 2]
+    for each in apart:
+        spec, limits = each.template["spec"], each.container["resources"]["limits"]
+        assert (limits["nvidia.com/mig-1g.10gb"], spec["nodeSelector"]) == ("1", {"pool": "slices"})
+        assert "nvidia.com/gpu" not in limits
+        assert (spec["runtimeClassName"], spec["tolerations"][0]["key"]) == ("nvidia", "nvidia.com/gpu")
+        assert "podAffinity" not in spec.get("affinity", {})
+    [sidecar] = together
+    # The kubelet gives each container GPUs of its own, and each process takes the next one.
+    assert sidecar.container["resources"]["limits"]["nvidia.com/gpu"] == "2"
+    assert sidecar.container["command"][2:5] == ["deploy.ranks", "--ranks", "2"]
+    assert sidecar.container["resources"]["requests"] == {"cpu": "1", "memory": "2Gi"}
+
+
+def test_a_group_is_ready_and_drains_without_its_encoders() -> None:
+    [sidecar] = [each for each in running(render(VALUE_SETS["encoders-in-pods"])) if each.service == "encoder"]
+    assert sidecar.container["restartPolicy"] == "Always"
+    assert "readinessProbe" not in sidecar.container
+    # The scheduler's container starts once the sidecars have.
+    assert sidecar.container["startupProbe"]["grpc"]["service"] == ""
+    order = [item["name"] for item in sidecar.template["spec"]["initContainers"]]
+    assert order == ["model", "worker", "encoder"]
+
+
+def test_groups_without_encoders_render_as_if_there_were_none() -> None:
+    role = [each for each in running(render(VALUE_SETS["encoders-of-roles"])) if group_of(each)[0] == "decode"]
+    assert {each.service for each in role} == {"scheduler", "worker"}
+
+
+def test_metrics_of_encoders_are_read() -> None:
+    for name, component, names in (
+        ("encoders", "encoder", ["metrics"]),
+        ("encoders-in-pods", "group", ["metrics", "rank-metrics-0", "enc-metrics-0", "enc-metrics-1"]),
+    ):
+        objects = render(VALUE_SETS[name])
+        monitor = named(objects, "PodMonitor", component)["spec"]
+        assert [endpoint["port"] for endpoint in monitor["podMetricsEndpoints"]] == names
+        pod = pods(objects)[component]
+        assert monitor["selector"]["matchLabels"].items() <= pod["metadata"]["labels"].items()
+        containers = [*pod["spec"].get("initContainers", []), *pod["spec"]["containers"]]
+        assert set(names) <= {port["name"] for each in containers for port in each.get("ports", [])}
 
 
 def test_groups_of_each_role_are_configured_as_by_pando_up() -> None:
@@ -299,7 +365,7 @@ def test_termination_grace_periods_exceed_pre_stop_and_drain_times(name: str) ->
     for each in running(render(VALUE_SETS[name])):
         hook = each.container.get("lifecycle", {}).get("preStop", {"sleep": {"seconds": 0}})
         constants = {"tokenizer": TOKENIZER_DRAIN_S, "detokenizer": DETOKENIZER_DRAIN_S}
-        drain = getattr(getattr(each.settings, each.service), "drain_s", constants.get(each.service, 0))
+        drain = getattr(getattr(each.settings, each.section), "drain_s", constants.get(each.service, 0))
         assert each.template["spec"]["terminationGracePeriodSeconds"] > hook["sleep"]["seconds"] + drain
 
 
@@ -309,7 +375,7 @@ def test_models_are_where_the_settings_say(name: str) -> None:
     reference = Settings(**settings_of(objects, "tokenizer")).model.reference
     for each in running(objects):
         mounts = [mount["mountPath"] for mount in each.container["volumeMounts"]]
-        needs_model = each.service in ("tokenizer", "detokenizer", "worker")
+        needs_model = each.section in ("tokenizer", "detokenizer", "worker")
         assert ("/models" in mounts) == (needs_model and "/" in reference)
         environment = {entry["name"]: entry.get("value") for entry in each.container["env"]}
         is_cached = needs_model and "/" in reference and not reference.startswith("/")
@@ -318,7 +384,7 @@ def test_models_are_where_the_settings_say(name: str) -> None:
         )
         for fetching in [item for item in each.template["spec"].get("initContainers", []) if item["name"] == "model"]:
             assert reference in fetching["args"]
-            weights_too = component_of(each.workload) in ("worker", "group")
+            weights_too = component_of(each.workload) in ("worker", "encoder", "group")
             without = {"--no-weights", "--exclude=*.safetensors"} & set(fetching["args"])
             assert bool(without) == (not weights_too)
             if is_cached:
@@ -357,17 +423,19 @@ def test_services_trust_each_other_by_certificates_and_probes_need_none() -> Non
             assert container(template)["livenessProbe"]["grpc"]["port"] == rpc.probe_port
 
 
-@pytest.mark.parametrize("name", ["own-authority", "three-groups", "groups-keda", "given-issuer", "roles-over-nodes"])
+@pytest.mark.parametrize(
+    "name", ["own-authority", "three-groups", "groups-keda", "given-issuer", "roles-over-nodes", *ENCODERS]
+)
 def test_each_service_has_a_separate_certificate_with_exactly_its_role(name: str) -> None:
     objects = render(VALUE_SETS[name])
     services = running(objects)
-    assert {each.service for each in services} == {"gateway", *SERVICES}
+    assert {each.section for each in services} == {"gateway", *SERVICES}
     for each in services:
-        certificate = named(objects, "Certificate", each.service)["spec"]
+        certificate = named(objects, "Certificate", each.section)["spec"]
         assert certificate["secretName"] == certificate_secret(each)
         names = each.settings.rpc.names_of_roles()
-        assert [role for role in names if set(names[role]) & set(certificate["uris"])] == [each.service]
-    assert len({(each.service, certificate_secret(each)) for each in services}) == len(SERVICES) + 1
+        assert [role for role in names if set(names[role]) & set(certificate["uris"])] == [each.section]
+    assert len({(each.section, certificate_secret(each)) for each in services}) == len(SERVICES) + 1
 
 
 def test_a_worker_in_its_schedulers_pod_cannot_pass_for_the_scheduler() -> None:
@@ -408,7 +476,9 @@ def certificate_secret(each: Running) -> str:
     return str(volume["secret"]["secretName"])
 
 
-@pytest.mark.parametrize("name", ["own-authority", "three-groups", "groups-keda", "roles", "roles-over-nodes"])
+@pytest.mark.parametrize(
+    "name", ["own-authority", "three-groups", "groups-keda", "roles", "roles-over-nodes", *ENCODERS]
+)
 def test_every_pipeline_address_is_in_its_peer_s_certificate(name: str) -> None:
     objects = render(VALUE_SETS[name])
     secrets = {
@@ -418,7 +488,7 @@ def test_every_pipeline_address_is_in_its_peer_s_certificate(name: str) -> None:
     }
     shown: dict[str, list[str]] = {}
     for each in running(objects):
-        shown[each.service] = secrets[certificate_secret(each)]
+        shown[each.section] = secrets[certificate_secret(each)]
     for each in running(objects):
         settings = each.settings
         if each.service == "gateway":
@@ -428,7 +498,7 @@ def test_every_pipeline_address_is_in_its_peer_s_certificate(name: str) -> None:
             assert host_of(getattr(settings, each.service).schedulers) in shown["scheduler"]
         if each.service == "scheduler":
             assert host_of(settings.scheduler.detokenizer) in shown["detokenizer"]
-            for address in settings.scheduler.workers:
+            for address in (*settings.scheduler.workers, *settings.scheduler.encoders):
                 assert f"*.{address.rpartition(':')[0].partition('.')[2]}" in shown["worker"]
 
 

@@ -97,6 +97,25 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         {"groups": {"roles": {"both": {"worker": {"tensorParallel": 4, "ranksPerPod": 3}}}}},
         "multiple",
     ),
+    "encoders of a model in stages": (
+        {"encoder": {"replicas": 1}, "worker": {"pipelineParallel": 2}},
+        "encoder.replicas",
+    ),
+    "encoders of groups in stages": (
+        {"encoder": {"replicas": 1}, "groups": {"roles": {"both": {"worker": {"pipelineParallel": 2}}}}},
+        "encoder.replicas",
+    ),
+    "encoders of models that take turns": (
+        {"encoder": {"replicas": 1}, "deviceTurns": {"create": True}},
+        "encoder.replicas",
+    ),
+    "encoders without images": (
+        {"encoder": {"replicas": 1}, "settings": {"model": {"images": "off"}}},
+        "settings.model.images",
+    ),
+    "encoders on another device": ({"encoder": {"device": "cpu"}}, "device"),
+    "encoders in ranks": ({"encoder": {"tensorParallel": 2}}, "tensorParallel"),
+    "fewer than no encoders": ({"encoder": {"replicas": -1}}, "replicas"),
     "ingress for nobody": ({"ingress": {"enabled": True}}, "hosts"),
     "route without a parent": ({"httpRoute": {"enabled": True}}, "parentRefs"),
     "port beyond the last": ({"gateway": {"service": {"port": 70_000}}}, "port"),

@@ -300,6 +300,51 @@ VALUE_SETS: dict[str, dict[str, Any]] = {
         "worker": {"affinity": {"podAffinity": {"preferredDuringSchedulingIgnoredDuringExecution": []}}},
         "settings": {"scheduler": {"device_turns": {"level": 2}}},
     },
+    "encoders": {
+        "model": {"reference": "Qwen/Qwen2.5-VL-7B-Instruct"},
+        "groups": {"replicas": 2},
+        "worker": {
+            "device": "cuda",
+            "tensorParallel": 2,
+            "ranksPerPod": 1,
+            "runtimeClassName": "nvidia",
+            "nodeSelector": {"pool": "gpu"},
+            "tolerations": [{"key": "nvidia.com/gpu", "operator": "Exists", "effect": "NoSchedule"}],
+        },
+        "encoder": {"replicas": 2, "gpuResource": "nvidia.com/mig-1g.10gb", "nodeSelector": {"pool": "slices"}},
+        "tls": {"enabled": True},
+        "monitoring": {"serviceMonitor": {"enabled": True}},
+    },
+    "encoders-in-pods": {
+        "model": {"reference": "Qwen/Qwen2.5-VL-7B-Instruct"},
+        "groups": {"autoscaling": {"mode": "keda"}},
+        "worker": {
+            "device": "cuda",
+            "extraVolumes": [{"name": "own", "emptyDir": {}}],
+            "extraVolumeMounts": [{"name": "own", "mountPath": "/own"}],
+        },
+        "encoder": {"replicas": 2},
+        "tls": {"enabled": True},
+        "monitoring": {"serviceMonitor": {"enabled": True}},
+    },
+    "encoders-of-roles": {
+        "groups": {
+            "roles": {"prefill": {"replicas": 2, "layout": "separate", "encoder": {"replicas": 3}}, "decode": {}},
+        },
+        "tls": {"enabled": True},
+        "settings": {"scheduler": {"host_tier": {"gigabytes": 1}}},
+    },
+    "encoders-over-nodes": {
+        "worker": {
+            "device": "cuda",
+            "tensorParallel": 16,
+            "ranksPerPod": 8,
+            "leaderWorkerSet": {"enabled": True},
+        },
+        "encoder": {"replicas": 1},
+        "model": _CLAIM,
+        "tls": {"enabled": True},
+    },
     "open-network": {"networkPolicy": {"enabled": False}, "settings": {"scheduler": {"max_rows": 128}}},
     "ipv6": {"listenHost": "[::]"},
 } | {f"example-{path.stem}": yaml.safe_load(path.read_text()) for path in sorted((CHART / "examples").glob("*.yaml"))}

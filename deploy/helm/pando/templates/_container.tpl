@@ -3,8 +3,10 @@
 {{- $root := .root -}}
 {{- $values := index $root.Values .name -}}
 {{- $facts := index (include "pando.pipeline" $root | fromYaml) .name -}}
-{{- $isWorker := eq .name "worker" -}}
-{{- $ranks := ternary (include "pando.ranksPerPod" $root | int) 1 $isWorker -}}
+{{- $isEncoder := eq .name "encoder" -}}
+{{- $isWorker := or $isEncoder (eq .name "worker") -}}
+{{- $ranks := include "pando.processes" . | int -}}
+{{- $needsModel := or $isWorker (has .name (list "tokenizer" "detokenizer")) -}}
 {{- $image := $root.Values.image.services -}}
 {{- if $isWorker }}{{ $image = ternary $root.Values.image.workerCuda $root.Values.image.workerCpu (eq $values.device "cuda") }}{{ end -}}
 {{- $isSidecar := and $isWorker (hasKey . "pod") -}}
@@ -18,7 +20,7 @@
   image: {{ include "pando.image" (dict "root" $root "image" $image) }}
   imagePullPolicy: {{ $root.Values.image.pullPolicy }}
   {{- if gt $ranks 1 }}
-  # One process per rank; when one ends, all end, and the container restarts.
+  # One process per {{ ternary "encoder" "rank" $isEncoder }}; when one ends, all end, and the container restarts.
   command: [python, -m, deploy.ranks, --ranks, {{ $ranks | quote }}, --config, /etc/pando/pando.toml]
   {{- else }}
   command: [python, -m, {{ $facts.module }}, --config, /etc/pando/pando.toml]
@@ -32,10 +34,15 @@
     {{- if eq .name "scheduler" }}
     {{- include "pando.groupVariables" . | trim | nindent 4 }}
     {{- end }}
-    {{- if and (has .name (list "tokenizer" "detokenizer" "worker")) (eq (include "pando.modelSource" $root) "hub") }}
+    {{- if and $needsModel (eq (include "pando.modelSource" $root) "hub") }}
     # The init container has downloaded the model.
     - {name: HF_HOME, value: /models}
     - {name: HF_HUB_OFFLINE, value: "1"}
+    {{- end }}
+    {{- if $isEncoder }}
+    # The settings are those of workers, which use the other ports in a group's pod.
+    - {name: PANDO_WORKER__ADDRESS, value: {{ printf "%s:%d" $root.Values.listenHost (int $facts.port) | quote }}}
+    - {name: PANDO_WORKER__METRICS_PORT, value: {{ $facts.metrics | quote }}}
     {{- end }}
     {{- if $isWorker }}
     - name: OMP_NUM_THREADS
@@ -72,7 +79,7 @@
   resources:
     {{- include "pando.resources" . | nindent 4 }}
   volumeMounts:
-    - {name: {{ .name }}-settings, mountPath: /etc/pando/pando.toml, subPath: pando.toml, readOnly: true}
+    - {name: {{ ternary "worker" .name $isWorker }}-settings, mountPath: /etc/pando/pando.toml, subPath: pando.toml, readOnly: true}
     - {name: tmp, mountPath: /tmp}
     {{- if $isWorker }}
     - {name: shared-memory, mountPath: /dev/shm}
@@ -126,20 +133,21 @@
     - {name: responses, mountPath: /var/lib/pando/responses}
     {{- end }}
     {{- with $values.extraVolumeMounts }}{{ toYaml . | nindent 4 }}{{ end }}
-    {{- if and (has .name (list "tokenizer" "detokenizer" "worker")) (ne (include "pando.modelSource" $root) "bundled") }}
+    {{- if and $needsModel (ne (include "pando.modelSource" $root) "bundled") }}
     - {name: model, mountPath: /models, readOnly: true}
     {{- end }}
 {{- end -}}
 
 {{/* The port that serves health in plaintext, if the services use TLS. */}}
 {{- define "pando.probePort" -}}
-{{- ternary 9210 9200 (and (eq .name "worker") (hasKey . "pod")) -}}
+{{- ternary (get (dict "worker" 9210 "encoder" 9230) .name) 9200 (and (hasKey . "pod") (ne .name "scheduler")) -}}
 {{- end -}}
 
 {{/* A port's name; takes {purpose, rank} and the container's own parameters. Names must be unique within a pod. */}}
 {{- define "pando.portName" -}}
 {{- if and (eq .name "gateway") (eq .purpose "grpc") -}}http
 {{- else if and (eq .name "worker") (hasKey . "pod") -}}{{ ternary "rank" "rank-metrics" (eq .purpose "grpc") }}-{{ .rank }}
+{{- else if and (eq .name "encoder") (hasKey . "pod") -}}{{ ternary "encoder" "enc-metrics" (eq .purpose "grpc") }}-{{ .rank }}
 {{- else -}}{{ .purpose }}{{ with .rank }}-{{ . }}{{ end }}
 {{- end -}}
 {{- end -}}
@@ -177,19 +185,22 @@ livenessProbe:
   periodSeconds: 10
   timeoutSeconds: 5
   failureThreshold: 6
+{{- /* A group is ready without its encoders. */}}
+{{- if not (and (eq .name "encoder") (hasKey . "pod")) }}
 readinessProbe:
   grpc: {port: {{ $port }}, service: {{ .facts.health }}}
   periodSeconds: 5
   timeoutSeconds: 3
+{{- end }}
 {{- end -}}
 {{- end -}}
 
-{{/* The resources in the values, and one GPU per rank. */}}
+{{/* The resources in the values, and one GPU per rank or encoder. */}}
 {{- define "pando.resources" -}}
 {{- $values := index .root.Values .name -}}
 {{- $resources := deepCopy $values.resources -}}
-{{- if and (eq .name "worker") (eq $values.device "cuda") -}}
-{{- $gpus := dict $values.gpuResource (include "pando.ranksPerPod" .root) -}}
+{{- if and (has .name (list "worker" "encoder")) (eq $values.device "cuda") -}}
+{{- $gpus := dict $values.gpuResource (include "pando.processes" .) -}}
 {{- $_ := set $resources "limits" (merge $gpus ($resources.limits | default dict)) -}}
 {{- end -}}
 {{- toYaml $resources -}}

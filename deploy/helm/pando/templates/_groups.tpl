@@ -1,4 +1,4 @@
-{{/* The sets of groups, as a JSON list of {Role, Values}: one for each role, with the values that it overrides, or a single one without a role. Values that do not fit are refused. */}}
+{{/* The sets of groups, as a JSON list of {Role, Values}: one for each role, with the values that it overrides, or a single one without a role. Encoders have the workers' values unless they have their own. Values that do not fit are refused. */}}
 {{- define "pando.sets" -}}
 {{- $sets := list -}}
 {{- $shapes := list -}}
@@ -6,8 +6,8 @@
 {{- $roles := .Values.groups.roles -}}
 {{- range $role, $own := $roles -}}
 {{- $values := deepCopy $.Values -}}
-{{- $_ := set $values "groups" (include "pando.overlaid" (list (omit $values.groups "roles") (omit $own "scheduler" "worker" "settings")) | fromJson) -}}
-{{- range $section := list "scheduler" "worker" "settings" -}}
+{{- $_ := set $values "groups" (include "pando.overlaid" (list (omit $values.groups "roles") (omit $own "scheduler" "worker" "encoder" "settings")) | fromJson) -}}
+{{- range $section := list "scheduler" "worker" "encoder" "settings" -}}
 {{- $_ := set $values $section (include "pando.overlaid" (list (get $values $section) (get $own $section | default dict)) | fromJson) -}}
 {{- end -}}
 {{- $tier := dig "scheduler" "host_tier" dict $values.settings -}}
@@ -19,13 +19,27 @@
 {{- $sets = append $sets (dict "Role" $role "Values" $values) -}}
 {{- end -}}
 {{- if not $roles -}}
-{{- $sets = list (dict "Role" "" "Values" .Values) -}}
+{{- $sets = list (dict "Role" "" "Values" (deepCopy .Values)) -}}
 {{- else if not (or (hasKey $roles "both") (hasKey $roles "decode")) -}}
 {{- fail "groups.roles needs groups that serve requests beside those that only prefill: both or decode" -}}
 {{- else if or .Values.deviceTurns.existingClaim .Values.deviceTurns.create -}}
 {{- fail "deviceTurns needs one group: leave out groups.roles" -}}
 {{- else if and $hasStages (gt (len $shapes) 1) -}}
 {{- fail (printf "groups with worker.pipelineParallel above 1 can only read pages of groups with equal ranks: give all of groups.roles the same tensorParallel and pipelineParallel, not %s" (join " and " $shapes)) -}}
+{{- end -}}
+{{- range $set := $sets -}}
+{{- if gt (int $set.Values.encoder.replicas) 0 -}}
+{{- if gt (int $set.Values.worker.pipelineParallel) 1 -}}
+{{- fail "encoder.replicas needs groups in one stage, as models in several read texts only: worker.pipelineParallel 1" -}}
+{{- else if or $.Values.deviceTurns.existingClaim $.Values.deviceTurns.create -}}
+{{- fail "encoder.replicas is not available for models that take turns on a device: leave out deviceTurns" -}}
+{{- else if eq (dig "model" "images" "auto" $.Values.settings) "off" -}}
+{{- fail "encoder.replicas needs images, which settings.model.images turns off" -}}
+{{- end -}}
+{{- end -}}
+{{- $encoder := deepCopy $set.Values.worker -}}
+{{- range $key, $value := $set.Values.encoder }}{{ $_ := set $encoder $key $value }}{{ end -}}
+{{- $_ := set $set.Values "encoder" $encoder -}}
 {{- end -}}
 {{- $sets | toJson -}}
 {{- end -}}
@@ -64,6 +78,11 @@
 {{- ternary (list) (until (int .Values.groups.replicas)) (eq "true" (include "pando.together" .)) | toJson -}}
 {{- end -}}
 
+{{/* "true" if a set of groups has encoders in pods of their own; otherwise they are in the pods of the schedulers. */}}
+{{- define "pando.encoderPods" -}}
+{{- if and (gt (int .Values.encoder.replicas) 0) (not (include "pando.together" .)) }}true{{ end -}}
+{{- end -}}
+
 {{/* The components of a root that run in pods, by name, as a mapping to the numbers of their groups, if any; those of a set of groups, or all others. */}}
 {{- define "pando.pods" -}}
 {{- $pods := dict -}}
@@ -76,6 +95,7 @@
 {{- $groups := include "pando.separateGroups" . | fromJsonArray -}}
 {{- $_ := set $pods "scheduler" (dict "groups" $groups) -}}
 {{- $_ := set $pods "worker" (dict "groups" $groups) -}}
+{{- if include "pando.encoderPods" . }}{{ $_ := set $pods "encoder" (dict "groups" $groups) }}{{ end -}}
 {{- end -}}
 {{- $pods | toJson -}}
 {{- end -}}
@@ -107,7 +127,7 @@ $(POD_NAME){{ with .pod }}-{{ . }}{{ end }}.{{ include "pando.name" (dict "root"
 {{- end -}}
 {{- end -}}
 
-{{/* The workers of a scheduler, as variables of its container: the only difference between groups. Takes {root, group}. */}}
+{{/* The workers and encoders of a scheduler, as variables of its container: the only difference between groups. Takes {root, group}. */}}
 {{- define "pando.groupVariables" -}}
 {{- $pipeline := include "pando.pipeline" .root | fromYaml -}}
 {{- $addresses := list -}}
@@ -125,9 +145,28 @@ $(POD_NAME){{ with .pod }}-{{ . }}{{ end }}.{{ include "pando.name" (dict "root"
   value: {{ $addresses | toJson | quote }}
 - name: PANDO_SCHEDULER__RENDEZVOUS
   value: {{ printf "%s:29555" (include "pando.workerHost" (dict "root" .root "group" .group "pod" 0)) | quote }}
+{{- with include "pando.encoderAddresses" . | fromJsonArray }}
+- name: PANDO_SCHEDULER__ENCODERS
+  value: {{ . | toJson | quote }}
+{{- end }}
 {{- end -}}
 
-{{/* The pods of a group's scheduler or workers, if they are separate; takes {component, replicas}. */}}
+{{/* Where a scheduler finds its encoders, as a JSON list: in pods of their own at one port, in its pod at one after the other. Takes {root, group}. */}}
+{{- define "pando.encoderAddresses" -}}
+{{- $port := (include "pando.pipeline" .root | fromYaml).encoder.port -}}
+{{- $addresses := list -}}
+{{- range $number := until (int .root.Values.encoder.replicas) -}}
+{{- if include "pando.together" $.root -}}
+{{- $addresses = append $addresses (printf "%s:%d" (include "pando.workerHost" (dict "root" $.root "pod" 0)) (add $port $number)) -}}
+{{- else -}}
+{{- $set := include "pando.name" (dict "root" $.root "name" "encoder" "group" $.group) -}}
+{{- $addresses = append $addresses (printf "%s-%d.%s.%s.svc:%d" $set $number $set $.root.Release.Namespace (int $port)) -}}
+{{- end -}}
+{{- end -}}
+{{- $addresses | toJson -}}
+{{- end -}}
+
+{{/* The pods of a group's scheduler, workers or encoders, if they are separate; takes {component, replicas}. */}}
 {{- define "pando.separateSet" -}}
 apiVersion: apps/v1
 kind: StatefulSet

@@ -1,4 +1,4 @@
-{{/* The services: ports, modules and health names, for pods, probes and policies; drain times that are constants. */}}
+{{/* The services, and encoders, which are workers: ports, modules and health names, for pods, probes and policies; drain times that are constants. */}}
 {{- define "pando.pipeline" -}}
 
 gateway: {module: gateway, port: 8000, metrics: 9095}
@@ -6,6 +6,7 @@ tokenizer: {module: services.tokenizer, port: 50051, metrics: 9091, health: pand
 scheduler: {module: services.scheduler, port: 50052, metrics: 9092, health: pando.v1.Scheduler}
 worker: {module: services.worker, port: 50053, metrics: 9093, health: pando.v1.Worker}
 detokenizer: {module: services.detokenizer, port: 50054, metrics: 9094, health: pando.v1.Detokenizer, drain: 15}
+encoder: {module: services.worker, port: 50153, metrics: 9153, health: pando.v1.Worker, drain: 0}
 {{- end -}}
 
 {{/* The ranks of a group: those of all stages. */}}
@@ -21,6 +22,14 @@ detokenizer: {module: services.detokenizer, port: 50054, metrics: 9094, health: 
 {{- fail (printf "worker.tensorParallel (%d) times worker.pipelineParallel (%d) must be a multiple of worker.ranksPerPod (%d)" (int $worker.tensorParallel) (int $worker.pipelineParallel) $ranks) -}}
 {{- end -}}
 {{- $ranks -}}
+{{- end -}}
+
+{{/* The processes of a container: ranks, or encoders beside them; takes the parameters of pando.container. */}}
+{{- define "pando.processes" -}}
+{{- if eq .name "worker" }}{{ include "pando.ranksPerPod" .root }}
+{{- else if and (eq .name "encoder") (hasKey . "pod") }}{{ .root.Values.encoder.replicas }}
+{{- else }}1
+{{- end -}}
 {{- end -}}
 
 {{- define "pando.workerPods" -}}

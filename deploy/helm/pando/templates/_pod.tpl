@@ -39,7 +39,8 @@ app.kubernetes.io/part-of: pando
 {{- $root := .root -}}
 {{- $values := .values | default (index $root.Values .name) -}}
 {{- $isGroup := eq .name "group" -}}
-{{- $hasWorker := or $isGroup (eq .name "worker") -}}
+{{- $hasWorker := or $isGroup (has .name (list "worker" "encoder")) -}}
+{{- $hasEncoders := and $isGroup (gt (int $root.Values.encoder.replicas) 0) -}}
 {{- $isAdmin := or $isGroup (has .name (list "gateway" "scheduler")) -}}
 serviceAccountName: {{ include "pando.serviceAccount" $root }}
 # No service uses the Kubernetes API.
@@ -93,6 +94,9 @@ initContainers:
   {{- end }}
   {{- if $isGroup }}
   {{- include "pando.container" (dict "root" $root "name" "worker" "pod" "group") | nindent 2 }}
+  {{- if $hasEncoders }}
+  {{- include "pando.container" (dict "root" $root "name" "encoder" "pod" "group") | nindent 2 }}
+  {{- end }}
   {{- end }}
 {{- end }}
 containers:
@@ -150,7 +154,7 @@ volumes:
   {{- end }}
   {{- if $root.Values.tls.enabled }}
   - name: tls
-    secret: {secretName: {{ include "pando.tlsSecret" (dict "root" $root "service" (ternary "scheduler" .name $isGroup)) }}}
+    secret: {secretName: {{ include "pando.tlsSecret" (dict "root" $root "service" (include "pando.services" .name | fromJsonArray | first)) }}}
   {{- if $isGroup }}
   - name: worker-tls
     secret: {secretName: {{ include "pando.tlsSecret" (dict "root" $root "service" "worker") }}}
@@ -187,9 +191,10 @@ volumes:
     persistentVolumeClaim: {claimName: {{ . | quote }}}
   {{- end }}
   {{- end }}
-  {{- range $service := include "pando.services" .name | fromJsonArray }}
-  {{- with (index $root.Values $service).extraVolumes }}{{ toYaml . | nindent 2 }}{{ end }}
-  {{- end }}
+  {{- $extra := list }}
+  {{- range $name := ternary (list "scheduler" "worker") (list .name) $isGroup }}{{ $extra = concat $extra (index $root.Values $name).extraVolumes }}{{ end }}
+  {{- if $hasEncoders }}{{ $extra = concat $extra $root.Values.encoder.extraVolumes }}{{ end }}
+  {{- with uniq $extra }}{{ toYaml . | nindent 2 }}{{ end }}
 {{- end -}}
 
 {{/* The affinity in the values; the pods of one group's ranks must share a node, and so must those that take turns. */}}

@@ -10,7 +10,7 @@ detokenizer: [log, rpc, metrics, tracing, model, detokenizer]
 
 {{/* The services whose settings the pods of a component read. */}}
 {{- define "pando.services" -}}
-{{- ternary (list "scheduler" "worker") (list .) (eq . "group") | toJson -}}
+{{- get (dict "group" (list "scheduler" "worker") "encoder" (list "worker")) . | default (list .) | toJson -}}
 {{- end -}}
 
 {{/* The settings file of one service; takes {root, service}. A service is restarted if its own file changes. */}}
@@ -40,7 +40,7 @@ detokenizer: [log, rpc, metrics, tracing, model, detokenizer]
 {{- $own := dict "model" (dict "reference" (include "pando.modelReference" .)) "log" (dict "format" "json") "metrics" (dict "host" $interface) -}}
 {{- with .Values.model.servedName }}{{ $_ := set $own.model "served_name" . }}{{ end -}}
 {{- with .Values.model.chatTemplate }}{{ $_ := set $own.model "chat_template" . }}{{ end -}}
-{{- range $service, $facts := omit $pipeline "gateway" -}}
+{{- range $service, $facts := omit $pipeline "gateway" "encoder" -}}
 {{- $listen := printf "%s:%d" $.Values.listenHost (int $facts.port) -}}
 {{- $_ := set $own $service (dict "address" $listen "metrics_port" (int $facts.metrics)) -}}
 {{- end -}}
