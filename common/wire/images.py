@@ -9,12 +9,11 @@ import numpy as np
 
 from common.errors import InvalidRequestError
 from common.types import PackedPixels
-from protos.gen.pando.v1 import common_pb2
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from protos.gen.pando.v1 import scheduler_pb2, worker_pb2
+    from protos.gen.pando.v1 import common_pb2, scheduler_pb2, worker_pb2
 
     ImageMessage: TypeAlias = scheduler_pb2.PromptImage | worker_pb2.RowImage
 
@@ -22,16 +21,16 @@ LEVELS = 256
 
 
 def pixels_to_wire(pixels: NDArray[np.float32] | PackedPixels, message: ImageMessage) -> None:
-    """Write pixels into an image's message."""
+    """Write pixels into an image's message, which should be in its place in the message that is sent.
+
+    Putting a message into another one copies it, at each level: milliseconds for the pixels of a photograph.
+    """
     if isinstance(pixels, PackedPixels):
-        packed = common_pb2.PackedPixels(
-            values=pixels.values.tobytes(),
-            table=pixels.table.ravel().tolist(),
-            parts=len(pixels.values),
-            frames=pixels.frames,
-            shape=pixels.shape,
-        )
-        message.packed.CopyFrom(packed)
+        packed = message.packed
+        packed.values = pixels.values.tobytes()
+        packed.table.extend(pixels.table.ravel().tolist())
+        packed.parts, packed.frames = len(pixels.values), pixels.frames
+        packed.shape.extend(pixels.shape)
     else:
         message.pixels = pixels.astype("<f4", copy=False).tobytes()
         message.shape.extend(pixels.shape)
@@ -45,18 +44,19 @@ def pixels_from_wire(message: ImageMessage) -> NDArray[np.float32] | PackedPixel
     """
     if message.HasField("packed"):
         return _packed_from_wire(message.packed)
-    sides = tuple(message.shape)
-    if len(message.pixels) != 4 * math.prod(sides):
-        raise InvalidRequestError(f"{len(message.pixels)} bytes of pixels of the shape {list(sides)}", param="pixels")
-    return np.frombuffer(message.pixels, "<f4").reshape(sides)
+    # Each access to a field of bytes copies them.
+    sides, pixels = tuple(message.shape), message.pixels
+    if len(pixels) != 4 * math.prod(sides):
+        raise InvalidRequestError(f"{len(pixels)} bytes of pixels of the shape {list(sides)}", param="pixels")
+    return np.frombuffer(pixels, "<f4").reshape(sides)
 
 
 def _packed_from_wire(message: common_pb2.PackedPixels) -> PackedPixels:
-    sides, channels = tuple(message.shape), len(message.table) // LEVELS
+    sides, channels, packed = tuple(message.shape), len(message.table) // LEVELS, message.values
     is_whole = channels and message.parts and len(message.table) == channels * LEVELS
-    size, parts = len(message.values), message.parts
+    size, parts = len(packed), message.parts
     if not is_whole or size % (parts * channels) or size * message.frames != math.prod(sides):
         raise InvalidRequestError(f"{size} packed values of pixels of the shape {list(sides)}", param="pixels")
-    values = np.frombuffer(message.values, np.uint8).reshape(parts, channels, -1)
+    values = np.frombuffer(packed, np.uint8).reshape(parts, channels, -1)
     table = np.array(message.table, np.float32).reshape(channels, LEVELS)
     return PackedPixels(values, table, message.frames, sides)

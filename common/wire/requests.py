@@ -92,19 +92,29 @@ def role_from_wire(number: scheduler_pb2.SchedulerRole.ValueType) -> GroupRole:
 
 def schedule_request_to_wire(request: ScheduleRequest) -> scheduler_pb2.ScheduleRequest:
     """Encode a validated request for the scheduler."""
-    message = scheduler_pb2.ScheduleRequest(
+    message = scheduler_pb2.ScheduleRequest()
+    write_schedule_request(request, message)
+    return message
+
+
+def write_schedule_request(request: ScheduleRequest, message: scheduler_pb2.ScheduleRequest) -> None:
+    """Write a validated request for the scheduler into an empty message; see `pixels_to_wire`."""
+    plain = scheduler_pb2.ScheduleRequest(
         request_id=request.request_id,
         view=view_to_wire(request.view),
         reply_to=reply_to_wire(request.reply_to),
         token_ids=request.token_ids.view(np.uint32).tolist(),
-        images=map(_image_to_wire, request.images),
         second_text_start=request.second_text_start,
         prefill_group=request.prefill_group,
         prefill_group_name=request.prefill_group_name,
         prediction_token_ids=request.prediction_ids,
     )
+    message.MergeFrom(plain)
     message.MergeFrom(options_to_wire(request.options, scheduler_pb2.ScheduleRequest))
-    return message
+    for image in request.images:
+        assert image.pixels is not None, "images of requests have pixels"
+        added = message.images.add(digest=image.digest, offset=image.offset, length=image.length, grid=image.grid)
+        pixels_to_wire(image.pixels, added)
 
 
 def schedule_request_from_wire(message: scheduler_pb2.ScheduleRequest) -> ScheduleRequest:
@@ -128,13 +138,6 @@ def schedule_request_from_wire(message: scheduler_pb2.ScheduleRequest) -> Schedu
         prefill_group_name=message.prefill_group_name,
         prediction_ids=tuple(message.prediction_token_ids),
     )
-
-
-def _image_to_wire(image: RowImage) -> scheduler_pb2.PromptImage:
-    message = scheduler_pb2.PromptImage(digest=image.digest, offset=image.offset, length=image.length, grid=image.grid)
-    assert image.pixels is not None, "images of requests have pixels"
-    pixels_to_wire(image.pixels, message)
-    return message
 
 
 def _image_from_wire(message: scheduler_pb2.PromptImage) -> RowImage:

@@ -20,7 +20,7 @@ from common.types import Admission, ErrorCode, RequestFailure, RequestId
 from common.wire.answers import admission_from_wire
 from gateway.pipeline.detokenizer_peer import DETOKENIZER, DetokenizerPeer
 from gateway.pipeline.tokenizer_peer import TOKENIZER, TokenizerPeer
-from gateway.pipeline.wire import generate_to_wire
+from gateway.pipeline.wire import write_generate
 from protos.gen.pando.v1 import common_pb2, tokenizer_pb2
 
 if TYPE_CHECKING:
@@ -192,16 +192,20 @@ class GrpcPipeline:
         message = tokenizer_pb2.TokenizerSubmitRequest()
         size = 0
         for request, reply_to in requests:
-            encoded = generate_to_wire(request, reply_to)
-            if encoded.ByteSize() > MAX_REQUEST_BYTES:
-                self._refuse(request.request_id, encoded.ByteSize())
+            encoded = message.generates.add()
+            write_generate(request, reply_to, encoded)
+            own_size = encoded.ByteSize()
+            if own_size > MAX_REQUEST_BYTES:
+                del message.generates[-1]
+                self._refuse(request.request_id, own_size)
                 continue
-            if batch and size + encoded.ByteSize() > MAX_BATCH_BYTES:
+            if batch and size + own_size > MAX_BATCH_BYTES:
+                following = tokenizer_pb2.TokenizerSubmitRequest(generates=[encoded])
+                del message.generates[-1]
                 self._send(tokenizer, message, batch)
-                batch, message, size = [], tokenizer_pb2.TokenizerSubmitRequest(), 0
-            message.generates.append(encoded)
+                batch, message, size = [], following, 0
             batch.append(request.request_id)
-            size += encoded.ByteSize()
+            size += own_size
         if batch:
             self._send(tokenizer, message, batch)
 

@@ -15,7 +15,7 @@ from gateway.pipeline.port import ModelInfo
 from protos.gen.pando.v1 import tokenizer_pb2
 
 if TYPE_CHECKING:
-    from common.requests import ChatMessage, GenerateRequest
+    from common.requests import GenerateRequest
     from common.types import ReplyTo
     from protos.gen.pando.v1 import detokenizer_pb2
 
@@ -37,7 +37,17 @@ _ACTIVATIONS: dict[tokenizer_pb2.Activation.ValueType, HeadActivation] = {
 
 def generate_to_wire(request: GenerateRequest, reply_to: ReplyTo) -> tokenizer_pb2.GenerateRequest:
     """Encode a request; its output goes to `reply_to`."""
-    message = tokenizer_pb2.GenerateRequest(
+    message = tokenizer_pb2.GenerateRequest()
+    write_generate(request, reply_to, message)
+    return message
+
+
+def write_generate(request: GenerateRequest, reply_to: ReplyTo, message: tokenizer_pb2.GenerateRequest) -> None:
+    """Write a request into an empty message, in its place.
+
+    A message that is put into another one is copied, at each level: milliseconds for the file of a photograph.
+    """
+    plain = tokenizer_pb2.GenerateRequest(
         request_id=request.request_id,
         view=view_to_wire(request.view),
         reply_to=reply_to_wire(reply_to),
@@ -49,21 +59,22 @@ def generate_to_wire(request: GenerateRequest, reply_to: ReplyTo) -> tokenizer_p
         prediction=request.prediction,
         routing_key=request.routing_key,
         return_prompt_ids=request.returns_prompt_ids,
-        images=map(_image_to_wire, request.images),
     )
+    message.MergeFrom(plain)
     message.MergeFrom(options_to_wire(request.options, tokenizer_pb2.GenerateRequest))
+    for image in request.images:
+        _write_image(image, message.images.add())
     match request.prompt:
         case str(text):
             message.text = text
         case ChatPrompt() as chat:
-            message.chat.CopyFrom(chat_to_wire(chat))
+            _write_chat(chat, message.chat)
         case TokenPrompt(ids):
             message.token_ids.ids.extend(ids)
         case PooledText() as pooled:
             message.pooled.CopyFrom(_pooled_to_wire(pooled))
         case _ as never:
             assert_never(never)
-    return message
 
 
 def _pooled_to_wire(pooled: PooledText) -> tokenizer_pb2.PooledText:
@@ -81,36 +92,39 @@ def _pooled_to_wire(pooled: PooledText) -> tokenizer_pb2.PooledText:
 
 def chat_to_wire(chat: ChatPrompt) -> tokenizer_pb2.ChatPrompt:
     """Encode a conversation."""
-    return tokenizer_pb2.ChatPrompt(
-        messages=[_message_to_wire(message) for message in chat.messages],
+    wire = tokenizer_pb2.ChatPrompt()
+    _write_chat(chat, wire)
+    return wire
+
+
+def _write_chat(chat: ChatPrompt, wire: tokenizer_pb2.ChatPrompt) -> None:
+    """See `write_generate`."""
+    plain = tokenizer_pb2.ChatPrompt(
         tools_json=chat.tools_json,
         add_generation_prompt=chat.add_generation_prompt,
         continue_final_message=chat.continue_final_message,
         template_variables_json=chat.template_variables_json,
         assistant_prefix=chat.assistant_prefix,
     )
+    wire.CopyFrom(plain)
+    for message in chat.messages:
+        added = wire.messages.add(
+            role=message.role,
+            content=message.content,
+            name=message.name,
+            tool_call_id=message.tool_call_id,
+            tool_calls_json=message.tool_calls_json,
+            reasoning_content=message.reasoning_content,
+        )
+        for part in message.parts:
+            if isinstance(part, ImageFile):
+                _write_image(part, added.parts.add().image)
+            else:
+                added.parts.add(text=part)
 
 
-def _message_to_wire(message: ChatMessage) -> tokenizer_pb2.ChatMessage:
-    return tokenizer_pb2.ChatMessage(
-        role=message.role,
-        content=message.content,
-        name=message.name,
-        tool_call_id=message.tool_call_id,
-        tool_calls_json=message.tool_calls_json,
-        reasoning_content=message.reasoning_content,
-        parts=map(_part_to_wire, message.parts),
-    )
-
-
-def _part_to_wire(part: str | ImageFile) -> tokenizer_pb2.ContentPart:
-    if isinstance(part, ImageFile):
-        return tokenizer_pb2.ContentPart(image=_image_to_wire(part))
-    return tokenizer_pb2.ContentPart(text=part)
-
-
-def _image_to_wire(image: ImageFile) -> tokenizer_pb2.Image:
-    return tokenizer_pb2.Image(data=image.data, detail=image.detail)
+def _write_image(image: ImageFile, message: tokenizer_pb2.Image) -> None:
+    message.data, message.detail = image.data, image.detail
 
 
 def delta_from_wire(message: detokenizer_pb2.Delta) -> Delta:

@@ -22,10 +22,10 @@ from common.wire.requests import grammar_to_wire
 from protos.gen.pando.v1 import worker_pb2, worker_pb2_grpc
 from services.scheduler.wire.steps import (
     capacity_from_wire,
-    image_to_wire,
     plan_to_wire,
     result_from_wire,
     spec_to_wire,
+    write_image,
 )
 
 if TYPE_CHECKING:
@@ -220,8 +220,9 @@ class RankConnection:
             TimeoutError: it takes too long.
         """
         # The digest is nothing that the worker needs to know.
-        message = image_to_wire(replace(image, digest=b"", offset=0, output=None))
-        call = self._stub.Encode(worker_pb2.EncodeRequest(ticket=ticket, image=message, encoder_identity=identity))
+        request = worker_pb2.EncodeRequest(ticket=ticket, encoder_identity=identity)
+        write_image(replace(image, digest=b"", offset=0, output=None), request.image)
+        call = self._stub.Encode(request)
         self._encode_calls.add(call)
         try:
             async with asyncio.timeout(ENCODE_TIMEOUT_S):

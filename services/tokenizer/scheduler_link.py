@@ -12,7 +12,7 @@ from common.rpc.sessions import SessionsClient
 from common.rpc.stream import StreamLink, StreamSource
 from common.types import LoadReport
 from common.wire.answers import admission_from_wire
-from common.wire.requests import role_from_wire, schedule_request_to_wire
+from common.wire.requests import role_from_wire, write_schedule_request
 from protos.gen.pando.v1 import common_pb2, scheduler_pb2, scheduler_pb2_grpc
 
 if TYPE_CHECKING:
@@ -107,7 +107,9 @@ class SchedulerLink:
         """
         sent: list[RequestId] = []
         for part in split(requests):
-            message = scheduler_pb2.SchedulerSubmitRequest(schedules=map(schedule_request_to_wire, part))
+            message = scheduler_pb2.SchedulerSubmitRequest()
+            for request in part:
+                write_schedule_request(request, message.schedules.add())
             try:
                 self._link.send(message)
             except UnavailableError:

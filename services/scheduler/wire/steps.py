@@ -108,7 +108,8 @@ def plan_to_wire(plan: StepPlan) -> worker_pb2.StepPlan:
         micro_batch=plan.micro_batch.index, micro_batches=plan.micro_batch.count,
         dropped_outputs=plan.dropped_outputs,
     )  # fmt: skip
-    message.opens.extend(_open_to_wire(opened) for opened in plan.opens)
+    for opened in plan.opens:
+        _add_open(opened, message)
     grants = plan.grants
     if grants.rows.size:
         message.page_grants.rows.extend(grants.rows.tolist())
@@ -149,8 +150,8 @@ def _peer_to_wire(peer: PeerPages) -> worker_pb2.PeerPages:
     return worker_pb2.PeerPages(workers=peer.workers, lease=peer.lease, device_pages=peer.device_pages.tolist())
 
 
-def _open_to_wire(opened: RowOpen) -> worker_pb2.RowOpen:
-    return worker_pb2.RowOpen(
+def _add_open(opened: RowOpen, plan: worker_pb2.StepPlan) -> None:
+    message = plan.opens.add(
         row=opened.row,
         request_id=opened.request_id,
         token_ids=opened.token_ids.view(np.uint32).tolist(),
@@ -169,18 +170,19 @@ def _open_to_wire(opened: RowOpen) -> worker_pb2.RowOpen:
         snapshot=opened.snapshot,
         adapter_slot=opened.adapter,
         trace=trace_to_wire(opened.trace),
-        images=map(image_to_wire, opened.images),
     )
+    for image in opened.images:
+        write_image(image, message.images.add())
 
 
-def image_to_wire(image: RowImage) -> worker_pb2.RowImage:
-    """Encode an image of a row."""
-    message = worker_pb2.RowImage(
-        digest=image.digest, offset=image.offset, length=image.length, grid=image.grid, output=image.output
-    )
+def write_image(image: RowImage, message: worker_pb2.RowImage) -> None:
+    """Write an image of a row into an empty message; see `pixels_to_wire`."""
+    message.digest, message.offset, message.length = image.digest, image.offset, image.length
+    message.grid.extend(image.grid)
+    if image.output is not None:
+        message.output = image.output
     if image.pixels is not None:
         pixels_to_wire(image.pixels, message)
-    return message
 
 
 def result_from_wire(message: worker_pb2.StepResult) -> StepResult:

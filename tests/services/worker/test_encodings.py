@@ -13,7 +13,7 @@ import pytest
 from common.errors import InvalidRequestError, UnavailableError
 from common.types import EncoderOutputId, RowImage
 from protos.gen.pando.v1 import worker_pb2
-from services.scheduler.wire.steps import image_to_wire
+from services.scheduler.wire.steps import write_image
 from services.worker.rank import NotReadyError, Rank
 from tests.fakes.engine import ScriptedEngine, nothing
 from tests.services.worker.test_service import OPEN, SPEC, configure, execute
@@ -60,7 +60,9 @@ class Doubling:
 
 def asked(*pixels: float, length: int | None = None) -> worker_pb2.EncodeRequest:
     image = RowImage(b"", 0, length or len(pixels), (1, 1), np.array(pixels, np.float32))
-    return worker_pb2.EncodeRequest(ticket=TICKET, image=image_to_wire(image))
+    request = worker_pb2.EncodeRequest(ticket=TICKET)
+    write_image(image, request.image)
+    return request
 
 
 async def test_an_image_is_encoded_and_kept_as_an_output_while_its_call_is_open(serve: Serve, tmp_path: Path) -> None:
