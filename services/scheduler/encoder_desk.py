@@ -11,7 +11,6 @@ import grpc
 
 from common.errors import PandoError, UnavailableError
 from common.logs import get_logger
-from common.steps import SleepLevel
 from services.scheduler import metrics
 from services.scheduler.cache.encoder_outputs import OutputState
 from services.scheduler.group import GroupState
@@ -199,7 +198,7 @@ class EncoderDesk:
         self._set(encoder, rank, spec)
         encoder.reason = ""
         self._log.info("encoder.ready", encoder=encoder.address, device=capacity.device)
-        while self._wanted() == spec and not self._loop.is_sleeping:
+        while self._wanted() == spec and self._group.sleep_level is None:
             if (await rank.wait_until_up()).process != process:
                 raise RankLostError("its process was replaced")
             if encoder.is_suspect and await self._is_moving(rank):
@@ -207,8 +206,9 @@ class EncoderDesk:
                 self._note_serving()
             await asyncio.sleep(BEAT_S)
         self._set(encoder, None, None)
-        if self._loop.is_sleeping:
-            await rank.sleep(self._group.sleep_level or SleepLevel.DROPPED, keeps_host_pages=False)
+        level = self._group.sleep_level
+        if level is not None:
+            await rank.sleep(level, keeps_host_pages=False)
 
     async def _is_moving(self, rank: RankConnection) -> bool:
         """Return whether the engine of an encoder makes progress.

@@ -98,14 +98,14 @@ class FakeWorkerService(worker_pb2_grpc.WorkerServicer):
         self.unreadable: dict[str, str] = {}
         self.has_room = True
         self.step_s = 0.0
-        # Calls of Sleep and WakeUp with what they ask for, and why they fail. Waking waits while `wakes` is cleared.
+        # Calls of Sleep and WakeUp with what they ask for, and why they fail. Both wait while their event is cleared.
         self.slept: list[tuple[int, bool]] = []
         self.woken: list[tuple[str, ...]] = []
         self.sleep_level = 0
         self.sleep_refusal: str | None = None
         self.wake_refusal: str | None = None
         # Memory of adapters is freed while `drops` is set.
-        self.wakes, self.prepares, self.drops = _open_gate(), _open_gate(), _open_gate()
+        self.sleeps, self.wakes, self.prepares, self.drops = (_open_gate() for _ in range(4))
         self.images = FakeEncodings()
         # Passes that a transfer takes; those that are done together are acknowledged last first.
         self.transfer_passes = 1
@@ -145,6 +145,7 @@ class FakeWorkerService(worker_pb2_grpc.WorkerServicer):
 
     async def Sleep(self, request: worker_pb2.WorkerSleepRequest, context: Context) -> worker_pb2.WorkerSleepResponse:
         self.slept.append((request.level, request.keeps_host_pages))
+        await self.sleeps.wait()
         if self.sleep_refusal is not None:
             await context.abort(grpc.StatusCode.UNAVAILABLE, self.sleep_refusal)
         self.sleep_level = request.level

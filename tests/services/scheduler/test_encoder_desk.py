@@ -30,7 +30,7 @@ from tests.services.scheduler.pipeline import ADMIN, Pipeline
 from tests.waiting import until
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
+    from collections.abc import AsyncIterator, Awaitable
     from pathlib import Path
 
     from common.types import ScheduleRequest
@@ -245,6 +245,24 @@ async def test_an_encoder_sleeps_and_wakes_with_its_group(apart: Apart) -> None:
     await apart.answered(await apart.submit("two", 21, 0.5))
     # What the ranks kept is gone with their memory.
     assert apart.encoder.images.encoded == [6, 6]
+
+
+async def test_an_encoder_sleeps_at_the_level_of_ranks_that_take_long_to_fall_asleep(apart: Apart) -> None:
+    await apart.encoder_ready()
+    apart.ranks[0].sleeps.clear()
+    request = scheduler_pb2.SchedulerSleepRequest(level=1, mode=scheduler_pb2.SLEEP_MODE_DRAIN)
+    async with asyncio.TaskGroup() as tasks:
+        tasks.create_task(awaited(apart.pipeline.stub.Sleep(request, timeout=60, metadata=ADMIN)))
+        await until(lambda: apart.ranks[0].slept)
+        await asyncio.sleep(2 * BEAT_S)
+        assert apart.encoder.slept == []
+        apart.ranks[0].sleeps.set()
+    await until(lambda: apart.encoder.slept)
+    assert apart.encoder.slept == [(1, False)]
+
+
+async def awaited(call: Awaitable[object]) -> None:
+    await call
 
 
 @pytest.mark.parametrize(
