@@ -251,7 +251,7 @@ def test_an_answer_follows_a_schema_typed_into_the_form(browser: Browser) -> Non
     form.clear()
     form.send_keys(json.dumps(schema))
     browser.click("Try again")
-    browser.find(".message.assistant footer .rate")
+    browser.find(".message.assistant footer a")
     answer = json.loads(re.sub(r"\s+", " ", browser.find(".message.assistant .markdown").text))
     assert answer.keys() == {"tall"}
 
