@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     from tests.e2e.served import Served
 
 TRACE, PARENT = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
+# Of another test.
+OTHER_TRACE = "7d" * 16
 SECRET = "xylophone"
 SPANS = {
     ("pando-tokenizer", "tokenize"),
@@ -87,11 +89,11 @@ def test_one_trace_goes_through_all_services(served: Served, collector: Collecto
     # Neither text nor a user's name, and nothing of requests that are not sampled.
     assert SECRET not in str(collector.spans)
     assert "Onymous" not in str(collector.spans)
-    assert {span.trace_id for span in collector.spans} == {TRACE}
+    assert {span.trace_id for span in collector.spans} <= {TRACE, OTHER_TRACE}
 
 
 def test_latencies_of_gateway_and_scheduler_name_the_trace(served: Served) -> None:
-    ask(served, "01", "7d" * 16)
+    ask(served, "01", OTHER_TRACE)
     settings = served.deployment.layout.find("gateway").settings
     ports = {
         "pando_gateway_time_to_first_token_seconds": settings.gateway.metrics_port,
@@ -103,4 +105,4 @@ def test_latencies_of_gateway_and_scheduler_name_the_trace(served: Served) -> No
         families = text_string_to_metric_families(text)  # type: ignore[no-untyped-call]  # has no types
         [family] = [family for family in families if family.name == name]
         traces = {sample.exemplar.labels["trace_id"] for sample in family.samples if sample.exemplar}
-        assert "7d" * 16 in traces, name
+        assert OTHER_TRACE in traces, name
