@@ -11,12 +11,17 @@ import tomllib
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import helm_python
 import yaml
 
 from common.settings import Settings
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from pydantic import SecretStr
 
 # Manifests are free-form.
 Manifest: TypeAlias = dict[str, Any]
@@ -24,6 +29,8 @@ Manifest: TypeAlias = dict[str, Any]
 CHART = Path(__file__).resolve().parents[3] / "deploy" / "helm" / "pando"
 RELEASE, NAMESPACE = "demo", "llm"
 COMPONENT = "app.kubernetes.io/component"
+# All but the gateway.
+SERVICES = ("tokenizer", "scheduler", "worker", "detokenizer")
 WORKLOADS = ("Deployment", "StatefulSet", "LeaderWorkerSet")
 
 
@@ -182,6 +189,23 @@ def selected(objects: list[Manifest], service: str) -> set[str]:
         for template in templates_of(item)
         if selector.items() <= template["metadata"]["labels"].items()
     }
+
+
+def host_of(addresses: Sequence[str]) -> str:
+    """Return the host name of the only address."""
+    [address] = addresses
+    return address.removeprefix("dns:").partition(":")[0]
+
+
+def mounted_secret(each: Running, setting: SecretStr | None) -> tuple[str, str]:
+    """Return the Secret and the key that a container reads for a setting, whose value names a file."""
+    assert setting is not None
+    prefix, _, path = setting.get_secret_value().partition(":")
+    assert prefix == "file"
+    directory, _, key = path.rpartition("/")
+    mounts = {mount["mountPath"]: mount["name"] for mount in each.container["volumeMounts"]}
+    volumes = {volume["name"]: volume for volume in each.template["spec"]["volumes"]}
+    return volumes[mounts[directory]]["secret"]["secretName"], key
 
 
 def _with_variables(file: Manifest, variables: list[Manifest], pod: str) -> Settings:

@@ -1,4 +1,4 @@
-"""What the pods run fits the services: settings, health names, ports, and time to end."""
+"""Pods fit the services that they run: settings, health names, ports, and time to end."""
 
 from __future__ import annotations
 
@@ -11,8 +11,6 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from common.limits import load_limits
-from common.models import pull
-from common.rpc.roles import Role
 from common.settings import SchedulerSettings, Settings
 from common.settings.scheduler import HostTierSettings
 from deploy.supervisor.command import read_roles
@@ -20,12 +18,15 @@ from deploy.supervisor.layout import ON_GPUS, Replicas, plan_layout
 from services.detokenizer.__main__ import DRAIN_S as DETOKENIZER_DRAIN_S
 from services.tokenizer.__main__ import DRAIN_S as TOKENIZER_DRAIN_S
 from tests.deploy.helm.chart import (
+    SERVICES,
     WORKLOADS,
     Manifest,
     Running,
     component_of,
     container,
     group_of,
+    host_of,
+    mounted_secret,
     named,
     pods,
     render,
@@ -36,16 +37,12 @@ from tests.deploy.helm.chart import (
     settings_of,
     templates_of,
 )
-from tests.deploy.helm.value_sets import VALUE_SETS
+from tests.deploy.helm.value_sets import ENCODERS, VALUE_SETS
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterator
 
-    from pydantic import SecretStr
 
-SERVICES = ("tokenizer", "scheduler", "worker", "detokenizer")
-# With encoders in pods of their own, in those of groups, of some groups, and beside pods over nodes.
-ENCODERS = ("encoders", "encoders-in-pods", "encoders-of-roles", "encoders-over-nodes")
 every_value_set = pytest.mark.parametrize("name", VALUE_SETS)
 
 
@@ -117,17 +114,6 @@ def test_schedulers_and_tokenizers_get_the_state_of_their_fleet() -> None:
             assert mounted_secret(each, each.settings.fleet.state) == ("fleet", "url")
             assert mounted_secret(each, each.settings.fleet.secret) == ("fleet", "secret")
     assert members < seen
-
-
-def mounted_secret(each: Running, setting: SecretStr | None) -> tuple[str, str]:
-    """Return the Secret and the key that a container reads for a setting, whose value names a file."""
-    assert setting is not None
-    prefix, _, path = setting.get_secret_value().partition(":")
-    assert prefix == "file"
-    directory, _, key = path.rpartition("/")
-    mounts = {mount["mountPath"]: mount["name"] for mount in each.container["volumeMounts"]}
-    volumes = {volume["name"]: volume for volume in each.template["spec"]["volumes"]}
-    return volumes[mounts[directory]]["secret"]["secretName"], key
 
 
 @every_value_set
@@ -369,40 +355,6 @@ def test_termination_grace_periods_exceed_pre_stop_and_drain_times(name: str) ->
         assert each.template["spec"]["terminationGracePeriodSeconds"] > hook["sleep"]["seconds"] + drain
 
 
-@every_value_set
-def test_models_are_where_the_settings_say(name: str) -> None:
-    objects = render(VALUE_SETS[name])
-    reference = Settings(**settings_of(objects, "tokenizer")).model.reference
-    for each in running(objects):
-        mounts = [mount["mountPath"] for mount in each.container["volumeMounts"]]
-        needs_model = each.section in ("tokenizer", "detokenizer", "worker")
-        assert ("/models" in mounts) == (needs_model and "/" in reference)
-        environment = {entry["name"]: entry.get("value") for entry in each.container["env"]}
-        is_cached = needs_model and "/" in reference and not reference.startswith("/")
-        assert (environment.get("HF_HOME"), environment.get("HF_HUB_OFFLINE")) == (
-            ("/models", "1") if is_cached else (None, None)
-        )
-        for fetching in [item for item in each.template["spec"].get("initContainers", []) if item["name"] == "model"]:
-            assert reference in fetching["args"]
-            weights_too = component_of(each.workload) in ("worker", "encoder", "group")
-            without = {"--no-weights", "--exclude=*.safetensors"} & set(fetching["args"])
-            assert bool(without) == (not weights_too)
-            if is_cached:
-                assert {"name": "HF_HOME", "value": "/models"} in fetching["env"]
-                arguments = [*fetching["command"], *fetching["args"]]
-                assert arguments[:3] == ["python", "-m", "common.models.pull"]
-                assert pull.parse(arguments[3:]).model == reference
-
-
-def test_workers_on_gpus_can_keep_the_kernels_that_they_compile() -> None:
-    # The file system of the image cannot be written.
-    for name, source in (("two-ranks-in-a-pod", "persistentVolumeClaim"), ("groups-keda", "emptyDir")):
-        [worker] = [each for each in running(render(VALUE_SETS[name])) if each.service == "worker"]
-        [mount] = [mount for mount in worker.container["volumeMounts"] if mount["mountPath"] == "/cache"]
-        [volume] = [volume for volume in worker.template["spec"]["volumes"] if volume["name"] == mount["name"]]
-        assert source in volume
-
-
 def test_secrets_are_never_in_the_settings_file() -> None:
     objects = render(VALUE_SETS["keys-and-admin"])
     assert settings_of(objects, "gateway")["gateway"]["keys_file"] == "/etc/pando/keys/keys.toml"
@@ -412,104 +364,6 @@ def test_secrets_are_never_in_the_settings_file() -> None:
     assert all(secret.startswith("file:/etc/pando/") for secret in secrets)
     [mount] = [m for m in container(pods(objects)["group"])["volumeMounts"] if m["name"] == "admin"]
     assert settings_of(objects, "scheduler")["scheduler"]["admin_token"] == f"file:{mount['mountPath']}/token"
-
-
-def test_services_trust_each_other_by_certificates_and_probes_need_none() -> None:
-    objects = render(VALUE_SETS["own-authority"])
-    rpc = Settings(**settings_of(objects, "scheduler")).rpc
-    assert (rpc.plaintext, rpc.probe_port) == (False, 9200)
-    for component, template in pods(objects).items():
-        if component != "gateway":
-            assert container(template)["livenessProbe"]["grpc"]["port"] == rpc.probe_port
-
-
-@pytest.mark.parametrize(
-    "name", ["own-authority", "three-groups", "groups-keda", "given-issuer", "roles-over-nodes", *ENCODERS]
-)
-def test_each_service_has_a_separate_certificate_with_exactly_its_role(name: str) -> None:
-    objects = render(VALUE_SETS[name])
-    services = running(objects)
-    assert {each.section for each in services} == {"gateway", *SERVICES}
-    for each in services:
-        certificate = named(objects, "Certificate", each.section)["spec"]
-        assert certificate["secretName"] == certificate_secret(each)
-        names = each.settings.rpc.names_of_roles()
-        assert [role for role in names if set(names[role]) & set(certificate["uris"])] == [each.section]
-    assert len({(each.section, certificate_secret(each)) for each in services}) == len(SERVICES) + 1
-
-
-def test_a_worker_in_its_schedulers_pod_cannot_pass_for_the_scheduler() -> None:
-    objects = render(VALUE_SETS["groups-keda"])
-    scheduler, worker = (named(objects, "Certificate", name)["spec"]["dnsNames"] for name in ("scheduler", "worker"))
-    assert scheduler == [
-        f"demo-pando-{name}{suffix}" for name in ("group", "schedulers") for suffix in ("", ".llm.svc")
-    ]
-    assert worker == ["*.demo-pando-group.llm.svc"]
-
-
-def test_operators_have_a_certificate_that_no_pod_mounts() -> None:
-    objects = render(VALUE_SETS["own-authority"])
-    operator = named(objects, "Certificate", "operator")["spec"]
-    names = Settings(**settings_of(objects, "scheduler")).rpc.names_of_roles()
-    assert tuple(operator["uris"]) == names[Role.OPERATOR] == ("spiffe://llm/pando/operator",)
-    assert "server auth" not in operator["usages"]
-    assert operator["secretName"] not in {certificate_secret(each) for each in running(objects)}
-
-
-def test_given_certificates_are_mounted_by_their_services_and_may_name_roles_otherwise() -> None:
-    objects = render(VALUE_SETS["given-certificates"])
-    assert not [item for item in objects if item["kind"] in ("Certificate", "Issuer")]
-    services = running(objects)
-    assert {each.service: certificate_secret(each) for each in services} == {
-        name: f"{name}-certificate" for name in ("gateway", *SERVICES)
-    }
-    names = services[0].settings.rpc.names_of_roles()
-    assert names[Role.GATEWAY] == ("edge.example",)
-    assert names[Role.SCHEDULER] == ("spiffe://llm.example/pando/scheduler",)
-
-
-def certificate_secret(each: Running) -> str:
-    """Return the Secret that is mounted where the service looks for its certificate."""
-    directory = str(each.settings.rpc.certificate).rpartition("/")[0]
-    [mount] = [mount for mount in each.container["volumeMounts"] if mount["mountPath"] == directory]
-    [volume] = [volume for volume in each.template["spec"]["volumes"] if volume["name"] == mount["name"]]
-    return str(volume["secret"]["secretName"])
-
-
-@pytest.mark.parametrize(
-    "name", ["own-authority", "three-groups", "groups-keda", "roles", "roles-over-nodes", *ENCODERS]
-)
-def test_every_pipeline_address_is_in_its_peer_s_certificate(name: str) -> None:
-    objects = render(VALUE_SETS[name])
-    secrets = {
-        item["spec"]["secretName"]: item["spec"].get("dnsNames", [])
-        for item in objects
-        if item["kind"] == "Certificate"
-    }
-    shown: dict[str, list[str]] = {}
-    for each in running(objects):
-        shown[each.section] = secrets[certificate_secret(each)]
-    for each in running(objects):
-        settings = each.settings
-        if each.service == "gateway":
-            assert host_of(settings.gateway.tokenizer) in shown["tokenizer"]
-            assert host_of(settings.gateway.detokenizer) in shown["detokenizer"]
-        if each.service in ("gateway", "tokenizer"):
-            assert host_of(getattr(settings, each.service).schedulers) in shown["scheduler"]
-        if each.service == "scheduler":
-            assert host_of(settings.scheduler.detokenizer) in shown["detokenizer"]
-            for address in (*settings.scheduler.workers, *settings.scheduler.encoders):
-                assert f"*.{address.rpartition(':')[0].partition('.')[2]}" in shown["worker"]
-
-
-def host_of(addresses: Sequence[str]) -> str:
-    """Return the host name of the only address."""
-    [address] = addresses
-    return address.removeprefix("dns:").partition(":")[0]
-
-
-def test_plaintext_is_asked_for_where_there_is_no_tls() -> None:
-    assert all(each.settings.rpc.plaintext for each in running(render({})))
 
 
 # Changed values, and the components whose pods are replaced.
@@ -592,70 +446,6 @@ def test_pods_with_gpus_name_a_runtime_class_only_if_the_values_do(layout: str) 
 
     assert classes() == {None}
     assert classes(runtimeClassName="nvidia") == {"nvidia"}
-
-
-def test_audit_log_keyring_and_responses_are_on_volumes_that_survive_the_pods() -> None:
-    objects = render(VALUE_SETS["state-on-volumes"])
-    by_service = {each.service: each for each in running(objects)}
-    scheduler, gateway = by_service["scheduler"], by_service["gateway"]
-    storage = scheduler.settings.scheduler.storage
-    assert storage.keyring is not None
-    assert claim_at(scheduler, str(storage.keyring)) == "demo-pando-keyring"
-    assert mounted_secret(scheduler, storage.secret) == ("keyring", "secret")
-    assert gateway.settings.gateway.responses.file is not None
-    assert claim_at(gateway, str(gateway.settings.gateway.responses.file)) == "responses"
-    # Two gateways would write to the file during an update.
-    assert gateway.workload["spec"]["strategy"] == {"type": "Recreate"}
-    for each in (scheduler, gateway):
-        assert each.settings.audit.directory is not None
-        assert claim_at(each, f"{each.settings.audit.directory}/gateway") == "demo-pando-audit"
-    assert all(
-        each.settings.audit.directory is None
-        for name, each in by_service.items()
-        if name in ("tokenizer", "detokenizer", "worker")
-    )
-    claims = [item for item in objects if item["kind"] == "PersistentVolumeClaim"]
-    assert all(claim["metadata"]["annotations"] == {"helm.sh/resource-policy": "keep"} for claim in claims)
-    assert [(claim["metadata"]["name"], claim["spec"]["accessModes"]) for claim in claims] == [
-        ("demo-pando-audit", ["ReadWriteMany"]),
-        ("demo-pando-keyring", ["ReadWriteMany"]),
-    ]
-
-
-def claim_at(each: Running, path: str) -> str:
-    """Return the claim whose volume has the directory of a file, which the container may write."""
-    [mount] = [mount for mount in each.container["volumeMounts"] if mount["mountPath"] == path.rpartition("/")[0]]
-    assert not mount.get("readOnly")
-    [volume] = [volume for volume in each.template["spec"]["volumes"] if volume["name"] == mount["name"]]
-    return str(volume["persistentVolumeClaim"]["claimName"])
-
-
-@pytest.mark.parametrize(
-    ("name", "claim", "takers"),
-    [("device-turns", "turns", {"scheduler", "worker"}), ("example-shared-gpu", "demo-pando-turns", {"group"})],
-)
-def test_models_that_take_turns_share_locks_and_a_node(name: str, claim: str, takers: set[str]) -> None:
-    objects = render(VALUE_SETS[name])
-    claims = {item["metadata"]["name"] for item in objects if item["kind"] == "PersistentVolumeClaim"}
-    assert (claim in claims) == (name == "example-shared-gpu")
-    label = {"pando/device-turns": claim}
-    term = {"topologyKey": "kubernetes.io/hostname", "labelSelector": {"matchLabels": label}}
-    found = {
-        component for component, pod in pods(objects).items() if label.items() <= pod["metadata"]["labels"].items()
-    }
-    assert found == takers
-    for component in takers:
-        pod = pods(objects)[component]["spec"]
-        assert pod["affinity"]["podAffinity"]["requiredDuringSchedulingIgnoredDuringExecution"] == [term]
-        volume = {"name": "turns", "persistentVolumeClaim": {"claimName": claim}}
-        assert volume in pod["volumes"]
-    sharing = [each for each in running(objects) if each.service in ("scheduler", "worker")]
-    assert len(sharing) == 2
-    for each in sharing:
-        turns = each.settings.scheduler.device_turns
-        assert turns.enabled
-        assert {"name": "turns", "mountPath": str(turns.directory)} in each.container["volumeMounts"]
-    assert {each.settings.scheduler.device_turns.level for each in sharing} == {2 if name == "device-turns" else 1}
 
 
 def test_components_have_volumes_labels_and_security_contexts_of_their_own() -> None:

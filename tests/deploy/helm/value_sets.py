@@ -348,3 +348,6 @@ VALUE_SETS: dict[str, dict[str, Any]] = {
     "open-network": {"networkPolicy": {"enabled": False}, "settings": {"scheduler": {"max_rows": 128}}},
     "ipv6": {"listenHost": "[::]"},
 } | {f"example-{path.stem}": yaml.safe_load(path.read_text()) for path in sorted((CHART / "examples").glob("*.yaml"))}
+
+# With encoders in pods of their own, in those of groups, of some groups, and beside pods over nodes.
+ENCODERS = ("encoders", "encoders-in-pods", "encoders-of-roles", "encoders-over-nodes")
