@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import hashlib
 import logging
-from dataclasses import asdict, replace
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -35,7 +34,7 @@ from services.worker.engine.backends import (
 )
 from services.worker.engine.checkpoints.file_identity import identity_of_files
 from services.worker.engine.checkpoints.opening import open_checkpoint, read_rope
-from services.worker.engine.checkpoints.replacing import states_of, weight_files
+from services.worker.engine.checkpoints.replacing import weight_files
 from services.worker.engine.checkpoints.safetensors_directory import SafetensorsTensors, read_json
 from services.worker.engine.determinism import check_deterministic
 from services.worker.engine.encoder.runner import EncoderRunner
@@ -43,6 +42,7 @@ from services.worker.engine.host import available_memory
 from services.worker.engine.host_memory import keep_freed_memory
 from services.worker.engine.host_tier.device_pages import page_form_of
 from services.worker.engine.host_tier.pool import allocate_host_pool, count_host_pages
+from services.worker.engine.identities import KvTraits, encoder_identity, fingerprint, kv_identity, scaled_identity
 from services.worker.engine.kernels.cpu.backend import CpuBackend
 from services.worker.engine.kernels.cpu.layers import fuse_layers
 from services.worker.engine.kernels.cpu.products import Products, layer_shapes
@@ -98,8 +98,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-# Free memory that weights read beside others must leave, as a multiple of theirs: reading takes buffers.
-_SPARE = 1.2
 # Memory on a GPU is kept for adapters of this rank, of all products, in all slots.
 _RANK_OF_SLOTS = 16
 
@@ -124,7 +122,7 @@ def load_decoder(spec: EngineSpec, report: ProgressReport, options: RunnerOption
     Raises:
         ConfigurationError: the model cannot be found or run as configured, or no memory is left for KV.
     """
-    return _DecoderLoader(spec, options or RunnerOptions(), report).load()
+    return DecoderLoader(spec, options or RunnerOptions(), report).load()
 
 
 def load_encoder(
@@ -135,59 +133,11 @@ def load_encoder(
     Raises:
         ConfigurationError: the model cannot be found, or has no encoder that is supported.
     """
-    return _DecoderLoader(spec, options, report).load_encoder()
+    return DecoderLoader(spec, options, report).load_encoder()
 
 
 def _read_again(spec: EngineSpec, options: RunnerOptions, runner: ModelRunner, report: ProgressReport) -> ReadModel:
-    return _DecoderLoader(spec, _with_products_of(runner, options), report).read_again(runner)
-
-
-def _with_products_of(serving: ModelRunner, options: RunnerOptions) -> RunnerOptions:
-    """Return `options` with what all ranks of `serving` have agreed on, which holds for weights that replace others."""
-    return replace(options, products=serving.capacity.products or options.products)
-
-
-class PreparedDecoder:
-    """Weights that were read while another model of the same shape serves, whose place they are to take."""
-
-    def __init__(self, loader: _DecoderLoader) -> None:
-        """Take over a loader that has read its weights."""
-        self._loader = loader
-
-    def load(self, spec: EngineSpec, report: ProgressReport) -> ModelRunner:
-        """Do what is left of `load_decoder`; `spec` may name other numbers of pages than when they were read."""
-        return self._loader.load_prepared(spec, report)
-
-
-def prepare_decoder(spec: EngineSpec, options: RunnerOptions, serving: ModelRunner) -> PreparedDecoder | None:
-    """Read the weights of `spec` beside those of `serving`, of which they have the shape, in any thread.
-
-    Returns None if memory does not suffice for both, or if the model runs through `transformers`.
-
-    Raises:
-        ConfigurationError: they cannot be read, or their files have changed meanwhile.
-    """
-    needed, free = serving.weight_bytes, _free_for_weights(spec, serving.device)
-    if needed * _SPARE > free:
-        log.info("weights.in_place needed_mib=%d free_mib=%d", needed >> 20, free >> 20)
-        return None
-    loader = _DecoderLoader(spec, _with_products_of(serving, options), lambda _fraction, _stage: None)
-    if not loader.can_prepare:
-        return None
-    files = None if spec.load_format == "dummy" else resolve_model(spec.model)
-    before = files and states_of(files)
-    loader.prepare()
-    if files is not None and states_of(files) != before:
-        message = "its files have changed while they were read; retry when they are whole"
-        raise ConfigurationError(f"{spec.model}: {message}")
-    return PreparedDecoder(loader)
-
-
-def _free_for_weights(spec: EngineSpec, device: torch.device) -> int:
-    if device.type == "cpu":
-        return available_memory() // ranks_on_host(spec)
-    unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-    return int(torch.cuda.mem_get_info(device)[0]) + unused
+    return DecoderLoader.beside(runner, spec, options, report).read_again(runner)
 
 
 def _read_vision(described: JsonConfig) -> VisionConfig | None:
@@ -201,10 +151,24 @@ def _read_vision(described: JsonConfig) -> VisionConfig | None:
         return None
 
 
-class _DecoderLoader:
+def _use_device(device: torch.device, threads: int) -> None:
+    if device.type == "cpu":
+        torch.set_num_threads(threads)
+        keep_freed_memory()
+    else:
+        # For this thread, the engine's only one: launches and captures use the current device.
+        torch.cuda.set_device(device)
+
+
+class DecoderLoader:
     """The steps of loading a decoder on one rank, and the state that they share."""
 
     def __init__(self, spec: EngineSpec, options: RunnerOptions, report: Callable[[float, str], None]) -> None:
+        """Read the configuration, and choose device, number types and kernels.
+
+        Raises:
+            ConfigurationError: the model cannot be found or run as configured.
+        """
         self._spec = spec
         self._options = options
         self._report = report
@@ -220,12 +184,7 @@ class _DecoderLoader:
         self._only_embeds = only_embeds(described, has_pooling=has_pooling_module(files.path))
         self._shard: ModelShard = self._shard_of(spec.tensor_rank)
         threads = count_threads(options, spec)
-        if self._device.type == "cpu":
-            torch.set_num_threads(threads)
-            keep_freed_memory()
-        else:
-            # For this thread, the engine's only one: launches and captures use the current device.
-            torch.cuda.set_device(self._device)
+        _use_device(self._device, threads)
         report(0.0, "preparing kernels, which takes longest the first time")
         library = find_library(options, self._device)
         is_own = not isinstance(self._checkpoint, TransformersCheckpoint)
@@ -255,8 +214,16 @@ class _DecoderLoader:
         self._weights: TransformerWeights | None = None
         self._check_support()
 
+    @classmethod
+    def beside(
+        cls, serving: ModelRunner, spec: EngineSpec, options: RunnerOptions, report: ProgressReport
+    ) -> DecoderLoader:
+        """Return the loader of weights that replace those of `serving`, as whose ranks agreed on products."""
+        return cls(spec, replace(options, products=serving.capacity.products or options.products), report)
+
     @torch.inference_mode()
     def load(self) -> ModelRunner:
+        """Load the model and allocate its KV pool; blocks until all ranks have joined."""
         spec, config = self._spec, self._config
         if spec.world_size > 1:
             self._report(0.0, "waiting for the other ranks")
@@ -701,39 +668,27 @@ class _DecoderLoader:
             free -= pool.pages * page_bytes
         return count_host_pages(self._spec, page_bytes, free)
 
+    def _traits(self, layout: str) -> KvTraits:
+        is_quantised = quantiser(self._spec, self._config) is not None
+        return KvTraits(
+            self._config, self._dtype, self._kv_dtype, layout, self._spec.page_size, self._vision_config,
+            is_quantised=is_quantised,
+        )  # fmt: skip
+
     def _fingerprint(self, layout: str, group: RankGroup) -> str:
         """Return the digest of all that decides about KV, with the weights of all ranks."""
-        spec, shard = self._spec, self._shard
         # A rank's KV depends on the weights of all ranks, as layers add up what all of them contribute.
-        identity = self._checkpoint.identity()
-        if self._kv_scales:
-            scales = [(layer.keys.tolist(), layer.values.tolist()) for layer in self._kv_scales]
-            identity = hashlib.sha256(f"{identity}\n{scales}".encode()).hexdigest()
+        identity = scaled_identity(self._checkpoint.identity(), self._kv_scales)
         weights = "".join(group.gather_digests(identity))
-        parts = (
-            weights, str(asdict(self._config)), str(self._dtype), str(self._kv_dtype), layout,
-            str(quantiser(spec, self._config) is not None), str(self._vision_config and asdict(self._vision_config)),
-            str(spec.page_size), str(shard.kv_heads), f"{spec.rank}/{spec.world_size}",
-            f"{self._layers.start}-{self._layers.stop}",
-            # Sums in another order give other bits; without, fingerprints are those of earlier versions.
-            *(["whole experts"] if spec.expert_parallel else []),
-        )  # fmt: skip
-        return hashlib.sha256("\n".join(parts).encode()).hexdigest()
+        return fingerprint(weights, self._traits(layout), self._spec, self._shard.kv_heads, self._layers)
 
     def _kv_identity(self, layout: str) -> str:
         """Return the digest of all that decides about KV but the number of ranks; see `WorkerCapacity.kv_identity`."""
-        spec = self._spec
-        if spec.stages > 1 or self._kv_scales:
+        if self._spec.stages > 1 or self._kv_scales:
             return ""
-        weights = self._checkpoint.identity()
-        if spec.load_format != "dummy":
-            weights = self._weights_by_samples()
-        parts = (
-            weights, str(asdict(self._config)), str(self._dtype), str(self._kv_dtype), layout,
-            str(quantiser(spec, self._config) is not None), str(self._vision_config and asdict(self._vision_config)),
-            str(spec.page_size), str(spec.expert_parallel),
-        )  # fmt: skip
-        return hashlib.sha256("\n".join(parts).encode()).hexdigest()
+        is_made_up = self._spec.load_format == "dummy"
+        weights = self._checkpoint.identity() if is_made_up else self._weights_by_samples()
+        return kv_identity(weights, self._traits(layout), expert_parallel=self._spec.expert_parallel)
 
     def _capacity(self, pool: KvPool, pages: int, context: int, layout: str, group: RankGroup) -> EngineCapacity:
         return EngineCapacity(
@@ -764,8 +719,7 @@ class _DecoderLoader:
             return ""
         weights = "" if self._spec.load_format == "dummy" else self._weights_by_samples()
         dtype = self._backend.kernels.activation_dtype
-        parts = weights, str(asdict(self._vision.config)), str(dtype)
-        return hashlib.sha256("\n".join(parts).encode()).hexdigest()
+        return encoder_identity(weights, self._vision.config, dtype)
 
     def _weights_by_samples(self) -> str:
         return identity_of_files(weight_files(resolve_model(self._spec.model)))

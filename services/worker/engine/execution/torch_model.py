@@ -86,7 +86,7 @@ def prepare_model(
     if not isinstance(serving, TorchModel) or not isinstance(serving.runner, ModelRunner):
         return None
     # Imported here, as tests make models without a loader.
-    from services.worker.engine.loader import prepare_decoder
+    from services.worker.engine.prepared_weights import prepare_decoder
 
     prepared = prepare_decoder(spec, options, serving.runner)
     if prepared is None:

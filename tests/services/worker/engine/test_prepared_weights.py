@@ -11,10 +11,10 @@ import torch
 from common.errors import ConfigurationError
 from common.steps import EngineSpec, StepPlan, StepResult
 from common.types import RowSlot, StepId
-from services.worker.engine import loader
+from services.worker.engine import prepared_weights
 from services.worker.engine.backends import RunnerOptions
 from services.worker.engine.execution.torch_model import torch_engine
-from services.worker.engine.loader import load_decoder
+from services.worker.engine.loader import DecoderLoader, load_decoder
 from tests.services.worker.engine.driving import Driver, load, random_ids
 from tests.services.worker.engine.families import VOCABULARY, save_family
 from tests.services.worker.engine.scenario import chunk, open_row, tokens_by_row
@@ -101,7 +101,7 @@ def test_without_room_for_both_they_are_read_in_place(
     old, new = models
     wanted = Served(new).generate()
     served = Served(old)
-    monkeypatch.setattr(loader, "_free_for_weights", lambda _spec, _device: 1000)
+    monkeypatch.setattr(prepared_weights, "_free_for_weights", lambda _spec, _device: 1000)
     assert not served.engine.prepare(served.spec(new))
     served.use(new)
     assert served.generate() == wanted
@@ -113,14 +113,14 @@ def test_files_that_change_under_the_reader_are_refused(
     old, new = models
     served = Served(old)
     before = served.generate()
-    read = loader._DecoderLoader.prepare
+    read = DecoderLoader.prepare
 
     def change(self: Any) -> None:
         read(self)
         for path in new.glob("*.safetensors"):
             path.write_bytes(path.read_bytes())
 
-    monkeypatch.setattr(loader._DecoderLoader, "prepare", change)
+    monkeypatch.setattr(DecoderLoader, "prepare", change)
     with pytest.raises(ConfigurationError, match="have changed while they were read"):
         served.engine.prepare(served.spec(new))
     assert served.generate() == before
