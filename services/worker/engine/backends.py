@@ -12,6 +12,7 @@ import torch
 from common.errors import ConfigurationError
 from services.worker.engine.adapters.active import GroupedAdapters
 from services.worker.engine.host import available_cores
+from services.worker.engine.host_memory import keep_freed_memory
 from services.worker.engine.kernels.cpu.backend import CpuBackend
 from services.worker.engine.kernels.cpu.build import BuildError, build_library, cache_directory, find_openmp
 from services.worker.engine.kernels.cpu.library import CpuLibrary
@@ -79,6 +80,16 @@ def select_device(options: RunnerOptions) -> torch.device:
             return torch.device("cuda", options.device_index) if has_cuda else torch.device("cpu")
         case other:
             raise ConfigurationError(f"device {other!r} is not one of auto, cpu, cuda")
+
+
+def use_device(device: torch.device, threads: int) -> None:
+    """Have this thread compute on a device, on a CPU by `threads` threads."""
+    if device.type == "cpu":
+        torch.set_num_threads(threads)
+        keep_freed_memory()
+    else:
+        # For this thread, the engine's only one: launches and captures use the current device.
+        torch.cuda.set_device(device)
 
 
 def select_dtype(name: str, config: ModelConfig, device: torch.device, library: CpuLibrary | None) -> torch.dtype:

@@ -13,17 +13,14 @@ from common.encoders import is_encoder_directory
 from common.errors import ConfigurationError
 from common.heads import has_pooling_module, only_embeds, read_head
 from common.models import ModelKind, resolve_model
-from common.steps import EngineCapacity, RecurrentStates, WindowPool
-from common.tokenization import load_text_model
+from common.steps import EngineCapacity
 from services.worker.engine.adapters.shelf import AdapterShelf
 from services.worker.engine.adapters.sites import adapter_bytes
 from services.worker.engine.backends import (
     RunnerOptions,
     agreed_backend,
-    check_float8_kv,
     count_threads,
     find_library,
-    ranks_on_host,
     select_adapter_products,
     select_backend,
     select_device,
@@ -31,39 +28,28 @@ from services.worker.engine.backends import (
     select_gpu_backend,
     select_kv_dtype,
     select_products,
+    use_device,
 )
 from services.worker.engine.checkpoints.file_identity import identity_of_files
 from services.worker.engine.checkpoints.opening import open_checkpoint, read_rope
 from services.worker.engine.checkpoints.replacing import weight_files
-from services.worker.engine.checkpoints.safetensors_directory import SafetensorsTensors, read_json
+from services.worker.engine.checkpoints.safetensors_directory import read_json
+from services.worker.engine.decoder_memory import DecoderMemory, check_memory
 from services.worker.engine.determinism import check_deterministic
 from services.worker.engine.encoder.runner import EncoderRunner
 from services.worker.engine.host import available_memory
-from services.worker.engine.host_memory import keep_freed_memory
 from services.worker.engine.host_tier.device_pages import page_form_of
-from services.worker.engine.host_tier.pool import allocate_host_pool, count_host_pages
+from services.worker.engine.host_tier.pool import allocate_host_pool
 from services.worker.engine.identities import KvTraits, encoder_identity, fingerprint, kv_identity, scaled_identity
 from services.worker.engine.kernels.cpu.backend import CpuBackend
 from services.worker.engine.kernels.cpu.layers import fuse_layers
 from services.worker.engine.kernels.cpu.products import Products, layer_shapes
-from services.worker.engine.kernels.interface import AttentionShape, KernelBackend, KvLayout
-from services.worker.engine.measuring.capacity import (
-    LEAST_SNAPSHOTS,
-    MemoryMeasure,
-    activation_reserve,
-    count_pages,
-    divide,
-    has_window_pool,
-    longest_context,
-    sampler_bytes,
-)
+from services.worker.engine.kernels.interface import AttentionShape, KernelBackend
+from services.worker.engine.measuring.capacity import activation_reserve, longest_context, sampler_bytes
 from services.worker.engine.measuring.measurements import calibrate, measure_peak, pages_of, prompts_of, random_prompts
 from services.worker.engine.model.assembly import Assembler, without_adapters
-from services.worker.engine.model.kv_pool import KvPool, allocate_pool, bytes_per_token, join_pools, with_scales
 from services.worker.engine.model.kv_scales import MEASURED_TOKENS, measured_scales, stored_scales
-from services.worker.engine.model.recurrent import StatePool, allocate_states, state_bytes
 from services.worker.engine.model.rotary import AxisAngles, rotary_table
-from services.worker.engine.model.score_head import read_score_head
 from services.worker.engine.model.tensors import CheckedTensors
 from services.worker.engine.model.transformer import Transformer
 from services.worker.engine.model_runner import ModelRunner, ReadModel
@@ -72,11 +58,12 @@ from services.worker.engine.parallel.group import RankGroup, join_group
 from services.worker.engine.parallel.shards import ModelShard, Span, shard_model
 from services.worker.engine.parallel.stages import check_stages, layers_of_stages
 from services.worker.engine.parallel.symmetric_memory import ExchangeShape
+from services.worker.engine.pooler_heads import read_pooler_head
 from services.worker.engine.quantization.fp8 import FP8
 from services.worker.engine.quantization.policy import check_device, check_model, held_format, quantiser
 from services.worker.engine.transformers_models.checkpoint import TransformersCheckpoint
 from services.worker.engine.transformers_models.decoder import TransformersDecoder, pages_to_check
-from services.worker.engine.vision.registry import load_vision, read_vision, vision_families
+from services.worker.engine.vision.registry import find_vision, load_vision
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -91,9 +78,8 @@ if TYPE_CHECKING:
     from services.worker.engine.kernels.interface import AttentionBackend, KvScales
     from services.worker.engine.model.config import ModelConfig
     from services.worker.engine.model.decoder import Decoder
-    from services.worker.engine.model.family import JsonConfig
+    from services.worker.engine.model.kv_pool import KvPool
     from services.worker.engine.model.transformer import TransformerWeights
-    from services.worker.engine.vision.config import VisionConfig
     from services.worker.engine.vision.encoder import VisionEncoder
 
 log = logging.getLogger(__name__)
@@ -140,26 +126,6 @@ def _read_again(spec: EngineSpec, options: RunnerOptions, runner: ModelRunner, r
     return DecoderLoader.beside(runner, spec, options, report).read_again(runner)
 
 
-def _read_vision(described: JsonConfig) -> VisionConfig | None:
-    """Return the encoder of images that a config.json describes; None: there is none, or it is not supported."""
-    if described.get("model_type") not in vision_families():
-        return None
-    try:
-        return read_vision(described)
-    except ConfigurationError as error:
-        log.warning("images.refused reason=%s", error)
-        return None
-
-
-def _use_device(device: torch.device, threads: int) -> None:
-    if device.type == "cpu":
-        torch.set_num_threads(threads)
-        keep_freed_memory()
-    else:
-        # For this thread, the engine's only one: launches and captures use the current device.
-        torch.cuda.set_device(device)
-
-
 class DecoderLoader:
     """The steps of loading a decoder on one rank, and the state that they share."""
 
@@ -180,11 +146,11 @@ class DecoderLoader:
         described = read_json(files.path / "config.json") if files.kind is ModelKind.DIRECTORY else {}
         self._head = read_head(described, spec.classifier_from_token)
         # None: images are not to be seen.
-        self._vision_config = _read_vision(described) if spec.vision else None
+        self._vision_config = find_vision(described) if spec.vision else None
         self._only_embeds = only_embeds(described, has_pooling=has_pooling_module(files.path))
         self._shard: ModelShard = self._shard_of(spec.tensor_rank)
         threads = count_threads(options, spec)
-        _use_device(self._device, threads)
+        use_device(self._device, threads)
         report(0.0, "preparing kernels, which takes longest the first time")
         library = find_library(options, self._device)
         is_own = not isinstance(self._checkpoint, TransformersCheckpoint)
@@ -212,7 +178,7 @@ class DecoderLoader:
         self._vision: VisionEncoder | None = None
         # Read ahead by `prepare`.
         self._weights: TransformerWeights | None = None
-        self._check_support()
+        self._check_support(is_own=is_own)
 
     @classmethod
     def beside(
@@ -243,12 +209,13 @@ class DecoderLoader:
             self._kv_scales = self._find_kv_scales(model, context)
         self._report(0.98, "measuring memory" if self._can_overlap else "allocating the KV pool")
         reserve = self._reserve(model, context) + self._slots_bytes()
-        pages, window_pages = (group.minimum(count) for count in self._count_pages(context, free_before, reserve))
+        memory, free = self._memory, (free_before, self._free_memory())
+        pages, window_pages = (group.minimum(count) for count in memory.count_pages(context, free, reserve))
         # One page more than granted ones: padding rows of captured batches write there.
-        pool = self._pool(pages + self._can_overlap, model.kv_layout, window_pages)
+        pool = memory.pool(pages + self._can_overlap, model.kv_layout, window_pages)
         if config.recurrent is not None:
             # Ranks with other numbers of heads count others.
-            pool = replace(pool, states=self._states(group.minimum(self._count_snapshots(pages))))
+            pool = replace(pool, states=memory.states(group.minimum(memory.count_snapshots(pages))))
         capacity = self._capacity(pool, pages, min(context, pages * spec.page_size), model.kv_layout.value, group)
         log.info(
             "model.loaded model=%s device=%s backend=%s dtype=%s weights=%s kv_dtype=%s pages=%d context=%d threads=%d",
@@ -256,7 +223,7 @@ class DecoderLoader:
             self._kv_dtype, pages,
             capacity.max_context, torch.get_num_threads(),
         )  # fmt: skip
-        host_pages = group.minimum(self._count_host_pages(pool))
+        host_pages = group.minimum(memory.count_host_pages(pool))
         host_pool = allocate_host_pool(pool, host_pages) if host_pages else None
         form = page_form_of(pool, model.kv_layout, self._shape, self._shard.kv_heads, config.kv_heads)
         runner = ModelRunner(
@@ -312,28 +279,17 @@ class DecoderLoader:
         log.info("encoder.loaded model=%s device=%s backend=%s", self._spec.model, self._device, self._backend.name)
         return self._vision, capacity
 
-    def _check_support(self) -> None:
+    def _check_support(self, *, is_own: bool) -> None:
         """Raise ConfigurationError for stages, kinds of KV memory or exactness that model or device do not support."""
-        is_own = not isinstance(self._checkpoint, TransformersCheckpoint)
-        check_deterministic(self._spec, self._config, self._backend, self._shape, is_own=is_own)
-        if self._spec.deterministic and self._head is not None:
+        spec, config = self._spec, self._config
+        check_deterministic(spec, config, self._backend, self._shape, is_own=is_own)
+        if spec.deterministic and self._head is not None:
             raise ConfigurationError("model.deterministic is not available with classification heads")
-        if self._spec.expert_parallel:
-            check_experts(self._spec, self._config, self._backend.name, is_own=is_own)
-        if self._spec.stages > 1:
-            check_stages(self._spec, self._config, is_own=is_own)
-        if self._kv_dtype == FP8 and self._config.latent is not None:
-            raise ConfigurationError(
-                f"kv_dtype=fp8: latent attention ({self._config.family}) keeps one row for both, which is not "
-                "supported in FP8; use kv_dtype=auto"
-            )
-        if self._kv_dtype == FP8 and self._backend.name == "gpu":
-            check_float8_kv(torch.cuda.get_device_capability(self._device))
-        if self._config.recurrent is not None and (self._spec.host_bytes or self._spec.host_pages):
-            raise ConfigurationError(
-                f"scheduler.host_tier: {self._config.family} has recurrent layers, whose states are kept on the device "
-                "only; set scheduler.host_tier.gigabytes to 0"
-            )
+        if spec.expert_parallel:
+            check_experts(spec, config, self._backend.name, is_own=is_own)
+        if spec.stages > 1:
+            check_stages(spec, config, is_own=is_own)
+        check_memory(spec, config, self._backend, self._kv_dtype)
 
     def _blocks(self, library: CpuLibrary | None) -> BlockFunctions | None:
         """Return oneDNN's products, if layers are to use them."""
@@ -423,38 +379,6 @@ class DecoderLoader:
         kernels = self._backend.kernels
         return AdapterShelf(self._adapters, self._config, kernels.activation_dtype, self._device)
 
-    def _pooler_head(self) -> PoolerHead | None:
-        if self._head is None:
-            return None
-        tensors: SafetensorsTensors | Checkpoint
-        if not isinstance(self._checkpoint, TransformersCheckpoint):
-            tensors = self._checkpoint
-        elif self._checkpoint.is_dummy:
-            raise ConfigurationError(
-                "load_format=dummy has no classification heads of models that run through transformers"
-            )
-        else:
-            tensors = SafetensorsTensors(self._checkpoint.directory)
-        has_own = tensors.has("lm_head.weight") and not self._config.tied_embeddings
-        return read_score_head(
-            tensors,
-            self._head,
-            self._config.hidden_size,
-            self._device,
-            token_ids=self._ids_of(self._head.tokens),
-            vocabulary="lm_head.weight" if has_own else "model.embed_tokens.weight",
-        )
-
-    def _ids_of(self, tokens: tuple[str, ...]) -> tuple[int, ...]:
-        if not tokens:
-            return ()
-        tokenizer = load_text_model(resolve_model(self._spec.model, weights=False)).tokenizer
-        found = {token: tokenizer.token_to_id(token) for token in tokens}
-        unknown = [token for token, token_id in found.items() if token_id is None]
-        if unknown:
-            raise ConfigurationError(f"classifier_from_token: {unknown} are no tokens of the model's vocabulary")
-        return tuple(token_id for token_id in found.values() if token_id is not None)
-
     def _transformers_decoder(self, checkpoint: TransformersCheckpoint, context: int, group: RankGroup) -> Decoder:
         self._report(0.0, "loading weights")
         model = TransformersDecoder(checkpoint, self._dtype, self._device, group)
@@ -463,7 +387,7 @@ class DecoderLoader:
         self._shard = shard_model(self._config, group.rank, group.world_size)
         model.use(self._attention(context), self._backend.kernels.activation_dtype)
         self._report(0.97, "comparing attention")
-        pool = self._unquantised_pool(pages_to_check(self._spec.page_size), model.kv_layout)
+        pool = self._memory.unquantised_pool(pages_to_check(self._spec.page_size), model.kv_layout)
         model.check(pool)
         if self._may_overlap:
             obstacle = model.obstacle_to_graphs(pool)
@@ -486,6 +410,16 @@ class DecoderLoader:
                 table = rotary_table(rotary, config.rotary_dim, context, self._device)
                 kinds[window, rotary] = self._backend.attention(shape, table)
         return [kinds[config.window_of(i), config.rotary_of(i)] for i in range(config.layers)]
+
+    @property
+    def _memory(self) -> DecoderMemory:
+        return DecoderMemory(
+            self._spec, self._config, self._layers, self._shape, len(self._shard.state_heads or ()), self._device,
+            self._kv_dtype, self._backend.kernels.activation_dtype, self._can_overlap, self._kv_scales,
+        )  # fmt: skip
+
+    def _pooler_head(self) -> PoolerHead | None:
+        return read_pooler_head(self._checkpoint, self._head, self._config, self._spec.model, self._device)
 
     def _axis_angles(self, context: int) -> AxisAngles | None:
         """Return the angles of tokens of images; None: their positions are as those of texts."""
@@ -541,32 +475,6 @@ class DecoderLoader:
             has_float8_kv=self._kv_dtype == FP8,
         )  # fmt: skip
 
-    def _pool(self, pages: int, layout: KvLayout, window_pages: int = 0) -> KvPool:
-        """Allocate; with `window_pages`, layers with a window have so many pages of their own."""
-
-        def allocate(layers: int, pages: int) -> KvPool:
-            return allocate_pool(self._shape, layers, pages, layout, dtype=self._kv_dtype, device=self._device)
-
-        layers, local = self._part.attention_layers, sum(self._is_local)
-        pool = allocate(layers - local if window_pages else layers, pages)
-        if window_pages:
-            pool = join_pools(pool, allocate(local, window_pages + self._can_overlap), self._is_local)
-        return with_scales(pool, self._kv_scales) if self._kv_scales else pool
-
-    def _unquantised_pool(self, pages: int, layout: KvLayout) -> KvPool:
-        dtype = self._backend.kernels.activation_dtype
-        layers = self._part.attention_layers
-        pool = allocate_pool(self._shape, layers, pages, layout, dtype=dtype, device=self._device)
-        return replace(pool, states=self._states())
-
-    def _states(self, snapshots: int = 0) -> StatePool | None:
-        """Allocate recurrent states of all rows, and snapshots."""
-        recurrent, heads = self._part.recurrent, self._shard.state_heads
-        if recurrent is None or heads is None:
-            return None
-        dtype = self._backend.kernels.activation_dtype
-        return allocate_states(recurrent, len(heads), (self._spec.max_rows, snapshots), dtype, self._device)
-
     def _find_kv_scales(self, model: Decoder, context: int) -> tuple[KvScales, ...]:
         """Return the scales of keys and values in FP8: the checkpoint's, or else measured on fixed tokens."""
         if not isinstance(self._checkpoint, TransformersCheckpoint):
@@ -577,22 +485,10 @@ class DecoderLoader:
         self._report(0.98, "measuring scales of keys and values")
         length = min(MEASURED_TOKENS, self._spec.max_step_tokens, context)
         batch = random_prompts([length], self._spec.page_size, self._config.vocabulary_size, self._device)
-        pool = self._unquantised_pool(pages_of([length], self._spec.page_size), model.kv_layout)
+        pool = self._memory.unquantised_pool(pages_of([length], self._spec.page_size), model.kv_layout)
         model.forward(batch, pool)
         log.info("model.kv_scales source=measured tokens=%d", length)
         return measured_scales(pool, model.kv_layout)
-
-    @property
-    def _is_local(self) -> tuple[bool, ...]:
-        """Which layers attend to a window only."""
-        return tuple(self._part.window_of(i) is not None for i in range(self._part.layers))
-
-    @property
-    def _window(self) -> int:
-        """Tokens that any of them sees; 0: they have no pages of their own."""
-        if not has_window_pool(self._spec, self._is_local):
-            return 0
-        return max(window for window in self._config.windows if window is not None)
 
     def _reserve(self, model: Decoder, context: int) -> int:
         """Return bytes that passes take beside weights and KV: measured where a pass costs nothing, else estimated."""
@@ -608,7 +504,8 @@ class DecoderLoader:
         if not self._can_overlap or spec.device_pages is not None:
             return estimate
         lengths = prompts_of(spec.max_step_tokens, context)
-        pool = replace(self._pool(pages_of(lengths, spec.page_size), model.kv_layout), states=self._states())
+        memory = self._memory
+        pool = replace(memory.pool(pages_of(lengths, spec.page_size), model.kv_layout), states=memory.states())
         batch = random_prompts(
             lengths,
             spec.page_size,
@@ -631,48 +528,10 @@ class DecoderLoader:
         log.info("adapters.reserved slots=%d mib=%d", self._adapters.slots, self._adapters.slots * each >> 20)
         return self._adapters.slots * each
 
-    def _count_pages(self, context: int, free_before: int, reserve: int) -> tuple[int, int]:
-        """Return the number of pages to allocate, and the number for the layers with a window alone."""
-        is_host = self._device.type == "cpu"
-        memory = MemoryMeasure(
-            free_before, self._free_memory(), shared_by=ranks_on_host(self._spec) if is_host else 1, is_host=is_host
-        )
-        layers, local = self._part.attention_layers, sum(self._is_local)
-        states = self._recurrent_states(0)
-        if not self._window:
-            kv_bytes = bytes_per_token(self._shape, layers, self._kv_dtype)
-            if states is not None:
-                reserve += (self._spec.max_rows + 1) * states.row_bytes
-                # Snapshots take as much memory as pages.
-                kv_bytes *= 2
-            return count_pages(self._spec, context, kv_bytes, reserve, memory), 0
-        token_bytes = (
-            bytes_per_token(self._shape, layers - local, self._kv_dtype),
-            bytes_per_token(self._shape, local, self._kv_dtype),
-        )
-        return divide(self._spec, context, token_bytes, reserve, memory, self._window)
-
-    def _count_snapshots(self, pages: int) -> int:
-        """Return the number of snapshots to allocate: with as many as are asked for, or as much memory as `pages`."""
-        states = self._recurrent_states(0)
-        if states is None or self._spec.snapshots is not None:
-            return self._spec.snapshots or 0
-        page_bytes = bytes_per_token(self._shape, self._part.attention_layers, self._kv_dtype) * self._spec.page_size
-        return max(pages * page_bytes // states.row_bytes, LEAST_SNAPSHOTS)
-
-    def _count_host_pages(self, pool: KvPool) -> int:
-        page_bytes = pool.bytes_per_token * pool.page_size
-        free = available_memory() // ranks_on_host(self._spec)
-        if self._device.type == "cpu":
-            # The pool is allocated, but hardly any of its pages are committed yet.
-            free -= pool.pages * page_bytes
-        return count_host_pages(self._spec, page_bytes, free)
-
     def _traits(self, layout: str) -> KvTraits:
-        is_quantised = quantiser(self._spec, self._config) is not None
         return KvTraits(
             self._config, self._dtype, self._kv_dtype, layout, self._spec.page_size, self._vision_config,
-            is_quantised=is_quantised,
+            is_quantised=quantiser(self._spec, self._config) is not None,
         )  # fmt: skip
 
     def _fingerprint(self, layout: str, group: RankGroup) -> str:
@@ -702,8 +561,8 @@ class DecoderLoader:
             kv_identity=self._kv_identity(layout),
             device=str(self._device),
             layers=self._config.layers,
-            window_pool=self._window_pool(pool),
-            recurrent_states=self._recurrent_states(pool.states.snapshots if pool.states else 0),
+            window_pool=self._memory.window_pool(pool),
+            recurrent_states=self._memory.recurrent_states(pool.states.snapshots if pool.states else 0),
             head=self._head.pooling if self._head else None,
             only_pools=self._head is not None or self._only_embeds,
             sees_images=self._vision is not None,
@@ -730,16 +589,3 @@ class DecoderLoader:
         if self._vision is None:
             return 0
         return self._vision.config.components * self._backend.kernels.activation_dtype.itemsize
-
-    def _recurrent_states(self, snapshots: int) -> RecurrentStates | None:
-        recurrent, heads = self._part.recurrent, self._shard.state_heads
-        if recurrent is None or heads is None:
-            return None
-        dtype = self._backend.kernels.activation_dtype
-        return RecurrentStates(snapshots, state_bytes(recurrent, len(heads), dtype))
-
-    def _window_pool(self, pool: KvPool) -> WindowPool | None:
-        if not pool.window_pages:
-            return None
-        pages = pool.window_pages - self._can_overlap
-        return WindowPool(pages, self._window, sum(self._is_local), pool.window_bytes_per_token)

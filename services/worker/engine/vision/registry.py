@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from functools import cache
 from types import MappingProxyType
 from typing import TYPE_CHECKING
@@ -20,6 +21,8 @@ if TYPE_CHECKING:
     from services.worker.engine.vision.config import VisionConfig
     from services.worker.engine.vision.encoder import VisionEncoder
     from services.worker.engine.vision.family import VisionFamily
+
+log = logging.getLogger(__name__)
 
 
 @cache
@@ -49,6 +52,17 @@ def read_vision(config: JsonConfig) -> VisionConfig:
         return family.read(config)
     except KeyError as error:
         raise ConfigurationError(f"config.json has no {error.args[0]!r}") from error
+
+
+def find_vision(config: JsonConfig) -> VisionConfig | None:
+    """Return the encoder of images that a config.json describes; None: there is none, or it is not supported."""
+    if config.get("model_type") not in vision_families():
+        return None
+    try:
+        return read_vision(config)
+    except ConfigurationError as error:
+        log.warning("images.refused reason=%s", error)
+        return None
 
 
 def load_vision(checkpoint: Checkpoint, config: VisionConfig, kernels: Kernels, device: torch.device) -> VisionEncoder:
