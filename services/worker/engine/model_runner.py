@@ -1,4 +1,4 @@
-"""A loaded model: the face of this half of the engine."""
+"""A loaded decoder with its memory, as runners and executors use it."""
 
 from __future__ import annotations
 
