@@ -66,7 +66,8 @@ class _Record:
 
     def parts(self, first: int, stop: int) -> list[bytes]:
         """Return the parts from number `first` up to `stop`, without the latter."""
-        parts, begin = [], sum(self.lengths[:first])
+        # Counted from the end, which is where most readers are.
+        parts, begin = [], len(self.content) - sum(self.lengths[first:])
         for length in self.lengths[first:stop]:
             parts.append(bytes(self.content[begin : begin + length]))
             begin += length
@@ -103,6 +104,11 @@ class MemoryRecords:
         self._expire()
         return self._claims.get(claim)
 
+    async def request(self, name: str) -> bytes | None:
+        self._expire()
+        record = self._records.get(name)
+        return None if record is None else record.parts(0, 1)[0]
+
     async def read(self, name: str, first: int = 0) -> RecordReading | None:
         self._expire()
         record = self._records.get(name)
@@ -110,7 +116,6 @@ class MemoryRecords:
             return None
         stop = 1 + record.written
         return RecordReading(
-            record.parts(0, 1)[0],
             record.parts(1 + first, stop),
             record.written,
             record.owner,

@@ -166,17 +166,22 @@ local function append()
   return table.concat(outcomes)
 end
 
--- ARGV: name, first chunk. Returns request, owner, end, charged, 1 if the owner is alive, number of chunks, the chunks; nil if
---   unknown.
+-- ARGV: name. Returns the request; nil if unknown.
+local function request()
+  local name = ARGV[6]
+  return exists(name) and redis.call('HGET', item(name), 'request') or nil
+end
+
+-- ARGV: name, first chunk. Returns owner, end, charged, 1 if the owner is alive, number of chunks, the chunks; nil if unknown.
 local function read()
   local name = ARGV[6]
   if not exists(name) then
     return nil
   end
-  local found = redis.call('HMGET', item(name), 'request', 'owner', 'end', 'charged')
+  local found = redis.call('HMGET', item(name), 'owner', 'end', 'charged')
   local written = redis.call('LLEN', chunks(name))
   local list = redis.call('LRANGE', chunks(name), ARGV[7], -1)
-  return {found[1], found[2], found[3] or '', found[4] or '', is_alive(found[2]) and 1 or 0, written, list}
+  return {found[1], found[2] or '', found[3] or '', is_alive(found[1]) and 1 or 0, written, list}
 end
 
 -- ARGV: name, owner or empty (any), end.
@@ -230,6 +235,8 @@ if operation == 'open' then
   return open()
 elseif operation == 'append' then
   return append()
+elseif operation == 'request' then
+  return request()
 elseif operation == 'read' then
   return read()
 elseif operation == 'finish' then

@@ -41,7 +41,6 @@ class NewRecord:
 class RecordReading:
     """The state of a record, and its chunks from the requested number on."""
 
-    request: bytes
     chunks: Sequence[bytes]
     # The number of all chunks.
     written: int
@@ -86,8 +85,14 @@ class AnswerRecords(Protocol):
     async def claimed(self, claim: str) -> str | None:
         """Return the name of the record with a claim."""
 
+    async def request(self, name: str) -> bytes | None:
+        """Return the request of a record; None: there is none."""
+
     async def read(self, name: str, first: int = 0) -> RecordReading | None:
-        """Return the state of a record and its chunks from number `first` on; None: there is none."""
+        """Return the state of a record and its chunks from number `first` on; None: there is none.
+
+        Readers that follow a record call this often, so it leaves out the request, which may be large.
+        """
 
     async def append(self, name: str, owner: str, first: int, chunks: Sequence[bytes]) -> Writing:
         """Add chunks, the first of which has number `first`; those that it has already are not added again."""

@@ -72,15 +72,24 @@ class RedisRecords:
         found = await self._state.call(lambda redis: redis.get(key))
         return found.decode() if isinstance(found, bytes) else None
 
+    async def request(self, name: str) -> bytes | None:
+        def opened(found: bytes | None) -> bytes | None:
+            try:
+                return None if found is None else self._sealing.open(name, "request", found)
+            except UnsealedError as error:
+                self._log.error("answer.refused", reason=str(error))
+                return None
+
+        return await self._call("request", name, read=opened)
+
     async def read(self, name: str, first: int = 0) -> RecordReading | None:
         def opened(found: list[Any] | None) -> RecordReading | None:  # Any: as records.lua says
             if found is None:
                 return None
-            request, owner, end, charged, is_owned, written, chunks = found
+            owner, end, charged, is_owned, written, chunks = found
             open_ = self._sealing.open
             try:
                 return RecordReading(
-                    open_(name, "request", request),
                     [open_(name, str(number), chunk) for number, chunk in enumerate(chunks, first)],
                     int(written),
                     owner.decode() or None,

@@ -50,8 +50,6 @@ IDEMPOTENCY_KEY = "idempotency-key"
 LAST_EVENT_ID = "last-event-id"
 NO_EVENT = -1
 PLAIN_AIOHTTP = re.compile(r"Python/[\d.]+ aiohttp/")
-# Beyond every record's chunks: reads its state only.
-NO_CHUNKS = 2**31
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,8 +150,8 @@ async def join(
 
 async def find_opening(context: Context, kind: AnswerKind[BodyT], name: str) -> Opening | None:
     """Return the opening of a recorded answer of this kind."""
-    reading = await context.answers.records.read(name, NO_CHUNKS)
-    opening = None if reading is None else Opening.decode(reading.request)
+    request = await context.answers.records.request(name)
+    opening = None if request is None else Opening.decode(request)
     return opening if opening is not None and opening.path == kind.path else None
 
 

@@ -15,6 +15,7 @@ from gateway.answer_records.memory_records import MemoryRecords
 from gateway.answer_records.records import NewRecord, Writing, record_name
 
 ROOM = 2 * 1024 * 1024
+ANN = Subject("acme", "user/ann")
 
 
 async def fill(records: MemoryRecords, tokens: int, *, finishes: bool) -> int:
@@ -50,3 +51,19 @@ async def test_full_records_take_the_memory_that_they_may(tokens: int, finishes:
         tracemalloc.stop()
     assert count > 100
     assert ROOM // 2 < after - before <= ROOM
+
+
+async def test_following_a_record_copies_only_what_is_new() -> None:
+    size, owner = 8 * 1024 * 1024, "gateway:1"
+    records = MemoryRecords(600.0, 4 * size)
+    await records.open(NewRecord("answer", None, ANN, bytes(size), owner))
+    await records.append("answer", owner, 0, [bytes(size), b"new"])
+    tracemalloc.start()
+    try:
+        found = await records.read("answer", 1)
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert found is not None
+    assert (found.chunks, found.written) == ([b"new"], 2)
+    assert peak < size // 100

@@ -63,7 +63,8 @@ async def test_a_record_has_its_request_its_chunks_and_its_end(kind: str, redis_
         assert await records.append(NAME, record.owner, 3, [b"d"]) is Writing.DONE
         found = await records.read(NAME)
         assert found is not None
-        assert (found.request, found.chunks, found.end) == (record.request, [b"a", b"", b"bc", b"d"], None)
+        assert await records.request(NAME) == record.request
+        assert (found.chunks, found.end) == ([b"a", b"", b"bc", b"d"], None)
         assert (found.owner, found.is_owned) == (record.owner, True)
         for first, rest in ((1, [b"", b"bc", b"d"]), (3, [b"d"]), (4, []), (9, [])):
             found = await records.read(NAME, first)
@@ -73,6 +74,11 @@ async def test_a_record_has_its_request_its_chunks_and_its_end(kind: str, redis_
         found = await records.read(NAME, 4)
         assert found is not None
         assert found.end == b"over"
+        found = await records.read(NAME, 1)
+        assert found is not None
+        assert (found.chunks, found.written) == ([b"", b"bc", b"d"], 4)
+        assert await records.request(NAME) == record.request
+        assert await records.request("another") is None
         assert not await records.finish(NAME, record.owner, b"again")
         assert await records.append(NAME, record.owner, 4, [b"e"]) is Writing.LOST
 
@@ -257,7 +263,9 @@ async def test_the_server_holds_no_content_in_plain_text_and_cannot_forge_it(red
             client.lset(chunks, 1, first)
         assert await records.read(NAME) is None, "its chunks have changed places"
         for secret in (None, "another secret of more than 32 characters"):
-            assert await RedisRecords(server, Sealing(secret), 60.0, ROOM).read(NAME) is None
+            unable = RedisRecords(server, Sealing(secret), 60.0, ROOM)
+            assert await unable.read(NAME) is None
+            assert await unable.request(NAME) is None
 
 
 def test_content_is_bound_to_its_secret_record_and_place() -> None:
