@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
+from itertools import groupby
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -11,6 +12,7 @@ import torch
 
 from services.worker.engine.host_tier.cuda_sharing import CudaSharing
 from services.worker.engine.host_tier.page_form import PageForm
+from services.worker.engine.host_tier.pool import host_page_shape
 from services.worker.engine.host_tier.shared_pages import Borrowers, SharingError, share_pages
 from services.worker.engine.host_tier.stream_transfers import make_mover
 from services.worker.engine.kernels.interface import KvLayout
@@ -32,15 +34,22 @@ STAGED_PAGES = 8
 def page_form_of(
     pool: KvPool, layout: KvLayout, shape: AttentionShape, kv_heads: Span, total_heads: int
 ) -> PageForm | None:
-    """Return where this rank's `kv_heads` lie in pages of `pool`; None if layers have other pages or states."""
+    """Return where this rank's `kv_heads` lie in pages of `pool`; None if layers have other pages or states.
+
+    In layers with other numbers of heads, each of `kv_heads` stands for as many of theirs.
+    """
     if pool.window_pages or pool.states is not None:
         return None
     pages = [tensor[0] for layer in pool.layers for tensor in layer.stored]
     if shape.latent_dim is not None:
-        return PageForm(len(pages), pages[0].nbytes, Span(0, 1), 1)
+        return PageForm(((len(pages), pages[0].nbytes),), Span(0, 1), 1)
     # Where tokens are outermost, each has the heads one after the other.
     runs = pool.page_size if layout is KvLayout.TOKEN_MAJOR else 1
-    return PageForm(len(pages) * runs, pages[0].nbytes // runs // len(kv_heads), kv_heads, total_heads)
+    parts = tuple(
+        (len(list(alike)) * runs, page_bytes // runs // len(kv_heads))
+        for page_bytes, alike in groupby(page.nbytes for page in pages)
+    )
+    return PageForm(parts, kv_heads, total_heads)
 
 
 class DevicePages:
@@ -50,12 +59,12 @@ class DevicePages:
     """
 
     def __init__(self, pool: KvPool, form: PageForm, sharing: MemorySharing | None = None) -> None:
-        """Read pages of `pool`, all of whose layers have the same pages, of this form.
+        """Read pages of `pool`, which has no window pages, of this form.
 
-        Other processes may map its memory by `sharing`, if there is one.
+        Other processes may map its memory by `sharing`, if there is one and all layers' pages have one size.
         """
         self.form = form
-        self._sharing = sharing
+        self._sharing = sharing if len(form.parts) == 1 else None
         self._shared: SharedPages | None = None
         self._borrowers = Borrowers()
         self._pool: KvPool | None = pool
@@ -116,11 +125,10 @@ class _Gathering:
     """Staging memory for some pages, and what fills it; made at the first read, as most groups have no peers."""
 
     def __init__(self, pool: KvPool) -> None:
-        keys, *others = pool.layers[0].stored
-        # As in the host tier: FP8 is copied as bytes.
-        dtype = torch.uint8 if keys.itemsize == 1 else keys.dtype
-        shape = (STAGED_PAGES, len(pool.layers), 1 + len(others), keys[0].numel())
-        self._staging = torch.empty(shape, dtype=dtype, device=keys.device)
+        keys = pool.layers[0].keys
+        # As in the host tier.
+        shape, dtype = host_page_shape(pool)
+        self._staging = torch.empty((STAGED_PAGES, *shape), dtype=dtype, device=keys.device)
         self._mover = make_mover(pool)
         # torch has no types for it
         self._stream = torch.cuda.Stream(keys.device) if keys.is_cuda else None  # type: ignore[no-untyped-call]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -10,20 +10,20 @@ import numpy as np
 from services.worker.engine.parallel.shards import Span, split_kv_heads
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
     from numpy.typing import NDArray
 
 
 @dataclass(frozen=True, slots=True)
 class PageForm:
-    """A rank's pages: `runs` times its heads one after the other, each of `head_bytes` bytes.
+    """A rank's pages: some number of times its heads one after the other, each of some bytes.
 
-    `held` are the rank's heads among the model's `total`. With latent attention there is one, which all ranks hold.
+    `parts` are these two numbers, for each run of layers that are alike. `held` are the rank's heads among the model's
+    `total`. With latent attention there is one, which all ranks hold.
     """
 
-    runs: int
-    head_bytes: int
+    parts: tuple[tuple[int, int], ...]
     held: Span
     total: int
 
@@ -34,7 +34,7 @@ class PageForm:
 
     def bytes_of(self, heads: Span) -> int:
         """Return the bytes of some heads in one page."""
-        return self.runs * len(heads) * self.head_bytes
+        return sum(runs * len(heads) * head_bytes for runs, head_bytes in self.parts)
 
     def holds(self, heads: Span) -> bool:
         """Whether this rank has all of these heads, of which there is at least one."""
@@ -44,8 +44,11 @@ class PageForm:
         """Return the bytes of some heads in each of `pages`."""
         if heads == self.held:
             return pages
-        content: bytes = self._view(np.frombuffer(pages, np.uint8), heads).tobytes()
-        return content
+        of_heads = replace(self, held=heads)
+        content = np.empty(len(pages) // self.page_bytes * of_heads.page_bytes, np.uint8)
+        for into, part in zip(of_heads._views(content, heads), self._views(_array(pages), heads), strict=True):
+            into[:] = part
+        return content.tobytes()
 
     def join(self, parts: Sequence[tuple[Span, memoryview]]) -> memoryview:
         """Return whole pages of this rank, of which each part has some heads; together they have each once."""
@@ -54,14 +57,22 @@ class PageForm:
         count = len(parts[0][1]) // self.bytes_of(parts[0][0])
         pages = np.empty(count * self.page_bytes, np.uint8)
         for heads, content in parts:
-            shape = (count, self.runs, len(heads), self.head_bytes)
-            self._view(pages, heads)[:] = np.frombuffer(content, np.uint8).reshape(shape)
+            of_heads = replace(self, held=heads)._views(_array(content), heads)
+            for into, part in zip(self._views(pages, heads), of_heads, strict=True):
+                into[:] = part
         return memoryview(pages.data)
 
-    def _view(self, pages: NDArray[np.uint8], heads: Span) -> NDArray[np.uint8]:
-        """Return a view of some heads, [pages, runs, heads, bytes]."""
-        first = heads.start - self.held.start
-        return pages.reshape(-1, self.runs, len(self.held), self.head_bytes)[:, :, first : first + len(heads)]
+    def _views(self, pages: NDArray[np.uint8], heads: Span) -> Iterator[NDArray[np.uint8]]:
+        """Yield a view of some heads in each part, [pages, runs, heads, bytes]."""
+        rows, first, end = pages.reshape(-1, self.page_bytes), heads.start - self.held.start, 0
+        for runs, head_bytes in self.parts:
+            start, end = end, end + runs * len(self.held) * head_bytes
+            part = rows[:, start:end].reshape(len(rows), runs, len(self.held), head_bytes)
+            yield part[:, :, first : first + len(heads)]
+
+
+def _array(content: bytes | memoryview) -> NDArray[np.uint8]:
+    return np.frombuffer(content, np.uint8)
 
 
 def sources_of(form: PageForm, rank: int, ranks: int, peers: int) -> list[tuple[int, Span]]:

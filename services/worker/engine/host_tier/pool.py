@@ -13,6 +13,8 @@ from common.errors import ConfigurationError
 from services.worker.engine.host_memory import HostArena
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from common.steps import EngineSpec
     from services.worker.engine.model.kv_pool import KvPool
 
@@ -28,7 +30,8 @@ class HostPool:
     So a page is one run of bytes: long copies over the bus however pages are scattered, and an object for storage as it
     is. Its tokens are laid out as on the device.
 
-    `memory` is [pages, layers, 2, elements of a layer's keys in a page]; with latent attention 1 instead of 2.
+    `memory` is [pages, layers, 2, elements of a layer's keys in a page]; with latent attention 1 instead of 2. Where
+    layers differ in that, it is [pages, 1, 1, elements of a page].
     """
 
     def __init__(self, memory: torch.Tensor) -> None:
@@ -73,11 +76,29 @@ def count_host_pages(spec: EngineSpec, page_bytes: int, free_bytes: int) -> int:
 
 def allocate_host_pool(pool: KvPool, pages: int) -> HostPool:
     """Allocate a host tier for the pages of `pool`; memory is touched only as it is used."""
+    shape, dtype = host_page_shape(pool)
+    return HostPool(HostArena().zeros((pages, *shape), dtype))
+
+
+def host_page_shape(pool: KvPool) -> tuple[tuple[int, int, int], torch.dtype]:
+    """Return the shape and type of a page of `pool` in a `HostPool`."""
     keys, *others = pool.layers[0].stored
-    elements = math.prod(keys.shape[1:])
     # FP8 is copied as bytes, since torch does not index it everywhere.
     dtype = torch.uint8 if keys.itemsize == 1 else keys.dtype
-    return HostPool(HostArena().zeros((pages, len(pool.layers), 1 + len(others), elements), dtype))
+    sizes = [math.prod(tensor.shape[1:]) for layer in pool.layers for tensor in layer.stored]
+    if len(set(sizes)) > 1:
+        return (1, 1, sum(sizes)), dtype
+    return (len(pool.layers), 1 + len(others), sizes[0]), dtype
+
+
+def parts_of_pages(pool: KvPool, dtype: torch.dtype) -> Iterator[tuple[torch.Tensor, slice]]:
+    """Yield keys, and values, of each layer, [pages, elements], and which elements of a host page they are."""
+    end = 0
+    for layer in pool.layers:
+        for tensor in layer.stored:
+            held = tensor.view(dtype).view(pool.pages, -1)
+            start, end = end, end + held.shape[1]
+            yield held, slice(start, end)
 
 
 class PinnedRange:

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 
 from common.transfers import TransferAck, TransferDirection
+from services.worker.engine.host_tier.pool import parts_of_pages
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -99,15 +100,13 @@ class SlicedTransfers:
 
 def back_up(pool: KvPool, host: HostPool, device_pages: torch.Tensor, host_pages: torch.Tensor) -> None:
     """Copy pages of the device, [pages] int64, to pages of the host, layer by layer; both are CPU memory here."""
-    for index, layer in enumerate(pool.layers):
-        for half, tensor in enumerate(layer.stored):
-            pages = tensor.view(host.memory.dtype).view(pool.pages, -1).index_select(0, device_pages)
-            host.memory[:, index, half].index_copy_(0, host_pages, pages)
+    memory = host.memory.flatten(1)
+    for held, part in parts_of_pages(pool, memory.dtype):
+        memory[:, part].index_copy_(0, host_pages, held.index_select(0, device_pages))
 
 
 def load(pool: KvPool, host: HostPool, device_pages: torch.Tensor, host_pages: torch.Tensor) -> None:
     """Copy pages of the host to pages of the device; see `back_up`."""
-    for index, layer in enumerate(pool.layers):
-        for half, tensor in enumerate(layer.stored):
-            pages = host.memory[:, index, half].index_select(0, host_pages)
-            tensor.view(host.memory.dtype).view(pool.pages, -1).index_copy_(0, device_pages, pages)
+    memory = host.memory.flatten(1)
+    for held, part in parts_of_pages(pool, memory.dtype):
+        held.index_copy_(0, device_pages, memory[:, part].index_select(0, host_pages))

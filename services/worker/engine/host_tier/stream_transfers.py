@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from common.transfers import TransferAck, TransferDirection
-from services.worker.engine.host_tier.pool import PinnedRange
+from services.worker.engine.host_tier.pool import PinnedRange, parts_of_pages
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -215,16 +215,14 @@ class TorchPageMover:
         self._pool = pool
 
     def gather(self, pages: torch.Tensor, staging: torch.Tensor) -> None:
-        for index, layer in enumerate(self._pool.layers):
-            for half, tensor in enumerate(layer.stored):
-                held = tensor.view(staging.dtype).view(self._pool.pages, -1)
-                staging[: len(pages), index, half] = held.index_select(0, pages)
+        staged = staging.flatten(1)
+        for held, part in parts_of_pages(self._pool, staging.dtype):
+            staged[: len(pages), part] = held.index_select(0, pages)
 
     def scatter(self, pages: torch.Tensor, staging: torch.Tensor) -> None:
-        for index, layer in enumerate(self._pool.layers):
-            for half, tensor in enumerate(layer.stored):
-                held = tensor.view(staging.dtype).view(self._pool.pages, -1)
-                held.index_copy_(0, pages, staging[: len(pages), index, half])
+        staged = staging.flatten(1)
+        for held, part in parts_of_pages(self._pool, staging.dtype):
+            held.index_copy_(0, pages, staged[: len(pages), part])
 
 
 def make_mover(pool: KvPool) -> PageMover:

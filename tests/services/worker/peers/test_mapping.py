@@ -72,7 +72,7 @@ class Device:
     """Pages of a lender, whose content is their number; `version` is in its upper half, as if it were overwritten."""
 
     def __init__(self, *, can_share: bool = True) -> None:
-        self.form = PageForm(1, SLICE_BYTES // 2, Span(0, 1), 1)
+        self.form = PageForm(((1, SLICE_BYTES // 2),), Span(0, 1), 1)
         self.version = 0
         self.can_share = can_share
         self.shared_name: bytes | None = None
@@ -169,7 +169,7 @@ class Bench:
 
     def shrink_pages(self) -> None:
         """Let pages be as large as they are, so that they can be sent as bytes."""
-        self.device.form = PageForm(1, 4, Span(0, 1), 1)
+        self.device.form = PageForm(((1, 4),), Span(0, 1), 1)
 
     async def fetch(self, pages: Sequence[int]) -> TransferAck:
         peer = PeerPages((self.address,), LEASE, np.array(pages, np.int32))

@@ -48,7 +48,7 @@ class Device(UnsharedMemory):
     """Pages whose content is their number; `gate` holds readers back while it is cleared."""
 
     def __init__(self, page_bytes: int = 4) -> None:
-        self.form = PageForm(1, page_bytes, Span(0, 1), 1)
+        self.form = PageForm(((1, page_bytes),), Span(0, 1), 1)
         self.gate = threading.Event()
         self.gate.set()
         self.waiting = 0
@@ -223,7 +223,7 @@ class HeadDevice(UnsharedMemory):
     """Pages of four heads of 8 bytes, of which a rank holds some; each byte depends on page and head."""
 
     def __init__(self, rank: int, ranks: int) -> None:
-        self.form = PageForm(1, 8, split_kv_heads(4, rank, ranks), 4)
+        self.form = PageForm(((1, 8),), split_kv_heads(4, rank, ranks), 4)
 
     def read_pages(self, pages: Sequence[int], heads: Span) -> bytes:
         return b"".join(bytes([page * 16 + head] * 8) for page in pages for head in range(heads.start, heads.stop))

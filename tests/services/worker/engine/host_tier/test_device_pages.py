@@ -1,19 +1,25 @@
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import pytest
 import torch
 
 from common.transfers import TransferDirection
 from services.worker.engine.host_tier.device_pages import STAGED_PAGES, DevicePages, page_form_of
-from services.worker.engine.kernels.interface import AttentionShape, KvLayout
 from services.worker.engine.parallel.shards import Span
-from tests.services.worker.engine.host_tier.test_sliced_transfers import ROWS, SHAPE, Rig
+from tests.services.worker.engine.host_tier.test_sliced_transfers import KINDS, Rig
+
+if TYPE_CHECKING:
+    from services.worker.engine.kernels.interface import AttentionShape, KvLayout
 
 
-@pytest.mark.parametrize(("layout", "shape"), [*((layout, SHAPE) for layout in KvLayout), (KvLayout.TOKEN_MAJOR, ROWS)])
+@pytest.mark.parametrize(("layout", "shapes"), KINDS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_pages_have_the_bytes_of_their_backups(layout: KvLayout, shape: AttentionShape, dtype: torch.dtype) -> None:
-    rig = Rig(layout, dtype, shape)
+def test_pages_have_the_bytes_of_their_backups(
+    layout: KvLayout, shapes: tuple[AttentionShape, ...], dtype: torch.dtype
+) -> None:
+    rig, shape = Rig(layout, dtype, shapes), shapes[0]
     pages = [7, 3, *range(20, 20 + STAGED_PAGES)]
     rig.begin(1, TransferDirection.DEVICE_TO_HOST, pages, list(range(len(pages))))
     assert rig.finish() == [1]

@@ -8,8 +8,8 @@ from common.steps import EngineSpec
 from services.worker.engine.host_tier.pool import HostPool, allocate_host_pool, count_host_pages
 from services.worker.engine.kernels.interface import AttentionShape, KvLayout
 from services.worker.engine.model.kv_pool import allocate_pool, bytes_per_token
+from tests.services.worker.engine.host_tier.test_sliced_transfers import OTHER, SHAPE, pool_of
 
-SHAPE = AttentionShape(query_heads=4, kv_heads=2, head_dim=8, page_size=4)
 CPU = torch.device("cpu")
 
 
@@ -38,6 +38,12 @@ def test_a_page_of_latent_rows_holds_each_once() -> None:
     host = allocate_host_pool(pool, 7)
     assert host.memory.shape == (7, 3, 1, 4 * 24)
     assert host.page_bytes == pool.bytes_per_token * pool.page_size
+
+
+def test_a_page_of_layers_that_differ_holds_as_much_as_each_needs() -> None:
+    pool = pool_of((SHAPE, OTHER, SHAPE), 5, KvLayout.TOKEN_MAJOR, torch.bfloat16, CPU)
+    host = allocate_host_pool(pool, 7)
+    assert host.page_bytes == 2 * 2 * 4 * (2 * 2 * 8 + 4 * 6) == pool.bytes_per_token * pool.page_size
 
 
 def test_the_pool_is_sized_in_bytes_or_pages() -> None:

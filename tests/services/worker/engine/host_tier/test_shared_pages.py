@@ -15,12 +15,11 @@ from services.worker.engine.host_tier.shared_pages import (
     SharingError,
     share_pages,
 )
-from services.worker.engine.kernels.interface import AttentionShape, KvLayout
+from services.worker.engine.kernels.interface import KvLayout
 from services.worker.engine.model.kv_pool import KvPool, allocate_pool
 from services.worker.engine.parallel.shards import Span
 from services.worker.wire import shared_pages_from_wire, shared_pages_to_wire
-
-SHAPE = AttentionShape(query_heads=4, kv_heads=2, head_dim=8, page_size=4)
+from tests.services.worker.engine.host_tier.test_sliced_transfers import OTHER, SHAPE, pool_of
 
 
 def make_pool() -> KvPool:
@@ -105,6 +104,15 @@ def test_memory_that_cannot_be_exported_is_not_lent() -> None:
         pages = DevicePages(make_pool(), form, sharing)
         assert pages.lend(lambda: None) is None
         pages.close()
+
+
+def test_a_pool_of_layers_that_differ_is_not_lent() -> None:
+    pool = pool_of((SHAPE, OTHER, SHAPE), 5, KvLayout.TOKEN_MAJOR, torch.float32, torch.device("cpu"))
+    form = page_form_of(pool, KvLayout.TOKEN_MAJOR, SHAPE, Span(0, 2), 2)
+    assert form is not None
+    pages = DevicePages(pool, form, Segments())
+    assert pages.lend(lambda: None) is None, "mapped tensors have pages of one size"
+    pages.close()
 
 
 def test_readers_that_keep_memory_mapped_are_waited_for_in_bounded_time() -> None:

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import numpy as np
 import pytest
 import torch
@@ -12,10 +14,15 @@ from services.worker.engine.kernels.interface import AttentionShape, KvLayout
 from services.worker.engine.model.kv_pool import KvPool, allocate_pool
 from tests.services.worker.engine.scenario import ids
 
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
 BACKUP, LOAD = TransferDirection.DEVICE_TO_HOST, TransferDirection.HOST_TO_DEVICE
 
 SHAPE = AttentionShape(query_heads=4, kv_heads=2, head_dim=8, page_size=4)
 ROWS = AttentionShape(query_heads=4, kv_heads=1, head_dim=24, page_size=4, latent_dim=16)
+# Of one layer beside others of `SHAPE`.
+OTHER = AttentionShape(query_heads=4, kv_heads=4, head_dim=6, page_size=4)
 
 
 class Rig:
@@ -23,11 +30,9 @@ class Rig:
         self,
         layout: KvLayout = KvLayout.TOKEN_MAJOR,
         dtype: torch.dtype = torch.float32,
-        shape: AttentionShape = SHAPE,
+        shapes: tuple[AttentionShape, ...] = (SHAPE,) * 3,
     ) -> None:
-        self.pool: KvPool = allocate_pool(
-            shape, layers=3, pages=40, layout=layout, dtype=dtype, device=torch.device("cpu")
-        )
+        self.pool: KvPool = pool_of(shapes, 40, layout, dtype, torch.device("cpu"))
         self.host: HostPool = allocate_host_pool(self.pool, 50)
         generator = torch.Generator().manual_seed(0)
         for layer in self.pool.layers:
@@ -54,12 +59,28 @@ class Rig:
         return [tensor[page].clone() for layer in self.pool.layers for tensor in layer.stored]
 
 
-@pytest.mark.parametrize(("layout", "shape"), [*((layout, SHAPE) for layout in KvLayout), (KvLayout.TOKEN_MAJOR, ROWS)])
+def pool_of(
+    shapes: Sequence[AttentionShape], pages: int, layout: KvLayout, dtype: torch.dtype, device: torch.device
+) -> KvPool:
+    """Return a pool of layers of these shapes."""
+    layers = [
+        layer for shape in shapes for layer in allocate_pool(shape, 1, pages, layout, dtype=dtype, device=device).layers
+    ]
+    return KvPool(layers, pages, shapes[0].page_size)
+
+
+KINDS = [
+    *((layout, shapes) for layout in KvLayout for shapes in ((SHAPE,) * 3, (SHAPE, OTHER, SHAPE))),
+    (KvLayout.TOKEN_MAJOR, (ROWS,) * 3),
+]
+
+
+@pytest.mark.parametrize(("layout", "shapes"), KINDS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_pages_are_unchanged_after_a_backup_and_a_load(
-    layout: KvLayout, shape: AttentionShape, dtype: torch.dtype
+    layout: KvLayout, shapes: tuple[AttentionShape, ...], dtype: torch.dtype
 ) -> None:
-    rig = Rig(layout, dtype, shape)
+    rig = Rig(layout, dtype, shapes)
     device = np.random.default_rng(0).permutation(40)[:21].tolist()
     before = [rig.content(page) for page in device]
     untouched = rig.content(next(page for page in range(40) if page not in device))

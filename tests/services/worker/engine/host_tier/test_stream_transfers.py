@@ -12,6 +12,7 @@ from services.worker.engine.host_tier.pool import HostPool, allocate_host_pool
 from services.worker.engine.host_tier.stream_transfers import StreamTransfers, TorchPageMover, make_mover, runs
 from services.worker.engine.kernels.interface import AttentionShape, KvLayout
 from services.worker.engine.model.kv_pool import KvPool, allocate_pool
+from tests.services.worker.engine.host_tier.test_sliced_transfers import OTHER, SHAPE, pool_of
 from tests.services.worker.engine.scenario import ids
 
 if TYPE_CHECKING:
@@ -41,11 +42,11 @@ def test_consecutive_pages_are_copied_together(pages: list[int], expected: list[
 
 @pytest.mark.parametrize("make", [TorchPageMover, make_mover])
 @pytest.mark.parametrize("layout", KvLayout)
+@pytest.mark.parametrize("middle", [SHAPE, OTHER], ids=["alike", "differing"])
 def test_scattered_pages_pass_through_staging_unchanged(
-    layout: KvLayout, make: Callable[[KvPool], PageMover], device: torch.device
+    layout: KvLayout, middle: AttentionShape, make: Callable[[KvPool], PageMover], device: torch.device
 ) -> None:
-    shape = AttentionShape(query_heads=4, kv_heads=2, head_dim=8, page_size=4)
-    pool = allocate_pool(shape, layers=3, pages=10, layout=layout, dtype=torch.bfloat16, device=device)
+    pool = pool_of((SHAPE, middle, SHAPE), 10, layout, torch.bfloat16, device)
     for layer in pool.layers:
         layer.keys.normal_()
         layer.values.normal_()
@@ -55,7 +56,8 @@ def test_scattered_pages_pass_through_staging_unchanged(
     mover = make(pool)
     mover.gather(pages, staging)
     # A page in staging is what the host tier takes it for.
-    assert torch.equal(staging[1, 2, 1], pool.layers[2].values[2].flatten())
+    last = pool.layers[2].values[2].flatten()
+    assert torch.equal(staging[1].flatten()[-len(last) :], last)
     assert not staging[3].any()
     for layer in pool.layers:
         layer.keys.zero_()
