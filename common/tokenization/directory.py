@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 JsonObject = dict[str, Any]
 
 # For families whose config.json omits values that equal the defaults of `transformers`.
-_UNSTATED_CONTEXTS: Final = {"gemma3": 131_072, "gemma3_text": 131_072}
+_UNSTATED_CONTEXTS: Final = {"gemma3": 131_072, "gemma3_text": 131_072, "gemma4": 131_072, "gemma4_text": 131_072}
 _CONTEXT_KEYS: Final = ("max_position_embeddings", "n_positions", "max_sequence_length", "seq_length")
 # Supported flags of a pooling module's config.json.
 _POOLINGS: Final = {

@@ -80,10 +80,9 @@ def facts_of(evidence: Evidence) -> ModelFacts:
     text = evidence.config.get("text_config") or evidence.config
     parameters, layers = _parameters(evidence, support)
     context = shape.max_context if shape else evidence.gguf_context or _number(text, "max_position_embeddings")
-    per_layer = 2 * shape.kv_width if shape else _kv_of_layer(text)
+    by_layer = _kv_of_layers(shape, text)
     if support.service is Service.ENCODER:  # it keeps none
-        per_layer = None
-    layer_count = shape.attention_layers if shape else _number(text, "num_hidden_layers")
+        by_layer = ()
     windows = shape.windows if shape else ()
     quantised = 0 if shape is None else _mxfp4_parameters(shape)
     return ModelFacts(
@@ -95,8 +94,8 @@ def facts_of(evidence: Evidence) -> ModelFacts:
         memory=_memory(parameters, layers, quantised) if parameters and layers is not None else None,
         quantization=_quantization(evidence.config),
         max_context=context,
-        kv_bytes_per_token=per_layer * layer_count if per_layer and layer_count else None,
-        kv_bytes_at_max_context=_kv_of_sequence(per_layer, layer_count, windows, context),
+        kv_bytes_per_token=sum(by_layer) or None,
+        kv_bytes_at_max_context=_kv_of_sequence(by_layer, windows, context),
         state_bytes=_state_bytes(shape.recurrent) if shape and shape.recurrent else None,
         has_tokenizer=evidence.has_tokenizer,
         has_chat_template=evidence.has_chat_template,
@@ -121,23 +120,19 @@ def _count_recurrent(recurrent: RecurrentConfig, hidden: int) -> tuple[int, int]
 
 def count_parameters(config: ModelConfig) -> tuple[int, int]:
     """Return the elements of all tensors of a decoder with an own implementation, and those of the layers' matrices."""
-    hidden, queries, keys = config.hidden_size, config.query_heads * config.head_dim, config.kv_heads * config.head_dim
-    attention, norms = 2 * hidden * queries + 2 * hidden * keys, 0
-    if config.latent is not None:
-        attention, norms = _count_latent(config.latent, config)
-    attention += hidden * queries if config.gated_attention else 0
-    vectors = 2 * config.head_dim if config.qk_norm else 0
-    vectors += norms + (queries + keys if config.projection_norm else 0)
-    vectors += (queries + 2 * keys if config.qkv_bias else 0) + (hidden if config.output_bias else 0)
-    matrices = 0
+    hidden = config.hidden_size
+    matrices = vectors = 0
     for layer in range(config.layers):
+        if not config.is_recurrent(layer):
+            of_layer = _count_attention(config, layer)
+            matrices, vectors = matrices + of_layer[0], vectors + of_layer[1]
         moe = config.moe_of(layer)
         columns = config.intermediate_size if moe is None else moe.experts * moe.intermediate_size
+        columns += config.intermediate_size if moe is not None and moe.is_beside_dense else 0
         if moe is not None and moe.shared is not None:
             columns += moe.shared.intermediate_size
         matrices += 3 * hidden * columns + (0 if moe is None else moe.experts * hidden)
-    matrices += config.attention_layers * attention
-    vectors = vectors * config.attention_layers + hidden
+    vectors += hidden + config.layers * config.has_layer_scales
     vectors += 2 * (config.pre_norms + config.post_norms) * hidden * config.layers
     if config.recurrent is not None:
         in_layers, in_vectors = _count_recurrent(config.recurrent, hidden)
@@ -147,6 +142,7 @@ def count_parameters(config: ModelConfig) -> tuple[int, int]:
             vectors += moe.experts * (1 + 2 * moe.intermediate_size + hidden)
         if moe.shared is not None and moe.shared.is_gated:
             vectors += hidden
+        vectors += 4 * hidden * moe.is_beside_dense + moe.experts * moe.has_expert_scales
     vectors += config.layers * config.query_heads if config.has_sinks else 0
     if config.mlp_bias:
         vectors += config.layers * (2 * config.intermediate_size + hidden)
@@ -164,6 +160,21 @@ def _tasks(evidence: Evidence, support: Support) -> tuple[str, ...]:
         return ()
     embeds = support.service is Service.ENCODER or only_embeds(evidence.config, has_pooling=evidence.has_pooling)
     return tuple(task.value for task in tasks_of(_head(evidence, support), generates=not embeds))
+
+
+def _count_attention(config: ModelConfig, layer: int) -> tuple[int, int]:
+    """Return the elements of a layer's projections, and of its other tensors but the norms of hidden states."""
+    own, hidden = config.at(layer), config.hidden_size
+    queries, keys = own.query_heads * own.head_dim, own.kv_heads * own.head_dim
+    has_values = not (own.keys_are_values and own.window_of(layer) is None)
+    matrices, norms = 2 * hidden * queries + (1 + has_values) * hidden * keys, 0
+    if config.latent is not None:
+        matrices, norms = _count_latent(config.latent, config)
+    matrices += hidden * queries if config.gated_attention else 0
+    vectors = 2 * own.head_dim if config.qk_norm else 0
+    vectors += norms + (queries + keys if config.projection_norm else 0)
+    vectors += (queries + (1 + has_values) * keys if config.qkv_bias else 0) + (hidden if config.output_bias else 0)
+    return matrices, vectors
 
 
 def _count_latent(latent: LatentConfig, config: ModelConfig) -> tuple[int, int]:
@@ -223,6 +234,15 @@ def _memory(parameters: int, matrices: int, in_mxfp4: int) -> dict[str, int]:
     }
 
 
+def _kv_of_layers(shape: ModelConfig | None, text: Mapping[str, Any]) -> tuple[int, ...]:
+    """Return the bytes of one token's keys and values in each layer that attends; empty: nothing is known."""
+    if shape is not None:
+        attending = (layer for layer in range(shape.layers) if not shape.is_recurrent(layer))
+        return tuple(2 * shape.at(layer).kv_width for layer in attending)
+    each, layers = _kv_of_layer(text), _number(text, "num_hidden_layers")
+    return (each,) * layers if each and layers else ()
+
+
 def _kv_of_layer(text: Mapping[str, Any]) -> int | None:
     """Return the bytes of one token's keys and values in a layer, in bfloat16, from a config.json."""
     if text.get("kv_lora_rank"):  # multi-head latent attention keeps one compressed row
@@ -233,13 +253,14 @@ def _kv_of_layer(text: Mapping[str, Any]) -> int | None:
     return 4 * (_number(text, "num_key_value_heads") or heads) * (_number(text, "head_dim") or hidden // heads)
 
 
-def _kv_of_sequence(
-    per_layer: int | None, layers: int | None, windows: tuple[int | None, ...], context: int | None
-) -> int | None:
-    if not per_layer or not layers or not context:
+def _kv_of_sequence(by_layer: tuple[int, ...], windows: tuple[int | None, ...], context: int | None) -> int | None:
+    if not by_layer or not context:
         return None
-    seen = windows or (None,) * layers
-    return per_layer * sum(context if window is None else min(window, context) for window in seen)
+    seen = windows or (None,) * len(by_layer)
+    return sum(
+        each * (context if window is None else min(window, context))
+        for each, window in zip(by_layer, seen, strict=True)
+    )
 
 
 def _quantization(config: Mapping[str, Any]) -> str | None:

@@ -37,7 +37,8 @@ class DecoderMemory:
     spec: EngineSpec
     config: ModelConfig
     layers: Span
-    shape: AttentionShape
+    # Of layers without a window, and with one.
+    shapes: tuple[AttentionShape, AttentionShape]
     # Of recurrent layers, on this rank.
     state_heads: int
     device: torch.device
@@ -55,22 +56,13 @@ class DecoderMemory:
 
     def pool(self, pages: int, layout: KvLayout, window_pages: int = 0) -> KvPool:
         """Allocate; with `window_pages`, layers with a window have so many pages of their own."""
-
-        def allocate(layers: int, pages: int) -> KvPool:
-            return allocate_pool(self.shape, layers, pages, layout, dtype=self.kv_dtype, device=self.device)
-
-        layers, local = self._part.attention_layers, sum(self._is_local)
-        pool = allocate(layers - local if window_pages else layers, pages)
-        if window_pages:
-            pool = join_pools(pool, allocate(local, window_pages + self.can_overlap), self._is_local)
+        window_pages += self.can_overlap if window_pages else 0
+        pool = self._allocate(pages, layout, self.kv_dtype, window_pages)
         return with_scales(pool, self.scales) if self.scales else pool
 
     def unquantised_pool(self, pages: int, layout: KvLayout) -> KvPool:
         """Allocate pages, and states of recurrent layers, in the type of activations."""
-        dtype = self.activation_dtype
-        layers = self._part.attention_layers
-        pool = allocate_pool(self.shape, layers, pages, layout, dtype=dtype, device=self.device)
-        return replace(pool, states=self.states())
+        return replace(self._allocate(pages, layout, self.activation_dtype), states=self.states())
 
     def states(self, snapshots: int = 0) -> StatePool | None:
         """Allocate recurrent states of all rows, and snapshots."""
@@ -87,19 +79,15 @@ class DecoderMemory:
         """
         is_host = self.device.type == "cpu"
         memory = MemoryMeasure(*free, shared_by=ranks_on_host(self.spec) if is_host else 1, is_host=is_host)
-        layers, local = self._part.attention_layers, sum(self._is_local)
+        token_bytes = self._token_bytes
         states = self.recurrent_states(0)
         if not self._window:
-            kv_bytes = bytes_per_token(self.shape, layers, self.kv_dtype)
+            kv_bytes = sum(token_bytes)
             if states is not None:
                 reserve += (self.spec.max_rows + 1) * states.row_bytes
                 # Snapshots take as much memory as pages.
                 kv_bytes *= 2
             return count_pages(self.spec, context, kv_bytes, reserve, memory), 0
-        token_bytes = (
-            bytes_per_token(self.shape, layers - local, self.kv_dtype),
-            bytes_per_token(self.shape, local, self.kv_dtype),
-        )
         return divide(self.spec, context, token_bytes, reserve, memory, self._window)
 
     def count_snapshots(self, pages: int) -> int:
@@ -107,7 +95,7 @@ class DecoderMemory:
         states = self.recurrent_states(0)
         if states is None or self.spec.snapshots is not None:
             return self.spec.snapshots or 0
-        page_bytes = bytes_per_token(self.shape, self._part.attention_layers, self.kv_dtype) * self.spec.page_size
+        page_bytes = sum(self._token_bytes) * self.spec.page_size
         return max(pages * page_bytes // states.row_bytes, LEAST_SNAPSHOTS)
 
     def count_host_pages(self, pool: KvPool) -> int:
@@ -133,6 +121,26 @@ class DecoderMemory:
             return None
         pages = pool.window_pages - self.can_overlap
         return WindowPool(pages, self._window, sum(self._is_local), pool.window_bytes_per_token)
+
+    def _allocate(self, pages: int, layout: KvLayout, dtype: torch.dtype, window_pages: int = 0) -> KvPool:
+        (shape, local_shape), local = self.shapes, sum(self._is_local)
+        layers = self._part.attention_layers - local
+
+        def allocate(shape: AttentionShape, layers: int, pages: int) -> KvPool:
+            return allocate_pool(shape, layers, pages, layout, dtype=dtype, device=self.device)
+
+        if not window_pages and shape == local_shape:
+            return allocate(shape, layers + local, pages)
+        pool = allocate(shape, layers, pages)
+        pool = join_pools(pool, allocate(local_shape, local, window_pages or pages), self._is_local)
+        return pool if window_pages else replace(pool, window_pages=0, window_bytes_per_token=0)
+
+    @property
+    def _token_bytes(self) -> tuple[int, int]:
+        """Bytes of a token's KV in the layers without a window, and in those with one."""
+        (shape, local_shape), local = self.shapes, sum(self._is_local)
+        layers = self._part.attention_layers - local
+        return bytes_per_token(shape, layers, self.kv_dtype), bytes_per_token(local_shape, local, self.kv_dtype)
 
     @property
     def _is_local(self) -> tuple[bool, ...]:

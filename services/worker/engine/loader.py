@@ -44,7 +44,7 @@ from services.worker.engine.identities import KvTraits, encoder_identity, finger
 from services.worker.engine.kernels.cpu.backend import CpuBackend
 from services.worker.engine.kernels.cpu.layers import fuse_layers
 from services.worker.engine.kernels.cpu.products import Products, layer_shapes
-from services.worker.engine.kernels.interface import AttentionShape, KernelBackend
+from services.worker.engine.layer_attention import attention_of_layers, attention_shape
 from services.worker.engine.measuring.capacity import activation_reserve, longest_context, sampler_bytes
 from services.worker.engine.measuring.measurements import calibrate, measure_peak, pages_of, prompts_of, random_prompts
 from services.worker.engine.model.assembly import Assembler, without_adapters
@@ -55,7 +55,7 @@ from services.worker.engine.model.transformer import Transformer
 from services.worker.engine.model_runner import ModelRunner, ReadModel
 from services.worker.engine.parallel.expert_load import ExpertCounts, check_experts
 from services.worker.engine.parallel.group import RankGroup, join_group
-from services.worker.engine.parallel.shards import ModelShard, Span, shard_model
+from services.worker.engine.parallel.shards import ModelShard, Span, are_cut_alike, shard_kinds, shard_model
 from services.worker.engine.parallel.stages import check_stages, layers_of_stages
 from services.worker.engine.parallel.symmetric_memory import ExchangeShape
 from services.worker.engine.pooler_heads import read_pooler_head
@@ -75,7 +75,7 @@ if TYPE_CHECKING:
     from services.worker.engine.execution.pooler import PoolerHead
     from services.worker.engine.kernels.cpu.library import CpuLibrary
     from services.worker.engine.kernels.cpu.onednn import BlockFunctions
-    from services.worker.engine.kernels.interface import AttentionBackend, KvScales
+    from services.worker.engine.kernels.interface import AttentionBackend, AttentionShape, KernelBackend, KvScales
     from services.worker.engine.model.config import ModelConfig
     from services.worker.engine.model.decoder import Decoder
     from services.worker.engine.model.kv_pool import KvPool
@@ -167,7 +167,8 @@ class DecoderLoader:
         )
         self._held_format = held_format(spec, self._config)
         if self._held_format is not None:
-            check_model(self._held_format, self._config, self._shard, is_own=is_own)
+            for config, shard in self._kinds(spec.tensor_rank):
+                check_model(self._held_format, config, shard, is_own=is_own)
             if self._backend.name == "gpu":
                 capability = torch.cuda.get_device_capability(self._device)
                 check_device(self._held_format, self._config, self._dtype, capability)
@@ -225,7 +226,9 @@ class DecoderLoader:
         )  # fmt: skip
         host_pages = group.minimum(memory.count_host_pages(pool))
         host_pool = allocate_host_pool(pool, host_pages) if host_pages else None
-        form = page_form_of(pool, model.kv_layout, self._shape, self._shard.kv_heads, config.kv_heads)
+        form = None
+        if are_cut_alike(self._kinds(spec.tensor_rank)):
+            form = page_form_of(pool, model.kv_layout, self._shapes[0], self._shard.kv_heads, config.kv_heads)
         runner = ModelRunner(
             model, pool, capacity, group, activation_dtype=self._backend.kernels.activation_dtype, form=form,
             can_overlap=self._can_overlap, host_pool=host_pool, head=head, adapters=self._shelf(), vision=self._vision,
@@ -282,7 +285,8 @@ class DecoderLoader:
     def _check_support(self, *, is_own: bool) -> None:
         """Raise ConfigurationError for stages, kinds of KV memory or exactness that model or device do not support."""
         spec, config = self._spec, self._config
-        check_deterministic(spec, config, self._backend, self._shape, is_own=is_own)
+        for shape in dict.fromkeys(self._shapes):
+            check_deterministic(spec, config, self._backend, shape, is_own=is_own)
         if spec.deterministic and self._head is not None:
             raise ConfigurationError("model.deterministic is not available with classification heads")
         if spec.expert_parallel:
@@ -295,7 +299,9 @@ class DecoderLoader:
         """Return oneDNN's products, if layers are to use them."""
         if library is None:
             return None
-        shapes, wanted = layer_shapes(self._config, self._shard), self._options.products
+        shapes, *others = (layer_shapes(*kind) for kind in self._kinds(self._spec.tensor_rank))
+        shapes += tuple(shape for other in others for shape in other if shape not in shapes)
+        wanted = self._options.products
         if self._spec.deterministic and wanted == "auto":
             # Bits must not depend on a measurement either.
             wanted = Products.OWN.value
@@ -333,13 +339,22 @@ class DecoderLoader:
                 raise ConfigurationError(f"{error}; model.images=off serves the model without its encoder") from error
         assembler = Assembler(
             tensors, self._shard, kernels, self._dtype, self._device, self._has_vocabulary, self._layers,
-            self._adapters, self._count_experts(),
+            self._adapters, self._count_experts(), self._local_shard,
         )  # fmt: skip
         return assembler.weights(lambda share: self._report(0.98 * share, "loading weights"))
 
     def _shard_of(self, tensor_rank: int) -> ModelShard:
+        return self._kinds(tensor_rank)[0][1]
+
+    def _kinds(self, tensor_rank: int) -> list[tuple[ModelConfig, ModelShard]]:
         spec = self._spec
-        return shard_model(self._config, tensor_rank, spec.tensor_ranks, expert_parallel=spec.expert_parallel)
+        return shard_kinds(self._config, tensor_rank, spec.tensor_ranks, expert_parallel=spec.expert_parallel)
+
+    @property
+    def _local_shard(self) -> ModelShard | None:
+        """The rank's share of layers with a window, where these have other heads."""
+        _, *local = self._kinds(self._spec.tensor_rank)
+        return local[0][1] if local else None
 
     def _count_experts(self) -> ExpertCounts | None:
         moe, held = self._config.moe, [self._shard_of(rank).experts for rank in range(self._spec.tensor_ranks)]
@@ -398,23 +413,10 @@ class DecoderLoader:
                 )
         return model
 
-    def _attention(self, context: int) -> list[AttentionBackend]:
-        """Return the attention of each layer; layers of one kind share it."""
-        config, kinds = self._part, {}
-        for i in range(config.layers):
-            window, rotary = config.window_of(i), config.rotary_of(i)
-            if (window, rotary) not in kinds:
-                shape = self._shape
-                if window is not None:
-                    shape = replace(shape, window_left=window - 1, is_chunked=config.has_chunks)
-                table = rotary_table(rotary, config.rotary_dim, context, self._device)
-                kinds[window, rotary] = self._backend.attention(shape, table)
-        return [kinds[config.window_of(i), config.rotary_of(i)] for i in range(config.layers)]
-
     @property
     def _memory(self) -> DecoderMemory:
         return DecoderMemory(
-            self._spec, self._config, self._layers, self._shape, len(self._shard.state_heads or ()), self._device,
+            self._spec, self._config, self._layers, self._shapes, len(self._shard.state_heads or ()), self._device,
             self._kv_dtype, self._backend.kernels.activation_dtype, self._can_overlap, self._kv_scales,
         )  # fmt: skip
 
@@ -466,19 +468,22 @@ class DecoderLoader:
         return self._backend.name == "gpu" and self._head is None and self._has_vocabulary and is_alone
 
     @property
-    def _shape(self) -> AttentionShape:
-        shard, config = self._shard, self._config
-        return AttentionShape(
-            len(shard.query_heads), len(shard.kv_heads), config.head_dim, self._spec.page_size,
-            score_scale=config.attention_scale, attention_softcap=config.attention_softcap,
-            latent_dim=config.latent.rank if config.latent else None,
-            has_float8_kv=self._kv_dtype == FP8,
-        )  # fmt: skip
+    def _shapes(self) -> tuple[AttentionShape, AttentionShape]:
+        """The attention of layers without a window, and of those with one but for the window."""
+        has_float8_kv = self._kv_dtype == FP8
+        kinds = self._kinds(self._spec.tensor_rank)
+        shapes = [attention_shape(*kind, self._spec.page_size, has_float8_kv=has_float8_kv) for kind in kinds]
+        return shapes[0], shapes[-1]
+
+    def _attention(self, context: int) -> list[AttentionBackend]:
+        return attention_of_layers(self._backend, self._part, self._shapes, context, self._device)
 
     def _find_kv_scales(self, model: Decoder, context: int) -> tuple[KvScales, ...]:
         """Return the scales of keys and values in FP8: the checkpoint's, or else measured on fixed tokens."""
         if not isinstance(self._checkpoint, TransformersCheckpoint):
-            scales = stored_scales(self._checkpoint, self._shard.kv_heads, self._layers, self._device)
+            local = self._local_shard or self._shard
+            heads = self._shard.kv_heads, local.kv_heads
+            scales = stored_scales(self._checkpoint, heads, self._layers, self._device)
             if scales:
                 log.info("model.kv_scales source=checkpoint")
                 return scales

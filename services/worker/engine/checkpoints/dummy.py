@@ -60,6 +60,8 @@ class DummyCheckpoint:
         shape = tensor_shape(name, self.config)
         if name.endswith("norm.weight"):
             return torch.full(shape, 1.0 - self.config.norm_offset)
+        if name.endswith("_scale.weight"):
+            return torch.ones(shape)
         values = self._values(name, shape, rows or slice(0, shape[0]))
         return values if columns is None else values[:, columns].contiguous()
 

@@ -53,6 +53,12 @@ def split_layer(name: str) -> tuple[str, str]:
     return f"{_LAYERS}{number}.", part
 
 
+def layer_of(name: str) -> int | None:
+    """Return the number of the layer that a tensor belongs to; None: it belongs to no layer."""
+    prefix, _ = split_layer(name)
+    return int(prefix.removeprefix(_LAYERS).removesuffix(".")) if prefix else None
+
+
 def split_expert(name: str, placeholder: str = "") -> tuple[str, int | None]:
     """Return `name` with a placeholder, or without anything, instead of an expert's number, and that number."""
     before, found, after = name.partition(_EXPERTS)

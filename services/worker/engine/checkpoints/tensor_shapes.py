@@ -4,12 +4,17 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from services.worker.engine.checkpoints.tensor_names import layer_of
+
 if TYPE_CHECKING:
     from services.worker.engine.model.config import LatentConfig, ModelConfig, RecurrentConfig
 
 
 def tensor_shape(name: str, config: ModelConfig) -> tuple[int, ...]:
     """Return the shape of a whole tensor: a matrix, its bias, or the weight of a norm."""
+    layer = layer_of(name)
+    if layer is not None:
+        config = config.at(layer)
     queries, keys = config.query_heads * config.head_dim, config.kv_heads * config.head_dim
     hidden, columns = config.hidden_size, config.intermediate_size
     if config.moe is not None and ".experts." in name:
@@ -18,7 +23,7 @@ def tensor_shape(name: str, config: ModelConfig) -> tuple[int, ...]:
         columns = config.moe.shared.intermediate_size
     if config.recurrent is not None and ".linear_attn." in name:
         return _recurrent_shape(name.partition(".linear_attn.")[2].removesuffix(".weight"), config, config.recurrent)
-    matrices = {
+    shapes: dict[str, tuple[int, ...]] = {
         "embed_tokens": (config.vocabulary_size, hidden),
         "lm_head": (config.vocabulary_size, hidden),
         "score": (config.labels, hidden),
@@ -33,14 +38,15 @@ def tensor_shape(name: str, config: ModelConfig) -> tuple[int, ...]:
         "down_proj": (hidden, columns),
         "gate": (config.moe.experts if config.moe else 0, hidden),
         "shared_expert_gate": (1, hidden),
+        "sinks": (config.query_heads,),
+        "layer_scale": (1,),
+        "expert_scale": (config.moe.experts if config.moe else 0,),
     }
     if config.latent is not None:
-        matrices |= _latent_matrices(config.latent, config)
+        shapes |= _latent_matrices(config.latent, config)
     part, kind = name.split(".")[-2:]
-    if part in matrices:
-        return matrices[part] if kind == "weight" else matrices[part][:1]
-    if part == "sinks":
-        return (config.query_heads,)
+    if part in shapes:
+        return shapes[part] if kind == "weight" else shapes[part][:1]
     if part in ("q_norm", "k_norm"):
         return ((queries if part == "q_norm" else keys) if config.projection_norm else config.head_dim,)
     if config.latent is not None and part in ("q_a_layernorm", "kv_a_layernorm"):

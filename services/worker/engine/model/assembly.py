@@ -15,6 +15,7 @@ from services.worker.engine.model.embedding import PACKED_FROM_BYTES, PackedEmbe
 from services.worker.engine.model.feed_forward import (
     DenseFeedForward,
     DividedExperts,
+    ExpertsBesideDense,
     MoeFeedForward,
     Router,
     SharedFeedForward,
@@ -22,7 +23,13 @@ from services.worker.engine.model.feed_forward import (
 from services.worker.engine.model.latent import LatentReader
 from services.worker.engine.model.recurrent import RecurrentReader
 from services.worker.engine.model.rotary_config import head_order
-from services.worker.engine.model.transformer import DecoderLayer, ProjectionNorm, TemperedQueries, TransformerWeights
+from services.worker.engine.model.transformer import (
+    DecoderLayer,
+    ProjectionNorm,
+    TemperedQueries,
+    TransformerWeights,
+    ValueNorm,
+)
 from services.worker.engine.parallel.shards import Span
 from services.worker.engine.quantization.matrices import above, reordered
 
@@ -30,7 +37,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from services.worker.engine.adapters.active import AdapterProducts
-    from services.worker.engine.kernels.interface import GatedLinear, Kernels, Linear
+    from services.worker.engine.kernels.interface import Experts, GatedLinear, Kernels, Linear
     from services.worker.engine.model.config import ModelConfig, MoeConfig, SharedExperts
     from services.worker.engine.model.embedding import Embedding
     from services.worker.engine.model.feed_forward import FeedForward
@@ -58,11 +65,16 @@ class Assembler:
     """Changes products for single rows; None: there are no adapters."""
     expert_counts: ExpertCounts | None = None
     """With expert parallelism, the counts of the tokens of each expert."""
+    local_shard: ModelShard | None = None
+    """The rank's share of layers with a window, where these have other heads; None: they have not."""
+    layer: int | None = None
+    """The layer that is read, whose heads `config` has."""
 
     @property
     def config(self) -> ModelConfig:
         """The shape of the model."""
-        return self.tensors.checkpoint.config
+        config = self.tensors.checkpoint.config
+        return config if self.layer is None else config.at(self.layer)
 
     def weights(self, report: Callable[[float], None]) -> TransformerWeights:
         """Read everything; `report` gets the share that is done after each layer."""
@@ -82,7 +94,7 @@ class Assembler:
         report(1 / units)
         layers = []
         for i in range(held.start, held.stop):
-            layers.append(self._layer(i))
+            layers.append(self._at(i)._layer(i))
             report((i - held.start + 2) / units)
         return TransformerWeights(
             embedding=embedding,
@@ -91,6 +103,13 @@ class Assembler:
             head=head_linear,
             expert_counts=self.expert_counts,
         )
+
+    def _at(self, layer: int) -> Assembler:
+        """Return the reader of one layer."""
+        if self.local_shard is None:
+            return self
+        shard = self.shard if self.config.window_of(layer) is None else self.local_shard
+        return replace(self, layer=layer, shard=shard)
 
     def _embedding(self, name: str, rows: slice) -> Embedding:
         size = (rows.stop - rows.start) * self.config.hidden_size * self.dtype.itemsize
@@ -111,6 +130,7 @@ class Assembler:
             feed_forward_norm = f"{prefix}.pre_feedforward_layernorm.weight"
         qkv: Callable[[torch.Tensor], torch.Tensor] | GatedDeltaNet
         output, gate, is_recurrent = self._output(layer), None, config.is_recurrent(layer)
+        moe = config.moe_of(layer)
         if is_recurrent:
             assert self.shard.state_heads is not None, "every rank has heads of recurrent layers"
             qkv = RecurrentReader(self.tensors, self.kernels, self.device, self.shard.state_heads).read(
@@ -119,7 +139,8 @@ class Assembler:
         elif config.gated_attention:
             qkv, gate = self._gated_qkv(attention, head_order(config.rotary, config.head_dim))
         elif config.latent is None:
-            qkv = self._qkv(attention, head_order(config.rotary_of(layer), config.head_dim))
+            values_of = "k_proj" if config.keys_are_values and config.window_of(layer) is None else "v_proj"
+            qkv = self._qkv(attention, head_order(config.rotary_of(layer), config.head_dim), values_of)
         else:
             reader = LatentReader(self.tensors, self.kernels, self.device, self.shard.query_heads)
             qkv, values = reader.read(attention)
@@ -130,13 +151,16 @@ class Assembler:
             qk_norm=None if is_recurrent else self._head_norms(attention, layer),
             attention_output=output,
             feed_forward_norm=self._norm(feed_forward_norm) if config.pre_norms else None,
-            feed_forward=self._feed_forward(f"{prefix}.mlp", config.moe_of(layer)),
+            feed_forward=self._feed_forward(f"{prefix}.mlp", moe),
             sinks=self._sinks(f"{attention}.sinks.weight") if config.has_sinks else None,
             post_norms=post_norms,
             projection_norm=self._projection_norm(attention) if config.projection_norm else None,
             temperature=self._temperature(layer),
+            value_norm=self._value_norm() if config.value_norm else None,
             residual_scale=config.residual_scale,
             gate=gate,
+            experts=self._experts_beside(f"{prefix}.mlp", moe) if moe is not None and moe.is_beside_dense else None,
+            output_scale=self._number(f"{prefix}.layer_scale.weight") if config.has_layer_scales else 1.0,
         )
 
     def _output(self, layer: int) -> Linear:
@@ -173,10 +197,10 @@ class Assembler:
             self._adapted(self.kernels.linear(reordered(both, of_gates), None), gate_site),
         )
 
-    def _qkv(self, attention: str, order: tuple[int, ...] | None) -> Linear:
+    def _qkv(self, attention: str, order: tuple[int, ...] | None, values_of: str) -> Linear:
         config = self.config
         queries, keys = self.shard.query_heads.scaled(config.head_dim), self.shard.kv_heads.scaled(config.head_dim)
-        parts = (("q_proj", queries), ("k_proj", keys), ("v_proj", keys))
+        parts = (("q_proj", queries), ("k_proj", keys), (values_of, keys))
         matrix = above(*self.tensors.alike([(f"{attention}.{name}.weight", rows, None) for name, rows in parts]))
         bias = None
         if config.qkv_bias:
@@ -198,13 +222,32 @@ class Assembler:
         return (starts + within).flatten()
 
     def _feed_forward(self, mlp: str, moe: MoeConfig | None) -> FeedForward:
-        return self._dense(mlp, self.shard.intermediate) if moe is None else self._moe(mlp, moe)
+        if moe is None or moe.is_beside_dense:
+            return self._dense(mlp, self.shard.intermediate)
+        return self._moe(mlp, moe)
 
     def _dense(self, mlp: str, columns: Span) -> FeedForward:
         part, has_bias = columns.scaled(1), self.config.mlp_bias
         return DenseFeedForward(self._gate_up(mlp, part), self._row_parallel(f"{mlp}.down_proj", part, has_bias))
 
     def _moe(self, mlp: str, moe: MoeConfig) -> FeedForward:
+        experts = self._held_experts(mlp, moe)
+        shared = None if moe.shared is None else self._shared(mlp, moe.shared)
+        return MoeFeedForward(self._router(f"{mlp}.gate", moe), experts, shared)
+
+    def _experts_beside(self, mlp: str, moe: MoeConfig) -> ExpertsBesideDense:
+        # The router's input is divided by the square root of its width.
+        router_norm = self._norm(f"{mlp}.gate.input_norm.weight").float() * self.config.hidden_size**-0.5
+        return ExpertsBesideDense(
+            router_norm=router_norm,
+            router=self._router(f"{mlp}.gate", moe),
+            experts_norm=self._norm(f"{mlp}.experts_input_norm.weight"),
+            experts=self._held_experts(mlp, moe),
+            dense_output_norm=self._norm(f"{mlp}.dense_output_norm.weight"),
+            experts_output_norm=self._norm(f"{mlp}.experts_output_norm.weight"),
+        )
+
+    def _held_experts(self, mlp: str, moe: MoeConfig) -> Experts:
         held, matrices = self.shard.experts, self._experts(mlp, moe)
         assert held is not None, "every rank has columns of experts"
         experts = self.kernels.experts(len(held), matrices, self.config.activation, are_all=self.expert_counts is None)
@@ -215,17 +258,18 @@ class Assembler:
             names = [f"{mlp}.experts.{i}" for i in range(moe.experts)]
             sites = [(_gate_up_site(name, part), _down_site(f"{name}.down_proj", part)) for name in names]
             experts = self.adapters.experts(experts, sites, self.config.activation)
-        shared = None if moe.shared is None else self._shared(mlp, moe.shared)
-        return MoeFeedForward(self._router(f"{mlp}.gate", moe), experts, shared)
+        return experts
 
     def _router(self, name: str, moe: MoeConfig) -> Router:
-        weight, correction = self.tensors.plain(f"{name}.weight"), None
+        weight, correction, scales = self.tensors.plain(f"{name}.weight"), None, None
         if moe.has_correction:
             correction = self.tensors.plain(f"{name}.e_score_correction_bias").to(self.device, torch.float32)
+        if moe.has_expert_scales:
+            scales = self.tensors.plain(f"{name}.expert_scale.weight").to(self.device, torch.float32)
         if not moe.routes_in_float32:
             bias = self.tensors.plain(f"{name}.bias") if moe.has_biases else None
-            return Router(self.kernels.linear(weight, bias), moe, correction)
-        return Router(self.kernels.wide_linear(weight), moe, correction)
+            return Router(self.kernels.linear(weight, bias), moe, correction, scales)
+        return Router(self.kernels.wide_linear(weight), moe, correction, scales)
 
     def _shared(self, mlp: str, shared: SharedExperts) -> SharedFeedForward:
         assert self.shard.shared_columns is not None, "every rank has columns of the shared layer"
@@ -285,7 +329,7 @@ class Assembler:
     def _head_norms(self, attention: str, layer: int) -> QkNorm | None:
         config = self.config
         if config.bare_qk_norm and layer not in config.unrotated:
-            ones = torch.ones(config.head_dim, dtype=self.kernels.activation_dtype, device=self.device)
+            ones = self._ones(config.head_dim)
             return QkNorm(query=ones, key=ones, epsilon=config.norm_epsilon)
         if not config.qk_norm:
             return None
@@ -293,6 +337,11 @@ class Assembler:
         weights = (self._norm(f"{attention}.{name}.weight") for name in ("q_norm", "k_norm"))
         query, key = (weight if order is None else weight[list(order)] for weight in weights)
         return QkNorm(query=query, key=key, epsilon=config.norm_epsilon)
+
+    def _value_norm(self) -> ValueNorm:
+        config, shard = self.config, self.shard
+        first = (len(shard.query_heads) + len(shard.kv_heads)) * config.head_dim
+        return ValueNorm(first, self._ones(config.head_dim), config.norm_epsilon)
 
     def _projection_norm(self, attention: str) -> ProjectionNorm:
         config, shard = self.config, self.shard
@@ -318,6 +367,12 @@ class Assembler:
     def _sinks(self, name: str) -> torch.Tensor:
         whole = self.tensors.plain(name)
         return whole[self.shard.query_heads.scaled(1)].to(self.device, torch.float32, copy=True)
+
+    def _number(self, name: str) -> float:
+        return float(self.tensors.plain(name).item())
+
+    def _ones(self, count: int) -> torch.Tensor:
+        return torch.ones(count, dtype=self.kernels.activation_dtype, device=self.device)
 
     def _norm(self, name: str) -> torch.Tensor:
         offset = self.config.norm_offset

@@ -111,6 +111,19 @@ class MoeConfig:
     shared: SharedExperts | None = None
     weights_inputs: bool = False
     """Whether routing weights multiply what goes into an expert (Llama 4), not what comes out."""
+    is_beside_dense: bool = False
+    """Whether layers have an ordinary feed-forward layer, too, and both have norms of their own (Gemma 4)."""
+    has_expert_scales: bool = False
+    """Whether a token's share of an expert is multiplied by a number of the expert (Gemma 4)."""
+
+
+@dataclass(frozen=True, slots=True)
+class KvHeads:
+    """Heads of keys and values."""
+
+    count: int
+    dim: int
+    """Components of a key."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,6 +218,8 @@ class ModelConfig:
     """Whether each head's queries and keys are normalised (Qwen3)."""
     bare_qk_norm: bool = False
     """Whether those of layers that are rotated are normalised without weights (Llama 4)."""
+    value_norm: bool = False
+    """Whether each head's values are normalised, without weights (Gemma 4)."""
     projection_norm: bool = False
     """Whether all queries of a token are normalised together, and all of its keys (OLMo 2)."""
     eos_token_ids: tuple[int, ...] = ()
@@ -219,6 +234,10 @@ class ModelConfig:
     """Of queries in layers without rotary embedding."""
     local_rotary: RotaryConfig | None = None
     """Rotary embedding of layers with a window, where it differs from that of the others."""
+    local_heads: KvHeads | None = None
+    """Those of layers with a window, where others have `kv_heads` of `head_dim` (Gemma 4); None: all have these."""
+    keys_are_values: bool = False
+    """Whether layers without a window have one product for keys and values (Gemma 4)."""
     attention_scale: float | None = None
     """Factor of scores before the softmax; None: 1 / sqrt(head_dim)."""
     attention_softcap: float | None = None
@@ -229,6 +248,8 @@ class ModelConfig:
     embedding_scale: float = 1.0
     residual_scale: float = 1.0
     """Factor of what attention and feed-forward layers add to the residual stream."""
+    has_layer_scales: bool = False
+    """Whether the residual stream is multiplied by a number of each layer after it (Gemma 4)."""
     logits_divisor: float = 1.0
     norm_offset: float = 0.0
     """The offset added to the checkpoint's norm weights."""
@@ -254,10 +275,11 @@ class ModelConfig:
 
     def __post_init__(self) -> None:
         """Reject shapes that no code here could run."""
-        if self.query_heads % self.kv_heads:
-            raise ConfigurationError(f"{self.query_heads} query heads cannot share {self.kv_heads} KV heads evenly")
-        if self.head_dim % 2:
-            raise ConfigurationError(f"head_dim {self.head_dim} is odd: rotary embedding needs two halves")
+        for heads in filter(None, (KvHeads(self.kv_heads, self.head_dim), self.local_heads)):
+            if self.query_heads % heads.count:
+                raise ConfigurationError(f"{self.query_heads} query heads cannot share {heads.count} KV heads evenly")
+            if heads.dim % 2:
+                raise ConfigurationError(f"head_dim {heads.dim} is odd: rotary embedding needs two halves")
         if self.latent is not None:
             assert (self.latent.row_width, 1) == (self.head_dim, self.kv_heads), "attention is over the rows"
             assert not self.windows, "latent attention has no windows"
@@ -300,6 +322,18 @@ class ModelConfig:
     def window_of(self, layer: int) -> int | None:
         """Return how many tokens a query of `layer` sees, itself included; None: all of them."""
         return self.windows[layer] if self.windows else None
+
+    def at(self, layer: int) -> ModelConfig:
+        """Return the model with the heads of `layer` in all layers."""
+        return self.with_heads(is_local=self.window_of(layer) is not None)
+
+    def with_heads(self, *, is_local: bool) -> ModelConfig:
+        """Return the model with the heads of layers with a window, or without one, in all layers."""
+        local = self.local_heads
+        if local is None:
+            return self
+        kv_heads, head_dim = (local.count, local.dim) if is_local else (self.kv_heads, self.head_dim)
+        return replace(self, kv_heads=kv_heads, head_dim=head_dim, local_heads=None)
 
     def rotary_of(self, layer: int) -> RotaryConfig:
         """Return the rotary embedding of `layer`."""

@@ -42,8 +42,7 @@ def config_from_json(config: Mapping[str, Any], generation: Mapping[str, Any] | 
     quantization = config.get("quantization_config") or text.get("quantization_config")
     stored = stored_format(quantization) if quantization else None
     family.check_stored(stored)
-    if family.defaults:
-        text = {**family.defaults, **{key: value for key, value in text.items() if value is not None}}
+    text = family.with_defaults(text)
     try:
         read = family.read(text)
     except KeyError as error:
@@ -75,7 +74,9 @@ def implementation_of(config: Mapping[str, Any]) -> Implementation:
     """Return which code would compute the model of a config.json; it may still refuse one of the model's options."""
     if is_encoder(config):
         return Implementation.ENCODER
-    is_own = _text_part(config).get("model_type") in families_by_name()
+    text = _text_part(config)
+    family = families_by_name().get(str(text.get("model_type")))
+    is_own = family is not None and family.covers(family.with_defaults(text))
     return Implementation.OWN if is_own else Implementation.TRANSFORMERS
 
 

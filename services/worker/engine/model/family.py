@@ -54,6 +54,8 @@ class Family:
     """The models that are published so, for documents."""
     read: Callable[[JsonConfig], ModelConfig]
     """Read a config.json. What would change results and is not supported is a ConfigurationError that names it."""
+    covers: Callable[[JsonConfig], bool] = lambda _config: True
+    """Whether the implementation here computes the model of a config.json; if not, `transformers` does."""
     aliases: tuple[str, ...] = ()
     """Other `model_type`s of config.json for the same."""
     wrappers: tuple[str, ...] = ()
@@ -84,6 +86,12 @@ class Family:
         return not self.has_single_experts and any(
             isinstance(stored, StackedPart) or "*" not in stored for stored in names
         )
+
+    def with_defaults(self, config: JsonConfig) -> JsonConfig:
+        """Return `config` with the values that its file leaves out."""
+        if not self.defaults:
+            return config
+        return {**self.defaults, **{key: value for key, value in config.items() if value is not None}}
 
     def check_stored(self, stored: StoredFormat | None) -> None:
         """Raise ConfigurationError if checkpoints of this family cannot be read in a format."""

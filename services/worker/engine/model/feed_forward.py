@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 import torch
@@ -54,14 +55,17 @@ class Router:
         product: Callable[[torch.Tensor], torch.Tensor],
         moe: MoeConfig,
         correction: torch.Tensor | None = None,
+        expert_scales: torch.Tensor | None = None,
     ) -> None:
         """Choose by the logits that `product` returns for inputs, [tokens, experts].
 
-        `correction` [experts] float32 is added to scores to choose, but not to weigh.
+        `correction` [experts] float32 is added to scores to choose, but not to weigh. `expert_scales` [experts] float32
+        multiply the weights.
         """
         self._product = product
         self._moe = moe
         self._correction = correction
+        self._expert_scales = expert_scales
 
     @property
     def weights_inputs(self) -> bool:
@@ -81,6 +85,8 @@ class Router:
         if moe.normalizes_routing_weights:
             # Sigmoids may all be zero.
             weights = weights / (weights.sum(dim=-1, keepdim=True) + _TINY)
+        if self._expert_scales is not None:
+            weights = weights * self._expert_scales[ids]
         return ids, weights if moe.routing_scale == 1.0 else weights * moe.routing_scale
 
 
@@ -149,6 +155,31 @@ class MoeFeedForward:
     def add_to(self, inputs: torch.Tensor, sums: torch.Tensor) -> None:
         """Add it to `sums`."""
         sums += self(inputs)
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertsBesideDense:
+    """Experts beside a layer's ordinary feed-forward layer; both outputs are normalised before they are added.
+
+    Router and experts take the residual stream, each through a norm of its own. Norms are [hidden].
+    """
+
+    router_norm: torch.Tensor
+    router: Router
+    experts_norm: torch.Tensor
+    experts: Experts
+    dense_output_norm: torch.Tensor
+    experts_output_norm: torch.Tensor
+
+    def of_experts(
+        self, hidden: torch.Tensor, normed: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+    ) -> torch.Tensor:
+        """Return this rank's part of the experts' output for the residual stream [tokens, hidden], not normalised.
+
+        `normed` applies a norm's weights.
+        """
+        expert_ids, weights = self.router(normed(hidden, self.router_norm))
+        return self.experts(normed(hidden, self.experts_norm), expert_ids, weights.to(hidden.dtype))
 
 
 def _in_best_groups(preferences: torch.Tensor, groups: ExpertGroups) -> torch.Tensor:

@@ -80,7 +80,7 @@ def read_windows(config: JsonConfig, kinds: Sequence[str], *, is_used: bool = Fa
     # A window of the whole context hides nothing.
     if not window or window >= config["max_position_embeddings"] or not config.get("use_sliding_window", is_used):
         return ()
-    return _windows(int(window), config.get("layer_types") or kinds, SLIDING)
+    return layer_windows(int(window), config.get("layer_types") or kinds)
 
 
 def read_chunks(config: JsonConfig, kinds: Sequence[str]) -> tuple[int | None, ...]:
@@ -88,10 +88,11 @@ def read_chunks(config: JsonConfig, kinds: Sequence[str]) -> tuple[int | None, .
     chunk = config.get("attention_chunk_size")
     if not chunk or chunk >= config["max_position_embeddings"]:
         return ()
-    return _windows(int(chunk), config.get("layer_types") or kinds, CHUNKED)
+    return layer_windows(int(chunk), config.get("layer_types") or kinds, CHUNKED)
 
 
-def _windows(window: int, kinds: Sequence[str], limited: str) -> tuple[int | None, ...]:
+def layer_windows(window: int, kinds: Sequence[str], limited: str = SLIDING) -> tuple[int | None, ...]:
+    """Return `window` of layers of the kind `limited`, and None of those that see everything."""
     unknown = set(kinds) - {limited, FULL}
     if unknown:
         raise ConfigurationError(f"layer_types: {', '.join(sorted(unknown))} are not supported")

@@ -30,14 +30,18 @@ _NAMES = (
 )
 
 
-def stored_scales(checkpoint: Checkpoint, heads: Span, held: Span, device: torch.device) -> tuple[KvScales, ...]:
-    """Read the scales of the `heads` of each layer in `held`; empty: the checkpoint has none.
+def stored_scales(
+    checkpoint: Checkpoint, heads: tuple[Span, Span], held: Span, device: torch.device
+) -> tuple[KvScales, ...]:
+    """Read the scales of the rank's heads of each layer in `held`; empty: the checkpoint has none.
+
+    `heads` are those of layers without a window, and with one.
 
     Raises:
         ConfigurationError: some layers have none, or scales are not positive numbers, one for all or each KV head.
     """
     config = checkpoint.config
-    layers = [f"model.layers.{layer}" for layer in range(held.start, held.stop) if not config.is_recurrent(layer)]
+    layers = [layer for layer in range(held.start, held.stop) if not config.is_recurrent(layer)]
     found = [next((pair for pair in _NAMES if _has(checkpoint, layer, pair)), None) for layer in layers]
     if not any(found):
         return ()
@@ -46,7 +50,7 @@ def stored_scales(checkpoint: Checkpoint, heads: Span, held: Span, device: torch
             f"the checkpoint has scales of keys and values in some layers only, and none in layer {found.index(None)}"
         )
     return tuple(
-        KvScales(*(_read(checkpoint, f"{layer}.{name}", heads, device) for name in pair))
+        KvScales(*(_read(checkpoint, layer, name, heads[config.window_of(layer) is not None], device) for name in pair))
         for layer, pair in zip(layers, filter(None, found), strict=True)
     )
 
@@ -66,13 +70,14 @@ def _fitting(numbers: torch.Tensor, layout: KvLayout) -> torch.Tensor:
     return torch.where(scales.isfinite() & (scales > 0), scales, 1.0)
 
 
-def _has(checkpoint: Checkpoint, layer: str, names: tuple[str, str]) -> bool:
-    return all(checkpoint.has(f"{layer}.{name}") for name in names)
+def _has(checkpoint: Checkpoint, layer: int, names: tuple[str, str]) -> bool:
+    return all(checkpoint.has(f"model.layers.{layer}.{name}") for name in names)
 
 
-def _read(checkpoint: Checkpoint, name: str, heads: Span, device: torch.device) -> torch.Tensor:
+def _read(checkpoint: Checkpoint, layer: int, part: str, heads: Span, device: torch.device) -> torch.Tensor:
     """Return [heads] float32."""
-    stored, count = checkpoint.read(name).flatten().float(), checkpoint.config.kv_heads
+    name = f"model.layers.{layer}.{part}"
+    stored, count = checkpoint.read(name).flatten().float(), checkpoint.config.at(layer).kv_heads
     if len(stored) not in (1, count) or not bool((stored.isfinite() & (stored > 0)).all()):
         raise ConfigurationError(
             f"tensor {name!r} has to be one positive number or {count}, one for each KV head; it has {len(stored)}"

@@ -12,7 +12,7 @@ from services.worker.engine.model.config import RotaryConfig
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-ROTARY_TYPES = ("default", "linear", "llama3", "yarn", "longrope")
+ROTARY_TYPES = ("default", "linear", "llama3", "yarn", "longrope", "proportional")
 _NO_SCALING = "default"
 
 
@@ -52,6 +52,11 @@ def read_rotary(
     """
     theta = float(parameters.get("rope_theta", theta))
     share = parameters.get("partial_rotary_factor") or 1.0
+    if _type_of(parameters) == "proportional":
+        # The first pairs turn as those of heads that are rotated as a whole, the others by 0.
+        turning, pairs = int(share * head_dim // 2), head_dim // 2
+        factor = float(parameters.get("factor", 1.0))
+        return RotaryConfig(theta, (factor,) * turning + (math.inf,) * (pairs - turning))
     if share == 1.0:
         return _read_scaling(parameters, theta, head_dim, max_context)
     rotated = int(head_dim * share)
@@ -65,7 +70,7 @@ def read_rotary(
 
 
 def _read_scaling(parameters: Mapping[str, Any], theta: float, rotated: int, max_context: int) -> RotaryConfig:
-    match parameters.get("rope_type", parameters.get("type", _NO_SCALING)):
+    match _type_of(parameters):
         case "default" | "mrope":
             # Texts have the same coordinate on all axes; `vision/axes.py` has those of images.
             return RotaryConfig(theta)
@@ -87,6 +92,10 @@ def _read_scaling(parameters: Mapping[str, Any], theta: float, rotated: int, max
             return RotaryConfig(theta, short, amplitude, long_divisors=long, original_context=original)
         case other:
             raise ConfigurationError(f"rope type {other!r} is not supported; supported: {', '.join(ROTARY_TYPES)}")
+
+
+def _type_of(parameters: Mapping[str, Any]) -> str:
+    return str(parameters.get("rope_type", parameters.get("type", _NO_SCALING)))
 
 
 def llama3_divisors(theta: float, head_dim: int, parameters: Mapping[str, Any]) -> tuple[float, ...]:

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from services.worker.engine.model.batch import ForwardBatch
     from services.worker.engine.model.config import ModelConfig, QueryTemperature
     from services.worker.engine.model.embedding import Embedding
-    from services.worker.engine.model.feed_forward import FeedForward
+    from services.worker.engine.model.feed_forward import ExpertsBesideDense, FeedForward
     from services.worker.engine.model.kv_pool import KvPool
     from services.worker.engine.model.rotary import AxisAngles
     from services.worker.engine.parallel.expert_load import ExpertCounts
@@ -59,9 +59,13 @@ class DecoderLayer:
     post_norms: tuple[torch.Tensor, torch.Tensor] | None = None
     projection_norm: ProjectionNorm | None = None
     temperature: TemperedQueries | None = None
+    value_norm: ValueNorm | None = None
     residual_scale: float = 1.0
     gate: Linear | None = None
     """Attention's output is multiplied by the sigmoid of this product with the layer's input."""
+    experts: ExpertsBesideDense | None = None
+    output_scale: float = 1.0
+    """Factor of the residual stream after the layer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,6 +105,23 @@ class TemperedQueries:
         temperature = self.temperature
         steps = torch.floor((positions.float() + 1.0) / temperature.step)
         qkv[:, : self.width] *= (1.0 + temperature.weight * evenly(torch.log1p, steps))[:, None]
+        return qkv
+
+
+@dataclass(frozen=True, slots=True)
+class ValueNorm:
+    """RMS norm of single value heads."""
+
+    first: int
+    """The first column of values in projections."""
+    weight: torch.Tensor  # [head_dim]
+    epsilon: float
+
+    def __call__(self, qkv: torch.Tensor, kernels: Kernels) -> torch.Tensor:
+        """Normalise the values of projections [tokens, queries + keys + values] in place; return all of them."""
+        values = qkv[:, self.first :]
+        heads = values.contiguous().view(-1, self.weight.shape[0])
+        values.copy_(kernels.rms_norm(heads, self.weight, self.epsilon).view(values.shape))
         return qkv
 
 
@@ -323,6 +344,8 @@ class Transformer:
             projected = layer.projection_norm(projected, self._group)
         if layer.temperature is not None:
             projected = layer.temperature(projected, positions)
+        if layer.value_norm is not None:
+            projected = layer.value_norm(projected, self._kernels)
         return projected
 
     def _normed(self, hidden: torch.Tensor, norm: torch.Tensor | None) -> torch.Tensor:
@@ -340,7 +363,24 @@ class Transformer:
         normed = self._add(
             layer.attention_output, attended, hidden, _Change(after_attention, scale), layer.feed_forward_norm
         )
-        return self._add(layer.feed_forward, normed, hidden, _Change(after_feed_forward, scale), next_norm)
+        if layer.experts is not None:
+            self._add_both(layer.feed_forward, layer.experts, normed, hidden, after_feed_forward)
+        elif layer.output_scale == 1.0:
+            return self._add(layer.feed_forward, normed, hidden, _Change(after_feed_forward, scale), next_norm)
+        else:
+            self._add(layer.feed_forward, normed, hidden, _Change(after_feed_forward, scale), None)
+        return self._normed(hidden.mul_(layer.output_scale), next_norm)
+
+    def _add_both(
+        self, dense: FeedForward, beside: ExpertsBesideDense, normed: torch.Tensor, hidden: torch.Tensor,
+        norm: torch.Tensor | None,
+    ) -> None:  # fmt: skip
+        """Add the outputs of a feed-forward layer and of experts to `hidden`, their sum normalised by `norm`."""
+        # One sum after the other: a group may give all of them in the same memory.
+        both = self._normed(self._group.sum(dense(normed)), beside.dense_output_norm)
+        of_experts = self._group.sum(beside.of_experts(hidden, self._normed))
+        both += self._normed(of_experts, beside.experts_output_norm)
+        hidden.add_(self._normed(both, norm))
 
     def _add(
         self, part: Linear | FeedForward, inputs: torch.Tensor, hidden: torch.Tensor, change: _Change,

@@ -10,6 +10,8 @@ from common.errors import ConfigurationError
 from services.worker.engine.quantization.formats import column_unit, expert_column_unit
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from services.worker.engine.model.config import ModelConfig
 
 # Matrix kernels work on whole vectors of 16 floats, so borders inside the feed-forward layer fall between those; with
@@ -122,6 +124,30 @@ def shard_model(config: ModelConfig, rank: int, world_size: int, *, expert_paral
                     f"{columns.start} to {columns.stop} of {what}; use fewer ranks"
                 )
     return shards[rank]
+
+
+def shard_kinds(
+    config: ModelConfig, rank: int, world_size: int, *, expert_parallel: bool = False
+) -> list[tuple[ModelConfig, ModelShard]]:
+    """Return the model and a rank's part with the heads of layers without a window, and of those with, if they differ.
+
+    Raises:
+        ConfigurationError: the model cannot be cut so; see `shard_model`.
+    """
+    configs = [config]
+    if config.local_heads is not None:
+        configs = [config.with_heads(is_local=is_local) for is_local in (False, True)]
+    return [(each, shard_model(each, rank, world_size, expert_parallel=expert_parallel)) for each in configs]
+
+
+def are_cut_alike(kinds: Sequence[tuple[ModelConfig, ModelShard]]) -> bool:
+    """Whether to each KV head of a rank in the layers of the first kind belong as many of every other kind."""
+    (first, held), *others = kinds
+    return all(
+        other.kv_heads % first.kv_heads == 0
+        and shard.kv_heads.scaled(1) == held.kv_heads.scaled(other.kv_heads // first.kv_heads)
+        for other, shard in others
+    )
 
 
 def _check_experts(config: ModelConfig, ranks: int) -> None:

@@ -262,11 +262,12 @@ def _layer_weights(config: ModelConfig, layer: int) -> int:
     if recurrent is not None and config.is_recurrent(layer):
         mixing = hidden * (recurrent.conv_width + 2 * recurrent.value_heads * recurrent.value_dim)
     else:
-        mixing = hidden * (2 * config.query_heads * config.head_dim + config.kv_width)
+        own = config.at(layer)
+        mixing = hidden * (2 * own.query_heads * own.head_dim + own.kv_width)
     moe = config.moe_of(layer)
     if moe is None:
         return mixing + 3 * hidden * config.intermediate_size
-    shared = moe.shared.intermediate_size if moe.shared else 0
+    shared = moe.shared.intermediate_size if moe.shared else config.intermediate_size * moe.is_beside_dense
     return mixing + 3 * hidden * (moe.experts * moe.intermediate_size + shared)
 
 

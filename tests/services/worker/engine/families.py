@@ -38,6 +38,11 @@ _GEMMA_ROTARY = {
     "full_attention": {"rope_type": "linear", "rope_theta": 1e6, "factor": 8.0},
     "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
 }
+# The last layer sees all tokens, and has wider heads.
+_GEMMA4: dict[str, Any] = {
+    "sliding_window": 20, "global_head_dim": 48, "hidden_size_per_layer_input": 0, "final_logit_softcapping": 30.0,
+}  # fmt: skip
+_GEMMA4_OF_KEYS: dict[str, Any] = {**_GEMMA4, "num_global_key_value_heads": 1, "attention_k_eq_v": True}
 _LONG_ROPE = {
     "rope_type": "longrope", "rope_theta": 10000.0, "short_factor": [1.0, 1.2, 1.5, 2.0, 2.0, 3.0],
     "long_factor": [1.0, 2.0, 4.0, 8.0, 8.0, 9.0],
@@ -100,6 +105,18 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             "attn_logit_softcapping": 10.0,
             "final_logit_softcapping": 30.0,
             "head_dim": 32,
+        },
+    ),
+    "gemma4": ("Gemma4", _GEMMA4_OF_KEYS),
+    "gemma4 of separate values": ("Gemma4", {**_GEMMA4, "tie_word_embeddings": False}),
+    "gemma4 moe": (
+        "Gemma4",
+        {
+            **_GEMMA4_OF_KEYS,
+            "enable_moe_block": True,
+            "num_experts": 6,
+            "top_k_experts": 2,
+            "moe_intermediate_size": 48,
         },
     ),
     "phi3": ("Phi3", {"rms_norm_eps": 1e-5}),
@@ -257,6 +274,8 @@ SHARED = {
     "qwen2 windowed": "compiled",
     "qwen2 moe": "compiled",
     "gemma2": "compiled",
+    "gemma4": "compiled",
+    "gemma4 moe": "torch",
     "phi3": "compiled",
     "granite moe": "compiled",
     "olmo2": "compiled",
@@ -319,7 +338,7 @@ def save_model(
             ):  # biases and norm weights, which start out as zeros and ones
                 parameter.add_(torch.randn_like(parameter) * 0.1)
         for buffer_name, buffer in model.named_buffers():
-            if buffer_name.endswith("e_score_correction_bias"):
+            if buffer_name.endswith(("e_score_correction_bias", "layer_scalar")):
                 buffer.add_(torch.randn_like(buffer) * 0.1)
     model.save_pretrained(directory, **changes)
     return directory
@@ -329,7 +348,7 @@ def config_class(name: str) -> Any:  # a PretrainedConfig
     """Return the class of the config of what `transformers` calls `name`."""
     import transformers
 
-    is_part = name in ("Gemma3", "Llama4", "Qwen3_5", "Qwen3_5Moe")
+    is_part = name in ("Gemma3", "Gemma4", "Llama4", "Qwen3_5", "Qwen3_5Moe")
     return getattr(transformers, f"{name}TextConfig" if is_part else f"{name}Config")
 
 

@@ -247,7 +247,7 @@ def test_two_ranks_have_the_scales_of_their_heads(ranks: Ranks, model: Path, tmp
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("family", ["gemma3", "gpt-oss"])
+@pytest.mark.parametrize("family", ["gemma3", "gemma4", "gpt-oss"])
 def test_windows_sinks_and_norms_work_with_float8(
     tmp_path: Path, family: str, backend: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -49,7 +49,7 @@ if TYPE_CHECKING:
 # The architectures of llama.cpp whose files are not read.
 UNREAD_ARCHITECTURES = {
     "glm": "chatglm", "qwen3_next": "qwen3next", "qwen3_5_text": "qwen35", "qwen3_5_moe_text": "qwen35moe",
-    "llama4_text": "llama4",
+    "llama4_text": "llama4", "gemma4_text": "gemma4",
 }  # fmt: skip
 PROMPT = random_ids(12, VOCABULARY)
 # Widths that formats can divide: by 16 in FP8, by 32 in groups, by no 128.

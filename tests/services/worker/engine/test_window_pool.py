@@ -59,18 +59,20 @@ def load(
 
 
 @pytest.mark.parametrize(
-    ("model", "backend", "page_size"),
+    ("model", "backend", "page_size", "share"),
     # Of the last one nothing but the attention is our own.
     [
-        (FAMILIES["gemma3"], "torch", 4),
-        (FAMILIES["gemma3"], "compiled", 16),
-        (FAMILIES["gpt-oss"], "compiled", 16),
-        (OTHERS["cohere2"], "torch", 4),
+        (FAMILIES["gemma3"], "torch", 4, 2),
+        (FAMILIES["gemma3"], "compiled", 16, 2),
+        (FAMILIES["gpt-oss"], "compiled", 16, 2),
+        # Two heads of 16 components where the other layer has one of 48.
+        (FAMILIES["gemma4"], "compiled", 16, 2 * 32 / 48),
+        (OTHERS["cohere2"], "torch", 4, 2),
     ],
-    ids=["torch", "compiled", "with sinks", "through transformers"],
+    ids=["torch", "compiled", "with sinks", "with other heads", "through transformers"],
 )
 def test_rows_longer_than_the_window_continue_as_transformers_does(
-    model: tuple[str, dict[str, Any]], backend: str, page_size: int, tmp_path: Path
+    model: tuple[str, dict[str, Any]], backend: str, page_size: int, share: float, tmp_path: Path
 ) -> None:
     save_model(tmp_path, *model)
     engine, capacity = load(tmp_path, backend, page_size)
@@ -78,7 +80,7 @@ def test_rows_longer_than_the_window_continue_as_transformers_does(
     assert pool is not None
     assert (pool.pages, pool.window_tokens, pool.layers) == (POOL, WINDOW, 2)
     # Two of three layers.
-    assert pool.kv_bytes_per_token == 2 * capacity.kv_bytes_per_token
+    assert pool.kv_bytes_per_token == share * capacity.kv_bytes_per_token
     harness = Harness(
         pages=PAGES, page_size=page_size, max_rows=ROWS, max_context=128, cache="shared", window=WINDOW,
         window_pool=POOL, target_plan_s=0.004,

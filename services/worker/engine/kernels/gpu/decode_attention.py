@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 # The smallest matrix that tensor cores multiply.
 _LEAST_QUERIES = 16
 _MOST_PARTS = 16
+# Of keys, and of values: 64 of 256 components.
+_STEP_COMPONENTS = 64 * 256
 _LOG2_E = 1.4426950408889634
 
 
@@ -241,6 +243,11 @@ class DecodeTuning:
     programs: int = 132 * 4
     """Programs that keep the device busy; rows are cut into parts until there are so many."""
 
+    @classmethod
+    def of(cls, shape: AttentionShape) -> DecodeTuning:
+        """Return the tuning for heads of `shape`: a step's keys and values have to fit into shared memory."""
+        return cls(block=min(cls().block, _STEP_COMPONENTS // triton.next_power_of_2(shape.head_dim)))
+
 
 class DecodeAttention:
     """Attention of one query per row, with scratch memory for rows that are computed in parts."""
@@ -249,7 +256,7 @@ class DecodeAttention:
         self, shape: AttentionShape, max_rows: int, device: torch.device, tuning: DecodeTuning | None = None
     ) -> None:
         """Serve up to `max_rows` rows at once."""
-        self.tuning = tuning or DecodeTuning()
+        self.tuning = tuning or DecodeTuning.of(shape)
         self._shape = shape
         # Only small batches are cut, so that the scratch is bounded by the number of programs, not by rows.
         jobs = max(max_rows, 1) * shape.kv_heads

@@ -34,6 +34,8 @@ OWN = {
     "yarn": {"head_dim": 64, "hidden_size": 64},
     "mixtral": {"head_dim": 64, "hidden_size": 64},
     "gemma2": {"head_dim": 128, "hidden_size": 64},
+    "gemma4": {"head_dim": 256, "global_head_dim": 512, "hidden_size": 64},
+    "gemma4 moe": {"head_dim": 64, "global_head_dim": 128, "hidden_size": 64},
     "phi4": {"hidden_size": 256},
     "granite moe shared": {"head_dim": 64, "hidden_size": 64},
     "olmo2": {"head_dim": 64, "hidden_size": 64},

@@ -11,10 +11,12 @@ from services.worker.engine.checkpoints.safetensors_directory import read_config
 from services.worker.engine.checkpoints.tensor_shapes import tensor_shape
 from services.worker.engine.model.config import ExpertGroups, RotaryConfig, RouterScores, SharedExperts
 from services.worker.engine.model.config_gguf import config_from_gguf
-from services.worker.engine.model.config_json import config_from_json
+from services.worker.engine.model.config_json import Implementation, config_from_json, implementation_of
 from services.worker.engine.model.rotary_config import head_order
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from services.worker.engine.model.config import ModelConfig
 
 LLAMA: dict[str, Any] = {
@@ -122,6 +124,49 @@ def test_the_text_model_of_a_checkpoint_with_vision_is_read() -> None:
     assert config.overflows_float16
 
 
+def gemma4(**changes: object) -> dict[str, object]:
+    """Return a config.json of Gemma 4 as it is published."""
+    return {
+        "model_type": "gemma4_text", "num_hidden_layers": 6, "num_attention_heads": 32, "num_key_value_heads": 16,
+        "num_global_key_value_heads": 4, "attention_k_eq_v": True, "hidden_size_per_layer_input": 0,
+        "use_bidirectional_attention": "vision", "sliding_window": 1024, **changes,
+    }  # fmt: skip
+
+
+def test_layers_of_gemma_4_with_a_window_have_heads_of_their_own() -> None:
+    config = config_from_json(gemma4())
+    assert config.windows == (1024,) * 5 + (None,)
+    assert [(config.at(i).kv_heads, config.at(i).head_dim) for i in (0, 4, 5)] == [(16, 256), (16, 256), (4, 512)]
+    assert (config.keys_are_values, config.attention_scale, config.moe) == (True, 1.0, None)
+    assert config.rotary_of(0) == RotaryConfig(1e4)
+    # A quarter of the head turns, at frequencies of whole heads.
+    assert config.rotary_of(5) == RotaryConfig(1e6, (1.0,) * 64 + (math.inf,) * 192)
+
+
+def test_heads_of_gemma_4_are_read_as_published_and_as_transformers_writes_them() -> None:
+    written = {
+        "num_global_key_value_heads": None,
+        "per_layer_config": {"5": {"head_dim": 512, "num_key_value_heads": 4}},
+    }
+    assert config_from_json(gemma4(**written)) == config_from_json(gemma4())
+    # Without common keys and values, the published number of heads does not count.
+    apart = config_from_json(gemma4(attention_k_eq_v=False))
+    assert (apart.kv_heads, apart.head_dim) == (16, 512)
+
+
+@pytest.mark.parametrize("changes", [{"hidden_size_per_layer_input": 256}, {"num_kv_shared_layers": 2}])
+@pytest.mark.parametrize("wrap", [dict, lambda text: {"model_type": "gemma4", "text_config": text}])
+def test_variants_of_a_family_that_are_not_covered_run_through_transformers(
+    changes: dict[str, object], wrap: Callable[[dict[str, object]], dict[str, object]]
+) -> None:
+    assert implementation_of(wrap(gemma4())) is Implementation.OWN
+    assert implementation_of(wrap(gemma4(**changes))) is Implementation.TRANSFORMERS
+    # What a file leaves out counts, too: embeddings of each layer are the default.
+    published = gemma4()
+    del published["hidden_size_per_layer_input"]
+    assert implementation_of(wrap(published)) is Implementation.TRANSFORMERS
+
+
 def test_layers_of_a_mixture_may_be_dense() -> None:
     experts = {
         "model_type": "qwen3_moe", "num_hidden_layers": 6, **EXPERTS, "decoder_sparse_step": 2, "mlp_only_layers": [3],
@@ -198,6 +243,9 @@ def test_head_order_puts_rotated_pairs_into_halves() -> None:
         ),
         ({"model_type": "gemma2", "use_bidirectional_attention": True}, "use_bidirectional_attention: True"),
         ({"model_type": "gemma3_text", "attn_logit_softcapping": 50.0}, "attn_logit_softcapping: 50.0"),
+        (gemma4(use_bidirectional_attention="all"), "use_bidirectional_attention: 'all'"),
+        (gemma4(per_layer_config={"0": {"head_dim": 64}}), "per_layer_config: other heads in layers of the same kind"),
+        (gemma4(enable_moe_block=True), "no 'num_experts'"),
         ({"model_type": "granite", "hidden_act": "relu"}, "hidden_act: 'relu'"),
         ({"model_type": "mixtral"}, "no 'num_local_experts'"),
         ({"model_type": "granitemoe"}, "no 'num_local_experts'"),

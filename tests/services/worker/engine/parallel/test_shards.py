@@ -7,8 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from common.errors import ConfigurationError
-from services.worker.engine.model.config import ModelConfig, RotaryConfig
-from services.worker.engine.parallel.shards import Span, shard_model, split_evenly
+from services.worker.engine.model.config import KvHeads, ModelConfig, RotaryConfig
+from services.worker.engine.parallel.shards import Span, are_cut_alike, shard_kinds, shard_model, split_evenly
 
 SMOL = ModelConfig(
     family="llama", vocabulary_size=49152, hidden_size=576, intermediate_size=1536, layers=30, query_heads=9,
@@ -33,6 +33,15 @@ def test_three_kv_heads_over_two_ranks_keep_their_groups() -> None:
     assert (first.intermediate, second.intermediate) == (Span(0, 768), Span(768, 1536))
     assert first.is_first
     assert not second.is_first
+
+
+@pytest.mark.parametrize(("ranks", "expected"), [(1, True), (2, True), (3, False), (4, True), (8, False)])
+def test_heads_of_two_kinds_of_layers_belong_together_if_ranks_divide_both(ranks: int, expected: bool) -> None:
+    config = replace(SMOL, query_heads=32, kv_heads=4, windows=(64, None) * 15, local_heads=KvHeads(16, 32))
+    kinds = [shard_kinds(config, rank, ranks) for rank in range(ranks)]
+    assert [(of_kind.kv_heads, of_kind.head_dim) for of_kind, _ in kinds[0]] == [(4, 64), (16, 32)]
+    assert all(map(are_cut_alike, kinds)) == expected
+    assert are_cut_alike(shard_kinds(replace(config, local_heads=None), 0, ranks)), "there is one kind"
 
 
 def test_ranks_beyond_the_kv_heads_share_a_head() -> None:

@@ -46,7 +46,7 @@ if TYPE_CHECKING:
 
 PAGES = 400
 # Layers with which every stage has some of each kind.
-DEEP = {"gemma2": 4, "gpt-oss": 4, "qwen3.5": 8}
+DEEP = {"gemma2": 4, "gemma4": 12, "gpt-oss": 4, "qwen3.5": 8}
 SHAPE = ModelConfig(
     family="llama", vocabulary_size=100, hidden_size=10, intermediate_size=30, layers=6, query_heads=2, kv_heads=1,
     head_dim=4, max_context=64, norm_epsilon=1e-5, rotary=RotaryConfig(1e5), tied_embeddings=True,
@@ -322,6 +322,7 @@ def test_random_requests_get_the_same_from_two_stages(ranks: Ranks, tmp_path: Pa
         ("llama", 3, 3),
         ("llama biased", 4, 2),
         ("gemma2", 2, 2),
+        ("gemma4", 2, 2),
         ("gpt-oss", 2, 2),
         ("deepseek v3", 2, 2),
         ("qwen3.5", 2, 2),

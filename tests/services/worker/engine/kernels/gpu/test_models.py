@@ -24,8 +24,9 @@ pytestmark = [
 ]
 
 # Capped scores and norms of outputs; norms of projections and none of inputs; reordered heads and every kind of expert;
-# attention sinks and experts with biases; latent attention; layers without positions and weighted inputs of experts.
-MODELS = ("gemma2", "olmo2", "glm4 moe", "gpt-oss", "deepseek v3", "llama4 of two experts")
+# attention sinks and experts with biases; latent attention; layers without positions and weighted inputs of experts;
+# layers with other heads, norms of values and experts beside dense layers.
+MODELS = ("gemma2", "olmo2", "glm4 moe", "gpt-oss", "deepseek v3", "llama4 of two experts", "gemma4 moe")
 
 
 class _Interpreted(GpuBackend):
