@@ -37,7 +37,9 @@ class _Interpreted(GpuBackend):
 
 @pytest.mark.parametrize("family", MODELS)
 def test_logits_are_those_of_transformers(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def select(_library: object, dtype: torch.dtype, device: torch.device, _threads: int) -> KernelBackend:
+    def select(
+        _library: object, dtype: torch.dtype, device: torch.device, _threads: int, _blocks: object
+    ) -> KernelBackend:
         return _Interpreted(dtype, device, max_rows=2)
 
     monkeypatch.setattr("services.worker.engine.loader.select_backend", select)
