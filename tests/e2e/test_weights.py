@@ -58,7 +58,7 @@ def ranks(request: pytest.FixtureRequest) -> int:
 
 @pytest.fixture(scope="module")
 def expected(newer: Path, run_root: Path, ranks: int) -> list[str]:
-    """What a fresh deployment of as many ranks, which add in the same order, answers with these weights."""
+    """The answers of a fresh deployment of as many ranks, which add in the same order, with these weights."""
     server = serve(Settings(model=ModelSettings(reference=str(newer)), gateway=GATEWAY), run_root, ranks)
     served = next(server)
     answers = [served.complete(prompt, TOKENS) for prompt in PROMPTS]
