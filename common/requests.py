@@ -11,11 +11,27 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class ImageFile:
-    """A picture for the model, as it was sent: JPEG, PNG, WebP or GIF."""
+    """A picture for the model, as it was sent: JPEG, PNG, WebP or GIF; or a video, of which each frame is such a file.
+
+    One of `data` and `frames` is empty.
+    """
 
     data: bytes
     # low, high or auto.
     detail: str = "auto"
+    frames: tuple[bytes, ...] = ()
+    # Of a video; None: as many as the model's processor samples.
+    frames_per_second: float | None = None
+
+    @property
+    def is_video(self) -> bool:
+        """Whether it has frames."""
+        return bool(self.frames)
+
+    @property
+    def size(self) -> int:
+        """Its bytes."""
+        return len(self.data) + sum(map(len, self.frames))
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,8 +41,10 @@ class ImageLimits:
     max_images: int
     # Of each image, as it was sent.
     max_file_bytes: int
-    # Width times height of each image.
+    # Width times height of each image, and of each frame of a video.
     max_pixels: int
+    # Of a video, which counts as an image; 0: the model takes no videos.
+    max_frames: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,7 +140,8 @@ class GenerateRequest:
     returns_prompt_ids: bool = False
     # The endpoint's operation, such as chat or embeddings, by which the ledger distinguishes use.
     operation: str = ""
-    # Only with a text as the prompt, which has the model's own placeholder of an image as often, in this order.
+    # Only with a text as the prompt, which has the model's own placeholders of images and of videos as often, each kind
+    # in this order.
     images: tuple[ImageFile, ...] = ()
 
     @property

@@ -420,7 +420,8 @@ class PackedPixels:
 class RowImage:
     """An image of a row: the first `length` ids below 0 from index `offset` on stand where its embeddings belong.
 
-    `grid` is the model's own: patches in time, height and width (Qwen), or rows and columns of tiles (Idefics).
+    `grid` is the model's own: patches in time, height and width (Qwen), or rows and columns of tiles (Idefics). Of a
+    video for Qwen2.5-VL, the coordinate of each step in time follows.
     `pixels` are float32, as the model's processor makes them, or packed. Without them, either all of the image's tokens
     are computed, or the worker has kept its embeddings as `output`. With pixels, `output` is where the worker keeps the
     embeddings once they are encoded, or where it finds them if it has kept those already.

@@ -20,6 +20,9 @@ SEEING_FAMILIES: Final = {
     "gemma3": "siglip_vision_model", "idefics3": None, "smolvlm": None, "qwen2_5_vl": None, "qwen3_vl": None,
     "mistral3": "pixtral", "llava": "pixtral",
 }  # fmt: skip
+# Those that take videos, too, and the token of a video where config.json leaves it out.
+VIDEO_FAMILIES: Final = ("qwen2_5_vl", "qwen3_vl")
+QWEN_VIDEO_ID: Final = 151_656
 # Files of `transformers` with the settings of a model's processor.
 PROCESSOR_FILES: Final = ("processor_config.json", "preprocessor_config.json")
 
@@ -70,6 +73,12 @@ def mark_id(config: Mapping[str, Any]) -> int:
         if isinstance(config.get(name), int):
             return int(config[name])
     return placeholder_id(config)
+
+
+def video_mark_id(config: Mapping[str, Any]) -> int | None:
+    """Return the token that stands for a whole video in chat templates and prompts, if the model takes videos here."""
+    taken = config.get("model_type") in VIDEO_FAMILIES
+    return int(config.get("video_token_id", QWEN_VIDEO_ID)) if taken else None
 
 
 def _problem(settings: Settings, directory: Path) -> str | None:

@@ -23,13 +23,13 @@ ADAPTER_WEIGHTS: Final = "adapter_model.safetensors"
 WEIGHTS: Final = "model.safetensors"
 INDEX: Final = "model.safetensors.index.json"
 # Configuration, tokenizer, chat templates, the files of sentence-transformers that define an embedding, and those of
-# processors of images.
+# processors of images and videos.
 _TEXT_FILES: Final = (
     CONFIG, "generation_config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json",
     "chat_template.jinja", "additional_chat_templates/*.jinja", "modules.json", "sentence_bert_config.json",
     "config_sentence_transformers.json",
     "*_Pooling/config.json",
-    "preprocessor_config.json", "processor_config.json",
+    "preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json",
 )  # fmt: skip
 # Files of other tools in repositories with GGUF files: vision towers, and statistics of quantization.
 _NOT_MODELS: Final = ("mmproj", "imatrix")

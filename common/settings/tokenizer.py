@@ -26,6 +26,8 @@ class ImageDecodingSettings(Section):
     """Bytes of each image as it was sent."""
     max_pixels: int = Field(default=50_000_000, ge=4096, le=1_000_000_000)
     """Width times height of each image, before the model's processor resizes it."""
+    max_frames: int = Field(default=768, ge=2, le=4096)
+    """Frames of a video, for models that take some; it counts as one image, and its frames together as one file."""
     processes: int = Field(default=2, ge=1, le=64)
     """Processes that decode images, one at a time each; they can neither open files nor connections."""
     memory_bytes: int = Field(default=768 * 1024 * 1024, ge=64 * 1024 * 1024)

@@ -102,7 +102,7 @@ class Generations:
 
     def _take(self, subject: Subject, entries: Sequence[JournalEntry]) -> tuple[Subject, int, int]:
         """Take the room of requests, or raise QueueFullError."""
-        image_bytes = sum(len(image.data) for entry in entries for image in entry.request.image_files)
+        image_bytes = sum(image.size for entry in entries for image in entry.request.image_files)
         self._room.take(subject, len(entries))
         try:
             if image_bytes:

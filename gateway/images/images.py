@@ -110,6 +110,13 @@ class Images:
         left = self.max_total_bytes
         images = []
         for reference in references:
+            if reference.is_video:
+                video = await _video(reference, limits)
+                left -= video.size
+                if left < 0:
+                    raise self._too_many_bytes(reference)
+                images.append(video)
+                continue
             is_inline = reference.source is ImageSource.INLINE
             text = reference.value if is_inline else found[reference.key]
             start = reference.start if is_inline else 0
@@ -120,9 +127,7 @@ class Images:
             left -= len(data)
             if left < 0:
                 raise self._too_many_bytes(reference)
-            problem = problem_of(data)
-            if problem is not None:
-                raise _refused(reference, problem)
+            _check_format(data, reference)
             images.append(ImageFile(data, reference.detail))
         return tuple(images)
 
@@ -162,7 +167,31 @@ def check_images(card: ModelInfo, references: Sequence[ImageReference]) -> Image
     if len(references) > card.images.max_images:
         message = f"The request has {len(references)} images; the model takes at most {card.images.max_images}."
         raise InvalidRequestError(message, param=references[card.images.max_images].param)
+    video = next((each for each in references if each.is_video), None)
+    if video is not None and not card.images.max_frames:
+        raise InvalidRequestError(f"The model '{card.name}' takes no videos.", param=video.param)
     return card.images
+
+
+async def _video(reference: ImageReference, limits: ImageLimits) -> ImageFile:
+    text, start = reference.value, reference.start
+    count = text.count(",", start) + 1
+    if count > limits.max_frames:
+        raise _refused(reference, f"has {count} frames; the model takes at most {limits.max_frames}")
+    _check_size((len(text) - start) // 4 * 3 - 3 * count, limits, reference)
+    frames = []
+    for frame in text[start:].split(","):
+        frames.append(await _decoded(frame, 0, reference))
+        _check_format(frames[-1], reference)
+    video = ImageFile(b"", reference.detail, tuple(frames), reference.frames_per_second)
+    _check_size(video.size, limits, reference)
+    return video
+
+
+def _check_format(data: bytes, reference: ImageReference) -> None:
+    problem = problem_of(data)
+    if problem is not None:
+        raise _refused(reference, f"has a frame that {problem}" if reference.is_video else problem)
 
 
 async def _decoded(text: str, start: int, reference: ImageReference) -> bytes:
@@ -195,4 +224,4 @@ def _too_large(reference: ImageReference, size: int, limit: int) -> InvalidReque
 
 
 def _refused(reference: ImageReference, problem: str) -> InvalidRequestError:
-    return InvalidRequestError(f"The image '{reference.param}' {problem}.", param=reference.param)
+    return InvalidRequestError(f"The {reference.kind} '{reference.param}' {problem}.", param=reference.param)

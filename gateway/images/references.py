@@ -1,4 +1,4 @@
-"""Images as a request names them: inline in base64, by URL, or by the id of an uploaded file."""
+"""Images and videos as a request names them: inline in base64, by URL, or by the id of an uploaded file."""
 
 from __future__ import annotations
 
@@ -15,6 +15,10 @@ if TYPE_CHECKING:
 Json: TypeAlias = dict[str, Any]  # Any: free JSON
 
 MEDIA_TYPES = ("image/jpeg", "image/png", "image/webp", "image/gif")
+# Of the frames of a video, one after the other, as vLLM takes them.
+VIDEO_MEDIA_TYPE = "video/jpeg"
+FRAMES_EXPECTED = "data:video/jpeg;base64,<first frame>,<second frame>,…"
+FRAMES_PER_SECOND = (0.001, 1000)
 # What clients also call image/jpeg.
 JPEG_ALIASES = ("image/jpg", "image/pjpeg")
 # "original" asks for the full resolution, as "high" does.
@@ -36,9 +40,10 @@ class ImageSource(Enum):
 
 @dataclass(frozen=True, slots=True)
 class ImageReference:
-    """An image of a request that has not been read yet.
+    """An image or a video of a request that has not been read yet.
 
-    `value` is a URL, the id of a file, or a text in which base64 begins at `start`.
+    `value` is a URL, the id of a file, or a text in which base64 begins at `start`; of a video, that of each frame with
+    commas between them.
     """
 
     source: ImageSource
@@ -48,6 +53,13 @@ class ImageReference:
     # Its place in the request, for errors.
     param: str = ""
     start: int = 0
+    is_video: bool = False
+    frames_per_second: float | None = None
+
+    @property
+    def kind(self) -> str:
+        """Its name in errors."""
+        return "video" if self.is_video else "image"
 
     @property
     def key(self) -> str:
@@ -89,6 +101,20 @@ def from_url(url: object, detail: object, param: str) -> ImageReference:
     return ImageReference(ImageSource.URL, url, known, param)
 
 
+def from_frames(url: object, rate: object, detail: object, param: str) -> ImageReference:
+    """Return the video of a data URL with its frames, of which `rate` are a second.
+
+    Raises:
+        InvalidRequestError: it is none, the rate is no such number, or the detail is unknown.
+    """
+    if not isinstance(url, str) or not url[:MAX_HEADER_CHARACTERS].lower().startswith(f"data:{VIDEO_MEDIA_TYPE};"):
+        message = f"'{param}' should have the frames of the video, as JPEG or PNG: {FRAMES_EXPECTED}."
+        raise InvalidRequestError(message, param=param)
+    start = _start_of_data(url, param, is_video=True)
+    known, seconds = check_detail(detail, param), _checked_rate(rate, param)
+    return ImageReference(ImageSource.INLINE, url, known, param, start, is_video=True, frames_per_second=seconds)
+
+
 def from_base64(content: object, param: str, media_type: object = None) -> ImageReference:
     """Return an image in plain base64; without a media type, its bytes say what it is.
 
@@ -127,22 +153,35 @@ def check_detail(detail: object, param: str) -> str:
 
 
 def from_part(part: Mapping[str, object], param: str) -> ImageReference:
-    """Return the image of a part `image_url` or `image_file` of a chat message.
+    """Return the image of a part `image_url` or `image_file` of a chat message, or the video of a part `video_url`.
 
     Raises:
         InvalidRequestError: the part is malformed.
     """
-    kind = "image_file" if part.get("type") == "image_file" else "image_url"
+    kind = str(part.get("type"))
     given, param = part.get(kind), f"{param}.{kind}"
     detail = None
     if isinstance(given, dict):
         detail = given.get("detail")
+    if kind == "video_url":
+        fields = given if isinstance(given, dict) else {"url": given}
+        return from_frames(fields.get("url"), fields.get("fps"), detail, param)
     if kind == "image_file":
         return from_file(given.get("file_id") if isinstance(given, dict) else given, detail, param)
     return from_url(given.get("url") if isinstance(given, dict) else given, detail, param)
 
 
-def _start_of_data(url: str, param: str) -> int:
+def _checked_rate(rate: object, param: str) -> float | None:
+    if rate is None:
+        return None
+    slowest, fastest = FRAMES_PER_SECOND
+    if isinstance(rate, int | float) and not isinstance(rate, bool) and slowest <= rate <= fastest:
+        return float(rate)
+    message = f"The fps of '{param}' should be a number between {slowest} and {fastest}."
+    raise InvalidRequestError(message, param=param)
+
+
+def _start_of_data(url: str, param: str, *, is_video: bool = False) -> int:
     """Return the place at which the base64 of a data URL begins."""
     comma = url.find(",", 0, MAX_HEADER_CHARACTERS)
     header = url[5:comma].lower() if comma >= 0 else ""
@@ -150,7 +189,7 @@ def _start_of_data(url: str, param: str) -> int:
     if "base64" not in parameters:
         message = f"'{param}' should be a data URL with base64: data:image/png;base64,…"
         raise InvalidRequestError(message, param=param)
-    if media_type:
+    if media_type and not (is_video and media_type == VIDEO_MEDIA_TYPE):
         _check_media_type(media_type, param)
     return comma + 1
 

@@ -13,10 +13,10 @@ from gateway.ledger.ledger import this_month, today
 from gateway.quotas.meters import ChargeKind, MeteredAccount, Taking, rate_headers
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Sequence
 
     from common.limits import Limits
-    from common.requests import GenerateRequest, Prompt
+    from common.requests import GenerateRequest, ImageFile, Prompt
     from common.types import Subject
     from gateway.ledger.ledger import Ledger
     from gateway.quotas.meters import MeterReading, Meters
@@ -212,7 +212,7 @@ class BudgetError(LimitedError):
 
 def announced_tokens(request: GenerateRequest) -> int:
     """Return the estimated number of prompt and output tokens of `request`; an output without a limit counts as 0."""
-    images = len(request.images) * TOKENS_PER_IMAGE
+    images = _image_tokens(request.images)
     return prompt_tokens(request.prompt) + images + (request.options.stop.max_tokens or 0) * request.options.n
 
 
@@ -223,15 +223,19 @@ def prompt_tokens(prompt: Prompt) -> int:
             return len(ids)
         case ChatPrompt(messages, tools_json):
             contents = sum(len(message.content or "") for message in messages)
-            parts = [part for message in messages for part in message.parts]
-            texts = [part for part in parts if isinstance(part, str)]
-            characters = contents + sum(map(len, texts)) + sum(map(len, tools_json))
-            return characters // CHARACTERS_PER_TOKEN + (len(parts) - len(texts)) * TOKENS_PER_IMAGE
+            texts = sum(len(part) for message in messages for part in message.parts if isinstance(part, str))
+            characters = contents + texts + sum(map(len, tools_json))
+            return characters // CHARACTERS_PER_TOKEN + _image_tokens(prompt.images)
         case PooledText():
             characters = len(prompt.text) + len(prompt.second or "") + len(prompt.instruction or "")
             return _within(characters // CHARACTERS_PER_TOKEN, prompt)
         case _:
             return len(prompt) // CHARACTERS_PER_TOKEN
+
+
+def _image_tokens(images: Iterable[ImageFile]) -> int:
+    # Two frames of a video become as many tokens as a picture.
+    return sum(TOKENS_PER_IMAGE * max(1, len(image.frames) // 2) for image in images)
 
 
 def _within(tokens: int, pooled: PooledText) -> int:

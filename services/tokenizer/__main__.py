@@ -26,7 +26,7 @@ from common.runtime import collect_garbage_rarely, drained, run_service
 from common.settings import Settings, load_settings
 from common.tokenization import load_served_model
 from common.tokenization.directory import read_json
-from common.vision import mark_id, placeholder_id, seeing_model
+from common.vision import mark_id, placeholder_id, seeing_model, video_mark_id
 from protos.gen.pando.v1 import sessions_pb2_grpc, tokenizer_pb2_grpc
 from services.tokenizer import metrics
 from services.tokenizer.chat_template import ChatTemplates
@@ -126,7 +126,7 @@ def build_images(settings: Settings, model: TextModel) -> tuple[ImagePool | None
         return None, NoImages()
     limits = ChildLimits(rules.max_pixels, rules.memory_bytes, rules.timeout_s)
     pool = ImagePool(directory, processor, limits, rules.processes, rules.timeout_s)
-    return pool, PreparedPrompts(pool, model.tokenizer, mark, token_id)
+    return pool, PreparedPrompts(pool, model.tokenizer, mark, token_id, video_mark_id(config))
 
 
 def build(
@@ -138,9 +138,11 @@ def build(
         ConfigurationError: model.chat_template cannot be read, or is not usable.
     """
     rules = settings.tokenizer.images
+    max_frames = rules.max_frames if images.videos_are_taken else 0
+    image_limits = ImageLimits(rules.max_images, rules.max_file_bytes, rules.max_pixels, max_frames)
     limits = ModelLimits(
         settings.model.name, model.max_context_tokens, model.vocabulary_size, model.embedding,
-        ImageLimits(rules.max_images, rules.max_file_bytes, rules.max_pixels) if images.are_taken else None,
+        image_limits if images.are_taken else None,
     )  # fmt: skip
     sources = model.chat_templates
     if settings.model.chat_template:

@@ -216,7 +216,8 @@ def _plain_message(message: ChatMessage, *, as_text: bool) -> dict[str, Json]:
             plain[key] = value
     if message.parts:
         plain["content"] = [
-            {"type": "text", "text": part} if isinstance(part, str) else {"type": "image"} for part in message.parts
+            {"type": "text", "text": part} if isinstance(part, str) else {"type": "video" if part.is_video else "image"}
+            for part in message.parts
         ]
     if message.tool_calls_json is not None:
         calls = _parse(message.tool_calls_json, "messages")

@@ -30,6 +30,7 @@ MAX_STOP_CHARACTERS: Final = 4096
 MAX_STOP_PATTERNS: Final = 4
 # Outputs of a head of each token for one prompt: 4 MB.
 MAX_TOKEN_OUTPUTS: Final = 1_048_576
+FRAMES_PER_SECOND = (0.001, 1000)
 # How closely an image is looked at.
 DETAILS: Final = ("auto", "low", "high")
 
@@ -96,10 +97,22 @@ def check_images(images: Sequence[ImageFile], limits: ModelLimits, param: str) -
         message = f"The request has {len(images)} images; at most {limits.images.max_images} are allowed."
         raise InvalidRequestError(message, param=param)
     for image in images:
-        if not image.data:
+        if not (image.data or (image.frames and all(image.frames))):
             raise InvalidRequestError("An image is empty.", param=param)
-        if len(image.data) > limits.images.max_file_bytes:
-            message = f"An image has {len(image.data)} bytes; at most {limits.images.max_file_bytes} are allowed."
+        if image.size > limits.images.max_file_bytes:
+            message = f"An image has {image.size} bytes; at most {limits.images.max_file_bytes} are allowed."
+            raise InvalidRequestError(message, param=param)
+        if len(image.frames) > limits.images.max_frames:
+            message = (
+                f"A video has {len(image.frames)} frames; at most {limits.images.max_frames} are allowed."
+                if limits.images.max_frames
+                else f"The model `{limits.model}` does not take videos."
+            )
+            raise InvalidRequestError(message, param=param)
+        rate = image.frames_per_second
+        slowest, fastest = FRAMES_PER_SECOND
+        if rate is not None and not slowest <= rate <= fastest:
+            message = f"A video's frames per second must be between {slowest} and {fastest}, not {rate}."
             raise InvalidRequestError(message, param=param)
         if image.detail not in DETAILS:
             message = f"An image's detail must be one of {', '.join(DETAILS)}, not {image.detail!r}."

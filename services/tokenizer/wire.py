@@ -96,7 +96,10 @@ def image_limits_to_wire(limits: ImageLimits | None) -> tokenizer_pb2.ImageLimit
     if limits is None:
         return None
     return tokenizer_pb2.ImageLimits(
-        max_images=limits.max_images, max_file_bytes=limits.max_file_bytes, max_pixels=limits.max_pixels
+        max_images=limits.max_images,
+        max_file_bytes=limits.max_file_bytes,
+        max_pixels=limits.max_pixels,
+        max_frames=limits.max_frames,
     )
 
 
@@ -142,4 +145,5 @@ def _part_from_wire(message: tokenizer_pb2.ContentPart) -> str | ImageFile:
 
 
 def _image_from_wire(message: tokenizer_pb2.Image) -> ImageFile:
-    return ImageFile(message.data, message.detail or "auto")
+    rate = message.frames_per_second if message.HasField("frames_per_second") else None
+    return ImageFile(message.data, message.detail or "auto", tuple(message.frames), rate)

@@ -220,7 +220,13 @@ schedule_requests = complete(
     prediction_ids=st.lists(TOKEN, max_size=3).map(tuple),
     images=st.lists(prompt_images, max_size=2).map(tuple),
 )
-image_files = complete(ImageFile, data=st.binary(max_size=8), detail=st.sampled_from(["auto", "low", "high"]))
+image_files = complete(
+    ImageFile,
+    data=st.binary(max_size=8),
+    detail=st.sampled_from(["auto", "low", "high"]),
+    frames=st.lists(st.binary(max_size=8), max_size=3).map(tuple),
+    frames_per_second=st.none() | st.floats(0.1, 1000),
+)
 chat_messages = complete(
     ChatMessage,
     role=NAMES,

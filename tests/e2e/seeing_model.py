@@ -16,6 +16,7 @@ from tests.services.tokenizer.images.pictures import file_of
 from tests.services.worker.engine.vision.models import Prompt, expected, save
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
     from pathlib import Path
 
     from PIL.Image import Image
@@ -33,7 +34,8 @@ PROCESSOR: dict[str, Any] = {
 TEMPLATE = (
     "{% for message in messages %}<|im_start|>{{ message.role }}\n"
     "{% if message.content is string %}{{ message.content }}{% else %}{% for part in message.content %}"
-    "{% if part.type == 'image' %}<|vision_start|><|image_pad|><|vision_end|>{% else %}{{ part.text }}{% endif %}"
+    "{% if part.type == 'image' %}<|vision_start|><|image_pad|><|vision_end|>"
+    "{% elif part.type == 'video' %}<|vision_start|><|video_pad|><|vision_end|>{% else %}{{ part.text }}{% endif %}"
     "{% endfor %}{% endif %}<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 
@@ -81,14 +83,45 @@ def chat_prompt(*parts: str | Image) -> Prompt:
     return prompt_of(*marked, "<|im_end|>\n<|im_start|>assistant\n")
 
 
-def continued(directory: Path, prompt: Prompt, tokens: int) -> list[int]:
-    """Return the tokens with which `transformers` continues a prompt, greedily."""
-    return expected(directory, prompt, tokens, PAD)[0]
+def video_prompt(before: str, frames: Sequence[Image], interval: int) -> Prompt:
+    """Return the prompt of a conversation with one message of a text and a video of an even number of frames.
+
+    `interval` is the distance between the coordinates of its steps in time.
+    """
+    stills = [chat_prompt(before, frame).images[0] for frame in frames]
+    single = chat_prompt(before, frames[0])
+    (_, rows, columns), steps = stills[0].grid, len(frames) // 2
+    # Of a picture, both halves of a patch are equal.
+    numbers = [still.pixels for still in stills if isinstance(still.pixels, np.ndarray)]
+    halves = np.stack([each.reshape(-1, 3, 2, PROCESSOR["patch_size"] ** 2)[:, :, 0] for each in numbers])
+    pixels = np.stack([halves[0::2], halves[1::2]], axis=3).reshape(steps * rows * columns, -1)
+    first, length = stills[0].offset, steps * stills[0].length
+    ids = (*single.ids[:first], *[-1] * length, *single.ids[first + stills[0].length :])
+    times = (step * interval for step in range(steps))
+    return Prompt(ids, (RowImage(b"", first, length, (steps, rows, columns, *times), pixels),))
 
 
-def content_of(*parts: str | Image | bytes) -> list[dict[str, Any]]:
-    """Return the content of a chat's message with texts, pictures, and files that may be none."""
-    return [{"type": "text", "text": part} if isinstance(part, str) else image_part(part) for part in parts]
+def continued(directory: Path, prompt: Prompt, tokens: int, interval: float = 1.0) -> list[int]:
+    """Return the tokens with which `transformers` continues a prompt, greedily; `interval` as in `video_prompt`."""
+    return expected(directory, prompt, tokens, PAD, VIDEO_PAD, interval)[0]
+
+
+def content_of(*parts: str | Image | bytes | dict[str, Any]) -> list[dict[str, Any]]:
+    """Return the content of a chat's message with texts, pictures, files that may be none, and parts as they are."""
+    return [
+        {"type": "text", "text": part}
+        if isinstance(part, str)
+        else part
+        if isinstance(part, dict)
+        else image_part(part)
+        for part in parts
+    ]
+
+
+def video_part(frames: Sequence[Image], rate: float) -> dict[str, Any]:
+    """Return the part of a message that has a video as a data URL of its frames."""
+    coded = ",".join(base64.b64encode(file_of(frame)).decode() for frame in frames)
+    return {"type": "video_url", "video_url": {"url": f"data:video/jpeg;base64,{coded}", "fps": rate}}
 
 
 def image_part(picture: Image | bytes) -> dict[str, Any]:

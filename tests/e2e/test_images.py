@@ -24,6 +24,8 @@ from tests.e2e.seeing_model import (
     image_part,
     prompt_of,
     save_seeing_model,
+    video_part,
+    video_prompt,
 )
 from tests.services.tokenizer.images.pictures import file_of, picture
 from tests.waiting import wait_until
@@ -121,6 +123,21 @@ def test_another_picture_under_the_same_text_is_not_found(seeing: Served) -> Non
     assert cached(other) < 16
 
 
+def test_a_video_is_seen_as_transformers_sees_it_and_found_by_its_frames_and_times(
+    seeing: Served, directory: Path
+) -> None:
+    frames, text = [picture(40, 56, seed=seed) for seed in range(4)], "What happens?"
+    # Two frames a second are a step each second, and of these 4 coordinates.
+    prompt, video = video_prompt(text, frames, 4), message(text, video_part(frames, 2))
+    first, again = ask(seeing, "vera", video), ask(seeing, "vera", video)
+    assert first["choices"][0]["token_ids"] == continued(directory, prompt, TOKENS, 4.0)
+    assert first["usage"]["prompt_tokens"] == len(prompt.ids)
+    assert (cached(first), cached(again) > prompt.images[0].length) == (0, True)
+    begin = prompt.images[0].offset
+    for other in (video_part(frames[::-1], 2), video_part(frames, 4)):
+        assert cached(ask(seeing, "vera", message(text, other))) <= begin
+
+
 def test_generate_takes_the_model_s_own_placeholders(seeing: Served, directory: Path) -> None:
     coded = base64.b64encode(file_of(SMALL)).decode()
     body = {"text": "See <|image_pad|>: ", "image_data": coded}
@@ -177,7 +194,9 @@ def test_tokens_of_images_are_counted_as_they_are_computed(seeing: Served) -> No
         counted = http.post("/tokenize", json={"model": seeing.model, "messages": [message(SMALL, "Count me.")]}).json()
         card = http.get("/v1/models").json()["data"][0]
     assert counted["count"] == len(chat_prompt(SMALL, "Count me.").ids)
-    assert card["images"] == {"max_images": MAX_IMAGES, "max_file_bytes": 20 * 1024 * 1024, "max_pixels": 50_000_000}
+    assert card["images"] == {
+        "max_images": MAX_IMAGES, "max_file_bytes": 20 * 1024 * 1024, "max_pixels": 50_000_000, "max_frames": 768,
+    }  # fmt: skip
 
 
 @pytest.mark.parametrize(

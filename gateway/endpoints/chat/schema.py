@@ -26,15 +26,16 @@ Effort: TypeAlias = Literal["none", "minimal", "low", "medium", "high", "xhigh",
 # Template variables that turn reasoning on or off.
 THINKING_VARIABLES = ("enable_thinking", "thinking")
 TEXT_PARTS = {"text": "text", "refusal": "refusal"}
-IMAGE_PARTS = ("image_url", "image_file")
+IMAGE_PARTS = ("image_url", "image_file", "video_url")
+VIDEOS = "videos are taken by /v1/chat/completions, in parts of the type video_url"
 # What other parts have, for their refusal; other APIs use the same words.
 OTHER_PARTS = {
     "input_audio": "audio is not supported",
     "audio": "audio is not supported",
     "audio_url": "audio is not supported",
-    "video_url": "video is not supported",
-    "video": "video is not supported",
-    "input_video": "video is not supported",
+    "video_url": VIDEOS,
+    "video": VIDEOS,
+    "input_video": VIDEOS,
     "file": "documents are not supported; send their text",
     "input_file": "documents are not supported; send their text",
     "document": "documents are not supported; send their text",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Annotated, Any, ClassVar, Self
 
 from pydantic import BeforeValidator, Field, ModelWrapValidatorHandler, PrivateAttr, model_validator
@@ -19,7 +19,7 @@ from common.types import (
 from gateway.endpoints.completions.schema import CompletionBody, parse_prompts
 from gateway.endpoints.generation_fields import INT32_MAX, MAX_TOP_LOGPROBS, Biases, StopPatterns, StopTexts, TokenId
 from gateway.endpoints.schema import LEAVE_OUT, Refusal, Schema, is_empty, parse
-from gateway.images.references import ImageReference, from_base64, from_url
+from gateway.images.references import ImageReference, from_base64, from_frames, from_url
 
 DEFAULT_NEW_TOKENS = 128
 MAX_LOGPROB_TOKEN_IDS = 128
@@ -127,16 +127,44 @@ def _texts(value: object) -> object:
     return [value] if isinstance(value, str) else value
 
 
-def _images(given: object, param: str) -> list[ImageReference]:
-    """Return the images of one text: data URLs, URLs, or plain base64."""
+def _is_given(value: object) -> bool:
+    return value is not None and not is_empty(value)
+
+
+def _media(
+    given: object, param: str, read: Callable[[object, str], ImageReference], prompts: int | None
+) -> list[list[ImageReference]]:
+    """Return the images or videos of each text; `prompts`: how many texts a list has, None: there is one.
+
+    Raises:
+        InvalidRequestError: one is malformed, or there are not as many lists of them as texts.
+    """
+    if not _is_given(given):
+        return [[] for _ in range(prompts or 1)]
+    if prompts is None:
+        return [_of_text(given, param, read)]
+    if not isinstance(given, list) or len(given) != prompts:
+        message = f"'{param}' should be a list with those of each of the {prompts} texts."
+        raise InvalidRequestError(message, param=param)
+    return [_of_text(each, f"{param}[{number}]", read) for number, each in enumerate(given)]
+
+
+def _of_text(given: object, param: str, read: Callable[[object, str], ImageReference]) -> list[ImageReference]:
     if given is None:
         return []
     if not isinstance(given, list):
-        return [_image(given, param)]
-    return [_image(each, f"{param}[{number}]") for number, each in enumerate(given)]
+        return [read(given, param)]
+    return [read(each, f"{param}[{number}]") for number, each in enumerate(given)]
+
+
+def _video(given: object, param: str) -> ImageReference:
+    """Return a video: a data URL with its frames, or an object with this as `url`."""
+    fields = given if isinstance(given, dict) else {"url": given}
+    return from_frames(fields.get("url"), fields.get("fps"), fields.get("detail"), param)
 
 
 def _image(given: object, param: str) -> ImageReference:
+    """Return an image: a data URL, a URL, or plain base64."""
     if isinstance(given, dict) and "url" in given:
         return from_url(given["url"], given.get("detail"), param)
     if isinstance(given, str) and given[:8].lower().startswith(("data:", "http://", "https://")):
@@ -152,7 +180,6 @@ class GenerateBody(Schema):
     unsupported: ClassVar[tuple[Refusal, ...]] = (
         Refusal("input_embeds", is_empty, "use 'text' or 'input_ids'"),
         Refusal("audio_data", is_empty, LEAVE_OUT),
-        Refusal("video_data", is_empty, LEAVE_OUT),
         Refusal("custom_logit_processor", is_empty, LEAVE_OUT),
         Refusal("return_hidden_states", is_empty, LEAVE_OUT),
         Refusal("positional_embed_overrides", is_empty, LEAVE_OUT),
@@ -165,6 +192,7 @@ class GenerateBody(Schema):
     input_ids: Annotated[list[TokenPrompt] | None, BeforeValidator(_ids)] = Field(None, strict=False)
     # Of one text: an image or several. Of a list of texts: as many of these, of which null is none.
     image_data: Any = None  # Any: the client's JSON
+    video_data: Any = None  # Any: the same
     sampling_params: NativeSampling | None = None
     rid: str | None = None
     stream: bool | None = None
@@ -207,33 +235,29 @@ class GenerateBody(Schema):
     def _has_one_prompt(self) -> Self:
         if (self.text is None) == (self.input_ids is None):
             raise PydanticCustomError("prompt", "exactly one of text and input_ids should be given")
-        if self.has_images and self.text is None:
-            message = "'image_data' needs 'text', which has the model's own placeholder of an image for each."
-            raise InvalidRequestError(message, param="image_data")
+        for name, kind in (("image_data", "an image"), ("video_data", "a video")):
+            if _is_given(getattr(self, name)) and self.text is None:
+                message = f"'{name}' needs 'text', which has the model's own placeholder of {kind} for each."
+                raise InvalidRequestError(message, param=name)
         if self.session_params is not None and self.session_id:
             raise InvalidRequestError("'session_id' cannot be given beside 'session_params'.", param="session_id")
         return self
 
     @property
     def has_images(self) -> bool:
-        """Whether there are images."""
-        return not is_empty(self.image_data) and self.image_data is not None
+        """Whether there are images or videos."""
+        return _is_given(self.image_data) or _is_given(self.video_data)
 
     def image_references(self) -> list[list[ImageReference]]:
-        """Return the images of each text.
+        """Return the images of each text, and its videos after them.
 
         Raises:
-            InvalidRequestError: an image is malformed, or there are not as many lists of images as texts.
+            InvalidRequestError: one is malformed, or there are not as many lists of them as texts.
         """
-        prompts = len(self.text or self.input_ids or ())
-        if not self.has_images:
-            return [[] for _ in range(prompts)]
-        if not self.is_batch:
-            return [_images(self.image_data, "image_data")]
-        if not isinstance(self.image_data, list) or len(self.image_data) != prompts:
-            message = f"'image_data' should be a list with the images of each of the {prompts} texts."
-            raise InvalidRequestError(message, param="image_data")
-        return [_images(given, f"image_data[{number}]") for number, given in enumerate(self.image_data)]
+        prompts = len(self.text or self.input_ids or ()) if self.is_batch else None
+        images = _media(self.image_data, "image_data", _image, prompts)
+        videos = _media(self.video_data, "video_data", _video, prompts)
+        return [of_images + of_videos for of_images, of_videos in zip(images, videos, strict=True)]
 
     @property
     def session(self) -> str | None:

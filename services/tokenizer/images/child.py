@@ -1,7 +1,8 @@
 """The process that decodes images and cuts them for the model, confined before it reads the first one.
 
 Run as `python -m services.tokenizer.images.child PARENT_PID DIRECTORY MAX_PIXELS MEMORY_BYTES CPU_SECONDS`.
-Questions and answers are frames: an image's detail and file; then either why it is refused, or its grid and its values.
+Questions and answers are frames: an image's detail, and its file or a video's frames, after how many these are; then
+either why it is refused, or its grid and its values.
 """
 
 from __future__ import annotations
@@ -57,12 +58,17 @@ def main() -> None:
 
 
 def serve(questions: BinaryIO, answers: BinaryIO, processor: ImageProcessor, limits: ChildLimits) -> None:
-    """Answer each image with a frame that says what follows, and its values."""
-    while detail := read_frame(questions):
-        data = read_frame(questions)
+    """Answer each image or video with a frame that says what follows, and its values."""
+    while head := read_frame(questions):
+        question = json.loads(head)
+        detail, count = Detail(question["detail"]), question["frames"]
+        files = [read_frame(questions) for _ in range(count or 1)]
         allow_time(limits.cpu_seconds)
         try:
-            grid, values = processor.cut(decode(data, limits.max_pixels), Detail(detail.decode()))
+            if count:
+                grid, values = processor.cut_frames((decode(each, limits.max_pixels) for each in files), count, detail)
+            else:
+                grid, values = processor.cut(decode(files[0], limits.max_pixels), detail)
         except RefusedImageError as error:
             write_frame(answers, json.dumps({"refusal": str(error)}).encode(), b"")
         except MemoryError:

@@ -18,7 +18,7 @@ from common.room import SharedRoom
 from services.tokenizer import metrics
 from services.tokenizer.encoding_pool import FairQueue
 from services.tokenizer.images.child import LENGTH, ChildLimits
-from services.tokenizer.images.processor import prepared
+from services.tokenizer.images.processor import RefusedImageError, prepared, prepared_video
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
     from common.requests import ImageFile
     from common.types import Subject
-    from services.tokenizer.images.processor import ImageProcessor, JsonObject, PreparedImage
+    from services.tokenizer.images.processor import Grid, ImageProcessor, JsonObject, PreparedImage
 
 COMMAND = (sys.executable, "-m", "services.tokenizer.images.child")
 # What a process gets of the environment, which may hold secrets.
@@ -65,7 +65,7 @@ class _Job:
     @property
     def cost(self) -> int:
         """The charge to its subject before it is decoded."""
-        return len(self.file.data) + IMAGE_COST
+        return self.file.size + IMAGE_COST
 
 
 class ImagePool:
@@ -112,7 +112,7 @@ class ImagePool:
                 more than `max_bytes`.
             QueueFullError: too many images are waiting.
         """
-        pieces = sum(-(-len(file.data) // PIECE_BYTES) for file in files)
+        pieces = sum(-(-file.size // PIECE_BYTES) for file in files)
         self._room.take(subject, pieces)
         started = time.perf_counter()
         jobs = [_Job(subject, file, asyncio.get_running_loop().create_future()) for file in files]
@@ -135,7 +135,8 @@ class ImagePool:
         for number, job in enumerate(jobs, 1):
             image = await job.result
             if isinstance(image, InvalidRequestError):
-                which = "The image" if len(jobs) == 1 else f"Image {number} of {len(jobs)}"
+                kind = "video" if job.file.is_video else "image"
+                which = f"The {kind}" if len(jobs) == 1 else f"{kind.capitalize()} {number} of {len(jobs)}"
                 raise InvalidRequestError(f"{which} {image}.", param=param)
             size += image.pixels.nbytes
             if size > max_bytes:
@@ -219,7 +220,10 @@ class ImagePool:
         try:
             grid = tuple(map(int, answer["grid"]))
             # Packing and hashing megabytes would delay the event loop.
-            image = await asyncio.to_thread(prepared, self._processor, grid, values)
+            image = await asyncio.to_thread(_prepared, self._processor, job.file, grid, values)
+        except RefusedImageError as error:
+            self._refuse(job, str(error), "refused")
+            return True
         except (KeyError, TypeError, ValueError, OverflowError):
             return self._refuse(job, CRASHED, "crash")
         metrics.IMAGES_TOTAL.labels("prepared").inc()
@@ -228,7 +232,7 @@ class ImagePool:
 
     def _refuse(self, job: _Job, problem: str, outcome: str) -> bool:
         if outcome != "refused":
-            self._log.warning("images.process_replaced", outcome=outcome, bytes=len(job.file.data))
+            self._log.warning("images.process_replaced", outcome=outcome, bytes=job.file.size)
         metrics.IMAGES_TOTAL.labels(outcome).inc()
         self._answer(job, InvalidRequestError(problem))
         return False
@@ -240,6 +244,12 @@ class ImagePool:
             job.result.set_exception(result)
         else:
             job.result.set_result(result)
+
+
+def _prepared(processor: ImageProcessor, file: ImageFile, grid: Grid, values: bytes) -> PreparedImage:
+    if file.is_video:
+        return prepared_video(processor, grid, values, len(file.frames), file.frames_per_second)
+    return prepared(processor, grid, values)
 
 
 class DecodingProcess:
@@ -293,7 +303,8 @@ class DecodingProcess:
             OSError, asyncio.IncompleteReadError: the process has ended.
             ValueError, RecursionError: the answer is malformed.
         """
-        for part in (file.detail.encode(), file.data):
+        head = json.dumps({"detail": file.detail, "frames": len(file.frames)}).encode()
+        for part in (head, *(file.frames or (file.data,))):
             self._input.write(LENGTH.pack(len(part)))
             self._input.write(part)
         await self._input.drain()

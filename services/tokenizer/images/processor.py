@@ -20,7 +20,7 @@ from common.errors import ConfigurationError
 from common.types import PackedPixels
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterable, Mapping
 
     from numpy.typing import NDArray
 
@@ -66,6 +66,8 @@ class ImagePlan:
     before: str = ""
     after: str = ""
     """Plain texts around `text`, whose tokens depend on what stands beside them."""
+    times: tuple[int, ...] = ()
+    """Of a video, the coordinate of each step in time, if the model's positions depend on these."""
 
 
 class PictureCutter(Protocol):
@@ -88,17 +90,53 @@ class PictureCutter(Protocol):
         ...
 
 
+class VideoCutter(Protocol):
+    """Cuts videos as the models of one family take them; a frozen dataclass of what decides how."""
+
+    def cut(self, frames: Iterable[Image.Image], count: int, scaling: Scaling, detail: Detail) -> tuple[Grid, Values]:
+        """Return `count` frames in mode RGB, each resized by `scaling` and cut before the next one is taken.
+
+        Raises:
+            RefusedImageError: the model cannot take frames of such sides, or so few.
+        """
+        ...
+
+    def plan(self, grid: Grid, count: int, frames_per_second: float | None) -> ImagePlan:
+        """Return what follows from the grid of `count` frames, and from their rate; None: the processor's own.
+
+        Raises:
+            RefusedImageError: the model has no positions for so slow a video.
+            ValueError: `cut` returns no such grid.
+        """
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class VideoProcessor:
+    """Prepares videos for one model."""
+
+    scaling: Scaling
+    cutter: VideoCutter
+
+
 @dataclass(frozen=True)
 class ImageProcessor:
-    """Prepares pictures for one model."""
+    """Prepares pictures for one model, and videos if it takes any."""
 
     scaling: Scaling
     cutter: PictureCutter
+    video: VideoProcessor | None = None
 
     @cached_property
     def table(self) -> NDArray[np.float32]:
         """The numbers [channels, 256] that the encoder takes for values of 8 bits."""
         return self.scaling.table()
+
+    @cached_property
+    def video_table(self) -> NDArray[np.float32]:
+        """The same for videos."""
+        assert self.video is not None
+        return self.video.scaling.table()
 
     @cached_property
     def settings(self) -> bytes:
@@ -114,8 +152,19 @@ class ImageProcessor:
         grid, values = self.cutter.cut(image, self.scaling, detail)
         return grid, np.ascontiguousarray(values)
 
+    def cut_frames(self, frames: Iterable[Image.Image], count: int, detail: Detail) -> tuple[Grid, Values]:
+        """Return a video of `count` frames in mode RGB as the model takes it; its values are contiguous.
+
+        Raises:
+            RefusedImageError: the model takes no videos, or cannot take frames of such sides, or so few.
+        """
+        if self.video is None:
+            raise RefusedImageError("is a video, and the model takes none")
+        grid, values = self.video.cutter.cut(frames, count, self.video.scaling, detail)
+        return grid, np.ascontiguousarray(values)
+
     def plan(self, grid: Grid) -> ImagePlan:
-        """Return what follows from a grid.
+        """Return what follows from the grid of a picture.
 
         Raises:
             ValueError: `cut` returns no such grid.
@@ -142,15 +191,38 @@ def prepared(processor: ImageProcessor, grid: Grid, values: bytes) -> PreparedIm
     Raises:
         ValueError: they do not belong together.
     """
+    _check_cells(grid, values)
+    return _prepared(processor.settings, processor.table, grid, values, processor.plan(grid))
+
+
+def prepared_video(
+    processor: ImageProcessor, grid: Grid, values: bytes, count: int, frames_per_second: float | None
+) -> PreparedImage:
+    """Return a video of `count` frames, of which a confined process has returned the grid and the values.
+
+    Raises:
+        RefusedImageError: the model has no positions for so slow a video.
+        ValueError: they do not belong together, or the model takes no videos.
+    """
+    _check_cells(grid, values)
+    if processor.video is None:
+        raise ValueError("a video for a model that takes none")
+    plan = processor.video.cutter.plan(grid, count, frames_per_second)
+    return _prepared(processor.settings, processor.video_table, (*grid, *plan.times), values, plan)
+
+
+def _check_cells(grid: Grid, values: bytes) -> None:
     # The text of a plan is as long as the grid is large, and each of its cells has values.
     if min(grid, default=0) < 0 or math.prod(grid) > len(values):
         raise ValueError("a grid of more cells than there are values")
-    plan = processor.plan(grid)
+
+
+def _prepared(settings: bytes, table: NDArray[np.float32], grid: Grid, values: bytes, plan: ImagePlan) -> PreparedImage:
     array = np.frombuffer(values, np.uint8).reshape(plan.values)
-    digest = sha256(processor.settings)
+    digest = sha256(settings)
     digest.update(repr(grid).encode())
     digest.update(values)
-    pixels = PackedPixels(array, processor.table, plan.frames, plan.pixels)
+    pixels = PackedPixels(array, table, plan.frames, plan.pixels)
     return PreparedImage(digest.digest(), grid, pixels, plan.text, plan.embeddings, plan.before, plan.after)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import dataclass
+from operator import itemgetter
 from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
@@ -36,9 +37,10 @@ class PlacedPrompt:
 
 
 class ImagePrompts(Protocol):
-    """Prepares the images of prompts; `are_taken`: whether the model takes any."""
+    """Prepares the images of prompts; `are_taken`: whether the model takes any, and `videos_are_taken`: videos, too."""
 
     are_taken: bool
+    videos_are_taken: bool
 
     async def place(
         self, subject: Subject, token_ids: TokenIds, files: Sequence[ImageFile], param: str
@@ -59,7 +61,7 @@ class ImagePrompts(Protocol):
 class NoImages:
     """Implements `ImagePrompts` for models that take no images."""
 
-    are_taken = False
+    are_taken = videos_are_taken = False
 
     async def place(
         self, subject: Subject, token_ids: TokenIds, files: Sequence[ImageFile], param: str
@@ -75,11 +77,18 @@ class PreparedPrompts:
 
     are_taken = True
 
-    def __init__(self, pool: ImagePool, tokenizer: Tokenizer, mark: int, placeholder: int) -> None:
-        """`mark` is the token that stands for an image in prompts, `placeholder` the one for each of its embeddings."""
+    def __init__(
+        self, pool: ImagePool, tokenizer: Tokenizer, mark: int, placeholder: int, video_mark: int | None = None
+    ) -> None:
+        """`mark` is the token that stands for an image in prompts, `placeholder` the one for each of its embeddings.
+
+        `video_mark` stands for a video; None: the model takes none.
+        """
+        self.videos_are_taken = video_mark is not None
         self._pool = pool
         self._tokenizer = tokenizer
         self._mark = mark
+        self._video_mark = video_mark
         self._placeholder = placeholder
         self._special = SpecialText(tokenizer)
         self._special_ids = [
@@ -89,22 +98,37 @@ class PreparedPrompts:
     async def place(
         self, subject: Subject, token_ids: TokenIds, files: Sequence[ImageFile], param: str
     ) -> PlacedPrompt:
-        places = np.flatnonzero(token_ids == self._mark)
-        if places.size != len(files):
-            token = self._tokenizer.id_to_token(self._mark)
-            message = (
-                f"The prompt has {places.size} placeholders {token} for {len(files)} images."
-                if param == "prompt"
-                else f"The model's chat template has places for {places.size} of {len(files)} images; put them into "
-                "messages of the user."
-            )
-            raise InvalidRequestError(message, param=param)
-        prepared = await self._pool.prepare(subject, files, param, MAX_PIXEL_BYTES)
+        pictures, videos = ([file for file in files if file.is_video is which] for which in (False, True))
+        placed = self._at_marks(token_ids, self._mark, pictures, "images", param)
+        if videos and self._video_mark is not None:
+            placed += self._at_marks(token_ids, self._video_mark, videos, "videos", param)
+        placed.sort(key=itemgetter(0))
+        prepared = await self._pool.prepare(subject, [file for _, file in placed], param, MAX_PIXEL_BYTES)
         # Off the event loop: much text may stand beside an image.
-        return await asyncio.to_thread(self._placed, token_ids, places.tolist(), prepared)
+        return await asyncio.to_thread(self._placed, token_ids, [place for place, _ in placed], prepared)
 
     def shown(self, token_ids: TokenIds) -> TokenIds:
         return np.where(token_ids < 0, np.int32(self._placeholder), token_ids)
+
+    def _at_marks(
+        self, token_ids: TokenIds, mark: int, files: Sequence[ImageFile], kind: str, param: str
+    ) -> list[tuple[int, ImageFile]]:
+        """Return the places of marks of one kind, and the files for them.
+
+        Raises:
+            InvalidRequestError: there are more or fewer.
+        """
+        places: list[int] = np.flatnonzero(token_ids == mark).tolist()
+        if len(places) != len(files):
+            token = self._tokenizer.id_to_token(mark)
+            message = (
+                f"The prompt has {len(places)} placeholders {token} for {len(files)} {kind}."
+                if param == "prompt"
+                else f"The model's chat template has places for {len(places)} of {len(files)} {kind}; put them into "
+                "messages of the user."
+            )
+            raise InvalidRequestError(message, param=param)
+        return list(zip(places, files, strict=True))
 
     def _placed(self, token_ids: TokenIds, places: Sequence[int], prepared: Sequence[PreparedImage]) -> PlacedPrompt:
         parts: list[TokenIds] = []
@@ -112,11 +136,14 @@ class PreparedPrompts:
         start = length = 0
         after = ""
         for place, image in zip(places, prepared, strict=True):
-            text, own = self._between(after, token_ids[start:place], image.before), self._tokens_of(image)
+            own = self._tokens_of(image)
+            # The text of a video may have the marks that stand around its placeholder.
+            has_marks = start < place and np.array_equal(token_ids[place - 1 : place + 2 : 2], own[[0, -1]])
+            text = self._between(after, token_ids[start : place - has_marks], image.before)
             offset = length + text.size + int(np.flatnonzero(own < 0)[0])
             images.append(RowImage(image.digest, offset, image.embeddings, image.grid, image.pixels))
             parts += [text, own]
-            start, length, after = place + 1, length + text.size + own.size, image.after
+            start, length, after = place + 1 + has_marks, length + text.size + own.size, image.after
         return PlacedPrompt(np.concatenate([*parts, self._between(after, token_ids[start:], "")]), tuple(images))
 
     def _between(self, left: str, ids: TokenIds, right: str) -> TokenIds:

@@ -30,6 +30,8 @@ READERS: Final[Mapping[str, Callable[[Mapping[str, Any], Mapping[str, Any], str]
 }
 
 
+# The settings of a processor of videos, if they are neither within the processor's own file nor those of images.
+VIDEO_FILE: Final = "video_preprocessor_config.json"
 # What a processor's own file says beside, or in place of, that of its part for images.
 _OUTER: Final = ("patch_size", "spatial_merge_size", "image_break_token", "image_end_token", "image_seq_length")
 
@@ -45,7 +47,10 @@ def read_processor(directory: Path, placeholder: str = "") -> ImageProcessor:
     if reader is None:
         raise ConfigurationError(f"{directory}: models of the type {config.get('model_type')!r} take no images here")
     outer, inner = (read_json(directory / name) for name in PROCESSOR_FILES)
-    stated = outer.get("image_processor") or inner
+    stated = dict(outer.get("image_processor") or inner)
+    stated["video_processor"] = (
+        outer.get("video_processor") or read_json(directory / VIDEO_FILE) or inner or dict(stated)
+    )
     stated |= {name: outer[name] for name in _OUTER if outer.get(name) is not None}
     try:
         return reader(stated, config, placeholder)

@@ -226,7 +226,8 @@ async def test_generate_gives_each_text_of_a_list_its_own_images() -> None:
         ({"text": "a", "image_data": "not base64!"}, "image_data", "not valid base64"),
         ({"text": "a", "image_data": [{"processor_output": 1}]}, "image_data[0]", "base64"),
         ({"text": "a", "image_data": "/etc/passwd"}, "image_data", "base64"),
-        ({"text": "a", "video_data": "x"}, "video_data", "not supported"),
+        ({"text": "a", "video_data": "x"}, "video_data", "frames of the video"),
+        ({"input_ids": [1], "video_data": "x"}, "video_data", "needs 'text'"),
         ({"text": "a", "audio_data": "x"}, "audio_data", "not supported"),
     ],
 )
@@ -267,6 +268,7 @@ IMAGE = "messages[0].content[0].image_url"
         ({"type": "image_url", "image_url": {"url": data_url(SVG, "image/svg+xml")}}, IMAGE, "image/svg+xml"),
         ({"type": "image_url", "image_url": {"url": data_url(SVG)}}, IMAGE, "SVG"),
         ({"type": "image_url", "image_url": {"url": data_url(PNG, "text/plain")}}, IMAGE, "text/plain"),
+        ({"type": "image_url", "image_url": {"url": data_url(PNG, "video/jpeg")}}, IMAGE, "video/jpeg"),
         ({"type": "image_url", "image_url": {"url": data_url(b"hello")}}, IMAGE, "not an image"),
         ({"type": "image_url", "image_url": {"url": data_url(b"%PDF-1.7")}}, IMAGE, "PDF"),
         ({"type": "image_url", "image_url": {"url": data_url(b"")}}, IMAGE, "empty"),
@@ -278,7 +280,7 @@ IMAGE = "messages[0].content[0].image_url"
         ({"type": "image_url", "image_url": {"url": data_url(PNG), "detail": "fine"}}, IMAGE, "detail"),
         ({"type": "image_file"}, "messages[0].content[0].image_file", "id"),
         ({"type": "input_audio", "input_audio": {"data": "", "format": "wav"}}, "messages[0].content", "audio"),
-        ({"type": "video_url", "video_url": {"url": "x"}}, "messages[0].content", "video"),
+        ({"type": "input_video", "video": "x"}, "messages[0].content", "parts of the type video_url"),
         ({"type": "file", "file": {"file_id": "x"}}, "messages[0].content", "documents"),
         ({"type": "hologram"}, "messages[0].content", "text part"),
     ],
@@ -430,7 +432,7 @@ async def test_endpoints_that_read_text_only_refuse_images() -> None:
 
 
 async def test_a_model_says_whether_it_takes_images() -> None:
-    limits = {"max_images": 4, "max_file_bytes": MAX_FILE_BYTES, "max_pixels": 10**7}
+    limits = {"max_images": 4, "max_file_bytes": MAX_FILE_BYTES, "max_pixels": 10**7, "max_frames": 0}
     assert (await seeing().get("/v1/models")).json()["data"][0]["images"] == limits
     assert (await gateway_saying("x").get("/v1/models/tiny")).json()["images"] is None
     for gateway, sees in ((seeing(), True), (gateway_saying("x"), False)):

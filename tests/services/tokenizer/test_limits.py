@@ -173,6 +173,26 @@ def test_a_model_without_vision_refuses_images_by_its_name(prompt: Prompt, image
         check_request(request(prompt=prompt, images=images), LIMITS)
 
 
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"frames": (b"1",) * 4}, "4 frames; at most 3"),
+        ({"frames": (b"1", b"")}, "empty"),
+        ({"frames": (b"12345", b"1234")}, "has 9 bytes; at most 8"),
+        ({"frames_per_second": 1e-9}, "frames per second"),
+        ({"frames_per_second": NAN}, "frames per second"),
+    ],
+)
+def test_videos_beyond_the_limits_are_refused(changes: dict[str, Any], message: str) -> None:
+    watching = replace(WITH_IMAGES, images=ImageLimits(2, 8, 100, max_frames=3))
+    video = ImageFile(b"", frames=(b"1", b"2"), frames_per_second=2)
+    check_request(request(prompt="a", images=(video,)), watching)
+    with pytest.raises(InvalidRequestError, match=message):
+        check_request(request(prompt="a", images=(replace(video, **changes),)), watching)
+    with pytest.raises(InvalidRequestError, match="`tiny` does not take videos"):
+        check_request(request(prompt="a", images=(video,)), WITH_IMAGES)
+
+
 def test_a_prompt_with_images_is_not_truncated() -> None:
     check_request(request(prompt="a", images=(PICTURE,)), WITH_IMAGES)
     with pytest.raises(InvalidRequestError, match="cut in two") as refused:

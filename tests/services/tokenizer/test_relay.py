@@ -84,6 +84,7 @@ class Placing:
     """Puts three ids below 0 behind a prompt for each image, when it is told to."""
 
     are_taken = True
+    videos_are_taken = False
 
     def __init__(self) -> None:
         self.may_finish = asyncio.Event()

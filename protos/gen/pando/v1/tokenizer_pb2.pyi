@@ -352,7 +352,7 @@ class GenerateRequest(_message.Message):
 
     @_builtins.property
     def images(self) -> _containers.RepeatedCompositeFieldContainer[Global___Image]:
-        """Only with `text` that has the model's own placeholder of an image as often, in this order."""
+        """Only with `text` that has the model's own placeholders of images and of videos as often, each kind in this order."""
 
     def __init__(
         self,
@@ -450,27 +450,39 @@ Global___GenerateRequest: _TypeAlias = GenerateRequest  # noqa: Y015
 
 @_typing.final
 class Image(_message.Message):
-    """A picture for the model."""
+    """A picture or a video for the model."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
     DATA_FIELD_NUMBER: _builtins.int
     DETAIL_FIELD_NUMBER: _builtins.int
+    FRAMES_FIELD_NUMBER: _builtins.int
+    FRAMES_PER_SECOND_FIELD_NUMBER: _builtins.int
     data: _builtins.bytes
-    """The encoded file: JPEG, PNG, WebP or GIF."""
+    """The encoded file of a picture: JPEG, PNG, WebP or GIF."""
     detail: _builtins.str
     """low, high or auto; empty: auto."""
+    frames_per_second: _builtins.float
+    """Of a video: how many of its frames are a second; absent: as many as the model's processor samples."""
+    @_builtins.property
+    def frames(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bytes]:
+        """Of a video, in place of `data`: its frames, each a file as above."""
+
     def __init__(
         self,
         *,
         data: _builtins.bytes = ...,
         detail: _builtins.str = ...,
+        frames: _abc.Iterable[_builtins.bytes] | None = ...,
+        frames_per_second: _builtins.float | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_frames_per_second", b"_frames_per_second", "frames_per_second", b"frames_per_second"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["data", b"data", "detail", b"detail"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_frames_per_second", b"_frames_per_second", "data", b"data", "detail", b"detail", "frames", b"frames", "frames_per_second", b"frames_per_second"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__frames_per_second: _TypeAlias = _typing.Literal["frames_per_second"]  # noqa: Y015
+    _WhichOneofArgType__frames_per_second: _TypeAlias = _typing.Literal["_frames_per_second", b"_frames_per_second"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__frames_per_second) -> _WhichOneofReturnType__frames_per_second | None: ...
 
 Global___Image: _TypeAlias = Image  # noqa: Y015
 
@@ -1017,21 +1029,25 @@ class ImageLimits(_message.Message):
     MAX_IMAGES_FIELD_NUMBER: _builtins.int
     MAX_FILE_BYTES_FIELD_NUMBER: _builtins.int
     MAX_PIXELS_FIELD_NUMBER: _builtins.int
+    MAX_FRAMES_FIELD_NUMBER: _builtins.int
     max_images: _builtins.int
     max_file_bytes: _builtins.int
     """Of each image, as it was sent."""
     max_pixels: _builtins.int
     """Width times height of each image."""
+    max_frames: _builtins.int
+    """Frames of a video, which is one of the images; 0: the model takes no videos."""
     def __init__(
         self,
         *,
         max_images: _builtins.int = ...,
         max_file_bytes: _builtins.int = ...,
         max_pixels: _builtins.int = ...,
+        max_frames: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["max_file_bytes", b"max_file_bytes", "max_images", b"max_images", "max_pixels", b"max_pixels"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["max_file_bytes", b"max_file_bytes", "max_frames", b"max_frames", "max_images", b"max_images", "max_pixels", b"max_pixels"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

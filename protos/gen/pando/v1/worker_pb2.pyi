@@ -1396,7 +1396,9 @@ class RowImage(_message.Message):
     """
     @_builtins.property
     def grid(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """The model's own: patches in time, height and width (Qwen), or rows and columns of tiles (Idefics)."""
+        """The model's own: patches in time, height and width (Qwen), or rows and columns of tiles (Idefics). Of a video for
+        Qwen2.5-VL, the coordinate of each step in time follows.
+        """
 
     @_builtins.property
     def shape(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:

@@ -25,9 +25,13 @@ _AXES = 3
 def count_squares(shape: tuple[int, ...], grid: tuple[int, ...], config: VisionConfig) -> int:
     """Return the embeddings of pixels [patches, channels * frames * patch_size ** 2]; see `VisionEncoder.count`.
 
-    The grid has patches in time, height and width. The patches of a square are neighbours.
+    The grid has patches in time, height and width; coordinates in time may follow. The patches of a square are
+    neighbours.
     """
     inputs = config.channels * config.frames * config.patch_size**2
+    grid, times = grid[:_AXES], grid[_AXES:]
+    if times and len(times) != grid[0]:
+        raise ValueError(f"{len(times)} coordinates in time of {grid[0]} steps")
     if len(grid) != _AXES or min(grid) < 1 or grid[1] % config.merge or grid[2] % config.merge:
         raise ValueError(f"a grid of {grid} patches cannot be divided into squares of {config.merge}")
     patches = grid[0] * grid[1] * grid[2]
@@ -46,7 +50,7 @@ class PatchPlaces:
     @classmethod
     def of(cls, grid: tuple[int, ...], merge: int) -> PatchPlaces:
         """Return those of an image that `count_squares` accepted."""
-        frames, height, width = grid
+        frames, height, width = grid[:_AXES]
         blocks = height // merge, merge, width // merge, merge
         by_axis = [axis.reshape(blocks).swapaxes(1, 2).reshape(-1) for axis in np.indices((height, width))]
         coordinates = np.tile(np.stack(by_axis, axis=1), (frames, 1))

@@ -146,7 +146,7 @@ class _Windows:
 
     @classmethod
     def of(cls, grid: tuple[int, ...], config: VisionConfig) -> _Windows:
-        (frames, height, width), merge = grid, config.merge
+        (frames, height, width), merge = grid[:3], config.merge
         # In squares of patches.
         side = config.window // merge // config.patch_size
         down, right = np.indices((height // merge, width // merge)) // side

@@ -115,7 +115,7 @@ class Qwen3Encoder:
         places = [PatchPlaces.of(image.grid, config.merge) for image in images]
         coordinates = torch.from_numpy(np.concatenate([each.coordinates for each in places])).to(self._device)
         hidden = self._patches(joined_pixels(images, self._dtype, self._device))
-        sizes = torch.tensor([image.grid[1:] for image in images]).repeat_interleave(
+        sizes = torch.tensor([image.grid[1:3] for image in images]).repeat_interleave(
             torch.tensor([len(each.coordinates) for each in places]), dim=0
         )
         hidden += self._stretched(coordinates, sizes.to(self._device)).to(hidden.dtype)

@@ -250,7 +250,7 @@ class RowImages:
         coordinates, offset = None, 0
         if self._config.axes:
             try:
-                coordinates, offset = coordinates_of(ids.size, opened.images, self._config.merge)
+                coordinates, offset = coordinates_of(ids, opened.images, self._config.merge)
             except ValueError as error:
                 raise InvalidPlanError(f"{what}: {error}") from error
         if images or coordinates is not None:

@@ -23,7 +23,7 @@ from common.types import Subject
 from services.tokenizer.images import pool
 from services.tokenizer.images.child import LENGTH, ChildLimits
 from services.tokenizer.images.pool import WAITING_PIECES, ImagePool
-from services.tokenizer.images.processor import Detail, prepared
+from services.tokenizer.images.processor import Detail, prepared, prepared_video
 from services.tokenizer.images.registry import read_processor
 from tests.services.tokenizer.images.pictures import file_of, picture
 from tests.waiting import until
@@ -95,6 +95,41 @@ async def test_images_are_those_that_this_process_would_cut(bench: Bench) -> Non
         expected = prepared(bench.processor, grid, values.tobytes())
         assert (one.digest, one.grid, one.text) == (expected.digest, expected.grid, expected.text)
         assert np.array_equal(one.pixels.unpacked(), expected.pixels.unpacked())
+
+
+async def test_videos_are_those_that_this_process_would_cut(bench: Bench) -> None:
+    frames = [picture(120, 90, seed=number) for number in range(3)]
+    files = tuple(file_of(frame) for frame in frames)
+    still = ImageFile(file_of(frames[0]))
+    asked = [ImageFile(b"", frames=files, frames_per_second=4), still, ImageFile(b"", "low", files)]
+    first, _, last = await bench.pool.prepare(ADA, asked, "messages", MOST_BYTES)
+    grid, values = bench.processor.cut_frames(iter(frames), 3, Detail.AUTO)
+    expected = prepared_video(bench.processor, grid, values.tobytes(), 3, 4)
+    assert (first.digest, first.grid, first.text) == (expected.digest, expected.grid, expected.text)
+    assert np.array_equal(first.pixels.unpacked(), expected.pixels.unpacked())
+    assert last.digest != first.digest, "of another rate"
+
+
+async def test_hostile_videos_are_refused_by_name_and_end_no_process(bench: Bench) -> None:
+    good = file_of(picture(60, 40))
+    huge = file_of(Image.new("L", (9000, 9000)))
+    for words, frames in {
+        "The video is damaged": (good, good[: len(good) // 2]),
+        "or not an image": (good, b"\x00\x00\x00 ftypisom" + bytes(100)),
+        "9000 x 9000 pixels": (huge, huge),
+        "different sizes": (good, file_of(picture(40, 60))),
+        "fewer than 2 frames": (good,),
+    }.items():
+        with pytest.raises(InvalidRequestError, match=words):
+            await bench.pool.prepare(ADA, [ImageFile(b"", frames=frames)], "messages", MOST_BYTES)
+    slow = ImageFile(b"", frames=(good, good, good), frames_per_second=0.001)
+    with pytest.raises(InvalidRequestError, match="The video is too slow for its size"):
+        await bench.pool.prepare(ADA, [slow], "messages", MOST_BYTES)
+    (process,) = bench.children
+    many = ImageFile(b"", frames=(file_of(picture(28, 28)),) * 2000)
+    (video,) = await bench.pool.prepare(ADA, [many], "messages", MOST_BYTES)
+    assert video.grid[0] == 1000
+    assert bench.children == [process]
 
 
 async def test_a_refused_file_is_freed_without_a_search_for_cycles(bench: Bench) -> None:

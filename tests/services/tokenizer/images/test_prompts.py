@@ -14,7 +14,7 @@ from common.images import image_ids, image_spans
 from common.requests import ImageFile
 from common.tokenization.vocabulary import byte_alphabet
 from common.types import Subject
-from services.tokenizer.images.processor import Detail, prepared
+from services.tokenizer.images.processor import Detail, prepared, prepared_video
 from services.tokenizer.images.prompts import PreparedPrompts
 from services.tokenizer.images.registry import read_processor
 from tests.services.tokenizer.images.pictures import picture
@@ -29,11 +29,17 @@ if TYPE_CHECKING:
     from services.tokenizer.images.processor import PreparedImage
 
 ADA = Subject("acme", "ada")
+VIDEO_MARK = "<|video_pad|>"
 SMOLVLM_MARKS = ["<image>", "<fake_token_around_image>", "<global-img>"]
 SMOLVLM_MARKS += [f"<row_{row}_col_{column}>" for row in range(1, 5) for column in range(1, 5)]
 MODELS: dict[str, tuple[dict[str, Any], dict[str, Any], list[str]]] = {
     "qwen": (
         {"model_type": "qwen2_5_vl", "vision_config": {}}, {"min_pixels": 784, "max_pixels": 20_000}, ["<|image_pad|>"],
+    ),
+    "qwen3": (
+        {"model_type": "qwen3_vl", "vision_config": {}},
+        {"min_pixels": 784, "max_pixels": 20_000, "patch_size": 16},
+        ["<|image_pad|>", VIDEO_MARK, "<|vision_start|>", "<|vision_end|>"],
     ),
     "smolvlm": (
         {"model_type": "smolvlm", "vision_config": {"image_size": 32, "patch_size": 4}, "scale_factor": 2},
@@ -63,7 +69,7 @@ class Pool:
     async def prepare(
         self, _subject: Subject, files: Sequence[ImageFile], _param: str, _most: int
     ) -> list[PreparedImage]:
-        return [self.images[file.data[0]] for file in files]
+        return [self.images[(file.data or file.frames[0])[0]] for file in files]
 
 
 class Bench:
@@ -87,7 +93,9 @@ class Bench:
         mark_id, placeholder_id = map(self.tokenizer.token_to_id, (self.mark, placeholder))
         assert mark_id is not None
         assert placeholder_id is not None
-        self.prompts = PreparedPrompts(pool, self.tokenizer, mark_id, placeholder_id)
+        video_mark = self.tokenizer.token_to_id(VIDEO_MARK)
+        self.prompts = PreparedPrompts(pool, self.tokenizer, mark_id, placeholder_id, video_mark)
+        self.processor = processor
 
     def ids(self, text: str) -> np.ndarray[Any, Any]:
         return np.array(self.tokenizer.encode(text, add_special_tokens=False).ids, np.int32)
@@ -120,6 +128,26 @@ async def test_other_numbers_of_placeholders_are_refused(param: str, words: str,
     with pytest.raises(InvalidRequestError, match=words) as caught:
         await bench.prompts.place(ADA, bench.ids(f"{bench.mark} {bench.mark}"), [ImageFile(b"\0")], param)
     assert caught.value.param == param
+
+
+async def test_a_video_with_times_stands_in_place_of_its_mark_and_the_marks_around_it(tmp_path: Path) -> None:
+    bench = Bench(tmp_path, "qwen3", picture(40, 60))
+    grid, values = bench.processor.cut_frames((picture(64, 64, seed=i) for i in range(4)), 4, Detail.AUTO)
+    bench.images.append(prepared_video(bench.processor, grid, values.tobytes(), 4, 1.0))
+    video, still = ImageFile(b"", frames=(b"\1",)), ImageFile(b"\0")
+    image_mark, video_mark = (f"<|vision_start|>{mark}<|vision_end|>" for mark in (bench.mark, VIDEO_MARK))
+    # Videos come after images at /generate, whatever their order in the text.
+    asked = bench.ids(f"a: {video_mark}{image_mark} b {VIDEO_MARK} c")
+    placed = await bench.prompts.place(ADA, asked, [still, video, video], "prompt")
+    image, clip = map(whole_text, bench.images)
+    assert clip.startswith("<0.5 seconds><|vision_start|>")
+    assert "<|vision_end|><2.5 seconds><|vision_start|>" in clip
+    whole = bench.ids(f"a: {clip}<|vision_start|>{image}<|vision_end|> b {clip} c")
+    assert np.array_equal(bench.prompts.shown(placed.token_ids), whole)
+    assert [each.digest == bench.images[1].digest for each in placed.images] == [True, False, True]
+    assert len(image_spans(placed.token_ids, placed.images)) == 3
+    with pytest.raises(InvalidRequestError, match=r"1 placeholders <\|video_pad\|> for 2 videos"):
+        await bench.prompts.place(ADA, bench.ids(video_mark), [video, video], "prompt")
 
 
 @pytest.mark.parametrize("text", ["{}{}", "\n{}\n\n{}\n", "See:{} and :{}:", "\n\n\n", "a\n{}:", "{}"])

@@ -18,6 +18,9 @@ if TYPE_CHECKING:
 
 VOCABULARY = 131
 PLACEHOLDER = 130
+VIDEO_PLACEHOLDER = 129
+# By default of `transformers`.
+TOKENS_PER_SECOND = 4
 _TEXT: dict[str, Any] = {
     "vocab_size": VOCABULARY,
     "hidden_size": 48,
@@ -213,6 +216,23 @@ def picture(family: str, rows: int, columns: int, seed: int) -> Picture:
     return Picture((*ids, 9), pixels, (rows, columns), is_in_blocks="mm_tokens_per_image" in options)
 
 
+def video(family: str, steps: int, rows: int, columns: int, seed: int, interval: float = 1.0) -> Picture:
+    """Return a random video of so many steps in time, each of rows and columns of squares.
+
+    `interval` is the distance between the coordinates of steps in Qwen2.5-VL; in Qwen3-VL texts stand between steps.
+    """
+    random = np.random.default_rng(seed)
+    _, options = MODELS[family]
+    patches, numbers = 4 * steps * rows * columns, 3 * 2 * options["vision_config"]["patch_size"] ** 2
+    pixels = random.normal(size=(patches, numbers)).astype(np.float32)
+    step = (-1 - seed,) * (rows * columns)
+    grid = steps, 2 * rows, 2 * columns
+    if family == "qwen2.5-vl":
+        times = (int(np.float32(i) * np.float32(interval)) for i in range(steps))
+        return Picture((128, *step * steps, 127), pixels, (*grid, *times))
+    return Picture(sum(((7 + i, 8, 128, *step, 127) for i in range(steps)), ()), pixels, grid)
+
+
 def prompt(*parts: list[int] | Picture) -> Prompt:
     """Return a prompt of texts and images."""
     ids: list[int] = []
@@ -257,21 +277,46 @@ def _oracle(directory: Path) -> Any:  # transformers is not typed
 
 
 def expected(
-    directory: Path, prompt: Prompt, tokens: int, placeholder: int = PLACEHOLDER
+    directory: Path,
+    prompt: Prompt,
+    tokens: int,
+    placeholder: int = PLACEHOLDER,
+    video_placeholder: int = VIDEO_PLACEHOLDER,
+    interval: float = 1.0,
 ) -> tuple[list[int], torch.Tensor]:
     """Return the tokens with which `transformers` continues a prompt, greedily, and their logits [tokens, vocabulary].
 
-    It gets the whole prompt at once.
+    It gets the whole prompt at once. Images of several steps in time are videos; `interval` as in `video`.
     """
-    ids = torch.tensor([[placeholder if token < 0 else token for token in prompt.ids]])
+    known = np.array(prompt.ids)
+    below = np.flatnonzero(known < 0)
+    for image in prompt.images:
+        places, below = below[: image.length], below[image.length :]
+        known[places] = video_placeholder if is_video(image) else placeholder
+    ids = torch.from_numpy(known)[None]
     with torch.inference_mode():
         oracle = _oracle(directory)
-        inputs = _inputs(oracle, ids, prompt, placeholder)
+        videos = [image for image in prompt.images if is_video(image)]
+        pictures = Prompt(prompt.ids, tuple(image for image in prompt.images if not is_video(image)))
+        inputs = _inputs(oracle, ids, pictures, placeholder)
+        if videos:
+            inputs |= {
+                "pixel_values_videos": torch.cat([torch.from_numpy(each.pixels) for each in videos]),
+                "video_grid_thw": torch.tensor([each.grid[:3] for each in videos]),
+                "mm_token_type_ids": (ids == placeholder).int() + 2 * (ids == video_placeholder).int(),
+            }
+        if videos and oracle.config.model_type == "qwen2_5_vl":
+            inputs["second_per_grid_ts"] = torch.tensor([interval / TOKENS_PER_SECOND] * len(videos))
         made = oracle.generate(
             ids, **inputs, attention_mask=torch.ones_like(ids), max_new_tokens=tokens, min_new_tokens=tokens,
             do_sample=False, output_logits=True, return_dict_in_generate=True,
         )  # fmt: skip
     return made.sequences[0, ids.shape[1] :].tolist(), torch.cat(made.logits)
+
+
+def is_video(image: RowImage) -> bool:
+    """Whether an image of Qwen's models has several steps in time."""
+    return len(image.grid) > 2 and image.grid[0] > 1
 
 
 def _inputs(oracle: Any, ids: torch.Tensor, prompt: Prompt, placeholder: int) -> dict[str, torch.Tensor]:

@@ -1,0 +1,105 @@
+"""Videos in requests: their frames reach the tokenizer in order, and what is no video is refused by name."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from common.requests import ChatPrompt, ImageFile, ImageLimits
+from common.settings import GatewaySettings
+from common.types import ReplyTo, SubscriberId
+from gateway.pipeline.wire import generate_to_wire
+from gateway.quotas.quotas import TOKENS_PER_IMAGE, announced_tokens
+from services.tokenizer.wire import submission_from_wire
+from tests.fakes.pipeline import CARD, FakeModel, FakePipeline, says
+from tests.gateway.endpoints.test_images import GIF, JPEG, MAX_FILE_BYTES, PNG, coded, data_url, user
+from tests.gateway.support import FakedGateway, error_of
+
+MAX_FRAMES = 5
+VIDEO = "messages[0].content[0].video_url"
+
+
+def watching(max_frames: int = MAX_FRAMES) -> FakedGateway:
+    card = replace(CARD, images=ImageLimits(4, MAX_FILE_BYTES, 10**7, max_frames))
+    return FakedGateway(FakePipeline(says("x")), GatewaySettings(), FakeModel(card))
+
+
+def frames_url(*frames: bytes) -> str:
+    return "data:video/jpeg;base64," + ",".join(map(coded, frames))
+
+
+def part(url: object, **fields: Any) -> dict[str, Any]:
+    return {"type": "video_url", "video_url": {"url": url, **fields}}
+
+
+async def test_the_frames_of_a_chat_reach_the_tokenizer_in_order() -> None:
+    gateway = watching()
+    image = {"type": "image_url", "image_url": {"url": data_url(PNG)}}
+    clips = part(frames_url(JPEG, GIF), fps=4, detail="low"), part(frames_url(*[PNG] * 5))
+    assert (await gateway.chat(messages=user("a", clips[0], image, clips[1]))).status_code == 200
+    (request,) = gateway.pipeline.submitted
+    assert isinstance(request.prompt, ChatPrompt)
+    found = (
+        ImageFile(b"", "low", (JPEG, GIF), 4.0),
+        ImageFile(PNG),
+        ImageFile(b"", "auto", (PNG,) * 5),
+    )
+    assert request.prompt.messages[0].parts == ("a", *found)
+    assert announced_tokens(replace(request, options=replace(request.options, n=1))) >= 4 * TOKENS_PER_IMAGE
+    read = submission_from_wire(generate_to_wire(request, ReplyTo(SubscriberId("test")))).request.prompt
+    assert isinstance(read, ChatPrompt)
+    assert read.images == found
+
+
+async def test_generate_takes_videos_beside_images() -> None:
+    gateway = watching()
+    url = frames_url(JPEG, JPEG)
+    body = {"text": ["a", "b", "c"], "image_data": [data_url(PNG), None, None], "video_data": [url, [url, url], None]}
+    assert (await gateway.post("/generate", body)).status_code == 200
+    clip = ImageFile(b"", frames=(JPEG, JPEG))
+    assert [request.images for request in gateway.pipeline.submitted] == [(ImageFile(PNG), clip), (clip, clip), ()]
+    one = watching()
+    assert (await one.post("/generate", {"text": "a", "video_data": {"url": url, "fps": 1}})).status_code == 200
+    assert one.pipeline.submitted[0].images == (replace(clip, frames_per_second=1.0),)
+
+
+@pytest.mark.parametrize(
+    ("video", "words"),
+    [
+        (part("data:video/mp4;base64,AAAA"), "frames of the video"),
+        (part("https://example.org/a.mp4"), "frames of the video"),
+        (part(data_url(PNG)), "frames of the video"),
+        (part(None), "frames of the video"),
+        ({"type": "video_url"}, "frames of the video"),
+        (part("data:video/jpeg," + coded(JPEG)), "base64"),
+        (part("data:video/jpeg;base64,"), "empty"),
+        (part(frames_url(JPEG) + ","), "has a frame that is empty"),
+        (part(frames_url(JPEG) + ",!!!!"), "not valid base64"),
+        (part(frames_url(JPEG, b"\x00\x00\x00 ftypisom")), "has a frame that is video"),
+        (part(frames_url(JPEG, b"%PDF-1.7")), "has a frame that is PDF"),
+        (part(frames_url(*[GIF] * (MAX_FRAMES + 1))), f"has {MAX_FRAMES + 1} frames; the model takes at most 5"),
+        (part(frames_url(*[b"\xff\xd8\xff" + bytes(MAX_FILE_BYTES // 4)] * 5)), "may have 4096"),
+        (part(frames_url(JPEG, JPEG), fps=0), "fps"),
+        (part(frames_url(JPEG, JPEG), fps=1e-9), "fps"),
+        (part(frames_url(JPEG, JPEG), fps="2"), "fps"),
+        (part(frames_url(JPEG, JPEG), fps=True), "fps"),
+        (part(frames_url(JPEG, JPEG), fps=float("1e9")), "fps"),
+        (part(frames_url(JPEG, JPEG), detail="fine"), "detail"),
+    ],
+)
+async def test_what_is_no_video_is_refused_by_name(video: dict[str, Any], words: str) -> None:
+    gateway = watching()
+    error = error_of(await gateway.chat(messages=user(video)), 400)
+    assert error["param"] == VIDEO
+    assert words in error["message"]
+    assert gateway.pipeline.submitted == []
+
+
+async def test_models_that_see_images_only_refuse_videos_by_name() -> None:
+    gateway = watching(max_frames=0)
+    error = error_of(await gateway.chat(messages=user(part(frames_url(JPEG, JPEG)))), 400)
+    assert (error["param"], error["message"]) == (VIDEO, f"The model '{CARD.name}' takes no videos.")
+    error = error_of(await gateway.post("/generate", {"text": "a", "video_data": frames_url(JPEG, JPEG)}), 400)
+    assert (error["param"], "takes no videos" in error["message"]) == ("video_data", True)
