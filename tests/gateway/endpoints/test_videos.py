@@ -14,7 +14,7 @@ from gateway.pipeline.wire import generate_to_wire
 from gateway.quotas.quotas import TOKENS_PER_IMAGE, announced_tokens
 from services.tokenizer.wire import submission_from_wire
 from tests.fakes.pipeline import CARD, FakeModel, FakePipeline, says
-from tests.gateway.endpoints.test_images import GIF, JPEG, MAX_FILE_BYTES, PNG, coded, data_url, user
+from tests.gateway.endpoints.image_requests import GIF, JPEG, MAX_FILE_BYTES, PNG, coded, data_url, user
 from tests.gateway.support import FakedGateway, error_of
 
 MAX_FRAMES = 5
