@@ -36,6 +36,8 @@ CLIP_MEAN = (0.48145466, 0.4578275, 0.40821073)
 CLIP_DEVIATION = (0.26862954, 0.26130258, 0.27577711)
 # Pixels of a picture with `Detail.LOW`, for models that take pictures of any size.
 LOW_PIXELS = 512 * 512
+# Pixels of a request, as they travel. Messages of 64 MiB have its tokens and options beside them.
+MAX_PIXEL_BYTES = 48 * 1024 * 1024
 
 
 class RefusedImageError(Exception):
@@ -97,7 +99,7 @@ class VideoCutter(Protocol):
         """Return `count` frames in mode RGB, each resized by `scaling` and cut before the next one is taken.
 
         Raises:
-            RefusedImageError: the model cannot take frames of such sides, or so few.
+            RefusedImageError: the model cannot take frames of such sides, so few, or so many.
         """
         ...
 
@@ -156,7 +158,7 @@ class ImageProcessor:
         """Return a video of `count` frames in mode RGB as the model takes it; its values are contiguous.
 
         Raises:
-            RefusedImageError: the model takes no videos, or cannot take frames of such sides, or so few.
+            RefusedImageError: the model takes no videos, or cannot take frames of such sides, so few, or so many.
         """
         if self.video is None:
             raise RefusedImageError("is a video, and the model takes none")

@@ -12,6 +12,7 @@ import numpy as np
 from common.errors import InvalidRequestError
 from common.images import image_ids
 from common.types import RowImage
+from services.tokenizer.images.processor import MAX_PIXEL_BYTES
 from services.tokenizer.special_text import SpecialText
 
 if TYPE_CHECKING:
@@ -23,9 +24,6 @@ if TYPE_CHECKING:
     from common.types import Subject, TokenIds
     from services.tokenizer.images.pool import ImagePool
     from services.tokenizer.images.processor import PreparedImage
-
-# Pixels of a request, as they travel. Messages of 64 MiB have its tokens and options beside them.
-MAX_PIXEL_BYTES = 48 * 1024 * 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,12 +98,12 @@ class PreparedPrompts:
     ) -> PlacedPrompt:
         pictures, videos = ([file for file in files if file.is_video is which] for which in (False, True))
         placed = self._at_marks(token_ids, self._mark, pictures, "images", param)
-        if videos and self._video_mark is not None:
+        if self._video_mark is not None:
             placed += self._at_marks(token_ids, self._video_mark, videos, "videos", param)
         placed.sort(key=itemgetter(0))
         prepared = await self._pool.prepare(subject, [file for _, file in placed], param, MAX_PIXEL_BYTES)
         # Off the event loop: much text may stand beside an image.
-        return await asyncio.to_thread(self._placed, token_ids, [place for place, _ in placed], prepared)
+        return await asyncio.to_thread(self._placed, token_ids, placed, prepared)
 
     def shown(self, token_ids: TokenIds) -> TokenIds:
         return np.where(token_ids < 0, np.int32(self._placeholder), token_ids)
@@ -130,15 +128,18 @@ class PreparedPrompts:
             raise InvalidRequestError(message, param=param)
         return list(zip(places, files, strict=True))
 
-    def _placed(self, token_ids: TokenIds, places: Sequence[int], prepared: Sequence[PreparedImage]) -> PlacedPrompt:
+    def _placed(
+        self, token_ids: TokenIds, placed: Sequence[tuple[int, ImageFile]], prepared: Sequence[PreparedImage]
+    ) -> PlacedPrompt:
         parts: list[TokenIds] = []
         images = []
         start = length = 0
         after = ""
-        for place, image in zip(places, prepared, strict=True):
+        for (place, file), image in zip(placed, prepared, strict=True):
             own = self._tokens_of(image)
             # The text of a video may have the marks that stand around its placeholder.
-            has_marks = start < place and np.array_equal(token_ids[place - 1 : place + 2 : 2], own[[0, -1]])
+            around = token_ids[place - 1 : place + 2 : 2]
+            has_marks = file.is_video and start < place and np.array_equal(around, own[[0, -1]])
             text = self._between(after, token_ids[start : place - has_marks], image.before)
             offset = length + text.size + int(np.flatnonzero(own < 0)[0])
             images.append(RowImage(image.digest, offset, image.embeddings, image.grid, image.pixels))

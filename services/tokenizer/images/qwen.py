@@ -18,6 +18,7 @@ from services.tokenizer.images.processor import (
     CLIP_DEVIATION,
     CLIP_MEAN,
     LOW_PIXELS,
+    MAX_PIXEL_BYTES,
     Detail,
     ImagePlan,
     ImageProcessor,
@@ -176,6 +177,7 @@ class FrameCutter:
             if first is None:
                 first = frame.size
                 height, width = self._sides(frame.height, frame.width, count, detail)
+                _check_size(-(-count // step) * step * height * width * CHANNELS)
             if frame.size != first:
                 raise RefusedImageError("has frames of different sizes")
             cut.append(cutter.patches(scaling.resize(frame, height, width)))
@@ -227,3 +229,12 @@ class FrameCutter:
         step = self.cutter.frames
         seconds = [min(i, count - 1) / rate for i in range(steps * step)]
         return [f"<{(seconds[i] + seconds[i + step - 1]) / 2:.1f} seconds>" for i in range(0, steps * step, step)]
+
+
+def _check_size(size: int) -> None:
+    """Refuse a video before all of it is decoded: small files may have large frames."""
+    if size > MAX_PIXEL_BYTES:
+        raise RefusedImageError(
+            f"takes {size} bytes at the model's resolution, and {MAX_PIXEL_BYTES} are allowed; send fewer or smaller "
+            "frames, or with the detail low"
+        )

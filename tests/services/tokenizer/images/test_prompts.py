@@ -146,8 +146,19 @@ async def test_a_video_with_times_stands_in_place_of_its_mark_and_the_marks_arou
     assert np.array_equal(bench.prompts.shown(placed.token_ids), whole)
     assert [each.digest == bench.images[1].digest for each in placed.images] == [True, False, True]
     assert len(image_spans(placed.token_ids, placed.images)) == 3
-    with pytest.raises(InvalidRequestError, match=r"1 placeholders <\|video_pad\|> for 2 videos"):
-        await bench.prompts.place(ADA, bench.ids(video_mark), [video, video], "prompt")
+    for number, files in ((2, [video, video]), (0, [])):
+        with pytest.raises(InvalidRequestError, match=rf"1 placeholders <\|video_pad\|> for {number} videos"):
+            await bench.prompts.place(ADA, bench.ids(video_mark), files, "prompt")
+
+
+async def test_marks_that_stand_around_the_placeholder_of_a_picture_stay(tmp_path: Path) -> None:
+    bench = Bench(tmp_path, "smolvlm", picture(20, 20))
+    around = "<fake_token_around_image>"
+    assert whole_text(bench.images[0]).startswith(around)
+    asked = bench.ids(f"a{around}{bench.mark}{around}b")
+    placed = await bench.prompts.place(ADA, asked, [ImageFile(b"\0")], "prompt")
+    whole = bench.ids(f"a{around}{whole_text(bench.images[0])}{around}b")
+    assert np.array_equal(bench.prompts.shown(placed.token_ids), whole)
 
 
 @pytest.mark.parametrize("text", ["{}{}", "\n{}\n\n{}\n", "See:{} and :{}:", "\n\n\n", "a\n{}:", "{}"])

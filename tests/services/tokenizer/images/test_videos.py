@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 import torch
+from PIL.Image import new as new_image
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil, smart_resize
 from transformers.models.qwen3_vl.processing_qwen3_vl import Qwen3VLProcessor
 from transformers.models.qwen3_vl.video_processing_qwen3_vl import smart_resize as smart_resize_of_frames
@@ -21,6 +22,7 @@ from services.tokenizer.images.registry import read_processor
 from tests.services.tokenizer.images.pictures import picture
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
     from pathlib import Path
 
     from PIL.Image import Image
@@ -125,6 +127,22 @@ def test_a_key_depends_on_frames_their_order_and_the_rate(tmp_path: Path) -> Non
     assert prepare(processor, frames, rate=2).digest == keys[0], "the rate that the processor samples at"
 
 
+@pytest.mark.parametrize("name", BOUNDS)
+def test_no_video_has_the_key_of_a_picture(name: str, tmp_path: Path) -> None:
+    processor, frame = processor_of(tmp_path, name), picture(112, 64)
+    grid, values = processor.cut(frame, Detail.AUTO)
+    keys = [prepared(processor, grid, values.tobytes()).digest]
+    keys += [prepare(processor, [frame] * count).digest for count in (2, 4)]
+    assert len(set(keys)) == len(keys)
+
+
+def test_times_within_the_text_take_no_part_in_a_key(tmp_path: Path) -> None:
+    processor, frames = processor_of(tmp_path, "qwen3-vl"), clip(4, 112, 64)
+    slow, fast = (prepare(processor, frames, rate) for rate in (1, 4))
+    assert slow.digest == fast.digest, "the same embeddings"
+    assert slow.before != fast.before, "in another context, which is other tokens in the cache"
+
+
 def test_a_low_detail_costs_fewer_embeddings(tmp_path: Path) -> None:
     for name in BOUNDS:
         processor = processor_of(tmp_path, name, size={"shortest_edge": 3136, "longest_edge": 10**8})
@@ -159,6 +177,21 @@ def test_videos_that_models_cannot_take_are_refused(name: str, tmp_path: Path) -
         prepare(processor, [*clip(1, 56, 56), *clip(1, 56, 60)])
     with pytest.raises(RefusedImageError, match="too narrow"):
         prepare(processor, clip(2, 9000, 28))
+
+
+@pytest.mark.parametrize("name", BOUNDS)
+def test_a_video_that_takes_too_many_bytes_is_refused_at_its_first_frame(name: str, tmp_path: Path) -> None:
+    processor = processor_of(tmp_path, name, size={"shortest_edge": 3136, "longest_edge": 10**8})
+    taken = []
+
+    def frames() -> Iterator[Image]:
+        for number in range(100):
+            taken.append(number)
+            yield new_image("RGB", (640, 640))
+
+    with pytest.raises(RefusedImageError, match=r"takes \d+ bytes at the model's resolution, and 50331648 are allowed"):
+        processor.cut_frames(frames(), 100, Detail.AUTO)
+    assert taken == [0]
 
 
 def test_answers_that_are_no_such_video_are_errors(tmp_path: Path) -> None:
