@@ -183,6 +183,8 @@ async def _video(reference: ImageReference, limits: ImageLimits) -> ImageFile:
     for frame in text[start:].split(","):
         frames.append(await _decoded(frame, 0, reference))
         _check_format(frames[-1], reference)
+        # As between the pieces of a large file.
+        await asyncio.sleep(0)
     video = ImageFile(b"", reference.detail, tuple(frames), reference.frames_per_second)
     _check_size(video.size, limits, reference)
     return video

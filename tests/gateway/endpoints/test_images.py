@@ -375,8 +375,14 @@ async def test_an_idempotency_key_covers_the_images() -> None:
 
 # --- anything else ----------------------------------------------------------------------------------------------------
 
+VIDEO = f"data:video/jpeg;base64,{coded(JPEG)},{coded(GIF)}"
 BODIES = [(dialect.path, {"model": "tiny", **dialect.body}) for dialect in DIALECTS.values()] + [
     ("/generate", {"text": ["a", "b"], "image_data": [coded(PNG), [data_url(GIF), {"url": data_url(JPEG)}]]}),
+    ("/generate", {"text": ["a", "b"], "video_data": [VIDEO, [{"url": VIDEO, "fps": 2}, VIDEO]]}),
+    (
+        "/v1/chat/completions",
+        {"model": "tiny", "messages": user("a", {"type": "video_url", "video_url": {"url": VIDEO, "fps": 4}})},
+    ),
     *((path, {"model": "tiny", **body}) for path, body in of_file("file-1").values()),
 ]
 
@@ -413,7 +419,8 @@ def corrupted(generator: random.Random, value: Any) -> Any:
 
 @pytest.fixture(scope="module")
 def gateway() -> FakedGateway:
-    return seeing()
+    card = replace(SEEING, images=ImageLimits(4, MAX_FILE_BYTES, 10**7, max_frames=3))
+    return FakedGateway(FakePipeline(says("x")), GatewaySettings(), FakeModel(card))
 
 
 @examples(40)

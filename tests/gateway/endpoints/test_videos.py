@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import asyncio
+import json
 from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from common.requests import ChatPrompt, ImageFile, ImageLimits
+from common.room import SharedRoom
 from common.settings import GatewaySettings
 from common.types import ReplyTo, SubscriberId
+from gateway.images.references import from_frames
 from gateway.pipeline.wire import generate_to_wire
 from gateway.quotas.quotas import TOKENS_PER_IMAGE, announced_tokens
 from services.tokenizer.wire import submission_from_wire
 from tests.fakes.pipeline import CARD, FakeModel, FakePipeline, says
-from tests.gateway.endpoints.image_requests import GIF, JPEG, MAX_FILE_BYTES, PNG, coded, data_url, user
-from tests.gateway.support import FakedGateway, error_of
+from tests.gateway.endpoints.image_requests import CALL, GIF, JPEG, MAX_FILE_BYTES, PNG, coded, data_url, user
+from tests.gateway.support import FakedGateway, error_of, gateway_saying
 
 MAX_FRAMES = 5
 VIDEO = "messages[0].content[0].video_url"
@@ -86,6 +90,12 @@ async def test_generate_takes_videos_beside_images() -> None:
         (part(frames_url(JPEG, JPEG), fps="2"), "fps"),
         (part(frames_url(JPEG, JPEG), fps=True), "fps"),
         (part(frames_url(JPEG, JPEG), fps=float("1e9")), "fps"),
+        (part(frames_url(JPEG, JPEG), fps=-2), "fps"),
+        (part(frames_url(JPEG, JPEG), fps=[2]), "fps"),
+        (part(data_url(GIF, "image/gif")), "frames of the video"),
+        (part([frames_url(JPEG, JPEG)]), "frames of the video"),
+        (part(frames_url(JPEG) + "," * 1_000_000), "has 1000001 frames; the model takes at most 5"),
+        (part("data:video/jpeg;base64" + coded(JPEG) * 9), "base64"),
         (part(frames_url(JPEG, JPEG), detail="fine"), "detail"),
     ],
 )
@@ -95,6 +105,87 @@ async def test_what_is_no_video_is_refused_by_name(video: dict[str, Any], words:
     assert error["param"] == VIDEO
     assert words in error["message"]
     assert gateway.pipeline.submitted == []
+
+
+@pytest.mark.parametrize("rate", [b"NaN", b"Infinity", b"1" + b"0" * 400])
+async def test_rates_that_are_no_numbers_are_refused(rate: bytes) -> None:
+    gateway = watching()
+    body = json.dumps({"model": "tiny", "messages": user(part(frames_url(JPEG, JPEG), fps="RATE"))}).encode()
+    async with gateway.client() as client:
+        response = await client.post("/v1/chat/completions", content=body.replace(b'"RATE"', rate))
+    assert response.status_code == 400, response.text
+    assert gateway.pipeline.submitted == []
+
+
+@pytest.mark.parametrize(
+    ("path", "content"),
+    [
+        ("/v1/responses", {"type": "input_video", "video_url": frames_url(JPEG, JPEG)}),
+        ("/v1/responses", part(frames_url(JPEG, JPEG))),
+        ("/v1/messages", {"type": "video", "source": {"type": "base64", "data": coded(JPEG)}}),
+        ("/v1/messages", part(frames_url(JPEG, JPEG))),
+    ],
+)
+async def test_other_apis_say_where_videos_are_taken(path: str, content: dict[str, Any]) -> None:
+    gateway, messages = watching(), [{"role": "user", "content": [content]}]
+    given = {"input": messages} if path == "/v1/responses" else {"messages": messages, "max_tokens": 1}
+    response = await gateway.post(path, {"model": "tiny", **given})
+    assert response.status_code == 400
+    assert "videos are taken by /v1/chat/completions, in parts of the type video_url" in response.text
+    assert gateway.pipeline.submitted == []
+
+
+async def test_endpoints_that_read_text_only_refuse_videos() -> None:
+    error = error_of(await watching().post("/pooling", {"messages": user(part(frames_url(JPEG, JPEG)))}), 400)
+    assert error["param"] == VIDEO
+
+
+async def test_a_video_is_in_messages_of_any_role_in_every_choice_and_counted_by_the_tokenizer() -> None:
+    gateway, clip = watching(), part(frames_url(JPEG, JPEG))
+    messages = [
+        {"role": "system", "content": [clip]},
+        *user("Look", clip),
+        {"role": "assistant", "content": None, "tool_calls": [CALL]},
+        {"role": "tool", "tool_call_id": "c1", "content": [{"type": "text", "text": "r"}, clip]},
+    ]
+    assert (await gateway.chat(messages=messages, n=2)).status_code == 200
+    (request,) = gateway.pipeline.submitted
+    assert request.image_files == (ImageFile(b"", frames=(JPEG, JPEG)),) * 3
+    assert request.options.n == 2
+    assert (await gateway.post("/tokenize", {"model": "tiny", "messages": user(clip)})).status_code == 200
+    error = error_of(await gateway.chat(messages=user(*[clip] * 5)), 400)
+    assert "has 5 images; the model takes at most 4" in error["message"]
+
+
+async def test_frames_of_open_requests_take_their_subject_s_room_as_images_do() -> None:
+    gateway = watching()
+    gateway.generations._image_room = SharedRoom(800, "open with images", 2000)
+    clip = part(frames_url(*[b"\xff\xd8\xff" + bytes(297)] * 3))
+    error = error_of(await gateway.chat(messages=user(clip)), 429)
+    assert "images" in error["message"]
+    assert (await gateway.chat(messages=user(part(frames_url(JPEG, JPEG))))).status_code == 200
+
+
+async def test_frames_are_decoded_with_turns_for_other_requests_between_them() -> None:
+    url = frames_url(*[PNG] * 100)
+    reference, turns = from_frames(url, None, None, VIDEO), 0
+
+    async def count() -> None:
+        nonlocal turns
+        while True:
+            turns += 1
+            await asyncio.sleep(0)
+
+    other = asyncio.create_task(count())
+    card = replace(CARD, images=ImageLimits(4, 10**6, 10**7, 100))
+    (video,) = await watching().context.images.read(card, [reference], {})
+    other.cancel()
+    assert (video.frames, turns >= 99) == ((PNG,) * 100, True)
+
+
+async def test_models_that_see_no_images_refuse_videos_by_name() -> None:
+    error = error_of(await gateway_saying("x").chat(messages=user(part(frames_url(JPEG, JPEG)))), 400)
+    assert (error["param"], "reads text only" in error["message"]) == (VIDEO, True)
 
 
 async def test_models_that_see_images_only_refuse_videos_by_name() -> None:
