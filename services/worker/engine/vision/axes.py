@@ -2,8 +2,9 @@
 
 Tokens of a text have the same coordinate on all three axes: time, height and width. Those of an image have coordinates
 of their squares of patches, counted from the position after the text before it; the text after it goes on from the
-largest one, as in training. (Since version 5, `transformers` goes on from the larger side of an image, which is less
-after a long video.)
+largest one, as in training. (Since version 5, `transformers` counts the text of a prompt after a long video from the
+larger side of its frames, but generated tokens from the largest coordinate: a token then has one position as output and
+another one in the next prompt, and cannot be found in a cache of prefixes.)
 """
 
 from __future__ import annotations
