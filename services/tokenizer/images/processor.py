@@ -84,7 +84,7 @@ class PictureCutter(Protocol):
         ...
 
     def plan(self, grid: Grid) -> ImagePlan:
-        """Return what follows from a grid.
+        """Return shapes, text and number of embeddings of a picture with this grid.
 
         Raises:
             ValueError: `cut` returns no such grid.
@@ -104,7 +104,7 @@ class VideoCutter(Protocol):
         ...
 
     def plan(self, grid: Grid, count: int, frames_per_second: float | None) -> ImagePlan:
-        """Return what follows from the grid of `count` frames, and from their rate; None: the processor's own.
+        """Return shapes, text and number of embeddings of a video; a rate of None is the processor's own.
 
         Raises:
             RefusedImageError: the model has no positions for so slow a video.
@@ -166,7 +166,7 @@ class ImageProcessor:
         return grid, np.ascontiguousarray(values)
 
     def plan(self, grid: Grid) -> ImagePlan:
-        """Return what follows from the grid of a picture.
+        """Return shapes, text and number of embeddings of a picture with this grid.
 
         Raises:
             ValueError: `cut` returns no such grid.

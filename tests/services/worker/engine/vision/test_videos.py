@@ -1,4 +1,4 @@
-"""What models answer to prompts with videos, against `transformers`, and where the tokens of videos are in time."""
+"""Answers to prompts with videos, and positions of their tokens in time, compared with `transformers`."""
 
 from __future__ import annotations
 
