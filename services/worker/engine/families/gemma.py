@@ -109,8 +109,10 @@ def _gemma4_heads(config: JsonConfig, kinds: Sequence[str]) -> tuple[KvHeads, Kv
         global_count = config.get("num_global_key_value_heads") if config["attention_k_eq_v"] else None
         return KvHeads(global_count or count, config["global_head_dim"]), KvHeads(count, dim)
     by_kind: dict[str, set[KvHeads]] = {FULL: set(), SLIDING: set()}
+    # `transformers` pads the numbers of layers to the same length: "05" of 30.
+    by_number = {int(number): own for number, own in by_layer.items()}
     for layer, kind in enumerate(kinds):
-        own = by_layer.get(str(layer), {})
+        own = by_number.get(layer, {})
         by_kind[kind].add(KvHeads(own.get("num_key_value_heads", count), own.get("head_dim", dim)))
     if not by_kind[SLIDING]:
         by_kind[SLIDING] = by_kind[FULL]

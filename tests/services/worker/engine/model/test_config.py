@@ -149,6 +149,10 @@ def test_heads_of_gemma_4_are_read_as_published_and_as_transformers_writes_them(
         "per_layer_config": {"5": {"head_dim": 512, "num_key_value_heads": 4}},
     }
     assert config_from_json(gemma4(**written)) == config_from_json(gemma4())
+    # `transformers` pads numbers of layers to the same length.
+    full = {"head_dim": 512, "num_key_value_heads": 4}
+    padded = written | {"per_layer_config": {"05": full, "11": full}}
+    assert config_from_json(gemma4(num_hidden_layers=12, **padded)) == config_from_json(gemma4(num_hidden_layers=12))
     # Without common keys and values, the published number of heads does not count.
     apart = config_from_json(gemma4(attention_k_eq_v=False))
     assert (apart.kv_heads, apart.head_dim) == (16, 512)
