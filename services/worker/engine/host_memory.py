@@ -63,7 +63,8 @@ class HostArena:
 
 def _map(size: int) -> torch.Tensor:
     """Return at least `size` zeroed bytes that begin at a huge page's border, where the system has such."""
-    mapping = mmap.mmap(-1, size + _HUGE_PAGE)
+    # Private: many systems have huge pages for memory of one process only.
+    mapping = mmap.mmap(-1, size + _HUGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if hasattr(mmap, "MADV_HUGEPAGE"):
         # A kernel without them refuses: the memory is as good, only slower.
         with contextlib.suppress(OSError):
