@@ -31,6 +31,11 @@ class ProcessorVariant:
 
 # Best first.
 VARIANTS = (
+    ProcessorVariant(
+        "amx",
+        ("-march=x86-64-v4", "-mavx512bf16", "-mamx-tile", "-mamx-bf16"),
+        _AVX512 | {"avx512_bf16", "amx_tile", "amx_bf16"},
+    ),
     ProcessorVariant("avx512-bf16", ("-march=x86-64-v4", "-mavx512bf16"), _AVX512 | {"avx512_bf16"}),
     ProcessorVariant("avx512", ("-march=x86-64-v4",), _AVX512),
     ProcessorVariant("avx2", ("-march=x86-64-v3",), _AVX2),

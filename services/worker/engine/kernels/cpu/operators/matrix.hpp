@@ -94,15 +94,23 @@ struct Matrix {
 template <int Rows>
 using Tile = Vector[Rows][kPanelVectors];
 
+// Few tokens wait for memory: their weights are fetched into the second-level cache so far ahead.
+constexpr int kFewTokens = 4, kFetchedBytes = 8192;
+
 // Adds the products of `count` inputs, of rows `stride` apart, with weights [count, kPanel] to a tile.
 template <int Rows, typename Weight>
 inline void accumulate(const InputOf<Weight>* inputs, long stride, const Weight* weights, int count, Tile<Rows>& sums) {
   using Way = Format<Weight>;
   for (int i = 0; i < count; i += Way::kInputs) {
+    const Weight* step = weights + static_cast<long>(i) * kPanel;
     decltype(Way::weights(weights)) weight[kPanelVectors];
 #pragma GCC unroll 8
-    for (int v = 0; v < kPanelVectors; ++v)
-      weight[v] = Way::weights(weights + static_cast<long>(i) * kPanel + v * kLanes * Way::kInputs);
+    for (int v = 0; v < kPanelVectors; ++v) {
+      const Weight* source = step + v * kLanes * Way::kInputs;
+      if constexpr (Rows <= kFewTokens)
+        __builtin_prefetch(reinterpret_cast<const char*>(source) + kFetchedBytes, 0, 2);
+      weight[v] = Way::weights(source);
+    }
 #pragma GCC unroll 8
     for (int row = 0; row < Rows; ++row) {
       const auto input = Way::input(inputs + row * stride + i);

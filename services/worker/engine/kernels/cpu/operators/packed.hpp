@@ -10,6 +10,7 @@
 
 #include "blocks.hpp"
 #include "matrix.hpp"
+#include "tiles.hpp"
 
 namespace pando {
 
@@ -225,6 +226,10 @@ inline void add_products(const MatrixArguments& matrix, const InputOf<Weight>* i
     if (matrix.blocks != nullptr)
       return multiply_blocks<Weight>(*matrix.blocks, inputs + begin, matrix.inputs, weights, count, tokens, begin > 0,
                                      sums);
+#ifdef PANDO_TILES
+  if constexpr (std::is_same_v<Weight, BFloat16>)
+    if (kHasTiles) return multiply_tiles(inputs + begin, matrix.inputs, weights, count, tokens, begin > 0, sums);
+#endif
   add_unpacked<kTileRows, Weight>(inputs, matrix.inputs, begin, count, weights, tokens, sums);
 }
 
@@ -352,7 +357,7 @@ void share_panels(const Operation& operation, int tokens) {
 // Whether a product takes whole panels rather than tiles that stay in registers.
 template <typename Weight>
 bool takes_panels(const MatrixArguments& matrix, int tokens) {
-  return matrix.bits != 0 || (kHasBlocks<Weight> && matrix.blocks != nullptr) ||
+  return matrix.bits != 0 || uses_tiles<Weight>() || (kHasBlocks<Weight> && matrix.blocks != nullptr) ||
          (kIsWidened<Weight> && tokens >= kWorthWidening);
 }
 
@@ -379,6 +384,7 @@ void share_gated_product(const MatrixArguments& gate, const MatrixArguments& up,
 
 // To be called by each thread after its last product.
 inline void release_blocks(const MatrixArguments& matrix) {
+  release_tiles();
   if (matrix.blocks != nullptr) matrix.blocks->release(true);
 }
 

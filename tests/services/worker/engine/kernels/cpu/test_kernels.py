@@ -115,6 +115,19 @@ def test_a_token_gets_the_same_bits_in_every_batch(library: CpuLibrary, threads:
         assert torch.equal(linear(inputs[-count:].contiguous()), together[-count:])
 
 
+@pytest.mark.parametrize("width", [32, 64, 94, 600])
+def test_sums_of_any_depth_and_number_of_rows_are_complete(library: CpuLibrary, width: int) -> None:
+    # Small integers: their products and sums are exact in every order.
+    generator = torch.Generator().manual_seed(5)
+    weight, inputs = (torch.randint(-8, 9, (rows, width), generator=generator).float() for rows in (100, 83))
+    linear = CpuKernels(library, torch.bfloat16, 2).linear(weight, None)
+    for tokens in (*range(1, 34), 47, 48, 64, 83):
+        assert torch.equal(linear(inputs[:tokens]), inputs[:tokens] @ weight.T)
+        sums = torch.ones(tokens, 100)
+        linear.add_to(inputs[:tokens], sums)
+        assert torch.equal(sums, inputs[:tokens] @ weight.T + 1)
+
+
 def test_extreme_gates_neither_overflow_nor_vanish(library: CpuLibrary) -> None:
     values = torch.tensor([[-1e4, -104.0, -88.0, -20.0, 0.0, 20.0, 88.0, 1e4]])
     identity = torch.eye(8)

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
 AVX2 = frozenset({"avx2", "fma", "f16c", "bmi1", "bmi2", "movbe", "sse4_2"})
 AVX512 = AVX2 | {"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"}
+BF16 = AVX512 | {"avx512_bf16"}
 
 
 @pytest.fixture
@@ -29,7 +30,8 @@ def directory(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize(
-    ("flags", "name"), [(AVX2, "avx2"), (AVX512, "avx512"), (AVX512 | {"avx512_bf16"}, "avx512-bf16")]
+    ("flags", "name"),
+    [(AVX2, "avx2"), (AVX512, "avx512"), (BF16, "avx512-bf16"), (BF16 | {"amx_tile", "amx_bf16"}, "amx")],
 )
 def test_the_best_prebuilt_library_that_the_processor_can_run_is_chosen(
     directory: Path, flags: frozenset[str], name: str
