@@ -11,22 +11,25 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class ImageFile:
-    """A picture for the model, as it was sent: JPEG, PNG, WebP or GIF; or a video, of which each frame is such a file.
+    """A picture for the model, as it was sent: JPEG, PNG, WebP or GIF; or a video.
 
-    One of `data` and `frames` is empty.
+    A video is a file (`data`, MP4 or WebM, and `is_video_file`), or its frames, each a file as of a picture. One of
+    `data` and `frames` is empty.
     """
 
     data: bytes
     # low, high or auto.
     detail: str = "auto"
     frames: tuple[bytes, ...] = ()
-    # Of a video; None: as many as the model's processor samples.
+    # Of a video: how many of its frames are a second, or are taken from a second of a file; None: as many as the
+    # model's processor samples.
     frames_per_second: float | None = None
+    is_video_file: bool = False
 
     @property
     def is_video(self) -> bool:
-        """Whether it has frames."""
-        return bool(self.frames)
+        """Whether it is a video, in a file or as frames."""
+        return self.is_video_file or bool(self.frames)
 
     @property
     def size(self) -> int:
@@ -45,6 +48,8 @@ class ImageLimits:
     max_pixels: int
     # Of a video, which counts as an image; 0: the model takes no videos.
     max_frames: int = 0
+    # Whether a video may be a file (MP4, WebM).
+    video_files: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -156,9 +156,9 @@ class ImagesSettings(Section):
     """Images in requests."""
 
     urls: tuple[HostPattern, ...] = ()
-    """Hosts from which the gateway fetches images that requests name by URL: images.example, *.images.example, with
-    another port than the default one images.example:8443, or * for every public host. Absent: none are fetched, and
-    clients send data URLs. Hosts with an address that is not public are never connected to."""
+    """Hosts from which the gateway fetches images and videos that requests name by URL: images.example,
+    *.images.example, with another port than the default one images.example:8443, or * for every public host. Absent:
+    none are fetched, and clients send data URLs. Hosts with an address that is not public are never connected to."""
     allow_http: bool = False
     """Fetch from URLs with http, too, whose answers anyone on the way can change."""
     url_timeout_s: float = Field(default=10.0, gt=0, le=120)

@@ -27,14 +27,15 @@ class ImageDecodingSettings(Section):
     max_pixels: int = Field(default=50_000_000, ge=4096, le=1_000_000_000)
     """Width times height of each image, before the model's processor resizes it."""
     max_frames: int = Field(default=768, ge=2, le=4096)
-    """Frames of a video, for models that take some; it counts as one image, and its frames together as one file."""
+    """Frames of a video, for models that take some; it counts as one image, and its frames together as one file. Of a
+    video in a file, at most as many are taken."""
     processes: int = Field(default=2, ge=1, le=64)
     """Processes that decode images, one at a time each; they can neither open files nor connections."""
     memory_bytes: int = Field(default=768 * 1024 * 1024, ge=64 * 1024 * 1024)
     """Memory that each of them may use for an image; an image that takes more is refused. About 16 bytes per pixel of
     max_pixels are enough."""
     timeout_s: float = Field(default=10.0, gt=0, le=300)
-    """Seconds that decoding an image may take; a process that takes longer is replaced, and the image refused."""
+    """Seconds that decoding an image or a video may take; a process that takes longer is replaced."""
 
 
 class TokenizerSettings(Section):

@@ -126,6 +126,7 @@ def _write_chat(chat: ChatPrompt, wire: tokenizer_pb2.ChatPrompt) -> None:
 def _write_image(image: ImageFile, message: tokenizer_pb2.Image) -> None:
     message.data, message.detail = image.data, image.detail
     message.frames.extend(image.frames)
+    message.is_video_file = image.is_video_file
     if image.frames_per_second is not None:
         message.frames_per_second = image.frames_per_second
 
@@ -203,7 +204,9 @@ def model_from_wire(message: tokenizer_pb2.GetModelResponse) -> ModelInfo:
 
 
 def _image_limits_from_wire(message: tokenizer_pb2.ImageLimits) -> ImageLimits:
-    return ImageLimits(message.max_images, message.max_file_bytes, message.max_pixels, message.max_frames)
+    return ImageLimits(
+        message.max_images, message.max_file_bytes, message.max_pixels, message.max_frames, message.video_files
+    )
 
 
 def _head_from_wire(message: tokenizer_pb2.Head) -> Head | None:

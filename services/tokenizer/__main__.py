@@ -33,6 +33,7 @@ from services.tokenizer.chat_template import ChatTemplates
 from services.tokenizer.encoding import PromptEncoder
 from services.tokenizer.encoding_pool import EncodingPool
 from services.tokenizer.images.child import ChildLimits
+from services.tokenizer.images.containers import can_be_decoded
 from services.tokenizer.images.pool import ImagePool
 from services.tokenizer.images.prompts import NoImages, PreparedPrompts
 from services.tokenizer.images.registry import read_processor
@@ -124,7 +125,7 @@ def build_images(settings: Settings, model: TextModel) -> tuple[ImagePool | None
             raise
         get_logger("images").warning("images.refused", reason=str(error))
         return None, NoImages()
-    limits = ChildLimits(rules.max_pixels, rules.memory_bytes, rules.timeout_s)
+    limits = ChildLimits(rules.max_pixels, rules.max_frames, rules.memory_bytes, rules.timeout_s)
     pool = ImagePool(directory, processor, limits, rules.processes, rules.timeout_s)
     return pool, PreparedPrompts(pool, model.tokenizer, mark, token_id, video_mark_id(config))
 
@@ -139,7 +140,9 @@ def build(
     """
     rules = settings.tokenizer.images
     max_frames = rules.max_frames if images.videos_are_taken else 0
-    image_limits = ImageLimits(rules.max_images, rules.max_file_bytes, rules.max_pixels, max_frames)
+    image_limits = ImageLimits(
+        rules.max_images, rules.max_file_bytes, rules.max_pixels, max_frames, bool(max_frames) and can_be_decoded()
+    )
     limits = ModelLimits(
         settings.model.name, model.max_context_tokens, model.vocabulary_size, model.embedding,
         image_limits if images.are_taken else None,

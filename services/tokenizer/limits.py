@@ -102,21 +102,30 @@ def check_images(images: Sequence[ImageFile], limits: ModelLimits, param: str) -
         if image.size > limits.images.max_file_bytes:
             message = f"An image has {image.size} bytes; at most {limits.images.max_file_bytes} are allowed."
             raise InvalidRequestError(message, param=param)
-        if len(image.frames) > limits.images.max_frames:
-            message = (
-                f"A video has {len(image.frames)} frames; at most {limits.images.max_frames} are allowed."
-                if limits.images.max_frames
-                else f"The model `{limits.model}` does not take videos."
-            )
-            raise InvalidRequestError(message, param=param)
-        rate = image.frames_per_second
-        slowest, fastest = FRAMES_PER_SECOND
-        if rate is not None and not slowest <= rate <= fastest:
-            message = f"A video's frames per second must be between {slowest} and {fastest}, not {rate}."
-            raise InvalidRequestError(message, param=param)
+        if image.is_video:
+            _check_video(image, limits.images, limits.model, param)
         if image.detail not in DETAILS:
             message = f"An image's detail must be one of {', '.join(DETAILS)}, not {image.detail!r}."
             raise InvalidRequestError(message, param=param)
+
+
+def _check_video(video: ImageFile, limits: ImageLimits, model: str, param: str) -> None:
+    if not limits.max_frames:
+        raise InvalidRequestError(f"The model `{model}` does not take videos.", param=param)
+    if video.is_video_file and not limits.video_files:
+        message = (
+            f"The model `{model}` takes videos as frames only: the decoder of MP4 and WebM is not installed here "
+            "(pip install 'pando[video]')."
+        )
+        raise InvalidRequestError(message, param=param)
+    if len(video.frames) > limits.max_frames:
+        message = f"A video has {len(video.frames)} frames; at most {limits.max_frames} are allowed."
+        raise InvalidRequestError(message, param=param)
+    rate = video.frames_per_second
+    slowest, fastest = FRAMES_PER_SECOND
+    if rate is not None and not slowest <= rate <= fastest:
+        message = f"A video's frames per second must be between {slowest} and {fastest}, not {rate}."
+        raise InvalidRequestError(message, param=param)
 
 
 def check_prompt(

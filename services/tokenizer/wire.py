@@ -100,6 +100,7 @@ def image_limits_to_wire(limits: ImageLimits | None) -> tokenizer_pb2.ImageLimit
         max_file_bytes=limits.max_file_bytes,
         max_pixels=limits.max_pixels,
         max_frames=limits.max_frames,
+        video_files=limits.video_files,
     )
 
 
@@ -146,4 +147,4 @@ def _part_from_wire(message: tokenizer_pb2.ContentPart) -> str | ImageFile:
 
 def _image_from_wire(message: tokenizer_pb2.Image) -> ImageFile:
     rate = message.frames_per_second if message.HasField("frames_per_second") else None
-    return ImageFile(message.data, message.detail or "auto", tuple(message.frames), rate)
+    return ImageFile(message.data, message.detail or "auto", tuple(message.frames), rate, message.is_video_file)

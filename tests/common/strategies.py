@@ -226,6 +226,7 @@ image_files = complete(
     detail=st.sampled_from(["auto", "low", "high"]),
     frames=st.lists(st.binary(max_size=8), max_size=3).map(tuple),
     frames_per_second=st.none() | st.floats(0.1, 1000),
+    is_video_file=st.booleans(),
 )
 chat_messages = complete(
     ChatMessage,

@@ -77,7 +77,7 @@ def test_a_wheel_contains_all_runtime_files_and_no_development_files(tmp_path: P
 PARTS = [
     ("common", ["tokenizer", "tracing"], set()),
     ("gateway", ["gateway"], {"starlette", "pydantic-core"}),
-    ("services/tokenizer", ["tokenizer"], set()),
+    ("services/tokenizer", ["tokenizer", "video"], set()),
     ("services/detokenizer", ["detokenizer"], set()),
     ("services/scheduler", ["scheduler", "kv-events"], set()),
     ("services/worker", ["worker", "gpu", "transformers"], {"xgrammar"}),

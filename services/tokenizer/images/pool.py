@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import math
 import os
 import sys
 import time
@@ -19,6 +20,7 @@ from services.tokenizer import metrics
 from services.tokenizer.encoding_pool import FairQueue
 from services.tokenizer.images.child import LENGTH, ChildLimits
 from services.tokenizer.images.processor import RefusedImageError, prepared, prepared_video
+from services.tokenizer.images.sampling import Footage, FrameTimes
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -81,10 +83,12 @@ class ImagePool:
     ) -> None:
         """Cut images for the model in `directory`, whose processor is `processor`; an image may take `timeout_s`."""
         self._arguments = (
-            str(directory), str(limits.max_pixels), str(limits.memory_bytes), str(limits.cpu_seconds),
+            str(directory), str(limits.max_pixels), str(limits.max_frames), str(limits.memory_bytes),
+            str(limits.cpu_seconds),
         )  # fmt: skip
         self._processor = processor
         self._max_values = limits.memory_bytes
+        self._max_frames = limits.max_frames
         self._processes = processes
         self._timeout_s = timeout_s
         self._queue: FairQueue[_Job] = FairQueue()
@@ -165,8 +169,9 @@ class ImagePool:
                 finally:
                     self._end(job, time.perf_counter() - started + (0.0 if is_usable else REPLACEMENT_S))
                 if not is_usable:
-                    await process.kill()
-                    process = None
+                    # Once, also if this is cancelled meanwhile.
+                    ended, process = process, None
+                    await ended.kill()
         finally:
             if process is not None:
                 await process.kill()
@@ -219,8 +224,9 @@ class ImagePool:
             return True
         try:
             grid = tuple(map(int, answer["grid"]))
+            times = self._times(job.file, answer)
             # Packing and hashing megabytes would delay the event loop.
-            image = await asyncio.to_thread(_prepared, self._processor, job.file, grid, values)
+            image = await asyncio.to_thread(_prepared, self._processor, grid, values, times)
         except RefusedImageError as error:
             self._refuse(job, str(error), "refused")
             return True
@@ -229,6 +235,24 @@ class ImagePool:
         metrics.IMAGES_TOTAL.labels("prepared").inc()
         self._answer(job, image)
         return True
+
+    def _times(self, file: ImageFile, answer: JsonObject) -> FrameTimes | None:
+        """Return the times of a video's frames; None: it is an image.
+
+        Raises:
+            KeyError, TypeError, ValueError, OverflowError: the answer is malformed.
+        """
+        if not file.is_video:
+            return None
+        if self._processor.video is None:
+            raise ValueError("a video for a model that takes none")
+        sampling = self._processor.video.sampling
+        if not file.is_video_file:
+            return FrameTimes.even(len(file.frames), file.frames_per_second or sampling.rate)
+        footage = Footage(int(answer["frames"]), float(answer["rate"]))
+        if footage.frames < 1 or not 0 < footage.rate < math.inf:
+            raise ValueError(f"{footage}")
+        return FrameTimes.chosen(footage, sampling.choose(footage, file.frames_per_second, self._max_frames))
 
     def _refuse(self, job: _Job, problem: str, outcome: str) -> bool:
         if outcome != "refused":
@@ -246,10 +270,8 @@ class ImagePool:
             job.result.set_result(result)
 
 
-def _prepared(processor: ImageProcessor, file: ImageFile, grid: Grid, values: bytes) -> PreparedImage:
-    if file.is_video:
-        return prepared_video(processor, grid, values, len(file.frames), file.frames_per_second)
-    return prepared(processor, grid, values)
+def _prepared(processor: ImageProcessor, grid: Grid, values: bytes, times: FrameTimes | None) -> PreparedImage:
+    return prepared(processor, grid, values) if times is None else prepared_video(processor, grid, values, times)
 
 
 class DecodingProcess:
@@ -303,7 +325,11 @@ class DecodingProcess:
             OSError, asyncio.IncompleteReadError: the process has ended.
             ValueError, RecursionError: the answer is malformed.
         """
-        head = json.dumps({"detail": file.detail, "frames": len(file.frames)}).encode()
+        question = {
+            "detail": file.detail, "frames": len(file.frames), "is_video_file": file.is_video_file,
+            "rate": file.frames_per_second,
+        }  # fmt: skip
+        head = json.dumps(question).encode()
         for part in (head, *(file.frames or (file.data,))):
             self._input.write(LENGTH.pack(len(part)))
             self._input.write(part)

@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
+    from services.tokenizer.images.sampling import FrameSampling, FrameTimes
+
 # Values of 8 bits, [parts, channels, pixels of a part].
 Values: TypeAlias = "NDArray[np.uint8]"
 Grid: TypeAlias = tuple[int, ...]
@@ -95,16 +97,25 @@ class PictureCutter(Protocol):
 class VideoCutter(Protocol):
     """Cuts videos as the models of one family take them; a frozen dataclass of what decides how."""
 
-    def cut(self, frames: Iterable[Image.Image], count: int, scaling: Scaling, detail: Detail) -> tuple[Grid, Values]:
+    def cut(
+        self,
+        frames: Iterable[Image.Image],
+        count: int,
+        scaling: Scaling,
+        detail: Detail,
+        max_bytes: int | None = None,
+    ) -> tuple[Grid, Values]:
         """Return `count` frames in mode RGB, each resized by `scaling` and cut before the next one is taken.
+
+        They are resized to at most about `max_bytes` together.
 
         Raises:
             RefusedImageError: the model cannot take frames of such sides, so few, or so many.
         """
         ...
 
-    def plan(self, grid: Grid, count: int, frames_per_second: float | None) -> ImagePlan:
-        """Return shapes, text and number of embeddings of a video; a rate of None is the processor's own.
+    def plan(self, grid: Grid, times: FrameTimes) -> ImagePlan:
+        """Return shapes, text and number of embeddings of a video with frames at these times.
 
         Raises:
             RefusedImageError: the model has no positions for so slow a video.
@@ -119,6 +130,7 @@ class VideoProcessor:
 
     scaling: Scaling
     cutter: VideoCutter
+    sampling: FrameSampling
 
 
 @dataclass(frozen=True)
@@ -154,15 +166,19 @@ class ImageProcessor:
         grid, values = self.cutter.cut(image, self.scaling, detail)
         return grid, np.ascontiguousarray(values)
 
-    def cut_frames(self, frames: Iterable[Image.Image], count: int, detail: Detail) -> tuple[Grid, Values]:
+    def cut_frames(
+        self, frames: Iterable[Image.Image], count: int, detail: Detail, max_bytes: int | None = None
+    ) -> tuple[Grid, Values]:
         """Return a video of `count` frames in mode RGB as the model takes it; its values are contiguous.
+
+        They are resized to at most about `max_bytes` together.
 
         Raises:
             RefusedImageError: the model takes no videos, or cannot take frames of such sides, so few, or so many.
         """
         if self.video is None:
             raise RefusedImageError("is a video, and the model takes none")
-        grid, values = self.video.cutter.cut(frames, count, self.video.scaling, detail)
+        grid, values = self.video.cutter.cut(frames, count, self.video.scaling, detail, max_bytes)
         return grid, np.ascontiguousarray(values)
 
     def plan(self, grid: Grid) -> ImagePlan:
@@ -197,10 +213,8 @@ def prepared(processor: ImageProcessor, grid: Grid, values: bytes) -> PreparedIm
     return _prepared(processor.settings, processor.table, grid, values, processor.plan(grid))
 
 
-def prepared_video(
-    processor: ImageProcessor, grid: Grid, values: bytes, count: int, frames_per_second: float | None
-) -> PreparedImage:
-    """Return a video of `count` frames, of which a confined process has returned the grid and the values.
+def prepared_video(processor: ImageProcessor, grid: Grid, values: bytes, times: FrameTimes) -> PreparedImage:
+    """Return a video with frames at `times`, of which a confined process has returned the grid and the values.
 
     Raises:
         RefusedImageError: the model has no positions for so slow a video.
@@ -209,7 +223,7 @@ def prepared_video(
     _check_cells(grid, values)
     if processor.video is None:
         raise ValueError("a video for a model that takes none")
-    plan = processor.video.cutter.plan(grid, count, frames_per_second)
+    plan = processor.video.cutter.plan(grid, times)
     return _prepared(processor.settings, processor.video_table, (*grid, *plan.times), values, plan)
 
 

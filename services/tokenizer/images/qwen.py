@@ -27,11 +27,13 @@ from services.tokenizer.images.processor import (
     VideoProcessor,
     channels_first,
 )
+from services.tokenizer.images.sampling import FrameSampling
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
     from services.tokenizer.images.processor import Grid, Values
+    from services.tokenizer.images.sampling import FrameTimes
 
 MAX_RATIO = 200
 
@@ -59,10 +61,18 @@ def _video(stated: Mapping[str, Any], config: Mapping[str, Any], placeholder: st
     square = (2 * patch) ** 2
     cutter = FrameCutter(
         _cutter(stated, config, placeholder, (patch, 128 * square, 768 * square)),
-        rate=float(stated.get("fps") or 2),
         tokens_per_second=(config.get("vision_config") or {}).get("tokens_per_second", 4) if is_2_5 else None,
     )
-    return VideoProcessor(Scaling.read(stated, mean, deviation, Image.Resampling.BICUBIC), cutter)
+    count = stated.get("num_frames")
+    sampling = FrameSampling(
+        rate=float(stated.get("fps") or 2),
+        fewest=int(stated.get("min_frames") or 4),
+        most=int(stated.get("max_frames") or 768),
+        count=None if count is None else int(count),
+        step=cutter.cutter.frames,
+        reaches_end=not is_2_5,
+    )
+    return VideoProcessor(Scaling.read(stated, mean, deviation, Image.Resampling.BICUBIC), cutter, sampling)
 
 
 def _cutter(
@@ -134,8 +144,12 @@ class PatchCutter:
         """Return sides of whole squares, with a number of pixels within the bounds and about the same ratio."""
         return self.sides(height, width, (1, 1), detail)
 
-    def sides(self, height: int, width: int, frames: tuple[int, int], detail: Detail) -> tuple[int, int]:
+    def sides(
+        self, height: int, width: int, frames: tuple[int, int], detail: Detail, max_pixels: int | None = None
+    ) -> tuple[int, int]:
         """Return the same for frames that are within the bounds together; `frames` are their number and this rounded.
+
+        `max_pixels` is a further bound.
 
         Raises:
             RefusedImageError: they are too narrow.
@@ -145,6 +159,8 @@ class PatchCutter:
         factor, (count, rounded) = self.patch * self.merge, frames
         low = max(self.min_pixels, min(self.max_pixels, LOW_PIXELS * count))
         most = low if detail is Detail.LOW else self.max_pixels
+        if max_pixels is not None:
+            most = min(most, max_pixels)
         down, across = (round(side / factor) * factor for side in (height, width))
         if rounded * down * across > most:
             shrink = math.sqrt((count * height * width) / most)
@@ -160,12 +176,17 @@ class FrameCutter:
     """See `VideoCutter`. The grid of a video is its steps in time, of two frames each, and patches down and across."""
 
     cutter: PatchCutter
-    rate: float
-    """Frames per second where requests do not say so."""
     tokens_per_second: int | None = None
     """Coordinates of a second (Qwen2.5-VL); None: the times are written before each step (Qwen3-VL)."""
 
-    def cut(self, frames: Iterable[Image.Image], count: int, scaling: Scaling, detail: Detail) -> tuple[Grid, Values]:
+    def cut(
+        self,
+        frames: Iterable[Image.Image],
+        count: int,
+        scaling: Scaling,
+        detail: Detail,
+        max_bytes: int | None = None,
+    ) -> tuple[Grid, Values]:
         """See `VideoCutter.cut`; the last of an odd number of frames is taken twice."""
         cutter, step = self.cutter, self.cutter.frames
         if count < step:
@@ -176,7 +197,8 @@ class FrameCutter:
         for frame in frames:
             if first is None:
                 first = frame.size
-                height, width = self._sides(frame.height, frame.width, count, detail)
+                bound = None if max_bytes is None else max_bytes // CHANNELS
+                height, width = self._sides(frame.height, frame.width, count, detail, bound)
                 _check_size(-(-count // step) * step * height * width * CHANNELS)
             if frame.size != first:
                 raise RefusedImageError("has frames of different sizes")
@@ -187,23 +209,23 @@ class FrameCutter:
         grid = steps, height // cutter.patch, width // cutter.patch
         return grid, values.reshape(steps * patches, channels, step * pixels)
 
-    def plan(self, grid: Grid, count: int, frames_per_second: float | None) -> ImagePlan:
+    def plan(self, grid: Grid, times: FrameTimes) -> ImagePlan:
         """See `VideoCutter.plan`."""
-        cutter, rate = self.cutter, frames_per_second or self.rate
+        cutter, count = self.cutter, len(times.seconds)
         steps, rows, columns = grid
         whole = cutter.plan((1, rows, columns))
         if not 0 < steps == -(-count // cutter.frames):
             raise ValueError(f"a grid of {grid} for {count} frames")
-        before, text, times = "", whole.text * steps, ()
+        before, text, coordinates = "", whole.text * steps, ()
         if self.tokens_per_second is None:
-            before, *rest = self._times(steps, count, rate)
+            before, *rest = self._times(steps, times)
             text = f"{START}{whole.text}{END}" + "".join(f"{time}{START}{whole.text}{END}" for time in rest)
         else:
             # In the precision of `transformers`.
-            interval = np.float32(self.tokens_per_second) * np.float32(cutter.frames / rate)
+            interval = np.float32(self.tokens_per_second) * np.float32(cutter.frames / times.rate)
             if (steps - 1) * interval >= steps * whole.embeddings:
                 raise RefusedImageError("is too slow for its size: its seconds have more positions than its tokens")
-            times = tuple((np.arange(steps, dtype=np.float32) * interval).astype(np.int64).tolist())
+            coordinates = tuple((np.arange(steps, dtype=np.float32) * interval).astype(np.int64).tolist())
         return ImagePlan(
             values=(steps * rows * columns, CHANNELS, cutter.frames * cutter.patch**2),
             pixels=(steps * rows * columns, CHANNELS * cutter.frames * cutter.patch**2),
@@ -211,23 +233,30 @@ class FrameCutter:
             text=text,
             embeddings=steps * whole.embeddings,
             before=before,
-            times=times,
+            times=coordinates,
         )
 
-    def _sides(self, height: int, width: int, count: int, detail: Detail) -> tuple[int, int]:
-        """Return the sides of frames, of which Qwen2.5-VL bounds each one, and Qwen3-VL all together."""
-        if self.tokens_per_second is not None:
-            return self.cutter.sides(height, width, (1, 1), detail)
+    def _sides(
+        self, height: int, width: int, count: int, detail: Detail, max_pixels: int | None = None
+    ) -> tuple[int, int]:
+        """Return the sides of frames, of which Qwen2.5-VL bounds each one, and Qwen3-VL all together.
+
+        `max_pixels` bounds all together.
+        """
         factor, step = self.cutter.patch * self.cutter.merge, self.cutter.frames
+        padded, rounded = -(-count // step) * step, round(count / step) * step
+        each = None if max_pixels is None else max_pixels // padded
+        if self.tokens_per_second is not None:
+            return self.cutter.sides(height, width, (1, 1), detail, each)
         if min(height, width) < factor:
             scale = max(factor / height, factor / width)
             height, width = int(height * scale), int(width * scale)
-        return self.cutter.sides(height, width, (count, round(count / step) * step), detail)
+        return self.cutter.sides(height, width, (count, rounded), detail, None if each is None else each * rounded)
 
-    def _times(self, steps: int, count: int, rate: float) -> list[str]:
+    def _times(self, steps: int, times: FrameTimes) -> list[str]:
         """Return the text of each step's time, which is halfway between its first and its last frame."""
         step = self.cutter.frames
-        seconds = [min(i, count - 1) / rate for i in range(steps * step)]
+        seconds = times.seconds + times.seconds[-1:] * (steps * step - len(times.seconds))
         return [f"<{(seconds[i] + seconds[i + step - 1]) / 2:.1f} seconds>" for i in range(0, steps * step, step)]
 
 

@@ -74,7 +74,9 @@ def test_a_model_arrives_with_all_its_fields() -> None:
         ),
         prompts=[tokenizer_pb2.NamedPrompt(name="query", text="Query: ")],
         default_prompt="query",
-        images=tokenizer_pb2.ImageLimits(max_images=4, max_file_bytes=1 << 20, max_pixels=1 << 24, max_frames=9),
+        images=tokenizer_pb2.ImageLimits(
+            max_images=4, max_file_bytes=1 << 20, max_pixels=1 << 24, max_frames=9, video_files=True
+        ),
     )
     assert {field.name for field, _ in message.ListFields()} == {field.name for field in message.DESCRIPTOR.fields}
     expected = ModelInfo(
@@ -97,7 +99,7 @@ def test_a_model_arrives_with_all_its_fields() -> None:
         head=Head(Pooling.TOKEN_CLASSIFY, ("O", "PER"), HeadActivation.SOFTMAX, HeadActivation.NONE),
         prompts={"query": "Query: "},
         default_prompt="query",
-        images=ImageLimits(4, 1 << 20, 1 << 24, 9),
+        images=ImageLimits(4, 1 << 20, 1 << 24, 9, True),
     )
     assert model_from_wire(message) == expected
     assert all(getattr(expected, field.name) != field.default for field in fields(expected))

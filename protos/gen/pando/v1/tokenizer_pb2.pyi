@@ -458,15 +458,20 @@ class Image(_message.Message):
     DETAIL_FIELD_NUMBER: _builtins.int
     FRAMES_FIELD_NUMBER: _builtins.int
     FRAMES_PER_SECOND_FIELD_NUMBER: _builtins.int
+    IS_VIDEO_FILE_FIELD_NUMBER: _builtins.int
     data: _builtins.bytes
-    """The encoded file of a picture: JPEG, PNG, WebP or GIF."""
+    """The encoded file of a picture: JPEG, PNG, WebP or GIF; or of a video."""
     detail: _builtins.str
     """low, high or auto; empty: auto."""
     frames_per_second: _builtins.float
-    """Of a video: how many of its frames are a second; absent: as many as the model's processor samples."""
+    """Of a video: how many of its frames are a second, or are taken from a second of its file; absent: as many as the
+    model's processor samples.
+    """
+    is_video_file: _builtins.bool
+    """Whether `data` is the file of a video: MP4 or WebM."""
     @_builtins.property
     def frames(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bytes]:
-        """Of a video, in place of `data`: its frames, each a file as above."""
+        """Of a video, in place of `data`: its frames, each a file of a picture."""
 
     def __init__(
         self,
@@ -475,10 +480,11 @@ class Image(_message.Message):
         detail: _builtins.str = ...,
         frames: _abc.Iterable[_builtins.bytes] | None = ...,
         frames_per_second: _builtins.float | None = ...,
+        is_video_file: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_frames_per_second", b"_frames_per_second", "frames_per_second", b"frames_per_second"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_frames_per_second", b"_frames_per_second", "data", b"data", "detail", b"detail", "frames", b"frames", "frames_per_second", b"frames_per_second"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_frames_per_second", b"_frames_per_second", "data", b"data", "detail", b"detail", "frames", b"frames", "frames_per_second", b"frames_per_second", "is_video_file", b"is_video_file"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__frames_per_second: _TypeAlias = _typing.Literal["frames_per_second"]  # noqa: Y015
     _WhichOneofArgType__frames_per_second: _TypeAlias = _typing.Literal["_frames_per_second", b"_frames_per_second"]  # noqa: Y015
@@ -1030,6 +1036,7 @@ class ImageLimits(_message.Message):
     MAX_FILE_BYTES_FIELD_NUMBER: _builtins.int
     MAX_PIXELS_FIELD_NUMBER: _builtins.int
     MAX_FRAMES_FIELD_NUMBER: _builtins.int
+    VIDEO_FILES_FIELD_NUMBER: _builtins.int
     max_images: _builtins.int
     max_file_bytes: _builtins.int
     """Of each image, as it was sent."""
@@ -1037,6 +1044,8 @@ class ImageLimits(_message.Message):
     """Width times height of each image."""
     max_frames: _builtins.int
     """Frames of a video, which is one of the images; 0: the model takes no videos."""
+    video_files: _builtins.bool
+    """Whether a video may be a file (MP4, WebM)."""
     def __init__(
         self,
         *,
@@ -1044,10 +1053,11 @@ class ImageLimits(_message.Message):
         max_file_bytes: _builtins.int = ...,
         max_pixels: _builtins.int = ...,
         max_frames: _builtins.int = ...,
+        video_files: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["max_file_bytes", b"max_file_bytes", "max_frames", b"max_frames", "max_images", b"max_images", "max_pixels", b"max_pixels"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["max_file_bytes", b"max_file_bytes", "max_frames", b"max_frames", "max_images", b"max_images", "max_pixels", b"max_pixels", "video_files", b"video_files"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

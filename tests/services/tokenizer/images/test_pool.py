@@ -25,6 +25,7 @@ from services.tokenizer.images.child import LENGTH, ChildLimits
 from services.tokenizer.images.pool import WAITING_PIECES, ImagePool
 from services.tokenizer.images.processor import Detail, prepared, prepared_video
 from services.tokenizer.images.registry import read_processor
+from services.tokenizer.images.sampling import FrameTimes
 from tests.services.tokenizer.images.pictures import file_of, picture
 from tests.waiting import until
 
@@ -35,7 +36,7 @@ if TYPE_CHECKING:
 ADA = Subject("acme", "ada")
 MEMORY = 96 * 1024 * 1024
 MOST_BYTES = 64 * 1024 * 1024
-LIMITS = ChildLimits(max_pixels=40_000_000, memory_bytes=MEMORY, cpu_seconds=20.0)
+LIMITS = ChildLimits(max_pixels=40_000_000, max_frames=768, memory_bytes=MEMORY, cpu_seconds=20.0)
 SEED = 20_261_124
 
 
@@ -104,7 +105,7 @@ async def test_videos_are_those_that_this_process_would_cut(bench: Bench) -> Non
     asked = [ImageFile(b"", frames=files, frames_per_second=4), still, ImageFile(b"", "low", files)]
     first, _, last = await bench.pool.prepare(ADA, asked, "messages", MOST_BYTES)
     grid, values = bench.processor.cut_frames(iter(frames), 3, Detail.AUTO)
-    expected = prepared_video(bench.processor, grid, values.tobytes(), 3, 4)
+    expected = prepared_video(bench.processor, grid, values.tobytes(), FrameTimes.even(3, 4))
     assert (first.digest, first.grid, first.text) == (expected.digest, expected.grid, expected.text)
     assert np.array_equal(first.pixels.unpacked(), expected.pixels.unpacked())
     assert last.digest != first.digest, "of another rate"

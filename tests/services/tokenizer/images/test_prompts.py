@@ -17,6 +17,7 @@ from common.types import Subject
 from services.tokenizer.images.processor import Detail, prepared, prepared_video
 from services.tokenizer.images.prompts import PreparedPrompts
 from services.tokenizer.images.registry import read_processor
+from services.tokenizer.images.sampling import FrameTimes
 from tests.services.tokenizer.images.pictures import picture
 
 if TYPE_CHECKING:
@@ -133,7 +134,7 @@ async def test_other_numbers_of_placeholders_are_refused(param: str, words: str,
 async def test_a_video_with_times_stands_in_place_of_its_mark_and_the_marks_around_it(tmp_path: Path) -> None:
     bench = Bench(tmp_path, "qwen3", picture(40, 60))
     grid, values = bench.processor.cut_frames((picture(64, 64, seed=i) for i in range(4)), 4, Detail.AUTO)
-    bench.images.append(prepared_video(bench.processor, grid, values.tobytes(), 4, 1.0))
+    bench.images.append(prepared_video(bench.processor, grid, values.tobytes(), FrameTimes.even(4, 1.0)))
     video, still = ImageFile(b"", frames=(b"\1",)), ImageFile(b"\0")
     image_mark, video_mark = (f"<|vision_start|>{mark}<|vision_end|>" for mark in (bench.mark, VIDEO_MARK))
     # Videos come after images at /generate, whatever their order in the text.

@@ -17,8 +17,8 @@ from transformers.models.qwen3_vl.processing_qwen3_vl import Qwen3VLProcessor
 from transformers.models.qwen3_vl.video_processing_qwen3_vl import smart_resize as smart_resize_of_frames
 
 from services.tokenizer.images.processor import Detail, RefusedImageError, prepared, prepared_video
-from services.tokenizer.images.qwen import FrameCutter
 from services.tokenizer.images.registry import read_processor
+from services.tokenizer.images.sampling import FrameTimes
 from tests.services.tokenizer.images.pictures import picture
 
 if TYPE_CHECKING:
@@ -55,7 +55,9 @@ def prepare(
 ) -> PreparedImage:
     grid, values = processor.cut_frames(iter(frames), len(frames), detail)
     assert values.flags.c_contiguous, "a confined process writes its memory as it is"
-    return prepared_video(processor, grid, values.tobytes(), len(frames), rate)
+    assert processor.video is not None
+    times = FrameTimes.even(len(frames), rate or processor.video.sampling.rate)
+    return prepared_video(processor, grid, values.tobytes(), times)
 
 
 def sides_of(name: str, count: int, width: int, height: int) -> Any:  # transformers is not typed
@@ -157,8 +159,7 @@ def test_settings_are_found_where_transformers_looks(tmp_path: Path) -> None:
     def rate() -> float:
         found = read_processor(tmp_path, PAD).video
         assert found is not None
-        assert isinstance(found.cutter, FrameCutter)
-        return found.cutter.rate
+        return found.sampling.rate
 
     assert rate() == 8
     (tmp_path / "processor_config.json").write_text(json.dumps(inner | {"image_processor": {"patch_size": 16}}))
@@ -200,7 +201,7 @@ def test_answers_that_are_no_such_video_are_errors(tmp_path: Path) -> None:
     assert grid[0] == 2
     for count, changed in ((2, grid), (8, grid), (4, (1, *grid[1:])), (4, grid[1:])):
         with pytest.raises(ValueError, match=r"grid|unpack|reshape"):
-            prepared_video(processor, changed, values.tobytes(), count, None)
+            prepared_video(processor, changed, values.tobytes(), FrameTimes.even(count, 2))
     with pytest.raises(ValueError, match="a grid of"):
         prepared(processor, grid, values.tobytes())
     (tmp_path / "config.json").write_text(
@@ -212,4 +213,4 @@ def test_answers_that_are_no_such_video_are_errors(tmp_path: Path) -> None:
     with pytest.raises(RefusedImageError, match="the model takes none"):
         seeing.cut_frames(iter(clip(2, 64, 64)), 2, Detail.AUTO)
     with pytest.raises(ValueError, match="takes none"):
-        prepared_video(seeing, grid, values.tobytes(), 4, None)
+        prepared_video(seeing, grid, values.tobytes(), FrameTimes.even(4, 2))
