@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from gateway.pipeline.port import ModelInfo
 
 
-IMAGE_LIMITS = ("max_images", "max_file_bytes", "max_pixels", "max_frames")
+IMAGE_LIMITS = ("max_images", "max_file_bytes", "max_pixels", "max_frames", "video_files")
 
 
 def add_routes(router: APIRouter, context: Context) -> None:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Protocol
 from common.errors import InvalidRequestError
 from common.requests import ImageFile
 from gateway.batches.files import FileOwner, file_missing
-from gateway.images.formats import problem_of
+from gateway.images.formats import problem_of, problem_of_video
 from gateway.images.references import ImageSource
 
 if TYPE_CHECKING:
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 PURPOSES = ("vision", "user_data")
 # Characters that are decoded before other requests have their turn; a multiple of four.
 PIECE_CHARACTERS = 256 * 1024
-NO_URLS = "this server fetches no URLs; send the image as a data URL (data:image/png;base64,…)"
+NO_URLS = "this server fetches no URLs; send a data URL (data:image/png;base64,…)"
 
 
 class ImageFetcher(Protocol):
@@ -110,7 +110,7 @@ class Images:
         left = self.max_total_bytes
         images = []
         for reference in references:
-            if reference.is_video:
+            if reference.is_video and not reference.is_video_file:
                 video = await _video(reference, limits)
                 left -= video.size
                 if left < 0:
@@ -128,7 +128,8 @@ class Images:
             if left < 0:
                 raise self._too_many_bytes(reference)
             _check_format(data, reference)
-            images.append(ImageFile(data, reference.detail))
+            rate, is_video = reference.frames_per_second, reference.is_video_file
+            images.append(ImageFile(data, reference.detail, (), rate, is_video))
         return tuple(images)
 
     async def _content_of(self, reference: ImageReference, owner: FileOwner, max_bytes: int) -> bytes:
@@ -170,6 +171,13 @@ def check_images(card: ModelInfo, references: Sequence[ImageReference]) -> Image
     video = next((each for each in references if each.is_video), None)
     if video is not None and not card.images.max_frames:
         raise InvalidRequestError(f"The model '{card.name}' takes no videos.", param=video.param)
+    file = next((each for each in references if each.is_video_file), None)
+    if file is not None and not card.images.video_files:
+        message = (
+            f"The model '{card.name}' takes videos as frames only (data:video/jpeg;base64,<first frame>,<second "
+            "frame>,…): the decoder of MP4 and WebM is not installed at its tokenizer (pip install 'pando[video]')."
+        )
+        raise InvalidRequestError(message, param=file.param)
     return card.images
 
 
@@ -191,9 +199,10 @@ async def _video(reference: ImageReference, limits: ImageLimits) -> ImageFile:
 
 
 def _check_format(data: bytes, reference: ImageReference) -> None:
-    problem = problem_of(data)
+    problem = problem_of_video(data) if reference.is_video_file else problem_of(data)
     if problem is not None:
-        raise _refused(reference, f"has a frame that {problem}" if reference.is_video else problem)
+        is_frame = reference.is_video and not reference.is_video_file
+        raise _refused(reference, f"has a frame that {problem}" if is_frame else problem)
 
 
 async def _decoded(text: str, start: int, reference: ImageReference) -> bytes:

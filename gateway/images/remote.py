@@ -38,7 +38,7 @@ RETRY_AFTER_MS: Final = 1000
 MAX_ADDRESSES: Final = 3
 RESOLVERS: Final = 8
 DEFAULT_PORTS: Final = {"https": 443, "http": 80}
-HEADERS: Final = [("user-agent", "pando"), ("accept", "image/*"), ("accept-encoding", "identity")]
+HEADERS: Final = [("user-agent", "pando"), ("accept", "image/*, video/*"), ("accept-encoding", "identity")]
 NOT_PUBLIC: Final = "cannot be fetched: its host has no public address"
 
 

@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 CHARACTERS_PER_TOKEN = 4
 # About as many as a photo of 900 × 900 pixels has in the models that read images at their own resolution.
 TOKENS_PER_IMAGE = 1024
+# How many frames are taken of a file is known only once it is decoded; the tokenizer resizes long videos.
+FRAMES_OF_VIDEO_FILE = 16
 
 
 class LimitsSource(Protocol):
@@ -235,7 +237,8 @@ def prompt_tokens(prompt: Prompt) -> int:
 
 def _image_tokens(images: Iterable[ImageFile]) -> int:
     # Two frames of a video become as many tokens as a picture.
-    return sum(TOKENS_PER_IMAGE * max(1, len(image.frames) // 2) for image in images)
+    frames = (FRAMES_OF_VIDEO_FILE if image.is_video_file else len(image.frames) for image in images)
+    return sum(TOKENS_PER_IMAGE * max(1, count // 2) for count in frames)
 
 
 def _within(tokens: int, pooled: PooledText) -> int:

@@ -124,6 +124,12 @@ def video_part(frames: Sequence[Image], rate: float) -> dict[str, Any]:
     return {"type": "video_url", "video_url": {"url": f"data:video/jpeg;base64,{coded}", "fps": rate}}
 
 
+def video_file_part(file: bytes, media_type: str, **fields: float) -> dict[str, Any]:
+    """Return the part of a message that has the file of a video as a data URL."""
+    url = f"data:{media_type};base64,{base64.b64encode(file).decode()}"
+    return {"type": "video_url", "video_url": {"url": url, **fields}}
+
+
 def image_part(picture: Image | bytes) -> dict[str, Any]:
     """Return the part of a message that has an image as a data URL."""
     data = picture if isinstance(picture, bytes) else file_of(picture)

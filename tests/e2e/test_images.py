@@ -24,9 +24,11 @@ from tests.e2e.seeing_model import (
     image_part,
     prompt_of,
     save_seeing_model,
+    video_file_part,
     video_part,
     video_prompt,
 )
+from tests.services.tokenizer.images.clips import clip_file, clip_pictures, decoded, sound_file
 from tests.services.tokenizer.images.pictures import file_of, picture
 from tests.waiting import wait_until
 
@@ -138,6 +140,42 @@ def test_a_video_is_seen_as_transformers_sees_it_and_found_by_its_frames_and_tim
         assert cached(ask(seeing, "vera", message(text, other))) <= begin
 
 
+@pytest.mark.parametrize(
+    ("codec", "media_type"), [("mpeg4", "video/mp4"), pytest.param("vp9", "video/webm", marks=pytest.mark.extended)]
+)
+def test_a_file_of_a_video_is_seen_as_its_frames(seeing: Served, directory: Path, codec: str, media_type: str) -> None:
+    file, text = clip_file(clip_pictures(8, 40, 56), codec, rate=4), "What happens?"
+    # Two of four frames a second.
+    frames = [Image.fromarray(decoded(file)[place]) for place in (0, 2, 4, 6)]
+    prompt, video = video_prompt(text, frames, 4), message(text, video_file_part(file, media_type))
+    first, again = ask(seeing, f"zoe {codec}", video), ask(seeing, f"zoe {codec}", video)
+    assert first["choices"][0]["token_ids"] == continued(directory, prompt, TOKENS, 4.0)
+    assert first["usage"]["prompt_tokens"] == len(prompt.ids)
+    assert (cached(first), cached(again) > prompt.images[0].length) == (0, True)
+    with seeing.http() as http:
+        uploaded = http.post("/v1/files", data={"purpose": "vision"}, files={"file": ("clip", file)})
+        uploaded.raise_for_status()
+    part = {"type": "video_file", "video_file": {"file_id": uploaded.json()["id"]}}
+    stored = ask(seeing, f"zoe {codec}", message(text, part))
+    assert cached(stored) == cached(again), "the same pixels"
+    faster = ask(seeing, f"zoe {codec}", message(text, video_file_part(file, media_type, fps=4)))
+    assert faster["usage"]["prompt_tokens"] == len(prompt.ids) + prompt.images[0].length
+
+
+def test_files_of_videos_that_cannot_be_used_are_refused_by_name_and_others_are_served(seeing: Served) -> None:
+    file = clip_file(clip_pictures(30, 40, 56))
+    for words, bad in {
+        "is cut off": file[:-50],
+        "only sound": sound_file(),
+        "fewer than 2 frames": clip_file(clip_pictures(1, 40, 56)),
+        "damaged": file[:200] + bytes(len(file) - 200),
+        "is AVI": b"RIFF0000AVI LIST",
+        "is empty": b"",
+    }.items():
+        assert words in refused(seeing, body_of(seeing, "wim", message("?", video_file_part(bad, "video/mp4"))))
+    assert ask(seeing, "wim", message("?", video_file_part(file, "video/mp4")))["choices"]
+
+
 def test_generate_takes_the_model_s_own_placeholders(seeing: Served, directory: Path) -> None:
     coded = base64.b64encode(file_of(SMALL)).decode()
     body = {"text": "See <|image_pad|>: ", "image_data": coded}
@@ -196,6 +234,7 @@ def test_tokens_of_images_are_counted_as_they_are_computed(seeing: Served) -> No
     assert counted["count"] == len(chat_prompt(SMALL, "Count me.").ids)
     assert card["images"] == {
         "max_images": MAX_IMAGES, "max_file_bytes": 20 * 1024 * 1024, "max_pixels": 50_000_000, "max_frames": 768,
+        "video_files": True,
     }  # fmt: skip
 
 

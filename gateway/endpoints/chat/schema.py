@@ -26,7 +26,7 @@ Effort: TypeAlias = Literal["none", "minimal", "low", "medium", "high", "xhigh",
 # Template variables that turn reasoning on or off.
 THINKING_VARIABLES = ("enable_thinking", "thinking")
 TEXT_PARTS = {"text": "text", "refusal": "refusal"}
-IMAGE_PARTS = ("image_url", "image_file", "video_url")
+IMAGE_PARTS = ("image_url", "image_file", "video_url", "video_file")
 VIDEOS = "videos are taken by /v1/chat/completions, in parts of the type video_url"
 # What other parts have, for their refusal; other APIs use the same words.
 OTHER_PARTS = {
@@ -34,6 +34,7 @@ OTHER_PARTS = {
     "audio": "audio is not supported",
     "audio_url": "audio is not supported",
     "video_url": VIDEOS,
+    "video_file": VIDEOS,
     "video": VIDEOS,
     "input_video": VIDEOS,
     "file": "documents are not supported; send their text",

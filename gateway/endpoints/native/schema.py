@@ -19,7 +19,7 @@ from common.types import (
 from gateway.endpoints.completions.schema import CompletionBody, parse_prompts
 from gateway.endpoints.generation_fields import INT32_MAX, MAX_TOP_LOGPROBS, Biases, StopPatterns, StopTexts, TokenId
 from gateway.endpoints.schema import LEAVE_OUT, Refusal, Schema, is_empty, parse
-from gateway.images.references import ImageReference, from_base64, from_frames, from_url
+from gateway.images.references import ImageReference, from_base64, from_url, from_video
 
 DEFAULT_NEW_TOKENS = 128
 MAX_LOGPROB_TOKEN_IDS = 128
@@ -158,9 +158,9 @@ def _of_text(given: object, param: str, read: Callable[[object, str], ImageRefer
 
 
 def _video(given: object, param: str) -> ImageReference:
-    """Return a video: a data URL with its frames, or an object with this as `url`."""
+    """Return a video: a data URL with its file or its frames, a URL, plain base64, or an object with one as `url`."""
     fields = given if isinstance(given, dict) else {"url": given}
-    return from_frames(fields.get("url"), fields.get("fps"), fields.get("detail"), param)
+    return from_video(fields.get("url"), fields.get("fps"), fields.get("detail"), param)
 
 
 def _image(given: object, param: str) -> ImageReference:

@@ -104,7 +104,7 @@ async def test_generate_gives_each_text_of_a_list_its_own_images() -> None:
         ({"text": "a", "image_data": "not base64!"}, "image_data", "not valid base64"),
         ({"text": "a", "image_data": [{"processor_output": 1}]}, "image_data[0]", "base64"),
         ({"text": "a", "image_data": "/etc/passwd"}, "image_data", "base64"),
-        ({"text": "a", "video_data": "x"}, "video_data", "frames of the video"),
+        ({"text": "a", "video_data": "x"}, "video_data", "takes no videos"),
         ({"input_ids": [1], "video_data": "x"}, "video_data", "needs 'text'"),
         ({"text": "a", "audio_data": "x"}, "audio_data", "not supported"),
     ],
@@ -310,7 +310,9 @@ async def test_endpoints_that_read_text_only_refuse_images() -> None:
 
 
 async def test_a_model_says_whether_it_takes_images() -> None:
-    limits = {"max_images": 4, "max_file_bytes": MAX_FILE_BYTES, "max_pixels": 10**7, "max_frames": 0}
+    limits = {
+        "max_images": 4, "max_file_bytes": MAX_FILE_BYTES, "max_pixels": 10**7, "max_frames": 0, "video_files": False,
+    }  # fmt: skip
     assert (await seeing().get("/v1/models")).json()["data"][0]["images"] == limits
     assert (await gateway_saying("x").get("/v1/models/tiny")).json()["images"] is None
     for gateway, sees in ((seeing(), True), (gateway_saying("x"), False)):

@@ -12,8 +12,8 @@ import pytest
 from common.requests import ChatPrompt, ImageFile, ImageLimits
 from common.room import SharedRoom
 from common.settings import GatewaySettings
-from common.types import ReplyTo, SubscriberId
-from gateway.images.references import from_frames
+from common.types import ReplyTo, Subject, SubscriberId
+from gateway.images.references import from_video_url
 from gateway.pipeline.wire import generate_to_wire
 from gateway.quotas.quotas import TOKENS_PER_IMAGE, announced_tokens
 from services.tokenizer.wire import submission_from_wire
@@ -22,16 +22,22 @@ from tests.gateway.endpoints.image_requests import CALL, GIF, JPEG, MAX_FILE_BYT
 from tests.gateway.support import FakedGateway, error_of, gateway_saying
 
 MAX_FRAMES = 5
+MP4 = b"\x00\x00\x00\x18ftypmp42" + bytes(12)
+WEBM = b"\x1a\x45\xdf\xa3\x9f" + bytes(20)
 VIDEO = "messages[0].content[0].video_url"
 
 
-def watching(max_frames: int = MAX_FRAMES) -> FakedGateway:
-    card = replace(CARD, images=ImageLimits(4, MAX_FILE_BYTES, 10**7, max_frames))
+def watching(max_frames: int = MAX_FRAMES, *, files: bool = True) -> FakedGateway:
+    card = replace(CARD, images=ImageLimits(4, MAX_FILE_BYTES, 10**7, max_frames, files))
     return FakedGateway(FakePipeline(says("x")), GatewaySettings(), FakeModel(card))
 
 
 def frames_url(*frames: bytes) -> str:
     return "data:video/jpeg;base64," + ",".join(map(coded, frames))
+
+
+def file_url(data: bytes, media_type: str = "video/mp4") -> str:
+    return f"data:{media_type};base64,{coded(data)}"
 
 
 def part(url: object, **fields: Any) -> dict[str, Any]:
@@ -69,12 +75,94 @@ async def test_generate_takes_videos_beside_images() -> None:
     assert one.pipeline.submitted[0].images == (replace(clip, frames_per_second=1.0),)
 
 
+async def test_files_of_videos_reach_the_tokenizer() -> None:
+    gateway = watching()
+    clips = (
+        part(file_url(MP4), fps=0.5, detail="high"),
+        part(file_url(WEBM, "video/webm")),
+        {"type": "video_url", "video_url": file_url(MP4, "")},
+    )
+    assert (await gateway.chat(messages=user(*clips))).status_code == 200
+    (request,) = gateway.pipeline.submitted
+    found = (
+        ImageFile(MP4, "high", frames_per_second=0.5, is_video_file=True),
+        ImageFile(WEBM, is_video_file=True),
+        ImageFile(MP4, is_video_file=True),
+    )
+    assert request.image_files == found
+    assert announced_tokens(replace(request, options=replace(request.options, n=1))) >= 3 * 8 * TOKENS_PER_IMAGE
+    read = submission_from_wire(generate_to_wire(request, ReplyTo(SubscriberId("test")))).request.prompt
+    assert isinstance(read, ChatPrompt)
+    assert read.images == found
+
+
+async def test_generate_takes_files_of_videos_as_data_urls_and_in_base64() -> None:
+    gateway = watching()
+    videos = [file_url(MP4), coded(WEBM), {"url": coded(MP4), "fps": 3}]
+    assert (await gateway.post("/generate", {"text": "a", "video_data": videos})).status_code == 200
+    assert gateway.pipeline.submitted[0].images == (
+        ImageFile(MP4, is_video_file=True),
+        ImageFile(WEBM, is_video_file=True),
+        ImageFile(MP4, frames_per_second=3.0, is_video_file=True),
+    )
+
+
+@pytest.mark.parametrize(("name", "content"), [("clip.mp4", MP4), ("clip.webm", WEBM)])
+async def test_uploaded_files_of_videos_are_found(name: str, content: bytes) -> None:
+    gateway = watching()
+    async with gateway.client() as client:
+        uploaded = await client.post("/v1/files", data={"purpose": "vision"}, files={"file": (name, content)})
+    assert uploaded.status_code == 200, uploaded.text
+    file = {"file_id": uploaded.json()["id"], "fps": 4}
+    assert (await gateway.chat(messages=user({"type": "video_file", "video_file": file}))).status_code == 200
+    (video,) = gateway.pipeline.submitted[0].image_files
+    assert video == ImageFile(content, frames_per_second=4.0, is_video_file=True)
+    missing = {"type": "video_file", "video_file": {"file_id": "file-none"}}
+    assert (await gateway.chat(messages=user(missing))).status_code == 404
+
+
+async def test_videos_at_urls_are_fetched_where_these_are_allowed(monkeypatch: pytest.MonkeyPatch) -> None:
+    gateway = watching()
+    fetched = []
+
+    class Fetcher:
+        async def fetch(self, url: str, subject: Subject, max_bytes: int) -> bytes:
+            fetched.append((url, max_bytes))
+            return WEBM
+
+        async def close(self) -> None:
+            """Nothing is open."""
+
+    monkeypatch.setattr(gateway.context.images, "_fetcher", Fetcher())
+    address = "https://videos.example/clip.webm"
+    assert (await gateway.chat(messages=user(part(address, fps=1)))).status_code == 200
+    (video,) = gateway.pipeline.submitted[0].image_files
+    assert video == ImageFile(WEBM, frames_per_second=1.0, is_video_file=True)
+    assert fetched == [(address, MAX_FILE_BYTES)]
+
+
+async def test_files_of_videos_are_refused_where_none_are_decoded() -> None:
+    gateway = watching(files=False)
+    error = error_of(await gateway.chat(messages=user(part(file_url(MP4)))), 400)
+    assert (error["param"], "pip install 'pando[video]'" in error["message"]) == (VIDEO, True)
+    assert (await gateway.chat(messages=user(part(frames_url(JPEG, JPEG))))).status_code == 200
+
+
 @pytest.mark.parametrize(
     ("video", "words"),
     [
-        (part("data:video/mp4;base64,AAAA"), "frames of the video"),
-        (part("https://example.org/a.mp4"), "frames of the video"),
-        (part(data_url(PNG)), "frames of the video"),
+        (part("data:video/mp4;base64,AAAA"), "is not a video; send MP4 or WebM"),
+        (part("https://example.org/a.mp4"), "fetches no URLs"),
+        (part("file:///etc/passwd"), "frames of the video"),
+        (part("data:video/avi;base64,AAAA"), "send video/mp4, video/webm"),
+        (part(data_url(PNG)), "send video/mp4, video/webm"),
+        (part(file_url(b"")), "is empty"),
+        (part(file_url(b"RIFF0000AVI LIST")), "is AVI, which is not supported; send MP4 or WebM"),
+        (part(file_url(b"#EXTM3U")), "is a playlist, which is not supported"),
+        (part(file_url(JPEG)), "is an image, which is not supported"),
+        (part(file_url(MP4)[:-1]), "not valid base64"),
+        (part(file_url(MP4 + bytes(MAX_FILE_BYTES))), "may have 4096"),
+        (part(file_url(MP4), fps=0), "fps"),
         (part(None), "frames of the video"),
         ({"type": "video_url"}, "frames of the video"),
         (part("data:video/jpeg," + coded(JPEG)), "base64"),
@@ -92,7 +180,9 @@ async def test_generate_takes_videos_beside_images() -> None:
         (part(frames_url(JPEG, JPEG), fps=float("1e9")), "fps"),
         (part(frames_url(JPEG, JPEG), fps=-2), "fps"),
         (part(frames_url(JPEG, JPEG), fps=[2]), "fps"),
-        (part(data_url(GIF, "image/gif")), "frames of the video"),
+        (part(data_url(GIF, "image/gif")), "send video/mp4, video/webm"),
+        ({"type": "video_file", "video_file": {"file_id": 1}}, "id of an uploaded file"),
+        ({"type": "video_file", "video_file": {"file_id": "file-1", "fps": 0}}, "fps"),
         (part([frames_url(JPEG, JPEG)]), "frames of the video"),
         (part(frames_url(JPEG) + "," * 1_000_000), "has 1000001 frames; the model takes at most 5"),
         (part("data:video/jpeg;base64" + coded(JPEG) * 9), "base64"),
@@ -102,7 +192,7 @@ async def test_generate_takes_videos_beside_images() -> None:
 async def test_what_is_no_video_is_refused_by_name(video: dict[str, Any], words: str) -> None:
     gateway = watching()
     error = error_of(await gateway.chat(messages=user(video)), 400)
-    assert error["param"] == VIDEO
+    assert error["param"] == VIDEO.replace("video_url", video["type"])
     assert words in error["message"]
     assert gateway.pipeline.submitted == []
 
@@ -168,7 +258,7 @@ async def test_frames_of_open_requests_take_their_subject_s_room_as_images_do() 
 
 async def test_frames_are_decoded_with_turns_for_other_requests_between_them() -> None:
     url = frames_url(*[PNG] * 100)
-    reference, turns = from_frames(url, None, None, VIDEO), 0
+    reference, turns = from_video_url(url, None, None, VIDEO), 0
 
     async def count() -> None:
         nonlocal turns
