@@ -85,15 +85,16 @@ def test_fused_layers_give_the_same_with_products_of_onednn(
         torch.testing.assert_close(these, near, atol=1e-2 if dtype == "bfloat16" else 1e-4, rtol=1e-3)
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("products", ["own", "onednn"])
 def test_a_row_has_the_same_bits_in_chunks_in_steps_and_beside_others(
-    products: str, library: CpuLibrary, tmp_path: Path
+    products: str, dtype: str, library: CpuLibrary, tmp_path: Path
 ) -> None:
     blocks = find_block_functions()
-    if products == "onednn" and (blocks is None or not library.has_blocks(blocks, torch.float32)):
-        pytest.skip("oneDNN has no products here")
-    save_family(tmp_path, "llama")
-    runner = load(tmp_path, backend="compiled", threads=2, products=products)
+    if products == "onednn" and (blocks is None or not library.has_blocks(blocks, getattr(torch, dtype))):
+        pytest.skip(f"oneDNN has no products of {dtype} here")
+    save_family(tmp_path, "qwen3")
+    runner = load(tmp_path, backend="compiled", threads=2, products=products, dtype=dtype)
     driver, ids = Driver(runner), random_ids(100, VOCABULARY, seed=1)
     whole, stepped, beside, other = (driver.open(100) for _ in range(4))
     expected = driver.run([(whole, ids)])[-1]
