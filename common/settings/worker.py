@@ -55,8 +55,8 @@ class WorkerSettings(Section):
     """Operators: torch (plain torch), compiled (for CPUs) or gpu (Triton and FlashInfer). auto: gpu on GPUs; on CPUs
     compiled if they can be built, otherwise torch."""
     products: Literal["auto", "own", "onednn"] = "auto"
-    """Matrix products of compiled operators on CPUs: own (of Pando) or onednn (of torch; uses AMX). They differ in the
-    last bits. auto: the faster, which is measured when a model is first loaded, and kept in `$PANDO_CACHE_DIR`."""
+    """Matrix products of compiled operators on CPUs: own (of Pando) or onednn (of torch). They differ in the last bits;
+    both use AMX. auto: the faster, which is measured when a model is first loaded, and kept in `$PANDO_CACHE_DIR`."""
     keep_warm_ms: float = Field(default=0.0, ge=0)
     """Interval in milliseconds at which an idle GPU runs a short dummy computation, so that its clocks stay high and
     the next request is fast; costs power. 0: never. No effect on CPUs."""
