@@ -46,8 +46,8 @@ OPTIONS: Final = {
 MAX_FRAMES: Final = 262_144
 MAX_SECONDS: Final = 86_400
 # Of all samples of a file of this many bytes: samples of a damaged one may overlap.
-_MAX_GROWTH: Final = 2
-_SLACK_BYTES: Final = 1 << 20
+MAX_GROWTH: Final = 2
+SLACK_BYTES: Final = 1 << 20
 # The distance of a frame from its place at a constant rate, in frames.
 _TOLERANCE: Final = 0.5
 _VP8_IS_SHOWN: Final = 0x10
@@ -228,7 +228,7 @@ def _samples(container: InputContainer, stream: VideoStream, size: int) -> tuple
     """Return the samples in the order of decoding, and the times at which frames are shown, in ascending order."""
     samples: list[_Sample] = []
     times: set[int] = set()
-    left = _MAX_GROWTH * size + _SLACK_BYTES
+    left = MAX_GROWTH * size + SLACK_BYTES
     is_vp8 = stream.codec_context.codec.name == "vp8"
     for packet in container.demux(stream):
         if not packet.size:

@@ -149,6 +149,16 @@ async def test_a_video_that_takes_too_long_is_refused(directory: Path) -> None:
         await until(lambda: len(bench.children) == 1 and bench.children != [first])
 
 
+def overwritten(data: bytes, random_: random.Random) -> bytes:
+    """Return a file with other bytes at some places: of equal size, so that it is decoded."""
+    changed = bytearray(data)
+    for _ in range(random_.choice((1, 2, 4, 16, 64))):
+        at = random_.randrange(len(changed) - 8)
+        value = random_.choice((random_.randbytes(1), random_.randbytes(8), b"\0", b"\xff", b"\x7f\xff\xff\xff"))
+        changed[at : at + len(value)] = value
+    return bytes(changed)
+
+
 async def fuzz(bench: Bench, count: int) -> tuple[int, int]:
     """Send so many mutated files; return how many were prepared and how many refused."""
     random_ = random.Random(SEED)
@@ -166,7 +176,8 @@ async def fuzz(bench: Bench, count: int) -> tuple[int, int]:
             outcomes[True] += 1
 
     for start in range(0, count, 50):
-        await asyncio.gather(*(send(mutated(random_.choice(sources), random_)) for _ in range(min(50, count - start))))
+        changes = [random_.choice((mutated, overwritten, overwritten)) for _ in range(min(50, count - start))]
+        await asyncio.gather(*(send(change(random_.choice(sources), random_)) for change in changes))
         for process in bench.children:
             with_memory = process.memory_info().rss if process.is_running() else 0
             assert with_memory < 4 * MEMORY

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from services.tokenizer.images import video_files
 from services.tokenizer.images.containers import container_of
 from services.tokenizer.images.processor import RefusedImageError
 from services.tokenizer.images.video_files import DECODERS, open_video, sample
@@ -190,6 +191,21 @@ def test_a_stream_with_larger_frames_than_its_container_says_is_refused() -> Non
 def test_times_a_day_apart_are_refused() -> None:
     file = clip_file(clip_pictures(3), "vp9", milliseconds=[0, 1000, 100_000_000])
     assert refusal(file) == "has frames more than 86400 seconds apart"
+
+
+def test_files_of_more_frames_than_are_read_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    file = clip_file(clip_pictures(COUNT))
+    monkeypatch.setattr(video_files, "MAX_FRAMES", COUNT)
+    assert len(read(file)) == COUNT
+    monkeypatch.setattr(video_files, "MAX_FRAMES", COUNT - 1)
+    assert refusal(file) == f"has more than {COUNT - 1} frames"
+
+
+def test_samples_of_more_bytes_than_the_file_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    file = clip_file(clip_pictures(COUNT))
+    monkeypatch.setattr(video_files, "MAX_GROWTH", 0)
+    monkeypatch.setattr(video_files, "SLACK_BYTES", 100)
+    assert refusal(file) == "is damaged: its frames have more bytes than the file"
 
 
 def test_frames_of_no_duration_are_one_frame() -> None:
