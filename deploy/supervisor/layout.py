@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import os
+import secrets
 import socket
 from dataclasses import dataclass, field
 from enum import Enum
@@ -29,6 +31,9 @@ MAX_SOCKET_PATH = 103
 # Seconds that a service has to end in addition to the time in which open requests may finish.
 STOP_MARGIN_S = 3.0
 DRIVER = Path("/dev/nvidiactl")
+# Where Linux says which ports it gives to whoever asks for any; the first of those that are chosen here, and how often.
+_EPHEMERAL_PORTS = Path("/proc/sys/net/ipv4/ip_local_port_range")
+_FIRST_PORT, _TRIES = 20_000, 20
 # A CPU computes 512 tokens of a small model in the time in which a GPU computes 4,096 of a large one.
 ON_GPUS = {"max_rows": 256, "max_step_tokens": 4096}
 
@@ -372,9 +377,25 @@ def _reachable(host: str) -> str:
 
 
 def free_port(host: str) -> int:
-    """Return a TCP port that is currently free at `host`."""
+    """Return a TCP port that is currently free at `host`.
+
+    If possible, one that the system gives to nobody who does not ask for it: the caller's server may start later, or
+    stop for a while, as the meeting point of ranks does while their model sleeps.
+    """
+    ports = range(_FIRST_PORT, _first_ephemeral_port())
+    for _ in range(_TRIES if ports else 0):
+        port = secrets.choice(ports)
+        with contextlib.suppress(OSError), _listen(host, port):
+            return port
     with _listen(host, 0) as listener:
         return int(listener.getsockname()[1])
+
+
+def _first_ephemeral_port() -> int:
+    try:
+        return int(_EPHEMERAL_PORTS.read_text(encoding="ascii").split()[0])
+    except (OSError, ValueError, IndexError):
+        return _FIRST_PORT
 
 
 def check_port(host: str, port: int) -> None:

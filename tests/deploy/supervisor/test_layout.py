@@ -119,6 +119,20 @@ def test_a_free_port_can_be_listened_on() -> None:
     check_port("127.0.0.1", free_port("127.0.0.1"))
 
 
+@pytest.mark.parametrize("listed", ["30000\t60999\n", "1024 65535", "", None])
+def test_free_ports_are_not_those_that_the_system_gives_to_others(
+    listed: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "ports"
+    if listed is not None:
+        path.write_text(listed, encoding="ascii")
+    monkeypatch.setattr(layout_module, "_EPHEMERAL_PORTS", path)
+    ports = {free_port("127.0.0.1") for _ in range(50)}
+    assert len(ports) > 25
+    if listed == "30000\t60999\n":
+        assert all(20_000 <= port < 30_000 for port in ports)
+
+
 def test_an_unknown_service_is_reported_with_the_known_ones() -> None:
     with pytest.raises(KeyError, match="tokenizer"):
         plan_layout(Settings(), RUN).find("worker-7")
