@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import av
 import numpy as np
-from av.sidedata.sidedata import Type
+from av.sidedata.sidedata import SideDataContainer, Type
 from av.stream import Disposition
 from PIL import Image
 
@@ -52,6 +52,7 @@ SLACK_BYTES: Final = 1 << 20
 _TOLERANCE: Final = 0.5
 _VP8_IS_SHOWN: Final = 0x10
 _DISPLAY_MATRIX: Final = 9
+_RIGHT_ANGLE: Final = 90
 _EDGE_PIXELS: Final = 1 << 16
 _SAMPLE_SIDE: Final = 64
 
@@ -71,7 +72,7 @@ def open_video(data: bytes, max_pixels: int) -> Iterator[VideoFile]:
     except (RefusedImageError, MemoryError):
         raise
     except Exception as error:  # as of pictures
-        reason = getattr(error, "strerror", None) or error
+        reason = getattr(error, "strerror", None) or str(error)
         raise RefusedImageError(f"is damaged: {reason}") from error
 
 
@@ -269,7 +270,12 @@ def _at_constant_rate(times: Sequence[int], unit: Fraction, average: Fraction | 
 def _picture(frame: VideoFrame) -> Image.Image:
     """Return a frame in mode RGB, turned and mirrored as the file says."""
     pixels = frame.reformat(format="rgb24", threads=1).to_ndarray()
-    sides: Any = frame.side_data  # Any: a container of the type `SideDataContainer`, which is declared otherwise
+    try:
+        # `frame.side_data` is kept by the frame that it refers to: both would stay until a search for cycles.
+        constructor: Any = SideDataContainer  # Any: it is declared without its argument, and as another iterable
+        sides = constructor(frame)
+    except ValueError:  # it has data of a type that PyAV does not know, as those of spatial videos
+        return Image.fromarray(np.ascontiguousarray(np.rot90(pixels, round(frame.rotation / _RIGHT_ANGLE))))
     matrix = next((side for side in sides if side.type is Type.DISPLAYMATRIX), None)
     if matrix is not None:
         # [x y 1] is multiplied by this matrix, of which the last column and row take no part.

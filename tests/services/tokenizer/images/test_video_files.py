@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import random
 import struct
 from fractions import Fraction
@@ -144,6 +146,42 @@ def test_frames_are_upright(matrix: tuple[int, int, int, int], transposed: Image
     found = read(turned(file, matrix))
     assert [one.shape for one in found] == [np.asarray(one).shape for one in expected]
     assert all(np.array_equal(one, np.asarray(other)) for one, other in zip(found, expected, strict=True))
+
+
+def test_frames_with_data_of_an_unknown_type_are_upright(monkeypatch: pytest.MonkeyPatch) -> None:
+    file = turned(clip_file(clip_pictures(2)), (0, 1, -1, 0))
+    expected = read(file)
+
+    def refused(frame: av.VideoFrame) -> None:
+        raise ValueError(f"{frame}: 30 is not a valid Type")
+
+    monkeypatch.setattr(video_files, "SideDataContainer", refused)
+    found = read(file)
+    assert found[0].shape == (64, 48, 3)
+    assert np.array_equal(found, expected)
+
+
+def test_frames_are_freed_without_a_search_for_cycles() -> None:
+    file = turned(clip_file(clip_pictures(COUNT)), (-1, 0, 0, 1))
+    gc.collect()
+    gc.disable()
+    try:
+        with open_video(file, MAX_PIXELS) as video:
+            most = max(count(av.VideoFrame) for _ in video.pictures(range(COUNT)))
+        del video
+        assert 0 < most < COUNT / 4
+        assert count(av.VideoFrame) == 0
+        # `pytest.raises` would keep the error.
+        with contextlib.suppress(RefusedImageError), open_video(file, MAX_PIXELS) as video:
+            next(video.pictures([COUNT]))
+        del video
+        assert count(av.VideoCodecContext) == count(av.container.InputContainer) == 0
+    finally:
+        gc.enable()
+
+
+def count(kind: type) -> int:
+    return sum(isinstance(each, kind) for each in gc.get_objects())
 
 
 def test_what_is_no_whole_video_is_refused_by_name() -> None:
