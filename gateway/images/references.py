@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, replace
 from enum import Enum
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -36,6 +37,7 @@ DETAILS = {"auto": "auto", "low": "low", "high": "high", "original": "high"}
 MAX_HEADER_CHARACTERS = 256
 MAX_URL_CHARACTERS = 8192
 SHOWN_CHARACTERS = 64
+_BASE64 = re.compile(r";\s*base64\s*,", re.IGNORECASE | re.ASCII)
 EXPECTED = "a data URL such as data:image/png;base64,… or an https URL"
 
 
@@ -224,7 +226,9 @@ def _checked_url(url: str, expected: str, param: str) -> str:
 
 def _start_of_data(url: str, param: str, media_types: Sequence[str]) -> int:
     """Return the place at which the base64 of a data URL begins."""
-    comma = url.find(",", 0, MAX_HEADER_CHARACTERS)
+    # Browsers write codecs with commas: data:video/webm;codecs=vp8,opus;base64,…
+    marker = _BASE64.search(url, 0, MAX_HEADER_CHARACTERS)
+    comma = marker.end() - 1 if marker else url.find(",", 0, MAX_HEADER_CHARACTERS)
     header = url[5:comma].lower() if comma >= 0 else ""
     media_type, *parameters = (each.strip() for each in header.split(";"))
     if "base64" not in parameters:

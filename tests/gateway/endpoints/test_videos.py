@@ -81,6 +81,8 @@ async def test_files_of_videos_reach_the_tokenizer() -> None:
         part(file_url(MP4), fps=0.5, detail="high"),
         part(file_url(WEBM, "video/webm")),
         {"type": "video_url", "video_url": file_url(MP4, "")},
+        # As browsers name what they record.
+        part(file_url(WEBM, "video/webm;codecs=vp8,opus")),
     )
     assert (await gateway.chat(messages=user(*clips))).status_code == 200
     (request,) = gateway.pipeline.submitted
@@ -88,9 +90,10 @@ async def test_files_of_videos_reach_the_tokenizer() -> None:
         ImageFile(MP4, "high", frames_per_second=0.5, is_video_file=True),
         ImageFile(WEBM, is_video_file=True),
         ImageFile(MP4, is_video_file=True),
+        ImageFile(WEBM, is_video_file=True),
     )
     assert request.image_files == found
-    assert announced_tokens(replace(request, options=replace(request.options, n=1))) >= 3 * 8 * TOKENS_PER_IMAGE
+    assert announced_tokens(replace(request, options=replace(request.options, n=1))) >= 4 * 8 * TOKENS_PER_IMAGE
     read = submission_from_wire(generate_to_wire(request, ReplyTo(SubscriberId("test")))).request.prompt
     assert isinstance(read, ChatPrompt)
     assert read.images == found
@@ -155,6 +158,7 @@ async def test_files_of_videos_are_refused_where_none_are_decoded() -> None:
         (part("https://example.org/a.mp4"), "fetches no URLs"),
         (part("file:///etc/passwd"), "frames of the video"),
         (part("data:video/avi;base64,AAAA"), "send video/mp4, video/webm"),
+        (part("data:video/mp4,AAAA;base64,AAAA"), "'video/mp4,aaaa'"),
         (part(data_url(PNG)), "send video/mp4, video/webm"),
         (part(file_url(b"")), "is empty"),
         (part(file_url(b"RIFF0000AVI LIST")), "is AVI, which is not supported; send MP4 or WebM"),
