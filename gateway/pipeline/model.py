@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 
 TIMEOUT_S = 10.0
 CARD_TIMEOUT_S = 2.0
+# For a chat with images, which tokenizers decode: more than the most that one may take there (`timeout_s`).
+IMAGES_TIMEOUT_S = 330.0
 
 
 class PipelineReadiness:
@@ -71,7 +73,8 @@ class GrpcModel:
 
     async def render_chat(self, subject: Subject, chat: ChatPrompt) -> Tokenization:
         request = tokenizer_pb2.RenderChatRequest(chat=chat_to_wire(chat), subject=subject_to_wire(subject))
-        return Tokenization(tuple((await answered(self._stub.RenderChat(request, timeout=TIMEOUT_S))).ids))
+        timeout = IMAGES_TIMEOUT_S if chat.images else TIMEOUT_S
+        return Tokenization(tuple((await answered(self._stub.RenderChat(request, timeout=timeout))).ids))
 
     async def open_session(self, wish: SessionWish) -> SessionGrant:
         return await self._sessions.open_session(wish)

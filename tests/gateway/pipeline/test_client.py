@@ -10,7 +10,7 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from common.errors import PandoError
-from common.requests import ChatMessage, ChatPrompt, GenerateRequest
+from common.requests import ChatMessage, ChatPrompt, GenerateRequest, ImageFile
 from common.rpc.peers import servers_at
 from common.rpc.sessions import SessionsClient
 from common.types import (
@@ -27,8 +27,8 @@ from common.types import (
 from gateway.metrics import GatewayMetrics
 from gateway.pipeline import client as client_module
 from gateway.pipeline.client import GrpcPipeline
-from gateway.pipeline.model import GrpcModel, PipelineReadiness
-from protos.gen.pando.v1 import common_pb2, tokenizer_pb2_grpc
+from gateway.pipeline.model import IMAGES_TIMEOUT_S, TIMEOUT_S, GrpcModel, PipelineReadiness
+from protos.gen.pando.v1 import common_pb2, tokenizer_pb2, tokenizer_pb2_grpc
 from tests.fakes.pipeline_servers import DETOKENIZER, TOKENIZER, FakeServices, pipeline_servers
 from tests.waiting import until
 
@@ -285,6 +285,26 @@ async def test_readiness_names_the_missing_services(tmp_path: Path) -> None:
         await services.kill(DETOKENIZER)
         await until(lambda: not client.pipeline.is_linked and not client.pipeline.is_subscribed)
         assert await client.readiness.missing() == ["tokenizer: not connected", "detokenizer: not subscribed"]
+
+
+async def test_chats_with_images_have_more_time_than_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = ChatPrompt((ChatMessage("user", "yo"),))
+    seen = ChatPrompt((ChatMessage("user", "", parts=("yo", ImageFile(b"clip", is_video_file=True))),))
+    timeouts: list[float] = []
+    async with pipeline_servers(tmp_path) as services, connected(services) as client:
+        await up(client)
+        stub = client.model._stub
+        ask = stub.RenderChat
+
+        def noted(request: tokenizer_pb2.RenderChatRequest, timeout: float) -> object:
+            timeouts.append(timeout)
+            return ask(request, timeout=timeout)
+
+        monkeypatch.setattr(stub, "RenderChat", noted)
+        for chat in (plain, seen):
+            await client.model.render_chat(ANN, chat)
+    assert timeouts == [TIMEOUT_S, IMAGES_TIMEOUT_S]
+    assert timeouts[1] > 300, "the most that an image may take at a tokenizer"
 
 
 async def test_questions_to_the_tokenizer(tmp_path: Path) -> None:
