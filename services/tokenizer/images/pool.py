@@ -20,7 +20,7 @@ from services.tokenizer import metrics
 from services.tokenizer.encoding_pool import FairQueue
 from services.tokenizer.images.child import LENGTH, ChildLimits
 from services.tokenizer.images.processor import RefusedImageError, prepared, prepared_video
-from services.tokenizer.images.sampling import Footage, FrameTimes
+from services.tokenizer.images.sampling import MAX_FRAMES, MAX_SECONDS, Footage, FrameTimes
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -250,7 +250,8 @@ class ImagePool:
         if not file.is_video_file:
             return FrameTimes.even(len(file.frames), file.frames_per_second or sampling.rate)
         footage = Footage(int(answer["frames"]), float(answer["rate"]))
-        if footage.frames < 1 or not 0 < footage.rate < math.inf:
+        # The rate of two frames may be that of two and a half.
+        if not (1 <= footage.frames <= MAX_FRAMES and 0.5 / MAX_SECONDS <= footage.rate < math.inf):
             raise ValueError(f"{footage}")
         return FrameTimes.chosen(footage, sampling.choose(footage, file.frames_per_second, self._max_frames))
 

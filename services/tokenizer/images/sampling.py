@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+
+# Of a file: three hours of 24 frames a second.
+MAX_FRAMES: Final = 262_144
+MAX_SECONDS: Final = 86_400
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,7 +22,7 @@ from PIL import Image
 
 from services.tokenizer.images.containers import MATROSKA, MP4, container_of
 from services.tokenizer.images.processor import RefusedImageError
-from services.tokenizer.images.sampling import Footage
+from services.tokenizer.images.sampling import MAX_FRAMES, MAX_SECONDS, Footage
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -42,9 +42,6 @@ OPTIONS: Final = {
     "format_whitelist": f"{MP4},{MATROSKA}",
     "protocol_whitelist": "none",
 }
-# Three hours of 24 frames a second.
-MAX_FRAMES: Final = 262_144
-MAX_SECONDS: Final = 86_400
 # Of all samples of a file of this many bytes: samples of a damaged one may overlap.
 MAX_GROWTH: Final = 2
 SLACK_BYTES: Final = 1 << 20

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+import sys
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -12,7 +13,8 @@ import pytest
 
 from common.errors import InvalidRequestError
 from common.requests import ImageFile
-from services.tokenizer.images.child import Cutting
+from services.tokenizer.images import pool
+from services.tokenizer.images.child import LENGTH, Cutting
 from services.tokenizer.images.processor import Detail, RefusedImageError, prepared_video
 from services.tokenizer.images.registry import read_processor
 from services.tokenizer.images.sampling import FrameTimes
@@ -22,6 +24,7 @@ from tests.services.tokenizer.images.clips import ENCODERS, clip_file, clip_pict
 from tests.services.tokenizer.images.pictures import file_of, picture
 from tests.services.tokenizer.images.test_pool import (
     ADA,
+    FAKE_CHILD,
     LIMITS,
     MEMORY,
     MOST_BYTES,
@@ -147,6 +150,24 @@ async def test_a_video_that_takes_too_long_is_refused(directory: Path) -> None:
         (first,) = bench.children
         assert "takes longer than 0.001 s" in await refusal(bench, slow)
         await until(lambda: len(bench.children) == 1 and bench.children != [first])
+
+
+@pytest.mark.parametrize(
+    "stated",
+    ['"frames": 1000000, "rate": 5e-324', '"frames": 8, "rate": 1e-300', '"frames": 1e999, "rate": 1', '"frames": 8'],
+    ids=["vanishing", "slow", "infinite", "missing"],
+)
+async def test_a_process_that_states_impossible_footage_fails_its_video_only(
+    stated: str, directory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    steps = 384 if "1000000" in stated else 4
+    answer = f"""write(b'{{"grid": [{steps}, 2, 2], {stated}}}'); write(bytes({steps * 4 * 3 * 2 * 14 * 14}))"""
+    program = FAKE_CHILD.replace("ANSWER", answer).replace("MARK", repr(str(tmp_path / "mark")))
+    monkeypatch.setattr(pool, "COMMAND", (sys.executable, "-c", program.replace("LENGTH", repr(LENGTH.format))))
+    bench = Bench(directory, timeout_s=10.0)
+    async with running(bench):
+        assert "crashed" in await refusal(bench, b"")
+        assert "is of the second process" in await refusal(bench, b"")
 
 
 def overwritten(data: bytes, random_: random.Random) -> bytes:
