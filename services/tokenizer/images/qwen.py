@@ -224,7 +224,9 @@ class FrameCutter:
             # In the precision of `transformers`.
             interval = np.float32(self.tokens_per_second) * np.float32(cutter.frames / times.rate)
             if (steps - 1) * interval >= steps * whole.embeddings:
-                raise RefusedImageError("is too slow for its size: its seconds have more positions than its tokens")
+                raise RefusedImageError(
+                    "is too slow for its size: its seconds have more positions than its tokens; send a shorter part"
+                )
             coordinates = tuple((np.arange(steps, dtype=np.float32) * interval).astype(np.int64).tolist())
         return ImagePlan(
             values=(steps * rows * columns, CHANNELS, cutter.frames * cutter.patch**2),

@@ -112,7 +112,7 @@ async def test_files_that_cannot_be_used_are_refused_by_name_and_end_no_process(
         "The video is damaged": good[: len(good) // 2] + bytes(len(good) - len(good) // 2),
         "The video has no video, only sound": sound_file(),
         "The video has fewer than 2 frames": clip_file(clip_pictures(1)),
-        "The video is too slow for its size": clip_file(clip_pictures(4, 28, 28), milliseconds=[0, 9**5, 9**6, 9**7]),
+        "its tokens; send a shorter part": clip_file(clip_pictures(4, 28, 28), milliseconds=[0, 9**5, 9**6, 9**7]),
     }.items():
         assert words in await refusal(bench, file)
     assert len(bench.children) == 1
