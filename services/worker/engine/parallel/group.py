@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from common.errors import ConfigurationError
+from services.worker.engine.parallel.meeting import meet
 from services.worker.engine.parallel.stages import DistributedStageLinks, NoStages
 from services.worker.engine.parallel.symmetric_memory import join_symmetric_memory
 
@@ -148,7 +149,7 @@ class DistributedGroup:
         use_way_to(rendezvous)
         dist.init_process_group(
             "nccl" if device.type == "cuda" else "gloo",
-            init_method=f"tcp://{rendezvous}",
+            store=meet(rank, world_size, rendezvous, _RENDEZVOUS_TIMEOUT),
             rank=rank,
             world_size=world_size,
             timeout=_RENDEZVOUS_TIMEOUT,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import TYPE_CHECKING
 
 import pytest
@@ -38,6 +39,17 @@ def exchange(rank: int, world_size: int, rendezvous: str) -> dict[str, list[int]
     return result
 
 
+def join_again(rank: int, world_size: int, rendezvous: str, late: int) -> list[int]:
+    """Join, and join again while `late` is still in the first group; return both sums."""
+    sums = []
+    for _ in range(2):
+        group = join_group(rank, world_size, rendezvous, CPU)
+        sums.append(int(group.sum(torch.tensor([rank + 1])).item()))
+        time.sleep(0.5 if rank == late else 0)
+        group.close()
+    return sums
+
+
 def compute(rank: int, world_size: int, rendezvous: str, model: str, backend: str) -> tuple[torch.Tensor, int, int]:
     """Prefill in two chunks, then decode four given tokens; return all logits."""
     # Nobody says how many pages: each rank counts for itself, and the least counts.
@@ -51,6 +63,11 @@ def compute(rank: int, world_size: int, rendezvous: str, model: str, backend: st
     told = runner.broadcast_tokens(torch.tensor([5 if rank == 0 else 0]))
     runner.close()
     return logits, int(told), runner.capacity.device_pages
+
+
+@pytest.mark.parametrize("late", [0, 2])
+def test_ranks_that_join_again_need_not_leave_at_the_same_time(ranks: Ranks, late: int) -> None:
+    assert ranks.run(join_again, 3, late) == [[6, 6]] * 3
 
 
 def test_collectives_of_two_ranks_give_the_right_results(ranks: Ranks) -> None:
