@@ -31,8 +31,9 @@ MAX_SOCKET_PATH = 103
 # Seconds that a service has to end in addition to the time in which open requests may finish.
 STOP_MARGIN_S = 3.0
 DRIVER = Path("/dev/nvidiactl")
-# Where Linux says which ports it gives to whoever asks for any; the first of those that are chosen here, and how often.
+# The ports that Linux gives to connections, and to servers that ask for any.
 _EPHEMERAL_PORTS = Path("/proc/sys/net/ipv4/ip_local_port_range")
+# The first of the other ports that are tried, and how many of them are.
 _FIRST_PORT, _TRIES = 20_000, 20
 # A CPU computes 512 tokens of a small model in the time in which a GPU computes 4,096 of a large one.
 ON_GPUS = {"max_rows": 256, "max_step_tokens": 4096}
@@ -379,8 +380,8 @@ def _reachable(host: str) -> str:
 def free_port(host: str) -> int:
     """Return a TCP port that is currently free at `host`.
 
-    If possible, one that the system gives to nobody who does not ask for it: the caller's server may start later, or
-    stop for a while, as the meeting point of ranks does while their model sleeps.
+    If possible, it is none of those that the system chooses from for others: the caller's server may start later, or
+    stop for a while.
     """
     ports = range(_FIRST_PORT, _first_ephemeral_port())
     for _ in range(_TRIES if ports else 0):

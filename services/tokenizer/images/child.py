@@ -142,7 +142,7 @@ def write_frame(stream: BinaryIO, *parts: bytes | memoryview) -> None:
 
 
 def _opener(processor: ImageProcessor) -> OpenVideo | None:
-    """Return what opens files of videos, after it has opened one, for the reason of `_warm`."""
+    """Return the function that opens files of videos, after it has opened one, for the reason of `_warm`."""
     if processor.video is None or not can_be_decoded():
         return None
     from services.tokenizer.images.video_files import open_video, sample
