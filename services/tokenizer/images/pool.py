@@ -11,7 +11,7 @@ import sys
 import time
 from collections import Counter
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from common.errors import InvalidRequestError, UnavailableError
 from common.logs import get_logger
@@ -23,7 +23,7 @@ from services.tokenizer.images.processor import RefusedImageError, prepared, pre
 from services.tokenizer.images.sampling import MAX_FRAMES, MAX_SECONDS, Footage, FrameTimes
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
     from pathlib import Path
 
     from common.requests import ImageFile
@@ -49,6 +49,8 @@ IMAGE_COST = 65_536
 SECOND_COST = 16 * 1024 * 1024
 # Of replacing a process, in seconds of decoding.
 REPLACEMENT_S = 0.5
+# How long an image is decoded on after its request was cancelled, before its process is replaced.
+ABANDONED_S = 1.0
 CRASHED = "cannot be decoded: its decoder crashed, or took more memory or time than allowed"
 
 
@@ -210,10 +212,12 @@ class ImagePool:
     async def _serve(self, process: DecodingProcess, job: _Job) -> bool:
         """Decode an image; return whether the process can decode another one."""
         try:
-            async with asyncio.timeout(self._timeout_s):
-                answer, values = await process.decode(job.file, self._max_values)
+            async with asyncio.timeout(self._timeout_s) as deadline:
+                with _hurried(deadline, job.result):
+                    answer, values = await process.decode(job.file, self._max_values)
         except TimeoutError:
-            return self._refuse(job, f"takes longer than {self._timeout_s:g} s to decode", "timeout")
+            outcome = "abandoned" if job.result.cancelled() else "timeout"
+            return self._refuse(job, f"takes longer than {self._timeout_s:g} s to decode", outcome)
         except (OSError, ValueError, RecursionError, asyncio.IncompleteReadError):
             return self._refuse(job, CRASHED, "crash")
         except asyncio.CancelledError:
@@ -269,6 +273,26 @@ class ImagePool:
             job.result.set_exception(result)
         else:
             job.result.set_result(result)
+
+
+@contextlib.contextmanager
+def _hurried(deadline: asyncio.Timeout, result: asyncio.Future[Any]) -> Iterator[None]:
+    """Bring `deadline` forward to `ABANDONED_S` from when `result` is cancelled."""
+
+    is_over = False
+
+    def hurry(result: asyncio.Future[Any]) -> None:
+        soon, limit = asyncio.get_running_loop().time() + ABANDONED_S, deadline.when()
+        # The loop may call this after the end, and a deadline that has passed cannot be changed.
+        if result.cancelled() and not is_over and not deadline.expired() and (limit is None or soon < limit):
+            deadline.reschedule(soon)
+
+    result.add_done_callback(hurry)
+    try:
+        yield
+    finally:
+        is_over = True
+        result.remove_done_callback(hurry)
 
 
 def _prepared(processor: ImageProcessor, grid: Grid, values: bytes, times: FrameTimes | None) -> PreparedImage:

@@ -321,12 +321,25 @@ async def test_images_of_cancelled_requests_are_not_decoded(directory: Path, mon
         waiting = bench.send(BOB, "one", "two")
         await asyncio.sleep(0)
         waiting.cancel()
-        # The one that is being decoded cannot be taken back; its process is free afterwards.
+        # The one that is being decoded may end soon; its process is free afterwards.
         first.cancel()
         last = bench.send(BOB, "three")
         bench.mark.touch()
         assert "is three" in await last
     assert bench.noted == ["held", "three"]
+
+
+async def test_a_process_is_replaced_if_its_image_is_cancelled_and_takes_long(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bench = NotedBench(directory, 1, monkeypatch)
+    async with running(bench):
+        first = bench.send(ADA, "held")
+        await until(lambda: bench.noted == ["held"])
+        first.cancel()
+        async with asyncio.timeout(30):  # half of what an image may take here
+            assert "is next" in await bench.send(ADA, "next")
+    assert bench.noted == ["held", "next"]
 
 
 async def test_images_that_take_long_are_charged_to_their_subject(directory: Path) -> None:
