@@ -25,7 +25,7 @@ REPLICA_SERVING = Gauge("pando_tokenizer_replica_serving", "1 while a scheduler 
 SCHEDULER_CONNECTED = Gauge("pando_tokenizer_scheduler_connected", "1 while the scheduler can serve.")
 IMAGES_TOTAL = Counter(
     "pando_tokenizer_images_total",
-    "Images by outcome: prepared, refused, or the process that decoded it crashed or took too long.",
+    "Images by outcome: prepared, refused, or the process that decoded it crashed, took too long, or was abandoned.",
     ["outcome"],
 )
 IMAGE_SECONDS = Histogram(

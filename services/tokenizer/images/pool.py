@@ -278,7 +278,6 @@ class ImagePool:
 @contextlib.contextmanager
 def _hurried(deadline: asyncio.Timeout, result: asyncio.Future[Any]) -> Iterator[None]:
     """Bring `deadline` forward to `ABANDONED_S` from when `result` is cancelled."""
-
     is_over = False
 
     def hurry(result: asyncio.Future[Any]) -> None:
