@@ -177,8 +177,6 @@ class CpuLibrary:
         """Outputs in a panel of a laid-out matrix."""
         self.rounds_inputs: bool = bool(library.pando_rounds_inputs())
         """Whether products with bfloat16 weights round their inputs, too."""
-        self.uses_tiles: bool = bool(library.pando_uses_tiles())
-        """Whether products with bfloat16 weights are those of AMX."""
         self.max_head_dim: int = library.pando_max_head_dim()
 
     def has_blocks(self, blocks: BlockFunctions, dtype: torch.dtype) -> bool:

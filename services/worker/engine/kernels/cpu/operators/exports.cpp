@@ -38,8 +38,6 @@ int pando_lanes() { return pando::kLanes; }
 int pando_panel() { return pando::kPanel; }
 // Whether products with bfloat16 weights round their inputs to bfloat16 as well.
 int pando_rounds_inputs() { return std::is_same_v<pando::InputOf<pando::BFloat16>, pando::BFloat16>; }
-// Whether products with bfloat16 weights are those of AMX.
-int pando_uses_tiles() { return pando::uses_tiles<pando::BFloat16>(); }
 // Whether products of blocks may replace those of weights of this type, and oneDNN has them for this processor.
 int pando_has_blocks(const pando::BlockFunctions* blocks, int type) {
   int has_blocks = 0;
