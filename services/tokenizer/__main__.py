@@ -36,6 +36,7 @@ from services.tokenizer.images.child import ChildLimits
 from services.tokenizer.images.containers import can_be_decoded
 from services.tokenizer.images.pool import ImagePool
 from services.tokenizer.images.prompts import NoImages, PreparedPrompts
+from services.tokenizer.images.recent import RecentImages
 from services.tokenizer.images.registry import read_processor
 from services.tokenizer.limits import ModelLimits
 from services.tokenizer.relay import RETRY_AFTER_MS, Relay
@@ -126,7 +127,7 @@ def build_images(settings: Settings, model: TextModel) -> tuple[ImagePool | None
         get_logger("images").warning("images.refused", reason=str(error))
         return None, NoImages()
     limits = ChildLimits(rules.max_pixels, rules.max_frames, rules.memory_bytes, rules.timeout_s)
-    pool = ImagePool(directory, processor, limits, rules.processes, rules.timeout_s)
+    pool = ImagePool(directory, processor, limits, rules.processes, rules.timeout_s, RecentImages(rules.kept_bytes))
     return pool, PreparedPrompts(pool, model.tokenizer, mark, token_id, video_mark_id(config))
 
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Protocol
 from common.errors import InvalidRequestError, PandoError, UnavailableError
 from common.logs import get_logger
 from common.tracing import is_recorded, record
-from common.types import Admission, RequestFailure, ScheduleRequest
+from common.types import Admission, CacheMode, RequestFailure, ScheduleRequest
 from services.tokenizer.images.prompts import PlacedPrompt
 from services.tokenizer.limits import allowed_context, check_prompt, check_request, param_of
 from services.tokenizer.pooled_text import EncodedPair
@@ -258,7 +258,9 @@ class Relay:
             return encoded
         if self._pending.get(pending.request.request_id) is not pending:
             return _aborted_error()
-        placed = self._images.place(pending.subject, encoded, pending.images, param_of(pending.request.prompt))
+        request = pending.request
+        view = None if request.options.cache_mode is CacheMode.NONE else request.view
+        placed = self._images.place(pending.subject, encoded, pending.images, param_of(request.prompt), view)
         pending.placing = asyncio.create_task(placed)
         await asyncio.wait([pending.placing])
         if pending.placing.cancelled():

@@ -19,7 +19,8 @@ from common.room import SharedRoom
 from services.tokenizer import metrics
 from services.tokenizer.encoding_pool import FairQueue
 from services.tokenizer.images.child import LENGTH, ChildLimits
-from services.tokenizer.images.processor import RefusedImageError, prepared, prepared_video
+from services.tokenizer.images.processor import PreparedImage, RefusedImageError, prepared, prepared_video
+from services.tokenizer.images.recent import key_of
 from services.tokenizer.images.sampling import MAX_FRAMES, MAX_SECONDS, Footage, FrameTimes
 
 if TYPE_CHECKING:
@@ -27,8 +28,9 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from common.requests import ImageFile
-    from common.types import Subject
-    from services.tokenizer.images.processor import Grid, ImageProcessor, JsonObject, PreparedImage
+    from common.types import Subject, View
+    from services.tokenizer.images.processor import Grid, ImageProcessor, JsonObject
+    from services.tokenizer.images.recent import RecentImages
 
 COMMAND = (sys.executable, "-m", "services.tokenizer.images.child")
 # What a process gets of the environment, which may hold secrets.
@@ -49,6 +51,8 @@ IMAGE_COST = 65_536
 SECOND_COST = 16 * 1024 * 1024
 # Of replacing a process, in seconds of decoding.
 REPLACEMENT_S = 0.5
+# Between searches for images that are not kept any longer.
+EXPIRY_S = 15.0
 # How long an image is decoded on after its request was cancelled, before its process is replaced.
 ABANDONED_S = 1.0
 CRASHED = "cannot be decoded: its decoder crashed, or took more memory or time than allowed"
@@ -81,8 +85,9 @@ class ImagePool:
     """
 
     def __init__(
-        self, directory: Path, processor: ImageProcessor, limits: ChildLimits, processes: int, timeout_s: float
-    ) -> None:
+        self, directory: Path, processor: ImageProcessor, limits: ChildLimits, processes: int, timeout_s: float,
+        recent: RecentImages,
+    ) -> None:  # fmt: skip
         """Cut images for the model in `directory`, whose processor is `processor`; an image may take `timeout_s`."""
         self._arguments = (
             str(directory), str(limits.max_pixels), str(limits.max_frames), str(limits.memory_bytes),
@@ -93,6 +98,7 @@ class ImagePool:
         self._max_frames = limits.max_frames
         self._processes = processes
         self._timeout_s = timeout_s
+        self._recent = recent
         self._queue: FairQueue[_Job] = FairQueue()
         # Images that are decoded now, those of cancelled requests included.
         self._running: Counter[Subject] = Counter()
@@ -104,55 +110,80 @@ class ImagePool:
     async def run(self) -> NoReturn:
         """Decode images until cancelled."""
         async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(self._expire())
             for _ in range(self._processes):
                 tasks.create_task(self._work())
         raise AssertionError("processes decode until they are cancelled")
 
     async def prepare(
-        self, subject: Subject, files: Sequence[ImageFile], param: str, max_bytes: int
+        self, subject: Subject, files: Sequence[ImageFile], param: str, max_bytes: int, view: View | None = None
     ) -> list[PreparedImage]:
         """Return images as the model takes them. Those that follow a refused one are not decoded.
+
+        Those that a request of the same `view` has sent before are not decoded again, and new ones are kept for it;
+        None: neither.
 
         Raises:
             InvalidRequestError: an image is refused, and the text says which one and why; or the pixels of all take
                 more than `max_bytes`.
             QueueFullError: too many images are waiting.
         """
-        pieces = sum(-(-file.size // PIECE_BYTES) for file in files)
+        # Hashing megabytes would delay the event loop.
+        keys = await asyncio.to_thread(lambda: [key_of(file) for file in files]) if view else []
+        found = [self._recent.get(view, key) for key in keys] if view else [None] * len(files)
+        pieces = sum(-(-file.size // PIECE_BYTES) for file, image in zip(files, found, strict=True) if image is None)
         self._room.take(subject, pieces)
         started = time.perf_counter()
-        jobs = [_Job(subject, file, asyncio.get_running_loop().create_future()) for file in files]
+        loop = asyncio.get_running_loop()
+        wanted = [
+            _Job(subject, file, loop.create_future()) if image is None else image
+            for file, image in zip(files, found, strict=True)
+        ]
+        jobs = [each for each in wanted if isinstance(each, _Job)]
+        metrics.IMAGES_TOTAL.labels("kept").inc(len(wanted) - len(jobs))
         try:
             for job in jobs:
                 self._queue.add(subject, job, job.cost)
             self._changed.set()
-            images = await self._gathered(jobs, param, max_bytes)
+            images = await self._gathered(wanted, param, max_bytes)
         finally:
             for job in jobs:
                 self._queue.remove(subject, job)
                 job.result.cancel()
             self._room.give_back(subject, pieces)
+        if view:
+            for key, image in zip(keys, images, strict=True):
+                self._recent.put(view, key, image)
         metrics.IMAGE_SECONDS.observe(time.perf_counter() - started)
         return images
 
-    async def _gathered(self, jobs: Sequence[_Job], param: str, max_bytes: int) -> list[PreparedImage]:
+    async def _gathered(
+        self, wanted: Sequence[_Job | PreparedImage], param: str, max_bytes: int
+    ) -> list[PreparedImage]:
         images: list[PreparedImage] = []
         size = 0
-        for number, job in enumerate(jobs, 1):
-            image = await job.result
-            if isinstance(image, InvalidRequestError):
-                kind = "video" if job.file.is_video else "image"
-                which = f"The {kind}" if len(jobs) == 1 else f"{kind.capitalize()} {number} of {len(jobs)}"
+        for number, each in enumerate(wanted, 1):
+            image = await each.result if isinstance(each, _Job) else each
+            if isinstance(each, _Job) and isinstance(image, InvalidRequestError):
+                kind = "video" if each.file.is_video else "image"
+                which = f"The {kind}" if len(wanted) == 1 else f"{kind.capitalize()} {number} of {len(wanted)}"
                 raise InvalidRequestError(f"{which} {image}.", param=param)
+            assert not isinstance(image, InvalidRequestError)
             size += image.pixels.nbytes
             if size > max_bytes:
                 message = (
                     f"The images take more than the {max_bytes} bytes that are allowed at the model's resolution: the "
-                    f"first {number} of {len(jobs)} take {size}. Send fewer or smaller images, or with the detail low."
+                    f"first {number} of {len(wanted)} take {size}. Send fewer or smaller images, or with the detail "
+                    "low."
                 )
                 raise InvalidRequestError(message, param=param)
             images.append(image)
         return images
+
+    async def _expire(self) -> NoReturn:
+        while True:
+            await asyncio.sleep(EXPIRY_S)
+            self._recent.expire()
 
     async def _work(self) -> NoReturn:
         process: DecodingProcess | None = None

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
     from common.requests import ImageFile
-    from common.types import Subject, TokenIds
+    from common.types import Subject, TokenIds, View
     from services.tokenizer.images.pool import ImagePool
     from services.tokenizer.images.processor import PreparedImage
 
@@ -41,9 +41,11 @@ class ImagePrompts(Protocol):
     videos_are_taken: bool
 
     async def place(
-        self, subject: Subject, token_ids: TokenIds, files: Sequence[ImageFile], param: str
+        self, subject: Subject, token_ids: TokenIds, files: Sequence[ImageFile], param: str, view: View | None = None
     ) -> PlacedPrompt:
         """Return an encoded prompt with its images in place of its placeholders; `param` names it in errors.
+
+        Images are kept for further requests of `view`, if there is one, and need not be decoded again then.
 
         Raises:
             InvalidRequestError: an image is refused, or there are more or fewer placeholders than images.
@@ -62,7 +64,7 @@ class NoImages:
     are_taken = videos_are_taken = False
 
     async def place(
-        self, subject: Subject, token_ids: TokenIds, files: Sequence[ImageFile], param: str
+        self, subject: Subject, token_ids: TokenIds, files: Sequence[ImageFile], param: str, view: View | None = None
     ) -> PlacedPrompt:
         raise InvalidRequestError("The model does not take images.", param=param)
 
@@ -94,14 +96,14 @@ class PreparedPrompts:
         ]
 
     async def place(
-        self, subject: Subject, token_ids: TokenIds, files: Sequence[ImageFile], param: str
+        self, subject: Subject, token_ids: TokenIds, files: Sequence[ImageFile], param: str, view: View | None = None
     ) -> PlacedPrompt:
         pictures, videos = ([file for file in files if file.is_video is which] for which in (False, True))
         placed = self._at_marks(token_ids, self._mark, pictures, "images", param)
         if self._video_mark is not None:
             placed += self._at_marks(token_ids, self._video_mark, videos, "videos", param)
         placed.sort(key=itemgetter(0))
-        prepared = await self._pool.prepare(subject, [file for _, file in placed], param, MAX_PIXEL_BYTES)
+        prepared = await self._pool.prepare(subject, [file for _, file in placed], param, MAX_PIXEL_BYTES, view)
         # Off the event loop: much text may stand beside an image.
         return await asyncio.to_thread(self._placed, token_ids, placed, prepared)
 

@@ -90,11 +90,13 @@ class Placing:
         self.may_finish = asyncio.Event()
         self.error: Exception | None = None
         self.calls = self.cancelled = 0
+        self.views: list[View | None] = []
 
     async def place(
-        self, _subject: Subject, token_ids: TokenIds, files: Sequence[ImageFile], param: str
+        self, _subject: Subject, token_ids: TokenIds, files: Sequence[ImageFile], param: str, view: View | None = None
     ) -> PlacedPrompt:
         self.calls += 1
+        self.views.append(view)
         try:
             await self.may_finish.wait()
         except asyncio.CancelledError:
@@ -417,6 +419,16 @@ async def test_texts_do_not_wait_for_the_images_of_the_same_user(bench: Bench) -
     bench.admit("seeing")
     (answer,) = await bench.session.take()
     assert answer.prompt_ids[-3:] == (49, 49, 49)
+
+
+async def test_images_are_kept_for_the_view_unless_the_request_does_not_use_the_cache(bench: Bench) -> None:
+    bench.placing.may_finish.set()
+    own = View(Subject("acme", "user/ada"), "salt")
+    modes = {"a": CacheMode.DEFAULT, "b": CacheMode.PRIVATE, "c": CacheMode.NONE}
+    for name, mode in modes.items():
+        bench.relay.submit(bench.session, [submission(name, images=(PICTURE,), view=own, cache_mode=mode)])
+    await settle()
+    assert bench.placing.views == [own, own, None]
 
 
 async def test_a_refused_image_rejects_its_request(bench: Bench) -> None:

@@ -19,11 +19,12 @@ from PIL import Image
 
 from common.errors import InvalidRequestError, QueueFullError
 from common.requests import ImageFile
-from common.types import Subject
+from common.types import Subject, View
 from services.tokenizer.images import pool
 from services.tokenizer.images.child import LENGTH, ChildLimits
 from services.tokenizer.images.pool import WAITING_PIECES, ImagePool
 from services.tokenizer.images.processor import Detail, prepared, prepared_video
+from services.tokenizer.images.recent import RecentImages
 from services.tokenizer.images.registry import read_processor
 from services.tokenizer.images.sampling import FrameTimes
 from tests.services.tokenizer.images.pictures import file_of, picture
@@ -37,6 +38,7 @@ ADA = Subject("acme", "ada")
 MEMORY = 96 * 1024 * 1024
 MOST_BYTES = 64 * 1024 * 1024
 LIMITS = ChildLimits(max_pixels=40_000_000, max_frames=768, memory_bytes=MEMORY, cpu_seconds=20.0)
+KEPT_BYTES = 1024 * 1024
 SEED = 20_261_124
 
 
@@ -45,7 +47,8 @@ class Bench:
 
     def __init__(self, directory: Path, timeout_s: float = 60.0, processes: int = 1) -> None:
         self.processor = read_processor(directory, "<image>")
-        self.pool = ImagePool(directory, self.processor, LIMITS, processes, timeout_s)
+        self.recent = RecentImages(KEPT_BYTES)
+        self.pool = ImagePool(directory, self.processor, LIMITS, processes, timeout_s, self.recent)
 
     @property
     def children(self) -> list[psutil.Process]:
@@ -96,6 +99,26 @@ async def test_images_are_those_that_this_process_would_cut(bench: Bench) -> Non
         expected = prepared(bench.processor, grid, values.tobytes())
         assert (one.digest, one.grid, one.text) == (expected.digest, expected.grid, expected.text)
         assert np.array_equal(one.pixels.unpacked(), expected.pixels.unpacked())
+
+
+async def test_an_image_that_its_view_sends_again_is_not_decoded_again(bench: Bench) -> None:
+    first, second = (ImageFile(file_of(picture(60, 60, seed=seed))) for seed in (1, 2))
+    view, salted = View(ADA), View(ADA, "other")
+    (decoded,) = await bench.pool.prepare(ADA, [first], "messages", MOST_BYTES, view)
+    again, new = await bench.pool.prepare(ADA, [first, second], "messages", MOST_BYTES, view)
+    assert again is decoded
+    assert new.digest != decoded.digest
+    for other in (None, salted, View(Subject("acme", "bob")), View(Subject("globex", ADA.name))):
+        (image,) = await bench.pool.prepare(ADA, [first], "messages", MOST_BYTES, other)
+        assert image is not decoded
+        assert image.digest == decoded.digest
+    (closer,) = await bench.pool.prepare(ADA, [ImageFile(first.data, "low")], "messages", MOST_BYTES, view)
+    assert closer is not decoded
+    damaged = ImageFile(first.data[:-40])
+    with pytest.raises(InvalidRequestError, match="Image 2 of 2 is damaged"):
+        await bench.pool.prepare(ADA, [first, damaged], "messages", MOST_BYTES, view)
+    with pytest.raises(InvalidRequestError, match="the first 2 of 2 take"):
+        await bench.pool.prepare(ADA, [first, second], "messages", again.pixels.nbytes, view)
 
 
 async def test_videos_are_those_that_this_process_would_cut(bench: Bench) -> None:

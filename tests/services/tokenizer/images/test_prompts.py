@@ -13,7 +13,7 @@ from common.errors import InvalidRequestError
 from common.images import image_ids, image_spans
 from common.requests import ImageFile
 from common.tokenization.vocabulary import byte_alphabet
-from common.types import Subject
+from common.types import Subject, View
 from services.tokenizer.images.processor import Detail, prepared, prepared_video
 from services.tokenizer.images.prompts import PreparedPrompts
 from services.tokenizer.images.registry import read_processor
@@ -68,7 +68,7 @@ class Pool:
         self.images = images
 
     async def prepare(
-        self, _subject: Subject, files: Sequence[ImageFile], _param: str, _most: int
+        self, _subject: Subject, files: Sequence[ImageFile], _param: str, _most: int, _view: View | None
     ) -> list[PreparedImage]:
         return [self.images[(file.data or file.frames[0])[0]] for file in files]
 

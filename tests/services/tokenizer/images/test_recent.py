@@ -1,0 +1,96 @@
+"""Which prepared images are kept, for whom, and for how long."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from common.requests import ImageFile
+from common.types import PackedPixels, Subject, View
+from services.tokenizer.images.processor import PreparedImage
+from services.tokenizer.images.recent import KEPT_S, LEAST_BYTES, RecentImages, key_of
+
+ADA, BOB = View(Subject("acme", "user/ada")), View(Subject("acme", "user/bob"))
+
+
+class Clock:
+    """Seconds that only pass when asked."""
+
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def image(nbytes: int = LEAST_BYTES) -> PreparedImage:
+    values = np.zeros((nbytes // 3, 3, 1), np.uint8)
+    pixels = PackedPixels(values, np.zeros((3, 256), np.float32), 1, (values.size,))
+    return PreparedImage(b"digest", (1, 1, 1), pixels, "text", 1)
+
+
+def test_an_image_is_found_by_its_view_and_key_only() -> None:
+    recent, kept = RecentImages(10 * LEAST_BYTES), image()
+    recent.put(ADA, b"a", kept)
+    assert recent.get(ADA, b"a") is kept
+    assert recent.get(ADA, b"b") is None
+    assert recent.get(BOB, b"a") is None
+    assert recent.get(View(ADA.subject, "salt"), b"a") is None
+
+
+def test_the_view_that_holds_most_loses_what_it_has_not_used_for_longest() -> None:
+    recent = RecentImages(4 * LEAST_BYTES)
+    recent.put(BOB, b"his", image())
+    for key in (b"1", b"2", b"3"):
+        recent.put(ADA, key, image())
+    assert recent.get(ADA, b"1") is not None
+    for key in (b"4", b"5"):
+        recent.put(ADA, key, image())
+    assert [key for key in (b"1", b"2", b"3", b"4", b"5") if recent.get(ADA, key)] == [b"1", b"4", b"5"]
+    assert recent.get(BOB, b"his") is not None
+    assert recent.nbytes == 4 * LEAST_BYTES
+
+
+def test_small_images_count_and_images_that_are_too_large_are_not_kept() -> None:
+    recent = RecentImages(2 * LEAST_BYTES)
+    for number in range(100):
+        recent.put(ADA, bytes([number]), image(3))
+    assert recent.nbytes == 2 * LEAST_BYTES
+    recent.put(ADA, b"large", image(2 * LEAST_BYTES + 3))
+    assert recent.get(ADA, b"large") is None
+    assert recent.get(ADA, bytes([99])) is not None
+    none = RecentImages(0)
+    none.put(ADA, b"a", image())
+    assert (none.get(ADA, b"a"), none.nbytes) == (None, 0)
+
+
+def test_an_image_is_dropped_some_time_after_its_last_use() -> None:
+    clock = Clock()
+    recent = RecentImages(10 * LEAST_BYTES, clock)
+    recent.put(ADA, b"a", image())
+    recent.put(BOB, b"b", image())
+    clock.now = KEPT_S - 1
+    assert recent.get(ADA, b"a") is not None
+    clock.now = KEPT_S
+    assert recent.get(BOB, b"b") is None
+    recent.expire()
+    assert recent.nbytes == LEAST_BYTES
+    clock.now = 2 * KEPT_S
+    recent.expire()
+    assert recent.nbytes == 0
+    assert recent.get(ADA, b"a") is None
+
+
+def test_an_image_that_is_put_again_counts_once() -> None:
+    recent = RecentImages(10 * LEAST_BYTES)
+    recent.put(ADA, b"a", image())
+    recent.put(ADA, b"a", image())
+    assert recent.nbytes == LEAST_BYTES
+
+
+def test_keys_are_of_bytes_and_of_what_is_asked() -> None:
+    files = [
+        ImageFile(b"ab"), ImageFile(b"abc"), ImageFile(b"ab", "low"), ImageFile(b"ab", is_video_file=True),
+        ImageFile(b"", frames=(b"ab",)), ImageFile(b"", frames=(b"a", b"b")), ImageFile(b"", frames=(b"", b"ab")),
+        ImageFile(b"", frames=(b"ab",), frames_per_second=2.0),
+    ]  # fmt: skip
+    assert len({key_of(file) for file in files}) == len(files)
+    assert key_of(ImageFile(b"ab")) == key_of(ImageFile(b"ab"))
