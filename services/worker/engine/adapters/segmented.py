@@ -63,7 +63,6 @@ class SegmentedAdapters:
         table[:, 1 + slot].copy_(written)
         self._ranks[:, slot] = written[:, 1].numpy()
         self._most = self._ranks.max(1).tolist()
-        table[:, 0, 0].copy_(torch.tensor(self._most, dtype=torch.int64))
         self._held[slot] = tuple(held)
 
     def clear(self) -> None:

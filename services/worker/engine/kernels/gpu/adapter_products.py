@@ -2,8 +2,8 @@
 
 Factors are found by addresses in a table on the device, and the tokens of each adapter are sorted there, too. So the
 same launches serve any adapters of any ranks, which is what CUDA graphs need. Inputs are shrunk by one program, and a
-second one expands them and adds them to the base product, before the activation where there is one. Programs of the
-second one share out the tiles that are used, as most of those that a graph has room for are not.
+second one expands them and adds them to the base product, before the activation where there is one. A graph has room
+for more tiles than are used; programs of unused ones end at once.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 # Columns of a table's line: the address of `a` and its ranks, then five of each part: the address of `b`, the first
 # output and the number of outputs of its lines, the first of the rows of `a` and their number. All are 0 where nothing
-# is changed. Line 0 belongs to tokens without an adapter; its first column is the most ranks of any other line.
+# is changed, and in line 0, that of tokens without an adapter.
 HEAD = tl.constexpr(2)
 OF_PART = tl.constexpr(5)
 # Lines of `b` begin and end at multiples of these outputs, and rows of `a` of a part at multiples of these ranks, so
@@ -44,18 +44,30 @@ _FEW_ROWS, _MANY_ROWS = 16, 64
 # as give each multiprocessor some work.
 _LEAST_SHARE, _MOST_SHARES = 512, 8
 _SHRINKING_ON_EACH = 2
-_DEPTH = 128
+# Inputs at a time, of few tokens with one matrix and otherwise.
+_LONG_DEPTH, _DEPTH = 256, 128
 # Ranks at a time: of products with one matrix, of several together, and of the second product.
 _RANKS_OF_ONE, _RANKS_OF_SEVERAL, _RANKS = 32, 64, 16
-# Outputs at a time, and of each half of a gated product; warps. Programs wait for memory mostly: blocks are as wide as
-# leaves room for several programs on a multiprocessor.
-_FEW_COLUMNS, _MANY_COLUMNS = 256, 64
-_FEW_GATED_COLUMNS, _MANY_GATED_COLUMNS = 128, 64
-_FEW_WARPS, _MANY_WARPS = 4, 8
-# Registers of a thread of gated products of many tokens, so that a third program finds room.
-_MANY_GATED_REGISTERS = 80
-# Programs of the second product for each multiprocessor: of a few tokens, those that find room at a time.
-_FEW_ON_EACH, _MANY_ON_EACH = 4, 32
+
+
+@dataclass(frozen=True, slots=True)
+class _Expansion:
+    """How the second product is cut into programs: each has a tile's `share` of columns, `block` at a time.
+
+    Programs wait for memory mostly: with shares this small, several find room on each multiprocessor.
+    """
+
+    block: int
+    share: int
+    warps: int
+    stages: int
+    registers: int | None = None
+    """Most of a thread, so that more programs find room."""
+
+
+# Of few tokens and of many; and of gated products, where a block has columns of both halves.
+_FEW, _MANY = _Expansion(128, 512, 4, 3), _Expansion(128, 512, 8, 2)
+_FEW_GATED, _MANY_GATED = _Expansion(128, 1024, 8, 3), _Expansion(64, 512, 8, 1, registers=80)
 # Of a machine without a GPU, where Triton's interpreter runs.
 _INTERPRETED_MULTIPROCESSORS = 8
 _IS_INTERPRETED = os.environ.get("TRITON_INTERPRET", "0") != "0"
@@ -68,7 +80,6 @@ class TokenTiles:
     order: torch.Tensor  # [tokens] int64, those without an adapter first, then by slot
     # [tiles, 3] int32: line of a table, first and stop in `order`; those without an adapter first, unused ones last
     tiles: torch.Tensor
-    counts: torch.Tensor  # [2] int32, tiles of tokens without an adapter, and all that are used
     rows: int
     """Most tokens of a tile."""
 
@@ -89,8 +100,7 @@ class TokenTiles:
         first = stops[line] - sizes[line] + (number - ends[line] + tiles[line]) * rows
         stop = torch.minimum(first + rows, stops[line])
         places = torch.stack((line, first, stop), dim=1) * is_used[:, None]
-        counts = torch.stack((ends[0], ends[-1])).to(torch.int32)
-        return cls(lines.sort(stable=True).indices, places.to(torch.int32), counts, rows)
+        return cls(lines.sort(stable=True).indices, places.to(torch.int32), rows)
 
 
 @dataclass(frozen=True, slots=True)
@@ -212,22 +222,13 @@ def _look_up(
 
 
 @triton.jit
-def _factor(b, outs, ranks, rank, begin, RANKS: tl.constexpr, BLOCK: tl.constexpr):
-    """Return RANKS lines of `b` from `rank` on for BLOCK outputs from the line's `begin` on, [RANKS, BLOCK]."""
-    rows = rank + tl.arange(0, RANKS)
-    columns = begin + tl.arange(0, BLOCK)
-    mask = (rows < ranks)[:, None] & ((columns >= 0) & (columns < outs))[None, :]
-    return tl.load(b + rows[:, None] * outs + columns[None, :], mask=mask, other=0.0)
-
-
-@triton.jit
-def _shares_of(
+def _low(
     partial, place, inside, first_rank, ranks, rank, count, most_ranks, shares,
-    RANKS: tl.constexpr, SHARES: tl.constexpr,
+    ELEMENT: tl.constexpr, RANKS: tl.constexpr, SHARES: tl.constexpr,
 ):  # fmt: skip
-    """Return RANKS of a part's shrunk inputs from `rank` on in shares, [SHARES, ROWS, RANKS] float32.
+    """Return RANKS of a part's shrunk inputs from `rank` on, the sum of their shares, [ROWS, RANKS].
 
-    With 1 for SHARES, add up all `shares` one after the other, to [ROWS, RANKS].
+    Up to SHARES `shares` are loaded at once; with 1, they are added one after the other.
     """
     rows = rank + tl.arange(0, RANKS)
     places = partial + place[:, None] * most_ranks + (first_rank + rows)[None, :]
@@ -235,66 +236,35 @@ def _shares_of(
     if SHARES > 1:
         share = tl.arange(0, SHARES)
         of_shares = (share * count)[:, None, None] * most_ranks + places[None, :, :]
-        found = tl.load(of_shares, mask=(share < shares)[:, None, None] & mask[None, :, :], other=0.0)
+        found = tl.sum(tl.load(of_shares, mask=(share < shares)[:, None, None] & mask[None, :, :], other=0.0), axis=0)
     else:
         found = tl.load(places, mask=mask, other=0.0)
         for _ in range(1, shares):
             places += count.to(tl.int64) * most_ranks
             found += tl.load(places, mask=mask, other=0.0)
-    return found
+    return found.to(ELEMENT)
 
 
 @triton.jit
-def _summed(shares, ELEMENT: tl.constexpr, SHARES: tl.constexpr):
-    """Return the sum of what `_shares_of` returns, [ROWS, RANKS]."""
-    if SHARES > 1:
-        shares = tl.sum(shares, axis=0)
-    return shares.to(ELEMENT)
+def _factor(b, outs, ranks, rank, columns, RANKS: tl.constexpr):
+    """Return RANKS lines of `b` from `rank` on at `columns` of the line, zeros where it has none, [RANKS, BLOCK]."""
+    rows = rank + tl.arange(0, RANKS)
+    mask = (rows < ranks)[:, None] & ((columns >= 0) & (columns < outs))[None, :]
+    return tl.load(b + rows[:, None] * outs + columns[None, :], mask=mask, other=0.0)
 
 
 @triton.jit
-def _expanded(
-    line, partial, place, inside, begin, count, most_ranks, shares,
-    ELEMENT: tl.constexpr, ROWS: tl.constexpr, RANKS: tl.constexpr, BLOCK: tl.constexpr, SHARES: tl.constexpr,
-    PARTS: tl.constexpr,
-):  # fmt: skip
-    """Return the products of a tile's shrunk inputs with `b` for BLOCK outputs from `begin` on, [ROWS, BLOCK] float32.
+def _part_of_half(line, begin, width, ELEMENT: tl.constexpr, PARTS: tl.constexpr, LAST: tl.constexpr):
+    """Return where `b` is, first output, outputs, first rank and ranks, of the first or LAST part in a half.
 
-    Up to SHARES `shares` of the inputs are loaded at once; with 1, one after the other.
-    """
-    # So that the compiler knows what they are multiples of.
-    most_ranks = most_ranks // 32 * 32
-    sums = tl.zeros([ROWS, BLOCK], tl.float32)
-    for part in range(PARTS):
-        own = line + HEAD + part * OF_PART
-        b = tl.multiple_of(tl.load(own).to(tl.pointer_type(ELEMENT)), 16)
-        first_output = tl.multiple_of(tl.load(own + 1).to(tl.int32), 16)
-        outs = tl.multiple_of(tl.load(own + 2).to(tl.int32), 16)
-        first_rank = tl.multiple_of(tl.load(own + 3).to(tl.int32), 4)
-        ranks = tl.multiple_of(tl.load(own + 4).to(tl.int32), 4)
-        if (begin < first_output + outs) & (begin + BLOCK > first_output):
-            for rank in range(0, ranks, RANKS):
-                factor = _factor(b, outs, ranks, rank, begin - first_output, RANKS=RANKS, BLOCK=BLOCK)
-                low = _shares_of(
-                    partial, place, inside, first_rank, ranks, rank, count, most_ranks, shares,
-                    RANKS=RANKS, SHARES=SHARES,
-                )  # fmt: skip
-                sums = tl.dot(_summed(low, ELEMENT=ELEMENT, SHARES=SHARES), factor, sums, input_precision="ieee")
-    return sums
-
-
-@triton.jit
-def _part_at(line, begin, ELEMENT: tl.constexpr, BLOCK: tl.constexpr, PARTS: tl.constexpr, LAST: tl.constexpr):
-    """Return where `b` is, its first output, outputs, first rank and ranks, of the first or LAST part at a block.
-
-    All are 0 where no part has outputs of the BLOCK from `begin` on.
+    The half has `width` columns from `begin` on. All are 0 where no part has any.
     """
     address = tl.full((), 0, tl.int64)
     first_output, outs, first_rank, ranks = address, address, address, address
     for part in tl.static_range(PARTS):
         own = line + HEAD + part * OF_PART
         first, length = tl.load(own + 1), tl.load(own + 2)
-        is_here = (begin < first + length) & (begin + BLOCK > first)
+        is_here = (begin < first + length) & (begin + width > first)
         if not LAST:
             is_here = is_here & (outs == 0)
         address = tl.where(is_here, tl.load(own), address)
@@ -309,118 +279,183 @@ def _part_at(line, begin, ELEMENT: tl.constexpr, BLOCK: tl.constexpr, PARTS: tl.
     )  # fmt: skip
 
 
+@triton.jit
+def _add_part(
+    targets, b, first_output, outs, first_rank, ranks, begin_part, end_part, partial, place, inside, count, most_ranks,
+    shares,
+    ROWS: tl.constexpr, RANKS: tl.constexpr, BLOCK: tl.constexpr, SHARES: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """Add the products of a part to columns `begin_part` to `end_part` of rows that begin at `targets` [ROWS]."""
+    element = b.dtype.element_ty
+    if ranks <= RANKS:
+        low = _low(
+            partial, place, inside, first_rank, ranks, 0, count, most_ranks, shares,
+            ELEMENT=element, RANKS=RANKS, SHARES=SHARES,
+        )  # fmt: skip
+        for begin in tl.range(begin_part, end_part, BLOCK, num_stages=STAGES):
+            columns = tl.multiple_of(begin, 16) + tl.arange(0, BLOCK)
+            mask = inside[:, None] & (columns < end_part)[None, :]
+            base = tl.load(targets[:, None] + columns[None, :], mask=mask, other=0.0)
+            factor = _factor(b, outs, ranks, 0, columns - first_output, RANKS=RANKS)
+            sums = base.to(tl.float32) + tl.dot(low, factor, input_precision="ieee")
+            tl.store(targets[:, None] + columns[None, :], sums.to(element), mask=mask)
+    else:
+        for begin in range(begin_part, end_part, BLOCK):
+            columns = tl.multiple_of(begin, 16) + tl.arange(0, BLOCK)
+            mask = inside[:, None] & (columns < end_part)[None, :]
+            base = tl.load(targets[:, None] + columns[None, :], mask=mask, other=0.0)
+            sums = tl.zeros([ROWS, BLOCK], tl.float32)
+            for rank in range(0, ranks, RANKS):
+                low = _low(
+                    partial, place, inside, first_rank, ranks, rank, count, most_ranks, shares,
+                    ELEMENT=element, RANKS=RANKS, SHARES=SHARES,
+                )  # fmt: skip
+                factor = _factor(b, outs, ranks, rank, columns - first_output, RANKS=RANKS)
+                sums = tl.dot(low, factor, sums, input_precision="ieee")
+            sums += base.to(tl.float32)
+            tl.store(targets[:, None] + columns[None, :], sums.to(element), mask=mask)
+
+
 @triton.jit(do_not_specialize=["count", "most_ranks", "shares"])
 def _expand(
-    outputs, order, tiles, counts, table, partial, count, most_ranks, shares, columns_out, stride,
-    COLUMNS: tl.constexpr, ROWS: tl.constexpr, RANKS: tl.constexpr, BLOCK: tl.constexpr, SHARES: tl.constexpr,
-    PARTS: tl.constexpr, NARROW: tl.constexpr, OVERLAPS: tl.constexpr,
+    outputs, order, tiles, table, partial, count, most_ranks, shares, columns_out, stride,
+    COLUMNS: tl.constexpr, ROWS: tl.constexpr, RANKS: tl.constexpr, BLOCK: tl.constexpr, SHARE: tl.constexpr,
+    SHARES: tl.constexpr, PARTS: tl.constexpr, NARROW: tl.constexpr, STAGES: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
-    """Add the products of shrunk inputs with `b` to the outputs: a block of columns of one tile after the other.
+    """Add the products of a tile's shrunk inputs with `b` to SHARE columns of the outputs, part by part.
 
-    NARROW: places in `partial` and in the outputs fit into 32 bits.
+    Lines of two parts may have zeros for some of each other's columns. NARROW: places in `partial` and in the outputs
+    fit into 32 bits.
     """
+    element = outputs.dtype.element_ty
+    # So that the compiler knows what they are multiples of.
+    most_ranks = most_ranks // 32 * 32
+    tile = tiles + tl.program_id(0) * 3
+    first = tl.load(tile + 1)
+    stop = tl.load(tile + 2)
+    line = table + tl.load(tile).to(tl.int64) * COLUMNS
+    place = first + tl.arange(0, ROWS)
+    inside = place < stop
+    token = tl.load(order + place, mask=inside, other=0)
+    if NARROW:
+        token = token.to(tl.int32)
+    else:
+        place = place.to(tl.int64)
+    begin_share = tl.program_id(1) * SHARE
+    end_share = min(begin_share + SHARE, columns_out)
     if OVERLAPS:
         follow()
-    element = outputs.dtype.element_ty
-    blocks = tl.cdiv(columns_out, BLOCK)
-    begin_item = tl.load(counts) * blocks
-    end_item = tl.load(counts + 1) * blocks
-    if tl.load(table) == 0:
-        end_item = begin_item
-    # Neighbours, as those of a tile read the same places.
-    each = tl.cdiv(end_item - begin_item, tl.num_programs(0))
-    begin_item += tl.program_id(0) * each
-    for item in range(begin_item, min(begin_item + each, end_item)):
-        tile = tiles + item // blocks * 3
-        begin = item % blocks * BLOCK
-        first = tl.load(tile + 1)
-        stop = tl.load(tile + 2)
-        line = table + tl.load(tile).to(tl.int64) * COLUMNS
-        if tl.load(line + 1) > 0:
-            place = first + tl.arange(0, ROWS)
-            inside = place < stop
-            token = tl.load(order + place, mask=inside, other=0)
-            if NARROW:
-                token = token.to(tl.int32)
-            else:
-                place = place.to(tl.int64)
-            columns = begin + tl.arange(0, BLOCK)
-            target = outputs + token[:, None] * stride + columns[None, :]
-            mask = inside[:, None] & (columns < columns_out)[None, :]
-            base = tl.load(target, mask=mask, other=0.0)
-            added = _expanded(
-                line, partial, place, inside, begin, count, most_ranks, shares,
-                ELEMENT=element, ROWS=ROWS, RANKS=RANKS, BLOCK=BLOCK, SHARES=SHARES, PARTS=PARTS,
-            )  # fmt: skip
-            tl.store(target, (base.to(tl.float32) + added).to(element), mask=mask)
+    if stop > first:
+        for number in range(PARTS):
+            own = line + HEAD + number * OF_PART
+            b = tl.multiple_of(tl.load(own).to(tl.pointer_type(element)), 16)
+            first_output = tl.multiple_of(tl.load(own + 1).to(tl.int32), 16)
+            outs = tl.multiple_of(tl.load(own + 2).to(tl.int32), 16)
+            first_rank = tl.multiple_of(tl.load(own + 3).to(tl.int32), 4)
+            ranks = tl.multiple_of(tl.load(own + 4).to(tl.int32), 4)
+            begin_part, end_part = max(begin_share, first_output), min(end_share, first_output + outs)
+            if begin_part < end_part:
+                _add_part(
+                    outputs + token * stride, b, first_output, outs, first_rank, ranks, begin_part, end_part, partial,
+                    place, inside, count, most_ranks, shares,
+                    ROWS=ROWS, RANKS=RANKS, BLOCK=BLOCK, SHARES=SHARES, STAGES=STAGES,
+                )  # fmt: skip
+            if PARTS > 1:
+                # Other threads may load what was stored in columns that are of both parts' lines.
+                tl.debug_barrier()
+
+
+@triton.jit
+def _gated_sums(gate_base, gate, up_base, up, ELEMENT: tl.constexpr, ACTIVATION: tl.constexpr):
+    """Return the gated product of base products with what adapters add, rounded as if both halves had been stored."""
+    gate = (gate_base.to(tl.float32) + gate).to(ELEMENT).to(tl.float32)
+    up = (up_base.to(tl.float32) + up).to(ELEMENT).to(tl.float32)
+    return gated(gate, up, ELEMENT=ELEMENT, ACTIVATION=ACTIVATION).to(ELEMENT)
 
 
 @triton.jit(do_not_specialize=["count", "most_ranks", "shares"])
 def _expand_and_gate(
-    both, outputs, order, tiles, counts, table, partial, count, most_ranks, shares, width,
-    COLUMNS: tl.constexpr, ROWS: tl.constexpr, RANKS: tl.constexpr, BLOCK: tl.constexpr, SHARES: tl.constexpr,
-    PARTS: tl.constexpr, NARROW: tl.constexpr, ACTIVATION: tl.constexpr, OVERLAPS: tl.constexpr,
+    both, outputs, order, tiles, table, partial, count, most_ranks, shares, width,
+    COLUMNS: tl.constexpr, ROWS: tl.constexpr, RANKS: tl.constexpr, BLOCK: tl.constexpr, SHARE: tl.constexpr,
+    SHARES: tl.constexpr, PARTS: tl.constexpr, NARROW: tl.constexpr, STAGES: tl.constexpr, ACTIVATION: tl.constexpr,
+    OVERLAPS: tl.constexpr,
 ):  # fmt: skip
-    """Write the gated product of both halves [tokens, 2 width] with those of shrunk inputs with `b` added; all tokens.
+    """Write SHARE columns of the gated product of both halves [tokens, 2 width], with a tile's products with `b` added.
 
-    Parts are one matrix of each half, or one of both, so that each half of a block has one: zeros of the line of the
-    other half's may reach into it only. All that both need is loaded at once. NARROW: as in `_expand`.
+    Parts are one matrix of each half, or one of both, so that each half has one: zeros of the line of the other half's
+    may reach into it only. Tiles of tokens without an adapter are gated as they are. NARROW: as in `_expand`.
     """
-    if OVERLAPS:
-        follow()
+    element = outputs.dtype.element_ty
     # So that the compiler knows what they are multiples of.
     most_ranks = most_ranks // 32 * 32
-    element = outputs.dtype.element_ty
-    blocks = tl.cdiv(width, BLOCK)
-    items = tl.load(counts + 1) * blocks
-    each = tl.cdiv(items, tl.num_programs(0))
-    begin_item = tl.program_id(0) * each
-    for item in range(begin_item, min(begin_item + each, items)):
-        tile = tiles + item // blocks * 3
-        begin = item % blocks * BLOCK
-        first = tl.load(tile + 1)
-        stop = tl.load(tile + 2)
-        line = table + tl.load(tile).to(tl.int64) * COLUMNS
-        place = first + tl.arange(0, ROWS)
-        inside = place < stop
-        token = tl.load(order + place, mask=inside, other=0)
-        if NARROW:
-            token = token.to(tl.int32)
+    tile = tiles + tl.program_id(0) * 3
+    first = tl.load(tile + 1)
+    stop = tl.load(tile + 2)
+    line = table + tl.load(tile).to(tl.int64) * COLUMNS
+    gate_b, gate_first, gate_outs, gate_rank, gate_ranks = _part_of_half(
+        line, 0, width, ELEMENT=element, PARTS=PARTS, LAST=False
+    )
+    up_b, up_first, up_outs, up_rank, up_ranks = _part_of_half(
+        line, width, width, ELEMENT=element, PARTS=PARTS, LAST=True
+    )
+    place = first + tl.arange(0, ROWS)
+    inside = place < stop
+    token = tl.load(order + place, mask=inside, other=0)
+    if NARROW:
+        token = token.to(tl.int32)
+    else:
+        place = place.to(tl.int64)
+    begin_share = tl.program_id(1) * SHARE
+    end_share = min(begin_share + SHARE, width)
+    ranks = max(gate_ranks, up_ranks)
+    if OVERLAPS:
+        follow()
+    if stop > first:
+        gate_low = _low(
+            partial, place, inside, gate_rank, gate_ranks, 0, count, most_ranks, shares,
+            ELEMENT=element, RANKS=RANKS, SHARES=SHARES,
+        )  # fmt: skip
+        up_low = _low(
+            partial, place, inside, up_rank, up_ranks, 0, count, most_ranks, shares,
+            ELEMENT=element, RANKS=RANKS, SHARES=SHARES,
+        )  # fmt: skip
+        if ranks <= RANKS:
+            for begin in tl.range(begin_share, end_share, BLOCK, num_stages=STAGES):
+                columns = begin + tl.arange(0, BLOCK)
+                mask = inside[:, None] & (columns < width)[None, :]
+                source = both + token[:, None] * (2 * width) + columns[None, :]
+                gate_base = tl.load(source, mask=mask, other=0.0)
+                up_base = tl.load(source + width, mask=mask, other=0.0)
+                gate_factor = _factor(gate_b, gate_outs, gate_ranks, 0, columns - gate_first, RANKS=RANKS)
+                up_factor = _factor(up_b, up_outs, up_ranks, 0, width + columns - up_first, RANKS=RANKS)
+                gate = tl.dot(gate_low, gate_factor, input_precision="ieee")
+                up = tl.dot(up_low, up_factor, input_precision="ieee")
+                product = _gated_sums(gate_base, gate, up_base, up, ELEMENT=element, ACTIVATION=ACTIVATION)
+                tl.store(outputs + token[:, None] * width + columns[None, :], product, mask=mask)
         else:
-            place = place.to(tl.int64)
-        columns = begin + tl.arange(0, BLOCK)
-        mask = inside[:, None] & (columns < width)[None, :]
-        source = both + token[:, None] * (2 * width) + columns[None, :]
-        gate_base = tl.load(source, mask=mask, other=0.0)
-        up_base = tl.load(source + width, mask=mask, other=0.0)
-        gate_b, gate_first, gate_outs, gate_rank, gate_ranks = _part_at(
-            line, begin, ELEMENT=element, BLOCK=BLOCK, PARTS=PARTS, LAST=False
-        )
-        up_b, up_first, up_outs, up_rank, up_ranks = _part_at(
-            line, begin + width, ELEMENT=element, BLOCK=BLOCK, PARTS=PARTS, LAST=True
-        )
-        gate = tl.zeros([ROWS, BLOCK], tl.float32)
-        up = tl.zeros([ROWS, BLOCK], tl.float32)
-        for rank in range(0, max(gate_ranks, up_ranks), RANKS):
-            gate_factor = _factor(gate_b, gate_outs, gate_ranks, rank, begin - gate_first, RANKS=RANKS, BLOCK=BLOCK)
-            up_factor = _factor(up_b, up_outs, up_ranks, rank, begin + width - up_first, RANKS=RANKS, BLOCK=BLOCK)
-            gate_low = _shares_of(
-                partial, place, inside, gate_rank, gate_ranks, rank, count, most_ranks, shares,
-                RANKS=RANKS, SHARES=SHARES,
-            )  # fmt: skip
-            up_low = _shares_of(
-                partial, place, inside, up_rank, up_ranks, rank, count, most_ranks, shares,
-                RANKS=RANKS, SHARES=SHARES,
-            )  # fmt: skip
-            gate_low = _summed(gate_low, ELEMENT=element, SHARES=SHARES)
-            up_low = _summed(up_low, ELEMENT=element, SHARES=SHARES)
-            gate = tl.dot(gate_low, gate_factor, gate, input_precision="ieee")
-            up = tl.dot(up_low, up_factor, up, input_precision="ieee")
-        # Rounded as if both halves had been stored.
-        gate = (gate_base.to(tl.float32) + gate).to(element).to(tl.float32)
-        up = (up_base.to(tl.float32) + up).to(element).to(tl.float32)
-        product = gated(gate, up, ELEMENT=element, ACTIVATION=ACTIVATION)
-        tl.store(outputs + token[:, None] * width + columns[None, :], product.to(element), mask=mask)
+            for begin in range(begin_share, end_share, BLOCK):
+                columns = begin + tl.arange(0, BLOCK)
+                mask = inside[:, None] & (columns < width)[None, :]
+                source = both + token[:, None] * (2 * width) + columns[None, :]
+                gate_base = tl.load(source, mask=mask, other=0.0)
+                up_base = tl.load(source + width, mask=mask, other=0.0)
+                gate = tl.zeros([ROWS, BLOCK], tl.float32)
+                up = tl.zeros([ROWS, BLOCK], tl.float32)
+                for rank in range(0, ranks, RANKS):
+                    gate_factor = _factor(gate_b, gate_outs, gate_ranks, rank, columns - gate_first, RANKS=RANKS)
+                    up_factor = _factor(up_b, up_outs, up_ranks, rank, width + columns - up_first, RANKS=RANKS)
+                    gate_low = _low(
+                        partial, place, inside, gate_rank, gate_ranks, rank, count, most_ranks, shares,
+                        ELEMENT=element, RANKS=RANKS, SHARES=SHARES,
+                    )  # fmt: skip
+                    up_low = _low(
+                        partial, place, inside, up_rank, up_ranks, rank, count, most_ranks, shares,
+                        ELEMENT=element, RANKS=RANKS, SHARES=SHARES,
+                    )  # fmt: skip
+                    gate = tl.dot(gate_low, gate_factor, gate, input_precision="ieee")
+                    up = tl.dot(up_low, up_factor, up, input_precision="ieee")
+                product = _gated_sums(gate_base, gate, up_base, up, ELEMENT=element, ACTIVATION=ACTIVATION)
+                tl.store(outputs + token[:, None] * width + columns[None, :], product, mask=mask)
 
 
 def add_products(
@@ -450,16 +485,11 @@ def gated_products(
     tokens, width = both.shape[0], both.shape[1] // 2
     partial = _shrunk(tiles, table, parts, most_ranks, inputs)
     outputs = both.new_empty(tokens, width)
-    is_few = tiles.rows == _FEW_ROWS
-    columns = _FEW_GATED_COLUMNS if is_few else _MANY_GATED_COLUMNS
-    registers = {} if is_few else {"maxnreg": _MANY_GATED_REGISTERS}
-    _expand_and_gate[(_expanding(tiles, triton.cdiv(width, columns)),)](
-        both, outputs, tiles.order, tiles.tiles, tiles.counts, table, partial, tokens, partial.shape[2],
-        partial.shape[0], width,
-        COLUMNS=table.shape[1], ROWS=tiles.rows, RANKS=_RANKS, BLOCK=columns,
-        SHARES=_shares_at_once(tiles, partial), PARTS=parts, NARROW=_is_narrow(both, partial),
-        ACTIVATION=ACTIVATIONS[activation],
-        num_warps=_FEW_WARPS if is_few else _MANY_WARPS, num_stages=1, **registers, **_overlap(tiles),
+    form = _FEW_GATED if tiles.rows == _FEW_ROWS else _MANY_GATED
+    _expand_and_gate[(len(tiles.tiles), triton.cdiv(width, form.share))](
+        both, outputs, tiles.order, tiles.tiles, table, partial, tokens, partial.shape[2], partial.shape[0], width,
+        NARROW=_is_narrow(both, partial), ACTIVATION=ACTIVATIONS[activation],
+        **_constants(form, tiles, table, partial, parts),
     )  # fmt: skip
     return outputs
 
@@ -489,13 +519,14 @@ def _shrunk(tiles: TokenTiles, table: torch.Tensor, parts: int, most_ranks: int,
     if tiles.rows == _MANY_ROWS:
         shares = _SHRINKING_ON_EACH * _multiprocessors(inputs.device) // triton.cdiv(tokens, _MANY_ROWS)
         shares = max(1, min(shares, _MOST_SHARES))
-    steps = triton.cdiv(max(_LEAST_SHARE, triton.cdiv(width, shares)), _DEPTH)
-    shares = triton.cdiv(width, steps * _DEPTH)
+    depth = _LONG_DEPTH if parts == 1 and tiles.rows == _FEW_ROWS else _DEPTH
+    steps = triton.cdiv(max(_LEAST_SHARE, triton.cdiv(width, shares)), depth)
+    shares = triton.cdiv(width, steps * depth)
     partial = _partial(shares, tokens, most_ranks, inputs.device)
     _shrink[(len(tiles.tiles), shares)](
         inputs, tiles.order, tiles.tiles, table, partial, tokens, partial.shape[2], steps, width, inputs.stride(0),
         COLUMNS=table.shape[1], ROWS=tiles.rows, RANKS=_RANKS_OF_ONE if parts == 1 else _RANKS_OF_SEVERAL,
-        DEPTH=_DEPTH, NARROW=_is_narrow(inputs, partial), **_overlap(tiles),
+        DEPTH=depth, NARROW=_is_narrow(inputs, partial), **_overlap(tiles),
     )  # fmt: skip
     return partial
 
@@ -505,21 +536,24 @@ def _expand_into(
 ) -> None:
     assert outputs.stride(1) == 1, "rows of outputs are contiguous"
     shares, tokens, most_ranks = partial.shape
-    is_few = tiles.rows == _FEW_ROWS
-    columns = _FEW_COLUMNS if is_few else _MANY_COLUMNS
-    _expand[(_expanding(tiles, triton.cdiv(outputs.shape[1], columns)),)](
-        outputs, tiles.order, tiles.tiles, tiles.counts, table, partial, tokens, most_ranks, shares,
-        outputs.shape[1], outputs.stride(0),
-        COLUMNS=table.shape[1], ROWS=tiles.rows, RANKS=_RANKS, BLOCK=columns,
-        SHARES=_shares_at_once(tiles, partial), PARTS=parts, NARROW=_is_narrow(outputs, partial),
-        num_warps=_FEW_WARPS if is_few else _MANY_WARPS, num_stages=1, **_overlap(tiles),
+    form = _FEW if tiles.rows == _FEW_ROWS else _MANY
+    _expand[(len(tiles.tiles), triton.cdiv(outputs.shape[1], form.share))](
+        outputs, tiles.order, tiles.tiles, table, partial, tokens, most_ranks, shares, outputs.shape[1],
+        outputs.stride(0), NARROW=_is_narrow(outputs, partial), **_constants(form, tiles, table, partial, parts),
     )  # fmt: skip
 
 
-def _expanding(tiles: TokenTiles, blocks: int) -> int:
-    """Return the number of programs that share out `blocks` blocks of columns of each tile."""
-    on_each = _FEW_ON_EACH if tiles.rows == _FEW_ROWS else _MANY_ON_EACH
-    return min(len(tiles.tiles) * blocks, on_each * _multiprocessors(tiles.tiles.device))
+def _constants(
+    form: _Expansion, tiles: TokenTiles, table: torch.Tensor, partial: torch.Tensor, parts: int
+) -> dict[str, Any]:
+    """Return the constants that programs of the second product are compiled and launched with."""
+    shares = triton.next_power_of_2(partial.shape[0]) if tiles.rows == _FEW_ROWS else 1
+    registers = {} if form.registers is None else {"maxnreg": form.registers}
+    return {
+        "COLUMNS": table.shape[1], "ROWS": tiles.rows, "RANKS": _RANKS, "BLOCK": form.block, "SHARE": form.share,
+        "SHARES": shares, "PARTS": parts, "STAGES": form.stages, "num_warps": form.warps, **registers,
+        **_overlap(tiles),
+    }  # fmt: skip
 
 
 def _overlap(tiles: TokenTiles) -> dict[str, Any]:
@@ -530,10 +564,6 @@ def _overlap(tiles: TokenTiles) -> dict[str, Any]:
 def _partial(shares: int, tokens: int, most_ranks: int, device: torch.device) -> torch.Tensor:
     ranks = _multiple(most_ranks, _ROW_OF_RANKS)
     return torch.empty(shares, tokens, ranks, dtype=torch.float32, device=device)
-
-
-def _shares_at_once(tiles: TokenTiles, partial: torch.Tensor) -> int:
-    return triton.next_power_of_2(partial.shape[0]) if tiles.rows == _FEW_ROWS else 1
 
 
 def _is_narrow(*tensors: torch.Tensor) -> bool:

@@ -200,22 +200,29 @@ def latent_sizes() -> list[int]:
 
 def adapter_sizes() -> list[int]:
     """Compile products of adapters in the shape of an 8B model: of few tokens, and of many."""
+    few, many = (
+        (adapter_products._FEW, adapter_products._FEW_GATED),
+        (adapter_products._MANY, adapter_products._MANY_GATED),
+    )
     sizes = []
-    for rows, shares, block, gated, warps in ((16, 2, 256, 128, 4), (16, 8, 256, 128, 4), (64, 1, 64, 64, 8)):
+    for rows, shares, (plain, gated) in ((16, 2, few), (16, 8, few), (64, 1, many)):
         tiles: Constants = {"COLUMNS": 17, "ROWS": rows}
         how: Constants = {"OVERLAPS": rows == 16, "NARROW": rows == 16}
-        for ranks in (32, 64):
+        for ranks, depth in ((32, 256 if rows == 16 else 128), (64, 128)):
             shrink = "*bf16 *i64 *i32 *i64 *fp32 i32 i32 i32 i32 i32"
-            sizes.append(build(adapter_products._shrink, shrink, 4, **tiles, **how, DEPTH=128, RANKS=ranks))
+            sizes.append(build(adapter_products._shrink, shrink, 4, **tiles, **how, DEPTH=depth, RANKS=ranks))
         sizes.append(build(adapter_products._look_up, "*i64 *i64 *i32 *i64 *fp32 *bf16 i32", 4, **tiles, RANKS=16))
         shrunk: Constants = {**tiles, **how, "RANKS": 16, "SHARES": shares}
         for parts in (1, 2, 3):
-            expand = "*bf16 *i64 *i32 *i32 *i64 *fp32 i32 i32 i32 i32 i32"
-            sizes.append(build(adapter_products._expand, expand, warps, **shrunk, BLOCK=block, PARTS=parts))
-        gate = "*bf16 *bf16 *i64 *i32 *i32 *i64 *fp32 i32 i32 i32 i32"
+            cut: Constants = {"BLOCK": plain.block, "SHARE": plain.share, "STAGES": plain.stages, "PARTS": parts}
+            expand = "*bf16 *i64 *i32 *i64 *fp32 i32 i32 i32 i32 i32"
+            sizes.append(build(adapter_products._expand, expand, plain.warps, **shrunk, **cut))
         for activation in (0, 1):
-            gating: Constants = {"BLOCK": gated, "PARTS": 2, "ACTIVATION": activation}
-            sizes.append(build(adapter_products._expand_and_gate, gate, warps, **shrunk, **gating))
+            cut = {"BLOCK": gated.block, "SHARE": gated.share, "STAGES": gated.stages, "PARTS": 2}
+            gate = "*bf16 *bf16 *i64 *i32 *i64 *fp32 i32 i32 i32 i32"
+            sizes.append(
+                build(adapter_products._expand_and_gate, gate, gated.warps, **shrunk, **cut, ACTIVATION=activation)
+            )
     return sizes
 
 
