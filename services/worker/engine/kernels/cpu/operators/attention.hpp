@@ -19,7 +19,6 @@ namespace pando {
 constexpr int kKeyVectors = 4;
 constexpr int kKeyBlock = kKeyVectors * kLanes;
 constexpr int kDimVectors = 4;
-constexpr int kMaxHeadDim = 256;
 constexpr int kMaxLines = 24;
 #if defined(__AVX512F__) || defined(__aarch64__)
 constexpr int kTileLines = 6;  // 6 x 4 sums, 4 keys and 1 query in 32 registers

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cmath>
+#include <type_traits>
 
 #include "vector.hpp"
 
@@ -53,6 +54,19 @@ inline void rotate(float* head, const float* angles, int head_dim) {
   }
 }
 
+// Rounds `count` numbers, which are divided by `scale` unless it is null.
+template <typename Element>
+inline void round_numbers(const float* numbers, const float* scale, int count, Element* target) {
+  if (scale != nullptr) {
+    for (int i = 0; i < count; ++i) from_float(numbers[i] / *scale, target + i);
+    return;
+  }
+  int i = 0;
+  if constexpr (std::is_same_v<Element, BFloat16>)
+    for (; i + kLanes <= count; i += kLanes) store(target + i, load(numbers + i));
+  for (; i < count; ++i) from_float(numbers[i], target + i);
+}
+
 // Normalises and rotates queries and keys in place; keys [pages, kv_heads, head_dim, page_size] and values
 // [pages, kv_heads, page_size, head_dim] take the new tokens. Shared by the threads of the parallel region around it.
 template <typename Element>
@@ -71,13 +85,12 @@ void share_store(const StoreArguments& a, Element* keys, Element* values) {
     const float* value = head;
     const long page = a.slots[token] / a.page_size, offset = a.slots[token] % a.page_size;
     for (int h = 0; h < a.kv_heads; ++h) {
-      const float key_scale = a.key_scales ? a.key_scales[h] : 1.0f;
-      const float value_scale = a.value_scales ? a.value_scales[h] : 1.0f;
       const long start = (page * a.kv_heads + h) * a.head_dim * a.page_size;
-      for (int i = 0; i < a.head_dim; ++i) {
-        from_float(key[h * a.head_dim + i] / key_scale, keys + start + static_cast<long>(i) * a.page_size + offset);
-        from_float(value[h * a.head_dim + i] / value_scale, values + start + offset * a.head_dim + i);
-      }
+      Element rounded[kMaxHeadDim];
+      round_numbers(key + h * a.head_dim, a.key_scales ? a.key_scales + h : nullptr, a.head_dim, rounded);
+      round_numbers(value + h * a.head_dim, a.value_scales ? a.value_scales + h : nullptr, a.head_dim,
+                    values + start + offset * a.head_dim);
+      for (int i = 0; i < a.head_dim; ++i) keys[start + static_cast<long>(i) * a.page_size + offset] = rounded[i];
     }
   }
 }

@@ -20,6 +20,9 @@ constexpr int kLanes = 8;
 constexpr int kLanes = 4;
 #endif
 
+// Of the heads that attention serves.
+constexpr int kMaxHeadDim = 256;
+
 typedef float Vector __attribute__((vector_size(kLanes * 4)));
 typedef int32_t IntVector __attribute__((vector_size(kLanes * 4)));
 typedef uint16_t HalfVector __attribute__((vector_size(kLanes * 2)));
@@ -75,6 +78,15 @@ inline void from_float(float value, BFloat16* target) {
 }
 
 inline void from_float(float value, float* target) { *target = value; }
+
+// The same of a register.
+inline void store(BFloat16* target, Vector vector) {
+  const WordVector words = (WordVector)vector;
+  const WordVector rounded = words + 0x7fff + (words >> 16 & 1);
+  const WordVector kept = vector == vector ? rounded : WordVector{} + 0x7fc00000;
+  const HalfVector halves = __builtin_convertvector(kept >> 16, HalfVector);
+  std::memcpy(target, &halves, sizeof halves);
+}
 
 #if defined(__F16C__)
 inline Vector load(const Float16* source) {
