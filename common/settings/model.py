@@ -28,9 +28,10 @@ class ModelSettings(Section):
     multiply it; otherwise float32 if the checkpoint is quantised. CPUs that cannot multiply a type widen it to float32
     in each product, which is exact."""
     kv_dtype: Literal["auto", "float32", "bfloat16", "float16", "fp8", "fp8_e4m3"] = "auto"
-    """Element type of the KV pool; auto: that of the activations. fp8, the same as fp8_e4m3, takes half of bfloat16's
-    memory, so that twice as many tokens fit. Keys and values have a scale for each KV head: the checkpoint's, or else
-    measured on fixed tokens when the model is loaded. GPUs need compute capability 8.9 or later."""
+    """Element type of the KV pool; auto: that of the activations, except on CPUs with AMX: bfloat16 beside such
+    weights, as its tiles multiply it. fp8, the same as fp8_e4m3, takes half of bfloat16's memory, so that twice as many
+    tokens fit. Keys and values have a scale for each KV head: the checkpoint's, or else measured on fixed tokens when
+    the model is loaded. GPUs need compute capability 8.9 or later."""
     quantization: Literal["auto", "fp8"] = "auto"
     """Quantization of the layers' matrices; auto: that of the checkpoint. fp8: weights are quantised when they are
     loaded, with one scale per output channel, and activations before each product, with one scale per token; for GPUs

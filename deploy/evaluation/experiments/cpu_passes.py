@@ -37,6 +37,7 @@ WORKS = {
 # The kernels and the changes to the spec of each variant.
 VARIANTS: dict[str, tuple[str, dict[str, object]]] = {
     "auto": ("auto", {}),
+    "auto, KV in float32": ("auto", {"kv_dtype": "float32"}),
     "auto, deterministic": ("auto", {"deterministic": True}),
     "bfloat16": ("auto", {"dtype": "bfloat16"}),
     "float32": ("auto", {"dtype": "float32"}),

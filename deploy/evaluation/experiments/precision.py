@@ -28,7 +28,7 @@ TEXTS = ("README.md", "services/scheduler/README.md", "services/scheduler/cache/
 KINDS = (
     ("float32", "auto"),
     ("float32", "fp8"),
-    ("bfloat16", "auto"),
+    ("bfloat16", "float32"),
     ("bfloat16", "float16"),
     ("bfloat16", "bfloat16"),
 )

@@ -29,13 +29,13 @@ from services.worker.engine.kernels.cpu.products import (
 from services.worker.engine.kernels.torch.backend import TorchBackend
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Sequence
 
     from common.steps import EngineSpec
     from services.worker.engine.adapters.active import AdapterProducts
     from services.worker.engine.kernels.cpu.onednn import BlockFunctions
     from services.worker.engine.kernels.cpu.products import ProductShape
-    from services.worker.engine.kernels.interface import KernelBackend
+    from services.worker.engine.kernels.interface import AttentionShape, KernelBackend
     from services.worker.engine.model.config import ModelConfig
     from services.worker.engine.parallel.group import RankGroup
 
@@ -122,11 +122,16 @@ def _auto_dtype_on_cpu(config: ModelConfig, library: CpuLibrary | None) -> str:
     return config.dtype
 
 
-def select_kv_dtype(name: str, activations: torch.dtype) -> torch.dtype:
-    """Return the type of the KV pool: that of the activations unless asked otherwise."""
+def select_kv_dtype(name: str, backend: KernelBackend, shapes: Iterable[AttentionShape]) -> torch.dtype:
+    """Return the type of the KV pool: unless asked otherwise that of the activations, or what a CPU's tiles multiply.
+
+    `shapes` are those of the layers' attention.
+    """
     if name != "auto" and name not in KV_DTYPES:
         raise ConfigurationError(f"kv_dtype {name!r} is not one of auto, {', '.join(KV_DTYPES)}")
-    return activations if name == "auto" else KV_DTYPES[name]
+    if name != "auto":
+        return KV_DTYPES[name]
+    return backend.kv_dtype(shapes) if isinstance(backend, CpuBackend) else backend.kernels.activation_dtype
 
 
 def check_float8_kv(capability: tuple[int, int]) -> None:

@@ -172,7 +172,7 @@ class DecoderLoader:
             if self._backend.name == "gpu":
                 capability = torch.cuda.get_device_capability(self._device)
                 check_device(self._held_format, self._config, self._dtype, capability)
-        self._kv_dtype = select_kv_dtype(spec.kv_dtype, self._backend.kernels.activation_dtype)
+        self._kv_dtype = select_kv_dtype(spec.kv_dtype, self._backend, self._shapes_of(has_float8_kv=False))
         self._kv_scales: tuple[KvScales, ...] = ()
         # Of models that run through `transformers`, products cannot be changed.
         self._adapters: AdapterProducts | None = None
@@ -470,7 +470,9 @@ class DecoderLoader:
     @property
     def _shapes(self) -> tuple[AttentionShape, AttentionShape]:
         """The attention of layers without a window, and of those with one but for the window."""
-        has_float8_kv = self._kv_dtype == FP8
+        return self._shapes_of(has_float8_kv=self._kv_dtype == FP8)
+
+    def _shapes_of(self, *, has_float8_kv: bool) -> tuple[AttentionShape, AttentionShape]:
         kinds = self._kinds(self._spec.tensor_rank)
         shapes = [attention_shape(*kind, self._spec.page_size, has_float8_kv=has_float8_kv) for kind in kinds]
         return shapes[0], shapes[-1]

@@ -19,12 +19,15 @@ from services.worker.engine.backends import (
     select_kv_dtype,
 )
 from services.worker.engine.host import available_cores
+from services.worker.engine.kernels.cpu.backend import CpuBackend
 from services.worker.engine.kernels.cpu.build import build_library, find_openmp
 from services.worker.engine.kernels.cpu.library import CpuLibrary
+from services.worker.engine.kernels.interface import AttentionShape
 from services.worker.engine.quantization.formats import Int8Format
 from tests.services.worker.engine.parallel.test_shards import SMOL
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
+HEADS = AttentionShape(4, 2, 64, 16)
 
 
 def test_a_gpu_is_taken_if_there_is_one(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -43,8 +46,24 @@ def test_types_follow_the_device_unless_chosen() -> None:
     assert select_dtype("auto", SMOL, CPU, None) == torch.float32
     assert select_dtype("auto", SMOL, CUDA, None) == torch.float32
     assert select_dtype("bfloat16", SMOL, CPU, None) == torch.bfloat16
-    assert select_kv_dtype("auto", torch.bfloat16) == torch.bfloat16
-    assert select_kv_dtype("float16", torch.float32) == torch.float16
+    for dtype in (torch.float32, torch.bfloat16):
+        backend = select_backend(None, dtype, CPU, threads=1)
+        assert select_kv_dtype("auto", backend, [HEADS]) == dtype
+        assert select_kv_dtype("float16", backend, [HEADS]) == torch.float16
+
+
+@pytest.mark.parametrize("has_tiles", [True, False])
+def test_keys_and_values_are_bfloat16_where_tiles_multiply_them(
+    has_tiles: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    library = CpuLibrary(build_library(find_openmp()))
+    monkeypatch.setattr(library, "attends_by_tiles", has_tiles)
+    backend = CpuBackend(library, torch.bfloat16, 1)
+    assert select_kv_dtype("auto", backend, [HEADS]) == (torch.bfloat16 if has_tiles else torch.float32)
+    assert select_kv_dtype("float32", backend, [HEADS]) == torch.float32
+    # Weights that are not rounded, and heads that compiled attention does not serve.
+    assert select_kv_dtype("auto", CpuBackend(library, torch.float32, 1), [HEADS]) == torch.float32
+    assert select_kv_dtype("auto", backend, [HEADS, replace(HEADS, page_size=5)]) == torch.float32
 
 
 def test_activations_that_would_overflow_are_refused() -> None:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from services.worker.engine.kernels.cpu.attention import CpuAttention, fits
 from services.worker.engine.kernels.interface import AttentionBackend, AttentionShape, KvLayer, KvScales, QkNorm
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
     from services.worker.engine.kernels.cpu.library import CpuLibrary
 
 KV_TYPES = {torch.float32: 2e-5, torch.float16: 1e-3, torch.bfloat16: 1e-2}
+LOG2_E = torch.tensor(1.44269504)
 
 
 def backends(library: CpuLibrary, shape: AttentionShape) -> list[AttentionBackend]:
@@ -28,11 +30,24 @@ def backends(library: CpuLibrary, shape: AttentionShape) -> list[AttentionBacken
     return [TorchAttention(shape, table), *(CpuAttention(library, shape, table, threads) for threads in (1, 3))]
 
 
+def rounds(library: CpuLibrary, backend: AttentionBackend, dtype: torch.dtype) -> bool:
+    """Return whether `backend` rounds queries and shares to `dtype`, that of keys and values."""
+    return isinstance(backend, CpuAttention) and dtype == torch.bfloat16 and library.attends_by_tiles
+
+
+def seen_queries(queries: torch.Tensor, shape: AttentionShape, *, rounds: bool) -> torch.Tensor:
+    """Return queries as attention by tiles rounds them: scaled, for powers of two unless scores are capped."""
+    if not rounds:
+        return queries
+    factor = torch.tensor(shape.scale) * (1.0 if shape.attention_softcap else LOG2_E)
+    return (queries * factor).bfloat16().double() / factor.double()
+
+
 def defined(case: Case, queries: torch.Tensor, layer: KvLayer, sinks: torch.Tensor | None = None) -> torch.Tensor:
     """Attend token by token and head by head, in double precision."""
     batch, shape = case.batch(), case.shape
     group, size = shape.query_heads // shape.kv_heads, shape.page_size
-    outputs = torch.empty_like(queries)
+    outputs = torch.empty(queries.shape)
     for row in range(batch.rows):
         length = int(batch.key_lengths[row])
         places = torch.arange(length)
@@ -140,7 +155,24 @@ def test_attention_reads_every_type_of_kv(library: CpuLibrary, dtype: torch.dtyp
         layer = case.layer(backend.layout, dtype)
         # The values were rounded when they were stored; reading them is exact.
         expected = defined(case, queries, token_major(layer, backend.layout))
-        torch.testing.assert_close(backend.attend(queries, layer, case.batch()), expected, atol=2e-5, rtol=2e-5)
+        tolerance = 2e-2 if rounds(library, backend, dtype) else 2e-5
+        got = backend.attend(queries, layer, case.batch())
+        torch.testing.assert_close(got, expected, atol=tolerance, rtol=tolerance)
+
+
+@examples(20)
+@given(cases(), st.sampled_from([None, 2.0, 50.0]))
+def test_attention_by_tiles_only_rounds_queries_and_shares(library: CpuLibrary, case: Case, cap: float | None) -> None:
+    case = replace(case, shape=replace(case.shape, attention_softcap=cap))
+    queries, dtype = case.qkv()[:, : case.shape.query_width].contiguous(), torch.bfloat16
+    for backend in backends(library, case.shape):
+        is_rounded = rounds(library, backend, dtype)
+        layer, seen = case.layer(backend.layout, dtype), seen_queries(queries, case.shape, rounds=is_rounded)
+        plain, half_unit = token_major(layer, backend.layout), 2.0**-8 if is_rounded else 0.0
+        expected = defined(case, seen, plain, case.sinks())
+        magnitude = defined(case, seen, replace(plain, values=plain.values.abs()), case.sinks())
+        got = backend.attend(queries, layer, case.batch(), case.sinks())
+        assert bool(((got - expected).abs() <= half_unit * magnitude + 3e-5 * (1 + expected.abs())).all())
 
 
 @settings(max_examples=12)
@@ -246,14 +278,17 @@ def test_stored_tokens_are_rotated_normalised_and_rounded(
 
 
 @pytest.mark.parametrize("window_left", [None, 40])
-def test_a_query_gets_the_same_bits_in_every_chunk(library: CpuLibrary, window_left: int | None) -> None:
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_query_gets_the_same_bits_in_every_chunk(
+    library: CpuLibrary, window_left: int | None, dtype: torch.dtype
+) -> None:
     shape = AttentionShape(6, 2, 64, 16, window_left)
     whole = Case(shape, [(0, 150)], seed=3)
     queries = whole.qkv()[:, : shape.query_width].contiguous()
     for backend in backends(library, shape)[1:]:
-        layer = whole.layer(backend.layout, torch.float32)
+        layer = whole.layer(backend.layout, dtype)
         expected = backend.attend(queries, layer, whole.batch())
-        for old, new in ((149, 1), (100, 50), (63, 1), (64, 1), (65, 3)):
+        for old, new in ((149, 1), (100, 50), (63, 1), (64, 1), (65, 3), (20, 130)):
             part = Case(shape, [(old, new)], seed=3).batch()
             batch = whole.batch()
             object.__setattr__(part, "page_table", batch.page_table)
@@ -262,12 +297,15 @@ def test_a_query_gets_the_same_bits_in_every_chunk(library: CpuLibrary, window_l
 
 
 @pytest.mark.parametrize("window_left", [None, 20])
-def test_a_block_gets_the_same_bits_in_every_chunk(library: CpuLibrary, window_left: int | None) -> None:
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_block_gets_the_same_bits_in_every_chunk(
+    library: CpuLibrary, window_left: int | None, dtype: torch.dtype
+) -> None:
     shape = AttentionShape(6, 2, 64, 16, window_left)
     whole = Case(shape, [(0, 150)], seed=3, blocks=((0, 30, 95), (0, 100, 101)))
     queries = whole.qkv()[:, : shape.query_width].contiguous()
     for backend in backends(library, shape)[1:]:
-        layer = whole.layer(backend.layout, torch.float32)
+        layer = whole.layer(backend.layout, dtype)
         expected = backend.attend(queries, layer, whole.batch())
         part = Case(shape, [(30, 70)], seed=3, blocks=((0, 0, 65),)).batch()
         part = replace(part, page_table=whole.batch().page_table)
@@ -278,14 +316,16 @@ def test_a_block_gets_the_same_bits_in_every_chunk(library: CpuLibrary, window_l
         assert same.tolist() == [True] * 30 + [False] * 64 + [True] * 56
 
 
-def test_extreme_attention_scores_do_not_overflow(library: CpuLibrary) -> None:
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_extreme_attention_scores_do_not_overflow(library: CpuLibrary, dtype: torch.dtype) -> None:
     case = Case(AttentionShape(2, 1, 16, 16), [(90, 1), (10, 70)], seed=4)
     queries = case.qkv()[:, :32].contiguous() * 300
     for backend in backends(library, case.shape):
-        layer = case.layer(backend.layout, torch.float32)
+        layer, is_rounded = case.layer(backend.layout, dtype), rounds(library, backend, dtype)
         got = backend.attend(queries, layer, case.batch())
-        expected = defined(case, queries, token_major(layer, backend.layout))
-        torch.testing.assert_close(got, expected, atol=1e-3, rtol=1e-3)
+        seen = seen_queries(queries, case.shape, rounds=is_rounded)
+        expected, tolerance = defined(case, seen, token_major(layer, backend.layout)), 1e-2 if is_rounded else 1e-3
+        torch.testing.assert_close(got, expected, atol=tolerance, rtol=tolerance)
 
 
 def test_shapes_that_fill_no_register_are_not_for_compiled_attention(library: CpuLibrary) -> None:

@@ -318,39 +318,4 @@ void run_task(const AttentionArguments& a, const AttentionTask& task, const Atte
   }
 }
 
-// Longest tasks come first, so that no thread begins a long one when the others are done: a row's last tokens see most.
-inline std::vector<AttentionTask> split_tasks(const AttentionArguments& a) {
-  std::vector<AttentionTask> tasks;
-  const int group = a.query_heads / a.kv_heads, heads = std::min(group, kMaxLines);
-  const int tokens_per_task = std::max(1, kMaxLines / heads);
-  for (int row = a.rows - 1; row >= 0; --row) {
-    const int tokens = a.query_starts[row + 1] - a.query_starts[row];
-    for (int last = tokens; last > 0; last -= tokens_per_task) {
-      const int first = std::max(0, last - tokens_per_task);
-      for (int kv_head = 0; kv_head < a.kv_heads; ++kv_head)
-        for (int head = 0; head < group; head += heads)
-          tasks.push_back({row, kv_head, first, last - first, kv_head * group + head, std::min(heads, group - head)});
-    }
-  }
-  return tasks;
-}
-
-// Runs all tasks, with the threads of the parallel region around it, and waits for them. Tasks that follow each other read
-// neighbouring memory, but a thread must not hold back many of them.
-template <typename Element>
-void share_tasks(const AttentionArguments& a, const std::vector<AttentionTask>& tasks, const Element* keys,
-                 const Element* values) {
-  const int count = static_cast<int>(tasks.size());
-  const int chunk = std::max(1, std::min(a.kv_heads, count / (8 * a.threads)));
-#pragma omp for schedule(dynamic, chunk)
-  for (int i = 0; i < count; ++i) run_task(a, tasks[i], tasks[std::min(i + 1, count - 1)], keys, values);
-}
-
-template <typename Element>
-void attend(const AttentionArguments& a, const Element* keys, const Element* values) {
-  const std::vector<AttentionTask> tasks = split_tasks(a);
-#pragma omp parallel num_threads(a.threads)
-  share_tasks(a, tasks, keys, values);
-}
-
 }  // namespace pando

@@ -1,7 +1,7 @@
 // The plain C face of the operators. Element types are numbered as in `ElementType` of native_library.py.
 #include <omp.h>
 
-#include "attention.hpp"
+#include "attention_tasks.hpp"
 #include "elementwise.hpp"
 #include "layers.hpp"
 #include "matrix.hpp"
@@ -58,6 +58,8 @@ int pando_has_blocks(const pando::BlockFunctions* blocks, int type) {
   });
   return has_blocks;
 }
+// Whether attention over keys and values in bfloat16 is that of tiles, which round queries and shares to it as well.
+int pando_attends_by_tiles() { return pando::attends_by_tiles<pando::BFloat16>(); }
 int pando_max_head_dim() { return pando::kMaxHeadDim; }
 
 void pando_linear(const float* inputs, const pando::MatrixArguments* matrix, int type, int tokens, float* outputs,

@@ -6,7 +6,7 @@
 
 #include <vector>
 
-#include "attention.hpp"
+#include "attention_tasks.hpp"
 #include "elementwise.hpp"
 #include "matrix.hpp"
 #include "packed.hpp"
@@ -128,7 +128,11 @@ void share_layer(const LayersArguments& a, const LayerArguments& layer, const st
   const Input* inputs = normalised(a.hidden, layer.input_norm, epsilon, tokens, hidden, shared);
   share_product<Weight>(layer.qkv, inputs, tokens, scratch.qkv, false);
   share_store(store, static_cast<Element*>(layer.keys), static_cast<Element*>(layer.values));
+  // oneDNN and attention shape the tile registers each in their own way.
+  const bool is_mixed = attends_by_tiles<Element>() && layer.qkv.blocks != nullptr;
+  if (is_mixed) release_blocks(layer.qkv);
   share_tasks(attention, tasks, static_cast<const Element*>(layer.keys), static_cast<const Element*>(layer.values));
+  if (is_mixed) release_tiles();
   inputs = converted(scratch.attended, tokens, layer.output.inputs, shared);
   share_product<Weight>(layer.output, inputs, tokens, a.hidden, true);
   inputs = normalised(a.hidden, layer.feed_forward_norm, epsilon, tokens, hidden, shared);
@@ -140,7 +144,7 @@ void share_layer(const LayersArguments& a, const LayerArguments& layer, const st
 
 template <typename Weight, typename Element>
 void run_layers(const LayersArguments& a) {
-  const std::vector<AttentionTask> tasks = split_tasks(a.attention);
+  const std::vector<AttentionTask> tasks = split_tasks<Element>(a.attention);
   const int tokens = a.store.tokens, hidden = a.layers[0].qkv.inputs;
   const Scratch scratch(a, hidden);
 #pragma omp parallel num_threads(a.store.threads)
